@@ -339,7 +339,8 @@ mod tests {
         let wanted =
             "mem-path=/srv/a,,b.img,share=on,dump=off,host-nodes=0,host-nodes=2,policy=bind -display none";
         assert!(result.ends_with(wanted), "{result}");
-        CommandLine::parse(words.split(' '))
+        let used = format!("{words} -machine q35,memory-backend=m0");
+        CommandLine::parse(used.split(' '))
             .unwrap()
             .record()
             .unwrap()

@@ -50,10 +50,12 @@ impl Recorded {
         let mut candidates = settings::apply(self.command_line(), &host.settings)?;
         let mut refusals = self.missing_secrets(host);
         replace::accelerator(&mut candidates, &user_arguments);
+        replace::preallocation(&mut candidates);
         replace::networks(&mut candidates, &user_arguments);
         replace::consoles(&mut candidates, host, &user_arguments);
         candidates.iter().for_each(|candidate| judge(candidate, &mut refusals));
         duplicate_ids(&candidates, &mut refusals);
+        unused_memory(&candidates, &user_arguments, &mut refusals);
         if refusals.is_empty() {
             assemble_command_line(candidates, host, &user_arguments)
         } else {
@@ -315,6 +317,25 @@ impl Judged<'_> {
         let is_named = |key: &str| self.properties.value(key).is_some();
         if replace::is_tap(option) && !["br", "fd", "fds", "helper", "ifname"].into_iter().any(is_named) {
             refusals.push(refusal(format!("{}.ifname", self.address), "", RefusalReason::Host));
+        }
+    }
+}
+
+/// Adds refusals of memory that no other option refers to: the size of an image bounds what its guest has, and not this.
+fn unused_memory(candidates: &[Candidate], user_arguments: &CommandLine, refusals: &mut Vec<Refusal>) {
+    let options = || candidates.iter().map(|candidate| &candidate.option).chain(user_arguments.options());
+    let is_used = |id: &String, object: &QemuOption| {
+        let refers = |properties: &Properties| properties.pairs().iter().any(|(_, value)| value == id);
+        options().any(|other| !std::ptr::eq(other, object) && other.properties().is_some_and(refers))
+    };
+    for Candidate { option, address, origin } in candidates {
+        let kind = option.properties().and_then(|properties| properties.value("qom-type"));
+        let is_memory =
+            option.name.as_str() == "object" && kind.is_some_and(|kind| kind.starts_with("memory-backend-"));
+        if let (true, ValueOrigin::Image(_), Some(id)) = (is_memory, origin, option.id())
+            && !is_used(&id, option)
+        {
+            refusals.push(refusal(address.clone(), "", RefusalReason::UnusedMemory));
         }
     }
 }

@@ -1,4 +1,5 @@
-//! Forms that values from an image may have. None of them admits a `/`, a `\`, or a URL, so no such value can name a file.
+//! Forms that values from an image may have. None of them admits a `/`, a `\`, or a URL, so no such value can name a file; but for the
+//! arguments of a kernel, which only the guest reads.
 
 use std::net::IpAddr;
 
@@ -22,6 +23,8 @@ pub(crate) enum Form {
     Word,
     /// Words and blanks.
     Label,
+    /// Arguments of the guest's kernel: printable text.
+    KernelArguments,
     /// As a word; beginning with a letter, but not with `towline-`, as those of the launcher do. It refers to another option.
     Id,
     /// Six bytes in hexadecimal.
@@ -44,8 +47,10 @@ pub(crate) enum Form {
     Host,
 }
 
-/// Longest value of any form, in bytes.
+/// Longest value of any other form than a kernel's arguments, in bytes.
 const BYTES_MAX: usize = 128;
+/// Longest arguments of a kernel: those of Linux on x86.
+const KERNEL_ARGUMENTS_BYTES_MAX: usize = 2048;
 
 impl Form {
     /// Returns true if a value has this form.
@@ -54,10 +59,11 @@ impl Form {
             !text.is_empty() && text.len() <= length_max && text.bytes().all(|byte| byte.is_ascii_hexdigit())
         };
         let is_word = |text: &str| text.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.+".contains(&b));
-        if value.len() > BYTES_MAX {
+        if value.len() > if self == Self::KernelArguments { KERNEL_ARGUMENTS_BYTES_MAX } else { BYTES_MAX } {
             return false;
         }
         match self {
+            Self::KernelArguments => value.bytes().all(|byte| byte == b' ' || byte.is_ascii_graphic()),
             Self::Switch => ["on", "off", "yes", "no", "true", "false", "auto"].contains(&value),
             Self::Off => ["off", "no", "false"].contains(&value),
             Self::Number => {
@@ -120,6 +126,9 @@ impl Form {
             Self::Size => "a size".into(),
             Self::Word => "letters, digits and -_.+".into(),
             Self::Label => "letters, digits, blanks and -_.+()".into(),
+            Self::KernelArguments => {
+                format!("printable text of at most {KERNEL_ARGUMENTS_BYTES_MAX} bytes")
+            }
             Self::Id => "an id that does not begin with towline-".into(),
             Self::Mac => "a MAC address".into(),
             Self::PciAddress => "a PCI slot and function".into(),
@@ -150,6 +159,7 @@ mod tests {
             (Form::Size, &["512M", "1073741824"], &["", "1/2", "G"]),
             (Form::Word, &["pc-q35-10.0", "a_b+c"], &["", ".", "..", "a/b", "a:b", "a b", "\u{e9}"]),
             (Form::Label, &["Standard PC (Q35 + ICH9)"], &["", "a/b", "a,b", "a:b"]),
+            (Form::KernelArguments, &["", "root=/dev/vda1 console=ttyS0,115200n8"], &["a\nb", "\u{e9}"]),
             (Form::Off, &["off", "no"], &["", "on", "auto"]),
             (Form::Id, &["net0", "pci.1", "towline"], &["", "0", "a/b", "a|b", "towline-qmp"]),
             (Form::Mac, &["52:54:00:12:34:56", "0-1-2-3-4-5"], &["", "52:54:00:12:34", "g:1:2:3:4:5"]),

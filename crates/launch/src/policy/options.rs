@@ -225,7 +225,7 @@ const FLAG: OptionRule = OptionRule::Text(Form::Empty);
 const RULES: &[NameGroup<OptionRule>] = &[
     (
         OptionRule::Host,
-        "acpitable append bios cdrom debugcon dtb fda fdb fw_cfg hda hdb hdc hdd initrd kernel \
+        "acpitable bios cdrom debugcon dtb fda fdb fw_cfg hda hdb hdc hdd initrd kernel \
          mem-path mtdblock nographic option-rom pflash sd snapshot",
     ),
     (
@@ -239,6 +239,7 @@ const RULES: &[NameGroup<OptionRule>] = &[
         "enable-kvm mem-prealloc no-acpi no-fd-bootchk no-hpet no-reboot no-shutdown no-user-config \
          nodefaults only-migratable singlestep usb win2k-hack",
     ),
+    (OptionRule::Text(Form::KernelArguments), "append"),
     (OptionRule::Text(Word), "g watchdog-action"),
     (OptionRule::Properties(ACCELERATOR), "accel"),
     (OptionRule::Properties(&[(Word, "panic reboot shutdown watchdog")]), "action"),

@@ -43,6 +43,8 @@ pub enum RefusalReason {
     DuplicateId,
     /// It was left out when the command line was recorded.
     LeftOut,
+    /// Memory that nothing of the guest uses.
+    UnusedMemory,
     /// A file of this host without a format, which would be guessed from what the guest wrote.
     Format,
 }
@@ -81,6 +83,7 @@ impl fmt::Display for Refusal {
             RefusalReason::Form { expected } => return write!(f, ": expected {expected}"),
             RefusalReason::Repeated => "given more than once",
             RefusalReason::DuplicateId => "this id is given more than once",
+            RefusalReason::UnusedMemory => "memory that no part of the guest uses",
             RefusalReason::LeftOut => "a secret, which is not in the image",
             RefusalReason::Format => "missing; without it QEMU guesses the format from what the guest wrote",
         };
@@ -98,20 +101,29 @@ impl fmt::Display for Refused {
                 return write!(f, "QEMU's arguments have {option}: {reason}");
             }
         };
-        write!(f, "command line of the image is refused: ")?;
-        for (index, refusal) in refusals.iter().take(SHOWN_MAX).enumerate() {
-            let separator = if index == 0 { "" } else { "; " };
-            write!(f, "{separator}{refusal}")?;
+        writeln!(f, "command line of the image is refused:")?;
+        for refusal in refusals.iter().take(SHOWN_MAX) {
+            writeln!(f, "  {refusal}")?;
         }
         if let Some(more) = refusals.len().checked_sub(SHOWN_MAX).filter(|more| *more > 0) {
-            write!(f, "; and {more} more")?;
+            writeln!(f, "  and {more} more")?;
         }
-        let key = refusals.first().map_or("KEY", |refusal| refusal.setting.as_str());
         write!(
             f,
-            ". Give each with --set, as --set {key}=VALUE (an option with an empty value is removed); or, if you trust who made \
-             the image as you trust a program, use --trust-command-line"
+            "Give each with --set (an option with an empty value is removed); or, if you trust who made the image as you trust a \
+             program, use --trust-command-line"
         )
+    }
+}
+
+impl Refused {
+    /// The settings that replace what is refused, without their values.
+    #[must_use]
+    pub fn settings(&self) -> Vec<&str> {
+        let refusals: &[Refusal] = if let Self::Image(refusals) = self { refusals } else { &[] };
+        let mut keys: Vec<&str> = refusals.iter().map(|refusal| refusal.setting.as_str()).collect();
+        keys.dedup();
+        keys
     }
 }
 

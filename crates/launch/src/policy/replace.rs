@@ -36,6 +36,21 @@ pub(super) fn accelerator(candidates: &mut Vec<Candidate>, user_arguments: &Comm
     });
 }
 
+/// Has memory be allocated as the guest touches it, unless this host says otherwise: what an image asks for would be taken at once.
+pub(super) fn preallocation(candidates: &mut Vec<Candidate>) {
+    candidates.retain(|candidate| {
+        candidate.origin == ValueOrigin::Host || candidate.option.name.as_str() != "mem-prealloc"
+    });
+    for Candidate { option, origin, .. } in candidates {
+        let (ValueOrigin::Image(trusted), "object" | "device") = (origin, option.name.as_str()) else {
+            continue;
+        };
+        let Some(properties) = option.properties_mut() else { continue };
+        let keys = ["prealloc", "prealloc-threads"].into_iter();
+        keys.filter(|key| !trusted.contains(*key)).for_each(|key| properties.remove(key));
+    }
+}
+
 fn names_accelerator(option: &QemuOption) -> bool {
     let has_accelerator =
         || option.properties().is_some_and(|properties| properties.value("accel").is_some());

@@ -271,10 +271,11 @@ fn the_message_names_each_refusal_and_the_way_out() {
         recorded("-device vfio-pci,host=01:00.0 -m 1/0").allow(&HostArguments::default()).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "command line of the image is refused: device.driver=vfio-pci: an image may not have this type; m.size=1/0: expected a size. \
-         Give each with --set, as --set device.driver=VALUE (an option with an empty value is removed); or, if you trust who made the \
-         image as you trust a program, use --trust-command-line"
+        "command line of the image is refused:\n  device.driver=vfio-pci: an image may not have this type\n  m.size=1/0: expected a \
+         size\nGive each with --set (an option with an empty value is removed); or, if you trust who made the image as you trust a \
+         program, use --trust-command-line"
     );
+    assert_eq!(error.settings(), ["device.driver", "m.size"]);
 }
 
 #[test]
@@ -283,4 +284,38 @@ fn arguments_of_the_user_follow_as_they_are() {
     assert_eq!(words(&recorded("-nodefaults").allow(&host).unwrap()), "-nodefaults -vnc :1");
     let host = HostArguments { arguments: vec!["-vcn".into()], ..HostArguments::default() };
     assert!(matches!(recorded("-machine q35").allow(&host), Err(Refused::Argument(_))));
+}
+
+#[test]
+fn an_image_does_not_take_memory_that_its_guest_does_not_use() {
+    let allow = |words: &str, settings: &[&str]| {
+        let settings = settings.iter().map(|text| text.parse().unwrap()).collect();
+        let host = HostArguments { settings, ..HostArguments::default() };
+        let allowed = CommandLine::parse(words.split(' ')).unwrap().record().unwrap().allow(&host);
+        allowed.map(|allowed| {
+            let words = allowed.to_arguments();
+            words.iter().map(|word| word.to_str().unwrap()).collect::<Vec<_>>().join(" ")
+        })
+    };
+    let used = "-nodefaults -mem-prealloc -object memory-backend-ram,id=m0,size=1G,prealloc=on,prealloc-threads=4 \
+                -machine q35,memory-backend=m0";
+    let words = allow(used, &[]).unwrap();
+    assert!(!words.contains("prealloc"), "{words}");
+    assert!(allow(used, &["object.m0.prealloc=on"]).unwrap().contains("prealloc=on"));
+    let unused = "-nodefaults -object memory-backend-memfd,id=m0,size=1T,hugetlb=on";
+    let refused = allow(unused, &[]).unwrap_err();
+    assert!(
+        refused.to_string().contains("\n  object.m0: memory that no part of the guest uses\n"),
+        "{refused}"
+    );
+    assert_eq!(refused.settings(), ["object.m0"]);
+    assert!(!allow(unused, &["object.m0="]).unwrap().contains("memfd"));
+}
+
+#[test]
+fn arguments_of_a_kernel_are_the_guests() {
+    let words = ["-nodefaults", "-kernel", "/boot/vmlinuz", "-append", "root=/dev/vda1 console=ttyS0"];
+    let recorded = CommandLine::parse(words).unwrap().record().unwrap();
+    let refused = recorded.allow(&HostArguments::default()).unwrap_err();
+    assert_eq!(refused.settings(), ["kernel"]);
 }

@@ -106,7 +106,6 @@ fn options_that_name_files_are_refused() {
         ("bios", "owned.bin"),
         ("kernel", "/etc/shadow"),
         ("initrd", "/etc/shadow"),
-        ("append", "init=/bin/sh"),
         ("dtb", "/etc/shadow"),
         ("option-rom", "/etc/shadow"),
         ("acpitable", "data=/etc/shadow"),
