@@ -30,11 +30,13 @@ use rustix::process::{Signal, pidfd_send_signal};
 use towline_qmp::{Client, Options};
 
 use crate::command_line::{CommandLine, excerpt};
+use crate::confinement::Confinement;
 use crate::host::HostArguments;
+use crate::log::Log;
 use crate::memory::QemuVersion;
 use crate::policy::AllowedCommandLine;
 use crate::runtime::{GuestDirectory, Lifetime, RuntimeError, new_state};
-use process::{ProcessExit, Spawned, spawn};
+use process::{ProcessExit, Spawned, ToSpawn, spawn};
 
 /// Default time limit until the monitor answers.
 pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(60);
@@ -87,6 +89,15 @@ pub struct Launcher {
     pub image: Option<PathBuf>,
     /// Descriptors that it inherits, under the numbers that they have here.
     pub descriptors: Vec<OwnedFd>,
+    /// The confinement that it gets, as far as this process may give it.
+    pub confinement: Option<Confinement>,
+}
+
+/// What a QEMU is started with.
+struct Prepared {
+    command: Command,
+    listener: UnixListener,
+    log: Log,
 }
 
 /// A QEMU that was started, and whose monitor has answered.
@@ -158,6 +169,7 @@ impl Launcher {
             start_timeout: START_TIMEOUT,
             image: None,
             descriptors: Vec::new(),
+            confinement: None,
         }
     }
 
@@ -184,19 +196,20 @@ impl Launcher {
         connect: impl FnOnce(&RunningQemu, &Options) -> Result<T, towline_qmp::Error>,
     ) -> Result<(RunningQemu, T), LaunchError> {
         let started = Instant::now();
-        let (command, listener) = match self.prepare(guest, host) {
+        let Prepared { command, listener, log } = match self.prepare(guest, host) {
             Ok(prepared) => prepared,
             Err(error) => {
                 self.directory.remove();
                 return Err(error);
             }
         };
+        let confinement = self.confinement.as_ref().map(Confinement::give);
         let Self { directory, lifetime, image, start_timeout, descriptors: mut inherited, .. } = self;
         inherited.push(listener.into());
         let lock = directory.lock().try_clone_to_owned();
         let spawned = lock.and_then(|lock| {
             inherited.push(lock);
-            spawn(command, inherited, lifetime)
+            spawn(ToSpawn { command, descriptors: inherited, lifetime, confinement, log })
         });
         let Spawned { pid, pidfd, exit } = match spawned {
             Ok(spawned) => spawned,
@@ -222,20 +235,16 @@ impl Launcher {
     }
 
     /// Makes the socket, the log and the command.
-    fn prepare(
-        &self,
-        guest: &AllowedCommandLine,
-        host: &HostArguments,
-    ) -> Result<(Command, UnixListener), LaunchError> {
+    fn prepare(&self, guest: &AllowedCommandLine, host: &HostArguments) -> Result<Prepared, LaunchError> {
         let listener = self.listen()?;
         let arguments = self.arguments(guest, host, listener.as_fd());
         log_start(&self.directory, &host.binary, &arguments);
-        let log = self.directory.create_log()?;
-        let errors =
-            log.try_clone().map_err(|source| LaunchError::Binary { binary: host.binary.clone(), source })?;
+        let failed = |source| LaunchError::Binary { binary: host.binary.clone(), source };
+        let log = Log::new(self.directory.create_log()?).map_err(failed)?;
+        let output = || log.output.try_clone().map_err(failed);
         let mut command = command(host);
-        command.args(&arguments).stdout(log).stderr(errors);
-        Ok((command, listener))
+        command.args(&arguments).stdout(output()?).stderr(output()?);
+        Ok(Prepared { command, listener, log })
     }
 
     fn listen(&self) -> Result<UnixListener, RuntimeError> {
@@ -329,11 +338,20 @@ impl RunningQemu {
         self.exit.wait(timeout)
     }
 
+    /// Has it end by itself, as its monitor's `quit` does. Has no effect on one that has ended.
+    pub fn quit(&self) {
+        self.signal(Signal::TERM);
+    }
+
     /// Kills it. Has no effect on one that has ended.
     pub fn kill(&self) {
+        self.signal(Signal::KILL);
+    }
+
+    fn signal(&self, signal: Signal) {
         // The descriptor is of this process even if its id is used again.
-        if let Err(errno) = pidfd_send_signal(&self.pidfd, Signal::KILL) {
-            tracing::debug!(pid = self.pid, %errno, "QEMU is not killed: it has ended");
+        if let Err(errno) = pidfd_send_signal(&self.pidfd, signal) {
+            tracing::debug!(pid = self.pid, %errno, "no signal is sent: QEMU has ended");
         }
     }
 

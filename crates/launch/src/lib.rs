@@ -18,11 +18,13 @@
 #![deny(unsafe_code)]
 
 pub mod command_line;
+mod confinement;
 mod generation_id;
 mod host;
 mod in_use;
 mod launcher;
 pub mod limits;
+mod log;
 mod memory;
 mod names;
 mod overlay;
@@ -33,6 +35,7 @@ mod settings;
 mod sys;
 
 pub use command_line::{CommandLine, ParseError};
+pub use confinement::Confinement;
 pub use host::{EnvironmentVariable, GuestIdentity, HostArguments, HostError};
 pub use in_use::{InUse, Start, check_in_use};
 pub use launcher::{IncomingOption, LaunchError, Launcher, ProcessSandbox, RunningQemu};

@@ -1,13 +1,14 @@
-//! The directory of a running guest: `$XDG_RUNTIME_DIR/towline/guests/NAME`, or `/run/towline/guests/NAME`.
+//! The directory of a running guest: `$XDG_RUNTIME_DIR/towline/guests/NAME`, or `/run/towline/guests/NAME`; for root in `/run` also in
+//! a login session, whose directory is removed at logout while its guests run on.
 //!
 //! ```text
 //!   NAME/lock        locked (flock) by the launcher and by the QEMU that inherits it: the name is in use while either lives
 //!   NAME/qmp.sock    QEMU's monitor
-//!   NAME/qemu.log    standard output and error of QEMU
+//!   NAME/qemu.log    standard output and error of QEMU, bounded
 //!   NAME/state.json  for `towline ps`
 //! ```
 //! Root and directory belong to the user alone (0700) and are not symbolic links. What a guest that has ended leaves is removed by the next
-//! one of its name. Lock, socket and state of a guest cannot disagree: all are written by the process that holds the lock.
+//! one of its name, or a day later by the next one of any name. Lock, socket and state of a guest cannot disagree: all are written by the process that holds the lock.
 
 mod state;
 
@@ -16,6 +17,7 @@ use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 
 use rustix::fs::{AtFlags, CWD, FlockOperation, Mode, OFlags, fstat, mkdirat, openat, statat, unlinkat};
 use rustix::io::Errno;
@@ -32,6 +34,10 @@ const GUESTS_MAX: usize = 10_000;
 const LOCK: &str = "lock";
 const STATE: &str = "state.json";
 const STATE_STAGING: &str = "state.json.new";
+/// Directories of login sessions, which end with them.
+const SESSIONS: &str = "/run/user";
+/// Age at which the log of a guest that has ended is removed with its directory.
+const ENDED_KEPT: Duration = Duration::from_secs(24 * 3600);
 
 /// End of a QEMU's life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -158,11 +164,19 @@ fn is_own(path: &Path) -> bool {
 }
 
 impl RuntimeRoot {
-    /// The root of this user: in `$XDG_RUNTIME_DIR` if it is the user's own and no other may write to it, else in `/run`.
+    /// The root of this user: in `$XDG_RUNTIME_DIR` if it is the user's own, no other may write to it and, for root, it is not that of a
+    /// login session; else in `/run`.
     #[must_use]
     pub fn of_user() -> Self {
         let own = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|path| is_own(path));
-        Self::at(own.unwrap_or_else(|| "/run".into()).join("towline/guests"))
+        let lasts = |path: &PathBuf| !geteuid().is_root() || !path.starts_with(SESSIONS);
+        Self::at(own.filter(lasts).unwrap_or_else(|| "/run".into()).join("towline/guests"))
+    }
+
+    /// Returns true if it is removed when its user logs out, while guests run on.
+    #[must_use]
+    pub fn ends_with_session(&self) -> bool {
+        self.path.starts_with(SESSIONS)
     }
 
     /// A root at this path. It is made when it is needed, with its parent.
@@ -187,9 +201,34 @@ impl RuntimeRoot {
             let _ = mkdirat(CWD, parent, Mode::from(0o755));
         }
         let root = open_private(CWD, &self.path, &self.path)?;
+        self.remove_ended(root.as_fd());
+        self.lock(root.as_fd(), name)
+    }
+
+    /// Removes the directories of guests that ended long ago.
+    fn remove_ended(&self, root: BorrowedFd<'_>) {
+        let entries = std::fs::read_dir(&self.path).into_iter().flatten().take(GUESTS_MAX).flatten();
+        for entry in entries {
+            let Some(name) = entry.file_name().to_str().and_then(|name| name.parse::<GuestName>().ok())
+            else {
+                continue;
+            };
+            let last = [entry.path().join("qemu.log"), entry.path()]
+                .iter()
+                .find_map(|path| std::fs::symlink_metadata(path).ok()?.modified().ok());
+            if last.and_then(|last| last.elapsed().ok()).is_some_and(|age| age > ENDED_KEPT)
+                && let Ok(ended) = self.lock(root, &name)
+            {
+                ended.remove();
+            }
+        }
+    }
+
+    /// Locks the directory of a guest, which is made if it is missing, and removes what is in it.
+    fn lock(&self, root: BorrowedFd<'_>, name: &GuestName) -> Result<GuestDirectory, RuntimeError> {
         let path = self.path.join(name.as_str());
         for _ in 0..ATTEMPTS_MAX {
-            let directory = match open_private(root.as_fd(), Path::new(name.as_str()), &path) {
+            let directory = match open_private(root, Path::new(name.as_str()), &path) {
                 // Removed between its making and its opening.
                 Err(RuntimeError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => continue,
                 other => other?,
@@ -279,12 +318,7 @@ impl GuestDirectory {
 
     /// Creates QEMU's log.
     pub(crate) fn create_log(&self) -> Result<File, RuntimeError> {
-        let flags = OFlags::CREATE
-            | OFlags::EXCL
-            | OFlags::WRONLY
-            | OFlags::APPEND
-            | OFlags::NOFOLLOW
-            | OFlags::CLOEXEC;
+        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = openat(&self.directory, "qemu.log", flags, Mode::RUSR | Mode::WUSR);
         file.map(File::from).map_err(|errno| io_error(&self.log_path(), "create it", errno))
     }

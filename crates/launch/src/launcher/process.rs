@@ -11,6 +11,8 @@ use std::time::Duration;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::Lifetime;
+use crate::confinement::Given;
+use crate::log::{Log, LogWriter};
 use crate::sys;
 
 /// The exit status of a process, once it has ended.
@@ -45,26 +47,34 @@ impl ProcessExit {
     }
 }
 
-/// Starts a process that inherits these descriptors, and closes them here.
-pub(super) fn spawn(
-    mut command: Command,
-    descriptors: Vec<OwnedFd>,
-    lifetime: Lifetime,
-) -> io::Result<Spawned> {
+/// A process to be started.
+pub(super) struct ToSpawn {
+    pub(super) command: Command,
+    /// Inherited by it, and closed here.
+    pub(super) descriptors: Vec<OwnedFd>,
+    pub(super) lifetime: Lifetime,
+    pub(super) confinement: Option<Given>,
+    pub(super) log: Log,
+}
+
+/// Starts a process.
+pub(super) fn spawn(process: ToSpawn) -> io::Result<Spawned> {
     let exit = Arc::new(ProcessExit::default());
     let (sender, receiver) = sync_channel(1);
     let supervisor = {
         let exit = Arc::clone(&exit);
         move || {
+            let ToSpawn { mut command, descriptors, lifetime, confinement, log } = process;
             let borrowed: Vec<BorrowedFd<'_>> =
                 descriptors.iter().map(|descriptor| descriptor.as_fd()).collect();
-            sys::isolate(&mut command, &sys::Child { descriptors: &borrowed, lifetime });
+            sys::isolate(&mut command, sys::Child { descriptors: &borrowed, lifetime, confinement });
             let child = command.spawn();
             // Only the child has them from here on: what it closes is closed.
             drop(borrowed);
             drop(descriptors);
             drop(command);
-            supervise(child, &sender, &exit);
+            let log = log.write().inspect_err(|error| tracing::warn!(%error, "QEMU has no log"));
+            supervise(child, log.ok(), &sender, &exit);
         }
     };
     thread::Builder::new().name("qemu".into()).spawn(supervisor)?;
@@ -74,7 +84,12 @@ pub(super) fn spawn(
 }
 
 /// Reports the child and waits until it ends.
-fn supervise(child: io::Result<Child>, report: &SyncSender<io::Result<(u32, OwnedFd)>>, exit: &ProcessExit) {
+fn supervise(
+    child: io::Result<Child>,
+    log: Option<LogWriter>,
+    report: &SyncSender<io::Result<(u32, OwnedFd)>>,
+    exit: &ProcessExit,
+) {
     let mut child = match child {
         Ok(child) => child,
         Err(error) => return drop(report.send(Err(error))),
@@ -86,7 +101,10 @@ fn supervise(child: io::Result<Child>, report: &SyncSender<io::Result<(u32, Owne
     }
     let is_awaited = report.send(pidfd.map(|pidfd| (child.id(), pidfd)).map_err(io::Error::from)).is_ok();
     debug_assert!(is_awaited, "the caller waits for the report");
-    match child.wait() {
+    let ended = child.wait();
+    // Its last words are the reason of its end.
+    log.into_iter().for_each(LogWriter::wait);
+    match ended {
         Ok(status) => exit.set(status),
         Err(error) => tracing::warn!(pid = child.id(), %error, "QEMU's exit status is not known"),
     }

@@ -110,7 +110,7 @@ fn relative_paths_are_those_of_the_working_directory() {
         ..HostArguments::default()
     };
     let guest = CommandLine::default().trust(&host).unwrap();
-    let (command, _listener) = launcher.prepare(&guest, &host).unwrap();
+    let Prepared { command, .. } = launcher.prepare(&guest, &host).unwrap();
     assert_eq!(command.get_current_dir(), Some(canonical.as_path()));
 }
 

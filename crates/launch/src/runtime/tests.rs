@@ -111,3 +111,22 @@ fn the_state_of_an_image_whose_path_is_not_utf_8_is_listed() {
     assert_eq!(listed.len(), 1);
     assert_eq!(listed[0].image.as_deref(), Some(Path::new("/srv/\u{fffd}/a.img")));
 }
+
+#[test]
+fn directories_of_guests_that_ended_a_day_ago_are_removed() {
+    let (_parent, root) = root();
+    let names = ["running", "recent", "old"].map(name);
+    let [running, recent, old] = names.each_ref().map(|name| root.claim(name).unwrap());
+    let paths = [&running, &recent, &old].map(|directory| directory.path().to_owned());
+    let day_ago = std::time::SystemTime::now() - 2 * ENDED_KEPT;
+    for directory in [&running, &recent, &old] {
+        let log = directory.create_log().unwrap();
+        if directory.name() != &names[1] {
+            log.set_modified(day_ago).unwrap();
+        }
+    }
+    drop((recent, old));
+    let _next = root.claim(&name("next")).unwrap();
+    assert_eq!(paths.each_ref().map(|path| path.exists()), [true, true, false]);
+    drop(running);
+}

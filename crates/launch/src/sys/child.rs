@@ -5,6 +5,7 @@ use std::os::fd::{AsRawFd as _, BorrowedFd, RawFd};
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 
+use crate::confinement::Given;
 use crate::runtime::Lifetime;
 
 /// Properties of a child.
@@ -13,14 +14,16 @@ pub(crate) struct Child<'a> {
     pub(crate) descriptors: &'a [BorrowedFd<'a>],
     /// The end of its life.
     pub(crate) lifetime: Lifetime,
+    /// Its confinement, beyond that of its parent.
+    pub(crate) confinement: Option<Given>,
 }
 
 /// Has the child of `command` be as described. The descriptors must be open when it is started.
 ///
 /// With [`Lifetime::WithOwner`] the kernel kills the child when the *thread* that starts it ends, so that thread has to live on.
-pub(crate) fn isolate(command: &mut Command, child: &Child<'_>) {
+pub(crate) fn isolate(command: &mut Command, child: Child<'_>) {
     let numbers: Vec<RawFd> = child.descriptors.iter().map(|descriptor| descriptor.as_raw_fd()).collect();
-    let lifetime = child.lifetime;
+    let (lifetime, confinement) = (child.lifetime, child.confinement);
     let parent = std::process::id();
     let prepare = move || {
         // SAFETY: setsid is async-signal-safe and touches no memory.
@@ -42,6 +45,9 @@ pub(crate) fn isolate(command: &mut Command, child: &Child<'_>) {
             // SAFETY: fcntl is async-signal-safe; it clears a flag of the child's own table and touches no memory.
             check(unsafe { libc::fcntl(number, libc::F_SETFD, 0) })?;
         }
+        if let Some(confinement) = &confinement {
+            confinement.apply();
+        }
         Ok(())
     };
     // SAFETY: the closure makes system calls and allocates nothing, as a child of a threaded process must.
@@ -50,4 +56,32 @@ pub(crate) fn isolate(command: &mut Command, child: &Child<'_>) {
 
 fn check(result: libc::c_int) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Work on an input and an output that makes system calls, and neither allocates nor panics.
+pub(crate) type ChildWork = fn(BorrowedFd<'_>, BorrowedFd<'_>);
+
+/// Does the work in a child process that has these descriptors, and no others. Returns its id.
+pub(crate) fn fork(input: BorrowedFd<'_>, output: BorrowedFd<'_>, work: ChildWork) -> io::Result<i32> {
+    // SAFETY: fork has no conditions; the child makes only system calls until it ends, as one of a threaded process must.
+    let pid = unsafe { libc::fork() };
+    if pid != 0 {
+        check(pid)?;
+        return Ok(pid);
+    }
+    let (input, output) = (input.as_raw_fd(), output.as_raw_fd());
+    // SAFETY: system calls on descriptors of the child's own table; none touches memory. Both numbers are above those that are replaced.
+    let is_ready = unsafe {
+        libc::setsid();
+        libc::dup2(input, 0) == 0
+            && libc::dup2(output, 1) == 1
+            && libc::close_range(2, libc::c_uint::MAX, 0) == 0
+    };
+    if is_ready {
+        // SAFETY: both were opened above, and are closed with the process.
+        let [input, output] = [0, 1].map(|number| unsafe { BorrowedFd::borrow_raw(number) });
+        work(input, output);
+    }
+    // SAFETY: _exit ends the child without running anything of the parent's.
+    unsafe { libc::_exit(0) }
 }
