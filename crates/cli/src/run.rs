@@ -26,7 +26,7 @@ use towline_control::plan::{
     self, CloneTarget, Clones, CopyRequest, Destination, Observer, PostcopyStart, RequestedPages, Task,
     TransferOptions,
 };
-use towline_launch::{CreatedOverlay, HostArguments, QemuVersion};
+use towline_launch::{CreatedOverlay, HostArguments, QemuVersion, RuntimeRoot};
 
 use crate::args::RunArgs;
 use crate::endpoint::Endpoint;
@@ -80,7 +80,7 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection
         Ok(requested) => requested,
         Err(rejection) => return Ok(Err(rejection)),
     };
-    notices(&starts, &memory, reporter);
+    notices(args, &starts, &memory, reporter);
     let name = image.name();
     let report = RunReport { reporter, begun, memory: &memory, image: &name };
     let claimed = Claimed::of(&starts)?;
@@ -145,7 +145,7 @@ fn keep_overlays_of_run(
 }
 
 /// Reports what the user should know before the guests start.
-fn notices(starts: &[GuestStart], memory: &MemoryOrigin, reporter: &Reporter) {
+fn notices(args: &RunArgs, starts: &[GuestStart], memory: &MemoryOrigin, reporter: &Reporter) {
     if let [start] = starts
         && request::has_card(&start.command_line)
     {
@@ -157,13 +157,24 @@ fn notices(starts: &[GuestStart], memory: &MemoryOrigin, reporter: &Reporter) {
     if let MemoryOrigin::Copied(Some(reason)) = memory {
         reporter.notice(&format!("memory is copied, not mapped from the image: {reason}"));
     }
-    // Of several guests the copy reports it.
-    if let [start] = starts
-        && !start.command_line.has_generation_id()
-    {
+    let Some(start) = starts.first() else { return };
+    if *memory == MemoryOrigin::Mapped && request::has_balloon(&start.command_line) {
         reporter.notice(
-            "the guest has no vmgenid device (`-device vmgenid,guid=auto`, which it needs when it is saved): its random numbers are those \
-             of every other guest of this image until other entropy is mixed in",
+            "the guest has a balloon, which gives nothing back to this host: the memory that it was saved with is the image's file; \
+             run it with --copy for that",
+        );
+    }
+    if !args.trust_command_line {
+        for setting in request::isolated_networks(&start.command_line) {
+            reporter.notice(&format!(
+                "QEMU's own network is isolated (restrict=on), since the image could come from anyone; {setting} opens it"
+            ));
+        }
+    }
+    if args.detach && RuntimeRoot::of_user().ends_with_session() {
+        reporter.notice(
+            "the guest's name is lost when you log out, though it runs on: `loginctl enable-linger` keeps it, or set XDG_RUNTIME_DIR \
+             to a directory that stays",
         );
     }
 }

@@ -5,6 +5,7 @@ use std::path::Path;
 use towline_control::command_line;
 use towline_control::in_place::{Reflink, UnusedReflink};
 use towline_image::Image;
+use towline_launch::command_line::QemuOption;
 use towline_launch::{
     AllowedCommandLine, CommandLine, GuestIdentity, GuestName, HostArguments, MappedBlock, MappedMemory,
     Overlay, OverlayPlan, QemuVersion, Recorded, Refused, Sharing, Start, check_in_use,
@@ -74,7 +75,7 @@ pub(crate) fn guests(
     for (n, name) in (0..).zip(names(args, &image.stem)?) {
         let host = host(args, recorded.as_ref(), n, &name)?;
         let command_line = allowed(args, recorded.as_ref(), &host);
-        let command_line = command_line.map_err(|refused| Rejection::of_command_line(&refused))?;
+        let command_line = command_line.map_err(|refused| Rejection::refused_options(&refused))?;
         guests.push(GuestStart { name, host, command_line, overlays: Vec::new(), reflink: None });
     }
     if args.overlay {
@@ -252,6 +253,31 @@ pub(crate) fn has_card(guest: &AllowedCommandLine) -> bool {
     })
 }
 
+/// Settings that open QEMU's own networks, which are isolated unless this host says otherwise; one of QEMU's defaults has none.
+pub(crate) fn isolated_networks(guest: &AllowedCommandLine) -> Vec<String> {
+    let line = guest.command_line();
+    let is_isolated = |option: &QemuOption| {
+        let value =
+            |key| option.properties().and_then(|properties| properties.value(key)).unwrap_or_default();
+        ["net", "netdev", "nic"].contains(&option.name.as_str())
+            && value("type") == "user"
+            && value("restrict") == "on"
+    };
+    let keys = line.options().iter().zip(line.setting_keys()).filter(|(option, _)| is_isolated(option));
+    keys.map(|(option, key)| match option.name.as_str() {
+        "net" => "-- -nic user".to_owned(),
+        _ => format!("--set {key}.restrict=off"),
+    })
+    .collect()
+}
+
+/// Returns true if the guest has a balloon.
+pub(crate) fn has_balloon(guest: &AllowedCommandLine) -> bool {
+    let driver = |option: &QemuOption| option.properties()?.value("driver");
+    let drivers = guest.command_line().named("device").filter_map(driver);
+    drivers.into_iter().any(|driver| driver.starts_with("virtio-balloon"))
+}
+
 /// Ids of the backends that are the guest's memory: the machine's, and those of its NUMA nodes. Others are of devices.
 fn backends(command_line: &CommandLine) -> Vec<String> {
     let main = command_line.merged_value("machine", "memory-backend");
@@ -259,7 +285,7 @@ fn backends(command_line: &CommandLine) -> Vec<String> {
     main.into_iter().chain(nodes).collect()
 }
 
-fn is_vhost_user(option: &towline_launch::command_line::QemuOption) -> bool {
+fn is_vhost_user(option: &QemuOption) -> bool {
     let Some(properties) = option.properties() else { return false };
     let value = |key: &str| properties.value(key).unwrap_or_default();
     match option.name.as_str() {

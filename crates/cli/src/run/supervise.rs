@@ -10,8 +10,6 @@ use serde_json::json;
 use towline_channel::Cancel;
 use towline_control::plan::Observer as _;
 use towline_launch::RunningQemu;
-use towline_qmp::commands::Quit;
-use towline_qmp::{Client, Options};
 
 use super::image::RunImage;
 use super::report::StartedGuest;
@@ -19,9 +17,7 @@ use crate::console;
 use crate::exit::Exit;
 use crate::progress::Reporter;
 
-/// Time limit of a monitor's replies at the end.
-const QUIT_TIMEOUT: Duration = Duration::from_secs(2);
-/// Time in which QEMUs end after `quit`; those that remain are killed.
+/// Time in which QEMUs end by themselves; those that remain are killed.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time in which the exit status of an ended process arrives.
 const STATUS_TIMEOUT: Duration = Duration::from_secs(5);
@@ -129,9 +125,9 @@ fn ended(guest: &StartedGuest, mapped: Option<&RunImage>, reporter: &Reporter) -
     Exit::Failed
 }
 
-/// Ends the guests: by their monitors, and those that do not end in time by SIGKILL.
+/// Ends the guests: those that do not end in time by SIGKILL.
 fn end(guests: &[StartedGuest]) {
-    // A monitor that another client uses does not answer; it delays no other guest.
+    // One that does not end delays no other guest.
     thread::scope(|scope| {
         for guest in guests {
             let ender = thread::Builder::new().name("end".into());
@@ -145,11 +141,8 @@ fn end(guests: &[StartedGuest]) {
 
 fn end_one(qemu: &RunningQemu) {
     let deadline = Instant::now() + END_TIMEOUT;
-    let options = Options { deadline: QUIT_TIMEOUT, greeting_deadline: QUIT_TIMEOUT, ..Options::default() };
-    let quit = Client::connect(qemu.qmp_path(), &options).and_then(|mut client| client.execute(&Quit));
-    if let Err(error) = quit {
-        tracing::debug!(name = %qemu.directory().name(), %error, "QEMU is not ended by its monitor");
-    }
+    // By its process: its monitor's path may be another guest's by now, and its monitor another client's.
+    qemu.quit();
     if qemu.wait(deadline.saturating_duration_since(Instant::now())).is_none() {
         tracing::warn!(name = %qemu.directory().name(), "QEMU has not ended and is killed");
         // One that outlives this process is not killed when it is dropped.
