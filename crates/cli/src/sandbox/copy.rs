@@ -56,8 +56,9 @@ pub(crate) fn policy_of_copy(
     for destination in destinations {
         permit_destination(&mut policy, destination)?;
     }
-    // Drives that several QEMUs share are found in their open files.
-    policy.inspects_processes = destinations.len() > 1 || may_map(source, destinations, request);
+    // Drives that two QEMUs share are found in their open files.
+    let is_move = matches!((source, destinations), (Source::Qmp(_), [Destination::Qmp(_)]));
+    policy.inspects_processes = is_move || destinations.len() > 1 || may_map(source, destinations, request);
     if is_local(source, destinations) {
         // Lanes within this process are TCP connections by any free port.
         (policy.bind, policy.connect) = (AllowedPorts::Any, AllowedPorts::Any);
@@ -130,11 +131,19 @@ fn may_map(source: &Source, destinations: &[Destination], request: &CopyRequest)
     !request.stream && destinations.iter().any(may_map)
 }
 
-/// Permits an image, the target of its symbolic link, and its base images.
+/// Permits an image with its directory, the target of its symbolic link, and its base images. Of these, which a manifest names that may
+/// come from anyone, only files that have a manifest themselves, and these two files of each.
 pub(crate) fn permit_image(policy: &mut Policy, path: &Path) {
-    for path in towline_image::base_paths(path).into_iter().chain([path.to_owned()]) {
-        policy.read.extend(path.canonicalize().ok().as_deref().map(parent_directory));
-        policy.read.push(parent_directory(&path));
+    policy.read.extend(path.canonicalize().ok().as_deref().map(parent_directory));
+    policy.read.push(parent_directory(path));
+    for base in towline_image::base_paths(path) {
+        let manifests =
+            ["", ".new"].map(|suffix| PathBuf::from(format!("{}{MANIFEST_SUFFIX}{suffix}", base.display())));
+        if manifests.iter().any(|manifest| manifest.is_file()) {
+            policy
+                .read
+                .extend(manifests.into_iter().chain([base]).filter_map(|file| file.canonicalize().ok()));
+        }
     }
 }
 

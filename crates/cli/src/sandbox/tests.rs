@@ -3,7 +3,7 @@
 use std::io;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use towline_control::plan::{CopyRequest, Destination, Source};
@@ -48,6 +48,35 @@ fn has_landlock() -> bool {
 }
 
 const REQUESTED: SandboxArgs = SandboxArgs { sandbox: Some(Setting::On) };
+
+/// A manifest may come from anyone.
+#[test]
+fn a_base_that_is_no_image_widens_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().canonicalize().unwrap().join(name);
+    let names = |image: &str, base: &Path| {
+        let manifest = format!(r#"{{"base":{{"path":{base:?},"content":"{}"}}}}"#, "0".repeat(64));
+        std::fs::write(path(&format!("{image}.manifest.json")), manifest).unwrap();
+    };
+    std::fs::create_dir(path("bases")).unwrap();
+    for base in ["bases/secret", "bases/base.img"] {
+        std::fs::write(path(base), "").unwrap();
+    }
+    std::fs::write(path("bases/base.img.manifest.json"), "{}").unwrap();
+    names("a.img", &path("bases/secret"));
+    names("b.img", &path("bases/base.img"));
+    let read = |image: &str| {
+        let mut policy = Policy::default();
+        permit_image(&mut policy, &path(image));
+        policy.read
+    };
+    let own = directory.path().to_owned();
+    assert!(read("a.img").iter().all(|path| path == &own), "{:?}", read("a.img"));
+    let of_base = ["bases/base.img.manifest.json", "bases/base.img"].map(path);
+    let found = read("b.img");
+    assert!(found.ends_with(&of_base), "{found:?}");
+    assert!(!found.contains(&path("bases")), "{found:?}");
+}
 
 #[test]
 fn unlisted_ports_cannot_be_reached() {
