@@ -309,6 +309,12 @@ impl Builder {
         self
     }
 
+    /// Starts it by a command, which gets QEMU's own behind its words and becomes it.
+    pub fn prefixed<I: IntoIterator<Item: Into<String>>>(mut self, words: I) -> Self {
+        self.prefix = words.into_iter().map(Into::into).collect();
+        self
+    }
+
     /// Starts it and waits until its monitor answers.
     pub fn start(self) -> Result<Qemu> {
         self.prepare()?.start()

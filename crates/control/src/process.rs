@@ -187,10 +187,19 @@ impl Process {
         fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|bytes| has_chroot(&bytes))
     }
 
+    /// Its id, if it is identified.
+    #[must_use]
+    pub fn pid(&self) -> Option<i32> {
+        match self {
+            Self::Known { pid, .. } => Some(*pid),
+            Self::Unknown { .. } => None,
+        }
+    }
+
     /// Returns true if the process is identified.
     #[must_use]
     pub fn is_known(&self) -> bool {
-        matches!(self, Self::Known { .. })
+        self.pid().is_some()
     }
 }
 

@@ -29,9 +29,9 @@ use std::time::Duration;
 
 use towline_channel::Cancel;
 use towline_launch::{
-    AllowedCommandLine, CommandLine, GuestDirectory, GuestName, HostArguments, IncomingOption, Launcher,
-    Lifetime, MappedBlock, MappedMemory, ProcessSandbox, QemuVersion, RunningQemu, RuntimeError, RuntimeRoot,
-    Setting, Sharing,
+    AllowedCommandLine, CommandLine, Confinement, GuestDirectory, GuestName, HostArguments, IncomingOption,
+    Launcher, Lifetime, MappedBlock, MappedMemory, ProcessSandbox, QemuVersion, RunningQemu, RuntimeError,
+    RuntimeRoot, Setting, Sharing,
 };
 
 use crate::in_place::GuestBackends;
@@ -82,6 +82,7 @@ pub struct Prepared {
     host: HostArguments,
     guest: AllowedCommandLine,
     names: Vec<StagingName>,
+    confinement: Confinement,
 }
 
 /// A new QEMU that waits for the guest, which the old one runs. Dropping it ends the new QEMU and removes its files.
@@ -135,7 +136,7 @@ pub fn prepare(options: &UpgradeOptions, cancel: &Cancel) -> Result<Prepared, Er
         working_directory: &old.working_directory,
         machine: &old.machine,
         generation_id: old.generation_id.as_deref(),
-        settings: &options.settings,
+        settings: &old.command_line.canonical(&options.settings),
         vsocks: options.vsocks,
         vsock_chardevs: &old.vsock_chardevs,
         cards: options.cards,
@@ -169,8 +170,8 @@ pub fn prepare(options: &UpgradeOptions, cancel: &Cancel) -> Result<Prepared, Er
         downtime_limit: options.downtime_limit,
     };
     tracing::info!(old = old.socket, pid = old.pid, version = old.version, to = %version, "prepared an upgrade");
-    let old = format!("QEMU {} (process {})", old.version, old.pid);
-    Ok(Prepared { request, old, directory, host, guest, names })
+    let text = format!("QEMU {} (process {})", old.version, old.pid);
+    Ok(Prepared { request, old: text, directory, host, guest, names, confinement: old.confinement })
 }
 
 impl Prepared {
@@ -192,16 +193,23 @@ impl Prepared {
     /// # Errors
     /// It does not start; its own message is in the error. Nothing of it is left.
     pub fn start(self) -> Result<Reversible, Error> {
-        let Self { request, directory, host, guest, names, .. } = self;
+        let Self { request, directory, host, guest, names, confinement, .. } = self;
         let mut launcher = Launcher::new(directory);
         launcher.incoming = IncomingOption::Defer;
         launcher.lifetime = Lifetime::Detached;
         // As the old one: its own -sandbox is among its options.
         launcher.sandbox = ProcessSandbox::Off;
+        launcher.confinement = Some(confinement.clone());
         let started = launcher.start(&guest, &host);
         let new = started.inspect_err(|_| names.iter().for_each(StagingName::remove))?;
         names.iter().for_each(StagingName::adopt_permissions);
-        Ok(Reversible { request, new: Some(new), names })
+        let pid = new.pid();
+        let started = Reversible { request, new: Some(new), names };
+        // It has given up what its options say by the time that its monitor answers.
+        let found = Confinement::of(pid);
+        let found = found.map_err(|source| Error::Proc { path: format!("/proc/{pid}").into(), source })?;
+        let differences = confinement.differences(&found);
+        if differences.is_empty() { Ok(started) } else { Err(Error::Confinement(differences)) }
     }
 }
 

@@ -3,6 +3,7 @@
 //! ```text
 //!   versions   guests of each QEMU continue in others, with their memory, drives and sockets
 //!   refused    what is refused before anything changes, and new QEMUs that fail: the guest continues in the old one
+//!   kinds      what is carried and what is refused: drives, confinement, what was plugged in
 //!   aborted    memory after a load that is given up at each section's boundary
 //!   kills      processes killed at any moment of an upgrade
 //!   series     many upgrades in a row: times, and bytes
@@ -16,6 +17,7 @@ mod aborted;
 mod cards;
 mod cpr;
 mod kills;
+mod kinds;
 #[path = "../net/support.rs"]
 #[allow(dead_code, unused_imports, reason = "the tests of cards use the rest")]
 mod network;

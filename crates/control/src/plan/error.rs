@@ -140,10 +140,12 @@ pub enum Error {
         "memory of block {block:?} in the new QEMU on {socket} is not that of the old one: {reason}; the guest would be without it"
     )]
     NotInPlace { socket: String, block: String, reason: crate::in_place::TransferReason },
+    #[error("the new QEMU on {socket} would not have what the old one has:\n  {}\nend what runs in the old QEMU (job-cancel, block-export-del), put back what was plugged, unplugged or replaced, or set it for the new one (--set drive.ID.file=, --set device.ID=, arguments after --)", differences.join("\n  "))]
+    NotCarried { socket: String, differences: Vec<String> },
     #[error(
-        "drive {device:?} of the new QEMU on {socket} is {found}, expected {expected}, which the guest uses now: it was changed since its QEMU was started (a snapshot, another medium); set the drive's file to it (--set drive.ID.file=)"
+        "the guest's drives have changed while it was being moved (a snapshot, another medium); upgrade it again:\n  {}", differences.join("\n  ")
     )]
-    OtherDrive { socket: String, device: String, found: String, expected: String },
+    DrivesChanged { differences: Vec<String> },
     #[error(
         "QEMU on {socket} is not connected to the process of a network card (chardev {chardev:?}), so that the guest would be without its link in the new QEMU; upgrade again when it is (`reconnect-ms=` has QEMU connect again)"
     )]

@@ -273,7 +273,7 @@ impl Executor<'_> {
     }
 
     fn start_destination(&mut self) -> Input {
-        if let Err(error) = self.check_cards() {
+        if let Err(error) = self.check_unchanged() {
             self.ends.error = Some(error);
             return Input::Started(StartResult::NotSent);
         }
@@ -291,12 +291,12 @@ impl Executor<'_> {
         Input::Started(started)
     }
 
-    /// Refuses to run a guest without a link that the source can still run with one. With copied memory the source may not run it any more.
-    fn check_cards(&mut self) -> Result<(), Error> {
+    /// Refuses to run a guest without a link, or from other files, that the source can still run as it was.
+    fn check_unchanged(&mut self) -> Result<(), Error> {
         let state = self.ends.switchover.state();
         let SourceControl::Qemu(source) = &mut self.ends.source else { return Ok(()) };
-        match source.check_cards() {
-            Err(error) if state.has_source_exited() || state.request().memory == MemorySharing::Copied => {
+        match source.check_unchanged() {
+            Err(error) if state.has_source_exited() => {
                 self.notes.push(format!("{error}; it runs there: raise its link with `set_link`"));
                 Ok(())
             }

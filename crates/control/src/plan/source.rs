@@ -8,7 +8,7 @@ mod refusals;
 mod restore;
 mod stream;
 
-pub(super) use qmp_source::QmpSource;
+pub(super) use qmp_source::{QmpSource, Required};
 pub(super) use refusals::ABORTS_ASLEEP;
 pub(super) use restore::{CopyEnd, GuestAction};
 pub(super) use stream::LANES_TIMEOUT;

@@ -14,7 +14,6 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use towline_channel::Cancel;
-use towline_compat::facts::Drive;
 
 use super::context::Context;
 use super::endpoint::{QemuDestination, QemuSource, SourceEndpoint as _};
@@ -24,6 +23,7 @@ use super::progress::{CopyPhase, Observer};
 use super::report::CopyReport;
 use super::request::{CopyRequest, Task, UpgradeMemory};
 use super::transfer::transfer_to;
+use super::vsock;
 use crate::in_place::{self, Presence};
 
 /// A QEMU that runs a guest, and one that waits for it in the same memory.
@@ -92,9 +92,8 @@ fn prepare(
     drop(description);
     let mut to = opened.map_err(Failure::untouched)?;
     let presence = prove(&mut source, &mut to, request.memory).map_err(Failure::untouched)?;
-    to.set_presence(presence);
-    source.require_cards(request.card_chardevs.clone()).map_err(Failure::untouched)?;
-    check_drives(&mut source, &mut to).map_err(Failure::untouched)?;
+    to.replace_source(presence);
+    compare(&mut source, &mut to, request).map_err(Failure::untouched)?;
     Ok((source, to))
 }
 
@@ -118,29 +117,17 @@ fn prove(
     Ok(presence)
 }
 
-/// Refuses a new QEMU with other files behind its drives: the old one's may have changed since it was started (snapshots,
-/// removable media), and its command line does not say so.
-fn check_drives(source: &mut QemuSource, to: &mut QemuDestination) -> Result<(), Error> {
-    let old = source.qemu_mut().drives()?;
-    let new = to.qemu_mut().drives()?;
-    let is_same = |one: &Drive, other: &Drive| {
-        let is_same_file = match (&one.identity, &other.identity) {
-            (Some(one), Some(other)) => one == other,
-            _ => one.file == other.file,
-        };
-        one.device == other.device
-            && is_same_file
-            && one.format == other.format
-            && one.read_only == other.read_only
-    };
-    let missing = |from: &[Drive], among: &[Drive]| {
-        from.iter().find(|drive| !among.iter().any(|other| is_same(drive, other))).cloned()
-    };
-    let Some(drive) = missing(&old, &new).or_else(|| missing(&new, &old)) else { return Ok(()) };
-    let file = |drives: &[Drive]| {
-        let found = drives.iter().find(|other| other.device == drive.device);
-        found.map_or_else(|| "none".to_owned(), |found| format!("{} ({})", found.file, found.format))
-    };
-    let (socket, device) = (to.qemu_mut().socket().to_owned(), drive.device.clone());
-    Err(Error::OtherDrive { socket, found: file(&new), expected: file(&old), device })
+/// Refuses a new QEMU that lacks what the old one has. What the old one has open is looked at again before the guest runs in the new
+/// one. Without vsocks that are detached meanwhile.
+fn compare(source: &mut QemuSource, to: &mut QemuDestination, request: &UpgradeRequest) -> Result<(), Error> {
+    let (mut old, mut new) = (source.qemu_mut().inventory()?, to.qemu_mut().inventory()?);
+    if request.detach_vsock {
+        let chardevs = vsock::chardevs(source.qemu_mut());
+        (old, new) = (old.without(&chardevs, vsock::KIND), new.without(&chardevs, vsock::KIND));
+    }
+    let differences = old.differences(&new, ["in the old QEMU", "in the new one"]);
+    if !differences.is_empty() {
+        return Err(Error::NotCarried { socket: to.qemu_mut().socket().to_owned(), differences });
+    }
+    source.require_unchanged(request.card_chardevs.clone())
 }

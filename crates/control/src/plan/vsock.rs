@@ -23,7 +23,7 @@ use crate::journal::{JournalEntry, UndoRecord};
 use crate::qemu::Qemu;
 
 /// Prefix of its types, one of which supports legacy virtio.
-const KIND: &str = "vhost-user-vsock";
+pub(super) const KIND: &str = "vhost-user-vsock";
 /// QOM containers of devices with and without a user-defined id.
 const CONTAINERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 /// Properties that are restored, if they can be read.

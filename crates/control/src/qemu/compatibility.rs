@@ -95,7 +95,8 @@ impl Qemu {
         };
         known.kvm = self.query_raw("query-kvm", None)?.and_then(|reply| reply["enabled"].as_bool());
         known.memory_backends = self.query_raw("query-memdev", None)?.map(|reply| memory_backends(&reply));
-        known.drives = self.query_raw("query-block", None)?.map(|reply| drives::drives(&reply));
+        let pid = self.process().pid();
+        known.drives = self.query_raw("query-block", None)?.map(|reply| drives::drives(&reply, pid));
         known.machine_properties = Some(self.machine_properties()?);
         Ok(known)
     }
@@ -116,7 +117,7 @@ impl Qemu {
     pub(crate) fn facts_for_image(&mut self) -> Result<facts::QemuFacts, Error> {
         let found = match self.image_facts.take() {
             Some(found) => found,
-            None => image_facts(self.client.execute_all(&image_requests()?)?)?,
+            None => image_facts(self.client.execute_all(&image_requests()?)?, self.process().pid())?,
         };
         let cpu = |cpu: &CpuFast| Cpu {
             index: cpu.cpu_index,
@@ -132,11 +133,6 @@ impl Qemu {
             drives: found.drives,
             ..self.basic_facts()
         })
-    }
-
-    /// The drives that have a medium.
-    pub(crate) fn drives(&mut self) -> Result<Vec<facts::Drive>, Error> {
-        Ok(self.query_raw("query-block", None)?.map(|reply| drives::drives(&reply)).unwrap_or_default())
     }
 
     /// Returns true if KVM runs the guest's processors; false if QEMU does not report it.

@@ -7,10 +7,11 @@
 use std::cell::LazyCell;
 use std::fs;
 use std::io::Read as _;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 
 use serde_json::Value;
 use towline_compat::facts::{Drive, Lock};
+
+use super::open_files::{FileIdentity, OpenFiles};
 
 /// Locked by a writer.
 const WRITES_BYTE: u64 = 101;
@@ -23,11 +24,22 @@ const VIRTIO_CHILD: &str = "/virtio-backend";
 
 /// Text of `/proc/locks`, read for the first drive.
 type Locks = LazyCell<String>;
+/// Files that QEMU has open, looked for with the first drive.
+type Files<'a> = LazyCell<OpenFiles, Box<dyn FnOnce() -> OpenFiles + 'a>>;
 
-/// The drives that have a medium.
-pub(super) fn drives(reply: &Value) -> Vec<Drive> {
+/// The drives that have a medium, of the QEMU of this process.
+pub(super) fn drives(reply: &Value, pid: Option<i32>) -> Vec<Drive> {
+    let files: Files<'_> = LazyCell::new(Box::new(move || OpenFiles::of(pid)));
     let locks: Locks = LazyCell::new(locks);
-    reply.as_array().into_iter().flatten().filter_map(|entry| drive(entry, &locks)).collect()
+    reply.as_array().into_iter().flatten().filter_map(|entry| drive(entry, &files, &locks)).collect()
+}
+
+/// Name of the device or node of an entry of `query-block`.
+pub(super) fn name(entry: &Value) -> String {
+    let names = [&entry["qdev"], &entry["device"], &entry["inserted"]["node-name"]];
+    let device =
+        names.into_iter().filter_map(Value::as_str).find(|name| !name.is_empty()).unwrap_or_default();
+    device.strip_suffix(VIRTIO_CHILD).unwrap_or(device).to_owned()
 }
 
 /// All locks of this host; empty if they cannot be read.
@@ -40,38 +52,29 @@ fn locks() -> String {
     read.map(|_| text).unwrap_or_default()
 }
 
-fn drive(entry: &Value, locks: &Locks) -> Option<Drive> {
+fn drive(entry: &Value, files: &Files<'_>, locks: &Locks) -> Option<Drive> {
     let inserted = entry.get("inserted")?;
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-    let names = [&entry["qdev"], &entry["device"], &inserted["node-name"]];
-    let device = names.into_iter().map(text).find(|name| !name.is_empty()).unwrap_or_default();
     let file = text(&inserted["image"]["filename"]);
-    let (identity, lock) = identify_and_lock_state(&file, locks);
+    let identity = files.identify(&file);
+    let lock = identity.as_ref().map_or(Lock::Unknown, |found| lock_of(found, locks));
     Some(Drive {
-        device: device.strip_suffix(VIRTIO_CHILD).unwrap_or(&device).to_owned(),
+        device: name(entry),
         format: text(&inserted["drv"]),
         read_only: inserted["ro"].as_bool().unwrap_or_default(),
         virtual_bytes: inserted["image"]["virtual-size"].as_u64().unwrap_or_default(),
-        identity,
+        identity: identity.map(|found| found.to_string()),
         lock,
         file,
     })
 }
 
-/// Identity and lock of a file, as far as this host knows them.
-fn identify_and_lock_state(file: &str, locks: &Locks) -> (Option<String>, Lock) {
-    let Ok(metadata) = fs::metadata(file) else { return (None, Lock::Unknown) };
-    if !metadata.is_file() && !metadata.file_type().is_block_device() {
-        return (None, Lock::Unknown);
+fn lock_of(file: &FileIdentity, locks: &Locks) -> Lock {
+    if locks.is_empty() {
+        return Lock::Unknown;
     }
-    let (device, inode) = (metadata.dev(), metadata.ino());
-    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
-    let lock = if locks.is_empty() {
-        Lock::Unknown
-    } else {
-        lock(locks, &format!("{major:02x}:{minor:02x}:{inode}"))
-    };
-    (Some(format!("{device}:{inode}")), lock)
+    let (major, minor) = (rustix::fs::major(file.device), rustix::fs::minor(file.device));
+    lock(locks, &format!("{major:02x}:{minor:02x}:{}", file.inode))
 }
 
 /// `12: OFDLCK ADVISORY  READ  -1 08:01:1234 101 101` of the file `08:01:1234`.
@@ -120,7 +123,7 @@ mod tests {
             { "device": "", "qdev": "/machine/peripheral/d/virtio-backend", "inserted":
                 { "drv": "raw", "ro": false, "image": { "filename": "/nowhere/x", "virtual-size": 5 } } }
         ]);
-        let found = drives(&reply);
+        let found = drives(&reply, None);
         assert_eq!(found.len(), 1);
         assert_eq!((found[0].device.as_str(), found[0].virtual_bytes), ("/machine/peripheral/d", 5));
         assert_eq!(found[0].lock, Lock::Unknown);

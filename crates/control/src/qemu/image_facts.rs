@@ -32,14 +32,17 @@ pub(super) fn image_requests() -> Result<[CommandRequest; IMAGE_REQUESTS], qmp::
     ])
 }
 
-/// The facts in the replies to [`image_requests`].
-pub(super) fn image_facts(replies: impl IntoIterator<Item = CommandReply>) -> Result<QemuHardware, Error> {
+/// The facts in the replies to [`image_requests`] of the QEMU of this process.
+pub(super) fn image_facts(
+    replies: impl IntoIterator<Item = CommandReply>,
+    pid: Option<i32>,
+) -> Result<QemuHardware, Error> {
     let mut replies = replies.into_iter();
     let mut next = || replies.next().expect("one reply for each request");
     let devices = known(next().of::<HumanMonitorCommand>())?.map(|text| device_tree::parse(&text));
     let netdevs = known(next().of::<HumanMonitorCommand>())?.map(|text| netdevs(&text));
     let memory_backends = known(next().value())?.map(|reply| memory_backends(&reply));
-    let drives = known(next().value())?.map(|reply| drives::drives(&reply));
+    let drives = known(next().value())?.map(|reply| drives::drives(&reply, pid));
     Ok(QemuHardware { devices, netdevs, memory_backends, drives })
 }
 

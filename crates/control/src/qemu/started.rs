@@ -48,7 +48,8 @@ impl StartedQemu {
 
     fn qemu(&self, mut client: Client, submitted: Submitted) -> Result<Qemu, Error> {
         let mut replies = client.replies(submitted)?.into_iter();
-        let image_facts = image_facts::image_facts(replies.by_ref().take(image_facts::IMAGE_REQUESTS))?;
+        let facts = replies.by_ref().take(image_facts::IMAGE_REQUESTS);
+        let image_facts = image_facts::image_facts(facts, Some(self.pid.cast_signed()))?;
         // It listens on a socket of this process, so that the kernel has no peer to name.
         let mut qemu = Qemu::of_replies(client, replies, self.pid.cast_signed())?;
         qemu.image_facts = Some(image_facts);

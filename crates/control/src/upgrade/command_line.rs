@@ -47,6 +47,10 @@ const KEPT: &str = "\
     mem-path mem-prealloc msg mtdblock name no-acpi no-fd-bootchk no-hpet no-reboot no-shutdown \
     no-user-config nodefaults numa only-migratable option-rom overcommit pflash rtc run-with sandbox sd \
     seed smbios smp usb uuid singlestep trace vga watchdog-action win2k-hack";
+/// Options of [`KEPT`] that name a file, which QEMU looks for in its directory.
+const FILES: &str = "cdrom dtb fda fdb hda hdb hdc hdd initrd kernel mem-path mtdblock option-rom pflash sd";
+/// Properties that name a file of a drive or node.
+const FILE_PROPERTIES: [&str; 3] = ["file", "filename", "file.filename"];
 /// Objects that open nothing which the old QEMU has for itself.
 const OBJECTS: [&str; 8] = [
     "iothread",
@@ -70,6 +74,8 @@ const TERMINAL_REASON: &str =
 const DISPLAY_REASON: &str = "the old QEMU has this display; set another, or none";
 const DESCRIPTOR_REASON: &str = "it is a descriptor of the old QEMU; set a path";
 const DAEMON_REASON: &str = "it is relative to the directory in which the old QEMU was started, which a daemon leaves; set an absolute path";
+const REPLAY_REASON: &str =
+    "QEMU that records or replays a guest ends when it is asked to move it; end the recording first";
 const TRACE_REASON: &str = "the old QEMU writes this file, and the new one would truncate it; set another";
 const CARD_REASON: &str = "its card is in another process; have a `towline net` serve both QEMUs with --with-devices, or unplug the card before";
 const CARD_LISTENS_REASON: &str = "QEMU does not connect to this card by a path, so that the new one cannot connect as well; unplug the card before";
@@ -343,6 +349,17 @@ impl Rewriter<'_> {
                 self.refuse(key, &text, TRACE_REASON)
             }
             ("gdb" | "s", _) => self.refuse(key, &text, PORT_REASON),
+            ("icount", OptionValue::Properties(properties)) if properties.value("rr").is_some() => {
+                self.refuse(key, &text, REPLAY_REASON)
+            }
+            ("blockdev", OptionValue::Properties(properties)) => {
+                self.has_known_files(properties, key).then(|| option.clone())
+            }
+            (name, OptionValue::Text(path))
+                if name == DISK_FILE || FILES.split(' ').any(|file| file == name) =>
+            {
+                self.has_known_path(path, key).then(|| option.clone())
+            }
             (name, _) if name == DISK_FILE || KEPT.split(' ').any(|kept| kept == name) => {
                 Some(option.clone())
             }
@@ -404,6 +421,14 @@ impl Rewriter<'_> {
             self.refuse(key, path, DAEMON_REASON);
         }
         is_known
+    }
+
+    /// Refuses relative names of a daemon's drive. A name with a protocol (`nbd:…`) is not one of a file.
+    fn has_known_files(&mut self, properties: &Properties, key: &str) -> bool {
+        let files = FILE_PROPERTIES.iter().filter_map(|name| Some((name, properties.value(name)?)));
+        let is_file = |value: &str| !value.contains(':') && !value.is_empty();
+        let mut files = files.filter(|(_, value)| is_file(value)).collect::<Vec<_>>().into_iter();
+        files.all(|(name, value)| self.has_known_path(&value, &format!("{key}.{name}")))
     }
 
     fn pidfile(&mut self, path: &str, key: &str) -> Option<QemuOption> {
@@ -571,7 +596,7 @@ impl Rewriter<'_> {
             let reason = "what the guest wrote to it is in a temporary file of the old QEMU";
             return self.refuse(&format!("{key}.snapshot"), "on", reason);
         }
-        Some(option.clone())
+        self.has_known_files(properties, key).then(|| option.clone())
     }
 
     fn display(&mut self, option: &QemuOption, text: &str, key: &str) -> Option<QemuOption> {

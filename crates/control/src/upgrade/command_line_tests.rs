@@ -281,12 +281,23 @@ fn relative_paths_of_a_daemon_are_refused() {
         ("-daemonize -serial file:log", "serial"),
         ("-daemonize -chardev file,id=c,path=log", "chardev.c"),
         ("-daemonize -chardev null,id=c,logfile=log", "chardev.c"),
+        ("-daemonize -drive file=disk.raw,id=d0", "drive.d0.file"),
+        ("-daemonize -blockdev driver=file,node-name=f0,filename=disk.raw", "blockdev.f0.filename"),
+        ("-daemonize -cdrom disk.iso", "cdrom"),
+        ("-daemonize -kernel vmlinuz", "kernel"),
+        ("-daemonize disk.raw", "(disk file)"),
+        ("-icount shift=7,rr=record,rrfile=/tmp/r", "icount"),
     ] {
         let words: Vec<&str> = line.split(' ').collect();
         assert_eq!(refused(&words, &[], Vsocks::Refused), [key], "{line}");
         assert_eq!(refused(&words[1..], &[], Vsocks::Refused), [""; 0], "{line}");
     }
     assert_eq!(refused(&["-daemonize", "-pidfile", "/run/pid"], &[], Vsocks::Refused), [""; 0]);
+    for drive in ["file=/srv/disk.raw,id=d0", "file=nbd://host/disk,id=d0", "id=d0,if=none"] {
+        assert_eq!(refused(&["-daemonize", "-drive", drive], &[], Vsocks::Refused), [""; 0], "{drive}");
+    }
+    let set = ["drive.d0.file=/srv/disk.raw"];
+    assert_eq!(refused(&["-daemonize", "-drive", "file=disk.raw,id=d0"], &set, Vsocks::Refused), [""; 0]);
 }
 
 /// A property that is set does not leave the rest of its option as the old QEMU has it.

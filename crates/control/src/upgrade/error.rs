@@ -98,8 +98,15 @@ pub enum Error {
         /// The program.
         found: String,
     },
+    /// The new QEMU would be confined otherwise, and towline may not change that.
+    #[error(
+        "the new QEMU would not be confined as the old one:\n  {}\nrun towline so confined, as the old QEMU was started, or change what \
+         differs of the old QEMU; the control group of a service ends with it, so put the old QEMU into another one (cgroup.procs)",
+        .0.join("\n  ")
+    )]
+    Confinement(Vec<String>),
     /// Options that the new QEMU cannot have as they are.
-    #[error("QEMU cannot be replaced with these options: {}", list(.0))]
+    #[error("QEMU cannot be replaced with these options:\n  {}", list(.0))]
     Refused(Vec<IncompatibleSetting>),
     /// A setting or an argument of the user is at fault.
     #[error(transparent)]
@@ -176,5 +183,5 @@ impl From<towline_qmp::Error> for Error {
 }
 
 fn list(refusals: &[IncompatibleSetting]) -> String {
-    refusals.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+    refusals.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n  ")
 }

@@ -3,12 +3,11 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use rustix::process::geteuid;
 use towline_channel::Cancel;
-use towline_launch::CommandLine;
+use towline_launch::{CommandLine, Confinement};
 use towline_qmp::commands::{MigrationStatus, RunState};
 use towline_qmp::{self as qmp, Options};
 
@@ -18,7 +17,7 @@ use crate::plan;
 use crate::process::Process;
 use crate::qemu::{Qemu, QemuState};
 
-/// Namespaces that the new QEMU has to share with the old one.
+/// Namespaces in which `/proc` and the paths of the old QEMU mean the same here. The others are compared with the rest of its confinement.
 const NAMESPACES: [&str; 4] = ["mnt", "net", "pid", "user"];
 /// Suffix that the kernel appends to the name of a program that was replaced.
 const DELETED: &str = " (deleted)";
@@ -35,6 +34,8 @@ pub(super) struct OldQemu {
     /// The program's name, for messages.
     pub(super) program_text: String,
     pub(super) pid: i32,
+    /// What the new QEMU has to be confined by as well.
+    pub(super) confinement: Confinement,
     pub(super) working_directory: PathBuf,
     pub(super) command_line: CommandLine,
     /// Its machine type, with its version.
@@ -60,7 +61,10 @@ impl OldQemu {
                 return Err(Error::UnknownProcess { socket, reason: reason.clone() });
             }
         };
-        check_user(pid)?;
+        let confinement = Confinement::of(pid.cast_unsigned());
+        let confinement =
+            confinement.map_err(|source| Error::Proc { path: format!("/proc/{pid}").into(), source })?;
+        check_user(pid, &confinement)?;
         NAMESPACES.into_iter().try_for_each(|namespace| check_namespace(pid, namespace))?;
         let program_text = link(pid, "exe")?.to_string_lossy().into_owned();
         let program = PathBuf::from(program_text.strip_suffix(DELETED).unwrap_or(&program_text));
@@ -74,6 +78,7 @@ impl OldQemu {
             backends: in_place::guest_backends(&mut qemu)?,
             generation_id: generation_id(&mut qemu)?,
             vsock_chardevs: plan::vsock_chardevs(&mut qemu),
+            confinement,
             working_directory: link(pid, "cwd")?,
             socket,
             program,
@@ -114,11 +119,12 @@ fn generation_id(qemu: &mut Qemu) -> Result<Option<String>, Error> {
 }
 
 /// The new QEMU must have no other rights than the old one.
-fn check_user(pid: i32) -> Result<(), Error> {
-    let path = PathBuf::from(format!("/proc/{pid}"));
-    let found = fs::metadata(&path).map_err(|source| Error::Proc { path, source })?.uid();
+fn check_user(pid: i32, confinement: &Confinement) -> Result<(), Error> {
     let expected = geteuid().as_raw();
-    if found == expected { Ok(()) } else { Err(Error::OtherUser { pid, found, expected }) }
+    match confinement.user().unwrap_or(u32::MAX) {
+        found if found == expected => Ok(()),
+        found => Err(Error::OtherUser { pid, found, expected }),
+    }
 }
 
 fn check_namespace(pid: i32, namespace: &'static str) -> Result<(), Error> {

@@ -4,8 +4,6 @@
 //! the reason. [`compare`] is pure.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs::Metadata;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 use std::thread;
 use std::time::Duration;
@@ -15,6 +13,7 @@ use towline_qmp::commands::{BlockDevice, QomGet};
 use towline_qmp::{self as qmp, Client, Options};
 
 use super::super::error::Error;
+use crate::qemu::OpenFiles;
 
 /// Timeout of each query.
 const QUERY_TIMEOUT: Duration = Duration::from_secs(2);
@@ -49,18 +48,8 @@ struct CloneQemu {
 struct WritableDrive {
     name: String,
     file: String,
-    medium: Medium,
-}
-
-/// Identity of a drive's storage.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-enum Medium {
-    /// Device and inode of a file, independent of its name.
-    File(u64, u64),
-    /// Number of a block device.
-    Device(u64),
-    /// Name that QEMU has for it.
-    Name(String),
+    /// Identity of the file, or its name if it is not known here.
+    medium: String,
 }
 
 /// Queries all QEMUs at once, by the monitors of the destinations that have one, and compares them.
@@ -116,7 +105,7 @@ fn compare(qemus: &[CloneQemu]) -> Conflicts {
 
 /// Destinations that can write a drive that another one can write too.
 fn shared_drives(qemus: &[CloneQemu]) -> Vec<(usize, Error)> {
-    let mut users: HashMap<&Medium, Vec<usize>> = HashMap::new();
+    let mut users: HashMap<&String, Vec<usize>> = HashMap::new();
     for (at, qemu) in qemus.iter().enumerate() {
         qemu.drives.iter().for_each(|drive| users.entry(&drive.medium).or_default().push(at));
     }
@@ -162,26 +151,11 @@ fn writable(device: &BlockDevice, pid: Option<i32>) -> Option<WritableDrive> {
     })
 }
 
-/// The identity of a file as QEMU sees it, or its name if the file cannot be seen from here.
-fn medium_of(file: &str, pid: Option<i32>) -> Medium {
-    let seen = |path: String| std::fs::metadata(path).ok();
-    let through = |pid: i32| {
-        if file.starts_with('/') {
-            seen(format!("/proc/{pid}/root{file}"))
-        } else {
-            seen(format!("/proc/{pid}/cwd/{file}"))
-        }
-    };
-    let found = pid.and_then(through).or_else(|| file.starts_with('/').then(|| seen(file.to_owned()))?);
-    found.as_ref().map_or_else(|| Medium::Name(file.to_owned()), identity)
-}
-
-fn identity(metadata: &Metadata) -> Medium {
-    if metadata.file_type().is_block_device() {
-        Medium::Device(metadata.rdev())
-    } else {
-        Medium::File(metadata.dev(), metadata.ino())
-    }
+/// The identity of a file that QEMU has open, or its name if the file cannot be seen from here. The process that listens for a QEMU
+/// need not be that QEMU.
+fn medium_of(file: &str, pid: Option<i32>) -> String {
+    let found = OpenFiles::of(pid).identify(file).or_else(|| OpenFiles::of(None).identify(file));
+    found.map_or_else(|| file.to_owned(), |found| found.to_string())
 }
 
 /// MAC addresses of the devices of QEMU's command line.
@@ -221,7 +195,7 @@ mod tests {
         let drive = |file: &&str| WritableDrive {
             name: "disk0".into(),
             file: (*file).into(),
-            medium: Medium::Name((*file).into()),
+            medium: (*file).into(),
         };
         let drives = files.iter().map(drive).collect();
         CloneQemu { index, socket: format!("{index}.qmp"), drives, ..CloneQemu::default() }
@@ -271,7 +245,7 @@ mod tests {
         let (plain, other) = (medium_of(path.to_str().unwrap(), None), medium_of(&twisted, Some(own)));
         std::fs::remove_file(&path).unwrap();
         assert_eq!(plain, other);
-        assert!(matches!(plain, Medium::File(..)));
-        assert_eq!(medium_of("nbd://host/disk", Some(own)), Medium::Name("nbd://host/disk".into()));
+        assert_ne!(plain, path.display().to_string());
+        assert_eq!(medium_of("nbd://host/disk", Some(own)), "nbd://host/disk");
     }
 }

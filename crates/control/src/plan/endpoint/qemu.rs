@@ -22,13 +22,13 @@ use super::super::recorder::RecordedSource;
 use super::super::report::{DestinationState, SourceState};
 use super::super::send::send;
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
-use super::super::source::QmpSource;
+use super::super::source::{QmpSource, Required};
 use super::super::vsock::DetachedVsocks;
 use super::traits::{
     DestinationEndpoint, GuestDescription, LocalGuest, Rollback, SourceControl, SourceEndpoint, receiver,
 };
 use crate::command_line::{self, CommandLineRecordError};
-use crate::in_place::{self, IfUnmapped, Mapped, MappedImage, MappingKind, Presence, UnusedReflink, Verify};
+use crate::in_place::{self, IfUnmapped, MappedImage, Presence, UnusedReflink, Verify};
 use crate::moves::MoveEnd;
 use crate::qemu::{Process, Qemu};
 use crate::staging_names;
@@ -70,10 +70,12 @@ impl QemuSource {
         self.qemu.qemu_mut()
     }
 
-    /// Checks that the cards of these chardevs are connected, now and before the guest runs elsewhere.
-    pub(in super::super) fn require_cards(&mut self, chardevs: Vec<String>) -> Result<(), Error> {
-        self.qemu.card_chardevs = chardevs;
-        self.qemu.check_cards()
+    /// Requires that the cards of these chardevs are connected, now and before the guest runs elsewhere, and that its drives have the
+    /// files then that they have now.
+    pub(in super::super) fn require_unchanged(&mut self, card_chardevs: Vec<String>) -> Result<(), Error> {
+        let blocks = self.qemu.qemu_mut().block_inventory()?;
+        self.qemu.required = Some(Required { card_chardevs, blocks });
+        self.qemu.check_unchanged()
     }
 
     /// Detaches devices that cannot be migrated, and connects both ends: the source last, because a destination
@@ -185,6 +187,8 @@ pub(in super::super) struct QemuDestination {
     is_loaded_by_qemu: bool,
     /// Memory that it maps, whose image is locked.
     presence: Option<Presence>,
+    /// It replaces the source's QEMU on this host.
+    memory: MemorySharing,
 }
 
 /// A relay to a QEMU, which may have a part of the guest's memory.
@@ -221,7 +225,7 @@ impl QemuDestination {
 
     /// A destination that was checked before.
     pub(in super::super) fn of(qemu: QmpDestination) -> Self {
-        Self { qemu, relay: None, is_loaded_by_qemu: false, presence: None }
+        Self { qemu, relay: None, is_loaded_by_qemu: false, presence: None, memory: MemorySharing::Copied }
     }
 
     /// The QEMU, for queries.
@@ -229,9 +233,11 @@ impl QemuDestination {
         self.qemu.qemu_mut()
     }
 
-    /// Sets the memory of the source that this QEMU maps: pages of it are not sent.
-    pub(in super::super) fn set_presence(&mut self, presence: Presence) {
+    /// Has it replace the source's QEMU. Pages of memory that it maps are not sent; with copied memory as well the source's QEMU has the
+    /// guest until this one runs it, and gets the locks of the drives back.
+    pub(in super::super) fn replace_source(&mut self, presence: Presence) {
         self.presence = Some(presence);
+        self.memory = MemorySharing::Shared;
     }
 
     /// The memory that this QEMU already has, because it maps the image.
@@ -310,13 +316,7 @@ impl DestinationEndpoint for QemuDestination {
     }
 
     fn memory(&self) -> MemorySharing {
-        let is_running = |mapped: &Mapped| mapped.kind == MappingKind::Running;
-        let is_shared = |presence: &Presence| presence.mapped().iter().any(is_running);
-        if self.presence.as_ref().is_some_and(is_shared) {
-            MemorySharing::Shared
-        } else {
-            MemorySharing::Copied
-        }
+        self.memory
     }
 
     fn connect(&mut self, session: &Arc<Session>, context: &Context<'_>) -> Result<(), Error> {

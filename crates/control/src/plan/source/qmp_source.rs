@@ -18,7 +18,7 @@ use super::super::recorder::RecordedSource;
 use super::super::vsock::{self, DetachedVsocks};
 use super::refusals;
 use crate::moves::{self, MoveEnd};
-use crate::qemu::{AppliedSettings, Qemu, is_disconnected};
+use crate::qemu::{AppliedSettings, Inventory, Qemu, is_disconnected};
 
 /// Timeout for the exit of a QEMU whose monitor is disconnected.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -52,8 +52,17 @@ pub(in super::super) struct QmpSource {
     pub(super) applied_changes: u64,
     /// Devices that are detached for the move.
     pub(in super::super) vsocks: DetachedVsocks,
-    /// Chardevs of network cards in other processes, which have to be connected when the guest has stopped.
+    /// What has to be as it is now when the guest has stopped.
+    pub(in super::super) required: Option<Required>,
+}
+
+/// What a new QEMU was compared with.
+#[derive(Debug)]
+pub(in super::super) struct Required {
+    /// Chardevs of network cards in other processes, which have to be connected.
     pub(in super::super) card_chardevs: Vec<String>,
+    /// Drives with their files.
+    pub(in super::super) blocks: Inventory,
 }
 
 impl QmpSource {
@@ -112,28 +121,34 @@ impl QmpSource {
             tuning,
             applied_changes: 0,
             vsocks,
-            card_chardevs: Vec::new(),
+            required: None,
         })
     }
 
-    /// Checks that its network cards are connected, as far as it replies: a QEMU that does not, or has exited, is no reason to keep its guest
-    /// from running elsewhere.
+    /// Checks that its network cards are connected and its drives have the files that were compared, as far as it replies: a QEMU that does
+    /// not, or has exited, is no reason to keep its guest from running elsewhere.
     ///
     /// # Errors
     /// [`Error::CardDisconnected`]: QEMU has taken the guest's link down, which the device state has, and nothing would raise it elsewhere.
-    pub(in super::super) fn check_cards(&mut self) -> Result<(), Error> {
-        if self.card_chardevs.is_empty() {
-            return Ok(());
-        }
-        let query = |qemu: &mut Qemu| Ok(qemu.client().execute_raw("query-chardev", None)?);
-        let chardevs = match self.qemu.try_query(query) {
-            Ok(chardevs) => chardevs.unwrap_or_default(),
+    /// [`Error::DrivesChanged`]: the other QEMU has the files of before.
+    pub(in super::super) fn check_unchanged(&mut self) -> Result<(), Error> {
+        let Some(Required { card_chardevs, blocks }) = &self.required else { return Ok(()) };
+        let query = |qemu: &mut Qemu| {
+            Ok((qemu.client().execute_raw("query-chardev", None)?, qemu.block_inventory()?))
+        };
+        let (chardevs, found) = match self.qemu.try_query(query) {
+            Ok(Some(found)) => found,
+            Ok(None) => return Ok(()),
             Err(error) => {
-                tracing::debug!(%error, "the connections of its cards are not known");
+                tracing::debug!(%error, "the connections of its cards and its drives are not known");
                 return Ok(());
             }
         };
-        match self.card_chardevs.iter().find(|chardev| is_disconnected(&chardevs, chardev)) {
+        let differences = blocks.differences(&found, ["before", "now"]);
+        if !differences.is_empty() {
+            return Err(Error::DrivesChanged { differences });
+        }
+        match card_chardevs.iter().find(|chardev| is_disconnected(&chardevs, chardev)) {
             None => Ok(()),
             Some(chardev) => Err(Error::CardDisconnected {
                 socket: self.qemu.socket().to_owned(),
