@@ -110,7 +110,8 @@ pub trait Channel: Debug + Send + Sync {
     }
 
     /// Receives like [`Channel::recv`] and appends the descriptors received with the bytes, all close-on-exec. The
-    /// kernel ends a receive behind bytes that had descriptors attached. (A plain `recv` closes them unseen.)
+    /// kernel ends a receive behind bytes that had descriptors attached. (A plain `recv` closes them unseen.) Those that
+    /// were received are appended after an error too.
     ///
     /// # Errors
     /// [`Error::Unsupported`] without [`Capabilities::FD_PASSING`], [`Error::FdsTruncated`] if some were lost (the

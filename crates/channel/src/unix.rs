@@ -17,6 +17,8 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
+/// Maximum number of descriptors with one message (`SCM_MAX_FD`).
+const PASSED_MAX: usize = 253;
 /// Interval between attempts to connect to a listener whose queue is full: the kernel has no event for it.
 const QUEUE_INTERVAL: Duration = Duration::from_millis(10);
 
@@ -77,24 +79,23 @@ impl Channel for UnixChannel {
 
     fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize> {
         check_recv(self.peer(), self.capabilities(), RecvFlags::empty())?;
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+        // The kernel closes those that do not fit in this call, and the last close of one may wait.
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(PASSED_MAX))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let flags = net::RecvFlags::CMSG_CLOEXEC;
         let message = retry_on_intr(|| {
             net::recvmsg(self.socket.fd(), &mut [IoSliceMut::new(bytes)], &mut ancillary, flags)
         })
         .map_err(|errno| self.socket.failed("recv_fds", Timeout::Recv, errno.into()))?;
-        let mut received = Vec::new();
+        let before = fds.len();
         for message in ancillary.drain() {
             if let RecvAncillaryMessage::ScmRights(rights) = message {
-                received.extend(rights);
+                fds.extend(rights);
             }
         }
-        // The space is aligned and so a little larger than needed: one descriptor too many may fit in.
-        if message.flags.contains(ReturnFlags::CTRUNC) || received.len() > FDS_MAX {
+        if message.flags.contains(ReturnFlags::CTRUNC) || fds.len() - before > FDS_MAX {
             return Err(Error::FdsTruncated { peer: self.peer().to_owned(), limit: FDS_MAX });
         }
-        fds.append(&mut received);
         Ok(message.bytes)
     }
 }

@@ -10,6 +10,7 @@ mod handshake_line;
 mod listener;
 mod pending_connect;
 pub(crate) mod socket;
+mod socket_fd;
 mod zero_copy;
 
 use std::collections::{HashMap, VecDeque};

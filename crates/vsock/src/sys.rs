@@ -1,7 +1,8 @@
 //! All unsafe code: vectored calls on sockets with buffers that Rust never dereferences, and addresses of AF_VSOCK.
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd as _, OwnedFd};
 
 use rustix::net::addr::{SocketAddrArg, SocketAddrLen, SocketAddrOpaque};
 use towline_channel::{IOV_MAX, IoBuf, IoBufMut};
@@ -13,36 +14,70 @@ const FLAGS: libc::c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
 // System calls are made directly. The C library's functions are cancellation points, and enabling and disabling cancellation is
 // a part of the cost of a short call.
 
-/// Non-blocking `recvmsg(2)` into the first [`IOV_MAX`] of these buffers.
+/// Space for the descriptors of one message, of which there are at most 253 (`SCM_MAX_FD`).
+#[repr(C, align(8))]
+struct ControlSpace([MaybeUninit<u8>; 1040]);
+
+/// Non-blocking `recvmsg(2)` into the first [`IOV_MAX`] of these buffers. Appends the descriptors of the message to `passed`; without
+/// it the kernel closes them.
 ///
 /// # Errors
 /// [`io::ErrorKind::InvalidData`] for a message that is longer than the buffers; the rest of it is lost. Others are the call's.
-pub(crate) fn receive(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>]) -> io::Result<ReceiveOutcome> {
+pub(crate) fn receive(
+    fd: BorrowedFd<'_>,
+    bufs: &mut [IoBufMut<'_>],
+    passed: Option<&mut Vec<OwnedFd>>,
+) -> io::Result<ReceiveOutcome> {
     let count = bufs.len().min(IOV_MAX);
     let room: usize = bufs[..count].iter().map(IoBufMut::len).sum();
     // SAFETY: all zero is a valid `msghdr`: null pointers, no lengths.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = bufs.as_mut_ptr().cast();
     message.msg_iovlen = count as _;
+    let mut control = ControlSpace([MaybeUninit::uninit(); 1040]);
+    if passed.is_some() {
+        message.msg_control = (&raw mut control).cast();
+        message.msg_controllen = size_of::<ControlSpace>() as _;
+    }
+    let flags = libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC;
     loop {
         // SAFETY: `message` points to an array of `iovec` (the layout of `IoBufMut`) that lives across the call, each of
-        // memory that is writable, as `IoBufMut` guarantees. There is no space for ancillary data.
-        let done =
-            unsafe { libc::syscall(libc::SYS_recvmsg, fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
+        // memory that is writable, as `IoBufMut` guarantees, and to the space for ancillary data, or to none.
+        let done = unsafe { libc::syscall(libc::SYS_recvmsg, fd.as_raw_fd(), &raw mut message, flags) };
         if let Ok(bytes) = usize::try_from(done) {
+            if let Some(passed) = passed {
+                take_descriptors(&message, passed);
+            }
             if message.msg_flags & libc::MSG_TRUNC != 0 {
                 return Err(io::Error::new(
                     io::ErrorKind::InvalidData,
                     format!("a message exceeds the {room} bytes of its buffers"),
                 ));
             }
-            // A read stops where descriptors were sent with the data; they are dropped here.
+            // A read stops where descriptors were sent with the data.
             let has_stopped = message.msg_flags & libc::MSG_CTRUNC != 0;
             return Ok(ReceiveOutcome { bytes, more: has_stopped || bytes == room, eor: false });
         }
         let error = io::Error::last_os_error();
         if error.kind() != io::ErrorKind::Interrupted {
             return Err(error);
+        }
+    }
+}
+
+/// Takes the descriptors that a call has received.
+fn take_descriptors(message: &libc::msghdr, passed: &mut Vec<OwnedFd>) {
+    // SAFETY: the kernel has filled the space for ancillary data, whose length `message` has, with entire headers.
+    unsafe {
+        let mut header = libc::CMSG_FIRSTHDR(message);
+        while let Some(found) = header.as_ref() {
+            if (found.cmsg_level, found.cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
+                let bytes = found.cmsg_len as usize - libc::CMSG_LEN(0) as usize;
+                let numbers = libc::CMSG_DATA(header).cast::<libc::c_int>();
+                let own = |index| OwnedFd::from_raw_fd(numbers.add(index).read_unaligned());
+                passed.extend((0..bytes / size_of::<libc::c_int>()).map(own));
+            }
+            header = libc::CMSG_NXTHDR(message, header);
         }
     }
 }
@@ -106,9 +141,9 @@ mod tests {
         near.write_all(&[7; 1500]).unwrap();
         let mut bytes = [0; 2000];
         let mut bufs: Vec<IoBufMut<'_>> = bytes.chunks_mut(1).map(IoBufMut::from).collect();
-        let first = receive(far.as_fd(), &mut bufs).unwrap();
+        let first = receive(far.as_fd(), &mut bufs, None).unwrap();
         assert_eq!(first, ReceiveOutcome { bytes: IOV_MAX, more: true, eor: false });
-        let rest = receive(far.as_fd(), &mut bufs).unwrap();
+        let rest = receive(far.as_fd(), &mut bufs, None).unwrap();
         assert_eq!((rest.bytes, rest.more), (1500 - IOV_MAX, false));
     }
 
@@ -118,7 +153,7 @@ mod tests {
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::empty(), None).unwrap();
         send_message(&near, b"four", SendFlags::empty()).unwrap();
         let mut bytes = [0; 3];
-        let error = receive(far.as_fd(), &mut [IoBufMut::from(&mut bytes[..])]).unwrap_err();
+        let error = receive(far.as_fd(), &mut [IoBufMut::from(&mut bytes[..])], None).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidData);
     }
 }

@@ -13,6 +13,9 @@ use rustix::net::{
 };
 
 use super::socket::{FLAGS, HostSocket, socket_type};
+use super::socket_fd::SocketFd;
+use towline_channel::refuse_descriptors;
+
 use crate::packet::SocketType;
 use crate::rules::HostAddress;
 use crate::sys::VsockAddress;
@@ -25,8 +28,8 @@ const BACKLOG: i32 = 1024;
 pub(crate) struct HostListener {
     fd: OwnedFd,
     kind: SocketType,
-    /// Held for its `Drop`.
-    _file: Option<SocketFile>,
+    /// Of a Unix socket.
+    file: Option<SocketFile>,
 }
 
 /// File of a listening Unix socket. It is removed on drop, unless another socket has replaced it.
@@ -73,6 +76,8 @@ impl HostListener {
     pub(crate) fn bind_unix(path: &Path, kind: SocketType) -> io::Result<Self> {
         let address = SocketAddrUnix::new(path)?;
         let fd = socket_with(AddressFamily::UNIX, socket_type(kind), FLAGS, None)?;
+        // A client may send before it is accepted. Without this the descriptors are received, and closed elsewhere.
+        let _ = refuse_descriptors(fd.as_fd());
         if let Err(errno) = bind(&fd, &address) {
             let is_socket =
                 lstat(path).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Socket);
@@ -86,7 +91,7 @@ impl HostListener {
         }
         let file = Some(SocketFile::new(path)?);
         listen(&fd, BACKLOG)?;
-        Ok(Self { fd, kind, _file: file })
+        Ok(Self { fd, kind, file: file })
     }
 
     fn bind_tcp(address: &SocketAddr) -> io::Result<Self> {
@@ -95,14 +100,14 @@ impl HostListener {
         sockopt::set_socket_reuseaddr(&fd, true)?;
         bind(&fd, address)?;
         listen(&fd, BACKLOG)?;
-        Ok(Self { fd, kind: SocketType::Stream, _file: None })
+        Ok(Self { fd, kind: SocketType::Stream, file: None })
     }
 
     fn bind_vsock(cid: Option<u32>, port: u32) -> io::Result<Self> {
         let fd = socket_with(AddressFamily::VSOCK, KernelSocketType::STREAM, FLAGS, None)?;
         bind(&fd, &VsockAddress::new(cid, port))?;
         listen(&fd, BACKLOG)?;
-        Ok(Self { fd, kind: SocketType::Stream, _file: None })
+        Ok(Self { fd, kind: SocketType::Stream, file: None })
     }
 
     /// Accepts a connection.
@@ -110,6 +115,8 @@ impl HostListener {
         let (fd, from) = acceptfrom_with(&self.fd, FLAGS)?;
         // Clients of a Unix socket have no address.
         let peer = from.and_then(|from| SocketAddr::try_from(from).ok()).map(|from| from.ip());
+        // Those of a Unix socket inherit the listener's refusal of descriptors; this reports whether the kernel has it.
+        let fd = if self.file.is_some() { SocketFd::unix(fd) } else { SocketFd::new(fd) };
         Ok(HostSocket::new(fd, self.kind, peer))
     }
 }

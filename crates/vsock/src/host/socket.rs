@@ -3,7 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::io;
 use std::net::IpAddr;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
@@ -15,6 +15,7 @@ use rustix::net::{
 use towline_channel::{IOV_MAX, IoBuf, IoBufMut, ZeroCopySends, gather, scatter, total_len};
 
 use super::handshake_line::{HandshakeLine, LINE_BYTES_MAX};
+use super::socket_fd::SocketFd;
 use crate::credit::WINDOW_FIRST_MAX;
 use crate::packet::{SeqFlags, ShutdownFlags, SocketType};
 use crate::rules::HostAddress;
@@ -32,7 +33,7 @@ pub(super) const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NO
 /// A connected socket of the host.
 #[derive(Debug)]
 pub(crate) struct HostSocket {
-    fd: OwnedFd,
+    fd: SocketFd,
     kind: SocketType,
     /// Address of the peer of a TCP socket.
     pub(super) peer: Option<IpAddr>,
@@ -112,7 +113,7 @@ pub(super) fn socket_type(kind: SocketType) -> KernelSocketType {
 }
 
 impl HostSocket {
-    pub(super) fn new(fd: OwnedFd, kind: SocketType, peer: Option<IpAddr>) -> Self {
+    pub(super) fn new(fd: SocketFd, kind: SocketType, peer: Option<IpAddr>) -> Self {
         if peer.is_some() {
             // Packets of the guest are sent as they come; its own stack has coalesced them if it wants that.
             let _ = sockopt::set_tcp_nodelay(&fd, true);
@@ -149,7 +150,7 @@ impl HostSocket {
     pub(super) fn connect(address: &HostAddress, kind: SocketType) -> io::Result<Started> {
         let (fd, connected) = match address {
             HostAddress::Unix(path) => {
-                let fd = socket_with(AddressFamily::UNIX, socket_type(kind), FLAGS, None)?;
+                let fd = SocketFd::unix(socket_with(AddressFamily::UNIX, socket_type(kind), FLAGS, None)?);
                 let connected = connect(&fd, &SocketAddrUnix::new(path)?);
                 (fd, connected)
             }
@@ -160,12 +161,12 @@ impl HostSocket {
                 let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
                 let fd = socket_with(family, KernelSocketType::STREAM, FLAGS, None)?;
                 let connected = connect(&fd, address);
-                (fd, connected)
+                (SocketFd::new(fd), connected)
             }
             HostAddress::Vsock { cid, port } => {
                 let fd = socket_with(AddressFamily::VSOCK, socket_type(kind), FLAGS, None)?;
                 let connected = connect(&fd, &VsockAddress::new(*cid, *port));
-                (fd, connected)
+                (SocketFd::new(fd), connected)
             }
         };
         let peer = if let HostAddress::Tcp(address) = address { Some(address.ip()) } else { None };
@@ -186,7 +187,8 @@ impl HostSocket {
             SocketType::Stream => Framing::Plain,
             SocketType::Seqpacket => Framing::Flags,
         };
-        let [ours, theirs] = [one, other].map(|fd| Self { framing, ..Self::new(fd, kind, None) });
+        let [ours, theirs] =
+            [one, other].map(|fd| Self { framing, ..Self::new(SocketFd::new(fd), kind, None) });
         Ok((ours, theirs.expecting_ok()))
     }
 
@@ -209,11 +211,11 @@ impl HostSocket {
         let mut bytes = [0; LINE_BYTES_MAX];
         let before = buffered.len();
         bytes[..before].copy_from_slice(&buffered);
-        let count = match recv(&self.fd, &mut bytes[before..], RecvFlags::DONTWAIT) {
-            Ok((0, _)) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok((count, _)) => before + count,
-            Err(Errno::AGAIN) => return Ok(HandshakeLine::Incomplete),
-            Err(errno) => return Err(errno.into()),
+        let count = match self.fd.recv(&mut bytes[before..]) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => before + count,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(HandshakeLine::Incomplete),
+            Err(error) => return Err(error),
         };
         let line = parse(&bytes[..count], self.kind);
         let consumed = match (line, self.kind) {
@@ -241,7 +243,7 @@ impl HostSocket {
             return Ok(ReceiveOutcome { bytes, more: true, eor: false });
         }
         match self.framing {
-            Framing::Plain => sys::receive(self.fd.as_fd(), bufs),
+            Framing::Plain => self.fd.receive(bufs),
             Framing::Flags => self.receive_with_flags(bufs),
         }
     }
@@ -251,7 +253,7 @@ impl HostSocket {
         let mut all = Vec::with_capacity(bufs.len() + 1);
         all.push(IoBufMut::from(&mut flags));
         all.extend(bufs.iter_mut().map(|buf| buf.prefix(buf.len())));
-        let received = sys::receive(self.fd.as_fd(), &mut all)?;
+        let received = self.fd.receive(&mut all)?;
         let eor = SeqFlags::from_bits_truncate(flags[0].into()).contains(SeqFlags::EOR);
         Ok(ReceiveOutcome { bytes: received.bytes.saturating_sub(flags.len()), eor, ..received })
     }
@@ -321,8 +323,7 @@ impl HostSocket {
 
     /// Receives and drops an empty message.
     fn drop_message(&self) -> io::Result<()> {
-        recv(&self.fd, &mut [0u8; 1][..], RecvFlags::DONTWAIT)?;
-        Ok(())
+        self.fd.recv(&mut [0]).map(drop)
     }
 
     /// Returns true if a peek without data is the end of the stream, not an empty message.

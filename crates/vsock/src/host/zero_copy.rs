@@ -199,6 +199,7 @@ pub(crate) fn wait_for_completions<'s>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::socket_fd::SocketFd;
     use crate::packet::SocketType;
     use std::net::{TcpListener, TcpStream};
 
@@ -210,7 +211,10 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         near.set_nonblocking(true).unwrap();
-        (HostSocket::new(near.into(), SocketType::Stream, Some(peer)), listener.accept().unwrap().0)
+        (
+            HostSocket::new(SocketFd::new(near.into()), SocketType::Stream, Some(peer)),
+            listener.accept().unwrap().0,
+        )
     }
 
     /// Sends without a copy, and waits for the completion.
