@@ -1,17 +1,18 @@
 //! `--metrics`: statistics in OpenMetrics 1.0 for clients that accept it, otherwise in Prometheus' text format 0.0.4.
 //!
 //! ```text
-//!   GET /metrics ── one of CLIENTS_MAX threads ── StatsSource::statistics ── text
+//!   GET /metrics ── a thread ── StatsSource::statistics ── text
 //! ```
 //! HTTP/1.1 as far as a scraper needs it: one request per connection, without a body. Limits: [`CLIENTS_MAX`] connections at a time,
-//! further ones wait in the kernel's backlog; [`REQUEST_BYTES_MAX`] for a request, [`CLIENT_TIMEOUT`] for a client.
+//! of which the oldest ends when there is another one; [`REQUEST_BYTES_MAX`] for a request; [`CLIENT_TIMEOUT`] for a request, and
+//! for the whole response.
 
 use std::collections::BTreeSet;
 use std::fmt::{self, Write as _};
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -22,8 +23,10 @@ use prometheus_client::registry::{Registry, Unit as Suffix};
 use rustix::net::Shutdown;
 use towline_control::statistics::{Metric, StatsObject, StatsSource, StatsType, StatsUnit};
 
+use crate::lock::lock;
+
 /// Maximum number of connections served at a time.
-const CLIENTS_MAX: usize = 4;
+const CLIENTS_MAX: usize = 8;
 /// Maximum length of a request with its headers.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
 /// Timeout of a client's request, and of the response.
@@ -36,62 +39,101 @@ const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 /// A listener and its threads, which end when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Metrics {
-    listener: Arc<TcpListener>,
-    stop: Arc<AtomicBool>,
-    threads: Vec<JoinHandle<()>>,
+    server: Arc<MetricsServer>,
+    acceptor: Option<JoinHandle<()>>,
+}
+
+struct MetricsServer {
+    listener: TcpListener,
+    counting: Arc<dyn StatsSource>,
+    stop: AtomicBool,
+    /// The oldest first.
+    clients: Mutex<Vec<Client>>,
+}
+
+/// A connection, and the thread that serves it.
+struct Client {
+    stream: Arc<TcpStream>,
+    thread: JoinHandle<()>,
+}
+
+impl fmt::Debug for MetricsServer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MetricsServer").field("listener", &self.listener).finish_non_exhaustive()
+    }
 }
 
 impl Metrics {
     /// Starts to listen.
     pub(crate) fn start(address: SocketAddr, counting: &Arc<dyn StatsSource>) -> io::Result<Self> {
-        let listener = Arc::new(TcpListener::bind(address)?);
-        let stop = Arc::new(AtomicBool::new(false));
-        let thread = |_| {
-            let (listener, counting, stop) = (Arc::clone(&listener), Arc::clone(counting), Arc::clone(&stop));
-            let name = "metrics".to_owned();
-            thread::Builder::new().name(name).spawn(move || serve(&listener, counting.as_ref(), &stop))
-        };
-        let threads = (0..CLIENTS_MAX).map(thread).collect::<io::Result<_>>()?;
-        Ok(Self { listener, stop, threads })
+        let (listener, counting) = (TcpListener::bind(address)?, Arc::clone(counting));
+        let (stop, clients) = (AtomicBool::new(false), Mutex::default());
+        let server = Arc::new(MetricsServer { listener, counting, stop, clients });
+        let accepts = Arc::clone(&server);
+        let acceptor = thread::Builder::new().name("metrics".into()).spawn(move || accepts.accept())?;
+        Ok(Self { server, acceptor: Some(acceptor) })
     }
 }
 
 impl Drop for Metrics {
     fn drop(&mut self) {
-        self.stop.store(true, Ordering::Release);
-        // On Linux this wakes every thread in `accept`. Otherwise they would end with the process.
-        if rustix::net::shutdown(&*self.listener, Shutdown::Both).is_ok() {
-            for thread in self.threads.drain(..) {
-                let _ = thread.join();
-            }
+        self.server.stop.store(true, Ordering::Release);
+        // On Linux this wakes the thread in `accept`. Otherwise it would end with the process.
+        if rustix::net::shutdown(&self.server.listener, Shutdown::Both).is_ok()
+            && let Some(acceptor) = self.acceptor.take()
+        {
+            let _ = acceptor.join();
         }
+        let clients = std::mem::take(&mut *lock(&self.server.clients));
+        clients.into_iter().for_each(Client::end);
     }
 }
 
-/// Serves one connection after the other.
-fn serve(listener: &TcpListener, counting: &dyn StatsSource, stop: &AtomicBool) {
-    loop {
-        let accepted = listener.accept();
-        if stop.load(Ordering::Acquire) {
-            return;
-        }
-        match accepted {
-            Ok((stream, peer)) => {
-                if let Err(error) = respond(&stream, counting) {
-                    tracing::debug!(%peer, %error, "metrics client failed");
-                }
+impl Client {
+    /// Ends the connection. Its thread does not wait for the client any more.
+    fn end(self) {
+        let _ = self.stream.shutdown(std::net::Shutdown::Both);
+        let _ = self.thread.join();
+    }
+}
+
+impl MetricsServer {
+    fn accept(&self) {
+        loop {
+            let accepted = self.listener.accept();
+            if self.stop.load(Ordering::Acquire) {
+                return;
             }
-            Err(error) => {
+            if let Err(error) = accepted.and_then(|(stream, peer)| self.serve(stream, peer)) {
                 tracing::warn!(%error, "metrics listener failed");
                 thread::sleep(RETRY_DELAY);
             }
         }
     }
+
+    /// Serves a connection on another thread.
+    fn serve(&self, stream: TcpStream, peer: SocketAddr) -> io::Result<()> {
+        let mut clients = lock(&self.clients);
+        clients.retain(|client| !client.thread.is_finished());
+        if clients.len() >= CLIENTS_MAX {
+            clients.remove(0).end();
+        }
+        let (stream, counting) = (Arc::new(stream), Arc::clone(&self.counting));
+        let served = Arc::clone(&stream);
+        let thread = thread::Builder::new().name("metrics".into()).spawn(move || {
+            if let Err(error) = respond(&served, counting.as_ref()) {
+                tracing::debug!(%peer, %error, "metrics client failed");
+            }
+            // The list has the socket too.
+            let _ = served.shutdown(std::net::Shutdown::Both);
+        })?;
+        clients.push(Client { stream, thread });
+        Ok(())
+    }
 }
 
 /// Responds to the request of a connection.
-fn respond(mut stream: &TcpStream, counting: &dyn StatsSource) -> io::Result<()> {
-    stream.set_write_timeout(Some(CLIENT_TIMEOUT))?;
+fn respond(stream: &TcpStream, counting: &dyn StatsSource) -> io::Result<()> {
     let request = request(stream)?;
     let target = request.as_ref().map(|request| request.target.as_str());
     let (status, kind, body) = match target {
@@ -110,15 +152,27 @@ fn respond(mut stream: &TcpStream, counting: &dyn StatsSource) -> io::Result<()>
         None => ("431 Request Header Fields Too Large", "text/plain", "the request is too long\n".to_owned()),
     };
     let length = body.len();
-    let head = format!(
+    let mut response = format!(
         "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nVary: Accept\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n"
     );
-    stream.write_all(head.as_bytes())?;
-    if target.is_some_and(|target| target.starts_with("HEAD ")) {
-        Ok(())
-    } else {
-        stream.write_all(body.as_bytes())
+    if target.is_none_or(|target| !target.starts_with("HEAD ")) {
+        response.push_str(&body);
     }
+    send(stream, response.as_bytes())
+}
+
+/// Sends a response, within one time limit.
+fn send(mut stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
+    let until = Instant::now() + CLIENT_TIMEOUT;
+    while !bytes.is_empty() {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        stream.set_write_timeout(Some(left))?;
+        bytes = &bytes[stream.write(bytes)?..];
+    }
+    Ok(())
 }
 
 /// Target and accepted formats of a request.
@@ -324,7 +378,7 @@ towline_net_queue_packets_total{tap=\"a\\\"b\\\\\",queue=\"0\"} 7
     fn a_client_receives_the_format_that_it_accepts() {
         let counting: Arc<dyn StatsSource> = Arc::new(Fixed);
         let metrics = Metrics::start("127.0.0.1:0".parse().unwrap(), &counting).unwrap();
-        let address = metrics.listener.local_addr().unwrap();
+        let address = metrics.server.listener.local_addr().unwrap();
         let (open, text) = (exposition(&subjects()), prometheus_text(&exposition(&subjects())));
         for (accept, kind, wanted) in [
             ("Accept: text/plain;version=0.0.4", TEXT, &text),
@@ -371,7 +425,7 @@ towline_net_queue_packets_total{tap=\"a\\\"b\\\\\",queue=\"0\"} 7
     fn other_requests_than_a_scrape_are_errors() {
         let counting: Arc<dyn StatsSource> = Arc::new(Fixed);
         let metrics = Metrics::start("127.0.0.1:0".parse().unwrap(), &counting).unwrap();
-        let address = metrics.listener.local_addr().unwrap();
+        let address = metrics.server.listener.local_addr().unwrap();
         let silent = TcpStream::connect(address).unwrap();
         let response = get(address, "GET /metrics?x=1 HTTP/1.1\r\nHost: a\r\n\r\n");
         let (head, body) = response.split_once("\r\n\r\n").unwrap();
@@ -384,5 +438,53 @@ towline_net_queue_packets_total{tap=\"a\\\"b\\\\\",queue=\"0\"} 7
         drop(silent);
         drop(metrics);
         assert!(TcpStream::connect(address).is_err(), "the listener is closed");
+    }
+
+    /// A response of many megabytes, which no socket's buffers take.
+    struct Large;
+
+    impl StatsSource for Large {
+        fn statistics(&self) -> Vec<StatsObject> {
+            let labels = |index: usize| vec![("connection", format!("{index:0>200}"))];
+            let metrics = || vec![Metric::counter("packets", "packets", 1)];
+            let object = |index| StatsObject { kind: "vsock", labels: labels(index), metrics: metrics() };
+            (0..50_000).map(object).collect()
+        }
+    }
+
+    #[test]
+    fn clients_that_do_not_read_delay_neither_others_nor_the_end() {
+        let counting: Arc<dyn StatsSource> = Arc::new(Large);
+        let metrics = Metrics::start("127.0.0.1:0".parse().unwrap(), &counting).unwrap();
+        let address = metrics.server.listener.local_addr().unwrap();
+        let slow = || {
+            let mut stream = TcpStream::connect(address).unwrap();
+            stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+            // Its thread has the response.
+            stream.read_exact(&mut [0]).unwrap();
+            stream
+        };
+        let clients: Vec<_> = (0..CLIENTS_MAX).map(|_| slow()).collect();
+        let began = Instant::now();
+        let head = get(address, "HEAD /metrics HTTP/1.1\r\n\r\n");
+        assert!(head.starts_with("HTTP/1.1 200 OK"), "{head}");
+        // One that reads a little now and then has no further time.
+        let mut clients = clients;
+        let trickles = clients.pop().unwrap();
+        let reads = thread::spawn(move || {
+            let (mut stream, mut total) = (trickles, 0);
+            while let Ok(count @ 1..) = stream.read(&mut [0; 4096]) {
+                total += count;
+                thread::sleep(Duration::from_millis(20));
+            }
+            total
+        });
+        assert!(reads.join().unwrap() < 10_000_000, "the whole response was sent");
+        assert!(began.elapsed() < 4 * CLIENT_TIMEOUT, "{:?}", began.elapsed());
+        let last = slow();
+        let began = Instant::now();
+        drop(metrics);
+        assert!(began.elapsed() < CLIENT_TIMEOUT, "{:?}", began.elapsed());
+        drop((clients, last));
     }
 }
