@@ -242,7 +242,12 @@ impl Device for Vsock {
     }
 
     fn save(&self) -> Result<Vec<u8>, BackendError> {
-        let VsockReport { keys, next_port, .. } = self.report();
+        // An earlier report would omit connections, which would then hang at the destination.
+        let report = self.report.request_current(|| self.config.accept_queue.wake());
+        let report = report.ok_or_else(|| {
+            BackendError::new("the device's thread is blocked and does not report its connections; try again")
+        })?;
+        let VsockReport { keys, next_port, .. } = report;
         Ok(State { cid: self.cid, next_port, connections: keys }.encode())
     }
 

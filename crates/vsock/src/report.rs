@@ -57,14 +57,46 @@ impl SharedReport {
 
     /// Requests a report, waits for it, and returns the last one. `wake` wakes the worker.
     pub(crate) fn request(&self, wake: impl FnOnce()) -> VsockReport {
+        self.request_current(wake).unwrap_or_else(|| lock(&self.last).report.clone())
+    }
+
+    /// As [`Self::request`]; `None` if the worker has not published one since.
+    pub(crate) fn request_current(&self, wake: impl FnOnce()) -> Option<VsockReport> {
         let last = lock(&self.last);
         if !self.has_worker() {
-            return last.report.clone();
+            return Some(last.report.clone());
         }
         let before = last.count;
         self.requested.store(true, Ordering::Release);
         wake();
         let waited = self.published.wait_timeout_while(last, REPORT_TIMEOUT, |last| last.count == before);
-        waited.unwrap_or_else(PoisonError::into_inner).0.report.clone()
+        let last = waited.unwrap_or_else(PoisonError::into_inner).0;
+        (last.count != before).then(|| last.report.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_worker_that_does_not_report_has_no_current_report() {
+        let shared = SharedReport::default();
+        shared.publish(VsockReport::default());
+        assert!(shared.request_current(|| {}).is_some(), "the last one of a worker that has ended");
+        shared.add_worker();
+        assert!(shared.request_current(|| {}).is_none());
+        assert!(shared.accept_request());
+        std::thread::scope(|scope| {
+            let publishes = || {
+                while !shared.accept_request() {
+                    std::thread::yield_now();
+                }
+                shared.publish(VsockReport::default());
+            };
+            let published = scope.spawn(publishes);
+            assert!(shared.request_current(|| {}).is_some());
+            published.join().unwrap();
+        });
     }
 }
