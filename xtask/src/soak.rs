@@ -316,17 +316,6 @@ const SOAKS: &[Soak] = &[
         },
     },
     Soak {
-        name: "net-upgrades",
-        about: "100 times another process takes the network card over while its guest talks (TOWLINE_SOAK_NET_UPGRADES)",
-        run: || {
-            lab_test(
-                "net",
-                "restarts::another_process_takes_over_and_the_guest_notices_nothing",
-                &[("TOWLINE_SOAK_NET_UPGRADES", "100")],
-            )
-        },
-    },
-    Soak {
         name: "net-testpmd",
         about: "DPDK's driver swaps frames on four queues for a minute each way (TOWLINE_SOAK_TESTPMD_SECONDS)",
         run: || {

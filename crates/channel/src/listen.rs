@@ -14,7 +14,6 @@ use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -117,24 +116,6 @@ impl Listener {
             _ => None,
         };
         Ok(Self { address: local, pending, kind, options: options.clone() })
-    }
-
-    /// A Unix socket that another process has bound to `path` and handed over; its file is removed with this one.
-    pub fn adopt(fd: OwnedFd, path: &Path) -> Self {
-        let kind = ListenerKind::Unix(UnixListener::adopt(fd, path));
-        Self {
-            address: Address::Unix(path.to_owned()),
-            pending: None,
-            kind,
-            options: ListenOptions::default(),
-        }
-    }
-
-    /// Keeps the socket file when this is dropped: the process that takes over the socket removes it.
-    pub fn leave_file(&mut self) {
-        if let ListenerKind::Unix(listener) = &mut self.kind {
-            listener.leave_file();
-        }
     }
 
     /// Its address, with the port that was chosen for 0, and the numeric host.

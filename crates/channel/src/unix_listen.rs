@@ -33,8 +33,8 @@ const LOCK_INTERVAL: Duration = Duration::from_millis(5);
 pub(crate) struct UnixListener {
     fd: OwnedFd,
     path: PathBuf,
-    /// Device and inode of the file; `None` once another process is to remove it.
-    identity: Option<(u64, u64)>,
+    /// Device and inode of the file.
+    identity: (u64, u64),
 }
 
 impl UnixListener {
@@ -55,19 +55,8 @@ impl UnixListener {
         }
         .map_err(|errno| io("bind", errno))?;
         net::listen(&fd, BACKLOG).map_err(|errno| io("listen", errno))?;
-        let identity = Some(identity(path).map_err(|errno| io("stat", errno))?);
+        let identity = identity(path).map_err(|errno| io("stat", errno))?;
         Ok(Self { fd, path: path.to_owned(), identity })
-    }
-
-    /// Takes over a listening socket that another process bound to this path; its file is removed by this one from
-    /// now on.
-    pub(crate) fn adopt(fd: OwnedFd, path: &Path) -> Self {
-        Self { fd, path: path.to_owned(), identity: identity(path).ok() }
-    }
-
-    /// Leaves the file to another process that has the socket.
-    pub(crate) fn leave_file(&mut self) {
-        self.identity = None;
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
@@ -79,7 +68,7 @@ impl Drop for UnixListener {
     fn drop(&mut self) {
         // Without the lock there is a race only if the file is replaced at this very moment.
         let _lock = lock_directory(&self.path);
-        if self.identity.is_some() && identity(&self.path).ok() == self.identity {
+        if identity(&self.path) == Ok(self.identity) {
             let _ = rustix::fs::unlink(&self.path);
         }
     }

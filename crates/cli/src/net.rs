@@ -1,30 +1,30 @@
 //! `towline net`: a network card for one guest, by vhost-user.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use towline_net::{CopyReason, DropReason, Net, Options, QueueStatistics, Taps, Xdp};
-use towline_vhost_user::{Device, FrontendSource, InFlightRecord, Listener, Service, UpgradeOffer};
+use towline_vhost_user::{Cancel, Device, DeviceWord, FrontendSource};
 
 use crate::args::{NetArgs, OnOff};
 use crate::backend::{NO_ACTIVATION, missing_socket};
 use crate::console::{self, OverflowPolicy};
 use crate::exit::{Exit, UsageError};
-use crate::live_upgrade::{self, DeviceServer, ServeEnd, ShutdownSignal, UpgradeListener};
 use crate::notify::Notifier;
 use crate::observability::card;
 use crate::sandbox::{PendingSandbox, Policy};
+use crate::serve::{DeviceServer, serve_all};
 use crate::signals::{SignalEffects, end_at_once, first_signal, shutdown_signals};
 use crate::{events, state};
 
 /// Options with which the process cannot be confined, and the reason.
-const UNCONFINED: &str = "--af-xdp or --upgrade-socket, which open sockets and map memory at run time";
+const UNCONFINED: &str = "--af-xdp, which opens sockets and maps memory at run time";
 
 const SIGNAL_EFFECTS: SignalEffects = SignalEffects {
     first: "stopping; the card is no longer served",
@@ -36,48 +36,56 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     if let Some(text) = usage_error(args) {
         return Err(UsageError(text).into());
     }
-    let mut previous = Previous::request(args)?;
-    let taps = previous.taps(args)?;
+    // First, as it fails while another process serves the card: nothing of that one's tap is changed.
+    let frontends = frontends(args)?;
+    let taps = taps(args)?;
+    let record = state::open_in_flight_record(args.state.as_deref(), 2 * taps.queues().len())?;
     if let Some(mtu) = args.mtu {
         taps.set_mtu(mtu)?;
     }
-    let net = Arc::new(Net::with_xdp(taps, xdp(args)?, options(args)));
+    let options = options(args, record.device_word());
+    let net = Arc::new(Net::with_xdp(taps, xdp(args)?, options));
     let device: Arc<dyn Device> = net.clone();
-    let upgrade_socket = previous.upgrade_socket.take();
-    let (service, record) = previous.service(args, &device)?;
-    let shutdown = ShutdownSignal::new()?;
-    let listener = args.upgrade_socket.as_deref();
-    let listener =
-        listener.map(|path| UpgradeListener::start(path, upgrade_socket, &shutdown)).transpose()?;
+    let cancel = Cancel::new().context("cancellation token")?;
     let notifier = Notifier::from_environment();
     let mut sandbox = pending_sandbox(args, net.taps());
-    let signal = shutdown.clone();
-    let _observers = args.observability.of_devices(vec![card(&net)], move || signal.shut_down())?;
-    handle_signals(&net, &shutdown, args.json)?;
+    let token = cancel.clone();
+    let _observers = args.observability.of_devices(vec![card(&net)], move || token.cancel())?;
+    handle_signals(&net, &cancel, args.json)?;
+    end_with_tap(&net, &cancel)?;
     // Everything is open, and no thread reads guest input yet.
     sandbox.finish();
     notifier.ready(&format!("a network card on {}", net.taps().name()));
-    let server = DeviceServer {
-        device: &device,
-        descriptors: net.taps().queues().iter().map(AsFd::as_fd).collect(),
-        record: &record,
-        shutdown: &shutdown,
-        listener,
-        on_failure: &|| net.taps().reattach(),
-    };
-    let served = server.serve(service);
+    let name = format!("net {}", net.taps().name());
+    let served = serve_all(vec![DeviceServer { name, device, frontends, record }], &cancel);
+    let served = served.and_then(|()| check_tap(&net));
     notifier.stopping();
     match (&served, args.json) {
-        (Ok(_), true) => {
+        (Ok(()), true) => {
             let fields = events::with_exit(statistics(&net), Exit::Done);
             console::print(OverflowPolicy::Always, &events::line("statistics", fields));
         }
         (_, json) => print_statistics(&net, json),
     }
-    if let ServeEnd::Upgraded = served? {
-        tracing::info!("another process serves the card now");
-    }
-    Ok(Exit::Done)
+    served.map(|()| Exit::Done)
+}
+
+/// Fails if the card has ended because its interface was deleted.
+fn check_tap(net: &Net) -> Result<()> {
+    let (taps, remedy) = (net.taps(), "create it, and start the card again");
+    ensure!(!taps.is_gone(), "the interface {} was deleted; {remedy}", taps.name());
+    Ok(())
+}
+
+/// Ends the process when its tap is deleted: a card without one is deaf, and a service manager starts a new one.
+fn end_with_tap(net: &Arc<Net>, cancel: &Cancel) -> Result<()> {
+    let (net, cancel) = (Arc::clone(net), cancel.clone());
+    let watch = move || {
+        net.taps().wait_gone(&cancel);
+        cancel.cancel();
+    };
+    thread::Builder::new().name("tap".into()).spawn(watch)?;
+    Ok(())
 }
 
 /// Returns the reason to refuse the options.
@@ -86,71 +94,30 @@ fn usage_error(args: &NetArgs) -> Option<String> {
     if let Some(text) = missing.or_else(|| args.access.without_path(args.socket.as_deref())) {
         return Some(text.into());
     }
-    (args.sandbox.is_requested() && opens_later(args))
+    (args.sandbox.is_requested() && args.af_xdp.is_some())
         .then(|| format!("--sandbox on cannot be used with {UNCONFINED}: leave one of them out"))
 }
 
-/// Returns true if the card opens sockets and maps memory after its start.
-fn opens_later(args: &NetArgs) -> bool {
-    args.af_xdp.is_some() || args.upgrade_socket.is_some()
-}
-
-fn options(args: &NetArgs) -> Options {
+fn options(args: &NetArgs, link: DeviceWord) -> Options {
     Options {
         cpus: args.cpus.clone(),
         busy_poll: Duration::from_micros(args.poll_us),
         unmigratable: args.unmigratable,
         device_state: args.device_state == OnOff::On,
+        link: Some(link),
     }
 }
 
-/// The process that serves the card so far, if there is one, and its descriptors.
-struct Previous {
-    offer: Option<UpgradeOffer>,
-    /// Socket on which the next live upgrade is requested.
-    upgrade_socket: Option<OwnedFd>,
-    queues: Vec<OwnedFd>,
-}
-
-impl Previous {
-    fn request(args: &NetArgs) -> Result<Self> {
-        let mut offer = args.upgrade_socket.as_deref().map(live_upgrade::request).transpose()?.flatten();
-        let mut queues = offer.as_mut().map(UpgradeOffer::take_device_fds).unwrap_or_default();
-        let upgrade_socket = (!queues.is_empty()).then(|| queues.remove(0));
-        Ok(Self { offer, upgrade_socket, queues })
-    }
-
-    /// Returns the taps, those of the previous process first; refuses its offer on failure.
-    fn taps(&mut self, args: &NetArgs) -> Result<Taps> {
-        let taps = match (&self.offer, &args.tap) {
-            (Some(_), _) => adopted_taps(args, std::mem::take(&mut self.queues)),
-            (None, Some(name)) => Taps::open(name, args.queues.unwrap_or(1)).map_err(Into::into),
-            (None, None) => inherited(&args.tap_fds).and_then(|fds| Ok(Taps::from_fds(fds)?)),
-        };
-        taps.inspect_err(|error| {
-            if let Some(offer) = self.offer.take() {
-                offer.refuse(&format!("{error:#}"));
-            }
-        })
-    }
-
-    /// Takes the device over, or starts to serve it.
-    fn service(self, args: &NetArgs, device: &Arc<dyn Device>) -> Result<(Service, InFlightRecord)> {
-        match self.offer {
-            Some(offer) => {
-                Ok(offer.accept(device, |listener| listener.map(|fd| adopted_listener(args, fd)))?)
-            }
-            None => {
-                let service = Service::new(frontends(args)?);
-                Ok((service, state::open_in_flight_record(args.state.as_deref(), device.queue_count())?))
-            }
-        }
+fn taps(args: &NetArgs) -> Result<Taps> {
+    match &args.tap {
+        Some(name) => Ok(Taps::open(name, args.queues.unwrap_or(1))?),
+        None => Ok(Taps::from_fds(inherited(&args.tap_fds)?)?),
     }
 }
 
 /// Takes the sandbox's first step, unless this process opens files later.
 fn pending_sandbox(args: &NetArgs, taps: &Taps) -> PendingSandbox {
-    if opens_later(args) {
+    if args.af_xdp.is_some() {
         args.sandbox.log_unconfined(UNCONFINED);
         return PendingSandbox::disabled();
     }
@@ -165,22 +132,6 @@ pub(crate) fn policy(taps: &Taps) -> Policy {
     Policy { sets_mtu: taps.is_created(), submits_to_rings: taps.uses_rings(), ..Policy::default() }
 }
 
-/// Returns the taps of the previous process, if they match the options.
-fn adopted_taps(args: &NetArgs, fds: Vec<OwnedFd>) -> Result<Taps> {
-    let taps = Taps::from_fds(fds)?;
-    let (name, queues) = (taps.name(), taps.queues().len());
-    if let Some(wanted) = args.tap.as_deref().filter(|wanted| *wanted != name) {
-        anyhow::bail!("live upgrade: the running process has the tap {name}, expected {wanted} (--tap)");
-    }
-    let wanted = args.queues.unwrap_or(1);
-    if args.tap.is_some() && wanted != queues {
-        anyhow::bail!(
-            "live upgrade: the running process has {queues} queue pairs, expected {wanted} (--queues)"
-        );
-    }
-    Ok(taps)
-}
-
 fn frontends(args: &NetArgs) -> Result<FrontendSource> {
     match (&args.socket, args.fd) {
         (Some(path), _) => Ok(FrontendSource::Listen(args.access.listen(path)?)),
@@ -189,14 +140,6 @@ fn frontends(args: &NetArgs) -> Result<FrontendSource> {
             Ok(FrontendSource::from_fd(fd)?)
         }
         (None, None) => FrontendSource::from_service_manager()?.context(NO_ACTIVATION),
-    }
-}
-
-/// Returns the listening socket of the previous process.
-fn adopted_listener(args: &NetArgs, fd: OwnedFd) -> FrontendSource {
-    match &args.socket {
-        Some(path) => FrontendSource::Listen(Listener::adopt(fd, path)),
-        None => FrontendSource::Inherited(fd),
     }
 }
 
@@ -226,11 +169,11 @@ fn inherited(numbers: &[i32]) -> Result<Vec<OwnedFd>> {
     numbers.iter().map(own).collect()
 }
 
-fn handle_signals(net: &Arc<Net>, shutdown: &ShutdownSignal, json: bool) -> Result<()> {
+fn handle_signals(net: &Arc<Net>, cancel: &Cancel, json: bool) -> Result<()> {
     console::start();
     let mut signals =
         Signals::new(shutdown_signals().into_iter().chain([SIGUSR1])).context("signal handlers")?;
-    let (net, shutdown) = (Arc::clone(net), shutdown.clone());
+    let (net, cancel) = (Arc::clone(net), cancel.clone());
     thread::Builder::new().name("signals".into()).spawn(move || {
         let mut is_ending = false;
         for signal in signals.forever() {
@@ -239,7 +182,7 @@ fn handle_signals(net: &Arc<Net>, shutdown: &ShutdownSignal, json: bool) -> Resu
                 _ if is_ending => end_at_once(signal),
                 _ => {
                     is_ending = true;
-                    first_signal(signal, SIGNAL_EFFECTS, || shutdown.shut_down());
+                    first_signal(signal, SIGNAL_EFFECTS, || cancel.cancel());
                 }
             }
         }

@@ -3,18 +3,15 @@
 mod connect;
 
 use std::os::fd::OwnedFd;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, bail};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use anyhow::{Context, Result, bail};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
-use towline_channel::Cancel;
-use towline_vhost_user::{Device, FrontendSource, InFlightRecord, ServeError, Service};
+use towline_vhost_user::{FrontendSource, InFlightRecord};
 use towline_vsock::{Ablation, ConnectionLimits, ForwardingRule, HostAddress, LocalGuests, Settings, Vsock};
 
 use crate::args::{GuestSpec, VsockArgs, VsockCommand, read_guests};
@@ -24,19 +21,9 @@ use crate::exit::Exit;
 use crate::notify::Notifier;
 use crate::observability::guest;
 use crate::sandbox::Policy;
+use crate::serve::{DeviceServer, serve_all};
 use crate::signals::{SignalEffects, cancel_on_signals};
 use crate::state;
-
-/// A guest's device, and the origin of its frontends.
-struct GuestService {
-    cid: u64,
-    device: Arc<Vsock>,
-    frontends: FrontendSource,
-    record: InFlightRecord,
-}
-
-/// Interval of attempts while the process lacks descriptors or memory.
-const RETRY_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 const SIGNAL_EFFECTS: SignalEffects = SignalEffects {
     first: "stopping; the connections of the guests are closed",
@@ -58,7 +45,7 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
     }
     let descriptors = towline_vsock::raise_descriptor_limit();
     let local_guests = Arc::new(LocalGuests::default());
-    let mut served = Vec::new();
+    let (mut devices, mut served) = (Vec::new(), Vec::new());
     let mut policy = Policy::default();
     let guests = guests(args)?;
     let limits = limits(args, descriptors, guests.len())?;
@@ -79,13 +66,12 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
             ablation: Ablation::default(),
         };
         let device = Arc::new(Vsock::new(settings, &local_guests)?);
-        served.push(GuestService { cid, device, frontends, record });
+        devices.push((cid, Arc::clone(&device)));
+        served.push(DeviceServer { name: format!("guest {cid}"), device, frontends, record });
     }
     args.observability.extend_policy(&mut policy);
     let mut sandbox = args.sandbox.begin(&policy);
     let cancel = cancel_on_signals(SIGNAL_EFFECTS)?;
-    let devices: Vec<(u64, Arc<Vsock>)> =
-        served.iter().map(|served| (served.cid, Arc::clone(&served.device))).collect();
     let guests = devices.iter().map(|(cid, device)| guest(*cid, device)).collect();
     let token = cancel.clone();
     let _observers = args.observability.of_devices(guests, move || token.cancel())?;
@@ -199,83 +185,9 @@ fn take_over(fd: i32) -> Result<OwnedFd> {
     towline_channel::inherit(fd).with_context(|| format!("--fd {fd}: the descriptor is not open"))
 }
 
-/// Serves each guest on a thread of its own, until cancelled or until all have failed. Returns the first failure.
-fn serve_all(served: Vec<GuestService>, cancel: &Cancel) -> Result<()> {
-    let guests = served.into_iter().map(|served| {
-        let (cid, cancel) = (served.cid, cancel.clone());
-        (cid, move || serve(served, &cancel))
-    });
-    run_all(guests.collect(), cancel)
-}
-
-/// Runs the threads of the guests. One that fails does not end the others.
-fn run_all(guests: Vec<(u64, impl FnOnce() -> Result<()> + Send + 'static)>, cancel: &Cancel) -> Result<()> {
-    let run = |(cid, serve): (u64, _)| {
-        let cancel = cancel.clone();
-        let thread = move || {
-            let done =
-                catch_unwind(AssertUnwindSafe(serve)).unwrap_or_else(|_| Err(anyhow!("the thread panicked")));
-            if cancel.is_cancelled() {
-                return Ok(());
-            }
-            let done = done.with_context(|| format!("guest {cid}"));
-            if let Err(error) = &done {
-                tracing::error!(error = %format!("{error:#}"), "a device failed; the other guests are still served");
-            }
-            done
-        };
-        thread::Builder::new().name(format!("vsock-{cid}")).spawn(thread)
-    };
-    let threads: Vec<_> =
-        guests.into_iter().map(run).collect::<Result<_, _>>().inspect_err(|_| cancel.cancel())?;
-    let mut outcome = Ok(());
-    for thread in threads {
-        let done = thread.join().map_err(|_| anyhow!("the thread of a guest panicked")).and_then(|done| done);
-        outcome = outcome.and(done);
-    }
-    outcome
-}
-
 /// Prints the statistics of a guest's device.
 fn print(cid: u64, device: &Vsock) {
     console::notice(&format!("cid={cid} {}", device.report()));
-}
-
-/// Serves one guest's frontends until cancelled. A lack of descriptors or memory is temporary.
-fn serve(served: GuestService, cancel: &Cancel) -> Result<()> {
-    let GuestService { cid, device, frontends, record } = served;
-    let device: Arc<dyn Device> = device;
-    let mut service = Service::new(frontends);
-    let mut is_logged = false;
-    loop {
-        match service.serve(&device, &record, cancel) {
-            _ if cancel.is_cancelled() => return Ok(()),
-            Err(error) if is_shortage(&error) => {
-                if !std::mem::replace(&mut is_logged, true) {
-                    tracing::warn!(%error, cid, "frontends cannot connect until descriptors or memory are available");
-                }
-                wait(cancel);
-            }
-            result => return result.with_context(|| format!("guest {cid}")),
-        }
-    }
-}
-
-/// Waits until the next attempt, or until cancelled.
-fn wait(cancel: &Cancel) {
-    if let Err(errno) = poll(&mut [PollFd::new(cancel, PollFlags::IN)], Some(&RETRY_INTERVAL)) {
-        tracing::debug!(%errno, "poll");
-    }
-}
-
-/// Returns true if the process, or the host, lacks descriptors or memory.
-fn is_shortage(error: &ServeError) -> bool {
-    let errno = match error {
-        ServeError::Channel(towline_channel::Error::Io { source, .. }) => source.raw_os_error(),
-        ServeError::Descriptor(errno) => errno.raw_os_error(),
-        _ => None,
-    };
-    errno.is_some_and(|errno| [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM].contains(&errno))
 }
 
 /// Prints statistics on SIGUSR1. The thread never ends, so it holds weak references: a dropped device removes its sockets.
@@ -289,34 +201,4 @@ fn report_on_signal(devices: &[(u64, Arc<Vsock>)]) -> Result<()> {
         }
     });
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::mpsc::channel;
-
-    use super::*;
-
-    type ServeGuest = Box<dyn FnOnce() -> Result<()> + Send>;
-
-    #[test]
-    fn a_failure_or_panic_of_one_guest_does_not_end_the_others() {
-        let cancel = Cancel::new().unwrap();
-        let (ended, others) = channel();
-        let fails = ended.clone();
-        let survives = move || {
-            for _ in 0..2 {
-                others.recv_timeout(Duration::from_secs(60))?;
-            }
-            Ok(())
-        };
-        let guests: Vec<(u64, ServeGuest)> = vec![
-            (3, Box::new(move || fails.send(()).map_err(Into::into).and(Err(anyhow!("no descriptor"))))),
-            (4, Box::new(move || ended.send(()).map(|()| panic!("a bug")).map_err(Into::into))),
-            (5, Box::new(survives)),
-        ];
-        let error = run_all(guests, &cancel).unwrap_err();
-        assert_eq!(format!("{error:#}"), "guest 3: no descriptor");
-        assert!(!cancel.is_cancelled());
-    }
 }

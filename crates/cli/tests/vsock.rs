@@ -325,3 +325,25 @@ fn a_connection_that_cannot_be_made_reports_the_reason() {
     let text = String::from_utf8(output.stderr).unwrap();
     assert_eq!(text, "towline: no port: give the guest's port behind the socket of its device\n");
 }
+
+/// In a mount namespace, so that the file system ends with the process.
+#[test]
+fn a_record_that_does_not_fit_is_refused_at_the_start() {
+    let sockets = Sockets::new();
+    let script = format!(
+        "mount -t tmpfs -o size=64k none . 2>/dev/null || exit 77; cd \"$PWD\"; \
+         exec {TOWLINE} vsock --cid 33 --socket socket --state state"
+    );
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", &script]).current_dir(sockets.directory.path());
+    let output = command.output().unwrap();
+    if output.status.code() != Some(1) {
+        assert!(!rustix::process::geteuid().is_root(), "{output:?}");
+        println!(
+            "SKIPPED a_record_that_does_not_fit_is_refused_at_the_start: it needs root to mount a tmpfs"
+        );
+        return;
+    }
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(stderr.contains("the record of descriptors in flight state needs 802816 bytes"), "{stderr}");
+}

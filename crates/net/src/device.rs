@@ -42,9 +42,9 @@ impl Net {
         let shared = Shared {
             taps,
             xdp,
-            options,
             features: AtomicU64::new(0),
-            link_up: AtomicBool::new(true),
+            link_up: AtomicBool::new(options.link_was_up()),
+            options,
             counters: (0..pairs).map(|_| <[Counters; 2]>::default()).collect(),
             modes: (0..pairs).map(|_| AtomicU8::new(TransmitMode::Tap as u8)).collect(),
             receivers: (0..pairs).map(|_| Mutex::default()).collect(),
@@ -99,7 +99,7 @@ impl Net {
             // Frames that the tap kept because the receive ring was empty.
             counters[0][RECEIVE].add_drops(DropReason::LinkDown, taps.discard());
         }
-        link_up.store(up, Relaxed);
+        self.shared.set_link(up);
     }
 
     /// Returns true if the link is up.

@@ -15,7 +15,9 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use towline_channel::{IoBuf, IoBufMut, readv, writev};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use towline_channel::{Cancel, IoBuf, IoBufMut, readv, writev};
 
 use crate::PAIRS_MAX;
 use crate::features::Offloads;
@@ -25,6 +27,8 @@ use crate::sys::{interface, tap};
 
 /// Maximum number of frames that are discarded when a tap is emptied: more than its queues hold.
 const STALE_FRAMES_MAX: usize = 1 << 16;
+/// Interval of looks at a queue that reports errors.
+const GONE_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// Reason why a tap cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -276,12 +280,27 @@ impl Taps {
         &self.queues
     }
 
-    /// Attaches the queues of enabled pairs again, after another process had the descriptors.
-    pub fn reattach(&self) {
-        for queue in self.queues.iter().filter(|queue| queue.is_attached()) {
-            // Attached queues return an error, which is ignored.
-            let _ = tap::set_queue(queue.fd.as_fd(), true);
+    /// Waits until the interface is deleted, or cancelled.
+    pub fn wait_gone(&self, cancel: &Cancel) {
+        let mut left = None;
+        while !(self.is_gone() || cancel.is_cancelled()) {
+            let mut fds =
+                [PollFd::new(&self.queues[0].fd, PollFlags::empty()), PollFd::new(cancel, PollFlags::IN)];
+            // A queue that reports an error all the time, although the interface is there, is polled at intervals.
+            let watched = if left.is_some() { &mut fds[1..] } else { &mut fds[..] };
+            if let Err(errno) = poll(watched, left)
+                && errno != Errno::INTR
+            {
+                tracing::warn!(%errno, "poll");
+                return;
+            }
+            left = if left.is_none() { Some(&GONE_INTERVAL) } else { None };
         }
+    }
+
+    /// Returns true if the interface was deleted.
+    pub fn is_gone(&self) -> bool {
+        tap::interface(self.control()).is_err()
     }
 
     /// MTU of the interface; `None` if it is in another network namespace.

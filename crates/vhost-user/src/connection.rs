@@ -7,15 +7,16 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
+use rustix::net::sockopt;
 use towline_channel::{Cancel, Channel, ChannelExt, FDS_MAX, IoBuf, SendFlags};
 
 use crate::device::Device;
 use crate::hangup::Hangup;
-use crate::message::{HEADER_BYTES, MessageError, MessageHeader, Reply, Request};
+use crate::message::{HEADER_BYTES, MessageError, MessageHeader, Reply, Request, RequestCode};
 use crate::orphaned_threads::OrphanedThreads;
 use crate::record::InFlightRecord;
 use crate::serve_error::ServeError;
-use crate::session::{SavedRequest, SavedSession, Session, SessionError};
+use crate::session::{Session, SessionError};
 use crate::worker::WorkerPool;
 
 /// Time limit for the rest of a message, and for sending a reply.
@@ -26,6 +27,15 @@ pub(crate) const MESSAGE_WITHIN: Duration = Duration::from_secs(10);
 pub(crate) enum Peer {
     Connected,
     Disconnected,
+}
+
+/// The rest of a message of which a part has arrived.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Rest {
+    /// It is waited for.
+    Awaited,
+    /// It is received by a later call.
+    Later,
 }
 
 /// Role of a frontend.
@@ -42,9 +52,8 @@ pub(crate) struct FrontendConnection<C = Box<dyn Channel>> {
     channel: C,
     session: Session<WorkerPool>,
     hangup: Arc<Hangup>,
-    /// Time limit for the rest of a message.
-    message_within: Duration,
-    /// Ends the wait for it.
+    incoming: IncomingMessage,
+    /// Ends the wait for the rest of a message.
     cancel: Option<Cancel>,
 }
 
@@ -92,7 +101,7 @@ impl<C: Deref<Target = dyn Channel>> FrontendConnection<C> {
     pub(crate) fn with(channel: C, device: &Arc<dyn Device>, resources: ConnectionResources) -> Self {
         let ConnectionResources { workers, hangup, orphans } = resources;
         let session = Session::new(Arc::clone(device), orphans, workers);
-        Self { channel, session, hangup, message_within: MESSAGE_WITHIN, cancel: None }
+        Self { channel, session, hangup, incoming: IncomingMessage::default(), cancel: None }
     }
 
     /// Serves the frontend until it disconnects, or `cancel` is cancelled between two of its requests: then the error is
@@ -100,7 +109,7 @@ impl<C: Deref<Target = dyn Channel>> FrontendConnection<C> {
     pub(crate) fn serve(&mut self, cancel: &Cancel) -> Result<(), ServeError> {
         self.set_cancel(cancel);
         while self.channel.wait_recv(cancel)? {
-            if self.serve_request(|| Ok(Claim::Owned))? == Peer::Disconnected {
+            if self.serve_request(Rest::Awaited, || Ok(Claim::Owned))? == Peer::Disconnected {
                 return Ok(());
             }
         }
@@ -114,12 +123,13 @@ impl<C: Deref<Target = dyn Channel>> FrontendConnection<C> {
         self.cancel = Some(cancel.clone());
     }
 
-    /// Serves one request, which is waited for. `claim` is called before one that concerns the device.
+    /// Serves one request. `claim` is called before one that concerns the device.
     pub(crate) fn serve_request(
         &mut self,
+        rest: Rest,
         claim: impl FnOnce() -> Result<Claim, SessionError>,
     ) -> Result<Peer, ServeError> {
-        let served = self.serve_message(claim);
+        let served = self.serve_message(rest, claim);
         self.check_memory()?;
         served
     }
@@ -130,10 +140,17 @@ impl<C: Deref<Target = dyn Channel>> FrontendConnection<C> {
 
     fn serve_message(
         &mut self,
+        rest: Rest,
         claim: impl FnOnce() -> Result<Claim, SessionError>,
     ) -> Result<Peer, ServeError> {
-        let limit = MessageLimit { within: self.message_within, cancel: self.cancel.as_ref() };
-        let Some(message) = receive(&*self.channel, limit)? else { return Ok(Peer::Disconnected) };
+        let message = loop {
+            match self.incoming.receive(&*self.channel)? {
+                Arrival::Message(message) => break message,
+                Arrival::End => return Ok(Peer::Disconnected),
+                Arrival::Part if rest == Rest::Later => return Ok(Peer::Connected),
+                Arrival::Part => self.incoming.wait(&*self.channel, self.cancel.as_ref())?,
+            }
+        };
         let ReceivedMessage { header: MessageHeader { code, need_reply, .. }, payload, fds } = message;
         tracing::debug!(%code, need_reply, "request");
         let request = Request::decode(code, &payload, fds).map_err(SessionError::from);
@@ -160,25 +177,12 @@ impl<C: Deref<Target = dyn Channel>> FrontendConnection<C> {
         Ok(Peer::Connected)
     }
 
-    fn replay(&mut self, requests: Vec<SavedRequest>) -> Result<(), ServeError> {
-        for request in requests {
-            let handled = request.decode().and_then(|request| self.session.handle(request));
-            handled.map_err(|error| self.failed(error))?;
-        }
-        Ok(())
-    }
-
     fn failed(&self, source: SessionError) -> ServeError {
         ServeError::session(self.channel.peer(), source)
     }
 }
 
 impl FrontendConnection {
-    /// Reason that prevents a live upgrade at this moment.
-    pub(crate) fn upgrade_obstacle(&self) -> Option<&'static str> {
-        self.session.upgrade_obstacle()
-    }
-
     /// Returns true if a ring runs.
     pub(crate) fn is_running(&self) -> bool {
         self.session.is_running()
@@ -189,41 +193,26 @@ impl FrontendConnection {
         self.session.take_device().map_err(|error| self.failed(error))
     }
 
-    /// Sets the time limit for the rest of a message, and for sending a reply.
-    pub(crate) fn set_message_timeout(&mut self, within: Duration) -> Result<(), ServeError> {
-        self.message_within = within;
-        Ok(self.channel.set_timeouts(Some(within), Some(within))?)
+    /// Sets the time limit for sending a reply.
+    pub(crate) fn set_reply_timeout(&mut self, within: Duration) -> Result<(), ServeError> {
+        Ok(self.channel.set_timeouts(Some(MESSAGE_WITHIN), Some(within))?)
+    }
+
+    /// When a message of which a part has arrived has to be complete.
+    pub(crate) fn complete_until(&self) -> Option<Instant> {
+        self.incoming.began.map(|began| began + MESSAGE_WITHIN)
+    }
+
+    /// Ends the session, and then closes what the frontend has sent, which may wait in the kernel.
+    pub(crate) fn close(self, orphans: &OrphanedThreads) {
+        let Self { channel, session, hangup, incoming, .. } = self;
+        drop(session);
+        orphans.drop_apart((channel, hangup, incoming));
     }
 
     /// The descriptor that is readable when a request has arrived; `None` for channels that have none.
     pub(crate) fn as_fd(&self) -> Option<BorrowedFd<'_>> {
         self.channel.as_fd()
-    }
-
-    /// Stops the rings, and saves the session.
-    pub(crate) fn save(self) -> Result<(Box<dyn Channel>, SavedSession), ServeError> {
-        match self.session.save() {
-            Ok(saved) => Ok((self.channel, saved)),
-            Err(error) => Err(ServeError::session(self.channel.peer(), error)),
-        }
-    }
-
-    /// Restores a saved session. Its rings are started by [`FrontendConnection::start`].
-    pub(crate) fn restore(
-        channel: Box<dyn Channel>,
-        negotiated: Vec<SavedRequest>,
-        device: &Arc<dyn Device>,
-        record: Option<&InFlightRecord>,
-        orphans: &Arc<OrphanedThreads>,
-    ) -> Result<Self, ServeError> {
-        let mut connection = Self::new(channel, device, record, orphans)?;
-        connection.replay(negotiated)?;
-        Ok(connection)
-    }
-
-    /// Starts the rings that ran when the session was saved.
-    pub(crate) fn start(&mut self, starts: Vec<SavedRequest>) -> Result<(), ServeError> {
-        self.replay(starts)
     }
 }
 
@@ -233,87 +222,88 @@ pub(crate) fn send(channel: &dyn Channel, bytes: &[u8], fds: &[BorrowedFd<'_>]) 
     Ok(channel.send_all(&[IoBuf::from(&bytes[sent..])], SendFlags::empty())?)
 }
 
-/// Limit of the wait for the rest of a message.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct MessageLimit<'a> {
-    pub(crate) within: Duration,
-    /// Ends the wait when it is cancelled.
-    pub(crate) cancel: Option<&'a Cancel>,
-}
-
-impl MessageLimit<'_> {
-    /// Between two processes of towline.
-    pub(crate) const UPGRADE: Self = Self { within: MESSAGE_WITHIN, cancel: None };
-}
-
 /// A message as received.
-pub(crate) struct ReceivedMessage {
-    pub(crate) header: MessageHeader,
-    pub(crate) payload: Vec<u8>,
-    pub(crate) fds: Vec<OwnedFd>,
+struct ReceivedMessage {
+    header: MessageHeader,
+    payload: Vec<u8>,
+    fds: Vec<OwnedFd>,
 }
 
-/// Receives one message; `None` at the end of the stream. Waits for its first byte as long as the channel does, and for the rest
-/// within the limit. Descriptors arrive with the first byte of their message, and never
-/// with bytes of another one, because the kernel does not coalesce across them.
-pub(crate) fn receive(
-    channel: &dyn Channel,
-    limit: MessageLimit<'_>,
-) -> Result<Option<ReceivedMessage>, ServeError> {
-    let mut fds = Vec::new();
-    let mut bytes = [0; HEADER_BYTES];
-    let first = channel.recv_fds(&mut bytes, &mut fds)?;
-    if first == 0 {
-        return Ok(None);
-    }
-    let rest = MessageRest { channel, limit, began: Instant::now() };
-    rest.fill(&mut bytes, first, &mut fds)?;
-    let fault = |fault: MessageError| ServeError::session(channel.peer(), fault.into());
-    let header = MessageHeader::parse(&bytes).map_err(fault)?;
-    let mut payload = vec![0; header.length];
-    rest.fill(&mut payload, 0, &mut fds)?;
-    if fds.len() > FDS_MAX {
-        let (code, found) = (header.code, fds.len());
-        return Err(fault(MessageError::Descriptors { code, found, expected: FDS_MAX }));
-    }
-    Ok(Some(ReceivedMessage { header, payload, fds }))
+/// The next message, of which a part may have arrived. Descriptors that are not accepted stay in it, so that they are closed with
+/// the connection.
+#[derive(Default)]
+struct IncomingMessage {
+    bytes: Vec<u8>,
+    fds: Vec<OwnedFd>,
+    /// When its first byte arrived.
+    began: Option<Instant>,
 }
 
-/// The rest of a message whose first byte has arrived.
-struct MessageRest<'a> {
-    channel: &'a dyn Channel,
-    limit: MessageLimit<'a>,
-    began: Instant,
+/// What has arrived of a message.
+enum Arrival {
+    Message(ReceivedMessage),
+    Part,
+    End,
 }
 
-impl MessageRest<'_> {
-    /// Fills `bytes`, of which the first `got` have arrived, or stops at too many descriptors.
-    fn fill(&self, bytes: &mut [u8], mut got: usize, fds: &mut Vec<OwnedFd>) -> Result<(), ServeError> {
-        while got < bytes.len() && fds.len() <= FDS_MAX {
-            self.wait()?;
-            match self.channel.recv_fds(&mut bytes[got..], fds)? {
-                0 => {
-                    let (peer, wanted) = (self.channel.peer().to_owned(), bytes.len());
-                    return Err(towline_channel::Error::Closed { peer, wanted, got }.into());
-                }
-                received => got += received,
-            }
+impl IncomingMessage {
+    /// Receives more of the message, by one call, which waits if nothing has arrived. Descriptors arrive with the first byte of
+    /// their message, and never with bytes of another one, because the kernel does not coalesce across them.
+    fn receive(&mut self, channel: &dyn Channel) -> Result<Arrival, ServeError> {
+        let fault = |fault: MessageError| ServeError::session(channel.peer(), fault.into());
+        let (begin, wanted) = (
+            self.bytes.len(),
+            HEADER_BYTES + self.header().map_err(fault)?.map_or(0, |header| header.length),
+        );
+        self.bytes.resize(wanted, 0);
+        let received = channel.recv_fds(&mut self.bytes[begin..], &mut self.fds);
+        self.bytes.truncate(begin + received.as_ref().map_or(0, |received| *received));
+        let got = self.bytes.len();
+        if received? == 0 {
+            let peer = channel.peer().to_owned();
+            return if got == 0 {
+                Ok(Arrival::End)
+            } else {
+                Err(towline_channel::Error::Closed { peer, wanted, got }.into())
+            };
         }
-        Ok(())
+        self.began.get_or_insert_with(Instant::now);
+        let header = self.header().map_err(fault)?;
+        let code = header.map_or(RequestCode(0), |header| header.code);
+        if self.fds.len() > FDS_MAX {
+            let found = self.fds.len();
+            return Err(fault(MessageError::Descriptors { code, found, expected: FDS_MAX }));
+        }
+        // The last close of a socket may wait for its peer (`SO_LINGER`), so none gets into the session.
+        if self.fds.iter().any(|fd| sockopt::socket_type(fd).is_ok()) {
+            return Err(fault(MessageError::Socket { code }));
+        }
+        match header {
+            Some(header) if got == HEADER_BYTES + header.length => {
+                let Self { bytes, fds, .. } = std::mem::take(self);
+                Ok(Arrival::Message(ReceivedMessage { header, payload: bytes[HEADER_BYTES..].to_vec(), fds }))
+            }
+            _ => Ok(Arrival::Part),
+        }
+    }
+
+    /// The header, once it has arrived.
+    fn header(&self) -> Result<Option<MessageHeader>, MessageError> {
+        self.bytes.first_chunk().map(MessageHeader::parse).transpose()
     }
 
     /// Waits for more of the message. A frontend may send it byte by byte, so the time limit is that of the whole.
-    fn wait(&self) -> Result<(), ServeError> {
-        let Some(fd) = self.channel.as_fd() else { return Ok(()) };
-        let left = self.limit.within.saturating_sub(self.began.elapsed());
-        let fds = [Some(fd), self.limit.cancel.map(Cancel::as_fd)].into_iter().flatten();
+    fn wait(&self, channel: &dyn Channel, cancel: Option<&Cancel>) -> Result<(), ServeError> {
+        let Some(fd) = channel.as_fd() else { return Ok(()) };
+        let after = self.began.map_or(Duration::ZERO, |began| began.elapsed());
+        let left = MESSAGE_WITHIN.saturating_sub(after);
+        let fds = [Some(fd), cancel.map(Cancel::as_fd)].into_iter().flatten();
         let mut polled: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
         let timeout = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
         let ready = if left.is_zero() { Ok(0) } else { poll(&mut polled, Some(&timeout)) };
         match ready {
             Ok(_) if polled[0].revents().is_empty() => {
-                let after = self.began.elapsed();
-                Err(ServeError::session(self.channel.peer(), SessionError::IncompleteMessage { after }))
+                Err(ServeError::session(channel.peer(), SessionError::IncompleteMessage { after }))
             }
             Ok(_) | Err(Errno::INTR) => Ok(()),
             Err(errno) => Err(ServeError::Descriptor(errno.into())),

@@ -48,11 +48,6 @@ impl Kick {
         Self { fd, avail_idx: 0, spurious: 0, count: 0, paused_until: None }
     }
 
-    /// The descriptor.
-    pub(crate) fn into_fd(self) -> OwnedFd {
-        self.fd
-    }
-
     /// Descriptor to poll, or the remaining time for which it is paused.
     pub(crate) fn poll_fd(&self, now: impl FnOnce() -> Instant) -> Result<&OwnedFd, Duration> {
         match self.paused_until.map(|until| until.saturating_duration_since(now())) {

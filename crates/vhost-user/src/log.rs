@@ -23,7 +23,6 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::memory::MemoryTableError;
-use crate::message::LogMemory;
 use crate::sys::{Area, Mapping};
 
 /// Bytes of guest memory for each bit (`VHOST_LOG_PAGE`).
@@ -90,14 +89,6 @@ impl DirtyLog {
         let len = usize::try_from(words * 8).expect("the length is at most LOG_BYTES_MAX");
         let words = Area::new(&mapping, 0, len, 8).ok_or(MemoryTableError::TooLarge { offset, size })?;
         Ok(Self { words, pages: size / 8 * 64 })
-    }
-}
-
-impl DirtyLog {
-    /// The log's file, to share it with another process.
-    pub(crate) fn share(&self) -> std::io::Result<LogMemory> {
-        let (fd, offset) = self.words.mapping().share()?;
-        Ok(LogMemory { size: self.pages / 8, offset, fd })
     }
 }
 

@@ -162,21 +162,6 @@ impl GuestMemory {
         &self.regions
     }
 
-    /// The regions and their files, to share them with another process.
-    pub(crate) fn share(&self) -> std::io::Result<Vec<(RegionInfo, OwnedFd)>> {
-        let share = |region: &Region| {
-            let (fd, offset) = region.mapping.share()?;
-            let info = RegionInfo {
-                guest_address: region.guest,
-                size: region.size,
-                user_address: region.user,
-                mmap_offset: offset,
-            };
-            Ok((info, fd))
-        };
-        self.regions.iter().map(share).collect()
-    }
-
     /// Returns true if it has this region.
     pub(crate) fn has(&self, info: &RegionInfo) -> bool {
         self.regions.iter().any(|region| region.matches(info))

@@ -115,10 +115,9 @@ macro_rules! structure {
             }
         }
 
-        impl $name {
-            /// Returns it as it is in messages.
-            pub(crate) fn to_bytes(self) -> [u8; size_of::<$raw>()] {
-                zerocopy::transmute!($raw { $($field: self.$field.into(),)* })
+        impl From<$name> for $raw {
+            fn from(value: $name) -> Self {
+                Self { $($field: value.$field.into(),)* }
             }
         }
     };

@@ -2,25 +2,60 @@
 //! a descriptor that the frontend has made blocking again.
 //!
 //! Nothing can end such a thread but its frontend. So the next connection begins when there are none: a frontend that connects
-//! again and again leaves behind the threads of one connection, not of each.
+//! again and again leaves behind the threads of one connection, not of each. A thread that closes descriptors holds nothing else,
+//! so the next connection waits only while there are many.
 
-use std::sync::{Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::convert::Infallible;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::{Builder, JoinHandle};
+use std::time::Duration;
+
+/// Time limit of [`OrphanedThreads::drop_apart`].
+const DROP_WITHIN: Duration = Duration::from_secs(1);
+/// Number of threads that close descriptors and do not count.
+const CLOSING_MAX: usize = 8;
 
 /// Orphaned threads of one device.
 #[derive(Debug, Default)]
-pub(crate) struct OrphanedThreads(Mutex<Vec<JoinHandle<()>>>);
+pub(crate) struct OrphanedThreads {
+    workers: Mutex<Vec<JoinHandle<()>>>,
+    closing: Mutex<Vec<JoinHandle<()>>>,
+}
 
 impl OrphanedThreads {
     /// Adds a thread that does not end.
     pub(crate) fn add(&self, thread: JoinHandle<()>) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
+        lock(&self.workers).push(thread);
     }
 
-    /// Number of threads that have not ended.
-    pub(crate) fn count(&self) -> usize {
-        let mut threads = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        threads.retain(|thread| !thread.is_finished());
-        threads.len()
+    /// Drops a value with descriptors of the frontend on another thread, and waits a while for it: the last close of one may wait.
+    pub(crate) fn drop_apart(&self, value: impl Send + 'static) {
+        let (alive, ended) = channel::<Infallible>();
+        let close = move || {
+            drop(value);
+            drop(alive);
+        };
+        // Without a thread the value is dropped here.
+        let Ok(thread) = Builder::new().name("close".into()).spawn(close) else { return };
+        if ended.recv_timeout(DROP_WITHIN) == Err(RecvTimeoutError::Timeout) {
+            tracing::warn!("a descriptor of the frontend is not closed at once; leaving that to a thread");
+            lock(&self.closing).push(thread);
+        }
     }
+
+    /// Number of threads that have not ended, without a few that close descriptors.
+    pub(crate) fn count(&self) -> usize {
+        unfinished(&self.workers) + unfinished(&self.closing).saturating_sub(CLOSING_MAX - 1)
+    }
+}
+
+fn lock(threads: &Mutex<Vec<JoinHandle<()>>>) -> MutexGuard<'_, Vec<JoinHandle<()>>> {
+    threads.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn unfinished(threads: &Mutex<Vec<JoinHandle<()>>>) -> usize {
+    let mut threads = lock(threads);
+    threads.retain(|thread| !thread.is_finished());
+    threads.len()
 }

@@ -1,7 +1,7 @@
 //! The in-flight record: chains that a device's rings have popped and not published yet, in memory that outlives the process.
 //!
 //! ```text
-//!   0     header: "TOWLINEQ", version, queues, heads per queue                                   a page
+//!   0     header: "TOWLINEQ", version, queues, heads per queue, a word for the device            a page
 //!   4096  queue 0: running, entries, addresses, published, publishing │ a word for each head     4096 + 8 × 32768 bytes
 //!         queue 1 …
 //! ```
@@ -30,7 +30,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
-use rustix::fs::{FlockOperation, MemfdFlags, SealFlags, fcntl_add_seals, flock, ftruncate, memfd_create};
+use rustix::fs::{
+    FallocateFlags, FlockOperation, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, flock, ftruncate,
+    memfd_create,
+};
 use rustix::io::Errno;
 
 pub use error::RecordError;
@@ -48,6 +51,7 @@ const MAGIC: u64 = u64::from_le_bytes(*b"TOWLINEQ");
 /// Offsets in the header.
 const VERSION_AND_QUEUES: usize = 8;
 const HEADS: usize = 16;
+const DEVICE: usize = 24;
 /// Size of a queue's part: a page, and the words of its heads.
 const QUEUE_BYTES: usize = PAGE + 8 * RING_SIZE_MAX as usize;
 
@@ -68,7 +72,8 @@ impl InFlightRecord {
         let failed = |errno: Errno| RecordError::Io { name: RECORD_FD_NAME.to_owned(), source: errno.into() };
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = memfd_create(RECORD_FD_NAME, flags).map_err(failed)?;
-        let mut record = Self::open(fd, queues, RECORD_FD_NAME)?;
+        ftruncate(&fd, Self::bytes(queues, RECORD_FD_NAME)?).map_err(failed)?;
+        let mut record = Self::map(fd.into(), queues, RECORD_FD_NAME)?;
         record.durable = false;
         // A process that receives the descriptor cannot truncate it.
         fcntl_add_seals(record.as_fd(), SealFlags::SHRINK | SealFlags::GROW).map_err(failed)?;
@@ -78,30 +83,48 @@ impl InFlightRecord {
     /// Opens the record in this file, or creates it if the file is empty. `name` identifies it in messages.
     ///
     /// # Errors
-    /// If it is in use by another process, is not a record, has another version or number of queues, or is damaged.
+    /// If it is in use by another process, is not a record, has another version or number of queues, or is damaged, or if the
+    /// file system has no space for all of it.
     pub fn open(fd: OwnedFd, queues: usize, name: &str) -> Result<Self, RecordError> {
-        if !(1..=QUEUES_MAX).contains(&queues) {
-            return Err(RecordError::Queues { name: name.to_owned(), found: queues, expected: QUEUES_MAX });
-        }
-        let failed = |source| RecordError::Io { name: name.to_owned(), source };
-        match flock(&fd, FlockOperation::NonBlockingLockExclusive) {
-            Err(Errno::WOULDBLOCK) => return Err(RecordError::InUse { name: name.to_owned() }),
-            locked => locked.map_err(|errno| failed(errno.into()))?,
-        }
-        let expected = (PAGE + QUEUE_BYTES * queues) as u64;
         let file = File::from(fd);
+        lock(&file, name)?;
+        let bytes = Self::bytes(queues, name)?;
+        let failed = |source: std::io::Error| RecordError::Io { name: name.to_owned(), source };
         let found = file.metadata().map_err(failed)?.len();
-        if found == 0 {
-            ftruncate(&file, expected).map_err(|errno| failed(errno.into()))?;
-        } else if found < PAGE as u64 {
+        if found == 0 || found == bytes {
+            // A store into a hole of a full file system would raise SIGBUS.
+            match fallocate(&file, FallocateFlags::empty(), 0, bytes) {
+                Err(Errno::OPNOTSUPP) => ftruncate(&file, bytes).map_err(|errno| failed(errno.into()))?,
+                reserved => reserved.map_err(|errno| {
+                    let (name, source) = (name.to_owned(), errno.into());
+                    RecordError::Space { name, bytes, source }
+                })?,
+            }
+        }
+        Self::map(file, queues, name)
+    }
+
+    /// Maps a record. Its owner may truncate the file, which ends the record and not the process.
+    fn map(file: File, queues: usize, name: &str) -> Result<Self, RecordError> {
+        let expected = Self::bytes(queues, name)?;
+        let failed = |source| RecordError::Io { name: name.to_owned(), source };
+        let has = file.metadata().map_err(failed)?.len();
+        if has < PAGE as u64 {
             return Err(RecordError::NotARecord { name: name.to_owned() });
         }
-        let has = file.metadata().map_err(failed)?.len();
-        let mapping = Mapping::new(file.into(), 0, has)
+        let mapping = Mapping::guarded(file.into(), 0, has)
             .map_err(|error| failed(std::io::Error::other(error.to_string())))?;
         let record = Self { mapping: Arc::new(mapping), queues, durable: true };
         record.check(name, has, expected)?;
         Ok(record)
+    }
+
+    /// Length of a record.
+    fn bytes(queues: usize, name: &str) -> Result<u64, RecordError> {
+        if (1..=QUEUES_MAX).contains(&queues) {
+            return Ok((PAGE + QUEUE_BYTES * queues) as u64);
+        }
+        Err(RecordError::Queues { name: name.to_owned(), found: queues, expected: QUEUES_MAX })
     }
 
     /// Opens the record that the service manager stored for this process under the name [`RECORD_FD_NAME`]; `None` if it has
@@ -116,7 +139,9 @@ impl InFlightRecord {
         let name = "in the service manager's store";
         let fd = inherited::take_fd(index)
             .map_err(|errno| RecordError::Io { name: name.to_owned(), source: errno.into() })?;
-        Self::open(fd, queues, name).map(Some)
+        let file = File::from(fd);
+        lock(&file, name)?;
+        Self::map(file, queues, name).map(Some)
     }
 
     /// Declares that the record outlives this process, because its descriptor is stored elsewhere.
@@ -125,13 +150,9 @@ impl InFlightRecord {
         Self { durable: true, ..self }
     }
 
-    /// Declares that the record ends with this process.
-    pub(crate) fn into_volatile(self) -> Self {
-        Self { durable: false, ..self }
-    }
-
-    pub(crate) fn is_durable(&self) -> bool {
-        self.durable
+    /// A word of the record for the device; 0 in a new record.
+    pub fn device_word(&self) -> DeviceWord {
+        DeviceWord(self.area(DEVICE, size_of::<u64>()))
     }
 
     fn check(&self, name: &str, found: u64, expected: u64) -> Result<(), RecordError> {
@@ -177,6 +198,30 @@ impl InFlightRecord {
 
     fn area(&self, start: usize, len: usize) -> Area {
         Area::new(&self.mapping, start as u64, len, 8).expect("the length of the file was checked")
+    }
+}
+
+/// Locks the file of a record, which one process has at a time.
+fn lock(file: &File, name: &str) -> Result<(), RecordError> {
+    match flock(file, FlockOperation::NonBlockingLockExclusive) {
+        Err(Errno::WOULDBLOCK) => Err(RecordError::InUse { name: name.to_owned() }),
+        locked => locked.map_err(|errno| RecordError::Io { name: name.to_owned(), source: errno.into() }),
+    }
+}
+
+/// A word of a record in which a device keeps what its next process has to know.
+#[derive(Debug, Clone)]
+pub struct DeviceWord(Area);
+
+impl DeviceWord {
+    /// Loads the word.
+    pub fn load(&self) -> u64 {
+        self.0.load_64(0, Acquire)
+    }
+
+    /// Stores the word.
+    pub fn store(&self, value: u64) {
+        self.0.store_64(0, value, Release);
     }
 }
 

@@ -84,8 +84,7 @@ impl FrontendSource {
     }
 }
 
-/// A device's frontends, and the connected one. Serving can be interrupted and resumed, also by
-/// [another process](crate::live_upgrade()).
+/// A device's frontends, and the connected one. Serving can be interrupted and resumed.
 pub struct Service {
     /// `None` once the only possible connection is taken.
     pub(crate) frontends: Option<FrontendSource>,
@@ -107,16 +106,7 @@ impl std::fmt::Debug for Service {
 impl Service {
     /// A service without a connected frontend.
     pub fn new(frontends: FrontendSource) -> Self {
-        Self::with(Some(frontends), None, Arc::default())
-    }
-
-    /// A service with this connected frontend.
-    pub(crate) fn with(
-        frontends: Option<FrontendSource>,
-        connection: Option<FrontendConnection>,
-        orphans: Arc<OrphanedThreads>,
-    ) -> Self {
-        Self { frontends, connection, standby: None, orphans }
+        Self { frontends: Some(frontends), connection: None, standby: None, orphans: Arc::default() }
     }
 
     /// Serves one frontend after the other until cancelled, beginning with the connected one. An error of one is logged and
@@ -137,14 +127,14 @@ impl Service {
         loop {
             let outcome = self.serve_one(device, record, cancel);
             if let Err(error) = &outcome {
-                // A session that failed in a request can continue neither here nor in a new process.
+                // A session that failed in a request cannot continue.
                 if cancel.is_cancelled() && matches!(error, ServeError::Session { .. }) {
                     tracing::error!(%error, device = device.name(), "closing a connection that failed in a request");
-                    self.connection = None;
+                    self.close_connection();
                 }
                 cancel.check()?;
             }
-            let connected = self.connection.take().is_some();
+            let connected = self.close_connection();
             let temporary = outcome.as_ref().is_err_and(ServeError::is_temporary);
             let logged = std::mem::replace(&mut was_temporary, temporary) && temporary;
             match outcome {
@@ -163,6 +153,11 @@ impl Service {
         }
     }
 
+    /// Ends the owner's connection. Returns true if there was one.
+    fn close_connection(&mut self) -> bool {
+        self.connection.take().map(|connection| connection.close(&self.orphans)).is_some()
+    }
+
     /// Serves the connected frontend, or the next one.
     fn serve_one(
         &mut self,
@@ -174,7 +169,7 @@ impl Service {
             && let Some(mut standby) = self.standby.take()
         {
             standby.take_device()?;
-            standby.set_message_timeout(MESSAGE_WITHIN)?;
+            standby.set_reply_timeout(MESSAGE_WITHIN)?;
             self.connection = Some(standby);
         }
         if self.connection.is_none() {

@@ -15,7 +15,6 @@ mod postcopy;
 mod postcopy_requests;
 mod ring_requests;
 mod rings;
-mod saved;
 mod state_requests;
 mod state_transfer;
 mod vring;
@@ -25,8 +24,7 @@ use std::sync::Arc;
 
 pub use error::SessionError;
 pub use rings::QUEUES_MAX;
-pub(crate) use rings::{CANCELLED_WITHIN, Enablement, RingFds, Rings, StoppedRing};
-pub(crate) use saved::{SavedRequest, SavedSession};
+pub(crate) use rings::{CANCELLED_WITHIN, Enablement, RingFds, Rings};
 use towline_channel::Cancel;
 
 use crate::device::{ConfigSource, Device};

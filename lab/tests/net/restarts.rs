@@ -1,13 +1,11 @@
-//! The card's process dies and is started again, or another one takes over from it, and the guest's connections
-//! survive.
+//! The card's process dies or ends, and is started again, and the guest's connections survive.
 
-use std::os::unix::fs::PermissionsExt as _;
-
-use towline_lab::{Version, require_lab};
+use serde_json::json;
+use towline_lab::{Qmp, Version, require_lab, wait_until};
 
 use crate::support::{
-    EchoClient, Fixture, GUEST, VERSIONS, WITHIN, add_tap, boot, builder, card, end, guest_address,
-    host_echo, network, number, path, scratch, start_card, sum,
+    EchoClient, Fixture, GUEST, HOST, VERSIONS, WITHIN, add_tap, boot, builder, card, end, guest_address,
+    host_echo, network, number, path, scratch, shell, start_card, sum,
 };
 
 #[test]
@@ -42,37 +40,73 @@ fn connections_survive_the_death_of_the_cards_process() {
     }
 }
 
+/// What replaces the card's process: a signal that a service manager sends, and a new process with the same command line.
 #[test]
-fn another_process_takes_over_and_the_guest_notices_nothing() {
-    let name = "another_process_takes_over_and_the_guest_notices_nothing";
+fn a_new_process_continues_with_the_state_of_the_former_one() {
+    let name = "a_new_process_continues_with_the_state_of_the_former_one";
     let Some(Fixture { network, scratch }) = Fixture::new(name) else { return };
     add_tap(&network, 2);
-    let (socket, upgrade_socket) = (path(&scratch, "net.sock"), path(&scratch, "upgrade.sock"));
-    let arguments =
-        |queues| ["--tap", "tap0", "--queues", queues, "--upgrade-socket", upgrade_socket.to_str().unwrap()];
-    let mut process = card(&network, &socket, &arguments("2"));
+    let (socket, control) = (path(&scratch, "net.sock"), path(&scratch, "control"));
+    let state = path(&scratch, "net.state");
+    let [state, qmp] = [&state, &control].map(|path| path.to_str().unwrap());
+    let arguments = ["--tap", "tap0", "--queues", "2", "--state", state, "--qmp", qmp];
+    let mut process = card(&network, &socket, &arguments);
     let (_qemu, mut guest) = boot(builder(Version::V10_0, &socket, 2));
-    let mode = std::fs::metadata(&upgrade_socket).unwrap().permissions().mode();
-    assert_eq!(mode & 0o777, 0o600, "any process that can connect has the card");
     let clients: Vec<_> = (0..3).map(|_| EchoClient::begin(&network, guest_address(GUEST))).collect();
     clients.iter().for_each(|client| client.wait_blocks(5));
-    for _ in 0..number("TOWLINE_SOAK_NET_UPGRADES", 3) {
-        let successor = start_card(&network, &socket, &arguments("2"));
-        let before = std::mem::replace(&mut process, successor).wait_done(WITHIN).unwrap();
-        let last = before.stdout.lines().last().unwrap().to_owned();
-        assert!(last.contains("statistics"), "{last}");
+    for _ in 0..2 {
+        assert!(sum(&end(process), "rx", "packets") > 0);
+        process = card(&network, &socket, &arguments);
         clients.iter().for_each(|client| client.wait_blocks(5));
     }
-    // A card with other properties is refused, and the one that runs continues.
-    let refused = start_card(&network, &socket, &arguments("1")).wait(WITHIN).unwrap();
-    assert_eq!(refused.status.code(), Some(1), "{}", refused.stderr);
-    let expected = "the running process has 2 queue pairs, expected 1";
-    assert!(refused.stderr.contains(expected), "{}", refused.stderr);
+    // A second one is refused before it changes the tap of the first, whose guest relies on the tap's offloads.
+    let second = start_card(&network, &socket, &arguments).wait(WITHIN).unwrap();
+    assert_eq!(second.status.code(), Some(1), "{}", second.stderr);
+    assert!(second.stderr.contains("in use"), "{}", second.stderr);
+    clients.iter().for_each(|client| client.wait_blocks(5));
+    // One that cannot open all that its options name ends, and the next one continues.
+    end(process);
+    let invalid = [&arguments[..6], &["--qmp", "/nonexistent/control"]].concat();
+    let invalid = start_card(&network, &socket, &invalid).wait(WITHIN).unwrap();
+    assert_eq!(invalid.status.code(), Some(1), "{}", invalid.stderr);
+    process = card(&network, &socket, &arguments);
     clients.iter().for_each(|client| client.wait_blocks(5));
     let longest = clients.into_iter().map(EchoClient::end).max().unwrap();
+    // Through all buffers of the rings: a lost descriptor would be missing by now.
     guest.talk(host_echo(&network), 2 << 20, 1).unwrap();
-    let statistics = end(process);
-    assert!(sum(&statistics, "rx", "packets") > 0, "{statistics}");
+
+    let link = |up| {
+        let qmp = Qmp::connect(&control, WITHIN).unwrap();
+        qmp.execute("set_link", json!({ "name": "tap0", "up": up })).unwrap();
+    };
+    link(false);
+    end(process);
+    process = card(&network, &socket, &arguments);
+    let line = format!("ping -c 1 -W 1 {HOST} > /dev/null; true");
+    wait_until("a frame that is dropped because the link is down", WITHIN, || {
+        shell(&mut guest, &line);
+        let qmp = Qmp::connect(&control, WITHIN)?;
+        let only = json!({ "provider": "towline", "names": ["dropped-link-down"] });
+        let stats = qmp.execute("query-stats", json!({ "providers": [only], "target": "net-queue" }))?;
+        let dropped = stats.as_array().unwrap().iter().filter_map(|one| one["stats"][0]["value"].as_u64());
+        Ok((dropped.sum::<u64>() > 0).then_some(()))
+    })
+    .unwrap();
+    link(true);
+    guest.talk(host_echo(&network), 1 << 16, 1).unwrap();
+    end(process);
     println!("the longest block took {longest:?}");
-    assert!(!socket.exists() && !upgrade_socket.exists(), "the last one has cleared up");
+}
+
+#[test]
+fn a_card_whose_tap_is_deleted_ends() {
+    let name = "a_card_whose_tap_is_deleted_ends";
+    let Some(Fixture { network, scratch }) = Fixture::new(name) else { return };
+    add_tap(&network, 2);
+    let socket = path(&scratch, "net.sock");
+    let card = card(&network, &socket, &["--tap", "tap0", "--queues", "2"]);
+    network.run(&["ip", "link", "delete", "tap0"]).unwrap();
+    let ended = card.wait(WITHIN).unwrap();
+    assert_eq!(ended.status.code(), Some(1), "{}", ended.stderr);
+    assert!(ended.stderr.contains("tap0 was deleted"), "{}", ended.stderr);
 }

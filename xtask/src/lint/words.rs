@@ -45,7 +45,7 @@ const PHRASES: &[(&str, &str)] = &[
     ("what this is not", "out of scope:"),
     ("that is no", "that is not a"),
     ("which is no", "which is not a"),
-    ("hand-over", "switchover (migration), live upgrade (devices)"),
+    ("hand-over", "switchover (migration), restart (devices)"),
     ("the standard says", "the specification requires"),
     ("so-manieth", "one in `N`, the interval of"),
     ("of there that", "of the items, by their name"),

@@ -98,11 +98,6 @@ pub(crate) struct NetArgs {
     /// the service manager's store (`FileDescriptorStoreMax=1`)
     #[arg(long, hide_short_help = true, value_name = "FILE|fd-store")]
     pub(crate) state: Option<PathBuf>,
-    /// Socket for live upgrade: a new process with the same options takes over the device, its connection to QEMU and its
-    /// taps, and this one ends; after a failure this one continues. Only for processes of the same user or root. With
-    /// --xsk-fds, the new process gets sockets of its own
-    #[arg(long, hide_short_help = true, value_name = "SOCKET")]
-    pub(crate) upgrade_socket: Option<PathBuf>,
     /// Block the guest's migration; disables the dirty log
     #[arg(long, hide_short_help = true)]
     pub(crate) unmigratable: bool,

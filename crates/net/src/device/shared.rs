@@ -4,7 +4,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use towline_vhost_user::BackendError;
+use towline_vhost_user::{BackendError, DeviceWord};
 
 use crate::statistics::Counters;
 use crate::tap::{CarrierState, Taps};
@@ -24,6 +24,8 @@ pub struct Options {
     pub unmigratable: bool,
     /// Migrates the state of the link and the counters with the guest; the destination's card needs the same setting.
     pub device_state: bool,
+    /// Keeps the state of the link for the next process.
+    pub link: Option<DeviceWord>,
 }
 
 /// State that the session and the workers share.
@@ -49,7 +51,24 @@ pub(crate) struct Shared {
     pub(crate) orphaned: Vec<AtomicBool>,
 }
 
+/// Value of [`Options::link`] while the link is down.
+const LINK_DOWN: u64 = 1;
+
+impl Options {
+    /// Returns true unless the previous process had set the link down.
+    pub(super) fn link_was_up(&self) -> bool {
+        self.link.as_ref().is_none_or(|word| word.load() != LINK_DOWN)
+    }
+}
+
 impl Shared {
+    pub(super) fn set_link(&self, up: bool) {
+        self.link_up.store(up, Relaxed);
+        if let Some(word) = &self.options.link {
+            word.store(if up { 0 } else { LINK_DOWN });
+        }
+    }
+
     pub(crate) fn link(&self) -> CarrierState {
         if self.link_up.load(Relaxed) { CarrierState::Up } else { CarrierState::Down }
     }

@@ -51,6 +51,12 @@ pub enum MessageError {
         /// Number for this request.
         expected: usize,
     },
+    /// A socket among the descriptors.
+    #[error("{code} came with a socket, expected memory, an eventfd or a pipe")]
+    Socket {
+        /// The request.
+        code: RequestCode,
+    },
     /// An invalid number in the payload.
     #[error("{code}: {what} is {found}, expected {expected}")]
     Value {

@@ -3,8 +3,8 @@
 use zerocopy::IntoBytes;
 
 use super::{
-    CONFIG_BYTES_MAX, FLAG_REPLY, RawConfig, RawHeader, RawTable, RegionInfo, RequestCode, VERSION,
-    VringState,
+    CONFIG_BYTES_MAX, FLAG_REPLY, RawConfig, RawHeader, RawRegion, RawTable, RawVringState, RegionInfo,
+    RequestCode, VERSION, VringState,
 };
 
 /// A reply.
@@ -45,12 +45,12 @@ impl Reply {
                 let count = u32::try_from(regions.len()).expect("at most REGIONS_MAX");
                 let head = RawTable { regions: count.into(), padding: 0.into() };
                 regions.iter().fold(head.as_bytes().to_vec(), |mut table, region| {
-                    table.extend_from_slice(&region.to_bytes());
+                    table.extend_from_slice(RawRegion::from(*region).as_bytes());
                     table
                 })
             }
-            Self::Region(region) => [&[0; 8], &region.to_bytes()[..]].concat(),
-            Self::VringBase(state) => state.to_bytes().to_vec(),
+            Self::Region(region) => [&[0; 8], RawRegion::from(*region).as_bytes()].concat(),
+            Self::VringBase(state) => RawVringState::from(*state).as_bytes().to_vec(),
             Self::Config { offset, flags, bytes } => {
                 assert!(bytes.len() <= CONFIG_BYTES_MAX, "{} bytes of configuration", bytes.len());
                 let size = u32::try_from(bytes.len()).expect("at most CONFIG_BYTES_MAX");

@@ -12,6 +12,18 @@ pub enum RecordError {
         /// Error of the system call.
         source: std::io::Error,
     },
+    /// The file system has no space for it.
+    #[error(
+        "the record of descriptors in flight {name} needs {bytes} bytes: {source}; free them, or name a file on another tmpfs"
+    )]
+    Space {
+        /// Name of the record.
+        name: String,
+        /// Its length in bytes.
+        bytes: u64,
+        /// Error of the system call.
+        source: std::io::Error,
+    },
     /// Another process writes to it.
     #[error(
         "the record of descriptors in flight {name} is in use by another process; each device needs one of its own"

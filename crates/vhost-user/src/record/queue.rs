@@ -43,7 +43,12 @@ impl QueueRecord {
 
     /// Returns true if the record outlives this process.
     pub(crate) fn is_durable(&self) -> bool {
-        self.durable
+        self.durable && !self.is_lost()
+    }
+
+    /// Returns true if the file was truncated; the record ends with this process then.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.area.mapping().is_lost()
     }
 
     /// Checks the record. Returns its damage, with the value.

@@ -104,3 +104,33 @@ fn two_processes_do_not_share_one() {
     drop(first);
     open().unwrap();
 }
+
+#[test]
+fn a_record_whose_file_is_truncated_ends_with_its_process() {
+    let file = file();
+    let record = open(&file, 1).unwrap();
+    let (queue, word) = (record.queue(0), record.device_word());
+    word.store(7);
+    assert_eq!(open(&file, 1).unwrap().device_word().load(), 7);
+    queue.begin(8, &address(), 7, 7);
+    assert!(queue.is_durable() && !queue.is_lost());
+    ftruncate(&file, 0).unwrap();
+    queue.mark(3, 1);
+    assert!(queue.is_lost() && !queue.is_durable());
+    queue.begin(8, &address(), 7, 7);
+    queue.mark(5, 1);
+    let found = queue.recover(8, &address(), 7, |_| unreachable!("no chain was published"));
+    assert_eq!(
+        found.map(|found| found.heads),
+        Some(vec![5]),
+        "a frontend that connects again to this process"
+    );
+}
+
+#[test]
+fn all_of_a_record_is_reserved_when_it_is_opened() {
+    let file = file();
+    let _record = open(&file, 2).unwrap();
+    let has = file.metadata().unwrap();
+    assert_eq!(std::os::unix::fs::MetadataExt::blocks(&has) * 512, has.len());
+}

@@ -72,6 +72,6 @@ impl Ring {
             self.store_used_flags(0);
         }
         self.flush_log();
-        RingStop { base: self.last_avail_idx, incomplete: incomplete.len(), call: self.call }
+        RingStop { base: self.last_avail_idx, incomplete: incomplete.len() }
     }
 }

@@ -52,7 +52,6 @@ pub(crate) struct RingStop {
     pub(crate) base: u16,
     /// Number of chains in flight that were returned with length 0.
     pub(crate) incomplete: usize,
-    pub(crate) call: Option<OwnedFd>,
 }
 
 /// The mapped parts of a ring.

@@ -17,7 +17,7 @@ use rustix::io::Errno;
 use towline_channel::{Cancel, Channel};
 
 use super::{FrontendSource, Service, descriptor_error};
-use crate::connection::{Claim, ConnectionResources, FrontendConnection, MESSAGE_WITHIN, Peer};
+use crate::connection::{Claim, ConnectionResources, FrontendConnection, MESSAGE_WITHIN, Peer, Rest};
 use crate::device::Device;
 use crate::record::InFlightRecord;
 use crate::serve_error::ServeError;
@@ -28,8 +28,8 @@ const ACCEPT_WITHIN: Duration = Duration::from_secs(1);
 /// Interval after a standby could not be accepted.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// As [`MESSAGE_WITHIN`], for a standby, for which requests of the owner wait meanwhile.
-const STANDBY_MESSAGE_WITHIN: Duration = Duration::from_secs(1);
+/// Time limit for sending a reply to a standby, for which requests of the owner wait meanwhile. Its socket has room for many.
+const STANDBY_REPLY_WITHIN: Duration = Duration::from_millis(10);
 
 /// Connection to serve next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,7 +71,7 @@ impl Service {
             match self.next_event(cancel, retry_at)? {
                 FrontendEvent::Owner => {
                     let Some(owner) = &mut self.connection else { return Ok(()) };
-                    if owner.serve_request(|| Ok(Claim::Owned))? == Peer::Disconnected {
+                    if owner.serve_request(Rest::Awaited, || Ok(Claim::Owned))? == Peer::Disconnected {
                         return Ok(());
                     }
                 }
@@ -84,6 +84,12 @@ impl Service {
                     }
                 },
                 FrontendEvent::Cancelled => return Err(towline_channel::Error::Cancelled.into()),
+                FrontendEvent::Timeout if self.standby.is_some() => {
+                    tracing::warn!(
+                        "the second frontend has not completed its message; closing its connection"
+                    );
+                    self.close_standby();
+                }
                 FrontendEvent::Timeout => retry_at = None,
             }
         }
@@ -105,7 +111,9 @@ impl Service {
         fds.push((FrontendEvent::Cancelled, cancel.as_fd()));
         let mut polled: Vec<_> =
             fds.iter().map(|(_, fd)| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
-        let left = retry_at.map(|at| at.saturating_duration_since(Instant::now()));
+        // A connection can be retried only without a standby.
+        let until = self.standby.as_ref().map_or(retry_at, FrontendConnection::complete_until);
+        let left = until.map(|at| at.saturating_duration_since(Instant::now()));
         let timeout = left.map(|left| Timespec {
             tv_sec: left.as_secs().cast_signed(),
             tv_nsec: left.subsec_nanos().into(),
@@ -128,7 +136,7 @@ impl Service {
     fn serve_standby(&mut self) -> Result<(), ServeError> {
         let (Some(owner), Some(standby)) = (&self.connection, &mut self.standby) else { return Ok(()) };
         let mut claimed = false;
-        let served = standby.serve_request(|| {
+        let served = standby.serve_request(Rest::Later, || {
             if owner.is_running() {
                 return Err(SessionError::OtherFrontend);
             }
@@ -136,7 +144,7 @@ impl Service {
             Ok(Claim::Taken)
         });
         if claimed {
-            standby.set_message_timeout(MESSAGE_WITHIN)?;
+            standby.set_reply_timeout(MESSAGE_WITHIN)?;
             std::mem::swap(&mut self.connection, &mut self.standby);
             tracing::info!("the second frontend has the device now");
             return served.map(drop);
@@ -146,8 +154,14 @@ impl Service {
             Ok(Peer::Disconnected) => tracing::debug!("the second frontend has disconnected"),
             Err(error) => tracing::warn!(%error, "the connection of the second frontend ended"),
         }
-        self.standby = None;
+        self.close_standby();
         Ok(())
+    }
+
+    fn close_standby(&mut self) {
+        if let Some(standby) = self.standby.take() {
+            standby.close(&self.orphans);
+        }
     }
 
     fn accept_standby(
@@ -170,7 +184,7 @@ impl Service {
         let resources = ConnectionResources::new(&*channel, device, Some(record), &self.orphans)?;
         let mut standby = FrontendConnection::with(channel, device, resources);
         standby.set_cancel(cancel);
-        standby.set_message_timeout(STANDBY_MESSAGE_WITHIN)?;
+        standby.set_reply_timeout(STANDBY_REPLY_WITHIN)?;
         tracing::info!(device = device.name(), "a second frontend has connected");
         self.standby = Some(standby);
         Ok(())

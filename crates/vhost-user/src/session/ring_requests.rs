@@ -187,7 +187,7 @@ impl<R: Rings> Session<R> {
         let ran = std::mem::take(&mut vring.running);
         vring.call = None;
         vring.err = None;
-        vring.base = stopped.map_or(vring.base, |stopped| stopped.base);
+        vring.base = stopped.unwrap_or(vring.base);
         let base = vring.base;
         if ran && !self.is_running() {
             self.log_is_current = false;

@@ -12,7 +12,7 @@ use crate::memory::GuestMemory;
 use crate::message::VringAddress;
 use crate::ring::{RingFault, RingSetup};
 
-/// Time that a thread has for a command once its session is cancelled, by a signal or a live upgrade. Draining a queue, the
+/// Time that a thread has for a command once its session is cancelled, by a signal. Draining a queue, the
 /// longest command, takes a second at most.
 pub(crate) const CANCELLED_WITHIN: Duration = Duration::from_secs(3);
 /// Maximum number of queues of a device: one byte on the wire.
@@ -32,8 +32,8 @@ pub(crate) trait Rings {
         memory: &Arc<GuestMemory>,
         fds: RingFds,
     ) -> Result<Option<RingFault>, SessionError>;
-    /// Drains and stops a ring. Returns `None` if it was not started.
-    fn stop(&mut self, ring: usize) -> Result<Option<StoppedRing>, SessionError>;
+    /// Drains and stops a ring. Returns the available index at which it resumes; `None` if it was not started.
+    fn stop(&mut self, ring: usize) -> Result<Option<u16>, SessionError>;
     fn enable(&mut self, ring: usize, enablement: Enablement) -> Result<(), SessionError>;
     fn set_kick(&mut self, ring: usize, fd: OwnedFd) -> Result<(), SessionError>;
     fn set_call(&mut self, ring: usize, fd: Option<OwnedFd>) -> Result<(), SessionError>;
@@ -59,15 +59,5 @@ pub(crate) enum Enablement {
 #[derive(Debug)]
 pub(crate) struct RingFds {
     pub(crate) kick: OwnedFd,
-    pub(crate) err: Option<OwnedFd>,
-}
-
-/// A ring that was stopped.
-#[derive(Debug, Default)]
-pub(crate) struct StoppedRing {
-    /// Available index at which it resumes.
-    pub(crate) base: u16,
-    pub(crate) kick: Option<OwnedFd>,
-    pub(crate) call: Option<OwnedFd>,
     pub(crate) err: Option<OwnedFd>,
 }

@@ -94,7 +94,6 @@ impl StateTransfer {
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(BackendError::new("the transfer's thread panicked"));
                 }
-                // A live upgrade cancels the session too, and takes it over when this request is done.
                 Err(RecvTimeoutError::Timeout)
                     if began.elapsed() >= CANCELLED_WITHIN && cancel.is_some_and(Cancel::is_cancelled) =>
                 {

@@ -118,12 +118,6 @@ impl Mapping {
         (mapped.file(), (self.start + self.lead) as u64)
     }
 
-    /// A duplicate of [`Self::file`], to share it with another process.
-    pub(crate) fn share(&self) -> std::io::Result<(OwnedFd, u64)> {
-        let (file, lead) = self.file();
-        Ok((file.try_clone()?.into(), lead))
-    }
-
     fn pointer(&self, offset: usize, len: usize) -> *mut u8 {
         let fits = offset.checked_add(len).is_some_and(|end| end <= self.len);
         assert!(fits, "{len} bytes at {offset} of a mapping of {} bytes", self.len);

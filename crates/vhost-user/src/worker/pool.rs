@@ -22,7 +22,7 @@ use crate::message::VringAddress;
 use crate::orphaned_threads::OrphanedThreads;
 use crate::record::InFlightRecord;
 use crate::ring::{Batch, RingFault, RingSetup};
-use crate::session::{CANCELLED_WITHIN, Enablement, RingFds, Rings, SessionError, StoppedRing};
+use crate::session::{CANCELLED_WITHIN, Enablement, RingFds, Rings, SessionError};
 use crate::sys;
 
 /// Time limit for a thread to end. A thread that waits in the kernel for the frontend's pages may never end.
@@ -136,7 +136,7 @@ impl Rings for WorkerPool {
         self.call(ring, |thread, queue| thread.start(queue, setup, memory, fds).err())
     }
 
-    fn stop(&mut self, ring: usize) -> Result<Option<StoppedRing>, SessionError> {
+    fn stop(&mut self, ring: usize) -> Result<Option<u16>, SessionError> {
         self.call(ring, WorkerThread::stop)?
     }
 
@@ -221,8 +221,7 @@ impl WorkerHandle {
     }
 
     /// Waits for a reply. Once the session is cancelled the wait has a limit, since a thread may wait in the kernel for pages
-    /// that never arrive. It is not zero: a live upgrade stops the rings of a session that is cancelled already, and a busy
-    /// machine may not run the thread within one interval.
+    /// that never arrive.
     fn receive<T>(&self, reply: &Receiver<T>, cancel: Option<&Cancel>) -> Result<T, SessionError> {
         let index = self.index;
         let began = Instant::now();

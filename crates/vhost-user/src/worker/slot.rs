@@ -57,6 +57,7 @@ pub(super) struct QueueSlot {
     /// Number of times that the queue was started.
     starts: u64,
     record: Option<QueueRecord>,
+    record_lost: bool,
     policy: QueuePolicy,
 }
 
@@ -190,6 +191,18 @@ impl QueueSlot {
             log_fault(self.number, &RingFault::MemoryLost);
         }
         lost
+    }
+
+    /// Reports a record that is lost. The ring continues: this process knows its chains.
+    pub(super) fn report_lost_record(&mut self) {
+        if self.record.as_ref().is_some_and(QueueRecord::is_lost)
+            && !std::mem::replace(&mut self.record_lost, true)
+        {
+            tracing::error!(
+                ring = self.number,
+                "the record of descriptors in flight was truncated; if this process ends now, its successor may lose some"
+            );
+        }
     }
 
     /// Completes chains of a disabled queue without reading them.

@@ -22,7 +22,7 @@ use crate::memory::GuestMemory;
 use crate::message::VringAddress;
 use crate::poll::{PollFlags, PollSet};
 use crate::ring::{Batch, Ring, RingFault, RingSetup};
-use crate::session::{RingFds, SessionError, StoppedRing};
+use crate::session::{RingFds, SessionError};
 use crate::sys;
 
 /// Time limit for chains in flight when their queue is stopped.
@@ -146,6 +146,7 @@ impl WorkerThread {
             return;
         }
         for slot in &mut self.slots {
+            slot.report_lost_record();
             if slot.fault_if_memory_lost() {
                 self.hangup.memory_lost();
             }
@@ -175,7 +176,7 @@ impl WorkerThread {
         Ok(())
     }
 
-    pub(super) fn stop(&mut self, queue: usize) -> Result<Option<StoppedRing>, SessionError> {
+    pub(super) fn stop(&mut self, queue: usize) -> Result<Option<u16>, SessionError> {
         let slot = &self.slots[queue];
         // Whether an abandoned ring has chains in flight is not known.
         if slot.abandoned_avail_idx.is_some() || slot.ring.as_ref().is_some_and(|ring| ring.in_flight() > 0) {
@@ -184,17 +185,14 @@ impl WorkerThread {
             drained.map_err(|reason| self.keep_in_flight(queue, reason))?;
         }
         let slot = &mut self.slots[queue];
-        let (kick, err) = (slot.kick.take().map(Kick::into_fd), slot.err.take());
-        let Some(ring) = slot.ring.take() else {
-            let base = slot.abandoned_avail_idx.take();
-            return Ok(base.map(|base| StoppedRing { base, kick, call: None, err }));
-        };
+        (slot.kick, slot.err) = (None, None);
+        let Some(ring) = slot.ring.take() else { return Ok(slot.abandoned_avail_idx.take()) };
         let stop = ring.stop();
         if stop.incomplete > 0 {
             let (ring, chains) = (slot.number, stop.incomplete);
             tracing::warn!(ring, chains, "stopped with chains in flight; returning them with length 0");
         }
-        Ok(Some(StoppedRing { base: stop.base, kick, call: stop.call, err }))
+        Ok(Some(stop.base))
     }
 
     pub(super) fn set_call(&mut self, queue: usize, fd: Option<OwnedFd>) {

@@ -4,6 +4,7 @@
 
 mod backend;
 mod blocked;
+mod descriptors;
 mod frontends;
 mod guests;
 #[path = "../rings/harness.rs"]
@@ -11,4 +12,3 @@ mod harness;
 mod refused;
 mod resting;
 mod standby;
-mod upgrades;
