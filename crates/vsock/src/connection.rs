@@ -227,6 +227,8 @@ pub struct Connection {
     /// Directions that the host has ended, as sent to the guest or queued for it.
     pub host_shutdown: ShutdownFlags,
     pub(crate) peer_credit: PeerCredit,
+    /// Credit requests were sent since the guest last sent a credit update.
+    pub(crate) is_request_unanswered: bool,
     pub(crate) receive_window: ReceiveWindow,
     pub(crate) control: ControlPackets,
     /// Its id is in the table's control queue.

@@ -14,7 +14,7 @@ use towline_vhost_user::{
 
 use crate::ablation::Ablation;
 use crate::connection::ConnectionLimits;
-use crate::engine::Engine;
+use crate::engine::{Engine, TICK_INTERVAL};
 use crate::host::{
     Host, HostConfig, HostListener, Listening, SocketEvent, UnfinishedSends, wait_for_completions,
 };
@@ -26,6 +26,7 @@ use crate::rules::{ForwardingRule, HostAddress};
 use crate::sockets::{CloseMode, Readiness, Sockets as _};
 use crate::state::State;
 use crate::statistics::VsockReport;
+use crate::table::PacketLimit;
 use crate::transport_reset::TransportReset;
 
 const RECEIVE: usize = 0;
@@ -121,6 +122,8 @@ struct SessionUpdates {
     loaded: Mutex<Option<State>>,
     /// The driver has read its CID.
     config_read: AtomicBool,
+    /// The driver has accepted `VIRTIO_VSOCK_F_SEQPACKET`.
+    has_seqpacket: AtomicBool,
     /// Of former connections of the frontend.
     unfinished_sends: UnfinishedSends,
 }
@@ -206,6 +209,11 @@ impl Device for Vsock {
 
     fn features(&self) -> u64 {
         F_SEQPACKET
+    }
+
+    fn acknowledge(&self, features: u64) -> Result<(), BackendError> {
+        self.updates.has_seqpacket.store(features & F_SEQPACKET != 0, Ordering::Relaxed);
+        Ok(())
     }
 
     fn protocol_features(&self) -> ProtocolFeatures {
@@ -495,8 +503,8 @@ impl VsockWorker {
         if self.report.accept_request() {
             self.publish_report();
         }
-        let needs_tick = self.engine.needs_tick() || !is_reset_done;
-        self.engine.sockets_mut().set_timer(needs_tick);
+        let interval = self.engine.tick_interval().or((!is_reset_done).then_some(TICK_INTERVAL));
+        self.engine.sockets_mut().set_timer(interval);
         let polls = self.poller.should_poll(self.engine.traffic(), Instant::now);
         if polls && !again {
             return AfterPass::Poll;
@@ -558,6 +566,11 @@ impl Worker for VsockWorker {
         }
         // A driver that continues where another device has stopped has connections that do not exist any more.
         let was_started = std::mem::replace(&mut self.queue_starts[queue].was_started, true);
+        if fresh || !was_started {
+            // Linux has had seqpacket for longer than a limit of packets, and without it some frontends do not offer it.
+            let has_seqpacket = self.updates.has_seqpacket.load(Ordering::Relaxed);
+            self.engine.set_packet_limit(if has_seqpacket { PacketLimit::Kept } else { PacketLimit::Probed });
+        }
         if !was_started && !fresh && self.transport_reset.is_done() {
             self.begin_transport_reset();
         }

@@ -21,6 +21,8 @@ mod to_host;
 mod zero_copy;
 mod zero_copy_chains;
 
+use std::time::Duration;
+
 use towline_vhost_user::{AnswerablePackets, Batch, Ring};
 
 use self::batch_pool::BatchPool;
@@ -33,12 +35,20 @@ use crate::connection::{ConnectionId, ConnectionKey, ConnectionLimits, Connectio
 use crate::packet::{ShutdownFlags, SocketType};
 use crate::sockets::{CloseMode, ConnectOutcome, Interest, Readiness, Sockets};
 use crate::statistics::{ConnectionReport, Statistics};
-use crate::table::ConnectionTable;
+use crate::table::{ConnectionTable, PacketLimit};
 
 /// Time limit of a connect, and of the guest's confirmation that a connection has ended.
 pub const CONNECT_TIMEOUT_MS: u64 = 10_000;
-/// Time without credit after which the guest gets a credit request, and time after which pending resets are dropped.
-const CREDIT_TIMEOUT_MS: u64 = 1_000;
+/// Interval at which a connection without credit is looked at. The guest gets a credit request the first, second, fourth, …
+/// time, and each sixteenth: a request that comes before its program reads is answered, and what the program reads later may be
+/// too little for an update.
+const CREDIT_INTERVAL_MS: u64 = 20;
+/// Number of intervals in which a driver answers a credit request.
+const ANSWER_INTERVALS: u32 = 50;
+/// Time after which pending resets are dropped.
+const RESETS_TIMEOUT_MS: u64 = 1_000;
+/// Interval of [`Engine::tick`] without connections that wait for credit.
+pub(crate) const TICK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// All connections of one guest. See the module.
 pub struct Engine<S: Sockets> {
@@ -96,6 +106,11 @@ impl<S: Sockets> Engine<S> {
     pub fn with_ablation(mut self, ablation: Ablation) -> Self {
         self.table.set_credit_updates(ablation.credit_updates);
         Self { ablation, ..self }
+    }
+
+    /// Sets the limit of packets that a new driver has not read.
+    pub(crate) fn set_packet_limit(&mut self, limit: PacketLimit) {
+        self.table.set_packet_limit(limit);
     }
 
     /// Returns the host's side.
@@ -255,23 +270,22 @@ impl<S: Sockets> Engine<S> {
         }
         while self.credit_timers.front().is_some_and(|(at, _)| *at <= now_ms) {
             let Some((_, id)) = self.credit_timers.pop() else { return };
-            let Some(end) = self.host_ends.get_mut(id) else { continue };
-            end.queues.remove(Queues::CREDIT_TIMER);
-            if end.lifecycle.receive == ReceiveState::OutOfCredit {
-                self.table.request_credit(id);
-            }
+            self.poll_credit(id);
         }
         if self.table.accepts_packets() {
             self.full_since = None;
-        } else if now_ms - *self.full_since.get_or_insert(now_ms) >= CREDIT_TIMEOUT_MS {
+        } else if now_ms - *self.full_since.get_or_insert(now_ms) >= RESETS_TIMEOUT_MS {
             let dropped = self.table.drop_pending_resets();
             tracing::debug!(dropped, "dropped pending resets: the guest posts no buffers");
         }
     }
 
-    /// Returns true if [`Engine::tick`] is to be called regularly.
-    pub fn needs_tick(&self) -> bool {
-        !self.timeouts.is_empty() || !self.credit_timers.is_empty() || !self.table.accepts_packets()
+    /// Returns the interval at which [`Engine::tick`] is to be called, if it is.
+    pub fn tick_interval(&self) -> Option<Duration> {
+        if !self.credit_timers.is_empty() {
+            return Some(Duration::from_millis(CREDIT_INTERVAL_MS));
+        }
+        (!self.timeouts.is_empty() || !self.table.accepts_packets()).then_some(TICK_INTERVAL)
     }
 
     /// Completes all chains that are retained in the transmit ring, after copying their payload. Zero-copy sends complete by
@@ -333,6 +347,34 @@ impl<S: Sockets> Engine<S> {
             end.queues.insert(Queues::READ);
             self.ready.push(id, |id| self.table.contains(*id));
         }
+    }
+
+    fn start_credit_timer(&mut self, id: ConnectionId) {
+        let Some(end) = self.host_ends.get_mut(id) else { return };
+        if !end.queues.contains(Queues::CREDIT_TIMER) {
+            end.queues.insert(Queues::CREDIT_TIMER);
+            let at_ms = self.now_ms + CREDIT_INTERVAL_MS;
+            self.credit_timers.push((at_ms, id), |(_, id)| self.table.contains(*id));
+        }
+    }
+
+    /// Requests credit for a connection that still has none.
+    fn poll_credit(&mut self, id: ConnectionId) {
+        let Some(end) = self.host_ends.get_mut(id) else { return };
+        end.queues.remove(Queues::CREDIT_TIMER);
+        if end.lifecycle.receive != ReceiveState::OutOfCredit {
+            return;
+        }
+        end.credit_polls += 1;
+        let polls = end.credit_polls;
+        if polls >= ANSWER_INTERVALS {
+            self.table.end_packet_limit(id);
+        }
+        if polls.is_power_of_two() || polls.is_multiple_of(16) {
+            self.table.request_credit(id);
+        }
+        self.start_credit_timer(id);
+        self.update_credit(id);
     }
 
     /// Starts the timeout of the present state of a connection.

@@ -19,6 +19,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use rustix::event::{Timespec, epoll};
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
@@ -32,6 +33,7 @@ pub(crate) use self::socket::HostSocket;
 use self::zero_copy::ZeroCopyPolicy;
 pub(crate) use self::zero_copy::{UnfinishedSends, wait_for_completions};
 use crate::connection::{ConnectionId, ConnectionKey};
+use crate::engine::TICK_INTERVAL;
 use crate::local_guests::{AcceptQueue, IncomingConnection, LocalGuests};
 use crate::packet::{HOST_CID, SeqFlags, ShutdownFlags, SocketType};
 use crate::rules::ForwardingRule;
@@ -47,8 +49,6 @@ const ACCEPTS_MAX: usize = 64;
 const UNWATCHED_MAX: usize = 4;
 /// Maximum number of events per call to epoll.
 const EVENTS_MAX: usize = 64;
-/// Interval of the timer while it is needed.
-const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// Tags of epoll. Connections have their [`ConnectionId`], which never has this bit; all others have it.
 const OTHER: u64 = 1 << 63;
 /// Kinds of the others, above the index.
@@ -103,7 +103,8 @@ pub(crate) enum SocketEvent {
 pub(crate) struct Host {
     epoll: OwnedFd,
     timer: OwnedFd,
-    timer_is_set: bool,
+    /// Interval that the timer is set to.
+    timer_interval: Option<Duration>,
     config: Arc<HostConfig>,
     /// Listeners are not watched, because descriptors are exhausted.
     accepts_paused: bool,
@@ -151,7 +152,7 @@ impl Host {
         Ok(Self {
             epoll,
             timer,
-            timer_is_set: false,
+            timer_interval: None,
             config,
             accepts_paused: false,
             polls: 0,
@@ -201,25 +202,28 @@ impl Host {
         self.events.pop_front()
     }
 
-    /// Sets the timer if the host's side needs it, or `needs_tick`.
-    pub(crate) fn set_timer(&mut self, needs_tick: bool) {
-        if self.timer_is_set {
-            return;
-        }
+    /// Sets the timer to the shorter of the engine's interval and that of the host's side.
+    pub(crate) fn set_timer(&mut self, engine: Option<Duration>) {
         let retries = || self.pending.values().any(|pending| matches!(pending, PendingConnect::Retry(..)));
-        if !(needs_tick || self.accepts_paused || !self.handshakes.is_empty() || retries()) {
+        let is_needed = self.accepts_paused || !self.handshakes.is_empty() || retries();
+        let Some(interval) = engine.into_iter().chain(is_needed.then_some(TICK_INTERVAL)).min() else {
+            return;
+        };
+        if self.timer_interval.is_some_and(|present| present <= interval) {
             return;
         }
-        let once = Itimerspec { it_interval: Timespec { tv_sec: 0, tv_nsec: 0 }, it_value: TICK };
+        let it_value =
+            Timespec { tv_sec: interval.as_secs() as i64, tv_nsec: interval.subsec_nanos().into() };
+        let once = Itimerspec { it_interval: Timespec { tv_sec: 0, tv_nsec: 0 }, it_value };
         match rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &once) {
-            Ok(_) => self.timer_is_set = true,
+            Ok(_) => self.timer_interval = Some(interval),
             Err(errno) => tracing::error!(%errno, "timerfd_settime"),
         }
     }
 
     fn on_timer(&mut self) {
         let _ = rustix::io::read(&self.timer, &mut [0u8; 8]);
-        self.timer_is_set = false;
+        self.timer_interval = None;
         let now_ms = self.read_clock();
         self.handshakes.expire(now_ms, HANDSHAKE_TIMEOUT_MS);
         self.resume_accepts();

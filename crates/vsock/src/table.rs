@@ -22,7 +22,7 @@ use crate::connection::{
     ClosedBy, Connection, ConnectionId, ConnectionKey, ConnectionLimits, ConnectionState, ControlPackets,
     HostEvent, Inbound, Initiator, PacketAction, TableStatistics,
 };
-use crate::credit::{PeerCredit, ReceiveWindow};
+use crate::credit::{CreditNeed, PeerCredit, ReceiveWindow};
 use crate::packet::{Operation, PacketHeader, ShutdownFlags, SocketType};
 
 /// Maximum number of resets of unknown connections that wait for buffers in the guest's ring.
@@ -48,7 +48,20 @@ pub struct ConnectionTable {
     /// Connections that peers initiated, by CID.
     connections_initiated_by: HashMap<u64, usize>,
     credit_updates: CreditUpdates,
+    packet_limit: PacketLimit,
     statistics: TableStatistics,
+}
+
+/// Limit of the packets that the guest has not read.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) enum PacketLimit {
+    /// [`PACKET_CHARGE`](crate::credit::PACKET_CHARGE) applies, and the driver answers credit requests.
+    #[default]
+    Kept,
+    /// It may apply, unless the driver leaves a credit request unanswered. Linux answers since 5.13.
+    Probed,
+    /// None: Windows and older Linux charge only bytes, and send credit updates only by bytes.
+    None,
 }
 
 #[derive(Debug, Default)]
@@ -73,6 +86,7 @@ impl ConnectionTable {
             memory: MemoryBudget::new(limits.memory),
             connections_initiated_by: HashMap::new(),
             credit_updates: CreditUpdates::WhenNeeded,
+            packet_limit: PacketLimit::default(),
             statistics: TableStatistics::default(),
         }
     }
@@ -80,6 +94,11 @@ impl ConnectionTable {
     /// Sets the rate of credit updates.
     pub(crate) fn set_credit_updates(&mut self, credit_updates: CreditUpdates) {
         self.credit_updates = credit_updates;
+    }
+
+    /// Sets the limit of unread packets, of a new driver.
+    pub(crate) fn set_packet_limit(&mut self, limit: PacketLimit) {
+        self.packet_limit = limit;
     }
 
     /// Returns the guest's CID.
@@ -209,6 +228,7 @@ impl ConnectionTable {
                 Err(_) => self.violation(id),
             },
             PacketAction::UpdateCredit => {
+                connection.is_request_unanswered = false;
                 self.statistics.credit_updates_received += 1;
                 Inbound::Credit(id)
             }
@@ -328,6 +348,7 @@ impl ConnectionTable {
             guest_shutdown: ShutdownFlags::empty(),
             host_shutdown: ShutdownFlags::empty(),
             peer_credit: PeerCredit::default(),
+            is_request_unanswered: false,
             receive_window: ReceiveWindow::new(window),
             control: ControlPackets::empty(),
             in_control_queue: false,
@@ -407,6 +428,40 @@ impl ConnectionTable {
     /// Returns the number of bytes that may be sent to the guest.
     pub fn peer_credit(&self, id: ConnectionId) -> u32 {
         self.get(id).map_or(0, |connection| connection.peer_credit.available())
+    }
+
+    /// Returns the number of packets that may be sent to the guest.
+    pub(crate) fn available_packets(&self, id: ConnectionId) -> u32 {
+        match (self.get(id), self.packet_limit) {
+            (None, _) => 0,
+            (Some(_), PacketLimit::None) => u32::MAX,
+            (Some(connection), _) => connection.peer_credit.available_packets(),
+        }
+    }
+
+    /// Returns true if the guest has this credit.
+    pub(crate) fn admits(&self, id: ConnectionId, need: CreditNeed) -> bool {
+        self.get(id).is_some_and(|connection| {
+            let credit = &connection.peer_credit;
+            need.bytes <= credit.available()
+                && (self.packet_limit == PacketLimit::None || credit.admits_packets(need.packets))
+        })
+    }
+
+    /// Requests credit before packets reach their limit.
+    pub(crate) fn request_credit_early(&mut self, id: ConnectionId) {
+        let is_limited = self.packet_limit != PacketLimit::None;
+        if is_limited && self.get_mut(id).is_some_and(|connection| connection.peer_credit.needs_request()) {
+            self.request_credit(id);
+        }
+    }
+
+    /// Ends the limit of packets, if a credit request of this connection is unanswered by a driver that may have none.
+    pub(crate) fn end_packet_limit(&mut self, id: ConnectionId) {
+        let is_unanswered = self.get(id).is_some_and(|connection| connection.is_request_unanswered);
+        if is_unanswered && self.packet_limit == PacketLimit::Probed {
+            self.packet_limit = PacketLimit::None;
+        }
     }
 
     /// Returns the size of the guest's receive buffer; a longer message never fits.

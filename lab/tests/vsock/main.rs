@@ -26,7 +26,9 @@ fn all_of(version: Version, kernel: Kernel) {
     streams::bytes_go_both_ways(&mut fixture);
     streams::many_connections_and_half_closed_ones(&mut fixture);
     stalls::stalls_lose_no_bytes(&mut fixture, tcp_port);
-    messages::keep_boundaries(&mut fixture);
+    if messages::keep_boundaries(&mut fixture) {
+        messages::short_ones_reach_a_late_reader(&mut fixture);
+    }
     streams::a_death_is_seen_at_the_other_end(&mut fixture);
     assert!(fixture.device.runs().unwrap());
 }
@@ -42,6 +44,18 @@ fn a_guest_of_qemu_10_0() {
 fn a_guest_of_qemu_7_2() {
     if require_lab("a_guest_of_qemu_7_2") {
         all_of(Version::V7_2, Kernel::Debian12);
+    }
+}
+
+#[test]
+fn short_messages_reach_a_late_reader_in_linux_7() {
+    let name = "short_messages_reach_a_late_reader_in_linux_7";
+    if require_qemu(name, &[Version::Newest]) && require_kernel(name, Kernel::Newest) {
+        messages::short_ones_reach_a_late_reader(&mut Fixture::with_kernel(
+            Version::Newest,
+            Kernel::Newest,
+            &[],
+        ));
     }
 }
 

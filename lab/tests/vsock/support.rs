@@ -14,7 +14,7 @@ pub(crate) const CID: u64 = 33;
 /// Sockets in Perl, which needs no module for them: `perl v.pl listen|connect stream|seqpacket PORT MODE`.
 ///
 /// echo: sends back all bytes. answer: sends the number of received bytes at their end. silent: accepts and never
-/// reads. messages: prints the length of each message. ask: sends its arguments, shuts down, and prints the reply.
+/// reads. late: reads when `/tmp/goPORT` is there, and prints the number of reads. messages: prints the length of each message. ask: sends its arguments, shuts down, and prints the reply.
 const PERL: &str = r#"
 $| = 1; $SIG{CHLD} = 'IGNORE'; $SIG{PIPE} = 'IGNORE';
 my ($way, $kind, $port, $mode, @rest) = @ARGV;
@@ -22,17 +22,19 @@ my $type = $kind eq 'stream' ? 1 : 5;
 sub address { pack('SSLLx4', 40, 0, $_[1], $_[0]) }
 sub say_all { my ($s, $b) = @_; while (length $b) { my $n = syswrite($s, $b); return 0 unless defined $n; $b = substr($b, $n) } 1 }
 sub serve {
-  my ($s) = @_; my $b; my $total = 0;
+  my ($s) = @_; my $b; my $total = 0; my $reads = 0;
   if ($mode eq 'silent') { sleep 1000 }
+  if ($mode eq 'late') { select(undef, undef, undef, 0.05) until -e "/tmp/go$port" }
   while (1) {
     my $n = sysread($s, $b, 262144);
     if (!defined $n) { print "failed $!\n"; return }
     last if $n == 0;
-    $total += $n;
+    $total += $n; $reads++;
     if ($mode eq 'echo') { say_all($s, $b) or do { print "failed $!\n"; return } }
     if ($mode eq 'messages') { my $m = "$n"; syswrite($s, $m) }
   }
   say_all($s, "received $total") if $mode eq 'answer';
+  print "reads $reads\n" if $mode eq 'late';
   print "ended $total\n";
 }
 socket(my $s, 40, $type, 0) or die "socket $!";

@@ -9,6 +9,7 @@ use super::chunk::PayloadChunk;
 use super::lifecycle::Lifecycle;
 use super::zero_copy_chains::ZeroCopyChains;
 use crate::connection::ConnectionId;
+use crate::credit::CreditNeed;
 use crate::packet::{HEADER_BYTES, SeqFlags, SocketType};
 use crate::sockets::SendOutcome;
 use crate::statistics::ConnectionStatistics;
@@ -64,6 +65,9 @@ pub(super) struct HostEnd<S> {
     pub(super) rx_batch_hint: usize,
     /// Urgent data has come: a short read may have stopped at its mark, and does not mean that the socket is empty.
     pub(super) has_urgent: bool,
+    /// Credit that the connection waits for, and the number of times that its timer expired meanwhile.
+    pub(super) credit_need: CreditNeed,
+    pub(super) credit_polls: u32,
     /// A message that is partly sent to the guest.
     pub(super) message: Option<PartialMessage>,
     pub(super) statistics: ConnectionStatistics,
@@ -163,6 +167,8 @@ impl<S> HostEnd<S> {
             zero_copy: ZeroCopyChains::default(),
             rx_batch_hint: 2,
             has_urgent: false,
+            credit_need: CreditNeed::ONE,
+            credit_polls: 0,
             message: None,
             statistics: ConnectionStatistics::default(),
         }

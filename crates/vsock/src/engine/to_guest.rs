@@ -5,12 +5,13 @@ use std::io;
 use towline_channel::{IOV_MAX, IoBufMut};
 use towline_vhost_user::{Batch, Next, Ring};
 
+use super::Engine;
 use super::batch_pool::{is_large, segments};
 use super::host_end::{PartialMessage, Queues};
 use super::lifecycle::{LifecycleEvent, ReceiveState};
-use super::{CREDIT_TIMEOUT_MS, Engine};
 use crate::ablation::{Ablation, RECEIVE_BATCH as BATCH};
 use crate::connection::ConnectionId;
+use crate::credit::CreditNeed;
 use crate::packet::{HEADER_BYTES, Operation, PacketHeader, SeqFlags, ShutdownFlags, SocketType};
 use crate::sockets::{CloseMode, Peeked, ReceiveOutcome, Sockets};
 
@@ -31,6 +32,7 @@ const SEGMENTS_MAX: usize = IOV_MAX - 1;
 struct Space {
     first: usize,
     credit: usize,
+    packets: usize,
 }
 
 impl<S: Sockets> Engine<S> {
@@ -107,7 +109,8 @@ impl<S: Sockets> Engine<S> {
 
     /// Reads one connection. Returns the number of buffers that it filled.
     fn fill_from(&mut self, id: ConnectionId, ring: &mut Ring, first: usize) -> usize {
-        let space = Space { first, credit: self.table.peer_credit(id) as usize };
+        let (credit, packets) = (self.table.peer_credit(id), self.table.available_packets(id));
+        let space = Space { first, credit: credit as usize, packets: packets as usize };
         let Some(connection) = self.table.get(id) else { return 0 };
         let kind = connection.kind;
         let receives = !connection.guest_shutdown.contains(ShutdownFlags::RECEIVE);
@@ -124,26 +127,23 @@ impl<S: Sockets> Engine<S> {
         used
     }
 
-    /// Stops reading a connection until the guest has credit, and requests credit if that takes long.
-    fn wait_for_credit(&mut self, id: ConnectionId) {
+    /// Stops reading a connection until the guest has this credit.
+    fn wait_for_credit(&mut self, id: ConnectionId, need: CreditNeed) {
         self.statistics.out_of_credit += 1;
         self.on_event(id, LifecycleEvent::OutOfCredit);
         let Some(end) = self.host_ends.get_mut(id) else { return };
-        if !end.queues.contains(Queues::CREDIT_TIMER) {
-            end.queues.insert(Queues::CREDIT_TIMER);
-            let at_ms = self.now_ms + CREDIT_TIMEOUT_MS;
-            self.credit_timers.push((at_ms, id), |(_, id)| self.table.contains(*id));
-        }
+        (end.credit_need, end.credit_polls) = (need, 0);
+        self.start_credit_timer(id);
     }
 
     fn fill_stream(&mut self, id: ConnectionId, ring: &mut Ring, space: Space) -> usize {
-        let Space { first, credit } = space;
-        if credit == 0 {
+        let Space { first, credit, packets } = space;
+        if credit == 0 || packets == 0 {
             // The end of the stream needs no credit, and the guest may wait for it.
             if self.is_read_closed(id) && self.is_at_eof(id) {
                 self.on_event(id, LifecycleEvent::Eof);
             } else {
-                self.wait_for_credit(id);
+                self.wait_for_credit(id, CreditNeed::ONE);
             }
             return 0;
         }
@@ -151,7 +151,7 @@ impl<S: Sockets> Engine<S> {
         let mut bufs = Vec::with_capacity(BATCH);
         let (mut offered, mut next) = (0, first);
         let Ablation { buffers_per_receive, payload_bytes_max, .. } = self.ablation;
-        let end = self.rx_batch.len().min(first.saturating_add(buffers_per_receive));
+        let end = self.rx_batch.len().min(first.saturating_add(buffers_per_receive.min(packets)));
         while next < end && offered < most && bufs.len() < SEGMENTS_MAX {
             let space = PayloadSpace { index: next, payload_bytes_max, most: most - offered };
             offered += append_payload_bufs(&self.rx_batch, space, &mut bufs);
@@ -241,6 +241,7 @@ impl<S: Sockets> Engine<S> {
     }
 
     fn count_sent(&mut self, id: ConnectionId, bytes: usize, packets: usize) {
+        self.table.request_credit_early(id);
         let end = self.host_ends.get_mut(id).map(|end| &mut end.statistics);
         for statistics in end.into_iter().chain([&mut self.statistics.totals]) {
             statistics.bytes_to_guest += bytes as u64;
@@ -248,23 +249,25 @@ impl<S: Sockets> Engine<S> {
         }
     }
 
-    /// Sends one message, which the guest gets only when it has credit for the whole of it.
-    fn deliver_message(&mut self, id: ConnectionId, ring: &mut Ring, space: Space) -> usize {
-        let Some(end) = self.host_ends.get_mut(id) else { return 0 };
-        let Some(socket) = &end.socket else { return 0 };
-        if end.message.is_some() {
-            return self.continue_message(id, ring, space);
-        }
-        let len = match self.sockets.peek(socket) {
+    /// Returns the length of the message that is to be sent, if there is one and the guest's buffer is not smaller.
+    fn next_message(&mut self, id: ConnectionId) -> Option<usize> {
+        let end = self.host_ends.get_mut(id)?;
+        let partial = end.message.as_ref().map(|message| Ok(Peeked::Bytes(message.bytes.len())));
+        let socket = end.socket.as_ref()?;
+        let len = match partial.unwrap_or_else(|| self.sockets.peek(socket)) {
             Ok(Peeked::Bytes(len)) => len,
             Ok(Peeked::Eof) => {
                 self.on_event(id, LifecycleEvent::Eof);
-                return 0;
+                return None;
             }
             // It stays readable, after the others.
-            Ok(Peeked::Skipped) => return 0,
-            Err(error) => return self.receive_failed(id, &error),
+            Ok(Peeked::Skipped) => return None,
+            Err(error) => {
+                self.receive_failed(id, &error);
+                return None;
+            }
         };
+        // The guest may have made its buffer smaller than a message that it has a part of.
         let buf_alloc = self.table.peer_buf_alloc(id);
         if len > buf_alloc as usize {
             tracing::warn!(
@@ -274,15 +277,27 @@ impl<S: Sockets> Engine<S> {
                 "reset a connection: a message exceeds the guest's buffer for it"
             );
             self.reset(id, CloseMode::Reset);
-            return 0;
+            return None;
         }
-        if len > space.credit {
-            self.wait_for_credit(id);
+        Some(len)
+    }
+
+    /// Sends one message, which the guest gets only when it has credit for the whole of it.
+    fn deliver_message(&mut self, id: ConnectionId, ring: &mut Ring, space: Space) -> usize {
+        let Some(len) = self.next_message(id) else { return 0 };
+        let Some(end) = self.host_ends.get_mut(id) else { return 0 };
+        if end.message.is_some() {
+            return self.continue_message(id, ring, space);
+        }
+        let payload_bytes_max = self.ablation.payload_bytes_max;
+        let capacity = payload_capacity(self.rx_batch.chain(space.first).writable_bytes(), payload_bytes_max);
+        let need = CreditNeed::of_message(len, capacity);
+        if !self.table.admits(id, need) {
+            self.wait_for_credit(id, need);
             // The guest may have space for all of it that it did not consider worth a credit update.
             self.table.request_credit(id);
             return 0;
         }
-        let payload_bytes_max = self.ablation.payload_bytes_max;
         let mut bufs = Vec::with_capacity(BATCH);
         let (mut offered, mut next) = (0, space.first);
         while next < self.rx_batch.len() && offered < len && bufs.len() < SEGMENTS_MAX {
@@ -295,6 +310,7 @@ impl<S: Sockets> Engine<S> {
             drop(bufs);
             return self.start_partial_message(id, ring, space, len);
         }
+        let Some(socket) = self.host_ends.get_mut(id).and_then(|end| end.socket.as_ref()) else { return 0 };
         let received = self.sockets.receive(socket, &mut bufs);
         drop(bufs);
         match received {
@@ -375,7 +391,7 @@ impl<S: Sockets> Engine<S> {
             None => self.free_message(&message.bytes),
         }
         if is_partial && credit == 0 {
-            self.wait_for_credit(id);
+            self.wait_for_credit(id, CreditNeed { packets: 0, ..CreditNeed::ONE });
         }
         next - space.first
     }

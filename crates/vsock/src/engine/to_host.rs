@@ -131,11 +131,10 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// Resumes the direction to the guest if it has credit again.
-    fn update_credit(&mut self, id: ConnectionId) {
-        let credit = self.table.peer_credit(id);
+    pub(super) fn update_credit(&mut self, id: ConnectionId) {
         if let Some(end) = self.host_ends.get_mut(id)
             && end.lifecycle.receive == ReceiveState::OutOfCredit
-            && credit > 0
+            && self.table.admits(id, end.credit_need)
         {
             self.on_event(id, LifecycleEvent::Credit);
             self.schedule_read(id);

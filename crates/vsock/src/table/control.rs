@@ -102,6 +102,7 @@ impl ConnectionTable {
             if operation == Operation::Shutdown {
                 header.flags = connection.host_shutdown.bits();
             }
+            connection.is_request_unanswered |= operation == Operation::CreditRequest;
             if !connection.control.is_empty() {
                 connection.in_control_queue = true;
                 self.control_queue.push_front(id);

@@ -12,6 +12,7 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use towline_vhost_user::log::LogSwitch;
 use towline_vhost_user::message::{RegionInfo, VringAddress};
 use towline_vhost_user::{GuestMemory, Region, Ring, RingSetup, features};
+use towline_vsock::credit::PACKET_CHARGE;
 use towline_vsock::packet::{HEADER_BYTES, Operation, PacketHeader, SeqFlags, ShutdownFlags, SocketType};
 
 use crate::plan::{Plan, byte};
@@ -158,6 +159,10 @@ pub(crate) struct GuestConnection {
     /// Lengths of received messages, and of the one in progress.
     pub(crate) messages: Vec<u32>,
     message: u32,
+    /// Ends of the packets that the program has not read.
+    queue: VecDeque<u32>,
+    /// The message in progress began when the queue was empty.
+    has_queue_alone: bool,
 }
 
 impl GuestConnection {
@@ -187,6 +192,7 @@ pub(crate) struct Guest {
     in_ring: BTreeMap<u16, (Ports, Range<u32>)>,
     rx_bytes: u32,
     buf_alloc: u32,
+    updates_when_empty: bool,
 }
 
 /// A packet, and the range of its connection's bytes that it has.
@@ -212,6 +218,7 @@ impl Guest {
             in_ring: BTreeMap::new(),
             rx_bytes,
             buf_alloc,
+            updates_when_empty: rng.bool(),
         };
         (guest, rx, tx)
     }
@@ -242,6 +249,8 @@ impl Guest {
             shut: ShutdownFlags::empty(),
             messages: Vec::new(),
             message: 0,
+            queue: VecDeque::new(),
+            has_queue_alone: false,
         }
     }
 
@@ -297,11 +306,15 @@ impl Guest {
         self.send(ports, Operation::ReadWrite, ends.bits(), &payload);
     }
 
-    /// The program reads up to `most` bytes; the guest sends credit updates about as rarely as Linux.
+    /// The program reads up to `most` bytes; the guest sends credit updates about as rarely as Linux, some also when all is
+    /// read, as Linux does since 6.8.
     pub(crate) fn read(&mut self, ports: Ports, most: u32) {
         let connection = self.connections.get_mut(&ports).unwrap();
         connection.read += most.min(connection.received - connection.read);
-        let due = connection.read - connection.advertised >= (connection.buf_alloc / 2).max(1);
+        let unadvertised = connection.read - connection.advertised;
+        let has_emptied =
+            self.updates_when_empty && unadvertised > 0 && connection.read == connection.received;
+        let due = unadvertised >= (connection.buf_alloc / 2).max(1) || has_emptied;
         if connection.open && !connection.closed && due {
             self.send(ports, Operation::CreditUpdate, 0, &[]);
         }
@@ -459,7 +472,18 @@ impl GuestConnection {
         for (at, found) in (self.received..).zip(payload) {
             assert_eq!(*found, byte(!self.plan.seed, at), "byte {at} to the guest");
         }
+        // Linux charges each packet, and resets the connection if there are too many. A single packet or message, which may be
+        // divided into more packets than that, has to come nevertheless.
+        while self.queue.front().is_some_and(|end| *end <= self.read) {
+            self.queue.pop_front();
+        }
+        if self.message == 0 || self.plan.kind == SocketType::Stream {
+            self.has_queue_alone = self.queue.is_empty();
+        }
+        let charge = (self.queue.len() as u32 + 1) * PACKET_CHARGE;
+        assert!(self.has_queue_alone || charge <= self.buf_alloc, "{} unread packets", self.queue.len());
         self.received += payload.len() as u32;
+        self.queue.push_back(self.received);
         self.message += payload.len() as u32;
         if self.plan.kind == SocketType::Seqpacket && header.flags & SeqFlags::EOM.bits() != 0 {
             self.messages.push(std::mem::take(&mut self.message));

@@ -27,7 +27,7 @@ use plan::Plan;
 const SEEDS: u64 = 3000;
 /// Number of steps in any order, and maximum of those until all connections have ended; more would be a hang.
 const STEPS: usize = 400;
-const LAST_STEPS: usize = 20_000;
+const LAST_STEPS: usize = 60_000;
 
 /// One run.
 struct Run {
@@ -186,7 +186,7 @@ impl Run {
         self.learn_ports();
         self.events();
         self.device();
-        self.now_ms += 1;
+        self.now_ms += 5;
         self.engine.tick(self.now_ms);
         self.engine.table().is_empty()
             && !self.guest.has_queued()
