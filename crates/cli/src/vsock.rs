@@ -11,6 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
+use towline_channel::Cancel;
 use towline_vhost_user::{FrontendSource, InFlightRecord};
 use towline_vsock::{Ablation, ConnectionLimits, ForwardingRule, HostAddress, LocalGuests, Settings, Vsock};
 
@@ -80,7 +81,10 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
     sandbox.finish();
     report_on_signal(&devices)?;
     notifier.ready(&format!("guests: {}", devices.len()));
+    let ended = Cancel::new()?;
+    serve_unconnected(&devices, &ended)?;
     let result = serve_all(served, &cancel);
+    ended.cancel();
     notifier.stopping();
     if !args.quiet {
         devices.iter().for_each(|(cid, device)| print(*cid, device));
@@ -188,6 +192,20 @@ fn take_over(fd: i32) -> Result<OwnedFd> {
 /// Prints the statistics of a guest's device.
 fn print(cid: u64, device: &Vsock) {
     console::notice(&format!("cid={cid} {}", device.report()));
+}
+
+/// Serves clients that come while a guest has no frontend, on a thread for each guest, until the token is cancelled.
+fn serve_unconnected(devices: &[(u64, Arc<Vsock>)], ended: &Cancel) -> Result<()> {
+    for (cid, device) in devices {
+        let (cid, device, ended) = (*cid, Arc::clone(device), ended.clone());
+        let serve = move || {
+            if let Err(error) = device.serve_unconnected(&ended) {
+                tracing::warn!(%error, cid, "clients that come before a frontend wait until there is one");
+            }
+        };
+        thread::Builder::new().name(format!("unconnected-{cid}")).spawn(serve)?;
+    }
+    Ok(())
 }
 
 /// Prints statistics on SIGUSR1. The thread never ends, so it holds weak references: a dropped device removes its sockets.

@@ -299,7 +299,7 @@ impl<S: Sockets> Engine<S> {
         }
     }
 
-    /// Removes all connections without notifying the guest, because its driver is another one.
+    /// Removes all connections without notifying the guest.
     pub fn drop_all_connections(&mut self) {
         for id in self.host_ends.ids() {
             self.close_socket(id, CloseMode::Reset);
@@ -309,6 +309,20 @@ impl<S: Sockets> Engine<S> {
         self.waiting_for_memory = PrunedQueue::default();
         self.timeouts = PrunedQueue::default();
         self.credit_timers = PrunedQueue::default();
+    }
+
+    /// Removes the connections of a former driver without notifying the guest. Those whose request was not sent are kept: no
+    /// driver knows of them, and the new one gets their requests. Returns the number of those that were removed.
+    pub fn drop_connections_of_former_driver(&mut self) -> usize {
+        let before = self.table.len();
+        for id in self.host_ends.ids() {
+            if !self.table.is_unsent(id) {
+                self.close_socket(id, CloseMode::Reset);
+            }
+        }
+        // Entries of removed connections are skipped in all queues.
+        self.table.remove_sent();
+        before - self.table.len()
     }
 
     fn insert(&mut self, end: HostEnd<S::Socket>) {

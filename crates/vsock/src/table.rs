@@ -509,13 +509,24 @@ impl ConnectionTable {
         self.queue_control(id, ControlPackets::RESET);
     }
 
-    /// Removes all connections without notifying the guest, because its driver is another one.
+    /// Returns true if the guest has not received the request of a connection: no driver knows of it.
+    pub(crate) fn is_unsent(&self, id: ConnectionId) -> bool {
+        self.get(id).is_some_and(|connection| connection.control.contains(ControlPackets::REQUEST))
+    }
+
+    /// Removes all connections without notifying the guest.
     pub fn clear(&mut self) {
-        let ids: Vec<ConnectionId> = self.ids().collect();
-        for id in ids {
+        for id in self.ids().collect::<Vec<ConnectionId>>() {
             self.remove(id);
         }
         self.control_queue.clear();
+        self.pending_resets.clear();
+    }
+
+    /// Removes the connections that the guest knows of, without notifying it, because its driver is another one.
+    pub(crate) fn remove_sent(&mut self) {
+        let ids: Vec<ConnectionId> = self.ids().filter(|id| !self.is_unsent(*id)).collect();
+        ids.into_iter().for_each(|id| self.remove(id));
         self.pending_resets.clear();
     }
 

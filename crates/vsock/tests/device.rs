@@ -157,6 +157,52 @@ fn a_new_driver_has_no_connections() {
 }
 
 #[test]
+fn clients_that_come_before_the_guest_are_connected_to_it() {
+    let served = Served::new(ConnectionLimits::default());
+    let before_the_frontend = served.connect(22);
+    let mut frontend = Frontend::connect(&served.path("d"), TIMEOUT).unwrap();
+    let features = frontend.negotiate(0, feature::EVENT_IDX, 0).unwrap().features;
+    let before_the_driver = served.connect(22);
+    let deadline = Instant::now() + TIMEOUT;
+    while served.device.report().connections.len() < 2 {
+        assert!(Instant::now() < deadline, "the device has not accepted both clients");
+    }
+    let options = Options { cid: CID, size: 64, receive_bytes: 4096, features, takes_at_once: true };
+    let memory = Arc::new(MemoryArena::new(VsockGuest::memory_bytes(&options)).unwrap());
+    frontend.set_mem_table(Some(&memory)).unwrap();
+    let mut guest = VsockGuest::start(&mut frontend, &memory, options).unwrap();
+    let mut accepted = 0;
+    poll_until(&mut guest, |guest, event| {
+        if let VsockEvent::Request(ports) = event {
+            guest.accept(ports);
+            accepted += 1;
+        }
+        (accepted == 2).then_some(())
+    });
+    guest.poll(|_, _| ()).unwrap();
+    for mut client in [before_the_frontend, before_the_driver] {
+        let mut reply = [0; 3];
+        client.read_exact(&mut reply).unwrap();
+        assert_eq!(&reply, b"OK ");
+    }
+}
+
+#[test]
+fn clients_are_refused_in_time_after_the_guest_has_gone() {
+    let served = Served::new(ConnectionLimits::default());
+    drop(served.guest());
+    let since = Instant::now();
+    let mut client = served.connect(22);
+    let mut reply = Vec::new();
+    // It may end with a reset.
+    let _ = client.read_to_end(&mut reply);
+    let waited = since.elapsed();
+    assert!(reply.is_empty(), "{reply:?}");
+    let limit = Duration::from_millis(towline_vsock::CONNECT_TIMEOUT_MS);
+    assert!(waited >= limit && waited < 3 * limit, "{waited:?}");
+}
+
+#[test]
 fn a_migrated_guests_connections_are_reset() {
     let (here, there) = (Served::new(ConnectionLimits::default()), Served::new(ConnectionLimits::default()));
     let (mut frontend, mut guest) = here.guest();

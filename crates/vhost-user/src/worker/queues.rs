@@ -10,6 +10,11 @@ pub struct Queues<'a> {
 }
 
 impl<'a> Queues<'a> {
+    /// No queues: for a worker that its device runs while no frontend is connected.
+    pub fn none() -> Self {
+        Self { slots: &mut [] }
+    }
+
     pub(super) fn new(slots: &'a mut [QueueSlot]) -> Self {
         Self { slots }
     }
@@ -24,7 +29,7 @@ impl<'a> Queues<'a> {
         self.slots.len()
     }
 
-    /// Returns true if there is no queue, which does not happen with workers of this crate.
+    /// Returns true if there is no queue, as without a frontend ([`Queues::none`]).
     pub fn is_empty(&self) -> bool {
         self.slots.is_empty()
     }

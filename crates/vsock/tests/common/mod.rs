@@ -29,7 +29,7 @@ pub(crate) struct Served {
     cid: u64,
     pub(crate) device: Arc<Vsock>,
     cancel: Cancel,
-    thread: Option<JoinHandle<()>>,
+    threads: Vec<JoinHandle<()>>,
 }
 
 impl Served {
@@ -101,7 +101,9 @@ impl Served {
             let device: Arc<dyn Device> = serving;
             assert!(FrontendSource::Listen(listener).serve(&device, &cancelled).is_err());
         });
-        Self { directory, cid, device, cancel, thread: Some(thread) }
+        let (serving, cancelled) = (Arc::clone(&device), cancel.clone());
+        let clients = std::thread::spawn(move || serving.serve_unconnected(&cancelled).unwrap());
+        Self { directory, cid, device, cancel, threads: vec![thread, clients] }
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
@@ -140,7 +142,7 @@ impl Served {
 impl Drop for Served {
     fn drop(&mut self) {
         self.cancel.cancel();
-        if let Some(thread) = self.thread.take() {
+        for thread in self.threads.drain(..) {
             let ended = thread.join();
             assert!(ended.is_ok() || std::thread::panicking());
         }

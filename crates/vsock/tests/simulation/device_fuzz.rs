@@ -267,7 +267,7 @@ impl Guest {
     /// Replaces the driver by a new one.
     fn restart(&mut self, size: u16) {
         self.engine.complete_retained(Some(&mut self.tx));
-        self.engine.drop_all_connections();
+        self.engine.drop_connections_of_former_driver();
         self.epoch += 2;
         self.shared = Arc::new(Shared::new(GUEST_BYTES).expect("a memfd"));
         self.memory = map(&self.shared);
