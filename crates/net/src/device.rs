@@ -16,9 +16,9 @@ use crate::features;
 use crate::lock::lock;
 use crate::rarp;
 use crate::state::State;
-use crate::statistics::{Counters, DropReason, QueueStatistics};
+use crate::statistics::{Counters, DropReason, QueueStatistics, TransmitMode};
 use crate::tap::{CarrierState, TapError, Taps};
-use crate::xdp::{TransmitMode, Xdp};
+use crate::xdp::Xdp;
 
 /// First word of [`Device::migration_version`].
 const KIND: &str = "towline-net-1";
@@ -32,11 +32,16 @@ pub struct Net {
 impl Net {
     /// A card with a queue pair for each queue of the tap.
     pub fn new(taps: Taps, options: Options) -> Self {
-        Self::with_xdp(taps, None, options)
+        Self::with(taps, None, options)
     }
 
     /// As [`Net::new`], but frames of the guest are sent by AF_XDP where possible.
+    #[cfg(feature = "af-xdp")]
     pub fn with_xdp(taps: Taps, xdp: Option<Xdp>, options: Options) -> Self {
+        Self::with(taps, xdp, options)
+    }
+
+    fn with(taps: Taps, xdp: Option<Xdp>, options: Options) -> Self {
         let pairs = taps.queues().len();
         let flags = |value| (0..pairs).map(|_| AtomicBool::new(value)).collect();
         let shared = Shared {

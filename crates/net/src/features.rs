@@ -25,6 +25,9 @@ const fn bit(number: u32) -> u64 {
 }
 
 pub(crate) const MRG_RXBUF: u64 = bit(virtio::VIRTIO_NET_F_MRG_RXBUF);
+/// All offloads of frames that the guest sends depend on it.
+#[cfg(feature = "af-xdp")]
+pub(crate) const CSUM: u64 = bit(virtio::VIRTIO_NET_F_CSUM);
 pub(crate) const MQ: u64 = bit(virtio::VIRTIO_NET_F_MQ);
 
 /// Features that do not depend on the tap. Some are implemented by QEMU and only have to be offered.

@@ -9,6 +9,8 @@
 //! the virtio header is the tap's own, so segmentation and checksums are left to the kernel, or to the network card behind
 //! it. The offloads of the tap follow the features that the guest's driver negotiated, here and at a migration's destination.
 //!
+//! The feature `af-xdp` adds `Xdp`, which sends frames by AF_XDP sockets instead.
+//!
 //! Out of scope: switching (a bridge does that), a control queue (QEMU has it), address filters, traffic shaping.
 //!
 //! Limits: [`PAIRS_MAX`] queue pairs, frames of [`FRAME_BYTES_MAX`] bytes. Chains are used in the order of the available
@@ -21,20 +23,26 @@ mod features;
 mod lock;
 mod rarp;
 mod receive;
+#[cfg(feature = "af-xdp")]
 pub mod segment;
 mod state;
 mod statistics;
 mod sys;
 mod tap;
 mod transmit;
+#[cfg(feature = "af-xdp")]
+mod xdp;
+#[cfg(not(feature = "af-xdp"))]
+#[path = "xdp_absent.rs"]
 mod xdp;
 
 pub use device::{Net, Options};
 pub use features::feature_names;
 pub use state::{STATE_VERSION, STATE_VERSION_MIN};
-pub use statistics::{CopyReason, DropReason, QueueStatistics};
+pub use statistics::{CopyReason, DropReason, QueueStatistics, TransmitMode};
 pub use tap::{TapError, TapQueue, Taps};
-pub use xdp::{TransmitMode, Xdp, XdpError};
+#[cfg(feature = "af-xdp")]
+pub use xdp::{Xdp, XdpError};
 
 /// Maximum number of queue pairs: vhost-user names a ring by one byte, and a pair has two.
 pub const PAIRS_MAX: usize = towline_vhost_user::QUEUES_MAX / 2;

@@ -39,6 +39,37 @@ impl DropReason {
     }
 }
 
+/// Current way of transmission.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum TransmitMode {
+    /// By the tap.
+    Tap,
+    /// By AF_XDP with a copy in the kernel, as the driver has no zero-copy.
+    Copy,
+    /// By AF_XDP; the network card reads guest memory.
+    ZeroCopy,
+}
+
+impl TransmitMode {
+    /// Converts from its discriminant.
+    pub(crate) fn from_number(number: u8) -> Self {
+        [Self::Tap, Self::Copy, Self::ZeroCopy]
+            .into_iter()
+            .find(|mode| *mode as u8 == number)
+            .unwrap_or(Self::Tap)
+    }
+
+    /// Name in statistics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Tap => "tap",
+            Self::Copy => "af-xdp-copy",
+            Self::ZeroCopy => "af-xdp-zero-copy",
+        }
+    }
+}
+
 /// Reason for copying a frame of a card that sends by AF_XDP, instead of referring to guest memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CopyReason {
@@ -60,15 +91,13 @@ pub enum CopyReason {
     CopyMode,
     /// It was sent by the tap.
     Tap,
-    /// By measurement, copies cost less for frames of its length, or the measurement is under way.
-    Cost,
     /// References are disabled.
     Setting,
 }
 
 impl CopyReason {
     /// All reasons, in the order of [`QueueStatistics::copies`].
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 10] = [
         Self::Short,
         Self::Buffers,
         Self::Pages,
@@ -78,7 +107,6 @@ impl CopyReason {
         Self::NoRoom,
         Self::CopyMode,
         Self::Tap,
-        Self::Cost,
         Self::Setting,
     ];
 
@@ -94,7 +122,6 @@ impl CopyReason {
             Self::NoRoom => "no-room",
             Self::CopyMode => "copy-mode",
             Self::Tap => "tap",
-            Self::Cost => "cost",
             Self::Setting => "setting",
         }
     }
@@ -227,6 +254,7 @@ impl BatchCounters {
     }
 
     /// Counts frames of AF_XDP that were copied.
+    #[cfg(feature = "af-xdp")]
     pub(crate) fn add_copies(&mut self, reason: CopyReason, frames: u64) {
         self.copied += frames;
         self.copies[reason as usize] += frames;

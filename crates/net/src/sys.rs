@@ -3,7 +3,9 @@
 pub(crate) mod interface;
 pub(crate) mod tap;
 pub(crate) mod tap_ring;
+#[cfg(feature = "af-xdp")]
 pub(crate) mod umem_mapping;
+#[cfg(feature = "af-xdp")]
 pub(crate) mod xsk;
 
 use std::io;

@@ -7,6 +7,7 @@
 use std::io;
 use std::ops::Range;
 
+#[cfg(feature = "af-xdp")]
 use towline_channel::IoBuf;
 use towline_vhost_user::{Batch, Chain, Next, Ring};
 
@@ -31,6 +32,7 @@ pub(crate) struct Transmitter {
 }
 
 /// Result of an attempt to send a frame.
+#[cfg(feature = "af-xdp")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sent {
     /// The frame was sent, or dropped and counted.
@@ -145,6 +147,7 @@ impl Transmitter {
 }
 
 /// Sends one frame, or drops it. `bufs` is kept by the caller for its allocation.
+#[cfg(feature = "af-xdp")]
 pub(crate) fn send_frame<'b>(
     chain: Chain<'b>,
     tap: TapContext<'_>,
@@ -160,6 +163,7 @@ pub(crate) fn send_frame<'b>(
 }
 
 /// Writes one frame to the tap. Returns its length without the virtio header.
+#[cfg(feature = "af-xdp")]
 fn write_frame<'b>(
     chain: Chain<'b>,
     tap: TapContext<'_>,

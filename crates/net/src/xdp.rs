@@ -18,7 +18,6 @@ mod frame_builder;
 mod in_flight;
 mod orphans;
 mod references;
-mod send_policy;
 mod socket;
 mod timer;
 mod transmitter;
@@ -37,16 +36,18 @@ use rustix::net::{AddressFamily, sockopt};
 use towline_channel::ZeroCopySend;
 use towline_vhost_user::GuestMemory;
 
+use crate::features;
 use crate::lock::lock;
+use crate::statistics::CopyReason;
 use crate::sys::interface;
 use crate::sys::umem_mapping::UmemMapping;
 use driver::DriverFeatures;
+use frame_builder::GuestReferences;
 use references::PageCrossing;
 use socket::{QueueId, UmemUse, UnboundSocket, XdpSocket};
 use tx_queue::{QueueOptions, TxQueue};
 use umem::Umem;
 
-pub use socket::TransmitMode;
 pub(crate) use transmitter::XdpTransmitter;
 
 /// Bytes of a frame beyond the MTU: Ethernet header and two VLAN tags.
@@ -161,10 +162,16 @@ impl Xdp {
         Self { copy_mode: CopyMode::Required, ..self }
     }
 
-    /// Sets which frames refer to guest memory in zero-copy mode. By default the cheaper method is measured.
+    /// Sets which frames refer to guest memory in zero-copy mode. `Auto` sends by the tap for a driver with offloads, which a tap
+    /// takes as they are; `On` sends for any driver; `Off` copies all frames.
     #[must_use]
     pub fn with_zero_copy_send(self, zero_copy_send: ZeroCopySend) -> Self {
         Self { zero_copy_send, ..self }
+    }
+
+    /// Returns true if the frames of a driver with these features are to be sent here, which is not slower than the tap.
+    pub(crate) fn suits(&self, features: u64) -> bool {
+        suits(self.copy_mode, self.zero_copy_send, features)
     }
 
     /// Splits references at pages of 4 KiB from now on, also within huge pages.
@@ -299,7 +306,10 @@ impl Xdp {
         let options = QueueOptions {
             zero_copy_descriptors: driver.descriptors,
             zero_copy_crossing: if scattered { PageCrossing::None } else { PageCrossing::WithinHugePages },
-            zero_copy_send: self.zero_copy_send,
+            zero_copy_references: match self.zero_copy_send {
+                ZeroCopySend::Off => GuestReferences::Forbidden(CopyReason::Setting),
+                _ => GuestReferences::Allowed,
+            },
             frame_bytes_max: mtu + LINK_HEADER_BYTES,
         };
         TxQueue::new(umem, socket, pair, &options).map(Some)
@@ -330,4 +340,26 @@ fn is_temporary(error: &io::Error) -> bool {
         error.raw_os_error(),
         Some(libc::EBUSY | libc::ENETDOWN | libc::ENXIO | libc::ENODEV | libc::EAGAIN)
     )
+}
+
+fn suits(copy_mode: CopyMode, zero_copy_send: ZeroCopySend, features: u64) -> bool {
+    let is_chosen = copy_mode == CopyMode::Required || zero_copy_send != ZeroCopySend::Auto;
+    is_chosen || features & features::CSUM == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn by_default_the_tap_sends_for_a_driver_with_offloads() {
+        let offloads = features::CSUM;
+        for (zero_copy_send, chosen) in
+            [(ZeroCopySend::Auto, false), (ZeroCopySend::On, true), (ZeroCopySend::Off, true)]
+        {
+            assert!(suits(CopyMode::Refused, zero_copy_send, 0));
+            assert_eq!(suits(CopyMode::Refused, zero_copy_send, offloads), chosen, "{zero_copy_send:?}");
+            assert!(suits(CopyMode::Required, zero_copy_send, offloads));
+        }
+    }
 }

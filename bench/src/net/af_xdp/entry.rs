@@ -53,12 +53,12 @@ pub(super) enum Carrier {
     Tap,
     CopyMode,
     References,
-    Copies,
-    Auto,
-    /// As `Tap` and `References`; the guest's kernel computes packets and checksums itself. This driver can read only such packets
+    /// Without options: what a user gets.
+    Default,
+    /// As `Tap` and `Default`; the guest's kernel computes packets and checksums itself. This driver can read only such packets
     /// from guest memory, as it accepts one descriptor per packet.
     TapWithoutOffloads,
-    ReferencesWithoutOffloads,
+    DefaultWithoutOffloads,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -122,14 +122,13 @@ impl Entry {
 }
 
 impl Carrier {
-    pub(super) const ALL: [Self; 7] = [
+    pub(super) const ALL: [Self; 6] = [
         Self::Tap,
         Self::CopyMode,
         Self::References,
-        Self::Copies,
-        Self::Auto,
+        Self::Default,
         Self::TapWithoutOffloads,
-        Self::ReferencesWithoutOffloads,
+        Self::DefaultWithoutOffloads,
     ];
 
     pub(super) fn name(self) -> &'static str {
@@ -137,10 +136,9 @@ impl Carrier {
             Self::Tap => "tap",
             Self::CopyMode => "AF_XDP, copy",
             Self::References => "AF_XDP, zero-copy",
-            Self::Copies => "the same, off",
-            Self::Auto => "the same, auto",
+            Self::Default => "default",
             Self::TapWithoutOffloads => "tap, no offloads",
-            Self::ReferencesWithoutOffloads => "zero-copy, no offloads",
+            Self::DefaultWithoutOffloads => "default, no offloads",
         }
     }
 
@@ -148,16 +146,20 @@ impl Carrier {
         match self {
             Self::Tap | Self::TapWithoutOffloads => "",
             Self::CopyMode => "--af-xdp eth0 --af-xdp-copy",
-            Self::References | Self::ReferencesWithoutOffloads => "--af-xdp eth0 --zero-copy-send on",
-            Self::Copies => "--af-xdp eth0 --zero-copy-send off",
-            Self::Auto => "--af-xdp eth0",
+            Self::References => "--af-xdp eth0 --zero-copy-send on",
+            Self::Default | Self::DefaultWithoutOffloads => "--af-xdp eth0",
         }
+    }
+
+    /// The tap with the same offloads, which it is compared with.
+    pub(super) fn tap(self) -> Self {
+        if self.offloads() == "off" { Self::TapWithoutOffloads } else { Self::Tap }
     }
 
     /// Offloads that the driver negotiates.
     pub(super) fn offloads(self) -> &'static str {
         match self {
-            Self::TapWithoutOffloads | Self::ReferencesWithoutOffloads => "off",
+            Self::TapWithoutOffloads | Self::DefaultWithoutOffloads => "off",
             _ => "on",
         }
     }
@@ -165,11 +167,9 @@ impl Carrier {
     /// The mode that the card reports.
     pub(super) fn mode(self) -> &'static str {
         match self {
-            Self::Tap | Self::TapWithoutOffloads => "tap",
+            Self::Tap | Self::Default | Self::TapWithoutOffloads => "tap",
             Self::CopyMode => "af-xdp-copy",
-            Self::References | Self::Copies | Self::Auto | Self::ReferencesWithoutOffloads => {
-                "af-xdp-zero-copy"
-            }
+            Self::References | Self::DefaultWithoutOffloads => "af-xdp-zero-copy",
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use super::entry::{Carrier, Entry, Figure, Parameters, Work};
+use super::entry::{Entry, Figure, Parameters, Work};
 use crate::rounds::Outcome;
 use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
@@ -11,8 +11,7 @@ const MIB: f64 = (1 << 20) as f64;
 
 pub(super) fn tables(parameters: &Parameters, entries: &[Entry], outcomes: &[Outcome<Figure>]) -> Vec<Table> {
     let run = Run { entries, outcomes };
-    let note =
-        "the guest is emulated: compare the rows of one table; kicks, interrupts: of the whole connection";
+    let note = "the guest is emulated: compare the rows of one table; × tap: with the same offloads; kicks, interrupts: of the whole connection";
     let table = |name, title: &str, columns, is_of: fn(Work) -> bool| Table {
         name,
         title: format!("{title}, {} runs, median (min–max)", parameters.runs),
@@ -56,9 +55,9 @@ impl Run<'_> {
         Some(self.outcomes[index].values.iter().map(figure).collect())
     }
 
-    /// Ratio to the tap, round by round.
+    /// Ratio to the tap with the same offloads, round by round.
     fn beside_tap(&self, entry: Entry, figure: fn(&Figure) -> f64) -> String {
-        let base = self.values(Entry { carrier: Carrier::Tap, ..entry }, figure).unwrap_or_default();
+        let base = self.values(Entry { carrier: entry.carrier.tap(), ..entry }, figure).unwrap_or_default();
         let values = self.values(entry, figure).unwrap_or_default();
         Summary::of_ratios(&values, &base).map_or_else(String::new, |ratio| format!("{ratio:.2}"))
     }

@@ -66,14 +66,15 @@ pub(crate) struct NetArgs {
     /// MTU of the tap in bytes
     #[arg(long, hide_short_help = true, value_name = "BYTES", value_parser = mtu, conflicts_with = "tap_fds")]
     pub(crate) mtu: Option<u16>,
-    /// Interface that transmits from guest memory by AF_XDP; the tap only receives
+    /// Interface that transmits from guest memory by AF_XDP where that is not slower than the tap, which receives
     #[arg(long, value_name = "IF", value_parser = interface)]
     pub(crate) af_xdp: Option<String>,
     /// AF_XDP's copy mode, for tests and comparisons; without it, frames of an interface without zero-copy go by the tap,
     /// which is faster
     #[arg(long, hide_short_help = true, requires = "af_xdp")]
     pub(crate) af_xdp_copy: bool,
-    /// References to guest memory in frames of more than 256 bytes: auto, where they save CPU time; on, where possible; off
+    /// Frames that leave by AF_XDP, those of more than 256 bytes by reference: auto, of drivers without offloads; on, all; off,
+    /// all, and none by reference
     #[arg(
         long,
         hide_short_help = true,

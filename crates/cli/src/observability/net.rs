@@ -156,7 +156,6 @@ fn copies(queue: &QueueStatistics) -> [Metric; CopyReason::ALL.len()] {
             }
             CopyReason::CopyMode => ("copied-copy-mode", "frames copied: the driver has no zero-copy"),
             CopyReason::Tap => ("copied-tap", "frames copied: sent by the tap"),
-            CopyReason::Cost => ("copied-cost", "frames copied: a copy costs less, or costs are compared"),
             CopyReason::Setting => ("copied-setting", "frames copied: references are disabled"),
         };
         Metric::counter(name, about, queue.copied_because(reason))

@@ -15,7 +15,7 @@ use crate::statistics::CopyReason;
 use crate::sys::umem_mapping::ArenaSection;
 
 /// Maximum length of a frame that is always copied, which is cheaper (as `VHOST_GOODCOPY_LEN`).
-pub(super) const COPY_BYTES: usize = 256;
+const COPY_BYTES: usize = 256;
 /// Minimum length of the first descriptor: Ethernet, VLAN, IP and TCP headers.
 const FIRST_BYTES: u32 = 128;
 /// Maximum length of the virtio header.

@@ -36,37 +36,6 @@ const BUSY_INTERVAL: Duration = Duration::from_millis(2);
 /// Size of the UMEM that is registered to find out if a queue is free.
 const PROBE_BYTES: usize = 4096;
 
-/// Current way of transmission.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum TransmitMode {
-    /// By the tap.
-    Tap,
-    /// By AF_XDP with a copy in the kernel, as the driver has no zero-copy.
-    Copy,
-    /// By AF_XDP; the network card reads guest memory.
-    ZeroCopy,
-}
-
-impl TransmitMode {
-    /// Converts from its discriminant.
-    pub(crate) fn from_number(number: u8) -> Self {
-        [Self::Tap, Self::Copy, Self::ZeroCopy]
-            .into_iter()
-            .find(|mode| *mode as u8 == number)
-            .unwrap_or(Self::Tap)
-    }
-
-    /// Name in statistics.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Tap => "tap",
-            Self::Copy => "af-xdp-copy",
-            Self::ZeroCopy => "af-xdp-zero-copy",
-        }
-    }
-}
-
 /// A queue of an interface.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct QueueId {

@@ -11,12 +11,11 @@ use towline_vhost_user::{BackendError, Batch, GuestMemory, Next, Ring};
 
 use super::orphans::{FREE_INTERVAL, OrphanState, OrphanedChains};
 use super::references::PageCrossing;
-use super::socket::TransmitMode;
 use super::timer::{CompletionProgress, CompletionTimer};
 use super::tx_queue::{DrainScope, Drained, TxError, TxQueue, TxRun};
 use super::{Xdp, is_temporary};
 use crate::device::Shared;
-use crate::statistics::{BatchCounters, CopyReason, DropReason};
+use crate::statistics::{BatchCounters, CopyReason, DropReason, TransmitMode};
 use crate::tap::TapContext;
 use crate::transmit::Transmitter;
 
@@ -207,6 +206,12 @@ impl XdpTransmitter {
         }
         let shared = Arc::clone(&self.shared);
         let Some(xdp) = &shared.xdp else { return };
+        if !xdp.suits(shared.features.load(Relaxed)) {
+            let reason = "the guest's driver has offloads, which a tap takes as they are; start the guest with csum=off, or \
+                          use --zero-copy-send on";
+            self.record_failure(&memory, Retry::Never, reason);
+            return;
+        }
         // At first, the queue may be busy with our own previous socket, or that of the previous process.
         let inherited = self.orphaned.take_inherited();
         let first = self.failure.is_none() && (self.orphaned.is_empty() || inherited);

@@ -5,19 +5,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, poll};
-use rustix::time::{ClockId, clock_gettime};
-use towline_channel::ZeroCopySend;
 use towline_vhost_user::{Batch, Chain, ChainHead, GuestMemory, Next, Ring};
 
 use super::error_budget::ErrorBudget;
-use super::frame_builder::{BuildOutcome, COPY_BYTES, FrameBuilder, GuestReferences};
+use super::frame_builder::{BuildOutcome, FrameBuilder, GuestReferences};
 use super::in_flight::{FRAMES_MAX, InFlightFrames, tagged};
 use super::references::{DescriptorLimits, PageCrossing};
-use super::send_policy::{Notifications, SendMethod, SendPolicy};
-use super::socket::{CHUNK_BYTES, COMPLETION_ENTRIES, TransmitMode, XdpSocket};
+use super::socket::{CHUNK_BYTES, COMPLETION_ENTRIES, XdpSocket};
 use super::timer::CompletionProgress;
 use super::umem::Umem;
-use crate::statistics::{BatchCounters, CopyReason, DropReason};
+use crate::statistics::{BatchCounters, CopyReason, DropReason, TransmitMode};
 use crate::sys::umem_mapping::ArenaSection;
 use crate::tap::TapContext;
 use crate::transmit::{Sent, send_frame};
@@ -42,7 +39,7 @@ pub(super) struct TxQueue {
     builder: FrameBuilder,
     in_flight: InFlightFrames<ChainHead>,
     budget: ErrorBudget,
-    policy: SendPolicy,
+    references: GuestReferences,
     crossing: PageCrossing,
     /// Time of the last completion, or of the last moment without frames in flight.
     last_progress: Instant,
@@ -84,8 +81,8 @@ pub(super) struct QueueOptions {
     pub(super) zero_copy_descriptors: usize,
     /// Page boundaries that a descriptor may cross then.
     pub(super) zero_copy_crossing: PageCrossing,
-    /// Use of references to guest memory then.
-    pub(super) zero_copy_send: ZeroCopySend,
+    /// Permission to refer to guest memory then.
+    pub(super) zero_copy_references: GuestReferences,
     /// Maximum length of a frame of the interface.
     pub(super) frame_bytes_max: usize,
 }
@@ -138,14 +135,12 @@ impl TxQueue {
             headroom: umem.metadata_bytes.into(),
             descriptors,
         };
-        let policy = if socket.zero_copy {
-            SendPolicy::new(options.zero_copy_send)
-        } else {
-            SendPolicy::of_copy_mode()
-        };
+        // In copy mode the kernel copies each frame, so another copy never pays.
+        let references =
+            if socket.zero_copy { options.zero_copy_references } else { GuestReferences::Allowed };
         Ok(Self {
             socket,
-            policy,
+            references,
             crossing,
             builder: FrameBuilder::new(Arc::clone(&umem), section, limits, options.frame_bytes_max),
             umem,
@@ -185,10 +180,6 @@ impl TxQueue {
     ) -> Result<TxRun, TxError> {
         self.reap(Some(&mut *ring))?;
         for _ in 0..BATCHES_PER_RUN {
-            if !self.policy.is_fixed() {
-                let ring = ring.statistics();
-                self.policy.notified(Notifications { kicks: ring.kicks, calls: ring.notifications });
-            }
             let popped = ring.pop(batch, FRAMES_PER_BATCH);
             let (mut sent, mut tap_full) = (popped, false);
             for (index, chain) in batch.chains().enumerate() {
@@ -229,18 +220,9 @@ impl TxQueue {
     ) -> SendOutcome {
         let virtio_bytes = tap.format.header_bytes;
         let frame_bytes = (chain.readable_bytes() as usize).saturating_sub(virtio_bytes);
-        let references = self.references(frame_bytes, ring.size());
-        let decided =
-            matches!(references, GuestReferences::Allowed | GuestReferences::Forbidden(CopyReason::Cost))
-                && frame_bytes > COPY_BYTES;
-        let begun = (decided && self.policy.measures(frame_bytes)).then(cpu_time);
-        let outcome = self.build(chain, virtio_bytes, references);
+        let outcome = self.build(chain, virtio_bytes, self.references(ring.size()));
         if matches!(outcome, BuildOutcome::Referenced | BuildOutcome::Copied(_)) {
             self.commit((outcome == BuildOutcome::Referenced).then(|| chain.head()));
-            let cost = begun.map(|begun| cpu_time().saturating_sub(begun));
-            if decided {
-                self.policy.sent(frame_bytes, cost);
-            }
         }
         match outcome {
             BuildOutcome::NoRoom => return SendOutcome::NoRoom,
@@ -275,16 +257,16 @@ impl TxQueue {
         SendOutcome::Done
     }
 
-    /// Decides if a frame of this length may refer to guest memory.
-    fn references(&self, frame_bytes: usize, ring_size: u16) -> GuestReferences {
+    /// Decides if a frame may refer to guest memory.
+    fn references(&self, ring_size: u16) -> GuestReferences {
         // At most half of the ring is in flight, further frames are copied: a slow network card does not hold all chains.
         let chains_max = u32::from(ring_size / 2).min(u32::from(FRAMES_MAX) / 2);
-        match self.policy.method(frame_bytes) {
-            _ if self.in_flight.heads() >= chains_max => GuestReferences::Forbidden(CopyReason::InFlight),
-            _ if self.budget.is_exceeded() => GuestReferences::Forbidden(CopyReason::Errors),
-            SendMethod::Reference => GuestReferences::Allowed,
-            SendMethod::Copy if self.policy.is_fixed() => GuestReferences::Forbidden(CopyReason::Setting),
-            SendMethod::Copy => GuestReferences::Forbidden(CopyReason::Cost),
+        if self.in_flight.heads() >= chains_max {
+            GuestReferences::Forbidden(CopyReason::InFlight)
+        } else if self.budget.is_exceeded() {
+            GuestReferences::Forbidden(CopyReason::Errors)
+        } else {
+            self.references
         }
     }
 
@@ -414,9 +396,4 @@ impl TxQueue {
     pub(super) fn close(self) -> impl Iterator<Item = ChainHead> {
         self.in_flight.into_heads()
     }
-}
-
-/// The CPU time that this thread has used.
-fn cpu_time() -> Duration {
-    Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default()
 }

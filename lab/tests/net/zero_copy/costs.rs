@@ -1,4 +1,4 @@
-//! The automatic choice between copies and references: the guest kicks no more than with copies alone.
+//! The default, by which frames of more than 256 bytes leave by reference: the guest kicks about as often as with copies.
 
 use std::path::Path;
 
@@ -8,15 +8,15 @@ use towline_lab::{Kernel, require_kernel};
 use super::{Bench, Setup, card_line, driver};
 use crate::support::sum;
 
-/// Frames of a turn: more than a comparison needs, short frames included.
+/// Frames of a turn.
 const FRAMES: u32 = 6000;
 const TURNS: [&str; 4] = ["off", "auto", "auto", "off"];
-/// Kicks depend on when driver and card run, on processors that are emulated. What the policy prevents are three times as many.
+/// Kicks depend on when driver and card run, on processors that are emulated. What must not happen are three times as many.
 const KICKS_PERCENT_MAX: u64 = 180;
 
 #[test]
-fn short_frames_cost_no_more_kicks_than_copies() {
-    let name = "short_frames_cost_no_more_kicks_than_copies";
+fn references_cost_about_as_many_kicks_as_copies() {
+    let name = "references_cost_about_as_many_kicks_as_copies";
     if let Ok(socket) = std::env::var(driver::SOCKET) {
         return driver::run(Path::new(&socket));
     }
@@ -33,17 +33,21 @@ fn short_frames_cost_no_more_kicks_than_copies() {
         println!("{setting}: {statistics}");
         let is_auto = setting == "auto";
         kicks[usize::from(is_auto)] += sum(&statistics, "tx", "kicks");
-        let [cost, disabled] = ["cost", "setting"].map(|reason| copies[reason].as_u64().unwrap());
+        let disabled = copies["setting"].as_u64().unwrap();
         let referenced = sum(&statistics, "tx", "referenced");
         if is_auto {
-            // A comparison sends half of its frames by each method, as far as the driver supports it.
-            assert!(cost > 1000 && referenced > 500 && disabled == 0, "{statistics}");
+            // All but short frames, and those that this driver supports by copies only: in several buffers, across pages.
+            let [buffers, pages] = ["buffers", "pages"].map(|reason| copies[reason].as_u64().unwrap());
+            assert!(
+                referenced + buffers + pages > 3000 && referenced > 1000 && disabled == 0,
+                "{statistics}"
+            );
         } else {
-            assert!(cost == 0 && referenced == 0 && disabled > 1000, "{statistics}");
+            assert!(referenced == 0 && disabled > 1000, "{statistics}");
         }
     }
     let [copied, automatic] = kicks;
-    println!("kicks: {copied} with copies, {automatic} with the automatic choice");
+    println!("kicks: {copied} with copies, {automatic} by default");
     assert!(copied > 0 && automatic * 100 <= copied * KICKS_PERCENT_MAX, "{kicks:?}");
 }
 
