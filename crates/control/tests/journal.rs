@@ -161,7 +161,7 @@ fn own_migration_is_cancelled_and_others_are_not() {
             }
             let (_stream, _) = listener.accept().unwrap();
             until("a migration under way", || {
-                let found = qemu.watch_migration().unwrap()?;
+                let found = qemu.watch_migration(None).unwrap()?;
                 (found.status == Some(MigrationStatus::ACTIVE)).then_some(())
             });
             drop(settings);

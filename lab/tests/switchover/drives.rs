@@ -9,7 +9,7 @@ use towline_lab::{Builder, Flow, Qemu, Towline, Version, require_lab, skip, towl
 
 use crate::records::{Killed, cut_between, has_hosts};
 use crate::support::{
-    SHUT, Scratch, WITHIN, assert_ended, assert_runs_only_in, counting, end, qmp, signal, small, waiting,
+    SHUT, Scratch, WITHIN, assert_ended, assert_runs_only_in, counting, end, qmp, small, waiting,
 };
 
 /// Versions of the source and of the destination, which both have the machine type.

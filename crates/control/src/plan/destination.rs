@@ -252,10 +252,10 @@ impl QmpDestination {
     /// It failed to.
     pub(super) fn is_loaded(&mut self) -> Result<bool, Error> {
         let (migration, status) = self.qemu.migration_and_status()?;
-        self.see_loaded(migration, &status)
+        self.see_loaded(migration, status)
     }
 
-    fn see_loaded(&mut self, migration: MigrationInfo, status: &Status) -> Result<bool, Error> {
+    fn see_loaded(&mut self, migration: MigrationInfo, status: Status) -> Result<bool, Error> {
         match migration.status {
             Some(status) if status == MigrationStatus::FAILED => {
                 let text = migration.error_desc.unwrap_or_else(|| "its own log says why".into());
@@ -281,7 +281,7 @@ impl QmpDestination {
     /// exits closes its socket.
     pub(super) fn has_loaded_file(&mut self, cancel: &Cancel) -> Result<bool, Error> {
         let loaded = self.qemu.try_query_until(cancel, Qemu::migration_and_status)?;
-        loaded.map_or(Ok(false), |(migration, status)| self.see_loaded(migration, &status))
+        loaded.map_or(Ok(false), |(migration, status)| self.see_loaded(migration, status))
     }
 
     /// Queries the state of the guest. A missing reply is no evidence; an exited process is.

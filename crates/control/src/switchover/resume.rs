@@ -105,6 +105,7 @@ impl ResumeBlocker {
             Self::DestinationMayRun => "destination-may-run",
             Self::SourceElsewhere => "source-elsewhere",
             Self::SourceLost => "source-lost",
+            Self::SourceRanOn => "source-ran-on",
             Self::SourceUnknown => "source-unknown",
             Self::DestinationUnknown => "destination-unknown",
             Self::DestinationLost => "destination-lost",

@@ -525,29 +525,6 @@ fn postcopy_memory_is_registered_before_it_is_used() {
     assert!(refusal(&mut session, Request::PostcopyRegionsAck).contains("no region was mapped"));
 }
 
-#[test]
-fn a_saved_session_is_restored() {
-    let (mut session, _) = negotiated();
-    let info = RegionInfo { guest_address: 0, size: 8192, user_address: 0, mmap_offset: 0 };
-    session.handle(Request::SetMemTable(vec![(info, shared(8192))])).unwrap();
-    let log = LogMemory { size: 4096, offset: 0, fd: shared(4096) };
-    session.handle(Request::SetLogBase(log)).unwrap();
-    start(&mut session);
-    session.handle(Request::SetVringEnable(state(0, 1))).unwrap();
-    session.rings.bases = vec![None, Some(9)];
-    let saved = session.save().unwrap();
-    let (mut other, card) = self::session();
-    for request in saved.negotiated {
-        other.handle(request.decode().unwrap()).unwrap();
-    }
-    assert_eq!(other.rings.calls, ["memory 0x2000", "log true", "enable 0 Enabled"]);
-    assert_eq!(*card.calls.lock().unwrap(), ["acknowledge 0x130000000"]);
-    for request in saved.starts {
-        other.handle(request.decode().unwrap()).unwrap();
-    }
-    assert_eq!(other.rings.calls[3..], ["start 0 size 256 base 9 log false", "enable 0 Enabled"]);
-}
-
 /// A file of /proc has what is_local knows of a file on FUSE.
 #[test]
 fn a_file_that_another_process_serves_ends_the_connection() {
