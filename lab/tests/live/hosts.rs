@@ -164,6 +164,7 @@ impl Copying {
         assert!(took >= PEER_TIMEOUT && took <= ENDS_WITHIN, "{took:?}: {} {}", here.stderr, there.stderr);
         let exits = (here.status.code(), there.status.code());
         assert_eq!(exits, (Some(1), Some(exit_there)), "{} / {}", here.stderr, there.stderr);
+        assert!(!here.stderr.contains("multifd-channels"), "a false cause: {}", here.stderr);
         self.source.qmp().wait_status("running", WITHIN).unwrap();
         self.source.wait_counting(WITHIN).unwrap();
         assert_ne!(self.destination.qmp().status().unwrap(), "running");

@@ -1,6 +1,7 @@
 //! Origin of an error that ended a stream: the first error names a connection, and the connection one of the
 //! two QEMUs. What the other QEMU then reports is a consequence, and would only hide the reason.
 
+use rustix::io::Errno;
 use towline_channel::{Address, Error as ChannelError};
 use towline_migration::Compression;
 use towline_migration::Error as MigrationError;
@@ -81,13 +82,16 @@ pub(super) fn explain_lane_loss(error: Error, lanes: usize, compression: Compres
             peer,
             after,
         })) if lanes > 0 => Error::LanesNotTaken { peer, lanes, waited: after },
-        Error::Migration(MigrationError::Lane { lane, source })
-            if matches!(*source, MigrationError::Channel(_)) =>
-        {
+        Error::Migration(MigrationError::Lane { lane, source }) if matches!(&*source, MigrationError::Channel(error) if !is_silence(error)) => {
             Error::LaneLost { lanes, compression, source: MigrationError::Lane { lane, source } }
         }
         error => error,
     }
+}
+
+/// Returns true if the connection was lost because its peer was silent: that is no matter of options.
+fn is_silence(error: &ChannelError) -> bool {
+    error.raw_os_error() == Some(Errno::TIMEDOUT.raw_os_error())
 }
 
 /// Returns true if the error comes from a stream's connection to this peer.
