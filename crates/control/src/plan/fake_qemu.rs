@@ -6,8 +6,12 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
+use towline_channel::Cancel;
 use towline_qmp::{CommandError, Commands, Server};
 
+use super::context::Context;
+use super::progress::Observer;
+use super::request::{CopyRequest, Task, TransferOptions};
 use crate::lock::lock;
 
 const NAMES: [&str; 21] = [
@@ -35,6 +39,18 @@ const NAMES: [&str; 21] = [
 ];
 const RAM_BLOCKS: &str =
     "              Block Name    PSize              Offset               Used              Total\n";
+
+/// An observer that keeps nothing.
+pub(super) struct Silent;
+
+impl Observer for Silent {}
+
+/// Runs `test` in the context of a copy that nothing cancels.
+pub(super) fn in_copy<T>(test: impl FnOnce(&Context<'_>) -> T) -> T {
+    let transfer = TransferOptions::default();
+    let request = CopyRequest::new(Task::Copy { transfer, run: None, resume: false, base: None });
+    test(&Context::new(&request, 0, &Cancel::new().unwrap(), &Silent))
+}
 
 /// What it replies.
 #[derive(Debug)]

@@ -1,11 +1,11 @@
-use super::super::fake_qemu::FakeQemu;
+use super::super::fake_qemu::{FakeQemu, in_copy};
 use super::super::request::RequestedPages;
 use super::*;
 use crate::switchover::FinalRunState;
 
 fn waiting() -> (FakeQemu, QmpDestination) {
     let fake = FakeQemu::start("inmigrate");
-    let destination = QmpDestination::prepare(&fake.path(), None).unwrap();
+    let destination = in_copy(|context| QmpDestination::prepare(&fake.path(), context).unwrap());
     (fake, destination)
 }
 

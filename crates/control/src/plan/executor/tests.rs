@@ -2,16 +2,11 @@ use towline_channel::{Address, Cancel};
 use towline_migration::Sink;
 
 use super::super::endpoint::DestinationEndpoint;
-use super::super::fake_qemu::FakeQemu;
-use super::super::progress::Observer;
+use super::super::fake_qemu::{FakeQemu, Silent};
 use super::super::request::{CopyRequest, RequestedPages, Task, TransferOptions};
 use super::*;
 use crate::moves::MoveEnd;
 use crate::switchover::{DestinationKind, GuestRunState, SourceKind};
-
-struct Silent;
-
-impl Observer for Silent {}
 
 /// A destination that replies as it was told, and keeps what was done.
 struct Destination {
@@ -76,12 +71,14 @@ impl Case {
     ) -> Result<SwitchoverReport, Failure> {
         let transfer = TransferOptions::default();
         let options = CopyRequest::new(Task::Copy { transfer, run: None, resume: false, base: None });
-        let mut qemu = QmpSource::prepare(&self.source.path(), &options).unwrap();
+        let cancel = Cancel::new().unwrap();
+        let context = &Context::new(&options, 0, &cancel, &Silent);
+        let mut qemu = QmpSource::prepare(&self.source.path(), context).unwrap();
         let nowhere = Address::Unix("/nowhere".into());
         qemu.start_postcopy(&nowhere, RequestedPages::MainChannel, 0, &options).unwrap();
         (self.source.script().status, self.source.script().migration) = (source.0, Some(source.1));
-        let (kinds, cancel) = ((SourceKind::Qemu, DestinationKind::Qemu), Cancel::new().unwrap());
-        let switchover = SharedSwitchover::with_memory(kinds.0, kinds.1, self.memory, &options);
+        let switchover =
+            SharedSwitchover::with_memory(SourceKind::Qemu, DestinationKind::Qemu, self.memory, &options);
         let guest = GuestRunState::Running;
         assert_eq!(switchover.handle(Input::CommitRequested(guest)), Directive::Proceed);
         let (first, error) = if is_delivered {
@@ -92,7 +89,6 @@ impl Case {
         } else {
             (switchover.failed(&Error::Cancelled), Some(Error::Cancelled))
         };
-        let context = &Context::new(&options, 0, &cancel, &Silent);
         let (source, destination) = (SourceControl::Qemu(&mut qemu), &mut self.destination);
         conclude(SwitchoverEnds { switchover: &switchover, source, destination, context, error }, first)
     }
