@@ -23,7 +23,7 @@ fn with_drive(version: Version, format: &str, place: &Scratch) -> Builder {
         let made = Command::new("qemu-img").args(["create", "-q", "-f", format, &path, "16M"]).status();
         assert!(made.unwrap().success());
     }
-    small(version).machine(Version::V7_2.machine()).args([
+    small(version).machine(Version::V7_2.machine()).cpu("Nehalem").args([
         "-drive".to_owned(),
         format!("file={path},format={format},if=none,id=drive"),
         "-device".to_owned(),
@@ -35,8 +35,9 @@ fn with_drive(version: Version, format: &str, place: &Scratch) -> Builder {
 #[track_caller]
 fn assert_has_drive(qemu: &Qemu, other: Qemu, format: &str, place: &Scratch) {
     drop(other);
-    let found = Command::new("qemu-img").args(["info", "-f", format, &place.text("drive")]).output().unwrap();
-    let text = String::from_utf8_lossy(&found.stderr);
+    let path = place.text("drive");
+    let found = Command::new("qemu-io").args(["-f", format, "-c", "quit", &path]).output().unwrap();
+    let text = String::from_utf8_lossy(&found.stderr) + String::from_utf8_lossy(&found.stdout);
     assert!(!found.status.success() && text.contains("lock"), "the drive is not locked: {text}");
     qemu.wait_counting(WITHIN).unwrap();
 }
@@ -101,7 +102,7 @@ fn cont_at_a_loading_destination_does_not_run_the_guest() {
         return;
     }
     for version in [Version::V7_2, Version::V10_0] {
-        let builder = small(version);
+        let builder = small(version).cpu("Nehalem");
         let (source, destination) = (counting(&builder), waiting(&builder));
         let towline = move_with_full_run(&source, &destination, "--max-bandwidth 2M");
         wait_until("a loading destination", WITHIN, || {

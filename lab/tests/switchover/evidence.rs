@@ -1,39 +1,74 @@
 //! What a later towline takes for evidence: of this move, and not of what became of the guest since.
 
-use serde_json::{Value, json};
-use towline_lab::{Qemu, Version, wait_until};
+use std::cell::RefCell;
 
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use towline_lab::{Qemu, Towline, Version, wait_until};
+
+use crate::monitors::{Socat, has_socat};
 use crate::records::{Host, has_hosts, id};
 use crate::support::{
-    SentCopy, Suspended, WITHIN, assert_ended, assert_runs_only_in, counting, is_live, qmp,
-    sent_to_a_suspended_destination, small, waiting,
+    Scratch, SentCopy, WITHIN, assert_ended, assert_runs_only_in, counting, is_live, qmp,
+    sent_to_a_suspended_destination, signal, small, waiting,
 };
 
-/// A move on one host whose towline was killed when its destination had everything. Its source has completed.
-fn killed_at_the_decision(host: &Host) -> (Qemu, Qemu) {
-    let SentCopy { suspended, mut towline, source, destination } =
-        sent_to_a_suspended_destination(&|source, destination| {
-            host.start(&format!("move --json --multifd-channels 0 {} {}", qmp(source), qmp(destination)))
-        });
-    let silent = Suspended::new(&source);
-    drop(suspended);
-    wait_until("a record", WITHIN, || Ok((!host.moves().is_empty()).then_some(()))).unwrap();
-    towline.kill().unwrap();
-    drop(silent);
-    source.qmp().wait_status("postmigrate", WITHIN).unwrap();
-    (source, destination)
+/// A move on one host that has been decided: the source has completed, and its monitor does not reply.
+pub(crate) struct Held {
+    pub(crate) towline: Towline,
+    pub(crate) source: Qemu,
+    pub(crate) destination: Qemu,
+    proxy: Socat,
+    place: Scratch,
+}
+
+impl Held {
+    pub(crate) fn start(host: &Host) -> Self {
+        let (place, proxy) = (Scratch::new(), RefCell::new(None));
+        let socket = place.text("a.qmp");
+        let SentCopy { suspended, towline, source, destination } =
+            sent_to_a_suspended_destination(&|source, destination| {
+                drop(proxy.borrow_mut().take());
+                std::fs::remove_file(&socket).ok();
+                *proxy.borrow_mut() = Some(Socat::start(&socket, source));
+                host.start(&format!("move --json --multifd-channels 0 qmp:{socket} {}", qmp(destination)))
+            });
+        let proxy = proxy.into_inner().unwrap();
+        // The process of QEMU is not stopped: that would schedule its vCPUs.
+        signal(proxy.pid(), Signal::STOP);
+        drop(suspended);
+        wait_until("a record", WITHIN, || Ok((!host.moves().is_empty()).then_some(()))).unwrap();
+        source.qmp().wait_status("postmigrate", WITHIN).unwrap();
+        Self { towline, source, destination, proxy, place }
+    }
+
+    /// Kills the towline. The monitor replies again, by the same name as long as the directory exists.
+    pub(crate) fn kill(self) -> (Qemu, Qemu, Scratch) {
+        let Self { mut towline, source, destination, proxy, place } = self;
+        towline.kill().unwrap();
+        drop(proxy);
+        let socket = place.path("a.qmp");
+        std::fs::remove_file(&socket).unwrap();
+        std::os::unix::fs::symlink(source.qmp_path(), &socket).unwrap();
+        (source, destination, place)
+    }
 }
 
 /// Its state is that of a completed migration again, which is not the one of the move.
 #[test]
 fn a_source_that_was_resumed_and_sent_elsewhere_is_no_evidence() {
-    if !has_hosts("a_source_that_was_resumed_and_sent_elsewhere_is_no_evidence") {
+    if !has_socat("a_source_that_was_resumed_and_sent_elsewhere_is_no_evidence")
+        || !has_hosts("a_source_that_was_resumed_and_sent_elsewhere_is_no_evidence")
+    {
         return;
     }
     let host = Host::new();
-    let (source, destination) = killed_at_the_decision(&host);
+    let (source, destination, _place) = Held::start(&host).kill();
     source.qmp().execute("cont", Value::Null).unwrap();
     source.wait_counting(WITHIN).unwrap();
+    // As the killed towline left it: `exec:` has no way back.
+    let off = json!({ "capabilities": [{ "capability": "return-path", "state": false }] });
+    source.qmp().execute("migrate-set-capabilities", off).unwrap();
     source.qmp().execute("migrate", json!({ "uri": "exec:cat >/dev/null" })).unwrap();
     source.qmp().wait_status("postmigrate", WITHIN).unwrap();
     let id = id(&host.only());
@@ -72,11 +107,13 @@ fn a_guest_that_ran_at_its_destination_is_not_thrown_away_when_it_is_paused() {
 /// The record is removed by one of them; for the others it is not there, or in use.
 #[test]
 fn a_move_that_several_towlines_resume_is_finished_once() {
-    if !has_hosts("a_move_that_several_towlines_resume_is_finished_once") {
+    if !has_socat("a_move_that_several_towlines_resume_is_finished_once")
+        || !has_hosts("a_move_that_several_towlines_resume_is_finished_once")
+    {
         return;
     }
     let host = Host::new();
-    let (source, destination) = killed_at_the_decision(&host);
+    let (source, destination, _place) = Held::start(&host).kill();
     let id = id(&host.only());
     let resumed: Vec<_> = (0..5).map(|_| host.start(&format!("resume {id}"))).collect();
     let resumed: Vec<_> = resumed.into_iter().map(crate::support::end).collect();

@@ -19,14 +19,18 @@ const SOCAT: &str = "/usr/bin/socat";
 const SLOW: &str = "--max-bandwidth 1M";
 
 /// A proxy in front of a monitor, in a process of its own: the process that listens on its socket is not QEMU.
-struct Socat(Child);
+pub(crate) struct Socat(Child);
 
 impl Socat {
-    fn start(listen: &str, qemu: &Qemu) -> Self {
+    pub(crate) fn start(listen: &str, qemu: &Qemu) -> Self {
         let to = format!("UNIX-CONNECT:{}", qemu.qmp_path().display());
         let child = Command::new(SOCAT).args([format!("UNIX-LISTEN:{listen}"), to]).spawn().unwrap();
         wait_until("a proxy that listens", WITHIN, || Ok(Path::new(listen).exists().then_some(()))).unwrap();
         Self(child)
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.0.id()
     }
 }
 
@@ -50,7 +54,7 @@ fn sent_by_a_proxy(command: &str, scratch: &Scratch) -> (SentCopy, Socat) {
     (sent, proxy.into_inner().unwrap())
 }
 
-fn has_socat(name: &str) -> bool {
+pub(crate) fn has_socat(name: &str) -> bool {
     let found = Path::new(SOCAT).exists();
     if !found {
         skip(name, "socat is missing; run `cargo xtask setup`");

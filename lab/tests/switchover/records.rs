@@ -13,6 +13,8 @@ use towline_lab::{
     towline_binary,
 };
 
+use crate::evidence::Held;
+use crate::monitors::has_socat;
 use crate::support::{
     OUTCOME, PLACED, SHUT, Scratch, SentCopy, Suspended, WITHIN, assert_ended, assert_runs_nowhere,
     assert_runs_only_in, counting, end, is_live, listens_at, qmp, sent_to_a_suspended_destination, signal,
@@ -233,28 +235,19 @@ fn a_source_whose_destination_runs_is_discarded_and_kept_from_a_later_copy() {
 /// decide.
 #[test]
 fn a_move_killed_at_the_decision_on_one_host_is_finished_from_the_run_states() {
-    if !has_hosts("a_move_killed_at_the_decision_on_one_host_is_finished_from_the_run_states") {
+    let name = "a_move_killed_at_the_decision_on_one_host_is_finished_from_the_run_states";
+    if !has_socat(name) || !has_hosts(name) {
         return;
     }
     let host = Host::new();
-    let options = "--json --multifd-channels 0";
-    let SentCopy { suspended, mut towline, source, destination } =
-        sent_to_a_suspended_destination(&|source, destination| {
-            host.start(&format!("move {options} {} {}", qmp(source), qmp(destination)))
-        });
-    // The source does not answer, so its towline waits for it with the guest held at the destination.
-    let silent = Suspended::new(&source);
-    drop(suspended);
-    towline_lab::wait_until("a record", WITHIN, || Ok((!host.moves().is_empty()).then_some(()))).unwrap();
+    let held = Held::start(&host);
     let recorded = host.only();
     let id = id(&recorded);
     assert_eq!((&recorded["role"], &recorded["stage"]), (&json!("both"), &json!("acknowledge")));
     // While it lives, it owns the move.
     let owner = format!("another towline (process {})", recorded["owner-pid"]);
     assert_ended(&host.run(&format!("resume {id}")), 1, &[&owner, "works on move"]);
-    towline.kill().unwrap();
-    drop(silent);
-    source.qmp().wait_status("postmigrate", WITHIN).unwrap();
+    let (source, destination, _place) = held.kill();
     // Choices that would run two guests, or lose it, are refused.
     assert_ended(&host.run(&format!("resume {id} --run-here")), 1, &["both ends are on this host: name one"]);
     let repaired = host.run(&format!("repair {}", qmp(&destination)));
