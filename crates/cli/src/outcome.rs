@@ -40,7 +40,7 @@ impl<'a> Results<'a> {
         self.not_started(text, "usage", Exit::Usage)
     }
 
-    /// Reports a file that is no source for what it contains.
+    /// Reports a file that cannot be a source, by its content.
     pub(crate) fn unreadable(&self, text: &str) -> Exit {
         self.not_started(text, "image", Exit::Failed)
     }

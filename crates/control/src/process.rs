@@ -181,7 +181,7 @@ impl Process {
         parse_file_owner(&fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
     }
 
-    /// Returns true if its command line gives it another root directory, from which it finds no socket of ours.
+    /// Returns true if its command line gives it another root directory, from which it cannot find a socket of towline.
     pub(crate) fn has_own_root(&self) -> bool {
         let Self::Known { pid, .. } = self else { return false };
         fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|bytes| has_chroot(&bytes))

@@ -40,7 +40,8 @@ use crate::staging_names::StagingName;
 use command_line::{OldQemuFacts, Rewritten, refuse_end_with_parent, rewrite};
 use old::OldQemu;
 
-pub use command_line::{Cards, Vsocks};
+pub use cards::Cards;
+pub use command_line::Vsocks;
 pub use error::{Error, IncompatibleSetting};
 
 /// The first QEMU that reports the addresses of its memory, without which nothing proves what it maps.

@@ -1,4 +1,4 @@
-//! How often a QEMU's vCPU threads have run: evidence that its guest has not.
+//! Number of times that a QEMU's vCPU threads have run: evidence that its guest has not.
 //!
 //! QEMU has no identifier of a migration: `completed` may be that of a later one, of a guest that has run on. But a guest whose
 //! vCPU threads the kernel has not scheduled since it was sent has not run, so that the only migration which can have completed is the
@@ -34,7 +34,7 @@ impl VcpuThreads {
         Self(files)
     }
 
-    /// How often all of them were scheduled; `None` if that is not known.
+    /// Number of times that they were scheduled, in all; `None` if that is not known.
     pub(crate) fn switches(&self) -> Option<u64> {
         if self.0.is_empty() {
             return None;

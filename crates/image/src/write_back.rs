@@ -1,7 +1,7 @@
 //! Syncs a file while it is written, so that its last sync is short.
 //!
 //! The source of a guest learns the rate at which its memory is stored by being held up. Through the page cache it
-//! is not: it would see the rate of memory, stop its guest, and let it stand still until everything is on the disk.
+//! is not: it would see the rate of memory, stop its guest, and keep it stopped until everything is on the disk.
 //! So no more stays unsynced than the disk takes in [`SYNC_TIME`], by the rate that was measured last: one thread
 //! syncs, the others go on until there is as much again.
 
@@ -19,7 +19,7 @@ const SYNC_TIME: Duration = Duration::from_millis(50);
 const STEP_BYTES_MIN: u64 = 256 << 10;
 const STEP_BYTES_MAX: u64 = 64 << 20;
 
-/// What a file has in the page cache only.
+/// Part of a file that is in the page cache only.
 #[derive(Debug, Default)]
 pub(crate) struct WriteBack {
     unsynced: AtomicU64,

@@ -1,4 +1,4 @@
-//! What confines a process, read from `/proc`: to give it to another process, and to see that the other one has it.
+//! Confinement of a process, read from `/proc`: to give it to another process, and to see that the other one has it.
 //!
 //! ```text
 //!   /proc/PID/{status,stat,limits,cgroup,oom_score_adj} ─► Confinement ─► Given ─► the child, between `fork` and `execve`
@@ -75,7 +75,7 @@ pub struct Confinement {
     properties: BTreeMap<String, String>,
 }
 
-/// What of it a child can be given; made before the `fork`, since the child may not allocate.
+/// Part of it that a child can be given; made before the `fork`, since the child may not allocate.
 #[derive(Debug)]
 pub(crate) struct Given {
     cgroups: Vec<File>,
@@ -134,7 +134,7 @@ impl Confinement {
         Ok(Self { properties })
     }
 
-    /// What another process has otherwise, each with both values.
+    /// Differences of another process, each with both values.
     #[must_use]
     pub fn differences(&self, other: &Self) -> Vec<String> {
         let names: BTreeSet<&String> = self.properties.keys().chain(other.properties.keys()).collect();
@@ -163,7 +163,7 @@ impl Confinement {
         self.properties.get(name).map_or("", String::as_str)
     }
 
-    /// What a child of this process can be given.
+    /// Part of it that a child of this process can be given.
     pub(crate) fn give(&self) -> Given {
         let numbers = |name: &str| -> Vec<u32> {
             self.value(name).split(' ').filter_map(|number| number.parse().ok()).collect()

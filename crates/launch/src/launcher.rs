@@ -93,7 +93,7 @@ pub struct Launcher {
     pub confinement: Option<Confinement>,
 }
 
-/// What a QEMU is started with.
+/// Options of a QEMU that is started.
 struct Prepared {
     command: Command,
     listener: UnixListener,

@@ -122,7 +122,7 @@ mod tests {
         for _ in 0..200_000 {
             // One that is not taken is dropped.
             lines +=
-                u32::from(output.write_all(b"a page that cannot be given back: 0123456789abcdef\n").is_ok());
+                u32::from(output.write_all(b"a page that cannot be returned: 0123456789abcdef\n").is_ok());
         }
         // The pipe has to have room for the last one.
         while output.write_all(b"the last words\n").is_err() {

@@ -76,7 +76,8 @@ impl Sink for Taker {
     }
 
     fn pages(&self, stream: ChannelId, pages: &Pages<'_>) -> Result<(), Error> {
-        let is_run = |slice: &&[u8]| slice.as_ptr().addr() % PAGE == 0 && slice.len() % PAGE == 0;
+        let is_run =
+            |slice: &&[u8]| slice.as_ptr().addr().is_multiple_of(PAGE) && slice.len().is_multiple_of(PAGE);
         let count = pages.offsets.len() as u64;
         self.pages.fetch_add(count, Ordering::Relaxed);
         if let [run] = pages.contents

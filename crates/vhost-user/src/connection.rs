@@ -239,7 +239,7 @@ struct IncomingMessage {
     began: Option<Instant>,
 }
 
-/// What has arrived of a message.
+/// Part of a message that has arrived.
 enum Arrival {
     Message(ReceivedMessage),
     Part,

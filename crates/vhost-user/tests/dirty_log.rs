@@ -30,7 +30,7 @@ const BUFFERS: u64 = 12;
 const BUFFER_PAGES: u64 = 3;
 const EVENTS: usize = 10;
 const WITHIN: Duration = Duration::from_secs(60);
-/// How long a frontend waits, at some of its starts, for a device that works before it has its log.
+/// Time that a frontend waits, at some of its starts, for a device that works before it has its log.
 const EARLY_WITHIN: Duration = Duration::from_micros(300);
 
 /// A network card whose tap is never empty: it fills each receive buffer, and leaves some of them in the ring once more.
@@ -158,7 +158,7 @@ fn connect(card: &Arc<Flooded>) -> (Frontend, Served) {
     (Frontend::new(near).unwrap(), Served(std::thread::spawn(serve)))
 }
 
-/// What QEMU has of its card, and the copy of the guest at the destination.
+/// State of the card in QEMU, and the copy of the guest at the destination.
 struct Qemu {
     card: Arc<Flooded>,
     connection: Option<(Frontend, Served)>,
@@ -443,7 +443,7 @@ impl Qemu {
             Event::MemoryTable if self.running => self.set_mem_table(),
             Event::LongerLog if self.log.is_some() => self.resize_log(self.log_pages_more + 1),
             Event::ShorterLog if self.log.is_some() && self.log_pages_more > 0 => {
-                self.resize_log(self.log_pages_more - 1)
+                self.resize_log(self.log_pages_more - 1);
             }
             Event::Enable if self.running => {
                 let ring = u32::try_from(self.random.usize(..self.queues.len())).unwrap();

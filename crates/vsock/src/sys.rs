@@ -72,7 +72,7 @@ fn take_descriptors(message: &libc::msghdr, passed: &mut Vec<OwnedFd>) {
         let mut header = libc::CMSG_FIRSTHDR(message);
         while let Some(found) = header.as_ref() {
             if (found.cmsg_level, found.cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
-                let bytes = found.cmsg_len as usize - libc::CMSG_LEN(0) as usize;
+                let bytes = found.cmsg_len - libc::CMSG_LEN(0) as usize;
                 let numbers = libc::CMSG_DATA(header).cast::<libc::c_int>();
                 let own = |index| OwnedFd::from_raw_fd(numbers.add(index).read_unaligned());
                 passed.extend((0..bytes / size_of::<libc::c_int>()).map(own));

@@ -53,7 +53,7 @@ fn a_guest_runs_on_while_it_is_uploaded() {
     guest.wait_ticking(WITHIN).unwrap();
     assert!(copy.runs().unwrap() && !s3.keys().contains(&"vm/a.towline".to_owned()), "uploaded too soon");
     let done = last_event(&copy.wait_done(WITHIN).unwrap());
-    println!("{test}: the guest stood still for {} ms", done["downtime"]);
+    println!("{test}: the guest was stopped for {} ms", done["downtime"]);
     assert!(uploaded(&done, "sent-bytes") > 24 * MIB, "{done}");
     assert_eq!((&done["source-state"], &done["destination-state"]), (&"running".into(), &"stored".into()));
     assert_eq!(fixture.waiting(), [] as [std::path::PathBuf; 0]);

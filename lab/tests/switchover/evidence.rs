@@ -1,4 +1,4 @@
-//! What a later towline takes for evidence: of this move, and not of what became of the guest since.
+//! Evidence that a later towline accepts: of this move, and not of what became of the guest since.
 
 use std::cell::RefCell;
 

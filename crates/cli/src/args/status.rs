@@ -8,7 +8,7 @@ use super::Output;
 ///
 /// Asks QEMU's monitor if it answers within a second, and otherwise looks at the processes, so that another client of the
 /// monitor does not matter. Changes nothing.
-/// Exit status: 0 running; 1 failed; 2 usage; 4 it cannot be told: its QEMU lives, and its monitor is held by another client or
+/// Exit status: 0 running; 1 failed; 2 usage; 4 unknown: its QEMU lives, and its monitor is held by another client or
 /// does not answer; 5 paused; 6 the QEMU waits for a guest; 7 the QEMU has ended; 8 there is no such guest.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\

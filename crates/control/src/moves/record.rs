@@ -265,7 +265,7 @@ pub struct MoveRecord {
     pub source: MoveEnd,
     /// Destination of the guest.
     pub destination: MoveEnd,
-    /// How often the vCPU threads of the source had been scheduled at the last decision, of a guest that ran until it was sent: a
+    /// Number of times that the vCPU threads of the source had been scheduled at the last decision, of a guest that ran until it was sent: a
     /// source that is done with it keeps this number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) source_vcpu_switches: Option<u64>,

@@ -160,7 +160,7 @@ pub(super) fn explain(blocker: ResumeBlocker, record: &MoveRecord) -> String {
     }
 }
 
-/// How a choice names the destination: on its host, or by its end.
+/// Name of the destination in a choice: on its host, or by its end.
 fn at_destination(record: &MoveRecord) -> &'static str {
     match record.role {
         Role::Both => "=destination",

@@ -9,6 +9,9 @@ use towline_qmp as qmp;
 use super::outcomes::{GuestAfterFailure, GuestLocation};
 use crate::qemu;
 
+/// Fate of a guest that is resumed in the QEMU that has sent it.
+pub(super) const ABORTS_ASLEEP: &str = "QEMU aborts when it resumes a guest that it has sent asleep";
+
 /// Reason for the failure of a copy.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -95,7 +98,7 @@ pub enum Error {
     NotAttached { socket: String, device: String, text: String },
     #[error(
         "the guest of QEMU on {socket} fell asleep before it was stopped, and {}: restore it from what was stored, and end this QEMU",
-        super::source::ABORTS_ASLEEP
+        ABORTS_ASLEEP
     )]
     Asleep { socket: String },
     #[error("QEMU on {socket} ended while its guest was copied; its own log says why")]

@@ -89,7 +89,7 @@ pub(super) fn explain_lane_loss(error: Error, lanes: usize, compression: Compres
     }
 }
 
-/// Returns true if the connection was lost because its peer was silent: that is no matter of options.
+/// Returns true if the connection was lost because its peer was silent: options have nothing to do with it.
 fn is_silence(error: &ChannelError) -> bool {
     error.raw_os_error() == Some(Errno::TIMEDOUT.raw_os_error())
 }

@@ -17,13 +17,13 @@ use towline_protocol::session::{FromDestination, FromSource};
 use super::context::Context;
 use super::destination::{HeldGuest, StartFailure};
 use super::endpoint::{DestinationEndpoint, Rollback, SourceControl};
-use super::error::{Error, Failure};
+use super::error::{ABORTS_ASLEEP, Error, Failure};
 use super::outcomes::{GuestAfterFailure, GuestLocation, SourceCategory};
 use super::peer::{PeerReply, PeerSession};
 use super::progress::CopyPhase;
 use super::report::{DestinationState, SourceState};
 use super::shared_switchover::{SharedSwitchover, source_link};
-use super::source::{ABORTS_ASLEEP, CopyEnd, GuestAction, QmpSource};
+use super::source::{CopyEnd, GuestAction, QmpSource};
 use crate::switchover::{
     Decision, DestinationStatus, Directive, GuestRunState, Input, MemorySharing, PeerMessage, Placement,
     SourceAction, SourceLink, SourceStatus, StartResult, SwitchoverOutcome, Unresolved,
@@ -437,14 +437,14 @@ impl Executor<'_> {
         }
     }
 
-    /// Says that a guest that runs on stood still for longer than it was to.
+    /// Notes that a guest that runs on was stopped for longer than its downtime limit.
     fn note_downtime(&mut self) {
         let limit = self.ends.context.options.tuning.downtime_limit();
         let limit = limit.unwrap_or(self.ends.context.options.downtime_limit).as_millis();
         let resumes = self.ends.switchover.state().request().after == SourceAction::Resume;
         if let Some(found) = self.downtime_ms.filter(|&found| resumes && u128::from(found) > limit) {
             self.notes.push(format!(
-                "the guest stood still for {found} ms, longer than its downtime limit of {limit} ms"
+                "the guest was stopped for {found} ms, longer than its downtime limit of {limit} ms"
             ));
         }
     }

@@ -52,7 +52,7 @@ pub(super) fn in_copy<T>(test: impl FnOnce(&Context<'_>) -> T) -> T {
     test(&Context::new(&request, 0, &Cancel::new().unwrap(), &Silent))
 }
 
-/// What it replies.
+/// Its replies.
 #[derive(Debug)]
 pub(crate) struct Script {
     /// Run state.

@@ -154,18 +154,10 @@ fn unresolved_row(unresolved: Unresolved) -> OutcomeRow {
         Unresolved::DestinationUnknown => {
             "paused at its source (postmigrate); whether it runs at the destination is not known: look there, and run only one of them (`cont`)"
         }
-        Unresolved::UpgradedLost => {
-            "lost: its new QEMU has ended and may have run it; the old one is left, paused (postmigrate), with a device state that may not fit the memory any more: end it (`quit`), do not resume it, and start the guest again"
-        }
-        Unresolved::UpgradedStopped => {
-            "in its new QEMU, where it was run and stopped again: look there; the old one is left, paused (postmigrate), with a device state that does not fit the memory any more: end it (`quit`), and do not resume it"
-        }
-        Unresolved::UpgradedUnknown => {
-            "in its new QEMU, which may run it: look there; the old one is left, paused (postmigrate), with a device state that may not fit the memory any more: do not resume it"
-        }
-        Unresolved::UpgradeNotUndone => {
-            "in its old QEMU, paused (postmigrate), which could not be made to run it again; it has not run in the new one: remove the cause, and then resume it in the old one"
-        }
+        Unresolved::UpgradedLost
+        | Unresolved::UpgradedStopped
+        | Unresolved::UpgradedUnknown
+        | Unresolved::UpgradeNotUndone => upgraded_text(unresolved),
         Unresolved::DestinationOnly => {
             "paused at the destination, whole (`cont` resumes it); its source has ended"
         }
@@ -201,6 +193,25 @@ fn unresolved_row(unresolved: Unresolved) -> OutcomeRow {
         }
     };
     OutcomeRow { id: id_of(unresolved), exit_code: 3, text }
+}
+
+/// Text of an upgrade, whose QEMUs have the same memory.
+fn upgraded_text(unresolved: Unresolved) -> &'static str {
+    match unresolved {
+        Unresolved::UpgradedLost => {
+            "lost: its new QEMU has ended and may have run it; the old one is left, paused (postmigrate), with a device state that may not fit the memory any more: end it (`quit`), do not resume it, and start the guest again"
+        }
+        Unresolved::UpgradedStopped => {
+            "in its new QEMU, where it was run and stopped again: look there; the old one is left, paused (postmigrate), with a device state that does not fit the memory any more: end it (`quit`), and do not resume it"
+        }
+        Unresolved::UpgradedUnknown => {
+            "in its new QEMU, which may run it: look there; the old one is left, paused (postmigrate), with a device state that may not fit the memory any more: do not resume it"
+        }
+        Unresolved::UpgradeNotUndone => {
+            "in its old QEMU, paused (postmigrate), which could not be made to run it again; it has not run in the new one: remove the cause, and then resume it in the old one"
+        }
+        _ => unreachable!("{unresolved:?} is not of an upgrade"),
+    }
 }
 
 fn id_of(unresolved: Unresolved) -> &'static str {

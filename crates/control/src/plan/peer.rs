@@ -25,7 +25,7 @@ const INPUT_BYTES: usize = 1024;
 pub(super) struct PeerSession {
     channel: Arc<dyn Channel>,
     input: Vec<u8>,
-    /// Why the destination's towline could not run the guest.
+    /// Reason for which the destination's towline could not run the guest.
     pub(super) not_run: Option<String>,
 }
 
@@ -86,7 +86,7 @@ impl PeerSession {
         if let PeerReply::Frame(FromDestination::NotRun(reason)) = &frame {
             self.not_run = Some(reason.clone());
         }
-        frame.map(from_wire_report)
+        frame.map(|frame| from_wire_report(&frame))
     }
 
     fn receive<T>(
@@ -156,9 +156,9 @@ fn from_wire_outcome(frame: FromSource) -> PeerMessage {
     }
 }
 
-fn from_wire_report(frame: FromDestination) -> PeerMessage {
+fn from_wire_report(frame: &FromDestination) -> PeerMessage {
     match frame {
-        FromDestination::Placed(placement) => PeerMessage::Placed(placement),
+        FromDestination::Placed(placement) => PeerMessage::Placed(*placement),
         FromDestination::NotRun(_) => PeerMessage::NotRun,
     }
 }

@@ -9,6 +9,5 @@ mod restore;
 mod stream;
 
 pub(super) use qmp_source::{QmpSource, Required};
-pub(super) use refusals::ABORTS_ASLEEP;
 pub(super) use restore::{CopyEnd, GuestAction};
 pub(super) use stream::LANES_TIMEOUT;

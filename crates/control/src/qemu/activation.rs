@@ -44,7 +44,7 @@ impl Qemu {
                 self.client.execute_raw("block-export-del", Some(id))?;
             }
             Err(qmp::Error::Refusal { desc, .. }) => {
-                tracing::debug!(%node, desc, "activated without an export")
+                tracing::debug!(%node, desc, "activated without an export");
             }
             Err(error) => return Err(error.into()),
         }

@@ -1,4 +1,4 @@
-//! What a QEMU has that a command line need not say, for a comparison with the one that is to replace it.
+//! State of a QEMU that a command line need not say, for a comparison with the one that is to replace it.
 //!
 //! ```text
 //!   query-block, query-named-block-nodes ─► drives and nodes, with the files that are open (`open_files`), limits, bitmaps
@@ -47,7 +47,7 @@ struct Item {
 pub(crate) struct Inventory(BTreeMap<(&'static str, String), Item>);
 
 impl Inventory {
-    /// What `new` does not have as it is here. The words say where each value is.
+    /// Differences of `new` from this. The words say where each value is.
     pub(crate) fn differences(&self, new: &Self, [here, there]: [&str; 2]) -> Vec<String> {
         let added = new.0.keys().filter(|key| OF_THE_GUEST.contains(&key.0) && !self.0.contains_key(*key));
         let difference = |key: &(&str, String)| {
@@ -121,7 +121,7 @@ impl Qemu {
         let mut found = Inventory::default();
         let files = OpenFiles::of(self.process().pid());
         let block = self.list("query-block", None)?;
-        let nodes = self.list("query-named-block-nodes", Some(arguments(json!({ "flat": true }))))?;
+        let nodes = self.list("query-named-block-nodes", Some(arguments(&json!({ "flat": true }))))?;
         found.add_drives(&block, &nodes, &files);
         Ok(found)
     }
@@ -141,7 +141,7 @@ impl Qemu {
             found.add("export", text(&export["id"]), format!("{kind} of {node}"));
         }
         for path in DEVICES {
-            for child in entries(&self.list("qom-list", Some(arguments(json!({ "path": path }))))?) {
+            for child in entries(&self.list("qom-list", Some(arguments(&json!({ "path": path }))))?) {
                 let Some(kind) = child_type(child) else { continue };
                 // Those without an id are numbered, so that one that was unplugged renames the others.
                 let number = |number: &usize| found.0.contains_key(&(DEVICE, format!("{kind}[{number}]")));
@@ -154,7 +154,7 @@ impl Qemu {
                 found.add(DEVICE, &name, kind.to_owned());
             }
         }
-        for child in entries(&self.list("qom-list", Some(arguments(json!({ "path": "/objects" }))))?) {
+        for child in entries(&self.list("qom-list", Some(arguments(&json!({ "path": "/objects" }))))?) {
             // Those of monitors are QEMU 11's own, and memory is mapped by another type.
             let Some(kind) = child_type(child).filter(|kind| !kind.starts_with("monitor-")) else { continue };
             let kind = if kind.starts_with("memory-backend-") { "memory backend" } else { kind };
@@ -178,7 +178,7 @@ impl Qemu {
     }
 }
 
-fn arguments(value: Value) -> Map<String, Value> {
+fn arguments(value: &Value) -> Map<String, Value> {
     value.as_object().cloned().unwrap_or_default()
 }
 
@@ -240,13 +240,13 @@ mod tests {
 
     const UPGRADE: [&str; 2] = ["in the old QEMU", "in the new one"];
 
-    fn drives(block: Value, nodes: Value) -> Inventory {
+    fn drives(block: &Value, nodes: &Value) -> Inventory {
         let mut found = Inventory::default();
-        found.add_drives(&block, &nodes, &OpenFiles::of(None));
+        found.add_drives(block, nodes, &OpenFiles::of(None));
         found
     }
 
-    fn drive(image: Value) -> Value {
+    fn drive(image: &Value) -> Value {
         json!([{ "device": "d0", "qdev": "", "inserted": { "ro": false, "bps": 0, "iops_rd": 0, "image": image } }])
     }
 
@@ -255,8 +255,8 @@ mod tests {
         let chain = |base: &str| {
             let base = json!({ "filename": base, "format": "raw" });
             drives(
-                drive(json!({ "filename": "/nowhere/top", "format": "qcow2", "backing-image": base })),
-                json!([]),
+                &drive(&json!({ "filename": "/nowhere/top", "format": "qcow2", "backing-image": base })),
+                &json!([]),
             )
         };
         assert_eq!(chain("/nowhere/a").differences(&chain("/nowhere/a"), UPGRADE), Vec::<String>::new());
@@ -279,7 +279,7 @@ mod tests {
         let raw = |path: &std::path::Path, offset: u64| {
             let file = json!({ "driver": "file", "filename": path });
             let name = format!("json:{}", json!({ "driver": "raw", "offset": offset, "file": file }));
-            drives(drive(json!({ "filename": name, "format": "raw" })), json!([]))
+            drives(&drive(&json!({ "filename": name, "format": "raw" })), &json!([]))
         };
         assert_eq!(raw(&one, 512).differences(&raw(&other, 512), UPGRADE), Vec::<String>::new());
         assert_eq!(raw(&one, 512).differences(&raw(&one, 1024), UPGRADE).len(), 1);
@@ -307,11 +307,12 @@ mod tests {
 
     #[test]
     fn limits_and_bitmaps_are_found_and_stored_bitmaps_are_not() {
-        let mut block = drive(json!({ "filename": "/nowhere/a", "format": "raw" }));
+        let mut block = drive(&json!({ "filename": "/nowhere/a", "format": "raw" }));
         block[0]["inserted"]["bps"] = json!(1024);
         let bitmaps = json!([{ "name": "b0", "persistent": false }, { "name": "b1", "persistent": true }]);
-        let old = drives(block, json!([{ "node-name": "#block1", "dirty-bitmaps": bitmaps, "drv": "raw" }]));
-        let new = drives(drive(json!({ "filename": "/nowhere/a", "format": "raw" })), json!([]));
+        let old =
+            drives(&block, &json!([{ "node-name": "#block1", "dirty-bitmaps": bitmaps, "drv": "raw" }]));
+        let new = drives(&drive(&json!({ "filename": "/nowhere/a", "format": "raw" })), &json!([]));
         let found = old.differences(&new, UPGRADE);
         assert!(found[0].starts_with("dirty bitmap \"#block1/b0\""), "{found:?}");
         assert!(found[1].starts_with("limits of drive \"d0\": bps=1024 in the old"), "{found:?}");

@@ -294,7 +294,7 @@ impl Qemu {
 fn began_before(migration: &MigrationInfo, now_ms: u64, seen_ms: u64) -> bool {
     // QEMU reports its age once it is set up.
     let age_ms = migration.total_time.and_then(|age| u64::try_from(age).ok());
-    age_ms.is_some_and(|age| now_ms + 1 <= seen_ms.saturating_add(age))
+    age_ms.is_some_and(|age| now_ms < seen_ms.saturating_add(age))
 }
 
 impl<T: Clone + PartialEq + fmt::Display> ChangedValue<T> {

@@ -53,7 +53,7 @@ pub(super) enum SwitchoverState {
     Ended(SwitchoverOutcome),
 }
 
-/// What a source gets back.
+/// State that a source gets back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Restoration {
     /// Its settings: its guest is as it was.
@@ -64,7 +64,7 @@ pub(super) enum Restoration {
     GuestUnretracted,
 }
 
-/// What follows a withdrawn decision.
+/// Step after a withdrawn decision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum AfterRetraction {
     /// The guest stays paused at both ends.

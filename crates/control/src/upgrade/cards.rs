@@ -2,7 +2,7 @@
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::error::Error;
@@ -13,6 +13,24 @@ const REPLY_WITHIN: Duration = Duration::from_secs(2);
 const GET_FEATURES: [u32; 3] = [1, 1, 0];
 /// Header and features.
 const REPLY_BYTES: usize = 12 + 8;
+
+/// Treatment of vhost-user network cards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cards {
+    /// They are refused.
+    Refused,
+    /// The new QEMU connects to the process of each while the old one is connected.
+    Shared,
+}
+
+/// A network card whose process serves both QEMUs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct SharedCard {
+    /// The chardev by which QEMU is connected to it.
+    pub(super) chardev: String,
+    /// The process's socket.
+    pub(super) socket: PathBuf,
+}
 
 /// Checks that the process at this socket replies to a frontend beside the one that it has.
 ///

@@ -12,8 +12,9 @@
 //! property is changed like any other, except for that property, and is not refused.
 
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
+use super::cards::{Cards, SharedCard};
 use towline_launch::command_line::{OptionName, OptionValue, Properties, QemuOption};
 use towline_launch::{CommandLine, QemuVersion, Setting, is_known_model};
 
@@ -109,24 +110,6 @@ pub enum Vsocks {
     Refused,
     /// They are detached, and attached again in the new QEMU.
     Detached,
-}
-
-/// Treatment of vhost-user network cards.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Cards {
-    /// They are refused.
-    Refused,
-    /// The new QEMU connects to the process of each while the old one is connected.
-    Shared,
-}
-
-/// A network card whose process serves both QEMUs.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct SharedCard {
-    /// The chardev by which QEMU is connected to it.
-    pub(super) chardev: String,
-    /// The process's socket.
-    pub(super) socket: PathBuf,
 }
 
 /// See the module's text.

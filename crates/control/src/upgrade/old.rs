@@ -34,7 +34,7 @@ pub(super) struct OldQemu {
     /// The program's name, for messages.
     pub(super) program_text: String,
     pub(super) pid: i32,
-    /// What the new QEMU has to be confined by as well.
+    /// Confinement that the new QEMU must have as well.
     pub(super) confinement: Confinement,
     pub(super) working_directory: PathBuf,
     pub(super) command_line: CommandLine,

@@ -16,6 +16,7 @@ use object_store::client::{
     HttpResponse, HttpResponseBody, HttpService,
 };
 
+use super::error::CutListing;
 use super::lease_state::LeaseGuard;
 
 /// Timeout of a connection attempt.
@@ -51,11 +52,6 @@ struct Service {
 /// Remedy: check the network and the endpoint; the request is repeated several times before this is reported.
 #[error("no response within {} s", RESPONSE_TIMEOUT.as_secs())]
 struct ResponseTimeout;
-
-/// Error of a listing that ends although there are more objects, or may.
-#[derive(Debug, thiserror::Error)]
-#[error("the listing is cut off")]
-pub(super) struct CutListing;
 
 /// Returns true if a response of S3's ListObjectsV2, which Google's stores have too, is the last one and says so, or names the next one.
 ///

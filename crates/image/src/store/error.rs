@@ -2,7 +2,6 @@
 
 use std::io;
 
-use super::connector::CutListing;
 use crate::index;
 use crate::location::LocationError;
 
@@ -13,6 +12,11 @@ const NO_BUCKET: &str = "NoSuchBucket";
 const SKEWED: &str = "RequestTimeTooSkewed";
 /// `object_store`'s name of a directory.
 const DIRECTORY: &str = "LocalFileSystem";
+
+/// Error of a listing that ends although there are more objects, or may.
+#[derive(Debug, thiserror::Error)]
+#[error("the listing is cut off")]
+pub(super) struct CutListing;
 
 /// Failure to store an image or to read it from a store.
 #[derive(Debug, thiserror::Error)]

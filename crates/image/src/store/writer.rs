@@ -7,7 +7,7 @@
 //!   publish   the index · remove the file
 //! ```
 //!
-//! A source that is resumed does not wait for the store: its guest stands still for as long as a file would take. Where the
+//! A source that is resumed does not wait for the store: its guest is stopped for as long as a file takes. Where the
 //! source cannot be given its guest back (a stream), [`Sink::commit`] returns only after the upload, and the source keeps its
 //! guest until then. A file that could not be uploaded stays, since it is a complete image; and so do the chunks that
 //! were sent, which the next attempt does not send again.

@@ -38,7 +38,7 @@ pub enum Publication {
     #[default]
     BeforeAcknowledgement,
     /// The caller calls [`Sink::publish`] later, and gives a guest that it can resume back to the source if that fails. Meanwhile
-    /// the source need not wait, nor its guest stand still.
+    /// the source need not wait, nor its guest be stopped.
     ByCaller,
 }
 

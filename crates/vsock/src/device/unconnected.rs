@@ -1,7 +1,7 @@
 //! The worker while no frontend is connected: clients of the host wait in it, and are refused in time.
 //!
 //! ```text
-//!   Vsock::serve_unconnected: runs the worker, without queues ◄── taken with its clients, given back empty ──► a session
+//!   Vsock::serve_unconnected: runs the worker, without queues ◄── taken with its clients, returned empty ──► a session
 //! ```
 
 use std::fmt;

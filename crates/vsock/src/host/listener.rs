@@ -91,7 +91,7 @@ impl HostListener {
         }
         let file = Some(SocketFile::new(path)?);
         listen(&fd, BACKLOG)?;
-        Ok(Self { fd, kind, file: file })
+        Ok(Self { fd, kind, file })
     }
 
     fn bind_tcp(address: &SocketAddr) -> io::Result<Self> {

@@ -118,7 +118,7 @@ impl RecordedQemu {
         Some(view)
     }
 
-    /// How often the threads of its vCPUs have been scheduled, if that is known.
+    /// Number of times that the threads of its vCPUs have been scheduled, if that is known.
     pub(super) fn vcpu_switches(&self) -> Option<u64> {
         match self {
             Self::Qemu(qemu) => qemu.vcpu_threads().switches(),

@@ -164,7 +164,7 @@ fn a_guest_gets_its_detached_devices_where_it_is_run() {
     }
 }
 
-/// What ran has run, whether its operator pauses it or not.
+/// A guest that ran has run, whether its operator pauses it or not.
 #[test]
 fn a_guest_that_was_left_at_its_destination_is_not_taken_from_there() {
     let qemu = OneQemu::start("paused", Some("completed"));
@@ -174,7 +174,7 @@ fn a_guest_that_was_left_at_its_destination_is_not_taken_from_there() {
     assert_eq!(qemu.fake.commands(), [""; 0]);
 }
 
-/// What the former towline was to do may have been done.
+/// The former towline may have done its last action.
 #[test]
 fn a_start_that_is_refused_leaves_the_former_decision() {
     for stage in [Stage::Acknowledge, Stage::Run] {

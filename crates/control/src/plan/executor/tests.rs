@@ -8,7 +8,7 @@ use super::*;
 use crate::moves::MoveEnd;
 use crate::switchover::{DestinationKind, GuestRunState, SourceKind};
 
-/// A destination that replies as it was told, and keeps what was done.
+/// A destination with scripted replies, which keeps what was done.
 struct Destination {
     status: DestinationStatus,
     started: Option<StartResult>,

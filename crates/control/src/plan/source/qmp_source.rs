@@ -52,11 +52,11 @@ pub(in super::super) struct QmpSource {
     pub(super) applied_changes: u64,
     /// Devices that are detached for the move.
     pub(in super::super) vsocks: DetachedVsocks,
-    /// What has to be as it is now when the guest has stopped.
+    /// State that must be unchanged when the guest has stopped.
     pub(in super::super) required: Option<Required>,
 }
 
-/// What a new QEMU was compared with.
+/// State that a new QEMU was compared with.
 #[derive(Debug)]
 pub(in super::super) struct Required {
     /// Chardevs of network cards in other processes, which have to be connected.

@@ -2,13 +2,10 @@
 
 use towline_qmp::commands::RunState;
 
-use super::super::error::Error;
+use super::super::error::{ABORTS_ASLEEP, Error};
 use super::super::request::CopyRequest;
 use crate::qemu::Qemu;
 
-/// Fate of a guest that is resumed in the QEMU that has sent it.
-pub(in super::super) const ABORTS_ASLEEP: &str =
-    "QEMU aborts when it resumes a guest that it has sent asleep";
 /// The first QEMU whose background snapshot leaves a guest that does not run as it is: 7.2 runs it.
 const SNAPSHOTS_PAUSED_SINCE: u32 = 10;
 

@@ -42,17 +42,7 @@ impl World {
                 }
                 Input::Done
             }
-            Directive::FinalizeDestination
-                if self.destination == Destination::Exited && reply == Reply::True =>
-            {
-                Input::Destination(DestinationStatus::Exited)
-            }
-            Directive::FinalizeDestination if reply == Reply::True => {
-                if self.last_kind() == DestinationKind::Stored {
-                    self.destination = Destination::Stored;
-                }
-                Input::Done
-            }
+            Directive::FinalizeDestination if reply == Reply::True => self.finalize(),
             Directive::RestoreSource
             | Directive::ResumeSource
             | Directive::ResumeSourceFirst
@@ -82,6 +72,16 @@ impl World {
             }
             _ => done,
         }
+    }
+
+    fn finalize(&mut self) -> Input {
+        if self.destination == Destination::Exited {
+            return Input::Destination(DestinationStatus::Exited);
+        }
+        if self.last_kind() == DestinationKind::Stored {
+            self.destination = Destination::Stored;
+        }
+        Input::Done
     }
 
     /// No event came within the deadline. Only a monitor that was reachable before can time out.

@@ -55,33 +55,39 @@ impl World {
         let all_left = self.count() > 1 && (0..self.count()).all(|index| self.is_left(index));
         add(all_left && self.decided().is_some(), Step::ResumeBoth);
         if self.mishaps > 0 {
-            for wire in 0..=self.count() {
-                add(self.wires[wire].open && !(wire == 0 && self.source == Source::Stored), Step::Cut(wire));
-            }
-            let migrates = matches!(self.source, Source::Migrating | Source::Waiting);
-            add(migrates, Step::SourceCancelled);
-            add(self.source == Source::Migrating && self.guest.is_live(), Step::SourceStopped);
-            add(!matches!(self.source, Source::Exited | Source::Stored), Step::SourceExits);
-            add(self.source == Source::Completed, Step::SourceRunAgain);
-            // While its towline watches it, its migration is that of the move.
-            let is_left = self.is_over() && matches!(self.source, Source::HasGuest | Source::RunAgain);
-            add(is_left && self.runs_at_source(), Step::SourceMovedOn);
-            let is_held = self.last_kind() == DestinationKind::Qemu;
-            let may_loop = is_held && self.destination == Destination::Loading && !self.cont_while_loading;
-            add(may_loop, Step::ContWhileLoading);
-            add(is_held && self.destination == Destination::Loaded, Step::DestinationRunByOperator);
-            let runs = self.destination == Destination::Running && self.is_over();
-            add(is_held && runs, Step::DestinationPausedByOperator);
-            // Later only a towline that resumes the move would write.
-            let writes = self.disk == Disk::Writable && !self.is_over();
-            add(writes, Step::DiskFails(Disk::Full));
-            add(writes, Step::DiskFails(Disk::ReadOnly));
-            let has_record = self.towlines.iter().flatten().any(|towline| towline.record.is_some());
-            add(has_record, Step::DirectoryVanishes);
-            let qemu = self.last_kind() != DestinationKind::Stored;
-            add(qemu && self.destination != Destination::Exited, Step::DestinationExits);
+            self.add_mishaps(&mut steps);
         }
         steps
+    }
+
+    /// Adds what others do, and what fails by itself.
+    fn add_mishaps(&self, steps: &mut Vec<Step>) {
+        let mut add = |possible: bool, step: Step| possible.then(|| steps.push(step));
+        for wire in 0..=self.count() {
+            add(self.wires[wire].open && !(wire == 0 && self.source == Source::Stored), Step::Cut(wire));
+        }
+        let migrates = matches!(self.source, Source::Migrating | Source::Waiting);
+        add(migrates, Step::SourceCancelled);
+        add(self.source == Source::Migrating && self.guest.is_live(), Step::SourceStopped);
+        add(!matches!(self.source, Source::Exited | Source::Stored), Step::SourceExits);
+        add(self.source == Source::Completed, Step::SourceRunAgain);
+        // While its towline watches it, its migration is that of the move.
+        let is_left = self.is_over() && matches!(self.source, Source::HasGuest | Source::RunAgain);
+        add(is_left && self.runs_at_source(), Step::SourceMovedOn);
+        let is_held = self.last_kind() == DestinationKind::Qemu;
+        let may_loop = is_held && self.destination == Destination::Loading && !self.cont_while_loading;
+        add(may_loop, Step::ContWhileLoading);
+        add(is_held && self.destination == Destination::Loaded, Step::DestinationRunByOperator);
+        let runs = self.destination == Destination::Running && self.is_over();
+        add(is_held && runs, Step::DestinationPausedByOperator);
+        // Later only a towline that resumes the move would write.
+        let writes = self.disk == Disk::Writable && !self.is_over();
+        add(writes, Step::DiskFails(Disk::Full));
+        add(writes, Step::DiskFails(Disk::ReadOnly));
+        let has_record = self.towlines.iter().flatten().any(|towline| towline.record.is_some());
+        add(has_record, Step::DirectoryVanishes);
+        let qemu = self.last_kind() != DestinationKind::Stored;
+        add(qemu && self.destination != Destination::Exited, Step::DestinationExits);
     }
 
     fn replies(&self, index: usize, directive: Directive) -> Vec<Reply> {
