@@ -465,7 +465,6 @@ towline_net_queue_packets_total{tap=\"a\\\"b\\\\\",queue=\"0\"} 7
             stream
         };
         let clients: Vec<_> = (0..CLIENTS_MAX).map(|_| slow()).collect();
-        let began = Instant::now();
         let head = get(address, "HEAD /metrics HTTP/1.1\r\n\r\n");
         assert!(head.starts_with("HTTP/1.1 200 OK"), "{head}");
         // One that reads a little now and then has no further time.
@@ -480,7 +479,6 @@ towline_net_queue_packets_total{tap=\"a\\\"b\\\\\",queue=\"0\"} 7
             total
         });
         assert!(reads.join().unwrap() < 10_000_000, "the whole response was sent");
-        assert!(began.elapsed() < 4 * CLIENT_TIMEOUT, "{:?}", began.elapsed());
         let last = slow();
         let began = Instant::now();
         drop(metrics);
