@@ -20,7 +20,12 @@ fn on_terminal(arguments: &str) -> (Option<i32>, String) {
 fn without_colours(text: &str) -> String {
     let mut parts = text.split("\u{1b}[");
     let first = parts.next().unwrap_or_default().to_owned();
-    parts.fold(first, |plain, part| plain + part.split_once('m').map_or("", |(_, rest)| rest))
+    // A control sequence ends with its first letter.
+    let text = |part: &str| {
+        part.find(|end: char| end.is_ascii_alphabetic())
+            .map_or(String::new(), |end| part[end + 1..].to_owned())
+    };
+    parts.fold(first, |plain, part| plain + &text(part))
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Invariants of every world, and the meaning of each outcome.
 
 use super::super::outcome::{Placement, SwitchoverOutcome, Unresolved};
-use super::super::{DestinationKind, MemorySharing, SourceAction, SourceKind};
+use super::super::{Decision, DestinationKind, MemorySharing, SourceAction, SourceKind};
 use super::world::{Destination, Disk, Source, Towline, World};
 
 /// Checks a world; the error describes the violation.
@@ -106,10 +106,10 @@ fn truthful(
         SwitchoverOutcome::Completed(Placement::Stored) => world.destination == Destination::Stored,
         // A later exit of the source is not a false report.
         SwitchoverOutcome::Safe if towline.request.source == SourceKind::Qemu => {
-            let has_guest = matches!(
-                world.source,
-                Source::HasGuest | Source::RunAgain | Source::MovedOn | Source::Exited // A guest that was not live is as it was, in `postmigrate`.
-            ) || world.source == Source::Completed && !world.carried.is_live();
+            // A guest that was not live is unchanged, in `postmigrate`.
+            let is_unchanged = world.source == Source::Completed && !world.carried.is_live();
+            let states = [Source::HasGuest, Source::RunAgain, Source::MovedOn, Source::Exited];
+            let has_guest = is_unchanged || states.contains(&world.source);
             // It was looked at last, unless the source was resumed after that.
             let request = towline.request;
             let is_seen = request.destination == DestinationKind::Qemu
@@ -137,11 +137,13 @@ fn truthful(
         SwitchoverOutcome::Unresolved(Unresolved::DestinationHolds | Unresolved::Undecided) => {
             matches!(world.destination, Destination::Loaded) || gone || world.operator_ran
         }
-        SwitchoverOutcome::Unresolved(Unresolved::PeerDidNotRun) => {
-            !matches!(world.destination, Destination::Running) || world.operator_ran
+        // What is reported, and what its record has for a later towline, are the same.
+        SwitchoverOutcome::Unresolved(Unresolved::PeerDidNotRun | Unresolved::BothPaused) => {
+            let is_retracted = towline.record <= Some(Decision::Acknowledge);
+            is_retracted && (world.destination != Destination::Running || world.operator_ran)
         }
-        SwitchoverOutcome::Unresolved(Unresolved::BothPaused | Unresolved::NotRetracted) => {
-            !matches!(world.destination, Destination::Running) || world.operator_ran
+        SwitchoverOutcome::Unresolved(Unresolved::NotRetracted) => {
+            world.destination != Destination::Running || world.operator_ran
         }
         SwitchoverOutcome::Unresolved(_) => true,
     };
