@@ -48,7 +48,6 @@ fn every_command_starts_without_noise_on_a_terminal() {
         (format!("net --socket {nowhere}/a --tap lo"), 1, "towline: "),
         (format!("ctl {nowhere}"), 1, "towline: "),
         (format!("vsock --socket {nowhere}/a --cid 9"), 1, "towline: "),
-        ("completions bash".into(), 0, "_towline() {"),
         ("man".into(), 2, "error: the following required"),
         ("nothing".into(), 2, "error: unrecognized subcommand"),
     ] {
