@@ -13,8 +13,10 @@ fn on_terminal(arguments: &str) -> (Option<i32>, String) {
     let output = [terminal.output().unwrap(), terminal.output().unwrap()];
     let words = arguments.split(' ');
     let towline = Towline::start_writing_to(&towline_binary().unwrap(), words, output).unwrap();
+    // Read meanwhile: a terminal holds a few KiB.
+    let text = std::thread::spawn(move || terminal.into_output().unwrap());
     let status = towline.wait(WITHIN).unwrap().status;
-    (status.code(), terminal.into_output().unwrap())
+    (status.code(), text.join().unwrap())
 }
 
 fn without_colours(text: &str) -> String {
@@ -48,6 +50,7 @@ fn every_command_starts_without_noise_on_a_terminal() {
         (format!("net --socket {nowhere}/a --tap lo"), 1, "towline: "),
         (format!("ctl {nowhere}"), 1, "towline: "),
         (format!("vsock --socket {nowhere}/a --cid 9"), 1, "towline: "),
+        ("completions bash".into(), 0, "_towline() {"),
         ("man".into(), 2, "error: the following required"),
         ("nothing".into(), 2, "error: unrecognized subcommand"),
     ] {
