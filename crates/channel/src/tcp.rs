@@ -2,7 +2,7 @@
 //!
 //! `TCP_NODELAY` is on (senders set [`SendFlags::MORE`](crate::SendFlags::MORE) when more follows). A connection whose
 //! peer is silent for [`PEER_TIMEOUT`] ends (`ETIMEDOUT`): it acknowledges nothing, takes nothing, or does not answer
-//! keepalive probes, which find a dead host while nothing is sent. A host name is resolved in a thread of its own, because the system's
+//! keepalive probes, which find a dead host while nothing is sent. A host name is resolved on a separate thread, because the system's
 //! resolver cannot be interrupted; after a timeout the thread ends when the resolver does.
 //!
 //! Between two processes of one host the send buffer has a fixed, small size, and a call receives a part of it: data in

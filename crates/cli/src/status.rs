@@ -51,7 +51,7 @@ pub(crate) fn run(args: &StatusArgs) -> Result<Exit> {
     Ok(status.exit)
 }
 
-/// The state behind a monitor.
+/// State of the QEMU at a monitor.
 fn of(socket: &Path) -> Result<GuestStatus> {
     let options =
         Options { deadline: MONITOR_TIMEOUT, greeting_deadline: MONITOR_TIMEOUT, ..Options::default() };

@@ -84,7 +84,7 @@ fn without_suffix(text: &str) -> &str {
     text.trim_end_matches(|c: char| c.is_ascii_alphabetic())
 }
 
-/// Parses a time whose unit is this number of seconds if it has none of its own.
+/// Parses a time whose unit is this number of seconds if it has no unit.
 fn time_in(text: &str, unit: f64) -> Option<f64> {
     let digits = without_suffix(text);
     let length = match &text[digits.len()..] {

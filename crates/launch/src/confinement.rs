@@ -109,7 +109,7 @@ impl Confinement {
             }
         }
         let stat = read("stat")?;
-        // Fields 19, 40 and 41, counted behind the name, which may have any characters.
+        // Fields 19, 40 and 41, counted after the name, which may have any characters.
         let fields: Vec<&str> = stat.rsplit_once(") ").map_or("", |(_, rest)| rest).split(' ').collect();
         let number = |at: usize| fields.get(at - 3).copied().unwrap_or_default();
         add(NICE, number(19));

@@ -26,7 +26,7 @@ const PAGE: u64 = 4096;
 const REGION_BYTES: u64 = 1 << 20;
 const RING_SIZE: u16 = 16;
 const BUFFERS: u64 = 12;
-/// Each buffer begins in pages of its own.
+/// Each buffer begins in separate pages.
 const BUFFER_PAGES: u64 = 3;
 const EVENTS: usize = 10;
 const WITHIN: Duration = Duration::from_secs(60);

@@ -14,7 +14,7 @@ use crate::message::{LogMemory, Request, VringFd};
 const IMMUTABLE: u64 = 0x10;
 
 impl<R: Rings> Session<R> {
-    /// Refuses a request with a file that another process or host serves. A thread of its own closes the file.
+    /// Refuses a request with a file that another process or host serves. A separate thread closes the file.
     pub(super) fn check_descriptors(&self, request: Request) -> Result<Request, SessionError> {
         if descriptors(&request).into_iter().all(is_local) {
             return Ok(request);

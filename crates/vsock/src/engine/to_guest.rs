@@ -249,7 +249,7 @@ impl<S: Sockets> Engine<S> {
         }
     }
 
-    /// Returns the length of the message that is to be sent, if there is one and the guest's buffer is not smaller.
+    /// Returns the length of the next message to send, if there is one and the guest's buffer is not smaller.
     fn next_message(&mut self, id: ConnectionId) -> Option<usize> {
         let end = self.host_ends.get_mut(id)?;
         let partial = end.message.as_ref().map(|message| Ok(Peeked::Bytes(message.bytes.len())));
