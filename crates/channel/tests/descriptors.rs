@@ -77,7 +77,8 @@ fn too_many_descriptors_from_a_peer_are_an_error_and_all_are_closed() {
         let mut received = Vec::new();
         let error = far.recv_fds(&mut [0; 8], &mut received).unwrap_err();
         assert!(matches!(error, Error::FdsTruncated { limit: FDS_MAX, .. }), "{count}: {error:?}");
-        assert!(received.is_empty());
+        // They are the caller's to close, on a thread that may wait.
+        drop(received);
         assert_eq!(drain(reader), b"", "none is left open");
     }
 }
