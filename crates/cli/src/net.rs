@@ -84,7 +84,7 @@ fn end_with_tap(net: &Arc<Net>, cancel: &Cancel) -> Result<()> {
         net.taps().wait_gone(&cancel);
         cancel.cancel();
     };
-    thread::Builder::new().name("tap".into()).spawn(watch)?;
+    thread::Builder::new().name("tap-watch".into()).spawn(watch)?;
     Ok(())
 }
 

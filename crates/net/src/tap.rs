@@ -27,7 +27,7 @@ use crate::sys::{interface, tap};
 
 /// Maximum number of frames that are discarded when a tap is emptied: more than its queues hold.
 const STALE_FRAMES_MAX: usize = 1 << 16;
-/// Interval of looks at a queue that reports errors.
+/// Interval at which it is checked that the interface exists.
 const GONE_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// Reason why a tap cannot be used.
@@ -280,21 +280,16 @@ impl Taps {
         &self.queues
     }
 
-    /// Waits until the interface is deleted, or cancelled.
+    /// Waits until the interface is deleted, or cancelled. Linux wakes those that wait for an error of a queue only if they wait
+    /// for frames too, so that the interface is looked at in intervals.
     pub fn wait_gone(&self, cancel: &Cancel) {
-        let mut left = None;
         while !(self.is_gone() || cancel.is_cancelled()) {
-            let mut fds =
-                [PollFd::new(&self.queues[0].fd, PollFlags::empty()), PollFd::new(cancel, PollFlags::IN)];
-            // A queue that reports an error all the time, although the interface is there, is polled at intervals.
-            let watched = if left.is_some() { &mut fds[1..] } else { &mut fds[..] };
-            if let Err(errno) = poll(watched, left)
+            if let Err(errno) = poll(&mut [PollFd::new(cancel, PollFlags::IN)], Some(&GONE_INTERVAL))
                 && errno != Errno::INTR
             {
                 tracing::warn!(%errno, "poll");
                 return;
             }
-            left = if left.is_none() { Some(&GONE_INTERVAL) } else { None };
         }
     }
 

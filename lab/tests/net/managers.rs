@@ -58,7 +58,8 @@ fn processors(pid: u32) -> Vec<(String, String)> {
     for task in std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten() {
         let Ok(status) = std::fs::read_to_string(task.path().join("status")) else { continue };
         let field = |key: &str| status.lines().find_map(|line| line.strip_prefix(key)).unwrap().trim();
-        if field("Name:").starts_with("net-") {
+        let is_worker = field("Name:").strip_prefix("net-").is_some_and(|rest| rest.parse::<u8>().is_ok());
+        if is_worker {
             found.push((field("Name:").to_owned(), field("Cpus_allowed_list:").to_owned()));
         }
     }
