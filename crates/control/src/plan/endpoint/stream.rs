@@ -126,7 +126,7 @@ impl SourceEndpoint for StreamSource {
 
     fn explain(&self, failure: Failure) -> Failure {
         match failure.guest {
-            GuestAfterFailure::Safe if self.main_channel().is_none() && is_listened_on(&self.address) => {
+            GuestAfterFailure::Safe if !self.incoming.was_connected() && is_listened_on(&self.address) => {
                 Failure { guest: GuestAfterFailure::QemuNotReached, ..failure }
             }
             _ => failure,
