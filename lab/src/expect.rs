@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde_json::{Map, Value};
@@ -47,6 +47,15 @@ pub fn number(name: &str, default: u64) -> u64 {
 /// Endpoint of a QEMU's QMP socket.
 pub fn qmp(qemu: &Qemu) -> String {
     format!("qmp:{}", qemu.qmp_path().display())
+}
+
+/// Lifts the rate limit of a copy that listens at `--qmp CONTROL`.
+///
+/// # Panics
+/// If it does not listen there, or refuses.
+pub fn lift_rate_limit(control: &Path) {
+    let copy = crate::Qmp::connect(control, std::time::Duration::from_secs(10)).unwrap();
+    copy.execute("migrate-set-parameters", serde_json::json!({ "max-bandwidth": 0 })).unwrap();
 }
 
 /// Asserts the exit status, and that the standard error contains all of `texts` in this order.

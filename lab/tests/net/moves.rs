@@ -8,13 +8,14 @@
 
 use std::time::Duration;
 
+use serde_json::json;
 use tempfile::TempDir;
-use towline_lab::expect::qmp;
+use towline_lab::expect::{lift_rate_limit, qmp};
 use towline_lab::{Builder, Network, Qemu, Towline, Version, require_lab, towline, wait_until};
 
 use crate::support::{
-    EchoClient, Fixture, GUEST, WITHIN, add_tap, builder, builder_with, card, end, give_addresses,
-    guest_address, network, number, path, scratch, set_up, sum,
+    BulkClient, EchoClient, Fixture, GUEST, WITHIN, add_tap, builder, builder_with, card, end,
+    give_addresses, guest_address, network, number, path, scratch, set_up, sum,
 };
 
 /// A host of the picture, with its card's process.
@@ -175,4 +176,60 @@ fn a_card_whose_process_has_ended_is_noted_before_a_move() {
     })
     .unwrap();
     end(third);
+}
+
+/// Restarts of the rings in each move, while memory is copied.
+const RESTARTS: u64 = 10;
+
+/// QEMU stops its card's rings when its link is set down, and releases the dirty log with them. It starts them again with frames in
+/// the tap, and sends the next log afterwards.
+#[test]
+fn every_byte_arrives_while_the_rings_restart_during_moves() {
+    let name = "every_byte_arrives_while_the_rings_restart_during_moves";
+    if !require_lab(name) {
+        return;
+    }
+    let Some(hub) = hub(name) else { return };
+    let scratch = scratch();
+    let mut hosts = [Host::new(&hub, "host-a"), Host::new(&hub, "host-b")];
+    let build = |socket: &std::path::Path| builder(Version::V10_0, socket, 2);
+    let mut source = hosts[0].qemu(&scratch, build);
+    let mut guest = source.linux(WITHIN).unwrap();
+    set_up(&mut guest);
+    // Incompressible memory, so that the first pass is long.
+    guest.fill(48 << 20, 7).unwrap();
+    drop(guest);
+    let client = EchoClient::begin(&hub, guest_address(GUEST));
+    let bulk = BulkClient::begin(&hub, guest_address(GUEST));
+    let moves = usize::try_from(number("TOWLINE_SOAK_NET_RESTARTED_MOVES", 1)).unwrap();
+    for round in 1..=moves {
+        let destination = hosts[round % 2].qemu(&scratch, |socket| build(socket).incoming_defer());
+        let (here, there) = (qmp(&source), qmp(&destination));
+        let control = path(&scratch, "move.qmp");
+        // The first pass takes longer than the restarts, which are over before it may end.
+        let slowly = ["--max-bandwidth", "1M", "--qmp", control.to_str().unwrap()];
+        let command =
+            towline([&["move", "--json"], &slowly[..], &[here.as_str(), there.as_str()]].concat()).unwrap();
+        let migration = || source.qmp().execute("query-migrate", json!({})).unwrap();
+        wait_until("the first pass", WITHIN, || Ok((migration()["status"] == "active").then_some(())))
+            .unwrap();
+        for _ in 0..RESTARTS {
+            client.wait_blocks(1);
+            for up in [false, true] {
+                source.qmp().execute("set_link", json!({ "name": "card", "up": up })).unwrap();
+            }
+            assert_eq!(migration()["status"], "active", "the rings restart while memory is copied");
+        }
+        lift_rate_limit(&control);
+        command.wait_done(WITHIN).unwrap();
+        client.wait_blocks(5);
+        source = destination;
+    }
+    let longest = client.end();
+    let bytes = bulk.end();
+    assert!(bytes > 0, "nothing was sent in bulk");
+    println!(
+        "{moves} moves, {} restarts, {bytes} bytes in bulk; the longest block took {longest:?}",
+        moves as u64 * RESTARTS
+    );
 }

@@ -302,6 +302,35 @@ impl EchoClient {
     }
 }
 
+/// Connections to the guest's echo, one after the other, that send without waiting for what comes back, which is compared.
+pub(crate) struct BulkClient {
+    stop: Arc<AtomicBool>,
+    bytes: JoinHandle<u64>,
+}
+
+impl BulkClient {
+    /// Bytes of each connection.
+    const BYTES: usize = 4 * PART;
+
+    pub(crate) fn begin(network: &Network, to: SocketAddr) -> Self {
+        let stop = Arc::<AtomicBool>::default();
+        let ends = stop.clone();
+        let talks = move || {
+            let rounds = (0..).take_while(|_| !ends.load(SeqCst));
+            rounds.map(|round| talk(to, Self::BYTES, round * Self::BYTES as u64)).count() as u64
+                * Self::BYTES as u64
+        };
+        // A thread inherits the network namespace of its parent.
+        Self { stop, bytes: network.enter(|| std::thread::spawn(talks)).unwrap() }
+    }
+
+    /// Ends after the present connection. Returns the number of bytes that came back.
+    pub(crate) fn end(self) -> u64 {
+        self.stop.store(true, SeqCst);
+        self.bytes.join().expect("every byte came back as it was sent")
+    }
+}
+
 pub(crate) fn path(scratch: &TempDir, name: &str) -> PathBuf {
     scratch.path().join(name)
 }
