@@ -177,7 +177,12 @@ fn assert_heard(what: &str, towline: Towline) {
 fn a_wait_for_a_monitor_is_interrupted() {
     const GREETING: &[u8] = b"{\"QMP\": {\"version\": {}, \"capabilities\": []}}\r\n";
     let fixture = Fixture::new();
-    let listener = UnixListener::bind(fixture.path("silent.sock")).unwrap();
+    let silent = fixture.path("silent.sock");
+    // A socket of its own for each command: a connection of the one before may still wait at the other.
+    let listen = || {
+        let _ = std::fs::remove_file(&silent);
+        UnixListener::bind(&silent).unwrap()
+    };
     let monitor = format!("qmp:{}", fixture.name("silent.sock"));
     // So that it is not waited for; a source is connected to first.
     let _other = UnixListener::bind(fixture.path("other.sock")).unwrap();
@@ -188,15 +193,19 @@ fn a_wait_for_a_monitor_is_interrupted() {
         format!("move --postcopy {monitor} qmp:{}", fixture.name("other.sock")),
         format!("upgrade {monitor}"),
     ] {
+        let listener = listen();
         let towline = fixture.towline(&line);
         let held = listener.accept().unwrap();
         assert_heard(&format!("a greeting, {line}"), towline);
         drop(held);
 
+        let listener = listen();
         let towline = fixture.towline(&line);
-        let (mut hanging, _) = listener.accept().unwrap();
-        hanging.write_all(GREETING).unwrap();
-        hanging.read_exact(&mut [0]).unwrap();
+        let mut hanging = listener.accept().unwrap().0;
+        // The first one may only ask who listens, and ends.
+        while hanging.write_all(GREETING).and_then(|()| hanging.read_exact(&mut [0])).is_err() {
+            hanging = listener.accept().unwrap().0;
+        }
         assert_heard(&format!("a reply, {line}"), towline);
     }
     fixture.assert_holds(&["other.sock", "silent.sock"]);

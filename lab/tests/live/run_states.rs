@@ -1,6 +1,7 @@
 //! A guest keeps its run state, or its copy is refused: there are states in which QEMU would lose it, or run it.
 
 use serde_json::{Value, json};
+use towline_lab::expect::lift_rate_limit;
 use towline_lab::{BootSector, Builder, Qemu, Version, require_qemu};
 
 use crate::support::{
@@ -108,11 +109,12 @@ fn a_guest_that_sleeps_is_not_resumed_after_its_copy() {
     }
     let qemu = in_state(Version::V10_0, &RUNNING);
     let image = scratch.text("b.img");
-    let mut towline = start(&format!("copy --json --resume --max-bandwidth 1M {} {image}", qmp(&qemu)));
+    let slowly = format!("copy --json --resume --max-bandwidth 1M --qmp {}", scratch.text("control"));
+    let mut towline = start(&format!("{slowly} {} {image}", qmp(&qemu)));
     wait_event(&mut towline, "the transfer", |event| event["phase"] == "transfer");
     qemu.qmp().wait_migration("active", WITHIN).unwrap();
     qemu.qmp().hmp(SUSPENDED.writes[0]).unwrap();
-    qemu.qmp().execute("migrate-set-parameters", json!({ "max-bandwidth": 1_u64 << 40 })).unwrap();
+    lift_rate_limit(&scratch.path("control"));
     let finished = towline.wait(WITHIN).unwrap();
     assert_ended(&finished, 3, &["fell asleep before it was stopped", "stored; paused at its source"]);
     assert_eq!(qemu.qmp().status().unwrap(), "postmigrate");
@@ -141,14 +143,12 @@ fn a_guest_runs_while_it_is_copied_in_any_mode() {
     source.qmp().execute("migrate-set-parameters", json!({ "mode": "cpr-reboot" })).unwrap();
     let before = settings(&source);
     let image = scratch.text("guest.img");
-    let mut towline = start(&format!("copy --json --resume --max-bandwidth 1M {} {image}", qmp(&source)));
+    let slowly = format!("copy --json --resume --max-bandwidth 1M --qmp {}", scratch.text("control"));
+    let mut towline = start(&format!("{slowly} {} {image}", qmp(&source)));
     wait_event(&mut towline, "the transfer", |event| event["phase"] == "transfer");
     source.qmp().wait_migration("active", WITHIN).unwrap();
     assert_eq!(source.qmp().status().unwrap(), "running");
-    source
-        .qmp()
-        .execute("migrate-set-parameters", json!({ "max-bandwidth": before.parameters["max-bandwidth"] }))
-        .unwrap();
+    lift_rate_limit(&scratch.path("control"));
     completed(&towline.wait(WITHIN).unwrap());
     assert_eq!(settings(&source), before);
 }

@@ -63,8 +63,12 @@ fn invalid_taps_and_queues_are_refused_with_a_remedy() {
             1,
             &["cannot attach queue 0 of 1 to interface lo", "it is not a tap"],
         ),
-        (vec!["--socket", socket, "--tap", "tap0", "--queues", "129"], 1, &["129 queue pairs", "1 to 128"]),
-        (vec!["--socket", socket, "--tap", "a-name-that-is-too-long"], 1, &["a-name-that-is-too-long"]),
+        (vec!["--socket", socket, "--tap", "tap0", "--queues", "129"], 2, &["129", "1 to 128"]),
+        (
+            vec!["--socket", socket, "--tap", "a-name-that-is-too-long"],
+            2,
+            &["a-name-that-is-too-long", "15 bytes"],
+        ),
     ] {
         let finished = refused(&network, &arguments);
         assert_eq!(finished.status.code(), Some(code), "{arguments:?}: {finished:?}");

@@ -80,7 +80,7 @@ fn a_source_that_was_resumed_and_sent_elsewhere_is_no_evidence() {
     assert_ended(
         &host.run(&format!("resume {id} --discard=destination")),
         3,
-        &["still undecided", "is ended"],
+        &["is undecided", "Look where it went"],
     );
     assert!(destination.wait_exit(WITHIN).unwrap().success());
     assert_ended(&host.run(&format!("resume {id} --forget")), 0, &[]);

@@ -1,8 +1,9 @@
 //! Changes of the run state by an operator or the guest during a copy are kept.
 
 use rustix::process::Signal;
-use serde_json::{Value, json};
-use towline_lab::{Qemu, Towline, Version, require_lab};
+use serde_json::Value;
+use towline_lab::expect::{Scratch, lift_rate_limit};
+use towline_lab::{Finished, Qemu, Towline, Version, require_lab};
 
 use crate::support::{
     WITHIN, assert_ended, assert_runs_only_in, counting, end, is_live, qmp, signal, small, start, wait_phase,
@@ -12,22 +13,38 @@ use crate::support::{
 /// Slow enough that an operator can act during the copy.
 const SLOW: &str = "--max-bandwidth 1M";
 
+/// A slow copy or move, with the socket at which its rate can be changed.
+struct Slow {
+    towline: Towline,
+    scratch: Scratch,
+}
+
+impl Slow {
+    fn start(command: &str, source: &Qemu, destination: &Qemu) -> Self {
+        let scratch = Scratch::new();
+        let ends = format!("{} {}", qmp(source), qmp(destination));
+        let mut towline = start(&format!("{command} {SLOW} --qmp {} {ends}", scratch.text("control")));
+        wait_phase(&mut towline, "transfer");
+        source.qmp().wait_migration("active", WITHIN).unwrap();
+        Self { towline, scratch }
+    }
+
+    /// Transfers the rest as fast as possible, and waits until it has ended.
+    fn hurry(self) -> Finished {
+        lift_rate_limit(&self.scratch.path("control"));
+        end(self.towline)
+    }
+}
+
 /// Starts a slow copy or move between QEMUs with these arguments.
-fn under_way(command: &str, arguments: &[&str], paused: bool) -> (Qemu, Qemu, Towline) {
+fn under_way(command: &str, arguments: &[&str], paused: bool) -> (Qemu, Qemu, Slow) {
     let builder = small(Version::V10_0).args(arguments.iter().copied());
     let (source, destination) = (counting(&builder), waiting(&builder));
     if paused {
         source.qmp().execute("stop", Value::Null).unwrap();
     }
-    let mut towline = start(&format!("{command} {SLOW} {} {}", qmp(&source), qmp(&destination)));
-    wait_phase(&mut towline, "transfer");
-    source.qmp().wait_migration("active", WITHIN).unwrap();
-    (source, destination, towline)
-}
-
-/// Raises the bandwidth limit for the rest.
-fn hurry(source: &Qemu) {
-    source.qmp().execute("migrate-set-parameters", json!({ "max-bandwidth": 1_u64 << 40 })).unwrap();
+    let slow = Slow::start(command, &source, &destination);
+    (source, destination, slow)
 }
 
 /// Writes the guest's ACPI sleep register, as the guest itself would.
@@ -44,10 +61,10 @@ fn a_guest_paused_during_a_copy_that_is_cancelled_stays_paused() {
     if !require_lab("a_guest_paused_during_a_copy_that_is_cancelled_stays_paused") {
         return;
     }
-    let (source, destination, towline) = under_way("copy", &[], false);
+    let (source, destination, slow) = under_way("copy", &[], false);
     source.qmp().execute("stop", Value::Null).unwrap();
-    signal(towline.pid(), Signal::INT);
-    assert_ended(&end(towline), 1, &["cancelled", "the guest: safe at its source"]);
+    signal(slow.towline.pid(), Signal::INT);
+    assert_ended(&end(slow.towline), 1, &["cancelled", "the guest: safe at its source"]);
     assert_eq!(source.qmp().status().unwrap(), "paused");
     source.qmp().execute("cont", Value::Null).unwrap();
     assert_runs_only_in(&source, &destination);
@@ -58,10 +75,9 @@ fn a_guest_paused_during_a_copy_is_paused_at_its_destination() {
     if !require_lab("a_guest_paused_during_a_copy_is_paused_at_its_destination") {
         return;
     }
-    let (source, destination, towline) = under_way("copy", &[], false);
+    let (source, destination, slow) = under_way("copy", &[], false);
     source.qmp().execute("stop", Value::Null).unwrap();
-    hurry(&source);
-    assert_ended(&end(towline), 0, &[]);
+    assert_ended(&slow.hurry(), 0, &[]);
     assert_eq!(destination.qmp().status().unwrap(), "paused");
     assert_eq!(source.qmp().status().unwrap(), "postmigrate");
     assert_eq!(destination.counter().unwrap(), source.counter().unwrap());
@@ -72,10 +88,9 @@ fn a_guest_run_during_a_copy_runs_at_its_destination() {
     if !require_lab("a_guest_run_during_a_copy_runs_at_its_destination") {
         return;
     }
-    let (source, destination, towline) = under_way("copy", &[], true);
+    let (source, destination, slow) = under_way("copy", &[], true);
     source.qmp().execute("cont", Value::Null).unwrap();
-    hurry(&source);
-    assert_ended(&end(towline), 0, &[]);
+    assert_ended(&slow.hurry(), 0, &[]);
     assert_runs_only_in(&destination, &source);
 }
 
@@ -85,11 +100,10 @@ fn a_guest_that_powers_off_during_a_move_is_moved_and_not_run() {
     if !require_lab("a_guest_that_powers_off_during_a_move_is_moved_and_not_run") {
         return;
     }
-    let (source, destination, towline) = under_way("move", &["-no-shutdown"], false);
+    let (source, destination, slow) = under_way("move", &["-no-shutdown"], false);
     sleep(&source, S5);
     source.qmp().wait_status("shutdown", WITHIN).unwrap();
-    hurry(&source);
-    assert_ended(&end(towline), 0, &[]);
+    assert_ended(&slow.hurry(), 0, &[]);
     assert!(source.wait_exit(WITHIN).unwrap().success());
     assert!(!is_live(&destination), "{:?}", destination.qmp().status());
 }
@@ -109,14 +123,11 @@ fn a_guest_that_sleeps_is_woken_at_its_destination() {
         if asleep_before {
             fall_asleep();
         }
-        let mut towline = start(&format!("move {SLOW} {} {}", qmp(&source), qmp(&destination)));
-        wait_phase(&mut towline, "transfer");
-        source.qmp().wait_migration("active", WITHIN).unwrap();
+        let slow = Slow::start("move", &source, &destination);
         if !asleep_before {
             fall_asleep();
         }
-        hurry(&source);
-        assert_ended(&end(towline), 0, &[]);
+        assert_ended(&slow.hurry(), 0, &[]);
         assert!(source.wait_exit(WITHIN).unwrap().success());
         assert_eq!(destination.qmp().status().unwrap(), "suspended");
         destination.qmp().execute("system_wakeup", Value::Null).unwrap();
