@@ -61,12 +61,18 @@ impl QmpSource {
         let parameters = MigrationParameters {
             multifd_channels: (lanes > 0).then(|| u8::try_from(lanes).unwrap_or(u8::MAX)),
             max_bandwidth: Some(options.transfer_options().max_bandwidth.unwrap_or(BANDWIDTH_UNLIMITED)),
-            downtime_limit: Some(u64::try_from(options.downtime_limit.as_millis()).unwrap_or(u64::MAX)),
+            downtime_limit: Some(self.downtime_for_qemu(options.downtime_limit)),
             tls_creds: Some(String::new()),
             mode: self.qemu.facts().normal_mode(),
             ..compression::parameters(options.compression, lanes)
         };
         MigrationSettings { capabilities, parameters }
+    }
+
+    /// The milliseconds in which QEMU may send what is left: at least half of the limit.
+    fn downtime_for_qemu(&self, limit: Duration) -> u64 {
+        let limit = limit - self.downtime_reserve.min(limit / 2);
+        u64::try_from(limit.as_millis()).unwrap_or(u64::MAX)
     }
 
     /// Applies changed limits. They are restored with all other settings. A refused limit does not end the
@@ -76,11 +82,10 @@ impl QmpSource {
         if std::mem::replace(&mut self.applied_changes, changes) == changes {
             return;
         }
-        let milliseconds = |limit: Duration| u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
         let bandwidth = self.tuning.max_bandwidth().map(|rate| rate.unwrap_or(BANDWIDTH_UNLIMITED));
         let parameters = MigrationParameters {
             max_bandwidth: bandwidth,
-            downtime_limit: self.tuning.downtime_limit().map(milliseconds),
+            downtime_limit: self.tuning.downtime_limit().map(|limit| self.downtime_for_qemu(limit)),
             ..MigrationParameters::default()
         };
         let Some(settings) = &mut self.settings else { return };

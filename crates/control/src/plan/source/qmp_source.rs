@@ -26,6 +26,9 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Name of the socket that it migrates to, in the private directory.
 pub(super) const STREAM_SOCKET: &str = "source.sock";
 
+/// Time of the last sync of an image before its guest may run on.
+const SYNC_RESERVE: Duration = Duration::from_millis(50);
+
 /// A QEMU whose guest is to be copied.
 #[derive(Debug)]
 pub(in super::super) struct QmpSource {
@@ -50,6 +53,8 @@ pub(in super::super) struct QmpSource {
     pub(super) tuning: Tuning,
     /// Number of tuning changes that QEMU has.
     pub(super) applied_changes: u64,
+    /// Part of the downtime limit that QEMU is not told of.
+    pub(super) downtime_reserve: Duration,
     /// Devices that are detached for the move.
     pub(in super::super) vsocks: DetachedVsocks,
     /// State that must be unchanged when the guest has stopped.
@@ -108,6 +113,7 @@ impl QmpSource {
         Ok(Self {
             qemu,
             settings: None,
+            downtime_reserve: if options.resumes() { SYNC_RESERVE } else { Duration::ZERO },
             was_running,
             resumes,
             resumed: false,
