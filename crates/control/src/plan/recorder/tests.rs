@@ -63,7 +63,7 @@ fn a_decision_is_not_recorded_in_a_directory_that_is_not_there() {
     let machine = machine(GuestRunState::Running, SourceAction::Quit);
     for replaced in [false, true] {
         let place = TempDir::new().unwrap();
-        let recorder = recorder(&place);
+        let (first, recorder) = (recorder(&place), recorder(&place));
         recorder.record(ID, Decision::Acknowledge, &machine).unwrap();
         fs::rename(place.path().join("towline"), place.path().join("former")).unwrap();
         if replaced {
@@ -71,6 +71,7 @@ fn a_decision_is_not_recorded_in_a_directory_that_is_not_there() {
         } else {
             fs::remove_dir_all(place.path().join("former")).unwrap();
         }
+        first.record(ID, Decision::Acknowledge, &machine).unwrap_err();
         recorder.record(ID, Decision::Run, &machine).unwrap_err();
         assert_eq!(stage(&place), None);
         // Nothing is left that has the guest running at its destination.
