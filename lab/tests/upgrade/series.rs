@@ -2,6 +2,7 @@
 //!
 //! `TOWLINE_UPGRADES` is the number of upgrades, `TOWLINE_UPGRADE_MIB` the sizes of the guest's memory (`512,1024`).
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -28,6 +29,8 @@ pub(crate) struct Series<'a> {
     monitor: Option<Qmp>,
     /// From STOP at the old QEMU to RESUME at the new one.
     pub(crate) downtime: Times,
+    /// As the commands reported it.
+    pub(crate) reported: Times,
     /// Of the whole command.
     pub(crate) whole: Times,
     /// Bytes that one upgrade moved at most.
@@ -37,8 +40,8 @@ pub(crate) struct Series<'a> {
 impl<'a> Series<'a> {
     pub(crate) fn of(guest: &'a Guest) -> Self {
         guest.first.qmp().take_events();
-        let (downtime, whole) = (Times::default(), Times::default());
-        Self { guest, monitor: None, downtime, whole, sent_max: 0 }
+        let (downtime, reported, whole) = (Times::default(), Times::default(), Times::default());
+        Self { guest, monitor: None, downtime, reported, whole, sent_max: 0 }
     }
 
     /// Upgrades the guest to this program.
@@ -62,8 +65,19 @@ impl<'a> Series<'a> {
             println!("{time:.1} ms: {}", finished.stderr);
         }
         self.downtime.push(time);
+        self.reported.push(event["downtime"].as_f64().unwrap());
         self.sent_max = self.sent_max.max(event["ram"]["transferred"].as_u64().unwrap());
         self.monitor = Some(new);
+    }
+}
+
+impl fmt::Display for Series<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { downtime, reported, whole, sent_max, .. } = self;
+        write!(
+            f,
+            "STOP to RESUME {downtime}; reported {reported}; whole command {whole}; at most {sent_max} bytes moved"
+        )
     }
 }
 
@@ -103,15 +117,30 @@ fn upgrades_in_a_row_under_a_load_lose_nothing() {
         assert!(linux.stop_dirtying().unwrap() > 0);
         linux.check().unwrap();
         assert_eq!(linux.hash().unwrap(), guest.hash);
-        println!(
-            "{upgrades} upgrades of {mib} MiB under {} MiB/s: STOP to RESUME {}; whole command {}; at most {} bytes moved",
-            DIRTY_RATE / MIB,
-            series.downtime,
-            series.whole,
-            series.sent_max
-        );
+        println!("{upgrades} upgrades of {mib} MiB under {} MiB/s: {series}", DIRTY_RATE / MIB);
         assert!(series.sent_max <= MIB, "{} bytes were moved", series.sent_max);
     }
+}
+
+/// One virtual processor, which never stops to make random bytes and to write them into new pages.
+#[test]
+fn upgrades_in_a_row_of_a_guest_that_writes_files_keep_its_memory() {
+    if !require_lab("upgrades_in_a_row_of_a_guest_that_writes_files_keep_its_memory") {
+        return;
+    }
+    let upgrades = usize::try_from(number("TOWLINE_UPGRADES", UPGRADES)).unwrap();
+    let guest = Guest::boot(|place| {
+        let version = Version::V10_0;
+        named_file(Qemu::builder(version).cpu("Nehalem").linux(), version.machine(), place, 512)
+    });
+    let writes = "(while :; do head -c 4194304 /dev/urandom > /tmp/written; done) > /dev/null 2>&1 &";
+    guest.linux().shell(writes, WITHIN).unwrap();
+    let program = crate::support::program(Version::V10_0);
+    let mut series = Series::of(&guest);
+    (0..upgrades).for_each(|_| series.upgrade(&program, &[]));
+    assert_eq!(guest.linux().hash().unwrap(), guest.hash);
+    println!("{upgrades} upgrades of 512 MiB whose guest writes files: {series}");
+    assert!(series.sent_max <= MIB, "{} bytes were moved", series.sent_max);
 }
 
 /// Each guest is another one, since its memory has a name after its first upgrade. Returns the bytes that one upgrade moved at most.
