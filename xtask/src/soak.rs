@@ -225,6 +225,18 @@ const SOAKS: &[Soak] = &[
         },
     },
     Soak {
+        name: "standstill",
+        about: "how long a guest with 96 MiB of data (TOWLINE_SOAK_STANDSTILL_MIB) stands still while it is saved: at 1, 5, 50 MB/s, to a file, to \
+            a slow disk",
+        run: || {
+            lab_test(
+                "store",
+                "standstill::a_guest_saved_over_a_slow_link_keeps_its_downtime_limit",
+                &[("TOWLINE_SOAK_STANDSTILL_MIB", "96")],
+            )
+        },
+    },
+    Soak {
         name: "instant-clones",
         about: "the same with --postcopy: each runs at once",
         run: || {
@@ -292,6 +304,17 @@ const SOAKS: &[Soak] = &[
         name: "vhost-fuzz",
         about: "10 million rings and messages of hostile guests and frontends, and 200,000 conversations",
         run: || fuzz::long(&VHOST_FUZZ, VHOST_FUZZ_WITHIN),
+    },
+    Soak {
+        name: "net-ring-restarts",
+        about: "20 moves of a guest under inbound bulk whose card restarts its rings ten times in each (TOWLINE_SOAK_NET_RESTARTED_MOVES)",
+        run: || {
+            lab_test(
+                "net",
+                "moves::every_byte_arrives_while_the_rings_restart_during_moves",
+                &[("TOWLINE_SOAK_NET_RESTARTED_MOVES", "20")],
+            )
+        },
     },
     Soak {
         name: "net-moves",
