@@ -17,7 +17,6 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// The caller requested an operation that this kind of channel lacks.
-    /// Remedy: use another kind of address; docs/copy.md lists what each supports.
     #[error("{peer} does not support {what}")]
     Unsupported {
         /// The other end.
@@ -73,7 +72,6 @@ pub enum Error {
         peer: String,
     },
     /// The peers do not trust each other, or data was corrupted on the way.
-    /// Remedy: check the certificates of both ends; docs/tls.md lists the causes.
     #[error("TLS with {peer}: {why}")]
     Tls {
         /// The other end.
@@ -82,7 +80,6 @@ pub enum Error {
         why: String,
     },
     /// The peer does not speak WebSocket, or not as RFC 6455 has it.
-    /// Remedy: check that the port is the WebSocket port of the peer.
     #[error("WebSocket with {peer}: {why}")]
     WebSocket {
         /// The other end.
@@ -91,7 +88,6 @@ pub enum Error {
         why: String,
     },
     /// A file with a certificate or a key that cannot be used.
-    /// Remedy: correct the file; docs/tls.md has the commands that make one.
     #[error("TLS credentials, {}: {why}", path.display())]
     TlsCredentials {
         /// The file.
@@ -100,11 +96,9 @@ pub enum Error {
         why: String,
     },
     /// [`Cancel::cancel`](crate::Cancel::cancel) was called.
-    /// Remedy: none: the user or the caller ended it.
     #[error("cancelled")]
     Cancelled,
     /// An address that cannot be understood or used.
-    /// Remedy: correct the address; `towline help copy` lists the forms.
     #[error("address \"{address}\": {why}")]
     BadAddress {
         /// The address as it was given.
@@ -147,7 +141,6 @@ pub enum Error {
         limit: usize,
     },
     /// The kernel dropped descriptors of a message that was received (`MSG_CTRUNC`); the others were closed.
-    /// Remedy: raise the limit of open files.
     #[error(
         "descriptors from {peer} were lost: it sent more than {limit} in one message, \
          or this process has reached its limit of open files (ulimit -n)"
@@ -178,7 +171,6 @@ pub enum Error {
         source: std::io::Error,
     },
     /// An injected fault of a fault layer.
-    /// Remedy: none: a test caused it.
     #[error("injected fault on {peer}: {what}")]
     Fault {
         /// The other end.

@@ -33,7 +33,6 @@ pub enum Error {
         path: PathBuf,
     },
     /// The path is a directory or a device.
-    /// Remedy: name a file; a block device or a directory cannot be an image.
     #[error("{}: not a regular file", path.display())]
     NotAFile {
         /// The path.
@@ -64,7 +63,6 @@ pub enum Error {
         source: towline_protocol::Error,
     },
     /// The file ends too early.
-    /// Remedy: copy the file again from where it is whole; what is missing cannot be restored.
     #[error("{}: truncated: it ends at byte {length:#x} inside {awaiting}", path.display())]
     Truncated {
         /// The file.
@@ -129,7 +127,6 @@ pub enum Error {
         source: towline_protocol::Error,
     },
     /// There is no manifest to verify against.
-    /// Remedy: copy the manifest too, or leave out --verify.
     #[error("{}: there is no manifest beside it ({}), so there are no checksums to verify: it was made by QEMU itself, or its manifest was left behind", path.display(), sidecar.display())]
     NoManifest {
         /// The image.
@@ -267,7 +264,6 @@ pub enum Error {
     #[error(transparent)]
     Store(Box<dyn std::error::Error + Send + Sync>),
     /// The stream's items arrived in an unexpected order.
-    /// Remedy: none at this end: the source does not follow the protocol; report it with both versions.
     #[error("{}: {what}", path.display())]
     Order {
         /// The image to be written.

@@ -16,7 +16,6 @@ const SEGMENTS_MAX: usize = 16;
 #[non_exhaustive]
 pub enum LocationError {
     /// The location is invalid.
-    /// Remedy: correct the location; docs/store.md has the forms.
     #[error("{text}")]
     Invalid {
         /// The location and the expected form.

@@ -24,7 +24,6 @@ pub struct Setting {
 #[non_exhaustive]
 pub enum SettingError {
     /// Not of the form `KEY=VALUE`.
-    /// Remedy: write `--set OPTION.ID.PROPERTY=VALUE`; `towline run --help` has examples.
     #[error(
         "setting {found:?} is malformed: expected OPTION.ID.PROPERTY=VALUE, as drive.disk0.file=/srv/disk0"
     )]

@@ -31,7 +31,6 @@ pub enum Error {
     #[error(transparent)]
     Guest(Box<dyn std::error::Error + Send + Sync>),
     /// The other end closed the connection in the middle.
-    /// Remedy: look into the log of the peer; the exit status and the last lines state where the guest is.
     #[error("{peer} closed the connection while {awaiting} was awaited")]
     Ended {
         /// The peer.
@@ -40,7 +39,6 @@ pub enum Error {
         awaiting: &'static str,
     },
     /// The source closed its connection before it was acknowledged.
-    /// Remedy: look into the log of the source; the guest is there.
     #[error(
         "{peer} closed the connection before the guest's arrival was acknowledged: it has its guest back"
     )]
@@ -49,11 +47,9 @@ pub enum Error {
         peer: String,
     },
     /// A lane's connection ended where data or a barrier was still to come.
-    /// Remedy: look into the log of the source; the guest is there.
     #[error("the connection ended before its last barrier")]
     LaneEnded,
     /// Fewer lanes than expected connected.
-    /// Remedy: give both ends the same number of lanes.
     #[error(
         "{connected} of {expected} lanes connected within {:.1} s: the source must have multifd on, and multifd-channels {expected} as here (--multifd-channels)",
         waited.as_secs_f64()
@@ -78,14 +74,12 @@ pub enum Error {
         expected: usize,
     },
     /// The destination has not acknowledged the guest.
-    /// Remedy: look into the log of the destination, and correct what it names.
     #[error("{peer} ended without saying that it has the guest: it refused it or died, its own log says why")]
     NotAcknowledged {
         /// The destination.
         peer: String,
     },
     /// The destination is silent.
-    /// Remedy: check the address, and give both ends the same number of lanes; without one that replies, --return-path off.
     #[error(
         "{peer} did not answer within {:.1} s: it is no QEMU that waits for this guest, or its multifd-channels is not {lanes}; a file or filter that only takes the stream needs --return-path off",
         waited.as_secs_f64()
@@ -99,7 +93,6 @@ pub enum Error {
         lanes: usize,
     },
     /// This side cannot compress or decompress.
-    /// Remedy: move without compression, or with another method.
     #[error("{method} fails on this side: {text}")]
     Compressor {
         /// QEMU's name of the method.
@@ -116,7 +109,6 @@ pub enum Error {
         why: String,
     },
     /// A lane sent pages that no barrier follows, so that their order is not known.
-    /// Remedy: move without lanes (`--multifd-channels 0`).
     #[error(
         "pages came behind the last barrier: the source broke off, or its multifd is not as its machine type says"
     )]
@@ -154,7 +146,6 @@ pub enum Error {
     #[error("a thread of the migration panicked; this is a bug of towline, please report its message")]
     Panicked,
     /// The migration was cancelled.
-    /// Remedy: none: the user or the caller ended it.
     #[error("cancelled")]
     Cancelled,
 }

@@ -60,7 +60,6 @@ const PROBE_RELEASE_TIMEOUT: Duration = Duration::from_millis(200);
 #[non_exhaustive]
 pub enum XdpError {
     /// The interface does not exist.
-    /// Remedy: name an interface of the network namespace of this process.
     #[error("there is no interface {name} in this network to transmit by")]
     NoInterface {
         /// Name of the interface.
@@ -78,7 +77,6 @@ pub enum XdpError {
     #[error("cannot open an AF_XDP socket: {0}; run with CAP_NET_RAW, or pass open sockets with --xsk-fds")]
     Open(io::Error),
     /// A descriptor is not an AF_XDP socket.
-    /// Remedy: pass the descriptor of an AF_XDP socket.
     #[error("descriptor {number} is not an AF_XDP socket")]
     NotXdpSocket {
         /// Position of the descriptor in the list, from 1.

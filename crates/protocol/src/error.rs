@@ -20,9 +20,6 @@ pub enum Error {
 }
 
 /// Bytes that no version of the format has.
-///
-/// Remedy: none at this end: the peer is no migrating QEMU of version 7.2 to 11.1, or bytes were changed on
-/// the way. Check the address and the versions, and try again.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "each variant's text says what it is")]
@@ -110,9 +107,6 @@ pub enum InvalidMessage {
 }
 
 /// Legal bytes, illegal behaviour.
-///
-/// Remedy: none at this end: the peer does not follow the protocol. Its log has its reason; if both ends are
-/// known versions, it is a bug to be reported with both.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "each variant's text says what it is")]
@@ -123,14 +117,12 @@ pub enum PeerMisbehaved {
     UnknownBlock { name: String },
     #[error("section {id} is continued, but the open iterable section is {expected}")]
     UnknownSection { id: u32, expected: u32 },
-    /// Remedy: let one source alone connect to this port, and run the command again.
     #[error("lane {id} connected twice")]
     DuplicateLane { id: u8 },
     #[error(
         "a lane announced itself as number {id}; {lanes} are expected (multifd-channels differs between the two ends)"
     )]
     LaneOutOfRange { id: u8, lanes: usize },
-    /// Remedy: let one source alone connect to this port: these lanes are of two guests.
     #[error("a lane carries the VM uuid {found}, the others {expected}")]
     LaneUuid { found: String, expected: String },
     #[error(
@@ -139,14 +131,11 @@ pub enum PeerMisbehaved {
     Compression { found: &'static str, expected: &'static str },
     #[error("PONG {found} answers no PING that was sent")]
     Pong { found: u32 },
-    /// Remedy: look at the log of the destination, which has the reason; `towline check` compares both ends.
     #[error("the destination says that it failed to load the guest (SHUT {status})")]
     ShutWithError { status: u32 },
 }
 
 /// A feature that another implementation may use and this one lacks.
-///
-/// Remedy: remove the named device or feature at the source, or let QEMU migrate the guest by itself.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "each variant's text says what it is")]

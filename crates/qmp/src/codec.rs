@@ -88,20 +88,16 @@ pub struct EventTimestamp {
 }
 
 /// Reason why bytes are not QMP. The peer's fault; nothing after it can be decoded.
-///
-/// Remedy: check that the socket is a QMP monitor (`-qmp`), not a human monitor, a guest agent or a console.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CodecError {
     /// Something other than a JSON object where a message should begin.
-    /// Remedy: give the socket of `-qmp`; that of `-monitor`, of a guest agent or of a console is another protocol.
     #[error("expected a QMP message (a JSON object), found \"{excerpt}\"")]
     NotJson {
         /// The first bytes found.
         excerpt: String,
     },
     /// An object that is not valid JSON, or a message whose keys have the wrong types.
-    /// Remedy: use a QEMU of version 7.2 to 11.1; report the message with QEMU's version.
     #[error("unreadable QMP message ({reason}): \"{excerpt}\"")]
     Malformed {
         /// The parser's message.
@@ -110,7 +106,6 @@ pub enum CodecError {
         excerpt: String,
     },
     /// More than the decoder's limit.
-    /// Remedy: check that the socket is that of `-qmp`: no QEMU of version 7.2 to 11.1 sends so long a message.
     #[error("a QMP message longer than {bytes_max} bytes: \"{excerpt}\"")]
     TooLong {
         /// The limit.
@@ -119,7 +114,6 @@ pub enum CodecError {
         excerpt: String,
     },
     /// More than [`DEPTH_MAX`].
-    /// Remedy: check that the socket is that of `-qmp`: no QEMU of version 7.2 to 11.1 sends such a message.
     #[error("a QMP message nested deeper than {DEPTH_MAX} levels: \"{excerpt}\"")]
     TooDeep {
         /// The first bytes of the message.

@@ -19,7 +19,6 @@ pub enum Error {
         socket: String,
     },
     /// No process listens on the socket.
-    /// Remedy: start QEMU again (`-qmp unix:PATH,server=on,wait=off`); the socket is left from before.
     #[error("no process listens on QMP socket {socket}: the QEMU that made it has ended")]
     Refused {
         /// The path that was tried.
@@ -68,7 +67,6 @@ pub enum Error {
         hint: &'static str,
     },
     /// No reply in time. The connection remains usable; a late reply is discarded.
-    /// Remedy: look at the load of the host and the storage of the guest, and try again.
     #[error("no answer to {command} on {socket} within {:.1} s: QEMU hangs or is busy", waited.as_secs_f64())]
     Timeout {
         /// The command's name.
@@ -79,7 +77,6 @@ pub enum Error {
         waited: Duration,
     },
     /// QEMU refused.
-    /// Remedy: correct what QEMU names; `towline check` finds before a move what QEMU would refuse.
     #[error("QEMU on {socket} refuses {command}: {desc}")]
     Refusal {
         /// The command's name.
@@ -92,7 +89,6 @@ pub enum Error {
         desc: String,
     },
     /// The reply is not of the command's documented type.
-    /// Remedy: use a QEMU of version 7.2 to 11.1; report the reply.
     #[error("QEMU on {socket} answered {command} in a shape that we do not know ({reason}): \"{excerpt}\"")]
     Shape {
         /// The command's name.
@@ -105,7 +101,6 @@ pub enum Error {
         excerpt: String,
     },
     /// The arguments cannot be serialized as JSON. The caller's fault.
-    /// Remedy: none for an operator: the caller passes the arguments.
     #[error("arguments of {command} cannot be written as JSON: {reason}")]
     Arguments {
         /// The command's name.
@@ -114,7 +109,6 @@ pub enum Error {
         reason: String,
     },
     /// The awaited event did not arrive.
-    /// Remedy: look at the load of the host, and try again.
     #[error("the awaited event did not come on {socket} within {:.1} s", waited.as_secs_f64())]
     NoEvent {
         /// The socket.
@@ -129,7 +123,6 @@ pub enum Error {
         socket: String,
     },
     /// The connection is lost.
-    /// Remedy: look whether the QEMU has ended; its log has the reason.
     #[error("the connection to QEMU on {socket} was lost during {during}: {by}")]
     Disconnected {
         /// The socket.

@@ -21,7 +21,6 @@ pub enum ServeError {
         source: SessionError,
     },
     /// A device that no frontend could use.
-    /// Remedy: none for an operator: the author of the device changes its number of queues.
     #[error("a device has 1 to {most} queues, this one has {found}", most = crate::QUEUES_MAX)]
     Queues {
         /// Number of queues.

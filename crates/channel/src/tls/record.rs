@@ -57,21 +57,14 @@ impl RecordContent {
 }
 
 /// Reason why a record is rejected.
-///
-/// Remedy: none at this end: the connection carries other bytes than those that were sent. Look for a proxy
-/// or a port that is not TLS, and try again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(super) enum RecordRejection {
-    /// Remedy: give both ends `--tls-creds`, and the port at which the other end accepts TLS.
     #[error("it sent no TLS record (first byte {found:#04x}, expected 0x17)")]
     NoRecord { found: u8 },
-    /// Remedy: give both ends `--tls-creds`, and the port at which the other end accepts TLS.
     #[error("it sent a TLS record of {found} bytes, the limit is {PAYLOAD_BYTES_MAX}")]
     TooLong { found: usize },
-    /// Remedy: look for a proxy or a damaged link between the two hosts, and run the command again.
     #[error("a TLS record from it was damaged or forged on the way")]
     Forged,
-    /// Remedy: none at this end: the other end's TLS library is at fault; report it with both versions.
     #[error("it sent a TLS record with content of an unknown type")]
     UnknownContent,
 }

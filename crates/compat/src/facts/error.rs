@@ -4,13 +4,10 @@ use super::format::{FORMAT, VERSION};
 use crate::limits;
 
 /// Invalid facts.
-///
-/// Remedy: write the facts again with `towline check --facts-out`.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// Too long to be read.
-    /// Remedy: give a file that `towline check --facts-out FILE` wrote; those are shorter.
     #[error("facts of {found} bytes, at most {} are read", limits::FACTS_BYTES_MAX)]
     TooLong {
         /// Its length.
@@ -20,7 +17,6 @@ pub enum Error {
     #[error("not facts ({0}): expected what `towline check --facts-out` writes, or a QEMU's -dump-vmstate")]
     Json(#[from] serde_json::Error),
     /// Other JSON.
-    /// Remedy: give a file of `towline check --facts-out FILE`, or of a QEMU's `-dump-vmstate FILE`.
     #[error("its format is {found:?}, expected {FORMAT:?}, as `towline check --facts-out` writes it")]
     Format {
         /// The format found.
@@ -35,7 +31,6 @@ pub enum Error {
         found: u32,
     },
     /// A list is longer than any real one.
-    /// Remedy: write the facts again with `towline check --facts-out FILE`: the file was changed.
     #[error("{found} {what}, at most {limit} are read")]
     TooMany {
         /// The list.

@@ -6,14 +6,10 @@ use super::maps::FileId;
 use crate::qemu;
 
 /// Reason why a block's memory is not proven to be at the destination, so that its pages are sent.
-///
-/// Remedy: none is needed: the memory of this block is copied instead.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TransferReason {
     /// The image is incremental.
-    /// Remedy: none is needed: the memory of this block is copied. To map it, run the guest from the image that
-    /// `towline copy IMAGE NEW` makes.
     #[error(
         "{} is an incremental image, whose memory is in several files: `towline copy IMAGE NEW` makes a whole image of it", path.display()
     )]
@@ -22,21 +18,15 @@ pub enum TransferReason {
         path: PathBuf,
     },
     /// No `memory-backend-*` object has the block's name.
-    /// Remedy: none is needed: the memory of this block is copied. To map it, name a `memory-backend-file` by
-    /// `-machine memory-backend=ID`.
     #[error("no memory backend of QEMU has its name: only blocks of backends are mapped")]
     NoBackend,
     /// The backend is of another type.
-    /// Remedy: none is needed: the memory of this block is copied. To map it, start QEMU with `-object
-    /// memory-backend-file,mem-path=FILE`.
     #[error("its backend is a {found}, expected a memory-backend-file with mem-path= of the file")]
     BackendType {
         /// Its type.
         found: String,
     },
     /// The destination is too old.
-    /// Remedy: none is needed: the memory of this block is copied. To map it, use QEMU 8.2 or later (`--qemu
-    /// BINARY`).
     #[error("QEMU {found} cannot map a range of an image: offset= and rom= are in 8.2 and later")]
     OldQemu {
         /// Its version.
@@ -54,16 +44,12 @@ pub enum TransferReason {
     #[error("QEMU maps it read-only, so that its guest could not write: start QEMU with rom=off")]
     ReadOnly,
     /// QEMU does not report the block's address, and nothing else identifies its memory.
-    /// Remedy: none is needed: the memory of this block is copied. To map it, use a later QEMU (`--qemu BINARY`), or
-    /// give the blocks different sizes.
     #[error("QEMU {found} does not report its address (`info ramblock`), and its size is not unique")]
     NoAddress {
         /// Its version.
         found: String,
     },
     /// The process of a QEMU is not known.
-    /// Remedy: none is needed: the memory of this block is copied. To map it, run towline on the host of QEMU, as its
-    /// user or as root.
     #[error("QEMU's process is not identified: {why}")]
     UnknownProcess {
         /// The reason.
@@ -81,18 +67,12 @@ pub enum TransferReason {
     #[error("a part of it is not mapped in QEMU's process")]
     NotMapped,
     /// The memory is of no file.
-    /// Remedy: none is needed: the memory of this block is copied. To map it, start QEMU with `-object
-    /// memory-backend-file,mem-path=FILE`.
     #[error("QEMU's process has memory of its own there, not a file")]
     Anonymous,
     /// The memory is of several files, or not in order.
-    /// Remedy: none is needed: the memory of this block is copied. To map it, use one `memory-backend-file` for the
-    /// whole block.
     #[error("it is mapped in parts that are not one range of one file")]
     NotContiguous,
     /// QEMU maps another file.
-    /// Remedy: none is needed: the memory of this block is copied. To map it, start QEMU again: it opens the file
-    /// that has the name now.
     #[error(
         "QEMU maps {path} ({found}), expected {expected}: the file was replaced after QEMU had opened it, or is another one"
     )]
@@ -115,8 +95,6 @@ pub enum TransferReason {
         expected: u64,
     },
     /// The memory is not the other QEMU's.
-    /// Remedy: none is needed: the memory of this block is copied. To map it, give both QEMUs the same `mem-path=`
-    /// with `share=on`.
     #[error("QEMU maps {path} ({found}), which the QEMU that has the guest does not map shared with it")]
     NotOfTheOther {
         /// Name of the mapped file.
@@ -152,16 +130,12 @@ pub enum TransferReason {
         offset: u64,
     },
     /// QEMU has another file open than that of this name.
-    /// Remedy: none is needed: the memory of this block is copied. To map it, start QEMU again: it opens the file
-    /// that has the name now.
     #[error("QEMU does not have {} open: the file was replaced after QEMU had opened it", path.display())]
     NotOpen {
         /// The file.
         path: PathBuf,
     },
     /// QEMU has a file open whose mappings look like those of the image.
-    /// Remedy: none is needed: the memory of this block is copied. To map it, keep all files that QEMU opens in one
-    /// btrfs subvolume.
     #[error(
         "QEMU has a file of another device open that has the inode number of {}, so that its mappings may be of either (btrfs subvolumes)",
         path.display()
@@ -180,15 +154,11 @@ pub enum TransferReason {
         path: PathBuf,
     },
     /// The kernel does not report private copies.
-    /// Remedy: none is needed: the memory of this block is copied. To map it, use a kernel with
-    /// `CONFIG_PROC_PAGE_MONITOR`.
     #[error(
         "the kernel does not report whether QEMU has private copies of it (no Anonymous in /proc/PID/smaps)"
     )]
     PrivateCopiesUnknown,
     /// The image has no page bitmap bit where its file has content.
-    /// Remedy: none is needed: the memory of this block is copied. To map it, use the image that `towline copy IMAGE
-    /// NEW` makes.
     #[error(
         "{} has old content at byte {offset}, where the guest has zeros, as QEMU leaves it in images of running guests: `towline copy \
          IMAGE NEW` makes an image without",
@@ -201,15 +171,12 @@ pub enum TransferReason {
         offset: u64,
     },
     /// Another process has the image locked, to replace it.
-    /// Remedy: none is needed: the memory of this block is copied. To map it, start QEMU again when the other towline
-    /// has ended.
     #[error("another towline is about to replace {}", path.display())]
     Locked {
         /// The image.
         path: PathBuf,
     },
     /// The file cannot be examined.
-    /// Remedy: none is needed: the memory of this block is copied. To map it, let this user read the file.
     #[error("{}: {text}", path.display())]
     File {
         /// The file.

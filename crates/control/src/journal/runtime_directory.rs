@@ -36,7 +36,6 @@ const NAMES_MAX: usize = 100_000;
 #[non_exhaustive]
 pub enum RuntimeDirectoryError {
     /// Only root has a runtime directory without this variable.
-    /// Remedy: set XDG_RUNTIME_DIR, as a login session does, or run as root.
     #[error("no directory for journals: XDG_RUNTIME_DIR is not set to an absolute path")]
     NoRuntimeDirectory,
     /// Another user could write there.

@@ -68,14 +68,12 @@ pub enum Error {
         status: String,
     },
     /// The choice contradicts the state of the QEMUs.
-    /// Remedy: choose the other end, or look at the state of both QEMUs first.
     #[error("refused: {text}")]
     Refused {
         /// That state, and what can be done.
         text: String,
     },
     /// The guest of this source was sent elsewhere, or was paused, when it was copied.
-    /// Remedy: look at the guest in the place that the text names; `towline moves` lists the records.
     #[error("{text}")]
     Left {
         /// The record, and what can be done.

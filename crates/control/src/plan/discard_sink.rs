@@ -28,7 +28,6 @@ pub struct StreamSummary {
 
 /// Keeps the engine from acknowledging.
 #[derive(Debug, thiserror::Error)]
-/// Remedy: none: the guest stays at its source, as is meant.
 #[error("null: discards the guest, so its source is not acknowledged")]
 struct NothingKept;
 

@@ -45,7 +45,6 @@ pub enum Error {
         "QEMU on {socket} is migrating already (status {status}): wait for it, or cancel it (`migrate_cancel`)"
     )]
     Migrating { socket: String, status: String },
-    /// Remedy: remove what the reasons name (`device_del`); `query-migrate` lists them as `blocked-reasons`.
     #[error("QEMU on {socket} cannot send this guest: {}{}", reasons.join("; "), blocked_remedy(reasons))]
     Blocked { socket: String, reasons: Vec<String> },
     #[error(
@@ -56,7 +55,6 @@ pub enum Error {
         "QEMU on {socket} waits for a guest already, at an address of its own: start it with `-incoming defer`, or copy to that address instead"
     )]
     WaitsElsewhere { socket: String },
-    /// Remedy: start the destination as each reason says; `towline check SOURCE DEST` lists them with remedies.
     #[error("the guest does not fit {destination}: {}", reasons.join("; "))]
     DoesNotFit { destination: String, reasons: Vec<String> },
     #[error(
@@ -67,13 +65,11 @@ pub enum Error {
         "{source}: the destination ended, its multifd-channels is not {lanes}, or its multifd-compression is not {compression} as here (--multifd-channels, --compression); its own log says which"
     )]
     LaneLost { lanes: usize, compression: &'static str, source: towline_migration::Error },
-    /// Remedy: give both ends the same `--multifd-channels`.
     #[error(
         "{peer} did not take all lanes within {:.1} s: it hangs, or its multifd-channels is not {lanes} as here (--multifd-channels)",
         waited.as_secs_f64()
     )]
     LanesNotTaken { peer: String, lanes: usize, waited: Duration },
-    /// Remedy: start a new transfer without --recover.
     #[error(
         "QEMU on {socket} has no interrupted postcopy (its migration status is `{status}`, expected `postcopy-paused`): --recover needs one"
     )]
@@ -87,13 +83,10 @@ pub enum Error {
         waited.as_secs_f64()
     )]
     NotRecovered { source: towline_migration::Error, waited: Duration },
-    /// Remedy: restore the network, and run the command again with --recover.
     #[error("the QEMUs lost their connection, which could not be restored within {:.1} s", waited.as_secs_f64())]
     NotConnectedAgain { waited: Duration },
-    /// Remedy: detach the device by hand (`device_del`), or move without it.
     #[error("{device} cannot be detached from the guest of QEMU on {socket}: {text}")]
     NotDetached { socket: String, device: String, text: String },
-    /// Remedy: attach the device by hand (`device_add`).
     #[error("{device} is not attached to the guest of QEMU on {socket} again: {text}")]
     NotAttached { socket: String, device: String, text: String },
     #[error(
@@ -103,27 +96,21 @@ pub enum Error {
     Asleep { socket: String },
     #[error("QEMU on {socket} ended while its guest was copied; its own log says why")]
     SourceEnded { socket: String },
-    /// Remedy: correct what QEMU names (`error-desc` of `query-migrate`), and run the command again.
     #[error("QEMU on {socket} gave up: {text}")]
     SourceFailed { socket: String, text: String },
-    /// Remedy: start the destination as the source was started; `towline check` compares them.
     #[error("QEMU on {socket} could not load the guest: {text}")]
     DestinationFailed { socket: String, text: String },
-    /// Remedy: look at the QEMU with `query-migrate`, and at the load of its host.
     #[error("QEMU on {socket} did not complete within {:.1} s: its status is `{status}`", waited.as_secs_f64())]
     NotCompleted { socket: String, status: String, waited: Duration },
-    /// Remedy: look at the source with `query-status`, and end it if it is `postmigrate`; `towline moves` lists it.
     #[error(
         "{peer} was acknowledged and did not close its connection within {:.1} s, so it is not known whether it is done with the guest",
         waited.as_secs_f64()
     )]
     SourceNotDone { peer: String, waited: Duration },
-    /// Remedy: look at the source with `query-status`, and end it if it is `postmigrate`; `towline moves` lists it.
     #[error(
         "{peer} reset its connection after it was acknowledged: it is not known whether it had read that and is done with the guest"
     )]
     SourceReset { peer: String },
-    /// Remedy: look at the log of the other towline; `--log info` there has more.
     #[error("the towline at the other end did not report within {:.1} s", waited.as_secs_f64())]
     PeerSilent { waited: Duration },
     #[error("the towline at the destination could not run the guest: {reason}")]
@@ -134,7 +121,6 @@ pub enum Error {
         "QEMU on {socket} has the writable drive {drive:?} ({file}), and so has QEMU on {other}: two clones that write one disk destroy it; give each a copy of its own, as the disk was when the guest was stored (`qemu-img create -b` creates one that shares unwritten data)"
     )]
     SharedDrive { socket: String, drive: String, file: String, other: String },
-    /// Remedy: raise `--downtime-limit` or `--max-bandwidth`, slow the guest (`--throttle`), or use `--postcopy`.
     #[error("{why}{}", slowed(*throttle))]
     CannotConverge { why: towline_migration::convergence::CannotConverge, throttle: Option<u64> },
     #[error("a directory for the stream's socket cannot be created in {}: {source}", path.display())]
@@ -153,7 +139,6 @@ pub enum Error {
         "QEMU on {socket} is not connected to the process of a network card (chardev {chardev:?}), so that the guest would be without its link in the new QEMU; upgrade again when it is (`reconnect-ms=` has QEMU connect again)"
     )]
     CardDisconnected { socket: String, chardev: String },
-    /// Remedy: none: the user or the caller ended it.
     #[error("cancelled")]
     Cancelled,
 }

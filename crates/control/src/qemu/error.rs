@@ -25,7 +25,6 @@ pub enum Error {
         source: RamBlockError,
     },
     /// The machine's type is not text that ends in `-machine`.
-    /// Remedy: use a QEMU of version 7.2 to 11.1.
     #[error("QEMU on {socket} names its machine {found}, expected text that ends in \"-machine\"")]
     Machine {
         /// The socket.
@@ -34,7 +33,6 @@ pub enum Error {
         found: Value,
     },
     /// Another process, or one that is not known, listens on the socket.
-    /// Remedy: look which process listens on the socket, and run the command again.
     #[error("{socket} belongs to another process than the QEMU that was connected before")]
     OtherProcess {
         /// The socket.

@@ -28,8 +28,6 @@ impl RamBlockInfo {
 }
 
 /// Error in the text of `info ramblock`.
-///
-/// Remedy: none at this end: this version of QEMU prints its blocks in another way; use one of 7.2 to 11.1.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RamBlockError {

@@ -71,7 +71,6 @@ impl fmt::Display for ApplyError {
 
 /// Settings that were not restored.
 #[derive(Debug, thiserror::Error)]
-/// Remedy: set them by hand (`migrate-set-parameters`), or run `towline repair`.
 #[error("QEMU on {socket} is left with changed migration settings {}: {}", .left.join(", "), reason(.cause.as_deref()))]
 pub struct RestoreError {
     /// The socket.

@@ -49,7 +49,6 @@ struct Service {
 
 /// Error of a server that does not respond.
 #[derive(Debug, thiserror::Error)]
-/// Remedy: check the network and the endpoint; the request is repeated several times before this is reported.
 #[error("no response within {} s", RESPONSE_TIMEOUT.as_secs())]
 struct ResponseTimeout;
 

@@ -23,7 +23,6 @@ pub(super) struct CutListing;
 #[non_exhaustive]
 pub enum Error {
     /// The location is invalid.
-    /// Remedy: correct the location; docs/store.md has the forms.
     #[error("{text}")]
     Location {
         /// The location and the expected form.
@@ -55,7 +54,6 @@ pub enum Error {
         permission: &'static str,
     },
     /// The image does not exist.
-    /// Remedy: check the name; `towline store ls` lists the images of a prefix.
     #[error("{image}: there is no such image: the store has no {object:?}")]
     NoImage {
         /// The image.
@@ -70,7 +68,6 @@ pub enum Error {
         image: String,
     },
     /// The index is invalid.
-    /// Remedy: run from another image (`towline store ls`): a part of this one is damaged or of another version.
     #[error("{image}: {why}")]
     Index {
         /// The image.
@@ -202,7 +199,6 @@ pub enum Error {
         why: io::Error,
     },
     /// The stream's items arrived in an unexpected order.
-    /// Remedy: none at this end: the source does not follow the protocol; report it with both versions.
     #[error("{image}: {what}")]
     Order {
         /// The image to be stored.
@@ -211,7 +207,6 @@ pub enum Error {
         what: &'static str,
     },
     /// This host lacks memory, threads or descriptors.
-    /// Remedy: raise the limits of this process (`ulimit -n`, `ulimit -u`), or free memory of this host.
     #[error("{what}: {why}")]
     Host {
         /// The resource.
@@ -220,7 +215,6 @@ pub enum Error {
         why: io::Error,
     },
     /// A file with credentials cannot be used.
-    /// Remedy: let this user read the file; docs/store.md lists the files and variables that are used.
     #[error("{path}: {why}")]
     Credentials {
         /// The file.
@@ -232,7 +226,6 @@ pub enum Error {
     #[error(transparent)]
     Image(Box<crate::Error>),
     /// The operation was cancelled.
-    /// Remedy: none: the user or the caller ended it.
     #[error("cancelled")]
     Cancelled,
 }
@@ -250,26 +243,21 @@ pub struct ChunkPosition {
 }
 
 /// Possible reason for which a referenced chunk is missing.
-///
-/// Remedy: none: the data is gone; use another image.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MissingChunkCause {
     /// The reader had a lease all the time.
-    /// Remedy: use another image, and let only towline (`towline store gc`) remove objects of the prefix.
     #[error(
         "another program removed it, since this reader's lease protects it from towline's garbage collection"
     )]
     Leased,
     /// The reader's lease was not renewed in time.
-    /// Remedy: use another image; leases are renewed as long as this host reaches the store.
     #[error("garbage collection may have removed it while this reader's lease was lost ({why})")]
     LeaseLost {
         /// Reason for the loss.
         why: String,
     },
     /// The reader has no write permission and thus no lease.
-    /// Remedy: use another image, and let readers write to the prefix, or run no `towline store gc` while they read.
     #[error(
         "this reader has no lease ({why}), so garbage collection may have removed it after the image was replaced or removed"
     )]

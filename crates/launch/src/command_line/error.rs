@@ -91,42 +91,34 @@ pub enum ParseError {
 }
 
 /// A fault in the value of an option.
-///
-/// Remedy: correct the option: it is not one that QEMU would accept.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ValueError {
     /// A property's key has a character that keys do not have, or no character.
-    /// Remedy: correct the property's name in the option, or in its `--set OPTION.ID.PROPERTY=VALUE`.
     #[error("key {found:?}, expected up to {NAME_BYTES_MAX} letters, digits, '-', '_', '.', '/' or '+'")]
     Key {
         /// The beginning of the key.
         found: String,
     },
     /// More than [`PROPERTIES_MAX`] properties.
-    /// Remedy: leave properties out of the option: no option of QEMU has that number.
     #[error("more than {PROPERTIES_MAX} properties")]
     TooManyProperties,
     /// A comma at the end.
-    /// Remedy: remove the last comma of the option; a comma within a value is written twice (`,,`).
     #[error("no property follows the last comma")]
     TrailingComma,
     /// Not a JSON object.
-    /// Remedy: correct the JSON of the option, or write it as `KEY=VALUE,…`.
     #[error("not a JSON object: {reason}")]
     Json {
         /// The parser's message.
         reason: String,
     },
     /// `-global` of neither form.
-    /// Remedy: write `-global DRIVER.PROPERTY=VALUE`, or `-global driver=…,property=…,value=…`.
     #[error("{found:?}, expected DRIVER.PROPERTY=VALUE")]
     Global {
         /// The value.
         found: String,
     },
     /// Not a number of bytes.
-    /// Remedy: write a number of bytes, or a number with the suffix K, M, G or T.
     #[error("{found:?}, expected a size such as 512M or 4G")]
     Size {
         /// The value.

@@ -9,7 +9,6 @@ use towline_protocol::limits;
 #[non_exhaustive]
 pub enum MemoryError {
     /// The caller's block has no size that a guest's block can have.
-    /// Remedy: none for an operator: the embedder describes its memory.
     #[error(
         "block {block:?} has {found} bytes, expected a multiple of 4096 that is not 0 and fits into this process"
     )]
@@ -20,7 +19,6 @@ pub enum MemoryError {
         found: u64,
     },
     /// The caller's block is not made of whole pages.
-    /// Remedy: none for an operator: the embedder describes its memory.
     #[error("block {block:?} begins at {found:#x}, expected a multiple of 4096")]
     Alignment {
         /// Its name.
@@ -29,7 +27,6 @@ pub enum MemoryError {
         found: usize,
     },
     /// The caller has more blocks than a stream may name, or one with a name that is too long or there twice.
-    /// Remedy: none for an operator: the embedder describes its memory.
     #[error(
         "block {block:?} is one too many, has a name of more than {} bytes or one that is there twice",
         limits::NAME_BYTES_MAX
@@ -71,7 +68,6 @@ pub enum MemoryError {
         source: io::Error,
     },
     /// The guest that comes is larger than what may be allocated for it.
-    /// Remedy: raise the limit of the destination (`mem:`), or use a host with more memory.
     #[error(
         "the guest has {found} bytes of memory with block {block:?}, at most {expected} are allowed here"
     )]
@@ -106,7 +102,6 @@ pub enum MemoryError {
         expected: u64,
     },
     /// The guest that comes has another block at this place.
-    /// Remedy: start both ends with the same machine type, memory and devices.
     #[error("the source's block number {number} is {block:?} of {found} bytes, expected {expected}")]
     Block {
         /// Its place in the list.
@@ -119,7 +114,6 @@ pub enum MemoryError {
         expected: String,
     },
     /// The guest that comes has too few blocks.
-    /// Remedy: start both ends with the same machine type, memory and devices.
     #[error("the source has {found} blocks, expected also {block:?} of {expected} bytes")]
     BlockMissing {
         /// The first that is missing.
@@ -138,7 +132,6 @@ pub enum MemoryError {
         expected: String,
     },
     /// Pages came before the block list, or the guest was requested before it arrived.
-    /// Remedy: none at this end: the source sends pages before it has described them.
     #[error("there is no memory yet: the block list has not arrived")]
     NoBlocks,
     /// It has no device state.

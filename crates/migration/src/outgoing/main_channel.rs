@@ -204,7 +204,6 @@ impl MainWriter {
 
 /// A relay's source decides where its pages come.
 #[derive(Debug, thiserror::Error)]
-/// Remedy: none at this end: copy to an image first, then from there.
 #[error(
     "the source sends pages before the first PART section, which no QEMU does and a relay cannot pass on"
 )]

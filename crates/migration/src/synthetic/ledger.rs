@@ -39,14 +39,12 @@ pub enum LedgerError {
         found: u32,
     },
     /// It is cut or longer than it should be.
-    /// Remedy: none at this end: the transfer changed it, which the test is to find.
     #[error("the synthetic guest's ledger is damaged: {what}")]
     Damaged {
         /// In what way.
         what: &'static str,
     },
     /// It is of another guest.
-    /// Remedy: give both ends the same size.
     #[error("the synthetic guest's ledger has {found} pages, its memory {expected}")]
     Pages {
         /// Pages of the ledger.

@@ -75,7 +75,6 @@ pub enum TrackerError {
         source: io::Error,
     },
     /// The embedder's dirty log has a bit for a page that does not exist.
-    /// Remedy: none for an operator: the embedder supplies the log.
     #[error("the dirty log of block {block} has page {page}, expected less than {pages}")]
     LogBit {
         /// Its number.
@@ -86,7 +85,6 @@ pub enum TrackerError {
         pages: u64,
     },
     /// Harvested before it was started.
-    /// Remedy: none for an operator: the embedder starts the tracker.
     #[error("the tracker is not started")]
     NotStarted,
 }

@@ -48,8 +48,6 @@ pub(super) struct TxQueue {
 }
 
 /// Error after which a queue cannot be used any more.
-///
-/// Remedy: none: frames are written to the tap from now on; restart the card to try AF_XDP again.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum TxError {
     #[error("the kernel does not send: {0}")]

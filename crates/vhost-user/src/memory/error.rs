@@ -7,9 +7,6 @@ pub const REGIONS_MAX: usize = 256;
 pub const GUEST_BYTES_MAX: u64 = 1 << 44;
 
 /// Error of mapping guest memory or a dirty log.
-///
-/// Remedy: none here: the frontend (QEMU) described memory that it does not have. The connection is closed;
-/// report it with the version of the frontend.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MemoryTableError {

@@ -3,9 +3,6 @@
 use super::code::{PAYLOAD_BYTES_MAX, RequestCode, TABLE_REGIONS_MAX};
 
 /// An invalid request of the frontend.
-///
-/// Remedy: none here: the frontend (QEMU) sent a malformed request. The connection is closed; report it with
-/// the version of the frontend.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MessageError {

@@ -3,9 +3,6 @@
 use super::{CHAIN_BYTES_MAX, CHAIN_SEGMENTS_MAX};
 
 /// A violation by the driver that ends its ring, or by the frontend, which sets the ring's addresses. Other rings continue.
-///
-/// Remedy: reset the device in the guest (load its driver again, or restart the guest): the driver has put an
-/// invalid entry into the ring, which is not processed any more. Other guests are not affected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RingFault {

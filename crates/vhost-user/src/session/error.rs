@@ -8,9 +8,6 @@ use crate::memory::MemoryTableError;
 use crate::message::MessageError;
 
 /// A refused request, or a failure of the device.
-///
-/// Remedy: none here: the frontend (QEMU) broke the protocol. The connection is closed; report it with the
-/// version of the frontend.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SessionError {
@@ -91,7 +88,6 @@ pub enum SessionError {
         expected: &'static str,
     },
     /// Rings of which one's completions would be the other's available chains: the device would never rest.
-    /// Remedy: reset the device in the guest: its driver has placed two rings at the same addresses.
     #[error("{request}: the used ring of ring {ring} overlaps the available ring of ring {other}")]
     RingOverlap {
         /// The request.
@@ -111,7 +107,6 @@ pub enum SessionError {
         found: u64,
     },
     /// The device refused.
-    /// Remedy: correct what the reason names, and connect again.
     #[error("{request}: the device refuses: {reason}")]
     Refused {
         /// The request.
@@ -120,7 +115,6 @@ pub enum SessionError {
         reason: BackendError,
     },
     /// A worker could not be created.
-    /// Remedy: correct what the reason names, and connect again.
     #[error("worker {index} of the device cannot be created: {reason}")]
     Worker {
         /// Number of the worker.
@@ -166,7 +160,6 @@ pub enum SessionError {
         source: std::io::Error,
     },
     /// The guest's memory is no longer accessible.
-    /// Remedy: give QEMU enough memory or huge pages, and do not truncate the file of its memory.
     #[error(
         "the guest's memory or its dirty log cannot be accessed any more (SIGBUS): its file was truncated, or the kernel has no page for it (huge pages?)"
     )]
