@@ -122,4 +122,4 @@ pub(crate) fn sweep(directory: &RuntimeDirectory, source: &MoveEnd) {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -63,6 +63,26 @@ fn a_full_disk_costs_the_image_and_not_the_guest() {
     assert_runs(&source);
 }
 
+/// Whichever of the threads fails first, and whichever reports: the reason is that of the store.
+#[test]
+fn a_full_store_is_named_as_the_reason() {
+    const NAME: &str = "a_full_store_is_named_as_the_reason";
+    let fixture = Fixture::new();
+    if !require_lab(NAME) || !may_mount(NAME, &fixture) {
+        return;
+    }
+    let source = counting(guest());
+    let image = format!("store:{}", fixture.name("vm/a"));
+    for (size, options) in [("64k", "--resume"), ("512k", ""), ("512k", "--multifd-channels 2"), ("1m", "")] {
+        let line = format!("copy {options} {} {image}", qmp(&source));
+        let finished = in_small_filesystem(&fixture, size, &line).wait(WITHIN).unwrap();
+        println!("{size}: {}", finished.stderr);
+        assert_safe(&finished, &["No space left on device", "free some space"]);
+        assert!(!finished.stderr.contains("cancelled"), "{}", finished.stderr);
+        assert_runs(&source);
+    }
+}
+
 #[test]
 fn a_directory_that_accepts_no_file_is_refused_at_once() {
     if !require_lab("a_directory_that_accepts_no_file_is_refused_at_once") {

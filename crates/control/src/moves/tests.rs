@@ -215,23 +215,33 @@ fn symbolic_links_and_pipes_are_not_records() {
 #[test]
 fn record_on_a_full_disk_leaves_the_previous_one() {
     let place = TestDirectory::new();
-    let base = place.0.path();
+    in_small_file_system("record_on_a_full_disk_leaves_the_previous_one", place.0.path(), || {
+        without_room(&place);
+    });
+}
+
+/// Runs a test while `base` is a file system of 32 KiB, or skips it.
+pub(crate) fn in_small_file_system(name: &str, base: &Path, test: impl FnOnce()) {
     let mounted =
         Command::new("mount").args(["-t", "tmpfs", "-o", "size=32k,mode=755", "tmpfs"]).arg(base).output();
     if !mounted.is_ok_and(|output| output.status.success()) {
-        eprintln!("SKIPPED record_on_a_full_disk_leaves_the_previous_one: only root may mount a file system");
+        eprintln!("SKIPPED {name}: only root may mount a file system");
         return;
     }
-    let outcome = std::panic::catch_unwind(|| without_room(&place));
+    let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(test));
     assert!(Command::new("umount").arg("-l").arg(base).status().unwrap().success());
     outcome.unwrap();
+}
+
+/// Fills the file system of a directory.
+pub(crate) fn fill(directory: &RuntimeDirectory) {
+    fs::write(directory.path().join("filler"), vec![0_u8; 1 << 20]).unwrap_err();
 }
 
 fn without_room(place: &TestDirectory) {
     let mut file = place.file(record(peer(), running()));
     file.write(file.record().clone()).unwrap();
-    let full = std::iter::repeat_n(0_u8, 1 << 20).collect::<Vec<_>>();
-    fs::write(place.directory().path().join("filler"), full).unwrap_err();
+    fill(&place.directory());
     let error = file.write(file.record().at_stage(Stage::Run)).unwrap_err();
     assert!(matches!(&error, Error::Io { source, .. } if source.raw_os_error() == Some(28)), "{error}");
     let (records, bad) = list(&place.directory());

@@ -164,4 +164,4 @@ fn guest_plan(machine: &Switchover) -> GuestPlan {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

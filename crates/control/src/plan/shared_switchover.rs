@@ -240,4 +240,4 @@ pub(super) fn source_link(state: LinkState) -> SourceLink {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

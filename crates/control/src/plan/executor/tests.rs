@@ -1,9 +1,12 @@
+use tempfile::TempDir;
 use towline_channel::{Address, Cancel};
 use towline_migration::Sink;
 
 use super::super::endpoint::DestinationEndpoint;
 use super::super::fake_qemu::{FakeQemu, Silent};
+use super::super::recorder::tests::stage;
 use super::super::request::{CopyRequest, RequestedPages, Task, TransferOptions};
+use super::super::shared_switchover::tests::recording;
 use super::*;
 use crate::moves::MoveEnd;
 use crate::switchover::{DestinationKind, GuestRunState, SourceKind};
@@ -55,13 +58,27 @@ struct Case {
     source: FakeQemu,
     destination: Destination,
     memory: MemorySharing,
+    /// Directory of its record.
+    place: TempDir,
 }
 
 impl Case {
     fn new(status: DestinationStatus, started: Option<StartResult>) -> Self {
         let source = FakeQemu::start("running");
         let destination = Destination { status, started, done: Vec::new() };
-        Self { source, destination, memory: MemorySharing::Copied }
+        Self { source, destination, memory: MemorySharing::Copied, place: TempDir::new().unwrap() }
+    }
+
+    /// The source, after it was told to send its guest.
+    fn sent(&self, context: &Context<'_>) -> QmpSource {
+        let mut qemu = QmpSource::prepare(&self.source.path(), context).unwrap();
+        let nowhere = Address::Unix("/nowhere".into());
+        qemu.start_postcopy(&nowhere, RequestedPages::MainChannel, 0, context.options).unwrap();
+        qemu
+    }
+
+    fn script(&self, (status, migration): (&'static str, &'static str)) {
+        (self.source.script().status, self.source.script().migration) = (status, Some(migration));
     }
 
     fn conclude(
@@ -73,12 +90,11 @@ impl Case {
         let options = CopyRequest::new(Task::Copy { transfer, run: None, resume: false, base: None });
         let cancel = Cancel::new().unwrap();
         let context = &Context::new(&options, 0, &cancel, &Silent);
-        let mut qemu = QmpSource::prepare(&self.source.path(), context).unwrap();
-        let nowhere = Address::Unix("/nowhere".into());
-        qemu.start_postcopy(&nowhere, RequestedPages::MainChannel, 0, &options).unwrap();
-        (self.source.script().status, self.source.script().migration) = (source.0, Some(source.1));
+        let mut qemu = self.sent(context);
+        self.script(source);
         let switchover =
             SharedSwitchover::with_memory(SourceKind::Qemu, DestinationKind::Qemu, self.memory, &options);
+        let switchover = recording(switchover, &self.place);
         let guest = GuestRunState::Running;
         assert_eq!(switchover.handle(Input::CommitRequested(guest)), Directive::Proceed);
         let (first, error) = if is_delivered {
@@ -140,6 +156,21 @@ fn a_failed_copy_leaves_the_guest_at_its_source_unless_another_party_runs_it_els
     }
 }
 
+/// A source that fails late resumes its guest by itself, and has it only then.
+#[test]
+fn a_source_that_has_failed_has_its_guest_when_it_is_resumed() {
+    let options = CopyRequest::default();
+    let cancel = Cancel::new().unwrap();
+    let case = Case::new(DestinationStatus::Loaded, None);
+    let mut qemu = case.sent(&Context::new(&options, 0, &cancel, &Silent));
+    for (status, expected) in
+        [("finish-migrate", SourceStatus::Migrating), ("running", SourceStatus::HasGuest)]
+    {
+        case.script((status, "failed"));
+        assert_eq!(qemu.query_status(&options), expected);
+    }
+}
+
 #[test]
 fn a_source_that_does_not_fail_by_itself_is_cancelled() {
     let mut case = Case::new(DestinationStatus::Loaded, None);
@@ -152,6 +183,7 @@ fn a_refused_start_is_undone_only_in_shared_memory() {
     let mut case = Case::new(DestinationStatus::Loaded, Some(StartResult::Refused));
     assert_eq!(case.outcome(("postmigrate", "completed"), true), "both-paused");
     assert_eq!((&case.destination.done[..], case.source_commands().len()), (&["cont"][..], 0));
+    assert_eq!(stage(&case.place).as_deref(), Some("acknowledge"), "it does not run there");
     let mut case = Case::new(DestinationStatus::Loaded, Some(StartResult::Refused));
     case.memory = MemorySharing::Shared;
     assert_eq!(case.outcome(("postmigrate", "completed"), true), "at-source");

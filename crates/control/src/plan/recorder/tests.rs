@@ -4,6 +4,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use super::*;
+use crate::moves::tests::{fill, in_small_file_system};
 use crate::switchover::{
     DestinationKind, Directive, Input, MemorySharing, Placement, RunRequest, SourceAction, SourceKind,
     SwitchoverRequest,
@@ -16,7 +17,7 @@ fn end(name: &str) -> MoveEnd {
 }
 
 /// A recorder of a move between two QEMUs, whose records are below this directory.
-fn recorder(place: &TempDir) -> Recorder {
+pub(in super::super) fn recorder(place: &TempDir) -> Recorder {
     let vcpus = VcpuThreads::of_files(vec!["/proc/thread-self/status".into()]);
     let source = RecordedSource { end: end("/run/a.qmp"), vcpus, devices: Vec::new() };
     let ends = Some(RecordedEnds { source, destination: end("/run/b.qmp") });
@@ -40,7 +41,8 @@ fn recorded(place: &TempDir) -> Option<Value> {
     files.first().map(|text| serde_json::from_str(text).unwrap())
 }
 
-fn stage(place: &TempDir) -> Option<String> {
+/// Its stage.
+pub(in super::super) fn stage(place: &TempDir) -> Option<String> {
     recorded(place).map(|record| record["stage"].as_str().unwrap().to_owned())
 }
 
@@ -55,6 +57,25 @@ fn a_withdrawn_decision_is_not_in_the_record_any_more() {
         recorder.retract().unwrap();
         assert_eq!(stage(&place).as_deref(), Some("acknowledge"));
     }
+}
+
+/// A disk without room for another record: the decision must not stay, so the record goes.
+#[test]
+fn a_decision_that_cannot_be_withdrawn_on_a_full_disk_is_removed() {
+    let place = TempDir::new().unwrap();
+    in_small_file_system(
+        "a_decision_that_cannot_be_withdrawn_on_a_full_disk_is_removed",
+        place.path(),
+        || {
+            let (recorder, machine) = (recorder(&place), machine(GuestRunState::Running, SourceAction::Quit));
+            recorder.record(ID, Decision::Run, &machine).unwrap();
+            let filler = RuntimeDirectory::below(place.path()).unwrap();
+            fill(&filler);
+            recorder.retract().unwrap();
+            fs::remove_file(filler.path().join("filler")).unwrap();
+            assert_eq!(stage(&place), None);
+        },
+    );
 }
 
 /// A directory that was removed, or mounted over: nothing that was written there would be found.

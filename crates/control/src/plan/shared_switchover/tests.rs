@@ -1,5 +1,7 @@
+use tempfile::TempDir;
 use towline_channel::UnixChannel;
 
+use super::super::recorder::tests::recorder;
 use super::super::request::{CopyRequest, Task, TransferOptions};
 use super::*;
 
@@ -10,6 +12,33 @@ fn switchover(destination: DestinationKind) -> (Arc<SharedSwitchover>, UnixChann
     let (here, there) = UnixChannel::pair().unwrap();
     switchover.connected(Arc::new(here));
     (switchover, there)
+}
+
+/// Has a switchover that has just been made record its decisions below this directory.
+pub(in super::super) fn recording(
+    switchover: Arc<SharedSwitchover>,
+    place: &TempDir,
+) -> Arc<SharedSwitchover> {
+    let mut switchover = Arc::into_inner(switchover).unwrap();
+    switchover.recorder = recorder(place);
+    Arc::new(switchover)
+}
+
+/// The source has its guest back, so that nobody may run it elsewhere.
+#[test]
+fn a_source_is_not_acknowledged_if_that_cannot_be_recorded() {
+    for is_lost in [false, true] {
+        let (place, options) = (TempDir::new().unwrap(), CopyRequest::default());
+        let switchover = SharedSwitchover::new(SourceKind::Stream, DestinationKind::Qemu, &options);
+        let switchover = recording(switchover, &place);
+        switchover.source_reports([3; 16]);
+        assert_eq!(switchover.commit(None), Commit::Reversible);
+        if is_lost {
+            std::fs::remove_dir_all(place.path().join("towline")).unwrap();
+        }
+        assert_eq!(switchover.acknowledge(None, LinkState::Open), !is_lost);
+        assert_eq!(switchover.not_recorded().is_some(), is_lost);
+    }
 }
 
 /// It has its guest back, so that a destination that runs the guest by itself must not get the rest.
