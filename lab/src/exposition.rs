@@ -1,4 +1,4 @@
-//! A strict reader of metrics: the text format of OpenMetrics 1.0, for counters and gauges.
+//! A strict reader of metrics: Prometheus' text format 0.0.4, for counters and gauges.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read, Write};
@@ -19,7 +19,6 @@ pub struct Exposition {
 struct Family {
     name: String,
     kind: Option<String>,
-    unit: Option<String>,
     help: bool,
     samples: usize,
 }
@@ -32,14 +31,12 @@ pub fn scrape(address: SocketAddr, within: Duration) -> Result<Exposition> {
     let mut stream = TcpStream::connect_timeout(&address, within).with_context(|| address.to_string())?;
     stream.set_read_timeout(Some(within))?;
     stream.set_write_timeout(Some(within))?;
-    stream.write_all(
-        b"GET /metrics HTTP/1.1\r\nHost: towline\r\nAccept: application/openmetrics-text\r\n\r\n",
-    )?;
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: towline\r\nAccept: */*\r\n\r\n")?;
     let mut answer = String::new();
     stream.read_to_string(&mut answer)?;
     let (head, body) = answer.split_once("\r\n\r\n").context("no end of the headers")?;
     ensure!(head.starts_with("HTTP/1.1 200 "), "{head}");
-    let kind = "Content-Type: application/openmetrics-text; version=1.0.0; charset=utf-8";
+    let kind = "Content-Type: text/plain; version=0.0.4; charset=utf-8";
     ensure!(head.lines().any(|line| line == kind), "{head}");
     Exposition::parse(body)
 }
@@ -50,7 +47,7 @@ impl Exposition {
     /// # Errors
     /// The line that is not valid.
     pub fn parse(text: &str) -> Result<Self> {
-        let lines = text.strip_suffix("# EOF\n").context("it does not end with # EOF")?;
+        let lines = text.strip_suffix('\n').context("the last line has no end")?;
         let (mut this, mut family, mut seen) = (Self::default(), Family::default(), BTreeSet::new());
         for line in lines.split_terminator('\n') {
             let read = match line.strip_prefix("# ") {
@@ -81,8 +78,8 @@ impl Exposition {
             None => (series, ""),
         };
         let kind = family.kind.as_deref().context("a sample before its TYPE")?;
-        let suffix = name.strip_prefix(&family.name).context("a sample of another family")?;
-        ensure!(suffix == if kind == "counter" { "_total" } else { "" }, "a {kind} called so");
+        ensure!(name == family.name, "a sample of another family");
+        ensure!(name.ends_with("_total") == (kind == "counter"), "a {kind} called so");
         check_labels(labels)?;
         let value: f64 = value.parse().context("no number")?;
         ensure!(value.is_finite() && (kind != "counter" || value >= 0.0), "such a {kind}");
@@ -108,10 +105,6 @@ fn metadata(rest: &str, family: &mut Family, seen: &mut BTreeSet<String>) -> Res
         "TYPE" => {
             ensure!(["counter", "gauge"].contains(&text), "an unexpected type");
             ensure!(family.kind.replace(text.to_owned()).is_none(), "twice");
-        }
-        "UNIT" => {
-            ensure!(name.ends_with(&format!("_{text}")), "a name without its unit");
-            ensure!(family.unit.replace(text.to_owned()).is_none(), "twice");
         }
         _ => bail!("no such metadata"),
     }
@@ -174,7 +167,7 @@ fn check_labels(mut text: &str) -> Result<()> {
 mod tests {
     use super::*;
 
-    const GOOD: &str = "# HELP a_bytes b.\n# TYPE a_bytes counter\n# UNIT a_bytes bytes\na_bytes_total{x=\"y\\\"\"} 1\na_bytes_total 2\n# EOF\n";
+    const GOOD: &str = "# HELP a_bytes_total b.\n# TYPE a_bytes_total counter\na_bytes_total{x=\"y\\\"\"} 1\na_bytes_total 2\n";
 
     #[test]
     fn a_valid_exposition_is_read() {
@@ -186,15 +179,15 @@ mod tests {
     #[test]
     fn invalid_expositions_are_refused() {
         for (from, to) in [
-            ("# EOF\n", ""),
+            ("2\n", "2"),
             ("a_bytes_total 2", "a_bytes 2"),
             ("a_bytes_total 2", "a_bytes_total x"),
             ("a_bytes_total 2", "a_bytes_total{x=\"y\\\"\"} 2"),
-            ("# TYPE a_bytes counter\n", ""),
-            ("# UNIT a_bytes bytes", "# UNIT a_bytes seconds"),
+            ("# TYPE a_bytes_total counter\n", ""),
+            ("counter", "gauge"),
             ("x=\"y", "1x=\"y"),
             ("y\\\"", "y\\t"),
-            ("# EOF", "# HELP a_bytes again.\n# EOF"),
+            ("l 2\n", "l 2\n# HELP a_bytes_total again.\n"),
         ] {
             assert!(Exposition::parse(&GOOD.replace(from, to)).is_err(), "{from:?} to {to:?}");
         }

@@ -116,7 +116,7 @@ fn observed(
     if !observability.is_requested() {
         return Ok(plan::copy(source, destination, options, cancel, observer));
     }
-    let monitor = Arc::new(StatusServer::new(format!("towline {}", std::process::id()), options, cancel));
+    let monitor = Arc::new(StatusServer::new(options, cancel));
     let serve = |path: &PathBuf| {
         private(|| Ok(monitor.serve(path)?)).with_context(|| format!("--qmp {}", path.display()))
     };

@@ -74,27 +74,18 @@ fn a_copy_is_queried_and_its_bandwidth_raised() {
     }
     let fixture = Fixture::new();
     let towline = fixture.copy();
-    let monitor = fixture.qmp();
     let found = fixture.ctl(&["query-migrate"]);
     assert_eq!(found["status"], "active", "{found}");
     assert!(found["ram"]["remaining"].as_u64() > Some(0), "{found}");
     assert!(found["ram"]["total"].as_u64() >= Some(64 << 20), "{found}");
-    let parameters = fixture.ctl(&["query-migrate-parameters"]);
-    assert_eq!(parameters, json!({ "downtime-limit": 300, "max-bandwidth": 200 }));
-    assert_eq!(fixture.ctl(&["query-status"]), json!({ "running": true, "status": "running" }));
     let scraped = scrape(fixture.metrics, WITHIN).unwrap();
     assert_eq!(scraped.get("towline_migration_running"), Some(1.0), "{scraped:?}");
     assert_eq!(scraped.get("towline_migration_ended"), Some(0.0), "{scraped:?}");
     assert!(scraped.get("towline_migration_ram_bytes") >= Some(f64::from(64 << 20)), "{scraped:?}");
     assert!(scraped.get("towline_migration_transferred_bytes_total") > Some(0.0), "{scraped:?}");
-    let stats = fixture.ctl(&["query-stats", "target=migration"]);
-    assert_eq!(stats[0]["qom-path"], "/migration", "{stats}");
     assert_eq!(fixture.ctl(&["migrate-set-parameters", "max-bandwidth=0", "downtime-limit=500"]), json!({}));
-    monitor.wait_event("STOP", WITHIN).unwrap();
     let finished = towline.wait(WITHIN).unwrap();
     assert!(finished.status.success(), "{}", finished.stderr);
-    // All events are there before the socket closes.
-    while monitor.wait_event("MIGRATION", WITHIN).unwrap()["data"]["status"] != "completed" {}
     assert!(!PathBuf::from(fixture.path("ctl.sock")).exists(), "a stale control socket");
     fixture.source.wait_counting(WITHIN).unwrap();
     // Settings changed under way are restored like all others.
@@ -114,9 +105,7 @@ fn a_copy_is_cancelled_over_its_socket() {
     let towline = fixture.copy();
     let refused = fixture.qmp().execute("migrate-set-parameters", json!({ "multifd-channels": 4 }));
     assert!(refused.unwrap_err().to_string().contains("multifd-channels"), "lanes cannot change under way");
-    let monitor = fixture.qmp();
     assert_eq!(fixture.ctl(&["migrate_cancel"]), json!({}));
-    monitor.wait_event("MIGRATION", WITHIN).unwrap();
     let finished = towline.wait(WITHIN).unwrap();
     assert_eq!(finished.status.code(), Some(1), "{}", finished.stderr);
     assert!(finished.stderr.contains("the guest: safe at its source"), "{}", finished.stderr);
@@ -128,7 +117,8 @@ fn a_copy_is_cancelled_over_its_socket() {
 
 /// Output of a `ctl` that must fail: no process listens at its socket.
 fn towline_ctl_fails(fixture: &Fixture) -> String {
-    let finished = towline(["ctl", &fixture.path("ctl.sock"), "query-status"]).unwrap().wait(WITHIN).unwrap();
+    let finished =
+        towline(["ctl", &fixture.path("ctl.sock"), "query-migrate"]).unwrap().wait(WITHIN).unwrap();
     assert_eq!(finished.status.code(), Some(1), "{}", finished.stderr);
     finished.stderr
 }
@@ -158,12 +148,11 @@ fn qmp_shell_works_unchanged() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    let lines =
-        "query-status\nmigrate-set-parameters max-bandwidth=400\nquery-migrate-parameters\nmigrate_cancel\n";
+    let lines = "query-migrate\nmigrate-set-parameters max-bandwidth=400\nmigrate_cancel\n";
     child.stdin.take().unwrap().write_all(lines.as_bytes()).unwrap();
     let output = child.wait_with_output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
-    for wanted in ["Connected to QEMU", "\"running\": true", "\"max-bandwidth\": 400"] {
+    for wanted in ["Connected to QEMU", "\"status\": \"active\"", "\"return\": {}"] {
         assert!(
             text.contains(wanted),
             "{wanted:?} is not in {text}{}",

@@ -170,6 +170,6 @@ fn ram(progress: &Progress, took: Duration) -> Value {
     Value::Object(ram)
 }
 
-pub(super) fn milliseconds(time: Duration) -> Value {
+fn milliseconds(time: Duration) -> Value {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX).into()
 }
