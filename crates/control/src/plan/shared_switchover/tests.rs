@@ -14,6 +14,27 @@ fn switchover(destination: DestinationKind) -> (Arc<SharedSwitchover>, UnixChann
     (switchover, there)
 }
 
+#[test]
+fn what_is_done_with_both_ends_is_what_the_command_asks_for() {
+    let transfer = TransferOptions::default();
+    let copy = |run, resume| Task::Copy { transfer, run, resume, base: None };
+    let moved = |run| Task::Move { transfer, run, detach_vsock: false, devices: Vec::new() };
+    for (task, run, after) in [
+        (copy(None, false), RunRequest::AsItWas, SourceAction::KeepPaused),
+        (copy(Some(true), false), RunRequest::Run, SourceAction::KeepPaused),
+        (copy(Some(false), false), RunRequest::Pause, SourceAction::KeepPaused),
+        (copy(None, true), RunRequest::AsItWas, SourceAction::Resume),
+        (moved(None), RunRequest::AsItWas, SourceAction::Quit),
+        (moved(Some(false)), RunRequest::Pause, SourceAction::Quit),
+        (Task::Snapshot { base: None }, RunRequest::AsItWas, SourceAction::KeepPaused),
+    ] {
+        let options = CopyRequest::new(task);
+        let switchover = SharedSwitchover::new(SourceKind::Qemu, DestinationKind::Qemu, &options);
+        let request = switchover.state().request();
+        assert_eq!((request.run, request.after), (run, after), "{:?}", options.task);
+    }
+}
+
 /// Has a switchover that has just been made record its decisions below this directory.
 pub(in super::super) fn recording(
     switchover: Arc<SharedSwitchover>,
