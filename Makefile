@@ -1,5 +1,8 @@
-# The two commands. Each does its own set-up on a Debian machine with git, make and rustup's cargo.
-.PHONY: demo test
+# `demo` and `test` do their own set-up on a Debian machine with git, make and rustup's cargo; `check` needs no more than a linker.
+.PHONY: check demo test
+
+check: linker
+	@cargo run --quiet --package xtask -- check
 
 demo: linker
 	@echo "demo: compiling its own tool first, about a minute on two idle processors"

@@ -58,6 +58,8 @@ enum Task {
     },
     /// Check the dependency edges between the workspace's crates.
     Layering,
+    /// Formatting, quick lints, clippy and the unit tests of all crates: a minute once it is built, without root or QEMU.
+    Check,
     /// Everything that CI runs: set-up, lints, build, every test, short fuzz runs; ends with one line of counts.
     Test,
     /// The short fuzz runs alone.
@@ -96,6 +98,7 @@ fn main() -> ExitCode {
         Task::Lint { quick: true } => lint::quick(),
         Task::Lint { quick: false } => lint::run(),
         Task::Layering => layering::run(),
+        Task::Check => return test::check(),
         Task::Test => return test::run(),
         Task::Fuzz => test::fuzz(),
         Task::Demo => demo::run(),

@@ -16,7 +16,7 @@ mod suites;
 use std::panic::resume_unwind;
 use std::process::ExitCode;
 use std::sync::OnceLock;
-use std::thread::{JoinHandle, spawn};
+use std::thread::spawn;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
@@ -34,6 +34,17 @@ const RUN_AGAIN_MAX: usize = 8;
 /// Maximum number of reruns.
 const AGAIN_TIMES_MAX: usize = 2;
 
+/// Formatting, quick lints, clippy, and unit tests: what needs neither root nor QEMU.
+pub(crate) fn check() -> ExitCode {
+    let mut report = TestReport::default();
+    report.step("lint", |_| lint::quick());
+    let mut built = Vec::new();
+    if report.step("build", |_| suites::build_units().map(|suites| built = suites)) {
+        report.step("tests", |report| tests(report, &built, &|| ()));
+    }
+    report.end()
+}
+
 /// Runs everything; prints the closing line last.
 pub(crate) fn run() -> ExitCode {
     let mut report = TestReport::default();
@@ -42,19 +53,18 @@ pub(crate) fn run() -> ExitCode {
         let mut built = Vec::new();
         report.step("build", |_| suites::build().map(|suites| built = suites));
         let beside = OnceLock::new();
-        report.step("tests", |report| tests(report, &built, &beside));
+        let compile = || {
+            // With the examples of the documentation compiled cargo lets others compile.
+            beside.get_or_init(|| spawn(compile_beside));
+        };
+        report.step("tests", |report| tests(report, &built, &compile));
         report.step("documentation", |_| match beside.into_inner() {
             Some(thread) => thread.join().unwrap_or_else(|panic| resume_unwind(panic)),
             None => compile_beside(),
         });
         report.step("fuzz", |report| fuzz::run(&mut report.counts));
     }
-    let TestReport { counts, times } = report;
-    println!("== times\n{times}");
-    counts.skips.iter().for_each(|name| println!("SKIPPED {name}"));
-    counts.failures.iter().for_each(|name| println!("FAILED {name}"));
-    println!("{counts}");
-    if counts.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    report.end()
 }
 
 /// The short fuzz runs alone.
@@ -91,6 +101,16 @@ impl TestReport {
         self.times.step(name, usage);
         outcome.is_ok()
     }
+
+    /// Prints the times, and the counts as the closing line.
+    fn end(self) -> ExitCode {
+        let Self { counts, times } = self;
+        println!("== times\n{times}");
+        counts.skips.iter().for_each(|name| println!("SKIPPED {name}"));
+        counts.failures.iter().for_each(|name| println!("FAILED {name}"));
+        println!("{counts}");
+        if counts.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    }
 }
 
 /// Compiles, in the time that tests leave, what later steps need.
@@ -101,13 +121,10 @@ fn compile_beside() -> Result<()> {
     documented.and(publish::check_packages()).and(publish::api::check())
 }
 
-/// Runs all tests, and `beside` them what is compiled at leisure: the lab often waits for its guests.
-fn tests(report: &mut TestReport, suites: &[Suite], beside: &OnceLock<JoinHandle<Result<()>>>) -> Result<()> {
+/// Runs these tests; `started` is called once they have begun.
+fn tests(report: &mut TestReport, suites: &[Suite], started: &(impl Fn() + Sync)) -> Result<()> {
     let deadline = Instant::now() + TESTS_WITHIN;
-    // With the examples of the documentation compiled cargo lets others compile.
-    let ended = suites::run(suites, deadline, &|| {
-        beside.get_or_init(|| spawn(compile_beside));
-    });
+    let ended = suites::run(suites, deadline, started);
     let failed: usize = ended.iter().map(|ended| ended.counts.failed).sum();
     let mut wrong = Vec::new();
     for mut ended in ended {

@@ -71,8 +71,7 @@ pub(super) fn build() -> Result<Vec<Suite>> {
     let mut suites = vec![documentation];
     let messages = compile(cargo(["test", "--workspace", "--no-run", MESSAGES]))?;
     suites.extend(messages.iter().filter_map(|message| suite(message, &root())));
-    let rank = |suite: &Suite| FIRST.iter().position(|name| *name == suite.name).unwrap_or(FIRST.len());
-    suites.sort_by_key(rank);
+    sort(&mut suites);
     let messages = compile(cargo(["build", "--package", "towline-cli", MESSAGES]))?;
     let program = messages.iter().find_map(|message| message["executable"].as_str());
     let shipped = shipped_program()?;
@@ -80,6 +79,21 @@ pub(super) fn build() -> Result<Vec<Suite>> {
     copy(program.context("cargo built no program")?, &shipped)
         .with_context(|| format!("{} cannot be written", shipped.display()))?;
     Ok(suites)
+}
+
+/// Builds the unit tests of the product's crates, which need neither root nor QEMU, as [`build`] does.
+pub(super) fn build_units() -> Result<Vec<Suite>> {
+    let messages = compile(cargo(["test", "--workspace", "--lib", "--no-run", MESSAGES]))?;
+    let mut suites: Vec<Suite> = messages.iter().filter_map(|message| suite(message, &root())).collect();
+    suites.retain(|suite| suite.name.starts_with("crates/"));
+    sort(&mut suites);
+    Ok(suites)
+}
+
+/// Sorts those first that take longest.
+fn sort(suites: &mut [Suite]) {
+    let rank = |suite: &Suite| FIRST.iter().position(|name| *name == suite.name).unwrap_or(FIRST.len());
+    suites.sort_by_key(rank);
 }
 
 /// The program as packages have it, with the features that it asks for itself: a build of the whole workspace adds those that
