@@ -88,13 +88,16 @@ pub(crate) fn check_source(qemu: &Qemu) -> Result<(), Error> {
     if let Some(error) = bad.into_iter().next().filter(|_| is_paused_since) {
         return Err(error);
     }
-    let speaks = |record: &&MoveRecord| {
-        record.source.may_be_same_qemu(&end) && (is_paused_since || record.stage != Stage::Left)
-    };
-    match records.iter().find(speaks) {
+    match records.iter().find(|record| forbids(record, &end, is_paused_since)) {
         Some(record) => Err(Error::Left { text: text::left(record) }),
         None => Ok(()),
     }
+}
+
+/// Returns true if this record keeps the guest of a QEMU from being sent. One that only says that its source was left paused
+/// is out of date when the guest runs again.
+fn forbids(record: &MoveRecord, source: &MoveEnd, is_paused_since: bool) -> bool {
+    record.source.may_be_same_qemu(source) && (is_paused_since || record.stage != Stage::Left)
 }
 
 /// Removes records that are over: of left sources whose QEMUs have exited, or whose guest has been resumed,

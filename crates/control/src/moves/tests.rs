@@ -255,6 +255,22 @@ fn without_room(place: &TestDirectory) {
 }
 
 #[test]
+fn a_guest_that_is_part_of_an_undecided_move_is_not_sent() {
+    let (source, other) = (running(), peer());
+    for (stage, is_paused_since, expected) in [
+        (Stage::Acknowledge, false, true),
+        (Stage::Run, false, true),
+        (Stage::Run, true, true),
+        (Stage::Left, false, false),
+        (Stage::Left, true, true),
+    ] {
+        let record = record(source.clone(), other.clone()).at_stage(stage);
+        assert_eq!(forbids(&record, &source, is_paused_since), expected, "{stage:?} {is_paused_since}");
+        assert!(!forbids(&record, &other, is_paused_since), "it is the destination");
+    }
+}
+
+#[test]
 fn record_of_a_left_source_is_removed_with_its_qemu() {
     let place = TestDirectory::new();
     let child = sleeper();
