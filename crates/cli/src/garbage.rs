@@ -1,30 +1,17 @@
-//! Garbage collection: `towline store gc`, and the former `towline inspect --garbage` and `--remove-garbage`.
+//! Garbage collection: `towline store gc`.
 
 use std::time::Duration;
 
 use anyhow::Result;
 use serde_json::json;
-use towline_control::plan::Source;
 use towline_image::store::{ConditionalWrites, Garbage, Location};
 
-use crate::args::InspectArgs;
 use crate::events;
-use crate::exit::{Exit, UsageError};
+use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::signals::{SignalEffects, cancel_on_signals};
 use crate::store::Action;
 use crate::units::{counted, size};
-
-/// Runs `inspect --garbage` and `--remove-garbage`.
-pub(crate) fn run(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Exit> {
-    let Source::Store(prefix) = source else {
-        let text =
-            format!("{}: --garbage needs the prefix of a store, such as s3://BUCKET/PREFIX", args.source);
-        return Err(UsageError(text).into());
-    };
-    let action = if args.garbage.remove_garbage { Action::Remove } else { Action::List };
-    collect(reporter, prefix, action, args.garbage.garbage_age)
-}
 
 /// Lists or removes the garbage of a prefix.
 pub(crate) fn collect(reporter: &Reporter, prefix: &Location, action: Action, age: Duration) -> Result<Exit> {

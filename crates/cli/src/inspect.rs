@@ -34,10 +34,6 @@ pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
         Ok(source) => source,
         Err(text) => return Err(UsageError(text).into()),
     };
-    #[cfg(feature = "store")]
-    if args.garbage.garbage || args.garbage.remove_garbage {
-        return crate::garbage::run(&reporter, &source, args);
-    }
     if args.verify && !source.is_image() {
         return Err(UsageError(format!("{}: --verify needs an image", args.source)).into());
     }

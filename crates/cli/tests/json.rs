@@ -147,8 +147,8 @@ fn stores(towline: &mut Events) {
     assert_eq!(towline.run(&["inspect", "--verify", "store:images/a"], 0)["kind"], "stored-image");
     towline.run(&["copy", "mem:8M,seed=7", "other.img"], 0);
     towline.run(&["copy", "--overwrite", "other.img", "store:images/a"], 0);
-    for option in ["--garbage", "--remove-garbage"] {
-        let found = towline.run(&["inspect", option, "--garbage-age", "0", "store:images"], 0);
+    for options in [&["--dry-run"][..], &[]] {
+        let found = towline.run(&[&["store", "gc", "--min-age", "0"], options, &["store:images"]].concat(), 0);
         assert!(found["garbage"]["objects"].as_u64().unwrap() > 0, "{found}");
     }
 }

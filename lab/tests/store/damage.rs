@@ -81,6 +81,6 @@ fn a_truncated_index_is_refused() {
         assert_every_reader_reports(&fixture, &image, &["truncated"]);
     }
     // While the index is unreadable, no collection can know the garbage.
-    let error = fixture.refused(&["inspect", "--remove-garbage", "--garbage-age", "0", &fixture.store("vm")]);
+    let error = fixture.refused(&["store", "gc", "--min-age", "0", &fixture.store("vm")]);
     assert!(error.contains("a.towline") && error.contains("nothing was removed"), "{error}");
 }

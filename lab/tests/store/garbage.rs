@@ -18,16 +18,16 @@ fn only_unreferenced_chunks_are_removed() {
     fixture.done(&["copy", "mem:16M,seed=2", &fixture.store("vm/b")]);
     let all = fixture.files("vm/chunks").len();
     std::fs::remove_file(fixture.path("vm/a.towline")).unwrap();
-    let find = |more: &[&str]| fixture.done(&[&["inspect", &fixture.store("vm")], more].concat());
+    let find = |more: &[&str]| fixture.done(&[&["store", "gc"], more, &[&fixture.store("vm")]].concat());
     // Young chunks may belong to an upload in progress.
-    let found = find(&["--remove-garbage"]);
+    let found = find(&[]);
     assert_eq!((&found["images"], &found["garbage"]["objects"]), (&1.into(), &0.into()), "{found}");
     let young = found["young"]["chunks"].as_u64().unwrap();
     assert!(young > 0, "{found}");
-    let found = find(&["--garbage", "--garbage-age", "0"]);
+    let found = find(&["--dry-run", "--min-age", "0"]);
     assert_eq!(found["garbage"]["objects"], young, "{found}");
     assert_eq!(fixture.files("vm/chunks").len(), all, "listing removes nothing");
-    find(&["--remove-garbage", "--garbage-age", "0"]);
+    find(&["--min-age", "0"]);
     assert_eq!(fixture.files("vm/chunks").len() as u64, all as u64 - young);
     let out = fixture.done(&["copy", &fixture.store("vm/b"), "mem:"]);
     assert_eq!(out["memory"]["verified-pages"], 16 << 8, "{out}");
@@ -38,7 +38,7 @@ fn only_unreferenced_chunks_are_removed() {
 fn uploads_and_collections_exclude_each_other() {
     let fixture = Fixture::new();
     fixture.done(&["copy", "mem:8M,seed=1", &fixture.store("vm/a")]);
-    let remove = ["inspect", "--remove-garbage", "--garbage-age", "0", &fixture.store("vm")];
+    let remove = ["store", "gc", "--min-age", "0", &fixture.store("vm")];
     let [upload, collection] =
         ["uploads", "collections"].map(|kind| format!("vm/{kind}/{}", "0123".repeat(8)));
     std::fs::create_dir_all(fixture.path("vm/uploads")).unwrap();
@@ -96,7 +96,7 @@ fn read_to_its_end(fixture: &Fixture, prefix: &str, readers: &dyn Fn() -> usize)
     let slow = fixture.start(&["copy", "--json", "--max-bandwidth", "6M", &image, "mem:"]);
     wait_until("a reader", WITHIN, || Ok((readers() > 0).then_some(()))).unwrap();
     fixture.done(&["copy", "--overwrite", "mem:8M,seed=2", &image]);
-    let remove = ["inspect", "--remove-garbage", "--garbage-age", "0", prefix];
+    let remove = ["store", "gc", "--min-age", "0", prefix];
     let found = fixture.done(&remove);
     assert_eq!((&found["readers"], &found["garbage"]["objects"]), (&1.into(), &0.into()), "{found}");
     let kept = found["kept"]["chunks"].as_u64().unwrap();

@@ -28,7 +28,7 @@ fn an_image_goes_through_s3_and_comes_back_over_http() {
     s3.request("DELETE", &format!("/{BUCKET}/vm/a.towline"));
     s3.request("DELETE", &format!("/{BUCKET}/vm/b.towline"));
     let prefix = format!("s3://{BUCKET}/vm");
-    let removed = fixture.done(&["inspect", "--remove-garbage", "--garbage-age", "0", &prefix]);
+    let removed = fixture.done(&["store", "gc", "--min-age", "0", &prefix]);
     assert_eq!(removed["garbage"]["objects"], keys.len() as u64 - 2, "{removed}");
     assert!(s3.keys().is_empty(), "{:?}", s3.keys());
 }

@@ -73,7 +73,7 @@ fn a_reader_without_a_lease_reports_it_and_names_collected_chunks() {
     })
     .unwrap();
     fixture.done(&["copy", "--overwrite", "mem:8M,seed=2", &fixture.store("vm/a")]);
-    fixture.done(&["inspect", "--remove-garbage", "--garbage-age", "0", &fixture.store("vm")]);
+    fixture.done(&["store", "gc", "--min-age", "0", &fixture.store("vm")]);
     let finished = slow.wait(WITHIN).unwrap();
     // 32 MiB are fetched ahead, not the whole image.
     assert_eq!(finished.status.code(), Some(1), "{}{}", finished.stdout, finished.stderr);

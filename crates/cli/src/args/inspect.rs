@@ -6,7 +6,6 @@ use super::{CompressionMethod, OnOff, Output, TlsArgs};
 use crate::endpoint::Endpoint;
 use crate::sandbox::SandboxArgs;
 #[cfg(feature = "store")]
-use crate::units::hours;
 use crate::units::number;
 
 /// Show the parts of a guest: blocks, pages, devices and their versions, checksums, sizes
@@ -40,9 +39,6 @@ pub(crate) struct InspectArgs {
     /// Compare the whole image with its checksums
     #[arg(long)]
     pub(crate) verify: bool,
-    #[cfg(feature = "store")]
-    #[command(flatten)]
-    pub(crate) garbage: GarbageArgs,
     /// Number of lanes of a stream; 0 disables them
     #[arg(long, value_name = "N", value_parser = number::<usize>, default_value_t = 0)]
     pub(crate) multifd_channels: usize,
@@ -58,19 +54,4 @@ pub(crate) struct InspectArgs {
     pub(crate) sandbox: SandboxArgs,
     #[command(flatten)]
     pub(crate) output: Output,
-}
-
-/// Options of garbage collection, which `towline store gc` has replaced.
-#[cfg(feature = "store")]
-#[derive(Debug, clap::Args)]
-pub(crate) struct GarbageArgs {
-    /// List the chunks below SOURCE, a store's prefix, that no image references
-    #[arg(long, hide = true)]
-    pub(crate) garbage: bool,
-    /// Remove them; refused during an upload below the same prefix
-    #[arg(long, hide = true)]
-    pub(crate) remove_garbage: bool,
-    /// Minimum age in hours of unreferenced chunks; younger ones are kept for uploads that are resumed
-    #[arg(long, value_name = "HOURS", default_value = "24", value_parser = hours, hide = true)]
-    pub(crate) garbage_age: std::time::Duration,
 }
