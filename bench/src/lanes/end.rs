@@ -7,7 +7,6 @@
 //!   {"spin": N}           N busy threads ─► "ready", until standard input ends
 //! ```
 
-use std::cell::OnceCell;
 use std::ffi::OsString;
 use std::io::{BufRead, Write};
 use std::num::NonZeroUsize;
@@ -22,18 +21,12 @@ use anyhow::{Context, Result, bail};
 use rustix::thread::{CpuSet, sched_setaffinity};
 use serde_json::{Value, json};
 use towline_channel::{
-    Address, Cancel, Channel, ConnectOptions, IoBuf, ListenOptions, Listener, TlsClient, TlsServer,
-    connect_with, gather,
+    Address, Cancel, Channel, ConnectOptions, ListenOptions, Listener, TlsClient, TlsServer, connect_with,
 };
 use towline_migration::memory::{BlockBacking, MemoryBlock};
 use towline_migration::outgoing::ZeroCopySend;
 use towline_migration::synthetic::{self, BLOCK_NAME, Checked, Shape, Synthetic, configuration};
-use towline_migration::{
-    Extent, Guest, Incoming, Memory, Outgoing, Session, Sink, SourceMemory, Statistics, incoming, outgoing,
-};
-use towline_protocol::configuration::Configuration;
-use towline_protocol::ram::PAGE_SIZE;
-use towline_protocol::{BlockIndex, PageRef, RamBlock};
+use towline_migration::{Guest, Incoming, Memory, Outgoing, Session, Sink, Statistics, incoming, outgoing};
 
 use super::layers::{Calls, Counted, Linear, OnePage};
 use crate::machine;
@@ -42,8 +35,6 @@ use crate::vhost::cpu;
 /// Option that has the program run an end; its value is the role as JSON.
 pub(super) const ROLE_OPTION: &str = "--end";
 const WITHIN: Duration = Duration::from_secs(30);
-/// Length of a copy: an extent of memory is within a multiple of it.
-const COPY_BYTES: usize = 2 << 20;
 /// Quarters of the guest's memory to prefault: more than the guest, as its backing uses huge pages too.
 const PREFAULT_QUARTERS: u64 = 5;
 
@@ -53,10 +44,6 @@ pub(super) enum Mode {
     Linear,
     OnePage,
     Vectored,
-    /// The same from memory that cannot change, whose pages are hashed.
-    Hashed,
-    /// As that, without checksums.
-    Unhashed,
     ZeroCopy,
     Auto,
     Tls,
@@ -72,8 +59,6 @@ impl Mode {
             Self::Linear => "pages copied into 32 KiB",
             Self::OnePage => "one page a call",
             Self::Vectored => "vectored",
-            Self::Hashed => "vectored, stopped guest, checksums",
-            Self::Unhashed => "vectored, stopped guest, no checksums",
             Self::ZeroCopy => "zero-copy on",
             Self::Auto => "auto",
             Self::Tls => "vectored, TLS",
@@ -81,7 +66,7 @@ impl Mode {
     }
 
     fn of(name: &str) -> Result<Self> {
-        let mut modes = Self::PLAIN.into_iter().chain([Self::Hashed, Self::Unhashed, Self::Tls]);
+        let mut modes = Self::PLAIN.into_iter().chain([Self::Tls]);
         modes.find(|mode| mode.name() == name).with_context(|| format!("unknown mode {name:?}"))
     }
 
@@ -100,10 +85,6 @@ impl Mode {
             _ => ZeroCopySend::Off,
         };
         outgoing::Options { zero_copy_send, ..outgoing::Options::default() }
-    }
-
-    fn is_of_stopped_guest(self) -> bool {
-        matches!(self, Self::Hashed | Self::Unhashed)
     }
 
     fn is_zero_copy(self) -> bool {
@@ -170,84 +151,10 @@ fn source(shape: &Value) -> Result<()> {
     let zero_percent = shape["zero-percent"].as_u64().unwrap_or(0) as u8;
     let shape = Shape { zero_percent, backing: synthetic::Backing::Memfd, ..Shape::of_length(length) };
     let guest = Synthetic::new(shape)?;
-    let copy = OnceCell::new();
     serve_requests(|request| {
         let mode = Mode::of(request["mode"].as_str().unwrap_or_default())?;
-        guest.run(|guest| {
-            if mode.is_of_stopped_guest() {
-                let bytes = copy.get_or_init(|| copied(guest));
-                send(&StoppedGuest { guest, bytes: bytes.as_slice() }, mode, request)
-            } else {
-                send(guest, mode, request)
-            }
-        })?
+        guest.run(|guest| send(guest, mode, request))?
     })
-}
-
-/// A copy of the guest's memory, which begins at a page as a guest's does.
-struct Copied {
-    bytes: Vec<u8>,
-    start: usize,
-}
-
-impl Copied {
-    fn as_slice(&self) -> &[u8] {
-        &self.bytes[self.start..]
-    }
-}
-
-fn copied(guest: &SourceMemory<'_>) -> Copied {
-    let length = guest.blocks()[0].length as usize;
-    let mut bytes = vec![0; length + PAGE_SIZE as usize];
-    let start = bytes.as_ptr().align_offset(PAGE_SIZE as usize);
-    bytes.truncate(start + length);
-    for (unit, place) in bytes[start..].chunks_mut(COPY_BYTES).enumerate() {
-        let page = PageRef { block: BlockIndex(0), offset: (unit * COPY_BYTES) as u64 };
-        gather(&[guest.memory(page, place.len() as u64)], place);
-    }
-    Copied { bytes, start }
-}
-
-/// A guest with a copy of its memory that nothing writes, so that contents can be hashed.
-struct StoppedGuest<'a> {
-    guest: &'a SourceMemory<'a>,
-    bytes: &'a [u8],
-}
-
-impl Guest for StoppedGuest<'_> {
-    fn configuration(&self) -> &Configuration {
-        self.guest.configuration()
-    }
-
-    fn blocks(&self) -> &[RamBlock] {
-        self.guest.blocks()
-    }
-
-    fn extent(&self, page: PageRef) -> Extent {
-        self.guest.extent(page)
-    }
-
-    fn is_zero(&self, page: PageRef) -> bool {
-        self.guest.is_zero(page)
-    }
-
-    fn memory(&self, page: PageRef, length: u64) -> IoBuf<'_> {
-        IoBuf::from(self.slice(page, length))
-    }
-
-    fn immutable(&self, page: PageRef, length: u64) -> Option<&[u8]> {
-        Some(self.slice(page, length))
-    }
-
-    fn device_state(&self) -> towline_migration::Result<Vec<u8>> {
-        self.guest.device_state()
-    }
-}
-
-impl StoppedGuest<'_> {
-    fn slice(&self, page: PageRef, length: u64) -> &[u8] {
-        &self.bytes[page.offset as usize..][..length as usize]
-    }
 }
 
 fn send(guest: &dyn Guest, mode: Mode, request: &Value) -> Result<Value> {
@@ -260,9 +167,7 @@ fn send(guest: &dyn Guest, mode: Mode, request: &Value) -> Result<Value> {
     let one = |zero_copy| -> Result<Arc<dyn Channel>> {
         let options = ConnectOptions { zero_copy, tls: tls.clone(), ..ConnectOptions::default() };
         let channel = connect_with(&address, Instant::now() + WITHIN, &cancel, &options)?;
-        let counted = Counted::new(channel, &calls);
-        let counted = if mode == Mode::Unhashed { counted.without_checksums() } else { counted };
-        Ok(mode.layer(Box::new(counted)))
+        Ok(mode.layer(Box::new(Counted::new(channel, &calls))))
     };
     let main = one(false)?;
     let lanes = (0..lanes).map(|_| one(mode.is_zero_copy())).collect::<Result<Vec<_>>>()?;

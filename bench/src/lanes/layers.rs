@@ -47,7 +47,6 @@ impl Calls {
 pub(super) struct Counted {
     inner: Box<dyn Channel>,
     calls: Arc<Calls>,
-    claimed: Capabilities,
 }
 
 /// Copies data into a linear buffer, which is written when it is full or no data follows.
@@ -71,12 +70,7 @@ pub(super) struct OnePage {
 
 impl Counted {
     pub(super) fn new(inner: Box<dyn Channel>, calls: &Arc<Calls>) -> Self {
-        Self { inner, calls: Arc::clone(calls), claimed: Capabilities::empty() }
-    }
-
-    /// Lets the channel pass for one that authenticates its bytes, so that the engine adds no checksums.
-    pub(super) fn without_checksums(self) -> Self {
-        Self { claimed: Capabilities::AUTHENTICATED, ..self }
+        Self { inner, calls: Arc::clone(calls) }
     }
 }
 
@@ -93,11 +87,14 @@ impl OnePage {
     }
 }
 
-/// Forwards all functions but `send` and `capabilities`.
+/// Forwards all functions but `send`.
 macro_rules! forward {
     () => {
         fn peer(&self) -> &str {
             self.inner.peer()
+        }
+        fn capabilities(&self) -> Capabilities {
+            self.inner.capabilities()
         }
         fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
             self.inner.recv(bufs, flags)
@@ -132,10 +129,6 @@ macro_rules! forward {
 impl Channel for Counted {
     forward!();
 
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities() | self.claimed
-    }
-
     fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
         let number = self.calls.sends.fetch_add(1, Ordering::Relaxed);
         if !number.is_multiple_of(TIMED_EVERY) {
@@ -151,10 +144,6 @@ impl Channel for Counted {
 
 impl Channel for Linear {
     forward!();
-
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
 
     fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
         let mut buffer = self.buffer.lock().unwrap_or_else(PoisonError::into_inner);
@@ -172,10 +161,6 @@ impl Channel for Linear {
 
 impl Channel for OnePage {
     forward!();
-
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
 
     fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
         match bufs.iter().find(|buf| !buf.is_empty()) {

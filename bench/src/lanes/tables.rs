@@ -18,10 +18,6 @@ const AUTO_MIN: f64 = 0.98;
 /// Of the rate without TLS, or of the cipher alone, whichever is lower.
 const TLS_MIN: f64 = 0.7;
 const CIPHER_MIN: f64 = 0.9;
-/// Of the rate without checksums of packets.
-const CHECKSUMS_MIN: f64 = 0.97;
-/// Of the CPU time without them.
-const CHECKSUMS_CPU_MAX: f64 = 1.03;
 const QEMU: Method = Method::Qemu(Peer::Plain);
 const QEMU_TLS: Method = Method::Qemu(Peer::Tls);
 const VECTORED: Method = Method::Towline(Mode::Vectored);
@@ -175,11 +171,6 @@ impl Results<'_> {
             Goal::new("vectored, rate against iperf3", iperf, Bound::Min(IPERF_MIN)),
         ];
         if entry.load == Load::Idle {
-            let hashed = Entry { method: Method::Towline(Mode::Hashed), ..entry };
-            let unhashed = Method::Towline(Mode::Unhashed);
-            let (rate, time) = (self.ratio(hashed, unhashed, rates), self.ratio(hashed, unhashed, cpu));
-            goals.push(Goal::new("checksums, rate against none", rate, Bound::Min(CHECKSUMS_MIN)));
-            goals.push(Goal::new("checksums, CPU against none", time, Bound::Max(CHECKSUMS_CPU_MAX)));
             let tls = Entry { method: Method::Towline(Mode::Tls), ..entry };
             let (plain, qemu) = (self.ratio(tls, VECTORED, rates), self.ratio(tls, QEMU_TLS, rates));
             goals.push(Goal::new("TLS, rate against vectored", plain, Bound::Min(TLS_MIN)));

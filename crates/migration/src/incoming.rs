@@ -16,11 +16,9 @@ mod main_channel;
 mod records_ahead;
 mod refuse;
 mod shared;
-mod verify;
 mod wait;
 
 use std::net::Shutdown;
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::thread;
 
@@ -82,7 +80,6 @@ impl Incoming {
             blocks: OnceLock::new(),
             machine_type: OnceLock::new(),
             complete: Cancel::new()?,
-            compares_checksums: AtomicBool::new(false),
             limiter: Limiter::new(self.options.max_bandwidth),
         };
         self.session.watch_upstream(&connections.main);

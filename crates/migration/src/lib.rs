@@ -25,7 +25,6 @@
 //! live ones in passes; one target page size (4 KiB).
 
 mod buffer;
-mod checksum;
 mod compression;
 pub mod convergence;
 mod dirty;

@@ -187,14 +187,8 @@ impl Outgoing {
         let answers = self.begin(connections, &shared)?;
         self.setup(connections, &shared, &mut lanes, form)?;
         if let Some(answers) = &answers {
-            let checks = answers.wait_pong(&self.session, self.options.answer_timeout, lanes.len())?;
+            answers.wait_pong(&self.session, self.options.answer_timeout, lanes.len())?;
             greet(&self.session, &mut shared.main(), answers)?;
-            if checks {
-                lanes.iter_mut().for_each(LaneWriter::write_checksums);
-                if lane::is_immutable(guest) {
-                    lane::contents_are_hashed(&mut lanes);
-                }
-            }
         }
         let left = self.iterate(&shared, &mut lanes)?;
         guest.stop()?;
@@ -222,8 +216,7 @@ impl Outgoing {
     /// Header and configuration; opens the return path.
     fn begin(&self, connections: &Connections, shared: &Shared<'_>) -> Result<Option<ReturnPath>> {
         self.statistics.set_total(Pass::full(shared.guest).bytes());
-        let offer = self.options.return_path.then(|| connections.checksum_offer());
-        shared.main().begin(shared.guest.configuration(), offer)?;
+        shared.main().begin(shared.guest.configuration(), self.options.return_path)?;
         Ok(if self.options.return_path {
             Some(ReturnPath::start(
                 Arc::clone(&connections.main),
@@ -289,8 +282,6 @@ impl Outgoing {
         let mut pass = left;
         pass.merge(Pass::harvested(shared.guest)?);
         shared.main().open_end();
-        lanes.iter_mut().for_each(LaneWriter::memory_is_still);
-        lane::contents_are_hashed(lanes);
         self.pass(shared, lanes, &pass)?;
         shared.guest.device_state()
     }

@@ -6,10 +6,9 @@
 //! ```
 //!
 //! Lane i goes to lane i, records to records, a barrier follows wherever the source had one, sections keep their
-//! bounds, so the destination reads the source's order. Between bare sockets, without checksums, pages
-//! move within the kernel (`splice(2)`): those of lanes where zero-copy sends are off or do not cost less, so that only headers
-//! are seen here, and runs of records of the main channel, which are looked at before they are forwarded. The relay holds
-//! no guest memory; a slow destination slows the source down by its socket. Both sides have the same number of lanes,
+//! bounds, so the destination reads the source's order. Between bare sockets, pages move within the kernel (`splice(2)`):
+//! those of lanes where zero-copy sends are off or do not cost less, so that only headers are seen here, and runs of
+//! records of the main channel, which are looked at before they are forwarded. The relay holds no guest memory; a slow destination slows the source down by its socket. Both sides have the same number of lanes,
 //! the same compression and the same machine type. Compressed pages are decompressed and compressed again: a lane's
 //! stream depends on all its packets before, and the relay splits packets with both zero pages and others.
 
@@ -148,7 +147,7 @@ impl Relay {
 impl Sink for Relay {
     fn configuration(&self, configuration: &Configuration) -> Result<()> {
         self.form.get_or_init(|| BarrierForm::of(&configuration.machine_type));
-        self.main().begin(configuration, Some(self.connections.checksum_offer()))?;
+        self.main().begin(configuration, true)?;
         for lane in 0..self.lanes.len() {
             self.lane(lane)?
                 .init(lane, self.connections.uuid, self.connections.introduced)
@@ -163,14 +162,8 @@ impl Sink for Relay {
         let section_id = *self.section.get_or_init(|| crate::guest::RAM_SECTION_ID);
         let barrier = self.form.get().filter(|_| !self.lanes.is_empty()).copied();
         self.main().write_ram_start(RamOptions { section_id, barrier }, blocks)?;
-        let checks = self.answers.wait_pong(&self.session, ANSWER_TIMEOUT, self.lanes.len())?;
-        greet(&self.session, &mut self.main(), &self.answers)?;
-        if checks {
-            for lane in 0..self.lanes.len() {
-                self.lane(lane)?.write_checksums();
-            }
-        }
-        Ok(())
+        self.answers.wait_pong(&self.session, ANSWER_TIMEOUT, self.lanes.len())?;
+        greet(&self.session, &mut self.main(), &self.answers)
     }
 
     fn pages(&self, stream: ChannelId, pages: &Pages<'_>) -> Result<()> {

@@ -75,10 +75,6 @@ statistics! {
     dirty_sync_missed_zero_copy,
     /// System calls that moved pages from socket to socket within the kernel.
     spliced_calls,
-    /// Packets that went with a checksum, for a towline to compare.
-    checksums_written,
-    /// Packets whose header and pages were compared with their checksum.
-    checksums_verified,
 }
 
 /// Counters of a channel that carries a migration.

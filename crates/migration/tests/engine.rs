@@ -123,6 +123,19 @@ fn relays_forward_everything() {
 }
 
 #[test]
+fn relays_splice_lanes_between_sockets_without_tls_only() {
+    for hops in [[Kind::Unix, Kind::Unix], [Kind::Tls, Kind::Unix], [Kind::Tls, Kind::Tls]] {
+        let (guest, _) = Writer::guest(MACHINES[0], &BLOCKS, 1);
+        let sink = empty(MACHINES[0], &BLOCKS);
+        let links = hops.map(|kind| link(kind, 2)).into();
+        let outcome = migrate_over(links, &guest, &sink, options(), &Arc::default());
+        check(&outcome, &guest, &sink);
+        let is_spliced = outcome.relays[0].statistics.spliced_calls > 0;
+        assert_eq!(is_spliced, !hops.contains(&Kind::Tls), "{hops:?}");
+    }
+}
+
+#[test]
 fn a_received_guest_can_be_sent_again() {
     let (guest, _) = Writer::guest(MACHINES[0], &BLOCKS, 3);
     let (second, third) = (Arc::new(Memory::adopting(16 << 20)), empty(MACHINES[0], &BLOCKS));

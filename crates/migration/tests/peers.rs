@@ -32,8 +32,13 @@ fn ram_blocks() -> Vec<RamBlock> {
 
 /// A whole main channel with no pages on it.
 fn stream(lanes: usize, blocks: &[RamBlock]) -> Vec<u8> {
+    stream_with_pings(&[], lanes, blocks)
+}
+
+/// As that, with these PINGs before the first of every stream.
+fn stream_with_pings(pings: &[u32], lanes: usize, blocks: &[RamBlock]) -> Vec<u8> {
     let mut bytes = Vec::new();
-    let setup = Setup::begin_with_return_path(&configuration(MACHINES[0]), &[], &mut bytes);
+    let setup = Setup::begin_with_return_path(&configuration(MACHINES[0]), pings, &mut bytes);
     let barrier = (lanes > 0).then_some(BarrierForm::FlushRecord);
     let iterating = setup.write_ram_start(RamOptions { section_id: 2, barrier }, blocks, &mut bytes);
     let mut end = iterating.end(&mut bytes);
@@ -100,6 +105,18 @@ fn lane() -> (PairChannel, PairChannel) {
     let (source, destination) = pair(1 << 20);
     send(&source, &Init { uuid: UUID, id: 0 }.encode());
     (source, destination)
+}
+
+/// As QEMU does. With the first value earlier towlines request checksums of packets; this reply declines.
+#[test]
+fn a_ping_of_an_unknown_value_is_repeated() {
+    let (source, main) = pair(1 << 20);
+    let pings = [0x7477_6c01, 5];
+    send(&source, &stream_with_pings(&pings, 0, &ram_blocks()));
+    receive(Box::new(main), Vec::new(), sink(), &Arc::default()).unwrap();
+    let pongs = pings.into_iter().chain([1]).map(ReturnPathMessage::Pong);
+    let expected: Vec<_> = pongs.chain([ReturnPathMessage::Shut(0)]).map(|answer| message(&answer)).collect();
+    assert_eq!(said(&source), expected.concat());
 }
 
 #[test]

@@ -1,7 +1,6 @@
 //! Guests that run, and write their memory, while towline moves them from QEMU to QEMU.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
-mod checksums;
 mod converge;
 mod footprint;
 mod hosts;

@@ -118,16 +118,6 @@ impl State {
                 "system calls that moved pages within the kernel",
                 moved.spliced_calls,
             ),
-            Metric::counter(
-                "checksums-written",
-                "packets that went with a checksum",
-                moved.checksums_written,
-            ),
-            Metric::counter(
-                "checksums-verified",
-                "packets that were compared with one",
-                moved.checksums_verified,
-            ),
         ]
     }
 }

@@ -13,7 +13,6 @@ use towline_protocol::{limits, machine};
 
 use super::refuse::{REFUSE_TIMEOUT, drain};
 use super::shared::{Shared, ended};
-use super::verify::{HeaderChecksum, PacketVerifier};
 use crate::buffer::Buffers;
 use crate::compression::Decompressor;
 use crate::session::Released;
@@ -50,10 +49,6 @@ impl<'a> Lane<'a> {
         Ok(Self { index, channel, shared, buffers, decompressor, outstanding: false })
     }
 
-    fn verifier(&self) -> PacketVerifier<'a> {
-        PacketVerifier { channel: self.channel, shared: self.shared }
-    }
-
     fn run(&mut self) -> Result<()> {
         let mut header = [0; HEADER_BYTES];
         loop {
@@ -71,11 +66,9 @@ impl<'a> Lane<'a> {
                 Err(ChannelError::Closed { .. }) => return Err(ended(self.channel, "a lane's next packet")),
                 Err(error) => return Err(error.into()),
             }
-            let check = self.verifier().take_header_checksum(&mut header)?;
             let packet = Packet::decode(&header, self.shared.blocks());
             let packet = packet.map_err(Error::protocol(self.channel.peer()))?;
-            self.verifier().require_checksum(&packet, check)?;
-            if self.process_packet(&packet, check)? == Released::Closed {
+            if self.process_packet(&packet)? == Released::Closed {
                 return Ok(());
             }
         }
@@ -86,7 +79,7 @@ impl<'a> Lane<'a> {
         self.shared.machine_type.get().is_some_and(|name| !machine::has_clean_tls_termination(name))
     }
 
-    fn process_packet(&mut self, packet: &Packet, check: HeaderChecksum) -> Result<Released> {
+    fn process_packet(&mut self, packet: &Packet) -> Result<Released> {
         let statistics = self.shared.statistics;
         statistics.count_lane(HEADER_BYTES);
         Statistics::add(&statistics.multifd_bytes, packet.data_bytes.into());
@@ -94,13 +87,11 @@ impl<'a> Lane<'a> {
         self.shared.reserve(HEADER_BYTES as u64 + u64::from(packet.data_bytes))?;
         if let Some(block) = packet.block {
             self.outstanding = true;
-            self.contents(block, packet, check)?;
+            self.contents(block, packet)?;
             if !packet.zero.is_empty() {
                 Statistics::add(&statistics.duplicate, packet.zero.len() as u64);
                 self.shared.sink.zero(ChannelId::Lane(self.index), block, &packet.zero)?;
             }
-        } else {
-            self.verifier().verify(packet, check, &[])?;
         }
         if packet.sync {
             let released = self.shared.session.arrive()?;
@@ -121,21 +112,18 @@ impl<'a> Lane<'a> {
     }
 
     /// Receives the contents of a packet's pages: into the sink's own memory where it has any, else into the buffer.
-    fn contents(&mut self, block: BlockIndex, packet: &Packet, check: HeaderChecksum) -> Result<()> {
+    fn contents(&mut self, block: BlockIndex, packet: &Packet) -> Result<()> {
         let offsets = &packet.normal[..];
         if offsets.is_empty() {
-            return self.verifier().verify(packet, check, &[]);
+            return Ok(());
         }
         let (sink, stream) = (self.shared.sink, ChannelId::Lane(self.index));
         let length = offsets.len() * PAGE_SIZE as usize;
         if self.decompressor.is_some() {
-            self.decompress(packet, check)?;
+            self.decompress(packet)?;
             return self.deliver(block, offsets, length);
         }
-        // Contents with a checksum have to be in memory.
-        if check.checksum.is_none()
-            && let Some(passed) = sink.splice_from(stream, self.channel, block, offsets)
-        {
+        if let Some(passed) = sink.splice_from(stream, self.channel, block, offsets) {
             self.shared.statistics.count_spliced(offsets.len() as u64, length as u64, passed?);
             return Ok(());
         }
@@ -143,13 +131,13 @@ impl<'a> Lane<'a> {
             .map(|(offset, length)| sink.buffer_for(PageRef { block, offset }, length))
             .collect();
         let pages = offsets.len() as u64;
-        if let Some(rooms) = rooms {
+        if let Some(mut rooms) = rooms {
             // Memory that nothing uses before the migration has completed.
-            self.verifier().receive(packet, check, rooms)?;
+            self.channel.recv_exact_unauthenticated(&mut rooms)?;
             self.shared.statistics.count_content_pages(pages, length as u64);
             return sink.pages_received_in_place(stream, block, offsets);
         }
-        self.verifier().receive(packet, check, vec![self.buffers.current.receive(length)])?;
+        self.channel.recv_exact_unauthenticated(&mut [self.buffers.current.receive(length)])?;
         self.shared.statistics.count_content_pages(pages, length as u64);
         self.deliver(block, offsets, length)
     }
@@ -163,13 +151,11 @@ impl<'a> Lane<'a> {
     }
 
     /// Receives a compressed packet's pages into the buffer.
-    fn decompress(&mut self, packet: &Packet, check: HeaderChecksum) -> Result<()> {
+    fn decompress(&mut self, packet: &Packet) -> Result<()> {
         let (compressed, pages) = (packet.data_bytes as usize, packet.normal.len());
         // Taken out while it is used together with the lane.
         let Some(mut decompressor) = self.decompressor.take() else { return Ok(()) };
-        let mut input = [decompressor.receive(compressed)];
-        self.channel.recv_exact_unauthenticated(&mut input)?;
-        self.verifier().verify(packet, check, &[input[0].as_io_buf()])?;
+        self.channel.recv_exact_unauthenticated(&mut [decompressor.receive(compressed)])?;
         let contents = self.buffers.current.bytes_mut(pages * PAGE_SIZE as usize);
         decompressor
             .decompress(compressed, contents)

@@ -2,18 +2,15 @@
 
 use std::mem;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use towline_channel::{Channel, ChannelExt, IoBufMut, RecvFlags};
 use towline_protocol::destination::{Barriers, ITEM_BYTES_MAX, SectionKind, StreamDecoder, StreamItem};
 use towline_protocol::device_state::{Collector, DeviceState};
-use towline_protocol::multifd::PONG_CHECKSUMS;
 use towline_protocol::ram::{CONTINUED_RECORD_BYTES, PAGE_SIZE};
 use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::section::VmCommand;
 use towline_protocol::session::{self, FromSource};
-use towline_protocol::source::PING_CHECKSUMS;
 use towline_protocol::{BlockIndex, PageRef, PeerIncompatible, RamBlock, Reader, xbzrle};
 
 use super::connect::{Connections, EXTRA_TIMEOUT};
@@ -257,16 +254,9 @@ impl<'a> MainChannel<'a> {
             }
             VmCommand::Ping(value) => {
                 let Some(writer) = &self.return_path else { return Ok(()) };
-                if let Some(version) = session::ping_version(*value) {
-                    return writer
-                        .send(&ReturnPathMessage::Pong(session::pong(version, self.options.receiver)));
-                }
-                if *value == PING_CHECKSUMS {
-                    self.shared.compares_checksums.store(true, Ordering::Release);
-                    writer.send(&ReturnPathMessage::Pong(PONG_CHECKSUMS))
-                } else {
-                    writer.send(&ReturnPathMessage::Pong(*value))
-                }
+                let answer = session::ping_version(*value)
+                    .map_or(*value, |version| session::pong(version, self.options.receiver));
+                writer.send(&ReturnPathMessage::Pong(answer))
             }
             VmCommand::Other { .. } => {
                 if let Some(FromSource::Hello(id)) = FromSource::of(command) {

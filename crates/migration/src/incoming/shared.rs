@@ -1,7 +1,6 @@
 //! Options of an incoming migration, and the state that its threads share.
 
 use std::sync::OnceLock;
-use std::sync::atomic::AtomicBool;
 
 use towline_channel::{Cancel, Channel};
 use towline_protocol::RamBlock;
@@ -80,8 +79,6 @@ pub(super) struct Shared<'a> {
     pub(super) machine_type: OnceLock<String>,
     /// Pulled when the main channel has everything: no lane waits for more.
     pub(super) complete: Cancel,
-    /// The source was informed, and omits no checksum from then on.
-    pub(super) compares_checksums: AtomicBool,
     pub(super) limiter: Limiter,
 }
 

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use towline_channel::{
-    Address, Cancel, Capabilities, Channel, ChannelExt, ConnectOptions, Error as ChannelError, IoBuf,
-    SendFlags, connect_with,
+    Address, Cancel, Channel, ChannelExt, ConnectOptions, Error as ChannelError, IoBuf, SendFlags,
+    connect_with,
 };
 
 use super::lane::init;
@@ -32,22 +32,7 @@ pub struct Connections {
     pub introduced: bool,
 }
 
-/// Request for checksums of packets, which the destination is asked for at the head of the stream.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ChecksumOffer {
-    /// The destination compares them if it can.
-    Offered,
-    /// There are no packets, or no packet can arrive changed.
-    Unneeded,
-}
-
 impl Connections {
-    /// The offer for these lanes. TLS already detects every changed byte, for less than a second hash would cost.
-    pub(crate) fn checksum_offer(&self) -> ChecksumOffer {
-        let is_bare = |lane: &Arc<dyn Channel>| !lane.capabilities().contains(Capabilities::AUTHENTICATED);
-        if self.lanes.iter().any(is_bare) { ChecksumOffer::Offered } else { ChecksumOffer::Unneeded }
-    }
-
     /// Has the channels shut down when `session` fails, and their calls counted.
     pub(crate) fn watch(&self, session: &Session, statistics: &Statistics) {
         for channel in iter::once(&self.main).chain(&self.lanes) {

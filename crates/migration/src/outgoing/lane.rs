@@ -4,12 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use towline_channel::{Channel, IoBuf, ZeroCopySend, total_len};
-use towline_protocol::multifd::{Checksum, HEADER_BYTES, INIT_BYTES, Init, Method, PACKET_PAGES, Packet};
+use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, Method, PACKET_PAGES, Packet};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::sends::PacketSender;
-use crate::checksum;
 use crate::compression::{Compression, Compressor};
 use crate::statistics::Statistics;
 use crate::{Guest, Result};
@@ -19,23 +18,6 @@ use crate::{Guest, Result};
 pub(crate) struct LaneWriter {
     out: PacketWriter,
     compressor: Option<Compressor>,
-    /// The guest is stopped.
-    memory_is_still: bool,
-    /// Pages with content of a packet at most.
-    packet_pages: usize,
-}
-
-/// Number of lanes from which on their packets of [`PACKET_PAGES`] fill a cache of 2 MiB.
-const LANES_OF_SMALL_PACKETS: usize = 4;
-/// Pages of a packet then: 128 KiB.
-const SMALL_PACKET_PAGES: usize = 32;
-
-/// True if contents can change while they are sent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum PageStability {
-    /// A running guest may write there. Its writes are sent again, but the hash would match neither content.
-    Live,
-    Still,
 }
 
 #[derive(Debug)]
@@ -48,8 +30,6 @@ struct PacketWriter {
     method: Method,
     packet: Packet,
     header: Box<[u8; HEADER_BYTES]>,
-    /// The destination compares them.
-    checksums: bool,
 }
 
 impl LaneWriter {
@@ -63,9 +43,9 @@ impl LaneWriter {
         let sender = PacketSender::new(channel, Arc::clone(&statistics), zero_copy_send, compression);
         let (packet, header) = (Packet::empty(), Box::new([0; HEADER_BYTES]));
         let method = compression.method();
-        let out = PacketWriter { sender, packets, statistics, method, packet, header, checksums: false };
+        let out = PacketWriter { sender, packets, statistics, method, packet, header };
         let compressor = Compressor::new(compression)?;
-        Ok(Self { out, compressor, memory_is_still: false, packet_pages: PACKET_PAGES })
+        Ok(Self { out, compressor })
     }
 
     /// Sends the lane's init packet, unless it was sent on connecting.
@@ -76,25 +56,6 @@ impl LaneWriter {
         }
         self.out.statistics.count_lane(bytes.len());
         Ok(())
-    }
-
-    /// From here on packets have checksums.
-    pub(crate) fn write_checksums(&mut self) {
-        self.out.checksums = true;
-    }
-
-    /// The contents of the packets that follow are hashed, if packets have checksums. From [`LANES_OF_SMALL_PACKETS`] lanes on,
-    /// full packets would leave a processor's cache before they are sent, so they are smaller from here on.
-    pub(crate) fn contents_are_hashed(&mut self, lanes: usize) {
-        let is_copied = self.compressor.is_none() && !self.out.sender.requires_zero_copy();
-        if self.out.checksums && is_copied && lanes >= LANES_OF_SMALL_PACKETS {
-            self.packet_pages = SMALL_PACKET_PAGES;
-        }
-    }
-
-    /// The guest's memory no longer changes, so that the hashed content is the sent one.
-    pub(crate) fn memory_is_still(&mut self) {
-        self.memory_is_still = true;
     }
 
     /// Names a page to go with content. The caller sends when [`Self::is_full`], and before it changes the block.
@@ -110,8 +71,7 @@ impl LaneWriter {
     }
 
     pub(crate) fn is_full(&self) -> bool {
-        let (normal, zero) = (self.out.packet.normal.len(), self.out.packet.zero.len());
-        normal >= self.packet_pages || normal + zero == PACKET_PAGES
+        self.out.packet.normal.len() + self.out.packet.zero.len() == PACKET_PAGES
     }
 
     /// Sends the named pages, if any, with their contents from the guest's memory. Returns the bytes of the contents.
@@ -124,14 +84,11 @@ impl LaneWriter {
         match &mut self.compressor {
             Some(compressor) if !runs.is_empty() => {
                 let contents = compressor.compress_memory(guest, &runs)?;
-                self.out.send(&[IoBuf::from(contents)], PageStability::Still, blocks)
+                self.out.send(&[IoBuf::from(contents)], blocks)
             }
             _ => {
-                let is_still = |&(page, length): &(PageRef, u64)| guest.immutable(page, length).is_some();
-                let still = self.memory_is_still || (self.out.checksums && runs.iter().all(is_still));
-                let kind = if still { PageStability::Still } else { PageStability::Live };
                 let contents = runs.iter().map(|&(page, length)| guest.memory(page, length));
-                self.out.send(&contents.collect::<Vec<_>>(), kind, blocks)
+                self.out.send(&contents.collect::<Vec<_>>(), blocks)
             }
         }
     }
@@ -149,11 +106,11 @@ impl LaneWriter {
         match &mut self.compressor {
             Some(compressor) => {
                 let contents = compressor.compress(contents)?;
-                self.out.send(&[IoBuf::from(contents)], PageStability::Still, blocks)?;
+                self.out.send(&[IoBuf::from(contents)], blocks)?;
             }
             None => {
                 let contents = contents.iter().map(|&slice| IoBuf::from(slice));
-                self.out.send(&contents.collect::<Vec<_>>(), PageStability::Still, blocks)?;
+                self.out.send(&contents.collect::<Vec<_>>(), blocks)?;
             }
         }
         Ok(())
@@ -168,8 +125,7 @@ impl LaneWriter {
         offsets: &[u64],
         blocks: &[RamBlock],
     ) -> Option<Result<u64>> {
-        // Pages that are hashed have to be in memory.
-        if self.compressor.is_some() || self.out.checksums {
+        if self.compressor.is_some() {
             return None;
         }
         match self.out.sender.splices_from(from, offsets.len() * PAGE_SIZE as usize) {
@@ -191,14 +147,14 @@ impl LaneWriter {
     ) -> Result<()> {
         self.out.packet.block = Some(block);
         self.out.packet.zero.extend_from_slice(offsets);
-        self.out.send(&[], PageStability::Still, blocks)?;
+        self.out.send(&[], blocks)?;
         Ok(())
     }
 
     /// Ends this lane's part of a pass.
     pub(crate) fn sync(&mut self, blocks: &[RamBlock]) -> Result<()> {
         self.out.packet.sync = true;
-        self.out.send(&[], PageStability::Still, blocks)?;
+        self.out.send(&[], blocks)?;
         Ok(())
     }
 
@@ -206,18 +162,6 @@ impl LaneWriter {
     pub(crate) fn flush(&self) -> Result<()> {
         self.out.sender.flush()
     }
-}
-
-/// Returns true if the guest's memory never changes, as that of an image.
-pub(super) fn is_immutable(guest: &dyn Guest) -> bool {
-    let first = PageRef { block: BlockIndex(0), offset: 0 };
-    !guest.blocks().is_empty() && guest.immutable(first, PAGE_SIZE).is_some()
-}
-
-/// Makes packets small whose contents are hashed, where that pays.
-pub(super) fn contents_are_hashed(lanes: &mut [LaneWriter]) {
-    let count = lanes.len();
-    lanes.iter_mut().for_each(|lane| lane.contents_are_hashed(count));
 }
 
 /// A lane's first bytes.
@@ -228,12 +172,9 @@ pub(super) fn init(index: usize, uuid: [u8; 16]) -> [u8; INIT_BYTES] {
 
 impl PacketWriter {
     /// Sends the packet; returns the length of its contents in bytes.
-    fn send(&mut self, contents: &[IoBuf<'_>], kind: PageStability, blocks: &[RamBlock]) -> Result<u64> {
+    fn send(&mut self, contents: &[IoBuf<'_>], blocks: &[RamBlock]) -> Result<u64> {
         let data_bytes = total_len(contents) as u64;
         self.encode(data_bytes, blocks);
-        if self.checksums {
-            self.put_checksum(contents, kind);
-        }
         self.sender.send(&self.header[..], contents)?;
         let normal = self.packet.normal.len() as u64;
         if normal > 0 {
@@ -262,15 +203,6 @@ impl PacketWriter {
         packet.packet_num = self.packets.fetch_add(1, Ordering::Relaxed);
         packet.pages_alloc = if packet.sync { 0 } else { PACKET_PAGES as u32 };
         packet.encode(blocks, &mut self.header);
-    }
-
-    fn put_checksum(&mut self, contents: &[IoBuf<'_>], kind: PageStability) {
-        let of_pages = kind == PageStability::Still;
-        let hashed = if of_pages { contents } else { &[] };
-        let header = checksum::of_header(&self.header);
-        let sums = checksum::sums(header, self.packet.method, hashed);
-        Checksum { of_pages, header: Checksum::of_header(header), sums }.put(&mut self.header);
-        Statistics::add(&self.statistics.checksums_written, 1);
     }
 
     fn sent(&mut self, data_bytes: u64) {

@@ -8,12 +8,9 @@ use towline_channel::{Channel, ChannelExt, IoBuf, SendFlags};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::section::VmCommand;
 use towline_protocol::session::{self, FromSource};
-use towline_protocol::source::{
-    AwaitShut, End, Iterating, PING_CHECKSUMS, PING_LOADED, Part, RamOptions, RamWriter, Setup,
-};
+use towline_protocol::source::{AwaitShut, End, Iterating, PING_LOADED, Part, RamOptions, RamWriter, Setup};
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
-use super::connect::ChecksumOffer;
 use super::records::RecordSender;
 use crate::statistics::Statistics;
 use crate::{Error, Guest, Result};
@@ -46,18 +43,13 @@ impl MainWriter {
         Self { writer: RecordSender::new(channel, statistics), state: State::Start }
     }
 
-    /// Sends header and configuration. With an offer it opens the return path and sends the PINGs of a towline.
-    pub(crate) fn begin(
-        &mut self,
-        configuration: &Configuration,
-        offer: Option<ChecksumOffer>,
-    ) -> Result<()> {
+    /// Sends header and configuration. With a return path it opens that and sends the PINGs of a towline.
+    pub(crate) fn begin(&mut self, configuration: &Configuration, return_path: bool) -> Result<()> {
         let out = self.writer.pending();
-        let pings = [session::ping(), PING_CHECKSUMS];
-        self.state = State::Setup(match offer {
-            Some(ChecksumOffer::Unneeded) => Setup::begin_with_return_path(configuration, &pings[..1], out),
-            Some(ChecksumOffer::Offered) => Setup::begin_with_return_path(configuration, &pings, out),
-            None => Setup::begin(configuration, out),
+        self.state = State::Setup(if return_path {
+            Setup::begin_with_return_path(configuration, &[session::ping()], out)
+        } else {
+            Setup::begin(configuration, out)
         });
         self.flush()
     }

@@ -101,11 +101,11 @@ impl ReturnPath {
         self.state().answers.receiver()
     }
 
-    /// Waits for the answer to the first PING. Returns whether the destination compares checksums.
-    pub(crate) fn wait_pong(&self, session: &Session, timeout: Duration, lanes: usize) -> Result<bool> {
+    /// Waits for the answer to the first PING.
+    pub(crate) fn wait_pong(&self, session: &Session, timeout: Duration, lanes: usize) -> Result<()> {
         let deadline = Instant::now() + timeout;
         if self.wait(session, Some(deadline), |state| state.answers.has_pong())? {
-            Ok(self.state().answers.wants_checksums())
+            Ok(())
         } else {
             Err(Error::NoAnswer { peer: self.peer.clone(), waited: timeout, lanes })
         }

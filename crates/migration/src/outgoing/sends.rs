@@ -81,11 +81,6 @@ impl PacketSender {
         Self { channel, policy, setting, splice: None, is_begun: false, begun: None, statistics, published }
     }
 
-    /// Returns true if pages must not be copied.
-    pub(crate) fn requires_zero_copy(&self) -> bool {
-        self.setting == ZeroCopySend::On
-    }
-
     /// Sends bytes other than a packet with pages.
     pub(crate) fn send_plain(&self, bytes: &[u8]) -> Result<()> {
         Ok(self.channel.send_all(&[IoBuf::from(bytes)], SendFlags::empty())?)

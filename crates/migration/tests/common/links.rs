@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
-use towline_channel::fault::{Cut, Delay, Direction, FlipReceived, ShortIo, Throttle};
+use towline_channel::fault::{Cut, Delay, Direction, ShortIo, Throttle};
 use towline_channel::{
     Cancel, Channel, ConnectOptions, Listener, TlsChannel, TlsClient, TlsServer, UnixChannel, connect_with,
     pair,
@@ -55,8 +55,6 @@ pub(crate) enum Layer {
     Delay(Duration, u64),
     /// Bytes per second.
     Throttle(u64),
-    /// Changes this byte of those received.
-    FlipReceived(u64),
 }
 
 /// Both ends of a main channel and its lanes.
@@ -94,7 +92,6 @@ fn wrap(channel: Box<dyn Channel>, side: Side, stream: ChannelId, faults: &[Faul
     ours.fold(channel, |channel, fault| match fault.layer {
         Layer::Cut(after, direction) => Box::new(Cut::new(channel, after, direction)),
         Layer::Short(most, seed) => Box::new(ShortIo::new(channel, NonZeroUsize::new(most).unwrap(), seed)),
-        Layer::FlipReceived(at) => Box::new(FlipReceived::new(channel, at, 0x10)),
         Layer::Throttle(rate) => Box::new(Throttle::new(channel, NonZeroU64::new(rate).unwrap())),
         Layer::Delay(longest, seed) => Box::new(Delay::new(channel, Duration::ZERO..=longest, seed)),
     })
