@@ -76,12 +76,6 @@ pub enum InvalidMessage {
     CompressedTooShort { method: &'static str, found: usize, expected: usize },
     #[error("multifd packet: its {method} data decompresses to more than the {expected} bytes of its pages")]
     CompressedTooLong { method: &'static str, expected: usize },
-    #[error(
-        "multifd packet: {what} differs from what was sent (its checksum says so): something between the two towlines changes bytes; look at network cards, their drivers and what is in between, or move over TLS"
-    )]
-    Checksum { what: String },
-    #[error("multifd packet without the negotiated checksum: its header was changed on the way")]
-    ChecksumMissing,
     #[error("multifd packet: block name without its end")]
     PacketName,
     #[error("mapped-ram header of block {block:?}: {what} is {found}, expected {expected}")]

@@ -12,8 +12,6 @@
 //! ones set SYNC on the lane's last packet with pages if that is still queued, send an empty packet after it, and do
 //! not clear unused header fields: without pages, size, number, name and offsets are those of the packet before.
 
-mod checksum;
-
 use alloc::string::String;
 use alloc::vec::Vec;
 
@@ -21,8 +19,6 @@ use crate::limits;
 use crate::ram::{BlockIndex, PAGE_SIZE, RamBlock};
 use crate::wire::{Reader, lossy};
 use crate::{InvalidMessage, PeerIncompatible, PeerMisbehaved, Result};
-
-pub use checksum::{Checksum, Damage, PONG_CHECKSUMS, Sums};
 
 /// The first word of an init packet and of every header.
 pub const MAGIC: u32 = 0x1122_3344;

@@ -11,7 +11,6 @@ use alloc::vec::Vec;
 
 use crate::configuration::Configuration;
 use crate::machine::BarrierForm;
-use crate::multifd::PONG_CHECKSUMS;
 use crate::ram::{self, BlockIndex, PageRef, RamBlock, RamFlags, RecordWriter};
 use crate::return_path::ReturnPathMessage;
 use crate::section::{SectionHeader, SectionType, VmCommand, put_footer};
@@ -21,10 +20,6 @@ use crate::{PeerMisbehaved, Result};
 
 /// The first PING, sent with the return path's opening: its PONG shows that the destination read the stream's head.
 pub const PING_SETUP: u32 = 1;
-
-/// Queries whether the destination compares the checksums of packets: if so it replies [`PONG_CHECKSUMS`]; any other,
-/// such as QEMU, repeats the value.
-pub const PING_CHECKSUMS: u32 = 0x7477_6c01;
 
 /// Sent behind the last device's section: its PONG shows that the destination has loaded the whole guest, and waits only for the
 /// end of the stream. No towline takes it there.
@@ -217,7 +212,6 @@ impl AwaitShut {
 #[derive(Debug, Default)]
 pub struct ReturnPathReader {
     pong: bool,
-    checksums: bool,
     receiver: Option<ReceiverMode>,
     loaded: bool,
     awaits_shut: bool,
@@ -227,7 +221,7 @@ pub struct ReturnPathReader {
 /// Meaning of a message of the return path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Answer {
-    /// It answers a PING: the first, so that it has read the stream's head, or that for checksums.
+    /// It answers a PING: the first, so that it has read the stream's head, or another.
     Pong,
     /// It has the guest and sends nothing more.
     Shut,
@@ -260,7 +254,6 @@ impl ReturnPathReader {
                 match message {
                     ReturnPathMessage::Pong(PING_SETUP) => self.pong = true,
                     ReturnPathMessage::Pong(PING_LOADED) => self.loaded = true,
-                    ReturnPathMessage::Pong(PONG_CHECKSUMS) => self.checksums = true,
                     ReturnPathMessage::Pong(value) => {
                         self.receiver = session::decode_pong(*value).or(self.receiver);
                     }
@@ -274,11 +267,6 @@ impl ReturnPathReader {
     /// Returns true if the first PING was answered.
     pub fn has_pong(&self) -> bool {
         self.pong
-    }
-
-    /// Returns true if the destination compares checksums. Known with [`Self::has_pong`], and false of a QEMU, which repeats the question.
-    pub fn wants_checksums(&self) -> bool {
-        self.checksums
     }
 
     /// Use of the guest by a towline at the destination; `None` of a QEMU. Known with [`Self::has_pong`].
@@ -300,8 +288,7 @@ impl ReturnPathReader {
 /// Checks a message that may come at any time before SHUT.
 pub fn check_return_path(message: &ReturnPathMessage) -> Result<()> {
     match message {
-        ReturnPathMessage::Pong(PING_SETUP | PING_LOADED | PING_CHECKSUMS | PONG_CHECKSUMS)
-        | ReturnPathMessage::SwitchoverAck => Ok(()),
+        ReturnPathMessage::Pong(PING_SETUP | PING_LOADED) | ReturnPathMessage::SwitchoverAck => Ok(()),
         ReturnPathMessage::Pong(value)
             if *value == session::ping() || session::decode_pong(*value).is_some() =>
         {
