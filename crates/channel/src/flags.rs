@@ -13,19 +13,17 @@ bitflags::bitflags! {
         const ZERO_COPY = 1 << 0;
         /// File descriptors travel: [`Channel::send_fds`](crate::Channel::send_fds), [`Channel::recv_fds`](crate::Channel::recv_fds).
         const FD_PASSING = 1 << 1;
-        /// Bytes that were changed on the way are an error here, never data (TLS).
-        const AUTHENTICATED = 1 << 2;
         /// [`Channel::shutdown`](crate::Channel::shutdown) ends each half separately and wakes the threads blocked in it.
-        const SHUTDOWN = 1 << 3;
+        const SHUTDOWN = 1 << 2;
         /// [`RecvFlags::PEEK`] is understood.
-        const PEEK = 1 << 4;
+        const PEEK = 1 << 3;
         /// The peer can reply through the same channel, so a return path is possible. A file that can be read and
         /// written has `SEND` and `RECV`, but not this.
-        const BIDIRECTIONAL = 1 << 5;
+        const BIDIRECTIONAL = 1 << 4;
         /// Bytes can be sent. A pipe's reading end lacks this.
-        const SEND = 1 << 6;
+        const SEND = 1 << 5;
         /// Bytes can be received. A pipe's writing end lacks this.
-        const RECV = 1 << 7;
+        const RECV = 1 << 6;
     }
 
     /// Options of a send.

@@ -85,11 +85,8 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
     }
 
     pub(crate) fn capabilities(&self) -> Capabilities {
-        let through = Capabilities::SEND
-            | Capabilities::RECV
-            | Capabilities::BIDIRECTIONAL
-            | Capabilities::SHUTDOWN
-            | Capabilities::AUTHENTICATED;
+        let through =
+            Capabilities::SEND | Capabilities::RECV | Capabilities::BIDIRECTIONAL | Capabilities::SHUTDOWN;
         (self.inner.capabilities() & through) | Capabilities::PEEK
     }
 

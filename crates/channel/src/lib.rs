@@ -105,7 +105,6 @@ pub use sys::file_owner::{FileOwner, with_file_owner};
 pub use sys::io::{readv, writev};
 pub use sys::iobuf::{IoBuf, IoBufMut, gather, scatter, total_len, total_len_mut, with_gaps};
 pub use sys::rights::refuse_descriptors;
-pub use sys::xxh3::{hash_page, prefetch_page};
 pub use tcp::{PEER_TIMEOUT, TcpChannel, check_zero_copy};
 #[cfg(feature = "tls")]
 pub use tls::TlsChannel;

@@ -9,7 +9,6 @@
 //! - [`fd`]: taking over a descriptor by number, and replacing what a number stands for (`dup3`);
 //! - [`file_owner`]: the owner of files that a thread creates (`setfsuid`);
 //! - [`rights`]: the socket option `SO_PASSRIGHTS`;
-//! - [`xxh3`]: hashes of pages that need not be slices, by vectors of the processor (or none: then they are copied);
 //! - [`zero_copy`]: the socket option `SO_ZEROCOPY`.
 //!
 //! Everything else (sockets and their options, descriptor passing, `poll`, `eventfd`, `flock`, processes) comes from
@@ -24,5 +23,4 @@ pub(crate) mod file_owner;
 pub(crate) mod io;
 pub(crate) mod iobuf;
 pub(crate) mod rights;
-pub(crate) mod xxh3;
 pub(crate) mod zero_copy;

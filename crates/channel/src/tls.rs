@@ -131,11 +131,7 @@ impl TlsChannel {
 }
 
 impl Channel for TlsChannel {
-    forward_channel!(framed: peer, calls, flush, wait_recv, has_buffered, shutdown, reset, set_timeouts, as_fd);
-
-    fn capabilities(&self) -> Capabilities {
-        self.framed.capabilities() | Capabilities::AUTHENTICATED
-    }
+    forward_channel!(framed: peer, calls, capabilities, flush, wait_recv, has_buffered, shutdown, reset, set_timeouts, as_fd);
 
     fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
         let sent = self.framed.send(bufs, flags).map_err(|error| self.send_failed(error))?;

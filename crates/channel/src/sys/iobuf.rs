@@ -23,8 +23,8 @@ pub struct IoBufMut<'a> {
     memory: PhantomData<&'a mut [u8]>,
 }
 
-// SAFETY: an address and a length; they are used only by system calls, by the copies below and by `xxh3`, under the promise of
-// `from_raw_parts` (or of the borrowed slice, which is `Sync`) that the memory is valid for the lifetime.
+// SAFETY: an address and a length; they are used only by system calls and by the copies below, under the promise of `from_raw_parts`
+// (or of the borrowed slice, which is `Sync`) that the memory is valid for the lifetime.
 unsafe impl Send for IoBuf<'_> {}
 // SAFETY: as above; nothing changes through a shared reference.
 unsafe impl Sync for IoBuf<'_> {}
@@ -101,12 +101,6 @@ impl<'a> IoBufMut<'a> {
     /// All but the first `len` bytes of it; nothing if it has fewer.
     pub fn skip(self, len: usize) -> Self {
         Self { iov: skip(self.iov, len), ..self }
-    }
-
-    /// Room for the first `len` bytes of it, or all if it has fewer, and for the others.
-    pub fn split_at(self, len: usize) -> (Self, Self) {
-        let behind = skip(self.iov, len);
-        (self.into_prefix(len), Self { iov: behind, memory: PhantomData })
     }
 
     /// The same memory as bytes to send.
@@ -261,16 +255,6 @@ mod tests {
         assert_eq!((buf.prefix(9).len(), buf.skip(9).len()), (6, 0));
         assert_eq!(gather(&[buf.skip(4), buf.prefix(2)], &mut out), 4);
         assert_eq!(&out[..4], b"efab");
-    }
-
-    #[test]
-    fn halves_do_not_overlap() {
-        let mut bytes = *b"abcdef";
-        let (mut first, behind) = IoBufMut::from(&mut bytes).split_at(2);
-        let (second, nothing) = behind.split_at(9);
-        assert_eq!(nothing.len(), 0);
-        assert_eq!(scatter(b"123456", &mut [second, first.prefix(1)]), 5);
-        assert_eq!(&bytes, b"5b1234");
     }
 
     #[test]
