@@ -93,7 +93,7 @@ struct Benchmark {
     measure: fn(&Options) -> Result<Vec<Table>>,
 }
 
-const BENCHMARKS: [Benchmark; 16] = [
+const BENCHMARKS: [Benchmark; 15] = [
     Benchmark {
         name: "ram",
         measure: |options| {
@@ -144,14 +144,6 @@ const BENCHMARKS: [Benchmark; 16] = [
             let rows = options.rows.clone();
             let parameters = vsock::Parameters::of(&options.towline, peer, runs, cancel);
             vsock::measure(&vsock::Parameters { rows, ..parameters })
-        },
-    },
-    Benchmark {
-        name: "vsock-ablation",
-        measure: |options| {
-            let (runs, cancel, own) = (options.runs, options.cancel.clone(), options.own.clone());
-            let parameters = vsock::Parameters::of(&options.towline, None, runs, cancel);
-            vsock::ablation::measure(&vsock::Parameters { own, ..parameters })
         },
     },
     Benchmark {
@@ -262,7 +254,7 @@ mod tests {
         let error = chosen(&["ram".into(), "disk".into()]).err().unwrap();
         assert_eq!(
             error.to_string(),
-            "unknown table \"disk\": expected one of ram, live, instant, run, lanes, lanes-busy, calls, vsock, vsock-ablation, vsock-linux, vsock-guests, net, net-queues, af-xdp, sandbox, sandbox-paths"
+            "unknown table \"disk\": expected one of ram, live, instant, run, lanes, lanes-busy, calls, vsock, vsock-linux, vsock-guests, net, net-queues, af-xdp, sandbox, sandbox-paths"
         );
         assert_eq!(chosen(&[]).unwrap().len(), BENCHMARKS.len());
     }

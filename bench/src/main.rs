@@ -26,7 +26,6 @@ const EXIT_USAGE: u8 = 2;
 ///   lanes-busy     the same on a busy machine, and pinned
 ///   calls          pages copied into a linear buffer, against vectors
 ///   vsock          streams and requests, against vhost-device-vsock and a plain Unix socket
-///   vsock-ablation the same streams without one idea of the design each
 ///   vsock-linux    streams, requests and connections of an emulated Linux guest, against vhost-device-vsock
 ///   vsock-guests   sixteen guests of one process, one of them hostile
 ///   net            frames and TCP, against vhost_user_net, dpdk-testpmd, a tap and a veth pair
@@ -74,12 +73,10 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
-    // A measured end of a migration, a device with a tuning and the application of a guest are this program again.
+    // A measured end of a migration and the application of a guest are this program again.
     let words: Vec<_> = std::env::args_os().collect();
     let result = if let Some(role) = towline_bench::lanes::role(&words) {
         towline_bench::lanes::serve(role)
-    } else if let Some(hosted) = towline_bench::vsock::ablation::hosted(&words) {
-        hosted.serve()
     } else if linux::is_application(&words) {
         linux::serve()
     } else if let Some(role) = af_xdp::role(&words) {

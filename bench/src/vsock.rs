@@ -9,7 +9,6 @@
 //!
 //! Limits: the driver does not copy data, so a guest's own work is not measured.
 
-pub mod ablation;
 pub mod crowd;
 mod entry;
 mod guest;
@@ -18,7 +17,6 @@ pub mod linux;
 mod runs;
 mod sys;
 mod tables;
-mod variant;
 
 use anyhow::Result;
 

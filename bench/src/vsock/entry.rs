@@ -4,9 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use towline_channel::Cancel;
-use towline_frontend::vsock::PAYLOAD_BYTES_MAX;
 
-use super::variant::{SMALL_PACKET_BYTES, Variant};
 use crate::rounds::{Contender, Outcome};
 use crate::vhost::Window;
 
@@ -38,7 +36,7 @@ pub struct Parameters {
     pub sandbox: Option<&'static str>,
     /// vhost-device-vsock, if available.
     pub peer: Option<PathBuf>,
-    /// This program, which hosts the device of `vsock-ablation`.
+    /// This program, which is the application of the guests of `vsock-linux`.
     pub own: PathBuf,
     /// Cancels the measurement.
     pub cancel: Cancel,
@@ -92,8 +90,6 @@ pub(super) enum Carrier {
     Towline,
     Peer,
     Socket,
-    /// The device in a process of this program.
-    Tuned(Variant),
 }
 
 /// A row.
@@ -150,15 +146,6 @@ impl Carrier {
             Self::Towline => "towline",
             Self::Peer => PEER,
             Self::Socket => "Unix socket",
-            Self::Tuned(variant) => variant.name(),
-        }
-    }
-
-    /// Returns the maximum payload of the guest's packets in bytes.
-    pub(super) fn payload_bytes_max(self) -> usize {
-        match self {
-            Self::Tuned(Variant::SmallPackets) => SMALL_PACKET_BYTES as usize,
-            _ => PAYLOAD_BYTES_MAX,
         }
     }
 }

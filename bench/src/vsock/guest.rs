@@ -37,7 +37,6 @@ pub(super) struct Machine {
     sending: HashMap<PortPair, usize>,
     /// Responses that wait for space in the ring.
     pending: Vec<(PortPair, u32)>,
-    payload_bytes_max: usize,
 }
 
 impl Machine {
@@ -61,14 +60,8 @@ impl Machine {
         frontend.set_mem_table(Some(&memory))?;
         let guest = VsockGuest::start(&mut frontend, &memory, options)?;
         let (sending, pending) = (HashMap::new(), Vec::new());
-        let payload_bytes_max = PAYLOAD_BYTES_MAX;
         let signals = Arc::clone(signals);
-        Ok(Self { _frontend: frontend, guest, work, signals, sending, pending, payload_bytes_max })
-    }
-
-    /// Returns the guest with this maximum payload of the packets that it sends.
-    pub(super) fn with_payload_max(self, payload_bytes_max: usize) -> Self {
-        Self { payload_bytes_max, ..self }
+        Ok(Self { _frontend: frontend, guest, work, signals, sending, pending })
     }
 
     /// Opens the streams from the guest.
@@ -152,7 +145,7 @@ impl Machine {
                 if *left == 0 {
                     *left = size;
                 }
-                let len = (*left).min(self.payload_bytes_max).min(self.guest.credit(*ports) as usize);
+                let len = (*left).min(PAYLOAD_BYTES_MAX).min(self.guest.credit(*ports) as usize);
                 if len == 0 || !self.guest.can_send() || !self.guest.send_any(*ports, u32::try_from(len)?) {
                     break;
                 }

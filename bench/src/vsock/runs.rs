@@ -10,7 +10,6 @@ use tempfile::TempDir;
 use super::entry::{CID, Carrier, Direction, Entry, Figure, PEER, Parameters, Work};
 use super::guest::Machine;
 use super::host::{self, Host, PORT, Target};
-use super::variant;
 use crate::vhost::backend::Backend;
 use crate::vhost::latency::Latencies;
 use crate::vhost::{Signals, Window, window};
@@ -29,7 +28,7 @@ pub(super) fn run(parameters: &Parameters, entry: Entry) -> Result<Figure> {
     let mut backend = backend(parameters, entry.carrier, (&socket, &uds), directory.path())?;
     let frontend = backend.connect(&socket)?;
     let mut machine = match Machine::start(frontend, CID, entry.buffers, entry.work, &signals) {
-        Ok(machine) => machine.with_payload_max(entry.carrier.payload_bytes_max()),
+        Ok(machine) => machine,
         Err(error) => return Err(backend.check().err().unwrap_or(error)),
     };
     let target = Target::Vsock { path: uds, port: PORT };
@@ -85,9 +84,6 @@ pub(super) fn backend(
         let sandbox = parameters.sandbox.map(|setting| ["--sandbox", setting]);
         let arguments = arguments.into_iter().chain(sandbox.into_iter().flatten());
         return Backend::start(directory, &parameters.towline, arguments);
-    }
-    if let Carrier::Tuned(variant) = carrier {
-        return Backend::start(directory, &parameters.own, variant::arguments(variant, &socket, &uds));
     }
     let peer = parameters.peer.as_ref();
     ensure!(peer.is_some(), "{PEER} is missing; run `cargo xtask peers`");

@@ -13,7 +13,7 @@ use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use towline_channel::Cancel;
 use towline_vhost_user::{FrontendSource, InFlightRecord};
-use towline_vsock::{Ablation, ConnectionLimits, ForwardingRule, HostAddress, LocalGuests, Settings, Vsock};
+use towline_vsock::{ConnectionLimits, ForwardingRule, HostAddress, LocalGuests, Settings, Vsock};
 
 use crate::args::{GuestSpec, VsockArgs, VsockCommand, read_guests};
 use crate::backend::{NO_ACTIVATION, missing_socket};
@@ -64,7 +64,6 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
             zero_copy_send: args.zero_copy_send.into(),
             busy_poll: Duration::from_micros(args.poll_us),
             unmigratable: args.unmigratable,
-            ablation: Ablation::default(),
         };
         let device = Arc::new(Vsock::new(settings, &local_guests)?);
         devices.push((cid, Arc::clone(&device)));

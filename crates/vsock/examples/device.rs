@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use towline_vhost_user::{Address, Cancel, Device, FrontendSource, Listener};
-use towline_vsock::{Ablation, ConnectionLimits, LocalGuests, Settings, Vsock, ZeroCopySend, guest_cid};
+use towline_vsock::{ConnectionLimits, LocalGuests, Settings, Vsock, ZeroCopySend, guest_cid};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -28,7 +28,6 @@ fn main() -> Result<(), Box<dyn Error>> {
         zero_copy_send: ZeroCopySend::default(),
         busy_poll: Duration::ZERO,
         unmigratable: false,
-        ablation: Ablation::default(),
     };
     let device: Arc<dyn Device> = Arc::new(Vsock::new(settings, &Arc::new(LocalGuests::default()))?);
     let listener = Listener::bind(&Address::Unix(socket.into()))?;

@@ -221,11 +221,6 @@ impl ReceiveWindow {
         free_as_advertised <= window / 2 && forwarded_since >= threshold
     }
 
-    /// Returns true if bytes were forwarded since the last packet to the guest.
-    pub(crate) fn has_forwarded(&self) -> bool {
-        self.fwd_cnt != self.last_fwd_cnt_sent
-    }
-
     /// Returns the window to grow to: twice the present one if the host kept up, else a few packets, so that one is in
     /// transit while another is forwarded.
     pub fn desired(&self) -> u32 {

@@ -14,7 +14,6 @@ use towline_channel::{Cancel, ZeroCopySend};
 use towline_vhost_user::{BackendError, Device, ProtocolFeatures, Worker};
 
 use self::worker::{SessionUpdates, VsockWorker};
-use crate::ablation::Ablation;
 use crate::connection::ConnectionLimits;
 use crate::engine::Engine;
 use crate::host::{Host, HostConfig, HostListener, Listening};
@@ -54,8 +53,6 @@ pub struct Settings {
     pub busy_poll: Duration,
     /// True if the guest must not be migrated with the device.
     pub unmigratable: bool,
-    /// Ideas of the design that measurements turn off; the default has all.
-    pub ablation: Ablation,
 }
 
 /// Error of the creation of a device.
@@ -96,7 +93,6 @@ pub struct Vsock {
     limits: ConnectionLimits,
     busy_poll: Duration,
     unmigratable: bool,
-    ablation: Ablation,
     config: Arc<HostConfig>,
     report: Arc<SharedReport>,
     updates: Arc<SessionUpdates>,
@@ -108,7 +104,7 @@ impl Vsock {
     /// # Errors
     /// [`DeviceError`].
     pub fn new(settings: Settings, local_guests: &Arc<LocalGuests>) -> Result<Self, DeviceError> {
-        let Settings { cid, limits, busy_poll, unmigratable, zero_copy_send, ablation, .. } = settings;
+        let Settings { cid, limits, busy_poll, unmigratable, zero_copy_send, .. } = settings;
         let listeners = listeners(&settings)?;
         let accept_queue = Arc::new(AcceptQueue::new(limits.handshakes)?);
         if !local_guests.register(cid, settings.groups, Arc::clone(&accept_queue)) {
@@ -127,7 +123,7 @@ impl Vsock {
         });
         let report = Arc::default();
         let updates = Arc::new(SessionUpdates::new()?);
-        Ok(Self { cid, limits, busy_poll, unmigratable, ablation, config, report, updates })
+        Ok(Self { cid, limits, busy_poll, unmigratable, config, report, updates })
     }
 
     /// Returns the statistics so far.
@@ -151,7 +147,7 @@ impl Vsock {
 
     fn new_worker(&self) -> io::Result<VsockWorker> {
         let host = Host::new(Arc::clone(&self.config))?;
-        let engine = Engine::new(self.cid, self.limits, port_seed(), host).with_ablation(self.ablation);
+        let engine = Engine::new(self.cid, self.limits, port_seed(), host);
         let (report, updates) = (Arc::clone(&self.report), Arc::clone(&self.updates));
         Ok(VsockWorker::new(engine, self.limits, self.busy_poll, report, updates))
     }

@@ -30,7 +30,6 @@ use self::host_end::{HostEnd, HostEnds, Queues};
 use self::lifecycle::{Actions, LifecycleEvent, PeerState, ReceiveState, Transition};
 use self::pruned_queue::PrunedQueue;
 use self::zero_copy_chains::LingeringSocket;
-use crate::ablation::Ablation;
 use crate::connection::{ConnectionId, ConnectionKey, ConnectionLimits, ConnectionState};
 use crate::packet::{ShutdownFlags, SocketType};
 use crate::sockets::{CloseMode, ConnectOutcome, Interest, Readiness, Sockets};
@@ -74,7 +73,6 @@ pub struct Engine<S: Sockets> {
     full_since: Option<u64>,
     /// Packets that carry no payload; data packets to the guest are counted in `statistics`.
     traffic: AnswerablePackets,
-    ablation: Ablation,
     statistics: Statistics,
 }
 
@@ -97,15 +95,8 @@ impl<S: Sockets> Engine<S> {
             credit_timers: PrunedQueue::default(),
             full_since: None,
             traffic: AnswerablePackets::default(),
-            ablation: Ablation::default(),
             statistics: Statistics::default(),
         }
-    }
-
-    /// Returns the engine with this ablation, before it has a connection.
-    pub fn with_ablation(mut self, ablation: Ablation) -> Self {
-        self.table.set_credit_updates(ablation.credit_updates);
-        Self { ablation, ..self }
     }
 
     /// Sets the limit of packets that a new driver has not read.

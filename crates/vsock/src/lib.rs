@@ -13,7 +13,6 @@
 //! Limits: [`ConnectionLimits`] of connections and memory for each guest; packets of [`PAYLOAD_BYTES_MAX`](packet::PAYLOAD_BYTES_MAX)
 //! bytes; [`PENDING_RESETS_MAX`] resets for packets of unknown connections. For users: `docs/vsock.md`.
 
-mod ablation;
 mod connection;
 pub mod credit;
 mod device;
@@ -31,7 +30,6 @@ mod sys;
 mod table;
 mod transport_reset;
 
-pub use ablation::{Ablation, CreditUpdates, Merging};
 pub use connection::{
     ClosedBy, Connection, ConnectionId, ConnectionKey, ConnectionLimits, ConnectionState, Inbound,
     TableStatistics,

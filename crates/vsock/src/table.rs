@@ -17,7 +17,6 @@ use std::collections::{HashMap, VecDeque};
 
 pub use self::control::DataHeaders;
 use self::memory::MemoryBudget;
-use crate::ablation::CreditUpdates;
 use crate::connection::{
     ClosedBy, Connection, ConnectionId, ConnectionKey, ConnectionLimits, ConnectionState, ControlPackets,
     HostEvent, Inbound, Initiator, PacketAction, TableStatistics,
@@ -47,7 +46,6 @@ pub struct ConnectionTable {
     memory: MemoryBudget,
     /// Connections that peers initiated, by CID.
     connections_initiated_by: HashMap<u64, usize>,
-    credit_updates: CreditUpdates,
     packet_limit: PacketLimit,
     statistics: TableStatistics,
 }
@@ -85,15 +83,9 @@ impl ConnectionTable {
             next_port: HOST_PORTS.start() + seed % span,
             memory: MemoryBudget::new(limits.memory),
             connections_initiated_by: HashMap::new(),
-            credit_updates: CreditUpdates::WhenNeeded,
             packet_limit: PacketLimit::default(),
             statistics: TableStatistics::default(),
         }
-    }
-
-    /// Sets the rate of credit updates.
-    pub(crate) fn set_credit_updates(&mut self, credit_updates: CreditUpdates) {
-        self.credit_updates = credit_updates;
     }
 
     /// Sets the limit of unread packets, of a new driver.
@@ -398,12 +390,7 @@ impl ConnectionTable {
         let most = self.limits.buf_alloc;
         let Some(connection) = Self::connection(&mut self.slots, id) else { return };
         let window = &mut connection.receive_window;
-        let needs_update = match self.credit_updates {
-            CreditUpdates::WhenNeeded => {
-                window.needs_update(connection.peer_credit.buf_alloc(), connection.kind)
-            }
-            CreditUpdates::Always => window.has_forwarded(),
-        };
+        let needs_update = window.needs_update(connection.peer_credit.buf_alloc(), connection.kind);
         if !needs_update || connection.guest_shutdown.contains(ShutdownFlags::SEND) {
             return;
         }

@@ -11,7 +11,7 @@ use towline_frontend::vsock::{Options, VsockEvent, VsockGuest};
 use towline_frontend::wire::feature;
 use towline_frontend::{Frontend, MemoryArena, Queue, QueueBuffer, QueueOptions, wait_any};
 use towline_vhost_user::Device as _;
-use towline_vsock::{Ablation, ConnectionLimits, LocalGuests, Settings, Vsock, ZeroCopySend};
+use towline_vsock::{ConnectionLimits, LocalGuests, Settings, Vsock, ZeroCopySend};
 
 use common::{CID, DEVICE_STATE, Served, TIMEOUT, bytes, connect_guest, poll_until, send_until_full};
 
@@ -312,7 +312,6 @@ fn a_cid_can_be_used_by_one_guest_only() {
         zero_copy_send: ZeroCopySend::Off,
         busy_poll: Duration::ZERO,
         unmigratable: false,
-        ablation: Ablation::default(),
     };
     let _one = Vsock::new(settings(3), &local_guests).unwrap();
     let other = Vsock::new(settings(3), &local_guests).unwrap_err();

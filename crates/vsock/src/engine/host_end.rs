@@ -368,9 +368,7 @@ impl<S> HostEnd<S> {
         let (mut offset, mut left) = (HEADER_BYTES + payload.offset as usize, payload.len as usize);
         while left > 0 {
             if !matches!(self.send_queue.back(), Some(Payload::Copied(chunk)) if chunk.room() > 0) {
-                // A packet that is larger than all of a chunk of one packet is in one piece too.
-                let size = if chunk_bytes == 1 { left } else { chunk_bytes };
-                self.send_queue.push_back(Payload::Copied(Box::new(PayloadChunk::new(size))));
+                self.send_queue.push_back(Payload::Copied(Box::new(PayloadChunk::new(chunk_bytes))));
             }
             let Some(Payload::Copied(chunk)) = self.send_queue.back_mut() else { break };
             let here = left.min(chunk.room());

@@ -3,18 +3,21 @@
 use std::io;
 
 use towline_channel::{IOV_MAX, IoBufMut};
-use towline_vhost_user::{Batch, Next, Ring};
+use towline_vhost_user::{Batch, Chain, Next, Ring};
 
 use super::Engine;
 use super::batch_pool::{is_large, segments};
 use super::host_end::{PartialMessage, Queues};
 use super::lifecycle::{LifecycleEvent, ReceiveState};
-use crate::ablation::{Ablation, RECEIVE_BATCH as BATCH};
 use crate::connection::ConnectionId;
 use crate::credit::CreditNeed;
-use crate::packet::{HEADER_BYTES, Operation, PacketHeader, SeqFlags, ShutdownFlags, SocketType};
+use crate::packet::{
+    HEADER_BYTES, Operation, PAYLOAD_BYTES_MAX, PacketHeader, SeqFlags, ShutdownFlags, SocketType,
+};
 use crate::sockets::{CloseMode, Peeked, ReceiveOutcome, Sockets};
 
+/// Maximum number of the guest's buffers that are popped together.
+const BATCH: usize = 256;
 /// Number of batches before other work has its turn.
 const ROUNDS: usize = 8;
 /// Maximum number of bytes that one connection sends before the next has its turn.
@@ -150,11 +153,9 @@ impl<S: Sockets> Engine<S> {
         let most = credit.min(QUANTUM);
         let mut bufs = Vec::with_capacity(BATCH);
         let (mut offered, mut next) = (0, first);
-        let Ablation { buffers_per_receive, payload_bytes_max, .. } = self.ablation;
-        let end = self.rx_batch.len().min(first.saturating_add(buffers_per_receive.min(packets)));
+        let end = self.rx_batch.len().min(first.saturating_add(packets));
         while next < end && offered < most && bufs.len() < SEGMENTS_MAX {
-            let space = PayloadSpace { index: next, payload_bytes_max, most: most - offered };
-            offered += append_payload_bufs(&self.rx_batch, space, &mut bufs);
+            offered += append_payload_bufs(self.rx_batch.chain(next), most - offered, &mut bufs);
             next += 1;
         }
         if offered == 0 {
@@ -219,13 +220,12 @@ impl<S: Sockets> Engine<S> {
         bytes: usize,
         flags: SeqFlags,
     ) -> usize {
-        let payload_bytes_max = self.ablation.payload_bytes_max;
         let Some(mut headers) = self.table.data_headers(id) else { return 0 };
         let (mut left, mut next) = (bytes, first);
         while left > 0 {
             let chain = self.rx_batch.chain(next);
             next += 1;
-            let here = left.min(payload_capacity(chain.writable_bytes(), payload_bytes_max));
+            let here = left.min(payload_capacity(chain.writable_bytes()));
             if here == 0 {
                 ring.complete(chain, 0);
                 continue;
@@ -289,8 +289,7 @@ impl<S: Sockets> Engine<S> {
         if end.message.is_some() {
             return self.continue_message(id, ring, space);
         }
-        let payload_bytes_max = self.ablation.payload_bytes_max;
-        let capacity = payload_capacity(self.rx_batch.chain(space.first).writable_bytes(), payload_bytes_max);
+        let capacity = payload_capacity(self.rx_batch.chain(space.first).writable_bytes());
         let need = CreditNeed::of_message(len, capacity);
         if !self.table.admits(id, need) {
             self.wait_for_credit(id, need);
@@ -301,8 +300,7 @@ impl<S: Sockets> Engine<S> {
         let mut bufs = Vec::with_capacity(BATCH);
         let (mut offered, mut next) = (0, space.first);
         while next < self.rx_batch.len() && offered < len && bufs.len() < SEGMENTS_MAX {
-            let space = PayloadSpace { index: next, payload_bytes_max, most: len - offered };
-            offered += append_payload_bufs(&self.rx_batch, space, &mut bufs);
+            offered += append_payload_bufs(self.rx_batch.chain(next), len - offered, &mut bufs);
             next += 1;
         }
         self.statistics.receives += 1;
@@ -363,14 +361,13 @@ impl<S: Sockets> Engine<S> {
             self.free_message(&message.bytes);
             return 0;
         };
-        let payload_bytes_max = self.ablation.payload_bytes_max;
         let (mut next, mut credit) = (space.first, space.credit);
         let (sent_before, mut packets) = (message.sent, 0);
         while next < self.rx_batch.len() && message.sent < message.bytes.len() && credit > 0 {
             let chain = self.rx_batch.chain(next);
             next += 1;
             let left = message.bytes.len() - message.sent;
-            let here = left.min(payload_capacity(chain.writable_bytes(), payload_bytes_max)).min(credit);
+            let here = left.min(payload_capacity(chain.writable_bytes())).min(credit);
             if here == 0 {
                 ring.complete(chain, 0);
                 continue;
@@ -405,27 +402,15 @@ fn may_be_awaited(header: &PacketHeader) -> bool {
     !is_end && header.operation != Operation::CreditUpdate.number()
 }
 
-/// Returns the capacity for payload of a chain with this number of writable bytes, of which a packet has at most `most`.
-fn payload_capacity(writable: u32, most: u32) -> usize {
-    writable.saturating_sub(HEADER_BYTES as u32).min(most) as usize
+/// Returns the capacity for payload of a chain with this number of writable bytes.
+fn payload_capacity(writable: u32) -> usize {
+    writable.saturating_sub(HEADER_BYTES as u32).min(PAYLOAD_BYTES_MAX) as usize
 }
 
-/// Space for payload in one of the guest's buffers.
-#[derive(Debug, Clone, Copy)]
-struct PayloadSpace {
-    /// Index of the buffer in its batch.
-    index: usize,
-    /// Maximum payload of a packet in bytes.
-    payload_bytes_max: u32,
-    /// Maximum number of bytes that are to be received.
-    most: usize,
-}
-
-/// Appends the payload space of one chain to `bufs`, [`SEGMENTS_MAX`] segments in all. Returns its length in bytes.
-fn append_payload_bufs<'b>(batch: &'b Batch, space: PayloadSpace, bufs: &mut Vec<IoBufMut<'b>>) -> usize {
-    let chain = batch.chain(space.index);
-    let capacity = payload_capacity(chain.writable_bytes(), space.payload_bytes_max);
-    let (mut skip, mut left) = (HEADER_BYTES, space.most.min(capacity));
+/// Appends up to `most` bytes of the payload space of a chain to `bufs`, [`SEGMENTS_MAX`] segments in all. Returns its length in
+/// bytes.
+fn append_payload_bufs<'b>(chain: Chain<'b>, most: usize, bufs: &mut Vec<IoBufMut<'b>>) -> usize {
+    let (mut skip, mut left) = (HEADER_BYTES, most.min(payload_capacity(chain.writable_bytes())));
     let mut offered = 0;
     for buf in chain.writable() {
         if bufs.len() == SEGMENTS_MAX || left == 0 {

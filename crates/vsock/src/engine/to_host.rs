@@ -9,7 +9,6 @@ use super::Engine;
 use super::batch_pool::{ChainRef, PINNED_MAX};
 use super::host_end::{ChainPayload, Gathered, NextSend, Payload, Queues, SendMode, chunk_bytes};
 use super::lifecycle::{LifecycleEvent, ReceiveState, SendState};
-use crate::ablation::Merging;
 use crate::connection::{ClosedBy, ConnectionId, Inbound};
 use crate::packet::{HEADER_BYTES, PacketHeader, SeqFlags, ShutdownFlags, SocketType};
 use crate::sockets::{CloseMode, SendOutcome, Sockets};
@@ -274,17 +273,9 @@ impl<S: Sockets> Engine<S> {
         }
     }
 
-    /// Returns the size of a chunk of copied payload; 1 for chunks of one packet each.
-    fn chunk_bytes(&self, id: ConnectionId) -> usize {
-        match self.ablation.merging {
-            Merging::Chunks => chunk_bytes(self.table.window(id)),
-            Merging::None => 1,
-        }
-    }
-
     /// Retains or copies payload of the present batch that was not sent.
     fn retain_or_copy(&mut self, id: ConnectionId) {
-        let chunk_bytes = self.chunk_bytes(id);
+        let chunk_bytes = chunk_bytes(self.table.window(id));
         let Some(end) = self.host_ends.get_mut(id) else { return };
         if end.has_unsettled() {
             let copied = end.retain_or_copy(&mut self.pool, chunk_bytes) as u64;
@@ -296,7 +287,7 @@ impl<S: Sockets> Engine<S> {
 
     /// Copies all payload of a connection that is in the ring. Returns the number of bytes copied.
     pub(super) fn copy_all(&mut self, id: ConnectionId) -> usize {
-        let chunk_bytes = self.chunk_bytes(id);
+        let chunk_bytes = chunk_bytes(self.table.window(id));
         let Some(end) = self.host_ends.get_mut(id) else { return 0 };
         let copied = end.copy_all(&mut self.pool, chunk_bytes);
         end.statistics.bytes_copied += copied as u64;

@@ -15,7 +15,7 @@ use towline_frontend::wire::{feature, protocol};
 use towline_frontend::{Frontend, MemoryArena};
 use towline_sandbox::Policy;
 use towline_vhost_user::{Address, Cancel, Device, FrontendSource, Listener};
-use towline_vsock::{Ablation, ConnectionLimits, LocalGuests, Settings, Vsock, ZeroCopySend};
+use towline_vsock::{ConnectionLimits, LocalGuests, Settings, Vsock, ZeroCopySend};
 
 /// Time limit of everything that a test waits for.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
@@ -89,7 +89,6 @@ impl Served {
             zero_copy_send: ZeroCopySend::On,
             busy_poll: Duration::from_micros(50),
             unmigratable: false,
-            ablation: Ablation::default(),
         };
         change(&mut settings, directory.path());
         let device = Arc::new(Vsock::new(settings, local_guests).unwrap());
