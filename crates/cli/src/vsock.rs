@@ -61,7 +61,6 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
             rules: guest.forward,
             groups: guest.group,
             limits,
-            zero_copy_send: args.zero_copy_send.into(),
             busy_poll: Duration::from_micros(args.poll_us),
             unmigratable: args.unmigratable,
         };
@@ -110,8 +109,7 @@ pub(crate) fn extend_policy(policy: &mut Policy, guest: &GuestSpec) {
             }
             ForwardingRule::Connect { to: HostAddress::Vsock { .. }, .. } => policy.connects_vsock = true,
             ForwardingRule::Listen { from: HostAddress::Unix(path), .. } => policy.removes(path),
-            ForwardingRule::Listen { from: HostAddress::Tcp(_), .. } => policy.resets_tcp = true,
-            ForwardingRule::Listen { from: HostAddress::Vsock { .. }, .. } => {}
+            ForwardingRule::Listen { from: HostAddress::Tcp(_) | HostAddress::Vsock { .. }, .. } => {}
         }
     }
 }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use towline_vhost_user::{Address, Cancel, Device, FrontendSource, Listener};
-use towline_vsock::{ConnectionLimits, LocalGuests, Settings, Vsock, ZeroCopySend, guest_cid};
+use towline_vsock::{ConnectionLimits, LocalGuests, Settings, Vsock, guest_cid};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -25,7 +25,6 @@ fn main() -> Result<(), Box<dyn Error>> {
         rules: Vec::new(),
         groups: Vec::new(),
         limits: ConnectionLimits::default(),
-        zero_copy_send: ZeroCopySend::default(),
         busy_poll: Duration::ZERO,
         unmigratable: false,
     };

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use towline_channel::{Cancel, ZeroCopySend};
+use towline_channel::Cancel;
 use towline_vhost_user::{BackendError, Device, ProtocolFeatures, Worker};
 
 use self::worker::{SessionUpdates, VsockWorker};
@@ -47,8 +47,6 @@ pub struct Settings {
     pub groups: Vec<String>,
     /// Limits of connections and memory.
     pub limits: ConnectionLimits,
-    /// Zero-copy sends of packets of 16 KiB and more to TCP.
-    pub zero_copy_send: ZeroCopySend,
     /// Maximum time of busy-polling with request/response traffic; 0 disables it.
     pub busy_poll: Duration,
     /// True if the guest must not be migrated with the device.
@@ -104,7 +102,7 @@ impl Vsock {
     /// # Errors
     /// [`DeviceError`].
     pub fn new(settings: Settings, local_guests: &Arc<LocalGuests>) -> Result<Self, DeviceError> {
-        let Settings { cid, limits, busy_poll, unmigratable, zero_copy_send, .. } = settings;
+        let Settings { cid, limits, busy_poll, unmigratable, .. } = settings;
         let listeners = listeners(&settings)?;
         let accept_queue = Arc::new(AcceptQueue::new(limits.handshakes)?);
         if !local_guests.register(cid, settings.groups, Arc::clone(&accept_queue)) {
@@ -115,7 +113,6 @@ impl Vsock {
             // Connections of both types lead there, unless there is a path for messages only.
             uds: settings.uds.or(settings.uds_seqpacket),
             rules: settings.rules,
-            zero_copy_send,
             cid,
             local_guests: Arc::clone(local_guests),
             accept_queue,
@@ -213,14 +210,6 @@ impl Device for Vsock {
     }
 
     fn worker(&self, _: usize) -> Result<Box<dyn Worker>, BackendError> {
-        // The restarted ring may contain their chains again, which would be completed while the kernel still reads them.
-        let unfinished = self.updates.unfinished_sends.pending();
-        if unfinished > 0 {
-            return Err(BackendError::temporary(format!(
-                "the kernel still sends data of {unfinished} connections of the former session from the guest's memory; check the \
-                 network to their peers"
-            )));
-        }
         let worker = match self.updates.unconnected.take() {
             Some(worker) => worker,
             None => self.new_worker()?,

@@ -6,7 +6,7 @@
 //! ```
 //! Payload is not copied, with one exception: a packet that its socket does not take is retained in the guest's ring while
 //! that has room for it, and copied otherwise; small packets that are copied are merged. The buffered bytes are limited by the
-//! guest's credit. Large packets may be sent without a copy in the kernel either (`zero_copy`).
+//! guest's credit.
 //!
 //! The engine never blocks, and its only clock is the argument of [`Engine::tick`], so it runs in virtual time with model
 //! sockets too.
@@ -18,8 +18,6 @@ mod lifecycle;
 mod pruned_queue;
 mod to_guest;
 mod to_host;
-mod zero_copy;
-mod zero_copy_chains;
 
 use std::time::Duration;
 
@@ -29,7 +27,6 @@ use self::batch_pool::BatchPool;
 use self::host_end::{HostEnd, HostEnds, Queues};
 use self::lifecycle::{Actions, LifecycleEvent, PeerState, ReceiveState, Transition};
 use self::pruned_queue::PrunedQueue;
-use self::zero_copy_chains::LingeringSocket;
 use crate::connection::{ConnectionId, ConnectionKey, ConnectionLimits, ConnectionState};
 use crate::packet::{ShutdownFlags, SocketType};
 use crate::sockets::{CloseMode, ConnectOutcome, Interest, Readiness, Sockets};
@@ -63,7 +60,6 @@ pub struct Engine<S: Sockets> {
     /// Connections that packets of the present batch belong to.
     flush_queue: Vec<ConnectionId>,
     pool: BatchPool,
-    lingering: Vec<LingeringSocket<S::Socket>>,
     rx_batch: Batch,
     now_ms: u64,
     /// Connections that are reset if they are still in a state with a timeout then.
@@ -88,7 +84,6 @@ impl<S: Sockets> Engine<S> {
             message_bytes: 0,
             flush_queue: Vec::new(),
             pool: BatchPool::default(),
-            lingering: Vec::new(),
             rx_batch: Batch::new(),
             now_ms: 0,
             timeouts: PrunedQueue::default(),
@@ -131,7 +126,6 @@ impl<S: Sockets> Engine<S> {
         Statistics {
             table: self.table.statistics(),
             connections: self.table.len() as u64,
-            zero_copy_in_flight: self.zero_copy_in_flight() as u64,
             memory_reserved: self.table.reserved(),
             ..self.statistics
         }
@@ -279,8 +273,7 @@ impl<S: Sockets> Engine<S> {
         (!self.timeouts.is_empty() || !self.table.accepts_packets()).then_some(TICK_INTERVAL)
     }
 
-    /// Completes all chains that are retained in the transmit ring, after copying their payload. Zero-copy sends complete by
-    /// [`Engine::reap_zero_copy_completions`], or are aborted.
+    /// Completes all chains that are retained in the transmit ring, after copying their payload.
     pub fn complete_retained(&mut self, ring: Option<&mut Ring>) {
         for id in self.host_ends.ids() {
             self.copy_all(id);
@@ -321,7 +314,7 @@ impl<S: Sockets> Engine<S> {
         self.statistics.connections_peak = self.statistics.connections_peak.max(self.table.len() as u64);
     }
 
-    /// Closes the socket of a connection, whose entry in the table stays: at once, or when its zero-copy sends have completed.
+    /// Closes the socket of a connection, whose entry in the table stays.
     fn close_socket(&mut self, id: ConnectionId, mode: CloseMode) {
         let Some(mut end) = self.host_ends.remove(id) else { return };
         end.discard(&mut self.pool);
@@ -330,8 +323,7 @@ impl<S: Sockets> Engine<S> {
         }
         match end.socket {
             None => self.sockets.cancel_connect(id),
-            Some(socket) if end.zero_copy.len() == 0 => self.sockets.close(socket, mode),
-            Some(socket) => self.linger(id, socket, end.zero_copy, mode),
+            Some(socket) => self.sockets.close(socket, mode),
         }
     }
 

@@ -11,7 +11,6 @@ mod listener;
 mod pending_connect;
 pub(crate) mod socket;
 mod socket_fd;
-mod zero_copy;
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -23,23 +22,19 @@ use std::time::Duration;
 
 use rustix::event::{Timespec, epoll};
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
-use towline_channel::{IoBuf, IoBufMut, ZeroCopySend};
+use towline_channel::{IoBuf, IoBufMut};
 
 use self::handshake::Handshakes;
 use self::handshake_line::{HandshakeLine, parse_connect};
 pub(crate) use self::listener::HostListener;
 use self::pending_connect::PendingConnect;
 pub(crate) use self::socket::HostSocket;
-use self::zero_copy::ZeroCopyPolicy;
-pub(crate) use self::zero_copy::{UnfinishedSends, wait_for_completions};
 use crate::connection::{ConnectionId, ConnectionKey};
 use crate::engine::TICK_INTERVAL;
 use crate::local_guests::{AcceptQueue, IncomingConnection, LocalGuests};
 use crate::packet::{HOST_CID, SeqFlags, ShutdownFlags, SocketType};
 use crate::rules::ForwardingRule;
-use crate::sockets::{
-    CloseMode, ConnectOutcome, Interest, Peeked, Readiness, ReceiveOutcome, SendOutcome, Sockets,
-};
+use crate::sockets::{CloseMode, ConnectOutcome, Interest, Peeked, Readiness, ReceiveOutcome, Sockets};
 
 /// Time limit of a handshake.
 const HANDSHAKE_TIMEOUT_MS: u64 = 10_000;
@@ -63,6 +58,8 @@ const READ: epoll::EventFlags = epoll::EventFlags::IN
     .union(epoll::EventFlags::RDHUP)
     .union(epoll::EventFlags::ET);
 const WRITE: epoll::EventFlags = epoll::EventFlags::OUT.union(epoll::EventFlags::ET);
+/// Both directions have ended, or the socket has failed.
+const CLOSED: epoll::EventFlags = epoll::EventFlags::HUP.union(epoll::EventFlags::ERR);
 
 /// A listener and its destination.
 #[derive(Debug)]
@@ -79,7 +76,6 @@ pub(crate) struct HostConfig {
     /// Connections of the guest lead to this path and `_PORT`.
     pub(crate) uds: Option<PathBuf>,
     pub(crate) rules: Vec<ForwardingRule>,
-    pub(crate) zero_copy_send: ZeroCopySend,
     pub(crate) cid: u64,
     pub(crate) local_guests: Arc<LocalGuests>,
     pub(crate) accept_queue: Arc<AcceptQueue>,
@@ -91,8 +87,6 @@ pub(crate) struct HostConfig {
 pub(crate) enum SocketEvent {
     Readable(ConnectionId, Readiness),
     Writable(ConnectionId),
-    /// Zero-copy sends have completed, or the socket has failed.
-    Error(ConnectionId),
     /// A connect has succeeded, or failed.
     Connected(ConnectionId, Option<HostSocket>),
     /// A peer requests a port of the guest.
@@ -115,7 +109,6 @@ pub(crate) struct Host {
     /// Slots of handshakes that have begun and are not registered: their line usually follows at once.
     unwatched: Vec<usize>,
     pending: HashMap<ConnectionId, PendingConnect>,
-    zero_copy: ZeroCopyPolicy,
     events: VecDeque<SocketEvent>,
     now_ms: u64,
 }
@@ -147,7 +140,6 @@ impl Host {
             let tag = tag(LISTENER | index as u64);
             epoll::add(&epoll, &listening.listener, tag, epoll::EventFlags::IN)?;
         }
-        let zero_copy = ZeroCopyPolicy::new(config.zero_copy_send);
         let handshakes = Handshakes::new(config.handshakes_max);
         Ok(Self {
             epoll,
@@ -160,7 +152,6 @@ impl Host {
             handshakes,
             unwatched: Vec::new(),
             pending: HashMap::new(),
-            zero_copy,
             events: VecDeque::new(),
             now_ms: 0,
         })
@@ -359,13 +350,10 @@ impl Host {
         if flags.contains(epoll::EventFlags::OUT) {
             self.events.push_back(SocketEvent::Writable(id));
         }
-        if flags.contains(epoll::EventFlags::ERR) {
-            self.events.push_back(SocketEvent::Error(id));
-        }
         if flags.contains(epoll::EventFlags::PRI) {
             self.events.push_back(SocketEvent::Readable(id, Readiness::Urgent));
         }
-        let readiness = if flags.contains(epoll::EventFlags::HUP) {
+        let readiness = if flags.intersects(CLOSED) {
             Readiness::Closed
         } else if flags.contains(epoll::EventFlags::RDHUP) {
             Readiness::ReadClosed
@@ -441,28 +429,6 @@ impl Sockets for Host {
 
     fn enlarge_send_buffer(&mut self, socket: &HostSocket) {
         socket.enlarge_send_buffer();
-    }
-
-    fn uses_zero_copy(&mut self, socket: &HostSocket) -> bool {
-        self.zero_copy.is_used(socket, self.now_ms)
-    }
-
-    fn send_zero_copy(&mut self, socket: &HostSocket, bufs: &[IoBuf<'_>]) -> io::Result<SendOutcome> {
-        socket.send_zero_copy(bufs)
-    }
-
-    fn completed(&mut self, socket: &HostSocket) -> u64 {
-        self.zero_copy.completed(socket, self.now_ms)
-    }
-
-    fn linger(&mut self, socket: &HostSocket, mode: CloseMode) {
-        match mode {
-            CloseMode::Graceful => socket.shutdown(ShutdownFlags::all()),
-            CloseMode::Reset => {
-                // One that fails is repeated when the session ends ([`UnfinishedSends`]).
-                socket.disconnect();
-            }
-        }
     }
 
     fn shutdown(&mut self, socket: &HostSocket, directions: ShutdownFlags) {

@@ -38,13 +38,10 @@ pub use device::{DeviceError, QUEUES, Settings, Vsock, raise_descriptor_limit};
 pub use engine::{CONNECT_TIMEOUT_MS, Engine};
 pub use local_guests::LocalGuests;
 pub use rules::{ForwardingRule, HostAddress, RuleError, guest_cid};
-pub use sockets::{
-    CloseMode, ConnectOutcome, Interest, Peeked, Readiness, ReceiveOutcome, SendOutcome, Sockets,
-};
+pub use sockets::{CloseMode, ConnectOutcome, Interest, Peeked, Readiness, ReceiveOutcome, Sockets};
 pub use state::STATE_VERSION;
 pub use statistics::{ConnectionReport, ConnectionStatistics, Statistics, VsockReport};
 pub use table::{ConnectionTable, DataHeaders, PENDING_RESETS_MAX};
-pub use towline_channel::ZeroCopySend;
 
 /// The example of the README, as a test.
 #[cfg(doctest)]

@@ -58,35 +58,6 @@ pub trait Sockets {
         let _ = socket;
     }
 
-    /// Returns true if large packets of a stream are to be sent by [`Sockets::send_zero_copy`] at present.
-    fn uses_zero_copy(&mut self, socket: &Self::Socket) -> bool {
-        let _ = socket;
-        false
-    }
-
-    /// Sends these bytes of a stream or a part of them without a copy. They must stay unchanged until
-    /// [`Sockets::completed`] returns the number of this send, or a later one.
-    ///
-    /// # Errors
-    /// As [`Sockets::send`].
-    fn send_zero_copy(&mut self, socket: &Self::Socket, bufs: &[IoBuf<'_>]) -> io::Result<SendOutcome> {
-        Ok(SendOutcome { bytes: self.send(socket, bufs, SeqFlags::empty())?, zero_copy: None })
-    }
-
-    /// Returns the number of the last zero-copy send such that it and all before it have completed. An implementation calls
-    /// [`Engine::reap_zero_copy_completions`](crate::Engine::reap_zero_copy_completions) when that has changed.
-    fn completed(&mut self, socket: &Self::Socket) -> u64 {
-        let _ = socket;
-        u64::MAX
-    }
-
-    /// Ends the connection of a socket whose zero-copy sends have not completed. Nothing more is sent or received, but sent
-    /// data is delivered, or, with [`CloseMode::Reset`], discarded. The socket is closed when all sends have completed.
-    fn linger(&mut self, socket: &Self::Socket, mode: CloseMode) {
-        let _ = mode;
-        self.shutdown(socket, ShutdownFlags::all());
-    }
-
     /// Shuts down one or both directions.
     fn shutdown(&mut self, socket: &Self::Socket, directions: ShutdownFlags);
 
@@ -169,13 +140,4 @@ impl ReceiveOutcome {
     pub fn flags(&self) -> SeqFlags {
         if self.eor { SeqFlags::all() } else { SeqFlags::EOM }
     }
-}
-
-/// Outcome of a send.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct SendOutcome {
-    /// Number of bytes that were sent.
-    pub bytes: usize,
-    /// Number of the zero-copy send, counted from 1; `None` if the bytes were copied.
-    pub zero_copy: Option<u64>,
 }

@@ -19,8 +19,6 @@ pub struct ConnectionStatistics {
     pub packets_to_guest: u64,
     /// Bytes copied because the receiving end was full.
     pub bytes_copied: u64,
-    /// Bytes of `bytes_to_host` that were sent with `MSG_ZEROCOPY`.
-    pub bytes_zero_copy: u64,
 }
 
 /// Counters of an engine.
@@ -45,10 +43,6 @@ pub struct Statistics {
     pub connections: u64,
     /// Maximum number of simultaneous connections so far.
     pub connections_peak: u64,
-    /// Packets that the kernel still reads in guest memory.
-    pub zero_copy_in_flight: u64,
-    /// Connections that were reset because their zero-copy sends had not completed in time.
-    pub zero_copy_resets: u64,
     /// Reserved bytes of [`ConnectionLimits::memory`](crate::ConnectionLimits::memory): windows, their bookkeeping, and messages in transit to the
     /// guest.
     pub memory_reserved: u64,
@@ -119,8 +113,6 @@ impl fmt::Display for VsockReport {
             rx_ring_empty,
             connections,
             connections_peak,
-            zero_copy_in_flight,
-            zero_copy_resets,
             memory_reserved,
             memory_waits,
         } = self.statistics;
@@ -135,9 +127,6 @@ impl fmt::Display for VsockReport {
             ("packets_from_guest", totals.packets_from_guest),
             ("packets_to_guest", totals.packets_to_guest),
             ("bytes_copied", totals.bytes_copied),
-            ("bytes_zero_copy", totals.bytes_zero_copy),
-            ("zero_copy_in_flight", zero_copy_in_flight),
-            ("zero_copy_resets", zero_copy_resets),
             ("buffered_bytes", self.buffered_bytes as u64),
             ("memory_reserved", memory_reserved),
             ("memory_waits", memory_waits),
@@ -164,7 +153,6 @@ impl fmt::Display for VsockReport {
                 ("bytes_to_host", statistics.bytes_to_host),
                 ("bytes_to_guest", statistics.bytes_to_guest),
                 ("bytes_copied", statistics.bytes_copied),
-                ("bytes_zero_copy", statistics.bytes_zero_copy),
             ];
             let counters = nonzero(&counters);
             write!(f, "\n  {kind} guest:{guest_port} {peer_cid}:{peer_port} {state}{counters}")?;

@@ -3,34 +3,97 @@
 
 mod common;
 
-use std::io::{Read as _, Write as _};
+use std::io::{Read, Write as _};
+use std::net::TcpListener;
+use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use towline_frontend::vsock::{Options, VsockEvent, VsockGuest};
-use towline_frontend::wire::feature;
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::net::sockopt;
+use towline_frontend::vsock::{Options, PortPair, VsockEvent, VsockGuest};
+use towline_frontend::wire::{RegionInfo, RequestCode, encode_u64s, feature};
 use towline_frontend::{Frontend, MemoryArena, Queue, QueueBuffer, QueueOptions, wait_any};
 use towline_vhost_user::Device as _;
-use towline_vsock::{ConnectionLimits, LocalGuests, Settings, Vsock, ZeroCopySend};
+use towline_vsock::{ConnectionLimits, LocalGuests, Settings, Vsock};
 
 use common::{CID, DEVICE_STATE, Served, TIMEOUT, bytes, connect_guest, poll_until, send_until_full};
 
-#[test]
-fn packets_that_are_retained_when_a_ring_stops_are_not_lost() {
-    let served = Served::new(ConnectionLimits::default());
-    let (mut frontend, mut guest) = served.guest();
-    let (ports, mut stream) = connect_guest(&served, &mut guest, 5000);
-    // As much as the device accepts for a socket that is not read.
-    let content = bytes(8 << 20);
-    let sent = send_until_full(&mut guest, ports, &content, 20_000);
+/// Sends as much as the device accepts for a socket that is not read, so that it retains packets. Returns the number of bytes
+/// sent.
+fn fill(guest: &mut VsockGuest, ports: PortPair, content: &[u8]) -> usize {
+    let sent = send_until_full(guest, ports, content, 20_000);
     assert!(sent > 200_000 && sent < content.len(), "{sent}");
-    let in_flight = guest.tx().in_flight();
-    assert!(in_flight > 0, "no chain is retained");
+    assert!(guest.tx().in_flight() > 0, "no chain is retained");
+    sent
+}
+
+/// Stops and starts the transmit ring while a peer reads nothing, ends the connection, and reads.
+fn assert_kept_by_a_stop(
+    (mut frontend, mut guest): (Frontend, VsockGuest),
+    ports: PortPair,
+    mut stream: impl Read,
+) {
+    let content = bytes(32 << 20);
+    let sent = fill(&mut guest, ports, &content);
     let base = frontend.stop(1).unwrap();
     guest.poll(|_, _| ()).unwrap();
     assert_eq!(guest.tx().in_flight(), 0);
     frontend.start(guest.tx(), base).unwrap();
     guest.shutdown(ports, 2);
+    guest.poll(|_, _| ()).unwrap();
+    let mut received = Vec::new();
+    stream.read_to_end(&mut received).unwrap();
+    assert!(received == content[..sent], "{} of {sent} bytes", received.len());
+}
+
+#[test]
+fn packets_that_are_retained_when_a_ring_stops_are_not_lost() {
+    let served = Served::new(ConnectionLimits::default());
+    let (frontend, mut guest) = served.guest();
+    let (ports, stream) = connect_guest(&served, &mut guest, 5000);
+    assert_kept_by_a_stop((frontend, guest), ports, stream);
+}
+
+#[test]
+fn a_ring_that_stops_keeps_a_tcp_connection_whose_peer_reads_nothing() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    sockopt::set_socket_recv_buffer_size(&listener, 16 << 10).unwrap();
+    let rule = format!("guest:80=tcp:{}", listener.local_addr().unwrap());
+    let served = Served::with_rules(ConnectionLimits::default(), CID, &[rule]);
+    let (frontend, mut guest) = served.guest();
+    let ports = (1080, 80);
+    guest.request(ports);
+    poll_until(&mut guest, |_, event| (event == VsockEvent::Connected(ports)).then_some(()));
+    let stream = listener.accept().unwrap().0;
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+    assert_kept_by_a_stop((frontend, guest), ports, stream);
+}
+
+/// Returns the number of mappings of a memfd with this name.
+fn mapped(name: &str) -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines().filter(|line| line.contains(&format!("memfd:{name} "))).count()
+}
+
+/// A region that was unplugged is unmapped, even if a peer reads nothing.
+#[test]
+fn unplugged_memory_is_unmapped_while_packets_are_retained() {
+    let other = memfd_create("plugged", MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&other, 1 << 20).unwrap();
+    let region =
+        RegionInfo { guest_address: 0x1_0000_0000, size: 1 << 20, user_address: 0x1000_0000, mmap_offset: 0 };
+    let payload = [encode_u64s(&[0]), region.encode()].concat();
+    let served = Served::new(ConnectionLimits::default());
+    let (mut frontend, mut guest) = served.guest();
+    let (ports, mut stream) = connect_guest(&served, &mut guest, 5000);
+    frontend.request(RequestCode::ADD_MEM_REG, &payload, &[other.as_fd()]).unwrap();
+    let content = bytes(8 << 20);
+    let sent = fill(&mut guest, ports, &content);
+    assert_eq!(mapped("plugged"), 1);
+    frontend.request(RequestCode::REM_MEM_REG, &payload, &[]).unwrap();
+    assert_eq!(mapped("plugged"), 0, "packets that are retained keep it mapped");
+    guest.shutdown(ports, 3);
     guest.poll(|_, _| ()).unwrap();
     let mut received = Vec::new();
     stream.read_to_end(&mut received).unwrap();
@@ -309,7 +372,6 @@ fn a_cid_can_be_used_by_one_guest_only() {
         rules: Vec::new(),
         groups: Vec::new(),
         limits: ConnectionLimits::default(),
-        zero_copy_send: ZeroCopySend::Off,
         busy_poll: Duration::ZERO,
         unmigratable: false,
     };

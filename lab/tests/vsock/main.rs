@@ -19,8 +19,7 @@ use support::Fixture;
 fn all_of(version: Version, kernel: Kernel) {
     let tcp_port = stalls::free_port();
     let rule = format!("tcp:127.0.0.1:{tcp_port}=guest:5001");
-    // The loopback copies in the end; until then it behaves like a network card.
-    let mut fixture = Fixture::with_kernel(version, kernel, &["--forward", &rule, "--zero-copy-send", "on"]);
+    let mut fixture = Fixture::with_kernel(version, kernel, &["--forward", &rule]);
     fixture.perl("echo", "listen stream 5001 echo");
     peers_defects::other_backends_defects(&mut fixture);
     streams::bytes_go_both_ways(&mut fixture);

@@ -10,7 +10,6 @@
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 mod stock;
-mod vsock;
 
 use std::path::Path;
 use std::time::Duration;

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use clap::Subcommand;
 use towline_vsock::{ForwardingRule, guest_cid};
 
-use super::{GuestSpec, MORE, OnOffAuto};
+use super::{GuestSpec, MORE};
 use crate::observability::ObservabilityArgs;
 use crate::sandbox::SandboxArgs;
 use crate::sockets::SocketArgs;
@@ -102,10 +102,6 @@ pub(crate) struct VsockArgs {
     /// Maximum number of connections of a guest [default: 16384, or its share of the process's descriptors]
     #[arg(long, hide_short_help = true, value_name = "N", value_parser = number::<usize>)]
     pub(crate) connections_limit: Option<usize>,
-    /// Zero-copy sends (MSG_ZEROCOPY) of packets of 16 KiB and more to TCP; auto: except to addresses where the kernel
-    /// copies anyway
-    #[arg(long, hide_short_help = true, value_name = "AUTO|ON|OFF", default_value = "auto")]
-    pub(crate) zero_copy_send: OnOffAuto,
     /// Maximum time of busy-polling before a sleep when traffic is request/response, in microseconds; 0 disables
     #[arg(long, hide_short_help = true, value_name = "US", default_value_t = 50, value_parser = poll_us)]
     pub(crate) poll_us: u64,

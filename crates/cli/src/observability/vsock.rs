@@ -95,12 +95,6 @@ fn metrics(report: &VsockReport) -> Vec<Metric> {
         )
         .in_bytes(),
         Metric::counter("memory-waits", "messages to the guest that waited for memory", all.memory_waits),
-        Metric::gauge("zero-copy-in-flight", "packets of zero-copy sends in flight", all.zero_copy_in_flight),
-        Metric::counter(
-            "zero-copy-resets",
-            "connections reset with zero-copy sends in flight when the ring stopped",
-            all.zero_copy_resets,
-        ),
         Metric::counter(
             "requests-from-guest",
             "connections requested by the guest",
@@ -125,12 +119,11 @@ fn metrics(report: &VsockReport) -> Vec<Metric> {
 }
 
 /// Returns the counters of one or all connections.
-fn line(line: &ConnectionStatistics) -> [Metric; 6] {
+fn line(line: &ConnectionStatistics) -> [Metric; 5] {
     [
         Metric::byte_counter("to-host-bytes", "to the host", line.bytes_to_host),
         Metric::byte_counter("to-guest-bytes", "to the guest", line.bytes_to_guest),
         Metric::byte_counter("copied-bytes", "copied into buffers, as a side was slow", line.bytes_copied),
-        Metric::byte_counter("zero-copy-bytes", "to the host by zero-copy sends", line.bytes_zero_copy),
         Metric::counter("from-guest-packets", "packets from the guest", line.packets_from_guest),
         Metric::counter("to-guest-packets", "packets to the guest", line.packets_to_guest),
     ]

@@ -12,12 +12,12 @@ use towline_vhost_user::{AdaptivePoller, BackendError, Next, PollFlags, PollSet,
 use super::unconnected::Unconnected;
 use crate::connection::ConnectionLimits;
 use crate::engine::{Engine, TICK_INTERVAL};
-use crate::host::{Host, SocketEvent, UnfinishedSends, wait_for_completions};
+use crate::host::{Host, SocketEvent};
 use crate::local_guests::IncomingConnection;
 use crate::lock::lock;
 use crate::packet::HOST_CID;
 use crate::report::SharedReport;
-use crate::sockets::{CloseMode, Readiness, Sockets as _};
+use crate::sockets::{CloseMode, Sockets as _};
 use crate::state::State;
 use crate::statistics::VsockReport;
 use crate::table::PacketLimit;
@@ -26,13 +26,9 @@ use crate::transport_reset::TransportReset;
 const RECEIVE: usize = 0;
 const TRANSMIT: usize = 1;
 const EVENT: usize = 2;
-/// Time limit of zero-copy sends when the device ends.
-const COMPLETIONS_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum number of passes over sockets and rings in a row while the worker busy-polls, before its thread looks after everything
 /// else.
 const POLLED_PASSES_MAX: usize = 64;
-/// Time limit of the kernel for releasing the memory of connections that were reset.
-const RESET_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Updates of the vhost-user session for the worker.
 #[derive(Debug)]
@@ -43,8 +39,6 @@ pub(super) struct SessionUpdates {
     pub(super) config_read: AtomicBool,
     /// The driver has accepted `VIRTIO_VSOCK_F_SEQPACKET`.
     pub(super) has_seqpacket: AtomicBool,
-    /// Of former connections of the frontend.
-    pub(super) unfinished_sends: UnfinishedSends,
     /// The worker while no frontend is connected.
     pub(super) unconnected: Unconnected<VsockWorker>,
 }
@@ -55,7 +49,6 @@ impl SessionUpdates {
             loaded: Mutex::default(),
             config_read: AtomicBool::default(),
             has_seqpacket: AtomicBool::default(),
-            unfinished_sends: UnfinishedSends::default(),
             unconnected: Unconnected::new()?,
         })
     }
@@ -90,10 +83,6 @@ pub(super) struct VsockWorker {
 
 impl Drop for VsockWorker {
     fn drop(&mut self) {
-        if let Err(reason) = self.finish_zero_copy(Instant::now() + COMPLETIONS_TIMEOUT) {
-            tracing::error!(%reason, "device ends with zero-copy sends in flight");
-            self.updates.unfinished_sends.add(self.engine.take_lingering());
-        }
         if self.is_connected {
             self.publish_report();
             self.report.remove_worker();
@@ -205,51 +194,7 @@ impl VsockWorker {
                 SocketEvent::Readable(id, readiness) => self.engine.readable(id, readiness),
                 SocketEvent::Writable(id) => self.engine.writable(id),
                 SocketEvent::Connected(id, socket) => self.engine.connected(id, socket),
-                SocketEvent::Error(id) => {
-                    if !self.engine.reap_zero_copy_completions(id) {
-                        self.engine.readable(id, Readiness::Closed);
-                    }
-                }
                 SocketEvent::Incoming(incoming) => self.admit(incoming),
-            }
-        }
-    }
-
-    /// Waits until all zero-copy sends have completed. Connections whose peers have not acknowledged their data by the
-    /// deadline are reset, because the guest may overwrite memory that the kernel would have to send again.
-    ///
-    /// # Errors
-    /// The kernel still reads guest memory.
-    fn finish_zero_copy(&mut self, deadline: Instant) -> Result<(), BackendError> {
-        // A part of a retained chain may have been sent without a copy.
-        self.engine.complete_retained(None);
-        if self.wait_for_zero_copy(deadline) {
-            return Ok(());
-        }
-        let connections = self.engine.abort_zero_copy();
-        tracing::warn!(connections, "reset connections with unacknowledged zero-copy sends");
-        if self.wait_for_zero_copy(deadline + RESET_TIMEOUT) {
-            return Ok(());
-        }
-        let packets = self.engine.zero_copy_in_flight();
-        Err(BackendError::new(format!(
-            "the kernel still reads {packets} packets of connections that were reset"
-        )))
-    }
-
-    /// Returns true if all zero-copy sends have completed by the deadline.
-    fn wait_for_zero_copy(&mut self, deadline: Instant) -> bool {
-        loop {
-            let ids: Vec<_> = self.engine.zero_copy_sockets().map(|(id, _)| id).collect();
-            for id in ids {
-                self.engine.reap_zero_copy_completions(id);
-            }
-            if self.engine.zero_copy_in_flight() == 0 {
-                return true;
-            }
-            let sockets = self.engine.zero_copy_sockets().map(|(_, socket)| socket);
-            if !wait_for_completions(sockets, deadline) {
-                return false;
             }
         }
     }
@@ -394,21 +339,14 @@ impl Worker for VsockWorker {
         self.host_is_ready = events.iter().any(|events| !events.is_empty());
     }
 
-    fn drain(
-        &mut self,
-        queue: usize,
-        queues: &mut Queues<'_>,
-        deadline: Instant,
-    ) -> Result<(), BackendError> {
+    fn drain(&mut self, queue: usize, queues: &mut Queues<'_>, _: Instant) -> Result<(), BackendError> {
         if queue == TRANSMIT {
-            self.finish_zero_copy(deadline)?;
             self.engine.complete_retained(queues.ring(TRANSMIT));
         }
         Ok(())
     }
 
     fn release(&mut self, queues: &mut Queues<'_>, _: Instant) -> Result<(), BackendError> {
-        // The kernel has pinned the pages of zero-copy sends, so they need no mapping.
         self.engine.complete_retained(queues.started_ring(TRANSMIT));
         self.engine.drop_idle_batches();
         Ok(())

@@ -2,10 +2,10 @@
 
 use towline_vhost_user::{Batch, ChainHead};
 
-/// Maximum number of chains of a ring that are pinned at a time: retained for sockets that are full, or in zero-copy sends.
-pub(super) const PINNED_MAX: usize = 256;
-/// Maximum number of memory segments in a batch whose chains are pinned: the descriptions of all segments stay with the batch.
-const SEGMENTS_PINNED_MAX: usize = 1024;
+/// Maximum number of chains of a ring that are retained at a time.
+pub(super) const RETAINED_MAX: usize = 256;
+/// Maximum number of memory segments in a batch whose chains are retained: the descriptions of all segments stay with the batch.
+const SEGMENTS_RETAINED_MAX: usize = 1024;
 /// Number of idle batches that are kept for the next packets.
 const IDLE_MAX: usize = 4;
 
@@ -18,23 +18,23 @@ pub(super) struct ChainRef {
     pub(super) chain: usize,
 }
 
-/// Accounting of a chain that is released.
+/// Origin of a chain that is completed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Pin {
-    /// It is of the batch that is being processed.
-    Unpinned,
-    /// It counts as pinned.
-    Pinned,
+pub(super) enum Origin {
+    /// The batch that is being processed.
+    Present,
+    /// An earlier batch: it counts as retained.
+    Retained,
 }
 
 /// See the module.
 #[derive(Default)]
 pub(super) struct BatchPool {
     slots: Vec<Slot>,
-    /// Number of pinned chains.
-    pub(super) pinned: usize,
-    /// Limit of `pinned` for the present ring.
-    pub(super) pinned_max: usize,
+    /// Number of retained chains.
+    pub(super) retained: usize,
+    /// Limit of `retained` for the present ring.
+    pub(super) retained_max: usize,
     /// Chains that are not in use any more, to be completed.
     pub(super) completed: Vec<ChainHead>,
 }
@@ -63,15 +63,15 @@ impl BatchPool {
         slot.segments = segments(&slot.batch);
     }
 
-    /// Returns true if chains of this batch may be pinned.
-    pub(super) fn may_pin(&self, batch: usize) -> bool {
-        self.slots[batch].segments <= SEGMENTS_PINNED_MAX
+    /// Returns true if chains of this batch may be retained.
+    pub(super) fn may_retain(&self, batch: usize) -> bool {
+        self.slots[batch].segments <= SEGMENTS_RETAINED_MAX
     }
 
     /// Frees idle batches that have much memory, and surplus ones.
     pub(super) fn trim(&mut self) {
         for slot in &mut self.slots {
-            if slot.users == 0 && slot.segments > SEGMENTS_PINNED_MAX {
+            if slot.users == 0 && slot.segments > SEGMENTS_RETAINED_MAX {
                 *slot = Slot::default();
             }
         }
@@ -104,26 +104,12 @@ impl BatchPool {
         self.slots[batch].users += 1;
     }
 
-    /// Releases a chain, but for its head, which stays pinned until [`BatchPool::complete_head`].
-    pub(super) fn keep_head(&mut self, chain: ChainRef, pin: Pin) -> ChainHead {
-        let slot = &mut self.slots[chain.batch];
-        slot.users -= 1;
-        self.pinned += usize::from(pin == Pin::Unpinned);
-        slot.batch.chain(chain.chain).head()
-    }
-
-    /// Completes a chain of which only the head was kept.
-    pub(super) fn complete_head(&mut self, head: ChainHead) {
-        self.completed.push(head);
-        self.pinned -= 1;
-    }
-
     /// Completes a chain.
-    pub(super) fn complete(&mut self, chain: ChainRef, pin: Pin) {
+    pub(super) fn complete(&mut self, chain: ChainRef, origin: Origin) {
         let slot = &mut self.slots[chain.batch];
         self.completed.push(slot.batch.chain(chain.chain).head());
         slot.users -= 1;
-        self.pinned -= usize::from(pin == Pin::Pinned);
+        self.retained -= usize::from(origin == Origin::Retained);
     }
 }
 
@@ -134,5 +120,5 @@ pub(super) fn segments(batch: &Batch) -> usize {
 
 /// Returns true if a batch with this number of segments has too much memory to be kept for the next packets.
 pub(super) fn is_large(segments: usize) -> bool {
-    segments > SEGMENTS_PINNED_MAX
+    segments > SEGMENTS_RETAINED_MAX
 }

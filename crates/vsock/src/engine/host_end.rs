@@ -4,14 +4,12 @@ use std::collections::VecDeque;
 
 use towline_channel::{IOV_MAX, IoBuf};
 
-use super::batch_pool::{BatchPool, ChainRef, Pin};
+use super::batch_pool::{BatchPool, ChainRef, Origin};
 use super::chunk::PayloadChunk;
 use super::lifecycle::Lifecycle;
-use super::zero_copy_chains::ZeroCopyChains;
 use crate::connection::ConnectionId;
 use crate::credit::CreditNeed;
 use crate::packet::{HEADER_BYTES, SeqFlags, SocketType};
-use crate::sockets::SendOutcome;
 use crate::statistics::ConnectionStatistics;
 
 /// Minimum length of a packet that is retained in the ring while the socket is full. Shorter ones are copied: a chain of the
@@ -19,11 +17,6 @@ use crate::statistics::ConnectionStatistics;
 const RETAIN_BYTES_MIN: u32 = 4096;
 /// Maximum number of chains that one connection retains: a window of the largest packets, so these are never copied.
 const RETAINED_MAX: usize = 16;
-/// Minimum length of a packet that is sent without a copy. For shorter ones, pinning their pages and reading the completion
-/// costs more than a copy.
-const ZERO_COPY_BYTES_MIN: u32 = 16 << 10;
-/// Maximum number of chains of one connection in zero-copy sends; the kernel copies what exceeds it.
-const ZERO_COPY_CHAINS_MAX: usize = 16;
 /// Limits of the size of a chunk of copied payload, in bytes; within them it is an eighth of the window.
 const CHUNK_BYTES_MIN: u32 = 1 << 10;
 const CHUNK_BYTES_MAX: u32 = 64 << 10;
@@ -59,8 +52,6 @@ pub(super) struct HostEnd<S> {
     retained: usize,
     /// Bytes in copied chunks.
     pub(super) buffered_bytes: usize,
-    /// Chains in zero-copy sends.
-    pub(super) zero_copy: ZeroCopyChains,
     /// Estimate of the guest's buffers that the next read fills.
     pub(super) rx_batch_hint: usize,
     /// Urgent data has come: a short read may have stopped at its mark, and does not mean that the socket is empty.
@@ -99,28 +90,6 @@ pub(super) struct ChainPayload {
     pub(super) len: u32,
     /// Flags of the packet: whether a message ends with it.
     pub(super) flags: SeqFlags,
-    /// Last zero-copy send of a part of it.
-    pub(super) zero_copy: Option<u64>,
-}
-
-/// Way in which the kernel is to send.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum SendMode {
-    Copy,
-    ZeroCopy,
-}
-
-/// Part of the send queue for the next send.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct NextSend {
-    /// Maximum number of entries.
-    pub(super) entries: usize,
-    pub(super) mode: SendMode,
-}
-
-impl NextSend {
-    /// As many entries as fit into a call, copied by the kernel.
-    pub(super) const COPY: Self = Self { entries: usize::MAX, mode: SendMode::Copy };
 }
 
 /// Buffers that were gathered for a send: their length, and the flags of a message that ends with them.
@@ -140,18 +109,6 @@ pub(super) fn chunk_bytes(window: u32) -> usize {
     (window / 8).clamp(CHUNK_BYTES_MIN, CHUNK_BYTES_MAX) as usize
 }
 
-impl Payload {
-    /// Returns true if it is worth a zero-copy send, or a part of it was sent so.
-    fn is_for_zero_copy(&self, pool: &BatchPool) -> bool {
-        match self {
-            Self::Chain(ChainPayload { chain, len, zero_copy, .. }) => {
-                zero_copy.is_some() || (*len >= ZERO_COPY_BYTES_MIN && pool.may_pin(chain.batch))
-            }
-            Self::Copied(_) => false,
-        }
-    }
-}
-
 impl<S> HostEnd<S> {
     pub(super) fn new(id: ConnectionId, kind: SocketType, socket: Option<S>) -> Self {
         Self {
@@ -164,7 +121,6 @@ impl<S> HostEnd<S> {
             settled: 0,
             retained: 0,
             buffered_bytes: 0,
-            zero_copy: ZeroCopyChains::default(),
             rx_batch_hint: 2,
             has_urgent: false,
             credit_need: CreditNeed::ONE,
@@ -187,12 +143,11 @@ impl<S> HostEnd<S> {
         }
     }
 
-    /// Appends the buffers of the next call to `bufs`: of a stream the first `entries` of the send queue, as far as a call
-    /// takes them; of messages the first one, or nothing while it is incomplete.
+    /// Appends the buffers of the next call to `bufs`: of a stream the send queue, as far as a call takes it;
+    /// of messages the first one, or nothing while it is incomplete.
     pub(super) fn gather<'s>(
         &'s self,
         pool: &'s BatchPool,
-        entries: usize,
         bufs: &mut Vec<IoBuf<'s>>,
     ) -> Result<Gathered, TooManySegments> {
         let full = |bytes| match self.kind {
@@ -200,7 +155,7 @@ impl<S> HostEnd<S> {
             SocketType::Seqpacket => Err(TooManySegments),
         };
         let mut bytes = 0;
-        for payload in self.send_queue.iter().take(entries) {
+        for payload in &self.send_queue {
             let flags = match payload {
                 Payload::Chain(ChainPayload { chain, offset, len, flags, .. }) => {
                     let (mut skip, mut left) = (HEADER_BYTES + *offset as usize, *len as usize);
@@ -240,8 +195,8 @@ impl<S> HostEnd<S> {
     }
 
     /// Removes sent bytes from the send queue.
-    pub(super) fn advance(&mut self, sent: SendOutcome, pool: &mut BatchPool) {
-        let mut left = sent.bytes;
+    pub(super) fn advance(&mut self, bytes: usize, pool: &mut BatchPool) {
+        let mut left = bytes;
         while let Some(front) = self.send_queue.front_mut() {
             let is_sent = match front {
                 Payload::Chain(payload) => {
@@ -249,9 +204,6 @@ impl<S> HostEnd<S> {
                     let step = u32::try_from(here).expect("at most `len`");
                     payload.offset += step;
                     payload.len -= step;
-                    if here > 0 {
-                        payload.zero_copy = sent.zero_copy.or(payload.zero_copy);
-                    }
                     left -= here;
                     payload.len == 0
                 }
@@ -274,41 +226,11 @@ impl<S> HostEnd<S> {
 
     fn pop_sent(&mut self, pool: &mut BatchPool) {
         let payload = self.send_queue.pop_front();
-        let pin = if self.settled > 0 { Pin::Pinned } else { Pin::Unpinned };
+        let origin = if self.settled > 0 { Origin::Retained } else { Origin::Present };
         self.settled = self.settled.saturating_sub(1);
         if let Some(Payload::Chain(payload)) = payload {
-            self.retained -= usize::from(pin == Pin::Pinned);
-            self.complete(&payload, pin, pool);
-        }
-    }
-
-    /// Completes a chain of the send queue, now or when its zero-copy sends have completed.
-    fn complete(&mut self, payload: &ChainPayload, pin: Pin, pool: &mut BatchPool) {
-        match payload.zero_copy {
-            Some(send) => self.zero_copy.push(send, payload.chain, pin, pool),
-            None => pool.complete(payload.chain, pin),
-        }
-    }
-
-    /// Returns true if the send queue has payload that is worth a zero-copy send.
-    pub(super) fn has_zero_copy_payload(&self, pool: &BatchPool) -> bool {
-        self.send_queue.iter().any(|payload| payload.is_for_zero_copy(pool))
-    }
-
-    /// Returns the part of the send queue for the next send: payload that is worth a zero-copy send, within the limits, or
-    /// all before the first of it.
-    pub(super) fn next_send(&self, pool: &BatchPool) -> NextSend {
-        let left = pool.pinned_max.saturating_sub(pool.pinned);
-        let left = left.min(ZERO_COPY_CHAINS_MAX.saturating_sub(self.zero_copy.len()));
-        if left == 0 {
-            return NextSend::COPY;
-        }
-        match self.send_queue.iter().take_while(|payload| payload.is_for_zero_copy(pool)).count() {
-            0 => {
-                let small = self.send_queue.iter().take_while(|payload| !payload.is_for_zero_copy(pool));
-                NextSend { entries: small.count(), mode: SendMode::Copy }
-            }
-            large => NextSend { entries: large.min(left), mode: SendMode::ZeroCopy },
+            self.retained -= usize::from(origin == Origin::Retained);
+            pool.complete(payload.chain, origin);
         }
     }
 
@@ -326,15 +248,15 @@ impl<S> HostEnd<S> {
                 self.send_queue.push_back(payload);
                 continue;
             };
-            let fits = self.retained < RETAINED_MAX && pool.pinned < pool.pinned_max;
-            if chain.len >= RETAIN_BYTES_MIN && fits && pool.may_pin(chain.chain.batch) {
+            let fits = self.retained < RETAINED_MAX && pool.retained < pool.retained_max;
+            if chain.len >= RETAIN_BYTES_MIN && fits && pool.may_retain(chain.chain.batch) {
                 self.retained += 1;
-                pool.pinned += 1;
+                pool.retained += 1;
                 self.send_queue.push_back(payload);
                 continue;
             }
             copied += self.copy(&chain, pool, chunk_bytes);
-            self.complete(&chain, Pin::Unpinned, pool);
+            pool.complete(chain.chain, Origin::Present);
         }
         self.settled = self.send_queue.len();
         copied
@@ -348,9 +270,9 @@ impl<S> HostEnd<S> {
         for (index, payload) in all.into_iter().enumerate() {
             if let Payload::Chain(chain) = payload {
                 copied += self.copy(&chain, pool, chunk_bytes);
-                let pin = self.pin_of(index);
-                self.retained -= usize::from(pin == Pin::Pinned);
-                self.complete(&chain, pin, pool);
+                let origin = self.origin_of(index);
+                self.retained -= usize::from(origin == Origin::Retained);
+                pool.complete(chain.chain, origin);
             } else {
                 self.send_queue.push_back(payload);
             }
@@ -359,8 +281,8 @@ impl<S> HostEnd<S> {
         copied
     }
 
-    fn pin_of(&self, index: usize) -> Pin {
-        if index < self.settled { Pin::Pinned } else { Pin::Unpinned }
+    fn origin_of(&self, index: usize) -> Origin {
+        if index < self.settled { Origin::Retained } else { Origin::Present }
     }
 
     fn copy(&mut self, payload: &ChainPayload, pool: &BatchPool, chunk_bytes: usize) -> usize {
@@ -400,17 +322,14 @@ impl<S> HostEnd<S> {
             Payload::Copied(chunk) => chunk.footprint(),
             Payload::Chain(_) => 0,
         });
-        size_of::<Self>()
-            + self.send_queue.capacity() * size_of::<Payload>()
-            + self.zero_copy.footprint()
-            + chunks.sum::<usize>()
+        size_of::<Self>() + self.send_queue.capacity() * size_of::<Payload>() + chunks.sum::<usize>()
     }
 
     /// Drops the send queue.
     pub(super) fn discard(&mut self, pool: &mut BatchPool) {
         for (index, payload) in std::mem::take(&mut self.send_queue).into_iter().enumerate() {
             if let Payload::Chain(chain) = payload {
-                self.complete(&chain, self.pin_of(index), pool);
+                pool.complete(chain.chain, self.origin_of(index));
             }
         }
         self.settled = 0;

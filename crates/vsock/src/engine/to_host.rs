@@ -6,19 +6,19 @@ use towline_channel::IoBuf;
 use towline_vhost_user::{Next, Ring};
 
 use super::Engine;
-use super::batch_pool::{ChainRef, PINNED_MAX};
-use super::host_end::{ChainPayload, Gathered, NextSend, Payload, Queues, SendMode, chunk_bytes};
+use super::batch_pool::{ChainRef, RETAINED_MAX};
+use super::host_end::{ChainPayload, Gathered, Payload, Queues, chunk_bytes};
 use super::lifecycle::{LifecycleEvent, ReceiveState, SendState};
 use crate::connection::{ClosedBy, ConnectionId, Inbound};
 use crate::packet::{HEADER_BYTES, PacketHeader, SeqFlags, ShutdownFlags, SocketType};
-use crate::sockets::{CloseMode, SendOutcome, Sockets};
+use crate::sockets::{CloseMode, Sockets};
 
 /// Number of packets that are processed together.
 const BATCH: usize = 128;
 /// Number of batches before other work has its turn.
 const ROUNDS: usize = 8;
-/// The share of the ring whose chains may be pinned: a quarter.
-const PINNED_DIVISOR: u16 = 4;
+/// The share of the ring whose chains may be retained: a quarter.
+const RETAINED_DIVISOR: u16 = 4;
 
 /// Disposition of a packet's chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,7 +46,7 @@ impl<S: Sockets> Engine<S> {
             for chain in 0..count {
                 self.process_packet(ChainRef { batch, chain }, ring);
             }
-            self.pool.pinned_max = usize::from(ring.size() / PINNED_DIVISOR).min(PINNED_MAX);
+            self.pool.retained_max = usize::from(ring.size() / RETAINED_DIVISOR).min(RETAINED_MAX);
             let mut flush_queue = std::mem::take(&mut self.flush_queue);
             for id in flush_queue.drain(..) {
                 if let Some(end) = self.host_ends.get_mut(id) {
@@ -82,7 +82,7 @@ impl<S: Sockets> Engine<S> {
         if let Inbound::Payload(id, flags) = inbound {
             self.statistics.totals.packets_from_guest += 1;
             let len = header.len;
-            let payload = ChainPayload { chain, offset: 0, len, flags, zero_copy: None };
+            let payload = ChainPayload { chain, offset: 0, len, flags };
             if self.queue_payload(id, payload) == ChainUse::Queued {
                 return;
             }
@@ -181,14 +181,8 @@ impl<S: Sockets> Engine<S> {
             let Some(end) = self.host_ends.get_mut(id) else { return };
             let can_send = end.lifecycle.send == SendState::Open && !end.send_queue.is_empty();
             let Some(socket) = end.socket.as_ref().filter(|_| can_send) else { break };
-            let has_large = end.kind == SocketType::Stream && end.has_zero_copy_payload(&self.pool);
-            let next = if has_large && self.sockets.uses_zero_copy(socket) {
-                end.next_send(&self.pool)
-            } else {
-                NextSend::COPY
-            };
             let mut bufs: Vec<IoBuf<'_>> = Vec::with_capacity(end.send_queue.len());
-            let Ok(Gathered { bytes, flags }) = end.gather(&self.pool, next.entries, &mut bufs) else {
+            let Ok(Gathered { bytes, flags }) = end.gather(&self.pool, &mut bufs) else {
                 drop(bufs);
                 // Once it is copied, a message has a segment for each chunk.
                 if self.copy_all(id) == 0 {
@@ -203,25 +197,19 @@ impl<S: Sockets> Engine<S> {
                 break;
             }
             self.statistics.sends += 1;
-            let outcome = match next.mode {
-                SendMode::ZeroCopy => self.sockets.send_zero_copy(socket, &bufs),
-                SendMode::Copy => {
-                    let sent = self.sockets.send(socket, &bufs, flags);
-                    sent.map(|bytes| SendOutcome { bytes, zero_copy: None })
-                }
-            };
+            let sent = self.sockets.send(socket, &bufs, flags);
             drop(bufs);
-            let outcome = match outcome {
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(SendOutcome::default()),
-                outcome => outcome,
+            let sent = match sent {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(0),
+                sent => sent,
             };
-            match outcome {
-                Ok(outcome) => {
-                    self.sent(id, outcome);
-                    if outcome.bytes < bytes {
+            match sent {
+                Ok(sent) => {
+                    self.sent(id, sent);
+                    if sent < bytes {
                         self.socket_full(id);
                     }
-                    self.table.forwarded(id, u32::try_from(outcome.bytes).expect("at most a window"));
+                    self.table.forwarded(id, u32::try_from(sent).expect("at most a window"));
                 }
                 Err(error) => {
                     self.send_failed(id, &error);
@@ -244,16 +232,11 @@ impl<S: Sockets> Engine<S> {
         }
     }
 
-    fn sent(&mut self, id: ConnectionId, outcome: SendOutcome) {
+    fn sent(&mut self, id: ConnectionId, bytes: usize) {
         let Some(end) = self.host_ends.get_mut(id) else { return };
-        if let Some(send) = outcome.zero_copy {
-            end.zero_copy.issue(send);
-        }
-        end.advance(outcome, &mut self.pool);
-        let bytes = outcome.bytes as u64;
+        end.advance(bytes, &mut self.pool);
         for statistics in [&mut end.statistics, &mut self.statistics.totals] {
-            statistics.bytes_to_host += bytes;
-            statistics.bytes_zero_copy += if outcome.zero_copy.is_some() { bytes } else { 0 };
+            statistics.bytes_to_host += bytes as u64;
         }
     }
 

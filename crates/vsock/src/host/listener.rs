@@ -12,7 +12,7 @@ use rustix::net::{
     socket_with, sockopt,
 };
 
-use super::socket::{FLAGS, HostSocket, socket_type};
+use super::socket::{FLAGS, Family, HostSocket, socket_type};
 use super::socket_fd::SocketFd;
 use towline_channel::refuse_descriptors;
 
@@ -114,10 +114,11 @@ impl HostListener {
     pub(super) fn accept(&self) -> io::Result<HostSocket> {
         let (fd, from) = acceptfrom_with(&self.fd, FLAGS)?;
         // Clients of a Unix socket have no address.
-        let peer = from.and_then(|from| SocketAddr::try_from(from).ok()).map(|from| from.ip());
+        let is_tcp = from.is_some_and(|from| SocketAddr::try_from(from).is_ok());
+        let family = if is_tcp { Family::Tcp } else { Family::Other };
         // Those of a Unix socket inherit the listener's refusal of descriptors; this reports whether the kernel has it.
         let fd = if self.file.is_some() { SocketFd::unix(fd) } else { SocketFd::new(fd) };
-        Ok(HostSocket::new(fd, self.kind, peer))
+        Ok(HostSocket::new(fd, self.kind, family))
     }
 }
 

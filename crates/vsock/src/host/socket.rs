@@ -2,17 +2,16 @@
 
 use std::cell::{Cell, RefCell};
 use std::io;
-use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType as KernelSocketType,
-    connect, connect_unspec, recv, send, shutdown, socket_with, socketpair, sockopt,
+    connect, recv, send, shutdown, socket_with, socketpair, sockopt,
 };
 
-use towline_channel::{IOV_MAX, IoBuf, IoBufMut, ZeroCopySends, gather, scatter, total_len};
+use towline_channel::{IOV_MAX, IoBuf, IoBufMut, gather, scatter, total_len};
 
 use super::handshake_line::{HandshakeLine, LINE_BYTES_MAX};
 use super::socket_fd::SocketFd;
@@ -35,15 +34,21 @@ pub(super) const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NO
 pub(crate) struct HostSocket {
     fd: SocketFd,
     kind: SocketType,
-    /// Address of the peer of a TCP socket.
-    pub(super) peer: Option<IpAddr>,
-    pub(super) zero_copy: RefCell<ZeroCopyState>,
+    family: Family,
     /// The client waits for `OK`.
     pub(super) expects_ok: bool,
     /// Bytes that were read already: the beginning of a line, or data that followed a line and is the guest's.
     buffered: RefCell<Vec<u8>>,
     framing: Framing,
     send_buffer: Cell<SendBuffer>,
+}
+
+/// Family of a socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Family {
+    Tcp,
+    /// Unix or AF_VSOCK.
+    Other,
 }
 
 /// Size of the kernel's send buffer of a socket.
@@ -62,30 +67,6 @@ enum Framing {
     Plain,
     /// Between two guests: a byte before each message has its flags, which Unix sockets do not transport.
     Flags,
-}
-
-/// Zero-copy sends of a socket.
-#[derive(Debug, Default)]
-pub(super) enum ZeroCopyState {
-    /// It was not decided yet whether the socket uses them.
-    #[default]
-    Undecided,
-    /// The socket does not use them.
-    Disabled,
-    /// The socket uses them.
-    Enabled(ZeroCopySends),
-    /// The socket uses them no more; earlier ones may not have completed.
-    Stopped(ZeroCopySends),
-}
-
-impl ZeroCopyState {
-    /// Makes no further zero-copy send.
-    pub(super) fn stop(&mut self) {
-        *self = match std::mem::take(self) {
-            Self::Enabled(sends) => Self::Stopped(sends),
-            other => other,
-        };
-    }
 }
 
 /// State of a connect after its start.
@@ -113,8 +94,8 @@ pub(super) fn socket_type(kind: SocketType) -> KernelSocketType {
 }
 
 impl HostSocket {
-    pub(super) fn new(fd: SocketFd, kind: SocketType, peer: Option<IpAddr>) -> Self {
-        if peer.is_some() {
+    pub(super) fn new(fd: SocketFd, kind: SocketType, family: Family) -> Self {
+        if family == Family::Tcp {
             // Packets of the guest are sent as they come; its own stack has coalesced them if it wants that.
             let _ = sockopt::set_tcp_nodelay(&fd, true);
         }
@@ -124,13 +105,12 @@ impl HostSocket {
             let _ = sockopt::set_socket_send_buffer_size(&fd, WINDOW_FIRST_MAX as usize);
         }
         // TCP sizes its buffers by itself, and a message needs a buffer for all of it.
-        let is_fixed = peer.is_some() || kind == SocketType::Seqpacket;
+        let is_fixed = family == Family::Tcp || kind == SocketType::Seqpacket;
         Self {
             fd,
             kind,
-            peer,
+            family,
             send_buffer: Cell::new(if is_fixed { SendBuffer::Fixed } else { SendBuffer::Default }),
-            zero_copy: RefCell::default(),
             expects_ok: false,
             buffered: RefCell::default(),
             framing: Framing::Plain,
@@ -169,8 +149,8 @@ impl HostSocket {
                 (SocketFd::new(fd), connected)
             }
         };
-        let peer = if let HostAddress::Tcp(address) = address { Some(address.ip()) } else { None };
-        let socket = Self::new(fd, kind, peer);
+        let family = if matches!(address, HostAddress::Tcp(_)) { Family::Tcp } else { Family::Other };
+        let socket = Self::new(fd, kind, family);
         match connected {
             Ok(()) => Ok(Started::Connected(socket)),
             Err(Errno::INPROGRESS | Errno::INTR) => Ok(Started::InProgress(socket)),
@@ -188,7 +168,7 @@ impl HostSocket {
             SocketType::Seqpacket => Framing::Flags,
         };
         let [ours, theirs] =
-            [one, other].map(|fd| Self { framing, ..Self::new(SocketFd::new(fd), kind, None) });
+            [one, other].map(|fd| Self { framing, ..Self::new(SocketFd::new(fd), kind, Family::Other) });
         Ok((ours, theirs.expecting_ok()))
     }
 
@@ -346,20 +326,9 @@ impl HostSocket {
         let _ = shutdown(&self.fd, how);
     }
 
-    /// Resets a TCP connection and discards undelivered data, but keeps the socket, which then reports the completions of its
-    /// zero-copy sends. Returns false if it could only be shut down: its data are transmitted further until the socket is closed.
-    pub(super) fn disconnect(&self) -> bool {
-        let reset = connect_unspec(&self.fd);
-        if let Err(errno) = &reset {
-            tracing::debug!(%errno, "cannot reset a connection at once");
-            self.shutdown(ShutdownFlags::all());
-        }
-        reset.is_ok()
-    }
-
     /// Makes a TCP connection end with a reset when the socket is closed.
     pub(super) fn reset_on_close(&self) {
-        if self.peer.is_some() {
+        if self.family == Family::Tcp {
             let _ = sockopt::set_socket_linger(&self.fd, Some(std::time::Duration::ZERO));
         }
     }

@@ -13,9 +13,8 @@ use tempfile::TempDir;
 use towline_frontend::vsock::{Options, PortPair, VsockEvent, VsockGuest};
 use towline_frontend::wire::{feature, protocol};
 use towline_frontend::{Frontend, MemoryArena};
-use towline_sandbox::Policy;
 use towline_vhost_user::{Address, Cancel, Device, FrontendSource, Listener};
-use towline_vsock::{ConnectionLimits, LocalGuests, Settings, Vsock, ZeroCopySend};
+use towline_vsock::{ConnectionLimits, LocalGuests, Settings, Vsock};
 
 /// Time limit of everything that a test waits for.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
@@ -60,23 +59,6 @@ impl Served {
         local_guests: &Arc<LocalGuests>,
         change: impl FnOnce(&mut Settings, &Path),
     ) -> Self {
-        Self::start(cid, limits, local_guests, None, change)
-    }
-
-    /// Starts a device for the guest `cid` with these rules, whose threads have the system calls of this policy.
-    pub(crate) fn confined(cid: u64, rules: &[String], policy: Policy) -> Self {
-        Self::start(cid, ConnectionLimits::default(), &Arc::default(), Some(policy), |settings, _| {
-            settings.rules = rules.iter().map(|rule| rule.parse().unwrap()).collect();
-        })
-    }
-
-    fn start(
-        cid: u64,
-        limits: ConnectionLimits,
-        local_guests: &Arc<LocalGuests>,
-        policy: Option<Policy>,
-        change: impl FnOnce(&mut Settings, &Path),
-    ) -> Self {
         let directory = TempDir::with_prefix("towline-vsock-").unwrap();
         let mut settings = Settings {
             cid,
@@ -85,8 +67,6 @@ impl Served {
             rules: Vec::new(),
             groups: Vec::new(),
             limits,
-            // The loopback copies in the end, but there too a send completes only when the peer has acknowledged the data.
-            zero_copy_send: ZeroCopySend::On,
             busy_poll: Duration::from_micros(50),
             unmigratable: false,
         };
@@ -96,7 +76,6 @@ impl Served {
         let cancel = Cancel::new().unwrap();
         let (serving, cancelled) = (Arc::clone(&device), cancel.clone());
         let thread = std::thread::spawn(move || {
-            policy.iter().for_each(|policy| policy.filter_calls_of_thread().unwrap());
             let device: Arc<dyn Device> = serving;
             assert!(FrontendSource::Listen(listener).serve(&device, &cancelled).is_err());
         });

@@ -231,16 +231,13 @@ impl Guest {
                 end.close();
             }
         }
-        for (id, readiness, has_space, completed) in net.events(self.cid) {
+        for (id, readiness, has_space) in net.events(self.cid) {
             any = true;
             if let Some(readiness) = readiness {
                 self.engine.readable(id, readiness);
             }
             if has_space {
                 self.engine.writable(id);
-            }
-            if completed {
-                self.engine.reap_zero_copy_completions(id);
             }
         }
         any
@@ -333,7 +330,6 @@ pub fn device(data: &[u8]) {
                 now_ms += u64::from(amount % 12_000);
                 guest.engine.tick(now_ms);
             }
-            20 => net.complete_sends(),
             21 if step[1] & 7 == 0 => guest.restart(size),
             22 if step[1] & 7 == 0 => {
                 let key = ConnectionKey { guest_port: u32::from(step[2]), peer_cid: 2, peer_port: 9 };
@@ -380,12 +376,8 @@ fn become_idle(guests: &mut [Guest; 2], net: &Net) {
     }
     for guest in guests.iter_mut() {
         guest.engine.complete_retained(Some(&mut guest.tx));
-        guest.engine.abort_zero_copy();
-        net.complete_sends();
-        guest.events(net);
-        guest.engine.complete_retained(Some(&mut guest.tx));
         guest.tx.publish();
-        assert_eq!((guest.engine.zero_copy_in_flight(), guest.engine.segments()), (0, 0));
+        assert_eq!(guest.engine.segments(), 0);
         assert_eq!(guest.tx.in_flight(), 0, "chains stay in flight");
         guest.reap();
         guest.engine.drop_all_connections();

@@ -1,9 +1,8 @@
 //! Model of a guest: a driver with two rings in a shared file, and connections that count every byte. It is written from the
 //! specification, not from the device.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::File;
-use std::ops::Range;
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
@@ -189,17 +188,16 @@ pub(crate) struct Guest {
     pub(crate) expected: BTreeMap<u32, Plan>,
     queue: VecDeque<Packet>,
     /// Packets in the transmit ring, by the first descriptor.
-    in_ring: BTreeMap<u16, (Ports, Range<u32>)>,
+    in_ring: BTreeSet<u16>,
     rx_bytes: u32,
     buf_alloc: u32,
     updates_when_empty: bool,
 }
 
-/// A packet, and the range of its connection's bytes that it has.
+/// A packet.
 struct Packet {
     header: PacketHeader,
     payload: Vec<u8>,
-    bytes: (Ports, Range<u32>),
 }
 
 impl Guest {
@@ -215,7 +213,7 @@ impl Guest {
             connections: BTreeMap::new(),
             expected: BTreeMap::new(),
             queue: VecDeque::new(),
-            in_ring: BTreeMap::new(),
+            in_ring: BTreeSet::new(),
             rx_bytes,
             buf_alloc,
             updates_when_empty: rng.bool(),
@@ -275,12 +273,7 @@ impl Guest {
             buf_alloc: connection.buf_alloc,
             fwd_cnt: connection.read,
         };
-        let start = connection.sent - u32::try_from(payload.len()).unwrap();
-        self.queue.push_back(Packet {
-            header,
-            payload: payload.to_vec(),
-            bytes: (ports, start..connection.sent),
-        });
+        self.queue.push_back(Packet { header, payload: payload.to_vec() });
     }
 
     /// The program writes up to `most` bytes, as far as there is credit, and shuts down its sending side at the end.
@@ -346,16 +339,14 @@ impl Guest {
         }
     }
 
-    /// The driver reclaims used packets, and overwrites them at once. Returns their bytes, by connection.
-    pub(crate) fn reclaim(&mut self) -> Vec<(Ports, Range<u32>)> {
-        let mut back = Vec::new();
+    /// The driver reclaims used packets, each of which was in the ring, and overwrites them at once.
+    pub(crate) fn reclaim(&mut self) {
         while let Some((chain, _)) = self.transmit.pop_used(&self.memory) {
             for index in &chain {
                 self.memory.put(self.transmit.buffer(*index), &[0xee; 64]);
             }
-            back.push(self.in_ring.remove(&chain[0]).unwrap());
+            assert!(self.in_ring.remove(&chain[0]), "{chain:?} was used, and not in the ring");
         }
-        back
     }
 
     /// Returns true if no packet is in flight.
@@ -365,8 +356,7 @@ impl Guest {
 
     /// The driver makes packets available, each in one segment or several.
     pub(crate) fn transmit(&mut self, rng: &mut fastrand::Rng) {
-        while let Some(Packet { header, payload, bytes: of }) = self.queue.front() {
-            let of = of.clone();
+        while let Some(Packet { header, payload }) = self.queue.front() {
             let bytes = [&header.to_bytes()[..], payload].concat();
             let parts = rng.usize(1..=3).min(self.transmit.free.len());
             let step = bytes.len().div_ceil(parts.max(1)).max(1);
@@ -383,7 +373,7 @@ impl Guest {
                 self.memory.put(at, segment);
             }
             let chain = self.transmit.add(&self.memory, &lens, false).unwrap();
-            self.in_ring.insert(chain[0], of);
+            self.in_ring.insert(chain[0]);
             self.queue.pop_front();
         }
     }

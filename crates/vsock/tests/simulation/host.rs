@@ -1,16 +1,15 @@
 //! Model of the host: programs, and the kernel between them and the device. Sockets transfer any part of the data at any time.
 
 use std::cell::RefCell;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::io;
-use std::ops::Range;
 use std::rc::Rc;
 
 use towline_channel::{IoBuf, IoBufMut, gather, scatter};
 use towline_vsock::packet::{SeqFlags, ShutdownFlags, SocketType};
 use towline_vsock::{
     CloseMode, ConnectOutcome, ConnectionId, ConnectionKey, Interest, Peeked, Readiness, ReceiveOutcome,
-    SendOutcome, Sockets,
+    Sockets,
 };
 
 use crate::plan::{Plan, byte};
@@ -41,15 +40,6 @@ pub(crate) struct Socket {
     read_edge: bool,
     watches_space: bool,
     space_edge: bool,
-    /// True if the socket supports zero-copy sends.
-    zero_copy: bool,
-    /// Zero-copy sends that have not completed, with their bytes of the stream.
-    in_flight: VecDeque<(u64, Range<u32>)>,
-    issued: u64,
-    completed: u64,
-    completion_edge: bool,
-    /// The device has reset the connection, and the kernel has discarded undelivered data.
-    discarded: bool,
 }
 
 pub(crate) type Shared = Rc<RefCell<Socket>>;
@@ -85,12 +75,6 @@ pub(crate) fn socket(plan: &Plan, rng: &mut fastrand::Rng) -> Shared {
         read_edge: false,
         watches_space: false,
         space_edge: false,
-        zero_copy: rng.bool() && plan.kind == SocketType::Stream,
-        in_flight: VecDeque::new(),
-        issued: 0,
-        completed: 0,
-        completion_edge: false,
-        discarded: false,
     }))
 }
 
@@ -151,25 +135,6 @@ impl Socket {
         };
         let space = self.watches_space && std::mem::take(&mut self.space_edge);
         (std::mem::take(&mut self.read_edge).then_some(readiness), space)
-    }
-
-    /// Completes some zero-copy sends: of data that the program has read, or of any if it never will be read.
-    pub(crate) fn complete_some(&mut self, rng: &mut fastrand::Rng) -> bool {
-        let is_unread = self.closed || self.discarded;
-        while let Some((number, bytes)) = self.in_flight.front()
-            && (is_unread || bytes.end <= self.read)
-            && rng.u32(..3) > 0
-        {
-            (self.completed, self.completion_edge) = (*number, true);
-            self.in_flight.pop_front();
-        }
-        std::mem::take(&mut self.completion_edge)
-    }
-
-    /// Returns true if the kernel still reads some of these bytes of the stream.
-    pub(crate) fn reads(&self, bytes: &Range<u32>) -> bool {
-        !bytes.is_empty()
-            && self.in_flight.iter().any(|(_, send)| send.start < bytes.end && bytes.start < send.end)
     }
 
     /// Returns true if the program has read all data of the guest, and the end of the stream.
@@ -266,36 +231,6 @@ impl Sockets for World {
             socket.messages.push(here);
         }
         Ok(here as usize)
-    }
-
-    fn uses_zero_copy(&mut self, socket: &Shared) -> bool {
-        // Not at all times.
-        socket.borrow().zero_copy && self.rng.u32(..4) > 0
-    }
-
-    fn send_zero_copy(&mut self, socket: &Shared, bufs: &[IoBuf<'_>]) -> io::Result<SendOutcome> {
-        let start = socket.borrow().sent;
-        let bytes = self.send(socket, bufs, SeqFlags::empty())?;
-        if self.rng.u32(..8) == 0 {
-            return Ok(SendOutcome { bytes, zero_copy: None });
-        }
-        let mut socket = socket.borrow_mut();
-        assert!(socket.zero_copy);
-        socket.issued += 1;
-        let (number, range) = (socket.issued, start..socket.sent);
-        socket.in_flight.push_back((number, range));
-        Ok(SendOutcome { bytes, zero_copy: Some(number) })
-    }
-
-    fn completed(&mut self, socket: &Shared) -> u64 {
-        socket.borrow().completed
-    }
-
-    fn linger(&mut self, socket: &Shared, mode: CloseMode) {
-        let mut socket = socket.borrow_mut();
-        assert!(!socket.in_flight.is_empty() || socket.completion_edge || socket.completed > 0);
-        socket.eof_sent = true;
-        socket.discarded |= mode == CloseMode::Reset;
     }
 
     fn shutdown(&mut self, socket: &Shared, directions: ShutdownFlags) {

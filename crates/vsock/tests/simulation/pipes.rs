@@ -10,7 +10,7 @@ use towline_channel::{IOV_MAX, IoBuf, IoBufMut, scatter};
 use towline_vsock::packet::{HOST_CID, SeqFlags, ShutdownFlags, SocketType};
 use towline_vsock::{
     CloseMode, ConnectOutcome, ConnectionId, ConnectionKey, Interest, Peeked, Readiness, ReceiveOutcome,
-    SendOutcome, Sockets,
+    Sockets,
 };
 
 /// CIDs of the two guests.
@@ -43,9 +43,6 @@ struct EndState {
     watches_space: bool,
     space_edge: bool,
     closed: bool,
-    issued: u64,
-    completed: u64,
-    has_completions: bool,
 }
 
 #[derive(Debug)]
@@ -54,7 +51,6 @@ struct Pipe {
     directions: [Direction; 2],
     ends: [EndState; 2],
     accepted: bool,
-    zero_copy: bool,
     /// The second end belongs to a program of the host, not to another guest.
     has_program: bool,
 }
@@ -83,8 +79,8 @@ impl End {
 
 /// A connection of another guest: port, kind, CID of the other guest, and its end.
 type Incoming = (u32, SocketType, u64, End);
-/// Events of a socket: readiness, space in the send buffer, completed zero-copy sends.
-type SocketEvents = (ConnectionId, Option<Readiness>, bool, bool);
+/// Events of a socket: readiness, and space in the send buffer.
+type SocketEvents = (ConnectionId, Option<Readiness>, bool);
 
 #[derive(Debug, Default)]
 struct State {
@@ -128,7 +124,6 @@ impl Net {
             directions: [direction(), direction()],
             ends: Default::default(),
             accepted: false,
-            zero_copy: state.rng >> 59 & 1 == 0,
             has_program,
         }));
         if state.pipes.len() < PIPES_MAX {
@@ -203,16 +198,6 @@ impl Net {
         }
     }
 
-    /// Completes all zero-copy sends.
-    pub(super) fn complete_sends(&self) {
-        for pipe in &self.0.borrow().pipes {
-            for end in &mut pipe.borrow_mut().ends {
-                end.has_completions |= end.completed < end.issued;
-                end.completed = end.issued;
-            }
-        }
-    }
-
     /// Returns the connects of this guest that have succeeded or failed.
     pub(super) fn connected(&self, cid: u64) -> Vec<(ConnectionId, Option<End>)> {
         let Some(guest) = guest(cid) else { return Vec::new() };
@@ -260,9 +245,8 @@ impl Net {
                     _ => None,
                 };
                 let has_space = end.watches_space && std::mem::take(&mut end.space_edge);
-                let completed = std::mem::take(&mut end.has_completions);
-                if readiness.is_some() || has_space || completed {
-                    all.push((id, readiness, has_space, completed));
+                if readiness.is_some() || has_space {
+                    all.push((id, readiness, has_space));
                 }
             }
         }
@@ -427,33 +411,6 @@ impl Sockets for World {
         direction.push(here);
         pipe.ends[other].read_edge = true;
         Ok(here as usize)
-    }
-
-    fn uses_zero_copy(&mut self, socket: &End) -> bool {
-        let pipe = socket.pipe.borrow();
-        pipe.zero_copy && pipe.kind == SocketType::Stream
-    }
-
-    fn send_zero_copy(&mut self, socket: &End, bufs: &[IoBuf<'_>]) -> io::Result<SendOutcome> {
-        let bytes = self.send(socket, bufs, SeqFlags::empty())?;
-        let end = &mut socket.pipe.borrow_mut().ends[socket.side];
-        end.issued += 1;
-        Ok(SendOutcome { bytes, zero_copy: Some(end.issued) })
-    }
-
-    fn completed(&mut self, socket: &End) -> u64 {
-        socket.pipe.borrow().ends[socket.side].completed
-    }
-
-    fn linger(&mut self, socket: &End, mode: CloseMode) {
-        let mut pipe = socket.pipe.borrow_mut();
-        pipe.directions[socket.side].ended = true;
-        pipe.ends[1 - socket.side].read_edge = true;
-        let end = &mut pipe.ends[socket.side];
-        if mode == CloseMode::Reset {
-            end.has_completions |= end.completed < end.issued;
-            end.completed = end.issued;
-        }
     }
 
     fn shutdown(&mut self, socket: &End, directions: ShutdownFlags) {
