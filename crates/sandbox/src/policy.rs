@@ -30,8 +30,6 @@ pub struct Policy {
     pub connects_unix: bool,
     /// True if the host's own vsock is connected to.
     pub connects_vsock: bool,
-    /// True if TCP connections are accepted that must be reset without closing their sockets, by `connect` with `AF_UNSPEC`.
-    pub resets_tcp: bool,
     /// True if requests are submitted to io_urings that exist before, are restricted to operations on open descriptors
     /// (`IORING_REGISTER_RESTRICTIONS`), and are not forwarded. None can be created.
     pub submits_to_rings: bool,

@@ -36,10 +36,6 @@ const NAMESPACES: libc::c_int = libc::CLONE_NEWNS
     | libc::CLONE_NEWPID
     | libc::CLONE_NEWNET;
 
-/// Length of the address with which rustix resets a connection: that of `struct sockaddr_storage`. Unix sockets refuse one that
-/// is longer than theirs.
-const UNSPEC_LENGTH: u64 = size_of::<libc::sockaddr_storage>() as u64;
-
 /// Mask of a socket's type without its flags.
 const SOCKET_TYPE: u64 = 0xf;
 
@@ -126,8 +122,6 @@ fn listed(policy: &Policy) -> Built<Rules> {
     }
     if connects(policy) {
         rules.append(&mut always(&[Sysno::connect]));
-    } else if policy.resets_tcp {
-        rules.insert(Sysno::connect.id().into(), any(2, &[UNSPEC_LENGTH])?);
     }
     let sockets = sockets(policy)?;
     // A call without rules is always permitted.
@@ -229,7 +223,7 @@ fn sockets(policy: &Policy) -> Built<Vec<SeccompRule>> {
     let mut kinds = Vec::new();
     // The C library asks a caching daemon for names, by a stream.
     let connects_unix = policy.connects_unix || policy.resolves_names;
-    if connects_unix || !(connects(policy) || policy.resets_tcp) {
+    if connects_unix || !connects(policy) {
         kinds.push((libc::AF_UNIX, stream, None));
     }
     if policy.connects_unix {

@@ -65,7 +65,6 @@ fn policies() -> Vec<Policy> {
         Policy { connects_unix: true, connects_vsock: true, ..device.clone() },
         Policy { connect: AllowedPorts::Only(vec![22]), ..device.clone() },
         Policy { connect: AllowedPorts::Any, ..device.clone() },
-        Policy { resets_tcp: true, ..device.clone() },
         Policy { sets_mtu: true, ..device.clone() },
         Policy { submits_to_rings: true, ..device.clone() },
         Policy { connect: AllowedPorts::Only(vec![22]), resolves_names: true, ..copy.clone() },
@@ -142,17 +141,6 @@ fn permits(policy: &Policy, call: Sysno, arguments: [u64; 3]) -> bool {
 }
 
 #[test]
-fn a_device_that_only_accepts_tcp_resets_connections_and_makes_none() {
-    let connects = |policy: &Policy, length: usize| permits(policy, Sysno::connect, [9, 1, length as u64]);
-    let accepts = Policy { resets_tcp: true, ..Policy::default() };
-    assert!(connects(&accepts, size_of::<libc::sockaddr_storage>()), "AF_UNSPEC as rustix passes it");
-    for length in [0, size_of::<libc::sockaddr_in>(), size_of::<libc::sockaddr_un>()] {
-        assert!(!connects(&accepts, length), "{length}");
-    }
-    assert!(!connects(&Policy::default(), size_of::<libc::sockaddr_storage>()));
-}
-
-#[test]
 fn the_mtu_is_set_only_by_a_policy_that_says_so() {
     let sets = |policy: &Policy| permits(policy, Sysno::ioctl, [3, libc::SIOCSIFMTU, 0]);
     assert!(sets(&Policy { sets_mtu: true, ..Policy::default() }));
@@ -180,7 +168,6 @@ fn unix_sockets_are_created_where_they_are_connected_to_or_nothing_is() {
         Policy { connect: AllowedPorts::Only(vec![22]), ..device.clone() },
         Policy { connect: AllowedPorts::Any, ..device.clone() },
         Policy { connects_vsock: true, ..device.clone() },
-        Policy { resets_tcp: true, ..device.clone() },
     ] {
         assert!(!creates(&policy), "{policy:?}");
     }
