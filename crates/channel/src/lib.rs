@@ -112,4 +112,4 @@ pub use tls::{TlsClient, TlsServer};
 pub use unix::UnixChannel;
 #[cfg(feature = "websocket")]
 pub use websocket::WebSocketChannel;
-pub use zero_copy::{ZeroCopySend, ZeroCopySends, ZeroCopyStatistics, ZeroCopyTicket};
+pub use zero_copy::{ZeroCopySend, ZeroCopyStatistics, ZeroCopyTicket};

@@ -17,11 +17,9 @@
 
 mod ledger;
 mod mode;
-mod sends;
 
 pub use ledger::ZeroCopyStatistics;
 pub use mode::ZeroCopySend;
-pub use sends::ZeroCopySends;
 
 use crate::socket::Socket;
 use crate::sys::error_queue;
