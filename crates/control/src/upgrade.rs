@@ -220,7 +220,8 @@ impl Reversible {
     /// # Errors
     /// As [`plan::check_upgrade`].
     pub fn check(&self, cancel: &Cancel, observer: &dyn Observer) -> Result<(), Failure> {
-        plan::check_upgrade(&self.request, cancel, observer).map_err(|failure| self.judge(failure))
+        plan::check_upgrade(&self.request, cancel, observer)
+            .map_err(|failure| judge(failure, &self.request.old))
     }
 
     /// Continues the guest in the new QEMU, and ends the old one.
@@ -234,16 +235,9 @@ impl Reversible {
                 if failure.guest.may_be_at_destination() {
                     drop(self.pass_point_of_no_return());
                 }
-                Err(self.judge(failure))
+                Err(judge(failure, &self.request.old))
             }
         }
-    }
-
-    /// Whatever failed because the old QEMU has ended: its guest is not there any more.
-    fn judge(&self, failure: Failure) -> Failure {
-        let has_ended =
-            failure.guest == GuestAfterFailure::Safe && UnixStream::connect(&self.request.old).is_err();
-        if has_ended { Failure { guest: GuestAfterFailure::QemuNotReached, ..failure } } else { failure }
     }
 
     /// From here on the new QEMU is left alone, whatever happens.
@@ -251,6 +245,12 @@ impl Reversible {
         let new = self.new.take().expect("passed once, by the method that consumes it");
         Irreversible { new, names: std::mem::take(&mut self.names) }
     }
+}
+
+/// Whatever failed because the old QEMU has ended: its guest is not there any more. Elsewhere it may be.
+fn judge(failure: Failure, old: &Path) -> Failure {
+    let has_ended = failure.guest == GuestAfterFailure::Safe && UnixStream::connect(old).is_err();
+    if has_ended { Failure { guest: GuestAfterFailure::QemuNotReached, ..failure } } else { failure }
 }
 
 impl Drop for Reversible {
@@ -372,6 +372,18 @@ mod tests {
         assert_eq!(name(None), "a");
         assert_eq!(name(Some("guest=a b/c")), "a-b-c");
         assert_eq!(base_name(None, Path::new("/")), "guest");
+    }
+
+    #[test]
+    fn only_a_guest_that_was_safe_is_not_reached_in_a_qemu_that_has_ended() {
+        use GuestAfterFailure::{NoGuest, QemuNotReached, Safe};
+        let directory = tempfile::tempdir().unwrap();
+        let old = directory.path().join("qmp");
+        let after =
+            |guest| judge(Failure { guest, ..Failure::untouched(plan::Error::Cancelled) }, &old).guest;
+        assert_eq!((after(Safe), after(NoGuest)), (QemuNotReached, NoGuest));
+        let _there = std::os::unix::net::UnixListener::bind(&old).unwrap();
+        assert_eq!((after(Safe), after(NoGuest)), (Safe, NoGuest));
     }
 
     #[test]

@@ -184,7 +184,7 @@ pub struct Failure {
 
 impl Failure {
     /// A failure before anything was touched.
-    pub(super) fn untouched(error: impl Into<Error>) -> Self {
+    pub(crate) fn untouched(error: impl Into<Error>) -> Self {
         let error = error.into();
         let guest = match error {
             Error::NoGuest { .. } => GuestAfterFailure::NoGuest,

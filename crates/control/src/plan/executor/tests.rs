@@ -69,7 +69,7 @@ impl Case {
         Self { source, destination, memory: MemorySharing::Copied, place: TempDir::new().unwrap() }
     }
 
-    /// The source, after it was told to send its guest.
+    /// The source, which sends its guest.
     fn sent(&self, context: &Context<'_>) -> QmpSource {
         let mut qemu = QmpSource::prepare(&self.source.path(), context).unwrap();
         let nowhere = Address::Unix("/nowhere".into());

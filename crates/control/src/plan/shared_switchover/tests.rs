@@ -45,7 +45,7 @@ pub(in super::super) fn recording(
     Arc::new(switchover)
 }
 
-/// The source has its guest back, so that nobody may run it elsewhere.
+/// The source has its guest back, so it must not run elsewhere.
 #[test]
 fn a_source_is_not_acknowledged_if_that_cannot_be_recorded() {
     for is_lost in [false, true] {
