@@ -226,7 +226,7 @@ const SOAKS: &[Soak] = &[
     },
     Soak {
         name: "standstill",
-        about: "how long a guest with 96 MiB of data (TOWLINE_SOAK_STANDSTILL_MIB) stands still while it is saved: at 1, 5, 50 MB/s, to a file, to \
+        about: "how long a guest with 96 MiB of data (TOWLINE_SOAK_STANDSTILL_MIB) is stopped to be saved: at 1, 5, 50 MB/s, to a file, to \
             a slow disk",
         run: || {
             lab_test(

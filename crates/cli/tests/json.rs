@@ -148,7 +148,8 @@ fn stores(towline: &mut Events) {
     towline.run(&["copy", "mem:8M,seed=7", "other.img"], 0);
     towline.run(&["copy", "--overwrite", "other.img", "store:images/a"], 0);
     for options in [&["--dry-run"][..], &[]] {
-        let found = towline.run(&[&["store", "gc", "--min-age", "0"], options, &["store:images"]].concat(), 0);
+        let found =
+            towline.run(&[&["store", "gc", "--min-age", "0"], options, &["store:images"]].concat(), 0);
         assert!(found["garbage"]["objects"].as_u64().unwrap() > 0, "{found}");
     }
 }

@@ -324,7 +324,7 @@ impl BulkClient {
         Self { stop, bytes: network.enter(|| std::thread::spawn(talks)).unwrap() }
     }
 
-    /// Ends after the present connection. Returns the number of bytes that came back.
+    /// Ends after the present connection. Returns the number of bytes received.
     pub(crate) fn end(self) -> u64 {
         self.stop.store(true, SeqCst);
         self.bytes.join().expect("every byte came back as it was sent")

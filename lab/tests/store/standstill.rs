@@ -144,7 +144,7 @@ impl Drop for SlowDisk {
     }
 }
 
-/// Runs `copy`; returns the longest time in which the guest's counter, which it steps every 5 ms, stood still.
+/// Runs `copy`; returns the longest time between two steps of the guest's counter, which come every 5 ms.
 fn longest_standstill<T>(source: &Qemu, guest: &mut LinuxGuest, copy: impl FnOnce() -> T) -> (Duration, T) {
     let (address, done) = (guest.tick_address().unwrap(), AtomicBool::new(false));
     std::thread::scope(|scope| {
