@@ -73,7 +73,12 @@ fn a_full_store_is_named_as_the_reason() {
     }
     let source = counting(guest());
     let image = format!("store:{}", fixture.name("vm/a"));
-    for (size, options) in [("64k", "--resume"), ("512k", ""), ("512k", "--multifd-channels 2"), ("1m", "")] {
+    for (size, options) in [
+        ("64k", "--resume"),
+        ("512k", "--multifd-channels 0"),
+        ("512k", "--multifd-channels 2"),
+        ("256k", "--multifd-channels 4"),
+    ] {
         let line = format!("copy {options} {} {image}", qmp(&source));
         let finished = in_small_filesystem(&fixture, size, &line).wait(WITHIN).unwrap();
         println!("{size}: {}", finished.stderr);
