@@ -1,6 +1,7 @@
 //! Two hosts, each a network namespace with a towline: all traffic between them goes over their one link.
 
 use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -27,8 +28,10 @@ struct Hosts {
 
 impl Hosts {
     fn new() -> Result<Self> {
-        let pid = std::process::id();
-        let hosts = Self { names: ["a", "b"].map(|host| format!("towline-{pid}-{host}")) };
+        // Tests run at the same time, each with hosts of its own.
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let (pid, number) = (std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let hosts = Self { names: ["a", "b"].map(|host| format!("towline-{pid}-{number}-{host}")) };
         for name in &hosts.names {
             ip(&["netns", "add", name])?;
         }
