@@ -118,7 +118,7 @@ fn compile_beside() -> Result<()> {
     let documented = run_command(&mut at_leisure(&lint::documentation()));
     // A failure is reported by the step that uses the targets.
     let _ = run_command(&mut at_leisure(&fuzz::build(&fuzz::targets()?)));
-    documented.and(publish::check_packages()).and(publish::api::check())
+    documented.and(publish::check_minimal_program()).and(publish::check_packages()).and(publish::api::check())
 }
 
 /// Runs these tests; `started` is called once they have begun.

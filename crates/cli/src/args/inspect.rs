@@ -5,7 +5,6 @@ use std::path::PathBuf;
 use super::{CompressionMethod, OnOff, Output, TlsArgs};
 use crate::endpoint::Endpoint;
 use crate::sandbox::SandboxArgs;
-#[cfg(feature = "store")]
 use crate::units::number;
 
 /// Show the parts of a guest: blocks, pages, devices and their versions, checksums, sizes
