@@ -74,6 +74,7 @@ pub use manifest::{Manifest, Origin, QemuProcess};
 pub use reader::{Image, LayerInfo, PageCount};
 pub use stored::{StoredGuest, Uploaded};
 pub use working_set::WorkingSet;
+pub use write_back::SYNC_TIME;
 pub use writer::ImageWriter;
 
 /// The example of the README, as a test.

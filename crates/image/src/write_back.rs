@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use crate::lock::lock;
 
-/// Time that one sync is to take.
-const SYNC_TIME: Duration = Duration::from_millis(50);
+/// Intended time of one sync of an image file, hence of the last one before its guest may run on.
+pub const SYNC_TIME: Duration = Duration::from_millis(50);
 /// Least and most bytes that are synced together.
 const STEP_BYTES_MIN: u64 = 256 << 10;
 const STEP_BYTES_MAX: u64 = 64 << 20;

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use towline_channel::Cancel;
+use towline_image::SYNC_TIME;
 use towline_migration::Tuning;
 use towline_qmp::commands::{MigrationInfo, MigrationStatus, RunState};
 
@@ -25,9 +26,6 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Name of the socket that it migrates to, in the private directory.
 pub(super) const STREAM_SOCKET: &str = "source.sock";
-
-/// Time of the last sync of an image before its guest may run on.
-const SYNC_RESERVE: Duration = Duration::from_millis(50);
 
 /// A QEMU whose guest is to be copied.
 #[derive(Debug)]
@@ -53,7 +51,7 @@ pub(in super::super) struct QmpSource {
     pub(super) tuning: Tuning,
     /// Number of tuning changes that QEMU has.
     pub(super) applied_changes: u64,
-    /// Part of the downtime limit that QEMU is not told of.
+    /// Part of the downtime limit that is kept from QEMU: for the last sync of an image whose guest runs on.
     pub(super) downtime_reserve: Duration,
     /// Devices that are detached for the move.
     pub(in super::super) vsocks: DetachedVsocks,
@@ -113,7 +111,7 @@ impl QmpSource {
         Ok(Self {
             qemu,
             settings: None,
-            downtime_reserve: if options.resumes() { SYNC_RESERVE } else { Duration::ZERO },
+            downtime_reserve: if options.resumes() { SYNC_TIME } else { Duration::ZERO },
             was_running,
             resumes,
             resumed: false,
