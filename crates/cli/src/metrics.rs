@@ -197,8 +197,8 @@ fn exposition(objects: &[StatsObject]) -> String {
     for (kind, metric) in
         kinds.into_iter().flat_map(|kind| kind.metrics.iter().map(|metric| (kind.kind, metric)))
     {
-        let (name, metric_type) =
-            (family(kind, metric), if is_counter(metric) { "counter" } else { "gauge" });
+        let name = family(kind, metric);
+        let metric_type = if is_counter(metric) { "counter" } else { "gauge" };
         // Writing to a string cannot fail.
         let _ = writeln!(text, "# HELP {name} {}.\n# TYPE {name} {metric_type}", metric.help);
         for object in objects.iter().filter(|object| object.kind == kind) {

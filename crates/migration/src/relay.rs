@@ -8,8 +8,9 @@
 //! Lane i goes to lane i, records to records, a barrier follows wherever the source had one, sections keep their
 //! bounds, so the destination reads the source's order. Between bare sockets, pages move within the kernel (`splice(2)`):
 //! those of lanes where zero-copy sends are off or do not cost less, so that only headers are seen here, and runs of
-//! records of the main channel, which are looked at before they are forwarded. The relay holds no guest memory; a slow destination slows the source down by its socket. Both sides have the same number of lanes,
-//! the same compression and the same machine type. Compressed pages are decompressed and compressed again: a lane's
+//! records of the main channel, which are looked at before they are forwarded. The relay holds no guest memory; a slow
+//! destination slows the source down by its socket. Both sides have the same number of lanes, the same compression and
+//! the same machine type. Compressed pages are decompressed and compressed again: a lane's
 //! stream depends on all its packets before, and the relay splits packets with both zero pages and others.
 
 use std::sync::atomic::AtomicU64;

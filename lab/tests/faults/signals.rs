@@ -178,7 +178,7 @@ fn a_wait_for_a_monitor_is_interrupted() {
     const GREETING: &[u8] = b"{\"QMP\": {\"version\": {}, \"capabilities\": []}}\r\n";
     let fixture = Fixture::new();
     let silent = fixture.path("silent.sock");
-    // A socket of its own for each command: a connection of the one before may still wait at the other.
+    // A new socket for each command: a connection of an earlier one may still be queued at the old socket.
     let listen = || {
         let _ = std::fs::remove_file(&silent);
         UnixListener::bind(&silent).unwrap()

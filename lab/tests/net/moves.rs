@@ -211,8 +211,7 @@ fn every_byte_arrives_while_the_rings_restart_during_moves() {
         let command =
             towline([&["move", "--json"], &slowly[..], &[here.as_str(), there.as_str()]].concat()).unwrap();
         let migration = || source.qmp().execute("query-migrate", json!({})).unwrap();
-        wait_until("the first pass", WITHIN, || Ok((migration()["status"] == "active").then_some(())))
-            .unwrap();
+        source.qmp().wait_migration("active", WITHIN).unwrap();
         for _ in 0..RESTARTS {
             client.wait_blocks(1);
             for up in [false, true] {

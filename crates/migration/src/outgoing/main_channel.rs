@@ -43,7 +43,7 @@ impl MainWriter {
         Self { writer: RecordSender::new(channel, statistics), state: State::Start }
     }
 
-    /// Sends header and configuration. With a return path it opens that and sends the PINGs of a towline.
+    /// Sends header and configuration. With a return path it opens that and sends the PING of a towline.
     pub(crate) fn begin(&mut self, configuration: &Configuration, return_path: bool) -> Result<()> {
         let out = self.writer.pending();
         self.state = State::Setup(if return_path {
