@@ -1,4 +1,5 @@
-//! Command that runs a fuzz target. Without dependencies, so that other programs can include this file as a module.
+//! Command that runs a fuzz target. Without dependencies, so other programs can include this file as a
+//! module.
 
 use std::io;
 use std::path::Path;

@@ -62,7 +62,7 @@ pub use wait::wait_until;
 
 use std::io::Write as _;
 
-/// Prints `SKIPPED name: reason`, past the test harness's capture, so that `cargo xtask test` counts it.
+/// Prints `SKIPPED name: reason`, past the test harness's capture, so `cargo xtask test` counts it.
 pub fn skip(name: &str, reason: &str) {
     let mut stdout = std::io::stdout().lock();
     // A closed standard output is ignored: the skip cannot be reported then.

@@ -138,7 +138,7 @@ pub struct Qemu {
     pid: u32,
     version: Version,
     guest: Guest,
-    // Last, so that the process is gone when its directory goes.
+    // Last, so the process is gone when its directory goes.
     files: Files,
 }
 

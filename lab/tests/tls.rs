@@ -242,7 +242,7 @@ fn sources() {
             std::fs::remove_file(fixture.end("qemu").join(name)).unwrap();
         }
     };
-    let right_behind = "it ended the connection right behind the handshake: it may not accept";
+    let right_behind = "it ended the connection right after the handshake: it may not accept";
     type Case<'a> = (&'a str, &'a dyn Fn(&Fixture), Value, &'a str);
     let cases: [Case<'_>; 5] = [
         ("wrong CA", &spoil_ca, json!({ "tls-creds": "tls" }), "TLS with tcp:127.0.0.1:"),

@@ -81,9 +81,9 @@ pub trait Channel: Debug + Send + Sync {
     /// [`Error::Unsupported`] without [`Capabilities::SHUTDOWN`], otherwise [`Error::Io`].
     fn shutdown(&self, how: Shutdown) -> Result<()>;
 
-    /// Resets the connection and discards unsent data, so that the kernel releases the memory of zero-copy sends
-    /// ([`Channel::zero_copy_ticket`]). To be called when both halves are shut down; the peer sees a reset. Does nothing without
-    /// zero-copy sends.
+    /// Resets the connection and discards unsent data, so the kernel releases the memory of zero-copy sends
+    /// ([`Channel::zero_copy_ticket`]). To be called when both halves are shut down; the peer sees a reset.
+    /// Does nothing without zero-copy sends.
     ///
     /// # Errors
     /// [`Error::Io`].

@@ -9,9 +9,9 @@
 //! [`STATUS_GRACE`] to exit too, and if it failed the call's error is [`Error::Command`]. [`Channel::finish`] waits
 //! for the exit status itself.
 //!
-//! The command has its own process group, so that this process handles a Ctrl-C in the terminal. Dropping the channel
-//! closes both pipes and waits [`EXIT_GRACE`]; then the group gets SIGTERM, and after [`TERM_GRACE`] SIGKILL.
-//! Background processes of a command that exited by itself are left alone.
+//! The command has its own process group, so this process handles a Ctrl-C in the terminal. Dropping the
+//! channel closes both pipes and waits [`EXIT_GRACE`]; then the group gets SIGTERM, and after [`TERM_GRACE`]
+//! SIGKILL. Background processes of a command that exited by itself are left alone.
 
 use crate::channel::forward_channel;
 use crate::pipe::PipeChannel;
@@ -110,8 +110,8 @@ impl Channel for ExecChannel {
 
 impl Drop for ExecChannel {
     fn drop(&mut self) {
-        // The rest of the command's output has no reader: shut down first, so that it notices before `ChildProcess` waits
-        // for it.
+        // The rest of the command's output has no reader: shut down first, so it notices before
+        // `ChildProcess` waits for it.
         let _ = self.pipes.shutdown(Shutdown::Both);
     }
 }

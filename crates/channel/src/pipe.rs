@@ -5,7 +5,7 @@
 //! ```text
 //!   send/recv:  try ──EAGAIN──▶ poll(pipe, stop, timeout) ──▶ try ...
 //!   shutdown:   1. the descriptor's number is made to stand for the end of a dead pipe: reading it gives the end of
-//!                  the stream, writing EPIPE. The true end is closed by that, so that the peer sees it.
+//!                  the stream, writing EPIPE. The true end is closed by that, so the peer sees it.
 //! 2. stop is raised: a polling thread retries, and meets 1.
 //! ```
 //!

@@ -380,7 +380,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let far = TcpChannel::new(listener.accept().unwrap().0.into()).unwrap();
-        // Within the send buffer, so that the call returns.
+        // Within the send buffer, so the call returns.
         let sent: Vec<u8> = (0..LOCAL_RECEIVE_BYTES + 4096).map(|i| (i % 251) as u8).collect();
         let near = TcpChannel::new(near.into()).unwrap();
         near.send_all(&[IoBuf::from(&sent[..])], SendFlags::empty()).unwrap();

@@ -37,7 +37,7 @@ use std::time::{Duration, Instant};
 
 /// The time that a send waits, without one completion, for the kernel to have memory again. A shorter send timeout counts.
 const MEMORY_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum number of entries that are read at a time, so that a flood of errors does not block sending.
+/// Maximum number of entries that are read at a time, so a flood of errors does not block sending.
 const ENTRIES_MAX: usize = 1024;
 /// The longest wait before the ledger is checked again, as another thread may have read the awaited completion.
 const SLICE: Duration = Duration::from_millis(5);
@@ -76,7 +76,7 @@ impl ZeroCopyTicket {
 #[derive(Debug)]
 pub(crate) struct ZeroCopy {
     socket: Arc<Socket>,
-    /// Held during a call, so that it is known whether a number was given out.
+    /// Held during a call, so it is known whether a number was given out.
     turn: Mutex<()>,
     ledger: Mutex<SendLedger>,
     /// Both halves were shut down: only tickets still wait.

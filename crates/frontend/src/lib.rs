@@ -6,9 +6,9 @@
 //!     ├─ net::Card      virtio-net: frames out and in, with merged buffers
 //!     └─ vsock::VsockGuest   virtio-vsock: packets, and streams with credit
 //! ```
-//! For tests that inspect a backend more closely than a guest can, drivers that break the rules, and benches that
-//! measure the backend. It shares no code with the backend side, so that the two can disagree; its protocol is tested
-//! against independent backends.
+//! For tests that inspect a backend more closely than a guest can, drivers that break the rules, and benches
+//! that measure the backend. It shares no code with the backend side, so the two can disagree; its protocol
+//! is tested against independent backends.
 //!
 //! Not part of the product, and not fit to drive real guests. Split rings only.
 

@@ -3,7 +3,7 @@
 //! ```text
 //!   offset in the file   0 ......... region 0 ......... region 1 .........
 //!   guest address        GUEST_BASE + offset                                  regions lie beside each other
-//!   user address         USER_BASE + offset + index * USER_STRIDE             and are apart here, so that none can
+//!   user address         USER_BASE + offset + index * USER_STRIDE             and are apart here, so none can
 //!                                                                             take the one for the other
 //! ```
 

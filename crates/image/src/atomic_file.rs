@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   open      .NAME.partial, created or taken over from a crashed writer · flock · check the name again
-//!             NAME, if it is to be replaced: flock, so that no increment is stored on it meanwhile
+//!             NAME, if it is to be replaced: flock, so no increment is stored on it meanwhile
 //!   write     through the page cache, or past it (direct I/O) if the filesystem supports that
 //!   commit    fsync file · rename to NAME · fsync directory
 //!   drop      without a commit: the partial is removed
@@ -13,7 +13,7 @@
 //! replaced file open keep it. A process that needs the file to stay under its name has a shared `flock` on
 //! it, and the writer fails with [`Error::InUse`].
 //!
-//! Every step goes through the crate's journal, so that tests can derive all states of a crash.
+//! Every step goes through the crate's journal, so tests can derive all states of a crash.
 //!
 //! Not a lock against other programs (`flock` is advisory). Limits: one directory, so one filesystem, which
 //! must support `flock`, across hosts if several write there (NFS mounted with `local_lock` or `nolock` does

@@ -7,8 +7,8 @@
 //!
 //! Deallocation cannot be undone. The base is therefore checked again first: if it was replaced or removed,
 //! the image becomes a whole one. It is checked once more just before the image is renamed. Its files are
-//! locked until then, so that no towline replaces them; if another program does, the image is discarded and
-//! the source keeps its guest.
+//! locked until then, so no towline replaces them; if another program does, the image is discarded and the
+//! source keeps its guest.
 
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
@@ -168,7 +168,7 @@ impl BaseImage {
     }
 }
 
-/// A base in the image's own directory is recorded by its name alone, so that the directory can be moved as a
+/// A base in the image's own directory is recorded by its name alone, so the directory can be moved as a
 /// whole.
 fn reference(image: &Path, base: &Path) -> Result<String> {
     let io = |source| Error::Read { path: base.into(), source };

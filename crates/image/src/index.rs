@@ -1,8 +1,8 @@
 //! The index of an image in an object store: a description of the guest, and the names of all chunks of its
 //! memory.
 //!
-//! This module accesses no store and contains no memory. An index is written last, so that a present index
-//! only names chunks that are present.
+//! This module accesses no store and contains no memory. An index is written last, so a present index only
+//! names chunks that are present.
 //!
 //! ```text
 //!   16 bytes  "towline-index\r\n\0"       detects a transfer as text

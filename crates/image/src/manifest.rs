@@ -26,8 +26,8 @@
 //! Its chunks are those of the whole guest: one whose hash equals the base's is stored in the base and not in
 //! the file.
 //!
-//! The origin of a guest whose QEMU's command line was recorded has a `process` with it, as JSON in a string, so
-//! that readers which do not know its format need not parse it:
+//! The origin of a guest whose QEMU's command line was recorded has a `process` with it, as JSON in a string,
+//! so readers which do not know its format need not parse it:
 //!
 //! ```json
 //!   "process": { "command_line": "{\"version\":1,…}", "working_directory": "/srv" }
@@ -368,7 +368,7 @@ impl Manifest {
     /// Encodes the manifest.
     ///
     /// # Errors
-    /// It is inconsistent, so that no reader would accept it; `path` is for errors only.
+    /// It is inconsistent, so no reader would accept it; `path` is for errors only.
     pub fn to_json(&self, path: &Path) -> Result<Vec<u8>> {
         self.check_fields(path)?;
         let mut bytes = serde_json::to_vec_pretty(self).map_err(|error| Error::invalid_json(path, &error))?;

@@ -118,8 +118,8 @@ impl Image {
         self.chain.check_not_truncated()
     }
 
-    /// Returns true if the file has the hash of its manifest's text, so that comparing with the manifest
-    /// verifies that too. Images of earlier versions have none.
+    /// Returns true if the file has the hash of its manifest's text, so comparing with the manifest verifies
+    /// that too. Images of earlier versions have none.
     pub fn is_sealed(&self) -> bool {
         self.manifest().is_some_and(|manifest| manifest.image().seal.is_some())
     }
@@ -163,7 +163,7 @@ impl Image {
         self.top().manifest.as_ref()
     }
 
-    /// Returns true if a part of the memory is in other images, so that QEMU cannot load the image itself.
+    /// Returns true if a part of the memory is in other images, so QEMU cannot load the image itself.
     pub fn is_incremental(&self) -> bool {
         self.chain.layers().len() > 1
     }
@@ -216,7 +216,7 @@ impl Image {
         if runs.iter().all(|run| !run.has_content) {
             return Ok(None);
         }
-        // A copy, so that bytes cannot change to zeros between hashing and compression.
+        // A copy, so bytes cannot change to zeros between hashing and compression.
         let bytes = delivered::copy(self.bytes(page, length), &runs);
         self.check_not_truncated()?;
         Ok(Some(bytes))
@@ -282,8 +282,7 @@ impl Image {
         runs
     }
 
-    /// As [`Guest::extent`], of at most `length` bytes, so that a short request does not scan the whole
-    /// bitmap.
+    /// As [`Guest::extent`], of at most `length` bytes, so a short request does not scan the whole bitmap.
     fn extent_within(&self, page: PageRef, length: u64) -> Extent {
         let first = page.offset / PAGE_SIZE;
         let last = self.ram_blocks()[page.block.index()].pages().min(first + length.div_ceil(PAGE_SIZE));

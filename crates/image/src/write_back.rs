@@ -1,4 +1,4 @@
-//! Syncs a file while it is written, so that its last sync is short.
+//! Syncs a file while it is written, so its last sync is short.
 //!
 //! The source of a guest learns the rate at which its memory is stored by being held up. Through the page cache it
 //! is not: it would see the rate of memory, stop its guest, and keep it stopped until everything is on the disk.

@@ -9,8 +9,8 @@
 //! ```
 //!
 //! After the commit the guest is durable, and may run on at its source while the image is published: the time
-//! that takes depends on how often pages were sent again. What goes through the page cache is synced as it comes
-//! ([`crate::write_back`]), so that the commit's sync is short.
+//! that takes depends on how often pages were sent again. What goes through the page cache is synced as it
+//! comes ([`crate::write_back`]), so the commit's sync is short.
 //!
 //! No guest memory is buffered. Until [`Sink::publish`] renames it, the file has a temporary name; after a
 //! failure it is removed, and the source, which only learns of success after that, keeps its guest.
@@ -239,8 +239,7 @@ impl ImageWriter {
         })
     }
 
-    /// Punches a hole for pages that had content and are zero now, so that the file reads as the guest's
-    /// memory.
+    /// Punches a hole for pages that had content and are zero now, so the file reads as the guest's memory.
     fn clear(&self, block: &RamBlock, offset: u64, length: u64) -> Result<()> {
         let at = block.mapped.expect("laid out").pages_offset + offset;
         self.with_file(|file| {

@@ -221,7 +221,7 @@ impl Launcher {
         // From here on, dropping it kills the QEMU and removes its directory.
         let mut running =
             RunningQemu { pid, pidfd, exit, lifetime: Lifetime::WithOwner, directory: Some(directory) };
-        // First, so that a QEMU whose launcher is killed meanwhile is listed.
+        // First, so a QEMU whose launcher is killed meanwhile is listed.
         let written = running.write_state(lifetime, image);
         // The last words of a QEMU that has ended say more than its missing state.
         let within = start_timeout.saturating_sub(started.elapsed());

@@ -1,10 +1,11 @@
 //! The command line of an image, which may come from anyone, and what of it is started.
 //!
-//! Everything is an allow-list: options, types of objects, devices and backends, their properties, and the form of each value
-//! ([`form`]). No form admits a path, so whatever is in the image, the argv has no path, socket, interface or program of its choice.
-//! Values for those come from [`HostArguments`]. Values that an image has in their place are refused rather than ignored, so that a
-//! guest does not start without a part of it. The exceptions are in [`replace`]: consoles, what QEMU's own network reaches, scripts of
-//! taps, and the accelerator, where there is always another value with which the guest is the same.
+//! Everything is an allow-list: options, types of objects, devices and backends, their properties, and the
+//! form of each value ([`form`]). No form admits a path, so whatever is in the image, the argv has no path,
+//! socket, interface or program of its choice. Values for those come from [`HostArguments`]. Values that an
+//! image has in their place are refused rather than ignored, so a guest does not start without a part of it.
+//! The exceptions are in [`replace`]: consoles, what QEMU's own network reaches, scripts of taps, and the
+//! accelerator, where there is always another value with which the guest is the same.
 
 mod devices;
 mod form;

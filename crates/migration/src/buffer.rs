@@ -76,7 +76,7 @@ fn wait(ticket: &ZeroCopyTicket, session: &Session) -> Result<()> {
     }
 }
 
-/// Page-aligned memory of its own, so that pages can go from it to a file without the page cache (`O_DIRECT`).
+/// Page-aligned private memory, so pages can go from it to a file without the page cache (`O_DIRECT`).
 #[derive(Debug)]
 pub(crate) struct AlignedBuffer {
     mapping: Mapping,

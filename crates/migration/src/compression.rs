@@ -34,7 +34,7 @@ pub(crate) use decompressor::Decompressor;
 /// Compression of the pages on lanes. Both ends use the same method; the level is up to the sending end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Compression {
-    /// Not at all.
+    /// No compression.
     #[default]
     None,
     /// A zlib stream for each lane.

@@ -22,7 +22,7 @@ use towline_protocol::ram::PAGE_SIZE;
 
 /// Number of passes whose common rate bounds the latest one's: a pass that socket buffers absorbed seems fast.
 const RATE_PASSES: usize = 3;
-/// Part of a window's lowest downtime by which the next one's has to be lower.
+/// Part of a window's lowest downtime by which that of the next window must be lower.
 const IMPROVEMENT: u32 = 10;
 /// Windows in a row no better than the one before.
 const WINDOWS_STUCK_MAX: u32 = 2;
@@ -113,7 +113,7 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// Takes a sample, of whatever interval. `None`: nothing to be judged by came to an end.
+    /// Adds a sample (any interval). Returns `None` unless it completes a pass.
     pub fn observe(&mut self, sample: Sample) -> Option<Observation> {
         let Some(begun) = self.begun else {
             self.begun = Some(sample);
@@ -142,7 +142,7 @@ pub enum PassDecision {
     Continue,
     /// Stop the guest and send what is left.
     SwitchOver,
-    /// It does not converge. Repeated after the same time if the migration continues.
+    /// The migration does not converge. Reported again after the same time if it continues.
     CannotConverge(CannotConverge),
 }
 
@@ -157,11 +157,11 @@ pub struct CannotConverge {
     pub left: u64,
     /// Downtime that these would take; `Duration::MAX` if nothing can be sent.
     pub expected_downtime: Duration,
-    /// The time that it may.
+    /// Limit of the downtime.
     pub downtime_limit: Duration,
-    /// Passes observed in all.
+    /// Number of passes observed.
     pub passes: u64,
-    /// Their time.
+    /// Duration of these passes.
     pub time: Duration,
 }
 
@@ -214,8 +214,8 @@ impl ConvergencePolicy {
 
     /// Evaluates the observation of a pass.
     ///
-    /// Terminates for any input: after a bounded number of passes, [`PassDecision::Continue`] is not returned any more
-    /// unless the remaining downtime keeps falling by a tenth, which it can do a few hundred times.
+    /// Terminates for any input: after a bounded number of passes, [`PassDecision::Continue`] is only
+    /// returned while the remaining downtime keeps falling by a tenth, which it can do a few hundred times.
     pub fn observe(&mut self, observation: &Observation) -> PassDecision {
         self.recent.rotate_right(1);
         self.recent[0] = Some(*observation);

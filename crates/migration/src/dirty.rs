@@ -72,7 +72,8 @@ impl DirtyMap {
         word.load(Ordering::Acquire) >> (number % WORD_BITS) & 1 == 1
     }
 
-    /// Number of pages that from `page` on, at most `most` and at least 1, are marked or not as it is; the first is.
+    /// Number of pages from `page` on, between 1 and `most`, that are all marked or all unmarked, and true if
+    /// they are marked.
     pub(crate) fn alike(&self, page: PageRef, most: u64) -> (u64, bool) {
         let is_marked = self.is_marked(page);
         let most = most.min(self.blocks[page.block.index()].pages - page.offset / PAGE_SIZE);

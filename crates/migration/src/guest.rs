@@ -39,11 +39,11 @@ pub trait Guest: Sync {
         false
     }
 
-    /// Starts to track writes: from its return on every write is in a later [`Self::harvest_dirty`]. Called before
-    /// any page is named.
+    /// Starts to track writes: every write after it returns is in a later [`Self::harvest_dirty`]. Called
+    /// before any page is named.
     ///
     /// # Errors
-    /// It cannot be watched; the migration ends before the destination has a page.
+    /// Writes cannot be tracked; the migration ends before the destination has a page.
     fn start_tracking(&self) -> Result<()> {
         Ok(())
     }
@@ -51,7 +51,7 @@ pub trait Guest: Sync {
     /// Stops tracking. Called at the end of every migration, before a guest is started again.
     ///
     /// # Errors
-    /// The guest may still be slowed down; the migration's result stays as it is.
+    /// The guest may still be slowed down; the result of the migration does not change.
     fn stop_tracking(&self) -> Result<()> {
         Ok(())
     }
@@ -81,18 +81,19 @@ pub trait Guest: Sync {
         64 << 10
     }
 
-    /// Releases prepared bytes; they are not read again without being prepared again, so that a cache of fetched
+    /// Releases prepared bytes; they are not read again without being prepared again, so a cache of fetched
     /// memory can drop them. Postcopy releases each unit; precopy, which reads once, does not.
     fn release(&self, page: PageRef, length: u64) {
         let _ = (page, length);
     }
 
-    /// The memory of `length` bytes from `page` on, within one block and not across a multiple of 2 MiB of it, so
-    /// that each such unit may be in another place. With zero-copy sends the kernel reads it after the call too:
-    /// until [`crate::Outgoing::run`] returns it stays mapped, of its length, and this guest's own.
+    /// The memory of `length` bytes from `page` on, within one block and not across a multiple of 2 MiB of
+    /// it, so each such unit may be in another place. With zero-copy sends the kernel reads it after the call
+    /// too: until [`crate::Outgoing::run`] returns it stays mapped, of its length, and this guest's own.
     fn memory(&self, page: PageRef, length: u64) -> IoBuf<'_>;
 
-    /// The same memory, if nothing can change it meanwhile: it is compressed in place, anything else is copied first.
+    /// The same memory, if nothing can change it while it is read: it is compressed in place; other memory is
+    /// copied first.
     fn immutable(&self, page: PageRef, length: u64) -> Option<&[u8]> {
         let _ = (page, length);
         None
@@ -113,10 +114,10 @@ pub trait Guest: Sync {
         Ok(())
     }
 
-    /// Stops the guest; after it nothing of its memory changes.
+    /// Stops the guest; its memory does not change from then on.
     ///
     /// # Errors
-    /// It runs on.
+    /// The guest runs on.
     fn stop(&self) -> Result<()> {
         Ok(())
     }
@@ -124,7 +125,7 @@ pub trait Guest: Sync {
     /// Lets a guest that [`Self::stop`] stopped run again, because the migration failed. Not called where it was not.
     ///
     /// # Errors
-    /// It is still stopped.
+    /// The guest is still stopped.
     fn start(&self) -> Result<()> {
         Ok(())
     }
@@ -132,7 +133,7 @@ pub trait Guest: Sync {
     /// The device state of the stopped guest, as [`DeviceState::bytes`] has it.
     ///
     /// # Errors
-    /// It cannot be had.
+    /// The device state is not available.
     fn device_state(&self) -> Result<Vec<u8>>;
 }
 
@@ -141,18 +142,18 @@ pub trait Guest: Sync {
 pub struct Extent {
     /// Number of pages, at least 1, within the block.
     pub pages: u64,
-    /// Their kind.
+    /// Kind of all these pages.
     pub kind: ExtentKind,
 }
 
 /// Knowledge about a page without reading it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExtentKind {
-    /// It has content to be sent.
+    /// Content to send.
     Data,
-    /// It is zero.
+    /// Zero.
     Zero,
-    /// It has to be looked at.
+    /// Must be read to find out.
     Unknown,
 }
 
@@ -182,13 +183,13 @@ pub trait Sink: Sync {
     /// The stream's beginning.
     ///
     /// # Errors
-    /// This guest is not wanted here.
+    /// The sink refuses this guest.
     fn configuration(&self, configuration: &Configuration) -> Result<()>;
 
     /// The complete block list.
     ///
     /// # Errors
-    /// This guest does not fit.
+    /// The guest does not fit.
     fn blocks(&self, blocks: &[RamBlock]) -> Result<()>;
 
     /// Memory that the contents of `length` bytes from `page` on can be received straight into; `None`: they are
@@ -232,14 +233,15 @@ pub trait Sink: Sync {
         None
     }
 
-    /// Returns true if [`Self::splice_records`] is to be tried for pages that come on `from`, the main channel.
+    /// Returns true if [`Self::splice_records`] may be called for pages that come on `from`, the main
+    /// channel.
     fn splices_records(&self, from: &dyn Channel) -> bool {
         let _ = from;
         false
     }
 
-    /// As [`Self::splice_from`] for the main channel: takes the records of these pages, which continue the block of the record
-    /// before, each with its page behind it.
+    /// As [`Self::splice_from`] for the main channel: takes the records of these pages, which continue the
+    /// block of the previous record, each followed by its page.
     ///
     /// # Errors
     /// As [`Self::pages`].
@@ -251,11 +253,11 @@ pub trait Sink: Sync {
     /// Pages received with content.
     ///
     /// # Errors
-    /// They cannot be kept; the migration ends.
+    /// The pages cannot be stored; the migration ends.
     fn pages(&self, stream: ChannelId, pages: &Pages<'_>) -> Result<()>;
 
-    /// Until when the contents that were given to [`Self::pages`] on this stream are still read, without a copy having been
-    /// made: the buffer that they lie in is not received into before. The default is done from the beginning.
+    /// Ticket of the contents that were given to [`Self::pages`] on this stream and are read without a copy:
+    /// their buffer is not reused before it is done. The default is done from the beginning.
     fn zero_copy_ticket(&self, stream: ChannelId) -> ZeroCopyTicket {
         let _ = stream;
         ZeroCopyTicket::default()
@@ -270,7 +272,7 @@ pub trait Sink: Sync {
     /// The content of a page here now; XBZRLE sends only differences.
     ///
     /// # Errors
-    /// It cannot be read back.
+    /// The page cannot be read back.
     fn current(&self, page: PageRef, content: &mut [u8]) -> Result<()>;
 
     /// All lanes are at a barrier: pages after it may replace pages before it. Called with every lane waiting.
@@ -302,7 +304,7 @@ pub trait Sink: Sync {
     /// The guest is stopped at its source, and this is its device state. All memory has come.
     ///
     /// # Errors
-    /// It cannot be kept; the source's guest runs on.
+    /// The device state cannot be stored; the source's guest runs on.
     fn device_state(&self, state: DeviceState) -> Result<()>;
 
     /// The stream is complete. Returns only when the guest is safe here, because the source is acknowledged next.
@@ -311,8 +313,8 @@ pub trait Sink: Sync {
     /// The guest is not safe here; its source keeps it.
     fn commit(&self) -> Result<()>;
 
-    /// The last step: makes the committed guest visible. Called when the migration can no longer be cancelled, so that a
-    /// cancelled one leaves nothing; or later by the caller
+    /// The last step: makes the committed guest visible. Called when the migration can no longer be
+    /// cancelled, so a cancelled one leaves nothing; or later by the caller
     /// ([`Publication::ByCaller`](crate::incoming::Publication::ByCaller)).
     ///
     /// # Errors
@@ -321,8 +323,8 @@ pub trait Sink: Sync {
         Ok(())
     }
 
-    /// The source opened a return path: for a sink that sends messages of its own there (a relay forwards those of
-    /// its destination).
+    /// The source opened a return path: for a sink that sends further messages there (a relay forwards those
+    /// of its destination).
     fn return_path(&self, writer: ReturnPathWriter) {
         drop(writer);
     }

@@ -48,8 +48,9 @@ impl Incoming {
         Self { session, statistics, options }
     }
 
-    /// Receives the guest into `sink`; returns when it is safe there and the source was acknowledged. The connections
-    /// are to be held until the source is done with them ([`Connections::linger`]): it may fail if they break before.
+    /// Receives the guest into `sink`; returns when it is safe there and the source was acknowledged. The
+    /// caller must hold the connections until the source is done with them ([`Connections::linger`]): it may
+    /// fail if they break before.
     ///
     /// # Errors
     /// The first error of any thread. The source was not acknowledged, so it keeps its guest, even where
@@ -90,7 +91,7 @@ impl Incoming {
         }
         self.statistics.count_lane(INIT_BYTES * connections.lanes.len());
         let mut main = MainChannel::new(connections, &shared, self.options);
-        // Every lane has ended before the guest is committed: nothing changes it any more.
+        // Every lane has ended before the guest is committed, so nothing changes it afterwards.
         let received = thread::scope(|scope| {
             let _guard = self.session.guard();
             for (index, channel) in connections.lanes.iter().enumerate() {

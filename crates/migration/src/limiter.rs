@@ -25,7 +25,7 @@ struct Reservation {
     rate: Option<u64>,
     /// Number of changes of the rate up to the reservation.
     changes: u64,
-    /// Nothing is limited any more.
+    /// The limit is lifted for good.
     lifted: bool,
 }
 
@@ -42,7 +42,7 @@ impl Limiter {
         self.is_lifted.notify_all();
     }
 
-    /// Waits until `bytes` more may be sent. A rate that changes meanwhile holds from that moment.
+    /// Waits until `bytes` more may be sent. A new rate applies at once, also to a waiting call.
     pub(crate) fn reserve(&self, bytes: u64, session: &Session) -> Result<()> {
         loop {
             let Some((due, changes)) = self.due(bytes, session.tuning()) else { return Ok(()) };

@@ -9,8 +9,8 @@
 //! The memory is only read, and never as a slice: it may change at any time until `stop` has returned. For the other end,
 //! and for memory that only this process writes by [`crate::Memory::write`], there is [`crate::Memory`].
 //!
-//! Limits: pages of 4 KiB; the mapping stays as it is while a migration runs. Writes that the tracker cannot see are
-//! reported by [`SourceMemory::mark_dirty`]. Reading untouched shared memory allocates it.
+//! Limits: pages of 4 KiB; the mapping must not change while a migration runs. Writes that the tracker cannot
+//! see are reported by [`SourceMemory::mark_dirty`]. Reading untouched shared memory allocates it.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -28,13 +28,13 @@ use crate::sys::Span;
 use crate::tracker::DirtyTracker;
 use crate::{Extent, ExtentKind, Guest, MemoryError, Result};
 
-/// Maximum number of pages looked at for one extent: those of a unit that is sent.
+/// Maximum number of pages examined for one extent: those of a unit that is sent.
 const EXTENT_PAGES_MAX: u64 = 512;
 
 /// A block of a live guest.
 #[derive(Debug, Clone, Copy)]
 pub struct LiveBlock<'a> {
-    /// Its name on the wire, as QEMU's idstr (`pc.ram`).
+    /// Name of the block on the wire, QEMU's idstr (`pc.ram`).
     pub name: &'a str,
     /// Where its memory is: whole pages.
     pub span: Span<'a>,
@@ -52,7 +52,7 @@ pub struct SourceMemory<'a> {
     tracker: Box<dyn DirtyTracker + 'a>,
     /// Pages that were never touched, as the tracker reported when it began.
     untouched: DirtyMap,
-    /// Written behind the tracker's back.
+    /// Pages whose writes the tracker did not see.
     marked: DirtyMap,
     device_state: Mutex<Option<Vec<u8>>>,
     on_stop: Option<Hook<'a>>,
@@ -105,8 +105,8 @@ impl<'a> SourceMemory<'a> {
         })
     }
 
-    /// Has the guest stopped for its last pass by `stop`, and started again by `start` if the migration fails then. When
-    /// `stop` has returned, nothing is written any more, also not by devices.
+    /// Has the guest stopped for its last pass by `stop`, and started again by `start` if the migration fails
+    /// then. After `stop` has returned, nothing writes to the memory, devices included.
     #[must_use]
     pub fn with_hooks(
         mut self,

@@ -6,12 +6,12 @@
 //! ```
 //!
 //! Each block is anonymous memory or a shared mapping of a file or memfd, which other processes write through
-//! mappings of their own. For anonymous memory untouched pages are known, so these are neither read nor sent, and not
-//! touched where zero pages arrive. Writes during a migration have to be marked ([`Memory::mark_dirty`];
+//! their own mappings. For anonymous memory untouched pages are known, so these are neither read nor sent,
+//! and not touched where zero pages arrive. Writes during a migration must be marked ([`Memory::mark_dirty`];
 //! [`Memory::write`] does it), since the memory itself is not tracked.
 //!
-//! It runs no guest, and its device state is opaque bytes. Limits: pages of 4 KiB; a block's file must not be
-//! truncated while it is mapped.
+//! This memory runs no guest, and its device state is opaque bytes. Limits: pages of 4 KiB; a block's file
+//! must not be truncated while it is mapped.
 
 mod error;
 mod guest;
@@ -86,7 +86,7 @@ struct KnownBlocks {
     blocks: Vec<RamBlock>,
     mapped: Vec<MappedBlock>,
     dirty: DirtyMap,
-    /// Pages that may hold something; in shared blocks all may, whatever the map says.
+    /// Pages that may hold something; in shared blocks all may, even those without a bit in the map.
     touched: DirtyMap,
 }
 
@@ -114,13 +114,14 @@ impl Memory {
         Self::empty(Some(limit))
     }
 
-    /// A sink that takes any guest of exactly `length` bytes and puts its blocks into a file or memfd, one behind the other.
+    /// A sink that takes any guest of exactly `length` bytes and puts its blocks into a file or memfd, one
+    /// after the other.
     pub fn adopting_into(file: OwnedFd, length: u64) -> Self {
         Self { file: Some(file), ..Self::empty(Some(length)) }
     }
 
-    /// Has the guest stopped for its last pass by `stop`, and started again by `start` if the migration fails then. When
-    /// `stop` has returned, nothing is written any more.
+    /// Has the guest stopped for its last pass by `stop`, and started again by `start` if the migration fails
+    /// then. After `stop` has returned, nothing writes to the memory.
     #[must_use]
     pub fn with_hooks(
         mut self,
@@ -168,7 +169,7 @@ impl Memory {
         ram.dirty.mark(at, bytes.len() as u64);
     }
 
-    /// Copies memory of one block out. What is written meanwhile may be there in part.
+    /// Copies memory of one block out. The copy may have a concurrent write in part.
     ///
     /// # Panics
     /// If it is not within the block.

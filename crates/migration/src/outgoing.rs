@@ -77,9 +77,9 @@ impl Options {
 /// Handling of a guest that writes as fast as it is sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unconverged {
-    /// It runs on at its source; the migration ends with [`Error::CannotConverge`].
+    /// The guest runs on at its source; the migration ends with [`Error::CannotConverge`].
     GiveUp,
-    /// It is stopped for as long as sending what is left takes.
+    /// The guest is stopped for as long as it takes to send the rest.
     SwitchOver,
 }
 
@@ -201,7 +201,7 @@ impl Outgoing {
         }
     }
 
-    /// A state that is not QEMU's is sent as it is.
+    /// A state that is not QEMU's is sent unchanged.
     fn send_state(&self, main: &mut MainWriter, answers: Option<&ReturnPath>, state: &[u8]) -> Result<()> {
         if let Ok(state) = DeviceState::parse(state) {
             return send_device_state(&self.session, main, answers, &state, state.run_state());
@@ -286,7 +286,7 @@ impl Outgoing {
         shared.guest.device_state()
     }
 
-    /// Sends every unit of a pass, and the barrier behind it.
+    /// Sends every unit of a pass, and the barrier after it.
     fn pass(&self, shared: &Shared<'_>, lanes: &mut [LaneWriter], pass: &Pass) -> Result<()> {
         Statistics::add(&self.statistics.dirty_sync_count, 1);
         if lanes.is_empty() {
@@ -323,8 +323,8 @@ pub(crate) fn greet(session: &Session, main: &mut MainWriter, answers: &ReturnPa
     }
 }
 
-/// Sends the device state, and its last bytes only if the session's gate permits: to a QEMU that runs the guest by itself
-/// when it has loaded everything before them. `run_state`: that of the guest at its source.
+/// Sends the device state, and its last bytes only if the session's gate permits: to a QEMU that runs the
+/// guest on its own, when it has loaded everything before them. `run_state`: that of the guest at its source.
 pub(crate) fn send_device_state(
     session: &Session,
     main: &mut MainWriter,
@@ -359,7 +359,7 @@ fn send_units(shared: &Shared<'_>, lane: &mut LaneWriter, pass: &Pass) -> Result
         shared.limiter.refund(length.saturating_sub(sent));
     }
     lane.sync(blocks)?;
-    // The last page is on its way by now, so the network is not idle meanwhile.
+    // The last page is already on its way, so the network is not idle.
     lane.flush()
 }
 

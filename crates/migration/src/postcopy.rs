@@ -10,18 +10,18 @@
 //!   preparers: working set · all memory ──► ready ──┴─► the sender: claim · send ──► main channel
 //! ```
 //!
-//! - Each page is claimed in the sent map before it is sent; each claim succeeds once: a destination never gets a
-//!   page twice. A claim is made when its unit is prepared, so that a page whose unit takes long to fetch is never
-//!   claimed by a thread that has to wait for it.
+//! - Each page is claimed in the sent map before it is sent; each claim succeeds once: a destination never
+//!   gets a page twice. A claim is made when its unit is prepared, so a page whose unit takes long to fetch
+//!   is never claimed by a thread that has to wait for it.
 //! - The point of no return is [`Offered::run`]. An [`Offered`] that is dropped leaves no guest running; a
 //!   [`Running`] may have a guest at its destination, so losing its connection is [`ConnectionLost`], which reports whether the
 //!   destination had loaded all devices.
-//! - Pages of the working set of earlier restores, and their neighbours, are prefetched before the guest runs, as far
-//!   as that costs next to nothing.
+//! - Pages of the working set of earlier restores, and their neighbours, are prefetched before the guest
+//!   runs, where that costs next to nothing.
 //! - A lost connection is recovered from the destination's bitmaps of received pages, by this process or by another
 //!   one.
 //!
-//! It drives no QMP and knows no image. Limits: the guest does not change (an image, not live memory); two channels
+//! Out of scope: QMP and images. Limits: the guest does not change (an image, not live memory); two channels
 //! carry pages, main and preempt, as no QEMU supports more.
 
 mod connection;
@@ -189,7 +189,7 @@ impl<'g> Postcopy<'g> {
     /// bitmaps of received pages, and gets the rest.
     ///
     /// # Errors
-    /// This connection was lost as well. The guest waits at its destination as before.
+    /// This connection was lost as well. The guest still waits at its destination.
     pub fn recover<'p>(&'p self, session: &Arc<Session>, link: &PostcopyChannels<'_>) -> Result<Running<'p>> {
         session.watch(&link.main);
         self.try_recover(session, link).map_err(|error| session.end(error))
@@ -295,7 +295,8 @@ impl PostcopyConnection<'_> {
 }
 
 impl<'p> Offered<'p> {
-    /// Sends the last byte. From here on the guest may run at its destination, whatever happens to the connection.
+    /// Sends the last byte. From here on the guest may run at its destination, even if the connection is
+    /// lost.
     pub fn run(self) -> Running<'p> {
         let Self { connection, mut writer, packaged } = self;
         let serving = packaged.run(writer.pending());

@@ -5,11 +5,13 @@
 //!   source that sends all ─► Incoming ─► SinkWithPresentBlocks ─► the same ─► Relay ─► destination
 //! ```
 //!
-//! The memory of a block is present where the destination maps the image that the guest is stored in, or the memory of the QEMU
-//! that runs it. A source that knows nothing of that sends the block's pages all the same; [`SinkWithPresentBlocks`] drops them on arrival.
+//! The memory of a block is present where the destination maps the image that the guest is stored in, or the
+//! memory of the QEMU that runs it. A source that does not know this sends the block's pages anyway;
+//! [`SinkWithPresentBlocks`] drops them on arrival.
 //!
-//! Out of scope: the proof that the memory is there and stays unchanged until the guest runs. It is the caller's; nothing in the
-//! stream would show that it is missing. Limits: not with postcopy, which discards the destination's memory.
+//! Out of scope: the proof that the memory is there and stays unchanged until the guest runs. The caller
+//! provides it; nothing in the stream would show that memory is missing. Limits: not with postcopy, which
+//! discards the destination's memory.
 
 use std::collections::BTreeSet;
 use std::ops::Deref;
@@ -51,7 +53,7 @@ pub(crate) fn first(guest: &dyn Guest) -> Option<&RamBlock> {
     (0..).zip(guest.blocks()).find(|(index, _)| is_present(*index)).map(|(_, block)| block)
 }
 
-/// The blocks that have these names; each name has to be one of them.
+/// The blocks that have these names; a block of each name must exist.
 fn flags(blocks: &[RamBlock], names: &BTreeSet<String>) -> Result<Flags> {
     let is_missing = |name: &&String| !blocks.iter().any(|block| block.name == **name);
     if let Some(name) = names.iter().find(is_missing) {

@@ -5,13 +5,14 @@
 //!          ◄─ SHUT 0 ◄──  commit() ◄─ SHUT 0         only acknowledged after the destination did
 //! ```
 //!
-//! Lane i goes to lane i, records to records, a barrier follows wherever the source had one, sections keep their
-//! bounds, so the destination reads the source's order. Between bare sockets, pages move within the kernel (`splice(2)`):
-//! those of lanes where zero-copy sends are off or do not cost less, so that only headers are seen here, and runs of
-//! records of the main channel, which are looked at before they are forwarded. The relay holds no guest memory; a slow
-//! destination slows the source down by its socket. Both sides have the same number of lanes, the same compression and
-//! the same machine type. Compressed pages are decompressed and compressed again: a lane's
-//! stream depends on all its packets before, and the relay splits packets with both zero pages and others.
+//! Lane i goes to lane i, records to records, a barrier follows wherever the source had one, sections keep
+//! their bounds, so the destination reads the source's order. Between bare sockets, pages move within the
+//! kernel (`splice(2)`): those of lanes where zero-copy sends are off or do not cost less, so only headers
+//! are seen here, and runs of records of the main channel, which are peeked before they are forwarded. The
+//! relay holds no guest memory; a slow destination slows the source down by its socket. Both sides have the
+//! same number of lanes, the same compression and the same machine type. Compressed pages are decompressed
+//! and compressed again: a lane's stream depends on all its packets before, and the relay splits packets with
+//! both zero pages and others.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -108,7 +109,8 @@ impl Relay {
         &self.statistics
     }
 
-    /// The channel to the destination that carries everything but lanes: behind the stream's end, for a session with a towline.
+    /// The channel to the destination that carries everything but lanes: after the end of the stream, for a
+    /// session with a towline.
     pub fn main_channel(&self) -> Arc<dyn Channel> {
         Arc::clone(&self.connections.main)
     }

@@ -68,7 +68,7 @@ statistics! {
     duplicate,
     /// Bytes of pages that went with content.
     normal_bytes,
-    /// Passes over the memory; at a destination, as many as the stream shows (FLUSH records behind the first).
+    /// Passes over the memory; at a destination, as many as the stream shows (FLUSH records after the first).
     dirty_sync_count,
     /// Number of times, for each lane in each pass with zero-copy required (`on`), that the kernel copied everything:
     /// as in QEMU, between 0 and `dirty_sync_count` times the lanes.

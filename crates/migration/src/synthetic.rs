@@ -41,7 +41,7 @@ use pattern::PAGE_BYTES;
 
 /// The RAM block's name.
 pub const BLOCK_NAME: &str = "mem.ram";
-/// The machine type in the stream, so that no QEMU accepts the guest.
+/// The machine type in the stream, so no QEMU accepts the guest.
 pub const MACHINE_TYPE: &str = "towline-mem";
 
 /// Pages that a thread fills at a time: 8 MiB.
@@ -69,16 +69,16 @@ impl Synthetic {
         Ok(this)
     }
 
-    /// Its parameters.
+    /// Parameters of the guest.
     pub fn shape(&self) -> &Shape {
         &self.shape
     }
 
-    /// Runs the guest, that is its load, while `work` has it to send it. The engine stops it for the last pass; when `work`
-    /// has returned, nothing writes any more.
+    /// Runs the guest's load while `work` sends the guest. The engine stops it for the last pass; after
+    /// `work` has returned, nothing writes to the memory.
     ///
     /// # Errors
-    /// Its writes cannot be tracked on this machine.
+    /// Writes cannot be tracked on this machine.
     pub fn run<T>(&self, work: impl FnOnce(&SourceMemory<'_>) -> T) -> Result<T> {
         let tracker = self.tracker()?;
         let load = LoadThreads::new(self.shape.threads.get());
@@ -207,7 +207,7 @@ pub fn memfd(length: u64, pages: MemfdPages) -> std::io::Result<OwnedFd> {
 /// Populates all pages of a memfd now, with huge pages where available; they stay for later mappings.
 ///
 /// # Errors
-/// It is shorter than that, or there is not so much memory.
+/// The length is less than that, or the kernel has too little memory.
 pub fn populate(file: &OwnedFd, length: u64, threads: NonZeroUsize) -> Result<(), MemoryError> {
     let backing = memory::BlockBacking::Shared { file: file.as_fd(), offset: 0 };
     let block = memory::MemoryBlock { name: BLOCK_NAME, length, backing };

@@ -1,5 +1,5 @@
-//! System interfaces of the engine beside channels: memory of its own, and a guest's. All `unsafe` of this crate is
-//! below here.
+//! System interfaces of the engine beside channels: private memory, and a guest's. All `unsafe` of this crate
+//! is below here.
 
 mod mapping;
 mod pagemap;

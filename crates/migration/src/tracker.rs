@@ -8,8 +8,8 @@
 //! - [`DirtyLogTracker`]: by an existing bitmap, a bit for each page: KVM's dirty log ([`KvmDirtyLog`] combines its slots), a
 //!   device's.
 //!
-//! Neither sees writes by devices into pinned pages (VFIO) and by other processes through mappings of their own:
-//! their authors have to report them by [`crate::SourceMemory::mark_dirty`].
+//! Neither sees writes by devices into pinned pages (VFIO) and by other processes through their own mappings:
+//! these must be reported by [`crate::SourceMemory::mark_dirty`].
 
 mod bitmap;
 mod error;
@@ -28,11 +28,11 @@ use crate::sys::Span;
 
 /// Tracks which pages of a guest's memory were written. Every call names the same memory, a span for each block.
 pub trait DirtyTracker: Send + Sync {
-    /// Starts, or starts again: every write from its return on is in a later harvest. Reports to `untouched` the
-    /// pages that were never touched, as far as known: runs that are zero until they are reported.
+    /// Starts, or starts again: every write after it returns is in a later harvest. Reports to `untouched`
+    /// the known runs of pages that were never touched: they are zero until they are reported.
     ///
     /// # Errors
-    /// It cannot track this memory; nothing is tracked.
+    /// This memory cannot be tracked; nothing is tracked.
     fn start(&self, memory: &[Span<'_>], untouched: &mut dyn FnMut(PageRef, u64))
     -> Result<(), TrackerError>;
 
@@ -43,7 +43,7 @@ pub trait DirtyTracker: Send + Sync {
     /// Writes may be lost from now on.
     fn harvest(&self, memory: &[Span<'_>], report: &mut dyn FnMut(PageRef, u64)) -> Result<(), TrackerError>;
 
-    /// Ends; the guest is as fast again as before. Also called when nothing was started.
+    /// Ends the tracking and its cost for the guest. Also called when nothing was started.
     ///
     /// # Errors
     /// The guest may still be slowed down.

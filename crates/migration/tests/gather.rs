@@ -140,7 +140,7 @@ fn too_many_lanes_are_refused_whenever_they_come() {
 
 #[test]
 fn a_lane_that_comes_late_is_refused_before_the_guest_is_committed() {
-    // The first look for lanes too many is at the end of START; the source is held before its end meanwhile.
+    // Excess lanes are first searched for at the end of START; until then the source is held before its end.
     let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap()).unwrap();
     let address = listener.local_address().clone();
     let late = std::sync::Mutex::new(None);

@@ -1,4 +1,4 @@
-//! Live memory with threads that write in it while it is sent: it arrives as it was when it stopped.
+//! Live memory with threads that write in it while it is sent: the state at the stop arrives.
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
 mod common;
@@ -161,7 +161,7 @@ impl Log {
     }
 }
 
-/// The tests look at it while it is used.
+/// The tests read it while it is used.
 struct Shared(Arc<Log>);
 
 impl DirtyLogReader for Shared {
@@ -176,7 +176,7 @@ impl DirtyLogReader for Shared {
         for (word, own) in words.iter_mut().zip(&self.0.words[block.index()]) {
             *word = own.swap(0, Ordering::Acquire);
         }
-        // A page that is always written, so that no migration ends before its last pass.
+        // A page that is always written, so no migration ends before its last pass.
         self.0.mark(block.index(), 0);
         Ok(())
     }
@@ -205,8 +205,8 @@ fn a_guest_is_tracked_by_a_dirty_log() {
 
 #[test]
 fn a_tracker_that_fails_ends_the_migration() {
-    // Of two blocks: at the start, behind the first pass, and when the guest is stopped, behind a second: the first had
-    // no page with content.
+    // Of two blocks: at the start, after the first pass, and when the guest is stopped, after a second: the
+    // first had no page with content.
     for (left, stops) in [(1, 0), (2, 0), (3, 0), (6, 1)] {
         let spans: Vec<_> = BLOCKS.iter().map(|&(_, pages)| anonymous(pages)).collect();
         let (vcpus, log) = (Arc::<Vcpus>::default(), Log::new(&spans, left));
@@ -261,7 +261,7 @@ fn writes_that_a_tracker_cannot_see_are_marked() {
     let written = Arc::clone(&device);
     let block = |number: usize| LiveBlock { name: BLOCKS[number].0, span: spans[number] };
     let stop = move || {
-        // A device's last write, through a mapping of its own.
+        // A device's last write, through its own mapping.
         theirs.write(77 * PAGE + 1, b"device");
         written.lock().unwrap().as_ref().unwrap().mark_dirty(at(1, 77 * PAGE as u64 + 1), 6);
         Ok(())

@@ -25,7 +25,7 @@ const UNIT: u64 = 64 << 10;
 const RUN: u64 = 2 << 20;
 /// Units around a fault that are prepared at the same time.
 const PREFETCHERS: u64 = 8;
-/// Bytes on the way between the two ends: little, so that a cut leaves work undone.
+/// Bytes on the way between the two ends: little, so a cut leaves work undone.
 const PIPE_BYTES: usize = 64 << 10;
 const WITHIN: Duration = Duration::from_secs(60);
 
@@ -302,7 +302,8 @@ impl Stream<'_> {
         }
     }
 
-    /// Records until EOS. The pages of a huge page count when all of them came, as they are placed then.
+    /// Records until EOS. The pages of a huge page count when all of them have arrived, since they are placed
+    /// together.
     fn records(&mut self) -> Result<(), Broken> {
         let mut huge = Vec::new();
         loop {

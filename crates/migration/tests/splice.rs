@@ -36,7 +36,7 @@ fn migrate_in_splits(further_links: usize, check: impl Fn(&Outcome)) {
     }
 }
 
-/// Whatever parts the stream arrives in, the destination gets the same.
+/// The destination gets the same however the stream is split.
 #[test]
 fn every_split_of_a_main_channel_is_spliced_alike() {
     migrate_in_splits(1, |outcome| {
@@ -47,7 +47,7 @@ fn every_split_of_a_main_channel_is_spliced_alike() {
     });
 }
 
-/// As before, into memory: most pages are received where they belong, whatever parts the stream arrives in.
+/// Into memory: most pages are received where they belong, however the stream is split.
 #[test]
 fn every_split_of_a_main_channel_arrives_in_place() {
     migrate_in_splits(0, |outcome| {
@@ -105,7 +105,7 @@ impl Sink for Taker {
     }
 }
 
-/// As before, into a sink without memory for pages: most come in runs of whole pages, each by one call.
+/// Into a sink without memory for pages: most come in runs of whole pages, each by one call.
 #[test]
 fn a_main_channel_arrives_in_runs_of_whole_pages() {
     for seed in 1..4 {
@@ -135,7 +135,7 @@ fn a_channel_without_a_descriptor_is_not_spliced() {
     assert_eq!((relay.spliced_calls, outcome.destination.statistics.vectored_calls), (0, 0), "{outcome:?}");
 }
 
-/// A stream whose last record names a page outside of its block, behind `pages` others.
+/// A stream whose last record names a page outside of its block, after `pages` others.
 fn stream_out_of_range(pages: u64) -> Vec<u8> {
     let blocks = [RamBlock { name: "pc.ram".into(), length: pages * PAGE as u64, mapped: None }];
     let mut bytes = Vec::new();

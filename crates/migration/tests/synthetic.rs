@@ -185,7 +185,7 @@ fn a_wrong_page_is_named_and_the_source_keeps_its_guest() {
 /// A guest whose writes are not tracked.
 struct Forgetful<'a> {
     guest: &'a dyn Guest,
-    /// Comes true when some were made behind the first pass.
+    /// Becomes true when some were made after the first pass.
     until: &'a (dyn Fn() -> bool + Sync),
 }
 

@@ -48,7 +48,8 @@ pub use xdp::{Xdp, XdpError};
 pub const PAIRS_MAX: usize = towline_vhost_user::QUEUES_MAX / 2;
 /// Maximum length of a frame with its virtio header: a super-frame of 64 KiB and its headers.
 pub const FRAME_BYTES_MAX: usize = 68 << 10;
-/// Bytes after which a batch is published before it is complete, so that the guest and the device work at the same time.
+/// Bytes after which a batch is published before it is complete, so the guest and the device work at the same
+/// time.
 const PUBLISHED_BYTES: u64 = 64 << 10;
 
 /// The example of the README, as a test.

@@ -4,8 +4,9 @@
 //!   a super-frame   [headers][payload ................................]
 //!   its segments    [headers'][payload 0..mss]  [headers'][mss..2 mss]  …     lengths, ids, sequence numbers differ
 //! ```
-//! The rules are those of the kernel (`tcp_gso_segment`, `udp_gso_segment`, `inet_gso_segment`), so that packets look the
-//! same as through a tap. No I/O, and payload is not read. Decisions are made on a copy of the guest's headers.
+//! The rules are those of the kernel (`tcp_gso_segment`, `udp_gso_segment`, `inet_gso_segment`), so packets
+//! look the same as through a tap. No I/O, and payload is not read. Decisions are made on a copy of the
+//! guest's headers.
 //!
 //! Out of scope and left to the kernel (`None`): IP fragments (UFO), tunnels, IPv6 extension headers, more than two VLAN
 //! tags, headers of more than [`HEADERS_BYTES_MAX`] bytes, more than [`SEGMENTS_MAX`] segments.

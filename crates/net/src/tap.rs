@@ -5,8 +5,8 @@
 //!            └─ yes ─► a tap: /dev/net/tun   a macvtap: /dev/tapN                         ├─► N queues, virtio header
 //!   descriptors that a manager opened ────────────────────────────────────────────────────┘
 //! ```
-//! The queue of a disabled pair is detached, so that the kernel steers no flow to it. The first one stays attached: a tap is
-//! configured through an attached queue, and a guest always has its first pair.
+//! The queue of a disabled pair is detached, so the kernel steers no flow to it. The first one stays
+//! attached: a tap is configured through an attached queue, and a guest always has its first pair.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -280,8 +280,8 @@ impl Taps {
         &self.queues
     }
 
-    /// Waits until the interface is deleted, or cancelled. Linux wakes those that wait for an error of a queue only if they wait
-    /// for frames too, so that the interface is looked at in intervals.
+    /// Waits until the interface is deleted, or cancelled. Linux wakes those that wait for an error of a
+    /// queue only if they wait for frames too, so the interface is looked at in intervals.
     pub fn wait_gone(&self, cancel: &Cancel) {
         while !(self.is_gone() || cancel.is_cancelled()) {
             if let Err(errno) = poll(&mut [PollFd::new(cancel, PollFlags::IN)], Some(&GONE_INTERVAL))

@@ -99,7 +99,7 @@ impl Transmitter {
                 return sent + complete;
             }
             sent = group.end;
-            // Earlier than the rest of the batch, so that the guest and the device work at the same time.
+            // Earlier than the rest of the batch, so the guest and the device work at the same time.
             if sent < self.batch.len() {
                 ring.publish();
             }

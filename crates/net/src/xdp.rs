@@ -90,7 +90,7 @@ pub struct Xdp {
     name: String,
     index: u32,
     first_queue: u32,
-    /// True if a manager opens the sockets, so that there are no others.
+    /// True if a manager opens the sockets, so there are no others.
     sockets_passed: bool,
     /// Unbound sockets, the next one last: those that were passed, and those whose queue was busy. Each can be bound once.
     sockets: Mutex<Vec<UnboundSocket>>,

@@ -1,4 +1,4 @@
-//! In place of `xdp`, without the feature `af-xdp`: types without values, so that a card is built without it.
+//! In place of `xdp`, without the feature `af-xdp`: types without values, so a card is built without it.
 
 use std::io;
 use std::os::fd::BorrowedFd;

@@ -91,7 +91,7 @@ pub fn decode_header(input: &mut Reader<'_>) -> Result<Option<()>> {
     Ok(Some(()))
 }
 
-/// Reads the section behind its type byte up to the machine name's end.
+/// Reads the section, whose type byte was consumed, up to the end of the machine name.
 pub(crate) fn decode_machine(input: &mut Reader<'_>) -> Result<Result<String, Incomplete>> {
     let Ok(length) = input.be32() else { return Ok(Err(Incomplete)) };
     let limit = limits::MACHINE_NAME_BYTES_MAX;
@@ -106,7 +106,7 @@ pub(crate) fn decode_machine(input: &mut Reader<'_>) -> Result<Result<String, In
     }
 }
 
-/// Reads one subsection behind its type byte into `configuration`.
+/// Reads one subsection, whose type byte was consumed, into `configuration`.
 pub(crate) fn decode_subsection(
     input: &mut Reader<'_>,
     configuration: &mut Configuration,

@@ -9,8 +9,8 @@
 //!                               ▼                    │
 //!                             Blocks → Records → Footer → Sections → … → DeviceState
 //! ```
-//! The memory of a background snapshot ([`StreamDecoder::of_snapshot`]) has no END: behind a PART a device's FULL section is the
-//! device state's beginning.
+//! The memory of a background snapshot ([`StreamDecoder::of_snapshot`]) has no END: after a PART, a device's
+//! FULL section begins the device state.
 //!
 //! [`StreamDecoder::handle`] consumes one item of the input. After [`StreamItem::Page`] the page's bytes follow: the driver
 //! consumes them itself (from its buffer, or straight from the channel) and continues after them. After

@@ -4,10 +4,11 @@
 //!   { u8 4  be32 id  counted name  be32 instance  be32 version  fields…  u8 0x7e  be32 id }*   u8 0   u8 6  be32 n  JSON
 //! ```
 //!
-//! A device section's length is nowhere in it, so the end is found from behind: the stream ends with a description whose
-//! length leads exactly to the last byte received, that is JSON, and that lists just the sections which are there, each
-//! begun where the one before it has its footer. A source waits for SHUT after it, so nothing follows. QEMU leaves the
-//! description out with `suppress-vmdesc=on` and after postcopy; such a stream never completes here.
+//! A device section does not state its length, so the end is found backwards: the stream ends with a
+//! description whose length leads exactly to the last byte received, that is JSON, and that lists exactly the
+//! sections that are there, each of which begins after the footer of the previous one. A source waits for
+//! SHUT after it, so nothing follows. QEMU leaves the description out with `suppress-vmdesc=on` and after
+//! postcopy; such a stream never completes here.
 //!
 //! Limits: a guest that writes a description of all sections so far, and a footer before it, into a device's state can
 //! make its tail look complete where the bytes so far end with it. It harms itself only.
@@ -29,7 +30,7 @@ use crate::{Error, InvalidMessage, Result};
 
 /// EOF and the description's type byte.
 const TAIL_HEAD: [u8; 2] = [SectionType::Eof as u8, SectionType::VmDescription as u8];
-/// These and the description's length.
+/// Bytes of the description's head: these and its length.
 const TAIL_HEAD_BYTES: usize = TAIL_HEAD.len() + 4;
 /// FULL and the section's id.
 const SECTION_HEAD_BYTES: usize = 5;
@@ -100,8 +101,8 @@ impl DeviceState {
         core::str::from_utf8(&text[..end]).ok()
     }
 
-    /// Replaces the run state `running` by `paused`: a QEMU that loads this does not run the guest before it gets `cont` afterwards,
-    /// whatever commands it gets meanwhile. Other run states stay.
+    /// Replaces the run state `running` by `paused`: a QEMU that loads this runs the guest only on a later
+    /// `cont`, in spite of commands that it received while it loaded. Other run states stay.
     pub fn pause(&mut self) {
         if let (Some("running"), Some(at)) = (self.run_state(), self.run_state_at()) {
             // With its length, which counts the final NUL.
@@ -115,7 +116,7 @@ impl DeviceState {
         Some(device.offset + SECTION_HEAD_BYTES + 1 + device.name.len() + 8 + 4)
     }
 
-    /// The device whose section holds byte `offset`; `None` behind the sections.
+    /// The device whose section holds byte `offset`; `None` past the sections.
     pub fn device_at(&self, offset: usize) -> Option<&DeviceSection> {
         let within = offset < self.sections_end;
         self.devices.iter().rev().find(|device| within && device.offset <= offset)
@@ -126,12 +127,12 @@ impl DeviceState {
 /// instance is 0; a destination distinguishes them by their names.
 ///
 /// # Panics
-/// If a name is longer than 255 bytes, or cannot stand in JSON as it is.
+/// If a name is longer than 255 bytes, or needs escapes in JSON.
 pub fn encode(devices: &[(&str, u32, &[u8])]) -> Vec<u8> {
     let (mut bytes, mut listed) = (Vec::new(), String::new());
     for (id, &(name, version, content)) in (FIRST_SECTION_ID..).zip(devices) {
         let is_plain = |c: char| !c.is_control() && c != '"' && c != '\\';
-        assert!(name.chars().all(is_plain), "{name:?} cannot stand in JSON as it is");
+        assert!(name.chars().all(is_plain), "{name:?} needs escapes in JSON");
         SectionHeader { id, name: name.into(), instance: 0, version }.encode(SectionType::Full, &mut bytes);
         bytes.extend_from_slice(content);
         put_footer(&mut bytes, id);
@@ -147,8 +148,8 @@ pub fn encode(devices: &[(&str, u32, &[u8])]) -> Vec<u8> {
 
 /// Gathers the tail as it comes.
 ///
-/// Only the last thing that looks like a description's beginning can be the one: JSON has no NUL byte, so nothing in the
-/// description looks like another. Hence nothing is kept of those before it.
+/// Only the last byte sequence that looks like the beginning of a description can be one: JSON has no NUL
+/// byte, so nothing in the description looks like another. Hence nothing is kept of those before it.
 #[derive(Debug, Default)]
 pub struct Collector {
     bytes: Vec<u8>,
@@ -185,8 +186,9 @@ impl Collector {
 
     /// The device state, if it is complete with the bytes so far.
     ///
-    /// A description that does not fit the sections is no error yet: a guest can write one into a device, and the
-    /// result must not depend on how the bytes are split. [`Self::truncated`] reports it if nothing else follows.
+    /// A description that does not fit the sections is not an error yet: a guest can write one into a device,
+    /// and the result must not depend on how the bytes are split. [`Self::truncated`] reports it if nothing
+    /// else follows.
     ///
     /// # Errors
     /// Too many descriptions that do not fit.
@@ -213,7 +215,7 @@ impl Collector {
     }
 
     fn search(&mut self) {
-        // The last place from which a head and the byte behind it fit.
+        // The last offset at which a head and one more byte fit.
         let Some(last) = self.bytes.len().checked_sub(TAIL_HEAD_BYTES) else { return };
         let mut at = self.searched;
         self.searched = last;
@@ -273,7 +275,7 @@ impl<'de> Visitor<'de> for ListedVisitor {
     }
 }
 
-/// Reads the description behind `sections_end` and finds each device that it lists.
+/// Reads the description at `sections_end` and finds each device that it lists.
 fn devices(bytes: &[u8], sections_end: usize) -> Result<Vec<DeviceSection>, InvalidMessage> {
     let text = &bytes[sections_end + TAIL_HEAD_BYTES..];
     let description: Description<'_> =
@@ -295,7 +297,8 @@ fn devices(bytes: &[u8], sections_end: usize) -> Result<Vec<DeviceSection>, Inva
     }
 }
 
-/// Finds the section of a listed device: the first at the beginning, others behind the footer of the one `before`.
+/// Finds the section of a listed device: the first at the beginning, others after the footer of the one
+/// `before`.
 fn locate(
     sections: &[u8],
     before: Option<&DeviceSection>,

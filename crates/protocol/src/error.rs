@@ -80,7 +80,7 @@ pub enum InvalidMessage {
     PacketName,
     #[error("mapped-ram header of block {block:?}: {what} is {found}, expected {expected}")]
     MappedRam { block: String, what: &'static str, found: u64, expected: u64 },
-    #[error("the description behind the device state is no JSON object with devices: {0}")]
+    #[error("the description after the device state is not a JSON object with devices: {0}")]
     Description(String),
     #[error(
         "the description lists device {name:?} instance {instance}, whose section is not in the device state"

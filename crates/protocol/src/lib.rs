@@ -1,8 +1,8 @@
 //! QEMU's migration stream (7.2 to 11.1): its wire formats and both ends' state machines.
 //!
-//! Sans-IO: there is no input or output here, no thread, no clock and no guest memory. Bytes come in through a
-//! [`Reader`], bytes go out into a `Vec<u8>`, and pages are only ever *named* ([`PageRef`]): the driver borrows the
-//! page itself and passes it to the kernel, so that no page is copied in userspace.
+//! Sans-IO: there is no input or output here, no thread, no clock and no guest memory. Bytes come in through
+//! a [`Reader`], bytes go out into a `Vec<u8>`, and pages are only ever *named* ([`PageRef`]): the driver
+//! borrows the page itself and passes it to the kernel, so no page is copied in userspace.
 //!
 //! ```text
 //!   main channel    header · configuration · commands · ram START · ram PART × n · ram END · device state · EOF · VMDESC
@@ -12,8 +12,9 @@
 //!
 //! - [`destination::StreamDecoder`] reads a main channel, [`source::Setup`] and its successors write one; [`postcopy`] has those of
 //!   a source whose guest runs at its destination before its memory is there.
-//! - [`multifd`] holds the lanes' formats, [`return_path`] the messages back, [`mapped_ram`] the layout of a stored
-//!   guest, [`device_state`] the opaque tail behind the memory, [`machine`] what a machine type implies for the wire.
+//! - [`multifd`] holds the lanes' formats, [`return_path`] the messages back, [`mapped_ram`] the layout of a
+//!   stored guest, [`device_state`] the opaque tail that follows the memory, [`machine`] what a machine type
+//!   implies for the wire.
 //!
 //! Integers are big-endian. A *counted* string is one length byte and that number of bytes, without a NUL. Every
 //! length that a peer sends is compared with a constant of [`limits`] before it is used. Limits: target pages of one

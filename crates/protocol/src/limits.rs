@@ -21,8 +21,8 @@ pub const COMMAND_BYTES_MAX: usize = u16::MAX as usize;
 /// Largest data of a return-path message that a QEMU source takes (`migration.c`).
 pub const RETURN_PATH_BYTES_MAX: usize = 512;
 
-/// Largest device state with its description. A guest with many virtio queues has 1–2 MiB; VFIO devices, whose state
-/// may be larger, come on lanes or not at all here.
+/// Maximum size of the device state with its description. A guest with many virtio queues has 1–2 MiB; VFIO
+/// devices, whose state may be larger, is sent on lanes, or is refused here.
 pub const DEVICE_STATE_BYTES_MAX: usize = 64 << 20;
 
 /// Most device sections of one guest.

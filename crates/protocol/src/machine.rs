@@ -1,14 +1,15 @@
 //! Wire format that follows from a versioned machine type.
 //!
-//! QEMU sends no version of itself: what its stream looks like follows from machine type, capabilities and parameters,
-//! and both sides must have the same. The table is that of QEMU's `hw_compat_*` arrays (`hw/core/machine.c`).
+//! QEMU does not send its version: the format of its stream follows from machine type, capabilities and
+//! parameters, and both sides must have the same. The table is that of QEMU's `hw_compat_*` arrays
+//! (`hw/core/machine.c`).
 
 /// The version suffix of a machine type name: `pc-q35-7.2` is (7, 2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct MachineVersion {
     /// Before the dot.
     pub major: u16,
-    /// Behind it.
+    /// After the dot.
     pub minor: u16,
 }
 
@@ -40,8 +41,8 @@ impl BarrierForm {
     }
 }
 
-/// True where the machine type's lanes know zero pages (`zero-page-detection=multifd`, machine types ≥ 9.0). Below that a
-/// destination ignores them, so zero pages have to be records of the main channel.
+/// True where the machine type's lanes know zero pages (`zero-page-detection=multifd`, machine types ≥ 9.0).
+/// Below that a destination ignores them, so zero pages must be records of the main channel.
 pub fn lanes_carry_zero_pages(machine_type: &str) -> bool {
     MachineVersion::of(machine_type).is_none_or(|version| version.major >= 9)
 }
@@ -52,8 +53,9 @@ pub fn has_clean_tls_termination(machine_type: &str) -> bool {
     MachineVersion::of(machine_type).is_none_or(|version| version.major >= 10)
 }
 
-/// True where the machine type's source connects its preempt channel right behind the main one, and its destination loads
-/// nothing before both are there (`x-preempt-pre-7-2`, machine types ≤ 7.2). Above that it follows the first PONG.
+/// True where the machine type's source connects its preempt channel right after the main one, and its
+/// destination loads nothing before both are there (`x-preempt-pre-7-2`, machine types ≤ 7.2). Above that it
+/// follows the first PONG.
 pub fn preempt_connects_at_once(machine_type: &str) -> bool {
     MachineVersion::of(machine_type).is_some_and(|version| version <= MachineVersion { major: 7, minor: 2 })
 }

@@ -17,14 +17,14 @@ pub use header::{HEADER_BYTES, MappedRamHeader, PAGES_ALIGNMENT, VERSION, bitmap
 
 use crate::ram::RamBlock;
 
-/// Gives each of `blocks` its place in a file whose block list begins (with the be64 total) at `list_offset`; returns
-/// the offset behind the last block.
+/// Gives each of `blocks` its place in a file whose block list begins (with the be64 total) at `list_offset`;
+/// returns the end of the last block.
 pub fn place_all(blocks: &mut [RamBlock], list_offset: u64) -> u64 {
     place_all_reserving(blocks, list_offset, 0)
 }
 
-/// As [`place_all`], with `reserved` bytes or more between the first block's bitmap and its pages, which no reader of the
-/// stream looks at.
+/// As [`place_all`], with `reserved` bytes or more between the first block's bitmap and its pages, which no
+/// reader of the stream evaluates.
 pub fn place_all_reserving(blocks: &mut [RamBlock], list_offset: u64, reserved: u64) -> u64 {
     let (mut offset, mut reserved) = (list_offset + 8, reserved);
     for block in blocks {

@@ -5,8 +5,9 @@
 //!   header   magic version flags pages_alloc | normal_pages data_bytes packet_num | zero_pages 0… | block[256] | offsets
 //! ```
 //!
-//! All pages of a packet are of one block, at most 128 of 4 KiB; their contents follow in the order of the offsets. A
-//! packet with SYNC ends a lane's part of a pass: the destination's lane waits there until the main channel's barrier.
+//! All pages of a packet belong to one block, at most 128 of 4 KiB; their contents follow in the order of the
+//! offsets. A packet with SYNC ends a lane's part of a pass: the destination's lane waits there until the
+//! main channel's barrier.
 //!
 //! QEMU ≥ 9.0 clears the header for each packet and sends SYNC in a separate one, whose `pages_alloc` is 0. Older
 //! ones set SYNC on the lane's last packet with pages if that is still queued, send an empty packet after it, and do
@@ -170,7 +171,7 @@ impl Method {
 /// A packet, without its pages' contents.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Packet {
-    /// This lane's part of the pass ends behind this packet's pages.
+    /// The lane's part of the pass ends after this packet's pages.
     pub sync: bool,
     /// Compression of the contents.
     pub method: Method,
@@ -246,7 +247,7 @@ impl Packet {
         let announced_bytes = field(input.be32());
         let packet_num = field(input.be64());
         let zero_pages = bounded("zero_pages", field(input.be32()), PACKET_PAGES - normal_pages as usize)?;
-        // No contents follow a packet without normal pages, whatever size an old QEMU left in it.
+        // No contents follow a packet without normal pages: an old QEMU leaves a stale size in it.
         let data_bytes = if normal_pages == 0 { 0 } else { announced_bytes };
         check_size(method, normal_pages, data_bytes)?;
         let block = match normal_pages + zero_pages {

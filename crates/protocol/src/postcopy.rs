@@ -33,7 +33,7 @@ use crate::{InvalidMessage, PeerMisbehaved, Result, limits};
 pub const PING_PACKAGE: u32 = 2;
 /// Sent in the package, between the devices and RUN: its PONG shows that all device state was loaded.
 pub const PING_LOADED: u32 = 3;
-/// Sent behind the package: its PONG shows that the destination takes pages.
+/// Sent after the package: its PONG shows that the destination accepts pages.
 pub const PING_LISTENS: u32 = 4;
 
 /// Version of the DISCARD command.
@@ -44,9 +44,9 @@ const BITMAP_END: u64 = 0x0123_4567_89ab_cdef;
 /// A block, and the size of the pages that the destination has it in.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PostcopyBlock {
-    /// Its name and length.
+    /// Name and length of the block.
     pub ram: RamBlock,
-    /// Bytes of a host page there: 4 KiB, or that of the huge pages behind it.
+    /// Size of the block's host pages in bytes: 4 KiB, or that of its huge pages.
     pub page_bytes: u64,
 }
 
@@ -269,7 +269,7 @@ impl Recovery {
 pub struct AwaitingResumeAck(RamWriter);
 
 impl AwaitingResumeAck {
-    /// It came: opens the section for the pages that are missing.
+    /// The acknowledgement was received: opens the section for the missing pages.
     pub fn acknowledged(self, out: &mut Vec<u8>) -> Serving {
         Serving::open(self.0, out)
     }
@@ -291,9 +291,9 @@ pub enum ReturnMessage {
     Bitmap(BlockIndex),
     /// The destination resumes after a recovery.
     ResumeAck,
-    /// It has the guest and sends nothing more.
+    /// The destination has the guest and sends nothing more.
     Shut,
-    /// Of no matter here.
+    /// Ignored here.
     Other,
 }
 
@@ -370,11 +370,11 @@ fn request(blocks: &[PostcopyBlock], index: BlockIndex, start: u64, length: u64)
     }
 }
 
-/// Reads a bitmap of received target pages behind its message: be64 bytes, the bits (least significant first), be64 end mark.
-/// `None` and nothing consumed while more bytes are needed.
+/// Reads a bitmap of received target pages, which follows its message: be64 bytes, the bits (least
+/// significant first), be64 end mark. `None` and nothing consumed while more bytes are needed.
 ///
 /// # Errors
-/// It is not as long as the block's, or its end mark is missing.
+/// The bitmap is not as long as the block's, or its end mark is missing.
 pub fn decode_bitmap(input: &mut Reader<'_>, block: &PostcopyBlock) -> Result<Option<Vec<u8>>> {
     let start = input.position();
     let expected = block.ram.pages().div_ceil(8).next_multiple_of(8);

@@ -53,8 +53,8 @@ bitflags::bitflags! {
 /// Bytes of a record that names a page of the same block as the record before.
 pub const CONTINUED_RECORD_BYTES: usize = 8;
 
-/// Returns true if `record` is of a page with content, of the same block as the record before: [`PAGE_SIZE`] bytes of content
-/// follow.
+/// Returns true if `record` names a page with content, of the same block as the record before: [`PAGE_SIZE`]
+/// bytes of content follow.
 pub fn is_continued_page(record: [u8; CONTINUED_RECORD_BYTES]) -> bool {
     let flags = u64::from_be_bytes(record) & (PAGE_SIZE - 1);
     flags == (RamFlags::PAGE | RamFlags::CONTINUE).bits()
@@ -116,7 +116,7 @@ impl RecordWriter {
         out.push(0);
     }
 
-    /// Returns true if the last record named a page of `block`, so that the next one may continue it.
+    /// Returns true if the last record named a page of `block`, so the next one may continue it.
     pub fn continues(&self, block: BlockIndex) -> bool {
         self.last == Some(block)
     }

@@ -31,9 +31,9 @@ pub enum ReturnPathMessage {
     SwitchoverAck,
     /// Any other, kept.
     Other {
-        /// Its type.
+        /// Type of the message.
         kind: u16,
-        /// Its data.
+        /// Data of the message.
         data: Vec<u8>,
     },
 }

@@ -56,7 +56,7 @@ pub struct SectionHeader {
 }
 
 impl SectionHeader {
-    /// Appends the header behind its type byte.
+    /// Appends the header without its type byte.
     pub fn encode(&self, kind: SectionType, out: &mut Vec<u8>) {
         out.push(kind as u8);
         put32(out, self.id);
@@ -65,7 +65,7 @@ impl SectionHeader {
         put32(out, self.version);
     }
 
-    /// Reads a header behind its type byte.
+    /// Parses a section header whose type byte was consumed.
     pub fn decode(input: &mut Reader<'_>) -> Result<Self, Incomplete> {
         let id = input.be32()?;
         let name = lossy(input.counted()?);
@@ -79,7 +79,7 @@ pub fn put_footer(out: &mut Vec<u8>, id: u32) {
     put32(out, id);
 }
 
-/// A command's number. Unknown ones are kept, so that an error can name them.
+/// A command's number. Unknown ones are kept, so an error can name them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CommandKind(pub u16);
 
@@ -109,9 +109,9 @@ pub enum VmCommand {
     SwitchoverStart,
     /// Any other.
     Other {
-        /// Its number.
+        /// Number of the command.
         kind: CommandKind,
-        /// Its data.
+        /// Data of the command.
         data: Vec<u8>,
     },
 }
@@ -135,7 +135,7 @@ impl VmCommand {
         out.extend_from_slice(data);
     }
 
-    /// Reads a command behind its type byte.
+    /// Parses a command whose section type byte was consumed.
     pub(crate) fn decode(input: &mut Reader<'_>) -> Result<Result<Self, Incomplete>> {
         let head = input.be16().and_then(|kind| Ok((CommandKind(kind), input.be16()?)));
         let Ok((kind, length)) = head else { return Ok(Err(Incomplete)) };

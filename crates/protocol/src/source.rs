@@ -1,8 +1,8 @@
 //! The writing end of a main channel.
 //!
-//! Each state appends its bytes to a buffer of the caller and is replaced by the next, so that a stream can only be written
-//! in its order: [`Setup`] → [`Iterating`] ⇄ [`Part`] → [`End`] → [`AwaitShut`]. A page's bytes are not written here:
-//! the caller sends them behind the record that names them.
+//! Each state appends its bytes to a buffer of the caller and is replaced by the next, so a stream can only
+//! be written in its order: [`Setup`] → [`Iterating`] ⇄ [`Part`] → [`End`] → [`AwaitShut`]. A page's bytes
+//! are not written here: the caller sends them after the record that names them.
 //!
 //! The lanes' barriers: at a barrier the caller has every lane send SYNC and then calls [`RamWriter::barrier`], which
 //! writes a FLUSH record or, for the older form, nothing, because there the section's end is the barrier.
@@ -21,8 +21,8 @@ use crate::{PeerMisbehaved, Result};
 /// The first PING, sent with the return path's opening: its PONG shows that the destination read the stream's head.
 pub const PING_SETUP: u32 = 1;
 
-/// Sent behind the last device's section: its PONG shows that the destination has loaded the whole guest, and waits only for the
-/// end of the stream. No towline takes it there.
+/// Sent after the last device's section: its PONG shows that the destination has loaded the whole guest, and
+/// waits only for the end of the stream. A towline never receives it there.
 pub const PING_LOADED: u32 = 0x7477_6c03;
 
 /// Header and configuration are written.
@@ -45,8 +45,8 @@ impl Setup {
         Self(())
     }
 
-    /// As [`Self::begin`], and opens a return path. Sends `pings`, each a value of a PING, before the first PING of every
-    /// stream, so that their replies precede its reply.
+    /// As [`Self::begin`], and opens a return path. Sends `pings`, each a value of a PING, before the first
+    /// PING of every stream, so their replies precede its reply.
     pub fn begin_with_return_path(configuration: &Configuration, pings: &[u32], out: &mut Vec<u8>) -> Self {
         configuration.encode(out);
         VmCommand::OpenReturnPath.encode(out);
@@ -119,7 +119,8 @@ impl End {
         &mut self.0
     }
 
-    /// Closes the section; behind it the caller writes the device state ([`crate::device_state::DeviceState::bytes`]).
+    /// Closes the section; the caller writes the device state after it
+    /// ([`crate::device_state::DeviceState::bytes`]).
     pub fn close(mut self, out: &mut Vec<u8>) -> AwaitShut {
         self.0.close(out);
         AwaitShut(())
@@ -207,8 +208,8 @@ impl AwaitShut {
     }
 }
 
-/// State of the return path: messages received, and those that may follow. Unlike the stream, it has no order of its
-/// own.
+/// State of the return path: messages received, and those that may follow. Unlike the stream, its messages
+/// have no fixed order.
 #[derive(Debug, Default)]
 pub struct ReturnPathReader {
     pong: bool,
@@ -221,9 +222,9 @@ pub struct ReturnPathReader {
 /// Meaning of a message of the return path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Answer {
-    /// It answers a PING: the first, so that it has read the stream's head, or another.
+    /// Reply to a PING. The reply to the first shows that the destination has read the stream's head.
     Pong,
-    /// It has the guest and sends nothing more.
+    /// The destination has the guest and sends nothing more.
     Shut,
     /// For the driver, not for the writer.
     Other,
@@ -238,7 +239,8 @@ impl ReturnPathReader {
     /// Processes a message.
     ///
     /// # Errors
-    /// It failed to load the guest, or sent an invalid message, above all a SHUT before the stream's end.
+    /// The destination failed to load the guest, or sent an invalid message, such as a SHUT before the end of
+    /// the stream.
     pub fn handle(&mut self, message: &ReturnPathMessage) -> Result<Answer> {
         match message {
             ReturnPathMessage::Shut(0) if !self.awaits_shut => {

@@ -1,7 +1,7 @@
 //! Reading and writing the stream's primitives.
 //!
-//! A [`Reader`] fails in one way only, [`Incomplete`]: the bytes so far are a proper prefix. The decoder of an item
-//! saves the position before it and rewinds to it, so that an item is either consumed whole or not at all.
+//! A [`Reader`] fails in one way only, [`Incomplete`]: the bytes so far are a proper prefix. The decoder of
+//! an item saves the position before it and rewinds to it, so an item is either consumed whole or not at all.
 
 use alloc::string::String;
 use alloc::vec::Vec;

@@ -40,7 +40,7 @@ fn run_length(data: &[u8], read: &mut usize) -> Result<usize> {
     if low & 0x80 == 0 {
         return Ok(low.into());
     }
-    let high = *data.get(*read).ok_or(InvalidMessage::Xbzrle("a run length is cut off"))?;
+    let high = *data.get(*read).ok_or(InvalidMessage::Xbzrle("a run length is truncated"))?;
     *read += 1;
     match high & 0x80 {
         0 => Ok(usize::from(low & 0x7f) | usize::from(high) << 7),
@@ -72,7 +72,7 @@ mod tests {
             (&[0, 2, 1], "a changed run beyond the record's end"),
             (&[0, 0], "a changed run of no bytes"),
             (&[0, 1, 9, 0, 1, 9], "an unchanged run of no bytes inside the page"),
-            (&[0x80], "a run length is cut off"),
+            (&[0x80], "a run length is truncated"),
             (&[0x80, 0x80], "a run length of more than two bytes"),
         ] {
             assert_eq!(decode(data, &mut page), Err(InvalidMessage::Xbzrle(text).into()), "{data:?}");

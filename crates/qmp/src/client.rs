@@ -105,9 +105,9 @@ impl Client {
         Self::negotiate(MonitorConnection::new(stream, options.interrupt.clone()), name.into(), options)
     }
 
-    /// Connects to the monitor of a QEMU that is being started, and sends it these commands before its greeting, so that QEMU reads them
-    /// while it makes its machine and executes them at once. Returns when it has answered; [`Client::replies`] reads the replies.
-    /// Out-of-band execution is not negotiated.
+    /// Connects to the monitor of a QEMU that is being started, and sends it these commands before its
+    /// greeting, so QEMU reads them while it makes its machine and executes them at once. Returns when it has
+    /// answered; [`Client::replies`] reads the replies. Out-of-band execution is not negotiated.
     ///
     /// QEMU reads a monitor byte by byte, with several system calls for each: a few hundred bytes take it a millisecond.
     ///

@@ -164,8 +164,8 @@ impl Decoder {
         }
     }
 
-    /// Takes bytes as they arrived. Call [`Decoder::next_message`] until it gives `None` before feeding more, so that
-    /// no more than one message is ever held.
+    /// Takes bytes as they arrived. Call [`Decoder::next_message`] until it gives `None` before feeding more,
+    /// so no more than one message is ever held.
     pub fn feed(&mut self, bytes: &[u8]) {
         if self.failed.is_some() {
             return;

@@ -1,7 +1,7 @@
 //! Bytes to and from one Unix socket, with deadlines and file descriptors. Independent of JSON.
 //!
-//! Each call is non-blocking by itself (`MSG_DONTWAIT`) and then waits in `poll`, so that a caller's stream keeps its
-//! mode.
+//! Each call is non-blocking by itself (`MSG_DONTWAIT`) and then waits in `poll`, so a caller's stream keeps
+//! its mode.
 
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;

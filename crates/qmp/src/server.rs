@@ -5,8 +5,8 @@
 //!                                        emit(event) ─────┘ of every client that has negotiated
 //! ```
 //!
-//! Clients are served concurrently, each by two threads, so that no client delays another and the data path delays none. A client that
-//! does not read is disconnected once its outbox is full; the server never blocks on it.
+//! Clients are served concurrently, each by two threads, so no client delays another and the data path delays
+//! none. A client that does not read is disconnected once its outbox is full; the server never blocks on it.
 //!
 //! Limits: [`CLIENTS_MAX`] clients; requests of at most [`REQUEST_BYTES_MAX`]; no out-of-band commands, no descriptors. Only the owner
 //! may connect (mode 0600).
@@ -88,7 +88,7 @@ struct ConnectedClient {
     outbox: SyncSender<String>,
     /// It has sent `qmp_capabilities`, and receives events from then on.
     negotiated: AtomicBool,
-    /// Held from a request until its reply is queued, so that a command that ends the server is still answered.
+    /// Held from a request until its reply is queued, so a command that ends the server is still answered.
     answering: Mutex<()>,
 }
 

@@ -112,7 +112,7 @@ fn several_commands_are_executed_in_order_whatever_one_is_refused() {
     for binary in binaries("several_commands_are_executed_in_order_whatever_one_is_refused") {
         let qemu = TestQemu::q35(&binary, &[]);
         let mut client = qemu.client();
-        // The guest runs and stops in turns, so that a reply of another command would be found.
+        // The guest runs and stops in turns, so a reply of another command would be found.
         let status = CommandRequest::new(&QueryStatus).unwrap();
         let (cont, stop) = (CommandRequest::new(&Cont).unwrap(), CommandRequest::new(&Stop).unwrap());
         let round = [cont, status.clone(), CommandRequest::raw("teleport", None), stop, status];

@@ -19,7 +19,7 @@ const LINE_BYTES_MAX: usize = 320;
 /// `asm-generic/siginfo.h`: the signal was raised by seccomp.
 const SYS_SECCOMP: i32 = 1;
 
-/// Bitmap of the reported numbers, so that a loop reports its call once. A signal handler has no other state.
+/// Bitmap of the reported numbers, so a loop reports its call once. A signal handler has no other state.
 static REPORTED: [AtomicU64; 8] = [const { AtomicU64::new(0) }; 8];
 
 /// Returns true if a call was refused.

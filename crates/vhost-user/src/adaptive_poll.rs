@@ -2,8 +2,9 @@
 //! polls for a moment while packets alternate between the directions. In bulk traffic it sleeps, and finds larger batches
 //! when it wakes up.
 //!
-//! A poll that times out halves the frequency of further polls, so that a queue whose interval exceeds the limit costs
-//! little. The poller yields to runnable threads, and on a machine with one processor nothing is polled.
+//! A poll that times out halves the frequency of further polls, so a queue whose interval exceeds the limit
+//! costs little. The poller yields to runnable threads, and on a machine with one processor nothing is
+//! polled.
 
 use std::time::{Duration, Instant};
 

@@ -229,8 +229,8 @@ struct ReceivedMessage {
     fds: Vec<OwnedFd>,
 }
 
-/// The next message, of which a part may have arrived. Descriptors that are not accepted stay in it, so that they are closed with
-/// the connection.
+/// The next message, of which a part may have arrived. Descriptors that are not accepted stay in it, so they
+/// are closed with the connection.
 #[derive(Default)]
 struct IncomingMessage {
     bytes: Vec<u8>,

@@ -37,9 +37,9 @@ pub trait Device: Send + Sync {
         false
     }
 
-    /// Returns true if chains are published in the order in which they were popped when no record of them outlives this
-    /// process, so that the used index is the next process's `last_avail_idx`. Unsuitable for a device that keeps some
-    /// chains for long while it completes others.
+    /// Returns true if chains are published in the order in which they were popped when no record of them
+    /// outlives this process, so the used index is the next process's `last_avail_idx`. Unsuitable for a
+    /// device that keeps some chains for long while it completes others.
     fn completes_in_order(&self) -> bool {
         false
     }

@@ -1,9 +1,9 @@
 //! Queue of commands to a worker's thread, which sleeps in `poll` on more than its mailbox.
 //!
-//! The sender puts the command into the queue and then signals the eventfd; the receiver drains the eventfd and then empties
-//! the queue. A command that arrives between these two steps leaves the eventfd signalled, so the next iteration finds it.
-//! The functions are generic over queue and eventfd, and this file uses nothing else of the crate, so that `tests/model`
-//! checks this very code under loom.
+//! The sender puts the command into the queue and then signals the eventfd; the receiver drains the eventfd
+//! and then empties the queue. A command that arrives between these two steps leaves the eventfd signalled,
+//! so the next iteration finds it. The functions are generic over queue and eventfd, and this file uses
+//! nothing else of the crate, so `tests/model` checks this very code under loom.
 
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 

@@ -333,8 +333,8 @@ impl Ring {
         }
     }
 
-    /// Enables kicks before the device waits, if [`Ring::set_notification`] permits. Returns true if the driver has moved its
-    /// available index since it was last loaded, so that the device must not wait.
+    /// Enables kicks before the device waits, if [`Ring::set_notification`] permits. Returns true if the
+    /// driver has moved its available index since it was last loaded, so the device must not wait.
     ///
     /// Each value of the index is reported once. A worker that leaves available chains in the ring is called again when the
     /// driver adds more, or by an event of its own ([`Worker::poll`](crate::Worker::poll)).

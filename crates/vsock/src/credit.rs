@@ -221,8 +221,8 @@ impl ReceiveWindow {
         free_as_advertised <= window / 2 && forwarded_since >= threshold
     }
 
-    /// Returns the window to grow to: twice the present one if the host kept up, else a few packets, so that one is in
-    /// transit while another is forwarded.
+    /// Returns the window to grow to: twice the present one if the host kept up, else a few packets, so one
+    /// is in transit while another is forwarded.
     pub fn desired(&self) -> u32 {
         let twice = self.buf_alloc.saturating_mul(2).min(WINDOW_MAX);
         if self.congested { twice.min(WINDOW_BEHIND_MAX).max(self.buf_alloc) } else { twice }

@@ -1,5 +1,5 @@
-//! Device state for migration: the 4-tuples of the connections, so that the destination can reset them, and the next
-//! ephemeral port, so that no port is reused at once.
+//! Device state for migration: the 4-tuples of the connections, so the destination can reset them, and the
+//! next ephemeral port, so no port is reused at once.
 //!
 //! ```text
 //!   "TLvsock\1"  cid u64  next port u32  count u32  count × { guest port u32, peer cid u64, peer port u32, kind u16 }

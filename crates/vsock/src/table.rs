@@ -291,8 +291,8 @@ impl ConnectionTable {
         self.memory.reserved()
     }
 
-    /// Reserves memory for a message in transit to the guest. Returns false if there is none. One message at a time is
-    /// always admitted, so that messages make progress.
+    /// Reserves memory for a message in transit to the guest. Returns false if there is none. One message at
+    /// a time is always admitted, so messages make progress.
     pub fn reserve(&mut self, bytes: u64) -> bool {
         self.memory.reserve_message(bytes)
     }

@@ -19,8 +19,8 @@ use towline_vsock::{ConnectionLimits, LocalGuests, Settings, Vsock};
 
 use common::{CID, DEVICE_STATE, Served, TIMEOUT, bytes, connect_guest, poll_until, send_until_full};
 
-/// Sends as much as the device accepts for a socket that is not read, so that it retains packets. Returns the number of bytes
-/// sent.
+/// Sends as much as the device accepts for a socket that is not read, so it retains packets. Returns the
+/// number of bytes sent.
 fn fill(guest: &mut VsockGuest, ports: PortPair, content: &[u8]) -> usize {
     let sent = send_until_full(guest, ports, content, 20_000);
     assert!(sent > 200_000 && sent < content.len(), "{sent}");

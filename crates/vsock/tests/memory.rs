@@ -1,4 +1,4 @@
-//! Memory of a guest's connections. The test has a process of its own, so that no other memory is measured.
+//! Memory of a guest's connections. The test has a process of its own, so no other memory is measured.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 mod common;

@@ -1,10 +1,11 @@
 //! Sixteen guests of one process, three of which are hostile in different ways. The others keep their throughput and latency.
 //!
-//! Phases with and without hostile guests alternate. Each of the other guests sends at a fixed rate below the capacity of the
-//! machine, so that the effect of hostility is measured and not that of sharing CPUs. The highest latencies depend on the CPUs
-//! nevertheless, so there are phases with three computing threads too. The ordinary run asserts that all others make progress;
-//! `cargo xtask soak vsock-neighbours` runs more and longer phases, and asserts that the others keep 0.9 of their throughput and
-//! at most twice their latency: p50 beside quiet neighbours, p99 beside busy ones.
+//! Phases with and without hostile guests alternate. Each of the other guests sends at a fixed rate below the
+//! capacity of the machine, so the effect of hostility is measured and not that of sharing CPUs. The highest
+//! latencies depend on the CPUs nevertheless, so there are phases with three computing threads too. The
+//! ordinary run asserts that all others make progress; `cargo xtask soak vsock-neighbours` runs more and
+//! longer phases, and asserts that the others keep 0.9 of their throughput and at most twice their latency:
+//! p50 beside quiet neighbours, p99 beside busy ones.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 mod common;

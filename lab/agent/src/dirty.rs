@@ -133,7 +133,7 @@ fn write(range: &Mutex<Range>, rate: u64, pages_written: &AtomicU64, stop: &Atom
         last = now;
         due_bytes += u64::try_from(elapsed.as_micros()).expect("at most 40 ms") * rate / 1_000_000;
         while due_bytes >= PAGE_SIZE as u64 && !stop.load(Relaxed) {
-            // Locked for one page at a time, so that a check never waits long.
+            // Locked for one page at a time, so a check never waits long.
             range.lock().unwrap_or_else(PoisonError::into_inner).write_next();
             pages_written.fetch_add(1, Relaxed);
             due_bytes -= PAGE_SIZE as u64;

@@ -7,8 +7,8 @@
 //! → ID COMMAND ARGUMENTS\n
 //! ← ID ok VALUE\n      or      ID error TEXT\n
 //! ```
-//! The ID is chosen by the client, so that a response to an earlier client (the guest was moved, the socket is a new
-//! one) can be recognised. Newlines and backslashes in a value are escaped with a backslash.
+//! The ID is chosen by the client, so a response to an earlier client (the guest was moved, the socket is a
+//! new one) can be recognised. Newlines and backslashes in a value are escaped with a backslash.
 //!
 //! It is not part of the product, holds no secrets, and trusts the client on its serial port.
 #![forbid(unsafe_code)]

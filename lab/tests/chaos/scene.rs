@@ -242,7 +242,7 @@ impl Fixture {
     fn start_on_a_pipe(&self, line: &str) -> Towline {
         let path = self.scratch.path("tmp/output");
         assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
-        // Opened for reading and writing, so that there is a reader before there is a writer.
+        // Opened for reading and writing, so there is a reader before there is a writer.
         let mut pipe =
             OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(&path).unwrap();
         while pipe.write(&[b'x'; 4096]).is_ok() {}
@@ -291,7 +291,7 @@ impl Fixture {
                     finished.stdout, finished.stderr
                 ));
             }
-            // It may be finished, so that there is no record to forget.
+            // It may be finished, so there is no record to forget.
             let _ = self.towline(&format!("resume {id} --forget")).wait(WITHIN).unwrap();
         }
         if self.undecided().is_empty() { Ok(()) } else { Err("the record of a move stays".into()) }

@@ -62,8 +62,8 @@ fn assert_cancelled(options: &str, output: [Stdio; 2], name: &str, under_way: im
     assert_waits(&destination);
 }
 
-/// Free bytes that the next event does not fit into, so that a blocking write would hang: the phases before memory is
-/// sent take about 160 bytes.
+/// Free bytes that the next event does not fit into, so a blocking write would hang: the phases before memory
+/// is sent take about 160 bytes.
 const ROOM: usize = 300;
 
 #[test]

@@ -106,7 +106,7 @@ fn a_failure_at_one_destination_does_not_affect_the_others() {
     let gone = format!("qmp:{}", fixture.name("missing.qmp"));
     let copy = fixture.name("copy.img");
     let names = [qmp(&good), qmp(&dies), qmp(&busy), qmp(&small), gone.clone(), copy.clone()];
-    // Slow, so that one can be killed half-way.
+    // Slow, so one can be killed half-way.
     let line = format!("copy --json --stream {SLOW} {} {}", fixture.name("guest.img"), names.join(" "));
     let mut towline = fixture.towline(&line);
     wait_transferred(&mut towline, 1 << 20);

@@ -66,7 +66,7 @@ fn a_relay_takes_little_memory_and_makes_its_source_wait() {
     assert!(peak > 0, "it was never looked at");
     assert!(peak < OWN_BYTES_MAX, "{peak} bytes");
     assert!(done["downtime"].as_u64().is_some() && done["total-time"].as_u64() > Some(0), "{done}");
-    // Counted at both ends, so that no page was received twice or sent by another way.
+    // Counted at both ends, so no page was received twice or sent by another way.
     assert!(done["ram"]["normal"].as_u64() >= Some(256 * MIB / 4096), "{done}");
     prove_alive(&destination, RANGE, tick);
 }

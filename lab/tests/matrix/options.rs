@@ -160,8 +160,8 @@ fn a_bandwidth_limit_applies_to_qemu_and_to_towline() {
     let scratch = Scratch::new();
     let image = scratch.text("guest.img");
     let source = boot(Row::Qemu10_0.builder());
-    // More than the guest's rate of writes, so that it converges; with a limit, an image is streamed and not loaded
-    // by QEMU.
+    // More than the guest's rate of writes, so it converges; with a limit, an image is streamed and not
+    // loaded by QEMU.
     copy(&["--max-bandwidth", "1G", "--downtime-limit", "1000", &qmp(&source), &image]);
     let destination = waiting(Row::Qemu10_0.builder());
     let done = completed(&["--max-bandwidth", "1G", "--paused", &image, &qmp(&destination)]);

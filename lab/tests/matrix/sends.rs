@@ -88,7 +88,7 @@ fn a_stock_source_may_send_without_a_copy() {
     }
 }
 
-/// Runs the guest for a moment, so that its memory differs and it can be copied again.
+/// Runs the guest for a moment, so its memory differs and it can be copied again.
 fn run_a_little(source: &Qemu) {
     source.qmp().execute("cont", Value::Null).unwrap();
     source.wait_counting(WITHIN).unwrap();

@@ -196,7 +196,7 @@ fn every_byte_arrives_while_the_rings_restart_during_moves() {
     let mut source = hosts[0].qemu(&scratch, build);
     let mut guest = source.linux(WITHIN).unwrap();
     set_up(&mut guest);
-    // Incompressible memory, so that the first pass is long.
+    // Incompressible memory, so the first pass is long.
     guest.fill(48 << 20, 7).unwrap();
     drop(guest);
     let client = EchoClient::begin(&hub, guest_address(GUEST));

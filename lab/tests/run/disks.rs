@@ -81,7 +81,7 @@ fn overlays_of_guests_that_do_not_start_are_removed() {
     let option = ["-drive", &drive, "-device", "no-such-device"];
     let failed = saved.run_with_more(&["--name", "web", "--overlay"], &option).wait(WITHIN).unwrap();
     assert_eq!(failed.status.code(), Some(1), "{}", failed.stderr);
-    // QEMU itself refused it, so that the overlay had been made.
+    // QEMU itself refused it, so the overlay had been made.
     assert!(failed.stderr.contains("ended at its start"), "{}", failed.stderr);
     let left = fs::read_dir(saved.path("")).unwrap().flatten();
     let left: Vec<_> = left.filter(|entry| entry.file_name().to_string_lossy().ends_with(".qcow2")).collect();

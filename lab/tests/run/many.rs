@@ -1,9 +1,9 @@
 //! Many clones of one guest at once: times, and the memory that they take together.
 //!
-//! The counter of a guest of which there are many steps ten times a second, as an idle guest's timers do: at the agent's own interval
-//! each emulated guest takes 2 % of a processor, and 100 of them all of two, so that the measurement would be of the guests' load. They
-//! have one processor each: one that is busy takes a timer interrupt every 4 ms, and 200 such leave none of two processors of the host
-//! idle again.
+//! The counter of a guest of which there are many steps ten times a second, as an idle guest's timers do: at
+//! the agent's own interval each emulated guest takes 2 % of a processor, and 100 of them all of two, so the
+//! measurement would be of the guests' load. They have one processor each: one that is busy takes a timer
+//! interrupt every 4 ms, and 200 such leave none of two processors of the host idle again.
 
 use std::time::{Duration, Instant};
 

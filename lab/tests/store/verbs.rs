@@ -29,10 +29,10 @@ fn life_of_a_prefix(fixture: &Fixture, prefix: &str, objects: &dyn Fn() -> usize
     fixture.done(&["copy", "mem:16M,seed=2", &image("other")]);
     let listed = events(fixture, &["du", prefix]);
     let (a, twin, other) = (named(&listed, "a"), named(&listed, "twin"), named(&listed, "other"));
-    // The indexes name different sources, so that their lengths differ by some bytes.
+    // The indexes name different sources, so their lengths differ by some bytes.
     assert!(number(a, "alone").abs_diff(number(twin, "alone")) < 1 << 10, "{a} {twin}");
     assert_eq!(number(a, "memory"), 16 << 20);
-    // The twins share all of their chunks, so that each has only its index for itself.
+    // The twins share all of their chunks, so each has only its index for itself.
     assert!(number(a, "own") < 64 << 10 && number(a, "shared") > 1 << 20, "{a}");
     assert!(number(other, "own") > 1 << 20, "{other}");
     let total = listed.last().unwrap();

@@ -129,8 +129,8 @@ fn a_proxy_that_ends_earlier_leaves_the_guest_at_its_source() {
     assert_runs_only_in(&source, &destination);
 }
 
-/// The destination's monitor is held by another client, so that the copy fails late; meanwhile an operator starts a
-/// migration.
+/// The destination's monitor is held by another client, so the copy fails late; meanwhile an operator starts
+/// a migration.
 #[test]
 fn another_clients_migration_is_not_cancelled() {
     if !require_lab("another_clients_migration_is_not_cancelled") {

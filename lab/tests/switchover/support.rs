@@ -111,7 +111,7 @@ impl Drop for Suspended {
 
 /// A copy that has sent everything to a suspended destination.
 pub(crate) struct SentCopy {
-    // First, so that it is resumed before its QEMU is ended.
+    // First, so it is resumed before its QEMU is ended.
     pub(crate) suspended: Suspended,
     pub(crate) towline: Towline,
     pub(crate) source: Qemu,

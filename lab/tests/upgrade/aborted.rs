@@ -5,8 +5,9 @@
 //!   old QEMU, stopped ── migrate (x-ignore-shared) ─► the stream's bytes ─► its sections
 //!   new QEMU on the same memory ◄── the first N bytes, then the end ── hash of the memory: as before?
 //! ```
-//! QEMU's own capability is used at both ends, so that this is a fact of QEMU. `TOWLINE_UPGRADE_BOUNDARIES` is the number of
-//! boundaries; 0 is all of them. The first at which the memory differs is the point of no return of a load.
+//! QEMU's own capability is used at both ends, so this is a fact of QEMU. `TOWLINE_UPGRADE_BOUNDARIES` is the
+//! number of boundaries; 0 is all of them. The first at which the memory differs is the point of no return of
+//! a load.
 
 use std::path::{Path, PathBuf};
 

@@ -101,7 +101,7 @@ fn kind(case: &Case, found: &str) -> String {
     format!("killed {victim}: {end}")
 }
 
-/// Duration of an upgrade of such a guest on this machine, so that kills are not after its end.
+/// Duration of an upgrade of such a guest on this machine, so kills are not after its end.
 fn undisturbed(backing: Backing) -> Duration {
     let scene = Scene::new(backing, true);
     let begun = Instant::now();

@@ -1,6 +1,7 @@
-//! The table of `docs/upgrade.md`, "What an upgrade carries, and what it refuses": drives, confinement, and what was plugged in. Guests
-//! without software, each with many kinds, so that one upgrade tries them all. Options that are refused by themselves (`snapshot=on`,
-//! relative names of a daemon, `rr=`) are in the tests of the command line.
+//! The table of `docs/upgrade.md`, "What an upgrade carries, and what it refuses": drives, confinement, and
+//! what was plugged in. Guests without software, each with many kinds, so one upgrade tries them all. Options
+//! that are refused by themselves (`snapshot=on`, relative names of a daemon, `rr=`) are in the tests of the
+//! command line.
 
 use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt as _;

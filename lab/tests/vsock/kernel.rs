@@ -4,8 +4,8 @@
 //!   guest 33: vsock_test, client ── vsock ── towline ── vsock ── guest 34: vsock_test, server
 //!              └────────────── TCP, which synchronises each step of the two ─────────────┘
 //! ```
-//! Each case is run alone, so that one failure does not hide the others. `cargo xtask soak vsock-kernel` builds the
-//! programs and runs this; elsewhere it is skipped, since it takes minutes.
+//! Each case is run alone, so one failure does not hide the others. `cargo xtask soak vsock-kernel` builds
+//! the programs and runs this; elsewhere it is skipped, since it takes minutes.
 
 use std::fmt;
 use std::process::Command;

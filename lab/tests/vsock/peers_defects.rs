@@ -45,7 +45,7 @@ fn connect_in_pieces(fixture: &Fixture) {
         let mut stream = patient(UnixStream::connect(fixture.uds()).unwrap());
         let (first, rest) = b"CONNECT 5001\n".split_at(cut);
         stream.write_all(first).unwrap();
-        // Other connections in between, so that the pieces are read separately.
+        // Other connections in between, so the pieces are read separately.
         drop(fixture.connect(5001));
         stream.write_all(rest).unwrap();
         expect_ok(&mut stream);

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// read for the recording after the call: if the memory changes meanwhile, the recording may differ from the wire.
 pub struct Capture {
     inner: Box<dyn Channel>,
-    /// Held during a transfer, so that the record has the order of the wire.
+    /// Held during a transfer, so the record has the order of the wire.
     sent: Mutex<Box<dyn Write + Send>>,
     received: Mutex<Box<dyn Write + Send>>,
 }

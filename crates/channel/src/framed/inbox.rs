@@ -10,7 +10,7 @@ use super::packet::{Unpack, Unpacked, UnpackedInto};
 use crate::{Channel, Error, IoBufMut, IoCursorMut, RecvFlags, Result, scatter, total_len_mut};
 use std::ops::Range;
 
-/// Room for received bytes: at least some of the longest packets, so that one call receives many.
+/// Room for received bytes: at least some of the longest packets, so one call receives many.
 const PACKETS: usize = 16;
 /// Maximum number of consecutive packets without data (empty ones, key updates, pings), which cost work and carry
 /// nothing.

@@ -192,8 +192,8 @@ pub fn scatter(bytes: &[u8], bufs: &mut [IoBufMut<'_>]) -> usize {
     done
 }
 
-/// Room for headers with gaps between them: after each header, `gap` takes what follows it. All gaps are the same memory, so
-/// that what lies there afterwards is unusable.
+/// Room for headers with gaps between them: after each header, `gap` takes what follows it. All gaps are the
+/// same memory, so what lies there afterwards is unusable.
 pub fn with_gaps<'a, const N: usize>(headers: &'a mut [[u8; N]], gap: &'a mut [u8]) -> Vec<IoBufMut<'a>> {
     let (start, len) = (gap.as_mut_ptr(), gap.len());
     let mut bufs = Vec::with_capacity(2 * headers.len());

@@ -70,7 +70,7 @@ pub(super) fn ended_at_server(peer: &str, tls: &TlsServer, first: &[u8]) -> Erro
 
 /// Hint for a connection that the server closes before it has sent anything.
 pub(super) fn doubt_at_client(tls: &TlsClient) -> String {
-    let text = "it ended the connection right behind the handshake:";
+    let text = "it ended the connection right after the handshake:";
     if tls.has_certificate() {
         format!("{text} it may not accept {}; its own log says why", own_client(tls))
     } else {
@@ -81,7 +81,7 @@ pub(super) fn doubt_at_client(tls: &TlsClient) -> String {
 /// The same of a client.
 pub(super) fn doubt_at_server(tls: &TlsServer) -> String {
     format!(
-        "it ended the connection right behind the handshake: it may not accept {} (its CA, date or names); its own log says why",
+        "it ended the connection right after the handshake: it may not accept {} (its CA, date or names); its own log says why",
         tls.directory().join(SERVER_CERT).display()
     )
 }

@@ -34,7 +34,7 @@ impl Opener {
                 Ok(())
             }
             [NEW_SESSION_TICKET, ..] => Ok(()),
-            _ => Err(Error::tls(peer, "it sent a handshake message that has no place behind a handshake")),
+            _ => Err(Error::tls(peer, "it sent a handshake message that has no place after a handshake")),
         }
     }
 }

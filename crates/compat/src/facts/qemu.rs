@@ -200,7 +200,7 @@ pub struct Drive {
     pub read_only: bool,
     /// Bytes that the guest sees.
     pub virtual_bytes: u64,
-    /// The file as this host knows it, `device:inode`, so that two names of one file are one.
+    /// The file as this host knows it, `device:inode`, so two names of one file are one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub identity: Option<String>,
     /// Lock on the file that excludes writers.

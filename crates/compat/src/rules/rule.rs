@@ -24,7 +24,7 @@ pub struct Pair<'a> {
     pub is_postcopy: bool,
     /// The destination's facts are current, rather than recorded.
     pub is_live: bool,
-    /// Both sides' facts are of this host, so that files can be compared by identity.
+    /// Both sides' facts are of this host, so files can be compared by identity.
     pub is_one_host: bool,
 }
 

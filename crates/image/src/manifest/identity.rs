@@ -5,7 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use towline_protocol::RamBlock;
 
-/// BLAKE3 key context of an identity, so that no other hash can equal one.
+/// BLAKE3 key context of an identity, so no other hash can equal one.
 const CONTEXT: &str = "towline-image 2025 identity of a mapped-ram file, version 1";
 
 /// A BLAKE3 hash; 64 hex digits as text.
@@ -23,7 +23,7 @@ impl Digest {
     ///
     /// `head` is the file up to the first block's bitmap (header, configuration, the start of the `ram`
     /// section), `blocks` the block list with its mapped-ram headers, `device_state` the hash of all bytes
-    /// after the memory. Each part is preceded by its length, so that different images hash different bytes.
+    /// after the memory. Each part is preceded by its length, so different images hash different bytes.
     pub fn identity(head: &[u8], blocks: &[RamBlock], device_state: Self) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key(CONTEXT);
         let mut part = |bytes: &[u8]| {

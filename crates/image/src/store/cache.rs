@@ -89,7 +89,7 @@ impl Cache {
             match state.chunks.get(&number) {
                 Some(Chunk::Resident { users: 0 }) => {
                     state.chunks.remove(&number);
-                    // Under the lock, so that no thread fills it meanwhile.
+                    // Under the lock, so no thread fills it meanwhile.
                     evict(number);
                 }
                 Some(_) => state.resident.push_back(number),

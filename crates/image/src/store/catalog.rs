@@ -129,7 +129,7 @@ fn read(store: &Arc<Store>) -> Result<Catalog> {
             summary.own.add(stored.bytes);
         }
     }
-    // This process has no lease, so that it judges their age by its own clock: for display only.
+    // This process has no lease, so it judges their age by its own clock: for display only.
     let now = SystemTime::now();
     let is_alive = LeaseEntry::is_alive;
     catalog.uploads = leases(store, LeaseKind::Upload, now)?.iter().filter(|lease| is_alive(lease)).count();

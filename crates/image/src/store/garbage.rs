@@ -182,7 +182,7 @@ fn find(store: &Arc<Store>, age_min: Duration, now: SystemTime) -> Result<Garbag
             _ => leases(store, kind, now)?,
         };
         let (alive, expired): (Vec<_>, Vec<_>) = found.into_iter().partition(LeaseEntry::is_alive);
-        // Leases are removed before any chunk, so that an owner that is considered dead detects it first.
+        // Leases are removed before any chunk, so an owner that is considered dead detects it first.
         expired.into_iter().for_each(|lease| garbage.add_expired(lease));
         match kind {
             LeaseKind::Upload => garbage.uploads = alive.len(),

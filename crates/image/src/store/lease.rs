@@ -1,5 +1,5 @@
-//! Leases: objects by which uploads, readers and collectors announce themselves in the store, so that no
-//! needed object is removed.
+//! Leases: objects by which uploads, readers and collectors announce themselves in the store, so no needed
+//! object is removed.
 //!
 //! ```text
 //!   upload      uploads/ID      create ─► collection alive? refuse ─► list chunks ─► … ─► check the lease · put the index ─► remove
@@ -15,7 +15,7 @@
 //!   dead. That is twice the gap, so the owner itself has detected the loss; the other half is for its
 //!   requests in flight.
 //! - If a failed request may still arrive, the lease stays in the store ([`Lease::keep_in_store`]) until it
-//!   expires, so that no conflicting operation begins.
+//!   expires, so no conflicting operation begins.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};

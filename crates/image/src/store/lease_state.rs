@@ -48,8 +48,8 @@ impl LeaseState {
         lock(&self.state)
     }
 
-    /// Checks that the lease was renewed without a gap since its creation, so that no process considered its
-    /// owner dead.
+    /// Checks that the lease was renewed without a gap since its creation, so no process considered its owner
+    /// dead.
     ///
     /// # Errors
     /// [`Error::Lost`], in this and all later calls.
@@ -109,7 +109,7 @@ impl LeaseState {
     }
 }
 
-/// Blocks modifying requests once the sender's lease is lost. Every attempt is checked, so that one that is
+/// Blocks modifying requests once the sender's lease is lost. Every attempt is checked, so one that is
 /// retried after the host was suspended does not arrive after the lease's end.
 #[derive(Debug, Clone, Default)]
 pub(super) struct LeaseGuard(Arc<OnceLock<Arc<LeaseState>>>);

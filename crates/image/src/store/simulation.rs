@@ -88,7 +88,7 @@ fn a_seed_replays_its_run() {
     }
 }
 
-/// Each bug and a seed that detects it, so that the ordinary tests need not search for it.
+/// Each bug and a seed that detects it, so the ordinary tests need not search for it.
 const FAULTS: &[(StoreBug, u64)] = &[
     (StoreBug::SharedCollection, 1804),
     (StoreBug::GapHeals, 1253),

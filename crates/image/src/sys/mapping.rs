@@ -12,7 +12,7 @@ use super::faults::FaultGuard;
 /// instead of ending the process, and is recorded: [`Mapping::is_lost`].
 #[derive(Debug)]
 pub(crate) struct Mapping {
-    /// Declared first: dropped before the memory is unmapped, so that it never guards another mapping.
+    /// Declared first: dropped before the memory is unmapped, so it never guards another mapping.
     guard: FaultGuard,
     map: Mmap,
 }

@@ -94,7 +94,7 @@ fn supervise(
         Ok(child) => child,
         Err(error) => return drop(report.send(Err(error))),
     };
-    // Not yet reaped, so that its id is its own.
+    // Not yet reaped, so its id is its own.
     let pidfd = pidfd_open(Pid::from_child(&child), PidfdFlags::empty());
     if pidfd.is_err() && child.kill().is_err() {
         tracing::warn!(pid = child.id(), "QEMU cannot be supervised and is not killed");

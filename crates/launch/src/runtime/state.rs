@@ -1,7 +1,8 @@
 //! The file `state.json` of a running guest.
 //!
-//! Format: `{"version": 1, "name": …, "pid": …, "start-time": …, "owner-pid": …, "detached": …, "qmp": …, "image": …}`. A reader ignores
-//! files of other versions. `start-time` is field 22 of `/proc/PID/stat`, so that a pid that is used again is not taken for the guest.
+//! Format: `{"version": 1, "name": …, "pid": …, "start-time": …, "owner-pid": …, "detached": …, "qmp": …,
+//! "image": …}`. A reader ignores files of other versions. `start-time` is field 22 of `/proc/PID/stat`, so a
+//! pid that is used again is not taken for the guest.
 
 use std::fs::File;
 use std::io::{self, Read as _};

@@ -20,7 +20,8 @@ pub(crate) struct Child<'a> {
 
 /// Has the child of `command` be as described. The descriptors must be open when it is started.
 ///
-/// With [`Lifetime::WithOwner`] the kernel kills the child when the *thread* that starts it ends, so that thread has to live on.
+/// With [`Lifetime::WithOwner`] the kernel kills the child when the *thread* that starts it ends, so thread
+/// has to live on.
 pub(crate) fn isolate(command: &mut Command, child: Child<'_>) {
     let numbers: Vec<RawFd> = child.descriptors.iter().map(|descriptor| descriptor.as_raw_fd()).collect();
     let (lifetime, confinement) = (child.lifetime, child.confinement);

@@ -24,7 +24,7 @@ enum Stream {
 }
 
 impl Compressor {
-    /// `None` if nothing is to be compressed.
+    /// `None` without compression.
     pub(crate) fn new(compression: Compression) -> Result<Option<Self>> {
         let stream = match compression {
             Compression::None => return Ok(None),
@@ -41,7 +41,8 @@ impl Compressor {
         Ok(Some(Self { stream, output, copy: Vec::new() }))
     }
 
-    /// Compresses a packet's pages, of these runs of a guest's memory. What may change meanwhile is copied first.
+    /// Compresses a packet's pages, of these runs of a guest's memory. Memory that may change is copied
+    /// first.
     pub(crate) fn compress_memory(&mut self, guest: &dyn Guest, runs: &[(PageRef, u64)]) -> Result<&[u8]> {
         let still: Option<Vec<&[u8]>> =
             runs.iter().map(|&(page, length)| guest.immutable(page, length)).collect();

@@ -116,7 +116,7 @@ impl std::fmt::Debug for Decompressor {
     }
 }
 
-/// A decoder with a window no larger than a QEMU can use, whatever the stream's header requests.
+/// A decoder with a window no larger than a QEMU can use, even if the stream's header requests more.
 fn decoder() -> std::io::Result<Decoder<'static>> {
     let mut decoder = Decoder::new()?;
     decoder.set_parameter(DParameter::WindowLogMax(limits::ZSTD_WINDOW_LOG_MAX))?;

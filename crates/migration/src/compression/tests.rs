@@ -221,7 +221,7 @@ fn a_packet_that_ends_the_stream_is_refused() {
     let error = give(&mut ends(ZLIB).1, &bytes[..stream.total_out() as usize], PAGE).unwrap_err();
     let fault = "it ends the lane's stream, which lives as long as the lane".into();
     assert_eq!(error, InvalidMessage::Compressed { method: "zlib", fault }.into());
-    // Not a compressed stream at all.
+    // Not a compressed stream.
     for (compression, method) in [(ZLIB, "zlib"), (ZSTD, "zstd")] {
         let error = give(&mut ends(compression).1, &contents[..100], PAGE).unwrap_err();
         let text = error.to_string();

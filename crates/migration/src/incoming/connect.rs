@@ -22,13 +22,13 @@ use crate::{Error, Result};
 
 /// Time for connections that arrive after all are there to identify themselves as lanes.
 pub(super) const EXTRA_TIMEOUT: Duration = Duration::from_secs(1);
-/// Most such connections that are looked at.
+/// Maximum number of such connections that are examined.
 const EXTRA_MAX: usize = 16;
 /// Maximum number of connections beside the lanes that wait for their first bytes; the oldest goes.
 const UNRELATED_MAX: usize = 64;
 /// Maximum number of connections of a migration that is not taken which are closed after its main channel.
 const REFUSED_MAX: usize = 256;
-/// The time that a look may take that has to wait for the rest of what began to come.
+/// Timeout for the rest of a partially received init packet.
 const PEEK_TIMEOUT: Duration = Duration::from_secs(1);
 /// Interval at which a connection that has sent less than its magic is peeked at: it would be ready all the time.
 const PEEK_INTERVAL: Duration = Duration::from_millis(10);
@@ -233,7 +233,7 @@ struct UnidentifiedConnection {
     channel: Arc<dyn Channel>,
     /// The part of its init packet that was read; empty before its magic was seen.
     init: Vec<u8>,
-    /// Not looked at before.
+    /// Earliest time of the next peek.
     next_peek: Instant,
     /// Reason why it is unrelated, if known.
     why: Option<String>,

@@ -5,8 +5,9 @@
 //!   channel   record page │ record page │ record page │ …      stays there
 //!   peek      headers[0] gap  headers[1] gap  headers[2] gap   one call; all gaps are the same memory
 //! ```
-//! Only records of [`CONTINUED_RECORD_BYTES`] are seen, as they are all of one length. The first other one ends a run. Runs are
-//! looked for in growing numbers, because the call copies the pages too (into the processor's nearest cache).
+//! Only records of [`CONTINUED_RECORD_BYTES`] are evaluated, as they all have one length. The first other
+//! record ends a run. The number of records peeked grows step by step, because the call copies the pages too
+//! (into the processor's nearest cache).
 //!
 //! The records are evaluated here and forwarded from the channel. A process that spliced its own memory into a Unix socket could
 //! change them in between: the destination then receives what that source could have sent to it directly.

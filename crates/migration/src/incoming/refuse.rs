@@ -1,9 +1,10 @@
 //! Ending a migration that is not taken, in an order that its source survives.
 //!
-//! A QEMU (as of 10.0) that loses a lane while it waits for all of them, as it does at each barrier, may wait for
-//! ever (`multifd_send_sync_main`: a lane's thread that ends because another one failed does not signal it). At the
-//! last barrier it holds its big lock meanwhile: its guest is stopped and its monitor does not respond. So its main
-//! channel is shut down, which makes it give up, and its lanes are drained until it closes them.
+//! A QEMU (as of 10.0) that loses a lane while it waits for all of them, as it does at each barrier, may wait
+//! forever (`multifd_send_sync_main`: a lane's thread that ends because another one failed does not signal
+//! it). At the last barrier it holds its big lock while it waits: its guest is stopped and its monitor does
+//! not respond. So its main channel is shut down, which makes it give up, and its lanes are drained until it
+//! closes them.
 
 use std::net::Shutdown;
 use std::sync::Arc;
@@ -31,7 +32,7 @@ pub(super) fn refuse<'a>(main: &Arc<dyn Channel>, lanes: impl Iterator<Item = &'
     }
 }
 
-/// Takes what comes until the channel ends, the deadline, or a time-out of its own.
+/// Discards received bytes until the channel ends, the deadline, or its own timeout.
 pub(super) fn drain(channel: &dyn Channel, deadline: Instant) {
     let mut bytes = vec![0; BYTES];
     while Instant::now() < deadline {

@@ -17,7 +17,7 @@ pub struct Options {
     pub require_return_path: bool,
     /// Compression of the lanes' pages; the level has no effect here.
     pub compression: Compression,
-    /// The stream is of QEMU's background-snapshot, whose memory has no end of its own.
+    /// The stream is that of QEMU's background-snapshot, whose memory has no END.
     pub is_snapshot: bool,
     /// Memory that the source leaves out because it is shared.
     pub shared_memory: SharedMemory,
@@ -36,8 +36,8 @@ pub enum Publication {
     /// Before the source is acknowledged: it keeps its guest if that fails.
     #[default]
     BeforeAcknowledgement,
-    /// The caller calls [`Sink::publish`] later, and gives a guest that it can resume back to the source if that fails. Meanwhile
-    /// the source need not wait, nor its guest be stopped.
+    /// The caller calls [`Sink::publish`] later, and gives a guest that it can resume back to the source if
+    /// that fails. Until then the source need not wait, nor its guest be stopped.
     ByCaller,
 }
 

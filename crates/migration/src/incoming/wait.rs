@@ -14,7 +14,7 @@ use crate::Result;
 pub(super) struct Ready {
     /// A connection may have arrived.
     pub(super) listener: bool,
-    /// These have bytes, or have ended.
+    /// Channels that have bytes, or have ended.
     pub(super) channels: Vec<Arc<dyn Channel>>,
 }
 
@@ -27,7 +27,7 @@ impl Ready {
 /// Waits until something is ready, the earliest time before which a channel is left alone, or the deadline.
 ///
 /// # Errors
-/// It was cancelled, or the kernel refuses.
+/// The migration was cancelled, or the kernel refuses.
 pub(super) fn wait<'a>(
     listener: &Listener,
     channels: impl Iterator<Item = (&'a Arc<dyn Channel>, Instant)>,

@@ -13,15 +13,15 @@ pub enum MemoryError {
         "block {block:?} has {found} bytes, expected a multiple of 4096 that is not 0 and fits into this process"
     )]
     Length {
-        /// Its name.
+        /// Name of the block.
         block: String,
-        /// Its length.
+        /// Length of the block in bytes.
         found: u64,
     },
     /// The caller's block is not made of whole pages.
     #[error("block {block:?} begins at {found:#x}, expected a multiple of 4096")]
     Alignment {
-        /// Its name.
+        /// Name of the block.
         block: String,
         /// Where it begins in this process.
         found: usize,
@@ -32,7 +32,7 @@ pub enum MemoryError {
         limits::NAME_BYTES_MAX
     )]
     Name {
-        /// Its name.
+        /// Name of the block.
         block: String,
     },
     /// The file of a block ends before the block does.
@@ -40,19 +40,19 @@ pub enum MemoryError {
         "the file of block {block:?} has {found} bytes, expected at least {expected}: enlarge it or correct the offset"
     )]
     FileTooShort {
-        /// Its name.
+        /// Name of the block.
         block: String,
         /// The file's length.
         found: u64,
         /// Where the block ends in it.
         expected: u64,
     },
-    /// The kernel gives no memory.
+    /// The kernel refuses memory.
     #[error("{length} bytes for block {block:?} cannot be allocated: {source}")]
     Map {
-        /// Its name.
+        /// Name of the block.
         block: String,
-        /// Its length in bytes.
+        /// Length of the block in bytes.
         length: u64,
         /// The kernel's answer.
         source: io::Error,
@@ -60,7 +60,7 @@ pub enum MemoryError {
     /// The kernel could not make pages ahead: there is not so much memory.
     #[error("block {block:?} cannot be populated at {offset:#x}: {source}")]
     Populate {
-        /// Its name.
+        /// Name of the block.
         block: String,
         /// From where on, in bytes.
         offset: u64,
@@ -94,21 +94,21 @@ pub enum MemoryError {
         "block {block:?} has {found} bytes at the source, expected {expected}: give both sides the same memory"
     )]
     BlockLength {
-        /// Its name.
+        /// Name of the block.
         block: String,
-        /// Its length in bytes at the source.
+        /// Length of the block in bytes at the source.
         found: u64,
-        /// Its length in bytes here.
+        /// Length of the block in bytes here.
         expected: u64,
     },
     /// The guest that comes has another block at this place.
     #[error("the source's block number {number} is {block:?} of {found} bytes, expected {expected}")]
     Block {
-        /// Its place in the list.
+        /// Position of the block in the list.
         number: usize,
-        /// Its name.
+        /// Name of the block.
         block: String,
-        /// Its length in bytes.
+        /// Length of the block in bytes.
         found: u64,
         /// The expected value.
         expected: String,
@@ -120,21 +120,21 @@ pub enum MemoryError {
         block: String,
         /// Number of blocks that the source has.
         found: usize,
-        /// Its length in bytes here.
+        /// Length of the block in bytes here.
         expected: u64,
     },
-    /// The guest that comes is of another machine.
+    /// The guest has another machine type.
     #[error("the source's machine type is {found:?}, expected {expected:?}: start both sides with the same")]
     MachineType {
         /// The source's.
         found: String,
-        /// This one.
+        /// The machine type of this memory.
         expected: String,
     },
     /// Pages came before the block list, or the guest was requested before it arrived.
     #[error("there is no memory yet: the block list has not arrived")]
     NoBlocks,
-    /// It has no device state.
+    /// The guest has no device state.
     #[error(
         "the guest's device state is not there: set it before the migration or when the guest is stopped"
     )]

@@ -9,7 +9,7 @@ use towline_protocol::{PageRef, RamBlock};
 use super::{Memory, MemoryError, lock, offset_in_block};
 use crate::{Extent, ExtentKind, Guest, Result};
 
-/// Maximum number of pages looked at for one extent: those of a unit that is sent.
+/// Maximum number of pages examined for one extent: those of a unit that is sent.
 const EXTENT_PAGES_MAX: u64 = 512;
 
 /// Configuration of a memory that has adopted nothing.

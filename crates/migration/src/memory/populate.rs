@@ -36,11 +36,11 @@ struct PopulateRange<'a> {
 }
 
 impl Memory {
-    /// Populates all pages now, with `threads` threads, and with huge pages where available. For a destination,
-    /// before the migration; never before postcopy, which discards them. Content stays as it is.
+    /// Populates all pages now, with `threads` threads, and with huge pages where available. For a
+    /// destination, before the migration; never before postcopy, which discards them. Content is not changed.
     ///
     /// # Errors
-    /// There are no blocks, or not enough memory.
+    /// There are no blocks, or too little memory.
     pub fn populate(&self, threads: NonZeroUsize) -> Result<Populated, MemoryError> {
         let ram = self.ram.get().ok_or(MemoryError::NoBlocks)?;
         let begun = Instant::now();

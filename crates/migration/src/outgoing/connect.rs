@@ -41,8 +41,8 @@ impl Connections {
         }
     }
 
-    /// After a failure, when all channels are shut down: returns when the kernel reads no memory any more that was sent
-    /// without a copy. A peer that takes nothing is reset.
+    /// After a failure, when all channels are shut down: returns when the kernel no longer reads memory that
+    /// was sent without a copy. A peer that does not receive is reset.
     pub(crate) fn drain_zero_copy(&self) {
         let deadline = Instant::now() + LEASE_PATIENCE;
         for lane in &self.lanes {

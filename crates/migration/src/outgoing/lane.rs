@@ -116,8 +116,8 @@ impl LaneWriter {
         Ok(())
     }
 
-    /// Sends these pages, at least one, whose contents come next on `from`. Returns the calls that took; `None` where their
-    /// contents have to be received into memory first.
+    /// Sends these pages, at least one, whose contents come next on `from`. Returns the calls that took;
+    /// `None` where their contents must be received into memory first.
     pub(crate) fn splice(
         &mut self,
         from: &dyn Channel,

@@ -136,7 +136,8 @@ impl MainWriter {
         self.flush()
     }
 
-    /// Closes END and sends the devices' sections, with the question whether everything is loaded behind them.
+    /// Closes END and sends the devices' sections, followed by the PING whose reply shows that everything is
+    /// loaded.
     pub(crate) fn devices(&mut self, sections: &[u8]) -> Result<()> {
         self.close_section()?;
         self.send(sections)?;
@@ -144,7 +145,7 @@ impl MainWriter {
         self.flush()
     }
 
-    /// Sends what ends the stream, behind [`Self::devices`].
+    /// Sends the end of the stream, after [`Self::devices`].
     pub(crate) fn tail(&mut self, tail: &[u8]) -> Result<()> {
         self.send(tail)
     }

@@ -7,7 +7,7 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 use crate::lock::lock;
 use crate::{Guest, Result};
 
-/// A unit's size and alignment: an image's checksums and a host's huge pages are of this size.
+/// A unit's size and alignment: those of an image's checksums and of a host's huge pages.
 const UNIT_BYTES: u64 = 2 << 20;
 
 /// Runs of memory to be sent.

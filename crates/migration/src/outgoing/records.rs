@@ -1,4 +1,5 @@
-//! Records of a main channel with the pages behind them: record, page, record, page in one vectored call, no page copied.
+//! Records of a main channel with their pages: record, page, record, page in one vectored call, no page
+//! copied.
 //!
 //! Precopy and postcopy write the same records; the order is enforced by the protocol's states, which belong to the
 //! caller.
@@ -58,8 +59,8 @@ impl RecordSender {
         Statistics::add(&self.statistics.duplicate, offsets.len() as u64);
     }
 
-    /// Sends the pages with content of these bytes of the guest, which are prepared, and all before them; records of zero pages
-    /// behind the last of them may be pending. Returns the bytes of pages with content.
+    /// Sends the pages with content of these bytes of the guest, which are prepared, and all before them;
+    /// records of zero pages after the last of them may be pending. Returns the bytes of pages with content.
     pub(crate) fn unit(
         &mut self,
         records: &mut RamWriter,
@@ -146,7 +147,7 @@ impl RecordSender {
         Ok(())
     }
 
-    /// Sends what is pending, and behind each mark its page; without one it stays pending.
+    /// Sends what is pending, and after each mark its page; without a mark it stays pending.
     fn send(&mut self, marks: &mut Marks<'_>) -> Result<()> {
         if marks.is_empty() {
             return Ok(());

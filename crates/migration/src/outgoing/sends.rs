@@ -1,4 +1,5 @@
-//! Sending a lane's packets: in one vectored call, or the header in a call of its own and the pages without a copy.
+//! Sending a lane's packets: in one vectored call, or the header in a separate call and the pages without a
+//! copy.
 //!
 //! ```text
 //!   plain      send(header, run, run, …)                       the kernel copies
@@ -116,8 +117,8 @@ impl PacketSender {
         Ok(())
     }
 
-    /// Returns true if the next packet's contents, `bytes` bytes that come on `from`, are to be spliced. Otherwise they are
-    /// received and sent, which is measured as one.
+    /// Returns true if the next packet's contents, `bytes` bytes that come on `from`, should be spliced.
+    /// Otherwise they are received and sent, which is measured as one.
     pub(crate) fn splices_from(&mut self, from: &dyn Channel, bytes: usize) -> Result<bool> {
         if self.setting == ZeroCopySend::On || !Splice::joins(from, self.channel.as_ref()) {
             return Ok(false);
@@ -153,7 +154,7 @@ impl PacketSender {
         Ok(())
     }
 
-    /// It was sent.
+    /// Accounts for a packet that was sent.
     fn end(&mut self, bytes: usize, method: SendMethod) {
         self.is_begun = false;
         let cost = self.begun.take().map(|begun| cpu_time().saturating_sub(begun));

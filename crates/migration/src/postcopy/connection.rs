@@ -54,6 +54,6 @@ pub(super) struct PostcopyConnection<'p> {
     pub(super) session: Arc<Session>,
     pub(super) inbox: Arc<Inbox>,
     pub(super) preempt: Option<(RecordSender, Preempt)>,
-    /// It was had before this connection.
+    /// True if the guest was loaded before this connection.
     pub(super) had_loaded: bool,
 }

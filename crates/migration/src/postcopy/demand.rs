@@ -1,8 +1,9 @@
-//! The guest's waits for pages, as far as the background gives way to them.
+//! The guest's waits for pages, to which the background gives way.
 //!
-//! Where a page is far away, in an object store, the background would take most of what the store delivers, and each
-//! fault would queue behind it. A guest that starts makes one fault after the other, so that the pause extends over the time
-//! between two of them. It ends after [`YIELD_TIME_MAX`] in any case: a guest that never stops needs all its memory too.
+//! Where a page is far away, in an object store, the background would take most of what the store delivers,
+//! and each fault would queue behind it. A guest that starts makes one fault after the other, so the pause
+//! extends over the time between two of them. It ends after [`YIELD_TIME_MAX`] in any case: a guest that
+//! never stops needs all its memory too.
 
 use std::time::{Duration, Instant};
 

@@ -13,7 +13,7 @@ const STEPS: u32 = 8;
 const DOUBLINGS: u32 = 40;
 /// Doubling of the first range of a [`LatencyHistogram`]: to 2 µs.
 const HISTOGRAM_FIRST: u32 = 10;
-/// Its ranges: the last one begins at 8.6 s.
+/// Number of ranges of the histogram: the last one begins at 8.6 s.
 const HISTOGRAM_RANGES: usize = 24;
 /// Pages of a working set that are remembered.
 const DEMANDED_MAX: usize = 1 << 18;

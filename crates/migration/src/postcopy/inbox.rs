@@ -1,5 +1,4 @@
-//! Dispatches the messages of a postcopy destination to the threads that wait for them. A thread of its own reads
-//! them.
+//! Dispatches the messages of a postcopy destination to the threads that wait for them, from a reader thread.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -126,7 +125,7 @@ impl Inbox {
         self.wait(session, Duration::MAX, |state| state.shut)
     }
 
-    /// The next request; `None` when no further ones are to be served.
+    /// The next request; `None` when no further ones are served.
     pub(super) fn next_request(&self) -> Option<PageRequest> {
         let mut state = self.state();
         loop {

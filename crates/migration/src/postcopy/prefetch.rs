@@ -29,8 +29,8 @@ const ZERO_PAGE_BYTES: u64 = 256;
 const PREPARE_TIME_MAX: Duration = Duration::from_millis(40);
 const TIME_MAX: Duration = Duration::from_millis(80);
 
-/// The neighbourhoods of these runs within their blocks, each once: of all of them that of the run itself, in their order, and then
-/// those behind.
+/// The neighbourhoods of these runs within their blocks, each once: first those of the runs themselves, in
+/// their order, then the following ones.
 pub(super) fn neighbourhoods(working_set: &[BlockRange], blocks: &[PostcopyBlock]) -> Vec<BlockRange> {
     let (mut known, mut found) = (HashSet::new(), Vec::new());
     for behind in [0, NEIGHBOUR_BYTES] {
@@ -62,7 +62,7 @@ impl Postcopy<'_> {
         Ok(())
     }
 
-    /// Prepares the head of the working set, and returns what is prepared by then.
+    /// Prepares the head of the working set, and returns what was prepared in time.
     fn prepare_prefetch(&self, deadline: Instant) -> Result<Vec<BlockRange>> {
         let wanted = self.head();
         let next = AtomicUsize::new(0);

@@ -24,13 +24,14 @@ use super::demand::{Background, Demand};
 use super::sent_map::SentMap;
 use crate::lock::lock;
 
-/// Maximum size of a prepared run, which never crosses a multiple of it; an image's chunks are of this size.
+/// Maximum size of a prepared run, which never crosses a multiple of it; an image's chunks have this size.
 pub(super) const RUN_BYTES: u64 = 2 << 20;
 
 /// Threads that prepare for the background.
 pub(super) const PREPARERS: usize = 4;
-/// Threads that prepare units around faults, which include those: as many requests are under way beside those of faults. More would delay
-/// faults at a server with few processors; fewer leave most of these units to faults of their own.
+/// Threads that prepare units around faults, which include those: as many requests are under way beside those
+/// of faults. More would delay faults at a server with few processors; with fewer, most of these units would
+/// fault themselves.
 const FAULT_AROUND_PREPARERS: usize = 8;
 /// Runs that are prepared and not sent yet: what a sender of a gigabyte a second takes in 20 ms.
 const READY_MAX: usize = 10;
@@ -55,7 +56,7 @@ pub(super) struct Item {
 pub(super) enum ItemKind {
     /// The guest is known to need it at once: no limit holds it up.
     Needed,
-    /// It is beside a page that the guest requested.
+    /// Beside a page that the guest requested.
     Neighbour,
     /// All memory is sent.
     Rest,
@@ -68,7 +69,7 @@ pub(super) struct SendScheduler {
     state: Mutex<State>,
     /// For the sender: there is something to be sent.
     filled: Condvar,
-    /// For preparers: there is room for more. Separate, so that sending a piece does not wake all threads.
+    /// For preparers: there is room for more. Separate, so sending a piece does not wake all threads.
     taken: Condvar,
 }
 
@@ -150,7 +151,7 @@ impl SendScheduler {
         }
     }
 
-    /// That one is prepared.
+    /// Queues an item that is prepared.
     pub(super) fn prepared(&self, item: Item) {
         let mut state = self.state();
         state.preparing -= 1;
@@ -162,7 +163,7 @@ impl SendScheduler {
         self.taken.notify_all();
     }
 
-    /// That one could not be prepared, and is sent with the rest, or for a request.
+    /// Counts an item that could not be prepared; it is sent with the rest, or for a request.
     pub(super) fn not_prepared(&self) {
         self.state().preparing -= 1;
         self.filled.notify_one();

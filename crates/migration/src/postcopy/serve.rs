@@ -187,7 +187,7 @@ impl ServeState<'_> {
             return;
         }
         if let Err(error) = units.prepare(guest, page, length) {
-            // There is no fault on it yet; a later one will report the error.
+            // No fault waits for it yet; a later one will report the error.
             tracing::debug!(%error, "a page's neighbours");
             return;
         }
@@ -237,7 +237,7 @@ impl ServeState<'_> {
         session.check()
     }
 
-    /// Sends a run step by step; neighbours of faults that come meanwhile go in between.
+    /// Sends a run step by step; neighbours of new faults go in between.
     fn fill_run(&self, Item { run: (page, length), kind }: Item) -> Result<()> {
         let step_bytes = if self.preempt.is_some() { SEND_STEP_BYTES } else { SEND_STEP_BYTES_SHARED };
         let step_bytes = step_bytes.max(self.of.map.page_bytes(page.block));

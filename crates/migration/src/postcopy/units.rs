@@ -1,9 +1,9 @@
 //! Units of the guest's memory: each is prepared before any of it is read, kept while in use, and released when all
 //! of it was sent.
 //!
-//! Most of a unit that a fault had prepared may stay unsent for long. When such idle units exceed [`IDLE_BYTES_MAX`]
-//! the least recently used one is released too, and prepared again later, so that a guest with scattered accesses
-//! does not pin all of its memory here.
+//! Most of a unit that a fault had prepared may stay unsent for long. When such idle units exceed
+//! [`IDLE_BYTES_MAX`] the least recently used one is released too, and prepared again later, so a guest with
+//! scattered accesses does not pin all of its memory here.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,10 +25,10 @@ enum State {
     Absent,
     /// Being prepared.
     Preparing,
-    /// It may be read by its users.
+    /// Readable by its users.
     Prepared {
         users: u32,
-        /// Its key in [`Table::idle`] while it is unused.
+        /// Key in [`Table::idle`] while it is unused.
         idle: u64,
     },
     /// Sent completely, and released.
@@ -100,13 +100,13 @@ impl Units {
         (PageRef { offset, ..page }, self.length(page.block, offset))
     }
 
-    /// The unit behind this one, within its block.
+    /// The unit after this one, within its block.
     pub(super) fn behind(&self, unit: PageRef, length: u64) -> Option<(PageRef, u64)> {
         let next = PageRef { offset: unit.offset + length, ..unit };
         (next.offset < self.blocks[unit.block.index()].length).then(|| self.of(next))
     }
 
-    /// The `count` units behind this one, within its block, and as many before it: the nearest first.
+    /// The `count` units after this one, within its block, and as many before it: the nearest first.
     pub(super) fn around(&self, unit: PageRef, count: u64) -> Vec<(PageRef, u64)> {
         let length = self.blocks[unit.block.index()].length;
         let behind = |n: u64| Some(unit.offset + n * self.unit_bytes).filter(|&offset| offset < length);
@@ -162,7 +162,7 @@ impl Units {
                 State::Prepared { users, .. } if *users > 1 => *users -= 1,
                 state @ State::Prepared { .. } if is_sent => {
                     *state = State::Done;
-                    // With the table locked: it cannot be prepared meanwhile.
+                    // With the table locked, so it cannot be prepared at the same time.
                     guest.release(at, length);
                 }
                 state @ State::Prepared { .. } => {
@@ -178,7 +178,7 @@ impl Units {
         self.release_idle(&mut table, guest);
     }
 
-    /// These bytes, of one run and in use, were sent.
+    /// Marks bytes of one run in use as sent.
     pub(super) fn sent(&self, page: PageRef, length: u64) {
         let end = page.offset + length;
         let mut at = page;

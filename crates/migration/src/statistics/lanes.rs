@@ -30,7 +30,7 @@ pub enum SendReason {
     Copied,
     /// Without a copy it takes more CPU time than with one.
     CostsMore,
-    /// It takes less CPU time.
+    /// Without a copy it takes less CPU time.
     CostsLess,
     /// Splicing takes less CPU time than to receive and to send.
     SpliceCostsLess,
@@ -56,7 +56,7 @@ impl fmt::Display for SendReason {
             Self::Unsupported => "this channel has no zero-copy",
             Self::Compressed => "the lane is compressed",
             Self::Copied => {
-                "the kernel copies all the same (loopback, bridge, or a card without scatter-gather)"
+                "the kernel copies anyway (loopback, bridge, or a card without scatter-gather)"
             }
             Self::CostsMore => "zero-copy takes more CPU time here",
             Self::CostsLess => "zero-copy takes less CPU time",
@@ -69,32 +69,32 @@ impl fmt::Display for SendReason {
 /// The packets with pages of one lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LaneSends {
-    /// The current method.
+    /// Current method.
     pub method: SendMethod,
-    /// Its reason.
+    /// Reason for the current method.
     pub reason: SendReason,
-    /// Number of times that that has changed.
+    /// Number of changes of the method.
     pub switches: u64,
-    /// Those that went plain.
+    /// Packets sent plainly.
     pub plain: SendTotals,
-    /// Those that were sent without a copy, whatever the kernel did then.
+    /// Packets of zero-copy sends, even if the kernel copied them.
     pub zero_copy: SendTotals,
-    /// Those that were spliced.
+    /// Packets spliced.
     pub spliced: SendTotals,
-    /// Of the calls that these took, those that the kernel has copied. As of the last barrier.
+    /// Calls of zero-copy sends that the kernel has copied. As of the last barrier.
     pub copied: u64,
-    /// And those that it has not.
+    /// Calls of zero-copy sends that it has not copied.
     pub zero_copied: u64,
 }
 
-/// Packets that went one way. Some of those of 64 KiB and more are measured.
+/// Packets of one method. Some of those of 64 KiB and more are measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SendTotals {
     /// All of them.
     pub packets: u64,
     /// Bytes of pages in these.
     pub bytes: u64,
-    /// Those that were measured.
+    /// Number of packets measured.
     pub measured_packets: u64,
     /// Bytes of pages in the measured ones.
     pub measured_bytes: u64,

@@ -37,7 +37,7 @@ pub struct Checked {
     checks: bool,
 }
 
-/// Result of the reception, as far as it went.
+/// Result of the reception, also of a partial one.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CheckOutcome {
     /// Statistics of populating the memory.
@@ -57,11 +57,11 @@ pub struct CheckOutcome {
 /// A RAM block as it arrived.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockHash {
-    /// Its name.
+    /// Name of the block.
     pub name: String,
-    /// Its length in bytes.
+    /// Length of the block in bytes.
     pub length: u64,
-    /// Its content's BLAKE3, as `b3sum` prints it.
+    /// BLAKE3 hash of the content, as `b3sum` prints it.
     pub blake3: String,
 }
 

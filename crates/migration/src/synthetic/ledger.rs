@@ -4,8 +4,8 @@
 //!   section "towline-mem" 1:  be64 seed  u8 zero-percent  be64 pages  32 bytes BLAKE3  { varint count  varint generation }*
 //! ```
 //!
-//! Pages stand in their order, those of the same generation in succession as one pair, and the hash is of all that stands
-//! around it: a ledger that was damaged is refused rather than believed. Varints are LEB128.
+//! Pages stand in their order, those of the same generation in succession as one pair, and the hash covers
+//! everything around it: a ledger that was damaged is refused rather than believed. Varints are LEB128.
 
 use towline_protocol::device_state::{self, DeviceSection, DeviceState};
 use towline_protocol::limits::RAM_BYTES_MAX;
@@ -30,21 +30,21 @@ pub struct Ledger {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LedgerError {
-    /// It is of a version that is not known here.
+    /// The ledger has a version that is not known here.
     #[error(
         "the synthetic guest's ledger has version {found}, expected {VERSION}: run the same towline at both ends"
     )]
     Version {
-        /// Its version.
+        /// Version of the ledger.
         found: u32,
     },
-    /// It is cut or longer than it should be.
+    /// The ledger is truncated or too long.
     #[error("the synthetic guest's ledger is damaged: {what}")]
     Damaged {
         /// In what way.
         what: &'static str,
     },
-    /// It is of another guest.
+    /// The ledger belongs to another guest.
     #[error("the synthetic guest's ledger has {found} pages, its memory {expected}")]
     Pages {
         /// Pages of the ledger.
@@ -77,7 +77,7 @@ impl Ledger {
     /// Decodes it; `None` if the guest is not a synthetic one.
     ///
     /// # Errors
-    /// It is one, and its ledger is damaged or unknown here.
+    /// The guest is synthetic, and its ledger is damaged or of an unknown version.
     pub fn decode(state: &DeviceState) -> Result<Option<Self>, LedgerError> {
         let [device @ DeviceSection { name, version, .. }] = state.devices() else { return Ok(None) };
         if name != SECTION {

@@ -16,7 +16,7 @@ pub(super) struct LoadThreads {
     threads: usize,
     state: Mutex<State>,
     changed: Condvar,
-    /// `state.mode` is not [`Mode::Runs`]; looked at before every page.
+    /// `state.mode` is not [`Mode::Runs`]; read before every page.
     is_wanted: AtomicBool,
 }
 
@@ -39,7 +39,7 @@ impl LoadThreads {
         Self { threads, state, changed: Condvar::new(), is_wanted: AtomicBool::new(false) }
     }
 
-    /// Stops the threads; when it returns nothing is written any more.
+    /// Stops the threads; after it returns nothing writes to the memory.
     pub(super) fn stop(&self) {
         let mut state = self.set(Mode::Stopped);
         while state.running > 0 {

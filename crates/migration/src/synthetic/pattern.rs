@@ -49,7 +49,7 @@ pub enum WrongContent {
     },
     /// Another page, whole.
     Other {
-        /// That page's number.
+        /// Number of the page that is there.
         found: u64,
     },
     /// Zero, and should not be.

@@ -45,13 +45,13 @@ const _: () = {
 /// Selection of pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PageSelection {
-    /// Those without protection that are there, in memory or swapped; they are protected. For private memory, whose pages
-    /// do not vanish by themselves.
+    /// Pages without protection that exist, in memory or swapped; they are protected. For private memory,
+    /// whose pages the kernel never drops.
     WrittenThere,
-    /// All without protection; they are protected. For memory that the kernel may unmap at any time, because a file or
-    /// memfd has it too.
+    /// All pages without protection; they are protected. For memory that the kernel may unmap at any time,
+    /// because a file or memfd has it too.
     Written,
-    /// Those that are there; nothing is changed.
+    /// Pages that exist; nothing is changed.
     There,
 }
 
@@ -130,8 +130,9 @@ impl Pagemap {
             // Runs consist of selected pages; other flags would only split them.
             return_mask: (mask | if mask == 0 { any_of } else { 0 }).into(),
         };
-        // SAFETY: PAGEMAP_SCAN reads and writes one `pm_scan_arg` and at most `vec_len` regions at `vec`, both of which
-        // live until it returns; write protection that the kernel lifts by itself changes nothing that a program can see.
+        // SAFETY: PAGEMAP_SCAN reads and writes one `pm_scan_arg` and at most `vec_len` regions at `vec`,
+        // both of which live until it returns; asynchronous write protection changes nothing that a program
+        // can see.
         let found = unsafe {
             libc::ioctl(self.file.as_raw_fd(), PAGEMAP_SCAN.into(), std::ptr::from_mut(&mut argument))
         };

@@ -1,8 +1,9 @@
 //! A mapping of guest memory, which others may write at any time.
 //!
-//! It is reached as a [`Span`] only, so no reference to its bytes is ever made.
+//! The memory is reached as a [`Span`] only, so no reference to its bytes is ever made.
 //!
-//! Limits: a descriptor's file must not be cut while it is mapped; access behind its end would end the process.
+//! Limits: a descriptor's file must not be truncated while it is mapped; access past its end would end the
+//! process.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -85,7 +86,7 @@ impl RamMapping {
         }
         let before = base.addr().wrapping_neg() % HUGE_PAGE_BYTES;
         let access = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: `before + length` is within the reservation made above, which is ours alone, so that MAP_FIXED
+        // SAFETY: `before + length` is within the reservation made above, which is ours alone, so MAP_FIXED
         // replaces only our own mapping; the rest of the reservation on either side is unmapped.
         unsafe {
             let start = base.byte_add(before);

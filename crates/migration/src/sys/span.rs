@@ -1,7 +1,8 @@
 //! Guest memory that is mapped, which others may write at any time.
 //!
-//! No reference to its bytes is ever made: they are named to the kernel ([`IoBuf`], [`IoBufMut`]), looked at with volatile
-//! loads or copied word by word with relaxed atomic accesses. A copy of memory that is being written is a mixture.
+//! No reference to its bytes is ever made: they are named to the kernel ([`IoBuf`], [`IoBufMut`]), read with
+//! volatile loads or copied word by word with relaxed atomic accesses. A copy of memory that is being written
+//! is a mixture.
 
 use std::io;
 use std::marker::PhantomData;
@@ -32,9 +33,9 @@ impl<'a> Span<'a> {
     /// The `length` bytes from `start` on.
     ///
     /// # Safety
-    /// For all of `'a` they are mapped readable and writable in this process and, if they are a file's, within the file.
-    /// No Rust reference to them is used meanwhile, except to atomics. Anybody may write them: vCPUs, other threads through
-    /// raw pointers or atomics, the kernel, other processes.
+    /// For all of `'a` they are mapped readable and writable in this process and, if they are a file's,
+    /// within the file. No Rust reference to them is used during that time, except to atomics. Anybody may
+    /// write them: vCPUs, other threads through raw pointers or atomics, the kernel, other processes.
     pub unsafe fn from_raw_parts(start: NonNull<u8>, length: usize) -> Self {
         Self { start, length, memory: PhantomData }
     }
@@ -44,7 +45,7 @@ impl<'a> Span<'a> {
         self.start.addr().get()
     }
 
-    /// Its length in bytes.
+    /// Length in bytes.
     pub fn length(&self) -> usize {
         self.length
     }
@@ -91,7 +92,7 @@ impl<'a> Span<'a> {
         word_at(start, 0, 0)
     }
 
-    /// Copies memory out, word by word; what is being written meanwhile may be there in part.
+    /// Copies memory out, word by word; a concurrent write may be there in part.
     ///
     /// # Panics
     /// If it is not within the span.
@@ -144,7 +145,7 @@ impl<'a> Span<'a> {
         let _ = self.advise(offset, length, libc::MADV_DONTNEED);
     }
 
-    /// Writes a byte of each page back as it is.
+    /// Writes a byte of each page back unchanged.
     pub(crate) fn touch(&self, offset: usize, length: usize) {
         let start = self.at(offset, length);
         for page in (0..length).step_by(PAGE_BYTES) {
@@ -196,7 +197,7 @@ fn byte_at<'a>(start: *mut u8, index: usize) -> &'a AtomicU8 {
     unsafe { AtomicU8::from_ptr(start.add(index)) }
 }
 
-/// A word behind the first `head` bytes of the range that `Span::at` gave; callers stay below its length.
+/// A word after the first `head` bytes of the range that `Span::at` gave; callers stay below its length.
 fn word_at<'a>(start: *mut u8, head: usize, index: usize) -> &'a AtomicU64 {
     // SAFETY: within the range that was checked; `split` has made `head` end at a multiple of a word. All access through
     // Rust is atomic.

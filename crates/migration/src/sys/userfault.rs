@@ -1,4 +1,4 @@
-//! Write protection that the kernel lifts by itself at the first write: userfaultfd in its asynchronous mode.
+//! Write protection that the kernel lifts at the first write: userfaultfd in its asynchronous mode.
 //!
 //! ```text
 //!   userfaultfd() ─► UFFDIO_API ─► UFFDIO_REGISTER (WP) ─► UFFDIO_WRITEPROTECT …  writes lift it …  UFFDIO_UNREGISTER
@@ -76,8 +76,8 @@ impl Userfault {
             mode: UFFDIO_REGISTER_MODE_WP.into(),
             ioctls: 0,
         };
-        // SAFETY: UFFDIO_REGISTER reads and writes one `uffdio_register`; the span is mapped, and write protection that
-        // the kernel lifts by itself changes nothing that a program can see.
+        // SAFETY: UFFDIO_REGISTER reads and writes one `uffdio_register`; the span is mapped, and
+        // asynchronous write protection changes nothing that a program can see.
         unsafe { self.ioctl(UFFDIO_REGISTER, &mut register) }
     }
 

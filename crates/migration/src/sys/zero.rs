@@ -1,19 +1,19 @@
-//! Tests whether memory that may change meanwhile is zero.
+//! Tests if memory that may change at any time is zero.
 //!
 //! ```text
 //!   page   [line 0][line 1][line 2] …      64 bytes at once; the first line that is not zero ends the search
 //! ```
 //!
-//! The loads are volatile, so that each is made once, in place. The view of memory that is being written is a
+//! The loads are volatile, so each is made once, in place. The view of memory that is being written is a
 //! mixture; a dirty tracker reports the write.
 
-/// Bytes looked at between two decisions.
+/// Bytes examined between two decisions.
 const LINE_BYTES: usize = 64;
 
 /// Returns true if `length` bytes from `start` on are zero now.
 ///
 /// # Safety
-/// They are mapped and readable, `start` is a multiple of 64 and so is `length`.
+/// The bytes are mapped and readable, `start` is a multiple of 64 and so is `length`.
 pub(super) unsafe fn is_zero(start: *const u8, length: usize) -> bool {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") {

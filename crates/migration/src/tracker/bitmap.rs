@@ -16,7 +16,7 @@ pub trait DirtyLogReader: Send + Sync {
     /// Switches it on (`KVM_MEM_LOG_DIRTY_PAGES`), with no bit set.
     ///
     /// # Errors
-    /// It cannot be.
+    /// The log cannot be switched on.
     fn start(&self) -> io::Result<()> {
         Ok(())
     }
@@ -26,13 +26,13 @@ pub trait DirtyLogReader: Send + Sync {
     /// be write-protected again, or otherwise watched, before its bit is given.
     ///
     /// # Errors
-    /// It cannot be read; the migration ends.
+    /// The log cannot be read; the migration ends.
     fn fetch_and_clear(&self, block: BlockIndex, words: &mut [u64]) -> io::Result<()>;
 
     /// Switches it off.
     ///
     /// # Errors
-    /// It stays on.
+    /// The log stays on.
     fn stop(&self) -> io::Result<()> {
         Ok(())
     }

@@ -31,7 +31,7 @@ pub enum TrackerError {
         "block {block} is mapped shared: writes through other mappings of it (another process, a second mmap) would not be seen; if all its writers use this mapping or report their writes (mark_dirty), use WriteProtect::of_shared, else a dirty log (DirtyLogTracker)"
     )]
     Shared {
-        /// Its number.
+        /// Number of the block.
         block: usize,
     },
     /// The memory is not as promised, or is already tracked.
@@ -39,11 +39,11 @@ pub enum TrackerError {
         "block {block}, {length} bytes at {address:#x}, cannot be watched: {source} (EBUSY: another userfaultfd has it; EINVAL: it is not all mapped, or does not begin and end with its huge pages)"
     )]
     Register {
-        /// Its number.
+        /// Number of the block.
         block: usize,
         /// Where it begins in this process.
         address: usize,
-        /// Its length in bytes.
+        /// Length of the block in bytes.
         length: usize,
         /// The kernel's answer.
         source: io::Error,
@@ -51,7 +51,7 @@ pub enum TrackerError {
     /// The written pages cannot be read.
     #[error("cannot read the written pages of block {block} from {offset:#x} on: {source}")]
     Scan {
-        /// Its number.
+        /// Number of the block.
         block: usize,
         /// From where on, in bytes.
         offset: usize,
@@ -61,7 +61,7 @@ pub enum TrackerError {
     /// The embedder's dirty log failed.
     #[error("the dirty log of block {block} cannot be read: {source}")]
     Log {
-        /// Its number.
+        /// Number of the block.
         block: usize,
         /// The embedder's reason.
         source: io::Error,
@@ -77,7 +77,7 @@ pub enum TrackerError {
     /// The embedder's dirty log has a bit for a page that does not exist.
     #[error("the dirty log of block {block} has page {page}, expected less than {pages}")]
     LogBit {
-        /// Its number.
+        /// Number of the block.
         block: usize,
         /// The page of the first such bit.
         page: u64,

@@ -34,7 +34,7 @@ pub struct MemorySlot {
     pub block: BlockIndex,
     /// Where in the block it begins, in bytes, a multiple of 4096.
     pub offset: u64,
-    /// Its length in bytes, a multiple of 4096.
+    /// Length of the slot in bytes, a multiple of 4096.
     pub length: u64,
 }
 
@@ -79,7 +79,7 @@ impl<F: Fn(u32, &mut [u64]) -> io::Result<()> + Send + Sync> DirtyLogReader for 
             log.clear();
             log.resize(usize::try_from(pages.div_ceil(WORD_BITS)).expect("fewer than its pages"), 0);
             (self.take)(slot.id, &mut log)?;
-            // KVM leaves bits behind the last page alone; whatever else fills words may not.
+            // KVM leaves bits past the last page alone; other writers of the words may not.
             if let (Some(last), rest @ 1..) = (log.last_mut(), pages % WORD_BITS) {
                 *last &= (1 << rest) - 1;
             }
@@ -187,7 +187,7 @@ mod tests {
         let tracker = DirtyLogTracker::new(KvmDirtyLog::new(&slots, take(&logs)).with_switch(switch));
         let region = RamMapping::anonymous(65 * 4096).unwrap();
         tracker.start(&[region.span()], &mut |_, _| panic!("KVM does not know what is untouched")).unwrap();
-        // Behind its last page a log's word holds nothing that counts.
+        // Bits past the last page are ignored.
         *logs.lock().unwrap() = BTreeMap::from([(1, vec![0b1100]), (2, vec![1 | 1 << 61 | 1 << 62])]);
         let mut runs = Vec::new();
         let mut report =

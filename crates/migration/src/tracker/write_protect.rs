@@ -4,12 +4,12 @@
 //!   protected page ── first write: one short fault, no userspace ──────► written ── harvest: PAGEMAP_SCAN ──► protected
 //! ```
 //!
-//! It sees every write through this process's mapping: of its threads, of KVM's guests, of system calls. It does not
-//! see writes through other mappings of the same memory, of devices into pinned pages (VFIO, io_uring's registered
-//! buffers), and discarded memory (`MADV_DONTNEED`, a punched hole): these have to be reported. A transparent huge
-//! page is split by its first write; hugetlb pages are reported whole.
+//! The tracker sees every write through this process's mapping: of its threads, of KVM's guests, of system
+//! calls. It does not see writes through other mappings of the same memory or by devices into pinned pages
+//! (VFIO, io_uring's registered buffers), nor discarded memory (`MADV_DONTNEED`, a punched hole): these must
+//! be reported. A transparent huge page is split by its first write; hugetlb pages are reported whole.
 //!
-//! Needs Linux 6.7, no privilege. Memory must stay mapped as it was while it is tracked.
+//! Needs Linux 6.7, no privilege. The mapping must not change while it is tracked.
 
 use std::io;
 use std::sync::{Mutex, MutexGuard};
@@ -157,7 +157,7 @@ impl DirtyTracker for WriteProtect {
         memory: &[Span<'_>],
         untouched: &mut dyn FnMut(PageRef, u64),
     ) -> Result<(), TrackerError> {
-        // By itself the kernel would lift the old protection only when no forked process has the descriptor any more.
+        // Otherwise the kernel would lift the old protection only once no forked process has the descriptor.
         self.stop(memory)?;
         let mut slot = self.watch();
         let which = self.which(memory)?;

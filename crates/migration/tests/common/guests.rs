@@ -1,4 +1,4 @@
-//! Guests to be migrated, and threads that write in them meanwhile.
+//! Guests that are migrated, and threads that write to them during that time.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -146,7 +146,7 @@ impl Writer {
         *self.thread.lock().unwrap() = Some(thread::spawn(work));
     }
 
-    /// Ends the writing; when it returns, nothing is written any more.
+    /// Ends the writing; after it returns nothing writes to the memory.
     pub(crate) fn end(&self) {
         self.is_over.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.lock().unwrap().take() {

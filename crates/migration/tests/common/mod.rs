@@ -133,7 +133,7 @@ pub(crate) fn migrate_into(
     Outcome { source, destination, relays: ends.collect() }
 }
 
-/// Replies to a source's first PING, so that it begins.
+/// Replies to a source's first PING, so it begins.
 pub(crate) fn answer_ping(main: &dyn Channel) {
     let mut bytes = Vec::new();
     ReturnPathMessage::Pong(1).encode(&mut bytes);

@@ -12,7 +12,7 @@ use super::source::Source;
 pub(crate) enum Verdict {
     /// 0: the guest runs at its destination.
     Done,
-    /// 1: the guest is as it was at its source.
+    /// 1: the guest is unchanged at its source.
     Safe,
     /// 3: an operator has to look.
     LookAt,

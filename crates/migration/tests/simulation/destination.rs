@@ -1,4 +1,5 @@
-//! The receiving end with memory of its own: a QEMU that loads and stays paused, or a towline that runs the guest by itself.
+//! The receiving end with its own memory: a QEMU that loads and stays paused, or a towline that runs the
+//! guest on its own.
 
 use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::section::VmCommand;
@@ -18,7 +19,7 @@ pub(crate) struct Endpoint {
     pub(crate) is_alive: bool,
     /// Everything is loaded.
     pub(crate) is_loaded: bool,
-    /// Its word is in the hands of the connection.
+    /// The message about it was given to the connection.
     pub(crate) has_said_so: bool,
     pub(crate) running: bool,
     pub(crate) outcome: Option<Result<(), String>>,
@@ -67,7 +68,7 @@ impl Endpoint {
         })
     }
 
-    /// It cannot load the guest.
+    /// Ends an endpoint that cannot load the guest.
     pub(crate) fn fail(&mut self, net: &mut Net, reason: String) {
         if self.outcome.is_none() {
             self.outcome = Some(Err(reason));

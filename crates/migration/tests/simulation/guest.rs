@@ -9,7 +9,7 @@ use super::net::Time;
 pub(crate) const PAGE: usize = PAGE_SIZE as usize;
 /// Interval, in writes, at which a page becomes zero.
 const ZERO_EVERY: u64 = 5;
-/// Interval of the words that change with each write; the others are constant, so that XBZRLE can omit them.
+/// Interval of the words that change with each write; the others are constant, so XBZRLE can omit them.
 const CHANGING: usize = 8;
 
 /// The blocks of a guest, and its pages in a row.

@@ -9,11 +9,12 @@ use super::world::World;
 pub(crate) enum Ending {
     /// The guest is at its destination, and all parties know.
     Moved,
-    /// It runs on at its source, since it wrote too fast.
+    /// The guest runs on at its source, since it wrote too fast.
     NotConverged,
-    /// It runs on at its source, since something failed.
+    /// The guest runs on at its source, since something failed.
     Failed,
-    /// The destination has it though the source does not know: it runs by itself, and its word was lost (exit status 3).
+    /// The destination has the guest though the source does not know: it runs the guest on its own, and its
+    /// message was lost (exit status 3).
     WordLost,
     /// Towline died between the destination's word and `cont`: both ends have it, paused.
     Paused,

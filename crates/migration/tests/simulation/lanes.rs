@@ -11,7 +11,7 @@ pub(crate) const UUID: [u8; 16] = [7; 16];
 #[derive(Debug)]
 pub(crate) struct LaneOut {
     pub(crate) out: Out,
-    /// It has sent SYNC in this pass.
+    /// True if SYNC was sent in this pass.
     pub(crate) synced: bool,
     /// An empty packet follows, which the main channel does not wait for.
     pub(crate) trails: bool,

@@ -17,9 +17,9 @@ pub(crate) struct Knobs {
     pub(crate) jitter_ns: u64,
     /// Bytes on the way and not read, at most.
     pub(crate) capacity: usize,
-    /// Breaks behind this many bytes.
+    /// Breaks after this number of bytes.
     pub(crate) cut_at: Option<u64>,
-    /// Nothing arrives meanwhile.
+    /// Nothing arrives until then.
     pub(crate) stall: Range<Time>,
 }
 
@@ -42,7 +42,7 @@ pub(crate) struct Port {
 pub(crate) enum Gone {
     /// The other end has closed it.
     Ended,
-    /// It broke.
+    /// The connection broke.
     Broken,
 }
 
@@ -62,7 +62,7 @@ struct Pipe {
 struct Connection {
     /// Towards far, towards near.
     pipes: [Pipe; 2],
-    /// The end that closed it, or `None` if it broke by itself.
+    /// The end that closed it, or `None` if it broke.
     over: Option<Option<Side>>,
     /// Data on the way is lost when the connection ends.
     is_lossy: bool,

@@ -130,7 +130,7 @@ impl Receiver {
         if let Some(collector) = &mut self.collector {
             if let Some(state) = collector.complete().map_err(|error| error.to_string())? {
                 if self.lanes.iter().any(|lane| lane.outstanding && !lane.at_barrier) {
-                    return Err("pages came behind the last barrier".into());
+                    return Err("pages arrived after the last barrier".into());
                 }
                 self.is_complete = true;
                 return Ok(Some(Deed::DeviceState(state)));

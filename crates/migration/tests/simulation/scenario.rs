@@ -32,7 +32,7 @@ pub(crate) enum Mutation {
 /// A moment that a fault is aimed at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Moment {
-    /// This number of steps after the beginning.
+    /// At this number of steps after the beginning.
     Begin,
     /// The source's guest is stopped.
     Stopped,
@@ -40,7 +40,7 @@ pub(crate) enum Moment {
     Sent,
     /// The destination has loaded everything.
     Loaded,
-    /// Its word is on the way.
+    /// Its message is on the way.
     Said,
     /// The relay has it.
     Forwarding,
@@ -82,7 +82,8 @@ pub(crate) struct Scenario {
     pub(crate) machine: &'static str,
     pub(crate) layout: Layout,
     pub(crate) lanes: usize,
-    /// A relay between two QEMUs, and control that hands over; else the two ends meet, and the destination runs by itself.
+    /// A relay between two QEMUs, and control that hands over; else the two ends meet, and the destination
+    /// runs the guest on its own.
     pub(crate) is_controlled: bool,
     /// The source is an image: it neither runs nor is lost.
     pub(crate) is_image: bool,
@@ -231,7 +232,7 @@ fn fault(rng: &mut Rng, is_controlled: bool, is_image: bool) -> Fault {
             ScenarioEvent::CancelSource,
             ScenarioEvent::LoadFails,
             ScenarioEvent::Kill(Who::Destination),
-            // An image is there afterwards as before.
+            // An image still exists afterwards.
             if is_image { ScenarioEvent::CancelSource } else { ScenarioEvent::Kill(Who::Source) },
         ]
     };

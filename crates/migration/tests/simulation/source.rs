@@ -110,7 +110,7 @@ impl Source {
         }
     }
 
-    /// Cancels the migration. Messages that the destination had sent by then count.
+    /// Cancels the migration. Messages that the destination has already sent count.
     pub(crate) fn cancel(&mut self, net: &mut Net) {
         if !self.is_alive || self.outcome.is_some() {
             return;
@@ -336,7 +336,7 @@ impl Source {
             return;
         }
         let mut packet = packet(block, normal_offsets, zero_offsets);
-        // As QEMU before 9.0 does it, with an empty packet behind.
+        // As QEMU before 9.0 does it, followed by an empty packet.
         packet.sync = self.scenario.syncs_on_pages && self.todo.is_empty();
         let (lane, blocks) = (&mut self.lanes[index], &self.guest.layout.blocks);
         lane.header(&packet, blocks);

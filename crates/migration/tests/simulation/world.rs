@@ -175,7 +175,7 @@ impl World {
         ports.into_iter().for_each(|port| self.net.kill(port));
     }
 
-    /// The rule that nothing excuses, but for a destination that runs by itself.
+    /// The rule without exceptions, but for a destination that runs the guest on its own.
     fn check_one_guest(&self) -> Result<(), String> {
         if self.source.guest.running && self.destination.running && self.control.is_some() {
             Err("two guests run".into())

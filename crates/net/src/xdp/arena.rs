@@ -4,7 +4,7 @@
 //!   a section   [4 KiB unused][small × 2048][large × 128]
 //!   a chunk     [8 unused][24 metadata][data ............]
 //! ```
-//! The first page is not used, so that an address minus a tag of [`super::in_flight`] is still an address.
+//! The first page is not used, so an address minus a tag of [`super::in_flight`] is still an address.
 
 /// Bytes before the data, with the metadata of the kernel at their end.
 const HEADROOM_BYTES: usize = 32;

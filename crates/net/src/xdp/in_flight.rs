@@ -6,7 +6,7 @@
 
 use super::arena::UmemChunk;
 
-/// Maximum number of frames in flight: less than a page, so that no address of [`super::arena`] is below its tag.
+/// Maximum number of frames in flight: less than a page, so no address of [`super::arena`] is below its tag.
 pub(super) const FRAMES_MAX: u16 = 2048;
 const TAG_SHIFT: u32 = 48;
 const ADDRESS: u64 = (1 << TAG_SHIFT) - 1;

@@ -21,7 +21,8 @@ use crate::sys::xsk::{CompletionRing, TxRing};
 
 /// Entries of a TX ring.
 pub(super) const TX_ENTRIES: u32 = 2048;
-/// Entries of a completion ring, and maximum number of descriptors in flight, so that none has to wait for room in it.
+/// Entries of a completion ring, and maximum number of descriptors in flight, so none has to wait for room in
+/// it.
 pub(super) const COMPLETION_ENTRIES: u32 = 4096;
 /// Entries of the fill ring, which is required although nothing is received.
 const FILL_ENTRIES: u32 = 64;

@@ -3,7 +3,7 @@
 //! ```text
 //!   a socket of this host ── UDP, one frame each ── tap0 ── Net ── rings ── a driver with buffers of every size
 //! ```
-//! The tap is in its own network namespace and has an MTU of 65521, so that a datagram of any length is one frame.
+//! The tap is in its own network namespace and has an MTU of 65521, so a datagram of any length is one frame.
 #![allow(clippy::unwrap_used, reason = "a failure of a helper is a failure of its test")]
 
 mod acceptance;
@@ -219,7 +219,7 @@ fn wait_until_sent(pair: &mut DriverPair) {
 
 fn datagrams(count: usize, longest: usize) -> Vec<Vec<u8>> {
     let mut random = fastrand::Rng::with_seed(longest as u64);
-    // Mostly short ones, so that long ones exceed the expected length.
+    // Mostly short ones, so long ones exceed the expected length.
     let mut length = || if random.u8(..4) == 0 { random.usize(1..=longest) } else { random.usize(1..=100) };
     let lengths: Vec<usize> = (0..count).map(|_| length()).collect();
     lengths.into_iter().map(|length| (0..length).map(|_| random.u8(..)).collect()).collect()

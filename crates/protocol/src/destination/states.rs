@@ -81,9 +81,9 @@ pub enum StreamDecoder {
     Blocks(AwaitBlock),
     /// In a `ram` section.
     Records(AwaitRecord),
-    /// Behind a `ram` section's payload.
+    /// After the payload of a `ram` section.
     Footer(AwaitFooter),
-    /// Behind `ram` END: nothing more for this machine.
+    /// After the END of `ram`: nothing more for this machine.
     DeviceState(Complete),
 }
 
@@ -116,7 +116,7 @@ pub struct AwaitMachine {
     pub(super) kind: StreamKind,
 }
 
-/// Waits for a configuration subsection, or for whatever ends them.
+/// Waits for a configuration subsection, or for the byte that ends them.
 #[derive(Debug)]
 pub struct AwaitSubsection {
     pub(super) configuration: Configuration,
@@ -175,12 +175,12 @@ pub struct Complete {
 #[derive(Debug)]
 pub(super) struct RamState {
     pub(super) id: u32,
-    /// Its pages lie elsewhere in the file, so that no record names one.
+    /// True if the pages are elsewhere in the file, so no record names one.
     pub(super) mapped: bool,
     pub(super) blocks: Vec<RamBlock>,
     pub(super) by_name: BTreeMap<String, BlockIndex>,
     pub(super) last: Option<BlockIndex>,
-    /// The stream is of a background snapshot.
+    /// True for the stream of a background snapshot.
     pub(super) is_snapshot: bool,
     /// A PART or END has begun.
     pub(super) has_part: bool,

@@ -9,7 +9,7 @@ use crate::{InvalidMessage, Result};
 
 /// The header's only version.
 pub const VERSION: u32 = 1;
-/// Pages of a block begin at a multiple of this, so that whatever the host's page size it can be mapped.
+/// Pages of a block begin at a multiple of this, so it can be mapped with any page size of the host.
 pub const PAGES_ALIGNMENT: u64 = 1 << 20;
 /// Bytes of a header.
 pub const HEADER_BYTES: u64 = 28;
@@ -78,7 +78,7 @@ impl MappedRamHeader {
         Ok(())
     }
 
-    /// The offset behind the block's last page, where the next entry of the list is.
+    /// The end of the block's last page, where the next entry of the list is.
     pub fn end(&self, length: u64) -> u64 {
         self.pages_offset + length
     }

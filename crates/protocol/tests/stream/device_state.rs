@@ -1,4 +1,5 @@
-//! The device state's end, found from behind: on recordings, on what a guest could write, on what only a peer would.
+//! The device state's end, found backwards: on recordings, on what a guest could write, and on what only a
+//! peer would.
 
 use std::time::{Duration, Instant};
 

@@ -31,12 +31,12 @@ fn block(name: &[u8], length: u64) -> Vec<u8> {
     [&[u8::try_from(name.len()).unwrap()], name, &length.to_be_bytes()].concat()
 }
 
-/// The same, behind a list of one block "b" of two pages, in START.
+/// The same, after a list of one block "b" of two pages, in START.
 fn in_records(records: &[&[u8]]) -> Vec<u8> {
     in_start(&[&word(0x2000, 4), &block(b"b", 0x2000)[..], &records.concat()].concat())
 }
 
-/// The same behind that section, whole.
+/// The same after that whole section.
 fn behind_start(rest: &[u8]) -> Vec<u8> {
     in_records(&[&word(0, 0x10), &[0x7e], &ID, rest])
 }
@@ -270,7 +270,8 @@ fn unsupported_features_are_named() {
     }
 }
 
-/// The memory of a background snapshot has no END: a device's section behind a PART, and only there, is the device state.
+/// The memory of a background snapshot has no END: a device's section after a PART, and only there, is the
+/// device state.
 #[test]
 fn the_memory_of_a_snapshot_ends_where_devices_begin() {
     let device = [&[4][..], &ID, b"\x05timer\0\0\0\0\0\0\0\x02"].concat();

@@ -112,7 +112,7 @@ impl Writer {
     }
 }
 
-/// Writes what was read once more.
+/// Writes what was read again.
 pub(crate) fn write_main(items: &[Item], lanes: usize) -> Vec<u8> {
     let mut out = Vec::new();
     let configuration = configuration_of(items);
@@ -164,8 +164,8 @@ fn each_main_channel_is_written_again_to_the_byte() {
     }
 }
 
-/// Before 9.0 unused fields of a header are not cleared: the size where there are no pages to follow, the name where
-/// there are no pages at all, and the offsets after those in use.
+/// Before 9.0 unused fields of a header are not cleared: the size where no pages follow, the name where there
+/// are no pages, and the offsets after those in use.
 fn put_left_over(packet: &Packet, before: &[u8; HEADER_BYTES], header: &mut [u8; HEADER_BYTES]) {
     let used = packet.normal.len() + packet.zero.len();
     if packet.normal.is_empty() {

@@ -133,7 +133,7 @@ pub fn lane(data: &[u8]) {
     }
     let blocks = lane_blocks();
     while !input.rest().is_empty() {
-        // A header that is cut off counts as filled up with zeros, so that small inputs reach the offsets.
+        // A truncated header counts as filled up with zeros, so small inputs reach the offsets.
         let mut header = [0; HEADER_BYTES];
         let n = input.rest().len().min(HEADER_BYTES);
         header[..n].copy_from_slice(input.take(n).expect("no more than there is"));
@@ -161,7 +161,7 @@ pub fn return_path(data: &[u8]) {
         let Ok(Some(message)) = ReturnPathMessage::decode(&mut input) else { break };
         let used = &data[start..input.position()];
         let mut out = Vec::new();
-        // Names that are not UTF-8 are shown with replacement characters, which may not fit any more.
+        // Names that are not UTF-8 are shown with replacement characters, which may be too long.
         let (ReturnPathMessage::ReceivedBitmap(name)
         | ReturnPathMessage::RequestPages { block: Some(name), .. }) = &message
         else {

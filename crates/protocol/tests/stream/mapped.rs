@@ -115,7 +115,8 @@ fn each_file_is_written_again_to_the_byte() {
         let stream = write_main(&items, 0);
         let mut out = vec![0; file.len()];
         let mut place = |at: u64, bytes: &[u8]| out[at as usize..][..bytes.len()].copy_from_slice(bytes);
-        // The stream lies in as many pieces as there are blocks, and one more, each behind the pages before it.
+        // The stream lies in as many pieces as there are blocks, and one more, each after the pages before
+        // it.
         let (mut written, mut at) = (0, 0);
         for block in &blocks {
             let header = block.mapped.unwrap();

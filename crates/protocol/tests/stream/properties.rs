@@ -1,4 +1,4 @@
-//! Whatever is written is read as it was meant.
+//! A reader gets back what was written.
 
 use proptest::prelude::*;
 use towline_protocol::configuration::Configuration;

@@ -15,7 +15,7 @@ use towline_protocol::{PageRef, RamBlock, Reader, Result, xbzrle};
 /// The recordings with a main channel.
 pub(crate) const STREAMS: [&str; 6] =
     ["precopy-10.0", "xbzrle-10.0", "multifd-10.0", "multifd-10.0-as-7.2", "precopy-7.2", "multifd-7.2"];
-/// Those of them that have lanes.
+/// The recordings that have lanes.
 pub(crate) const WITH_LANES: [&str; 3] = ["multifd-10.0", "multifd-10.0-as-7.2", "multifd-7.2"];
 /// The recorded files.
 pub(crate) const FILES: [&str; 2] = ["mapped-10.0", "mapped-multifd-10.0"];

@@ -55,7 +55,7 @@ command!(MigrateCancel, "migrate_cancel", Empty);
 pub struct MigrateStartPostcopy;
 command!(MigrateStartPostcopy, "migrate-start-postcopy", Empty);
 
-/// `migrate-pause`: interrupts a postcopy migration, so that it can be recovered over another connection.
+/// `migrate-pause`: interrupts a postcopy migration, so it can be recovered over another connection.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct MigratePause;
 command!(MigratePause, "migrate-pause", Empty);

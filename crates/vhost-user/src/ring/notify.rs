@@ -6,9 +6,9 @@
 //!     full fence                                        full fence
 //!     load the available index: moved? run again        load the device's suppression: kick?
 //! ```
-//! In any order one of the two sees the other's store. The opposite direction (used index, interrupt) is the same with the
-//! roles exchanged. The functions are generic over the fields, and this file uses nothing else of the crate, so that
-//! `tests/model` checks this very code under loom.
+//! In any order one of the two sees the other's store. The opposite direction (used index, interrupt) is the
+//! same with the roles exchanged. The functions are generic over the fields, and this file uses nothing else
+//! of the crate, so `tests/model` checks this very code under loom.
 
 /// In the flags of the available ring (`VIRTQ_AVAIL_F_NO_INTERRUPT`) and of the used ring (`VIRTQ_USED_F_NO_NOTIFY`).
 pub(crate) const NO_NOTIFY: u16 = 1;

@@ -56,9 +56,9 @@ impl Ring {
         Ok(())
     }
 
-    /// Takes the chains that were in flight when the record was read, so that [`Ring::pop`] does not return them. They stay in
-    /// flight until they are completed ([`Ring::complete_head`]). For a device whose previous process may have passed them to
-    /// hardware or the kernel.
+    /// Takes the chains that were in flight when the record was read, so [`Ring::pop`] does not return them.
+    /// They stay in flight until they are completed ([`Ring::complete_head`]). For a device whose previous
+    /// process may have passed them to hardware or the kernel.
     pub fn take_resubmitted(&mut self) -> Vec<ChainHead> {
         let epoch = self.epoch;
         self.recovery.resubmit.drain(..).map(|index| ChainHead { index, epoch }).collect()

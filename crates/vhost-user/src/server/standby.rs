@@ -5,8 +5,9 @@
 //!   standby  negotiates ── SET_FEATURES, … ─────────┴─ no ring runs: owner ─┘
 //!                              └─ a ring of the owner runs: refused
 //! ```
-//! Requests are served one after the other, so that the rings of both never run at the same time. A frontend that gets the
-//! device (back) has it with the features that it negotiated. If the owner disconnects, the standby is the owner.
+//! Requests are served one after the other, so the rings of both never run at the same time. A frontend that
+//! gets the device (back) has it with the features that it negotiated. If the owner disconnects, the standby
+//! is the owner.
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::Arc;

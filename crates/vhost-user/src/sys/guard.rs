@@ -9,8 +9,9 @@
 //! system call (`mmap`), takes no lock and allocates nothing. A system call that accesses such memory fails with `EFAULT` and
 //! raises no signal.
 //!
-//! A signal handler has no argument of its owner, so the list of mappings is a static. Its entries are reused and never freed; each
-//! is protected by a sequence counter, so that the handler, which may run at any time, never uses an inconsistent one.
+//! A signal handler has no argument of its owner, so the list of mappings is a static. Its entries are reused
+//! and never freed; each is protected by a sequence counter, so the handler, which may run at any time, never
+//! uses an inconsistent one.
 
 use std::io;
 use std::mem::zeroed;

@@ -45,7 +45,7 @@ pub(super) struct WorkerThread {
     pub(super) state_left: Option<Duration>,
     /// Faults of guest memory in this process up to the last check.
     pub(super) memory_faults: u64,
-    /// Last field, so that the pool's end disconnects when all else of the thread is dropped.
+    /// Last field, so the pool's end disconnects when all else of the thread is dropped.
     pub(super) _alive: Sender<Infallible>,
 }
 

@@ -42,7 +42,7 @@ fn block_worker(stream: UnixStream) -> (Frontend, Queue) {
     frontend.set_mem_table(Some(&memory)).unwrap();
     let mut queue = Queue::new(&memory, 0, QueueOptions { size: 16, features }).unwrap();
     frontend.start(&queue, 0).unwrap();
-    // Almost the maximum of the counter, so that a write blocks.
+    // Almost the maximum of the counter, so a write blocks.
     rustix::io::write(queue.call_fd(), &(u64::MAX - 2).to_ne_bytes()).unwrap();
     while rustix::io::write(queue.call_fd(), &1u64.to_ne_bytes()).is_ok() {}
     rustix::io::ioctl_fionbio(queue.call_fd(), false).unwrap();
@@ -70,7 +70,7 @@ fn a_blocked_worker_does_not_keep_the_process_from_ending() {
     let error = backend.join().unwrap().unwrap_err();
     assert!(begun.elapsed() < WITHIN, "{:?}", begun.elapsed());
     assert!(!matches!(error, ServeError::Queues { .. }), "{error}");
-    // Unblock the worker, so that this test leaves no thread behind.
+    // Unblock the worker, so this test leaves no thread behind.
     rustix::io::read(queue.call_fd(), &mut [0; 8]).unwrap();
     let _: Option<Error> = frontend.stop(0).err();
 }

@@ -189,7 +189,7 @@ proptest! {
         let scribbler = std::thread::spawn(move || {
             let mut state = seed | 1;
             while !stop.load(Ordering::Relaxed) {
-                // xorshift; half of the words are small, so that some of them are valid.
+                // xorshift; half of the words are small, so some of them are valid.
                 state ^= state << 13;
                 state ^= state >> 7;
                 state ^= state << 17;

@@ -74,7 +74,7 @@ pub fn ring(data: &[u8]) {
     rest = &rest[first..];
     let features =
         [0, features::EVENT_IDX, features::INDIRECT_DESC, features::EVENT_IDX | features::INDIRECT_DESC];
-    // The parts are adjacent, so that 300 bytes are a ring; or they overlap.
+    // The parts are adjacent, so 300 bytes are a ring; or they overlap.
     let used = if mode & 4 == 0 { 160 } else { 0 };
     let address =
         VringAddress { index: 0, flags: u32::from(mode & 8), descriptors: 0, used, available: 128, log: 0 };

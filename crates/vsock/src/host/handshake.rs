@@ -29,8 +29,8 @@ impl Handshakes {
         self.count == 0
     }
 
-    /// Starts a handshake and returns its slot. If there are too many, the oldest one ends, so that silent clients do not
-    /// shut out others.
+    /// Starts a handshake and returns its slot. If there are too many, the oldest one ends, so silent clients
+    /// do not shut out others.
     pub(super) fn start(&mut self, socket: HostSocket, now_ms: u64) -> usize {
         if self.count >= self.max {
             let present = self.slots.iter_mut().filter(|slot| slot.is_some());

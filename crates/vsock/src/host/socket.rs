@@ -257,7 +257,7 @@ impl HostSocket {
         Ok(sys::send(self.fd.as_fd(), &all)?.saturating_sub(flags.len()))
     }
 
-    /// Enlarges the send buffer, once, so that the peer has something to read until the guest has sent more.
+    /// Enlarges the send buffer, once, so the peer has something to read until the guest has sent more.
     pub(super) fn enlarge_send_buffer(&self) {
         if self.send_buffer.replace(SendBuffer::Fixed) == SendBuffer::Fixed {
             return;

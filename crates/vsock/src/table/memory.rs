@@ -4,7 +4,7 @@ use crate::connection::ConnectionLimits;
 use crate::credit::{WINDOW_FIRST_MAX, WINDOW_MIN};
 use crate::packet::SocketType;
 
-/// Share of the remaining memory that a new connection gets, so that windows become smaller.
+/// Share of the remaining memory that a new connection gets, so windows become smaller.
 const SHARE: u64 = 8192;
 /// Larger share while less than a quarter is reserved: with the default limit a full initial window.
 const SHARE_FIRST: u64 = SHARE / 16;

@@ -400,7 +400,7 @@ fn hostile_guests_and_peers_stay_within_the_limits() {
         let mut rng = fastrand::Rng::with_seed(seed);
         let mut data = vec![0; 1 + STEP * rng.usize(1..200)];
         rng.fill(&mut data);
-        // Few connections, so that packets belong to some.
+        // Few connections, so packets belong to some.
         let ports = rng.u8(..);
         for step in data[1..].chunks_exact_mut(STEP) {
             if rng.u8(..4) > 0 {

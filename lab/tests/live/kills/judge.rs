@@ -26,7 +26,7 @@ pub(super) struct Watch<'a> {
 /// The kill, and towline's output.
 pub(super) struct Outcome {
     pub(super) victim: Victim,
-    /// Towline waited at a phase, so that all later work was still to be done.
+    /// Towline waited at a phase, so all later work was still to be done.
     pub(super) held: bool,
     pub(super) phases: Vec<String>,
     /// Exit of towline, unless it was killed.

@@ -4,7 +4,8 @@
 //!   test ── `echo send 100 > PIPE` ──► driver ── ring 1 ── towline net ── AF_XDP ── eth0
 //!        ◄── a line of its output ────┘
 //! ```
-//! Commands are for the current pair; `pair N` changes it. A buffer is overwritten as soon as it is used, so that a device that still reads it sends other bytes.
+//! Commands are for the current pair; `pair N` changes it. A buffer is overwritten as soon as it is used, so
+//! a device that still reads it sends other bytes.
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader};
@@ -40,7 +41,7 @@ pub(crate) const ETHERNET: [u8; 14] = [2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2, 0x88,
 const WITHIN: Duration = Duration::from_secs(60);
 /// Frames per notification of a flow.
 const BURST: u64 = 24;
-/// Rounds of a flow between two changes of a kind; coprime, so that they meet in every order.
+/// Rounds of a flow between two changes of a kind; coprime, so they meet in every order.
 const SHAPE_ROUNDS: u64 = 41;
 const ENABLE_ROUNDS: u64 = 59;
 const STOP_ROUNDS: u64 = 97;

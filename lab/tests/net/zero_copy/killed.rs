@@ -63,7 +63,7 @@ fn restart(bench: &mut Bench) {
     bench.assert_zero_copy();
 }
 
-/// The process is suspended, so that it cannot know that its frames were sent.
+/// The process is suspended, so it cannot know that its frames were sent.
 #[test]
 fn frames_that_were_sent_before_a_kill_are_not_sent_again() {
     let name = "frames_that_were_sent_before_a_kill_are_not_sent_again";

@@ -7,9 +7,10 @@
 //!    └────────────────────────── after RECONSIDER_AFTER_PACKETS ───────────────────────────────────┘
 //! ```
 //!
-//! The ways are a plain send, one without a copy unless the kernel copies all the same, and splicing where packets come from a
-//! socket. Cost is the thread's CPU time per byte, with that of receiving where it could splice instead. The cost of a
-//! completion elsewhere, and effects on the network, are not measured. Packets shorter than [`LARGE_BYTES`] are sent plainly and yield no samples.
+//! The ways are a plain send, one without a copy unless the kernel copies anyway, and splicing where packets
+//! come from a socket. Cost is the thread's CPU time per byte, with that of receiving where it could splice
+//! instead. The cost of a completion elsewhere, and effects on the network, are not measured. Packets shorter
+//! than [`LARGE_BYTES`] are sent plainly and yield no samples.
 
 use std::time::Duration;
 
@@ -46,13 +47,13 @@ pub(super) struct SendPolicy {
     evaluated: ZeroCopyStatistics,
     /// Packets can be spliced.
     splices: bool,
-    /// The kernel copied the last packet that was to be sent without a copy.
+    /// The kernel copied the last packet of a zero-copy send.
     copies: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Setting {
-    /// Nothing is to be decided.
+    /// Decided in advance.
     Fixed(SendMethod, SendReason),
     Auto,
 }
@@ -181,7 +182,7 @@ impl SendPolicy {
         }
     }
 
-    /// The kernel has no memory for zero-copy sends at all.
+    /// The kernel has no memory for any zero-copy send.
     pub(super) fn starve(&mut self) {
         self.choose(SendMethod::Plain, SendReason::NoMemory);
     }
