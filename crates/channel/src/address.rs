@@ -48,7 +48,7 @@ pub enum Address {
     Exec(String),
     /// A file.
     File {
-        /// Its path.
+        /// Path of the file.
         path: PathBuf,
         /// Where the stream begins, in bytes.
         offset: u64,
@@ -91,7 +91,8 @@ impl fmt::Display for Address {
             Self::File { path, offset } => {
                 let path = path.display().to_string();
                 write!(f, "file:{path}")?;
-                // A path that looks as if it had an offset needs one behind it to be read back as it is.
+                // A path that seems to end in an offset needs a real one after it to be parsed back
+                // unchanged.
                 if *offset != 0 || path.contains(OFFSET) { write!(f, "{OFFSET}{offset}") } else { Ok(()) }
             }
         }

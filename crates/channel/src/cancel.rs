@@ -35,12 +35,12 @@ impl Cancel {
         raise(self.0.event.as_fd());
     }
 
-    /// Returns true if it was pulled.
+    /// Returns true if it was cancelled.
     pub fn is_cancelled(&self) -> bool {
         self.0.cancelled.load(Ordering::Acquire)
     }
 
-    /// Its descriptor, for a loop that holds it for longer than a borrow.
+    /// The descriptor, for a loop that holds it for longer than a borrow.
     pub fn descriptor(&self) -> Arc<OwnedFd> {
         Arc::clone(&self.0.event)
     }
@@ -50,10 +50,10 @@ impl Cancel {
         Arc::strong_count(&self.0) > 1
     }
 
-    /// [`Error::Cancelled`] if it was pulled, for loops that do not poll.
+    /// [`Error::Cancelled`] if it was cancelled, for loops that do not poll.
     ///
     /// # Errors
-    /// That one only.
+    /// Only [`Error::Cancelled`].
     pub fn check(&self) -> Result<()> {
         if self.is_cancelled() { Err(Error::Cancelled) } else { Ok(()) }
     }

@@ -19,9 +19,10 @@ pub const FDS_MAX: usize = 16;
 
 /// A stream of bytes in one or both directions.
 ///
-/// All calls block, take `&self` and may be made from several threads at once; the expected use is one thread that
-/// sends, one that receives and a third that shuts down. Two threads that send at once each keep the bytes of one
-/// call together only as far as the operating system does. A call interrupted by a signal is resumed.
+/// All calls block, take `&self` and may be made from several threads at once; the expected use is one thread
+/// that sends, one that receives and a third that shuts down. If two threads send at once, the bytes of one
+/// call stay together only if the operating system keeps them together. A call interrupted by a signal is
+/// resumed.
 pub trait Channel: Debug + Send + Sync {
     /// Name of the other end in messages, for instance `tcp:127.0.0.1:4444`.
     fn peer(&self) -> &str;
@@ -29,8 +30,8 @@ pub trait Channel: Debug + Send + Sync {
     /// Capabilities of this channel; constant during its lifetime.
     fn capabilities(&self) -> Capabilities;
 
-    /// Sends a prefix of the buffers and returns its length in bytes; 0 only if the buffers are all empty. At most
-    /// 1,024 buffers (`IOV_MAX`) are looked at. See [`ChannelExt::send_all`] for all of it.
+    /// Sends a prefix of the buffers and returns its length in bytes; 0 only if the buffers are all empty. At
+    /// most 1,024 buffers (`IOV_MAX`) are used. See [`ChannelExt::send_all`] for all of it.
     ///
     /// With [`SendFlags::ZERO_COPY`] the memory must stay valid, and its content may not be replaced by something
     /// else, until [`Channel::flush`] returns. (A guest may change its own pages: they are dirty then.)
@@ -40,9 +41,9 @@ pub trait Channel: Debug + Send + Sync {
     /// if no byte was taken in time, [`Error::Io`] (`EPIPE`, `ECONNRESET`) if the other end is gone.
     fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize>;
 
-    /// Waits for at least one byte and fills a prefix of the buffers; returns its length in bytes, 0 at the end of
-    /// the stream (and for buffers that are all empty). At most 1,024 buffers (`IOV_MAX`) are looked at. See
-    /// [`ChannelExt::recv_exact`] for all of it.
+    /// Waits for at least one byte and fills a prefix of the buffers; returns its length in bytes, 0 at the
+    /// end of the stream (and for buffers that are all empty). At most 1,024 buffers (`IOV_MAX`) are used.
+    /// See [`ChannelExt::recv_exact`] for all of it.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for a flag without its capability or a channel that only sends, [`Error::Timeout`] if
@@ -91,8 +92,8 @@ pub trait Channel: Debug + Send + Sync {
         Ok(())
     }
 
-    /// The longest a call waits for its first byte; `None` is for ever, and how a channel starts. A channel that never
-    /// waits for a peer (a file) has no use for them. They hold for calls that begin later.
+    /// Timeouts of a call's first byte; `None`, the default, waits forever. A channel that never waits for a
+    /// peer (a file) ignores them. They apply to calls that begin later.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for a timeout of zero, otherwise [`Error::Io`].
@@ -109,9 +110,9 @@ pub trait Channel: Debug + Send + Sync {
         Err(Error::unsupported(self.peer(), "sending file descriptors; use a Unix socket"))
     }
 
-    /// Receives like [`Channel::recv`] and appends the descriptors received with the bytes, all close-on-exec. The
-    /// kernel ends a receive behind bytes that had descriptors attached. (A plain `recv` closes them unseen.) Those that
-    /// were received are appended after an error too.
+    /// Receives like [`Channel::recv`] and appends the descriptors received with the bytes, all
+    /// close-on-exec. The kernel ends a receive after bytes that had descriptors attached. (A plain `recv`
+    /// closes them unseen.) Descriptors that were received are appended after an error too.
     ///
     /// # Errors
     /// [`Error::Unsupported`] without [`Capabilities::FD_PASSING`], [`Error::FdsTruncated`] if some were lost (the
@@ -140,8 +141,8 @@ pub trait Channel: Debug + Send + Sync {
     /// The descriptor to poll for input (for output where the channel only sends); `None` where there is none.
     fn as_fd(&self) -> Option<BorrowedFd<'_>>;
 
-    /// The descriptor, where all bytes of the stream pass through it as they are, for [`Splice`](crate::Splice). A channel that
-    /// wraps another, or receives ahead, has none.
+    /// The descriptor, where all bytes of the stream pass through it unchanged, for
+    /// [`Splice`](crate::Splice). A channel that wraps another, or receives ahead, has none.
     fn splice_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }

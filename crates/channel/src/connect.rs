@@ -65,7 +65,7 @@ pub fn connect_with(
     }
 }
 
-/// Does the handshake, if there is to be one.
+/// Does the TLS handshake, if TLS is used.
 fn secured(
     channel: Box<dyn Channel>,
     address: &Address,
@@ -101,7 +101,7 @@ fn once(address: &Address, until: &Deadline<'_>, options: &ConnectOptions) -> Re
     })
 }
 
-/// Makes a WebSocket of it, if it is to be one.
+/// Wraps the channel in a WebSocket, if the address asks for one.
 fn upgraded(
     channel: Box<dyn Channel>,
     address: &Address,

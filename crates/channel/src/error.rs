@@ -34,7 +34,7 @@ pub enum Error {
         /// The operating system's answer.
         source: std::io::Error,
     },
-    /// A socket was to be made in a directory that does not exist.
+    /// The directory of a new socket does not exist.
     #[error("unix:{}: {} is no directory; create it, or correct the path", path.display(), path.parent().unwrap_or(path).display())]
     NoDirectory {
         /// Path of the socket.
@@ -101,7 +101,7 @@ pub enum Error {
     /// An address that cannot be understood or used.
     #[error("address \"{address}\": {why}")]
     BadAddress {
-        /// The address as it was given.
+        /// The given address.
         address: String,
         /// The reason, and a valid form.
         why: String,
@@ -122,12 +122,12 @@ pub enum Error {
         /// The user of the path.
         by: &'static str,
     },
-    /// The command behind an `exec:` channel failed.
+    /// The command of an `exec:` channel failed.
     #[error("command \"{command}\" failed: {status}; its messages are on standard error")]
     Command {
         /// The command as given to the shell.
         command: String,
-        /// Its exit status.
+        /// Exit status of the command.
         status: ExitStatus,
     },
     /// More descriptors in one message than [`FDS_MAX`](crate::FDS_MAX).

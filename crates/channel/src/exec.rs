@@ -11,7 +11,7 @@
 //!
 //! The command has its own process group, so this process handles a Ctrl-C in the terminal. Dropping the
 //! channel closes both pipes and waits [`EXIT_GRACE`]; then the group gets SIGTERM, and after [`TERM_GRACE`]
-//! SIGKILL. Background processes of a command that exited by itself are left alone.
+//! SIGKILL. Background processes of a command that has already exited are left alone.
 
 use crate::channel::forward_channel;
 use crate::pipe::PipeChannel;
@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 
 /// Time from the end of a command's pipe until its exit status is given up.
 const STATUS_GRACE: Duration = Duration::from_millis(200);
-/// The time that a command may take to end by itself when its channel is dropped.
+/// Time for which a command may still run when its channel is dropped.
 const EXIT_GRACE: Duration = Duration::from_secs(1);
 /// The time that it may take to follow SIGTERM.
 const TERM_GRACE: Duration = Duration::from_secs(1);
@@ -57,7 +57,7 @@ impl ExecChannel {
             .map_err(|source| Error::io("start", &peer, source))?;
         let input = child.stdout.take().map(OwnedFd::from);
         let output = child.stdin.take().map(OwnedFd::from);
-        // From here on the process ends with us, whatever fails.
+        // From here on the process ends with us, even if a later step fails.
         let process = ChildProcess::new(child).map_err(|source| Error::io("watch", &peer, source))?;
         Ok(Self { pipes: PipeChannel::new(input, output, peer)?, command: command.to_owned(), process })
     }

@@ -1,7 +1,7 @@
 //! `fd:N`: an inherited descriptor.
 //!
-//! It is taken over, not duplicated: dropping the channel closes it; use of the same number twice is an error that
-//! cannot be detected here. The type of the descriptor decides the channel's capabilities:
+//! The descriptor is taken over, not duplicated: dropping the channel closes it; use of the same number twice
+//! is an error that cannot be detected here. The type of the descriptor decides the channel's capabilities:
 //!
 //! | found | channel |
 //! |---|---|
@@ -73,7 +73,7 @@ fn pipe(fd: OwnedFd, address: &Address) -> Result<Box<dyn Channel>> {
     let failed = |source: std::io::Error| Error::io("inspect", &address.to_string(), source);
     let (input, output) = match fcntl_getfl(&fd).map_err(|errno| failed(errno.into()))? & OFlags::RWMODE {
         OFlags::WRONLY => (None, Some(fd)),
-        // Each direction ends on its own, so each has a number of its own.
+        // Each direction ends on its own, so each has its own number.
         OFlags::RDWR => (Some(fd.try_clone().map_err(failed)?), Some(fd)),
         _ => (Some(fd), None),
     };

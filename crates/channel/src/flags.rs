@@ -38,13 +38,13 @@ bitflags::bitflags! {
     /// Options of a receive.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
     pub struct RecvFlags: u32 {
-        /// Look at the bytes and leave them in the channel.
+        /// Return the bytes and leave them in the channel.
         const PEEK = 1 << 0;
         /// A permission, allowed everywhere: bytes may be written to the buffers before they are
         /// authenticated, so a cipher decrypts them there. Only the prefix whose length is returned has been
-        /// authenticated; behind it, and everywhere after an error, the buffers may hold bytes that the peer
-        /// did not send. The caller uses none of these, nor does anybody else: not for memory that a guest, a
-        /// device or an image already uses.
+        /// authenticated; after it, and everywhere after an error, the buffers may hold bytes that the peer
+        /// did not send. These must not be used by the caller or anything else, so it is not for memory that
+        /// a guest, a device or an image already uses.
         const UNAUTHENTICATED = 1 << 1;
     }
 }

@@ -133,7 +133,7 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
     }
 
     pub(crate) fn wait_recv(&self, until: &Cancel) -> Result<bool> {
-        // The received bytes may be no data, or only the beginning of a packet.
+        // The received bytes may contain no data, or only the beginning of a packet.
         while !self.lock_inbox().has_something(self.inner.peer()) {
             self.send_due_control_packets();
             if !self.inner.wait_recv(until)? {

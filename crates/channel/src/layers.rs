@@ -1,4 +1,4 @@
-//! The layers over a connected channel, TLS and WebSocket, as far as this build has them.
+//! The layers over a connected channel, TLS and WebSocket, where this build has them.
 
 use crate::tls::{TlsClient, TlsServer};
 use crate::{Cancel, Channel, Result};

@@ -1,4 +1,4 @@
-//! Byte channels for moving guests: vectored, flag-taking, fd-passing, over whatever QEMU calls an address.
+//! Byte channels for moving guests: vectored, flag-taking, fd-passing, over every kind of address of QEMU.
 //!
 //! ```text
 //!            connect(&Address, deadline, &Cancel)      Listener::bind(&Address) . accept(deadline, &Cancel)

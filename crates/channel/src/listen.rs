@@ -56,9 +56,9 @@ enum Single {
     Command(String),
 }
 
-/// Returns true if [`Listener::accept`] failed only for now: the kernel has no descriptor or no memory left for a connection (`EMFILE`,
-/// `ENFILE`, `ENOBUFS`, `ENOMEM`). The peer stays in the queue, so the listener is as readable as before: wait before the next
-/// attempt.
+/// Returns true if [`Listener::accept`] failed only for now: the kernel has no descriptor or no memory left
+/// for a connection (`EMFILE`, `ENFILE`, `ENOBUFS`, `ENOMEM`). The peer stays in the queue, so the listener
+/// stays readable: wait before the next attempt.
 pub fn is_out_of_resources(error: &Error) -> bool {
     let Error::Io { source, .. } = error else { return false };
     matches!(source.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
@@ -118,7 +118,7 @@ impl Listener {
         Ok(Self { address: local, pending, kind, options: options.clone() })
     }
 
-    /// Its address, with the port that was chosen for 0, and the numeric host.
+    /// Address that it listens on, with the port that was chosen for 0, and the numeric host.
     pub fn local_address(&self) -> &Address {
         &self.address
     }

@@ -1,4 +1,4 @@
-//! Handshakes of accepted connections, each in a thread of its own, so a slow or silent peer does not block
+//! Handshakes of accepted connections, each in its own thread, so a slow or silent peer does not block
 //! others.
 //!
 //! ```text

@@ -53,7 +53,8 @@ impl Splice {
     /// Moves `length` bytes; returns what it took. After an error some bytes may be lost in the pipe, which is
     /// unusable then.
     ///
-    /// Sending raises `SIGPIPE` where a plain send does not: it must be ignored, as it is in Rust programs.
+    /// Sending raises `SIGPIPE` where a plain send does not: it must be ignored, which Rust programs do by
+    /// default.
     ///
     /// # Errors
     /// [`Error::Closed`] if `from` ends before, [`Error::Unsupported`] for a channel that has no descriptor for this, otherwise as

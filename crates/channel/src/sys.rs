@@ -3,9 +3,9 @@
 //! A port would have to provide:
 //! - `aead`: AES-GCM between such buffers and records (feature `tls`);
 //! - [`iobuf`]: a buffer with the layout of the platform's scatter-gather element, that never becomes a slice;
-//! - [`cursor`]: the place in an array of them behind a partial transfer;
+//! - [`cursor`]: the position in an array of them after a partial transfer;
 //! - [`io`]: `sendmsg`, `recvmsg`, `readv`, `writev`, `preadv`, `pwritev` over such buffers;
-//! - [`error_queue`]: what the kernel reports of a socket behind its stream (`recvmsg` with `MSG_ERRQUEUE`);
+//! - [`error_queue`]: what the kernel reports of a socket beside its stream (`recvmsg` with `MSG_ERRQUEUE`);
 //! - [`fd`]: taking over a descriptor by number, and replacing what a number stands for (`dup3`);
 //! - [`file_owner`]: the owner of files that a thread creates (`setfsuid`);
 //! - [`rights`]: the socket option `SO_PASSRIGHTS`;

@@ -5,9 +5,9 @@
 //! keepalive probes, which find a dead host while nothing is sent. A host name is resolved on a separate thread, because the system's
 //! resolver cannot be interrupted; after a timeout the thread ends when the resolver does.
 //!
-//! Between two processes of one host the send buffer has a fixed, small size, and a call receives a part of it: data in
-//! transit then stays in a processor's cache until it is received, and the sender continues meanwhile. To another host
-//! the size is the kernel's, which adapts it to the path.
+//! Between two processes of one host the send buffer has a fixed, small size, and a call receives a part of
+//! it: data in transit then stays in a processor's cache until it is received, while the sender continues. To
+//! another host the size is the kernel's, which adapts it to the path.
 
 use crate::cancel::{event, raise};
 use crate::channel::forward_channel;
@@ -38,8 +38,9 @@ const KEEPALIVE_COUNT: u32 = 6;
 /// Number of connections that may wait to be accepted; the kernel cuts it to `net.core.somaxconn`.
 const BACKLOG: i32 = 1024;
 
-/// Send buffer of a connection within this host; the kernel doubles it, for its own bookkeeping. There is no delay that more
-/// data in transit would fill, and what is in transit is read again at once, from the cache if it is still there.
+/// Send buffer of a connection within this host; the kernel doubles it, for its own bookkeeping. There is no
+/// delay that more data in transit would fill, and data in transit is read again at once, from the cache if
+/// it is still there.
 const LOCAL_SEND_BUFFER_BYTES: usize = 128 << 10;
 /// Bytes that one call receives at most from such a connection: the sender has room again when the call returns. Of longer
 /// calls, one connection waits for most of its time.
@@ -147,7 +148,7 @@ impl Channel for TcpChannel {
     }
 
     fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
-        // A look ahead makes no room for the sender.
+        // A peek makes no room for the sender.
         if flags.contains(RecvFlags::PEEK) || total_len_mut(bufs) <= self.receive_bytes_max {
             return self.socket.recv(bufs, flags);
         }

@@ -6,10 +6,10 @@
 //!   recv ◀─ Opener ◀─ ┘                                 aws-lc: ciphers
 //! ```
 //!
-//! Each connection does its own handshake, at once when it is there ([`connect_with`](crate::connect_with) and
-//! [`Listener::accept`](crate::Listener::accept) give channels that are through it). Behind it the two directions have
-//! nothing in common but the source of new keys, so one thread sends while another receives, and `shutdown` waits for
-//! neither.
+//! Each connection does its own handshake as soon as it is established ([`connect_with`](crate::connect_with)
+//! and [`Listener::accept`](crate::Listener::accept) give channels that are through it). After it the two
+//! directions share nothing but the source of new keys, so one thread sends while another receives, and
+//! `shutdown` waits for neither.
 //!
 //! A close_notify announces the end of a stream: `shutdown` and dropping the channel send one. An end without it is
 //! [`Error::Cut`], since anybody on the way could have made it.

@@ -1,9 +1,9 @@
 //! A listening Unix socket and its file.
 //!
-//! A socket file outlives its listener if that was killed. The next one to bind tries to connect: without a listener,
-//! the file is removed and created again. Two processes that do so at once must not remove each other's new file, so
-//! both hold a lock (`flock`) on the directory meanwhile: it needs no file of its own, and the kernel drops it with
-//! the process.
+//! A socket file outlives its listener if that was killed. The next one to bind tries to connect: without a
+//! listener, the file is removed and created again. Two processes that do so at once must not remove each
+//! other's new file, so both hold a lock (`flock`) on the directory: it needs no extra file, and the kernel
+//! drops it with the process.
 //!
 //! ```text
 //!   lock directory → bind ─ok→ listen → remember the file's inode → unlock

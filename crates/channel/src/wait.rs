@@ -17,7 +17,7 @@ pub(crate) enum Woken {
     TimedOut,
 }
 
-/// Waits until `fd` is ready for `events` or `stop` is readable. Without a deadline, for ever.
+/// Waits until `fd` is ready for `events` or `stop` is readable. Without a deadline, it waits forever.
 pub(crate) fn wait(
     fd: BorrowedFd<'_>,
     events: PollFlags,

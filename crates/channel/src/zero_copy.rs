@@ -61,8 +61,8 @@ impl ZeroCopyTicket {
         Ok(sends.drain()?.0 >= *end)
     }
 
-    /// Waits until the memory is free, also on a channel that is shut down. If the peer takes nothing any more, that is
-    /// when the kernel gives the connection up, minutes later.
+    /// Waits until the memory is free, also on a channel that is shut down. If the peer has stopped
+    /// receiving, it is free when the kernel gives up the connection, minutes later.
     ///
     /// # Errors
     /// [`Error::Timeout`] at the deadline, [`Error::Io`] if reading the error queue fails.

@@ -204,7 +204,7 @@ fn tcp_zero_copy() -> Ends {
     Ends::new(common::tcp_zero_copy())
 }
 
-/// Runs both sides at once, or one behind the other where the receiver does not wait.
+/// Runs both sides at once, or one after the other where the receiver does not wait.
 fn transfer<T: Send>(ends: &Ends, send: impl FnOnce() + Send, recv: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| {
         let sender = scope.spawn(send);
@@ -381,7 +381,7 @@ fn takes_empty_buffers(ends: &Ends) {
     assert_eq!(ends.tx.send(&[IoBuf::from(b"")], SendFlags::empty()).unwrap(), 0);
     assert_eq!(ends.rx.recv(&mut [], RecvFlags::empty()).unwrap(), 0);
     assert_eq!(ends.rx.recv(&mut [(&mut []).into()], RecvFlags::empty()).unwrap(), 0);
-    // Behind more empty ones than a call takes there is a byte: 0 would be taken for the end of the stream.
+    // A byte follows more empty buffers than a call accepts: 0 would mean the end of the stream.
     let mut bufs = vec![IoBuf::from(b""); IOV_MAX + 1];
     bufs.push(IoBuf::from(b"x"));
     assert_eq!(ends.tx.send(&bufs, SendFlags::empty()).unwrap(), 1);

@@ -218,7 +218,7 @@ fn a_path_that_fits_no_socket_is_refused() {
     assert!(matches!(Listener::bind(&address), Err(Error::BadAddress { .. })));
 }
 
-/// A TCP listener whose queue is full, so connecting takes for ever, and what fills it.
+/// A TCP listener whose queue is full, so connecting takes forever, and what fills it.
 fn full_tcp() -> (Address, impl Sized) {
     use rustix::net::{AddressFamily, SocketType, bind, getsockname, listen, socket};
     let listener = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();

@@ -101,7 +101,7 @@ fn dropping_a_channel_signals_eof_and_losing_it_does_not() {
     let (client, server) = tls_over((near, far));
     let (client, server) = (client.unwrap(), server.unwrap());
     send_all(&client, b"some").unwrap();
-    // Behind its back, as a process that is killed would.
+    // Without TLS, as a process that is killed would.
     rustix::net::shutdown(&number, rustix::net::Shutdown::Both).unwrap();
     assert_eq!(recv_exact(&server, 4).unwrap(), b"some");
     let cut = recv_exact(&server, 1).unwrap_err();
@@ -176,7 +176,7 @@ proptest! {
         let ends = if server_sends { (near, cut(far)) } else { (cut(near), far) };
         let data = pattern(60_000);
         let (client, server) = tls_over(ends);
-        // Cut in the handshake, or right behind it.
+        // Cut in the handshake, or right after it.
         if let (Ok(client), Ok(server)) = (client, server) {
             let (tx, rx) = if server_sends { (server, client) } else { (client, server) };
             std::thread::scope(|scope| {
@@ -245,7 +245,7 @@ impl Directories {
             });
             let options = ConnectOptions { tls: Some(client), ..Default::default() };
             let near = connect_with(listener.local_address(), deadline, &cancel, &options);
-            // A client of TLS 1.3 is through before the server has looked at its certificate.
+            // A client of TLS 1.3 has completed the handshake before the server has verified its certificate.
             let near = near.and_then(|channel| {
                 send_all(channel.as_ref(), b"hi")?;
                 recv_exact(channel.as_ref(), 1)

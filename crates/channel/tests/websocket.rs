@@ -15,7 +15,7 @@ fn raw_client() -> (Box<dyn Channel>, TcpStream) {
     let Address::WebSocket { port, .. } = listener.local_address() else { panic!() };
     let mut raw = TcpStream::connect(("127.0.0.1", *port)).unwrap();
     let head = "GET /vm HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n";
-    // A frame right behind the request must not be lost.
+    // A frame right after the request must not be lost.
     raw.write_all(&[head.as_bytes(), &frame(0x82, b"first")].concat()).unwrap();
     let channel = listener.accept(soon(), &cancel()).unwrap();
     let mut answer = Vec::new();

@@ -13,7 +13,7 @@ use towline_channel::{
     SendFlags, TcpChannel, check_zero_copy, connect_with,
 };
 
-/// Sends that the kernel cannot join: each takes notification memory of its own while the peer does not read.
+/// Sends that the kernel cannot join: each takes separate notification memory while the peer does not read.
 fn send_apart(channel: &dyn Channel) -> Result<usize, Error> {
     let sent = channel.send(&[IoBuf::from(b"z")], SendFlags::ZERO_COPY);
     for _ in 0..2 {

@@ -30,7 +30,7 @@ pub(crate) const MRG_RXBUF: u64 = bit(virtio::VIRTIO_NET_F_MRG_RXBUF);
 pub(crate) const CSUM: u64 = bit(virtio::VIRTIO_NET_F_CSUM);
 pub(crate) const MQ: u64 = bit(virtio::VIRTIO_NET_F_MQ);
 
-/// Features that do not depend on the tap. Some are implemented by QEMU and only have to be offered.
+/// Features that do not depend on the tap. Some are implemented by QEMU and need only be offered.
 const ALWAYS: u64 = MRG_RXBUF
     | bit(virtio::VIRTIO_NET_F_MTU)
     | bit(virtio::VIRTIO_NET_F_STATUS)

@@ -5,9 +5,10 @@
 //!         ◄─ ring 0, 2, … ── Receiver ◄──── one readv per frame ───┘
 //!            (a QueuePair, a thread and a queue of the tap for each pair of rings)
 //! ```
-//! Frames go from guest memory into the kernel and back without a copy in this process, super-frames of 64 KiB as well:
-//! the virtio header is the tap's own, so segmentation and checksums are left to the kernel, or to the network card behind
-//! it. The offloads of the tap follow the features that the guest's driver negotiated, here and at a migration's destination.
+//! Frames go from guest memory into the kernel and back without a copy in this process, super-frames of 64
+//! KiB as well: the virtio header is the tap's own, so segmentation and checksums are left to the kernel, or
+//! to the network card that it leads to. The offloads of the tap follow the features that the guest's driver
+//! negotiated, here and at a migration's destination.
 //!
 //! The feature `af-xdp` adds `Xdp`, which sends frames by AF_XDP sockets instead.
 //!

@@ -95,9 +95,9 @@ struct Filled {
 /// State of a deferred frame after an attempt to deliver it.
 #[derive(PartialEq, Eq)]
 enum Delivery {
-    /// It was delivered or dropped.
+    /// Delivered or dropped.
     Done,
-    /// There are still too few buffers.
+    /// Waits: there are still too few buffers.
     Waits,
 }
 

@@ -49,7 +49,7 @@ pub struct OffloadRequest {
 /// Work to be done on a frame before it is sent.
 #[derive(Debug, Clone, Copy)]
 pub enum Offload<'h> {
-    /// None; the frame is sent as it is.
+    /// None; the frame is sent unchanged.
     None,
     /// A checksum, whose field is within the headers.
     Checksum(PartialChecksum),
@@ -139,7 +139,7 @@ impl Segmenter<'_> {
         self.layout.payload + start..self.layout.payload + end
     }
 
-    /// Writes the headers of a segment to the beginning of `out`. Returns the checksum that is to be completed.
+    /// Writes the headers of a segment to the beginning of `out`. Returns the checksum to complete.
     ///
     /// # Panics
     /// If `out` is shorter than [`Segmenter::header_bytes`].

@@ -75,7 +75,8 @@ impl TransmitMode {
 pub enum CopyReason {
     /// So short that a copy is cheaper.
     Short,
-    /// It needs more descriptors than the driver accepts: it is in several buffers, or its headers have to be changed.
+    /// More descriptors needed than the driver accepts: the packet is in several buffers, or its headers must
+    /// be changed.
     Buffers,
     /// As `Buffers`: a buffer crosses a boundary of pages, which need not be contiguous.
     Pages,
@@ -85,11 +86,11 @@ pub enum CopyReason {
     InFlight,
     /// The driver refused many frames.
     Errors,
-    /// It has too many segments, or there is no room for their headers.
+    /// Too many segments, or no room for their headers.
     NoRoom,
     /// The driver has no zero-copy.
     CopyMode,
-    /// It was sent by the tap.
+    /// Sent by the tap.
     Tap,
     /// References are disabled.
     Setting,
@@ -133,7 +134,7 @@ impl CopyReason {
 pub struct QueueStatistics {
     /// Frames and super-frames.
     pub packets: u64,
-    /// Their bytes, without virtio headers.
+    /// Bytes of these packets, without virtio headers.
     pub bytes: u64,
     /// Updates of the used index.
     pub batches: u64,

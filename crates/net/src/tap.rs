@@ -176,7 +176,7 @@ impl Taps {
             let fd = open(&path)?;
             let flags = |multi: bool| tap::TAP | if multi { tap::MULTI_QUEUE } else { 0 };
             let mut attached = tap::attach(fd.as_fd(), name, flags(multi_queue));
-            // A single queue of a multiqueue tap has to be opened with IFF_MULTI_QUEUE too.
+            // A single queue of a multiqueue tap must be opened with IFF_MULTI_QUEUE too.
             if attached.is_err() && queues == 1 && index.is_some() {
                 multi_queue = true;
                 attached = tap::attach(fd.as_fd(), name, flags(true));
@@ -280,8 +280,8 @@ impl Taps {
         &self.queues
     }
 
-    /// Waits until the interface is deleted, or cancelled. Linux wakes those that wait for an error of a
-    /// queue only if they wait for frames too, so the interface is looked at in intervals.
+    /// Waits until the interface is deleted, or cancelled. Linux wakes waiters for an error of a queue only
+    /// if they wait for frames too, so the interface is polled at intervals.
     pub fn wait_gone(&self, cancel: &Cancel) {
         while !(self.is_gone() || cancel.is_cancelled()) {
             if let Err(errno) = poll(&mut [PollFd::new(cancel, PollFlags::IN)], Some(&GONE_INTERVAL))

@@ -1,8 +1,8 @@
 //! From the guest to the tap, straight from the guest's buffers: each frame is one write, its own virtio header first. Frames that
 //! are available together are written by one call ([`crate::sys::tap_ring`]).
 //!
-//! The kernel copies the frame once and validates the copied header, so a guest that changes the header meanwhile affects
-//! only itself.
+//! The kernel copies the frame once and validates the copied header, so a guest that changes the header at
+//! the same time affects only itself.
 
 use std::io;
 use std::ops::Range;
@@ -37,7 +37,7 @@ pub(crate) struct Transmitter {
 pub(crate) enum Sent {
     /// The frame was sent, or dropped and counted.
     Done,
-    /// The tap has no room; the frame is to be sent again later.
+    /// The tap has no room; send the frame again later.
     TapFull,
 }
 
@@ -133,7 +133,8 @@ impl Transmitter {
             match check(chain, tap).and_then(|bytes| written(results.next().unwrap_or(-libc::EAGAIN), bytes))
             {
                 Ok(bytes) => counted.add_frame(bytes),
-                // A frame behind it was written already: that order is not changed, as this happens once (`write_frames`).
+                // A later frame was already written: that order is not changed, as this happens once
+                // (`write_frames`).
                 Err(WriteError::TapFull) if results.clone().any(|result| result >= 0) => {
                     counted.add_drop(DropReason::NoRoom);
                 }

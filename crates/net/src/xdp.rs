@@ -108,7 +108,7 @@ pub struct Xdp {
 enum CopyMode {
     /// Without zero-copy frames go by the tap, which is faster.
     Refused,
-    /// It is used even if the driver has zero-copy.
+    /// A copy is used even if the driver has zero-copy.
     Required,
 }
 
@@ -118,7 +118,7 @@ impl Xdp {
     /// tap ([`Xdp::with_copy_mode`]).
     ///
     /// # Errors
-    /// The interface does not exist, or there are no sockets of the right kind.
+    /// The interface does not exist, or the sockets are of the wrong kind.
     pub fn new(name: &str, first_queue: u32, sockets: Option<Vec<OwnedFd>>) -> Result<Self, XdpError> {
         let failed = |source| XdpError::Interface { name: name.to_owned(), source };
         let index = interface::index(name).map_err(failed)?;
@@ -160,14 +160,15 @@ impl Xdp {
         Self { copy_mode: CopyMode::Required, ..self }
     }
 
-    /// Sets which frames refer to guest memory in zero-copy mode. `Auto` sends by the tap for a driver with offloads, which a tap
-    /// takes as they are; `On` sends for any driver; `Off` copies all frames.
+    /// Sets which frames refer to guest memory in zero-copy mode. `Auto` sends by the tap for a driver with
+    /// offloads, which a tap accepts unchanged; `On` sends for any driver; `Off` copies all frames.
     #[must_use]
     pub fn with_zero_copy_send(self, zero_copy_send: ZeroCopySend) -> Self {
         Self { zero_copy_send, ..self }
     }
 
-    /// Returns true if the frames of a driver with these features are to be sent here, which is not slower than the tap.
+    /// Returns true if the frames of a driver with these features should be sent here, because that is not
+    /// slower than the tap.
     pub(crate) fn suits(&self, features: u64) -> bool {
         suits(self.copy_mode, self.zero_copy_send, features)
     }
@@ -191,7 +192,7 @@ impl Xdp {
     /// Returns true if no socket is bound to this pair's queue.
     ///
     /// # Errors
-    /// This cannot be determined, for instance because no socket can be opened.
+    /// The state of the queue cannot be determined, for instance because no socket can be opened.
     pub(crate) fn is_free(&self, pair: usize) -> io::Result<bool> {
         socket::is_free(self.queue(pair))
     }
@@ -207,7 +208,7 @@ impl Xdp {
     /// An unbound socket to register `memory` with, or to share a registration.
     fn take_socket(&self, memory: &Arc<GuestMemory>, umem_use: UmemUse) -> io::Result<UnboundSocket> {
         let mut sockets = lock(&self.sockets);
-        // A registration cannot be changed, also if pages were removed from that memory meanwhile.
+        // A registration cannot be changed, even if pages were since removed from that memory.
         let is_current = |umem: &Arc<Umem>| umem.is_of(memory) && umem.is_intact();
         sockets.retain(|socket| socket.registered().is_none_or(is_current));
         // A socket with a UMEM cannot share another one.
@@ -276,7 +277,8 @@ impl Xdp {
             Some(umem) if socket.registered().is_none() => Ok((umem, UmemUse::Shares)),
             _ => {
                 let register = |fd: &OwnedFd, mapping: &UmemMapping, huge_pages: bool| {
-                    // Metadata has to be in the page of its descriptor, for which small pages of guests have no room.
+                    // Metadata must be in the page of its descriptor, for which small pages of guests have no
+                    // room.
                     let metadata = !zero_copy || (driver.checksum && huge_pages);
                     socket::register(fd, mapping, metadata && !self.software_checksums)
                 };

@@ -17,7 +17,7 @@ enum Persistence {
     Permanent,
     /// Until other processes release descriptors or memory.
     Exhausted,
-    /// The device recovers by itself.
+    /// The device recovers on its own.
     Temporary,
 }
 
@@ -27,8 +27,8 @@ impl BackendError {
         Self { reason: reason.into(), persistence: Persistence::Permanent }
     }
 
-    /// An error of [`Device::worker`](crate::Device::worker) that passes by itself: the connection is closed, and the next one may be served. An
-    /// only connection is retried every second instead.
+    /// An error of [`Device::worker`](crate::Device::worker) that is temporary: the connection is closed, and
+    /// the next one may be served. An only connection is retried every second instead.
     pub fn temporary(reason: impl Into<String>) -> Self {
         Self { reason: reason.into(), persistence: Persistence::Temporary }
     }

@@ -32,18 +32,18 @@ pub(crate) enum Peer {
 /// The rest of a message of which a part has arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Rest {
-    /// It is waited for.
+    /// Awaited by this call.
     Awaited,
-    /// It is received by a later call.
+    /// Received by a later call.
     Later,
 }
 
 /// Role of a frontend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Claim {
-    /// As before.
+    /// Unchanged.
     Owned,
-    /// It was another one's until now.
+    /// Taken over from another connection.
     Taken,
 }
 
@@ -198,7 +198,7 @@ impl FrontendConnection {
         Ok(self.channel.set_timeouts(Some(MESSAGE_WITHIN), Some(within))?)
     }
 
-    /// When a message of which a part has arrived has to be complete.
+    /// Deadline for the rest of a partially received message.
     pub(crate) fn complete_until(&self) -> Option<Instant> {
         self.incoming.began.map(|began| began + MESSAGE_WITHIN)
     }

@@ -168,7 +168,7 @@ pub enum ConfigSource {
     Migration,
 }
 
-/// Serves some queues on a thread of its own while a frontend is connected.
+/// Serves some queues on a separate thread while a frontend is connected.
 pub trait Worker: Send {
     /// Processes the queues without waiting: pops chains and completes them. Called after a kick, after an event of
     /// [`Worker::poll`], and after a change by the frontend.
@@ -207,9 +207,10 @@ pub trait Worker: Send {
         Ok(())
     }
 
-    /// Called before the guest's memory changes: ends accesses that bypass the rings (a device that reads guest memory by
-    /// itself), by the deadline, and clears the batches that the worker keeps ([`Batch::clear`](crate::Batch::clear)),
-    /// since each keeps the former memory mapped. Chains that are not completed then refer to memory that is gone.
+    /// Called before the guest's memory changes: ends accesses that bypass the rings (a device that reads
+    /// guest memory directly), by the deadline, and clears the batches that the worker keeps
+    /// ([`Batch::clear`](crate::Batch::clear)), since each keeps the former memory mapped. Chains that are
+    /// not completed then refer to memory that is gone.
     ///
     /// # Errors
     /// As [`Worker::drain`]; the connection ends.

@@ -1,8 +1,9 @@
 //! A ring's kick descriptor. The frontend chose it and shares it, so it may be anything that can be polled.
 //!
-//! A drained eventfd is not readable until the next kick. Other descriptors are: `/dev/null` always, an eventfd in semaphore
-//! mode until it has counted down, a timer for ever. So a descriptor that cannot be drained is dropped, and one that keeps
-//! waking the thread while the driver's available index does not move is polled at intervals only.
+//! A drained eventfd is not readable until the next kick. Other descriptors are: `/dev/null` always, an
+//! eventfd in semaphore mode until it has counted down, a timer forever. So a descriptor that cannot be
+//! drained is dropped, and one that keeps waking the thread while the driver's available index does not move
+//! is polled only at intervals.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -14,7 +15,7 @@ use crate::poll::PollFlags;
 /// Consecutive kicks without a new available index after which they count as spurious. A driver's kick may well arrive after
 /// its entry was found without it, but not that often.
 const SPURIOUS_KICKS_MAX: u32 = 256;
-/// Maximum number of kicks that one look at a descriptor counts.
+/// Maximum kicks counted per read of the eventfd.
 const KICKS_MAX: u64 = 1 << 16;
 /// Interval at which a descriptor with spurious kicks is polled.
 const PAUSE: Duration = Duration::from_millis(20);
@@ -35,7 +36,7 @@ pub(crate) struct Kick {
 /// Result of [`Kick::drain`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum KickState {
-    /// It was a kick.
+    /// A kick.
     Kick,
     /// From now on the descriptor is polled at intervals.
     Paused,

@@ -1,4 +1,4 @@
-//! The backend side of vhost-user: a virtio device in a process of its own, whose guest QEMU can migrate.
+//! The backend side of vhost-user: a virtio device in a separate process, whose guest QEMU can migrate.
 //!
 //! ```text
 //!   frontend (QEMU) ── socket ── server ─► connection ─► session ── commands ──► workers (a thread for each queue or pair)
@@ -12,9 +12,10 @@
 //! Out of scope: devices and frontends. Packed virtqueues, `IOMMU`, in-band notifications and polled rings are not supported
 //! and are refused by name.
 //!
-//! Limits: [`QUEUES_MAX`] queues, [`REGIONS_MAX`] regions of memory, rings of [`RING_SIZE_MAX`] entries, chains as
-//! [`ring`] bounds them. Linux on a little-endian machine. `SIGPIPE` has to be ignored, as in all programs whose `main` is
-//! Rust's, because a frontend may send descriptors without a reader. The documentation is `docs/vhost-user.md`.
+//! Limits: [`QUEUES_MAX`] queues, [`REGIONS_MAX`] regions of memory, rings of [`RING_SIZE_MAX`] entries,
+//! chains as [`ring`] bounds them. Linux on a little-endian machine. `SIGPIPE` must be ignored, as in all
+//! programs whose `main` is Rust's, because a frontend may send descriptors without a reader. The
+//! documentation is `docs/vhost-user.md`.
 
 mod adaptive_poll;
 mod backend_error;

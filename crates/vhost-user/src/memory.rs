@@ -7,8 +7,9 @@
 //! A [`GuestMemory`] is immutable. A new table is a new `GuestMemory` that shares the unchanged regions. The rings use it from the next
 //! batch on, and the former one is unmapped with its last reference.
 //!
-//! Limits: [`REGIONS_MAX`] regions, [`GUEST_BYTES_MAX`] bytes. A file that the frontend truncates after it was mapped ends the session of that frontend
-//! only: an access behind its end reads zeros, and the connection is closed ([ADR 11](../../../docs/adr/0011-a-sigbus-ends-one-session.md)).
+//! Limits: [`REGIONS_MAX`] regions, [`GUEST_BYTES_MAX`] bytes. A file that the frontend truncates after it
+//! was mapped ends the session of that frontend only: an access past its end reads zeros, and the connection
+//! is closed ([ADR 11](../../../docs/adr/0011-a-sigbus-ends-one-session.md)).
 
 mod error;
 
@@ -88,7 +89,7 @@ impl Region {
         Ok(Self { guest, user, size, mapping: Arc::new(mapping) })
     }
 
-    /// Its length in bytes.
+    /// Length in bytes.
     pub fn size(&self) -> u64 {
         self.size
     }
@@ -130,21 +131,21 @@ impl GuestMemory {
         Self::new(regions.collect::<Result<_, _>>()?)
     }
 
-    /// This memory with another region, which is mapped.
+    /// Returns this memory with another region, which is mapped here.
     pub(crate) fn with_mapped(&self, info: &RegionInfo, fd: OwnedFd) -> Result<Self, MemoryTableError> {
         check_size(self.regions.iter().map(|region| region.size).chain([info.size]))?;
         self.with(Region::map(info, fd)?)
     }
 
-    /// This memory with another region.
+    /// Returns this memory with another region.
     ///
     /// # Errors
-    /// Those of [`GuestMemory::new`].
+    /// As [`GuestMemory::new`].
     pub fn with(&self, region: Region) -> Result<Self, MemoryTableError> {
         Self::new(self.regions.iter().cloned().chain([region]).collect())
     }
 
-    /// This memory without a region.
+    /// Returns this memory without a region.
     ///
     /// # Errors
     /// [`MemoryTableError::Absent`].

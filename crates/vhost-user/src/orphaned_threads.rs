@@ -1,9 +1,9 @@
 //! Threads of connections that have ended. Each waits in the kernel: for pages that the frontend does not provide, or in a call on
 //! a descriptor that the frontend has made blocking again.
 //!
-//! Nothing can end such a thread but its frontend. So the next connection begins when there are none: a frontend that connects
-//! again and again leaves behind the threads of one connection, not of each. A thread that closes descriptors holds nothing else,
-//! so the next connection waits only while there are many.
+//! Nothing can end such a thread but its frontend. So the next connection begins when there are none: a
+//! frontend that connects again and again leaks the threads of one connection, not of each. A thread that
+//! closes descriptors holds nothing else, so the next connection waits only while there are many.
 
 use std::convert::Infallible;
 use std::sync::mpsc::{RecvTimeoutError, channel};

@@ -18,8 +18,8 @@
 //! last used entries may not be cleared yet. With any other used index the ring is not the recorded one, and the record is
 //! discarded.
 //!
-//! It contains no guest data and no addresses of this process. All words are little-endian. The format is private to this
-//! crate; a change increments [`VERSION`].
+//! The record contains no guest data and no addresses of this process. All words are little-endian. The
+//! format is private to this crate; a change increments [`VERSION`].
 
 mod error;
 mod layout;

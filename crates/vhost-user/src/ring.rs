@@ -190,7 +190,7 @@ impl Ring {
     /// returns them again.
     ///
     /// # Panics
-    /// If one of them is not in flight, or the batch is of another ring.
+    /// If a chain is not in flight, or the batch belongs to another ring.
     pub fn rewind(&mut self, batch: &mut Batch, first: usize) {
         assert_eq!(batch.epoch, self.epoch, "a batch of another ring");
         for layout in batch.chains.drain(first..).rev() {
@@ -231,7 +231,7 @@ impl Ring {
     }
 
     fn stage(&mut self, head: ChainHead, written: u32) {
-        // The chains of a ring that was stopped meanwhile were returned by the stop.
+        // The chains of a ring that was stopped in between were returned by the stop.
         if head.epoch != self.epoch {
             return;
         }
@@ -336,8 +336,8 @@ impl Ring {
     /// Enables kicks before the device waits, if [`Ring::set_notification`] permits. Returns true if the
     /// driver has moved its available index since it was last loaded, so the device must not wait.
     ///
-    /// Each value of the index is reported once. A worker that leaves available chains in the ring is called again when the
-    /// driver adds more, or by an event of its own ([`Worker::poll`](crate::Worker::poll)).
+    /// Each value of the index is reported once. A worker that leaves available chains in the ring is called
+    /// again when the driver adds more, or by one of its own events ([`Worker::poll`](crate::Worker::poll)).
     pub fn enable_notification_and_recheck(&mut self) -> bool {
         if !self.notification_wanted || self.fault.is_some() {
             return false;

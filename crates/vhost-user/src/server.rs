@@ -3,8 +3,9 @@
 //! ```text
 //!   Listener / connect / a descriptor ─► Channel ─► Connection: header, payload, descriptors ─► Session ─► reply
 //! ```
-//! One frontend at a time has the device, as QEMU connects. When it disconnects, all rings stay where they are, and the next
-//! frontend starts a new session. A second frontend may be connected meanwhile, if the device allows it (`standby`).
+//! One frontend at a time has the device, as QEMU connects. When it disconnects, all rings keep their
+//! positions, and the next frontend starts a new session. A second frontend may be connected at the same
+//! time, if the device allows it (`standby`).
 
 mod standby;
 
@@ -37,9 +38,9 @@ const EXHAUSTED_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum FrontendSource {
-    /// They connect to this path; a stale socket there is replaced.
+    /// Frontends connect to this path; a stale socket there is replaced.
     Listen(Listener),
-    /// They listen; connected to again whenever the connection is lost.
+    /// The frontend listens here; its connection is re-established whenever it is lost.
     Connect(Address),
     /// A listening socket that another process created, for instance a service manager.
     Inherited(OwnedFd),

@@ -5,9 +5,9 @@
 //!      protocol features are negotiated before or after            stopped ── SET_VRING_KICK ──► running
 //!                                                                          ◄─ GET_VRING_BASE ──
 //! ```
-//! Without I/O of its own: requests arrive decoded, replies leave as values, and [`Rings`] executes what concerns running
-//! rings. The error of an invalid request names it. A frontend that requested an acknowledgement receives the refusal; any
-//! other would assume success, so its connection ends.
+//! Without I/O: requests arrive decoded, replies leave as values, and [`Rings`] executes what concerns
+//! running rings. The error of an invalid request names it. A frontend that requested an acknowledgement
+//! receives the refusal; any other would assume success, so its connection ends.
 
 mod descriptors;
 mod error;
@@ -73,7 +73,7 @@ struct Negotiated {
     protocol: ProtocolFeatures,
 }
 
-/// Outcome of a request without a reply of its own.
+/// Outcome of a request without a specific reply.
 fn no_reply(outcome: Result<(), SessionError>) -> Result<Option<Reply>, SessionError> {
     outcome.map(|()| None)
 }
@@ -340,7 +340,7 @@ impl<R: Rings> Session<R> {
         Ok(Reply::Number(0))
     }
 
-    /// Reads the configuration space. Bytes behind its end are zeros, as for a device with fewer features.
+    /// Reads the configuration space. Bytes past its end are zeros, as for a device with fewer features.
     fn config(&self, offset: u32, size: u32, flags: u32) -> Reply {
         let mut bytes = self.device.config();
         let (start, end) = (offset as usize, (offset + size) as usize);

@@ -33,7 +33,8 @@ const WITHIN: Duration = Duration::from_secs(60);
 /// Time that a frontend waits, at some of its starts, for a device that works before it has its log.
 const EARLY_WITHIN: Duration = Duration::from_micros(300);
 
-/// A network card whose tap is never empty: it fills each receive buffer, and leaves some of them in the ring once more.
+/// A network card whose tap is never empty: it fills each receive buffer, and leaves some of them in the ring
+/// again.
 #[derive(Default)]
 struct Flooded {
     frames: AtomicU64,
@@ -346,7 +347,8 @@ impl Qemu {
         }
     }
 
-    /// `vhost_commit`: a longer log comes before the table, a shorter one after it; the former one is read once more.
+    /// `vhost_commit`: a longer log comes before the table, a shorter one after it; the former one is read
+    /// again.
     fn resize_log(&mut self, pages_more: u64) {
         let grows = pages_more > self.log_pages_more;
         if !grows {
@@ -502,7 +504,7 @@ fn run(seed: u64) {
     assert!(!broken, "a ring is broken; seed {seed}, {events:?}");
 }
 
-/// A frontend may keep its log when it stops its rings, so a ring does not wait for another one for ever.
+/// A frontend may keep its log when it stops its rings, so a ring does not wait for another one forever.
 #[test]
 fn a_ring_that_waited_in_vain_marks_the_former_log_and_the_next_one() {
     let mut qemu = Qemu::new(1, fastrand::Rng::with_seed(0));

@@ -1,4 +1,5 @@
-//! A process that has no descriptor left for a frontend. In a binary of its own, because the limit is that of the process.
+//! A process that has no descriptor left for a frontend. In a separate binary, because the limit is that of
+//! the process.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::fs::File;

@@ -164,7 +164,7 @@ fn a_guest_is_migrated_with_its_disk() {
         shell(&mut guest, READ_LOOP);
         wait_reads(&mut guest, &hash, 2);
         drop(guest);
-        // And once more from there: the log is switched off and on again.
+        // And again from there: the log is switched off and on again.
         for socket in &sockets[1..] {
             let next = Process::start("disk", socket, &[&size]);
             let destination = disk(version, socket).incoming_defer().start().unwrap();

@@ -9,8 +9,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// Records the streams of both directions, in the order of the wire.
 ///
-/// Limits: records bytes only, not descriptors, bytes looked at with `PEEK` or transfers at offsets. Sent bytes are
-/// read for the recording after the call: if the memory changes meanwhile, the recording may differ from the wire.
+/// Limits: records bytes only, not descriptors, bytes read with `PEEK` or transfers at offsets. Sent bytes
+/// are read for the recording after the call: if the memory has changed, the recording may differ from the
+/// wire.
 pub struct Capture {
     inner: Box<dyn Channel>,
     /// Held during a transfer, so the record has the order of the wire.

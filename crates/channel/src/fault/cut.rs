@@ -10,9 +10,10 @@ use std::sync::{Mutex, MutexGuard};
 
 /// Ends the connection exactly after byte N of one direction, however the transfers are divided.
 ///
-/// As soon as byte N has passed, the channel inside is shut down both ways. Then `send` is [`Error::Fault`] if sending
-/// was counted (and the channel's own `EPIPE` if receiving was), and `recv` gives what had arrived and the end of the
-/// stream. Bytes looked at with `PEEK` do not count, but none behind N are seen.
+/// As soon as byte N has passed, the channel inside is shut down both ways. Then `send` is [`Error::Fault`]
+/// if sending was counted (and the channel's own `EPIPE` if receiving was), and `recv` returns what had
+/// arrived and then the end of the stream. Bytes read with `PEEK` do not count, but none after N are
+/// returned.
 #[derive(Debug)]
 pub struct Cut {
     inner: Box<dyn Channel>,

@@ -9,8 +9,8 @@ use std::ops::RangeInclusive;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// Lets each transfer wait a random time before it begins. A shutdown ends that wait; the channel's own timeouts begin
-/// behind it.
+/// Lets each transfer wait a random time before it begins. A shutdown ends that wait; the channel's own
+/// timeouts begin after it.
 #[derive(Debug)]
 pub struct Delay {
     inner: Box<dyn Channel>,

@@ -33,7 +33,7 @@ pub(super) struct Inbox<U> {
 enum InboxEnd {
     /// The peer announced it.
     Closed,
-    /// It cannot continue; the text is for [`Unpack::fault`].
+    /// The stream cannot continue; the text is for [`Unpack::fault`].
     Failed(String),
 }
 
@@ -76,7 +76,7 @@ impl<U: Unpack> Inbox<U> {
             let taken = scatter(&self.buffer[self.plain.clone()], cursor.chunk());
             self.plain.start += taken;
             cursor.advance(taken);
-            // What fails behind bytes that are good is the next call's.
+            // An error after valid bytes is reported by the next call.
             if cursor.is_empty() || !matches!(self.next(is_direct.then_some(&mut cursor), peer), Ok(true)) {
                 return Ok(wanted - cursor.remaining());
             }
@@ -87,7 +87,7 @@ impl<U: Unpack> Inbox<U> {
     pub(super) fn receive_more(&mut self, channel: &dyn Channel) -> Result<usize> {
         self.make_room();
         let room = IoBufMut::from(&mut self.buffer[self.end..]);
-        // What is behind the bytes received is never looked at.
+        // Bytes past those received are never read.
         let received = channel.recv(&mut [room], RecvFlags::UNAUTHENTICATED)?;
         self.end += received;
         Ok(received)

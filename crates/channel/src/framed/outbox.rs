@@ -48,7 +48,7 @@ impl<P: Pack> Outbox<P> {
         }
     }
 
-    /// Sends due control packets, as far as the channel below accepts them.
+    /// Sends due control packets. `now` returns true while the channel below accepts data.
     pub(super) fn send_due_control_packets(&mut self, channel: &dyn Channel, now: impl Fn() -> bool) {
         if self.closed || !self.pending.is_empty() || !now() {
             return;
@@ -68,7 +68,7 @@ impl<P: Pack> Outbox<P> {
         Ok(())
     }
 
-    /// Ends the stream, as far as the channel below accepts data, which `now` returns before each call.
+    /// Ends the stream. `now` returns true while the channel below accepts data.
     pub(super) fn close(&mut self, channel: &dyn Channel, now: impl Fn() -> bool) {
         if !self.closed && self.pending.is_empty() {
             self.pending = self.pack.end(&mut self.room);

@@ -10,7 +10,7 @@ pub(crate) trait Pack: Debug + Send {
     /// Encodes control packets that have to precede further data, if any; returns their range in `room`.
     ///
     /// # Errors
-    /// It cannot be made, so nothing more can be sent.
+    /// The packet cannot be made, so nothing more can be sent.
     fn due(&mut self, room: &mut [u8], peer: &str) -> Result<Option<Range<usize>>>;
 
     /// Fills `room` with packets of data; returns their range. At least one byte is consumed.

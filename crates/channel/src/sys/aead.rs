@@ -73,7 +73,7 @@ impl AesGcm {
         (set == 1).then_some(this)
     }
 
-    /// Encrypts the next bytes of `data`, and `trailer` behind them, into `sealed`, with the tag at its end.
+    /// Encrypts the next bytes of `data`, then `trailer`, into `sealed`, with the tag at its end.
     ///
     /// # Panics
     /// If `sealed` has no room for `trailer` and the tag, or `data` has fewer bytes than it has room for.
@@ -154,10 +154,11 @@ impl AesGcm {
         }
         let (input, output) = (from.iov().iov_base.cast::<u8>(), to.iov().iov_base.cast::<u8>());
         let mut done = 0;
-        // SAFETY: a context that `begin` prepared. `from.len()` bytes are readable at `input` and as many writable at
-        // `output` (their makers' promise, and the comparison above); no Rust reference to live memory is made. Of the
-        // two, one is a slice of this process' own, which no other live buffer covers, so they do not overlap. A change
-        // of live memory meanwhile changes contents only: see the module.
+        // SAFETY: a context that `begin` prepared. `from.len()` bytes are readable at `input` and as many
+        // writable at `output` (their makers' promise, and the comparison above); no Rust reference to live
+        // memory is made. One of the two is a private slice of this process, which no other live buffer
+        // covers, so they do not overlap. A concurrent change of live memory changes contents only: see the
+        // module.
         let updated = unsafe {
             EVP_CipherUpdate(self.context.as_ptr(), output, &raw mut done, input, length(from.len()))
         };

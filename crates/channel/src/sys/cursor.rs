@@ -91,13 +91,13 @@ impl<'s, 'a> IoCursor<'s, 'a> {
     }
 }
 
-/// The room in an array of [`IoBufMut`] that is still to be filled. The array is as it was when this is dropped.
+/// The unfilled room in an array of [`IoBufMut`]. Dropping this restores the array.
 #[derive(Debug)]
 pub struct IoCursorMut<'s, 'a> {
     bufs: &'s mut [IoBufMut<'a>],
     /// The buffer the cursor stands in.
     first: usize,
-    /// That buffer as its owner made it, if it is narrowed.
+    /// The whole buffer at the cursor, if it is narrowed.
     whole: Option<libc::iovec>,
     /// Bytes not filled.
     remaining: usize,

@@ -1,8 +1,8 @@
-//! The error queue of a socket: what the kernel reports behind the stream.
+//! The error queue of a socket: what the kernel reports beside the stream.
 //!
-//! It holds zero-copy completions, and other reports that were enabled on the socket (ICMP errors with `IP_RECVERR`,
-//! time stamps). Each report is one `struct sock_extended_err` in a control message; see the kernel's
-//! `Documentation/networking/msg_zerocopy.rst` and `ip(7)`.
+//! The queue holds zero-copy completions, and other reports that were enabled on the socket (ICMP errors with
+//! `IP_RECVERR`, time stamps). Each report is one `struct sock_extended_err` in a control message; see the
+//! kernel's `Documentation/networking/msg_zerocopy.rst` and `ip(7)`.
 
 use super::io::{header, retry};
 use std::io;

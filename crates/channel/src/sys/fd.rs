@@ -11,7 +11,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 /// # Errors
 /// `EBADF` if it is not open.
 pub fn take_over(number: RawFd) -> io::Result<OwnedFd> {
-    // SAFETY: these calls look at a number and change a flag of it; any number is allowed.
+    // SAFETY: these calls read a number and change a flag of it; any number is allowed.
     let set = unsafe {
         let flags = libc::fcntl(number, libc::F_GETFD);
         if flags < 0 { flags } else { libc::fcntl(number, libc::F_SETFD, flags | libc::FD_CLOEXEC) }
@@ -27,7 +27,8 @@ pub fn take_over(number: RawFd) -> io::Result<OwnedFd> {
 /// another thread uses it. Ownership of the number is unchanged.
 pub(crate) fn replace(fd: BorrowedFd<'_>, replacement: BorrowedFd<'_>) -> io::Result<()> {
     loop {
-        // SAFETY: both are open, as they are borrowed. The number stays open all along, so no borrow dangles.
+        // SAFETY: both are open, because they are borrowed. The number stays open all along, so no borrow
+        // dangles.
         if unsafe { libc::dup3(replacement.as_raw_fd(), fd.as_raw_fd(), libc::O_CLOEXEC) } >= 0 {
             return Ok(());
         }

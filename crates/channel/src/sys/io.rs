@@ -6,8 +6,8 @@ use crate::{RecvFlags, SendFlags};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// `sendmsg(2)`, never with a `SIGPIPE`. With `ZERO_COPY` (`MSG_ZEROCOPY`) the kernel reads the buffers after the call
-/// too; that they stay mapped meanwhile is not a matter of safety, as it pins their pages.
+/// `sendmsg(2)`, never with a `SIGPIPE`. With `ZERO_COPY` (`MSG_ZEROCOPY`) the kernel reads the buffers after
+/// the call too; that they stay mapped until then is not a matter of safety, as it pins their pages.
 pub(crate) fn sendmsg(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>], how: SendFlags) -> io::Result<usize> {
     let bufs = window(bufs);
     if bufs.is_empty() {

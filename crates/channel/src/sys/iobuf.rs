@@ -1,8 +1,8 @@
 //! Buffers that the kernel reads and writes and that never become slices.
 //!
-//! Live guest memory changes while we hold it, so a `&[u8]` over it would be a lie to the compiler. [`IoBuf`] and
-//! [`IoBufMut`] carry an address and a length to a system call and have no way back to a slice. They have the layout
-//! of `struct iovec`, so an array of them goes to the kernel as it is.
+//! Live guest memory changes while we hold it, so a `&[u8]` over it would be a lie to the compiler. [`IoBuf`]
+//! and [`IoBufMut`] carry an address and a length to a system call and have no way back to a slice. They have
+//! the layout of `struct iovec`, so an array of them goes to the kernel unchanged.
 //!
 //! Not an owner: the constructor's caller guarantees, by a lifetime or by `unsafe`, that the memory stays mapped.
 
@@ -37,8 +37,9 @@ impl<'a> IoBuf<'a> {
     /// A buffer over memory that need not be Rust's, such as a guest's.
     ///
     /// # Safety
-    /// `start .. start + len` is mapped and readable for all of `'a`, and `len` is at most `isize::MAX`. It may
-    /// change meanwhile, by other processes, the kernel or atomic and volatile writes; any mixture may be sent then.
+    /// `start .. start + len` is mapped and readable for all of `'a`, and `len` is at most `isize::MAX`. It
+    /// may be changed at any time by other processes, the kernel or atomic and volatile writes; any mixture
+    /// may be sent then.
     pub unsafe fn from_raw_parts(start: *const u8, len: usize) -> Self {
         Self { iov: libc::iovec { iov_base: start.cast_mut().cast(), iov_len: len }, memory: PhantomData }
     }
@@ -88,7 +89,7 @@ impl<'a> IoBufMut<'a> {
         self.len() == 0
     }
 
-    /// Room for the first `len` bytes of it, or all if it has fewer; this one is borrowed meanwhile.
+    /// Room for the first `len` bytes of it, or all if it has fewer; borrows the whole.
     pub fn prefix(&mut self, len: usize) -> IoBufMut<'_> {
         IoBufMut { iov: libc::iovec { iov_len: len.min(self.len()), ..self.iov }, memory: PhantomData }
     }
@@ -167,8 +168,9 @@ pub fn gather(bufs: &[IoBuf<'_>], bytes: &mut [u8]) -> usize {
     let mut done = 0;
     for buf in bufs {
         let n = buf.len().min(bytes.len() - done);
-        // SAFETY: `n` bytes are readable in `buf` (its maker's promise) and writable behind `done` in `bytes`. The two
-        // do not overlap: `bytes` is a mutable reference, so no other live buffer of the caller covers it.
+        // SAFETY: `n` bytes are readable in `buf` (its maker's promise) and writable from `done` on in
+        // `bytes`. The two do not overlap: `bytes` is a mutable reference, so no other live buffer of the
+        // caller covers it.
         unsafe {
             std::ptr::copy_nonoverlapping(buf.iov.iov_base.cast::<u8>(), bytes[done..].as_mut_ptr(), n);
         }
@@ -182,8 +184,8 @@ pub fn scatter(bytes: &[u8], bufs: &mut [IoBufMut<'_>]) -> usize {
     let mut done = 0;
     for buf in bufs {
         let n = buf.len().min(bytes.len() - done);
-        // SAFETY: `n` bytes are readable behind `done` in `bytes` and writable in `buf` (its maker's promise), whose
-        // memory no other reference of the caller, `bytes` among them, may cover.
+        // SAFETY: `n` bytes are readable from `done` on in `bytes` and writable in `buf` (its maker's
+        // promise), whose memory no other reference of the caller, `bytes` among them, may cover.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes[done..].as_ptr(), buf.iov.iov_base.cast::<u8>(), n);
         }
@@ -199,8 +201,9 @@ pub fn with_gaps<'a, const N: usize>(headers: &'a mut [[u8; N]], gap: &'a mut [u
     let mut bufs = Vec::with_capacity(2 * headers.len());
     for header in headers {
         bufs.push(IoBufMut::from(&mut header[..]));
-        // SAFETY: `gap` is writable and borrowed for `'a`. Several buffers of one call over the same bytes are written by the
-        // kernel one after another, or by `scatter` through pointers; no reference to them exists meanwhile.
+        // SAFETY: `gap` is writable and borrowed for `'a`. Several buffers of one call over the same bytes
+        // are written by the kernel one after another, or by `scatter` through pointers; no reference to them
+        // exists during the call.
         bufs.push(unsafe { IoBufMut::from_raw_parts(start, len) });
     }
     bufs

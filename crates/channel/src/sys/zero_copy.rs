@@ -12,7 +12,7 @@ const SO_ZEROCOPY: libc::c_int = 60;
 pub(crate) enum Enabled {
     /// Since this call.
     Now,
-    /// It was set before.
+    /// Already set.
     Before,
     /// The kernel cannot.
     Never,

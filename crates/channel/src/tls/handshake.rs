@@ -76,7 +76,7 @@ pub(super) fn server(channel: &dyn Channel, tls: &TlsServer, deadline: &Deadline
 
 /// The next step that rustls requests.
 enum HandshakeStep {
-    /// Written data is to be sent, if possible.
+    /// Written data must be sent, if possible.
     Transmit,
     /// Nothing yet: try again.
     Again,
@@ -86,7 +86,7 @@ enum HandshakeStep {
 
 /// rustls' two kinds of connection, which have this in common but no trait for it.
 trait Stepping {
-    /// Takes from `incoming` as many bytes as are to be discarded; appends to `outgoing` and `contents`.
+    /// Returns the number of bytes of `incoming` to discard; appends to `outgoing` and `contents`.
     fn step(
         &mut self,
         incoming: &mut [u8],

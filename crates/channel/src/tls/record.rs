@@ -151,7 +151,7 @@ impl Protection {
         let aad = Aad::from(<[u8; HEADER_BYTES]>::try_from(&*header).expect("split there"));
         let nonce = Nonce::assume_unique_for_key(self.take_nonce());
         let inner = self.key.open_in_place(nonce, aad, payload).map_err(|_| RecordRejection::Forged)?;
-        // Zeros behind the type are padding.
+        // Zeros after the type are padding.
         let end = inner.iter().rposition(|byte| *byte != 0).ok_or(RecordRejection::UnknownContent)?;
         if end > CONTENT_BYTES_MAX {
             return Err(RecordRejection::TooLong { found: end });
@@ -191,7 +191,7 @@ impl Protection {
         nonce
     }
 
-    /// The next record's, which an opened record may use again as long as it is the next.
+    /// Nonce of the next record. Opening may use it repeatedly until that record is complete.
     fn nonce(&self) -> [u8; NONCE_BYTES] {
         let mut nonce = self.iv;
         for (byte, number) in nonce[4..].iter_mut().zip(self.sequence.to_be_bytes()) {

@@ -61,8 +61,9 @@ impl Pack for Sealer {
     }
 }
 
-/// Length of the next record's content. A buffer before the others (the header of a packet) has a record of its own if
-/// that makes the records no more: the pages behind it begin with a record then, which the peer can open into their memory.
+/// Length of the next record's content. A first buffer before the others (the header of a packet) gets its
+/// own record if that adds none: the pages then start on a record boundary, and the peer decrypts them in
+/// place.
 fn content_length(data: &IoCursor<'_, '_>) -> usize {
     let (all, first) = (data.remaining(), data.first().map_or(0, |buf| buf.len()));
     let records = |bytes: usize| bytes.div_ceil(CONTENT_BYTES_MAX);

@@ -23,8 +23,8 @@ pub(super) struct SendLedger {
     calling: bool,
     /// All below are finished.
     finished: u64,
-    /// Finished beyond: first number to the one behind the last. Each is inside `finished..issued`, so there are no
-    /// more than sends the kernel has memory for.
+    /// Completions received out of order, as half-open ranges. Each is inside `finished..issued`, so their
+    /// number is limited by the kernel's memory for sends.
     ahead: BTreeMap<u64, u64>,
     /// Since the last verdict: whether one was copied, whether one was not.
     copied: bool,
@@ -39,7 +39,7 @@ impl SendLedger {
         self.issued
     }
 
-    /// Behind the last number that a completion may have.
+    /// End of the numbers that a completion may have.
     pub(super) fn open_end(&self) -> u64 {
         self.issued + u64::from(self.calling)
     }

@@ -3,7 +3,7 @@ use std::fmt;
 /// Use of zero-copy for large sends to TCP: QEMU's `zero-copy-send`, with an automatic choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ZeroCopySend {
-    /// Where it pays: the sender measures whether the kernel copies all the same.
+    /// Where it pays: the sender measures if the kernel copies anyway.
     #[default]
     Auto,
     /// All that can, also where the kernel copies in the end.

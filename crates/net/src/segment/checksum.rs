@@ -32,7 +32,7 @@ impl Sum {
         self.append(word.to_be(), 2);
     }
 
-    /// Contents of a checksum field that is to be completed later: not inverted.
+    /// Contents of a checksum field that will be completed later: not inverted.
     pub fn partial(self) -> [u8; 2] {
         fold(self.words).to_ne_bytes()
     }
@@ -63,8 +63,8 @@ fn fold(sum: u64) -> u16 {
     u16::try_from(sum).expect("a folded sum has 16 bits")
 }
 
-/// A checksum that is to be completed: it covers the frame from `start` on, and is stored `offset` bytes further, where the
-/// guest has put the sum of the pseudo-header.
+/// A checksum to be completed: it covers the frame from `start` on, and is stored `offset` bytes further,
+/// where the guest has put the sum of the pseudo-header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PartialChecksum {
     /// Offset of the first byte that is summed (`csum_start`).

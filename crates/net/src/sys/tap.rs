@@ -41,7 +41,7 @@ pub(crate) fn set_offloads(fd: BorrowedFd<'_>, offloads: u32) -> io::Result<()> 
     done(unsafe { libc::ioctl(fd.as_raw_fd(), libc::TUNSETOFFLOAD, libc::c_ulong::from(offloads)) })
 }
 
-/// Bytes of a queue that may be in the network stack at once. `INT_MAX` is no limit.
+/// Bytes of a queue that may be in the network stack at once. `INT_MAX` is unlimited.
 pub(crate) fn send_buffer(fd: BorrowedFd<'_>) -> io::Result<i32> {
     let mut bytes = 0;
     // SAFETY: the kernel writes one `int`, which lives across the call.

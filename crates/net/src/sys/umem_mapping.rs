@@ -124,7 +124,7 @@ impl UmemMapping {
 /// Unmaps `len` bytes, if there are any.
 ///
 /// # Safety
-/// They are a mapping, or a part of one, that is not used any more.
+/// The bytes are a mapping, or a part of one, that is no longer used.
 unsafe fn trim(start: *mut u8, len: usize) {
     if len > 0 {
         // SAFETY: the caller's promise.
@@ -135,7 +135,7 @@ unsafe fn trim(start: *mut u8, len: usize) {
 
 impl Drop for UmemMapping {
     fn drop(&mut self) {
-        // SAFETY: no section exists any more, as each holds a reference.
+        // SAFETY: no section is left, as each holds a reference.
         unsafe { trim(self.base.as_ptr(), self.len) };
     }
 }

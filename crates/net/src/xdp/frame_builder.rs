@@ -49,9 +49,9 @@ pub(super) enum BuildOutcome {
     Referenced,
     /// Descriptors refer to the arena only: the chain can be completed at once.
     Copied(CopyReason),
-    /// There is no room at the moment.
+    /// Out of room at the moment.
     NoRoom,
-    /// The frame has to be sent by the tap.
+    /// The frame must be sent by the tap.
     Unsupported,
     /// The frame is longer than the interface's MTU permits.
     TooLong,
@@ -165,8 +165,8 @@ impl FrameBuilder {
         self.arena.free(chunk);
     }
 
-    /// Copies headers to the arena where they have to be changed, and refers to the rest. Returns the reason if that is not
-    /// possible.
+    /// Copies headers to the arena where they must be changed, and refers to the rest. Returns the reason if
+    /// that is not possible.
     fn reference(&mut self, frame: &Frame<'_>) -> Result<(), CopyReason> {
         self.parts.clear();
         let mut skip = u32::try_from(frame.virtio_bytes).expect("a virtio header has 10 or 12 bytes");

@@ -28,11 +28,11 @@ pub(super) struct OrphanedChains {
 /// State of these chains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum OrphanState {
-    /// There are none.
+    /// No orphans.
     None,
     /// The queue is free: they can be completed.
     Free,
-    /// They may still be read.
+    /// Orphans that may still be read.
     InFlight,
     /// As `InFlight`, and only another bound socket will show that they are not.
     Unknown,
@@ -73,7 +73,7 @@ impl OrphanedChains {
         std::mem::take(&mut self.inherited)
     }
 
-    /// Returns the chains, which the network card does not read any more.
+    /// Returns the chains, which the network card no longer reads.
     pub(super) fn take(&mut self) -> Vec<ChainHead> {
         std::mem::take(&mut self.heads)
     }

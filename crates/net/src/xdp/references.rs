@@ -21,9 +21,9 @@ pub(super) struct UmemRange {
 pub(super) enum PageCrossing {
     /// All: the kernel copies.
     Any,
-    /// Those within a huge page, which is contiguous for a network card without an IOMMU.
+    /// Within a huge page, which is contiguous for a network card without an IOMMU.
     WithinHugePages,
-    /// None: an IOMMU maps each page of 4 KiB by itself.
+    /// None: an IOMMU maps each page of 4 KiB separately.
     None,
 }
 
@@ -59,7 +59,7 @@ pub(super) struct Reference {
 }
 
 impl DescriptorLimits {
-    /// These limits for a packet that has other descriptors too.
+    /// The limits that remain for a packet with this number of other descriptors.
     pub(super) fn less(self, descriptors: usize) -> Self {
         Self { descriptors: self.descriptors.saturating_sub(descriptors), ..self }
     }

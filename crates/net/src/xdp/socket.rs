@@ -133,7 +133,7 @@ impl UnboundSocket {
             let shared_umem_fd = other.as_fd();
             bind(&self.fd, &SocketAddrXdpWithSharedUmem { addr: addr.clone(), shared_umem_fd })
         };
-        // EAGAIN if the last one was closed meanwhile: the next attempt registers the UMEM again.
+        // EAGAIN if the last one was closed in between: the next attempt registers the UMEM again.
         let shared = retry_while_busy(busy_timeout, || {
             umem.with_bound(shares).unwrap_or(Err(rustix::io::Errno::AGAIN))
         });

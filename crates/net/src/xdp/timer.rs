@@ -1,5 +1,5 @@
-//! Timer for the next look at the completion ring, which has no event: soon while completions arrive, later and later while
-//! they do not; or at a given time.
+//! Timer for the next poll of the completion ring, which has no event: soon while completions arrive, later
+//! and later while they do not; or at a given time.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

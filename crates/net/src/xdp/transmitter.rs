@@ -21,7 +21,7 @@ use crate::transmit::Transmitter;
 
 /// Interval of attempts to bind, after an error that may be temporary.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
-/// Timeout of the first attempt while the queue is busy; the guest waits meanwhile.
+/// Timeout of the first attempt while the queue is busy, during which the guest waits.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time limit of frames in flight when the connection ends.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
@@ -132,8 +132,8 @@ impl XdpTransmitter {
         }
     }
 
-    /// Waits for the chains in flight of a ring that is about to be stopped. At the deadline the socket is closed, and the rest
-    /// is completed once the network card cannot read it any more.
+    /// Waits for the chains in flight of a ring that is about to be stopped. At the deadline the socket is
+    /// closed, and the rest is completed once the network card can no longer read it.
     ///
     /// # Errors
     /// The network card may still read some, after [`CLOSED_TIMEOUT`].
@@ -301,7 +301,7 @@ impl XdpTransmitter {
         }
     }
 
-    /// Completes the chains of closed sockets, which the network card does not read any more.
+    /// Completes the chains of closed sockets, which the network card no longer reads.
     fn complete_orphans(&mut self, ring: Option<&mut Ring>, counted: &mut BatchCounters) {
         let heads = self.orphaned.take();
         let Some(ring) = ring.filter(|_| !heads.is_empty()) else { return };

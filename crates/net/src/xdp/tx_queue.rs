@@ -27,7 +27,7 @@ const BATCHES_PER_RUN: usize = 4;
 const COPY_DESCRIPTORS_MAX: usize = 17;
 /// Time without completions after which the socket is given up.
 const STALLED_AFTER: Duration = Duration::from_secs(5);
-/// Interval of looks at the completion ring while waiting for it.
+/// Polling interval of the completion ring.
 const DRAIN_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000 };
 
 /// See the module.
@@ -43,11 +43,11 @@ pub(super) struct TxQueue {
     crossing: PageCrossing,
     /// Time of the last completion, or of the last moment without frames in flight.
     last_progress: Instant,
-    /// True if guest memory and the kernel's counters are to be checked after this batch.
+    /// True if guest memory and the kernel's counters must be checked after this batch.
     check: bool,
 }
 
-/// Error after which a queue cannot be used any more.
+/// Error after which a queue is unusable.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum TxError {
     #[error("the kernel does not send: {0}")]
@@ -88,7 +88,7 @@ pub(super) struct QueueOptions {
 /// Frames for whose completion a drain waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DrainScope {
-    /// Those that refer to guest memory.
+    /// Frames that refer to guest memory.
     Chains,
     /// All.
     Everything,

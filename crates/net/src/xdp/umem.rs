@@ -131,7 +131,7 @@ impl Umem {
         BoundSocket { fd, umem }
     }
 
-    /// Calls `act` with a bound socket, which is not closed meanwhile. `None` if no socket is bound.
+    /// Calls `act` with a bound socket, which is not closed during the call. `None` if no socket is bound.
     pub(super) fn with_bound<T>(&self, act: impl FnOnce(&OwnedFd) -> T) -> Option<T> {
         lock(&self.bound).first().map(|fd| act(fd))
     }

@@ -59,7 +59,7 @@ static MACVTAP: Mutex<()> = Mutex::new(());
 
 /// A card in a network namespace, served on a thread.
 struct Bench {
-    // First, as it is to be dropped first.
+    // First, because it must be dropped first.
     served: Option<Served>,
     network: Network,
     net: Arc<Net>,
@@ -339,7 +339,7 @@ fn frames_that_are_available_together_keep_their_order_around_dropped_ones() {
         let is_malformed = |number: u8| number % 7 == 3;
         for number in 0..count {
             let sent = match number % 14 {
-                // No frame behind the header, and a header that the kernel refuses.
+                // No frame after the header, and a header that the kernel refuses.
                 3 => pair.transmit(&[0; HEADER_BYTES]),
                 10 => pair.transmit(&[0xff; HEADER_BYTES + 60]),
                 _ => pair.transmit(&frame([0xff; 6], &datagram(number))),
@@ -371,7 +371,7 @@ fn a_transmit_ring_that_is_never_enabled_discards_its_frames() {
     bench.driver.1.flush();
     bench.connect_again();
     wait_until_sent(&mut bench.driver.1);
-    // It sends as soon as it is enabled.
+    // The ring sends as soon as it is enabled.
     let (frontend, pair) = &mut bench.driver;
     frontend.enable(1, true).unwrap();
     assert!(pair.transmit(&frame([0xff; 6], b"sent")));

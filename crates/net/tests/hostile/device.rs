@@ -144,7 +144,7 @@ struct Guest<'r> {
     /// Open ends of pipes.
     pipes: Vec<OwnedFd>,
     running: [bool; QUEUES as usize],
-    /// Number of entries of each ring, as it was last started.
+    /// Number of entries of each ring when it was last started.
     sizes: [u32; QUEUES as usize],
 }
 

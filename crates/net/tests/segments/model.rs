@@ -62,7 +62,7 @@ impl Packet {
         [1, kind, 0, 0, low, high, start_low, start_high, offset, 0]
     }
 
-    /// Its segments.
+    /// The segments of the packet.
     pub(crate) fn segments(&self, bytes: usize) -> Vec<Packet> {
         let count = self.payload.len().div_ceil(bytes);
         let segment = |(index, payload): (usize, &[u8])| {
@@ -80,7 +80,7 @@ impl Packet {
         self.payload.chunks(bytes).enumerate().map(segment).collect()
     }
 
-    /// Its bytes.
+    /// The bytes of the packet.
     pub(crate) fn frame(&self, checksum: Checksum) -> Vec<u8> {
         let mut frame = vec![0x11; 12];
         for vlan in 0..self.vlans {

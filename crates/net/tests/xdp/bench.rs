@@ -27,7 +27,7 @@ const RING: u16 = 256;
 pub(crate) const VIRTIO: usize = 12;
 
 pub(crate) struct Bench {
-    // First, as it is to be dropped first.
+    // First, because it must be dropped first.
     pub(crate) served: Served,
     pub(crate) near: Network,
     _far: Network,

@@ -1,4 +1,5 @@
-//! Sockets that are closed with frames in flight: their chains are completed once the kernel cannot read them any more.
+//! Sockets that are closed with frames in flight: their chains are completed once the kernel can no longer
+//! read them.
 //!
 //! ```text
 //!   Net ── AF_XDP ── mac0 ── out0, whose queueing discipline holds packets back ═══ in0
@@ -133,7 +134,7 @@ fn chains_of_a_killed_process_are_used_when_its_queue_is_free() {
     bench.served.failure();
     (bench.net, bench.served, bench.frontend) = start_recorded(&bench, "tap2", &record);
     bench.frontend.start(&bench.queues[0], bench.queues[0].last_used_idx()).unwrap();
-    // Frames are sent by the tap meanwhile, and the others not again.
+    // Until then frames are sent by the tap, and the others are not sent again.
     assert_tap_sends_until_released(&mut bench, queued);
     wait_until("the frames to be counted", WITHIN, || {
         Ok((bench.statistics(0).dropped(DropReason::Refused) == queued as u64).then_some(()))
@@ -148,7 +149,7 @@ fn chains_of_a_closed_socket_are_completed_when_its_queue_is_free() {
     let Some((mut bench, queued)) = bench_with_queued_frames(name) else { return };
     // There are no completions for some seconds.
     bench.wait_for_mode(TransmitMode::Tap);
-    // Meanwhile frames go by the tap.
+    // Until then frames go by the tap.
     let frame = assert_tap_sends_until_released(&mut bench, queued);
     // AF_XDP is tried again each second if there are frames to send.
     wait_until("the mode", WITHIN, || {

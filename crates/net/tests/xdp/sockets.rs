@@ -71,7 +71,7 @@ fn send_until(bench: &mut Bench, pair: usize, mode: TransmitMode) {
     .unwrap();
 }
 
-/// Receives until no packet comes any more, of those that `send_until` has sent.
+/// Receives the rest of the packets that `send_until` has sent.
 fn drop_received(bench: &Bench) {
     let mut bytes = vec![0; 1 << 16];
     while rustix::net::recv(&bench.receiver, &mut bytes[..], rustix::net::RecvFlags::DONTWAIT).is_ok() {}

@@ -2,8 +2,9 @@
 
 /// Maximum number of regions of a guest's memory.
 pub const REGIONS_MAX: usize = 256;
-/// Maximum size of a guest's memory in bytes, 16 TiB. During a change of the table the former memory is mapped too, and a standby has
-/// memory of its own: so one guest occupies at most half of an address space of 128 TiB, and others of the process get their devices.
+/// Maximum size of a guest's memory in bytes, 16 TiB. During a change of the table the former memory is
+/// mapped too, and a standby has separate memory: so one guest occupies at most half of an address space of
+/// 128 TiB, and others of the process get their devices.
 pub const GUEST_BYTES_MAX: u64 = 1 << 44;
 
 /// Error of mapping guest memory or a dirty log.
@@ -13,15 +14,15 @@ pub enum MemoryTableError {
     /// A region that does not fit in any address space.
     #[error("a region of {size} bytes at offset {offset} of its file is larger than any address space")]
     TooLarge {
-        /// Its offset in its file.
+        /// Offset of the region in its file.
         offset: u64,
-        /// Its length in bytes.
+        /// Length of the region in bytes.
         size: u64,
     },
     /// A region of length 0.
     #[error("the region at guest address {guest:#x} has length 0")]
     Empty {
-        /// Its guest address.
+        /// Guest address of the region.
         guest: u64,
     },
     /// Addresses that wrap around.
@@ -29,11 +30,11 @@ pub enum MemoryTableError {
         "the region of {size:#x} bytes at guest address {guest:#x}, user address {user:#x} ends beyond 2^64"
     )]
     Wraps {
-        /// Its guest address.
+        /// Guest address of the region.
         guest: u64,
-        /// Its user address.
+        /// User address of the region.
         user: u64,
-        /// Its length in bytes.
+        /// Length of the region in bytes.
         size: u64,
     },
     /// Overlapping regions.
@@ -59,9 +60,9 @@ pub enum MemoryTableError {
     /// A region to be removed that does not exist.
     #[error("no region of {size:#x} bytes at guest address {guest:#x} to remove")]
     Absent {
-        /// Its guest address.
+        /// Guest address of the region.
         guest: u64,
-        /// Its length in bytes.
+        /// Length of the region in bytes.
         size: u64,
     },
     /// A file that is too short.

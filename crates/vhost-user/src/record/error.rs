@@ -19,7 +19,7 @@ pub enum RecordError {
     Space {
         /// Name of the record.
         name: String,
-        /// Its length in bytes.
+        /// Length of the record in bytes.
         bytes: u64,
         /// Error of the system call.
         source: std::io::Error,
@@ -47,7 +47,7 @@ pub enum RecordError {
     Version {
         /// Name of the record.
         name: String,
-        /// Its version.
+        /// Version of the record.
         found: u64,
     },
     /// A record for another number of queues.
@@ -58,7 +58,7 @@ pub enum RecordError {
     Queues {
         /// Name of the record.
         name: String,
-        /// Its number of queues.
+        /// Number of queues in the record.
         found: usize,
         /// The device's number of queues.
         expected: usize,
@@ -70,7 +70,7 @@ pub enum RecordError {
     Length {
         /// Name of the record.
         name: String,
-        /// Its length in bytes.
+        /// Length of the record in bytes.
         found: u64,
         /// Length according to its header.
         expected: u64,

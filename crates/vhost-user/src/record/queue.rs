@@ -94,7 +94,7 @@ impl QueueRecord {
         }
         let (published, publishing) = (self.load(PUBLISHED), self.load(PUBLISHING));
         let low = |count: u64| u16::try_from(count & 0xffff).expect("masked to 16 bits");
-        // A ring without published chains has lost none, and looks like a new one.
+        // A ring without published chains has lost none, and equals a new one.
         if used == low(published) && published > 0 {
             self.store(PUBLISHING, published);
         } else if used == low(publishing) && publishing > 0 {

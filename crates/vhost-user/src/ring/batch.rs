@@ -127,7 +127,8 @@ impl<'b> Chain<'b> {
         self.layout.writable_bytes
     }
 
-    /// Copies readable bytes from `offset` on. Returns their number. For headers, which are to be validated as a copy.
+    /// Copies readable bytes from `offset` on. Returns their number. For headers, which must be validated as
+    /// a copy.
     pub fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
         let mut skip = offset;
         let bufs = self.readable().filter_map(|buf| {

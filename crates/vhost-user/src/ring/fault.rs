@@ -19,11 +19,11 @@ pub enum RingFault {
     Unmapped {
         /// The part.
         part: &'static str,
-        /// Its address in the frontend's process.
+        /// Address in the frontend's process.
         user: u64,
-        /// Its length in bytes.
+        /// Length in bytes.
         len: usize,
-        /// Its alignment in bytes.
+        /// Required alignment in bytes.
         align: usize,
     },
     /// A used ring over the available ring: each completion would make another chain available, without the driver.
@@ -105,7 +105,7 @@ pub enum RingFault {
         head: u16,
         /// Address of the buffer.
         guest: u64,
-        /// Its length in bytes.
+        /// Length in bytes.
         len: u32,
     },
     /// A readable descriptor after a writable one.

@@ -37,8 +37,8 @@ pub(crate) struct Recheck {
     pub(crate) stored: bool,
 }
 
-/// Enables kicks, then loads the available index once more. `reported` is the last value that the device has processed, and is
-/// updated: each value is reported once, and the driver kicks for the next one.
+/// Enables kicks, then loads the available index again. `reported` is the last value that the device has
+/// processed, and is updated: each value is reported once, and the driver kicks for the next one.
 pub(crate) fn enable_and_recheck(words: &impl NotificationWords, reported: &mut u16) -> Recheck {
     let value = if words.has_event_index() { *reported } else { 0 };
     let stored = words.device_suppression() != value;

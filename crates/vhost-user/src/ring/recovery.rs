@@ -31,7 +31,7 @@ impl Ring {
         for head in &recovered.heads {
             self.last_seq += 1;
             self.in_flight_seq[usize::from(*head)] = self.last_seq;
-            // Numbered from 1 again. A crash between two of these stores leaves them in order all the same.
+            // Numbered from 1 again. A crash between two of these stores leaves them in order as well.
             record.mark(*head, self.last_seq);
         }
         self.last_avail_idx = recovered.last_avail_idx;

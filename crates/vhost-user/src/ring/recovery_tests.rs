@@ -1,5 +1,5 @@
-//! A device that is killed before any of its stores, and its successor: every head is returned exactly once, and what the driver
-//! finds in a buffer is marked in the dirty log by then.
+//! A device that is killed before any of its stores, and its successor: every head is returned exactly once,
+//! and what the driver finds in a buffer is already marked in the dirty log.
 
 use std::fs::File;
 use std::os::fd::AsFd as _;
@@ -139,7 +139,7 @@ impl Bench {
         assert_eq!(self.ring.as_ref().unwrap().fault(), None);
     }
 
-    /// The device completes all chains: every head has to be returned.
+    /// The device completes all chains: every head must be returned.
     fn finish(mut self) {
         while !self.kept.is_empty() {
             self.execute(&Step::CompleteLate(0), u64::MAX);

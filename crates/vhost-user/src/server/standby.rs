@@ -29,7 +29,8 @@ const ACCEPT_WITHIN: Duration = Duration::from_secs(1);
 /// Interval after a standby could not be accepted.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Time limit for sending a reply to a standby, for which requests of the owner wait meanwhile. Its socket has room for many.
+/// Time limit for sending a reply to a standby, during which requests of the owner wait. Its socket has room
+/// for many.
 const STANDBY_REPLY_WITHIN: Duration = Duration::from_millis(10);
 
 /// Connection to serve next.
@@ -57,7 +58,7 @@ impl Service {
         }
     }
 
-    /// Serves the connected frontend until it disconnects, and a second one meanwhile.
+    /// Serves the connected frontend until it disconnects, and a second one at the same time.
     pub(super) fn serve_pair(
         &mut self,
         device: &Arc<dyn Device>,
@@ -133,7 +134,7 @@ impl Service {
     /// Serves a request of the standby, which has the device then if it concerns the device.
     ///
     /// # Errors
-    /// That of the request, if the standby has become the owner.
+    /// The error of the request, if the standby has become the owner.
     fn serve_standby(&mut self) -> Result<(), ServeError> {
         let (Some(owner), Some(standby)) = (&self.connection, &mut self.standby) else { return Ok(()) };
         let mut claimed = false;

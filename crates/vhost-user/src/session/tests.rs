@@ -461,7 +461,7 @@ fn a_transfer_that_does_not_end_is_cancelled() {
     // The frontend keeps its end open, and the process is to end.
     assert_eq!(number(session.handle(Request::CheckDeviceState).unwrap()), 1);
     cancels.join().unwrap();
-    // A frontend that disconnects leaves no thread behind, whatever it keeps open.
+    // A frontend that disconnects leaks no thread, even if it keeps descriptors open.
     let (mut session, _) = negotiated();
     let (reader, _writer) = rustix::pipe::pipe().unwrap();
     assert_eq!(transfer(&mut session, TransferDirection::Load, reader), 0x100);

@@ -1,5 +1,5 @@
-//! Handles SIGBUS in memory that a frontend shares: an access behind the end of a truncated file, or to a huge page that the
-//! kernel does not have.
+//! Handles SIGBUS in memory that a frontend shares: an access past the end of a truncated file, or to a huge
+//! page that the kernel does not have.
 //!
 //! ```text
 //!   access ─► SIGBUS ─► handler: a guarded mapping? ─ yes ──► zero pages over all of it, marked as lost; the access is repeated
@@ -117,8 +117,8 @@ impl GuardedMapping {
         self.sequence.store(sequence.wrapping_add(2), Ordering::Release);
     }
 
-    /// Start and length, if this address is in the entry. An entry that changes is of another mapping, because a thread that
-    /// accesses a mapping keeps it.
+    /// Start and length, if this address is in the entry. An entry that changes belongs to another mapping,
+    /// because a thread that accesses a mapping keeps it.
     fn containing(&self, address: usize) -> Option<(usize, usize)> {
         let sequence = self.sequence.load(Ordering::Acquire);
         let (start, len) = (self.start.load(Ordering::Relaxed), self.len.load(Ordering::Relaxed));
@@ -248,7 +248,7 @@ mod tests {
         assert_eq!(mapping.is_lost(), free.trim() == "0");
     }
 
-    /// In a process of its own, which has to die of the signal.
+    /// In a separate process, which must die of the signal.
     #[test]
     fn a_fault_in_unguarded_memory_ends_the_process() {
         const CHILD: &str = "TOWLINE_TEST_SIGBUS";

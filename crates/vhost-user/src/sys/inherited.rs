@@ -37,8 +37,8 @@ pub(crate) fn take_fd(index: usize) -> Result<OwnedFd, Errno> {
     if !passed || TAKEN.fetch_or(1 << index, Ordering::Relaxed) & 1 << index != 0 {
         return Err(Errno::BADF);
     }
-    // SAFETY: the variables name this process, so the service manager has left the descriptor open for it; no other code here
-    // owns it, as it is taken once.
+    // SAFETY: the variables name this process, so the service manager has left the descriptor open for it; no
+    // other code here owns it, because it is taken once.
     let fd = unsafe { OwnedFd::from_raw_fd(number) };
     // Not for children.
     let flags = rustix::io::FdFlags::CLOEXEC;

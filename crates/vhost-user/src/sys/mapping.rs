@@ -81,7 +81,7 @@ impl Mapping {
         let end = offset.checked_add(len).filter(|end| *end <= isize::MAX as u64);
         let end = end.ok_or(MemoryTableError::TooLarge { offset, size: len })?;
         let file = File::from(fd);
-        // An access behind the end of a file raises SIGBUS.
+        // An access past the end of a file raises SIGBUS.
         let metadata = file.metadata().map_err(MemoryTableError::Map)?;
         let (has, file_id) = (metadata.len(), FileId(metadata.dev(), metadata.ino()));
         if has < end {
@@ -194,7 +194,7 @@ impl Area {
         &self.mapping
     }
 
-    /// Its position in the mapped file.
+    /// Position of the area in the mapped file.
     pub(crate) fn file_range(&self) -> FileRange {
         let start = self.mapping.start + self.mapping.lead + self.start;
         FileRange { file: self.mapping.file_id, start, end: start + self.len }
@@ -236,7 +236,7 @@ impl Area {
     }
 
     pub(crate) fn or_64(&self, offset: usize, bits: u64) {
-        // Bit n of the log is bit n % 8 of byte n / 8: little-endian, whatever the machine.
+        // Bit n of the log is bit n % 8 of byte n / 8: little-endian on any machine.
         self.mapping.word_64(self.at(offset, 8)).fetch_or(bits.to_le(), Ordering::AcqRel);
     }
 

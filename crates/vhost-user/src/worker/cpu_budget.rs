@@ -16,7 +16,7 @@ const SHORT_SLICE: Duration = Duration::from_micros(300);
 const BUDGET_DIVISOR: u32 = 4;
 /// Minimum time over which the use is measured.
 const INTERVAL: Duration = Duration::from_millis(20);
-/// Runs between two looks at the clock.
+/// Number of runs between two reads of the clock.
 const RUNS: u32 = 16;
 
 /// Relation of a worker to its budget.

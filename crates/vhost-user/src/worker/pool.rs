@@ -248,7 +248,7 @@ impl Drop for WorkerHandle {
 }
 
 impl WorkerHandle {
-    /// Waits until the thread has ended, once. At the deadline it is left behind.
+    /// Waits once until the thread has ended. At the deadline the thread is leaked.
     fn join(&mut self, deadline: Instant) {
         let Some(thread) = self.thread.take() else { return };
         match self.ended.recv_timeout(deadline.saturating_duration_since(Instant::now())) {

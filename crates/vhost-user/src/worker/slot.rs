@@ -83,8 +83,9 @@ impl QueueSlot {
 
     /// Returns the time until a ring in its initial state counts as disabled, and disables one whose time is over.
     ///
-    /// vhost-user requires that a transmit ring that is started and not enabled discards its packets. But QEMU sends
-    /// `SET_VRING_KICK` first and then `SET_VRING_ENABLE`, also when it connects again, and the ring has chains by then.
+    /// vhost-user requires that a transmit ring that is started and not enabled discards its packets. But
+    /// QEMU sends `SET_VRING_KICK` first and then `SET_VRING_ENABLE`, also when it connects again, and the
+    /// ring already has chains then.
     pub(super) fn expire_initial(&mut self, now: impl FnOnce() -> Instant) -> Option<Duration> {
         if self.enablement != Enablement::Initial || !self.policy.drops_while_disabled || self.ring.is_none()
         {

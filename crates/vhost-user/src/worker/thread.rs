@@ -41,7 +41,7 @@ pub(super) struct WorkerThread {
     pub(super) wake: Arc<Eventfd>,
     /// Ends the connection when the guest's memory is lost.
     pub(super) hangup: Arc<Hangup>,
-    /// Shortest time until a ring leaves its initial state by itself, or waits no more for its log.
+    /// Shortest time until a ring leaves its initial state without a request, or stops waiting for its log.
     pub(super) state_left: Option<Duration>,
     /// Faults of guest memory in this process up to the last check.
     pub(super) memory_faults: u64,
@@ -50,8 +50,8 @@ pub(super) struct WorkerThread {
 }
 
 impl WorkerThread {
-    /// Serves the queues until the pool closes the mailbox. Chains that are completed afterwards are not published: the
-    /// frontend has read the used index by then.
+    /// Serves the queues until the pool closes the mailbox. Chains that are completed afterwards are not
+    /// published: the frontend has already read the used index.
     pub(super) fn run(mut self) {
         let mut budget = CpuBudget::new();
         loop {
@@ -106,7 +106,7 @@ impl WorkerThread {
         let mut fds = PollSet::new();
         fds.add(&*self.wake, PollFlags::IN);
         let mut kicks = Vec::new();
-        // Until a paused kick descriptor is polled again, or a ring's state changes by itself.
+        // Until a paused kick descriptor is polled again, or a ring's state changes without a request.
         let mut longest = self.state_left;
         for (queue, slot) in self.slots.iter().enumerate().filter(|(_, slot)| slot.is_processed()) {
             match slot.kick.as_ref().map(|kick| kick.poll_fd(Instant::now)) {

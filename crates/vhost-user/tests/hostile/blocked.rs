@@ -1,4 +1,5 @@
-//! Frontends that make threads of the backend wait: the process can be ended, and they are of one connection only.
+//! Frontends that make threads of the backend wait: the process can be ended, and the threads belong to one
+//! connection only.
 
 use std::io::Write as _;
 use std::os::unix::net::UnixStream;
@@ -70,7 +71,7 @@ fn a_blocked_worker_does_not_keep_the_process_from_ending() {
     let error = backend.join().unwrap().unwrap_err();
     assert!(begun.elapsed() < WITHIN, "{:?}", begun.elapsed());
     assert!(!matches!(error, ServeError::Queues { .. }), "{error}");
-    // Unblock the worker, so this test leaves no thread behind.
+    // Unblock the worker, so this test leaks no thread.
     rustix::io::read(queue.call_fd(), &mut [0; 8]).unwrap();
     let _: Option<Error> = frontend.stop(0).err();
 }

@@ -76,7 +76,7 @@ enum Edge {
 fn overlap(pair: &mut Pair, edge: Edge) {
     let at = pair.rings[0].addresses();
     let used = match edge {
-        // The used ring begins before the available ring, and ends in it or behind it.
+        // The used ring begins before the available ring, and ends in it or after it.
         Edge::Start => at.available - 4,
         // The last entry.
         Edge::End => at.available + 2 + 2 * u64::from(SIZE),

@@ -158,7 +158,7 @@ fn a_second_frontend_starts_the_rings_once_they_are_stopped() {
     assert_eq!(scene.acknowledged(), 2);
     scene.start(&mut new, bases).unwrap();
     scene.echo();
-    // The first one cannot interfere any more.
+    // The first one can no longer interfere.
     assert_refused(&old.set_features(FEATURES));
     assert_refused(&scene.start(&mut old, bases));
     scene.echo();

@@ -1,10 +1,11 @@
 //! The notification protocol of `ring::notify` and the order of a mailbox's steps (`mailbox`), in every interleaving and with every
 //! value that the memory model permits.
 //!
-//! The checker is loom and not shuttle: the error to be found is a store that is still in a store buffer when the other side loads
-//! (two stores, two loads, a fence between each), and shuttle's threads are sequentially consistent, which excludes it. Without the
-//! fence in `enable_and_recheck` this model fails; with shuttle it would pass. The functions under test are generic over their
-//! fields, so loom is a dependency of the tests only. A binary of its own, because loom installs a handler for SIGBUS too.
+//! The checker is loom and not shuttle: the error to be found is a store that is still in a store buffer when
+//! the other side loads (two stores, two loads, a fence between each), and shuttle's threads are sequentially
+//! consistent, which excludes it. Without the fence in `enable_and_recheck` this model fails; with shuttle it
+//! would pass. The functions under test are generic over their fields, so loom is a dependency of the tests
+//! only. A separate binary, because loom installs a handler for SIGBUS too.
 #![allow(clippy::unwrap_used, reason = "loom never poisons a lock")]
 
 #[path = "../../src/mailbox.rs"]
@@ -139,7 +140,7 @@ fn kicks(event_index: bool, device: Device) {
         while reported != ENTRIES {
             runs += 1;
             if pops {
-                // `Ring::pop`: loads the index, which is thereby reported; kicks are suppressed in the meantime.
+                // `Ring::pop`: loads and so reports the index; kicks are suppressed in the meantime.
                 if !event_index {
                     shared.set_device_suppression(1);
                 }

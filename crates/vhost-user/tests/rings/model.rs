@@ -19,7 +19,7 @@ enum Step {
     Complete { which: usize, written: u32 },
     /// The device publishes its completed chains.
     Publish,
-    /// The same, and the driver is to be notified with the next publication.
+    /// The same, and the next publication notifies the driver.
     PublishQuietly,
     /// The device enables notifications, to wait.
     EnableNotification,
