@@ -17,7 +17,7 @@ pub struct Authority(CertifiedIssuer<'static, KeyPair>);
 pub struct Holder<'a> {
     /// Role, and beginning of its file names: `server` or `client`.
     pub role: &'a str,
-    /// Host names and addresses that it is valid for.
+    /// Host names and addresses for which it is valid.
     pub names: &'a [&'a str],
     /// Serial number.
     pub serial: u64,
@@ -34,7 +34,7 @@ impl Holder<'static> {
 }
 
 impl Authority {
-    /// Creates an authority with a key of its own.
+    /// Creates an authority with a new key.
     pub fn new(name: &str) -> Result<Self> {
         let mut params = params(&[], name, 2999)?;
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -51,7 +51,7 @@ impl Authority {
     pub fn issue(&self, directory: &Path, holder: Holder<'_>) -> Result<()> {
         let mut params = params(holder.names, holder.role, holder.until)?;
         params.serial_number = Some(holder.serial.into());
-        // QEMU requires the key usage `keyEncipherment` too, whatever the key.
+        // QEMU requires the key usage `keyEncipherment` too, for any type of key.
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
         params.extended_key_usages = vec![match holder.role {
             "server" => ExtendedKeyUsagePurpose::ServerAuth,

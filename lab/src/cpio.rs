@@ -6,7 +6,7 @@
 /// Number of a device.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct DeviceNumber {
-    /// Its driver.
+    /// Number of the driver.
     pub major: u32,
     /// The device among those of the driver.
     pub minor: u32,

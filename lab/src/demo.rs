@@ -144,7 +144,7 @@ impl Demo<'_> {
         Ok(())
     }
 
-    /// Starts a QEMU, with a card of its own.
+    /// Starts a QEMU, with its own card.
     fn start(&mut self, name: &str, builder: Builder) -> Result<Machine> {
         let mut builder = builder.directory(self.directory.join(name));
         let mut card = None;

@@ -1,6 +1,6 @@
 //! Assertions on a towline: its exit, its output, its events, and a directory for its files.
 //!
-//! They panic, with the whole output of towline, and so fail the calling test.
+//! These functions panic, with the whole output of towline, and so fail the calling test.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::collections::BTreeMap;

@@ -65,7 +65,7 @@ impl Exposition {
         self.samples.get(name).copied()
     }
 
-    /// Sum of all samples of a name, whatever their labels.
+    /// Sum of all samples of a name, with any labels.
     pub fn sum(&self, name: &str) -> f64 {
         let of = |sample: &&String| sample.split('{').next() == Some(name);
         self.samples.keys().filter(of).map(|sample| self.samples[sample]).sum()

@@ -1,4 +1,4 @@
-//! A filesystem in a file, mounted in a namespace of its own that ends when its [`Filesystem`] is dropped.
+//! A filesystem in a file, mounted in a separate namespace that ends when its [`Filesystem`] is dropped.
 //!
 //! ```text
 //!   unshare --mount sh -c 'mount …; sleep'     holds the mount; dies with this process, and the mount with its last user
@@ -28,7 +28,7 @@ impl Filesystem {
     /// Creates a filesystem of this kind (`xfs`, `btrfs`, `ext4`, `tmpfs`) with this capacity.
     ///
     /// # Errors
-    /// It cannot be made here: the reason for a test to be skipped.
+    /// The filesystem cannot be made here: the reason for which a test is skipped.
     pub fn new(kind: &str, mib: u64) -> Result<Self> {
         let directory = TempDir::with_prefix("towline-lab-")?;
         let (file, mount) = (directory.path().join("filesystem"), directory.path().join("mounted"));
@@ -59,7 +59,7 @@ impl Filesystem {
         Ok(filesystem)
     }
 
-    /// Its path, for programs inside the namespace.
+    /// Path for programs inside the namespace.
     pub fn path(&self) -> PathBuf {
         self.directory.path().join("mounted")
     }

@@ -62,7 +62,7 @@ impl LinuxGuest {
         Ok(Self { stream, received: Vec::new(), next_id: u64::try_from(start.as_micros())? })
     }
 
-    /// Waits until the agent responds, whatever was sent on the line before.
+    /// Waits until the agent responds, even if the line still carries earlier bytes.
     pub fn wait_ready(&mut self, within: Duration) -> Result<()> {
         let deadline = Instant::now() + within;
         let first = self.next_id;

@@ -4,7 +4,7 @@
 //!   unshare --net sleep     holds the namespace; dies with this process, and the namespace, taps and all, with its last user
 //!   nsenter --net PROGRAM   a QEMU (Builder::within) or a towline inside it
 //! ```
-//! It is isolated from the networks of the host. Limits: needs root.
+//! The network is isolated from those of the host. Limits: needs root.
 
 use std::os::fd::AsFd as _;
 use std::path::PathBuf;
@@ -65,7 +65,8 @@ impl Network {
         other.run(&["ip", "link", "set", other_name, "up"])
     }
 
-    /// Runs `work` in this namespace, on a thread of its own: the sockets that it creates belong to this network.
+    /// Runs `work` in this namespace, on a separate thread: the sockets that it creates belong to this
+    /// network.
     pub fn enter<T: Send>(&self, work: impl FnOnce() -> T + Send) -> Result<T> {
         let namespace = std::fs::File::open(format!("/proc/{}/ns/net", self.holder.id()))?;
         let entered = || {

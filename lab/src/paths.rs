@@ -10,7 +10,7 @@ pub fn lab_directory() -> PathBuf {
     }
 }
 
-/// Root of the workspace, as it was when the lab was built.
+/// Root of the workspace in which the lab was built.
 pub fn workspace() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("lab lies one level below the root")
 }
@@ -26,7 +26,8 @@ pub fn library_path(tree: &Path) -> String {
 pub enum Kernel {
     /// Debian 12's own, 6.1.
     Debian12,
-    /// That of Debian 13's backports, 7.x; not on every machine, see [`require_kernel`](crate::require_kernel).
+    /// The kernel of Debian 13's backports, 7.x; not on every machine, see
+    /// [`require_kernel`](crate::require_kernel).
     Newest,
 }
 
@@ -64,12 +65,12 @@ pub fn sshd(lab: &Path) -> PathBuf {
 pub enum UnpackedQemu {
     /// Debian 13's.
     Stable,
-    /// That of Debian 13's backports.
+    /// The QEMU of Debian 13's backports.
     Newest,
 }
 
 impl UnpackedQemu {
-    /// Directory that it is unpacked into.
+    /// Directory into which it is unpacked.
     pub fn directory(self, lab: &Path) -> PathBuf {
         lab.join(match self {
             Self::Stable => "qemu-stable",

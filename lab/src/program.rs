@@ -3,9 +3,9 @@
 //! ```text
 //!   host   ldd PROGRAM ─► tar of bin/PROGRAM and its libraries ─► a raw disk    guest   tar -x -f /dev/vda
 //! ```
-//! So the very binary under test runs there, whatever it is linked with. Limits: the guest's processor must have the
-//! features that the host's code was compiled for (`-cpu max` has them); files that a program opens at run time are
-//! missing.
+//! So the very binary under test runs there, with all its libraries. Limits: the guest's processor must have
+//! the features that the host's code was compiled for (`-cpu max` has them); files that a program opens at
+//! run time are missing.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

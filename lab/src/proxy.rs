@@ -94,7 +94,7 @@ impl Proxy {
                 match listener.accept() {
                     Ok((source, _)) => {
                         let shared = Arc::clone(&accepting);
-                        // A connection that cannot be made or breaks looks like one that ends to its peers.
+                        // To its peers, a connection that cannot be made or breaks is one that ends.
                         std::thread::spawn(move || shared.join(&source, destination));
                     }
                     Err(_) => std::thread::sleep(LOOK_INTERVAL),

@@ -31,7 +31,7 @@ const KERNEL_COMMAND_LINE: &str =
     "console=ttyS0 quiet mitigations=off panic=-1 init_on_alloc=0 random.trust_cpu=on";
 /// Time limit of the guest that tries KVM, until it counts.
 const TRIAL_WITHIN: Duration = Duration::from_secs(5);
-/// Name of the guest's memory block in the stream, whatever backs it.
+/// Name of the guest's memory block in the stream, with any backend.
 pub(crate) const RAM_NAME: &str = "pc.ram";
 
 /// A QEMU that the set-up installs.
@@ -309,7 +309,7 @@ impl Builder {
         self
     }
 
-    /// Starts it by a command, which gets QEMU's own behind its words and becomes it.
+    /// Starts it by a command, which gets QEMU's command line as its last arguments and becomes QEMU.
     pub fn prefixed<I: IntoIterator<Item: Into<String>>>(mut self, words: I) -> Self {
         self.prefix = words.into_iter().map(Into::into).collect();
         self
@@ -426,7 +426,7 @@ impl PreparedQemu {
         let qmp = match connect(&mut child, &socket) {
             Ok(qmp) => qmp.with_stderr(stderr),
             Err(error) => {
-                // Whatever it is blocked in, it must not outlive this call.
+                // Even if it is blocked, it must not outlive this call.
                 let _ = child.kill();
                 let _ = child.wait();
                 let text = std::fs::read_to_string(&stderr).unwrap_or_default();
@@ -462,7 +462,7 @@ impl Qemu {
         }
     }
 
-    /// The lab's QMP client, on a monitor of its own.
+    /// The lab's QMP client, on a separate monitor.
     pub fn qmp(&self) -> &Qmp {
         &self.qmp
     }
@@ -516,7 +516,7 @@ impl Qemu {
         Ok(self.child.lock().unwrap_or_else(PoisonError::into_inner).try_wait()?)
     }
 
-    /// Waits until it exits by itself.
+    /// Waits until it exits without being ended.
     pub fn wait_exit(&self, within: Duration) -> Result<ExitStatus> {
         wait_until(&format!("end of QEMU {}", self.pid), within, || self.exited())
     }
@@ -556,8 +556,8 @@ fn connect(child: &mut Child, socket: &Path) -> Result<Qmp> {
     Qmp::over(stream, START_WITHIN)
 }
 
-/// Returns true if a guest starts to run under KVM; tried once, with the small guest. The existence of /dev/kvm is no proof: some
-/// hosts offer it and then fail at the first instruction.
+/// Returns true if a guest starts to run under KVM; tried once, with the small guest. The existence of
+/// /dev/kvm does not prove it: some hosts offer it and then fail at the first instruction.
 fn kvm_works(version: Version) -> bool {
     static WORKS: OnceLock<bool> = OnceLock::new();
     *WORKS.get_or_init(|| {

@@ -1,4 +1,4 @@
-//! The first steps of README.md, as they are pasted.
+//! The first steps of README.md, as a reader pastes them.
 
 use anyhow::{Context as _, Result};
 
@@ -19,7 +19,7 @@ pub fn first_steps() -> Result<String> {
     Ok(block.with_context(|| format!("{} has no block behind {MARK}", path.display()))?.0.to_owned())
 }
 
-/// The same as a script that fails with the first command that does, and leaves no QEMU behind.
+/// The same as a script that fails with the first command that fails, and ends its QEMUs.
 ///
 /// # Errors
 /// As [`first_steps`].

@@ -57,7 +57,7 @@ impl EventSchema {
         self.check(self.event(event)?, event, "event")
     }
 
-    /// Returns an event with identifiers as they are and all other values replaced: its shape.
+    /// Returns the shape of an event: its identifiers unchanged and all other values replaced.
     ///
     /// # Errors
     /// The event is not in the schema.

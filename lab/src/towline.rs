@@ -28,9 +28,9 @@ pub struct Towline {
 pub struct Finished {
     /// Exit status.
     pub status: ExitStatus,
-    /// Its whole standard output.
+    /// Standard output, complete.
     pub stdout: String,
-    /// Its whole standard error.
+    /// Standard error, complete.
     pub stderr: String,
 }
 

@@ -4,7 +4,7 @@
 //! { "format": "towline-facts", "version": 1, "made-by": "towline 0.1.0",
 //!   "subject": { "kind": "qemu" | "binary" | "image" | "device" | "attribute", … } }
 //! ```
-//! A QEMU binary's own `-dump-vmstate` is read as well, as it is.
+//! The output of a QEMU binary's `-dump-vmstate` is read as well.
 
 mod binary;
 mod device;

@@ -12,11 +12,11 @@
 //! A verdict has two readings, because QEMU negotiates nothing: settings that [`ConfiguredBy::Towline`] makes equal
 //! at both ends must be equal already for a `migrate` [`ConfiguredBy::ByHand`].
 //!
-//! It queries and opens nothing. Facts come as values or as the JSON that [`Facts::to_json`] writes, which is bounded
-//! when it is read ([`limits`]) and whose unknown keys are ignored.
+//! Out of scope: queries and files. Facts come as values or as the JSON that [`Facts::to_json`] writes, which
+//! is bounded when it is read ([`limits`]) and whose unknown keys are ignored.
 //!
-//! Limits: a difference in no rule's table is reported as unknown ([`Severity::Unknown`]), never taken for harmless.
-//! x86 guests. A device without a state of its own (there are few) counts as missing all the same.
+//! Limits: a difference in no rule's table is reported as unknown ([`Severity::Unknown`]), never taken for
+//! harmless. x86 guests. A device without migration state (there are few) counts as missing.
 
 #![forbid(unsafe_code)]
 

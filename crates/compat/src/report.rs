@@ -20,11 +20,11 @@ pub enum ConfiguredBy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Severity {
-    /// It runs on; this is worth knowing.
+    /// The guest runs on; this is worth knowing.
     Note,
-    /// It is unknown whether the guest would run.
+    /// Unknown if the guest would run.
     Unknown,
-    /// It would not run on.
+    /// The guest would not run on.
     No,
 }
 
@@ -59,7 +59,7 @@ impl fmt::Display for Verdict {
 pub struct Finding {
     /// The rule's id.
     pub rule: &'static str,
-    /// Its severity.
+    /// Severity of the finding.
     pub severity: Severity,
     /// Reading of the report for which it holds; `None`: both.
     #[serde(skip_serializing_if = "Option::is_none")]

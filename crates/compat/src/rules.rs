@@ -104,12 +104,12 @@ mod testing {
         of(rule, Subject::Qemu(Box::new(source)), Subject::Qemu(Box::new(destination)))
     }
 
-    /// Its findings in any pair.
+    /// Findings of a rule in any pair.
     pub(crate) fn of(rule: &Rule, source: Subject, destination: Subject) -> Vec<Finding> {
         found(rule, [source, destination], false)
     }
 
-    /// Its findings in a pair that is to switch to postcopy.
+    /// Findings of a rule in a pair that will switch to postcopy.
     pub(crate) fn of_postcopy(rule: &Rule, source: Subject, destination: Subject) -> Vec<Finding> {
         found(rule, [source, destination], true)
     }

@@ -17,7 +17,7 @@ pub enum Error {
         /// The request.
         request: &'static str,
     },
-    /// It answered something else, or with an error.
+    /// The backend answered something else, or with an error.
     #[error("the backend replies to {request} with {found}, expected {expected}")]
     Reply {
         /// The request.

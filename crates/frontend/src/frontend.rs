@@ -118,10 +118,10 @@ impl Frontend {
         Ok(self.negotiated)
     }
 
-    /// Takes these features, whatever was offered.
+    /// Takes these features, even if they were not offered.
     ///
     /// # Errors
-    /// Those of [`Frontend::query`].
+    /// As [`Frontend::query`].
     pub fn set_features(&mut self, taken: u64) -> Result<()> {
         self.request(RequestCode::SET_FEATURES, &encode_u64s(&[taken]), &[])?;
         self.negotiated.features = taken;
@@ -131,7 +131,7 @@ impl Frontend {
     /// Shares memory, all again; without any, takes it away.
     ///
     /// # Errors
-    /// Those of [`Frontend::query`].
+    /// As [`Frontend::query`].
     pub fn set_mem_table(&mut self, memory: Option<&MemoryArena>) -> Result<()> {
         let regions: Vec<_> = memory.iter().flat_map(|memory| memory.regions()).collect();
         let mut payload = encode_u32_pair(u32::try_from(regions.len()).expect("few regions"), 0);
@@ -143,7 +143,7 @@ impl Frontend {
     /// Starts a ring at `base` and enables it.
     ///
     /// # Errors
-    /// Those of [`Frontend::query`].
+    /// As [`Frontend::query`].
     pub fn start(&mut self, queue: &Queue, base: u16) -> Result<()> {
         self.start_only(queue, base)?;
         self.enable(queue.index(), true)
@@ -152,7 +152,7 @@ impl Frontend {
     /// Starts a ring at `base`, without enabling it.
     ///
     /// # Errors
-    /// Those of [`Frontend::query`].
+    /// As [`Frontend::query`].
     pub fn start_only(&mut self, queue: &Queue, base: u16) -> Result<()> {
         let index = queue.index();
         self.request(RequestCode::SET_VRING_NUM, &encode_u32_pair(index, queue.size().into()), &[])?;
@@ -167,7 +167,7 @@ impl Frontend {
     /// Sets the addresses of a ring, and whether writes to its used part are logged.
     ///
     /// # Errors
-    /// Those of [`Frontend::query`].
+    /// As [`Frontend::query`].
     pub fn set_vring_addr(&mut self, queue: &Queue, logged: bool) -> Result<()> {
         let places = queue.addresses();
         let user = [places.table, places.used, places.available].map(|guest| queue.memory().user_addr(guest));
@@ -180,7 +180,7 @@ impl Frontend {
     /// Enables or disables a ring, if rings can be.
     ///
     /// # Errors
-    /// Those of [`Frontend::query`].
+    /// As [`Frontend::query`].
     pub fn enable(&mut self, index: u32, enabled: bool) -> Result<()> {
         if self.negotiated.features & feature::PROTOCOL_FEATURES == 0 {
             return Ok(());
@@ -191,7 +191,7 @@ impl Frontend {
     /// Stops a ring; where it stands.
     ///
     /// # Errors
-    /// Those of [`Frontend::query`].
+    /// As [`Frontend::query`].
     pub fn stop(&mut self, index: u32) -> Result<u16> {
         let reply = self.query(RequestCode::GET_VRING_BASE, &encode_u32_pair(index, 0), &[])?;
         let base = reply.get(4..8).map(|bytes| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));
@@ -205,7 +205,7 @@ impl Frontend {
     /// The device's own state, when no ring runs (DEVICE_STATE was negotiated).
     ///
     /// # Errors
-    /// Those of [`Frontend::query`]; that it cannot be saved.
+    /// As [`Frontend::query`]; or the state cannot be saved.
     pub fn save(&mut self) -> Result<Vec<u8>> {
         let failed = |source| Error::System { what: "a pipe for the state", source };
         let (mut reader, writer) = std::io::pipe().map_err(failed)?;
@@ -228,7 +228,7 @@ impl Frontend {
     /// Has the device take over a state. Whether it did.
     ///
     /// # Errors
-    /// Those of [`Frontend::query`].
+    /// As [`Frontend::query`].
     pub fn load(&mut self, state: &[u8]) -> Result<bool> {
         let failed = |source| Error::System { what: "a pipe for the state", source };
         let (reader, mut writer) = std::io::pipe().map_err(failed)?;
@@ -242,7 +242,7 @@ impl Frontend {
     /// Has writes logged here: a bit for each page from guest address 0 on.
     ///
     /// # Errors
-    /// Those of [`Frontend::query`].
+    /// As [`Frontend::query`].
     pub fn set_log(&mut self, log: &MemoryArena) -> Result<()> {
         let size = log.regions().map(|region| region.size).sum();
         self.query(RequestCode::SET_LOG_BASE, &encode_u64s(&[size, 0]), &[log.fd()]).map(drop)
@@ -251,7 +251,7 @@ impl Frontend {
     /// A request that is answered with a number.
     ///
     /// # Errors
-    /// Those of [`Frontend::query`].
+    /// As [`Frontend::query`].
     pub fn number(&mut self, code: RequestCode) -> Result<u64> {
         let reply = self.query(code, &[], &[])?;
         let number = <[u8; 8]>::try_from(&reply[..]).map(u64::from_le_bytes);
@@ -262,10 +262,11 @@ impl Frontend {
         })
     }
 
-    /// A request without a reply of its own. If REPLY_ACK was negotiated, it has taken effect when this returns.
+    /// A request without a specific reply. If REPLY_ACK was negotiated, it has taken effect when this
+    /// returns.
     ///
     /// # Errors
-    /// Those of [`Frontend::query`], and [`Error::Reply`] for a refusal.
+    /// As [`Frontend::query`], and [`Error::Reply`] for a refusal.
     pub fn request(&mut self, code: RequestCode, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
         if self.negotiated.protocol & protocol::REPLY_ACK == 0 {
             return self.send_unacked(code, payload, fds);
@@ -287,7 +288,7 @@ impl Frontend {
         self.send(&wire::request(code, payload), code, fds)
     }
 
-    /// Sends a request that has a reply of its own; returns the reply's payload.
+    /// Sends a request that has a specific reply; returns the reply's payload.
     ///
     /// # Errors
     /// [`Error::System`], [`Error::Disconnected`], [`Error::Reply`].

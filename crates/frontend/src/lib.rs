@@ -1,4 +1,4 @@
-//! The other side of a vhost-user backend: a frontend with drivers of its own, over shared memory and without a guest.
+//! The other side of a vhost-user backend: a frontend with drivers, over shared memory and without a guest.
 //!
 //! ```text
 //! Frontend ── socket ──► any backend          QEMU's requests: features, memory, rings, eventfds, the log

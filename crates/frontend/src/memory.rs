@@ -74,7 +74,7 @@ impl MemoryArena {
         self.fd.as_fd()
     }
 
-    /// Its regions, as described to a backend.
+    /// The regions, as described to a backend.
     pub fn regions(&self) -> impl Iterator<Item = RegionInfo> + '_ {
         (0..self.regions).map(|index| RegionInfo {
             guest_address: GUEST_BASE + index * self.region,

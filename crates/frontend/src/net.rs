@@ -129,7 +129,7 @@ impl DriverPair {
     /// Takes memory, makes the queues `2 * index` and `2 * index + 1`, and starts them.
     ///
     /// # Errors
-    /// Those of the frontend.
+    /// As the calls of the frontend.
     pub fn start(
         frontend: &mut Frontend,
         memory: &Arc<MemoryArena>,
@@ -257,7 +257,7 @@ impl DriverPair {
     /// there is no free buffer.
     ///
     /// # Errors
-    /// Those of `read`.
+    /// As `read`.
     pub fn transmit_from(
         &mut self,
         read: impl FnOnce(&mut [u8]) -> io::Result<usize>,

@@ -4,7 +4,8 @@
 //!   add(out, in) ─► free descriptors, a chain, an available entry … ─► publish(): the index, and a kick if it is wanted
 //!   take()  ◄── used entries        arm(): wake me with the next one; wait() on the call eventfd, as a guest sleeps
 //! ```
-//! It obeys the rules. Tests of a misbehaving driver write into [`MemoryArena`] at [`Queue::addresses`].
+//! This driver obeys the rules. Tests of a misbehaving one write into [`MemoryArena`] at
+//! [`Queue::addresses`].
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -55,9 +56,9 @@ pub struct RingAddresses {
 /// A buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueueBuffer {
-    /// Its guest address.
+    /// Guest address.
     pub guest: u64,
-    /// Its length in bytes.
+    /// Length in bytes.
     pub len: u32,
 }
 
@@ -95,7 +96,7 @@ pub struct Queue {
     places: RingAddresses,
     /// Descriptors in no chain.
     free: Vec<u16>,
-    /// By descriptor: the next of its chain, as it is in the table.
+    /// By descriptor: the next of its chain, as in the table.
     links: Vec<Option<u16>>,
     /// By head: its token, while the device has it.
     tokens: Vec<Option<u64>>,
@@ -148,12 +149,12 @@ impl Queue {
         })
     }
 
-    /// Its number.
+    /// Index of the queue.
     pub fn index(&self) -> u32 {
         self.index
     }
 
-    /// Its entries.
+    /// Number of entries.
     pub fn size(&self) -> u16 {
         self.size
     }
@@ -163,7 +164,7 @@ impl Queue {
         self.places
     }
 
-    /// The memory that it is in.
+    /// Memory of the queue.
     pub fn memory(&self) -> &Arc<MemoryArena> {
         &self.memory
     }
@@ -255,7 +256,7 @@ impl Queue {
         true
     }
 
-    /// Makes a head available, whatever it is. Seen with [`Queue::publish`].
+    /// Makes a head available, even an invalid one. Seen with [`Queue::publish`].
     pub fn make_available(&mut self, head: u16) {
         let entry = self.places.available + ENTRIES + 2 * u64::from(self.staged & (self.size - 1));
         self.memory.store_le16(entry, head, Ordering::Relaxed);
@@ -286,7 +287,7 @@ impl Queue {
         wanted
     }
 
-    /// Wakes the device, whatever it wants.
+    /// Wakes the device, even if it suppresses kicks.
     pub fn force_kick(&mut self) {
         self.statistics.kicks += 1;
         // It can only be full, and then it is readable.
@@ -407,7 +408,7 @@ fn descriptor(
     memory.write(table + DESCRIPTOR_BYTES * u64::from(index), &bytes);
 }
 
-/// Returns true if the step from `old` to `new` passes the entry behind `event` (virtio's `vring_need_event`).
+/// Returns true if the step from `old` to `new` passes the entry after `event` (virtio's `vring_need_event`).
 pub fn needs_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }

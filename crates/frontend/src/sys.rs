@@ -33,7 +33,8 @@ impl Shared {
 
     pub(crate) fn read(&self, offset: usize, bytes: &mut [u8]) {
         let from = self.pointer(offset, bytes.len());
-        // SAFETY: as in `write`, in the other direction. What another process changes meanwhile is read as any mixture.
+        // SAFETY: as in `write`, in the other direction. A concurrent change by another process is read as
+        // any mixture.
         unsafe { from.copy_to_nonoverlapping(bytes.as_mut_ptr(), bytes.len()) }
     }
 

@@ -42,7 +42,7 @@ pub mod op {
     pub const SHUTDOWN: u16 = 4;
     /// Data.
     pub const RW: u16 = 5;
-    /// There is room again.
+    /// Credit update.
     pub const CREDIT_UPDATE: u16 = 6;
     /// Request a credit update.
     pub const CREDIT_REQUEST: u16 = 7;
@@ -72,7 +72,7 @@ pub struct PacketHeader {
     pub op: u16,
     /// Flags of the operation.
     pub flags: u32,
-    /// The sender's room in all.
+    /// Size of the sender's receive window.
     pub buf_alloc: u32,
     /// Total bytes that its application has consumed.
     pub fwd_cnt: u32,
@@ -124,9 +124,9 @@ pub type PortPair = (u32, u32);
 /// An event from the host. Payloads are valid in the guest's memory only during [`VsockGuest::poll`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum VsockEvent {
-    /// It wants to connect; [`VsockGuest::accept`] or [`VsockGuest::reset`].
+    /// The peer wants to connect; [`VsockGuest::accept`] or [`VsockGuest::reset`].
     Request(PortPair),
-    /// It has accepted.
+    /// The peer has accepted.
     Connected(PortPair),
     /// Data.
     Data {
@@ -139,11 +139,11 @@ pub enum VsockEvent {
         /// Seqpacket's marks.
         flags: u32,
     },
-    /// It ends directions.
+    /// The peer ends directions.
     Shutdown(PortPair, u32),
     /// The stream is gone.
     Reset(PortPair),
-    /// There may be credit now.
+    /// Credit may be available now.
     Credit(PortPair),
 }
 
@@ -183,7 +183,7 @@ struct StreamCredit {
 /// Options of a guest.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
-    /// Its context.
+    /// Context of the guest.
     pub cid: u64,
     /// Entries of each ring.
     pub size: u16,
@@ -225,7 +225,7 @@ impl VsockGuest {
     /// Takes memory, makes both rings and starts them. The memory is shared with the backend already.
     ///
     /// # Errors
-    /// Those of the frontend.
+    /// As the calls of the frontend.
     pub fn start(frontend: &mut Frontend, memory: &Arc<MemoryArena>, options: Options) -> Result<Self> {
         let queue = QueueOptions { size: options.size, features: options.features };
         let (rx, tx) = (Queue::new(memory, 0, queue)?, Queue::new(memory, 1, queue)?);
@@ -396,8 +396,8 @@ impl VsockGuest {
         }
     }
 
-    /// Puts a packet into the ring as it is, even if invalid; its payload is the slot's content. False if there is no
-    /// free slot.
+    /// Puts a packet into the ring unchanged, even if invalid; its payload is the slot's content. False if
+    /// there is no free slot.
     pub fn put(&mut self, header: &PacketHeader, len: usize) -> bool {
         let Some(slot) = self.tx_free.pop() else { return false };
         let guest = self.slot(slot);
@@ -413,8 +413,8 @@ impl VsockGuest {
         false
     }
 
-    /// As [`VsockGuest::put`], with header and payload in pieces: the header and the first `each` bytes, then `each` bytes a piece.
-    /// With more pieces than a ring has, indirect descriptors have to be negotiated.
+    /// As [`VsockGuest::put`], with header and payload in pieces: the header and the first `each` bytes, then
+    /// `each` bytes a piece. With more pieces than a ring has, indirect descriptors must be negotiated.
     pub fn put_in_pieces(&mut self, header: &PacketHeader, payload: &[u8], each: usize) -> bool {
         let Some(slot) = self.tx_free.pop() else { return false };
         let guest = self.slot(slot);
@@ -479,7 +479,7 @@ impl VsockGuest {
         })
     }
 
-    /// Sends a packet of `len` bytes of whatever its buffer holds, if there is credit and room; seen with
+    /// Sends a packet of `len` bytes of its buffer's present content, if there is credit and room; seen with
     /// [`Queue::publish`] or the next [`VsockGuest::poll`].
     pub fn send_any(&mut self, ports: PortPair, len: u32) -> bool {
         self.send_with(ports, len, 0, |_, _| {})

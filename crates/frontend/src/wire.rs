@@ -59,11 +59,11 @@ codes! {
 /// A region of the guest's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RegionInfo {
-    /// Its guest address.
+    /// Guest address.
     pub guest_address: u64,
-    /// Its length in bytes.
+    /// Length in bytes.
     pub size: u64,
-    /// Its user address, in which ring addresses are given.
+    /// User address, in which ring addresses are given.
     pub user_address: u64,
     /// Offset of its first byte in its file.
     pub mmap_offset: u64,
@@ -94,7 +94,7 @@ fn with_flags(code: RequestCode, flags: u32, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// A reply's code, whether it is one at all, and its payload's length.
+/// A reply's code, true if it is a reply, and the length of its payload.
 pub fn decode_reply_header(header: &[u8; HEADER_BYTES]) -> (u32, bool, usize) {
     let word = |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
     (word(0), word(4) & (REPLY | 3) == REPLY | VERSION, word(8) as usize)

@@ -1,4 +1,4 @@
-//! Files that appear under their final name complete or not at all.
+//! Files that appear under their final name only when they are complete.
 //!
 //! ```text
 //!   open      .NAME.partial, created or taken over from a crashed writer · flock · check the name again

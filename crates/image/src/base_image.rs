@@ -6,9 +6,9 @@
 //! of such chunks; nothing is read back.
 //!
 //! Deallocation cannot be undone. The base is therefore checked again first: if it was replaced or removed,
-//! the image becomes a whole one. It is checked once more just before the image is renamed. Its files are
-//! locked until then, so no towline replaces them; if another program does, the image is discarded and the
-//! source keeps its guest.
+//! the image becomes a whole one. It is checked again just before the image is renamed. Its files are locked
+//! until then, so no towline replaces them; if another program does, the image is discarded and the source
+//! keeps its guest.
 
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;

@@ -18,8 +18,8 @@
 //!
 //! The value of a page of zeros depends on its position only and is computed once per process. A chunk of
 //! zeros is [`ChunkHash::Zero`] and needs no hash. The last chunk of a block may be shorter; it has BLAKE3's
-//! tree for its length (left subtrees are the largest power of two), and a last chunk of one page is a root
-//! by itself.
+//! tree for its length (left subtrees are the largest power of two), and a last chunk of one page is itself a
+//! root.
 //!
 //! Limits: 4 KiB pages; for memory see [`BlockHasher`].
 

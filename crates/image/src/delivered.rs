@@ -1,6 +1,6 @@
 //! Memory as an image's readers see it: the file's content where the page bitmap has a bit, zeros elsewhere,
-//! whatever the file contains there. Stock QEMU leaves the old content of a page that became zero, and damage
-//! may leave anything.
+//! regardless of the file's content there. Stock QEMU leaves the old content of a page that became zero, and
+//! damage may leave anything.
 
 use std::ops::Range;
 

@@ -3,8 +3,8 @@
 //! An incremental image needs its base images, and a restore needs its image until the guest has its memory.
 //! Neither is removed: [`remove`] refuses an image on which another one of the same directory is based or may
 //! be based, one that a process has open or mapped, and one that is locked. It has the image locked from
-//! before these checks until it is removed, so no increment is stored on it and no writer replaces it
-//! meanwhile.
+//! before these checks until it is removed, so no increment is stored on it and no writer replaces it during
+//! that time.
 //!
 //! Limits: increments in other directories are not found, nor processes of other users without the right to see them.
 
@@ -113,7 +113,7 @@ fn is_image(file: &mut File) -> bool {
     file.read_exact(&mut magic).is_ok() && magic == MAGIC.to_be_bytes()
 }
 
-/// `None`: the file was removed meanwhile, or is a stream.
+/// `None`: the file has since been removed, or is a stream.
 fn entry(path: &Path) -> Option<ImageEntry> {
     let metadata = fs::metadata(path).ok()?;
     let opened = Image::open(path);

@@ -38,12 +38,12 @@ pub enum Error {
         /// The path.
         path: PathBuf,
     },
-    /// The file is of another kind.
+    /// The file is not an image.
     #[error("{}: not an image: {found}, and an image begins with QEMU's \"QEVM\"; correct the path", path.display())]
     NotAnImage {
         /// The file.
         path: PathBuf,
-        /// Its first bytes, or that it is empty.
+        /// First bytes of the file, or that it is empty.
         found: String,
     },
     /// The file is a migration stream without QEMU's mapped-ram layout.
@@ -67,7 +67,7 @@ pub enum Error {
     Truncated {
         /// The file.
         path: PathBuf,
-        /// Its length in bytes.
+        /// Length of the file in bytes.
         length: u64,
         /// The next item that was expected.
         awaiting: &'static str,
@@ -87,9 +87,9 @@ pub enum Error {
     Lost {
         /// The file.
         path: PathBuf,
-        /// Its length in bytes.
+        /// Length of the file in bytes.
         found: u64,
-        /// Its length when it was opened.
+        /// Length of the file when it was opened.
         expected: u64,
     },
     /// The bytes between memory and device state are damaged.
@@ -105,7 +105,7 @@ pub enum Error {
     BaseBusy {
         /// The base.
         path: PathBuf,
-        /// The process that replaces it, as far as known.
+        /// The process that replaces it, if known.
         holder: String,
     },
     /// A base was changed after the image's copy of its chunks had been deallocated.
@@ -113,7 +113,7 @@ pub enum Error {
     BaseChanged {
         /// The image.
         path: PathBuf,
-        /// Its base.
+        /// Base of the image.
         base: PathBuf,
     },
     /// The device state is truncated or damaged.
@@ -121,7 +121,7 @@ pub enum Error {
     DeviceState {
         /// The file.
         path: PathBuf,
-        /// Its offset.
+        /// Offset in the file.
         offset: u64,
         /// The error.
         source: towline_protocol::Error,
@@ -155,7 +155,7 @@ pub enum Error {
     BaseUnusable {
         /// The image.
         path: PathBuf,
-        /// Its base.
+        /// Base of the image.
         base: PathBuf,
         /// Content of the base when the image was stored.
         content: Digest,
@@ -169,7 +169,7 @@ pub enum Error {
         path: PathBuf,
         /// The file found in place of the base.
         base: PathBuf,
-        /// Its content.
+        /// Content of the file found.
         found: String,
         /// Content of the base when the image was stored.
         expected: Digest,
@@ -179,7 +179,7 @@ pub enum Error {
     BaseDiffers {
         /// The image.
         path: PathBuf,
-        /// Its base.
+        /// Base of the image.
         base: PathBuf,
         /// The first RAM block that differs.
         found: String,
@@ -201,22 +201,22 @@ pub enum Error {
         increments.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
     )]
     NeededBy {
-        /// The image that was to be removed.
+        /// The image to remove.
         path: PathBuf,
         /// The images that are based on it.
         increments: Vec<PathBuf>,
     },
-    /// It cannot be excluded that another image is based on the image.
+    /// Another image may be based on the image.
     #[error("{}: {} may be based on it, but {why}: repair or remove that first; nothing was removed", path.display(), other.display())]
     UnknownBases {
-        /// The image that was to be removed.
+        /// The image to remove.
         path: PathBuf,
         /// The image whose bases are unknown.
         other: PathBuf,
         /// The error of its manifest.
         why: String,
     },
-    /// The path of an image that was to be removed is a symbolic link.
+    /// The path of the image to remove is a symbolic link.
     #[error("{}: a symbolic link; name the image itself, or remove the link with rm; nothing was removed", path.display())]
     SymbolicLink {
         /// The link.
@@ -235,7 +235,7 @@ pub enum Error {
     /// Processes read the image.
     #[error("{}: it is in use by {}: try again when they have finished; nothing was removed", path.display(), users.join(", "))]
     InUse {
-        /// The image that was to be removed.
+        /// The image to remove.
         path: PathBuf,
         /// The processes.
         users: Vec<String>,

@@ -1,8 +1,8 @@
 //! The index of an image in an object store: a description of the guest, and the names of all chunks of its
 //! memory.
 //!
-//! This module accesses no store and contains no memory. An index is written last, so a present index only
-//! names chunks that are present.
+//! Out of scope: access to a store, and memory. An index is written last, so a present index only names
+//! chunks that are present.
 //!
 //! ```text
 //!   16 bytes  "towline-index\r\n\0"       detects a transfer as text
@@ -147,7 +147,7 @@ impl Index {
     /// Encodes the index.
     ///
     /// # Errors
-    /// It is larger than any reader accepts.
+    /// The index is larger than any reader accepts.
     pub fn encode(&self) -> Result<Vec<u8>, Error> {
         let head = serde_json::to_vec(&self.head).map_err(|error| Error::Head { why: error.to_string() })?;
         let count: usize = self.names.iter().map(Vec::len).sum();

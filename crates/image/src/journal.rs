@@ -68,7 +68,7 @@ pub(crate) enum PublicationBug {
     SidecarInPlace,
 }
 
-/// Identifies a file, whatever its name.
+/// Identifies a file under any name.
 pub(crate) type FileNumber = u32;
 
 #[cfg(not(test))]

@@ -1,6 +1,6 @@
 //! A single image file: opened, mapped and checked.
 //!
-//! Not a guest by itself: a whole image has one layer, an incremental image has its own and its bases'
+//! Not a whole guest: an image without a base has one layer, an incremental image has its own and its bases'
 //! ([`crate::Image`]).
 
 use std::fs::File;
@@ -23,12 +23,12 @@ use crate::sidecar::{self, ManifestName};
 use crate::sys::Mapping;
 use crate::{Error, Result, seal};
 
-/// Capability listed in an incremental image. No QEMU knows it, so none loads such an image by itself: it
-/// would read the base's chunks as zeros.
+/// Capability listed in an incremental image. No QEMU knows it, so none loads such an image: it would read
+/// the base's chunks as zeros.
 pub(crate) const INCREMENTAL: &str = "x-towline-incremental";
 /// Maximum bytes needed to decode an item of the stream.
 const WINDOW_BYTES: usize = 1 << 20;
-/// Maximum number of times that an image is opened again because it was replaced meanwhile.
+/// Maximum number of times that an image is opened again because it was replaced in between.
 const OPEN_ATTEMPTS_MAX: usize = 16;
 
 /// A mapped image file.
@@ -141,7 +141,7 @@ impl Layer {
     /// the device state.
     ///
     /// # Errors
-    /// There is no manifest, or one of these differs.
+    /// The manifest is missing, or one of these differs.
     pub(crate) fn verify_frame(&self) -> Result<()> {
         let missing = || Error::NoManifest { path: self.path.clone(), sidecar: sidecar_path(&self.path) };
         let manifest = self.manifest.as_ref().ok_or_else(missing)?;

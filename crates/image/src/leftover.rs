@@ -23,7 +23,7 @@ pub struct Partial {
     pub path: PathBuf,
     /// Disk space of the file in bytes.
     pub allocated: u64,
-    /// The process that writes it, as far as known; `None` if it is left over.
+    /// The process that writes it, if known; `None` if it is left over.
     pub writer: Option<String>,
 }
 

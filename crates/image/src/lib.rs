@@ -1,4 +1,4 @@
-//! Stored guests: a QEMU mapped-ram file, which stock QEMU loads by itself, and a manifest beside it.
+//! Stored guests: a QEMU mapped-ram file, which stock QEMU loads without help, and a manifest beside it.
 //!
 //! ```text
 //!   towline_migration::Incoming ─► ImageWriter ─► IMAGE                 and IMAGE.manifest.json
@@ -17,7 +17,7 @@
 //! - [`index`]: an image's entry in an object store, where its memory is stored as chunks named by their
 //!   hashes.
 //! - `store` (a feature): images in object stores.
-//! - [`atomic_file`]: files that appear under their final name complete or not at all.
+//! - [`atomic_file`]: files that appear under their final name only when they are complete.
 //! - [`directory`]: the images in a directory, and their removal.
 //! - [`leftover`]: partial files of writers that were killed.
 //!

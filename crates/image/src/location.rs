@@ -26,7 +26,7 @@ pub enum LocationError {
         "{scheme}: an address has no user, password or query (@, ?, #); credentials come from the environment or the usual files (docs/store.md)"
     )]
     Secret {
-        /// Its scheme.
+        /// Scheme of the address.
         scheme: &'static str,
     },
 }

@@ -1,4 +1,4 @@
-//! The process that has a file locked, for error messages, as far as `/proc` shows it.
+//! The process that has a file locked, for error messages, if `/proc` shows it.
 
 use std::fs::File;
 

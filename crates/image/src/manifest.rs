@@ -166,12 +166,13 @@ pub struct Origin {
     pub process: Option<QemuProcess>,
 }
 
-/// Process of a QEMU that ran a guest. Untrusted, as everything in an image: it is shown, and never started as it is.
+/// Process of a QEMU that ran a guest. Untrusted, like everything in an image: it is shown, and never started
+/// unchanged.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QemuProcess {
-    /// Its command line without secrets, in a format with a version of its own. Opaque here.
+    /// Command line without secrets, in a format with its own version. Opaque here.
     pub command_line: String,
-    /// Its working directory, if it could be read.
+    /// Working directory, if it could be read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub working_directory: Option<String>,
 }
@@ -253,7 +254,7 @@ pub struct StoredState {
     pub length: u64,
     /// BLAKE3 of the bytes.
     pub blake3: Digest,
-    /// Its devices, in order.
+    /// Devices, in order.
     pub devices: Vec<StoredDevice>,
 }
 
@@ -368,7 +369,7 @@ impl Manifest {
     /// Encodes the manifest.
     ///
     /// # Errors
-    /// It is inconsistent, so no reader would accept it; `path` is for errors only.
+    /// The manifest is inconsistent, so no reader would accept it; `path` is for errors only.
     pub fn to_json(&self, path: &Path) -> Result<Vec<u8>> {
         self.check_fields(path)?;
         let mut bytes = serde_json::to_vec_pretty(self).map_err(|error| Error::invalid_json(path, &error))?;
@@ -401,8 +402,8 @@ impl Manifest {
         self.base.as_ref()
     }
 
-    /// Hash of the image's content: images with the same content are of the same guest at the same instant,
-    /// in the same file layout and on the same base, whenever and wherever they were made.
+    /// Hash of the image's content: images with the same content store the same guest at the same instant, in
+    /// the same file layout and on the same base.
     pub fn content(&self) -> Digest {
         Digest::content(self)
     }

@@ -10,7 +10,7 @@ pub(crate) struct PageRun<'a> {
     pub(crate) offset: u64,
     /// Number of pages.
     pub(crate) pages: u64,
-    /// Their content, in one or more slices.
+    /// Content of the pages, in one or more slices.
     pub(crate) contents: Vec<&'a [u8]>,
 }
 

@@ -4,7 +4,7 @@
 //! channel without a copy in userspace. With [`Image::verify_on_read`] each 2 MiB is hashed just before it is
 //! first sent, as delivered, with zeros where the bitmap has no bit. A restore of a damaged image fails
 //! before the destination has its device state, so no guest runs from it. The same holds for a file that is
-//! truncated meanwhile ([`Error::Lost`]).
+//! truncated during the restore ([`Error::Lost`]).
 //!
 //! An incremental image is read through its base images, chunk by chunk ([`chain`](crate::chain)). Any number
 //! of threads and copies can read one [`Image`] at the same time.
@@ -79,7 +79,7 @@ impl Image {
     /// Verifies page bitmaps, page counts and device state now, and every chunk before it is first sent.
     ///
     /// # Errors
-    /// There is no manifest, or one of these differs from it.
+    /// The manifest is missing, or one of these differs from it.
     pub fn verify_on_read(mut self) -> Result<Self> {
         self.top().verify_frame()?;
         self.verify = true;
@@ -87,11 +87,11 @@ impl Image {
     }
 
     /// Compares the whole image with its manifest, using `threads` threads; `progress` receives the bytes of
-    /// each chunk. Each chunk is verified only once while the image is open, whichever caller does it.
+    /// each chunk. Each chunk is verified only once while the image is open, for all callers.
     ///
     /// # Errors
-    /// There is no manifest; page bitmaps or counts, the device state, or a chunk as delivered differ from
-    /// it.
+    /// The manifest is missing, or page bitmaps or counts, the device state, or a chunk as delivered differ
+    /// from it.
     pub fn verify(&self, threads: usize, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
         self.top().verify_frame()?;
         let chunks: Vec<_> = self.chunks().collect();
@@ -143,7 +143,7 @@ impl Image {
         &self.top().file
     }
 
-    /// Opens the same file again: unlike a duplicate, with a position of its own.
+    /// Opens the same file again: unlike a duplicate, with its own position.
     ///
     /// # Errors
     /// The kernel cannot open another file.

@@ -4,7 +4,7 @@
 //!   … bitmap of the first block | "towline-seal 1\r\n" · 32 bytes, BLAKE3 of the manifest | … up to the first block's pages
 //! ```
 //!
-//! The seal binds an image to exactly one manifest, even if two images are of guests with the same devices,
+//! The seal binds an image to exactly one manifest, even if two images store guests with the same devices,
 //! and every change of a manifest is detected without reading the memory. Images of earlier versions and of
 //! QEMU itself have none.
 

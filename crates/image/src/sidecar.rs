@@ -1,6 +1,6 @@
 //! The manifest beside an image: finding the one that belongs to it, and replacing both together.
 //!
-//! Two files cannot be renamed atomically. So a new manifest is first staged under a name of its own, and an
+//! Two files cannot be renamed atomically. So a new manifest is first staged under a temporary name, and an
 //! image's manifest is whichever of the two files matches it:
 //!
 //! ```text

@@ -22,7 +22,7 @@
 //! request; the S3, Google and Azure credentials that `object_store` supports, and static keys in AWS
 //! profiles.
 //!
-//! `object_store` is asynchronous: its runtime has a thread of its own (`runtime`), everything else blocks.
+//! `object_store` is asynchronous: its runtime has its own thread (`runtime`), everything else blocks.
 
 mod access;
 mod cache;

@@ -1,9 +1,9 @@
 //! Pages that restored guests requested: a small file beside the image, `IMAGE.working-set.json`, that
 //! shortens the waits of the next instant restore.
 //!
-//! It contains runs of pages in the order of the guests' requests. It is not part of the image and changes
-//! with each restore, so the manifest does not cover it; a wrong working set only costs time. It is bound to
-//! its image by a hash of device state and block list, and has a hash of its own runs: a damaged one is
+//! A working set contains runs of pages in the order of the guests' requests. It is not part of the image and
+//! changes with each restore, so the manifest does not cover it; a wrong working set only costs time. It is
+//! bound to its image by a hash of device state and block list, and has a hash of its runs: a damaged one is
 //! ignored. Limits: [`RUNS_MAX`] runs.
 
 use std::collections::HashSet;

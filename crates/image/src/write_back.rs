@@ -41,7 +41,7 @@ impl WriteBack {
             Err(_) => lock(&self.syncing),
             Ok(guard) => guard,
         };
-        // Another thread may have synced them meanwhile.
+        // Another thread may have synced them since.
         if self.unsynced.load(Ordering::Relaxed) < step {
             return Ok(());
         }
@@ -52,8 +52,8 @@ impl WriteBack {
     }
 }
 
-/// The bytes that take [`SYNC_TIME`] at the measured rate, at most twice as many as before: a cache of the disk may
-/// have taken the last ones.
+/// The bytes that take [`SYNC_TIME`] at the measured rate, at most twice the previous number: a cache of the
+/// disk may have taken the last ones.
 fn next_step(step: u64, bytes: u64, took: Duration) -> u64 {
     let fits = bytes as f64 * SYNC_TIME.as_secs_f64() / took.as_secs_f64().max(1e-9);
     (fits as u64).min(2 * step).clamp(STEP_BYTES_MIN, STEP_BYTES_MAX)

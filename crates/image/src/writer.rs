@@ -136,8 +136,7 @@ impl ImageWriter {
     /// must be a stored state of the same guest.
     ///
     /// # Errors
-    /// The base cannot be read, has no manifest, is the image to be replaced, or has too many bases of its
-    /// own.
+    /// The base cannot be read, has no manifest, is the image to be replaced, or has too many bases itself.
     pub fn based_on(self, base: &Path) -> Result<Self> {
         Ok(Self { base: Some(BaseImage::open(&self.path, base)?), ..self })
     }
@@ -384,7 +383,7 @@ impl ImageWriter {
         }
         let entry = file.entry().try_clone()?;
         let staged = StagedManifest::write(&self.path, self.previous_manifest, &manifest)?;
-        // As late as possible: the base's chunks are in no other file any more.
+        // As late as possible: the base's chunks are in no other file from here on.
         if let Some(base) = self.base.as_ref().filter(|_| kind == ImageKind::Incremental)
             && !base.is_unchanged()
         {

@@ -30,7 +30,7 @@ use crate::limits::{COMMAND_LINE_BYTES_MAX, OPTIONS_MAX, VALUE_BYTES_MAX};
 pub struct CpuModel {
     /// Name of the model.
     pub model: String,
-    /// Features as they were written: `+avx`, `-avx`, `avx`, `avx=on`.
+    /// Features as written: `+avx`, `-avx`, `avx`, `avx=on`.
     pub features: Vec<String>,
 }
 
@@ -41,7 +41,7 @@ pub struct Global {
     pub driver: String,
     /// The property's name.
     pub property: String,
-    /// Its value.
+    /// Value of the option.
     pub value: String,
 }
 
@@ -63,9 +63,9 @@ pub enum OptionValue {
 /// One option.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct QemuOption {
-    /// Its name.
+    /// Name of the option.
     pub name: OptionName,
-    /// Its value.
+    /// Value of the option.
     pub value: OptionValue,
 }
 
@@ -148,13 +148,13 @@ impl CommandLine {
         Self::parse_proc(&bytes.map_err(|error| ParseError::Process { pid, reason: error.to_string() })?)
     }
 
-    /// Its options, in order.
+    /// The options, in order.
     #[must_use]
     pub fn options(&self) -> &[QemuOption] {
         &self.options
     }
 
-    /// Its options, to be changed.
+    /// The options, for changes.
     pub fn options_mut(&mut self) -> &mut Vec<QemuOption> {
         &mut self.options
     }
@@ -279,7 +279,7 @@ impl QemuOption {
         })
     }
 
-    /// Its properties, if its syntax has them.
+    /// The properties, if the option's syntax has them.
     #[must_use]
     pub fn properties(&self) -> Option<&Properties> {
         match &self.value {
@@ -288,7 +288,7 @@ impl QemuOption {
         }
     }
 
-    /// Its properties, to be changed.
+    /// The properties, for changes.
     pub fn properties_mut(&mut self) -> Option<&mut Properties> {
         match &mut self.value {
             OptionValue::Properties(properties) => Some(properties),

@@ -93,10 +93,10 @@ pub(crate) struct Given {
 }
 
 impl Confinement {
-    /// That of a process.
+    /// Confinement of a process.
     ///
     /// # Errors
-    /// Its files in `/proc` cannot be read.
+    /// The files of the process in `/proc` cannot be read.
     pub fn of(pid: u32) -> io::Result<Self> {
         let own = PathBuf::from(format!("/proc/{pid}"));
         let read = |name: &str| fs::read_to_string(own.join(name));
@@ -153,7 +153,7 @@ impl Confinement {
         names.into_iter().filter_map(difference).collect()
     }
 
-    /// Its effective user, if it can be read.
+    /// Effective user of the process, if known.
     #[must_use]
     pub fn user(&self) -> Option<u32> {
         self.value("Uid").split(' ').nth(1)?.parse().ok()
@@ -197,8 +197,8 @@ impl Confinement {
 }
 
 impl Given {
-    /// Has the calling process be confined so, as far as it may. Called between `fork` and `execve`: it makes system calls, and
-    /// allocates nothing.
+    /// Confines the calling process in this way, where it is permitted. Called between `fork` and `execve`:
+    /// it makes system calls, and allocates nothing.
     pub(crate) fn apply(&self) {
         for group in &self.cgroups {
             let _ = rustix::io::write(group, b"0");

@@ -9,8 +9,8 @@ use crate::settings::{Setting, addressed, addresses};
 const NEW_ID: &str = "auto";
 
 impl Recorded {
-    /// Settings that give each guest of this command line a new generation id, whatever id was recorded. They precede the user's own,
-    /// which replace them.
+    /// Settings that give each guest of this command line a new generation id in place of a recorded one.
+    /// They precede the user's own, which replace them.
     #[must_use]
     pub fn new_generation_ids(&self) -> Vec<Setting> {
         let options = self.command_line().options().iter().zip(addresses(self.command_line())).enumerate();
@@ -25,7 +25,8 @@ impl Recorded {
 }
 
 impl AllowedCommandLine {
-    /// Returns true if the guest has a vmgenid device. Without one its random number generators continue as they were stored.
+    /// Returns true if the guest has a vmgenid device. Without one its random number generators continue from
+    /// the stored state.
     #[must_use]
     pub fn has_generation_id(&self) -> bool {
         let whole = CommandLine::parse(self.to_arguments());

@@ -9,9 +9,9 @@ use crate::settings::Setting;
 /// A variable of the environment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EnvironmentVariable {
-    /// Its name.
+    /// Name.
     pub name: OsString,
-    /// Its value.
+    /// Value.
     pub value: OsString,
 }
 
@@ -34,8 +34,8 @@ pub struct HostArguments {
     /// Values for the image's options (`--set`). What a setting leaves to the image is the image's choice: a disk whose `file` is set is
     /// written to unless `readonly=on` is set too, and so is the file of a memory backend whose `mem-path` is set without `share=off`.
     pub settings: Vec<Setting>,
-    /// Further arguments of QEMU, as they are. Those with which it would not be the launcher's own process are refused: `-daemonize`,
-    /// `-runas`, `-chroot`, and the same in `-run-with`.
+    /// Further arguments of QEMU, unchanged. Those that would detach QEMU from the launcher are refused:
+    /// `-daemonize`, `-runas`, `-chroot`, and the same in `-run-with`.
     pub arguments: Vec<OsString>,
 }
 
@@ -44,7 +44,7 @@ pub struct HostArguments {
 pub struct GuestIdentity<'a> {
     /// Number of the clone, from 0.
     pub n: u32,
-    /// Its name.
+    /// Name.
     pub name: &'a str,
 }
 
@@ -52,7 +52,7 @@ pub struct GuestIdentity<'a> {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("variable {{{variable}}} in {text:?} is not known: expected {{n}} or {{name}}; write one of these")]
 pub struct HostError {
-    /// Its name.
+    /// Name.
     pub variable: String,
     /// The value that has it.
     pub text: String,

@@ -19,9 +19,9 @@ const PROCESSES_MAX: usize = 32_768;
 /// A guest that is about to start.
 #[derive(Debug, Clone, Copy)]
 pub struct Start<'a> {
-    /// Its name.
+    /// Name of the guest.
     pub name: &'a str,
-    /// Its command line.
+    /// Command line of the guest.
     pub command_line: &'a AllowedCommandLine,
 }
 
@@ -54,7 +54,7 @@ pub enum InUse {
     Tap {
         /// The interface.
         interface: String,
-        /// The process, as far as it is known.
+        /// The process, if known.
         holder: String,
         /// Key of the setting.
         setting: String,

@@ -7,9 +7,9 @@
 //! The socket is QEMU's from the beginning, as a descriptor. So a client can connect at once and waits for the greeting alone, and the
 //! connection ends with a QEMU that ends: nothing is polled.
 //!
-//! A QEMU is started by a thread of its own, which lives until the QEMU ends and reaps it: the kernel's death signal follows that thread.
-//! Its environment has `PATH`, the locale, `TZ` and `TMPDIR` of this process, and nothing else that the host did not name: credentials of
-//! object stores are in others.
+//! A QEMU is started by a separate thread, which lives until the QEMU ends and reaps it: the kernel's death
+//! signal follows that thread. Its environment has `PATH`, the locale, `TZ` and `TMPDIR` of this process, and
+//! nothing else that the host did not name, because credentials of object stores are in other variables.
 //!
 //! Limits: Linux 5.11 (`close_range` with `CLOSE_RANGE_CLOEXEC`).
 
@@ -55,7 +55,7 @@ const INHERITED: [&str; 8] = ["HOME", "LANG", "LC_ALL", "LC_CTYPE", "LC_MESSAGES
 pub enum IncomingOption {
     /// The guest boots.
     No,
-    /// It waits for `migrate-incoming` (`-incoming defer`).
+    /// Waits for `migrate-incoming` (`-incoming defer`).
     Defer,
 }
 
@@ -89,7 +89,7 @@ pub struct Launcher {
     pub image: Option<PathBuf>,
     /// Descriptors that it inherits, under the numbers that they have here.
     pub descriptors: Vec<OwnedFd>,
-    /// The confinement that it gets, as far as this process may give it.
+    /// The confinement that it gets, where this process may give it.
     pub confinement: Option<Confinement>,
 }
 
@@ -134,17 +134,17 @@ pub enum LaunchError {
         /// The beginning of its output.
         found: String,
     },
-    /// It ended before its monitor answered.
+    /// QEMU ended before its monitor answered.
     #[error("QEMU {} ended at its start ({status}): {log}; correct the option that it names", binary.display())]
     Exited {
         /// The program.
         binary: PathBuf,
-        /// Its exit status.
+        /// Exit status of QEMU.
         status: ExitStatus,
         /// The last lines of its log.
         log: String,
     },
-    /// Its monitor did not answer in time, or not as QMP. It was killed.
+    /// The monitor did not answer in time, or not as QMP. QEMU was killed.
     #[error("QEMU {} does not answer: {source}; it was killed, and wrote: {log}", binary.display())]
     NotReady {
         /// The program.
@@ -221,7 +221,7 @@ impl Launcher {
         // From here on, dropping it kills the QEMU and removes its directory.
         let mut running =
             RunningQemu { pid, pidfd, exit, lifetime: Lifetime::WithOwner, directory: Some(directory) };
-        // First, so a QEMU whose launcher is killed meanwhile is listed.
+        // First, so a QEMU whose launcher is killed during the start is listed.
         let written = running.write_state(lifetime, image);
         // The last words of a QEMU that has ended say more than its missing state.
         let within = start_timeout.saturating_sub(started.elapsed());
@@ -305,7 +305,7 @@ impl Launcher {
 }
 
 impl RunningQemu {
-    /// Its process id.
+    /// Process id.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.pid
@@ -317,7 +317,7 @@ impl RunningQemu {
         self.pidfd.as_fd()
     }
 
-    /// Its directory.
+    /// Directory of the guest.
     ///
     /// # Panics
     /// Never.
@@ -338,7 +338,7 @@ impl RunningQemu {
         self.exit.wait(timeout)
     }
 
-    /// Has it end by itself, as its monitor's `quit` does. Has no effect on one that has ended.
+    /// Lets QEMU quit, as its monitor's `quit` does. Has no effect on one that has ended.
     pub fn quit(&self) {
         self.signal(Signal::TERM);
     }
@@ -349,7 +349,7 @@ impl RunningQemu {
     }
 
     fn signal(&self, signal: Signal) {
-        // The descriptor is of this process even if its id is used again.
+        // The descriptor refers to this process even if its id is used again.
         if let Err(errno) = pidfd_send_signal(&self.pidfd, signal) {
             tracing::debug!(pid = self.pid, %errno, "no signal is sent: QEMU has ended");
         }

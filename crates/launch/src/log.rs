@@ -3,8 +3,9 @@
 //! ```text
 //!   QEMU's output ─► pipe, never waited for ─► a process that outlives towline, and ends with QEMU ─► qemu.log, the newest half kept
 //! ```
-//! A detached QEMU has no towline, hence the process. It has no other descriptors and makes four kinds of system calls. Limits: what QEMU
-//! prints faster than it is written is dropped, and whatever a full filesystem does not take.
+//! A detached QEMU has no towline, hence the process. It has no other descriptors and makes four kinds of
+//! system calls. Limits: output that QEMU prints faster than it is written is dropped, and so is output that
+//! a full filesystem does not take.
 
 use std::fs::File;
 use std::io;
@@ -49,7 +50,7 @@ impl Log {
         Ok(Self { output, input, file })
     }
 
-    /// Starts the process. QEMU has to have its end by then.
+    /// Starts the process. QEMU must already have its end.
     pub(crate) fn write(self) -> io::Result<LogWriter> {
         drop(self.output);
         let pid = sys::fork(self.input.as_fd(), self.file.as_fd(), copy)?;

@@ -4,8 +4,8 @@
 //!   image   [ … |  pc.ram, at offset, length bytes  | … ]
 //!                     └──► -object memory-backend-file,id=pc.ram,… -machine memory-backend=pc.ram
 //! ```
-//! A block's name on the wire is its backend's id, whatever kind of backend it is. Properties: QEMU's `qapi/qom.json`,
-//! `MemoryBackendFileProperties`; `offset` from 8.1, `rom` from 8.2.
+//! A block's name on the wire is its backend's id, for any kind of backend. Properties: QEMU's
+//! `qapi/qom.json`, `MemoryBackendFileProperties`; `offset` from 8.1, `rom` from 8.2.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -28,9 +28,9 @@ pub struct MappedBlock {
     pub id: String,
     /// The file.
     pub path: PathBuf,
-    /// Its offset in the file in bytes.
+    /// Offset in the file in bytes.
     pub offset: u64,
-    /// Its length in bytes.
+    /// Length in bytes.
     pub length: u64,
 }
 
@@ -86,7 +86,7 @@ pub enum MemoryFileError {
     Unaligned {
         /// The block.
         id: String,
-        /// Its offset in the file.
+        /// Offset of the block in the file.
         offset: u64,
     },
     /// An id or a path that QEMU cannot have.
@@ -130,7 +130,7 @@ pub enum MemoryFileError {
     Length {
         /// The block.
         id: String,
-        /// Its length.
+        /// Length found in bytes.
         found: u64,
         /// Length according to the command line.
         expected: u64,

@@ -4,9 +4,9 @@
 //!   -drive file=/srv/a.raw,format=raw  ─► DIRECTORY/NAME.disk0.qcow2, made by qemu-img with /srv/a.raw as its backing file
 //!                                      ─► -drive file=DIRECTORY/NAME.disk0.qcow2,format=qcow2
 //! ```
-//! Disks are `-drive`, and `-blockdev` with a format and the file's name in it or in a node of its own. Read-only disks, CD-ROMs and
-//! `snapshot=on` stay as they are. An overlay is removed if its guest does not start, and kept afterwards: it is the disk of an image
-//! that is saved of this guest.
+//! Disks are `-drive`, and `-blockdev` with a format and the file's name in it or in a separate node.
+//! Read-only disks, CD-ROMs and `snapshot=on` are left unchanged. An overlay is removed if its guest does not
+//! start, and kept afterwards: it is the disk of an image that is saved of this guest.
 //!
 //! Limits: room is checked for the beginning of an overlay, not for all that its guest may write.
 
@@ -59,7 +59,7 @@ pub struct Overlay {
     pub setting: String,
     /// The disk: an absolute path, or a URL.
     pub base: String,
-    /// Its format.
+    /// Format of the disk.
     pub format: String,
     /// The file to be made.
     pub path: PathBuf,
@@ -88,7 +88,7 @@ pub enum OverlayError {
     Unsupported {
         /// Key of the disk.
         setting: String,
-        /// Its description.
+        /// Description of the disk.
         found: String,
     },
     /// A file of this name exists.
@@ -149,7 +149,8 @@ pub enum OverlayError {
 }
 
 impl AllowedCommandLine {
-    /// Has the guest write to overlays instead of its disks. Returns them; they are to be made before the guest starts.
+    /// Has the guest write to overlays instead of its disks. Returns them; the caller must make them before
+    /// the guest starts.
     ///
     /// # Errors
     /// A disk whose format is not given, or that is described in a way that is not known.
@@ -214,8 +215,8 @@ impl Overlay {
     /// writes.
     ///
     /// # Errors
-    /// [`OverlayError::Exists`], [`OverlayError::Directory`], [`OverlayError::Tool`], [`OverlayError::NotMade`]. Nothing is left then, and
-    /// a file that was there before is as it was.
+    /// [`OverlayError::Exists`], [`OverlayError::Directory`], [`OverlayError::Tool`],
+    /// [`OverlayError::NotMade`]. Nothing is left then, and a file that existed before is unchanged.
     pub fn create(&self, host: &HostArguments) -> Result<CreatedOverlay, OverlayError> {
         let tool = tool(&host.binary);
         let mut command: Command = crate::launcher::command(&HostArguments {
@@ -307,7 +308,7 @@ fn replace_disks(
         }
         if let Some(properties) = options[disk.file_option].properties_mut() {
             properties.set(disk.file_key, path);
-            // The overlay is a regular file, whatever the disk is.
+            // The overlay is a regular file for any kind of disk.
             if properties.value(disk.driver_key).is_some() {
                 properties.set(disk.driver_key, "file");
             }
@@ -329,7 +330,8 @@ fn nodes_of_devices(line: &CommandLine) -> Vec<String> {
     values.map(|(_, value)| value).collect()
 }
 
-/// Describes a node without a format to which the guest may write. `None` if it may not, or writes to a node that is judged by itself.
+/// Describes a node without a format to which the guest may write. `None` if it may not, or writes to a node
+/// that is judged separately.
 fn written_node(line: &CommandLine, index: usize, direct: &BTreeSet<String>) -> Option<String> {
     let option = line.options().get(index).filter(|option| option.name.as_str() == "blockdev")?;
     let properties = option.properties()?;
@@ -407,7 +409,7 @@ impl Disk {
         Ok(Some(Self { file, format, format_key, format_alias, file_option: index, file_key, driver_key }))
     }
 
-    /// A node with a format; its file is named in it, or by a node of its own.
+    /// A node with a format; its file is named in it, or by a separate node.
     fn of_node(
         line: &CommandLine,
         properties: &Properties,
@@ -471,7 +473,7 @@ fn is_on(value: &str) -> bool {
     ["on", "true", "yes"].contains(&value)
 }
 
-/// A disk as `qemu-img` is to find it from any directory. A URL is as it is.
+/// A disk by a name that `qemu-img` finds from any directory. A URL is unchanged.
 fn absolute(file: &str, directory: &Path) -> String {
     let protocol = file.split_once(':').map(|(before, _)| before).unwrap_or_default();
     if !protocol.is_empty() && !protocol.contains('/') {

@@ -1,10 +1,10 @@
 //! The command line of an image, which may come from anyone, and what of it is started.
 //!
 //! Everything is an allow-list: options, types of objects, devices and backends, their properties, and the
-//! form of each value ([`form`]). No form admits a path, so whatever is in the image, the argv has no path,
-//! socket, interface or program of its choice. Values for those come from [`HostArguments`]. Values that an
-//! image has in their place are refused rather than ignored, so a guest does not start without a part of it.
-//! The exceptions are in [`replace`]: consoles, what QEMU's own network reaches, scripts of taps, and the
+//! form of each value ([`form`]). No form admits a path, so no image can give the argv a path, socket,
+//! interface or program of its choice. Values for those come from [`HostArguments`]. Values that an image has
+//! in their place are refused rather than ignored, so a guest does not start without a part of it. The
+//! exceptions are in [`replace`]: consoles, what QEMU's own network reaches, scripts of taps, and the
 //! accelerator, where there is always another value with which the guest is the same.
 
 mod devices;
@@ -37,7 +37,7 @@ const ROOT_REASON: &str = "paths of this command line and of the guest's directo
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AllowedCommandLine {
     pub(crate) command_line: CommandLine,
-    /// The user's own arguments, which follow as they are.
+    /// The user's own arguments, which follow unchanged.
     pub(crate) arguments: Vec<OsString>,
 }
 
@@ -88,7 +88,8 @@ impl Recorded {
 }
 
 impl CommandLine {
-    /// Accepts a command line that the user of this host wrote for this guest: as it is, with the options of its process.
+    /// Accepts a command line that the user of this host wrote for this guest: unchanged, with the options of
+    /// its process.
     ///
     /// # Errors
     /// A setting or an argument of `host` that is at fault.
@@ -107,7 +108,7 @@ impl CommandLine {
 }
 
 impl AllowedCommandLine {
-    /// Its options, without the user's own arguments.
+    /// The options, without the user's own arguments.
     #[must_use]
     pub fn command_line(&self) -> &CommandLine {
         &self.command_line

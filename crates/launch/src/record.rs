@@ -1,4 +1,4 @@
-//! A command line as it is recorded in an image.
+//! A command line in the form recorded in an image.
 //!
 //! Format, as JSON: `{"version": 1, "options": [{"option": "machine", "value": "pc-q35-10.0,accel=kvm"}, …], "left-out":
 //! ["object.key0.data"]}`. A value is written as QEMU reads it; a flag has none. A reader refuses versions that it does not know, and
@@ -6,9 +6,10 @@
 //!
 //! Options that belong to the process rather than to its guest (monitors, displays, logs, `-incoming`, `-daemonize`, …) are not recorded.
 //!
-//! Secrets are left out, and the settings that give them back are named in `left-out`: `data` of a `secret`, passwords and keys of any
-//! option, URLs with credentials, `string` of `-fw_cfg` and `value` of `-smbios type=11`, which often bring a guest its first
-//! credentials. Paths of keys and certificates are no secrets. `-append` is recorded: the image holds it anyway, in the guest's memory.
+//! Secrets are left out, and the settings that give them back are named in `left-out`: `data` of a `secret`,
+//! passwords and keys of any option, URLs with credentials, `string` of `-fw_cfg` and `value` of `-smbios
+//! type=11`, which often bring a guest its first credentials. Paths of keys and certificates are not secret.
+//! `-append` is recorded: the image holds it anyway, in the guest's memory.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -127,7 +128,7 @@ impl Recorded {
         serde_json::to_string(self).expect("text and numbers can be written as JSON")
     }
 
-    /// Its options.
+    /// The recorded options.
     #[must_use]
     pub fn command_line(&self) -> &CommandLine {
         &self.command_line

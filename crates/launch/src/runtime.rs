@@ -42,9 +42,10 @@ const ENDED_KEPT: Duration = Duration::from_secs(24 * 3600);
 /// End of a QEMU's life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lifetime {
-    /// It is killed when this process ends, however that is, or when its [`RunningQemu`](crate::RunningQemu) is dropped.
+    /// Killed when this process exits for any reason, or when its [`RunningQemu`](crate::RunningQemu) is
+    /// dropped.
     WithOwner,
-    /// It outlives this process.
+    /// Outlives this process.
     Detached,
 }
 
@@ -102,9 +103,9 @@ pub enum RuntimeError {
         path: PathBuf,
         /// User id of its owner.
         owner: u32,
-        /// Its permissions.
+        /// Permissions of the directory.
         mode: u32,
-        /// This process's user id.
+        /// User id of this process.
         expected_owner: u32,
     },
     /// A guest of this name runs.
@@ -112,7 +113,7 @@ pub enum RuntimeError {
     Taken {
         /// The name.
         name: GuestName,
-        /// The process that has it, as far as it is known.
+        /// The process that has it, if known.
         holder: String,
     },
     /// The path of a socket in it would be too long.
@@ -120,7 +121,7 @@ pub enum RuntimeError {
     PathTooLong {
         /// The path.
         path: PathBuf,
-        /// Its length.
+        /// Length of the path.
         found: usize,
         /// The longest that the system accepts.
         expected: usize,
@@ -185,7 +186,7 @@ impl RuntimeRoot {
         Self { path }
     }
 
-    /// Its path.
+    /// Path of the directory.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -293,7 +294,7 @@ impl GuestDirectory {
         &self.name
     }
 
-    /// Its path.
+    /// Path of the directory.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -336,7 +337,8 @@ impl GuestDirectory {
     /// Removes the directory and its files. The name is free afterwards.
     pub fn remove(self) {
         self.remove_files();
-        // The lock's file goes while it is locked: another process that opened it finds that it is not the named one.
+        // The lock file is removed while it is locked: another process that opened it finds that it is not
+        // the named one.
         let removed =
             unlinkat(&self.directory, LOCK, AtFlags::empty()).and_then(|()| rustix::fs::rmdir(&self.path));
         if let Err(errno) = removed {
@@ -354,7 +356,7 @@ impl GuestDirectory {
     }
 }
 
-/// Makes a directory if there is none, opens it, and checks that it is this user's alone.
+/// Creates a directory if it does not exist, opens it, and checks that it belongs to this user alone.
 fn open_private(at: BorrowedFd<'_>, name: &Path, path: &Path) -> Result<OwnedFd, RuntimeError> {
     match mkdirat(at, name, Mode::RWXU) {
         Ok(()) | Err(Errno::EXIST) => {}

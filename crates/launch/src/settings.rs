@@ -60,7 +60,7 @@ pub enum SettingError {
     Value {
         /// The setting's key.
         key: String,
-        /// Its fault.
+        /// Fault of the value.
         source: ParseError,
     },
 }
@@ -79,7 +79,7 @@ pub(crate) struct Candidate {
 pub(crate) enum ValueOrigin {
     /// The image, but for these properties.
     Image(BTreeSet<String>),
-    /// This host.
+    /// From this host.
     Host,
 }
 
@@ -104,7 +104,8 @@ pub(crate) fn addressed(command_line: &CommandLine, key: &str) -> Option<usize> 
     find(&candidates, name, key).map(|(index, _)| index)
 }
 
-/// Applies settings to a command line. Addresses are those of the command line as it was.
+/// Applies settings to a command line. Their addresses refer to the command line before any of them is
+/// applied.
 pub(crate) fn apply(
     command_line: &CommandLine,
     settings: &[Setting],

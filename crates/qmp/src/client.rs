@@ -1,8 +1,9 @@
 //! One connection to one monitor.
 //!
-//! A client executes one command at a time, or several in order ([`Client::execute_all`]). The reply is matched by its `id`; a late reply to a command that timed out is
-//! discarded. Events that arrive meanwhile are queued. A thread that waits for events and must also be able to send a
-//! command polls: [`Client::next_event`] with `Duration::ZERO` costs one system call.
+//! A client executes one command at a time, or several in order ([`Client::execute_all`]). The reply is
+//! matched by its `id`; a late reply to a command that timed out is discarded. Events that arrive before the
+//! reply are queued. A thread that waits for events and must also be able to send a command polls:
+//! [`Client::next_event`] with `Duration::ZERO` costs one system call.
 
 use std::borrow::Cow;
 use std::io;
@@ -505,7 +506,7 @@ impl Client {
     /// The process at the other end.
     ///
     /// # Errors
-    /// The system's, where the socket is of a kind that has none.
+    /// The system's errors; `None` for a socket of a kind that has none.
     pub fn peer_credentials(&self) -> io::Result<PeerCredentials> {
         self.connection.peer_credentials()
     }

@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 pub const MESSAGE_BYTES_MAX: usize = 16 << 20;
 /// The deepest nesting accepted; what `serde_json` parses without risk to the stack.
 pub const DEPTH_MAX: usize = 127;
-/// Number of bytes that of an unreadable message an error shows.
+/// Bytes of an unreadable message that the error quotes.
 pub const EXCERPT_BYTES_MAX: usize = 80;
 
 /// One message from a QMP server.
@@ -64,10 +64,10 @@ pub struct Greeting {
 /// Something that happened in QEMU.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Event {
-    /// Its name, for example `MIGRATION`.
+    /// Name of the event, for example `MIGRATION`.
     #[serde(rename = "event")]
     pub name: String,
-    /// Its data; empty for many.
+    /// Data of the event; empty for many.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     pub data: Map<String, Value>,
     /// When, by the clock of QEMU's host.

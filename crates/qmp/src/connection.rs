@@ -1,7 +1,6 @@
 //! Bytes to and from one Unix socket, with deadlines and file descriptors. Independent of JSON.
 //!
-//! Each call is non-blocking by itself (`MSG_DONTWAIT`) and then waits in `poll`, so a caller's stream keeps
-//! its mode.
+//! Each call is non-blocking (`MSG_DONTWAIT`) and then waits in `poll`, so a caller's stream keeps its mode.
 
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
@@ -27,15 +26,15 @@ pub(crate) const FDS_MAX: usize = 16;
 const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(20);
 const READ_BYTES_MAX: usize = 64 << 10;
 
-/// Returns true for a file to which the kernel refuses connections because it is no socket.
+/// Returns true for a file to which the kernel refuses connections because it is not a socket.
 fn is_other_file(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|metadata| !metadata.file_type().is_socket())
 }
 
 /// The process that last called `listen` on a socket (`SO_PEERCRED`).
 ///
-/// That is QEMU for a socket that QEMU listens on, also if another process created it, and the proxy where there is one: no
-/// proof of whose monitor this is.
+/// That is QEMU for a socket that QEMU listens on, also if another process created it, and the proxy where
+/// there is one: this does not prove whose monitor it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerCredentials {
     /// Process id in the caller's pid namespace; 0 where it has none there.

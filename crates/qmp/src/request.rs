@@ -36,7 +36,7 @@ impl CommandRequest {
     /// The request of a typed command.
     ///
     /// # Errors
-    /// [`Error::Arguments`]: its arguments are no JSON.
+    /// [`Error::Arguments`]: its arguments are not JSON.
     pub fn new<C: Command>(command: &C) -> Result<Self, Error> {
         let arguments = serde_json::to_value(command)
             .map_err(|error| Error::Arguments { command: C::NAME.into(), reason: error.to_string() })?;

@@ -86,7 +86,7 @@ struct Shared {
 struct ConnectedClient {
     channel: Box<dyn Channel>,
     outbox: SyncSender<String>,
-    /// It has sent `qmp_capabilities`, and receives events from then on.
+    /// True once it has sent `qmp_capabilities`; it receives events from then on.
     negotiated: AtomicBool,
     /// Held from a request until its reply is queued, so a command that ends the server is still answered.
     answering: Mutex<()>,
@@ -102,7 +102,7 @@ impl Server {
     /// Listens at `path`.
     ///
     /// # Errors
-    /// Those of [`Listener::bind`]: another process listens there, or the socket cannot be created.
+    /// As [`Listener::bind`]: another process listens there, or the socket cannot be created.
     pub fn start(path: &Path, commands: Arc<dyn Commands>) -> towline_channel::Result<Self> {
         let stop = Cancel::new()?;
         let listener = Listener::bind(&Address::Unix(path.to_owned()))?;
@@ -160,7 +160,7 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.shared.stop.cancel();
         if let Some(acceptor) = self.acceptor.take() {
-            // If it panicked, its listener is closed all the same.
+            // If it panicked, its listener is closed anyway.
             let _ = acceptor.join();
         }
         let clients: Vec<_> = self.shared.clients().drain(..).collect();
@@ -169,7 +169,7 @@ impl Drop for Server {
             client.finish();
         }
         for thread in self.shared.threads().drain(..) {
-            // If it panicked, its connection is closed all the same.
+            // If it panicked, its connection is closed anyway.
             let _ = thread.join();
         }
     }

@@ -12,7 +12,8 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<libc::ucred> {
     let mut credentials = MaybeUninit::<libc::ucred>::zeroed();
     let mut size = mem::size_of::<libc::ucred>() as libc::socklen_t;
-    // SAFETY: the descriptor is open for as long as it is borrowed, and `size` is the size of what is pointed to.
+    // SAFETY: the descriptor is open for as long as it is borrowed, and `size` is the size of the value
+    // pointed to.
     let result = unsafe {
         libc::getsockopt(
             socket.as_raw_fd(),

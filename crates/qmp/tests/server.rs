@@ -115,7 +115,7 @@ fn a_client_is_greeted_and_answered() {
 fn requests_are_answered_in_order_with_their_ids() {
     let place = Place::new();
     let (mut stream, mut lines) = place.raw();
-    // One behind the other in one write, one in pieces, and JSON of several lines.
+    // Two in one write, one in pieces, and JSON of several lines.
     stream
         .write_all(
             b"{\"execute\":\"sum\",\"id\":0}{\"execute\":\"qmp_capabilities\",\"id\":{\"x\":[1]}}\n{\"exe",

@@ -32,7 +32,7 @@ const PEER: RGBColor = RGBColor(148, 163, 184);
 pub enum Emphasis {
     /// The program that the chart is about.
     Own,
-    /// A program that it is compared with.
+    /// A program to compare with.
     Peer,
 }
 
@@ -40,7 +40,7 @@ pub enum Emphasis {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Bar {
     label: String,
-    /// The median as it was printed.
+    /// The printed median.
     shown: String,
     /// Median, smallest and largest value.
     value: [f64; 3],

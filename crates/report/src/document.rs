@@ -50,7 +50,7 @@ pub struct Part {
     pub share: f64,
     /// Number of its color, of which there are [`PHASE_COLORS`].
     pub color: usize,
-    /// Its cells of the table; the first one is also the tooltip of the bar.
+    /// Cells of the table; the first one is also the tooltip of the bar.
     pub cells: Vec<String>,
 }
 

@@ -7,8 +7,8 @@
 //!   lines, bars ────┴─► body ─► document: HTML with its style, light and dark, no script, nothing to load
 //!           └─► standalone: an SVG file for other documents
 //! ```
-//! Texts are escaped here, as they contain names that others chose. Out of scope: the facts of a page, which their owners have,
-//! and interaction. A chart has at most as many lines or bars as it is given; callers bound their number.
+//! Texts are escaped here, because they contain names that others chose. Out of scope: the facts of a page,
+//! which the caller supplies, and interaction. The caller bounds the number of lines and bars of a chart.
 
 mod bars;
 mod document;

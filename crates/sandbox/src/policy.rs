@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 pub enum AllowedPorts {
     /// Every port.
     Any,
-    /// These ports.
+    /// Only these ports.
     Only(Vec<u16>),
 }
 

@@ -22,8 +22,8 @@ mod calls;
 type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 type Built<T> = Result<T, seccompiler::BackendError>;
 
-/// `clone` creates threads and no processes. It fails silently, because the C library blocks signals meanwhile: the kernel would end
-/// the process for a report.
+/// `clone` creates threads and no processes. It fails silently, because the C library blocks signals during
+/// the call: the kernel would end the process for a report.
 const THREADS_ONLY: RequiredFlag =
     RequiredFlag { call: Sysno::clone, flag: libc::CLONE_THREAD.unsigned_abs(), errno: libc::EPERM };
 
@@ -215,9 +215,9 @@ fn socket_pairs() -> Built<Vec<SeccompRule>> {
     kinds.into_iter().collect()
 }
 
-/// Rules for `socket`. Internet streams are TCP only: landlock's rules for ports do not cover others, such as MPTCP. Unix sockets,
-/// whose addresses neither checks, are permitted if they are connected to, or if `connect` is not permitted at all: for the
-/// `ioctl`s of interfaces.
+/// Rules for `socket`. Internet streams are TCP only: landlock's rules for ports do not cover others, such as
+/// MPTCP. Unix sockets, whose addresses neither checks, are permitted if they are connected to, or if no
+/// `connect` is permitted: for the `ioctl`s of interfaces.
 fn sockets(policy: &Policy) -> Built<Vec<SeccompRule>> {
     let [stream, packets, datagrams] = [libc::SOCK_STREAM, libc::SOCK_SEQPACKET, libc::SOCK_DGRAM];
     let mut kinds = Vec::new();

@@ -1,7 +1,8 @@
 //! Refused system calls: reported on standard error, and failed with `EPERM`.
 //!
-//! The kernel raises SIGSYS in place of the call. The handler reports it and writes the error into the register of the result. It
-//! neither allocates nor locks nor waits for a reader, since it runs in the middle of whatever made the call.
+//! The kernel raises SIGSYS in place of the call. The handler reports it and writes the error into the
+//! register of the result. It neither allocates nor locks nor waits for a reader, since it runs in the middle
+//! of the code that made the call.
 
 use std::fmt::{self, Write as _};
 use std::io;

@@ -32,8 +32,9 @@ const DESCRIPTORS_OF_GUEST: u64 = 64;
 const CONNECTION_BYTES: u64 = 4096;
 
 impl ConnectionLimits {
-    /// Returns these limits, lowered to a guest's share of the process's `descriptors` if `guests` guests share them.
-    /// Three quarters of a share are for connections, so a guest that uses all of its own leaves the others theirs.
+    /// Returns these limits, lowered to a guest's share of the process's `descriptors` if `guests` guests
+    /// share them. Three quarters of a share are for connections, so a guest that uses its whole share leaves
+    /// the others theirs.
     #[must_use]
     pub fn within_descriptors(self, descriptors: u64, guests: usize) -> Self {
         let guests = u64::try_from(guests.max(1)).unwrap_or(u64::MAX);
@@ -132,13 +133,13 @@ pub(crate) enum PacketAction {
 /// Event of the host's side of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum HostEvent {
-    /// Its socket is connected.
+    /// The socket is connected.
     Connected,
-    /// It ends one or both directions.
+    /// The host ends one or both directions.
     Shutdown,
-    /// It has closed the socket after both directions had ended.
+    /// The host has closed the socket after both directions had ended.
     Closed,
-    /// It resets the connection.
+    /// The host resets the connection.
     Reset,
 }
 
@@ -216,11 +217,11 @@ pub(crate) enum Initiator {
 /// One connection.
 #[derive(Debug)]
 pub struct Connection {
-    /// Its 4-tuple.
+    /// The connection's 4-tuple.
     pub key: ConnectionKey,
     /// Stream or messages.
     pub kind: SocketType,
-    /// Its state.
+    /// State of the connection.
     pub state: ConnectionState,
     /// Directions that the guest has ended.
     pub guest_shutdown: ShutdownFlags,
@@ -231,7 +232,7 @@ pub struct Connection {
     pub(crate) is_request_unanswered: bool,
     pub(crate) receive_window: ReceiveWindow,
     pub(crate) control: ControlPackets,
-    /// Its id is in the table's control queue.
+    /// True if its id is in the table's control queue.
     pub(crate) in_control_queue: bool,
     pub(crate) initiator: Initiator,
 }

@@ -34,7 +34,7 @@ pub struct PeerCredit {
     tx_cnt: u32,
     fwd_cnt: u32,
     buf_alloc: u32,
-    /// Packets that the guest has not read, as far as its `fwd_cnt` shows.
+    /// Packets that the guest has not read, according to its `fwd_cnt`.
     unread: VecDeque<Run>,
     unread_packets: u32,
     /// A credit request was made since the guest last read.
@@ -57,10 +57,10 @@ pub(crate) struct CreditNeed {
 }
 
 impl CreditNeed {
-    /// That of the shortest packet of a stream.
+    /// Credit for the shortest packet of a stream.
     pub(crate) const ONE: Self = Self { bytes: 1, packets: 1 };
 
-    /// That of a message of `len` bytes, in packets of `capacity`.
+    /// Credit for a message of `len` bytes, in packets of `capacity`.
     pub(crate) fn of_message(len: usize, capacity: usize) -> Self {
         let bytes = u32::try_from(len).unwrap_or(u32::MAX);
         let packets = u32::try_from(len.div_ceil(capacity.max(1))).unwrap_or(u32::MAX);
@@ -110,8 +110,9 @@ impl PeerCredit {
         packets.min(self.packets_max()) <= self.available_packets()
     }
 
-    /// Returns true if credit is to be requested now: once, when half of the packets that the guest can hold are unread. It sends
-    /// updates by bytes only, and would send none while a few short packets take all of its buffer.
+    /// Returns true if credit should be requested now: once, when half of the packets that the guest can hold
+    /// are unread. It sends updates by bytes only, and would send none while a few short packets take all of
+    /// its buffer.
     pub(crate) fn needs_request(&mut self) -> bool {
         self.unread_packets > self.packets_max() / 2 && !std::mem::replace(&mut self.is_requested, true)
     }
@@ -149,7 +150,7 @@ impl PeerCredit {
             }
             return Ok(());
         }
-        // Behind the last value: an old header, overtaken by one of another of the guest's threads.
+        // Older than the last value: a header that was overtaken by one of another thread of the guest.
         if self.fwd_cnt.wrapping_sub(fwd_cnt) <= WINDOW_MAX { Ok(()) } else { Err(CreditViolation) }
     }
 }
@@ -200,9 +201,9 @@ impl ReceiveWindow {
         self.congested = true;
     }
 
-    /// Returns true if a credit update is to be sent now: half of the window that the guest knows of is used up, and a
-    /// quarter is free again. A guest that waits for credit has used up all of it, so it is notified as soon as a quarter
-    /// is free, and never more often.
+    /// Returns true if a credit update should be sent now: half of the window that the guest knows of is used
+    /// up, and a quarter is free again. A guest that waits for credit has used up all of it, so it is
+    /// notified as soon as a quarter is free, and never more often.
     ///
     /// `peer_buf_alloc` is the guest's own buffer. Linux uses no more of our window than that (since 2026, and in its stable
     /// kernels), and would wait forever for the rest of a larger one.

@@ -35,9 +35,9 @@ use crate::table::{ConnectionTable, PacketLimit};
 
 /// Time limit of a connect, and of the guest's confirmation that a connection has ended.
 pub const CONNECT_TIMEOUT_MS: u64 = 10_000;
-/// Interval at which a connection without credit is looked at. The guest gets a credit request the first, second, fourth, …
-/// time, and each sixteenth: a request that comes before its program reads is answered, and what the program reads later may be
-/// too little for an update.
+/// Interval at which a connection without credit is checked. The guest gets a credit request the first,
+/// second, fourth, … time, and each sixteenth: a request that comes before its program reads is answered, and
+/// what the program reads later may be too little for an update.
 const CREDIT_INTERVAL_MS: u64 = 20;
 /// Number of intervals in which a driver answers a credit request.
 const ANSWER_INTERVALS: u32 = 50;
@@ -238,7 +238,7 @@ impl<S: Sockets> Engine<S> {
             self.on_event(id, LifecycleEvent::Writable);
             self.flush(id);
         }
-        // Its program reads, and the buffer was smaller than what the guest sends meanwhile.
+        // The program reads, and its buffer was smaller than what the guest sends in the meantime.
         if let Some(socket) = self.host_ends.get_mut(id).and_then(|end| end.socket.as_ref()) {
             self.sockets.enlarge_send_buffer(socket);
         }
@@ -265,7 +265,7 @@ impl<S: Sockets> Engine<S> {
         }
     }
 
-    /// Returns the interval at which [`Engine::tick`] is to be called, if it is.
+    /// Returns the interval at which [`Engine::tick`] must be called, if any.
     pub fn tick_interval(&self) -> Option<Duration> {
         if !self.credit_timers.is_empty() {
             return Some(Duration::from_millis(CREDIT_INTERVAL_MS));
@@ -457,7 +457,7 @@ impl<S: Sockets> Engine<S> {
         }
     }
 
-    /// Completes the chains that are not in use any more.
+    /// Completes the chains that are no longer in use.
     fn complete_chains(&mut self, ring: &mut Ring) {
         for head in self.pool.completed.drain(..) {
             ring.complete_head(head);

@@ -61,7 +61,7 @@ pub trait Sockets {
     /// Shuts down one or both directions.
     fn shutdown(&mut self, socket: &Self::Socket, directions: ShutdownFlags);
 
-    /// Sets the events that are to be reported for a socket.
+    /// Sets the events to report for a socket.
     fn set_interest(&mut self, id: ConnectionId, socket: &Self::Socket, interest: Interest);
 
     /// Closes a socket.
@@ -78,7 +78,7 @@ pub enum ConnectOutcome<S> {
     Connected(S),
     /// The result will be reported to [`Engine::connected`](crate::Engine::connected).
     InProgress,
-    /// There is no such destination, or the guest may not connect to it.
+    /// The destination does not exist, or the guest may not connect to it.
     Refused,
 }
 
@@ -109,7 +109,7 @@ pub enum Readiness {
     Urgent,
     /// The peer sends no more.
     ReadClosed,
-    /// The peer neither sends nor receives any more.
+    /// The peer has stopped sending and receiving.
     Closed,
 }
 

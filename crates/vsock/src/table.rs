@@ -5,9 +5,9 @@
 //!   header from the guest ─► receive_from_guest ─► Inbound: action of the engine
 //!   events of the host ─► open, established, forwarded, shutdown, reset ─► control queue ─► next_control ─► header for the guest
 //! ```
-//! Pending control packets are flags of their connection, which is in the control queue at most once, so the queue is bounded
-//! by the table whatever the guest or the host do. Resets of unknown connections wait in a short queue of their own
-//! ([`PENDING_RESETS_MAX`]); while it is full, no packet of the guest is processed.
+//! Pending control packets are flags of their connection, which is in the control queue at most once, so the
+//! queue is bounded by the table no matter what guest and host do. Resets of unknown connections wait in a
+//! separate short queue ([`PENDING_RESETS_MAX`]); while it is full, no packet of the guest is processed.
 
 mod control;
 mod memory;
@@ -56,7 +56,7 @@ pub(crate) enum PacketLimit {
     /// [`PACKET_CHARGE`](crate::credit::PACKET_CHARGE) applies, and the driver answers credit requests.
     #[default]
     Kept,
-    /// It may apply, unless the driver leaves a credit request unanswered. Linux answers since 5.13.
+    /// The charge may apply, until the driver leaves a credit request unanswered. Linux answers since 5.13.
     Probed,
     /// None: Windows and older Linux charge only bytes, and send credit updates only by bytes.
     None,

@@ -19,7 +19,7 @@ pub(crate) enum TransportReset {
     /// None is in progress: connections can be opened.
     #[default]
     Done,
-    /// The event has to be sent if the event queue is the device's.
+    /// The event must be sent if the event queue is the device's.
     Pending {
         /// Time when the reset began.
         since_ms: u64,

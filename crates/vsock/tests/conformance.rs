@@ -127,7 +127,7 @@ fn features_that_drivers_use_are_offered() {
     assert_eq!(agreed.features & wanted, wanted);
 }
 
-/// One program reads a byte at a time and one reads nothing at all, while a third one reads everything.
+/// One program reads a byte at a time and one reads nothing, while a third one reads everything.
 #[test]
 fn slow_readers_lose_nothing_and_do_not_delay_others() {
     let served = Served::new(ConnectionLimits::default());

@@ -130,7 +130,7 @@ fn a_page_is_marked_after_its_last_write() {
         over.store(true, Ordering::Release);
         writing.join().unwrap();
         let mut migration = copying.join().unwrap();
-        // Nothing is written any more: the last pass copies the rest.
+        // Nothing writes from here on: the last pass copies the rest.
         migration.copy(&log, &memory);
         migration
     });

@@ -1,4 +1,4 @@
-//! Memory of a guest's connections. The test has a process of its own, so no other memory is measured.
+//! Memory of a guest's connections. The test has a separate process, so no other memory is measured.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 mod common;
@@ -36,8 +36,8 @@ fn private_bytes() -> u64 {
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
 }
 
-/// The host's end in a process of its own, because one process may not have descriptors for both. It ends with its standard
-/// input.
+/// The host's end in a separate process, because one process may not have descriptors for both. It ends with
+/// its standard input.
 #[test]
 fn the_host_side_of_another_test() {
     let Some(path) = std::env::var_os(HOST) else { return };

@@ -35,11 +35,11 @@ const PORT: u32 = 5000;
 /// Behaviour of the three in a phase.
 #[derive(Clone, Copy, PartialEq)]
 enum Neighbours {
-    /// They are idle.
+    /// Idle.
     Quiet,
-    /// They use CPU time without hostility, to tell its effect from that of the scheduler.
+    /// They use CPU time without hostility, to separate its effect from that of the scheduler.
     Busy,
-    /// They attack.
+    /// They attack the device.
     Hostile,
 }
 
@@ -127,7 +127,7 @@ fn workers() -> Vec<i32> {
     numbers.filter(is_worker).collect()
 }
 
-/// A hostile guest's driver has CPUs of its own in reality; here it has the lowest priority.
+/// A hostile guest's driver has its own CPUs in reality; here it has the lowest priority.
 fn yield_to_others() {
     let _ = rustix::process::nice(19);
 }

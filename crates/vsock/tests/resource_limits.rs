@@ -275,7 +275,7 @@ fn messages_wait_for_memory_and_arrive() {
         poll_until(&mut guest, |_, event| (event == VsockEvent::Connected(ports)).then_some(()));
         hosts.push(rustix::net::accept(&listener).unwrap());
     }
-    // The driver returns no buffers meanwhile, so the first message is in transit when the others are ready.
+    // The driver returns no buffers until then, so the first message is in transit when the others are ready.
     for host in &hosts {
         assert_eq!(rustix::net::send(host, &content, SendFlags::NOSIGNAL).unwrap(), content.len());
     }

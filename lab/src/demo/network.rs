@@ -1,4 +1,5 @@
-//! The network of the demonstration: a bridge in a namespace of its own, a card for each QEMU, and one connection to the guest.
+//! The network of the demonstration: a bridge in a separate namespace, a card for each QEMU, and one
+//! connection to the guest.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};

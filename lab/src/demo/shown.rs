@@ -1,4 +1,4 @@
-//! Output of the demonstration: headings, commands as they are run, steps with their durations, output.
+//! Output of the demonstration: headings, commands, steps with their durations, output.
 
 use std::io::Write as _;
 use std::path::Path;
@@ -57,7 +57,7 @@ pub(super) fn output(text: &str) {
         let indent = line.len() - line.trim_start().len();
         let indent = " ".repeat(CONTINUED_INDENT.len() + indent);
         let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
-        // A line that fits has its columns as they are.
+        // A line that fits keeps its columns.
         if line.chars().count() + CONTINUED_INDENT.len() <= COLUMNS {
             println!("{CONTINUED_INDENT}{line}");
         } else {
@@ -66,7 +66,7 @@ pub(super) fn output(text: &str) {
     }
 }
 
-/// Returns a path as it is written in the workspace's directory.
+/// Returns a path relative to the workspace.
 pub(super) fn relative(text: &str) -> String {
     let prefix = format!("{}/", paths::workspace().display());
     text.replace(&prefix, "")

@@ -1,4 +1,5 @@
-//! The smallest guest: it fills memory with a pattern, reports that, and then counts and dirties memory for ever.
+//! The smallest guest: it fills memory with a pattern, reports that, and then counts and dirties memory
+//! forever.
 //!
 //! Strictly a multiboot image, not a boot sector, so it needs no disk and no image lock, and is the same on every
 //! version and machine type. The assembler is in `sys/guest_image.rs`.
@@ -11,8 +12,8 @@
 //!            and is zero behind them. The first byte of each page of the sweep, which begins here too, starts as 0
 //!            and is stepped page after page, round and round.
 //! ```
-//! As the sweep goes in order, at any moment its first bytes are n+1 up to some page and n behind it: anything else is a
-//! torn or stale page. Memory is used below 2 GiB only.
+//! As the sweep goes in order, at any moment its first bytes are n+1 up to some page and n after it: anything
+//! else is a torn or stale page. Memory is used below 2 GiB only.
 
 use anyhow::{Result, bail, ensure};
 
@@ -35,9 +36,9 @@ pub struct BootSector {
     pub words_per_page: u32,
     /// Seed of the pattern.
     pub seed: u32,
-    /// Pages at the beginning of the filled range that are dirtied for ever.
+    /// Pages at the beginning of the filled range that are dirtied forever.
     pub sweep_pages: u32,
-    /// True if it executes `popcnt` for ever, which CPU models before Nehalem do not have.
+    /// True if it executes `popcnt` forever, which CPU models before Nehalem do not have.
     pub uses_popcnt: bool,
 }
 

@@ -13,7 +13,7 @@ impl Version {
     /// a queue is refused by 11.1. The QEMU is started to find out.
     ///
     /// # Errors
-    /// It does not start, or cannot be queried.
+    /// QEMU does not start, or cannot be queried.
     pub fn enlarges_virtqueues(self) -> Result<bool> {
         let qemu = Qemu::builder(self).args(["-device", "virtio-rng-pci"]).paused().start()?;
         let listed = qemu.qmp().execute("x-query-virtio", Value::Null)?;

@@ -1,7 +1,8 @@
 //! The smallest guest, in assembler: see `qemu/boot_sector.rs` for its behaviour and its addresses.
 //!
-//! It is a multiboot image, so QEMU's own loader loads it at 1 MiB and enters it in 32-bit protected mode with paging
-//! off. All addresses in it are numbers: it is data to this program, never linked, never run by it.
+//! The guest is a multiboot image, so QEMU's own loader loads it at 1 MiB and enters it in 32-bit protected
+//! mode with paging off. All addresses in it are numbers: the image is data to this program, never linked,
+//! never run by it.
 
 use std::arch::global_asm;
 use std::ptr::addr_of;

@@ -38,7 +38,7 @@ pub struct StateFormat {
     pub version: u32,
     /// The oldest that it reads.
     pub version_min: u32,
-    /// Its fields, in order.
+    /// Fields, in order.
     pub fields: Vec<Field>,
     /// Parts that are there only if needed.
     pub subsections: Vec<StateFormat>,
@@ -52,11 +52,11 @@ pub struct Field {
     pub name: String,
     /// The version of the state that brought it.
     pub version: u32,
-    /// Its bytes.
+    /// Size in bytes.
     pub size: u64,
     /// True if the device decides at run time about its presence.
     pub conditional: bool,
-    /// Its fields, if it is a structure.
+    /// Format of the structure, if the field is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub structure: Option<Box<StateFormat>>,
 }

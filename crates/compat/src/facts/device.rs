@@ -26,7 +26,8 @@ pub struct DeviceFacts {
     pub state_version: u32,
     /// The oldest that it reads.
     pub state_version_min: u32,
-    /// Its `migration_version`, made when it was started. Only the device type itself may look into it.
+    /// `migration_version` of the device, made when it was started. Only the device type itself may interpret
+    /// it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub migration_version: Option<String>,
     /// Reason why it cannot be migrated, if it cannot.
@@ -34,13 +35,13 @@ pub struct DeviceFacts {
     pub unmigratable: Option<String>,
 }
 
-/// A `migration_version` attribute, as it was read.
+/// A `migration_version` attribute, as read from the device.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct AttributeFacts {
     /// The device's type, which must be the same at both sides before anything is compared.
     pub device_type: String,
-    /// Its version string. Only the device type itself may look into it.
+    /// Version string. Only the device type itself may interpret it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub version: Option<String>,
     /// The errno with which reading it failed.

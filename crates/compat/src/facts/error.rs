@@ -10,10 +10,10 @@ pub enum Error {
     /// Too long to be read.
     #[error("facts of {found} bytes, at most {} are read", limits::FACTS_BYTES_MAX)]
     TooLong {
-        /// Its length.
+        /// Length found.
         found: usize,
     },
-    /// No JSON, or with keys of another type.
+    /// Not JSON, or with keys of another type.
     #[error("not facts ({0}): expected what `towline check --facts-out` writes, or a QEMU's -dump-vmstate")]
     Json(#[from] serde_json::Error),
     /// Other JSON.
@@ -35,7 +35,7 @@ pub enum Error {
     TooMany {
         /// The list.
         what: &'static str,
-        /// Its length.
+        /// Length found.
         found: usize,
         /// Maximum length.
         limit: usize,

@@ -12,9 +12,9 @@ use crate::limits;
 pub struct ImageFacts {
     /// The guest's machine type.
     pub machine: String,
-    /// Its memory; a page size of 0, since any will do.
+    /// Memory of the guest; with a page size of 0, since any fits.
     pub blocks: Vec<BlockFacts>,
-    /// Its device state.
+    /// Device state of the guest.
     pub sections: Vec<Section>,
     /// The QEMU that ran it, if known.
     #[serde(skip_serializing_if = "Option::is_none")]

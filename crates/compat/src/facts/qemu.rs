@@ -12,7 +12,7 @@ use crate::limits;
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct QemuFacts {
-    /// Its version, `10.0.2`.
+    /// Version of the QEMU, `10.0.2`.
     pub version: String,
     /// The versioned machine type, as the stream carries it.
     pub machine: String,
@@ -61,12 +61,12 @@ pub struct QemuFacts {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum IncomingState {
-    /// It has a guest of its own.
+    /// None: it has a guest.
     #[default]
     No,
     /// With `-incoming defer`.
     Deferred,
-    /// At an address of its own.
+    /// At an address of its command line.
     Listening,
     /// A guest is coming in, or failed to.
     Loading,
@@ -76,9 +76,9 @@ pub enum IncomingState {
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct BlockFacts {
-    /// Its name in the stream.
+    /// Name in the stream.
     pub name: String,
-    /// Bytes a page of the memory behind it; 0: not known.
+    /// Page size of the memory that backs it in bytes; 0: not known.
     pub page_bytes: u64,
     /// Bytes in use.
     pub used_bytes: u64,
@@ -90,7 +90,7 @@ pub struct BlockFacts {
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct Cpu {
-    /// Its number.
+    /// Number of the processor.
     pub index: u64,
     /// The model, as `-cpu` names it.
     pub model: String,
@@ -120,13 +120,13 @@ pub struct FeatureWord {
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct QemuDevice {
-    /// Its type, as `-device` names it.
+    /// Type, as `-device` names it.
     pub kind: String,
     /// The user's name for it, or empty.
     pub id: String,
     /// Where it is, which is what its state is found by: `pci/02.0`, `pci/02.0/virtio`.
     pub place: String,
-    /// Its properties, as `info qtree` prints them.
+    /// Properties, as `info qtree` prints them.
     pub properties: BTreeMap<String, String>,
     /// Features of a virtio device and its driver; `None` for others, and where QEMU does not report them.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -166,7 +166,7 @@ pub(crate) fn version_numbers(version: &str) -> Vec<u32> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct Virtqueue {
-    /// Its size now, which the stream carries: what a driver has set, else the maximum.
+    /// Current size, which the stream carries: the one that a driver has set, else the maximum.
     pub size: u32,
     /// The largest that the device takes; `None` for a queue that a vhost-user backend processes.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -177,7 +177,7 @@ pub struct Virtqueue {
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct Netdev {
-    /// Its id.
+    /// Id.
     pub id: String,
     /// `tap`, `user`, `vhost-user`, …
     pub kind: String,
@@ -226,9 +226,9 @@ pub enum Lock {
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct MemoryBackend {
-    /// Its id.
+    /// Id.
     pub id: String,
-    /// Its size in bytes.
+    /// Size in bytes.
     pub bytes: u64,
     /// True if its pages were touched at start.
     pub prealloc: bool,
@@ -243,7 +243,7 @@ impl QemuFacts {
         self.devices.iter().flatten().find(|device| device.place == place)
     }
 
-    /// Its version as numbers, for comparisons.
+    /// The version as numbers, for comparisons.
     #[must_use]
     pub fn version_numbers(&self) -> Vec<u32> {
         version_numbers(&self.version)

@@ -6,7 +6,7 @@ use crate::report::Findings;
 
 pub(super) const RULE: Rule = Rule { id: "blocked", run };
 
-/// The device that a move can do without meanwhile.
+/// The device that can be unplugged during a move.
 const VSOCK: &str = "vhost-user-vsock";
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {

@@ -9,7 +9,7 @@ pub(super) const RULE: Rule = Rule { id: "device-properties", run };
 /// Effect of a differing property.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Effect {
-    /// Nothing: it is the host's, or another rule looks at it.
+    /// Nothing: it is the host's, or another rule checks it.
     None,
     /// QEMU takes it and the guest runs on.
     Compatible(&'static str),
@@ -22,8 +22,9 @@ enum Effect {
 const PCI_CONFIG: &str = "it is in PCI configuration space, which QEMU compares";
 const STREAM: &str = "it changes the device's state in the stream";
 
-/// Properties that are the host's, or that other rules look at: memory by its block, features by what was negotiated. `busnr` is
-/// the number that the guest's firmware gave its bus; it comes with the state of the port before it.
+/// Properties that are the host's, or that other rules check: memory by its block, features by what was
+/// negotiated. `busnr` is the number that the guest's firmware gave its bus; it comes with the state of the
+/// port before it.
 const NO_EFFECT: &str = "\
     netdev chardev drive audiodev iothread ioeventfd vhostfd vhost tx x-txtimer x-txburst bootindex romfile \
     romsize rombar rerror werror share-rw account-invalid account-failed stats-intervals backend_defaults \

@@ -1,4 +1,4 @@
-//! Two things that can be compared at all.
+//! Both ends are of kinds that can be compared.
 
 use super::{Pair, Rule};
 use crate::facts::Subject;

@@ -9,11 +9,11 @@ pub(super) const RULE: Rule = Rule { id: "machine-properties", run };
 
 /// Properties that the facts of devices, memory and processors include.
 const SEEN_ELSEWHERE: &[&str] = &["hpet", "vmport", "i8042", "sata", "smbus", "pit", "pic", "acpi", "smp"];
-/// Those with which a guest was seen to run on.
+/// Properties whose difference a guest was seen to survive.
 const COMPATIBLE_DIFFERENCES: &[&str] = &["smm", "nvdimm", "max-ram-below-4g"];
 /// Part of the state of the memory hot-plug controller.
 const SLOTS: &str = "slots";
-/// Parts of a property that its own rule looks at.
+/// Parts of a property that have their own rule.
 const MEMORY_SIZE: &str = "size";
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {

@@ -1,4 +1,4 @@
-//! `-netdev user` has a state of its own in the stream, called `slirp`.
+//! `-netdev user` has a separate state in the stream, called `slirp`.
 
 use super::{Pair, Rule};
 use crate::facts::Netdev;

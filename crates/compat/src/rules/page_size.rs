@@ -1,4 +1,4 @@
-//! Pages of the memory behind a block.
+//! Page size of the memory that backs a block.
 
 use super::{Pair, Rule};
 use crate::report::{ConfiguredBy, Findings, Severity};

@@ -6,7 +6,7 @@ use crate::report::Findings;
 /// A rule.
 #[derive(Debug, Clone, Copy)]
 pub struct Rule {
-    /// Its name, which stays.
+    /// Name of the rule, which never changes.
     pub id: &'static str,
     pub(super) run: fn(&Pair<'_>, &mut Findings<'_>),
 }
@@ -24,7 +24,7 @@ pub struct Pair<'a> {
     pub is_postcopy: bool,
     /// The destination's facts are current, rather than recorded.
     pub is_live: bool,
-    /// Both sides' facts are of this host, so files can be compared by identity.
+    /// True if both sides' facts are from this host, so files can be compared by identity.
     pub is_one_host: bool,
 }
 

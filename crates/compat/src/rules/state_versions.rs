@@ -59,7 +59,7 @@ fn version(name: &str, written: u32, there: &StateFormat, findings: &mut Finding
     }
 }
 
-/// Compares the fields that are always in a stream, as far as both have them in the same version.
+/// Compares the fields that are always in a stream and that both have in the same version.
 fn fields(name: &str, a: &StateFormat, b: &StateFormat, depth: usize, findings: &mut Findings<'_>) {
     if depth > limits::DEPTH_MAX {
         return;

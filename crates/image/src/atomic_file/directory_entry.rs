@@ -267,7 +267,7 @@ impl DirectoryEntry {
                 // Another process has just replaced it.
                 Ok(()) => {}
                 Err(Errno::WOULDBLOCK) => match fs::flock(&file, FlockOperation::NonBlockingLockShared) {
-                    // In use, or replaced meanwhile by a writer: the next attempt shows which.
+                    // In use, or since replaced by a writer: the next attempt shows which.
                     Ok(()) => {
                         let _ = fs::flock(&file, FlockOperation::Unlock);
                         in_use = Some(file);

@@ -24,7 +24,7 @@ pub enum Error {
     InUse {
         /// The final name.
         path: PathBuf,
-        /// The process that uses it, as far as known.
+        /// The process that uses it, if known.
         holder: String,
     },
     /// The name is reserved for parts of images.
@@ -54,7 +54,7 @@ pub enum Error {
     NotRegular {
         /// The file.
         path: PathBuf,
-        /// Its kind.
+        /// Kind of the file.
         found: &'static str,
     },
     /// The path does not end in a file name.

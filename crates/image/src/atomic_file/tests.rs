@@ -229,7 +229,7 @@ impl Drop for Killed {
     }
 }
 
-/// Child process of the next test, not a test of its own.
+/// Child process of the next test, not a test itself.
 #[test]
 fn child_that_writes_until_killed() {
     let Some(path) = std::env::var_os(CHILD_PATH) else { return };

@@ -5,7 +5,7 @@
 //! - Changes of names before the directory's last `fsync` are kept. Each later change may be kept or lost,
 //!   independently; a rename or exchange is atomic.
 //!
-//! That is weaker than any filesystem: most keep the order of renames, and write a file's data before its new
+//! This is weaker than any filesystem: most keep the order of renames, and write a file's data before its new
 //! name.
 
 use std::collections::{BTreeMap, BTreeSet};

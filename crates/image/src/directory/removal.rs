@@ -172,7 +172,7 @@ fn allocated(path: &Path) -> u64 {
     fs::symlink_metadata(path).map_or(0, |metadata| metadata.blocks() * BLOCK_BYTES)
 }
 
-/// Processes that have the file open or mapped, except for this one, as far as `/proc` shows them.
+/// Processes that have the file open or mapped, except for this one, where `/proc` shows them.
 fn users(file: &File) -> Vec<String> {
     let Some(wanted) = identity_of(file) else { return Vec::new() };
     let own = std::process::id();

@@ -4,7 +4,7 @@
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The object is of another kind.
+    /// The object is not an index.
     #[error("not the index of an image, which begins with \"towline-index\"; correct the name")]
     NotAnIndex,
     /// The index is newer than this program.
@@ -12,7 +12,7 @@ pub enum Error {
         "the index has version {found}, this towline reads 1 to {known}; use a towline that is as new as the one that made it"
     )]
     Version {
-        /// Its version.
+        /// Version of the index.
         found: u32,
         /// Newest version that this program supports.
         known: u32,
@@ -20,7 +20,7 @@ pub enum Error {
     /// The index ends too early.
     #[error("the index is truncated: it ends after {found} bytes; store the guest again")]
     Truncated {
-        /// Its length in bytes.
+        /// Length of the index in bytes.
         found: u64,
     },
     /// The index exceeds the size limit.
@@ -28,7 +28,7 @@ pub enum Error {
         "the index has {found} bytes before compression, at most {limit} are allowed; check the size of the guest"
     )]
     TooLarge {
-        /// Its length in bytes.
+        /// Length of the index in bytes.
         found: u64,
         /// The limit.
         limit: u64,
@@ -50,7 +50,7 @@ pub enum Error {
     Field {
         /// The field.
         field: String,
-        /// Its value.
+        /// Value of the field.
         found: u64,
         /// Permitted values.
         expected: String,

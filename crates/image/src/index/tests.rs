@@ -59,7 +59,7 @@ fn an_index_with_any_bit_flipped_is_refused() {
     for bit in 0..8 * bytes.len() {
         let mut flipped = bytes.clone();
         flipped[bit / 8] ^= 1 << (bit % 8);
-        // A bit or two of zstd's frame have no meaning; whatever is read equals what was written.
+        // A bit or two of zstd's frame have no meaning; the content read equals that written.
         if let Ok(read) = Index::parse(&flipped) {
             assert_eq!(read, written, "bit {bit}");
         }

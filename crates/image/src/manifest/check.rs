@@ -202,7 +202,7 @@ impl Manifest {
         if state.length > limit {
             return bad("length", &state.length, &at_most(limit, "bytes"));
         }
-        // The sum must not overflow, whatever the length.
+        // The sum must not overflow for any length.
         if state.offset.checked_add(state.length).is_none_or(|end| end > self.image.length) {
             let expected = at_most(self.image.length.saturating_sub(state.length), "(the end of the image)");
             return bad("offset", &state.offset, &expected);

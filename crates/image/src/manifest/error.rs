@@ -24,7 +24,7 @@ pub enum Error {
     TooLong {
         /// The manifest.
         path: PathBuf,
-        /// Its length in bytes.
+        /// Length of the manifest in bytes.
         found: u64,
         /// The limit for the image's block list.
         limit: u64,
@@ -50,7 +50,7 @@ pub enum Error {
     Version {
         /// The manifest.
         path: PathBuf,
-        /// Its version.
+        /// Version of the manifest.
         found: u32,
         /// Newest version that this program supports.
         known: u32,
@@ -62,7 +62,7 @@ pub enum Error {
         path: PathBuf,
         /// The field, e.g. `blocks[2].length`.
         field: String,
-        /// Its value.
+        /// Value of the field.
         found: String,
         /// Permitted values.
         expected: String,
@@ -74,7 +74,7 @@ pub enum Error {
         path: PathBuf,
         /// The field, e.g. `blocks[2].length`.
         field: String,
-        /// Its value.
+        /// Value of the field.
         found: String,
         /// Value in the image.
         expected: String,
@@ -103,7 +103,7 @@ pub enum Error {
         /// Identity in the manifest.
         expected: Digest,
     },
-    /// The image's seal is of another manifest.
+    /// The image's seal belongs to another manifest.
     #[error("{}: its BLAKE3 is {found}, the image {} was stored with a manifest of {expected}; the manifest is damaged, was changed or is another image's, or the image is damaged there: copy both again", path.display(), image.display())]
     Seal {
         /// The manifest.

@@ -89,7 +89,7 @@ impl Cache {
             match state.chunks.get(&number) {
                 Some(Chunk::Resident { users: 0 }) => {
                     state.chunks.remove(&number);
-                    // Under the lock, so no thread fills it meanwhile.
+                    // Under the lock, so no other thread fills it.
                     evict(number);
                 }
                 Some(_) => state.resident.push_back(number),
@@ -146,7 +146,7 @@ impl Cache {
     }
 
     /// Waits until a claimed chunk is resident or must be filled by the caller, and marks it as used by
-    /// `thread`, if there is one. `check_cancelled` is called meanwhile.
+    /// `thread`, if there is one. `check_cancelled` is called during the wait.
     pub(super) fn acquire(
         &self,
         thread: Option<ThreadId>,

@@ -1,8 +1,8 @@
 //! The images of a prefix, and the chunks that they share.
 //!
-//! Reads every index, one at a time, lists every chunk, and changes nothing. Memory: about 100 bytes for each chunk of the
-//! prefix, and one index. The result is not a snapshot: an image that is stored or
-//! removed meanwhile may be missing or have missing chunks.
+//! Reads every index, one at a time, lists every chunk, and changes nothing. Memory: about 100 bytes for each
+//! chunk of the prefix, and one index. The result is not a snapshot: an image that is stored or removed at
+//! the same time may be missing or have missing chunks.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -57,7 +57,7 @@ pub struct StoredImageSummary {
     pub index_bytes: u64,
     /// Chunks that it references: its size if it were alone.
     pub chunks: ChunkTotals,
-    /// Those that no other image references: its part of the store.
+    /// Chunks that no other image references: its part of the store.
     pub own: ChunkTotals,
     /// Number of chunks that it references and the store does not have.
     pub missing: u64,
@@ -102,7 +102,7 @@ fn read(store: &Arc<Store>) -> Result<Catalog> {
         let name = key.strip_suffix(Location::SUFFIX).unwrap_or(&key).to_owned();
         let bytes = match store.get(&key, INDEX_BYTES_MAX) {
             Ok(Some(bytes)) => bytes,
-            // It was removed meanwhile.
+            // The image has since been removed.
             Ok(None) => continue,
             Err(error) if error.is_of_object() => {
                 // In the order of the images.

@@ -54,7 +54,8 @@ struct ResponseTimeout;
 
 /// Returns true if a response of S3's ListObjectsV2, which Google's stores have too, is the last one and says so, or names the next one.
 ///
-/// Some servers ignore `list-type=2`, or have no token: their list ends after a thousand objects, and looks like a whole one.
+/// Some servers ignore `list-type=2`, or have no token: their list ends after a thousand objects, and seems
+/// complete.
 fn is_whole(response: &str) -> bool {
     let field = |name: &str| {
         let (_, rest) = response.split_once(&format!("<{name}>"))?;

@@ -283,7 +283,7 @@ pub(super) fn image_keys(store: &Store) -> Result<Vec<String>> {
 fn referenced(store: &Arc<Store>, garbage: &mut Garbage) -> Result<Referenced> {
     let mut referenced = Referenced::default();
     for key in image_keys(store)? {
-        // An image removed meanwhile references nothing.
+        // An image removed in between references nothing.
         let Some(bytes) = store.get(&key, INDEX_BYTES_MAX)? else { continue };
         let index = Index::parse(&bytes);
         let index = index.map_err(|why| Error::KeepsGarbage { image: store.object_name(&key), why })?;

@@ -103,8 +103,8 @@ pub(super) fn remove_in(
     Ok(readers)
 }
 
-/// Readers of the image with this key. Expired leases are included: without a lease of its own this process
-/// does not know the store's time.
+/// Readers of the image with this key. Expired leases are included: without its own lease this process does
+/// not know the store's time.
 pub(super) fn readers_in(store: &Arc<Store>, key: &str) -> Result<Vec<ImageReader>> {
     let mut readers = Vec::new();
     for lease in leases(store, LeaseKind::Reader, SystemTime::UNIX_EPOCH)? {
@@ -258,7 +258,7 @@ impl UnleasedIndex {
     /// Protects its chunks by a lease.
     ///
     /// # Errors
-    /// [`Error::Changed`]: the image was replaced or removed meanwhile. Or the store is unreachable or refuses access.
+    /// [`Error::Changed`]: the image was replaced or removed in between. Or the store is unreachable or refuses access.
     pub(super) fn leased(self, store: &Arc<Store>, key: &str) -> Result<LeasedIndex> {
         if !store.location().scheme().is_writable() {
             return Ok(self.with(Err("http:// and https:// are read-only".into())));

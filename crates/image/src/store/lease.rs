@@ -38,7 +38,7 @@ const LEASE_BYTES_MAX: u64 = 4096;
 /// response was lost.
 const RENEWAL_ATTEMPTS_MAX: usize = 4;
 
-/// Kind of process that a lease is of.
+/// Kind of process that holds a lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LeaseKind {
     /// An upload.
@@ -74,7 +74,7 @@ impl LeaseKind {
     }
 }
 
-/// Conditional writes that a store enforces, as far as a lease has found out.
+/// Conditional writes that a store enforces, according to its leases.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ConditionalWrites {
     /// Create and update: an object is created only if it does not exist, and replaced only if it has the
@@ -137,7 +137,7 @@ impl LeaseEntry {
         self.age < LEASE_AGE_MAX
     }
 
-    /// Content of the lease; `None` if it was removed meanwhile, the error's text if it is invalid.
+    /// Content of the lease; `None` if it has since been removed, the error's text if it is invalid.
     pub(super) fn owner(&self, store: &Store) -> Result<Option<Result<LeaseOwner, String>>> {
         match store.get(&self.key, LEASE_BYTES_MAX) {
             Ok(bytes) => {
@@ -158,7 +158,7 @@ impl LeaseEntry {
     }
 }
 
-/// Lists the leases of a kind. Other objects in their directory are ignored: they are of other programs.
+/// Lists the leases of a kind. Other objects in their directory are ignored: they belong to other programs.
 pub(super) fn leases(store: &Store, kind: LeaseKind, now: SystemTime) -> Result<Vec<LeaseEntry>> {
     let mut found = Vec::new();
     store.list(kind.directory(), &mut |object| {

@@ -84,7 +84,7 @@ impl LeaseState {
         }
     }
 
-    /// Records that the lease is not in the store any more.
+    /// Records that the lease is no longer in the store.
     pub(super) fn mark_lost(&self, why: String) {
         let mut state = self.lock();
         if matches!(*state, State::Held { .. }) {

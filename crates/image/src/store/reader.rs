@@ -97,7 +97,7 @@ impl UnopenedImage {
     /// Protects the chunks by a lease and fetches the device state, at the same time.
     ///
     /// # Errors
-    /// [`Error::Changed`]: the image was replaced or removed meanwhile. Or it is damaged, or the store is unreachable or refuses access.
+    /// [`Error::Changed`]: the image was replaced or removed in between. Or it is damaged, or the store is unreachable or refuses access.
     pub fn open(self) -> Result<StoredImage> {
         let Self { store, image, key, unleased } = self;
         let requested = request_device_state(&store, &unleased.index);
@@ -396,7 +396,7 @@ impl StoredImage {
         for index in chunks.clone() {
             self.request_chunk(page.block, index, UNLIMITED);
         }
-        // With explicit release the caller has prefetching threads of its own.
+        // With explicit release the caller has its own prefetching threads.
         if !self.retains_until_release {
             self.prefetch(page.block, chunks.end);
         }

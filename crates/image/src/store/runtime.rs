@@ -26,7 +26,7 @@ pub(super) const FILE_THREADS: usize = 4;
 /// Executor of requests.
 #[derive(Debug)]
 pub(super) enum Runtime {
-    /// A thread of its own.
+    /// A separate thread.
     Thread(RuntimeThread),
     /// A simulated participant, which does everything in its single thread.
     #[cfg(test)]
@@ -179,7 +179,7 @@ impl<T> Drop for Task<T> {
 impl Drop for RuntimeThread {
     fn drop(&mut self) {
         self.stop.take();
-        // The last owner may be one of its own tasks, which cannot join the thread.
+        // The last owner may be a task of this runtime, which cannot join the thread.
         if let Some(thread) =
             self.thread.take().filter(|thread| thread.thread().id() != thread::current().id())
         {

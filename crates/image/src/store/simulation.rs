@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Real code: leases, uploads, index objects, collections and the reader, above `object_store`'s trait.
-//! Simulated: the store behind that trait ([`model`]), with four kinds of conditional writes, requests that
+//! Simulated: the store below that trait ([`model`]), with four kinds of conditional writes, requests that
 //! fail, are late or lose their response, and retries below the trait, which are checked as in `connector`.
 //! Actors crash and are suspended for hours. Not covered: HTTP, the spool, hashing threads.
 //!

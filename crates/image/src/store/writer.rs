@@ -49,7 +49,7 @@ impl StoreWriter {
     ///
     /// # Errors
     /// The store is unreachable or refuses access; the image exists and must not be replaced; there is no
-    /// directory for the file, or it is in memory.
+    /// directory for the file, or the directory is in memory.
     pub fn create(to: &Location, existing: Existing, origin: Origin, cancel: &Cancel) -> Result<Self> {
         let upload = Upload::begin(to, existing, cancel.clone())?;
         let file = spool::create(upload.image(), origin)?;

@@ -173,9 +173,9 @@ fn map_zeros(address: usize) -> bool {
     let page = address - address % bytes;
     // SAFETY: the thread's own `errno`, which the interrupted code may be about to read.
     let errno = unsafe { *libc::__errno_location() };
-    // SAFETY: the page is in a range of a `FaultGuard`, so it belongs to a mapping of this crate, is read-only for
-    // all threads and is not unmapped while the interrupted load runs. The replaced page has no content any
-    // more.
+    // SAFETY: the page is in a range of a `FaultGuard`, so it belongs to a mapping of this crate, is
+    // read-only for all threads and is not unmapped while the interrupted load runs. The replaced page has
+    // lost its content.
     let mapped = unsafe {
         libc::mmap(
             ptr::with_exposed_provenance_mut(page),

@@ -96,7 +96,7 @@ mod tests {
         });
     }
 
-    /// Child process of the next test, not a test of its own.
+    /// Child process of the next test, not a test itself.
     #[test]
     fn child_that_faults_elsewhere() {
         if std::env::var_os("TOWLINE_TEST_FAULT_ELSEWHERE").is_none() {

@@ -11,7 +11,7 @@ pub enum ParseError {
     /// A name that no QEMU from 7.2 to 11.1 has.
     #[error("option {option} is not known: expected one of QEMU 7.2 to 11.1; start QEMU without it")]
     UnknownOption {
-        /// Its name, with dashes.
+        /// Name of the option, with dashes.
         option: String,
     },
     /// The last word is an option that takes a value.
@@ -44,7 +44,7 @@ pub enum ParseError {
     /// More than [`COMMAND_LINE_BYTES_MAX`] bytes.
     #[error("command line has {found} bytes, expected at most {COMMAND_LINE_BYTES_MAX}; shorten it")]
     TooLong {
-        /// Its length.
+        /// Length in bytes.
         found: usize,
     },
     /// A value longer than [`VALUE_BYTES_MAX`].
@@ -60,7 +60,7 @@ pub enum ParseError {
     Value {
         /// The option.
         option: String,
-        /// Its fault.
+        /// Fault of the value.
         source: ValueError,
     },
     /// A recorded command line is not JSON of the expected shape.
@@ -72,7 +72,7 @@ pub enum ParseError {
     /// Recorded by a towline whose format is not known.
     #[error("recorded command line has version {found}, expected {expected}; use a newer towline")]
     Version {
-        /// Its version.
+        /// Version of the record.
         found: u32,
         /// The version of this towline.
         expected: u32,

@@ -23,7 +23,7 @@ pub enum Syntax {
     },
     /// `model,feature,+feature,-feature,feature=value`, without an escape for commas.
     Cpu,
-    /// `driver.property=value` with the rest as it is, or properties.
+    /// `driver.property=value` with the rest unparsed, or properties.
     Global,
 }
 
@@ -45,7 +45,7 @@ impl OptionName {
         names::find(OPTIONS, name).map(|(_, known)| Self(known))
     }
 
-    /// Its name without dashes.
+    /// The name without dashes.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         self.0

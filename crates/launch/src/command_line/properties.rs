@@ -12,9 +12,9 @@ use crate::limits::{NAME_BYTES_MAX, PROPERTIES_MAX};
 /// One property.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Property {
-    /// Its key, as `size` or `cxl-fmw.0.size`.
+    /// Key, such as `size` or `cxl-fmw.0.size`.
     pub key: String,
-    /// Its value, unescaped. `None` is a key alone, which switches a boolean on.
+    /// Value, unescaped. `None` is a key alone, which switches a boolean on.
     pub value: Option<String>,
 }
 
@@ -114,7 +114,8 @@ impl Properties {
         }
     }
 
-    /// Returns keys and values as text. A list of numbers in JSON is a key with several values; other nested JSON is as it is written.
+    /// Returns keys and values as text. A list of numbers in JSON is a key with several values; other nested
+    /// JSON is kept as written.
     pub fn pairs(&self) -> Vec<(&str, String)> {
         match self {
             Self::KeyValue(properties) => properties

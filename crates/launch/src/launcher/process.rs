@@ -1,4 +1,4 @@
-//! The process of a QEMU, started and reaped by a thread of its own.
+//! The process of a QEMU, started and reaped by a separate thread.
 
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};

@@ -197,7 +197,7 @@ pub(super) fn properties(model: &str) -> Option<Vec<Known>> {
     Some([COMMON].iter().chain(groups).copied().flatten().copied().collect())
 }
 
-/// Returns true if the device model is known to open nothing of the host by itself.
+/// Returns true if the device model is known to open nothing of the host on its own.
 #[must_use]
 pub fn is_known_model(model: &str) -> bool {
     properties(model).is_some()

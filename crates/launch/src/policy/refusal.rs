@@ -30,7 +30,7 @@ pub enum RefusalReason {
     Type,
     /// The property is not on the list.
     Property,
-    /// It names something of the host.
+    /// The value names something of the host.
     Host,
     /// The value does not have the form that it may have.
     Form {
@@ -41,7 +41,7 @@ pub enum RefusalReason {
     Repeated,
     /// The id is given more than once.
     DuplicateId,
-    /// It was left out when the command line was recorded.
+    /// The value was left out when the command line was recorded.
     LeftOut,
     /// Memory that nothing of the guest uses.
     UnusedMemory,

@@ -8,7 +8,7 @@ use crate::command_line::{CommandLine, OptionName, OptionValue, QemuOption};
 use crate::host::HostArguments;
 use crate::settings::{Candidate, ValueOrigin};
 
-/// Options that make a network of their own, or state that there is none.
+/// Options that create a network, or state that there is none.
 const NETWORKS: [&str; 4] = ["netdev", "net", "nic", "nodefaults"];
 /// Bytes of a console that QEMU keeps in a ring buffer.
 const RING: &str = "64K";
@@ -115,7 +115,7 @@ enum ConsoleEnd<'a> {
     File(&'a str),
 }
 
-/// Gives serial ports and consoles another end of this host's, whatever the image has there.
+/// Gives serial ports and consoles another end on this host, in place of the image's.
 pub(super) fn consoles(candidates: &mut Vec<Candidate>, host: &HostArguments, user_arguments: &CommandLine) {
     let end = match host.console_directory.as_deref().map(|directory| directory.to_str()) {
         None => ConsoleEnd::Ring,

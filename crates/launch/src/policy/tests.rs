@@ -121,7 +121,7 @@ fn without_a_directory_consoles_are_ring_buffers() {
          -chardev ringbuf,id=c0,size=64K -device isa-serial,chardev=c0 -chardev ringbuf,id=c1,size=64K -serial chardev:c1 \
          -chardev ringbuf,id=serial0,size=64K -chardev ringbuf,id=serial2-ring,size=64K -display none"
     );
-    // A clone's image is allowed as it is.
+    // A clone's image is allowed unchanged.
     let again = allowed.command_line().record().unwrap().allow(&HostArguments::default()).unwrap();
     assert_eq!(words(&again), words(&allowed).replace(" -display none", "") + " -display none");
     // The launcher's monitor is not a console.
@@ -187,7 +187,7 @@ fn network_of_qemu_is_isolated_unless_this_host_opens_it() {
     let json = r#"-netdev {"type":"user","id":"n0"}"#;
     assert_eq!(with(json, &[]), r#"-netdev {"id":"n0","restrict":true,"type":"user"} -display none"#);
     assert!(with(json, &["netdev.n0.restrict=off"]).contains(r#""restrict":false"#));
-    // QEMU's default network is of this kind.
+    // QEMU's default network has this kind.
     assert_eq!(with("-machine q35", &[]), "-machine q35 -net nic -net user,restrict=on -display none");
     assert_eq!(with("-nodefaults", &[]), "-nodefaults -display none");
 }

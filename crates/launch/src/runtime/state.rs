@@ -17,7 +17,7 @@ const BYTES_MAX: u64 = 64 << 10;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct RunningGuest {
-    /// Its name.
+    /// Name of the guest.
     pub name: String,
     /// Process id of its QEMU.
     pub pid: u32,

@@ -1,4 +1,5 @@
-//! A child that inherits only what it is given, has a session of its own, and can be bound to the life of its parent.
+//! A child that inherits only the given descriptors, has its own session, and can be bound to the life of its
+//! parent.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd, RawFd};
@@ -14,7 +15,7 @@ pub(crate) struct Child<'a> {
     pub(crate) descriptors: &'a [BorrowedFd<'a>],
     /// The end of its life.
     pub(crate) lifetime: Lifetime,
-    /// Its confinement, beyond that of its parent.
+    /// Confinement of the child, beyond that of its parent.
     pub(crate) confinement: Option<Given>,
 }
 

@@ -124,7 +124,7 @@ impl UmemMapping {
 /// Unmaps `len` bytes, if there are any.
 ///
 /// # Safety
-/// The bytes are a mapping, or a part of one, that is no longer used.
+/// The bytes are a mapping, or a part of one, that is unused now.
 unsafe fn trim(start: *mut u8, len: usize) {
     if len > 0 {
         // SAFETY: the caller's promise.

@@ -91,7 +91,7 @@ pub struct MigrationInfo {
     /// Addresses at which QEMU listens, as `SocketAddress`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub socket_address: Vec<Value>,
-    /// Keys without a field of their own.
+    /// Keys without a field.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }
@@ -126,7 +126,7 @@ pub struct RamStats {
     pub page_size: u64,
     /// Bytes sent on multifd channels.
     pub multifd_bytes: u64,
-    /// Keys without a field of their own.
+    /// Keys without a field.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }

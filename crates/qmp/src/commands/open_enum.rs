@@ -1,6 +1,7 @@
 //! Enums of QEMU that grow with its versions.
 
-/// A newtype over the enum's text, with constants for the values we know. A value we do not know survives as it is.
+/// A newtype over the enum's text, with constants for the values we know. A value we do not know is kept
+/// unchanged.
 macro_rules! open_enum {
     ($(#[$doc:meta])* $name:ident { $($konst:ident = $text:literal),* $(,)? }) => {
         $(#[$doc])*

@@ -130,7 +130,7 @@ command!(QueryMemdev, "query-memdev", Vec<Memdev>);
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Memdev {
-    /// Its id; absent if it has none.
+    /// Id of the backend; absent if it has none.
     #[serde(default)]
     pub id: Option<String>,
     /// Size in bytes.
@@ -138,7 +138,7 @@ pub struct Memdev {
     /// True if its memory is allocated at start (`prealloc`).
     #[serde(default)]
     pub prealloc: bool,
-    /// Keys without a field of their own.
+    /// Keys without a field.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }
@@ -160,7 +160,7 @@ pub struct CpuFast {
     pub thread_id: i64,
     /// Architecture, for example `x86_64`.
     pub target: String,
-    /// Keys without a field of their own.
+    /// Keys without a field.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }
@@ -186,7 +186,7 @@ pub struct BlockDevice {
     /// The medium.
     #[serde(default)]
     pub inserted: Option<BlockInserted>,
-    /// Keys without a field of their own.
+    /// Keys without a field.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }
@@ -206,7 +206,7 @@ pub struct BlockInserted {
     pub drv: String,
     /// The driver's description of the image.
     pub image: BlockImage,
-    /// Keys without a field of their own.
+    /// Keys without a field.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }
@@ -224,7 +224,7 @@ pub struct BlockImage {
     /// Backing image.
     #[serde(default)]
     pub backing_image: Option<Box<BlockImage>>,
-    /// Keys without a field of their own.
+    /// Keys without a field.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }

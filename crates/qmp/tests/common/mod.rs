@@ -21,7 +21,7 @@ pub(crate) struct Binary {
     pub(crate) firmware: Vec<PathBuf>,
     /// `LD_LIBRARY_PATH` of its own libraries, where the system's are another release's.
     pub(crate) libraries: Option<OsString>,
-    /// Its version, if it lies where only that version lies.
+    /// Version of the binary, if its directory is only for that version.
     pub(crate) expected_major: Option<u32>,
 }
 

@@ -54,8 +54,8 @@ pub(super) const BASIC: &[&[Sysno]] = &[
     calls![fstatat],
 ];
 
-/// Calls that open a file by its path. A copy needs them, restricted by landlock. A device's fail with `EACCES`: the C library
-/// tries to open some files by itself and continues without them.
+/// Calls that open a file by its path. A copy needs them, restricted by landlock. A device's fail with
+/// `EACCES`: the C library tries to open some files and continues without them.
 pub(super) const OPEN: &[Sysno] = &[
     Sysno::openat,
     Sysno::openat2,

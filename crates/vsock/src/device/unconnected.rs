@@ -23,7 +23,7 @@ pub(super) struct Unconnected<W> {
 }
 
 enum Place<W> {
-    /// It is created when a thread serves it.
+    /// Not yet created: a thread creates it when it serves it.
     Vacant,
     Worker(W),
     /// A session has it.

@@ -26,8 +26,8 @@ use crate::transport_reset::TransportReset;
 const RECEIVE: usize = 0;
 const TRANSMIT: usize = 1;
 const EVENT: usize = 2;
-/// Maximum number of passes over sockets and rings in a row while the worker busy-polls, before its thread looks after everything
-/// else.
+/// Maximum number of passes over sockets and rings in a row while the worker busy-polls, before its thread
+/// handles everything else.
 const POLLED_PASSES_MAX: usize = 64;
 
 /// Updates of the vhost-user session for the worker.
@@ -54,7 +54,7 @@ impl SessionUpdates {
     }
 }
 
-/// Start of a data queue, as far as it shows whether the driver is another one.
+/// Start of a data queue, and what it shows about a change of the driver.
 #[derive(Debug, Clone, Copy, Default)]
 struct QueueStart {
     /// The queue was started before.
@@ -203,15 +203,15 @@ impl VsockWorker {
 /// Next step of a worker after a pass over its sockets and rings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum AfterPass {
-    /// It returns to its thread.
+    /// Returns to its thread.
     Return(Next),
-    /// It busy-polls: another pass.
+    /// Busy-polls: another pass.
     Poll,
 }
 
 impl VsockWorker {
-    /// While the worker busy-polls for the guest's response, looks for it in the ring first, which takes no system call. Returns
-    /// true if there was one; then it is the host's turn in the next pass.
+    /// While the worker busy-polls for the guest's response, checks the ring for it first, which takes no
+    /// system call. Returns true if there was one; then it is the host's turn in the next pass.
     fn has_response(&mut self, queues: &mut Queues<'_>) -> bool {
         if !self.poller.awaits_guest() {
             return false;
@@ -232,7 +232,7 @@ impl VsockWorker {
         let is_reset_done = self.transport_reset.is_done();
         let mut again = false;
         if let Some(ring) = queues.ring(EVENT) {
-            // New buffers matter only while an event is to be sent.
+            // New buffers matter only while an event waits to be sent.
             ring.set_notification(!is_reset_done);
         }
         if let Some(ring) = queues.ring(TRANSMIT) {
@@ -308,7 +308,7 @@ impl Worker for VsockWorker {
         if queue != RECEIVE && queue != TRANSMIT {
             return;
         }
-        // A driver that continues where another device has stopped has connections that do not exist any more.
+        // A driver that continues where another device has stopped has connections that no longer exist.
         let was_started = std::mem::replace(&mut self.queue_starts[queue].was_started, true);
         if fresh || !was_started {
             // Linux has had seqpacket for longer than a limit of packets, and without it some frontends do not offer it.

@@ -35,7 +35,7 @@ pub(super) struct BatchPool {
     pub(super) retained: usize,
     /// Limit of `retained` for the present ring.
     pub(super) retained_max: usize,
-    /// Chains that are not in use any more, to be completed.
+    /// Chains that are no longer in use, to be completed.
     pub(super) completed: Vec<ChainHead>,
 }
 

@@ -5,7 +5,7 @@
 //!   messages  one bit for each byte: set for the last byte of a message
 //!   records   the same for records
 //! ```
-//! The marks take two bits per byte whatever the lengths of the messages are, so messages of one byte take no more memory
+//! The marks take two bits per byte for any lengths of messages, so messages of one byte take no more memory
 //! than is reserved for their window ([`ConnectionLimits::cost`](crate::ConnectionLimits::cost)).
 
 use crate::packet::{SeqFlags, SocketType};

@@ -27,9 +27,9 @@ bitflags::bitflags! {
     /// Queues of the engine that have an entry of the connection.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
     pub(super) struct Queues: u8 {
-        /// Connections whose send queue is to be flushed after the present batch.
+        /// Connections whose send queue will be flushed after the present batch.
         const FLUSH = 1;
-        /// Connections that are to be read, or that wait for memory to be read.
+        /// Connections that will be read, or that wait for memory before they can be.
         const READ = 2;
         /// Timers after which credit is requested.
         const CREDIT_TIMER = 4;
@@ -46,7 +46,7 @@ pub(super) struct HostEnd<S> {
     pub(super) queues: Queues,
     /// Payload that was not sent yet.
     pub(super) send_queue: VecDeque<Payload>,
-    /// Number of entries of `send_queue`, from the front, that are of earlier batches: retained or copied.
+    /// Number of entries of `send_queue`, from the front, that belong to earlier batches: retained or copied.
     settled: usize,
     /// Chains that are retained in the ring.
     retained: usize,
@@ -56,7 +56,7 @@ pub(super) struct HostEnd<S> {
     pub(super) rx_batch_hint: usize,
     /// Urgent data has come: a short read may have stopped at its mark, and does not mean that the socket is empty.
     pub(super) has_urgent: bool,
-    /// Credit that the connection waits for, and the number of times that its timer expired meanwhile.
+    /// Credit that the connection waits for, and the number of times that its timer has expired.
     pub(super) credit_need: CreditNeed,
     pub(super) credit_polls: u32,
     /// A message that is partly sent to the guest.
@@ -143,7 +143,7 @@ impl<S> HostEnd<S> {
         }
     }
 
-    /// Appends the buffers of the next call to `bufs`: of a stream the send queue, as far as a call takes it;
+    /// Appends the buffers of the next call to `bufs`: of a stream as much of the send queue as a call takes;
     /// of messages the first one, or nothing while it is incomplete.
     pub(super) fn gather<'s>(
         &'s self,

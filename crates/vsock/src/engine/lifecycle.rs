@@ -17,9 +17,9 @@ use crate::sockets::Readiness;
 pub(super) enum SendState {
     /// The socket takes data.
     Open,
-    /// Its send buffer is full.
+    /// The send buffer is full.
     Full,
-    /// Its peer receives no more: data of the guest is discarded.
+    /// The peer receives no more: data of the guest is discarded.
     PeerClosed,
     /// The guest has ended the direction, and all of its data was sent.
     ShutDown,
@@ -43,11 +43,11 @@ pub(super) enum ReceiveState {
 /// State of the socket's peer, as epoll reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) enum PeerState {
-    /// It may send and receive.
+    /// May send and receive.
     Open,
-    /// It sends no more.
+    /// Sends no more.
     WriteClosed,
-    /// It neither sends nor receives any more.
+    /// Neither sends nor receives.
     Closed,
 }
 
@@ -89,7 +89,7 @@ bitflags::bitflags! {
         const UNWATCH_WRITABLE = 2;
         /// Send the end of the stream to the guest.
         const DELIVER_EOF = 4;
-        /// Discard data of the guest, and notify it that none is received any more.
+        /// Discard data of the guest, and notify it that no more is received.
         const REFUSE_DATA = 8;
         /// Shut down the receiving side of the socket.
         const SHUTDOWN_RECEIVE = 16;

@@ -5,8 +5,8 @@ use std::collections::VecDeque;
 /// Length below which a queue is never pruned.
 const ENTRIES_MIN: usize = 64;
 
-/// A queue whose entries can outlive their connections. It is pruned when it is twice as long as after the last time, so
-/// connections that come and go leave nothing behind, and an entry costs constant time.
+/// A queue whose entries can outlive their connections. It is pruned when it is twice as long as after the
+/// last time, so connections that come and go leave nothing in it, and an entry costs constant time.
 #[derive(Debug)]
 pub(super) struct PrunedQueue<T> {
     entries: VecDeque<T>,

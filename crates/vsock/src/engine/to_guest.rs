@@ -76,7 +76,7 @@ impl<S: Sockets> Engine<S> {
         Next::Again
     }
 
-    /// Returns the number of buffers that are to be popped.
+    /// Returns the number of buffers to pop.
     fn wanted_buffers(&mut self) -> usize {
         let control = self.table.control_queue_len();
         let data = match self.ready.front().copied() {
@@ -180,7 +180,7 @@ impl<S: Sockets> Engine<S> {
                 }
                 let used = self.send_headers(id, ring, first, bytes, SeqFlags::empty());
                 if let Some(end) = self.host_ends.get_mut(id) {
-                    // One short read is no reason to begin with small ones again.
+                    // One short read is not a reason to begin with small ones again.
                     let hint = if used == next - first {
                         2 * used
                     } else {
@@ -353,7 +353,7 @@ impl<S: Sockets> Engine<S> {
         self.continue_message(id, ring, space)
     }
 
-    /// Sends the rest of a message, as far as there are buffers and credit.
+    /// Sends the rest of a message, within buffers and credit.
     fn continue_message(&mut self, id: ConnectionId, ring: &mut Ring, space: Space) -> usize {
         let Some(end) = self.host_ends.get_mut(id) else { return 0 };
         let Some(mut message) = end.message.take() else { return 0 };

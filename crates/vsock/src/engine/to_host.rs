@@ -23,9 +23,9 @@ const RETAINED_DIVISOR: u16 = 4;
 /// Disposition of a packet's chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ChainUse {
-    /// Its payload is in the send queue.
+    /// The payload is in the send queue.
     Queued,
-    /// It can be completed.
+    /// The chain can be completed.
     Done,
 }
 
@@ -175,7 +175,7 @@ impl<S: Sockets> Engine<S> {
         self.close_socket(id, CloseMode::Reset);
     }
 
-    /// Sends the send queue, as far as the socket takes it.
+    /// Sends as much of the send queue as the socket takes.
     pub(super) fn flush(&mut self, id: ConnectionId) {
         loop {
             let Some(end) = self.host_ends.get_mut(id) else { return };

@@ -18,7 +18,7 @@ pub(super) enum HandshakeLine {
         /// Length of the line in bytes.
         length: usize,
     },
-    /// It is not a valid line.
+    /// Not a valid line.
     Invalid,
 }
 

@@ -54,9 +54,9 @@ pub(super) enum Family {
 /// Size of the kernel's send buffer of a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SendBuffer {
-    /// It can be enlarged.
+    /// Can be enlarged.
     Default,
-    /// It was enlarged, or is not to be.
+    /// Was enlarged, or must not be.
     Fixed,
 }
 
@@ -104,7 +104,7 @@ impl HostSocket {
             // a limit whose default is sufficient.
             let _ = sockopt::set_socket_send_buffer_size(&fd, WINDOW_FIRST_MAX as usize);
         }
-        // TCP sizes its buffers by itself, and a message needs a buffer for all of it.
+        // TCP sizes its buffers itself, and a message needs a buffer for all of it.
         let is_fixed = family == Family::Tcp || kind == SocketType::Seqpacket;
         Self {
             fd,

@@ -1,4 +1,4 @@
-//! The descriptor of a socket, whose peer may pass descriptors of its own.
+//! The descriptor of a socket, whose peer may pass descriptors.
 //!
 //! Linux 6.16 and later refuse them. With an older kernel they are received and closed on another thread, and those that are
 //! still queued when the socket is closed too: the last close of a descriptor may wait, and this thread serves a guest.
@@ -18,7 +18,7 @@ const QUEUED_MAX: usize = 512;
 /// Descriptors that the peer passes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum PassedDescriptors {
-    /// The kernel refuses them, or the socket is of a family without them.
+    /// The kernel refuses them, or the socket's family has none.
     Refused,
     Received,
 }
@@ -48,7 +48,7 @@ impl SocketFd {
     /// As [`sys::receive`].
     ///
     /// # Errors
-    /// Those of the call, and [`io::ErrorKind::InvalidData`] for descriptors.
+    /// The errors of the call, and [`io::ErrorKind::InvalidData`] for descriptors.
     pub(super) fn receive(&self, bufs: &mut [IoBufMut<'_>]) -> io::Result<ReceiveOutcome> {
         if self.passed == PassedDescriptors::Refused {
             return sys::receive(self.fd.as_fd(), bufs, None);

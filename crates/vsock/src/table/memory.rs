@@ -32,8 +32,8 @@ impl MemoryBudget {
         self.limit.saturating_sub(self.reserved)
     }
 
-    /// Reserves the window of a new connection, of at most `buf_alloc` bytes. Returns its size, or `None` if there is no
-    /// memory for the smallest one.
+    /// Reserves the window of a new connection, of at most `buf_alloc` bytes. Returns its size, or `None` if
+    /// memory for the smallest one is lacking.
     pub(super) fn reserve_window(&mut self, buf_alloc: u32, kind: SocketType) -> Option<u32> {
         let left = self.left();
         if left < ConnectionLimits::cost(WINDOW_MIN.min(buf_alloc), kind) {

@@ -195,7 +195,7 @@ pub(crate) fn send_until_full(
     sent
 }
 
-/// Reads a stream to its end, on a thread of its own.
+/// Reads a stream to its end, on a separate thread.
 pub(crate) fn read_to_end(mut stream: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
     std::thread::spawn(move || {
         let mut received = Vec::new();

@@ -276,7 +276,7 @@ impl Guest {
         self.queue.push_back(Packet { header, payload: payload.to_vec() });
     }
 
-    /// The program writes up to `most` bytes, as far as there is credit, and shuts down its sending side at the end.
+    /// The program writes up to `most` bytes, within its credit, and shuts down its sending side at the end.
     pub(crate) fn write(&mut self, ports: Ports, most: u32) {
         let connection = self.connections.get_mut(&ports).unwrap();
         if !connection.open || connection.closed || connection.shut.contains(ShutdownFlags::SEND) {

@@ -165,7 +165,7 @@ fn credit_may_shrink_to_nothing() {
     }
 }
 
-/// A guest that resets a connection while the device's own reset waits for a buffer leaves nothing behind.
+/// A guest that resets a connection while the device's own reset waits for a buffer leaves no state.
 #[test]
 fn a_reset_by_the_guest_removes_a_connection_that_is_being_reset() {
     let mut table = ConnectionTable::new(CID, limits(10), 0);

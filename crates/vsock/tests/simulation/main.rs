@@ -1,5 +1,5 @@
-//! A guest, the device and the host's programs in virtual time: data of each end must reach the other, whatever part of it is
-//! transferred late or in another order.
+//! A guest, the device and the host's programs in virtual time: data of each end must reach the other, even
+//! if parts of it are transferred late or in another order.
 //!
 //! Rings, in shared memory, and all of the engine and the table are real. The driver and its connections (`guest.rs`) and the
 //! sockets and programs of the host (`host.rs`) are models. A schedule is derived from its seed; `TOWLINE_SEEDS` is the number

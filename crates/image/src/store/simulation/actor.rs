@@ -34,7 +34,7 @@ impl Actor {
         Self { world: world.clone(), number, tasks: Arc::default() }
     }
 
-    /// Returns true if its process has ended: its requests have no effect any more.
+    /// Returns true if its process has ended: its requests no longer have an effect.
     pub(in crate::store) fn has_crashed(&self) -> bool {
         self.world.has_crashed(self.number)
     }

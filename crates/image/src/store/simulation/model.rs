@@ -1,5 +1,5 @@
-//! An object store behind `object_store`'s trait: strongly consistent, with times in seconds and paged
-//! listings.
+//! An object store that implements `object_store`'s trait: strongly consistent, with times in seconds and
+//! paged listings.
 
 use std::fmt;
 use std::ops::Range;
