@@ -229,7 +229,7 @@ fn content(image: &File) -> Result<u64> {
             return Ok(offset + index as u64);
         }
     }
-    anyhow::bail!("the image has no content behind {CONTENT_FROM:#x}")
+    anyhow::bail!("the image has no content after {CONTENT_FROM:#x}")
 }
 
 fn qmp(qemu: &Qemu) -> String {

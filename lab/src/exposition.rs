@@ -99,7 +99,7 @@ fn metadata(rest: &str, family: &mut Family, seen: &mut BTreeSet<String>) -> Res
         ensure!(seen.insert(name.to_owned()), "a family in two places");
         *family = Family { name: name.to_owned(), ..Family::default() };
     }
-    ensure!(family.samples == 0, "metadata behind samples");
+    ensure!(family.samples == 0, "metadata after samples");
     match what {
         "HELP" => ensure!(!std::mem::replace(&mut family.help, true), "twice"),
         "TYPE" => {
@@ -122,7 +122,7 @@ impl Family {
 fn is_name(name: &str) -> Result<()> {
     let letter = |c: char| c.is_ascii_alphabetic() || c == '_';
     let good = name.starts_with(letter) && name.chars().all(|c| letter(c) || c.is_ascii_digit());
-    ensure!(good, "{name:?} is no name");
+    ensure!(good, "{name:?} is not a name");
     Ok(())
 }
 
@@ -155,7 +155,7 @@ fn check_labels(mut text: &str) -> Result<()> {
                 next
             }
             None => {
-                ensure!(rest.is_empty(), "something behind a value");
+                ensure!(rest.is_empty(), "something after a value");
                 rest
             }
         };

@@ -16,7 +16,7 @@ pub fn first_steps() -> Result<String> {
     let readme = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
     let block = readme.split_once(MARK).and_then(|(_, rest)| rest.split_once("```\n"));
     let block = block.and_then(|(_, rest)| rest.split_once("```"));
-    Ok(block.with_context(|| format!("{} has no block behind {MARK}", path.display()))?.0.to_owned())
+    Ok(block.with_context(|| format!("{} has no block after {MARK}", path.display()))?.0.to_owned())
 }
 
 /// The same as a script that fails with the first command that fails, and ends its QEMUs.

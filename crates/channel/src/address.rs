@@ -146,7 +146,7 @@ fn tcp(rest: &str) -> Result<Address, &'static str> {
         return Err("the host has a character that no host name has");
     }
     if port.contains(',') {
-        return Err("options behind the port are not supported; expected tcp:HOST:PORT");
+        return Err("options after the port are not supported; expected tcp:HOST:PORT");
     }
     let port = digits(port).ok_or("the port is not a number from 0 to 65535")?;
     Ok(Address::Tcp { host: host.to_owned(), port })
@@ -252,7 +252,7 @@ mod tests {
         assert_eq!(why("tcp:host:"), "the port is not a number from 0 to 65535");
         assert_eq!(
             why("tcp:host:1,to=9"),
-            "options behind the port are not supported; expected tcp:HOST:PORT"
+            "options after the port are not supported; expected tcp:HOST:PORT"
         );
         assert_eq!(why("ws:host"), "expected ws://HOST[:PORT][/PATH], or wss://");
         assert_eq!(why("ws:///path"), "the host is missing; 0.0.0.0 is every one of this machine's");

@@ -35,7 +35,7 @@ pub enum Error {
         source: std::io::Error,
     },
     /// The directory of a new socket does not exist.
-    #[error("unix:{}: {} is no directory; create it, or correct the path", path.display(), path.parent().unwrap_or(path).display())]
+    #[error("unix:{}: {} is not a directory; create it, or correct the path", path.display(), path.parent().unwrap_or(path).display())]
     NoDirectory {
         /// Path of the socket.
         path: std::path::PathBuf,

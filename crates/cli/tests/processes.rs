@@ -325,7 +325,7 @@ fn a_cause_is_printed_once_and_the_closing_line_is_true() {
     }
     let (stderr, _) =
         failed(directory, &["net", "--socket", "none/x.sock", "--tap", "x", "--sandbox", "none"]);
-    assert_eq!(stderr.matches("none is no directory; create it").count(), 1, "{stderr}");
+    assert_eq!(stderr.matches("none is not a directory; create it").count(), 1, "{stderr}");
     let (stderr, _) = failed(directory, &["copy", "mem:4M", "a.img"]);
     assert!(stderr.is_empty(), "{stderr}");
     let file = std::fs::File::options().write(true).open(directory.join("a.img")).unwrap();

@@ -207,7 +207,7 @@ fn a_socket_that_cannot_be_made_is_named_once() {
         let text = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(1), "{command:?}: {text}");
         assert_eq!(text.matches("/no/directory/s").count(), 1, "{command:?}: {text}");
-        assert_eq!(text.matches("/no/directory is no directory").count(), 1, "{command:?}: {text}");
+        assert_eq!(text.matches("/no/directory is not a directory").count(), 1, "{command:?}: {text}");
     }
 }
 

@@ -81,7 +81,7 @@ pub struct TransferredBlock {
     pub block: String,
     /// Reason for it.
     pub reason: TransferReason,
-    /// True if the backend's file is named as if its memory were to be mapped, so that a user should learn of the reason.
+    /// The backend names the image, so the user expected it to be mapped: report why it is not.
     pub is_unexpected: bool,
 }
 

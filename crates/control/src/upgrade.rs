@@ -48,7 +48,7 @@ pub use error::{Error, IncompatibleSetting};
 const PROVES_SINCE: QemuVersion = QemuVersion { major: 8, minor: 2 };
 /// Time limit for the end of a new QEMU that is killed.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
-/// Directories that are tried for the new QEMU: guests of one name, each upgraded while an older one is still there.
+/// Runtime directories (`NAME.1`, `NAME.2`, …) tried before giving up.
 const NAMES_MAX: u32 = 64;
 
 /// Request for an upgrade.

@@ -83,7 +83,7 @@ pub enum Error {
         limit: u64,
     },
     /// The file lost pages while it was read.
-    #[error("{}: not all of it could be read: the file has {found} bytes, expected {expected}; it was cut short while it was in use, or its disk fails: take another copy of it", path.display())]
+    #[error("{}: not all of it could be read: the file has {found} bytes, expected {expected}; it was truncated while it was in use, or its disk fails: take another copy of it", path.display())]
     Lost {
         /// The file.
         path: PathBuf,

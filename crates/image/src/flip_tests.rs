@@ -374,6 +374,6 @@ fn an_image_truncated_while_it_is_open_is_an_error() {
             assert!(!copied.immutable(page, block.length).unwrap().is_empty());
         }
         let error = Guest::device_state(&copied).unwrap_err().to_string();
-        assert!(error.contains("it was cut short while it was in use"), "{error}");
+        assert!(error.contains("it was truncated while it was in use"), "{error}");
     }
 }

@@ -130,7 +130,7 @@ impl Confinement {
         }
         let root = fs::metadata(own.join("root"))?;
         add("root directory", &format!("{}:{}", root.dev(), root.ino()));
-        add("threads with processors of their own", &threads(&own, &status)?);
+        add("threads with other processors", &threads(&own, &status)?);
         Ok(Self { properties })
     }
 

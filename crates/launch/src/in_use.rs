@@ -30,7 +30,7 @@ pub struct Start<'a> {
 #[non_exhaustive]
 pub enum InUse {
     /// Two guests would have the same.
-    #[error("{what} is of both {first} and {second}; set {setting} with {{n}} in its value")]
+    #[error("{first} and {second} would both use {what}; set {setting} with {{n}} in its value")]
     Shared {
         /// The port, interface, socket or address.
         what: String,
@@ -315,7 +315,7 @@ mod tests {
         let error = check(&[line, &other]).unwrap_err().to_string();
         assert_eq!(
             error,
-            "MAC address 52:54:00:aa:00:01 is of both a and b; set device.net0.mac with {n} in its value"
+            "a and b would both use MAC address 52:54:00:aa:00:01; set device.net0.mac with {n} in its value"
         );
         let taps = ["-netdev tap,id=n0,ifname=towline-no0", "-netdev tap,id=n0,ifname=towline-no1"];
         check(&taps).unwrap();

@@ -198,7 +198,7 @@ impl Receiver {
         }
         self.failures += 1;
         if self.failures == FAILURES_MAX {
-            tracing::error!(%error, "the tap is gone; nothing is received from it any more");
+            tracing::error!(%error, "the tap is gone; no more frames are received");
             self.tap_failed = true;
         }
     }

@@ -88,7 +88,7 @@ pub enum TapError {
     },
     /// The descriptors are of different interfaces.
     #[error(
-        "descriptor {first_number} is of interface {first} and descriptor {number} of {found}; all must be of one"
+        "descriptor {first_number} belongs to interface {first} and descriptor {number} to {found}; all must belong to one"
     )]
     MixedInterfaces {
         /// Number of the first descriptor.

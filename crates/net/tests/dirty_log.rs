@@ -134,7 +134,7 @@ fn pages_are_marked_after_the_last_write() {
     let name = "pages_are_marked_after_the_last_write";
     let network = match Network::new() {
         Ok(network) => network,
-        Err(error) => return skip(name, &format!("no network of its own: {error:#}")),
+        Err(error) => return skip(name, &format!("no separate network: {error:#}")),
     };
     let taps = network.enter(|| Taps::open("tap0", 1)).unwrap().unwrap();
     for line in [

@@ -30,7 +30,7 @@ pub enum ServeError {
     #[error(transparent)]
     Record(#[from] RecordError),
     /// More sockets than one device uses.
-    #[error("the service manager passes {found} sockets, expected 1; give each device a unit of its own")]
+    #[error("the service manager passes {found} sockets, expected 1; give each device its own unit")]
     Sockets {
         /// Number of sockets.
         found: usize,

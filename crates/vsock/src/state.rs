@@ -57,7 +57,7 @@ impl State {
         let found = u64::from_le_bytes(part(head, 8));
         if found != cid {
             return Err(BackendError::new(format!(
-                "the state is of a guest with CID {found}, this device has CID {cid}; give both devices the same --cid"
+                "the state belongs to a guest with CID {found}, this device has CID {cid}; give both devices the same --cid"
             )));
         }
         let count = u32::from_le_bytes(part(head, 20)) as usize;

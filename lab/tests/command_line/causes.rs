@@ -30,7 +30,7 @@ fn a_failure_names_its_true_cause() {
     let file = scratch.text("file");
     std::fs::write(&file, "not a socket").unwrap();
     let nowhere = scratch.text("nowhere/a.sock");
-    let directory = format!("{} is no directory; create it", scratch.text("nowhere"));
+    let directory = format!("{} is not a directory; create it", scratch.text("nowhere"));
     let busy = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = busy.local_addr().unwrap().port();
     let image = scratch.text("a.img");

@@ -60,7 +60,7 @@ fn fixture(name: &str) -> Option<Fixture> {
     match Network::new() {
         Ok(network) => Some(Fixture { network, directory: TempDir::with_prefix("towline-lab-").unwrap() }),
         Err(error) => {
-            skip(name, &format!("no network of its own: {error:#}"));
+            skip(name, &format!("no separate network: {error:#}"));
             None
         }
     }

@@ -96,7 +96,7 @@ fn a_directory_that_accepts_no_file_is_refused_at_once() {
     let (fixture, source) = (Fixture::new(), counting(guest()));
     std::fs::create_dir(fixture.path("directory")).unwrap();
     for (name, text) in [
-        ("missing/guest.img", "is no directory; create it, or correct the path"),
+        ("missing/guest.img", "is not a directory; create it, or correct the path"),
         ("directory", "is a directory, expected a regular file or nothing"),
         ("directory/", "does not name a file"),
     ] {

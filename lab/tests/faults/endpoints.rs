@@ -124,7 +124,7 @@ fn a_destination_that_listens_elsewhere_is_refused() {
     let uri = format!("unix:{}", fixture.name("incoming.sock"));
     let destination = guest().incoming(towline_lab::Incoming::Uri(uri)).start().unwrap();
     let finished = fixture.run(&format!("copy {} {}", qmp(&source), qmp(&destination)));
-    assert_safe(&finished, &["waits for a guest already, at an address of its own"]);
+    assert_safe(&finished, &["already waits for a guest at the address on its command line"]);
     assert_waits(&destination);
     assert_runs(&source);
 }

@@ -77,7 +77,7 @@ fn resume_runs_the_source_on_and_it_can_be_copied_again() {
         source.qmp().wait_status("postmigrate", WITHIN).unwrap();
         let third = [&qmp(&source)[..], &scratch.text("third.img")];
         let output = refused(1, &third);
-        assert!(output.contains("resume it first (`cont`), or pass --resume"), "{output}");
+        assert!(output.contains("run `cont`, or pass --resume"), "{output}");
         assert!(!scratch.path("third.img").exists());
         source.qmp().wait_status("postmigrate", WITHIN).unwrap();
         copy(&[&["--resume"], &third[..]].concat());

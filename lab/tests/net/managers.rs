@@ -102,7 +102,7 @@ fn taps_of_a_manager_that_do_not_fit_together_are_refused() {
             &[("tap0", GOOD), ("tap1", GOOD & !VNET_HDR)][..],
             ["(tap1) was opened without the virtio header", "IFF_VNET_HDR"],
         ),
-        (&[("tap0", GOOD), ("tap1", GOOD)], ["is of interface tap0", "of tap1; all must be of one"]),
+        (&[("tap0", GOOD), ("tap1", GOOD)], ["belongs to interface tap0", "to tap1; all must belong to one"]),
         (&[("tun0", GOOD & !TAP | TUN)], ["(tun0) was opened as a tun", "IFF_TAP"]),
         (&[("tap0", single), ("tap1", single)], ["(tap0) was opened for one queue", "IFF_MULTI_QUEUE"]),
     ] {

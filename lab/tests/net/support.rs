@@ -33,7 +33,7 @@ pub(crate) fn network(name: &str) -> Option<Network> {
     match Network::new() {
         Ok(network) => Some(network),
         Err(error) => {
-            skip(name, &format!("no network of its own: {error:#}"));
+            skip(name, &format!("no separate network: {error:#}"));
             None
         }
     }

@@ -73,7 +73,7 @@ fn a_clone_that_does_not_start_ends_the_others() {
     let shared = saved.run(&["--name", "web", "--count", "2"], &saved.settings_in("agent"));
     let shared = shared.wait(WITHIN).unwrap();
     assert_eq!(shared.status.code(), Some(1), "{}", shared.stderr);
-    assert!(shared.stderr.contains("is of both web-0 and web-1"), "{}", shared.stderr);
+    assert!(shared.stderr.contains("web-0 and web-1 would both use"), "{}", shared.stderr);
     // Only the first clone's directory exists.
     std::fs::create_dir(saved.path("log-0")).unwrap();
     let file = saved.path("log-{n}").join("pid").display().to_string();

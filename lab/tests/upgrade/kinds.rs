@@ -438,7 +438,7 @@ fn confinement_that_cannot_be_given_is_refused_by_name() {
         "ipc namespace: ",
         "uts namespace: ",
         "scheduling policy: \"3 priority 0\" in the old QEMU",
-        "threads with processors of their own: ",
+        "threads with other processors: ",
     ];
     guest.refused(&["--set", "sandbox="], &expected);
     guest.refused(&["--set", "sandbox=", "--copy"], &expected);

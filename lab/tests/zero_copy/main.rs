@@ -130,7 +130,7 @@ fn zero_copy_happens_on_a_virtio_card_and_not_on_loopback() {
     }
     let network = match network() {
         Ok(network) => network,
-        Err(error) => return skip(name, &format!("no network of its own: {error:#}")),
+        Err(error) => return skip(name, &format!("no separate network: {error:#}")),
     };
     let (_qemu, mut guest) = guest(&network, &[&towline_binary().unwrap()]);
     // Plain sends first, as the base of the comparison.

@@ -73,7 +73,7 @@ fn a_stock_source_sends_over_a_virtio_card_without_a_copy() {
     }
     let network: Network = match network() {
         Ok(network) => network,
-        Err(error) => return skip(name, &format!("no network of its own: {error:#}")),
+        Err(error) => return skip(name, &format!("no separate network: {error:#}")),
     };
     let (qemu, towline) = (Version::V10_0.command(), towline_binary().unwrap());
     let programs = [Path::new(qemu.get_program()), towline.as_path()];

@@ -10,7 +10,7 @@ use crate::endpoint::Endpoint;
 use crate::report::ReportArgs;
 use crate::units::milliseconds;
 
-/// Replace the QEMU of a running guest by another one, with its memory left where it is
+/// Replace the QEMU under a running guest; its RAM stays in place
 ///
 /// The command line of the new QEMU is that of the old one, read from its process. Both map the same memory, so that only
 /// the state of the devices moves. The new QEMU is started and checked before the guest stops; a failure before the guest

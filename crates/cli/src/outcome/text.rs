@@ -67,7 +67,7 @@ fn transfer(reporter: &Reporter, report: &CopyReport) {
         let channels = counted(report.multifd_channels as u64, "channel");
         reporter.line(&format!("  moved        by QEMU, {channels}, from the image itself"));
     } else if moved.transferred > 0 {
-        // A file that is uploaded is no stream.
+        // Uploads have no stream, hence no rate.
         let lanes = match report.multifd_channels {
             0 => "without lanes".to_owned(),
             1 => "over 1 lane".to_owned(),

@@ -211,7 +211,7 @@ fn open_if_of(path: &Path, index: &Index) -> Result<Image, String> {
     let file = Image::open(path).map_err(|error| error.to_string())?;
     let manifest = file.manifest().ok_or("it has no manifest")?;
     if manifest.base().is_some() || !file.is_sealed() {
-        return Err("it is no whole image with a seal".into());
+        return Err("it is incremental, or its seal is missing".into());
     }
     let state = manifest.device_state();
     if (state.length, state.blake3) != index.device_state() {

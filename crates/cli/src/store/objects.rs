@@ -97,7 +97,7 @@ fn names(reporter: &Reporter, place: &Location, cancel: &Cancel) -> Result<Vec<S
             names.extend(catalog.images.iter().map(|entry| format!("{prefix}/{}", entry.name)));
         }
         Err(error) if names.is_empty() => return Err(error.into()),
-        // Nothing can be listed there: it is no directory, it is on a web server, or this user may only read objects.
+        // Nothing can be listed there: it is not a directory, it is on a web server, or this user may only read objects.
         Err(error) => {
             cancel.check()?;
             if !matches!(error, Error::Location { .. }) {

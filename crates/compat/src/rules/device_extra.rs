@@ -21,7 +21,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
         if !is_part && !is_inner {
             findings.note(
                 format!("there is a device {} that the guest does not have", device.shown()),
-                "the guest finds it when it looks again",
+                "the guest finds it when it probes again",
             );
         }
     }

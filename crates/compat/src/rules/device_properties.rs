@@ -50,9 +50,9 @@ const COMPATIBLE_DIFFERENCES: &[(&str, &str)] = &[
         "the guest keeps its ring; give it the same for the next boot",
         "rx_queue_size tx_queue_size queue-size",
     ),
-    ("the guest sees another serial number when it looks again", "serial"),
-    ("the guest sees another name when it looks again", "model wwn"),
-    ("the guest sees another version when it looks again", "ver"),
+    ("the guest sees another serial number when it probes again", "serial"),
+    ("the guest sees another name when it probes again", "model wwn"),
+    ("the guest sees another version when it probes again", "ver"),
     ("the guest keeps its setting", "write-cache"),
     ("the disk has other blocks than the guest knows", "logical_block_size"),
     (
@@ -62,7 +62,7 @@ const COMPATIBLE_DIFFERENCES: &[(&str, &str)] = &[
     ),
     ("a port of the guest beyond them cannot be loaded", "max_ports"),
     ("the guest keeps the queues that it knows", "num-queues"),
-    ("the guest sees another number when it looks again", "chassis"),
+    ("the guest sees another number when it probes again", "chassis"),
     ("the guest may rename the device at its next boot", "acpi-index"),
 ];
 

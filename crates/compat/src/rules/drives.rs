@@ -41,7 +41,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
                     "drive {} ({}) there is locked: another guest runs with it",
                     drive.device, drive.file
                 ),
-                "end that guest first, or give this one a disk of its own",
+                "end that guest first, or give this one its own disk",
             );
         }
     }

@@ -25,7 +25,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
         IncomingState::Listening => findings.add(
             Severity::No,
             Some(ConfiguredBy::Towline),
-            "the destination waits for a guest already, at an address of its own".into(),
+            "the destination already waits for a guest at the address on its command line".into(),
             "start it with `-incoming defer`, or copy to that address".into(),
         ),
         IncomingState::Loading => findings.no(

@@ -36,7 +36,7 @@ pub enum Error {
     #[error("{0}")]
     Usage(String),
     #[error(
-        "the guest on {socket} was copied before and has been paused since (postmigrate), and QEMU sends a guest only once: resume it first (`cont`), or pass --resume, which does that and resumes it afterwards too"
+        "the guest on {socket} is in `postmigrate` after an earlier copy: run `cont`, or pass --resume"
     )]
     NeedsCont { socket: String },
     #[error("QEMU on {socket} has no guest to copy: its status is `{status}`; is this the destination?")]
@@ -52,7 +52,7 @@ pub enum Error {
     )]
     NotWaiting { socket: String, status: String },
     #[error(
-        "QEMU on {socket} waits for a guest already, at an address of its own: start it with `-incoming defer`, or copy to that address instead"
+        "QEMU on {socket} already waits for a guest at the address on its command line: start it with `-incoming defer`, or copy to that address instead"
     )]
     WaitsElsewhere { socket: String },
     #[error("the guest does not fit {destination}: {}", reasons.join("; "))]
@@ -66,7 +66,7 @@ pub enum Error {
     )]
     LaneLost { lanes: usize, compression: &'static str, source: towline_migration::Error },
     #[error(
-        "{peer} did not take all lanes within {:.1} s: it hangs, or its multifd-channels is not {lanes} as here (--multifd-channels)",
+        "{peer} accepted fewer than {lanes} channels within {:.1} s; set multifd-channels to {lanes} there",
         waited.as_secs_f64()
     )]
     LanesNotTaken { peer: String, lanes: usize, waited: Duration },
@@ -75,7 +75,7 @@ pub enum Error {
     )]
     NothingToRecover { socket: String, status: String },
     #[error(
-        "{source}: if the main loop of QEMU on {socket} waits for a page of its guest, its monitor takes no new connection, and only the towline that started the guest can send the rest; without that one, kill this QEMU and restore the image again"
+        "{source}: QEMU's monitor on {socket} may be blocked on a missing page; if the towline that started the guest is gone, kill QEMU and restore the image again"
     )]
     BlockedMonitor { socket: String, source: Box<Error> },
     #[error(
@@ -96,7 +96,7 @@ pub enum Error {
     Asleep { socket: String },
     #[error("QEMU on {socket} ended while its guest was copied; its own log says why")]
     SourceEnded { socket: String },
-    #[error("QEMU on {socket} gave up: {text}")]
+    #[error("migration failed in QEMU on {socket}: {text}")]
     SourceFailed { socket: String, text: String },
     #[error("QEMU on {socket} could not load the guest: {text}")]
     DestinationFailed { socket: String, text: String },

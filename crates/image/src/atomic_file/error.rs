@@ -50,7 +50,7 @@ pub enum Error {
         path: PathBuf,
     },
     /// The file is not a regular one.
-    #[error("{} is a {found}, expected a regular file or nothing; name the file itself, in a directory of its own", path.display())]
+    #[error("{} is a {found}, expected a regular file or nothing; name the file itself, in a separate directory", path.display())]
     NotRegular {
         /// The file.
         path: PathBuf,
@@ -64,7 +64,7 @@ pub enum Error {
         path: PathBuf,
     },
     /// The directory does not exist.
-    #[error("{}: {} is no directory; create it, or correct the path", path.display(), directory.display())]
+    #[error("{}: {} is not a directory; create it, or correct the path", path.display(), directory.display())]
     NoDirectory {
         /// The final name.
         path: PathBuf,

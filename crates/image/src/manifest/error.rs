@@ -80,7 +80,7 @@ pub enum Error {
         expected: String,
     },
     /// The image does not have the length in its manifest.
-    #[error("{}: the image has {found} bytes, its manifest {} says {expected}; it was cut short or changed, or is another image: copy both again", image.display(), path.display())]
+    #[error("{}: the image has {found} bytes, its manifest {} says {expected}; it was truncated or changed, or is another image: copy both again", image.display(), path.display())]
     ImageLength {
         /// The manifest.
         path: PathBuf,

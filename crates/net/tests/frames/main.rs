@@ -81,7 +81,7 @@ impl Bench {
         let network = match Network::new() {
             Ok(network) => network,
             Err(error) => {
-                skip(name, &format!("no network of its own: {error:#}"));
+                skip(name, &format!("no separate network: {error:#}"));
                 return None;
             }
         };

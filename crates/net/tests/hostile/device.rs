@@ -57,7 +57,7 @@ static RIG: OnceLock<Result<Mutex<Rig>, String>> = OnceLock::new();
 
 impl Rig {
     fn new() -> Result<Self, String> {
-        let network = Network::new().map_err(|error| format!("no network of its own: {error:#}"))?;
+        let network = Network::new().map_err(|error| format!("no separate network: {error:#}"))?;
         let entered = network.enter(|| Taps::open("tap0", 1)).map_err(|error| format!("{error:#}"))?;
         let taps = entered.map_err(|error| error.to_string())?;
         for line in ["ip link set tap0 mtu 65521", "ip address add 10.9.0.1/24 dev tap0", NEIGHBOUR] {

@@ -56,7 +56,7 @@ impl Bench {
         let (near, far) = match networks {
             Ok(networks) => networks,
             Err(error) => {
-                skip(name, &format!("no network of its own: {error:#}"));
+                skip(name, &format!("no separate network: {error:#}"));
                 return None;
             }
         };

@@ -26,7 +26,7 @@ pub enum RecordError {
     },
     /// Another process writes to it.
     #[error(
-        "the record of descriptors in flight {name} is in use by another process; each device needs one of its own"
+        "the record of descriptors in flight {name} is in use by another process; each device needs its own"
     )]
     InUse {
         /// Name of the record.

@@ -124,7 +124,7 @@ pub enum RingFault {
     },
     /// Memory of the ring or of the dirty log is no longer accessible.
     #[error(
-        "the guest's memory or the dirty log cannot be accessed any more (SIGBUS): its file was truncated, or the kernel has no page for it"
+        "the guest's memory or the dirty log can no longer be accessed (SIGBUS): its file was truncated, or the kernel has no page for it"
     )]
     MemoryLost,
     /// A write that the dirty log has no bit for: the migration under way would lose it.

@@ -19,7 +19,7 @@ pub enum SessionError {
     Memory(#[from] MemoryTableError),
     /// A descriptor of a file on FUSE or a network file system.
     #[error(
-        "a descriptor is of a file that another process or host serves (FUSE, NFS), which may never answer; back the guest's \
+        "a descriptor refers to a file that another process or host serves (FUSE, NFS), which may never answer; back the guest's \
          memory with a memfd, hugetlbfs, /dev/shm or a local disk"
     )]
     RemoteFile,
@@ -161,7 +161,7 @@ pub enum SessionError {
     },
     /// The guest's memory is no longer accessible.
     #[error(
-        "the guest's memory or its dirty log cannot be accessed any more (SIGBUS): its file was truncated, or the kernel has no page for it (huge pages?)"
+        "the guest's memory or its dirty log can no longer be accessed (SIGBUS): its file was truncated, or the kernel has no page for it (huge pages?)"
     )]
     MemoryLost,
     /// Chains that must not return to the guest.

@@ -545,7 +545,7 @@ fn a_file_that_another_process_serves_ends_the_connection() {
     for request in requests {
         let error = session.handle(request).unwrap_err();
         assert!(
-            error.is_fatal() && error.to_string().starts_with("a descriptor is of a file that another"),
+            error.is_fatal() && error.to_string().starts_with("a descriptor refers to a file that another"),
             "{error}"
         );
     }

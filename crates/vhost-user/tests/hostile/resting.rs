@@ -287,7 +287,7 @@ fn truncated_memory_ends_only_its_session() {
         pair.rings[0].force_kick();
         let error = pair.wait_closed_by_backend().unwrap_err();
         assert!(matches!(error, ServeError::Session { .. }), "{error}");
-        assert!(error.to_string().contains("cannot be accessed any more (SIGBUS)"), "{error}");
+        assert!(error.to_string().contains("can no longer be accessed (SIGBUS)"), "{error}");
         assert!(log.count("is broken") >= round);
         // Another guest of this process continues, and a new one can be served.
         other.echo(0);
@@ -311,7 +311,7 @@ fn a_truncated_dirty_log_ends_only_its_session() {
     assert!(pair.rings[0].add(&[out], &[out], 1));
     pair.rings[0].publish();
     let error = pair.wait_closed_by_backend().unwrap_err();
-    assert!(error.to_string().contains("cannot be accessed any more (SIGBUS)"), "{error}");
+    assert!(error.to_string().contains("can no longer be accessed (SIGBUS)"), "{error}");
     other.echo(0);
     other.end().unwrap();
 }
@@ -341,7 +341,7 @@ fn a_ring_in_missing_huge_pages_ends_only_its_session() {
         .send_unacked(RequestCode::SET_VRING_KICK, &encode_u64s(&[0]), &[pair.rings[0].kick_fd()])
         .unwrap();
     let error = pair.wait_closed_by_backend().unwrap_err();
-    assert!(error.to_string().contains("cannot be accessed any more (SIGBUS)"), "{error}");
+    assert!(error.to_string().contains("can no longer be accessed (SIGBUS)"), "{error}");
     other.echo(0);
     other.end().unwrap();
 }

@@ -32,11 +32,11 @@ pub(super) const STREAM_SOCKET: &str = "source.sock";
 pub(in super::super) struct QmpSource {
     pub(super) qemu: Qemu,
     pub(super) settings: Option<AppliedSettings>,
-    /// The guest ran when it was connected to, or is resumed for this copy.
+    /// The guest was running when we connected, or we will resume it for this copy.
     pub(in super::super) was_running: bool,
-    /// It is paused since an earlier copy, and is resumed for this one after all checks.
+    /// Paused by an earlier copy; resumed for this one once all checks pass.
     pub(super) resumes: bool,
-    /// It was resumed for this copy.
+    /// Resumed for this copy.
     pub(super) resumed: bool,
     /// The current migration is that of this command.
     pub(super) started: bool,
@@ -129,12 +129,12 @@ impl QmpSource {
         })
     }
 
-    /// Checks that its network cards are connected and its drives have the files that were compared, as far as it replies: a QEMU that does
-    /// not, or has exited, is no reason to keep its guest from running elsewhere.
+    /// Checks that the guest's network backends are connected and that its drives have the files that were
+    /// compared. Best effort: passes if QEMU has exited or does not reply.
     ///
     /// # Errors
     /// [`Error::CardDisconnected`]: QEMU has taken the guest's link down, which the device state has, and nothing would raise it elsewhere.
-    /// [`Error::DrivesChanged`]: the other QEMU has the files of before.
+    /// [`Error::DrivesChanged`]: the other QEMU has the former files.
     pub(in super::super) fn check_unchanged(&mut self) -> Result<(), Error> {
         let Some(Required { card_chardevs, blocks }) = &self.required else { return Ok(()) };
         let query = |qemu: &mut Qemu| {
