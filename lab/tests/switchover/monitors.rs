@@ -166,7 +166,11 @@ fn a_copy_that_fails_early_does_not_run_what_an_earlier_one_paused() {
     let (scratch, source) = (Scratch::new(), counting(&small(Version::V10_0)));
     assert_ended(&end(start(&format!("copy {} {}", qmp(&source), scratch.text("first.img")))), 0, &[]);
     let nowhere = scratch.text("missing/guest.img");
-    assert_ended(&end(start(&format!("copy --resume {} {nowhere}", qmp(&source)))), 1, &["is not a directory"]);
+    assert_ended(
+        &end(start(&format!("copy --resume {} {nowhere}", qmp(&source)))),
+        1,
+        &["is not a directory"],
+    );
     source.qmp().wait_status("postmigrate", WITHIN).unwrap();
     // Nor does a copy that is cancelled under way.
     let image = scratch.text("guest.img");

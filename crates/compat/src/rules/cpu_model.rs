@@ -17,7 +17,9 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     if guest != there {
         findings.note(
             format!("the CPU model is {guest:?} in the guest and {there:?} there"),
-            format!("family, model and caches differ for a guest that reads them: start it with -cpu {guest}"),
+            format!(
+                "family, model and caches differ for a guest that reads them: start it with -cpu {guest}"
+            ),
         );
     } else if HOST_MODELS.contains(&guest.as_str()) && source.version != destination.version {
         findings.note(

@@ -154,7 +154,7 @@ impl Backends {
     }
 
     /// Returns true if no other backend has its size, so that it can be identified by that.
-    pub(super) fn is_alone_of_its_size(&self, backend: &BackendObject) -> bool {
+    pub(super) fn has_unique_size(&self, backend: &BackendObject) -> bool {
         self.backends.iter().filter(|other| other.bytes == backend.bytes).count() == 1
     }
 }
@@ -244,8 +244,8 @@ mod tests {
         assert_eq!(backends.of_block("mem"), backends.of_block("/objects/mem"));
         assert!(backends.of_block("mem").is_some());
         assert!(backends.of_block("pc.bios").is_none());
-        assert!(!backends.is_alone_of_its_size(backends.of_block("mem").unwrap()));
-        assert!(backends.is_alone_of_its_size(backends.of_block("small").unwrap()));
+        assert!(!backends.has_unique_size(backends.of_block("mem").unwrap()));
+        assert!(backends.has_unique_size(backends.of_block("small").unwrap()));
     }
 
     proptest::proptest! {

@@ -96,7 +96,7 @@ pub enum TransferReason {
     },
     /// The memory is not the other QEMU's.
     #[error("QEMU maps {path} ({found}), which the QEMU that has the guest does not map shared with it")]
-    NotOfTheOther {
+    NotSharedWithSource {
         /// Name of the mapped file.
         path: String,
         /// The mapped file.

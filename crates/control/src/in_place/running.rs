@@ -79,12 +79,12 @@ impl QemuPair<'_> {
         let mappings = self.old.process.get()?;
         let old = match (self.old.backends.address_of(block), &new) {
             (Some(address), _) => range_at(mappings, address, bytes),
-            (None, _) if !self.old.backends.is_alone_of_its_size(backend) => {
+            (None, _) if !self.old.backends.has_unique_size(backend) => {
                 return Err(no_address(&self.old));
             }
             (None, Ok(range)) if !has_shared(mappings, range.file, range.offset, bytes) => {
                 let (path, found) = (range.path.clone(), range.file);
-                return Err(TransferReason::NotOfTheOther { path, found });
+                return Err(TransferReason::NotSharedWithSource { path, found });
             }
             (None, _) => new.clone(),
         };

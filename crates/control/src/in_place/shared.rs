@@ -114,7 +114,7 @@ fn locate(
         return Ok((path, range.offset));
     }
     // QEMU before 8.2 reports no addresses, and maps files from their beginning.
-    if !backends.is_alone_of_its_size(backend) {
+    if !backends.has_unique_size(backend) {
         return Err(TransferReason::NoAddress { found: "before 8.2".into() });
     }
     let is_it = |(_, found): &&(PathBuf, fs::Metadata)| {

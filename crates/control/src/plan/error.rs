@@ -35,9 +35,7 @@ pub enum Error {
     InPlace(#[from] crate::in_place::Error),
     #[error("{0}")]
     Usage(String),
-    #[error(
-        "the guest on {socket} is in `postmigrate` after an earlier copy: run `cont`, or pass --resume"
-    )]
+    #[error("the guest on {socket} is in `postmigrate` after an earlier copy: run `cont`, or pass --resume")]
     NeedsCont { socket: String },
     #[error("QEMU on {socket} has no guest to copy: its status is `{status}`; is this the destination?")]
     NoGuest { socket: String, status: String },

@@ -33,7 +33,7 @@ fn memory_of_a_running_qemu_is_proven_for_another() {
         if maps_ranges(&old) {
             assert!(matches!(reason(&presence), TransferReason::OtherFile { .. }), "{presence:?}");
         } else {
-            assert!(matches!(reason(&presence), TransferReason::NotOfTheOther { .. }), "{presence:?}");
+            assert!(matches!(reason(&presence), TransferReason::NotSharedWithSource { .. }), "{presence:?}");
         }
         let private = format!("mem-path={},share=off", memfd_of(&old_process));
         let (_process, mut new) = waiting(newer, "mem", &private);

@@ -55,9 +55,7 @@ impl fmt::Display for SendReason {
             Self::Undecided => "too little was sent to decide",
             Self::Unsupported => "this channel has no zero-copy",
             Self::Compressed => "the lane is compressed",
-            Self::Copied => {
-                "the kernel copies anyway (loopback, bridge, or a card without scatter-gather)"
-            }
+            Self::Copied => "the kernel copies anyway (loopback, bridge, or a card without scatter-gather)",
             Self::CostsMore => "zero-copy takes more CPU time here",
             Self::CostsLess => "zero-copy takes less CPU time",
             Self::SpliceCostsLess => "splicing takes less CPU time",
