@@ -22,9 +22,10 @@ pub const TARGETS: [(&str, u32); 13] = [
     ("net_device", 2048),
 ];
 
-/// Returns `cargo fuzz run` of a target with `runs` inputs, in the repository at `root`. It needs cargo-fuzz (`cargo install
-/// cargo-fuzz --locked`) but no nightly toolchain, because it uses no sanitizer. Inputs with new coverage are stored in
-/// `fuzz/corpus`, which is not under version control; a run starts from these and from `fuzz/seeds`.
+/// Returns `cargo fuzz run` of a target with `runs` inputs, in the repository at `root`. It needs cargo-fuzz
+/// (`cargo install cargo-fuzz --locked`) but no nightly toolchain, because it uses no sanitizer. Inputs with
+/// new coverage are stored in `fuzz/corpus`, which is not under version control; a run starts from these and
+/// from `fuzz/seeds`.
 ///
 /// # Errors
 /// If the directory of the corpus cannot be created.

@@ -2,7 +2,8 @@
 
 use std::sync::Once;
 
-/// Ignores SIGPIPE, as Rust's runtime does: a frontend may send descriptors of pipes and sockets without a reader.
+/// Ignores SIGPIPE, as Rust's runtime does: a frontend may send descriptors of pipes and sockets without a
+/// reader.
 pub fn ignore_sigpipe() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {

@@ -1,7 +1,7 @@
 //! A writer of newc cpio archives, the format of Linux's initramfs.
 //!
-//! Format: Linux, Documentation/driver-api/early-userspace/buffer-format.rst. Times and owners are zero, so the same
-//! content makes the same archive.
+//! Format: Linux, Documentation/driver-api/early-userspace/buffer-format.rst. Times and owners are zero, so
+//! the same content makes the same archive.
 
 /// Number of a device.
 #[derive(Debug, Clone, Copy, Default)]

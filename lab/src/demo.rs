@@ -3,8 +3,9 @@
 //! ```text
 //!   br0 ── tap0, tap1, tap2 ── towline net, for each QEMU ── source ─► guest.img ─► restored ─► moved
 //! ```
-//! Without root the guest has no network card. All QEMUs are stock; each command is printed before it is run, as it can be typed in the
-//! workspace's directory. The guest itself reports the hash of its memory and its counter before and after. The files stay.
+//! Without root the guest has no network card. All QEMUs are stock; each command is printed before it is run,
+//! as it can be typed in the workspace's directory. The guest itself reports the hash of its memory and its
+//! counter before and after. The files stay.
 
 mod network;
 mod shown;

@@ -8,7 +8,8 @@ use crate::skip;
 const POOL: &str = "/proc/sys/vm/nr_hugepages";
 const FREE: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
 
-/// The machine has one pool: a test that finds enough free pages would not see that another one is about to take them.
+/// The machine has one pool: a test that finds enough free pages would not see that another one is about to
+/// take them.
 static POOL_USER: Mutex<()> = Mutex::new(());
 
 /// Huge pages of 2 MiB, some of them allocated for the test.
@@ -19,7 +20,8 @@ pub struct HugePages {
 }
 
 impl HugePages {
-    /// Reserves this many. `None`, with the printed skip of `test`, if there are too few and no more can be allocated.
+    /// Reserves this many. `None`, with the printed skip of `test`, if there are too few and no more can be
+    /// allocated.
     #[must_use]
     pub fn reserve(test: &str, count: u64) -> Option<Self> {
         let user = POOL_USER.lock().unwrap_or_else(PoisonError::into_inner);

@@ -8,13 +8,14 @@
 //!   └─ memory_hash(), read_memory(), ram_blocks()   the guest's memory as QEMU reports it
 //! ```
 //! The lab's QMP client and its reading of memory are independent of towline's crates on purpose: a test that
-//! measured towline with towline would agree with itself. Every wait has a deadline, and every process and file is
-//! removed when its value is dropped.
+//! measured towline with towline would agree with itself. Every wait has a deadline, and every process and
+//! file is removed when its value is dropped.
 //!
-//! QEMUs are Debian 12's (7.2), its backports' (10.0), Debian 13's (10.0 with later fixes) and its backports' (11.1).
+//! QEMUs are Debian 12's (7.2), its backports' (10.0), Debian 13's (10.0 with later fixes) and its backports'
+//! (11.1).
 //!
-//! The lab is for Debian 12 on x86-64, emulated (TCG) unless KVM is requested and works. `cargo xtask setup` installs
-//! the parts that it needs; see [`require_lab`].
+//! The lab is for Debian 12 on x86-64, emulated (TCG) unless KVM is requested and works. `cargo xtask setup`
+//! installs the parts that it needs; see [`require_lab`].
 
 #[cfg(feature = "certificates")]
 pub mod certificates;

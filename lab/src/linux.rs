@@ -1,8 +1,8 @@
 //! The Linux guest: a client of its agent on the second serial port.
 //!
-//! The agent's protocol is in `lab/agent/src/main.rs`. After a migration the guest has another QEMU and with it
-//! another socket: connect again, and [`LinuxGuest::wait_ready`] finds the beginning of a line and a response with
-//! its own ID.
+//! The agent's protocol is in `lab/agent/src/main.rs`. After a migration the guest has another QEMU and with
+//! it another socket: connect again, and [`LinuxGuest::wait_ready`] finds the beginning of a line and a
+//! response with its own ID.
 
 use std::io::{Read, Write};
 use std::net::SocketAddr;
@@ -30,8 +30,8 @@ pub struct LinuxGuest {
 }
 
 impl Qemu {
-    /// Connects to the agent of this QEMU's Linux and waits until it responds. Also right for a guest that has just
-    /// been moved here.
+    /// Connects to the agent of this QEMU's Linux and waits until it responds. Also right for a guest that
+    /// has just been moved here.
     pub fn linux(&self, within: Duration) -> Result<LinuxGuest> {
         let mut guest = LinuxGuest::connect(self)?;
         guest.wait_ready(within).with_context(|| {
@@ -107,8 +107,8 @@ impl LinuxGuest {
         self.number("tick", REPLY_TIMEOUT)
     }
 
-    /// Sets the interval of the counter: each step wakes an emulated processor, and a guest of many has to leave the
-    /// host's processors to the others.
+    /// Sets the interval of the counter: each step wakes an emulated processor, and a guest of many has to
+    /// leave the host's processors to the others.
     pub fn set_interval(&mut self, interval: Duration) -> Result<()> {
         self.request(&format!("interval {}", interval.as_millis()), REPLY_TIMEOUT).map(drop)
     }
@@ -122,8 +122,8 @@ impl LinuxGuest {
         })
     }
 
-    /// Fills `bytes` of fresh memory with incompressible content; frees an earlier fill. Returns the time that it
-    /// took by the guest's own clock.
+    /// Fills `bytes` of fresh memory with incompressible content; frees an earlier fill. Returns the time
+    /// that it took by the guest's own clock.
     pub fn fill(&mut self, bytes: u64, seed: u64) -> Result<Duration> {
         Ok(Duration::from_micros(self.number(&format!("fill {bytes} {seed}"), WORK_WITHIN)?))
     }
@@ -154,7 +154,8 @@ impl LinuxGuest {
         self.number("dirty 0", REPLY_TIMEOUT)
     }
 
-    /// Checks every page that `dirty` writes; the error names those that are torn or stale. Returns their number.
+    /// Checks every page that `dirty` writes; the error names those that are torn or stale. Returns their
+    /// number.
     pub fn check(&mut self) -> Result<u64> {
         self.number("check", WORK_WITHIN)
     }
@@ -188,8 +189,8 @@ impl LinuxGuest {
         self.request(&format!("echo {port}"), REPLY_TIMEOUT).map(drop)
     }
 
-    /// Connects to an echo server `times` times, one after the other, sends `bytes` bytes on each connection, and
-    /// compares the echo. Returns the time that it took by the guest's own clock.
+    /// Connects to an echo server `times` times, one after the other, sends `bytes` bytes on each connection,
+    /// and compares the echo. Returns the time that it took by the guest's own clock.
     pub fn talk(&mut self, to: SocketAddr, bytes: u64, times: u64) -> Result<Duration> {
         Ok(Duration::from_micros(self.number(&format!("talk {to} {bytes} {times}"), WORK_WITHIN)?))
     }

@@ -29,8 +29,8 @@ struct Range {
 }
 
 impl Qemu {
-    /// BLAKE3 of all of the guest's RAM in the order of its addresses, below and above 4 GiB. The guest must be
-    /// stopped: a hash of changing memory means nothing.
+    /// BLAKE3 of all of the guest's RAM in the order of its addresses, below and above 4 GiB. The guest must
+    /// be stopped: a hash of changing memory means nothing.
     pub fn memory_hash(&self) -> Result<blake3::Hash> {
         let status = self.qmp().execute("query-status", serde_json::Value::Null)?;
         ensure!(

@@ -44,7 +44,8 @@ impl Network {
     }
 
     /// Creates a tap for one QEMU (`-netdev tap,ifname=NAME,script=no,downscript=no`) with this address, as
-    /// `10.0.2.2/24`. It accepts packets of any size without checksums, so the guest's card offers scatter-gather.
+    /// `10.0.2.2/24`. It accepts packets of any size without checksums, so the guest's card offers
+    /// scatter-gather.
     pub fn add_tap(&self, name: &str, address: &str) -> Result<()> {
         self.run(&["ip", "tuntap", "add", "dev", name, "mode", "tap", "vnet_hdr"])?;
         self.run(&["ip", "address", "add", address, "dev", name])?;

@@ -1,7 +1,7 @@
 //! Children that die with this process, whichever thread starts them.
 //!
-//! The kernel's death signal follows the *thread* that started a child. A test's helper thread may end long before
-//! its guest should, so one thread that never ends starts them all.
+//! The kernel's death signal follows the *thread* that started a child. A test's helper thread may end long
+//! before its guest should, so one thread that never ends starts them all.
 
 use std::io;
 use std::process::{Child, Command};
@@ -39,7 +39,8 @@ pub(crate) fn spawn(command: Command) -> io::Result<Child> {
     child.recv().map_err(|_| io::Error::other("the spawning thread is gone"))?
 }
 
-/// Sends a signal, such as `-INT`, to a process. By the shell, which every system has, unlike a program `kill`.
+/// Sends a signal, such as `-INT`, to a process. By the shell, which every system has, unlike a program
+/// `kill`.
 ///
 /// # Panics
 /// If it cannot be sent.

@@ -41,7 +41,8 @@ pub enum Version {
     V10_0,
     /// Debian 12's own QEMU 7.2.
     V7_2,
-    /// Debian 13's own, 10.0 with later fixes. Not on every machine, see [`require_qemu`](crate::require_qemu).
+    /// Debian 13's own, 10.0 with later fixes. Not on every machine, see
+    /// [`require_qemu`](crate::require_qemu).
     Stable,
     /// The newest in Debian 13's backports: 11.1. Not on every machine either.
     Newest,
@@ -155,9 +156,9 @@ impl Version {
         }
     }
 
-    /// Returns true if QEMU tracks the writes of an emulated guest. Before 9.0 its writes to a page are lost to the
-    /// migration from the second synchronisation of the dirty log on, for any receiver (QEMU's "physmem: Fix
-    /// migration dirty bitmap coherency with TCG memory access").
+    /// Returns true if QEMU tracks the writes of an emulated guest. Before 9.0 its writes to a page are lost
+    /// to the migration from the second synchronisation of the dirty log on, for any receiver (QEMU's
+    /// "physmem: Fix migration dirty bitmap coherency with TCG memory access").
     pub fn tracks_emulated_writes(self) -> bool {
         self != Self::V7_2
     }
@@ -267,8 +268,8 @@ impl Builder {
         self
     }
 
-    /// Programs of this machine that the Linux guest has too, under the same paths, with the libraries that they
-    /// need.
+    /// Programs of this machine that the Linux guest has too, under the same paths, with the libraries that
+    /// they need.
     pub fn guest_programs<I: IntoIterator<Item: Into<PathBuf>>>(mut self, programs: I) -> Self {
         self.guest_programs.extend(programs.into_iter().map(Into::into));
         self

@@ -1,6 +1,7 @@
 //! The lab's own QMP client: blocking, one connection, one command at a time.
 //!
-//! Protocol: QEMU, docs/interop/qmp-spec.rst. Events that arrive before a reply are kept until they are waited for.
+//! Protocol: QEMU, docs/interop/qmp-spec.rst. Events that arrive before a reply are kept until they are
+//! waited for.
 
 use std::collections::VecDeque;
 use std::fmt;

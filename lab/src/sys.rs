@@ -1,4 +1,5 @@
-//! The lab's unsafe code: the death signal of children, pseudoterminals, locks of drives, and the bytes of the assembled guest.
+//! The lab's unsafe code: the death signal of children, pseudoterminals, locks of drives, and the bytes of
+//! the assembled guest.
 
 mod guest_image;
 mod lock;

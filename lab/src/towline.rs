@@ -108,8 +108,8 @@ impl Towline {
         self.child.id()
     }
 
-    /// Returns the process's private memory in bytes: resident, and backed by no file (`RssAnon` and `RssShmem` of
-    /// proc(5)). `None` once it has exited.
+    /// Returns the process's private memory in bytes: resident, and backed by no file (`RssAnon` and
+    /// `RssShmem` of proc(5)). `None` once it has exited.
     pub fn own_memory(&self) -> Option<u64> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid())).ok()?;
         let kib = |key: &str| {
@@ -157,7 +157,8 @@ impl Towline {
         Ok(())
     }
 
-    /// Waits until it exits, with any exit status. With `--json`, each event is validated by the schema of events.
+    /// Waits until it exits, with any exit status. With `--json`, each event is validated by the schema of
+    /// events.
     pub fn wait(mut self, within: Duration) -> Result<Finished> {
         let status = wait_until("end of towline", within, || Ok(self.child.try_wait()?));
         let status =
@@ -181,7 +182,8 @@ impl Towline {
 }
 
 impl Finished {
-    /// Validates standard output by the schema of events. A process that was killed may have written a part of a line.
+    /// Validates standard output by the schema of events. A process that was killed may have written a part
+    /// of a line.
     fn check_events(&self) -> Result<()> {
         let schema = EventSchema::load(paths::workspace())?;
         let whole = self.stdout.split_inclusive('\n').filter(|line| line.ends_with('\n'));

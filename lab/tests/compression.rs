@@ -1,4 +1,5 @@
-//! Compressed lanes to and from stock QEMUs: the guest's memory arrives unchanged to the byte, and the guest runs on.
+//! Compressed lanes to and from stock QEMUs: the guest's memory arrives unchanged to the byte, and the guest
+//! runs on.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::path::Path;
@@ -21,7 +22,8 @@ fn builder(version: Version, machine: Version) -> Builder {
     builder.memory_mib(64).boot_sector(GUEST)
 }
 
-/// Starts a guest and waits until it counts. On 7.2 it is stopped then, see [`Version::tracks_emulated_writes`].
+/// Starts a guest and waits until it counts. On 7.2 it is stopped then, see
+/// [`Version::tracks_emulated_writes`].
 fn boot(version: Version, machine: Version) -> Qemu {
     let qemu = start(version, machine);
     if version == Version::V7_2 {
@@ -64,8 +66,8 @@ fn copy(method: &str, arguments: &[&str]) -> Value {
     assert_eq!(done["handed-over"], false, "{done}");
     let ratio = done["compression-ratio"].as_f64().unwrap();
     println!("{arguments:?}: {method} {ratio:.2}:1");
-    // The rest depends on the number of times that a running guest's few written pages, which compress well, were
-    // resent.
+    // The rest depends on the number of times that a running guest's few written pages, which compress well,
+    // were resent.
     assert!(ratio > 1.5, "{done}");
     assert!(done["ram"]["transferred"].as_u64() < done["ram"]["normal-bytes"].as_u64(), "{done}");
     done

@@ -1,5 +1,5 @@
-//! `mem:` on the command line: a synthetic guest over every kind of endpoint, verified page by page, and real guests
-//! into memory.
+//! `mem:` on the command line: a synthetic guest over every kind of endpoint, verified page by page, and real
+//! guests into memory.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::time::Duration;
@@ -66,8 +66,8 @@ fn a_synthetic_guest_survives_an_image() {
     verified(&copied(&["--multifd-channels", "0", &image, "mem:64M"]));
 }
 
-/// An image that is truncated while it is sent is an error, whether the kernel reads its pages (lanes over TCP) or
-/// towline itself (between two halves of one process, or hashed first).
+/// An image that is truncated while it is sent is an error, whether the kernel reads its pages (lanes over
+/// TCP) or towline itself (between two halves of one process, or hashed first).
 #[test]
 fn an_image_that_is_cut_short_under_way_is_an_error() {
     let directory = TempDir::with_prefix("towline-lab-").unwrap();

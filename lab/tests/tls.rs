@@ -1,5 +1,5 @@
-//! Encrypted streams to and from stock QEMUs (`tls-creds-x509`), and every way in which one end rejects the other: an
-//! error within seconds, and a guest that runs on.
+//! Encrypted streams to and from stock QEMUs (`tls-creds-x509`), and every way in which one end rejects the
+//! other: an error within seconds, and a guest that runs on.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::path::{Path, PathBuf};
@@ -52,8 +52,8 @@ impl Fixture {
         builder.memory_mib(64).boot_sector(BootSector::default()).args(["-object", &object])
     }
 
-    /// Starts a guest on a QEMU that can connect with TLS, and waits until it counts. On 7.2 it is stopped then, see
-    /// [`Version::tracks_emulated_writes`].
+    /// Starts a guest on a QEMU that can connect with TLS, and waits until it counts. On 7.2 it is stopped
+    /// then, see [`Version::tracks_emulated_writes`].
     fn boot(&self, version: Version, machine: Version) -> Qemu {
         let qemu = self.qemu(version, machine, "client").start().unwrap();
         qemu.wait_counting(WITHIN).unwrap();
@@ -124,7 +124,8 @@ fn listen(qemu: &Qemu, uri: &str) -> String {
     format!("tcp:127.0.0.1:{}", message["socket-address"][0]["port"].as_str().unwrap())
 }
 
-/// Asserts that the destination has the guest, and that it runs on there. A stopped guest is equal in every byte.
+/// Asserts that the destination has the guest, and that it runs on there. A stopped guest is equal in every
+/// byte.
 fn prove_equal(source: &Qemu, destination: &Qemu) {
     let ran = source.version() != V7_2;
     let loaded = if ran { "running" } else { "paused" };
@@ -227,8 +228,8 @@ fn two_towlines() {
     prove_equal(&source, &destination);
 }
 
-/// A QEMU connects to a listening towline. It fails, its guest runs on, and towline reports the reason and keeps
-/// listening.
+/// A QEMU connects to a listening towline. It fails, its guest runs on, and towline reports the reason and
+/// keeps listening.
 fn sources() {
     let at_good = |_: &Fixture| {};
     let spoil_ca =

@@ -1,14 +1,15 @@
-//! Compares the throughput of lanes with TLS and of plain lanes on this machine: pages from memory into memory over
-//! loopback TCP.
+//! Compares the throughput of lanes with TLS and of plain lanes on this machine: pages from memory into
+//! memory over loopback TCP.
 //!
 //! ```text
 //! cargo run --release -p towline-channel --example tls_lanes -- DIR [GIB [RUNS]]
 //! ```
-//! DIR holds certificates (docs/tls.md). Each lane sends packets like multifd's: a header and 128 pages, from memory
-//! that is larger than the caches. The third row is rustls' own record layer, for comparison. The fourth is the bare
-//! cipher: records of 16 KiB that are sealed by one thread of each lane and opened by the other, in the caches, without
-//! sockets. Rows take turns; the table shows median, minimum and maximum of the runs, the CPU time, and the rate as a
-//! share of that without TLS and of the cipher's, as medians of the turns.
+//! DIR holds certificates (docs/tls.md). Each lane sends packets like multifd's: a header and 128 pages, from
+//! memory that is larger than the caches. The third row is rustls' own record layer, for comparison. The
+//! fourth is the bare cipher: records of 16 KiB that are sealed by one thread of each lane and opened by the
+//! other, in the caches, without sockets. Rows take turns; the table shows median, minimum and maximum of the
+//! runs, the CPU time, and the rate as a share of that without TLS and of the cipher's, as medians of the
+//! turns.
 
 use aws_lc_rs::aead::{AES_128_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 use rustls::pki_types::pem::PemObject;

@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A token that many hold and any may pull, once and for all.
 ///
-/// [`connect`](fn@crate::connect) and [`Listener::accept`](crate::Listener::accept) watch it. A thread that waits inside
-/// a channel is woken by that channel's `shutdown`, not by this. Its descriptor becomes readable and stays so, for
-/// loops of others to poll.
+/// [`connect`](fn@crate::connect) and [`Listener::accept`](crate::Listener::accept) watch it. A thread that
+/// waits inside a channel is woken by that channel's `shutdown`, not by this. Its descriptor becomes readable
+/// and stays so, for loops of others to poll.
 #[derive(Debug, Clone)]
 pub struct Cancel(Arc<Shared>);
 

@@ -33,12 +33,14 @@ pub trait Channel: Debug + Send + Sync {
     /// Sends a prefix of the buffers and returns its length in bytes; 0 only if the buffers are all empty. At
     /// most 1,024 buffers (`IOV_MAX`) are used. See [`ChannelExt::send_all`] for all of it.
     ///
-    /// With [`SendFlags::ZERO_COPY`] the memory must stay valid, and its content may not be replaced by something
-    /// else, until [`Channel::flush`] returns. (A guest may change its own pages: they are dirty then.)
+    /// With [`SendFlags::ZERO_COPY`] the memory must stay valid, and its content may not be replaced by
+    /// something else, until [`Channel::flush`] returns. (A guest may change its own pages: they are dirty
+    /// then.)
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a flag without its capability or a channel that only receives, [`Error::Timeout`]
-    /// if no byte was taken in time, [`Error::Io`] (`EPIPE`, `ECONNRESET`) if the other end is gone.
+    /// [`Error::Unsupported`] for a flag without its capability or a channel that only receives,
+    /// [`Error::Timeout`] if no byte was taken in time, [`Error::Io`] (`EPIPE`, `ECONNRESET`) if the other
+    /// end is gone.
     fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize>;
 
     /// Waits for at least one byte and fills a prefix of the buffers; returns its length in bytes, 0 at the
@@ -46,20 +48,21 @@ pub trait Channel: Debug + Send + Sync {
     /// See [`ChannelExt::recv_exact`] for all of it.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a flag without its capability or a channel that only sends, [`Error::Timeout`] if
-    /// no byte came in time, [`Error::Command`] if the end is a failed command's, otherwise [`Error::Io`].
+    /// [`Error::Unsupported`] for a flag without its capability or a channel that only sends,
+    /// [`Error::Timeout`] if no byte came in time, [`Error::Command`] if the end is a failed command's,
+    /// otherwise [`Error::Io`].
     fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize>;
 
-    /// Waits until every zero-copy send so far has finished and its buffers may be reused. Does not imply that the
-    /// peer has read them, nor, for a file, that they are on the disk.
+    /// Waits until every zero-copy send so far has finished and its buffers may be reused. Does not imply
+    /// that the peer has read them, nor, for a file, that they are on the disk.
     ///
     /// # Errors
-    /// [`Error::Io`] if a zero-copy send failed after its call had returned, or with `EPIPE` if some are not finished
-    /// and both halves are shut down; [`Error::Timeout`] if none finished within the send timeout.
+    /// [`Error::Io`] if a zero-copy send failed after its call had returned, or with `EPIPE` if some are not
+    /// finished and both halves are shut down; [`Error::Timeout`] if none finished within the send timeout.
     fn flush(&self) -> Result<Flushed>;
 
-    /// Returns a ticket for the zero-copy sends so far, with which the owner of the memory learns when these have
-    /// finished, independently of later sends. It is done from the beginning if there are none.
+    /// Returns a ticket for the zero-copy sends so far, with which the owner of the memory learns when these
+    /// have finished, independently of later sends. It is done from the beginning if there are none.
     fn zero_copy_ticket(&self) -> ZeroCopyTicket {
         ZeroCopyTicket::default()
     }
@@ -74,9 +77,9 @@ pub trait Channel: Debug + Send + Sync {
         None
     }
 
-    /// Ends one or both halves and wakes threads blocked in them. After `Write` (or `Both`) the peer sees the end of
-    /// the stream after the bytes sent before, and `send` fails with `EPIPE`. After `Read` (or `Both`) `recv` does
-    /// not block: it returns what had already arrived, or 0. A second shutdown is not an error.
+    /// Ends one or both halves and wakes threads blocked in them. After `Write` (or `Both`) the peer sees the
+    /// end of the stream after the bytes sent before, and `send` fails with `EPIPE`. After `Read` (or `Both`)
+    /// `recv` does not block: it returns what had already arrived, or 0. A second shutdown is not an error.
     ///
     /// # Errors
     /// [`Error::Unsupported`] without [`Capabilities::SHUTDOWN`], otherwise [`Error::Io`].
@@ -99,8 +102,8 @@ pub trait Channel: Debug + Send + Sync {
     /// [`Error::Unsupported`] for a timeout of zero, otherwise [`Error::Io`].
     fn set_timeouts(&self, recv: Option<Duration>, send: Option<Duration>) -> Result<()>;
 
-    /// Sends a prefix of `bytes` (never empty) with all of `fds` attached to its first byte; at most [`FDS_MAX`].
-    /// The rest of the bytes, if the result is short, goes with [`Channel::send`].
+    /// Sends a prefix of `bytes` (never empty) with all of `fds` attached to its first byte; at most
+    /// [`FDS_MAX`]. The rest of the bytes, if the result is short, goes with [`Channel::send`].
     ///
     /// # Errors
     /// [`Error::Unsupported`] without [`Capabilities::FD_PASSING`] or with nothing to attach them to,
@@ -115,15 +118,16 @@ pub trait Channel: Debug + Send + Sync {
     /// closes them unseen.) Descriptors that were received are appended after an error too.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] without [`Capabilities::FD_PASSING`], [`Error::FdsTruncated`] if some were lost (the
-    /// bytes are lost too, so the channel is unusable), otherwise those of `recv`.
+    /// [`Error::Unsupported`] without [`Capabilities::FD_PASSING`], [`Error::FdsTruncated`] if some were lost
+    /// (the bytes are lost too, so the channel is unusable), otherwise those of `recv`.
     fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize> {
         let _ = (bytes, fds);
         Err(Error::unsupported(self.peer(), "receiving file descriptors; use a Unix socket"))
     }
 
-    /// Waits until [`Channel::recv`] would not block: something came, or the stream has ended. Returns false if `until`
-    /// was pulled and nothing is there. A channel without a descriptor does not wait here; it is woken by `shutdown`.
+    /// Waits until [`Channel::recv`] would not block: something came, or the stream has ended. Returns false
+    /// if `until` was pulled and nothing is there. A channel without a descriptor does not wait here; it is
+    /// woken by `shutdown`.
     ///
     /// # Errors
     /// [`Error::Io`] if the system cannot wait.
@@ -138,7 +142,8 @@ pub trait Channel: Debug + Send + Sync {
         Ok(awaited == Woken::Ready)
     }
 
-    /// The descriptor to poll for input (for output where the channel only sends); `None` where there is none.
+    /// The descriptor to poll for input (for output where the channel only sends); `None` where there is
+    /// none.
     fn as_fd(&self) -> Option<BorrowedFd<'_>>;
 
     /// The descriptor, where all bytes of the stream pass through it unchanged, for
@@ -153,8 +158,8 @@ pub trait Channel: Debug + Send + Sync {
         false
     }
 
-    /// Shuts down the sending half and waits until the other end has finished: for `exec:` the command, whose failure
-    /// is [`Error::Command`]. Other kinds do nothing, not even a shutdown.
+    /// Shuts down the sending half and waits until the other end has finished: for `exec:` the command, whose
+    /// failure is [`Error::Command`]. Other kinds do nothing, not even a shutdown.
     ///
     /// # Errors
     /// [`Error::Command`] with the status, [`Error::Timeout`] if it still runs at `deadline`.
@@ -166,7 +171,8 @@ pub trait Channel: Debug + Send + Sync {
 
 /// Whole transfers over any [`Channel`]: loops over partial ones. For every channel, `dyn` or not.
 pub trait ChannelExt: Channel {
-    /// Sends every byte of the buffers. After an error an unknown part has been sent and the stream is unusable.
+    /// Sends every byte of the buffers. After an error an unknown part has been sent and the stream is
+    /// unusable.
     ///
     /// # Errors
     /// Those of [`Channel::send`].
@@ -189,8 +195,8 @@ pub trait ChannelExt: Channel {
         recv_exact(self, bufs, RecvFlags::empty())
     }
 
-    /// Fills every buffer, which may be written before the bytes are authenticated: as [`Self::recv_exact`], with
-    /// [`RecvFlags::UNAUTHENTICATED`].
+    /// Fills every buffer, which may be written before the bytes are authenticated: as [`Self::recv_exact`],
+    /// with [`RecvFlags::UNAUTHENTICATED`].
     ///
     /// # Errors
     /// As [`Self::recv_exact`]. None of the buffers may be used then.
@@ -201,8 +207,8 @@ pub trait ChannelExt: Channel {
 
 impl<C: Channel + ?Sized> ChannelExt for C {}
 
-/// Forwards every call but those named before it, to `$inner` of `self`. Keeps wrappers honest: a method added to the
-/// trait with a default is passed on here or nowhere.
+/// Forwards every call but those named before it, to `$inner` of `self`. Keeps wrappers honest: a method
+/// added to the trait with a default is passed on here or nowhere.
 macro_rules! forward_channel {
     ($inner:ident: $($method:ident),*) => { $($crate::channel::forward_channel!(@$method $inner);)* };
     (@peer $i:ident) => { fn peer(&self) -> &str { self.$i.peer() } };

@@ -14,12 +14,14 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// Options of a connection.
 #[derive(Debug, Clone, Default)]
 pub struct ConnectOptions {
-    /// True if a peer that does not listen yet (connection refused, no such socket) is tried again until the deadline.
+    /// True if a peer that does not listen yet (connection refused, no such socket) is tried again until the
+    /// deadline.
     pub retry: bool,
-    /// True if zero-copy sends are wanted. Where they are unavailable (another kind, an old kernel), the channel
-    /// opens without [`Capabilities::ZERO_COPY`](crate::Capabilities::ZERO_COPY).
+    /// True if zero-copy sends are wanted. Where they are unavailable (another kind, an old kernel), the
+    /// channel opens without [`Capabilities::ZERO_COPY`](crate::Capabilities::ZERO_COPY).
     pub zero_copy: bool,
-    /// Silence of a `tcp:` peer after which the connection ends; `None`: [`PEER_TIMEOUT`](crate::PEER_TIMEOUT).
+    /// Silence of a `tcp:` peer after which the connection ends; `None`:
+    /// [`PEER_TIMEOUT`](crate::PEER_TIMEOUT).
     pub peer_timeout: Option<Duration>,
     /// TLS credentials; the server has to present a certificate. Without the feature `tls` there are none.
     pub tls: Option<TlsClient>,
@@ -33,13 +35,14 @@ pub fn connect(address: &Address, deadline: Instant, cancel: &Cancel) -> Result<
     connect_with(address, deadline, cancel, &ConnectOptions::default())
 }
 
-/// Opens a channel to an address. `tcp:` tries all addresses of the host; `fd:N` takes the descriptor over; `exec:`
-/// starts the command; `file:` makes the file or cuts it at the offset, and can be written only (to read one, see
-/// [`Listener`](crate::Listener)).
+/// Opens a channel to an address. `tcp:` tries all addresses of the host; `fd:N` takes the descriptor over;
+/// `exec:` starts the command; `file:` makes the file or cuts it at the offset, and can be written only (to
+/// read one, see [`Listener`](crate::Listener)).
 ///
 /// # Errors
-/// [`Error::Cancelled`] as soon as the token is cancelled, [`Error::Timeout`] at the deadline, [`Error::Resolve`],
-/// [`Error::BadAddress`], [`Error::Tls`], [`Error::WebSocket`], and [`Error::Io`]: with `ConnectOptions::retry`, that of the last attempt.
+/// [`Error::Cancelled`] as soon as the token is cancelled, [`Error::Timeout`] at the deadline,
+/// [`Error::Resolve`], [`Error::BadAddress`], [`Error::Tls`], [`Error::WebSocket`], and [`Error::Io`]: with
+/// `ConnectOptions::retry`, that of the last attempt.
 pub fn connect_with(
     address: &Address,
     deadline: Instant,

@@ -10,9 +10,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Error of a call on a channel.
 ///
 /// The variants separate an invalid request of the caller (`Unsupported`, `BadAddress`, `TooManyFds`,
-/// `TlsCredentials`), a failure of this machine (`Io`, `Resolve`, `InUse`, `ZeroCopyMemory`), a peer that went away
-/// or is slow (`Closed`, `Cut`, `Timeout`, `FdsTruncated`, `Command`), a peer that is not the expected one (`Tls`,
-/// `WebSocket`), cancellation (`Cancelled`) and an injected fault (`Fault`).
+/// `TlsCredentials`), a failure of this machine (`Io`, `Resolve`, `InUse`, `ZeroCopyMemory`), a peer that
+/// went away or is slow (`Closed`, `Cut`, `Timeout`, `FdsTruncated`, `Command`), a peer that is not the
+/// expected one (`Tls`, `WebSocket`), cancellation (`Cancelled`) and an injected fault (`Fault`).
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -151,7 +151,8 @@ pub enum Error {
         /// Number of are that allowed.
         limit: usize,
     },
-    /// The kernel had no memory to send without copying (`ENOBUFS`), though we waited for earlier sends and sent less.
+    /// The kernel had no memory to send without copying (`ENOBUFS`), though we waited for earlier sends and
+    /// sent less.
     #[error(
         "zero-copy send to {peer}: {source}, after {:.1} s of waiting; net.core.optmem_max is {optmem_max} and \
          RLIMIT_MEMLOCK (ulimit -l) {memlock}: raise the first to 1 MiB or more and the second to the guest's size, \

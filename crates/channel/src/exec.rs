@@ -1,13 +1,13 @@
-//! A shell command as the other end: sent bytes go to its standard input, received bytes come from its standard
-//! output.
+//! A shell command as the other end: sent bytes go to its standard input, received bytes come from its
+//! standard output.
 //!
 //! ```text
 //!   send ──pipe──▶ stdin  /bin/sh -c COMMAND  stdout ──pipe──▶ recv        stderr: ours
 //! ```
 //!
-//! A failing command must not look like a short stream. So when its output ends or its input breaks, the command has
-//! [`STATUS_GRACE`] to exit too, and if it failed the call's error is [`Error::Command`]. [`Channel::finish`] waits
-//! for the exit status itself.
+//! A failing command must not look like a short stream. So when its output ends or its input breaks, the
+//! command has [`STATUS_GRACE`] to exit too, and if it failed the call's error is [`Error::Command`].
+//! [`Channel::finish`] waits for the exit status itself.
 //!
 //! The command has its own process group, so this process handles a Ctrl-C in the terminal. Dropping the
 //! channel closes both pipes and waits [`EXIT_GRACE`]; then the group gets SIGTERM, and after [`TERM_GRACE`]
@@ -45,7 +45,8 @@ impl ExecChannel {
     /// Starts `/bin/sh -c command`.
     ///
     /// # Errors
-    /// [`Error::Io`] if the shell cannot be started. That the command is not found is known later, as its failure.
+    /// [`Error::Io`] if the shell cannot be started. That the command is not found is known later, as its
+    /// failure.
     pub fn spawn(command: &str) -> Result<Self> {
         let peer = format!("exec:{command}");
         let mut child = Command::new("/bin/sh")
@@ -62,8 +63,8 @@ impl ExecChannel {
         Ok(Self { pipes: PipeChannel::new(input, output, peer)?, command: command.to_owned(), process })
     }
 
-    /// Returns the exit status of the command; `None` if it still runs at the deadline. Closes nothing: a command
-    /// that reads to the end of its input ends only after a shutdown of the sending half.
+    /// Returns the exit status of the command; `None` if it still runs at the deadline. Closes nothing: a
+    /// command that reads to the end of its input ends only after a shutdown of the sending half.
     ///
     /// # Errors
     /// [`Error::Io`] if waiting fails.

@@ -23,8 +23,8 @@ use rustix::net::sockopt::{socket_acceptconn, socket_domain, socket_type};
 use rustix::net::{AddressFamily, SocketType};
 use std::os::fd::{OwnedFd, RawFd};
 
-/// Takes over an inherited descriptor of any type by its number; it is closed with the returned value, and no child
-/// process inherits it.
+/// Takes over an inherited descriptor of any type by its number; it is closed with the returned value, and no
+/// child process inherits it.
 ///
 /// # Errors
 /// [`Error::Io`] if it is not open.

@@ -1,9 +1,10 @@
 //! Files: a stream with its own cursor.
 //!
-//! The stream's cursor is kept here, in bytes from the start of the file, and moves only with `send` and `recv`; it
-//! starts at the address's offset. The descriptor's own position is neither used nor moved.
+//! The stream's cursor is kept here, in bytes from the start of the file, and moves only with `send` and
+//! `recv`; it starts at the address's offset. The descriptor's own position is neither used nor moved.
 //!
-//! Out of scope: durability, and direct I/O (for `O_DIRECT` the caller opens the file and keeps to its alignment). A file never waits for a peer, so timeouts have no effect.
+//! Out of scope: durability, and direct I/O (for `O_DIRECT` the caller opens the file and keeps to its
+//! alignment). A file never waits for a peer, so timeouts have no effect.
 
 use crate::flags::{check_recv, check_send, check_timeouts};
 use crate::sys::io;
@@ -34,8 +35,8 @@ pub struct FileChannel {
 }
 
 impl FileChannel {
-    /// Opens a file to write a stream from `offset`: it is created with access for its owner only if it is missing,
-    /// and truncated at the offset, as in QEMU.
+    /// Opens a file to write a stream from `offset`: it is created with access for its owner only if it is
+    /// missing, and truncated at the offset, as in QEMU.
     ///
     /// # Errors
     /// [`Error::Io`].

@@ -11,14 +11,16 @@ bitflags::bitflags! {
     pub struct Capabilities: u32 {
         /// [`SendFlags::ZERO_COPY`] is understood.
         const ZERO_COPY = 1 << 0;
-        /// File descriptors travel: [`Channel::send_fds`](crate::Channel::send_fds), [`Channel::recv_fds`](crate::Channel::recv_fds).
+        /// File descriptors travel: [`Channel::send_fds`](crate::Channel::send_fds),
+        /// [`Channel::recv_fds`](crate::Channel::recv_fds).
         const FD_PASSING = 1 << 1;
-        /// [`Channel::shutdown`](crate::Channel::shutdown) ends each half separately and wakes the threads blocked in it.
+        /// [`Channel::shutdown`](crate::Channel::shutdown) ends each half separately and wakes the threads
+        /// blocked in it.
         const SHUTDOWN = 1 << 2;
         /// [`RecvFlags::PEEK`] is understood.
         const PEEK = 1 << 3;
-        /// The peer can reply through the same channel, so a return path is possible. A file that can be read and
-        /// written has `SEND` and `RECV`, but not this.
+        /// The peer can reply through the same channel, so a return path is possible. A file that can be read
+        /// and written has `SEND` and `RECV`, but not this.
         const BIDIRECTIONAL = 1 << 4;
         /// Bytes can be sent. A pipe's reading end lacks this.
         const SEND = 1 << 5;
@@ -29,7 +31,8 @@ bitflags::bitflags! {
     /// Options of a send.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
     pub struct SendFlags: u32 {
-        /// Let the kernel read the buffers themselves, after the call too, until [`Channel::flush`](crate::Channel::flush).
+        /// Let the kernel read the buffers themselves, after the call too, until
+        /// [`Channel::flush`](crate::Channel::flush).
         const ZERO_COPY = 1 << 0;
         /// A hint, allowed everywhere: more follows at once, so a packet need not leave yet (`MSG_MORE`).
         const MORE = 1 << 1;
@@ -52,7 +55,8 @@ bitflags::bitflags! {
 /// Result of a [`Channel::flush`](crate::Channel::flush).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Flushed {
-    /// All sends have finished, and at least one zero-copy send was not copied (or there was none to wait for).
+    /// All sends have finished, and at least one zero-copy send was not copied (or there was none to wait
+    /// for).
     Done,
     /// All is done, but the kernel copied every byte: zero-copy cost more than it saved.
     AllCopied,

@@ -6,8 +6,8 @@
 //!   recv ◀─ Inbox (its own lock) ◀─Unpack── ┘
 //! ```
 //!
-//! The two directions share nothing here, so one thread sends while another receives, and `shutdown` waits for
-//! neither. A packet announces the end of the stream; an end without it is [`Error::Cut`].
+//! The two directions share nothing here, so one thread sends while another receives, and `shutdown` waits
+//! for neither. A packet announces the end of the stream; an end without it is [`Error::Cut`].
 
 mod inbox;
 mod outbox;
@@ -42,7 +42,8 @@ pub(crate) struct Framed<P, U> {
 }
 
 impl<P: Pack, U: Unpack> Framed<P, U> {
-    /// Starts with data received ahead, and packets that were not decoded. `room` is for one batch of packets.
+    /// Starts with data received ahead, and packets that were not decoded. `room` is for one batch of
+    /// packets.
     pub(crate) fn new(
         inner: Box<dyn Channel>,
         pack: P,
@@ -161,8 +162,8 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
         self.inner.shutdown(how)
     }
 
-    /// Announces the end of the sending half, if no send is in progress and the channel below accepts it without
-    /// blocking.
+    /// Announces the end of the sending half, if no send is in progress and the channel below accepts it
+    /// without blocking.
     pub(crate) fn close(&self) {
         if self.ended_send.swap(true, Ordering::AcqRel) {
             return;

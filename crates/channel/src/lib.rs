@@ -10,16 +10,17 @@
 //!             TLS, WebSocket
 //! ```
 //!
-//! Scope: system calls behind one trait, [`Channel`], whose [`Capabilities`] state what each kind can do. Buffers are
-//! [`IoBuf`] and [`IoBufMut`], which never become slices, because they may be a guest's live memory.
+//! Scope: system calls behind one trait, [`Channel`], whose [`Capabilities`] state what each kind can do.
+//! Buffers are [`IoBuf`] and [`IoBufMut`], which never become slices, because they may be a guest's live
+//! memory.
 //!
-//! Out of scope: it knows no migration, starts no threads but for name resolution and one for each handshake of an
-//! accepted connection, keeps no statistics but those of zero-copy ([`ZeroCopyStatistics`]), and is not asynchronous.
-//! It does not make files durable: `flush` is about buffers.
+//! Out of scope: it knows no migration, starts no threads but for name resolution and one for each handshake
+//! of an accepted connection, keeps no statistics but those of zero-copy ([`ZeroCopyStatistics`]), and is not
+//! asynchronous. It does not make files durable: `flush` is about buffers.
 //!
-//! Limits: Linux only. At most [`IOV_MAX`] buffers in one call (the loops of [`ChannelExt`] take any number), at most
-//! [`FDS_MAX`] descriptors in one message. Only `tcp:` has [`Capabilities::ZERO_COPY`], when it was asked for
-//! ([`ConnectOptions`], [`ListenOptions`]) and the kernel can.
+//! Limits: Linux only. At most [`IOV_MAX`] buffers in one call (the loops of [`ChannelExt`] take any number),
+//! at most [`FDS_MAX`] descriptors in one message. Only `tcp:` has [`Capabilities::ZERO_COPY`], when it was
+//! asked for ([`ConnectOptions`], [`ListenOptions`]) and the kernel can.
 //!
 //! | feature | adds | needs |
 //! |---|---|---|
@@ -27,7 +28,8 @@
 //! | `websocket` | `ws://`; with `tls`, `wss://` | tungstenite |
 //! | `testing` | the layers of `fault` | – |
 //!
-//! No feature is on by default, and no type or variant depends on one: without it, its use is [`Error::Unsupported`].
+//! No feature is on by default, and no type or variant depends on one: without it, its use is
+//! [`Error::Unsupported`].
 //!
 //! ```
 //! use std::time::{Duration, Instant};
@@ -45,9 +47,9 @@
 //! # Ok::<(), towline_channel::Error>(())
 //! ```
 //!
-//! `SIGPIPE`: sockets never raise it (`MSG_NOSIGNAL`), but for [`Splice`]. Writing to a pipe whose reader is gone does, unless
-//! the process ignores that signal; Rust's runtime does so before `main`, and a host that is not a Rust program must do it
-//! itself before it uses `exec:` or a pipe.
+//! `SIGPIPE`: sockets never raise it (`MSG_NOSIGNAL`), but for [`Splice`]. Writing to a pipe whose reader is
+//! gone does, unless the process ignores that signal; Rust's runtime does so before `main`, and a host that
+//! is not a Rust program must do it itself before it uses `exec:` or a pipe.
 
 mod address;
 mod calls;

@@ -25,7 +25,8 @@ const ACCEPTED_AT_ONCE_MAX: usize = 64;
 pub struct ListenOptions {
     /// True if zero-copy sends are wanted on the channels, as in [`ConnectOptions`](crate::ConnectOptions).
     pub zero_copy: bool,
-    /// Silence of a `tcp:` peer after which its connection ends, as in [`ConnectOptions`](crate::ConnectOptions).
+    /// Silence of a `tcp:` peer after which its connection ends, as in
+    /// [`ConnectOptions`](crate::ConnectOptions).
     pub peer_timeout: Option<Duration>,
     /// TLS credentials; a client has to present a certificate.
     pub tls: Option<TlsServer>,
@@ -75,14 +76,15 @@ impl Listener {
 
     /// Listens at an address.
     ///
-    /// - `tcp:` without a host takes every address of the machine, IPv6 and IPv4; with a name, the first that is available.
+    /// - `tcp:` without a host takes every address of the machine, IPv6 and IPv4; with a name, the first that
+    ///   is available.
     /// - `unix:` replaces a socket file without a listener, and removes its own when it is dropped.
-    /// - `fd:N` takes the descriptor over, `exec:` starts the command when it is accepted, `file:` is opened for
-    ///   reading. Each of them yields one channel.
+    /// - `fd:N` takes the descriptor over, `exec:` starts the command when it is accepted, `file:` is opened
+    ///   for reading. Each of them yields one channel.
     ///
     /// # Errors
-    /// [`Error::InUse`] if the socket file belongs to another process, [`Error::BadAddress`], [`Error::Resolve`],
-    /// otherwise [`Error::Io`].
+    /// [`Error::InUse`] if the socket file belongs to another process, [`Error::BadAddress`],
+    /// [`Error::Resolve`], otherwise [`Error::Io`].
     pub fn bind_with(address: &Address, options: &ListenOptions) -> Result<Self> {
         address.check_tls(options.tls.is_some())?;
         let single = |single| ListenerKind::Single(Mutex::new(Some(single)));
@@ -134,10 +136,10 @@ impl Listener {
     /// Waits for a peer; with TLS or WebSocket, for a completed handshake.
     ///
     /// # Errors
-    /// [`Error::Tls`] or [`Error::WebSocket`] if a peer's handshake failed: the listener continues with others.
-    /// [`Error::Cancelled`] as soon as the token is cancelled, [`Error::Timeout`] at the deadline,
-    /// [`Error::Unsupported`] if there is only one channel and it was accepted before, otherwise [`Error::Io`], which
-    /// may be temporary ([`is_out_of_resources`]).
+    /// [`Error::Tls`] or [`Error::WebSocket`] if a peer's handshake failed: the listener continues with
+    /// others. [`Error::Cancelled`] as soon as the token is cancelled, [`Error::Timeout`] at the deadline,
+    /// [`Error::Unsupported`] if there is only one channel and it was accepted before, otherwise
+    /// [`Error::Io`], which may be temporary ([`is_out_of_resources`]).
     pub fn accept(&self, deadline: Instant, cancel: &Cancel) -> Result<Box<dyn Channel>> {
         cancel.check()?;
         let until = Deadline::new("accept", &self.address, deadline, cancel);

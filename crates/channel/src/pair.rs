@@ -1,7 +1,7 @@
 //! Two ends of a connection within this process, without a descriptor.
 //!
-//! For tests, and to join two halves of one program. Not fast: each byte is copied in and out, under a lock. Each
-//! direction holds at most `capacity` bytes; a sender blocks until the other end has read.
+//! For tests, and to join two halves of one program. Not fast: each byte is copied in and out, under a lock.
+//! Each direction holds at most `capacity` bytes; a sender blocks until the other end has read.
 
 use crate::flags::{check_recv, check_send, check_timeouts};
 use crate::{

@@ -7,7 +7,8 @@
 //!   bell ─────────────┘                      └─ …                  ┘      └ rings the bell
 //! ```
 //!
-//! Limits: [`PENDING_HANDSHAKES_MAX`] at once, of which the oldest is dropped, and [`HANDSHAKE_TIMEOUT`] each.
+//! Limits: [`PENDING_HANDSHAKES_MAX`] at once, of which the oldest is dropped, and [`HANDSHAKE_TIMEOUT`]
+//! each.
 
 use crate::cancel::{event, raise};
 use crate::{Cancel, Channel, Error, Result};

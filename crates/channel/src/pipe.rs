@@ -9,9 +9,10 @@
 //! 2. stop is raised: a polling thread retries, and meets 1.
 //! ```
 //!
-//! Limits: needs three descriptors per end. The pipe is in non-blocking mode while it is open here, which is visible
-//! to every process that shares the open file (a parent that kept its copy); dropping the channel restores the mode.
-//! Other files that can be polled and read or written (a terminal, `/dev/null`) work the same way.
+//! Limits: needs three descriptors per end. The pipe is in non-blocking mode while it is open here, which is
+//! visible to every process that shares the open file (a parent that kept its copy); dropping the channel
+//! restores the mode. Other files that can be polled and read or written (a terminal, `/dev/null`) work the
+//! same way.
 
 use crate::cancel::{event, raise};
 use crate::flags::{check_recv, check_send, check_timeouts};
@@ -112,8 +113,8 @@ impl Channel for PipeChannel {
     fn shutdown(&self, how: Shutdown) -> Result<()> {
         let input = self.input.as_ref().filter(|_| how != Shutdown::Write);
         let output = self.output.as_ref().filter(|_| how != Shutdown::Read);
-        // In this order: a command that is killed for writing to a closed pipe ends our own sends too, and a thread in
-        // one of them must find that we wanted it.
+        // In this order: a command that is killed for writing to a closed pipe ends our own sends too, and a
+        // thread in one of them must find that we wanted it.
         for end in [output, input].into_iter().flatten() {
             end.close().map_err(|source| Error::io("shutdown", &self.peer, source))?;
         }

@@ -1,10 +1,10 @@
 //! Common code of all stream sockets.
 //!
-//! Opening one is up to the modules of the families. A stream socket of a family without a module (vsock), given as
-//! `fd:N`, uses this alone.
+//! Opening one is up to the modules of the families. A stream socket of a family without a module (vsock),
+//! given as `fd:N`, uses this alone.
 //!
-//! The descriptor is a blocking one. Timeouts are the kernel's (`SO_RCVTIMEO`, `SO_SNDTIMEO`), which rounds them up to
-//! its clock tick; waking is `shutdown(2)`.
+//! The descriptor is a blocking one. Timeouts are the kernel's (`SO_RCVTIMEO`, `SO_SNDTIMEO`), which rounds
+//! them up to its clock tick; waking is `shutdown(2)`.
 
 mod channel;
 

@@ -3,8 +3,8 @@
 //! ```text
 //! socket ──splice──► pipe ──splice──► socket       pages of the sender's message are moved, not copied
 //! ```
-//! For forwarding without inspection. Not for channels that transform bytes or have received some ahead: these have
-//! no [`Channel::splice_fd`].
+//! For forwarding without inspection. Not for channels that transform bytes or have received some ahead:
+//! these have no [`Channel::splice_fd`].
 
 use std::os::fd::OwnedFd;
 
@@ -13,8 +13,8 @@ use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice
 
 use crate::{Channel, Error, Result};
 
-/// Preferred capacity of the pipe: a packet of QEMU's multifd, in pages of which some are half filled. The total size
-/// of larger pipes is limited for unprivileged users (pipe(7)); smaller ones work too.
+/// Preferred capacity of the pipe: a packet of QEMU's multifd, in pages of which some are half filled. The
+/// total size of larger pipes is limited for unprivileged users (pipe(7)); smaller ones work too.
 const PIPE_BYTES: usize = 1 << 20;
 
 /// A pipe that bytes go through.
@@ -50,15 +50,15 @@ impl Splice {
         from.splice_fd().is_some() && to.splice_fd().is_some()
     }
 
-    /// Moves `length` bytes; returns what it took. After an error some bytes may be lost in the pipe, which is
-    /// unusable then.
+    /// Moves `length` bytes; returns what it took. After an error some bytes may be lost in the pipe, which
+    /// is unusable then.
     ///
     /// Sending raises `SIGPIPE` where a plain send does not: it must be ignored, which Rust programs do by
     /// default.
     ///
     /// # Errors
-    /// [`Error::Closed`] if `from` ends before, [`Error::Unsupported`] for a channel that has no descriptor for this, otherwise as
-    /// [`Channel::recv`] of `from` and [`Channel::send`] of `to`.
+    /// [`Error::Closed`] if `from` ends before, [`Error::Unsupported`] for a channel that has no descriptor
+    /// for this, otherwise as [`Channel::recv`] of `from` and [`Channel::send`] of `to`.
     pub fn move_exact(&self, from: &dyn Channel, to: &dyn Channel, length: usize) -> Result<SpliceCost> {
         let what = "splicing; receive into memory and send from there";
         let unsupported = |channel: &dyn Channel| Error::unsupported(channel.peer(), what);

@@ -2,7 +2,8 @@
 //!
 //! A port would have to provide:
 //! - `aead`: AES-GCM between such buffers and records (feature `tls`);
-//! - [`iobuf`]: a buffer with the layout of the platform's scatter-gather element, that never becomes a slice;
+//! - [`iobuf`]: a buffer with the layout of the platform's scatter-gather element, that never becomes a
+//!   slice;
 //! - [`cursor`]: the position in an array of them after a partial transfer;
 //! - [`io`]: `sendmsg`, `recvmsg`, `readv`, `writev`, `preadv`, `pwritev` over such buffers;
 //! - [`error_queue`]: what the kernel reports of a socket beside its stream (`recvmsg` with `MSG_ERRQUEUE`);
@@ -11,8 +12,8 @@
 //! - [`rights`]: the socket option `SO_PASSRIGHTS`;
 //! - [`zero_copy`]: the socket option `SO_ZEROCOPY`.
 //!
-//! Everything else (sockets and their options, descriptor passing, `poll`, `eventfd`, `flock`, processes) comes from
-//! `std` and `rustix`, whose interfaces are safe.
+//! Everything else (sockets and their options, descriptor passing, `poll`, `eventfd`, `flock`, processes)
+//! comes from `std` and `rustix`, whose interfaces are safe.
 
 #[cfg(feature = "tls")]
 pub(crate) mod aead;

@@ -1,9 +1,10 @@
 //! TCP channels.
 //!
-//! `TCP_NODELAY` is on (senders set [`SendFlags::MORE`](crate::SendFlags::MORE) when more follows). A connection whose
-//! peer is silent for [`PEER_TIMEOUT`] ends (`ETIMEDOUT`): it acknowledges nothing, takes nothing, or does not answer
-//! keepalive probes, which find a dead host while nothing is sent. A host name is resolved on a separate thread, because the system's
-//! resolver cannot be interrupted; after a timeout the thread ends when the resolver does.
+//! `TCP_NODELAY` is on (senders set [`SendFlags::MORE`](crate::SendFlags::MORE) when more follows). A
+//! connection whose peer is silent for [`PEER_TIMEOUT`] ends (`ETIMEDOUT`): it acknowledges nothing, takes
+//! nothing, or does not answer keepalive probes, which find a dead host while nothing is sent. A host name is
+//! resolved on a separate thread, because the system's resolver cannot be interrupted; after a timeout the
+//! thread ends when the resolver does.
 //!
 //! Between two processes of one host the send buffer has a fixed, small size, and a call receives a part of
 //! it: data in transit then stays in a processor's cache until it is received, while the sender continues. To
@@ -42,8 +43,8 @@ const BACKLOG: i32 = 1024;
 /// delay that more data in transit would fill, and data in transit is read again at once, from the cache if
 /// it is still there.
 const LOCAL_SEND_BUFFER_BYTES: usize = 128 << 10;
-/// Bytes that one call receives at most from such a connection: the sender has room again when the call returns. Of longer
-/// calls, one connection waits for most of its time.
+/// Bytes that one call receives at most from such a connection: the sender has room again when the call
+/// returns. Of longer calls, one connection waits for most of its time.
 const LOCAL_RECEIVE_BYTES: usize = 64 << 10;
 
 /// Name of this end in messages about socket options.
@@ -84,8 +85,8 @@ impl TcpChannel {
     /// Enables zero-copy sends (`SO_ZEROCOPY`) and with them [`Capabilities::ZERO_COPY`].
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the kernel lacks it, or if a former owner of the socket used it: the numbering of
-    /// sends is unknown then.
+    /// [`Error::Unsupported`] if the kernel lacks it, or if a former owner of the socket used it: the
+    /// numbering of sends is unknown then.
     pub fn enable_zero_copy(&mut self) -> Result<()> {
         if self.zero_copy.is_some() {
             return Ok(());
@@ -192,7 +193,8 @@ impl Drop for TcpChannel {
     }
 }
 
-/// Returns true if this kernel lets a TCP socket send without a copy. Where it does, the way to the peer may still make it copy.
+/// Returns true if this kernel lets a TCP socket send without a copy. Where it does, the way to the peer may
+/// still make it copy.
 ///
 /// # Errors
 /// [`Error::Unsupported`] if it does not, [`Error::Io`] if the check fails.
@@ -244,8 +246,8 @@ fn prepare(fd: &OwnedFd) -> Result<(), Errno> {
     sockopt::set_socket_keepalive(fd, true)
 }
 
-/// The kernel ends the connection with the first timer after that time without an acknowledgement, a taken byte, or an answered
-/// probe.
+/// The kernel ends the connection with the first timer after that time without an acknowledgement, a taken
+/// byte, or an answered probe.
 fn set_peer_timeout(fd: impl AsFd, timeout: Duration) -> Result<(), Errno> {
     let milliseconds = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX);
     sockopt::set_tcp_user_timeout(&fd, milliseconds)?;

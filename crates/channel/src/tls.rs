@@ -1,4 +1,5 @@
-//! TLS 1.3 over any channel that has a descriptor to poll, with certificates at both ends, as QEMU's `tls-creds-x509`.
+//! TLS 1.3 over any channel that has a descriptor to poll, with certificates at both ends, as QEMU's
+//! `tls-creds-x509`.
 //!
 //! ```text
 //!   send ─▶ Sealer ─▶ ┐                                 rustls: handshake, certificates, next keys
@@ -11,11 +12,11 @@
 //! directions share nothing but the source of new keys, so one thread sends while another receives, and
 //! `shutdown` waits for neither.
 //!
-//! A close_notify announces the end of a stream: `shutdown` and dropping the channel send one. An end without it is
-//! [`Error::Cut`], since anybody on the way could have made it.
+//! A close_notify announces the end of a stream: `shutdown` and dropping the channel send one. An end without
+//! it is [`Error::Cut`], since anybody on the way could have made it.
 //!
-//! Limits: TLS 1.3 only (GnuTLS has it since 3.6.5). No session is resumed. Zero-copy and descriptors do not go through a
-//! cipher, so [`Capabilities`] has neither. Each channel has 0.5 MiB of buffers.
+//! Limits: TLS 1.3 only (GnuTLS has it since 3.6.5). No session is resumed. Zero-copy and descriptors do not
+//! go through a cipher, so [`Capabilities`] has neither. Each channel has 0.5 MiB of buffers.
 
 mod alert;
 mod credentials;
@@ -53,7 +54,8 @@ pub struct TlsChannel {
 const DOUBTED_BYTES_MAX: u64 = 1 << 20;
 
 impl TlsChannel {
-    /// Does a client's handshake over a connected channel. `host` is what the server's certificate must be for.
+    /// Does a client's handshake over a connected channel. `host` is what the server's certificate must be
+    /// for.
     ///
     /// # Errors
     /// [`Error::Tls`] with the reason, [`Error::Cancelled`], [`Error::Timeout`], those of `inner`, and
@@ -173,7 +175,8 @@ mod tests {
     use std::time::Duration;
     use towline_lab::certificates::Authority;
 
-    /// Both directions change their first keys after a few records, in the middle of a batch too; nothing is lost.
+    /// Both directions change their first keys after a few records, in the middle of a batch too; nothing is
+    /// lost.
     #[test]
     fn a_worn_key_is_replaced() {
         let directory = tempfile::TempDir::new().unwrap();

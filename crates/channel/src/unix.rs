@@ -29,7 +29,8 @@ pub struct UnixChannel {
 }
 
 impl UnixChannel {
-    /// Takes a connected Unix stream socket. `peer` is what messages call the other end, such as `unix:/run/x`.
+    /// Takes a connected Unix stream socket. `peer` is what messages call the other end, such as
+    /// `unix:/run/x`.
     ///
     /// # Errors
     /// [`Error::Io`] if it is not one.
@@ -112,7 +113,8 @@ pub(crate) fn connect(path: &Path, deadline: &Deadline<'_>) -> Result<UnixChanne
     }
 }
 
-/// One attempt that does not block: a Unix socket connects at once, or its queue is full (`EAGAIN`), or it never will.
+/// One attempt that does not block: a Unix socket connects at once, or its queue is full (`EAGAIN`), or it
+/// never will.
 pub(super) fn try_connect(address: &SocketAddrUnix) -> Result<OwnedFd, Errno> {
     let fd = socket()?;
     net::connect(&fd, address)?;

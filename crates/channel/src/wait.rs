@@ -1,4 +1,5 @@
-//! The one place where this crate waits for a descriptor: `poll(2)` with a deadline and something that stops it.
+//! The one place where this crate waits for a descriptor: `poll(2)` with a deadline and something that stops
+//! it.
 
 use crate::{Address, Cancel, Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

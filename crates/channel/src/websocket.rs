@@ -1,16 +1,17 @@
-//! WebSocket (RFC 6455) over TCP or TLS: a stream of bytes as binary messages, for paths that admit nothing else.
+//! WebSocket (RFC 6455) over TCP or TLS: a stream of bytes as binary messages, for paths that admit nothing
+//! else.
 //!
 //! ```text
 //!   connect ─▶ GET /PATH, Upgrade ─▶ 101 ─┐                       ┌─ FrameWriter: batches of frames, masked by the client
 //!   accept  ◀─ GET /PATH, Upgrade ◀─ 101 ─┴─ tungstenite ─▶ Framed┴─ FrameReader: binary messages, whole or in fragments
 //! ```
 //!
-//! tungstenite does the handshake and knows a frame's header. The borders of messages mean nothing: bytes are bytes. A ping
-//! is answered before the next data, or when its receiver waits for more. The end of a stream is a Close frame; unlike others, our own
-//! two ends still send in the other direction when one has come.
+//! tungstenite does the handshake and knows a frame's header. The borders of messages mean nothing: bytes are
+//! bytes. A ping is answered before the next data, or when its receiver waits for more. The end of a stream
+//! is a Close frame; unlike others, our own two ends still send in the other direction when one has come.
 //!
-//! Limits: no extensions (compression), no subprotocols, no redirects; text messages are refused. A frame has at most
-//! [`frame::PAYLOAD_BYTES_MAX`] bytes; messages are not put together, so they may be of any length.
+//! Limits: no extensions (compression), no subprotocols, no redirects; text messages are refused. A frame has
+//! at most [`frame::PAYLOAD_BYTES_MAX`] bytes; messages are not put together, so they may be of any length.
 
 mod error;
 mod frame;
@@ -34,8 +35,10 @@ impl WebSocketChannel {
     /// Performs a client's handshake over a connected channel: requests `path` of `host` (with its port).
     ///
     /// # Errors
-    /// [`Error::WebSocket`](crate::Error::WebSocket) with the reason, [`Error::Cancelled`](crate::Error::Cancelled), [`Error::Timeout`](crate::Error::Timeout), those of `inner`, and
-    /// [`Error::Unsupported`](crate::Error::Unsupported) for a channel that cannot be polled and peeked.
+    /// [`Error::WebSocket`](crate::Error::WebSocket) with the reason,
+    /// [`Error::Cancelled`](crate::Error::Cancelled), [`Error::Timeout`](crate::Error::Timeout), those of
+    /// `inner`, and [`Error::Unsupported`](crate::Error::Unsupported) for a channel that cannot be polled and
+    /// peeked.
     pub fn client(
         inner: Box<dyn Channel>,
         host: &str,
@@ -48,7 +51,8 @@ impl WebSocketChannel {
         Ok(Self::new(inner, WebSocketRole::Client))
     }
 
-    /// Performs a server's handshake over a connected channel. A request for another path than `path` is refused.
+    /// Performs a server's handshake over a connected channel. A request for another path than `path` is
+    /// refused.
     ///
     /// # Errors
     /// As [`Self::client`].

@@ -1,4 +1,5 @@
-//! Zero-copy sends of a TCP socket (`MSG_ZEROCOPY`): the kernel reads the pages themselves, also after the call.
+//! Zero-copy sends of a TCP socket (`MSG_ZEROCOPY`): the kernel reads the pages themselves, also after the
+//! call.
 //!
 //! ```text
 //!   send(.., ZERO_COPY) ──▶ sendmsg ── number n ──▶ Ledger ◀── completions n..=m ── the socket's error queue
@@ -6,14 +7,15 @@
 //!                              └──────────────────────────────────────────────────────────────────┘ flush and ticket
 //! ```
 //!
-//! Completions are taken as they come, because the kernel charges those that wait to `net.core.optmem_max`. Several
-//! threads may send, flush and wait for tickets at once; zero-copy sends pass one after the other.
+//! Completions are taken as they come, because the kernel charges those that wait to `net.core.optmem_max`.
+//! Several threads may send, flush and wait for tickets at once; zero-copy sends pass one after the other.
 //!
-//! The kernel copies where it must: on the loopback interface, to a local tap or container, on network cards without
-//! scatter-gather or checksums. Then zero-copy costs more than it saves, which [`Flushed::AllCopied`] reports.
+//! The kernel copies where it must: on the loopback interface, to a local tap or container, on network cards
+//! without scatter-gather or checksums. Then zero-copy costs more than it saves, which [`Flushed::AllCopied`]
+//! reports.
 //!
-//! Limits: a socket whose completions another process reads too is not usable. A poll of the channel's descriptor
-//! returns `POLLERR` while completions are pending; it is not an error of the stream.
+//! Limits: a socket whose completions another process reads too is not usable. A poll of the channel's
+//! descriptor returns `POLLERR` while completions are pending; it is not an error of the stream.
 
 mod ledger;
 mod mode;
@@ -35,19 +37,22 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// The time that a send waits, without one completion, for the kernel to have memory again. A shorter send timeout counts.
+/// The time that a send waits, without one completion, for the kernel to have memory again. A shorter send
+/// timeout counts.
 const MEMORY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of entries that are read at a time, so a flood of errors does not block sending.
 const ENTRIES_MAX: usize = 1024;
-/// The longest wait before the ledger is checked again, as another thread may have read the awaited completion.
+/// The longest wait before the ledger is checked again, as another thread may have read the awaited
+/// completion.
 const SLICE: Duration = Duration::from_millis(5);
 /// The first pause when a socket in an error has `POLLERR` but no completion.
 const PAUSE: Duration = Duration::from_micros(100);
 /// A send this short is not shortened further for lack of memory: its charge no longer depends on its length.
 const SHORTEST: usize = 4096;
 
-/// A ticket for the zero-copy sends of a channel up to now; see [`Channel::zero_copy_ticket`](crate::Channel::zero_copy_ticket). While they are not finished, the
-/// memory may not be unmapped, resized or given other content. Keeps the socket, but not the connection, open.
+/// A ticket for the zero-copy sends of a channel up to now; see
+/// [`Channel::zero_copy_ticket`](crate::Channel::zero_copy_ticket). While they are not finished, the memory
+/// may not be unmapped, resized or given other content. Keeps the socket, but not the connection, open.
 #[derive(Debug, Clone, Default)]
 pub struct ZeroCopyTicket(Option<(Arc<ZeroCopy>, u64)>);
 
@@ -165,7 +170,8 @@ impl ZeroCopy {
     /// Drains the error queue; returns the number below which all sends have finished, and whether there were
     /// entries.
     fn drain(&self) -> Result<(u64, bool)> {
-        // Read and recorded under one lock: a thread that finds the queue empty must find the entries recorded.
+        // Read and recorded under one lock: a thread that finds the queue empty must find the entries
+        // recorded.
         let mut ledger = self.ledger();
         let found = read(&mut ledger, self.socket.fd())
             .map_err(|source| Error::io("read completions", self.socket.peer(), source))?;

@@ -1,5 +1,5 @@
-//! TLS between our own two ends: both directions at once, ends, cuts, and every reason to refuse. With others' ends it is
-//! tried in the lab.
+//! TLS between our own two ends: both directions at once, ends, cuts, and every reason to refuse. With
+//! others' ends it is tried in the lab.
 #![allow(clippy::unwrap_used)] // Helpers of tests are tests.
 
 mod common;
@@ -167,8 +167,8 @@ fn a_timeout_in_the_middle_loses_nothing() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// Cut at any byte, on either side: a prefix of the data comes and then an error, and never the end of a stream that is
-    /// whole.
+    /// Cut at any byte, on either side: a prefix of the data comes and then an error, and never the end of a
+    /// stream that is whole.
     #[test]
     fn a_cut_at_any_byte_is_an_error(after in 0..60_000_u64, server_sends: bool) {
         let (near, far) = tcp();

@@ -19,8 +19,8 @@ const ROUNDS: usize = 20;
 /// Several records, the last not full.
 const BYTES: usize = 100_000;
 
-/// rustls' next record is under a new key, and requests an update from us: it could not read records under the old
-/// one.
+/// rustls' next record is under a new key, and requests an update from us: it could not read records under
+/// the old one.
 #[test]
 fn keys_are_renewed_when_the_peer_renews_its_own() {
     let directory = credentials();
@@ -38,7 +38,8 @@ fn keys_are_renewed_when_the_peer_renews_its_own() {
                 far.write_all(&received).unwrap();
                 far.flush().unwrap();
             }
-            // Until the other end has read everything: closed over what was not read here, the connection would be reset.
+            // Until the other end has read everything: closed over what was not read here, the connection
+            // would be reset.
             let _ = far.sock.read_to_end(&mut Vec::new());
         });
         let tls = TlsClient::load(directory.path(), Some("localhost")).unwrap();

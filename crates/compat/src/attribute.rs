@@ -1,9 +1,11 @@
-//! `migration_version`: one attribute that each migratable device offers, judged by the destination's device itself.
+//! `migration_version`: one attribute that each migratable device offers, judged by the destination's device
+//! itself.
 //!
-//! Reading it returns the device's version string, which is opaque to other types. Writing the *source's* string to
-//! the *destination's* attribute checks it: success, the device can be migrated there; an errno, it cannot, and the
-//! device's log has the reason. Both types are compared before anything is written. A device that cannot be migrated
-//! fails the read with ENODEV. (Linux, "vfio/mdev: expose mdev migration version", 2019.)
+//! Reading it returns the device's version string, which is opaque to other types. Writing the *source's*
+//! string to the *destination's* attribute checks it: success, the device can be migrated there; an errno, it
+//! cannot, and the device's log has the reason. Both types are compared before anything is written. A device
+//! that cannot be migrated fails the read with ENODEV. (Linux, "vfio/mdev: expose mdev migration version",
+//! 2019.)
 
 use crate::facts::{AttributeFacts, Facts, Subject};
 use crate::limits;
@@ -14,9 +16,9 @@ pub const RULE_ID: &str = "migration-version";
 /// Errno of a device that cannot be migrated (`errno.h`).
 const ENODEV: i32 = 19;
 
-/// Adds the verdict of a destination's device on the source's version to a report. `write` passes the string to the
-/// device, and is called only if the types match and the source has a string; its error is the device's reason for
-/// refusing it.
+/// Adds the verdict of a destination's device on the source's version to a report. `write` passes the string
+/// to the device, and is called only if the types match and the source has a string; its error is the
+/// device's reason for refusing it.
 ///
 /// Nothing is added unless both are attributes, or towline devices.
 pub fn evaluate(

@@ -9,8 +9,8 @@
 //!                              Report: findings (no · could not tell · note), each with its reason and remedy
 //! ```
 //!
-//! A verdict has two readings, because QEMU negotiates nothing: settings that [`ConfiguredBy::Towline`] makes equal
-//! at both ends must be equal already for a `migrate` [`ConfiguredBy::ByHand`].
+//! A verdict has two readings, because QEMU negotiates nothing: settings that [`ConfiguredBy::Towline`] makes
+//! equal at both ends must be equal already for a `migrate` [`ConfiguredBy::ByHand`].
 //!
 //! Out of scope: queries and files. Facts come as values or as the JSON that [`Facts::to_json`] writes, which
 //! is bounded when it is read ([`limits`]) and whose unknown keys are ignored.

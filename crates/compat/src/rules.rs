@@ -1,7 +1,7 @@
 //! The rules: one file each, with its id, its subject, and its findings in a pair.
 //!
-//! To add one: a file with a `RULE`, a line in [`RULES`], a row in `docs/check.md`, its own test, and a real pair in
-//! `lab/tests/pairs`.
+//! To add one: a file with a `RULE`, a line in [`RULES`], a row in `docs/check.md`, its own test, and a real
+//! pair in `lab/tests/pairs`.
 
 mod accelerator;
 mod blocked;

@@ -1,5 +1,5 @@
-//! Facts from anywhere: they are read or refused, and evaluated, in bounded time and memory. The body is a fuzz
-//! target too.
+//! Facts from anywhere: they are read or refused, and evaluated, in bounded time and memory. The body is a
+//! fuzz target too.
 
 use towline_compat::{ConfiguredBy, Facts, Pair, evaluate};
 

@@ -88,8 +88,8 @@ impl Frontend {
         self.negotiated
     }
 
-    /// Accepts the offered features out of `wanted`, and all of `needed`; the same with protocol features, of which
-    /// all known ones are wanted.
+    /// Accepts the offered features out of `wanted`, and all of `needed`; the same with protocol features, of
+    /// which all known ones are wanted.
     ///
     /// # Errors
     /// [`Error::Features`], and those of [`Frontend::query`].

@@ -140,7 +140,8 @@ impl MemoryArena {
         &self.shared
     }
 
-    /// As a dirty log: the numbers of the pages that are marked, which are marked no more. Bit 0 is guest page 0.
+    /// As a dirty log: the numbers of the pages that are marked, which are marked no more. Bit 0 is guest
+    /// page 0.
     pub fn take_dirty_pages(&self) -> Vec<u64> {
         let mut pages = Vec::new();
         for word in 0..self.shared.len() / 8 {

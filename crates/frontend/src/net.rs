@@ -227,8 +227,8 @@ impl DriverPair {
         (0..self.options.size).for_each(|slot| self.memory.write(self.slot(slot), bytes));
     }
 
-    /// Transmits header and frame, `len` bytes in all, with the current content of the buffer. False if there is no
-    /// free buffer. Published by [`DriverPair::flush`].
+    /// Transmits header and frame, `len` bytes in all, with the current content of the buffer. False if there
+    /// is no free buffer. Published by [`DriverPair::flush`].
     pub fn transmit_any(&mut self, len: usize) -> bool {
         let Some(slot) = self.free.pop() else { return false };
         let guest = self.slot(slot);
@@ -253,8 +253,8 @@ impl DriverPair {
         self.transmit_any(bytes.len())
     }
 
-    /// Transmits the header and frame that `read` writes into a transmit buffer, without another copy. `None` if
-    /// there is no free buffer.
+    /// Transmits the header and frame that `read` writes into a transmit buffer, without another copy. `None`
+    /// if there is no free buffer.
     ///
     /// # Errors
     /// As `read`.

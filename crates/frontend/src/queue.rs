@@ -209,8 +209,8 @@ impl Queue {
         self.free.len()
     }
 
-    /// Builds a chain: buffers that the device reads, then buffers that it writes. Published by [`Queue::publish`].
-    /// False, without effect, if there are not enough descriptors.
+    /// Builds a chain: buffers that the device reads, then buffers that it writes. Published by
+    /// [`Queue::publish`]. False, without effect, if there are not enough descriptors.
     ///
     /// # Panics
     /// Without a buffer, or with more than 64 in an indirect chain.
@@ -270,7 +270,8 @@ impl Queue {
             return false;
         }
         self.memory.store_le16(self.places.available + INDEX, self.staged, Ordering::Release);
-        // The driver stores its index, then loads the device's event index; the device does both in the reverse order.
+        // The driver stores its index, then loads the device's event index; the device does both in the
+        // reverse order.
         fence(Ordering::SeqCst);
         let before = std::mem::replace(&mut self.published, self.staged);
         let wanted = if self.has(feature::EVENT_IDX) {
@@ -331,8 +332,8 @@ impl Queue {
         Error::Used { ring: self.index, what }
     }
 
-    /// Enables the call after `after` further chains have been used (1: with the next one). True if they have been
-    /// already.
+    /// Enables the call after `after` further chains have been used (1: with the next one). True if they have
+    /// been already.
     pub fn enable_callback(&mut self, after: u16) -> bool {
         if self.has(feature::EVENT_IDX) {
             let event = self.seen.wrapping_add(after.max(1) - 1);

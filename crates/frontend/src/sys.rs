@@ -1,4 +1,5 @@
-//! Shared memory that a backend reads and writes at any time: touched by atomics and by raw copies, never by references.
+//! Shared memory that a backend reads and writes at any time: touched by atomics and by raw copies, never by
+//! references.
 
 use std::io::IoSlice;
 use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
@@ -27,7 +28,8 @@ impl Shared {
 
     pub(crate) fn write(&self, offset: usize, bytes: &[u8]) {
         let to = self.pointer(offset, bytes.len());
-        // SAFETY: `pointer` has checked the room, `bytes` is another object, and no reference into the mapping is ever made.
+        // SAFETY: `pointer` has checked the room, `bytes` is another object, and no reference into the
+        // mapping is ever made.
         unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) }
     }
 
@@ -42,8 +44,9 @@ impl Shared {
     pub(crate) fn send<T>(&self, parts: &[(usize, usize)], call: impl FnOnce(&[IoSlice<'_>]) -> T) -> T {
         let slice = |&(offset, len): &(usize, usize)| {
             let from = self.pointer(offset, len);
-            // SAFETY: it is mapped for as long as `self` lives. Only buffers that the driver owns and the device does
-            // not are passed (`net::DriverPair`), and only to the kernel, so they are not written during the call.
+            // SAFETY: it is mapped for as long as `self` lives. Only buffers that the driver owns and the
+            // device does not are passed (`net::DriverPair`), and only to the kernel, so they are not written
+            // during the call.
             IoSlice::new(unsafe { std::slice::from_raw_parts(from, len) })
         };
         let slices: Vec<_> = parts.iter().map(slice).collect();

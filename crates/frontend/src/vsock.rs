@@ -276,7 +276,8 @@ impl VsockGuest {
         self.rx.publish();
     }
 
-    /// Handles all received packets and recycles their buffers. Sends a credit update when the host would stall.
+    /// Handles all received packets and recycles their buffers. Sends a credit update when the host would
+    /// stall.
     ///
     /// # Errors
     /// [`Error::Used`]: an invalid used entry.
@@ -339,8 +340,8 @@ impl VsockGuest {
         }
     }
 
-    /// The application has consumed this number of received bytes. Sends a credit update when the host's credit falls
-    /// below one packet, as Linux does.
+    /// The application has consumed this number of received bytes. Sends a credit update when the host's
+    /// credit falls below one packet, as Linux does.
     pub fn consumed(&mut self, ports: PortPair, len: u32) {
         let Some(stream) = self.streams.get_mut(&ports) else { return };
         stream.forwarded = stream.forwarded.wrapping_add(len);
@@ -438,7 +439,8 @@ impl VsockGuest {
         self.tx_slots + u64::from(slot) * SLOT_BYTES
     }
 
-    /// Requests a stream from `ports.0` to `ports.1`; an [`VsockEvent::Connected`] or [`VsockEvent::Reset`] follows.
+    /// Requests a stream from `ports.0` to `ports.1`; an [`VsockEvent::Connected`] or [`VsockEvent::Reset`]
+    /// follows.
     pub fn request(&mut self, ports: PortPair) {
         self.streams.insert(ports, StreamCredit { kind: STREAM, ..StreamCredit::default() });
         self.control(ports, op::REQUEST, 0);
@@ -518,8 +520,8 @@ impl VsockGuest {
         self.tx.free_descriptors() >= 2 && !self.tx_free.is_empty()
     }
 
-    /// Sleeps until the host has sent something, or, if `for_room`, a part of the transmit ring was used. False if
-    /// nothing happened in this time.
+    /// Sleeps until the host has sent something, or, if `for_room`, a part of the transmit ring was used.
+    /// False if nothing happened in this time.
     ///
     /// # Errors
     /// The kernel's.

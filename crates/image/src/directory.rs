@@ -6,7 +6,8 @@
 //! before these checks until it is removed, so no increment is stored on it and no writer replaces it during
 //! that time.
 //!
-//! Limits: increments in other directories are not found, nor processes of other users without the right to see them.
+//! Limits: increments in other directories are not found, nor processes of other users without the right to
+//! see them.
 
 mod removal;
 

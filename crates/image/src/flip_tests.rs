@@ -1,5 +1,5 @@
-//! FlippedBit bits in an image or its sidecars: each is detected by `--verify`, or does not change what a guest
-//! receives.
+//! FlippedBit bits in an image or its sidecars: each is detected by `--verify`, or does not change what a
+//! guest receives.
 //!
 //! `TOWLINE_SOAK_FLIPS` (`cargo xtask soak image-flips`) is the number of random bits.
 

@@ -1,4 +1,5 @@
-//! Everything in an image file that is not a page: head, block list, page bitmaps, the seal, the end of the memory.
+//! Everything in an image file that is not a page: head, block list, page bitmaps, the seal, the end of the
+//! memory.
 
 use towline_protocol::configuration::{Configuration, MAPPED_RAM};
 use towline_protocol::mapped_ram;

@@ -1,5 +1,5 @@
-//! Locations of images in object stores: `s3://BUCKET/PREFIX/NAME` and the like. They are parsed by every build; the stores
-//! themselves are the feature `store`.
+//! Locations of images in object stores: `s3://BUCKET/PREFIX/NAME` and the like. They are parsed by every
+//! build; the stores themselves are the feature `store`.
 
 use std::fmt;
 #[cfg(feature = "store")]
@@ -102,8 +102,8 @@ impl Location {
         &self.authority
     }
 
-    /// Location of the image `name` of this prefix. A name that ends in the suffix of indexes has it twice in its location,
-    /// where the last one is ignored.
+    /// Location of the image `name` of this prefix. A name that ends in the suffix of indexes has it twice in
+    /// its location, where the last one is ignored.
     ///
     /// # Errors
     /// The name has characters that no location has.

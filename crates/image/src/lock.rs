@@ -1,4 +1,5 @@
-//! Locks without poisoning: every value is replaced as a whole, so a panic elsewhere leaves nothing half-done.
+//! Locks without poisoning: every value is replaced as a whole, so a panic elsewhere leaves nothing
+//! half-done.
 
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 

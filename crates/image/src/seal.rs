@@ -1,4 +1,5 @@
-//! The seal: the BLAKE3 of the manifest's text, stored in the image file at a place that readers of the stream ignore.
+//! The seal: the BLAKE3 of the manifest's text, stored in the image file at a place that readers of the
+//! stream ignore.
 //!
 //! ```text
 //!   … bitmap of the first block | "towline-seal 1\r\n" · 32 bytes, BLAKE3 of the manifest | … up to the first block's pages

@@ -10,8 +10,8 @@
 //! ```
 //!
 //! - [`Location`]: `s3://BUCKET/PREFIX/NAME` and the like.
-//! - [`StoreWriter`]: a [`towline_migration::Sink`]. The guest becomes an image file on this host, whose chunks are hashed,
-//!   compressed and sent, unless the store already has them.
+//! - [`StoreWriter`]: a [`towline_migration::Sink`]. The guest becomes an image file on this host, whose
+//!   chunks are hashed, compressed and sent, unless the store already has them.
 //! - [`StoredImage`]: a [`towline_migration::Guest`]. Chunks are fetched on request and ahead, and compared
 //!   with their names before any byte is used.
 //! - [`Garbage`]: chunks that no index references.

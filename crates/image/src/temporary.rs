@@ -3,7 +3,8 @@
 use crate::Error;
 
 impl Error {
-    /// Returns true if the same read may succeed later: a store is unreachable, overloaded, or refuses credentials that expired.
+    /// Returns true if the same read may succeed later: a store is unreachable, overloaded, or refuses
+    /// credentials that expired.
     #[must_use]
     pub fn may_pass(&self) -> bool {
         match self {

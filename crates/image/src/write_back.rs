@@ -1,9 +1,9 @@
 //! Syncs a file while it is written, so its last sync is short.
 //!
-//! The source of a guest learns the rate at which its memory is stored by being held up. Through the page cache it
-//! is not: it would see the rate of memory, stop its guest, and keep it stopped until everything is on the disk.
-//! So no more stays unsynced than the disk takes in [`SYNC_TIME`], by the rate that was measured last: one thread
-//! syncs, the others go on until there is as much again.
+//! The source of a guest learns the rate at which its memory is stored by being held up. Through the page
+//! cache it is not: it would see the rate of memory, stop its guest, and keep it stopped until everything is
+//! on the disk. So no more stays unsynced than the disk takes in [`SYNC_TIME`], by the rate that was measured
+//! last: one thread syncs, the others go on until there is as much again.
 
 use std::fs::File;
 use std::io;

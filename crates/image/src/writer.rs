@@ -323,7 +323,8 @@ impl ImageWriter {
         None
     }
 
-    /// Makes memory and device state durable, without what only readers of the image need: the guest may be stopped.
+    /// Makes memory and device state durable, without what only readers of the image need: the guest may be
+    /// stopped.
     fn complete(&self) -> Result<()> {
         let layout = self.layout()?;
         let device_state = self.items.take_device_state().map_err(|missing| self.missing(missing))?;

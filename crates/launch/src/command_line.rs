@@ -4,8 +4,9 @@
 //!   /proc/PID/cmdline ─► CommandLine ─► Recorded (JSON, without secrets) ─► Recorded::allow ─► AllowedCommandLine ─► argv
 //!                             └───────────────── CommandLine::trust ──────────────────────────────┘
 //! ```
-//! A command line that was parsed is written again so that QEMU reads the same options in the same order. Nothing here judges it; that
-//! is [`Recorded::allow`](crate::Recorded::allow). An option with a name that is not known is an error, because it cannot be said if it takes a value.
+//! A command line that was parsed is written again so that QEMU reads the same options in the same order.
+//! Nothing here judges it; that is [`Recorded::allow`](crate::Recorded::allow). An option with a name that is
+//! not known is an error, because it cannot be said if it takes a value.
 
 mod error;
 mod excerpt;
@@ -127,7 +128,8 @@ impl CommandLine {
         Ok(command_line)
     }
 
-    /// Parses the contents of `/proc/PID/cmdline`: words that end with a NUL, the first of which is the program.
+    /// Parses the contents of `/proc/PID/cmdline`: words that end with a NUL, the first of which is the
+    /// program.
     ///
     /// # Errors
     /// As [`CommandLine::parse`].
@@ -139,7 +141,8 @@ impl CommandLine {
         Self::parse(words.split(|byte| *byte == 0).skip(1).map(OsStr::from_bytes))
     }
 
-    /// Reads the command line of a running QEMU. Its working directory is not part of it: relative paths are the caller's to resolve.
+    /// Reads the command line of a running QEMU. Its working directory is not part of it: relative paths are
+    /// the caller's to resolve.
     ///
     /// # Errors
     /// [`ParseError::Process`] if `/proc` does not show it, and those of [`CommandLine::parse`].
@@ -189,7 +192,8 @@ impl CommandLine {
         self.options.iter().filter(move |option| option.name.as_str() == name)
     }
 
-    /// Returns a property of an option that is merged of all its occurrences (`-machine`, `-m`, `-smp`, `-name`): the last one given.
+    /// Returns a property of an option that is merged of all its occurrences (`-machine`, `-m`, `-smp`,
+    /// `-name`): the last one given.
     #[must_use]
     pub fn merged_value(&self, name: &str, key: &str) -> Option<String> {
         self.named(name).rev().find_map(|option| option.properties()?.value(key))

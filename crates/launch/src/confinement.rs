@@ -1,10 +1,12 @@
-//! Confinement of a process, read from `/proc`: to give it to another process, and to see that the other one has it.
+//! Confinement of a process, read from `/proc`: to give it to another process, and to see that the other one
+//! has it.
 //!
 //! ```text
 //!   /proc/PID/{status,stat,limits,cgroup,oom_score_adj} ─► Confinement ─► Given ─► the child, between `fork` and `execve`
 //!                                                              └─ differences from that of the child, once it has started
 //! ```
-//! What is given is tried only: the comparison decides. Landlock and securebits are in no file of `/proc`, and not compared.
+//! What is given is tried only: the comparison decides. Landlock and securebits are in no file of `/proc`,
+//! and not compared.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File, OpenOptions};
@@ -261,7 +263,8 @@ fn threads(own: &Path, status: &str) -> io::Result<String> {
     Ok(found.into_iter().collect::<Vec<_>>().join(", "))
 }
 
-/// The control groups of a process that this one is not in. One of a service ends with the service's process, and is not joined.
+/// The control groups of a process that this one is not in. One of a service ends with the service's process,
+/// and is not joined.
 fn cgroups(found: &str, own: &str) -> Vec<PathBuf> {
     let own: Vec<&str> = own.split(' ').collect();
     let is_other = |line: &&str| !own.contains(line) && !line.contains(".service");

@@ -17,7 +17,8 @@ impl Recorded {
         options
             .filter(|(_, (option, _))| is_generation_id(option))
             .map(|(index, (_, address))| (index, format!("{address}.guid")))
-            // The key of a device without an id may be the address of another one, which the image's maker calls `guid`.
+            // The key of a device without an id may be the address of another one, which the image's maker
+            // calls `guid`.
             .filter(|(index, key)| addressed(self.command_line(), key) == Some(*index))
             .map(|(_, key)| Setting { key, value: NEW_ID.into() })
             .collect()

@@ -1,4 +1,5 @@
-//! The part of a command line that comes from this host and its user: everything that names something of the host.
+//! The part of a command line that comes from this host and its user: everything that names something of the
+//! host.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
@@ -26,13 +27,16 @@ pub struct HostArguments {
     pub firmware_directories: Vec<PathBuf>,
     /// Variables of QEMU's environment, beside the few that are inherited ([`Launcher`](crate::Launcher)).
     pub environment: Vec<EnvironmentVariable>,
-    /// QEMU's working directory, to which relative paths in settings and arguments are relative; `/` by default.
+    /// QEMU's working directory, to which relative paths in settings and arguments are relative; `/` by
+    /// default.
     pub working_directory: Option<PathBuf>,
-    /// Directory of a log file for each serial port and console of an image. Their length has no limit, so it belongs on a disk, not on a
-    /// tmpfs. Without one, QEMU keeps the last 64 KiB of each in a ring buffer (`ringbuf-read` of QMP).
+    /// Directory of a log file for each serial port and console of an image. Their length has no limit, so it
+    /// belongs on a disk, not on a tmpfs. Without one, QEMU keeps the last 64 KiB of each in a ring buffer
+    /// (`ringbuf-read` of QMP).
     pub console_directory: Option<PathBuf>,
-    /// Values for the image's options (`--set`). What a setting leaves to the image is the image's choice: a disk whose `file` is set is
-    /// written to unless `readonly=on` is set too, and so is the file of a memory backend whose `mem-path` is set without `share=off`.
+    /// Values for the image's options (`--set`). What a setting leaves to the image is the image's choice: a
+    /// disk whose `file` is set is written to unless `readonly=on` is set too, and so is the file of a memory
+    /// backend whose `mem-path` is set without `share=off`.
     pub settings: Vec<Setting>,
     /// Further arguments of QEMU, unchanged. Those that would detach QEMU from the launcher are refused:
     /// `-daemonize`, `-runas`, `-chroot`, and the same in `-run-with`.

@@ -1,6 +1,8 @@
-//! Ports, taps, sockets and MAC addresses that guests which are about to start would share with each other or with this host.
+//! Ports, taps, sockets and MAC addresses that guests which are about to start would share with each other or
+//! with this host.
 //!
-//! The check is for messages: another process may take a port between the check and the start, and then QEMU reports it.
+//! The check is for messages: another process may take a port between the check and the start, and then QEMU
+//! reports it.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -231,15 +233,16 @@ impl Resource {
     }
 }
 
-/// Returns true for a socket on which no process listens, as a QEMU leaves one that was killed. The next one replaces it.
+/// Returns true for a socket on which no process listens, as a QEMU leaves one that was killed. The next one
+/// replaces it.
 fn is_left(path: &str) -> bool {
     let is_socket = fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket());
     let is_refused = |error: std::io::Error| error.kind() == std::io::ErrorKind::ConnectionRefused;
     is_socket && UnixStream::connect(path).is_err_and(is_refused)
 }
 
-/// The process that has a tap open. `fdinfo` of its descriptor has a line `iff:` with the interface's name; a process of another user is
-/// known only by the carrier, which a tap has while it is open.
+/// The process that has a tap open. `fdinfo` of its descriptor has a line `iff:` with the interface's name; a
+/// process of another user is known only by the carrier, which a tap has while it is open.
 fn tap_holder(interface: &str) -> Option<String> {
     let directory = Path::new("/sys/class/net").join(interface);
     // A tap that does not exist is made by QEMU. A name with a slash is QEMU's to refuse.

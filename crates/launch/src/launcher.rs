@@ -4,8 +4,8 @@
 //!   GuestDirectory ──── socket, bound and listened on here ─┐
 //!   AllowedCommandLine, HostArguments ──────────────────────┴─► fork, execve ─► the greeting of QMP, or the end and its last words
 //! ```
-//! The socket is QEMU's from the beginning, as a descriptor. So a client can connect at once and waits for the greeting alone, and the
-//! connection ends with a QEMU that ends: nothing is polled.
+//! The socket is QEMU's from the beginning, as a descriptor. So a client can connect at once and waits for
+//! the greeting alone, and the connection ends with a QEMU that ends: nothing is polled.
 //!
 //! A QEMU is started by a separate thread, which lives until the QEMU ends and reaps it: the kernel's death
 //! signal follows that thread. Its environment has `PATH`, the locale, `TZ` and `TMPDIR` of this process, and
@@ -157,7 +157,8 @@ pub enum LaunchError {
 }
 
 impl Launcher {
-    /// A launcher with the defaults: the QEMU ends with this process, boots, runs, and is restricted strictly.
+    /// A launcher with the defaults: the QEMU ends with this process, boots, runs, and is restricted
+    /// strictly.
     #[must_use]
     pub fn new(directory: GuestDirectory) -> Self {
         Self {
@@ -176,16 +177,16 @@ impl Launcher {
     /// Starts the QEMU and waits until its monitor answers. The monitor is free afterwards.
     ///
     /// # Errors
-    /// A program that cannot be executed, a QEMU that ends with its last words, or one that does not answer in time. No process and no
-    /// file remains.
+    /// A program that cannot be executed, a QEMU that ends with its last words, or one that does not answer
+    /// in time. No process and no file remains.
     pub fn start(self, guest: &AllowedCommandLine, host: &HostArguments) -> Result<RunningQemu, LaunchError> {
         let (running, _) =
             self.start_with(guest, host, |qemu, options| Client::connect(qemu.qmp_path(), options))?;
         Ok(running)
     }
 
-    /// As [`Launcher::start`], with the monitor's connection made by `connect`, which returns when the monitor has answered. It is called as
-    /// soon as there is a process.
+    /// As [`Launcher::start`], with the monitor's connection made by `connect`, which returns when the
+    /// monitor has answered. It is called as soon as there is a process.
     ///
     /// # Errors
     /// As [`Launcher::start`].

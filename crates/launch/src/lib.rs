@@ -1,4 +1,5 @@
-//! The command line of a QEMU as a typed model, an allow-list for one that is not trusted, and the launcher that starts every QEMU.
+//! The command line of a QEMU as a typed model, an allow-list for one that is not trusted, and the launcher
+//! that starts every QEMU.
 //!
 //! ```text
 //!  a running QEMU ── CommandLine::of_process ─► CommandLine ── record ─► Recorded, a part of an image: no secrets, no host's process
@@ -9,9 +10,10 @@
 //!                                                                ▼
 //!                    GuestDirectory ◄── claim ── Launcher ── QEMU, its QMP socket, its log, its state for `list`
 //! ```
-//! An image may come from anyone, and so may the command line in it. [`Recorded::allow`] accepts only options, types, properties and forms
-//! of values that are listed as harmless; paths, interfaces, sockets, scripts and programs come from [`HostArguments`] alone. Everything
-//! else is refused by name, with the argument that replaces it. The result is an argv and never passes a shell.
+//! An image may come from anyone, and so may the command line in it. [`Recorded::allow`] accepts only
+//! options, types, properties and forms of values that are listed as harmless; paths, interfaces, sockets,
+//! scripts and programs come from [`HostArguments`] alone. Everything else is refused by name, with the
+//! argument that replaces it. The result is an argv and never passes a shell.
 //!
 //! Out of scope: what is sent to the QEMU that was started. Linux only; `unsafe` only in `sys`.
 

@@ -1,5 +1,5 @@
-//! Limits of what is accepted from a command line or a recorded one. Real ones are far below: libvirt starts a large guest with some
-//! two hundred options, a few kilobytes each at most.
+//! Limits of what is accepted from a command line or a recorded one. Real ones are far below: libvirt starts
+//! a large guest with some two hundred options, a few kilobytes each at most.
 
 /// Maximum number of options.
 pub const OPTIONS_MAX: usize = 1024;

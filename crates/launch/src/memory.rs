@@ -39,7 +39,8 @@ pub struct MappedBlock {
 pub enum Sharing {
     /// The file is read and never written; pages that the guest writes are private.
     CopyOnWrite,
-    /// The guest writes to the file, which must be its own (a reflink). Devices of other processes (vhost-user) can map it too.
+    /// The guest writes to the file, which must be its own (a reflink). Devices of other processes
+    /// (vhost-user) can map it too.
     Shared,
 }
 
@@ -147,7 +148,8 @@ impl fmt::Display for QemuVersion {
 }
 
 impl MappedMemory {
-    /// Has the guest's memory be these blocks: replaces the backends of their ids, or the machine's own memory.
+    /// Has the guest's memory be these blocks: replaces the backends of their ids, or the machine's own
+    /// memory.
     ///
     /// # Errors
     /// A QEMU that is too old, a block that does not fit, or a command line without its backend.

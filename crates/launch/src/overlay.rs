@@ -1,4 +1,5 @@
-//! Overlays: a qcow2 file for each disk that a guest would write to, which receives the writes in the disk's place.
+//! Overlays: a qcow2 file for each disk that a guest would write to, which receives the writes in the disk's
+//! place.
 //!
 //! ```text
 //!   -drive file=/srv/a.raw,format=raw  ─► DIRECTORY/NAME.disk0.qcow2, made by qemu-img with /srv/a.raw as its backing file
@@ -211,8 +212,8 @@ impl Overlay {
         Ok(())
     }
 
-    /// Makes the file, by the `qemu-img` beside the QEMU that will use it. It belongs to this user alone (0600): it has what the guest
-    /// writes.
+    /// Makes the file, by the `qemu-img` beside the QEMU that will use it. It belongs to this user alone
+    /// (0600): it has what the guest writes.
     ///
     /// # Errors
     /// [`OverlayError::Exists`], [`OverlayError::Directory`], [`OverlayError::Tool`],
@@ -240,7 +241,8 @@ impl Overlay {
         })
     }
 
-    /// Makes the file empty, for `qemu-img` to write. It neither replaces a file nor follows a symbolic link, as `qemu-img` would.
+    /// Makes the file empty, for `qemu-img` to write. It neither replaces a file nor follows a symbolic link,
+    /// as `qemu-img` would.
     fn reserve(&self) -> Result<CreatedOverlay, OverlayError> {
         let path = self.path.clone();
         match fs::File::options().write(true).create_new(true).mode(0o600).open(&path) {
@@ -269,8 +271,8 @@ impl Drop for CreatedOverlay {
     }
 }
 
-/// `qemu-img` beside a QEMU that is given by its path, else that of `PATH`. The former is an absolute path, as the program runs in
-/// another directory.
+/// `qemu-img` beside a QEMU that is given by its path, else that of `PATH`. The former is an absolute path,
+/// as the program runs in another directory.
 fn tool(binary: &Path) -> PathBuf {
     let beside = binary.parent().filter(|parent| !parent.as_os_str().is_empty());
     let beside = beside.and_then(|parent| std::path::absolute(parent.join(TOOL)).ok());

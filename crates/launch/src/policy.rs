@@ -64,7 +64,8 @@ impl Recorded {
         }
     }
 
-    /// Accepts everything: the image decides what runs on this host and with which files. Values of `host` replace the image's.
+    /// Accepts everything: the image decides what runs on this host and with which files. Values of `host`
+    /// replace the image's.
     ///
     /// # Errors
     /// A secret that was left out and not set; a setting or an argument of `host` that is at fault.
@@ -98,7 +99,8 @@ impl CommandLine {
         assemble_command_line(settings::apply(self, &host.settings)?, host, &user_arguments)
     }
 
-    /// Accepts a command line whose origin is trusted as this host is: that of a process of the same user on it.
+    /// Accepts a command line whose origin is trusted as this host is: that of a process of the same user on
+    /// it.
     ///
     /// # Errors
     /// A setting or an argument of `host` that is at fault.
@@ -248,7 +250,8 @@ fn judge_global(global: &Global, mut refuse: impl FnMut(RefusalReason)) {
     }
 }
 
-/// Returns the properties that an option with these may have; or the key of its type, if an image may not have that type.
+/// Returns the properties that an option with these may have; or the key of its type, if an image may not
+/// have that type.
 fn known_properties(rule: OptionRule, properties: &Properties) -> Result<Vec<Known>, &'static str> {
     let value = |key| properties.value(key).unwrap_or_default();
     match rule {
@@ -323,7 +326,8 @@ impl Judged<'_> {
     }
 }
 
-/// Adds refusals of memory that no other option refers to: the size of an image bounds what its guest has, and not this.
+/// Adds refusals of memory that no other option refers to: the size of an image bounds what its guest has,
+/// and not this.
 fn unused_memory(candidates: &[Candidate], user_arguments: &CommandLine, refusals: &mut Vec<Refusal>) {
     let options = || candidates.iter().map(|candidate| &candidate.option).chain(user_arguments.options());
     let is_used = |id: &String, object: &QemuOption| {

@@ -1,10 +1,11 @@
 //! A command line in the form recorded in an image.
 //!
-//! Format, as JSON: `{"version": 1, "options": [{"option": "machine", "value": "pc-q35-10.0,accel=kvm"}, …], "left-out":
-//! ["object.key0.data"]}`. A value is written as QEMU reads it; a flag has none. A reader refuses versions that it does not know, and
-//! parses the options as those of a process.
+//! Format, as JSON: `{"version": 1, "options": [{"option": "machine", "value": "pc-q35-10.0,accel=kvm"}, …],
+//! "left-out": ["object.key0.data"]}`. A value is written as QEMU reads it; a flag has none. A reader refuses
+//! versions that it does not know, and parses the options as those of a process.
 //!
-//! Options that belong to the process rather than to its guest (monitors, displays, logs, `-incoming`, `-daemonize`, …) are not recorded.
+//! Options that belong to the process rather than to its guest (monitors, displays, logs, `-incoming`,
+//! `-daemonize`, …) are not recorded.
 //!
 //! Secrets are left out, and the settings that give them back are named in `left-out`: `data` of a `secret`,
 //! passwords and keys of any option, URLs with credentials, `string` of `-fw_cfg` and `value` of `-smbios
@@ -22,7 +23,8 @@ use crate::settings::addresses;
 /// Version of the format.
 const VERSION: u32 = 1;
 
-/// A command line without secrets and without the options of its process. Serialized as described in the module's source.
+/// A command line without secrets and without the options of its process. Serialized as described in the
+/// module's source.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Format", into = "Format")]
 pub struct Recorded {
@@ -84,7 +86,8 @@ impl CommandLine {
         Ok(recorded)
     }
 
-    /// Returns the options of the guest: without those of the process, and without what only they referred to.
+    /// Returns the options of the guest: without those of the process, and without what only they referred
+    /// to.
     pub(crate) fn without_process_options(&self) -> Self {
         let mut guest = self.clone();
         guest.options_mut().retain(|option| !is_process_option(option));
@@ -257,7 +260,8 @@ fn secret_keys(name: OptionName, properties: &Properties) -> Vec<String> {
     keys
 }
 
-/// A value under a key that names a secret, or one that contains a secret. A switch (`password=on`) is not one.
+/// A value under a key that names a secret, or one that contains a secret. A switch (`password=on`) is not
+/// one.
 fn is_secret(key: &str, value: &str) -> bool {
     is_secret_key(key) && !["on", "off", ""].contains(&value) || is_secret_text(value)
 }

@@ -1,5 +1,5 @@
-//! The directory of a running guest: `$XDG_RUNTIME_DIR/towline/guests/NAME`, or `/run/towline/guests/NAME`; for root in `/run` also in
-//! a login session, whose directory is removed at logout while its guests run on.
+//! The directory of a running guest: `$XDG_RUNTIME_DIR/towline/guests/NAME`, or `/run/towline/guests/NAME`;
+//! for root in `/run` also in a login session, whose directory is removed at logout while its guests run on.
 //!
 //! ```text
 //!   NAME/lock        locked (flock) by the launcher and by the QEMU that inherits it: the name is in use while either lives
@@ -7,8 +7,9 @@
 //!   NAME/qemu.log    standard output and error of QEMU, bounded
 //!   NAME/state.json  for `towline ps`
 //! ```
-//! Root and directory belong to the user alone (0700) and are not symbolic links. What a guest that has ended leaves is removed by the next
-//! one of its name, or a day later by the next one of any name. Lock, socket and state of a guest cannot disagree: all are written by the process that holds the lock.
+//! Root and directory belong to the user alone (0700) and are not symbolic links. What a guest that has ended
+//! leaves is removed by the next one of its name, or a day later by the next one of any name. Lock, socket
+//! and state of a guest cannot disagree: all are written by the process that holds the lock.
 
 mod state;
 
@@ -70,7 +71,8 @@ pub struct RuntimeRoot {
     path: PathBuf,
 }
 
-/// The directory of one guest, whose name is ours while this value or a process that inherited its lock lives.
+/// The directory of one guest, whose name is ours while this value or a process that inherited its lock
+/// lives.
 #[derive(Debug)]
 pub struct GuestDirectory {
     name: GuestName,
@@ -165,8 +167,8 @@ fn is_own(path: &Path) -> bool {
 }
 
 impl RuntimeRoot {
-    /// The root of this user: in `$XDG_RUNTIME_DIR` if it is the user's own, no other may write to it and, for root, it is not that of a
-    /// login session; else in `/run`.
+    /// The root of this user: in `$XDG_RUNTIME_DIR` if it is the user's own, no other may write to it and,
+    /// for root, it is not that of a login session; else in `/run`.
     #[must_use]
     pub fn of_user() -> Self {
         let own = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|path| is_own(path));

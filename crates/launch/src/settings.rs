@@ -1,8 +1,9 @@
 //! Values of this host for a command line's options: `--set KEY=VALUE`.
 //!
-//! `KEY` is `OPTION`, `OPTION.ID` or `OPTION.N` (the N-th of those without an id, from 0; of a sole one as well), each with `.PROPERTY`
-//! or without: `machine.type`, `drive.disk0.file`, `serial.0`. A value for a property replaces that property; a value for an option replaces the
-//! whole option, and an empty one removes it.
+//! `KEY` is `OPTION`, `OPTION.ID` or `OPTION.N` (the N-th of those without an id, from 0; of a sole one as
+//! well), each with `.PROPERTY` or without: `machine.type`, `drive.disk0.file`, `serial.0`. A value for a
+//! property replaces that property; a value for an option replaces the whole option, and an empty one removes
+//! it.
 
 use std::collections::BTreeSet;
 use std::str::FromStr;
@@ -196,7 +197,8 @@ fn add(
     Ok(())
 }
 
-/// The option that a key addresses, and the property if it has one: the longest address counts, since ids may contain dots.
+/// The option that a key addresses, and the property if it has one: the longest address counts, since ids may
+/// contain dots.
 fn find(candidates: &[Option<Candidate>], name: OptionName, key: &str) -> Option<(usize, Option<String>)> {
     let mut best: Option<(usize, usize, Option<String>)> = None;
     for (index, candidate) in candidates.iter().enumerate() {
@@ -231,7 +233,8 @@ impl CommandLine {
         addresses(self)
     }
 
-    /// The settings by the keys that this command line has: the number of a sole option (`serial.0`) is left out.
+    /// The settings by the keys that this command line has: the number of a sole option (`serial.0`) is left
+    /// out.
     #[must_use]
     pub fn canonical(&self, settings: &[Setting]) -> Vec<Setting> {
         let addresses = addresses(self);
@@ -249,8 +252,8 @@ impl CommandLine {
     }
 }
 
-/// The key that addresses each option: with its id, with a number if several have none, or its name alone. Of options that are merged,
-/// the last has the name alone, because its values count.
+/// The key that addresses each option: with its id, with a number if several have none, or its name alone. Of
+/// options that are merged, the last has the name alone, because its values count.
 pub(crate) fn addresses(command_line: &CommandLine) -> Vec<String> {
     let options = command_line.options();
     let ids: Vec<Option<String>> =
@@ -275,7 +278,8 @@ pub(crate) fn addresses(command_line: &CommandLine) -> Vec<String> {
     addresses
 }
 
-/// Returns true if QEMU accepts the id; another could not be written in a key. Source: `id_wellformed` of QEMU's `util/id.c`.
+/// Returns true if QEMU accepts the id; another could not be written in a key. Source: `id_wellformed` of
+/// QEMU's `util/id.c`.
 fn is_id(id: &str) -> bool {
     id.len() <= NAME_BYTES_MAX
         && id.starts_with(|c: char| c.is_ascii_alphabetic())

@@ -1,5 +1,5 @@
-//! Measures the cost of tracking a guest's writes on this machine: `cargo run --release --example dirty_tracking
-//! [GIB]`.
+//! Measures the cost of tracking a guest's writes on this machine: `cargo run --release --example
+//! dirty_tracking [GIB]`.
 //!
 //! ```text
 //!   harvest   of GIB of small pages: nothing written, 1 % written at random, all written
@@ -87,8 +87,8 @@ fn faults(tracker: &WriteProtect) -> Result<(), Error> {
     Ok(())
 }
 
-/// Forks: a command that is to have a user, be it ours, is not started by `vfork`. When it has ended, all memory is ours alone
-/// again, and write-protected.
+/// Forks: a command that is to have a user, be it ours, is not started by `vfork`. When it has ended, all
+/// memory is ours alone again, and write-protected.
 fn share_with_a_child_that_ends() -> Result<(), Error> {
     let uid = std::fs::metadata("/proc/self")?.uid();
     let status = std::process::Command::new("/bin/true").uid(uid).status()?;

@@ -5,8 +5,8 @@
 //!   the same program, started again: continues to count, in a memory that is right ◄── Memory ◄── Incoming
 //! ```
 //!
-//! A real VMM has KVM's vCPUs (and may track by `tracker::KvmDirtyLog`), devices, and a destination started by
-//! another process.
+//! A real VMM has KVM's vCPUs (and may track by `tracker::KvmDirtyLog`), devices, and a destination started
+//! by another process.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

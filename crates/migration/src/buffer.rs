@@ -4,8 +4,9 @@
 //!   Buffers   current ── filled, delivered ──► ticket not done? ──► leased (oldest first) ── done ──► current again
 //! ```
 //!
-//! A sink that sends without a copy ([`crate::Sink::zero_copy_ticket`]) reads a buffer after it was delivered. Then another one is
-//! filled, and when there are as many as there may be, the oldest ticket is waited for: that makes the source wait.
+//! A sink that sends without a copy ([`crate::Sink::zero_copy_ticket`]) reads a buffer after it was
+//! delivered. Then another one is filled, and when there are as many as there may be, the oldest ticket is
+//! waited for: that makes the source wait.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};

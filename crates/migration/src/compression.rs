@@ -5,21 +5,22 @@
 //!            └────────────── one stream for the lane's whole life, flushed at each packet's end ──────────┘
 //! ```
 //!
-//! So that the pages of a packet can be restored from its bytes and those before it. Zero pages are sent as such,
-//! uncompressed.
+//! So that the pages of a packet can be restored from its bytes and those before it. Zero pages are sent as
+//! such, uncompressed.
 //!
-//! **The one copy.** A guest that runs may write a page while it is compressed, and a compressor that reads a byte
-//! twice and finds it changed may produce output that no decompressor can read. So pages of live memory are copied
-//! first, as in QEMU (`multifd-zlib.c`); those of an image and of a relay are read in place. Nothing is sent
-//! zero-copy: the compressed bytes are in a buffer that the next packet replaces, without waiting.
+//! **The one copy.** A guest that runs may write a page while it is compressed, and a compressor that reads a
+//! byte twice and finds it changed may produce output that no decompressor can read. So pages of live memory
+//! are copied first, as in QEMU (`multifd-zlib.c`); those of an image and of a relay are read in place.
+//! Nothing is sent zero-copy: the compressed bytes are in a buffer that the next packet replaces, without
+//! waiting.
 //!
 //! On receipt pages are decompressed into the lane's own buffer and never straight into a guest's memory: a
 //! decompressor reads its output again, so a concurrent writer would determine the content of later pages.
 //!
 //! Limits: a packet decompresses to exactly its pages; its compressed form has at most
-//! [`limits::PACKET_COMPRESSED_BYTES_MAX`](towline_protocol::limits::PACKET_COMPRESSED_BYTES_MAX), and a lane's
-//! window is at most [`limits::ZSTD_WINDOW_LOG_MAX`](towline_protocol::limits::ZSTD_WINDOW_LOG_MAX). QPL, UADK and
-//! QATzip need hardware and are refused by name.
+//! [`limits::PACKET_COMPRESSED_BYTES_MAX`](towline_protocol::limits::PACKET_COMPRESSED_BYTES_MAX), and a
+//! lane's window is at most [`limits::ZSTD_WINDOW_LOG_MAX`](towline_protocol::limits::ZSTD_WINDOW_LOG_MAX).
+//! QPL, UADK and QATzip need hardware and are refused by name.
 
 mod compressor;
 mod decompressor;
@@ -44,7 +45,8 @@ pub enum Compression {
     },
     /// A zstd stream for each lane.
     Zstd {
-        /// 1 (fastest) to [`Compression::ZSTD_LEVEL_MAX`] (best), 0 is zstd's default; higher ones count as the best.
+        /// 1 (fastest) to [`Compression::ZSTD_LEVEL_MAX`] (best), 0 is zstd's default; higher ones count as
+        /// the best.
         level: u8,
     },
 }

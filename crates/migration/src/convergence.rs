@@ -1,5 +1,5 @@
-//! Convergence policy: decides when to stop a guest that writes while it is sent, and when to report that it will not
-//! converge.
+//! Convergence policy: decides when to stop a guest that writes while it is sent, and when to report that it
+//! will not converge.
 //!
 //! ```text
 //!   after each pass ──► Observation ──► Policy ──► Continue        what is left takes too long, but it becomes less
@@ -7,11 +7,12 @@
 //!                                              └─► CannotConverge  it does not become less: figures, and ways out
 //! ```
 //!
-//! Pure: its input is times and bytes, and it has no clock. The remainder of each pass becomes a downtime, by the
-//! lower of the latest rate and that of the last three passes together. Progress is judged in windows, each of
-//! several passes *and* seconds, by the lowest downtime of each: after two consecutive windows no better than the one
-//! before, or six without a new lowest, the guest will not converge. So a burst of writing or a link that stalls
-//! costs a window, not the migration; and a guest that oscillates is not waited for indefinitely.
+//! Pure: its input is times and bytes, and it has no clock. The remainder of each pass becomes a downtime, by
+//! the lower of the latest rate and that of the last three passes together. Progress is judged in windows,
+//! each of several passes *and* seconds, by the lowest downtime of each: after two consecutive windows no
+//! better than the one before, or six without a new lowest, the guest will not converge. So a burst of
+//! writing or a link that stalls costs a window, not the migration; and a guest that oscillates is not waited
+//! for indefinitely.
 //!
 //! Not here: slowing the guest down, and the decision when it cannot converge.
 
@@ -20,7 +21,8 @@ use std::time::Duration;
 
 use towline_protocol::ram::PAGE_SIZE;
 
-/// Number of passes whose common rate bounds the latest one's: a pass that socket buffers absorbed seems fast.
+/// Number of passes whose common rate bounds the latest one's: a pass that socket buffers absorbed seems
+/// fast.
 const RATE_PASSES: usize = 3;
 /// Part of a window's lowest downtime by which that of the next window must be lower.
 const IMPROVEMENT: u32 = 10;
@@ -75,8 +77,8 @@ pub struct Observation {
 }
 
 impl Observation {
-    /// A pass that sent `sent` bytes of page contents (zero pages have none), while the guest wrote `dirtied` bytes of pages,
-    /// which are left.
+    /// A pass that sent `sent` bytes of page contents (zero pages have none), while the guest wrote `dirtied`
+    /// bytes of pages, which are left.
     pub fn of_pass(time: Duration, sent: u64, dirtied: u64) -> Self {
         let time = time.max(PASS_TIME_MIN);
         let per_second = |bytes: u64| bytes as f64 / time.as_secs_f64();
@@ -104,8 +106,8 @@ pub struct Sample {
     pub expected_downtime: Option<Duration>,
 }
 
-/// Turns samples into observations, one whenever a further pass has begun. QEMU itself decides when to stop its
-/// guest: [`PassDecision::SwitchOver`] only means that it should soon.
+/// Turns samples into observations, one whenever a further pass has begun. QEMU itself decides when to stop
+/// its guest: [`PassDecision::SwitchOver`] only means that it should soon.
 #[derive(Debug, Default)]
 pub struct Sampler {
     /// The first sample of the pass.

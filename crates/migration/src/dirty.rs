@@ -29,8 +29,8 @@ impl DirtyMap {
         Self { blocks: blocks.iter().map(bits).collect() }
     }
 
-    /// Marks the pages that `length` bytes from `page` on lie in. To be called after they were written: a page that is
-    /// marked first may be harvested and sent before the write.
+    /// Marks the pages that `length` bytes from `page` on lie in. To be called after they were written: a
+    /// page that is marked first may be harvested and sent before the write.
     ///
     /// # Panics
     /// If there is no such block or page.

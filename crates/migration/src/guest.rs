@@ -1,6 +1,7 @@
 //! The engine's interfaces to a guest: [`Guest`] to read one, [`Sink`] to store one.
 //!
-//! Both are the consumer's traits. A stored guest, live memory, a relay implement them; the engine knows none of these.
+//! Both are the consumer's traits. A stored guest, live memory, a relay implement them; the engine knows none
+//! of these.
 
 use std::sync::{Arc, Mutex};
 
@@ -25,15 +26,16 @@ pub trait Guest: Sync {
     /// The RAM blocks, in the order in which they are sent.
     fn blocks(&self) -> &[RamBlock];
 
-    /// The number that the `ram` sections carry. A guest received in a stream keeps that stream's, because its device
-    /// sections have numbers too.
+    /// The number that the `ram` sections carry. A guest received in a stream keeps that stream's, because
+    /// its device sections have numbers too.
     fn ram_section_id(&self) -> u32 {
         RAM_SECTION_ID
     }
 
-    /// Returns true if the destination already has the memory of this block, the same memory or a copy of it as it will be when the
-    /// guest is stopped: the block is announced, and none of its pages are named, prepared or sent. Constant during a migration;
-    /// refused by postcopy, whose destination discards what it has.
+    /// Returns true if the destination already has the memory of this block, the same memory or a copy of it
+    /// as it will be when the guest is stopped: the block is announced, and none of its pages are named,
+    /// prepared or sent. Constant during a migration; refused by postcopy, whose destination discards what it
+    /// has.
     fn is_present(&self, block: BlockIndex) -> bool {
         let _ = block;
         false
@@ -59,15 +61,16 @@ pub trait Guest: Sync {
     /// The state of the pages from `page` on, without touching them: at least one page, all alike.
     fn extent(&self, page: PageRef) -> Extent;
 
-    /// Begins what [`Self::prepare`] does, without waiting for it. In postcopy that call follows, for the same bytes.
+    /// Begins what [`Self::prepare`] does, without waiting for it. In postcopy that call follows, for the
+    /// same bytes.
     fn request(&self, page: PageRef, length: u64) {
         let _ = (page, length);
     }
 
-    /// Announces that `length` bytes from `page` on are about to be sent: a guest that has to fetch or verify them
-    /// does it now. In precopy a unit: 2 MiB, or less at the block's end (a live guest's later passes: the dirty part
-    /// of one). In postcopy whole [`Self::unit_bytes`], several of them within 2 MiB, by several threads at once;
-    /// faults first, and nothing that is prepared already.
+    /// Announces that `length` bytes from `page` on are about to be sent: a guest that has to fetch or verify
+    /// them does it now. In precopy a unit: 2 MiB, or less at the block's end (a live guest's later passes:
+    /// the dirty part of one). In postcopy whole [`Self::unit_bytes`], several of them within 2 MiB, by
+    /// several threads at once; faults first, and nothing that is prepared already.
     ///
     /// # Errors
     /// The memory cannot be had or is not what it should be; the migration ends.
@@ -105,7 +108,8 @@ pub trait Guest: Sync {
         false
     }
 
-    /// Takes the pages written since the last call and reports each run of them. A guest that cannot change reports none.
+    /// Takes the pages written since the last call and reports each run of them. A guest that cannot change
+    /// reports none.
     ///
     /// # Errors
     /// The tracker failed; pages may have been missed, so the migration ends.
@@ -122,7 +126,8 @@ pub trait Guest: Sync {
         Ok(())
     }
 
-    /// Lets a guest that [`Self::stop`] stopped run again, because the migration failed. Not called where it was not.
+    /// Lets a guest that [`Self::stop`] stopped run again, because the migration failed. Not called where it
+    /// was not.
     ///
     /// # Errors
     /// The guest is still stopped.
@@ -177,8 +182,8 @@ pub struct Pages<'a> {
     pub contents: &'a [&'a [u8]],
 }
 
-/// A place for a guest that arrives. Methods that name pages are called from every lane's thread at once; between two
-/// barriers a page comes at most once, or on one stream only.
+/// A place for a guest that arrives. Methods that name pages are called from every lane's thread at once;
+/// between two barriers a page comes at most once, or on one stream only.
 pub trait Sink: Sync {
     /// The stream's beginning.
     ///
@@ -192,17 +197,19 @@ pub trait Sink: Sync {
     /// The guest does not fit.
     fn blocks(&self, blocks: &[RamBlock]) -> Result<()>;
 
-    /// Memory that the contents of `length` bytes from `page` on can be received straight into; `None`: they are
-    /// received into a buffer and given to [`Self::pages`].
+    /// Memory that the contents of `length` bytes from `page` on can be received straight into; `None`: they
+    /// are received into a buffer and given to [`Self::pages`].
     ///
-    /// Nothing may use this memory before [`Self::commit`]: a lane with TLS decrypts pages into it before it has
-    /// authenticated them, and when that fails, and the migration with it, they hold bytes that the source did not send.
+    /// Nothing may use this memory before [`Self::commit`]: a lane with TLS decrypts pages into it before it
+    /// has authenticated them, and when that fails, and the migration with it, they hold bytes that the
+    /// source did not send.
     fn buffer_for(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
         let _ = (page, length);
         None
     }
 
-    /// Returns true if [`Self::buffer_for`] has memory for most pages: worth looking ahead on the main channel.
+    /// Returns true if [`Self::buffer_for`] has memory for most pages: worth looking ahead on the main
+    /// channel.
     fn receives_in_place(&self) -> bool {
         false
     }
@@ -216,9 +223,9 @@ pub trait Sink: Sync {
         Ok(())
     }
 
-    /// Takes contents of pages that come next on `from`, `offsets.len()` pages of them and nothing else, from there itself:
-    /// for a sink that passes them on without having seen them. Returns the calls that took. `None`: it wants them by
-    /// [`Self::pages`].
+    /// Takes contents of pages that come next on `from`, `offsets.len()` pages of them and nothing else, from
+    /// there itself: for a sink that passes them on without having seen them. Returns the calls that took.
+    /// `None`: it wants them by [`Self::pages`].
     ///
     /// # Errors
     /// As [`Self::pages`].
@@ -275,7 +282,8 @@ pub trait Sink: Sync {
     /// The page cannot be read back.
     fn current(&self, page: PageRef, content: &mut [u8]) -> Result<()>;
 
-    /// All lanes are at a barrier: pages after it may replace pages before it. Called with every lane waiting.
+    /// All lanes are at a barrier: pages after it may replace pages before it. Called with every lane
+    /// waiting.
     ///
     /// # Errors
     /// The migration ends.
@@ -307,7 +315,8 @@ pub trait Sink: Sync {
     /// The device state cannot be stored; the source's guest runs on.
     fn device_state(&self, state: DeviceState) -> Result<()>;
 
-    /// The stream is complete. Returns only when the guest is safe here, because the source is acknowledged next.
+    /// The stream is complete. Returns only when the guest is safe here, because the source is acknowledged
+    /// next.
     ///
     /// # Errors
     /// The guest is not safe here; its source keeps it.

@@ -6,9 +6,9 @@
 //!                                               └─► return path ─► source: PONG, at the end SHUT 0
 //! ```
 //!
-//! When the main channel has everything, the lanes are ended and waited for; then the sink gets the device state and
-//! commits. SHUT 0 is sent only after [`Sink::commit`] returned: until then the source keeps its guest, and any error
-//! here closes the connections, which makes the source resume.
+//! When the main channel has everything, the lanes are ended and waited for; then the sink gets the device
+//! state and commits. SHUT 0 is sent only after [`Sink::commit`] returned: until then the source keeps its
+//! guest, and any error here closes the connections, which makes the source resume.
 
 mod connect;
 mod lane;
@@ -59,7 +59,8 @@ impl Incoming {
         self.run_watched(connections, sink, &|_| {})
     }
 
-    /// As [`Self::run`]; `watch` is called at each [`IncomingStage`] from the thread of the main channel, which waits for it.
+    /// As [`Self::run`]; `watch` is called at each [`IncomingStage`] from the thread of the main channel,
+    /// which waits for it.
     ///
     /// # Errors
     /// As [`Self::run`].

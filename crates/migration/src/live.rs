@@ -6,8 +6,9 @@
 //!   DirtyTracker: what they write ────────────────┘
 //! ```
 //!
-//! The memory is only read, and never as a slice: it may change at any time until `stop` has returned. For the other end,
-//! and for memory that only this process writes by [`crate::Memory::write`], there is [`crate::Memory`].
+//! The memory is only read, and never as a slice: it may change at any time until `stop` has returned. For
+//! the other end, and for memory that only this process writes by [`crate::Memory::write`], there is
+//! [`crate::Memory`].
 //!
 //! Limits: pages of 4 KiB; the mapping must not change while a migration runs. Writes that the tracker cannot
 //! see are reported by [`SourceMemory::mark_dirty`]. Reading untouched shared memory allocates it.
@@ -118,8 +119,8 @@ impl<'a> SourceMemory<'a> {
         self
     }
 
-    /// Calls `device_state` for the device state ([`towline_protocol::device_state::DeviceState::bytes`]) when the
-    /// guest is stopped, unless one is set.
+    /// Calls `device_state` for the device state ([`towline_protocol::device_state::DeviceState::bytes`])
+    /// when the guest is stopped, unless one is set.
     #[must_use]
     pub fn with_device_state(
         mut self,
@@ -129,14 +130,14 @@ impl<'a> SourceMemory<'a> {
         self
     }
 
-    /// Sets the device state that goes with the memory ([`towline_protocol::device_state::DeviceState::bytes`]); at the
-    /// latest when `stop` returns.
+    /// Sets the device state that goes with the memory
+    /// ([`towline_protocol::device_state::DeviceState::bytes`]); at the latest when `stop` returns.
     pub fn set_device_state(&self, bytes: Vec<u8>) {
         *lock(&self.device_state) = Some(bytes);
     }
 
-    /// Marks `length` bytes from `at` on as written (or discarded) in a way that the tracker does not see: by a
-    /// device, by another process, through another mapping. To be called after the write.
+    /// Marks `length` bytes from `at` on as written (or discarded) in a way that the tracker does not see: by
+    /// a device, by another process, through another mapping. To be called after the write.
     ///
     /// # Panics
     /// If it is not within the block.

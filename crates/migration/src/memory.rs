@@ -97,7 +97,8 @@ struct MappedBlock {
 }
 
 impl Memory {
-    /// A guest with these blocks, in this order. As a sink it takes only a guest with the same machine type and blocks.
+    /// A guest with these blocks, in this order. As a sink it takes only a guest with the same machine type
+    /// and blocks.
     ///
     /// # Errors
     /// A block has a length, a name or a file that cannot be; the kernel gives no memory.
@@ -109,7 +110,8 @@ impl Memory {
         Ok(memory)
     }
 
-    /// A sink that takes any guest of at most `limit` bytes and allocates anonymous memory for it when it comes.
+    /// A sink that takes any guest of at most `limit` bytes and allocates anonymous memory for it when it
+    /// comes.
     pub fn adopting(limit: u64) -> Self {
         Self::empty(Some(limit))
     }
@@ -133,7 +135,8 @@ impl Memory {
         self
     }
 
-    /// Sets the device state that goes with the memory ([`DeviceState::bytes`]); at the latest when `stop` returns.
+    /// Sets the device state that goes with the memory ([`DeviceState::bytes`]); at the latest when `stop`
+    /// returns.
     pub fn set_device_state(&self, bytes: Vec<u8>) {
         *lock(&self.given_state) = Some(bytes);
     }
@@ -148,7 +151,8 @@ impl Memory {
         lock(&self.received_state).as_ref().map(look)
     }
 
-    /// Returns true if a guest came completely. Whether its source knows is the result of [`crate::Incoming::run`].
+    /// Returns true if a guest came completely. Whether its source knows is the result of
+    /// [`crate::Incoming::run`].
     pub fn is_committed(&self) -> bool {
         self.is_committed.load(Ordering::Acquire)
     }
@@ -177,8 +181,8 @@ impl Memory {
         self.ram().span(at).read(offset_in_block(at), bytes);
     }
 
-    /// Marks `length` bytes from `at` on as written by other means than [`Self::write`]: they are sent (again). To be
-    /// called after the write.
+    /// Marks `length` bytes from `at` on as written by other means than [`Self::write`]: they are sent
+    /// (again). To be called after the write.
     ///
     /// # Panics
     /// If it is not within the block.

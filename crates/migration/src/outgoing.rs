@@ -6,10 +6,10 @@
 //!   return path       PONG ◄─────────┴──────────────────────────────────────────────────────────── SHUT 0 ◄
 //! ```
 //!
-//! Each unit is taken by the next free lane, announced to the guest ([`Guest::prepare`]) and sent as packets straight
-//! from its memory. Without lanes the caller's thread sends it as records. The guest is stopped for the last pass
-//! only, and started again if anything fails before the destination acknowledged it. Blocks that the destination already has
-//! ([`Guest::is_present`]) are in the block list of START and in no pass.
+//! Each unit is taken by the next free lane, announced to the guest ([`Guest::prepare`]) and sent as packets
+//! straight from its memory. Without lanes the caller's thread sends it as records. The guest is stopped for
+//! the last pass only, and started again if anything fails before the destination acknowledged it. Blocks
+//! that the destination already has ([`Guest::is_present`]) are in the block list of START and in no pass.
 
 mod connect;
 mod lane;
@@ -48,7 +48,8 @@ use records::classify;
 /// Options of an outgoing migration.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
-    /// Open a return path, and succeed only if the destination acknowledges. Off for a pipe or a file, which have no return path.
+    /// Open a return path, and succeed only if the destination acknowledges. Off for a pipe or a file, which
+    /// have no return path.
     pub return_path: bool,
     /// Time limit of the destination's reply to the head of the stream.
     pub answer_timeout: Duration,
@@ -58,7 +59,8 @@ pub struct Options {
     pub downtime_limit: Duration,
     /// The part of it for everything but memory: the device state, starting the guest at its destination.
     pub switchover_cost: Duration,
-    /// Time for which a guest that writes as fast as it is sent is observed before [`Self::unconverged`] decides.
+    /// Time for which a guest that writes as fast as it is sent is observed before [`Self::unconverged`]
+    /// decides.
     pub min_window: MinWindow,
     /// Handling of a guest that does not converge.
     pub unconverged: Unconverged,
@@ -313,7 +315,8 @@ impl Outgoing {
     }
 }
 
-/// After the reply to the stream's head: sends HELLO if the destination is a towline that waits for the outcome.
+/// After the reply to the stream's head: sends HELLO if the destination is a towline that waits for the
+/// outcome.
 pub(crate) fn greet(session: &Session, main: &mut MainWriter, answers: &ReturnPath) -> Result<()> {
     let receiver = answers.receiver();
     session.found_destination(receiver);

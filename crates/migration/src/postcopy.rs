@@ -1,4 +1,5 @@
-//! Postcopy: a [`Guest`] that does not change runs at its destination at once, and its memory follows, faults first.
+//! Postcopy: a [`Guest`] that does not change runs at its destination at once, and its memory follows, faults
+//! first.
 //!
 //! ```text
 //!   Postcopy::offer ──► Offered ──run()──► Running ──serve()──► done          each on one connection; the map of what
@@ -14,12 +15,12 @@
 //!   gets a page twice. A claim is made when its unit is prepared, so a page whose unit takes long to fetch
 //!   is never claimed by a thread that has to wait for it.
 //! - The point of no return is [`Offered::run`]. An [`Offered`] that is dropped leaves no guest running; a
-//!   [`Running`] may have a guest at its destination, so losing its connection is [`ConnectionLost`], which reports whether the
-//!   destination had loaded all devices.
+//!   [`Running`] may have a guest at its destination, so losing its connection is [`ConnectionLost`], which
+//!   reports whether the destination had loaded all devices.
 //! - Pages of the working set of earlier restores, and their neighbours, are prefetched before the guest
 //!   runs, where that costs next to nothing.
-//! - A lost connection is recovered from the destination's bitmaps of received pages, by this process or by another
-//!   one.
+//! - A lost connection is recovered from the destination's bitmaps of received pages, by this process or by
+//!   another one.
 //!
 //! Out of scope: QMP and images. Limits: the guest does not change (an image, not live memory); two channels
 //! carry pages, main and preempt, as no QEMU supports more.
@@ -77,8 +78,8 @@ impl std::fmt::Debug for PostcopyChannels<'_> {
     }
 }
 
-/// The destination has everything but the package's last byte: it runs nothing, and a connection that ends here leaves the guest
-/// where it is.
+/// The destination has everything but the package's last byte: it runs nothing, and a connection that ends
+/// here leaves the guest where it is.
 #[derive(Debug)]
 pub struct Offered<'p> {
     connection: PostcopyConnection<'p>,
@@ -102,7 +103,8 @@ pub struct Running<'p> {
 pub struct ConnectionLost {
     /// The error.
     pub error: Error,
-    /// The destination had loaded all of the device state, so it ran the guest, or was about to. False: it did not.
+    /// The destination had loaded all of the device state, so it ran the guest, or was about to. False: it
+    /// did not.
     pub had_loaded: bool,
 }
 
@@ -185,8 +187,8 @@ impl<'g> Postcopy<'g> {
         Ok(Offered { connection, writer, packaged })
     }
 
-    /// Resumes over a new connection, where a destination that lost the one before listens again: it sends its
-    /// bitmaps of received pages, and gets the rest.
+    /// Resumes over a new connection, where a destination that lost the one before listens again: it sends
+    /// its bitmaps of received pages, and gets the rest.
     ///
     /// # Errors
     /// This connection was lost as well. The guest still waits at its destination.

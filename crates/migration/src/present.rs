@@ -37,7 +37,8 @@ pub struct GuestWithPresentBlocks<P> {
     is_present: Flags,
 }
 
-/// A sink before which the pages of some blocks are dropped, because its destination already has their memory.
+/// A sink before which the pages of some blocks are dropped, because its destination already has their
+/// memory.
 #[derive(Debug)]
 pub struct SinkWithPresentBlocks<P> {
     sink: P,

@@ -54,8 +54,8 @@ pub struct Relay {
 }
 
 impl Relay {
-    /// A relay to a destination that is connected, of lanes that are not compressed. `session` is that of the incoming
-    /// migration.
+    /// A relay to a destination that is connected, of lanes that are not compressed. `session` is that of the
+    /// incoming migration.
     pub fn new(session: Arc<Session>, connections: Connections) -> Self {
         let made = Self::with_options(session, connections, LaneOptions::default());
         made.expect("nothing can fail but a compressor, or zero-copy where it must be")
@@ -96,8 +96,8 @@ impl Relay {
         })
     }
 
-    /// Has a guest that ran arrive paused at a QEMU whose monitor starts it: a `cont` of another client while it loads would run it
-    /// there before its source is done.
+    /// Has a guest that ran arrive paused at a QEMU whose monitor starts it: a `cont` of another client while
+    /// it loads would run it there before its source is done.
     #[must_use]
     pub fn arriving_paused(mut self) -> Self {
         self.pauses = true;

@@ -28,7 +28,8 @@ macro_rules! statistics {
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
         pub struct Snapshot {
             $($(#[$doc])* pub $name: u64,)*
-            /// System calls of the migration's channels that sent several buffers at once; at a destination, received.
+            /// System calls of the migration's channels that sent several buffers at once; at a destination,
+            /// received.
             pub vectored_calls: u64,
             /// System calls of the migration's channels that sent one buffer; at a destination, received.
             pub plain_calls: u64,
@@ -70,8 +71,8 @@ statistics! {
     normal_bytes,
     /// Passes over the memory; at a destination, as many as the stream shows (FLUSH records after the first).
     dirty_sync_count,
-    /// Number of times, for each lane in each pass with zero-copy required (`on`), that the kernel copied everything:
-    /// as in QEMU, between 0 and `dirty_sync_count` times the lanes.
+    /// Number of times, for each lane in each pass with zero-copy required (`on`), that the kernel copied
+    /// everything: as in QEMU, between 0 and `dirty_sync_count` times the lanes.
     dirty_sync_missed_zero_copy,
     /// System calls that moved pages from socket to socket within the kernel.
     spliced_calls,

@@ -1,14 +1,15 @@
-//! A guest that is not one: memory with a checked pattern, and threads that write in it at a rate. For measurements, tests
-//! and first steps of an embedder, without a QEMU.
+//! A guest that is not one: memory with a checked pattern, and threads that write in it at a rate. For
+//! measurements, tests and first steps of an embedder, without a QEMU.
 //!
 //! ```text
 //!   Synthetic   memory · pattern · load (threads) ──► SourceMemory ──► Outgoing ═══► Incoming ──► Checked ──► Memory
 //!                 └─ generation of each page ──► Ledger = its device state ═════════════════════► compares every page
 //! ```
 //!
-//! A page's content follows from the guest's seed, its number and its generation, which each write of the load
-//! increments; a share of them is zero. When the guest is stopped its generations are sent as device state, so the
-//! other end knows the expected content of each page, and detects a stale, torn or misplaced one.
+//! A page's content follows from the guest's seed, its number and its generation, which each write of the
+//! load increments; a share of them is zero. When the guest is stopped its generations are sent as device
+//! state, so the other end knows the expected content of each page, and detects a stale, torn or misplaced
+//! one.
 //!
 //! Not a machine: only [`Checked`] can use it. Limits: 4 KiB pages, one RAM block.
 

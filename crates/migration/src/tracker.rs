@@ -4,9 +4,10 @@
 //!   start ─► guest writes … ─► harvest ─► guest writes … ─► harvest ─► guest stopped ─► harvest ─► stop
 //! ```
 //!
-//! - [`WriteProtect`]: the kernel does, for memory that this process writes (vCPU threads, KVM, system calls).
-//! - [`DirtyLogTracker`]: by an existing bitmap, a bit for each page: KVM's dirty log ([`KvmDirtyLog`] combines its slots), a
-//!   device's.
+//! - [`WriteProtect`]: the kernel does, for memory that this process writes (vCPU threads, KVM, system
+//!   calls).
+//! - [`DirtyLogTracker`]: by an existing bitmap, a bit for each page: KVM's dirty log ([`KvmDirtyLog`]
+//!   combines its slots), a device's.
 //!
 //! Neither sees writes by devices into pinned pages (VFIO) and by other processes through their own mappings:
 //! these must be reported by [`crate::SourceMemory::mark_dirty`].
@@ -26,7 +27,8 @@ pub use write_protect::WriteProtect;
 
 use crate::sys::Span;
 
-/// Tracks which pages of a guest's memory were written. Every call names the same memory, a span for each block.
+/// Tracks which pages of a guest's memory were written. Every call names the same memory, a span for each
+/// block.
 pub trait DirtyTracker: Send + Sync {
     /// Starts, or starts again: every write after it returns is in a later harvest. Reports to `untouched`
     /// the known runs of pages that were never touched: they are zero until they are reported.
@@ -36,8 +38,8 @@ pub trait DirtyTracker: Send + Sync {
     fn start(&self, memory: &[Span<'_>], untouched: &mut dyn FnMut(PageRef, u64))
     -> Result<(), TrackerError>;
 
-    /// Takes the pages written since the last call (since the start) and reports each run of them, its first page and its
-    /// length in bytes. A page may be reported that was not written.
+    /// Takes the pages written since the last call (since the start) and reports each run of them, its first
+    /// page and its length in bytes. A page may be reported that was not written.
     ///
     /// # Errors
     /// Writes may be lost from now on.

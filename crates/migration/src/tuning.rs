@@ -9,7 +9,8 @@ const UNCHANGED: u64 = u64::MAX;
 /// Value for "unlimited".
 const UNLIMITED: u64 = 0;
 
-/// Limits that were changed under way, in place of those that a migration began with. Clones are the same ones.
+/// Limits that were changed under way, in place of those that a migration began with. Clones are the same
+/// ones.
 ///
 /// A rate holds from the next unit that is sent, a downtime from the next pass.
 #[derive(Debug, Clone, Default)]

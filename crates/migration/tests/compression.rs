@@ -1,4 +1,5 @@
-//! Compressed lanes from end to end: every page arrives, fewer bytes travel, and ends that disagree report it.
+//! Compressed lanes from end to end: every page arrives, fewer bytes travel, and ends that disagree report
+//! it.
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
 mod common;

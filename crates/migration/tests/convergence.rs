@@ -10,8 +10,8 @@ use towline_migration::convergence::{
 };
 
 const MIB: u64 = 1 << 20;
-/// Maximum number of passes for a guest's memory: windows of 1000 passes, each a tenth lower than one of the six
-/// before it.
+/// Maximum number of passes for a guest's memory: windows of 1000 passes, each a tenth lower than one of the
+/// six before it.
 const PASSES_MAX: u64 = 1000 * 6 * 500;
 
 fn limits(downtime_ms: u64) -> Limits {

@@ -1,5 +1,5 @@
-//! Migrations that fail in every phase: both ends end soon, the source keeps its guest, and the error names the
-//! fault.
+//! Migrations that fail in every phase: both ends end soon, the source keeps its guest, and the error names
+//! the fault.
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
 mod common;
@@ -88,8 +88,8 @@ fn sweep(machine: &str, lanes: usize, kind: Kind, steps: u64) -> (u32, u32, u32)
                         let (source, destination) = (&outcome.source.result, &outcome.destination.result);
                         let blamed = [lane_of(source), lane_of(destination)];
                         named += u32::from(blamed.contains(&Some(lane)));
-                        // The other end may see the consequence on another lane first, but not both. (Before its init
-                        // packet a lane has no number at the destination.)
+                        // The other end may see the consequence on another lane first, but not both. (Before
+                        // its init packet a lane has no number at the destination.)
                         let is_known = after >= INIT_BYTES as u64 && blamed.iter().all(Option::is_some);
                         assert!(!is_known || blamed.contains(&Some(lane)), "{faults:?}: {outcome:?}");
                     }

@@ -301,7 +301,8 @@ fn differs_where_touched(spans: &[Span<'_>], sink: &Memory) -> Option<usize> {
     a.iter().zip(&b).position(|(a, b)| a != b)
 }
 
-/// A copy that is kept by copying what each harvest reports, while threads write. `TOWLINE_SEEDS` as in `random.rs`.
+/// A copy that is kept by copying what each harvest reports, while threads write. `TOWLINE_SEEDS` as in
+/// `random.rs`.
 #[test]
 fn no_write_is_lost() {
     let seeds = std::env::var("TOWLINE_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(60);

@@ -152,8 +152,8 @@ fn pages_behind_the_last_barrier_are_refused_before_the_commit() {
     assert_eq!(said(&source), message(&ReturnPathMessage::Pong(1)));
 }
 
-/// The behaviour of a QEMU before 9.0 at times (`multifd_send_thread`: a job too many). Were its lane shut down, it
-/// would fail.
+/// The behaviour of a QEMU before 9.0 at times (`multifd_send_thread`: a job too many). Were its lane shut
+/// down, it would fail.
 #[test]
 fn an_empty_packet_behind_the_last_barrier_is_harmless() {
     let ((source, main), (lane, arriving)) = (pair(1 << 20), UnixChannel::pair().unwrap());

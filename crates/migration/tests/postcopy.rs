@@ -1,5 +1,6 @@
-//! Postcopy against a destination of the test's own, which accepts each page once, requests pages, and loses its
-//! connections: every page comes once, with its content, prepared before it is read, over however many connections.
+//! Postcopy against a destination of the test's own, which accepts each page once, requests pages, and loses
+//! its connections: every page comes once, with its content, prepared before it is read, over however many
+//! connections.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::collections::HashSet;
@@ -53,7 +54,8 @@ struct Stored {
     outage: Outage,
 }
 
-/// Units of the first block that cannot be had for a time: to prepare one waits until `over`, and fails if it began before.
+/// Units of the first block that cannot be had for a time: to prepare one waits until `over`, and fails if it
+/// began before.
 #[derive(Default)]
 struct Outage {
     units: Range<u64>,

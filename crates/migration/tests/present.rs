@@ -1,4 +1,5 @@
-//! Guests whose memory the destination has in part: only the other blocks' pages are sent, or only they arrive.
+//! Guests whose memory the destination has in part: only the other blocks' pages are sent, or only they
+//! arrive.
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
 mod common;

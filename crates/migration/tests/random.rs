@@ -1,5 +1,6 @@
-//! Random guests over random channels with random faults: either both sides agree that it is done, or the source keeps its
-//! guest and knows why. `TOWLINE_SEEDS=first..last` (or a count) runs others than the first 2,000.
+//! Random guests over random channels with random faults: either both sides agree that it is done, or the
+//! source keeps its guest and knows why. `TOWLINE_SEEDS=first..last` (or a count) runs others than the first
+//! 2,000.
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
 mod common;

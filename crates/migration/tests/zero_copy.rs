@@ -118,7 +118,8 @@ fn required_zero_copy_that_is_unavailable_is_refused_before_a_byte_is_sent() {
     }
 }
 
-/// A lane whose peer reads nothing holds the guest's memory; after the migration has failed, the kernel does not.
+/// A lane whose peer reads nothing holds the guest's memory; after the migration has failed, the kernel does
+/// not.
 #[test]
 fn after_a_failure_the_kernel_reads_nothing_any_more() {
     let pages = [("pc.ram", 16 << 10)];

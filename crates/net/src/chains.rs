@@ -69,8 +69,8 @@ pub(crate) fn complete(
         left = left.saturating_sub(batch.chain(first + used).writable_bytes() as usize);
         used += 1;
     }
-    // Before any chain is completed, which marks its pages in the dirty log: a write after the mark would be lost in a
-    // migration.
+    // Before any chain is completed, which marks its pages in the dirty log: a write after the mark would be
+    // lost in a migration.
     if format.header_bytes > NUM_BUFFERS {
         let count = u16::try_from(used).expect("a batch has less than 65536 chains").to_le_bytes();
         batch.chain(first).write_at(NUM_BUFFERS, &count);

@@ -148,7 +148,8 @@ impl Device for Net {
         2
     }
 
-    /// Transmit queues: a guest that retransmits would otherwise wait for the chains of a disabled queue without end.
+    /// Transmit queues: a guest that retransmits would otherwise wait for the chains of a disabled queue
+    /// without end.
     fn drops_while_disabled(&self, queue: usize) -> bool {
         queue % 2 == TRANSMIT
     }

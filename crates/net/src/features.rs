@@ -106,8 +106,8 @@ pub(crate) fn offered(offloads: Offloads, pairs: usize) -> u64 {
     known.fold(ALWAYS | multiqueue, |features, (feature, _)| features | feature)
 }
 
-/// Offloads of frames for a guest that negotiated these features. The tap has one switch for both kinds of USO, so the guest
-/// must have both.
+/// Offloads of frames for a guest that negotiated these features. The tap has one switch for both kinds of
+/// USO, so the guest must have both.
 pub(crate) fn offloads(features: u64) -> Offloads {
     let offloads_of = |negotiated: bool| {
         let features = FROM_TAP.iter().filter(|(feature, _)| (features & feature != 0) == negotiated);

@@ -1,4 +1,5 @@
-//! A virtio network card behind vhost-user, between a guest and a tap of this host; QEMU migrates a guest that has one.
+//! A virtio network card behind vhost-user, between a guest and a tap of this host; QEMU migrates a guest
+//! that has one.
 //!
 //! ```text
 //!   guest ── ring 1, 3, … ─► Transmitter ── a call per batch ──► queue of the tap ─► the host's stack, a bridge
@@ -12,11 +13,12 @@
 //!
 //! The feature `af-xdp` adds `Xdp`, which sends frames by AF_XDP sockets instead.
 //!
-//! Out of scope: switching (a bridge does that), a control queue (QEMU has it), address filters, traffic shaping.
+//! Out of scope: switching (a bridge does that), a control queue (QEMU has it), address filters, traffic
+//! shaping.
 //!
-//! Limits: [`PAIRS_MAX`] queue pairs, frames of [`FRAME_BYTES_MAX`] bytes. Chains are used in the order of the available
-//! ring, so a process that dies loses frames in flight and no descriptor: its successor continues at the used index.
-//! See `docs/net.md`.
+//! Limits: [`PAIRS_MAX`] queue pairs, frames of [`FRAME_BYTES_MAX`] bytes. Chains are used in the order of
+//! the available ring, so a process that dies loses frames in flight and no descriptor: its successor
+//! continues at the used index. See `docs/net.md`.
 
 mod chains;
 mod device;

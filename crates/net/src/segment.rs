@@ -1,4 +1,5 @@
-//! Segmentation and checksums in software, for network cards without offloads. Headers are written, payload is referenced.
+//! Segmentation and checksums in software, for network cards without offloads. Headers are written, payload
+//! is referenced.
 //!
 //! ```text
 //!   a super-frame   [headers][payload ................................]
@@ -8,8 +9,8 @@
 //! look the same as through a tap. No I/O, and payload is not read. Decisions are made on a copy of the
 //! guest's headers.
 //!
-//! Out of scope and left to the kernel (`None`): IP fragments (UFO), tunnels, IPv6 extension headers, more than two VLAN
-//! tags, headers of more than [`HEADERS_BYTES_MAX`] bytes, more than [`SEGMENTS_MAX`] segments.
+//! Out of scope and left to the kernel (`None`): IP fragments (UFO), tunnels, IPv6 extension headers, more
+//! than two VLAN tags, headers of more than [`HEADERS_BYTES_MAX`] bytes, more than [`SEGMENTS_MAX`] segments.
 
 pub mod checksum;
 mod headers;
@@ -75,8 +76,9 @@ impl OffloadRequest {
         Self { flags: header[0], kind: header[1], segment_bytes: word(4), partial }
     }
 
-    /// Work for a frame of `frame_bytes` that begins with `headers`: the whole frame, or the first [`HEADERS_BYTES_MAX`] bytes
-    /// of a longer one. `None` if it is left to the kernel, which does it or drops the frame.
+    /// Work for a frame of `frame_bytes` that begins with `headers`: the whole frame, or the first
+    /// [`HEADERS_BYTES_MAX`] bytes of a longer one. `None` if it is left to the kernel, which does it or
+    /// drops the frame.
     pub fn offload<'h>(&self, headers: &'h [u8], frame_bytes: usize) -> Option<Offload<'h>> {
         debug_assert_eq!(
             headers.len(),

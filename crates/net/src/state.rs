@@ -1,12 +1,13 @@
-//! State of a card that migrates with its guest if both ends have `--device-state on`: the link and the counters. Rings and
-//! features are not part of it: the frontend sets them again.
+//! State of a card that migrates with its guest if both ends have `--device-state on`: the link and the
+//! counters. Rings and features are not part of it: the frontend sets them again.
 //!
 //! ```text
 //!   "TLnet\0"  version u16  oldest u16  { tag u16  bytes u32  contents }…
 //! ```
-//! All little-endian. `version` is that of the writer, `oldest` the oldest that can read it. Each version added a section
-//! (`SECTIONS`): an older reader skips sections that it does not know, a newer one uses the defaults of a new card for
-//! sections that are missing. So a guest may move from an old host to a new one and back.
+//! All little-endian. `version` is that of the writer, `oldest` the oldest that can read it. Each version
+//! added a section (`SECTIONS`): an older reader skips sections that it does not know, a newer one uses the
+//! defaults of a new card for sections that are missing. So a guest may move from an old host to a new one
+//! and back.
 
 use towline_vhost_user::{BackendError, QUEUES_MAX};
 

@@ -144,14 +144,15 @@ pub struct QueueStatistics {
     pub notifications_suppressed: u64,
     /// Notifications by the driver (kicks); with KVM, each is an exit of the guest.
     pub kicks: u64,
-    /// Receiving: frames that were copied in this process, as they did not fit into the buffers gathered for them.
-    /// Transmitting by AF_XDP: frames that the kernel or this process copied.
+    /// Receiving: frames that were copied in this process, as they did not fit into the buffers gathered for
+    /// them. Transmitting by AF_XDP: frames that the kernel or this process copied.
     pub copied: u64,
     /// Transmitting by AF_XDP: the same frames, in the order of [`CopyReason::ALL`].
     pub copies: [u64; CopyReason::ALL.len()],
     /// Transmitting by AF_XDP: frames that the network card read from guest memory.
     pub zero_copy: u64,
-    /// Transmitting by AF_XDP: frames whose descriptors pointed into guest memory, whether the kernel copied them or not.
+    /// Transmitting by AF_XDP: frames whose descriptors pointed into guest memory, whether the kernel copied
+    /// them or not.
     pub referenced: u64,
     /// Referenced frames that are in flight now.
     pub pending: u64,

@@ -159,8 +159,8 @@ pub(crate) struct TapContext<'a> {
 }
 
 impl Taps {
-    /// Opens `queues` queues of the interface. An interface that does not exist is created and brought up; it is deleted with
-    /// its last descriptor.
+    /// Opens `queues` queues of the interface. An interface that does not exist is created and brought up; it
+    /// is deleted with its last descriptor.
     ///
     /// # Errors
     /// [`TapError::QueueCount`], [`TapError::Open`], [`TapError::Attach`], [`TapError::Set`].
@@ -194,11 +194,13 @@ impl Taps {
         Ok(taps)
     }
 
-    /// Adopts queues that another process opened, all of one interface, with the virtio header and without packet information. That
-    /// IFF_NO_PI is missing cannot be seen: the bit means IFF_NOFILTER in `TUNGETIFF`.
+    /// Adopts queues that another process opened, all of one interface, with the virtio header and without
+    /// packet information. That IFF_NO_PI is missing cannot be seen: the bit means IFF_NOFILTER in
+    /// `TUNGETIFF`.
     ///
     /// # Errors
-    /// [`TapError::QueueCount`], [`TapError::NotTap`], [`TapError::Flags`], [`TapError::MixedInterfaces`], [`TapError::Set`].
+    /// [`TapError::QueueCount`], [`TapError::NotTap`], [`TapError::Flags`], [`TapError::MixedInterfaces`],
+    /// [`TapError::Set`].
     pub fn from_fds(fds: Vec<OwnedFd>) -> Result<Self, TapError> {
         check_count(fds.len())?;
         let mut first: Option<(String, i32)> = None;
@@ -325,7 +327,8 @@ impl Taps {
         let bytes = i32::try_from(bytes).expect("a virtio header has 10 or 12 bytes");
         for queue in &self.queues {
             match tap::set_header_bytes(queue.fd.as_fd(), bytes) {
-                // A detached queue of a tap. The length of the tap is set through the first queue, which stays attached.
+                // A detached queue of a tap. The length of the tap is set through the first queue, which
+                // stays attached.
                 Err(error) if !queue.is_attached() && error.raw_os_error() == Some(libc::EBADFD) => {}
                 result => {
                     result.map_err(|source| self.not_set("the length of the virtio header", source))?;
@@ -363,8 +366,8 @@ impl TapQueue {
         writev(self.fd.as_fd(), bufs)
     }
 
-    /// Writes frames in their order, each of which consists of a range of `bufs`. Stores the length of each in `results`, or its
-    /// error: `WouldBlock` for one that was not written.
+    /// Writes frames in their order, each of which consists of a range of `bufs`. Stores the length of each
+    /// in `results`, or its error: `WouldBlock` for one that was not written.
     pub(crate) fn write_frames(&self, bufs: &[IoBuf<'_>], frames: &[Range<usize>], results: &mut Vec<i32>) {
         results.clear();
         results.resize(frames.len(), -libc::EAGAIN);
@@ -412,7 +415,8 @@ impl AsFd for TapQueue {
     }
 }
 
-/// Creates a ring for a queue whose writes never wait for room: of a batch some would be written, and others not.
+/// Creates a ring for a queue whose writes never wait for room: of a batch some would be written, and others
+/// not.
 fn ring_for(tap: BorrowedFd<'_>) -> Option<TapRing> {
     if tap::send_buffer(tap).ok()? < i32::MAX {
         return None;

@@ -1,5 +1,5 @@
-//! From the guest to the tap, straight from the guest's buffers: each frame is one write, its own virtio header first. Frames that
-//! are available together are written by one call ([`crate::sys::tap_ring`]).
+//! From the guest to the tap, straight from the guest's buffers: each frame is one write, its own virtio
+//! header first. Frames that are available together are written by one call ([`crate::sys::tap_ring`]).
 //!
 //! The kernel copies the frame once and validates the copied header, so a guest that changes the header at
 //! the same time affects only itself.
@@ -26,7 +26,8 @@ pub(crate) struct Transmitter {
     batch: Batch,
     /// True while it waits for room in the tap, not for frames of the guest.
     pub(crate) blocked: bool,
-    /// Frames that are written together, as ranges of their buffers, and their results; kept for their allocations.
+    /// Frames that are written together, as ranges of their buffers, and their results; kept for their
+    /// allocations.
     frames: Vec<Range<usize>>,
     results: Vec<i32>,
 }
@@ -119,8 +120,8 @@ impl Transmitter {
         first + together.count()
     }
 
-    /// Completes the chains of a group whose frames were written or dropped, up to the first one for which the tap had no room.
-    /// Returns their number.
+    /// Completes the chains of a group whose frames were written or dropped, up to the first one for which
+    /// the tap had no room. Returns their number.
     fn complete_group(
         &self,
         ring: &mut Ring,

@@ -6,8 +6,8 @@
 //!              └ frames that cannot be sent so: the tap            │ in_flight: tag
 //!   used ring ◄──────────── chain whose last descriptor is complete, in any order ◄── completion ring
 //! ```
-//! The whole guest memory is pinned for this (`umem`), once for all pairs, and again when it changes. On any failure frames
-//! go to the tap, as without AF_XDP, and AF_XDP is tried again later.
+//! The whole guest memory is pinned for this (`umem`), once for all pairs, and again when it changes. On any
+//! failure frames go to the tap, as without AF_XDP, and AF_XDP is tried again later.
 //!
 //! Out of scope: receiving, XDP programs. Other programs of this host do not see the frames.
 
@@ -92,7 +92,8 @@ pub struct Xdp {
     first_queue: u32,
     /// True if a manager opens the sockets, so there are no others.
     sockets_passed: bool,
-    /// Unbound sockets, the next one last: those that were passed, and those whose queue was busy. Each can be bound once.
+    /// Unbound sockets, the next one last: those that were passed, and those whose queue was busy. Each can
+    /// be bound once.
     sockets: Mutex<Vec<UnboundSocket>>,
     software_checksums: bool,
     copy_mode: CopyMode,
@@ -113,9 +114,9 @@ enum CopyMode {
 }
 
 impl Xdp {
-    /// Transmits by this interface: pair 0 by queue `first_queue`, each further pair by the next one. `sockets` are passed
-    /// neither bound nor with a UMEM; without them, sockets are opened here. If the driver has no zero-copy, frames go by the
-    /// tap ([`Xdp::with_copy_mode`]).
+    /// Transmits by this interface: pair 0 by queue `first_queue`, each further pair by the next one.
+    /// `sockets` are passed neither bound nor with a UMEM; without them, sockets are opened here. If the
+    /// driver has no zero-copy, frames go by the tap ([`Xdp::with_copy_mode`]).
     ///
     /// # Errors
     /// The interface does not exist, or the sockets are of the wrong kind.
@@ -154,7 +155,8 @@ impl Xdp {
         Self { software_checksums: true, ..self }
     }
 
-    /// Uses the copy mode of AF_XDP, in which the kernel copies each packet, even if the driver has zero-copy.
+    /// Uses the copy mode of AF_XDP, in which the kernel copies each packet, even if the driver has
+    /// zero-copy.
     #[must_use]
     pub fn with_copy_mode(self) -> Self {
         Self { copy_mode: CopyMode::Required, ..self }
@@ -227,8 +229,8 @@ impl Xdp {
         UnboundSocket::open()
     }
 
-    /// Keeps a socket that could not be bound for the next attempt: a passed one cannot be replaced, and memory that is
-    /// registered with it need not be pinned again.
+    /// Keeps a socket that could not be bound for the next attempt: a passed one cannot be replaced, and
+    /// memory that is registered with it need not be pinned again.
     fn put_back(&self, socket: UnboundSocket, error: &io::Error) {
         if is_temporary(error) || (self.sockets_passed && socket.registered().is_none()) {
             lock(&self.sockets).push(socket);
@@ -240,8 +242,8 @@ impl Xdp {
         lock(&self.sockets).retain(|socket| socket.registered().is_none());
     }
 
-    /// Binds a socket for this pair of `pairs`, and registers guest memory unless another pair has. Returns `None` while
-    /// another pair is doing so. Retries while the queue is busy, for `busy_timeout` at most.
+    /// Binds a socket for this pair of `pairs`, and registers guest memory unless another pair has. Returns
+    /// `None` while another pair is doing so. Retries while the queue is busy, for `busy_timeout` at most.
     fn bind(
         &self,
         pair: usize,
@@ -266,7 +268,8 @@ impl Xdp {
         let mut socket = self.take_socket(memory, umem_use)?;
         let mut busy_timeout = busy_timeout;
         if self.sockets_passed && known.is_none() && socket.registered().is_none() {
-            // Registered with a socket that is not bound in the end, this memory would cost it when memory changes.
+            // Registered with a socket that is not bound in the end, this memory would cost it when memory
+            // changes.
             if let Err(error) = socket::wait_until_free(self.queue(pair), busy_timeout) {
                 self.put_back(socket, &error);
                 return Err(error);

@@ -1,5 +1,5 @@
-//! The dirty log is exact: a page is marked after the last write to it. A frontend reads and clears the log at every flush, and
-//! copies the marked pages, as a migration does. At the end its copy equals guest memory.
+//! The dirty log is exact: a page is marked after the last write to it. A frontend reads and clears the log
+//! at every flush, and copies the marked pages, as a migration does. At the end its copy equals guest memory.
 //!
 //! Alone in its binary, as the hook for flushes is global.
 #![allow(clippy::unwrap_used, reason = "a failure of a helper is a failure of its test")]
@@ -21,7 +21,8 @@ use towline_vhost_user::testing::on_log_flush;
 
 const PAGE: u64 = 4096;
 const MEMORY_BYTES: u64 = 48 << 20;
-/// Guest memory of a word of the log. Buffers at this distance fill the cache of 32 words within a frame or two.
+/// Guest memory of a word of the log. Buffers at this distance fill the cache of 32 words within a frame or
+/// two.
 const WORD_BYTES: u64 = 64 * PAGE;
 const BUFFERS: u64 = 160;
 const WITHIN: Duration = Duration::from_secs(60);

@@ -1,5 +1,5 @@
-//! Prints the contents of a migration stream without lanes, as `migrate "exec:cat >FILE"` of a QEMU writes it:
-//! `cargo run -p towline-protocol --example stream_info < FILE`
+//! Prints the contents of a migration stream without lanes, as `migrate "exec:cat >FILE"` of a QEMU writes
+//! it: `cargo run -p towline-protocol --example stream_info < FILE`
 
 use std::io::Read as _;
 
@@ -19,7 +19,8 @@ struct Counts {
 }
 
 fn main() -> Result<()> {
-    // A program that receives a guest decodes what has arrived and keeps the rest; this one has the whole stream.
+    // A program that receives a guest decodes what has arrived and keeps the rest; this one has the whole
+    // stream.
     let mut bytes = Vec::new();
     std::io::stdin().lock().read_to_end(&mut bytes)?;
     let mut input = Reader::new(&bytes);

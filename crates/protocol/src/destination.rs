@@ -1,7 +1,7 @@
 //! The reading end of a main channel.
 //!
-//! Not here: lanes ([`crate::multifd`]), and the use of pages. The machine consumes itself at each step, so a state
-//! that was left cannot be used again:
+//! Not here: lanes ([`crate::multifd`]), and the use of pages. The machine consumes itself at each step, so a
+//! state that was left cannot be used again:
 //!
 //! ```text
 //!   Header → Configuration → Sections ⇄ Commands
@@ -12,10 +12,11 @@
 //! The memory of a background snapshot ([`StreamDecoder::of_snapshot`]) has no END: after a PART, a device's
 //! FULL section begins the device state.
 //!
-//! [`StreamDecoder::handle`] consumes one item of the input. After [`StreamItem::Page`] the page's bytes follow: the driver
-//! consumes them itself (from its buffer, or straight from the channel) and continues after them. After
-//! [`StreamItem::DeviceState`] the rest of the stream belongs to a [`crate::device_state::Collector`]. In a mapped-ram
-//! file the driver seeks to [`crate::mapped_ram::MappedRamHeader::end`] after each [`StreamItem::Block`].
+//! [`StreamDecoder::handle`] consumes one item of the input. After [`StreamItem::Page`] the page's bytes
+//! follow: the driver consumes them itself (from its buffer, or straight from the channel) and continues
+//! after them. After [`StreamItem::DeviceState`] the rest of the stream belongs to a
+//! [`crate::device_state::Collector`]. In a mapped-ram file the driver seeks to
+//! [`crate::mapped_ram::MappedRamHeader::end`] after each [`StreamItem::Block`].
 
 use alloc::boxed::Box;
 use alloc::format;
@@ -45,7 +46,8 @@ pub const ITEM_BYTES_MAX: usize = limits::COMMAND_BYTES_MAX + 5;
 const IGNORE_SHARED: &str = "x-ignore-shared";
 
 impl Barriers {
-    /// Records a FLUSH record, which is a barrier. Returns true if it also ends a pass, as all do but that of START.
+    /// Records a FLUSH record, which is a barrier. Returns true if it also ends a pass, as all do but that of
+    /// START.
     pub fn on_flush_record(&mut self) -> bool {
         self.0.replace(BarrierForm::FlushRecord).is_some()
     }
@@ -63,14 +65,15 @@ impl Default for StreamDecoder {
 }
 
 impl StreamDecoder {
-    /// For a stream of QEMU's background-snapshot: its memory has no END. The device state, which was taken first, follows the
-    /// last PART.
+    /// For a stream of QEMU's background-snapshot: its memory has no END. The device state, which was taken
+    /// first, follows the last PART.
     pub fn of_snapshot() -> Self {
         Self::Header(AwaitHeader { kind: StreamKind { is_snapshot: true, ..StreamKind::default() } })
     }
 
     /// For a stream whose source may leave out shared memory, which the destination has.
-    /// [`StreamItem::Configuration`] does not list `x-ignore-shared` then: a stream that is sent on is one without it.
+    /// [`StreamItem::Configuration`] does not list `x-ignore-shared` then: a stream that is sent on is one
+    /// without it.
     pub fn with_shared_memory(shared_memory: SharedMemory) -> Self {
         Self::Header(AwaitHeader { kind: StreamKind { shared_memory, ..StreamKind::default() } })
     }

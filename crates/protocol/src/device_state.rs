@@ -10,8 +10,8 @@
 //! SHUT after it, so nothing follows. QEMU leaves the description out with `suppress-vmdesc=on` and after
 //! postcopy; such a stream never completes here.
 //!
-//! Limits: a guest that writes a description of all sections so far, and a footer before it, into a device's state can
-//! make its tail look complete where the bytes so far end with it. It harms itself only.
+//! Limits: a guest that writes a description of all sections so far, and a footer before it, into a device's
+//! state can make its tail look complete where the bytes so far end with it. It harms itself only.
 
 use alloc::borrow::Cow;
 use alloc::format;
@@ -123,8 +123,8 @@ impl DeviceState {
     }
 }
 
-/// Writes a tail with these sections, by name, version and content: for a source whose devices are not QEMU's. Their
-/// instance is 0; a destination distinguishes them by their names.
+/// Writes a tail with these sections, by name, version and content: for a source whose devices are not
+/// QEMU's. Their instance is 0; a destination distinguishes them by their names.
 ///
 /// # Panics
 /// If a name is longer than 255 bytes, or needs escapes in JSON.

@@ -10,15 +10,16 @@
 //!   return path     PONG · … · SHUT                                     (destination → source, on the main channel)
 //! ```
 //!
-//! - [`destination::StreamDecoder`] reads a main channel, [`source::Setup`] and its successors write one; [`postcopy`] has those of
-//!   a source whose guest runs at its destination before its memory is there.
+//! - [`destination::StreamDecoder`] reads a main channel, [`source::Setup`] and its successors write one;
+//!   [`postcopy`] has those of a source whose guest runs at its destination before its memory is there.
 //! - [`multifd`] holds the lanes' formats, [`return_path`] the messages back, [`mapped_ram`] the layout of a
 //!   stored guest, [`device_state`] the opaque tail that follows the memory, [`machine`] what a machine type
 //!   implies for the wire.
 //!
-//! Integers are big-endian. A *counted* string is one length byte and that number of bytes, without a NUL. Every
-//! length that a peer sends is compared with a constant of [`limits`] before it is used. Limits: target pages of one
-//! size per stream (4 KiB by default), `ram` as the only iterable section, no postcopy as the destination.
+//! Integers are big-endian. A *counted* string is one length byte and that number of bytes, without a NUL.
+//! Every length that a peer sends is compared with a constant of [`limits`] before it is used. Limits: target
+//! pages of one size per stream (4 KiB by default), `ram` as the only iterable section, no postcopy as the
+//! destination.
 
 #![no_std]
 #![forbid(unsafe_code)]

@@ -6,7 +6,8 @@ pub const NAME_BYTES_MAX: usize = 255;
 /// Longest machine type name in the configuration section, which has a 32-bit length there.
 pub const MACHINE_NAME_BYTES_MAX: usize = 256;
 
-/// Maximum number of capabilities a configuration section may list; QEMU 10.0 knows 25 and sends two of them at most.
+/// Maximum number of capabilities a configuration section may list; QEMU 10.0 knows 25 and sends two of them
+/// at most.
 pub const CAPABILITIES_MAX: usize = 64;
 
 /// Most RAM blocks of one guest. A large guest with hot-plugged memory and many PCI ROMs has a few hundred.
@@ -28,8 +29,8 @@ pub const DEVICE_STATE_BYTES_MAX: usize = 64 << 20;
 /// Most device sections of one guest.
 pub const DEVICES_MAX: usize = 65_536;
 
-/// Maximum number of descriptions that do not fit the device state before them. A real one fits; others are a guest's work, and each
-/// costs a search through all of it.
+/// Maximum number of descriptions that do not fit the device state before them. A real one fits; others are a
+/// guest's work, and each costs a search through all of it.
 pub const DESCRIPTIONS_MAX: usize = 64;
 
 /// Most configuration subsections: QEMU has three.
@@ -47,7 +48,8 @@ pub const PACKET_DATA_BYTES_MAX: usize = 512 << 10;
 /// Largest compressed form of a packet: deflate and zstd expand incompressible data by less than 1/16.
 pub const PACKET_COMPRESSED_BYTES_MAX: usize = PACKET_DATA_BYTES_MAX + (PACKET_DATA_BYTES_MAX >> 4) + 4096;
 
-/// Most that a zstd stream may remember, as a power of two: what level 20 needs, the highest of QEMU's `multifd-zstd-level`.
+/// Most that a zstd stream may remember, as a power of two: what level 20 needs, the highest of QEMU's
+/// `multifd-zstd-level`.
 pub const ZSTD_WINDOW_LOG_MAX: u32 = 25;
 
 const _: () = assert!(NAME_BYTES_MAX == u8::MAX as usize);

@@ -27,12 +27,14 @@ impl MachineVersion {
 pub enum BarrierForm {
     /// Machine types ≥ 8.1: a `MULTIFD_FLUSH` record on the main channel, at each wrap of the dirty scan.
     FlushRecord,
-    /// Machine types ≤ 8.0 (`multifd-flush-after-each-section`): every end of a `ram` section, without a record.
+    /// Machine types ≤ 8.0 (`multifd-flush-after-each-section`): every end of a `ram` section, without a
+    /// record.
     EachSection,
 }
 
 impl BarrierForm {
-    /// The form that QEMU uses for this machine type. A machine without a version follows its QEMU's newest form.
+    /// The form that QEMU uses for this machine type. A machine without a version follows its QEMU's newest
+    /// form.
     pub fn of(machine_type: &str) -> Self {
         match MachineVersion::of(machine_type) {
             Some(version) if version <= (MachineVersion { major: 8, minor: 0 }) => Self::EachSection,
@@ -48,7 +50,8 @@ pub fn lanes_carry_zero_pages(machine_type: &str) -> bool {
 }
 
 /// True where the machine type's source ends its lanes in order, with TLS by a close_notify
-/// (`multifd-clean-tls-termination`, machine types ≥ 10.0). Below that they may just break off when all is sent.
+/// (`multifd-clean-tls-termination`, machine types ≥ 10.0). Below that they may just break off when all is
+/// sent.
 pub fn has_clean_tls_termination(machine_type: &str) -> bool {
     MachineVersion::of(machine_type).is_none_or(|version| version.major >= 10)
 }

@@ -7,9 +7,9 @@
 //!   EOS, footer · ram END: EOS, footer · device state · EOF · VMDESC
 //! ```
 //!
-//! The bitmap has a bit for each page, 1 where the page has content; it is an array of the host's `unsigned long`, on
-//! x86 little-endian, padded to 8 bytes. Offsets are absolute in the file. Each block's pages have the layout of its
-//! memory, so a block can be mapped; a hole reads as zero, but only the bitmap is binding.
+//! The bitmap has a bit for each page, 1 where the page has content; it is an array of the host's `unsigned
+//! long`, on x86 little-endian, padded to 8 bytes. Offsets are absolute in the file. Each block's pages have
+//! the layout of its memory, so a block can be mapped; a hole reads as zero, but only the bitmap is binding.
 
 pub(crate) mod header;
 

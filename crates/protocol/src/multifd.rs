@@ -9,9 +9,10 @@
 //! offsets. A packet with SYNC ends a lane's part of a pass: the destination's lane waits there until the
 //! main channel's barrier.
 //!
-//! QEMU ≥ 9.0 clears the header for each packet and sends SYNC in a separate one, whose `pages_alloc` is 0. Older
-//! ones set SYNC on the lane's last packet with pages if that is still queued, send an empty packet after it, and do
-//! not clear unused header fields: without pages, size, number, name and offsets are those of the packet before.
+//! QEMU ≥ 9.0 clears the header for each packet and sends SYNC in a separate one, whose `pages_alloc` is 0.
+//! Older ones set SYNC on the lane's last packet with pages if that is still queued, send an empty packet
+//! after it, and do not clear unused header fields: without pages, size, number, name and offsets are those
+//! of the packet before.
 
 use alloc::string::String;
 use alloc::vec::Vec;

@@ -9,13 +9,13 @@
 //!   another connection: RECV_BITMAP × blocks │ RESUME · RESUME_ACK │ PART       Recovery ──► AwaitingResumeAck ──► Serving
 //! ```
 //!
-//! A destination reads a package completely before it does anything in it, so the package's last byte is the point of no
-//! return: [`Discarded::package`] keeps that byte back, and [`Packaged::run`] writes it.
+//! A destination reads a package completely before it does anything in it, so the package's last byte is the
+//! point of no return: [`Discarded::package`] keeps that byte back, and [`Packaged::run`] writes it.
 //!
-//! Requirements of a destination: page sizes in ADVISE exactly as its own; at least one DISCARD before LISTEN, for
-//! without one it loads pages by plain copies into memory that it monitors, and deadlocks; after RUN each page only
-//! once, since a second copy of a page is an error that pauses it; the pages of a huge page all on one channel, one
-//! after the other.
+//! Requirements of a destination: page sizes in ADVISE exactly as its own; at least one DISCARD before
+//! LISTEN, for without one it loads pages by plain copies into memory that it monitors, and deadlocks; after
+//! RUN each page only once, since a second copy of a page is an error that pauses it; the pages of a huge
+//! page all on one channel, one after the other.
 //!
 //! The preempt channel has no header and no sections: records only ([`Preempt`]), of requested pages.
 
@@ -109,8 +109,8 @@ impl Advised {
 pub struct Loading(RamWriter);
 
 impl Loading {
-    /// Discards everything, which readies the destination: from here on it has its memory in small pages only. Pages
-    /// received before would be up to 2 MiB of zeros each, to be discarded again.
+    /// Discards everything, which readies the destination: from here on it has its memory in small pages
+    /// only. Pages received before would be up to 2 MiB of zeros each, to be discarded again.
     pub fn discard(self, blocks: &[PostcopyBlock], out: &mut Vec<u8>) -> Discarded {
         for block in blocks.iter().filter(|block| block.ram.length > 0) {
             let mut data = alloc::vec![DISCARD_VERSION];
@@ -152,8 +152,8 @@ impl Discarded {
         PrefetchSection(self.0)
     }
 
-    /// Writes the package with these device sections, but for its last byte. A connection that breaks before that byte leaves
-    /// nothing that runs.
+    /// Writes the package with these device sections, but for its last byte. A connection that breaks before
+    /// that byte leaves nothing that runs.
     ///
     /// # Errors
     /// The sections are longer than a destination may be given.
@@ -257,7 +257,8 @@ impl Recovery {
         Self(RamWriter::new(RamOptions { section_id, barrier: None }, blocks))
     }
 
-    /// Sends RESUME after all bitmaps were received. The preempt channel, if there is one, is connected before.
+    /// Sends RESUME after all bitmaps were received. The preempt channel, if there is one, is connected
+    /// before.
     pub fn resume(self, out: &mut Vec<u8>) -> AwaitingResumeAck {
         command(CommandKind::POSTCOPY_RESUME, Vec::new(), out);
         AwaitingResumeAck(self.0)
@@ -313,8 +314,8 @@ impl PostcopyReturnPathReader {
     /// Processes a message.
     ///
     /// # Errors
-    /// The destination failed, or sent an invalid message: a request outside its blocks, SHUT too early, a PONG to
-    /// nothing.
+    /// The destination failed, or sent an invalid message: a request outside its blocks, SHUT too early, a
+    /// PONG to nothing.
     pub fn handle(&mut self, message: &ReturnPathMessage, blocks: &[PostcopyBlock]) -> Result<ReturnMessage> {
         let unexpected = |found: String, expected| PeerMisbehaved::Unexpected { found, expected };
         Ok(match message {

@@ -1,6 +1,7 @@
 //! The `ram` section: block list and records (QEMU `migration/ram.c`, version 4).
 //!
-//! Each record begins with a be64 whose bits below the page size are flags and whose other bits are an offset:
+//! Each record begins with a be64 whose bits below the page size are flags and whose other bits are an
+//! offset:
 //!
 //! ```text
 //!   MEM_SIZE   total RAM          then per block: counted name, be64 length, [mapped-ram header]        START only

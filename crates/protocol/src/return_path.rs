@@ -45,7 +45,8 @@ const REQ_PAGES: u16 = 4;
 const RECV_BITMAP: u16 = 5;
 const RESUME_ACK: u16 = 6;
 const SWITCHOVER_ACK: u16 = 7;
-/// First bytes of a TLS record (alert, handshake) of any version 3.x: a server's reply to a client without TLS.
+/// First bytes of a TLS record (alert, handshake) of any version 3.x: a server's reply to a client without
+/// TLS.
 const TLS_RECORDS: [u16; 2] = [0x1503, 0x1603];
 
 impl ReturnPathMessage {

@@ -4,8 +4,9 @@
 //! be written in its order: [`Setup`] → [`Iterating`] ⇄ [`Part`] → [`End`] → [`AwaitShut`]. A page's bytes
 //! are not written here: the caller sends them after the record that names them.
 //!
-//! The lanes' barriers: at a barrier the caller has every lane send SYNC and then calls [`RamWriter::barrier`], which
-//! writes a FLUSH record or, for the older form, nothing, because there the section's end is the barrier.
+//! The lanes' barriers: at a barrier the caller has every lane send SYNC and then calls
+//! [`RamWriter::barrier`], which writes a FLUSH record or, for the older form, nothing, because there the
+//! section's end is the barrier.
 
 use alloc::vec::Vec;
 
@@ -18,7 +19,8 @@ use crate::session::{self, ReceiverMode};
 use crate::wire::put32;
 use crate::{PeerMisbehaved, Result};
 
-/// The first PING, sent with the return path's opening: its PONG shows that the destination read the stream's head.
+/// The first PING, sent with the return path's opening: its PONG shows that the destination read the stream's
+/// head.
 pub const PING_SETUP: u32 = 1;
 
 /// Sent after the last device's section: its PONG shows that the destination has loaded the whole guest, and
@@ -155,7 +157,8 @@ impl RamWriter {
         self.records.zero(page, &self.blocks, out);
     }
 
-    /// Returns true if the last record named a page of `block`: records received that continue it can be sent as they are.
+    /// Returns true if the last record named a page of `block`: records received that continue it can be sent
+    /// as they are.
     pub fn continues(&self, block: BlockIndex) -> bool {
         self.records.continues(block)
     }

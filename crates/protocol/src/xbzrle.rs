@@ -1,7 +1,7 @@
 //! XBZRLE: a page as what changed since it was last sent (QEMU `migration/xbzrle.c`).
 //!
-//! Alternating run lengths in ULEB128 of at most two bytes: the number of unchanged bytes, then the number of new
-//! bytes (the bytes themselves, not their difference). Only the first unchanged run may be 0 long.
+//! Alternating run lengths in ULEB128 of at most two bytes: the number of unchanged bytes, then the number of
+//! new bytes (the bytes themselves, not their difference). Only the first unchanged run may be 0 long.
 
 use crate::{InvalidMessage, Result};
 

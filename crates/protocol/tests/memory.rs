@@ -1,5 +1,5 @@
-//! Memory that a peer can make the decoders allocate: never more than the limits and the bytes received. Alone in its
-//! process, because it counts the process's bytes.
+//! Memory that a peer can make the decoders allocate: never more than the limits and the bytes received.
+//! Alone in its process, because it counts the process's bytes.
 #![allow(clippy::unwrap_used, reason = "a test, with its helpers")]
 
 use peak_alloc::PeakAlloc;
@@ -74,8 +74,8 @@ fn a_peer_cannot_make_the_decoders_allocate_more_than_the_limits() {
 
     assert!(peak(|| drop(ReturnPathMessage::decode(&mut Reader::new(&[0, 9, 0xff, 0xff])))) < 4096);
 
-    // The device state is kept once; a vector that grows has up to three times that while it moves. The description
-    // is not kept: a value for each of its numbers was gigabytes.
+    // The device state is kept once; a vector that grows has up to three times that while it moves. The
+    // description is not kept: a value for each of its numbers was gigabytes.
     let entries: [&[u8]; 3] = [b"0,", br#"{"name":"a","instance_id":0},"#, b"[],"];
     for entry in entries {
         let tail = largest_description(entry);

@@ -25,7 +25,8 @@ use crate::request::{Command, CommandReply, CommandRequest, typed};
 pub const DEADLINE: Duration = Duration::from_secs(10);
 /// The command that ends the negotiation.
 const NEGOTIATE: &str = "qmp_capabilities";
-/// Commands that are sent before the first of their replies is read: their lines fit into any socket's buffer.
+/// Commands that are sent before the first of their replies is read: their lines fit into any socket's
+/// buffer.
 const IN_FLIGHT_MAX: usize = 32;
 /// Maximum number of events, and of replies to a former client, that may precede the greeting.
 const BEFORE_GREETING_MAX: usize = 1024;
@@ -41,8 +42,8 @@ pub struct Options {
     pub events_max: usize,
     /// Negotiate out-of-band execution ([`Client::execute_out_of_band`]) where the monitor offers it.
     pub out_of_band: bool,
-    /// Descriptor that becomes readable when the caller wants to wait no longer, and stays so: connecting, the greeting, a reply
-    /// and an event then end with [`Error::Cancelled`].
+    /// Descriptor that becomes readable when the caller wants to wait no longer, and stays so: connecting,
+    /// the greeting, a reply and an event then end with [`Error::Cancelled`].
     pub interrupt: Option<Arc<OwnedFd>>,
 }
 
@@ -84,8 +85,8 @@ impl Client {
     /// Connects to the monitor at `path` and negotiates.
     ///
     /// # Errors
-    /// [`Error::Missing`], [`Error::Refused`], [`Error::Busy`] and [`Error::Connect`] before there is a connection;
-    /// then those of [`Client::from_stream`].
+    /// [`Error::Missing`], [`Error::Refused`], [`Error::Busy`] and [`Error::Connect`] before there is a
+    /// connection; then those of [`Client::from_stream`].
     pub fn connect(path: impl AsRef<Path>, options: &Options) -> Result<Self, Error> {
         let path = path.as_ref();
         let connection =
@@ -96,8 +97,8 @@ impl Client {
     /// Negotiates on a connected stream; errors name it `name`.
     ///
     /// # Errors
-    /// [`Error::NoGreeting`] from a monitor in use by another client, [`Error::NotQmp`] from anything that is not a
-    /// QMP server, [`Error::Disconnected`] if it closes, and those of the command `qmp_capabilities`.
+    /// [`Error::NoGreeting`] from a monitor in use by another client, [`Error::NotQmp`] from anything that is
+    /// not a QMP server, [`Error::Disconnected`] if it closes, and those of the command `qmp_capabilities`.
     pub fn from_stream(
         stream: UnixStream,
         name: impl Into<String>,
@@ -110,7 +111,8 @@ impl Client {
     /// greeting, so QEMU reads them while it makes its machine and executes them at once. Returns when it has
     /// answered; [`Client::replies`] reads the replies. Out-of-band execution is not negotiated.
     ///
-    /// QEMU reads a monitor byte by byte, with several system calls for each: a few hundred bytes take it a millisecond.
+    /// QEMU reads a monitor byte by byte, with several system calls for each: a few hundred bytes take it a
+    /// millisecond.
     ///
     /// # Errors
     /// As [`Client::connect`].
@@ -175,7 +177,8 @@ impl Client {
         Ok(client)
     }
 
-    /// Waits for the greeting. Before it QEMU may send an event, and the last replies to a former client that was killed.
+    /// Waits for the greeting. Before it QEMU may send an event, and the last replies to a former client that
+    /// was killed.
     fn await_greeting(&mut self, within: Duration) -> Result<Greeting, Error> {
         let started = Instant::now();
         for _ in 0..=BEFORE_GREETING_MAX {
@@ -216,8 +219,9 @@ impl Client {
         self.execute_with_fds(command, &[])
     }
 
-    /// As [`Client::execute`], but out of band: QEMU executes it at once, also while its main loop is blocked, as when the guest's memory
-    /// cannot be read before this command. Without negotiated out-of-band execution the command is executed in order.
+    /// As [`Client::execute`], but out of band: QEMU executes it at once, also while its main loop is
+    /// blocked, as when the guest's memory cannot be read before this command. Without negotiated out-of-band
+    /// execution the command is executed in order.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -226,8 +230,8 @@ impl Client {
         self.execute_as(verb, command, &[])
     }
 
-    /// As [`Client::execute`], passing file descriptors with the command (`add-fd`, `getfd`). The caller's descriptors
-    /// stay open.
+    /// As [`Client::execute`], passing file descriptors with the command (`add-fd`, `getfd`). The caller's
+    /// descriptors stay open.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -253,8 +257,8 @@ impl Client {
         typed::<C>(&value, &self.socket)
     }
 
-    /// Executes several commands in order with one round trip for each few of them: all are sent before the first reply is awaited.
-    /// QEMU executes all of them, also if it refuses one.
+    /// Executes several commands in order with one round trip for each few of them: all are sent before the
+    /// first reply is awaited. QEMU executes all of them, also if it refuses one.
     ///
     /// # Errors
     /// [`Error::Timeout`] and [`Error::Disconnected`]; a refusal is the reply to its command.
@@ -365,7 +369,8 @@ impl Client {
         }
     }
 
-    /// Reads the messages that QEMU sent before it closed the connection: above all, the event with the reason.
+    /// Reads the messages that QEMU sent before it closed the connection: above all, the event with the
+    /// reason.
     fn drain(&mut self) {
         let now = Instant::now();
         while let Ok(Some(message)) = self.message("reading its last messages", now) {
@@ -457,7 +462,8 @@ impl Client {
         }
     }
 
-    /// Checks that the server has not closed the connection. Costs one system call; events that have arrived stay unread.
+    /// Checks that the server has not closed the connection. Costs one system call; events that have arrived
+    /// stay unread.
     ///
     /// # Errors
     /// [`Error::Disconnected`].
@@ -520,7 +526,8 @@ impl Client {
     }
 }
 
-/// Id of a client's first command. QEMU may send it the reply to a command of a former client, also after the greeting: their ids differ.
+/// Id of a client's first command. QEMU may send it the reply to a command of a former client, also after the
+/// greeting: their ids differ.
 fn first_id() -> u64 {
     let since_1970 = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     since_1970.map_or(1, |since| since.subsec_nanos().into())

@@ -1,8 +1,8 @@
 //! Bytes to QMP messages, without I/O.
 //!
-//! [`Decoder::feed`] takes bytes in any pieces, [`Decoder::next_message`] gives the messages they complete. Framing
-//! does not rely on line ends: a message is one JSON object, found by its brackets, so `-qmp-pretty` reads the same.
-//! Every byte is scanned once, so a large reply in small pieces costs no more than in one.
+//! [`Decoder::feed`] takes bytes in any pieces, [`Decoder::next_message`] gives the messages they complete.
+//! Framing does not rely on line ends: a message is one JSON object, found by its brackets, so `-qmp-pretty`
+//! reads the same. Every byte is scanned once, so a large reply in small pieces costs no more than in one.
 //!
 //! Unknown input (events, keys, whole messages) is kept as JSON, never dropped.
 

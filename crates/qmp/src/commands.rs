@@ -1,7 +1,7 @@
 //! The QMP commands that we use, typed. Names, keys and units are QEMU's (`qapi/*.json` of QEMU 7.2 to 11.1).
 //!
-//! Arguments that are `None` are not sent. Replies keep unknown keys in `other`, where losing them could matter;
-//! elsewhere they are ignored, because each QEMU adds some. Other commands go through
+//! Arguments that are `None` are not sent. Replies keep unknown keys in `other`, where losing them could
+//! matter; elsewhere they are ignored, because each QEMU adds some. Other commands go through
 //! [`Client::execute_raw`](crate::Client::execute_raw).
 
 mod fds;

@@ -74,7 +74,8 @@ impl MonitorConnection {
         self.interrupt = interrupt;
     }
 
-    /// Connects without ever blocking in `connect`, which for a Unix socket waits for as long as its queue is full.
+    /// Connects without ever blocking in `connect`, which for a Unix socket waits for as long as its queue is
+    /// full.
     pub(crate) fn connect(
         path: &Path,
         within: Duration,

@@ -6,13 +6,14 @@
 //!                 fd passing)    messages)         events)
 //! ```
 //!
-//! [`Client`] executes one command at a time, or several with one round trip, and blocks no longer than its deadline. QEMU serves one client at a time per
-//! monitor; a second one gets no greeting until the first disconnects, which is [`Error::NoGreeting`].
+//! [`Client`] executes one command at a time, or several with one round trip, and blocks no longer than its
+//! deadline. QEMU serves one client at a time per monitor; a second one gets no greeting until the first
+//! disconnects, which is [`Error::NoGreeting`].
 //!
 //! `Server` is the server side, for a control socket of one's own. It is the feature `server`, on by default.
 //!
-//! Limits: [`codec::MESSAGE_BYTES_MAX`] for one message, [`codec::DEPTH_MAX`] for its nesting, [`EVENTS_MAX`] for
-//! unread events.
+//! Limits: [`codec::MESSAGE_BYTES_MAX`] for one message, [`codec::DEPTH_MAX`] for its nesting, [`EVENTS_MAX`]
+//! for unread events.
 
 #![deny(unsafe_code)]
 

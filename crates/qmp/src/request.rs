@@ -9,7 +9,8 @@ use serde_json::{Map, Value};
 use crate::codec::excerpt;
 use crate::error::Error;
 
-/// A command with typed arguments and a typed reply. The value itself is serialized as the arguments; a unit struct has none.
+/// A command with typed arguments and a typed reply. The value itself is serialized as the arguments; a unit
+/// struct has none.
 pub trait Command: Serialize {
     /// QEMU's name for it.
     const NAME: &'static str;

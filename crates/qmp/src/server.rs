@@ -8,8 +8,8 @@
 //! Clients are served concurrently, each by two threads, so no client delays another and the data path delays
 //! none. A client that does not read is disconnected once its outbox is full; the server never blocks on it.
 //!
-//! Limits: [`CLIENTS_MAX`] clients; requests of at most [`REQUEST_BYTES_MAX`]; no out-of-band commands, no descriptors. Only the owner
-//! may connect (mode 0600).
+//! Limits: [`CLIENTS_MAX`] clients; requests of at most [`REQUEST_BYTES_MAX`]; no out-of-band commands, no
+//! descriptors. Only the owner may connect (mode 0600).
 
 use std::net::Shutdown;
 use std::os::unix::fs::PermissionsExt as _;
@@ -40,12 +40,14 @@ const ACCEPT_WITHIN: Duration = Duration::from_secs(3600);
 /// Delay after a failed `accept`, for example when the process is out of descriptors.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 
-/// The commands of a server, in addition to the built-in ones (`qmp_capabilities`, `query-version`, `query-commands`).
+/// The commands of a server, in addition to the built-in ones (`qmp_capabilities`, `query-version`,
+/// `query-commands`).
 pub trait Commands: Send + Sync {
     /// The names of its commands.
     fn names(&self) -> &[&'static str];
 
-    /// Executes a command. The reply is sent when this returns, so it must not wait for the completion of what it starts.
+    /// Executes a command. The reply is sent when this returns, so it must not wait for the completion of
+    /// what it starts.
     ///
     /// # Errors
     /// A [`CommandError`], which is sent to the client as an error reply.
@@ -68,7 +70,8 @@ impl CommandError {
     }
 }
 
-/// A listening server. Dropping it removes the socket's file and closes the clients' connections after their pending replies.
+/// A listening server. Dropping it removes the socket's file and closes the clients' connections after their
+/// pending replies.
 #[derive(Debug)]
 pub struct Server {
     shared: Arc<Shared>,
@@ -124,8 +127,8 @@ impl Server {
     }
 }
 
-/// Restricts the socket to its owner, since a client may cancel a migration and end this process. With the umask of a caller that
-/// may not change permissions (a sandbox) it is so already.
+/// Restricts the socket to its owner, since a client may cancel a migration and end this process. With the
+/// umask of a caller that may not change permissions (a sandbox) it is so already.
 fn restrict_to_owner(path: &Path) -> std::io::Result<()> {
     let mut permissions = std::fs::symlink_metadata(path)?.permissions();
     if permissions.mode() & 0o077 == 0 {

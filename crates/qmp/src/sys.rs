@@ -1,7 +1,7 @@
 //! The one system call that no safe library offers soundly.
 //!
-//! `rustix` has `SO_PEERCRED` too, but its process id cannot be zero, and zero is what the kernel answers for a
-//! process outside our pid namespace (QEMU in a container beside ours).
+//! `rustix` has `SO_PEERCRED` too, but its process id cannot be zero, and zero is what the kernel answers for
+//! a process outside our pid namespace (QEMU in a container beside ours).
 
 #![allow(unsafe_code)]
 

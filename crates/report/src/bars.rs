@@ -48,7 +48,8 @@ pub struct Bar {
 }
 
 impl Bar {
-    /// Creates the bar of a figure as tables print it, `0.39 (0.36–0.40)` or `0.39`. `None`: it is not a figure.
+    /// Creates the bar of a figure as tables print it, `0.39 (0.36–0.40)` or `0.39`. `None`: it is not a
+    /// figure.
     pub fn new(label: &str, figure: &str, emphasis: Emphasis) -> Option<Self> {
         let (shown, spread) = figure.split_once(' ').unwrap_or((figure, ""));
         let number =

@@ -54,7 +54,8 @@ pub struct Part {
     pub cells: Vec<String>,
 }
 
-/// Adds a bar of the parts, as long as their shares, and a table of them under a heading, unless there are none.
+/// Adds a bar of the parts, as long as their shares, and a table of them under a heading, unless there are
+/// none.
 pub fn parts(body: &mut String, title: &str, parts: &[Part]) {
     let whole: f64 = parts.iter().map(|part| part.share).sum();
     if parts.is_empty() {
@@ -106,7 +107,8 @@ pub fn escape(text: &str) -> String {
     escaped
 }
 
-/// Widths of a chart in pixels, of which the style shows the one that fits the screen with letters of the text's size.
+/// Widths of a chart in pixels, of which the style shows the one that fits the screen with letters of the
+/// text's size.
 const WIDTHS: [(&str, u32); 2] = [("wide", 880), ("narrow", 360)];
 
 /// Draws a chart in all widths.
@@ -115,7 +117,8 @@ pub(crate) fn for_any_width(draw: impl Fn(u32) -> Result<String, Error>) -> Resu
     WIDTHS.into_iter().map(one).collect()
 }
 
-/// Adds the style to the widest chart, for a standalone file: text and lines have their colors, also in dark mode.
+/// Adds the style to the widest chart, for a standalone file: text and lines have their colors, also in dark
+/// mode.
 pub fn standalone(svg: &str) -> String {
     let svg = svg.split_inclusive("</svg>").next().unwrap_or(svg);
     // Elements outside of a chart have no rules that a chart could match.

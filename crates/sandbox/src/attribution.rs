@@ -1,7 +1,8 @@
 //! Attribution of errors to the sandbox.
 //!
-//! Refused system calls are recorded. The kernel does not report files that landlock refuses: such a file is named in the error, is
-//! outside the policy's directories, and could be opened by this user, according to `access(2)`, which landlock does not restrict.
+//! Refused system calls are recorded. The kernel does not report files that landlock refuses: such a file is
+//! named in the error, is outside the policy's directories, and could be opened by this user, according to
+//! `access(2)`, which landlock does not restrict.
 
 use std::io;
 use std::os::unix::fs::FileTypeExt as _;

@@ -9,11 +9,12 @@ use landlock::{
 
 use super::policy::{AllowedPorts, Policy, parent_directory};
 
-/// Linux 6.12: files, devices, TCP ports, signals and abstract sockets. An older kernel enforces the part that it supports.
+/// Linux 6.12: files, devices, TCP ports, signals and abstract sockets. An older kernel enforces the part
+/// that it supports.
 const VERSION: ABI = ABI::V6;
 
-/// Restricts the calling thread and those that it starts, from Linux 7.0 on all threads. The error describes what the kernel
-/// lacks.
+/// Restricts the calling thread and those that it starts, from Linux 7.0 on all threads. The error describes
+/// what the kernel lacks.
 pub(super) fn apply(policy: &Policy) -> Result<(), String> {
     let failed = |error: RulesetError| format!("landlock: {error}; files and ports are not restricted");
     let threads = std::fs::read_dir("/proc/self/task").map_or(1, Iterator::count);

@@ -28,8 +28,8 @@ pub(crate) fn verdict(program: &[sock_filter], call: &CallData) -> u32 {
     run(program, call, |_| ()).expect("a program ends with a verdict")
 }
 
-/// As [`verdict`], with the position of each instruction that is executed. `None` if a jump leaves the program, which the kernel
-/// would not accept.
+/// As [`verdict`], with the position of each instruction that is executed. `None` if a jump leaves the
+/// program, which the kernel would not accept.
 pub(crate) fn run(program: &[sock_filter], call: &CallData, mut executed: impl FnMut(usize)) -> Option<u32> {
     let (mut at, mut accumulator) = (0, 0);
     loop {
@@ -52,7 +52,8 @@ pub(crate) fn run(program: &[sock_filter], call: &CallData, mut executed: impl F
     }
 }
 
-/// Returns the verdict of several programs: the strictest one, whose action is the smallest as a signed number.
+/// Returns the verdict of several programs: the strictest one, whose action is the smallest as a signed
+/// number.
 pub(crate) fn strictest<'p>(programs: impl IntoIterator<Item = &'p [sock_filter]>, call: &CallData) -> u32 {
     strictest_of(programs.into_iter().map(|program| verdict(program, call)))
 }

@@ -5,13 +5,15 @@
 //!                             │                                      └─ system calls of all threads
 //!                             └─ no_new_privs, files, directories, TCP ports, other processes' signals and abstract sockets
 //! ```
-//! A [`Policy`] lists what stays permitted. Landlock restricts the calling thread and the threads that it starts, so the main
-//! thread applies it before it starts any; sockets whose threads start with them (`--qmp`, `--metrics`) are opened after it.
-//! A device takes the two steps separately ([`Policy::begin`], [`PendingSandbox::finish`]), a copy takes both at once
-//! ([`Policy::confine`]). Restrictions can only be added. A mechanism that the kernel lacks is logged and left out.
+//! A [`Policy`] lists what stays permitted. Landlock restricts the calling thread and the threads that it
+//! starts, so the main thread applies it before it starts any; sockets whose threads start with them
+//! (`--qmp`, `--metrics`) are opened after it. A device takes the two steps separately ([`Policy::begin`],
+//! [`PendingSandbox::finish`]), a copy takes both at once ([`Policy::confine`]). Restrictions can only be
+//! added. A mechanism that the kernel lacks is logged and left out.
 //!
-//! Limits: a Unix socket is connected to by its path, which neither seccomp sees nor landlock before Linux 7.0 checks. A process
-//! that may connect to one may connect to all that its user may. Listening sockets accept connections of any process.
+//! Limits: a Unix socket is connected to by its path, which neither seccomp sees nor landlock before Linux
+//! 7.0 checks. A process that may connect to one may connect to all that its user may. Listening sockets
+//! accept connections of any process.
 
 mod attribution;
 mod filesystem;
@@ -63,7 +65,8 @@ impl Policy {
         self.filter_calls(None, mode);
     }
 
-    /// Takes a device's first step, before any thread is started: files and ports. Sockets of the policy can still be created.
+    /// Takes a device's first step, before any thread is started: files and ports. Sockets of the policy can
+    /// still be created.
     pub fn begin(&self, mode: Mode) -> PendingSandbox {
         let sockets = OwnSockets::new(self.remove.iter().chain(&self.listen)).inspect_err(|error| {
             tracing::info!(%error, "the sandbox is only partially enforced: files in the directories of sockets can be removed");
@@ -72,7 +75,8 @@ impl Policy {
         PendingSandbox(Some(Steps { policy: self.clone(), mode, sockets: sockets.ok() }))
     }
 
-    /// Filters the system calls of the calling thread and of threads that it starts, and nothing else: for measurements.
+    /// Filters the system calls of the calling thread and of threads that it starts, and nothing else: for
+    /// measurements.
     ///
     /// # Errors
     /// A description of what the kernel lacks.
@@ -111,7 +115,8 @@ impl PendingSandbox {
         Self(None)
     }
 
-    /// Takes the second step, once every listener is open and before guest input is read: system calls of all threads.
+    /// Takes the second step, once every listener is open and before guest input is read: system calls of all
+    /// threads.
     pub fn finish(&mut self) {
         if let Self(Some(Steps { policy, mode, sockets })) = self {
             sockets.iter_mut().for_each(OwnSockets::identify);

@@ -30,14 +30,15 @@ pub struct Policy {
     pub connects_unix: bool,
     /// True if the host's own vsock is connected to.
     pub connects_vsock: bool,
-    /// True if requests are submitted to io_urings that exist before, are restricted to operations on open descriptors
-    /// (`IORING_REGISTER_RESTRICTIONS`), and are not forwarded. None can be created.
+    /// True if requests are submitted to io_urings that exist before, are restricted to operations on open
+    /// descriptors (`IORING_REGISTER_RESTRICTIONS`), and are not forwarded. None can be created.
     pub submits_to_rings: bool,
     /// True if the MTU of network interfaces is set, with the privilege for it.
     pub sets_mtu: bool,
     /// True if files are opened and sockets created: a copy, as opposed to a device.
     pub opens: bool,
-    /// True if other processes' files are read through `/proc`, which landlock forbids: only system calls are filtered then.
+    /// True if other processes' files are read through `/proc`, which landlock forbids: only system calls are
+    /// filtered then.
     pub inspects_processes: bool,
     /// True if host names are resolved, for which the C library loads plugins and uses UDP.
     pub resolves_names: bool,

@@ -4,8 +4,8 @@
 //!   architecture ─► calls with flags ─► calls that fail silently ─► the program of the permitted calls, which compares
 //!        └──────────────────────────────────────────────────────────► one number after the other
 //! ```
-//! The kernel runs every filter for a call that one of them has conditions for, so each additional filter costs time on the data
-//! path, and so does each comparison before the call's own.
+//! The kernel runs every filter for a call that one of them has conditions for, so each additional filter
+//! costs time on the data path, and so does each comparison before the call's own.
 
 use seccompiler::{BpfProgram, sock_filter};
 use syscalls::Sysno;
@@ -34,7 +34,8 @@ pub(super) struct Silent<'c> {
     pub(super) errno: libc::c_int,
 }
 
-/// A call that is permitted without certain flags, which are in the low half of an argument. With them the other rules decide.
+/// A call that is permitted without certain flags, which are in the low half of an argument. With them the
+/// other rules decide.
 pub(super) struct FlagRule {
     pub(super) call: Sysno,
     /// Number of the argument, from 0.
@@ -42,8 +43,8 @@ pub(super) struct FlagRule {
     pub(super) refused: u32,
 }
 
-/// A call that fails with an error number, without a report, unless it has a flag, which is in the low half of its first argument.
-/// With it the other rules decide.
+/// A call that fails with an error number, without a report, unless it has a flag, which is in the low half
+/// of its first argument. With it the other rules decide.
 pub(super) struct RequiredFlag {
     pub(super) call: Sysno,
     pub(super) flag: u32,

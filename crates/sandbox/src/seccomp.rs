@@ -1,9 +1,9 @@
 //! Seccomp: the permitted system calls.
 //!
-//! Some calls fail silently, with the error that the C library and this program expect of a system without them; of the others
-//! the listed ones are permitted, and the rest raises SIGSYS, which is logged ([`super::sys`]). For a call without conditions no
-//! filter runs: the kernel caches that it is always allowed. Calls with conditions on the data path come first
-//! ([`super::program`]).
+//! Some calls fail silently, with the error that the C library and this program expect of a system without
+//! them; of the others the listed ones are permitted, and the rest raises SIGSYS, which is logged
+//! ([`super::sys`]). For a call without conditions no filter runs: the kernel caches that it is always
+//! allowed. Calls with conditions on the data path come first ([`super::program`]).
 
 use std::collections::BTreeMap;
 
@@ -48,8 +48,8 @@ pub(super) enum Threads {
     Calling,
 }
 
-/// Installs the filters. With `paths`, addresses of path names, only files at these can be removed. The error describes what the
-/// kernel lacks.
+/// Installs the filters. With `paths`, addresses of path names, only files at these can be removed. The error
+/// describes what the kernel lacks.
 pub(super) fn apply(policy: &Policy, paths: Option<&[u64]>, threads: Threads) -> Result<(), String> {
     let failed = |error: String| format!("seccomp: {error}; system calls are not restricted");
     let filters = filters(policy, paths).map_err(|error| failed(error.to_string()))?;
@@ -180,8 +180,8 @@ fn sends(policy: &Policy) -> Vec<FlagRule> {
     calls.into_iter().map(|(call, argument)| FlagRule { call, argument, refused }).collect()
 }
 
-/// `MSG_FASTOPEN` connects by sending, which landlock's rules for ports do not cover. Where no socket can do so, or every port is
-/// permitted, the flags are not checked, since a check costs time on the data path.
+/// `MSG_FASTOPEN` connects by sending, which landlock's rules for ports do not cover. Where no socket can do
+/// so, or every port is permitted, the flags are not checked, since a check costs time on the data path.
 fn checks_fast_open(policy: &Policy) -> bool {
     creates_tcp_sockets(policy) && policy.connect != AllowedPorts::Any
 }
@@ -200,7 +200,8 @@ fn connects(policy: &Policy) -> bool {
     policy.connects_unix || policy.connects_vsock || policy.resolves_names || !policy.connect.is_empty()
 }
 
-/// Without a port to listen on or to connect to, a process creates none: `listen` on one without an address would take a free port.
+/// Without a port to listen on or to connect to, a process creates none: `listen` on one without an address
+/// would take a free port.
 fn creates_tcp_sockets(policy: &Policy) -> bool {
     !policy.connect.is_empty() || (policy.opens && !policy.bind.is_empty())
 }
@@ -260,7 +261,8 @@ fn any(argument: u8, values: &[u64]) -> Built<Vec<SeccompRule>> {
     values.iter().map(|value| rule(&[(argument, SeccompCmpOp::Eq, *value)])).collect()
 }
 
-/// Rule that matches all of these conditions, each on the low half of an argument, the part that these calls use.
+/// Rule that matches all of these conditions, each on the low half of an argument, the part that these calls
+/// use.
 fn rule(conditions: &[(u8, SeccompCmpOp, u64)]) -> Built<SeccompRule> {
     let condition = |(argument, operator, value): &(u8, SeccompCmpOp, u64)| {
         SeccompCondition::new(*argument, SeccompCmpArgLen::Dword, operator.clone(), *value)

@@ -40,8 +40,9 @@ impl OwnSockets {
         self.0.iter().map(|socket| socket.sealed.address()).collect()
     }
 
-    /// Removes the sockets that are unchanged. Another process may replace one between the check and the removal: the lock of the
-    /// directory, which prevents that elsewhere, would require opening the directory.
+    /// Removes the sockets that are unchanged. Another process may replace one between the check and the
+    /// removal: the lock of the directory, which prevents that elsewhere, would require opening the
+    /// directory.
     pub(super) fn remove(&self) {
         for socket in &self.0 {
             if socket.identity.is_some() && identity(&socket.path) == socket.identity {

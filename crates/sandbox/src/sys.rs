@@ -47,7 +47,8 @@ extern "C" fn refused(_signal: libc::c_int, info: *mut libc::siginfo_t, context:
     if unsafe { (*info).si_code } != SYS_SECCOMP {
         return;
     }
-    // SAFETY: with SA_SIGINFO the third argument is the interrupted thread's `ucontext_t`, unshared until the handler returns.
+    // SAFETY: with SA_SIGINFO the third argument is the interrupted thread's `ucontext_t`, unshared until the
+    // handler returns.
     let context = unsafe { &mut *context.cast::<libc::ucontext_t>() };
     let (number, arguments) = registers::call(context);
     report(number, arguments);

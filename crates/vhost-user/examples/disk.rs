@@ -1,5 +1,6 @@
-//! A read-only virtio disk whose contents depend on its length only: every word is a hash of its number. QEMU migrates a guest
-//! with such a disk, because any process can serve it, and reconnects to it after a restart (`reconnect`).
+//! A read-only virtio disk whose contents depend on its length only: every word is a hash of its number. QEMU
+//! migrates a guest with such a disk, because any process can serve it, and reconnects to it after a restart
+//! (`reconnect`).
 //!
 //! ```text
 //! cargo run -p towline-vhost-user --example disk -- /tmp/disk.sock 8

@@ -1,6 +1,6 @@
-//! Adaptive busy-polling. In request/response traffic most of the latency is falling asleep and waking up, so a worker
-//! polls for a moment while packets alternate between the directions. In bulk traffic it sleeps, and finds larger batches
-//! when it wakes up.
+//! Adaptive busy-polling. In request/response traffic most of the latency is falling asleep and waking up, so
+//! a worker polls for a moment while packets alternate between the directions. In bulk traffic it sleeps, and
+//! finds larger batches when it wakes up.
 //!
 //! A poll that times out halves the frequency of further polls, so a queue whose interval exceeds the limit
 //! costs little. The poller yields to runnable threads, and on a machine with one processor nothing is
@@ -15,7 +15,8 @@ const CHANGES_MIN: u32 = 2;
 /// Consecutive changes of direction before a poll, after many polls that timed out.
 const CHANGES_MAX: u32 = 256;
 
-/// Packets that may be answered, by direction. Packets without an answer, such as credit updates, do not count.
+/// Packets that may be answered, by direction. Packets without an answer, such as credit updates, do not
+/// count.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct AnswerablePackets {
     /// From the guest.
@@ -45,7 +46,8 @@ pub struct AdaptivePoller {
 }
 
 impl AdaptivePoller {
-    /// A poller with this maximum duration of a poll. Zero, or a machine with one processor, disables polling.
+    /// A poller with this maximum duration of a poll. Zero, or a machine with one processor, disables
+    /// polling.
     pub fn new(limit: Duration) -> Self {
         let single = std::thread::available_parallelism().is_ok_and(|count| count.get() < 2);
         let limit = if single { Duration::ZERO } else { limit };

@@ -104,8 +104,8 @@ impl<C: Deref<Target = dyn Channel>> FrontendConnection<C> {
         Self { channel, session, hangup, incoming: IncomingMessage::default(), cancel: None }
     }
 
-    /// Serves the frontend until it disconnects, or `cancel` is cancelled between two of its requests: then the error is
-    /// `Cancelled`, and the connection can be served again.
+    /// Serves the frontend until it disconnects, or `cancel` is cancelled between two of its requests: then
+    /// the error is `Cancelled`, and the connection can be served again.
     pub(crate) fn serve(&mut self, cancel: &Cancel) -> Result<(), ServeError> {
         self.set_cancel(cancel);
         while self.channel.wait_recv(cancel)? {
@@ -247,8 +247,9 @@ enum Arrival {
 }
 
 impl IncomingMessage {
-    /// Receives more of the message, by one call, which waits if nothing has arrived. Descriptors arrive with the first byte of
-    /// their message, and never with bytes of another one, because the kernel does not coalesce across them.
+    /// Receives more of the message, by one call, which waits if nothing has arrived. Descriptors arrive with
+    /// the first byte of their message, and never with bytes of another one, because the kernel does not
+    /// coalesce across them.
     fn receive(&mut self, channel: &dyn Channel) -> Result<Arrival, ServeError> {
         let fault = |fault: MessageError| ServeError::session(channel.peer(), fault.into());
         let (begin, wanted) = (
@@ -292,7 +293,8 @@ impl IncomingMessage {
         self.bytes.first_chunk().map(MessageHeader::parse).transpose()
     }
 
-    /// Waits for more of the message. A frontend may send it byte by byte, so the time limit is that of the whole.
+    /// Waits for more of the message. A frontend may send it byte by byte, so the time limit is that of the
+    /// whole.
     fn wait(&self, channel: &dyn Channel, cancel: Option<&Cancel>) -> Result<(), ServeError> {
         let Some(fd) = channel.as_fd() else { return Ok(()) };
         let after = self.began.map_or(Duration::ZERO, |began| began.elapsed());

@@ -1,4 +1,5 @@
-//! Simulates the death of a test's process before a chosen store: the next process finds the stores before it.
+//! Simulates the death of a test's process before a chosen store: the next process finds the stores before
+//! it.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

@@ -7,8 +7,8 @@ use crate::features::ProtocolFeatures;
 use crate::poll::{PollFlags, PollSet};
 use crate::worker::Queues;
 
-/// A device behind a vhost-user socket. The thread of the connection makes every call here; the queues are served by
-/// [`Worker`]s. The value is shared with the program that monitors the device.
+/// A device behind a vhost-user socket. The thread of the connection makes every call here; the queues are
+/// served by [`Worker`]s. The value is shared with the program that monitors the device.
 ///
 /// The crate itself implements rings, guest memory, the dirty log, and their features
 /// ([`features::COMMON`](crate::features::COMMON)).
@@ -19,7 +19,8 @@ pub trait Device: Send + Sync {
     /// Number of queues, at most [`QUEUES_MAX`](crate::QUEUES_MAX).
     fn queue_count(&self) -> usize;
 
-    /// Reply to `GET_QUEUE_NUM`: the number of queues, but of queue pairs for a network card, as QEMU expects.
+    /// Reply to `GET_QUEUE_NUM`: the number of queues, but of queue pairs for a network card, as QEMU
+    /// expects.
     fn reported_queue_num(&self) -> usize {
         self.queue_count()
     }
@@ -29,9 +30,9 @@ pub trait Device: Send + Sync {
         1
     }
 
-    /// Returns true if chains of this queue are completed and their contents dropped while the frontend has the queue
-    /// disabled, as is required of transmit queues. By default a disabled queue is not processed, as is required of
-    /// receive queues.
+    /// Returns true if chains of this queue are completed and their contents dropped while the frontend has
+    /// the queue disabled, as is required of transmit queues. By default a disabled queue is not processed,
+    /// as is required of receive queues.
     fn drops_while_disabled(&self, queue: usize) -> bool {
         let _ = queue;
         false
@@ -47,14 +48,14 @@ pub trait Device: Send + Sync {
     /// The device's own virtio features, which are offered to the driver.
     fn features(&self) -> u64;
 
-    /// The device's own protocol features, of [`ProtocolFeatures::BY_DEVICE`]. Calls that belong to one of them are made
-    /// only if the frontend accepted it.
+    /// The device's own protocol features, of [`ProtocolFeatures::BY_DEVICE`]. Calls that belong to one of
+    /// them are made only if the frontend accepted it.
     fn protocol_features(&self) -> ProtocolFeatures {
         ProtocolFeatures::empty()
     }
 
-    /// Sets the features that the driver accepted. Called before any queue runs, also on a migration's destination, and
-    /// again when a driver starts over.
+    /// Sets the features that the driver accepted. Called before any queue runs, also on a migration's
+    /// destination, and again when a driver starts over.
     ///
     /// # Errors
     /// If the device cannot work with them; the connection ends.
@@ -101,20 +102,21 @@ pub trait Device: Send + Sync {
         Err(BackendError::new("it has no network"))
     }
 
-    /// Returns true if a second frontend may connect while the first one has the device, and have it once the rings of the
-    /// first one are stopped: the next QEMU of a guest whose QEMU is replaced. Both have workers of all queues, of which
-    /// those of one frontend have rings.
+    /// Returns true if a second frontend may connect while the first one has the device, and have it once the
+    /// rings of the first one are stopped: the next QEMU of a guest whose QEMU is replaced. Both have workers
+    /// of all queues, of which those of one frontend have rings.
     fn allows_standby(&self) -> bool {
         false
     }
 
-    /// Returns true if a guest may run here before its memory has arrived (destination of a postcopy migration). False
-    /// for a device that pins memory or has hardware access it.
+    /// Returns true if a guest may run here before its memory has arrived (destination of a postcopy
+    /// migration). False for a device that pins memory or has hardware access it.
     fn allows_postcopy(&self) -> bool {
         true
     }
 
-    /// Returns true if the guest can be migrated. If not, the dirty log is not offered, and QEMU refuses to migrate.
+    /// Returns true if the guest can be migrated. If not, the dirty log is not offered, and QEMU refuses to
+    /// migrate.
     fn is_migratable(&self) -> bool {
         true
     }
@@ -140,8 +142,8 @@ pub trait Device: Send + Sync {
         Err(BackendError::new("it has no state"))
     }
 
-    /// Summary of everything that a migration depends on: kind, features, limits. Opaque to all but devices of the same
-    /// kind, which compare it in [`Device::accepts`].
+    /// Summary of everything that a migration depends on: kind, features, limits. Opaque to all but devices
+    /// of the same kind, which compare it in [`Device::accepts`].
     ///
     /// # Errors
     /// If the device cannot be migrated.
@@ -170,12 +172,12 @@ pub enum ConfigSource {
 
 /// Serves some queues on a separate thread while a frontend is connected.
 pub trait Worker: Send {
-    /// Processes the queues without waiting: pops chains and completes them. Called after a kick, after an event of
-    /// [`Worker::poll`], and after a change by the frontend.
+    /// Processes the queues without waiting: pops chains and completes them. Called after a kick, after an
+    /// event of [`Worker::poll`], and after a change by the frontend.
     fn run(&mut self, queues: &mut Queues<'_>) -> Next;
 
-    /// Called when a queue was started, before the next [`Worker::run`]. `fresh` is true if its driver has not used it
-    /// before; otherwise the queue resumes where it was stopped, here or in another process.
+    /// Called when a queue was started, before the next [`Worker::run`]. `fresh` is true if its driver has
+    /// not used it before; otherwise the queue resumes where it was stopped, here or in another process.
     fn started(&mut self, queue: usize, fresh: bool) {
         let _ = (queue, fresh);
     }
@@ -190,13 +192,13 @@ pub trait Worker: Send {
         let _ = events;
     }
 
-    /// Called before a queue is stopped: completes its chains in flight, by the deadline. Chains that remain are returned
-    /// to the driver with length 0.
+    /// Called before a queue is stopped: completes its chains in flight, by the deadline. Chains that remain
+    /// are returned to the driver with length 0.
     ///
     /// # Errors
-    /// If hardware, the kernel or another process may still access chains of the queue. None of them is returned to the
-    /// guest then: the connection ends without a reply, and the queue resumes from its record or its used index, as after
-    /// the process was killed.
+    /// If hardware, the kernel or another process may still access chains of the queue. None of them is
+    /// returned to the guest then: the connection ends without a reply, and the queue resumes from its record
+    /// or its used index, as after the process was killed.
     fn drain(
         &mut self,
         queue: usize,

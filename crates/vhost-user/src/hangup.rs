@@ -19,7 +19,8 @@ impl Hangup {
         Self { socket, memory_lost: AtomicBool::new(false) }
     }
 
-    /// Shuts the connection down because the guest's memory is lost. The session's thread reads the end of the stream.
+    /// Shuts the connection down because the guest's memory is lost. The session's thread reads the end of
+    /// the stream.
     pub(crate) fn memory_lost(&self) {
         if !self.memory_lost.swap(true, Ordering::AcqRel)
             && let Some(socket) = &self.socket

@@ -12,8 +12,8 @@ use rustix::io::Errno;
 
 use crate::poll::PollFlags;
 
-/// Consecutive kicks without a new available index after which they count as spurious. A driver's kick may well arrive after
-/// its entry was found without it, but not that often.
+/// Consecutive kicks without a new available index after which they count as spurious. A driver's kick may
+/// well arrive after its entry was found without it, but not that often.
 const SPURIOUS_KICKS_MAX: u32 = 256;
 /// Maximum kicks counted per read of the eventfd.
 const KICKS_MAX: u64 = 1 << 16;
@@ -88,7 +88,8 @@ impl Kick {
     }
 }
 
-/// Handles events of a ring's kick descriptor, and drops an unusable one. `avail_idx` is the driver's available index.
+/// Handles events of a ring's kick descriptor, and drops an unusable one. `avail_idx` is the driver's
+/// available index.
 pub(crate) fn handle_events(kick: &mut Option<Kick>, events: PollFlags, avail_idx: u16, ring: usize) {
     let Some(polled) = kick else { return };
     let drained = if events.intersects(PollFlags::ERR | PollFlags::NVAL | PollFlags::HUP) {

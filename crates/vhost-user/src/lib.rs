@@ -5,12 +5,12 @@
 //!                                                          │                      │  Worker::run: pop, complete
 //!          guest memory ◄── memory ────────────────────────┴───────── ring, log ──┘
 //! ```
-//! The crate provides the session with everything that stock QEMU needs to migrate a device, guest memory by both kinds of
-//! addresses, split virtqueues that are processed in batches, the dirty log, and threads. A device is a [`Device`] with its
-//! [`Worker`]s; `examples/rng.rs` is a complete one.
+//! The crate provides the session with everything that stock QEMU needs to migrate a device, guest memory by
+//! both kinds of addresses, split virtqueues that are processed in batches, the dirty log, and threads. A
+//! device is a [`Device`] with its [`Worker`]s; `examples/rng.rs` is a complete one.
 //!
-//! Out of scope: devices and frontends. Packed virtqueues, `IOMMU`, in-band notifications and polled rings are not supported
-//! and are refused by name.
+//! Out of scope: devices and frontends. Packed virtqueues, `IOMMU`, in-band notifications and polled rings
+//! are not supported and are refused by name.
 //!
 //! Limits: [`QUEUES_MAX`] queues, [`REGIONS_MAX`] regions of memory, rings of [`RING_SIZE_MAX`] entries,
 //! chains as [`ring`] bounds them. Linux on a little-endian machine. `SIGPIPE` must be ignored, as in all

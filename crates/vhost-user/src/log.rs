@@ -4,18 +4,20 @@
 //!   ring: mark(address, length) ─► word cache (32 words) ─ once a batch ─► fetch_or into the shared log
 //!             └─ no effect while the switch is off
 //! ```
-//! A page is marked after it is written and before its batch ends, so a frontend that clears the log and then reads the page
-//! either reads the new contents or finds the mark later. The session changes switch and log between batches only, and replies
-//! to the frontend when every ring has the change.
+//! A page is marked after it is written and before its batch ends, so a frontend that clears the log and then
+//! reads the page either reads the new contents or finds the mark later. The session changes switch and log
+//! between batches only, and replies to the frontend when every ring has the change.
 //!
-//! QEMU releases its log when it stops a device's rings. It starts them again with logging on, and only then sends the new log:
+//! QEMU releases its log when it stops a device's rings. It starts them again with logging on, and only then
+//! sends the new log:
 //!
 //! ```text
 //!   SET_FEATURES(LOG_ALL) ─► SET_VRING_KICK … ─► SET_LOG_BASE
 //!                            └ the log is awaited ┘
 //! ```
-//! A ring that starts in between is not processed before the log arrives. A frontend may also keep its log, so this wait has a
-//! limit. Marks of a ring that is processed while the log is awaited go to the former log, are kept, and go to the next log too.
+//! A ring that starts in between is not processed before the log arrives. A frontend may also keep its log,
+//! so this wait has a limit. Marks of a ring that is processed while the log is awaited go to the former log,
+//! are kept, and go to the next log too.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -79,7 +81,8 @@ impl DirtyLog {
     /// Maps a log of `size` bytes.
     ///
     /// # Errors
-    /// [`MemoryTableError::TooLarge`] for a log that is larger than any guest needs, or smaller than a word; otherwise as for regions.
+    /// [`MemoryTableError::TooLarge`] for a log that is larger than any guest needs, or smaller than a word;
+    /// otherwise as for regions.
     pub fn map(fd: OwnedFd, offset: u64, size: u64) -> Result<Self, MemoryTableError> {
         let words = size / 8;
         if size > LOG_BYTES_MAX || words == 0 {
@@ -189,14 +192,15 @@ impl DirtyCache {
         }
     }
 
-    /// Writes the gathered marks to the log. Returns the first page that was marked and is outside the log, once.
+    /// Writes the gathered marks to the log. Returns the first page that was marked and is outside the log,
+    /// once.
     pub(crate) fn flush(&mut self) -> Option<u64> {
         self.write_to_log();
         self.outside_page.take()
     }
 
-    /// Sets the gathered bits in the log, where the frontend can read and clear them. A page outside the log stays recorded for
-    /// [`Self::flush`].
+    /// Sets the gathered bits in the log, where the frontend can read and clear them. A page outside the log
+    /// stays recorded for [`Self::flush`].
     fn write_to_log(&mut self) {
         if let Some((word, _)) = self.words.first()
             && self.switch.is_awaited()

@@ -4,8 +4,8 @@
 //!   guest address (descriptors, the log)  ─┐
 //!   user address (the frontend's: rings)  ─┴─► region, offset ─► IoBuf / IoBufMut, never a slice
 //! ```
-//! A [`GuestMemory`] is immutable. A new table is a new `GuestMemory` that shares the unchanged regions. The rings use it from the next
-//! batch on, and the former one is unmapped with its last reference.
+//! A [`GuestMemory`] is immutable. A new table is a new `GuestMemory` that shares the unchanged regions. The
+//! rings use it from the next batch on, and the former one is unmapped with its last reference.
 //!
 //! Limits: [`REGIONS_MAX`] regions, [`GUEST_BYTES_MAX`] bytes. A file that the frontend truncates after it
 //! was mapped ends the session of that frontend only: an access past its end reads zeros, and the connection
@@ -75,8 +75,8 @@ impl Region {
     /// Maps a region.
     ///
     /// # Errors
-    /// [`MemoryTableError::Empty`], [`MemoryTableError::Wraps`], [`MemoryTableError::TooLarge`], [`MemoryTableError::File`],
-    /// [`MemoryTableError::Map`].
+    /// [`MemoryTableError::Empty`], [`MemoryTableError::Wraps`], [`MemoryTableError::TooLarge`],
+    /// [`MemoryTableError::File`], [`MemoryTableError::Map`].
     pub fn map(info: &RegionInfo, fd: OwnedFd) -> Result<Self, MemoryTableError> {
         let (guest, user, size) = (info.guest_address, info.user_address, info.size);
         if size == 0 {
@@ -201,8 +201,8 @@ impl GuestMemory {
         Area::new(&region.mapping, guest - region.guest, len, 1)
     }
 
-    /// Appends the segments of `len` bytes at a guest address, several if they cross adjacent regions. Returns false if a byte
-    /// is outside all regions.
+    /// Appends the segments of `len` bytes at a guest address, several if they cross adjacent regions.
+    /// Returns false if a byte is outside all regions.
     pub(crate) fn append_segments(&self, guest: u64, len: u32, segments: &mut Vec<Segment>) -> bool {
         let (mut guest, mut left) = (guest, u64::from(len));
         while left > 0 {

@@ -5,9 +5,9 @@
 //!   | request | flags  | length | payload ...            descriptors belong to the first byte
 //!               bits 0-1 version 1, bit 2 reply, bit 3 need_reply
 //! ```
-//! Numbers are little-endian (native in the specification; both ends share a machine). The source of the format is QEMU's
-//! `docs/interop/vhost-user.rst`. Lengths of payloads and numbers of descriptors have to match their request; everything else is
-//! a [`MessageError`] before the request has any effect.
+//! Numbers are little-endian (native in the specification; both ends share a machine). The source of the
+//! format is QEMU's `docs/interop/vhost-user.rst`. Lengths of payloads and numbers of descriptors have to
+//! match their request; everything else is a [`MessageError`] before the request has any effect.
 
 mod code;
 mod error;

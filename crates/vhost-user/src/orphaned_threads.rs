@@ -1,5 +1,5 @@
-//! Threads of connections that have ended. Each waits in the kernel: for pages that the frontend does not provide, or in a call on
-//! a descriptor that the frontend has made blocking again.
+//! Threads of connections that have ended. Each waits in the kernel: for pages that the frontend does not
+//! provide, or in a call on a descriptor that the frontend has made blocking again.
 //!
 //! Nothing can end such a thread but its frontend. So the next connection begins when there are none: a
 //! frontend that connects again and again leaks the threads of one connection, not of each. A thread that
@@ -29,7 +29,8 @@ impl OrphanedThreads {
         lock(&self.workers).push(thread);
     }
 
-    /// Drops a value with descriptors of the frontend on another thread, and waits a while for it: the last close of one may wait.
+    /// Drops a value with descriptors of the frontend on another thread, and waits a while for it: the last
+    /// close of one may wait.
     pub(crate) fn drop_apart(&self, value: impl Send + 'static) {
         let (alive, ended) = channel::<Infallible>();
         let close = move || {

@@ -1,22 +1,23 @@
-//! The in-flight record: chains that a device's rings have popped and not published yet, in memory that outlives the process.
+//! The in-flight record: chains that a device's rings have popped and not published yet, in memory that
+//! outlives the process.
 //!
 //! ```text
 //!   0     header: "TOWLINEQ", version, queues, heads per queue, a word for the device            a page
 //!   4096  queue 0: running, entries, addresses, published, publishing │ a word for each head     4096 + 8 × 32768 bytes
 //!         queue 1 …
 //! ```
-//! The word of a head is 0 while the driver owns the head, otherwise the sequence number with which the head was popped. Heads
-//! are popped in the order of the available ring, so the next process's `last_avail_idx` is the number of published chains plus
-//! the number of marked heads; it resubmits the marked heads first. Each step is one store, and the record is valid between any
-//! two of them:
+//! The word of a head is 0 while the driver owns the head, otherwise the sequence number with which the head
+//! was popped. Heads are popped in the order of the available ring, so the next process's `last_avail_idx` is
+//! the number of published chains plus the number of marked heads; it resubmits the marked heads first. Each
+//! step is one store, and the record is valid between any two of them:
 //!
 //! ```text
 //!   pop        the head's word is set                     (published + marked is last_avail_idx)
 //!   publish    publishing = used + n │ used entries │ used index │ words of these heads = 0 │ published = publishing
 //! ```
-//! A used index that equals `published` means that no batch was published since. If it equals `publishing`, the words of the
-//! last used entries may not be cleared yet. With any other used index the ring is not the recorded one, and the record is
-//! discarded.
+//! A used index that equals `published` means that no batch was published since. If it equals `publishing`,
+//! the words of the last used entries may not be cleared yet. With any other used index the ring is not the
+//! recorded one, and the record is discarded.
 //!
 //! The record contains no guest data and no addresses of this process. All words are little-endian. The
 //! format is private to this crate; a change increments [`VERSION`].
@@ -83,8 +84,8 @@ impl InFlightRecord {
     /// Opens the record in this file, or creates it if the file is empty. `name` identifies it in messages.
     ///
     /// # Errors
-    /// If it is in use by another process, is not a record, has another version or number of queues, or is damaged, or if the
-    /// file system has no space for all of it.
+    /// If it is in use by another process, is not a record, has another version or number of queues, or is
+    /// damaged, or if the file system has no space for all of it.
     pub fn open(fd: OwnedFd, queues: usize, name: &str) -> Result<Self, RecordError> {
         let file = File::from(fd);
         lock(&file, name)?;
@@ -127,8 +128,8 @@ impl InFlightRecord {
         Err(RecordError::Queues { name: name.to_owned(), found: queues, expected: QUEUES_MAX })
     }
 
-    /// Opens the record that the service manager stored for this process under the name [`RECORD_FD_NAME`]; `None` if it has
-    /// stored none.
+    /// Opens the record that the service manager stored for this process under the name [`RECORD_FD_NAME`];
+    /// `None` if it has stored none.
     ///
     /// # Errors
     /// As [`InFlightRecord::open`].

@@ -5,11 +5,13 @@
 //!     one load of the           staged here, dirty pages          used entries, one store of the used index,
 //!     available index           gathered                          log flushed, at most one notification
 //! ```
-//! A ring neither waits nor knows threads; see [`Worker`](crate::Worker). Packed virtqueues are not supported.
+//! A ring neither waits nor knows threads; see [`Worker`](crate::Worker). Packed virtqueues are not
+//! supported.
 //!
-//! A driver is not trusted. Every violation ends with a [`RingFault`] that names it, after bounded work: a chain has at most
-//! [`CHAIN_DESCRIPTORS_MAX`] descriptors in [`CHAIN_SEGMENTS_MAX`] segments and [`CHAIN_BYTES_MAX`] bytes. No more chains are
-//! popped from a ring with a fault, but those in flight can be completed.
+//! A driver is not trusted. Every violation ends with a [`RingFault`] that names it, after bounded work: a
+//! chain has at most [`CHAIN_DESCRIPTORS_MAX`] descriptors in [`CHAIN_SEGMENTS_MAX`] segments and
+//! [`CHAIN_BYTES_MAX`] bytes. No more chains are popped from a ring with a fault, but those in flight can be
+//! completed.
 
 mod batch;
 mod chain_walker;
@@ -88,7 +90,8 @@ pub struct Ring {
 }
 
 impl Ring {
-    /// Starts a ring in this memory. `epoch` distinguishes its [`ChainHead`]s from those of other rings and of predecessors.
+    /// Starts a ring in this memory. `epoch` distinguishes its [`ChainHead`]s from those of other rings and
+    /// of predecessors.
     ///
     /// # Errors
     /// [`RingFault::Size`], [`RingFault::Unmapped`], [`RingFault::Overlap`].
@@ -124,8 +127,8 @@ impl Ring {
         })
     }
 
-    /// Pops at most `most` chains into the batch, whose former contents are dropped. Returns their number: 0 if the driver has
-    /// made no more available, or the ring has a fault.
+    /// Pops at most `most` chains into the batch, whose former contents are dropped. Returns their number: 0
+    /// if the driver has made no more available, or the ring has a fault.
     pub fn pop(&mut self, batch: &mut Batch, most: usize) -> usize {
         batch.begin(&self.memory, self.epoch);
         if self.fault.is_none()
@@ -186,8 +189,8 @@ impl Ring {
         Ok(())
     }
 
-    /// Returns to the ring the chains of the batch from `first` on, which were popped last and are not completed. The next [`Ring::pop`]
-    /// returns them again.
+    /// Returns to the ring the chains of the batch from `first` on, which were popped last and are not
+    /// completed. The next [`Ring::pop`] returns them again.
     ///
     /// # Panics
     /// If a chain is not in flight, or the batch belongs to another ring.
@@ -206,16 +209,16 @@ impl Ring {
         }
     }
 
-    /// Completes a chain of which the device wrote the first `written` bytes of the writable part. The driver sees it after
-    /// [`Ring::publish`].
+    /// Completes a chain of which the device wrote the first `written` bytes of the writable part. The driver
+    /// sees it after [`Ring::publish`].
     pub fn complete(&mut self, chain: Chain<'_>, written: u32) {
         let written = written.min(chain.writable_bytes());
         self.mark_written(chain, written);
         self.stage(chain.head(), written);
     }
 
-    /// Marks the first `written` bytes of the writable part as dirty, without completing the chain: for a device that has
-    /// written to a chain and rewinds it.
+    /// Marks the first `written` bytes of the writable part as dirty, without completing the chain: for a
+    /// device that has written to a chain and rewinds it.
     pub fn mark_written(&mut self, chain: Chain<'_>, written: u32) {
         let mut left = written;
         for segment in chain.writable_segments() {
@@ -249,20 +252,22 @@ impl Ring {
         }
     }
 
-    /// Publishes the completed chains, and notifies the driver once unless it suppresses notifications. Returns true if it was
-    /// notified.
+    /// Publishes the completed chains, and notifies the driver once unless it suppresses notifications.
+    /// Returns true if it was notified.
     pub fn publish(&mut self) -> bool {
         self.publish_quietly();
         self.signalled_used != self.used_idx && self.notify()
     }
 
-    /// As [`Ring::publish`], but the driver is notified with the next one, which the worker's thread calls after each
-    /// [`Worker::run`](crate::Worker::run): for entries that nothing waits for, while more is expected at once.
+    /// As [`Ring::publish`], but the driver is notified with the next one, which the worker's thread calls
+    /// after each [`Worker::run`](crate::Worker::run): for entries that nothing waits for, while more is
+    /// expected at once.
     pub fn publish_quietly(&mut self) {
         if self.staged.is_empty() {
             return;
         }
-        // Before the driver can see them: this process may be killed at any time, and QEMU then logs the used ring itself.
+        // Before the driver can see them: this process may be killed at any time, and QEMU then logs the used
+        // ring itself.
         self.flush_log();
         let (mut index, count) = (self.used_idx, self.staged.len());
         self.recovery.begin_publish(count);
@@ -325,8 +330,8 @@ impl Ring {
         }
     }
 
-    /// Enables or suppresses kicks for new chains from the next wait on; enabled at first. A device that waits for another
-    /// event (a packet to receive, while it has buffers) suppresses them.
+    /// Enables or suppresses kicks for new chains from the next wait on; enabled at first. A device that
+    /// waits for another event (a packet to receive, while it has buffers) suppresses them.
     pub fn set_notification(&mut self, wanted: bool) {
         if std::mem::replace(&mut self.notification_wanted, wanted) && !wanted && !self.event_index {
             self.store_used_flags(notify::NO_NOTIFY);

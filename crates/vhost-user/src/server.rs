@@ -30,8 +30,8 @@ use crate::sys::inherited;
 const ATTEMPT_WITHIN: Duration = Duration::from_secs(3600);
 /// Interval before a lost frontend is connected to again, for which there is no event.
 const RECONNECT_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
-/// Interval after the kernel had no descriptor or memory for a connection, or the device refused it temporarily. There is no
-/// event for that either.
+/// Interval after the kernel had no descriptor or memory for a connection, or the device refused it
+/// temporarily. There is no event for that either.
 const EXHAUSTED_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// Source of a device's frontends.
@@ -60,8 +60,8 @@ impl FrontendSource {
         Ok(Self::Connected(Box::new(UnixChannel::new(fd, "the given descriptor")?)))
     }
 
-    /// FrontendSource of the socket that a service manager passed to this process by systemd's protocol (socket activation);
-    /// `None` if it passed none.
+    /// FrontendSource of the socket that a service manager passed to this process by systemd's protocol
+    /// (socket activation); `None` if it passed none.
     ///
     /// # Errors
     /// [`ServeError::Sockets`] if there are several, [`ServeError::Descriptor`] if it is not a socket.
@@ -75,7 +75,8 @@ impl FrontendSource {
         }
     }
 
-    /// Serves one frontend after the other until cancelled. An error of one is logged and ends only its connection.
+    /// Serves one frontend after the other until cancelled. An error of one is logged and ends only its
+    /// connection.
     ///
     /// # Errors
     /// As [`Service::serve`], and [`ServeError::Record`].
@@ -110,13 +111,14 @@ impl Service {
         Self { frontends: Some(frontends), connection: None, standby: None, orphans: Arc::default() }
     }
 
-    /// Serves one frontend after the other until cancelled, beginning with the connected one. An error of one is logged and
-    /// ends only its connection. The record has the chains in flight of all queues of the device.
+    /// Serves one frontend after the other until cancelled, beginning with the connected one. An error of one
+    /// is logged and ends only its connection. The record has the chains in flight of all queues of the
+    /// device.
     ///
     /// # Errors
-    /// [`ServeError::Channel`] if no further frontend can connect: `Cancelled` if that was the reason; the rings of a connected
-    /// frontend then run until this value is dropped. With [`FrontendSource::Connected`] also the error of that connection.
-    /// [`ServeError::Queues`].
+    /// [`ServeError::Channel`] if no further frontend can connect: `Cancelled` if that was the reason; the
+    /// rings of a connected frontend then run until this value is dropped. With [`FrontendSource::Connected`]
+    /// also the error of that connection. [`ServeError::Queues`].
     pub fn serve(
         &mut self,
         device: &Arc<dyn Device>,
@@ -179,8 +181,8 @@ impl Service {
                 Some(frontends) => self.frontends.insert(frontends).next(cancel)?,
                 None => return Ok(()),
             };
-            // A connection that is refused temporarily is closed, because its frontend may block its guest while it waits for
-            // a reply. The only possible connection is kept.
+            // A connection that is refused temporarily is closed, because its frontend may block its guest
+            // while it waits for a reply. The only possible connection is kept.
             let only = self.frontends.is_none();
             let retries = |error: &ServeError| error.is_out_of_resources() || only && error.is_temporary();
             let create = || ConnectionResources::new(&*channel, device, Some(record), &self.orphans);
@@ -213,8 +215,8 @@ impl FrontendSource {
     }
 }
 
-/// Repeats an attempt whose error `retries`, because other processes may release descriptors, memory or threads. The first
-/// error is logged.
+/// Repeats an attempt whose error `retries`, because other processes may release descriptors, memory or
+/// threads. The first error is logged.
 fn retry_while<T>(
     retries: impl Fn(&ServeError) -> bool,
     cancel: &Cancel,

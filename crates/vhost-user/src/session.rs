@@ -133,7 +133,8 @@ impl<R: Rings> Session<R> {
         match request {
             // The second one resets the device.
             Request::SetOwner => self.owned,
-            // QEMU resets its machine when it starts: before the features this session has set nothing up that a reset would undo.
+            // QEMU resets its machine when it starts: before the features this session has set nothing up
+            // that a reset would undo.
             Request::ResetDevice => self.negotiated.features.is_some(),
             Request::SetFeatures(_)
             | Request::SetConfig { .. }
@@ -360,9 +361,9 @@ impl<R: Rings> Session<R> {
         self.device.set_mtu(mtu).map_err(|reason| SessionError::refused("NET_SET_MTU", reason))
     }
 
-    /// Handles `SET_OWNER`. The second one on a connection starts over: QEMU's device was unplugged from its guest and plugged
-    /// in again while the chardev stayed connected. All settings of the former device are dropped, except for the protocol
-    /// features, which were negotiated just before.
+    /// Handles `SET_OWNER`. The second one on a connection starts over: QEMU's device was unplugged from its
+    /// guest and plugged in again while the chardev stayed connected. All settings of the former device are
+    /// dropped, except for the protocol features, which were negotiated just before.
     fn set_owner(&mut self) -> Result<(), SessionError> {
         if !std::mem::replace(&mut self.owned, true) {
             return Ok(());

@@ -1,4 +1,5 @@
-//! All unsafe code: memory that other processes write while this one reads it, and the time slice of a thread.
+//! All unsafe code: memory that other processes write while this one reads it, and the time slice of a
+//! thread.
 
 mod guard;
 pub(crate) mod inherited;

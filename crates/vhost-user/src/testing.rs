@@ -6,8 +6,8 @@ type Hook = Box<dyn FnMut() + Send>;
 
 static LOG_FLUSHED: Mutex<Option<Hook>> = Mutex::new(None);
 
-/// Sets a hook that is called after each write to a dirty log, by the writing thread. It simulates a frontend that reads and clears
-/// the log at that moment.
+/// Sets a hook that is called after each write to a dirty log, by the writing thread. It simulates a frontend
+/// that reads and clears the log at that moment.
 pub fn on_log_flush(hook: impl FnMut() + Send + 'static) {
     *lock() = Some(Box::new(hook));
 }

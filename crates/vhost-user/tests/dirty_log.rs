@@ -1,7 +1,8 @@
-//! The dirty log over the orders of requests that QEMU sends: random sequences of starts and stops, the log on and off, before and
-//! after the start of a ring, of other sizes, memory tables, connections that break, one pair of queues or two, while the device
-//! writes to each buffer as soon as it has it. The frontend copies each page that it finds marked, as a migration does; at the end
-//! its copy equals guest memory, page by page.
+//! The dirty log over the orders of requests that QEMU sends: random sequences of starts and stops, the log
+//! on and off, before and after the start of a ring, of other sizes, memory tables, connections that break,
+//! one pair of queues or two, while the device writes to each buffer as soon as it has it. The frontend
+//! copies each page that it finds marked, as a migration does; at the end its copy equals guest memory, page
+//! by page.
 //!
 //! ```text
 //!   start, for each pair:  ENABLE ×2, SET_FEATURES, [pair 0: SET_MEM_TABLE], {NUM BASE ADDR KICK CALL} ×2, [pair 0: SET_LOG_BASE]
@@ -111,7 +112,8 @@ impl Worker for FloodedPair {
 struct DriverQueue {
     queue: Queue,
     buffers: u64,
-    /// By buffer: the device may have written it before a connection broke and not completed it since. The driver does not read it.
+    /// By buffer: the device may have written it before a connection broke and not completed it since. The
+    /// driver does not read it.
     torn: [bool; BUFFERS as usize],
     /// Where the ring resumes.
     base: u16,

@@ -1,4 +1,5 @@
-//! Stock QEMUs with the example devices: a Linux guest uses them, survives their restarts, and is migrated with one.
+//! Stock QEMUs with the example devices: a Linux guest uses them, survives their restarts, and is migrated
+//! with one.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 use std::path::{Path, PathBuf};

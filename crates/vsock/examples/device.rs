@@ -5,8 +5,8 @@
 //! qemu-system-x86_64 … -object memory-backend-memfd,id=mem,size=1G,share=on -machine q35,memory-backend=mem \
 //!   -chardev socket,id=vsock,path=/tmp/vsock.sock -device vhost-user-vsock-pci,chardev=vsock
 //! ```
-//! A guest that connects to port 1024 of CID 2 reaches the host's socket /tmp/guest3_1024. A client of the host that
-//! connects to /tmp/guest3 and sends `CONNECT 22` reaches the guest's port 22.
+//! A guest that connects to port 1024 of CID 2 reaches the host's socket /tmp/guest3_1024. A client of the
+//! host that connects to /tmp/guest3 and sends `CONNECT 22` reaches the guest's port 22.
 
 use std::error::Error;
 use std::sync::Arc;

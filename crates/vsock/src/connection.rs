@@ -17,9 +17,11 @@ pub struct ConnectionLimits {
     pub connections: usize,
     /// Maximum window of one connection, in bytes.
     pub buf_alloc: u32,
-    /// Maximum memory of all connections together, in bytes, including their bookkeeping ([`ConnectionLimits::cost`]).
+    /// Maximum memory of all connections together, in bytes, including their bookkeeping
+    /// ([`ConnectionLimits::cost`]).
     pub memory: u64,
-    /// Maximum number of accepted sockets that have not sent `CONNECT` yet, and the capacity of the accept queue.
+    /// Maximum number of accepted sockets that have not sent `CONNECT` yet, and the capacity of the accept
+    /// queue.
     pub handshakes: usize,
 }
 
@@ -28,7 +30,8 @@ const DESCRIPTORS_OF_PROCESS: u64 = 64;
 /// Descriptors of a guest beside those of connections: its frontend, rings, memory, listeners.
 const DESCRIPTORS_OF_GUEST: u64 = 64;
 
-/// Memory of a connection beside its window, in bytes: its entries in tables and queues, and those of its payload.
+/// Memory of a connection beside its window, in bytes: its entries in tables and queues, and those of its
+/// payload.
 const CONNECTION_BYTES: u64 = 4096;
 
 impl ConnectionLimits {
@@ -48,9 +51,9 @@ impl ConnectionLimits {
         }
     }
 
-    /// Returns the maximum memory of a connection with this window: its buffered payload, chunks that are partly sent or
-    /// partly empty, for messages two bits per byte that mark their ends, and the connection itself. The buffers of its
-    /// socket are the kernel's and not included.
+    /// Returns the maximum memory of a connection with this window: its buffered payload, chunks that are
+    /// partly sent or partly empty, for messages two bits per byte that mark their ends, and the connection
+    /// itself. The buffers of its socket are the kernel's and not included.
     pub fn cost(window: u32, kind: SocketType) -> u64 {
         let window = u64::from(window);
         let marks = match kind {
@@ -163,8 +166,8 @@ impl ConnectionState {
         }
     }
 
-    /// Returns the state after an event of the host's side, or `None` if the event is not legal in this state; it is
-    /// ignored then.
+    /// Returns the state after an event of the host's side, or `None` if the event is not legal in this
+    /// state; it is ignored then.
     pub(crate) fn on_host(self, event: HostEvent) -> Option<Self> {
         match (self, event) {
             (Self::Connecting, HostEvent::Connected) | (Self::Established, HostEvent::Shutdown) => {

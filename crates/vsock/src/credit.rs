@@ -1,8 +1,8 @@
 //! Flow control of virtio-vsock: bytes that either side may send before the other reports free buffer space.
 //!
-//! Counters are modulo 2^32 and compared only by their differences, which are at most a window. A value of the guest is
-//! not believed beyond its possible range: it may be old (Linux sends packets of one connection from several threads), but
-//! `fwd_cnt` cannot exceed the bytes that were sent to it.
+//! Counters are modulo 2^32 and compared only by their differences, which are at most a window. A value of
+//! the guest is not believed beyond its possible range: it may be old (Linux sends packets of one connection
+//! from several threads), but `fwd_cnt` cannot exceed the bytes that were sent to it.
 
 use std::collections::VecDeque;
 
@@ -10,20 +10,22 @@ use crate::packet::SocketType;
 
 /// Smallest window of a connection.
 pub const WINDOW_MIN: u32 = 16 << 10;
-/// Largest initial window; it grows while the host keeps up. The same as Linux: a guest's message may be as long, and a
-/// message longer than a window is copied where it could be sent without a copy.
+/// Largest initial window; it grows while the host keeps up. The same as Linux: a guest's message may be as
+/// long, and a message longer than a window is copied where it could be sent without a copy.
 pub const WINDOW_FIRST_MAX: u32 = 256 << 10;
 /// Largest window that a connection grows to while its host side does not keep up.
 pub const WINDOW_BEHIND_MAX: u32 = 256 << 10;
 /// Largest window of all: differences of counters stay far below half of 2^32.
 pub const WINDOW_MAX: u32 = 256 << 20;
 
-/// Smallest value that the guest's own `buf_alloc` counts as. A smaller one would only cause more credit updates.
+/// Smallest value that the guest's own `buf_alloc` counts as. A smaller one would only cause more credit
+/// updates.
 const GUEST_BUF_ALLOC_MIN: u32 = 4096;
 
-/// Part of its buffer that Linux charges for each packet that its program has not read, however short (7.1, and since June 2026
-/// its stable kernels, 6.12.92 for one: `virtio_transport_inc_rx_pkt`). A packet beyond the buffer resets the connection, and
-/// credit does not express it. 576 bytes with cache lines of 64 bytes, 768 with those of 256.
+/// Part of its buffer that Linux charges for each packet that its program has not read, however short (7.1,
+/// and since June 2026 its stable kernels, 6.12.92 for one: `virtio_transport_inc_rx_pkt`). A packet beyond
+/// the buffer resets the connection, and credit does not express it. 576 bytes with cache lines of 64 bytes,
+/// 768 with those of 256.
 pub const PACKET_CHARGE: u32 = 768;
 /// Maximum number of runs that the unread packets of a connection are divided into.
 const RUNS_MAX: usize = 16;
@@ -105,7 +107,8 @@ impl PeerCredit {
         (self.buf_alloc / PACKET_CHARGE).max(1)
     }
 
-    /// Returns true if `packets` packets may be sent now. More than fit into the buffer have to wait until it is empty.
+    /// Returns true if `packets` packets may be sent now. More than fit into the buffer have to wait until it
+    /// is empty.
     pub(crate) fn admits_packets(&self, packets: u32) -> bool {
         packets.min(self.packets_max()) <= self.available_packets()
     }
@@ -205,11 +208,11 @@ impl ReceiveWindow {
     /// up, and a quarter is free again. A guest that waits for credit has used up all of it, so it is
     /// notified as soon as a quarter is free, and never more often.
     ///
-    /// `peer_buf_alloc` is the guest's own buffer. Linux uses no more of our window than that (since 2026, and in its stable
-    /// kernels), and would wait forever for the rest of a larger one.
+    /// `peer_buf_alloc` is the guest's own buffer. Linux uses no more of our window than that (since 2026,
+    /// and in its stable kernels), and would wait forever for the rest of a larger one.
     ///
-    /// Messages leave only when they are complete, so for [`SocketType::Seqpacket`] the guest may need any small free space to
-    /// end the message that it has begun.
+    /// Messages leave only when they are complete, so for [`SocketType::Seqpacket`] the guest may need any
+    /// small free space to end the message that it has begun.
     pub fn needs_update(&self, peer_buf_alloc: u32, kind: SocketType) -> bool {
         let window = self.buf_alloc.min(peer_buf_alloc.max(GUEST_BUF_ALLOC_MIN));
         // A guest may send more than was advertised, as long as there is space: no violation.

@@ -27,7 +27,8 @@ use crate::statistics::VsockReport;
 
 /// `VIRTIO_VSOCK_F_SEQPACKET`.
 const F_SEQPACKET: u64 = 1 << 1;
-/// Number of queues, including the event queue, which QEMU handles itself and other frontends leave to the device.
+/// Number of queues, including the event queue, which QEMU handles itself and other frontends leave to the
+/// device.
 pub const QUEUES: usize = 3;
 /// Prefix of [`Device::migration_version`], before the CID: the format of the state.
 const VERSION: &str = "vsock 1 seqpacket cid ";
@@ -37,7 +38,8 @@ const VERSION: &str = "vsock 1 seqpacket cid ";
 pub struct Settings {
     /// CID of the guest.
     pub cid: u64,
-    /// Unix socket where clients send `CONNECT`. With `_PORT` appended, the destination of the guest's connections.
+    /// Unix socket where clients send `CONNECT`. With `_PORT` appended, the destination of the guest's
+    /// connections.
     pub uds: Option<PathBuf>,
     /// The same for `SOCK_SEQPACKET`.
     pub uds_seqpacket: Option<PathBuf>,
@@ -128,8 +130,8 @@ impl Vsock {
         self.report.request(|| self.config.accept_queue.wake())
     }
 
-    /// Serves the host's clients while no frontend is connected, until cancelled: they wait for the guest as they do afterwards,
-    /// for [`CONNECT_TIMEOUT_MS`](crate::CONNECT_TIMEOUT_MS) at most.
+    /// Serves the host's clients while no frontend is connected, until cancelled: they wait for the guest as
+    /// they do afterwards, for [`CONNECT_TIMEOUT_MS`](crate::CONNECT_TIMEOUT_MS) at most.
     ///
     /// # Errors
     /// A resource of the system is exhausted. Clients wait in the backlogs of the listeners then.

@@ -4,12 +4,12 @@
 //!   transmit ring ─► process_tx: headers to the table, payload to send queues ─► one send per connection and batch ─► socket
 //!   receive ring  ◄─ process_rx: control packets, then round-robin ◄──────────── one receive into many buffers ◄───── socket
 //! ```
-//! Payload is not copied, with one exception: a packet that its socket does not take is retained in the guest's ring while
-//! that has room for it, and copied otherwise; small packets that are copied are merged. The buffered bytes are limited by the
-//! guest's credit.
+//! Payload is not copied, with one exception: a packet that its socket does not take is retained in the
+//! guest's ring while that has room for it, and copied otherwise; small packets that are copied are merged.
+//! The buffered bytes are limited by the guest's credit.
 //!
-//! The engine never blocks, and its only clock is the argument of [`Engine::tick`], so it runs in virtual time with model
-//! sockets too.
+//! The engine never blocks, and its only clock is the argument of [`Engine::tick`], so it runs in virtual
+//! time with model sockets too.
 
 mod batch_pool;
 mod chunk;
@@ -114,8 +114,8 @@ impl<S: Sockets> Engine<S> {
         &self.table
     }
 
-    /// Returns the number of packets in both directions that may be answered: all but credit updates and the ends of connections.
-    /// Those to the guest are also the ones for which one of its programs may wait.
+    /// Returns the number of packets in both directions that may be answered: all but credit updates and the
+    /// ends of connections. Those to the guest are also the ones for which one of its programs may wait.
     pub(crate) fn traffic(&self) -> AnswerablePackets {
         let to_guest = self.traffic.to_guest + self.statistics.totals.packets_to_guest;
         AnswerablePackets { to_guest, ..self.traffic }
@@ -295,8 +295,9 @@ impl<S: Sockets> Engine<S> {
         self.credit_timers = PrunedQueue::default();
     }
 
-    /// Removes the connections of a former driver without notifying the guest. Those whose request was not sent are kept: no
-    /// driver knows of them, and the new one gets their requests. Returns the number of those that were removed.
+    /// Removes the connections of a former driver without notifying the guest. Those whose request was not
+    /// sent are kept: no driver knows of them, and the new one gets their requests. Returns the number of
+    /// those that were removed.
     pub fn drop_connections_of_former_driver(&mut self) -> usize {
         let before = self.table.len();
         for id in self.host_ends.ids() {
@@ -389,8 +390,8 @@ impl<S: Sockets> Engine<S> {
         }
     }
 
-    /// Ends directions, or the connection, once there is nothing left to do. To be called after every change of the guest's
-    /// shutdown flags, of the send queue, or of the directions.
+    /// Ends directions, or the connection, once there is nothing left to do. To be called after every change
+    /// of the guest's shutdown flags, of the send queue, or of the directions.
     fn update(&mut self, id: ConnectionId) {
         let Some(connection) = self.table.get(id) else { return };
         let (state, guest) = (connection.state, connection.guest_shutdown);

@@ -1,8 +1,8 @@
-//! The host's side over epoll: listeners, handshakes, connects in progress, connected sockets, and the accept queue for other
-//! guests of the process.
+//! The host's side over epoll: listeners, handshakes, connects in progress, connected sockets, and the accept
+//! queue for other guests of the process.
 //!
-//! Sockets are watched edge-triggered: each edge is reported once, and the engine remembers that it may read on. Space in a
-//! send buffer is reported only while the buffer is full.
+//! Sockets are watched edge-triggered: each edge is reported once, and the engine remembers that it may read
+//! on. Space in a send buffer is reported only while the buffer is full.
 
 mod connect;
 mod handshake;
@@ -277,7 +277,8 @@ impl Host {
     }
 
     fn accept(&mut self, index: usize) {
-        // A call that finds the backlog empty costs as much as one that accepts. If there are more, epoll reports it again.
+        // A call that finds the backlog empty costs as much as one that accepts. If there are more, epoll
+        // reports it again.
         let is_busy = self.polls - std::mem::replace(&mut self.last_accept, self.polls) <= 1;
         for _ in 0..if is_busy { ACCEPTS_MAX } else { 1 } {
             let Listening { listener, port } = &self.config.listeners[index];

@@ -4,14 +4,16 @@
 //!   guest ── rings ── worker (a thread for each guest) ── epoll ── sockets of the host
 //!                       └ Engine: Table (identities, credit, control packets) + payload in transit
 //! ```
-//! Features: stream and seqpacket sockets, half-closed connections, Firecracker's convention over Unix sockets, forwarding
-//! rules for TCP and others, several guests in one process. [`ConnectionTable`] does no I/O; [`Engine`] depends on neither time nor
-//! real sockets (its interface to them is [`Sockets`]), so both run in virtual time too.
+//! Features: stream and seqpacket sockets, half-closed connections, Firecracker's convention over Unix
+//! sockets, forwarding rules for TCP and others, several guests in one process. [`ConnectionTable`] does no
+//! I/O; [`Engine`] depends on neither time nor real sockets (its interface to them is [`Sockets`]), so both
+//! run in virtual time too.
 //!
 //! Out of scope: datagrams, and the kernel's own vhost-vsock.
 //!
-//! Limits: [`ConnectionLimits`] of connections and memory for each guest; packets of [`PAYLOAD_BYTES_MAX`](packet::PAYLOAD_BYTES_MAX)
-//! bytes; [`PENDING_RESETS_MAX`] resets for packets of unknown connections. For users: `docs/vsock.md`.
+//! Limits: [`ConnectionLimits`] of connections and memory for each guest; packets of
+//! [`PAYLOAD_BYTES_MAX`](packet::PAYLOAD_BYTES_MAX) bytes; [`PENDING_RESETS_MAX`] resets for packets of
+//! unknown connections. For users: `docs/vsock.md`.
 
 mod connection;
 pub mod credit;

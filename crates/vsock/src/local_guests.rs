@@ -22,7 +22,8 @@ pub(crate) struct IncomingConnection {
     pub(crate) socket: HostSocket,
 }
 
-/// Connections of other guests that wait to be accepted by one guest. If none accepts them, they are closed with the queue.
+/// Connections of other guests that wait to be accepted by one guest. If none accepts them, they are closed
+/// with the queue.
 #[derive(Debug)]
 pub(crate) struct AcceptQueue {
     event: OwnedFd,
@@ -104,8 +105,9 @@ impl LocalGuests {
         true
     }
 
-    /// Returns the share of each other guest in `total` resources of this guest: half of them is reserved for the host and
-    /// the guest itself, the other half is divided equally among the guests that have a group in common with it.
+    /// Returns the share of each other guest in `total` resources of this guest: half of them is reserved for
+    /// the host and the guest itself, the other half is divided equally among the guests that have a group in
+    /// common with it.
     pub(crate) fn share(&self, cid: u64, total: usize) -> usize {
         let guests = lock(&self.guests);
         let Some(guest) = guests.get(&cid) else { return 0 };

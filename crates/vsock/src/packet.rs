@@ -148,7 +148,8 @@ bitflags::bitflags! {
 }
 
 impl PacketHeader {
-    /// Reads a header from its bytes, which are copied out of the guest's memory once, before they are interpreted.
+    /// Reads a header from its bytes, which are copied out of the guest's memory once, before they are
+    /// interpreted.
     #[inline]
     pub fn parse(bytes: &[u8; HEADER_BYTES]) -> Self {
         let wire: WireHeader = zerocopy::transmute!(*bytes);

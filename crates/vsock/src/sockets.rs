@@ -8,8 +8,8 @@ use crate::connection::{ConnectionId, ConnectionKey};
 use crate::packet::{SeqFlags, ShutdownFlags, SocketType};
 
 /// The host's side of connections. An implementation reports events to the engine:
-/// [`Engine::readable`](crate::Engine::readable) once per edge, [`Engine::writable`](crate::Engine::writable) while its
-/// [`Interest`] includes it.
+/// [`Engine::readable`](crate::Engine::readable) once per edge, [`Engine::writable`](crate::Engine::writable)
+/// while its [`Interest`] includes it.
 pub trait Sockets {
     /// A connected socket.
     type Socket;
@@ -22,32 +22,34 @@ pub trait Sockets {
         kind: SocketType,
     ) -> ConnectOutcome<Self::Socket>;
 
-    /// Associates a socket of the host that requested a port of the guest with its connection. From now on its events are
-    /// reported, including data that it has already.
+    /// Associates a socket of the host that requested a port of the guest with its connection. From now on
+    /// its events are reported, including data that it has already.
     fn opened(&mut self, id: ConnectionId, socket: &Self::Socket);
 
-    /// Notifies the client of this socket that the guest has accepted its connection; `port` is the host's port.
+    /// Notifies the client of this socket that the guest has accepted its connection; `port` is the host's
+    /// port.
     ///
     /// # Errors
     /// The client has closed the socket.
     fn accepted(&mut self, id: ConnectionId, socket: &Self::Socket, port: u32) -> io::Result<()>;
 
-    /// Receives into these buffers, at most [`IOV_MAX`](towline_channel::IOV_MAX) - 1 of them. From a socket with message
-    /// boundaries it receives one message.
+    /// Receives into these buffers, at most [`IOV_MAX`](towline_channel::IOV_MAX) - 1 of them. From a socket
+    /// with message boundaries it receives one message.
     ///
     /// # Errors
-    /// [`io::ErrorKind::WouldBlock`] if there is nothing. All others are permanent; one of them is a message that is longer
-    /// than the buffers.
+    /// [`io::ErrorKind::WouldBlock`] if there is nothing. All others are permanent; one of them is a message
+    /// that is longer than the buffers.
     fn receive(&mut self, socket: &Self::Socket, bufs: &mut [IoBufMut<'_>]) -> io::Result<ReceiveOutcome>;
 
-    /// Peeks at the next message, or the next bytes. Empty messages are dropped: vsock does not transport them.
+    /// Peeks at the next message, or the next bytes. Empty messages are dropped: vsock does not transport
+    /// them.
     ///
     /// # Errors
     /// As [`Sockets::receive`].
     fn peek(&mut self, socket: &Self::Socket) -> io::Result<Peeked>;
 
-    /// Sends these bytes or a part of them. On a socket with message boundaries they are one message, which is sent as a
-    /// whole, and `flags` are those of its end.
+    /// Sends these bytes or a part of them. On a socket with message boundaries they are one message, which
+    /// is sent as a whole, and `flags` are those of its end.
     ///
     /// # Errors
     /// [`io::ErrorKind::WouldBlock`] if the socket's buffer is full. All others are permanent.
@@ -120,7 +122,8 @@ pub enum Peeked {
     Bytes(usize),
     /// The end of the stream.
     Eof,
-    /// Only empty messages were found so far. The caller peeks again after other connections have had their turn.
+    /// Only empty messages were found so far. The caller peeks again after other connections have had their
+    /// turn.
     Skipped,
 }
 

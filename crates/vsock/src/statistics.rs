@@ -43,8 +43,8 @@ pub struct Statistics {
     pub connections: u64,
     /// Maximum number of simultaneous connections so far.
     pub connections_peak: u64,
-    /// Reserved bytes of [`ConnectionLimits::memory`](crate::ConnectionLimits::memory): windows, their bookkeeping, and messages in transit to the
-    /// guest.
+    /// Reserved bytes of [`ConnectionLimits::memory`](crate::ConnectionLimits::memory): windows, their
+    /// bookkeeping, and messages in transit to the guest.
     pub memory_reserved: u64,
     /// Times that a message to the guest waited for memory.
     pub memory_waits: u64,

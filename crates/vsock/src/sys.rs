@@ -1,4 +1,5 @@
-//! All unsafe code: vectored calls on sockets with buffers that Rust never dereferences, and addresses of AF_VSOCK.
+//! All unsafe code: vectored calls on sockets with buffers that Rust never dereferences, and addresses of
+//! AF_VSOCK.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -11,18 +12,19 @@ use crate::sockets::ReceiveOutcome;
 
 const FLAGS: libc::c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
 
-// System calls are made directly. The C library's functions are cancellation points, and enabling and disabling cancellation is
-// a part of the cost of a short call.
+// System calls are made directly. The C library's functions are cancellation points, and enabling and
+// disabling cancellation is a part of the cost of a short call.
 
 /// Space for the descriptors of one message, of which there are at most 253 (`SCM_MAX_FD`).
 #[repr(C, align(8))]
 struct ControlSpace([MaybeUninit<u8>; 1040]);
 
-/// Non-blocking `recvmsg(2)` into the first [`IOV_MAX`] of these buffers. Appends the descriptors of the message to `passed`; without
-/// it the kernel closes them.
+/// Non-blocking `recvmsg(2)` into the first [`IOV_MAX`] of these buffers. Appends the descriptors of the
+/// message to `passed`; without it the kernel closes them.
 ///
 /// # Errors
-/// [`io::ErrorKind::InvalidData`] for a message that is longer than the buffers; the rest of it is lost. Others are the call's.
+/// [`io::ErrorKind::InvalidData`] for a message that is longer than the buffers; the rest of it is lost.
+/// Others are the call's.
 pub(crate) fn receive(
     fd: BorrowedFd<'_>,
     bufs: &mut [IoBufMut<'_>],
@@ -41,8 +43,9 @@ pub(crate) fn receive(
     }
     let flags = libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC;
     loop {
-        // SAFETY: `message` points to an array of `iovec` (the layout of `IoBufMut`) that lives across the call, each of
-        // memory that is writable, as `IoBufMut` guarantees, and to the space for ancillary data, or to none.
+        // SAFETY: `message` points to an array of `iovec` (the layout of `IoBufMut`) that lives across the
+        // call, each of memory that is writable, as `IoBufMut` guarantees, and to the space for ancillary
+        // data, or to none.
         let done = unsafe { libc::syscall(libc::SYS_recvmsg, fd.as_raw_fd(), &raw mut message, flags) };
         if let Ok(bytes) = usize::try_from(done) {
             if let Some(passed) = passed {
@@ -67,7 +70,8 @@ pub(crate) fn receive(
 
 /// Takes the descriptors that a call has received.
 fn take_descriptors(message: &libc::msghdr, passed: &mut Vec<OwnedFd>) {
-    // SAFETY: the kernel has filled the space for ancillary data, whose length `message` has, with entire headers.
+    // SAFETY: the kernel has filled the space for ancillary data, whose length `message` has, with entire
+    // headers.
     unsafe {
         let mut header = libc::CMSG_FIRSTHDR(message);
         while let Some(found) = header.as_ref() {
@@ -89,8 +93,8 @@ pub(crate) fn send(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>]) -> io::Result<usize> 
     message.msg_iov = bufs.as_ptr().cast_mut().cast();
     message.msg_iovlen = bufs.len().min(IOV_MAX) as _;
     loop {
-        // SAFETY: `message` points to an array of `iovec` (the layout of `IoBuf`) that lives across the call, each of
-        // memory that is readable, as `IoBuf` guarantees; the kernel only reads both.
+        // SAFETY: `message` points to an array of `iovec` (the layout of `IoBuf`) that lives across the call,
+        // each of memory that is readable, as `IoBuf` guarantees; the kernel only reads both.
         let done = unsafe { libc::syscall(libc::SYS_sendmsg, fd.as_raw_fd(), &raw const message, FLAGS) };
         if let Ok(bytes) = usize::try_from(done) {
             return Ok(bytes);

@@ -1,5 +1,5 @@
-//! The connections of one guest: the meaning of its packets, and the packets to send to it. No I/O and no payload, only
-//! lengths.
+//! The connections of one guest: the meaning of its packets, and the packets to send to it. No I/O and no
+//! payload, only lengths.
 //!
 //! ```text
 //!   header from the guest ─► receive_from_guest ─► Inbound: action of the engine
@@ -236,8 +236,8 @@ impl ConnectionTable {
         }
     }
 
-    /// Processes a RST. A guest that has closed a connection waits some seconds for the device and then resets it; payload
-    /// from before the close is forwarded nevertheless.
+    /// Processes a RST. A guest that has closed a connection waits some seconds for the device and then
+    /// resets it; payload from before the close is forwarded nevertheless.
     fn close_by_guest(&mut self, id: ConnectionId) -> Inbound {
         let Some(connection) = self.get_mut(id) else { return Inbound::Nothing };
         let has_ended = connection.guest_shutdown.contains(ShutdownFlags::SEND);
@@ -443,7 +443,8 @@ impl ConnectionTable {
         }
     }
 
-    /// Ends the limit of packets, if a credit request of this connection is unanswered by a driver that may have none.
+    /// Ends the limit of packets, if a credit request of this connection is unanswered by a driver that may
+    /// have none.
     pub(crate) fn end_packet_limit(&mut self, id: ConnectionId) {
         let is_unanswered = self.get(id).is_some_and(|connection| connection.is_request_unanswered);
         if is_unanswered && self.packet_limit == PacketLimit::Probed {
@@ -488,7 +489,8 @@ impl ConnectionTable {
         let Some(state) = connection.state.on_host(HostEvent::Reset) else { return };
         let was_draining = std::mem::replace(&mut connection.state, state) == ConnectionState::Draining;
         if was_draining || connection.control.contains(ControlPackets::REQUEST) {
-            // The guest has reset it, or has not received the request. Its entry in the control queue is skipped.
+            // The guest has reset it, or has not received the request. Its entry in the control queue is
+            // skipped.
             self.remove(id);
             return;
         }
@@ -510,7 +512,8 @@ impl ConnectionTable {
         self.pending_resets.clear();
     }
 
-    /// Removes the connections that the guest knows of, without notifying it, because its driver is another one.
+    /// Removes the connections that the guest knows of, without notifying it, because its driver is another
+    /// one.
     pub(crate) fn remove_sent(&mut self) {
         let ids: Vec<ConnectionId> = self.ids().filter(|id| !self.is_unsent(*id)).collect();
         ids.into_iter().for_each(|id| self.remove(id));

@@ -1,5 +1,6 @@
-//! Transport reset after a migration: the driver is notified that all connections are gone, and until it has processed the
-//! event, none is opened. A driver closes all connections that it has when it sees the event, including new ones.
+//! Transport reset after a migration: the driver is notified that all connections are gone, and until it has
+//! processed the event, none is opened. A driver closes all connections that it has when it sees the event,
+//! including new ones.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -9,8 +10,8 @@ use towline_vhost_user::{Batch, Ring};
 const TRANSPORT_RESET: [u8; 4] = 0u32.to_le_bytes();
 /// Maximum number of event buffers that are counted; Linux posts eight.
 const BUFFERS_MAX: usize = 64;
-/// Time within which a frontend starts the event queue, if it leaves it to the device. QEMU does not: it sends the event
-/// itself.
+/// Time within which a frontend starts the event queue, if it leaves it to the device. QEMU does not: it
+/// sends the event itself.
 const QUEUE_TIMEOUT_MS: u64 = 2_000;
 
 /// Progress of a transport reset.
@@ -37,8 +38,8 @@ impl TransportReset {
         self == Self::Done
     }
 
-    /// Sends the event, or checks whether the driver has processed it: it has made the buffer available again, or has set
-    /// `config_read` by reading its CID.
+    /// Sends the event, or checks whether the driver has processed it: it has made the buffer available
+    /// again, or has set `config_read` by reading its CID.
     pub(crate) fn advance(&mut self, ring: Option<&mut Ring>, config_read: &AtomicBool, now_ms: u64) {
         match (*self, ring) {
             (Self::Pending { .. }, Some(ring)) => {

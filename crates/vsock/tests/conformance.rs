@@ -1,5 +1,5 @@
-//! Conformance to the specification where other backends fail (unwritten buffers that are used, lost ends of streams, needless
-//! credit updates), and slow hosts.
+//! Conformance to the specification where other backends fail (unwritten buffers that are used, lost ends of
+//! streams, needless credit updates), and slow hosts.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 mod common;
@@ -20,7 +20,8 @@ const SHUT_RECEIVE: u32 = 1;
 /// `VIRTIO_VSOCK_F_SEQPACKET`.
 const SEQPACKET: u64 = 1 << 1;
 
-/// Connections come and go with packets in transit. The driver fails at a used buffer that has no packet for it.
+/// Connections come and go with packets in transit. The driver fails at a used buffer that has no packet for
+/// it.
 #[test]
 fn used_receive_buffers_have_packets_for_the_guest() {
     let served = Served::new(ConnectionLimits::default());

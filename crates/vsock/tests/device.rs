@@ -114,8 +114,8 @@ fn both_steps_of_an_end_are_reported_to_the_guest() {
     assert_eq!(poll_until(&mut guest, |_, event| shut(event)), (ports, 3));
 }
 
-/// While the device busy-polls, the end of a connection alone is published without an interrupt. The guest gets one
-/// nevertheless, when the next packet is sent or the device polls no more.
+/// While the device busy-polls, the end of a connection alone is published without an interrupt. The guest
+/// gets one nevertheless, when the next packet is sent or the device polls no more.
 #[test]
 fn a_guest_is_interrupted_for_the_end_of_a_connection_after_requests() {
     let served = Served::new(ConnectionLimits::default());
@@ -160,7 +160,8 @@ fn a_guest_is_interrupted_for_the_end_of_a_connection_after_requests() {
 #[test]
 fn a_guest_is_interrupted_once_for_the_data_of_a_pass() {
     let served = Served::new(ConnectionLimits::default());
-    // Without the event index each notification is counted, whether or not the driver has processed the last one.
+    // Without the event index each notification is counted, whether or not the driver has processed the last
+    // one.
     let (_frontend, mut guest) = served.guest_with_features(128, 0);
     let content = bytes(100_000);
     let mut client = served.connect(22);
@@ -316,7 +317,8 @@ fn a_migrated_guests_connections_are_reset() {
     assert!(refused.to_string().contains("CID 34, this device has CID 33"));
 }
 
-/// Where the event queue is the device's, the driver gets a transport reset, and no connection before it has processed it.
+/// Where the event queue is the device's, the driver gets a transport reset, and no connection before it has
+/// processed it.
 #[test]
 fn connections_are_deferred_until_the_transport_reset_is_processed() {
     let (here, there) = (Served::new(ConnectionLimits::default()), Served::new(ConnectionLimits::default()));

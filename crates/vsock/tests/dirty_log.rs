@@ -1,5 +1,5 @@
-//! The dirty log of a vsock device is exact: a migration that copies each marked page has in the end the same memory as the
-//! guest. A page is marked after its last write, or its copy would differ.
+//! The dirty log of a vsock device is exact: a migration that copies each marked page has in the end the same
+//! memory as the guest. A page is marked after its last write, or its copy would differ.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 mod common;
@@ -42,7 +42,8 @@ impl Migration {
         self.passes += 1;
     }
 
-    /// Asserts that every page in this range equals its copy; pages that were never marked are as at the beginning.
+    /// Asserts that every page in this range equals its copy; pages that were never marked are as at the
+    /// beginning.
     fn compare(&self, memory: &MemoryArena, range: Range<u64>) {
         for page in range.start / PAGE..range.end.div_ceil(PAGE) {
             let zeroes = vec![0; PAGE as usize];

@@ -26,7 +26,8 @@ const SILENT: u32 = 64;
 const AHEAD: u32 = 64;
 /// Descriptors beside one for each connection.
 const OTHERS: u64 = 200;
-/// Environment variable: path where a second process of this program listens, as the host's end of all connections.
+/// Environment variable: path where a second process of this program listens, as the host's end of all
+/// connections.
 const HOST: &str = "TOWLINE_VSOCK_HOST";
 
 /// Returns the private memory of this process in bytes.

@@ -1,4 +1,5 @@
-//! Sixteen guests of one process, three of which are hostile in different ways. The others keep their throughput and latency.
+//! Sixteen guests of one process, three of which are hostile in different ways. The others keep their
+//! throughput and latency.
 //!
 //! Phases with and without hostile guests alternate. Each of the other guests sends at a fixed rate below the
 //! capacity of the machine, so the effect of hostility is measured and not that of sharing CPUs. The highest
@@ -147,7 +148,8 @@ fn header(cid: u64, peer: u64, ports: PortPair, kind: u16, op: u16) -> PacketHea
     }
 }
 
-/// Sends messages of many segments, of one byte, and without an end to a program that never reads, on one connection after another.
+/// Sends messages of many segments, of one byte, and without an end to a program that never reads, on one
+/// connection after another.
 fn send_messages(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, VsockGuest), host: &Path) {
     run.enter(Part::HostileDrivers);
     yield_to_others();
@@ -181,8 +183,8 @@ fn send_messages(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, VsockGu
     }
 }
 
-/// Opens and closes connections to the host and to each of the other guests, sends packets of unknown connections, and posts no
-/// buffers.
+/// Opens and closes connections to the host and to each of the other guests, sends packets of unknown
+/// connections, and posts no buffers.
 fn flood(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, VsockGuest)) {
     run.enter(Part::HostileDrivers);
     yield_to_others();

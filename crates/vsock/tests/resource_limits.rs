@@ -1,5 +1,5 @@
-//! Neither a guest nor a client of the host can keep an idle device busy, keep it from stopping, make it use more memory than is
-//! stated, or shut out other clients.
+//! Neither a guest nor a client of the host can keep an idle device busy, keep it from stopping, make it use
+//! more memory than is stated, or shut out other clients.
 //!
 //! The tests run one at a time, because CPU time and memory of the process are measured.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
@@ -102,7 +102,8 @@ fn wait_for_packets(served: &Served, guest: &mut VsockGuest, count: u64) {
     }
 }
 
-/// A message has more memory segments than one system call takes, most of them in a chain that is retained already.
+/// A message has more memory segments than one system call takes, most of them in a chain that is retained
+/// already.
 #[test]
 fn a_message_with_more_segments_than_a_call_takes_arrives() {
     let _exclusive = exclusive();
@@ -131,7 +132,8 @@ fn a_message_with_more_segments_than_a_call_takes_arrives() {
     frontend.stop(1).unwrap();
 }
 
-/// The sender is killed in the middle of a message: its kernel ends both directions and resets the connection.
+/// The sender is killed in the middle of a message: its kernel ends both directions and resets the
+/// connection.
 #[test]
 fn a_connection_with_an_unfinished_message_ends_with_its_sender() {
     let _exclusive = exclusive();
@@ -207,7 +209,8 @@ fn empty_messages_of_a_client_do_not_keep_a_device_from_stopping() {
     assert_becomes_idle(&mut guest);
 }
 
-/// The bookkeeping of messages is within the limit too: a guest sends messages of one byte to programs that never read.
+/// The bookkeeping of messages is within the limit too: a guest sends messages of one byte to programs that
+/// never read.
 #[test]
 fn messages_of_one_byte_use_no_more_memory_than_is_stated() {
     let _exclusive = exclusive();
@@ -259,7 +262,8 @@ fn messages_of_one_byte_use_no_more_memory_than_is_stated() {
     assert_becomes_idle(&mut guest);
 }
 
-/// Messages in transit are within the limit too: those that do not fit into the guest's buffers wait for each other.
+/// Messages in transit are within the limit too: those that do not fit into the guest's buffers wait for each
+/// other.
 #[test]
 fn messages_wait_for_memory_and_arrive() {
     let _exclusive = exclusive();
@@ -328,7 +332,8 @@ fn clients_that_send_nothing_do_not_shut_out_others() {
     let deadline = Instant::now() + TIMEOUT;
     poll_until(&mut guest, |_, event| matches!(event, VsockEvent::Request(_)).then_some(()));
     assert!(Instant::now() < deadline);
-    // A client that is not among the oldest is still connected: the handshake of the other one did not wait for timeouts.
+    // A client that is not among the oldest is still connected: the handshake of the other one did not wait
+    // for timeouts.
     let other = &mut silent[500];
     other.set_nonblocking(true).unwrap();
     let error = other.read(&mut [0]).unwrap_err();

@@ -1,8 +1,8 @@
 //! A load that writes memory at a given rate and detects torn and stale pages.
 //!
-//! Each page of the range carries its index, its generation, and words that follow from both. A ledger elsewhere in
-//! memory holds the generation that each page must have. A page whose words disagree is torn; a consistent page that
-//! disagrees with the ledger is stale.
+//! Each page of the range carries its index, its generation, and words that follow from both. A ledger
+//! elsewhere in memory holds the generation that each page must have. A page whose words disagree is torn; a
+//! consistent page that disagrees with the ledger is stale.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -128,7 +128,8 @@ fn write(range: &Mutex<Range>, rate: u64, pages_written: &AtomicU64, stop: &Atom
     let mut last = Instant::now();
     while !stop.load(Relaxed) {
         let now = Instant::now();
-        // After a pause of the whole guest, the bytes due for that time are dropped, not written in one burst.
+        // After a pause of the whole guest, the bytes due for that time are dropped, not written in one
+        // burst.
         let elapsed = now.duration_since(last).min(BURST_INTERVAL * 4);
         last = now;
         due_bytes += u64::try_from(elapsed.as_micros()).expect("at most 40 ms") * rate / 1_000_000;

@@ -1,7 +1,7 @@
 //! The lab's guest: the first and only process of a small Linux.
 //!
-//! It mounts what a Linux needs, loads modules if there are virtio devices, steps a counter, and serves commands on
-//! the second serial port (the kernel's console is the first, so its messages cannot mix in):
+//! It mounts what a Linux needs, loads modules if there are virtio devices, steps a counter, and serves
+//! commands on the second serial port (the kernel's console is the first, so its messages cannot mix in):
 //!
 //! ```text
 //! → ID COMMAND ARGUMENTS\n

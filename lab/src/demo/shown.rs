@@ -32,7 +32,8 @@ pub(super) fn command<'a>(words: impl IntoIterator<Item = &'a str>) {
     let _ = std::io::stdout().flush();
 }
 
-/// Prints the command of a process that is started in the background. It runs in the workspace's directory, whose name is left out.
+/// Prints the command of a process that is started in the background. It runs in the workspace's directory,
+/// whose name is left out.
 pub(super) fn background(process: &Command) {
     let words = std::iter::once(process.get_program()).chain(process.get_args());
     let words: Vec<String> = words.map(|word| word.to_string_lossy().into_owned()).collect();

@@ -1,8 +1,8 @@
 //! The smallest guest: it fills memory with a pattern, reports that, and then counts and dirties memory
 //! forever.
 //!
-//! Strictly a multiboot image, not a boot sector, so it needs no disk and no image lock, and is the same on every
-//! version and machine type. The assembler is in `sys/guest_image.rs`.
+//! Strictly a multiboot image, not a boot sector, so it needs no disk and no image lock, and is the same on
+//! every version and machine type. The assembler is in `sys/guest_image.rs`.
 //!
 //! ```text
 //! 0x100000   the image; parameters at 0x100020: pages, words per page, seed, pages to sweep, whether to use popcnt
@@ -109,8 +109,8 @@ impl BootSector {
         Ok(image)
     }
 
-    /// Checks the filled range in `memory`: every page as written, the sweep in order. The error names the first page that is
-    /// torn or stale.
+    /// Checks the filled range in `memory`: every page as written, the sweep in order. The error names the
+    /// first page that is torn or stale.
     pub(super) fn check(&self, memory: &[u8]) -> Result<Sweep> {
         let mut firsts = Vec::new();
         for (index, page) in memory.chunks_exact(PAGE_SIZE as usize).enumerate() {

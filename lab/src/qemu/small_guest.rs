@@ -38,8 +38,8 @@ impl Qemu {
         })
     }
 
-    /// Checks the small guest's filled range: every page as written, the sweep in order. The guest must be stopped.
-    /// The error names the first page that is torn or stale.
+    /// Checks the small guest's filled range: every page as written, the sweep in order. The guest must be
+    /// stopped. The error names the first page that is torn or stale.
     pub fn check_filled(&self) -> Result<Sweep> {
         let guest = self.boot_sector_guest()?;
         guest.check(&self.read_memory(BootSector::FILL_ADDRESS, guest.pages() * PAGE_SIZE)?)

@@ -9,8 +9,8 @@ use super::{Qemu, Version};
 const RNG_QUEUE_SIZE: u64 = 8;
 
 impl Version {
-    /// Returns true if its virtqueues have more entries than the devices declare: 1024 each in QEMU 10.0.13. A guest with such
-    /// a queue is refused by 11.1. The QEMU is started to find out.
+    /// Returns true if its virtqueues have more entries than the devices declare: 1024 each in QEMU 10.0.13.
+    /// A guest with such a queue is refused by 11.1. The QEMU is started to find out.
     ///
     /// # Errors
     /// QEMU does not start, or cannot be queried.

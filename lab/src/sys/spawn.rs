@@ -21,7 +21,8 @@ pub(crate) fn die_with_parent(command: &mut Command) -> &mut Command {
         }
         Ok(())
     };
-    // SAFETY: the closure makes two system calls and allocates nothing, as a child of a threaded process must.
+    // SAFETY: the closure makes two system calls and allocates nothing, as a child of a threaded process
+    // must.
     unsafe { command.pre_exec(ask) }
 }
 
@@ -34,7 +35,8 @@ pub(crate) fn keep_open(command: &mut Command, descriptors: &[BorrowedFd<'_>]) {
     // In the child, not here: another thread may be starting a process that must not inherit them.
     let keep = move || {
         for &number in &numbers {
-            // SAFETY: fcntl is async-signal-safe; it clears a flag of the child's own table and touches no memory.
+            // SAFETY: fcntl is async-signal-safe; it clears a flag of the child's own table and touches no
+            // memory.
             if unsafe { libc::fcntl(number, libc::F_SETFD, 0) } != 0 {
                 return Err(io::Error::last_os_error());
             }

@@ -55,8 +55,8 @@ impl Guests {
         self.destinations.iter().chain(&self.source)
     }
 
-    /// Number of QEMUs that run the guest. The destinations are queried first: from the moment one runs, the source
-    /// must not.
+    /// Number of QEMUs that run the guest. The destinations are queried first: from the moment one runs, the
+    /// source must not.
     pub(crate) fn live(&self) -> usize {
         self.all().filter(|qemu| guest_state(qemu) == GuestState::Live).count()
     }

@@ -88,9 +88,9 @@ fn runs_twice(case: &Case, outcome: &Outcome, operator_ran: bool) -> Option<Stri
     (live > 1 && !is_allowed).then(|| TWO_GUESTS.into())
 }
 
-/// True in the cases that docs/move.md excludes from its guarantee if the destination runs the guest by itself,
-/// between the last byte and the acknowledgement: towline is killed, or the migration is cancelled at the source's
-/// own monitor, which exits with 3 and is named.
+/// True in the cases that docs/move.md excludes from its guarantee if the destination runs the guest by
+/// itself, between the last byte and the acknowledgement: towline is killed, or the migration is cancelled at
+/// the source's own monitor, which exits with 3 and is named.
 pub(crate) fn is_outside_guarantee(case: &Case, outcome: &Outcome) -> bool {
     let is_named = |end: &Finished| {
         end.status.code() == Some(3)
@@ -100,8 +100,8 @@ pub(crate) fn is_outside_guarantee(case: &Case, outcome: &Outcome) -> bool {
     case.kind == Kind::ToStock && (is_cancelled || case.kills(Victim::Towline(0)))
 }
 
-/// True if two guests may run by the moment that docs/move.md excludes with a stock source: its migration is cancelled
-/// while it reads the acknowledgement. Nothing on the connection shows that to the destination.
+/// True if two guests may run by the moment that docs/move.md excludes with a stock source: its migration is
+/// cancelled while it reads the acknowledgement. Nothing on the connection shows that to the destination.
 pub(crate) fn may_hit_excluded_moment(case: &Case) -> bool {
     case.kind == Kind::FromStock && case.fault == Fault::Operator("migrate_cancel")
 }
@@ -133,8 +133,8 @@ fn is_misreported(case: &Case, outcome: &Outcome) -> Option<String> {
     })
 }
 
-/// A killed towline was sent SIGKILL by this test; one that was ended by another signal got it twice, or before it
-/// had installed its handlers.
+/// A killed towline was sent SIGKILL by this test; one that was ended by another signal got it twice, or
+/// before it had installed its handlers.
 fn end_by_signal(case: &Case, index: usize, end: &Finished) -> Option<String> {
     let may = match case.fault {
         Fault::Kill(victim) => victim == Victim::Towline(index),

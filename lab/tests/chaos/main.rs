@@ -1,12 +1,13 @@
-//! Chaos: a copy of any kind, with a fault of any kind at any moment; afterwards towline's report of the guest is
-//! compared with the QEMUs.
+//! Chaos: a copy of any kind, with a fault of any kind at any moment; afterwards towline's report of the
+//! guest is compared with the QEMUs.
 //!
 //! ```text
 //!   seed ─► Case ─► Fixture: QEMUs, towlines, links ─► fault ─► end ─► Verdict ─► one line of the journal
 //! ```
-//! `TOWLINE_CHAOS_RUNS` is the number of runs, `TOWLINE_CHAOS_SEED` the first seed, `TOWLINE_CHAOS_ONLY` words that a
-//! case must contain (as `Towlines,Kill`), `TOWLINE_CHAOS_JOBS` the number of parallel runs. With
-//! `TOWLINE_CHAOS_JOURNAL` every finished seed gets a line in that file, and those that passed are not run again.
+//! `TOWLINE_CHAOS_RUNS` is the number of runs, `TOWLINE_CHAOS_SEED` the first seed, `TOWLINE_CHAOS_ONLY`
+//! words that a case must contain (as `Towlines,Kill`), `TOWLINE_CHAOS_JOBS` the number of parallel runs.
+//! With `TOWLINE_CHAOS_JOURNAL` every finished seed gets a line in that file, and those that passed are not
+//! run again.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 mod case;
@@ -75,9 +76,10 @@ fn next(queue: &Mutex<std::vec::IntoIter<(u64, Case)>>) -> Option<(u64, Case)> {
     queue.lock().unwrap().next()
 }
 
-/// Runs one case. One that hit the excluded moment of a stock source must miss it in most of its repetitions: the moment
-/// lasts as long as QEMU takes from reading the acknowledgement to `completed`, which is a few milliseconds on a busy
-/// machine, and a case cancels at the same time after the same phase each time. Any other fault in a repetition counts.
+/// Runs one case. One that hit the excluded moment of a stock source must miss it in most of its repetitions:
+/// the moment lasts as long as QEMU takes from reading the acknowledgement to `completed`, which is a few
+/// milliseconds on a busy machine, and a case cancels at the same time after the same phase each time. Any
+/// other fault in a repetition counts.
 fn play_confirmed(case: &Case) -> Result<String, String> {
     let is_excluded =
         |fault: &String| judge::may_hit_excluded_moment(case) && fault.starts_with(judge::TWO_GUESTS);

@@ -77,7 +77,8 @@ impl State {
         }
     }
 
-    /// Forwards both directions, in a thread each. If the monitor cannot be reached, the connection is closed.
+    /// Forwards both directions, in a thread each. If the monitor cannot be reached, the connection is
+    /// closed.
     fn join(self: &Arc<Self>, client: UnixStream, monitor: &Path) {
         let Ok(server) = UnixStream::connect(monitor) else { return };
         let ways = [(client.try_clone(), server.try_clone()), (Ok(server), Ok(client))];

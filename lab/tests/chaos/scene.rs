@@ -29,11 +29,12 @@ const LISTEN_WITHIN: Duration = Duration::from_secs(20);
 /// Maximum downtime in milliseconds.
 const DOWNTIME_MS: u64 = 1000;
 
-/// Shell script: mounts a filesystem of this size that only the command and its children see, and runs towline there.
+/// Shell script: mounts a filesystem of this size that only the command and its children see, and runs
+/// towline there.
 const IN_A_SMALL_FILESYSTEM: &str = r#"mount -t tmpfs -o size=$1 none "$0" && shift && exec "$@""#;
 
-/// Shell script: mounts an empty filesystem at `/proc` that only the command and its children see, and runs towline
-/// there.
+/// Shell script: mounts an empty filesystem at `/proc` that only the command and its children see, and runs
+/// towline there.
 const WITHOUT_PROC: &str = r#"mount -t tmpfs none /proc && exec "$@""#;
 
 /// Shell script: runs towline with its output redirected into a pipe.
@@ -278,8 +279,8 @@ impl Fixture {
         Ok(Outcome { ends, source, destinations, work, tmp, image_is_right })
     }
 
-    /// Undecided moves are finished by `resume`, or stay undecided; neither may run a second guest. Their records are
-    /// removed then.
+    /// Undecided moves are finished by `resume`, or stay undecided; neither may run a second guest. Their
+    /// records are removed then.
     fn resume(&self, case: &Case, outcome: &Outcome) -> Result<(), String> {
         let before = self.guests.live();
         for id in self.undecided() {
@@ -320,7 +321,8 @@ impl Fixture {
         if is_cut || outcome.ends.iter().any(|end| !matches!(end.status.code(), Some(0 | 1))) {
             let begun = Instant::now();
             let mut finished = self.towline(&format!("repair {}", qmp(source))).wait(WITHIN).unwrap();
-            // QEMU may need time to clean up after a failed migration; `repair` reports that, and is run again.
+            // QEMU may need time to clean up after a failed migration; `repair` reports that, and is run
+            // again.
             while !finished.status.success()
                 && finished.stdout.contains("has not ended within")
                 && begun.elapsed() < WITHIN
@@ -468,7 +470,8 @@ impl FaultTargets<'_> {
     }
 }
 
-/// Sends a signal to a child of this test, which may have exited but is not reaped, so its process ID is valid.
+/// Sends a signal to a child of this test, which may have exited but is not reaped, so its process ID is
+/// valid.
 fn signal(pid: u32, signal: Signal) {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).unwrap();
     // It may have exited by itself.

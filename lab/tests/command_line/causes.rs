@@ -14,7 +14,8 @@ fn run(arguments: &str) -> Finished {
     towline(arguments.split(' ')).unwrap().wait(WITHIN).unwrap()
 }
 
-/// Runs these arguments and asserts the exit status, and that the text has these parts and each line of it once.
+/// Runs these arguments and asserts the exit status, and that the text has these parts and each line of it
+/// once.
 #[track_caller]
 fn assert_cause(arguments: &str, code: i32, parts: &[&str]) {
     let finished = run(arguments);

@@ -1,5 +1,5 @@
-//! A copy that is queried, changed and cancelled under way, by `towline ctl`, by a QMP client and by QEMU's own
-//! `qmp-shell`; and its metrics.
+//! A copy that is queried, changed and cancelled under way, by `towline ctl`, by a QMP client and by QEMU's
+//! own `qmp-shell`; and its metrics.
 
 use std::io::Write;
 use std::net::{SocketAddr, TcpListener};

@@ -8,8 +8,8 @@ use towline_lab::{BootSector, Qemu, Version, require_lab};
 
 use crate::support::{Fixture, WITHIN, assert_ended, counting, qmp, save, signal, small_guest, waiting};
 
-/// A QEMU that loads an image itself does not answer until the load is done: a large guest, or a slow disk, is no
-/// failure.
+/// A QEMU that loads an image itself does not answer until the load is done: a large guest, or a slow disk,
+/// is no failure.
 #[test]
 fn a_slow_load_at_the_destination_is_no_failure() {
     if !require_lab("a_slow_load_at_the_destination_is_no_failure") {

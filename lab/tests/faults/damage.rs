@@ -12,8 +12,8 @@ use crate::support::{
     save, waiting,
 };
 
-/// Offsets of the parts of an image, read by hand: be64 length, be32 version, be64 page size, be64 bitmap offset and
-/// be64 pages offset follow a block's name.
+/// Offsets of the parts of an image, read by hand: be64 length, be32 version, be64 page size, be64 bitmap
+/// offset and be64 pages offset follow a block's name.
 struct Layout {
     name: u64,
     bitmap: u64,
@@ -116,8 +116,8 @@ fn files_that_are_not_images_are_refused() {
     fixture.assert_holds(&["directory", "text"]);
 }
 
-/// QEMU's own `migrate exec:cat>file` writes no mapped-ram file. The message names the command that converts it, and
-/// that works.
+/// QEMU's own `migrate exec:cat>file` writes no mapped-ram file. The message names the command that converts
+/// it, and that works.
 #[test]
 fn an_ordinary_stream_in_a_file_can_be_converted() {
     if !require_lab("an_ordinary_stream_in_a_file_can_be_converted") {

@@ -4,8 +4,8 @@ use towline_lab::{Towline, require_lab, skip};
 
 use crate::support::{Fixture, WITHIN, assert_ended, assert_runs, assert_safe, counting, guest, qmp};
 
-/// Shell script: mounts a filesystem of this size that only the command and its children see, runs towline's command
-/// line, lists the files that are left, and exits as towline did.
+/// Shell script: mounts a filesystem of this size that only the command and its children see, runs towline's
+/// command line, lists the files that are left, and exits as towline did.
 const IN_A_SMALL_FILESYSTEM: &str =
     r#"mount -t tmpfs -o size=$1 none "$2" && shift 2 && { "$@"; status=$?; ls -A "$0"; exit $status; }"#;
 

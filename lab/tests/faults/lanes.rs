@@ -10,12 +10,12 @@ use crate::support::{
     save, set, waiting,
 };
 
-/// Time limit of the failure, though QEMU would wait for ever. The timeouts are towline's own, of 3 and 5 s, and
-/// appear in its messages.
+/// Time limit of the failure, though QEMU would wait for ever. The timeouts are towline's own, of 3 and 5 s,
+/// and appear in its messages.
 const QUICK: Duration = Duration::from_secs(30);
 
-/// Migrates from a source with `theirs` lanes (0: no multifd) to a towline that listens for `ours`. Each time another
-/// source: the time that QEMU needs to clean up lanes that were not accepted is unknown.
+/// Migrates from a source with `theirs` lanes (0: no multifd) to a towline that listens for `ours`. Each time
+/// another source: the time that QEMU needs to clean up lanes that were not accepted is unknown.
 fn disagree(fixture: &Fixture, theirs: u64, ours: u64, texts: &[&str]) {
     let source = &counting(guest());
     let multifd = if theirs > 0 { "+multifd" } else { "-multifd" };
@@ -48,7 +48,8 @@ fn a_source_with_another_number_of_lanes_is_refused() {
     disagree(&fixture, 3, 0, &["the source has a lane ", ", but the number of lanes here is 0", same]);
 }
 
-/// Our side opens the lanes, and the listening QEMU is configured for another number: it waits for ever, silently.
+/// Our side opens the lanes, and the listening QEMU is configured for another number: it waits for ever,
+/// silently.
 #[test]
 fn a_destination_with_another_number_of_lanes_is_refused() {
     if !require_lab("a_destination_with_another_number_of_lanes_is_refused") {

@@ -20,7 +20,8 @@ fn refused(fixture: &Fixture, source: &Qemu, capabilities: &[&str], destination:
     let finished = towline.wait(WITHIN).unwrap();
     println!("{}", finished.stderr);
     assert_safe(&finished, texts);
-    // The source sees only the closed connection, or (without a return path) nothing: its status is not asserted.
+    // The source sees only the closed connection, or (without a return path) nothing: its status is not
+    // asserted.
     wait_until("end of the migration", WITHIN, || {
         let status = source.qmp().execute("query-migrate", Value::Null)?["status"].take();
         Ok(["failed", "completed", "postcopy-paused"].contains(&status.as_str().unwrap_or("")).then_some(()))
@@ -49,8 +50,8 @@ fn xbzrle_into_a_relay_is_refused() {
     if !require_lab("xbzrle_into_a_relay_is_refused") {
         return;
     }
-    // Each synchronisation of the dirty log must find some pages: differences are so short that the passes follow at
-    // once.
+    // Each synchronisation of the dirty log must find some pages: differences are so short that the passes
+    // follow at once.
     let boot_sector = BootSector { fill_mib: 8, sweep_pages: 1024, ..BootSector::default() };
     let writing = guest().boot_sector(boot_sector);
     let (fixture, source, destination) = (Fixture::new(), counting(writing.clone()), waiting(&writing));
@@ -77,7 +78,8 @@ fn postcopy_at_a_foreign_source_is_refused() {
     fixture.assert_holds(&[]);
 }
 
-/// A connection that is not QEMU's does not replace the real source that comes after it; nothing hangs or remains.
+/// A connection that is not QEMU's does not replace the real source that comes after it; nothing hangs or
+/// remains.
 #[test]
 fn foreign_connections_to_the_port_change_nothing() {
     if !require_lab("foreign_connections_to_the_port_change_nothing") {

@@ -17,8 +17,8 @@ pub(crate) const NOTICES_WITHIN: Duration = Duration::from_secs(20);
 /// Bandwidth limit: the guests here take seconds.
 pub(crate) const SLOW: &str = "--max-bandwidth 4M";
 
-/// Error of QEMU 10.0 when it accepts a lane that was closed before it could peek at its type; QEMU exits then. It
-/// depends on timing.
+/// Error of QEMU 10.0 when it accepts a lane that was closed before it could peek at its type; QEMU exits
+/// then. It depends on timing.
 const CLOSED_TOO_SOON: &str = "Failed to peek at channel";
 
 pub(crate) const SAFE: i32 = 1;

@@ -17,8 +17,8 @@ const CHUNK: u64 = 2 << 20;
 /// Bitmaps, device state and its description of an image, and the filesystem's overhead.
 const FRAME_BYTES_MAX: u64 = 1 << 20;
 
-/// Offset and length of `pc.ram` in an image, read by hand: be64 length, be32 version, be64 page size, be64 bitmap
-/// offset and be64 pages offset follow a block's name.
+/// Offset and length of `pc.ram` in an image, read by hand: be64 length, be32 version, be64 page size, be64
+/// bitmap offset and be64 pages offset follow a block's name.
 fn ram(image: &Path) -> (u64, u64) {
     let (mut head, file) = (vec![0; 4096], File::open(image).unwrap());
     file.read_exact_at(&mut head, 0).unwrap();
@@ -128,8 +128,8 @@ fn inspects_the_chain(fixture: &Fixture) {
     }
 }
 
-/// A small guest in a chain of three files, each with chunks that are read from it: the last fill of memory is in the
-/// middle one.
+/// A small guest in a chain of three files, each with chunks that are read from it: the last fill of memory
+/// is in the middle one.
 fn chain(fixture: &Fixture) -> Qemu {
     let source = counting(guest());
     let first = format!("copy --resume {} {}", qmp(&source), fixture.name("first.img"));

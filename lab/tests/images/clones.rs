@@ -182,8 +182,8 @@ fn clones_that_share_a_writable_disk_are_refused() {
         assert!(error.contains("has the writable drive \"disk0\"") && error.contains(&other), "{error}");
     }
     assert_eq!(result_of(&results, &names[2])["destination-state"], "running");
-    // One warning for all of them: their cards have the same address, and the guests do not know that they are
-    // clones.
+    // One warning for all of them: their cards have the same address, and the guests do not know that they
+    // are clones.
     let notices = finished.stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     let notices: Vec<_> = notices.filter(|event| event["event"] == "notice").collect();
     for text in ["3 of the clones have network cards", "3 of the clones have no vmgenid device"] {

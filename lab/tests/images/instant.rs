@@ -7,8 +7,8 @@ use crate::support::{
     Fixture, WITHIN, assert_ended, assert_runs, assert_safe, counting, guest, qmp, set, signal, waiting,
 };
 
-/// Returns true if this host's QEMU can write-protect its guest's memory; if not, prints the skip of `name` with
-/// QEMU's reason.
+/// Returns true if this host's QEMU can write-protect its guest's memory; if not, prints the skip of `name`
+/// with QEMU's reason.
 fn can_watch(name: &str) -> bool {
     if !require_lab(name) {
         return false;
@@ -88,8 +88,8 @@ fn a_guest_runs_on_while_its_instant_is_stored() {
     assert_runs(&source);
     assert!(source.counter().unwrap() > during);
     let destination = restored(&fixture, "guest.img");
-    // One instant: the sweep is in order, no page is of a later round, and the counter is one from before the guest
-    // was resumed.
+    // One instant: the sweep is in order, no page is of a later round, and the counter is one from before the
+    // guest was resumed.
     destination.check_filled().unwrap();
     let counter = destination.counter().unwrap();
     assert!(counter >= before && counter <= during, "{before} … {counter} … {during}");

@@ -72,7 +72,8 @@ fn a_guest_of_the_newest_qemu_runs_on_the_memory_of_its_image() {
     }
 }
 
-/// Starts six guests out of one image, with a copy each or with one for all; prints their times and the memory that they share.
+/// Starts six guests out of one image, with a copy each or with one for all; prints their times and the
+/// memory that they share.
 fn six_guests(saved: &Saved, copies: &str, restore: impl Fn(&[Qemu])) {
     let clones: Vec<Qemu> = (0..CLONES).map(|_| saved.waiting(&saved.backend())).collect();
     clones.iter().for_each(report_events);

@@ -1,5 +1,5 @@
-//! The launcher against stock QEMUs: they start, answer, end with their owner, and show their own messages; and a command line that was
-//! read from a process starts an equal QEMU.
+//! The launcher against stock QEMUs: they start, answer, end with their owner, and show their own messages;
+//! and a command line that was read from a process starts an equal QEMU.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 mod equal;

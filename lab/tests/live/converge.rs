@@ -1,5 +1,5 @@
-//! A guest that writes faster than it can be sent: towline reports that with figures and the guest runs on, or it is
-//! throttled.
+//! A guest that writes faster than it can be sent: towline reports that with figures and the guest runs on,
+//! or it is throttled.
 
 use serde_json::Value;
 use towline_lab::{Qemu, require_lab};

@@ -16,7 +16,8 @@ fn transferred(towline: &Towline) -> u64 {
     events.iter().filter_map(|event| event["ram"]["transferred"].as_u64()).max().unwrap_or_default()
 }
 
-/// The destination is stopped for a while in the middle: nothing accumulates in between, and the source is blocked.
+/// The destination is stopped for a while in the middle: nothing accumulates in between, and the source is
+/// blocked.
 #[test]
 fn a_relay_takes_little_memory_and_makes_its_source_wait() {
     if !require_lab("a_relay_takes_little_memory_and_makes_its_source_wait") {

@@ -1,12 +1,13 @@
-//! A process or a connection is killed while a guest moves: a QEMU, towline, or one connection. Afterwards the state
-//! of both QEMUs is compared with the guarantees (docs/move.md) and with towline's report.
+//! A process or a connection is killed while a guest moves: a QEMU, towline, or one connection. Afterwards
+//! the state of both QEMUs is compared with the guarantees (docs/move.md) and with towline's report.
 //!
 //! ```text
 //!   seed ─► Case ─► source, destination, towline that waits at a phase ─► kill ─► go ─► Verdict
 //! ```
-//! Half of the cases are aimed: towline is held at a phase between the guest's stop and `cont`, or the kill follows a
-//! phase or the source's stop by a moment. The others come at any time. `TOWLINE_SOAK_KILLS` is the number of runs,
-//! `TOWLINE_SOAK_SEED` the first seed, and `TOWLINE_SOAK_ONLY` words that a case must contain, as `Towline,lanes: 4`.
+//! Half of the cases are aimed: towline is held at a phase between the guest's stop and `cont`, or the kill
+//! follows a phase or the source's stop by a moment. The others come at any time. `TOWLINE_SOAK_KILLS` is the
+//! number of runs, `TOWLINE_SOAK_SEED` the first seed, and `TOWLINE_SOAK_ONLY` words that a case must
+//! contain, as `Towline,lanes: 4`.
 
 mod connections;
 mod hooked;
@@ -31,7 +32,8 @@ const HANG_ATTEMPTS: u32 = 5;
 const RUN_MS: u64 = 1600;
 /// Maximum delay of a kill after the phase that it is aimed at, in microseconds.
 const BEHIND_US: u64 = 4000;
-/// Maximum delay after the guest's stop, in microseconds: covers the rest of the stream and the whole switchover.
+/// Maximum delay after the guest's stop, in microseconds: covers the rest of the stream and the whole
+/// switchover.
 const STOPPED_US: u64 = 25_000;
 /// MiB that the guest fills, and pages of it that it dirties for ever: few, or half.
 const FILL_MIB: u64 = 16;
@@ -64,8 +66,8 @@ enum Moment {
     Behind(CopyPhase, Duration),
     /// This long after the source stopped its guest.
     Stopped(Duration),
-    /// After the destination has hung for a while, starting this long after towline's start or at the stop of the
-    /// source's guest: every connection is full, and all processes are blocked.
+    /// After the destination has hung for a while, starting this long after towline's start or at the stop of
+    /// the source's guest: every connection is full, and all processes are blocked.
     Stuck(Option<Duration>),
 }
 

@@ -1,5 +1,5 @@
-//! `towline move`: the guest runs on at its destination and its source exits; after any failure it stays at its
-//! source.
+//! `towline move`: the guest runs on at its destination and its source exits; after any failure it stays at
+//! its source.
 
 use std::time::Instant;
 

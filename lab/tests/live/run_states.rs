@@ -1,4 +1,5 @@
-//! A guest keeps its run state, or its copy is refused: there are states in which QEMU would lose it, or run it.
+//! A guest keeps its run state, or its copy is refused: there are states in which QEMU would lose it, or run
+//! it.
 
 use serde_json::{Value, json};
 use towline_lab::expect::lift_rate_limit;

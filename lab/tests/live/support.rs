@@ -46,8 +46,8 @@ pub(crate) fn linux(memory_mib: u64) -> Builder {
     Qemu::builder(Version::V10_0).cpu("Nehalem").linux().memory_mib(memory_mib).processors(2)
 }
 
-/// Boots Linux and has it write `range` bytes round and round at `rate` bytes per second, in a pattern that can be
-/// checked.
+/// Boots Linux and has it write `range` bytes round and round at `rate` bytes per second, in a pattern that
+/// can be checked.
 pub(crate) fn writing(builder: &Builder, rate: u64, range: u64) -> (Qemu, LinuxGuest) {
     let qemu = builder.clone().start().unwrap();
     let mut guest = qemu.linux(WITHIN).unwrap();

@@ -1,7 +1,7 @@
 //! From each QEMU to each other with a machine type that both have, by every route.
 //!
-//! `make test` runs each route at least once with the newest QEMU at one end; all routes of all pairs run in `cargo
-//! xtask soak versions`, which prints the table. TLS has its own test (`lab/tests/tls.rs`).
+//! `make test` runs each route at least once with the newest QEMU at one end; all routes of all pairs run in
+//! `cargo xtask soak versions`, which prints the table. TLS has its own test (`lab/tests/tls.rs`).
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
@@ -45,8 +45,8 @@ impl Crossing {
         builder.cpu("Nehalem").memory_mib(64).boot_sector(BootSector::default())
     }
 
-    /// Starts a guest and waits until it counts; stopped where QEMU loses the writes of an emulated guest during a
-    /// migration.
+    /// Starts a guest and waits until it counts; stopped where QEMU loses the writes of an emulated guest
+    /// during a migration.
     fn boot(self) -> Qemu {
         let qemu = boot(self.builder(self.from));
         if !self.from.tracks_emulated_writes() {
@@ -232,9 +232,9 @@ fn moved(crossing: Crossing, how: &[&str]) {
     go_on(&destination, counter);
 }
 
-/// A guest runs at its destination while most of its memory is still at the source (postcopy). It writes too much to
-/// converge without that. Where QEMU loses the writes of an emulated guest it is stopped until the first pages have
-/// been sent, or for good.
+/// A guest runs at its destination while most of its memory is still at the source (postcopy). It writes too
+/// much to converge without that. Where QEMU loses the writes of an emulated guest it is stopped until the
+/// first pages have been sent, or for good.
 fn followed(crossing: Crossing, how: &[&str]) {
     let (source, destination) = (crossing.boot(), crossing.waiting());
     let (counter, begins_stopped) =

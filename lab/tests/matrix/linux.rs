@@ -177,7 +177,8 @@ fn a_linux_7_moves_between_10_0_and_the_newest_qemu() {
         let builder = Qemu::builder(version).machine(Version::V10_0.machine()).cpu("Nehalem").linux();
         builder.kernel(Kernel::Newest).processors(2).args(["-device", "virtio-rng-pci"])
     };
-    // A guest that was started in a QEMU with enlarged virtqueues cannot go to the newest; one that was started there can return.
+    // A guest that was started in a QEMU with enlarged virtqueues cannot go to the newest; one that was
+    // started there can return.
     let (first, second) = if Version::V10_0.enlarges_virtqueues().unwrap() {
         (Version::Newest, Version::V10_0)
     } else {

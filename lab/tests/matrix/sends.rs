@@ -59,8 +59,9 @@ fn stock_qemus_receive_zero_copy_sends() {
     }
 }
 
-/// A stock QEMU with `zero-copy-send` on sends to a towline that listens. The loopback copies what it sends, so it counts a
-/// missed pass for each lane and pass with pages; in a guest, over virtio-net, towline's own sends show that none is missed.
+/// A stock QEMU with `zero-copy-send` on sends to a towline that listens. The loopback copies what it sends,
+/// so it counts a missed pass for each lane and pass with pages; in a guest, over virtio-net, towline's own
+/// sends show that none is missed.
 #[test]
 fn a_stock_source_may_send_without_a_copy() {
     if !require_lab("a_stock_source_may_send_without_a_copy") {

@@ -25,8 +25,8 @@ impl Row {
         self.boot_on(self.version())
     }
 
-    /// Starts this row's guest on another QEMU and waits until it counts. Where that QEMU loses the writes of an
-    /// emulated guest it is stopped then, see [`Version::tracks_emulated_writes`].
+    /// Starts this row's guest on another QEMU and waits until it counts. Where that QEMU loses the writes of
+    /// an emulated guest it is stopped then, see [`Version::tracks_emulated_writes`].
     pub(crate) fn boot_on(self, version: Version) -> Qemu {
         let qemu = boot(self.builder_on(version));
         if !version.tracks_emulated_writes() {

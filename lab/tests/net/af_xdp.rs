@@ -80,7 +80,8 @@ fn a_guest_sends_by_af_xdp() {
 /// Number of the macvtap's interface, and thereby of its file in `/dev`, which all network namespaces share.
 const MACVTAP_INDEX: &str = "7411";
 
-/// Interfaces of a card that receives by a macvtap of the interface by which it sends. `None` without macvtaps.
+/// Interfaces of a card that receives by a macvtap of the interface by which it sends. `None` without
+/// macvtaps.
 fn macvtap(name: &str, near: &Network, far: &Network) -> Option<()> {
     near.connect("out0", far, "in0").unwrap();
     give_addresses(far, "in0");

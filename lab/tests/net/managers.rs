@@ -1,5 +1,5 @@
-//! Facilities for managers of guests: taps and a connection that they opened, processors for the threads, QEMU's `set_link`, and
-//! guests with a driver from before virtio 1.0.
+//! Facilities for managers of guests: taps and a connection that they opened, processors for the threads,
+//! QEMU's `set_link`, and guests with a driver from before virtio 1.0.
 
 use std::path::Path;
 
@@ -11,8 +11,9 @@ use crate::support::{
     shell, sum, talk,
 };
 
-/// A manager: opens a descriptor for each `INTERFACE=FLAGS` (of `TUNSETIFF`), accepts a connection if a socket's path is given, and
-/// becomes the command after `--`, in which `TAPS` and `CONNECTION` are replaced by the descriptors.
+/// A manager: opens a descriptor for each `INTERFACE=FLAGS` (of `TUNSETIFF`), accepts a connection if a
+/// socket's path is given, and becomes the command after `--`, in which `TAPS` and `CONNECTION` are replaced
+/// by the descriptors.
 const MANAGER: &str = r#"
 import fcntl, os, socket, struct, sys
 where = sys.argv.index("--")
@@ -40,7 +41,8 @@ const VNET_HDR: u16 = 0x4000;
 const MULTI_QUEUE: u16 = 0x100;
 const GOOD: u16 = TAP | NO_PI | VNET_HDR | MULTI_QUEUE;
 
-/// Starts a card of which a manager opened the taps, and accepted the connection at `socket` if it is not empty.
+/// Starts a card of which a manager opened the taps, and accepted the connection at `socket` if it is not
+/// empty.
 fn managed(network: &Network, socket: &str, taps: &[(&str, u16)], arguments: &[&str]) -> Towline {
     let (prefix, towline) = (network.prefix(), towline_binary().unwrap());
     let python = paths::python(&paths::lab_directory());

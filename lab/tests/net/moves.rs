@@ -59,8 +59,8 @@ fn hub(name: &str) -> Option<Network> {
     Some(hub)
 }
 
-/// Moves a guest to and fro with an open connection; `versions` are those of the QEMUs, and all use the first one's
-/// machine type.
+/// Moves a guest to and fro with an open connection; `versions` are those of the QEMUs, and all use the first
+/// one's machine type.
 fn move_to_and_fro(name: &str, versions: &[Version], queues: usize) -> Option<Duration> {
     let hub = hub(name)?;
     let scratch = scratch();
@@ -148,7 +148,8 @@ fn a_guest_with_open_connections_is_restored_by_postcopy() {
     println!("the longest block took {longest:?}");
 }
 
-/// QEMU has taken the guest's link down, and nothing raises it at a destination that is connected to its card.
+/// QEMU has taken the guest's link down, and nothing raises it at a destination that is connected to its
+/// card.
 #[test]
 fn a_card_whose_process_has_ended_is_noted_before_a_move() {
     let name = "a_card_whose_process_has_ended_is_noted_before_a_move";
@@ -181,8 +182,8 @@ fn a_card_whose_process_has_ended_is_noted_before_a_move() {
 /// Restarts of the rings in each move, while memory is copied.
 const RESTARTS: u64 = 10;
 
-/// QEMU stops its card's rings when its link is set down, and releases the dirty log with them. It starts them again with frames in
-/// the tap, and sends the next log afterwards.
+/// QEMU stops its card's rings when its link is set down, and releases the dirty log with them. It starts
+/// them again with frames in the tap, and sends the next log afterwards.
 #[test]
 fn every_byte_arrives_while_the_rings_restart_during_moves() {
     let name = "every_byte_arrives_while_the_rings_restart_during_moves";

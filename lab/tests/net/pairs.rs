@@ -1,6 +1,6 @@
-//! Pairs of cards that differ in one property: the verdicts of `towline check` on the QEMUs (`qmp:`) and on the cards
-//! (`ctl:`), the outcome of `towline move` with both, and of a Linux that is migrated from one to the other with an
-//! open connection.
+//! Pairs of cards that differ in one property: the verdicts of `towline check` on the QEMUs (`qmp:`) and on
+//! the cards (`ctl:`), the outcome of `towline move` with both, and of a Linux that is migrated from one to
+//! the other with an open connection.
 //!
 //! `make test` has two pairs that are not moved; `cargo xtask soak net-pairs` has all, and prints the table.
 
@@ -130,7 +130,8 @@ fn talks(hub: &Network, mtu: usize) -> bool {
     hub.enter(|| std::panic::catch_unwind(talks).is_ok()).unwrap()
 }
 
-/// Has QEMU itself migrate, and waits until the guest runs at its destination; false if it does not get so far.
+/// Has QEMU itself migrate, and waits until the guest runs at its destination; false if it does not get so
+/// far.
 fn migrate(source: &Qemu, destination: &Qemu) -> bool {
     let uri = format!("unix:{}", destination.directory().join("stream").display());
     destination.qmp().execute("migrate-incoming", json!({ "uri": uri })).unwrap();

@@ -40,7 +40,8 @@ fn connections_survive_the_death_of_the_cards_process() {
     }
 }
 
-/// Replacement of the card's process: a signal that a service manager sends, and a new process with the same command line.
+/// Replacement of the card's process: a signal that a service manager sends, and a new process with the same
+/// command line.
 #[test]
 fn a_new_process_continues_with_the_state_of_the_former_one() {
     let name = "a_new_process_continues_with_the_state_of_the_former_one";
@@ -59,7 +60,8 @@ fn a_new_process_continues_with_the_state_of_the_former_one() {
         process = card(&network, &socket, &arguments);
         clients.iter().for_each(|client| client.wait_blocks(5));
     }
-    // A second one is refused before it changes the tap of the first, whose guest relies on the tap's offloads.
+    // A second one is refused before it changes the tap of the first, whose guest relies on the tap's
+    // offloads.
     let second = start_card(&network, &socket, &arguments).wait(WITHIN).unwrap();
     assert_eq!(second.status.code(), Some(1), "{}", second.stderr);
     assert!(second.stderr.contains("in use"), "{}", second.stderr);

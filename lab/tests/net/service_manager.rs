@@ -17,7 +17,8 @@ use crate::support::{
 };
 
 const SYSTEMD: &str = "/lib/systemd/systemd";
-/// Possible paths of control groups: version 1's hierarchy of systemd's own with version 2 beside it, or version 2.
+/// Possible paths of control groups: version 1's hierarchy of systemd's own with version 2 beside it, or
+/// version 2.
 const HIERARCHIES: [&str; 3] = ["/sys/fs/cgroup/systemd", "/sys/fs/cgroup/unified", "/sys/fs/cgroup"];
 
 /// A systemd, and its control groups.

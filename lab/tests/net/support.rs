@@ -116,7 +116,8 @@ pub(crate) fn sum(statistics: &Value, way: &str, key: &str) -> u64 {
 
 /// Builder of a Linux whose card is behind this socket.
 pub(crate) fn builder(version: Version, socket: &Path, queues: usize) -> Builder {
-    // QEMU 7.2 without KVM dereferences a null pointer when it sets up the vectors of a vhost-user-net device.
+    // QEMU 7.2 without KVM dereferences a null pointer when it sets up the vectors of a vhost-user-net
+    // device.
     let vectors = if version == Version::V7_2 { 0 } else { 2 * queues + 2 };
     builder_with(version, socket, queues, vectors)
 }
@@ -245,7 +246,8 @@ pub(crate) fn host_echo(network: &Network) -> SocketAddr {
     address
 }
 
-/// A connection to the guest's echo that is never idle: blocks of a sequence are sent, and their echo is compared.
+/// A connection to the guest's echo that is never idle: blocks of a sequence are sent, and their echo is
+/// compared.
 pub(crate) struct EchoClient {
     blocks: Arc<AtomicU64>,
     stop: Arc<AtomicBool>,
@@ -302,7 +304,8 @@ impl EchoClient {
     }
 }
 
-/// Connections to the guest's echo, one after the other, that send without waiting for what comes back, which is compared.
+/// Connections to the guest's echo, one after the other, that send without waiting for what comes back, which
+/// is compared.
 pub(crate) struct BulkClient {
     stop: Arc<AtomicBool>,
     bytes: JoinHandle<u64>,

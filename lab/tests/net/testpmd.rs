@@ -1,4 +1,5 @@
-//! A driver that is neither ours nor Linux's: DPDK's virtio-user, in dpdk-testpmd, which sends back all frames.
+//! A driver that is neither ours nor Linux's: DPDK's virtio-user, in dpdk-testpmd, which sends back all
+//! frames.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -75,8 +76,8 @@ fn swap(network: &Network, program: &Path, mode: &str, traffic: impl FnOnce() + 
     })
     .unwrap();
     network.enter(traffic).unwrap();
-    // All frames under way are returned, except those that exceed testpmd's ring, which it counts. The end is reached
-    // when all three counters are equal, and are unchanged two tables later.
+    // All frames under way are returned, except those that exceed testpmd's ring, which it counts. The end is
+    // reached when all three counters are equal, and are unchanged two tables later.
     let (mut sent, mut back, mut since) = (0, 0, usize::MAX);
     wait_until("the last frame", WITHIN, || {
         let text = pmd.stdout();

@@ -1,5 +1,5 @@
-//! A card with a guest that has an open connection: queried over its control socket, scraped, and its link taken
-//! down.
+//! A card with a guest that has an open connection: queried over its control socket, scraped, and its link
+//! taken down.
 
 use std::net::{SocketAddr, UdpSocket};
 

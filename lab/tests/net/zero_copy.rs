@@ -5,8 +5,8 @@
 //!                                                        reads                │
 //!               ── commands ─► driver (this program) ── its memory ── towline net
 //! ```
-//! Linux's virtio-net has zero-copy since 6.11, where the card uses the platform's DMA (`iommu_platform`). When this test stops
-//! reading, the card's queue stops, and frames stay in the driver's memory.
+//! Linux's virtio-net has zero-copy since 6.11, where the card uses the platform's DMA (`iommu_platform`).
+//! When this test stops reading, the card's queue stops, and frames stay in the driver's memory.
 
 mod costs;
 mod driver;
@@ -30,7 +30,8 @@ use crate::support::{WITHIN, path, scratch, sum};
 use driver::SLOTS;
 use wire::Wire;
 
-/// QEMU's card waits for this time, in nanoseconds, before it sends. It does not wait if it is notified again meanwhile.
+/// QEMU's card waits for this time, in nanoseconds, before it sends. It does not wait if it is notified again
+/// meanwhile.
 const DELAYED: &str = ",tx=timer,x-txtimer=4000000000";
 /// All frames that can be are sent by reference.
 const ALL_REFERENCES: &str = "--zero-copy-send on";
@@ -259,7 +260,8 @@ impl Bench {
         statistics
     }
 
-    /// Queues frames that QEMU's card delays, until some are in flight. Returns the sequence numbers of the last ones.
+    /// Queues frames that QEMU's card delays, until some are in flight. Returns the sequence numbers of the
+    /// last ones.
     fn delay_frames(&mut self) -> std::ops::Range<u32> {
         wait_until("frames in flight", WITHIN, || {
             assert_eq!(self.command("finish"), 0);
@@ -304,8 +306,8 @@ fn frames_leave_the_drivers_memory_without_a_copy() {
     assert_eq!(sum(&bench.statistics(), "tx", "pending"), 0);
 }
 
-/// The wire is not paused here: QEMU 10.0 fails an assertion (`async_tx.elem`) if a queue is reset while its netdev accepts
-/// nothing.
+/// The wire is not paused here: QEMU 10.0 fails an assertion (`async_tx.elem`) if a queue is reset while its
+/// netdev accepts nothing.
 #[test]
 fn a_ring_can_be_stopped_with_frames_in_flight() {
     let name = "a_ring_can_be_stopped_with_frames_in_flight";
@@ -329,7 +331,8 @@ fn bytes_are_equal(bench: &mut Bench) {
     let [zero_copy, referenced] = ["zero-copy", "referenced"].map(|key| sum(&statistics, "tx", key));
     println!("{zero_copy} of {long} long frames without a copy: {statistics}");
     assert!(zero_copy == referenced && zero_copy > long / 2, "{statistics}");
-    // The driver accepts one descriptor per packet: all others are in several buffers, or cross a page boundary.
+    // The driver accepts one descriptor per packet: all others are in several buffers, or cross a page
+    // boundary.
     let copies = &statistics["pairs"][0]["tx"]["copies"];
     let [short, buffers, pages] =
         ["short", "buffers", "pages"].map(|reason| copies[reason].as_u64().unwrap());

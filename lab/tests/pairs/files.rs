@@ -36,8 +36,8 @@ impl Disks {
     }
 }
 
-/// Four clusters of version 2 (QEMU's `docs/interop/qcow2.txt`): the header, the refcount table, its one block, and
-/// an empty L1 table.
+/// Four clusters of version 2 (QEMU's `docs/interop/qcow2.txt`): the header, the refcount table, its one
+/// block, and an empty L1 table.
 fn empty_qcow2() -> Vec<u8> {
     let [table, block, map] = [1, 2, 3].map(|cluster| cluster * CLUSTER);
     let header = [

@@ -1,9 +1,10 @@
-//! Verdicts compared with outcomes: each pair of QEMUs is judged by `towline check`, then migrated by stock QEMU
-//! itself, then moved by `towline move`.
+//! Verdicts compared with outcomes: each pair of QEMUs is judged by `towline check`, then migrated by stock
+//! QEMU itself, then moved by `towline move`.
 //!
-//! For each pair three things are asserted. The verdict on a `migrate` by hand agrees with its outcome: the guest
-//! runs on at its destination, or does not ("could not tell" agrees with neither). towline's own verdict agrees with
-//! the end of its move. And after the move the guest runs: at the destination if it was moved, else at the source.
+//! For each pair three things are asserted. The verdict on a `migrate` by hand agrees with its outcome: the
+//! guest runs on at its destination, or does not ("could not tell" agrees with neither). towline's own
+//! verdict agrees with the end of its move. And after the move the guest runs: at the destination if it was
+//! moved, else at the source.
 //!
 //! `make test` runs one pair of each kind; `cargo xtask soak pairs` runs all of them, and prints the table.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]

@@ -11,8 +11,8 @@ use crate::table::Pair;
 
 /// Timeout of anything that must happen.
 pub(crate) const WITHIN: Duration = Duration::from_secs(60);
-/// Time for events that need not happen. It passes only where the guest does not run on, and then QEMU mostly fails
-/// at once.
+/// Time for events that need not happen. It passes only where the guest does not run on, and then QEMU mostly
+/// fails at once.
 const OUTCOME_WITHIN: Duration = Duration::from_secs(30);
 /// Time limit of a QEMU's exit after it has closed the connection.
 const EXIT_WITHIN: Duration = Duration::from_secs(5);
@@ -149,7 +149,8 @@ pub(crate) fn check(source: &Qemu, destination: &Qemu) -> Value {
     report
 }
 
-/// Has QEMU migrate, and waits until the guest runs on at its destination; the error is the reason why it does not.
+/// Has QEMU migrate, and waits until the guest runs on at its destination; the error is the reason why it
+/// does not.
 pub(crate) fn migrate(
     source: &Qemu,
     destination: &Qemu,

@@ -120,8 +120,8 @@ fn machines() -> Vec<Pair> {
     ]
 }
 
-/// Pairs with the newest QEMU, which not every machine has. None with virtio runs on: the verdict on that is "could not
-/// tell", since QEMU 11.1 cannot be queried for negotiated features.
+/// Pairs with the newest QEMU, which not every machine has. None with virtio runs on: the verdict on that is
+/// "could not tell", since QEMU 11.1 cannot be queried for negotiated features.
 pub(crate) fn newest() -> Vec<Pair> {
     [plain_newest(), larger_virtqueues()].into_iter().flatten().collect()
 }

@@ -1,5 +1,5 @@
-//! Connections that break while the guest runs and its memory is under way: every page arrives all the same, and each
-//! once.
+//! Connections that break while the guest runs and its memory is under way: every page arrives all the same,
+//! and each once.
 
 use std::time::Duration;
 
@@ -11,8 +11,8 @@ use crate::support::{
     wait_running, waiting,
 };
 
-/// Breaks the destination's connections as a network would (its own `migrate-pause`). False if it had everything
-/// already.
+/// Breaks the destination's connections as a network would (its own `migrate-pause`). False if it had
+/// everything already.
 fn cut(destination: &Qemu) -> bool {
     let cut = destination.qmp().execute("migrate-pause", Value::Null);
     if cut.is_err() {

@@ -101,8 +101,8 @@ fn a_destination_that_disconnects_before_the_guest_runs_leaves_it_in_its_image()
         return;
     }
     let Stored { scratch, image, .. } = Stored::new();
-    // Reads the header and disconnects; the first time without a message, the second after a failure on the return
-    // path.
+    // Reads the header and disconnects; the first time without a message, the second after a failure on the
+    // return path.
     for answer in [&[][..], &[0, 1, 0, 4, 0, 0, 0, 1]] {
         let listener = UnixListener::bind(scratch.path("gone.sock")).unwrap();
         let gone = thread::spawn(move || {

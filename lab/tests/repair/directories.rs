@@ -1,5 +1,5 @@
-//! A runtime directory that other users can write to is not used: the copy runs without a journal and reports that,
-//! `repair` fails.
+//! A runtime directory that other users can write to is not used: the copy runs without a journal and reports
+//! that, `repair` fails.
 
 use std::process::Command;
 

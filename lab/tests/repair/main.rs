@@ -1,5 +1,5 @@
-//! A towline that is killed in the middle of a copy: its changes to the QEMU are undone by the next one, or by
-//! `repair`.
+//! A towline that is killed in the middle of a copy: its changes to the QEMU are undone by the next one, or
+//! by `repair`.
 #![allow(clippy::unwrap_used)] // Helpers of tests are tests.
 
 mod directories;

@@ -176,7 +176,8 @@ fn directories_without_room_are_refused() {
     }
 }
 
-/// A backend with huge pages: none are needed where its memory is mapped, and with `--copy` QEMU itself needs them.
+/// A backend with huge pages: none are needed where its memory is mapped, and with `--copy` QEMU itself needs
+/// them.
 #[test]
 fn memory_with_huge_pages_is_mapped_without_them() {
     if !require_lab("memory_with_huge_pages_is_mapped_without_them") {

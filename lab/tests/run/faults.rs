@@ -1,4 +1,5 @@
-//! Mistakes of a user, an image or a QEMU: each is refused with the option that changes it, and nothing is left.
+//! Mistakes of a user, an image or a QEMU: each is refused with the option that changes it, and nothing is
+//! left.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;

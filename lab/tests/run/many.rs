@@ -61,8 +61,8 @@ fn each(names: &[String], threads: usize, work: impl Fn(&str) + Sync) {
     });
 }
 
-/// Has each guest write a part of its memory, few at a time, while the others are paused: a hundred emulated guests that are busy share
-/// the host's processors, and none gets on.
+/// Has each guest write a part of its memory, few at a time, while the others are paused: a hundred emulated
+/// guests that are busy share the host's processors, and none gets on.
 fn write_in_turns(saved: &Saved, names: &[String]) {
     let command = |name: &str, command: &str| {
         saved.monitor(name).execute(command, Value::Null).unwrap();

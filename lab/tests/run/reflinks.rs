@@ -1,4 +1,5 @@
-//! Guests with vhost-user devices, whose memory is a reflink of the image on each filesystem that has them, and copied on others.
+//! Guests with vhost-user devices, whose memory is a reflink of the image on each filesystem that has them,
+//! and copied on others.
 
 use towline_lab::{Filesystem, Network, Towline, require_lab, skip, wait_until};
 
@@ -59,7 +60,8 @@ impl SavedWithCard {
         self.saved.towline_within(&self.filesystem.prefix(), words.chain(self.saved.set()))
     }
 
-    /// The guest runs, and its card and its memory are in order. Then it is ended, and the image is what it was.
+    /// The guest runs, and its card and its memory are in order. Then it is ended, and the image is what it
+    /// was.
     fn assert_guest_works(self, run: Towline) {
         let mut guest = self.saved.agent("web");
         set_up(&mut guest);

@@ -280,8 +280,8 @@ impl Saved {
         assert_eq!(linux.hash().unwrap(), self.hash);
     }
 
-    /// Waits until the guest of this process steps its counter, which is read from its memory, mapped from the image: the guest has no
-    /// work with it.
+    /// Waits until the guest of this process steps its counter, which is read from its memory, mapped from
+    /// the image: the guest has no work with it.
     pub(crate) fn wait_first_tick(&self, pid: u64) {
         self.wait_first_tick_in(pid, &self.image());
     }

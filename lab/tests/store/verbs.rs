@@ -1,4 +1,5 @@
-//! `towline store`: listing, sizes, verification and removal, in a directory store, in S3 and with image files.
+//! `towline store`: listing, sizes, verification and removal, in a directory store, in S3 and with image
+//! files.
 
 use serde_json::Value;
 use towline_lab::wait_until;
@@ -21,7 +22,8 @@ fn number(event: &Value, key: &str) -> u64 {
     event[key].as_u64().unwrap_or_else(|| panic!("no {key} in {event}"))
 }
 
-/// Lists two equal images and another one, verifies them, and removes them; `files` are the objects below the prefix.
+/// Lists two equal images and another one, verifies them, and removes them; `files` are the objects below the
+/// prefix.
 fn life_of_a_prefix(fixture: &Fixture, prefix: &str, objects: &dyn Fn() -> usize) {
     let image = |name: &str| format!("{prefix}/{name}");
     fixture.done(&["copy", "mem:16M,seed=1", &image("a")]);

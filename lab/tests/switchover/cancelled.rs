@@ -25,8 +25,8 @@ fn hold_at_the_end(proxy: &Proxy) {
     proxy.set_trigger(Trigger { flow: Flow::ToDestination, bytes, forwards: true, action });
 }
 
-/// Suspends the destination's QEMU when it lacks only the last bytes, cancels when everything is sent, and resumes
-/// it.
+/// Suspends the destination's QEMU when it lacks only the last bytes, cancels when everything is sent, and
+/// resumes it.
 fn cancel_while_it_loads<T>(proxy: &Proxy, destination: &Qemu, cancel: impl FnOnce() -> T) -> T {
     wait_fired(proxy);
     let suspended = Suspended::new(destination);
@@ -72,7 +72,8 @@ fn a_cancelled_restore_to_a_stock_destination_does_not_run() {
     assert!(!is_live(&destination), "it runs, and its image is reported to hold it");
 }
 
-/// After the destination's confirmation the guest may run there: it is too late to cancel, and the copy continues.
+/// After the destination's confirmation the guest may run there: it is too late to cancel, and the copy
+/// continues.
 #[test]
 fn a_cancellation_after_the_confirmation_comes_too_late() {
     if !require_lab("a_cancellation_after_the_confirmation_comes_too_late") {

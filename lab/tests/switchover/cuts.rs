@@ -1,4 +1,5 @@
-//! The link between two towlines is cut after the destination's acknowledgement, at each message that follows.
+//! The link between two towlines is cut after the destination's acknowledgement, at each message that
+//! follows.
 
 use serde_json::Value;
 use towline_lab::{Action, Flow, Proxy, Qemu, Trigger, Version, require_lab};

@@ -1,5 +1,5 @@
-//! The switchover with stock QEMU: after any fault from the last byte of the stream on, at most one guest runs, and
-//! towline's report of it is true.
+//! The switchover with stock QEMU: after any fault from the last byte of the stream on, at most one guest
+//! runs, and towline's report of it is true.
 //!
 //! The state machine itself is explored in `towline-control`; these tests cover its environment: QEMU's own
 //! behaviour, processes, sockets, signals.

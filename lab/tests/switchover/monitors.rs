@@ -1,5 +1,5 @@
-//! Monitors without a reliable view of the guest: a proxy that exits, another client's migration, a guest that
-//! towline must not run.
+//! Monitors without a reliable view of the guest: a proxy that exits, another client's migration, a guest
+//! that towline must not run.
 
 use std::cell::RefCell;
 use std::path::Path;
@@ -18,7 +18,8 @@ const SOCAT: &str = "/usr/bin/socat";
 /// Slow enough that the copy takes a while.
 const SLOW: &str = "--max-bandwidth 1M";
 
-/// A proxy in front of a monitor, in a process of its own: the process that listens on its socket is not QEMU.
+/// A proxy in front of a monitor, in a process of its own: the process that listens on its socket is not
+/// QEMU.
 pub(crate) struct Socat(Child);
 
 impl Socat {
@@ -140,7 +141,8 @@ fn another_clients_migration_is_not_cancelled() {
     let (source, destination) = (counting(&builder), waiting(&builder));
     let holder = Qmp::connect(&destination.qmp_path(), WITHIN).unwrap();
     let mut towline = start(&format!("copy {} {}", qmp(&source), qmp(&destination)));
-    // It holds the source's monitor from the preflight check on, so another client does not get a greeting there.
+    // It holds the source's monitor from the preflight check on, so another client does not get a greeting
+    // there.
     wait_until("a towline at the source's monitor", WITHIN, || {
         assert!(towline.runs()?, "it ended: {}", towline.stderr());
         Ok(Qmp::connect(&source.qmp_path(), std::time::Duration::from_millis(500)).is_err().then_some(()))
@@ -156,8 +158,8 @@ fn another_clients_migration_is_not_cancelled() {
     drop(holder);
 }
 
-/// At its source it stays as the copy left it, whatever the result of the next one. (For a guest that runs elsewhere
-/// see `records`.)
+/// At its source it stays as the copy left it, whatever the result of the next one. (For a guest that runs
+/// elsewhere see `records`.)
 #[test]
 fn a_copy_that_fails_early_does_not_run_what_an_earlier_one_paused() {
     if !require_lab("a_copy_that_fails_early_does_not_run_what_an_earlier_one_paused") {

@@ -1,5 +1,5 @@
-//! A move that is cut off or killed at the point of no return is recorded at both ends, and `towline moves` and
-//! `towline resume` finish it.
+//! A move that is cut off or killed at the point of no return is recorded at both ends, and `towline moves`
+//! and `towline resume` finish it.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -211,8 +211,8 @@ fn a_destination_whose_source_runs_on_is_discarded() {
     assert!(there.moves().is_empty());
 }
 
-/// The destination ran it without the source's knowledge: the source's towline is undecided, and the guest is not run
-/// there.
+/// The destination ran it without the source's knowledge: the source's towline is undecided, and the guest is
+/// not run there.
 #[test]
 fn a_source_whose_destination_runs_is_discarded_and_kept_from_a_later_copy() {
     if !has_hosts("a_source_whose_destination_runs_is_discarded_and_kept_from_a_later_copy") {
@@ -231,8 +231,8 @@ fn a_source_whose_destination_runs_is_discarded_and_kept_from_a_later_copy() {
     assert!(source.wait_exit(WITHIN).unwrap().success());
 }
 
-/// Both ends on one host, and towline killed when the destination has everything: the QEMUs' states suffice to
-/// decide.
+/// Both ends on one host, and towline killed when the destination has everything: the QEMUs' states suffice
+/// to decide.
 #[test]
 fn a_move_killed_at_the_decision_on_one_host_is_finished_from_the_run_states() {
     let name = "a_move_killed_at_the_decision_on_one_host_is_finished_from_the_run_states";

@@ -1,5 +1,5 @@
-//! A destination that refuses the device state, late: the last byte is held back until it has loaded everything
-//! before it.
+//! A destination that refuses the device state, late: the last byte is held back until it has loaded
+//! everything before it.
 
 use towline_lab::{Version, require_lab};
 

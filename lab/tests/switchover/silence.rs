@@ -67,8 +67,8 @@ fn a_source_that_pauses_during_a_copy_resumes() {
     assert_runs_only_in(&destination, &source);
 }
 
-/// The destination has everything, and its source does not report its completion: the text names the QEMU that has
-/// the guest.
+/// The destination has everything, and its source does not report its completion: the text names the QEMU
+/// that has the guest.
 #[test]
 fn a_source_that_is_silent_at_the_end_leaves_the_guest_at_its_destination() {
     if !require_lab("a_source_that_is_silent_at_the_end_leaves_the_guest_at_its_destination") {

@@ -118,8 +118,8 @@ pub(crate) struct SentCopy {
     pub(crate) destination: Qemu,
 }
 
-/// Starts a copy between two new QEMUs by `start`, and suspends the destination when the source has stopped its
-/// guest. If the switchover is faster than that, tries again.
+/// Starts a copy between two new QEMUs by `start`, and suspends the destination when the source has stopped
+/// its guest. If the switchover is faster than that, tries again.
 pub(crate) fn sent_to_a_suspended_destination(start: &dyn Fn(&Qemu, &Qemu) -> Towline) -> SentCopy {
     let boot_sector = BootSector { fill_mib: 1, sweep_pages: 8, ..BootSector::default() };
     let builder = Qemu::builder(Version::V10_0).memory_mib(32).boot_sector(boot_sector);
@@ -150,8 +150,8 @@ pub(crate) fn wait_quiet(proxy: &Proxy) {
     .unwrap();
 }
 
-/// Waits until the source has sent everything. False if its migration has completed, or if it does not answer because
-/// it waits for the destination to read the rest.
+/// Waits until the source has sent everything. False if its migration has completed, or if it does not answer
+/// because it waits for the destination to read the rest.
 fn wait_sent(source: &Qemu) -> bool {
     let mut last = (0, Instant::now());
     let ask = |command: &str| source.qmp().execute_within(command, Value::Null, REPLY_TIMEOUT);

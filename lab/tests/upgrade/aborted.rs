@@ -1,5 +1,5 @@
-//! Memory after a load that is given up: the new QEMU of an upgrade maps the memory of the old one while it loads, and
-//! must not have written to it when the upgrade is undone.
+//! Memory after a load that is given up: the new QEMU of an upgrade maps the memory of the old one while it
+//! loads, and must not have written to it when the upgrade is undone.
 //!
 //! ```text
 //!   old QEMU, stopped ── migrate (x-ignore-shared) ─► the stream's bytes ─► its sections

@@ -57,7 +57,8 @@ impl TcpCounters {
         found.unwrap_or_else(|| panic!("no counter {name}"))
     }
 
-    /// Segments sent again: by a timer that assumes that they are lost, and by a probe, which follows after two round trips already.
+    /// Segments sent again: by a timer that assumes that they are lost, and by a probe, which follows after
+    /// two round trips already.
     fn sent_again(&self, before: &Self) -> String {
         let since = |name| self.of(name) - before.of(name);
         let (all, timeouts, probes) = (since("RetransSegs"), since("TCPTimeouts"), since("TCPLossProbes"));
@@ -170,7 +171,8 @@ fn connections_of_a_card_survive_between_10_0_and_the_newest_qemu() {
     if !require_qemu(name, &[Version::Newest]) {
         return;
     }
-    // A guest that was started in a QEMU with enlarged virtqueues cannot go to the newest; one that was started there can return.
+    // A guest that was started in a QEMU with enlarged virtqueues cannot go to the newest; one that was
+    // started there can return.
     let (first, second) = if Version::V10_0.enlarges_virtqueues().unwrap() {
         (Version::Newest, Version::V10_0)
     } else {
@@ -233,8 +235,8 @@ fn a_card_stays_with_its_guest_when_the_upgrade_is_refused() {
     scene.end();
 }
 
-/// The card's process is killed at a share of an upgrade's duration, and started again as a service manager does: the guest runs in one
-/// QEMU, and its connections continue there.
+/// The card's process is killed at a share of an upgrade's duration, and started again as a service manager
+/// does: the guest runs in one QEMU, and its connections continue there.
 #[test]
 fn a_card_that_is_killed_at_any_moment_returns_to_the_one_guest() {
     let name = "a_card_that_is_killed_at_any_moment_returns_to_the_one_guest";

@@ -1,7 +1,7 @@
 //! QEMU's own replacement of itself, `migrate` with `mode=cpr-transfer`, beside an upgrade of the same guest.
 //!
-//! The longest interval between two steps of the guest's counter is measured the same way for both, in the memory that both QEMUs map.
-//! `TOWLINE_UPGRADES` is the number of each.
+//! The longest interval between two steps of the guest's counter is measured the same way for both, in the
+//! memory that both QEMUs map. `TOWLINE_UPGRADES` is the number of each.
 
 use std::path::Path;
 

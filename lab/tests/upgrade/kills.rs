@@ -184,7 +184,8 @@ fn judge(scene: &Scene, case: &Case, finished: Option<&Finished>) -> Result<Stri
                 (true, false) => Err(format!("misreported: {found}")),
             }
         }
-        // Killed with the only QEMU that had it: the old one before the new one had everything, or the new one after `cont`.
+        // Killed with the only QEMU that had it: the old one before the new one had everything, or the new
+        // one after `cont`.
         _ if case.victim == Victim::Old
             && new != State::Paused
             && ["has ended, and the guest with it", "was not reached"]

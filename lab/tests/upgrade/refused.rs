@@ -21,7 +21,8 @@ fn a_new_qemu_that_does_not_start_leaves_the_guest_where_it_is() {
     let guest = Guest::boot(|place| builder(Version::V10_0, Version::V10_0, Memory::NamedFile, place));
     failed(&guest, &["--qemu", "/nowhere/qemu"], &[], "/nowhere/qemu cannot be started");
     failed(&guest, &["--qemu", "/usr/bin/true"], &[], "/usr/bin/true is not a QEMU");
-    // An option that the new one does not have, a value that it refuses, and a machine type that it does not know.
+    // An option that the new one does not have, a value that it refuses, and a machine type that it does not
+    // know.
     failed(&guest, &[], &["-no-such-option"], "no-such-option");
     failed(&guest, &[], &["-device", "no-such-device"], "no-such-device");
     guest.assert_untouched();
@@ -125,8 +126,9 @@ fn ports_and_networks_of_the_host_are_refused_by_name() {
     guest.assert_ticks();
 }
 
-/// Another process has the lock of the second drive when the new QEMU is to run the guest, which has locked the first one by then.
-/// The old QEMU does not get the lock either, and says so; it has the guest, and runs it once the lock is free.
+/// Another process has the lock of the second drive when the new QEMU is to run the guest, which has locked
+/// the first one by then. The old QEMU does not get the lock either, and says so; it has the guest, and runs
+/// it once the lock is free.
 #[test]
 fn a_drive_that_another_process_has_locked_leaves_the_guest_in_the_old_qemu() {
     if !require_lab("a_drive_that_another_process_has_locked_leaves_the_guest_in_the_old_qemu") {
@@ -161,7 +163,8 @@ fn a_drive_that_another_process_has_locked_leaves_the_guest_in_the_old_qemu() {
     let withdrawn = finished.stderr.find("withdrew the decision to run the guest").unwrap();
     let ended = finished.stderr.find("ended the new QEMU").unwrap();
     assert!(withdrawn < ended, "{}", finished.stderr);
-    // A new QEMU that has ended proves nothing by itself: it is the operator who says that it never ran the guest.
+    // A new QEMU that has ended proves nothing by itself: it is the operator who says that it never ran the
+    // guest.
     let (_, rest) = finished.stderr.split_once("`towline resume ").unwrap();
     let (id, rest) = rest.split_once(' ').unwrap();
     assert!(rest.starts_with("--run-here=source` runs the guest in the old QEMU"), "{rest}");

@@ -1,6 +1,8 @@
-//! Many upgrades in a row of a guest that writes to its memory: the guest's downtime, and the bytes that are moved.
+//! Many upgrades in a row of a guest that writes to its memory: the guest's downtime, and the bytes that are
+//! moved.
 //!
-//! `TOWLINE_UPGRADES` is the number of upgrades, `TOWLINE_UPGRADE_MIB` the sizes of the guest's memory (`512,1024`).
+//! `TOWLINE_UPGRADES` is the number of upgrades, `TOWLINE_UPGRADE_MIB` the sizes of the guest's memory
+//! (`512,1024`).
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -143,7 +145,8 @@ fn upgrades_in_a_row_of_a_guest_that_writes_files_keep_its_memory() {
     assert!(series.sent_max <= MIB, "{} bytes were moved", series.sent_max);
 }
 
-/// Each guest is another one, since its memory has a name after its first upgrade. Returns the bytes that one upgrade moved at most.
+/// Each guest is another one, since its memory has a name after its first upgrade. Returns the bytes that one
+/// upgrade moved at most.
 fn upgrade_guests_in_memfds(backing: Backing) -> u64 {
     let upgrades = number("TOWLINE_UPGRADES", 2);
     let (mut gaps, mut sent_max) = (Times::default(), 0);

@@ -99,8 +99,8 @@ fn cancelled(orders: &[String], control: &Path) -> Finished {
     moving.wait(WITHIN).unwrap()
 }
 
-/// Stock QEMU does not migrate the device: it is unplugged, and plugged at the destination, or at the source again if
-/// the move is cancelled. A listener in the guest keeps listening.
+/// Stock QEMU does not migrate the device: it is unplugged, and plugged at the destination, or at the source
+/// again if the move is cancelled. A listener in the guest keeps listening.
 #[test]
 fn a_guest_is_moved_with_its_device_unplugged_and_replaced() {
     if !require_lab("a_guest_is_moved_with_its_device_unplugged_and_replaced") {

@@ -37,7 +37,8 @@ const fn linux(major: u32, minor: u32) -> KernelVersion {
     KernelVersion { major, minor }
 }
 
-/// Cases that older kernels cannot pass in any set-up: a part of the name, the first kernel that can, and the reason.
+/// Cases that older kernels cannot pass in any set-up: a part of the name, the first kernel that can, and the
+/// reason.
 const SINCE: [(&str, KernelVersion, &str); 9] = [
     ("invalid receive buffer", linux(6, 2), "errors of a transport as they are"),
     ("big message", linux(6, 2), "errors of a transport as they are"),

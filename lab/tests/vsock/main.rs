@@ -1,4 +1,5 @@
-//! Guests of stock QEMUs with our vsock device: their kernel's vsock, with `socat` and Perl as their programs.
+//! Guests of stock QEMUs with our vsock device: their kernel's vsock, with `socat` and Perl as their
+//! programs.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 mod guests;

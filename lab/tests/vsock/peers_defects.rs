@@ -17,7 +17,8 @@ pub(crate) fn other_backends_defects(fixture: &mut Fixture) {
     assert!(stderr.is_empty(), "{:?}: {stderr}", fixture.version);
 }
 
-/// Clients that connect, send, and disconnect before the guest has answered: once by the exit of the whole process.
+/// Clients that connect, send, and disconnect before the guest has answered: once by the exit of the whole
+/// process.
 fn connections_that_end_at_once(fixture: &Fixture) {
     for _ in 0..100 {
         let mut stream = UnixStream::connect(fixture.uds()).unwrap();

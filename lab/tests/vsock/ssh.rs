@@ -1,4 +1,5 @@
-//! OpenSSH into a guest through its vsock: by `towline vsock connect` as ProxyCommand, and by the names of systemd-ssh-proxy.
+//! OpenSSH into a guest through its vsock: by `towline vsock connect` as ProxyCommand, and by the names of
+//! systemd-ssh-proxy.
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -13,7 +14,8 @@ use crate::support::{CID, WITHIN, device_arguments, linux_with, shell, start_dev
 const SSHD: &str = "HostKey /tmp/host_key\nPermitRootLogin prohibit-password\nUsePAM no\nStrictModes no\nUseDNS no\n\
     AuthorizedKeysFile /tmp/authorized_keys\nPidFile none\n";
 
-/// Programs that sshd starts since OpenSSH 9.8 and 10.0, below the directory that it was unpacked to, and the options for their paths.
+/// Programs that sshd starts since OpenSSH 9.8 and 10.0, below the directory that it was unpacked to, and the
+/// options for their paths.
 const STARTED_BY_SSHD: [(&str, &str); 2] =
     [("usr/lib/openssh/sshd-session", "SshdSessionPath"), ("usr/lib/openssh/sshd-auth", "SshdAuthPath")];
 

@@ -1,5 +1,5 @@
-//! Connections whose ends stall at random, for an arbitrary time: every byte comes back, and the device's memory does
-//! not grow.
+//! Connections whose ends stall at random, for an arbitrary time: every byte comes back, and the device's
+//! memory does not grow.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read as _, Write as _};
@@ -18,8 +18,8 @@ use crate::support::{Fixture, WITHIN, connect};
 const WORKERS: u64 = 6;
 /// Maximum number of bytes of a connection.
 const LONGEST: usize = 4 << 20;
-/// Maximum growth of the device's memory after the first tenth of the time, in KiB: the buffers of one connection,
-/// and the allocator's overhead.
+/// Maximum growth of the device's memory after the first tenth of the time, in KiB: the buffers of one
+/// connection, and the allocator's overhead.
 const GROWTH_KIB: u64 = 8 << 10;
 
 /// Duration in seconds; `TOWLINE_SOAK_VSOCK_STALLS_S` overrides it.
@@ -84,7 +84,8 @@ fn own_kib(process: u32) -> u64 {
     line.split_whitespace().next().unwrap().parse().unwrap()
 }
 
-/// One connection: sends some bytes, reads the same back, then the end of the stream. Some are abandoned half way.
+/// One connection: sends some bytes, reads the same back, then the end of the stream. Some are abandoned half
+/// way.
 fn talk(uds: &Path, tcp_port: u16, content: &Arc<Vec<u8>>, rng: &mut fastrand::Rng, tally: &Tally) {
     let stream = open(uds, tcp_port, rng);
     let total = [0, 1, 3000, 70_000, 1 << 20, LONGEST][rng.usize(..6)];

@@ -13,8 +13,9 @@ pub(crate) const CID: u64 = 33;
 
 /// Sockets in Perl, which needs no module for them: `perl v.pl listen|connect stream|seqpacket PORT MODE`.
 ///
-/// echo: sends back all bytes. answer: sends the number of received bytes at their end. silent: accepts and never
-/// reads. late: reads when `/tmp/goPORT` is there, and prints the number of reads. messages: prints the length of each message. ask: sends its arguments, shuts down, and prints the reply.
+/// echo: sends back all bytes. answer: sends the number of received bytes at their end. silent: accepts and
+/// never reads. late: reads when `/tmp/goPORT` is there, and prints the number of reads. messages: prints the
+/// length of each message. ask: sends its arguments, shuts down, and prints the reply.
 const PERL: &str = r#"
 $| = 1; $SIG{CHLD} = 'IGNORE'; $SIG{PIPE} = 'IGNORE';
 my ($way, $kind, $port, $mode, @rest) = @ARGV;
@@ -174,8 +175,8 @@ pub(crate) fn patient(stream: UnixStream) -> UnixStream {
     stream
 }
 
-/// Sends CONNECT and reads OK, byte by byte. Retries if it is refused: the guest's program may not listen yet, or its
-/// backlog may be full.
+/// Sends CONNECT and reads OK, byte by byte. Retries if it is refused: the guest's program may not listen
+/// yet, or its backlog may be full.
 pub(crate) fn connect(uds: &Path, port: u32) -> UnixStream {
     let connected = wait_until("a listener in the guest that accepts", WITHIN, || {
         let mut stream = patient(UnixStream::connect(uds)?);

@@ -1,5 +1,5 @@
-//! WebSockets with Python's `websockets` as client and as server: fragments, pings, lanes, and a guest that arrives
-//! unchanged.
+//! WebSockets with Python's `websockets` as client and as server: fragments, pings, lanes, and a guest that
+//! arrives unchanged.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::path::{Path, PathBuf};

@@ -4,9 +4,9 @@
 //!   guest   towline copy mem: tcp:10.0.2.2:PORT ── virtio-net ── tap ──► network of its own   towline copy tcp:… mem:
 //!           towline copy mem: mem:              ── loopback (the kernel copies)
 //! ```
-//! The loopback and local virtual links always copy, so this is the only test in which a send is without a copy.
-//! (Over QEMU's user network, without a tap, the guest's card has no scatter-gather, and its kernel copies too.)
-//! CPU time is not asserted; its table is printed.
+//! The loopback and local virtual links always copy, so this is the only test in which a send is without a
+//! copy. (Over QEMU's user network, without a tap, the guest's card has no scatter-gather, and its kernel
+//! copies too.) CPU time is not asserted; its table is printed.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 mod stock;

@@ -24,8 +24,8 @@ pub struct Capture {
 pub struct Recording(Arc<Mutex<Vec<u8>>>);
 
 impl Capture {
-    /// Records the bytes that pass over `inner`: sent bytes to one writer, received bytes to the other. A writer that
-    /// fails makes the call fail, though its bytes have passed.
+    /// Records the bytes that pass over `inner`: sent bytes to one writer, received bytes to the other. A
+    /// writer that fails makes the call fail, though its bytes have passed.
     pub fn new(
         inner: Box<dyn Channel>,
         sent: Box<dyn Write + Send>,

@@ -19,7 +19,8 @@ pub struct Cut {
     inner: Box<dyn Channel>,
     after: u64,
     direction: Direction,
-    /// Number of bytes that may pass yet. Held during a transfer of the direction that is counted, and only that.
+    /// Number of bytes that may pass yet. Held during a transfer of the direction that is counted, and only
+    /// that.
     left: Mutex<u64>,
 }
 

@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 /// Size of one piece, as a fraction of the bytes per second.
 const PIECES_PER_SECOND: u64 = 100;
 
-/// Limits the average rate of each direction in bytes per second: after a transfer, the next one waits until its
-/// bytes would have passed. A shutdown ends that wait. `PEEK` is free.
+/// Limits the average rate of each direction in bytes per second: after a transfer, the next one waits until
+/// its bytes would have passed. A shutdown ends that wait. `PEEK` is free.
 #[derive(Debug)]
 pub struct Throttle {
     inner: Box<dyn Channel>,

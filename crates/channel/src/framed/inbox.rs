@@ -12,8 +12,8 @@ use std::ops::Range;
 
 /// Room for received bytes: at least some of the longest packets, so one call receives many.
 const PACKETS: usize = 16;
-/// Maximum number of consecutive packets without data (empty ones, key updates, pings), which cost work and carry
-/// nothing.
+/// Maximum number of consecutive packets without data (empty ones, key updates, pings), which cost work and
+/// carry nothing.
 const IDLE_PACKETS_MAX: u32 = 64;
 
 /// The receiving half.
@@ -48,8 +48,8 @@ impl<U: Unpack> Inbox<U> {
         Self { unpack, buffer, plain: 0..start, start, end, idle_packets: 0, finished: None }
     }
 
-    /// Fills a prefix of the buffers, which are not all empty; 0 at an end that the peer announced. `ended_here`
-    /// means that this end shut the stream down.
+    /// Fills a prefix of the buffers, which are not all empty; 0 at an end that the peer announced.
+    /// `ended_here` means that this end shut the stream down.
     pub(super) fn recv(
         &mut self,
         channel: &dyn Channel,
@@ -122,8 +122,8 @@ impl<U: Unpack> Inbox<U> {
         }
     }
 
-    /// Takes packets apart up to the next one with data; false if none is there. Its data are put into `room`, over which
-    /// the cursor moves, or join those that were not taken.
+    /// Takes packets apart up to the next one with data; false if none is there. Its data are put into
+    /// `room`, over which the cursor moves, or join those that were not taken.
     fn next(&mut self, room: Option<&mut IoCursorMut<'_, '_>>, peer: &str) -> Result<bool> {
         match &self.finished {
             None => {}

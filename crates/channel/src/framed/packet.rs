@@ -31,8 +31,8 @@ pub(crate) trait Unpack: Debug + Send {
     /// The error; the stream ends there.
     fn unpack(&mut self, bytes: &mut [u8], peer: &str) -> Result<Unpacked>;
 
-    /// Decodes the first packet received straight into `room`, if it is whole and has data for which there is room;
-    /// `None`: [`Self::unpack`] has to. In any case the room may be overwritten.
+    /// Decodes the first packet received straight into `room`, if it is whole and has data for which there is
+    /// room; `None`: [`Self::unpack`] has to. In any case the room may be overwritten.
     ///
     /// # Errors
     /// As [`Self::unpack`].

@@ -1,5 +1,5 @@
-//! AES-GCM over fragments: memory that need not be Rust's is encrypted into a record, and a record is decrypted into
-//! such memory, in one pass and without a copy.
+//! AES-GCM over fragments: memory that need not be Rust's is encrypted into a record, and a record is
+//! decrypted into such memory, in one pass and without a copy.
 //!
 //! ```text
 //!   guest memory   [ page ][ page ][ pa│ge ]          each fragment is read once by the cipher
@@ -7,14 +7,16 @@
 //!   record         [ ciphertext            │ tag ]    the tag is computed from the ciphertext, in our own buffer
 //! ```
 //!
-//! - *Live memory may change while it is encrypted.* The ciphertext then is that of some mixture of its contents, as it
-//!   is with `sendmsg`. The tag authenticates the ciphertext, which lies in a buffer that only this thread writes, and
-//!   each position of the key stream is used once, so the record is valid in any case.
-//! - *Decrypted bytes are written before the tag is compared*, and are never read here. [`AesGcm::open`] is for memory
-//!   that is not used unless it succeeds ([`RecvFlags::UNAUTHENTICATED`](crate::RecvFlags::UNAUTHENTICATED)).
+//! - *Live memory may change while it is encrypted.* The ciphertext then is that of some mixture of its
+//!   contents, as it is with `sendmsg`. The tag authenticates the ciphertext, which lies in a buffer that
+//!   only this thread writes, and each position of the key stream is used once, so the record is valid in any
+//!   case.
+//! - *Decrypted bytes are written before the tag is compared*, and are never read here. [`AesGcm::open`] is
+//!   for memory that is not used unless it succeeds
+//!   ([`RecvFlags::UNAUTHENTICATED`](crate::RecvFlags::UNAUTHENTICATED)).
 //!
-//! Out of scope: nonces, which the caller never repeats with [`AesGcm::seal`]. Limit: fragments of at most `i32::MAX`
-//! bytes; a record has 16 KiB.
+//! Out of scope: nonces, which the caller never repeats with [`AesGcm::seal`]. Limit: fragments of at most
+//! `i32::MAX` bytes; a record has 16 KiB.
 
 use super::cursor::IoCursor;
 use super::iobuf::{IoBuf, IoBufMut};
@@ -66,7 +68,8 @@ impl AesGcm {
         // SAFETY: takes nothing; returns a context that `drop` frees, or null.
         let this = Self { context: NonNull::new(unsafe { EVP_CIPHER_CTX_new() })? };
         let seal = CipherDirection::Seal as c_int;
-        // SAFETY: a valid context and cipher; `key` has as many bytes as the cipher reads. A null nonce is set later.
+        // SAFETY: a valid context and cipher; `key` has as many bytes as the cipher reads. A null nonce is
+        // set later.
         let set = unsafe {
             EVP_CipherInit_ex(this.context.as_ptr(), cipher, null_mut(), key.as_ptr(), null(), seal)
         };
@@ -100,8 +103,8 @@ impl AesGcm {
         self.control(EVP_CTRL_AEAD_GET_TAG, tag.try_into().expect("split there"));
     }
 
-    /// Decrypts `sealed`, which ends with its tag: its last bytes into `trailer`, those before into `room`. On failure
-    /// the contents of both are undefined.
+    /// Decrypts `sealed`, which ends with its tag: its last bytes into `trailer`, those before into `room`.
+    /// On failure the contents of both are undefined.
     ///
     /// # Errors
     /// The tag is another.
@@ -137,8 +140,8 @@ impl AesGcm {
     fn begin(&mut self, direction: CipherDirection, nonce: &[u8; NONCE_BYTES], header: &[u8]) {
         let (context, direction) = (self.context.as_ptr(), direction as c_int);
         let (length, mut done) = (length(header.len()), 0);
-        // SAFETY: a context with a key; `nonce` has as many bytes as AES-GCM reads, `header` as many as are named. An
-        // output of null stands for additional data, of which nothing is written.
+        // SAFETY: a context with a key; `nonce` has as many bytes as AES-GCM reads, `header` as many as are
+        // named. An output of null stands for additional data, of which nothing is written.
         let initialised = unsafe {
             EVP_CipherInit_ex(context, null(), null_mut(), null(), nonce.as_ptr(), direction) == 1
                 && EVP_CipherUpdate(context, null_mut(), &raw mut done, header.as_ptr(), length) == 1
@@ -146,7 +149,8 @@ impl AesGcm {
         assert!(initialised, "a key, a nonce and a header are all that it needs");
     }
 
-    /// Encrypts or decrypts `from` into the first bytes of `to`, which has room for them and does not overlap it.
+    /// Encrypts or decrypts `from` into the first bytes of `to`, which has room for them and does not overlap
+    /// it.
     fn update(&mut self, from: IoBuf<'_>, to: &mut IoBufMut<'_>) {
         assert!(to.len() >= from.len(), "checked by the callers");
         if from.is_empty() {
@@ -174,7 +178,8 @@ impl AesGcm {
 
     /// Reads the tag of what was encrypted, or sets the one to compare with.
     fn control(&mut self, operation: c_int, tag: &mut [u8; TAG_BYTES]) {
-        // SAFETY: a valid context; these two operations read or write as many bytes at the pointer as the argument says.
+        // SAFETY: a valid context; these two operations read or write as many bytes at the pointer as the
+        // argument says.
         let done = unsafe {
             EVP_CIPHER_CTX_ctrl(self.context.as_ptr(), operation, length(TAG_BYTES), tag.as_mut_ptr().cast())
         };

@@ -1,6 +1,7 @@
 //! A cursor in an array of buffers.
 //!
-//! A transfer may stop anywhere, also inside a buffer; the next must begin there. The array stays its owner's:
+//! A transfer may stop anywhere, also inside a buffer; the next must begin there. The array stays its
+//! owner's:
 //!
 //! ```text
 //!   bufs  [ done ][ done ][ do|ne to do ][ to do ][ to do ] ...
@@ -10,15 +11,17 @@
 //!   IoCursorMut  chunk = the array itself; its element is narrowed in place and whole again afterwards
 //! ```
 //!
-//! Limits: a chunk has at most [`IOV_MAX`] elements, as the kernel takes no more. Empty buffers at its head are left
-//! out, so a chunk of a cursor that is not empty holds at least one byte (a receive of 0 then means the end).
+//! Limits: a chunk has at most [`IOV_MAX`] elements, as the kernel takes no more. Empty buffers at its head
+//! are left out, so a chunk of a cursor that is not empty holds at least one byte (a receive of 0 then means
+//! the end).
 
 use super::iobuf::{IoBuf, IoBufMut, total_len, total_len_mut};
 
 /// Maximum number of buffers one system call takes (`UIO_MAXIOV`).
 pub const IOV_MAX: usize = libc::UIO_MAXIOV as usize;
 
-/// Number of elements that are copied when a transfer stopped inside a buffer: enough that the next call is worth its cost.
+/// Number of elements that are copied when a transfer stopped inside a buffer: enough that the next call is
+/// worth its cost.
 const BRIDGE: usize = 64;
 
 /// The bytes of an array of [`IoBuf`] that are still to be sent.

@@ -29,14 +29,16 @@ pub(crate) struct ExtendedError {
 #[repr(C, align(8))]
 struct Control([u8; CONTROL]);
 
-/// Reads one entry from the queue, without waiting: `None` if it is empty, `Some(None)` for an entry of another shape.
+/// Reads one entry from the queue, without waiting: `None` if it is empty, `Some(None)` for an entry of
+/// another shape.
 pub(crate) fn read_entry(fd: BorrowedFd<'_>) -> io::Result<Option<Option<ExtendedError>>> {
     let mut control = Control([0; CONTROL]);
     let mut message = header(std::ptr::null_mut(), 0);
     message.msg_control = control.0.as_mut_ptr().cast();
     message.msg_controllen = CONTROL as _;
     let flags = libc::MSG_ERRQUEUE | libc::MSG_DONTWAIT;
-    // SAFETY: `message` has no buffers, and room for control messages that lives across the call and is aligned.
+    // SAFETY: `message` has no buffers, and room for control messages that lives across the call and is
+    // aligned.
     match retry(|| unsafe { libc::recvmsg(fd.as_raw_fd(), &mut message, flags) }) {
         Ok(_) => Ok(Some(find(&message))),
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
@@ -46,7 +48,8 @@ pub(crate) fn read_entry(fd: BorrowedFd<'_>) -> io::Result<Option<Option<Extende
 
 /// The report among the control messages of a filled `message`.
 fn find(message: &libc::msghdr) -> Option<ExtendedError> {
-    // SAFETY: `msg_control` and `msg_controllen` describe memory that the kernel filled; the macros stay inside it.
+    // SAFETY: `msg_control` and `msg_controllen` describe memory that the kernel filled; the macros stay
+    // inside it.
     let mut next = unsafe { libc::CMSG_FIRSTHDR(message) };
     while !next.is_null() {
         // SAFETY: the macros gave it, so there is a whole, aligned header.

@@ -23,8 +23,8 @@ pub fn take_over(number: RawFd) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
 
-/// Makes `fd` refer to the open file of `replacement` (`dup3`); its former file is closed as soon as no call in
-/// another thread uses it. Ownership of the number is unchanged.
+/// Makes `fd` refer to the open file of `replacement` (`dup3`); its former file is closed as soon as no call
+/// in another thread uses it. Ownership of the number is unchanged.
 pub(crate) fn replace(fd: BorrowedFd<'_>, replacement: BorrowedFd<'_>) -> io::Result<()> {
     loop {
         // SAFETY: both are open, because they are borrowed. The number stays open all along, so no borrow

@@ -11,8 +11,9 @@ pub struct FileOwner {
     pub gid: u32,
 }
 
-/// Creates files that belong to another user, without changing the owner of an existing one: a process that may not change owners
-/// (a sandbox) can share a socket with that user. During `create` this thread has that user's permissions for files, and only it.
+/// Creates files that belong to another user, without changing the owner of an existing one: a process that
+/// may not change owners (a sandbox) can share a socket with that user. During `create` this thread has that
+/// user's permissions for files, and only it.
 ///
 /// # Errors
 /// `EPERM`: this process may not create files of that user.
@@ -40,7 +41,8 @@ impl Changed {
         Self { set, id, before: set(id) }
     }
 
-    /// The calls have no other result than the id before them. That of all ones is invalid, and changes nothing.
+    /// The calls have no other result than the id before them. That of all ones is invalid, and changes
+    /// nothing.
     fn is_set(&self) -> bool {
         (self.set)(u32::MAX) == self.id
     }

@@ -18,8 +18,8 @@ pub(crate) fn sendmsg(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>], how: SendFlags) ->
         | flag(SendFlags::MORE, libc::MSG_MORE)
         | flag(SendFlags::ZERO_COPY, libc::MSG_ZEROCOPY);
     let message = header(bufs.as_ptr().cast_mut().cast(), bufs.len());
-    // SAFETY: `message` points to an array of `iovec` (the layout of `IoBuf`) that lives across the call, each over
-    // memory that is readable by its maker's promise; the kernel only reads both.
+    // SAFETY: `message` points to an array of `iovec` (the layout of `IoBuf`) that lives across the call,
+    // each over memory that is readable by its maker's promise; the kernel only reads both.
     retry(|| unsafe { libc::sendmsg(fd.as_raw_fd(), &message, flags) })
 }
 
@@ -32,13 +32,13 @@ pub(crate) fn recvmsg(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>], how: RecvFl
     let peek = if how.contains(RecvFlags::PEEK) { libc::MSG_PEEK } else { 0 };
     let flags = libc::MSG_CMSG_CLOEXEC | peek;
     let mut message = header(bufs.as_mut_ptr().cast(), bufs.len());
-    // SAFETY: `message` points to an array of `iovec` (the layout of `IoBufMut`) that lives across the call, each over
-    // memory that is writable and not otherwise used, by its maker's promise.
+    // SAFETY: `message` points to an array of `iovec` (the layout of `IoBufMut`) that lives across the call,
+    // each over memory that is writable and not otherwise used, by its maker's promise.
     retry(|| unsafe { libc::recvmsg(fd.as_raw_fd(), &mut message, flags) })
 }
 
-/// A call of three arguments, without the C library, whose own may be points at which a thread is cancelled: to allow that
-/// and to forbid it again is a part of what a short call costs.
+/// A call of three arguments, without the C library, whose own may be points at which a thread is cancelled:
+/// to allow that and to forbid it again is a part of what a short call costs.
 ///
 /// # Safety
 /// As the call's own.
@@ -61,7 +61,8 @@ pub fn writev(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>]) -> io::Result<usize> {
     if bufs.is_empty() {
         return Ok(0);
     }
-    // SAFETY: as in `sendmsg`; `window` keeps the count within `IOV_MAX`. One buffer needs no array to be copied.
+    // SAFETY: as in `sendmsg`; `window` keeps the count within `IOV_MAX`. One buffer needs no array to be
+    // copied.
     retry(|| unsafe {
         match bufs {
             [one] => direct(libc::SYS_write, fd, one.iov().iov_base, one.len()),
@@ -114,8 +115,8 @@ pub(crate) fn preadv(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>], offset: u64)
 }
 
 pub(super) fn header(iov: *mut libc::iovec, count: usize) -> libc::msghdr {
-    // SAFETY: all zero is a valid `msghdr`: null pointers, no lengths (the C library has padding in it that a struct
-    // expression could not name).
+    // SAFETY: all zero is a valid `msghdr`: null pointers, no lengths (the C library has padding in it that a
+    // struct expression could not name).
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = iov;
     message.msg_iovlen = count as _;

@@ -4,7 +4,8 @@
 //! and [`IoBufMut`] carry an address and a length to a system call and have no way back to a slice. They have
 //! the layout of `struct iovec`, so an array of them goes to the kernel unchanged.
 //!
-//! Not an owner: the constructor's caller guarantees, by a lifetime or by `unsafe`, that the memory stays mapped.
+//! Not an owner: the constructor's caller guarantees, by a lifetime or by `unsafe`, that the memory stays
+//! mapped.
 
 use std::marker::PhantomData;
 
@@ -23,8 +24,9 @@ pub struct IoBufMut<'a> {
     memory: PhantomData<&'a mut [u8]>,
 }
 
-// SAFETY: an address and a length; they are used only by system calls and by the copies below, under the promise of `from_raw_parts`
-// (or of the borrowed slice, which is `Sync`) that the memory is valid for the lifetime.
+// SAFETY: an address and a length; they are used only by system calls and by the copies below, under the
+// promise of `from_raw_parts` (or of the borrowed slice, which is `Sync`) that the memory is valid for the
+// lifetime.
 unsafe impl Send for IoBuf<'_> {}
 // SAFETY: as above; nothing changes through a shared reference.
 unsafe impl Sync for IoBuf<'_> {}
@@ -73,8 +75,8 @@ impl<'a> IoBufMut<'a> {
     /// Room in memory that need not be Rust's, such as a guest's.
     ///
     /// # Safety
-    /// `start .. start + len` is mapped and writable for all of `'a`, and `len` is at most `isize::MAX`. No Rust
-    /// reference to these bytes is used while this lives; a guest or another process may use them.
+    /// `start .. start + len` is mapped and writable for all of `'a`, and `len` is at most `isize::MAX`. No
+    /// Rust reference to these bytes is used while this lives; a guest or another process may use them.
     pub unsafe fn from_raw_parts(start: *mut u8, len: usize) -> Self {
         Self { iov: libc::iovec { iov_base: start.cast(), iov_len: len }, memory: PhantomData }
     }
@@ -162,8 +164,8 @@ impl std::fmt::Debug for IoBufMut<'_> {
     }
 }
 
-/// Copies a prefix of the buffers into `bytes` and returns how many were copied. For channels whose nature is to copy
-/// (memory, ciphers); never on the way of a page into a socket or a file.
+/// Copies a prefix of the buffers into `bytes` and returns how many were copied. For channels whose nature is
+/// to copy (memory, ciphers); never on the way of a page into a socket or a file.
 pub fn gather(bufs: &[IoBuf<'_>], bytes: &mut [u8]) -> usize {
     let mut done = 0;
     for buf in bufs {

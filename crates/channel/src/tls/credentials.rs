@@ -81,8 +81,9 @@ impl TlsServer {
 }
 
 impl TlsClient {
-    /// Reads `ca-cert.pem` and, if they are there, `client-cert.pem` with `client-key.pem`, and `ca-crl.pem`. `hostname` is
-    /// the name that the server's certificate must be for; `None`: that of the address that is connected to.
+    /// Reads `ca-cert.pem` and, if they are there, `client-cert.pem` with `client-key.pem`, and `ca-crl.pem`.
+    /// `hostname` is the name that the server's certificate must be for; `None`: that of the address that is
+    /// connected to.
     ///
     /// # Errors
     /// [`Error::TlsCredentials`] names the file and what is wrong with it.

@@ -16,7 +16,8 @@ use rustls::unbuffered::{ConnectionState, EncodeError};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-/// Room for the peer's flights. Longer ones (certificates) are refused; rustls' own limit for a message is as high.
+/// Room for the peer's flights. Longer ones (certificates) are refused; rustls' own limit for a message is as
+/// high.
 const INCOMING_BYTES_MAX: usize = 128 << 10;
 /// Initial size of the buffer for our handshake messages.
 const OUTGOING_BYTES: usize = 16 << 10;

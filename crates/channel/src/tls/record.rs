@@ -5,11 +5,12 @@
 //!   ───── authenticated ──┴──── encrypted ─────┘
 //! ```
 //!
-//! With AES-GCM a page is encrypted from its memory into its record, and decrypted from there into its memory, without a
-//! copy ([`crate::sys::aead`]). A record is opened in place, and its content copied, where no byte may be written before
-//! it is authenticated ([`RecvFlags::UNAUTHENTICATED`](crate::RecvFlags::UNAUTHENTICATED)), and with ChaCha20-Poly1305,
-//! which is for processors without instructions for AES. The handshake is rustls' ([`super::handshake`]); keys come from
-//! there, also new ones.
+//! With AES-GCM a page is encrypted from its memory into its record, and decrypted from there into its
+//! memory, without a copy ([`crate::sys::aead`]). A record is opened in place, and its content copied, where
+//! no byte may be written before it is authenticated
+//! ([`RecvFlags::UNAUTHENTICATED`](crate::RecvFlags::UNAUTHENTICATED)), and with ChaCha20-Poly1305, which is
+//! for processors without instructions for AES. The handshake is rustls' ([`super::handshake`]); keys come
+//! from there, also new ones.
 
 use crate::sys::aead::{AesGcm, NONCE_BYTES, TAG_BYTES};
 use crate::{IoBufMut, IoCursor, gather};
@@ -29,7 +30,8 @@ pub(super) const RECORD_BYTES_MAX: usize = HEADER_BYTES + CONTENT_BYTES_MAX + TR
 const PAYLOAD_BYTES_MAX: usize = CONTENT_BYTES_MAX + 256;
 /// The longest record that may come.
 pub(super) const INCOMING_BYTES_MAX: usize = HEADER_BYTES + PAYLOAD_BYTES_MAX;
-/// The least content that is opened into its memory. Messages of TLS itself (an alert has 2 bytes, a KeyUpdate 5) are shorter.
+/// The least content that is opened into its memory. Messages of TLS itself (an alert has 2 bytes, a
+/// KeyUpdate 5) are shorter.
 const DIRECT_BYTES_MIN: usize = 512;
 /// Records that one AES-GCM key may protect. The standard's limit is 2^24.5 (RFC 8446, section 5.5).
 const AES_GCM_RECORDS_MAX: u64 = 1 << 24;
@@ -160,9 +162,9 @@ impl Protection {
         Ok((content, HEADER_BYTES..HEADER_BYTES + end))
     }
 
-    /// Opens a whole record of data into `room`; returns the length of its content. `None`: the record is another, has
-    /// padding, or the room is too small; it is still to be opened by [`Self::open`]. In any case the room may be
-    /// overwritten.
+    /// Opens a whole record of data into `room`; returns the length of its content. `None`: the record is
+    /// another, has padding, or the room is too small; it is still to be opened by [`Self::open`]. In any
+    /// case the room may be overwritten.
     pub(super) fn open_into(
         &mut self,
         record: &[u8],

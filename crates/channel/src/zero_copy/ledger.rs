@@ -1,7 +1,8 @@
 //! Tracks which zero-copy sends have finished.
 //!
-//! The kernel numbers a socket's successful zero-copy calls 0, 1, 2, … modulo 2^32 and reports ranges of numbers, both
-//! ends included, several calls in one report and not always in order. Here numbers have 64 bits:
+//! The kernel numbers a socket's successful zero-copy calls 0, 1, 2, … modulo 2^32 and reports ranges of
+//! numbers, both ends included, several calls in one report and not always in order. Here numbers have 64
+//! bits:
 //!
 //! ```text
 //!   0 ───────────── finished ─────────────────────── issued ── (one call under way)
@@ -223,7 +224,8 @@ mod tests {
     }
 
     proptest! {
-        /// Completions in any order, coalesced anyhow, among noise, beginning anywhere: in the end all are finished.
+        /// Completions in any order, coalesced anyhow, among noise, beginning anywhere: in the end all are
+        /// finished.
         #[test]
         fn every_send_finishes_once(
             base in prop_oneof![Just(0), any::<u32>().prop_map(u64::from), Just((1 << 32) - 20)],

@@ -1,5 +1,5 @@
-//! A QEMU binary: the output of `qemu-system-x86_64 -machine TYPE -dump-vmstate FILE`, the state format of each
-//! device.
+//! A QEMU binary: the output of `qemu-system-x86_64 -machine TYPE -dump-vmstate FILE`, the state format of
+//! each device.
 //!
 //! ```text
 //! { "vmschkmachine": { "Name": "pc-q35-10.0" },

@@ -131,7 +131,8 @@ pub struct QemuDevice {
     /// Features of a virtio device and its driver; `None` for others, and where QEMU does not report them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub virtio: Option<Virtio>,
-    /// Virtqueues of a virtio device, from the first on; empty for others, and where QEMU does not report them.
+    /// Virtqueues of a virtio device, from the first on; empty for others, and where QEMU does not report
+    /// them.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub virtqueues: Vec<Virtqueue>,
 }

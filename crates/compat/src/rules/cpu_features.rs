@@ -1,5 +1,5 @@
-//! CPUID features that were promised to the guest. QEMU accepts a guest whose processor there has less, and the guest
-//! hangs or dies at the first missing instruction.
+//! CPUID features that were promised to the guest. QEMU accepts a guest whose processor there has less, and
+//! the guest hangs or dies at the first missing instruction.
 
 use super::{Pair, Rule};
 use crate::facts::FeatureWord;
@@ -7,9 +7,9 @@ use crate::report::Findings;
 
 pub(super) const RULE: Rule = Rule { id: "cpu-features", run };
 
-/// Bits of the processors' topology (`ht`, `cmp_legacy`), which `-smp` decides and not the model. QEMU 10.0 has them
-/// among its feature words, 7.2 adds them only when the guest reads them; the guest sees the same. Leaf, register,
-/// bits.
+/// Bits of the processors' topology (`ht`, `cmp_legacy`), which `-smp` decides and not the model. QEMU 10.0
+/// has them among its feature words, 7.2 adds them only when the guest reads them; the guest sees the same.
+/// Leaf, register, bits.
 const TOPOLOGY: [(u32, &str, u32); 2] = [(1, "EDX", 1 << 28), (0x8000_0001, "ECX", 1 << 1)];
 /// Features that are named in one finding.
 const NAMED_MAX: usize = 12;

@@ -1,4 +1,5 @@
-//! A device of the destination that the guest does not have: QEMU does not require its state, and the guest does not probe for it.
+//! A device of the destination that the guest does not have: QEMU does not require its state, and the guest
+//! does not probe for it.
 
 use std::collections::BTreeSet;
 

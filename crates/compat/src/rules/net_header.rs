@@ -1,5 +1,5 @@
-//! virtio-net's state records whether its backend accepts packets with a vnet header (tap and vhost-user do, user and
-//! socket do not), and a device without one refuses a state with one.
+//! virtio-net's state records whether its backend accepts packets with a vnet header (tap and vhost-user do,
+//! user and socket do not), and a device without one refuses a state with one.
 
 use super::{Pair, Rule};
 use crate::facts::QemuDevice;

@@ -17,8 +17,8 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
 
 fn stored(image: &ImageFacts, binary: &BinaryFacts, findings: &mut Findings<'_>) {
     for section in &image.sections {
-        // Not every state is a device's; the others (timer, cpu_common) have no description in a dump. Of several devices whose
-        // states have one name, any may be the guest's.
+        // Not every state is a device's; the others (timer, cpu_common) have no description in a dump. Of
+        // several devices whose states have one name, any may be the guest's.
         let all = || binary.states.values().filter(|state| state.name == section.state());
         let is_read = |state: &StateFormat| (state.version_min..=state.version).contains(&section.version);
         if let Some(there) = all().next().filter(|_| !all().any(is_read)) {

@@ -1,4 +1,5 @@
-//! Features that a driver accepted. QEMU compares them with those of the device there, after everything was sent.
+//! Features that a driver accepted. QEMU compares them with those of the device there, after everything was
+//! sent.
 
 use std::collections::BTreeSet;
 

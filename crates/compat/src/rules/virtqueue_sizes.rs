@@ -1,9 +1,9 @@
 //! Virtqueues that are larger than those of the device there, which QEMU refuses since 11.1.
 //!
-//! QEMU 10.0.13 (with a fix for CVE-2026-50626) offers 1024 entries in every virtqueue, while 10.0.12 and older, and 11.1
-//! and newer, offer what the device declares: 8 for virtio-rng, 64 for the control queue of virtio-net. The stream carries
-//! the size that the guest's driver has set, and without a driver the size that is offered. Before 11.1 it is loaded
-//! without a check.
+//! QEMU 10.0.13 (with a fix for CVE-2026-50626) offers 1024 entries in every virtqueue, while 10.0.12 and
+//! older, and 11.1 and newer, offer what the device declares: 8 for virtio-rng, 64 for the control queue of
+//! virtio-net. The stream carries the size that the guest's driver has set, and without a driver the size
+//! that is offered. Before 11.1 it is loaded without a check.
 
 use super::{Pair, Rule};
 use crate::facts::{ImageFacts, QemuDevice, QemuFacts, Subject, version_numbers};
@@ -13,7 +13,8 @@ pub(super) const RULE: Rule = Rule { id: "virtqueue-sizes", run };
 
 /// The first QEMU that compares the sizes.
 const COMPARED_SINCE: [u32; 2] = [11, 1];
-/// The QEMUs that offer [`ENLARGED`] entries in every queue: from the first of these to the end of its series.
+/// The QEMUs that offer [`ENLARGED`] entries in every queue: from the first of these to the end of its
+/// series.
 const ENLARGED_SINCE: [u32; 3] = [10, 0, 13];
 /// virtio's limit in QEMU (`VIRTQUEUE_MAX_SIZE`).
 const ENLARGED: u32 = 1024;

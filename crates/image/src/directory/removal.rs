@@ -3,8 +3,9 @@
 //! ```text
 //!   open · flock · name unchanged? ─► increments? · users? ─► name unchanged? ─► unlink the image, then its manifest
 //! ```
-//! A writer locks the base of an increment, and an image that it replaces, in the same way, and has the lock until its file
-//! has its final name. So either the removal finds the increment, or the writer finds its base locked or missing.
+//! A writer locks the base of an increment, and an image that it replaces, in the same way, and has the lock
+//! until its file has its final name. So either the removal finds the increment, or the writer finds its base
+//! locked or missing.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -31,8 +32,8 @@ type Identity = (u64, u64);
 /// Removes an image with its manifest and its working set. Returns the freed disk space in bytes.
 ///
 /// # Errors
-/// [`Error::NeededBy`], [`Error::UnknownBases`], [`Error::InUse`]; the path is not an image, or cannot be removed.
-/// [`Error::PartRemains`] if the image was removed and a part of it was not.
+/// [`Error::NeededBy`], [`Error::UnknownBases`], [`Error::InUse`]; the path is not an image, or cannot be
+/// removed. [`Error::PartRemains`] if the image was removed and a part of it was not.
 pub fn remove(path: &Path) -> Result<u64> {
     remove_unless(path, &check_increments)
 }
@@ -73,7 +74,8 @@ fn remove_unless(path: &Path, check: &dyn Fn(&Path) -> Result<()>) -> Result<u64
     Ok(freed)
 }
 
-/// A locked file. The lock is released explicitly, as a process that is being started may have a copy of the descriptor.
+/// A locked file. The lock is released explicitly, as a process that is being started may have a copy of the
+/// descriptor.
 struct LockedFile(File);
 
 impl Drop for LockedFile {
@@ -138,7 +140,8 @@ fn check_increments(own: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Existing files of a directory that have a manifest, sorted: only those can name a base. They need not be readable.
+/// Existing files of a directory that have a manifest, sorted: only those can name a base. They need not be
+/// readable.
 fn images_with_manifests(directory: &Path) -> Result<Vec<PathBuf>> {
     let failed = |source| Error::Read { path: directory.into(), source };
     let mut images = Vec::new();
@@ -255,8 +258,8 @@ mod tests {
         assert!(!is_mapped(maps, (device, 131_074)) && !is_mapped(maps, (device + 1, 131_073)));
     }
 
-    /// A writer of an increment locks the base and a writer that replaces it does too: neither succeeds while the
-    /// directory is searched for increments.
+    /// A writer of an increment locks the base and a writer that replaces it does too: neither succeeds while
+    /// the directory is searched for increments.
     #[test]
     fn an_image_is_locked_while_its_increments_are_searched() {
         let (_directory, path) = with_image();

@@ -52,7 +52,8 @@ struct Service {
 #[error("no response within {} s", RESPONSE_TIMEOUT.as_secs())]
 struct ResponseTimeout;
 
-/// Returns true if a response of S3's ListObjectsV2, which Google's stores have too, is the last one and says so, or names the next one.
+/// Returns true if a response of S3's ListObjectsV2, which Google's stores have too, is the last one and says
+/// so, or names the next one.
 ///
 /// Some servers ignore `list-type=2`, or have no token: their list ends after a thousand objects, and seems
 /// complete.

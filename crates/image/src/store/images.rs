@@ -70,8 +70,8 @@ pub fn is_image(location: &Location, cancel: Option<Cancel>) -> Result<bool> {
 }
 
 /// Removes an image; chunks that only it references become garbage. Returns the readers for which they are
-/// kept. Stores have no conditional removal: an image that replaces this one at the same moment may be removed
-/// in its place, and a reader that begins then is not refused, but keeps its chunks.
+/// kept. Stores have no conditional removal: an image that replaces this one at the same moment may be
+/// removed in its place, and a reader that begins then is not refused, but keeps its chunks.
 ///
 /// # Errors
 /// [`Error::NoImage`]; [`Error::InUse`] with [`IfInUse::Refuse`]; the store is unreachable or refuses access.
@@ -143,7 +143,8 @@ pub(super) fn retired_key(index: Digest) -> String {
     format!("{RETIRED}/{index}")
 }
 
-/// Returns true if `key` is that of the copy of an index. Others in its directory are objects of other programs.
+/// Returns true if `key` is that of the copy of an index. Others in its directory are objects of other
+/// programs.
 pub(super) fn is_retired_key(key: &str) -> bool {
     let hash = key.rsplit_once('/').and_then(|(_, hash)| blake3::Hash::from_hex(hash).ok());
     hash.is_some_and(|hash| retired_key(Digest(*hash.as_bytes())) == key)

@@ -10,7 +10,8 @@
 //! - Each process creates its own lease before it lists the others'. Stores are strongly consistent, so of
 //!   two processes at least one finds the other.
 //! - A lease is renewed every [`LEASE_INTERVAL`], and only while it exists: one that was removed is lost. A
-//!   gap of [`LEASE_GAP_MAX`](super::LEASE_GAP_MAX), by a clock that counts suspended time, loses it for good ([`LeaseState`]).
+//!   gap of [`LEASE_GAP_MAX`](super::LEASE_GAP_MAX), by a clock that counts suspended time, loses it for good
+//!   ([`LeaseState`]).
 //! - The owner of a lease that was not renewed for [`LEASE_AGE_MAX`], by the store's own times, is considered
 //!   dead. That is twice the gap, so the owner itself has detected the loss; the other half is for its
 //!   requests in flight.

@@ -189,8 +189,8 @@ impl StoredImage {
         })
     }
 
-    /// For postcopy: keeps prepared memory until [`Guest::release`], whichever thread prepared it, and no wait for it can be cancelled,
-    /// since the guest that runs needs it.
+    /// For postcopy: keeps prepared memory until [`Guest::release`], whichever thread prepared it, and no
+    /// wait for it can be cancelled, since the guest that runs needs it.
     #[must_use]
     pub fn retained_until_release(mut self) -> Self {
         self.retains_until_release = true;

@@ -17,7 +17,8 @@ use super::lease_state::LeaseGuard;
 use super::{Error, RETRIES_MAX, RETRY_TIMEOUT, Result};
 use crate::location::{Location, Scheme};
 
-/// Variables of S3 endpoints, the first of those that are set counts, and the variable that permits `http://`.
+/// Variables of S3 endpoints, the first of those that are set counts, and the variable that permits
+/// `http://`.
 const S3_ENDPOINTS: [&str; 3] = ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"];
 const S3_PERMISSION: &str = "AWS_ALLOW_HTTP";
 

@@ -4,7 +4,8 @@
 //!   TMPDIR or /var/tmp / towline-UID /      of this user alone (0700)
 //!                          NAME-HASH.img    an image as any other: HASH is of the whole location, for equal names
 //! ```
-//! A file that is left over, by a failed upload or a killed process, is replaced by the next image of the same location.
+//! A file that is left over, by a failed upload or a killed process, is replaced by the next image of the
+//! same location.
 
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -61,7 +62,8 @@ pub(super) fn remove(path: &Path) -> io::Result<()> {
     std::fs::remove_file(sidecar_path(path))
 }
 
-/// Creates the directory of this user, unless it exists. Another user's would give that one the guest's memory.
+/// Creates the directory of this user, unless it exists. Another user's would give that one the guest's
+/// memory.
 fn create_private(path: &Path) -> io::Result<()> {
     match std::fs::DirBuilder::new().mode(0o700).create(path) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}

@@ -1,4 +1,5 @@
-//! Stores an incoming guest: a [`Sink`] that becomes an image file on this host, and then chunks and an index.
+//! Stores an incoming guest: a [`Sink`] that becomes an image file on this host, and then chunks and an
+//! index.
 //!
 //! ```text
 //!   pages     ──► the image file ([`spool`](super::spool)), at the rate of its disk
@@ -7,10 +8,10 @@
 //!   publish   the index · remove the file
 //! ```
 //!
-//! A source that is resumed does not wait for the store: its guest is stopped for as long as a file takes. Where the
-//! source cannot be given its guest back (a stream), [`Sink::commit`] returns only after the upload, and the source keeps its
-//! guest until then. A file that could not be uploaded stays, since it is a complete image; and so do the chunks that
-//! were sent, which the next attempt does not send again.
+//! A source that is resumed does not wait for the store: its guest is stopped for as long as a file takes.
+//! Where the source cannot be given its guest back (a stream), [`Sink::commit`] returns only after the
+//! upload, and the source keeps its guest until then. A file that could not be uploaded stays, since it is a
+//! complete image; and so do the chunks that were sent, which the next attempt does not send again.
 
 use std::path::Path;
 use std::sync::Mutex;
@@ -58,7 +59,8 @@ impl StoreWriter {
         Ok(Self { upload, file, is_deferred, remaining, index, published })
     }
 
-    /// Leaves the upload to [`Self::publish_with`]: [`Sink::commit`] returns as soon as the image file is durable.
+    /// Leaves the upload to [`Self::publish_with`]: [`Sink::commit`] returns as soon as the image file is
+    /// durable.
     pub fn defer_upload(&self) {
         self.is_deferred.store(true, Ordering::Relaxed);
     }

@@ -205,7 +205,8 @@ fn forward(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::
             }
         }
         handler if previous.sa_flags & libc::SA_SIGINFO != 0 => {
-            // SAFETY: an action with SA_SIGINFO holds a function of this type; the arguments are the kernel's own.
+            // SAFETY: an action with SA_SIGINFO holds a function of this type; the arguments are the kernel's
+            // own.
             let handler: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) =
                 unsafe { std::mem::transmute(handler) };
             handler(signal, info, context);

@@ -1,7 +1,7 @@
 //! The options of QEMU 7.2 to 11.1 and the syntax of their values.
 //!
-//! Source: `qemu-options.hx` of these versions (documented in "Invocation" of QEMU's system emulation manual). QEMU compares an option's
-//! name as a whole, after one dash or two: it accepts no abbreviation.
+//! Source: `qemu-options.hx` of these versions (documented in "Invocation" of QEMU's system emulation
+//! manual). QEMU compares an option's name as a whole, after one dash or two: it accepts no abbreviation.
 
 use std::fmt;
 
@@ -14,7 +14,8 @@ pub enum Syntax {
     Flag,
     /// One text that is not divided further.
     Text,
-    /// `key=value,…` with `,,` for a comma in a value. The first word may lack its key, which is then `implied`.
+    /// `key=value,…` with `,,` for a comma in a value. The first word may lack its key, which is then
+    /// `implied`.
     Properties {
         /// Key of a first word without `=`.
         implied: Option<&'static str>,

@@ -1,8 +1,8 @@
 //! Properties of one option: `key=value,key=value`, or JSON.
 //!
-//! Source of the format: QEMU's `util/keyval.c` and `util/qemu-option.c` (documented in `docs/devel/qapi-code-gen` and the manual's
-//! "Invocation"). A comma in a value is written twice. A first word without `=` is the value of the option's implied key, any later one
-//! is a boolean that is on.
+//! Source of the format: QEMU's `util/keyval.c` and `util/qemu-option.c` (documented in
+//! `docs/devel/qapi-code-gen` and the manual's "Invocation"). A comma in a value is written twice. A first
+//! word without `=` is the value of the option's implied key, any later one is a boolean that is on.
 
 use serde_json::{Map, Value};
 
@@ -76,7 +76,8 @@ impl Properties {
         Ok(Self::Json(map))
     }
 
-    /// Writes them as QEMU reads them. The implied key of a first property is left out where that is not ambiguous.
+    /// Writes them as QEMU reads them. The implied key of a first property is left out where that is not
+    /// ambiguous.
     pub(crate) fn to_text(&self, implied: Option<&str>) -> String {
         let properties = match self {
             Self::KeyValue(properties) => properties,
@@ -102,7 +103,8 @@ impl Properties {
         text
     }
 
-    /// Returns the value of a key as text; of one given several times the last, as QEMU does. A key alone is `on`.
+    /// Returns the value of a key as text; of one given several times the last, as QEMU does. A key alone is
+    /// `on`.
     #[must_use]
     pub fn value(&self, key: &str) -> Option<String> {
         match self {

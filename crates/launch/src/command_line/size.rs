@@ -2,8 +2,9 @@
 
 use super::error::ValueError;
 
-/// Parses a size of whole bytes: a number with the suffix `B`, `K`, `M`, `G`, `T`, `P` or `E` (powers of 1024), decimal or `0x…`.
-/// A number without one is in `unit` bytes. Fractions (`1.5G`) are accepted where they are whole bytes.
+/// Parses a size of whole bytes: a number with the suffix `B`, `K`, `M`, `G`, `T`, `P` or `E` (powers of
+/// 1024), decimal or `0x…`. A number without one is in `unit` bytes. Fractions (`1.5G`) are accepted where
+/// they are whole bytes.
 ///
 /// Source: QEMU's `util/cutils.c`, `qemu_strtosz`.
 ///

@@ -7,7 +7,8 @@ use crate::runtime::RuntimeRoot;
 
 /// A program in QEMU's place that reports what it was given and ends.
 fn start(script: &str, change: impl FnOnce(&mut Launcher)) -> LaunchError {
-    // A program cannot be executed while a child of another thread has it open for writing, between its fork and its execve.
+    // A program cannot be executed while a child of another thread has it open for writing, between its fork
+    // and its execve.
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _one = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let parent = tempfile::tempdir().unwrap();

@@ -1,7 +1,8 @@
 //! Device models that an image may have, and their properties.
 //!
-//! Left out on purpose: what opens something of the host by its own property (`vfio-*`, `usb-host`, `vhost-scsi-*`, `loader`,
-//! `ivshmem-doorbell`, `virtio-9p-*`, …), and every property that names a file, a descriptor, a CID or another host's address.
+//! Left out on purpose: what opens something of the host by its own property (`vfio-*`, `usb-host`,
+//! `vhost-scsi-*`, `loader`, `ivshmem-doorbell`, `virtio-9p-*`, …), and every property that names a file, a
+//! descriptor, a CID or another host's address.
 
 use super::form::{Form, Known};
 use crate::names::{self, NameGroup};
@@ -225,7 +226,8 @@ mod tests {
             let known = properties(model).unwrap();
             let keys = |known: &Known| known.1.split(' ').map(|key| (key, known.0)).collect::<Vec<_>>();
             for (key, form) in known.iter().flat_map(keys) {
-                // `addr` of a memory device is an address of memory, and none of these is a PCI device with memory's `addr`.
+                // `addr` of a memory device is an address of memory, and none of these is a PCI device with
+                // memory's `addr`.
                 let is_same = names::find(&known, key) == Some((form, key));
                 assert!(is_same || model == "virtio-mem-pci", "{model}: {key} has two forms");
             }

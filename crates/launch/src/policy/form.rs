@@ -1,5 +1,5 @@
-//! Forms that values from an image may have. None of them admits a `/`, a `\`, or a URL, so no such value can name a file; but for the
-//! arguments of a kernel, which only the guest reads.
+//! Forms that values from an image may have. None of them admits a `/`, a `\`, or a URL, so no such value can
+//! name a file; but for the arguments of a kernel, which only the guest reads.
 
 use std::net::IpAddr;
 
@@ -25,7 +25,8 @@ pub(crate) enum Form {
     Label,
     /// Arguments of the guest's kernel: printable text.
     KernelArguments,
-    /// As a word; beginning with a letter, but not with `towline-`, as those of the launcher do. It refers to another option.
+    /// As a word; beginning with a letter, but not with `towline-`, as those of the launcher do. It refers to
+    /// another option.
     Id,
     /// Six bytes in hexadecimal.
     Mac,

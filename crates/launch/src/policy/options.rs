@@ -113,7 +113,8 @@ const OBJECTS: &[(&str, &[Known])] = &[
     ("rng-random", &[(Host, "filename"), (Id, "id"), (Word, "qom-type")]),
 ];
 
-/// QEMU's own network, which reaches nothing unless this host sets `restrict=off`; ports of the host, programs and files are the host's.
+/// QEMU's own network, which reaches nothing unless this host sets `restrict=off`; ports of the host,
+/// programs and files are the host's.
 const USER: &[Known] = &[
     (Host, "bootfile guestfwd hostfwd smb smbserver tftp tftp-server-name"),
     (Network, "dhcpstart dns host ipv6-dns ipv6-host ipv6-net net"),
@@ -149,8 +150,9 @@ const CHARDEVS: &[(&str, &[Known])] = &[
     ("ringbuf", &[(Word, "backend"), (Id, "id"), (Size, "size")]),
 ];
 
-/// Without the file and its format: a guest that wrote the header of another format into its disk could otherwise have this host open
-/// any file as that one's base. Nor may an image have writes lost or errors ignored on this host's disks.
+/// Without the file and its format: a guest that wrote the header of another format into its disk could
+/// otherwise have this host open any file as that one's base. Nor may an image have writes lost or errors
+/// ignored on this host's disks.
 const DRIVE: &[Known] = &[
     (One(&["threads", "native", "io_uring"]), "aio"),
     (
@@ -220,8 +222,8 @@ const BOOT: &[Known] = &[
 ];
 const FLAG: OptionRule = OptionRule::Text(Form::Empty);
 
-// Not from an image: `nographic`, whose serial port would write to the log without a limit, and `snapshot`, with which the guest's
-// writes to this host's disks would be lost.
+// Not from an image: `nographic`, whose serial port would write to the log without a limit, and `snapshot`,
+// with which the guest's writes to this host's disks would be lost.
 const RULES: &[NameGroup<OptionRule>] = &[
     (
         OptionRule::Host,

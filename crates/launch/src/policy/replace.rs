@@ -1,4 +1,5 @@
-//! Values of this host in an image's place: the accelerator, the reach of the guest's network, and the other end of its consoles.
+//! Values of this host in an image's place: the accelerator, the reach of the guest's network, and the other
+//! end of its consoles.
 
 use std::collections::BTreeSet;
 
@@ -36,7 +37,8 @@ pub(super) fn accelerator(candidates: &mut Vec<Candidate>, user_arguments: &Comm
     });
 }
 
-/// Has memory be allocated as the guest touches it, unless this host says otherwise: what an image asks for would be taken at once.
+/// Has memory be allocated as the guest touches it, unless this host says otherwise: what an image asks for
+/// would be taken at once.
 pub(super) fn preallocation(candidates: &mut Vec<Candidate>) {
     candidates.retain(|candidate| {
         candidate.origin == ValueOrigin::Host || candidate.option.name.as_str() != "mem-prealloc"
@@ -61,7 +63,8 @@ fn names_accelerator(option: &QemuOption) -> bool {
     }
 }
 
-/// Isolates QEMU's own network, QEMU's default one included, and has taps run no script, unless this host says otherwise.
+/// Isolates QEMU's own network, QEMU's default one included, and has taps run no script, unless this host
+/// says otherwise.
 pub(super) fn networks(candidates: &mut Vec<Candidate>, user_arguments: &CommandLine) {
     let is_network = |option: &QemuOption| NETWORKS.contains(&option.name.as_str());
     if !candidates.iter().map(|candidate| &candidate.option).chain(user_arguments.options()).any(is_network) {

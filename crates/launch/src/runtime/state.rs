@@ -63,7 +63,8 @@ impl RunningGuest {
     }
 }
 
-/// Reads when a process started, in clock ticks since boot. A process that has ended and is not yet reaped has none.
+/// Reads when a process started, in clock ticks since boot. A process that has ended and is not yet reaped
+/// has none.
 pub(crate) fn start_time(pid: u32) -> io::Result<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
     parse_start_time(&stat)

@@ -44,7 +44,8 @@ pub(crate) fn isolate(command: &mut Command, child: Child<'_>) {
         // SAFETY: close_range with this flag only marks descriptors of the child's own table.
         check(unsafe { libc::close_range(3, libc::c_uint::MAX, range_flags) })?;
         for &number in &numbers {
-            // SAFETY: fcntl is async-signal-safe; it clears a flag of the child's own table and touches no memory.
+            // SAFETY: fcntl is async-signal-safe; it clears a flag of the child's own table and touches no
+            // memory.
             check(unsafe { libc::fcntl(number, libc::F_SETFD, 0) })?;
         }
         if let Some(confinement) = &confinement {
@@ -65,14 +66,16 @@ pub(crate) type ChildWork = fn(BorrowedFd<'_>, BorrowedFd<'_>);
 
 /// Does the work in a child process that has these descriptors, and no others. Returns its id.
 pub(crate) fn fork(input: BorrowedFd<'_>, output: BorrowedFd<'_>, work: ChildWork) -> io::Result<i32> {
-    // SAFETY: fork has no conditions; the child makes only system calls until it ends, as one of a threaded process must.
+    // SAFETY: fork has no conditions; the child makes only system calls until it ends, as one of a threaded
+    // process must.
     let pid = unsafe { libc::fork() };
     if pid != 0 {
         check(pid)?;
         return Ok(pid);
     }
     let (input, output) = (input.as_raw_fd(), output.as_raw_fd());
-    // SAFETY: system calls on descriptors of the child's own table; none touches memory. Both numbers are above those that are replaced.
+    // SAFETY: system calls on descriptors of the child's own table; none touches memory. Both numbers are
+    // above those that are replaced.
     let is_ready = unsafe {
         libc::setsid();
         libc::dup2(input, 0) == 0

@@ -1,4 +1,5 @@
-//! Command lines from anywhere: they are read or refused, and what is allowed names nothing of this host. The body is a fuzz target too.
+//! Command lines from anywhere: they are read or refused, and what is allowed names nothing of this host. The
+//! body is a fuzz target too.
 
 use std::net::IpAddr;
 

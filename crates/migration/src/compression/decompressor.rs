@@ -48,7 +48,8 @@ impl Decompressor {
         IoBufMut::from(&mut self.input[..length])
     }
 
-    /// Fills `pages` out of the `length` bytes that were received: these bytes give that many, no more and no less.
+    /// Fills `pages` out of the `length` bytes that were received: these bytes give that many, no more and no
+    /// less.
     pub(crate) fn decompress(
         &mut self,
         length: usize,

@@ -1,5 +1,5 @@
-//! Pages are restored unchanged; a stream damaged on the way is an error or other pages, never more pages and never a
-//! panic.
+//! Pages are restored unchanged; a stream damaged on the way is an error or other pages, never more pages and
+//! never a panic.
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
 use fastrand::Rng;

@@ -1,9 +1,9 @@
 //! Telling the connections of one migration apart.
 //!
-//! The first four bytes of QEMU's connections identify them: "QEVM" begins a main channel, the multifd magic a lane.
-//! Connections with other or no first bytes are unrelated: they are kept without disturbing the others and dropped at
-//! the end. Where a channel cannot be peeked, or no other can come, the first is the main channel, as QEMU connects
-//! it first.
+//! The first four bytes of QEMU's connections identify them: "QEVM" begins a main channel, the multifd magic
+//! a lane. Connections with other or no first bytes are unrelated: they are kept without disturbing the
+//! others and dropped at the end. Where a channel cannot be peeked, or no other can come, the first is the
+//! main channel, as QEMU connects it first.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -30,7 +30,8 @@ const UNRELATED_MAX: usize = 64;
 const REFUSED_MAX: usize = 256;
 /// Timeout for the rest of a partially received init packet.
 const PEEK_TIMEOUT: Duration = Duration::from_secs(1);
-/// Interval at which a connection that has sent less than its magic is peeked at: it would be ready all the time.
+/// Interval at which a connection that has sent less than its magic is peeked at: it would be ready all the
+/// time.
 const PEEK_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The connections of one incoming migration.
@@ -125,8 +126,8 @@ impl Connections {
         Self { main, lanes: Vec::new(), uuid: None, others: None, refused: Mutex::default() }
     }
 
-    /// A migration over channels that are connected already. Reads the first bytes of the lanes, which may be in any
-    /// order; each may take `timeout`.
+    /// A migration over channels that are connected already. Reads the first bytes of the lanes, which may be
+    /// in any order; each may take `timeout`.
     ///
     /// # Errors
     /// A lane is silent, or has a number twice or one too high, or another uuid.
@@ -144,23 +145,24 @@ impl Connections {
         Arc::clone(&self.main)
     }
 
-    /// After a successful migration: holds the connections until the source has closed its main channel, for at most
-    /// this time. If a lane breaks before its source is done, the source reports a failure and resumes its guest.
+    /// After a successful migration: holds the connections until the source has closed its main channel, for
+    /// at most this time. If a lane breaks before its source is done, the source reports a failure and
+    /// resumes its guest.
     pub fn linger(self, at_most: Duration) {
         if !self.lanes.is_empty() && self.main.set_timeouts(Some(at_most), None).is_ok() {
             drain(self.main.as_ref(), Instant::now() + at_most);
         }
     }
 
-    /// Ends a migration that is not taken: shuts its main channel down, and its lanes when the source has closed them, or
-    /// a second later. Dropped all at once they may make a QEMU hang.
+    /// Ends a migration that is not taken: shuts its main channel down, and its lanes when the source has
+    /// closed them, or a second later. Dropped all at once they may make a QEMU hang.
     pub fn refuse(&self) {
         let refused = lock(&self.refused);
         refuse(&self.main, self.lanes.iter().chain(refused.iter()));
     }
 
-    /// Checks that the source opened no more lanes than are expected. To be called when the source has opened all.
-    /// Connections that did not identify themselves in time are dropped.
+    /// Checks that the source opened no more lanes than are expected. To be called when the source has opened
+    /// all. Connections that did not identify themselves in time are dropped.
     pub(crate) fn refuse_extra(&self, patience: Duration) -> Result<()> {
         let Some(others) = &self.others else { return Ok(()) };
         let mut unknown = lock(&others.unknown);

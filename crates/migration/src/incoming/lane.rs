@@ -1,7 +1,7 @@
 //! One lane's thread: packets come in, pages go to the sink, SYNC waits for the barrier.
 //!
-//! A lane is not shut down at the stream's end: a QEMU before 9.0 may still have an empty packet to send after its
-//! last SYNC, and a source whose lane breaks then reports a failure.
+//! A lane is not shut down at the stream's end: a QEMU before 9.0 may still have an empty packet to send
+//! after its last SYNC, and a source whose lane breaks then reports a failure.
 
 use std::time::Instant;
 
@@ -74,7 +74,8 @@ impl<'a> Lane<'a> {
         }
     }
 
-    /// Returns true if the source ends its lanes without close_notify. The next barrier detects what is missing.
+    /// Returns true if the source ends its lanes without close_notify. The next barrier detects what is
+    /// missing.
     fn may_be_cut(&self) -> bool {
         self.shared.machine_type.get().is_some_and(|name| !machine::has_clean_tls_termination(name))
     }
@@ -111,7 +112,8 @@ impl<'a> Lane<'a> {
         Err(Error::protocol(self.channel.peer())(error.into()))
     }
 
-    /// Receives the contents of a packet's pages: into the sink's own memory where it has any, else into the buffer.
+    /// Receives the contents of a packet's pages: into the sink's own memory where it has any, else into the
+    /// buffer.
     fn contents(&mut self, block: BlockIndex, packet: &Packet) -> Result<()> {
         let offsets = &packet.normal[..];
         if offsets.is_empty() {

@@ -1,5 +1,5 @@
-//! Records of pages that a main channel holds, seen before they are received: a relay splices the pages to its destination,
-//! memory receives them in place, and an image receives them in whole pages.
+//! Records of pages that a main channel holds, seen before they are received: a relay splices the pages to
+//! its destination, memory receives them in place, and an image receives them in whole pages.
 //!
 //! ```text
 //!   channel   record page │ record page │ record page │ …      stays there
@@ -9,8 +9,9 @@
 //! record ends a run. The number of records peeked grows step by step, because the call copies the pages too
 //! (into the processor's nearest cache).
 //!
-//! The records are evaluated here and forwarded from the channel. A process that spliced its own memory into a Unix socket could
-//! change them in between: the destination then receives what that source could have sent to it directly.
+//! The records are evaluated here and forwarded from the channel. A process that spliced its own memory into
+//! a Unix socket could change them in between: the destination then receives what that source could have sent
+//! to it directly.
 
 use towline_channel::{Channel, RecvFlags, total_len_mut, with_gaps};
 use towline_protocol::ram::{CONTINUED_RECORD_BYTES, PAGE_SIZE, is_continued_page};
@@ -67,8 +68,8 @@ mod tests {
         (offset | flags.bits()).to_be_bytes()
     }
 
-    /// Sends `pages` records with pages, and then `rest`; returns the number of records that are seen each time, if they are
-    /// received as a relay does.
+    /// Sends `pages` records with pages, and then `rest`; returns the number of records that are seen each
+    /// time, if they are received as a relay does.
     fn seen(pages: u64, rest: &[u8]) -> Vec<usize> {
         let (near, far) = pair(8 << 20);
         let continued = RamFlags::PAGE | RamFlags::CONTINUE;

@@ -13,7 +13,8 @@ use crate::{Compression, Error, Result, Session, Sink, Statistics};
 /// Options of an incoming migration.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
-    /// Refuse a stream without a return path: its source would not learn of a failure here, and end its guest.
+    /// Refuse a stream without a return path: its source would not learn of a failure here, and end its
+    /// guest.
     pub require_return_path: bool,
     /// Compression of the lanes' pages; the level has no effect here.
     pub compression: Compression,
@@ -21,8 +22,8 @@ pub struct Options {
     pub is_snapshot: bool,
     /// Memory that the source leaves out because it is shared.
     pub shared_memory: SharedMemory,
-    /// Bytes per second that are received in all, until the source has stopped its guest: the source is slowed down by its sockets,
-    /// and sees that rate. `None`: as fast as it goes.
+    /// Bytes per second that are received in all, until the source has stopped its guest: the source is
+    /// slowed down by its sockets, and sees that rate. `None`: as fast as it goes.
     pub max_bandwidth: Option<u64>,
     /// Use of the guest here, as reported to a towline at the source.
     pub receiver: ReceiverMode,

@@ -11,7 +11,8 @@ use super::{KnownBlocks, Memory, MemoryError};
 use crate::lock::lock;
 use crate::sys::{HUGE_PAGE_BYTES, Span};
 
-/// Bytes that one thread populates per call: large enough to amortize the call, small enough to share the work well.
+/// Bytes that one thread populates per call: large enough to amortize the call, small enough to share the
+/// work well.
 const CHUNK_BYTES: usize = 16 * HUGE_PAGE_BYTES;
 
 /// Result of populating, and its duration.
@@ -23,7 +24,8 @@ pub struct Populated {
     pub elapsed: Duration,
     /// Huge pages were requested and not refused for every block. The kernel decides about their use.
     pub is_huge_advised: bool,
-    /// The kernel does not know the call (before Linux 5.14, or for this kind of file): pages were touched one by one.
+    /// The kernel does not know the call (before Linux 5.14, or for this kind of file): pages were touched
+    /// one by one.
     pub is_touched: bool,
 }
 
@@ -90,7 +92,8 @@ impl PopulateRange<'_> {
         if !is_touched.load(Ordering::Relaxed) {
             match self.span.populate(self.offset, self.length) {
                 Ok(()) => return Ok(()),
-                // Not known, or not allowed (a sandbox): not a lack of memory, which touching would only find the hard way.
+                // Not known, or not allowed (a sandbox): not a lack of memory, which touching would only find
+                // the hard way.
                 Err(error) if is_refused(&error) => is_touched.store(true, Ordering::Relaxed),
                 Err(source) => {
                     let (block, offset) = (self.block.to_owned(), self.offset as u64);

@@ -1,5 +1,5 @@
-//! Connects to a destination: the main channel first, as QEMU distinguishes its connections by their order, then
-//! lanes.
+//! Connects to a destination: the main channel first, as QEMU distinguishes its connections by their order,
+//! then lanes.
 
 use std::iter;
 use std::sync::Arc;
@@ -13,8 +13,8 @@ use towline_channel::{
 use super::lane::init;
 use crate::{Error, Result, Session, Statistics};
 
-/// Time that a failed migration waits for the kernel to finish zero-copy sends before it resets the connections: time
-/// for a live peer to receive the data on its way.
+/// Time that a failed migration waits for the kernel to finish zero-copy sends before it resets the
+/// connections: time for a live peer to receive the data on its way.
 const LEASE_PATIENCE: Duration = Duration::from_millis(20);
 /// And how long after that: a network card may still be reading.
 const RESET_PATIENCE: Duration = Duration::from_millis(500);
@@ -58,9 +58,9 @@ impl Connections {
     }
 }
 
-/// Connects the main channel and `lanes` lanes, to which zero-copy of the options applies, and sends the lanes' init
-/// packets: a QEMU with TLS accepts no other connection while it waits for one. With TLS each connection does its own
-/// handshake, the main channel before the first lane connects.
+/// Connects the main channel and `lanes` lanes, to which zero-copy of the options applies, and sends the
+/// lanes' init packets: a QEMU with TLS accepts no other connection while it waits for one. With TLS each
+/// connection does its own handshake, the main channel before the first lane connects.
 ///
 /// # Errors
 /// The address cannot be reached by `deadline`, or refuses.

@@ -1,4 +1,5 @@
-//! Writing one lane: pages are named, then a packet with them goes out in vectored calls, or compressed in one call.
+//! Writing one lane: pages are named, then a packet with them goes out in vectored calls, or compressed in
+//! one call.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -58,7 +59,8 @@ impl LaneWriter {
         Ok(())
     }
 
-    /// Names a page to go with content. The caller sends when [`Self::is_full`], and before it changes the block.
+    /// Names a page to go with content. The caller sends when [`Self::is_full`], and before it changes the
+    /// block.
     pub(crate) fn page(&mut self, block: BlockIndex, offset: u64) {
         self.out.packet.block = Some(block);
         self.out.packet.normal.push(offset);
@@ -74,7 +76,8 @@ impl LaneWriter {
         self.out.packet.normal.len() + self.out.packet.zero.len() == PACKET_PAGES
     }
 
-    /// Sends the named pages, if any, with their contents from the guest's memory. Returns the bytes of the contents.
+    /// Sends the named pages, if any, with their contents from the guest's memory. Returns the bytes of the
+    /// contents.
     pub(crate) fn send(&mut self, guest: &dyn Guest, blocks: &[RamBlock]) -> Result<u64> {
         let packet = &self.out.packet;
         let Some(block) = packet.block else { return Ok(0) };

@@ -118,8 +118,8 @@ impl MainWriter {
         writer.pages(records, block, offsets, contents)
     }
 
-    /// Sends pages of `block` whose records, which continue it, come next on `from`. Returns the calls that took; `None` if the
-    /// destination does not know which block they continue, or they cannot be spliced.
+    /// Sends pages of `block` whose records, which continue it, come next on `from`. Returns the calls that
+    /// took; `None` if the destination does not know which block they continue, or they cannot be spliced.
     pub(crate) fn splice(
         &mut self,
         from: &dyn Channel,

@@ -1,8 +1,8 @@
 //! Records of a main channel with their pages: record, page, record, page in one vectored call, no page
 //! copied.
 //!
-//! Precopy and postcopy write the same records; the order is enforced by the protocol's states, which belong to the
-//! caller.
+//! Precopy and postcopy write the same records; the order is enforced by the protocol's states, which belong
+//! to the caller.
 
 use std::sync::Arc;
 
@@ -108,8 +108,8 @@ impl RecordSender {
         self.send(&mut marks)
     }
 
-    /// Sends `pages` records, each with its page, which come next on `from`. Returns the calls that took; `None` if
-    /// there is no pipe for it.
+    /// Sends `pages` records, each with its page, which come next on `from`. Returns the calls that took;
+    /// `None` if there is no pipe for it.
     pub(crate) fn splice(&mut self, from: &dyn Channel, pages: usize) -> Result<Option<u64>> {
         if self.splice.is_none() {
             self.splice = Splice::new().inspect_err(|error| tracing::debug!(%error, "no splicing")).ok();

@@ -6,8 +6,8 @@
 //!   zero-copy  send(header, MORE) · send(run, run, …, ZERO_COPY)   the kernel reads the pages, until flush
 //! ```
 //!
-//! The header's memory is used again at once, so it never goes without a copy. Completions are read by the channel at each
-//! zero-copy send, and by [`PacketSender::flush`], which every barrier calls.
+//! The header's memory is used again at once, so it never goes without a copy. Completions are read by the
+//! channel at each zero-copy send, and by [`PacketSender::flush`], which every barrier calls.
 
 mod policy;
 
@@ -87,7 +87,8 @@ impl PacketSender {
         Ok(self.channel.send_all(&[IoBuf::from(bytes)], SendFlags::empty())?)
     }
 
-    /// Sends a packet. The contents' memory may be read until [`Self::flush`], or until the channel's ticket is done.
+    /// Sends a packet. The contents' memory may be read until [`Self::flush`], or until the channel's ticket
+    /// is done.
     pub(crate) fn send(&mut self, header: &[u8], contents: &[IoBuf<'_>]) -> Result<()> {
         if contents.is_empty() {
             return self.send_plain(header);
@@ -134,7 +135,8 @@ impl PacketSender {
         Ok(!self.policy.is_auto() || self.policy.method(bytes) == SendMethod::Splice)
     }
 
-    /// Sends a header, and then `bytes` bytes spliced from `from`; returns the number of calls of `splice(2)`.
+    /// Sends a header, and then `bytes` bytes spliced from `from`; returns the number of calls of
+    /// `splice(2)`.
     pub(crate) fn splice(&mut self, header: &[u8], from: &dyn Channel, bytes: usize) -> Result<u64> {
         let splice = self.splice.as_ref().expect("checked by `splices_from`");
         self.channel.send_all(&[IoBuf::from(header)], SendFlags::MORE)?;

@@ -12,13 +12,13 @@ use std::time::{Duration, Instant};
 pub enum Background {
     /// From the beginning, beside the guest's faults: its pages are near.
     AtOnce,
-    /// While the guest starts, only when it has made no request for a time: its pages are far away, and all of them
-    /// come the same way.
+    /// While the guest starts, only when it has made no request for a time: its pages are far away, and all
+    /// of them come the same way.
     AfterFaults,
 }
 
-/// Time without requests after which the background is prepared: longer than a starting guest computes between two
-/// faults.
+/// Time without requests after which the background is prepared: longer than a starting guest computes
+/// between two faults.
 pub(super) const QUIET_TIME: Duration = Duration::from_millis(100);
 /// Time from the start of a connection during which the background gives way.
 const YIELD_TIME_MAX: Duration = Duration::from_secs(2);
@@ -52,7 +52,8 @@ impl Demand {
         self.quiet_since = now;
     }
 
-    /// Memory was prepared that an earlier restore needed: the guest continues with it, to what it needs next.
+    /// Memory was prepared that an earlier restore needed: the guest continues with it, to what it needs
+    /// next.
     pub(super) fn prepared_needed(&mut self, now: Instant) {
         self.quiet_since = now;
     }

@@ -1,7 +1,7 @@
 //! Prefetch: memory sent to the destination before the guest runs, from the head of its working set.
 //!
-//! A working set names the pages that were requested. The restore before also brought the neighbours of each of them,
-//! which caused no faults because they were there: so neighbourhoods are prefetched, not pages.
+//! A working set names the pages that were requested. The restore before also brought the neighbours of each
+//! of them, which caused no faults because they were there: so neighbourhoods are prefetched, not pages.
 
 use std::collections::HashSet;
 use std::panic::resume_unwind;

@@ -1,15 +1,17 @@
-//! Order of the background pages: neighbours of faults, then the working set of earlier restores, then the rest.
+//! Order of the background pages: neighbours of faults, then the working set of earlier restores, then the
+//! rest.
 //!
 //! ```text
 //!   faults ──► neighbours (few, newest first) ─────────────────────────┐
 //!   plan: working set · all memory ──► preparers (several) ──► ready ──┴─► the sender
 //! ```
-//! Preparing may take long: an image's chunk is read and hashed, an object store's fetched. So several threads do it,
-//! a little ahead of the sender; neighbours are prepared by the thread that served the fault. Items from here are
-//! prepared and in use, until the sender releases them.
+//! Preparing may take long: an image's chunk is read and hashed, an object store's fetched. So several
+//! threads do it, a little ahead of the sender; neighbours are prepared by the thread that served the fault.
+//! Items from here are prepared and in use, until the sender releases them.
 //!
-//! Where memory comes from far away ([`Background::AfterFaults`]), units around each fault are prepared next (fault-around): a guest that
-//! starts needs some of them soon, and would wait for one after the other. No fault waits for them, so they may fail.
+//! Where memory comes from far away ([`Background::AfterFaults`]), units around each fault are prepared next
+//! (fault-around): a guest that starts needs some of them soon, and would wait for one after the other. No
+//! fault waits for them, so they may fail.
 //!
 //! With [`Background::AfterFaults`] preparers pause while the guest waits for pages (`demand`).
 
@@ -38,7 +40,8 @@ const READY_MAX: usize = 10;
 /// Maximum number of queued neighbourhoods; the oldest is dropped, and sent with the rest.
 const NEIGHBOURS_MAX: usize = 64;
 
-/// Maximum number of units around faults that wait to be prepared; the oldest are dropped, and sent with the rest.
+/// Maximum number of units around faults that wait to be prepared; the oldest are dropped, and sent with the
+/// rest.
 const FAULT_AROUND_MAX: usize = 64;
 
 /// Bytes of one block.
@@ -226,7 +229,8 @@ impl SendScheduler {
         }
     }
 
-    /// Waits until `done`, which is evaluated after each [`Self::notify`]; false if the scheduler is closed before.
+    /// Waits until `done`, which is evaluated after each [`Self::notify`]; false if the scheduler is closed
+    /// before.
     pub(super) fn wait_until(&self, done: impl Fn() -> bool) -> bool {
         let mut state = self.state();
         while !done() {

@@ -1,8 +1,8 @@
 //! The sent map: a bit for each of the destination's pages, claimed once by the thread that sends it.
 //!
-//! A destination in postcopy accepts each page once; a second copy of it is an error that stops it. So each page is
-//! [`claimed`](SentMap::claim) before it is sent, and of concurrent claims exactly one succeeds: a claim is one
-//! atomic OR. The request path and the background meet here and nowhere else.
+//! A destination in postcopy accepts each page once; a second copy of it is an error that stops it. So each
+//! page is [`claimed`](SentMap::claim) before it is sent, and of concurrent claims exactly one succeeds: a
+//! claim is one atomic OR. The request path and the background meet here and nowhere else.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -78,8 +78,8 @@ impl SentMap {
         is_ours
     }
 
-    /// Claims the unclaimed pages that begin in `length` bytes from `page` on, and reports each run of them: first
-    /// byte and bytes. Returns the bytes in all.
+    /// Claims the unclaimed pages that begin in `length` bytes from `page` on, and reports each run of them:
+    /// first byte and bytes. Returns the bytes in all.
     pub(super) fn claim_run(&self, page: PageRef, length: u64, mut run: impl FnMut(u64, u64)) -> u64 {
         let block = &self.blocks[page.block.index()];
         let (mut at, mut all) = (page.offset / block.page_bytes, 0);
@@ -150,8 +150,8 @@ impl SentMap {
         free
     }
 
-    /// After a lost connection: sets the claims to the destination's bitmap of received pages, a bit for each target
-    /// page. A page is received when all of its target pages are. There are no concurrent claims.
+    /// After a lost connection: sets the claims to the destination's bitmap of received pages, a bit for each
+    /// target page. A page is received when all of its target pages are. There are no concurrent claims.
     pub(super) fn set_received(&self, block: BlockIndex, bits: &[u8]) {
         let map = &self.blocks[block.index()];
         let targets = map.page_bytes / PAGE_SIZE;

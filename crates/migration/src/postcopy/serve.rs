@@ -21,8 +21,8 @@ use crate::{Result, Session};
 const REQUEST_WORKERS: usize = 4;
 /// Units on each side of a fault that are prepared for the next ones.
 const FAULT_AROUND_UNITS: u64 = 8;
-/// Bytes that the background sends between checks for faults, with a preempt channel and without: a fault waits for
-/// them.
+/// Bytes that the background sends between checks for faults, with a preempt channel and without: a fault
+/// waits for them.
 const SEND_STEP_BYTES: u64 = 256 << 10;
 const SEND_STEP_BYTES_SHARED: u64 = 128 << 10;
 
@@ -141,8 +141,8 @@ impl ServeState<'_> {
             self.prepare_around(page);
         }
         let send = |writer: &mut RecordSender, records: &mut RamWriter| -> Result<()> {
-            // Claimed at the latest possible moment, with the channel locked: a claim is followed by its send at
-            // once.
+            // Claimed at the latest possible moment, with the channel locked: a claim is followed by its send
+            // at once.
             if !self.of.map.claim(page) {
                 self.of.faults.late();
                 return Ok(());
@@ -160,8 +160,8 @@ impl ServeState<'_> {
         Ok(())
     }
 
-    /// The neighbours of a requested page are next: its unit, which is prepared, and, without pending faults, the one
-    /// after it.
+    /// The neighbours of a requested page are next: its unit, which is prepared, and, without pending faults,
+    /// the one after it.
     fn queue_neighbours(&self, page: PageRef) {
         let (unit, length) = self.of.units.of(page);
         self.prepare_neighbours((unit, length));
@@ -196,8 +196,8 @@ impl ServeState<'_> {
         }
     }
 
-    /// Waits until the destination has loaded its devices: pages needed for that are requested, and come first. A
-    /// connection that breaks before ends QEMU, so nothing is done until then that could break it.
+    /// Waits until the destination has loaded its devices: pages needed for that are requested, and come
+    /// first. A connection that breaks before ends QEMU, so nothing is done until then that could break it.
     fn wait_loaded(&self) -> Result<()> {
         if self.connection.had_loaded {
             Ok(())
@@ -206,8 +206,8 @@ impl ServeState<'_> {
         }
     }
 
-    /// A preparer. It begins while the destination loads its devices; only pages that it cannot accept yet wait until
-    /// that is over.
+    /// A preparer. It begins while the destination loads its devices; only pages that it cannot accept yet
+    /// wait until that is over.
     fn run_preparer(&self) -> Result<()> {
         while let Some(item) = self.scheduler.next_to_prepare(&self.of.map) {
             if let Err(error) = self.of.units.prepare(self.of.guest.0, item.run.0, item.run.1) {
@@ -258,7 +258,8 @@ impl ServeState<'_> {
         Ok(())
     }
 
-    /// Sends the pages of this range that are not sent yet. Only pages that no fault waits for count towards the rate.
+    /// Sends the pages of this range that are not sent yet. Only pages that no fault waits for count towards
+    /// the rate.
     fn send_unsent(&self, page: PageRef, length: u64, kind: ItemKind) -> Result<()> {
         if self.of.map.is_whole(page, length) {
             return Ok(());

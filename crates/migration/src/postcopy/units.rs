@@ -1,5 +1,5 @@
-//! Units of the guest's memory: each is prepared before any of it is read, kept while in use, and released when all
-//! of it was sent.
+//! Units of the guest's memory: each is prepared before any of it is read, kept while in use, and released
+//! when all of it was sent.
 //!
 //! Most of a unit that a fault had prepared may stay unsent for long. When such idle units exceed
 //! [`IDLE_BYTES_MAX`] the least recently used one is released too, and prepared again later, so a guest with
@@ -121,7 +121,8 @@ impl Units {
         self.prepare_then(guest, page, length, &mut || {})
     }
 
-    /// As [`Self::prepare`], calling `requested` whenever something was requested that is still to be waited for.
+    /// As [`Self::prepare`], calling `requested` whenever something was requested that is still to be waited
+    /// for.
     pub(super) fn prepare_then(
         &self,
         guest: &dyn Guest,
@@ -197,8 +198,8 @@ impl Units {
         self.blocks.iter().all(|block| sent(block) == block.length)
     }
 
-    /// After a lost connection only pages that the destination received count as sent, and nothing is in use: all
-    /// units are released, to be prepared again where needed.
+    /// After a lost connection only pages that the destination received count as sent, and nothing is in use:
+    /// all units are released, to be prepared again where needed.
     pub(super) fn reset(&self, guest: &dyn Guest, free_bytes: impl Fn(PageRef, u64) -> u64) {
         let mut table = self.table();
         for (block, index) in self.blocks.iter().zip(0..) {
@@ -215,8 +216,8 @@ impl Units {
         *table = Table { states: std::mem::take(&mut table.states), ..Table::default() };
     }
 
-    /// Acquires the unit if it is prepared. Otherwise claims it, and the absent ones after it up to `end`, for the
-    /// caller to prepare.
+    /// Acquires the unit if it is prepared. Otherwise claims it, and the absent ones after it up to `end`,
+    /// for the caller to prepare.
     fn acquire_or_claim(&self, unit: PageRef, end: u64) -> AcquiredUnit {
         let length = self.length(unit.block, unit.offset);
         let mut table = self.table();

@@ -1,5 +1,5 @@
-//! Receives a guest into memory and compares it with its source's ledger, if it is a synthetic guest; for any other
-//! the memory's hashes are reported.
+//! Receives a guest into memory and compares it with its source's ledger, if it is a synthetic guest; for any
+//! other the memory's hashes are reported.
 
 use std::fmt;
 use std::num::NonZeroUsize;

@@ -63,7 +63,8 @@ impl LoadThreads {
         Over(self)
     }
 
-    /// Has `rewrite` write pages at `thread`'s part of the rate, those whose number is `thread` modulo the number of threads.
+    /// Has `rewrite` write pages at `thread`'s part of the rate, those whose number is `thread` modulo the
+    /// number of threads.
     pub(super) fn run(&self, shape: &Shape, thread: usize, rewrite: impl Fn(usize, &mut [u8; PAGE_BYTES])) {
         let own = shape.pages().saturating_sub(thread).div_ceil(self.threads) as u64;
         if own == 0 {

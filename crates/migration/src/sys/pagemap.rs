@@ -4,9 +4,9 @@
 //!   start ├──────────┤ step ├──────────┤ …  end        one ioctl finds and protects, up to REGIONS_MAX runs at once
 //! ```
 //!
-//! Finding a page written and protecting it again is one step of the kernel's, under its page table's lock, and other CPUs
-//! have forgotten that it was writable when the call returns: a write is either before it and reported, or after it and
-//! found by the next call. Formats: `include/uapi/linux/fs.h`, Linux 6.7;
+//! Finding a page written and protecting it again is one step of the kernel's, under its page table's lock,
+//! and other CPUs have forgotten that it was writable when the call returns: a write is either before it and
+//! reported, or after it and found by the next call. Formats: `include/uapi/linux/fs.h`, Linux 6.7;
 //! `Documentation/admin-guide/mm/pagemap.rst`.
 
 use std::fs::File;
@@ -26,8 +26,8 @@ use super::Span;
 const PAGEMAP_SCAN: u32 = opcode::read_write::<pm_scan_arg>(b'f', 16);
 /// Runs that one call may report: 96 KiB.
 const REGIONS_MAX: usize = 4096;
-/// Bytes of one call: the kernel holds the address space's lock for it, which blocks other threads (1 GiB takes about
-/// a millisecond), and no huge page crosses its bounds.
+/// Bytes of one call: the kernel holds the address space's lock for it, which blocks other threads (1 GiB
+/// takes about a millisecond), and no huge page crosses its bounds.
 pub(crate) const STEP_BYTES: usize = 1 << 30;
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64", target_arch = "riscv64"))]
@@ -66,12 +66,12 @@ impl Pagemap {
         Ok(Self { file: File::open("/proc/self/pagemap")? })
     }
 
-    /// Finds the selected pages of `length` bytes from `offset` on and reports each run of them, its offset in the
-    /// span and its length, in ascending order.
+    /// Finds the selected pages of `length` bytes from `offset` on and reports each run of them, its offset
+    /// in the span and its length, in ascending order.
     ///
     /// # Errors
-    /// `ENOTTY`: the kernel lacks the call; `EPERM`: the memory is not registered for asynchronous write protection; no
-    /// memory. Some runs may be lost then.
+    /// `ENOTTY`: the kernel lacks the call; `EPERM`: the memory is not registered for asynchronous write
+    /// protection; no memory. Some runs may be lost then.
     pub(crate) fn find(
         &self,
         span: &Span<'_>,

@@ -35,8 +35,9 @@ impl RamMapping {
         Self::map(length, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, None)
     }
 
-    /// Address space for `length` bytes, a multiple of the page size and not 0, where only written pages take memory.
-    /// As [`Self::anonymous`], but of any length: the kernel does not check that there is enough memory.
+    /// Address space for `length` bytes, a multiple of the page size and not 0, where only written pages take
+    /// memory. As [`Self::anonymous`], but of any length: the kernel does not check that there is enough
+    /// memory.
     ///
     /// # Errors
     /// The length is 0, or the address space is exhausted.

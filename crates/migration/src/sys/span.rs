@@ -24,7 +24,8 @@ pub struct Span<'a> {
     memory: PhantomData<&'a AtomicU8>,
 }
 
-// SAFETY: an address and a length; all access is by system calls, volatile or atomic, under `from_raw_parts`' promise.
+// SAFETY: an address and a length; all access is by system calls, volatile or atomic, under `from_raw_parts`'
+// promise.
 unsafe impl Send for Span<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for Span<'_> {}
@@ -63,8 +64,8 @@ impl<'a> Span<'a> {
     /// Room for bytes to receive.
     pub(crate) fn io_buf_mut(&self, offset: usize, length: usize) -> IoBufMut<'a> {
         let start = self.at(offset, length);
-        // SAFETY: `at` has checked that the range lies in the span, which is mapped for `'a`; no reference to its
-        // bytes is ever made.
+        // SAFETY: `at` has checked that the range lies in the span, which is mapped for `'a`; no reference to
+        // its bytes is ever made.
         unsafe { IoBufMut::from_raw_parts(start, length) }
     }
 
@@ -78,7 +79,8 @@ impl<'a> Span<'a> {
             "{length} bytes at {offset:#x} are not whole pages"
         );
         let start = self.at(offset, length);
-        // SAFETY: `at` has checked the range; the address (asserted) and both numbers are multiples of the page size.
+        // SAFETY: `at` has checked the range; the address (asserted) and both numbers are multiples of the
+        // page size.
         unsafe { zero::is_zero(start, length) }
     }
 
@@ -156,8 +158,8 @@ impl<'a> Span<'a> {
     fn advise(&self, offset: usize, length: usize, advice: i32) -> io::Result<()> {
         let start = self.at(offset, length);
         loop {
-            // SAFETY: the range is within the span (`at`). No advice removes the mapping; one of them changes the
-            // content, which is permitted at any time: all access through Rust is atomic or volatile.
+            // SAFETY: the range is within the span (`at`). No advice removes the mapping; one of them changes
+            // the content, which is permitted at any time: all access through Rust is atomic or volatile.
             if unsafe { libc::madvise(start.cast(), length, advice) } == 0 {
                 return Ok(());
             }
@@ -184,7 +186,8 @@ impl<'a> Span<'a> {
     }
 }
 
-/// Of `length` bytes from `start` on: bytes before the first whole word, bytes of whole words, and where they end.
+/// Of `length` bytes from `start` on: bytes before the first whole word, bytes of whole words, and where they
+/// end.
 fn split(start: *mut u8, length: usize) -> (usize, usize, usize) {
     let head = (start.addr().wrapping_neg() % WORD_BYTES).min(length);
     let words = (length - head) / WORD_BYTES * WORD_BYTES;
@@ -199,7 +202,7 @@ fn byte_at<'a>(start: *mut u8, index: usize) -> &'a AtomicU8 {
 
 /// A word after the first `head` bytes of the range that `Span::at` gave; callers stay below its length.
 fn word_at<'a>(start: *mut u8, head: usize, index: usize) -> &'a AtomicU64 {
-    // SAFETY: within the range that was checked; `split` has made `head` end at a multiple of a word. All access through
-    // Rust is atomic.
+    // SAFETY: within the range that was checked; `split` has made `head` end at a multiple of a word. All
+    // access through Rust is atomic.
     unsafe { AtomicU64::from_ptr(start.add(head + index * WORD_BYTES).cast()) }
 }

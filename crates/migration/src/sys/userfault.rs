@@ -4,9 +4,10 @@
 //!   userfaultfd() ─► UFFDIO_API ─► UFFDIO_REGISTER (WP) ─► UFFDIO_WRITEPROTECT …  writes lift it …  UFFDIO_UNREGISTER
 //! ```
 //!
-//! The descriptor is never read: a write to a protected page only clears the page's mark, and the written pages are
-//! found in the pagemap ([`super::Pagemap`]). Formats and numbers: `include/uapi/linux/userfaultfd.h`, Linux 6.7. As
-//! no fault is handled here, the descriptor is created for user mode only, which needs no privilege.
+//! The descriptor is never read: a write to a protected page only clears the page's mark, and the written
+//! pages are found in the pagemap ([`super::Pagemap`]). Formats and numbers:
+//! `include/uapi/linux/userfaultfd.h`, Linux 6.7. As no fault is handled here, the descriptor is created for
+//! user mode only, which needs no privilege.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -69,7 +70,8 @@ impl Userfault {
     /// Takes memory under its watch; nothing is protected yet.
     ///
     /// # Errors
-    /// `EBUSY`: another userfaultfd has it; `EINVAL`: it is not all mapped, or not at bounds of its huge pages.
+    /// `EBUSY`: another userfaultfd has it; `EINVAL`: it is not all mapped, or not at bounds of its huge
+    /// pages.
     pub(crate) fn register(&self, span: &Span<'_>) -> io::Result<()> {
         let mut register = uffdio_register {
             range: range(span, 0, span.length()),

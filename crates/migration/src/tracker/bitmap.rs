@@ -21,9 +21,9 @@ pub trait DirtyLogReader: Send + Sync {
         Ok(())
     }
 
-    /// Puts the log of a block into `words` and clears it, as `KVM_GET_DIRTY_LOG` does: a bit for each page of 4096 bytes,
-    /// the first page in the lowest bit of the first word. `words` is zero, one word for each 64 pages begun. A page must
-    /// be write-protected again, or otherwise watched, before its bit is given.
+    /// Puts the log of a block into `words` and clears it, as `KVM_GET_DIRTY_LOG` does: a bit for each page
+    /// of 4096 bytes, the first page in the lowest bit of the first word. `words` is zero, one word for each
+    /// 64 pages begun. A page must be write-protected again, or otherwise watched, before its bit is given.
     ///
     /// # Errors
     /// The log cannot be read; the migration ends.

@@ -5,15 +5,16 @@
 //!   block 1   [ slot 1 ]
 //! ```
 //!
-//! A VMM maps a block into its guest by one slot or several (a PC's memory has holes), and KVM keeps a log for each.
-//! The ioctls are issued by the VMM, which has the VM's descriptor; their formats are here:
+//! A VMM maps a block into its guest by one slot or several (a PC's memory has holes), and KVM keeps a log
+//! for each. The ioctls are issued by the VMM, which has the VM's descriptor; their formats are here:
 //!
 //! - on: `KVM_SET_USER_MEMORY_REGION` of each slot with `KVM_MEM_LOG_DIRTY_PAGES`; off: without;
-//! - take: `KVM_GET_DIRTY_LOG`, whose bitmap has the slot's first page in the lowest bit of the first `u64` and is a whole number
-//!   of them, which is how `words` comes. With `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` it clears nothing: `KVM_CLEAR_DIRTY_LOG` of
-//!   the same range has to follow within the same call.
+//! - take: `KVM_GET_DIRTY_LOG`, whose bitmap has the slot's first page in the lowest bit of the first `u64`
+//!   and is a whole number of them, which is how `words` comes. With `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` it
+//!   clears nothing: `KVM_CLEAR_DIRTY_LOG` of the same range has to follow within the same call.
 //!
-//! Writes that KVM does not see come from the VMM itself and its devices: [`crate::SourceMemory::mark_dirty`].
+//! Writes that KVM does not see come from the VMM itself and its devices:
+//! [`crate::SourceMemory::mark_dirty`].
 
 use std::fmt;
 use std::io;
@@ -49,7 +50,8 @@ pub struct KvmDirtyLog<'a, F> {
 }
 
 impl<'a, F: Fn(u32, &mut [u64]) -> io::Result<()> + Send + Sync> KvmDirtyLog<'a, F> {
-    /// The log of these slots; `take` puts that of a slot into words, which are zero before, and clears it. It is always on.
+    /// The log of these slots; `take` puts that of a slot into words, which are zero before, and clears it.
+    /// It is always on.
     pub fn new(slots: &[MemorySlot], take: F) -> Self {
         Self { slots: slots.to_vec(), take, switch: None }
     }

@@ -1,4 +1,5 @@
-//! Tracks writes by the kernel's write protection: the first write to each protected page lifts its protection.
+//! Tracks writes by the kernel's write protection: the first write to each protected page lifts its
+//! protection.
 //!
 //! ```text
 //!   protected page ── first write: one short fault, no userspace ──────► written ── harvest: PAGEMAP_SCAN ──► protected
@@ -58,8 +59,8 @@ impl WriteProtect {
         Ok(this)
     }
 
-    /// A tracker for shared memory too (memfd, files, shared hugetlb), all of whose writers use this mapping or
-    /// report their writes.
+    /// A tracker for shared memory too (memfd, files, shared hugetlb), all of whose writers use this mapping
+    /// or report their writes.
     ///
     /// # Errors
     /// As [`Self::new`].

@@ -12,7 +12,8 @@ use towline_protocol::section::{SectionHeader, SectionType, put_footer};
 use towline_protocol::{BlockIndex, PageRef, device_state::DeviceState};
 
 pub(crate) const PAGE: usize = 4096;
-/// Barriers as FLUSH records and zero pages on lanes; barriers at each section; FLUSH records and zero pages on main.
+/// Barriers as FLUSH records and zero pages on lanes; barriers at each section; FLUSH records and zero pages
+/// on main.
 pub(crate) const MACHINES: [&str; 3] = ["pc-q35-10.0", "pc-q35-7.2", "pc-q35-8.2"];
 
 pub(crate) fn configuration(machine_type: &str) -> Configuration {

@@ -1,4 +1,5 @@
-//! Helpers shared by the tests of this crate: guests, connections with faults, and migrations with a watchdog.
+//! Helpers shared by the tests of this crate: guests, connections with faults, and migrations with a
+//! watchdog.
 #![allow(dead_code)] // Not every test file needs all of it.
 
 mod guests;

@@ -1,5 +1,6 @@
-//! The plan's switchover as a model: the destination loads paused, runs when the source has completed, and instead of
-//! a source that has exited, if it has everything. The rules are `control`'s, which speaks QMP to real QEMUs.
+//! The plan's switchover as a model: the destination loads paused, runs when the source has completed, and
+//! instead of a source that has exited, if it has everything. The rules are `control`'s, which speaks QMP to
+//! real QEMUs.
 
 use super::destination::Endpoint;
 use super::net::Net;
@@ -93,7 +94,8 @@ impl Control {
         Verdict::Done
     }
 
-    /// The destination is lost before it ran: a source that is done keeps the guest, paused, and gets it back with `cont`.
+    /// The destination is lost before it ran: a source that is done keeps the guest, paused, and gets it back
+    /// with `cont`.
     fn undo_or_keep(&mut self, net: &mut Net, source: &mut Source) -> Option<Verdict> {
         if source.outcome == Some(Ok(())) {
             source.guest.running = true;

@@ -1,4 +1,5 @@
-//! A synthetic guest: a page is a counter of its writes, with content that identifies counter, place and integrity.
+//! A synthetic guest: a page is a counter of its writes, with content that identifies counter, place and
+//! integrity.
 
 use fastrand::Rng;
 use towline_protocol::ram::PAGE_SIZE;

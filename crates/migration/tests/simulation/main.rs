@@ -1,16 +1,17 @@
-//! Migrations in virtual time: both state machines of the protocol, joined by links that do what networks do, moved by the
-//! convergence policy, and judged by what a guest's owner wants.
+//! Migrations in virtual time: both state machines of the protocol, joined by links that do what networks do,
+//! moved by the convergence policy, and judged by what a guest's owner wants.
 //!
 //! ```text
 //!   Scenario::random(seed) ─► World: Source ═ links ═ [Relay ═ links ═] Destination, Control above ─► judge ─► Ending
 //! ```
 //!
-//! Real: everything of `towline_protocol` that the engine uses (writers, decoders, lane registries, barriers' places,
-//! the return path's rules, XBZRLE) and `convergence`. Modelled as single steps: the engine's threads, the switchover
-//! of `control`, and the QEMUs. Not here: compression, zero-copy, sockets, mapped-ram files, which have no two ends.
+//! Real: everything of `towline_protocol` that the engine uses (writers, decoders, lane registries, barriers'
+//! places, the return path's rules, XBZRLE) and `convergence`. Modelled as single steps: the engine's
+//! threads, the switchover of `control`, and the QEMUs. Not here: compression, zero-copy, sockets, mapped-ram
+//! files, which have no two ends.
 //!
-//! No thread, no clock: a seed replays its run exactly. `TOWLINE_SEEDS=first..last` (or a count) runs others than the first
-//! 2,000; `TOWLINE_SEEDS=N..N+1` replays one. `cargo xtask soak simulation` runs 100,000.
+//! No thread, no clock: a seed replays its run exactly. `TOWLINE_SEEDS=first..last` (or a count) runs others
+//! than the first 2,000; `TOWLINE_SEEDS=N..N+1` replays one. `cargo xtask soak simulation` runs 100,000.
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
 mod control;
@@ -128,8 +129,8 @@ fn a_seed_replays_its_run_exactly() {
     }
 }
 
-/// Every connection of a small migration is cut at every byte that goes over it, in each direction; quick runs take some of
-/// them. `TOWLINE_CUT_STEP=1` takes all.
+/// Every connection of a small migration is cut at every byte that goes over it, in each direction; quick
+/// runs take some of them. `TOWLINE_CUT_STEP=1` takes all.
 #[test]
 fn a_cut_at_any_byte_is_no_loss() {
     let step = std::env::var("TOWLINE_CUT_STEP").ok().and_then(|text| text.parse().ok()).unwrap_or(41);

@@ -1,4 +1,5 @@
-//! Connections in virtual time: rate, delay, jitter, bounded buffers, short reads and writes, stalls, and cuts at a byte.
+//! Connections in virtual time: rate, delay, jitter, bounded buffers, short reads and writes, stalls, and
+//! cuts at a byte.
 
 use std::collections::VecDeque;
 use std::ops::Range;

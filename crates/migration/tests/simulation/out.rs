@@ -1,5 +1,5 @@
-//! Data that a thread of the engine would be sending: bytes, and pages that are read when they are sent, as from live
-//! memory.
+//! Data that a thread of the engine would be sending: bytes, and pages that are read when they are sent, as
+//! from live memory.
 
 use std::collections::VecDeque;
 

@@ -1,4 +1,5 @@
-//! The reading half of a destination and of a relay: the real decoders, fed by links, and the rules of the lanes' barrier.
+//! The reading half of a destination and of a relay: the real decoders, fed by links, and the rules of the
+//! lanes' barrier.
 
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::{Barriers, RamSection, SectionKind, StreamDecoder, StreamItem};

@@ -1,6 +1,6 @@
-//! The relay between two QEMUs: it forwards its input, and the source receives only the destination's messages.
-//! Decoders, writers and the return path's rules are the real ones; their order between them is `Relay`'s and
-//! `Incoming`'s.
+//! The relay between two QEMUs: it forwards its input, and the source receives only the destination's
+//! messages. Decoders, writers and the return path's rules are the real ones; their order between them is
+//! `Relay`'s and `Incoming`'s.
 
 use std::collections::VecDeque;
 

@@ -1,5 +1,5 @@
-//! The sending end: the protocol's states, the return path's rules and the convergence policy are the real ones; the
-//! engine's threads are modelled here, one step at a time.
+//! The sending end: the protocol's states, the return path's rules and the convergence policy are the real
+//! ones; the engine's threads are modelled here, one step at a time.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! The state of one run, and its clock: a ready party performs a step, in an order that follows from the seed;
-//! without ready parties, time advances to the next arrival.
+//! The state of one run, and its clock: a ready party performs a step, in an order that follows from the
+//! seed; without ready parties, time advances to the next arrival.
 
 use fastrand::Rng;
 

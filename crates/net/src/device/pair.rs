@@ -101,7 +101,8 @@ impl QueuePair {
         }
     }
 
-    /// Attaches or detaches the queue of the tap, unless the worker of another session receives from it by now.
+    /// Attaches or detaches the queue of the tap, unless the worker of another session receives from it by
+    /// now.
     fn attach(&self, receives: bool) {
         let mut receiver = lock(&self.shared.receivers[self.index]);
         if receives {

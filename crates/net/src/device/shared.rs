@@ -22,7 +22,8 @@ pub struct Options {
     pub busy_poll: Duration,
     /// Disables migration: no dirty log is offered.
     pub unmigratable: bool,
-    /// Migrates the state of the link and the counters with the guest; the destination's card needs the same setting.
+    /// Migrates the state of the link and the counters with the guest; the destination's card needs the same
+    /// setting.
     pub device_state: bool,
     /// Keeps the state of the link for the next process.
     pub link: Option<DeviceWord>,
@@ -45,9 +46,11 @@ pub(crate) struct Shared {
     pub(crate) receivers: Vec<Mutex<Option<u64>>>,
     /// Number of the next worker.
     pub(crate) next_worker: AtomicU64,
-    /// True for each pair that no connection of this process has used yet: a process that was killed may have left frames.
+    /// True for each pair that no connection of this process has used yet: a process that was killed may have
+    /// left frames.
     pub(super) unused: Vec<AtomicBool>,
-    /// True for each pair whose last connection ended with AF_XDP frames in flight, until its queue is known to be free.
+    /// True for each pair whose last connection ended with AF_XDP frames in flight, until its queue is known
+    /// to be free.
     pub(crate) orphaned: Vec<AtomicBool>,
 }
 
@@ -73,8 +76,8 @@ impl Shared {
         if self.link_up.load(Relaxed) { CarrierState::Up } else { CarrierState::Down }
     }
 
-    /// Before the first connection, waits until the queue of a process that was killed is free, for [`PREVIOUS_TIMEOUT`] at most,
-    /// as a queue that another program uses looks the same.
+    /// Before the first connection, waits until the queue of a process that was killed is free, for
+    /// [`PREVIOUS_TIMEOUT`] at most, as a queue that another program uses looks the same.
     pub(super) fn wait_for_previous_process(&self, pair: usize) {
         let Some(xdp) = self.xdp.as_ref().filter(|_| self.unused[pair].swap(false, Relaxed)) else { return };
         if let Err(error) = xdp.wait_until_free(pair, PREVIOUS_TIMEOUT) {
@@ -82,8 +85,8 @@ impl Shared {
         }
     }
 
-    /// Refuses a new connection while frames of the previous one may still be sent. The restarted ring may contain their chains
-    /// again, which would be completed while the network card still reads them.
+    /// Refuses a new connection while frames of the previous one may still be sent. The restarted ring may
+    /// contain their chains again, which would be completed while the network card still reads them.
     pub(super) fn check_orphaned(&self, pair: usize) -> Result<(), BackendError> {
         let Some(xdp) = self.xdp.as_ref().filter(|_| self.orphaned[pair].load(Relaxed)) else {
             return Ok(());
@@ -97,7 +100,8 @@ impl Shared {
                      of {name}, and that no other program uses the queue"
                 )));
             }
-            // Without the right to open a socket this is never known. Any other error may be over at the next attempt.
+            // Without the right to open a socket this is never known. Any other error may be over at the next
+            // attempt.
             Err(error) if error.kind() != std::io::ErrorKind::PermissionDenied => {
                 let name = xdp.name();
                 return Err(BackendError::temporary(format!(

@@ -1,7 +1,7 @@
 //! The Internet checksum of IP, TCP and UDP (RFC 1071), over scattered bytes.
 //!
-//! Sums are in native byte order, which gives the same bytes on any machine (RFC 1071, 2B). Only parts that begin at an odd
-//! offset are swapped.
+//! Sums are in native byte order, which gives the same bytes on any machine (RFC 1071, 2B). Only parts that
+//! begin at an odd offset are swapped.
 
 /// Bytes that are added as one integer; 64 bits have room for the sum of any frame.
 const STRIDE: usize = 4;
@@ -37,7 +37,8 @@ impl Sum {
         fold(self.words).to_ne_bytes()
     }
 
-    /// Contents of a complete checksum field. 0 is replaced by 0xffff, its equivalent, as UDP reserves 0 for "no checksum".
+    /// Contents of a complete checksum field. 0 is replaced by 0xffff, its equivalent, as UDP reserves 0 for
+    /// "no checksum".
     pub fn finish(self) -> [u8; 2] {
         match !fold(self.words) {
             0 => [0xff; 2],
@@ -79,8 +80,8 @@ impl PartialChecksum {
         usize::from(self.start) + usize::from(self.offset) + 2
     }
 
-    /// Computes the checksum in software. `headers` is the beginning of the packet, with the field in it; `add_rest` adds the
-    /// rest of the packet.
+    /// Computes the checksum in software. `headers` is the beginning of the packet, with the field in it;
+    /// `add_rest` adds the rest of the packet.
     ///
     /// # Panics
     /// If the field is not within `headers`.

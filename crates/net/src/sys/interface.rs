@@ -1,4 +1,5 @@
-//! Requests about a network interface by its name (`linux/sockios.h`), in the network namespace of this process.
+//! Requests about a network interface by its name (`linux/sockios.h`), in the network namespace of this
+//! process.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};

@@ -11,7 +11,8 @@ pub(crate) const MULTI_QUEUE: i32 = libc::IFF_MULTI_QUEUE;
 pub(crate) const IS_TAP: i32 = libc::IFF_TAP;
 pub(crate) const VNET_HDR: i32 = libc::IFF_VNET_HDR;
 
-/// Makes a newly opened `/dev/net/tun` or `/dev/tapN` a queue of this interface. A tap that does not exist is created.
+/// Makes a newly opened `/dev/net/tun` or `/dev/tapN` a queue of this interface. A tap that does not exist is
+/// created.
 pub(crate) fn attach(fd: BorrowedFd<'_>, name: &str, flags: i32) -> io::Result<()> {
     let mut request = request(name)?;
     request.ifr_ifru.ifru_flags = short(flags);

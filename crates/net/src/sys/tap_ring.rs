@@ -3,9 +3,10 @@
 //! ```text
 //!   frames ─► submission queue ── io_uring_enter ─► the kernel writes each at once, in their order ─► completion queue
 //! ```
-//! A tap does not block, so every request is complete when the call returns, and nothing is in flight between two calls. The
-//! ring is restricted before it is enabled: it only writes, to descriptors that this process has anyway. So a filter of system
-//! calls that permits `writev` may permit `io_uring_enter` too, while no other ring can be created.
+//! A tap does not block, so every request is complete when the call returns, and nothing is in flight between
+//! two calls. The ring is restricted before it is enabled: it only writes, to descriptors that this process
+//! has anyway. So a filter of system calls that permits `writev` may permit `io_uring_enter` too, while no
+//! other ring can be created.
 
 use std::io;
 use std::ops::Range;
@@ -33,8 +34,8 @@ impl TapRing {
         Ok(Self { ring })
     }
 
-    /// Writes frames in their order; each consists of a range of `bufs`. Stores the number of bytes of each in `results`, or its
-    /// negative error; that of a frame that was not written is -EAGAIN before.
+    /// Writes frames in their order; each consists of a range of `bufs`. Stores the number of bytes of each
+    /// in `results`, or its negative error; that of a frame that was not written is -EAGAIN before.
     ///
     /// # Errors
     /// The call's own. The ring had requests left then, and is gone.
@@ -49,8 +50,8 @@ impl TapRing {
         let requests =
             frames.iter().zip(0..).map(|(frame, index)| request(tap, &bufs[frame.clone()]).user_data(index));
         for request in requests {
-            // SAFETY: `bufs` and the memory of its buffers outlive this function. It returns the ring only when every request is
-            // complete, and drops it only when each is complete or was not submitted.
+            // SAFETY: `bufs` and the memory of its buffers outlive this function. It returns the ring only
+            // when every request is complete, and drops it only when each is complete or was not submitted.
             unsafe { self.ring.submission().push(&request) }.expect("the queue has room for all frames");
         }
         let mut completed = 0;

@@ -30,8 +30,8 @@ pub(crate) struct UmemMapping {
     in_use: Vec<AtomicBool>,
 }
 
-// SAFETY: addresses of a mapping that lives as long as this. The files are only copied from; the private part is written
-// through an `ArenaSection`, of which there is one for each part.
+// SAFETY: addresses of a mapping that lives as long as this. The files are only copied from; the private part
+// is written through an `ArenaSection`, of which there is one for each part.
 unsafe impl Send for UmemMapping {}
 // SAFETY: as above.
 unsafe impl Sync for UmemMapping {}
@@ -44,8 +44,8 @@ pub(crate) struct ArenaSection {
 }
 
 impl UmemMapping {
-    /// Reserves `len` addresses, the first `private_bytes` of them with memory, in sections of `section_bytes`. The address at
-    /// `private_bytes` is a multiple of `align`, a power of two.
+    /// Reserves `len` addresses, the first `private_bytes` of them with memory, in sections of
+    /// `section_bytes`. The address at `private_bytes` is a multiple of `align`, a power of two.
     pub(crate) fn new(
         len: usize,
         private_bytes: usize,
@@ -84,7 +84,8 @@ impl UmemMapping {
         let fits = at >= self.private_bytes && at.checked_add(len).is_some_and(|end| end <= self.len);
         assert!(fits, "{len} bytes at {at} of a mapping of {} bytes", self.len);
         let (prot, fixed) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::FIXED);
-        // SAFETY: it replaces reserved addresses of this mapping, as asserted above, and `&mut self` excludes other users.
+        // SAFETY: it replaces reserved addresses of this mapping, as asserted above, and `&mut self` excludes
+        // other users.
         unsafe { mmap(self.base.as_ptr().add(at).cast(), len, prot, fixed, file.as_fd(), offset) }?;
         Ok(())
     }
@@ -106,7 +107,8 @@ impl UmemMapping {
         while done < len {
             let count = SUM_BYTES.min(len - done);
             let from = self.pointer(at + done, count);
-            // SAFETY: `pointer` has asserted that `count` bytes are readable at `from`; `bytes` is a local variable.
+            // SAFETY: `pointer` has asserted that `count` bytes are readable at `from`; `bytes` is a local
+            // variable.
             unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), count) };
             sum.append(checksum::of(&bytes[..count]), count);
             done += count;
@@ -157,8 +159,8 @@ impl ArenaSection {
         let fits = at.checked_add(bytes.len()).is_some_and(|end| end <= self.mapping.section_bytes);
         assert!(fits, "{} bytes at {at} of a section of {} bytes", bytes.len(), self.mapping.section_bytes);
         let to = self.mapping.pointer(self.start + at, bytes.len());
-        // SAFETY: the bytes are writable and in this section, which only this value writes; `bytes` is a reference, and thus
-        // not in the mapping.
+        // SAFETY: the bytes are writable and in this section, which only this value writes; `bytes` is a
+        // reference, and thus not in the mapping.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
     }
 }

@@ -70,7 +70,8 @@ impl RingMapping {
 
     fn word(&self, at: u64) -> &AtomicU32 {
         let at = usize::try_from(at).expect("`map` has checked the offset");
-        // SAFETY: `map` has checked that four aligned bytes are mapped there; both sides access them atomically.
+        // SAFETY: `map` has checked that four aligned bytes are mapped there; both sides access them
+        // atomically.
         unsafe { AtomicU32::from_ptr(self.base.as_ptr().add(at).cast()) }
     }
 
@@ -127,7 +128,8 @@ impl TxRing {
         assert!(self.produced.wrapping_sub(self.consumed) < self.ring.size, "the TX ring is full");
         let descriptor = XdpDesc { addr, len, options: XdpDescOptions::from_bits_retain(options) };
         let entry: *mut XdpDesc = self.ring.entry(self.produced);
-        // SAFETY: the entry is in the mapping and aligned, and the kernel does not read it before the producer index is stored.
+        // SAFETY: the entry is in the mapping and aligned, and the kernel does not read it before the
+        // producer index is stored.
         unsafe { entry.write_volatile(descriptor) };
         self.produced = self.produced.wrapping_add(1);
     }

@@ -1,5 +1,5 @@
-//! AF_XDP features of a driver and state of its queues, queried by generic netlink (`netdev` family, `linux/netdev.h`; Linux 6.6
-//! and later).
+//! AF_XDP features of a driver and state of its queues, queried by generic netlink (`netdev` family,
+//! `linux/netdev.h`; Linux 6.6 and later).
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -77,8 +77,8 @@ impl Netdev {
     }
 }
 
-/// Returns true if an AF_XDP socket is bound to a queue, as far as the kernel reports it (Linux 6.15 and later). Any process may
-/// ask.
+/// Returns true if an AF_XDP socket is bound to a queue, as far as the kernel reports it (Linux 6.15 and
+/// later). Any process may ask.
 pub(super) fn has_socket(interface: u32, queue: u32) -> io::Result<bool> {
     let [queue, interface, kind] = [queue, interface, TX].map(u32::to_ne_bytes);
     let attributes = [

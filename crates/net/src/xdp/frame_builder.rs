@@ -1,4 +1,5 @@
-//! From a chain to the descriptors of its packets: bytes are copied or referenced, and checksums computed here or requested.
+//! From a chain to the descriptors of its packets: bytes are copied or referenced, and checksums computed
+//! here or requested.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -69,7 +70,8 @@ pub(super) struct FrameBuilder {
     /// Descriptors of the frame, and the chunks to which they refer.
     pub(super) descriptors: Vec<Descriptor>,
     pub(super) chunks: Vec<UmemChunk>,
-    // Kept for their allocations: parts of the frame, references of a packet, copies of a frame and of a packet.
+    // Kept for their allocations: parts of the frame, references of a packet, copies of a frame and of a
+    // packet.
     parts: Vec<UmemRange>,
     references: Vec<Reference>,
     frame: Vec<u8>,
@@ -243,7 +245,8 @@ impl FrameBuilder {
         if self.end_packet(first) { Ok(()) } else { Err(CopyReason::NoRoom) }
     }
 
-    /// Marks all descriptors from `first` on but the last as continued. Returns false if the frame has too many.
+    /// Marks all descriptors from `first` on but the last as continued. Returns false if the frame has too
+    /// many.
     fn end_packet(&mut self, first: usize) -> bool {
         let last = self.descriptors.len() - 1;
         self.descriptors[first..last].iter_mut().for_each(|descriptor| descriptor.options |= CONTINUED);

@@ -1,8 +1,8 @@
 //! Frames in flight: each stays here until its last descriptor is complete, in any order.
 //!
-//! The index of a frame is its tag, in the upper 16 bits of its descriptors' addresses. In a UMEM with unaligned chunks they
-//! are an offset, so `address - tag` with the offset `tag` is `address`, and the completion contains the tag. It needs no
-//! look-up, and two frames may be sent from the same address.
+//! The index of a frame is its tag, in the upper 16 bits of its descriptors' addresses. In a UMEM with
+//! unaligned chunks they are an offset, so `address - tag` with the offset `tag` is `address`, and the
+//! completion contains the tag. It needs no look-up, and two frames may be sent from the same address.
 
 use super::arena::UmemChunk;
 
@@ -53,8 +53,8 @@ impl<H> InFlightFrames<H> {
         Some(tag)
     }
 
-    /// Removes a completed descriptor. With the last one of its frame, `free` gets its chunks and `complete` its chain.
-    /// Returns false if no such descriptor is in flight.
+    /// Removes a completed descriptor. With the last one of its frame, `free` gets its chunks and `complete`
+    /// its chain. Returns false if no such descriptor is in flight.
     pub(super) fn remove(
         &mut self,
         address: u64,

@@ -1,7 +1,8 @@
-//! Chains in flight of AF_XDP sockets that were closed: the network card may read them until their queue is free.
+//! Chains in flight of AF_XDP sockets that were closed: the network card may read them until their queue is
+//! free.
 //!
-//! Nothing reports that a queue is free. It is found out by binding a socket, which takes a lock of the whole network namespace, so
-//! the checks become rarer.
+//! Nothing reports that a queue is free. It is found out by binding a socket, which takes a lock of the whole
+//! network namespace, so the checks become rarer.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -17,7 +18,8 @@ const FREE_INTERVAL_MAX: Duration = Duration::from_millis(250);
 #[derive(Debug)]
 pub(super) struct OrphanedChains {
     heads: Vec<ChainHead>,
-    /// True if the first attempt to bind is to find out if the queue of the previous process's socket is free.
+    /// True if the first attempt to bind is to find out if the queue of the previous process's socket is
+    /// free.
     inherited: bool,
     /// Time of the next check if the queue is free.
     next_check: Instant,

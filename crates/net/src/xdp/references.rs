@@ -45,7 +45,8 @@ pub(super) struct DescriptorLimits {
     pub(super) bytes: u32,
     /// Page boundaries that a descriptor may cross.
     pub(super) crossing: PageCrossing,
-    /// Bytes before each descriptor that must be in the same page, if it may not cross: room for metadata, used or not.
+    /// Bytes before each descriptor that must be in the same page, if it may not cross: room for metadata,
+    /// used or not.
     pub(super) headroom: u64,
     /// Maximum number of descriptors of a packet.
     pub(super) descriptors: usize,
@@ -65,8 +66,8 @@ impl DescriptorLimits {
     }
 }
 
-/// Appends references to the bytes `range` of a frame that consists of these parts. Returns the reason if the limits do not
-/// permit it; `out` is then incomplete.
+/// Appends references to the bytes `range` of a frame that consists of these parts. Returns the reason if the
+/// limits do not permit it; `out` is then incomplete.
 pub(super) fn references(
     parts: &[UmemRange],
     range: Range<usize>,

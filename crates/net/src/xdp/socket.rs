@@ -54,7 +54,8 @@ pub(super) enum UmemUse {
     Shares,
 }
 
-/// A socket that is not bound. A UMEM and the sizes of the rings can be set once; after a failed attempt to bind they stay.
+/// A socket that is not bound. A UMEM and the sizes of the rings can be set once; after a failed attempt to
+/// bind they stay.
 #[derive(Debug)]
 pub(super) struct UnboundSocket {
     fd: OwnedFd,
@@ -108,8 +109,8 @@ impl UnboundSocket {
         Ok(Arc::clone(self.umem.insert(Arc::new(umem))))
     }
 
-    /// Binds the socket to a queue, in the first of `modes` that the driver supports. Retries while the queue is busy, for
-    /// `busy_timeout` at most.
+    /// Binds the socket to a queue, in the first of `modes` that the driver supports. Retries while the queue
+    /// is busy, for `busy_timeout` at most.
     pub(super) fn bind(
         &mut self,
         umem: &Arc<Umem>,
@@ -141,8 +142,8 @@ impl UnboundSocket {
     }
 }
 
-/// Registers a mapping as the UMEM of a socket, which pins it. Returns the length of the metadata before each descriptor's
-/// data; 0 if `metadata` is false or the kernel does not support it (before 6.8).
+/// Registers a mapping as the UMEM of a socket, which pins it. Returns the length of the metadata before each
+/// descriptor's data; 0 if `metadata` is false or the kernel does not support it (before 6.8).
 pub(super) fn register(fd: &OwnedFd, mapping: &UmemMapping, metadata: bool) -> io::Result<u32> {
     let try_with = |flags: u32, tx_metadata_len: u32| {
         let flags = XdpUmemRegFlags::from_bits_retain(libc::XDP_UMEM_UNALIGNED_CHUNK_FLAG | flags);
@@ -194,8 +195,9 @@ fn set_ring_sizes(fd: &OwnedFd, tx: u32, completion: u32) -> io::Result<()> {
     Ok(sockopt::set_xdp_tx_ring_size(fd, tx)?)
 }
 
-/// Returns true if no socket is bound to a queue, by binding one for a moment. Frames of a socket that was closed are then no
-/// longer read: the kernel removes a socket from the driver before another one can be bound.
+/// Returns true if no socket is bound to a queue, by binding one for a moment. Frames of a socket that was
+/// closed are then no longer read: the kernel removes a socket from the driver before another one can be
+/// bound.
 pub(super) fn is_free(queue: QueueId) -> io::Result<bool> {
     let (fd, mapping) = (open()?, UmemMapping::new(PROBE_BYTES, PROBE_BYTES, PROBE_BYTES, PROBE_BYTES)?);
     register(&fd, &mapping, false)?;
@@ -209,8 +211,8 @@ pub(super) fn is_free(queue: QueueId) -> io::Result<bool> {
     }
 }
 
-/// Waits until no socket is bound to a queue, for `timeout` at most. If that cannot be determined (without CAP_NET_RAW before
-/// Linux 6.15), it is assumed.
+/// Waits until no socket is bound to a queue, for `timeout` at most. If that cannot be determined (without
+/// CAP_NET_RAW before Linux 6.15), it is assumed.
 ///
 /// # Errors
 /// EBUSY: a socket is still bound to it.
@@ -223,7 +225,8 @@ pub(super) fn wait_until_free(queue: QueueId, timeout: Duration) -> io::Result<(
     Ok(retry_while_busy(timeout, probe)?)
 }
 
-/// Binds in the first mode that the driver supports. Returns true if it supports several descriptors per packet.
+/// Binds in the first mode that the driver supports. Returns true if it supports several descriptors per
+/// packet.
 fn bind_best_mode(
     fd: &OwnedFd,
     modes: &[SocketAddrXdpFlags],
@@ -246,7 +249,8 @@ fn bind_best_mode(
     Err(failed)
 }
 
-/// Retries while a queue is busy: it is released some time after its last socket was closed, and no event reports it.
+/// Retries while a queue is busy: it is released some time after its last socket was closed, and no event
+/// reports it.
 fn retry_while_busy(timeout: Duration, bind: impl Fn() -> rustix::io::Result<()>) -> rustix::io::Result<()> {
     let deadline = Instant::now() + timeout;
     loop {

@@ -1,4 +1,5 @@
-//! The transmitting half of a queue pair with AF_XDP: sends by a TX queue if one can be bound, otherwise by the tap.
+//! The transmitting half of a queue pair with AF_XDP: sends by a TX queue if one can be bound, otherwise by
+//! the tap.
 
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd};
@@ -25,7 +26,8 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 const BUSY_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time limit of frames in flight when the connection ends.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
-/// Time limit for a queue to become free after its socket was closed with chains in flight, while the guest waits for them.
+/// Time limit for a queue to become free after its socket was closed with chains in flight, while the guest
+/// waits for them.
 const CLOSED_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// See the module.
@@ -260,8 +262,8 @@ impl XdpTransmitter {
         }
     }
 
-    /// Takes over the chains that were in flight in the previous process, or connection. The network card may still read them, or
-    /// has sent them: they are not sent again, and used once the queue is free.
+    /// Takes over the chains that were in flight in the previous process, or connection. The network card may
+    /// still read them, or has sent them: they are not sent again, and used once the queue is free.
     fn inherit(&mut self, ring: Option<&mut Ring>, counted: &mut BatchCounters) {
         let heads = ring.map(Ring::take_resubmitted).unwrap_or_default();
         if heads.is_empty() {

@@ -257,7 +257,8 @@ impl TxQueue {
 
     /// Decides if a frame may refer to guest memory.
     fn references(&self, ring_size: u16) -> GuestReferences {
-        // At most half of the ring is in flight, further frames are copied: a slow network card does not hold all chains.
+        // At most half of the ring is in flight, further frames are copied: a slow network card does not hold
+        // all chains.
         let chains_max = u32::from(ring_size / 2).min(u32::from(FRAMES_MAX) / 2);
         if self.in_flight.heads() >= chains_max {
             GuestReferences::Forbidden(CopyReason::InFlight)
@@ -389,8 +390,8 @@ impl TxQueue {
         }
     }
 
-    /// Closes the socket, and unpins memory that no other pair uses. Returns the chains that are in flight, which the network
-    /// card may still read.
+    /// Closes the socket, and unpins memory that no other pair uses. Returns the chains that are in flight,
+    /// which the network card may still read.
     pub(super) fn close(self) -> impl Iterator<Item = ChainHead> {
         self.in_flight.into_heads()
     }

@@ -3,8 +3,8 @@
 //! ```text
 //!   [arena 0][arena 1] … [region with huge pages] … [region with small ones] …
 //! ```
-//! Regions are adjacent, in any order, as a UMEM has no holes. A region that cannot be mapped so (an odd offset in its file)
-//! is not part of it, and frames in it are copied.
+//! Regions are adjacent, in any order, as a UMEM has no holes. A region that cannot be mapped so (an odd
+//! offset in its file) is not part of it, and frames in it are copied.
 
 use std::fs::File;
 use std::io;
@@ -32,8 +32,8 @@ pub(crate) struct Umem {
     memory: Arc<GuestMemory>,
     /// Location of each region of guest memory.
     regions: Vec<Option<RegionSlot>>,
-    /// Bound sockets. Each keeps a reference to the UMEM in the kernel, so a queue is free once its own socket is closed. The
-    /// socket of another pair shares the UMEM of any of them.
+    /// Bound sockets. Each keeps a reference to the UMEM in the kernel, so a queue is free once its own
+    /// socket is closed. The socket of another pair shares the UMEM of any of them.
     bound: Mutex<Vec<Arc<OwnedFd>>>,
     /// Length of the metadata before each descriptor's data; 0 without metadata.
     pub(super) metadata_bytes: u32,
@@ -86,8 +86,8 @@ struct Layout {
 }
 
 impl Umem {
-    /// Maps guest memory. `register` registers the mapping with a socket and returns the length of the metadata; its second
-    /// argument is true if all guest memory is in huge pages.
+    /// Maps guest memory. `register` registers the mapping with a socket and returns the length of the
+    /// metadata; its second argument is true if all guest memory is in huge pages.
     pub(super) fn new(
         memory: &Arc<GuestMemory>,
         pairs: usize,
@@ -148,8 +148,9 @@ impl Umem {
         UmemRange { offset: slot.map(|slot| slot.offset + guest.offset), len: guest.len, page }
     }
 
-    /// Returns true if no page was removed from guest memory since it was pinned. Pages that a balloon or page reporting has
-    /// discarded stay pinned with their old contents, and those that the guest gets instead are not part of the UMEM.
+    /// Returns true if no page was removed from guest memory since it was pinned. Pages that a balloon or
+    /// page reporting has discarded stay pinned with their old contents, and those that the guest gets
+    /// instead are not part of the UMEM.
     pub(super) fn is_intact(&self) -> bool {
         let now = self.memory.regions().iter().map(|region| blocks(region.file().0));
         now.zip(&self.blocks).all(|(now, pinned)| now >= *pinned)
@@ -167,7 +168,8 @@ fn page_bytes(file: &File) -> io::Result<u64> {
 }
 
 impl Layout {
-    /// Regions with larger pages come first: as each length is a multiple of the page size, all are aligned to their pages.
+    /// Regions with larger pages come first: as each length is a multiple of the page size, all are aligned
+    /// to their pages.
     fn new(private_bytes: u64, files: &[RegionFile]) -> Self {
         let fits = |file: &RegionFile| {
             file.page.is_power_of_two()

@@ -54,7 +54,8 @@ struct QueueShape {
     features: u64,
 }
 
-/// Held while a macvtap exists: interfaces of two namespaces may have the same index, and thus the same `/dev/tapN`.
+/// Held while a macvtap exists: interfaces of two namespaces may have the same index, and thus the same
+/// `/dev/tapN`.
 static MACVTAP: Mutex<()> = Mutex::new(());
 
 /// A card in a network namespace, served on a thread.
@@ -555,7 +556,8 @@ fn random_frames_are_counted_as_malformed() {
     });
 }
 
-/// The link stays down and the counters continue on the destination; a card without `device_state` is refused.
+/// The link stays down and the counters continue on the destination; a card without `device_state` is
+/// refused.
 #[test]
 fn the_state_of_a_card_migrates_with_its_guest() {
     let name = "the_state_of_a_card_migrates_with_its_guest";

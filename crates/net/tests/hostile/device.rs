@@ -1,11 +1,13 @@
-//! The whole card and its session against a hostile guest and frontend. An input is a list of steps, which cover everything that
-//! either can do. After any steps three properties hold:
+//! The whole card and its session against a hostile guest and frontend. An input is a list of steps, which
+//! cover everything that either can do. After any steps three properties hold:
 //!
 //! - one second after the last step the process uses no processor time;
 //! - its memory exceeds the limit in `docs/net.md` by at most 10 %;
-//! - each stop (`GET_VRING_BASE`) has a reply within its deadline, and all threads end when the frontend disconnects.
+//! - each stop (`GET_VRING_BASE`) has a reply within its deadline, and all threads end when the frontend
+//!   disconnects.
 //!
-//! Shared by the test in this directory and the fuzz target `net_device`. One input at a time, as the process is measured.
+//! Shared by the test in this directory and the fuzz target `net_device`. One input at a time, as the process
+//! is measured.
 
 use std::net::UdpSocket;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -437,7 +439,8 @@ fn is_over(error: &Error) -> bool {
     !matches!(error, Error::Reply { found, .. } if found.starts_with('['))
 }
 
-/// Asserts that the process is idle a second after the last step. Most inputs are idle sooner and need no second.
+/// Asserts that the process is idle a second after the last step. Most inputs are idle sooner and need no
+/// second.
 fn assert_idle(input: &[u8]) {
     let until = Instant::now() + Duration::from_secs(1);
     loop {

@@ -1,5 +1,6 @@
-//! Random steps of a hostile guest and frontend against the whole card. `cargo xtask soak net-device` and the fuzz target
-//! `net_device` play more of them. `TOWLINE_SEEDS` is the number of inputs, `TOWLINE_SECONDS` the time limit.
+//! Random steps of a hostile guest and frontend against the whole card. `cargo xtask soak net-device` and the
+//! fuzz target `net_device` play more of them. `TOWLINE_SEEDS` is the number of inputs, `TOWLINE_SECONDS` the
+//! time limit.
 #![allow(clippy::unwrap_used, reason = "a failure of a helper is a failure of its test")]
 
 mod device;

@@ -45,7 +45,8 @@ impl Bench {
         Self::on("out0", name, pairs, change)
     }
 
-    /// By the interface `out0`, or by `mac0`, a macvlan on it, whose packets pass the queueing discipline of `out0`.
+    /// By the interface `out0`, or by `mac0`, a macvlan on it, whose packets pass the queueing discipline of
+    /// `out0`.
     pub(crate) fn on(
         interface: &str,
         name: &str,
@@ -110,8 +111,8 @@ impl Bench {
         Some(Self { served, near, _far: far, net, frontend, memory, queues, receiver, random })
     }
 
-    /// Waits until each pair sends by AF_XDP. While one registers the memory, the frames of the others go by the tap, and each
-    /// tries again with its next kick.
+    /// Waits until each pair sends by AF_XDP. While one registers the memory, the frames of the others go by
+    /// the tap, and each tries again with its next kick.
     pub(crate) fn wait_for_sockets(&mut self) {
         wait_until("bound sockets", WITHIN, || {
             self.queues.iter_mut().for_each(Queue::force_kick);

@@ -1,11 +1,12 @@
-//! Frames sent by AF_XDP to a veth pair, and received by a packet socket in the network namespace of the other end.
+//! Frames sent by AF_XDP to a veth pair, and received by a packet socket in the network namespace of the
+//! other end.
 //!
 //! ```text
 //!   a driver ── ring 1 ── Net ── AF_XDP ── out0 ═══ in0 ── packet socket, compared with the model of `segments`
 //!                          └──── tap0, for unsupported frames
 //! ```
-//! A veth has no zero-copy, so the kernel copies from guest memory; everything else is as with zero-copy. `out0` has no
-//! checksum offload, so checksums are computed here, or by the kernel in software.
+//! A veth has no zero-copy, so the kernel copies from guest memory; everything else is as with zero-copy.
+//! `out0` has no checksum offload, so checksums are computed here, or by the kernel in software.
 #![allow(clippy::unwrap_used, reason = "a failure of a helper is a failure of its test")]
 
 mod bench;

@@ -54,7 +54,8 @@ fn release_queued_frames(bench: &Bench) {
     bench.near.run(&"tc qdisc del dev out0 root".split(' ').collect::<Vec<_>>()).unwrap();
 }
 
-/// Sends a frame, which goes by the tap while frames are in flight, and then has those sent. Returns the frame.
+/// Sends a frame, which goes by the tap while frames are in flight, and then has those sent. Returns the
+/// frame.
 fn assert_tap_sends_until_released(bench: &mut Bench, queued: usize) -> Vec<u8> {
     let frame = [&[0; VIRTIO][..], &[0x22; FRAME_BYTES]].concat();
     bench.transmit(0, SLOTS, &frame);

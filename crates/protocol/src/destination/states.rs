@@ -61,8 +61,8 @@ pub enum SectionKind {
     End,
 }
 
-/// Position of the lanes' barriers, which the stream itself shows: a source of FLUSH records sends one in its first
-/// section; a source without them has one at the end of each section.
+/// Position of the lanes' barriers, which the stream itself shows: a source of FLUSH records sends one in its
+/// first section; a source without them has one at the end of each section.
 #[derive(Debug, Default)]
 pub struct Barriers(pub(super) Option<BarrierForm>);
 
@@ -147,7 +147,8 @@ pub struct AwaitBlock {
     pub(super) has_addresses: bool,
     /// `None` until the total came.
     pub(super) left: Option<u64>,
-    /// Where the next item begins in the stream, counted from the file's first byte; only mapped-ram needs it.
+    /// Where the next item begins in the stream, counted from the file's first byte; only mapped-ram needs
+    /// it.
     pub(super) file_offset: u64,
 }
 

@@ -205,8 +205,9 @@ fn a_state_beyond_the_limit_is_refused() {
     assert_eq!(collector.push(&[0]), Err(error.into()));
 }
 
-/// The largest state made of nothing but beginnings of descriptions, which all claim to end with the last byte or
-/// near it. It used to take minutes and gigabytes; the deadline is there to end the test, not to time it.
+/// The largest state made of nothing but beginnings of descriptions, which all claim to end with the last
+/// byte or near it. It used to take minutes and gigabytes; the deadline is there to end the test, not to time
+/// it.
 #[test]
 fn beginnings_of_descriptions_cost_no_more_than_their_bytes() {
     let deadline = Instant::now() + Duration::from_secs(60);

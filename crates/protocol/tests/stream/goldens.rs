@@ -1,4 +1,5 @@
-//! Each recording decodes to the items that its QEMU, machine and capabilities imply, and encodes to the same bytes.
+//! Each recording decodes to the items that its QEMU, machine and capabilities imply, and encodes to the same
+//! bytes.
 
 use std::fmt::Write as _;
 
@@ -256,8 +257,8 @@ fn barriers_follow_the_machine_type() {
     }
 }
 
-/// Content that the recorded guest's firmware leaves in its memory, but for the two places in each page where it
-/// counts.
+/// Content that the recorded guest's firmware leaves in its memory, but for the two places in each page where
+/// it counts.
 pub(crate) fn assert_filled(memory: &Memory, name: &str) {
     for index in 0..40_u16 {
         let segment = 0x1000 + 0x200 * index;

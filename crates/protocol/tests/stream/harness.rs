@@ -1,5 +1,5 @@
-//! Bodies of the fuzz targets: each decodes its input, and checks invariants of the result. The tests run the same
-//! over the seeds and over changed seeds. A body that returns has found nothing.
+//! Bodies of the fuzz targets: each decodes its input, and checks invariants of the result. The tests run the
+//! same over the seeds and over changed seeds. A body that returns has found nothing.
 #![allow(unreachable_pub, reason = "the fuzz crate includes this file as its own")]
 
 use towline_protocol::destination::{StreamDecoder, StreamItem};
@@ -44,8 +44,8 @@ struct Outcome {
     error: Option<Error>,
 }
 
-/// Byte 0: how the rest comes in pieces. The rest: a main channel whose pages' contents are left out, as if the driver
-/// had taken them from the channel itself.
+/// Byte 0: how the rest comes in pieces. The rest: a main channel whose pages' contents are left out, as if
+/// the driver had taken them from the channel itself.
 pub fn main_channel(data: &[u8]) {
     let Some((seed, stream)) = data.split_first() else { return };
     for begin in [StreamDecoder::default, StreamDecoder::of_snapshot] {
@@ -177,7 +177,8 @@ pub fn return_path(data: &[u8]) {
     postcopy_answers(data);
 }
 
-/// The same as a postcopy source reads it: bitmaps follow their messages, and requests lie within their blocks.
+/// The same as a postcopy source reads it: bitmaps follow their messages, and requests lie within their
+/// blocks.
 fn postcopy_answers(data: &[u8]) {
     let block = |name: &str, length, page_bytes| PostcopyBlock {
         ram: RamBlock { name: name.into(), length, mapped: None },
@@ -237,7 +238,8 @@ fn check_devices(state: &DeviceState) {
     }
 }
 
-/// A stored guest's head without its bitmaps and pages: after each block, the file continues at the block's end.
+/// A stored guest's head without its bitmaps and pages: after each block, the file continues at the block's
+/// end.
 pub fn mapped_ram(data: &[u8]) {
     let mut input = Reader::new(data);
     let (mut machine, mut file, mut before) = (StreamDecoder::default(), 0_u64, 0_u64);

@@ -1,4 +1,5 @@
-//! Every decoder against changed recordings and against noise: what the fuzz targets do, with fixed seeds and quickly.
+//! Every decoder against changed recordings and against noise: what the fuzz targets do, with fixed seeds and
+//! quickly.
 
 use fastrand::Rng;
 

@@ -2,7 +2,8 @@
 
 use crate::support::*;
 
-/// Reads `bytes` in pieces of these lengths, and asserts that the stream is complete with its last byte and not before.
+/// Reads `bytes` in pieces of these lengths, and asserts that the stream is complete with its last byte and
+/// not before.
 fn read_in(bytes: &[u8], mut length: impl FnMut() -> usize) -> Vec<Item> {
     let mut driver = Driver::default();
     let mut come = 0;

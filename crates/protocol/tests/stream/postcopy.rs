@@ -1,4 +1,5 @@
-//! The postcopy source: its bytes, written out by hand from QEMU's format, and what it takes from a destination.
+//! The postcopy source: its bytes, written out by hand from QEMU's format, and what it takes from a
+//! destination.
 
 use towline_protocol::configuration::Configuration;
 use towline_protocol::postcopy::{

@@ -1,4 +1,5 @@
-//! The fuzz targets' seeds (`fuzz/seeds`), made of the recordings: cut down to what makes a difference, without pages.
+//! The fuzz targets' seeds (`fuzz/seeds`), made of the recordings: cut down to what makes a difference,
+//! without pages.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -161,8 +161,8 @@ pub(crate) fn read_lane<'a>(bytes: &'a [u8], blocks: &[RamBlock]) -> (Init, Vec<
 /// A guest's memory at the destination: missing pages are zero.
 pub(crate) type Memory = BTreeMap<PageRef, Vec<u8>>;
 
-/// Loads the memory of a recording, lanes and main channel together, as a destination does: at each barrier every
-/// lane is read up to its next SYNC. Returns the memory and the number of barriers.
+/// Loads the memory of a recording, lanes and main channel together, as a destination does: at each barrier
+/// every lane is read up to its next SYNC. Returns the memory and the number of barriers.
 pub(crate) fn load(items: &[Item], lanes: &[Vec<u8>]) -> (Memory, usize) {
     let blocks = blocks_of(items);
     let form = BarrierForm::of(&configuration_of(items).machine_type);

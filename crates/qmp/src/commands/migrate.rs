@@ -7,8 +7,8 @@ use super::{Empty, command};
 /// `migrate`: starts to send the guest, or resumes after `postcopy-paused`.
 #[derive(Clone, Debug, Serialize)]
 pub struct Migrate {
-    /// Address of the destination: `tcp:HOST:PORT`, `unix:PATH`, `fd:NAME`, `exec:COMMAND`, `file:PATH,offset=N` (file: QEMU
-    /// 8.2).
+    /// Address of the destination: `tcp:HOST:PORT`, `unix:PATH`, `fd:NAME`, `exec:COMMAND`,
+    /// `file:PATH,offset=N` (file: QEMU 8.2).
     pub uri: String,
     /// Resume an interrupted postcopy migration.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -24,8 +24,8 @@ impl Migrate {
     }
 }
 
-/// `migrate-incoming`: a QEMU started with `-incoming defer` starts to listen. `tcp:ADDRESS:0` chooses a port, which is then in
-/// [`MigrationInfo::socket_address`](super::MigrationInfo::socket_address).
+/// `migrate-incoming`: a QEMU started with `-incoming defer` starts to listen. `tcp:ADDRESS:0` chooses a
+/// port, which is then in [`MigrationInfo::socket_address`](super::MigrationInfo::socket_address).
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MigrateIncoming {
@@ -45,7 +45,8 @@ impl MigrateIncoming {
     }
 }
 
-/// `migrate_cancel`: cancels the migration; the guest continues at the source. Succeeds without a migration too.
+/// `migrate_cancel`: cancels the migration; the guest continues at the source. Succeeds without a migration
+/// too.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct MigrateCancel;
 command!(MigrateCancel, "migrate_cancel", Empty);

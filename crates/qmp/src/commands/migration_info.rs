@@ -36,7 +36,8 @@ open_enum! {
 }
 
 impl MigrationStatus {
-    /// Returns true if no migration is in progress: it has completed, failed, was cancelled, or none was started.
+    /// Returns true if no migration is in progress: it has completed, failed, was cancelled, or none was
+    /// started.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         [Self::NONE, Self::COMPLETED, Self::FAILED, Self::CANCELLED].contains(self)

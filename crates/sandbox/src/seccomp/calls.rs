@@ -80,20 +80,21 @@ const F_SETSIG: libc::c_int = 10;
 /// `asm-generic/fcntl.h`.
 const F_SETOWN_EX: libc::c_int = 15;
 
-/// Calls that remove a file. A device may remove only its own sockets, where the kernel can restrict it to them; others fail
-/// silently, as the creator of a socket tries to remove it too.
+/// Calls that remove a file. A device may remove only its own sockets, where the kernel can restrict it to
+/// them; others fail silently, as the creator of a socket tries to remove it too.
 pub(super) const REMOVE: &[Sysno] = &[
     Sysno::unlinkat,
     #[cfg(target_arch = "x86_64")]
     Sysno::unlink,
 ];
 
-/// Calls that execute a program. They fail silently, as does the start of a child, which the C library reports.
+/// Calls that execute a program. They fail silently, as does the start of a child, which the C library
+/// reports.
 pub(super) const EXECUTE: &[Sysno] = &[Sysno::execve, Sysno::execveat];
 
-/// Calls of a copy that create and rename files. No call changes the owner, permissions or times of an existing file, which landlock
-/// does not restrict. The files for a QEMU of another user are created as that user's, by the thread's user for files (`setfsuid`):
-/// only root may set it to another user than its own.
+/// Calls of a copy that create and rename files. No call changes the owner, permissions or times of an
+/// existing file, which landlock does not restrict. The files for a QEMU of another user are created as that
+/// user's, by the thread's user for files (`setfsuid`): only root may set it to another user than its own.
 pub(super) const CREATE: &[Sysno] = &[
     Sysno::mkdirat,
     Sysno::renameat,
@@ -112,8 +113,9 @@ pub(super) const CREATE: &[Sysno] = &[
     Sysno::link,
 ];
 
-/// Requests for sockets, terminals, attached taps (`linux/if_tun.h`), an interface's MTU and index (the scope of an IPv6 address),
-/// and this process's page tables (`PAGEMAP_SCAN`). All of `userfaultfd`'s are permitted too, by their type.
+/// Requests for sockets, terminals, attached taps (`linux/if_tun.h`), an interface's MTU and index (the scope
+/// of an IPv6 address), and this process's page tables (`PAGEMAP_SCAN`). All of `userfaultfd`'s are permitted
+/// too, by their type.
 pub(super) const IOCTLS: &[u64] = &[
     libc::FIONREAD,
     libc::FIONBIO,

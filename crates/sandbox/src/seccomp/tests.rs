@@ -1,5 +1,5 @@
-//! Compares the filters with a plain formulation of the same rules: a filter for each kind of verdict, of which the kernel applies
-//! the strictest.
+//! Compares the filters with a plain formulation of the same rules: a filter for each kind of verdict, of
+//! which the kernel applies the strictest.
 
 use std::collections::BTreeSet;
 
@@ -236,7 +236,8 @@ fn one_program_decides_as_separate_filters_do() {
     assert_eq!(found, expected, "after {compared} comparisons");
 }
 
-/// Returns an instruction with one fault each: another verdict, the targets of a jump exchanged, another value compared.
+/// Returns an instruction with one fault each: another verdict, the targets of a jump exchanged, another
+/// value compared.
 fn faults(instruction: &sock_filter) -> Vec<sock_filter> {
     let sock_filter { code, jt, jf, k } = *instruction;
     let with = |jt, jf, k| sock_filter { code, jt, jf, k };
@@ -248,7 +249,8 @@ fn faults(instruction: &sock_filter) -> Vec<sock_filter> {
     }
 }
 
-/// The comparison above is worth something: it finds each single fault in the programs of a device and of a copy.
+/// The comparison above is worth something: it finds each single fault in the programs of a device and of a
+/// copy.
 #[test]
 fn the_comparison_finds_every_fault_in_a_program() {
     let (mut state, mut count, mut missed) = (1, 0, Vec::new());

@@ -1,4 +1,5 @@
-//! Path names in sealed memory. A seccomp filter sees the address of a path and not its text, so the text must not change.
+//! Path names in sealed memory. A seccomp filter sees the address of a path and not its text, so the text
+//! must not change.
 
 use std::ffi::CString;
 use std::io;

@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-/// Maximum size of a payload. The largest known one is a configuration space of [`CONFIG_BYTES_MAX`](super::CONFIG_BYTES_MAX).
+/// Maximum size of a payload. The largest known one is a configuration space of
+/// [`CONFIG_BYTES_MAX`](super::CONFIG_BYTES_MAX).
 pub const PAYLOAD_BYTES_MAX: usize = 4096;
 /// Maximum number of regions in one `SET_MEM_TABLE` (`VHOST_MEMORY_BASELINE_NREGIONS`).
 pub const TABLE_REGIONS_MAX: usize = 8;

@@ -78,8 +78,8 @@ impl QueueRecord {
         Ok(())
     }
 
-    /// State of the ring with this size and these addresses, if it is the recorded one. `used_head` reads a head in its used
-    /// ring.
+    /// State of the ring with this size and these addresses, if it is the recorded one. `used_head` reads a
+    /// head in its used ring.
     pub(crate) fn recover(
         &self,
         entries: u16,

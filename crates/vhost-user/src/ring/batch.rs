@@ -57,13 +57,14 @@ impl Batch {
         self.chains.is_empty()
     }
 
-    /// Returns true if the batch was cut at [`BATCH_SEGMENTS_MAX`]. The ring may have more chains then, and reports them again.
+    /// Returns true if the batch was cut at [`BATCH_SEGMENTS_MAX`]. The ring may have more chains then, and
+    /// reports them again.
     pub fn is_full(&self) -> bool {
         self.segments.len() >= BATCH_SEGMENTS_MAX
     }
 
-    /// Drops the chains, the reference to their memory, and the capacity. Guest memory stays mapped as long as a batch refers
-    /// to it ([`Worker::release`](crate::Worker::release)).
+    /// Drops the chains, the reference to their memory, and the capacity. Guest memory stays mapped as long
+    /// as a batch refers to it ([`Worker::release`](crate::Worker::release)).
     pub fn clear(&mut self) {
         *self = Self::default();
     }
@@ -105,8 +106,8 @@ impl<'b> Chain<'b> {
             .map(|segment| memory.io_buf(segment))
     }
 
-    /// Buffers for the device to fill. [`Ring::complete`](super::Ring::complete) needs the number of bytes written: others are
-    /// lost in a migration.
+    /// Buffers for the device to fill. [`Ring::complete`](super::Ring::complete) needs the number of bytes
+    /// written: others are lost in a migration.
     pub fn writable(&self) -> impl ExactSizeIterator<Item = IoBufMut<'b>> + use<'b> {
         let memory = &self.batch.memory;
         self.writable_segments().iter().map(|segment| memory.io_buf_mut(segment))

@@ -1,4 +1,5 @@
-//! Follows the descriptors of a chain. Each descriptor is copied once and then validated, and every loop is bounded.
+//! Follows the descriptors of a chain. Each descriptor is copied once and then validated, and every loop is
+//! bounded.
 
 use zerocopy::FromBytes;
 

@@ -20,7 +20,8 @@ impl Ring {
         self.parts.available.load_le16(INDEX, Ordering::Relaxed)
     }
 
-    /// Returns true if the ring had never been used when it was started: its driver has just been initialised.
+    /// Returns true if the ring had never been used when it was started: its driver has just been
+    /// initialised.
     pub(crate) fn is_fresh(&self) -> bool {
         self.last_avail_idx == 0 && self.used_idx == 0
     }
@@ -54,7 +55,8 @@ impl Ring {
         self.dirty.set_log(log);
     }
 
-    /// Ends the ring without returning its chains: its addresses are no longer in guest memory. Returns `last_avail_idx`.
+    /// Ends the ring without returning its chains: its addresses are no longer in guest memory. Returns
+    /// `last_avail_idx`.
     pub(crate) fn abandon(self) -> u16 {
         self.recovery.end();
         self.last_avail_idx

@@ -2,7 +2,8 @@
 
 use super::{CHAIN_BYTES_MAX, CHAIN_SEGMENTS_MAX};
 
-/// A violation by the driver that ends its ring, or by the frontend, which sets the ring's addresses. Other rings continue.
+/// A violation by the driver that ends its ring, or by the frontend, which sets the ring's addresses. Other
+/// rings continue.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RingFault {
@@ -26,7 +27,8 @@ pub enum RingFault {
         /// Required alignment in bytes.
         align: usize,
     },
-    /// A used ring over the available ring: each completion would make another chain available, without the driver.
+    /// A used ring over the available ring: each completion would make another chain available, without the
+    /// driver.
     #[error("its used ring (user address {used:#x}) overlaps its available ring ({available:#x})")]
     Overlap {
         /// Address of the available ring in the frontend's process.
@@ -114,7 +116,8 @@ pub enum RingFault {
         /// The head of the chain.
         head: u16,
     },
-    /// An invalid indirect table: within another, without the feature, with a `next` field, or of a partial descriptor.
+    /// An invalid indirect table: within another, without the feature, with a `next` field, or of a partial
+    /// descriptor.
     #[error("the chain of descriptor {head} has an indirect table {why}")]
     Indirect {
         /// The head of the chain.

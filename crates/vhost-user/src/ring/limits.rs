@@ -6,8 +6,8 @@ pub const RING_SIZE_MAX: u16 = 32768;
 pub const CHAIN_DESCRIPTORS_MAX: usize = 1024;
 /// Maximum number of memory segments in one chain, which is that of one system call.
 pub const CHAIN_SEGMENTS_MAX: usize = towline_channel::IOV_MAX;
-/// Number of memory segments from which on a batch takes no further chain. It bounds the memory that a driver makes the device
-/// allocate.
+/// Number of memory segments from which on a batch takes no further chain. It bounds the memory that a driver
+/// makes the device allocate.
 pub const BATCH_SEGMENTS_MAX: usize = 16 << 10;
 /// Maximum number of bytes in one chain.
 pub const CHAIN_BYTES_MAX: u32 = 1 << 30;

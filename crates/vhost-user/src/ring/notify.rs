@@ -1,4 +1,5 @@
-//! Notification suppression: decides when the driver kicks the device, and when the device interrupts the driver.
+//! Notification suppression: decides when the driver kicks the device, and when the device interrupts the
+//! driver.
 //!
 //! ```text
 //!   device, before it sleeps                          driver, after it has published
@@ -10,7 +11,8 @@
 //! same with the roles exchanged. The functions are generic over the fields, and this file uses nothing else
 //! of the crate, so `tests/model` checks this very code under loom.
 
-/// In the flags of the available ring (`VIRTQ_AVAIL_F_NO_INTERRUPT`) and of the used ring (`VIRTQ_USED_F_NO_NOTIFY`).
+/// In the flags of the available ring (`VIRTQ_AVAIL_F_NO_INTERRUPT`) and of the used ring
+/// (`VIRTQ_USED_F_NO_NOTIFY`).
 pub(crate) const NO_NOTIFY: u16 = 1;
 
 /// The fields of a ring with which both sides suppress notifications.
@@ -50,15 +52,16 @@ pub(crate) fn enable_and_recheck(words: &impl NotificationWords, reported: &mut 
     Recheck { moved: std::mem::replace(reported, found) != found, stored }
 }
 
-/// Returns true if the driver wants an interrupt after the used index moved from `signalled_used`, the value of the last
-/// decision, to `used`.
+/// Returns true if the driver wants an interrupt after the used index moved from `signalled_used`, the value
+/// of the last decision, to `used`.
 pub(crate) fn wants_call(words: &impl NotificationWords, signalled_used: u16, used: u16) -> bool {
     words.full_fence();
     let value = words.driver_suppression();
     if words.has_event_index() { needs_event(value, used, signalled_used) } else { value & NO_NOTIFY == 0 }
 }
 
-/// Returns true if the step from `old` to `new` passed the entry after `event` (`vring_need_event` of the specification).
+/// Returns true if the step from `old` to `new` passed the entry after `event` (`vring_need_event` of the
+/// specification).
 pub(crate) fn needs_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }

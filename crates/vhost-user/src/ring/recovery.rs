@@ -1,15 +1,16 @@
 //! Resumes a ring after the process that served it has died, or its frontend has reconnected.
 //!
-//! With a record that outlives this process, chains are published as they complete, and the next process resubmits the chains
-//! that the record has in flight. Without one the next process knows the used index only, so the device may have its chains
-//! published in the order in which they were popped: a chain that completes early is kept back.
+//! With a record that outlives this process, chains are published as they complete, and the next process
+//! resubmits the chains that the record has in flight. Without one the next process knows the used index
+//! only, so the device may have its chains published in the order in which they were popped: a chain that
+//! completes early is kept back.
 
 use super::{Batch, ChainHead, ENTRIES, Ring, RingFault, USED_BYTES};
 use crate::record::QueueRecord;
 
 impl Ring {
-    /// Records chains in flight from now on, before the first [`Ring::pop`]. If the record is of this very ring, the ring
-    /// resumes from it; returns the number of chains that were in flight then.
+    /// Records chains in flight from now on, before the first [`Ring::pop`]. If the record is of this very
+    /// ring, the ring resumes from it; returns the number of chains that were in flight then.
     pub(crate) fn resume(&mut self, record: QueueRecord, in_order: bool) -> Option<usize> {
         self.recovery.in_order = in_order && !record.is_durable();
         let used_head = |index: u16| {
@@ -18,7 +19,8 @@ impl Ring {
         };
         let recovered = record.recover(self.size, &self.address, self.used_idx, used_head);
         let recovered = recovered.filter(|recovered| {
-            // The frontend's base is the used index at an earlier time: at most a ring before the present one.
+            // The frontend's base is the used index at an earlier time: at most a ring before the present
+            // one.
             let most = recovered.last_avail_idx.wrapping_sub(self.used_idx).saturating_add(self.size);
             recovered.last_avail_idx.wrapping_sub(self.last_avail_idx) <= most
         });

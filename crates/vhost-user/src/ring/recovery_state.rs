@@ -38,7 +38,8 @@ impl RingRecovery {
         }
     }
 
-    /// Records that a head was rewound. Returns true if it will be resubmitted instead of popped from the available ring.
+    /// Records that a head was rewound. Returns true if it will be resubmitted instead of popped from the
+    /// available ring.
     pub(super) fn rewound(&mut self, head: u16, seq: u64) -> bool {
         if seq <= self.resubmit_seq_max {
             self.resubmit.push_front(head);

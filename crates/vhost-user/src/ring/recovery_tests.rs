@@ -169,7 +169,8 @@ fn steps() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Executes a script in which the device crashes before some stores of some steps. Returns the number of crashes.
+/// Executes a script in which the device crashes before some stores of some steps. Returns the number of
+/// crashes.
 fn run(size: u16, durable: bool, script: &[(Step, Option<u64>)]) -> u64 {
     let mut bench = Bench::new(size, durable);
     bench.drive();

@@ -97,7 +97,8 @@ impl Service {
         }
     }
 
-    /// Waits for a request of either, the owner's first: the end of its connection precedes what the standby does then.
+    /// Waits for a request of either, the owner's first: the end of its connection precedes what the standby
+    /// does then.
     fn next_event(&self, cancel: &Cancel, retry_at: Option<Instant>) -> Result<FrontendEvent, ServeError> {
         let mut fds: Vec<(FrontendEvent, BorrowedFd<'_>)> = Vec::with_capacity(3);
         fds.extend(

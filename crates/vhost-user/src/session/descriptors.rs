@@ -1,7 +1,7 @@
 //! Descriptors of a request, before any other call on them.
 //!
-//! A call on a file of FUSE or of a network file system waits for its server, and after SIGKILL too. That includes `fstat`, a read
-//! of mapped memory, and `close`. A frontend may be that server itself.
+//! A call on a file of FUSE or of a network file system waits for its server, and after SIGKILL too. That
+//! includes `fstat`, a read of mapped memory, and `close`. A frontend may be that server itself.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -10,7 +10,8 @@ use rustix::fs::{AtFlags, FileType, StatxFlags, fcntl_get_seals, statx};
 use super::{Rings, Session, SessionError};
 use crate::message::{LogMemory, Request, VringFd};
 
-/// `STATX_ATTR_IMMUTABLE`: file systems on the disks of a host support it, also those without a block device (btrfs, zfs, overlay).
+/// `STATX_ATTR_IMMUTABLE`: file systems on the disks of a host support it, also those without a block device
+/// (btrfs, zfs, overlay).
 const IMMUTABLE: u64 = 0x10;
 
 impl<R: Rings> Session<R> {

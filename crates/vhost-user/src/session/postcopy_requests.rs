@@ -7,7 +7,8 @@
 //!     their acknowledgement         ──► registered with the userfaultfd; the rings use it
 //!   END             all memory has arrived; nothing is registered any more
 //! ```
-//! A thread that accesses a missing page waits in the kernel, even within a system call; other threads run on.
+//! A thread that accesses a missing page waits in the kernel, even within a system call; other threads run
+//! on.
 
 use std::os::fd::OwnedFd;
 

@@ -131,9 +131,9 @@ impl<R: Rings> Session<R> {
         self.rings.enable(index, if always { Enablement::Enabled } else { vring.enablement })
     }
 
-    /// Refuses rings of which one's used ring overlaps another's available ring, at any address: the device's own completions
-    /// would keep it busy. With `concerned`, only this ring is compared with the others. A ring that overlaps itself has a
-    /// fault.
+    /// Refuses rings of which one's used ring overlaps another's available ring, at any address: the device's
+    /// own completions would keep it busy. With `concerned`, only this ring is compared with the others. A
+    /// ring that overlaps itself has a fault.
     pub(super) fn check_overlaps(
         &self,
         request: &'static str,

@@ -32,7 +32,8 @@ pub(crate) trait Rings {
         memory: &Arc<GuestMemory>,
         fds: RingFds,
     ) -> Result<Option<RingFault>, SessionError>;
-    /// Drains and stops a ring. Returns the available index at which it resumes; `None` if it was not started.
+    /// Drains and stops a ring. Returns the available index at which it resumes; `None` if it was not
+    /// started.
     fn stop(&mut self, ring: usize) -> Result<Option<u16>, SessionError>;
     fn enable(&mut self, ring: usize, enablement: Enablement) -> Result<(), SessionError>;
     fn set_kick(&mut self, ring: usize, fd: OwnedFd) -> Result<(), SessionError>;

@@ -8,7 +8,8 @@ use super::{Rings, Session};
 use crate::message::TransferDirection;
 
 impl<R: Rings> Session<R> {
-    /// Begins a transfer of the device's state. Reply: bits 0–7 are 0 on success; bit 8 is set without a descriptor.
+    /// Begins a transfer of the device's state. Reply: bits 0–7 are 0 on success; bit 8 is set without a
+    /// descriptor.
     pub(super) fn begin_transfer(&mut self, direction: TransferDirection, fd: OwnedFd) -> u64 {
         const NO_FD: u64 = 1 << 8;
         if let Some(ring) = self.vrings.iter().position(|vring| vring.running) {

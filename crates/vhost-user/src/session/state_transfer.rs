@@ -1,7 +1,8 @@
 //! Transfer of the device's own state through a pipe of the frontend, while the session continues to reply.
 //!
-//! The frontend owns the other end: it may send slowly, never, or without end. So there is one transfer at a time, of at most
-//! [`DEVICE_STATE_BYTES_MAX`], with progress at least every [`QUIET_MAX`]. Dropping a transfer ends it.
+//! The frontend owns the other end: it may send slowly, never, or without end. So there is one transfer at a
+//! time, of at most [`DEVICE_STATE_BYTES_MAX`], with progress at least every [`QUIET_MAX`]. Dropping a
+//! transfer ends it.
 
 use std::fs::File;
 use std::io::{self, Read as _, Write as _};
@@ -47,7 +48,8 @@ pub(super) struct StateTransfer {
 }
 
 impl StateTransfer {
-    /// Begins a transfer in a thread: a pipe holds less than a state, and the frontend reads only after our reply.
+    /// Begins a transfer in a thread: a pipe holds less than a state, and the frontend reads only after our
+    /// reply.
     pub(super) fn begin(
         device: Arc<dyn Device>,
         orphans: Arc<OrphanedThreads>,
@@ -81,7 +83,8 @@ impl StateTransfer {
         self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
-    /// Waits for the end of the transfer, which the frontend has seen already, and loads the state into the device.
+    /// Waits for the end of the transfer, which the frontend has seen already, and loads the state into the
+    /// device.
     ///
     /// # Errors
     /// If it failed, or does not end because the frontend keeps its end of the pipe open.

@@ -5,9 +5,9 @@
 //!   access ─► SIGBUS ─► handler: a guarded mapping? ─ yes ──► zero pages over all of it, marked as lost; the access is repeated
 //!                                                    └ no ──► the former action: the process ends
 //! ```
-//! The thread continues with zeros, and detects between two batches that the memory is lost ([`faults`]). The handler makes one
-//! system call (`mmap`), takes no lock and allocates nothing. A system call that accesses such memory fails with `EFAULT` and
-//! raises no signal.
+//! The thread continues with zeros, and detects between two batches that the memory is lost ([`faults`]). The
+//! handler makes one system call (`mmap`), takes no lock and allocates nothing. A system call that accesses
+//! such memory fails with `EFAULT` and raises no signal.
 //!
 //! A signal handler has no argument of its owner, so the list of mappings is a static. Its entries are reused
 //! and never freed; each is protected by a sequence counter, so the handler, which may run at any time, never
@@ -58,8 +58,8 @@ impl MappingGuard {
     /// Guards a mapping, until this is dropped.
     ///
     /// # Safety
-    /// `start..start + len` is a mapping of the caller that outlives this value, to which no reference points, and that may be
-    /// replaced by zeros at any time.
+    /// `start..start + len` is a mapping of the caller that outlives this value, to which no reference
+    /// points, and that may be replaced by zeros at any time.
     ///
     /// # Errors
     /// If the handler cannot be installed.
@@ -159,8 +159,8 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut
     if of_access && replace(unsafe { (*info).si_addr() }.addr()) {
         return;
     }
-    // Not of guarded memory: the former action. A fault is repeated when this returns; a signal from a process is raised again.
-    // SAFETY: the action was read by `sigaction`, and `raise` is async-signal-safe.
+    // Not of guarded memory: the former action. A fault is repeated when this returns; a signal from a
+    // process is raised again. SAFETY: the action was read by `sigaction`, and `raise` is async-signal-safe.
     unsafe {
         libc::sigaction(signal, FORMER_ACTION.load(Ordering::Acquire), null_mut());
         if !of_access {
@@ -188,8 +188,8 @@ fn map_zeros(start: usize, len: usize) -> bool {
     use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
     let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
     let start = std::ptr::without_provenance_mut(start);
-    // SAFETY: the mapping may be replaced by zeros at any time (safety of `MappingGuard::new`); rustix makes the system call itself, so
-    // `errno` of the interrupted thread does not change.
+    // SAFETY: the mapping may be replaced by zeros at any time (safety of `MappingGuard::new`); rustix makes
+    // the system call itself, so `errno` of the interrupted thread does not change.
     unsafe { mmap_anonymous(start, len, prot, flags | MapFlags::FIXED) }.is_ok()
 }
 

@@ -1,5 +1,5 @@
-//! Descriptors that a service manager passes, by systemd's protocol (`sd_listen_fds(3)`): sockets, and those in its file
-//! descriptor store.
+//! Descriptors that a service manager passes, by systemd's protocol (`sd_listen_fds(3)`): sockets, and those
+//! in its file descriptor store.
 
 use std::os::fd::{FromRawFd as _, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,7 +1,7 @@
 //! Shared memory of another process, mapped, read and written without ever becoming a Rust reference.
 //!
-//! The guest and the frontend write to it at any time. Words are loaded and stored atomically, larger values are copied once
-//! by volatile reads, and buffers are passed on as [`IoBuf`], which only system calls read.
+//! The guest and the frontend write to it at any time. Words are loaded and stored atomically, larger values
+//! are copied once by volatile reads, and buffers are passed on as [`IoBuf`], which only system calls read.
 
 use std::fs::File;
 use std::mem::size_of;
@@ -61,12 +61,12 @@ pub(crate) struct Area {
 }
 
 impl Mapping {
-    /// As [`Self::new`], for a file that another process may truncate: an access that faults then (SIGBUS) reads zeros, and the
-    /// mapping is lost.
+    /// As [`Self::new`], for a file that another process may truncate: an access that faults then (SIGBUS)
+    /// reads zeros, and the mapping is lost.
     pub(crate) fn guarded(fd: OwnedFd, offset: u64, len: u64) -> Result<Self, MemoryTableError> {
         let mapping = Self::new(fd, offset, len)?;
-        // SAFETY: the range is this mapping, of which no reference is ever made, and the guard is dropped first. Shared memory may
-        // have any contents at any time, so zeros as well.
+        // SAFETY: the range is this mapping, of which no reference is ever made, and the guard is dropped
+        // first. Shared memory may have any contents at any time, so zeros as well.
         let guard = unsafe { MappingGuard::new(mapping.region.as_ptr(), mapping.region.size()) };
         Ok(Self { guard: Some(guard.map_err(MemoryTableError::Map)?), ..mapping })
     }
@@ -127,7 +127,8 @@ impl Mapping {
 
     /// Bytes to read by a system call.
     pub(crate) fn io_buf(&self, offset: usize, len: usize) -> IoBuf<'_> {
-        // SAFETY: `pointer` has compared it with the mapping, which lives as long as the borrow and is readable.
+        // SAFETY: `pointer` has compared it with the mapping, which lives as long as the borrow and is
+        // readable.
         unsafe { IoBuf::from_raw_parts(self.pointer(offset, len), len) }
     }
 
@@ -159,14 +160,16 @@ impl Mapping {
     fn word_16(&self, offset: usize) -> &AtomicU16 {
         let pointer = self.pointer(offset, size_of::<u16>()).cast::<u16>();
         assert!(pointer.is_aligned(), "an unaligned word of a ring");
-        // SAFETY: two bytes are mapped there for as long as the borrow, and aligned; all accesses of this process are atomic.
+        // SAFETY: two bytes are mapped there for as long as the borrow, and aligned; all accesses of this
+        // process are atomic.
         unsafe { AtomicU16::from_ptr(pointer) }
     }
 
     fn word_64(&self, offset: usize) -> &AtomicU64 {
         let pointer = self.pointer(offset, size_of::<u64>()).cast::<u64>();
         assert!(pointer.is_aligned(), "an unaligned word of 64 bits");
-        // SAFETY: eight bytes are mapped there for as long as the borrow, and aligned; all accesses of this process are atomic.
+        // SAFETY: eight bytes are mapped there for as long as the borrow, and aligned; all accesses of this
+        // process are atomic.
         unsafe { AtomicU64::from_ptr(pointer) }
     }
 }
@@ -231,7 +234,8 @@ impl Area {
     pub(crate) fn load_used_elem(&self, offset: usize) -> [u32; 2] {
         let word = self.mapping.pointer(self.at(offset, 8), 8).cast::<u32>();
         assert!(word.is_aligned(), "an unaligned element of a used ring");
-        // SAFETY: eight bytes are readable there and aligned for `u32`; volatile, as the guest may write them.
+        // SAFETY: eight bytes are readable there and aligned for `u32`; volatile, as the guest may write
+        // them.
         unsafe { [u32::from_le(word.read_volatile()), u32::from_le(word.add(1).read_volatile())] }
     }
 

@@ -3,15 +3,16 @@
 use std::io;
 use std::time::Duration;
 
-/// Sets the time slice of the calling thread, or the scheduler's default with [`Duration::ZERO`]. Linux before 6.12 has no slices of
-/// threads and ignores it, and so do the realtime policies.
+/// Sets the time slice of the calling thread, or the scheduler's default with [`Duration::ZERO`]. Linux
+/// before 6.12 has no slices of threads and ignores it, and so do the realtime policies.
 pub(crate) fn set_time_slice(slice: Duration) -> io::Result<()> {
     let mut attributes = attributes()?;
     if !matches!(attributes.sched_policy.cast_signed(), libc::SCHED_OTHER | libc::SCHED_BATCH) {
         return Ok(());
     }
     attributes.sched_runtime = u64::try_from(slice.as_nanos()).unwrap_or(u64::MAX);
-    // SAFETY: the kernel reads as many bytes of the structure as its field `size` has; 0 is the calling thread.
+    // SAFETY: the kernel reads as many bytes of the structure as its field `size` has; 0 is the calling
+    // thread.
     let written = unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) };
     if written < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }

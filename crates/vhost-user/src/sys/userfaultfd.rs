@@ -1,7 +1,8 @@
 //! A userfaultfd over shared memory, whose faults the frontend resolves.
 //!
-//! The frontend reads the descriptor, fetches the page into the shared file and wakes the waiting thread. Formats and numbers:
-//! `include/uapi/linux/userfaultfd.h`. (The crate `userfaultfd` needs libclang to build.)
+//! The frontend reads the descriptor, fetches the page into the shared file and wakes the waiting thread.
+//! Formats and numbers: `include/uapi/linux/userfaultfd.h`. (The crate `userfaultfd` needs libclang to
+//! build.)
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -24,12 +25,14 @@ const _: () = {
     assert!(UFFDIO_REGISTER == opcode::read_write::<uffdio_register>(TYPE, 0x00));
 };
 
-/// A userfaultfd. When the last of its descriptors is closed, its registrations end, and missing pages read as zeros.
+/// A userfaultfd. When the last of its descriptors is closed, its registrations end, and missing pages read
+/// as zeros.
 #[derive(Debug)]
 pub(crate) struct Userfaultfd(OwnedFd);
 
 impl Userfaultfd {
-    /// Creates a userfaultfd, also for faults within system calls, because devices pass guest memory to the kernel.
+    /// Creates a userfaultfd, also for faults within system calls, because devices pass guest memory to the
+    /// kernel.
     ///
     /// # Errors
     /// `EPERM` without CAP_SYS_PTRACE where `vm.unprivileged_userfaultfd` is 0; `ENOSYS`.
@@ -50,8 +53,9 @@ impl Userfaultfd {
         let (start, len) = mapping.span();
         let range = uffdio_range { start: start.addr() as u64, len: len as u64 };
         let mut register = uffdio_register { range, mode: UFFDIO_REGISTER_MODE_MISSING.into(), ioctls: 0 };
-        // SAFETY: the number belongs to this structure (asserted above). The range is mapped, by `mapping`; later accesses
-        // wait, and read what the frontend writes there, like those of any process that shares the file.
+        // SAFETY: the number belongs to this structure (asserted above). The range is mapped, by `mapping`;
+        // later accesses wait, and read what the frontend writes there, like those of any process that shares
+        // the file.
         Ok(unsafe { ioctl(&self.0, Updater::<{ UFFDIO_REGISTER }, _>::new(&mut register)) }?)
     }
 

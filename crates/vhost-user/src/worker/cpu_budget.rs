@@ -1,8 +1,9 @@
 //! CPU time that a worker may use and still be scheduled promptly.
 //!
-//! A thread that wakes up while others compute waits for the end of a time slice, unless its own one is shorter. So a worker has a
-//! short slice while it uses little: it is delayed neither by the workers of other guests that use much, nor by other programs. Its
-//! share of the CPU does not depend on its slice. A worker above its budget has the default slice, which suits large batches.
+//! A thread that wakes up while others compute waits for the end of a time slice, unless its own one is
+//! shorter. So a worker has a short slice while it uses little: it is delayed neither by the workers of other
+//! guests that use much, nor by other programs. Its share of the CPU does not depend on its slice. A worker
+//! above its budget has the default slice, which suits large batches.
 
 use std::time::{Duration, Instant};
 

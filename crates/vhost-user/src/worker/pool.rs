@@ -87,7 +87,8 @@ impl WorkerPool {
         Ok(Self { workers, queues_per_worker: each, cancel: None })
     }
 
-    /// Has the worker of a ring execute `command`, which gets the ring's number within the worker. Returns its reply.
+    /// Has the worker of a ring execute `command`, which gets the ring's number within the worker. Returns
+    /// its reply.
     fn call<T: Send + 'static>(
         &self,
         ring: usize,
@@ -220,8 +221,8 @@ impl WorkerHandle {
         if sent { Ok(reply) } else { Err(SessionError::WorkerPanicked { index: self.index }) }
     }
 
-    /// Waits for a reply. Once the session is cancelled the wait has a limit, since a thread may wait in the kernel for pages
-    /// that never arrive.
+    /// Waits for a reply. Once the session is cancelled the wait has a limit, since a thread may wait in the
+    /// kernel for pages that never arrive.
     fn receive<T>(&self, reply: &Receiver<T>, cancel: Option<&Cancel>) -> Result<T, SessionError> {
         let index = self.index;
         let began = Instant::now();

@@ -40,7 +40,8 @@ impl<'a> Queues<'a> {
         self.slots.get_mut(index).filter(|slot| slot.is_running())?.ring.as_mut()
     }
 
-    /// The ring of a queue while it is started, even if it is disabled or faulted: to complete chains in flight.
+    /// The ring of a queue while it is started, even if it is disabled or faulted: to complete chains in
+    /// flight.
     pub fn started_ring(&mut self, index: usize) -> Option<&mut Ring> {
         self.slots.get_mut(index)?.ring.as_mut()
     }

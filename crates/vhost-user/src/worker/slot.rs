@@ -81,7 +81,8 @@ impl QueueSlot {
         self.ring.is_some() && pops && !self.faulted && self.log_until.is_none()
     }
 
-    /// Returns the time until a ring in its initial state counts as disabled, and disables one whose time is over.
+    /// Returns the time until a ring in its initial state counts as disabled, and disables one whose time is
+    /// over.
     ///
     /// vhost-user requires that a transmit ring that is started and not enabled discards its packets. But
     /// QEMU sends `SET_VRING_KICK` first and then `SET_VRING_ENABLE`, also when it connects again, and the
@@ -99,8 +100,8 @@ impl QueueSlot {
         None
     }
 
-    /// Returns the time until a ring is processed without the dirty log that its frontend has to send: a process that is killed
-    /// before would take the marks with it.
+    /// Returns the time until a ring is processed without the dirty log that its frontend has to send: a
+    /// process that is killed before would take the marks with it.
     pub(super) fn expire_log_wait(&mut self, now: impl FnOnce() -> Instant) -> Option<Duration> {
         let left = self.log_until?.saturating_duration_since(now());
         let awaited = self.ring.as_ref().is_some_and(Ring::is_log_awaited);

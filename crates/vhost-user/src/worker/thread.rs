@@ -218,8 +218,8 @@ impl WorkerThread {
         self.slots.iter_mut().for_each(|slot| slot.set_log(log));
     }
 
-    /// Drops the rings without stopping them, because chains may still be accessed: none returns to the guest, and records
-    /// and used indices show which are in flight.
+    /// Drops the rings without stopping them, because chains may still be accessed: none returns to the
+    /// guest, and records and used indices show which are in flight.
     fn keep_in_flight(&mut self, queue: usize, reason: BackendError) -> SessionError {
         self.slots.iter_mut().for_each(|slot| slot.ring = None);
         SessionError::ChainsInUse { ring: self.slots[queue].number, reason }

@@ -35,7 +35,8 @@ impl OneSession {
     }
 }
 
-/// Starts the ring of a session whose worker blocks: in a write to an eventfd that the frontend filled and made blocking again.
+/// Starts the ring of a session whose worker blocks: in a write to an eventfd that the frontend filled and
+/// made blocking again.
 fn block_worker(stream: UnixStream) -> (Frontend, Queue) {
     let mut frontend = Frontend::new(stream).unwrap();
     let features = frontend.negotiate(0, 0, protocol::REPLY_ACK).unwrap().features;

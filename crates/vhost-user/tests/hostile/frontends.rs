@@ -118,7 +118,8 @@ fn a_used_ring_over_the_available_ring_is_refused_at_every_moment() {
             },
             // While it runs.
             |pair, edge| overlap(pair, edge),
-            // After memory has changed twice: the ring was abandoned with the memory, and is started with these addresses.
+            // After memory has changed twice: the ring was abandoned with the memory, and is started with
+            // these addresses.
             |pair, edge| {
                 pair.frontend.stop(0).unwrap();
                 pair.frontend.set_mem_table(None).unwrap();
@@ -235,7 +236,8 @@ fn memory_slots_are_added_and_removed_while_rings_run() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
 
-    /// Requests in any order with any numbers, while rings run. The backend ends when its frontend disconnects.
+    /// Requests in any order with any numbers, while rings run. The backend ends when its frontend
+    /// disconnects.
     #[test]
     fn arbitrary_requests_leave_no_thread_behind(requests in vec((1..44u32, 0..4u32, 0..40u32, 0..3usize), 1..30)) {
         let _log = Log::new();

@@ -19,8 +19,8 @@ fn write_descriptor(memory: &MemoryArena, at: u64, guest: u64, len: u32, flags: 
     memory.write(at + 14, &next.to_le_bytes());
 }
 
-/// The first ring processes descriptor 0, as `write` writes it, which is logged as `fault`. The other ring continues, and after a
-/// reset the first one too.
+/// The first ring processes descriptor 0, as `write` writes it, which is logged as `fault`. The other ring
+/// continues, and after a reset the first one too.
 #[track_caller]
 fn causes_fault(fault: &str, write: impl Fn(&MemoryArena, RingAddresses)) {
     let log = Log::new();
@@ -99,8 +99,8 @@ fn available_indices_that_jump_are_faults() {
 fn overlapping_rings_affect_only_their_guest() {
     let _log = Log::new();
     let mut pair = Pair::start();
-    // The first ring has the addresses of the second: its used entries are written to the other's ring, which affects only
-    // their own driver.
+    // The first ring has the addresses of the second: its used entries are written to the other's ring, which
+    // affects only their own driver.
     pair.frontend.stop(0).unwrap();
     pair.frontend.stop(1).unwrap();
     let (first, second) = pair.rings.split_at_mut(1);
@@ -131,7 +131,8 @@ fn overlapping_rings_affect_only_their_guest() {
 fn buffers_may_overlap_the_log_and_the_rings() {
     let _log = Log::new();
     let mut pair = Pair::start();
-    // The log is in the guest's own memory: every mark changes guest memory, and every used buffer changes marks.
+    // The log is in the guest's own memory: every mark changes guest memory, and every used buffer changes
+    // marks.
     pair.frontend.set_log(&pair.memory).unwrap();
     let logged = pair.features | towline_frontend::wire::feature::LOG_ALL;
     pair.frontend.set_features(logged).unwrap();

@@ -1,5 +1,5 @@
-//! Guests and frontends that violate the specifications, with the whole backend: the ring with the fault ends with a line in
-//! the log, and the other one continues.
+//! Guests and frontends that violate the specifications, with the whole backend: the ring with the fault ends
+//! with a line in the log, and the other one continues.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 mod backend;

@@ -212,7 +212,8 @@ fn a_disabled_queue_drops_its_chains_in_slices() {
 #[test]
 fn chains_in_use_are_not_returned() {
     let _log = Log::new();
-    // When the ring is stopped, and when its memory is replaced: the chains stay in flight, and the connection ends.
+    // When the ring is stopped, and when its memory is replaced: the chains stay in flight, and the
+    // connection ends.
     for stops in [true, false] {
         let mut served = Served::start(Habit::NeverCompletes, feature::EVENT_IDX);
         let before = served.runs.load(Ordering::Relaxed);

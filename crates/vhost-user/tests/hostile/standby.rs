@@ -162,7 +162,8 @@ fn a_second_frontend_starts_the_rings_once_they_are_stopped() {
     assert_refused(&old.set_features(FEATURES));
     assert_refused(&scene.start(&mut old, bases));
     scene.echo();
-    // The switchover is given up: the first one has its rings again, with the features that it has negotiated.
+    // The switchover is given up: the first one has its rings again, with the features that it has
+    // negotiated.
     let bases = stop(&mut new);
     scene.start(&mut old, bases).unwrap();
     assert_eq!(scene.acknowledged(), 1);

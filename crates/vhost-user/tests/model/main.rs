@@ -1,5 +1,5 @@
-//! The notification protocol of `ring::notify` and the order of a mailbox's steps (`mailbox`), in every interleaving and with every
-//! value that the memory model permits.
+//! The notification protocol of `ring::notify` and the order of a mailbox's steps (`mailbox`), in every
+//! interleaving and with every value that the memory model permits.
 //!
 //! The checker is loom and not shuttle: the error to be found is a store that is still in a store buffer when
 //! the other side loads (two stores, two loads, a fence between each), and shuttle's threads are sequentially
@@ -122,8 +122,8 @@ enum Device {
     IgnoresEntries,
 }
 
-/// A driver adds two entries; a device runs and sleeps until it has loaded the last index. A lost kick is a deadlock, which loom
-/// reports.
+/// A driver adds two entries; a device runs and sleeps until it has loaded the last index. A lost kick is a
+/// deadlock, which loom reports.
 fn kicks(event_index: bool, device: Device) {
     const ENTRIES: u16 = 2;
     let mut model = loom::model::Builder::new();
@@ -263,8 +263,8 @@ impl Wake for EventFd {
     }
 }
 
-/// The session sends two commands and then closes the mailbox; the thread sleeps in between. Every command is executed, in order,
-/// and the thread ends.
+/// The session sends two commands and then closes the mailbox; the thread sleeps in between. Every command is
+/// executed, in order, and the thread ends.
 #[test]
 fn no_command_is_lost() {
     loom::model(|| {

@@ -126,8 +126,8 @@ impl Driver {
         BUFFERS + u64::from(index) * BUFFER_BYTES
     }
 
-    /// Makes a chain of buffers available, each with its length and true if it is writable. `None` if there are not enough free
-    /// descriptors.
+    /// Makes a chain of buffers available, each with its length and true if it is writable. `None` if there
+    /// are not enough free descriptors.
     pub(crate) fn add(&mut self, buffers: &[(u32, bool)], indirect: bool) -> Option<u16> {
         let wanted = if indirect { 1 } else { buffers.len() };
         if self.free.len() < wanted {

@@ -41,7 +41,8 @@ pub fn message(data: &[u8]) {
     }
 }
 
-/// Memory of a ring, mapped on both sides and reused, because a mapping for each input would take most of the time.
+/// Memory of a ring, mapped on both sides and reused, because a mapping for each input would take most of the
+/// time.
 struct Page {
     guest: towline_frontend::MemoryArena,
     memory: Arc<GuestMemory>,
@@ -63,7 +64,8 @@ impl Page {
     }
 }
 
-/// A ring of 8 entries in a page that the input fills. Every chain is echoed, and the input continues to change the page.
+/// A ring of 8 entries in a page that the input fills. Every chain is echoed, and the input continues to
+/// change the page.
 pub fn ring(data: &[u8]) {
     let Some((mode, mut rest)) = data.split_first() else { return };
     let page = Page::of_thread();

@@ -1,4 +1,5 @@
-//! Any order of events between a conforming driver and a conforming device: no chain and no notification is lost.
+//! Any order of events between a conforming driver and a conforming device: no chain and no notification is
+//! lost.
 
 use std::collections::VecDeque;
 

@@ -1,4 +1,5 @@
-//! Seeds of the fuzz targets (`fuzz/seeds`): messages of a conforming frontend, and rings of a conforming driver.
+//! Seeds of the fuzz targets (`fuzz/seeds`): messages of a conforming frontend, and rings of a conforming
+//! driver.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

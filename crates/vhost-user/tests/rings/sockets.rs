@@ -1,4 +1,5 @@
-//! Backends that listen, connect, or inherit a socket: frontends are served one after the other until cancelled.
+//! Backends that listen, connect, or inherit a socket: frontends are served one after the other until
+//! cancelled.
 
 use std::io::{Read as _, Write as _};
 use std::os::fd::OwnedFd;

@@ -62,7 +62,8 @@ impl<W> Unconnected<W> {
         former
     }
 
-    /// Runs the worker whenever no session has it, until cancelled. `create` returns a worker and its descriptor.
+    /// Runs the worker whenever no session has it, until cancelled. `create` returns a worker and its
+    /// descriptor.
     pub(super) fn serve(
         &self,
         cancel: &Cancel,

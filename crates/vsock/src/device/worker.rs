@@ -257,8 +257,9 @@ impl VsockWorker {
         AfterPass::Return(if again { Next::Again } else { Next::Wait })
     }
 
-    /// Publishes what a pass has completed. The guest is not interrupted for the ends of connections alone: while the worker
-    /// busy-polls, a packet that a program waits for follows at once, or the thread notifies the guest.
+    /// Publishes what a pass has completed. The guest is not interrupted for the ends of connections alone:
+    /// while the worker busy-polls, a packet that a program waits for follows at once, or the thread notifies
+    /// the guest.
     fn publish(queues: &mut Queues<'_>, awaited: Awaited) {
         if let Some(ring) = queues.ring(TRANSMIT) {
             ring.publish();
@@ -311,14 +312,16 @@ impl Worker for VsockWorker {
         // A driver that continues where another device has stopped has connections that no longer exist.
         let was_started = std::mem::replace(&mut self.queue_starts[queue].was_started, true);
         if fresh || !was_started {
-            // Linux has had seqpacket for longer than a limit of packets, and without it some frontends do not offer it.
+            // Linux has had seqpacket for longer than a limit of packets, and without it some frontends do
+            // not offer it.
             let has_seqpacket = self.updates.has_seqpacket.load(Ordering::Relaxed);
             self.engine.set_packet_limit(if has_seqpacket { PacketLimit::Kept } else { PacketLimit::Probed });
         }
         if !was_started && !fresh && self.transport_reset.is_done() {
             self.begin_transport_reset();
         }
-        // A new driver starts both queues, one after the other; connections that are opened in between are its own.
+        // A new driver starts both queues, one after the other; connections that are opened in between are
+        // its own.
         let other = &mut self.queue_starts[TRANSMIT - queue];
         let is_second = std::mem::take(&mut other.is_first_of_driver);
         let is_first = fresh && !is_second;

@@ -4,7 +4,8 @@ use towline_vhost_user::{Batch, ChainHead};
 
 /// Maximum number of chains of a ring that are retained at a time.
 pub(super) const RETAINED_MAX: usize = 256;
-/// Maximum number of memory segments in a batch whose chains are retained: the descriptions of all segments stay with the batch.
+/// Maximum number of memory segments in a batch whose chains are retained: the descriptions of all segments
+/// stay with the batch.
 const SEGMENTS_RETAINED_MAX: usize = 1024;
 /// Number of idle batches that are kept for the next packets.
 const IDLE_MAX: usize = 4;

@@ -52,7 +52,8 @@ impl PayloadChunk {
         fill(&mut self.bytes[start..]);
     }
 
-    /// Marks the last byte as the end of a message. Returns false if all was sent, or the byte is marked already.
+    /// Marks the last byte as the end of a message. Returns false if all was sent, or the byte is marked
+    /// already.
     pub(super) fn end_message(&mut self, flags: SeqFlags) -> bool {
         if self.is_sent() {
             return false;
@@ -68,8 +69,8 @@ impl PayloadChunk {
         true
     }
 
-    /// Returns the bytes that were not sent. For messages, those are the bytes up to the end of the first one, with its
-    /// flags; without flags the message continues in the next chunk.
+    /// Returns the bytes that were not sent. For messages, those are the bytes up to the end of the first
+    /// one, with its flags; without flags the message continues in the next chunk.
     pub(super) fn front(&self, kind: SocketType) -> (&[u8], SeqFlags) {
         let last = match kind {
             SocketType::Stream => None,

@@ -12,10 +12,11 @@ use crate::credit::CreditNeed;
 use crate::packet::{HEADER_BYTES, SeqFlags, SocketType};
 use crate::statistics::ConnectionStatistics;
 
-/// Minimum length of a packet that is retained in the ring while the socket is full. Shorter ones are copied: a chain of the
-/// ring is worth more.
+/// Minimum length of a packet that is retained in the ring while the socket is full. Shorter ones are copied:
+/// a chain of the ring is worth more.
 const RETAIN_BYTES_MIN: u32 = 4096;
-/// Maximum number of chains that one connection retains: a window of the largest packets, so these are never copied.
+/// Maximum number of chains that one connection retains: a window of the largest packets, so these are never
+/// copied.
 const RETAINED_MAX: usize = 16;
 /// Limits of the size of a chunk of copied payload, in bytes; within them it is an eighth of the window.
 const CHUNK_BYTES_MIN: u32 = 1 << 10;
@@ -54,7 +55,8 @@ pub(super) struct HostEnd<S> {
     pub(super) buffered_bytes: usize,
     /// Estimate of the guest's buffers that the next read fills.
     pub(super) rx_batch_hint: usize,
-    /// Urgent data has come: a short read may have stopped at its mark, and does not mean that the socket is empty.
+    /// Urgent data has come: a short read may have stopped at its mark, and does not mean that the socket is
+    /// empty.
     pub(super) has_urgent: bool,
     /// Credit that the connection waits for, and the number of times that its timer has expired.
     pub(super) credit_need: CreditNeed,
@@ -103,8 +105,8 @@ pub(super) struct Gathered {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct TooManySegments;
 
-/// Returns the size of a chunk of copied payload for this window. Of the chunks of a connection, the first may be sent in
-/// part and the last filled in part.
+/// Returns the size of a chunk of copied payload for this window. Of the chunks of a connection, the first
+/// may be sent in part and the last filled in part.
 pub(super) fn chunk_bytes(window: u32) -> usize {
     (window / 8).clamp(CHUNK_BYTES_MIN, CHUNK_BYTES_MAX) as usize
 }
@@ -130,8 +132,8 @@ impl<S> HostEnd<S> {
         }
     }
 
-    /// Ends the message that has begun, without further bytes. Returns false if none has begun: an empty message could not
-    /// be distinguished from the end of the stream.
+    /// Ends the message that has begun, without further bytes. Returns false if none has begun: an empty
+    /// message could not be distinguished from the end of the stream.
     pub(super) fn end_message(&mut self, flags: SeqFlags) -> bool {
         match self.send_queue.back_mut() {
             Some(Payload::Chain(last)) if last.flags.is_empty() => {
@@ -239,8 +241,8 @@ impl<S> HostEnd<S> {
         self.settled < self.send_queue.len()
     }
 
-    /// Retains payload of the present batch that was not sent in the ring, or copies it into chunks of `chunk_bytes` where
-    /// it is not worth a chain of the ring. Returns the number of bytes copied.
+    /// Retains payload of the present batch that was not sent in the ring, or copies it into chunks of
+    /// `chunk_bytes` where it is not worth a chain of the ring. Returns the number of bytes copied.
     pub(super) fn retain_or_copy(&mut self, pool: &mut BatchPool, chunk_bytes: usize) -> usize {
         let mut copied = 0;
         for payload in self.send_queue.split_off(self.settled) {
@@ -262,8 +264,8 @@ impl<S> HostEnd<S> {
         copied
     }
 
-    /// Copies all payload in the ring into chunks of `chunk_bytes`, because the ring stops, or because a message has more
-    /// segments than a call takes. Returns the number of bytes copied.
+    /// Copies all payload in the ring into chunks of `chunk_bytes`, because the ring stops, or because a
+    /// message has more segments than a call takes. Returns the number of bytes copied.
     pub(super) fn copy_all(&mut self, pool: &mut BatchPool, chunk_bytes: usize) -> usize {
         let mut copied = 0;
         let all = std::mem::take(&mut self.send_queue);

@@ -1,4 +1,5 @@
-//! State of the host's end of a connection: its two directions and the peer of its socket. A pure function of events.
+//! State of the host's end of a connection: its two directions and the peer of its socket. A pure function of
+//! events.
 //!
 //! ```text
 //!   guest to socket   Open ◄── full, writable ──► Full            socket to guest   Idle ◄─ drained, ready ─► Readable
@@ -7,7 +8,8 @@
 //!                       │           │ guest has ended it                                  │ guest has ended it
 //!                       └───────────┴──► ShutDown                                         └──► ShutDown
 //! ```
-//! When both directions have ended, the connection closes: gracefully if the guest has ended both, else with a handshake.
+//! When both directions have ended, the connection closes: gracefully if the guest has ended both, else with
+//! a handshake.
 
 use crate::packet::ShutdownFlags;
 use crate::sockets::Readiness;

@@ -22,15 +22,17 @@ const BATCH: usize = 256;
 const ROUNDS: usize = 8;
 /// Maximum number of bytes that one connection sends before the next has its turn.
 const QUANTUM: usize = 256 << 10;
-/// Number of bytes that are sent before the guest is notified, while more follow at once. A notification can take as long as many
-/// KiB of data, and Linux sends no credit update before it has received three quarters of its window of 256 KiB.
+/// Number of bytes that are sent before the guest is notified, while more follow at once. A notification can
+/// take as long as many KiB of data, and Linux sends no credit update before it has received three quarters
+/// of its window of 256 KiB.
 const QUIET_BYTES_MAX: u64 = 192 << 10;
 /// Number of connections without data that are read before the rings are processed again.
 const IDLE_TURNS: usize = 64;
 /// Maximum number of segments that one call receives into; one is left for the flags of a message.
 const SEGMENTS_MAX: usize = IOV_MAX - 1;
 
-/// The guest's buffers for one connection: those of the present batch from `first` on, within the guest's credit.
+/// The guest's buffers for one connection: those of the present batch from `first` on, within the guest's
+/// credit.
 #[derive(Debug, Clone, Copy)]
 struct Space {
     first: usize,
@@ -211,7 +213,8 @@ impl<S: Sockets> Engine<S> {
         0
     }
 
-    /// Writes headers for `bytes` that were received into buffers. Returns the number of buffers; the last one has `flags`.
+    /// Writes headers for `bytes` that were received into buffers. Returns the number of buffers; the last
+    /// one has `flags`.
     fn send_headers(
         &mut self,
         id: ConnectionId,
@@ -394,8 +397,8 @@ impl<S: Sockets> Engine<S> {
     }
 }
 
-/// Returns true if a packet without a payload may be answered: neither a credit update, nor the end of a connection whose
-/// socket is closed.
+/// Returns true if a packet without a payload may be answered: neither a credit update, nor the end of a
+/// connection whose socket is closed.
 fn may_be_awaited(header: &PacketHeader) -> bool {
     let is_end = header.operation == Operation::Shutdown.number()
         && ShutdownFlags::from_bits_truncate(header.flags).is_all();
@@ -407,8 +410,8 @@ fn payload_capacity(writable: u32) -> usize {
     writable.saturating_sub(HEADER_BYTES as u32).min(PAYLOAD_BYTES_MAX) as usize
 }
 
-/// Appends up to `most` bytes of the payload space of a chain to `bufs`, [`SEGMENTS_MAX`] segments in all. Returns its length in
-/// bytes.
+/// Appends up to `most` bytes of the payload space of a chain to `bufs`, [`SEGMENTS_MAX`] segments in all.
+/// Returns its length in bytes.
 fn append_payload_bufs<'b>(chain: Chain<'b>, most: usize, bufs: &mut Vec<IoBufMut<'b>>) -> usize {
     let (mut skip, mut left) = (HEADER_BYTES, most.min(payload_capacity(chain.writable_bytes())));
     let mut offered = 0;

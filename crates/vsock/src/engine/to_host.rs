@@ -165,8 +165,8 @@ impl<S: Sockets> Engine<S> {
         self.schedule_read(id);
     }
 
-    /// Closes the socket of a connection that was removed. Data that a guest has sent before its RST is forwarded if the
-    /// socket takes it.
+    /// Closes the socket of a connection that was removed. Data that a guest has sent before its RST is
+    /// forwarded if the socket takes it.
     fn closed(&mut self, id: ConnectionId, by: ClosedBy) {
         let has_space = self.host_ends.get_mut(id).is_some_and(|end| end.lifecycle.send != SendState::Full);
         if by == ClosedBy::Guest && has_space {
@@ -220,8 +220,8 @@ impl<S: Sockets> Engine<S> {
         self.update(id);
     }
 
-    /// Discards a message whose end is missing, once its sender has ended its direction: nothing could ever be sent of it, and the
-    /// connection would stay for it.
+    /// Discards a message whose end is missing, once its sender has ended its direction: nothing could ever
+    /// be sent of it, and the connection would stay for it.
     fn drop_unfinished_message(&mut self, id: ConnectionId) {
         let has_ended = self.table.get(id).is_some_and(|it| it.guest_shutdown.contains(ShutdownFlags::SEND));
         if let Some(end) =
@@ -246,7 +246,8 @@ impl<S: Sockets> Engine<S> {
         self.table.mark_congested(id);
     }
 
-    /// Ends the direction to a socket whose peer receives no more. It may still have data for the guest, unless it was reset.
+    /// Ends the direction to a socket whose peer receives no more. It may still have data for the guest,
+    /// unless it was reset.
     fn send_failed(&mut self, id: ConnectionId, error: &io::Error) {
         tracing::debug!(%error, ?id, "a socket of the host receives no more");
         if error.kind() == io::ErrorKind::BrokenPipe {

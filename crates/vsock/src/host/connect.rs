@@ -132,7 +132,8 @@ impl Host {
         ConnectOutcome::InProgress
     }
 
-    /// Connects to another guest: of this process by its accept queue, of another one by the socket of its device.
+    /// Connects to another guest: of this process by its accept queue, of another one by the socket of its
+    /// device.
     fn connect_guest(
         &mut self,
         id: ConnectionId,

@@ -1,5 +1,5 @@
-//! Firecracker's handshake over Unix sockets: clients send `CONNECT port\n` and receive `OK port\n`, as its `docs/vsock.md`
-//! describes.
+//! Firecracker's handshake over Unix sockets: clients send `CONNECT port\n` and receive `OK port\n`, as its
+//! `docs/vsock.md` describes.
 
 use crate::packet::SocketType;
 

@@ -72,11 +72,13 @@ impl HostListener {
         }
     }
 
-    /// Listens on a path. The socket of a process that has ended is replaced; one on which a process listens is not.
+    /// Listens on a path. The socket of a process that has ended is replaced; one on which a process listens
+    /// is not.
     pub(crate) fn bind_unix(path: &Path, kind: SocketType) -> io::Result<Self> {
         let address = SocketAddrUnix::new(path)?;
         let fd = socket_with(AddressFamily::UNIX, socket_type(kind), FLAGS, None)?;
-        // A client may send before it is accepted. Without this the descriptors are received, and closed elsewhere.
+        // A client may send before it is accepted. Without this the descriptors are received, and closed
+        // elsewhere.
         let _ = refuse_descriptors(fd.as_fd());
         if let Err(errno) = bind(&fd, &address) {
             let is_socket =
@@ -116,7 +118,8 @@ impl HostListener {
         // Clients of a Unix socket have no address.
         let is_tcp = from.is_some_and(|from| SocketAddr::try_from(from).is_ok());
         let family = if is_tcp { Family::Tcp } else { Family::Other };
-        // Those of a Unix socket inherit the listener's refusal of descriptors; this reports whether the kernel has it.
+        // Those of a Unix socket inherit the listener's refusal of descriptors; this reports whether the
+        // kernel has it.
         let fd = if self.file.is_some() { SocketFd::unix(fd) } else { SocketFd::new(fd) };
         Ok(HostSocket::new(fd, self.kind, family))
     }

@@ -23,8 +23,8 @@ use crate::sys::{self, VsockAddress};
 
 /// Maximum number of empty messages that are dropped at a time.
 const EMPTY_MAX: usize = 16;
-/// Size of an enlarged send buffer in bytes, which the kernel doubles, within `net.core.wmem_max`: what the guest sends of a
-/// first window while the peer reads.
+/// Size of an enlarged send buffer in bytes, which the kernel doubles, within `net.core.wmem_max`: what the
+/// guest sends of a first window while the peer reads.
 const SEND_BUFFER_BYTES: usize = WINDOW_FIRST_MAX as usize;
 /// Flags of every socket.
 pub(super) const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
@@ -37,7 +37,8 @@ pub(crate) struct HostSocket {
     family: Family,
     /// The client waits for `OK`.
     pub(super) expects_ok: bool,
-    /// Bytes that were read already: the beginning of a line, or data that followed a line and is the guest's.
+    /// Bytes that were read already: the beginning of a line, or data that followed a line and is the
+    /// guest's.
     buffered: RefCell<Vec<u8>>,
     framing: Framing,
     send_buffer: Cell<SendBuffer>,
@@ -100,8 +101,8 @@ impl HostSocket {
             let _ = sockopt::set_tcp_nodelay(&fd, true);
         }
         if kind == SocketType::Seqpacket {
-            // A message is sent as a whole or not at all, and may be as long as a window. The kernel doubles the value, up to
-            // a limit whose default is sufficient.
+            // A message is sent as a whole or not at all, and may be as long as a window. The kernel doubles
+            // the value, up to a limit whose default is sufficient.
             let _ = sockopt::set_socket_send_buffer_size(&fd, WINDOW_FIRST_MAX as usize);
         }
         // TCP sizes its buffers itself, and a message needs a buffer for all of it.
@@ -159,8 +160,8 @@ impl HostSocket {
         }
     }
 
-    /// Returns two sockets for a connection between guests: that of the initiator, and that of the acceptor, which sends
-    /// `OK`.
+    /// Returns two sockets for a connection between guests: that of the initiator, and that of the acceptor,
+    /// which sends `OK`.
     pub(crate) fn pair(kind: SocketType) -> io::Result<(Self, Self)> {
         let (one, other) = socketpair(AddressFamily::UNIX, socket_type(kind), FLAGS, None)?;
         let framing = match kind {
@@ -178,8 +179,8 @@ impl HostSocket {
         Ok(())
     }
 
-    /// Reads and parses a line. One call may read more than the line; that data is the first that [`HostSocket::receive`]
-    /// returns.
+    /// Reads and parses a line. One call may read more than the line; that data is the first that
+    /// [`HostSocket::receive`] returns.
     ///
     /// # Errors
     /// The client has closed the socket, or the call's own.
@@ -276,8 +277,8 @@ impl HostSocket {
         if sent < line.len() { Err(io::ErrorKind::WriteZero.into()) } else { Ok(()) }
     }
 
-    /// Peeks at the next message, or the next bytes. Empty messages, which vsock does not transport, are dropped, a few at a
-    /// time: their sender may be faster than this.
+    /// Peeks at the next message, or the next bytes. Empty messages, which vsock does not transport, are
+    /// dropped, a few at a time: their sender may be faster than this.
     pub(super) fn peek(&self) -> io::Result<Peeked> {
         let buffered = self.buffered.borrow().len();
         if buffered > 0 {

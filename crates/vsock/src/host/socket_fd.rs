@@ -1,7 +1,8 @@
 //! The descriptor of a socket, whose peer may pass descriptors.
 //!
-//! Linux 6.16 and later refuse them. With an older kernel they are received and closed on another thread, and those that are
-//! still queued when the socket is closed too: the last close of a descriptor may wait, and this thread serves a guest.
+//! Linux 6.16 and later refuse them. With an older kernel they are received and closed on another thread, and
+//! those that are still queued when the socket is closed too: the last close of a descriptor may wait, and
+//! this thread serves a guest.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -100,7 +101,8 @@ impl Drop for SocketFd {
     }
 }
 
-/// Closes descriptors on another thread. A connection that passed some ends, so there is one such thread for each at most.
+/// Closes descriptors on another thread. A connection that passed some ends, so there is one such thread for
+/// each at most.
 fn close_apart(passed: Vec<OwnedFd>) {
     // Without a thread they are closed here.
     let _ = std::thread::Builder::new().name("close".into()).spawn(move || drop(passed));
@@ -123,7 +125,8 @@ mod tests {
     /// Far less than the close of [`lingering`] takes.
     const AT_ONCE: Duration = Duration::from_secs(5);
 
-    /// A TCP connection with unsent data whose last close waits for a minute, and its peer, which ends the wait.
+    /// A TCP connection with unsent data whose last close waits for a minute, and its peer, which ends the
+    /// wait.
     fn lingering() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();

@@ -12,8 +12,8 @@ pub struct DataHeaders<'t> {
 }
 
 impl DataHeaders<'_> {
-    /// Returns the header of a packet with `len` bytes, which consume credit. It advertises credit too, so a credit update
-    /// that was queued is dropped.
+    /// Returns the header of a packet with `len` bytes, which consume credit. It advertises credit too, so a
+    /// credit update that was queued is dropped.
     pub fn next(&mut self, len: u32, flags: SeqFlags) -> PacketHeader {
         debug_assert!(len <= self.connection.peer_credit.available(), "the guest has no credit for it");
         self.connection.peer_credit.consume(len);
@@ -31,8 +31,8 @@ impl ConnectionTable {
         self.pending_resets.len() < PENDING_RESETS_MAX
     }
 
-    /// Drops the pending resets of unknown connections, because a guest that posts no buffers waits for its packets to be
-    /// processed. Returns their number.
+    /// Drops the pending resets of unknown connections, because a guest that posts no buffers waits for its
+    /// packets to be processed. Returns their number.
     pub fn drop_pending_resets(&mut self) -> usize {
         std::mem::take(&mut self.pending_resets).len()
     }

@@ -1,4 +1,5 @@
-//! Memory of a guest's connections: the cost of each window, and messages in transit to the guest, are reserved within a limit.
+//! Memory of a guest's connections: the cost of each window, and messages in transit to the guest, are
+//! reserved within a limit.
 
 use crate::connection::ConnectionLimits;
 use crate::credit::{WINDOW_FIRST_MAX, WINDOW_MIN};
@@ -46,7 +47,8 @@ impl MemoryBudget {
         Some(window)
     }
 
-    /// Reserves the growth of a stream's window. Returns false if it needs more than half of the remaining memory.
+    /// Reserves the growth of a stream's window. Returns false if it needs more than half of the remaining
+    /// memory.
     pub(super) fn grow_window(&mut self, present: u32, desired: u32) -> bool {
         let more = ConnectionLimits::cost(desired, SocketType::Stream)
             - ConnectionLimits::cost(present, SocketType::Stream);

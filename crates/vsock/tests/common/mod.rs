@@ -172,8 +172,8 @@ pub(crate) fn send_all(guest: &mut VsockGuest, ports: PortPair, content: &[u8]) 
     guest.poll(|_, _| ()).unwrap();
 }
 
-/// Sends packets of `packet_bytes` until the device accepts no more for a while, or all was sent. Returns the number of bytes
-/// sent.
+/// Sends packets of `packet_bytes` until the device accepts no more for a while, or all was sent. Returns the
+/// number of bytes sent.
 pub(crate) fn send_until_full(
     guest: &mut VsockGuest,
     ports: PortPair,

@@ -1,5 +1,5 @@
-//! Body of the fuzz target `vsock_device`: two devices in virtual time, with hostile guests, clients of the host and each other
-//! as peers. Rings and engines are real, sockets are models (`pipes.rs`).
+//! Body of the fuzz target `vsock_device`: two devices in virtual time, with hostile guests, clients of the
+//! host and each other as peers. Rings and engines are real, sockets are models (`pipes.rs`).
 //!
 //! ```text
 //!   steps of 8 bytes ─► driver: packets, buffers, bad heads │ host: bytes, messages, ends │ device: turns, time, restarts
@@ -286,8 +286,8 @@ impl Guest {
     }
 }
 
-/// Returns a chain of a head and `bytes` after it, in segments of `each` bytes; the head is in the first one. Empty if there are
-/// not enough descriptors.
+/// Returns a chain of a head and `bytes` after it, in segments of `each` bytes; the head is in the first one.
+/// Empty if there are not enough descriptors.
 fn parts(head: QueueBuffer, bytes: usize, each: usize, room: usize) -> Vec<QueueBuffer> {
     let each = each.max(bytes.div_ceil(1024));
     if bytes.div_ceil(each).max(1) > room {

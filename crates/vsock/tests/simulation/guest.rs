@@ -1,5 +1,5 @@
-//! Model of a guest: a driver with two rings in a shared file, and connections that count every byte. It is written from the
-//! specification, not from the device.
+//! Model of a guest: a driver with two rings in a shared file, and connections that count every byte. It is
+//! written from the specification, not from the device.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::File;
@@ -299,8 +299,8 @@ impl Guest {
         self.send(ports, Operation::ReadWrite, ends.bits(), &payload);
     }
 
-    /// The program reads up to `most` bytes; the guest sends credit updates about as rarely as Linux, some also when all is
-    /// read, as Linux does since 6.8.
+    /// The program reads up to `most` bytes; the guest sends credit updates about as rarely as Linux, some
+    /// also when all is read, as Linux does since 6.8.
     pub(crate) fn read(&mut self, ports: Ports, most: u32) {
         let connection = self.connections.get_mut(&ports).unwrap();
         connection.read += most.min(connection.received - connection.read);
@@ -462,8 +462,8 @@ impl GuestConnection {
         for (at, found) in (self.received..).zip(payload) {
             assert_eq!(*found, byte(!self.plan.seed, at), "byte {at} to the guest");
         }
-        // Linux charges each packet, and resets the connection if there are too many. A single packet or message, which may be
-        // divided into more packets than that, has to come nevertheless.
+        // Linux charges each packet, and resets the connection if there are too many. A single packet or
+        // message, which may be divided into more packets than that, has to come nevertheless.
         while self.queue.front().is_some_and(|end| *end <= self.read) {
             self.queue.pop_front();
         }

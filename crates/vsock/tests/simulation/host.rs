@@ -1,4 +1,5 @@
-//! Model of the host: programs, and the kernel between them and the device. Sockets transfer any part of the data at any time.
+//! Model of the host: programs, and the kernel between them and the device. Sockets transfer any part of the
+//! data at any time.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;

@@ -1,9 +1,9 @@
 //! A guest, the device and the host's programs in virtual time: data of each end must reach the other, even
 //! if parts of it are transferred late or in another order.
 //!
-//! Rings, in shared memory, and all of the engine and the table are real. The driver and its connections (`guest.rs`) and the
-//! sockets and programs of the host (`host.rs`) are models. A schedule is derived from its seed; `TOWLINE_SEEDS` is the number
-//! of schedules, `TOWLINE_SEED` selects one.
+//! Rings, in shared memory, and all of the engine and the table are real. The driver and its connections
+//! (`guest.rs`) and the sockets and programs of the host (`host.rs`) are models. A schedule is derived from
+//! its seed; `TOWLINE_SEEDS` is the number of schedules, `TOWLINE_SEED` selects one.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 mod device_fuzz;

@@ -1,4 +1,5 @@
-//! Model sockets for hostile runs: pipes between two ends, each of which is a device or a program of the host.
+//! Model sockets for hostile runs: pipes between two ends, each of which is a device or a program of the
+//! host.
 #![allow(dead_code, unreachable_pub, reason = "the fuzz target uses it")]
 
 use std::cell::RefCell;
@@ -143,7 +144,8 @@ impl Net {
         (count > 0).then(|| Rc::clone(&state.pipes[usize::from(which) % count]))
     }
 
-    /// Returns a pipe to a program. The end of another guest belongs to its device, even before the device has it.
+    /// Returns a pipe to a program. The end of another guest belongs to its device, even before the device
+    /// has it.
     fn program(&self, which: u8) -> Option<SharedPipe> {
         self.chosen(which).filter(|pipe| pipe.borrow().has_program)
     }

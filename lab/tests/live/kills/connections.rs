@@ -1,5 +1,5 @@
-//! Connections of a towline to the two QEMUs, cut from outside: its descriptors are duplicated through a pidfd, and
-//! shut down.
+//! Connections of a towline to the two QEMUs, cut from outside: its descriptors are duplicated through a
+//! pidfd, and shut down.
 
 use std::os::fd::OwnedFd;
 
@@ -9,8 +9,8 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open}
 /// Names of the stream's sockets in towline's private directories.
 const STREAMS: [&str; 2] = ["source.sock", "destination.sock"];
 
-/// Connections of process `pid` that carry a stream: main channels and lanes, at both sides. Empty if there are none
-/// now.
+/// Connections of process `pid` that carry a stream: main channels and lanes, at both sides. Empty if there
+/// are none now.
 pub(super) fn streams(pid: u32) -> Vec<OwnedFd> {
     let Ok(pid) = i32::try_from(pid) else { return Vec::new() };
     let Some(process) = Pid::from_raw(pid).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok()) else {

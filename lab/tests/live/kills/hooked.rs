@@ -1,5 +1,5 @@
-//! A towline that waits at a given phase: this test's own binary, started again, runs `plan::copy` with an observer
-//! that reports each phase and waits at the requested one. So towline itself needs no hook.
+//! A towline that waits at a given phase: this test's own binary, started again, runs `plan::copy` with an
+//! observer that reports each phase and waits at the requested one. So towline itself needs no hook.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};

@@ -96,8 +96,8 @@ pub(super) fn judge(watch: &Watch<'_>, outcome: &Outcome) -> Result<String, Stri
     );
     let alive = [source, destination].iter().any(|guest| matches!(guest, Guest::Runs | Guest::Paused));
     if !alive {
-        // The killed QEMU had the sole complete guest: the source before the destination had it, or the destination
-        // after `cont` was sent to it.
+        // The killed QEMU had the sole complete guest: the source before the destination had it, or the
+        // destination after `cont` was sent to it.
         let may = match outcome.victim {
             Victim::Source => !is_reported("Loaded"),
             Victim::Destination => is_reported("CutOver"),

@@ -1,4 +1,5 @@
-//! The default, by which frames of more than 256 bytes leave by reference: the guest kicks about as often as with copies.
+//! The default, by which frames of more than 256 bytes leave by reference: the guest kicks about as often as
+//! with copies.
 
 use std::path::Path;
 
@@ -11,7 +12,8 @@ use crate::support::sum;
 /// Frames of a turn.
 const FRAMES: u32 = 6000;
 const TURNS: [&str; 4] = ["off", "auto", "auto", "off"];
-/// Kicks depend on when driver and card run, on processors that are emulated. What must not happen are three times as many.
+/// Kicks depend on when driver and card run, on processors that are emulated. What must not happen are three
+/// times as many.
 const KICKS_PERCENT_MAX: u64 = 180;
 
 #[test]
@@ -36,7 +38,8 @@ fn references_cost_about_as_many_kicks_as_copies() {
         let disabled = copies["setting"].as_u64().unwrap();
         let referenced = sum(&statistics, "tx", "referenced");
         if is_auto {
-            // All but short frames, and those that this driver supports by copies only: in several buffers, across pages.
+            // All but short frames, and those that this driver supports by copies only: in several buffers,
+            // across pages.
             let [buffers, pages] = ["buffers", "pages"].map(|reason| copies[reason].as_u64().unwrap());
             assert!(
                 referenced + buffers + pages > 3000 && referenced > 1000 && disabled == 0,

@@ -1,4 +1,5 @@
-//! The driver of a card inside of a Linux guest: this test's own program, which executes commands from a pipe.
+//! The driver of a card inside of a Linux guest: this test's own program, which executes commands from a
+//! pipe.
 //!
 //! ```text
 //!   test ── `echo send 100 > PIPE` ──► driver ── ring 1 ── towline net ── AF_XDP ── eth0
@@ -186,8 +187,9 @@ impl Driver {
         self.queue().force_kick();
     }
 
-    /// Sends by all pairs in turn. Meanwhile frames have several buffers or one, the last pair is disabled and enabled, as
-    /// Linux does when its number of queues changes, and rings stop with frames in flight. Returns the number of frames.
+    /// Sends by all pairs in turn. Meanwhile frames have several buffers or one, the last pair is disabled
+    /// and enabled, as Linux does when its number of queues changes, and rings stop with frames in flight.
+    /// Returns the number of frames.
     fn flow(&mut self, length: Duration) -> u64 {
         let (first, begun) = (self.next, Instant::now());
         let last = self.queues.len() - 1;

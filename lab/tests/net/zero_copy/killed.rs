@@ -1,4 +1,5 @@
-//! The card's process is killed with frames in flight. Frames may be lost, but none is sent twice, or after its buffer was reused.
+//! The card's process is killed with frames in flight. Frames may be lost, but none is sent twice, or after
+//! its buffer was reused.
 
 use std::path::Path;
 

@@ -1,4 +1,5 @@
-//! Guest memory in huge pages: a descriptor may cross pages of 4 KiB, unless an IOMMU maps each of them somewhere else.
+//! Guest memory in huge pages: a descriptor may cross pages of 4 KiB, unless an IOMMU maps each of them
+//! somewhere else.
 
 use std::path::Path;
 
@@ -21,8 +22,8 @@ fn frames_across_pages_within_a_huge_page_are_not_copied() {
     assert!(sum(&statistics, "tx", "zero-copy") > 0 && copies(&statistics, "buffers") > 0, "{statistics}");
 }
 
-/// The kernel discards descriptors across pages that are not contiguous for the card. It does so silently: the card notices it
-/// by the kernel's counter, and splits its references from then on.
+/// The kernel discards descriptors across pages that are not contiguous for the card. It does so silently:
+/// the card notices it by the kernel's counter, and splits its references from then on.
 #[test]
 fn pages_that_an_iommu_scatters_are_not_crossed() {
     let name = "pages_that_an_iommu_scatters_are_not_crossed";

@@ -11,7 +11,8 @@ use crate::support::{WITHIN, network};
 /// Mode of a pair whose frames are sent from the driver's memory.
 pub(super) const ZERO_COPY: &str = "af-xdp-zero-copy";
 
-/// The first pair, with which the memory is registered, is closed with frames in flight, while the other one sends.
+/// The first pair, with which the memory is registered, is closed with frames in flight, while the other one
+/// sends.
 #[test]
 fn a_pair_closes_its_socket_while_another_one_sends() {
     let name = "a_pair_closes_its_socket_while_another_one_sends";

@@ -1,5 +1,6 @@
-//! Two pairs send all the time, while settings of the interface and of the rings change, a capture stops reading, and the card's
-//! process is started again. Every frame arrives once, with the bytes that the driver wrote.
+//! Two pairs send all the time, while settings of the interface and of the rings change, a capture stops
+//! reading, and the card's process is started again. Every frame arrives once, with the bytes that the driver
+//! wrote.
 
 use std::path::Path;
 use std::time::Duration;
@@ -9,7 +10,8 @@ use towline_lab::{Kernel, require_kernel, skip};
 use super::{Bench, Setup, driver, pairs};
 use crate::support::{WITHIN, network, number, sum};
 
-/// The driver sees completions in their own order, as the record tells the next process which chains are in flight.
+/// The driver sees completions in their own order, as the record tells the next process which chains are in
+/// flight.
 const RECORD: &str = "--zero-copy-send on --state /tmp/card.state";
 /// Frames that are queued when the process ends.
 const FRAMES: u32 = 400;

@@ -23,7 +23,8 @@ use crate::statistics::{SendMethod, SendReason};
 pub(super) const LARGE_BYTES: usize = 64 << 10;
 /// Packets of each method that a decision rests on: their median, as any of them may be disturbed.
 pub(super) const SAMPLES: usize = 16;
-/// Packets until a decision is reconsidered: 2 GiB of full ones. A probe that is copied costs one packet about 1.5 times.
+/// Packets until a decision is reconsidered: 2 GiB of full ones. A probe that is copied costs one packet
+/// about 1.5 times.
 pub(super) const RECONSIDER_AFTER_PACKETS: u32 = 4096;
 /// Interval in packets at which a lane that sends with zero-copy evaluates its completions.
 const EVALUATE_EVERY_PACKETS: u32 = 64;
@@ -155,7 +156,8 @@ impl SendPolicy {
         }
     }
 
-    /// Records a packet of `bytes` bytes that was sent by `method`; `cost` is its CPU time, if it was measured.
+    /// Records a packet of `bytes` bytes that was sent by `method`; `cost` is its CPU time, if it was
+    /// measured.
     pub(super) fn sent(&mut self, bytes: usize, method: SendMethod, cost: Option<Duration>) {
         self.packets = self.packets.wrapping_add(1);
         if !self.is_auto() || bytes < LARGE_BYTES {
