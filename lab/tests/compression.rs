@@ -58,7 +58,7 @@ fn refused(code: i32, arguments: &[&str]) -> String {
 
 /// Copies over compressed lanes, which must have saved a good part of the bytes.
 fn copy(method: &str, arguments: &[&str]) -> Value {
-    // A guest that writes faster than its pages are compressed must be stopped for the rest all the same.
+    // A guest that writes faster than its pages are compressed must still be stopped for the rest.
     let how = ["--compression", method, "--downtime-limit", "10000"];
     let finished = start_copy(&[&how, arguments].concat()).wait_done(WITHIN).unwrap();
     let done = completed(&finished);

@@ -1,4 +1,4 @@
-//! README's first steps, pasted into a shell as they are.
+//! README's first steps, pasted into a shell unchanged.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::os::unix::fs::{PermissionsExt as _, symlink};

@@ -9,9 +9,9 @@ use fastrand::Rng;
 const RUN_MS: u64 = 1500;
 /// Maximum time for which a process is suspended or a link delayed, in milliseconds.
 const PAUSE_MS: u64 = 1500;
-/// Maximum delay of a fault after the phase that it is aimed at, in microseconds.
+/// Maximum delay of a fault after its phase, in microseconds.
 const BEHIND_US: u64 = 30_000;
-/// Bandwidth limits: enough that the guest, which writes for ever, is stopped soon.
+/// Bandwidth limits: enough that the guest, which never stops writing, is stopped soon.
 const RATES_MIB: Range<u64> = 8..32;
 /// Phases of a switchover.
 const PHASES: [&str; 5] = ["transfer", "switchover", "loaded", "release", "cut-over"];
@@ -99,16 +99,16 @@ pub(crate) enum Fault {
     HiddenProc,
     /// The proxy between towline and this QEMU's monitor exits.
     CutMonitor(Victim),
-    /// It carries nothing for this time.
+    /// The link carries nothing for this time.
     HoldMonitor(Victim, Duration),
 }
 
 /// Time of the fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Moment {
-    /// This long after the start.
+    /// At this time after the start.
     After(Duration),
-    /// This long after a towline began this phase.
+    /// At this time after a towline began this phase.
     Behind(&'static str, Duration),
 }
 

@@ -18,7 +18,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// State of the guest in a QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum GuestState {
-    /// Its process has exited.
+    /// The process has exited.
     Gone,
     /// It runs.
     Live,
@@ -61,7 +61,7 @@ impl Guests {
         self.all().filter(|qemu| guest_state(qemu) == GuestState::Live).count()
     }
 
-    /// Waits until no state changes by itself any more; the source's is returned first.
+    /// Waits until all states are stable; the source's is returned first.
     pub(crate) fn wait_stable(&self) -> Result<(Option<GuestState>, Vec<GuestState>), String> {
         let deadline = Instant::now() + SETTLE_WITHIN;
         loop {

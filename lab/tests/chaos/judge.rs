@@ -88,8 +88,8 @@ fn runs_twice(case: &Case, outcome: &Outcome, operator_ran: bool) -> Option<Stri
     (live > 1 && !is_allowed).then(|| TWO_GUESTS.into())
 }
 
-/// True in the cases that docs/move.md excludes from its guarantee if the destination runs the guest by
-/// itself, between the last byte and the acknowledgement: towline is killed, or the migration is cancelled at
+/// True in the cases that docs/move.md excludes from its guarantee if the destination runs the guest on its
+/// own, between the last byte and the acknowledgement: towline is killed, or the migration is cancelled at
 /// the source's own monitor, which exits with 3 and is named.
 pub(crate) fn is_outside_guarantee(case: &Case, outcome: &Outcome) -> bool {
     let is_named = |end: &Finished| {

@@ -73,14 +73,14 @@ pub(crate) fn play(case: &Case) -> Result<String, String> {
         });
         let mut is_ended = false;
         while towlines.iter_mut().any(|towline| towline.runs().unwrap()) && begun.elapsed() < END_WITHIN {
-            // A listener waits for its source for ever, until its user ends it.
+            // A listener waits for its source until its user ends it.
             let may_listen = case.kind.has_link() && begun.elapsed() > LISTEN_WITHIN;
             if !is_ended && may_listen && listens_without_source(towlines) {
                 signal(towlines[0].pid(), Signal::TERM);
                 is_ended = true;
             }
             std::thread::sleep(POLL_INTERVAL);
-            // Checked twice: a state seen in the middle of a transition is no finding.
+            // Checked twice: a state seen in the middle of a transition is not a finding.
             if twice.is_none() && case.kind != Kind::Clones && guests.live() > 1 && guests.live() > 1 {
                 twice = Some("two guests run".to_owned());
             }
@@ -200,7 +200,7 @@ impl Fixture {
         self.towlines.push(towline);
     }
 
-    /// Starts a towline that listens; returns its address behind the link.
+    /// Starts a towline that listens; returns its address across the link.
     fn listens(&mut self, line: &str) -> SocketAddr {
         let mut towline = self.towline(line);
         let address = towline.listens_at(WITHIN).unwrap();
@@ -474,7 +474,7 @@ impl FaultTargets<'_> {
 /// valid.
 fn signal(pid: u32, signal: Signal) {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).unwrap();
-    // It may have exited by itself.
+    // It may have exited already.
     let _ = kill_process(pid, signal);
 }
 

@@ -13,7 +13,7 @@ fn on_terminal(arguments: &str) -> (Option<i32>, String) {
     let output = [terminal.output().unwrap(), terminal.output().unwrap()];
     let words = arguments.split(' ');
     let towline = Towline::start_writing_to(&towline_binary().unwrap(), words, output).unwrap();
-    // Read meanwhile: a terminal holds a few KiB.
+    // Read at the same time: a terminal holds a few KiB.
     let text = std::thread::spawn(move || terminal.into_output().unwrap());
     let status = towline.wait(WITHIN).unwrap().status;
     (status.code(), text.join().unwrap())

@@ -9,7 +9,7 @@ use towline_lab::{BootSector, Qemu, Version, require_lab};
 use crate::support::{Fixture, WITHIN, assert_ended, counting, qmp, save, signal, small_guest, waiting};
 
 /// A QEMU that loads an image itself does not answer until the load is done: a large guest, or a slow disk,
-/// is no failure.
+/// is not a failure.
 #[test]
 fn a_slow_load_at_the_destination_is_no_failure() {
     if !require_lab("a_slow_load_at_the_destination_is_no_failure") {
@@ -57,7 +57,7 @@ fn status_tells_states_apart_by_its_exit_status() {
     guest.qmp().execute("stop", Value::Null).unwrap();
     status(&qmp(&guest), 5, "paused", Some("paused"));
     status(&qmp(&destination), 6, "waiting", Some("inmigrate"));
-    // Another client, and then one more that waits behind it.
+    // Another client, and then one more that waits for it.
     let held = [(); 2].map(|()| UnixStream::connect(guest.qmp_path()).unwrap());
     status(&qmp(&guest), 4, "held", None);
     drop(held);

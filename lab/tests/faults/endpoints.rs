@@ -114,7 +114,7 @@ fn a_qemu_in_the_wrong_state_is_refused() {
     fixture.assert_holds(&["guest.img", "guest.img.manifest.json"]);
 }
 
-/// A destination that listens at an address of its own.
+/// A destination that listens at the address on its command line.
 #[test]
 fn a_destination_that_listens_elsewhere_is_refused() {
     if !require_lab("a_destination_that_listens_elsewhere_is_refused") {

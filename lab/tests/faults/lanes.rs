@@ -10,7 +10,7 @@ use crate::support::{
     save, set, waiting,
 };
 
-/// Time limit of the failure, though QEMU would wait for ever. The timeouts are towline's own, of 3 and 5 s,
+/// Time limit of the failure, though QEMU would wait forever. The timeouts are towline's own, of 3 and 5 s,
 /// and appear in its messages.
 const QUICK: Duration = Duration::from_secs(30);
 
@@ -48,7 +48,7 @@ fn a_source_with_another_number_of_lanes_is_refused() {
     disagree(&fixture, 3, 0, &["the source has a lane ", ", but the number of lanes here is 0", same]);
 }
 
-/// Our side opens the lanes, and the listening QEMU is configured for another number: it waits for ever,
+/// Our side opens the lanes, and the listening QEMU is configured for another number: it waits forever,
 /// silently.
 #[test]
 fn a_destination_with_another_number_of_lanes_is_refused() {

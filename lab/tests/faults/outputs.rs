@@ -84,7 +84,7 @@ fn a_copy_is_cancelled_while_events_are_not_read() {
     assert_cancelled("--json", [writer.into(), Stdio::null()], "-TERM", |_| ());
 }
 
-/// Its message about the signal is not read either.
+/// The message about the signal is not read either.
 #[test]
 fn a_copy_is_cancelled_while_standard_error_is_not_read() {
     if !require_lab("a_copy_is_cancelled_while_standard_error_is_not_read") {

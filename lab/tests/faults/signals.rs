@@ -184,7 +184,7 @@ fn a_wait_for_a_monitor_is_interrupted() {
         UnixListener::bind(&silent).unwrap()
     };
     let monitor = format!("qmp:{}", fixture.name("silent.sock"));
-    // So that it is not waited for; a source is connected to first.
+    // So the command does not wait for it; a source is connected to first.
     let _other = UnixListener::bind(fixture.path("other.sock")).unwrap();
     let image = fixture.name("new.img");
     for line in [

@@ -128,7 +128,7 @@ pub(crate) fn assert_safe(finished: &Finished, texts: &[&str]) {
     assert!(words.contains(&guest), "{}", finished.stderr);
 }
 
-/// A guest of 64 MiB, 16 of them filled, one of which is dirtied for ever.
+/// A guest of 64 MiB, 16 of them filled, one of which is dirtied forever.
 pub(crate) fn guest() -> Builder {
     Qemu::builder(Version::V10_0).memory_mib(64).boot_sector(BootSector::default())
 }

@@ -56,7 +56,7 @@ fn a_guest_of_a_qemu_that_became_another_user_is_saved_and_moved() {
     }
 }
 
-/// It finds no socket of towline's by its path.
+/// Such a QEMU finds no socket of towline's by its path.
 #[test]
 fn a_guest_of_a_qemu_with_another_root_directory_is_saved_and_moved() {
     let name = "a_guest_of_a_qemu_with_another_root_directory_is_saved_and_moved";

@@ -13,7 +13,7 @@ use crate::support::{
 /// Environment variable with the guests' memory in MiB, for `cargo xtask soak clones`.
 const MEMORY_MIB_VARIABLE: &str = "TOWLINE_SOAK_CLONES_MIB";
 const CLONES: usize = 8;
-/// Maximum private memory of a towline that copies to eight guests at once, whatever their size.
+/// Maximum private memory of a towline that copies to eight guests of any size at once.
 const OWN_BYTES_MAX: u64 = 160 << 20;
 
 /// The guests of the tests with many clones; small ones by default.
@@ -93,7 +93,7 @@ fn eight_guests_run_at_once_and_their_memory_follows() {
     eight_at_once("eight_guests_run_at_once_and_their_memory_follows", options);
 }
 
-/// Of six destinations four fail, each for another reason; the other two get the guest all the same.
+/// Of six destinations four fail, each for another reason; the other two get the guest anyway.
 #[test]
 fn a_failure_at_one_destination_does_not_affect_the_others() {
     if !require_lab("a_failure_at_one_destination_does_not_affect_the_others") {

@@ -88,8 +88,8 @@ fn a_guest_runs_on_while_its_instant_is_stored() {
     assert_runs(&source);
     assert!(source.counter().unwrap() > during);
     let destination = restored(&fixture, "guest.img");
-    // One instant: the sweep is in order, no page is of a later round, and the counter is one from before the
-    // guest was resumed.
+    // One instant: the sweep is in order, no page belongs to a later round, and the counter is one from
+    // before the guest was resumed.
     destination.check_filled().unwrap();
     let counter = destination.counter().unwrap();
     assert!(counter >= before && counter <= during, "{before} … {counter} … {during}");
@@ -146,7 +146,7 @@ fn an_instant_of_a_shared_memfd_is_whole() {
     let after = source.counter().unwrap();
     assert_runs(&source);
     let destination = restored(&fixture, "guest.img");
-    // The sweep is in order: no page is of a later round.
+    // The sweep is in order: no page belongs to a later round.
     destination.check_filled().unwrap();
     let stored = destination.counter().unwrap();
     assert!(before <= stored && stored < after, "{before} … {stored} … {after}");

@@ -8,7 +8,7 @@ use crate::support::{
     Backend, MIB, Saved, copy, events, milliseconds_to_running, notices, ram_pss, report_events,
 };
 
-/// The guest runs all the same: its pages are sent into QEMU's private copies of whatever is mapped.
+/// The guest runs anyway: its pages are sent into QEMU's private copies of the mapped pages.
 #[test]
 fn pages_are_sent_where_memory_is_not_proven_to_be_mapped() {
     if !require_lab("pages_are_sent_where_memory_is_not_proven_to_be_mapped") {
@@ -114,7 +114,7 @@ fn an_image_that_is_open_for_writing_is_refused() {
     saved.assert_intact();
 }
 
-/// `--stream` has the pages sent, whatever is mapped.
+/// `--stream` has the pages sent even if they are mapped.
 #[test]
 fn a_stream_has_all_pages() {
     if !require_lab("a_stream_has_all_pages") {

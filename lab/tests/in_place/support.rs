@@ -25,7 +25,7 @@ pub(crate) struct Saved {
     version: Version,
     /// Hash of what the guest filled.
     pub(crate) hash: String,
-    /// Its counter at some time before.
+    /// Value of the counter at some earlier time.
     pub(crate) tick: u64,
 }
 
@@ -73,7 +73,7 @@ impl Saved {
         self.directory.path().join("guest.img")
     }
 
-    /// Addresses of some of the guest's pages that are zero, each behind one that is not.
+    /// Addresses of some of the guest's pages that are zero, each after one that is not.
     pub(crate) fn zero_pages_behind_data(&self) -> Vec<u64> {
         let (file, begin) = (std::fs::File::open(self.path()).unwrap(), self.backend().offset);
         let is_zero = |page: u64| {

@@ -43,7 +43,7 @@ fn owner(place: &Place, version: Version, lifetime: Lifetime) -> (Owner, u32) {
     (owner, started.expect("the owner starts a QEMU"))
 }
 
-/// Not a test by itself: the process of [`owner`]. It waits until it is killed.
+/// Not a test itself: the process of [`owner`]. It waits until it is killed.
 #[test]
 fn owner_of_a_qemu() {
     let Some(root) = std::env::var_os(ROOT) else { return };

@@ -13,7 +13,7 @@ use towline_launch::{
 pub(crate) const WITHIN: Duration = Duration::from_secs(60);
 pub(crate) const VERSIONS: [Version; 3] = [Version::V7_2, Version::V10_0, Version::Newest];
 
-/// Those of the versions that this machine has; of the others the skip is printed.
+/// Returns those of the versions that this machine has; prints a skip for the others.
 pub(crate) fn versions(test: &str, versions: &[Version]) -> Vec<Version> {
     versions.iter().copied().filter(|version| require_qemu(test, &[*version])).collect()
 }

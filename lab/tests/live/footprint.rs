@@ -1,4 +1,4 @@
-//! A relay does not buffer a guest: towline's memory is bounded whatever the guest's size, also with a slow
+//! A relay does not buffer a guest: towline's memory is bounded for a guest of any size, also with a slow
 //! destination.
 
 use std::time::Duration;

@@ -30,12 +30,12 @@ const RUNS: u64 = 12;
 const HANG_ATTEMPTS: u32 = 5;
 /// Approximate duration of an undisturbed run from its process's start, in milliseconds.
 const RUN_MS: u64 = 1600;
-/// Maximum delay of a kill after the phase that it is aimed at, in microseconds.
+/// Maximum delay of a kill after its phase, in microseconds.
 const BEHIND_US: u64 = 4000;
 /// Maximum delay after the guest's stop, in microseconds: covers the rest of the stream and the whole
 /// switchover.
 const STOPPED_US: u64 = 25_000;
-/// MiB that the guest fills, and pages of it that it dirties for ever: few, or half.
+/// MiB that the guest fills, and pages of it that it dirties forever: few, or half.
 const FILL_MIB: u64 = 16;
 const SWEEPS: [u32; 2] = [64, 2048];
 /// Interval at which conditions are checked.
@@ -58,13 +58,13 @@ enum Victim {
 /// Time of the kill.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Moment {
-    /// This long after towline's start.
+    /// At this time after towline's start.
     After(Duration),
     /// While towline waits at the beginning of this phase.
     At(CopyPhase),
-    /// This long after this phase was reported; towline does not wait.
+    /// At this time after this phase was reported; towline does not wait.
     Behind(CopyPhase, Duration),
-    /// This long after the source stopped its guest.
+    /// At this time after the source stopped its guest.
     Stopped(Duration),
     /// After the destination has hung for a while, starting this long after towline's start or at the stop of
     /// the source's guest: every connection is full, and all processes are blocked.
@@ -229,7 +229,7 @@ fn assert_running(towline: &mut Towline) -> Result<(), String> {
     if towline.runs().unwrap() {
         Ok(())
     } else {
-        Err(format!("towline ended by itself: {}{}", towline.stdout(), towline.stderr()))
+        Err(format!("towline ended on its own: {}{}", towline.stdout(), towline.stderr()))
     }
 }
 

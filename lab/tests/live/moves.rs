@@ -14,7 +14,7 @@ use crate::support::{
 const RATE: u64 = 20_000_000;
 const RANGE: u64 = 24 * MIB;
 
-/// Asserts that the emulator has exited by itself, as after `quit`.
+/// Asserts that the emulator has exited normally, as after `quit`.
 #[track_caller]
 fn assert_quit(qemu: &Qemu) {
     let status = qemu.wait_exit(WITHIN).unwrap();
@@ -128,7 +128,7 @@ fn a_move_without_a_source_qemu_is_refused() {
     }
 }
 
-/// QEMU alone exceeds its limit with lanes: by its packets under way, in each window of its own.
+/// QEMU alone exceeds its limit with lanes: by its packets under way, in each of its windows.
 #[test]
 fn a_bandwidth_limit_holds_with_any_number_of_lanes() {
     const RATE: u64 = 8 * MIB;

@@ -25,7 +25,7 @@ pub(crate) fn wait_event(towline: &mut Towline, what: &str, wanted: impl Fn(&Val
     expect::wait_event(towline, what, WITHIN, wanted)
 }
 
-/// The small guest: 16 MiB filled, one of them dirtied for ever.
+/// The small guest: 16 MiB filled, one of them dirtied forever.
 pub(crate) fn small() -> Builder {
     Qemu::builder(Version::V10_0).memory_mib(64).boot_sector(BootSector::default())
 }

@@ -30,7 +30,7 @@ fn the_event(finished: &Finished) -> Value {
 }
 
 fn number(value: &Value) -> u64 {
-    value.as_u64().unwrap_or_else(|| panic!("{value} is no number"))
+    value.as_u64().unwrap_or_else(|| panic!("{value} is not a number"))
 }
 
 /// Names and lengths of QEMU's own table, ordered by name.
@@ -204,7 +204,7 @@ fn the_events_of_a_copy() {
         let scratch = Scratch::new();
         let image = scratch.text("guest.img");
         let source = boot(row.builder());
-        // So that every page is sent once, as QEMU's counters of resent pages differ.
+        // Every page is sent once, because QEMU's counters of resent pages differ.
         stop(&source);
         let finished = start_copy(&["--json", "--multifd-channels", "2", &qmp(&source), &image])
             .wait_done(WITHIN)

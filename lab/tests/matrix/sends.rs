@@ -1,4 +1,4 @@
-//! `--zero-copy-send`: to stock QEMUs over the loopback, where the kernel copies all the same, and refusals.
+//! `--zero-copy-send`: to stock QEMUs over the loopback, where the kernel copies anyway, and refusals.
 
 use serde_json::Value;
 use towline_lab::{Qemu, require_lab};

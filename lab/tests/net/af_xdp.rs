@@ -77,7 +77,7 @@ fn a_guest_sends_by_af_xdp() {
     assert_eq!(sum(&statistics, "tx", "pending"), 0, "{statistics}");
 }
 
-/// Number of the macvtap's interface, and thereby of its file in `/dev`, which all network namespaces share.
+/// Number of the macvtap's interface, and so of its file in `/dev`, which all network namespaces share.
 const MACVTAP_INDEX: &str = "7411";
 
 /// Interfaces of a card that receives by a macvtap of the interface by which it sends. `None` without
@@ -139,7 +139,7 @@ fn a_card_sends_by_its_managers_socket_and_receives_by_a_macvtap() {
         let frame = [&[0xff; 6][..], &[2, 0, 0, 0, 0, 9, 0x88, 0xb5], &[number; 700]].concat();
         assert!(pair.transmit(&[&[0; HEADER_BYTES][..], &frame].concat()));
         pair.flush();
-        // The kernel of the other host sends packets of its own.
+        // The kernel of the other host sends packets as well.
         while recv(&wire, &mut bytes[..], RecvFlags::empty())
             .map(|(length, _)| bytes[..length] != frame[..])
             .unwrap()

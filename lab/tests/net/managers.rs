@@ -99,7 +99,7 @@ fn taps_of_a_manager_that_do_not_fit_together_are_refused() {
     let socket = socket.to_str().unwrap();
     let single = GOOD & !MULTI_QUEUE;
     for (taps, texts) in [
-        // A tap has one set of flags, so those without the header are of another interface.
+        // A tap has one set of flags, so those without the header belong to another interface.
         (
             &[("tap0", GOOD), ("tap1", GOOD & !VNET_HDR)][..],
             ["(tap1) was opened without the virtio header", "IFF_VNET_HDR"],

@@ -41,7 +41,7 @@ impl Host {
         Self { network, card: None, name }
     }
 
-    /// Starts a QEMU on this host, behind a new card.
+    /// Starts a QEMU on this host, with a new card.
     fn qemu(&mut self, scratch: &TempDir, build: impl Fn(&std::path::Path) -> Builder) -> Qemu {
         let socket = path(scratch, self.name);
         if let Some(card) = self.card.take() {

@@ -126,7 +126,7 @@ fn talks(hub: &Network, mtu: usize) -> bool {
         talk(guest_address(GUEST), 1 << 18, 1);
         datagram(guest_address(GUEST), mtu - HEADERS, ATTEMPTS);
     };
-    // On a thread of its own: a panic there means that it does not.
+    // On a separate thread: a panic there means that it does not.
     hub.enter(|| std::panic::catch_unwind(talks).is_ok()).unwrap()
 }
 

@@ -3,7 +3,7 @@
 //! ```text
 //!   this test ── unshare (mounts, processes) ── sh ── systemd --user ── towline net --state fd-store
 //! ```
-//! It is an instance of its own, with its own `/run` and control groups, and ends with the test.
+//! It is a separate instance, with its own `/run` and control groups, and ends with the test.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -114,7 +114,7 @@ pub(crate) fn sum(statistics: &Value, way: &str, key: &str) -> u64 {
     pairs.iter().map(|pair| pair[way][key].as_u64().unwrap()).sum()
 }
 
-/// Builder of a Linux whose card is behind this socket.
+/// Builder of a Linux whose card is served on this socket.
 pub(crate) fn builder(version: Version, socket: &Path, queues: usize) -> Builder {
     // QEMU 7.2 without KVM dereferences a null pointer when it sets up the vectors of a vhost-user-net
     // device.
@@ -132,7 +132,7 @@ pub(crate) fn builder_with(version: Version, socket: &Path, queues: usize, vecto
         .args(card_options(socket, queues, vectors))
 }
 
-/// QEMU's options for a card behind this socket.
+/// QEMU's options for the card on this socket.
 pub(crate) fn card_options(socket: &Path, queues: usize, vectors: usize) -> [String; 6] {
     [
         "-chardev".to_owned(),

@@ -14,7 +14,7 @@ use crate::support::{
 };
 
 const QUEUES: &str = "4";
-/// Frames that the host sends by itself when the tap comes up.
+/// Frames that the host sends when the tap comes up.
 const EARLY_MAX: u64 = 16;
 
 #[test]

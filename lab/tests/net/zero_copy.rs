@@ -31,7 +31,7 @@ use driver::SLOTS;
 use wire::Wire;
 
 /// QEMU's card waits for this time, in nanoseconds, before it sends. It does not wait if it is notified again
-/// meanwhile.
+/// before.
 const DELAYED: &str = ",tx=timer,x-txtimer=4000000000";
 /// All frames that can be are sent by reference.
 const ALL_REFERENCES: &str = "--zero-copy-send on";

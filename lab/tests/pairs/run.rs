@@ -179,7 +179,7 @@ pub(crate) fn migrate(
                 there.trim()
             ));
         }
-        // Fails if the destination exits meanwhile, which the next iteration finds.
+        // Fails if the destination has exited, which the next iteration finds.
         if destination.qmp().status().is_ok_and(|status| status == "running") && counts_on(destination)? {
             return Ok(());
         }

@@ -203,13 +203,13 @@ fn devices() -> Vec<Pair> {
         short(args("one more e1000", "", "-device e1000", true)),
         args("one more virtio-rng", "", "-device virtio-rng-pci", true),
         args(
-            "behind a port to without one",
+            "on a port to without one",
             &format!("{port} -device virtio-rng-pci,bus=rp1"),
             "-device virtio-rng-pci,addr=6",
             false,
         ),
         args(
-            "behind a port, both",
+            "on a port, both",
             &format!("{port} -device virtio-rng-pci,bus=rp1"),
             &format!("{port} -device virtio-rng-pci,bus=rp1"),
             true,

@@ -1,5 +1,5 @@
-//! Connections that break while the guest runs and its memory is under way: every page arrives all the same,
-//! and each once.
+//! Connections that break while the guest runs and its memory is under way: every page still arrives, and
+//! each once.
 
 use std::time::Duration;
 

@@ -13,7 +13,7 @@ fn interrupt(towline: &Towline) {
     signal(towline.pid(), "-INT");
 }
 
-/// State of a running guest whose image cannot be read any more.
+/// State of a running guest whose image has become unreadable.
 const UNREADABLE: &str = "the guest: at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); \
     the image cannot be read to its end: if it can be made whole again (a missing chunk or a file's content put back), run `towline copy \
     --postcopy --recover` with it and the same destination, which sends the rest; else the guest cannot continue: end the destination, and \

@@ -55,7 +55,7 @@ fn a_broken_postcopy_between_two_qemus_is_recovered() {
     let ((source, tick), destination) = (writing(), waiting(&builder()));
     let line = format!("copy --postcopy --max-bandwidth 48M --json {} {}", qmp(&source), qmp(&destination));
     let mut towline = start(&line);
-    // A low limit, so the pages written meanwhile take some time.
+    // A low limit, so the pages written in between take some time.
     wait_event(&mut towline, "a pass that began", |event| event["phase"] == "transfer");
     let follow_at = |rate: u64| {
         let parameters = json!({ "max-postcopy-bandwidth": rate });

@@ -30,7 +30,7 @@ pub(crate) fn wait_running(towline: &mut Towline) {
     wait_event(towline, "guest that runs", |event| event["phase"] == "running");
 }
 
-/// The small guest: 16 MiB filled, one of them dirtied for ever.
+/// The small guest: 16 MiB filled, one of them dirtied forever.
 pub(crate) fn small(version: Version) -> Builder {
     Qemu::builder(version).memory_mib(64).boot_sector(BootSector::default())
 }
@@ -49,7 +49,7 @@ pub(crate) struct Stored {
     pub(crate) scratch: Scratch,
     pub(crate) builder: Builder,
     pub(crate) image: String,
-    /// Its counter before it was stored.
+    /// Value of the counter before the guest was stored.
     pub(crate) count: u64,
 }
 

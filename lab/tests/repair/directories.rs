@@ -8,7 +8,7 @@ use towline_lab::{BootSector, Qemu, Version, require_lab};
 
 use crate::support::{Fixture, WITHIN, user};
 
-/// Shell script: runs towline with a `/run` of its own, prepared by a command; only root may mount.
+/// Shell script: runs towline with its own `/run`, prepared by a command; only root may mount.
 const PREPARE: &str = "mount -t tmpfs -o mode=755 tmpfs /run && cd /run && ";
 
 #[test]

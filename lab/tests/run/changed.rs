@@ -1,4 +1,4 @@
-//! Images that change, or are others than they seem, before guests run from them and meanwhile.
+//! Images that change, or are others than they seem, before or while guests run from them.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
@@ -28,7 +28,7 @@ fn save_later(saved: &Saved) -> std::path::PathBuf {
     later
 }
 
-/// The guest is that of the image that was opened, whatever has its name when QEMU opens it.
+/// The guest is that of the image that was opened, even if another file has its name when QEMU opens it.
 #[test]
 fn an_image_that_is_replaced_while_qemu_starts_is_not_mixed_with_the_other() {
     if !require_lab("an_image_that_is_replaced_while_qemu_starts_is_not_mixed_with_the_other") {
@@ -67,7 +67,7 @@ fn an_image_that_is_replaced_while_qemu_starts_is_not_mixed_with_the_other() {
     saved.assert_intact();
 }
 
-/// The file of an image in a store is used only if it is of that image.
+/// The file of an image in a store is used only if it belongs to that image.
 #[test]
 fn a_file_of_another_image_is_not_used_for_that_of_a_store() {
     if !require_lab("a_file_of_another_image_is_not_used_for_that_of_a_store") {

@@ -107,7 +107,7 @@ fn memory_is_copied_on_request() {
         assert!(page.contains(part), "{part}: {page}");
     }
     assert!(!run.stdout().contains("memory-backend-file"), "{}", run.stdout());
-    // A guest that ends by itself ends the command.
+    // A guest that ends on its own ends the command.
     saved.quit("web");
     run.wait_done(WITHIN).unwrap();
     assert_eq!(saved.guests(), Vec::<String>::new());

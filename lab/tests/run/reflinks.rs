@@ -7,10 +7,10 @@ use crate::network::{EchoClient, GUEST, add_tap, card, card_options, end, guest_
 use crate::support::{MEMORY_MIB, MIB, Recipe, Saved, WITHIN};
 
 const FILESYSTEM_MIB: u64 = 1024;
-/// Memory that the guest writes behind the device's back.
+/// Memory that the guest writes without the device.
 const WRITTEN: u64 = 16 * MIB;
 
-/// A saved guest with a card, and its image on a filesystem of its own.
+/// A saved guest with a card, and its image on a separate filesystem.
 struct SavedWithCard {
     card: Towline,
     saved: Saved,

@@ -85,7 +85,7 @@ impl Saved {
         let kernel = kernel(source.pid());
         let mut saved = Self { place, version, kernel, hash, tick, counter: address };
         towline(["copy", &qmp(&source), &saved.image()]).unwrap().wait_done(WITHIN).unwrap();
-        // It is paused since it was saved.
+        // It has been paused since it was saved.
         saved.tick = source.read_u64(address).unwrap();
         saved
     }
@@ -115,7 +115,7 @@ impl Saved {
         towline(["inspect", "--verify", &self.image()]).unwrap().wait_done(WITHIN).unwrap();
     }
 
-    /// Its settings as words of a command.
+    /// The guest's settings as words of a command.
     pub(crate) fn set(&self) -> Vec<String> {
         self.settings().into_iter().flat_map(|setting| ["--set".to_owned(), setting]).collect()
     }
@@ -206,7 +206,7 @@ impl Saved {
         self.towline_within(&[], words)
     }
 
-    /// As [`Saved::towline`], behind the words of a program that is replaced by it.
+    /// As [`Saved::towline`], after the words of a program that it replaces.
     pub(crate) fn towline_within(
         &self,
         prefix: &[String],

@@ -6,7 +6,7 @@ use towline_lab::{Builder, Qemu, Version, require_lab, wait_until};
 use crate::support::{BUCKET, S3, WITHIN, last_event, number, uploaded};
 
 const MIB: u64 = 1 << 20;
-/// Maximum memory of a towline that serves a guest from a store, whatever its size.
+/// Maximum memory of a towline that serves a guest of any size from a store.
 const OWN_BYTES_MAX: u64 = 160 << 20;
 /// Memory of a guest's kernel beside its data.
 const KERNEL_MIB: u64 = 128;
@@ -132,7 +132,7 @@ fn no_guest_runs_from_a_damaged_store() {
     let error = fixture.refused(&["copy", &image, &qmp(&destination)]);
     assert!(error.contains("is damaged in the store"), "{error}");
     assert!(error.contains(victim.file_name().unwrap().to_str().unwrap()), "{error}");
-    // If it can be queried at all, it does not run.
+    // If it can be queried, it does not run.
     if let Ok(status) = destination.qmp().execute("query-status", serde_json::Value::Null) {
         assert_ne!(status["status"], "running");
     }

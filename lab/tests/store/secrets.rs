@@ -29,7 +29,7 @@ fn a_secret_is_in_no_output_whatever_happens() {
     assert_no_secret(&fixture, &["inspect", &format!("https://host/a?sig={SECRET}")]);
     s3.misbehave(1, 403, 0);
     assert_no_secret(&fixture, &["copy", "mem:4M", &image]);
-    // No server any more.
+    // The server has ended.
     drop(s3);
     fixture.set("AZURE_STORAGE_ACCOUNT_NAME", "account");
     fixture.set("AZURE_STORAGE_ACCOUNT_KEY", SECRET);

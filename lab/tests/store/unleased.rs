@@ -13,7 +13,7 @@ fn serve(directory: PathBuf) -> String {
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
             let directory = directory.clone();
-            // A client that disconnects is no failure of the server.
+            // A client that disconnects is not a failure of the server.
             std::thread::spawn(move || drop(answer(&stream, &directory)));
         }
     });

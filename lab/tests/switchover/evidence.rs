@@ -54,7 +54,7 @@ impl Held {
     }
 }
 
-/// Its state is that of a completed migration again, which is not the one of the move.
+/// The source's state is that of a completed migration again, which is not the one of the move.
 #[test]
 fn a_source_that_was_resumed_and_sent_elsewhere_is_no_evidence() {
     if !has_socat("a_source_that_was_resumed_and_sent_elsewhere_is_no_evidence")
@@ -87,7 +87,7 @@ fn a_source_that_was_resumed_and_sent_elsewhere_is_no_evidence() {
     assert!(host.moves().is_empty());
 }
 
-/// The guest ran there: the source's state is older, whatever its operator does.
+/// The guest ran there: the source's state is older, no matter what its operator does.
 #[test]
 fn a_guest_that_ran_at_its_destination_is_not_thrown_away_when_it_is_paused() {
     if !has_hosts("a_guest_that_ran_at_its_destination_is_not_thrown_away_when_it_is_paused") {

@@ -18,8 +18,7 @@ const SOCAT: &str = "/usr/bin/socat";
 /// Slow enough that the copy takes a while.
 const SLOW: &str = "--max-bandwidth 1M";
 
-/// A proxy in front of a monitor, in a process of its own: the process that listens on its socket is not
-/// QEMU.
+/// A proxy in front of a monitor, in a separate process: the process that listens on its socket is not QEMU.
 pub(crate) struct Socat(Child);
 
 impl Socat {
@@ -63,7 +62,7 @@ pub(crate) fn has_socat(name: &str) -> bool {
     found && require_lab(name)
 }
 
-/// The source completes by itself, and cannot be queried: the destination has the guest, and does not run it.
+/// The source completes, and cannot be queried: the destination has the guest, and does not run it.
 #[test]
 fn a_proxy_that_exits_when_everything_is_sent_is_not_mistaken_for_qemus_exit() {
     let name = "a_proxy_that_exits_when_everything_is_sent_is_not_mistaken_for_qemus_exit";
@@ -130,8 +129,8 @@ fn a_proxy_that_ends_earlier_leaves_the_guest_at_its_source() {
     assert_runs_only_in(&source, &destination);
 }
 
-/// The destination's monitor is held by another client, so the copy fails late; meanwhile an operator starts
-/// a migration.
+/// The destination's monitor is held by another client, so the copy fails late; before that an operator
+/// starts a migration.
 #[test]
 fn another_clients_migration_is_not_cancelled() {
     if !require_lab("another_clients_migration_is_not_cancelled") {
@@ -158,7 +157,7 @@ fn another_clients_migration_is_not_cancelled() {
     drop(holder);
 }
 
-/// At its source it stays as the copy left it, whatever the result of the next one. (For a guest that runs
+/// At its source it stays as the copy left it, for any result of the next one. (For a guest that runs
 /// elsewhere see `records`.)
 #[test]
 fn a_copy_that_fails_early_does_not_run_what_an_earlier_one_paused() {

@@ -94,7 +94,7 @@ fn a_guest_run_during_a_copy_runs_at_its_destination() {
     assert_runs_only_in(&destination, &source);
 }
 
-/// There is no guest to run, and the move is complete all the same.
+/// There is no guest to run, and the move is still complete.
 #[test]
 fn a_guest_that_powers_off_during_a_move_is_moved_and_not_run() {
     if !require_lab("a_guest_that_powers_off_during_a_move_is_moved_and_not_run") {

@@ -1,5 +1,5 @@
-//! A move that is cut off or killed at the point of no return is recorded at both ends, and `towline moves`
-//! and `towline resume` finish it.
+//! A move that is interrupted or killed at the point of no return is recorded at both ends, and `towline
+//! moves` and `towline resume` finish it.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -21,7 +21,7 @@ use crate::support::{
     small, wait_fired, waiting,
 };
 
-/// A host as far as records are concerned: it has its own runtime directory.
+/// A host as records see it: it has its own runtime directory.
 pub(crate) struct Host(Scratch);
 
 impl Host {
@@ -90,7 +90,7 @@ pub(crate) enum Killed {
     Nobody,
     Here,
     There,
-    /// That of the source gets a SIGINT.
+    /// The towline of the source gets a SIGINT.
     Interrupted,
 }
 
@@ -161,7 +161,7 @@ fn an_undecided_move_is_finished_at_its_destination() {
             (&at_destination["role"], &at_destination["stage"]),
             (&json!("destination"), &json!("acknowledge"))
         );
-        // Neither end can decide by itself.
+        // Neither end can decide alone.
         for (host, text) in [(&here, "MAY RUN IT"), (&there, "Look at its source")] {
             assert_ended(&host.run(&format!("resume {id}")), 3, &["is undecided", text, "TWO GUESTS"]);
         }
@@ -331,7 +331,7 @@ fn a_paused_guest_that_is_copied_twice_is_not_run() {
     source.qmp().wait_status("running", WITHIN).unwrap();
 }
 
-/// Its destination runs: a later copy must not run the source too.
+/// The destination runs: a later copy must not run the source too.
 #[test]
 fn a_source_whose_guest_runs_elsewhere_is_not_run_by_a_later_copy() {
     if !has_hosts("a_source_whose_guest_runs_elsewhere_is_not_run_by_a_later_copy") {

@@ -12,7 +12,7 @@ fn a_device_state_that_a_stock_destination_cannot_load_leaves_the_source_running
     }
     for version in [Version::V10_0, Version::V7_2] {
         let source = counting(&small(version).args(["-device", "virtio-rng-pci"]));
-        // No such device; and one whose state is of another configuration.
+        // No such device; and one whose state belongs to another configuration.
         for other in [
             &["-device", "virtio-serial-pci"][..],
             &["-device", "virtio-rng-pci,disable-legacy=on,packed=on"],

@@ -66,7 +66,7 @@ pub(crate) fn waiting(builder: &Builder) -> Qemu {
     builder.clone().incoming_defer().start().unwrap()
 }
 
-/// Starts a stock QEMU that listens for such a guest, and runs it by itself.
+/// Starts a stock QEMU that listens for such a guest, and runs it on its own.
 pub(crate) fn listening(builder: &Builder) -> (Qemu, SocketAddr) {
     let qemu = builder.clone().incoming(Incoming::Uri("tcp:127.0.0.1:0".into())).start().unwrap();
     let migration = qemu.qmp().execute("query-migrate", Value::Null).unwrap();

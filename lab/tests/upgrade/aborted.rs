@@ -29,7 +29,7 @@ const OTHER_GUID: &str = "00000000-d1d1-4bf6-bf41-b9bb6c91fb87";
 #[derive(Debug)]
 struct Section {
     name: String,
-    /// The first byte behind it.
+    /// End of the section.
     end: usize,
 }
 
@@ -148,10 +148,10 @@ fn memory_is_bit_equal_after_a_load_that_is_given_up_at_any_section() {
     // The last one is that of everything but the end mark.
     for section in sections.iter().rev().step_by(step).rev() {
         let status = load(place, GUID, &bytes[..section.end]);
-        assert_ne!(status, "completed", "behind {}", section.name);
+        assert_ne!(status, "completed", "after {}", section.name);
         assert!(
             hash(place) == before,
-            "a load that is given up behind {} has changed the memory",
+            "a load that is aborted after {} has changed the memory",
             section.name
         );
         boundaries += 1;

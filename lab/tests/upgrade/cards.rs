@@ -181,7 +181,7 @@ fn connections_of_a_card_survive_between_10_0_and_the_newest_qemu() {
     goes_on(name, first, &[second, first], 256, 1);
 }
 
-/// The card's queues, which its process serves, are looked at without a pause in its traffic.
+/// The card's queues, which its process serves, are queried without a pause in its traffic.
 #[test]
 fn a_card_with_enlarged_virtqueues_stays_where_it_is() {
     let name = "a_card_with_enlarged_virtqueues_stays_where_it_is";
@@ -189,7 +189,7 @@ fn a_card_with_enlarged_virtqueues_stays_where_it_is() {
         return;
     }
     if !Version::Stable.enlarges_virtqueues().unwrap() {
-        return skip(name, "the QEMU of Debian 13 does not enlarge virtqueues any more");
+        return skip(name, "the QEMU of Debian 13 no longer enlarges virtqueues");
     }
     let Some(scene) = Scene::new(name, Version::Stable, 256, 1) else { return };
     let clients = scene.talk();

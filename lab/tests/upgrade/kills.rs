@@ -28,9 +28,9 @@ enum Victim {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Moment {
-    /// This many percent of an undisturbed upgrade after towline's start.
+    /// At this percentage of an undisturbed upgrade after towline's start.
     AfterPercent(u32),
-    /// This long after the old QEMU stopped its guest.
+    /// At this time after the old QEMU stopped its guest.
     Stopped(Duration),
 }
 
@@ -39,7 +39,7 @@ struct Case {
     victim: Victim,
     moment: Moment,
     backing: Backing,
-    /// It has a raw and a qcow2 drive.
+    /// True if it has a raw and a qcow2 drive.
     has_drives: bool,
 }
 
@@ -132,7 +132,7 @@ fn run(case: &Case, undisturbed: Duration) -> Result<String, String> {
     judge(&scene, case, finished.as_ref())
 }
 
-/// Upgrades a guest whose upgrade was given up: nothing of that is left then, whatever it had done.
+/// Upgrades a guest whose upgrade was aborted: after that nothing of the aborted one is left.
 fn upgrade_again(scene: &Scene) -> Result<(), String> {
     let finished = scene.upgrade().wait(WITHIN).map_err(|error| format!("{error:#}"))?;
     let found = scene.processes_with_memory();

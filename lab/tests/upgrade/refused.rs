@@ -41,7 +41,7 @@ fn a_guest_that_would_not_fit_is_refused_before_it_stops() {
     guest.first.qmp().take_events();
     // Another number of processors.
     failed(&guest, &[], &["-smp", "3"], "does not fit");
-    // A reply comes behind the events before it.
+    // A reply comes after the earlier events.
     guest.first.qmp().status().unwrap();
     let events = guest.first.qmp().take_events();
     assert!(events.iter().all(|event| event["event"] != "STOP"), "{events:?}");
@@ -126,8 +126,8 @@ fn ports_and_networks_of_the_host_are_refused_by_name() {
     guest.assert_ticks();
 }
 
-/// Another process has the lock of the second drive when the new QEMU is to run the guest, which has locked
-/// the first one by then. The old QEMU does not get the lock either, and says so; it has the guest, and runs
+/// Another process has the lock of the second drive when the new QEMU should run the guest, and has already
+/// locked the first one. The old QEMU does not get the lock either, and says so; it has the guest, and runs
 /// it once the lock is free.
 #[test]
 fn a_drive_that_another_process_has_locked_leaves_the_guest_in_the_old_qemu() {
@@ -163,7 +163,7 @@ fn a_drive_that_another_process_has_locked_leaves_the_guest_in_the_old_qemu() {
     let withdrawn = finished.stderr.find("withdrew the decision to run the guest").unwrap();
     let ended = finished.stderr.find("ended the new QEMU").unwrap();
     assert!(withdrawn < ended, "{}", finished.stderr);
-    // A new QEMU that has ended proves nothing by itself: it is the operator who says that it never ran the
+    // A new QEMU that has ended proves nothing alone: it is the operator who says that it never ran the
     // guest.
     let (_, rest) = finished.stderr.split_once("`towline resume ").unwrap();
     let (id, rest) = rest.split_once(' ').unwrap();

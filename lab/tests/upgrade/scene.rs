@@ -1,4 +1,4 @@
-//! A guest that counts in memory that is looked at from here, whichever QEMU runs it, and upgrades of it.
+//! A guest that counts in memory that the test reads, in either QEMU, and upgrades of it.
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
@@ -52,7 +52,7 @@ fn small_guest_of(version: Version) -> Builder {
     Qemu::builder(version).boot_sector(boot_sector)
 }
 
-/// Its counter.
+/// Value of the guest's counter.
 pub(crate) fn counter(memory: &File) -> u64 {
     let mut word = [0; 8];
     memory.read_exact_at(&mut word, COUNTER_ADDRESS).unwrap();
@@ -73,7 +73,7 @@ impl Scene {
         let place = directory();
         let drives = if has_drives { drives(place.path()) } else { Vec::new() };
         let builder = match backing {
-            // The default of 7.2 has features that are not in 10.0 any more.
+            // The default of 7.2 has features that 10.0 has dropped.
             Backing::MemfdOf7 => small_guest_of(Version::V7_2).cpu("Nehalem"),
             _ => small_guest_of(Version::V10_0),
         };
@@ -156,7 +156,7 @@ impl Scene {
         entries.filter_map(|entry| state(entry.ok()?.path())).collect()
     }
 
-    /// Processes that map the guest's memory, in whatever state.
+    /// Processes that map the guest's memory, in any state.
     pub(crate) fn processes_with_memory(&self) -> Vec<String> {
         // Device, inode: columns 3 and 4 of `/proc/PID/maps`.
         let found = self.memory.metadata().unwrap();
@@ -222,7 +222,7 @@ impl Scene {
         }
     }
 
-    /// Waits until neither changes by itself any more.
+    /// Waits until both are stable.
     pub(crate) fn settled(&self) -> (State, State) {
         let settled = wait_until("QEMUs that do not change", WITHIN, || {
             let states = (self.state_of_old(), self.state_of_new());

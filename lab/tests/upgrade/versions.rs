@@ -61,7 +61,7 @@ fn a_guest_in_a_named_file_continues_and_its_pages_are_not_sent() {
     guest.assert_runs_in(Version::V10_0);
 }
 
-/// QEMU 10.0 sends the pages of a memfd whatever its capabilities are: they are received and dropped.
+/// QEMU 10.0 sends the pages of a memfd with any capabilities: they are received and dropped.
 #[test]
 fn a_guest_of_10_0_in_a_memfd_continues() {
     if require_lab("a_guest_of_10_0_in_a_memfd_continues") {
@@ -81,7 +81,7 @@ fn guests_of_7_2_and_10_0_continue_in_the_newest_and_back() {
     a_guest_goes_on(Memory::NamedFile, Version::V10_0, Version::Newest);
 }
 
-/// The blocks of several NUMA nodes are each mapped from a file of their own.
+/// The blocks of several NUMA nodes are each mapped from a separate file.
 #[test]
 fn memory_of_several_numa_nodes_is_not_sent() {
     if !require_lab("memory_of_several_numa_nodes_is_not_sent") {

@@ -49,7 +49,7 @@ fn guests_of_one_process_reach_each_other_and_survive_each_other() {
         "CID=34 /usr/bin/perl /tmp/v.pl connect stream 5002 ask hello you > /tmp/ask 2>&1 & echo",
     );
     wait_output(&mut guests[0], "ask", "answered received 8");
-    // A CID without a common group, or of no guest at all.
+    // A CID without a common group, or of no guest.
     shell(
         &mut guests[0],
         "CID=35 /usr/bin/perl /tmp/v.pl connect stream 5002 ask x > /tmp/reset 2>&1 & echo",

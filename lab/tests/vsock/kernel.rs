@@ -40,10 +40,10 @@ const fn linux(major: u32, minor: u32) -> KernelVersion {
 /// Cases that older kernels cannot pass in any set-up: a part of the name, the first kernel that can, and the
 /// reason.
 const SINCE: [(&str, KernelVersion, &str); 9] = [
-    ("invalid receive buffer", linux(6, 2), "errors of a transport as they are"),
-    ("big message", linux(6, 2), "errors of a transport as they are"),
-    ("test invalid buffer", linux(6, 2), "errors of a transport as they are"),
-    ("SOCK_SEQPACKET MSG_PEEK", linux(6, 6), "a look at a message"),
+    ("invalid receive buffer", linux(6, 2), "errors of a transport unchanged"),
+    ("big message", linux(6, 2), "errors of a transport unchanged"),
+    ("test invalid buffer", linux(6, 2), "errors of a transport unchanged"),
+    ("SOCK_SEQPACKET MSG_PEEK", linux(6, 6), "a peek at a message"),
     ("SHUT_WR", linux(6, 7), "SIGPIPE for vsock"),
     ("SHUT_RD", linux(6, 7), "SIGPIPE for vsock"),
     ("credit update + SO_RCVLOWAT", linux(6, 8), "the credit that SO_RCVLOWAT tells"),
@@ -100,7 +100,7 @@ fn begin(guest: &mut LinuxGuest, name: &str, line: &str) {
 fn outcome(pair: &mut Pair, name: &str) -> (bool, String) {
     let client = wait_output(&mut pair.client, name, "exit ");
     if !client.contains("exit 0") {
-        // It would wait for the other end for ever.
+        // It would wait for the other end forever.
         let _ = pair.server.shell("busybox killall vsock_test vsock_perf; true", WITHIN);
     }
     let server = wait_output(&mut pair.server, name, "exit ");

@@ -69,7 +69,7 @@ fn write(guest: &mut LinuxGuest, path: &str, content: &str) {
     shell(guest, &format!("printf '{}' > {path}; chmod 600 {path}", content.replace('\n', "\\n")));
 }
 
-/// Starts an sshd behind the guest's vsock port 22.
+/// Starts an sshd at the guest's vsock port 22.
 fn serve(guest: &mut LinuxGuest, sshd: &Path, scratch: &Path) {
     let user = key(scratch, "user_key");
     write(guest, "/tmp/host_key", &std::fs::read_to_string(scratch.join("host_key")).unwrap());

@@ -39,7 +39,7 @@ struct Tally {
     bytes: AtomicU64,
 }
 
-/// Needs an echo on port 5001, also behind this TCP port.
+/// Needs an echo on port 5001, also through this TCP port.
 pub(crate) fn stalls_lose_no_bytes(fixture: &mut Fixture, tcp_port: u16) {
     let time = Duration::from_secs(seconds());
     let (until, tally, uds) = (Instant::now() + time, Arc::new(Tally::default()), fixture.uds());
@@ -121,7 +121,7 @@ fn talk(uds: &Path, tcp_port: u16, content: &Arc<Vec<u8>>, rng: &mut fastrand::R
             break true;
         }
         assert!(at + len <= total, "more came back than was sent");
-        assert!(buffer[..len] == content[start + at..start + at + len], "other bytes came back behind {at}");
+        assert!(buffer[..len] == content[start + at..start + at + len], "other bytes came back after {at}");
         at += len;
         stall(rng);
     };
@@ -147,7 +147,7 @@ fn open(uds: &Path, tcp_port: u16, rng: &mut fastrand::Rng) -> File {
     OwnedFd::from(stream).into()
 }
 
-/// Stalls: mostly not at all, now and then for a moment, seldom for long.
+/// Stalls: usually never, now and then for a moment, seldom for long.
 fn stall(rng: &mut fastrand::Rng) {
     match rng.u32(..200) {
         0 => std::thread::sleep(Duration::from_millis(1500)),

@@ -4,8 +4,8 @@
 //!   guest   qemu -S ── migrate ── virtio-net ── tap ──► network of its own   towline copy tcp:… IMAGE
 //!           qemu -S ── migrate ── loopback (the kernel copies) ──► towline copy tcp:… IMAGE
 //! ```
-//! It is emulated by an emulated processor, so its own guest does not run: its pages are sent, as zero pages
-//! are sent as ordinary ones.
+//! This QEMU is emulated by an emulated processor, so its own guest does not run: its pages are sent, as zero
+//! pages are sent as ordinary ones.
 
 use std::path::Path;
 

@@ -9,8 +9,7 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open}
 /// Names of the stream's sockets in towline's private directories.
 const STREAMS: [&str; 2] = ["source.sock", "destination.sock"];
 
-/// Connections of process `pid` that carry a stream: main channels and lanes, at both sides. Empty if there
-/// are none now.
+/// Connections of process `pid` that carry a stream: main channels and lanes, at both sides. May be empty.
 pub(super) fn streams(pid: u32) -> Vec<OwnedFd> {
     let Ok(pid) = i32::try_from(pid) else { return Vec::new() };
     let Some(process) = Pid::from_raw(pid).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok()) else {
@@ -25,7 +24,7 @@ pub(super) fn streams(pid: u32) -> Vec<OwnedFd> {
 
 /// Shuts it down: both sides see it end.
 pub(super) fn cut(connection: &OwnedFd) {
-    // It may have ended by itself.
+    // It may have ended already.
     let _ = shutdown(connection, Shutdown::Both);
 }
 

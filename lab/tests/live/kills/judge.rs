@@ -10,7 +10,7 @@ use crate::support::WITHIN;
 
 /// Time for which a live QEMU may not answer.
 pub(super) const REPLY_TIMEOUT: Duration = Duration::from_secs(15);
-/// Time limit until a source resumes its guest by itself.
+/// Time limit until a source resumes its guest on its own.
 const SETTLE_WITHIN: Duration = Duration::from_secs(20);
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
@@ -59,7 +59,7 @@ impl<'a> Watch<'a> {
         if runs(self.destination) && runs(self.source) { Err("two guests run".into()) } else { Ok(()) }
     }
 
-    /// Waits until no state changes by itself any more.
+    /// Waits until all states are stable.
     fn wait_stable(&self) -> Result<(Guest, Guest), String> {
         let deadline = Instant::now() + SETTLE_WITHIN;
         loop {

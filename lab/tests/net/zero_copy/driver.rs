@@ -24,7 +24,7 @@ use towline_frontend::{Frontend, MemoryArena, Queue, QueueBuffer, QueueOptions};
 pub(crate) const SOCKET: &str = "TOWLINE_TEST_DRIVER";
 /// Set in the guest, to the number of queue pairs.
 pub(crate) const PAIRS: &str = "TOWLINE_TEST_DRIVER_PAIRS";
-/// Set in the guest, if the driver's memory is to be in huge pages.
+/// Set in the guest, if the driver's memory should be in huge pages.
 pub(crate) const HUGE_PAGES: &str = "TOWLINE_TEST_DRIVER_HUGE_PAGES";
 /// Pipe with the commands.
 pub(crate) const PIPE: &str = "/tmp/commands";
@@ -81,9 +81,9 @@ pub(crate) fn run(socket: &Path) {
 /// Buffers of the frames.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Shape {
-    /// Without scatter-gather: the frame behind its virtio header.
+    /// Without scatter-gather: the frame after its virtio header.
     Linear,
-    /// The virtio header of its own, or with the frame, or with a part of it.
+    /// The virtio header separately, or with the frame, or with a part of it.
     Mixed,
 }
 
@@ -187,9 +187,9 @@ impl Driver {
         self.queue().force_kick();
     }
 
-    /// Sends by all pairs in turn. Meanwhile frames have several buffers or one, the last pair is disabled
-    /// and enabled, as Linux does when its number of queues changes, and rings stop with frames in flight.
-    /// Returns the number of frames.
+    /// Sends by all pairs in turn. During that time frames have several buffers or one, the last pair is
+    /// disabled and enabled, as Linux does when its number of queues changes, and rings stop with frames in
+    /// flight. Returns the number of frames.
     fn flow(&mut self, length: Duration) -> u64 {
         let (first, begun) = (self.next, Instant::now());
         let last = self.queues.len() - 1;

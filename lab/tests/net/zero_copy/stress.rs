@@ -63,7 +63,7 @@ fn streams_survive_changes_meanwhile() {
     assert_arrived(&bench, queued);
 }
 
-/// Sends for this time, with changes meanwhile.
+/// Sends for this time, with changes in between.
 fn flow(bench: &mut Bench, length: Duration, changes: impl FnOnce(&mut Bench)) {
     let begun = bench.begin(&format!("flow {}", length.as_millis()));
     changes(bench);
