@@ -41,7 +41,7 @@ fn descriptors_travel_with_their_bytes() {
     send_all(&near, b"plain").unwrap();
     drop(writers);
     let (mut bytes, mut fds) = ([0; 64], Vec::<OwnedFd>::new());
-    assert_eq!(far.recv_fds(&mut bytes, &mut fds).unwrap(), 5, "ends behind the bytes they came with");
+    assert_eq!(far.recv_fds(&mut bytes, &mut fds).unwrap(), 5, "ends after the bytes they came with");
     assert_eq!((&bytes[..5], fds.len()), (b"hello".as_slice(), FDS_MAX));
     for fd in fds.drain(..) {
         assert!(fcntl_getfd(&fd).unwrap().contains(FdFlags::CLOEXEC));

@@ -113,7 +113,7 @@ fn a_cut_anywhere_ends_both_sides_and_keeps_the_guest() {
     ] {
         let (runs, successes, named) = sweep(machine, lanes, kind, 30);
         println!(
-            "{machine}, {lanes} lanes, {kind:?}: {runs} cuts, {successes} behind the end, {named} name the lane"
+            "{machine}, {lanes} lanes, {kind:?}: {runs} cuts, {successes} after the end, {named} name the lane"
         );
         assert!(lanes == 0 || named > 0);
     }

@@ -61,7 +61,7 @@ impl Default for Options {
 
 /// Commands that were sent and whose replies were not read ([`Client::connect_ahead`]).
 #[derive(Debug)]
-#[must_use = "QEMU executes them, and their replies are to be read"]
+#[must_use = "QEMU executes them, and their replies must be read"]
 pub struct Submitted {
     commands: Vec<(u64, Cow<'static, str>)>,
 }

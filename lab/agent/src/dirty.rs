@@ -75,7 +75,7 @@ impl Load {
         }
     }
 
-    /// Checks every page. The writer is blocked meanwhile.
+    /// Checks every page. The writer is blocked during the check.
     pub(crate) fn check(&self) -> Verdict {
         self.range.lock().unwrap_or_else(PoisonError::into_inner).check()
     }

@@ -49,7 +49,7 @@ fn echo_stream(mut stream: TcpStream) -> std::io::Result<()> {
 /// Connects to an echo server `times` times, one after the other, sends `bytes` bytes on each connection, and
 /// compares the echo. Returns the microseconds that it took.
 pub(crate) fn talk(address: &str, bytes: usize, times: u64) -> Result<u128> {
-    let address: SocketAddr = address.parse().with_context(|| format!("`{address}` is no address"))?;
+    let address: SocketAddr = address.parse().with_context(|| format!("`{address}` is not an address"))?;
     let started = Instant::now();
     let mut state = started.elapsed().as_nanos() as u64;
     for time in 0..times {

@@ -1,6 +1,6 @@
 //! Memory with incompressible contents, generated fast on an emulated processor.
 //!
-//! A page is a table of pseudo-random words, one table per seed, XORed with a key of its own. That is one
+//! A page is a table of pseudo-random words, one table per seed, XORed with a key of the page. That is one
 //! load, one XOR and one store for each 16 bytes, where a generator would need a chain of dependent steps for
 //! each 8. No two pages are alike, and within a page nothing repeats.
 

@@ -14,7 +14,7 @@ const PAGE_SIZE: u64 = 4096;
 /// Bits of a pagemap entry that hold the frame number (Documentation/admin-guide/mm/pagemap.rst).
 const FRAME_MASK: u64 = (1 << 55) - 1;
 
-/// The counter, stepped by a thread of its own.
+/// The counter, stepped by a separate thread.
 pub(crate) struct Tick {
     counter: Arc<AtomicU64>,
     interval_ms: Arc<AtomicU64>,

@@ -103,7 +103,7 @@ impl RamMapping {
             if after > 0 {
                 libc::munmap(start.byte_add(length), after);
             }
-            let start = NonNull::new(start.cast()).expect("behind a reservation, which is not at 0");
+            let start = NonNull::new(start.cast()).expect("after a reservation, which is not at 0");
             Ok(Self { start, length })
         }
     }

@@ -11,7 +11,7 @@ import json, os, shutil, socket, subprocess, sys, tempfile, threading, time, zli
 HERE = os.path.dirname(os.path.abspath(__file__))
 UUID = "00112233-4455-6677-8899-aabbccddeeff"
 FILLED_PAGES = 40
-# A 64 KiB firmware: fills 40 pages, every second one from 64 KiB on, each with its segment's number; then for ever counts
+# A 64 KiB firmware: fills 40 pages, every second one from 64 KiB on, each with its segment's number; then counts forever
 # in two places of each.
 CODE = bytes.fromhex(
     "fa"  # cli

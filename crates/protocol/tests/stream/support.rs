@@ -189,7 +189,7 @@ pub(crate) fn load(items: &[Item], lanes: &[Vec<u8>]) -> (Memory, usize) {
         }
     }
     for lane in &mut lanes {
-        assert_eq!(lane.next(), None, "a lane carries something behind the last barrier");
+        assert_eq!(lane.next(), None, "a lane carries something after the last barrier");
     }
     (memory, barriers)
 }

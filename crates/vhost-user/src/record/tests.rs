@@ -39,7 +39,7 @@ fn a_record_of_another_ring_is_discarded() {
     let elsewhere = VringAddress { used: 0x4000, ..address() };
     assert_eq!(queue.recover(8, &elsewhere, 7, |_| 0), None);
     assert_eq!(queue.recover(16, &address(), 7, |_| 0), None);
-    assert_eq!(queue.recover(8, &address(), 6, |_| 0), None, "the ring was reset meanwhile");
+    assert_eq!(queue.recover(8, &address(), 6, |_| 0), None, "the ring was reset in between");
     queue.begin_publish(9);
     assert_eq!(queue.recover(8, &address(), 9, |_| 8), None, "the used ring has no such head");
     queue.end();

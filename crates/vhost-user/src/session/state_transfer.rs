@@ -129,7 +129,7 @@ impl Drop for StateTransfer {
         match self.outcome.recv_timeout(END_WITHIN) {
             Ok(_) | Err(RecvTimeoutError::Disconnected) => drop(thread.join()),
             Err(RecvTimeoutError::Timeout) => {
-                tracing::error!("a transfer of device state does not end; leaving its thread behind");
+                tracing::error!("a transfer of device state does not end; its thread is leaked");
                 self.orphans.add(thread);
             }
         }

@@ -255,7 +255,7 @@ impl WorkerHandle {
         match self.ended.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Err(RecvTimeoutError::Timeout) => {
                 let within = END_WITHIN;
-                tracing::error!(?within, "a worker does not end; leaving its thread and its memory behind");
+                tracing::error!(?within, "a worker does not end; its thread and its memory are leaked");
                 self.orphans.add(thread);
             }
             Err(RecvTimeoutError::Disconnected) => {
