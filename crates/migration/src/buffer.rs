@@ -1,12 +1,12 @@
-//! The buffers that a lane receives pages into: one, unless their reader is slow.
+//! Receive buffers of a lane: one, unless their reader is slow.
 //!
 //! ```text
 //!   Buffers   current ── filled, delivered ──► ticket not done? ──► leased (oldest first) ── done ──► current again
 //! ```
 //!
 //! A sink that sends without a copy ([`crate::Sink::zero_copy_ticket`]) reads a buffer after it was
-//! delivered. Then another one is filled, and when there are as many as there may be, the oldest ticket is
-//! waited for: that makes the source wait.
+//! delivered. The lane then fills another buffer; once the maximum number exists, the lane waits for the
+//! oldest ticket, which makes the source wait.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -16,9 +16,9 @@ use towline_channel::{Error as ChannelError, IoBufMut, ZeroCopyTicket};
 use crate::sys::Mapping;
 use crate::{Result, Session};
 
-/// Bytes of buffers that all lanes together have at most, as long as each has one.
+/// Maximum size of the buffers of all lanes together, unless each has only one.
 const BUFFER_BYTES_MAX: usize = 96 << 20;
-/// Buffers of one lane: more than a socket's own buffer holds is never on its way.
+/// Maximum number of buffers of one lane: no more is in flight than a socket's own buffer holds.
 const BUFFERS_MAX: usize = 16;
 /// Interval at which a wait for a ticket checks whether the migration failed.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -57,7 +57,7 @@ impl Buffers {
                     wait(&oldest, session)?;
                     buffer
                 }
-                // There is but one.
+                // Only one exists.
                 None => return wait(&ticket, session),
             }
         };

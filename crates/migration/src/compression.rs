@@ -5,8 +5,8 @@
 //!            └────────────── one stream for the lane's whole life, flushed at each packet's end ──────────┘
 //! ```
 //!
-//! So that the pages of a packet can be restored from its bytes and those before it. Zero pages are sent as
-//! such, uncompressed.
+//! The pages of a packet can be restored from its bytes and those before it. Zero pages are sent as such,
+//! uncompressed.
 //!
 //! **The one copy.** A guest that runs may write a page while it is compressed, and a compressor that reads a
 //! byte twice and finds it changed may produce output that no decompressor can read. So pages of live memory
@@ -40,21 +40,21 @@ pub enum Compression {
     None,
     /// A zlib stream for each lane.
     Zlib {
-        /// 0 (none) to [`Compression::ZLIB_LEVEL_MAX`] (best); higher ones count as that.
+        /// 0 0 (none) to [`Compression::ZLIB_LEVEL_MAX`] (best); higher values count as the maximum.
         level: u8,
     },
     /// A zstd stream for each lane.
     Zstd {
-        /// 1 (fastest) to [`Compression::ZSTD_LEVEL_MAX`] (best), 0 is zstd's default; higher ones count as
-        /// the best.
+        /// 1 (fastest) to [`Compression::ZSTD_LEVEL_MAX`] (best), 0 0 is zstd's default; higher values count
+        /// as the maximum.
         level: u8,
     },
 }
 
 impl Compression {
-    /// The best of QEMU's `multifd-zlib-level`.
+    /// Maximum of QEMU's `multifd-zlib-level`.
     pub const ZLIB_LEVEL_MAX: u8 = 9;
-    /// The best of QEMU's `multifd-zstd-level`.
+    /// Maximum of QEMU's `multifd-zstd-level`.
     pub const ZSTD_LEVEL_MAX: u8 = 20;
     /// QEMU's default of both.
     pub const LEVEL_DEFAULT: u8 = 1;

@@ -14,7 +14,7 @@
 //! writing or a link that stalls costs a window, not the migration; and a guest that oscillates is not waited
 //! for indefinitely.
 //!
-//! Not here: slowing the guest down, and the decision when it cannot converge.
+//! Out of scope: slowing the guest down, and the decision when it cannot converge.
 
 use std::fmt;
 use std::time::Duration;
@@ -46,12 +46,12 @@ pub struct Limits {
     pub min_window: MinWindow,
 }
 
-/// The least length of a window. It takes three or more until a guest that cannot converge is given up.
+/// Minimum length of a window. A guest that cannot converge is reported after three or more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MinWindow {
-    /// In passes, 1 to 1000; other values are taken as the nearest of these.
+    /// In passes, 1 to 1000; other values are clamped.
     pub passes: u32,
-    /// In time; no window has more than 1000 passes for that.
+    /// In time, but with at most 1000 passes.
     pub time: Duration,
 }
 
@@ -66,13 +66,13 @@ impl Default for MinWindow {
 pub struct Observation {
     /// Duration of the pass.
     pub time: Duration,
-    /// Bytes of page contents sent per second; 0 where no page had any, which yields no rate of the link.
+    /// Bytes of page contents sent per second; 0 if no page had any, which says nothing about the link.
     pub rate: f64,
-    /// Bytes of pages that the guest wrote each second, each page once a pass.
+    /// Bytes of pages that the guest wrote per second, each page counted once per pass.
     pub dirty_rate: f64,
     /// Bytes of pages to be sent again.
     pub left: u64,
-    /// QEMU's own estimate; the longer of it and of the policy's is used.
+    /// QEMU's own estimate; the longer of it and the policy's is used.
     pub expected_downtime: Option<Duration>,
 }
 
@@ -151,9 +151,9 @@ pub enum PassDecision {
 /// Reason why a guest cannot be moved within its downtime, in figures of the last window.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub struct CannotConverge {
-    /// Bytes of pages that the guest writes each second.
+    /// Bytes of pages that the guest writes per second.
     pub dirty_rate: f64,
-    /// Bytes of page contents that get through each second.
+    /// Bytes of page contents that are sent per second.
     pub rate: f64,
     /// Bytes that were left at best.
     pub left: u64,
@@ -173,7 +173,7 @@ pub struct ConvergencePolicy {
     limits: Limits,
     recent: [Option<Observation>; RATE_PASSES],
     window: RateWindow,
-    /// The lowest downtime of the window before.
+    /// The lowest downtime of the previous window.
     previous: Option<Duration>,
     /// The lowest of all complete windows.
     lowest: Option<Duration>,
@@ -236,7 +236,8 @@ impl ConvergencePolicy {
         let memory = match (observation.left, self.rate(observation)) {
             (0, _) => Duration::ZERO,
             (left, Some(rate)) => Duration::try_from_secs_f64(left as f64 / rate).unwrap_or(Duration::MAX),
-            // All that was ever sent was zero, and what is left takes no longer than as much did just now.
+            // Only zero pages were sent so far, and the rest takes no longer than the last pass, which was as
+            // long.
             (left, None) if self.recent[1].is_some_and(|before| left <= before.left) => observation.time,
             (_, None) => Duration::MAX,
         };

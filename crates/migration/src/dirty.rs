@@ -20,7 +20,7 @@ struct Bits {
 }
 
 impl DirtyMap {
-    /// For these blocks, with no page marked.
+    /// Makes a map of these blocks, with no page marked.
     pub fn new(blocks: &[RamBlock]) -> Self {
         let bits = |block: &RamBlock| Bits {
             words: (0..block.pages().div_ceil(WORD_BITS)).map(|_| AtomicU64::new(0)).collect(),
@@ -29,8 +29,8 @@ impl DirtyMap {
         Self { blocks: blocks.iter().map(bits).collect() }
     }
 
-    /// Marks the pages that `length` bytes from `page` on lie in. To be called after they were written: a
-    /// page that is marked first may be harvested and sent before the write.
+    /// Marks the pages of `length` bytes from `page` on. Call it after the write: a page that is marked first
+    /// may be harvested and sent before the write.
     ///
     /// # Panics
     /// If there is no such block or page.
@@ -57,7 +57,7 @@ impl DirtyMap {
         }
     }
 
-    /// Takes the marks of the pages that `length` bytes from `page` on lie in.
+    /// Clears the marks of the pages of `length` bytes from `page` on, and returns them.
     pub(crate) fn unmark(&self, page: PageRef, length: u64) {
         let bits = &self.blocks[page.block.index()];
         bits.masks(page, length).for_each(|(word, mask)| {
@@ -99,7 +99,7 @@ impl Bits {
     }
 }
 
-/// Reports each run of set bits, the lowest bit first: the number of its first bit and how many they are.
+/// Reports each run of set bits, the lowest first: the number of its first bit, and its length.
 pub(crate) fn runs(words: impl Iterator<Item = u64>, report: &mut dyn FnMut(u64, u64)) {
     let mut run: Option<(u64, u64)> = None;
     for (word, mut marks) in words.enumerate() {

@@ -20,7 +20,7 @@ pub(crate) const RAM_SECTION_ID: u32 = 2;
 
 /// A guest to be read. Methods that name pages are called from every lane's thread at once.
 pub trait Guest: Sync {
-    /// Machine type and what else begins the stream.
+    /// Machine type, and the other fields that begin the stream.
     fn configuration(&self) -> &Configuration;
 
     /// The RAM blocks, in the order in which they are sent.
@@ -61,8 +61,7 @@ pub trait Guest: Sync {
     /// The state of the pages from `page` on, without touching them: at least one page, all alike.
     fn extent(&self, page: PageRef) -> Extent;
 
-    /// Begins what [`Self::prepare`] does, without waiting for it. In postcopy that call follows, for the
-    /// same bytes.
+    /// Starts [`Self::prepare`] without waiting for it. In postcopy that call follows, for the same bytes.
     fn request(&self, page: PageRef, length: u64) {
         let _ = (page, length);
     }
@@ -73,7 +72,7 @@ pub trait Guest: Sync {
     /// several threads at once; faults first, and nothing that is prepared already.
     ///
     /// # Errors
-    /// The memory cannot be had or is not what it should be; the migration ends.
+    /// The memory cannot be fetched or fails its verification; the migration ends.
     fn prepare(&self, page: PageRef, length: u64) -> Result<()> {
         let _ = (page, length);
         Ok(())
@@ -92,7 +91,8 @@ pub trait Guest: Sync {
 
     /// The memory of `length` bytes from `page` on, within one block and not across a multiple of 2 MiB of
     /// it, so each such unit may be in another place. With zero-copy sends the kernel reads it after the call
-    /// too: until [`crate::Outgoing::run`] returns it stays mapped, of its length, and this guest's own.
+    /// too: until [`crate::Outgoing::run`] returns it must stay mapped, keep its length and belong to this
+    /// guest.
     fn memory(&self, page: PageRef, length: u64) -> IoBuf<'_>;
 
     /// The same memory, if nothing can change it while it is read: it is compressed in place; other memory is
@@ -162,7 +162,7 @@ pub enum ExtentKind {
     Unknown,
 }
 
-/// The part of an incoming stream that something came on.
+/// The part of an incoming stream on which an item arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChannelId {
     /// The main channel.
@@ -182,8 +182,8 @@ pub struct Pages<'a> {
     pub contents: &'a [&'a [u8]],
 }
 
-/// A place for a guest that arrives. Methods that name pages are called from every lane's thread at once;
-/// between two barriers a page comes at most once, or on one stream only.
+/// Receiver of a guest. Methods that name pages are called from every lane's thread at once; between two
+/// barriers a page comes at most once, or on one stream only.
 pub trait Sink: Sync {
     /// The stream's beginning.
     ///
@@ -197,7 +197,7 @@ pub trait Sink: Sync {
     /// The guest does not fit.
     fn blocks(&self, blocks: &[RamBlock]) -> Result<()>;
 
-    /// Memory that the contents of `length` bytes from `page` on can be received straight into; `None`: they
+    /// Memory into which the contents of `length` bytes from `page` on can be received directly; `None`: they
     /// are received into a buffer and given to [`Self::pages`].
     ///
     /// Nothing may use this memory before [`Self::commit`]: a lane with TLS decrypts pages into it before it
@@ -223,9 +223,8 @@ pub trait Sink: Sync {
         Ok(())
     }
 
-    /// Takes contents of pages that come next on `from`, `offsets.len()` pages of them and nothing else, from
-    /// there itself: for a sink that passes them on without having seen them. Returns the calls that took.
-    /// `None`: it wants them by [`Self::pages`].
+    /// Takes the contents of the next `offsets.len()` pages directly from `from`, and nothing else: for a
+    /// sink that forwards pages unseen. Returns the number of calls. `None`: deliver them by [`Self::pages`].
     ///
     /// # Errors
     /// As [`Self::pages`].
@@ -276,7 +275,7 @@ pub trait Sink: Sync {
     /// As [`Self::pages`].
     fn zero(&self, stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> Result<()>;
 
-    /// The content of a page here now; XBZRLE sends only differences.
+    /// Reads the present content of a page; XBZRLE sends only differences.
     ///
     /// # Errors
     /// The page cannot be read back.
@@ -309,7 +308,7 @@ pub trait Sink: Sync {
         Ok(())
     }
 
-    /// The guest is stopped at its source, and this is its device state. All memory has come.
+    /// The guest is stopped at its source, and this is its device state. All memory has arrived.
     ///
     /// # Errors
     /// The device state cannot be stored; the source's guest runs on.
@@ -327,7 +326,7 @@ pub trait Sink: Sync {
     /// ([`Publication::ByCaller`](crate::incoming::Publication::ByCaller)).
     ///
     /// # Errors
-    /// The guest is not here; its source keeps it.
+    /// The guest is not visible here; its source keeps it.
     fn publish(&self) -> Result<()> {
         Ok(())
     }
@@ -339,7 +338,7 @@ pub trait Sink: Sync {
     }
 }
 
-/// Writes messages to the source, whole ones from any thread. Clones share the turn.
+/// Writes messages to the source, whole ones, from any thread. Clones share the lock.
 #[derive(Debug, Clone)]
 pub struct ReturnPathWriter {
     channel: Arc<dyn Channel>,

@@ -1,4 +1,4 @@
-//! The receiving end: a guest comes over channels into a [`Sink`].
+//! The receiving end: a guest arrives over channels in a [`Sink`].
 //!
 //! ```text
 //!   main channel ─► main_channel::MainChannel ──┐ (the caller's thread)
@@ -43,7 +43,7 @@ pub struct Incoming {
 }
 
 impl Incoming {
-    /// A migration whose threads are tied together by `session` and counted in `statistics`.
+    /// A migration whose threads share `session` and are counted in `statistics`.
     pub fn new(session: Arc<Session>, statistics: Arc<Statistics>, options: Options) -> Self {
         Self { session, statistics, options }
     }

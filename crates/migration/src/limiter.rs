@@ -36,7 +36,7 @@ impl Limiter {
         Self { bytes_per_second, reserved: Mutex::new(reserved), is_lifted: Condvar::new() }
     }
 
-    /// Limits nothing from now on, also what waits.
+    /// Lifts the limit from now on, also for waiting senders.
     pub(crate) fn lift(&self) {
         lock(&self.reserved).lifted = true;
         self.is_lifted.notify_all();
@@ -63,7 +63,7 @@ impl Limiter {
         }
     }
 
-    /// When `bytes` more may be sent, and at which rate that is; `None`: at once.
+    /// Time at which `bytes` more may be sent, and the rate used; `None`: at once.
     fn due(&self, bytes: u64, tuning: &Tuning) -> Option<(Instant, u64)> {
         let mut reserved = lock(&self.reserved);
         if reserved.lifted {

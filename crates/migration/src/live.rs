@@ -62,10 +62,10 @@ pub struct SourceMemory<'a> {
 }
 
 impl<'a> SourceMemory<'a> {
-    /// A guest with these blocks, in this order, whose writes `tracker` knows.
+    /// A guest with these blocks, in this order, whose writes are tracked by `tracker`.
     ///
     /// # Errors
-    /// A block has a length, a place or a name that cannot be.
+    /// A block has an invalid length, place or name.
     pub fn new(
         configuration: Configuration,
         blocks: &[LiveBlock<'a>],
@@ -106,8 +106,8 @@ impl<'a> SourceMemory<'a> {
         })
     }
 
-    /// Has the guest stopped for its last pass by `stop`, and started again by `start` if the migration fails
-    /// then. After `stop` has returned, nothing writes to the memory, devices included.
+    /// Sets the callbacks that stop the guest for its last pass, and start it again if the migration fails
+    /// after that. After `stop` has returned, nothing writes to the memory, devices included.
     #[must_use]
     pub fn with_hooks(
         mut self,
@@ -137,7 +137,7 @@ impl<'a> SourceMemory<'a> {
     }
 
     /// Marks `length` bytes from `at` on as written (or discarded) in a way that the tracker does not see: by
-    /// a device, by another process, through another mapping. To be called after the write.
+    /// a device, by another process, through another mapping. Call it after the write.
     ///
     /// # Panics
     /// If it is not within the block.

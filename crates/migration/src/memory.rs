@@ -51,7 +51,7 @@ pub struct MemoryBlock<'a> {
 /// Where a block's memory is.
 #[derive(Debug, Clone, Copy)]
 pub enum BlockBacking<'a> {
-    /// Nowhere else: private memory of this process, zero at first.
+    /// Private memory of this process, zero at first.
     Anonymous,
     /// In a file or memfd, shared. The descriptor may be closed afterwards.
     Shared {
@@ -66,7 +66,7 @@ pub enum BlockBacking<'a> {
 pub struct Memory {
     configuration: OnceLock<Configuration>,
     ram: OnceLock<KnownBlocks>,
-    /// If built to adopt: the most bytes that may be allocated.
+    /// If built to adopt: maximum number of bytes to allocate.
     limit: Option<u64>,
     /// The file to adopt into, if any, of exactly the guest's size.
     file: Option<OwnedFd>,
@@ -101,7 +101,7 @@ impl Memory {
     /// and blocks.
     ///
     /// # Errors
-    /// A block has a length, a name or a file that cannot be; the kernel gives no memory.
+    /// A block has an invalid length, name or file; or the kernel refuses memory.
     pub fn new(configuration: Configuration, blocks: &[MemoryBlock<'_>]) -> Result<Self, MemoryError> {
         let memory = Self::empty(None);
         memory.configuration.get_or_init(|| configuration);
@@ -111,7 +111,7 @@ impl Memory {
     }
 
     /// A sink that takes any guest of at most `limit` bytes and allocates anonymous memory for it when it
-    /// comes.
+    /// arrives.
     pub fn adopting(limit: u64) -> Self {
         Self::empty(Some(limit))
     }
@@ -122,8 +122,8 @@ impl Memory {
         Self { file: Some(file), ..Self::empty(Some(length)) }
     }
 
-    /// Has the guest stopped for its last pass by `stop`, and started again by `start` if the migration fails
-    /// then. After `stop` has returned, nothing writes to the memory.
+    /// Sets the callbacks that stop the guest for its last pass, and start it again if the migration fails
+    /// after that. After `stop` has returned, nothing writes to the memory.
     #[must_use]
     pub fn with_hooks(
         mut self,
@@ -146,12 +146,12 @@ impl Memory {
         lock(&self.received_state).take()
     }
 
-    /// The result of `look` on the received device state, if it has not been taken.
+    /// Result of `look` for the received device state, if it has not been taken.
     pub(crate) fn look_at_device_state<T>(&self, look: impl FnOnce(&DeviceState) -> T) -> Option<T> {
         lock(&self.received_state).as_ref().map(look)
     }
 
-    /// Returns true if a guest came completely. Whether its source knows is the result of
+    /// Returns true if a guest arrived completely. Whether its source knows is the result of
     /// [`crate::Incoming::run`].
     pub fn is_committed(&self) -> bool {
         self.is_committed.load(Ordering::Acquire)
@@ -182,7 +182,7 @@ impl Memory {
     }
 
     /// Marks `length` bytes from `at` on as written by other means than [`Self::write`]: they are sent
-    /// (again). To be called after the write.
+    /// (again). Call it after the write.
     ///
     /// # Panics
     /// If it is not within the block.
@@ -239,7 +239,7 @@ impl KnownBlocks {
         self.mapped[page.block.index()].region.span()
     }
 
-    /// Returns true if a page is known to be zero without looking.
+    /// Returns true if a page is known to be zero without reading it.
     fn is_known_zero(&self, page: PageRef) -> bool {
         self.mapped[page.block.index()].is_ours && !self.touched.is_marked(page)
     }

@@ -1,4 +1,4 @@
-//! The sending end: a [`Guest`] goes over channels to a destination.
+//! The sending end: sends a [`Guest`] over channels to a destination.
 //!
 //! ```text
 //!   caller's thread   header · START │ PART: pass 1 │ PART: what was written meanwhile … │ stop │ END │ device state │ SHUT?
@@ -53,9 +53,9 @@ pub struct Options {
     pub return_path: bool,
     /// Time limit of the destination's reply to the head of the stream.
     pub answer_timeout: Duration,
-    /// Bytes per second in all; `None`: as fast as it goes.
+    /// Total bytes per second; `None`: unlimited.
     pub max_bandwidth: Option<u64>,
-    /// The time that the guest may be stopped for its last pass.
+    /// Maximum time for which the guest may be stopped for its last pass.
     pub downtime_limit: Duration,
     /// The part of it for everything but memory: the device state, starting the guest at its destination.
     pub switchover_cost: Duration,
@@ -115,7 +115,7 @@ struct Shared<'a> {
     guest: &'a dyn Guest,
     main: Mutex<MainWriter>,
     limiter: Limiter,
-    /// Zero pages are sent on lanes; otherwise they are records of the main channel.
+    /// True if zero pages are sent on lanes; otherwise they are records of the main channel.
     lanes_carry_zero: bool,
 }
 
@@ -126,7 +126,7 @@ impl Shared<'_> {
 }
 
 impl Outgoing {
-    /// A migration whose threads are tied together by `session` and counted in `statistics`.
+    /// A migration whose threads share `session` and are counted in `statistics`.
     pub fn new(session: Arc<Session>, statistics: Arc<Statistics>, options: Options) -> Self {
         Self { session, statistics, options }
     }
@@ -366,7 +366,7 @@ fn send_units(shared: &Shared<'_>, lane: &mut LaneWriter, pass: &Pass) -> Result
     lane.flush()
 }
 
-/// Returns how many bytes the contents of its pages took.
+/// Returns the number of bytes that the contents of its pages took.
 fn send_unit(
     shared: &Shared<'_>,
     lane: &mut LaneWriter,

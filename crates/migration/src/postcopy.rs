@@ -65,7 +65,7 @@ const UNIT_BYTES_MIN: u64 = 64 << 10;
 pub struct PostcopyChannels<'a> {
     /// The main channel.
     pub main: Arc<dyn Channel>,
-    /// Makes the preempt channel, at the moment when a destination takes it; `None`: without.
+    /// Connects the preempt channel when the destination accepts it; `None`: without.
     pub preempt: Option<&'a (dyn Fn() -> Result<Arc<dyn Channel>> + Sync)>,
 }
 
@@ -93,7 +93,7 @@ pub struct Running<'p> {
     connection: PostcopyConnection<'p>,
     writer: RecordSender,
     serving: Serving,
-    /// The last byte could not be sent, or not known to be.
+    /// The last byte could not be sent, or it is unknown if it was.
     broken: Option<Error>,
 }
 
@@ -147,7 +147,7 @@ impl<'g> Postcopy<'g> {
         self.total() - self.map.claimed_bytes()
     }
 
-    /// Gives the guest to a destination, up to the last byte before it runs.
+    /// Sends the guest to a destination, up to the last byte before it runs.
     ///
     /// # Errors
     /// Nothing runs there, and nothing will.
@@ -306,7 +306,7 @@ impl<'p> Offered<'p> {
         Running { connection, writer, serving, broken }
     }
 
-    /// Leaves it: the destination loads nothing.
+    /// Abandons the offer: the destination loads nothing.
     pub fn withdraw(self, error: Error) -> Error {
         self.connection.session.end(error)
     }
@@ -316,7 +316,7 @@ impl Running<'_> {
     /// Sends all pages, requested ones first; returns when the destination acknowledges them all.
     ///
     /// # Errors
-    /// The connection was lost. The guest waits at its destination for the pages that it has not.
+    /// The connection was lost. The guest waits at its destination for the missing pages.
     pub fn serve(self) -> Result<(), ConnectionLost> {
         let Self { mut connection, writer, serving, broken } = self;
         let preempt = connection.preempt.take();

@@ -37,8 +37,7 @@ pub struct GuestWithPresentBlocks<P> {
     is_present: Flags,
 }
 
-/// A sink before which the pages of some blocks are dropped, because its destination already has their
-/// memory.
+/// A sink that drops the pages of some blocks, because its destination already has their memory.
 #[derive(Debug)]
 pub struct SinkWithPresentBlocks<P> {
     sink: P,
@@ -48,7 +47,7 @@ pub struct SinkWithPresentBlocks<P> {
     dropped: AtomicU64,
 }
 
-/// The first block of a guest that is present.
+/// The first present block of a guest.
 pub(crate) fn first(guest: &dyn Guest) -> Option<&RamBlock> {
     let is_present = |index| guest.is_present(BlockIndex(index));
     (0..).zip(guest.blocks()).find(|(index, _)| is_present(*index)).map(|(_, block)| block)
@@ -69,7 +68,7 @@ fn is_set(flags: &[bool], block: BlockIndex) -> bool {
 }
 
 impl<P: Deref<Target: Guest>> GuestWithPresentBlocks<P> {
-    /// `guest`, of whose blocks those of these names are present at the destination.
+    /// `guest`, whose blocks of these names are present at the destination.
     ///
     /// # Errors
     /// [`Error::NoSuchBlock`].
@@ -187,7 +186,7 @@ impl<P: Deref<Target: Sink> + Sync> Sink for SinkWithPresentBlocks<P> {
     }
 
     fn buffer_for(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
-        // Into memory that the destination has, nothing is received.
+        // Nothing is received into memory that the destination already has.
         if self.has(page.block) { None } else { self.sink.buffer_for(page, length) }
     }
 
@@ -227,7 +226,7 @@ impl<P: Deref<Target: Sink> + Sync> Sink for SinkWithPresentBlocks<P> {
 
     fn current(&self, page: PageRef, content: &mut [u8]) -> Result<()> {
         if self.has(page.block) {
-            // The page that is decoded from it is dropped.
+            // The page decoded from it is dropped.
             content.fill(0);
             return Ok(());
         }

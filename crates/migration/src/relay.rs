@@ -1,4 +1,4 @@
-//! A sink that sends on: two QEMUs meet, with towline between them.
+//! A sink that forwards: two QEMUs meet, with towline between them.
 //!
 //! ```text
 //!   source ─► Incoming ─► Relay ─► destination       each page goes out of the buffer it was received into, if any
@@ -9,10 +9,10 @@
 //! their bounds, so the destination reads the source's order. Between bare sockets, pages move within the
 //! kernel (`splice(2)`): those of lanes where zero-copy sends are off or do not cost less, so only headers
 //! are seen here, and runs of records of the main channel, which are peeked before they are forwarded. The
-//! relay holds no guest memory; a slow destination slows the source down by its socket. Both sides have the
-//! same number of lanes, the same compression and the same machine type. Compressed pages are decompressed
-//! and compressed again: a lane's stream depends on all its packets before, and the relay splits packets with
-//! both zero pages and others.
+//! relay holds no guest memory; a slow destination slows the source down through its socket. Both sides have
+//! the same number of lanes, the same compression and the same machine type. Compressed pages are
+//! decompressed and compressed again: a lane's stream depends on all its packets before, and the relay splits
+//! packets with both zero pages and others.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -34,7 +34,7 @@ use crate::outgoing::{
 };
 use crate::{ChannelId, Error, Pages, Result, Session, Sink, Statistics};
 
-/// The time that the destination may take to answer the stream's head.
+/// Timeout of the destination's reply to the head of the stream.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A sink that forwards a migration to another destination.
@@ -96,8 +96,8 @@ impl Relay {
         })
     }
 
-    /// Has a guest that ran arrive paused at a QEMU whose monitor starts it: a `cont` of another client while
-    /// it loads would run it there before its source is done.
+    /// Lets a guest that ran arrive paused at a QEMU whose monitor starts it: a `cont` of another client
+    /// while it loads would run it there before its source is done.
     #[must_use]
     pub fn arriving_paused(mut self) -> Self {
         self.pauses = true;
@@ -115,7 +115,7 @@ impl Relay {
         Arc::clone(&self.connections.main)
     }
 
-    /// Returns true if the whole guest went out: from then on the destination may have it.
+    /// Returns true if the whole guest was sent: from then on the destination may have it.
     pub fn is_sent(&self) -> bool {
         self.sent.get().is_some()
     }

@@ -36,7 +36,7 @@ macro_rules! statistics {
         }
 
         impl Statistics {
-            /// Reads all counters; each is exact, together they may be of slightly different moments.
+            /// Reads all counters; each is exact, but they may be from slightly different moments.
             pub fn snapshot(&self) -> Snapshot {
                 let CallCount { vectored: vectored_calls, plain: plain_calls } = self.calls();
                 Snapshot { $($name: self.$name.load(Ordering::Relaxed),)* vectored_calls, plain_calls }
@@ -67,7 +67,7 @@ statistics! {
     normal,
     /// Pages that went as zero.
     duplicate,
-    /// Bytes of pages that went with content.
+    /// Bytes of pages sent with content.
     normal_bytes,
     /// Passes over the memory; at a destination, as many as the stream shows (FLUSH records after the first).
     dirty_sync_count,
@@ -130,7 +130,7 @@ impl Statistics {
         counter.fetch_add(amount, Ordering::Relaxed);
     }
 
-    /// Counts pages that went with content, and their bytes on the channel.
+    /// Counts pages sent with content, and their bytes on the channel.
     pub(crate) fn count_content_pages(&self, pages: u64, bytes: u64) {
         Self::add(&self.normal, pages);
         Self::add(&self.normal_bytes, pages * towline_protocol::ram::PAGE_SIZE);

@@ -1,5 +1,5 @@
-//! A guest that is not one: memory with a checked pattern, and threads that write in it at a rate. For
-//! measurements, tests and first steps of an embedder, without a QEMU.
+//! A guest without a machine: memory with a checked pattern, and threads that write to it at a given rate.
+//! For measurements, tests and first steps of an embedder, without a QEMU.
 //!
 //! ```text
 //!   Synthetic   memory · pattern · load (threads) ──► SourceMemory ──► Outgoing ═══► Incoming ──► Checked ──► Memory
@@ -11,7 +11,7 @@
 //! state, so the other end knows the expected content of each page, and detects a stale, torn or misplaced
 //! one.
 //!
-//! Not a machine: only [`Checked`] can use it. Limits: 4 KiB pages, one RAM block.
+//! It has no machine, so only [`Checked`] can use it. Limits: 4 KiB pages, one RAM block.
 
 mod checked;
 mod ledger;
@@ -48,7 +48,7 @@ pub const MACHINE_TYPE: &str = "towline-mem";
 /// Pages that a thread fills at a time: 8 MiB.
 const FILL_PAGES: usize = 2048;
 
-/// A synthetic guest: memory with a checked pattern, and threads that write in it.
+/// A synthetic guest: memory with a checked pattern, and threads that write to it.
 pub struct Synthetic {
     shape: Shape,
     region: RamMapping,
@@ -59,7 +59,7 @@ impl Synthetic {
     /// Maps the memory and fills it, with as many threads as there are CPUs.
     ///
     /// # Errors
-    /// The length cannot be, or there is not so much memory.
+    /// The length is invalid, or there is too little memory.
     pub fn new(shape: Shape) -> Result<Self, MemoryError> {
         let region = map(&shape)?;
         // Small pages do as well.
@@ -145,7 +145,7 @@ impl Synthetic {
                         let first = next.fetch_add(FILL_PAGES, Ordering::Relaxed);
                         for page in first..self.shape.pages().min(first + FILL_PAGES) {
                             self.shape.pattern().fill(page as u64, 0, &mut content);
-                            // Zero pages too: as those of a real guest they are there.
+                            // Zero pages too: like those of a real guest they are allocated.
                             self.span().write(page * PAGE_BYTES, &content);
                         }
                         if first >= self.shape.pages() {
@@ -194,7 +194,7 @@ pub enum MemfdPages {
 /// A memfd of `length` bytes.
 ///
 /// # Errors
-/// The kernel has none; for huge pages, the length is not a multiple of theirs.
+/// The kernel has no memory; or the length is not a multiple of the huge pages' size.
 pub fn memfd(length: u64, pages: MemfdPages) -> std::io::Result<OwnedFd> {
     let huge = match pages {
         MemfdPages::Base => MemfdFlags::empty(),

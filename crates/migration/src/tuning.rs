@@ -9,8 +9,7 @@ const UNCHANGED: u64 = u64::MAX;
 /// Value for "unlimited".
 const UNLIMITED: u64 = 0;
 
-/// Limits that were changed under way, in place of those that a migration began with. Clones are the same
-/// ones.
+/// Limits changed during a migration, which replace the initial ones. Clones share them.
 ///
 /// A rate holds from the next unit that is sent, a downtime from the next pass.
 #[derive(Debug, Clone, Default)]
@@ -31,21 +30,21 @@ impl Default for TuningLimits {
 }
 
 impl Tuning {
-    /// Bytes per second in all from here on; `None`: as fast as it goes.
+    /// Total bytes per second from here on; `None`: unlimited.
     pub fn set_max_bandwidth(&self, bytes_per_second: Option<u64>) {
         let value = bytes_per_second.map_or(UNLIMITED, |rate| rate.clamp(1, UNCHANGED - 1));
         self.0.max_bandwidth.store(value, Ordering::Relaxed);
         self.0.changes.fetch_add(1, Ordering::Release);
     }
 
-    /// The time that the guest may be stopped from here on; taken in whole milliseconds.
+    /// Maximum time for which the guest may be stopped, from here on; in whole milliseconds.
     pub fn set_downtime_limit(&self, limit: Duration) {
         let value = u64::try_from(limit.as_millis()).unwrap_or(UNCHANGED).min(UNCHANGED - 1);
         self.0.downtime_ms.store(value, Ordering::Relaxed);
         self.0.changes.fetch_add(1, Ordering::Release);
     }
 
-    /// The rate, if it was changed: `Some(None)` is as fast as it goes.
+    /// The rate, if it was changed: `Some(None)` is unlimited.
     pub fn max_bandwidth(&self) -> Option<Option<u64>> {
         match self.0.max_bandwidth.load(Ordering::Relaxed) {
             UNCHANGED => None,
@@ -82,7 +81,7 @@ mod tests {
         assert_eq!(seen, (Some(Some(5)), Some(Duration::from_millis(20)), 2));
         other.set_max_bandwidth(None);
         assert_eq!(tuning.max_bandwidth(), Some(None));
-        // Not "unchanged", nor "as fast as it goes".
+        // Neither "unchanged" nor "unlimited".
         for (set, seen) in [(u64::MAX, u64::MAX - 1), (0, 1)] {
             other.set_max_bandwidth(Some(set));
             assert_eq!(tuning.max_bandwidth(), Some(Some(seen)));

@@ -1,7 +1,7 @@
 //! The reading end of a main channel.
 //!
-//! Not here: lanes ([`crate::multifd`]), and the use of pages. The machine consumes itself at each step, so a
-//! state that was left cannot be used again:
+//! Out of scope: lanes ([`crate::multifd`]), and the use of pages. The machine consumes itself at each step,
+//! so a state that was left cannot be used again:
 //!
 //! ```text
 //!   Header → Configuration → Sections ⇄ Commands
@@ -39,7 +39,7 @@ pub use states::{
 };
 use states::{RamState, StreamKind};
 
-/// The most input bytes that one item needs to be decoded whole: a command with its data.
+/// Maximum length of one item in bytes: a command with its data.
 pub const ITEM_BYTES_MAX: usize = limits::COMMAND_BYTES_MAX + 5;
 
 /// The capability with which a source leaves out shared memory.
@@ -52,7 +52,7 @@ impl Barriers {
         self.0.replace(BarrierForm::FlushRecord).is_some()
     }
 
-    /// Handles the end of a section. Returns true if it is a barrier. To be called only with lanes.
+    /// Handles the end of a section. Returns true if it is a barrier. Call it only with lanes.
     pub fn on_section_end(&mut self) -> bool {
         *self.0.get_or_insert(BarrierForm::EachSection) == BarrierForm::EachSection
     }
@@ -72,13 +72,13 @@ impl StreamDecoder {
     }
 
     /// For a stream whose source may leave out shared memory, which the destination has.
-    /// [`StreamItem::Configuration`] does not list `x-ignore-shared` then: a stream that is sent on is one
-    /// without it.
+    /// [`StreamItem::Configuration`] does not list `x-ignore-shared` then: a forwarded stream is one without
+    /// it.
     pub fn with_shared_memory(shared_memory: SharedMemory) -> Self {
         Self::Header(AwaitHeader { kind: StreamKind { shared_memory, ..StreamKind::default() } })
     }
 
-    /// Takes one item. `None` in the result: `input` ends inside it, nothing of it was consumed.
+    /// Decodes one item. `None` in the result: `input` ends inside it, and nothing was consumed.
     pub fn handle<'a>(self, input: &mut Reader<'a>) -> Step<'a> {
         match self {
             Self::Header(state) => state.handle(input),

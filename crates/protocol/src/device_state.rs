@@ -50,7 +50,7 @@ pub struct DeviceSection {
     pub instance: u32,
     /// The version of its state.
     pub version: u32,
-    /// Where its section begins in [`DeviceState::bytes`].
+    /// Offset of its section in [`DeviceState::bytes`].
     pub offset: usize,
 }
 
@@ -70,7 +70,7 @@ impl DeviceState {
         collector.complete()?.ok_or_else(|| collector.truncated())
     }
 
-    /// The sections, EOF and the description, as they came.
+    /// The sections, EOF and the description, as received.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
@@ -110,7 +110,7 @@ impl DeviceState {
         }
     }
 
-    /// Where the text of the run state begins.
+    /// Offset of the text of the run state.
     fn run_state_at(&self) -> Option<usize> {
         let device = self.devices.iter().find(|device| device.name == "globalstate")?;
         Some(device.offset + SECTION_HEAD_BYTES + 1 + device.name.len() + 8 + 4)
@@ -155,9 +155,9 @@ pub struct Collector {
     bytes: Vec<u8>,
     /// Position up to which descriptions were searched.
     searched: usize,
-    /// The last possible description: where it begins, and how long the tail is if it is the one.
+    /// The last possible description: its offset, and the length of the tail that it would complete.
     candidate: Option<(usize, usize)>,
-    /// Number of descriptions that were none of these sections', and what was wrong with the last one.
+    /// Number of descriptions that do not fit these sections, and the fault of the last one.
     refusals: usize,
     refused: Option<InvalidMessage>,
 }

@@ -1,14 +1,14 @@
-//! Errors of a stream, by whose fault they are.
+//! Errors of a stream, by the party at fault.
 
 use alloc::string::String;
 
 use crate::limits;
 
-/// A stream that cannot be followed any further.
+/// A stream that cannot be decoded any further.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The bytes are not what the format allows.
+    /// The bytes violate the format.
     #[error("invalid migration stream: {0}")]
     Invalid(#[from] InvalidMessage),
     /// Well-formed, but not at this place.

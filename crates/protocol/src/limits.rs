@@ -10,7 +10,8 @@ pub const MACHINE_NAME_BYTES_MAX: usize = 256;
 /// at most.
 pub const CAPABILITIES_MAX: usize = 64;
 
-/// Most RAM blocks of one guest. A large guest with hot-plugged memory and many PCI ROMs has a few hundred.
+/// Maximum number of RAM blocks of one guest. A large guest with hot-plugged memory and many PCI ROMs has a
+/// few hundred.
 pub const BLOCKS_MAX: usize = 4096;
 
 /// Largest RAM of one guest: x86 has 52 bits of guest-physical address.
@@ -22,8 +23,8 @@ pub const COMMAND_BYTES_MAX: usize = u16::MAX as usize;
 /// Largest data of a return-path message that a QEMU source takes (`migration.c`).
 pub const RETURN_PATH_BYTES_MAX: usize = 512;
 
-/// Maximum size of the device state with its description. A guest with many virtio queues has 1–2 MiB; VFIO
-/// devices, whose state may be larger, is sent on lanes, or is refused here.
+/// Maximum size of the device state with its description. A guest with many virtio queues has 1–2 MiB; the
+/// state of VFIO devices may be larger, and is sent on lanes or refused here.
 pub const DEVICE_STATE_BYTES_MAX: usize = 64 << 20;
 
 /// Most device sections of one guest.
@@ -33,13 +34,13 @@ pub const DEVICES_MAX: usize = 65_536;
 /// guest's work, and each costs a search through all of it.
 pub const DESCRIPTIONS_MAX: usize = 64;
 
-/// Most configuration subsections: QEMU has three.
+/// Maximum number of configuration subsections: QEMU has three.
 pub const SUBSECTIONS_MAX: usize = 3;
 
 /// Largest file: offsets are signed.
 pub const FILE_BYTES_MAX: u64 = i64::MAX as u64;
 
-/// Most lanes: the channel id has 8 bits, and QEMU's parameter `multifd-channels` ends at 255.
+/// Maximum number of lanes: the channel id has 8 bits, and QEMU's parameter `multifd-channels` ends at 255.
 pub const LANES_MAX: usize = 255;
 
 /// Bytes of pages that one multifd packet may carry (`MULTIFD_PACKET_SIZE`).
@@ -48,7 +49,7 @@ pub const PACKET_DATA_BYTES_MAX: usize = 512 << 10;
 /// Largest compressed form of a packet: deflate and zstd expand incompressible data by less than 1/16.
 pub const PACKET_COMPRESSED_BYTES_MAX: usize = PACKET_DATA_BYTES_MAX + (PACKET_DATA_BYTES_MAX >> 4) + 4096;
 
-/// Most that a zstd stream may remember, as a power of two: what level 20 needs, the highest of QEMU's
+/// Maximum window of a zstd stream, as a power of two: that of level 20, the highest of QEMU's
 /// `multifd-zstd-level`.
 pub const ZSTD_WINDOW_LOG_MAX: u32 = 25;
 

@@ -50,8 +50,8 @@ pub fn lanes_carry_zero_pages(machine_type: &str) -> bool {
 }
 
 /// True where the machine type's source ends its lanes in order, with TLS by a close_notify
-/// (`multifd-clean-tls-termination`, machine types ≥ 10.0). Below that they may just break off when all is
-/// sent.
+/// (`multifd-clean-tls-termination`, machine types ≥ 10.0). Below that they may disconnect without it once
+/// everything is sent.
 pub fn has_clean_tls_termination(machine_type: &str) -> bool {
     MachineVersion::of(machine_type).is_none_or(|version| version.major >= 10)
 }

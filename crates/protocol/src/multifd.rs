@@ -43,7 +43,7 @@ const DEVICE_STATE: u32 = 0x40;
 /// The first bytes of a lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Init {
-    /// The VM's uuid, all zero if it has none. A QEMU destination wants its own.
+    /// The VM's uuid, all zero if it has none. A QEMU destination requires its own.
     pub uuid: [u8; 16],
     /// The lane's number.
     pub id: u8,
@@ -100,7 +100,7 @@ impl LaneRegistry {
         Ok(index)
     }
 
-    /// The uuid that the lanes carry, once one came.
+    /// The uuid that the lanes carry, once known.
     pub fn uuid(&self) -> Option<[u8; 16]> {
         self.uuid
     }
@@ -196,7 +196,7 @@ impl Packet {
         Self { sync: true, packet_num, ..Self::empty() }
     }
 
-    /// A packet with nothing in it, to be filled.
+    /// An empty packet.
     pub fn empty() -> Self {
         Self {
             sync: false,

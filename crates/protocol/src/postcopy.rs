@@ -41,7 +41,7 @@ const DISCARD_VERSION: u8 = 0;
 /// End mark of a bitmap of received pages (`RAMBLOCK_RECV_BITMAP_ENDING`).
 const BITMAP_END: u64 = 0x0123_4567_89ab_cdef;
 
-/// A block, and the size of the pages that the destination has it in.
+/// A block, and the page size of its memory at the destination.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PostcopyBlock {
     /// Name and length of the block.
@@ -79,7 +79,7 @@ impl Setup {
     }
 }
 
-/// The destination knows that postcopy comes.
+/// The destination knows that postcopy will follow.
 #[derive(Debug)]
 pub struct Advised(());
 
@@ -109,8 +109,8 @@ impl Advised {
 pub struct Loading(RamWriter);
 
 impl Loading {
-    /// Discards everything, which readies the destination: from here on it has its memory in small pages
-    /// only. Pages received before would be up to 2 MiB of zeros each, to be discarded again.
+    /// Discards everything, which prepares the destination: from here on its memory has small pages only.
+    /// Pages received before would be up to 2 MiB of zeros each, to be discarded again.
     pub fn discard(self, blocks: &[PostcopyBlock], out: &mut Vec<u8>) -> Discarded {
         for block in blocks.iter().filter(|block| block.ram.length > 0) {
             let mut data = alloc::vec![DISCARD_VERSION];
@@ -156,7 +156,7 @@ impl Discarded {
     /// that byte leaves nothing that runs.
     ///
     /// # Errors
-    /// The sections are longer than a destination may be given.
+    /// The sections are longer than a destination accepts.
     pub fn package(self, sections: &[u8], out: &mut Vec<u8>) -> Result<Packaged> {
         let (found, limit) = (sections.len() as u64, limits::DEVICE_STATE_BYTES_MAX as u64);
         if found > limit {
@@ -193,7 +193,7 @@ impl Packaged {
     }
 }
 
-/// The guest runs at the destination; each page goes once.
+/// The guest runs at the destination; each page is sent once.
 #[derive(Debug)]
 pub struct Serving(RamWriter);
 
@@ -203,7 +203,7 @@ impl Serving {
         Self(writer)
     }
 
-    /// Records go here, and nothing of them is repeated.
+    /// Records are written here, each page once.
     pub fn records(&mut self) -> &mut RamWriter {
         &mut self.0
     }
@@ -226,7 +226,7 @@ impl Preempt {
     /// A channel on which nothing was written yet.
     pub fn new(blocks: &[PostcopyBlock]) -> Self {
         let blocks = blocks.iter().map(|block| block.ram.clone()).collect();
-        // Its records stand in no section.
+        // Its records are outside of sections.
         Self(RamWriter::new(RamOptions { section_id: 0, barrier: None }, blocks))
     }
 
@@ -241,7 +241,7 @@ impl Preempt {
     }
 }
 
-/// A new connection to a destination that lost the one before: it is queried for its received pages.
+/// A new connection to a destination that lost the previous one: it is queried for its received pages.
 #[derive(Debug)]
 pub struct Recovery(RamWriter);
 

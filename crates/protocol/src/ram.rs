@@ -38,7 +38,7 @@ bitflags::bitflags! {
         const PAGE = 0x008;
         /// The end of a section's payload.
         const EOS = 0x010;
-        /// Modifier: of the same block as the record before.
+        /// Modifier: the block is that of the previous record.
         const CONTINUE = 0x020;
         /// A page as its changes.
         const XBZRLE = 0x040;
@@ -51,11 +51,11 @@ bitflags::bitflags! {
     }
 }
 
-/// Bytes of a record that names a page of the same block as the record before.
+/// Length of a record that names a page of the previous record's block.
 pub const CONTINUED_RECORD_BYTES: usize = 8;
 
-/// Returns true if `record` names a page with content, of the same block as the record before: [`PAGE_SIZE`]
-/// bytes of content follow.
+/// Returns true if `record` names a page with content, in the previous record's block: [`PAGE_SIZE`] bytes of
+/// content follow.
 pub fn is_continued_page(record: [u8; CONTINUED_RECORD_BYTES]) -> bool {
     let flags = u64::from_be_bytes(record) & (PAGE_SIZE - 1);
     flags == (RamFlags::PAGE | RamFlags::CONTINUE).bits()
@@ -99,7 +99,7 @@ impl RamBlock {
     }
 }
 
-/// Writes records of one channel: it knows which block the last record named.
+/// Writes records of one channel, and remembers the block of the last one.
 #[derive(Debug, Default)]
 pub struct RecordWriter {
     last: Option<BlockIndex>,

@@ -14,7 +14,7 @@ pub enum ReturnPathMessage {
     Shut(u32),
     /// Reply to PING.
     Pong(u32),
-    /// Postcopy: pages are wanted, of `block` or of the request before.
+    /// Postcopy: requests pages, of `block` or of the previous request's block.
     RequestPages {
         /// First byte, a multiple of the host's page size for that block.
         start: u64,
@@ -23,7 +23,7 @@ pub enum ReturnPathMessage {
         /// `None`: as in the request before.
         block: Option<String>,
     },
-    /// Recovery: the bitmap of what was received of this block follows.
+    /// Recovery: the bitmap of the received pages of this block follows.
     ReceivedBitmap(String),
     /// Recovery: the destination resumes.
     ResumeAck(u32),

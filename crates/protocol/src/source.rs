@@ -168,7 +168,7 @@ impl RamWriter {
         self.records.xbzrle(page, data, &self.blocks, out);
     }
 
-    /// Every lane has sent SYNC: writes what makes the destination wait for them.
+    /// Writes the barrier, after every lane has sent SYNC.
     pub fn barrier(&mut self, out: &mut Vec<u8>) {
         if self.options.barrier == Some(BarrierForm::FlushRecord) {
             ram::put_flag(RamFlags::MULTIFD_FLUSH, out);
@@ -186,7 +186,7 @@ impl RamWriter {
     }
 }
 
-/// Everything is written; the destination's word is awaited.
+/// Everything is written; the destination's SHUT is awaited.
 #[derive(Debug)]
 pub struct AwaitShut(());
 
@@ -234,7 +234,7 @@ pub enum Answer {
 }
 
 impl ReturnPathReader {
-    /// Allows SHUT from here on. To be called before the last bytes are sent.
+    /// Allows SHUT from here on. Call it before the last bytes are sent.
     pub fn expect_shut(&mut self) {
         self.awaits_shut = true;
     }

@@ -82,7 +82,7 @@ impl<'a> Reader<'a> {
 /// Appends a counted string.
 ///
 /// # Panics
-/// If it is longer than 255 bytes: names come from a block list or a machine, which were held to that when
+/// If it is longer than 255 bytes: names come from a block list or a machine, whose lengths were checked when
 /// they were read.
 pub fn put_counted(out: &mut Vec<u8>, text: &[u8]) {
     out.push(u8::try_from(text.len()).expect("a counted string has 255 bytes at most"));

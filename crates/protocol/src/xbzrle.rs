@@ -1,4 +1,4 @@
-//! XBZRLE: a page as what changed since it was last sent (QEMU `migration/xbzrle.c`).
+//! XBZRLE: a page as its changes since it was last sent (QEMU `migration/xbzrle.c`).
 //!
 //! Alternating run lengths in ULEB128 of at most two bytes: the number of unchanged bytes, then the number of
 //! new bytes (the bytes themselves, not their difference). Only the first unchanged run may be 0 long.

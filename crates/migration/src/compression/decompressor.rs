@@ -48,8 +48,7 @@ impl Decompressor {
         IoBufMut::from(&mut self.input[..length])
     }
 
-    /// Fills `pages` out of the `length` bytes that were received: these bytes give that many, no more and no
-    /// less.
+    /// Fills `pages` from the `length` received bytes, which must decompress to exactly these pages.
     pub(crate) fn decompress(
         &mut self,
         length: usize,
@@ -58,7 +57,7 @@ impl Decompressor {
         let method = self.method().name();
         let input = &self.input[..length];
         let (mut taken, mut given) = (0, 0);
-        // Beyond the pages there is room for one byte, by which a stream shows that it has more.
+        // The output has room for one more byte than the pages, which detects a stream that is too long.
         let mut beyond = [0; 1];
         loop {
             let is_full = given == pages.len();

@@ -20,13 +20,13 @@ use super::wait::{Ready, wait};
 use crate::lock::lock;
 use crate::{Error, Result};
 
-/// Time for connections that arrive after all are there to identify themselves as lanes.
+/// Timeout for excess connections to identify themselves as lanes.
 pub(super) const EXTRA_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum number of such connections that are examined.
 const EXTRA_MAX: usize = 16;
-/// Maximum number of connections beside the lanes that wait for their first bytes; the oldest goes.
+/// Maximum number of connections beside the lanes that wait for their first bytes; the oldest is dropped.
 const UNRELATED_MAX: usize = 64;
-/// Maximum number of connections of a migration that is not taken which are closed after its main channel.
+/// Maximum number of lanes of a refused migration that are closed after its main channel.
 const REFUSED_MAX: usize = 256;
 /// Timeout for the rest of a partially received init packet.
 const PEEK_TIMEOUT: Duration = Duration::from_secs(1);
@@ -43,9 +43,9 @@ pub struct Connections {
     pub lanes: Vec<Arc<dyn Channel>>,
     /// The uuid that the lanes carry.
     pub uuid: Option<[u8; 16]>,
-    /// Where another connection would come in, which would be one too many.
+    /// The listener, on which any further connection is in excess.
     others: Option<NonLaneChannels>,
-    /// Lanes that are too many; they are closed after the main channel.
+    /// Excess lanes; they are closed after the main channel.
     refused: Mutex<Vec<Arc<dyn Channel>>>,
 }
 
@@ -56,7 +56,7 @@ struct NonLaneChannels {
     unknown: Mutex<Vec<UnidentifiedConnection>>,
 }
 
-/// Accepts a main channel, for as long as `deadline`, and `lanes` lanes, within `lanes_timeout` of it.
+/// Accepts a main channel before `deadline`, and `lanes` lanes within `lanes_timeout` of it.
 ///
 /// # Errors
 /// No connection in time; too few lanes; a lane's number is used twice or too high, or its uuid differs.
@@ -126,11 +126,11 @@ impl Connections {
         Self { main, lanes: Vec::new(), uuid: None, others: None, refused: Mutex::default() }
     }
 
-    /// A migration over channels that are connected already. Reads the first bytes of the lanes, which may be
-    /// in any order; each may take `timeout`.
+    /// A migration over connected channels. Reads the first bytes of the lanes, which may be in any order;
+    /// each may take `timeout`.
     ///
     /// # Errors
-    /// A lane is silent, or has a number twice or one too high, or another uuid.
+    /// A lane is silent, its number is used twice or too high, or its uuid differs.
     pub fn connected(main: Arc<dyn Channel>, lanes: &[Arc<dyn Channel>], timeout: Duration) -> Result<Self> {
         let mut gathering = Gathering::new(lanes.len());
         for lane in lanes {
@@ -154,15 +154,15 @@ impl Connections {
         }
     }
 
-    /// Ends a migration that is not taken: shuts its main channel down, and its lanes when the source has
-    /// closed them, or a second later. Dropped all at once they may make a QEMU hang.
+    /// Refuses a migration: shuts its main channel down, and its lanes when the source has closed them, or a
+    /// second later. A QEMU may hang if all are dropped at once.
     pub fn refuse(&self) {
         let refused = lock(&self.refused);
         refuse(&self.main, self.lanes.iter().chain(refused.iter()));
     }
 
-    /// Checks that the source opened no more lanes than are expected. To be called when the source has opened
-    /// all. Connections that did not identify themselves in time are dropped.
+    /// Checks that the source opened no more lanes than expected. Call it when the source has opened all.
+    /// Connections that did not identify themselves in time are dropped.
     pub(crate) fn refuse_extra(&self, patience: Duration) -> Result<()> {
         let Some(others) = &self.others else { return Ok(()) };
         let mut unknown = lock(&others.unknown);
@@ -345,7 +345,7 @@ impl Gathering {
 
 impl UnidentifiedConnection {
     fn new(channel: Arc<dyn Channel>) -> Self {
-        // A cipher gives nothing before a whole record has come.
+        // A cipher returns nothing before a whole record has arrived.
         if let Err(error) = channel.set_timeouts(Some(PEEK_TIMEOUT), None) {
             tracing::debug!(peer = channel.peer(), %error, "set_timeouts");
         }
@@ -409,7 +409,7 @@ impl UnidentifiedConnection {
     }
 }
 
-/// Returns true if it can be waited for beside others and looked into.
+/// Returns true if the channel can be polled with others and peeked.
 fn can_wait(channel: &dyn Channel) -> bool {
     channel.capabilities().contains(Capabilities::PEEK) && channel.as_fd().is_some()
 }

@@ -144,7 +144,7 @@ impl<'a> Lane<'a> {
         self.deliver(block, offsets, length)
     }
 
-    /// Gives the current buffer's pages to the sink.
+    /// Delivers the current buffer's pages to the sink.
     fn deliver(&mut self, block: BlockIndex, offsets: &[u64], length: usize) -> Result<()> {
         let (sink, stream) = (self.shared.sink, ChannelId::Lane(self.index));
         let contents = [self.buffers.current.bytes(length)];

@@ -21,7 +21,7 @@ use crate::Result;
 const PAGE: usize = PAGE_SIZE as usize;
 /// Records looked for first.
 const LOOK_MIN: usize = 4;
-/// Records looked for at most: a Unix socket with its usual buffer holds 51.
+/// Maximum number of records that are peeked: a Unix socket with its usual buffer holds 51.
 pub(super) const LOOK_MAX: usize = 64;
 
 /// A record that continues the block of the record before.

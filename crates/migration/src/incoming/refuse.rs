@@ -1,4 +1,4 @@
-//! Ending a migration that is not taken, in an order that its source survives.
+//! Refuses a migration in an order that its source survives.
 //!
 //! A QEMU (as of 10.0) that loses a lane while it waits for all of them, as it does at each barrier, may wait
 //! forever (`multifd_send_sync_main`: a lane's thread that ends because another one failed does not signal
@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 
 use towline_channel::{Channel, IoBufMut, RecvFlags};
 
-/// The time that a source may take to close its lanes once its main channel is shut down.
+/// Timeout for a source to close its lanes once its main channel is shut down.
 pub(super) const REFUSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Bytes taken at once.
 const BYTES: usize = 64 << 10;
 
-/// Shuts the main channel down and takes what comes on the lanes until they end.
+/// Shuts the main channel down and drains the lanes until they end.
 pub(super) fn refuse<'a>(main: &Arc<dyn Channel>, lanes: impl Iterator<Item = &'a Arc<dyn Channel>>) {
     if let Err(error) = main.shutdown(Shutdown::Both) {
         tracing::debug!(peer = main.peer(), %error, "shutdown");

@@ -22,8 +22,8 @@ pub struct Options {
     pub is_snapshot: bool,
     /// Memory that the source leaves out because it is shared.
     pub shared_memory: SharedMemory,
-    /// Bytes per second that are received in all, until the source has stopped its guest: the source is
-    /// slowed down by its sockets, and sees that rate. `None`: as fast as it goes.
+    /// Total bytes per second that are received until the source has stopped its guest: its sockets slow the
+    /// source down, and it measures that rate. `None`: unlimited.
     pub max_bandwidth: Option<u64>,
     /// Use of the guest here, as reported to a towline at the source.
     pub receiver: ReceiverMode,
@@ -58,7 +58,7 @@ impl Default for Options {
     }
 }
 
-/// A moment of a migration that comes in.
+/// A stage of an incoming migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IncomingStage {
     /// The memory's last section begins: the source has stopped its guest.
@@ -76,15 +76,15 @@ pub(super) struct Shared<'a> {
     pub(super) compression: Compression,
     pub(super) watch: &'a (dyn Fn(IncomingStage) + Sync),
     pub(super) blocks: OnceLock<Vec<RamBlock>>,
-    /// The guest's, when the main channel has it.
+    /// The block list of the guest, once the main channel has received it.
     pub(super) machine_type: OnceLock<String>,
-    /// Pulled when the main channel has everything: no lane waits for more.
+    /// Raised when the main channel has received everything: no lane waits for more.
     pub(super) complete: Cancel,
     pub(super) limiter: Limiter,
 }
 
 impl Shared<'_> {
-    /// Waits until the limit of the bandwidth permits to receive this much more.
+    /// Waits until the bandwidth limit permits receiving this number of bytes.
     pub(super) fn reserve(&self, bytes: u64) -> Result<()> {
         self.limiter.reserve(bytes, self.session)
     }

@@ -1,4 +1,4 @@
-//! Waits for a listener and for connections that have not identified themselves: `poll(2)` in one place.
+//! Waits for a listener and for unidentified connections: `poll(2)` in one place.
 
 use std::sync::Arc;
 use std::time::Instant;

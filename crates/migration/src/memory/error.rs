@@ -26,7 +26,7 @@ pub enum MemoryError {
         /// Where it begins in this process.
         found: usize,
     },
-    /// The caller has more blocks than a stream may name, or one with a name that is too long or there twice.
+    /// The caller has more blocks than a stream may name, or one with a name that is too long or used twice.
     #[error(
         "block {block:?} is one too many, has a name of more than {} bytes or one that is there twice",
         limits::NAME_BYTES_MAX
@@ -57,7 +57,7 @@ pub enum MemoryError {
         /// The kernel's answer.
         source: io::Error,
     },
-    /// The kernel could not make pages ahead: there is not so much memory.
+    /// The kernel could not populate the pages: there is too little memory.
     #[error("block {block:?} cannot be populated at {offset:#x}: {source}")]
     Populate {
         /// Name of the block.
@@ -67,7 +67,7 @@ pub enum MemoryError {
         /// The kernel's answer.
         source: io::Error,
     },
-    /// The guest that comes is larger than what may be allocated for it.
+    /// The incoming guest is larger than what may be allocated for it.
     #[error(
         "the guest has {found} bytes of memory with block {block:?}, at most {expected} are allowed here"
     )]
@@ -79,7 +79,7 @@ pub enum MemoryError {
         /// The limit.
         expected: u64,
     },
-    /// The guest that comes is smaller than the memory made for it.
+    /// The incoming guest is smaller than the memory made for it.
     #[error(
         "the guest has {found} bytes of memory, {expected} were made ready for it: give both sides the same size"
     )]
@@ -89,7 +89,7 @@ pub enum MemoryError {
         /// Bytes here.
         expected: u64,
     },
-    /// A block of the guest that comes has another size here.
+    /// A block of the incoming guest has another size here.
     #[error(
         "block {block:?} has {found} bytes at the source, expected {expected}: give both sides the same memory"
     )]
@@ -101,7 +101,7 @@ pub enum MemoryError {
         /// Length of the block in bytes here.
         expected: u64,
     },
-    /// The guest that comes has another block at this place.
+    /// The incoming guest has another block at this place.
     #[error("the source's block number {number} is {block:?} of {found} bytes, expected {expected}")]
     Block {
         /// Position of the block in the list.
@@ -113,7 +113,7 @@ pub enum MemoryError {
         /// The expected value.
         expected: String,
     },
-    /// The guest that comes has too few blocks.
+    /// The incoming guest has too few blocks.
     #[error("the source has {found} blocks, expected also {block:?} of {expected} bytes")]
     BlockMissing {
         /// The first that is missing.
@@ -131,7 +131,7 @@ pub enum MemoryError {
         /// The machine type of this memory.
         expected: String,
     },
-    /// Pages came before the block list, or the guest was requested before it arrived.
+    /// Pages arrived before the block list, or the guest was requested before it arrived.
     #[error("there is no memory yet: the block list has not arrived")]
     NoBlocks,
     /// The guest has no device state.

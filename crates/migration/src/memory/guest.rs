@@ -12,7 +12,7 @@ use crate::{Extent, ExtentKind, Guest, Result};
 /// Maximum number of pages examined for one extent: those of a unit that is sent.
 const EXTENT_PAGES_MAX: u64 = 512;
 
-/// Configuration of a memory that has adopted nothing.
+/// Configuration of a memory that has not adopted a guest.
 static NO_CONFIGURATION: Configuration = Configuration {
     machine_type: String::new(),
     target_page_bits: None,

@@ -1,4 +1,4 @@
-//! Making memory ahead: the first touch of a page, not the network, is the cost on many machines.
+//! Populates memory ahead of use: on many machines the first touch of a page costs more than the network.
 
 use std::io;
 use std::num::NonZeroUsize;

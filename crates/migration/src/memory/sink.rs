@@ -39,7 +39,7 @@ impl Sink for Memory {
 
     fn buffer_for(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
         let ram = self.ram.get()?;
-        // Before the bytes come: those of a migration that fails in the middle stay.
+        // Before the bytes arrive: those of a migration that fails in the middle stay.
         ram.touched.mark(page, length);
         Some(ram.span(page).io_buf_mut(offset_in_block(page), usize::try_from(length).ok()?))
     }
@@ -95,7 +95,7 @@ impl Sink for Memory {
 }
 
 impl Memory {
-    /// Makes room for a guest that comes to a memory without blocks.
+    /// Allocates the blocks of an incoming guest.
     fn adopt(&self, blocks: &[RamBlock]) -> Result<KnownBlocks, MemoryError> {
         let expected = self.limit.unwrap_or(0);
         let (mut found, mut places) = (0_u64, Vec::new());

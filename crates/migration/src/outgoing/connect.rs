@@ -16,7 +16,7 @@ use crate::{Error, Result, Session, Statistics};
 /// Time that a failed migration waits for the kernel to finish zero-copy sends before it resets the
 /// connections: time for a live peer to receive the data on its way.
 const LEASE_PATIENCE: Duration = Duration::from_millis(20);
-/// And how long after that: a network card may still be reading.
+/// Time after that, during which a network card may still read.
 const RESET_PATIENCE: Duration = Duration::from_millis(500);
 
 /// The connections of one outgoing migration.

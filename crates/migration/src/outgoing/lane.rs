@@ -59,7 +59,7 @@ impl LaneWriter {
         Ok(())
     }
 
-    /// Names a page to go with content. The caller sends when [`Self::is_full`], and before it changes the
+    /// Names a page to send with content. The caller sends when [`Self::is_full`], and before it changes the
     /// block.
     pub(crate) fn page(&mut self, block: BlockIndex, offset: u64) {
         self.out.packet.block = Some(block);
@@ -119,7 +119,7 @@ impl LaneWriter {
         Ok(())
     }
 
-    /// Sends these pages, at least one, whose contents come next on `from`. Returns the calls that took;
+    /// Sends these pages, at least one, whose contents come next on `from`. Returns the number of calls;
     /// `None` where their contents must be received into memory first.
     pub(crate) fn splice(
         &mut self,
@@ -187,7 +187,7 @@ impl PacketWriter {
         Ok(data_bytes)
     }
 
-    /// Sends the packet, whose contents come next on `from`; returns the calls that took.
+    /// Sends the packet, whose contents come next on `from`; returns the number of calls.
     fn splice(&mut self, from: &dyn Channel, blocks: &[RamBlock]) -> Result<u64> {
         let normal = self.packet.normal.len() as u64;
         let data_bytes = normal * PAGE_SIZE;
@@ -201,7 +201,7 @@ impl PacketWriter {
     fn encode(&mut self, data_bytes: u64, blocks: &[RamBlock]) {
         let packet = &mut self.packet;
         packet.data_bytes = u32::try_from(data_bytes).expect("bounded by PACKET_COMPRESSED_BYTES_MAX");
-        // QEMU expects the method wherever there are pages, zero ones too.
+        // QEMU expects the method in packets with any pages, zero ones too.
         packet.method = if packet.block.is_some() { self.method } else { Method::None };
         packet.packet_num = self.packets.fetch_add(1, Ordering::Relaxed);
         packet.pages_alloc = if packet.sync { 0 } else { PACKET_PAGES as u32 };

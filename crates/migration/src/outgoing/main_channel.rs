@@ -17,7 +17,7 @@ use crate::{Error, Guest, Result};
 
 /// Bytes of records that are gathered before they are sent.
 const PENDING_BYTES_MAX: usize = 64 << 10;
-/// The time that a command that took the whole stream may take to end.
+/// Timeout for a command to end once it has read the whole stream.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The sending side of a main channel.
@@ -104,7 +104,7 @@ impl MainWriter {
         writer.flush_if(PENDING_BYTES_MAX)
     }
 
-    /// Sends a unit of a guest's memory; returns the bytes of pages that went with content.
+    /// Sends a unit of a guest's memory; returns the bytes of pages sent with content.
     pub(crate) fn unit(&mut self, guest: &dyn Guest, page: PageRef, length: u64) -> Result<u64> {
         let (records, writer) = self.section()?;
         let sent = writer.unit(records, guest, page, length)?;
@@ -118,8 +118,8 @@ impl MainWriter {
         writer.pages(records, block, offsets, contents)
     }
 
-    /// Sends pages of `block` whose records, which continue it, come next on `from`. Returns the calls that
-    /// took; `None` if the destination does not know which block they continue, or they cannot be spliced.
+    /// Sends pages of `block` whose records, which continue it, come next on `from`. Returns the number of
+    /// calls; `None` if the destination does not know which block they continue, or they cannot be spliced.
     pub(crate) fn splice(
         &mut self,
         from: &dyn Channel,
@@ -195,7 +195,7 @@ impl MainWriter {
     }
 }
 
-/// A relay's source decides where its pages come.
+/// A relay's source decides the order of its pages.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "the source sends pages before the first PART section, which no QEMU does and a relay cannot pass on"

@@ -108,7 +108,7 @@ impl RecordSender {
         self.send(&mut marks)
     }
 
-    /// Sends `pages` records, each with its page, which come next on `from`. Returns the calls that took;
+    /// Sends `pages` records, each with its page, which come next on `from`. Returns the number of calls;
     /// `None` if there is no pipe for it.
     pub(crate) fn splice(&mut self, from: &dyn Channel, pages: usize) -> Result<Option<u64>> {
         if self.splice.is_none() {

@@ -6,8 +6,8 @@
 //!   zero-copy  send(header, MORE) · send(run, run, …, ZERO_COPY)   the kernel reads the pages, until flush
 //! ```
 //!
-//! The header's memory is used again at once, so it never goes without a copy. Completions are read by the
-//! channel at each zero-copy send, and by [`PacketSender::flush`], which every barrier calls.
+//! The header's memory is reused at once, so it is always copied. Completions are read by the channel at each
+//! zero-copy send, and by [`PacketSender::flush`], which every barrier calls.
 
 mod policy;
 
@@ -119,7 +119,7 @@ impl PacketSender {
     }
 
     /// Returns true if the next packet's contents, `bytes` bytes that come on `from`, should be spliced.
-    /// Otherwise they are received and sent, which is measured as one.
+    /// Otherwise they are received and sent, which is measured as one operation.
     pub(crate) fn splices_from(&mut self, from: &dyn Channel, bytes: usize) -> Result<bool> {
         if self.setting == ZeroCopySend::On || !Splice::joins(from, self.channel.as_ref()) {
             return Ok(false);

@@ -27,7 +27,7 @@ pub struct Options {
     pub background: Background,
 }
 
-/// A guest on its way, over however many connections that takes.
+/// A guest on its way, over one or more connections.
 #[derive(Debug)]
 pub struct Postcopy<'g> {
     pub(super) guest: GuestRef<'g>,

@@ -7,13 +7,13 @@
 
 use std::time::{Duration, Instant};
 
-/// Time at which memory is prepared that no fault waits for, and that no earlier restore needed.
+/// Condition for preparing memory that no fault waits for and no earlier restore needed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Background {
-    /// From the beginning, beside the guest's faults: its pages are near.
+    /// From the beginning, beside the guest's faults: its pages are close by.
     AtOnce,
-    /// While the guest starts, only when it has made no request for a time: its pages are far away, and all
-    /// of them come the same way.
+    /// While the guest starts, only when it has made no request for a time: its pages are far away, and share
+    /// one connection.
     AfterFaults,
 }
 
@@ -58,7 +58,7 @@ impl Demand {
         self.quiet_since = now;
     }
 
-    /// The time for which the background has to wait at least; `None`: it need not.
+    /// Minimum time for which the background must wait; `None`: none.
     pub(super) fn pause(&self, now: Instant) -> Option<Duration> {
         let quiet_from = if self.serving > 0 { now } else { self.quiet_since };
         let until = self.yields_until.min(quiet_from + QUIET_TIME);

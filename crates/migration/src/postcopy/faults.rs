@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::lock::lock;
 use towline_protocol::PageRef;
 
-/// Steps within a doubling: a percentile is right to an eighth.
+/// Steps within a doubling: a percentile has a resolution of one eighth.
 const STEPS: u32 = 8;
 /// Doublings, from 1 ns on: the last step ends beyond ten minutes.
 const DOUBLINGS: u32 = 40;
@@ -35,7 +35,7 @@ pub struct FaultCounts {
     pub requests: u64,
     /// Pages that were sent for one.
     pub served: u64,
-    /// Requests for pages that were on their way, or there, already.
+    /// Requests for pages that were already sent.
     pub late: u64,
     /// Median time from a request's arrival until its pages left.
     pub latency_p50: Option<Duration>,
@@ -45,7 +45,7 @@ pub struct FaultCounts {
     pub latencies: LatencyHistogram,
 }
 
-/// Numbers of latencies, of which each range ends at twice the end of the one before.
+/// Histogram of latencies, in which each range ends at twice the end of the previous one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LatencyHistogram {
     counts: [u64; HISTOGRAM_RANGES],
@@ -137,7 +137,7 @@ impl Faults {
         histogram
     }
 
-    /// The end of the step that this many percent lie below.
+    /// End of the step below which this percentage lies.
     fn percentile(&self, percent: u64) -> Option<Duration> {
         let times: Vec<u64> = self.times.iter().map(|times| times.load(Ordering::Relaxed)).collect();
         let all: u64 = times.iter().sum();

@@ -198,7 +198,7 @@ impl Inbox {
         loop {
             if let Some(index) = state.bitmap {
                 let Some(bits) = decode_bitmap(&mut reader, &self.blocks[index.index()])? else { break };
-                // One for each block was requested.
+                // Exactly one for each block was requested.
                 if state.bitmaps.len() < self.blocks.len() {
                     state.bitmaps.push((index, bits));
                 }

@@ -25,7 +25,7 @@ const NEIGHBOUR_BYTES: u64 = 64 << 10;
 const BYTES_MAX: u64 = 32 << 20;
 /// Charge of a zero page: its record is short, but the destination touches the page.
 const ZERO_PAGE_BYTES: u64 = 256;
-/// The time that it may take to prepare that, which may be slow, and to prepare and send it.
+/// Time limits: for preparing the head, which may be slow; and for preparing and sending it.
 const PREPARE_TIME_MAX: Duration = Duration::from_millis(40);
 const TIME_MAX: Duration = Duration::from_millis(80);
 
@@ -87,7 +87,8 @@ impl Postcopy<'_> {
         Ok(prepared.into_iter().map(|at| wanted[at]).collect())
     }
 
-    /// As much of the working set as may go ahead. What of it does not in time is first when the guest runs.
+    /// The part of the working set that may be sent ahead. Parts not sent in time come first once the guest
+    /// runs.
     pub(super) fn head(&self) -> Vec<BlockRange> {
         let mut left = BYTES_MAX;
         let cost = |run: &&BlockRange| {

@@ -1,4 +1,5 @@
-//! A lock for a channel that faults and the background share: a fault goes first, however many threads wait.
+//! A lock for a channel that faults and the background share: a fault goes first, for any number of waiting
+//! threads.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 

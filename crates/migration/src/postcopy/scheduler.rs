@@ -35,7 +35,7 @@ pub(super) const PREPARERS: usize = 4;
 /// of faults. More would delay faults at a server with few processors; with fewer, most of these units would
 /// fault themselves.
 const FAULT_AROUND_PREPARERS: usize = 8;
-/// Runs that are prepared and not sent yet: what a sender of a gigabyte a second takes in 20 ms.
+/// Maximum number of prepared, unsent runs: what is sent in 20 ms at a gigabyte per second.
 const READY_MAX: usize = 10;
 /// Maximum number of queued neighbourhoods; the oldest is dropped, and sent with the rest.
 const NEIGHBOURS_MAX: usize = 64;
@@ -70,7 +70,7 @@ pub(super) enum ItemKind {
 pub(super) struct SendScheduler {
     background: Background,
     state: Mutex<State>,
-    /// For the sender: there is something to be sent.
+    /// For the sender: an item is ready.
     filled: Condvar,
     /// For preparers: there is room for more. Separate, so sending a piece does not wake all threads.
     taken: Condvar,
@@ -79,7 +79,7 @@ pub(super) struct SendScheduler {
 #[derive(Debug)]
 struct State {
     plan: SendOrder,
-    /// Units around faults, of which the newest comes first.
+    /// Units around faults, the newest first.
     fault_around: VecDeque<BlockRange>,
     neighbours: VecDeque<BlockRange>,
     ready: VecDeque<Item>,
@@ -93,7 +93,7 @@ struct State {
 pub(super) struct BackgroundOrder<'a> {
     /// The runs that an earlier restore needed, in their order.
     pub(super) working_set: &'a [BlockRange],
-    /// Number of them that are needed at once.
+    /// Number of these runs that are needed at once.
     pub(super) needed: usize,
     pub(super) background: Background,
 }
@@ -108,7 +108,7 @@ impl SendScheduler {
         Self { background: order.background, state: Mutex::new(state), filled, taken }
     }
 
-    /// Number of threads that are to prepare.
+    /// Number of preparing threads.
     pub(super) fn preparers(&self) -> usize {
         match self.background {
             Background::AtOnce => PREPARERS,
@@ -242,7 +242,7 @@ impl SendScheduler {
         true
     }
 
-    /// Something that [`Self::wait_until`] waits for may have come.
+    /// Wakes [`Self::wait_until`] to check its condition.
     pub(super) fn notify(&self) {
         drop(self.state());
         self.filled.notify_one();
@@ -260,11 +260,11 @@ impl SendScheduler {
     }
 }
 
-/// The order of everything, as runs that may be prepared at once each.
+/// Order of all pages, in runs that can each be prepared at once.
 #[derive(Debug)]
 struct SendOrder {
     runs: Vec<BlockRange>,
-    /// Number of them that are needed soon.
+    /// Number of these runs that are needed soon.
     needed: usize,
     run: usize,
     done: u64,
@@ -332,7 +332,7 @@ mod tests {
         assert_eq!(scheduler.next_to_prepare(&map), Some(Item { run: needed[0], kind: ItemKind::Needed }));
         thread::scope(|scope| {
             let rest = scope.spawn(|| scheduler.next_to_prepare(&map).map(|item| (item, Instant::now())));
-            // It cannot be seen that a thread waits, but that it was not finished before.
+            // A waiting thread cannot be observed, but it must not have finished before.
             let served = Instant::now();
             scheduler.request_served();
             let (item, at) = rest.join().unwrap().unwrap();

@@ -40,7 +40,7 @@ impl BlockMap {
         self.words[(page / WORD_BITS) as usize].load(Ordering::Acquire) >> (page % WORD_BITS) & 1 == 1
     }
 
-    /// The first page from `page` on that is claimed, or is not; the number of pages if there is none.
+    /// The first page from `page` on with this claim state; the number of pages if there is none.
     fn next(&self, page: u64, claimed: bool) -> u64 {
         let pages = self.pages();
         let mut at = page;
@@ -66,7 +66,7 @@ impl SentMap {
         Self { blocks: blocks.iter().map(block).collect(), claimed_bytes: AtomicU64::new(0) }
     }
 
-    /// Takes the page that `page` lies in: true for one caller only.
+    /// Claims the page that contains `page`: true for one caller only.
     pub(super) fn claim(&self, page: PageRef) -> bool {
         let block = &self.blocks[page.block.index()];
         let index = page.offset / block.page_bytes;
@@ -79,7 +79,7 @@ impl SentMap {
     }
 
     /// Claims the unclaimed pages that begin in `length` bytes from `page` on, and reports each run of them:
-    /// first byte and bytes. Returns the bytes in all.
+    /// its first byte and length. Returns the total number of bytes.
     pub(super) fn claim_run(&self, page: PageRef, length: u64, mut run: impl FnMut(u64, u64)) -> u64 {
         let block = &self.blocks[page.block.index()];
         let (mut at, mut all) = (page.offset / block.page_bytes, 0);
@@ -110,14 +110,14 @@ impl SentMap {
         block.is_claimed(page.offset / block.page_bytes)
     }
 
-    /// Returns true if all pages of these bytes are taken.
+    /// Returns true if all pages of these bytes are claimed.
     pub(super) fn is_whole(&self, page: PageRef, length: u64) -> bool {
         let block = &self.blocks[page.block.index()];
         let end = (page.offset + length).div_ceil(block.page_bytes).min(block.pages());
         block.next(page.offset / block.page_bytes, false) >= end
     }
 
-    /// The destination's pages that these bytes touch: first byte and bytes.
+    /// The destination's pages that these bytes touch: first byte and length.
     pub(super) fn whole_pages(&self, page: PageRef, length: u64) -> (PageRef, u64) {
         let block = &self.blocks[page.block.index()];
         let offset = page.offset / block.page_bytes * block.page_bytes;
@@ -135,7 +135,7 @@ impl SentMap {
         self.claimed_bytes.load(Ordering::Acquire)
     }
 
-    /// Number of unclaimed bytes in these. There are no concurrent claims.
+    /// Number of unclaimed bytes in this range. There are no concurrent claims.
     pub(super) fn free_bytes(&self, page: PageRef, length: u64) -> u64 {
         let block = &self.blocks[page.block.index()];
         let end = page.offset + length;
@@ -211,7 +211,7 @@ mod tests {
         proptest::collection::vec(prop_oneof![one, run], 1..40)
     }
 
-    /// Does them, and returns each host page that was won.
+    /// Executes the claims, and returns each host page that was won.
     fn attempt(map: &SentMap, tries: &[Try]) -> Vec<(u32, u64)> {
         let mut won = Vec::new();
         for attempt in tries {

@@ -1,4 +1,4 @@
-//! One connection's work: requests are served, the background fills in, until every page has gone.
+//! One connection's work: requests are served, the background fills in, until every page was sent.
 
 use std::sync::Arc;
 use std::thread;
@@ -19,10 +19,10 @@ use crate::{Result, Session};
 
 /// Threads that serve requests: as many units may be prepared at once for guests that wait.
 const REQUEST_WORKERS: usize = 4;
-/// Units on each side of a fault that are prepared for the next ones.
+/// Number of units on each side of a fault that are prepared for the next faults.
 const FAULT_AROUND_UNITS: u64 = 8;
-/// Bytes that the background sends between checks for faults, with a preempt channel and without: a fault
-/// waits for them.
+/// Bytes that the background sends between checks for faults, with and without a preempt channel: a fault
+/// waits for these.
 const SEND_STEP_BYTES: u64 = 256 << 10;
 const SEND_STEP_BYTES_SHARED: u64 = 128 << 10;
 
@@ -71,7 +71,7 @@ pub(super) fn serve(
         service.scheduler.close();
     });
     while let Some((page, length)) = service.scheduler.next_neighbours() {
-        // Gone since, as everything has, or the connection is lost.
+        // Already sent, as everything is, or the connection is lost.
         of.units.put(of.guest.0, page, length);
     }
     session.check()?;
@@ -125,13 +125,13 @@ impl ServeState<'_> {
             self.scheduler.request_served();
             self.scheduler.notify();
         }
-        // The listener ended, or everything has gone.
+        // The listener ended, or everything was sent.
         Ok(())
     }
 
     fn serve_page(&self, page: PageRef, length: u64, request: &PageRequest) -> Result<()> {
         let mut is_around_requested = false;
-        // While it waits for the page.
+        // As long as the guest waits for the page.
         let mut requested = || {
             is_around_requested = true;
             self.prepare_around(page);
@@ -258,7 +258,7 @@ impl ServeState<'_> {
         Ok(())
     }
 
-    /// Sends the pages of this range that are not sent yet. Only pages that no fault waits for count towards
+    /// Sends the pages of this range that are not sent yet. Only pages for which no fault waits count towards
     /// the rate.
     fn send_unsent(&self, page: PageRef, length: u64, kind: ItemKind) -> Result<()> {
         if self.of.map.is_whole(page, length) {

@@ -64,7 +64,8 @@ struct BlockUnits {
 #[derive(Debug, Default)]
 struct Table {
     states: Vec<Vec<State>>,
-    /// Units that became idle, oldest first, each with the number of that; used since, another number counts.
+    /// Units that became idle, oldest first, each with its sequence number. An entry is stale if its unit has
+    /// been used since.
     idle: VecDeque<(PageRef, u64)>,
     idle_bytes: u64,
     count: u64,
@@ -121,8 +122,7 @@ impl Units {
         self.prepare_then(guest, page, length, &mut || {})
     }
 
-    /// As [`Self::prepare`], calling `requested` whenever something was requested that is still to be waited
-    /// for.
+    /// As [`Self::prepare`], calling `requested` after each request whose result must be awaited.
     pub(super) fn prepare_then(
         &self,
         guest: &dyn Guest,
@@ -298,7 +298,7 @@ mod tests {
 
     const UNIT: u64 = 64 << 10;
 
-    /// Counts how often it holds each unit.
+    /// Counts the uses of each unit.
     #[derive(Default)]
     struct Counting {
         held: Mutex<Vec<i32>>,

@@ -8,7 +8,7 @@ pub enum SendMethod {
     /// Copied by the kernel, in one vectored call with the header.
     #[default]
     Plain,
-    /// Read by the kernel where they are, if the way to the peer allows it.
+    /// Read by the kernel in place, if the path to the peer allows it.
     ZeroCopy,
     /// Moved by the kernel from the socket on which a relay receives them.
     Splice,
@@ -96,7 +96,7 @@ pub struct SendTotals {
     pub measured_packets: u64,
     /// Bytes of pages in the measured ones.
     pub measured_bytes: u64,
-    /// CPU time that sending these took the lane's thread, in nanoseconds.
+    /// CPU time of the lane's thread for sending these, in nanoseconds.
     pub measured_cpu_ns: u64,
 }
 

@@ -42,7 +42,7 @@ pub struct Checked {
 pub struct CheckOutcome {
     /// Statistics of populating the memory.
     pub populated: Option<Populated>,
-    /// From the block list until the device state: all memory came in it, what was made ahead included.
+    /// Time from the block list to the device state, in which all memory arrived and was populated.
     pub transfer_time: Duration,
     /// Of a synthetic guest: pages, all of which were compared.
     pub verified_pages: Option<u64>,
@@ -50,7 +50,7 @@ pub struct CheckOutcome {
     pub writes: u64,
     /// Of any other guest: its blocks.
     pub hashes: Vec<BlockHash>,
-    /// The time that comparing or hashing took.
+    /// Duration of comparing or hashing.
     pub check_time: Duration,
 }
 
@@ -71,7 +71,7 @@ impl Checked {
         Self { memory, threads, outcome: Mutex::default(), started: Mutex::default(), checks: true }
     }
 
-    /// Neither compares nor hashes anything: for a measurement of what comes before that.
+    /// Neither compares nor hashes: for a measurement of the transfer alone.
     #[must_use]
     pub fn without_check(self) -> Self {
         Self { checks: false, ..self }
@@ -94,7 +94,7 @@ impl Checked {
     /// Compares every page with the ledger.
     ///
     /// # Errors
-    /// The first page found that is not what it should be; of several, any.
+    /// A page with wrong content, if any.
     fn compare(&self, ledger: &Ledger) -> Result<u64> {
         let pages = self.memory.blocks().iter().map(RamBlock::pages).sum();
         ledger.check_pages(pages).map_err(Error::guest)?;

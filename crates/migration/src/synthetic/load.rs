@@ -1,4 +1,4 @@
-//! The threads that write in a synthetic guest, at a rate, until they are stopped.
+//! The threads that write to a synthetic guest, at a given rate, until they are stopped.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -63,7 +63,7 @@ impl LoadThreads {
         Over(self)
     }
 
-    /// Has `rewrite` write pages at `thread`'s part of the rate, those whose number is `thread` modulo the
+    /// Calls `rewrite` for pages at `thread`'s part of the rate: those whose number is `thread` modulo the
     /// number of threads.
     pub(super) fn run(&self, shape: &Shape, thread: usize, rewrite: impl Fn(usize, &mut [u8; PAGE_BYTES])) {
         let own = shape.pages().saturating_sub(thread).div_ceil(self.threads) as u64;
@@ -102,7 +102,7 @@ impl LoadThreads {
         Some(LoadThread(self))
     }
 
-    /// Waits until then, or until something is wanted.
+    /// Waits until then, or until the state changes.
     fn wait_until(&self, due: Instant) {
         let state = self.lock();
         if state.mode == Mode::Runs {
@@ -124,7 +124,7 @@ impl LoadThreads {
     }
 }
 
-/// A thread that writes or may begin to; unregisters also on a panic.
+/// A thread that writes or may begin to; unregistered even on a panic.
 struct LoadThread<'a>(&'a LoadThreads);
 
 impl Drop for LoadThread<'_> {

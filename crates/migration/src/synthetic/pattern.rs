@@ -54,9 +54,9 @@ pub enum WrongContent {
     },
     /// Zero, and should not be.
     Zero,
-    /// A part of one and a part of another thing.
+    /// Parts of two contents.
     Torn {
-        /// Where the first wrong word is, in bytes.
+        /// Offset of the first wrong word in bytes.
         offset: usize,
     },
 }
@@ -159,7 +159,7 @@ mod tests {
         content
     }
 
-    /// The first page from `from` on that is zero in this generation, or is not.
+    /// The first page from `from` on that is zero in this generation, or the first that is not.
     fn find(from: u64, generation: u32, is_zero: bool) -> u64 {
         (from..).find(|&number| PATTERN.is_zero(number, generation) == is_zero).unwrap()
     }

@@ -4,9 +4,9 @@
 //!   start ├──────────┤ step ├──────────┤ …  end        one ioctl finds and protects, up to REGIONS_MAX runs at once
 //! ```
 //!
-//! Finding a page written and protecting it again is one step of the kernel's, under its page table's lock,
-//! and other CPUs have forgotten that it was writable when the call returns: a write is either before it and
-//! reported, or after it and found by the next call. Formats: `include/uapi/linux/fs.h`, Linux 6.7;
+//! The kernel finds a written page and protects it again in one step, under the lock of its page table, and
+//! no CPU has a stale writable translation when the call returns: a write is either before it and reported,
+//! or after it and found by the next call. Formats: `include/uapi/linux/fs.h`, Linux 6.7;
 //! `Documentation/admin-guide/mm/pagemap.rst`.
 
 use std::fs::File;
@@ -100,7 +100,7 @@ impl Pagemap {
         Ok(())
     }
 
-    /// One call: how many runs it found, and how far it came.
+    /// One call: the number of runs found, and the end of the scanned range.
     fn scan(
         &self,
         start: usize,

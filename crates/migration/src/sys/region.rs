@@ -14,7 +14,7 @@ use super::span::{PAGE_BYTES, Span};
 /// A huge page of x86 and most others, to whose multiple a region is aligned.
 pub(crate) const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// Memory for a guest, unmapped on drop. An embedder that maps its guest's memory itself has no need of it.
+/// Memory for a guest, unmapped on drop. An embedder that maps its guest's memory itself does not need it.
 #[derive(Debug)]
 pub struct RamMapping {
     start: NonNull<u8>,
@@ -108,7 +108,7 @@ impl RamMapping {
         }
     }
 
-    /// Gives whole pages of it back to the kernel; of private memory they are zero then.
+    /// Returns whole pages to the kernel; those of private memory are zero afterwards.
     ///
     /// # Panics
     /// If they are not within it.

@@ -35,7 +35,7 @@ impl<'a> Span<'a> {
     ///
     /// # Safety
     /// For all of `'a` they are mapped readable and writable in this process and, if they are a file's,
-    /// within the file. No Rust reference to them is used during that time, except to atomics. Anybody may
+    /// within the file. No Rust reference to them is used during that time, except to atomics. Anything may
     /// write them: vCPUs, other threads through raw pointers or atomics, the kernel, other processes.
     pub unsafe fn from_raw_parts(start: NonNull<u8>, length: usize) -> Self {
         Self { start, length, memory: PhantomData }
@@ -136,14 +136,14 @@ impl<'a> Span<'a> {
         self.advise(0, self.length, libc::MADV_HUGEPAGE)
     }
 
-    /// Has the kernel make the pages of this range, as a write would, in one call.
+    /// Lets the kernel allocate the pages of this range, as a write would, in one call.
     pub(crate) fn populate(&self, offset: usize, length: usize) -> io::Result<()> {
         self.advise(offset, length, libc::MADV_POPULATE_WRITE)
     }
 
     /// Discards the pages of this range. No references to them exist.
     pub(crate) fn discard(&self, offset: usize, length: usize) {
-        // A kernel that does not keeps the memory a little longer.
+        // A kernel that refuses keeps the memory a little longer.
         let _ = self.advise(offset, length, libc::MADV_DONTNEED);
     }
 

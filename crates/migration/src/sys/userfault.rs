@@ -43,7 +43,7 @@ const _: () = {
     assert!(size_of::<uffdio_writeprotect>() == 24 && std::mem::offset_of!(uffdio_writeprotect, mode) == 16);
 };
 
-/// A userfaultfd that write-protects asynchronously. Closing it lifts what is protected.
+/// A userfaultfd that write-protects asynchronously. Closing it lifts the protection.
 #[derive(Debug)]
 pub(crate) struct Userfault {
     fd: OwnedFd,
@@ -67,7 +67,7 @@ impl Userfault {
         Ok(this)
     }
 
-    /// Takes memory under its watch; nothing is protected yet.
+    /// Registers memory; nothing is protected yet.
     ///
     /// # Errors
     /// `EBUSY`: another userfaultfd has it; `EINVAL`: it is not all mapped, or not at bounds of its huge
@@ -105,7 +105,7 @@ impl Userfault {
     }
 
     /// # Safety
-    /// `argument` is what this request reads and writes.
+    /// `argument` is of the type that this request reads and writes.
     unsafe fn ioctl<T>(&self, request: u32, argument: &mut T) -> io::Result<()> {
         loop {
             // SAFETY: the caller vouches for the argument, which lives until the call returns.

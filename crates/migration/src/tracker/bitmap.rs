@@ -95,7 +95,7 @@ impl<L: DirtyLogReader> DirtyTracker for DirtyLogTracker<L> {
         _untouched: &mut dyn FnMut(PageRef, u64),
     ) -> Result<(), TrackerError> {
         self.log.start().map_err(|source| TrackerError::LogSwitch { on: true, source })?;
-        // What stood in it before: everything is sent once anyway.
+        // Discards earlier bits: everything is sent once anyway.
         self.report_dirty(memory, &mut |_, _| {})
     }
 

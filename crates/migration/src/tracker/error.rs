@@ -16,7 +16,7 @@ pub enum TrackerError {
         /// The kernel's answer.
         source: io::Error,
     },
-    /// Something forbids it to this process.
+    /// This process may not use it.
     #[error(
         "{what} is not permitted ({source}): a seccomp filter, a security module or a /proc that is not there forbids it; allow it, or use a KVM dirty log instead (DirtyLogTracker)"
     )]
@@ -66,7 +66,7 @@ pub enum TrackerError {
         /// The embedder's reason.
         source: io::Error,
     },
-    /// The embedder's dirty log cannot begin or end.
+    /// The embedder's dirty log cannot be started or stopped.
     #[error("dirty logging cannot be switched {}: {source}", if *on { "on" } else { "off" })]
     LogSwitch {
         /// The requested state.

@@ -10,8 +10,8 @@
 //!
 //! - on: `KVM_SET_USER_MEMORY_REGION` of each slot with `KVM_MEM_LOG_DIRTY_PAGES`; off: without;
 //! - take: `KVM_GET_DIRTY_LOG`, whose bitmap has the slot's first page in the lowest bit of the first `u64`
-//!   and is a whole number of them, which is how `words` comes. With `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` it
-//!   clears nothing: `KVM_CLEAR_DIRTY_LOG` of the same range has to follow within the same call.
+//!   and is a whole number of them, like `words`. With `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` it clears nothing:
+//!   `KVM_CLEAR_DIRTY_LOG` of the same range has to follow within the same call.
 //!
 //! Writes that KVM does not see come from the VMM itself and its devices:
 //! [`crate::SourceMemory::mark_dirty`].
@@ -29,11 +29,11 @@ const WORD_BITS: u64 = 64;
 /// A memory slot: which part of which block it maps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemorySlot {
-    /// KVM's number of it, with the address space in the upper half.
+    /// KVM's slot number, with the address space in the upper half.
     pub id: u32,
     /// The block.
     pub block: BlockIndex,
-    /// Where in the block it begins, in bytes, a multiple of 4096.
+    /// Offset of the slot in the block in bytes, a multiple of 4096.
     pub offset: u64,
     /// Length of the slot in bytes, a multiple of 4096.
     pub length: u64,
@@ -50,13 +50,13 @@ pub struct KvmDirtyLog<'a, F> {
 }
 
 impl<'a, F: Fn(u32, &mut [u64]) -> io::Result<()> + Send + Sync> KvmDirtyLog<'a, F> {
-    /// The log of these slots; `take` puts that of a slot into words, which are zero before, and clears it.
-    /// It is always on.
+    /// The log of these slots; `take` copies that of a slot into words, which are zero before, and clears it.
+    /// The log is always on.
     pub fn new(slots: &[MemorySlot], take: F) -> Self {
         Self { slots: slots.to_vec(), take, switch: None }
     }
 
-    /// Has each slot's log switched on for a migration, and off afterwards.
+    /// Sets a callback that switches each slot's log on for a migration, and off afterwards.
     #[must_use]
     pub fn with_switch(mut self, switch: impl Fn(u32, bool) -> io::Result<()> + Send + Sync + 'a) -> Self {
         self.switch = Some(Box::new(switch));

@@ -24,7 +24,7 @@ pub(super) fn kinds(ranges: &[Range<usize>]) -> io::Result<Vec<RangeKind>> {
 fn kind(range: &Range<usize>, mappings: &[(Range<usize>, RangeKind)]) -> RangeKind {
     let within =
         mappings.iter().filter(|(mapping, _)| mapping.start < range.end && range.start < mapping.end);
-    // An unmapped range fails when it is registered.
+    // Registration of an unmapped range fails.
     within.fold(RangeKind::Anonymous, |kind, (_, other)| match (kind, other) {
         (RangeKind::Shared, _) | (_, RangeKind::Shared) => RangeKind::Shared,
         (RangeKind::Private, _) | (_, RangeKind::Private) => RangeKind::Private,

@@ -78,7 +78,7 @@ impl WriteProtect {
     }
 
     fn watch(&self) -> MutexGuard<'_, Option<Watch>> {
-        // It is replaced whole.
+        // The list is replaced as a whole.
         lock(&self.watch)
     }
 

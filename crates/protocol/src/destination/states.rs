@@ -28,7 +28,7 @@ pub enum StreamItem<'a> {
     Page(PageRef),
     /// A page of zeros.
     ZeroPage(PageRef),
-    /// A page as what changed in it ([`crate::xbzrle`]).
+    /// A page as its changes ([`crate::xbzrle`]).
     Xbzrle {
         /// The page.
         page: PageRef,
@@ -73,7 +73,7 @@ pub enum StreamDecoder {
     Header(AwaitHeader),
     /// The header was.
     Machine(AwaitMachine),
-    /// The machine type was; subsections may follow.
+    /// The machine type was read; subsections may follow.
     Subsections(AwaitSubsection),
     /// Between sections.
     Sections(AwaitSection),
@@ -135,7 +135,7 @@ pub struct AwaitSection {
     pub(super) has_addresses: bool,
 }
 
-/// A step's result: the next state, and what happened unless more bytes are needed.
+/// Result of a step: the next state, and the item unless more bytes are needed.
 pub type Step<'a> = Result<(StreamDecoder, Option<StreamItem<'a>>)>;
 
 /// Waits for an entry of the block list, or for its total.
@@ -147,8 +147,7 @@ pub struct AwaitBlock {
     pub(super) has_addresses: bool,
     /// `None` until the total came.
     pub(super) left: Option<u64>,
-    /// Where the next item begins in the stream, counted from the file's first byte; only mapped-ram needs
-    /// it.
+    /// Offset of the next item, counted from the file's first byte; only mapped-ram needs it.
     pub(super) file_offset: u64,
 }
 

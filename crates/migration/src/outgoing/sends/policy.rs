@@ -7,10 +7,10 @@
 //!    └────────────────────────── after RECONSIDER_AFTER_PACKETS ───────────────────────────────────┘
 //! ```
 //!
-//! The ways are a plain send, one without a copy unless the kernel copies anyway, and splicing where packets
-//! come from a socket. Cost is the thread's CPU time per byte, with that of receiving where it could splice
-//! instead. The cost of a completion elsewhere, and effects on the network, are not measured. Packets shorter
-//! than [`LARGE_BYTES`] are sent plainly and yield no samples.
+//! The methods are a plain send, one without a copy unless the kernel copies anyway, and splicing where
+//! packets come from a socket. Cost is the thread's CPU time per byte, with that of receiving where it could
+//! splice instead. The cost of a completion elsewhere, and effects on the network, are not measured. Packets
+//! shorter than [`LARGE_BYTES`] are sent plainly and yield no samples.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ use crate::statistics::{SendMethod, SendReason};
 
 /// Below this, pinning the pages and reading the completion costs about what the copy does.
 pub(super) const LARGE_BYTES: usize = 64 << 10;
-/// Packets of each method that a decision rests on: their median, as any of them may be disturbed.
+/// Packets of each method that are compared, by their median, since any of them may be disturbed.
 pub(super) const SAMPLES: usize = 16;
 /// Packets until a decision is reconsidered: 2 GiB of full ones. A probe that is copied costs one packet
 /// about 1.5 times.
@@ -40,7 +40,7 @@ const MEASURE: u32 = 16;
 pub(super) struct SendPolicy {
     setting: Setting,
     phase: Phase,
-    /// The method chosen last; plain before anything was.
+    /// The method chosen last; plain before the first choice.
     method: SendMethod,
     /// Packets since the phase began.
     packets: u32,
@@ -76,7 +76,7 @@ struct MethodTrial {
 }
 
 impl SendPolicy {
-    /// Of a lane whose channel `can` send without a copy, or cannot.
+    /// Policy of a lane; `can`: its channel has zero-copy sends.
     pub(super) fn new(asked: ZeroCopySend, can: Result<(), SendReason>) -> Self {
         let setting = match (asked, can) {
             (ZeroCopySend::Off, _) => Setting::Fixed(SendMethod::Plain, SendReason::Asked),
