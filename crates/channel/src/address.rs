@@ -124,7 +124,7 @@ impl Address {
         }
     }
 
-    /// An address that the system would not take, with the reason.
+    /// An address that the system would refuse, with the reason.
     pub(crate) fn bad(&self, why: impl Into<String>) -> Error {
         Error::BadAddress { address: self.to_string(), why: why.into() }
     }

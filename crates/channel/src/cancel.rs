@@ -6,11 +6,11 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A token that many hold and any may pull, once and for all.
+/// A cancellation token: any holder may cancel it, once and for all.
 ///
 /// [`connect`](fn@crate::connect) and [`Listener::accept`](crate::Listener::accept) watch it. A thread that
 /// waits inside a channel is woken by that channel's `shutdown`, not by this. Its descriptor becomes readable
-/// and stays so, for loops of others to poll.
+/// and stays so, for other poll loops.
 #[derive(Debug, Clone)]
 pub struct Cancel(Arc<Shared>);
 
@@ -60,7 +60,7 @@ impl Cancel {
 }
 
 impl AsFd for Cancel {
-    /// Readable once it was pulled; never read from it.
+    /// Readable once it was cancelled; never read from it.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.event.as_fd()
     }

@@ -13,8 +13,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The most file descriptors that travel in one message: what QEMU's socket channel takes
-/// (`SOCKET_MAX_FDS` in `io/channel-socket.c`). The kernel's own limit is 253 (`SCM_MAX_FD`).
+/// Maximum number of file descriptors in one message: that of QEMU's socket channel takes (`SOCKET_MAX_FDS`
+/// in `io/channel-socket.c`). The kernel's own limit is 253 (`SCM_MAX_FD`).
 pub const FDS_MAX: usize = 16;
 
 /// A stream of bytes in one or both directions.
@@ -39,7 +39,7 @@ pub trait Channel: Debug + Send + Sync {
     ///
     /// # Errors
     /// [`Error::Unsupported`] for a flag without its capability or a channel that only receives,
-    /// [`Error::Timeout`] if no byte was taken in time, [`Error::Io`] (`EPIPE`, `ECONNRESET`) if the other
+    /// [`Error::Timeout`] if no byte was accepted in time, [`Error::Io`] (`EPIPE`, `ECONNRESET`) if the other
     /// end is gone.
     fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize>;
 
@@ -49,8 +49,8 @@ pub trait Channel: Debug + Send + Sync {
     ///
     /// # Errors
     /// [`Error::Unsupported`] for a flag without its capability or a channel that only sends,
-    /// [`Error::Timeout`] if no byte came in time, [`Error::Command`] if the end is a failed command's,
-    /// otherwise [`Error::Io`].
+    /// [`Error::Timeout`] if no byte arrived in time, [`Error::Command`] if a failed command ended the
+    /// stream, otherwise [`Error::Io`].
     fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize>;
 
     /// Waits until every zero-copy send so far has finished and its buffers may be reused. Does not imply
@@ -86,8 +86,8 @@ pub trait Channel: Debug + Send + Sync {
     fn shutdown(&self, how: Shutdown) -> Result<()>;
 
     /// Resets the connection and discards unsent data, so the kernel releases the memory of zero-copy sends
-    /// ([`Channel::zero_copy_ticket`]). To be called when both halves are shut down; the peer sees a reset.
-    /// Does nothing without zero-copy sends.
+    /// ([`Channel::zero_copy_ticket`]). Call it when both halves are shut down; the peer sees a reset. Does
+    /// nothing without zero-copy sends.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -103,7 +103,7 @@ pub trait Channel: Debug + Send + Sync {
     fn set_timeouts(&self, recv: Option<Duration>, send: Option<Duration>) -> Result<()>;
 
     /// Sends a prefix of `bytes` (never empty) with all of `fds` attached to its first byte; at most
-    /// [`FDS_MAX`]. The rest of the bytes, if the result is short, goes with [`Channel::send`].
+    /// [`FDS_MAX`]. If the result is short, send the rest of the bytes with [`Channel::send`].
     ///
     /// # Errors
     /// [`Error::Unsupported`] without [`Capabilities::FD_PASSING`] or with nothing to attach them to,
@@ -125,8 +125,8 @@ pub trait Channel: Debug + Send + Sync {
         Err(Error::unsupported(self.peer(), "receiving file descriptors; use a Unix socket"))
     }
 
-    /// Waits until [`Channel::recv`] would not block: something came, or the stream has ended. Returns false
-    /// if `until` was pulled and nothing is there. A channel without a descriptor does not wait here; it is
+    /// Waits until [`Channel::recv`] would not block: data arrived, or the stream has ended. Returns false if
+    /// `until` was cancelled and there is no data. A channel without a descriptor does not wait here; it is
     /// woken by `shutdown`.
     ///
     /// # Errors
@@ -153,7 +153,7 @@ pub trait Channel: Debug + Send + Sync {
     }
 
     /// Returns true if [`Channel::recv`] returns data received ahead (or the end of the stream) although the
-    /// descriptor is not readable. To be checked before polling.
+    /// descriptor is not readable. Check it before polling.
     fn has_buffered(&self) -> bool {
         false
     }
@@ -208,7 +208,7 @@ pub trait ChannelExt: Channel {
 impl<C: Channel + ?Sized> ChannelExt for C {}
 
 /// Forwards every call but those named before it, to `$inner` of `self`. Keeps wrappers honest: a method
-/// added to the trait with a default is passed on here or nowhere.
+/// added to the trait with a default must be forwarded here.
 macro_rules! forward_channel {
     ($inner:ident: $($method:ident),*) => { $($crate::channel::forward_channel!(@$method $inner);)* };
     (@peer $i:ident) => { fn peer(&self) -> &str { self.$i.peer() } };

@@ -8,7 +8,7 @@ use crate::wait::Deadline;
 use crate::{Address, Cancel, Channel, Error, Result, fd, tcp, unix};
 use std::time::{Duration, Instant};
 
-/// Time to wait before a peer that does not listen yet is tried again.
+/// Interval between attempts to connect to a peer that does not listen yet.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Options of a connection.
@@ -23,7 +23,7 @@ pub struct ConnectOptions {
     /// Silence of a `tcp:` peer after which the connection ends; `None`:
     /// [`PEER_TIMEOUT`](crate::PEER_TIMEOUT).
     pub peer_timeout: Option<Duration>,
-    /// TLS credentials; the server has to present a certificate. Without the feature `tls` there are none.
+    /// TLS credentials; the server must present a certificate. Always `None` without the feature `tls`.
     pub tls: Option<TlsClient>,
 }
 
@@ -36,7 +36,7 @@ pub fn connect(address: &Address, deadline: Instant, cancel: &Cancel) -> Result<
 }
 
 /// Opens a channel to an address. `tcp:` tries all addresses of the host; `fd:N` takes the descriptor over;
-/// `exec:` starts the command; `file:` makes the file or cuts it at the offset, and can be written only (to
+/// `exec:` starts the command; `file:` creates the file or truncates it at the offset, and is write-only (to
 /// read one, see [`Listener`](crate::Listener)).
 ///
 /// # Errors

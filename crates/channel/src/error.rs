@@ -1,4 +1,4 @@
-//! Errors of channels, by whose fault they are.
+//! Errors of channels, by the party at fault.
 
 use std::path::PathBuf;
 use std::process::ExitStatus;
@@ -40,7 +40,7 @@ pub enum Error {
         /// Path of the socket.
         path: std::path::PathBuf,
     },
-    /// The peer did not take or give a byte in time.
+    /// The peer neither accepted nor sent a byte in time.
     #[error(
         "{op} on {peer}: nothing happened within {:.1} s; is the other end alive, or is the timeout too short?",
         after.as_secs_f64()
@@ -79,7 +79,7 @@ pub enum Error {
         /// The reason, and a remedy where there is one.
         why: String,
     },
-    /// The peer does not speak WebSocket, or not as RFC 6455 has it.
+    /// The peer does not speak WebSocket, or violates RFC 6455.
     #[error("WebSocket with {peer}: {why}")]
     WebSocket {
         /// The other end.
@@ -98,7 +98,7 @@ pub enum Error {
     /// [`Cancel::cancel`](crate::Cancel::cancel) was called.
     #[error("cancelled")]
     Cancelled,
-    /// An address that cannot be understood or used.
+    /// An address that cannot be parsed or used.
     #[error("address \"{address}\": {why}")]
     BadAddress {
         /// The given address.

@@ -26,11 +26,11 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// Time from the end of a command's pipe until its exit status is given up.
+/// Timeout for the exit status after the end of a command's pipe.
 const STATUS_GRACE: Duration = Duration::from_millis(200);
 /// Time for which a command may still run when its channel is dropped.
 const EXIT_GRACE: Duration = Duration::from_secs(1);
-/// The time that it may take to follow SIGTERM.
+/// Timeout for the command to end after SIGTERM.
 const TERM_GRACE: Duration = Duration::from_secs(1);
 
 /// A running command.
@@ -45,8 +45,7 @@ impl ExecChannel {
     /// Starts `/bin/sh -c command`.
     ///
     /// # Errors
-    /// [`Error::Io`] if the shell cannot be started. That the command is not found is known later, as its
-    /// failure.
+    /// [`Error::Io`] if the shell cannot be started. A missing command is reported later, as its failure.
     pub fn spawn(command: &str) -> Result<Self> {
         let peer = format!("exec:{command}");
         let mut child = Command::new("/bin/sh")
@@ -72,7 +71,7 @@ impl ExecChannel {
         self.process.wait(deadline).map_err(|source| Error::io("wait for", self.peer(), source))
     }
 
-    /// The failure of a command that has just ended, if that is why a pipe did.
+    /// The failure of a command that has just ended, if that ended the pipe.
     fn failure(&self) -> Option<Error> {
         let status = self.wait(Instant::now() + STATUS_GRACE).ok().flatten()?;
         (!status.success()).then(|| Error::Command { command: self.command.clone(), status })
@@ -153,7 +152,7 @@ impl ChildProcess {
 impl Drop for ChildProcess {
     fn drop(&mut self) {
         if !self.has_ended_within(EXIT_GRACE) {
-            // Not waited for yet, the leader keeps the group's number from being used again.
+            // As long as it is not reaped, the leader keeps the group's number from being reused.
             let _ = kill_process_group(self.group, Signal::TERM);
             self.has_ended_within(TERM_GRACE);
             let _ = kill_process_group(self.group, Signal::KILL);

@@ -11,8 +11,8 @@
 //!
 //! Each wraps any `Box<dyn Channel>`, also another layer, and has the capabilities of the channel inside.
 //!
-//! All randomness comes from a `u64` seed, with one generator for each direction: what one direction draws
-//! does not depend on what another thread does with the other. So the same seed and the same calls replay a
+//! All randomness comes from a `u64` seed, with one generator for each direction: the numbers of one
+//! direction do not depend on another thread's use of the other. So the same seed and the same calls replay a
 //! failure.
 //!
 //! Not a model of a network: bytes are neither lost nor reordered, as no stream does that.

@@ -1,6 +1,6 @@
 //! `fd:N`: an inherited descriptor.
 //!
-//! The descriptor is taken over, not duplicated: dropping the channel closes it; use of the same number twice
+//! The descriptor is taken over, not duplicated: dropping the channel closes it; using the same number twice
 //! is an error that cannot be detected here. The type of the descriptor decides the channel's capabilities:
 //!
 //! | found | channel |

@@ -11,7 +11,7 @@ bitflags::bitflags! {
     pub struct Capabilities: u32 {
         /// [`SendFlags::ZERO_COPY`] is understood.
         const ZERO_COPY = 1 << 0;
-        /// File descriptors travel: [`Channel::send_fds`](crate::Channel::send_fds),
+        /// File descriptors can be passed: [`Channel::send_fds`](crate::Channel::send_fds),
         /// [`Channel::recv_fds`](crate::Channel::recv_fds).
         const FD_PASSING = 1 << 1;
         /// [`Channel::shutdown`](crate::Channel::shutdown) ends each half separately and wakes the threads
@@ -84,7 +84,7 @@ pub(crate) fn check_recv(peer: &str, capabilities: Capabilities, flags: RecvFlag
     Ok(())
 }
 
-/// Refuses a timeout of zero, which some kinds would take for "never" and others for "at once".
+/// Refuses a timeout of zero, which means "never" for some kinds and "at once" for others.
 pub(crate) fn check_timeouts(peer: &str, timeouts: [Option<Duration>; 2]) -> Result<()> {
     if timeouts.contains(&Some(Duration::ZERO)) {
         return Err(Error::unsupported(peer, "a timeout of zero; give None to wait without a limit"));

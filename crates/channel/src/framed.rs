@@ -121,7 +121,7 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
 
     /// The peer accepts no more data: returns the error that it announced before, if there is one.
     pub(crate) fn last_words(&self) -> Option<Error> {
-        // A thread that waits there has to release the lock; data that has arrived can still be read.
+        // A thread that waits there must release the lock; data that has arrived can still be read.
         let _ = self.inner.shutdown(Shutdown::Both);
         let mut byte = [0];
         let mut room = [IoBufMut::from(&mut byte)];

@@ -14,13 +14,13 @@
 //! Buffers are [`IoBuf`] and [`IoBufMut`], which never become slices, because they may be a guest's live
 //! memory.
 //!
-//! Out of scope: it knows no migration, starts no threads but for name resolution and one for each handshake
-//! of an accepted connection, keeps no statistics but those of zero-copy ([`ZeroCopyStatistics`]), and is not
-//! asynchronous. It does not make files durable: `flush` is about buffers.
+//! Out of scope: it knows no migration, starts no threads except for name resolution and for each handshake
+//! of an accepted connection, keeps no statistics except those of zero-copy ([`ZeroCopyStatistics`]), and is
+//! not asynchronous. It does not make files durable: `flush` is about buffers.
 //!
 //! Limits: Linux only. At most [`IOV_MAX`] buffers in one call (the loops of [`ChannelExt`] take any number),
-//! at most [`FDS_MAX`] descriptors in one message. Only `tcp:` has [`Capabilities::ZERO_COPY`], when it was
-//! asked for ([`ConnectOptions`], [`ListenOptions`]) and the kernel can.
+//! at most [`FDS_MAX`] descriptors in one message. Only `tcp:` has [`Capabilities::ZERO_COPY`], when
+//! requested ([`ConnectOptions`], [`ListenOptions`]) and supported by the kernel.
 //!
 //! | feature | adds | needs |
 //! |---|---|---|

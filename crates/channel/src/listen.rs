@@ -28,11 +28,11 @@ pub struct ListenOptions {
     /// Silence of a `tcp:` peer after which its connection ends, as in
     /// [`ConnectOptions`](crate::ConnectOptions).
     pub peer_timeout: Option<Duration>,
-    /// TLS credentials; a client has to present a certificate.
+    /// TLS credentials; a client must present a certificate.
     pub tls: Option<TlsServer>,
 }
 
-/// A place where others connect. Several threads may accept from one.
+/// A listener. Several threads may accept from it.
 #[derive(Debug)]
 pub struct Listener {
     address: Address,
@@ -53,7 +53,7 @@ enum ListenerKind {
 #[derive(Debug)]
 enum Single {
     Open(Box<dyn Channel>),
-    /// Started when it is accepted: it must not run for a caller that gives up.
+    /// Started when it is accepted, so it does not run for a caller that gives up.
     Command(String),
 }
 
@@ -76,8 +76,8 @@ impl Listener {
 
     /// Listens at an address.
     ///
-    /// - `tcp:` without a host takes every address of the machine, IPv6 and IPv4; with a name, the first that
-    ///   is available.
+    /// - `tcp:` without a host listens on every address of the machine, IPv6 and IPv4; with a name, the first
+    ///   that is available.
     /// - `unix:` replaces a socket file without a listener, and removes its own when it is dropped.
     /// - `fd:N` takes the descriptor over, `exec:` starts the command when it is accepted, `file:` is opened
     ///   for reading. Each of them yields one channel.
@@ -223,7 +223,7 @@ fn handshake_for(address: &Address, options: &ListenOptions) -> Option<Arc<Hands
         };
         opened().map_err(|error| match error {
             Error::Tls { .. } | Error::WebSocket { .. } => error,
-            // It is that one's failure, not the listener's.
+            // The failure is that of the connection, not the listener's.
             error => Error::tls(&peer, error.to_string()),
         })
     }))

@@ -1,7 +1,7 @@
 //! Two ends of a connection within this process, without a descriptor.
 //!
-//! For tests, and to join two halves of one program. Not fast: each byte is copied in and out, under a lock.
-//! Each direction holds at most `capacity` bytes; a sender blocks until the other end has read.
+//! For tests, and to join two halves of one program. It is slow: each byte is copied in and out, under a
+//! lock. Each direction holds at most `capacity` bytes; a sender blocks until the other end has read.
 
 use crate::flags::{check_recv, check_send, check_timeouts};
 use crate::{
@@ -20,7 +20,7 @@ const CAPABILITIES: Capabilities = Capabilities::SEND
     .union(Capabilities::SHUTDOWN)
     .union(Capabilities::PEEK);
 
-/// Makes two ends; what one sends, the other receives. Each direction holds `capacity` bytes, at least one.
+/// Makes two connected ends. Each direction holds `capacity` bytes, at least one.
 pub fn pair(capacity: usize) -> (PairChannel, PairChannel) {
     let half = || Arc::new(Half { capacity: capacity.max(1), ..Half::default() });
     let (there, back) = (half(), half());

@@ -62,7 +62,7 @@ impl PendingHandshakes {
     pub(crate) fn start(&self, connection: Box<dyn Channel>) -> Result<()> {
         let cancel = Cancel::new()?;
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        // Those that have ended hold no second reference.
+        // Handshakes that have ended hold no second reference.
         running.retain(Cancel::is_shared);
         if running.len() == PENDING_HANDSHAKES_MAX
             && let Some(oldest) = running.pop_front()

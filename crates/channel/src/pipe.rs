@@ -1,6 +1,6 @@
 //! Pipes: one direction each, or two of them for both.
 //!
-//! A pipe has neither `shutdown(2)` nor timeouts, so this module makes them:
+//! A pipe has neither `shutdown(2)` nor timeouts, so this module provides them:
 //!
 //! ```text
 //!   send/recv:  try ──EAGAIN──▶ poll(pipe, stop, timeout) ──▶ try ...
@@ -47,7 +47,7 @@ struct PipeEnd {
     stop: OwnedFd,
     /// The same end of a pipe without another end.
     dead: OwnedFd,
-    /// Mode of the open file before we had it, if we changed it.
+    /// Original mode of the open file, if we changed it.
     mode: Option<OFlags>,
     closed: AtomicBool,
     timeout: Mutex<Option<Duration>>,

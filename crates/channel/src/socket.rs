@@ -1,7 +1,7 @@
 //! Common code of all stream sockets.
 //!
-//! Opening one is up to the modules of the families. A stream socket of a family without a module (vsock),
-//! given as `fd:N`, uses this alone.
+//! The modules of the families open sockets. A stream socket of a family without a module (vsock), given as
+//! `fd:N`, uses this alone.
 //!
 //! The descriptor is a blocking one. Timeouts are the kernel's (`SO_RCVTIMEO`, `SO_SNDTIMEO`), which rounds
 //! them up to its clock tick; waking is `shutdown(2)`.
@@ -57,7 +57,7 @@ impl Socket {
         socket_timeout(&self.fd, id).ok().flatten()
     }
 
-    /// The error of a call; it is a timeout if that timeout was set.
+    /// The error of a call; a timeout if one was set.
     pub(crate) fn failed(&self, op: &'static str, id: Timeout, source: std::io::Error) -> Error {
         match self.timeout(id) {
             Some(after) if source.kind() == std::io::ErrorKind::WouldBlock => {

@@ -1,4 +1,4 @@
-//! Bytes that go from one socket to another within the kernel (`splice(2)`).
+//! Moves bytes from one socket to another within the kernel (`splice(2)`).
 //!
 //! ```text
 //! socket ──splice──► pipe ──splice──► socket       pages of the sender's message are moved, not copied
@@ -45,13 +45,13 @@ impl Splice {
         Ok(Self { read, write })
     }
 
-    /// Returns true if bytes can go from the one to the other.
+    /// Returns true if bytes can be spliced from the one to the other.
     pub fn joins(from: &dyn Channel, to: &dyn Channel) -> bool {
         from.splice_fd().is_some() && to.splice_fd().is_some()
     }
 
-    /// Moves `length` bytes; returns what it took. After an error some bytes may be lost in the pipe, which
-    /// is unusable then.
+    /// Moves `length` bytes; returns the cost. After an error some bytes may be lost in the pipe, which is
+    /// unusable then.
     ///
     /// Sending raises `SIGPIPE` where a plain send does not: it must be ignored, which Rust programs do by
     /// default.

@@ -7,7 +7,7 @@
 //! - [`cursor`]: the position in an array of them after a partial transfer;
 //! - [`io`]: `sendmsg`, `recvmsg`, `readv`, `writev`, `preadv`, `pwritev` over such buffers;
 //! - [`error_queue`]: what the kernel reports of a socket beside its stream (`recvmsg` with `MSG_ERRQUEUE`);
-//! - [`fd`]: taking over a descriptor by number, and replacing what a number stands for (`dup3`);
+//! - [`fd`]: takes over a descriptor by number, and replaces the file of a number (`dup3`);
 //! - [`file_owner`]: the owner of files that a thread creates (`setfsuid`);
 //! - [`rights`]: the socket option `SO_PASSRIGHTS`;
 //! - [`zero_copy`]: the socket option `SO_ZEROCOPY`.

@@ -32,19 +32,18 @@ use std::time::Duration;
 
 /// Silence of a peer after which its connection ends, unless another one is set.
 pub const PEER_TIMEOUT: Duration = Duration::from_secs(30);
-/// The shortest time that the kernel takes for keepalive.
+/// Minimum of the kernel's keepalive time.
 const KEEPALIVE_MIN: Duration = Duration::from_secs(1);
-/// Maximum number of unanswered keepalive probes; the peer's timeout ends the connection before.
+/// Maximum number of unanswered keepalive probes; the peer's timeout ends the connection earlier.
 const KEEPALIVE_COUNT: u32 = 6;
-/// Number of connections that may wait to be accepted; the kernel cuts it to `net.core.somaxconn`.
+/// Number of connections that may wait to be accepted; the kernel limits it to `net.core.somaxconn`.
 const BACKLOG: i32 = 1024;
 
-/// Send buffer of a connection within this host; the kernel doubles it, for its own bookkeeping. There is no
-/// delay that more data in transit would fill, and data in transit is read again at once, from the cache if
-/// it is still there.
+/// Send buffer of a connection within this host; the kernel doubles it, for its own bookkeeping. More data in
+/// transit would not hide any latency, and less of it is still in the cache when it is read.
 const LOCAL_SEND_BUFFER_BYTES: usize = 128 << 10;
-/// Bytes that one call receives at most from such a connection: the sender has room again when the call
-/// returns. Of longer calls, one connection waits for most of its time.
+/// Maximum length of one receive from such a connection: the sender has room again when the call returns.
+/// With longer calls one end would wait most of the time.
 const LOCAL_RECEIVE_BYTES: usize = 64 << 10;
 
 /// Name of this end in messages about socket options.
@@ -55,7 +54,7 @@ const KERNEL: &str = "this kernel";
 pub struct TcpChannel {
     socket: Arc<Socket>,
     zero_copy: Option<Arc<ZeroCopy>>,
-    /// Bytes that one call receives at most.
+    /// Maximum length of one receive.
     receive_bytes_max: usize,
 }
 
@@ -186,7 +185,7 @@ impl Channel for TcpChannel {
 
 impl Drop for TcpChannel {
     fn drop(&mut self) {
-        // Leases keep the socket: the peer should see the end now, and not when the last of them goes.
+        // Leases keep the socket: the peer should see the end now, and not when the last of them is dropped.
         if self.zero_copy.as_ref().is_some_and(|zero_copy| Arc::strong_count(zero_copy) > 1) {
             let _ = self.shutdown(Shutdown::Both);
         }

@@ -8,15 +8,15 @@
 //! ```
 //!
 //! Each connection does its own handshake as soon as it is established ([`connect_with`](crate::connect_with)
-//! and [`Listener::accept`](crate::Listener::accept) give channels that are through it). After it the two
-//! directions share nothing but the source of new keys, so one thread sends while another receives, and
-//! `shutdown` waits for neither.
+//! and [`Listener::accept`](crate::Listener::accept) return channels whose handshake is complete). After it
+//! the two directions share nothing but the source of new keys, so one thread sends while another receives,
+//! and `shutdown` waits for neither.
 //!
 //! A close_notify announces the end of a stream: `shutdown` and dropping the channel send one. An end without
-//! it is [`Error::Cut`], since anybody on the way could have made it.
+//! it is [`Error::Cut`], since anything on the path could have caused it.
 //!
-//! Limits: TLS 1.3 only (GnuTLS has it since 3.6.5). No session is resumed. Zero-copy and descriptors do not
-//! go through a cipher, so [`Capabilities`] has neither. Each channel has 0.5 MiB of buffers.
+//! Limits: TLS 1.3 only (GnuTLS has it since 3.6.5). No session is resumed. Zero-copy and descriptor passing
+//! do not work through a cipher, so [`Capabilities`] has neither. Each channel has 0.5 MiB of buffers.
 
 mod alert;
 mod credentials;
@@ -40,7 +40,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
-/// A connection that is through its handshake.
+/// A connection whose handshake is complete.
 #[derive(Debug)]
 pub struct TlsChannel {
     framed: Framed<Sealer, Opener>,
@@ -54,8 +54,8 @@ pub struct TlsChannel {
 const DOUBTED_BYTES_MAX: u64 = 1 << 20;
 
 impl TlsChannel {
-    /// Does a client's handshake over a connected channel. `host` is what the server's certificate must be
-    /// for.
+    /// Does a client's handshake over a connected channel. `host` is the name that the server's certificate
+    /// must have.
     ///
     /// # Errors
     /// [`Error::Tls`] with the reason, [`Error::Cancelled`], [`Error::Timeout`], those of `inner`, and
@@ -111,7 +111,7 @@ impl TlsChannel {
         result
     }
 
-    /// The reason why the peer accepts no more data: it may have sent an alert.
+    /// The reason for which the peer accepts no more data: it may have sent an alert.
     fn send_failed(&self, error: Error) -> Error {
         if !is_gone(&error) || self.framed.has_ended_send() {
             return error;

@@ -29,7 +29,7 @@ pub struct UnixChannel {
 }
 
 impl UnixChannel {
-    /// Takes a connected Unix stream socket. `peer` is what messages call the other end, such as
+    /// Takes a connected Unix stream socket. `peer` is the name of the other end in messages, such as
     /// `unix:/run/x`.
     ///
     /// # Errors

@@ -11,7 +11,7 @@
 //!                                    refused? remove it, bind once more
 //! ```
 //!
-//! Limits: another process's listener that is between its own bind and listen looks like a stale file.
+//! Limits: another process's listener that is between its own bind and listen seems to be a stale file.
 
 use crate::unix::{socket, socket_address, try_connect};
 use crate::{Error, Result};
@@ -22,9 +22,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Number of connections that may wait to be accepted; the kernel cuts it to `net.core.somaxconn`.
+/// Number of connections that may wait to be accepted; the kernel limits it to `net.core.somaxconn`.
 const BACKLOG: i32 = 1024;
-/// Time limit for the lock of other processes that bind in the same directory; they need microseconds.
+/// Time limit for the lock of other processes that bind in the same directory; they hold it for microseconds.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 const LOCK_INTERVAL: Duration = Duration::from_millis(5);
 
@@ -94,7 +94,7 @@ fn remove_stale(path: &Path, address: &net::SocketAddrUnix) -> Result<()> {
     }
 }
 
-/// Device and inode of what is at the path itself.
+/// Device and inode of the file at the path itself.
 fn identity(path: &Path) -> Result<(u64, u64), Errno> {
     rustix::fs::lstat(path).map(|stat| (stat.st_dev, stat.st_ino))
 }

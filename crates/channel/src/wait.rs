@@ -1,5 +1,4 @@
-//! The one place where this crate waits for a descriptor: `poll(2)` with a deadline and something that stops
-//! it.
+//! The one place where this crate waits for a descriptor: `poll(2)` with a deadline and a stop descriptor.
 
 use crate::{Address, Cancel, Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -110,7 +109,7 @@ impl<'a> Deadline<'a> {
     }
 }
 
-/// Rounded up, as a wait that ends early would only be begun again.
+/// Rounded up, because a wait that ends early would only be repeated.
 fn timespec(duration: Duration) -> Timespec {
     let most = Timespec { tv_sec: i64::MAX, tv_nsec: 0 };
     Timespec::try_from(duration).unwrap_or(most)

@@ -1,5 +1,5 @@
-//! WebSocket (RFC 6455) over TCP or TLS: a stream of bytes as binary messages, for paths that admit nothing
-//! else.
+//! WebSocket (RFC 6455) over TCP or TLS: a stream of bytes as binary messages, for network paths that permit
+//! nothing else.
 //!
 //! ```text
 //!   connect ─▶ GET /PATH, Upgrade ─▶ 101 ─┐                       ┌─ FrameWriter: batches of frames, masked by the client
@@ -8,7 +8,7 @@
 //!
 //! tungstenite does the handshake and knows a frame's header. The borders of messages mean nothing: bytes are
 //! bytes. A ping is answered before the next data, or when its receiver waits for more. The end of a stream
-//! is a Close frame; unlike others, our own two ends still send in the other direction when one has come.
+//! is a Close frame; unlike others, our own two ends still send in the other direction after receiving one.
 //!
 //! Limits: no extensions (compression), no subprotocols, no redirects; text messages are refused. A frame has
 //! at most [`frame::PAYLOAD_BYTES_MAX`] bytes; messages are not put together, so they may be of any length.
@@ -25,7 +25,7 @@ use frame::{FrameReader, FrameWriter, Pings, WebSocketRole};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// A connection that is through its handshake.
+/// A connection whose handshake is complete.
 #[derive(Debug)]
 pub struct WebSocketChannel {
     framed: Framed<FrameWriter, FrameReader>,

@@ -7,7 +7,7 @@
 //!                              └──────────────────────────────────────────────────────────────────┘ flush and ticket
 //! ```
 //!
-//! Completions are taken as they come, because the kernel charges those that wait to `net.core.optmem_max`.
+//! Completions are read as they arrive, because the kernel charges unread ones to `net.core.optmem_max`.
 //! Several threads may send, flush and wait for tickets at once; zero-copy sends pass one after the other.
 //!
 //! The kernel copies where it must: on the loopback interface, to a local tap or container, on network cards
@@ -37,8 +37,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// The time that a send waits, without one completion, for the kernel to have memory again. A shorter send
-/// timeout counts.
+/// Maximum time for which a send waits for the kernel's memory without a completion. A shorter send timeout
+/// takes precedence.
 const MEMORY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of entries that are read at a time, so a flood of errors does not block sending.
 const ENTRIES_MAX: usize = 1024;
@@ -91,7 +91,7 @@ pub(crate) struct ZeroCopy {
 /// Time to wait.
 enum Until {
     Deadline(Instant),
-    /// So long without a completion, and not once the channel is shut down.
+    /// The time limit without a completion has passed, and the channel is not shut down.
     Idle(Option<Duration>),
 }
 
@@ -167,7 +167,7 @@ impl ZeroCopy {
         result
     }
 
-    /// Drains the error queue; returns the number below which all sends have finished, and whether there were
+    /// Drains the error queue; returns the number below which all sends have finished, and true if there were
     /// entries.
     fn drain(&self) -> Result<(u64, bool)> {
         // Read and recorded under one lock: a thread that finds the queue empty must find the entries
@@ -213,7 +213,7 @@ impl ZeroCopy {
         if left.is_zero() { Err(Error::timeout(op, self.socket.peer(), limit)) } else { Ok(left) }
     }
 
-    /// Waits until the error queue may have something, at most so long.
+    /// Waits until the error queue may have entries, for at most this time.
     fn doze(&self, at_most: Duration) -> Result<Woken> {
         wait(self.socket.fd().as_fd(), PollFlags::empty(), None, Some(Instant::now() + at_most))
             .map_err(|errno| Error::io("wait for completions", self.socket.peer(), errno))

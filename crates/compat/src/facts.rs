@@ -62,7 +62,7 @@ pub enum Subject {
 }
 
 impl Subject {
-    /// A noun for the subject, for messages.
+    /// Name of the kind of subject, for messages.
     #[must_use]
     pub fn noun(&self) -> &'static str {
         match self {

@@ -12,7 +12,7 @@ use crate::limits;
 pub enum ConfiguredBy {
     /// `towline copy` or `move`, which set capabilities and parameters.
     Towline,
-    /// QEMU's own `migrate`, with what is set now.
+    /// QEMU's own `migrate`, with the present settings.
     ByHand,
 }
 
@@ -34,11 +34,11 @@ pub enum Severity {
 pub enum Verdict {
     /// Yes.
     Yes,
-    /// Yes, and there is something to know.
+    /// Yes, with notes.
     YesWithNotes,
     /// No.
     No,
-    /// Something that decides it could not be learned.
+    /// Unknown: a fact that decides it is missing.
     CouldNotTell,
 }
 
@@ -61,7 +61,7 @@ pub struct Finding {
     pub rule: &'static str,
     /// Severity of the finding.
     pub severity: Severity,
-    /// Reading of the report for which it holds; `None`: both.
+    /// Reading of the report to which it applies; `None`: both.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub configured_by: Option<ConfiguredBy>,
     /// Subject of the comparison, with both values.
@@ -82,7 +82,7 @@ impl fmt::Display for Finding {
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct Report {
     findings: Vec<Finding>,
-    /// Findings that were left out, being too many.
+    /// Number of findings left out above the limit.
     left_out: usize,
 }
 
@@ -123,7 +123,7 @@ impl Report {
         rest.map(ToString::to_string).collect()
     }
 
-    /// Keeps a finding, as long as there is room; there always is for one that is worse than a note.
+    /// Keeps a finding within the limit; findings worse than a note are always kept.
     pub(crate) fn push(&mut self, finding: Finding) {
         let is_full = self.findings.len() >= limits::FINDINGS_MAX;
         match self.findings.iter().rposition(|kept| kept.severity < finding.severity) {

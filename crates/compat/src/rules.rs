@@ -89,8 +89,7 @@ mod testing {
 
     use super::{Pair, Rule};
 
-    /// A rule's findings in two QEMUs that are alike but for what `change` does to the destination's and the
-    /// source's.
+    /// A rule's findings in two QEMUs that differ only in what `change` does.
     pub(crate) fn between(rule: &Rule, change: impl FnOnce(&mut QemuFacts, &mut QemuFacts)) -> Vec<Finding> {
         let mut source = QemuFacts {
             version: "10.0.2".into(),

@@ -4,9 +4,9 @@
 //!   /proc/PID/cmdline ─► CommandLine ─► Recorded (JSON, without secrets) ─► Recorded::allow ─► AllowedCommandLine ─► argv
 //!                             └───────────────── CommandLine::trust ──────────────────────────────┘
 //! ```
-//! A command line that was parsed is written again so that QEMU reads the same options in the same order.
-//! Nothing here judges it; that is [`Recorded::allow`](crate::Recorded::allow). An option with a name that is
-//! not known is an error, because it cannot be said if it takes a value.
+//! A parsed command line is written so that QEMU reads the same options in the same order. It is not judged
+//! here, but by [`Recorded::allow`](crate::Recorded::allow). An option with a name that is not known is an
+//! error, because it is unknown if it takes a value.
 
 mod error;
 mod excerpt;
@@ -26,7 +26,7 @@ pub use size::parse_size;
 
 use crate::limits::{COMMAND_LINE_BYTES_MAX, OPTIONS_MAX, VALUE_BYTES_MAX};
 
-/// A CPU model and its features, as `-cpu` has them.
+/// A CPU model and its features, in the form of `-cpu`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CpuModel {
     /// Name of the model.
@@ -76,12 +76,12 @@ pub struct CommandLine {
     options: Vec<QemuOption>,
 }
 
-/// Size of the guest's memory, as `-m` has it.
+/// Size of the guest's memory, in the form of `-m`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemorySize {
     /// Bytes at start.
     pub size_bytes: u64,
-    /// Slots for memory that is plugged later.
+    /// Number of slots for memory that is plugged later.
     pub slots: u64,
     /// Bytes with all slots used; `None` without slots.
     pub size_bytes_max: Option<u64>,
@@ -91,7 +91,7 @@ impl CommandLine {
     /// Parses the arguments of a QEMU, without the program's name.
     ///
     /// # Errors
-    /// The first fault, with the option that has it.
+    /// The first fault, with its option.
     pub fn parse<I: IntoIterator<Item: AsRef<OsStr>>>(arguments: I) -> Result<Self, ParseError> {
         let mut command_line = Self::default();
         let mut bytes = 0;
@@ -145,7 +145,7 @@ impl CommandLine {
     /// the caller's to resolve.
     ///
     /// # Errors
-    /// [`ParseError::Process`] if `/proc` does not show it, and those of [`CommandLine::parse`].
+    /// [`ParseError::Process`] if `/proc` does not show it, and as [`CommandLine::parse`].
     pub fn of_process(pid: u32) -> Result<Self, ParseError> {
         let bytes = std::fs::read(format!("/proc/{pid}/cmdline"));
         Self::parse_proc(&bytes.map_err(|error| ParseError::Process { pid, reason: error.to_string() })?)
@@ -192,8 +192,8 @@ impl CommandLine {
         self.options.iter().filter(move |option| option.name.as_str() == name)
     }
 
-    /// Returns a property of an option that is merged of all its occurrences (`-machine`, `-m`, `-smp`,
-    /// `-name`): the last one given.
+    /// Returns a property of an option whose occurrences are merged (`-machine`, `-m`, `-smp`, `-name`): the
+    /// last one given.
     #[must_use]
     pub fn merged_value(&self, name: &str, key: &str) -> Option<String> {
         self.named(name).rev().find_map(|option| option.properties()?.value(key))
@@ -230,7 +230,7 @@ impl QemuOption {
     /// Parses an option's value.
     ///
     /// # Errors
-    /// A value that is missing, too long, has control characters or not the option's syntax.
+    /// The value is missing, too long, has control characters or violates the option's syntax.
     pub fn parse(name: OptionName, value: Option<&str>) -> Result<Self, ParseError> {
         let option = || name.to_string();
         let Some(text) = value else {
@@ -240,7 +240,7 @@ impl QemuOption {
             };
         };
         if name == DISK_FILE && text.starts_with('-') {
-            // It would be written as a word that QEMU takes for an option.
+            // The value would be written as a word that QEMU takes for an option.
             return Err(ParseError::UnknownOption { option: excerpt(text) });
         }
         if text.len() > VALUE_BYTES_MAX {

@@ -1,12 +1,12 @@
-//! Confinement of a process, read from `/proc`: to give it to another process, and to see that the other one
-//! has it.
+//! Confinement of a process, read from `/proc`: to give it to another process, and to verify that the other
+//! one has it.
 //!
 //! ```text
 //!   /proc/PID/{status,stat,limits,cgroup,oom_score_adj} ─► Confinement ─► Given ─► the child, between `fork` and `execve`
 //!                                                              └─ differences from that of the child, once it has started
 //! ```
-//! What is given is tried only: the comparison decides. Landlock and securebits are in no file of `/proc`,
-//! and not compared.
+//! Giving it is an attempt: the comparison decides. Landlock and securebits are in no file of `/proc`, and
+//! not compared.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File, OpenOptions};
@@ -77,7 +77,7 @@ pub struct Confinement {
     properties: BTreeMap<String, String>,
 }
 
-/// Part of it that a child can be given; made before the `fork`, since the child may not allocate.
+/// The part of it that a child can be given; made before the `fork`, since the child may not allocate.
 #[derive(Debug)]
 pub(crate) struct Given {
     cgroups: Vec<File>,
@@ -123,7 +123,7 @@ impl Confinement {
         }
         add(CGROUP, &lines(&read("cgroup")?));
         add(OOM, read(OOM)?.trim());
-        // Without a security module there is none.
+        // Without a security module there is no label.
         add("security label", read("attr/current").unwrap_or_default().trim_end_matches(['\0', '\n']));
         for name in NAMESPACES {
             if let Ok(namespace) = fs::read_link(own.join("ns").join(name)) {
@@ -165,7 +165,7 @@ impl Confinement {
         self.properties.get(name).map_or("", String::as_str)
     }
 
-    /// Part of it that a child of this process can be given.
+    /// The part of it that a child of this process can be given.
     pub(crate) fn give(&self) -> Given {
         let numbers = |name: &str| -> Vec<u32> {
             self.value(name).split(' ').filter_map(|number| number.parse().ok()).collect()
@@ -263,8 +263,8 @@ fn threads(own: &Path, status: &str) -> io::Result<String> {
     Ok(found.into_iter().collect::<Vec<_>>().join(", "))
 }
 
-/// The control groups of a process that this one is not in. One of a service ends with the service's process,
-/// and is not joined.
+/// The control groups of a process that this one is not in. That of a service ends with the service's
+/// process, and is not joined.
 fn cgroups(found: &str, own: &str) -> Vec<PathBuf> {
     let own: Vec<&str> = own.split(' ').collect();
     let is_other = |line: &&str| !own.contains(line) && !line.contains(".service");

@@ -5,7 +5,7 @@ use crate::policy::AllowedCommandLine;
 use crate::record::Recorded;
 use crate::settings::{Setting, addressed, addresses};
 
-/// Value of `guid` with which QEMU makes a new id.
+/// Value of `guid` for which QEMU makes a new id.
 const NEW_ID: &str = "auto";
 
 impl Recorded {

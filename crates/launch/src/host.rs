@@ -97,7 +97,7 @@ impl HostArguments {
     }
 }
 
-/// Replaces variables. A brace that does not begin a name in braces is kept, as JSON has them.
+/// Replaces variables. A brace that does not begin a name in braces is kept, for JSON.
 fn substitute(text: &str, guest: GuestIdentity<'_>) -> Result<String, HostError> {
     let mut result = String::with_capacity(text.len());
     let mut rest = text;

@@ -1,5 +1,4 @@
-//! Ports, taps, sockets and MAC addresses that guests which are about to start would share with each other or
-//! with this host.
+//! Ports, taps, sockets and MAC addresses that new guests would share with each other or with this host.
 //!
 //! The check is for messages: another process may take a port between the check and the start, and then QEMU
 //! reports it.
@@ -27,7 +26,7 @@ pub struct Start<'a> {
     pub command_line: &'a AllowedCommandLine,
 }
 
-/// Something that only one guest can have. Each error names the setting that changes it.
+/// A resource that only one guest can have. Each error names the setting that changes it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum InUse {
@@ -188,7 +187,7 @@ fn forwarded_port(rule: &str) -> Option<Resource> {
     }
 }
 
-/// No address is every address. A name is QEMU's to resolve.
+/// No address means every address. QEMU resolves names.
 fn parse_address(text: &str) -> Option<IpAddr> {
     if text.is_empty() { Some(Ipv4Addr::UNSPECIFIED.into()) } else { text.parse().ok() }
 }
@@ -204,7 +203,7 @@ impl Resource {
         }
     }
 
-    /// Fails if something else on this host has it.
+    /// Fails if another process on this host has it.
     fn check(&self, setting: &str) -> Result<(), InUse> {
         let setting = setting.to_owned();
         let is_taken = |error: std::io::Error| error.kind() == std::io::ErrorKind::AddrInUse;
@@ -233,7 +232,7 @@ impl Resource {
     }
 }
 
-/// Returns true for a socket on which no process listens, as a QEMU leaves one that was killed. The next one
+/// Returns true for a socket on which no process listens, left by a QEMU that was killed. The next QEMU
 /// replaces it.
 fn is_left(path: &str) -> bool {
     let is_socket = fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket());
@@ -245,7 +244,7 @@ fn is_left(path: &str) -> bool {
 /// process of another user is known only by the carrier, which a tap has while it is open.
 fn tap_holder(interface: &str) -> Option<String> {
     let directory = Path::new("/sys/class/net").join(interface);
-    // A tap that does not exist is made by QEMU. A name with a slash is QEMU's to refuse.
+    // QEMU creates a tap that does not exist, and refuses a name with a slash.
     if interface.contains('/') || !directory.join("tun_flags").exists() {
         return None;
     }
@@ -338,7 +337,7 @@ mod tests {
         let listener = UnixListener::bind(&path).unwrap();
         assert!(matches!(check(&[&server]), Err(InUse::SocketExists { .. })));
         check(&[&client, &client]).unwrap();
-        // As a QEMU leaves it that was killed.
+        // Left by a QEMU that was killed.
         drop(listener);
         // A process that another test starts has the listener, too, until it executes its program.
         let deadline = Instant::now() + Duration::from_secs(10);

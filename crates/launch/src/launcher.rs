@@ -5,7 +5,7 @@
 //!   AllowedCommandLine, HostArguments ──────────────────────┴─► fork, execve ─► the greeting of QMP, or the end and its last words
 //! ```
 //! The socket is QEMU's from the beginning, as a descriptor. So a client can connect at once and waits for
-//! the greeting alone, and the connection ends with a QEMU that ends: nothing is polled.
+//! the greeting alone, and the connection ends when QEMU ends: nothing is polled.
 //!
 //! A QEMU is started by a separate thread, which lives until the QEMU ends and reaps it: the kernel's death
 //! signal follows that thread. Its environment has `PATH`, the locale, `TZ` and `TMPDIR` of this process, and
@@ -44,7 +44,7 @@ pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(60);
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest path of a Unix socket.
 const SOCKET_PATH_BYTES_MAX: usize = 107;
-/// The end of the log that an error shows.
+/// Length of the end of the log that an error quotes.
 const LOG_BYTES_MAX: usize = 4096;
 const LOG_LINES_MAX: usize = 10;
 /// Variables that QEMU inherits.
@@ -62,7 +62,7 @@ pub enum IncomingOption {
 /// QEMU's own restrictions on its process (`-sandbox`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ProcessSandbox {
-    /// Everything that QEMU can do without.
+    /// Refuses everything that QEMU can do without.
     Strict,
     /// As `Strict`, but it may start programs: scripts of taps, helpers of bridges.
     AllowSpawn,
@@ -157,8 +157,8 @@ pub enum LaunchError {
 }
 
 impl Launcher {
-    /// A launcher with the defaults: the QEMU ends with this process, boots, runs, and is restricted
-    /// strictly.
+    /// A launcher with the defaults: the QEMU ends with this process, boots, runs, and has strict
+    /// restrictions.
     #[must_use]
     pub fn new(directory: GuestDirectory) -> Self {
         Self {
@@ -177,8 +177,8 @@ impl Launcher {
     /// Starts the QEMU and waits until its monitor answers. The monitor is free afterwards.
     ///
     /// # Errors
-    /// A program that cannot be executed, a QEMU that ends with its last words, or one that does not answer
-    /// in time. No process and no file remains.
+    /// A program that cannot be executed, a QEMU that ends, with the end of its log, or one that does not
+    /// answer in time. No process and no file remains.
     pub fn start(self, guest: &AllowedCommandLine, host: &HostArguments) -> Result<RunningQemu, LaunchError> {
         let (running, _) =
             self.start_with(guest, host, |qemu, options| Client::connect(qemu.qmp_path(), options))?;
@@ -186,7 +186,7 @@ impl Launcher {
     }
 
     /// As [`Launcher::start`], with the monitor's connection made by `connect`, which returns when the
-    /// monitor has answered. It is called as soon as there is a process.
+    /// monitor has answered. It is called as soon as the process exists.
     ///
     /// # Errors
     /// As [`Launcher::start`].
@@ -224,7 +224,7 @@ impl Launcher {
             RunningQemu { pid, pidfd, exit, lifetime: Lifetime::WithOwner, directory: Some(directory) };
         // First, so a QEMU whose launcher is killed during the start is listed.
         let written = running.write_state(lifetime, image);
-        // The last words of a QEMU that has ended say more than its missing state.
+        // The log of a QEMU that has ended says more than its missing state.
         let within = start_timeout.saturating_sub(started.elapsed());
         let options = Options { greeting_deadline: within, deadline: within, ..Options::default() };
         let connected = connect(&running, &options);
@@ -370,7 +370,7 @@ impl RunningQemu {
                 | towline_qmp::Error::Refused { .. }
                 | towline_qmp::Error::Missing { .. }
         );
-        // A lost connection is the first sign of an end.
+        // A lost connection is the first sign that it has ended.
         let status = self.wait(if is_lost { EXIT_TIMEOUT } else { Duration::ZERO });
         let (binary, log) = (binary.to_owned(), self.log_tail());
         match status {
@@ -464,7 +464,7 @@ fn log_tail(path: &Path) -> String {
     lines.join("\n").chars().map(|c| if c.is_control() && c != '\n' { '?' } else { c }).collect()
 }
 
-/// Reads at most the last [`LOG_BYTES_MAX`] bytes, however long the file is.
+/// Reads at most the last [`LOG_BYTES_MAX`] bytes.
 fn read_end(log: &fs::File) -> io::Result<Vec<u8>> {
     let start = log.metadata()?.len().saturating_sub(LOG_BYTES_MAX as u64);
     let mut bytes = vec![0; LOG_BYTES_MAX];

@@ -15,7 +15,7 @@
 //! scripts and programs come from [`HostArguments`] alone. Everything else is refused by name, with the
 //! argument that replaces it. The result is an argv and never passes a shell.
 //!
-//! Out of scope: what is sent to the QEMU that was started. Linux only; `unsafe` only in `sys`.
+//! Out of scope: commands to the QEMU that was started. Linux only; `unsafe` only in `sys`.
 
 #![deny(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! The log of a QEMU, which is bounded: a guest can have QEMU print without end.
+//! The log of a QEMU, which is bounded: a guest can make QEMU print without end.
 //!
 //! ```text
 //!   QEMU's output ─► pipe, never waited for ─► a process that outlives towline, and ends with QEMU ─► qemu.log, the newest half kept
@@ -25,7 +25,7 @@ pub(crate) const LOG_BYTES_MAX: u64 = 256 << 10;
 const KEPT: u64 = LOG_BYTES_MAX / 2;
 /// Read and moved at once, by a child that does not allocate.
 const BUFFER_BYTES: usize = 4096;
-/// Time in which the last words arrive.
+/// Time in which the last output arrives.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// A log for a QEMU that is about to start.
@@ -125,7 +125,7 @@ mod tests {
             lines +=
                 u32::from(output.write_all(b"a page that cannot be returned: 0123456789abcdef\n").is_ok());
         }
-        // The pipe has to have room for the last one.
+        // The pipe must have room for the last one.
         while output.write_all(b"the last words\n").is_err() {
             std::thread::yield_now();
         }

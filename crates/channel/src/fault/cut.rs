@@ -8,7 +8,7 @@ use std::net::Shutdown;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard};
 
-/// Ends the connection exactly after byte N of one direction, however the transfers are divided.
+/// Ends the connection exactly after byte N of one direction, for any division into transfers.
 ///
 /// As soon as byte N has passed, the channel inside is shut down both ways. Then `send` is [`Error::Fault`]
 /// if sending was counted (and the channel's own `EPIPE` if receiving was), and `recv` returns what had
@@ -19,7 +19,7 @@ pub struct Cut {
     inner: Box<dyn Channel>,
     after: u64,
     direction: Direction,
-    /// Number of bytes that may pass yet. Held during a transfer of the direction that is counted, and only
+    /// Number of bytes that may still pass. Held during a transfer of the direction that is counted, and only
     /// that.
     left: Mutex<u64>,
 }

@@ -21,7 +21,7 @@ pub struct Delay {
 }
 
 impl Delay {
-    /// Delays transfers over `inner` by a time from `range`, which may be one time only.
+    /// Delays transfers over `inner` by a time from `range`, which may be a single value.
     pub fn new(inner: Box<dyn Channel>, range: RangeInclusive<Duration>, seed: u64) -> Self {
         let nanoseconds = |time: &Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         let shortest = nanoseconds(range.start());

@@ -6,13 +6,13 @@ use crate::{Channel, IoBuf, IoBufMut, RecvFlags, Result, SendFlags, gather, scat
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Mutex;
 
-/// Changes bits of one received byte, as a faulty network card does whose checksums are its own. Bytes that
-/// are received with descriptors do not count.
+/// Changes bits of one received byte, like a faulty network card that computes the checksums itself. Bytes
+/// that are received with descriptors do not count.
 #[derive(Debug)]
 pub struct FlipReceived {
     inner: Box<dyn Channel>,
     bits: u8,
-    /// Number of bytes that come before it; `None` once it has passed. Held while bytes are received.
+    /// Number of bytes before it; `None` once it has passed. Held while bytes are received.
     before: Mutex<Option<u64>>,
 }
 

@@ -8,7 +8,7 @@ use std::num::NonZeroUsize;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 /// Lets each call transfer at most a random number of bytes, so every seam between two calls is met sooner or
-/// later. Descriptors go and come with the first piece of their bytes.
+/// later. Descriptors are transferred with the first piece of their bytes.
 #[derive(Debug)]
 pub struct ShortIo {
     inner: Box<dyn Channel>,

@@ -83,7 +83,7 @@ impl<U: Unpack> Inbox<U> {
         }
     }
 
-    /// One call to the channel below, when all data are taken.
+    /// One call to the channel below, when all data are consumed.
     pub(super) fn receive_more(&mut self, channel: &dyn Channel) -> Result<usize> {
         self.make_room();
         let room = IoBufMut::from(&mut self.buffer[self.end..]);
@@ -122,8 +122,8 @@ impl<U: Unpack> Inbox<U> {
         }
     }
 
-    /// Takes packets apart up to the next one with data; false if none is there. Its data are put into
-    /// `room`, over which the cursor moves, or join those that were not taken.
+    /// Decodes packets up to the next one with data; false if there is none. Its data are put into `room`,
+    /// and the cursor moves over them, or are appended to the unconsumed data.
     fn next(&mut self, room: Option<&mut IoCursorMut<'_, '_>>, peer: &str) -> Result<bool> {
         match &self.finished {
             None => {}
@@ -181,7 +181,7 @@ impl<U: Unpack> Inbox<U> {
         Ok(true)
     }
 
-    /// Moves what was not taken up to new data, over the header between them.
+    /// Moves unconsumed data up to new data, over the header between them.
     fn join(&mut self, data: Range<usize>) {
         let start = data.start - self.plain.len();
         self.buffer.copy_within(self.plain.clone(), start);

@@ -1,7 +1,7 @@
 //! The sending half: data is gathered into packets; one call sends a batch of packets.
 //!
-//! Bytes in a packet count as sent, like those in a socket's own buffer: what the channel below does not
-//! accept in time stays here and goes first in the next call.
+//! Bytes in a packet count as sent, like those in a socket's own buffer: data that the channel below does not
+//! accept in time stays here and is sent first in the next call.
 
 use super::packet::Pack;
 use crate::{Channel, Error, IoBuf, IoCursor, Result, SendFlags};

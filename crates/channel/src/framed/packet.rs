@@ -7,7 +7,7 @@ use crate::{Error, IoBufMut, IoCursor, Result};
 
 /// Makes packets.
 pub(crate) trait Pack: Debug + Send {
-    /// Encodes control packets that have to precede further data, if any; returns their range in `room`.
+    /// Encodes control packets that must precede further data, if any; returns their range in `room`.
     ///
     /// # Errors
     /// The packet cannot be made, so nothing more can be sent.
@@ -32,7 +32,7 @@ pub(crate) trait Unpack: Debug + Send {
     fn unpack(&mut self, bytes: &mut [u8], peer: &str) -> Result<Unpacked>;
 
     /// Decodes the first packet received straight into `room`, if it is whole and has data for which there is
-    /// room; `None`: [`Self::unpack`] has to. In any case the room may be overwritten.
+    /// room; `None`: use [`Self::unpack`]. In any case the room may be overwritten.
     ///
     /// # Errors
     /// As [`Self::unpack`].
@@ -55,7 +55,7 @@ pub(crate) trait Unpack: Debug + Send {
 pub(crate) enum Unpacked {
     /// Not enough yet.
     Incomplete,
-    /// Something without data, of this length.
+    /// A packet without data, of this length.
     Idle(usize),
     /// Data in this range, and the number of bytes consumed.
     Data(Range<usize>, usize),

@@ -7,10 +7,9 @@
 //!   record         [ ciphertext            │ tag ]    the tag is computed from the ciphertext, in our own buffer
 //! ```
 //!
-//! - *Live memory may change while it is encrypted.* The ciphertext then is that of some mixture of its
-//!   contents, as it is with `sendmsg`. The tag authenticates the ciphertext, which lies in a buffer that
-//!   only this thread writes, and each position of the key stream is used once, so the record is valid in any
-//!   case.
+//! - *Live memory may change while it is encrypted.* The ciphertext is then that of some mixture of its
+//!   contents, as with `sendmsg`. The tag authenticates the ciphertext, which lies in a buffer that only this
+//!   thread writes, and each position of the key stream is used once, so the record is valid in any case.
 //! - *Decrypted bytes are written before the tag is compared*, and are never read here. [`AesGcm::open`] is
 //!   for memory that is not used unless it succeeds
 //!   ([`RecvFlags::UNAUTHENTICATED`](crate::RecvFlags::UNAUTHENTICATED)).
@@ -37,7 +36,7 @@ pub(crate) const NONCE_BYTES: usize = 12;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct TagMismatch;
 
-/// One key. It seals and opens; each record is one or the other.
+/// One key, which seals and opens records.
 #[derive(Debug)]
 pub(crate) struct AesGcm {
     context: NonNull<EVP_CIPHER_CTX>,
@@ -46,7 +45,7 @@ pub(crate) struct AesGcm {
 // SAFETY: the context is this value's alone, and aws-lc ties none of it to a thread.
 unsafe impl Send for AesGcm {}
 
-/// Direction of a record, as `EVP_CipherInit_ex` has it.
+/// Direction of a record, as `EVP_CipherInit_ex` defines it.
 #[derive(Clone, Copy)]
 #[repr(i32)]
 enum CipherDirection {
@@ -55,7 +54,7 @@ enum CipherDirection {
 }
 
 impl AesGcm {
-    /// `None` for a key that is neither of 16 nor of 32 bytes, and without memory.
+    /// `None` for a key that is neither of 16 nor of 32 bytes, or without memory.
     pub(crate) fn new(key: &[u8]) -> Option<Self> {
         // SAFETY: these return pointers to static tables.
         let cipher = unsafe {

@@ -17,10 +17,10 @@
 
 use super::iobuf::{IoBuf, IoBufMut, total_len, total_len_mut};
 
-/// Maximum number of buffers one system call takes (`UIO_MAXIOV`).
+/// Maximum number of buffers of one system call (`UIO_MAXIOV`).
 pub const IOV_MAX: usize = libc::UIO_MAXIOV as usize;
 
-/// Number of elements that are copied when a transfer stopped inside a buffer: enough that the next call is
+/// Number of elements copied after a transfer that stopped inside a buffer: enough to make the next call
 /// worth its cost.
 const BRIDGE: usize = 64;
 
@@ -55,7 +55,7 @@ impl<'s, 'a> IoCursor<'s, 'a> {
         self.remaining == 0
     }
 
-    /// The rest of the buffer that the cursor stands in; `None` if all is sent.
+    /// The rest of the buffer at the cursor; `None` if all is sent.
     #[cfg(feature = "tls")]
     pub(crate) fn first(&self) -> Option<IoBuf<'a>> {
         self.bufs.first().map(|buf| buf.skip(self.skip))
@@ -66,7 +66,7 @@ impl<'s, 'a> IoCursor<'s, 'a> {
         self.chunk_and_last().0
     }
 
-    /// The next buffers, and whether they are the last.
+    /// The next buffers, and true if they are the last.
     pub fn chunk_and_last(&mut self) -> (&[IoBuf<'a>], bool) {
         if self.skip == 0 {
             let n = self.bufs.len().min(IOV_MAX);

@@ -16,7 +16,7 @@ pub(crate) const CODE_COPIED: u8 = 1;
 /// Room for control messages: several times what a completion takes (64 bytes with an IPv6 address).
 const CONTROL: usize = 512;
 
-/// Fields of `struct sock_extended_err`; what they mean depends on `origin`.
+/// Fields of `struct sock_extended_err`; their meaning depends on `origin`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct ExtendedError {
     pub(crate) errno: u32,

@@ -4,12 +4,12 @@
 //! and [`IoBufMut`] carry an address and a length to a system call and have no way back to a slice. They have
 //! the layout of `struct iovec`, so an array of them goes to the kernel unchanged.
 //!
-//! Not an owner: the constructor's caller guarantees, by a lifetime or by `unsafe`, that the memory stays
-//! mapped.
+//! They do not own the memory: the constructor's caller guarantees, by a lifetime or by `unsafe`, that it
+//! stays mapped.
 
 use std::marker::PhantomData;
 
-/// Bytes to send. A copy of it is the same bytes.
+/// Bytes to send. A copy refers to the same bytes.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub struct IoBuf<'a> {
@@ -120,7 +120,7 @@ impl<'a> IoBufMut<'a> {
         self.iov = skip(self.iov, len);
     }
 
-    /// Puts back what [`Self::iov`] gave before [`Self::narrow`].
+    /// Restores the [`Self::iov`] of before [`Self::narrow`].
     pub(super) fn restore(&mut self, whole: libc::iovec) {
         self.iov = whole;
     }
@@ -164,8 +164,8 @@ impl std::fmt::Debug for IoBufMut<'_> {
     }
 }
 
-/// Copies a prefix of the buffers into `bytes` and returns how many were copied. For channels whose nature is
-/// to copy (memory, ciphers); never on the way of a page into a socket or a file.
+/// Copies a prefix of the buffers into `bytes` and returns how many were copied. For channels that copy
+/// anyway (memory, ciphers); never for a page on its way into a socket or a file.
 pub fn gather(bufs: &[IoBuf<'_>], bytes: &mut [u8]) -> usize {
     let mut done = 0;
     for buf in bufs {
@@ -223,7 +223,7 @@ pub(crate) fn limit_mut<'a>(bufs: &'a mut [IoBufMut<'_>], len: usize) -> Vec<IoB
     bufs.iter_mut().map_while(|buf| take(&mut left, buf.len()).map(|share| buf.prefix(share))).collect()
 }
 
-/// Takes a buffer's share of what is left. `None`: nothing is left.
+/// Takes a buffer's share of the remaining length. `None`: nothing remains.
 fn take(left: &mut usize, len: usize) -> Option<usize> {
     let share = (*left > 0).then(|| len.min(*left))?;
     *left -= share;

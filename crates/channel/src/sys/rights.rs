@@ -4,10 +4,10 @@ use std::ffi::c_int;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Of most architectures; the libc crate does not have it yet.
+/// The value on most architectures; the libc crate lacks it.
 const SO_PASSRIGHTS: c_int = 83;
 
-/// Has the kernel refuse descriptors that a peer of this Unix socket passes (`EPERM` for the peer). Sockets
+/// Makes the kernel refuse descriptors that a peer of this Unix socket passes (`EPERM` for the peer). Sockets
 /// that are accepted from a listener inherit it. Otherwise the process that receives closes them, also with
 /// the socket whose queue has them, and the last close of a descriptor may wait: that of a TCP connection
 /// with `SO_LINGER` for its peer.

@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 /// `SO_ZEROCOPY` of `asm-generic/socket.h`, which the C library's bindings lack.
 const SO_ZEROCOPY: libc::c_int = 60;
 
-/// Since when zero-copy sends are possible.
+/// The kernel version that has zero-copy sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Enabled {
     /// Since this call.

@@ -9,7 +9,7 @@ use std::path::Path;
 /// Number of leading bytes from which the peer's protocol is recognized.
 pub(super) const MAGIC_BYTES: usize = 4;
 
-/// A peer that begins with something else than TLS.
+/// A peer whose first bytes are not TLS.
 pub(super) fn plain(peer: &str, what: &str) -> Error {
     let text = format!(
         "it sent {what}: turn TLS on there (tls-creds at the source's QEMU), or off here (--tls-creds)"
@@ -86,7 +86,7 @@ pub(super) fn doubt_at_server(tls: &TlsServer) -> String {
     )
 }
 
-/// An alert that ends a connection which was through its handshake.
+/// An alert that ends a connection after its handshake.
 pub(super) fn alert(peer: &str, alert: AlertDescription) -> Error {
     Error::tls(peer, refused(alert, "this side's certificate"))
 }

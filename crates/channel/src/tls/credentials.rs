@@ -44,10 +44,10 @@ pub struct TlsClient {
 }
 
 impl TlsServer {
-    /// Reads `ca-cert.pem`, `server-cert.pem`, `server-key.pem` and, if it is there, `ca-crl.pem`.
+    /// Reads `ca-cert.pem`, `server-cert.pem`, `server-key.pem` and, if it exists, `ca-crl.pem`.
     ///
     /// # Errors
-    /// [`Error::TlsCredentials`] names the file and what is wrong with it.
+    /// [`Error::TlsCredentials`] names the file and its fault.
     pub fn load(directory: &Path) -> Result<Self> {
         let at = Files { directory };
         let provider = provider();
@@ -64,7 +64,7 @@ impl TlsServer {
             .with_single_cert(chain, key)
             .map_err(|error| at.mismatched(SERVER_CERT, SERVER_KEY, &error))?;
         config.ignore_client_order = true;
-        // Tickets that a lane never reads would make its end a reset.
+        // Tickets that a lane never reads would turn its end into a reset.
         config.send_tls13_tickets = 0;
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.enable_secret_extraction = true;
@@ -81,12 +81,12 @@ impl TlsServer {
 }
 
 impl TlsClient {
-    /// Reads `ca-cert.pem` and, if they are there, `client-cert.pem` with `client-key.pem`, and `ca-crl.pem`.
+    /// Reads `ca-cert.pem` and, if they exist, `client-cert.pem` with `client-key.pem`, and `ca-crl.pem`.
     /// `hostname` is the name that the server's certificate must be for; `None`: that of the address that is
     /// connected to.
     ///
     /// # Errors
-    /// [`Error::TlsCredentials`] names the file and what is wrong with it.
+    /// [`Error::TlsCredentials`] names the file and its fault.
     pub fn load(directory: &Path, hostname: Option<&str>) -> Result<Self> {
         let at = Files { directory };
         let provider = provider();

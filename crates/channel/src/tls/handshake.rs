@@ -85,7 +85,7 @@ enum HandshakeStep {
     Receive,
 }
 
-/// rustls' two kinds of connection, which have this in common but no trait for it.
+/// Common interface of rustls' two kinds of connection.
 trait Stepping {
     /// Returns the number of bytes of `incoming` to discard; appends to `outgoing` and `contents`.
     fn step(
@@ -236,7 +236,7 @@ impl<'a> Flights<'a> {
 
     /// Sends the pending alert, if the peer still receives.
     fn send_alert(&mut self, connection: &mut impl Stepping) {
-        // Only as long as it has something to send: it must not process the same bytes again.
+        // Only while it has data to send: it must not process the same bytes again.
         while connection.has_outgoing() {
             let (discard, step) = connection.step(&mut self.incoming, &mut self.outgoing, &mut self.contents);
             self.incoming.drain(..discard);

@@ -30,7 +30,7 @@ pub(super) const RECORD_BYTES_MAX: usize = HEADER_BYTES + CONTENT_BYTES_MAX + TR
 const PAYLOAD_BYTES_MAX: usize = CONTENT_BYTES_MAX + 256;
 /// The longest record that may come.
 pub(super) const INCOMING_BYTES_MAX: usize = HEADER_BYTES + PAYLOAD_BYTES_MAX;
-/// The least content that is opened into its memory. Messages of TLS itself (an alert has 2 bytes, a
+/// Minimum length of content that is opened into its memory. Messages of TLS itself (an alert has 2 bytes, a
 /// KeyUpdate 5) are shorter.
 const DIRECT_BYTES_MIN: usize = 512;
 /// Records that one AES-GCM key may protect. The standard's limit is 2^24.5 (RFC 8446, section 5.5).
@@ -83,13 +83,13 @@ pub(super) struct Protection {
 
 impl std::fmt::Debug for Protection {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        // Not the key.
+        // Omits the key.
         f.debug_struct("Protection").field("sequence", &self.sequence).finish_non_exhaustive()
     }
 }
 
 impl Protection {
-    /// `None` for a cipher that this module does not have; [`super::credentials`] offers no other.
+    /// `None` for a cipher that this module lacks; [`super::credentials`] offers no other.
     pub(super) fn new(sequence: u64, secrets: &ConnectionTrafficSecrets) -> Option<Self> {
         use ConnectionTrafficSecrets::{Aes128Gcm, Aes256Gcm, Chacha20Poly1305};
         let (algorithm, key, iv, records_max) = match secrets {
@@ -118,7 +118,7 @@ impl Protection {
         self.sequence >= self.records_max - 1
     }
 
-    /// Makes `record` of the next bytes of `data`, as many as it has room for between header and trailer.
+    /// Seals the next bytes of `data` into `record`, as many as fit between header and trailer.
     pub(super) fn seal(&mut self, data: &mut IoCursor<'_, '_>, record: &mut [u8], content: RecordContent) {
         self.seal_as(data, record, content.byte());
     }

@@ -9,8 +9,8 @@ use crate::{IoBuf, IoCursor, Result};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Room for one batch of records: what they take stays in a processor's second-level cache beside the pages
-/// that go in.
+/// Room for one batch of records, which stays in a processor's second-level cache beside the pages being
+/// sealed.
 pub(super) const BATCH_BYTES: usize = 16 * RECORD_BYTES_MAX;
 /// The alert that ends a stream in order (RFC 8446, section 6.1).
 const CLOSE_NOTIFY: [u8; 2] = [1, 0];

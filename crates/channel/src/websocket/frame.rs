@@ -1,4 +1,4 @@
-//! Frames (RFC 6455, section 5): data into them and out of them.
+//! Frames (RFC 6455, section 5): encodes and decodes them.
 
 use super::error::error;
 use crate::framed::{Pack, Unpack, Unpacked};
@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tungstenite::protocol::frame::FrameHeader;
 use tungstenite::protocol::frame::coding::{Control, Data, OpCode};
 
-/// The most data of one frame that is sent.
+/// Maximum length of the data in a frame that is sent.
 const SENT_BYTES_MAX: usize = 256 << 10;
 /// The longest header.
 const HEADER_BYTES_MAX: usize = 14;
@@ -17,9 +17,9 @@ const HEADER_BYTES_MAX: usize = 14;
 pub(super) const BATCH_BYTES: usize = HEADER_BYTES_MAX + SENT_BYTES_MAX;
 /// The longest frame that may come.
 pub(super) const PAYLOAD_BYTES_MAX: u64 = 1 << 30;
-/// The most that a control frame may carry (RFC 6455, section 5.5).
+/// Maximum payload of a control frame (RFC 6455, section 5.5).
 const CONTROL_BYTES_MAX: u64 = 125;
-/// The status of an end that was wanted, in a Close frame.
+/// Status of an intended end, in a Close frame.
 const CLOSE_NORMAL: [u8; 2] = 1000_u16.to_be_bytes();
 
 /// The end of the connection.
@@ -102,11 +102,11 @@ impl Pack for FrameWriter {
 pub(super) struct FrameReader {
     side: WebSocketRole,
     pings: Arc<Pings>,
-    /// Bytes of the present data frame that are to come.
+    /// Outstanding bytes of the present data frame.
     left: u64,
     /// For the next of them.
     mask: Option<[u8; 4]>,
-    /// Fragments of the present message are to come.
+    /// True while fragments of the present message are outstanding.
     in_message: bool,
 }
 

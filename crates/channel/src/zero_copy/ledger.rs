@@ -27,7 +27,7 @@ pub(super) struct SendLedger {
     /// Completions received out of order, as half-open ranges. Each is inside `finished..issued`, so their
     /// number is limited by the kernel's memory for sends.
     ahead: BTreeMap<u64, u64>,
-    /// Since the last verdict: whether one was copied, whether one was not.
+    /// Since the last verdict: true if one was copied; true if one was not.
     copied: bool,
     spared: bool,
     /// The first error that a completion reported.
@@ -119,9 +119,9 @@ pub struct ZeroCopyStatistics {
     pub sends: u64,
     /// Bytes in them.
     pub bytes: u64,
-    /// Calls, of those that are finished, whose bytes the kernel copied after all.
+    /// Finished calls whose bytes the kernel copied after all.
     pub copied: u64,
-    /// Calls, of those that are finished, that were truly without a copy.
+    /// Finished calls without a copy.
     pub zero_copied: u64,
     /// Number of times that the kernel had no memory for a call (`ENOBUFS`) and we waited or sent less.
     pub no_memory: u64,

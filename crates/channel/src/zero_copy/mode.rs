@@ -6,7 +6,7 @@ pub enum ZeroCopySend {
     /// Where it pays: the sender measures if the kernel copies anyway.
     #[default]
     Auto,
-    /// All that can, also where the kernel copies in the end.
+    /// All possible sends, even where the kernel copies in the end.
     On,
     /// None.
     Off,

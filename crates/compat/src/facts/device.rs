@@ -14,13 +14,13 @@ pub struct DeviceFacts {
     pub features: BTreeSet<String>,
     /// Features that its driver accepted; empty without a driver, and for a destination.
     pub negotiated: BTreeSet<String>,
-    /// Queue pairs, or queues where they come alone.
+    /// Queue pairs, or queues if these are not paired.
     pub queues: u16,
     /// The longest ring that it takes.
     pub ring_size_max: u16,
-    /// The length of a ring in use; 0: none is.
+    /// The length of a ring in use; 0: no ring is in use.
     pub ring_size: u16,
-    /// The largest packet in bytes; 0: unknown.
+    /// Maximum size of a packet in bytes; 0: unknown.
     pub mtu: u16,
     /// The version of the state that it writes.
     pub state_version: u32,
@@ -30,7 +30,7 @@ pub struct DeviceFacts {
     /// it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub migration_version: Option<String>,
-    /// Reason why it cannot be migrated, if it cannot.
+    /// Reason for which it cannot be migrated, if any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub unmigratable: Option<String>,
 }

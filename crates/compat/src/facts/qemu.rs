@@ -124,7 +124,7 @@ pub struct QemuDevice {
     pub kind: String,
     /// The user's name for it, or empty.
     pub id: String,
-    /// Where it is, which is what its state is found by: `pci/02.0`, `pci/02.0/virtio`.
+    /// Address, by which its state is found: `pci/02.0`, `pci/02.0/virtio`.
     pub place: String,
     /// Properties, as `info qtree` prints them.
     pub properties: BTreeMap<String, String>,
@@ -169,7 +169,7 @@ pub(crate) fn version_numbers(version: &str) -> Vec<u32> {
 pub struct Virtqueue {
     /// Current size, which the stream carries: the one that a driver has set, else the maximum.
     pub size: u32,
-    /// The largest that the device takes; `None` for a queue that a vhost-user backend processes.
+    /// Maximum size that the device accepts; `None` for a queue that a vhost-user backend processes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub size_max: Option<u32>,
 }
@@ -182,7 +182,7 @@ pub struct Netdev {
     pub id: String,
     /// `tap`, `user`, `vhost-user`, …
     pub kind: String,
-    /// QEMU is not connected to the process that serves it, and has taken the guest's link down.
+    /// True if QEMU is not connected to the process that serves it, and has set the guest's link down.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub is_disconnected: bool,
 }
@@ -201,7 +201,7 @@ pub struct Drive {
     pub read_only: bool,
     /// Bytes that the guest sees.
     pub virtual_bytes: u64,
-    /// The file as this host knows it, `device:inode`, so two names of one file are one.
+    /// Identity of the file on this host, `device:inode`, which is the same for all of its names.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub identity: Option<String>,
     /// Lock on the file that excludes writers.

@@ -1,5 +1,5 @@
 //! Migration capabilities, which QEMU does not negotiate. towline sets them alike; with `migrate` by hand the
-//! user has to.
+//! user must.
 
 use super::{Pair, Rule};
 use crate::facts::QemuFacts;

@@ -1,6 +1,6 @@
 //! Virtual processors, whose state is identified by number and local APIC id; and their maximum number, which
 //! is the length of a list in the state of ACPI's CPU hot-plug. If the destination has one more, the source
-//! reports `completed` while the destination dies of that list.
+//! reports `completed` while the destination fails on that list.
 
 use std::collections::BTreeSet;
 

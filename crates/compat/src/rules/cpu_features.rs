@@ -1,5 +1,5 @@
-//! CPUID features that were promised to the guest. QEMU accepts a guest whose processor there has less, and
-//! the guest hangs or dies at the first missing instruction.
+//! CPUID features that were promised to the guest. QEMU accepts a destination with fewer features, and the
+//! guest hangs or dies at the first missing instruction.
 
 use super::{Pair, Rule};
 use crate::facts::FeatureWord;
@@ -26,7 +26,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
         let model = source.cpus.iter().flatten().next().map_or("the guest's", |cpu| cpu.model.as_str());
         findings.no(
             format!("the guest has processor features that are not there: {}", named(&lost)),
-            // What these are depends on the version of QEMU and on the host.
+            // Their features depend on the version of QEMU and on the host.
             if ["host", "max"].contains(&model) {
                 format!("-cpu {model} is another processor there: start both with a model that both have, such as Nehalem")
             } else {

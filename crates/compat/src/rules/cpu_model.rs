@@ -5,7 +5,7 @@ use crate::report::Findings;
 
 pub(super) const RULE: Rule = Rule { id: "cpu-model", run };
 
-/// Models that are what a host or a QEMU's version makes of them.
+/// Models whose features depend on the host or on QEMU's version.
 const HOST_MODELS: [&str; 2] = ["max", "host"];
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {

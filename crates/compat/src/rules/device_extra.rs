@@ -17,7 +17,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
         let is_part = extra
             .iter()
             .any(|other| device.place.strip_prefix(&other.place).is_some_and(|rest| rest.starts_with('/')));
-        // A QEMU of another version may be made of other parts.
+        // A QEMU of another version may consist of other parts.
         let is_inner = !device.place.starts_with("pci/") && source.version != destination.version;
         if !is_part && !is_inner {
             findings.note(

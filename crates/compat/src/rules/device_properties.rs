@@ -11,7 +11,7 @@ pub(super) const RULE: Rule = Rule { id: "device-properties", run };
 enum Effect {
     /// Nothing: it is the host's, or another rule checks it.
     None,
-    /// QEMU takes it and the guest runs on.
+    /// QEMU accepts it and the guest runs on.
     Compatible(&'static str),
     /// QEMU refuses the device's state.
     Refused(&'static str),

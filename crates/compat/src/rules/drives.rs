@@ -1,4 +1,4 @@
-//! Drives, which are never moved: each is shared, another file, missing or locked.
+//! Drives, which are never moved: each may be shared, a different file, missing or locked.
 
 use super::{Pair, Rule};
 use crate::facts::{Drive, Lock, Subject};

@@ -11,7 +11,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let (source, destination) = (&pair.source.subject, &pair.destination.subject);
     match (source, destination) {
         (Qemu(_) | Image(_), Qemu(_)) | (Image(_) | Binary(_), Binary(_)) => {}
-        // The destination answers, by being written to; see `attribute`.
+        // The destination device decides when its attribute is written; see `attribute`.
         (Device(_) | Attribute(_), Device(_) | Attribute(_)) => {}
         (Qemu(_), Binary(_)) => findings.unknown(
             "which versions the guest's devices have is not to be learned from a running QEMU",

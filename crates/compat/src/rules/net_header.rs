@@ -7,7 +7,7 @@ use crate::report::Findings;
 
 pub(super) const RULE: Rule = Rule { id: "net-header", run };
 
-/// Offered exactly if the property is on and the backend has the header.
+/// Offered if and only if the property is on and the backend has the header.
 const FEATURE: &str = "VIRTIO_NET_F_CSUM";
 const PROPERTY: &str = "csum";
 

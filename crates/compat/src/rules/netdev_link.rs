@@ -1,5 +1,5 @@
 //! The link of a network card whose process has ended is down, which its state has. QEMU raises it when the
-//! process is connected again, and only there: at a destination that is connected already it stays down.
+//! process is connected again, and only then: at a destination that is already connected it stays down.
 
 use super::{Pair, Rule};
 use crate::report::Findings;

@@ -5,7 +5,7 @@ use crate::report::Findings;
 
 pub(super) const RULE: Rule = Rule { id: "prealloc", run };
 
-/// Below this, first touches take no time to speak of.
+/// Below this, the time of first touches is negligible.
 const LARGE_BYTES: u64 = 4 << 30;
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {

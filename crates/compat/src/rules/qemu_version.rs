@@ -1,4 +1,4 @@
-//! An older QEMU at the destination, and an untested version.
+//! An older QEMU at the destination, or an untested version.
 
 use super::{Pair, Rule};
 use crate::report::Findings;

@@ -11,7 +11,7 @@ pub struct Rule {
     pub(super) run: fn(&Pair<'_>, &mut Findings<'_>),
 }
 
-/// Both sides, and how the guest would go from one to the other.
+/// Both sides, and the way in which the guest would be moved.
 #[derive(Debug, Clone, Copy)]
 pub struct Pair<'a> {
     /// Where the guest is.
@@ -20,9 +20,9 @@ pub struct Pair<'a> {
     pub destination: &'a Facts,
     /// Lanes that towline would use; `None`: not known yet.
     pub lanes: Option<usize>,
-    /// towline is to switch to postcopy, and sets `postcopy-ram` for that.
+    /// True if towline will switch to postcopy, and sets `postcopy-ram` for that.
     pub is_postcopy: bool,
-    /// The destination's facts are current, rather than recorded.
+    /// True if the destination's facts are current rather than recorded.
     pub is_live: bool,
     /// True if both sides' facts are from this host, so files can be compared by identity.
     pub is_one_host: bool,

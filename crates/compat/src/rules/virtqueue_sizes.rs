@@ -70,7 +70,7 @@ fn refused_queue(guest: &QemuDevice, there: &QemuDevice) -> Option<String> {
     })
 }
 
-/// An image does not tell sizes; the QEMU that stored it tells whether they may be too large.
+/// An image does not have the sizes; the version of the QEMU that stored it shows if they may be too large.
 fn of_image(image: &ImageFacts, destination: &QemuFacts, findings: &mut Findings<'_>) {
     let Some(qemu) = &image.qemu else { return };
     let version = version_numbers(qemu);

@@ -94,7 +94,7 @@ pub enum ParseError {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ValueError {
-    /// A property's key has a character that keys do not have, or no character.
+    /// A property's key is empty or has an invalid character.
     #[error("key {found:?}, expected up to {NAME_BYTES_MAX} letters, digits, '-', '_', '.', '/' or '+'")]
     Key {
         /// The beginning of the key.

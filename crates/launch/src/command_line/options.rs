@@ -12,7 +12,7 @@ use crate::names::{self, NameGroup};
 pub enum Syntax {
     /// Takes no value.
     Flag,
-    /// One text that is not divided further.
+    /// A single text.
     Text,
     /// `key=value,…` with `,,` for a comma in a value. The first word may lack its key, which is then
     /// `implied`.
@@ -32,7 +32,7 @@ pub enum Syntax {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct OptionName(&'static str);
 
-/// Name of the words of an argv that do not begin with a dash: QEMU takes each for the file of a disk.
+/// Name of the words of an argv that do not begin with a dash: QEMU takes each as the file of a disk.
 pub(crate) const DISK_FILE: OptionName = OptionName("(disk file)");
 
 impl OptionName {

@@ -150,7 +150,7 @@ impl Properties {
                 }
             }
             Self::Json(map) => {
-                // JSON keeps types: what can be a number or a boolean is written as the value was before.
+                // JSON keeps types: a number or a boolean is written with the type of the former value.
                 let typed = match map.get(key) {
                     Some(Value::Number(_)) => serde_json::from_str(value).ok().filter(Value::is_number),
                     Some(Value::Bool(_)) => match value {

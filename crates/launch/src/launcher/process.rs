@@ -102,7 +102,7 @@ fn supervise(
     let is_awaited = report.send(pidfd.map(|pidfd| (child.id(), pidfd)).map_err(io::Error::from)).is_ok();
     debug_assert!(is_awaited, "the caller waits for the report");
     let ended = child.wait();
-    // Its last words are the reason of its end.
+    // The end of its log has the reason for its end.
     log.into_iter().for_each(LogWriter::wait);
     match ended {
         Ok(status) => exit.set(status),
