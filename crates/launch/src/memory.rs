@@ -53,7 +53,7 @@ pub struct QemuVersion {
     pub minor: u32,
 }
 
-/// All blocks of a guest that are mapped, and how.
+/// All mapped blocks of a guest, and the use of their files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MappedMemory {
     /// The blocks.
@@ -90,7 +90,7 @@ pub enum MemoryFileError {
         /// Offset of the block in the file.
         offset: u64,
     },
-    /// An id or a path that QEMU cannot have.
+    /// An id or a path that QEMU cannot parse.
     #[error(
         "block {id:?} cannot be a backend: expected a letter, then letters, digits, '-', '_' or '.'; rename it"
     )]
@@ -148,7 +148,7 @@ impl fmt::Display for QemuVersion {
 }
 
 impl MappedMemory {
-    /// Has the guest's memory be these blocks: replaces the backends of their ids, or the machine's own
+    /// Maps the guest's memory from these blocks: replaces the backends of their ids, or the machine's own
     /// memory.
     ///
     /// # Errors
@@ -195,7 +195,7 @@ impl MappedMemory {
         if is_id { Ok(()) } else { Err(MemoryFileError::Id { id: block.id.clone() }) }
     }
 
-    /// Replaces the object of the block's id by a mapping. What it says of nodes and dumps is kept.
+    /// Replaces the object of the block's id by a mapping. Its properties for nodes and dumps are kept.
     fn replace_backend(&self, block: &MappedBlock, changed: &mut CommandLine) -> Result<(), MemoryFileError> {
         let is_it = |option: &&mut QemuOption| {
             option.name.as_str() == "object" && option.id().as_deref() == Some(&block.id)
@@ -211,7 +211,7 @@ impl MappedMemory {
         Ok(())
     }
 
-    /// Gives the machine, which had memory without a backend, one of the block's id.
+    /// Adds a backend with the block's id to a machine whose memory had none.
     fn replace_main_memory(
         &self,
         block: &MappedBlock,
@@ -267,7 +267,7 @@ impl MappedMemory {
         }
         let value = OptionValue::Properties(Properties::KeyValue(properties));
         let option = QemuOption { name: option_name("object"), value };
-        // What another program reads has to parse here too.
+        // A command line for another program must parse here too.
         let text = option.value_text();
         QemuOption::parse(option.name, text.as_deref()).map_err(|error| path_error(error.to_string()))
     }

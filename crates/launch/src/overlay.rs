@@ -26,9 +26,9 @@ use crate::policy::AllowedCommandLine;
 use crate::runtime::GuestName;
 use crate::settings::addresses;
 
-/// Room that is needed for each overlay in bytes.
+/// Required free space for each overlay in bytes.
 const ROOM_BYTES: u64 = 64 << 20;
-/// Options that are disks, and in which nothing names the format.
+/// Options that are disks without a key for the format.
 const PLAIN_DISKS: [&str; 10] =
     ["(disk file)", "hda", "hdb", "hdc", "hdd", "sd", "pflash", "mtdblock", "fda", "fdb"];
 /// Drivers of nodes that are the file of a format node.
@@ -150,8 +150,8 @@ pub enum OverlayError {
 }
 
 impl AllowedCommandLine {
-    /// Has the guest write to overlays instead of its disks. Returns them; the caller must make them before
-    /// the guest starts.
+    /// Redirects the guest's writes to overlays instead of its disks. Returns them; the caller must make them
+    /// before the guest starts.
     ///
     /// # Errors
     /// A disk whose format is not given, or that is described in a way that is not known.
@@ -212,8 +212,8 @@ impl Overlay {
         Ok(())
     }
 
-    /// Makes the file, by the `qemu-img` beside the QEMU that will use it. It belongs to this user alone
-    /// (0600): it has what the guest writes.
+    /// Makes the file, by the `qemu-img` beside the QEMU that will use it. Only this user may access it
+    /// (0600), since it has the guest's writes.
     ///
     /// # Errors
     /// [`OverlayError::Exists`], [`OverlayError::Directory`], [`OverlayError::Tool`],
@@ -449,7 +449,7 @@ impl Disk {
     }
 }
 
-/// A drive that names no file: it has no medium, or one that is described in another way.
+/// A drive without a file name: it has no medium, or one that is described in another way.
 fn empty_drive(properties: &Properties, setting: &str) -> Result<Option<Disk>, OverlayError> {
     let driver = properties.value("driver").or_else(|| properties.value("format")).unwrap_or_default();
     let has_file = properties.pairs().iter().any(|(key, _)| *key == "filename" || key.starts_with("file."));

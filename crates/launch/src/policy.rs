@@ -1,4 +1,4 @@
-//! The command line of an image, which may come from anyone, and what of it is started.
+//! The command line of an image, which may come from anyone, and the part of it that is started.
 //!
 //! Everything is an allow-list: options, types of objects, devices and backends, their properties, and the
 //! form of each value ([`form`]). No form admits a path, so no image can give the argv a path, socket,
@@ -42,7 +42,7 @@ pub struct AllowedCommandLine {
 }
 
 impl Recorded {
-    /// Accepts what is known to be harmless and takes everything of the host from `host`.
+    /// Accepts what is known to be harmless; everything of the host comes from `host`.
     ///
     /// # Errors
     /// [`Refused::Image`] with all refusals; or a setting or an argument of `host` that is at fault.
@@ -136,7 +136,7 @@ impl AllowedCommandLine {
 fn trust(command_line: &CommandLine, host: &HostArguments) -> Result<AllowedCommandLine, Refused> {
     let guest = command_line.without_process_options();
     let mut candidates = settings::apply(&guest, &host.settings)?;
-    // Those of the host alone: a port of a trusted image has the other end that the image names.
+    // Those of the host alone: a port of a trusted image keeps the other end that the image names.
     candidates.retain(|candidate| {
         candidate.origin == ValueOrigin::Host || !is_of_process(candidate.option.name.as_str())
     });
@@ -171,7 +171,7 @@ fn assemble_command_line(
     Ok(allowed)
 }
 
-/// Fails if an option would have the launcher lose the QEMU that it starts.
+/// Fails if an option would detach the QEMU from the launcher.
 fn check_supervised(option: &QemuOption) -> Result<(), Refused> {
     let has = |key| option.properties().is_some_and(|properties| properties.value(key).is_some());
     let (name, reason) = match option.name.as_str() {
@@ -308,7 +308,7 @@ impl Judged<'_> {
         refusals.push(refusal(format!("{}.{key}", self.address), &value, RefusalReason::Type));
     }
 
-    /// A disk whose file comes from this host has its format from this host too.
+    /// If a disk's file comes from this host, so must its format.
     fn judge_format(&self, name: OptionName, refusals: &mut Vec<Refusal>) {
         let has = |key: &str| self.trusted.contains(key);
         let has_file = self.trusted.iter().any(|key| key == "file" || key.starts_with("file."));
@@ -317,7 +317,7 @@ impl Judged<'_> {
         }
     }
 
-    /// A tap is this host's: without a name, QEMU makes one.
+    /// A tap belongs to this host: without a name, QEMU creates one.
     fn judge_tap(&self, option: &QemuOption, refusals: &mut Vec<Refusal>) {
         let is_named = |key: &str| self.properties.value(key).is_some();
         if replace::is_tap(option) && !["br", "fd", "fds", "helper", "ifname"].into_iter().any(is_named) {
@@ -326,8 +326,8 @@ impl Judged<'_> {
     }
 }
 
-/// Adds refusals of memory that no other option refers to: the size of an image bounds what its guest has,
-/// and not this.
+/// Adds refusals of memory that no other option refers to: the size of an image bounds its guest's memory,
+/// but not this.
 fn unused_memory(candidates: &[Candidate], user_arguments: &CommandLine, refusals: &mut Vec<Refusal>) {
     let options = || candidates.iter().map(|candidate| &candidate.option).chain(user_arguments.options());
     let is_used = |id: &String, object: &QemuOption| {

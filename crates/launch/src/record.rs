@@ -7,9 +7,9 @@
 //! Options that belong to the process rather than to its guest (monitors, displays, logs, `-incoming`,
 //! `-daemonize`, …) are not recorded.
 //!
-//! Secrets are left out, and the settings that give them back are named in `left-out`: `data` of a `secret`,
+//! Secrets are left out, and the settings that supply them are named in `left-out`: `data` of a `secret`,
 //! passwords and keys of any option, URLs with credentials, `string` of `-fw_cfg` and `value` of `-smbios
-//! type=11`, which often bring a guest its first credentials. Paths of keys and certificates are not secret.
+//! type=11`, which often contain a guest's first credentials. Paths of keys and certificates are not secret.
 //! `-append` is recorded: the image holds it anyway, in the guest's memory.
 
 use serde::{Deserialize, Serialize};
@@ -115,7 +115,7 @@ impl Recorded {
     /// Parses a recorded command line.
     ///
     /// # Errors
-    /// A text that is too long, not of the format, of another version, or not a command line.
+    /// The text is too long, malformed, of another version, or not a command line.
     pub fn from_json(json: &[u8]) -> Result<Self, ParseError> {
         if json.len() > COMMAND_LINE_BYTES_MAX {
             return Err(ParseError::TooLong { found: json.len() });
@@ -216,7 +216,7 @@ fn is_process_option(option: &QemuOption) -> bool {
         || option.name.as_str() == "object" && kind().is_some_and(|kind| kind.starts_with("monitor-"))
 }
 
-/// Options that do nothing by themselves.
+/// Options that have no effect alone.
 fn is_auxiliary(option: &QemuOption) -> bool {
     let kind = option.properties().and_then(|properties| properties.value("qom-type")).unwrap_or_default();
     match option.name.as_str() {

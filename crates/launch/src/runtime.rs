@@ -28,7 +28,7 @@ pub use state::RunningGuest;
 
 /// Longest name of a guest in bytes. A socket's path has 107 bytes at most.
 const NAME_BYTES_MAX: usize = 48;
-/// Attempts to lock a directory that others remove at the same time.
+/// Number of attempts to lock a directory that others remove at the same time.
 const ATTEMPTS_MAX: u32 = 100;
 /// Guests that are listed.
 const GUESTS_MAX: usize = 10_000;
@@ -125,7 +125,7 @@ pub enum RuntimeError {
         path: PathBuf,
         /// Length of the path.
         found: usize,
-        /// The longest that the system accepts.
+        /// Maximum length that the system accepts.
         expected: usize,
     },
 }
@@ -182,7 +182,7 @@ impl RuntimeRoot {
         self.path.starts_with(SESSIONS)
     }
 
-    /// A root at this path. It is made when it is needed, with its parent.
+    /// A root at this path. It is created on demand, with its parent.
     #[must_use]
     pub fn at(path: PathBuf) -> Self {
         Self { path }
@@ -232,7 +232,7 @@ impl RuntimeRoot {
         let path = self.path.join(name.as_str());
         for _ in 0..ATTEMPTS_MAX {
             let directory = match open_private(root, Path::new(name.as_str()), &path) {
-                // Removed between its making and its opening.
+                // Removed between its creation and its opening.
                 Err(RuntimeError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => continue,
                 other => other?,
             };
@@ -384,7 +384,7 @@ fn io_error(path: &Path, operation: &'static str, errno: Errno) -> RuntimeError 
     RuntimeError::Io { path: path.to_owned(), operation, source: errno.into() }
 }
 
-/// The process that has a name, as its state tells.
+/// The process that has a name, according to its state.
 fn holder(path: &Path) -> String {
     match RunningGuest::read(&path.join(STATE)) {
         Some(state) => format!("process {} (started by process {})", state.pid, state.owner_pid),

@@ -78,7 +78,7 @@ pub(crate) struct Candidate {
 /// Origin of an option's values.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum ValueOrigin {
-    /// The image, but for these properties.
+    /// From the image, except for these properties.
     Image(BTreeSet<String>),
     /// From this host.
     Host,
@@ -157,7 +157,7 @@ fn apply_one(candidates: &mut Vec<Option<Candidate>>, setting: &Setting) -> Resu
             if let ValueOrigin::Image(trusted) = &mut candidate.origin {
                 trusted.insert(property);
             }
-            // The whole is checked again, now with this value.
+            // The whole command line is checked again, now with this value.
             let text = candidate.option.value_text();
             candidate.option = QemuOption::parse(name, text.as_deref()).map_err(fault)?;
         }

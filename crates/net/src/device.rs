@@ -81,7 +81,7 @@ impl Net {
         self.shared.options.device_state
     }
 
-    /// Current way of transmission of each pair.
+    /// Current transmit mode of each pair.
     pub fn transmit_modes(&self) -> Vec<TransmitMode> {
         self.shared.modes.iter().map(|mode| TransmitMode::from_number(mode.load(Relaxed))).collect()
     }
@@ -101,7 +101,7 @@ impl Net {
     pub fn set_link(&self, up: bool) {
         let Shared { taps, counters, link_up, .. } = &*self.shared;
         if up && !link_up.load(Relaxed) {
-            // Frames that the tap kept because the receive ring was empty.
+            // Frames that stayed in the tap because the receive ring was empty.
             counters[0][RECEIVE].add_drops(DropReason::LinkDown, taps.discard());
         }
         self.shared.set_link(up);

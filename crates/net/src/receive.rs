@@ -6,9 +6,9 @@
 //!                               │ longer:     the contents of the overflow buffer are copied to further chains
 //!                               └ no buffers: the frame is deferred until the driver makes more available
 //! ```
-//! A tap does not report the length of its next frame, and discards what `readv` has no room for. To gather
-//! 64 KiB for each small frame would be wasteful, so as much is gathered as the longest of the recent frames
-//! took, followed by an overflow buffer of this process. Nothing is lost, and only frames that are longer
+//! A tap does not report the length of its next frame, and discards what `readv` has no room for. Gathering
+//! 64 KiB for each small frame would be wasteful, so buffers are gathered for the longest of the recent
+//! frames, followed by an overflow buffer of this process. Nothing is lost, and only frames that are longer
 //! than those before are copied. No frame is dropped for lack of buffers either, and none is read while the
 //! receive ring is empty.
 

@@ -27,7 +27,7 @@ use crate::sys::{interface, tap};
 
 /// Maximum number of frames that are discarded when a tap is emptied: more than its queues hold.
 const STALE_FRAMES_MAX: usize = 1 << 16;
-/// Interval at which it is checked that the interface exists.
+/// Interval of the checks that the interface exists.
 const GONE_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// Reason why a tap cannot be used.
@@ -195,8 +195,7 @@ impl Taps {
     }
 
     /// Adopts queues that another process opened, all of one interface, with the virtio header and without
-    /// packet information. That IFF_NO_PI is missing cannot be seen: the bit means IFF_NOFILTER in
-    /// `TUNGETIFF`.
+    /// packet information. A missing IFF_NO_PI cannot be detected: the bit means IFF_NOFILTER in `TUNGETIFF`.
     ///
     /// # Errors
     /// [`TapError::QueueCount`], [`TapError::NotTap`], [`TapError::Flags`], [`TapError::MixedInterfaces`],
@@ -394,7 +393,7 @@ impl TapQueue {
         }
     }
 
-    /// Lets the kernel steer flows to this queue, or not.
+    /// Sets whether the kernel steers flows to this queue.
     pub(crate) fn set_attached(&self, attached: bool) {
         if self.multi_queue && self.attached.swap(attached, Relaxed) != attached {
             // Not fatal: without it, some flows are steered to a queue that is not read.
@@ -415,8 +414,7 @@ impl AsFd for TapQueue {
     }
 }
 
-/// Creates a ring for a queue whose writes never wait for room: of a batch some would be written, and others
-/// not.
+/// Creates a ring for a queue whose writes never wait for room: otherwise a batch might be written in part.
 fn ring_for(tap: BorrowedFd<'_>) -> Option<TapRing> {
     if tap::send_buffer(tap).ok()? < i32::MAX {
         return None;

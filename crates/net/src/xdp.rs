@@ -52,10 +52,10 @@ pub(crate) use transmitter::XdpTransmitter;
 
 /// Bytes of a frame beyond the MTU: Ethernet header and two VLAN tags.
 const LINK_HEADER_BYTES: usize = 14 + 8;
-/// Time limit for a queue to become free again after the socket that was bound to find out if it is.
+/// Time limit for a queue to become free again after a probing socket.
 const PROBE_RELEASE_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// Reason why an interface cannot be used for AF_XDP.
+/// Reason for which an interface cannot be used for AF_XDP.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum XdpError {

@@ -85,8 +85,8 @@ impl Client {
     /// Connects to the monitor at `path` and negotiates.
     ///
     /// # Errors
-    /// [`Error::Missing`], [`Error::Refused`], [`Error::Busy`] and [`Error::Connect`] before there is a
-    /// connection; then those of [`Client::from_stream`].
+    /// [`Error::Missing`], [`Error::Refused`], [`Error::Busy`] and [`Error::Connect`] before the connection
+    /// is established; then as [`Client::from_stream`].
     pub fn connect(path: impl AsRef<Path>, options: &Options) -> Result<Self, Error> {
         let path = path.as_ref();
         let connection =
@@ -98,7 +98,7 @@ impl Client {
     ///
     /// # Errors
     /// [`Error::NoGreeting`] from a monitor in use by another client, [`Error::NotQmp`] from anything that is
-    /// not a QMP server, [`Error::Disconnected`] if it closes, and those of the command `qmp_capabilities`.
+    /// not a QMP server, [`Error::Disconnected`] if it closes, and as for the command `qmp_capabilities`.
     pub fn from_stream(
         stream: UnixStream,
         name: impl Into<String>,
@@ -108,8 +108,8 @@ impl Client {
     }
 
     /// Connects to the monitor of a QEMU that is being started, and sends it these commands before its
-    /// greeting, so QEMU reads them while it makes its machine and executes them at once. Returns when it has
-    /// answered; [`Client::replies`] reads the replies. Out-of-band execution is not negotiated.
+    /// greeting, so QEMU reads them while it creates its machine and executes them at once. Returns when it
+    /// has answered; [`Client::replies`] reads the replies. Out-of-band execution is not negotiated.
     ///
     /// QEMU reads a monitor byte by byte, with several system calls for each: a few hundred bytes take it a
     /// millisecond.
@@ -219,9 +219,9 @@ impl Client {
         self.execute_with_fds(command, &[])
     }
 
-    /// As [`Client::execute`], but out of band: QEMU executes it at once, also while its main loop is
-    /// blocked, as when the guest's memory cannot be read before this command. Without negotiated out-of-band
-    /// execution the command is executed in order.
+    /// As [`Client::execute`], but out of band: QEMU executes it at once, even while its main loop is
+    /// blocked, for instance on guest memory that is unreadable until this command. Without negotiated
+    /// out-of-band execution the command is executed in order.
     ///
     /// # Errors
     /// As [`Client::execute`].

@@ -1,6 +1,6 @@
 //! Bytes to QMP messages, without I/O.
 //!
-//! [`Decoder::feed`] takes bytes in any pieces, [`Decoder::next_message`] gives the messages they complete.
+//! [`Decoder::feed`] takes bytes in any pieces, [`Decoder::next_message`] returns the messages they complete.
 //! Framing does not rely on line ends: a message is one JSON object, found by its brackets, so `-qmp-pretty`
 //! reads the same. Every byte is scanned once, so a large reply in small pieces costs no more than in one.
 //!
@@ -87,7 +87,7 @@ pub struct EventTimestamp {
     pub microseconds: i64,
 }
 
-/// Reason why bytes are not QMP. The peer's fault; nothing after it can be decoded.
+/// Reason for which bytes are not QMP. The peer's fault; nothing after it can be decoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CodecError {
@@ -164,8 +164,8 @@ impl Decoder {
         }
     }
 
-    /// Takes bytes as they arrived. Call [`Decoder::next_message`] until it gives `None` before feeding more,
-    /// so no more than one message is ever held.
+    /// Appends received bytes. Call [`Decoder::next_message`] until it returns `None` before feeding more, so
+    /// no more than one message is ever held.
     pub fn feed(&mut self, bytes: &[u8]) {
         if self.failed.is_some() {
             return;

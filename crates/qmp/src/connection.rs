@@ -53,7 +53,7 @@ pub(crate) struct MonitorConnection {
     scratch: Box<[u8]>,
 }
 
-/// Reason why a send or a receive ended.
+/// Reason for which a send or a receive ended.
 #[derive(Debug)]
 pub(crate) enum Interruption {
     /// The deadline, after this many bytes.
@@ -142,7 +142,7 @@ impl MonitorConnection {
         Ok(())
     }
 
-    /// The next bytes. With a deadline that has passed, what is there already, in one system call.
+    /// The next bytes. With a deadline in the past, only the bytes already received, by one system call.
     pub(crate) fn receive(&mut self, until: Instant) -> Result<&[u8], Interruption> {
         loop {
             match rustix::net::recv(&self.stream, &mut self.scratch[..], RecvFlags::DONTWAIT) {
@@ -187,7 +187,7 @@ impl MonitorConnection {
             if left.is_zero() {
                 return Ok(false);
             }
-            // A wait too long for the kernel's clock is cut into shorter ones.
+            // A wait too long for the kernel's clock is split into shorter ones.
             let left = Timespec::try_from(left.min(Duration::from_secs(3600)))
                 .map_err(|_| disconnected(Errno::INVAL))?;
             let socket = PollFd::from_borrowed_fd(self.stream.as_fd(), what);

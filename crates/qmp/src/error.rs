@@ -1,4 +1,4 @@
-//! Errors between a client and a monitor, by whose fault they are.
+//! Errors between a client and a monitor, by the party at fault.
 
 use std::fmt;
 use std::io;

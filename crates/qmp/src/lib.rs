@@ -10,7 +10,7 @@
 //! deadline. QEMU serves one client at a time per monitor; a second one gets no greeting until the first
 //! disconnects, which is [`Error::NoGreeting`].
 //!
-//! `Server` is the server side, for a control socket of one's own. It is the feature `server`, on by default.
+//! `Server` is the server side, for your own control socket. It is the feature `server`, on by default.
 //!
 //! Limits: [`codec::MESSAGE_BYTES_MAX`] for one message, [`codec::DEPTH_MAX`] for its nesting, [`EVENTS_MAX`]
 //! for unread events.

@@ -1,4 +1,4 @@
-//! Commands and replies, with their types and without, for several commands at once.
+//! Commands and replies, typed and untyped, for several commands at once.
 
 use std::borrow::Cow;
 

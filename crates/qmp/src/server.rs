@@ -54,7 +54,7 @@ pub trait Commands: Send + Sync {
     fn execute(&self, name: &str, arguments: &Map<String, Value>) -> Result<Value, CommandError>;
 }
 
-/// Reason why a command fails, by QMP's error classes.
+/// Reason for which a command fails, by QMP's error classes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CommandError {
     /// No such command (`CommandNotFound`).

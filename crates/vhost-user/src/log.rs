@@ -120,7 +120,7 @@ impl LogSwitch {
         self.0.mode.load(Ordering::Acquire) != LogMode::Off as u8
     }
 
-    /// Returns true while the frontend has to send a log.
+    /// Returns true while a log from the frontend is awaited.
     pub(crate) fn is_awaited(&self) -> bool {
         self.0.mode.load(Ordering::Acquire) == LogMode::Awaited as u8
     }
@@ -152,7 +152,7 @@ impl DirtyCache {
         self.log.as_ref().is_some_and(|log| log.words.mapping().is_lost())
     }
 
-    /// Returns true while the frontend has to send a log.
+    /// Returns true while a log from the frontend is awaited.
     pub(crate) fn is_log_awaited(&self) -> bool {
         self.switch.is_awaited()
     }

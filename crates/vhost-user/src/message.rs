@@ -6,8 +6,8 @@
 //!               bits 0-1 version 1, bit 2 reply, bit 3 need_reply
 //! ```
 //! Numbers are little-endian (native in the specification; both ends share a machine). The source of the
-//! format is QEMU's `docs/interop/vhost-user.rst`. Lengths of payloads and numbers of descriptors have to
-//! match their request; everything else is a [`MessageError`] before the request has any effect.
+//! format is QEMU's `docs/interop/vhost-user.rst`. Lengths of payloads and numbers of descriptors must match
+//! their request; everything else is a [`MessageError`] before the request has any effect.
 
 mod code;
 mod error;
@@ -31,7 +31,7 @@ pub(crate) const VERSION: u32 = 1;
 pub(crate) const VERSION_MASK: u32 = 3;
 pub(crate) const FLAG_REPLY: u32 = 1 << 2;
 pub(crate) const FLAG_NEED_REPLY: u32 = 1 << 3;
-/// In the payload of requests with one descriptor: it is absent (`VHOST_USER_VRING_NOFD_MASK`).
+/// In the payload of requests with one descriptor: the descriptor is absent (`VHOST_USER_VRING_NOFD_MASK`).
 pub(crate) const NO_FD: u64 = 1 << 8;
 
 /// Header of a message.

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 /// Time limit of [`OrphanedThreads::drop_apart`].
 const DROP_WITHIN: Duration = Duration::from_secs(1);
-/// Number of threads that close descriptors and do not count.
+/// Number of descriptor-closing threads that are ignored.
 const CLOSING_MAX: usize = 8;
 
 /// Orphaned threads of one device.
@@ -45,7 +45,7 @@ impl OrphanedThreads {
         }
     }
 
-    /// Number of threads that have not ended, without a few that close descriptors.
+    /// Number of running threads, apart from a few that close descriptors.
     pub(crate) fn count(&self) -> usize {
         unfinished(&self.workers) + unfinished(&self.closing).saturating_sub(CLOSING_MAX - 1)
     }

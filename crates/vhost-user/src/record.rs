@@ -210,7 +210,7 @@ fn lock(file: &File, name: &str) -> Result<(), RecordError> {
     }
 }
 
-/// A word of a record in which a device keeps what its next process has to know.
+/// A word of a record in which a device keeps state for its next process.
 #[derive(Debug, Clone)]
 pub struct DeviceWord(Area);
 

@@ -5,7 +5,7 @@ use std::io;
 use crate::record::RecordError;
 use crate::session::SessionError;
 
-/// Reason for the end of a connection, or of serving altogether.
+/// Reason for the end of a connection, or of the service.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ServeError {
@@ -20,7 +20,7 @@ pub enum ServeError {
         /// The error.
         source: SessionError,
     },
-    /// A device that no frontend could use.
+    /// The device cannot be used by any frontend.
     #[error("a device has 1 to {most} queues, this one has {found}", most = crate::QUEUES_MAX)]
     Queues {
         /// Number of queues.

@@ -28,7 +28,7 @@ use crate::sys::inherited;
 
 /// Timeout of one attempt to get a frontend, which is repeated.
 const ATTEMPT_WITHIN: Duration = Duration::from_secs(3600);
-/// Interval before a lost frontend is connected to again, for which there is no event.
+/// Interval between attempts to reconnect to a lost frontend, for which there is no event.
 const RECONNECT_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 /// Interval after the kernel had no descriptor or memory for a connection, or the device refused it
 /// temporarily. There is no event for that either.
@@ -61,7 +61,7 @@ impl FrontendSource {
     }
 
     /// FrontendSource of the socket that a service manager passed to this process by systemd's protocol
-    /// (socket activation); `None` if it passed none.
+    /// (socket activation); `None` if there was none.
     ///
     /// # Errors
     /// [`ServeError::Sockets`] if there are several, [`ServeError::Descriptor`] if it is not a socket.

@@ -1,6 +1,6 @@
 //! Device models that an image may have, and their properties.
 //!
-//! Left out on purpose: what opens something of the host by its own property (`vfio-*`, `usb-host`,
+//! Left out on purpose: models that open something of the host by a property (`vfio-*`, `usb-host`,
 //! `vhost-scsi-*`, `loader`, `ivshmem-doorbell`, `virtio-9p-*`, …), and every property that names a file, a
 //! descriptor, a CID or another host's address.
 

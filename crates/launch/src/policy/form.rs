@@ -1,5 +1,5 @@
 //! Forms that values from an image may have. None of them admits a `/`, a `\`, or a URL, so no such value can
-//! name a file; but for the arguments of a kernel, which only the guest reads.
+//! name a file. The exception is the arguments of a kernel, which only the guest reads.
 
 use std::net::IpAddr;
 

@@ -14,7 +14,7 @@ pub(super) enum OptionRule {
     Text(Form),
     /// Properties.
     Properties(&'static [Known]),
-    /// Properties that depend on the value of one, its type.
+    /// Properties that depend on the type, which is the value of one of them.
     Typed { key: &'static str, types: &'static [(&'static str, &'static [Known])] },
     /// `-machine`, whose types are patterns.
     Machine,
@@ -151,8 +151,8 @@ const CHARDEVS: &[(&str, &[Known])] = &[
 ];
 
 /// Without the file and its format: a guest that wrote the header of another format into its disk could
-/// otherwise have this host open any file as that one's base. Nor may an image have writes lost or errors
-/// ignored on this host's disks.
+/// otherwise have this host open any file as that one's base. Nor may an image lose writes or ignore errors
+/// on this host's disks.
 const DRIVE: &[Known] = &[
     (One(&["threads", "native", "io_uring"]), "aio"),
     (

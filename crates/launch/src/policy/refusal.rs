@@ -24,7 +24,7 @@ pub struct Refusal {
 pub enum RefusalReason {
     /// The option is not on the list of those that an image may have.
     Option,
-    /// The option belongs to the process, which the launcher arranges itself.
+    /// The option belongs to the process, which the launcher sets up itself.
     Process,
     /// The type, model or driver is not on the list.
     Type,
@@ -32,7 +32,7 @@ pub enum RefusalReason {
     Property,
     /// The value names something of the host.
     Host,
-    /// The value does not have the form that it may have.
+    /// The value does not have the permitted form.
     Form {
         /// Description of that form.
         expected: String,
@@ -59,7 +59,7 @@ pub enum Refused {
     Setting(SettingError),
     /// An argument of the user.
     Argument(crate::ParseError),
-    /// An option of the user with which QEMU would not be the launcher's own process.
+    /// An option of the user that would detach QEMU from the launcher.
     Unsupervised {
         /// The option.
         option: &'static str,

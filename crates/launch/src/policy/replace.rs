@@ -1,5 +1,5 @@
-//! Values of this host in an image's place: the accelerator, the reach of the guest's network, and the other
-//! end of its consoles.
+//! Values of this host that replace an image's: the accelerator, the reach of the guest's network, and the
+//! other end of its consoles.
 
 use std::collections::BTreeSet;
 
@@ -37,8 +37,8 @@ pub(super) fn accelerator(candidates: &mut Vec<Candidate>, user_arguments: &Comm
     });
 }
 
-/// Has memory be allocated as the guest touches it, unless this host says otherwise: what an image asks for
-/// would be taken at once.
+/// Lets memory be allocated when the guest touches it, unless this host says otherwise: otherwise an image
+/// could take all of it at once.
 pub(super) fn preallocation(candidates: &mut Vec<Candidate>) {
     candidates.retain(|candidate| {
         candidate.origin == ValueOrigin::Host || candidate.option.name.as_str() != "mem-prealloc"
@@ -63,8 +63,8 @@ fn names_accelerator(option: &QemuOption) -> bool {
     }
 }
 
-/// Isolates QEMU's own network, QEMU's default one included, and has taps run no script, unless this host
-/// says otherwise.
+/// Isolates QEMU's own network, including QEMU's default network, and disables the scripts of taps, unless
+/// this host says otherwise.
 pub(super) fn networks(candidates: &mut Vec<Candidate>, user_arguments: &CommandLine) {
     let is_network = |option: &QemuOption| NETWORKS.contains(&option.name.as_str());
     if !candidates.iter().map(|candidate| &candidate.option).chain(user_arguments.options()).any(is_network) {
@@ -87,7 +87,7 @@ pub(super) fn networks(candidates: &mut Vec<Candidate>, user_arguments: &Command
             let is_open = ["fd", "fds", "helper"].iter().any(|key| trusted.contains(*key));
             for key in ["script", "downscript"].into_iter().filter(|key| !trusted.contains(*key)) {
                 match properties.value(key).as_deref() {
-                    // QEMU refuses both for a tap that is open already.
+                    // QEMU refuses both for an open tap.
                     Some("no" | "") if is_open => properties.remove(key),
                     // The defaults are programs: /etc/qemu-ifup and /etc/qemu-ifdown.
                     None if !is_open => properties.set(key, "no"),
@@ -133,7 +133,7 @@ pub(super) fn consoles(candidates: &mut Vec<Candidate>, host: &HostArguments, us
     for candidate in candidates.iter_mut().filter(|candidate| candidate.origin != ValueOrigin::Host) {
         let replacement = match (candidate.option.name.as_str(), &candidate.option.value) {
             ("serial", OptionValue::Text(text)) => {
-                // The number of the port names the other end, and nothing of the image does.
+                // The other end is named after the number of the port, never by the image.
                 ports += 1;
                 let is_replaced = !["none", "null"].contains(&text.as_str()) && port_chardev(text).is_none();
                 is_replaced.then(|| match end {

@@ -2,7 +2,7 @@
 //!
 //! Format: `{"version": 1, "name": …, "pid": …, "start-time": …, "owner-pid": …, "detached": …, "qmp": …,
 //! "image": …}`. A reader ignores files of other versions. `start-time` is field 22 of `/proc/PID/stat`, so a
-//! pid that is used again is not taken for the guest.
+//! reused pid is not taken for the guest.
 
 use std::fs::File;
 use std::io::{self, Read as _};
@@ -63,8 +63,8 @@ impl RunningGuest {
     }
 }
 
-/// Reads when a process started, in clock ticks since boot. A process that has ended and is not yet reaped
-/// has none.
+/// Reads the start time of a process, in clock ticks since boot. A process that has ended and is not yet
+/// reaped has none.
 pub(crate) fn start_time(pid: u32) -> io::Result<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
     parse_start_time(&stat)

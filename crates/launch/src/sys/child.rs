@@ -11,7 +11,7 @@ use crate::runtime::Lifetime;
 
 /// Properties of a child.
 pub(crate) struct Child<'a> {
-    /// The only descriptors that it has beside the standard ones, under the numbers that they have here.
+    /// Its only descriptors beside the standard ones, under the numbers that they have here.
     pub(crate) descriptors: &'a [BorrowedFd<'a>],
     /// The end of its life.
     pub(crate) lifetime: Lifetime,
@@ -19,10 +19,10 @@ pub(crate) struct Child<'a> {
     pub(crate) confinement: Option<Given>,
 }
 
-/// Has the child of `command` be as described. The descriptors must be open when it is started.
+/// Sets up the child of `command` as described. The descriptors must be open when it is started.
 ///
-/// With [`Lifetime::WithOwner`] the kernel kills the child when the *thread* that starts it ends, so thread
-/// has to live on.
+/// With [`Lifetime::WithOwner`] the kernel kills the child when the *thread* that starts it ends, so that
+/// thread must live on.
 pub(crate) fn isolate(command: &mut Command, child: Child<'_>) {
     let numbers: Vec<RawFd> = child.descriptors.iter().map(|descriptor| descriptor.as_raw_fd()).collect();
     let (lifetime, confinement) = (child.lifetime, child.confinement);

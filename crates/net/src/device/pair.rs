@@ -101,8 +101,8 @@ impl QueuePair {
         }
     }
 
-    /// Attaches or detaches the queue of the tap, unless the worker of another session receives from it by
-    /// now.
+    /// Attaches or detaches the queue of the tap, unless the worker of another session already receives from
+    /// it.
     fn attach(&self, receives: bool) {
         let mut receiver = lock(&self.shared.receivers[self.index]);
         if receives {
@@ -124,7 +124,7 @@ impl QueuePair {
             xdp.reap_while_stopped(queues.started_ring(TRANSMIT), counted);
         }
         let Some(ring) = queues.ring(TRANSMIT) else {
-            // Without frames to send, no wait for room in the tap, which is writable most of the time.
+            // Without frames to send it does not wait for room in the tap, which is usually writable.
             self.transmitter.blocked = false;
             if let Some(xdp) = &mut self.xdp {
                 xdp.reap_while_stopped(queues.started_ring(TRANSMIT), counted);

@@ -100,8 +100,7 @@ impl Shared {
                      of {name}, and that no other program uses the queue"
                 )));
             }
-            // Without the right to open a socket this is never known. Any other error may be over at the next
-            // attempt.
+            // Without the right to open a socket this is never known. Other errors may be temporary.
             Err(error) if error.kind() != std::io::ErrorKind::PermissionDenied => {
                 let name = xdp.name();
                 return Err(BackendError::temporary(format!(

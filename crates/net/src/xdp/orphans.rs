@@ -1,8 +1,8 @@
 //! Chains in flight of AF_XDP sockets that were closed: the network card may read them until their queue is
 //! free.
 //!
-//! Nothing reports that a queue is free. It is found out by binding a socket, which takes a lock of the whole
-//! network namespace, so the checks become rarer.
+//! Nothing reports that a queue is free. It is determined by binding a socket, which takes a lock of the
+//! whole network namespace, so the checks become rarer.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -18,8 +18,7 @@ const FREE_INTERVAL_MAX: Duration = Duration::from_millis(250);
 #[derive(Debug)]
 pub(super) struct OrphanedChains {
     heads: Vec<ChainHead>,
-    /// True if the first attempt to bind is to find out if the queue of the previous process's socket is
-    /// free.
+    /// True if the first attempt to bind determines if the previous process's queue is free.
     inherited: bool,
     /// Time of the next check if the queue is free.
     next_check: Instant,
@@ -65,12 +64,12 @@ impl OrphanedChains {
         self.inherited = true;
     }
 
-    /// Returns true if the next attempt to bind is to find out if the queue is free.
+    /// Returns true if the next attempt to bind determines if the queue is free.
     pub(super) fn is_checked_at_bind(&self) -> bool {
         self.inherited
     }
 
-    /// Returns true once if the next attempt to bind is to find out if the queue is free.
+    /// Returns true once if the next attempt to bind determines if the queue is free.
     pub(super) fn take_inherited(&mut self) -> bool {
         std::mem::take(&mut self.inherited)
     }
@@ -85,7 +84,7 @@ impl OrphanedChains {
         self.next_check
     }
 
-    /// Has the next check take place at once, and the one after it soon.
+    /// Schedules the next check at once, and the one after it soon.
     pub(super) fn check_soon(&mut self) {
         (self.next_check, self.interval) = (Instant::now(), FREE_INTERVAL);
     }

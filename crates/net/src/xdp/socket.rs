@@ -21,8 +21,7 @@ use crate::sys::xsk::{CompletionRing, TxRing};
 
 /// Entries of a TX ring.
 pub(super) const TX_ENTRIES: u32 = 2048;
-/// Entries of a completion ring, and maximum number of descriptors in flight, so none has to wait for room in
-/// it.
+/// Entries of a completion ring, and maximum number of descriptors in flight, so none waits for room in it.
 pub(super) const COMPLETION_ENTRIES: u32 = 4096;
 /// Entries of the fill ring, which is required although nothing is received.
 const FILL_ENTRIES: u32 = 64;
@@ -34,7 +33,7 @@ pub(super) const METADATA_BYTES: u32 = 24;
 const SEND_BUFFER_BYTES: usize = 4 << 20;
 /// Interval between attempts to bind to a busy queue.
 const BUSY_INTERVAL: Duration = Duration::from_millis(2);
-/// Size of the UMEM that is registered to find out if a queue is free.
+/// Size of the UMEM that a probe of a queue registers.
 const PROBE_BYTES: usize = 4096;
 
 /// A queue of an interface.
@@ -178,7 +177,7 @@ impl XdpSocket {
         })
     }
 
-    /// Has the kernel send the published descriptors.
+    /// Makes the kernel send the published descriptors.
     pub(super) fn wake_up(&self) -> io::Result<()> {
         Ok(send(&self.bound, &[], SendFlags::DONTWAIT).map(drop)?)
     }

@@ -75,7 +75,7 @@ impl XdpTransmitter {
         self.timer.clear();
         self.inherit(Some(ring), counted);
         let orphans = if self.orphaned.is_checked_at_bind() {
-            // The first attempt to bind, which waits, finds out more than a check.
+            // The first attempt to bind, which waits, shows more than a check.
             self.orphaned.check(|| Err(io::ErrorKind::WouldBlock.into()))
         } else {
             self.check_orphans(Some(&mut *ring), counted)

@@ -25,7 +25,7 @@ const FRAMES_PER_BATCH: usize = 64;
 const BATCHES_PER_RUN: usize = 4;
 /// Maximum number of descriptors of a packet that the kernel copies: its fragments (`MAX_SKB_FRAGS`).
 const COPY_DESCRIPTORS_MAX: usize = 17;
-/// Time without completions after which the socket is given up.
+/// Time without completions after which the socket is abandoned.
 const STALLED_AFTER: Duration = Duration::from_secs(5);
 /// Polling interval of the completion ring.
 const DRAIN_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000 };
@@ -307,7 +307,7 @@ impl TxQueue {
             && count <= COMPLETION_ENTRIES - self.in_flight.descriptors()
     }
 
-    /// Has the kernel send the published descriptors, as many as it can now.
+    /// Makes the kernel send the published descriptors, as many as it can now.
     pub(super) fn wake_up(&mut self) -> Result<(), TxError> {
         loop {
             let unconsumed = self.socket.tx.unconsumed();

@@ -26,7 +26,7 @@ impl Ring {
         self.last_avail_idx == 0 && self.used_idx == 0
     }
 
-    /// Returns true while the frontend has to send a dirty log.
+    /// Returns true while a dirty log from the frontend is awaited.
     pub(crate) fn is_log_awaited(&self) -> bool {
         self.dirty.is_log_awaited()
     }

@@ -24,7 +24,7 @@ use crate::record::InFlightRecord;
 use crate::serve_error::ServeError;
 use crate::session::SessionError;
 
-/// Time limit of an `accept` for which a connection is there.
+/// Time limit of an `accept` with a pending connection.
 const ACCEPT_WITHIN: Duration = Duration::from_secs(1);
 /// Interval after a standby could not be accepted.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);

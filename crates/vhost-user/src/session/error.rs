@@ -139,7 +139,7 @@ pub enum SessionError {
         /// Number of threads.
         count: usize,
     },
-    /// The process is to end, and a worker does not reply.
+    /// The process is ending, and a worker does not reply.
     #[error(
         "worker {index} does not reply, and the process is to end; it waits for memory that the frontend has to provide"
     )]
@@ -147,7 +147,7 @@ pub enum SessionError {
         /// Number of the worker.
         index: usize,
     },
-    /// The frontend has sent only a part of a message: for too long, or until the process is to end.
+    /// The frontend has sent only a part of a message: for too long, or until the process ends.
     #[error("the rest of a message did not arrive within {:.1} s", after.as_secs_f64())]
     IncompleteMessage {
         /// Time since its first byte.
