@@ -6,19 +6,22 @@
 //!   image  own mapping, page bitmaps, holes ──────► ExpectedMapping: the same of the block in the image ─────────┘      └─► reasons
 //! ```
 //!
-//! A block is [`Mapped`] if the kernel shows that QEMU's memory at the block's address is the very range of the very file, with
-//! no page of its own in between; what QEMU says of its command line alone proves nothing, since a name may be another file's by
-//! now. Otherwise its pages are sent, for a [`TransferReason`]. What would damage memory in use is an [`Error`].
+//! A block is [`Mapped`] if the kernel shows that QEMU's memory at the block's address is exactly that range
+//! of exactly that file, without a private page in between. QEMU's command line alone proves nothing, since a
+//! name may now be another file's. Otherwise its pages are sent, for a [`TransferReason`]. A setting that
+//! would damage memory in use is an [`Error`].
 //!
 //! - [`of_image`]: QEMU maps an image copy-on-write; the guest's writes are its own.
-//! - [`of_reflink`]: QEMU maps a file that shares the image's storage ([`Reflink`]), for devices that need shared memory.
+//! - [`of_reflink`]: QEMU maps a file that shares the image's storage ([`Reflink`]), for devices that need
+//!   shared memory.
 //! - [`of_running`]: QEMU maps the memory of another QEMU, which has the guest until this one runs it.
-//! - [`guest_backends`]: files of a running guest's memory, for a QEMU that is to map it.
-//! - [`old_memory`]: QEMU maps a file that may have content, which a guest that is sent must not keep.
+//! - [`guest_backends`]: files of a running guest's memory, for a QEMU that will map it.
+//! - [`old_memory`]: QEMU maps a file that may have content, which must not remain in an incoming guest.
 //!
-//! Out of scope: starting QEMU, and sending what is left (`plan`). Limits: Linux, a QEMU of this host whose process is
-//! identified; QEMU 8.2 and later where memory is mapped, any where it comes from. Nothing protects the image from programs that
-//! do not know its lock (`flock`): it must not change for as long as guests run from it.
+//! Out of scope: starting QEMU, and sending the rest (`plan`). Limits: Linux, a QEMU of this host whose
+//! process is identified; QEMU 8.2 and later where memory is mapped, any version at the source. Nothing
+//! protects the image from programs that do not know its lock (`flock`): it must not change while guests run
+//! from it.
 
 mod backend;
 mod content;
@@ -73,7 +76,7 @@ pub struct Mapped {
     pub kind: MappingKind,
 }
 
-/// A block whose pages have to be sent.
+/// A block whose pages must be sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TransferredBlock {
@@ -99,10 +102,10 @@ pub struct Presence {
     _reflink: Option<Reflink>,
 }
 
-/// Purpose of a backend, by the file that it is given.
+/// Purpose of a backend, by its file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum BackendPurpose {
-    /// Memory of the guest is to be mapped.
+    /// The guest's memory is mapped from it.
     Mapped,
     /// It is any other memory.
     Other,
@@ -121,7 +124,7 @@ impl Presence {
         &self.sent
     }
 
-    /// Returns true if all pages have to be sent.
+    /// Returns true if all pages must be sent.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.mapped.is_empty()
@@ -130,7 +133,7 @@ impl Presence {
     /// The guest without the pages that need not be sent.
     ///
     /// # Errors
-    /// It is another guest than that of the proof.
+    /// The guest is not that of the proof.
     pub fn guest<P: Deref<Target: Guest>>(
         &self,
         guest: P,
@@ -138,7 +141,7 @@ impl Presence {
         GuestWithPresentBlocks::new(guest, self.names())
     }
 
-    /// Refuses an image that was written since the proof began, of which the guest would have a mixture.
+    /// Refuses an image that was written since the proof began, since the guest would have a mixture.
     ///
     /// # Errors
     /// [`Error::Changed`].

@@ -1,7 +1,8 @@
 //! One running or waiting QEMU: its state, and its settings for a migration.
 //!
-//! [`Qemu`] is a connected [`Client`](towline_qmp::Client) with the [`QemuState`] queried at the beginning; [`AppliedSettings`] changes
-//! capabilities and parameters and puts them back. What to do with them, and in which order, is not decided here.
+//! [`Qemu`] is a connected [`Client`](towline_qmp::Client) with the [`QemuState`] queried at the beginning;
+//! [`AppliedSettings`] changes capabilities and parameters and restores them. Out of scope: when to change
+//! them, and in which order.
 
 mod activation;
 mod compatibility;

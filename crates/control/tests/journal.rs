@@ -200,7 +200,7 @@ enum Begun {
 fn wanted_without_lanes() -> MigrationSettings {
     MigrationSettings {
         capabilities: [(Capability::EVENTS, true)].into(),
-        // Slow enough that its memory of zeroes is not sent meanwhile.
+        // Slow enough that its memory of zeroes is not sent before.
         parameters: MigrationParameters { max_bandwidth: Some(4096), ..MigrationParameters::default() },
     }
 }

@@ -200,9 +200,9 @@ fn can_unshare(test: &str, args: &[&str]) -> bool {
     can
 }
 
-/// Runs this test again in its own namespaces, after the shell command `prepare`, and has it connect to a QEMU
-/// that is then killed. Returns two lines each: why QEMU's process is not known, and whether it is reported as
-/// exited.
+/// Runs this test again in its own namespaces, after the shell command `prepare`, and has it connect to a
+/// QEMU that is then killed. Returns two lines each: why QEMU's process is not known, and whether it is
+/// reported as exited.
 fn look_from(test: &str, args: &[&str], prepare: &str) -> Vec<Vec<String>> {
     if let Some(socket) = std::env::var_os(SOCKET) {
         looks(Path::new(&socket));

@@ -107,7 +107,7 @@ fn an_image_that_is_open_for_writing_is_refused() {
         let destinations = [saved.waiting(&backend)];
         let finished = copy(&[], &saved, &destinations);
         assert_eq!(finished.status.code(), Some(1), "{}", finished.stderr);
-        let expected = "open for writing (memory backend \"pc.ram\"), so that its guest's writes or its balloon would change the image";
+        let expected = "open for writing (memory backend \"pc.ram\"), so its guest's writes or its balloon would change the image";
         assert!(finished.stderr.contains(expected), "{}", finished.stderr);
         assert_eq!(destinations[0].qmp().status().unwrap(), "inmigrate");
     }

@@ -1,7 +1,8 @@
-//! Memory backends of a QEMU, as it describes them itself over QMP.
+//! Memory backends of a QEMU, as it describes them over QMP.
 //!
-//! A RAM block of a `memory-backend-*` object has the object's id as its name, or with old machine types the object's path
-//! (`x-use-canonical-path-for-ramblock-id`). QEMU 8.2 and later also report the address of each block.
+//! A RAM block of a `memory-backend-*` object has the object's id as its name, or with old machine types the
+//! object's path (`x-use-canonical-path-for-ramblock-id`). QEMU 8.2 and later also report the address of each
+//! block.
 
 use std::collections::BTreeMap;
 
@@ -9,20 +10,20 @@ use serde_json::Value;
 use towline_qmp::commands::{HumanMonitorCommand, QomGet, QueryMemdev};
 use towline_qmp::{self as qmp, Client, CommandReply, CommandRequest};
 
-/// The only type of backend that maps a file which it is given.
+/// The only type of backend that maps a given file.
 const FILE_BACKEND: &str = "memory-backend-file";
-/// Container of the objects that `-object` makes.
+/// Container of the objects that `-object` creates.
 const OBJECTS: &str = "/objects/";
-/// Names of the columns of `info ramblock` that are looked at.
+/// Names of the columns of `info ramblock` that are read.
 const PAGE_SIZE_COLUMN: &str = "PSize";
 const ADDRESS_COLUMN: &str = "HVA";
 
 /// A `memory-backend-*` object. A property is absent where this QEMU, or this type, does not have it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(super) struct BackendObject {
-    /// Its id.
+    /// Id of the object.
     pub(super) id: String,
-    /// Its type, for example `memory-backend-file`.
+    /// Type of the object, for example `memory-backend-file`.
     pub(super) kind: String,
     /// Its size in bytes.
     pub(super) bytes: u64,
@@ -30,9 +31,9 @@ pub(super) struct BackendObject {
     pub(super) prealloc: bool,
     /// True if it is mapped shared.
     pub(super) share: bool,
-    /// The file, as it was named on the command line.
+    /// Name of the file on the command line.
     pub(super) path: Option<String>,
-    /// The first byte in the file; since 8.1.
+    /// Offset of the first byte in the file; since 8.1.
     pub(super) offset: Option<u64>,
     /// True if the file was opened for reading only.
     pub(super) readonly: bool,
@@ -87,7 +88,7 @@ pub(super) struct Backends {
 }
 
 impl BackendObject {
-    /// Returns true if it maps a file that it is given.
+    /// Returns true if it maps a given file.
     pub(super) fn maps_file(&self) -> bool {
         self.kind == FILE_BACKEND
     }
@@ -153,7 +154,7 @@ impl Backends {
         self.backends.iter()
     }
 
-    /// Returns true if no other backend has its size, so that it can be identified by that.
+    /// Returns true if no other backend has its size, so the size identifies it.
     pub(super) fn has_unique_size(&self, backend: &BackendObject) -> bool {
         self.backends.iter().filter(|other| other.bytes == backend.bytes).count() == 1
     }
@@ -181,7 +182,7 @@ fn addresses(text: &str) -> BTreeMap<String, u64> {
     lines.filter_map(|line| row(line, columns.len(), column)).collect()
 }
 
-/// Name and address of a row with `count` columns behind the page size, which has two words.
+/// Name and address of a row with `count` columns after the page size, which has two words.
 fn row(line: &str, count: usize, column: usize) -> Option<(String, u64)> {
     let mut rest = line.trim_end();
     let mut words = Vec::with_capacity(count + 2);

@@ -1,7 +1,9 @@
-//! Comparison of an image's file with its page bitmaps: a mapping shows what the file holds, a reader what the bitmaps say.
+//! Comparison of an image's file with its page bitmaps: a mapping shows the content of the file, a reader the
+//! content according to the bitmaps.
 //!
-//! QEMU leaves the old content of a page that became zero in the file and only clears its bit. towline's own images have a hole
-//! there. Only data of the file is read, since holes are zeros, and of it only the pages without a bit.
+//! QEMU leaves the old content of a page that became zero in the file and only clears its bit. towline's own
+//! images have a hole there. Only data of the file is read, since holes are zeros, and of it only the pages
+//! without a bit.
 
 use std::fs::File;
 use std::io;
@@ -15,8 +17,8 @@ use towline_protocol::{BlockIndex, PageRef};
 
 const ZERO_PAGE: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
 
-/// Offset in the file of the first page of a block that is not zero there and has no bit; `begin` is that of the block. `file` is
-/// the image, with a position of its own.
+/// Offset in the file of the first page of a block that is not zero there and has no bit; `begin` is that of
+/// the block. `file` is the image, with its own position.
 pub(super) fn stale_page(
     image: &Image,
     file: &File,
@@ -37,7 +39,7 @@ pub(super) fn stale_page(
     Ok(None)
 }
 
-/// The next data of a file at or behind `at`, and the hole that follows.
+/// The next data of a file at or after `at`, and the hole that follows.
 pub(super) fn next_data(file: &File, at: u64) -> io::Result<Option<(u64, u64)>> {
     match seek(file, SeekFrom::Data(at)) {
         Ok(data) => Ok(Some((data, seek(file, SeekFrom::Hole(data))?))),
@@ -46,7 +48,7 @@ pub(super) fn next_data(file: &File, at: u64) -> io::Result<Option<(u64, u64)>> 
     }
 }
 
-/// As [`stale_page`], of the pages between two offsets of the block.
+/// As [`stale_page`], for the pages between two offsets of the block.
 fn stale_within(image: &Image, block: BlockIndex, first: u64, last: u64) -> Option<u64> {
     let mut at = first;
     while at < last {
@@ -54,7 +56,7 @@ fn stale_within(image: &Image, block: BlockIndex, first: u64, last: u64) -> Opti
         let extent = image.extent(page);
         let end = (at + extent.pages * PAGE_SIZE).min(last);
         if extent.kind == ExtentKind::Zero {
-            // Nothing to compare is nothing that is known to be zero.
+            // A block without anything to compare is not known to be zero.
             let Some(bytes) = image.immutable(page, end - at) else { return Some(at) };
             let stale = bytes.chunks(ZERO_PAGE.len()).position(|page| page != &ZERO_PAGE[..page.len()]);
             if let Some(stale) = stale {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use super::maps::FileId;
 use crate::qemu;
 
-/// Reason why a block's memory is not proven to be at the destination, so that its pages are sent.
+/// Reason for which a block's memory is not proven to be at the destination, so its pages are sent.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TransferReason {
@@ -41,7 +41,7 @@ pub enum TransferReason {
         expected: u64,
     },
     /// The guest could not write.
-    #[error("QEMU maps it read-only, so that its guest could not write: start QEMU with rom=off")]
+    #[error("QEMU maps it read-only, so its guest could not write: start QEMU with rom=off")]
     ReadOnly,
     /// QEMU does not report the block's address, and nothing else identifies its memory.
     #[error("QEMU {found} does not report its address (`info ramblock`), and its size is not unique")]
@@ -67,9 +67,9 @@ pub enum TransferReason {
     #[error("a part of it is not mapped in QEMU's process")]
     NotMapped,
     /// The memory is of no file.
-    #[error("QEMU's process has memory of its own there, not a file")]
+    #[error("QEMU's process has private memory there, not a file")]
     Anonymous,
-    /// The memory is of several files, or not in order.
+    /// The memory belongs to several files, or is not in order.
     #[error("it is mapped in parts that are not one range of one file")]
     NotContiguous,
     /// QEMU maps another file.
@@ -102,14 +102,14 @@ pub enum TransferReason {
         /// The mapped file.
         found: FileId,
     },
-    /// Writes would not reach the memory that both are to have.
+    /// Writes would not reach the memory that both should have.
     #[error(
-        "QEMU maps it with share=off, so that it has private copies of what it writes: start QEMU with share=on"
+        "QEMU maps it with share=off, so it has private copies of the pages that it writes: start QEMU with share=on"
     )]
     Private,
     /// QEMU may change the image.
     #[error(
-        "QEMU has the image open for writing, so that its guest could change it: start QEMU with share=off,readonly=on,rom=off"
+        "QEMU has the image open for writing, so its guest could change it: start QEMU with share=off,readonly=on,rom=off"
     )]
     WritableImage,
     /// A page of the mapping is no longer the file's.
@@ -129,15 +129,15 @@ pub enum TransferReason {
         /// Where in it.
         offset: u64,
     },
-    /// QEMU has another file open than that of this name.
+    /// QEMU has a file open that is not the one of this name.
     #[error("QEMU does not have {} open: the file was replaced after QEMU had opened it", path.display())]
     NotOpen {
         /// The file.
         path: PathBuf,
     },
-    /// QEMU has a file open whose mappings look like those of the image.
+    /// QEMU has a file open whose mappings cannot be distinguished from those of the image.
     #[error(
-        "QEMU has a file of another device open that has the inode number of {}, so that its mappings may be of either (btrfs subvolumes)",
+        "QEMU has a file of another device open that has the inode number of {}, so its mappings may belong to either (btrfs subvolumes)",
         path.display()
     )]
     Ambiguous {
@@ -186,7 +186,7 @@ pub enum TransferReason {
     },
 }
 
-/// Reason why a copy, or an upgrade, is refused: it would damage memory that is in use.
+/// Reason for which a copy, or an upgrade, is refused: it would damage memory that is in use.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -196,12 +196,12 @@ pub enum Error {
     /// A reflink cannot be read.
     #[error(transparent)]
     Image(#[from] towline_image::Error),
-    /// Memory of the image is not what its manifest says.
+    /// Memory of the image differs from its manifest.
     #[error(transparent)]
     Damaged(towline_migration::Error),
     /// The image was written while the guest was restored from it.
     #[error(
-        "{} was changed while a guest was restored from it, so that the guest would have parts of both; start QEMU again, and replace \
+        "{} was changed while a guest was restored from it, so the guest would have parts of both; start QEMU again, and replace \
          images by renaming only",
         path.display()
     )]
@@ -209,7 +209,7 @@ pub enum Error {
         /// The image.
         path: PathBuf,
     },
-    /// A QEMU that has to map the image does not.
+    /// A QEMU that must map the image does not.
     #[error("QEMU on {socket} does not map its memory from {}: {reason}; leave --share out, and it is copied", path.display())]
     NotMapped {
         /// The monitor's socket.
@@ -221,8 +221,8 @@ pub enum Error {
     },
     /// A restored guest could change the image.
     #[error(
-        "QEMU on {socket} has the image {} open for writing (memory backend {backend:?}), so that its guest's writes or its balloon \
-         would change the image: start it with share=off,readonly=on,rom=off, or with a copy of the image of its own (a reflink)",
+        "QEMU on {socket} has the image {} open for writing (memory backend {backend:?}), so its guest's writes or its balloon \
+         would change the image: start it with share=off,readonly=on,rom=off, or with its own copy of the image (a reflink)",
         path.display()
     )]
     ImageWritable {
@@ -233,7 +233,7 @@ pub enum Error {
         /// The image.
         path: PathBuf,
     },
-    /// It cannot be seen if a restored guest could change the image.
+    /// It is unknown if a restored guest could change the image.
     #[error(
         "QEMU on {socket} shares a file (memory backend {backend:?}) that may be the image: {reason}; start it with share=off, or run \
          towline as QEMU's user or as root"
@@ -270,17 +270,17 @@ pub enum Error {
         /// The difference.
         reason: TransferReason,
     },
-    /// It cannot be seen if a QEMU that loads would write into the guest that another one runs.
+    /// It is unknown if a QEMU that loads would write into the guest that another one runs.
     #[error(
         "RAM block {block:?} of QEMU on {socket} is mapped shared, and may be memory of the other QEMU's guest: {reason}; loading could \
-         write into the guest. Start QEMU 8.2 or later, as towline's user, with memory of its own or with all of the guest's"
+         write into the guest. Start QEMU 8.2 or later, as towline's user, with separate memory or with all of the guest's"
     )]
     UndecidedMemory {
         /// The monitor's socket.
         socket: String,
         /// The block.
         block: String,
-        /// Reason why it is not proven to be that block of the guest.
+        /// Reason for which it is not proven to be that block of the guest.
         reason: TransferReason,
     },
     /// A copy of the image that shares its storage could not be made.

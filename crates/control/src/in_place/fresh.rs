@@ -1,10 +1,11 @@
 //! Content of a waiting QEMU's memory before a guest is sent into it.
 //!
-//! QEMU takes the memory of a guest that arrives for zeros: it loads of an image only the pages that have a bit, and leaves a
-//! zero page of a lane alone when it comes for the first time. A backend whose file has content keeps that content there, and the
-//! guest gets it. Records of the main channel clear the page.
+//! QEMU assumes that the memory of an incoming guest is zero: it loads only the pages of an image that have a
+//! bit, and ignores the first zero page that a lane sends for an address. If the backend's file has content,
+//! that content stays there and the guest gets it. Records of the main channel clear the page.
 //!
-//! Limit: where QEMU's process cannot be seen, a directory at an absolute path of this process is taken for QEMU's.
+//! Limit: where QEMU's process cannot be inspected, a directory at an absolute path of this process is
+//! assumed to be QEMU's.
 
 use std::fmt;
 use std::fs::{self, File, Metadata};
@@ -21,13 +22,13 @@ use crate::qemu::Qemu;
 /// `f_type` of hugetlbfs, where `lseek` takes holes for data.
 const HUGETLBFS: u64 = 0x958458f6;
 
-/// A backend whose memory may have content before the guest is there.
+/// A backend whose memory may have content before the guest arrives.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OldMemory {
-    /// Its id.
+    /// Id of the object.
     pub backend: String,
-    /// Reason why it is not known to be zeros.
+    /// Reason for which it is not known to be zero.
     pub reason: TransferReason,
 }
 
@@ -36,13 +37,13 @@ impl fmt::Display for OldMemory {
         let Self { backend, reason } = self;
         write!(
             f,
-            "memory backend {backend:?} of QEMU may have old content, so that zero pages are sent as well and without lanes, which takes \
+            "memory backend {backend:?} of QEMU may have old content, so zero pages are sent as well and without lanes, which takes \
              longer: {reason}; start QEMU with mem-path= of a directory or of a new file"
         )
     }
 }
 
-/// The backends of a waiting QEMU whose memory is of a file and not known to be zeros.
+/// The backends of a waiting QEMU whose memory is a file and not known to be zero.
 ///
 /// # Errors
 /// [`Error::Qemu`].
@@ -56,7 +57,7 @@ pub fn old_memory(qemu: &mut Qemu) -> Result<Vec<OldMemory>, Error> {
     Ok(backends.iter().filter(|backend| backend.maps_file()).filter_map(old).collect())
 }
 
-/// Returns true if the backend is given a file, and that one seems to have no content.
+/// Returns true if the backend has a file that seems to have no content.
 pub(super) fn may_be_new_file(backend: &BackendObject) -> bool {
     let named = backend.path.as_ref().filter(|_| backend.maps_file()).map(fs::metadata);
     matches!(named, Some(Ok(named)) if named.is_file() && named.blocks() == 0)
@@ -66,7 +67,7 @@ fn check(backend: &BackendObject, process: &Mappings) -> Result<(), TransferReas
     let path = PathBuf::from(backend.path.clone().unwrap_or_default());
     let named = metadata(&path, process)?;
     if named.is_dir() {
-        // QEMU makes a file of its own there, and unlinks it.
+        // QEMU creates a new file there, and unlinks it.
         return Ok(());
     }
     let file = process.open_file(&named)?.ok_or_else(|| TransferReason::NotOpen { path: path.clone() })?;
@@ -84,7 +85,7 @@ fn check(backend: &BackendObject, process: &Mappings) -> Result<(), TransferReas
     }
 }
 
-/// The file that QEMU was given, as QEMU sees it where that can be found out.
+/// The file that QEMU was given, resolved as by QEMU where possible.
 fn metadata(path: &Path, process: &Mappings) -> Result<Metadata, TransferReason> {
     let seen = process.seen(path).and_then(|seen| fs::metadata(seen).ok());
     let failed = |text: String| TransferReason::File { path: path.to_owned(), text };
@@ -95,7 +96,7 @@ fn metadata(path: &Path, process: &Mappings) -> Result<Metadata, TransferReason>
     }
 }
 
-/// Offset of the first data of a file at or behind `begin`.
+/// Offset of the first data of a file at or after `begin`.
 fn first_data(file: &File, metadata: &Metadata, begin: u64) -> std::io::Result<Option<u64>> {
     if rustix::fs::fstatfs(file)?.f_type as u64 == HUGETLBFS {
         return Ok((metadata.blocks() > 0).then_some(begin));

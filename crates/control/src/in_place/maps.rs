@@ -1,9 +1,10 @@
 //! The mappings of a process, as the kernel lists them in `/proc/PID/maps` and `/proc/PID/smaps` (proc(5)).
 //!
-//! A file is named there by the numbers of its device and inode as the kernel keeps them, which on some filesystems (btrfs,
-//! overlayfs) are not those of stat(2): they are comparable with each other only. Both files are mapped while they are compared,
-//! so neither number can come to mean another file later. On btrfs several subvolumes share the device and have inode numbers of
-//! their own, so that the descriptors of the process are compared as well (`process`).
+//! A file is named there by the numbers of its device and inode as the kernel keeps them, which on some
+//! filesystems (btrfs, overlayfs) are not those of stat(2): they are comparable with each other only. Both
+//! files are mapped while they are compared, so neither number can be reused for another file. On btrfs
+//! several subvolumes share the device but have separate inode numbers, so the descriptors of the process are
+//! compared as well (`process`).
 
 use std::fs;
 use std::io;
@@ -23,7 +24,7 @@ pub(super) struct Proc(PathBuf);
 pub(super) enum Detail {
     /// Its mappings.
     Mappings,
-    /// Its mappings, and how much of each is private copies. Costs time for memory that is in use.
+    /// The mappings with the private copies in each. It takes time for memory that is in use.
     PrivateCopies,
 }
 
@@ -34,14 +35,14 @@ pub struct FileId {
     pub major: u32,
     /// Minor number of its device.
     pub minor: u32,
-    /// Its inode; 0 for memory without a file.
+    /// Inode; 0 for memory without a file.
     pub inode: u64,
 }
 
 /// Destination of writes to a mapping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum MapSharing {
-    /// The process' own copies of the pages.
+    /// The process's own copies of the pages.
     Private,
     /// The file.
     Shared,
@@ -59,7 +60,7 @@ pub(super) struct MapsEntry {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct FileRange {
     pub(super) file: FileId,
-    /// The first byte of the range in the file.
+    /// Offset of the range in the file.
     pub(super) offset: u64,
     pub(super) sharing: MapSharing,
     pub(super) is_writable: bool,
@@ -69,14 +70,14 @@ pub(super) struct FileRange {
     pub(super) private_bytes: Option<u64>,
 }
 
-/// Reason why memory is not one range of a file.
+/// Reason for which memory is not one range of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NotOneRange {
     /// A part of it is not mapped.
     Hole,
     /// A part of it is of no file.
     Anonymous,
-    /// Its parts are of several files, or not in the file's order.
+    /// The parts belong to several files, or are not in the file's order.
     Scattered,
 }
 
@@ -103,7 +104,7 @@ impl Proc {
         self.0.join(process)
     }
 
-    /// The file with the mappings of a process, which has a number or is `self`.
+    /// The file with the mappings of a process, given by its id or `self`.
     pub(super) fn path(&self, process: &str, detail: Detail) -> PathBuf {
         self.0.join(process).join(match detail {
             Detail::Mappings => "maps",
@@ -113,7 +114,7 @@ impl Proc {
 
     /// The mappings of a process, by address.
     pub(super) fn mappings(&self, process: &str, detail: Detail) -> io::Result<Vec<MapsEntry>> {
-        // Names of files may be of any bytes.
+        // Names of files may contain any bytes.
         let bytes = fs::read(self.path(process, detail))?;
         Ok(parse(&String::from_utf8_lossy(&bytes)))
     }
@@ -142,7 +143,7 @@ pub(super) fn range_at(mappings: &[MapsEntry], address: u64, length: u64) -> Res
     found.ok_or(NotOneRange::Hole)
 }
 
-/// Returns true if `length` bytes of a file from `offset` on are mapped shared, wherever that is.
+/// Returns true if `length` bytes of a file from `offset` on are mapped shared at any address.
 pub(super) fn has_shared(mappings: &[MapsEntry], file: FileId, offset: u64, length: u64) -> bool {
     mappings.iter().any(|mapping| {
         let range = &mapping.range;
@@ -171,7 +172,7 @@ pub(super) struct FilePart {
     pub(super) length: u64,
 }
 
-/// Parts of files that are mapped shared at `length` bytes from `address` on, whatever lies between.
+/// Parts of files that are mapped shared at `length` bytes from `address` on, with anything in between.
 pub(super) fn shared_parts(
     mappings: &[MapsEntry],
     address: u64,
@@ -185,7 +186,8 @@ pub(super) fn shared_parts(
     })
 }
 
-/// Bytes of all private mappings of a file with this inode that are private copies; `None`: not listed for each.
+/// Bytes of all private mappings of a file with this inode that are private copies; `None`: not listed for
+/// each.
 pub(super) fn private_bytes(mappings: &[MapsEntry], inode: u64) -> Option<u64> {
     let ranges = mappings.iter().map(|mapping| &mapping.range);
     let private = ranges.filter(|range| range.file.inode == inode && range.sharing == MapSharing::Private);
@@ -193,7 +195,8 @@ pub(super) fn private_bytes(mappings: &[MapsEntry], inode: u64) -> Option<u64> {
 }
 
 impl FileRange {
-    /// This range with the next part of it, which begins at `offset` of its file and `distance` behind this one's begin.
+    /// This range with the next part of it, which begins at `offset` of its file and `distance` after the
+    /// beginning of this one.
     fn joined(self, next: &Self, offset: u64, distance: u64) -> Option<Self> {
         let continues =
             next.file == self.file && next.sharing == self.sharing && offset == self.offset + distance;

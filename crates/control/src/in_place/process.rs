@@ -1,4 +1,4 @@
-//! The mappings of a QEMU's process, read when they are first needed.
+//! The mappings of a QEMU's process, read on demand.
 
 use std::cell::OnceCell;
 use std::fs::{self, File, Metadata};
@@ -9,7 +9,7 @@ use super::TransferReason;
 use super::maps::{Detail, MapsEntry, Proc};
 use crate::qemu::{Process, Qemu};
 
-/// The mappings of a QEMU's process, once they are needed.
+/// The mappings of a QEMU's process, once read.
 pub(super) struct Mappings {
     process: Result<i32, TransferReason>,
     detail: Detail,
@@ -49,8 +49,8 @@ impl Mappings {
         found.map(|(path, _)| open(path)).transpose()
     }
 
-    /// Refuses a process that does not have this file open, or has another one that its mappings name alike: on btrfs they show
-    /// numbers that files of several subvolumes share.
+    /// Refuses a process that does not have this file open, or has another one with the same numbers in its
+    /// mappings: on btrfs files of several subvolumes share them.
     pub(super) fn check_open(&self, path: &Path, file: &Metadata) -> Result<(), TransferReason> {
         let files = self.descriptors()?;
         let files = files.iter().filter(|(_, found)| found.is_file()).map(|(_, found)| Numbers::of(found));
@@ -73,7 +73,8 @@ impl Mappings {
         fs::read_link(Proc::default().directory(&self.process.as_ref().ok()?.to_string()).join("cwd")).ok()
     }
 
-    /// Returns how the process has this file open, by all of its descriptors; `None` if it does not have it open.
+    /// Returns how the process has this file open, by all of its descriptors; `None` if it does not have it
+    /// open.
     pub(super) fn open_mode(&self, file: &Metadata) -> Result<Option<OpenMode>, TransferReason> {
         // The kernel shows the access mode as the permissions of the link.
         let is_writable = |path: &Path| fs::symlink_metadata(path).is_ok_and(|link| link.mode() & 0o200 != 0);
@@ -92,12 +93,12 @@ impl Mappings {
         };
         let entries = fs::read_dir(&directory).and_then(Iterator::collect::<Result<Vec<_>, _>>);
         let paths = entries.map_err(unreadable)?.into_iter().map(|entry| entry.path());
-        // One that was closed meanwhile is left out.
+        // A descriptor that has since been closed is left out.
         Ok(paths.filter_map(|path| fs::metadata(&path).ok().map(|metadata| (path, metadata))).collect())
     }
 }
 
-/// Access of a process to a file that it has open.
+/// Access of a process to an open file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum OpenMode {
     ReadOnly,
@@ -114,7 +115,7 @@ struct Numbers {
 /// Result of the search for a file among others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Among {
-    /// It is there, and no other file has its inode number.
+    /// Found, and no other file has its inode number.
     Alone,
     /// It is not there.
     Missing,
@@ -160,7 +161,7 @@ mod tests {
         let image = file(40, 257);
         assert_eq!(image.among([file(1, 9), image, image]), Among::Alone);
         assert_eq!(image.among([file(1, 9)]), Among::Missing);
-        // The first file of another subvolume, with the image open or without.
+        // The first file of another subvolume, with or without the image open.
         assert_eq!(image.among([file(41, 257)]), Among::Ambiguous);
         assert_eq!(image.among([file(41, 257), image]), Among::Ambiguous);
         assert_eq!(image.among([image, file(41, 257)]), Among::Ambiguous);

@@ -1,4 +1,5 @@
-//! The proof itself: what QEMU says of a backend, what the kernel says of its mapping, and what both have to be. No I/O.
+//! The proof itself: compares QEMU's description of a backend and the kernel's list of its mappings with the
+//! requirements. No I/O.
 
 use super::backend::BackendObject;
 use super::error::TransferReason;
@@ -8,7 +9,7 @@ use super::{Mapped, MappingKind};
 /// Version since which QEMU maps ranges (`offset=`) of files that it opens for reading only (`rom=off`).
 const RANGES_SINCE: (u32, u32) = (8, 2);
 
-/// Memory that a block has to be.
+/// Memory that a block must be.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ExpectedMapping<'a> {
     /// Name of the block.
@@ -22,7 +23,7 @@ pub(super) struct ExpectedMapping<'a> {
     pub(super) offset: u64,
 }
 
-/// Refuses a backend by what QEMU itself says of it; the mapping need not be examined then.
+/// Refuses a backend by QEMU's own description; its mapping need not be examined then.
 pub(super) fn check_backend(
     backend: &BackendObject,
     bytes: u64,
@@ -48,13 +49,14 @@ pub(super) fn check_backend(
     Ok(())
 }
 
-/// Returns true if QEMU has opened the backend's file for writing. Then its guest can change the file: by writes if it is mapped
-/// shared, and if it is private by a balloon, since QEMU discards memory of a file by punching holes into it.
+/// Returns true if QEMU has opened the backend's file for writing. Then its guest can change the file: by
+/// writes if it is mapped shared, and by a balloon if it is private, since QEMU discards memory of a file by
+/// punching holes into it.
 pub(super) fn may_change_file(backend: &BackendObject) -> bool {
     backend.maps_file() && !backend.readonly
 }
 
-/// Compares what is mapped for a block with what has to be.
+/// Compares the mapping of a block with the expected one.
 pub(super) fn prove(
     wanted: &ExpectedMapping<'_>,
     found: Result<FileRange, NotOneRange>,

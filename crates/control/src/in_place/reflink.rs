@@ -1,4 +1,4 @@
-//! A copy of an image that shares its storage: the memory of one guest that has to be mapped shared.
+//! A copy of an image that shares its storage: the memory of one guest that must be mapped shared.
 
 use std::fs::File;
 use std::os::fd::AsRawFd as _;
@@ -12,17 +12,17 @@ use towline_image::Image;
 use super::Error;
 use crate::lock::lock;
 
-/// A file with the content of an image, made as a reflink of it. A QEMU may map it shared and write into it; the image stays. It has no
-/// name, so that it goes with its last user.
+/// A file with the content of an image, made as a reflink of it. A QEMU may map it shared and write into it;
+/// the image is unchanged. It has no name, so it is freed with its last user.
 #[derive(Debug)]
 pub struct Reflink {
     image: Image,
-    // Its path is that of this descriptor.
+    // Its path is that of this descriptor in `/proc`.
     _file: File,
 }
 
 impl Reflink {
-    /// Makes a reflink of `image`, in its directory.
+    /// Creates a reflink of `image`, in its directory.
     ///
     /// # Errors
     /// [`Error::Reflink`] on a filesystem without `FICLONE` or `O_TMPFILE`.
@@ -34,7 +34,7 @@ impl Reflink {
         Ok(Self { image: Image::open(Path::new(&path))?, _file: file })
     }
 
-    /// Path by which a QEMU opens it, as long as this process has it.
+    /// Path by which a QEMU opens it while this process has it open.
     #[must_use]
     pub fn path(&self) -> &Path {
         self.image.path()
@@ -47,7 +47,7 @@ impl Reflink {
     }
 }
 
-/// A reflink that no guest has got yet.
+/// A reflink that no guest uses yet.
 #[derive(Debug)]
 pub struct UnusedReflink(Mutex<Option<Reflink>>);
 

@@ -90,7 +90,7 @@ impl QemuPair<'_> {
         };
         let wanted =
             |file, offset| ExpectedMapping { block, bytes, kind: MappingKind::Running, file, offset };
-        // The old QEMU's side first: it has to write into the file as well.
+        // The old QEMU's side first: it must write into the file as well.
         let (file, offset) = match &old {
             Ok(range) => (range.file, range.offset),
             Err(_) => return prove(&wanted(FileId::default(), 0), old),
@@ -99,7 +99,8 @@ impl QemuPair<'_> {
         prove(&wanted(file, offset), new)
     }
 
-    /// Refuses memory of this block that is another memory of the guest, or may be: its pages would have to be sent.
+    /// Refuses memory of this block that is another memory of the guest, or may be: its pages would need to
+    /// be sent.
     fn check_foreign(&self, block: &str, bytes: u64, reason: &TransferReason) -> Result<(), Error> {
         let is_shared = |backend: &BackendObject| backend.maps_file() && backend.share;
         if !self.new.backends.of_block(block).is_some_and(is_shared) {
@@ -113,7 +114,7 @@ impl QemuPair<'_> {
         }
     }
 
-    /// Returns true if a part of the block in the new QEMU is memory of the old one; `None`: it cannot be seen.
+    /// Returns true if a part of the block in the new QEMU is memory of the old one; `None`: unknown.
     fn is_foreign(&self, block: &str, bytes: u64) -> Option<bool> {
         let address = self.new.backends.address_of(block)?;
         let (new, old) = (self.new.process.get().ok()?, self.old.process.get().ok()?);

@@ -10,7 +10,7 @@ use super::process::Mappings;
 use super::{Error, TransferReason};
 use crate::qemu::Qemu;
 
-/// A block of a guest's memory, and how another process can map it.
+/// A block of a guest's memory that another process can map.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SharedBlock {
@@ -59,7 +59,8 @@ pub fn shared_blocks(qemu: &mut Qemu) -> Result<Vec<String>, Error> {
     Ok(qemu.facts().migrated_blocks().map(|block| &block.name).filter(is_shared).cloned().collect())
 }
 
-/// Finds the files of a running guest's memory. That another QEMU maps the same is proven later ([`super::of_running`]).
+/// Finds the files of a running guest's memory. That another QEMU maps the same is proven later
+/// ([`super::of_running`]).
 ///
 /// # Errors
 /// [`Error::DiscardsData`]; [`Error::Qemu`].
@@ -89,7 +90,7 @@ pub fn guest_backends(qemu: &mut Qemu) -> Result<GuestBackends, Error> {
     Ok(found)
 }
 
-/// The file of a backend as another process can open it, and the block's first byte in it.
+/// The file of a backend, by a name that another process can open, and the offset of the block in it.
 fn locate(
     backend: &BackendObject,
     address: Option<u64>,
@@ -109,7 +110,8 @@ fn locate(
         let is_it = |(_, found): &&(PathBuf, fs::Metadata)| file_id(found) == range.file;
         let open = descriptors.iter().find(is_it);
         let path = named(backend, process, open.map(|(_, found)| found));
-        // Numbers of a file on some filesystems are not those of its mappings, so that only its name identifies it.
+        // On some filesystems the numbers of a file differ from those of its mappings, so only its name
+        // identifies it.
         let path = path.or_else(|| open.map(|(path, _)| path.clone())).ok_or(TransferReason::Anonymous)?;
         return Ok((path, range.offset));
     }
@@ -130,11 +132,11 @@ fn is_mapped(mappings: &[MapsEntry], file: &fs::Metadata, bytes: u64) -> bool {
     has_shared(mappings, file_id(file), 0, bytes)
 }
 
-/// The file's own name, if it still is the file that QEMU has open.
+/// The file's own name, if it still leads to the file that QEMU has open.
 fn named(backend: &BackendObject, process: &Mappings, open: Option<&fs::Metadata>) -> Option<PathBuf> {
     let path = Path::new(backend.path.as_ref().filter(|_| backend.maps_file())?);
     let path = if path.is_absolute() { path.to_owned() } else { process.working_directory()?.join(path) };
-    // A descriptor of a process that may end is no name.
+    // A descriptor of a process that may end is not a name.
     if path.starts_with("/proc") {
         return None;
     }

@@ -28,7 +28,7 @@ use super::{
 };
 use crate::qemu::Qemu;
 
-/// Threads that compare an image with its manifest.
+/// Number of threads that compare an image with its manifest.
 const VERIFY_THREADS: usize = 2;
 /// Memory that is compared at once: one chunk of a manifest.
 const VERIFY_BYTES: u64 = 2 << 20;
@@ -68,7 +68,8 @@ pub fn of_image(qemu: &mut Qemu, image: &Image) -> Result<Presence, Error> {
     of_stored(qemu, &backends, image, MappingKind::CopyOnWrite)
 }
 
-/// Proves which blocks of a reflink a waiting QEMU maps shared. The reflink is used up: once a guest has it, it is no image any more.
+/// Proves which blocks of a reflink a waiting QEMU maps shared. The reflink is consumed: once a guest has it,
+/// it is not an image any longer.
 ///
 /// # Errors
 /// [`Error::Qemu`].
@@ -78,9 +79,9 @@ pub fn of_reflink(qemu: &mut Qemu, reflink: Reflink) -> Result<Presence, Error> 
     Ok(Presence { _reflink: Some(reflink), ..presence })
 }
 
-/// Returns true if a QEMU that waits at this monitor says that it maps this image, a file that seems to be new, or one that it shares,
-/// so that [`of_image`] or [`old_memory`](super::old_memory) looks into its process. False where one of them cannot be examined; the copy
-/// reports that.
+/// Returns true if a QEMU that waits at this monitor reports that it maps this image, a file that seems to be
+/// new, or one that it shares, so [`of_image`] or [`old_memory`](super::old_memory) must inspect its process.
+/// False where one of them cannot be examined; the copy reports that.
 #[must_use]
 pub fn may_map(socket: &Path, image: &Path) -> bool {
     let options =
@@ -97,21 +98,22 @@ pub fn may_map(socket: &Path, image: &Path) -> bool {
 /// An image that a waiting QEMU may map.
 #[derive(Debug)]
 pub struct MappedImage<'a> {
-    /// The image. With [`Verify::All`] it was opened for that ([`Image::verify_on_read`]).
+    /// The image, opened by [`Image::verify_on_read`] for [`Verify::All`].
     pub image: &'a Image,
-    /// Its reflink that QEMU was given; `None`: the image itself, copy-on-write.
+    /// The reflink that QEMU was given; `None`: the image itself, copy-on-write.
     pub reflink: Option<Reflink>,
     /// Comparison of mapped memory before its guest runs.
     pub verify: Verify,
-    /// Treatment if nothing of it is mapped.
+    /// Treatment if none of it is mapped.
     pub if_unmapped: IfUnmapped,
 }
 
-/// The memory of an image that a waiting QEMU maps; `None`: all of it has to be sent. `notice` receives sentences for the user. With
-/// [`Verify::All`] mapped memory is read and compared here, until `cancel`.
+/// The memory of an image that a waiting QEMU maps; `None`: all of it must be sent. `notice` receives
+/// sentences for the user. With [`Verify::All`] mapped memory is read and compared here, unless `cancel` is
+/// raised.
 ///
 /// # Errors
-/// Those of [`of_image`]; [`Error::Damaged`]; with [`IfUnmapped::Refuse`] [`Error::NotMapped`].
+/// As [`of_image`]; [`Error::Damaged`]; with [`IfUnmapped::Refuse`] [`Error::NotMapped`].
 pub fn find_mapped_memory(
     qemu: &mut Qemu,
     mapped: MappedImage<'_>,
@@ -141,7 +143,7 @@ pub fn find_mapped_memory(
 
 fn not_mapped(qemu: &Qemu, image: &Image, presence: &Presence) -> Error {
     let (socket, path) = (qemu.socket().to_owned(), image.path().to_owned());
-    // The file that is named as if it were mapped has the best reason.
+    // The backend that names the image has the most useful reason.
     let sent = presence.sent.iter().max_by_key(|sent| sent.is_unexpected);
     Error::NotMapped {
         socket,
@@ -150,7 +152,8 @@ fn not_mapped(qemu: &Qemu, image: &Image, presence: &Presence) -> Error {
     }
 }
 
-/// Compares a block with the manifest: its pages are not sent, and therefore not compared on their way.
+/// Compares a block with the manifest: its pages are not sent, and therefore not verified while they are
+/// sent.
 fn verify_block(image: &Image, name: &str, cancel: &Cancel) -> Result<(), Error> {
     let blocks = (0..).map(BlockIndex).zip(image.ram_blocks());
     for (index, block) in blocks.filter(|(_, block)| block.name == name) {
@@ -174,15 +177,16 @@ fn verify_block(image: &Image, name: &str, cancel: &Cancel) -> Result<(), Error>
     Ok(())
 }
 
-/// The proof by the kernel alone, without a query: the image is mapped, and all blocks that are not are anonymous memory. `None` if that
-/// does not hold; QEMU's backends then give the reason.
+/// The proof by the kernel alone, without a query: the image is mapped, and all other blocks are anonymous
+/// memory. `None` if that does not hold; QEMU's backends then give the reason.
 fn of_kernel(qemu: &Qemu, image: &Image) -> Option<Presence> {
     if image.is_incremental() {
         return None;
     }
     let (process, own) = (Mappings::of(qemu, Detail::PrivateCopies), OnceCell::new());
-    // A block is mapped only from a file that is open, and the kernel counts private copies by a walk through all page tables.
-    // Neither writes of a guest nor holes of its balloon get into a file that is open for reading only.
+    // A block is mapped only from a file that is open, and the kernel counts private copies by a walk through
+    // all page tables. Neither writes of a guest nor holes of its balloon reach a file that is open for
+    // reading only.
     let mode = process.open_mode(&image.file().metadata().ok()?).ok()?;
     let unchanged = Unchanged::of(image).ok().filter(|_| mode == Some(OpenMode::ReadOnly))?;
     let mut presence = Presence::default();
@@ -253,7 +257,7 @@ fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: MappingKind)
 /// A block of an image.
 struct ImageBlock<'a> {
     image: &'a Image,
-    /// The mappings of this process, once they are needed.
+    /// The mappings of this process, once read.
     own: &'a OnceCell<Result<Vec<MapsEntry>, TransferReason>>,
     index: BlockIndex,
     block: &'a RamBlock,
@@ -283,7 +287,8 @@ impl ImageBlock<'_> {
         self.prove_range(found, &own, process)
     }
 
-    /// Compares what is mapped for the block with the block in this process' mapping, and the file with the image.
+    /// Compares the mapping of the block with the block in this process's mapping, and the file with the
+    /// image.
     fn prove_range(
         &self,
         found: Result<FileRange, NotOneRange>,
@@ -303,7 +308,8 @@ impl ImageBlock<'_> {
         Ok(mapped)
     }
 
-    /// The block in this process' own mapping of the image: the kernel names the file there as it does in QEMU.
+    /// The block in this process's own mapping of the image: the kernel names the file there as it does in
+    /// QEMU.
     fn own_range(&self) -> Result<FileRange, TransferReason> {
         let page = PageRef { block: self.index, offset: 0 };
         let bytes = self.image.immutable(page, PAGE_SIZE).ok_or(TransferReason::NotMapped)?;
@@ -336,12 +342,14 @@ impl ImageBlock<'_> {
     }
 }
 
-/// Returns true if what two processes have open by one path and number may be two files: the lower one, and its copy.
+/// Returns true if two processes may have different files open by one path and number: the lower one, and its
+/// copy.
 fn is_overlay(file: &File) -> bool {
     rustix::fs::fstatfs(file).is_ok_and(|found| found.f_type as u64 == OVERLAYFS)
 }
 
-/// Returns true if the backend's path leads to the image now, or is the image's, which may lead to another file by now.
+/// Returns true if the backend's path leads to the image now, or is the image's own, which may now lead to
+/// another file.
 fn is_file(backend: &BackendObject, image: &Image) -> bool {
     let resolved = |path: &Path| path.canonicalize().ok();
     let has_path = || match (backend.path.as_ref().filter(|_| backend.maps_file()), resolved(image.path())) {
@@ -356,8 +364,8 @@ fn is_same(backend: &BackendObject, file: &Metadata) -> bool {
     matches!(named, Some(Ok(named)) if (named.dev(), named.ino()) == (file.dev(), file.ino()))
 }
 
-/// Refuses a QEMU that can change the image or one that it is based on by a backend of whatever block, or that shares a file of which
-/// this cannot be seen.
+/// Refuses a QEMU that can change the image or one that it is based on by the backend of any block, or that
+/// shares a file whose identity is unknown.
 fn check_unchanging(qemu: &Qemu, backends: &Backends, image: &Image) -> Result<(), Error> {
     let writable: Vec<_> = backends.iter().filter(|backend| may_change_file(backend)).collect();
     if writable.is_empty() {
@@ -370,7 +378,7 @@ fn check_unchanging(qemu: &Qemu, backends: &Backends, image: &Image) -> Result<(
     if let Some(backend) = writable.iter().find(is_named) {
         return Err(image_writable(qemu, &backend.id, image));
     }
-    // By another name of the file, perhaps one that is gone.
+    // By another name of the file, which may no longer exist.
     let process = Mappings::of(qemu, Detail::PrivateCopies);
     let is_open = |file: &Metadata| process.open_mode(file).map(|mode| mode == Some(OpenMode::Writable));
     let found = files.iter().map(is_open).find(|open| !matches!(open, Ok(false)));
@@ -388,7 +396,8 @@ fn check_unchanging(qemu: &Qemu, backends: &Backends, image: &Image) -> Result<(
     }
 }
 
-/// Returns true if the guest would write into the file that the backend is given. In a directory QEMU makes a file of its own.
+/// Returns true if the guest would write into the file that the backend is given. In a directory QEMU creates
+/// a new file.
 fn may_share_file(backend: &BackendObject) -> bool {
     let is_directory = || {
         backend.path.as_ref().is_some_and(|path| std::fs::metadata(path).is_ok_and(|named| named.is_dir()))
@@ -401,7 +410,7 @@ fn image_writable(qemu: &Qemu, backend: &str, image: &Image) -> Error {
     Error::ImageWritable { socket, backend, path: image.path().to_owned() }
 }
 
-/// The image, locked as its readers do, so that no towline replaces it meanwhile.
+/// The image with a reader's lock, so no towline replaces it.
 fn locked(image: &Image) -> Result<File, TransferReason> {
     let path = image.path().to_owned();
     let file = image
@@ -409,7 +418,7 @@ fn locked(image: &Image) -> Result<File, TransferReason> {
         .map_err(|error| TransferReason::File { path: path.clone(), text: error.to_string() })?;
     match flock(&file, FlockOperation::NonBlockingLockShared) {
         Err(Errno::WOULDBLOCK) => Err(TransferReason::Locked { path }),
-        // A filesystem without locks has none that would be violated.
+        // A filesystem without locks has none to violate.
         _ => Ok(file),
     }
 }

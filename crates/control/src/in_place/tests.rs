@@ -87,7 +87,7 @@ fn the_range_of_the_image_is_proven() {
     // The whole file in one mapping, the block within it.
     let whole = FakeProc::new(&mapping(ADDRESS - OFFSET, BYTES + 8 * MIB, "rw-p", 0, &file));
     assert_eq!(whole.prove(&wanted(MappingKind::CopyOnWrite)), Ok(proven(MappingKind::CopyOnWrite)));
-    // The same file without its name: it is the open one still.
+    // The same file without its name: it is still the open one.
     let deleted = mapping(ADDRESS, BYTES, "rw-p", OFFSET, &format!("fe:00 4711 {PATH} (deleted)"));
     assert_eq!(
         FakeProc::new(&deleted).prove(&wanted(MappingKind::CopyOnWrite)),
@@ -101,7 +101,7 @@ fn shared_memory_of_a_reflink_or_a_running_qemu_is_proven() {
     for kind in [MappingKind::Reflink, MappingKind::Running] {
         let found = FakeProc::new(&shared).prove_at(&wanted(kind), ADDRESS, Detail::Mappings);
         assert_eq!(found, Ok(proven(kind)));
-        // With the fields it is no other.
+        // With the fields it is the same file.
         assert_eq!(FakeProc::new(&shared).prove(&wanted(kind)), Ok(proven(kind)));
         let error = FakeProc::new(&image_lines()).prove(&wanted(kind)).unwrap_err();
         assert_eq!(error, TransferReason::Private);

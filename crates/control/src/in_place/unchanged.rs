@@ -1,4 +1,4 @@
-//! A file that must stay as it is while a guest is restored from it.
+//! A file that must not change while a guest is restored from it.
 
 use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt;
@@ -8,7 +8,8 @@ use towline_image::Image;
 
 use super::{Error, TransferReason};
 
-/// The image of a proof, and what would show that it was written since. Writes through a mapping may show later.
+/// The image of a proof, with the attributes that show a later write. Writes through a mapping may show with
+/// a delay.
 #[derive(Debug)]
 pub(super) struct Unchanged {
     path: PathBuf,
@@ -32,7 +33,7 @@ impl FileVersion {
 }
 
 impl Unchanged {
-    /// The image as it is now.
+    /// The present state of the image.
     pub(super) fn of(image: &Image) -> Result<Self, TransferReason> {
         let path = image.path().to_owned();
         let opened = image.file().try_clone().and_then(|file| Ok((FileVersion::of(&file.metadata()?), file)));

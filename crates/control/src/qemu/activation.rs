@@ -1,7 +1,8 @@
 //! Drives of a guest that has arrived and does not run.
 //!
-//! A QEMU that receives a guest has its drives inactive, without locks on their files, until `cont`. Before 10.0 it aborts if such a
-//! guest is migrated on (`bdrv_inactivate_recurse`), or if it is suspended, which `cont` does not change, and wakes up.
+//! A QEMU that receives a guest has its drives inactive, without locks on their files, until `cont`. Before
+//! 10.0 it aborts if such a guest is migrated again (`bdrv_inactivate_recurse`), or if it is suspended, which
+//! `cont` does not change, and wakes up.
 
 use serde_json::{Map, Value, json};
 use towline_qmp as qmp;
@@ -11,12 +12,12 @@ use super::error::Error;
 
 /// The first QEMU that needs no activation, and has a command for it.
 const TRACKS_ACTIVATION_SINCE: (u32, u32) = (10, 0);
-/// Id of an export that exists for a moment.
+/// Id of a temporary export.
 const EXPORT: &str = "towline-activates";
 
 impl Qemu {
-    /// Activates the drives of a guest that is here for good and does not run. A drive that another process has locked stays
-    /// inactive: `cont` reports that.
+    /// Activates the drives of a guest that stays here and does not run. A drive that another process has
+    /// locked stays inactive: `cont` reports that.
     ///
     /// # Errors
     /// The connection's.
@@ -33,7 +34,8 @@ impl Qemu {
         Ok(())
     }
 
-    /// These versions have no command that only activates: an export's first step is that, whether there is a server or not.
+    /// These versions have no command that only activates: the first step of an export does so, even without
+    /// a server.
     fn activate_node(&mut self, node: &Value) -> Result<(), Error> {
         let Value::Object(export) = json!({ "type": "nbd", "id": EXPORT, "node-name": node }) else {
             unreachable!("an object")

@@ -1,7 +1,7 @@
-//! Facts about a QEMU for [`towline_compat`]: beyond its [`QemuState`](super::facts::QemuState), its processors,
-//! devices with their negotiated features, backends and drives.
+//! Facts about a QEMU for [`towline_compat`]: beyond its [`QemuState`](super::facts::QemuState), its
+//! processors, devices with their negotiated features, backends and drives.
 //!
-//! Facts that a QEMU cannot report are left out; the rules then report that they do not know.
+//! Facts that a QEMU cannot report are left out; the rules then report them as unknown.
 
 use std::collections::BTreeMap;
 
@@ -110,7 +110,8 @@ impl Qemu {
         Ok(())
     }
 
-    /// As [`Qemu::compat_facts`], of a QEMU that was just connected to: only what rules compare with an image, which has no other facts.
+    /// As [`Qemu::compat_facts`], for a newly connected QEMU: only facts that rules compare with an image,
+    /// which has no others.
     ///
     /// # Errors
     /// As [`Qemu::compat_facts`].
@@ -205,7 +206,7 @@ impl Qemu {
         Ok(kind.strip_suffix(suffix.as_str()).unwrap_or(kind).to_owned())
     }
 
-    /// Adds what QEMU reports of virtio devices: their virtqueues, and the features that they and their drivers
+    /// Adds QEMU's facts about virtio devices: their virtqueues, and the features that they and their drivers
     /// negotiated.
     fn virtio(&mut self, devices: &mut [QemuDevice], netdevs: &[Netdev]) -> Result<(), Error> {
         let Some(Value::Array(listed)) = self.query_raw("x-query-virtio", None)? else { return Ok(()) };
@@ -221,8 +222,9 @@ impl Qemu {
         Ok(())
     }
 
-    /// Features of a virtio device, if QEMU can be queried for them: 11.1.3 aborts, and its guest with it, in this query for
-    /// any virtio device without vhost; 10.0.13 replies. Versions between are not queried either.
+    /// Features of a virtio device, if QEMU can be queried for them: 11.1.3 aborts, and its guest with it, in
+    /// this query for any virtio device without vhost; 10.0.13 replies. Versions between are not queried
+    /// either.
     fn virtio_features(&mut self, path: &str) -> Result<Option<Virtio>, Error> {
         let version = &self.facts.version.qemu;
         if (version.major, version.minor) >= VIRTIO_STATUS_ABORTS_SINCE {

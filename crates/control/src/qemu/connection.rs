@@ -20,7 +20,7 @@ use crate::journal::{self, Journal, JournalEntry, UndoRecord};
 use crate::process::{Process, ProcessState};
 use crate::vcpu_threads::VcpuThreads;
 
-/// Timeout of a query to which QEMU may not reply for a while.
+/// Timeout of a query to which QEMU may not reply at once.
 const QUERY_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// A QEMU whose monitor is connected.
@@ -29,23 +29,23 @@ pub struct Qemu {
     pub(super) client: Client,
     pub(super) process: Arc<Process>,
     pub(super) facts: QemuState,
-    /// Its vCPUs; `None` if it does not report them.
+    /// The vCPUs; `None` if QEMU does not report them.
     pub(super) cpus: Option<Vec<CpuFast>>,
     /// Facts for an image that were queried ahead.
     pub(super) image_facts: Option<QemuHardware>,
-    /// The facts' settings are current: this process started QEMU and has had its monitor ever since.
+    /// True if the facts' settings are current: this process started QEMU and has held its monitor since.
     pub(super) has_current_settings: bool,
     pub(super) journal: Option<Journal>,
-    /// The journal has a time at which the migration was in progress.
+    /// True if the journal has a time at which the migration was in progress.
     pub(super) has_seen_migration: bool,
     pub(super) repaired: Option<RepairReport>,
 }
 
 impl Qemu {
-    /// Connects to the monitor at `path` for changes: opens its journal, repairs what a killed towline left
-    /// changed ([`Qemu::repaired`]), and queries the facts.
+    /// Connects to the monitor at `path` for changes: opens its journal, undoes the changes of a killed
+    /// towline ([`Qemu::repaired`]), and queries the facts.
     ///
-    /// A journal that cannot be kept is logged, and the QEMU used without one.
+    /// A journal that cannot be written is logged, and the QEMU is used without one.
     ///
     /// # Errors
     /// As [`Qemu::inspect`]; [`journal::Error::InUse`] while another towline works on this QEMU.
@@ -74,7 +74,7 @@ impl Qemu {
     /// Connects to the monitor at `path` and queries the facts. Changes nothing.
     ///
     /// # Errors
-    /// Those of [`Client::connect`] and of [`Qemu::refresh`].
+    /// As [`Client::connect`] and [`Qemu::refresh`].
     pub fn inspect(path: impl AsRef<Path>, options: &Options) -> Result<Self, Error> {
         Self::new(Client::connect(path, options)?)
     }
@@ -91,7 +91,8 @@ impl Qemu {
         Self::of_replies(client, replies, listener)
     }
 
-    /// A QEMU that has replied to `query-cpus-fast` and to the requests of facts. `listener`: the process that has its monitor's socket.
+    /// A QEMU that has replied to `query-cpus-fast` and to the requests of facts. `listener`: the process
+    /// that listens on its monitor's socket.
     pub(super) fn of_replies(
         mut client: Client,
         replies: impl IntoIterator<Item = CommandReply>,
@@ -146,7 +147,7 @@ impl Qemu {
     /// Queries the facts again.
     ///
     /// # Errors
-    /// [`Error::Qmp`]; [`Error::RamBlocks`] and [`Error::Machine`] for replies that no known QEMU gives.
+    /// [`Error::Qmp`]; [`Error::RamBlocks`] and [`Error::Machine`] for replies that no known QEMU sends.
     pub fn refresh(&mut self) -> Result<&QemuState, Error> {
         self.facts = facts::facts(&mut self.client)?;
         Ok(&self.facts)
@@ -177,7 +178,7 @@ impl Qemu {
         Ok(self.client.execute(&QueryStatus)?)
     }
 
-    /// Queries something to which QEMU does not reply while it completes or loads a migration, or its main loop
+    /// Makes a query to which QEMU does not reply while it completes or loads a migration, or its main loop
     /// waits for a page. Returns `None` if there was no reply.
     ///
     /// # Errors
@@ -215,7 +216,8 @@ impl Qemu {
         }
     }
 
-    /// Waits for replies also after a cancellation ([`Options::interrupt`]): a QEMU that is changed is put back.
+    /// Waits for replies even after a cancellation ([`Options::interrupt`]): the settings of a changed QEMU
+    /// must be restored.
     pub(crate) fn wait_for_replies(&mut self) {
         self.client.set_interrupt(None);
     }
@@ -271,7 +273,7 @@ impl Qemu {
         Ok(next().of::<QueryStatus>()?)
     }
 
-    /// The process, as identified when the monitor was connected.
+    /// The process, identified when the monitor was connected.
     #[must_use]
     pub fn process(&self) -> &Process {
         &self.process
@@ -286,7 +288,7 @@ impl Qemu {
     /// exited.
     ///
     /// # Errors
-    /// Those of [`Client::connect`]; [`Error::OtherProcess`] unless it is proven to be the same QEMU.
+    /// As [`Client::connect`]; [`Error::OtherProcess`] unless it is proven to be the same QEMU.
     pub fn reconnect(&mut self) -> Result<(), Error> {
         let options = Options { deadline: self.client.deadline(), ..Options::default() };
         let mut client = Client::connect(self.client.socket(), &options)?;

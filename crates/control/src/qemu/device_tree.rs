@@ -1,6 +1,6 @@
 //! Devices of a QEMU, parsed from `info qtree`.
 //!
-//! QMP proper reports one property per query, a thousand for an ordinary guest; this text has them all. It is a
+//! QMP reports one property per query, and an ordinary guest has a thousand; this text has them all. It is a
 //! tree by indentation:
 //!
 //! ```text
@@ -18,10 +18,10 @@
 //!           dev: virtio-net-device, id ""
 //!             mac = "52:54:00:12:34:56"
 //! ```
-//! The stream identifies devices by their position, so each gets a place: `pci/02.0`, `pci/02.0/virtio`,
-//! `pci/1c.0/00.0` behind a port, `pci/1f.2/bus1/unit0` for a disk on a controller's second bus. A device
-//! without an address is named by its type, and numbered in the order of creation, which is the reverse of the
-//! text's.
+//! The stream identifies devices by their position, so each gets an address: `pci/02.0`, `pci/02.0/virtio`,
+//! `pci/1c.0/00.0` below a port, `pci/1f.2/bus1/unit0` for a disk on a controller's second bus. A device
+//! without an address is named by its type, and numbered in the order of creation, the reverse of the order
+//! in the text.
 
 use std::collections::BTreeMap;
 
@@ -125,7 +125,7 @@ impl QomEntry {
     }
 }
 
-/// A number without its other notations, text without its quotes.
+/// A number in one notation, text without its quotes.
 fn plain(value: &str) -> &str {
     let is_number = value.starts_with(|c: char| c.is_ascii_digit() || c == '-');
     match value.split_once(" (") {
@@ -138,9 +138,9 @@ fn unquoted(text: &str) -> &str {
     text.strip_prefix('"').and_then(|text| text.strip_suffix('"')).unwrap_or(text)
 }
 
-/// Sets the place of each device. Parents come before their children.
+/// Sets the address of each device. Parents come before their children.
 fn places(buses: &[Bus], entries: &mut [QomEntry]) {
-    // From the end, so that a device that is created later does not change the numbers of the others.
+    // From the end, so a device that is created later does not change the numbers of the others.
     let mut bus_numbers = vec![0; buses.len()];
     let mut counts: BTreeMap<Option<usize>, usize> = BTreeMap::new();
     for (index, bus) in buses.iter().enumerate().rev() {

@@ -24,7 +24,7 @@ const VIRTIO_CHILD: &str = "/virtio-backend";
 
 /// Text of `/proc/locks`, read for the first drive.
 type Locks = LazyCell<String>;
-/// Files that QEMU has open, looked for with the first drive.
+/// Files that QEMU has open, read for the first drive.
 type Files<'a> = LazyCell<OpenFiles, Box<dyn FnOnce() -> OpenFiles + 'a>>;
 
 /// The drives that have a medium, of the QEMU of this process.
@@ -44,8 +44,8 @@ pub(super) fn name(entry: &Value) -> String {
 
 /// All locks of this host; empty if they cannot be read.
 ///
-/// A read may wait for every processor to release the list (10 ms and more), so it is read once, and not
-/// without drives.
+/// A read may wait for every processor to release the list (10 ms and more), so it is read once, and only if
+/// there are drives.
 fn locks() -> String {
     let mut text = String::with_capacity(LOCKS_BYTES);
     let read = fs::File::open("/proc/locks").and_then(|mut file| file.read_to_string(&mut text));

@@ -24,7 +24,7 @@ pub enum Error {
         /// The parse error.
         source: RamBlockError,
     },
-    /// The machine's type is not text that ends in `-machine`.
+    /// The machine's type does not end in `-machine`.
     #[error("QEMU on {socket} names its machine {found}, expected text that ends in \"-machine\"")]
     Machine {
         /// The socket.
@@ -32,7 +32,7 @@ pub enum Error {
         /// The reply.
         found: Value,
     },
-    /// Another process, or one that is not known, listens on the socket.
+    /// Another or an unknown process listens on the socket.
     #[error("{socket} belongs to another process than the QEMU that was connected before")]
     OtherProcess {
         /// The socket.

@@ -22,7 +22,7 @@ const MACHINE_SUFFIX: &str = "-machine";
 pub struct QemuState {
     /// Its version.
     pub version: Version,
-    /// Its machine type as the stream carries it, for example `pc-q35-10.0`.
+    /// Machine type in the stream, for example `pc-q35-10.0`.
     pub machine: String,
     /// Run state of its guest.
     pub status: Status,
@@ -43,7 +43,7 @@ pub struct QemuState {
 }
 
 impl QemuState {
-    /// Reasons for which QEMU refuses to migrate this guest; empty if it does not.
+    /// Reasons for which QEMU refuses to migrate this guest, if any.
     #[must_use]
     pub fn blocked_reasons(&self) -> &[String] {
         &self.migration.blocked_reasons
@@ -55,8 +55,8 @@ impl QemuState {
         self.incoming == IncomingState::Deferred
     }
 
-    /// The parameter `mode` of a plain migration, of a QEMU that has it: in another one, such as `cpr-reboot`, the guest is stopped from the
-    /// beginning.
+    /// Value of the parameter `mode` for a plain migration, where QEMU has it: with another one, such as
+    /// `cpr-reboot`, the guest is stopped from the beginning.
     pub(crate) fn normal_mode(&self) -> Option<String> {
         self.parameters.mode.as_ref().map(|_| "normal".to_owned())
     }
@@ -72,12 +72,12 @@ impl QemuState {
 pub enum IncomingState {
     /// It has its own guest.
     No,
-    /// It was started with `-incoming defer` and got no `migrate-incoming` yet. A 7.2 with `-incoming exec:` or
-    /// `fd:` looks the same, and refuses `migrate-incoming`.
+    /// Started with `-incoming defer`, and no `migrate-incoming` received yet. A 7.2 with `-incoming exec:`
+    /// or `fd:` reports the same, and refuses `migrate-incoming`.
     Deferred,
-    /// It listens for its first connection.
+    /// Listening for its first connection.
     Listening,
-    /// A guest is being received, or failed to load and QEMU stayed.
+    /// A guest is being received, or failed to load and QEMU did not exit.
     Loading(MigrationStatus),
 }
 
@@ -99,7 +99,8 @@ impl IncomingState {
 /// Number of [`requests`].
 pub(super) const REQUESTS: usize = 8;
 
-/// The queries of which facts are made. The longest come first: a QEMU that is being started reads them while it makes its machine.
+/// The queries for the facts. The longest come first: a QEMU that is being started reads them while it
+/// creates its machine.
 pub(super) fn requests() -> Result<[CommandRequest; REQUESTS], qmp::Error> {
     Ok([
         CommandRequest::new(&HumanMonitorCommand { command_line: "info ramblock".into() })?,

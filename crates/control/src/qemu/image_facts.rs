@@ -1,4 +1,5 @@
-//! The queries of a QEMU whose replies the rules compare with an image, which may be sent before its greeting.
+//! The queries of a QEMU whose replies the rules compare with an image, which may be sent before its
+//! greeting.
 
 use serde_json::Value;
 use towline_compat::facts::{self, MemoryBackend, Netdev, QemuDevice};
@@ -13,7 +14,8 @@ pub(super) const VHOST_USER: &str = "vhost-user";
 /// Number of [`image_requests`].
 pub(super) const IMAGE_REQUESTS: usize = 4;
 
-/// Facts that rules compare with an image, beyond the [`QemuState`](super::facts::QemuState) of a QEMU. `None`: QEMU does not report it.
+/// Facts that rules compare with an image, beyond the [`QemuState`](super::facts::QemuState) of a QEMU.
+/// `None`: QEMU does not report it.
 #[derive(Debug)]
 pub(super) struct QemuHardware {
     pub(super) devices: Option<Vec<QemuDevice>>,
@@ -67,7 +69,7 @@ pub(super) fn memory_backends(reply: &Value) -> Vec<MemoryBackend> {
     reply.as_array().into_iter().flatten().map(backend).collect()
 }
 
-/// ` \ n0: index=0,type=user,net=10.0.2.0` in `info network`; NICs are devices, and not listed again.
+/// ` \ n0: index=0,type=user,net=10.0.2.0` in `info network`; NICs are devices, and not listed here.
 pub(super) fn netdevs(text: &str) -> Vec<Netdev> {
     let netdev = |line: &str| {
         let (id, rest) = line.trim_start_matches([' ', '\\']).split_once(": ")?;
@@ -85,7 +87,8 @@ pub(crate) fn is_disconnected(chardevs: &Value, label: &str) -> bool {
     })
 }
 
-/// Marks the backends to whose process QEMU is not connected, by `info network` and the reply to `query-chardev`.
+/// Marks the backends to whose process QEMU is not connected, by `info network` and the reply to
+/// `query-chardev`.
 pub(super) fn mark_disconnected(netdevs: &mut [Netdev], text: &str, chardevs: &Value) {
     // ` \ n0: index=0,type=vhost-user,vhost-user0 to net0`
     let label = |netdev: &Netdev| {

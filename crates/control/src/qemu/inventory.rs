@@ -1,11 +1,12 @@
-//! State of a QEMU that a command line need not say, for a comparison with the one that is to replace it.
+//! State of a QEMU that its command line need not show, for a comparison with the one that will replace it.
 //!
 //! ```text
 //!   query-block, query-named-block-nodes ─► drives and nodes, with the files that are open (`open_files`), limits, bitmaps
 //!   query-jobs, query-block-exports      ─► what runs in it
 //!   qom-list, query-chardev, …           ─► devices, objects, character devices: plugged and unplugged since its start
 //! ```
-//! Out of scope: what no query shows (passwords, actions that were set, properties of devices that do not belong to the guest's state).
+//! Out of scope: state that no query shows (passwords, actions, properties of devices that are not part of
+//! the guest's state).
 
 use std::collections::BTreeMap;
 
@@ -16,11 +17,11 @@ use super::drives;
 use super::error::Error;
 use super::open_files::OpenFiles;
 
-/// Limits of a drive in `query-block`, whose names begin with these.
+/// Prefixes of the names of a drive's limits in `query-block`.
 const LIMITS: [&str; 2] = ["bps", "iops"];
 /// Containers of devices, by QOM path.
 const DEVICES: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
-/// Labels of character devices that an option makes by itself, or that the launcher has.
+/// Labels of character devices that QEMU creates for an option, or that the launcher adds.
 const OWN_CHARDEVS: [&str; 6] = ["towline-", "compat_monitor", "serial", "parallel", "debugcon", "mon"];
 
 /// Kinds of things in a QEMU.
@@ -30,10 +31,10 @@ const NODE: &str = "block node";
 const BITMAP: &str = "dirty bitmap";
 const DEVICE: &str = "device";
 const CHARDEV: &str = "character device";
-/// Those that the new QEMU may not have if the old one lacks them: the guest would notice.
+/// Items that the new QEMU may not have if the old one lacks them: the guest would notice.
 const OF_THE_GUEST: [&str; 3] = [DRIVE, LIMITS_OF_DRIVE, DEVICE];
 
-/// A thing, by what makes it the same in another QEMU.
+/// An item, identified by the properties that are the same in another QEMU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Item {
     /// Compared.
@@ -47,7 +48,7 @@ struct Item {
 pub(crate) struct Inventory(BTreeMap<(&'static str, String), Item>);
 
 impl Inventory {
-    /// Differences of `new` from this. The words say where each value is.
+    /// Differences of `new` from this, with the location of each value.
     pub(crate) fn differences(&self, new: &Self, [here, there]: [&str; 2]) -> Vec<String> {
         let added = new.0.keys().filter(|key| OF_THE_GUEST.contains(&key.0) && !self.0.contains_key(*key));
         let difference = |key: &(&str, String)| {
@@ -97,7 +98,7 @@ impl Inventory {
         }
         for node in entries(nodes) {
             let name = text(&node["node-name"]);
-            // One without a name is of a job.
+            // A node without a name belongs to a job.
             let is_lost = |bitmap: &&Value| bitmap["persistent"] != true && !text(&bitmap["name"]).is_empty();
             for bitmap in entries(&node["dirty-bitmaps"]).filter(is_lost) {
                 let bitmap = text(&bitmap["name"]);
@@ -113,7 +114,7 @@ impl Inventory {
 }
 
 impl Qemu {
-    /// The block nodes with their files, as they are while the guest stands.
+    /// The block nodes with their files while the guest is stopped.
     ///
     /// # Errors
     /// Those of the monitor.
@@ -143,7 +144,7 @@ impl Qemu {
         for path in DEVICES {
             for child in entries(&self.list("qom-list", Some(arguments(&json!({ "path": path }))))?) {
                 let Some(kind) = child_type(child) else { continue };
-                // Those without an id are numbered, so that one that was unplugged renames the others.
+                // Devices without an id are numbered, so unplugging one renames the others.
                 let number = |number: &usize| found.0.contains_key(&(DEVICE, format!("{kind}[{number}]")));
                 let name = match text(&child["name"]) {
                     name if name.starts_with("device[") => {
@@ -155,7 +156,7 @@ impl Qemu {
             }
         }
         for child in entries(&self.list("qom-list", Some(arguments(&json!({ "path": "/objects" }))))?) {
-            // Those of monitors are QEMU 11's own, and memory is mapped by another type.
+            // QEMU 11 creates those of monitors itself, and memory is mapped by another type.
             let Some(kind) = child_type(child).filter(|kind| !kind.starts_with("monitor-")) else { continue };
             let kind = if kind.starts_with("memory-backend-") { "memory backend" } else { kind };
             found.add("object", text(&child["name"]), kind.to_owned());
@@ -207,7 +208,8 @@ fn chain(inserted: &Value, files: &OpenFiles) -> Item {
     Item { value: values.join(" on "), shown: shown.join(" on ") }
 }
 
-/// A file by the identity of what is open, or by its name if it is not a file of this host. A name in JSON has further properties.
+/// A file by the identity of the open file, or by its name if it is not a file of this host. A name in JSON
+/// has further properties.
 fn file(name: &str, files: &OpenFiles) -> Item {
     let Some(properties) = name.strip_prefix("json:").and_then(|json| serde_json::from_str(json).ok()) else {
         let Some(found) = files.identify(name) else {

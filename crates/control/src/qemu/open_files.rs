@@ -1,11 +1,12 @@
-//! The files that a QEMU has open, which need not be those that their names lead to.
+//! The files that a QEMU has open, whose names may now lead to others.
 //!
 //! ```text
 //!   name that QEMU has for a file ─► in its directory and below its root ─► is that file open? ─ yes ─► its device and inode
 //!                                                                            └ no ─► the open file that has, or had, this name
 //! ```
-//! A file that was replaced, removed or moved since it was opened is so told from the one that has its name now, and a relative
-//! name is QEMU's own. A process that may not be inspected is believed: what an absolute name leads to from here.
+//! This distinguishes a file that was replaced, removed or moved since it was opened from the one that now
+//! has its name, and resolves relative names as QEMU does. For a process that may not be inspected, the file
+//! at the absolute name is assumed.
 
 use std::fmt;
 use std::fs::{self, Metadata};
@@ -15,7 +16,7 @@ use std::path::{Path, PathBuf};
 /// Appended by the kernel to the name of a file that was removed.
 const DELETED: &str = " (deleted)";
 
-/// A file, whatever its name.
+/// A file under any name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct FileIdentity {
     pub(super) device: u64,
@@ -52,7 +53,7 @@ impl fmt::Display for FileIdentity {
     }
 }
 
-/// An open file, and the name by which it was opened or that it has got since.
+/// An open file, and the name by which it was opened or that it has received since.
 #[derive(Debug)]
 struct OpenFile {
     identity: FileIdentity,
@@ -72,7 +73,7 @@ struct InspectedProcess {
 }
 
 impl OpenFiles {
-    /// Those of a process; `None` if it is not known.
+    /// The open files of a process; `None` if it is not known.
     pub(crate) fn of(pid: Option<i32>) -> Self {
         let process = pid.and_then(|pid| {
             let entries = fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
@@ -86,7 +87,7 @@ impl OpenFiles {
         Self { process }
     }
 
-    /// The file that QEMU has open under this name; `None` if it has none, or if that is not known.
+    /// The file that QEMU has open under this name; `None` if there is none, or if that is unknown.
     pub(crate) fn identify(&self, name: &str) -> Option<FileIdentity> {
         let path = Path::new(name);
         let at = |path: PathBuf| FileIdentity::of(&fs::metadata(path).ok()?);
@@ -98,7 +99,7 @@ impl OpenFiles {
             true => path.to_owned(),
             false => fs::read_link(own.join("cwd")).ok()?.join(path),
         };
-        // A QEMU that has changed its root has opened most files before.
+        // A QEMU that has changed its root opened most files before that.
         let below_root = own.join("root").join(absolute.strip_prefix("/").unwrap_or(&absolute));
         let named = [at(below_root), path.is_absolute().then(|| at(path.to_owned())).flatten()];
         let is_open = |found: &FileIdentity| files.iter().any(|file| file.identity.is_same(found));

@@ -1,21 +1,21 @@
 //! RAM blocks of the guest, parsed from `info ramblock`.
 //!
-//! QMP proper does not report them. The text is a table whose name column may be empty or contain spaces, and
-//! which got more columns: `Offset Used Total` in 7.2, with `HVA RO` after them in 10.0. So rows are parsed
-//! from the right, by the columns of the heading.
+//! QMP does not report them. The text is a table whose name column may be empty or contain spaces, and whose
+//! columns depend on the version: `Offset Used Total` in 7.2, with `HVA RO` after them in 10.0. So rows are
+//! parsed from the right, by the columns of the heading.
 
 /// A RAM block of the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RamBlockInfo {
     /// Name in the stream, for example `pc.ram`; empty for a block that is not migrated.
     pub name: String,
-    /// Page size of the memory behind it: more than 4096 for huge pages.
+    /// Page size of the memory that backs it: more than 4096 for huge pages.
     pub page_bytes: u64,
     /// Bytes in use.
     pub used_bytes: u64,
     /// Maximum size in bytes.
     pub max_bytes: u64,
-    /// Its address in QEMU's process; `None` before QEMU 8.2, which does not report it.
+    /// Address in QEMU's process; `None` before QEMU 8.2, which does not report it.
     pub address: Option<u64>,
 }
 

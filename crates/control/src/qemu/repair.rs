@@ -1,7 +1,7 @@
-//! Repairs what a killed towline left changed in a QEMU, by its journal.
+//! Undoes the changes that a killed towline left in a QEMU, by its journal.
 //!
 //! Settings can be restored only when no migration is in progress: one that the killed towline started is
-//! cancelled, and any other is waited for. Postcopy is left alone: it can be resumed, and cancelling it would
+//! cancelled; for any other it waits. Postcopy is left alone: it can be resumed, and cancelling it would
 //! destroy the guest. Settings that another party has changed since stay.
 
 use std::collections::BTreeMap;
@@ -27,17 +27,17 @@ use crate::private_dirs;
 
 /// Timeout for a cancelled migration to end, and for any to be cleaned up.
 const CLEANUP_TIMEOUT: Duration = Duration::from_secs(10);
-/// Timeout for a migration that is not recorded to end by itself, as it does soon if it went to the killed
+/// Timeout for an unrecorded migration to end without help, as it does soon if it was sent to the killed
 /// towline.
 const END_TIMEOUT: Duration = Duration::from_secs(3);
-/// States in which a migration can be cancelled without a doubt about the location of the guest.
+/// States in which a migration can be cancelled while the location of the guest is certain.
 const CANCELLABLE: [MigrationStatus; 3] =
     [MigrationStatus::SETUP, MigrationStatus::ACTIVE, MigrationStatus::PRE_SWITCHOVER];
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Result of undoing one change.
 enum RecordOutcome {
-    /// It is undone or obsolete, as these texts describe.
+    /// Undone or obsolete, as these texts describe.
     Done(Vec<String>),
     /// It stays, for this reason.
     Left(String),
@@ -50,11 +50,11 @@ impl RecordOutcome {
 }
 
 impl Qemu {
-    /// Repairs the QEMU whose monitor is at `path`; returns `None` if nothing was left changed. Also removes
-    /// the private directories of killed towlines.
+    /// Repairs the QEMU whose monitor is at `path`; returns `None` if there were no changes. Also removes the
+    /// private directories of killed towlines.
     ///
     /// # Errors
-    /// As [`Qemu::connect`], and those of its journal.
+    /// As [`Qemu::connect`], and as its journal.
     pub fn repair(path: impl AsRef<Path>, options: &qmp::Options) -> Result<Option<RepairReport>, Error> {
         let path = path.as_ref();
         private_dirs::temp_dir().iter().for_each(|place| drop(private_dirs::remove_abandoned(place)));
@@ -63,7 +63,8 @@ impl Qemu {
         Ok(qemu.repaired.take())
     }
 
-    /// Starts a migration, after recording it. The record is done when this QEMU's settings are restored.
+    /// Starts a migration, after recording it. The record is completed when this QEMU's settings are
+    /// restored.
     ///
     /// # Errors
     /// [`Error::Qmp`].
@@ -80,8 +81,9 @@ impl Qemu {
         Ok(())
     }
 
-    /// Queries the migration; `None` if QEMU does not reply now. Records once that a migration which this process has started was in
-    /// progress after that time: a later towline takes only one that began before for it. A cancellation ends the wait for the reply.
+    /// Queries the migration; `None` if QEMU does not reply now. Records once that a migration which this
+    /// process has started was in progress after that time: a later towline only identifies it with one that
+    /// began before. A cancellation ends the wait for the reply.
     ///
     /// # Errors
     /// [`Error::Qmp`].
@@ -148,8 +150,8 @@ impl Qemu {
         Ok(repaired)
     }
 
-    /// Waits until no migration is in progress, and cancels the one that was seen in progress at this time. Returns
-    /// the reason if one still is.
+    /// Waits until no migration is in progress, and cancels the one that was seen in progress at this time.
+    /// Returns the reason if one still is.
     fn wait_until_idle(&mut self, seen_ms: Option<u64>) -> Result<Option<String>, Error> {
         let start = Instant::now();
         let mut cancelled = false;
@@ -179,14 +181,14 @@ impl Qemu {
         }
     }
 
-    /// Returns true if the guest is stopped for the switchover: by now it may run at a destination that does
+    /// Returns true if the guest is stopped for the switchover: it may already run at a destination that does
     /// not depend on us.
     fn is_completing(&mut self) -> Result<bool, Error> {
         Ok(self.status()?.status == RunState::FINISH_MIGRATE)
     }
 
-    /// Returns true if QEMU has not cleaned up a finished migration; settings that change meanwhile can make it
-    /// abort.
+    /// Returns true if QEMU has not cleaned up a finished migration; changing settings before that can make
+    /// it abort.
     fn cleans_up_migration(&mut self) -> Result<bool, Error> {
         match self.client.execute_raw("query-yank", None) {
             Ok(instances) => {
@@ -198,7 +200,8 @@ impl Qemu {
         }
     }
 
-    /// Plugs in a device that a move has detached, in the QEMU that has the guest now; returns what was done, or what is left to do.
+    /// Plugs in a device that a move has detached, in the QEMU that has the guest now; returns the text of
+    /// what was done, or of what remains to be done.
     pub(crate) fn plug_in(&mut self, device: &UndoRecord) -> Result<Vec<String>, Error> {
         Ok(match (self.undo(device)?, device) {
             (RecordOutcome::Done(done), _) => done,
@@ -289,8 +292,8 @@ impl Qemu {
     }
 }
 
-/// Returns true if this migration, which is in progress and was reported by `now_ms`, began before the other time. A QEMU has one
-/// migration at a time, so that one of another party began after the recorded one had ended.
+/// Returns true if this migration, which is in progress and was reported by `now_ms`, began before the other
+/// time. A QEMU has one migration at a time, so one of another party began after the recorded one had ended.
 fn began_before(migration: &MigrationInfo, now_ms: u64, seen_ms: u64) -> bool {
     // QEMU reports its age once it is set up.
     let age_ms = migration.total_time.and_then(|age| u64::try_from(age).ok());
@@ -332,7 +335,8 @@ fn name(record: &UndoRecord) -> String {
 mod tests {
     use super::*;
 
-    /// Whole milliseconds of both clocks: a migration may have begun up to one later than its age says.
+    /// Both clocks have whole milliseconds: a migration may have begun up to one later than its age
+    /// indicates.
     #[test]
     fn only_a_migration_that_began_before_the_recorded_one_was_seen_is_that_one() {
         let of_age = |age| MigrationInfo { total_time: age, ..MigrationInfo::default() };

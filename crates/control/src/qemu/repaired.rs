@@ -11,7 +11,7 @@ pub struct RepairReport {
     pub owner: i32,
     /// Changes that were undone, as texts.
     pub done: Vec<String>,
-    /// Changes that stay, with the reason. They stay in the journal.
+    /// Changes that remain, with the reason. They stay in the journal.
     pub left: Vec<String>,
 }
 

@@ -1,12 +1,12 @@
 //! Capabilities and parameters for the duration of a migration.
 //!
 //! [`AppliedSettings::apply`] changes what differs and keeps the old values; [`AppliedSettings::restore`]
-//! restores those, and nothing else, so that another party's change in between survives. Both query QEMU first
+//! restores those, and nothing else, so another party's change in between survives. Both query QEMU first
 //! instead of relying on cached values.
 //!
-//! Each change is recorded in the QEMU's [journal](crate::journal) before it is made, so that it can be undone
-//! after a towline was killed. The record is done when everything is restored; it stays while QEMU runs with a
-//! changed setting.
+//! Each change is recorded in the QEMU's [journal](crate::journal) before it is made, so it can be undone
+//! after a towline was killed. The record is completed when everything is restored; it stays while QEMU runs
+//! with a changed setting.
 //!
 //! Capabilities and parameters exclude each other (zero-copy and compression, for example), and QEMU checks
 //! after each command. So capabilities are disabled first, then parameters are set, then capabilities are
@@ -25,7 +25,7 @@ use super::connection::Qemu;
 use super::error::Error;
 use crate::journal::{ChangedValue, JournalEntry, UndoRecord};
 
-/// Capabilities and parameters that a QEMU is to have.
+/// Requested capabilities and parameters of a QEMU.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct MigrationSettings {
     /// Capabilities to set; others are left alone.
@@ -36,7 +36,7 @@ pub struct MigrationSettings {
 
 /// Settings that were changed, with the old values.
 ///
-/// To be ended by [`AppliedSettings::restore`] or [`AppliedSettings::leave_applied`]; a dropped one is logged.
+/// End it by [`AppliedSettings::restore`] or [`AppliedSettings::leave_applied`]; dropping it is logged.
 #[derive(Debug)]
 #[must_use = "only `restore` restores the old values"]
 pub struct AppliedSettings {
@@ -55,7 +55,7 @@ pub struct ApplyError {
     /// The reason.
     #[source]
     pub cause: Error,
-    /// Settings that could not be restored after that.
+    /// Settings that could not be restored afterwards.
     pub left: Option<Box<RestoreError>>,
 }
 
@@ -145,8 +145,8 @@ impl AppliedSettings {
     /// Restores the old values. QEMU refuses that while a migration is in progress.
     ///
     /// # Errors
-    /// The settings that were not restored, and the reason: a disconnected QEMU, a refusal, or no way to unset
-    /// them.
+    /// The settings that were not restored, and the reason: a disconnected QEMU, a refusal, or no way to
+    /// unset them.
     pub fn restore(mut self, qemu: &mut Qemu) -> Result<(), RestoreError> {
         self.ended = true;
         let made = Change::between(qemu, &self.capabilities, &self.parameters)
@@ -169,7 +169,7 @@ impl AppliedSettings {
         }
     }
 
-    /// Leaves QEMU's settings as they are, because it has exited or does not reply. If it runs, its journal has
+    /// Leaves QEMU's settings unchanged, because it has exited or does not reply. If it runs, its journal has
     /// the old values.
     pub fn leave_applied(mut self) {
         self.ended = true;

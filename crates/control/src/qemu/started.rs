@@ -1,10 +1,10 @@
-//! A QEMU that this process has started: queried while it makes its machine.
+//! A QEMU that this process has started: queried while it creates its machine.
 //!
 //! ```text
 //!   fork ─► connect, send all queries ─► QEMU reads them while it starts ─► greeting, replies ─► Qemu
 //! ```
-//! A QEMU reads its monitor by a thread of its own, a byte at a time, which is where most of the time of short queries goes. Those of a
-//! QEMU that is not ready yet cost nothing.
+//! A QEMU reads its monitor on a separate thread, one byte at a time, which takes most of the time of short
+//! queries. Queries of a QEMU that is not ready yet cost nothing.
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -22,12 +22,13 @@ use crate::lock::lock;
 pub struct StartedQemu {
     pid: u32,
     socket: PathBuf,
-    // Taken by the copy, which does not share it.
+    // Taken by the copy, which is its only user.
     monitor: Mutex<Option<(Client, Submitted)>>,
 }
 
 impl StartedQemu {
-    /// Connects to the monitor at `socket` of process `pid`, a child of this one, as soon as it is there. Returns when it has answered.
+    /// Connects to the monitor at `socket` of process `pid`, a child of this one, as soon as it exists.
+    /// Returns when it has answered.
     ///
     /// # Errors
     /// Those of [`Client::connect`].
@@ -50,7 +51,7 @@ impl StartedQemu {
         let mut replies = client.replies(submitted)?.into_iter();
         let facts = replies.by_ref().take(image_facts::IMAGE_REQUESTS);
         let image_facts = image_facts::image_facts(facts, Some(self.pid.cast_signed()))?;
-        // It listens on a socket of this process, so that the kernel has no peer to name.
+        // QEMU listens on a socket of this process, so the kernel names no peer.
         let mut qemu = Qemu::of_replies(client, replies, self.pid.cast_signed())?;
         qemu.image_facts = Some(image_facts);
         qemu.has_current_settings = true;

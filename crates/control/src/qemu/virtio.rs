@@ -1,8 +1,9 @@
-//! Queries about virtio devices: of which QEMU may be asked, and the names of features in `x-query-virtio-status`.
+//! Queries about virtio devices: the devices for which they are safe, and the names of features in
+//! `x-query-virtio-status`.
 //!
-//! QEMU names the features that it knows and reports the others as numbers, so that one feature is a name from
-//! a new QEMU and a bit from an old one. Bits of any device are named here; device-specific bits of an old QEMU
-//! are ambiguous and stay `bit N`.
+//! QEMU names the features that it knows and reports the others as numbers, so a new QEMU reports a name
+//! where an old one reports a bit. Bits of any device are named here; device-specific bits of an old QEMU are
+//! ambiguous and stay `bit N`.
 
 use std::collections::BTreeSet;
 
@@ -27,8 +28,8 @@ const TRANSPORT: [(u32, &str); 15] = [
     (30, "VHOST_USER_F_PROTOCOL_FEATURES"),
 ];
 
-/// vhost devices that QEMU can be queried for while they run. In QEMU 10.0 others (`vhost-user-rng`, `-gpio`, `-snd`, …) have
-/// no method that the queries call (`get_vhost`): QEMU crashes, and its guest with it.
+/// vhost devices that QEMU can be queried for while they run. In QEMU 10.0 others (`vhost-user-rng`, `-gpio`,
+/// `-snd`, …) have no method that the queries call (`get_vhost`): QEMU crashes, and its guest with it.
 const QUERIED_VHOST: [&str; 7] = [
     "vhost-scsi",
     "vhost-user-blk",

@@ -26,8 +26,8 @@ impl Qemu {
         netdevs: &[Netdev],
     ) -> Result<Vec<Virtqueue>, Error> {
         let is_vhost = self.vhost_queue(path, 0)?.is_some();
-        // A backend begins to process queues when the guest's driver is ready, which may be before the next query. In a QEMU
-        // that waits for `migrate-incoming` there is none.
+        // A backend begins to process queues when the guest's driver is ready, which may be before the next
+        // query. A QEMU that waits for `migrate-incoming` has no driver.
         if !is_vhost && may_be_vhost_user(device, netdevs) && !self.facts().waits_for_migrate_incoming() {
             return Ok(Vec::new());
         }
@@ -75,7 +75,7 @@ fn may_be_vhost_user(device: &QemuDevice, netdevs: &[Netdev]) -> bool {
         "virtio-net-device" => {
             let id = device.properties.get("netdev").map(String::as_str).unwrap_or_default();
             let netdev = netdevs.iter().find(|netdev| netdev.id == id);
-            // A backend that is not listed may be anything.
+            // A backend that is not listed may be of any kind.
             netdev.map_or(!id.is_empty(), |netdev| VHOST_USER_NETDEVS.contains(&netdev.kind.as_str()))
         }
         "virtio-crypto-device" => true,

@@ -1,4 +1,4 @@
-//! Network cards in other processes: whether their process serves the new QEMU while the old one is connected.
+//! Network cards in other processes, which must serve the new QEMU while the old one is connected.
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -7,9 +7,11 @@ use std::time::Duration;
 
 use super::error::Error;
 
-/// Time limit of the reply. A process that serves one frontend at a time does not accept a second one until then.
+/// Time limit of the reply. A process that serves one frontend at a time does not accept a second one until
+/// then.
 const REPLY_WITHIN: Duration = Duration::from_secs(2);
-/// `VHOST_USER_GET_FEATURES`, of version 1, without a payload: the first request of QEMU, which changes nothing.
+/// `VHOST_USER_GET_FEATURES`, of version 1, without a payload: the first request of QEMU, which changes
+/// nothing.
 const GET_FEATURES: [u32; 3] = [1, 1, 0];
 /// Header and features.
 const REPLY_BYTES: usize = 12 + 8;
@@ -19,7 +21,7 @@ const REPLY_BYTES: usize = 12 + 8;
 pub enum Cards {
     /// They are refused.
     Refused,
-    /// The new QEMU connects to the process of each while the old one is connected.
+    /// The new QEMU connects to each process while the old one is connected.
     Shared,
 }
 
@@ -68,7 +70,7 @@ mod tests {
         let listener = UnixListener::bind(&path).unwrap();
         assert_eq!(kind(check_second_frontend(&path)), ErrorKind::WouldBlock);
         let server = std::thread::spawn(move || {
-            // That of the attempt before.
+            // The error of the previous attempt.
             drop(listener.accept().unwrap());
             let (mut stream, _) = listener.accept().unwrap();
             let mut request = [0; 12];

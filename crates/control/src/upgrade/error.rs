@@ -8,7 +8,7 @@ use towline_launch::{LaunchError, MemoryFileError, ParseError, Refused, RuntimeE
 use crate::in_place;
 use crate::qemu;
 
-/// An option of the old QEMU that the new one cannot have as it is.
+/// An option of the old QEMU that the new one cannot have unchanged.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IncompatibleSetting {
     /// Key of the setting that changes it, as `netdev.net0`.
@@ -50,7 +50,7 @@ pub enum Error {
         /// The reason.
         reason: String,
     },
-    /// The new QEMU would run as another user than the old one.
+    /// The user of the new QEMU would differ from that of the old one.
     #[error(
         "QEMU's process {pid} belongs to user {found}, towline runs as user {expected}; run towline as that user"
     )]
@@ -62,7 +62,7 @@ pub enum Error {
         /// Effective user of this process.
         expected: u32,
     },
-    /// The new QEMU would have another network, other files or other processes than the old one.
+    /// The network, files or processes of the new QEMU would differ from those of the old one.
     #[error(
         "QEMU's process {pid} is in another {namespace} namespace; run towline there (`nsenter --target {pid} --all`)"
     )]
@@ -98,14 +98,14 @@ pub enum Error {
         /// The program.
         found: String,
     },
-    /// The new QEMU would be confined otherwise, and towline may not change that.
+    /// The new QEMU's confinement would differ, and towline may not change that.
     #[error(
         "the new QEMU would not be confined as the old one:\n  {}\nrun towline so confined, as the old QEMU was started, or change what \
          differs of the old QEMU; the control group of a service ends with it, so put the old QEMU into another one (cgroup.procs)",
         .0.join("\n  ")
     )]
     Confinement(Vec<String>),
-    /// Options that the new QEMU cannot have as they are.
+    /// Options that the new QEMU cannot have unchanged.
     #[error("QEMU cannot be replaced with these options:\n  {}", list(.0))]
     Refused(Vec<IncompatibleSetting>),
     /// A setting or an argument of the user is at fault.
@@ -113,7 +113,7 @@ pub enum Error {
     Arguments(#[from] Refused),
     /// A card that only one QEMU can have.
     #[error(
-        "the process at {}, which has a network card, does not reply to a second QEMU: {source}; it has to be a `towline net` without \
+        "the process at {}, which has a network card, does not reply to a second QEMU: {source}; it must be a `towline net` without \
          --af-xdp that has one QEMU (restart it if it is an older one), or unplug the card before", path.display()
     )]
     OneFrontend {
@@ -148,7 +148,7 @@ pub enum Error {
     },
     /// The new QEMU cannot show which memory it maps.
     #[error(
-        "QEMU {found} does not report which memory it maps, so that the guest's cannot be left where it is: expected 8.2 or later; name \
+        "QEMU {found} does not report which memory it maps, so the guest's cannot stay in place: expected 8.2 or later; name \
          another with --qemu, or copy the memory with --copy"
     )]
     OldTarget {
@@ -169,7 +169,7 @@ pub enum Error {
 impl From<in_place::Error> for Error {
     fn from(error: in_place::Error) -> Self {
         match error {
-            // As every query: the old QEMU may have ended.
+            // As for any query: the old QEMU may have ended.
             in_place::Error::Qemu(error) => Self::Qemu(error),
             error => Self::InPlace(error),
         }

@@ -1,4 +1,4 @@
-//! New QEMUs that an upgrade has left behind whose towline was killed before it recorded a decision.
+//! New QEMUs of upgrades whose towline was killed before it recorded a decision.
 //!
 //! ```text
 //!   numbered, of no towline, in no record ─┬─ waits, or has a part of the guest ────────────────────────► ended
@@ -24,17 +24,13 @@ use crate::staging_names::{self, StagingName};
 /// Time limit of each reply.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Ends the QEMUs of that name that hold nothing of their own: nothing else would, and they map the guest's memory. One that a
-/// record of a move names is left to `towline resume`.
+/// Ends the QEMUs of that name that hold no guest: nothing else would, and they map the guest's memory. One
+/// that a record of a move names is left to `towline resume`.
 pub(super) fn end(root: &RuntimeRoot, base: &str, old: &OldQemu) {
     let Ok(guests) = root.list() else { return };
     for guest in guests.iter().filter(|guest| is_leftover(guest, base)) {
         if is_useless(guest, old) {
-            tracing::info!(
-                name = guest.name,
-                pid = guest.pid,
-                "ending a QEMU that a killed towline left behind"
-            );
+            tracing::info!(name = guest.name, pid = guest.pid, "ending a QEMU of a killed towline");
             kill(guest);
         }
     }
@@ -82,7 +78,7 @@ fn maps_memory_of(pid: u32, old: &OldQemu) -> bool {
 fn kill(guest: &RunningGuest) {
     let Some(pid) = i32::try_from(guest.pid).ok().and_then(Pid::from_raw) else { return };
     let Ok(process) = pidfd_open(pid, PidfdFlags::empty()) else { return };
-    // The descriptor is of the process that runs now; it has to be that of the state.
+    // The descriptor refers to the process that runs now; it must be that of the state.
     if guest.is_running() {
         let names = staging_names::of_process(guest.pid);
         if let Err(errno) = pidfd_send_signal(&process, Signal::KILL) {

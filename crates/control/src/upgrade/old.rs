@@ -1,4 +1,4 @@
-//! The QEMU that is to be replaced: its process, its command line, its memory. Nothing is changed.
+//! The QEMU to replace: its process, its command line, its memory. Nothing is changed.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -17,9 +17,10 @@ use crate::plan;
 use crate::process::Process;
 use crate::qemu::{Qemu, QemuState};
 
-/// Namespaces in which `/proc` and the paths of the old QEMU mean the same here. The others are compared with the rest of its confinement.
+/// Namespaces in which `/proc` and the paths of the old QEMU have the same meaning here. The others are
+/// compared with the rest of its confinement.
 const NAMESPACES: [&str; 4] = ["mnt", "net", "pid", "user"];
-/// Suffix that the kernel appends to the name of a program that was replaced.
+/// Suffix that the kernel appends to the name of a replaced program.
 const DELETED: &str = " (deleted)";
 
 /// See the module's text.
@@ -29,7 +30,7 @@ pub(super) struct OldQemu {
     pub(super) socket: String,
     /// Its version, for messages.
     pub(super) version: String,
-    /// The program; `None` if it is not a QEMU by its name.
+    /// The program; `None` if its name is not that of a QEMU.
     pub(super) program: Option<PathBuf>,
     /// The program's name, for messages.
     pub(super) program_text: String,
@@ -41,7 +42,7 @@ pub(super) struct OldQemu {
     /// Its machine type, with its version.
     pub(super) machine: String,
     pub(super) backends: GuestBackends,
-    /// It has the guest, and no other QEMU has run it since.
+    /// True if it has the guest, and no other QEMU has run it since.
     pub(super) has_guest: bool,
     /// The guest's vmgenid, if it has one.
     pub(super) generation_id: Option<String>,
@@ -96,7 +97,8 @@ fn has_guest(facts: &QemuState) -> bool {
     facts.status.running || *state == RunState::SUSPENDED || *state == RunState::PAUSED && !is_sent
 }
 
-/// Parses the words of a process that may have been started by a dynamic linker or an emulator, which precede QEMU.
+/// Parses the words of a process that may have been started by a dynamic linker or an emulator, which precede
+/// QEMU.
 fn parse(words: &[u8]) -> Result<CommandLine, towline_launch::ParseError> {
     let words = words.strip_suffix(b"\0").unwrap_or(words);
     let words: Vec<&OsStr> = words.split(|byte| *byte == 0).map(OsStr::from_bytes).collect();

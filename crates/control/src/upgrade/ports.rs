@@ -1,9 +1,10 @@
-//! The other end of a port or monitor, as `-serial`, `-monitor` and `-qmp` name it (`qemu_chr_parse_compat` of QEMU's `chardev/char.c`).
+//! The other end of a port or monitor, as `-serial`, `-monitor` and `-qmp` name it (`qemu_chr_parse_compat`
+//! of QEMU's `chardev/char.c`).
 
 /// The other end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Port<'a> {
-    /// Of QEMU's own: none, a text console, a chardev that another option describes.
+    /// Internal to QEMU: none, a text console, a chardev that another option describes.
     Own,
     /// A Unix socket that QEMU listens on.
     Listening {
@@ -15,7 +16,7 @@ pub(super) enum Port<'a> {
     },
     /// A file that QEMU writes.
     File { path: &'a str },
-    /// QEMU's terminal, or one that it makes.
+    /// QEMU's terminal, or a new one.
     Terminal,
     /// A socket of another process.
     Connected,

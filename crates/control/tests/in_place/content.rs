@@ -44,7 +44,8 @@ impl Striped {
         blocks.find(|block| block.name == BLOCK_NAME).unwrap().mapped.unwrap().pages_offset
     }
 
-    /// Restores it into a QEMU with this memory. Returns the notices, and whether QEMU has loaded the file itself.
+    /// Restores it into a QEMU with this memory. Returns the notices, and whether QEMU has loaded the file
+    /// itself.
     fn restore(&self, binary: &Binary, backend: &str, stream: bool) -> (Vec<String>, bool) {
         let (process, qemu) = waiting(binary, BLOCK_NAME, backend);
         drop(qemu);

@@ -44,7 +44,7 @@ fn memory_of_a_running_qemu_is_proven_for_another() {
     }
 }
 
-/// An old QEMU that waits reports no addresses, so that its memory may be the running guest's.
+/// An old QEMU that waits reports no addresses, so its memory may be the running guest's.
 #[test]
 fn shared_memory_of_an_old_qemu_that_waits_is_refused() {
     let all = binaries("shared_memory_of_an_old_qemu_that_waits_is_refused");
@@ -127,7 +127,7 @@ fn other_memory_of_a_running_guest_is_refused() {
     assert!(matches!(reason(&presence), TransferReason::Offset { .. }), "{presence:?}");
 }
 
-/// The memory behind a descriptor.
+/// The memory of a descriptor.
 fn content(memfd: &str) -> Vec<u8> {
     let bytes = std::fs::read(memfd).unwrap();
     assert_eq!(bytes.len() as u64, MEMORY_MIB * MIB);

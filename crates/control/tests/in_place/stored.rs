@@ -112,7 +112,7 @@ fn a_shared_file_of_a_qemu_that_cannot_be_seen_is_refused() {
             Error::UndecidedFile { backend, reason: TransferReason::UnknownProcess { .. }, .. } if backend == "spare"
         );
         assert!(is_undecided, "{error}");
-        // QEMU makes a file of its own in a directory, and does not write to one that it maps for itself.
+        // QEMU creates a new file in a directory, and does not write to one that it maps for itself.
         assert!(inspect(stored.image.path().parent().unwrap(), "on").unwrap().is_empty());
         assert!(inspect(&other, "off").unwrap().is_empty());
     }
@@ -143,7 +143,7 @@ fn memory_of_no_image_is_not_expected_to_be_mapped() {
             let offered = find_mapped_memory(&mut qemu, image, &cancel, &notice).unwrap();
             assert!(offered.is_none() && notices.into_inner().is_empty());
             drop(qemu);
-            // A new file is looked at, so that the guest is sent as fast as into any other memory.
+            // A new file is inspected, so the guest is sent as fast as into any other memory.
             assert_eq!(may_map(&process.path("qmp"), stored.image.path()), backend == file);
         }
     }
