@@ -8,9 +8,10 @@ use crate::units::number;
 
 /// Check whether a guest can be migrated to DEST, without moving anything
 ///
-/// Queries both ends and changes nothing. `copy` and `move` run the same check first. The verdict assumes that towline
-/// configures both ends; a different result for QEMU's own `migrate` with the present settings is reported too.
-/// Exit status: 0 yes, also with notes; 1 no; 2 usage; 4 could not tell. Rules and remedies: docs/check.md.
+/// Queries both ends and changes nothing. `copy` and `move` run the same check first. The verdict assumes
+/// that towline configures both ends; a different result for QEMU's own `migrate` with the present settings
+/// is reported too. Exit status: 0 yes, also with notes; 1 no; 2 usage; 4 could not tell. Rules and remedies:
+/// docs/check.md.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Endpoints:

@@ -22,7 +22,8 @@ pub(super) const MORE: &str = "More options, exit status and examples: --help, o
 /// TLS of streams.
 #[derive(Debug, clap::Args)]
 pub(crate) struct TlsArgs {
-    /// Directory of certificates with QEMU's file names (tls-creds-x509); encrypts tcp:, unix: and wss:// streams
+    /// Directory of certificates with QEMU's file names (tls-creds-x509); encrypts tcp:, unix: and wss://
+    /// streams
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath, help_heading = TLS)]
     pub(crate) tls_creds: Option<PathBuf>,
     /// Host name in the certificate of DEST [default: the host of its address]

@@ -5,8 +5,9 @@ use crate::endpoint::Endpoint;
 
 /// Copy a guest: save it to an image, restore an image, or send it from one QEMU to another
 ///
-/// A running SOURCE is left paused (QEMU's `postmigrate`), an image unchanged. The guest runs at a `qmp:` DEST if it ran
-/// at SOURCE. After a failure the guest continues at SOURCE, unless it is already safe at DEST.
+/// A running SOURCE is left paused (QEMU's `postmigrate`), an image unchanged. The guest runs at a `qmp:`
+/// DEST if it ran at SOURCE. After a failure the guest continues at SOURCE, unless it is already safe at
+/// DEST.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = concat!("\
 Examples:
@@ -49,7 +50,7 @@ pub(crate) struct CopyArgs {
     pub(crate) destinations: Vec<Endpoint>,
     #[command(flatten)]
     pub(crate) transfer: TransferArgs,
-    /// Run the guest of a qmp: SOURCE again afterwards; also before, if it is paused since an earlier copy
+    /// Run the guest of a qmp: SOURCE again afterwards; also before, if an earlier copy left it paused
     #[arg(long, conflicts_with = "live", help_heading = GUEST)]
     pub(crate) resume: bool,
     /// Base image, an older state of the same guest; only chunks that differ from it are stored

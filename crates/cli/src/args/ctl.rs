@@ -6,8 +6,8 @@ use crate::units::{Unit, whole};
 
 /// Send a QMP command to a running towline or QEMU, or to a guest of `towline run`
 ///
-/// Prints the reply. Without a command, prints the names of the available ones. Short names of commands: `status` is
-/// query-status, `powerdown` is system_powerdown, `reset` is system_reset.
+/// Prints the reply. Without a command, prints the names of the available ones. Short names of commands:
+/// `status` is query-status, `powerdown` is system_powerdown, `reset` is system_reset.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:
@@ -25,14 +25,15 @@ Examples:
     towline ctl /run/vm/a.qmp qom-get '{\"path\": \"/machine\", \"property\": \"type\"}'
 ")]
 pub(crate) struct CtlArgs {
-    /// Unix socket of the QMP server (also as qmp:PATH), or name of a guest of `towline run`; ./NAME is a socket in this
-    /// directory
+    /// Unix socket of the QMP server (also as qmp:PATH), or name of a guest of `towline run`; ./NAME is a
+    /// socket in this directory
     #[arg(value_name = "SOCKET|NAME")]
     pub(crate) socket: PathBuf,
     /// Command to execute; omit it to list the commands
     #[arg(value_name = "COMMAND")]
     pub(crate) command: Option<String>,
-    /// Arguments: KEY=VALUE, where VALUE is JSON or text and dots in KEY address nested objects; or one JSON object
+    /// Arguments: KEY=VALUE, where VALUE is JSON or text and dots in KEY address nested objects; or one JSON
+    /// object
     #[arg(value_name = "ARGS")]
     pub(crate) arguments: Vec<String>,
     /// Timeout of the reply in seconds

@@ -9,8 +9,9 @@ use crate::units::number;
 
 /// Show the parts of a guest: blocks, pages, devices and their versions, checksums, sizes
 ///
-/// Reads an image, or queries a `qmp:` guest. From `tcp:`, `unix:`, `fd:` or `exec:` the whole guest is received, counted
-/// and discarded; its source is informed that the migration failed, and the guest continues there.
+/// Reads an image, or queries a `qmp:` guest. From `tcp:`, `unix:`, `fd:` or `exec:` the whole guest is
+/// received, counted and discarded; its source is informed that the migration failed, and the guest continues
+/// there.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:
@@ -32,7 +33,8 @@ pub(crate) struct InspectArgs {
     /// With --html: an image file that SOURCE is compared with
     #[arg(value_name = "BASE", requires = "html", value_hint = clap::ValueHint::FilePath)]
     pub(crate) base: Option<PathBuf>,
-    /// Page about an image file: map of its memory, devices, differences from BASE; an existing page is replaced
+    /// Page about an image file: map of its memory, devices, differences from BASE; an existing page is
+    /// replaced
     #[arg(long, value_name = "FILE.html", value_hint = clap::ValueHint::FilePath, help_heading = crate::args::OUTPUT)]
     pub(crate) html: Option<PathBuf>,
     /// Compare the whole image with its checksums

@@ -7,9 +7,9 @@ use crate::endpoint::Endpoint;
 
 /// Move a running guest: copy it, and end SOURCE once the guest is at DEST
 ///
-/// As `copy`; at the end SOURCE receives `quit`: once the guest runs at a `qmp:` DEST (or is loaded and paused there, if
-/// it was paused), once an image is complete and synced, or, with a stream, once SOURCE reports `completed`. After an
-/// earlier failure the guest continues at SOURCE.
+/// As `copy`; at the end SOURCE receives `quit`: once the guest runs at a `qmp:` DEST (or is loaded and
+/// paused there, if it was paused), once an image is complete and synced, or, with a stream, once SOURCE
+/// reports `completed`. After an earlier failure the guest continues at SOURCE.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = concat!("\
 Examples:
@@ -27,12 +27,12 @@ Examples:
 ", endpoints!()))]
 #[command(after_help = MORE)]
 pub(crate) struct MoveArgs {
-    /// Unplug a vhost-user-vsock, which QEMU does not migrate, and plug it in again at a qmp: DEST with the same -chardev
-    /// and pcie-root-port; connections end, listeners in the guest continue
+    /// Unplug a vhost-user-vsock, which QEMU does not migrate, and plug it in again at a qmp: DEST with the
+    /// same -chardev and pcie-root-port; connections end, listeners in the guest continue
     #[arg(long, help_heading = GUEST)]
     pub(crate) detach_vsock: bool,
-    /// Control sockets (--qmp) of a towline device at the source and its counterpart at the destination, whose
-    /// compatibility is checked before the move, as by `towline check ctl:SRC ctl:DST`; may be repeated
+    /// Control sockets (--qmp) of a towline device at the source and its counterpart at the destination,
+    /// whose compatibility is checked before the move, as by `towline check ctl:SRC ctl:DST`; may be repeated
     #[arg(long, value_name = "SRC=DST", value_parser = device_pair, help_heading = GUEST)]
     pub(crate) device_ctl: Vec<(PathBuf, PathBuf)>,
     /// QEMU that runs the guest: qmp:PATH

@@ -6,10 +6,11 @@ use super::Output;
 
 /// List moves that were interrupted at their switchover, with advice
 ///
-/// A `copy` or `move` between two QEMUs records each decision about the guest at both ends before it acts, and removes
-/// the record once the outcome is known. The listed moves are undecided: towline or the connection failed in between.
-/// Sources that stay paused while their guest runs elsewhere are listed too. Covers the records of this user on this host,
-/// and changes nothing. Exit status: 0, also if there are moves; 1 a record cannot be read.
+/// A `copy` or `move` between two QEMUs records each decision about the guest at both ends before it acts,
+/// and removes the record once the outcome is known. The listed moves are undecided: towline or the
+/// connection failed in between. Sources that stay paused while their guest runs elsewhere are listed too.
+/// Covers the records of this user on this host, and changes nothing. Exit status: 0, also if there are
+/// moves; 1 a record cannot be read.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:
@@ -25,11 +26,12 @@ pub(crate) struct MovesArgs {
 
 /// Finish a move that was interrupted at its switchover
 ///
-/// Queries the QEMUs on this host: process, run state, migration. If these and the record leave no doubt, the move is
-/// finished: the guest runs at DEST and the SOURCE of a `move` is ended, or the guest stays at SOURCE. Otherwise nothing
-/// is changed, the message says what to check, and the exit status is 3; decide with --run-here or --discard. A choice
-/// that contradicts the state found is refused: a guest that runs twice destroys its disks.
-/// Exit status: 0 finished; 1 refused, nothing was changed; 2 usage, or an unknown id; 3 still undecided.
+/// Queries the QEMUs on this host: process, run state, migration. If these and the record leave no doubt, the
+/// move is finished: the guest runs at DEST and the SOURCE of a `move` is ended, or the guest stays at
+/// SOURCE. Otherwise nothing is changed, the message says what to check, and the exit status is 3; decide
+/// with --run-here or --discard. A choice that contradicts the state found is refused: a guest that runs
+/// twice destroys its disks. Exit status: 0 finished; 1 refused, nothing was changed; 2 usage, or an unknown
+/// id; 3 still undecided.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:

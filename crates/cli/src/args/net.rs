@@ -8,12 +8,13 @@ use crate::sandbox::SandboxArgs;
 use crate::sockets::SocketArgs;
 use crate::units::{Unit, number, poll_us, whole};
 
-/// Run a network card for a guest on a tap of this host (vhost-user): multiqueue, all offloads, live migration
+/// Run a network card for a guest on a tap of this host (vhost-user): multiqueue, all offloads, live
+/// migration
 ///
-/// A missing tap is created, brought up, and removed at the end; create one that must stay, for instance on a bridge,
-/// first. SIGTERM and Ctrl-C end the card and print the statistics of its queues; SIGUSR1 prints them at any time. A card
-/// that is started again after a crash continues to serve its guest if QEMU's chardev has `reconnect=`
-/// (`reconnect-ms=` from QEMU 9.2 on, which 11.1 requires).
+/// A missing tap is created, brought up, and removed at the end; create one that must stay, for instance on a
+/// bridge, first. SIGTERM and Ctrl-C end the card and print the statistics of its queues; SIGUSR1 prints them
+/// at any time. A card that is started again after a crash continues to serve its guest if QEMU's chardev has
+/// `reconnect=` (`reconnect-ms=` from QEMU 9.2 on, which 11.1 requires).
 #[derive(Debug, clap::Args)]
 #[command(after_help = MORE)]
 #[command(after_long_help = "\
@@ -46,7 +47,8 @@ Examples:
 Exit status: 0 ended on request; 1 failed or refused; 2 usage.
 ")]
 pub(crate) struct NetArgs {
-    /// Unix socket to listen on for QEMU; a stale one is replaced [default: the service manager's, unless --fd]
+    /// Unix socket to listen on for QEMU; a stale one is replaced [default: the service manager's, unless
+    /// --fd]
     #[arg(long, value_name = "PATH", visible_alias = "socket-path", conflicts_with = "fd")]
     pub(crate) socket: Option<PathBuf>,
     /// Inherited socket, listening or connected
@@ -66,15 +68,16 @@ pub(crate) struct NetArgs {
     /// MTU of the tap in bytes
     #[arg(long, hide_short_help = true, value_name = "BYTES", value_parser = mtu, conflicts_with = "tap_fds")]
     pub(crate) mtu: Option<u16>,
-    /// Interface that transmits from guest memory by AF_XDP where that is not slower than the tap, which receives
+    /// Interface that transmits from guest memory by AF_XDP where that is not slower than the tap, which
+    /// receives
     #[arg(long, value_name = "IF", value_parser = interface)]
     pub(crate) af_xdp: Option<String>,
-    /// AF_XDP's copy mode, for tests and comparisons; without it, frames of an interface without zero-copy go by the tap,
-    /// which is faster
+    /// AF_XDP's copy mode, for tests and comparisons; without it, frames of an interface without zero-copy go
+    /// by the tap, which is faster
     #[arg(long, hide_short_help = true, requires = "af_xdp")]
     pub(crate) af_xdp_copy: bool,
-    /// Frames that leave by AF_XDP, those of more than 256 bytes by reference: auto, of drivers without offloads; on, all; off,
-    /// all, and none by reference
+    /// Frames that leave by AF_XDP, those of more than 256 bytes by reference: auto, of drivers without
+    /// offloads; on, all; off, all, and none by reference
     #[arg(
         long,
         hide_short_help = true,
@@ -92,18 +95,19 @@ pub(crate) struct NetArgs {
     /// Processors of the worker threads, in the order of the queues
     #[arg(long, hide_short_help = true, value_name = "N,N,..", value_parser = number::<usize>, value_delimiter = ',')]
     pub(crate) cpus: Vec<usize>,
-    /// Maximum time of busy-polling before a sleep when traffic is request/response, in microseconds; 0 disables
+    /// Maximum time of busy-polling before a sleep when traffic is request/response, in microseconds; 0
+    /// disables
     #[arg(long, hide_short_help = true, value_name = "US", default_value_t = 50, value_parser = poll_us)]
     pub(crate) poll_us: u64,
-    /// Record of descriptors in flight, with which a restarted card loses no buffers: a file (on a tmpfs), or `fd-store`,
-    /// the service manager's store (`FileDescriptorStoreMax=1`)
+    /// Record of descriptors in flight, with which a restarted card loses no buffers: a file (on a tmpfs), or
+    /// `fd-store`, the service manager's store (`FileDescriptorStoreMax=1`)
     #[arg(long, hide_short_help = true, value_name = "FILE|fd-store")]
     pub(crate) state: Option<PathBuf>,
     /// Block the guest's migration; disables the dirty log
     #[arg(long, hide_short_help = true)]
     pub(crate) unmigratable: bool,
-    /// Migration of the link state and counters (vhost-user's DEVICE_STATE, which stock QEMU does not use for network
-    /// cards); the same at both hosts
+    /// Migration of the link state and counters (vhost-user's DEVICE_STATE, which stock QEMU does not use for
+    /// network cards); the same at both hosts
     #[arg(long, hide_short_help = true, value_name = "ON|OFF", default_value = "off")]
     pub(crate) device_state: OnOff,
     #[command(flatten)]

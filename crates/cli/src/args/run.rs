@@ -12,10 +12,11 @@ use crate::units::{Unit, whole};
 
 /// Run the guest of an image: start a QEMU for it, restore it there, and supervise it
 ///
-/// The command line is the one that was recorded with the image, and the arguments after `--`. An image may come from
-/// anyone: only options that are known to be harmless are used, and files, sockets, interfaces and programs come from
-/// --set and those arguments alone. What else the image has is refused by name. The command is printed before it is run.
-/// The guest's memory is mapped from the image, copy-on-write, where that is possible; the image must not change meanwhile.
+/// The command line is the one that was recorded with the image, and the arguments after `--`. An image may
+/// come from anyone: only options that are known to be harmless are used, and files, sockets, interfaces and
+/// programs come from --set and those arguments alone. All else in the image is refused by name. The command
+/// is printed before it is run. The guest's memory is mapped from the image, copy-on-write, where that is
+/// possible; the image must not change while it runs.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:
@@ -29,7 +30,7 @@ Examples:
       --set serial.0=unix:/run/vm/{name}.sock,server=on,wait=off
   An image without a command line needs all arguments:
     towline run guest.img -- -machine pc-q35-10.0 -cpu Nehalem -m 512M -nodefaults
-  Four clones that outlive this command, each with a disk of its own on top of the given one:
+  Four clones that outlive this command, each with its own disk on top of the given one:
     towline run guest.img --count 4 --name web --detach --overlay \\
       --set drive.disk0.file=/srv/a.qcow2 --set drive.disk0.format=qcow2
   See the guests that run, talk to one, and end it:
@@ -45,7 +46,8 @@ pub(crate) struct RunArgs {
     /// Image in a file or in an object store
     #[arg(value_name = "IMAGE")]
     pub(crate) image: Endpoint,
-    /// Name of the guest; with --count the clones' names are NAME-0, NAME-1, … [default: the image's file name]
+    /// Name of the guest; with --count the clones' names are NAME-0, NAME-1, … [default: the image's file
+    /// name]
     #[arg(long, value_name = "NAME")]
     pub(crate) name: Option<GuestName>,
     /// Number of clones
@@ -63,7 +65,7 @@ pub(crate) struct RunArgs {
     /// Leave the guests running when this command ends, which it does once they run
     #[arg(long)]
     pub(crate) detach: bool,
-    /// Give each guest a qcow2 overlay for each disk that it writes; the disks stay as they are
+    /// Give each guest a qcow2 overlay for each disk that it writes; the disks are not changed
     #[arg(long)]
     pub(crate) overlay: bool,
     /// Directory of the overlays [default: that of the image; of an image in a store the working directory]
@@ -73,11 +75,13 @@ pub(crate) struct RunArgs {
     /// [default: /var/cache/towline/images for root, else $XDG_CACHE_HOME/towline/images]
     #[arg(long, value_name = "DIR")]
     pub(crate) cache_dir: Option<PathBuf>,
-    /// Value of this host for an option of the image (drive.disk0.file=/srv/a.raw); an option with an empty value is
-    /// removed. Here and in QEMU-ARGUMENTS {name} is the name of the clone, and n in braces its number (docs/run.md)
+    /// Value of this host for an option of the image (drive.disk0.file=/srv/a.raw); an option with an empty
+    /// value is removed. Here and in QEMU-ARGUMENTS {name} is the name of the clone, and n in braces its
+    /// number (docs/run.md)
     #[arg(long, value_name = "OPTION.KEY=VALUE")]
     pub(crate) set: Vec<Setting>,
-    /// Use the image's command line as it is, with its files and programs: only for images that you trust like a program
+    /// Use the image's command line unchanged, with its files and programs: only for images that you trust
+    /// like a program
     #[arg(long)]
     pub(crate) trust_command_line: bool,
     /// The QEMU to start
@@ -94,7 +98,8 @@ pub(crate) struct RunArgs {
 
 /// List the guests that `towline run` has started on this host
 ///
-/// Covers the guests of this user that run, supervised or detached. Exit status: 0, also if there are none; 1 the directory of guests cannot be read.
+/// Covers the guests of this user that run, supervised or detached. Exit status: 0, also if there are none; 1
+/// the directory of guests cannot be read.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:

@@ -11,8 +11,8 @@ use crate::units::hours;
 
 /// List, check and remove the images of a store or a directory
 ///
-/// PLACE is the prefix of a store (s3://BUCKET/PREFIX, gs://, az://, store:PATH) or a directory of image files. Images of
-/// a prefix share chunks; image files share memory with their base images.
+/// PLACE is the prefix of a store (s3://BUCKET/PREFIX, gs://, az://, store:PATH) or a directory of image
+/// files. Images of a prefix share chunks; image files share memory with their base images.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:
@@ -39,15 +39,15 @@ pub(crate) struct StoreArgs {
 pub(crate) enum StoreCommand {
     /// List the images: memory, age, source, base images, readers
     Ls(PlaceArgs),
-    /// Show the disk space of each image: alone, of its own, and shared
+    /// Show the disk space of each image: alone, own, and shared
     ///
     /// Alone: what it would occupy without the others. Own: what its removal frees (in a store, after `gc`).
     Du(PlaceArgs),
     /// Remove images; refused if a running restore or an increment needs one
     ///
-    /// Refused are an image of a store that a process reads, an image file that a process has open or mapped, and an image
-    /// file that is the base of another one in its directory. Chunks of a store that no other image references become
-    /// garbage, which `gc` removes.
+    /// Refused are an image of a store that a process reads, an image file that a process has open or mapped,
+    /// and an image file that is the base of another one in its directory. Chunks of a store that no other
+    /// image references become garbage, which `gc` removes.
     Rm(RemoveArgs),
     /// Remove garbage: unreferenced chunks of a store, partial files of writers that were killed
     ///
@@ -95,7 +95,8 @@ pub(crate) struct CollectArgs {
     /// List the garbage only
     #[arg(long)]
     pub(crate) dry_run: bool,
-    /// Minimum age in hours of unreferenced chunks; younger ones are kept for uploads that are resumed [default: 24]
+    /// Minimum age in hours of unreferenced chunks; younger ones are kept for uploads that are resumed
+    /// [default: 24]
     #[arg(long, value_name = "HOURS", value_parser = hours)]
     pub(crate) min_age: Option<Duration>,
     #[command(flatten)]

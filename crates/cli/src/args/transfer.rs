@@ -9,7 +9,8 @@ use crate::units::{Unit, bytes, milliseconds, number, seconds, whole};
 /// Options of a transfer.
 #[derive(Debug, clap::Args)]
 pub(crate) struct TransferArgs {
-    /// Number of lanes (multifd channels), the same at both ends; 0 disables them [default: 4 where QMP can set them, else 0]
+    /// Number of lanes (multifd channels), the same at both ends; 0 disables them [default: 4 where QMP can
+    /// set them, else 0]
     #[arg(long, value_name = "N", value_parser = number::<usize>, help_heading = LANES)]
     pub(crate) multifd_channels: Option<usize>,
     /// Compression of the lanes, the same at both ends of a stream (QEMU's multifd-compression)
@@ -72,7 +73,7 @@ pub(crate) struct PostcopyArgs {
     /// Run the guest at DEST at once, and load its memory on demand (docs/instant-restore.md)
     #[arg(long, help_heading = POSTCOPY)]
     pub(crate) postcopy: bool,
-    /// Send requested pages on a channel of their own; the other QEMU needs the same postcopy-preempt
+    /// Send requested pages on a separate channel; the other QEMU needs the same postcopy-preempt
     #[arg(long, requires = "postcopy", hide_short_help = true, help_heading = POSTCOPY)]
     pub(crate) postcopy_preempt: bool,
 }

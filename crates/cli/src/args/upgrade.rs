@@ -12,10 +12,11 @@ use crate::units::milliseconds;
 
 /// Replace the QEMU under a running guest; its RAM stays in place
 ///
-/// The command line of the new QEMU is that of the old one, read from its process. Both map the same memory, so that only
-/// the state of the devices moves. The new QEMU is started and checked before the guest stops; a failure before the guest
-/// runs there leaves it in the old QEMU. Then the old QEMU is ended, and its sockets are the new one's. Clients of them are
-/// disconnected. What two QEMUs cannot have at a time is refused, each with the setting that changes it.
+/// The command line of the new QEMU is that of the old one, read from its process. Both map the same memory,
+/// so only the state of the devices moves. The new QEMU is started and checked before the guest stops; a
+/// failure before the guest runs there leaves it in the old QEMU. Then the old QEMU is ended, and its sockets
+/// are the new one's. Clients of them are disconnected. Options that two QEMUs cannot share are refused, each
+/// with the setting that changes it.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:
@@ -34,7 +35,7 @@ pub(crate) struct UpgradeArgs {
     /// QEMU that runs the guest: qmp:PATH
     #[arg(value_name = "OLD")]
     pub(crate) old: Endpoint,
-    /// The new QEMU [default: the program of the old one, as it is on disk now]
+    /// The new QEMU [default: the program of the old one, as now on disk]
     #[arg(long, value_name = "BINARY")]
     pub(crate) qemu: Option<PathBuf>,
     /// Start and check the new QEMU, and end it again
@@ -43,15 +44,16 @@ pub(crate) struct UpgradeArgs {
     /// Copy memory that the new QEMU cannot map; without it such a guest is refused
     #[arg(long)]
     pub(crate) copy: bool,
-    /// Have each `towline net` serve the new QEMU too: the guest keeps its network cards and their connections
+    /// Have each `towline net` serve the new QEMU too: the guest keeps its network cards and their
+    /// connections
     #[arg(long)]
     pub(crate) with_devices: bool,
-    /// Unplug a vhost-user-vsock, which QEMU does not migrate, and plug it in again in the new QEMU; connections end,
-    /// listeners in the guest continue
+    /// Unplug a vhost-user-vsock, which QEMU does not migrate, and plug it in again in the new QEMU;
+    /// connections end, listeners in the guest continue
     #[arg(long)]
     pub(crate) detach_vsock: bool,
-    /// Value for an option of the new QEMU (vnc=127.0.0.1:2, netdev.net0.hostfwd=tcp::2222-:22); an option with an empty
-    /// value is removed (docs/upgrade.md)
+    /// Value for an option of the new QEMU (vnc=127.0.0.1:2, netdev.net0.hostfwd=tcp::2222-:22); an option
+    /// with an empty value is removed (docs/upgrade.md)
     #[arg(long, value_name = "OPTION.KEY=VALUE")]
     pub(crate) set: Vec<Setting>,
     /// Maximum downtime in milliseconds, where memory is sent

@@ -15,9 +15,10 @@ use crate::units::{bytes, number, poll_us};
 
 /// Connect a guest's vsock to sockets of this host (vhost-user)
 ///
-/// Follows Firecracker's convention for Unix sockets: a client connects to the --uds path, sends `CONNECT PORT\n`, and
-/// receives `OK PORT\n` once the guest has accepted; a guest's connection to PORT of the host (CID 2) goes to the socket
-/// `UDS_PORT`. The directions of a connection close independently. Connections without a rule are refused.
+/// Follows Firecracker's convention for Unix sockets: a client connects to the --uds path, sends `CONNECT
+/// PORT\n`, and receives `OK PORT\n` once the guest has accepted; a guest's connection to PORT of the host
+/// (CID 2) goes to the socket `UDS_PORT`. The directions of a connection close independently. Connections
+/// without a rule are refused.
 #[derive(Debug, clap::Args)]
 #[command(after_help = MORE)]
 #[command(after_long_help = "\
@@ -82,12 +83,12 @@ pub(crate) struct VsockArgs {
     /// Forwarding rule, such as tcp:127.0.0.1:2222=guest:22; may be repeated (all: --help)
     #[arg(long, value_name = "RULE", conflicts_with_all = ["guest", "config"])]
     pub(crate) forward: Vec<ForwardingRule>,
-    /// Record of descriptors in flight, with which a restarted device completes each of them once: a file (on a tmpfs), or
-    /// `fd-store`, the service manager's store (`FileDescriptorStoreMax=1`)
+    /// Record of descriptors in flight, with which a restarted device completes each of them once: a file (on
+    /// a tmpfs), or `fd-store`, the service manager's store (`FileDescriptorStoreMax=1`)
     #[arg(long, hide_short_help = true, value_name = "FILE|fd-store", conflicts_with_all = ["guest", "config"])]
     pub(crate) state: Option<PathBuf>,
-    /// One of several guests: cid=N,socket=PATH and optionally uds=, uds-seqpacket=, forward=, group=NAME, state=, as the
-    /// options; may be repeated
+    /// One of several guests: cid=N,socket=PATH and optionally uds=, uds-seqpacket=, forward=, group=NAME,
+    /// state=, as the options; may be repeated
     #[arg(long, value_name = "KEY=VALUE,...")]
     pub(crate) guest: Vec<GuestSpec>,
     /// TOML file of guests, in addition to those of --guest (an example: --help)
@@ -102,7 +103,8 @@ pub(crate) struct VsockArgs {
     /// Maximum number of connections of a guest [default: 16384, or its share of the process's descriptors]
     #[arg(long, hide_short_help = true, value_name = "N", value_parser = number::<usize>)]
     pub(crate) connections_limit: Option<usize>,
-    /// Maximum time of busy-polling before a sleep when traffic is request/response, in microseconds; 0 disables
+    /// Maximum time of busy-polling before a sleep when traffic is request/response, in microseconds; 0
+    /// disables
     #[arg(long, hide_short_help = true, value_name = "US", default_value_t = 50, value_parser = poll_us)]
     pub(crate) poll_us: u64,
     /// Block the guest's migration
@@ -127,9 +129,9 @@ pub(crate) enum VsockCommand {
 
 /// Connect standard input and output to a port of a guest, for example as the ProxyCommand of ssh
 ///
-/// The guest's device is found by its --uds socket, as of `towline vsock`, Firecracker or Cloud Hypervisor. The directions
-/// end independently: the end of standard input ends the direction to the guest, and the guest's data is written until its
-/// own end.
+/// The guest's device is found by its --uds socket, as of `towline vsock`, Firecracker or Cloud Hypervisor.
+/// The directions end independently: the end of standard input ends the direction to the guest, and the
+/// guest's data is written until its own end.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Targets:
@@ -178,7 +180,8 @@ impl FromStr for ConnectTarget {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        // As host names of ssh have them: separated by `/`, `%` or `,` from an absolute path, whose slash may be missing.
+        // As host names of ssh have them: separated by `/`, `%` or `,` from an absolute path, whose slash may
+        // be missing.
         let of_host = |prefix: &str| {
             let path = text.strip_prefix(prefix)?.strip_prefix(['/', '%', ','])?;
             Some(PathBuf::from("/").join(path))
