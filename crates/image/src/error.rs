@@ -72,7 +72,7 @@ pub enum Error {
         /// The next item that was expected.
         awaiting: &'static str,
     },
-    /// The guest is larger than any that can be stored.
+    /// The guest is too large to be stored.
     #[error("{}: the stream announces {found} bytes of guest memory, at most {limit} can be stored in an image; check the source", path.display())]
     TooLarge {
         /// The image to be written.

@@ -177,7 +177,7 @@ pub struct QemuProcess {
     pub working_directory: Option<String>,
 }
 
-/// A field of an [`Origin`] that is longer than it may be, in bytes.
+/// A field of an [`Origin`] that exceeds its limit, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct OverlongField {
     pub(crate) name: &'static str,
@@ -186,7 +186,7 @@ pub(crate) struct OverlongField {
 }
 
 impl Origin {
-    /// Returns the first field that is longer than it may be.
+    /// Returns the first field that exceeds its limit.
     pub(crate) fn overlong_field(&self) -> Option<OverlongField> {
         let process = self.process.as_ref()?;
         let directory = process.working_directory.as_deref().unwrap_or_default();

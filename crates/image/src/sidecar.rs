@@ -1,4 +1,4 @@
-//! The manifest beside an image: finding the one that belongs to it, and replacing both together.
+//! The manifest beside an image: finds the one that belongs to it, and replaces both together.
 //!
 //! Two files cannot be renamed atomically. So a new manifest is first staged under a temporary name, and an
 //! image's manifest is whichever of the two files matches it:
@@ -43,7 +43,7 @@ pub(crate) fn staged_path(image: &Path) -> PathBuf {
     path.into()
 }
 
-/// Finds the manifest of an image with these properties, and under which name it is; `None` if there is none.
+/// Finds the manifest of an image with these properties, and its name; `None` if there is none.
 ///
 /// # Errors
 /// A manifest exists but is invalid or belongs to another image.
@@ -117,7 +117,7 @@ pub(crate) fn check_part(
     let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits().cast_signed();
     let Ok(file) = options.read(true).custom_flags(flags).open(path) else { return Ok(()) };
     if !file.metadata().is_ok_and(|metadata| metadata.is_file()) {
-        // Opening it for writing reports what it is.
+        // Opening it for writing reports its kind.
         return Ok(());
     }
     let mut head = Vec::new();

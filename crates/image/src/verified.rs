@@ -1,5 +1,5 @@
-//! Chunks that have been compared with their checksum: each is hashed once, however many copies read it at
-//! the same time.
+//! Chunks that have been compared with their checksum: each is hashed once, for any number of concurrent
+//! copies.
 
 use std::sync::Mutex;
 

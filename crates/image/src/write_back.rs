@@ -1,9 +1,10 @@
 //! Syncs a file while it is written, so its last sync is short.
 //!
-//! The source of a guest learns the rate at which its memory is stored by being held up. Through the page
-//! cache it is not: it would see the rate of memory, stop its guest, and keep it stopped until everything is
-//! on the disk. So no more stays unsynced than the disk takes in [`SYNC_TIME`], by the rate that was measured
-//! last: one thread syncs, the others go on until there is as much again.
+//! The source of a guest measures the rate at which its memory is stored by its own blocked sends. The page
+//! cache would block none of them: the source would measure the rate of memory, stop its guest, and keep it
+//! stopped until everything is on the disk. So the unsynced bytes are limited to those that the disk writes
+//! in [`SYNC_TIME`], at the rate measured last: one thread syncs, the others go on until the limit is reached
+//! again.
 
 use std::fs::File;
 use std::io;
@@ -15,7 +16,7 @@ use crate::lock::lock;
 
 /// Intended time of one sync of an image file, hence of the last one before its guest may run on.
 pub const SYNC_TIME: Duration = Duration::from_millis(50);
-/// Least and most bytes that are synced together.
+/// Minimum and maximum number of bytes that are synced together.
 const STEP_BYTES_MIN: u64 = 256 << 10;
 const STEP_BYTES_MAX: u64 = 64 << 20;
 
@@ -52,8 +53,8 @@ impl WriteBack {
     }
 }
 
-/// The bytes that take [`SYNC_TIME`] at the measured rate, at most twice the previous number: a cache of the
-/// disk may have taken the last ones.
+/// Number of bytes that take [`SYNC_TIME`] at the measured rate, at most twice the previous number: a cache
+/// of the disk may have taken the last ones.
 fn next_step(step: u64, bytes: u64, took: Duration) -> u64 {
     let fits = bytes as f64 * SYNC_TIME.as_secs_f64() / took.as_secs_f64().max(1e-9);
     (fits as u64).min(2 * step).clamp(STEP_BYTES_MIN, STEP_BYTES_MAX)
@@ -68,7 +69,7 @@ mod tests {
         const MIB: u64 = 1 << 20;
         // 40 MiB/s.
         assert_eq!(next_step(8 * MIB, 8 * MIB, Duration::from_millis(200)), 2 * MIB);
-        // A fast disk, which is believed by and by.
+        // A fast disk, whose rate is adopted step by step.
         assert_eq!(next_step(MIB, MIB, Duration::from_micros(1)), 2 * MIB);
         assert_eq!(next_step(STEP_BYTES_MAX, STEP_BYTES_MAX, Duration::ZERO), STEP_BYTES_MAX);
         assert_eq!(next_step(MIB, MIB, Duration::from_secs(10)), STEP_BYTES_MIN);

@@ -8,9 +8,9 @@
 //!             stage the manifest · rename the image · rename the manifest ([`crate::sidecar`])
 //! ```
 //!
-//! After the commit the guest is durable, and may run on at its source while the image is published: the time
-//! that takes depends on how often pages were sent again. What goes through the page cache is synced as it
-//! comes ([`crate::write_back`]), so the commit's sync is short.
+//! After the commit the guest is durable, and may run on at its source while the image is published, which
+//! takes longer the more pages were sent again. Data in the page cache is synced while it arrives
+//! ([`crate::write_back`]), so the commit's sync is short.
 //!
 //! No guest memory is buffered. Until [`Sink::publish`] renames it, the file has a temporary name; after a
 //! failure it is removed, and the source, which only learns of success after that, keeps its guest.
@@ -323,8 +323,8 @@ impl ImageWriter {
         None
     }
 
-    /// Makes memory and device state durable, without what only readers of the image need: the guest may be
-    /// stopped.
+    /// Makes memory and device state durable, without the parts that only readers of the image need, because
+    /// the guest may be stopped.
     fn complete(&self) -> Result<()> {
         let layout = self.layout()?;
         let device_state = self.items.take_device_state().map_err(|missing| self.missing(missing))?;

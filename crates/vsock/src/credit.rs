@@ -10,12 +10,12 @@ use crate::packet::SocketType;
 
 /// Smallest window of a connection.
 pub const WINDOW_MIN: u32 = 16 << 10;
-/// Largest initial window; it grows while the host keeps up. The same as Linux: a guest's message may be as
+/// Maximum initial window; it grows while the host keeps up. The same as Linux: a guest's message may be as
 /// long, and a message longer than a window is copied where it could be sent without a copy.
 pub const WINDOW_FIRST_MAX: u32 = 256 << 10;
-/// Largest window that a connection grows to while its host side does not keep up.
+/// Maximum window while the host side does not keep up.
 pub const WINDOW_BEHIND_MAX: u32 = 256 << 10;
-/// Largest window of all: differences of counters stay far below half of 2^32.
+/// Absolute maximum of a window: differences of counters stay far below half of 2^32.
 pub const WINDOW_MAX: u32 = 256 << 20;
 
 /// Smallest value that the guest's own `buf_alloc` counts as. A smaller one would only cause more credit
@@ -107,8 +107,8 @@ impl PeerCredit {
         (self.buf_alloc / PACKET_CHARGE).max(1)
     }
 
-    /// Returns true if `packets` packets may be sent now. More than fit into the buffer have to wait until it
-    /// is empty.
+    /// Returns true if `packets` packets may be sent now. More than fit into the buffer must wait until it is
+    /// empty.
     pub(crate) fn admits_packets(&self, packets: u32) -> bool {
         packets.min(self.packets_max()) <= self.available_packets()
     }

@@ -390,8 +390,8 @@ impl<S: Sockets> Engine<S> {
         }
     }
 
-    /// Ends directions, or the connection, once there is nothing left to do. To be called after every change
-    /// of the guest's shutdown flags, of the send queue, or of the directions.
+    /// Ends directions, or the connection, once there is nothing left to do. Call it after every change of
+    /// the guest's shutdown flags, of the send queue, or of the directions.
     fn update(&mut self, id: ConnectionId) {
         let Some(connection) = self.table.get(id) else { return };
         let (state, guest) = (connection.state, connection.guest_shutdown);

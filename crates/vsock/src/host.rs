@@ -326,7 +326,7 @@ impl Host {
         }
     }
 
-    /// Registers the handshakes that have begun, to be called before the worker waits.
+    /// Registers the handshakes that have begun. Call it before the worker waits.
     pub(crate) fn watch_handshakes(&mut self) {
         for slot in std::mem::take(&mut self.unwatched) {
             self.watch_handshake(slot);

@@ -19,7 +19,7 @@ pub enum Error {
         /// The path.
         path: PathBuf,
     },
-    /// The manifest is longer than any of this image.
+    /// The manifest is longer than any manifest of this image.
     #[error("{}: {found} bytes, but a manifest of this image's blocks has at most {limit}; take the manifest that came with the image", path.display())]
     TooLong {
         /// The manifest.

@@ -423,7 +423,7 @@ impl Renewal {
                     None => break,
                 }
             }
-            // Without conditional updates the check above has to suffice.
+            // Without conditional updates the check above must suffice.
             let mode = match self.writes {
                 ConditionalWrites::All => WriteMode::Update(object.version.clone()),
                 ConditionalWrites::Create | ConditionalWrites::None => WriteMode::Replace,

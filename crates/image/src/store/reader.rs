@@ -65,7 +65,7 @@ pub struct StoredImage {
     retains_until_release: bool,
 }
 
-/// An image whose index was read, and nothing else: what is not in it may be removed at any time.
+/// An image of which only the index was read: everything else may be removed at any time.
 #[derive(Debug)]
 pub struct UnopenedImage {
     store: Arc<Store>,
@@ -189,8 +189,8 @@ impl StoredImage {
         })
     }
 
-    /// For postcopy: keeps prepared memory until [`Guest::release`], whichever thread prepared it, and no
-    /// wait for it can be cancelled, since the guest that runs needs it.
+    /// For postcopy: keeps prepared memory until [`Guest::release`], for any thread, and no wait for it can
+    /// be cancelled, since the running guest needs it.
     #[must_use]
     pub fn retained_until_release(mut self) -> Self {
         self.retains_until_release = true;

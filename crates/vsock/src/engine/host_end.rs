@@ -55,8 +55,8 @@ pub(super) struct HostEnd<S> {
     pub(super) buffered_bytes: usize,
     /// Estimate of the guest's buffers that the next read fills.
     pub(super) rx_batch_hint: usize,
-    /// Urgent data has come: a short read may have stopped at its mark, and does not mean that the socket is
-    /// empty.
+    /// Urgent data has arrived: a short read may have stopped at its mark, and does not mean that the socket
+    /// is empty.
     pub(super) has_urgent: bool,
     /// Credit that the connection waits for, and the number of times that its timer has expired.
     pub(super) credit_need: CreditNeed,

@@ -34,7 +34,7 @@ pub(super) enum ReceiveState {
     Idle,
     /// There may be something to read, or a message is partly sent to the guest.
     Readable,
-    /// There is something, and the guest has no credit for it.
+    /// There is data, and the guest has no credit for it.
     OutOfCredit,
     /// The end of the stream was sent to the guest.
     EofDelivered,

@@ -1,4 +1,4 @@
-//! Queue of connections, some of which may be closed by the time of their turn.
+//! Queue of connections, some of which may be closed when their turn comes.
 
 use std::collections::VecDeque;
 

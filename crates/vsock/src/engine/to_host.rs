@@ -140,7 +140,7 @@ impl<S: Sockets> Engine<S> {
         }
     }
 
-    /// Has a connection flushed after the present batch.
+    /// Schedules a flush of the connection after the present batch.
     fn schedule_flush(&mut self, id: ConnectionId) {
         match self.host_ends.get_mut(id) {
             Some(end) if end.queues.contains(Queues::FLUSH) => {}
@@ -220,8 +220,8 @@ impl<S: Sockets> Engine<S> {
         self.update(id);
     }
 
-    /// Discards a message whose end is missing, once its sender has ended its direction: nothing could ever
-    /// be sent of it, and the connection would stay for it.
+    /// Discards a message whose end is missing, once its sender has ended its direction: it could never be
+    /// sent, and the connection would remain because of it.
     fn drop_unfinished_message(&mut self, id: ConnectionId) {
         let has_ended = self.table.get(id).is_some_and(|it| it.guest_shutdown.contains(ShutdownFlags::SEND));
         if let Some(end) =
