@@ -25,7 +25,7 @@ Examples:
     towline run guest.img
   With its disk, which an image cannot name:
     towline run guest.img --set drive.disk0.file=/srv/a.qcow2 --set drive.disk0.format=qcow2
-  Three clones, each with a serial port of its own:
+  Three clones, each with its own serial port:
     towline run guest.img --count 3 --name web \\
       --set serial.0=unix:/run/vm/{name}.sock,server=on,wait=off
   An image without a command line needs all arguments:
