@@ -40,12 +40,12 @@ pub enum Compression {
     None,
     /// A zlib stream for each lane.
     Zlib {
-        /// 0 0 (none) to [`Compression::ZLIB_LEVEL_MAX`] (best); higher values count as the maximum.
+        /// 0 (none) to [`Compression::ZLIB_LEVEL_MAX`] (best); higher values count as the maximum.
         level: u8,
     },
     /// A zstd stream for each lane.
     Zstd {
-        /// 1 (fastest) to [`Compression::ZSTD_LEVEL_MAX`] (best), 0 0 is zstd's default; higher values count
+        /// 1 (fastest) to [`Compression::ZSTD_LEVEL_MAX`] (best), 0 is zstd's default; higher values count
         /// as the maximum.
         level: u8,
     },
