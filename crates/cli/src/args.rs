@@ -1,4 +1,5 @@
-//! The command line: one file for each command, and what several commands share. This module reads its arguments only.
+//! The command line: one file for each command, and what several commands share. This module reads its
+//! arguments only.
 
 /// Endpoints and exit status of `copy` and `move`, as a literal for `concat!`.
 macro_rules! endpoints {
@@ -79,7 +80,8 @@ pub(crate) use transfer::TransferArgs;
 pub(crate) use upgrade::UpgradeArgs;
 pub(crate) use vsock::{ConnectArgs, ConnectTarget, VsockArgs, VsockCommand};
 
-/// Move running QEMU guests, save and restore them; multiqueue network cards and vsock devices for guests (vhost-user)
+/// Move running QEMU guests, save and restore them; multiqueue network cards and vsock devices for guests
+/// (vhost-user)
 #[derive(Debug, Parser)]
 #[command(name = "towline", version, propagate_version = true, max_term_width = 100)]
 #[command(

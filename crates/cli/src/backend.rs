@@ -1,8 +1,8 @@
 //! Discovery of towline as a vhost-user backend: `docs/interop/vhost-user.rst` and `vhost-user.json` of QEMU.
 //!
-//! A management application finds the path of a program in a JSON file, and runs it with `--print-capabilities`, later with
-//! `--socket-path` or `--fd`. The path cannot contain a command, so a link to this program named `towline-net` or
-//! `towline-vsock` runs that command.
+//! A management application finds the path of a program in a JSON file, and runs it with
+//! `--print-capabilities`, later with `--socket-path` or `--fd`. The path cannot contain a command, so a link
+//! to this program named `towline-net` or `towline-vsock` runs that command.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -35,7 +35,7 @@ impl BackendKind {
         Self::ALL.into_iter().find(|backend| backend.name() == name)
     }
 
-    /// Returns the `VHostUserBackendCapabilities`; these types have no features of their own.
+    /// Returns the `VHostUserBackendCapabilities`; these types have no features.
     pub(crate) fn capabilities(self) -> Value {
         json!({ "type": self.name() })
     }

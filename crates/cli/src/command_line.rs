@@ -1,4 +1,4 @@
-//! Command lines of QEMU, as they are shown.
+//! Command lines of QEMU, for display.
 
 use std::ffi::OsStr;
 

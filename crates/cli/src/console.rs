@@ -3,15 +3,17 @@
 //! ```text
 //!   plan, engine, signals, log ── push: never blocks ──► queue ──► thread ── write(2) ──► pipe, file, terminal
 //! ```
-//! A pipe that is not read, or a terminal whose output is stopped (Ctrl-S), blocks only the writing thread: the copy continues,
-//! and signals are handled. Output that cannot be written at all (a closed pipe, a full disk) is dropped.
+//! A pipe that is not read, or a terminal whose output is stopped (Ctrl-S), blocks only the writing thread:
+//! the copy continues, and signals are handled. Output that cannot be written (a closed pipe, a full disk) is
+//! dropped.
 //!
-//! The queues are bounded by the kind of line ([`OverflowPolicy`]): the latest progress of each destination; [`LIMITED_BYTES_MAX`] of
-//! notices, statistics and log lines, beyond which they are dropped and counted; phases and results are never dropped, and a
-//! command has fewer than twenty of them for each destination.
+//! The queues are bounded by the kind of line ([`OverflowPolicy`]): the latest progress of each destination;
+//! [`LIMITED_BYTES_MAX`] of notices, statistics and log lines, beyond which they are dropped and counted;
+//! phases and results are never dropped, and a command has fewer than twenty of them for each destination.
 //!
-//! Threads are started by [`start`], which a process calls after it has confined itself, as landlock restricts only threads that
-//! are started later. Lines wait until then. [`finish`] writes the remaining ones at the end of the process.
+//! Threads are started by [`start`], which a process calls after it has confined itself, as landlock
+//! restricts only threads that are started later. Lines wait until then. [`finish`] writes the remaining ones
+//! at the end of the process.
 
 mod queue;
 
@@ -46,7 +48,8 @@ struct Console {
 fn console() -> &'static Console {
     CONSOLE.get_or_init(|| {
         let stderr = QueueHandle::new(LineSink::Stderr, report_dropped);
-        // A common file has a common queue, which keeps the lines' order and keeps them out of a progress bar.
+        // A common file has a common queue, which keeps the lines' order and keeps them out of a progress
+        // bar.
         let stdout = if is_one_file() {
             stderr.with_sink(LineSink::Stdout)
         } else {
@@ -94,8 +97,8 @@ fn report_dropped(lines: u64) {
     notice(&format!("{lines} lines of output were dropped, as they were not read in time"));
 }
 
-/// Returns the progress bars on standard error, which are hidden while a line is written there. Only functions passed to [`draw`]
-/// may draw them.
+/// Returns the progress bars on standard error, which are hidden while a line is written there. Only
+/// functions passed to [`draw`] may draw them.
 pub(crate) fn bars() -> &'static MultiProgress {
     console().stderr.bars()
 }
@@ -186,8 +189,8 @@ pub(crate) fn datagrams(socket: std::os::unix::net::UnixDatagram) -> QueueHandle
     QueueHandle::new(LineSink::Descriptor(std::sync::Arc::new(socket.into())), report_dropped)
 }
 
-/// Replaces control characters, which names, images and servers may contain and a terminal would execute, by `?`; also those
-/// that change the direction of text.
+/// Replaces control characters, which names, images and servers may contain and a terminal would execute, by
+/// `?`; also those that change the direction of text.
 pub(crate) fn printable(text: &str) -> Cow<'_, str> {
     let is_unsafe =
         |c: char| c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');

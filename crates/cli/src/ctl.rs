@@ -55,8 +55,9 @@ fn connect(socket: &Path, options: &Options) -> Result<Client> {
     })
 }
 
-/// Returns the socket: that of an endpoint `qmp:` or `ctl:`, a path, or the monitor of the guest of that name. A socket of this user in the working directory precedes a guest;
-/// other files do not, nor do sockets of other users, which could be there to receive the commands.
+/// Returns the socket: that of an endpoint `qmp:` or `ctl:`, a path, or the monitor of the guest of that
+/// name. A socket of this user in the working directory precedes a guest; other files do not, nor do sockets
+/// of other users, which could be there to receive the commands.
 pub(crate) fn socket<'a>(text: &'a Path, root: &RuntimeRoot) -> Result<Cow<'a, Path>> {
     if let Some(path) = ["qmp:", "ctl:"].iter().find_map(|scheme| text.to_str()?.strip_prefix(scheme)) {
         return Ok(Path::new(path).into());
@@ -105,8 +106,8 @@ fn nearest(typed: &str, names: Vec<String>) -> Option<String> {
     near.filter(|(likeness, _)| *likeness > 0.8).max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, name)| name)
 }
 
-/// Parses one JSON object, or arguments `key=value`, where a value is JSON if it can be, else text. Dots in a key address nested
-/// objects, as on QEMU's own command line.
+/// Parses one JSON object, or arguments `key=value`, where a value is JSON if it can be, else text. Dots in a
+/// key address nested objects, as on QEMU's own command line.
 fn arguments(words: &[String]) -> Result<Option<Map<String, Value>>, String> {
     if let [word] = words
         && word.starts_with('{')

@@ -3,9 +3,10 @@
 //! ```text
 //!   "LibvirtQemudSave"  version  length  was running  compression  …   0x5c: XML, cookie   0x5c + length: QEMU's stream
 //! ```
-//! Numbers have the byte order of their host. The format is that of libvirt's `src/qemu/qemu_saveimage.h`; version 3 is the
-//! format `sparse`, which QEMU writes with mapped-ram after the description, and which is refused. Out of scope: the description,
-//! of which QEMU's part is in the stream too, and decompression, for which there are programs.
+//! Numbers have the byte order of their host. The format is that of libvirt's `src/qemu/qemu_saveimage.h`;
+//! version 3 is the format `sparse`, which QEMU writes with mapped-ram after the description, and which is
+//! refused. Out of scope: the description, of which QEMU's part is in the stream too, and decompression, for
+//! which there are programs.
 
 use std::fs::File;
 use std::io::Read as _;

@@ -1,9 +1,9 @@
-//! Logs: on standard error, one line each, every line of a copy with the copy's id. Nothing waits for them to be read
-//! ([`console`]).
+//! Logs: on standard error, one line each, every line of a copy with the copy's id. Nothing waits for them to
+//! be read ([`console`]).
 //!
-//! `--log` or `TOWLINE_LOG` contains a filter of `tracing`: `debug`, or `warn,towline_vhost_user=debug`. A copy is a process of its
-//! own, so every line belongs to it and begins with its id, which is in the first JSON event too. Warnings and errors have a budget
-//! for each place in the code that writes them.
+//! `--log` or `TOWLINE_LOG` contains a filter of `tracing`: `debug`, or `warn,towline_vhost_user=debug`. Each
+//! copy is a separate process, so every line belongs to it and begins with its id, which is in the first JSON
+//! event too. Warnings and errors have a budget for each place in the code that writes them.
 
 mod budget;
 
@@ -44,7 +44,8 @@ impl fmt::Display for RequestId {
     }
 }
 
-/// Initialises logging with the filter of the command line. Each line begins with the `request`, if there is one.
+/// Initialises logging with the filter of the command line. Each line begins with the `request`, if there is
+/// one.
 ///
 /// # Errors
 /// The filter is invalid.

@@ -1,7 +1,8 @@
 //! The command `towline`: parsing, dispatch, exit status. The work is done by the library crates.
 //!
-//! Exit status: 0 done; 1 refused or failed, with the guest safe at its source; 2 usage; 3 failed, and the guest needs attention
-//! (the message says where it is); 4 (`check` and `status`) could not tell; 5 to 8 (`status`) the guest does not run.
+//! Exit status: 0 done; 1 refused or failed, with the guest safe at its source; 2 usage; 3 failed, and the
+//! guest needs attention (the message says where it is); 4 (`check` and `status`) could not tell; 5 to 8
+//! (`status`) the guest does not run.
 
 mod args;
 mod backend;
@@ -63,7 +64,8 @@ fn main() -> ExitCode {
     reporting_panics(start)
 }
 
-/// Runs the program. A panic outside a command, such as one of the parser, is printed before the process ends.
+/// Runs the program. A panic outside a command, such as one of the parser, is printed before the process
+/// ends.
 fn reporting_panics(program: fn() -> ExitCode) -> ExitCode {
     console::catch_panics();
     catch_unwind(program).unwrap_or_else(|_| {

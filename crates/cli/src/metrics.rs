@@ -1,11 +1,12 @@
-//! `--metrics`: statistics in [Prometheus' text format 0.0.4](https://prometheus.io/docs/instrumenting/exposition_formats/).
+//! `--metrics`: statistics in [Prometheus' text format
+//! 0.0.4](https://prometheus.io/docs/instrumenting/exposition_formats/).
 //!
 //! ```text
 //!   GET /metrics ── a thread ── StatsSource::statistics ── text
 //! ```
-//! HTTP/1.1 as far as a scraper needs it: one request per connection, without a body. Limits: [`CLIENTS_MAX`] connections at a time,
-//! of which the oldest ends when there is another one; [`REQUEST_BYTES_MAX`] for a request; [`CLIENT_TIMEOUT`] for a request, and
-//! for the whole response.
+//! The part of HTTP/1.1 that a scraper needs: one request per connection, without a body. Limits:
+//! [`CLIENTS_MAX`] connections at a time, of which the oldest ends when there is another one;
+//! [`REQUEST_BYTES_MAX`] for a request; [`CLIENT_TIMEOUT`] for a request, and for the whole response.
 
 use std::fmt::{self, Write as _};
 use std::io::{self, Read, Write};
@@ -84,7 +85,7 @@ impl Drop for Metrics {
 }
 
 impl Client {
-    /// Ends the connection. Its thread does not wait for the client any more.
+    /// Ends the connection. Its thread stops waiting for the client.
     fn end(self) {
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
         let _ = self.thread.join();

@@ -77,7 +77,8 @@ fn check_tap(net: &Net) -> Result<()> {
     Ok(())
 }
 
-/// Ends the process when its tap is deleted: a card without one is deaf, and a service manager starts a new one.
+/// Ends the process when its tap is deleted: a card without one is deaf, and a service manager starts a new
+/// one.
 fn end_with_tap(net: &Arc<Net>, cancel: &Cancel) -> Result<()> {
     let (net, cancel) = (Arc::clone(net), cancel.clone());
     let watch = move || {

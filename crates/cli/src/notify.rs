@@ -1,8 +1,8 @@
 //! Notification of a service manager by systemd's protocol (`sd_notify(3)`).
 //!
-//! The socket is connected at once, as a confined process cannot connect later, and notifications are queued, as the thread that
-//! sends them must not wait for the manager: the crate `sd-notify` opens a socket for each, and waits. Without `NOTIFY_SOCKET`
-//! nothing is sent; a manager that does not listen is ignored.
+//! The socket is connected at once, as a confined process cannot connect later, and notifications are queued,
+//! as the thread that sends them must not wait for the manager: the crate `sd-notify` opens a socket for
+//! each, and waits. Without `NOTIFY_SOCKET` nothing is sent; a manager that does not listen is ignored.
 
 use std::ffi::OsStr;
 use std::io;
@@ -19,7 +19,8 @@ use crate::console::{self, OverflowPolicy, QueueHandle};
 /// Time limit of the last notification.
 const STOPPING_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The service manager, if there is one. Notifications are queued: a manager that does not read delays only the end.
+/// The service manager, if there is one. Notifications are queued: a manager that does not read delays only
+/// the end.
 #[derive(Debug)]
 pub(crate) struct Notifier(Option<QueueHandle>);
 

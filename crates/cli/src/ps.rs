@@ -59,7 +59,7 @@ fn report(guest: &RunningGuest, reporter: &Reporter) {
     reporter.line(&format!("{name:<20} {pid:>8}  {state:<14} {age:>7} {memory:>11}  {image}{detached}"));
 }
 
-/// Its run state; `None` if another client holds its monitor, or QEMU is busy.
+/// Run state; `None` if another client holds the monitor, or QEMU is busy.
 fn state(guest: &RunningGuest) -> Option<String> {
     let options = Options { deadline: STATE_TIMEOUT, greeting_deadline: STATE_TIMEOUT, ..Options::default() };
     let status = Client::connect(&guest.qmp, &options).and_then(|mut client| client.execute(&QueryStatus));

@@ -15,8 +15,8 @@ use towline_vhost_user::{Device, FrontendSource, InFlightRecord, ServeError, Ser
 
 /// Interval of attempts while the process lacks descriptors or memory.
 const RETRY_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
-/// Time limit of the devices once the process is to end. Each stops its rings and its threads within less, unless one of its
-/// threads waits in the kernel.
+/// Time limit of the devices once the process is to end. Each stops its rings and its threads within less,
+/// unless one of its threads waits in the kernel.
 const END_WITHIN: Duration = Duration::from_secs(10);
 
 /// A device, and the origin of its frontends.
@@ -37,8 +37,8 @@ pub(crate) fn serve_all(devices: Vec<DeviceServer>, cancel: &Cancel) -> Result<(
     run_all(devices.collect(), cancel)
 }
 
-/// Runs the threads of the devices. One that fails does not end the others, and one that does not end when the process is to end
-/// is left behind.
+/// Runs the threads of the devices. One that fails does not end the others, and one that does not end with
+/// the process is leaked.
 fn run_all(
     devices: Vec<(String, impl FnOnce() -> Result<()> + Send + 'static)>,
     cancel: &Cancel,

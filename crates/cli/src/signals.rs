@@ -1,5 +1,5 @@
-//! SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) request an orderly end: a copy is undone, and its source continues. A
-//! second signal ends the process at once. The first one prints the effects of both.
+//! SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) request an orderly end: a copy is undone, and its
+//! source continues. A second signal ends the process at once. The first one prints the effects of both.
 
 mod sys;
 
@@ -62,13 +62,14 @@ pub(crate) fn cancel_on_signals(effects: SignalEffects) -> Result<Cancel> {
 
 /// Announces the orderly end, and requests it.
 pub(crate) fn first_signal(signal: libc::c_int, effects: SignalEffects, request_end: impl FnOnce()) {
-    // Queued, so that a slow reader does not delay the end.
+    // Queued, so a slow reader does not delay the end.
     console::error(&effects.announcement(signal));
     request_end();
     console::limit_flush();
 }
 
-/// Ends the process without cleanup. The guest continues by QEMU's own fallback; its migration settings remain changed.
+/// Ends the process without cleanup. The guest continues by QEMU's own fallback; its migration settings
+/// remain changed.
 pub(crate) fn end_at_once(signal: libc::c_int) {
     let _ = emulate_default_handler(signal);
 }

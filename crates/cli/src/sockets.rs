@@ -54,7 +54,8 @@ pub(crate) fn private<T>(create: impl FnOnce() -> Result<T>) -> Result<T> {
     with_mode(0o600, create)
 }
 
-/// Creates sockets with these permissions, by the umask. The umask applies to all threads, of which no other creates files then.
+/// Creates sockets with these permissions, by the umask. The umask applies to all threads, of which no other
+/// creates files then.
 fn with_mode<T>(mode: u32, create: impl FnOnce() -> Result<T>) -> Result<T> {
     let before = umask(Mode::from_raw_mode(!mode & 0o777));
     let created = create();
@@ -64,7 +65,7 @@ fn with_mode<T>(mode: u32, create: impl FnOnce() -> Result<T>) -> Result<T> {
 
 /// Changes the group of an existing socket, and then its permissions.
 fn open_to_group(path: &Path, gid: Gid, mode: u32) -> Result<(), rustix::io::Errno> {
-    // By a descriptor, so that both apply to the same file, and symbolic links are not followed.
+    // By a descriptor, so both apply to the same file, and symbolic links are not followed.
     let file =
         rustix::fs::openat(CWD, path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
     rustix::fs::chownat(&file, c"", None, Some(gid), AtFlags::EMPTY_PATH)?;
@@ -72,7 +73,7 @@ fn open_to_group(path: &Path, gid: Gid, mode: u32) -> Result<(), rustix::io::Err
     rustix::fs::chmodat(CWD, opened, Mode::from_raw_mode(mode), AtFlags::empty())
 }
 
-/// Looks up a group by name or number.
+/// Finds a group by name or number.
 fn gid(group: &str) -> Result<Gid> {
     let number = match group.parse() {
         Ok(number) => Some(number),

@@ -1,4 +1,5 @@
-//! Storage of a device's record of descriptors in flight: a file, or the service manager's store (`sd_notify(3)`).
+//! Storage of a device's record of descriptors in flight: a file, or the service manager's store
+//! (`sd_notify(3)`).
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -44,7 +45,8 @@ fn stored(queues: usize) -> Result<InFlightRecord> {
     Ok(record.into_durable())
 }
 
-/// Sends the record to the manager's store. With a unit without `FileDescriptorStoreMax=` it is dropped silently.
+/// Sends the record to the manager's store. With a unit without `FileDescriptorStoreMax=` it is dropped
+/// silently.
 fn store(manager: &OsStr, record: &InFlightRecord) -> std::io::Result<()> {
     let socket = notify::connected(manager)?;
     let fds = [record.as_fd()];

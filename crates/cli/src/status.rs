@@ -18,7 +18,7 @@ use crate::{ctl, events};
 /// Deadline of the monitor's greeting and of its reply, each.
 const MONITOR_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// State of a guest, as far as it is known.
+/// State of a guest, if known.
 struct GuestStatus {
     exit: Exit,
     state: &'static str,

@@ -100,8 +100,8 @@ fn time_in(text: &str, unit: f64) -> Option<f64> {
     digits.parse::<f64>().ok().map(|number| number * length / unit)
 }
 
-/// Parses a size such as `1048576`, `64M` or `1.5G`, where suffixes are powers of 1024, or `10MB`, as in `10^7` bytes; a rate may end
-/// in `/s`.
+/// Parses a size such as `1048576`, `64M` or `1.5G`, where suffixes are powers of 1024, or `10MB`, as in
+/// `10^7` bytes; a rate may end in `/s`.
 pub(crate) fn bytes(text: &str) -> Result<u64, String> {
     let size = text.strip_suffix("/s").unwrap_or(text);
     let digits = without_suffix(size);

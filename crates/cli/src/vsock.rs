@@ -1,4 +1,4 @@
-//! `towline vsock`: vsock devices of one guest or several, each on threads of its own.
+//! `towline vsock`: vsock devices of one guest or several, each on separate threads.
 
 mod connect;
 
@@ -191,7 +191,8 @@ fn print(cid: u64, device: &Vsock) {
     console::notice(&format!("cid={cid} {}", device.report()));
 }
 
-/// Serves clients that come while a guest has no frontend, on a thread for each guest, until the token is cancelled.
+/// Serves clients that come while a guest has no frontend, on a thread for each guest, until the token is
+/// cancelled.
 fn serve_unconnected(devices: &[(u64, Arc<Vsock>)], ended: &Cancel) -> Result<()> {
     for (cid, device) in devices {
         let (cid, device, ended) = (*cid, Arc::clone(device), ended.clone());
@@ -205,7 +206,8 @@ fn serve_unconnected(devices: &[(u64, Arc<Vsock>)], ended: &Cancel) -> Result<()
     Ok(())
 }
 
-/// Prints statistics on SIGUSR1. The thread never ends, so it holds weak references: a dropped device removes its sockets.
+/// Prints statistics on SIGUSR1. The thread never ends, so it holds weak references: a dropped device removes
+/// its sockets.
 fn report_on_signal(devices: &[(u64, Arc<Vsock>)]) -> Result<()> {
     let mut signals = Signals::new([SIGUSR1]).context("signal handlers")?;
     let devices: Vec<_> = devices.iter().map(|(cid, device)| (*cid, Arc::downgrade(device))).collect();

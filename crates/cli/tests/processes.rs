@@ -52,7 +52,7 @@ impl Process {
     /// Returns a field of every thread's status.
     fn status(&self, key: &str) -> Vec<String> {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.0.id())).unwrap();
-        // A thread may end meanwhile.
+        // A thread may have ended.
         let texts = tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("status")).ok());
         let value = |text: String| {
             let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':').map(str::trim));
@@ -270,7 +270,8 @@ fn log_lines_of_a_copy_begin_with_its_id() {
     assert_eq!(output.status.code(), Some(1), "{stderr}");
 }
 
-/// Runs a copy into memory of its own process with this log filter. Returns standard error and the exit status.
+/// Runs a copy into memory of the same process with this log filter. Returns standard error and the exit
+/// status.
 fn logged(filter: &str) -> (String, Option<i32>) {
     let directory = tempfile::tempdir().unwrap();
     let mut command = Command::new(TOWLINE);

@@ -77,8 +77,8 @@ fn connect(guest: &mut VsockGuest, ports: PortPair) {
     until(guest, |_, event| (event == VsockEvent::Connected(ports)).then_some(()));
 }
 
-/// A process is killed with packets in flight to a socket that is not read, while later ones were completed. The used index does
-/// not show which chains are in flight; the record does.
+/// A process is killed with packets in flight to a socket that is not read, while later ones were completed.
+/// The used index does not show which chains are in flight; the record does.
 #[test]
 fn a_process_that_is_killed_completes_no_chain_twice_and_loses_none() {
     let sockets = Sockets::new();
@@ -158,8 +158,8 @@ fn wait_for_line(log: &mut BufReader<ChildStderr>, words: &str) {
     }
 }
 
-/// Each guest has a share of the process's descriptors. A guest with the maximum number of connections leaves another one's
-/// connections and frontend working.
+/// Each guest has a share of the process's descriptors. A guest with the maximum number of connections leaves
+/// another one's connections and frontend working.
 #[test]
 fn a_guest_at_its_limit_does_not_affect_another() {
     let sockets = Sockets::new();
@@ -326,7 +326,7 @@ fn a_connection_that_cannot_be_made_reports_the_reason() {
     assert_eq!(text, "towline: no port: give the guest's port behind the socket of its device\n");
 }
 
-/// In a mount namespace, so that the file system ends with the process.
+/// In a mount namespace, so the file system ends with the process.
 #[test]
 fn a_record_that_does_not_fit_is_refused_at_the_start() {
     let sockets = Sockets::new();

@@ -29,18 +29,18 @@ pub enum CommandLineRecordError {
         /// The error.
         source: ParseError,
     },
-    /// It is longer than an image may have it.
+    /// The command line is longer than an image may contain.
     #[error(
         "command line of QEMU has {found} bytes, expected at most {COMMAND_LINE_BYTES_MAX}; start QEMU with less"
     )]
     TooLong {
-        /// Its length.
+        /// Length of the command line in bytes.
         found: usize,
     },
 }
 
-/// Records the command line of a QEMU, without secrets and without the options of its process; and the working directory, where
-/// `/proc` shows it: not to a process in a sandbox.
+/// Records the command line of a QEMU, without secrets and without the options of its process; and the
+/// working directory, where `/proc` shows it: not to a process in a sandbox.
 ///
 /// # Errors
 /// A process that is not known, or whose command line is not shown or is not one of QEMU's.
@@ -66,7 +66,7 @@ pub fn record(qemu: &Qemu) -> Result<QemuProcess, CommandLineRecordError> {
 /// Returns the command line that is recorded with an image; `None` if there is none.
 ///
 /// # Errors
-/// It is not one, or of a newer version.
+/// The text is not one, or of a newer version.
 pub fn recorded(origin: &Origin) -> Result<Option<Recorded>, ParseError> {
     let process = origin.process.as_ref();
     process.map(|process| Recorded::from_json(process.command_line.as_bytes())).transpose()

@@ -3,10 +3,10 @@
 //! ```text
 //!   clients ── qmp::Server ──► DeviceCommands ──► ManagedDevice (a network card, a guest's vsock …), one or several
 //! ```
-//! **`migration_version`**: `query-migration-version` reads a device's version string, which is built when the
-//! device is started and which only its own type parses; `check-migration-version` writes the *source's* string
-//! to the *destination's* device, which accepts it or returns an errno. The types are compared first. Refusals
-//! begin with the errno's name, as `EINVAL: …`; the log has the reason as well.
+//! **`migration_version`**: `query-migration-version` reads a device's version string, which is built when
+//! the device is started and which only its own type parses; `check-migration-version` writes the *source's*
+//! string to the *destination's* device, which accepts it or returns an errno. The types are compared first.
+//! Refusals begin with the errno's name, as `EINVAL: …`; the log has the reason as well.
 //!
 //! Out of scope: sockets, which [`Server`](towline_qmp::Server) opens, and the devices, which implement
 //! [`ManagedDevice`].
@@ -39,8 +39,8 @@ pub trait ManagedDevice: Send + Sync {
     /// Name among the devices of this process: a tap's name, a CID.
     fn name(&self) -> String;
 
-    /// Type, version and features, as `check` compares them. They are fixed when the process starts: the string
-    /// of [`DeviceFacts::migration_version`] is built once.
+    /// Type, version and features, as `check` compares them. They are fixed when the process starts: the
+    /// string of [`DeviceFacts::migration_version`] is built once.
     fn facts(&self) -> DeviceFacts;
 
     /// Returns true if a frontend uses the device.

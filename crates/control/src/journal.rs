@@ -6,11 +6,11 @@
 //!                 │ locked: another towline works on this QEMU
 //!                 └ records of a killed towline: undone first
 //! ```
-//! A journal is a file of JSON lines in the runtime directory ([`RuntimeDirectory`]), named by the id and start
-//! time of QEMU's process. A record is written by one `write` before its change is made (for temporary directories
-//! right after), so that a truncated last line belongs to a change that was never made. It is not synced: a host
-//! that crashes ends the QEMU too, and the kernel keeps what a killed towline has written. The owner holds a lock
-//! (`flock`) on the file as long as it lives.
+//! A journal is a file of JSON lines in the runtime directory ([`RuntimeDirectory`]), named by the id and
+//! start time of QEMU's process. A record is written by one `write` before its change is made (for temporary
+//! directories right after), so a truncated last line belongs to a change that was never made. It is not
+//! synced: a host that crashes ends the QEMU too, and the kernel keeps what a killed towline has written. The
+//! owner holds a lock (`flock`) on the file as long as it lives.
 //!
 //! If QEMU's process is not known, the journal is named by the device and inode of the monitor's socket, and
 //! holds the socket's path and, if the file system has it, its creation time. Such a journal is not found
@@ -113,8 +113,8 @@ struct State {
 }
 
 impl Journal {
-    /// Opens and locks the journal of the QEMU whose monitor is at `socket`. Also returns the id of the process
-    /// that left records in it, if there are any.
+    /// Opens and locks the journal of the QEMU whose monitor is at `socket`. Also returns the id of the
+    /// process that left records in it, if there are any.
     ///
     /// # Errors
     /// [`Error::InUse`] if another towline has it, [`Error::Io`], [`Error::Format`].

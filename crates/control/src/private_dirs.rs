@@ -1,9 +1,9 @@
-//! Private directories below the directory for temporary files, and removal of those that killed towlines have
-//! left.
+//! Private directories below the directory for temporary files, and removal of those that killed towlines
+//! have left.
 //!
-//! Each is named `towline-sockets-PID-N`. Its owner holds a lock (`flock`) on the file `owner` in it as long as
-//! it lives, and the kernel releases the lock with the process, in any pid namespace. A directory whose file
-//! can be locked is abandoned, and removed. (Binding a socket locks the directory itself.)
+//! Each is named `towline-sockets-PID-N`. Its owner holds a lock (`flock`) on the file `owner` in it as long
+//! as it lives, and the kernel releases the lock with the process, in any pid namespace. A directory whose
+//! file can be locked is abandoned, and removed. (Binding a socket locks the directory itself.)
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, ErrorKind};

@@ -1,8 +1,8 @@
 //! Identifies the process of a QEMU, and detects its exit.
 //!
 //! `SO_PEERCRED` names the process that last called `listen` on the connected socket: QEMU, or a proxy. A
-//! process is therefore identified as QEMU only if the threads of the guest's vCPUs, which QEMU itself reports
-//! (`query-cpus-fast`), are its threads.
+//! process is therefore identified as QEMU only if the threads of the guest's vCPUs, which QEMU itself
+//! reports (`query-cpus-fast`), are its threads.
 //!
 //! ```text
 //!   SO_PEERCRED ─► has the vCPU threads? ─ yes, in our pid namespace ─────────────────────────────────► known
@@ -11,12 +11,12 @@
 //!                                                                     or the path of its monitor? ──── yes ─► known
 //!                                                                                                  └── no ──► unknown
 //! ```
-//! The second proof is needed because the thread ids of a QEMU on another host or in a container may also exist
-//! here. A known process is held by a pidfd, opened before the proof, so that its id cannot come to mean
+//! The second proof is needed because the thread ids of a QEMU on another host or in a container may also
+//! exist here. A known process is held by a pidfd, opened before the proof, so its id cannot come to mean
 //! another process.
 //!
-//! Limits: Linux 5.3 (`pidfd_open`), and a `/proc` of our own pid namespace that shows QEMU. Without them, and
-//! for a machine without vCPUs, the process is unknown, and never reported as exited.
+//! Limits: Linux 5.3 (`pidfd_open`), and a `/proc` of our own pid namespace that shows QEMU. Without them,
+//! and for a machine without vCPUs, the process is unknown, and never reported as exited.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -40,7 +40,7 @@ const POLL_MAX: Duration = Duration::from_secs(3600);
 /// The process of a QEMU.
 #[derive(Debug)]
 pub enum Process {
-    /// It is proven to be QEMU's.
+    /// Proven to be QEMU's.
     Known {
         /// Id in our pid namespace.
         pid: i32,
@@ -59,9 +59,9 @@ pub enum Process {
 /// State of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProcessState {
-    /// It has not exited.
+    /// Not exited.
     Running,
-    /// It has exited, or is a zombie.
+    /// Exited, or a zombie.
     Exited,
     /// The process is not known.
     Unknown,
@@ -71,7 +71,7 @@ impl Process {
     /// Identifies the process of the QEMU that `client` is connected to.
     ///
     /// # Errors
-    /// Those of the connection. Any other failure makes the process [`Process::Unknown`].
+    /// The errors of the connection. Any other failure makes the process [`Process::Unknown`].
     pub(crate) fn identify(client: &mut Client) -> Result<Self, qmp::Error> {
         let cpus = match client.execute(&QueryCpusFast) {
             Ok(cpus) => Ok(cpus),
@@ -82,8 +82,8 @@ impl Process {
         Self::of_cpus(client, cpus.as_deref().map_err(String::as_str), listener)
     }
 
-    /// As [`Self::identify`], by the vCPUs in the reply to `query-cpus-fast`, or the reason why there are none, and the process that listens
-    /// on the monitor's socket, or that was started with it.
+    /// As [`Self::identify`], by the vCPUs in the reply to `query-cpus-fast`, or the reason why there are
+    /// none, and the process that listens on the monitor's socket, or that was started with it.
     ///
     /// # Errors
     /// Those of the connection.
@@ -120,7 +120,7 @@ impl Process {
             Err(error) => return Ok(Self::unknown(format!("/proc/{pid}/stat: {error}"))),
         };
         Ok(match process.state() {
-            // A process whose connection is open has not exited, so that no other one has its id.
+            // A process whose connection is open has not exited, so no other one has its id.
             ProcessState::Running => client.check_connected().map(|()| process)?,
             _ => Self::unknown(format!("process {pid} exited while it was being identified")),
         })
@@ -175,19 +175,21 @@ impl Process {
         }
     }
 
-    /// User and group of the files that it opens now, which it may have changed since it listened (`-run-with user=`, `-runas`).
+    /// User and group of the files that it opens now, which it may have changed since it listened (`-run-with
+    /// user=`, `-runas`).
     pub(crate) fn file_owner(&self) -> Option<FileOwner> {
         let Self::Known { pid, .. } = self else { return None };
         parse_file_owner(&fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
     }
 
-    /// Returns true if its command line gives it another root directory, from which it cannot find a socket of towline.
+    /// Returns true if its command line gives it another root directory, from which it cannot find a socket
+    /// of towline.
     pub(crate) fn has_own_root(&self) -> bool {
         let Self::Known { pid, .. } = self else { return false };
         fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|bytes| has_chroot(&bytes))
     }
 
-    /// Its id, if it is identified.
+    /// Process id, if it is identified.
     #[must_use]
     pub fn pid(&self) -> Option<i32> {
         match self {
@@ -206,7 +208,7 @@ impl Process {
 /// Evidence from the threads of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Proof {
-    /// It listens on the monitor's socket and has the vCPU threads in our pid namespace: it is QEMU.
+    /// It listens on the monitor's socket and has the vCPU threads in our pid namespace, so it is QEMU.
     ListenerAndThreads,
     /// It has threads with the ids of the vCPU threads.
     Threads,

@@ -4,9 +4,9 @@
 //!   /run/vm/a.qmp ──► /run/vm/.a.qmp.towline-1f2e3d4c      beside it, because rename(2) does not leave a filesystem
 //!                ◄── rename, once the old QEMU, which unlinks its sockets, has exited
 //! ```
-//! A staging name has its final name in it, so that a later towline finds what is to be renamed in the command line of the new
-//! QEMU, whatever became of the towline that started it. It stays in that command line: the next upgrade replaces the
-//! final name.
+//! A staging name has its final name in it, so a later towline finds both names in the command line of the
+//! new QEMU, even if the towline that started it was killed. It stays in that command line: the next upgrade
+//! replaces the final name.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -53,7 +53,7 @@ impl StagingName {
         self.target.symlink_metadata().is_ok() && self.path.symlink_metadata().is_err()
     }
 
-    /// Renames it to its final name, whatever has that. Returns false if it does not exist.
+    /// Renames it to its final name, and replaces a file there. Returns false if it does not exist.
     pub(crate) fn publish(&self) -> io::Result<bool> {
         if !self.path.symlink_metadata().is_ok_and(|found| found.file_type().is_socket() || found.is_file()) {
             return Ok(false);

@@ -43,9 +43,9 @@ pub struct Metric {
 /// Type of a metric, as in QAPI.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StatsType {
-    /// It only increases.
+    /// A value that only increases.
     Cumulative,
-    /// It is the value of this moment.
+    /// The present value.
     Instant,
 }
 

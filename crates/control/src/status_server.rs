@@ -4,11 +4,11 @@
 //! plan ── Observer ─► StatusServer ◄─ Commands ── qmp::Server ── clients
 //! ```
 //!
-//! Every reply is built from the last progress of the plan, under a lock that is held only to copy that, so
-//! that a reply does not wait for the transfer.
+//! Every reply is built from the last progress of the plan, under a lock that is held only to copy that, so a
+//! reply does not wait for the transfer.
 //!
-//! Out of scope: starting a copy, and what cannot change during it, which are the command line's. Rate and downtime
-//! can change ([`Tuning`]).
+//! Out of scope: starting a copy, and what cannot change during it, which are the command line's. Rate and
+//! downtime can change ([`Tuning`]).
 
 mod state;
 
@@ -52,7 +52,7 @@ impl StatusServer {
     /// Listens at `path` until the server is dropped.
     ///
     /// # Errors
-    /// Those of [`Server::start`].
+    /// As [`Server::start`].
     pub fn serve(self: &Arc<Self>, path: &Path) -> towline_channel::Result<Server> {
         Server::start(path, Arc::clone(self) as Arc<dyn Commands>)
     }

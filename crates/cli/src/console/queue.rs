@@ -175,7 +175,7 @@ impl Shared {
         true
     }
 
-    /// Writes items for ever.
+    /// Writes items forever.
     fn write(&self) {
         loop {
             let mut queue = self.queue();

@@ -27,7 +27,7 @@ pub(super) fn script(shell: Shell) -> String {
     }
 }
 
-/// Bash splits words at colons, so that the part behind a scheme is a word of its own.
+/// Bash splits words at colons, so the part after a scheme is a separate word.
 fn bash() -> String {
     let mut command = Args::command();
     command.build();
@@ -40,7 +40,7 @@ fn bash() -> String {
         .replace("VALUE_OPTIONS", &options.join("|"))
 }
 
-/// Collects the options of a command and of all of its commands behind which a word is their value.
+/// Collects the options of a command and of all of its commands that are followed by a value.
 fn value_options(command: &clap::Command, options: &mut BTreeSet<String>) {
     let with_value = command
         .get_arguments()

@@ -1,4 +1,5 @@
-//! Manual pages, with the usual sections: the text behind the options becomes ENDPOINTS, EXAMPLES and EXIT STATUS.
+//! Manual pages, with the usual sections: the text after the options becomes ENDPOINTS, EXAMPLES and EXIT
+//! STATUS.
 
 use std::io::{self, Write as _};
 use std::path::Path;
@@ -8,7 +9,7 @@ use clap_mangen::Man;
 
 use crate::args::Args;
 
-/// Section of an example or table, whose lines stay as they are.
+/// Section of an example or table, whose lines are kept.
 const LITERAL_BEGIN: &str = ".PP\n.nf\n";
 const LITERAL_END: &str = ".fi\n";
 /// FILES of every page.
@@ -95,7 +96,8 @@ fn commands(command: &Command, page: &mut Vec<u8>) -> io::Result<()> {
     Ok(())
 }
 
-/// Splits a text at its headings, which are lines without indentation that end with a colon. Other lines stay as they are.
+/// Splits a text at its headings, which are lines without indentation that end with a colon. Other lines are
+/// kept.
 fn sections(text: &str, page: &mut Vec<u8>) -> io::Result<()> {
     let mut is_literal = false;
     for line in text.lines() {

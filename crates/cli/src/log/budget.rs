@@ -1,5 +1,5 @@
-//! Budget of log lines. Guests, frontends and clients of a device can cause warnings without end, which would fill the host's disk
-//! and hide the lines of others.
+//! Budget of log lines. Guests, frontends and clients of a device can cause warnings without end, which would
+//! fill the host's disk and hide the lines of others.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -27,7 +27,7 @@ struct LogWindow {
 /// Decision about a line.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Admission {
-    /// It is written. This number of lines of its kind was suppressed before.
+    /// Write it. This number of lines of its kind was suppressed before.
     Written {
         suppressed: u64,
     },

@@ -52,7 +52,7 @@ fn first_pass(estimate: &Estimate) -> String {
     format!("[{bar:<BAR_WIDTH$}] {} %", done as u128 * 100 / total as u128)
 }
 
-/// The parts behind the head, in their order.
+/// The parts after the head, in their order.
 fn parts(estimate: &Estimate) -> Vec<LinePart> {
     let mut parts = Vec::new();
     let mut push = |rank, text| parts.push(LinePart { rank, text });

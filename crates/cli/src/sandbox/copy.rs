@@ -10,7 +10,8 @@ use towline_control::plan::{CopyRequest, Destination, Source};
 
 use super::{AllowedPorts, Policy, parent_directory};
 
-/// Paths read by every copy: processors, memory, locks of drives, processes of QEMUs, the page map of this process.
+/// Paths read by every copy: processors, memory, locks of drives, processes of QEMUs, the page map of this
+/// process.
 const SYSTEM: [&str; 3] = ["/proc", "/sys/devices/system", "/sys/fs/cgroup"];
 /// Paths that the C library reads to resolve host names, and CA certificates.
 const NAME_SERVICE: [&str; 7] =
@@ -36,8 +37,8 @@ pub(crate) const EXEC_UNCONFINED: &str = "commands of exec: would be confined wi
 /// Suffix of an image's manifest.
 const MANIFEST_SUFFIX: &str = ".manifest.json";
 
-/// Returns the policy of a copy with these endpoints and options, and the control socket `qmp`. `None`: it cannot be confined, since
-/// it runs a command (`exec:`), whose needs are unknown.
+/// Returns the policy of a copy with these endpoints and options, and the control socket `qmp`. `None`: it
+/// cannot be confined, since it runs a command (`exec:`), whose needs are unknown.
 pub(crate) fn policy_of_copy(
     source: &Source,
     destinations: &[Destination],
@@ -131,8 +132,9 @@ fn may_map(source: &Source, destinations: &[Destination], request: &CopyRequest)
     !request.stream && destinations.iter().any(may_map)
 }
 
-/// Permits an image with its directory, the target of its symbolic link, and its base images. Of these, which a manifest names that may
-/// come from anyone, only files that have a manifest themselves, and these two files of each.
+/// Permits an image with its directory, the target of its symbolic link, and its base images. Of these, which
+/// a manifest names that may come from anyone, only files that have a manifest themselves, and these two
+/// files of each.
 pub(crate) fn permit_image(policy: &mut Policy, path: &Path) {
     policy.read.extend(path.canonicalize().ok().as_deref().map(parent_directory));
     policy.read.push(parent_directory(path));
@@ -147,7 +149,8 @@ pub(crate) fn permit_image(policy: &mut Policy, path: &Path) {
     }
 }
 
-/// Permits the files of a directory and the targets of symbolic links in it, with which certificates are often renewed.
+/// Permits the files of a directory and the targets of symbolic links in it, with which certificates are
+/// often renewed.
 fn permit_directory(policy: &mut Policy, path: &Path) {
     policy.read.push(path.to_owned());
     let entries = std::fs::read_dir(path).into_iter().flatten().flatten();

@@ -1,4 +1,5 @@
-//! Each test runs itself again in a process of its own, which confines itself with the policy and then tries what is forbidden.
+//! Each test runs itself again in a separate process, which confines itself with the policy and then tries
+//! what is forbidden.
 
 use std::io;
 use std::net::{TcpListener, TcpStream};
@@ -13,7 +14,7 @@ use super::*;
 /// Set in the confined process, to the directory of its files.
 const CONFINED: &str = "TOWLINE_TEST_CONFINED";
 
-/// Runs the test of this name in a process of its own, with a new directory. Returns its standard error.
+/// Runs the test of this name in a separate process, with a new directory. Returns its standard error.
 fn in_own_process(test: &str) -> String {
     let directory = tempfile::tempdir().unwrap();
     std::fs::write(directory.path().join("secret"), "s").unwrap();

@@ -119,9 +119,9 @@ pub(super) fn collect(reporter: &Reporter, path: &Path, action: Action) -> Resul
 
 /// State of a partial file.
 enum PartialFileState {
-    /// It has no writer.
+    /// No writer.
     Garbage,
-    /// This process writes it.
+    /// Written by this process.
     Written(String),
 }
 

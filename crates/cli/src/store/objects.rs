@@ -63,7 +63,8 @@ fn row(entry: &CatalogEntry) -> Row {
     }
 }
 
-/// Compares an image, or all images of a prefix, with their checksums. A chunk that several images share is read once.
+/// Compares an image, or all images of a prefix, with their checksums. A chunk that several images share is
+/// read once.
 pub(super) fn verify(reporter: &Reporter, place: &Location) -> Result<Exit> {
     let cancel = cancel_on_signals(SignalEffects::OF_READING)?;
     let names = names(reporter, place, &cancel)?;
@@ -97,7 +98,8 @@ fn names(reporter: &Reporter, place: &Location, cancel: &Cancel) -> Result<Vec<S
             names.extend(catalog.images.iter().map(|entry| format!("{prefix}/{}", entry.name)));
         }
         Err(error) if names.is_empty() => return Err(error.into()),
-        // Nothing can be listed there: it is not a directory, it is on a web server, or this user may only read objects.
+        // Nothing can be listed there: it is not a directory, it is on a web server, or this user may only
+        // read objects.
         Err(error) => {
             cancel.check()?;
             if !matches!(error, Error::Location { .. }) {
@@ -111,8 +113,8 @@ fn names(reporter: &Reporter, place: &Location, cancel: &Cancel) -> Result<Vec<S
     Ok(names)
 }
 
-/// Compares the image of this name, which is `place` itself or below it. An object of another program may have a name that
-/// no image has.
+/// Compares the image of this name, which is `place` itself or below it. An object of another program may
+/// have a name that no image has.
 fn verify_image(name: &str, place: &Location, known: &VerifiedChunks, cancel: &Cancel) -> Result<()> {
     let location = if name == place.to_string() {
         place.clone()

@@ -46,7 +46,7 @@ pub(super) fn print_heading(reporter: &Reporter, view: View) {
 }
 
 impl Row {
-    /// Returns true if the image can be read, as far as a listing shows.
+    /// Returns true if the image can be read, according to the listing.
     pub(super) fn is_whole(&self) -> bool {
         self.content.as_ref().is_ok_and(|content| content.missing == 0)
     }

@@ -4,8 +4,8 @@
 //!   standard input ── thread: copy, then shut down ──► socket ──► device ──► guest
 //!   standard output ◄── copy, then close ───────────── socket
 //! ```
-//! The process ends when both directions have ended, or when the guest has closed the connection. With `--pass-fd` it ends at
-//! once, and its parent has the socket.
+//! The process ends when both directions have ended, or when the guest has closed the connection. With
+//! `--pass-fd` it ends at once, and its parent has the socket.
 
 use std::io::{self, ErrorKind, IoSlice, Read, Write};
 use std::mem::MaybeUninit;
@@ -229,7 +229,7 @@ impl ConnectedSocket {
         }
     }
 
-    /// Returns true if the other end neither sends nor receives any more.
+    /// Returns true if the other end has stopped sending and receiving.
     fn is_closed(&self) -> io::Result<bool> {
         let mut fds = [PollFd::from_borrowed_fd(self.as_fd(), PollFlags::empty())];
         poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))?;

@@ -26,7 +26,7 @@ pub(super) fn read(path: &Path) -> io::Result<Facts> {
     Ok(Subject::Attribute(attribute).into())
 }
 
-/// Reads in one call, up to a page plus one byte, so that an excess is noticed.
+/// Reads in one call, up to a page plus one byte, so an excess is noticed.
 fn version(path: &Path) -> io::Result<String> {
     let mut bytes = vec![0; limits::MIGRATION_VERSION_BYTES_MAX + 1];
     let length = options().read(true).open(path)?.read(&mut bytes)?;

@@ -11,10 +11,10 @@ use towline_compat::{Facts, limits};
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// They cannot be read.
+    /// The facts cannot be read.
     #[error(transparent)]
     Io(#[from] io::Error),
-    /// They cannot be parsed.
+    /// The facts cannot be parsed.
     #[error(transparent)]
     Facts(#[from] towline_compat::Error),
     /// The command failed.
@@ -41,7 +41,7 @@ pub(super) fn of_command(command: &str) -> Result<Facts, Error> {
     }
 }
 
-/// A command that printed too much may print for ever.
+/// A command that printed too much may never stop.
 fn end(child: &mut Child, read: &io::Result<Vec<u8>>) -> io::Result<std::process::ExitStatus> {
     let too_much = read.as_ref().map_or(true, |bytes| bytes.len() > limits::FACTS_BYTES_MAX);
     if too_much {
@@ -50,7 +50,7 @@ fn end(child: &mut Child, read: &io::Result<Vec<u8>>) -> io::Result<std::process
     child.wait()
 }
 
-/// Reads one byte more than the limit, so that an excess is noticed.
+/// Reads one byte more than the limit, so an excess is noticed.
 fn bounded(from: impl Read) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     from.take(limits::FACTS_BYTES_MAX as u64 + 1).read_to_end(&mut bytes)?;

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use super::*;
 use crate::statistics::Metric;
 
-/// A device that accepts versions of its own prefix.
+/// A device that accepts versions with its prefix.
 struct Fake {
     name: &'static str,
     unmigratable: bool,

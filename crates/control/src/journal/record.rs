@@ -41,18 +41,19 @@ pub enum UndoRecord {
     },
     /// A device that was unplugged.
     Device {
-        /// Its QOM path.
+        /// QOM path of the device.
         path: String,
         /// Arguments of the `device_add` that undoes it.
         add: Map<String, Value>,
     },
     /// A migration that was started.
     Migration {
-        /// Its URI.
+        /// URI of the destination.
         to: String,
         /// Start time, in milliseconds since 1970.
         begun_ms: u64,
-        /// A time at which it was still in progress, in milliseconds of the monotonic clock, which QEMU's ages are of too.
+        /// A time at which it was still in progress, in milliseconds of the monotonic clock, which QEMU's
+        /// ages are of too.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         seen_ms: Option<u64>,
     },
@@ -60,9 +61,9 @@ pub enum UndoRecord {
     Directory {
         /// Its path.
         path: PathBuf,
-        /// Its device.
+        /// Device number of the file.
         device: u64,
-        /// Its inode.
+        /// Inode of the file.
         inode: u64,
     },
 }
@@ -137,7 +138,8 @@ impl JournalHeader {
         }
     }
 
-    /// Returns true if a journal of our name is of our QEMU. Its inode may have been reused for another socket.
+    /// Returns true if a journal of our name is of our QEMU. Its inode may have been reused for another
+    /// socket.
     pub(super) fn is_same_qemu(&self, found: &Self, process: &Process) -> bool {
         let key = |header: &Self| (header.socket.clone(), header.device, header.inode, header.created);
         process.is_known() || key(self) == key(found)

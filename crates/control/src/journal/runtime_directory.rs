@@ -1,8 +1,9 @@
-//! Directory of journals and records: `/run/towline/journal` for root, else `$XDG_RUNTIME_DIR/towline/journal`.
+//! Directory of journals and records: `/run/towline/journal` for root, else
+//! `$XDG_RUNTIME_DIR/towline/journal`.
 //!
-//! Its files decide what is done to QEMUs and which files are removed. So each directory of the path, from
-//! `/run` or `XDG_RUNTIME_DIR` on, must be our own, writable only by us, and not a symbolic link; the last one
-//! is private (0700). Each is opened relative to its parent, so that none can be replaced meanwhile.
+//! The files in it decide about changes of QEMUs and the removal of files. So each directory of the path,
+//! from `/run` or `XDG_RUNTIME_DIR` on, must be our own, writable only by us, and not a symbolic link; the
+//! last one is private (0700). Each is opened relative to its parent, so none can be replaced in between.
 
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -46,7 +47,7 @@ pub enum RuntimeDirectoryError {
         /// The reason.
         reason: String,
     },
-    /// It cannot be created or opened.
+    /// The directory cannot be created or opened.
     #[error("directory {path} for journals: {source}")]
     Io {
         /// The directory.
@@ -102,7 +103,8 @@ impl RuntimeDirectory {
         &self.path
     }
 
-    /// Returns true if its path still leads to it: files in one that was removed or mounted over are not found.
+    /// Returns true if its path still leads to it: files in one that was removed or mounted over are not
+    /// found.
     pub(crate) fn is_in_place(&self) -> bool {
         match (fstat(&self.fd), stat(&self.path)) {
             (Ok(open), Ok(named)) => (open.st_dev, open.st_ino) == (named.st_dev, named.st_ino),

@@ -59,18 +59,18 @@ pub enum Error {
     /// A QEMU failed.
     #[error(transparent)]
     Qemu(#[from] qemu::Error),
-    /// The guest was to be started, and does not run.
+    /// The guest should have been started, and does not run.
     #[error("QEMU on {socket} got `cont`, and its status is `{status}`; its own log says why")]
     NotRunning {
         /// The monitor's socket.
         socket: String,
-        /// Its run state.
+        /// Run state of the guest.
         status: String,
     },
     /// The choice contradicts the state of the QEMUs.
     #[error("refused: {text}")]
     Refused {
-        /// That state, and what can be done.
+        /// The state of the move, and what can be done.
         text: String,
     },
     /// The guest of this source was sent elsewhere, or was paused, when it was copied.

@@ -3,9 +3,9 @@
 //! ```text
 //!   .move-ID-ROLE.json.PID-N: created, locked, written ─► rename to move-ID-ROLE.json
 //! ```
-//! Each state of a record is a file of its own, which is locked before it is named, and replaces the previous
-//! one. So a record is complete or missing, and locked as long as its owner lives. It outlives a process, not the host, with
-//! which its QEMUs end, so it is not synced: the guest may be stopped meanwhile.
+//! Each state of a record is a separate file, which is locked before it is named, and replaces the previous
+//! one. So a record is complete or missing, and locked as long as its owner lives. It outlives a process, not
+//! the host, with which its QEMUs end, so it is not synced: the guest may be stopped at that time.
 
 use std::fs::File;
 use std::io::{self, Write as _};
@@ -128,8 +128,8 @@ impl RecordFile {
     }
 }
 
-/// Locks a record; `false` if another process has the lock. A process that only checks for a lock holds one for
-/// a moment.
+/// Locks a record; `false` if another process has the lock. A process that only checks for a lock holds one
+/// for a moment.
 fn lock(file: &File) -> io::Result<bool> {
     for _ in 0..LOCK_ATTEMPTS {
         match flock(file, FlockOperation::NonBlockingLockExclusive) {
@@ -160,7 +160,7 @@ pub(super) fn list(directory: &RuntimeDirectory) -> (Vec<MoveRecord>, Vec<Error>
         }
         match load_record(directory, &name) {
             Ok(record) => records.push(record),
-            // It was removed meanwhile.
+            // It has since been removed.
             Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
             Err(error) => bad.push(error),
         }
@@ -214,8 +214,8 @@ fn remove_unnamed(directory: &RuntimeDirectory, name: &str) {
     }
 }
 
-/// Removes a record without content, which a host that lost its power may leave on a disk, as records are not synced. No process
-/// leaves one: a record is written and locked before it is named.
+/// Removes a record without content, which a host that lost its power may leave on a disk, as records are not
+/// synced. No process leaves one: a record is written and locked before it is named.
 fn remove_empty(directory: &RuntimeDirectory, name: &str) -> bool {
     let Ok(file) = open(directory, name) else { return false };
     let is_empty = file

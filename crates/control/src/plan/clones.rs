@@ -5,11 +5,11 @@
 //!                                         └─ those that share a disk are refused     each succeeds or fails by itself
 //! ```
 //!
-//! Every copy is the one that [`copy`](super::copy) makes, from one mapping, so that the page cache holds the
+//! Every copy is the one that [`copy`](super::copy) makes, from one mapping, so the page cache holds the
 //! image once and a chunk is verified once. A failure at one destination does not affect the others.
 //!
-//! Out of scope: clones get no identity of their own and wake up as the same guest; see `docs/clones.md`.
-//! Limit: [`CLONES_AT_ONCE`]; further copies wait for a free slot.
+//! Out of scope: clones have no separate identity and wake up as the same guest; see `docs/clones.md`. Limit:
+//! [`CLONES_AT_ONCE`]; further copies wait for a free slot.
 
 mod conflicts;
 
@@ -93,7 +93,8 @@ pub fn copy_to_all(source: &Source, clones: &Clones<'_>) -> Result<Vec<CopyResul
     Ok(copy_as_planned(image.as_ref(), &planned, clones))
 }
 
-/// As [`copy_to_all`], of an image that is open: the guests are those of this file, whatever has its name by now.
+/// As [`copy_to_all`], of an open image: the guests are those of this file, even if another file has its name
+/// now.
 ///
 /// # Errors
 /// Nothing was touched: one of the copies is not possible.
@@ -104,7 +105,8 @@ pub fn copy_image_to_all(image: &Image, clones: &Clones<'_>) -> Result<Vec<CopyR
     Ok(copy_as_planned(image, &planned, clones))
 }
 
-/// As [`copy_to_all`], of the image at `location`, which `open` returns: it was opened while the destinations were started.
+/// As [`copy_to_all`], of the image at `location`, which `open` returns: it was opened while the destinations
+/// were started.
 ///
 /// # Errors
 /// Nothing was touched: one of the copies is not possible, or the image could not be opened.

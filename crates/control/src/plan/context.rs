@@ -66,7 +66,7 @@ impl<'a> Context<'a> {
         self.lanes.load(Ordering::Relaxed)
     }
 
-    /// Goes without lanes if this QEMU is to be passed its connection: QEMU makes those of lanes itself, by a path.
+    /// Disables lanes if this QEMU must be passed its connection: QEMU connects lanes itself, by a path.
     pub(super) fn adapt_lanes(&self, qemu: &Qemu) {
         if qemu.process().has_own_root() && self.lanes.swap(0, Ordering::Relaxed) > 0 {
             self.observer.notice(&format!(

@@ -46,7 +46,7 @@ const UNSUPPORTED_CAPABILITIES: [Capability; 7] = [
     Capability::SWITCHOVER_ACK,
 ];
 
-/// A guest that was to be started and does not run, as far as is known.
+/// A guest that should have been started and does not run, if known.
 #[derive(Debug)]
 pub(super) struct StartFailure {
     pub(super) started: StartResult,
@@ -56,11 +56,11 @@ pub(super) struct StartFailure {
 /// State of a QEMU whose postcopy connection was lost.
 #[derive(Debug)]
 pub(super) enum RecoveryState {
-    /// It listens again at this address.
+    /// Listening again at this address.
     Listening(Address),
-    /// It is not ready to listen.
+    /// Not ready to listen.
     NotReady,
-    /// It has everything.
+    /// Has everything.
     Completed,
     /// It failed.
     Failed(String),
@@ -75,7 +75,7 @@ pub(super) struct QmpDestination {
     /// The way of the stream to it.
     link: QemuLink,
     fdset: Option<i64>,
-    /// It got `migrate-incoming`, which QEMU accepts once.
+    /// True once it has received `migrate-incoming`, which QEMU accepts once.
     is_incoming_started: bool,
     /// Run state of the guest that it has reported to be loaded.
     loaded: Option<RunState>,
@@ -88,12 +88,13 @@ pub(super) struct QmpDestination {
 pub(super) enum HeldGuest {
     /// None, or an incomplete one.
     Incomplete,
-    /// It may be complete, and the only copy.
+    /// The guest may be complete here, and this the only copy.
     MayBeOnlyCopy,
 }
 
 impl QmpDestination {
-    /// Connects, or takes the connection to a QEMU of this process, and checks that it waits for `migrate-incoming`.
+    /// Connects, or takes the connection to a QEMU of this process, and checks that it waits for
+    /// `migrate-incoming`.
     pub(super) fn prepare(path: &Path, context: &Context<'_>) -> Result<Self, Error> {
         let prepared = Self::of(match context.started.and_then(StartedQemu::take) {
             Some(started) => started?,
@@ -199,8 +200,8 @@ impl QmpDestination {
         self.facts().capabilities.contains_key(&Capability::MAPPED_RAM)
     }
 
-    /// Has QEMU load the image in `file` itself and stay paused. The file is passed as a descriptor, so that
-    /// QEMU needs no permission for its path.
+    /// Has QEMU load the image in `file` itself and stay paused. The file is passed as a descriptor, so QEMU
+    /// needs no permission for its path.
     pub(super) fn load(&mut self, file: &File, lanes: usize) -> Result<(), Error> {
         self.apply_settings(lanes, true, Compression::None)?;
         let add = AddFd { fdset_id: None, opaque: Some("towline image".into()) };
@@ -237,8 +238,8 @@ impl QmpDestination {
         let stays = (version.major, version.minor) >= (9, 1);
         let command =
             MigrateIncoming { exit_on_error: stays.then_some(false), ..MigrateIncoming::on_uri(uri) };
-        // `stop` is sent while it waits, so that it loads and stays paused: until the source is done, the guest may run only there. A
-        // QEMU that listens and refused it is not connected to.
+        // `stop` is sent while it waits, so it loads and stays paused: until the source is done, the guest
+        // may run only there. A QEMU that listens and refused it is not connected to.
         let requests = [qmp::CommandRequest::new(&Stop)?, qmp::CommandRequest::new(&command)?];
         self.is_incoming_started = true;
         let replies = self.qemu.client().execute_all(&requests)?;
@@ -276,9 +277,9 @@ impl QmpDestination {
         }
     }
 
-    /// As [`is_loaded`](Self::is_loaded), of a QEMU that loads a file itself. Meanwhile its monitor does not
-    /// reply, for as long as the guest is large and the disk is slow, so a timeout means "not yet"; a QEMU that
-    /// exits closes its socket.
+    /// As [`is_loaded`](Self::is_loaded), of a QEMU that loads a file itself. Until then its monitor does not
+    /// reply, which takes longer the larger the guest and the slower the disk, so a timeout means "not yet";
+    /// a QEMU that exits closes its socket.
     pub(super) fn has_loaded_file(&mut self, cancel: &Cancel) -> Result<bool, Error> {
         let loaded = self.qemu.try_query_until(cancel, Qemu::migration_and_status)?;
         loaded.map_or(Ok(false), |(migration, status)| self.see_loaded(migration, status))
@@ -326,7 +327,7 @@ impl QmpDestination {
     /// Starts the guest and checks that it runs.
     pub(super) fn start_guest(&mut self) -> Result<StartResult, StartFailure> {
         self.wait_loaded().map_err(|error| self.not_sent(error))?;
-        // `cont` leaves it suspended, and its drives as they are.
+        // `cont` leaves it suspended, and its drives unchanged.
         if self.loaded == Some(RunState::SUSPENDED) {
             self.qemu.activate_drives().map_err(|error| self.not_sent(error.into()))?;
         }
@@ -399,7 +400,7 @@ impl QmpDestination {
     /// Restores QEMU's settings. Returns notices. This is the last query of a QEMU that has the guest.
     ///
     /// # Errors
-    /// QEMU has exited meanwhile.
+    /// QEMU has exited since.
     pub(super) fn restore_settings(&mut self) -> Result<Vec<String>, Error> {
         self.qemu.activate_drives()?;
         let restored = self.settings.take().map(|settings| settings.restore(&mut self.qemu));
@@ -472,10 +473,11 @@ pub(super) fn is_live(status: &Status) -> bool {
     status.running || status.status == RunState::SUSPENDED
 }
 
-/// Capabilities that a destination has whatever it receives, as far as this QEMU knows them.
+/// Capabilities of every destination, if this QEMU knows them.
 fn basic_capabilities(known: &BTreeMap<Capability, bool>) -> impl Iterator<Item = (Capability, bool)> {
     let off = UNSUPPORTED_CAPABILITIES.into_iter().map(|name| (name, false));
-    // Drives are locked at `cont`, as 10.0 does by itself: before, the source must be able to run the guest from them.
+    // Drives are locked at `cont`, as 10.0 does by itself: before, the source must be able to run the guest
+    // from them.
     off.chain([(Capability::LATE_BLOCK_ACTIVATE, true)]).filter(|(name, _)| known.contains_key(name))
 }
 

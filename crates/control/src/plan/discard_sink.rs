@@ -9,7 +9,7 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::lock::lock;
 
-/// Summary of a stream. Its source gets an error, so that the guest runs on there.
+/// Summary of a stream. Its source gets an error, so the guest runs on there.
 #[derive(Debug, Default)]
 pub struct DiscardSink {
     summary: Mutex<StreamSummary>,

@@ -34,7 +34,7 @@ pub enum Destination {
     Store(towline_image::Location),
     /// Memory of this process, in which the guest is verified (or hashed) and then discarded.
     Memory(MemoryOptions),
-    /// Nothing: counts and discards. The source gets an error, so that its guest runs on.
+    /// Nothing: counts and discards. The source gets an error, so its guest runs on.
     Null,
 }
 
@@ -125,8 +125,8 @@ impl fmt::Display for Destination {
 /// Memory of this process as a destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MemoryOptions {
-    /// Bytes to allocate and populate before the source is queried; `None` to allocate as many as the guest has
-    /// once that is known.
+    /// Bytes to allocate and populate before the source is queried; `None` to allocate as many as the guest
+    /// has once that is known.
     pub length: Option<u64>,
     /// In reserved huge pages; needs a length.
     pub is_huge: bool,

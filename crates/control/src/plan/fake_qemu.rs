@@ -1,4 +1,5 @@
-//! A scripted QEMU for tests of the driver: it has a monitor, replies as its fields say, and keeps the commands that change something.
+//! A scripted QEMU for tests of the driver: it has a monitor, replies as its fields say, and keeps the
+//! commands that change something.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -52,7 +53,7 @@ pub(super) fn in_copy<T>(test: impl FnOnce(&Context<'_>) -> T) -> T {
     test(&Context::new(&request, 0, &Cancel::new().unwrap(), &Silent))
 }
 
-/// Its replies.
+/// Replies of the QEMU.
 #[derive(Debug)]
 pub(crate) struct Script {
     /// Run state.

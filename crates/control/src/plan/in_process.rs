@@ -1,5 +1,5 @@
-//! A copy within this process: one half of the engine sends and the other receives, over memory or, with lanes,
-//! over TCP on the loopback interface, so that lanes are the same as between two hosts.
+//! A copy within this process: one half of the engine sends and the other receives, over memory or, with
+//! lanes, over TCP on the loopback interface, so lanes are the same as between two hosts.
 
 use std::sync::Arc;
 use std::thread;

@@ -20,16 +20,16 @@ use crate::qemu::Qemu;
 /// Extent of the facts about a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum FactsExtent {
-    /// Its identity.
+    /// Identity of the guest.
     Identity,
     /// All that is compared with a QEMU at its destination.
     Compared,
 }
 
-/// Facts about a guest that is to be sent.
+/// Facts about a guest before it is sent.
 #[derive(Debug, Clone)]
 pub(super) struct GuestFacts {
-    /// `None` if the destination cannot be compared, so that the source was not queried either.
+    /// `None` if the destination cannot be compared, so the source was not queried either.
     facts: Option<Facts>,
     /// The UUID as QMP prints it; lanes carry it, and QEMU compares it with its own.
     pub(super) uuid: Option<String>,
@@ -87,8 +87,8 @@ impl GuestFacts {
     }
 }
 
-/// Refuses the move if a device at the destination could not continue with the state of its peer at the source.
-/// QEMU compares neither: a difference between two backends shows only when the guest uses it.
+/// Refuses the move if a device at the destination could not continue with the state of its peer at the
+/// source. QEMU compares neither: a difference between two backends shows only when the guest uses it.
 pub(super) fn check_devices(pairs: &[(PathBuf, PathBuf)], observer: &dyn Observer) -> Result<(), Error> {
     for (here, there) in pairs {
         let report = check::check(

@@ -24,7 +24,8 @@ pub(super) struct PrivateDir {
 }
 
 impl PrivateDir {
-    /// Creates a directory for `qemu`, which can enter it also as another user, and records it in its journal.
+    /// Creates a directory for `qemu`, which can enter it also as another user, and records it in its
+    /// journal.
     pub(super) fn for_qemu(qemu: &Qemu) -> Result<Self, Error> {
         let place = private_dirs::temp_dir();
         let place = place.map_err(|source| Error::PrivateDir { path: std::env::temp_dir(), source })?;

@@ -28,8 +28,8 @@ pub enum CopyPhase {
     Upload,
 }
 
-/// Receives the progress of a copy. Called from the plan's thread and, during the transfer, from the engine's,
-/// which waits: each callback returns at once and never blocks on a reader of its output.
+/// Receives the progress of a copy. Called from the plan's thread and, during the transfer, from the
+/// engine's, which waits: each callback returns at once and never blocks on a reader of its output.
 pub trait Observer: Sync {
     /// The next phase starts.
     fn phase(&self, phase: CopyPhase) {
@@ -90,7 +90,8 @@ impl<A: Observer + ?Sized, B: Observer + ?Sized> Observer for (&A, &B) {
 pub struct Progress {
     /// Counters of this side.
     pub moved: Snapshot,
-    /// Passes over the memory that the source's QEMU has started; this and all below only if a QEMU reports it.
+    /// Passes over the memory that the source's QEMU has started; this and all below only if a QEMU reports
+    /// it.
     pub pass: Option<u64>,
     /// Rate at which the source sends, in bytes per second.
     pub rate: Option<u64>,

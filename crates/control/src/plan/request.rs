@@ -1,6 +1,6 @@
 //! Requests: a task with its options, and the options of the transfer.
 //!
-//! Each option belongs to the tasks that have it, so that most impossible combinations cannot be expressed.
+//! Each option belongs to the tasks that have it, so most impossible combinations cannot be expressed.
 //! `validate` checks what depends on the two ends.
 
 use std::path::{Path, PathBuf};
@@ -44,13 +44,13 @@ pub struct CopyRequest {
 /// Task of a command.
 #[derive(Debug, Clone)]
 pub enum Task {
-    /// The guest is copied and stays at its source: paused, or as it was stored.
+    /// The guest is copied and stays at its source: paused, or stored.
     Copy {
         /// Options of the transfer.
         transfer: TransferOptions,
         /// Run state at a `qmp:` destination; `None` keeps the guest's.
         run: Option<bool>,
-        /// Resume a `qmp:` source afterwards, and before if it is paused since an earlier copy.
+        /// Resume a `qmp:` source afterwards; also before, if an earlier copy left it paused.
         resume: bool,
         /// Store only the difference to this image.
         base: Option<PathBuf>,
@@ -66,15 +66,16 @@ pub enum Task {
         /// Devices to compare first; see [`Devices`].
         devices: Devices,
     },
-    /// The guest continues in another QEMU of this host, in the same memory, and the QEMU at its source is ended.
+    /// The guest continues in another QEMU of this host, in the same memory, and the QEMU at its source is
+    /// ended.
     Upgrade {
         /// Detach a vhost-user-vsock before, and attach it again in the new QEMU.
         detach_vsock: bool,
         /// Memory that both QEMUs cannot map.
         memory: UpgradeMemory,
     },
-    /// An image of this instant is stored while the guest of a `qmp:` source runs (QEMU's background-snapshot),
-    /// over a single channel without a rate limit.
+    /// An image of this instant is stored while the guest of a `qmp:` source runs (QEMU's
+    /// background-snapshot), over a single channel without a rate limit.
     Snapshot {
         /// Store only the difference to this image.
         base: Option<PathBuf>,
@@ -95,20 +96,20 @@ pub enum Task {
 /// Memory of a guest whose QEMU is replaced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UpgradeMemory {
-    /// It stays where it is: both QEMUs map it.
+    /// Memory stays in place: both QEMUs map it.
     InPlace,
     /// It is copied.
     Copied,
 }
 
-/// towline's devices that serve the guest, by their control sockets: at the source and at the destination. The
-/// move is refused if a destination's device could not continue with the source's state.
+/// towline's devices that serve the guest, by their control sockets: at the source and at the destination.
+/// The move is refused if a destination's device could not continue with the source's state.
 pub type Devices = Vec<(PathBuf, PathBuf)>;
 
 /// Beginning of a postcopy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PostcopyStart {
-    /// The guest stays at its source: paused, or as it was stored.
+    /// The guest stays at its source: paused, or stored.
     Copy {
         /// Run state at the destination; `None` keeps the guest's.
         run: Option<bool>,
@@ -129,7 +130,7 @@ pub enum PostcopyStart {
 pub enum RequestedPages {
     /// Among the other pages.
     MainChannel,
-    /// A channel of their own (QEMU's postcopy-preempt).
+    /// A separate channel (QEMU's postcopy-preempt).
     PreemptChannel,
 }
 
@@ -174,7 +175,7 @@ impl Default for Task {
 }
 
 impl CopyRequest {
-    /// This task, with the defaults of the command line.
+    /// A request for this task, with the defaults of the command line.
     pub fn new(task: Task) -> Self {
         Self {
             task,

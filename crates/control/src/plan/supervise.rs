@@ -1,4 +1,4 @@
-//! Runs the engine in a thread of its own while the plan's thread watches QMP, cancellation and timeouts.
+//! Runs the engine in a separate thread while the plan's thread watches QMP, cancellation and timeouts.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;

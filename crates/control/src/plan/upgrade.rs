@@ -4,9 +4,10 @@
 //!   old QEMU ── block list, small blocks, device state ─► SinkWithPresentBlocks ─► Relay ─► new QEMU, which waits
 //!      └────────────── memory: proven to be one (`in_place`) ──────────────────────────┘
 //! ```
-//! As a move between two QEMUs, with the memory that both map left out. Until `cont` at the new QEMU nothing writes into that
-//! memory but the old one's guest, so that every failure before gives the guest back to the old QEMU. From then on the old
-//! one's device state is of another memory (`switchover`, `MemorySharing::Shared`).
+//! As a move between two QEMUs, with the memory that both map left out. Until `cont` at the new QEMU nothing
+//! writes into that memory but the old one's guest, so every failure before gives the guest back to the old
+//! QEMU. From then on the old one's device state is of another memory (`switchover`,
+//! `MemorySharing::Shared`).
 //!
 //! Out of scope: starting and ending the new QEMU ([`crate::upgrade`]).
 
@@ -35,8 +36,8 @@ pub struct UpgradeRequest {
     pub new: PathBuf,
     /// Detach a vhost-user-vsock before, and attach it again in the new QEMU.
     pub detach_vsock: bool,
-    /// Chardevs of network cards in other processes, which both QEMUs have. The old one has to be connected to them until the end: a
-    /// guest without a link at that time would be without it in the new QEMU.
+    /// Chardevs of network cards in other processes, which both QEMUs have. The old one must be connected to
+    /// them until the end: a guest without a link at that time would be without it in the new QEMU.
     pub card_chardevs: Vec<String>,
     /// Memory that both QEMUs cannot map.
     pub memory: UpgradeMemory,
@@ -97,7 +98,7 @@ fn prepare(
     Ok((source, to))
 }
 
-/// Proves which memory both have. Shared memory is left out by the source, so that all of it has to be there.
+/// Proves which memory both have. Shared memory is left out by the source, so all of it must be there.
 fn prove(
     source: &mut QemuSource,
     to: &mut QemuDestination,
@@ -117,8 +118,8 @@ fn prove(
     Ok(presence)
 }
 
-/// Refuses a new QEMU that lacks what the old one has. What the old one has open is looked at again before the guest runs in the new
-/// one. Without vsocks that are detached meanwhile.
+/// Refuses a new QEMU that lacks what the old one has. Open files of the old one are checked again before the
+/// guest runs in the new one. Vsocks that are detached for the upgrade are ignored.
 fn compare(source: &mut QemuSource, to: &mut QemuDestination, request: &UpgradeRequest) -> Result<(), Error> {
     let (mut old, mut new) = (source.qemu_mut().inventory()?, to.qemu_mut().inventory()?);
     if request.detach_vsock {

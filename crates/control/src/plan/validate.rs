@@ -218,7 +218,7 @@ fn check_return_path(source: &Source, destination: &Destination, options: &CopyR
         (Source::Qmp(_), _) => Err(Error::Usage(
             "--return-path off with a running guest: QEMU would end it although its arrival is not acknowledged".into(),
         )),
-        // An image is as safe afterwards as before, and so is the file behind a pipe.
+        // An image is as safe afterwards as before, and so is a file that is read through a pipe.
         (_, Destination::Stream(_)) if !from_stream => Ok(()),
         (Source::Stream(Address::File { path, .. }), Destination::Qmp(_) | Destination::Stream(_)) => {
             let file = path.display();

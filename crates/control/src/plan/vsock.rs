@@ -5,10 +5,11 @@
 //!   both ends checked ─► device_del, the guest releases it ─► the move ─► the guest runs there ─► device_add
 //!                             └─ failure, and the guest stays at its source: device_add there
 //! ```
-//! Connections end with the device; listeners in the guest stay, and accept again as soon as its kernel has the
-//! new device. The device is detached while memory is transferred because QEMU checks for it at `migrate`.
+//! Connections end with the device; listeners in the guest stay, and accept again as soon as its kernel has
+//! the new device. The device is detached while memory is transferred because QEMU checks for it at
+//! `migrate`.
 //!
-//! Out of scope: other devices. The device must be behind a port that can be unplugged (`pcie-root-port`).
+//! Out of scope: other devices. The device must be on a port that can be unplugged (`pcie-root-port`).
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -66,7 +67,8 @@ pub(super) fn remove_from_facts(facts: &mut facts::QemuFacts) {
     }
 }
 
-/// Ids of the chardevs of a QEMU's vsocks, also of those that were plugged in since its start. Empty if it does not reply.
+/// Ids of the chardevs of a QEMU's vsocks, also of those that were plugged in since its start. Empty if it
+/// does not reply.
 pub(crate) fn chardevs(qemu: &mut Qemu) -> Vec<String> {
     let Ok(found) = DetachedVsocks::find(qemu) else { return Vec::new() };
     let chardev = |vsock: &VsockDevice| vsock.properties.get("chardev")?.as_str().map(str::to_owned);

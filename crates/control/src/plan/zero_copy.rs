@@ -5,7 +5,7 @@ use towline_migration::{Compression, ZeroCopySend};
 
 use super::request::CopyRequest;
 
-/// Returns true if lanes are to be connected for zero-copy sends.
+/// Returns true if lanes should be connected for zero-copy sends.
 pub(super) fn is_wanted(options: &CopyRequest) -> bool {
     let copied = options.compression != Compression::None || options.tls.is_some();
     options.zero_copy_send != ZeroCopySend::Off && !copied

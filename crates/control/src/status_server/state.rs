@@ -16,7 +16,7 @@ const PAGE_BYTES: u64 = 4096;
 pub(super) struct State {
     pub(super) started: Instant,
     pub(super) status: &'static str,
-    /// The guest runs at its source, as far as this side knows.
+    /// True if the guest runs at its source, to this side's knowledge.
     pub(super) running: bool,
     pub(super) progress: Progress,
     pub(super) lanes: Vec<LaneSends>,

@@ -11,6 +11,7 @@ pub(crate) enum Decision {
     Complete,
     /// The source is done with the guest; the guest is started at its destination.
     Run,
-    /// The move is over, and its source stays with an older state of the guest. Only a record has this one: nothing is decided.
+    /// The move is over, and its source stays with an older state of the guest. Only a record has this one:
+    /// nothing is decided.
     Left,
 }

@@ -43,11 +43,11 @@ impl DestinationKind {
 /// Action at the source when its guest is at the destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum SourceAction {
-    /// It stays paused (`postmigrate`).
+    /// Stays paused (`postmigrate`).
     KeepPaused,
-    /// It is resumed; only if no guest runs at the destination.
+    /// Is resumed; only if no guest runs at the destination.
     Resume,
-    /// Its QEMU is ended.
+    /// The QEMU is ended.
     Quit,
 }
 
@@ -56,8 +56,8 @@ pub(crate) enum SourceAction {
 pub(crate) enum MemorySharing {
     /// Each end has its own.
     Copied,
-    /// Both QEMUs map the same memory: once the destination has run the guest, the source's device state is of
-    /// another memory, and must never run.
+    /// Both QEMUs map the same memory: once the destination has run the guest, the source's device state is
+    /// of another memory, and must never run.
     Shared,
 }
 
@@ -124,40 +124,40 @@ impl FinalRunState {
 /// State of the source's QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum SourceStatus {
-    /// Its migration is in progress.
+    /// The migration is in progress.
     Migrating,
-    /// Its migration is complete and the guest is stopped (`postmigrate`).
+    /// The migration is complete and the guest is stopped (`postmigrate`).
     Completed,
-    /// Its migration was complete and the guest has been resumed there since.
+    /// The migration was complete and the guest has since been resumed there.
     CompletedThenResumed,
-    /// A migration is complete, perhaps a later one of another party: the guest may have run there since. Only a later towline
-    /// finds this.
+    /// A migration is complete, perhaps a later one of another party: the guest may have run there since.
+    /// Only a later towline finds this.
     CompletedByOthers,
-    /// Its migration failed, was cancelled or never started: it has its guest in the state from before.
+    /// The migration failed, was cancelled or never started: the source has its guest in the former state.
     HasGuest,
-    /// Its process has exited and cannot run the guest any more.
+    /// The process has exited and can never run the guest again.
     Exited,
-    /// It does not reply, or the monitor is disconnected.
+    /// No reply, or the monitor is disconnected.
     Unknown,
 }
 
 /// State of the destination's QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum DestinationStatus {
-    /// It has the guest, which stopped by itself: an error, a panic or a shutdown. Only a later query tells
+    /// Holds the guest, which has stopped: an error, a panic or a shutdown. Only a later query distinguishes
     /// this from `Loaded`.
     Stopped,
-    /// It waits for the guest or loads it.
+    /// Waits for the guest or loads it.
     Loading,
-    /// It holds the whole guest, paused.
+    /// Holds the whole guest, paused.
     Loaded,
     /// The guest runs, or is suspended and wakes up by itself.
     Running,
-    /// It could not load the guest.
+    /// Could not load the guest.
     Failed,
-    /// Its process has exited.
+    /// The process has exited.
     Exited,
-    /// It does not reply, or the monitor is disconnected.
+    /// No reply, or the monitor is disconnected.
     Unknown,
 }
 
@@ -166,7 +166,7 @@ pub(crate) enum DestinationStatus {
 pub(crate) enum StartResult {
     /// The guest is live.
     Live,
-    /// It was accepted, and the guest was stopped again.
+    /// Accepted, and the guest was stopped again.
     StoppedAgain,
     /// QEMU refused it.
     Refused,
@@ -207,14 +207,14 @@ pub(crate) enum PeerMessage {
 /// An event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Input {
-    /// The destination has loaded everything but the last bytes, which are about to be sent. A destination that
-    /// runs the guest by itself runs it then.
+    /// The destination has loaded everything but the last bytes, which are about to be sent. A destination
+    /// that runs the guest by itself runs it then.
     CommitRequested(GuestRunState),
-    /// The destination has acknowledged; the source is to be acknowledged.
+    /// The destination has acknowledged; now acknowledge the source.
     AcknowledgeRequested { guest: GuestRunState, source: SourceLink },
     /// The stream is complete, including the source's acknowledgement.
     Delivered,
-    /// The stream, or another action meanwhile, failed.
+    /// The stream, or a concurrent action, failed.
     Failed,
     /// The destination reported that it could not load the guest, before or after the last bytes.
     DestinationRefused,
@@ -259,8 +259,8 @@ pub(crate) enum Directive {
     Retract,
     /// Report that it is too late to cancel.
     TooLate,
-    /// Acknowledge the source although its destination has not confirmed the guest, so that the source stops
-    /// for good.
+    /// Acknowledge the source although its destination has not confirmed the guest, so the source stops for
+    /// good.
     AcknowledgeUnconfirmed,
     /// Query the source again.
     QuerySource,
@@ -280,11 +280,12 @@ pub(crate) enum Directive {
     Send(PeerMessage),
     /// Restore the destination's settings: the guest is in its final state.
     FinalizeDestination,
-    /// Restore the source's settings and leave its guest as it is.
+    /// Restore the source's settings and leave its guest unchanged.
     RestoreSource,
     /// Restore the source's settings and resume its guest, which this migration stopped.
     ResumeSource,
-    /// As `ResumeSource`, of a destination in the same memory that is not ended before: the record has it running the guest.
+    /// As `ResumeSource`, of a destination in the same memory that is not ended before: the record has it
+    /// running the guest.
     ResumeSourceFirst,
     /// End the source's QEMU.
     QuitSource,

@@ -5,7 +5,8 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[cfg_attr(not(test), allow(dead_code, reason = "only tests inject one"))]
 pub(super) enum SwitchoverBug {
-    /// A cancellation is carried out after a destination that runs the guest by itself was sent the last bytes.
+    /// A cancellation is carried out after a destination that runs the guest by itself was sent the last
+    /// bytes.
     CancelAfterCommit,
     /// A stream that fails then gives the source its guest back.
     UndoesCommitted,
@@ -23,7 +24,8 @@ pub(super) enum SwitchoverBug {
     ActsBeforeRecord,
     /// A move is finished by its record at one end without evidence of the other.
     ResumesWithoutEvidence,
-    /// A source gets its guest back although the guest may have run in the memory that it shares with its destination.
+    /// A source gets its guest back although the guest may have run in the memory that it shares with its
+    /// destination.
     RevivesSharedSource,
     /// The destination in shared memory is ended before the decision that it runs the guest is withdrawn.
     EndsBeforeRetract,
@@ -31,9 +33,10 @@ pub(super) enum SwitchoverBug {
     ResumeTakesRunBack,
     /// The source's towline is sent that the guest does not run, although that was not seen.
     ReportsNotRunUnseen,
-    /// A guest is reported to be paused at both ends although the record still has it running at its destination.
+    /// A guest is reported to be paused at both ends although the record still has it running at its
+    /// destination.
     ReportsPausedUnretracted,
-    /// The guest counts as its source's without a look at the destination, where another party may run it.
+    /// The guest counts as its source's without a query of the destination, where another party may run it.
     OverlooksRunningDestination,
     /// A destination takes the locks of its drives when it has loaded the guest.
     LocksWhenLoaded,

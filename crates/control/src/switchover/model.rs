@@ -5,28 +5,29 @@
 //!   QEMU ── link ── towline ── link ── QEMU                     one towline that drives both, or one of them
 //!   QEMU ── link ── towline ── link ── towline ── link ── QEMU    one at each end
 //! ```
-//! A breadth-first search over whole worlds: in each one every possible step of every party is tried, and each
-//! new world is kept. The search is our own: it needs a set, a queue and the way back to the start, which is
-//! less code than an integration with a library, and its worlds hold the real [`Switchover`]. QEMU is modelled
-//! as it behaves: a failed source has its guest back and resumes it by itself, an acknowledged one stops for
-//! good; a `qmp:` destination loads and stays paused; any other runs the guest with the last byte. Mishaps (a
-//! lost connection, an exit, a monitor without reply, an operator, a cancellation, a full disk) are limited by
-//! a budget; steps of the protocol are not.
+//! A breadth-first search over whole worlds: in each one every possible step of every party is tried, and
+//! each new world is kept. The search is our own: it needs a set, a queue and the way back to the start,
+//! which is less code than an integration with a library, and its worlds hold the real [`Switchover`]. QEMU
+//! is modelled as it behaves: a failed source has its guest back and resumes it by itself, an acknowledged
+//! one stops for good; a `qmp:` destination loads and stays paused; any other runs the guest with the last
+//! byte. Mishaps (a lost connection, an exit, a monitor without reply, an operator, a cancellation, a full
+//! disk) are limited by a budget; steps of the protocol are not.
 //!
-//! The invariants exempt what no protocol can exclude: an operator who resumes the guest at a completed source;
-//! and, with a destination that runs the guest by itself, an operator who cancels at the source or a towline
-//! that is killed between the last byte and the acknowledgement.
+//! The invariants exempt what no protocol can exclude: an operator who resumes the guest at a completed
+//! source; and, with a destination that runs the guest by itself, an operator who cancels at the source or a
+//! towline that is killed between the last byte and the acknowledgement.
 //!
-//! A towline can be killed at any point, also between a record and the action on it, and its disk can be full, become read-only or lose
-//! the records at any point as well. Another party can send `cont` to the destination, while it loads and later, pause it again, and
-//! send a source's guest elsewhere when no towline watches it.
-//! A later towline then queries each end alone or both, and finishes the move as
-//! [`InterruptedMove`](super::InterruptedMove) decides: by evidence, never by a choice, which is an operator's.
+//! A towline can be killed at any point, also between a record and the action on it, and its disk can be
+//! full, become read-only or lose the records at any point as well. Another party can send `cont` to the
+//! destination, while it loads and later, pause it again, and send a source's guest elsewhere when no towline
+//! watches it. A later towline then queries each end alone or both, and finishes the move as
+//! [`InterruptedMove`](super::InterruptedMove) decides: by evidence, never by a choice, which is an
+//! operator's.
 //!
 //! One destination stands for all clones of an image. Each has its own machine, QEMU, connection and outcome;
 //! the source is an image, which no outcome changes; and no input of a machine comes from another clone. A
-//! world of N clones is the product of N worlds that share no variable, so that every invariant that holds in
-//! each holds in all. A cancellation of all of them is a step of each.
+//! world of N clones is the product of N worlds that share no variable, so every invariant that holds in each
+//! holds in all. A cancellation of all of them is a step of each.
 
 mod invariants;
 mod world;
@@ -154,7 +155,8 @@ fn one_towline_between_any_two_ends_keeps_every_guest_once() {
     assert!(states > 10_000 && depth > 10, "{states} states, {depth} deep");
 }
 
-/// Up to `cont` at the new QEMU every failure gives the old one its guest back; from then on it never runs the guest.
+/// Up to `cont` at the new QEMU every failure gives the old one its guest back; from then on it never runs
+/// the guest.
 #[test]
 fn an_upgrade_keeps_every_guest_once_and_its_memory_consistent() {
     let worlds = GUESTS.map(|guest| World::with_one(upgrade(), guest, budget(), FaultSwitch::default()));

@@ -37,7 +37,7 @@ impl Bash {
             bind -x '"\C-xp": printf "<%s>" "$READLINE_LINE<line"'
         "#;
         std::fs::write(directory.join(".bashrc"), script(Shell::Bash) + settings).unwrap();
-        // `script` runs it on a pseudoterminal. A bash that waits for ever would hang the test.
+        // `script` runs it on a pseudoterminal. A bash that waits forever would hang the test.
         let mut child = Command::new("timeout")
             .args(["60", "script", "--quiet", "--command", "exec bash --rcfile .bashrc -i", "/dev/null"])
             .current_dir(directory)
@@ -104,7 +104,7 @@ fn bash_completes_schemes_sockets_files_and_options() {
     let (directory, _socket) = guests();
     let mut bash = Bash::start(directory.path());
     for (typed, expected) in [
-        // Schemes, behind which no space follows.
+        // Schemes, which no space follows.
         ("copy q", "copy qmp:"),
         ("check un", "check unix:"),
         ("copy st", "copy store:"),

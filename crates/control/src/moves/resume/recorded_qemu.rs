@@ -21,11 +21,11 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 #[derive(Debug)]
 pub(super) enum RecordedQemu {
     Qemu(Box<Qemu>),
-    /// Its process has exited.
+    /// The process has exited.
     Exited,
-    /// Its state is not known, for this reason.
+    /// The state is unknown, for this reason.
     Unknown(String),
-    /// It is on another host, or an image.
+    /// The end is on another host, or an image.
     Elsewhere,
 }
 

@@ -1,7 +1,8 @@
-//! Conflicts between the QEMUs that several clones are to run in: shared disks, MAC addresses, generation ids.
+//! Conflicts between the QEMUs that several clones are to run in: shared disks, MAC addresses, generation
+//! ids.
 //!
-//! Uses QMP only, with a short timeout: a QEMU that does not reply is not compared, and its own copy fails with
-//! the reason. [`compare`] is pure.
+//! Uses QMP only, with a short timeout: a QEMU that does not reply is not compared, and its own copy fails
+//! with the reason. [`compare`] is pure.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -151,8 +152,8 @@ fn writable(device: &BlockDevice, pid: Option<i32>) -> Option<WritableDrive> {
     })
 }
 
-/// The identity of a file that QEMU has open, or its name if the file cannot be seen from here. The process that listens for a QEMU
-/// need not be that QEMU.
+/// The identity of a file that QEMU has open, or its name if the file cannot be seen from here. The process
+/// that listens for a QEMU need not be that QEMU.
 fn medium_of(file: &str, pid: Option<i32>) -> String {
     let found = OpenFiles::of(pid).identify(file).or_else(|| OpenFiles::of(None).identify(file));
     found.map_or_else(|| file.to_owned(), |found| found.to_string())

@@ -70,7 +70,7 @@ impl QmpDestination {
         self.facts().status.running
     }
 
-    /// Sizes of the pages behind each of these blocks here.
+    /// Page sizes of the memory that backs each of these blocks here.
     pub(in super::super) fn page_bytes(&self, blocks: &[RamBlock]) -> Vec<u64> {
         let of = |block: &RamBlock| {
             let here = self.facts().migrated_blocks().find(|here| here.name == block.name);
@@ -79,8 +79,8 @@ impl QmpDestination {
         blocks.iter().map(of).collect()
     }
 
-    /// Configures QEMU and has it listen. A guest that is to run is started by QEMU itself when POSTCOPY_RUN arrives. Lanes
-    /// are used until then.
+    /// Configures QEMU and has it listen. A guest that is to run is started by QEMU itself when POSTCOPY_RUN
+    /// arrives. Lanes are used until then.
     pub(in super::super) fn start_postcopy(
         &mut self,
         requested_pages: RequestedPages,
@@ -157,8 +157,8 @@ impl QmpDestination {
         Ok(self.qemu.try_query(|qemu| qemu.status())?.map(|status| status.running))
     }
 
-    /// Returns true if its main loop waits for a page of the guest: its monitor replies to nothing but commands out of band, and only
-    /// on connections that were made before.
+    /// Returns true if its main loop waits for a page of the guest: its monitor replies to nothing but
+    /// commands out of band, and only on connections that were made before.
     pub(in super::super) fn is_blocked(&mut self) -> bool {
         (0..BLOCKED_QUERIES).all(|_| matches!(self.runs_now(), Ok(None)))
     }
@@ -224,8 +224,7 @@ impl QmpDestination {
         Error::DestinationFailed { socket: self.qemu.socket().into(), text: text.into() }
     }
 
-    /// Starts the guest if all of its devices are loaded, whatever of its memory is missing. Returns true if it
-    /// runs.
+    /// Starts the guest if all of its devices are loaded, even if memory is missing. Returns true if it runs.
     pub(in super::super) fn start_if_loaded(&mut self) -> Result<bool, Error> {
         let Some(status) = self.qemu.try_query(|qemu| qemu.status())? else { return Ok(false) };
         if super::is_live(&status) {
@@ -253,7 +252,7 @@ impl QmpDestination {
         Err(Error::NotRunning { socket, status })
     }
 
-    /// Leaves QEMU's settings as they are, for a later recovery.
+    /// Leaves QEMU's settings unchanged, for a later recovery.
     pub(in super::super) fn keep_settings(&mut self) {
         if let Some(settings) = self.settings.take() {
             settings.leave_applied();

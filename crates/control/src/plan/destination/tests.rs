@@ -19,7 +19,7 @@ fn loaded(status: &'static str) -> (FakeQemu, QmpDestination) {
     (fake, destination)
 }
 
-/// Its source must be able to run the guest from the drives until it is done.
+/// The source must be able to run the guest from the drives until it is done.
 #[test]
 fn a_destination_is_stopped_and_told_to_lock_late_before_it_listens() {
     for is_postcopy in [false, true] {
@@ -58,7 +58,7 @@ fn a_state_is_what_qemu_replies() {
         (fake.script().status, fake.script().migration) = (status, migration);
         assert_eq!(destination.query_status(), expected, "{status} {migration:?}");
     }
-    // Its process is not known: a lost monitor is no exit.
+    // The process is not known: a lost monitor is not an exit.
     drop(fake);
     assert_eq!(destination.query_status(), DestinationStatus::Unknown);
 }

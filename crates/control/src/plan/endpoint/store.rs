@@ -20,8 +20,8 @@ use super::super::shared_switchover::TransferContext;
 use super::image;
 use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest, Rollback};
 
-/// Opens the image at `location`, which any number of copies may read. The observer gets a notice if its chunks
-/// are not protected meanwhile.
+/// Opens the image at `location`, which any number of copies may read. The observer gets a notice if its
+/// chunks are not protected during that time.
 pub(in super::super) fn open(
     location: &Location,
     options: &CopyRequest,

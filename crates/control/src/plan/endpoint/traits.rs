@@ -126,7 +126,7 @@ pub(in super::super) struct LocalGuest<'a> {
     pub(in super::super) guest: &'a dyn Guest,
     /// The guest's own image, possibly an incremental one.
     pub(in super::super) file: Option<&'a Image>,
-    /// It is stored, here or elsewhere.
+    /// Stored, here or elsewhere.
     pub(in super::super) is_stored: bool,
 }
 
@@ -171,7 +171,7 @@ pub(in super::super) trait DestinationEndpoint {
         in_process::copy(local.guest, self.sink(), run.context.lanes(), run)
     }
 
-    /// Leaves the publication of an image to [`Self::finalize`]: the source is to be resumed before it.
+    /// Leaves the publication of an image to [`Self::finalize`]: the source is resumed before it.
     fn defer_publication(&self) -> Publication {
         Publication::BeforeAcknowledgement
     }
@@ -223,7 +223,8 @@ pub(in super::super) trait DestinationEndpoint {
         false
     }
 
-    /// Ends a destination that maps the source's memory, and does not run the guest: the source is resumed next.
+    /// Ends a destination that maps the source's memory, and does not run the guest: the source is resumed
+    /// next.
     ///
     /// # Errors
     /// It has not ended.
@@ -234,8 +235,8 @@ pub(in super::super) trait DestinationEndpoint {
     /// Gives the sockets of the new QEMU of an upgrade their final names: the old one has exited.
     fn publish_sockets(&self) {}
 
-    /// Restores the settings of a destination whose guest is in its final state; publishes an image whose publication was
-    /// deferred. Returns notices.
+    /// Restores the settings of a destination whose guest is in its final state; publishes an image whose
+    /// publication was deferred. Returns notices.
     fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error> {
         let _ = context;
         Ok(Vec::new())
@@ -266,7 +267,7 @@ pub(in super::super) trait DestinationEndpoint {
 /// Extent of a rollback.
 #[derive(Debug, Clone, Copy)]
 pub(in super::super) struct Rollback {
-    /// The guest was to be started at the destination.
+    /// True if the guest should have been started at the destination.
     pub(in super::super) is_cut_over: bool,
     /// Guest at the destination.
     pub(in super::super) held: HeldGuest,

@@ -17,7 +17,7 @@ impl PostcopyDestination for AddressDestination {
         Ok(self.0.clone())
     }
 
-    /// It cannot be queried: it listens again after a `migrate-recover` there.
+    /// The destination cannot be queried: it listens again after a `migrate-recover` there.
     fn recovery_state(&mut self) -> Result<RecoveryState, Error> {
         Ok(RecoveryState::Listening(self.0.clone()))
     }

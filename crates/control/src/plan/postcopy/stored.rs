@@ -13,7 +13,7 @@ pub(super) const BREAK_AFTER: Duration = Duration::from_secs(1);
 /// A stored guest.
 pub(in super::super) struct RestoreSource<'a> {
     pub(in super::super) guest: &'a dyn Guest,
-    /// It ran when it was stored.
+    /// True if it ran when it was stored.
     pub(in super::super) was_running: bool,
     /// The image's path; its working set is a file beside it.
     pub(in super::super) path: Option<&'a Path>,

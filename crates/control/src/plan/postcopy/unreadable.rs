@@ -1,8 +1,8 @@
 //! A store that cannot be read for a time, while a guest waits for its pages.
 //!
-//! The guest is blocked wherever it needs a page, and perhaps its QEMU's main loop with it, which then accepts no new
-//! connection to its monitor: only this process, whose connection takes commands out of band, can continue. So it tries
-//! again for as long as there is hope, instead of leaving that to another one.
+//! The guest is blocked wherever it needs a page, and perhaps its QEMU's main loop with it, which then
+//! accepts no new connection to its monitor: only this process, whose connection takes commands out of band,
+//! can continue. So it tries again for as long as there is hope, instead of leaving that to another one.
 
 use std::time::{Duration, Instant};
 
@@ -29,8 +29,8 @@ impl Attempts {
         Self { since: None, pause: PAUSE_MIN }
     }
 
-    /// Waits before the next attempt. Returns false if there is to be none: the error will not pass, it lasts too long, or the user
-    /// has cancelled.
+    /// Waits before the next attempt. Returns false if there is none: the error is permanent, it lasts too
+    /// long, or the user has cancelled.
     pub(super) fn wait(
         &mut self,
         error: &towline_migration::Error,

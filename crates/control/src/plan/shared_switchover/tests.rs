@@ -62,7 +62,7 @@ fn a_source_is_not_acknowledged_if_that_cannot_be_recorded() {
     }
 }
 
-/// It has its guest back, so that a destination that runs the guest by itself must not get the rest.
+/// The source has its guest back, so a destination that runs the guest on its own must not receive the rest.
 #[test]
 fn a_source_that_has_disconnected_ends_the_stream_before_the_last_bytes() {
     let (switchover, source) = switchover(DestinationKind::Stream);
@@ -89,7 +89,7 @@ fn a_destination_that_waits_can_be_given_up_until_its_source_is_acknowledged() {
     assert!(!switchover.cancel(), "it is too late");
 }
 
-/// Its towline reports the outcome: until then a connection that is gone is a source that runs its guest.
+/// The source's towline reports the outcome: until then a lost connection means a source that runs its guest.
 #[test]
 fn a_source_whose_connection_is_gone_is_not_acknowledged() {
     for link in [LinkState::Closed, LinkState::Reset] {

@@ -26,7 +26,7 @@ const UNSUPPORTED_CAPABILITIES: [Capability; 10] = [
     Capability::RELEASE_RAM,
 ];
 
-/// Further capabilities that exclude a background snapshot; a migration leaves them as they are.
+/// Further capabilities that exclude a background snapshot; a migration does not change them.
 const UNSUPPORTED_WITH_SNAPSHOT: [Capability; 5] = [
     Capability::AUTO_CONVERGE,
     Capability::DIRTY_BITMAPS,

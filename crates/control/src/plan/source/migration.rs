@@ -62,8 +62,8 @@ impl QmpSource {
         match of_migration {
             Some(status) if !status.is_idle() => SourceStatus::Migrating,
             Some(done) if *done == MigrationStatus::COMPLETED => {
-                // The guest of a background snapshot keeps running. Any other has been resumed if it is not as the migration left it,
-                // even if it was stopped again, or sleeps.
+                // The guest of a background snapshot keeps running. Any other has been resumed if it is not
+                // as the migration left it, even if it was stopped again, or sleeps.
                 if status.status == RunState::POSTMIGRATE || options.is_snapshot() {
                     SourceStatus::Completed
                 } else if status.status == RunState::FINISH_MIGRATE {

@@ -11,8 +11,7 @@ use super::configuration::BANDWIDTH_UNLIMITED;
 use super::qmp_source::QmpSource;
 use crate::qemu::AppliedSettings;
 
-/// The first QEMU that reads the dirty log twice before it sends anything, as far as is known: 10.0 does not,
-/// 11.1 does.
+/// The first QEMU that reads the dirty log twice before it sends anything: 10.0 does not, 11.1 does.
 const READS_DIRTY_LOG_TWICE_SINCE: (u32, u32) = (10, 1);
 
 impl QmpSource {

@@ -1,4 +1,4 @@
-//! A QEMU whose guest is to be copied: its state, and the checks before it is copied.
+//! A QEMU whose guest is copied: its state, and the checks before that.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -27,7 +27,7 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Name of the socket that it migrates to, in the private directory.
 pub(super) const STREAM_SOCKET: &str = "source.sock";
 
-/// A QEMU whose guest is to be copied.
+/// A QEMU whose guest is copied.
 #[derive(Debug)]
 pub(in super::super) struct QmpSource {
     pub(super) qemu: Qemu,
@@ -62,7 +62,7 @@ pub(in super::super) struct QmpSource {
 /// State that a new QEMU was compared with.
 #[derive(Debug)]
 pub(in super::super) struct Required {
-    /// Chardevs of network cards in other processes, which have to be connected.
+    /// Chardevs of network cards in other processes, which must be connected.
     pub(in super::super) card_chardevs: Vec<String>,
     /// Drives with their files.
     pub(in super::super) blocks: Inventory,
@@ -205,7 +205,7 @@ impl QmpSource {
         self.qemu.has_exited(EXIT_TIMEOUT)
     }
 
-    /// Leaves QEMU's settings as they are: it has exited, or cannot be configured.
+    /// Leaves QEMU's settings unchanged: it has exited, or cannot be configured.
     pub(in super::super) fn keep_settings(&mut self) {
         if let Some(settings) = self.settings.take() {
             settings.leave_applied();

@@ -6,11 +6,11 @@ use super::super::error::{ABORTS_ASLEEP, Error};
 use super::super::request::CopyRequest;
 use crate::qemu::Qemu;
 
-/// The first QEMU whose background snapshot leaves a guest that does not run as it is: 7.2 runs it.
+/// The first QEMU whose background snapshot does not run a guest that is stopped: 7.2 runs it.
 const SNAPSHOTS_PAUSED_SINCE: u32 = 10;
 
-/// Refuses a guest whose present run state this copy would not survive: queried before anything is changed, and again right before
-/// `migrate`, as a guest stops whenever it likes.
+/// Refuses a guest whose present run state this copy would not survive: queried before anything is changed,
+/// and again right before `migrate`, as a guest stops whenever it likes.
 pub(super) fn check_run_state(qemu: &mut Qemu, options: &CopyRequest) -> Result<(), Error> {
     let status = qemu.status()?.status;
     let is_quiet = [RunState::PAUSED, RunState::SUSPENDED].contains(&status);

@@ -16,9 +16,9 @@ const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Action on the source's guest once its settings are restored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in super::super) enum GuestAction {
-    /// It is left as it is.
+    /// Left unchanged.
     Leave,
-    /// It is resumed: this migration stopped it.
+    /// Resumed: this migration stopped it.
     Resume,
 }
 
@@ -51,7 +51,7 @@ impl QmpSource {
         let (downtime_ms, mut notes) = match tidy {
             Ok(is_clean) => (self.reported_downtime(), self.restore_settings_if_clean(is_clean)),
             Err(error) if end == CopyEnd::Failed => return Err(error),
-            // The copy is complete, whatever becomes of its source now.
+            // The copy is complete, even if its source fails now.
             Err(error) => {
                 self.keep_settings();
                 (None, vec![error.to_string()])
@@ -141,8 +141,8 @@ impl QmpSource {
         )]
     }
 
-    /// Only after QEMU's cleanup, which evaluates the current settings some time after the migration's end, and
-    /// aborts (`yank_unregister_instance`) if it has lanes that these do not have.
+    /// Only after QEMU's cleanup, which evaluates the current settings some time after the migration's end,
+    /// and aborts (`yank_unregister_instance`) if it has lanes that these do not have.
     pub(super) fn restore_settings(&mut self) -> Vec<String> {
         let restored = self.settings.take().map(|settings| settings.restore(&mut self.qemu));
         restored.and_then(Result::err).map(|error| error.to_string()).into_iter().collect()

@@ -1,4 +1,5 @@
-//! The stream of a source: QEMU is configured, migrates to a socket of this process, and its connections are accepted.
+//! The stream of a source: QEMU is configured, migrates to a socket of this process, and its connections are
+//! accepted.
 
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
@@ -64,10 +65,10 @@ impl QmpSource {
         Ok(())
     }
 
-    /// Waits for QEMU's connections, and reads its events meanwhile, in case that it fails or exits.
+    /// Waits for QEMU's connections, and reads its events, in case it fails or exits.
     ///
-    /// Nothing is queried without such an event: a QEMU that completes its migration, as one whose guest is stopped
-    /// does at once, replies only after its stream was read, which starts when this function returns.
+    /// Nothing is queried without such an event: a QEMU that completes its migration, as one whose guest is
+    /// stopped does at once, replies only after its stream was read, which starts when this function returns.
     ///
     /// A cancellation waits for them too: a QEMU (10.0) whose connections break while it makes them may never
     /// complete that migration, and accepts no other.

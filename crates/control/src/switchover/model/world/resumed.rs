@@ -88,7 +88,7 @@ impl World {
         }
     }
 
-    /// The guest is to be started at its destination, and a mishap prevents that, or hides it.
+    /// The guest should be started at its destination, and a mishap prevents that, or hides it.
     pub(super) fn resume_fails(&mut self, index: usize, reply: Reply) {
         self.spend();
         self.resumed = true;
@@ -117,7 +117,7 @@ impl World {
         self.is_left(index) && self.record(index).is_some() && self.case(index).apply(choice) == Ok(action)
     }
 
-    /// The move is finished as far as this towline sees it; with both ends, for both.
+    /// The move is finished for the ends that this towline sees.
     fn forget(&mut self, index: usize, case: InterruptedMove) {
         if self.disk == Disk::ReadOnly {
             return;
