@@ -9,8 +9,8 @@
 //! 2. stop is raised: a polling thread retries, and meets 1.
 //! ```
 //!
-//! Limits: needs three descriptors per end. The pipe is in non-blocking mode while it is open here, which is
-//! visible to every process that shares the open file (a parent that kept its copy); dropping the channel
+//! Limits: needs three descriptors per end. While it is open here, the pipe is in non-blocking mode. Every
+//! process with the same open file sees that mode (such as a parent with a copy); dropping the channel
 //! restores the mode. Other files that can be polled and read or written (a terminal, `/dev/null`) work the
 //! same way.
 

@@ -1,10 +1,10 @@
 //! Number of times that a QEMU's vCPU threads have run: evidence that its guest has not.
 //!
 //! QEMU has no identifier of a migration: `completed` may be that of a later one, of a guest that has run on.
-//! But a guest whose vCPU threads the kernel has not scheduled since it was sent has not run, so the only
-//! migration which can have completed is the one that was under way then. Linux counts the switches of each
-//! thread (`/proc/PID/task/TID/status`), and any command that wakes a vCPU, as a run of its guest does,
-//! changes the sum.
+//! But a guest has not run since it was sent if the kernel has not scheduled its vCPU threads. Then only the
+//! migration of that time can have completed. Linux counts the switches of each thread
+//! (`/proc/PID/task/TID/status`), and any command that wakes a vCPU, as a run of its guest does, changes the
+//! sum.
 //!
 //! Limits: threads of our pid namespace. A vCPU that was unplugged or plugged in since changes the sum as
 //! well.

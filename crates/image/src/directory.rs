@@ -1,10 +1,9 @@
 //! Images in a directory: listing and removal.
 //!
 //! An incremental image needs its base images, and a restore needs its image until the guest has its memory.
-//! Neither is removed: [`remove`] refuses an image on which another one of the same directory is based or may
-//! be based, one that a process has open or mapped, and one that is locked. It has the image locked from
-//! before these checks until it is removed, so no increment is stored on it and no writer replaces it during
-//! that time.
+//! Neither is removed: [`remove`] refuses an image that is locked, open or mapped by a process, or (possibly)
+//! the base of another one in the same directory. It has the image locked from before these checks until it
+//! is removed, so no increment is stored on it and no writer replaces it during that time.
 //!
 //! Limits: increments in other directories are not found, nor processes of other users without the right to
 //! see them.

@@ -8,11 +8,10 @@
 //! The pages of a packet can be restored from its bytes and those before it. Zero pages are sent as such,
 //! uncompressed.
 //!
-//! **The one copy.** A guest that runs may write a page while it is compressed, and a compressor that reads a
-//! byte twice and finds it changed may produce output that no decompressor can read. So pages of live memory
-//! are copied first, as in QEMU (`multifd-zlib.c`); those of an image and of a relay are read in place.
-//! Nothing is sent zero-copy: the compressed bytes are in a buffer that the next packet replaces, without
-//! waiting.
+//! **The one copy.** A running guest may write a page while it is compressed. If the compressor reads a byte
+//! twice and finds it changed, its output may be undecodable. So pages of live memory are copied first, as in
+//! QEMU (`multifd-zlib.c`); those of an image and of a relay are read in place. Nothing is sent zero-copy:
+//! the compressed bytes are in a buffer that the next packet replaces, without waiting.
 //!
 //! On receipt pages are decompressed into the lane's own buffer and never straight into a guest's memory: a
 //! decompressor reads its output again, so a concurrent writer would determine the content of later pages.

@@ -5,10 +5,10 @@
 //! ```
 //!
 //! A device section does not state its length, so the end is found backwards: the stream ends with a
-//! description whose length leads exactly to the last byte received, that is JSON, and that lists exactly the
-//! sections that are there, each of which begins after the footer of the previous one. A source waits for
-//! SHUT after it, so nothing follows. QEMU leaves the description out with `suppress-vmdesc=on` and after
-//! postcopy; such a stream never completes here.
+//! description. Its length leads exactly to the last byte received, it is JSON, and it lists exactly the
+//! sections of the stream, each after the footer of the previous one. A source waits for SHUT after it, so
+//! nothing follows. QEMU leaves the description out with `suppress-vmdesc=on` and after postcopy; such a
+//! stream never completes here.
 //!
 //! Limits: a guest that writes a description of all sections so far, and a footer before it, into a device's
 //! state can make its tail look complete where the bytes so far end with it. It harms itself only.

@@ -152,8 +152,8 @@ impl Discarded {
         PrefetchSection(self.0)
     }
 
-    /// Writes the package with these device sections, but for its last byte. A connection that breaks before
-    /// that byte leaves nothing that runs.
+    /// Writes the package with these device sections, but for its last byte. If the connection breaks before
+    /// that byte, no guest runs.
     ///
     /// # Errors
     /// The sections are longer than a destination accepts.

@@ -90,8 +90,8 @@ impl<'a> Stored<'a> {
         let state = self.s3.state();
         let [requests, indexes] = ["requests", "indexes"].map(|name| state[name].as_u64().unwrap());
         self.saved.assert_is_saved_guest(&mut self.saved.agent("web"));
-        // A file that is there needs the index alone, a guest that runs at once reads it once, and finds that
-        // its lease protects it.
+        // With an existing file only the index is read; a guest that runs at once reads it once, protected by
+        // its lease.
         assert_eq!(requests == 1, way == Way::WarmFile, "{requests} requests, {way:?}");
         assert_eq!(indexes == 2, way == Way::Postcopy, "{indexes} requests for the index, {way:?}");
         self.saved.interrupt(run);

@@ -57,8 +57,8 @@ impl TcpCounters {
         found.unwrap_or_else(|| panic!("no counter {name}"))
     }
 
-    /// Segments sent again: by a timer that assumes that they are lost, and by a probe, which follows after
-    /// two round trips already.
+    /// Segments sent again: by a timer that assumes a loss, and by a probe, which follows after only two
+    /// round trips.
     fn sent_again(&self, before: &Self) -> String {
         let since = |name| self.of(name) - before.of(name);
         let (all, timeouts, probes) = (since("RetransSegs"), since("TCPTimeouts"), since("TCPLossProbes"));

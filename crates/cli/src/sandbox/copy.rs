@@ -132,9 +132,9 @@ fn may_map(source: &Source, destinations: &[Destination], request: &CopyRequest)
     !request.stream && destinations.iter().any(may_map)
 }
 
-/// Permits an image with its directory, the target of its symbolic link, and its base images. Of these, which
-/// a manifest names that may come from anyone, only files that have a manifest themselves, and these two
-/// files of each.
+/// Permits an image with its directory, the target of its symbolic link, and its base images. Base images are
+/// named by a manifest, which may come from anyone. So only files with a manifest are permitted, and only
+/// these two files of each.
 pub(crate) fn permit_image(policy: &mut Policy, path: &Path) {
     policy.read.extend(path.canonicalize().ok().as_deref().map(parent_directory));
     policy.read.push(parent_directory(path));

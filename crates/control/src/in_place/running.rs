@@ -7,7 +7,7 @@ use super::proof::{ExpectedMapping, check_backend, prove};
 use super::{BackendPurpose, Error, Mapped, MappingKind, Presence, TransferReason};
 use crate::qemu::Qemu;
 
-/// Proves which blocks of the guest that `old` runs are the same memory in `new`, which waits for it.
+/// Proves which blocks of the guest in `old` are the same memory in the waiting `new`.
 ///
 /// # Errors
 /// [`Error::DiscardsData`]; [`Error::ForeignMemory`]; [`Error::UndecidedMemory`]; [`Error::Qemu`].

@@ -152,8 +152,8 @@ struct ReaderNeeds {
 
 /// The order of requests matters. Chunks are listed first: chunks put later are not in the list, and no
 /// upload is active. Copies of indexes come next: later ones are kept. Indexes are read before the leases of
-/// readers are listed: a reader whose lease is created after that list confirms its index after that, so the
-/// index was read here too.
+/// readers are listed: a reader with a later lease confirms its index later still, so the index was read here
+/// too.
 fn find(store: &Arc<Store>, age_min: Duration, now: SystemTime) -> Result<Garbage> {
     let mut chunks = Vec::new();
     store.list(chunk::DIRECTORY, &mut |object| {

@@ -21,7 +21,7 @@ use towline_migration::{
 };
 use towline_protocol::return_path::ReturnPathMessage;
 
-/// Far enough that only a test that hangs meets it, on a machine that does much else.
+/// Far enough for a loaded machine: only a hanging test reaches it.
 pub(crate) const WATCHDOG: Duration = Duration::from_secs(60);
 pub(crate) const UUID: [u8; 16] = [7; 16];
 

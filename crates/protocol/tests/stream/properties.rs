@@ -46,7 +46,7 @@ fn message() -> impl Strategy<Value = ReturnPathMessage> {
     ]
 }
 
-/// A kind that no QEMU has, and that is not the beginning of a TLS record, which is refused.
+/// A kind that is unknown to QEMU and not the beginning of a TLS record, since that is refused.
 fn other_kind() -> impl Strategy<Value = u16> {
     (8..=u16::MAX).prop_filter("a TLS record", |kind| !matches!(kind, 0x1503 | 0x1603))
 }

@@ -58,8 +58,8 @@ impl MappingGuard {
     /// Guards a mapping, until this is dropped.
     ///
     /// # Safety
-    /// `start..start + len` is a mapping of the caller that outlives this value, to which no reference
-    /// points, and that may be replaced by zeros at any time.
+    /// `start..start + len` is a mapping of the caller that outlives this value and may be replaced by zeros
+    /// at any time; no reference points into it.
     ///
     /// # Errors
     /// If the handler cannot be installed.

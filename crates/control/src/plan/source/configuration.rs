@@ -12,7 +12,7 @@ use crate::qemu::MigrationSettings;
 
 /// A rate that no host reaches, as QEMU has no value for unlimited.
 pub(super) const BANDWIDTH_UNLIMITED: u64 = 1 << 40;
-/// Capabilities that change the stream into one that cannot be received here, or that would stop it midway.
+/// Capabilities with which the stream cannot be received here, or would stop midway.
 const UNSUPPORTED_CAPABILITIES: [Capability; 10] = [
     Capability::XBZRLE,
     Capability::POSTCOPY_RAM,

@@ -67,8 +67,9 @@ impl QmpSource {
 
     /// Waits for QEMU's connections, and reads its events, in case it fails or exits.
     ///
-    /// Nothing is queried without such an event: a QEMU that completes its migration, as one whose guest is
-    /// stopped does at once, replies only after its stream was read, which starts when this function returns.
+    /// Nothing is queried without such an event: a QEMU replies only when its stream has been read if it is
+    /// completing its migration, which it does at once with a stopped guest. Reading starts when this
+    /// function returns.
     ///
     /// A cancellation waits for them too: a QEMU (10.0) whose connections break while it makes them may never
     /// complete that migration, and accepts no other.
