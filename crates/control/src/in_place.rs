@@ -70,7 +70,7 @@ pub enum MappingKind {
 pub struct Mapped {
     /// Name of the block.
     pub block: String,
-    /// Its length.
+    /// Length of the block in bytes.
     pub bytes: u64,
     /// Kind of the mapping.
     pub kind: MappingKind,
@@ -107,7 +107,7 @@ pub struct Presence {
 enum BackendPurpose {
     /// The guest's memory is mapped from it.
     Mapped,
-    /// It is any other memory.
+    /// Any other memory.
     Other,
 }
 

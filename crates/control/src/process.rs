@@ -208,9 +208,10 @@ impl Process {
 /// Evidence from the threads of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Proof {
-    /// It listens on the monitor's socket and has the vCPU threads in our pid namespace, so it is QEMU.
+    /// The process listens on the monitor's socket and has the vCPU threads in our pid namespace, so it is
+    /// QEMU.
     ListenerAndThreads,
-    /// It has threads with the ids of the vCPU threads.
+    /// The process has threads with the ids of the vCPU threads.
     Threads,
 }
 

@@ -105,9 +105,9 @@ pub enum CloseMode {
 /// Readiness of a socket to be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Readiness {
-    /// There is data.
+    /// Data is available.
     Readable,
-    /// There is urgent data (`MSG_OOB`), at whose mark a read stops.
+    /// Urgent data is available (`MSG_OOB`), at whose mark a read stops.
     Urgent,
     /// The peer sends no more.
     ReadClosed,

@@ -20,7 +20,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 pub(crate) enum GuestState {
     /// The process has exited.
     Gone,
-    /// It runs.
+    /// The guest runs.
     Live,
     /// All of it is there; `cont` runs it.
     Whole,

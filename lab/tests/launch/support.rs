@@ -36,7 +36,7 @@ impl Place {
         self.directory.path().join(name)
     }
 
-    /// This machine's part of the command line.
+    /// The machine's part of the command line.
     pub(crate) fn host(&self) -> HostArguments {
         host(self.version)
     }

@@ -25,7 +25,7 @@ pub(super) struct BackendObject {
     pub(super) id: String,
     /// Type of the object, for example `memory-backend-file`.
     pub(super) kind: String,
-    /// Its size in bytes.
+    /// Size in bytes.
     pub(super) bytes: u64,
     /// True if its pages were allocated at start.
     pub(super) prealloc: bool,

@@ -23,13 +23,13 @@ pub enum TransferReason {
     /// The backend is of another type.
     #[error("its backend is a {found}, expected a memory-backend-file with mem-path= of the file")]
     BackendType {
-        /// Its type.
+        /// Type of the backend.
         found: String,
     },
     /// The destination is too old.
     #[error("QEMU {found} cannot map a range of an image: offset= and rom= are in 8.2 and later")]
     OldQemu {
-        /// Its version.
+        /// Version of the QEMU.
         found: String,
     },
     /// The sizes differ.
@@ -46,7 +46,7 @@ pub enum TransferReason {
     /// QEMU does not report the block's address, and nothing else identifies its memory.
     #[error("QEMU {found} does not report its address (`info ramblock`), and its size is not unique")]
     NoAddress {
-        /// Its version.
+        /// Version of the QEMU.
         found: String,
     },
     /// The process of a QEMU is not known.
@@ -233,7 +233,7 @@ pub enum Error {
         /// The image.
         path: PathBuf,
     },
-    /// It is unknown if a restored guest could change the image.
+    /// A restored guest might change the image.
     #[error(
         "QEMU on {socket} shares a file (memory backend {backend:?}) that may be the image: {reason}; start it with share=off, or run \
          towline as QEMU's user or as root"
@@ -270,7 +270,7 @@ pub enum Error {
         /// The difference.
         reason: TransferReason,
     },
-    /// It is unknown if a QEMU that loads would write into the guest that another one runs.
+    /// A QEMU that loads might write into the guest that another one runs.
     #[error(
         "RAM block {block:?} of QEMU on {socket} is mapped shared, and may be memory of the other QEMU's guest: {reason}; loading could \
          write into the guest. Start QEMU 8.2 or later, as towline's user, with separate memory or with all of the guest's"

@@ -22,7 +22,7 @@ pub(super) struct Proc(PathBuf);
 /// The file to read of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Detail {
-    /// Its mappings.
+    /// The mappings alone.
     Mappings,
     /// The mappings with the private copies in each. It takes time for memory that is in use.
     PrivateCopies,
@@ -195,8 +195,8 @@ pub(super) fn private_bytes(mappings: &[MapsEntry], inode: u64) -> Option<u64> {
 }
 
 impl FileRange {
-    /// This range with the next part of it, which begins at `offset` of its file and `distance` after the
-    /// beginning of this one.
+    /// Returns this range joined with its next part, which begins at `offset` of its file and `distance`
+    /// after the beginning of this one.
     fn joined(self, next: &Self, offset: u64, distance: u64) -> Option<Self> {
         let continues =
             next.file == self.file && next.sharing == self.sharing && offset == self.offset + distance;

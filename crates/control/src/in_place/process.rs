@@ -117,7 +117,7 @@ struct Numbers {
 enum Among {
     /// Found, and no other file has its inode number.
     Alone,
-    /// It is not there.
+    /// Not found.
     Missing,
     /// Another file, of another device, has its inode number.
     Ambiguous,

@@ -14,7 +14,7 @@ const RANGES_SINCE: (u32, u32) = (8, 2);
 pub(super) struct ExpectedMapping<'a> {
     /// Name of the block.
     pub(super) block: &'a str,
-    /// Its length.
+    /// Length in bytes.
     pub(super) bytes: u64,
     pub(super) kind: MappingKind,
     /// The file.

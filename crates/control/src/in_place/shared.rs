@@ -16,7 +16,7 @@ use crate::qemu::Qemu;
 pub struct SharedBlock {
     /// Id of its backend.
     pub backend: String,
-    /// Its length.
+    /// Length of the block in bytes.
     pub bytes: u64,
     /// The file: its name, or a descriptor of the QEMU that has it (`/proc/PID/fd/N`).
     pub path: PathBuf,
@@ -32,7 +32,7 @@ pub struct PrivateBlock {
     pub backend: String,
     /// Type of the backend.
     pub kind: String,
-    /// Its file, if it is mapped privately from one.
+    /// File of the block, if it is mapped privately from one.
     pub path: Option<String>,
     /// Reason for it.
     pub reason: TransferReason,
@@ -42,7 +42,7 @@ pub struct PrivateBlock {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct GuestBackends {
-    /// Those that another QEMU can map.
+    /// Blocks that another QEMU can map.
     pub shared: Vec<SharedBlock>,
     /// The others.
     pub private: Vec<PrivateBlock>,

@@ -49,9 +49,9 @@ pub enum Verify {
 /// Treatment of an image of which a QEMU maps nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IfUnmapped {
-    /// Its memory is sent.
+    /// The memory is sent.
     Send,
-    /// It is refused.
+    /// The QEMU is refused.
     Refuse,
 }
 

@@ -59,7 +59,7 @@ pub enum UndoRecord {
     },
     /// A temporary directory.
     Directory {
-        /// Its path.
+        /// Path of the directory.
         path: PathBuf,
         /// Device number of the file.
         device: u64,

@@ -97,7 +97,7 @@ impl RuntimeDirectory {
         Ok(Self { fd: Arc::new(fd), path })
     }
 
-    /// Its path.
+    /// Path of the directory.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path

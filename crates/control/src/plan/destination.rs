@@ -62,7 +62,7 @@ pub(super) enum RecoveryState {
     NotReady,
     /// Has everything.
     Completed,
-    /// It failed.
+    /// Failed, for this reason.
     Failed(String),
 }
 

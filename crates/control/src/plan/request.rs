@@ -98,7 +98,7 @@ pub enum Task {
 pub enum UpgradeMemory {
     /// Memory stays in place: both QEMUs map it.
     InPlace,
-    /// It is copied.
+    /// Memory is copied.
     Copied,
 }
 

@@ -34,8 +34,8 @@ impl Qemu {
         Ok(())
     }
 
-    /// These versions have no command that only activates: the first step of an export does so, even without
-    /// a server.
+    /// QEMUs before 10.0 have no command that only activates: the first step of an export does so, even
+    /// without a server.
     fn activate_node(&mut self, node: &Value) -> Result<(), Error> {
         let Value::Object(export) = json!({ "type": "nbd", "id": EXPORT, "node-name": node }) else {
             unreachable!("an object")

@@ -41,24 +41,24 @@ pub enum Error {
     /// Another towline works on it, or its journal cannot be used.
     #[error(transparent)]
     Journal(#[from] journal::Error),
-    /// This QEMU has no such capability.
+    /// The QEMU has no such capability.
     #[error(
         "QEMU {version} on {socket} has no migration capability {capability}: use a QEMU that has it, or go without"
     )]
     UnknownCapability {
-        /// Its name.
+        /// Name requested.
         capability: Capability,
         /// The socket.
         socket: String,
         /// QEMU's version.
         version: String,
     },
-    /// This QEMU has no such parameter.
+    /// The QEMU has no such parameter.
     #[error(
         "QEMU {version} on {socket} has no migration parameter {parameter}: use a QEMU that has it, or go without"
     )]
     UnknownParameter {
-        /// Its name.
+        /// Name requested.
         parameter: String,
         /// The socket.
         socket: String,

@@ -20,7 +20,7 @@ const MACHINE_SUFFIX: &str = "-machine";
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct QemuState {
-    /// Its version.
+    /// Version of the QEMU.
     pub version: Version,
     /// Machine type in the stream, for example `pc-q35-10.0`.
     pub machine: String,
@@ -70,7 +70,7 @@ impl QemuState {
 /// State of an incoming migration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum IncomingState {
-    /// It has its own guest.
+    /// None: it has a guest.
     No,
     /// Started with `-incoming defer`, and no `migrate-incoming` received yet. A 7.2 with `-incoming exec:`
     /// or `fd:` reports the same, and refuses `migrate-incoming`.

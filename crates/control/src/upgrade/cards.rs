@@ -19,7 +19,7 @@ const REPLY_BYTES: usize = 12 + 8;
 /// Treatment of vhost-user network cards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cards {
-    /// They are refused.
+    /// Refused.
     Refused,
     /// The new QEMU connects to each process while the old one is connected.
     Shared,

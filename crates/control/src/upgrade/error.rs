@@ -13,7 +13,7 @@ use crate::qemu;
 pub struct IncompatibleSetting {
     /// Key of the setting that changes it, as `netdev.net0`.
     pub setting: String,
-    /// Its value.
+    /// Value of the setting.
     pub found: String,
     /// The reason, and the remedy.
     pub reason: String,
@@ -57,7 +57,7 @@ pub enum Error {
     OtherUser {
         /// The process.
         pid: i32,
-        /// Its effective user.
+        /// Effective user of the process.
         found: u32,
         /// Effective user of this process.
         expected: u32,
@@ -130,7 +130,7 @@ pub enum Error {
     PrivateMemory {
         /// Id of the backend.
         backend: String,
-        /// Its type.
+        /// Type of the backend.
         kind: String,
         /// The reason.
         reason: in_place::TransferReason,
@@ -152,7 +152,7 @@ pub enum Error {
          another with --qemu, or copy the memory with --copy"
     )]
     OldTarget {
-        /// Its version.
+        /// Version of the new QEMU.
         found: towline_launch::QemuVersion,
     },
     /// The memory cannot be mapped.

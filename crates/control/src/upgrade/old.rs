@@ -28,7 +28,7 @@ const DELETED: &str = " (deleted)";
 pub(super) struct OldQemu {
     /// The monitor's socket.
     pub(super) socket: String,
-    /// Its version, for messages.
+    /// Version, for messages.
     pub(super) version: String,
     /// The program; `None` if its name is not that of a QEMU.
     pub(super) program: Option<PathBuf>,
@@ -39,7 +39,7 @@ pub(super) struct OldQemu {
     pub(super) confinement: Confinement,
     pub(super) working_directory: PathBuf,
     pub(super) command_line: CommandLine,
-    /// Its machine type, with its version.
+    /// Machine type, with its version.
     pub(super) machine: String,
     pub(super) backends: GuestBackends,
     /// True if it has the guest, and no other QEMU has run it since.

@@ -17,7 +17,7 @@ use crate::support::{MEMORY_MIB, MIB, Silent, waiting, with_memory};
 struct Striped {
     directory: TempDir,
     image: Image,
-    /// Its memory.
+    /// Memory of the guest.
     memory: Vec<u8>,
 }
 

@@ -72,7 +72,7 @@ pub(crate) fn with_memfd(binary: &Binary) -> (TestQemu, Qemu) {
     with_memory(binary, "mem", "memory-backend-memfd,share=on", &[])
 }
 
-/// Its memory, as another process opens it.
+/// Name of its memory, as another process opens it.
 pub(crate) fn memfd_of(process: &TestQemu) -> String {
     let descriptors = Path::new("/proc").join(process.child.id().to_string()).join("fd");
     let entries = std::fs::read_dir(descriptors).unwrap().map(|entry| entry.unwrap().path());

@@ -11,7 +11,7 @@ use crate::runtime::Lifetime;
 
 /// Properties of a child.
 pub(crate) struct Child<'a> {
-    /// Its only descriptors beside the standard ones, under the numbers that they have here.
+    /// The child's only descriptors beside the standard ones, under the numbers that they have here.
     pub(crate) descriptors: &'a [BorrowedFd<'a>],
     /// The end of its life.
     pub(crate) lifetime: Lifetime,

@@ -40,7 +40,7 @@ pub(crate) enum Moment {
     Sent,
     /// The destination has loaded everything.
     Loaded,
-    /// Its message is on the way.
+    /// The message is on the way.
     Said,
     /// The relay has it.
     Forwarding,

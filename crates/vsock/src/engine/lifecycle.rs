@@ -30,11 +30,11 @@ pub(super) enum SendState {
 /// State of the direction from the socket to the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum ReceiveState {
-    /// There is nothing to read.
+    /// Nothing to read.
     Idle,
-    /// There may be something to read, or a message is partly sent to the guest.
+    /// Data may be available, or a message is partly sent to the guest.
     Readable,
-    /// There is data, and the guest has no credit for it.
+    /// Data is available, and the guest has no credit for it.
     OutOfCredit,
     /// The end of the stream was sent to the guest.
     EofDelivered,
