@@ -91,6 +91,31 @@ fn nothing_is_removed_by_a_listing_that_may_be_cut_off() {
 }
 
 #[test]
+fn a_listing_that_ends_early_without_a_word_is_continued() {
+    let Some(s3) = S3::start("a_listing_that_ends_early_without_a_word_is_continued") else { return };
+    let fixture = s3.fixture();
+    let prefix = format!("s3://{BUCKET}/vm");
+    // Before, among and after the directories in the order of keys.
+    for name in ["a", "b", "d", "e", "v", "w"] {
+        let seed = format!("mem:4M,seed={}", name.as_bytes()[0]);
+        fixture.done(&["copy", &seed, &format!("{prefix}/{name}")]);
+    }
+    let keys = s3.keys();
+    s3.set("cut=silent");
+    let listed = fixture.done(&["store", "ls", &prefix]);
+    assert_eq!(listed["images"], 6, "{listed}");
+    let removed = fixture.done(&["store", "gc", "--min-age", "0", &prefix]);
+    assert_eq!(removed["garbage"]["objects"], 0, "{removed}");
+    s3.request("DELETE", &format!("/{BUCKET}/vm/w.towline"));
+    let removed = fixture.done(&["store", "gc", "--min-age", "0", &prefix]);
+    assert!(removed["garbage"]["objects"].as_u64() > Some(2), "{removed}");
+    fixture.done(&["store", "verify", &prefix]);
+    s3.set("");
+    let left = s3.keys();
+    assert_eq!(left.len() as u64 + removed["garbage"]["objects"].as_u64().unwrap() + 1, keys.len() as u64);
+}
+
+#[test]
 fn a_write_that_conflicts_with_another_request_is_tried_again() {
     let Some(s3) = S3::start("a_write_that_conflicts_with_another_request_is_tried_again") else { return };
     let fixture = s3.fixture();

@@ -3,7 +3,7 @@
 GET /lab/state                       counts since the last reset, as JSON
 GET /lab/reset?fail=N&status=S&slow=MS&rate=B&cut=FORM&conflicts=N
     from now on every Nth request is answered with S, 0: none; each takes MS milliseconds longer; all bodies together come at B
-    bytes per second; listings end after two keys (FORM: token, marker, v1); the first N writes of an index conflict with others
+    bytes per second; listings end after two keys (FORM: token, marker, v1, silent); the first N writes of an index conflict with others
 """
 import io
 import json
@@ -83,6 +83,8 @@ class Faulty:
             keys = re.findall("<Key>(.*?)</Key>", answer)
             marker = f"<NextMarker>{keys[-1]}</NextMarker>" if keys and self.cut == "marker" else ""
             answer = re.sub("<NextContinuationToken>.*?</NextContinuationToken>", marker, answer)
+        if self.cut == "silent":
+            answer = answer.replace("<IsTruncated>true</IsTruncated>", "<IsTruncated>false</IsTruncated>")
         headers = [(name, value) for name, value in head[1] if name.lower() != "content-length"]
         start_response(head[0], headers + [("Content-Length", str(len(answer.encode())))])
         return [answer.encode()]

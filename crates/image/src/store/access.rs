@@ -191,7 +191,9 @@ impl Store {
             let listed = self.wait(async move { objects.list_top().await.map_err(failed(name)) })?;
             return listed.into_iter().try_for_each(visit);
         }
-        let mut pages = self.objects.listing(directory)?.try_chunks(PAGE_OBJECTS);
+        let mut pages = self.objects.listing(directory, None)?.try_chunks(PAGE_OBJECTS);
+        // The last object since the server was asked.
+        let mut last = None;
         loop {
             let name = self.object_name(directory);
             let next = async move {
@@ -200,9 +202,15 @@ impl Store {
             };
             let page;
             (page, pages) = self.wait(next)?;
-            match page {
-                Some(page) => page.into_iter().try_for_each(&mut *visit)?,
-                None => return Ok(()),
+            match (page, last.take()) {
+                (Some(page), _) => {
+                    last = page.last().map(|object| object.location.clone());
+                    page.into_iter().try_for_each(&mut *visit)?;
+                }
+                (None, Some(after)) if self.objects.confirms_listings() => {
+                    pages = self.objects.listing(directory, Some(&after))?.try_chunks(PAGE_OBJECTS);
+                }
+                (None, _) => return Ok(()),
             }
         }
     }

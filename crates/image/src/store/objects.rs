@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use futures_util::StreamExt;
+use futures_util::{StreamExt, TryStreamExt};
 use object_store::path::Path;
 use object_store::{
     ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, PutResult, UpdateVersion,
@@ -15,7 +15,7 @@ use super::error::is_bucket_missing;
 use super::fault::StoreBug;
 use super::lease_state::LeaseState;
 use super::{Error, Result};
-use crate::location::Location;
+use crate::location::{Location, Scheme};
 
 /// Attempts of a write that the store reports as a conflict, and the pause before the second; it doubles each time.
 const CONFLICTS_MAX: u32 = 6;
@@ -215,15 +215,59 @@ impl Objects {
 
     /// Objects directly in the prefix.
     pub(super) async fn list_top(&self) -> object_store::Result<Vec<ObjectMeta>> {
-        Ok(self.objects.list_with_delimiter(Some(&self.prefix)).await?.objects)
+        let mut found = self.objects.list_with_delimiter(Some(&self.prefix)).await?.objects;
+        if !self.confirms_listings() {
+            return Ok(found);
+        }
+        let last = found.iter().map(|object| object.location.clone()).max();
+        let mut after = last.unwrap_or_else(|| self.prefix.clone());
+        loop {
+            let asked_after = after.clone();
+            let mut rest = self.listed_after(&self.prefix, &asked_after);
+            while let Some(object) = rest.next().await.transpose()? {
+                let key = self.key(&object);
+                if let Some((directory, _)) = key.split_once('/') {
+                    // The character after `/`: past everything in the directory.
+                    after = Path::parse(format!("{}/{directory}0", self.prefix))?;
+                    break;
+                }
+                after = object.location.clone();
+                found.push(object);
+            }
+            if after == asked_after {
+                return Ok(found);
+            }
+        }
     }
 
-    /// Objects below a directory of the prefix.
+    /// Objects below a directory of the prefix; only those that sort after `after`.
     pub(super) fn listing(
         &self,
         directory: &str,
+        after: Option<&Path>,
     ) -> Result<futures_util::stream::BoxStream<'static, object_store::Result<ObjectMeta>>> {
-        Ok(self.objects.list(Some(&self.path(directory)?)))
+        let path = self.path(directory)?;
+        Ok(match after {
+            None => self.objects.list(Some(&path)),
+            Some(after) => self.listed_after(&path, after),
+        })
+    }
+
+    /// Objects below a path that sort after `after`. A server without ListObjectsV2 ignores where to start.
+    fn listed_after(
+        &self,
+        path: &Path,
+        after: &Path,
+    ) -> futures_util::stream::BoxStream<'static, object_store::Result<ObjectMeta>> {
+        let first = after.clone();
+        let later = move |object: &ObjectMeta| futures_util::future::ready(object.location > first);
+        self.objects.list_with_offset(Some(path), after).try_filter(later).boxed()
+    }
+
+    /// Returns true if a listing is complete only when the server, asked again, has nothing after its last object: there are
+    /// servers that end a listing early and report that it is complete.
+    pub(super) fn confirms_listings(&self) -> bool {
+        matches!(self.location.scheme(), Scheme::S3 | Scheme::Google)
     }
 
     /// The path of an object, as it is listed: `Path::from` would escape characters that other programs' names have.
