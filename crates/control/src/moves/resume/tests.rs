@@ -189,3 +189,29 @@ fn a_start_that_is_refused_leaves_the_former_decision() {
         assert_eq!(records[0].stage, stage);
     }
 }
+
+#[test]
+fn of_several_at_once_one_finishes_the_move_and_the_others_find_it_in_use_or_finished() {
+    let place = TempDir::new().unwrap();
+    let directory = RuntimeDirectory::below(place.path()).unwrap();
+    let record = record(peer(), peer(), Stage::Acknowledge);
+    for _ in 0..50 {
+        let mut file = RecordFile::new(directory.clone(), record.clone());
+        file.write(record.clone()).unwrap();
+        drop(file);
+        let results: Vec<_> = thread::scope(|scope| {
+            let resume = || resume_in(&directory, "cdcd", Some(ResumeChoice::Forget));
+            let threads: Vec<_> = (0..5).map(|_| scope.spawn(resume)).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        for result in &results {
+            let named = matches!(result, Ok(_) | Err(Error::InUse { .. } | Error::Unknown { .. }));
+            assert!(named, "{result:?}");
+        }
+        while let Err(Error::InUse { .. }) = resume_in(&directory, "cdcd", Some(ResumeChoice::Forget)) {
+            // A child that another test has just forked shares the lock until it executes its program.
+            thread::yield_now();
+        }
+        assert!(super::super::names_of(&directory, &record.id).is_empty());
+    }
+}
