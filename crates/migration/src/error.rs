@@ -92,6 +92,14 @@ pub enum Error {
         /// This side's lanes.
         lanes: usize,
     },
+    /// A towline at the destination has stopped, on a host that still acknowledges what it is sent.
+    #[error("{peer} sent no heartbeat for {:.1} s: its towline has stopped", silence.as_secs_f64())]
+    PeerStopped {
+        /// The destination.
+        peer: String,
+        /// Time since its last message.
+        silence: Duration,
+    },
     /// This side cannot compress or decompress.
     #[error("{method} fails on this side: {text}")]
     Compressor {

@@ -6,8 +6,9 @@
 //! between.
 
 use std::fmt::Debug;
+use std::time::Duration;
 
-use towline_channel::{Channel, IoBufMut, RecvFlags};
+use towline_channel::{Channel, IoBufMut, PEER_TIMEOUT, RecvFlags};
 use towline_protocol::session::{MoveId, ReceiverMode};
 
 use crate::Error;
@@ -50,6 +51,11 @@ pub trait SwitchoverGate: Debug + Send + Sync {
     /// The name of this move, for a towline at the destination that waits for the outcome.
     fn move_id(&self) -> MoveId {
         MoveId::default()
+    }
+
+    /// Silence after which a towline at the destination that waits for the outcome, and sends heartbeats, counts as stopped.
+    fn peer_timeout(&self) -> Duration {
+        PEER_TIMEOUT
     }
 
     /// Returns true if the last bytes are held back until a QEMU at the destination has loaded everything before them.

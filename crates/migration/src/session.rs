@@ -15,11 +15,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use towline_channel::Channel;
+use towline_channel::{Channel, PEER_TIMEOUT};
 
 use towline_protocol::session::{MoveId, ReceiverMode};
 
 use crate::gate::{Commit, LinkState, SwitchoverGate};
+use crate::heartbeat::silence_max;
 use crate::lock::lock;
 use crate::{Error, Result, Tuning};
 
@@ -91,6 +92,10 @@ impl Session {
 
     pub(crate) fn move_id(&self) -> MoveId {
         self.gate.get().map(|gate| gate.move_id()).unwrap_or_default()
+    }
+
+    pub(crate) fn silence_max(&self) -> Duration {
+        silence_max(self.gate.get().map_or(PEER_TIMEOUT, |gate| gate.peer_timeout()))
     }
 
     pub(crate) fn confirms_loading(&self) -> bool {

@@ -9,6 +9,8 @@
 //!   COMMAND 0x7477 OUTCOME completed, or aborted ─────►
 //!                   ◄──────────────────────────────────  message 0x7477 PLACED or NOT_RUN
 //! ```
+//! ALIVE is sent every second: by the destination from HELLO to SHUT and from OUTCOME to its report, by the source from SHUT to
+//! OUTCOME. It shows that the process is at work, while the host of a stopped one still acknowledges what TCP delivers.
 //! A QEMU repeats the value of a PING, so that both ends know the peer's kind before the first page, and a stream to
 //! a QEMU contains nothing that QEMU does not know. Frames of unknown kinds are kept as such: a later version adds
 //! kinds, and uses them only with a peer of that version.
@@ -40,6 +42,7 @@ const HELLO: u8 = 1;
 const OUTCOME: u8 = 2;
 const PLACED: u8 = 3;
 const NOT_RUN: u8 = 4;
+const ALIVE: u8 = 5;
 
 /// Names one move at both ends.
 pub type MoveId = [u8; MOVE_ID_BYTES];
@@ -109,6 +112,8 @@ pub enum FromSource {
     Completed(RunRequest),
     /// The source has its guest back.
     Aborted,
+    /// The source is still at work.
+    Alive,
 }
 
 impl FromSource {
@@ -125,6 +130,7 @@ impl FromSource {
                 [OUTCOME, 1, run].into()
             }
             Self::Aborted => [OUTCOME, 0, 0].into(),
+            Self::Alive => [ALIVE].into(),
         };
         VmCommand::Other { kind: CommandKind(KIND), data }
     }
@@ -156,6 +162,7 @@ impl FromSource {
         match data.as_slice() {
             [HELLO, id @ ..] => Some(Self::Hello(id.try_into().ok()?)),
             [OUTCOME, 0, _] => Some(Self::Aborted),
+            [ALIVE] => Some(Self::Alive),
             [OUTCOME, 1, 0] => Some(Self::Completed(RunRequest::AsItWas)),
             [OUTCOME, 1, 1] => Some(Self::Completed(RunRequest::Run)),
             [OUTCOME, 1, 2] => Some(Self::Completed(RunRequest::Pause)),
@@ -184,6 +191,8 @@ pub enum FromDestination {
     Placed(Placement),
     /// It is held there, and could not be run: why.
     NotRun(String),
+    /// The destination is still at work.
+    Alive,
 }
 
 impl FromDestination {
@@ -203,6 +212,7 @@ impl FromDestination {
                 let bytes = &reason.as_bytes()[..reason.len().min(REASON_BYTES_MAX)];
                 [&[NOT_RUN][..], bytes].concat()
             }
+            Self::Alive => [ALIVE].into(),
         };
         ReturnPathMessage::Other { kind: KIND, data }
     }
@@ -216,6 +226,7 @@ impl FromDestination {
             [PLACED, 2] => Some(Self::Placed(Placement::Loaded)),
             [PLACED, 3] => Some(Self::Placed(Placement::Stored)),
             [NOT_RUN, reason @ ..] => Some(Self::NotRun(lossy(reason))),
+            [ALIVE] => Some(Self::Alive),
             _ => None,
         }
     }
@@ -255,6 +266,7 @@ mod tests {
             FromSource::Completed(RunRequest::Run),
             FromSource::Completed(RunRequest::Pause),
             FromSource::Aborted,
+            FromSource::Alive,
         ];
         for frame in frames {
             assert_eq!(FromSource::of(&frame.to_command()), Some(frame));
@@ -274,7 +286,8 @@ mod tests {
     #[test]
     fn frames_of_the_destination_pass_through_the_return_path() {
         let long = "x".repeat(REASON_BYTES_MAX + 1);
-        for frame in [FromDestination::Placed(Placement::Paused), FromDestination::NotRun(long.clone())] {
+        let placed = FromDestination::Placed(Placement::Paused);
+        for frame in [placed, FromDestination::Alive, FromDestination::NotRun(long.clone())] {
             let mut bytes = Vec::new();
             frame.to_message().encode(&mut bytes);
             let message = ReturnPathMessage::decode(&mut Reader::new(&bytes)).expect("whole").expect("one");

@@ -129,6 +129,8 @@ fn from_host_to_host_by_a_towline_on_each() {
 
 /// Silence after which the ends of these tests give up.
 const PEER_TIMEOUT: Duration = Duration::from_secs(3);
+/// The peer's last sign is at most a heartbeat old when it is cut off or stopped.
+const ENDS_AFTER: Duration = Duration::from_secs(2);
 /// Attempts at the moment between the last byte and the acknowledgement.
 const TRIES: usize = 10;
 /// A source that has sent nothing for this time has sent everything.
@@ -164,7 +166,7 @@ impl Copying {
         let (here, there) = (self.here.wait(WITHIN).unwrap(), self.there.wait(WITHIN).unwrap());
         let took = cut_at.elapsed();
         println!("both ends ended {took:?} after the cut: {} / {}", here.stderr.trim(), there.stderr.trim());
-        assert!(took >= PEER_TIMEOUT && took <= ENDS_WITHIN, "{took:?}: {} {}", here.stderr, there.stderr);
+        assert!(took >= ENDS_AFTER && took <= ENDS_WITHIN, "{took:?}: {} {}", here.stderr, there.stderr);
         let exits = (here.status.code(), there.status.code());
         assert_eq!(exits, (Some(1), Some(exit_there)), "{} / {}", here.stderr, there.stderr);
         assert!(!here.stderr.contains("multifd-channels"), "a false cause: {}", here.stderr);
@@ -201,25 +203,74 @@ fn a_link_that_is_cut_at_the_acknowledgement_leaves_the_guest_at_its_source() {
     if !require_lab(name) {
         return;
     }
+    let Some(copying) = sent_and_not_loaded(name) else { return };
+    copying.hosts.cut();
+    let cut_at = Instant::now();
+    signal(copying.destination.pid(), "-CONT");
+    copying.assert_undone(cut_at, 3);
+}
+
+/// Starts a copy and stops it where the source has sent everything, and the destination's QEMU cannot load it yet.
+fn sent_and_not_loaded(name: &str) -> Option<Copying> {
     let boot_sector = BootSector { fill_mib: 1, sweep_pages: 8, ..BootSector::default() };
     let builder = Qemu::builder(Version::V10_0).memory_mib(32).boot_sector(boot_sector);
     for _ in 0..TRIES {
         let copying = match Copying::start(&builder, "--multifd-channels 0") {
             Ok(copying) => copying,
-            Err(error) => return skip(name, &format!("no network namespaces can be made here: {error:#}")),
+            Err(error) => {
+                skip(name, &format!("no network namespaces can be made here: {error:#}"));
+                return None;
+            }
         };
         copying.source.qmp().wait_event("STOP", WITHIN).unwrap();
         signal(copying.destination.pid(), "-STOP");
-        if !is_sent(&copying.source) {
-            signal(copying.destination.pid(), "-CONT");
-            continue;
+        if is_sent(&copying.source) {
+            return Some(copying);
         }
-        copying.hosts.cut();
-        let cut_at = Instant::now();
         signal(copying.destination.pid(), "-CONT");
-        return copying.assert_undone(cut_at, 3);
     }
     panic!("the destination was quicker {TRIES} times");
+}
+
+/// Its host's kernel acknowledges everything, so only its heartbeats show that it is at work.
+#[test]
+fn a_stopped_towline_at_the_destination_leaves_the_guest_at_its_source() {
+    let name = "a_stopped_towline_at_the_destination_leaves_the_guest_at_its_source";
+    if !require_lab(name) {
+        return;
+    }
+    let Some(copying) = sent_and_not_loaded(name) else { return };
+    let Copying { source, destination, here, there, .. } = &copying;
+    let stopped_at = Instant::now();
+    signal(there.pid(), "-STOP");
+    source.qmp().wait_status("running", ENDS_WITHIN).unwrap();
+    let took = stopped_at.elapsed();
+    assert!(took >= ENDS_AFTER && took <= ENDS_WITHIN, "{took:?}: {}", here.stderr());
+    signal(there.pid(), "-CONT");
+    signal(destination.pid(), "-CONT");
+    copying.assert_undone(stopped_at, 1);
+}
+
+#[test]
+fn a_stopped_towline_at_the_source_does_not_hold_the_destination() {
+    let name = "a_stopped_towline_at_the_source_does_not_hold_the_destination";
+    if !require_lab(name) {
+        return;
+    }
+    let Some(Copying { source, destination, here, there, hosts: _hosts }) = sent_and_not_loaded(name) else {
+        return;
+    };
+    signal(here.pid(), "-STOP");
+    let stopped_at = Instant::now();
+    signal(destination.pid(), "-CONT");
+    let there = there.wait(WITHIN).unwrap();
+    let took = stopped_at.elapsed();
+    assert!(took >= ENDS_AFTER && took <= ENDS_WITHIN, "{took:?}: {}", there.stderr);
+    assert_ended(&there, 3, &["did not report within 3."]);
+    signal(here.pid(), "-CONT");
+    assert_ended(&here.wait(WITHIN).unwrap(), 3, &[]);
+    let running = [&source, &destination].map(|qemu| qemu.qmp().status().unwrap() == "running");
+    assert_eq!(running, [false, false]);
 }
 
 /// Waits until the source has sent all. False if it was acknowledged.

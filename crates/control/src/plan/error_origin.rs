@@ -110,7 +110,8 @@ fn stream_peer(error: &MigrationError) -> Option<&str> {
         MigrationError::Protocol { peer, .. }
         | MigrationError::Ended { peer, .. }
         | MigrationError::NotAcknowledged { peer }
-        | MigrationError::NoAnswer { peer, .. } => Some(peer),
+        | MigrationError::NoAnswer { peer, .. }
+        | MigrationError::PeerStopped { peer, .. } => Some(peer),
         MigrationError::Lane { source, .. } => stream_peer(source),
         _ => None,
     }

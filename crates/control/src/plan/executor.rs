@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use towline_migration::probe_link;
+use towline_migration::{probe_link, silence_max};
 use towline_protocol::session::{FromDestination, FromSource};
 
 use super::context::Context;
@@ -25,8 +25,9 @@ use super::report::{DestinationState, SourceState};
 use super::shared_switchover::{SharedSwitchover, source_link};
 use super::source::{CopyEnd, GuestAction, QmpSource};
 use crate::switchover::{
-    Decision, DestinationStatus, Directive, GuestRunState, Input, MemorySharing, PeerMessage, Placement,
-    SourceAction, SourceLink, SourceStatus, StartResult, SwitchoverOutcome, Unresolved,
+    Decision, DestinationKind, DestinationStatus, Directive, GuestRunState, Input, MemorySharing,
+    PeerMessage, Placement, SourceAction, SourceLink, SourceStatus, StartResult, SwitchoverOutcome,
+    Unresolved,
 };
 
 /// Timeout for a source to notice its closed stream, before its migration is cancelled.
@@ -37,7 +38,7 @@ const SOURCE_COMPLETION_TIMEOUT: Duration = Duration::from_secs(60);
 const SOURCE_CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Timeout for a destination that has everything to load it.
 const LOADED_TIMEOUT: Duration = Duration::from_secs(60);
-/// Timeout for the report of another towline: longer than any of its own.
+/// Timeout for the message of another towline that is at work: longer than any of its own.
 const PEER_REPORT_TIMEOUT: Duration = Duration::from_secs(150);
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
@@ -106,6 +107,7 @@ pub(super) fn conclude(ends: SwitchoverEnds<'_>, first: Directive) -> Result<Swi
 
 impl Executor<'_> {
     fn run(mut self, first: Directive) -> Result<SwitchoverReport, Failure> {
+        self.beat_until_outcome();
         let mut directive = first;
         loop {
             if let Directive::End(outcome) = directive {
@@ -120,6 +122,16 @@ impl Executor<'_> {
             }
             self.handle_cancel();
             directive = self.ends.switchover.handle(input);
+        }
+    }
+
+    /// Sends heartbeats to a towline at the destination, which holds the guest until it has the outcome.
+    fn beat_until_outcome(&mut self) {
+        if self.ends.error.is_none()
+            && self.ends.switchover.state().destination() == DestinationKind::Towline
+            && let Some(Err(error)) = self.destination_peer.as_mut().map(PeerSession::beat_until_outcome)
+        {
+            tracing::debug!(%error, "no heartbeats");
         }
     }
 
@@ -222,23 +234,32 @@ impl Executor<'_> {
 
     /// Waits for the other towline; returns only after an event.
     fn await_peer(&mut self) -> Input {
+        let silence_max = silence_max(self.ends.context.options.peer_timeout);
         loop {
-            let found = match (&mut self.source_peer, &mut self.destination_peer) {
-                (Some(peer), _) if self.ends.switchover.state().awaits_source_outcome() => {
-                    peer.receive_outcome()
-                }
+            let awaits_outcome = self.ends.switchover.state().awaits_source_outcome();
+            let (reply, silence) = match (&mut self.source_peer, &mut self.destination_peer) {
+                (Some(peer), _) if awaits_outcome => (peer.receive_outcome(), peer.silence()),
                 (_, Some(peer)) => {
-                    let report = peer.receive_report();
+                    let reply = peer.receive_report();
                     let reason = peer.not_run.take().map(|reason| Error::PeerDidNotRun { reason });
                     self.ends.error = self.ends.error.take().or(reason);
-                    report
+                    (reply, peer.silence())
                 }
                 _ => return Input::PeerLost,
             };
-            match found {
-                PeerReply::Frame(message) => return Input::Peer(message),
-                PeerReply::Nothing if self.waited() >= PEER_REPORT_TIMEOUT => {
-                    self.ends.error.get_or_insert(Error::PeerSilent { waited: PEER_REPORT_TIMEOUT });
+            match reply {
+                PeerReply::Message(message) => {
+                    // From here on the source waits for the report.
+                    if let Some(peer) = self.source_peer.as_mut().filter(|_| awaits_outcome)
+                        && let Err(error) = peer.beat_until_report()
+                    {
+                        tracing::debug!(%error, "no heartbeats");
+                    }
+                    return Input::Peer(message);
+                }
+                PeerReply::Nothing if silence >= silence_max || self.waited() >= PEER_REPORT_TIMEOUT => {
+                    let waited = if silence >= silence_max { silence } else { self.waited() };
+                    self.ends.error.get_or_insert(Error::PeerSilent { waited });
                     return Input::TimedOut;
                 }
                 PeerReply::Nothing => self.handle_cancel(),
@@ -251,7 +272,7 @@ impl Executor<'_> {
     }
 
     fn send(&mut self, message: PeerMessage) -> Input {
-        let sent = match (message, &self.source_peer, &self.destination_peer) {
+        let sent = match (message, &mut self.source_peer, &mut self.destination_peer) {
             (PeerMessage::Completed(run), _, Some(peer)) => peer.send_outcome(FromSource::Completed(run)),
             (PeerMessage::Aborted, _, Some(peer)) => peer.send_outcome(FromSource::Aborted),
             (PeerMessage::Placed(placement), Some(peer), _) => {

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use towline_channel::{
     Channel, ChannelExt as _, Error as ChannelError, IoBuf, IoBufMut, RecvFlags, SendFlags,
 };
+use towline_migration::Heartbeat;
 use towline_protocol::Reader;
 use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::session::{FromDestination, FromSource};
@@ -25,15 +26,19 @@ const INPUT_BYTES: usize = 1024;
 pub(super) struct PeerSession {
     channel: Arc<dyn Channel>,
     input: Vec<u8>,
+    /// Time of the last frame.
+    heard: Instant,
+    /// Until the next frame of another kind.
+    heartbeat: Option<Heartbeat>,
     /// Reason for which the destination's towline could not run the guest.
     pub(super) not_run: Option<String>,
 }
 
-/// Result of receiving a frame.
+/// Result of waiting for a message.
 #[derive(Debug)]
-pub(super) enum PeerReply<T> {
-    Frame(T),
-    /// No frame has arrived yet.
+pub(super) enum PeerReply {
+    Message(PeerMessage),
+    /// None has arrived yet.
     Nothing,
     /// The connection is lost, or the received bytes are not a frame.
     Lost(Error),
@@ -42,57 +47,81 @@ pub(super) enum PeerReply<T> {
 impl PeerSession {
     /// A session over this channel, the main one of a migration that has ended.
     pub(super) fn new(channel: Arc<dyn Channel>) -> Self {
-        Self { channel, input: Vec::new(), not_run: None }
+        Self { channel, input: Vec::new(), heard: Instant::now(), heartbeat: None, not_run: None }
     }
 
-    /// Sends a frame to the destination's towline.
-    pub(super) fn send_outcome(&self, frame: FromSource) -> Result<(), Error> {
-        let mut bytes = Vec::new();
-        frame.to_command().encode(&mut bytes);
-        self.send(&bytes)
+    /// Tells the destination's towline every second that this one is at work, until the outcome.
+    pub(super) fn beat_until_outcome(&mut self) -> Result<(), Error> {
+        self.beat(outcome_bytes(FromSource::Alive))
     }
 
-    /// Sends a frame to the source's towline.
-    pub(super) fn send_report(&self, frame: &FromDestination) -> Result<(), Error> {
-        let mut bytes = Vec::new();
-        frame.to_message().encode(&mut bytes);
-        self.send(&bytes)
+    /// Tells the source's towline every second that this one is at work, until the report.
+    pub(super) fn beat_until_report(&mut self) -> Result<(), Error> {
+        self.beat(report_bytes(&FromDestination::Alive))
     }
 
-    fn send(&self, bytes: &[u8]) -> Result<(), Error> {
-        self.channel.set_timeouts(None, Some(SEND_TIMEOUT))?;
+    fn beat(&mut self, frame: Vec<u8>) -> Result<(), Error> {
+        self.channel.set_timeouts(Some(RECEIVE_TIME), Some(SEND_TIMEOUT))?;
+        let channel = Arc::clone(&self.channel);
+        self.heartbeat = Some(Heartbeat::start(move || {
+            Ok(channel.send_all(&[IoBuf::from(&frame[..])], SendFlags::empty())?)
+        }));
+        Ok(())
+    }
+
+    /// Sends the outcome to the destination's towline.
+    pub(super) fn send_outcome(&mut self, frame: FromSource) -> Result<(), Error> {
+        self.send(&outcome_bytes(frame))
+    }
+
+    /// Sends the report to the source's towline.
+    pub(super) fn send_report(&mut self, frame: &FromDestination) -> Result<(), Error> {
+        self.send(&report_bytes(frame))
+    }
+
+    fn send(&mut self, bytes: &[u8]) -> Result<(), Error> {
+        self.heartbeat = None;
+        self.heard = Instant::now();
+        self.channel.set_timeouts(Some(RECEIVE_TIME), Some(SEND_TIMEOUT))?;
         Ok(self.channel.send_all(&[IoBuf::from(bytes)], SendFlags::empty())?)
     }
 
+    /// Time since the last frame, or since this end sent its own.
+    pub(super) fn silence(&self) -> Duration {
+        self.heard.elapsed()
+    }
+
     /// Receives a message from the source's towline.
-    pub(super) fn receive_outcome(&mut self) -> PeerReply<PeerMessage> {
-        self.receive(FromSource::decode).map(from_wire_outcome)
+    pub(super) fn receive_outcome(&mut self) -> PeerReply {
+        self.receive(FromSource::decode, |frame| match frame {
+            FromSource::Alive => None,
+            FromSource::Completed(run) => Some(PeerMessage::Completed(run)),
+            // A second greeting carries no outcome, and no towline sends it.
+            FromSource::Aborted | FromSource::Hello(_) => Some(PeerMessage::Aborted),
+        })
     }
 
     /// Receives a message from the destination's towline. Other frames, which a relay forwards, are skipped.
-    pub(super) fn receive_report(&mut self) -> PeerReply<PeerMessage> {
-        let frame = self.receive(|reader| {
-            loop {
-                match ReturnPathMessage::decode(reader)? {
-                    None => return Ok(None),
-                    Some(message) => {
-                        if let Some(frame) = FromDestination::of(&message) {
-                            return Ok(Some(frame));
-                        }
-                    }
+    pub(super) fn receive_report(&mut self) -> PeerReply {
+        let mut not_run = None;
+        let report =
+            self.receive(ReturnPathMessage::decode, |message| match FromDestination::of(&message)? {
+                FromDestination::Alive => None,
+                FromDestination::Placed(placement) => Some(PeerMessage::Placed(placement)),
+                FromDestination::NotRun(reason) => {
+                    not_run = Some(reason);
+                    Some(PeerMessage::NotRun)
                 }
-            }
-        });
-        if let PeerReply::Frame(FromDestination::NotRun(reason)) = &frame {
-            self.not_run = Some(reason.clone());
-        }
-        frame.map(|frame| from_wire_report(&frame))
+            });
+        self.not_run = not_run;
+        report
     }
 
     fn receive<T>(
         &mut self,
         decode: impl Fn(&mut Reader<'_>) -> towline_protocol::Result<Option<T>>,
-    ) -> PeerReply<T> {
+        mut message: impl FnMut(T) -> Option<PeerMessage>,
+    ) -> PeerReply {
         let until = Instant::now() + RECEIVE_TIME;
         loop {
             let mut reader = Reader::new(&self.input);
@@ -100,7 +129,11 @@ impl PeerSession {
                 Ok(Some(frame)) => {
                     let taken = reader.position();
                     self.input.drain(..taken);
-                    return PeerReply::Frame(frame);
+                    self.heard = Instant::now();
+                    match message(frame) {
+                        Some(message) => return PeerReply::Message(message),
+                        None => continue,
+                    }
                 }
                 Ok(None) if self.input.len() < INPUT_BYTES => {}
                 Ok(None) => return PeerReply::Lost(self.closed()),
@@ -109,11 +142,10 @@ impl PeerSession {
                     return PeerReply::Lost(towline_migration::Error::Protocol { peer, source }.into());
                 }
             }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if Instant::now() >= until {
                 return PeerReply::Nothing;
             }
-            match self.more(left) {
+            match self.more() {
                 Ok(()) => {}
                 Err(ChannelError::Timeout { .. }) => return PeerReply::Nothing,
                 Err(error) => return PeerReply::Lost(error.into()),
@@ -121,8 +153,8 @@ impl PeerSession {
         }
     }
 
-    fn more(&mut self, within: Duration) -> Result<(), ChannelError> {
-        self.channel.set_timeouts(Some(within), None)?;
+    fn more(&mut self) -> Result<(), ChannelError> {
+        self.channel.set_timeouts(Some(RECEIVE_TIME), Some(SEND_TIMEOUT))?;
         let mut bytes = [0; INPUT_BYTES];
         match self.channel.recv(&mut [IoBufMut::from(&mut bytes[..])], RecvFlags::empty())? {
             0 => Err(ChannelError::Cut { peer: self.channel.peer().to_owned() }),
@@ -138,27 +170,69 @@ impl PeerSession {
     }
 }
 
-impl<T> PeerReply<T> {
-    fn map<U>(self, to: impl FnOnce(T) -> U) -> PeerReply<U> {
-        match self {
-            Self::Frame(frame) => PeerReply::Frame(to(frame)),
-            Self::Nothing => PeerReply::Nothing,
-            Self::Lost(error) => PeerReply::Lost(error),
+fn outcome_bytes(frame: FromSource) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    frame.to_command().encode(&mut bytes);
+    bytes
+}
+
+fn report_bytes(frame: &FromDestination) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    frame.to_message().encode(&mut bytes);
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use towline_channel::UnixChannel;
+    use towline_migration::HEARTBEAT_INTERVAL;
+    use towline_protocol::session::{Placement, RunRequest};
+
+    use super::*;
+
+    fn sessions() -> (PeerSession, PeerSession) {
+        let (here, there) = UnixChannel::pair().unwrap();
+        (PeerSession::new(Arc::new(here)), PeerSession::new(Arc::new(there)))
+    }
+
+    /// Waits for a message; returns it with the longest silence before it.
+    fn next(mut receive: impl FnMut() -> (PeerReply, Duration), until: Duration) -> (PeerReply, Duration) {
+        let (since, mut longest) = (Instant::now(), Duration::ZERO);
+        loop {
+            let (reply, silence) = receive();
+            longest = longest.max(silence);
+            if !matches!(reply, PeerReply::Nothing) || since.elapsed() >= until {
+                return (reply, longest);
+            }
         }
     }
-}
 
-fn from_wire_outcome(frame: FromSource) -> PeerMessage {
-    match frame {
-        FromSource::Completed(run) => PeerMessage::Completed(run),
-        // A second greeting carries no outcome, and no towline sends it.
-        FromSource::Aborted | FromSource::Hello(_) => PeerMessage::Aborted,
+    #[test]
+    fn a_peer_at_work_is_not_silent_and_its_message_comes_after_the_heartbeats() {
+        let within = HEARTBEAT_INTERVAL * 3;
+        let (mut source, mut destination) = sessions();
+        source.beat_until_outcome().unwrap();
+        let (reply, longest) = next(|| (destination.receive_outcome(), destination.silence()), within);
+        assert!(matches!(reply, PeerReply::Nothing), "{reply:?}");
+        assert!(longest < within, "{longest:?}");
+        source.send_outcome(FromSource::Completed(RunRequest::Run)).unwrap();
+        let (reply, _) = next(|| (destination.receive_outcome(), destination.silence()), within);
+        assert!(matches!(reply, PeerReply::Message(PeerMessage::Completed(RunRequest::Run))), "{reply:?}");
+
+        destination.beat_until_report().unwrap();
+        let (_, longest) = next(|| (source.receive_report(), source.silence()), within);
+        assert!(longest < within, "{longest:?}");
+        destination.send_report(&FromDestination::Placed(Placement::Running)).unwrap();
+        let (reply, _) = next(|| (source.receive_report(), source.silence()), within);
+        assert!(matches!(reply, PeerReply::Message(PeerMessage::Placed(Placement::Running))), "{reply:?}");
     }
-}
 
-fn from_wire_report(frame: &FromDestination) -> PeerMessage {
-    match frame {
-        FromDestination::Placed(placement) => PeerMessage::Placed(*placement),
-        FromDestination::NotRun(_) => PeerMessage::NotRun,
+    #[test]
+    fn a_peer_without_heartbeats_is_silent() {
+        let (_source, mut destination) = sessions();
+        let within = HEARTBEAT_INTERVAL;
+        let (reply, longest) = next(|| (destination.receive_outcome(), destination.silence()), within);
+        assert!(matches!(reply, PeerReply::Nothing), "{reply:?}");
+        assert!(longest >= within, "{longest:?}");
     }
 }

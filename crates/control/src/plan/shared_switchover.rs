@@ -2,6 +2,7 @@
 //! the plan's thread.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::time::Duration;
 
 use towline_channel::Channel;
 use towline_migration::{Commit, Error as EngineError, LinkState, Session, SwitchoverGate, probe_link};
@@ -31,6 +32,7 @@ pub(super) struct SharedSwitchover {
     not_recorded: Mutex<Option<Error>>,
     /// Directive that followed the failure which the engine reported.
     failed: OnceLock<Directive>,
+    peer_timeout: Duration,
 }
 
 /// Switchover and context of one transfer.
@@ -71,7 +73,8 @@ impl SharedSwitchover {
         let machine = Mutex::new(Switchover::new(request));
         let (recorder, link) = (Recorder::default(), OnceLock::new());
         let (id, not_recorded, failed) = (OnceLock::new(), Mutex::new(None), OnceLock::new());
-        Arc::new(Self { machine, id, recorder, link, not_recorded, failed })
+        let peer_timeout = options.peer_timeout;
+        Arc::new(Self { machine, id, recorder, link, not_recorded, failed, peer_timeout })
     }
 
     /// Starts to record the decisions of a move between these ends.
@@ -202,6 +205,10 @@ impl SwitchoverGate for SharedSwitchover {
 
     fn move_id(&self) -> MoveId {
         self.id()
+    }
+
+    fn peer_timeout(&self) -> Duration {
+        self.peer_timeout
     }
 
     fn confirms_loading(&self) -> bool {

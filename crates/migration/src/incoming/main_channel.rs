@@ -10,7 +10,7 @@ use towline_protocol::device_state::{Collector, DeviceState};
 use towline_protocol::ram::{CONTINUED_RECORD_BYTES, PAGE_SIZE};
 use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::section::VmCommand;
-use towline_protocol::session::{self, FromSource};
+use towline_protocol::session::{self, FromDestination, FromSource};
 use towline_protocol::{BlockIndex, PageRef, PeerIncompatible, RamBlock, Reader, xbzrle};
 
 use super::connect::{Connections, EXTRA_TIMEOUT};
@@ -18,6 +18,7 @@ use super::records_ahead::{LOOK_MAX, RecordsAhead};
 use super::shared::{IncomingStage, Options, Publication, Shared, ended};
 use crate::buffer::AlignedBuffer;
 use crate::guest::ReturnPathWriter;
+use crate::heartbeat::Heartbeat;
 use crate::statistics::Statistics;
 use crate::{ChannelId, Error, Pages, Result, Sink};
 
@@ -46,6 +47,8 @@ pub(super) struct MainChannel<'a> {
     /// The last item was a page with content.
     is_behind_page: bool,
     return_path: Option<ReturnPathWriter>,
+    /// For a towline at the source.
+    heartbeat: Option<Heartbeat>,
     /// Memory comes, which the bandwidth limit is for.
     is_iterating: bool,
     /// The announced RAM in bytes.
@@ -83,6 +86,7 @@ impl<'a> MainChannel<'a> {
             run: None,
             is_behind_page: false,
             return_path: None,
+            heartbeat: None,
             is_iterating: false,
             total: 0,
             barriers: Barriers::default(),
@@ -108,6 +112,7 @@ impl<'a> MainChannel<'a> {
         if self.options.publication == Publication::BeforeAcknowledgement {
             self.shared.sink.publish()?;
         }
+        self.heartbeat = None;
         match &self.return_path {
             Some(writer) => writer.send(&ReturnPathMessage::Shut(0)),
             None => Ok(()),
@@ -261,6 +266,9 @@ impl<'a> MainChannel<'a> {
             VmCommand::Other { .. } => {
                 if let Some(FromSource::Hello(id)) = FromSource::of(command) {
                     self.shared.session.found_source(id);
+                    self.heartbeat = self.return_path.clone().map(|writer| {
+                        Heartbeat::start(move || writer.send(&FromDestination::Alive.to_message()))
+                    });
                 }
                 Ok(())
             }

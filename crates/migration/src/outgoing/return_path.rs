@@ -6,11 +6,12 @@ use std::time::{Duration, Instant};
 
 use towline_channel::{Channel, IoBufMut, RecvFlags};
 use towline_protocol::return_path::ReturnPathMessage;
-use towline_protocol::session::ReceiverMode;
+use towline_protocol::session::{FromDestination, ReceiverMode};
 use towline_protocol::source::{Answer, ReturnPathReader};
 use towline_protocol::{PeerMisbehaved, Reader};
 
 use crate::guest::ReturnPathWriter;
+use crate::heartbeat::HEARTBEAT_INTERVAL;
 use crate::lock::lock;
 use crate::{Error, Result, Session};
 
@@ -30,15 +31,17 @@ pub(crate) struct ReturnPath {
     shared: Arc<Shared>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Shared {
     state: Mutex<ReturnPathState>,
     changed: Condvar,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct ReturnPathState {
     answers: ReturnPathReader,
+    /// Time of the last message.
+    heard: Instant,
     /// The listener has ended; if by an error, the session has it.
     ended: bool,
     forwarding: Forwarding,
@@ -59,7 +62,8 @@ pub(crate) enum Forwarding {
 impl ReturnPath {
     /// Starts listening. The thread ends with the connection, which `session` shuts down on failure.
     pub(crate) fn start(channel: Arc<dyn Channel>, session: Arc<Session>, forwarding: Forwarding) -> Self {
-        let state = Mutex::new(ReturnPathState { forwarding, ..ReturnPathState::default() });
+        let answers = ReturnPathReader::default();
+        let state = Mutex::new(ReturnPathState { answers, heard: Instant::now(), ended: false, forwarding });
         let shared = Arc::new(Shared { state, changed: Condvar::new() });
         let path = Self { peer: channel.peer().to_owned(), shared };
         let listener = path.clone();
@@ -123,7 +127,7 @@ impl ReturnPath {
         deadline: Option<Instant>,
         done: impl Fn(&ReturnPathState) -> bool,
     ) -> Result<bool> {
-        let mut last_words_until = None;
+        let (mut last_words_until, mut polled) = (None, Instant::now());
         let mut state = self.state();
         while !done(&state) {
             if state.ended {
@@ -133,6 +137,16 @@ impl ReturnPath {
             // The failure has shut the channel down, so the listener ends, behind what had come by then.
             if session.is_failed() && now >= *last_words_until.get_or_insert(now + LAST_WORDS) {
                 return Err(Error::Cancelled);
+            }
+            // After this process was stopped itself, the listener may not have read what has come since.
+            if now.saturating_duration_since(polled) > HEARTBEAT_INTERVAL {
+                state.heard = now;
+            }
+            polled = now;
+            let silence = now.saturating_duration_since(state.heard);
+            let beats = state.answers.receiver() == Some(ReceiverMode::Waits);
+            if beats && silence > session.silence_max() {
+                return Err(Error::PeerStopped { peer: self.peer.clone(), silence });
             }
             if deadline.is_some_and(|deadline| now >= deadline) {
                 return Ok(false);
@@ -168,7 +182,10 @@ impl ReturnPath {
     /// Processes a message; true after the last one.
     fn process_message(&self, message: ReturnPathMessage) -> Result<bool> {
         let mut state = self.state();
-        if state.answers.handle(&message).map_err(Error::protocol(&self.peer))? == Answer::Other {
+        state.heard = Instant::now();
+        let answer = state.answers.handle(&message).map_err(Error::protocol(&self.peer))?;
+        // A relay's source gets heartbeats from the relay.
+        if answer == Answer::Other && FromDestination::of(&message) != Some(FromDestination::Alive) {
             match &mut state.forwarding {
                 Forwarding::Disabled => {}
                 Forwarding::Buffered(messages) if messages.len() < WAITING_MAX => messages.push(message),
