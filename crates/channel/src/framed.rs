@@ -21,7 +21,9 @@ use crate::{
 };
 use inbox::Inbox;
 use outbox::Outbox;
-pub(crate) use packet::{Pack, Unpack, Unpacked, UnpackedInto};
+#[cfg(feature = "tls")]
+pub(crate) use packet::UnpackedInto;
+pub(crate) use packet::{Pack, Unpack, Unpacked};
 use rustix::event::PollFlags;
 use std::fmt::Debug;
 use std::net::Shutdown;
@@ -120,6 +122,7 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
     }
 
     /// The peer accepts no more data: returns the error that it announced before, if there is one.
+    #[cfg(feature = "tls")]
     pub(crate) fn last_words(&self) -> Option<Error> {
         // A thread that waits there must release the lock; data that has arrived can still be read.
         let _ = self.inner.shutdown(Shutdown::Both);
