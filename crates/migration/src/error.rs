@@ -11,7 +11,7 @@ pub enum Error {
     /// A channel failed.
     #[error(transparent)]
     Channel(#[from] towline_channel::Error),
-    /// The peer's bytes cannot be followed.
+    /// The peer's bytes violate the protocol.
     #[error("{peer}: {source}")]
     Protocol {
         /// The sender.
@@ -22,7 +22,7 @@ pub enum Error {
     /// A lane failed.
     #[error("lane {lane}: {source}")]
     Lane {
-        /// Its number.
+        /// Number of the lane.
         lane: usize,
         /// The cause.
         source: Box<Error>,
@@ -46,7 +46,7 @@ pub enum Error {
         /// The peer.
         peer: String,
     },
-    /// A lane's connection ended where data or a barrier was still to come.
+    /// A lane's connection ended before outstanding data or a barrier.
     #[error("the connection ended before its last barrier")]
     LaneEnded,
     /// Fewer lanes than expected connected.
@@ -81,7 +81,7 @@ pub enum Error {
     },
     /// The destination is silent.
     #[error(
-        "{peer} did not answer within {:.1} s: it is no QEMU that waits for this guest, or its multifd-channels is not {lanes}; a file or filter that only takes the stream needs --return-path off",
+        "{peer} did not answer within {:.1} s: it is not a QEMU that waits for this guest, or its multifd-channels is not {lanes}; a file or filter that only takes the stream needs --return-path off",
         waited.as_secs_f64()
     )]
     NoAnswer {
@@ -89,7 +89,7 @@ pub enum Error {
         peer: String,
         /// The time that was waited.
         waited: Duration,
-        /// This side's lanes.
+        /// Number of lanes on this side.
         lanes: usize,
     },
     /// A towline at the destination has stopped, on a host that still acknowledges what it is sent.
@@ -100,12 +100,12 @@ pub enum Error {
         /// Time since its last message.
         silence: Duration,
     },
-    /// This side cannot compress or decompress.
+    /// Compression or decompression fails on this side.
     #[error("{method} fails on this side: {text}")]
     Compressor {
         /// QEMU's name of the method.
         method: &'static str,
-        /// Its own words.
+        /// Its error message.
         text: String,
     },
     /// Zero-copy sends are required and unavailable.
@@ -116,9 +116,9 @@ pub enum Error {
         /// The reason.
         why: String,
     },
-    /// A lane sent pages that no barrier follows, so that their order is not known.
+    /// A lane sent pages that no barrier follows, so their order is not known.
     #[error(
-        "pages came behind the last barrier: the source broke off, or its multifd is not as its machine type says"
+        "pages arrived after the last barrier: the source broke off, or its multifd is not as its machine type says"
     )]
     BehindBarrier,
     /// The migration failed, and the guest that was stopped for it is still stopped.
@@ -132,7 +132,7 @@ pub enum Error {
     /// The guest writes faster than it can be sent; it runs on at its source.
     #[error(transparent)]
     CannotConverge(#[from] CannotConverge),
-    /// A block that is to be present at the destination is not the guest's.
+    /// The guest has no block of a name that is reported as present at the destination.
     #[error(
         "the guest has no RAM block {block:?}, whose memory is reported as present at the destination; its blocks are {}", found.join(", ")
     )]

@@ -1,9 +1,9 @@
 //! The two points of no return of a migration, and the party that decides on them.
 //!
-//! The engine moves bytes; the embedder decides whether a guest may run at its destination, and whether its source
-//! may be acknowledged. The engine calls a [`SwitchoverGate`] right before the last bytes are sent and right before the
-//! acknowledgement, on the thread that sends them, so that a cancellation comes either before or after, and never
-//! between.
+//! The engine moves bytes; the embedder decides whether a guest may run at its destination, and whether its
+//! source may be acknowledged. The engine calls a [`SwitchoverGate`] right before the last bytes are sent and
+//! right before the acknowledgement, on the thread that sends them, so a cancellation comes either before or
+//! after, and never between.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -18,32 +18,34 @@ use crate::Error;
 pub enum Commit {
     /// No: the migration fails.
     Refused,
-    /// Yes. The destination does not run the guest by itself.
+    /// Permitted. The destination does not run the guest on its own.
     Reversible,
-    /// Yes. The destination may run the guest as soon as it has them: whatever fails then, the source's connection stays.
+    /// Permitted. The destination may run the guest as soon as it has them: the source's connection stays
+    /// even if something fails then.
     Final,
 }
 
 /// State of the connection to a source after its stream is complete.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LinkState {
-    /// It is open.
+    /// The connection is open.
     Open,
     /// The source closed it.
     Closed,
-    /// It was reset: the source closed it and left something unread.
+    /// The connection was reset: the source closed it with unread data.
     Reset,
 }
 
-/// See the module's text. Called from the engine's threads, one at a time.
+/// Decides about the points of no return (see the module). Called from the engine's threads, one at a time.
 pub trait SwitchoverGate: Debug + Send + Sync {
-    /// Reports the kind of destination: a towline and its use of the guest, or a QEMU. Called before any page is
-    /// sent.
+    /// Reports the kind of destination: a towline and its use of the guest, or a QEMU. Called before any page
+    /// is sent.
     fn destination(&self, receiver: Option<ReceiverMode>) {
         let _ = receiver;
     }
 
-    /// Reports that a towline is at the source, and will send the outcome of this move. Called before any page comes.
+    /// Reports that a towline is at the source, and will send the outcome of this move. Called before the
+    /// first page arrives.
     fn source_reports(&self, id: MoveId) {
         let _ = id;
     }
@@ -53,18 +55,20 @@ pub trait SwitchoverGate: Debug + Send + Sync {
         MoveId::default()
     }
 
-    /// Silence after which a towline at the destination that waits for the outcome, and sends heartbeats, counts as stopped.
+    /// Silence after which a towline at the destination that waits for the outcome, and sends heartbeats,
+    /// counts as stopped.
     fn peer_timeout(&self) -> Duration {
         PEER_TIMEOUT
     }
 
-    /// Returns true if the last bytes are held back until a QEMU at the destination has loaded everything before them.
+    /// Returns true if the last bytes are held back until a QEMU at the destination has loaded everything
+    /// before them.
     fn confirms_loading(&self) -> bool {
         false
     }
 
-    /// Decides whether the last bytes may be sent. `run_state`: the guest's run state when it was stopped, in QEMU's
-    /// words.
+    /// Decides whether the last bytes may be sent. `run_state`: the guest's run state when it was stopped, in
+    /// QEMU's words.
     fn commit(&self, run_state: Option<&str>) -> Commit {
         let _ = run_state;
         Commit::Reversible
@@ -76,7 +80,8 @@ pub trait SwitchoverGate: Debug + Send + Sync {
         true
     }
 
-    /// Returns true if the source must be acknowledged, so that it stops for good, although the stream failed after a [`Commit::Final`].
+    /// Returns true if the source must be acknowledged, so it stops for good, although the stream failed
+    /// after a [`Commit::Final`].
     fn must_acknowledge_after(&self, error: &Error) -> bool {
         let _ = error;
         false

@@ -23,8 +23,8 @@ pub struct Heartbeat {
 }
 
 impl Heartbeat {
-    /// Calls `send` every [`HEARTBEAT_INTERVAL`]. No other thread may send on that connection until this is dropped, unless
-    /// `send` takes turns with it.
+    /// Calls `send` every [`HEARTBEAT_INTERVAL`]. No other thread may send on that connection until this is
+    /// dropped, unless `send` takes turns with it.
     pub fn start(mut send: impl FnMut() -> Result<()> + Send + 'static) -> Self {
         let (stop, stopped) = channel::<()>();
         let beat = move || {

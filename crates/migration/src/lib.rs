@@ -1,5 +1,5 @@
-//! The engine that moves guests: it binds `towline_protocol` (bytes, no system calls) to `towline_channel` (system calls,
-//! no protocol) and to a guest.
+//! The engine that moves guests: it binds `towline_protocol` (bytes, no system calls) to `towline_channel`
+//! (system calls, no protocol) and to a guest.
 //!
 //! ```text
 //!                       Guest  ──►  outgoing::Outgoing ──► channels ──► incoming::Incoming  ──►  Sink
@@ -7,22 +7,23 @@
 //!                                   + the caller's                      + the caller's
 //! ```
 //!
-//! - [`Guest`] and [`Sink`] are the engine's interfaces to the owner of the guest; this crate supplies [`SourceMemory`]
-//!   (a VMM's memory with its guest running in it), [`Memory`] (private or shared memory, either end) and [`Relay`]
-//!   (a sink that forwards, so that two QEMUs meet).
-//! - [`GuestWithPresentBlocks`] and [`SinkWithPresentBlocks`] leave out memory that the destination already has: a mapped image, memory that two
-//!   QEMUs share.
+//! - [`Guest`] and [`Sink`] are the engine's interfaces to the owner of the guest; this crate supplies
+//!   [`SourceMemory`] (a VMM's memory with its guest running in it), [`Memory`] (private or shared memory,
+//!   either end) and [`Relay`] (a sink that forwards, so two QEMUs meet).
+//! - [`GuestWithPresentBlocks`] and [`SinkWithPresentBlocks`] leave out memory that the destination already
+//!   has: a mapped image, memory that two QEMUs share.
 //! - [`DirtyTracker`] tracks a live guest's writes: the kernel's write protection, or KVM's dirty log.
 //! - [`convergence`] decides when a guest that writes is stopped, and when it is reported not to converge.
 //! - [`synthetic`] is a guest without a machine, with a checked pattern and a dirtying load.
-//! - [`Session`] ties the threads of one migration together: the lanes' barrier, and the first error, which wakes all.
+//! - [`Session`] ties the threads of one migration together: the lanes' barrier, and the first error, which
+//!   wakes all.
 //! - [`ZeroCopySend`]: selects MSG_ZEROCOPY for pages; each lane may measure whether it pays.
-//! - [`Compression`] is of lanes only, and has the one copy that there is.
+//! - [`Compression`] is for lanes only, and makes the only copy in the engine.
 //! - [`Statistics`] count with QEMU's names, and how many calls moved how many pages.
 //!
-//! Out of scope: files, QMP and devices; it starts no QEMU. It never copies a page in userspace on its way into a
-//! socket or file, unless it is compressed. Limits: postcopy of a guest that does not change only ([`postcopy`]),
-//! live ones in passes; one target page size (4 KiB).
+//! Out of scope: files, QMP and devices; it starts no QEMU. It never copies a page in userspace on its way
+//! into a socket or file, unless it is compressed. Limits: postcopy of a guest that does not change only
+//! ([`postcopy`]), live ones in passes; one target page size (4 KiB).
 
 mod buffer;
 mod compression;

@@ -6,9 +6,10 @@
 //!   any thread                fail(error): stored if first, every channel shut down, all threads woken
 //! ```
 //!
-//! A thread that blocks in a system call is woken by its channel's shutdown, one at the barrier by the condition
-//! variable, so that an error anywhere ends the migration at once; but for the lanes of a source, which are seen out
-//! ([`Connections::refuse`](crate::incoming::Connections::refuse) has the reason). Not here: what the error means for the guest.
+//! A thread that blocks in a system call is woken by its channel's shutdown, one at the barrier by the
+//! condition variable, so an error anywhere ends the migration at once; but for the lanes of a source, which
+//! are seen out ([`Connections::refuse`](crate::incoming::Connections::refuse) has the reason). Out of scope:
+//! what the error means for the guest.
 
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,7 +34,7 @@ pub struct Session {
     finished: AtomicBool,
     tuning: OnceLock<Tuning>,
     gate: OnceLock<Arc<dyn SwitchoverGate>>,
-    /// A destination that runs the guest by itself was given the last bytes.
+    /// True if a destination that runs the guest on its own was sent the last bytes.
     committed: AtomicBool,
 }
 
@@ -102,10 +103,10 @@ impl Session {
         self.gate.get().is_some_and(|gate| gate.confirms_loading())
     }
 
-    /// The last bytes are to be sent.
+    /// Asks the gate before the last bytes are sent.
     ///
     /// # Errors
-    /// [`Error::Cancelled`]: they may not be.
+    /// [`Error::Cancelled`]: the gate refuses.
     pub(crate) fn commit(&self, run_state: Option<&str>) -> Result<()> {
         let _state = self.lock();
         self.check()?;
@@ -117,7 +118,7 @@ impl Session {
         Ok(())
     }
 
-    /// The source is to be acknowledged; it is finished with this.
+    /// Asks the gate before the source is acknowledged, which completes the migration there.
     ///
     /// # Errors
     /// [`Error::Cancelled`] if the migration failed before, [`Error::SourceGone`] if the gate refuses.
@@ -144,7 +145,8 @@ impl Session {
         self.committed.load(Ordering::Acquire)
     }
 
-    /// As [`Self::watch`], of an incoming migration's main channel: it outlives a failure behind [`Commit::Final`].
+    /// As [`Self::watch`], of an incoming migration's main channel: it outlives a failure after
+    /// [`Commit::Final`].
     pub(crate) fn watch_upstream(&self, channel: &Arc<dyn Channel>) {
         let mut state = self.lock();
         if self.is_failed() {
@@ -162,8 +164,9 @@ impl Session {
         state.channels.push(Arc::clone(channel));
     }
 
-    /// Ends the migration with `error`, unless it failed before or is finished. Returns true for the first error. The
-    /// outcome is the result of the migration's `run`: the destination's acknowledgement may have been on its way.
+    /// Ends the migration with `error`, unless it failed before or is finished. Returns true for the first
+    /// error. The outcome is the result of the migration's `run`: the destination's acknowledgement may have
+    /// been on its way.
     pub fn fail(&self, error: Error) -> bool {
         let mut state = self.lock();
         if self.is_finished() || self.is_failed() {
@@ -210,8 +213,8 @@ impl Session {
         state.lanes.clear();
     }
 
-    /// The run failed: shuts every channel down and forgets it. Returns the first error, which is `error` if no thread had
-    /// one before.
+    /// The run failed: shuts every channel down and forgets it. Returns the first error, which is `error` if
+    /// no thread had one before.
     pub(crate) fn end(&self, error: Error) -> Error {
         let mut state = self.lock();
         self.shut_all(&state);
@@ -221,7 +224,7 @@ impl Session {
         state.error.take().unwrap_or(error)
     }
 
-    /// Fails the migration if the thread that holds the result panics, so that the others do not wait for it.
+    /// Fails the migration if the thread that holds the result panics, so the others do not wait for it.
     pub(crate) fn guard(&self) -> SessionGuard<'_> {
         SessionGuard(self)
     }
@@ -272,7 +275,7 @@ impl Session {
         self.lock().closed
     }
 
-    /// A lane's connection ended where no data was outstanding: no further barrier can be reached.
+    /// A lane's connection ended without outstanding data: no further barrier can be reached.
     pub(crate) fn leave(&self, lane: usize) {
         self.lock().gone.push(lane);
         self.changed.notify_all();

@@ -1,4 +1,5 @@
-//! Messages between two towlines, in addition to QEMU's stream: their identity, and the outcome at the source.
+//! Messages between two towlines, in addition to QEMU's stream: their identity, and the outcome at the
+//! source.
 //!
 //! ```text
 //!   source's towline                                     destination's towline
@@ -9,11 +10,11 @@
 //!   COMMAND 0x7477 OUTCOME completed, or aborted ─────►
 //!                   ◄──────────────────────────────────  message 0x7477 PLACED or NOT_RUN
 //! ```
-//! ALIVE is sent every second: by the destination from HELLO to SHUT and from OUTCOME to its report, by the source from SHUT to
-//! OUTCOME. It shows that the process is at work, while the host of a stopped one still acknowledges what TCP delivers.
-//! A QEMU repeats the value of a PING, so that both ends know the peer's kind before the first page, and a stream to
-//! a QEMU contains nothing that QEMU does not know. Frames of unknown kinds are kept as such: a later version adds
-//! kinds, and uses them only with a peer of that version.
+//! ALIVE is sent every second: by the destination from HELLO to SHUT and from OUTCOME to its report, by the
+//! source from SHUT to OUTCOME. It shows that the process is at work, while the host of a stopped one still
+//! acknowledges what TCP delivers. A QEMU repeats the value of a PING, so both ends know the peer's kind
+//! before the first page, and a stream to a QEMU contains nothing that QEMU does not know. Frames of unknown
+//! kinds are kept as such: a later version adds kinds, and uses them only with a peer of that version.
 
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -29,10 +30,10 @@ pub const VERSION: u8 = 1;
 pub const KIND: u16 = 0x7477;
 /// Bytes that name a move.
 pub const MOVE_ID_BYTES: usize = 16;
-/// The longest text of a [`FromDestination::NotRun`], in bytes; more is cut.
+/// The longest text of a [`FromDestination::NotRun`], in bytes; a longer one is truncated.
 pub const REASON_BYTES_MAX: usize = 400;
 
-/// Queries whether the other end is a towline; the low byte is the version.
+/// Queries if the other end is a towline; the low byte is the version.
 const PING: u32 = 0x7477_7300;
 /// The reply; bits 8 to 11 are the [`ReceiverMode`].
 const PONG: u32 = 0x7477_8000;
@@ -54,7 +55,7 @@ pub enum ReceiverMode {
     Waits,
     /// Has stored it; no guest runs there.
     Stores,
-    /// Has passed it on to a QEMU that runs it by itself.
+    /// Has forwarded the guest to a QEMU that runs it on its own.
     RunsByItself,
 }
 
@@ -106,7 +107,7 @@ pub enum RunRequest {
 /// A frame from the source's towline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FromSource {
-    /// It reports the outcome of this move.
+    /// Announces that the outcome of this move will follow.
     Hello(MoveId),
     /// The source is done with the guest, which is the destination's.
     Completed(RunRequest),
@@ -135,7 +136,7 @@ impl FromSource {
         VmCommand::Other { kind: CommandKind(KIND), data }
     }
 
-    /// Reads the next frame of a source behind the end of its stream; `None`: more bytes are needed.
+    /// Reads the next frame that a source sends after the end of its stream; `None`: more bytes are needed.
     ///
     /// # Errors
     /// The data is not a valid frame.
@@ -143,7 +144,7 @@ impl FromSource {
         let start = input.position();
         let Ok(first) = input.u8() else { return Ok(None) };
         if first != SectionType::Command as u8 {
-            let found = alloc::format!("a byte {first:#04x} behind the stream");
+            let found = alloc::format!("a byte {first:#04x} after the stream");
             return Err(PeerMisbehaved::Unexpected { found, expected: "the outcome of the move" }.into());
         }
         let Ok(command) = VmCommand::decode(input)? else {
@@ -174,13 +175,13 @@ impl FromSource {
 /// State of the guest at its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Placement {
-    /// It runs, or is suspended.
+    /// Running, or suspended.
     Running,
-    /// It is loaded and paused.
+    /// Loaded and paused.
     Paused,
-    /// It is loaded by a QEMU that another party drives.
+    /// Loaded by a QEMU that another party drives.
     Loaded,
-    /// It is stored, or received into memory.
+    /// Stored, or received into memory.
     Stored,
 }
 
@@ -189,7 +190,7 @@ pub enum Placement {
 pub enum FromDestination {
     /// The guest is there.
     Placed(Placement),
-    /// It is held there, and could not be run: why.
+    /// The guest is held there, and could not be run, for this reason.
     NotRun(String),
     /// The destination is still at work.
     Alive,

@@ -28,7 +28,7 @@ struct Hosts {
 
 impl Hosts {
     fn new() -> Result<Self> {
-        // Tests run at the same time, each with hosts of its own.
+        // Tests run at the same time, each with its own hosts.
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let (pid, number) = (std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let hosts = Self { names: ["a", "b"].map(|host| format!("towline-{pid}-{number}-{host}")) };
@@ -36,7 +36,7 @@ impl Hosts {
             ip(&["netns", "add", name])?;
         }
         let [a, b] = &hosts.names;
-        // Created within the first, so that no interface name of the machine is in the way.
+        // Created within the first, so no interface name of the machine is in the way.
         let link = ["link", "add", "link0", "type", "veth", "peer", "name", "link0", "netns", b];
         ip(&[&["-n", a][..], &link].concat())?;
         for (name, address) in hosts.names.iter().zip(ADDRESSES) {
@@ -135,7 +135,7 @@ const ENDS_AFTER: Duration = Duration::from_secs(2);
 const TRIES: usize = 10;
 /// A source that has sent nothing for this time has sent everything.
 const QUIET: Duration = Duration::from_millis(300);
-/// The kernel looks at its timers, and the ends undo what they did.
+/// The kernel runs its timers, and the ends undo what they did.
 const ENDS_WITHIN: Duration = Duration::from_secs(20);
 
 /// A copy from host to host.
@@ -196,7 +196,8 @@ fn a_link_that_is_cut_in_mid_transfer_ends_both_ends() {
     }
 }
 
-/// The acknowledgement is sent and lost: the destination holds a whole guest, and does not know whether the source has it too.
+/// The acknowledgement is sent and lost: the destination holds a whole guest, and does not know whether the
+/// source has it too.
 #[test]
 fn a_link_that_is_cut_at_the_acknowledgement_leaves_the_guest_at_its_source() {
     let name = "a_link_that_is_cut_at_the_acknowledgement_leaves_the_guest_at_its_source";
@@ -210,7 +211,8 @@ fn a_link_that_is_cut_at_the_acknowledgement_leaves_the_guest_at_its_source() {
     copying.assert_undone(cut_at, 3);
 }
 
-/// Starts a copy and stops it where the source has sent everything, and the destination's QEMU cannot load it yet.
+/// Starts a copy and stops it where the source has sent everything, and the destination's QEMU cannot load it
+/// yet.
 fn sent_and_not_loaded(name: &str) -> Option<Copying> {
     let boot_sector = BootSector { fill_mib: 1, sweep_pages: 8, ..BootSector::default() };
     let builder = Qemu::builder(Version::V10_0).memory_mib(32).boot_sector(boot_sector);

@@ -81,7 +81,7 @@ fn nothing_is_removed_by_a_listing_that_may_be_cut_off() {
             &["copy", "mem:4M", &format!("{prefix}/d")],
         ] {
             let error = fixture.refused(command);
-            assert!(error.contains("list of objects is cut off"), "{form}, {command:?}: {error}");
+            assert!(error.contains("list of objects is truncated"), "{form}, {command:?}: {error}");
         }
         s3.set("");
         let left: Vec<_> = s3.keys().into_iter().filter(|key| !key.contains("/uploads/")).collect();

@@ -39,7 +39,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(10);
 enum RecordOutcome {
     /// Undone or obsolete, as these texts describe.
     Done(Vec<String>),
-    /// Left as it is, for this reason.
+    /// Not undone, for this reason.
     Left(String),
 }
 

@@ -15,7 +15,7 @@ const DIRECTORY: &str = "LocalFileSystem";
 
 /// Error of a listing that ends although there are more objects, or may.
 #[derive(Debug, thiserror::Error)]
-#[error("the listing is cut off")]
+#[error("the listing is truncated")]
 pub(super) struct CutListing;
 
 /// Failure to store an image or to read it from a store.
@@ -41,7 +41,7 @@ pub enum Error {
         /// The store's error. Not a `source`, since the text already contains it.
         error: Box<object_store::Error>,
     },
-    /// The store's address is unencrypted, which has to be permitted.
+    /// The store's address is unencrypted, which must be permitted.
     #[error(
         "{prefix}: {variable} is an http:// address, where credentials and memory are not encrypted: use https://, or set {permission}=true to permit it"
     )]
@@ -58,7 +58,7 @@ pub enum Error {
     NoImage {
         /// The image.
         image: String,
-        /// Its index object.
+        /// Index object of the image.
         object: String,
     },
     /// The image already exists.
@@ -117,7 +117,7 @@ pub enum Error {
     },
     /// The store lists only a part of its objects.
     #[error(
-        "{object}: the store's list of objects is cut off: it has more, or does not say that it has none, and no token to ask for them, so that images, readers and uploads could be overlooked; nothing was removed; use a store with ListObjectsV2"
+        "{object}: the store's list of objects is truncated: it has more, or does not say that it has none, and no token to ask for them, so that images, readers and uploads could be overlooked; nothing was removed; use a store with ListObjectsV2"
     )]
     CutListing {
         /// The prefix or the directory in it.
@@ -206,7 +206,7 @@ pub enum Error {
         /// The missing item.
         what: &'static str,
     },
-    /// This host lacks memory, threads or descriptors.
+    /// The host lacks memory, threads or descriptors.
     #[error("{what}: {why}")]
     Host {
         /// The resource.
@@ -319,7 +319,7 @@ impl Error {
         }
     }
 
-    /// Returns true if the error is of one object: others of the store may be readable.
+    /// Returns true if the error concerns one object: others of the store may be readable.
     pub(super) fn is_of_object(&self) -> bool {
         matches!(self, Self::TooLong { .. }) || self.is_read_only()
     }

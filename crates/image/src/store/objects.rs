@@ -17,7 +17,8 @@ use super::lease_state::LeaseState;
 use super::{Error, Result};
 use crate::location::{Location, Scheme};
 
-/// Attempts of a write that the store reports as a conflict, and the pause before the second; it doubles each time.
+/// Attempts of a write that the store reports as a conflict, and the pause before the second; it doubles each
+/// time.
 const CONFLICTS_MAX: u32 = 6;
 const CONFLICT_PAUSE: Duration = Duration::from_millis(50);
 
@@ -128,9 +129,9 @@ impl Objects {
     /// Puts an object and returns its version.
     ///
     /// # Errors
-    /// [`Error::Exists`] and [`Error::Changed`] if the condition of `mode` was not met, [`Error::Conflict`] if the store
-    /// reports other requests again and again, else [`Error::Store`]; the object may have been written unless
-    /// [`Error::is_final`].
+    /// [`Error::Exists`] and [`Error::Changed`] if the condition of `mode` was not met, [`Error::Conflict`]
+    /// if the store reports other requests again and again, else [`Error::Store`]; the object may have been
+    /// written unless [`Error::is_final`].
     pub(super) async fn put(&self, key: &str, bytes: Bytes, mode: WriteMode) -> Result<UpdateVersion> {
         let mut pause = CONFLICT_PAUSE;
         for _ in 0..CONFLICTS_MAX {
@@ -143,7 +144,8 @@ impl Objects {
         Err(Error::Conflict { object: self.object_name(key) })
     }
 
-    /// As [`Self::put`]; `None` after a conflict with another request (409), which `object_store` takes for an object that exists.
+    /// As [`Self::put`]; `None` after a conflict with another request (409), which `object_store` takes for
+    /// an object that exists.
     async fn try_put(&self, key: &str, bytes: Bytes, mode: &WriteMode) -> Result<Option<UpdateVersion>> {
         use object_store::Error as Cause;
 
@@ -155,7 +157,7 @@ impl Objects {
             WriteMode::Update(version) => PutMode::Update(version.clone()),
         };
         let refused = match (self.request(&path, bytes.clone(), condition).await, mode) {
-            // The store has no conditional writes: the caller's earlier check has to suffice.
+            // The store has no conditional writes: the caller's earlier check must suffice.
             (Err(Cause::NotImplemented { .. } | Cause::NotSupported { .. }), WriteMode::Create) => {
                 let done = self.request(&path, bytes, PutMode::Overwrite).await;
                 return done.map(|done| Some(done.into())).map_err(failed);
@@ -264,13 +266,14 @@ impl Objects {
         self.objects.list_with_offset(Some(path), after).try_filter(later).boxed()
     }
 
-    /// Returns true if a listing is complete only when the server, asked again, has nothing after its last object: there are
-    /// servers that end a listing early and report that it is complete.
+    /// Returns true if a listing is complete only when the server, asked again, has nothing after its last
+    /// object: there are servers that end a listing early and report that it is complete.
     pub(super) fn confirms_listings(&self) -> bool {
         matches!(self.location.scheme(), Scheme::S3 | Scheme::Google)
     }
 
-    /// The path of an object, as it is listed: `Path::from` would escape characters that other programs' names have.
+    /// The path of an object, as listed: `Path::from` would escape characters that other programs' names
+    /// have.
     fn path(&self, key: &str) -> Result<Path> {
         Path::parse(format!("{}/{key}", self.prefix)).map_err(|error| Error::Location {
             text: format!("{}: {error}; rename the object", self.object_name(key)),

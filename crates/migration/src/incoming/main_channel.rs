@@ -1,4 +1,4 @@
-//! The main channel's thread: sections, records, barriers, device state, and the word to the source.
+//! The main channel's thread: sections, records, barriers, device state, and the messages to the source.
 
 use std::mem;
 use std::sync::Arc;
@@ -24,9 +24,11 @@ use crate::{ChannelId, Error, Pages, Result, Sink};
 
 /// Bytes received ahead. Pages in it are forwarded from there.
 const BUFFER_BYTES: usize = 1 << 20;
-/// Bytes received at once where runs of pages are looked for: pages in it are not taken in runs.
+/// Bytes received at once where runs of pages are searched for: pages received this way are not part of a
+/// run.
 const BETWEEN_RUNS_BYTES: usize = 32 << 10;
-/// Maximum number of pages delivered to a sink at once, so that a sink can write each batch with one vectored call (two buffers a page).
+/// Maximum number of pages delivered to a sink at once, so a sink can write each batch with one vectored call
+/// (two buffers a page).
 const BATCH_PAGES_MAX: usize = 256;
 const PAGE: usize = PAGE_SIZE as usize;
 const RECORD_AND_PAGE_BYTES: u64 = CONTINUED_RECORD_BYTES as u64 + PAGE_SIZE;
@@ -40,7 +42,7 @@ pub(super) struct MainChannel<'a> {
     options: Options,
     input: InputBuffer<'a>,
     batch: PageBatch,
-    /// Where runs of pages are looked for; see [`Self::receive_run`].
+    /// State of the search for runs of pages; see [`Self::receive_run`].
     ahead: Option<RecordsAhead>,
     /// A run of pages for a sink without memory for them.
     run: Option<AlignedBuffer>,
@@ -49,7 +51,7 @@ pub(super) struct MainChannel<'a> {
     return_path: Option<ReturnPathWriter>,
     /// For a towline at the source.
     heartbeat: Option<Heartbeat>,
-    /// Memory comes, which the bandwidth limit is for.
+    /// True while memory arrives, to which the bandwidth limit applies.
     is_iterating: bool,
     /// The announced RAM in bytes.
     total: u64,
@@ -119,8 +121,8 @@ impl<'a> MainChannel<'a> {
         }
     }
 
-    /// Acknowledges the source without an acknowledgement of the destination, which may run the guest: the source
-    /// stops for good.
+    /// Acknowledges the source without an acknowledgement of the destination, which may run the guest: the
+    /// source stops for good.
     pub(super) fn acknowledge_regardless(&self) {
         if let Some(writer) = &self.return_path
             && let Err(error) = writer.send(&ReturnPathMessage::Shut(0))
@@ -219,7 +221,7 @@ impl<'a> MainChannel<'a> {
                 self.lead()
             }
             StreamItem::SectionEnd(section) => self.section_end(section.kind),
-            // An entry of the list before its last; and what `sections` has taken.
+            // An entry of the list before the last one, or an event that `sections` has handled.
             StreamItem::Block(_)
             | StreamItem::Page(_)
             | StreamItem::ZeroPage(_)
@@ -281,7 +283,7 @@ impl<'a> MainChannel<'a> {
             self.deliver_batch()?;
             while self.input.end - self.input.start < PAGE {
                 let missing = PAGE - (self.input.end - self.input.start);
-                // A run that is to be spliced begins behind the page.
+                // A run that will be spliced begins after the page.
                 let most = if self.ahead.is_some() { missing } else { BUFFER_BYTES };
                 self.receive_more("the rest of a page", most)?;
             }
@@ -334,7 +336,7 @@ impl<'a> MainChannel<'a> {
             .pages(ChannelId::Main, &Pages { block: page.block, offsets: &offsets, contents: &contents })
     }
 
-    /// Takes the run of pages that comes next, where runs are looked for; otherwise receives into the buffer.
+    /// Takes the next run of pages, where runs are searched for; otherwise receives into the buffer.
     fn receive_run_or_more(&mut self, mut state: StreamDecoder) -> Result<StreamDecoder> {
         let most = if self.ahead.is_some() { BETWEEN_RUNS_BYTES } else { BUFFER_BYTES };
         if let Some(mut ahead) = self.ahead.take_if(|_| self.is_behind_page && self.input.is_empty()) {
@@ -352,8 +354,8 @@ impl<'a> MainChannel<'a> {
         Ok(state)
     }
 
-    /// The pages that come next on the channel, if it continues with any; `state` is the one behind their records, which are to
-    /// be received yet.
+    /// The pages that come next on the channel, if any; `state` becomes the one after their records, which
+    /// are not yet received.
     fn next_run(
         &self,
         state: &mut StreamDecoder,
@@ -385,8 +387,8 @@ impl<'a> MainChannel<'a> {
         Ok(true)
     }
 
-    /// Receives these pages, and their records again, by one call: into the sink's memory, or else into whole pages of a buffer,
-    /// which a file takes as they are.
+    /// Receives these pages, and their records again, by one call: into the sink's memory, or else into whole
+    /// pages of a buffer, which a file takes as they are.
     fn receive_run(&mut self, block: BlockIndex, offsets: &[u64]) -> Result<()> {
         let (sink, channel) = (self.shared.sink, self.input.channel.as_ref());
         self.shared.reserve(offsets.len() as u64 * RECORD_AND_PAGE_BYTES)?;
@@ -462,7 +464,8 @@ fn receive_between(
     Ok(channel.recv_exact(&mut buffers)?)
 }
 
-/// Returns true if runs of pages are looked for. On a channel that wraps another, looking ahead would copy once more.
+/// Returns true if runs of pages are searched for. On a channel that wraps another, looking ahead would copy
+/// once more.
 fn takes_runs(main: &dyn Channel, sink: &dyn Sink) -> bool {
     sink.splices_records(main) || main.splice_fd().is_some()
 }
@@ -489,7 +492,8 @@ impl InputBuffer<'_> {
         self.start == self.end
     }
 
-    /// Receives more, at most `most` bytes; 0 at the stream's end. Moves what is left, always less than an item, to the front first.
+    /// Receives more, at most `most` bytes; 0 at the stream's end. Moves what is left, always less than an
+    /// item, to the front first.
     fn receive(&mut self, most: usize) -> Result<usize> {
         if self.is_empty() {
             (self.start, self.end) = (0, 0);
@@ -499,7 +503,7 @@ impl InputBuffer<'_> {
         }
         let most = most.min(self.bytes.len() - self.end);
         let room = &mut self.bytes[self.end..][..most];
-        // What is behind the bytes received is never looked at.
+        // Bytes past those received are never read.
         let received = self.channel.recv(&mut [IoBufMut::from(room)], RecvFlags::UNAUTHENTICATED)?;
         self.end += received;
         Ok(received)

@@ -17,14 +17,15 @@ use crate::{Error, Result, Session};
 
 /// Room for one message, the largest of which is 516 bytes.
 const INPUT_BYTES: usize = 1024;
-/// Interval at which a waiter looks whether the migration failed.
+/// Interval at which a waiter checks for a failure of the migration.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Time that a waiter allows the listener to read messages received before the migration failed.
 const LAST_WORDS: Duration = Duration::from_secs(1);
-/// Number of messages that are kept until the source's return path is open. A destination sends one, SWITCHOVER_ACK.
+/// Number of messages that are kept until the source's return path is open. A destination sends one,
+/// SWITCHOVER_ACK.
 const WAITING_MAX: usize = 16;
 
-/// State of the return path; a thread of its own reads it.
+/// State of the return path, which has its own reader thread.
 #[derive(Debug, Clone)]
 pub(crate) struct ReturnPath {
     peer: String,
@@ -42,7 +43,7 @@ struct ReturnPathState {
     answers: ReturnPathReader,
     /// Time of the last message.
     heard: Instant,
-    /// The listener has ended; if by an error, the session has it.
+    /// The listener has ended; the session has its error, if any.
     ended: bool,
     forwarding: Forwarding,
 }
@@ -78,7 +79,7 @@ impl ReturnPath {
         path
     }
 
-    /// Passes on to the source what is its business.
+    /// Forwards the messages that are meant for the source.
     pub(crate) fn forward_to(&self, source: ReturnPathWriter) -> Result<()> {
         let mut state = self.state();
         if let Forwarding::Buffered(messages) = &state.forwarding {
@@ -90,7 +91,7 @@ impl ReturnPath {
         Ok(())
     }
 
-    /// Allows SHUT from here on. To be called before the last bytes are sent.
+    /// Allows SHUT from here on. Call it before the last bytes are sent.
     pub(crate) fn expect_shut(&self) {
         self.state().answers.expect_shut();
     }
@@ -115,8 +116,8 @@ impl ReturnPath {
         }
     }
 
-    /// Waits until the destination acknowledges the guest. Once it does, it has it, even if the migration was
-    /// cancelled meanwhile.
+    /// Waits until the destination acknowledges the guest. Once it does, it has the guest, even if the
+    /// migration was cancelled in between.
     pub(crate) fn wait_shut(&self, session: &Session) -> Result<()> {
         self.wait(session, None, |state| state.answers.has_shut()).map(drop)
     }
@@ -134,7 +135,7 @@ impl ReturnPath {
                 return Err(Error::Cancelled);
             }
             let now = Instant::now();
-            // The failure has shut the channel down, so the listener ends, behind what had come by then.
+            // The failure has shut the channel down, so the listener ends after the bytes already received.
             if session.is_failed() && now >= *last_words_until.get_or_insert(now + LAST_WORDS) {
                 return Err(Error::Cancelled);
             }
