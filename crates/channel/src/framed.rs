@@ -16,8 +16,8 @@ mod packet;
 use crate::flags::{check_recv, check_send};
 use crate::wait::{Woken, wait};
 use crate::{
-    CallCounters, Cancel, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result,
-    SendFlags, total_len, total_len_mut,
+    CallCounters, Cancel, Capabilities, Channel, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags,
+    total_len, total_len_mut,
 };
 use inbox::Inbox;
 use outbox::Outbox;
@@ -123,7 +123,7 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
 
     /// The peer accepts no more data: returns the error that it announced before, if there is one.
     #[cfg(feature = "tls")]
-    pub(crate) fn last_words(&self) -> Option<Error> {
+    pub(crate) fn last_words(&self) -> Option<crate::Error> {
         // A thread that waits there must release the lock; data that has arrived can still be read.
         let _ = self.inner.shutdown(Shutdown::Both);
         let mut byte = [0];
