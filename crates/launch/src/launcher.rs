@@ -107,8 +107,7 @@ pub struct RunningQemu {
     pidfd: OwnedFd,
     exit: Arc<ProcessExit>,
     lifetime: Lifetime,
-    // `None` only while it is dropped.
-    directory: Option<GuestDirectory>,
+    directory: GuestDirectory,
 }
 
 /// A QEMU that did not start.
@@ -197,13 +196,7 @@ impl Launcher {
         connect: impl FnOnce(&RunningQemu, &Options) -> Result<T, towline_qmp::Error>,
     ) -> Result<(RunningQemu, T), LaunchError> {
         let started = Instant::now();
-        let Prepared { command, listener, log } = match self.prepare(guest, host) {
-            Ok(prepared) => prepared,
-            Err(error) => {
-                self.directory.remove();
-                return Err(error);
-            }
-        };
+        let Prepared { command, listener, log } = self.prepare(guest, host)?;
         let confinement = self.confinement.as_ref().map(Confinement::give);
         let Self { directory, lifetime, image, start_timeout, descriptors: mut inherited, .. } = self;
         inherited.push(listener.into());
@@ -212,16 +205,10 @@ impl Launcher {
             inherited.push(lock);
             spawn(ToSpawn { command, descriptors: inherited, lifetime, confinement, log })
         });
-        let Spawned { pid, pidfd, exit } = match spawned {
-            Ok(spawned) => spawned,
-            Err(source) => {
-                directory.remove();
-                return Err(LaunchError::Binary { binary: host.binary.clone(), source });
-            }
-        };
+        let Spawned { pid, pidfd, exit } =
+            spawned.map_err(|source| LaunchError::Binary { binary: host.binary.clone(), source })?;
         // From here on, dropping it kills the QEMU and removes its directory.
-        let mut running =
-            RunningQemu { pid, pidfd, exit, lifetime: Lifetime::WithOwner, directory: Some(directory) };
+        let mut running = RunningQemu { pid, pidfd, exit, lifetime: Lifetime::WithOwner, directory };
         // First, so a QEMU whose launcher is killed during the start is listed.
         let written = running.write_state(lifetime, image);
         // The log of a QEMU that has ended says more than its missing state.
@@ -319,12 +306,9 @@ impl RunningQemu {
     }
 
     /// Directory of the guest.
-    ///
-    /// # Panics
-    /// Never.
     #[must_use]
     pub fn directory(&self) -> &GuestDirectory {
-        self.directory.as_ref().expect("only drop removes it")
+        &self.directory
     }
 
     /// Path of its monitor's socket.
@@ -396,13 +380,10 @@ impl Drop for RunningQemu {
             self.kill();
             if self.wait(EXIT_TIMEOUT).is_none() {
                 tracing::warn!(pid = self.pid, "QEMU was killed and has not ended");
-                return;
             }
         }
-        if self.wait(Duration::ZERO).is_some()
-            && let Some(directory) = self.directory.take()
-        {
-            directory.remove();
+        if self.wait(Duration::ZERO).is_none() {
+            self.directory.keep();
         }
     }
 }

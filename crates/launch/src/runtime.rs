@@ -72,13 +72,14 @@ pub struct RuntimeRoot {
 }
 
 /// The directory of one guest, whose name is ours while this value or a process that inherited its lock
-/// lives.
+/// lives. It is removed with this value, unless it is kept for such a process.
 #[derive(Debug)]
 pub struct GuestDirectory {
     name: GuestName,
     path: PathBuf,
     directory: OwnedFd,
     lock: OwnedFd,
+    is_kept: bool,
 }
 
 /// A runtime directory that cannot be used.
@@ -222,7 +223,7 @@ impl RuntimeRoot {
             if last.and_then(|last| last.elapsed().ok()).is_some_and(|age| age > ENDED_KEPT)
                 && let Ok(ended) = self.lock(root, &name)
             {
-                ended.remove();
+                drop(ended);
             }
         }
     }
@@ -252,7 +253,7 @@ impl RuntimeRoot {
             let named = statat(CWD, path.join(LOCK), AtFlags::SYMLINK_NOFOLLOW);
             let open = fstat(&lock).map_err(|errno| io_error(&path.join(LOCK), "examine it", errno))?;
             if named.is_ok_and(|named| (named.st_dev, named.st_ino) == (open.st_dev, open.st_ino)) {
-                let claimed = GuestDirectory { name: name.clone(), path, directory, lock };
+                let claimed = GuestDirectory { name: name.clone(), path, directory, lock, is_kept: false };
                 claimed.remove_files();
                 return Ok(claimed);
             }
@@ -336,16 +337,9 @@ impl GuestDirectory {
         std::fs::rename(&staging, &path).map_err(error)
     }
 
-    /// Removes the directory and its files. The name is free afterwards.
-    pub fn remove(self) {
-        self.remove_files();
-        // The lock file is removed while it is locked: another process that opened it finds that it is not
-        // the named one.
-        let removed =
-            unlinkat(&self.directory, LOCK, AtFlags::empty()).and_then(|()| rustix::fs::rmdir(&self.path));
-        if let Err(errno) = removed {
-            tracing::debug!(path = %self.path.display(), %errno, "runtime directory is not removed");
-        }
+    /// Leaves it for a process that inherited its lock.
+    pub(crate) fn keep(&mut self) {
+        self.is_kept = true;
     }
 
     fn remove_files(&self) {
@@ -354,6 +348,22 @@ impl GuestDirectory {
             if let Err(error) = std::fs::remove_file(entry.path()) {
                 tracing::debug!(path = %entry.path().display(), %error, "file of an earlier guest is not removed");
             }
+        }
+    }
+}
+
+impl Drop for GuestDirectory {
+    fn drop(&mut self) {
+        if self.is_kept {
+            return;
+        }
+        self.remove_files();
+        // The lock file is removed while it is locked: another process that opened it finds that it is not
+        // the named one.
+        let removed =
+            unlinkat(&self.directory, LOCK, AtFlags::empty()).and_then(|()| rustix::fs::rmdir(&self.path));
+        if let Err(errno) = removed {
+            tracing::debug!(path = %self.path.display(), %errno, "runtime directory is not removed");
         }
     }
 }

@@ -12,6 +12,11 @@ fn name(text: &str) -> GuestName {
     text.parse().unwrap()
 }
 
+/// Leaves the directory of a guest as a process does that is killed.
+fn leave(mut directory: GuestDirectory) {
+    directory.keep();
+}
+
 #[test]
 fn names_are_no_paths() {
     for text in ["", ".", "..", "a/b", "-a", "a b", "é", &"a".repeat(NAME_BYTES_MAX + 1)] {
@@ -27,12 +32,12 @@ fn a_name_is_taken_until_its_directory_is_dropped() {
     let error = root.claim(&name("a")).unwrap_err();
     assert!(matches!(error, RuntimeError::Taken { .. }), "{error}");
     std::fs::write(first.path().join("qemu.log"), "of the first").unwrap();
-    drop(first);
+    leave(first);
     let second = root.claim(&name("a")).unwrap();
     assert!(!second.log_path().exists(), "what the first left is removed");
     second.create_log().unwrap();
     let path = second.path().to_owned();
-    second.remove();
+    drop(second);
     assert!(!path.exists());
     root.claim(&name("a")).unwrap();
 }
@@ -40,7 +45,7 @@ fn a_name_is_taken_until_its_directory_is_dropped() {
 #[test]
 fn a_directory_of_others_is_refused() {
     let (_parent, root) = root();
-    drop(root.claim(&name("a")).unwrap());
+    leave(root.claim(&name("a")).unwrap());
     let set = |path: &Path, mode| {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
     };
@@ -66,7 +71,7 @@ fn a_root_that_others_may_write_to_is_not_the_users() {
 #[test]
 fn symbolic_links_are_not_followed() {
     let (parent, root) = root();
-    drop(root.claim(&name("a")).unwrap());
+    leave(root.claim(&name("a")).unwrap());
     let elsewhere = parent.path().join("elsewhere");
     std::fs::create_dir(&elsewhere).unwrap();
     symlink(&elsewhere, root.path().join("b")).unwrap();
@@ -88,7 +93,8 @@ fn only_guests_that_run_are_listed() {
     let ended = root.claim(&name("b")).unwrap();
     let other = RunningGuest { name: "b".into(), start_time: state.start_time + 1, ..state.clone() };
     ended.write_state(&other).unwrap();
-    std::fs::write(root.claim(&name("c")).unwrap().path().join(STATE), "{").unwrap();
+    let damaged = root.claim(&name("c")).unwrap();
+    std::fs::write(damaged.path().join(STATE), "{").unwrap();
     assert_eq!(root.list().unwrap(), [state]);
     let taken = root.claim(&name("a")).unwrap_err().to_string();
     let pid = std::process::id();
@@ -125,7 +131,7 @@ fn directories_of_guests_that_ended_a_day_ago_are_removed() {
             log.set_modified(day_ago).unwrap();
         }
     }
-    drop((recent, old));
+    [recent, old].into_iter().for_each(leave);
     let _next = root.claim(&name("next")).unwrap();
     assert_eq!(paths.each_ref().map(|path| path.exists()), [true, true, false]);
     drop(running);
