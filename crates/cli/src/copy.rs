@@ -16,7 +16,7 @@ use crate::lock::lock;
 use crate::log::RequestId;
 use crate::notify::Notifier;
 use crate::observability::ObservabilityArgs;
-use crate::outcome::{Destinations, Results, Verb};
+use crate::outcome::{Destinations, Results, Verb, not_started};
 use crate::progress::Reporter;
 use crate::report::ReportRecorder;
 use crate::signals::{SignalEffects, cancel_on_signals};
@@ -31,7 +31,7 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     let source = match args.source.source() {
         Ok(source) => source,
         // A file of `virsh save`.
-        Err(text) if args.source.is_image() => return Ok(results.unreadable(&text)),
+        Err(text) if args.source.is_image() => return Ok(not_started(&reporter, &text, "image", Exit::Failed)),
         Err(text) => return Ok(results.usage(&text)),
     };
     if args.destinations.len() > 1 && !source.is_image() {
@@ -65,7 +65,7 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     confine(&args.transfer, &source, &destinations, &options);
     let cancel = cancel_on_signals(signal_effects(&args.transfer, &ends))?;
     if destinations.len() > 1 {
-        return Ok(clones(args, &source, &destinations, &options, &cancel));
+        return Ok(clones(&results, args, &source, &destinations, &options, &cancel));
     }
     let (Some(endpoint), Some(destination)) = (args.destinations.first(), destinations.first()) else {
         return Ok(results.usage("a copy needs a destination"));
@@ -131,15 +131,15 @@ fn observed(
 
 /// Copies to several destinations at once.
 fn clones(
+    results: &Results<'_>,
     args: &CopyArgs,
     source: &Source,
     destinations: &[Destination],
     options: &CopyRequest,
     cancel: &Cancel,
 ) -> Exit {
-    let (reporter, reporters) = Reporter::several(&args.output, &args.destinations);
-    let results = Results::of(Verb::Copied, &reporter, &args.source);
-    let results = Results { destinations: Destinations::Several, ..results };
+    let reporters = Reporter::several(&args.output, &args.destinations);
+    let results = Results { destinations: Destinations::Several, ..*results };
     let recipients: Vec<_> = destinations
         .iter()
         .zip(&reporters)
@@ -158,7 +158,7 @@ fn clones(
         let mut exit = lock(&exit);
         *exit = (*exit).max(report(&results, &args.destinations[index], copied));
     };
-    let clones = plan::Clones { targets: &recipients, options, cancel, observer: &reporter, ended: &ended };
+    let clones = plan::Clones { targets: &recipients, options, cancel, observer: results.reporter, ended: &ended };
     match plan::copy_to_all(source, &clones) {
         Ok(outcomes) => {
             let exit = *lock(&exit);

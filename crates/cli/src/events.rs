@@ -158,12 +158,10 @@ pub(crate) fn reason(error: &Error) -> &'static str {
 
 /// Formats the event `failed` of a command that could not report more.
 pub(crate) fn failed(text: &str, reason: &str, exit: Exit) -> String {
-    let mut fields = error(text);
-    fields["reason"] = reason.into();
-    line("failed", with_exit(fields, exit))
+    line("failed", failure(text, reason, exit))
 }
 
-/// Returns the fields of an event `failed`, without its exit status.
-pub(crate) fn error(text: &str) -> Value {
-    json!({ "error": text })
+/// Returns the fields of an event `failed`.
+pub(crate) fn failure(text: &str, reason: &str, exit: Exit) -> Value {
+    with_exit(json!({ "error": text, "reason": reason }), exit)
 }

@@ -37,20 +37,7 @@ impl<'a> Results<'a> {
 
     /// Reports an unusable command line.
     pub(crate) fn usage(&self, text: &str) -> Exit {
-        self.not_started(text, "usage", Exit::Usage)
-    }
-
-    /// Reports a file that cannot be a source, by its content.
-    pub(crate) fn unreadable(&self, text: &str) -> Exit {
-        self.not_started(text, "image", Exit::Failed)
-    }
-
-    fn not_started(&self, text: &str, reason: &str, exit: Exit) -> Exit {
-        let mut fields = events::error(text);
-        fields["reason"] = reason.into();
-        self.reporter.event("failed", events::with_exit(fields, exit));
-        console::error(text);
-        exit
+        not_started(self.reporter, text, "usage", Exit::Usage)
     }
 
     /// Reports a success.
@@ -102,7 +89,7 @@ impl<'a> Results<'a> {
     /// Reports that none of several copies was started.
     pub(crate) fn refused(&self, failure: &Failure) -> Exit {
         if matches!(failure.error.as_ref(), Error::Usage(_)) {
-            return self.usage(&failure.to_string());
+            return not_started(self.reporter, &failure.to_string(), "usage", Exit::Usage);
         }
         let fields = json!({
             "error": failure.error.to_string(),
@@ -128,6 +115,13 @@ impl<'a> Results<'a> {
             outcomes.len()
         ));
     }
+}
+
+/// Reports that nothing was started. Returns `exit`.
+pub(crate) fn not_started(reporter: &Reporter, text: &str, reason: &str, exit: Exit) -> Exit {
+    reporter.event("failed", events::failure(text, reason, exit));
+    console::error(text);
+    exit
 }
 
 /// Returns the fields of the event `completed`.

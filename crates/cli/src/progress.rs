@@ -90,14 +90,13 @@ impl Reporter {
         Self::with_bar(output, 0, bars, None)
     }
 
-    /// Returns a reporter for all of several destinations, and one for each, with bars below each other.
-    pub(crate) fn several<T: Display>(output: &Output, destinations: &[T]) -> (Self, Vec<Self>) {
+    /// Returns a reporter for each of several destinations, with bars below each other.
+    pub(crate) fn several<T: Display>(output: &Output, destinations: &[T]) -> Vec<Self> {
         let bars = bars(output);
         let one = |(index, destination): (usize, &T)| {
             Self::with_bar(output, index + 1, bars, Some(destination.to_string()))
         };
-        let each = destinations.iter().enumerate().map(one).collect();
-        (Self::with_bar(output, 0, None, None), each)
+        destinations.iter().enumerate().map(one).collect()
     }
 
     fn with_bar(

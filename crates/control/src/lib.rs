@@ -6,6 +6,7 @@
 //! command_line    the command line of a QEMU, for the image of its guest
 //! check           preflight check: the facts of both ends
 //! plan            copies a guest from a source to a destination, with rollback
+//! run             starts QEMUs for the guests of an image, and supervises them
 //! upgrade         replaces the QEMU of a running guest, with the memory left where it is
 //! qemu            one QEMU: facts, process, settings that are restored afterwards
 //! moves           records of undecided moves, which are listed and finished later
@@ -28,6 +29,7 @@ pub mod plan;
 mod private_dirs;
 mod process;
 pub mod qemu;
+pub mod run;
 mod staging_names;
 pub mod statistics;
 pub mod status_server;

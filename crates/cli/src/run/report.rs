@@ -1,73 +1,101 @@
-//! Reports of guests that are started, run and end: lines for people, and events.
+//! Reports of guests that run and end: lines for people, events, and the page of `--report`.
 
-use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use anyhow::Result;
 use serde_json::json;
-use towline_control::plan::{CopyPhase, Observer};
-use towline_control::qemu::StartedQemu;
-use towline_launch::RunningQemu;
+use towline_channel::Cancel;
+use towline_control::plan::{CopyResult, Failure, Observer};
+use towline_control::run::{GuestEnd, ImageChange, MemoryOrigin, RestoreObserver, Running, StartedGuest};
 
-use super::rejection::Rejection;
-use super::request::{GuestStart, MemoryOrigin};
-use crate::command_line::quoted;
+use crate::args::RunArgs;
 use crate::console;
-use crate::events;
+use crate::endpoint::Endpoint;
 use crate::exit::Exit;
+use crate::outcome::{Destinations, Results, Verb};
 use crate::progress::Reporter;
+use crate::report::{GuestReport, ReportRecorder, write_several};
 
 /// Reports of one command.
-pub(crate) struct RunReport<'a> {
-    pub(crate) reporter: &'a Reporter,
+pub(super) struct RunReport<'a> {
+    pub(super) args: &'a RunArgs,
+    pub(super) reporter: &'a Reporter,
     /// Begin of the command.
-    pub(crate) begun: Instant,
-    pub(crate) memory: &'a MemoryOrigin,
-    /// The image's absolute path, or its location.
-    pub(crate) image: &'a Path,
+    pub(super) begun: Instant,
 }
 
-/// A guest that was started.
-#[derive(Debug)]
-pub(crate) struct StartedGuest {
-    pub(crate) qemu: RunningQemu,
-    /// Its monitor, for the copy; `None`: the copy connects to it.
-    pub(crate) monitor: Option<StartedQemu>,
-    /// Time from the begin of the command until its monitor answered.
-    pub(crate) answered: Duration,
-    /// True once the guest may have run, so that it may have written to its disks.
-    pub(crate) has_run: AtomicBool,
-}
-
-/// Reports that a guest runs, as soon as it does.
-pub(crate) struct RunningObserver<'a> {
-    pub(crate) report: &'a RunReport<'a>,
-    pub(crate) guest: &'a StartedGuest,
+/// Reports of one guest while it is restored.
+struct GuestOutput {
+    reporter: Reporter,
+    recorder: ReportRecorder,
 }
 
 impl RunReport<'_> {
-    /// Reports the command that is about to start a QEMU, without secrets. The launcher adds its monitor, `-incoming`, `-sandbox` and
-    /// `-name`.
-    pub(crate) fn starting(&self, start: &GuestStart) {
-        let arguments = start.command_line.to_shown_arguments();
-        let words = std::iter::once(start.host.binary.as_os_str()).chain(arguments.iter().map(AsRef::as_ref));
-        let words: Vec<_> = words.collect();
-        let shown: Vec<_> = words.iter().map(|word| word.to_string_lossy()).collect();
-        self.reporter.event("starting", json!({ "name": start.name.as_str(), "command": shown }));
-        let quoted: Vec<_> = words.into_iter().map(quoted).collect();
-        self.reporter.line(&quoted.join(" "));
+    /// Restores the image into all QEMUs, runs the guests, and writes the page of `--report`.
+    pub(super) fn restore(&self, running: &Running, cancel: &Cancel) -> Result<Vec<CopyResult>, Failure> {
+        let names: Vec<_> = running.guests().iter().map(|guest| &guest.start.name).collect();
+        let reporters = Reporter::several(&self.args.output, &names);
+        let output = |reporter| GuestOutput { reporter, recorder: ReportRecorder::of_started(self.begun) };
+        let outputs: Vec<_> = reporters.into_iter().map(output).collect();
+        let both: Vec<_> = outputs.iter().map(|output| (&output.reporter, &output.recorder)).collect();
+        let observer = RestoreObserver {
+            guests: &both.iter().map(|both| both as &dyn Observer).collect::<Vec<_>>(),
+            all: self.reporter,
+            running: &|guest| self.running(running, guest),
+            ended: &|index, _| outputs[index].reporter.finish(),
+        };
+        let copied = running.restore(observer, cancel)?;
+        self.write_page(running, &outputs, &copied);
+        Ok(copied)
     }
 
-    fn running(&self, guest: &StartedGuest) {
-        let (name, qmp) = (guest.qemu.directory().name(), guest.qemu.qmp_path());
+    /// Writes the page of `--report`.
+    fn write_page(&self, running: &Running, outputs: &[GuestOutput], copied: &[CopyResult]) {
+        let page = &self.args.report;
+        if let ([guest], [output], [copied]) = (running.guests(), outputs, copied) {
+            let to = Endpoint::Qmp(guest.qemu.qmp_path());
+            return output.recorder.write(page, [&self.args.image, &to], copied.as_ref());
+        }
+        let guests = running.guests().iter().zip(outputs).zip(copied);
+        let guests = guests.map(|((guest, output), copied)| GuestReport {
+            name: guest.start.name.as_str(),
+            recorder: &output.recorder,
+            copied: copied.as_ref(),
+        });
+        write_several(page, &self.args.image, self.begun.elapsed(), &guests.collect::<Vec<_>>());
+    }
+
+    /// Reports the results of the restores. Returns the worst.
+    pub(super) fn restored(&self, running: &Running, copied: &Result<Vec<CopyResult>, Failure>) -> Exit {
+        let results = Results::of(Verb::Copied, self.reporter, &self.args.image);
+        let results = Results { destinations: Destinations::Several, ..results };
+        let copied = match copied {
+            Ok(copied) => copied,
+            Err(failure) => return results.refused(failure),
+        };
+        let mut exit = Exit::Done;
+        for (copied, guest) in copied.iter().zip(running.guests()) {
+            let to = Endpoint::Qmp(guest.qemu.qmp_path());
+            match copied {
+                Ok(report) if self.args.output.json => results.done(&to, report),
+                Ok(_) => {}
+                Err(failure) => exit = exit.max(results.failed(&to, failure)),
+            }
+        }
+        exit
+    }
+
+    fn running(&self, running: &Running, guest: &StartedGuest) {
+        let microseconds = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        let (name, qmp) = (&guest.start.name, guest.qemu.qmp_path());
         let fields = json!({
             "name": name.as_str(),
             "pid": guest.qemu.pid(),
             // A path need not be UTF-8, and an event is.
             "qmp": qmp.to_string_lossy(),
-            "image": self.image.to_string_lossy(),
-            "memory": self.memory.id(),
-            "answered-us": microseconds(guest.answered),
+            "image": running.image().to_string_lossy(),
+            "memory": memory_id(&running.memory),
+            "answered-us": microseconds(guest.answered.duration_since(self.begun)),
             "running-us": microseconds(self.begun.elapsed()),
         });
         self.reporter.event("running", fields);
@@ -75,33 +103,45 @@ impl RunReport<'_> {
     }
 }
 
-impl Observer for RunningObserver<'_> {
-    fn phase(&self, phase: CopyPhase) {
-        // It runs before this is known: `Running` follows the answer to `cont`, which may get lost.
-        if matches!(phase, CopyPhase::Release | CopyPhase::CutOver | CopyPhase::Running) {
-            self.guest.has_run.store(true, Ordering::Relaxed);
-        }
-        if phase == CopyPhase::Running {
-            self.report.running(self.guest);
-        }
+fn memory_id(memory: &MemoryOrigin) -> &'static str {
+    match memory {
+        MemoryOrigin::Mapped => "mapped",
+        MemoryOrigin::Reflink => "reflink",
+        MemoryOrigin::Copied(_) => "copied",
+        MemoryOrigin::Postcopy => "postcopy",
     }
 }
 
-/// Reports the end of a command.
-pub(crate) fn finished(reporter: &Reporter, guests: usize, exit: Exit) -> Exit {
-    reporter.event("run", events::with_exit(json!({ "guests": guests }), exit));
-    exit
+/// Reports guests that end, until the last one has ended or the command is cancelled, when the others are
+/// ended.
+pub(super) fn supervise(mut running: Running, cancel: &Cancel, reporter: &Reporter) -> Result<Exit> {
+    let mut exit = Exit::Done;
+    let supervised = running.supervise(cancel, &mut |end| exit = exit.max(ended(reporter, end)));
+    if let Some(change) = running.image_change() {
+        reporter.notice(&change_text(&change));
+    }
+    supervised?;
+    Ok(exit)
 }
 
-/// Reports that no guest was started.
-pub(crate) fn rejected(reporter: &Reporter, rejection: &Rejection) -> Exit {
-    let mut fields = events::error(&rejection.text);
-    fields["reason"] = rejection.reason.into();
-    reporter.event("failed", events::with_exit(fields, rejection.exit));
-    console::error(&rejection.text);
-    rejection.exit
+fn ended(reporter: &Reporter, end: &GuestEnd<'_>) -> Exit {
+    let name = &end.guest.start.name;
+    let is_success = end.status.is_some_and(|status| status.success());
+    let status = end.status.map_or_else(|| "unknown exit status".into(), |status| status.to_string());
+    reporter.event("ended", json!({ "name": name.as_str(), "success": is_success, "text": status }));
+    if is_success {
+        reporter.line(&format!("{name} has ended"));
+        return Exit::Done;
+    }
+    let reason = end.change.as_ref().map_or_else(|| end.guest.qemu.log_tail(), change_text);
+    console::error(&format!("QEMU of {name} ended ({status}): {reason}"));
+    Exit::Failed
 }
 
-fn microseconds(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+fn change_text(change: &ImageChange) -> String {
+    let ImageChange { path, difference, .. } = change;
+    let path = path.display();
+    format!(
+        "image {path} was changed while its memory was in use: {difference}; `towline inspect --verify {path}` names what differs"
+    )
 }

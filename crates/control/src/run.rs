@@ -1,0 +1,203 @@
+//! Guests from an image, each in a QEMU that is started here, supervised until the last one has ended.
+//!
+//! ```text
+//!   prepare ─► Prepared ─ start ─► Running ─ restore ─ settle ─► Running ─ supervise, or detach
+//!   image locked,                  names, overlays, QEMUs        the guests run
+//!   command lines allowed          └─ dropped: the QEMUs are ended, and overlays of guests that never ran are removed
+//! ```
+//! The image is locked (shared) until the last guest has ended, and is what it was whatever happens: a guest
+//! that fails is in it. An image may come from anyone; what names something of this host is in
+//! [`RunOptions::host`].
+//!
+//! Out of scope: the command line and output, and an upgrade of these guests (`upgrade`). Limits: Linux,
+//! QEMUs of one user on one host.
+
+#[cfg(feature = "store")]
+mod cache;
+mod error;
+mod guests;
+mod image;
+mod options;
+mod running;
+#[cfg(test)]
+mod tests;
+
+use std::num::NonZero;
+use std::panic::resume_unwind;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Mutex, OnceLock};
+use std::thread;
+use std::time::Instant;
+
+use towline_channel::Cancel;
+use towline_launch::{CreatedOverlay, GuestDirectory, IncomingOption, Launcher, QemuVersion};
+
+use crate::lock::lock;
+use crate::plan::{CopyRequest, PostcopyStart, RequestedPages, Task, TransferOptions};
+use crate::qemu::StartedQemu;
+use guests::PlannedGuests;
+use image::RunImage;
+use running::Guests;
+
+pub use error::Error;
+pub use guests::{GuestStart, MemoryOrigin, Notice};
+pub use image::ImageChange;
+pub use options::{
+    CommandLineTrust, Disks, Download, ImageLocation, MemoryRequest, PrepareContext, RunOptions,
+};
+pub use running::{GuestEnd, RestoreObserver, Running, StartedGuest};
+
+/// Guests of which none was started.
+#[derive(Debug)]
+pub struct Prepared<'a> {
+    /// What the user should know before they start.
+    pub notices: Vec<Notice>,
+    options: &'a RunOptions,
+    image: RunImage,
+    starts: Vec<GuestStart>,
+    memory: MemoryOrigin,
+}
+
+/// A guest whose name and disks are its own.
+struct Claimed {
+    start: GuestStart,
+    directory: GuestDirectory,
+    overlays: Vec<CreatedOverlay>,
+}
+
+/// Use of the connections by which monitors have answered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Monitors {
+    /// The copy continues with it.
+    Kept,
+    /// Closed: the QEMUs are compared with each other first, or need another kind of connection.
+    Free,
+}
+
+/// Opens the image, which is copied from its store to a file first if guests are to map it, and makes the
+/// command lines of its guests.
+///
+/// # Errors
+/// Everything of the image, its command line or this host that excludes a start.
+pub fn prepare<'a>(options: &'a RunOptions, context: PrepareContext<'_>) -> Result<Prepared<'a>, Error> {
+    let (image, version) = thread::scope(|scope| {
+        // The binary runs for its version while a store is waited for. Only memory that is mapped depends on
+        // it.
+        let of_binary = || QemuVersion::of_binary(&options.host);
+        let version = options.memory.is_mapped().then(|| scope.spawn(of_binary));
+        let image = RunImage::open(options, context);
+        (image, version.map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic))))
+    });
+    let image = image?;
+    let PlannedGuests { starts, memory, notices } = guests::plan(options, &image, version.transpose()?)?;
+    Ok(Prepared { notices, options, image, starts, memory })
+}
+
+impl Prepared<'_> {
+    /// Starts the QEMUs, as many at once as the host has processors, since nearly all of it is QEMU's own
+    /// work. Each is started after a call of `starting`. Returns when their monitors have answered.
+    ///
+    /// # Errors
+    /// A name that is taken, an overlay that cannot be made, or a QEMU that does not start. Then the others
+    /// are ended, and nothing is left of any of them.
+    pub fn start(self, cancel: &Cancel, starting: &(dyn Fn(&GuestStart) + Sync)) -> Result<Running, Error> {
+        let Self { options, image, starts, memory, .. } = self;
+        let count = starts.len();
+        let is_kept = count == 1 && options.memory != MemoryRequest::Postcopy;
+        let monitors = if is_kept { Monitors::Kept } else { Monitors::Free };
+        let waiting = Mutex::new(claim(starts, options)?.into_iter());
+        // Whatever fails, those that were started are ended.
+        let (started, failed) = (Mutex::new(Guests::default()), OnceLock::new());
+        let work = || {
+            while !cancel.is_cancelled() {
+                let next = {
+                    let mut waiting = lock(&waiting);
+                    let next = waiting.next();
+                    // In their order.
+                    next.iter().for_each(|guest| starting(&guest.start));
+                    next
+                };
+                let Some(guest) = next else { return };
+                match start_one(guest, options, &image, monitors) {
+                    Ok(guest) => lock(&started).0.push(guest),
+                    Err(error) => {
+                        lock(&waiting).by_ref().for_each(drop);
+                        failed.get_or_init(|| error);
+                    }
+                }
+            }
+        };
+        let threads = thread::available_parallelism().map_or(1, NonZero::get).min(count);
+        thread::scope(|scope| {
+            // This thread is one of them.
+            for _ in 1..threads {
+                scope.spawn(work);
+            }
+            work();
+        });
+        let mut guests = std::mem::take(&mut *lock(&started));
+        failed.into_inner().map_or(Ok(()), Err)?;
+        cancel.check()?;
+        guests.0.sort_by_key(|guest| guest.start.n);
+        Ok(Running { memory, guests, image, request: request(options.memory) })
+    }
+}
+
+/// Takes the names of the guests, and then makes their overlays: only the run that has a name makes the disks
+/// of that name.
+fn claim(starts: Vec<GuestStart>, options: &RunOptions) -> Result<Vec<Claimed>, Error> {
+    let mut claimed = Vec::new();
+    for start in starts {
+        let directory = options.root.claim(&start.name)?;
+        claimed.push(Claimed { start, directory, overlays: Vec::new() });
+    }
+    for Claimed { start, overlays, .. } in &mut claimed {
+        for overlay in &start.overlays {
+            overlays.push(overlay.create(&start.host)?);
+        }
+    }
+    Ok(claimed)
+}
+
+fn start_one(
+    claimed: Claimed,
+    options: &RunOptions,
+    image: &RunImage,
+    monitors: Monitors,
+) -> Result<StartedGuest, Error> {
+    let Claimed { start, directory, overlays } = claimed;
+    let mut launcher = Launcher::new(directory);
+    launcher.incoming = IncomingOption::Defer;
+    launcher.image = Some(image.name.clone());
+    launcher.lifetime = options.lifetime;
+    // A guest that outlives this process keeps the lock.
+    launcher.descriptors.extend(image.lock().map_err(Error::Lock)?.map(Into::into));
+    let (line, host) = (&start.command_line, &start.host);
+    let started = match monitors {
+        Monitors::Kept => launcher
+            .start_with(line, host, |qemu, options| {
+                StartedQemu::connect(&qemu.qmp_path(), qemu.pid(), options)
+            })
+            .map(|(qemu, monitor)| (qemu, Some(monitor))),
+        Monitors::Free => launcher.start(line, host).map(|qemu| (qemu, None)),
+    };
+    let (qemu, monitor) =
+        started.map_err(|source| Error::NotStarted { guest: start.name.clone(), source })?;
+    let (answered, has_run) = (Instant::now(), AtomicBool::new(false));
+    Ok(StartedGuest { qemu, answered, start, monitor, overlays, has_run })
+}
+
+/// The copy that brings the guests into their QEMUs.
+fn request(memory: MemoryRequest) -> CopyRequest {
+    let (transfer, run) = (TransferOptions::default(), Some(true));
+    let task = match memory {
+        MemoryRequest::Postcopy => Task::Postcopy {
+            transfer,
+            start: PostcopyStart::Copy { run },
+            requested_pages: RequestedPages::MainChannel,
+            record_working_set: true,
+        },
+        _ => Task::Copy { transfer, run, resume: false, base: None },
+    };
+    CopyRequest { requires_mapped_memory: memory == MemoryRequest::Mapped, ..CopyRequest::new(task) }
+}

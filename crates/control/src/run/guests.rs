@@ -1,0 +1,316 @@
+//! The guests of one run: their names, their command lines, and where their memory comes from. Nothing is
+//! started here.
+
+use std::ffi::OsString;
+use std::path::Path;
+
+use towline_image::Image;
+use towline_launch::command_line::QemuOption;
+use towline_launch::{
+    AllowedCommandLine, CommandLine, GuestIdentity, GuestName, HostArguments, Lifetime, MappedBlock,
+    MappedMemory, Overlay, OverlayPlan, QemuVersion, Recorded, Refused, Sharing, Start, check_in_use,
+};
+use towline_protocol::RamBlock;
+
+use super::error::Error;
+use super::image::RunImage;
+use super::options::{CommandLineTrust, Disks, MemoryRequest, RunOptions};
+use crate::command_line;
+use crate::in_place::{Reflink, UnusedReflink};
+
+/// A guest that is about to start.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct GuestStart {
+    /// Its name.
+    pub name: GuestName,
+    /// Its number.
+    pub(super) n: u32,
+    pub(super) host: HostArguments,
+    pub(super) command_line: AllowedCommandLine,
+    /// Overlays that have to be made first.
+    pub(super) overlays: Vec<Overlay>,
+    /// The image's reflink that is its memory, if devices of other processes share that.
+    pub(super) reflink: Option<UnusedReflink>,
+}
+
+/// Origin of the guests' memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum MemoryOrigin {
+    /// It is mapped from the image.
+    Mapped,
+    /// It is mapped from a reflink of the image.
+    Reflink,
+    /// It is copied, for this reason; `None`: as requested.
+    Copied(Option<String>),
+    /// It follows the guest, which runs at once.
+    Postcopy,
+}
+
+/// The guests of one run.
+#[derive(Debug)]
+pub(super) struct PlannedGuests {
+    pub(super) starts: Vec<GuestStart>,
+    pub(super) memory: MemoryOrigin,
+    pub(super) notices: Vec<Notice>,
+}
+
+/// What a user should know before the guests start.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Notice {
+    /// The only guest has a network card, which sends with the stored guest's MAC address.
+    NetworkCard,
+    /// Memory is copied, for this reason.
+    MemoryIsCopied(String),
+    /// A balloon gives nothing back of memory that is mapped.
+    Balloon,
+    /// QEMU's own network is isolated; the key of the option that opens it, if it has one.
+    IsolatedNetwork(Option<String>),
+    /// The names of guests that outlive this process are lost when its user logs out.
+    NamesEndWithSession,
+}
+
+impl GuestStart {
+    pub(super) fn new(
+        options: &RunOptions,
+        recorded: Option<&Recorded>,
+        n: u32,
+        name: GuestName,
+    ) -> Result<Self, Error> {
+        let host = options.host.for_guest(GuestIdentity { n, name: name.as_str() })?;
+        // The user's own settings follow, and replace these.
+        let ids = recorded.map(Recorded::new_generation_ids).unwrap_or_default();
+        let settings = ids.into_iter().chain(host.settings).collect();
+        // It is as it is, whatever braces it has.
+        let working_directory = options.host.working_directory.clone();
+        let host = HostArguments { settings, working_directory, ..host };
+        let command_line = match (recorded, options.trust) {
+            (Some(recorded), CommandLineTrust::Trusted) => recorded.trust(&host)?,
+            (Some(recorded), CommandLineTrust::Untrusted) => recorded.allow(&host)?,
+            (None, _) => {
+                let own = CommandLine::parse(&host.arguments).map_err(Refused::Argument)?;
+                own.accept(&HostArguments { arguments: Vec::new(), ..host.clone() })?
+            }
+        };
+        Ok(Self { name, n, host, command_line, overlays: Vec::new(), reflink: None })
+    }
+
+    /// Program and arguments of its QEMU for people, without secrets. The launcher adds its monitor,
+    /// `-incoming`, `-sandbox` and `-name`.
+    pub fn shown_command(&self) -> Vec<OsString> {
+        let program = self.host.binary.clone().into_os_string();
+        std::iter::once(program).chain(self.command_line.to_shown_arguments()).collect()
+    }
+}
+
+/// Returns the guests to start: their memory is not mapped without the QEMU's `version`. They do not collide
+/// with each other or with this host.
+pub(super) fn plan(
+    options: &RunOptions,
+    image: &RunImage,
+    version: Option<QemuVersion>,
+) -> Result<PlannedGuests, Error> {
+    let recorded = image.origin.as_ref().map(command_line::recorded).transpose()?.flatten();
+    if recorded.is_none() && options.host.arguments.is_empty() {
+        return Err(Error::NoCommandLine { image: image.name.display().to_string() });
+    }
+    let numbered = (0..).zip(names(options, &image.stem)?);
+    let start = |(n, name)| GuestStart::new(options, recorded.as_ref(), n, name);
+    let mut starts = numbered.map(start).collect::<Result<Vec<_>, _>>()?;
+    if let Disks::Overlays(directory) = &options.disks {
+        use_overlays(directory.as_deref().unwrap_or(&image.directory), &mut starts)?;
+    }
+    let memory = map_memory(options.memory, image, version, &mut starts)?;
+    let checked: Vec<_> = starts
+        .iter()
+        .map(|guest| Start { name: guest.name.as_str(), command_line: &guest.command_line })
+        .collect();
+    check_in_use(&checked)?;
+    let notices = notices(options, &starts, &memory);
+    Ok(PlannedGuests { starts, memory, notices })
+}
+
+/// The names of the guests, numbered if there are several.
+pub(super) fn names(options: &RunOptions, stem: &str) -> Result<Vec<GuestName>, Error> {
+    let base = options.name.as_ref().map_or(stem, GuestName::as_str);
+    let names = match options.count {
+        1 => vec![base.to_owned()],
+        count => (0..count).map(|n| format!("{base}-{n}")).collect(),
+    };
+    names.iter().map(|name| Ok(name.parse()?)).collect()
+}
+
+/// Has the guests write to overlays of their disks, which are not made yet.
+fn use_overlays(directory: &Path, guests: &mut [GuestStart]) -> Result<(), Error> {
+    // Backing files are named in overlays, whose directory is another one.
+    let directory = std::path::absolute(directory).unwrap_or_else(|_| directory.to_owned());
+    for guest in guests.iter_mut() {
+        let plan = OverlayPlan {
+            guest: &guest.name,
+            directory: &directory,
+            working_directory: guest.host.working_directory.as_deref().unwrap_or(Path::new("/")),
+        };
+        guest.overlays = guest.command_line.use_overlays(&plan)?;
+    }
+    let all: Vec<_> = guests.iter().flat_map(|guest| guest.overlays.iter().cloned()).collect();
+    Ok(Overlay::check(&all)?)
+}
+
+/// Has the guests map their memory from the image, if that is requested and possible.
+fn map_memory(
+    request: MemoryRequest,
+    image: &RunImage,
+    version: Option<QemuVersion>,
+    guests: &mut [GuestStart],
+) -> Result<MemoryOrigin, Error> {
+    let mapped = image.file().zip(version).filter(|_| request.is_mapped());
+    let Some((image, version)) = mapped else {
+        return Ok(match request {
+            MemoryRequest::Copied => MemoryOrigin::Copied(None),
+            _ => MemoryOrigin::Postcopy,
+        });
+    };
+    let mapped = guests.iter().map(|guest| MappedGuest::of(image, &guest.command_line, version));
+    match mapped.collect::<Result<Vec<_>, _>>() {
+        Ok(mapped) => {
+            for (guest, mapped) in guests.iter_mut().zip(mapped) {
+                (guest.command_line, guest.reflink) = (mapped.command_line, mapped.reflink);
+            }
+            let has_reflinks = guests.iter().any(|guest| guest.reflink.is_some());
+            Ok(if has_reflinks { MemoryOrigin::Reflink } else { MemoryOrigin::Mapped })
+        }
+        Err(reason) if request == MemoryRequest::Mapped => {
+            Err(Error::NotMapped { image: image.path().to_owned(), reason })
+        }
+        Err(reason) => Ok(MemoryOrigin::Copied(Some(reason))),
+    }
+}
+
+/// A guest whose memory is mapped.
+#[derive(Debug)]
+struct MappedGuest {
+    command_line: AllowedCommandLine,
+    reflink: Option<UnusedReflink>,
+}
+
+impl MappedGuest {
+    /// Has a guest map its memory: from the image, or from a reflink of it that its devices share.
+    fn of(image: &Image, guest: &AllowedCommandLine, version: QemuVersion) -> Result<Self, String> {
+        if image.is_incremental() {
+            return Err("the image is an increment; make a whole one with `towline copy IMAGE NEW`".into());
+        }
+        // The user's own arguments too: they may bring a backend or such a device.
+        let whole = CommandLine::parse(guest.to_arguments()).map_err(|error| error.to_string())?;
+        let reflink = match whole.options().iter().any(is_vhost_user) {
+            true => {
+                let made = Reflink::create(image);
+                let why = "vhost-user devices share the guest's memory, which needs a file of its own";
+                Some(made.map_err(|error| format!("{why}: {error}"))?)
+            }
+            false => None,
+        };
+        let (path, sharing) = match &reflink {
+            Some(reflink) => (reflink.path().to_owned(), Sharing::Shared),
+            None => (image.path().canonicalize().map_err(|error| error.to_string())?, Sharing::CopyOnWrite),
+        };
+        let mut command_line = guest.clone();
+        let memory = MappedMemory { blocks: blocks(image, &whole, &path)?, sharing };
+        memory.apply(&mut command_line, version).map_err(|error| error.to_string())?;
+        Ok(Self { command_line, reflink: reflink.map(UnusedReflink::new) })
+    }
+}
+
+/// The guest's memory, block by block, as ranges of `file`, which is the image or its reflink.
+fn blocks(image: &Image, whole: &CommandLine, file: &Path) -> Result<Vec<MappedBlock>, String> {
+    let blocks = image.ram_blocks();
+    let backends = backends(whole);
+    let mapped: Vec<_> = if backends.is_empty() {
+        // The machine's own memory is the largest block by far; others are firmware and video memory.
+        let main =
+            blocks.iter().max_by_key(|block| block.length).filter(|block| block.name.ends_with(".ram"));
+        vec![main.ok_or("no block of the image is the machine's memory")?]
+    } else {
+        let find = |id: &String| {
+            let block = blocks.iter().find(|block| block.name == *id);
+            block.ok_or_else(|| format!("the image has no block of the memory backend {id}"))
+        };
+        backends.iter().map(find).collect::<Result<_, _>>()?
+    };
+    let range = |block: &RamBlock| {
+        let position = block.mapped.ok_or("the image's blocks have no position")?;
+        let (id, path) = (block.name.clone(), file.to_owned());
+        Ok(MappedBlock { id, path, offset: position.pages_offset, length: block.length })
+    };
+    mapped.into_iter().map(range).collect()
+}
+
+/// Ids of the backends that are the guest's memory: the machine's, and those of its NUMA nodes. Others are of
+/// devices.
+fn backends(command_line: &CommandLine) -> Vec<String> {
+    let main = command_line.merged_value("machine", "memory-backend");
+    let nodes = command_line.named("numa").filter_map(|option| option.properties()?.value("memdev"));
+    main.into_iter().chain(nodes).collect()
+}
+
+pub(super) fn is_vhost_user(option: &QemuOption) -> bool {
+    let Some(properties) = option.properties() else { return false };
+    let value = |key: &str| properties.value(key).unwrap_or_default();
+    match option.name.as_str() {
+        "netdev" => value("type") == "vhost-user",
+        "device" => value("driver").starts_with("vhost-user"),
+        _ => false,
+    }
+}
+
+/// What their user should know.
+fn notices(options: &RunOptions, starts: &[GuestStart], memory: &MemoryOrigin) -> Vec<Notice> {
+    let Some(GuestStart { command_line, .. }) = starts.first() else { return Vec::new() };
+    let mut notices = Vec::new();
+    if starts.len() == 1 && has_card(command_line) {
+        notices.push(Notice::NetworkCard);
+    }
+    if let MemoryOrigin::Copied(Some(reason)) = memory {
+        notices.push(Notice::MemoryIsCopied(reason.clone()));
+    }
+    if *memory == MemoryOrigin::Mapped && has_balloon(command_line) {
+        notices.push(Notice::Balloon);
+    }
+    if options.trust == CommandLineTrust::Untrusted {
+        notices.extend(isolated_networks(command_line).into_iter().map(Notice::IsolatedNetwork));
+    }
+    if options.lifetime == Lifetime::Detached && options.root.ends_with_session() {
+        notices.push(Notice::NamesEndWithSession);
+    }
+    notices
+}
+
+/// Returns true if the guest has a network card with a network.
+fn has_card(guest: &AllowedCommandLine) -> bool {
+    let Ok(whole) = CommandLine::parse(guest.to_arguments()) else { return false };
+    whole.options().iter().any(|option| match option.name.as_str() {
+        "device" => option.properties().is_some_and(|properties| properties.value("netdev").is_some()),
+        "nic" => option.value_text().as_deref() != Some("none"),
+        _ => false,
+    })
+}
+
+/// Keys of QEMU's own networks, which are isolated unless this host says otherwise; one of QEMU's defaults
+/// has none.
+fn isolated_networks(guest: &AllowedCommandLine) -> Vec<Option<String>> {
+    let line = guest.command_line();
+    let is_isolated = |option: &QemuOption| {
+        let value =
+            |key| option.properties().and_then(|properties| properties.value(key)).unwrap_or_default();
+        ["net", "netdev", "nic"].contains(&option.name.as_str())
+            && value("type") == "user"
+            && value("restrict") == "on"
+    };
+    let keys = line.options().iter().zip(line.setting_keys()).filter(|(option, _)| is_isolated(option));
+    keys.map(|(option, key)| (option.name.as_str() != "net").then_some(key)).collect()
+}
+
+/// Returns true if the guest has a balloon.
+fn has_balloon(guest: &AllowedCommandLine) -> bool {
+    let driver = |option: &QemuOption| option.properties()?.value("driver");
+    guest.command_line().named("device").filter_map(driver).any(|driver| driver.starts_with("virtio-balloon"))
+}

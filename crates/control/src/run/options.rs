@@ -1,0 +1,112 @@
+//! The request of a run.
+
+use std::path::PathBuf;
+
+use towline_channel::Cancel;
+use towline_image::Location;
+use towline_launch::{GuestName, HostArguments, Lifetime, RuntimeRoot};
+
+use crate::plan::Observer;
+
+/// Request for the guests of an image.
+#[derive(Debug, Clone)]
+pub struct RunOptions {
+    /// The image.
+    pub image: ImageLocation,
+    /// Name of the guest, or beginning of the clones' names; `None`: that of the image.
+    pub name: Option<GuestName>,
+    /// Number of clones.
+    pub count: u32,
+    /// Way in which the guests get their memory.
+    pub memory: MemoryRequest,
+    /// End of their QEMUs' lives.
+    pub lifetime: Lifetime,
+    /// Disks that they write.
+    pub disks: Disks,
+    /// Directory of the files of images from object stores; `None`: that of this user.
+    pub cache_directory: Option<PathBuf>,
+    /// Trust in the image's command line.
+    pub trust: CommandLineTrust,
+    /// The QEMU, its working directory, and settings and arguments with the variables of clones.
+    pub host: HostArguments,
+    /// Directory of the guests that towline starts.
+    pub root: RuntimeRoot,
+}
+
+/// Place of an image.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ImageLocation {
+    /// A file of this host.
+    File(PathBuf),
+    /// An object store; refused by a build without the feature `store`.
+    Store(Location),
+}
+
+/// Way in which guests get their memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MemoryRequest {
+    /// Mapped from the image if that is possible, else copied.
+    MappedOrCopied,
+    /// Mapped from the image.
+    Mapped,
+    /// Copied.
+    Copied,
+    /// On demand, while the guest runs.
+    Postcopy,
+}
+
+impl MemoryRequest {
+    /// Returns true if memory is mapped where that is possible.
+    pub(super) fn is_mapped(self) -> bool {
+        matches!(self, Self::MappedOrCopied | Self::Mapped)
+    }
+}
+
+/// Disks that guests write.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Disks {
+    /// Those of the command line.
+    Own,
+    /// Overlays of them, in this directory; `None`: that of the image, or the working directory for an image
+    /// in a store.
+    Overlays(Option<PathBuf>),
+}
+
+/// Trust in the command line of an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CommandLineTrust {
+    /// It may come from anyone: only what is known to be harmless is used.
+    Untrusted,
+    /// It is used as it is, with its files and programs.
+    Trusted,
+}
+
+/// What ends or observes the preparation.
+#[derive(Clone, Copy)]
+pub struct PrepareContext<'a> {
+    /// Ends every wait.
+    pub cancel: &'a Cancel,
+    /// Observes the copy of an image from a store to a file, and receives notices.
+    pub observer: &'a dyn Observer,
+    /// Called before a wait for that file.
+    pub downloading: &'a dyn Fn(Download),
+}
+
+/// A wait for the file of an image in a store.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Download {
+    /// The image is copied to the file.
+    Copies {
+        /// The image.
+        image: Location,
+        /// The file.
+        path: PathBuf,
+        /// Bytes that will be written.
+        bytes: u64,
+    },
+    /// Another process makes the file.
+    Awaits {
+        /// The file.
+        path: PathBuf,
+    },
+}
