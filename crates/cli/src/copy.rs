@@ -11,7 +11,7 @@ use towline_control::status_server::StatusServer;
 
 use crate::args::{CopyArgs, MoveArgs, TransferArgs};
 use crate::endpoint::Endpoint;
-use crate::exit::Exit;
+use crate::exit::{Exit, UsageError};
 use crate::lock::lock;
 use crate::log::RequestId;
 use crate::notify::Notifier;
@@ -31,8 +31,10 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     let source = match args.source.source() {
         Ok(source) => source,
         // A file of `virsh save`.
-        Err(text) if args.source.is_image() => return Ok(not_started(&reporter, &text, "image", Exit::Failed)),
-        Err(text) => return Ok(results.usage(&text)),
+        Err(text) if args.source.is_image() => {
+            return Ok(not_started(&reporter, &text, "image", Exit::Failed));
+        }
+        Err(text) => return Err(UsageError(text).into()),
     };
     if args.destinations.len() > 1 && !source.is_image() {
         let text = format!(
@@ -40,27 +42,20 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
             args.destinations.len(),
             args.source
         );
-        return Ok(results.usage(&text));
+        return Err(UsageError(text).into());
     }
-    let destinations: Result<Vec<_>, _> = args.destinations.iter().map(Endpoint::destination).collect();
-    let destinations = match destinations {
-        Ok(destinations) => destinations,
-        Err(text) => return Ok(results.usage(&text)),
-    };
-    let options = match request::of_copy(args, &source) {
-        Ok(options) => options,
-        Err(text) => return Ok(results.usage(&text)),
-    };
+    let destinations = args.destinations.iter().map(Endpoint::destination);
+    let destinations: Vec<_> = destinations.collect::<Result<_, _>>().map_err(UsageError)?;
+    let options = request::of_copy(args, &source).map_err(UsageError)?;
     if destinations.len() > 1 && args.transfer.report.report.is_some() {
-        return Ok(results.usage("--report is for one DEST: start one towline for each"));
+        return Err(UsageError("--report is for one DEST: start one towline for each".into()).into());
     }
     if destinations.len() > 1 && args.transfer.observability.is_requested() {
-        return Ok(results.usage("--qmp and --metrics are for one DEST: start one towline for each"));
+        let text = "--qmp and --metrics are for one DEST: start one towline for each";
+        return Err(UsageError(text.into()).into());
     }
     let ends: Vec<&Endpoint> = std::iter::once(&args.source).chain(&args.destinations).collect();
-    if let Err(text) = args.transfer.report.check(&ends) {
-        return Ok(results.usage(&text));
-    }
+    args.transfer.report.check(&ends).map_err(UsageError)?;
     let notifier = Notifier::from_environment();
     confine(&args.transfer, &source, &destinations, &options);
     let cancel = cancel_on_signals(signal_effects(&args.transfer, &ends))?;
@@ -68,7 +63,7 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
         return Ok(clones(&results, args, &source, &destinations, &options, &cancel));
     }
     let (Some(endpoint), Some(destination)) = (args.destinations.first(), destinations.first()) else {
-        return Ok(results.usage("a copy needs a destination"));
+        return Err(UsageError("a copy needs a destination".into()).into());
     };
     let recorder = ReportRecorder::new();
     let observer = (&(&reporter, &notifier), &recorder);
@@ -158,7 +153,8 @@ fn clones(
         let mut exit = lock(&exit);
         *exit = (*exit).max(report(&results, &args.destinations[index], copied));
     };
-    let clones = plan::Clones { targets: &recipients, options, cancel, observer: results.reporter, ended: &ended };
+    let clones =
+        plan::Clones { targets: &recipients, options, cancel, observer: results.reporter, ended: &ended };
     match plan::copy_to_all(source, &clones) {
         Ok(outcomes) => {
             let exit = *lock(&exit);
@@ -174,31 +170,21 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
     let reporter = Reporter::new(&args.output);
     reporter.report_start(request);
     let results = Results::of(Verb::Moved, &reporter, &args.source);
-    let source = match args.source.source() {
-        Ok(source @ Source::Qmp(_)) => source,
-        Ok(_) => {
-            let text = format!(
-                "move ends the QEMU at its SOURCE, and so needs a qmp: endpoint; for {} use `copy`",
-                args.source
-            );
-            return Ok(results.usage(&text));
-        }
-        Err(text) => return Ok(results.usage(&text)),
-    };
+    let source = args.source.source().map_err(UsageError)?;
+    if !matches!(source, Source::Qmp(_)) {
+        let text = format!(
+            "move ends the QEMU at its SOURCE, and so needs a qmp: endpoint; for {} use `copy`",
+            args.source
+        );
+        return Err(UsageError(text).into());
+    }
     if args.resume {
-        return Ok(results.usage("--resume: a moved guest does not continue at SOURCE; use `copy --resume`"));
+        let text = "--resume: a moved guest does not continue at SOURCE; use `copy --resume`";
+        return Err(UsageError(text.into()).into());
     }
-    let destination = match args.destination.destination() {
-        Ok(destination) => destination,
-        Err(text) => return Ok(results.usage(&text)),
-    };
-    let options = match request::of_move(args, &destination) {
-        Ok(options) => options,
-        Err(text) => return Ok(results.usage(&text)),
-    };
-    if let Err(text) = args.transfer.report.check(&[&args.source, &args.destination]) {
-        return Ok(results.usage(&text));
-    }
+    let destination = args.destination.destination().map_err(UsageError)?;
+    let options = request::of_move(args, &destination).map_err(UsageError)?;
+    args.transfer.report.check(&[&args.source, &args.destination]).map_err(UsageError)?;
     confine(&args.transfer, &source, std::slice::from_ref(&destination), &options);
     let cancel = cancel_on_signals(signal_effects(&args.transfer, &[&args.source, &args.destination]))?;
     let observability = &args.transfer.observability;

@@ -35,11 +35,6 @@ impl<'a> Results<'a> {
         Self { reporter, source, verb, destinations: Destinations::One }
     }
 
-    /// Reports an unusable command line.
-    pub(crate) fn usage(&self, text: &str) -> Exit {
-        not_started(self.reporter, text, "usage", Exit::Usage)
-    }
-
     /// Reports a success.
     pub(crate) fn done(&self, destination: &Endpoint, report: &CopyReport) {
         let fields = completed(self.source, destination, report);

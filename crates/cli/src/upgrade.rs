@@ -18,7 +18,7 @@ use crate::command_line::quoted;
 use crate::console;
 use crate::endpoint::Endpoint;
 use crate::events;
-use crate::exit::Exit;
+use crate::exit::{Exit, UsageError};
 use crate::log::RequestId;
 use crate::outcome::{Results, Verb};
 use crate::progress::Reporter;
@@ -32,15 +32,13 @@ pub(crate) fn run(args: &UpgradeArgs, request: Option<RequestId>) -> Result<Exit
     let results = Results::of(Verb::Upgraded, &reporter, &args.old);
     let Ok(Source::Qmp(old)) = args.old.source() else {
         let text = format!("upgrade replaces a running QEMU, and so needs a qmp: endpoint, not {}", args.old);
-        return Ok(results.usage(&text));
+        return Err(UsageError(text).into());
     };
     let cancel = cancel_on_signals(SignalEffects {
         first: "cancelling; the guest stays in the old QEMU, unless the switchover is in progress",
         second: Some("the next upgrade, or `towline moves`, continues from there"),
     })?;
-    if let Err(text) = args.report.check(&[&args.old]) {
-        return Ok(results.usage(&text));
-    }
+    args.report.check(&[&args.old]).map_err(UsageError)?;
     let options = UpgradeOptions {
         old,
         binary: args.qemu.clone(),
