@@ -22,7 +22,7 @@ fn a_secret_is_in_no_output_whatever_happens() {
     assert!(s3.keys().contains(&"vm/a.towline".to_owned()));
     assert_no_secret(&fixture, &["copy", "--json", &image, "mem:"]);
     assert_no_secret(&fixture, &["inspect", "--verify", &image]);
-    assert_no_secret(&fixture, &["inspect", "--garbage", &format!("s3://{BUCKET}/vm")]);
+    assert_no_secret(&fixture, &["store", "gc", "--dry-run", &format!("s3://{BUCKET}/vm")]);
     assert_no_secret(&fixture, &["copy", &image, "mem:8M,backing=x"]);
     assert_no_secret(&fixture, &["copy", "mem:4M", "s3://no-such-bucket/a"]);
     assert_no_secret(&fixture, &["copy", "mem:4M", &format!("s3://key:{SECRET}@{BUCKET}/a")]);
