@@ -198,7 +198,6 @@ fn a_guest_at_its_limit_does_not_affect_another() {
     drop(silent);
 }
 
-/// The option cannot raise a guest's share of the descriptors.
 #[test]
 fn a_socket_that_cannot_be_made_is_named_once() {
     for command in [&["vsock", "--cid", "33"][..], &["net", "--tap", "towline-none"]] {
