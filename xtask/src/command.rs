@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
+use serde_json::Value;
 
 /// The workspace's root.
 pub(crate) fn root() -> PathBuf {
@@ -34,6 +35,12 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
         bail!("{} failed with {status}", shown(command));
     }
     Ok(())
+}
+
+/// Runs a script that lies beside `src`, with cargo's target directory in its environment.
+pub(crate) fn script<'a>(name: &str, arguments: impl IntoIterator<Item = &'a str>) -> Result<()> {
+    let mut script = Command::new(root().join("xtask").join(name));
+    run(script.args(arguments).env("TOWLINE_TARGET", target_directory()?))
 }
 
 /// Runs `command` quietly and returns what it wrote to its standard output; fails unless it exits with 0.
@@ -67,8 +74,14 @@ pub(crate) fn target_directory() -> Result<PathBuf> {
     directory.context("cargo metadata without target_directory")
 }
 
+/// The workspace's own packages, as `cargo metadata` has them.
+pub(crate) fn packages() -> Result<Vec<Value>> {
+    let packages = metadata()?["packages"].as_array().cloned();
+    packages.context("cargo metadata without packages")
+}
+
 /// `cargo metadata` of the workspace's own packages.
-pub(crate) fn metadata() -> Result<serde_json::Value> {
+pub(crate) fn metadata() -> Result<Value> {
     let text = output(&mut cargo(["metadata", "--no-deps", "--format-version", "1"]))?;
     serde_json::from_str(&text).context("cargo metadata wrote invalid JSON")
 }

@@ -1,26 +1,26 @@
 //! The workspace's own tasks: `cargo xtask TASK`.
 //!
-//! Set-up, lints, the test run, the demonstration and the long runs, one file each. They run on a
-//! developer's or CI's machine and are not part of the product. `setup` is the only task that changes the machine, and
-//! only when something is missing.
+//! Lints, the test run and fuzz runs are here. What drives other programs of the machine (set-up, peers, the
+//! package, long runs, pictures) is a script beside `src`. They run on a developer's or CI's machine and are
+//! not part of the product. `setup` is the only task that changes the machine, and only when something is
+//! missing.
 
-mod bench;
 mod command;
-mod deb;
-mod demo;
 mod layering;
 mod lint;
 mod pictures;
 mod publish;
-mod setup;
-mod soak;
 mod test;
 mod times;
 
 use std::ffi::OsString;
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
+use std::time::Instant;
 
+use anyhow::Result;
 use clap::{Parser, Subcommand};
+
+use command::{cargo, run, script, target_directory};
 
 /// Tasks of the towline workspace.
 #[derive(Parser)]
@@ -32,7 +32,8 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Install what the lab needs on this machine with Debian 12 or 13: QEMUs 7.2 to 11.1, guest kernels, tools, initramfs archives.
+    /// Install what the lab needs on this machine with Debian 12 or 13: QEMUs 7.2 to 11.1, guest kernels,
+    /// tools, initramfs archives.
     Setup {
         /// Only the part that needs root (packages); nothing is written below target/.
         #[arg(long)]
@@ -58,12 +59,18 @@ enum Task {
     },
     /// Check the dependency edges between the workspace's crates.
     Layering,
-    /// Formatting, quick lints, clippy and the unit tests of all crates: a minute once it is built, without root or QEMU.
+    /// Formatting, quick lints, clippy and the unit tests of all crates: a minute once it is built, without
+    /// root or QEMU.
     Check,
-    /// Everything that CI runs: set-up, lints, build, every test, short fuzz runs; ends with one line of counts.
+    /// Everything that CI runs: set-up, lints, build, every test, short fuzz runs; ends with one line of
+    /// counts.
     Test,
-    /// The short fuzz runs alone.
-    Fuzz,
+    /// Short runs of all fuzz targets, or long ones of those named.
+    Fuzz {
+        /// Targets and their numbers of inputs; without any, all of them for some seconds.
+        #[arg(value_name = "TARGET=INPUTS", value_parser = test::fuzz::LongRun::parse)]
+        runs: Vec<test::fuzz::LongRun>,
+    },
     /// Show a save, a damaged image, an instant restore and a live move of a Linux guest, with stock QEMU.
     Demo,
     /// Draw the charts of README.md and record its demonstration, below docs/pictures.
@@ -89,24 +96,24 @@ enum Task {
 
 fn main() -> ExitCode {
     let outcome = match Arguments::parse().task {
-        Task::Setup { newer: true, .. } => setup::newer(),
-        Task::Setup { system, .. } => {
-            setup::run(if system { setup::Scope::System } else { setup::Scope::Lab })
-        }
-        Task::Bench { arguments } => bench::run(&arguments),
-        Task::Peers => setup::peers::run(),
+        Task::Setup { newer: true, .. } => script("setup.sh", ["newer"]),
+        Task::Setup { system: true, .. } => script("setup.sh", ["system"]),
+        Task::Setup { .. } => script("setup.sh", []),
+        Task::Bench { arguments } => bench(&arguments),
+        Task::Peers => script("peers.sh", []),
         Task::Lint { quick: true } => lint::quick(),
         Task::Lint { quick: false } => lint::run(),
         Task::Layering => layering::run(),
         Task::Check => return test::check(),
         Task::Test => return test::run(),
-        Task::Fuzz => test::fuzz(),
-        Task::Demo => demo::run(),
+        Task::Fuzz { runs } => test::fuzz::task(&runs),
+        Task::Demo => demo(),
         Task::Pictures { drawn: true } => pictures::run(pictures::Wanted::Drawn),
         Task::Pictures { drawn: false } => pictures::run(pictures::Wanted::All),
         Task::Api => publish::api::write(),
-        Task::Deb { debug } => deb::run(debug).map(drop),
-        Task::Soak { name } => soak::run(name.as_deref()),
+        Task::Deb { debug: true } => script("deb.sh", ["--debug"]),
+        Task::Deb { debug: false } => script("deb.sh", []),
+        Task::Soak { name } => script("soak.sh", name.as_deref()),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -115,4 +122,30 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Runs the benchmarks with these arguments, on release builds of towline and of themselves.
+fn bench(arguments: &[OsString]) -> Result<()> {
+    run(cargo(["build", "--release"]).args(["--package", "towline-cli", "--package", "towline-bench"]))?;
+    let built = target_directory()?.join("release");
+    let mut bench = Command::new(built.join("towline-bench"));
+    run(bench.args(arguments).env("TOWLINE_BIN", built.join("towline")))
+}
+
+/// Set-up, build, and the lab's demonstration.
+fn demo() -> Result<()> {
+    let started = Instant::now();
+    println!(
+        "demo: on two idle processors the first run takes 3 minutes and 2 GB below target/, besides downloads."
+    );
+    println!(
+        "demo: QEMU comes from Debian's packages (apt, as root). The demonstration itself takes 10 seconds."
+    );
+    script("setup.sh", ["demo"])?;
+    // Quicker to compile than a release; without object stores, which nothing here uses.
+    let arguments = ["build", "--profile", "demo", "--package", "towline-cli", "--no-default-features"];
+    println!("demo: $ cargo {}", arguments.join(" "));
+    run(&mut cargo(arguments))?;
+    println!("demo: ready after {:.0} s\n", started.elapsed().as_secs_f64());
+    towline_lab::demo::run(&target_directory()?.join("demo/towline"))
 }

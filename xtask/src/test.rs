@@ -1,12 +1,13 @@
 //! `cargo xtask test`: everything that CI runs, with one line of counts at its end.
 //!
-//! Tests and the towline that they drive are built with the dev profile: optimised enough, with overflow checks, and one build
-//! instead of two, which clippy watches. A step that fails does not keep the next ones from running. Test programs run several at
-//! the same time, and a table of what each part took is printed before the counts.
+//! Tests and the towline that they drive are built with the dev profile: optimised enough, with overflow
+//! checks, and one build instead of two, which clippy watches. A step that fails does not keep the next ones
+//! from running. Test programs run several at the same time, and a table of what each part took is printed
+//! before the counts.
 //!
-//! The lab's guests are emulated, and what such a guest does depends on what else the machine does. A few tests that fail are
-//! run again, alone, at most twice; those that pass then are reported as FLAKY, by name, and do not fail the run. They are bugs all the
-//! same, of the test or of the code under test.
+//! The lab's guests are emulated, and what such a guest does depends on what else the machine does. A few
+//! tests that fail are run again, alone, at most twice; those that pass then are reported as FLAKY, by name,
+//! and do not fail the run. They are bugs all the same, of the test or of the code under test.
 
 mod counts;
 pub(crate) mod fuzz;
@@ -21,9 +22,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
-use crate::command::{at_leisure, run as run_command};
+use crate::command::{at_leisure, run as run_command, script};
 use crate::times::{self, Times, Usage};
-use crate::{lint, publish, setup};
+use crate::{lint, publish};
 use counts::Counts;
 use suites::{Ended, Suite};
 
@@ -48,7 +49,7 @@ pub(crate) fn check() -> ExitCode {
 /// Runs everything; prints the closing line last.
 pub(crate) fn run() -> ExitCode {
     let mut report = TestReport::default();
-    if report.step("set-up", |_| setup::run(setup::Scope::Lab)) {
+    if report.step("set-up", |_| script("setup.sh", [])) {
         report.step("lint", |_| lint::quick());
         let mut built = Vec::new();
         report.step("build", |_| suites::build().map(|suites| built = suites));
@@ -65,14 +66,6 @@ pub(crate) fn run() -> ExitCode {
         report.step("fuzz", |report| fuzz::run(&mut report.counts));
     }
     report.end()
-}
-
-/// The short fuzz runs alone.
-pub(crate) fn fuzz() -> Result<()> {
-    let mut counts = Counts::default();
-    fuzz::run(&mut counts)?;
-    println!("{counts}");
-    Ok(())
 }
 
 /// Counts and times of the steps so far.

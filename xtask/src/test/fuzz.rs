@@ -1,35 +1,65 @@
 //! Runs of the fuzz targets of `fuzz/` on the stable compiler: a short one of all, long ones of some.
 //!
-//! `fuzz/rustc.sh` puts libFuzzer's counters into towline's own crates; other people's are those that the tests were built with.
-//! Sanitizers need a nightly compiler; they are left to long runs by hand (`cargo fuzz`).
+//! `fuzz/rustc.sh` puts libFuzzer's counters into towline's own crates; other people's are those that the
+//! tests were built with. Sanitizers need a nightly compiler; they are left to long runs by hand (`cargo
+//! fuzz`).
 
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 use super::counts::Counts;
-use crate::command::{cargo, last_lines, metadata, root, run as run_command, shown, target_directory};
+use crate::command::{cargo, last_lines, packages, root, run as run_command, shown, target_directory};
 
 /// Running time of each target.
 const RUN_SECONDS: u64 = 5;
 /// Time that a target may take beyond that: its last input may be slow.
 const GRACE: Duration = Duration::from_secs(60);
 
+/// Time limit of a long run of a target.
+const LONG_SECONDS: u64 = 3600;
+
+/// A run of a target with a number of inputs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct LongRun {
+    target: String,
+    inputs: u64,
+}
+
+impl LongRun {
+    /// Parses `TARGET=INPUTS`.
+    pub(crate) fn parse(text: &str) -> Result<Self> {
+        let (target, inputs) = text.split_once('=').context("expected TARGET=INPUTS")?;
+        Ok(Self { target: target.to_owned(), inputs: inputs.parse()? })
+    }
+}
+
 /// Limit of a target's run.
 #[derive(Clone, Copy)]
 enum Limit {
     Seconds(u64),
-    /// Inputs, and the seconds that they may take.
-    Runs(u64, u64),
+    Inputs(u64),
 }
 
-/// Runs each of these targets with its number of inputs.
-pub(crate) fn long(wanted: &[(&str, u64)], within: Duration) -> Result<()> {
-    build_all()?;
-    for (name, runs) in wanted {
-        fuzz(name, Limit::Runs(*runs, within.as_secs()))?;
+/// Runs these, or short ones of all targets.
+pub(crate) fn task(long: &[LongRun]) -> Result<()> {
+    if long.is_empty() {
+        let mut counts = Counts::default();
+        run(&mut counts)?;
+        println!("{counts}");
+        return Ok(());
+    }
+    let known = build_all()?;
+    for run in long {
+        ensure!(
+            known.contains(&run.target),
+            "no target {}, expected one of {}",
+            run.target,
+            known.join(", ")
+        );
+        fuzz(&run.target, Limit::Inputs(run.inputs))?;
     }
     Ok(())
 }
@@ -85,14 +115,14 @@ fn fuzz(name: &str, limit: Limit) -> Result<()> {
     let finds = tempfile::tempdir()?;
     let (option, seconds) = match limit {
         Limit::Seconds(seconds) => (format!("-max_total_time={seconds}"), seconds),
-        Limit::Runs(runs, seconds) => (format!("-runs={runs}"), seconds),
+        Limit::Inputs(inputs) => (format!("-runs={inputs}"), LONG_SECONDS),
     };
     let within = seconds + GRACE.as_secs();
     let started = Instant::now();
     let mut command = Command::new("timeout");
     command.arg("--kill-after=5").arg(within.to_string()).arg(program);
     command.args([option, "-print_final_stats=1".into(), "-rss_limit_mb=2048".into()]);
-    if let Limit::Runs(..) = limit {
+    if let Limit::Inputs(_) = limit {
         // Inputs of every length from the beginning: the interesting ones of a whole device are long.
         command.arg("-len_control=0");
     }
@@ -114,11 +144,10 @@ fn fuzz(name: &str, limit: Limit) -> Result<()> {
 
 /// The names of the targets.
 pub(crate) fn targets() -> Result<Vec<String>> {
-    let metadata = metadata()?;
-    let packages = metadata["packages"].as_array().into_iter().flatten();
-    let targets = packages
-        .filter(|package| package["name"] == "towline-fuzz")
-        .flat_map(|package| package["targets"].as_array().into_iter().flatten());
+    let packages = packages()?;
+    let fuzz =
+        packages.iter().find(|package| package["name"] == "towline-fuzz").context("no towline-fuzz")?;
+    let targets = fuzz["targets"].as_array().into_iter().flatten();
     let binaries = targets.filter(|target| target["kind"][0] == "bin");
     Ok(binaries.filter_map(|target| target["name"].as_str()).map(str::to_owned).collect())
 }
