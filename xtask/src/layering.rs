@@ -50,7 +50,7 @@ const TABLE: &[(&str, May)] = &[
     ("towline-lab", May::UseAllBut(&["towline-cli", "towline-bench", "xtask"])),
     ("towline-bench", May::UseAllBut(&["towline-cli", "xtask"])),
     ("towline-fuzz", May::UseAllBut(&["towline-cli", "towline-bench", "xtask"])),
-    ("xtask", May::Use(&["towline-lab", "towline-report"])),
+    ("xtask", May::Use(&["towline-lab"])),
 ];
 /// The crate without system calls, and the attributes that its root must have.
 const PURE_CRATE: &str = "crates/protocol/src/lib.rs";

@@ -8,7 +8,6 @@
 mod command;
 mod layering;
 mod lint;
-mod pictures;
 mod publish;
 mod test;
 mod times;
@@ -108,8 +107,8 @@ fn main() -> ExitCode {
         Task::Test => return test::run(),
         Task::Fuzz { runs } => test::fuzz::task(&runs),
         Task::Demo => demo(),
-        Task::Pictures { drawn: true } => pictures::run(pictures::Wanted::Drawn),
-        Task::Pictures { drawn: false } => pictures::run(pictures::Wanted::All),
+        Task::Pictures { drawn: true } => script("pictures.py", ["--drawn"]),
+        Task::Pictures { drawn: false } => script("pictures.py", []),
         Task::Api => publish::api::write(),
         Task::Deb { debug: true } => script("deb.sh", ["--debug"]),
         Task::Deb { debug: false } => script("deb.sh", []),
