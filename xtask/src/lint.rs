@@ -1,6 +1,5 @@
 //! `cargo xtask lint`: checks of the sources that do not run them.
 
-pub(crate) mod lexer;
 mod licences;
 mod prose;
 mod sources;
@@ -30,7 +29,7 @@ const QUICK: [Check; 7] = [
     ("the agent", || {
         run_command(cargo(["fmt"]).args(AGENT).arg("--check"))?;
         let mut clippy = cargo(["clippy", "--quiet"]);
-        run_command(clippy.args(AGENT).args(["--target-dir", "target/lab/agent", "--", "-D", "warnings"]))
+        run_command(clippy.args(AGENT).args(["--target-dir", "target/agent", "--", "-D", "warnings"]))
     }),
 ];
 const COMPILED: [Check; 5] = [
@@ -50,7 +49,8 @@ pub(crate) fn run() -> Result<()> {
     run_those(QUICK.into_iter().chain(COMPILED))
 }
 
-/// Runs the checks that compile next to nothing. A caller that builds everything adds [`with_clippy`] and [`documentation`].
+/// Runs the checks that compile next to nothing. A caller that builds everything adds [`with_clippy`] and
+/// [`documentation`].
 pub(crate) fn quick() -> Result<()> {
     run_those(QUICK.into_iter())
 }
@@ -62,8 +62,9 @@ pub(crate) fn documentation() -> Command {
     doc
 }
 
-/// Has clippy check all that `build` compiles of the workspace; its warnings are errors. One pass replaces two: clippy's
-/// driver is the compiler with more lints. Commands that use the build run with the same settings, or cargo builds it again.
+/// Has clippy check all that `build` compiles of the workspace; its warnings are errors. One pass replaces
+/// two: clippy's driver is the compiler with more lints. Commands that use the build run with the same
+/// settings, or cargo builds it again.
 pub(crate) fn with_clippy(build: &mut Command) -> Result<&mut Command> {
     let cargo = std::env::var_os("CARGO").context("CARGO is not set; run this by `cargo xtask`")?;
     let driver = Path::new(&cargo).with_file_name("clippy-driver");

@@ -1,4 +1,5 @@
-//! Rules for the project's Markdown: the words of [`super::words`], and the length of lines. Code is left out.
+//! Rules for the project's Markdown: the words of [`super::words`], the length of lines, and links to files.
+//! Code is left out.
 
 use std::path::Path;
 
@@ -9,8 +10,9 @@ const COLUMNS_MAX: usize = 100;
 /// The page that has to spell the words that are not to be used.
 const VOCABULARY: &str = "docs/vocabulary.md";
 
-/// Faults in the prose of a file, one line each.
-pub(super) fn faults_of(file: &Path, source: &str) -> Vec<String> {
+/// Faults in the prose of a file, one line each. `exists` says whether there is a file of that name, seen
+/// from this one.
+pub(super) fn faults_of(file: &Path, source: &str, exists: impl Fn(&str) -> bool) -> Vec<String> {
     let prose = without_code_blocks(source);
     let mut faults = Vec::new();
     for (number, line) in prose.lines().enumerate() {
@@ -23,14 +25,23 @@ pub(super) fn faults_of(file: &Path, source: &str) -> Vec<String> {
             ));
         }
     }
+    let prose = without_code_spans(&prose);
+    let dangling = links(&prose).filter(|link| !exists(link));
+    faults.extend(dangling.map(|link| format!("{}: there is no {link}", file.display())));
     if file != Path::new(VOCABULARY) {
-        faults.extend(wording(file, &without_code_spans(&prose)));
+        faults.extend(wording(file, &prose));
     }
     faults
 }
 
-/// Faults of wording, at most one for each line. A phrase may be on two lines of a paragraph, and is reported for the second
-/// one, unless the first one has a fault of its own.
+/// The files that a page refers to.
+fn links(prose: &str) -> impl Iterator<Item = &str> {
+    let targets = prose.split("](").skip(1).filter_map(|rest| rest.split([')', '#']).next());
+    targets.filter(|target| !target.is_empty() && !target.contains("://"))
+}
+
+/// Faults of wording, at most one for each line. A phrase may be on two lines of a paragraph, and is reported
+/// for the second one, unless the first one has a fault of its own.
 fn wording(file: &Path, prose: &str) -> Vec<String> {
     let mut faults = Vec::new();
     let mut before = "";
@@ -50,7 +61,8 @@ fn may_be_long(line: &str) -> bool {
     line.trim_start().starts_with('|') || !line.trim().contains(' ')
 }
 
-/// `source` with empty lines instead of its blocks of code: fenced ones, and those that are indented after an empty line.
+/// `source` with empty lines instead of its blocks of code: fenced ones, and those that are indented after an
+/// empty line.
 fn without_code_blocks(source: &str) -> String {
     let mut prose = String::with_capacity(source.len());
     let (mut is_fenced, mut follows_code_or_gap) = (false, true);
@@ -107,7 +119,7 @@ mod tests {
     use super::*;
 
     fn faults(source: &str) -> Vec<String> {
-        faults_of(Path::new("a.md"), source)
+        faults_of(Path::new("a.md"), source, |link| link == "b.md")
     }
 
     #[test]
@@ -120,7 +132,7 @@ mod tests {
             "a.md:6: \"so many pages\": write the number: `count` pages",
         ];
         assert_eq!(faults(source), wanted);
-        assert_eq!(faults_of(Path::new(VOCABULARY), source), [""; 0]);
+        assert_eq!(faults_of(Path::new(VOCABULARY), source, |_| true), [""; 0]);
     }
 
     #[test]
@@ -142,5 +154,13 @@ mod tests {
         let free = format!("| {long} |\n```\n{long}\n```\n\n    {long}\n\nhttps://{}\n", "a".repeat(100));
         assert_eq!(faults(&free), [""; 0]);
         assert_eq!(faults(&"ä b ".repeat(25)), [""; 0]);
+    }
+
+    #[test]
+    fn links_lead_to_files() {
+        assert_eq!(
+            faults("[a](b.md#c) [d](#e) [f](https://g) `[h](i)` ![j](k.svg)\n"),
+            ["a.md: there is no k.svg"]
+        );
     }
 }

@@ -2,8 +2,6 @@
 
 use std::path::Path;
 
-use super::lexer::{TokenKind, tokens};
-
 /// Files that have to spell the words.
 const EXEMPT: [&str; 2] = ["xtask/src/lint/words.rs", "xtask/src/lint/prose.rs"];
 
@@ -81,34 +79,60 @@ const HEADS: [(&str, &str); 5] = [
     ("Why", "`Reason for`"),
 ];
 
-/// Returns true for every file but those that spell the words.
-pub(super) fn applies_to(file: &Path) -> bool {
-    EXEMPT.iter().all(|exempt| file != Path::new(exempt))
+/// A line of Rust.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Line {
+    /// Without comments and what is in strings.
+    pub(super) code: String,
+    /// Its comment and what is in strings.
+    prose: String,
+}
+
+/// Splits a line, which begins `in_string` or not. A string that goes on in the next line does so after a
+/// backslash.
+pub(super) fn split(line: &str, in_string: &mut bool) -> Line {
+    let mut split = Line::default();
+    let mut letters = line.char_indices();
+    while let Some((at, letter)) = letters.next() {
+        match letter {
+            '"' if *in_string || !line[..at].ends_with('\'') => {
+                *in_string = !*in_string;
+                split.prose.push(' ');
+                split.code.push(' ');
+            }
+            // An escape.
+            '\\' if *in_string => split.prose.extend(letters.next().map(|_| ' ')),
+            _ if *in_string => split.prose.push(letter),
+            '/' if line[at..].starts_with("//") => {
+                split.prose.push_str(&line[at..]);
+                break;
+            }
+            _ => split.code.push(letter),
+        }
+    }
+    *in_string &= line.ends_with('\\');
+    split
 }
 
 /// Faults in the comments and strings of a file, one line each.
 pub(super) fn faults_of(file: &Path, source: &str) -> Vec<String> {
+    if EXEMPT.iter().any(|exempt| file == Path::new(exempt)) {
+        return Vec::new();
+    }
+    let place = file.display();
     let mut faults = Vec::new();
-    // Line of the token, and of the last documentation line.
-    let (mut line, mut documented) = (1, None);
-    for (kind, token) in tokens(source) {
-        if matches!(kind, TokenKind::Comment | TokenKind::Text) {
-            for (offset, text) in token.lines().enumerate() {
-                let found = phrase(text).into_iter();
-                faults.extend(found.map(|(phrase, instead)| {
-                    format!("{}:{}: \"{phrase}\": write {instead}", file.display(), line + offset)
-                }));
-            }
+    let (mut in_string, mut follows_documentation) = (false, false);
+    for (number, line) in source.lines().enumerate() {
+        let number = number + 1;
+        if let Some((phrase, instead)) = phrase(&split(line, &mut in_string).prose) {
+            faults.push(format!("{place}:{number}: \"{phrase}\": write {instead}"));
         }
-        if let Some(text) = documentation(kind, token) {
-            let continues = documented.is_some_and(|documented| documented + 1 == line);
-            if let Some((head, instead)) = head(text).filter(|_| !continues) {
-                let place = file.display();
-                faults.push(format!("{place}:{line}: documentation begins with {head}: write {instead}"));
-            }
-            documented = Some(line);
+        let text = line.trim_start();
+        let documentation = text.strip_prefix("///").or_else(|| text.strip_prefix("//!"));
+        if let Some((head, instead)) = documentation.and_then(head).filter(|_| !follows_documentation) {
+            faults.push(format!("{place}:{number}: documentation begins with {head}: write {instead}"));
         }
-        line += token.matches('\n').count();
+        follows_documentation = documentation.is_some();
     }
     faults
 }
@@ -121,12 +145,6 @@ pub(super) fn faults_of_hash_comments(file: &Path, source: &str) -> Vec<String> 
         Some(format!("{}:{}: \"{phrase}\": write {instead}", file.display(), index + 1))
     });
     faults.collect()
-}
-
-/// The text of a documentation comment.
-fn documentation(kind: TokenKind, token: &str) -> Option<&str> {
-    let text = token.strip_prefix("///").or_else(|| token.strip_prefix("//!"));
-    text.filter(|_| kind == TokenKind::Comment)
 }
 
 /// The first phrase in `text` that is to be replaced. Identifiers and quoted code are words of their own.
@@ -155,11 +173,11 @@ mod tests {
 
     #[test]
     fn phrases_are_found_in_comments_and_strings_with_their_lines() {
-        let source = "let nobody = 1; // Nobody reads it.\n/* it is\nbegun anew */\nf(\"the peer was\n told\", \"was told\");\n";
+        let source = "let nobody = 1; // Nobody reads it.\nf(\"it begins\\nanew\", '\"', nobody);\nf(\"the peer \\\n was told\", \"//\", nobody);\n";
         let wanted = [
             "a.rs:1: \"nobody\": write no thread, no peer, none; or the passive: `is not read`",
-            "a.rs:3: \"anew\": write again, or the verb with re-: resend, rewrite",
-            "a.rs:5: \"was told\": write received, was notified, was asked to",
+            "a.rs:2: \"anew\": write again, or the verb with re-: resend, rewrite",
+            "a.rs:4: \"was told\": write received, was notified, was asked to",
         ];
         assert_eq!(faults(source), wanted);
     }

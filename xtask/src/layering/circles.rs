@@ -1,10 +1,12 @@
 //! The files of a crate that depend on each other in a circle.
 //!
-//! A file depends on another one if a path of its code names an item that the other one declares. Re-exports are followed to
-//! the file of the declaration, so a parent that only declares its child and re-exports the child's items does not depend on
-//! it, and a file that imports them by way of the parent depends on the child alone. A private `use` counts as code, as traits
-//! are imported for their methods; `pub use` counts if the file names the item elsewhere. A parent whose code uses its child,
-//! while the child uses the parent's items, is a circle. Tests are left out. Methods are not seen: only paths are.
+//! A file depends on another one if a path of its code names an item that the other one declares. Re-exports
+//! are followed to the file of the declaration, so a parent that only declares its child and re-exports the
+//! child's items does not depend on it, and a file that imports them by way of the parent depends on the
+//! child alone. A private `use` counts as code, as traits are imported for their methods; `pub use` counts if
+//! the file names the item elsewhere. A parent whose code uses its child, while the child uses the parent's
+//! items, is a circle. Tests are left out. Methods are not seen: only paths are, and in macros those of
+//! arguments that are expressions.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -23,7 +25,7 @@ type Graph = BTreeMap<Module, BTreeSet<Module>>;
 const STEPS_MAX: usize = 16;
 
 /// Names the modules of the crate at `sources` that are in a circle of imports; each circle once.
-pub(super) fn circles(sources: &Path) -> Result<Vec<String>> {
+pub(super) fn of(sources: &Path) -> Result<Vec<String>> {
     let mut files = Files::new();
     collect(sources, &mut Vec::new(), &mut files)?;
     remove_tests(&mut files);
@@ -58,7 +60,7 @@ fn collect(directory: &Path, above: &mut Module, files: &mut Files) -> Result<()
                 name => child(above, name),
             };
             let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
-            files.insert(module, names_of(&text));
+            files.insert(module, names_of(&text).with_context(|| path.display().to_string())?);
         }
     }
     Ok(())
@@ -74,8 +76,8 @@ fn graph(files: &Files) -> Graph {
     files.iter().map(used).collect()
 }
 
-/// Returns the file that declares the item to which a path in `module` leads. `None`: it is outside of the crate, of the file
-/// itself, or a module, whose items count where they are named.
+/// Returns the file that declares the item to which a path in `module` leads. `None`: it is outside of the
+/// crate, of the file itself, or a module, whose items count where they are named.
 fn resolve(files: &Files, module: &Module, path: &[String], steps: usize) -> Option<Module> {
     let (first, mut rest) = path.split_first()?;
     let mut at = match first.as_str() {
@@ -149,7 +151,7 @@ mod tests {
     }
 
     fn found(files: &[(&str, &str)]) -> Vec<String> {
-        let mut files = files.iter().map(|(path, text)| (module(path), names_of(text))).collect();
+        let mut files = files.iter().map(|(path, text)| (module(path), names_of(text).unwrap())).collect();
         remove_tests(&mut files);
         circles_of(&graph(&files))
     }
