@@ -80,8 +80,7 @@ pub(crate) fn packages() -> Result<Vec<Value>> {
     packages.context("cargo metadata without packages")
 }
 
-/// `cargo metadata` of the workspace's own packages.
-pub(crate) fn metadata() -> Result<Value> {
+fn metadata() -> Result<Value> {
     let text = output(&mut cargo(["metadata", "--no-deps", "--format-version", "1"]))?;
     serde_json::from_str(&text).context("cargo metadata wrote invalid JSON")
 }

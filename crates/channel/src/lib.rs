@@ -51,6 +51,8 @@
 //! gone does, unless the process ignores that signal; Rust's runtime does so before `main`, and a host that
 //! is not a Rust program must do it itself before it uses `exec:` or a pipe.
 
+#![warn(missing_docs)]
+
 mod address;
 mod calls;
 mod cancel;

@@ -25,6 +25,8 @@
 //! into a socket or file, unless it is compressed. Limits: postcopy of a guest that does not change only
 //! ([`postcopy`]), live ones in passes; one target page size (4 KiB).
 
+#![warn(missing_docs)]
+
 mod buffer;
 mod compression;
 pub mod convergence;

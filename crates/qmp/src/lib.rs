@@ -16,6 +16,7 @@
 //! for unread events.
 
 #![deny(unsafe_code)]
+#![warn(missing_docs)]
 
 pub mod codec;
 pub mod commands;

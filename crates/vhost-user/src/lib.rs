@@ -17,6 +17,8 @@
 //! programs whose `main` is Rust's, because a frontend may send descriptors without a reader. The
 //! documentation is `docs/vhost-user.md`.
 
+#![warn(missing_docs)]
+
 mod adaptive_poll;
 mod backend_error;
 mod connection;

@@ -1,51 +1,45 @@
-//! `cargo xtask api`: the public API of each published library as text, `public-api.txt` beside its manifest, so that a
-//! change of it is seen in a diff.
+//! `cargo xtask api`: the public API of each published library as text, `public-api.txt` beside its manifest:
+//! a diff shows every change.
 //!
-//! The text is made of rustdoc's JSON, whose format changes between compilers: with a compiler of another format the check
-//! is skipped, with the reason.
+//! The text is made of rustdoc's JSON, whose format changes between compilers: with a compiler of another
+//! format the check is skipped, with the reason.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-use super::packages;
+use super::published;
 use crate::command::{cargo, output, root, run as run_command, target_directory};
 
-const FILE: &str = "public-api.txt";
 /// Formats of rustdoc's JSON that are read here: Rust 1.94 and 1.95.
 const FORMATS: std::ops::RangeInclusive<u64> = 56..=57;
-/// JSON is an unstable output of rustdoc. Only rustdoc gets the permission: for cargo it would be another compiler, and all
-/// dependencies would be compiled again.
+const UNKNOWN: &str = "rustdoc's JSON of this compiler has a format that is unknown here";
+/// JSON is an unstable output of rustdoc. Only rustdoc gets the permission: for cargo it would be another
+/// compiler, and all dependencies would be compiled again.
 const RUSTDOC: &str = "#!/bin/sh\nRUSTC_BOOTSTRAP=1 exec \"$TOWLINE_RUSTDOC\" \"$@\"\n";
-
-/// Text of a library's public API; `None` if the compiler's format is unknown here.
-type Text = Option<String>;
 
 /// Writes the texts.
 pub(crate) fn write() -> Result<()> {
-    for library in libraries()? {
-        let Some(text) = text(&library)? else { bail!("rustdoc's JSON has a format that is unknown here") };
-        fs::write(file(&library), text).with_context(|| file(&library).display().to_string())?;
+    for (file, text) in texts()?.context(UNKNOWN)? {
+        fs::write(&file, text).with_context(|| file.display().to_string())?;
     }
     Ok(())
 }
 
 /// Compares the texts with the sources.
 pub(crate) fn check() -> Result<()> {
+    let Some(texts) = texts()? else {
+        println!("lint: public API: skipped: {UNKNOWN}");
+        return Ok(());
+    };
     let mut changed = Vec::new();
-    for library in libraries()? {
-        let Some(text) = text(&library)? else {
-            println!(
-                "lint: public API: skipped: rustdoc's JSON of this compiler has a format that is unknown here"
-            );
-            return Ok(());
-        };
-        let path = file(&library);
-        let found = fs::read_to_string(&path).unwrap_or_default();
-        if let Some(line) = first_difference(&found, &text) {
-            changed.push(format!("{}: {line}", path.display()));
+    for (file, text) in texts {
+        let recorded = fs::read_to_string(&file).unwrap_or_default();
+        if let Some(line) = first_difference(&recorded, &text) {
+            changed.push(format!("{}: {line}", file.display()));
         }
     }
     if changed.is_empty() {
@@ -59,52 +53,45 @@ pub(crate) fn check() -> Result<()> {
 
 /// The first line that one has and the other has not.
 fn first_difference(recorded: &str, found: &str) -> Option<String> {
-    let removed = recorded.lines().find(|line| !found.lines().any(|other| other == *line));
-    let added = found.lines().find(|line| !recorded.lines().any(|other| other == *line));
-    removed.map(|line| format!("-{line}")).or_else(|| added.map(|line| format!("+{line}")))
+    let only = |one: &str, other: &str| {
+        one.lines().find(|line| !other.lines().any(|known| known == *line)).map(str::to_owned)
+    };
+    let removed = only(recorded, found).map(|line| format!("-{line}"));
+    removed.or_else(|| only(found, recorded).map(|line| format!("+{line}")))
 }
 
-/// Names of the published libraries, documented as JSON.
-fn libraries() -> Result<Vec<String>> {
-    let libraries: Vec<_> = packages()?.into_iter().filter(|package| package.has_library).collect();
-    let wrapper = target_directory()?.join("rustdoc-json");
+/// The file of each published library, with its text. `None`: the compiler's format is unknown here.
+fn texts() -> Result<Option<Vec<(PathBuf, String)>>> {
+    let target = target_directory()?;
+    let libraries = published()?;
+    let wrapper = target.join("rustdoc-json");
     fs::write(&wrapper, RUSTDOC).with_context(|| wrapper.display().to_string())?;
     fs::set_permissions(&wrapper, fs::Permissions::from_mode(0o755))?;
+    let sysroot = output(Command::new("rustc").args(["--print", "sysroot"]).current_dir(root()))?;
     let mut doc = cargo(["doc", "--quiet", "--no-deps", "--lib", "--all-features"]);
-    doc.env("RUSTDOC", wrapper).env("TOWLINE_RUSTDOC", rustdoc()?);
+    doc.env("RUSTDOC", wrapper).env("TOWLINE_RUSTDOC", Path::new(sysroot.trim()).join("bin/rustdoc"));
     doc.env("RUSTDOCFLAGS", "-Z unstable-options --output-format json");
-    doc.args(libraries.iter().flat_map(|library| ["--package", &library.name]));
-    run_command(&mut doc)?;
-    Ok(libraries.into_iter().map(|library| library.name).collect())
-}
-
-/// The rustdoc of the toolchain that runs us.
-fn rustdoc() -> Result<PathBuf> {
-    let sysroot =
-        output(std::process::Command::new("rustc").args(["--print", "sysroot"]).current_dir(root()))?;
-    Ok(Path::new(sysroot.trim()).join("bin/rustdoc"))
+    run_command(doc.args(libraries.iter().flat_map(|library| ["--package", library])))?;
+    let mut texts = Vec::new();
+    for library in libraries {
+        let json = target.join("doc").join(format!("{}.json", library.replace('-', "_")));
+        let Some(text) = text(&json).with_context(|| json.display().to_string())? else { return Ok(None) };
+        let directory = library.strip_prefix("towline-").unwrap_or(&library);
+        texts.push((root().join("crates").join(directory).join("public-api.txt"), text));
+    }
+    Ok(Some(texts))
 }
 
 /// Text of a documented library.
-fn text(library: &str) -> Result<Text> {
-    let json = target_directory()?.join("doc").join(format!("{}.json", library.replace('-', "_")));
-    let format = {
-        let text = fs::read_to_string(&json).with_context(|| json.display().to_string())?;
-        let document: serde_json::Value = serde_json::from_str(&text).context("rustdoc's JSON")?;
-        document["format_version"].as_u64().context("rustdoc's JSON without format_version")?
-    };
+fn text(json: &Path) -> Result<Option<String>> {
+    let document: serde_json::Value = serde_json::from_str(&fs::read_to_string(json)?)?;
+    let format = document["format_version"].as_u64().context("no format_version")?;
     if !FORMATS.contains(&format) {
         return Ok(None);
     }
-    let api = public_api::Builder::from_rustdoc_json(&json);
+    let api = public_api::Builder::from_rustdoc_json(json);
     let api = api.omit_blanket_impls(true).omit_auto_trait_impls(true).omit_auto_derived_impls(true);
-    let api = api.build().with_context(|| json.display().to_string())?;
-    Ok(Some(format!("{api}\n")))
-}
-
-fn file(library: &str) -> PathBuf {
-    let directory = library.strip_prefix("towline-").unwrap_or(library);
-    root().join("crates").join(directory).join(FILE)
+    Ok(Some(format!("{}\n", api.build()?)))
 }
 
 #[cfg(test)]
