@@ -3,15 +3,6 @@
 //! Format: Linux, Documentation/driver-api/early-userspace/buffer-format.rst. Times and owners are zero, so
 //! the same content makes the same archive.
 
-/// Number of a device.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct DeviceNumber {
-    /// Number of the driver.
-    pub major: u32,
-    /// The device among those of the driver.
-    pub minor: u32,
-}
-
 /// An archive being written.
 #[derive(Default)]
 pub struct Archive {
@@ -22,43 +13,31 @@ pub struct Archive {
 const MAGIC: &str = "070701";
 const TRAILER: &str = "TRAILER!!!";
 const DIRECTORY: u32 = 0o040_755;
-const CHARACTER_DEVICE: u32 = 0o020_600;
-const SYMBOLIC_LINK: u32 = 0o120_777;
 const REGULAR_FILE: u32 = 0o100_000;
 
 impl Archive {
     /// Adds a directory; its parent must have been added before.
     pub fn directory(&mut self, path: &str) {
-        self.entry(path, DIRECTORY, DeviceNumber::default(), &[]);
+        self.entry(path, DIRECTORY, &[]);
     }
 
     /// Adds a file with its permission bits.
     pub fn file(&mut self, path: &str, permissions: u32, content: &[u8]) {
-        self.entry(path, REGULAR_FILE | permissions, DeviceNumber::default(), content);
-    }
-
-    /// Adds a symbolic link at `path` to `target`.
-    pub fn link(&mut self, path: &str, target: &str) {
-        self.entry(path, SYMBOLIC_LINK, DeviceNumber::default(), target.as_bytes());
-    }
-
-    /// Adds a character device.
-    pub fn character_device(&mut self, path: &str, number: DeviceNumber) {
-        self.entry(path, CHARACTER_DEVICE, number, &[]);
+        self.entry(path, REGULAR_FILE | permissions, content);
     }
 
     /// Returns the archive with its trailer.
     pub fn finish(mut self) -> Vec<u8> {
-        self.entry(TRAILER, 0, DeviceNumber::default(), &[]);
+        self.entry(TRAILER, 0, &[]);
         self.bytes
     }
 
-    fn entry(&mut self, path: &str, mode: u32, device: DeviceNumber, content: &[u8]) {
+    fn entry(&mut self, path: &str, mode: u32, content: &[u8]) {
         self.entries += 1;
         let size = u32::try_from(content.len()).expect("files of an initramfs are below 4 GiB");
         let name_size = u32::try_from(path.len() + 1).expect("names are short");
         // ino mode uid gid nlink mtime filesize devmajor devminor rdevmajor rdevminor namesize check
-        let fields = [self.entries, mode, 0, 0, 1, 0, size, 0, 0, device.major, device.minor, name_size, 0];
+        let fields = [self.entries, mode, 0, 0, 1, 0, size, 0, 0, 0, 0, name_size, 0];
         self.bytes.extend_from_slice(MAGIC.as_bytes());
         for field in fields {
             self.bytes.extend_from_slice(format!("{field:08x}").as_bytes());

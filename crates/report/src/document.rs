@@ -117,14 +117,6 @@ pub(crate) fn for_any_width(draw: impl Fn(u32) -> Result<String, Error>) -> Resu
     WIDTHS.into_iter().map(one).collect()
 }
 
-/// Adds the style to the widest chart, for a standalone file: text and lines have their colors, also in dark
-/// mode.
-pub fn standalone(svg: &str) -> String {
-    let svg = svg.split_inclusive("</svg>").next().unwrap_or(svg);
-    // Elements outside of a chart have no rules that a chart could match.
-    svg.replacen('>', &format!(">\n<style>\n{STYLE}svg {{ background: var(--paper); }}\n</style>\n"), 1)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -168,14 +160,11 @@ mod tests {
     }
 
     #[test]
-    fn a_chart_of_its_own_has_a_style_and_loads_nothing() {
-        let svg = standalone("<svg width=\"1\"><text>a</text></svg>");
-        assert!(
-            svg.starts_with("<svg width=\"1\">\n<style>") && svg.contains("prefers-color-scheme: dark"),
-            "{svg}"
-        );
+    fn a_document_has_dark_colors_and_loads_nothing() {
+        let document = document("a", "");
+        assert!(document.contains("prefers-color-scheme: dark"), "{document}");
         for reference in ["href=", "@import", "url("] {
-            assert!(!svg.contains(reference) && !document("a", "").contains(reference), "{reference}");
+            assert!(!document.contains(reference), "{reference}");
         }
     }
 }

@@ -5,7 +5,6 @@
 //!   items ─► list ──┤
 //!   parts ─► bar ───┤
 //!   lines, bars ────┴─► body ─► document: HTML with its style, light and dark, no script, nothing to load
-//!           └─► standalone: an SVG file for other documents
 //! ```
 //! Texts are escaped here, because they contain names that others chose. Out of scope: the facts of a page,
 //! which the caller supplies, and interaction. The caller bounds the number of lines and bars of a chart.
@@ -16,6 +15,6 @@ mod error;
 mod lines;
 
 pub use bars::{Bar, Emphasis, Group, bars};
-pub use document::{PHASE_COLORS, Part, Row, document, escape, list, parts, standalone, table};
+pub use document::{PHASE_COLORS, Part, Row, document, escape, list, parts, table};
 pub use error::Error;
 pub use lines::{ChartLine, Ink, lines};
