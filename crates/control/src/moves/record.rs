@@ -256,10 +256,8 @@ pub struct MoveRecord {
     /// The last decision.
     pub stage: Stage,
     /// Final message of the recording towline; `None` if it was killed.
-    #[serde(rename = "said", alias = "message")]
     pub message: Option<String>,
     /// Requested result for the guest.
-    #[serde(rename = "wanted", alias = "guest-plan")]
     pub guest_plan: GuestPlan,
     /// Source of the guest.
     pub source: MoveEnd,

@@ -175,16 +175,6 @@ fn truncated_and_foreign_records_are_refused_and_kept() {
     assert!(path.exists());
 }
 
-/// Earlier versions had other names for two fields.
-#[test]
-fn records_of_earlier_versions_are_read() {
-    let current = record(peer(), running()).with_message("paused at both ends");
-    let text = serde_json::to_string(&current).unwrap();
-    let earlier = text.replace("\"message\":", "\"said\":").replace("\"guest-plan\":", "\"wanted\":");
-    assert!(earlier.contains("\"said\":\"paused") && earlier.contains("\"wanted\":{"), "{earlier}");
-    assert_eq!(MoveRecord::parse(&earlier), Ok(current));
-}
-
 #[test]
 fn symbolic_links_and_pipes_are_not_records() {
     let place = TestDirectory::new();

@@ -123,7 +123,7 @@ fn a_record_ends_with_the_outcome() {
         assert_eq!(stage(&place).as_deref(), expected, "{outcome:?}");
         let is_undecided = expected == Some("run");
         assert_eq!(notice.is_some(), is_undecided, "{notice:?}");
-        let message = recorded(&place).map_or(Value::Null, |record| record["said"].clone());
+        let message = recorded(&place).map_or(Value::Null, |record| record["message"].clone());
         assert_eq!(message == "the message", is_undecided, "{outcome:?}: {message}");
     }
 }
