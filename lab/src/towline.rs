@@ -216,7 +216,7 @@ mod tests {
     fn events_that_are_not_in_the_schema_are_refused() {
         let phase = |name: &str| {
             format!(
-                "{{\"event\":\"phase\",\"phase\":\"{name}\",\"schema\":1,\"time\":\"2026-11-22T00:00:00Z\"}}\n"
+                "{{\"event\":\"phase\",\"phase\":\"{name}\",\"schema\":2,\"time\":\"2026-11-22T00:00:00Z\"}}\n"
             )
         };
         assert_eq!(checked(&phase("transfer")), Ok(()));
@@ -224,7 +224,7 @@ mod tests {
         assert_eq!(checked(&(phase("transfer") + "{\"event\":\"pro")), Ok(()));
         let refused = checked(&phase("soon")).unwrap_err();
         assert!(refused.contains("event.phase: found \"soon\""), "{refused}");
-        let refused = checked("{\"event\":\"begin\",\"schema\":1}\n").unwrap_err();
+        let refused = checked("{\"event\":\"begin\",\"schema\":2}\n").unwrap_err();
         assert!(refused.contains("unknown event begin"), "{refused}");
         assert!(checked("listening on tcp:127.0.0.1:1\n").unwrap_err().starts_with("not an event"));
     }

@@ -85,7 +85,7 @@ mod tests {
         let failure = |reasons: &[&str]| {
             let reasons = reasons.iter().map(ToString::to_string).collect();
             let error = Error::DoesNotFit { destination: "QEMU on b".into(), reasons };
-            Failure { error: Box::new(error), guest: GuestAfterFailure::Safe, notes: Vec::new() }
+            Failure { error: Box::new(error), guest: GuestAfterFailure::SAFE, notes: Vec::new() }
         };
         assert_eq!(failure_text(&failure(&["x"])), "the guest does not fit QEMU on b: x");
         assert_eq!(failure_text(&failure(&["x", "y"])), "the guest does not fit QEMU on b:\n  - x\n  - y");

@@ -12,7 +12,7 @@ use towline_migration::{SendReason, ZeroCopySend};
 use crate::exit::Exit;
 
 /// Version of the schema, in every event.
-pub(crate) const SCHEMA: u32 = 1;
+pub(crate) const SCHEMA: u32 = 2;
 
 /// Formats an event.
 pub(crate) fn line(name: &str, fields: Value) -> String {

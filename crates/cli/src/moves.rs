@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use serde_json::{Value, json};
-use towline_control::moves::{self, ListedMove, MoveEnd, MoveRecord, ResumeChoice, Resumed, Role};
+use towline_control::moves::{self, Finding, ListedMove, MoveEnd, MoveRecord, ResumeChoice, Resumed, Role};
 
 use crate::args::{EndArg, MovesArgs, ResumeArgs};
 use crate::exit::Exit;
@@ -128,15 +128,19 @@ fn reason(error: &moves::Error) -> &'static str {
 }
 
 fn report(reporter: &Reporter, resumed: &Resumed) -> Exit {
-    let Resumed { id, done, undecided, .. } = resumed;
-    let exit = if undecided.is_none() { Exit::Done } else { Exit::NeedsAttention };
-    let name = if undecided.is_none() { "resumed" } else { "undecided" };
-    let fields = json!({ "id": id, "done": done, "undecided": undecided, "finding": resumed.finding });
+    let Resumed { id, done, finding, .. } = resumed;
+    let (exit, name, fields) = match finding {
+        Finding::Undecided { state, text } => {
+            let fields = json!({ "id": id, "done": done, "undecided": text, "guest-state": state });
+            (Exit::NeedsAttention, "undecided", fields)
+        }
+        finding => (Exit::Done, "resumed", json!({ "id": id, "done": done, "finding": finding })),
+    };
     reporter.event(name, events::with_exit(fields, exit));
-    let state = if undecided.is_none() { "finished" } else { "still undecided" };
+    let state = if exit == Exit::Done { "finished" } else { "still undecided" };
     reporter.line(&format!("move {id}: {state}"));
     done.iter().for_each(|text| reporter.line(&format!("  {text}")));
-    if let Some(text) = undecided {
+    if let Finding::Undecided { text, .. } = finding {
         console::error(&format!("move {id} is undecided: {text}"));
     }
     exit

@@ -50,18 +50,18 @@ impl<'a> Results<'a> {
             source if source.is_image() => SourceCategory::Image,
             _ => SourceCategory::Qemu,
         };
-        let (row, guest) = (failure.guest.row(keeper), failure.guest.sentence(keeper));
+        let guest = failure.guest.sentence(keeper);
         let exit = match failure.error.as_ref() {
             Error::Usage(_) => Exit::Usage,
-            _ if row.exit_code == Exit::Failed.code() => Exit::Failed,
-            _ => Exit::NeedsAttention,
+            _ if failure.guest.needs_attention() => Exit::NeedsAttention,
+            _ => Exit::Failed,
         };
         let fields = json!({
             "destination": destination.to_string(),
             "error": failure.error.to_string(),
             "reason": events::reason(&failure.error),
             "guest": guest,
-            "guest-state": row.id,
+            "guest-state": failure.guest.state(keeper),
             "notes": failure.notes,
         });
         self.reporter.event("failed", events::with_exit(fields, exit));

@@ -89,13 +89,13 @@ fn refused(reporter: &Reporter, error: &upgrade::Error, old: &Path) -> Exit {
     // Whatever fails because the old QEMU has ended meanwhile: its guest is not there any more.
     let has_ended = UnixStream::connect(old).is_err();
     let is_unreached = has_ended || matches!(error, upgrade::Error::Qemu(_) | upgrade::Error::Proc { .. });
-    let guest = if is_unreached { GuestAfterFailure::QemuNotReached } else { GuestAfterFailure::Safe };
-    let (row, guest) = (guest.row(SourceCategory::Qemu), guest.sentence(SourceCategory::Qemu));
+    let guest = if is_unreached { GuestAfterFailure::NOT_REACHED } else { GuestAfterFailure::SAFE };
+    let (state, guest) = (guest.state(SourceCategory::Qemu), guest.sentence(SourceCategory::Qemu));
     let fields = json!({
         "error": text,
         "reason": "upgrade-refused",
         "guest": guest,
-        "guest-state": row.id,
+        "guest-state": state,
         "notes": [],
     });
     reporter.event("failed", events::with_exit(fields, Exit::Failed));

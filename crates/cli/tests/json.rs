@@ -122,10 +122,10 @@ fn copies(towline: &mut Events) {
     let all = towline.run(&["copy", "a.img", "b.img", "c.img"], 0);
     assert_eq!((&all["event"], &all["outcome"]), (&json!("all"), &json!("done")));
     let failed = towline.run(&["copy", "none.img", "d.img"], 1);
-    assert_eq!((&failed["guest-state"], &failed["reason"]), (&json!("unopened"), &json!("image")));
+    assert_eq!((&failed["guest-state"]["source"], &failed["reason"]), (&json!("unknown"), &json!("image")));
     // It reads a guest from somewhere, which need not be a QEMU.
     let failed = towline.run(&["copy", "--return-path", "off", "exec:exit 3", "d.img"], 1);
-    assert_eq!(failed["guest-state"], "with-command", "{failed}");
+    assert_eq!(failed["guest-state"]["source"], "unknown", "{failed}");
     let usage = towline.run(&["copy", "null:", "d.img"], 2);
     assert_eq!((&usage["outcome"], &usage["reason"]), (&json!("usage"), &json!("usage")));
 

@@ -30,7 +30,7 @@ pub use error::Error;
 pub use listed::ListedMove;
 pub use record::{GuestPlan, Id, MoveEnd, MoveRecord, Role, Stage};
 pub(crate) use record_file::{RecordFile, record_left_source};
-pub use resume::{ResumeChoice, Resumed, resume};
+pub use resume::{Finding, ResumeChoice, Resumed, resume};
 pub(crate) use text::notice;
 
 /// Records of this user on this host, the oldest first, and errors of those that cannot be read.

@@ -48,6 +48,7 @@ mod validate;
 mod vsock;
 mod zero_copy;
 
+pub use crate::switchover::{AtDestination, AtSource, GuestState, ToDo};
 #[cfg(feature = "store")]
 pub use clones::copy_stored_image_to_all;
 pub use clones::{
@@ -57,7 +58,7 @@ pub use copy::{copy, inspect_stream, wait_for_socket};
 pub use discard_sink::{DiscardSink, StreamSummary};
 pub use ends::{Destination, MemoryOptions, Source};
 pub use error::{Error, Failure};
-pub use outcomes::{GuestAfterFailure, GuestNeedingAttention, OutcomeRow, SourceCategory};
+pub use outcomes::{GuestAfterFailure, SourceCategory};
 pub use progress::{CopyPhase, Observer, Progress};
 pub use report::{CopyReport, DestinationState, PostcopyReport, SourceState};
 pub use request::UpgradeMemory;

@@ -48,5 +48,6 @@ pub(crate) use events::{
     SwitchoverRequest,
 };
 pub(crate) use machine::Switchover;
-pub(crate) use outcome::{Placement, SwitchoverOutcome, Unresolved};
-pub(crate) use resume::{Choice, InterruptedMove, ResumeAction, ResumeBlocker, RunFailure, Side};
+pub use outcome::{AtDestination, AtSource, GuestState, ToDo};
+pub(crate) use outcome::{Placement, SwitchoverOutcome};
+pub(crate) use resume::{Choice, InterruptedMove, Refusal, ResumeAction, RunFailure, Side};

@@ -249,8 +249,8 @@ impl Reversible {
 
 /// Whatever failed because the old QEMU has ended: its guest is not there any more. Elsewhere it may be.
 fn judge(failure: Failure, old: &Path) -> Failure {
-    let has_ended = failure.guest == GuestAfterFailure::Safe && UnixStream::connect(old).is_err();
-    if has_ended { Failure { guest: GuestAfterFailure::QemuNotReached, ..failure } } else { failure }
+    let has_ended = failure.guest == GuestAfterFailure::SAFE && UnixStream::connect(old).is_err();
+    if has_ended { Failure { guest: GuestAfterFailure::NOT_REACHED, ..failure } } else { failure }
 }
 
 impl Drop for Reversible {
@@ -376,14 +376,14 @@ mod tests {
 
     #[test]
     fn only_a_guest_that_was_safe_is_not_reached_in_a_qemu_that_has_ended() {
-        use GuestAfterFailure::{NoGuest, QemuNotReached, Safe};
+        use GuestAfterFailure as Guest;
         let directory = tempfile::tempdir().unwrap();
         let old = directory.path().join("qmp");
         let after =
             |guest| judge(Failure { guest, ..Failure::untouched(plan::Error::Cancelled) }, &old).guest;
-        assert_eq!((after(Safe), after(NoGuest)), (QemuNotReached, NoGuest));
+        assert_eq!((after(Guest::SAFE), after(Guest::NO_GUEST)), (Guest::NOT_REACHED, Guest::NO_GUEST));
         let _there = std::os::unix::net::UnixListener::bind(&old).unwrap();
-        assert_eq!((after(Safe), after(NoGuest)), (Safe, NoGuest));
+        assert_eq!((after(Guest::SAFE), after(Guest::NO_GUEST)), (Guest::SAFE, Guest::NO_GUEST));
     }
 
     #[test]

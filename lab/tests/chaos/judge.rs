@@ -28,28 +28,21 @@ type Condition = fn(&Outcome) -> bool;
 /// Texts of reports with exit status 3, and the condition that makes each of them true.
 const REPORTS: &[(&str, Condition)] = &[
     ("paused at its source", |outcome| outcome.source == Some(GuestState::Whole)),
-    ("its source still holds it", |outcome| outcome.source == Some(GuestState::Whole)),
-    ("stored; paused at its source", |outcome| outcome.source == Some(GuestState::Whole)),
     ("running at its source", |outcome| outcome.source == Some(GuestState::Live)),
-    ("whole at its destination, paused", |outcome| outcome.destinations.contains(&GuestState::Whole)),
-    ("paused at the destination", |outcome| outcome.destinations.contains(&GuestState::Whole)),
-    ("paused at both ends", |outcome| {
-        outcome.source == Some(GuestState::Whole) && outcome.destinations.contains(&GuestState::Whole)
+    ("it is not known whether its source still has it", |outcome| outcome.source != Some(GuestState::Part)),
+    ("whole at its destination", |outcome| {
+        outcome.destinations.contains(&GuestState::Whole) || outcome.image_is_right == Some(true)
     }),
-    ("which was sent everything and may run it", |outcome| outcome.source != Some(GuestState::Live)),
+    ("do not resume", |outcome| outcome.source != Some(GuestState::Live)),
     ("has ended, and the guest with it", |outcome| outcome.source == Some(GuestState::Gone)),
-    ("both QEMUs have ended", |outcome| {
-        outcome.source == Some(GuestState::Gone)
-            && outcome.destinations.iter().all(|guest_state| *guest_state == GuestState::Gone)
+    ("has ended, and the guest with it; its destination has ended", |outcome| {
+        outcome.destinations.iter().all(|guest_state| *guest_state == GuestState::Gone)
     }),
     ("stored, and nowhere else", |outcome| {
         outcome.source == Some(GuestState::Gone) && outcome.image_is_right == Some(true)
     }),
-    ("its source has ended", |outcome| outcome.source == Some(GuestState::Gone)),
-    ("at its source, if that still runs", |outcome| outcome.source != Some(GuestState::Part)),
-    ("at its destination; its source could not be ended", |outcome| outcome.source != Some(GuestState::Live)),
-    ("in its image;", |outcome| !outcome.destinations.contains(&GuestState::Busy)),
-    ("the image is as it was", |outcome| !outcome.destinations.contains(&GuestState::Busy)),
+    ("has ended; ", |outcome| outcome.source == Some(GuestState::Gone)),
+    ("in its image, which is as it was", |outcome| !outcome.destinations.contains(&GuestState::Busy)),
 ];
 
 /// Compares the two; returns a summary in one line.

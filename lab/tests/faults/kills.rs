@@ -137,7 +137,13 @@ fn a_destination_that_dies_at_any_moment_costs_no_image() {
             match finished.status.code() {
                 Some(0) => {}
                 Some(UNCERTAIN) => {
-                    assert_ended(&finished, UNCERTAIN, &["may have run there; the image is as it was"]);
+                    assert_ended(
+                        &finished,
+                        UNCERTAIN,
+                        &[
+                            "in its image, which is as it was; its destination has ended: it may have run there",
+                        ],
+                    );
                 }
                 _ => assert_safe(&finished, &[]),
             }
@@ -167,7 +173,7 @@ fn a_source_that_dies_under_way_loses_its_guest_which_is_reported() {
         let texts = [
             "the guest: ",
             &format!("its source, QEMU on {socket}, has ended, and the guest with it"),
-            "the destination has only a part of it, which does not run",
+            "its destination has nothing that can run",
         ];
         assert_ended(&finished, UNCERTAIN, &texts);
     }

@@ -117,7 +117,14 @@ fn a_guest_that_sleeps_is_not_resumed_after_its_copy() {
     qemu.qmp().hmp(SUSPENDED.writes[0]).unwrap();
     lift_rate_limit(&scratch.path("control"));
     let finished = towline.wait(WITHIN).unwrap();
-    assert_ended(&finished, 3, &["fell asleep before it was stopped", "stored; paused at its source"]);
+    assert_ended(
+        &finished,
+        3,
+        &[
+            "fell asleep before it was stopped",
+            "paused at its source (postmigrate); whole at its destination",
+        ],
+    );
     assert_eq!(qemu.qmp().status().unwrap(), "postmigrate");
 }
 

@@ -14,10 +14,10 @@ fn interrupt(towline: &Towline) {
 }
 
 /// State of a running guest whose image has become unreadable.
-const UNREADABLE: &str = "the guest: at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); \
-    the image cannot be read to its end: if it can be made whole again (a missing chunk or a file's content put back), run `towline copy \
-    --postcopy --recover` with it and the same destination, which sends the rest; else the guest cannot continue: end the destination, and \
-    restore another image of the guest\n";
+const UNREADABLE: &str = "the guest: in its image, which cannot be read to its end; running at its destination: it lacks a part of its \
+    memory, and stops where it needs that (postcopy-paused): if the image can be made whole again (a missing chunk or a file's content \
+    put back), run `towline copy --postcopy --recover` with it and the same destination, which sends the rest; else end the destination, \
+    and restore another image of the guest\n";
 
 #[test]
 fn options_that_exclude_postcopy_are_refused_before_the_copy() {
@@ -129,7 +129,7 @@ fn a_destination_that_exits_after_the_guest_ran_is_reported() {
     assert_ended(
         &finished,
         3,
-        &["the guest: it ran at its destination, which has ended", "the image holds it"],
+        &["the guest: in its image, which is as it was; its destination has ended: it may have run there"],
     );
 }
 

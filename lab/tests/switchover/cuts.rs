@@ -40,7 +40,7 @@ fn play(cut: Cut) -> (Qemu, Qemu) {
 }
 
 const HELD_THERE: (i32, &str) =
-    (3, "whole at its destination, paused; whether its source is done with it is not known");
+    (3, "it is not known whether its source still has it; whole at its destination");
 
 #[test]
 fn a_cut_before_the_acknowledgement_lets_the_source_run_on() {
@@ -77,7 +77,7 @@ fn a_cut_after_the_outcome_lets_the_destination_run() {
     }
     let (source, destination) = play(Cut {
         trigger: cut(Flow::ToSource, PLACED, false),
-        here: (3, "the destination's towline was to run it, and did not report that it did: look there"),
+        here: (3, "it is not known whether it runs at its destination: look there"),
         there: (0, ""),
         states: ("postmigrate", "running"),
     });

@@ -162,7 +162,7 @@ fn an_undecided_move_is_finished_at_its_destination() {
             (&json!("destination"), &json!("acknowledge"))
         );
         // Neither end can decide alone.
-        for (host, text) in [(&here, "MAY RUN IT"), (&there, "Look at its source")] {
+        for (host, text) in [(&here, "may run it"), (&there, "Look at its source")] {
             assert_ended(&host.run(&format!("resume {id}")), 3, &["is undecided", text, "TWO GUESTS"]);
         }
         assert_runs_nowhere(&source, &destination);
@@ -225,7 +225,7 @@ fn a_source_whose_destination_runs_is_discarded_and_kept_from_a_later_copy() {
     let image = here.0.text("guest.img");
     let finished = here.run(&format!("copy --resume {} {image}", qmp(&source)));
     assert_ended(&finished, 1, &["is undecided", &format!("towline resume {id}")]);
-    assert_ended(&here.run(&format!("resume {id}")), 3, &["MAY RUN IT"]);
+    assert_ended(&here.run(&format!("resume {id}")), 3, &["may run it"]);
     assert_runs_only_in(&destination, &source);
     assert_ended(&here.run(&format!("resume {id} --discard")), 0, &[]);
     assert!(source.wait_exit(WITHIN).unwrap().success());

@@ -195,7 +195,9 @@ fn judge(scene: &Scene, case: &Case, finished: Option<&Finished>) -> Result<Stri
             Ok(format!("gone with its QEMU: {found}"))
         }
         _ if case.victim == Victim::New && code == Some(0) => Ok(format!("gone with its QEMU: {found}")),
-        _ if case.victim == Victim::New && stderr.contains("its new QEMU has ended and may have run it") => {
+        _ if case.victim == Victim::New
+            && stderr.contains("its destination has ended: it may have run there") =>
+        {
             Ok(format!("gone with its QEMU: {found}"))
         }
         (State::Paused, _) | (_, State::Paused) if code == Some(3) || !resumed.is_empty() => {

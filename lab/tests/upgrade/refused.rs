@@ -9,7 +9,7 @@ fn failed(guest: &Guest, options: &[&str], arguments: &[&str], expected: &str) -
     assert_eq!(finished.status.code(), Some(1), "{}{}", finished.stdout, finished.stderr);
     assert!(finished.stderr.contains(expected), "{expected:?} is not in {}", finished.stderr);
     let last = &events(&finished, "failed")[0];
-    assert_eq!(last["guest-state"], "at-source", "{last}");
+    assert_eq!(last["guest-state"]["source"], "has-it", "{last}");
     finished
 }
 
@@ -152,7 +152,7 @@ fn a_drive_that_another_process_has_locked_leaves_the_guest_in_the_old_qemu() {
     let held = other.wait(WITHIN).unwrap();
     assert_eq!(finished.status.code(), Some(3), "{}", finished.stderr);
     let last = &events(&finished, "failed")[0];
-    assert_eq!(last["guest-state"], "upgrade-not-undone", "{last}");
+    assert_eq!(last["guest-state"]["to-do"], "run-source", "{last}");
     assert!(finished.stderr.contains("refuses cont: Failed to lock"), "{}", finished.stderr);
     // Nothing of the new QEMU is left, and its locks are free.
     assert_eq!(guest.qemus(), Vec::<u32>::new());

@@ -244,7 +244,7 @@ mod tests {
         }
         recorder.notice("<script>alert(1)</script>");
         let error = Box::new(Error::Usage("a & b".into()));
-        let failure = Failure { error, guest: GuestAfterFailure::Safe, notes: Vec::new() };
+        let failure = Failure { error, guest: GuestAfterFailure::SAFE, notes: Vec::new() };
         let recorded = lock(&recorder.recorded);
         let (source, destination) = ("qmp:<a>".into(), "file:b".into());
         let (total, copied) = (Duration::from_secs(2), Err(&failure));

@@ -157,7 +157,7 @@ mod tests {
         recorders[0].phase(CopyPhase::Transfer);
         recorders[0].phase(CopyPhase::Running);
         let error = Box::new(Error::Usage("<no>".into()));
-        let failure = Failure { error, guest: GuestAfterFailure::Safe, notes: Vec::new() };
+        let failure = Failure { error, guest: GuestAfterFailure::SAFE, notes: Vec::new() };
         let guest = |name, recorder| GuestReport { name, recorder, copied: Err(&failure) };
         let guests = [guest("web-0", &recorders[0]), guest("web-1", &recorders[1])];
         let html = html("a.img", Duration::from_secs(1), &guests).unwrap();

@@ -8,13 +8,15 @@ mod recorded_qemu;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use serde::Serialize;
+
 use super::record::{MoveEnd, MoveRecord, Stage};
 use super::{Error, Id, RecordFile, record_file, text};
 use crate::journal::RuntimeDirectory;
 use crate::staging_names;
 use crate::switchover::{
-    Choice, FinalRunState, InterruptedMove, MemorySharing, Placement, ResumeAction, ResumeBlocker, Side,
-    SourceStatus,
+    Choice, FinalRunState, GuestState, InterruptedMove, MemorySharing, Placement, Refusal, ResumeAction,
+    Side, SourceStatus, ToDo,
 };
 use recorded_qemu::{NotRun, RecordedQemu};
 
@@ -34,9 +36,6 @@ pub enum ResumeChoice {
     Forget,
 }
 
-/// [`Resumed::finding`] of a guest that is at its destination.
-const AT_DESTINATION: &str = "at-destination";
-
 /// Result of resuming a move.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -45,11 +44,29 @@ pub struct Resumed {
     pub id: Id,
     /// Actions that were taken, and states that were found: one sentence each.
     pub done: Vec<String>,
-    /// The reason for which it is still undecided, and what to look at; `None` if it is finished.
-    pub undecided: Option<String>,
-    /// Identifier of what was found: where the guest is (`at-destination`, `at-source`, `ended`), `forgotten`, or why it is still
-    /// undecided.
-    pub finding: &'static str,
+    /// What was found.
+    pub finding: Finding,
+}
+
+/// Result for the guest of a move.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Finding {
+    /// It is at its destination.
+    AtDestination,
+    /// It is at its source.
+    AtSource,
+    /// No QEMU on this host has it.
+    Ended,
+    /// The record was removed.
+    Forgotten,
+    /// The move is still undecided.
+    Undecided {
+        /// The guest by the evidence.
+        state: GuestState,
+        /// The same, and the commands to run.
+        text: String,
+    },
 }
 
 /// Finishes the move whose id begins with these digits, as far as the evidence or the choice allows.
@@ -78,7 +95,7 @@ fn resume_in(
     if chosen == Some(ResumeChoice::Forget) {
         forget(&mut files)?;
         let done = vec!["its record is removed; nothing else was touched".into()];
-        return Ok(Resumed { id, done, undecided: None, finding: "forgotten" });
+        return Ok(Resumed { id, done, finding: Finding::Forgotten });
     }
     let choice = chosen.map(|chosen| choice(chosen, &record)).transpose()?;
     Resume {
@@ -172,10 +189,10 @@ impl Resume {
             let action = match choice {
                 Some(chosen) => match case.apply(chosen) {
                     Ok(action) => action,
-                    Err(reason @ (ResumeBlocker::SourceUnknown | ResumeBlocker::DestinationUnknown))
-                        if started.elapsed() < EXAMINE_TIMEOUT =>
+                    Err(Refusal::Evidence(state))
+                        if state.to_do == ToDo::Wait && started.elapsed() < EXAMINE_TIMEOUT =>
                     {
-                        ResumeAction::Wait(reason)
+                        ResumeAction::Wait(state)
                     }
                     Err(reason) => {
                         return Err(Error::Refused { text: text::refusal(chosen, reason, &self.record) });
@@ -188,8 +205,8 @@ impl Resume {
                     thread::sleep(EXAMINE_INTERVAL);
                     continue;
                 }
-                ResumeAction::Wait(blocker) | ResumeAction::NeedsChoice(blocker) => {
-                    return Ok(self.undecided(blocker));
+                ResumeAction::Wait(state) | ResumeAction::NeedsChoice(state) => {
+                    return Ok(self.undecided(state));
                 }
                 ResumeAction::RunDestination => self.run_destination(&case)?,
                 ResumeAction::RunSource => return self.run_source(),
@@ -260,7 +277,7 @@ impl Resume {
                 self.record.destination
             ));
         }
-        self.finish("at-source")
+        self.finish(Finding::AtSource)
     }
 
     /// Ends the new QEMU of an upgrade whose guest is in the old one: running it, it would write into the guest's memory.
@@ -303,11 +320,11 @@ impl Resume {
         }
         self.plug_in_devices(Side::Destination)?;
         if quits || !has_source {
-            return self.finish(AT_DESTINATION);
+            return self.finish(Finding::AtDestination);
         }
         self.done.push(format!("{} is paused (postmigrate), with an older state of it", self.record.source));
         if placement != Placement::Running {
-            return self.finish(AT_DESTINATION);
+            return self.finish(Finding::AtDestination);
         }
         for file in &mut self.files {
             if matches!(file.record().source, MoveEnd::Qemu { .. }) {
@@ -316,7 +333,7 @@ impl Resume {
                 file.remove()?;
             }
         }
-        Ok(Resumed { id: self.record.id, done: self.done, undecided: None, finding: AT_DESTINATION })
+        Ok(Resumed { id: self.record.id, done: self.done, finding: Finding::AtDestination })
     }
 
     /// Plugs in the devices that were detached for the move, in the QEMU that has the guest.
@@ -347,7 +364,7 @@ impl Resume {
         if self.record.stage != Stage::Left {
             self.done.push(older);
         }
-        self.finish("at-source")
+        self.finish(Finding::AtSource)
     }
 
     fn finish_without_guest(mut self) -> Result<Resumed, Error> {
@@ -358,21 +375,21 @@ impl Resume {
                 self.done.push(format!("{end} has exited, or holds nothing of the guest"));
             }
         }
-        self.finish("ended")
+        self.finish(Finding::Ended)
     }
 
-    fn finish(mut self, finding: &'static str) -> Result<Resumed, Error> {
+    fn finish(mut self, finding: Finding) -> Result<Resumed, Error> {
         forget(&mut self.files)?;
-        Ok(Resumed { id: self.record.id, done: self.done, undecided: None, finding })
+        Ok(Resumed { id: self.record.id, done: self.done, finding })
     }
 
-    fn undecided(self, blocker: ResumeBlocker) -> Resumed {
+    fn undecided(self, state: GuestState) -> Resumed {
         let reasons = [&self.source, &self.destination].into_iter().filter_map(RecordedQemu::reason);
-        let mut text = text::explain(blocker, &self.record);
+        let mut text = text::explain(state, &self.record);
         for reason in reasons {
             text = format!("{text} ({reason})");
         }
-        Resumed { id: self.record.id, done: self.done, undecided: Some(text), finding: blocker.id() }
+        Resumed { id: self.record.id, done: self.done, finding: Finding::Undecided { state, text } }
     }
 }
 

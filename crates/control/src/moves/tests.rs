@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::process::start_time;
-use crate::switchover::Unresolved;
+use crate::switchover::{AtDestination, AtSource, GuestState, ToDo};
 use record_file::list;
 
 const ID: [u8; 16] = [0xab; 16];
@@ -393,25 +393,25 @@ fn unidentified_qemu_is_compared_by_socket() {
 
 #[test]
 fn a_notice_names_the_command_that_finishes_the_move() {
-    let notice = |record: &MoveRecord, unresolved| {
-        let text = super::notice(record, unresolved);
+    let notice = |record: &MoveRecord, destination, to_do| {
+        let text = super::notice(record, GuestState::new(AtSource::Paused, destination, to_do));
         let id = "ab".repeat(16);
         let expected = format!("move {id} is undecided: `towline moves` shows it, ");
         text.strip_prefix(&expected).unwrap_or_else(|| panic!("{text}")).replace(&id, "ID")
     };
     let local = record(running(), running());
     assert_eq!(
-        notice(&local, Unresolved::UpgradeNotUndone),
+        notice(&local, AtDestination::None, ToDo::RunSource),
         "`towline resume ID --run-here=source` runs the guest in the old QEMU"
     );
     assert_eq!(
-        notice(&local, Unresolved::BothPaused),
+        notice(&local, AtDestination::Holds, ToDo::RunOne),
         "`towline resume ID` runs the guest at its destination, `towline resume ID --run-here=source` at its source"
     );
     assert_eq!(
-        notice(&local, Unresolved::UpgradedLost),
+        notice(&local, AtDestination::Ended, ToDo::StartAgain),
         "`towline resume ID --discard=source` ends the old QEMU"
     );
     let remote = record(peer(), running());
-    assert_eq!(notice(&remote, Unresolved::BothPaused), "`towline resume ID` finishes it");
+    assert_eq!(notice(&remote, AtDestination::Holds, ToDo::RunOne), "`towline resume ID` finishes it");
 }

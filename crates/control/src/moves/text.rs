@@ -1,7 +1,7 @@
 //! Texts about records: the open decision, and the remedy.
 
 use super::{ListedMove, MoveEnd, MoveRecord, Role, Stage};
-use crate::switchover::{Choice, ResumeBlocker, Side, Unresolved};
+use crate::switchover::{AtDestination, AtSource, Choice, GuestState, Refusal, Side, ToDo};
 
 /// Describes what is undecided of a move, by its record.
 pub(super) fn undecided(record: &MoveRecord) -> String {
@@ -34,17 +34,17 @@ pub(super) fn undecided(record: &MoveRecord) -> String {
 }
 
 /// Notice of a command that leaves a move undecided: the commands that finish it.
-pub(crate) fn notice(record: &MoveRecord, unresolved: Unresolved) -> String {
+pub(crate) fn notice(record: &MoveRecord, guest: GuestState) -> String {
     let id = &record.id;
     let resume = format!("`towline resume {id}");
-    let finish = match (unresolved, record.role) {
-        (Unresolved::BothPaused, Role::Both) => {
+    let finish = match (guest.source, guest.to_do) {
+        (AtSource::Paused, ToDo::RunOne) if record.role == Role::Both => {
             format!("{resume}` runs the guest at its destination, {resume} --run-here=source` at its source")
         }
-        (Unresolved::UpgradeNotUndone, _) => {
+        (AtSource::Paused, ToDo::RunSource) => {
             format!("{resume} --run-here=source` runs the guest in the old QEMU")
         }
-        (Unresolved::UpgradedLost, _) => format!("{resume} --discard=source` ends the old QEMU"),
+        (AtSource::Paused, ToDo::StartAgain) => format!("{resume} --discard=source` ends the old QEMU"),
         _ => format!("{resume}` finishes it"),
     };
     format!("move {id} is undecided: `towline moves` shows it, {finish}")
@@ -91,72 +91,72 @@ pub(super) fn advice(listed: &ListedMove) -> Vec<String> {
     advice
 }
 
+const WARNING: &str = ". TWO GUESTS ON ONE DISK DESTROY IT";
+
 /// Reason for which a move is not finished automatically, and what to look at.
-pub(super) fn explain(blocker: ResumeBlocker, record: &MoveRecord) -> String {
+pub(super) fn explain(state: GuestState, record: &MoveRecord) -> String {
+    let source = state.at_source(&record.source.to_string());
+    let destination = state.at_destination(&record.destination.to_string());
+    let warning = match state.to_do {
+        ToDo::LookAtDestination | ToDo::LookAtSource | ToDo::EndOne => WARNING,
+        ToDo::RunDestinationUnlessItRanOn if state.source != AtSource::Ended => WARNING,
+        _ => "",
+    };
+    let to_do = to_do(state, record);
+    format!("the guest: {source}; {destination}{}{to_do}{warning}", if to_do.is_empty() { "" } else { ". " })
+}
+
+/// Commands for the next step of an operator.
+fn to_do(state: GuestState, record: &MoveRecord) -> String {
     let MoveRecord { id, source, destination, .. } = record;
-    let since = record.started_at();
-    match blocker {
-        ResumeBlocker::DestinationWaits => format!(
-            "{source} is done with the guest (postmigrate), and the towline at {destination} did not get the outcome. On that host, run it: \
-             `towline resume {id} --run-here`; then end this source: `towline resume {id} --discard`. Or take the guest back: on that host \
-             `towline resume {id} --discard`, and only then here `towline resume {id} --run-here`"
+    let (resume, at, since) = (format!("`towline resume {id}"), at_destination(record), record.started_at());
+    match state.to_do {
+        ToDo::Wait => "Try again when both reply, or have exited".into(),
+        ToDo::RunOne => format!(
+            "The towline at {destination} did not get the outcome. On that host, run it: {resume} --run-here`; then end this source: \
+             {resume} --discard`. Or take the guest back: on that host {resume} --discard`, and only then here {resume} --run-here`"
         ),
-        ResumeBlocker::DestinationMayRun => format!(
-            "{source} is done with the guest (postmigrate), and {destination} MAY RUN IT. Look there (`query-status`; `towline moves`). If it runs \
-             there, end this source: `towline resume {id} --discard`. Only if it does not, and will not: end that QEMU, and then run the guest \
-             here: `towline resume {id} --run-here`. TWO GUESTS ON ONE DISK DESTROY IT"
+        ToDo::LookAtDestination => format!(
+            "Look there (`query-status`; `towline moves`). If it runs there, end this source: {resume} --discard`. Only if it does not, \
+             and will not: end that QEMU, and then run the guest here: {resume} --run-here`"
         ),
-        ResumeBlocker::SourceElsewhere => format!(
-            "{destination} holds the whole guest, paused. Look at its source, which sent it from {source} (`query-status`; `towline resume {id}` if \
-             a towline is there). If its status is `postmigrate`, or that QEMU has exited, and it neither ran on nor was sent elsewhere after {since}: \
-             `towline resume {id} --run-here`. If it runs or is paused there, or did since: `towline resume {id} --discard`. TWO GUESTS ON ONE DISK \
-             DESTROY IT"
+        ToDo::LookAtSource => format!(
+            "Look at its source (`query-status`; {resume}` if a towline is there). If its status is `postmigrate`, or that QEMU has \
+             exited, and it neither ran on nor was sent elsewhere after {since}: {resume} --run-here`. If it runs or is paused there, \
+             or did since: {resume} --discard`"
         ),
-        ResumeBlocker::SourceLost => format!(
-            "{destination} holds the whole guest as it was at {since}, paused; {source} has exited, and it is not known whether it was done with the \
-             guest before. If it ran on there after that time, or was sent elsewhere, its disks are newer than its memory at {destination}: \
-             end that (`towline resume {id} --forget`, then `quit`). If it did not: `towline resume {id} --run-here=destination`"
+        ToDo::RunDestinationUnlessItRanOn if state.source == AtSource::Ended => format!(
+            "It is not known whether the source was done with it before. If it ran on there after {since}, or was sent elsewhere, its \
+             disks are newer than its memory at {destination}: end that ({resume} --forget`, then `quit`). If it did not: \
+             {resume} --run-here=destination`"
         ),
-        ResumeBlocker::DestinationStopped => format!(
-            "{destination} holds the guest, which stopped there by itself or is being sent on (`query-status` shows why): it is not run or ended from here. \
-             Act by its monitor, end the source if it is left, and then `towline resume {id} --forget`"
+        ToDo::RunDestinationUnlessItRanOn => format!(
+            "The source is postmigrate, but not provably by this move: its guest may have run there after {since} and have been sent \
+             elsewhere, and would then be newer than what {destination} holds. Look where it went. If it was: {resume} --discard{at}`. \
+             Only if it neither ran on nor was sent elsewhere: {resume} --run-here{at}`"
         ),
-        ResumeBlocker::BothMayRun => format!(
-            "{source} HAS THE GUEST, and {destination}, which was given everything, MAY RUN IT TOO. Look there now (`query-status`): if it runs there, \
-             end one of the two; if not, end that QEMU. Then `towline resume {id} --forget`. TWO GUESTS ON ONE DISK DESTROY IT"
+        ToDo::ActAtDestination => format!(
+            "It stopped there by itself or is being sent on (`query-status` shows why): it is not run or ended from here. Act by its \
+             monitor, end the source if it is left, and then {resume} --forget`"
         ),
-        ResumeBlocker::SourceRanOn => format!(
-            "{source} is postmigrate, but not provably by this move: its guest may have run there after {since} and have been sent elsewhere, and would \
-             then be newer than what {destination} holds. Look where it went. If it was: `towline resume {id} --discard{at}`. Only if it neither ran on \
-             nor was sent elsewhere: `towline resume {id} --run-here{at}`. TWO GUESTS ON ONE DISK DESTROY IT",
-            at = at_destination(record)
-        ),
-        ResumeBlocker::SourceUnknown => format!(
-            "{source} does not reply, or is still migrating: its state is not known. Try again when it replies, or when it has exited"
-        ),
-        ResumeBlocker::DestinationUnknown => format!(
-            "{destination} does not reply, or is still loading: it is not known whether it runs the guest. Try again when it replies, or when it has exited"
-        ),
-        ResumeBlocker::DestinationLost => format!(
-            "{source} holds the guest as it was when it was sent (postmigrate); {destination} has exited or failed, and MAY HAVE RUN IT before. If it \
-             did, its disks are newer than its memory here: end it (`quit`) and start the guest again. Only if it never ran there: \
-             `towline resume {id} --run-here=source`"
-        ),
-        ResumeBlocker::MemoryChanged => format!(
-            "{destination} has exited, and may have run the guest in the memory that {source} maps too: the device state there may not fit that \
-             memory any more, and must not run. End it: `towline resume {id} --discard=source`, and start the guest again"
-        ),
-        ResumeBlocker::RunsTwice => {
-            format!(
-                "the guest RUNS AT BOTH ENDS, {source} and {destination}: stop one of them at once (`stop`), and end it"
-            )
+        ToDo::EndOne if state.destination == AtDestination::Runs => {
+            "It RUNS AT BOTH ENDS: stop one of them at once (`stop`), and end it".into()
         }
-        ResumeBlocker::SourceHasGuest => format!("{source} has the guest"),
-        ResumeBlocker::DestinationHasGuest => {
-            format!("the guest runs at {destination}, or may have run there since it was to")
+        ToDo::EndOne => format!(
+            "Look there now (`query-status`): if it runs there, end one of the two; if not, end that QEMU. Then {resume} --forget`"
+        ),
+        ToDo::KeepDestination => {
+            "It has run at its destination, or may have run there since it was to".into()
         }
-        ResumeBlocker::NotOnThisHost => "that end is on another host, or its QEMU has exited".into(),
-        ResumeBlocker::OnlyCopy => "no other QEMU is known to hold the guest".into(),
+        ToDo::RunSourceUnlessItRan => format!(
+            "It may have run there before. If it did, its disks are newer than its memory here: end it (`quit`) and start the guest \
+             again. Only if it never ran there: {resume} --run-here=source`"
+        ),
+        ToDo::StartAgain => format!(
+            "It may have run there in the memory that {source} maps too, which the device state of that may not fit any more: it must \
+             not run. End it: {resume} --discard=source`, and start the guest again"
+        ),
+        _ => String::new(),
     }
 }
 
@@ -170,12 +170,16 @@ fn at_destination(record: &MoveRecord) -> &'static str {
 }
 
 /// Reason for which a choice is refused.
-pub(super) fn refusal(choice: Choice, reason: ResumeBlocker, record: &MoveRecord) -> String {
+pub(super) fn refusal(choice: Choice, refusal: Refusal, record: &MoveRecord) -> String {
     let end = |side: Side| match side {
         Side::Source => &record.source,
         Side::Destination => &record.destination,
     };
-    let text = explain(reason, record);
+    let text = match refusal {
+        Refusal::Evidence(state) => explain(state, record),
+        Refusal::NotOnThisHost => "that end is on another host, or its QEMU has exited".into(),
+        Refusal::OnlyCopy => "no other QEMU is known to hold the guest".into(),
+    };
     match choice {
         Choice::Run(side) => format!("the guest is not run at {}: {text}", end(side)),
         Choice::Discard(side) => format!("{} is not ended: {text}", end(side)),

@@ -55,9 +55,12 @@ pub fn copy(
     observer.phase(CopyPhase::Prepare);
     for socket in [source.monitor(), destination.monitor()].into_iter().flatten() {
         // No QEMU has been asked for its guest yet.
-        wait_for_socket(socket, options.connect_timeout, cancel, &|text| observer.notice(text)).map_err(
-            |error| Failure { guest: GuestAfterFailure::QemuNotReached, ..Failure::untouched(error) },
-        )?;
+        let guest = match source.monitor() {
+            Some(_) => GuestAfterFailure::NOT_REACHED,
+            None => GuestAfterFailure::SAFE,
+        };
+        wait_for_socket(socket, options.connect_timeout, cancel, &|text| observer.notice(text))
+            .map_err(|error| Failure { guest, ..Failure::untouched(error) })?;
     }
     preflight::check_devices(options.devices(), observer).map_err(Failure::untouched)?;
     match options.postcopy() {

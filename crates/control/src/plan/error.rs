@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use towline_qmp as qmp;
 
-use super::outcomes::{GuestAfterFailure, GuestLocation};
+use super::outcomes::GuestAfterFailure;
 use crate::qemu;
+use crate::switchover::GuestState;
 
 /// Fate of a guest that is resumed in the QEMU that has sent it.
 pub(super) const ABORTS_ASLEEP: &str = "QEMU aborts when it resumes a guest that it has sent asleep";
@@ -185,8 +186,8 @@ impl Failure {
     pub(crate) fn untouched(error: impl Into<Error>) -> Self {
         let error = error.into();
         let guest = match error {
-            Error::NoGuest { .. } => GuestAfterFailure::NoGuest,
-            _ => GuestAfterFailure::Safe,
+            Error::NoGuest { .. } => GuestAfterFailure::NO_GUEST,
+            _ => GuestAfterFailure::SAFE,
         };
         Self { error: Box::new(error), guest, notes: Vec::new() }
     }
@@ -195,7 +196,7 @@ impl Failure {
     pub(super) fn unopened(error: impl Into<Error>) -> Self {
         let error = error.into();
         let guest =
-            if has_no_image(&error) { GuestAfterFailure::ImageNotReadable } else { GuestAfterFailure::Safe };
+            if has_no_image(&error) { GuestAfterFailure::NOT_REACHED } else { GuestAfterFailure::SAFE };
         Self { error: Box::new(error), guest, notes: Vec::new() }
     }
 }
@@ -219,8 +220,8 @@ fn has_no_image(error: &Error) -> bool {
 }
 
 /// A failure after which an operator must look at the guest.
-pub(crate) fn needs_attention(error: Error, location: GuestLocation) -> Failure {
-    Failure { error: Box::new(error), guest: GuestAfterFailure::needs_attention(location), notes: Vec::new() }
+pub(crate) fn needs_attention(error: Error, state: GuestState) -> Failure {
+    Failure { error: Box::new(error), guest: GuestAfterFailure::unresolved(state), notes: Vec::new() }
 }
 
 impl fmt::Display for Failure {

@@ -18,16 +18,15 @@ use super::context::Context;
 use super::destination::{HeldGuest, StartFailure};
 use super::endpoint::{DestinationEndpoint, Rollback, SourceControl};
 use super::error::{ABORTS_ASLEEP, Error, Failure};
-use super::outcomes::{GuestAfterFailure, GuestLocation, SourceCategory};
+use super::outcomes::{GuestAfterFailure, SourceCategory};
 use super::peer::{PeerReply, PeerSession};
 use super::progress::CopyPhase;
 use super::report::{DestinationState, SourceState};
 use super::shared_switchover::{SharedSwitchover, source_link};
 use super::source::{CopyEnd, GuestAction, QmpSource};
 use crate::switchover::{
-    Decision, DestinationKind, DestinationStatus, Directive, GuestRunState, Input, MemorySharing,
-    PeerMessage, Placement, SourceAction, SourceLink, SourceStatus, StartResult, SwitchoverOutcome,
-    Unresolved,
+    Decision, DestinationKind, DestinationStatus, Directive, GuestRunState, GuestState, Input, MemorySharing,
+    PeerMessage, Placement, SourceAction, SourceLink, SourceStatus, StartResult, SwitchoverOutcome, ToDo,
 };
 
 /// Timeout for a source to notice its closed stream, before its migration is cancelled.
@@ -473,14 +472,14 @@ impl Executor<'_> {
     fn end(mut self, outcome: SwitchoverOutcome) -> Result<SwitchoverReport, Failure> {
         let message = match outcome {
             SwitchoverOutcome::Unresolved(unresolved) => {
-                self.unresolved_state(unresolved).sentence(SourceCategory::Qemu).into_owned()
+                self.unresolved_state(unresolved).sentence(self.category())
             }
             SwitchoverOutcome::Completed(_) | SwitchoverOutcome::Safe => String::new(),
         };
         self.notes.extend(self.ends.switchover.ended(outcome, &message));
         let placement = match outcome {
             SwitchoverOutcome::Completed(placement) => placement,
-            SwitchoverOutcome::Safe => return Err(self.failure(GuestAfterFailure::Safe)),
+            SwitchoverOutcome::Safe => return Err(self.failure(GuestAfterFailure::SAFE)),
             SwitchoverOutcome::Unresolved(unresolved) => {
                 let guest = self.unresolved_state(unresolved);
                 return Err(self.failure(guest));
@@ -499,7 +498,8 @@ impl Executor<'_> {
         }
         if let Some(error) = self.not_attached.take() {
             self.ends.error = Some(error);
-            return Err(self.failure(GuestAfterFailure::needs_attention(GuestLocation::WithoutVsock)));
+            let state = GuestState::new(source.into(), placement.into(), ToDo::AttachVsock);
+            return Err(self.failure(GuestAfterFailure::unresolved(state)));
         }
         self.note_downtime();
         self.notes.iter().for_each(|note| self.ends.context.observer.notice(note));
@@ -513,34 +513,31 @@ impl Executor<'_> {
         Ok(SwitchoverReport { source, destination, downtime_ms: self.downtime_ms })
     }
 
-    fn unresolved_state(&self, unresolved: Unresolved) -> GuestAfterFailure {
+    fn unresolved_state(&self, state: GuestState) -> GuestAfterFailure {
         match &self.ends.source {
-            SourceControl::Stored => {
-                GuestAfterFailure::needs_attention(GuestLocation::UnresolvedOfImage(unresolved))
-            }
-            SourceControl::Qemu(source) => GuestAfterFailure::unresolved_at(unresolved, source.socket()),
-            SourceControl::Stream(_) => {
-                GuestAfterFailure::needs_attention(GuestLocation::Unresolved(unresolved))
-            }
+            SourceControl::Qemu(source) => GuestAfterFailure::unresolved_at(state, source.socket()),
+            SourceControl::Stored | SourceControl::Stream(_) => GuestAfterFailure::unresolved(state),
+        }
+    }
+
+    fn category(&self) -> SourceCategory {
+        match &self.ends.source {
+            SourceControl::Stored => SourceCategory::Image,
+            SourceControl::Qemu(_) | SourceControl::Stream(_) => SourceCategory::Qemu,
         }
     }
 
     fn failure(mut self, guest: GuestAfterFailure) -> Failure {
         let error =
             self.ends.switchover.not_recorded().or(self.ends.error.take()).unwrap_or(Error::Cancelled);
-        let held = match guest {
-            GuestAfterFailure::NeedsAttention(_) => HeldGuest::MayBeOnlyCopy,
-            _ => HeldGuest::Incomplete,
-        };
+        let held = if guest.needs_attention() { HeldGuest::MayBeOnlyCopy } else { HeldGuest::Incomplete };
         let (error, notes) = self.ends.destination.roll_back(
             error,
             self.ends.context,
             Rollback { is_cut_over: self.is_cut_over, held },
         );
         self.notes.extend(notes);
-        if let (SourceControl::Qemu(source), GuestAfterFailure::NeedsAttention(_)) =
-            (&mut self.ends.source, &guest)
-        {
+        if let (SourceControl::Qemu(source), true) = (&mut self.ends.source, guest.needs_attention()) {
             source.keep_settings();
         }
         Failure { error: Box::new(error), guest, notes: self.notes }

@@ -1,293 +1,15 @@
-//! Outcomes of failed copies and moves in one table: sentence, identifier for `--json`, exit status.
+//! Outcomes of failed copies and moves: sentences for people.
 //!
-//! The sentence of an [`OutcomeRow`] follows "the guest: ". Exit status 1: the guest is where it was. Exit status
-//! 3: an operator must look at it.
-
-use std::borrow::Cow;
+//! A sentence follows "the guest: ". It is composed of the guest at its source, the guest at its destination,
+//! and what to do.
 
 use super::report::{DestinationState, SourceState};
-use crate::switchover::Unresolved;
-
-/// Outcome of a failed copy or move.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct OutcomeRow {
-    /// Identifier in `--json` (`guest-state`). It stays the same if the sentence is reworded.
-    pub id: &'static str,
-    /// Exit status.
-    pub exit_code: u8,
-    /// Location of the guest, and what to do.
-    pub text: &'static str,
-}
-
-/// Location of a guest after a failure.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum GuestLocation {
-    /// At its source, as it was.
-    AtSource,
-    /// In its image.
-    InImage,
-    /// It was a synthetic guest.
-    WithProcess,
-    /// Wherever the command of its stream reads it.
-    WithCommand,
-    /// Unchanged by this copy; its QEMU was not reached.
-    QemuNotReached,
-    /// Unchanged by this copy; its image could not be opened.
-    ImageNotReadable,
-    /// The source has none.
-    NoGuest,
-    /// At its destination, but its vsock could not be attached there.
-    WithoutVsock,
-    /// It runs, and a truncated image may have given it zeros.
-    ImageCutShort,
-    /// It runs without the rest of its memory, and no more is sent.
-    PostcopyPaused,
-    /// As `PostcopyPaused`, and its image cannot be read to its end.
-    PostcopyUnreadable,
-    /// As `PostcopyPaused`, and its QEMU's main loop waits too, so that no other process can send the rest.
-    PostcopyBlocked,
-    /// It ran at its destination, whose QEMU has exited.
-    PostcopyEnded,
-    /// It has all of its memory; its run state is not known.
-    PostcopyArrived,
-    /// Its source's QEMU failed after the switch to postcopy.
-    PostcopyRefused,
-    /// Each of two QEMUs holds a part of it, and their connection is lost.
-    PostcopySplit,
-    /// As the switchover reports.
-    Unresolved(Unresolved),
-    /// As the switchover reports, of a guest whose source is an image, which stays as it was.
-    UnresolvedOfImage(Unresolved),
-}
-
-impl GuestLocation {
-    /// The row of the table.
-    pub(crate) fn row(self) -> OutcomeRow {
-        let (id, exit_code, text) = match self {
-            Self::AtSource => ("at-source", 1, "safe at its source"),
-            Self::InImage => ("in-image", 1, "in its image, which is as it was"),
-            Self::WithProcess => ("ended-with-process", 1, "gone: a synthetic guest ends with its process"),
-            Self::WithCommand => {
-                ("with-command", 1, "where the command of its stream reads it; this copy has not changed it")
-            }
-            Self::QemuNotReached => ("unreached", 1, "not touched; its QEMU was not reached"),
-            Self::ImageNotReadable => ("unopened", 1, "not touched; its image could not be opened"),
-            Self::NoGuest => ("no-guest", 1, "none at this source; nothing was changed"),
-            Self::WithoutVsock => (
-                "without-vsock",
-                3,
-                "at its destination, whole, except for its vsock, which could not be attached there (`device_add`)",
-            ),
-            Self::ImageCutShort => (
-                "image-cut-short",
-                3,
-                "it has its memory at its destination, but pages that were sent after the image was cut short may be zeros there: end it, and restore another copy of the image",
-            ),
-            Self::PostcopyPaused => (
-                "postcopy-paused",
-                3,
-                "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image is complete and unchanged: run `towline copy --postcopy --recover` with the same image and destination, which sends the rest",
-            ),
-            Self::PostcopyUnreadable => (
-                "postcopy-unreadable",
-                3,
-                "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image cannot be read to its end: if it can be made whole again (a missing chunk or a file's content put back), run `towline copy --postcopy --recover` with it and the same destination, which sends the rest; else the guest cannot continue: end the destination, and restore another image of the guest",
-            ),
-            Self::PostcopyBlocked => (
-                "postcopy-blocked",
-                3,
-                "at its destination without a part of its memory, where it waits for a page that is missing, and with it the main loop of its QEMU, whose monitor does not reply: no other command can send the rest, so kill that QEMU; the image is as it was: restore it",
-            ),
-            Self::PostcopyEnded => (
-                "postcopy-ended",
-                3,
-                "it ran at its destination, which has ended, and the guest with it; the image holds it as it was stored",
-            ),
-            Self::PostcopyArrived => {
-                ("postcopy-arrived", 3, "at its destination, with all of its memory: check its state there")
-            }
-            Self::PostcopyRefused => (
-                "postcopy-refused",
-                3,
-                "it was switched to its destination, which could not take it: look at both, and resume it at the source (`cont`) only if it does not run there",
-            ),
-            Self::PostcopySplit => (
-                "postcopy-split",
-                3,
-                "it runs at its destination with a part of its memory, and the source holds the rest: do not run it there; if both QEMUs still run, `migrate-recover` at the destination and `migrate` with resume at the source resume it",
-            ),
-            Self::Unresolved(unresolved) => return unresolved_row(unresolved),
-            Self::UnresolvedOfImage(unresolved) => return image_row(unresolved),
-        };
-        OutcomeRow { id, exit_code, text }
-    }
-}
-
-/// Row of a guest that was stopped at its source.
-fn unresolved_row(unresolved: Unresolved) -> OutcomeRow {
-    let text = match unresolved {
-        Unresolved::DestinationHolds => {
-            "whole at its destination, paused; its source did not report whether it is done: look at the source, and run the guest at one of them only (`cont`)"
-        }
-        Unresolved::Undecided => {
-            "whole at its destination, paused; whether its source is done with it is not known: run it here (`cont`) only if it does not run there"
-        }
-        Unresolved::DestinationMayRun => {
-            "at its destination, which was sent everything and may run it; its source, if it still has it, holds it paused (postmigrate): look at the destination, and resume it at the source (`cont`) only if it does not run there"
-        }
-        Unresolved::BothMayRun => {
-            "running at its source, whose migration was cancelled there when the destination had everything: look at the destination, which may run it too, and end one of them"
-        }
-        Unresolved::SourceRunByOthers => {
-            "running at its source, where another party resumed it after the copy was complete; the destination holds a copy of it, paused: run only one of them"
-        }
-        Unresolved::BothPaused => "paused at both ends: resume it (`cont`) at one of them only",
-        Unresolved::NotRetracted => {
-            "paused at both ends, and its record, which could not be changed, has it running at the destination: run it there (`towline resume`), or remove the record first (`towline resume ID --forget`) and resume it at one of them only (`cont`)"
-        }
-        Unresolved::StoppedAgain => {
-            "at its destination, where it was run and stopped again; its source still holds it as it was before that, paused (postmigrate): run only one of them"
-        }
-        Unresolved::DestinationLost => {
-            "paused at its source (postmigrate); the destination was lost when it was to run it, so it may have run there: if not, resume it at the source (`cont`)"
-        }
-        Unresolved::DestinationUnknown => {
-            "paused at its source (postmigrate); whether it runs at the destination is not known: look there, and run only one of them (`cont`)"
-        }
-        Unresolved::UpgradedLost
-        | Unresolved::UpgradedStopped
-        | Unresolved::UpgradedUnknown
-        | Unresolved::UpgradeNotUndone => upgraded_text(unresolved),
-        Unresolved::DestinationOnly => {
-            "paused at the destination, whole (`cont` resumes it); its source has ended"
-        }
-        Unresolved::DestinationAlone => {
-            "at its destination, which does not reply any more: check whether it runs there; its source has ended"
-        }
-        Unresolved::BothExited => "lost: both QEMUs have ended",
-        Unresolved::SourceExited => {
-            "lost: its source's QEMU has ended, and the guest with it; the destination has only a part of it, which does not run"
-        }
-        Unresolved::SourceExitedSince => {
-            "lost: its source's QEMU has ended, and the guest with it, after it ran on there; the destination's state of it is older"
-        }
-        Unresolved::SourceUnknown => {
-            "at its source, if that still runs: the guest is resumed there as soon as QEMU sees that the copy failed (if not: `cont`)"
-        }
-        Unresolved::SourceNotEnded => {
-            "at its destination; its source could not be ended and holds it paused (postmigrate): end it (`quit`), and do not resume it there"
-        }
-        Unresolved::SourceNotResumed => "stored; paused at its source: see above, else resume it (`cont`)",
-        Unresolved::StoredOnly => "stored, and nowhere else: its source's QEMU has ended",
-        Unresolved::Unpublished => {
-            "nowhere but in the file that a notice names, if there is one: its source's QEMU has ended, and the image could not be completed"
-        }
-        Unresolved::PeerWaits => {
-            "paused at both ends: the outcome could not be sent to the destination's towline"
-        }
-        Unresolved::PeerUnknown => {
-            "paused at its source (postmigrate); the destination's towline was to run it, and did not report that it did: look there, and run only one of them"
-        }
-        Unresolved::PeerDidNotRun => {
-            "paused at both ends: the destination's towline could not run it; resume it (`cont`) at one of them only"
-        }
-    };
-    OutcomeRow { id: id_of(unresolved), exit_code: 3, text }
-}
-
-/// Text of an upgrade, whose QEMUs have the same memory.
-fn upgraded_text(unresolved: Unresolved) -> &'static str {
-    match unresolved {
-        Unresolved::UpgradedLost => {
-            "lost: its new QEMU has ended and may have run it; the old one is left, paused (postmigrate), with a device state that may not fit the memory any more: end it (`quit`), do not resume it, and start the guest again"
-        }
-        Unresolved::UpgradedStopped => {
-            "in its new QEMU, where it was run and stopped again: look there; the old one is left, paused (postmigrate), with a device state that does not fit the memory any more: end it (`quit`), and do not resume it"
-        }
-        Unresolved::UpgradedUnknown => {
-            "in its new QEMU, which may run it: look there; the old one is left, paused (postmigrate), with a device state that may not fit the memory any more: do not resume it"
-        }
-        Unresolved::UpgradeNotUndone => {
-            "in its old QEMU, paused (postmigrate), which could not be made to run it again; it has not run in the new one: remove the cause, and then resume it in the old one"
-        }
-        _ => unreachable!("{unresolved:?} is not of an upgrade"),
-    }
-}
-
-fn id_of(unresolved: Unresolved) -> &'static str {
-    match unresolved {
-        Unresolved::DestinationHolds => "destination-holds",
-        Unresolved::Undecided => "undecided",
-        Unresolved::DestinationMayRun => "destination-may-run",
-        Unresolved::BothMayRun => "both-may-run",
-        Unresolved::SourceRunByOthers => "source-run-by-others",
-        Unresolved::BothPaused => "both-paused",
-        Unresolved::NotRetracted => "not-retracted",
-        Unresolved::StoppedAgain => "stopped-again",
-        Unresolved::DestinationLost => "destination-lost",
-        Unresolved::DestinationUnknown => "destination-unknown",
-        Unresolved::UpgradedLost => "upgraded-lost",
-        Unresolved::UpgradedStopped => "upgraded-stopped",
-        Unresolved::UpgradedUnknown => "upgraded-unknown",
-        Unresolved::UpgradeNotUndone => "upgrade-not-undone",
-        Unresolved::DestinationOnly => "destination-only",
-        Unresolved::DestinationAlone => "destination-alone",
-        Unresolved::BothExited => "both-exited",
-        Unresolved::SourceExited => "source-exited",
-        Unresolved::SourceExitedSince => "source-exited-since",
-        Unresolved::SourceUnknown => "source-unknown",
-        Unresolved::SourceNotEnded => "source-not-ended",
-        Unresolved::SourceNotResumed => "source-not-resumed",
-        Unresolved::StoredOnly => "stored-only",
-        Unresolved::Unpublished => "unpublished",
-        Unresolved::PeerWaits => "peer-waits",
-        Unresolved::PeerUnknown => "peer-unknown",
-        Unresolved::PeerDidNotRun => "peer-did-not-run",
-    }
-}
-
-/// Row of a guest whose image stays as it was.
-fn image_row(unresolved: Unresolved) -> OutcomeRow {
-    let text = match unresolved {
-        Unresolved::DestinationMayRun => {
-            "at its destination, which was sent everything and may run it: look there; the image is as it was"
-        }
-        Unresolved::BothPaused => {
-            "paused at the destination, which has loaded it: run it there (`cont`), or end it; the image is as it was"
-        }
-        Unresolved::StoppedAgain => {
-            "at its destination, where it was run and stopped again: look there; the image is as it was"
-        }
-        Unresolved::DestinationLost => {
-            "in its image; its destination was lost when it was to run it, so it may have run there; the image is as it was"
-        }
-        Unresolved::DestinationUnknown => {
-            "in its image; whether it runs at its destination is not known: look there"
-        }
-        unresolved => return unresolved_row(unresolved),
-    };
-    OutcomeRow { text, ..unresolved_row(unresolved) }
-}
+use crate::switchover::{AtDestination, AtSource, GuestState, ToDo};
 
 /// State of a guest after a failure.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum GuestAfterFailure {
-    /// At its source, as it was.
-    Safe,
-    /// Unchanged by this copy: its QEMU was not reached, so nothing is known of it.
-    QemuNotReached,
-    /// Unchanged by this copy: its image could not be opened.
-    ImageNotReadable,
-    /// The source has no guest.
-    NoGuest,
-    /// An operator must look at it.
-    NeedsAttention(GuestNeedingAttention),
-}
-
-/// Location of a guest that an operator must look at.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct GuestNeedingAttention {
-    location: GuestLocation,
+pub struct GuestAfterFailure {
+    state: GuestState,
     /// Monitor of its source, if that is driven.
     source: Option<String>,
 }
@@ -306,65 +28,166 @@ pub enum SourceCategory {
 }
 
 impl GuestAfterFailure {
+    /// It is at its source, as it was.
+    pub const SAFE: Self = Self::untouched(AtSource::HasIt);
+    /// This copy has not changed it. Its QEMU was not reached, or its image could not be opened.
+    pub const NOT_REACHED: Self = Self::untouched(AtSource::Unknown);
+    /// The source has no guest.
+    pub const NO_GUEST: Self = Self::untouched(AtSource::Ended);
+
+    const fn untouched(source: AtSource) -> Self {
+        Self { state: GuestState::new(source, AtDestination::None, ToDo::Nothing), source: None }
+    }
+
     /// An operator must look at it; its source is not driven, or not named.
-    pub(crate) fn needs_attention(location: GuestLocation) -> Self {
-        Self::NeedsAttention(GuestNeedingAttention { location, source: None })
+    pub(crate) fn unresolved(state: GuestState) -> Self {
+        Self { state, source: None }
     }
 
     /// An operator must look at it; the monitor of its source is `socket`.
-    pub(crate) fn unresolved_at(unresolved: Unresolved, socket: &str) -> Self {
-        Self::NeedsAttention(GuestNeedingAttention {
-            location: GuestLocation::Unresolved(unresolved),
-            source: Some(socket.to_owned()),
-        })
+    pub(crate) fn unresolved_at(state: GuestState, socket: &str) -> Self {
+        Self { state, source: Some(socket.to_owned()) }
+    }
+
+    /// Returns true if an operator must look at it: exit status 3. Without that it is where it was.
+    pub fn needs_attention(&self) -> bool {
+        self.state.to_do != ToDo::Nothing
+    }
+
+    /// Returns true if it is at its source, as it was.
+    pub(crate) fn is_safe(&self) -> bool {
+        *self == Self::SAFE
     }
 
     /// Returns true if the guest is at its destination without a part of its memory, which a recovery can send.
     pub fn lacks_memory(&self) -> bool {
-        let Self::NeedsAttention(GuestNeedingAttention { location, .. }) = self else { return false };
-        matches!(location, GuestLocation::PostcopyPaused | GuestLocation::PostcopyUnreadable)
-    }
-
-    /// The row of the table, by the category of the source.
-    pub fn row(&self, keeper: SourceCategory) -> OutcomeRow {
-        let location = match (self, keeper) {
-            (Self::Safe, SourceCategory::Qemu) => GuestLocation::AtSource,
-            (Self::Safe, SourceCategory::Image) => GuestLocation::InImage,
-            (Self::Safe, SourceCategory::Process) => GuestLocation::WithProcess,
-            (Self::Safe, SourceCategory::Command) => GuestLocation::WithCommand,
-            (Self::QemuNotReached, _) => GuestLocation::QemuNotReached,
-            (Self::ImageNotReadable, _) => GuestLocation::ImageNotReadable,
-            (Self::NoGuest, _) => GuestLocation::NoGuest,
-            (Self::NeedsAttention(whereabouts), _) => whereabouts.location,
-        };
-        location.row()
+        matches!(self.state.to_do, ToDo::Recover | ToDo::RecoverRepaired)
     }
 
     /// Returns true if the destination may hold the guest, so that its QEMU must be left alone.
     pub(crate) fn may_be_at_destination(&self) -> bool {
-        let Self::NeedsAttention(GuestNeedingAttention { location, .. }) = self else { return false };
-        !matches!(
-            location,
-            GuestLocation::Unresolved(
-                Unresolved::SourceRunByOthers
-                    | Unresolved::SourceExited
-                    | Unresolved::SourceExitedSince
-                    | Unresolved::BothExited
-                    | Unresolved::UpgradedLost
-                    | Unresolved::UpgradeNotUndone
-            )
-        )
+        let GuestState { source, destination, to_do } = self.state;
+        let is_elsewhere = match destination {
+            AtDestination::None | AtDestination::Ended => source == AtSource::Unknown,
+            AtDestination::Holds => source != AtSource::HasIt,
+            AtDestination::MayRun | AtDestination::Runs => true,
+            AtDestination::Unknown => to_do != ToDo::StartAgain,
+        };
+        self.needs_attention() && is_elsewhere
     }
 
-    /// The row's sentence, which names the source's QEMU if that is known.
-    pub fn sentence(&self, keeper: SourceCategory) -> Cow<'static, str> {
-        let text = self.row(keeper).text;
-        match self {
-            Self::NeedsAttention(GuestNeedingAttention { source: Some(socket), .. }) => {
-                text.replace("its source's QEMU", &format!("its source, QEMU on {socket},")).into()
-            }
-            _ => text.into(),
+    /// Its state, by the category of the source.
+    pub fn state(&self, keeper: SourceCategory) -> GuestState {
+        let source = match (self.state.source, keeper) {
+            (AtSource::HasIt, SourceCategory::Process) => AtSource::Ended,
+            (AtSource::HasIt, SourceCategory::Command) => AtSource::Unknown,
+            (source, _) => source,
+        };
+        GuestState { source, ..self.state }
+    }
+
+    /// Where it is, and what to do; names the source's QEMU if that is known.
+    pub fn sentence(&self, keeper: SourceCategory) -> String {
+        let source = self
+            .special_source(keeper)
+            .map_or_else(|| self.state.at_source(&self.source_name()), str::to_owned);
+        if !self.needs_attention() {
+            return source;
         }
+        format!("{source}; {}: {}", self.state.at_destination("its destination"), to_do(self.state))
+    }
+
+    /// The guest at a source that is not a QEMU, or of a guest that is where it was.
+    fn special_source(&self, keeper: SourceCategory) -> Option<&'static str> {
+        let is_untouched = !self.needs_attention();
+        Some(match (self.state.source, keeper) {
+            (AtSource::HasIt, SourceCategory::Qemu) if is_untouched => "safe at its source",
+            (AtSource::HasIt, SourceCategory::Image) => "in its image, which is as it was",
+            (AtSource::HasIt, SourceCategory::Process) => "gone: a synthetic guest ends with its process",
+            (AtSource::HasIt, SourceCategory::Command) => {
+                "where the command of its stream reads it; this copy has not changed it"
+            }
+            (AtSource::Ended, _) if is_untouched => "none at this source; nothing was changed",
+            (AtSource::Unknown, SourceCategory::Image) if is_untouched => {
+                "not touched; its image could not be opened"
+            }
+            (AtSource::Unknown, SourceCategory::Image) => "in its image, which cannot be read to its end",
+            (AtSource::Unknown, _) if is_untouched => "not touched; its QEMU was not reached",
+            _ => return None,
+        })
+    }
+
+    fn source_name(&self) -> String {
+        match (self.state.source, &self.source) {
+            (AtSource::Ended, Some(socket)) => format!("its source, QEMU on {socket},"),
+            (AtSource::Ended, None) => "its source's QEMU".into(),
+            _ => "its source".into(),
+        }
+    }
+}
+
+/// Next step of an operator.
+fn to_do(state: GuestState) -> &'static str {
+    match (state.to_do, state.source) {
+        (ToDo::Nothing, _) => "nothing",
+        (ToDo::Wait, _) => "wait until both reply, or have ended",
+        (ToDo::LookAtDestination, AtSource::Paused | AtSource::Unknown) => {
+            "look there, and run it at the source (`cont`) only if it does not run there"
+        }
+        (ToDo::LookAtDestination, _) => "look there",
+        (ToDo::LookAtSource, _) => {
+            "look at the source, and run it at the destination (`cont`) only if it does not run there"
+        }
+        (ToDo::RunOne, _) => "run it at one of them only (`cont`)",
+        (ToDo::RunDestination, _) => "run it there (`cont`), or end it",
+        (ToDo::RunDestinationUnlessItRanOn, _) => {
+            "run it there (`cont`) only if it has not run on at its source"
+        }
+        (ToDo::RunSource, _) => "resume it at its source (`cont`), unless QEMU does that by itself",
+        (ToDo::RunSourceUnlessItRan, _) => {
+            "it may have run there, so run it from its source only if it did not"
+        }
+        (ToDo::KeepDestination, _) => {
+            "look there; do not resume the source, whose state is older: end it (`quit`)"
+        }
+        (ToDo::EndSource, _) => "end the source (`quit`), and do not resume it there",
+        (ToDo::ActAtDestination, _) => "act by the monitor of its destination",
+        (ToDo::EndOne, _) => "look at both, and end one of them",
+        (ToDo::StartAgain, AtSource::Paused) => {
+            "it may have run there, in the memory of both: do not resume the source, end it (`quit`), and start the guest again"
+        }
+        (ToDo::StartAgain, _) if state.destination == AtDestination::Unknown => {
+            "it ran on at its source, so a state there is older: end that, and start the guest again"
+        }
+        (ToDo::StartAgain, _) => "it is lost: start it again",
+        (ToDo::ForgetRecord, _) => {
+            "its record, which could not be changed, has it running at its destination: run it there (`towline resume`), or remove the record first (`towline resume ID --forget`) and run it at one of them only (`cont`)"
+        }
+        (ToDo::Restore, _) if state.destination == AtDestination::Holds => "restore it from there",
+        (ToDo::Restore, _) => "the file that a notice names may hold it",
+        _ => to_do_by_postcopy(state.to_do),
+    }
+}
+
+/// Next step for a guest that ran at its destination before all of it was there.
+fn to_do_by_postcopy(to_do: ToDo) -> &'static str {
+    match to_do {
+        ToDo::RestoreAnother => {
+            "pages that were sent after the image was truncated may be zeros there: end it, and restore another copy of the image"
+        }
+        ToDo::KillAndRestore => {
+            "it waits for a missing page, and with it the main loop of its QEMU, whose monitor does not reply: no other command can send the rest, so kill that QEMU, and restore the image"
+        }
+        ToDo::Recover => {
+            "it lacks a part of its memory, and stops where it needs that (postcopy-paused): run `towline copy --postcopy --recover` with the same image and destination, which sends the rest"
+        }
+        ToDo::RecoverRepaired => {
+            "it lacks a part of its memory, and stops where it needs that (postcopy-paused): if the image can be made whole again (a missing chunk or a file's content put back), run `towline copy --postcopy --recover` with it and the same destination, which sends the rest; else end the destination, and restore another image of the guest"
+        }
+        ToDo::Reconnect => {
+            "it lacks a part of its memory, which the source holds: do not run it there; if both QEMUs still run, `migrate-recover` at the destination and `migrate` with resume at the source connect them"
+        }
+        _ => "its vsock could not be attached there: attach it (`device_add`)",
     }
 }
 

@@ -33,7 +33,7 @@ use super::destination::RecoveryState;
 use super::endpoint;
 use super::ends::Destination;
 use super::error::{Error, Failure, needs_attention};
-use super::outcomes::{GuestAfterFailure, GuestLocation};
+use super::outcomes::GuestAfterFailure;
 use super::progress::{CopyPhase, Progress};
 use super::report::PostcopyReport;
 use super::report::{CopyReport, SourceState};
@@ -41,7 +41,7 @@ use super::request::{PostcopyOptions, RequestedPages};
 use super::shared_switchover::SharedSwitchover;
 use super::supervise::run_supervised;
 use super::{error_origin, tls};
-use crate::switchover::{DestinationKind, FinalRunState, SourceKind};
+use crate::switchover::{DestinationKind, FinalRunState, GuestState, SourceKind};
 use address::AddressDestination;
 use destination::PostcopyDestination;
 pub(super) use live::migrate;
@@ -78,7 +78,7 @@ pub(super) fn restore(
 fn intact(image: &dyn StoredGuest, report: CopyReport) -> Result<CopyReport, Failure> {
     match image.check_not_truncated() {
         Ok(()) => Ok(report),
-        Err(error) => Err(needs_attention(error.into(), GuestLocation::ImageCutShort)),
+        Err(error) => Err(needs_attention(error.into(), GuestState::TRUNCATED)),
     }
 }
 
@@ -173,7 +173,7 @@ impl<'a> Restore<'a> {
             left = self.engine.remaining();
             if error_origin::is_guest_error(&lost.error) && !lost.had_loaded {
                 let (error, notes) = (Box::new(lost.error.into()), self.destination.restore_unstarted());
-                return Err(Failure { error, guest: GuestAfterFailure::Safe, notes });
+                return Err(Failure { error, guest: GuestAfterFailure::SAFE, notes });
             }
             if attempts.wait(&lost.error, has_progressed, self.context) {
                 running = self.recover(Some(lost))?;
@@ -221,7 +221,7 @@ impl<'a> Restore<'a> {
             }
             Err(error) => {
                 let (error, notes) = self.destination.roll_back(error);
-                Err(Failure { error: Box::new(error), guest: GuestAfterFailure::Safe, notes })
+                Err(Failure { error: Box::new(error), guest: GuestAfterFailure::SAFE, notes })
             }
         }
     }

@@ -9,7 +9,7 @@ use super::error::Error;
 use crate::journal::{RuntimeDirectory, UndoRecord};
 use crate::lock::lock;
 use crate::moves::{self, GuestPlan, Id, MoveEnd, MoveRecord, RecordFile, Stage};
-use crate::switchover::{Decision, GuestRunState, Switchover, SwitchoverOutcome, Unresolved};
+use crate::switchover::{Decision, GuestRunState, GuestState, Switchover, SwitchoverOutcome};
 use crate::vcpu_threads::VcpuThreads;
 
 /// See the module's text.
@@ -93,8 +93,8 @@ impl Recorder {
     ) -> Option<String> {
         let mut state = self.state();
         let ended = match outcome {
-            SwitchoverOutcome::Unresolved(unresolved) if unresolved.is_open() => {
-                return state.keep(unresolved, message);
+            SwitchoverOutcome::Unresolved(guest) if guest.is_open() => {
+                return state.keep(guest, message);
             }
             SwitchoverOutcome::Completed(placement) if machine.leaves_paused_guest(placement) => {
                 state.leave(id, machine)
@@ -138,10 +138,10 @@ impl State {
     }
 
     /// Keeps the record of an undecided move, with the command's message.
-    fn keep(&mut self, unresolved: Unresolved, message: &str) -> Option<String> {
+    fn keep(&mut self, guest: GuestState, message: &str) -> Option<String> {
         let file = self.file.as_mut()?;
         let record = file.record().with_message(message);
-        let notice = moves::notice(&record, unresolved);
+        let notice = moves::notice(&record, guest);
         if let Err(error) = file.write(record) {
             tracing::warn!(%error, "the outcome of the move is not recorded");
         }

@@ -6,7 +6,7 @@ use towline_image::{Increment, Uploaded};
 use towline_migration::postcopy::FaultCounts;
 use towline_migration::{Compression, LaneSends, Snapshot, ZeroCopySend, synthetic};
 
-use crate::switchover::FinalRunState;
+use crate::switchover::{AtSource, FinalRunState};
 
 /// Report of a completed copy.
 #[derive(Debug, Clone)]
@@ -63,6 +63,17 @@ pub enum SourceState {
     Unchanged,
     /// It was received as a stream, whose sender decides whether it keeps the guest.
     UpToSender,
+}
+
+impl From<SourceState> for AtSource {
+    fn from(state: SourceState) -> Self {
+        match state {
+            SourceState::Running | SourceState::Unchanged => Self::HasIt,
+            SourceState::Paused => Self::Paused,
+            SourceState::Ended => Self::Ended,
+            SourceState::UpToSender => Self::Unknown,
+        }
+    }
 }
 
 /// State of the guest at its destination after a copy.

@@ -5,7 +5,6 @@ use super::endpoint::{self, DestinationEndpoint, SourceEndpoint};
 use super::ends::Destination;
 use super::error::{Error, Failure};
 use super::executor::{SwitchoverEnds, SwitchoverReport, conclude};
-use super::outcomes::GuestAfterFailure;
 use super::preflight::FactsExtent;
 use super::progress::CopyPhase;
 use super::recorder::RecordedEnds;
@@ -105,7 +104,7 @@ fn dropped(
         SwitchoverEnds { switchover, source: source.control(), destination: to, context, error: Some(error) };
     let failure = match conclude(ends, directive) {
         Ok(concluded) => return Ok(report(source, to, &concluded, context)),
-        Err(failure) if failure.guest != GuestAfterFailure::Safe => return Err(failure),
+        Err(failure) if !failure.guest.is_safe() => return Err(failure),
         Err(failure) => failure,
     };
     failure.notes.iter().for_each(|note| context.observer.notice(note));

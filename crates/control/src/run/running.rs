@@ -16,8 +16,7 @@ use super::error::Error;
 use super::guests::{GuestStart, MemoryOrigin};
 use super::image::{ImageChange, RunImage};
 use crate::plan::{
-    CloneTarget, Clones, CopyPhase, CopyRequest, CopyResult, Destination, Failure, GuestAfterFailure,
-    Observer, Progress,
+    CloneTarget, Clones, CopyPhase, CopyRequest, CopyResult, Destination, Failure, Observer, Progress,
 };
 use crate::qemu::StartedQemu;
 
@@ -179,7 +178,7 @@ impl Running {
         let clones = Clones { targets: &targets, options: &self.request, cancel, observer: all, ended };
         let copied = self.image.copy_to_all(&clones)?;
         for (guest, copied) in self.guests().iter().zip(&copied) {
-            if let Err(Failure { guest: GuestAfterFailure::NeedsAttention(_), .. }) = copied {
+            if copied.as_ref().is_err_and(|failure| failure.guest.needs_attention()) {
                 guest.has_run.store(true, Ordering::Relaxed);
             }
         }

@@ -7,7 +7,7 @@ use super::events::{
 };
 use super::fault::SwitchoverBug;
 use super::machine::{AfterRetraction, Switchover, SwitchoverState};
-use super::outcome::{Placement, SwitchoverOutcome, Unresolved};
+use super::outcome::{AtDestination, AtSource, GuestState, Placement, SwitchoverOutcome, ToDo};
 
 impl Switchover {
     /// The source cannot run the guest any more.
@@ -42,7 +42,7 @@ impl Switchover {
             Input::Peer(PeerMessage::Placed(placement)) => self.release(placement),
             // Its operator may run it at the source now, whose record must not prove that the source is done.
             Input::Peer(PeerMessage::NotRun) => self.retract(AfterRetraction::EndAsReported),
-            _ => Directive::End(SwitchoverOutcome::Unresolved(Unresolved::PeerUnknown)),
+            _ => self.unresolved(AtDestination::Unknown, ToDo::LookAtDestination),
         }
     }
 
@@ -53,25 +53,46 @@ impl Switchover {
         if self.is_memory_shared() && !self.is_source_gone() && self.has_not_run(started) {
             return self.retract(AfterRetraction::Resume);
         }
-        let is_shared = self.is_memory_shared();
         let unresolved = match started {
             StartResult::Live => return self.finalize(Placement::Running),
-            StartResult::StoppedAgain if is_shared => Unresolved::UpgradedStopped,
-            StartResult::StoppedAgain => Unresolved::StoppedAgain,
-            StartResult::Refused if self.is_source_gone() => Unresolved::DestinationOnly,
-            StartResult::Refused => Unresolved::BothPaused,
-            StartResult::Exited | StartResult::ExitedBefore if self.is_source_gone() => {
-                Unresolved::BothExited
-            }
-            StartResult::Exited if is_shared => Unresolved::UpgradedLost,
-            StartResult::Exited | StartResult::ExitedBefore => Unresolved::DestinationLost,
+            StartResult::StoppedAgain => self.stopped_again(),
+            StartResult::Refused => self.not_started(),
+            StartResult::Exited => self.destination_lost(self.is_memory_shared()),
+            StartResult::ExitedBefore => self.destination_lost(false),
             StartResult::NotSent | StartResult::Unknown => self.not_known_to_run(),
         };
         self.end_unresolved(unresolved)
     }
 
-    fn not_known_to_run(&self) -> Unresolved {
-        if self.is_memory_shared() { Unresolved::UpgradedUnknown } else { Unresolved::DestinationUnknown }
+    /// The destination ran it and stopped it again: a state that was paused at its source is older.
+    fn stopped_again(&self) -> GuestState {
+        let to_do = match self.source_end() {
+            AtSource::Paused => ToDo::KeepDestination,
+            _ => ToDo::LookAtDestination,
+        };
+        self.state(AtDestination::Holds, to_do)
+    }
+
+    /// The destination, which holds it, has not run it.
+    pub(super) fn not_started(&self) -> GuestState {
+        let to_do = match self.source_end() {
+            AtSource::Paused => ToDo::RunOne,
+            _ => ToDo::RunDestination,
+        };
+        self.state(AtDestination::Holds, to_do)
+    }
+
+    /// The destination has exited. `changed`: it may have run the guest in the memory of its source.
+    fn destination_lost(&self, changed: bool) -> GuestState {
+        let is_lost = changed || self.is_source_gone();
+        let to_do = if is_lost { ToDo::StartAgain } else { ToDo::RunSourceUnlessItRan };
+        self.state(AtDestination::Ended, to_do)
+    }
+
+    fn not_known_to_run(&self) -> GuestState {
+        let is_older = self.is_memory_shared() && !self.is_source_gone();
+        let to_do = if is_older { ToDo::KeepDestination } else { ToDo::LookAtDestination };
+        self.state(AtDestination::Unknown, to_do)
     }
 
     /// Returns true if nothing has run in the destination's memory, so that the source's state still fits it.
@@ -100,22 +121,17 @@ impl Switchover {
 
     pub(super) fn finalizing(&mut self, input: Input, placement: Placement) -> Directive {
         match input {
-            Input::Destination(DestinationStatus::Exited) if self.is_source_gone() => {
-                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::BothExited))
-            }
-            Input::Destination(DestinationStatus::Exited) if self.has_run_in_shared_memory(placement) => {
-                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::UpgradedLost))
-            }
             Input::Destination(DestinationStatus::Exited) => {
-                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::DestinationLost))
+                let lost = self.destination_lost(self.has_run_in_shared_memory(placement));
+                Directive::End(SwitchoverOutcome::Unresolved(lost))
             }
             Input::NotDone if self.is_source_gone() => {
-                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::DestinationAlone))
+                self.unresolved(AtDestination::MayRun, ToDo::LookAtDestination)
             }
             Input::NotDone if self.has_run_in_shared_memory(placement) => {
-                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::UpgradedUnknown))
+                self.unresolved(AtDestination::Unknown, ToDo::KeepDestination)
             }
-            Input::NotDone => Directive::End(SwitchoverOutcome::Unresolved(Unresolved::DestinationUnknown)),
+            Input::NotDone => self.unresolved(AtDestination::Unknown, ToDo::LookAtDestination),
             _ if self.request.source == SourceKind::Towline => {
                 self.stage = SwitchoverState::Releasing(placement);
                 Directive::Send(PeerMessage::Placed(placement))
@@ -149,9 +165,9 @@ impl Switchover {
 
     pub(super) fn releasing(&mut self, input: Input, placement: Placement) -> Directive {
         let unresolved = match (input, self.request.source, self.request.after) {
-            (Input::NotDone, SourceKind::Qemu, SourceAction::Quit) => Unresolved::SourceNotEnded,
-            (Input::NotDone, SourceKind::Qemu, SourceAction::Resume) => Unresolved::SourceNotResumed,
-            (Input::Source(SourceStatus::Exited), _, SourceAction::Resume) => Unresolved::StoredOnly,
+            (Input::NotDone, SourceKind::Qemu, SourceAction::Quit) => GuestState::not_ended(placement),
+            (Input::NotDone, SourceKind::Qemu, SourceAction::Resume) => GuestState::NOT_RESUMED,
+            (Input::Source(SourceStatus::Exited), _, SourceAction::Resume) => GuestState::STORED_ONLY,
             _ => return self.released(SwitchoverOutcome::Completed(placement)),
         };
         self.released(SwitchoverOutcome::Unresolved(unresolved))
@@ -168,15 +184,15 @@ impl Switchover {
 
     pub(super) fn publishing(&mut self, input: Input, outcome: SwitchoverOutcome) -> Directive {
         Directive::End(match (input, outcome) {
-            (Input::NotDone, SwitchoverOutcome::Unresolved(Unresolved::StoredOnly)) => {
-                SwitchoverOutcome::Unresolved(Unresolved::Unpublished)
+            (Input::NotDone, SwitchoverOutcome::Unresolved(GuestState::STORED_ONLY)) => {
+                SwitchoverOutcome::Unresolved(GuestState::UNPUBLISHED)
             }
             (Input::NotDone, SwitchoverOutcome::Completed(_)) if self.is_source_gone() => {
-                SwitchoverOutcome::Unresolved(Unresolved::Unpublished)
+                SwitchoverOutcome::Unresolved(GuestState::UNPUBLISHED)
             }
             (Input::NotDone, SwitchoverOutcome::Completed(_)) => SwitchoverOutcome::Safe,
-            (Input::NotDone, SwitchoverOutcome::Unresolved(Unresolved::SourceNotResumed)) => {
-                SwitchoverOutcome::Unresolved(Unresolved::SourceUnknown)
+            (Input::NotDone, SwitchoverOutcome::Unresolved(GuestState::NOT_RESUMED)) => {
+                SwitchoverOutcome::Unresolved(GuestState::source_unknown(AtDestination::None))
             }
             (_, outcome) => outcome,
         })

@@ -6,7 +6,7 @@ use super::events::{
     SourceLink, SourceStatus, SwitchoverRequest,
 };
 use super::fault::{FaultSwitch, SwitchoverBug};
-use super::outcome::{Placement, SwitchoverOutcome, Unresolved};
+use super::outcome::{AtDestination, AtSource, GuestState, Placement, SwitchoverOutcome, ToDo};
 
 /// States; see the picture in the module's documentation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -49,7 +49,7 @@ pub(super) enum SwitchoverState {
     /// The other towline is sent that the source has its guest back.
     Withdrawing,
     /// The other towline is sent that the guest does not run here.
-    ReportingNotRun(Unresolved),
+    ReportingNotRun(GuestState),
     Ended(SwitchoverOutcome),
 }
 
@@ -278,9 +278,7 @@ impl Switchover {
             return self.undo();
         }
         match self.request.source {
-            SourceKind::Stored => {
-                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::DestinationMayRun))
-            }
+            SourceKind::Stored => self.unresolved(AtDestination::MayRun, ToDo::LookAtDestination),
             SourceKind::Qemu | SourceKind::Stream | SourceKind::Towline => {
                 self.stage = SwitchoverState::AcknowledgedUnconfirmed;
                 Directive::AcknowledgeUnconfirmed
@@ -309,17 +307,18 @@ impl Switchover {
             // arrived.
             Input::Failed | Input::NotDone => self.undecided(),
             Input::Source(SourceStatus::Completed) if unresolved => {
-                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::DestinationMayRun))
+                self.unresolved(AtDestination::MayRun, ToDo::LookAtDestination)
             }
             Input::Source(SourceStatus::Completed) => self.complete(),
             Input::Source(SourceStatus::CompletedThenResumed) => {
-                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::SourceRunByOthers))
+                let state = GuestState::new(AtSource::HasIt, AtDestination::Holds, ToDo::RunOne);
+                Directive::End(SwitchoverOutcome::Unresolved(state))
             }
             Input::Source(SourceStatus::HasGuest) => self.source_has_guest(),
             Input::Source(SourceStatus::Exited) => {
                 self.source_exited = true;
                 if unresolved {
-                    Directive::End(SwitchoverOutcome::Unresolved(Unresolved::DestinationMayRun))
+                    self.unresolved(AtDestination::MayRun, ToDo::LookAtDestination)
                 } else {
                     self.complete()
                 }
@@ -332,7 +331,7 @@ impl Switchover {
             Input::Source(SourceStatus::Unknown) => Directive::QuerySource,
             Input::SourceLink(SourceLink::Open) => Directive::ProbeSourceLink,
             Input::SourceLink(SourceLink::Closed) if unresolved => {
-                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::DestinationMayRun))
+                self.unresolved(AtDestination::MayRun, ToDo::LookAtDestination)
             }
             Input::SourceLink(SourceLink::Closed) => self.complete(),
             Input::SourceLink(SourceLink::Reset) if self.has_fault(SwitchoverBug::IgnoresLink) => {
@@ -360,7 +359,8 @@ impl Switchover {
         }
         match (self.request.destination, self.stage) {
             (to, _) if to.runs_by_itself() => {
-                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::BothMayRun))
+                let state = GuestState::new(AtSource::HasIt, AtDestination::MayRun, ToDo::EndOne);
+                Directive::End(SwitchoverOutcome::Unresolved(state))
             }
             (DestinationKind::Towline, SwitchoverState::Acknowledged) => {
                 self.stage = SwitchoverState::Withdrawing;
@@ -372,14 +372,38 @@ impl Switchover {
 
     /// Neither end is started: it is not known whether the source is done with the guest.
     pub(super) fn undecided(&self) -> Directive {
-        let unresolved = match (self.request.source, self.request.destination) {
-            _ if self.stage == SwitchoverState::AcknowledgedUnconfirmed => Unresolved::DestinationMayRun,
-            (_, DestinationKind::Stream | DestinationKind::Relayed) => Unresolved::DestinationMayRun,
-            (_, DestinationKind::Stored) => Unresolved::SourceUnknown,
-            (_, DestinationKind::Towline) => Unresolved::PeerWaits,
-            (SourceKind::Qemu, DestinationKind::Qemu) => Unresolved::DestinationHolds,
-            (_, DestinationKind::Qemu) => Unresolved::Undecided,
+        let state = match self.request.destination {
+            _ if self.stage == SwitchoverState::AcknowledgedUnconfirmed => {
+                self.state(AtDestination::MayRun, ToDo::LookAtDestination)
+            }
+            DestinationKind::Stream | DestinationKind::Relayed => {
+                self.state(AtDestination::MayRun, ToDo::LookAtDestination)
+            }
+            DestinationKind::Stored => GuestState::source_unknown(AtDestination::None),
+            DestinationKind::Towline | DestinationKind::Qemu => {
+                GuestState::new(AtSource::Unknown, AtDestination::Holds, ToDo::LookAtSource)
+            }
         };
-        Directive::End(SwitchoverOutcome::Unresolved(unresolved))
+        Directive::End(SwitchoverOutcome::Unresolved(state))
+    }
+
+    /// The guest at a source that runs it only if an operator decides so: an image is as it was, a QEMU holds it
+    /// paused or has exited.
+    pub(super) fn source_end(&self) -> AtSource {
+        match self.request.source {
+            SourceKind::Stored => AtSource::HasIt,
+            _ if self.source_exited => AtSource::Ended,
+            _ => AtSource::Paused,
+        }
+    }
+
+    /// State of a guest that its source cannot run without an operator.
+    pub(super) fn state(&self, destination: AtDestination, to_do: ToDo) -> GuestState {
+        GuestState::new(self.source_end(), destination, to_do)
+    }
+
+    /// The end in such a state.
+    pub(super) fn unresolved(&self, destination: AtDestination, to_do: ToDo) -> Directive {
+        Directive::End(SwitchoverOutcome::Unresolved(self.state(destination, to_do)))
     }
 }

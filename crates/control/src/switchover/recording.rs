@@ -11,7 +11,7 @@ use super::decision::Decision;
 use super::events::{DestinationKind, Directive, Input, PeerMessage, SourceKind};
 use super::fault::SwitchoverBug;
 use super::machine::{AfterRetraction, Restoration, Switchover, SwitchoverState};
-use super::outcome::{SwitchoverOutcome, Unresolved};
+use super::outcome::{AtDestination, GuestState, SwitchoverOutcome, ToDo};
 
 impl Switchover {
     /// Returns true if decisions must outlive this process.
@@ -39,8 +39,9 @@ impl Switchover {
                 self.stage = SwitchoverState::Transfer;
                 self.undo()
             }
+            // It may be recorded all the same, and a later towline act on it.
             (Decision::Complete | Decision::Left, _) => {
-                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::PeerWaits))
+                self.unresolved(AtDestination::Holds, ToDo::LookAtDestination)
             }
             (Decision::Run, _) => self.not_run(),
         }
@@ -79,18 +80,14 @@ impl Switchover {
         if self.is_memory_shared() && !self.is_source_gone() {
             return self.retract(AfterRetraction::Resume);
         }
-        self.end_unresolved(if self.is_source_gone() {
-            Unresolved::DestinationOnly
-        } else {
-            Unresolved::BothPaused
-        })
+        self.end_unresolved(self.not_started())
     }
 
     /// The guest is not in order at its destination. If it is certain that it does not run there, an operator may run it at its source,
     /// so that the record must not have it running at its destination any more.
-    pub(super) fn end_unresolved(&mut self, unresolved: Unresolved) -> Directive {
-        match unresolved {
-            Unresolved::BothPaused => self.retract(AfterRetraction::End),
+    pub(super) fn end_unresolved(&mut self, unresolved: GuestState) -> Directive {
+        match unresolved.to_do {
+            ToDo::RunOne => self.retract(AfterRetraction::End),
             _ if self.has_fault(SwitchoverBug::ReportsNotRunUnseen) => self.report_not_run(unresolved),
             _ => Directive::End(SwitchoverOutcome::Unresolved(unresolved)),
         }
@@ -113,19 +110,19 @@ impl Switchover {
                 self.restore(true)
             }
             AfterRetraction::Resume => self.begin_restoring(Restoration::GuestUnretracted),
-            AfterRetraction::End if is_retracted => self.report_not_run(Unresolved::BothPaused),
+            AfterRetraction::End if is_retracted => self.report_not_run(self.not_started()),
             AfterRetraction::EndAsReported if is_retracted => {
-                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::PeerDidNotRun))
+                self.unresolved(AtDestination::Holds, ToDo::RunOne)
             }
             AfterRetraction::End | AfterRetraction::EndAsReported => {
-                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::NotRetracted))
+                self.unresolved(AtDestination::Holds, ToDo::ForgetRecord)
             }
         }
     }
 
     /// The source's towline is sent a message only if it is certain that the guest does not run here; without one it reports that the
     /// destination may run it.
-    fn report_not_run(&mut self, unresolved: Unresolved) -> Directive {
+    fn report_not_run(&mut self, unresolved: GuestState) -> Directive {
         if self.request.source == SourceKind::Towline {
             self.stage = SwitchoverState::ReportingNotRun(unresolved);
             return Directive::Send(PeerMessage::NotRun);

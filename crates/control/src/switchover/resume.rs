@@ -14,7 +14,7 @@
 use super::decision::Decision;
 use super::events::{DestinationStatus, FinalRunState, MemorySharing, SourceStatus};
 use super::fault::{FaultSwitch, SwitchoverBug};
-use super::outcome::Placement;
+use super::outcome::{AtDestination, AtSource, GuestState, Placement, ToDo};
 
 /// An end of a move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -43,7 +43,7 @@ pub(crate) struct InterruptedMove {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum ResumeAction {
     /// Query again: an operation is in progress, or a QEMU does not reply.
-    Wait(ResumeBlocker),
+    Wait(GuestState),
     /// Start it at its destination; record that first.
     RunDestination,
     /// Start it at its source, as an operator chose.
@@ -57,68 +57,18 @@ pub(crate) enum ResumeAction {
     /// No QEMU on this host has it any more.
     Gone,
     /// An operator has to choose.
-    NeedsChoice(ResumeBlocker),
+    NeedsChoice(GuestState),
 }
 
-/// Reason for which a move needs an operator's choice, or for which a choice is refused.
+/// Reason for which a choice is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum ResumeBlocker {
-    /// The destination is on another host and waits for the outcome.
-    DestinationWaits,
-    /// The destination is on another host and may run it.
-    DestinationMayRun,
-    /// The source is on another host, and it is not known whether it is done with the guest.
-    SourceElsewhere,
-    /// The source has exited, and it is not known whether it was done with the guest before.
-    SourceLost,
-    /// The source has completed a migration, and may have run the guest, and sent it elsewhere, since the record.
-    SourceRanOn,
-    /// The source does not reply or is still migrating.
-    SourceUnknown,
-    /// The destination does not reply or is still loading.
-    DestinationUnknown,
-    /// The destination has exited and may have run it.
-    DestinationLost,
-    /// The destination may have run it in the memory that both ends have, so that the source's state is of another memory.
-    MemoryChanged,
-    /// It stopped by itself at the destination, or is in a state that `cont` is not for.
-    DestinationStopped,
-    /// It is at the source, and may run at the destination too, which is on another host.
-    BothMayRun,
-    /// It runs at both ends.
-    RunsTwice,
-    /// The source has it, running or about to run.
-    SourceHasGuest,
-    /// The destination has it.
-    DestinationHasGuest,
+pub(crate) enum Refusal {
+    /// The evidence about both ends.
+    Evidence(GuestState),
     /// This end does not hold it.
     NotOnThisHost,
     /// No other end is known to hold it.
     OnlyCopy,
-}
-
-impl ResumeBlocker {
-    /// Its identifier.
-    pub(crate) fn id(self) -> &'static str {
-        match self {
-            Self::DestinationWaits => "destination-waits",
-            Self::DestinationMayRun => "destination-may-run",
-            Self::SourceElsewhere => "source-elsewhere",
-            Self::SourceLost => "source-lost",
-            Self::SourceRanOn => "source-ran-on",
-            Self::SourceUnknown => "source-unknown",
-            Self::DestinationUnknown => "destination-unknown",
-            Self::DestinationLost => "destination-lost",
-            Self::MemoryChanged => "memory-changed",
-            Self::DestinationStopped => "destination-stopped",
-            Self::BothMayRun => "both-may-run",
-            Self::RunsTwice => "runs-twice",
-            Self::SourceHasGuest => "source-has-guest",
-            Self::DestinationHasGuest => "destination-has-guest",
-            Self::NotOnThisHost => "not-on-this-host",
-            Self::OnlyCopy => "only-copy",
-        }
-    }
 }
 
 /// Failure to start the guest at its destination.
@@ -154,7 +104,7 @@ impl InterruptedMove {
                 if self.decision == Decision::Left =>
             {
                 match destination {
-                    Some(DestinationStatus::Running) => ResumeAction::NeedsChoice(ResumeBlocker::RunsTwice),
+                    Some(DestinationStatus::Running) => self.needs_choice(ToDo::EndOne),
                     _ => ResumeAction::AtSource,
                 }
             }
@@ -178,13 +128,45 @@ impl InterruptedMove {
         }
     }
 
+    fn needs_choice(&self, to_do: ToDo) -> ResumeAction {
+        ResumeAction::NeedsChoice(self.guest_state(to_do))
+    }
+
+    fn wait(&self) -> ResumeAction {
+        ResumeAction::Wait(self.guest_state(ToDo::Wait))
+    }
+
+    fn refuse<T>(&self, to_do: ToDo) -> Result<T, Refusal> {
+        Err(Refusal::Evidence(self.guest_state(to_do)))
+    }
+
+    /// The guest by the evidence about both ends, and what to do.
+    fn guest_state(&self, to_do: ToDo) -> GuestState {
+        let source = match self.source {
+            Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed) => AtSource::HasIt,
+            Some(SourceStatus::Completed | SourceStatus::CompletedByOthers) => AtSource::Paused,
+            Some(SourceStatus::Exited) => AtSource::Ended,
+            Some(SourceStatus::Migrating | SourceStatus::Unknown) | None => AtSource::Unknown,
+        };
+        let destination = match self.destination {
+            Some(DestinationStatus::Running) => AtDestination::Runs,
+            Some(DestinationStatus::Loaded | DestinationStatus::Stopped) => AtDestination::Holds,
+            Some(DestinationStatus::Exited | DestinationStatus::Failed) => AtDestination::Ended,
+            Some(DestinationStatus::Loading | DestinationStatus::Unknown) => AtDestination::Unknown,
+            // It was not sent the outcome.
+            None if self.decision == Decision::Acknowledge => AtDestination::Holds,
+            None => AtDestination::MayRun,
+        };
+        GuestState::new(source, destination, to_do)
+    }
+
     fn with_both(&self, source: SourceStatus, destination: DestinationStatus) -> ResumeAction {
         match (source, destination) {
             (SourceStatus::HasGuest | SourceStatus::CompletedThenResumed, DestinationStatus::Running) => {
-                ResumeAction::NeedsChoice(ResumeBlocker::RunsTwice)
+                self.needs_choice(ToDo::EndOne)
             }
             (SourceStatus::HasGuest | SourceStatus::CompletedThenResumed, DestinationStatus::Unknown) => {
-                ResumeAction::Wait(ResumeBlocker::DestinationUnknown)
+                self.wait()
             }
             (SourceStatus::HasGuest | SourceStatus::CompletedThenResumed, _) => ResumeAction::AtSource,
             (SourceStatus::Completed | SourceStatus::Exited, DestinationStatus::Running) => {
@@ -195,29 +177,25 @@ impl InterruptedMove {
                 self.start_or_finish()
             }
             (SourceStatus::Exited, DestinationStatus::Loaded) => {
-                ResumeAction::NeedsChoice(ResumeBlocker::SourceLost)
+                self.needs_choice(ToDo::RunDestinationUnlessItRanOn)
             }
             (
                 SourceStatus::Completed | SourceStatus::CompletedByOthers | SourceStatus::Exited,
                 DestinationStatus::Stopped,
-            ) => ResumeAction::NeedsChoice(ResumeBlocker::DestinationStopped),
-            (_, DestinationStatus::Unknown | DestinationStatus::Loading) => {
-                ResumeAction::Wait(ResumeBlocker::DestinationUnknown)
-            }
+            ) => self.needs_choice(ToDo::ActAtDestination),
+            (_, DestinationStatus::Unknown | DestinationStatus::Loading) => self.wait(),
             (
                 SourceStatus::Completed | SourceStatus::CompletedByOthers,
                 DestinationStatus::Exited | DestinationStatus::Failed,
-            ) if self.is_memory_changed() => ResumeAction::NeedsChoice(ResumeBlocker::MemoryChanged),
+            ) if self.is_memory_changed() => self.needs_choice(ToDo::StartAgain),
             (SourceStatus::Completed, DestinationStatus::Exited | DestinationStatus::Failed) => {
-                ResumeAction::NeedsChoice(ResumeBlocker::DestinationLost)
+                self.needs_choice(ToDo::RunSourceUnlessItRan)
             }
-            (SourceStatus::CompletedByOthers, _) => ResumeAction::NeedsChoice(ResumeBlocker::SourceRanOn),
+            (SourceStatus::CompletedByOthers, _) => self.needs_choice(ToDo::RunDestinationUnlessItRanOn),
             (SourceStatus::Exited, DestinationStatus::Exited | DestinationStatus::Failed) => {
                 ResumeAction::Gone
             }
-            (SourceStatus::Migrating | SourceStatus::Unknown, _) => {
-                ResumeAction::Wait(ResumeBlocker::SourceUnknown)
-            }
+            (SourceStatus::Migrating | SourceStatus::Unknown, _) => self.wait(),
         }
     }
 
@@ -227,16 +205,12 @@ impl InterruptedMove {
         let waits = self.decision == Decision::Acknowledge;
         match source {
             SourceStatus::HasGuest | SourceStatus::CompletedThenResumed if waits => ResumeAction::AtSource,
-            SourceStatus::HasGuest | SourceStatus::CompletedThenResumed => {
-                ResumeAction::NeedsChoice(ResumeBlocker::BothMayRun)
-            }
-            SourceStatus::Completed if waits => ResumeAction::NeedsChoice(ResumeBlocker::DestinationWaits),
-            SourceStatus::Completed => ResumeAction::NeedsChoice(ResumeBlocker::DestinationMayRun),
-            SourceStatus::CompletedByOthers => ResumeAction::NeedsChoice(ResumeBlocker::SourceRanOn),
+            SourceStatus::HasGuest | SourceStatus::CompletedThenResumed => self.needs_choice(ToDo::EndOne),
+            SourceStatus::Completed if waits => self.needs_choice(ToDo::RunOne),
+            SourceStatus::Completed => self.needs_choice(ToDo::LookAtDestination),
+            SourceStatus::CompletedByOthers => self.needs_choice(ToDo::RunDestinationUnlessItRanOn),
             SourceStatus::Exited => ResumeAction::Gone,
-            SourceStatus::Migrating | SourceStatus::Unknown => {
-                ResumeAction::Wait(ResumeBlocker::SourceUnknown)
-            }
+            SourceStatus::Migrating | SourceStatus::Unknown => self.wait(),
         }
     }
 
@@ -245,12 +219,10 @@ impl InterruptedMove {
         match destination {
             DestinationStatus::Running => ResumeAction::AtDestination(Placement::Running),
             DestinationStatus::Loaded if is_source_done => self.start_or_finish(),
-            DestinationStatus::Loaded => ResumeAction::NeedsChoice(ResumeBlocker::SourceElsewhere),
-            DestinationStatus::Stopped => ResumeAction::NeedsChoice(ResumeBlocker::DestinationStopped),
+            DestinationStatus::Loaded => self.needs_choice(ToDo::LookAtSource),
+            DestinationStatus::Stopped => self.needs_choice(ToDo::ActAtDestination),
             DestinationStatus::Exited | DestinationStatus::Failed => ResumeAction::Gone,
-            DestinationStatus::Loading | DestinationStatus::Unknown => {
-                ResumeAction::Wait(ResumeBlocker::DestinationUnknown)
-            }
+            DestinationStatus::Loading | DestinationStatus::Unknown => self.wait(),
         }
     }
 
@@ -283,7 +255,7 @@ impl InterruptedMove {
     ///
     /// # Errors
     /// The evidence against it.
-    pub(crate) fn apply(&self, choice: Choice) -> Result<ResumeAction, ResumeBlocker> {
+    pub(crate) fn apply(&self, choice: Choice) -> Result<ResumeAction, Refusal> {
         match choice {
             Choice::Run(Side::Source) => self.run_source(),
             Choice::Run(Side::Destination) => self.run_destination(),
@@ -292,20 +264,18 @@ impl InterruptedMove {
         }
     }
 
-    fn run_source(&self) -> Result<ResumeAction, ResumeBlocker> {
+    fn run_source(&self) -> Result<ResumeAction, Refusal> {
         match (self.source, self.destination) {
-            (None | Some(SourceStatus::Exited), _) => Err(ResumeBlocker::NotOnThisHost),
-            (Some(SourceStatus::Unknown | SourceStatus::Migrating), _) => Err(ResumeBlocker::SourceUnknown),
-            (_, Some(DestinationStatus::Running)) => Err(ResumeBlocker::DestinationHasGuest),
-            (_, Some(DestinationStatus::Stopped)) => Err(ResumeBlocker::DestinationStopped),
-            (_, Some(DestinationStatus::Loaded)) if self.may_have_run() => {
-                Err(ResumeBlocker::DestinationHasGuest)
-            }
-            (_, Some(DestinationStatus::Unknown)) => Err(ResumeBlocker::DestinationUnknown),
+            (None | Some(SourceStatus::Exited), _) => Err(Refusal::NotOnThisHost),
+            (Some(SourceStatus::Unknown | SourceStatus::Migrating), _) => self.refuse(ToDo::Wait),
+            (_, Some(DestinationStatus::Running)) => self.refuse(ToDo::KeepDestination),
+            (_, Some(DestinationStatus::Stopped)) => self.refuse(ToDo::ActAtDestination),
+            (_, Some(DestinationStatus::Loaded)) if self.may_have_run() => self.refuse(ToDo::KeepDestination),
+            (_, Some(DestinationStatus::Unknown)) => self.refuse(ToDo::Wait),
             (Some(SourceStatus::Completed | SourceStatus::CompletedByOthers), _)
                 if self.is_memory_changed() =>
             {
-                Err(ResumeBlocker::MemoryChanged)
+                self.refuse(ToDo::StartAgain)
             }
             (Some(SourceStatus::Completed | SourceStatus::CompletedByOthers), _) => {
                 Ok(ResumeAction::RunSource)
@@ -316,62 +286,56 @@ impl InterruptedMove {
         }
     }
 
-    fn run_destination(&self) -> Result<ResumeAction, ResumeBlocker> {
+    fn run_destination(&self) -> Result<ResumeAction, Refusal> {
         match (self.source, self.destination) {
             (_, None | Some(DestinationStatus::Exited | DestinationStatus::Failed)) => {
-                Err(ResumeBlocker::NotOnThisHost)
+                Err(Refusal::NotOnThisHost)
             }
-            (_, Some(DestinationStatus::Unknown | DestinationStatus::Loading)) => {
-                Err(ResumeBlocker::DestinationUnknown)
-            }
+            (_, Some(DestinationStatus::Unknown | DestinationStatus::Loading)) => self.refuse(ToDo::Wait),
             (Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed), _) => {
-                Err(ResumeBlocker::SourceHasGuest)
+                self.refuse(ToDo::Nothing)
             }
-            (Some(SourceStatus::Unknown | SourceStatus::Migrating), _) => Err(ResumeBlocker::SourceUnknown),
+            (Some(SourceStatus::Unknown | SourceStatus::Migrating), _) => self.refuse(ToDo::Wait),
             (_, Some(DestinationStatus::Running)) => Ok(ResumeAction::AtDestination(Placement::Running)),
-            (_, Some(DestinationStatus::Stopped)) => Err(ResumeBlocker::DestinationStopped),
+            (_, Some(DestinationStatus::Stopped)) => self.refuse(ToDo::ActAtDestination),
             (_, Some(DestinationStatus::Loaded)) => Ok(ResumeAction::RunDestination),
         }
     }
 
-    fn discard_source(&self) -> Result<ResumeAction, ResumeBlocker> {
+    fn discard_source(&self) -> Result<ResumeAction, Refusal> {
         match (self.source, self.destination) {
-            (None, _) => Err(ResumeBlocker::NotOnThisHost),
+            (None, _) => Err(Refusal::NotOnThisHost),
             (Some(SourceStatus::Exited), _) => Ok(ResumeAction::Gone),
             (Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed), _) => {
-                Err(ResumeBlocker::SourceHasGuest)
+                self.refuse(ToDo::Nothing)
             }
-            (Some(SourceStatus::Unknown | SourceStatus::Migrating), _) => Err(ResumeBlocker::SourceUnknown),
-            (_, Some(DestinationStatus::Unknown)) => Err(ResumeBlocker::DestinationUnknown),
+            (Some(SourceStatus::Unknown | SourceStatus::Migrating), _) => self.refuse(ToDo::Wait),
+            (_, Some(DestinationStatus::Unknown)) => self.refuse(ToDo::Wait),
             // Nothing can run from it any more.
             (_, Some(DestinationStatus::Exited | DestinationStatus::Failed)) if self.is_memory_changed() => {
                 Ok(ResumeAction::Quit(Side::Source))
             }
             (_, Some(DestinationStatus::Exited | DestinationStatus::Failed | DestinationStatus::Loading)) => {
-                Err(ResumeBlocker::OnlyCopy)
+                Err(Refusal::OnlyCopy)
             }
             (Some(SourceStatus::Completed), _)
             | (Some(SourceStatus::CompletedByOthers), Some(DestinationStatus::Running)) => {
                 Ok(ResumeAction::Quit(Side::Source))
             }
-            (Some(SourceStatus::CompletedByOthers), _) => Err(ResumeBlocker::SourceRanOn),
+            (Some(SourceStatus::CompletedByOthers), _) => self.refuse(ToDo::RunDestinationUnlessItRanOn),
         }
     }
 
-    fn discard_destination(&self) -> Result<ResumeAction, ResumeBlocker> {
+    fn discard_destination(&self) -> Result<ResumeAction, Refusal> {
         match (self.source, self.destination) {
-            (_, None) => Err(ResumeBlocker::NotOnThisHost),
+            (_, None) => Err(Refusal::NotOnThisHost),
             (_, Some(DestinationStatus::Exited)) => Ok(ResumeAction::Gone),
-            (_, Some(DestinationStatus::Running)) => Err(ResumeBlocker::DestinationHasGuest),
-            (_, Some(DestinationStatus::Stopped)) => Err(ResumeBlocker::DestinationStopped),
-            (_, Some(DestinationStatus::Loaded)) if self.may_have_run() => {
-                Err(ResumeBlocker::DestinationHasGuest)
-            }
-            (_, Some(DestinationStatus::Unknown)) => Err(ResumeBlocker::DestinationUnknown),
-            (Some(SourceStatus::Exited), Some(DestinationStatus::Loaded)) => Err(ResumeBlocker::OnlyCopy),
-            (Some(SourceStatus::Unknown), Some(DestinationStatus::Loaded)) => {
-                Err(ResumeBlocker::SourceUnknown)
-            }
+            (_, Some(DestinationStatus::Running)) => self.refuse(ToDo::KeepDestination),
+            (_, Some(DestinationStatus::Stopped)) => self.refuse(ToDo::ActAtDestination),
+            (_, Some(DestinationStatus::Loaded)) if self.may_have_run() => self.refuse(ToDo::KeepDestination),
+            (_, Some(DestinationStatus::Unknown)) => self.refuse(ToDo::Wait),
+            (Some(SourceStatus::Exited), Some(DestinationStatus::Loaded)) => Err(Refusal::OnlyCopy),
+            (Some(SourceStatus::Unknown), Some(DestinationStatus::Loaded)) => self.refuse(ToDo::Wait),
             (_, Some(_)) => Ok(ResumeAction::Quit(Side::Destination)),
         }
     }

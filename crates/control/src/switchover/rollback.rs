@@ -3,7 +3,7 @@
 use super::events::{DestinationKind, DestinationStatus, Directive, Input, SourceKind, SourceStatus};
 use super::fault::SwitchoverBug;
 use super::machine::{Restoration, Switchover, SwitchoverState};
-use super::outcome::{SwitchoverOutcome, Unresolved};
+use super::outcome::{AtDestination, AtSource, GuestState, SwitchoverOutcome, ToDo};
 
 impl Switchover {
     /// The stream failed before the source was acknowledged: the source has its guest or gets it back.
@@ -29,7 +29,7 @@ impl Switchover {
                 self.stage = SwitchoverState::Undoing { cancelled: true };
                 Directive::CancelMigration
             }
-            _ => Directive::End(SwitchoverOutcome::Unresolved(Unresolved::SourceUnknown)),
+            _ => self.source_unknown(),
         }
     }
 
@@ -44,9 +44,9 @@ impl Switchover {
                 Directive::QueryDestination
             }
             DestinationKind::Stream | DestinationKind::Relayed | DestinationKind::Towline if self.sent => {
-                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::DestinationMayRun))
+                self.unresolved(AtDestination::MayRun, ToDo::LookAtDestination)
             }
-            _ => Directive::End(SwitchoverOutcome::Unresolved(Unresolved::SourceExited)),
+            _ => self.unresolved(AtDestination::None, ToDo::StartAgain),
         }
     }
 
@@ -57,12 +57,12 @@ impl Switchover {
                 Directive::QueryDestination
             }
             Input::Destination(DestinationStatus::Exited) => {
-                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::BothExited))
+                self.unresolved(AtDestination::Ended, ToDo::StartAgain)
             }
             Input::Destination(DestinationStatus::Failed) => {
-                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::SourceExited))
+                self.unresolved(AtDestination::None, ToDo::StartAgain)
             }
-            _ => Directive::End(SwitchoverOutcome::Unresolved(Unresolved::DestinationUnknown)),
+            _ => self.unresolved(AtDestination::Unknown, ToDo::LookAtDestination),
         }
     }
 
@@ -100,8 +100,19 @@ impl Switchover {
     /// Returns true if the destination may hold the whole guest, which another party's `cont` would run. One that shares the source's
     /// memory is ended first.
     fn may_be_run_by_others(&self) -> bool {
-        let holds = self.sent && self.request.destination == DestinationKind::Qemu;
-        holds && !self.is_memory_shared() && !self.has_fault(SwitchoverBug::OverlooksRunningDestination)
+        self.may_be_held()
+            && !self.is_memory_shared()
+            && !self.has_fault(SwitchoverBug::OverlooksRunningDestination)
+    }
+
+    /// The guest at its destination, which was not queried.
+    fn unseen(&self) -> AtDestination {
+        if self.may_be_held() { AtDestination::Unknown } else { AtDestination::None }
+    }
+
+    /// Returns true if the destination may hold the whole guest, paused.
+    fn may_be_held(&self) -> bool {
+        self.sent && self.request.destination == DestinationKind::Qemu
     }
 
     /// The source has its guest. That is the end, unless another party runs it at its destination.
@@ -114,9 +125,14 @@ impl Switchover {
     }
 
     pub(super) fn confirming(&mut self, input: Input) -> Directive {
+        // An image is not a guest that runs.
+        let to_do = match self.request.source {
+            SourceKind::Stored => ToDo::LookAtDestination,
+            _ => ToDo::EndOne,
+        };
         Directive::End(match input {
             Input::Destination(DestinationStatus::Running) => {
-                SwitchoverOutcome::Unresolved(Unresolved::BothMayRun)
+                SwitchoverOutcome::Unresolved(GuestState::new(AtSource::HasIt, AtDestination::Runs, to_do))
             }
             _ => SwitchoverOutcome::Safe,
         })
@@ -125,18 +141,24 @@ impl Switchover {
     pub(super) fn restoring(&mut self, input: Input, restoration: Restoration) -> Directive {
         match input {
             Input::NotDone if restoration == Restoration::GuestUnretracted => {
-                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::NotRetracted))
+                self.unresolved(AtDestination::Holds, ToDo::ForgetRecord)
             }
             Input::NotDone if restoration == Restoration::Guest && self.is_memory_shared() => {
-                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::UpgradeNotUndone))
+                self.unresolved(AtDestination::None, ToDo::RunSource)
             }
-            Input::NotDone => Directive::End(SwitchoverOutcome::Unresolved(Unresolved::SourceUnknown)),
-            Input::Source(SourceStatus::Exited) => {
-                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::SourceExitedSince))
-            }
+            Input::NotDone => self.source_unknown(),
+            // It ran on: the destination's state of it is older.
+            Input::Source(SourceStatus::Exited) => Directive::End(SwitchoverOutcome::Unresolved(
+                GuestState::new(AtSource::Ended, self.unseen(), ToDo::StartAgain),
+            )),
             _ if restoration != Restoration::Settings => Directive::End(SwitchoverOutcome::Safe),
             _ => self.confirm(),
         }
+    }
+
+    /// The source does not reply, or could not be restored.
+    fn source_unknown(&self) -> Directive {
+        Directive::End(SwitchoverOutcome::Unresolved(GuestState::source_unknown(self.unseen())))
     }
 
     /// Restores the source even if the peer did not receive the message: without another one it does not start the guest.

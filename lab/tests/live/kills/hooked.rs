@@ -80,16 +80,9 @@ fn hooked_towline() {
             eprintln!("error: {}", failure.error);
             let (code, guest) = match (&*failure.error, &failure.guest) {
                 (Error::Usage(_), _) => (2, "untouched".into()),
-                (_, GuestAfterFailure::Safe) => (1, "safe".into()),
-                (
-                    _,
-                    GuestAfterFailure::QemuNotReached
-                    | GuestAfterFailure::ImageNotReadable
-                    | GuestAfterFailure::NoGuest,
-                ) => (1, "unreached".into()),
-                (_, guest @ GuestAfterFailure::NeedsAttention(_)) => {
-                    (3, guest.sentence(SourceCategory::Qemu))
-                }
+                (_, guest) if guest.needs_attention() => (3, guest.sentence(SourceCategory::Qemu)),
+                (_, guest) if *guest == GuestAfterFailure::SAFE => (1, "safe".into()),
+                _ => (1, "unreached".into()),
             };
             eprintln!("guest: {guest}");
             failure.notes.iter().for_each(|note| eprintln!("note: {note}"));

@@ -115,7 +115,10 @@ fn record(source: MoveEnd, destination: MoveEnd, stage: Stage) -> MoveRecord {
 }
 
 fn undecided(record: &MoveRecord) -> String {
-    resumed(record, None).unwrap().undecided.unwrap()
+    match resumed(record, None).unwrap().finding {
+        Finding::Undecided { text, .. } => text,
+        finding => panic!("{finding:?}"),
+    }
 }
 
 /// QEMU reports the same for any of its migrations.
@@ -127,7 +130,7 @@ fn a_completed_migration_is_that_of_the_move_if_the_guest_has_not_run_since() {
     assert!(undecided(&record).contains(unproven), "of an earlier version, or of a guest that slept");
     record.source_vcpu_switches = qemu.switches();
     let text = undecided(&record);
-    assert!(text.contains("is done with the guest (postmigrate)"), "{text}");
+    assert!(text.contains("(postmigrate); whole at") && !text.contains(unproven), "{text}");
     let mut unlike = record.clone();
     unlike.guest_plan.live = false;
     assert!(undecided(&unlike).contains(unproven), "it was paused, and is to run");
@@ -155,7 +158,7 @@ fn a_guest_gets_its_detached_devices_where_it_is_run() {
         let mut record = record(peer(), qemu.end(), Stage::Run);
         record.devices.push(device.clone());
         let resumed = resumed(&record, None).unwrap();
-        assert_eq!(resumed.undecided, None);
+        assert_eq!(resumed.finding, Finding::AtDestination);
         let expected = if is_there { "device v0 is plugged in" } else { "device v0 plugged again" };
         assert!(resumed.done.iter().any(|done| done == expected), "{resumed:?}");
         let commands = qemu.fake.commands();

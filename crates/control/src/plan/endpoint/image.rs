@@ -12,14 +12,14 @@ use towline_migration::{Sink, Snapshot};
 use super::super::context::Context;
 use super::super::error::{Error, Failure};
 use super::super::in_process;
-use super::super::outcomes::{GuestAfterFailure, GuestLocation};
+use super::super::outcomes::GuestAfterFailure;
 use super::super::preflight::{FactsExtent, GuestFacts};
 use super::super::progress::Observer;
 use super::super::report::DestinationState;
 use super::super::request::CopyRequest;
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest, Rollback, SourceEndpoint};
-use crate::switchover::{Directive, SourceKind};
+use crate::switchover::{Directive, GuestState, SourceKind};
 
 /// Opens the image at `path`, which any number of copies may read.
 pub(in super::super) fn open(
@@ -96,8 +96,8 @@ pub(in super::super) fn explain_truncation(image: &dyn StoredGuest, failure: Fai
     match image.check_not_truncated() {
         Err(error) => {
             let guest = match failure.guest {
-                guest if guest == GuestAfterFailure::needs_attention(GuestLocation::PostcopyPaused) => {
-                    GuestAfterFailure::needs_attention(GuestLocation::PostcopyUnreadable)
+                guest if guest == GuestAfterFailure::unresolved(GuestState::LACKS_MEMORY) => {
+                    GuestAfterFailure::unresolved(GuestState::UNREADABLE)
                 }
                 guest => guest,
             };

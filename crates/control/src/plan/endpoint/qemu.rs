@@ -46,7 +46,7 @@ const SEND_INTERVAL: Duration = Duration::from_millis(250);
 /// Failure of a query; QEMU was not changed.
 pub(in super::super) fn query_failed(error: Error) -> Failure {
     if error_origin::is_monitor_unreachable(&error) {
-        return Failure { guest: GuestAfterFailure::QemuNotReached, ..Failure::untouched(error) };
+        return Failure { guest: GuestAfterFailure::NOT_REACHED, ..Failure::untouched(error) };
     }
     Failure::untouched(error)
 }

@@ -125,12 +125,11 @@ impl SourceEndpoint for StreamSource {
     }
 
     fn explain(&self, failure: Failure) -> Failure {
-        match failure.guest {
-            GuestAfterFailure::Safe if !self.incoming.was_connected() && is_listened_on(&self.address) => {
-                Failure { guest: GuestAfterFailure::QemuNotReached, ..failure }
-            }
-            _ => failure,
+        let is_unreached = !self.incoming.was_connected() && is_listened_on(&self.address);
+        if failure.guest.is_safe() && is_unreached {
+            return Failure { guest: GuestAfterFailure::NOT_REACHED, ..failure };
         }
+        failure
     }
 }
 

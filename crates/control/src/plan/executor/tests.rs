@@ -9,7 +9,7 @@ use super::super::request::{CopyRequest, RequestedPages, Task, TransferOptions};
 use super::super::shared_switchover::tests::recording;
 use super::*;
 use crate::moves::MoveEnd;
-use crate::switchover::{DestinationKind, GuestRunState, SourceKind};
+use crate::switchover::{AtDestination, AtSource, DestinationKind, SourceKind};
 
 /// A destination with scripted replies, which keeps what was done.
 struct Destination {
@@ -109,9 +109,9 @@ impl Case {
         conclude(SwitchoverEnds { switchover: &switchover, source, destination, context, error }, first)
     }
 
-    fn outcome(&mut self, source: (&'static str, &'static str), is_delivered: bool) -> &'static str {
+    fn outcome(&mut self, source: (&'static str, &'static str), is_delivered: bool) -> GuestState {
         let failure = self.conclude(source, is_delivered).unwrap_err();
-        failure.guest.row(SourceCategory::Qemu).id
+        failure.guest.state(SourceCategory::Qemu)
     }
 
     /// Commands to the source after its migration.
@@ -121,6 +121,8 @@ impl Case {
         commands[at + 1..].iter().filter(|command| !command.starts_with("migrate-set")).cloned().collect()
     }
 }
+
+const SAFE: GuestState = GuestState::new(AtSource::HasIt, AtDestination::None, ToDo::Nothing);
 
 #[test]
 fn a_guest_runs_at_its_destination_when_its_source_is_complete() {
@@ -136,7 +138,8 @@ fn a_guest_runs_at_its_destination_when_its_source_is_complete() {
 fn a_guest_that_was_resumed_at_its_source_is_not_started_elsewhere() {
     for status in ["running", "paused", "suspended"] {
         let mut case = Case::new(DestinationStatus::Loaded, None);
-        assert_eq!(case.outcome((status, "completed"), true), "source-run-by-others", "{status}");
+        let expected = GuestState::new(AtSource::HasIt, AtDestination::Holds, ToDo::RunOne);
+        assert_eq!(case.outcome((status, "completed"), true), expected, "{status}");
         assert_eq!(case.destination.done, [""; 0]);
     }
 }
@@ -144,11 +147,11 @@ fn a_guest_that_was_resumed_at_its_source_is_not_started_elsewhere() {
 #[test]
 fn a_failed_copy_leaves_the_guest_at_its_source_unless_another_party_runs_it_elsewhere() {
     for (status, expected) in [
-        (DestinationStatus::Loaded, "at-source"),
-        (DestinationStatus::Failed, "at-source"),
-        (DestinationStatus::Exited, "at-source"),
-        (DestinationStatus::Unknown, "at-source"),
-        (DestinationStatus::Running, "both-may-run"),
+        (DestinationStatus::Loaded, SAFE),
+        (DestinationStatus::Failed, SAFE),
+        (DestinationStatus::Exited, SAFE),
+        (DestinationStatus::Unknown, SAFE),
+        (DestinationStatus::Running, GuestState::new(AtSource::HasIt, AtDestination::Runs, ToDo::EndOne)),
     ] {
         let mut case = Case::new(status, None);
         assert_eq!(case.outcome(("running", "failed"), false), expected, "{status:?}");
@@ -174,27 +177,30 @@ fn a_source_that_has_failed_has_its_guest_when_it_is_resumed() {
 #[test]
 fn a_source_that_does_not_fail_by_itself_is_cancelled() {
     let mut case = Case::new(DestinationStatus::Loaded, None);
-    assert_eq!(case.outcome(("running", "active"), false), "at-source");
+    assert_eq!(case.outcome(("running", "active"), false), SAFE);
     assert_eq!(case.source_commands(), ["migrate_cancel"]);
 }
 
 #[test]
 fn a_refused_start_is_undone_only_in_shared_memory() {
     let mut case = Case::new(DestinationStatus::Loaded, Some(StartResult::Refused));
-    assert_eq!(case.outcome(("postmigrate", "completed"), true), "both-paused");
+    let paused = |destination, to_do| GuestState::new(AtSource::Paused, destination, to_do);
+    let expected = paused(AtDestination::Holds, ToDo::RunOne);
+    assert_eq!(case.outcome(("postmigrate", "completed"), true), expected);
     assert_eq!((&case.destination.done[..], case.source_commands().len()), (&["cont"][..], 0));
     assert_eq!(stage(&case.place).as_deref(), Some("acknowledge"), "it does not run there");
     let mut case = Case::new(DestinationStatus::Loaded, Some(StartResult::Refused));
     case.memory = MemorySharing::Shared;
-    assert_eq!(case.outcome(("postmigrate", "completed"), true), "at-source");
+    assert_eq!(case.outcome(("postmigrate", "completed"), true), SAFE);
     // It is ended before.
     assert_eq!(
         (&case.destination.done[..], case.source_commands()),
         (&["cont", "end"][..], vec!["cont".to_owned()])
     );
-    for (started, expected) in
-        [(StartResult::Unknown, "upgraded-unknown"), (StartResult::StoppedAgain, "upgraded-stopped")]
+    for (started, destination) in
+        [(StartResult::Unknown, AtDestination::Unknown), (StartResult::StoppedAgain, AtDestination::Holds)]
     {
+        let expected = paused(destination, ToDo::KeepDestination);
         let mut case = Case::new(DestinationStatus::Loaded, Some(started));
         case.memory = MemorySharing::Shared;
         assert_eq!(case.outcome(("postmigrate", "completed"), true), expected);

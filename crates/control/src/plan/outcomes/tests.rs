@@ -1,114 +1,262 @@
-//! One test for each row: sentence, exit status and identifier.
+//! Every situation after a failure, by the identifier that it had before: where the guest is, what to do, and
+//! the words that an operator needs.
 
-use super::{GuestAfterFailure, GuestLocation, OutcomeRow, SourceCategory};
+use super::{GuestAfterFailure, GuestState, SourceCategory};
 use crate::plan::report::{DestinationState, SourceState};
-use crate::switchover::Unresolved;
+use crate::switchover::{AtDestination, AtSource, ToDo};
+use AtDestination::{Holds, MayRun, Runs};
+use AtSource::{HasIt, Paused};
+use SourceCategory::{Command, Image, Process, Qemu};
 
-macro_rules! rows {
-    ($($name:ident: $place:expr => $id:literal, $exit_code:literal, $text:literal;)*) => {
-        $(#[test]
-        fn $name() {
-            assert_eq!($place.row(), OutcomeRow { id: $id, exit_code: $exit_code, text: $text });
-        })*
+const NOWHERE: AtDestination = AtDestination::None;
+const LOST: AtDestination = AtDestination::Ended;
+const AT_UNKNOWN: AtDestination = AtDestination::Unknown;
+const GONE: AtSource = AtSource::Ended;
+const NOT_KNOWN: AtSource = AtSource::Unknown;
+const THERE: ToDo = ToDo::LookAtDestination;
+const SOURCE: ToDo = ToDo::LookAtSource;
 
-        #[test]
-        fn sentences_are_distinct() {
-            let mut texts = vec![$($text),*];
-            texts.sort_unstable();
-            let count = texts.len();
-            texts.dedup();
-            assert_eq!(texts.len(), count);
-        }
+const ONE: &str = "run it at one of them only (`cont`)";
+const OLDER: &str = "do not resume the source, whose state is older: end it (`quit`)";
+const LOOK: &str = "look there, and run it at the source (`cont`) only if it does not run there";
+const LOOK_AT_SOURCE: &str =
+    "look at the source, and run it at the destination (`cont`) only if it does not run";
+const ONLY_THERE: &str = "run it there (`cont`), or end it";
+
+struct Situation(&'static str, SourceCategory, GuestState, &'static str);
+
+const fn at(source: AtSource, destination: AtDestination, to_do: ToDo) -> GuestState {
+    GuestState::new(source, destination, to_do)
+}
+
+/// The guest is where it was: exit status 1.
+fn untouched() -> Vec<Situation> {
+    let at = |source| at(source, NOWHERE, ToDo::Nothing);
+    vec![
+        Situation("at-source", Qemu, at(HasIt), "safe at its source"),
+        Situation("in-image", Image, at(HasIt), "in its image, which is as it was"),
+        Situation("ended-with-process", Process, at(HasIt), "gone: a synthetic guest ends with its process"),
+        Situation(
+            "with-command",
+            Command,
+            at(HasIt),
+            "where the command of its stream reads it; this copy has not changed it",
+        ),
+        Situation("unreached", Qemu, at(NOT_KNOWN), "not touched; its QEMU was not reached"),
+        Situation("unopened", Image, at(NOT_KNOWN), "not touched; its image could not be opened"),
+        Situation("no-guest", Qemu, at(GONE), "none at this source; nothing was changed"),
+    ]
+}
+
+/// An operator must look at it: exit status 3.
+fn unresolved() -> Vec<Situation> {
+    [after_postcopy(), of_images(), at_both_ends(), at_one_end()].into_iter().flatten().collect()
+}
+
+/// It ran at its destination before all of it was there, or is there without a device.
+fn after_postcopy() -> Vec<Situation> {
+    vec![
+        Situation("without-vsock", Qemu, at(Paused, Runs, ToDo::AttachVsock), "(`device_add`)"),
+        Situation("image-cut-short", Image, GuestState::TRUNCATED, "restore another copy of the image"),
+        Situation("postcopy-paused", Image, GuestState::LACKS_MEMORY, "`towline copy --postcopy --recover`"),
+        Situation(
+            "postcopy-unreadable",
+            Image,
+            GuestState::UNREADABLE,
+            "if the image can be made whole again",
+        ),
+        Situation("postcopy-blocked", Image, GuestState::BLOCKED, "kill that QEMU, and restore the image"),
+        Situation("postcopy-ended", Image, GuestState::RAN_AND_ENDED, "it may have run there"),
+        Situation("postcopy-arrived", Image, GuestState::ARRIVED, "may run it: look there"),
+        Situation("postcopy-arrived, live", Qemu, at(Paused, MayRun, ToDo::KeepDestination), OLDER),
+        Situation("postcopy-refused", Qemu, at(Paused, AT_UNKNOWN, THERE), LOOK),
+        Situation(
+            "postcopy-split",
+            Qemu,
+            at(Paused, Runs, ToDo::Reconnect),
+            "`migrate` with resume at the source",
+        ),
+    ]
+}
+
+/// Its source is an image.
+fn of_images() -> Vec<Situation> {
+    vec![
+        Situation("destination-may-run, of an image", Image, at(HasIt, MayRun, THERE), "run it: look there"),
+        Situation("both-paused, of an image", Image, at(HasIt, Holds, ToDo::RunDestination), ONLY_THERE),
+        Situation("stopped-again, of an image", Image, at(HasIt, Holds, THERE), "does not run: look there"),
+        Situation(
+            "destination-lost, of an image",
+            Image,
+            at(HasIt, LOST, ToDo::RunSourceUnlessItRan),
+            "in its image, which is as it was; its destination has ended: it may have run there",
+        ),
+        Situation(
+            "destination-AT_UNKNOWN, of an image",
+            Image,
+            at(HasIt, AT_UNKNOWN, THERE),
+            "destination: look there",
+        ),
+    ]
+}
+
+/// Both ends are left.
+fn at_both_ends() -> Vec<Situation> {
+    vec![
+        Situation("destination-holds", Qemu, at(NOT_KNOWN, Holds, SOURCE), LOOK_AT_SOURCE),
+        Situation("undecided", Qemu, at(NOT_KNOWN, Holds, SOURCE), LOOK_AT_SOURCE),
+        Situation("destination-may-run", Qemu, at(Paused, MayRun, THERE), LOOK),
+        Situation("destination-may-run, source exited", Qemu, at(GONE, MayRun, THERE), "run it: look there"),
+        Situation("both-may-run", Qemu, at(HasIt, MayRun, ToDo::EndOne), "look at both, and end one of them"),
+        Situation("both-paused", Qemu, at(Paused, Holds, ToDo::RunOne), ONE),
+        Situation(
+            "not-retracted",
+            Qemu,
+            at(Paused, Holds, ToDo::ForgetRecord),
+            "`towline resume ID --forget`",
+        ),
+        Situation("stopped-again", Qemu, at(Paused, Holds, ToDo::KeepDestination), OLDER),
+        Situation(
+            "destination-lost",
+            Qemu,
+            at(Paused, LOST, ToDo::RunSourceUnlessItRan),
+            "only if it did not",
+        ),
+        Situation("destination-unknown", Qemu, at(Paused, AT_UNKNOWN, THERE), LOOK),
+        Situation("peer-waits", Qemu, at(Paused, Holds, THERE), LOOK),
+        Situation("peer-waits, source not known", Qemu, at(NOT_KNOWN, Holds, SOURCE), LOOK_AT_SOURCE),
+        Situation("peer-unknown", Qemu, at(Paused, AT_UNKNOWN, THERE), LOOK),
+        Situation("peer-did-not-run", Qemu, at(Paused, Holds, ToDo::RunOne), ONE),
+    ]
+}
+
+/// One end is left, or is not to be used.
+fn at_one_end() -> Vec<Situation> {
+    vec![
+        Situation("source-run-by-others", Qemu, at(HasIt, Holds, ToDo::RunOne), ONE),
+        Situation(
+            "upgraded-lost",
+            Qemu,
+            at(Paused, LOST, ToDo::StartAgain),
+            "do not resume the source, end it (`quit`)",
+        ),
+        Situation("upgraded-stopped", Qemu, at(Paused, Holds, ToDo::KeepDestination), OLDER),
+        Situation("upgraded-unknown", Qemu, at(Paused, AT_UNKNOWN, ToDo::KeepDestination), OLDER),
+        Situation(
+            "upgrade-not-undone",
+            Qemu,
+            at(Paused, NOWHERE, ToDo::RunSource),
+            "resume it at its source (`cont`)",
+        ),
+        Situation("destination-only", Qemu, at(GONE, Holds, ToDo::RunDestination), ONLY_THERE),
+        Situation("destination-alone", Qemu, at(GONE, MayRun, THERE), "run it: look there"),
+        Situation("both-exited", Qemu, at(GONE, LOST, ToDo::StartAgain), "it is lost: start it again"),
+        Situation(
+            "source-exited",
+            Qemu,
+            at(GONE, NOWHERE, ToDo::StartAgain),
+            "has ended, and the guest with it",
+        ),
+        Situation(
+            "source-exited-since",
+            Qemu,
+            at(GONE, AT_UNKNOWN, ToDo::StartAgain),
+            "it ran on at its source, so a state there is older",
+        ),
+        Situation(
+            "source-unknown",
+            Qemu,
+            at(NOT_KNOWN, NOWHERE, ToDo::RunSource),
+            "unless QEMU does that by itself",
+        ),
+        Situation("source-not-ended", Qemu, at(Paused, Runs, ToDo::EndSource), "end the source (`quit`)"),
+        Situation(
+            "source-not-resumed",
+            Qemu,
+            at(Paused, Holds, ToDo::RunSource),
+            "resume it at its source (`cont`)",
+        ),
+        Situation(
+            "stored-only",
+            Qemu,
+            at(GONE, Holds, ToDo::Restore),
+            "stored, and nowhere else: restore it from there",
+        ),
+        Situation(
+            "unpublished",
+            Qemu,
+            at(GONE, AT_UNKNOWN, ToDo::Restore),
+            "the file that a notice names may hold it",
+        ),
+    ]
+}
+
+#[test]
+fn an_untouched_guest_is_only_located() {
+    for Situation(name, keeper, state, sentence) in untouched() {
+        let guest = GuestAfterFailure::unresolved(state);
+        assert_eq!(guest.sentence(keeper), sentence, "{name}");
+        assert!(!guest.needs_attention() && !guest.may_be_at_destination(), "{name}");
+    }
+}
+
+#[test]
+fn an_unresolved_guest_is_located_at_both_ends_with_what_to_do() {
+    for Situation(name, keeper, state, words) in unresolved() {
+        let guest = GuestAfterFailure::unresolved(state);
+        let sentence = guest.sentence(keeper);
+        assert!(sentence.contains(words), "{name}: {sentence}");
+        assert!(sentence.contains("; ") && sentence.contains(": "), "{name}: {sentence}");
+        assert!(guest.needs_attention(), "{name}");
+    }
+}
+
+/// Equal pairs with different steps, and equal sentences, would hide a distinction.
+#[test]
+fn a_sentence_stands_for_one_state() {
+    let mut sentences = std::collections::HashMap::new();
+    for Situation(name, keeper, state, _) in unresolved() {
+        let sentence = GuestAfterFailure::unresolved(state).sentence(keeper);
+        let other = *sentences.entry(sentence).or_insert(state);
+        assert_eq!(other, state, "{name}");
+    }
+}
+
+#[test]
+fn a_destination_is_left_alone_if_it_may_have_the_guest() {
+    let left = |name: &str| {
+        let found = unresolved().into_iter().find(|Situation(of, ..)| *of == name).unwrap();
+        GuestAfterFailure::unresolved(found.2).may_be_at_destination()
     };
-}
-
-rows! {
-    at_source: GuestLocation::AtSource => "at-source", 1, "safe at its source";
-    in_image: GuestLocation::InImage => "in-image", 1, "in its image, which is as it was";
-    with_process: GuestLocation::WithProcess => "ended-with-process", 1, "gone: a synthetic guest ends with its process";
-    with_command: GuestLocation::WithCommand => "with-command", 1, "where the command of its stream reads it; this copy has not changed it";
-    unreached: GuestLocation::QemuNotReached => "unreached", 1, "not touched; its QEMU was not reached";
-    unopened: GuestLocation::ImageNotReadable => "unopened", 1, "not touched; its image could not be opened";
-    no_guest: GuestLocation::NoGuest => "no-guest", 1, "none at this source; nothing was changed";
-    without_vsock: GuestLocation::WithoutVsock => "without-vsock", 3, "at its destination, whole, except for its vsock, which could not be attached there (`device_add`)";
-    image_cut_short: GuestLocation::ImageCutShort => "image-cut-short", 3, "it has its memory at its destination, but pages that were sent after the image was cut short may be zeros there: end it, and restore another copy of the image";
-    postcopy_paused: GuestLocation::PostcopyPaused => "postcopy-paused", 3, "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image is complete and unchanged: run `towline copy --postcopy --recover` with the same image and destination, which sends the rest";
-    postcopy_unreadable: GuestLocation::PostcopyUnreadable => "postcopy-unreadable", 3, "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image cannot be read to its end: if it can be made whole again (a missing chunk or a file's content put back), run `towline copy --postcopy --recover` with it and the same destination, which sends the rest; else the guest cannot continue: end the destination, and restore another image of the guest";
-    postcopy_blocked: GuestLocation::PostcopyBlocked => "postcopy-blocked", 3, "at its destination without a part of its memory, where it waits for a page that is missing, and with it the main loop of its QEMU, whose monitor does not reply: no other command can send the rest, so kill that QEMU; the image is as it was: restore it";
-    postcopy_ended: GuestLocation::PostcopyEnded => "postcopy-ended", 3, "it ran at its destination, which has ended, and the guest with it; the image holds it as it was stored";
-    postcopy_arrived: GuestLocation::PostcopyArrived => "postcopy-arrived", 3, "at its destination, with all of its memory: check its state there";
-    postcopy_refused: GuestLocation::PostcopyRefused => "postcopy-refused", 3, "it was switched to its destination, which could not take it: look at both, and resume it at the source (`cont`) only if it does not run there";
-    postcopy_split: GuestLocation::PostcopySplit => "postcopy-split", 3, "it runs at its destination with a part of its memory, and the source holds the rest: do not run it there; if both QEMUs still run, `migrate-recover` at the destination and `migrate` with resume at the source resume it";
-    destination_holds: GuestLocation::Unresolved(Unresolved::DestinationHolds) => "destination-holds", 3, "whole at its destination, paused; its source did not report whether it is done: look at the source, and run the guest at one of them only (`cont`)";
-    undecided: GuestLocation::Unresolved(Unresolved::Undecided) => "undecided", 3, "whole at its destination, paused; whether its source is done with it is not known: run it here (`cont`) only if it does not run there";
-    destination_may_run: GuestLocation::Unresolved(Unresolved::DestinationMayRun) => "destination-may-run", 3, "at its destination, which was sent everything and may run it; its source, if it still has it, holds it paused (postmigrate): look at the destination, and resume it at the source (`cont`) only if it does not run there";
-    both_may_run: GuestLocation::Unresolved(Unresolved::BothMayRun) => "both-may-run", 3, "running at its source, whose migration was cancelled there when the destination had everything: look at the destination, which may run it too, and end one of them";
-    source_run_by_others: GuestLocation::Unresolved(Unresolved::SourceRunByOthers) => "source-run-by-others", 3, "running at its source, where another party resumed it after the copy was complete; the destination holds a copy of it, paused: run only one of them";
-    both_paused: GuestLocation::Unresolved(Unresolved::BothPaused) => "both-paused", 3, "paused at both ends: resume it (`cont`) at one of them only";
-    not_retracted: GuestLocation::Unresolved(Unresolved::NotRetracted) => "not-retracted", 3, "paused at both ends, and its record, which could not be changed, has it running at the destination: run it there (`towline resume`), or remove the record first (`towline resume ID --forget`) and resume it at one of them only (`cont`)";
-    stopped_again: GuestLocation::Unresolved(Unresolved::StoppedAgain) => "stopped-again", 3, "at its destination, where it was run and stopped again; its source still holds it as it was before that, paused (postmigrate): run only one of them";
-    destination_lost: GuestLocation::Unresolved(Unresolved::DestinationLost) => "destination-lost", 3, "paused at its source (postmigrate); the destination was lost when it was to run it, so it may have run there: if not, resume it at the source (`cont`)";
-    destination_unknown: GuestLocation::Unresolved(Unresolved::DestinationUnknown) => "destination-unknown", 3, "paused at its source (postmigrate); whether it runs at the destination is not known: look there, and run only one of them (`cont`)";
-    upgraded_lost: GuestLocation::Unresolved(Unresolved::UpgradedLost) => "upgraded-lost", 3, "lost: its new QEMU has ended and may have run it; the old one is left, paused (postmigrate), with a device state that may not fit the memory any more: end it (`quit`), do not resume it, and start the guest again";
-    upgraded_stopped: GuestLocation::Unresolved(Unresolved::UpgradedStopped) => "upgraded-stopped", 3, "in its new QEMU, where it was run and stopped again: look there; the old one is left, paused (postmigrate), with a device state that does not fit the memory any more: end it (`quit`), and do not resume it";
-    upgraded_unknown: GuestLocation::Unresolved(Unresolved::UpgradedUnknown) => "upgraded-unknown", 3, "in its new QEMU, which may run it: look there; the old one is left, paused (postmigrate), with a device state that may not fit the memory any more: do not resume it";
-    upgrade_not_undone: GuestLocation::Unresolved(Unresolved::UpgradeNotUndone) => "upgrade-not-undone", 3, "in its old QEMU, paused (postmigrate), which could not be made to run it again; it has not run in the new one: remove the cause, and then resume it in the old one";
-    destination_only: GuestLocation::Unresolved(Unresolved::DestinationOnly) => "destination-only", 3, "paused at the destination, whole (`cont` resumes it); its source has ended";
-    destination_alone: GuestLocation::Unresolved(Unresolved::DestinationAlone) => "destination-alone", 3, "at its destination, which does not reply any more: check whether it runs there; its source has ended";
-    both_exited: GuestLocation::Unresolved(Unresolved::BothExited) => "both-exited", 3, "lost: both QEMUs have ended";
-    source_exited: GuestLocation::Unresolved(Unresolved::SourceExited) => "source-exited", 3, "lost: its source's QEMU has ended, and the guest with it; the destination has only a part of it, which does not run";
-    source_exited_since: GuestLocation::Unresolved(Unresolved::SourceExitedSince) => "source-exited-since", 3, "lost: its source's QEMU has ended, and the guest with it, after it ran on there; the destination's state of it is older";
-    source_unknown: GuestLocation::Unresolved(Unresolved::SourceUnknown) => "source-unknown", 3, "at its source, if that still runs: the guest is resumed there as soon as QEMU sees that the copy failed (if not: `cont`)";
-    source_not_ended: GuestLocation::Unresolved(Unresolved::SourceNotEnded) => "source-not-ended", 3, "at its destination; its source could not be ended and holds it paused (postmigrate): end it (`quit`), and do not resume it there";
-    source_not_resumed: GuestLocation::Unresolved(Unresolved::SourceNotResumed) => "source-not-resumed", 3, "stored; paused at its source: see above, else resume it (`cont`)";
-    stored_only: GuestLocation::Unresolved(Unresolved::StoredOnly) => "stored-only", 3, "stored, and nowhere else: its source's QEMU has ended";
-    unpublished: GuestLocation::Unresolved(Unresolved::Unpublished) => "unpublished", 3, "nowhere but in the file that a notice names, if there is one: its source's QEMU has ended, and the image could not be completed";
-    peer_waits: GuestLocation::Unresolved(Unresolved::PeerWaits) => "peer-waits", 3, "paused at both ends: the outcome could not be sent to the destination's towline";
-    peer_unknown: GuestLocation::Unresolved(Unresolved::PeerUnknown) => "peer-unknown", 3, "paused at its source (postmigrate); the destination's towline was to run it, and did not report that it did: look there, and run only one of them";
-    peer_did_not_run: GuestLocation::Unresolved(Unresolved::PeerDidNotRun) => "peer-did-not-run", 3, "paused at both ends: the destination's towline could not run it; resume it (`cont`) at one of them only";
-    destination_may_run_of_an_image: GuestLocation::UnresolvedOfImage(Unresolved::DestinationMayRun) => "destination-may-run", 3, "at its destination, which was sent everything and may run it: look there; the image is as it was";
-    both_paused_of_an_image: GuestLocation::UnresolvedOfImage(Unresolved::BothPaused) => "both-paused", 3, "paused at the destination, which has loaded it: run it there (`cont`), or end it; the image is as it was";
-    stopped_again_of_an_image: GuestLocation::UnresolvedOfImage(Unresolved::StoppedAgain) => "stopped-again", 3, "at its destination, where it was run and stopped again: look there; the image is as it was";
-    destination_lost_of_an_image: GuestLocation::UnresolvedOfImage(Unresolved::DestinationLost) => "destination-lost", 3, "in its image; its destination was lost when it was to run it, so it may have run there; the image is as it was";
-    destination_unknown_of_an_image: GuestLocation::UnresolvedOfImage(Unresolved::DestinationUnknown) => "destination-unknown", 3, "in its image; whether it runs at its destination is not known: look there";
-}
-
-#[test]
-fn other_rows_of_an_image_are_those_of_a_qemu() {
-    assert_eq!(
-        GuestLocation::UnresolvedOfImage(Unresolved::PeerUnknown).row(),
-        GuestLocation::Unresolved(Unresolved::PeerUnknown).row()
-    );
-}
-
-#[test]
-fn safe_guest_is_at_its_source() {
-    let ids = [SourceCategory::Qemu, SourceCategory::Image, SourceCategory::Process, SourceCategory::Command]
-        .map(|keeper| GuestAfterFailure::Safe.row(keeper).id);
-    assert_eq!(ids, ["at-source", "in-image", "ended-with-process", "with-command"]);
-    for keeper in [SourceCategory::Qemu, SourceCategory::Image] {
-        let ids = [
-            GuestAfterFailure::QemuNotReached,
-            GuestAfterFailure::ImageNotReadable,
-            GuestAfterFailure::NoGuest,
-        ]
-        .map(|state| state.row(keeper).id);
-        assert_eq!(ids, ["unreached", "unopened", "no-guest"]);
+    for name in [
+        "source-run-by-others",
+        "source-exited",
+        "source-exited-since",
+        "both-exited",
+        "upgraded-lost",
+        "upgrade-not-undone",
+    ] {
+        assert!(!left(name), "{name}");
+    }
+    for name in ["both-paused", "not-retracted", "upgraded-stopped", "upgraded-unknown", "source-unknown"] {
+        assert!(left(name), "{name}");
     }
 }
 
 #[test]
 fn driven_source_is_named() {
-    let state = GuestAfterFailure::unresolved_at(Unresolved::SourceExited, "/run/a.qmp");
-    assert_eq!(
-        state.sentence(SourceCategory::Qemu),
-        "lost: its source, QEMU on /run/a.qmp, has ended, and the guest with it; the destination has only a part of it, which does not run"
-    );
-    let unnamed = GuestAfterFailure::needs_attention(GuestLocation::Unresolved(Unresolved::SourceExited));
-    assert_eq!(
-        unnamed.sentence(SourceCategory::Qemu),
-        GuestLocation::Unresolved(Unresolved::SourceExited).row().text
-    );
+    let lost = at(AtSource::Ended, AtDestination::None, ToDo::StartAgain);
+    let named = GuestAfterFailure::unresolved_at(lost, "/run/a.qmp").sentence(Qemu);
+    let rest = "has ended, and the guest with it; its destination has nothing that can run: it is lost: start it again";
+    assert_eq!(named, format!("its source, QEMU on /run/a.qmp, {rest}"));
+    assert_eq!(GuestAfterFailure::unresolved(lost).sentence(Qemu), format!("its source's QEMU {rest}"));
+}
+
+/// A synthetic guest is gone, and nothing is known of one whose stream a command reads.
+#[test]
+fn the_category_of_the_source_is_part_of_the_state() {
+    let states = [Qemu, Image, Process, Command].map(|keeper| GuestAfterFailure::SAFE.state(keeper).source);
+    assert_eq!(states, [AtSource::HasIt, AtSource::HasIt, AtSource::Ended, AtSource::Unknown]);
 }
 
 #[test]

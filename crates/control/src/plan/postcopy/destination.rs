@@ -8,10 +8,9 @@ use super::super::context::Context;
 use super::super::destination::RecoveryState;
 use super::super::error::{Error, Failure, needs_attention};
 use super::super::error_origin;
-use super::super::outcomes::GuestLocation;
 use super::super::report::DestinationState;
 use super::super::request::PostcopyOptions;
-use crate::switchover::FinalRunState;
+use crate::switchover::{FinalRunState, GuestState};
 
 /// A QEMU that takes the guest. The defaults are those of one whose monitor is not connected.
 pub(super) trait PostcopyDestination {
@@ -87,11 +86,11 @@ pub(super) trait PostcopyDestination {
 
 /// The guest runs without a part of its memory: its connection was lost, or its image cannot be read.
 pub(super) fn stopped(error: Error) -> Failure {
-    let location = match &error {
-        Error::Migration(error) if error_origin::is_guest_error(error) => GuestLocation::PostcopyUnreadable,
-        _ => GuestLocation::PostcopyPaused,
+    let state = match &error {
+        Error::Migration(error) if error_origin::is_guest_error(error) => GuestState::UNREADABLE,
+        _ => GuestState::LACKS_MEMORY,
     };
-    needs_attention(error, location)
+    needs_attention(error, state)
 }
 
 #[cfg(test)]
@@ -103,21 +102,12 @@ mod tests {
     fn lost_connection_and_damaged_image_have_different_outcomes() {
         let lost =
             || towline_migration::Error::Ended { peer: "unix:/run/vm/b.sock".into(), awaiting: "a request" };
-        assert_eq!(
-            stopped(lost().into()).guest,
-            GuestAfterFailure::needs_attention(GuestLocation::PostcopyPaused)
-        );
+        assert_eq!(stopped(lost().into()).guest, GuestAfterFailure::unresolved(GuestState::LACKS_MEMORY));
         let not_recovered =
             Error::NotRecovered { source: lost(), waited: std::time::Duration::from_secs(60) };
-        assert_eq!(
-            stopped(not_recovered).guest,
-            GuestAfterFailure::needs_attention(GuestLocation::PostcopyPaused)
-        );
+        assert_eq!(stopped(not_recovered).guest, GuestAfterFailure::unresolved(GuestState::LACKS_MEMORY));
         let damaged =
             towline_migration::Error::guest(std::io::Error::other("block pc.ram, chunk 7: damaged"));
-        assert_eq!(
-            stopped(damaged.into()).guest,
-            GuestAfterFailure::needs_attention(GuestLocation::PostcopyUnreadable)
-        );
+        assert_eq!(stopped(damaged.into()).guest, GuestAfterFailure::unresolved(GuestState::UNREADABLE));
     }
 }

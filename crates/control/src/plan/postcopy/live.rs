@@ -16,7 +16,8 @@ use std::time::{Duration, Instant};
 
 use crate::moves::MoveEnd;
 use crate::switchover::{
-    Decision, DestinationKind, FinalRunState, Placement, SourceKind, SwitchoverOutcome, Unresolved,
+    AtDestination, AtSource, Decision, DestinationKind, FinalRunState, GuestState, Placement, SourceKind,
+    SwitchoverOutcome, ToDo,
 };
 use towline_migration::Snapshot;
 use towline_qmp::commands::{MigrationInfo, MigrationStatus, RamStats};
@@ -27,7 +28,7 @@ use super::super::endpoint::{QemuDestination, SourceControl, query_failed};
 use super::super::error::{Error, Failure, needs_attention};
 use super::super::error_origin;
 use super::super::executor::{SwitchoverEnds, conclude};
-use super::super::outcomes::GuestLocation;
+use super::super::outcomes::{GuestAfterFailure, SourceCategory};
 use super::super::preflight::FactsExtent;
 use super::super::progress::CopyPhase;
 use super::super::recorder::RecordedEnds;
@@ -281,20 +282,22 @@ impl LivePostcopy<'_> {
 
     /// The source reported a failure. It keeps its guest until the destination has all device state.
     fn failed(&mut self, error: Error) -> Failure {
-        self.undecided(error, GuestLocation::PostcopyRefused)
+        self.undecided(error, AtDestination::Unknown, ToDo::LookAtDestination)
     }
 
     /// A monitor, or the connection between the QEMUs, is lost.
     fn lost(&mut self, error: Error) -> Failure {
-        self.undecided(error, GuestLocation::PostcopySplit)
+        self.undecided(error, AtDestination::Runs, ToDo::Reconnect)
     }
 
-    fn undecided(&mut self, error: Error, location: GuestLocation) -> Failure {
+    fn undecided(&mut self, error: Error, destination: AtDestination, to_do: ToDo) -> Failure {
         self.source.keep_settings();
         self.target.keep_settings();
-        let outcome = SwitchoverOutcome::Unresolved(Unresolved::DestinationUnknown);
-        let notes = self.switchover.ended(outcome, location.row().text).into_iter().collect();
-        Failure { notes, ..needs_attention(error, location) }
+        let state = GuestState::new(AtSource::Paused, destination, to_do);
+        let guest = GuestAfterFailure::unresolved(state);
+        let outcome = SwitchoverOutcome::Unresolved(state);
+        let notes = self.switchover.ended(outcome, &guest.sentence(SourceCategory::Qemu));
+        Failure { error: Box::new(error), guest, notes: notes.into_iter().collect() }
     }
 
     fn finish(mut self, downtime_ms: Option<u64>) -> Result<CopyReport, Failure> {
@@ -304,15 +307,15 @@ impl LivePostcopy<'_> {
         let finished = finished.and_then(|()| if runs { self.target.ensure_running() } else { Ok(()) });
         let notes = match finished.and_then(|()| self.target.restore_settings()) {
             Ok(notes) => notes,
-            Err(error) => return Err(self.undecided(error, GuestLocation::PostcopyArrived)),
+            Err(error) => return Err(self.undecided(error, AtDestination::MayRun, ToDo::KeepDestination)),
         };
         notes.iter().for_each(|note| self.context.observer.notice(note));
         if runs && self.report.running_after.is_none() {
             self.report.running_after = Some(self.context.elapsed());
             self.context.observer.phase(CopyPhase::Running);
         }
-        let (source, exact_ms) = release_source(&mut self.source, self.context)?;
         let placement = if runs { Placement::Running } else { Placement::Paused };
+        let (source, exact_ms) = release_source(&mut self.source, placement, self.context)?;
         let notice = self.switchover.ended(SwitchoverOutcome::Completed(placement), "");
         notice.iter().for_each(|notice| self.context.observer.notice(notice));
         let downtime_ms = exact_ms.or(downtime_ms);
@@ -325,17 +328,17 @@ impl LivePostcopy<'_> {
 /// milliseconds.
 fn release_source(
     source: &mut QmpSource,
+    placement: Placement,
     context: &Context<'_>,
 ) -> Result<(SourceState, Option<u64>), Failure> {
     if context.options.ends_source() {
-        let ended = source
-            .quit()
-            .map_err(|error| needs_attention(error, GuestLocation::Unresolved(Unresolved::SourceNotEnded)))?;
+        let ended =
+            source.quit().map_err(|error| needs_attention(error, GuestState::not_ended(placement)))?;
         return Ok((SourceState::Ended, ended));
     }
-    let released = source
-        .restore(GuestAction::Leave, CopyEnd::Complete)
-        .map_err(|error| needs_attention(error, GuestLocation::Unresolved(Unresolved::SourceUnknown)))?;
+    let released = source.restore(GuestAction::Leave, CopyEnd::Complete).map_err(|error| {
+        needs_attention(error, GuestState { source: AtSource::Unknown, ..GuestState::not_ended(placement) })
+    })?;
     released.notes.iter().for_each(|note| context.observer.notice(note));
     Ok((SourceState::Paused, released.downtime_ms))
 }

@@ -10,13 +10,13 @@ use super::super::context::Context;
 use super::super::destination::{HeldGuest, QmpDestination, RecoveryState};
 use super::super::error::{Error, Failure, needs_attention};
 use super::super::error_origin;
-use super::super::outcomes::{GuestAfterFailure, GuestLocation};
+use super::super::outcomes::GuestAfterFailure;
 use super::super::preflight::GuestFacts;
 use super::super::report::DestinationState;
 use super::super::request::{PostcopyOptions, RequestedPages};
 use super::destination::{PostcopyDestination, stopped};
 use super::stored::RestoreSource;
-use crate::switchover::FinalRunState;
+use crate::switchover::{FinalRunState, GuestState};
 
 /// See the module's text.
 pub(super) struct DrivenDestination(QmpDestination);
@@ -90,11 +90,11 @@ impl PostcopyDestination for DrivenDestination {
         let error = self.0.failed(text);
         self.0.keep_settings();
         if had_loaded {
-            needs_attention(error, GuestLocation::PostcopyEnded)
+            needs_attention(error, GuestState::RAN_AND_ENDED)
         } else {
             Failure {
                 error: Box::new(error),
-                guest: GuestAfterFailure::Safe,
+                guest: GuestAfterFailure::SAFE,
                 notes: self.0.roll_back(HeldGuest::Incomplete),
             }
         }
@@ -104,15 +104,15 @@ impl PostcopyDestination for DrivenDestination {
         self.0.keep_settings();
         match (error_origin::is_monitor_lost(&error), had_loaded) {
             (true, false) => Failure::untouched(error),
-            (true, true) => needs_attention(error, GuestLocation::PostcopyEnded),
-            (false, _) => needs_attention(error, GuestLocation::PostcopyPaused),
+            (true, true) => needs_attention(error, GuestState::RAN_AND_ENDED),
+            (false, _) => needs_attention(error, GuestState::LACKS_MEMORY),
         }
     }
 
     fn interrupted(&mut self, error: Error) -> Failure {
         let is_blocked = self.0.is_blocked();
         self.0.keep_settings();
-        if is_blocked { needs_attention(error, GuestLocation::PostcopyBlocked) } else { stopped(error) }
+        if is_blocked { needs_attention(error, GuestState::BLOCKED) } else { stopped(error) }
     }
 
     fn state(&self, run_state: FinalRunState) -> DestinationState {
@@ -127,9 +127,9 @@ impl PostcopyDestination for DrivenDestination {
         });
         finished.and_then(|()| qemu.restore_settings()).map_err(|error| {
             if error_origin::is_monitor_lost(&error) {
-                needs_attention(error, GuestLocation::PostcopyEnded)
+                needs_attention(error, GuestState::RAN_AND_ENDED)
             } else {
-                needs_attention(error, GuestLocation::PostcopyArrived)
+                needs_attention(error, GuestState::ARRIVED)
             }
         })
     }

@@ -6,11 +6,12 @@ use tempfile::TempDir;
 use super::*;
 use crate::moves::tests::{fill, in_small_file_system};
 use crate::switchover::{
-    DestinationKind, Directive, Input, MemorySharing, Placement, RunRequest, SourceAction, SourceKind,
-    SwitchoverRequest,
+    AtDestination, AtSource, DestinationKind, Directive, Input, MemorySharing, Placement, RunRequest,
+    SourceAction, SourceKind, SwitchoverRequest, ToDo,
 };
 
 const ID: MoveId = [7; 16];
+const PAUSED_AT_BOTH: GuestState = GuestState::new(AtSource::Paused, AtDestination::Holds, ToDo::RunOne);
 
 fn end(name: &str) -> MoveEnd {
     MoveEnd::Qemu { socket: name.into(), pid: None, start_time: None }
@@ -97,7 +98,7 @@ fn a_decision_is_not_recorded_in_a_directory_that_is_not_there() {
         assert_eq!(stage(&place), None);
         // Nothing is left that has the guest running at its destination.
         recorder.retract().unwrap();
-        let outcome = SwitchoverOutcome::Unresolved(Unresolved::BothPaused);
+        let outcome = SwitchoverOutcome::Unresolved(PAUSED_AT_BOTH);
         recorder.end(ID, outcome, &machine, "paused at both ends");
         assert_eq!(stage(&place), None);
     }
@@ -105,15 +106,22 @@ fn a_decision_is_not_recorded_in_a_directory_that_is_not_there() {
 
 #[test]
 fn a_record_ends_with_the_outcome() {
-    let unresolved = SwitchoverOutcome::Unresolved;
+    let unresolved = |source, destination, to_do| {
+        SwitchoverOutcome::Unresolved(GuestState::new(source, destination, to_do))
+    };
+    let paused = AtSource::Paused;
     let cases = [
         (SwitchoverOutcome::Safe, SourceAction::KeepPaused, None),
         (SwitchoverOutcome::Completed(Placement::Running), SourceAction::Quit, None),
         (SwitchoverOutcome::Completed(Placement::Running), SourceAction::KeepPaused, Some("left")),
         (SwitchoverOutcome::Completed(Placement::Paused), SourceAction::KeepPaused, None),
-        (unresolved(Unresolved::BothExited), SourceAction::KeepPaused, None),
-        (unresolved(Unresolved::DestinationUnknown), SourceAction::Quit, Some("run")),
-        (unresolved(Unresolved::NotRetracted), SourceAction::Quit, Some("run")),
+        (unresolved(AtSource::Ended, AtDestination::Ended, ToDo::StartAgain), SourceAction::KeepPaused, None),
+        (
+            unresolved(paused, AtDestination::Unknown, ToDo::LookAtDestination),
+            SourceAction::Quit,
+            Some("run"),
+        ),
+        (unresolved(paused, AtDestination::Holds, ToDo::ForgetRecord), SourceAction::Quit, Some("run")),
     ];
     for (outcome, after, expected) in cases {
         let place = TempDir::new().unwrap();

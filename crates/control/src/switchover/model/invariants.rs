@@ -1,8 +1,8 @@
 //! Invariants of every world, and the meaning of each outcome.
 
-use super::super::outcome::{Placement, SwitchoverOutcome, Unresolved};
+use super::super::outcome::{AtDestination, AtSource, GuestState, Placement, SwitchoverOutcome, ToDo};
 use super::super::{Decision, DestinationKind, MemorySharing, SourceAction, SourceKind};
-use super::world::{Destination, Disk, Source, Towline, World};
+use super::world::{Destination, Disk, Source, Towline, World, is_paused_at_both};
 
 /// Checks a world; the error describes the violation.
 pub(super) fn check(world: &World) -> Result<(), String> {
@@ -121,31 +121,7 @@ fn truthful(
             world.destination != Destination::Running
         }
         SwitchoverOutcome::Safe => world.destination != Destination::Running || world.operator_ran,
-        SwitchoverOutcome::Unresolved(Unresolved::BothExited) => world.source == Source::Exited && gone,
-        SwitchoverOutcome::Unresolved(Unresolved::UpgradedLost) => gone,
-        SwitchoverOutcome::Unresolved(Unresolved::SourceExited) => world.source == Source::Exited,
-        SwitchoverOutcome::Unresolved(Unresolved::StoredOnly) => {
-            world.source == Source::Exited && world.destination == Destination::Stored
-        }
-        SwitchoverOutcome::Unresolved(Unresolved::Unpublished) => {
-            world.source == Source::Exited && world.destination != Destination::Stored
-        }
-        SwitchoverOutcome::Unresolved(Unresolved::SourceNotResumed) => {
-            world.destination == Destination::Stored
-        }
-        SwitchoverOutcome::Unresolved(Unresolved::DestinationOnly) => world.source == Source::Exited,
-        SwitchoverOutcome::Unresolved(Unresolved::DestinationHolds | Unresolved::Undecided) => {
-            matches!(world.destination, Destination::Loaded) || gone || world.operator_ran
-        }
-        // What is reported, and what its record has for a later towline, are the same.
-        SwitchoverOutcome::Unresolved(Unresolved::PeerDidNotRun | Unresolved::BothPaused) => {
-            let is_retracted = towline.record <= Some(Decision::Acknowledge);
-            is_retracted && (world.destination != Destination::Running || world.operator_ran)
-        }
-        SwitchoverOutcome::Unresolved(Unresolved::NotRetracted) => {
-            world.destination != Destination::Running || world.operator_ran
-        }
-        SwitchoverOutcome::Unresolved(_) => true,
+        SwitchoverOutcome::Unresolved(state) => is_in(state, world, towline),
     };
     if !right {
         return Err(format!("source {:?}, destination {:?}", world.source, world.destination));
@@ -155,6 +131,33 @@ fn truthful(
         return Err("the source was to be ended".into());
     }
     Ok(())
+}
+
+/// Returns true if this state of an unresolved guest describes the world.
+fn is_in(state: GuestState, world: &World, towline: &Towline) -> bool {
+    let has_exited = world.source == Source::Exited;
+    let gone = world.destination == Destination::Exited;
+    let does_not_run = world.destination != Destination::Running || world.operator_ran;
+    match (state.source, state.destination, state.to_do) {
+        (AtSource::Ended, AtDestination::Ended, _) => has_exited && gone,
+        (_, AtDestination::Ended, ToDo::StartAgain) => gone,
+        (AtSource::Ended, AtDestination::None, _) => has_exited,
+        (AtSource::Ended, AtDestination::Holds, ToDo::Restore) => {
+            has_exited && world.destination == Destination::Stored
+        }
+        (AtSource::Ended, AtDestination::Unknown, ToDo::Restore) => {
+            has_exited && world.destination != Destination::Stored
+        }
+        (AtSource::Paused, AtDestination::Holds, ToDo::RunSource) => world.destination == Destination::Stored,
+        (AtSource::Ended, AtDestination::Holds, ToDo::RunDestination) => has_exited,
+        (AtSource::Unknown, AtDestination::Holds, ToDo::LookAtSource) => {
+            world.destination == Destination::Loaded || gone || world.operator_ran
+        }
+        // What is reported, and what its record has for a later towline, are the same.
+        _ if is_paused_at_both(state) => does_not_run && towline.record <= Some(Decision::Acknowledge),
+        (_, _, ToDo::ForgetRecord) => does_not_run,
+        _ => true,
+    }
 }
 
 /// A live guest runs, or is held where an operator was asked to look.
@@ -176,7 +179,8 @@ fn not_lost(world: &World) -> Result<(), String> {
         world.towlines[1].is_none() && only.alive && only.request.destination == DestinationKind::Qemu;
     let runs_here = only.request.run != super::super::RunRequest::Pause;
     let held = world.source == Source::Exited && world.destination == Destination::Loaded;
-    let gave_up = matches!(only.outcome, Some(SwitchoverOutcome::Unresolved(Unresolved::SourceExited)));
+    let lost = GuestState::new(AtSource::Ended, AtDestination::None, ToDo::StartAgain);
+    let gave_up = only.outcome == Some(SwitchoverOutcome::Unresolved(lost));
     if alone && held && runs_here && gave_up && only.request.source == SourceKind::Qemu {
         return Err("the destination holds the whole guest, and it was abandoned".into());
     }

@@ -6,9 +6,9 @@ mod steps;
 
 use super::super::fault::{FaultSwitch, SwitchoverBug};
 use super::super::{
-    Decision, DestinationKind, Directive, GuestRunState, Input, InterruptedMove, MemorySharing, PeerMessage,
-    Placement, ResumeAction, RunRequest, SourceAction, SourceKind, SourceLink, Switchover, SwitchoverOutcome,
-    SwitchoverRequest, Unresolved,
+    AtDestination, AtSource, Decision, DestinationKind, Directive, GuestRunState, GuestState, Input,
+    InterruptedMove, MemorySharing, PeerMessage, Placement, ResumeAction, RunRequest, SourceAction,
+    SourceKind, SourceLink, Switchover, SwitchoverOutcome, SwitchoverRequest, ToDo,
 };
 
 /// The source's QEMU.
@@ -179,6 +179,11 @@ pub(in super::super) enum Reply {
     Unanswered,
     /// It took effect, and QEMU exited before it replied.
     Crashed,
+}
+
+/// Returns true if the guest was reported to be paused at both ends, so that it may be run at either.
+pub(in super::super) fn is_paused_at_both(state: GuestState) -> bool {
+    state == GuestState::new(AtSource::Paused, AtDestination::Holds, ToDo::RunOne)
 }
 
 impl World {
@@ -404,8 +409,8 @@ impl World {
 
     /// Returns true if a towline has reported that the guest does not run at its destination, so that it may be run at its source.
     fn is_reported_paused(&self) -> bool {
-        let paused = [Unresolved::BothPaused, Unresolved::PeerDidNotRun].map(SwitchoverOutcome::Unresolved);
-        self.towlines.iter().flatten().any(|towline| towline.outcome.is_some_and(|end| paused.contains(&end)))
+        let is_paused = |end| matches!(end, SwitchoverOutcome::Unresolved(state) if is_paused_at_both(state));
+        self.towlines.iter().flatten().any(|towline| towline.outcome.is_some_and(is_paused))
     }
 
     fn towline(&mut self, index: usize) -> &mut Towline {

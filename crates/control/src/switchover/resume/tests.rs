@@ -76,8 +76,9 @@ fn source_of_an_upgrade_never_runs_after_the_decision_to_run_its_destination() {
         destination: Some(DestinationStatus::Exited),
         ..InterruptedMove::new(Decision::Run, FinalRunState::Running)
     };
-    assert_eq!(lost.next_action(), ResumeAction::NeedsChoice(ResumeBlocker::MemoryChanged));
-    assert_eq!(lost.apply(Choice::Run(Side::Source)), Err(ResumeBlocker::MemoryChanged));
+    let state = GuestState::new(AtSource::Paused, AtDestination::Ended, ToDo::StartAgain);
+    assert_eq!(lost.next_action(), ResumeAction::NeedsChoice(state));
+    assert_eq!(lost.apply(Choice::Run(Side::Source)), Err(Refusal::Evidence(state)));
     assert_eq!(lost.apply(Choice::Discard(Side::Source)), Ok(ResumeAction::Quit(Side::Source)));
     // Before, nothing ran there.
     let held = InterruptedMove { decision: Decision::Acknowledge, ..lost };
@@ -116,14 +117,16 @@ fn guest_that_may_have_run_at_a_lost_destination_needs_a_choice() {
         destination: Some(DestinationStatus::Loaded),
         ..InterruptedMove::new(Decision::Acknowledge, FinalRunState::Running)
     };
-    assert_eq!(exited.next_action(), ResumeAction::NeedsChoice(ResumeBlocker::SourceLost));
+    let state = GuestState::new(AtSource::Ended, AtDestination::Holds, ToDo::RunDestinationUnlessItRanOn);
+    assert_eq!(exited.next_action(), ResumeAction::NeedsChoice(state));
     assert_eq!(exited.apply(Choice::Run(Side::Destination)), Ok(ResumeAction::RunDestination));
     let lost = InterruptedMove {
         source: Some(SourceStatus::Completed),
         destination: Some(DestinationStatus::Exited),
         ..InterruptedMove::new(Decision::Acknowledge, FinalRunState::Running)
     };
-    assert_eq!(lost.next_action(), ResumeAction::NeedsChoice(ResumeBlocker::DestinationLost));
+    let state = GuestState::new(AtSource::Paused, AtDestination::Ended, ToDo::RunSourceUnlessItRan);
+    assert_eq!(lost.next_action(), ResumeAction::NeedsChoice(state));
     assert_eq!(lost.apply(Choice::Run(Side::Source)), Ok(ResumeAction::RunSource));
-    assert_eq!(lost.apply(Choice::Discard(Side::Source)), Err(ResumeBlocker::OnlyCopy));
+    assert_eq!(lost.apply(Choice::Discard(Side::Source)), Err(Refusal::OnlyCopy));
 }
