@@ -6,7 +6,7 @@
 use std::time::SystemTime;
 
 use serde_json::{Map, Value, json};
-use towline_control::plan::{CopyPhase, DestinationState, Error, SourceState};
+use towline_control::plan::{CopyPhase, Error};
 use towline_migration::{SendReason, ZeroCopySend};
 
 use crate::exit::Exit;
@@ -29,23 +29,8 @@ pub(crate) fn line(name: &str, fields: Value) -> String {
 /// Adds the exit status and its identifier to the fields of a last event.
 pub(crate) fn with_exit(mut fields: Value, exit: Exit) -> Value {
     fields["exit"] = exit.code().into();
-    fields["outcome"] = outcome(exit).into();
+    fields["outcome"] = json!(exit);
     fields
-}
-
-/// Returns the identifier of an exit status.
-pub(crate) fn outcome(exit: Exit) -> &'static str {
-    match exit {
-        Exit::Done => "done",
-        Exit::Failed => "failed",
-        Exit::Usage => "usage",
-        Exit::NeedsAttention => "needs-attention",
-        Exit::CouldNotTell => "could-not-tell",
-        Exit::Paused => "paused",
-        Exit::Waiting => "waiting",
-        Exit::Ended => "ended",
-        Exit::NoGuest => "no-guest",
-    }
 }
 
 /// Returns the identifier of a phase.
@@ -60,30 +45,6 @@ pub(crate) fn phase(phase: CopyPhase) -> &'static str {
         CopyPhase::CutOver => "cut-over",
         CopyPhase::Running => "running",
         CopyPhase::Upload => "upload",
-    }
-}
-
-/// Returns the identifier of the guest's state at its source.
-pub(crate) fn source_state(state: SourceState) -> &'static str {
-    match state {
-        SourceState::Running => "running",
-        SourceState::Paused => "postmigrate",
-        SourceState::Ended => "ended",
-        SourceState::Unchanged => "unchanged",
-        SourceState::UpToSender => "unknown",
-    }
-}
-
-/// Returns the identifier of the guest's state at its destination.
-pub(crate) fn destination_state(state: DestinationState) -> &'static str {
-    match state {
-        DestinationState::Running => "running",
-        DestinationState::Paused => "paused",
-        DestinationState::Stored => "stored",
-        DestinationState::Loaded => "loaded",
-        DestinationState::Sent => "sent",
-        DestinationState::Received => "received",
-        DestinationState::Dropped => "discarded",
     }
 }
 

@@ -4,8 +4,11 @@ use std::error::Error;
 use std::fmt;
 use std::process::ExitCode;
 
+use serde::Serialize;
+
 /// Result of the process, from the best to the worst.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub(crate) enum Exit {
     Done,
     /// Refused or failed; a guest is where it was.

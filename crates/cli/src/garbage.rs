@@ -41,7 +41,7 @@ pub(crate) fn collect(reporter: &Reporter, prefix: &Location, action: Action, ag
             "uploads": found.uploads,
             "readers": found.readers,
             "kept": { "chunks": found.kept.chunks, "bytes": found.kept.bytes, "readers": found.kept_for },
-            "conditional-writes": found.conditional_writes.map(|found| conditions(found).0),
+            "conditional-writes": found.conditional_writes,
             "used": { "chunks": found.used.chunks, "bytes": found.used.bytes },
             "young": { "chunks": found.young.chunks, "bytes": found.young.bytes },
             "garbage": { "objects": found.objects.len(), "bytes": bytes },
@@ -90,24 +90,21 @@ fn summarize(reporter: &Reporter, prefix: &Location, found: &Garbage, swept: Gar
         ));
     }
     if let Some(writes) = found.conditional_writes {
-        reporter.line(&format!("  conditions    {}", conditions(writes).1));
+        reporter.line(&format!("  conditions    {}", conditions(writes)));
     }
 }
 
-/// Returns the identifier of the conditions that the store enforces, and a sentence.
-fn conditions(writes: ConditionalWrites) -> (&'static str, &'static str) {
+/// Returns a sentence about the conditions that the store enforces.
+fn conditions(writes: ConditionalWrites) -> &'static str {
     match writes {
-        ConditionalWrites::All => (
-            "all",
-            "the store enforces conditional puts: an expired lease cannot reappear, and a changed image is not replaced",
-        ),
-        ConditionalWrites::Create => (
-            "create",
-            "the store enforces conditional creation only: of two concurrent --overwrite of an image the last one wins",
-        ),
-        ConditionalWrites::None => (
-            "none",
-            "the store does not enforce conditional puts: of two concurrent images of one name the last one wins",
-        ),
+        ConditionalWrites::All => {
+            "the store enforces conditional puts: an expired lease cannot reappear, and a changed image is not replaced"
+        }
+        ConditionalWrites::Create => {
+            "the store enforces conditional creation only: of two concurrent --overwrite of an image the last one wins"
+        }
+        ConditionalWrites::None => {
+            "the store does not enforce conditional puts: of two concurrent images of one name the last one wins"
+        }
     }
 }

@@ -7,7 +7,6 @@ mod verb;
 use serde_json::{Value, json};
 use towline_channel::Address;
 use towline_control::plan::{self, CopyReport, Error, Failure, PostcopyReport, SourceCategory};
-use towline_image::{Increment, Uploaded};
 
 use crate::endpoint::Endpoint;
 use crate::exit::Exit;
@@ -132,17 +131,15 @@ fn completed(source: &Endpoint, destination: &Endpoint, report: &CopyReport) -> 
         "zero-copy-send": events::zero_copy_send(report.zero_copy_send),
         "lanes": sends::json(&report.lane_sends),
         "handed-over": report.loaded_by_qemu,
-        "source-state": events::source_state(report.source),
+        "source-state": report.source,
         "source-text": report.source.text(),
-        "destination-state": events::destination_state(report.destination),
+        "destination-state": report.destination,
         "destination-text": report.destination.text(),
         "ram": ram(&report.moved),
         "postcopy": report.postcopy.as_ref().map(postcopy),
-        "uploaded": report.uploaded.as_ref().map(uploaded),
+        "uploaded": report.uploaded,
         "memory": report.memory.as_ref().map(memory::json),
-        "increment": report.increment.map(|Increment { stored, in_base }| {
-            json!({ "chunks-stored": stored, "chunks-in-base": in_base })
-        }),
+        "increment": report.increment,
     })
 }
 
@@ -152,15 +149,5 @@ fn postcopy(report: &PostcopyReport) -> Value {
         "faults": faults(&report.faults),
         "working-set-pages": report.working_set_pages,
         "recoveries": report.recoveries,
-    })
-}
-
-fn uploaded(uploaded: &Uploaded) -> Value {
-    json!({
-        "sent-chunks": uploaded.sent_chunks,
-        "sent-bytes": uploaded.sent_bytes,
-        "sent-memory-bytes": uploaded.sent_memory_bytes,
-        "known-chunks": uploaded.known_chunks,
-        "zero-chunks": uploaded.zero_chunks,
     })
 }

@@ -21,6 +21,7 @@ use towline_migration::postcopy::FaultCounts;
 use crate::args::Output;
 use crate::console::{self, OverflowPolicy};
 use crate::events;
+use crate::exit::Exit;
 use crate::lock::lock;
 use crate::log::RequestId;
 use crate::units::counted;
@@ -134,6 +135,13 @@ impl Reporter {
         if let Some(request) = request {
             self.event("begun", json!({ "request": request.to_string() }));
         }
+    }
+
+    /// Reports the failure of a command that has no more to report.
+    pub(crate) fn failed(&self, text: &str, reason: &str, exit: Exit) -> Exit {
+        self.event("failed", events::with_exit(json!({ "error": text, "reason": reason }), exit));
+        console::error(text);
+        exit
     }
 
     /// Writes an event, with `--json`.
@@ -268,7 +276,7 @@ fn fields(progress: &Progress, estimate: &Estimate) -> Value {
         "cpu-throttle-percentage": progress.throttle_percent,
         "expected-downtime": milliseconds(progress.expected_downtime),
         "downtime-limit": milliseconds(progress.downtime_limit),
-        "outlook": estimate.outlook.id(),
+        "outlook": estimate.outlook,
         "faults": progress.faults.as_ref().map(faults),
         "expected-time": milliseconds(estimate.time_left),
     })

@@ -22,12 +22,11 @@ pub(crate) fn run(args: &RepairArgs) -> Exit {
         Ok(Source::Qmp(path)) => path,
         Ok(Source::Image(path)) => return partials(&reporter, &path),
         Ok(_) => {
-            return usage(
-                &reporter,
-                &format!("{}: expected a QEMU (qmp:PATH), an image or a directory of images", args.target),
-            );
+            let text =
+                format!("{}: expected a QEMU (qmp:PATH), an image or a directory of images", args.target);
+            return reporter.failed(&text, "usage", Exit::Usage);
         }
-        Err(text) => return usage(&reporter, &text),
+        Err(text) => return reporter.failed(&text, "usage", Exit::Usage),
     };
     let socket = path.display().to_string();
     note_undecided_moves(&path);
@@ -116,11 +115,4 @@ fn partials(reporter: &Reporter, path: &Path) -> Exit {
         reporter.line(&format!("{}  {} allocated  {what}", path.display(), size(*allocated)));
     }
     Exit::Done
-}
-
-fn usage(reporter: &Reporter, text: &str) -> Exit {
-    let fields = json!({ "error": text, "reason": "usage" });
-    reporter.event("failed", events::with_exit(fields, Exit::Usage));
-    console::error(text);
-    Exit::Usage
 }

@@ -72,16 +72,9 @@ fn is_store(path: &Path) -> bool {
         || has(&path.join("chunks"), &|name| name.len() == 2 && u8::from_str_radix(name, 16).is_ok())
 }
 
+/// Reports an unusable command line.
 fn usage(reporter: &Reporter, text: &str) -> Result<Exit> {
-    failed(reporter, text, Exit::Usage);
-    Ok(Exit::Usage)
-}
-
-/// Reports an error, as the last event of the command.
-fn failed(reporter: &Reporter, text: &str, exit: Exit) {
-    let reason = if exit == Exit::Usage { "usage" } else { "image" };
-    reporter.event("failed", events::with_exit(json!({ "error": text, "reason": reason }), exit));
-    console::error(text);
+    Ok(reporter.failed(text, "usage", Exit::Usage))
 }
 
 fn show(args: &PlaceArgs, view: View) -> Result<Exit> {

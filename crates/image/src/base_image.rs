@@ -14,6 +14,7 @@ use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use serde::Serialize;
 use towline_protocol::RamBlock;
 
 use crate::chain::{LAYERS_MAX, LayerChain, check_blocks, resolve_base};
@@ -24,11 +25,13 @@ use crate::sidecar::staged_path;
 use crate::{Error, Result};
 
 /// Number of chunks that an incremental image stores itself.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Increment {
     /// Chunks that differ from the base's.
+    #[serde(rename = "chunks-stored")]
     pub stored: usize,
     /// Chunks that equal the base's and are not zero.
+    #[serde(rename = "chunks-in-base")]
     pub in_base: usize,
 }
 

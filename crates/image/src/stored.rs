@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use serde::Serialize;
 use towline_migration::Guest;
 use towline_protocol::device_state::DeviceState;
 
@@ -45,7 +46,8 @@ pub trait StoredGuest: Guest {
 }
 
 /// Statistics of an upload into a store.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct Uploaded {
     /// Chunks that were sent.
     pub sent_chunks: u64,

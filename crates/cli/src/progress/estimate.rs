@@ -9,6 +9,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use serde::Serialize;
 use towline_control::plan::Progress;
 use towline_protocol::ram::PAGE_SIZE;
 
@@ -28,7 +29,8 @@ const OUTLOOK_PASS_MIN: u64 = 3;
 const TIME_DEVIATION_MAX: f64 = 0.3;
 
 /// Development of the passes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub(crate) enum Outlook {
     /// Too early to tell, or the guest does not run.
     Unknown,
@@ -36,17 +38,6 @@ pub(crate) enum Outlook {
     Converging,
     /// The guest writes as fast as its memory is sent.
     NotConverging,
-}
-
-impl Outlook {
-    /// Returns the identifier in events.
-    pub(crate) fn id(self) -> &'static str {
-        match self {
-            Self::Unknown => "unknown",
-            Self::Converging => "converging",
-            Self::NotConverging => "not-converging",
-        }
-    }
 }
 
 /// Estimates at one moment.

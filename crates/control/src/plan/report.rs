@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use serde::Serialize;
 use towline_image::{Increment, Uploaded};
 use towline_migration::postcopy::FaultCounts;
 use towline_migration::{Compression, LaneSends, Snapshot, ZeroCopySend, synthetic};
@@ -51,17 +52,20 @@ impl CopyReport {
 }
 
 /// State of the guest at its source after a copy.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum SourceState {
     /// It runs (`--resume`).
     Running,
     /// It is paused (`postmigrate`).
+    #[serde(rename = "postmigrate")]
     Paused,
     /// Its QEMU was ended.
     Ended,
     /// An image, which is as it was, or a synthetic guest; or a guest that did not run, and was stored as it was.
     Unchanged,
     /// It was received as a stream, whose sender decides whether it keeps the guest.
+    #[serde(rename = "unknown")]
     UpToSender,
 }
 
@@ -77,7 +81,8 @@ impl From<SourceState> for AtSource {
 }
 
 /// State of the guest at its destination after a copy.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum DestinationState {
     /// It runs.
     Running,
@@ -92,6 +97,7 @@ pub enum DestinationState {
     /// It was received into memory, verified and discarded.
     Received,
     /// It was counted and discarded.
+    #[serde(rename = "discarded")]
     Dropped,
 }
 

@@ -76,7 +76,8 @@ impl LeaseKind {
 }
 
 /// Conditional writes that a store enforces, according to its leases.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum ConditionalWrites {
     /// Create and update: an object is created only if it does not exist, and replaced only if it has the
     /// expected version.
