@@ -592,5 +592,4 @@ impl Rewriter<'_> {
 }
 
 #[cfg(test)]
-#[path = "command_line_tests.rs"]
 mod tests;

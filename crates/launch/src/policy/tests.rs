@@ -319,3 +319,24 @@ fn arguments_of_a_kernel_are_the_guests() {
     let refused = recorded.allow(&HostArguments::default()).unwrap_err();
     assert_eq!(refused.settings(), ["kernel"]);
 }
+
+/// The verdict about each option of an image, with values of each kind.
+#[test]
+fn each_option_is_judged_as_listed() {
+    let listed = include_str!("verdicts.txt");
+    for line in listed.lines() {
+        let (text, verdict) = line.split_once(" => ").unwrap();
+        let option = CommandLine::parse(text.split(' ')).unwrap().options()[0].clone();
+        let option = serde_json::json!({ "option": option.name.as_str(), "value": option.value_text() });
+        let recorded = serde_json::json!({ "version": 1, "options": [option] }).to_string();
+        let found = match Recorded::from_json(recorded.as_bytes()).unwrap().allow(&HostArguments::default()) {
+            Ok(allowed) => words(&allowed),
+            Err(Refused::Image(refusals)) => {
+                let refusals: Vec<_> = refusals.iter().map(ToString::to_string).collect();
+                refusals.join("; ")
+            }
+            Err(other) => other.to_string(),
+        };
+        assert_eq!(found, verdict, "{text}");
+    }
+}

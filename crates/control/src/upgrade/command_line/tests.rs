@@ -321,3 +321,21 @@ fn only_the_property_that_is_set_is_the_users() {
     let both = [socket.as_slice(), &["-chardev", "socket,id=c.x,path=/run/x,server=on,wait=off"]].concat();
     assert_eq!(made(&both, "chardev.c.x.path=/run/y"), (staged, 1));
 }
+
+/// What becomes of each option with values of each kind.
+#[test]
+fn each_option_is_rewritten_as_listed() {
+    let listed = include_str!("verdicts.txt");
+    for line in listed.lines() {
+        let (option, verdict) = line.split_once(" => ").unwrap();
+        let old = CommandLine::parse(option.split(' ')).unwrap();
+        let found = match rewrite(&old, &context(&[], Vsocks::Refused)) {
+            Ok(made) => words(&made).join(" "),
+            Err(refusals) => {
+                let refusals: Vec<_> = refusals.iter().map(ToString::to_string).collect();
+                refusals.join("; ")
+            }
+        };
+        assert_eq!(found, verdict, "{option}");
+    }
+}
