@@ -20,7 +20,6 @@ mod command_line;
 mod error;
 mod leftover;
 mod old;
-mod ports;
 
 use std::ffi::OsString;
 use std::os::unix::net::UnixStream;

@@ -10,7 +10,6 @@
 
 mod error;
 mod excerpt;
-mod options;
 mod properties;
 mod size;
 
@@ -19,12 +18,13 @@ use std::os::unix::ffi::OsStrExt as _;
 
 pub use error::{ParseError, ValueError};
 pub(crate) use excerpt::excerpt;
-pub(crate) use options::DISK_FILE;
-pub use options::{OptionName, Syntax};
 pub use properties::{Properties, Property};
 pub use size::parse_size;
 
 use crate::limits::{COMMAND_LINE_BYTES_MAX, OPTIONS_MAX, VALUE_BYTES_MAX};
+pub(crate) use crate::options::DISK_FILE;
+pub use crate::options::{Conflict, OptionName, Repeated, Rewrite, Syntax};
+use crate::options::{ImageUse, OptionInfo};
 
 /// A CPU model and its features, in the form of `-cpu`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -281,6 +281,31 @@ impl QemuOption {
             OptionValue::Cpu(cpu) => cpu.to_text(),
             OptionValue::Global(global) => global.to_text(),
         })
+    }
+
+    /// Returns what another QEMU on this host has of it, while the QEMU that has it still runs.
+    #[must_use]
+    pub fn rewrite(&self) -> Rewrite {
+        let OptionInfo { image, rewrite, types, .. } = self.name.info();
+        match (rewrite, image, &self.value) {
+            (Rewrite::ByType, ..) => types.rewrite(&self.type_name().unwrap_or_default()),
+            (Rewrite::IfGuests, ImageUse::Text(form), OptionValue::Text(text)) if form.admits(text) => {
+                Rewrite::Keep
+            }
+            (Rewrite::IfGuests, ..) => Rewrite::Refuse(Conflict::Unknown),
+            (rewrite, ..) => rewrite,
+        }
+    }
+
+    /// The type, if the option has types: the value of the implied key; empty if it is not given.
+    #[must_use]
+    pub fn type_name(&self) -> Option<String> {
+        match (self.name.info().rewrite, self.name.syntax()) {
+            (Rewrite::ByType, Syntax::Properties { implied: Some(key), .. }) => {
+                Some(self.properties()?.value(key).unwrap_or_default())
+            }
+            _ => None,
+        }
     }
 
     /// The properties, if the option's syntax has them.

@@ -135,15 +135,15 @@ fn uses_of(option: &QemuOption, address: &str) -> Vec<Use> {
     let mut add = |resource: Option<Resource>, key: &str| {
         uses.extend(resource.map(|resource| Use { resource, setting: format!("{address}.{key}") }));
     };
-    match (option.name.as_str(), value("type").as_str()) {
-        ("netdev" | "net" | "nic", "user") => {
+    match value("type").as_str() {
+        "user" if option.name.is_network() => {
             for (key, value) in properties.pairs() {
                 if key == "hostfwd" {
                     add(forwarded_port(&value), key);
                 }
             }
         }
-        ("netdev" | "net" | "nic", "tap") => add(some(value("ifname")).map(Resource::Tap), "ifname"),
+        "tap" if option.name.is_network() => add(some(value("ifname")).map(Resource::Tap), "ifname"),
         _ => {}
     }
     if option.name.as_str() == "chardev" && value("backend") == "socket" {
@@ -160,17 +160,13 @@ fn some(text: String) -> Option<String> {
     (!text.is_empty()).then_some(text)
 }
 
-fn is_server(properties: &Properties) -> bool {
-    properties.value("server").is_some_and(|server| ["on", "yes", "true"].contains(&server.as_str()))
-}
-
 fn unix_socket(properties: &Properties) -> Option<Resource> {
     let path = properties.value("path").and_then(some)?;
-    Some(if is_server(properties) { Resource::Listening(path) } else { Resource::Connecting(path) })
+    Some(if properties.is_on("server") { Resource::Listening(path) } else { Resource::Connecting(path) })
 }
 
 fn tcp_server(properties: &Properties) -> Option<Resource> {
-    let port = properties.value("port")?.parse().ok().filter(|_| is_server(properties))?;
+    let port = properties.value("port")?.parse().ok().filter(|_| properties.is_on("server"))?;
     Some(Resource::Tcp(parse_address(&properties.value("host").unwrap_or_default())?, port))
 }
 

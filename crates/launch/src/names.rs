@@ -3,10 +3,14 @@
 /// A value, and the names that have it, separated by blanks.
 pub(crate) type NameGroup<T> = (T, &'static str);
 
-/// Returns the value of the first group that has the name, with the table's own text of the name.
+/// Returns the value of the first group that has the name, with the table's own text of it. A name of the
+/// table that ends with `*` is a prefix.
 pub(crate) fn find<T: Copy>(table: &[NameGroup<T>], name: &str) -> Option<(T, &'static str)> {
     table.iter().find_map(|(value, names)| {
-        let known = names.split_ascii_whitespace().find(|known| *known == name)?;
+        let known = names.split_ascii_whitespace().find(|known| match known.strip_suffix('*') {
+            Some(prefix) => name.starts_with(prefix),
+            None => *known == name,
+        })?;
         Some((*value, known))
     })
 }

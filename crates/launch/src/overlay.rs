@@ -20,7 +20,7 @@ use std::process::{Command, Stdio};
 
 use rustix::fs::statvfs;
 
-use crate::command_line::{CommandLine, ParseError, Properties, QemuOption, excerpt};
+use crate::command_line::{CommandLine, ParseError, Properties, QemuOption, Rewrite, excerpt};
 use crate::host::HostArguments;
 use crate::policy::AllowedCommandLine;
 use crate::runtime::GuestName;
@@ -28,9 +28,6 @@ use crate::settings::addresses;
 
 /// Required free space for each overlay in bytes.
 const ROOM_BYTES: u64 = 64 << 20;
-/// Options that are disks without a key for the format.
-const PLAIN_DISKS: [&str; 10] =
-    ["(disk file)", "hda", "hdb", "hdc", "hdd", "sd", "pflash", "mtdblock", "fda", "fdb"];
 /// Drivers of nodes that are the file of a format node.
 const FILE_DRIVERS: [&str; 2] = ["file", "host_device"];
 /// Drivers of nodes that have a format.
@@ -340,7 +337,7 @@ fn written_node(line: &CommandLine, index: usize, direct: &BTreeSet<String>) -> 
     let value = |key: &str| properties.value(key).unwrap_or_default();
     let driver = value("driver");
     // Those with a format are overlaid.
-    if is_on(&value("read-only")) || FORMAT_DRIVERS.contains(&driver.as_str()) {
+    if properties.is_on("read-only") || FORMAT_DRIVERS.contains(&driver.as_str()) {
         return None;
     }
     let is_filter = FILTER_DRIVERS.contains(&driver.as_str()) && !value("file").is_empty();
@@ -354,8 +351,8 @@ fn written_node(line: &CommandLine, index: usize, direct: &BTreeSet<String>) -> 
         line.options().iter().filter(|other| other.name.as_str() == "blockdev").filter(is_user).peekable();
     let is_read_only = |user: &QemuOption| {
         let driver = user.properties().and_then(|of| of.value("driver")).unwrap_or_default();
-        let read_only = user.properties().and_then(|of| of.value("read-only")).unwrap_or_default();
-        FORMAT_DRIVERS.contains(&driver.as_str()) && is_on(&read_only)
+        let is_read_only = user.properties().is_some_and(|of| of.is_on("read-only"));
+        FORMAT_DRIVERS.contains(&driver.as_str()) && is_read_only
     };
     let is_below_read_only = users.peek().is_some() && users.all(is_read_only) && !direct.contains(&name);
     (!is_below_read_only).then(|| format!("a writable node of driver {}", excerpt(&driver)))
@@ -381,7 +378,7 @@ impl Disk {
         match (option.name.as_str(), option.properties()) {
             ("drive", Some(properties)) => Self::of_drive(properties, index, setting),
             ("blockdev", Some(properties)) => Self::of_node(line, properties, index, setting),
-            (name, _) if PLAIN_DISKS.contains(&name) => {
+            (name, _) if option.rewrite() == Rewrite::Disk => {
                 Err(unsupported(setting, format!("-{name}, which has no format")))
             }
             _ => Ok(None),
@@ -389,10 +386,7 @@ impl Disk {
     }
 
     fn of_drive(properties: &Properties, index: usize, setting: &str) -> Result<Option<Self>, OverlayError> {
-        let is_on = |key| properties.value(key).is_some_and(|value| is_on(&value));
-        let is_unwritten = is_on("readonly")
-            || is_on("read-only")
-            || is_on("snapshot")
+        let is_unwritten = ["readonly", "read-only", "snapshot"].iter().any(|key| properties.is_on(key))
             || properties.value("media").as_deref() == Some("cdrom");
         let named = ["file", "file.filename"]
             .into_iter()
@@ -420,7 +414,7 @@ impl Disk {
     ) -> Result<Option<Self>, OverlayError> {
         let value = |key: &str| properties.value(key).unwrap_or_default();
         let format = value("driver");
-        if !FORMAT_DRIVERS.contains(&format.as_str()) || is_on(&value("read-only")) {
+        if !FORMAT_DRIVERS.contains(&format.as_str()) || properties.is_on("read-only") {
             // The file of another node, or nothing that a guest writes to.
             return Ok(None);
         }
@@ -469,10 +463,6 @@ fn is_file_node(option: &QemuOption, name: &str) -> bool {
 
 fn unsupported(setting: &str, found: String) -> OverlayError {
     OverlayError::Unsupported { setting: setting.to_owned(), found }
-}
-
-fn is_on(value: &str) -> bool {
-    ["on", "true", "yes"].contains(&value)
 }
 
 /// A disk by a name that `qemu-img` finds from any directory. A URL is unchanged.

@@ -1,34 +1,30 @@
 //! The command line of an image, which may come from anyone, and the part of it that is started.
 //!
 //! Everything is an allow-list: options, types of objects, devices and backends, their properties, and the
-//! form of each value ([`form`]). No form admits a path, so no image can give the argv a path, socket,
+//! form of each value ([`Form`]). No form admits a path, so no image can give the argv a path, socket,
 //! interface or program of its choice. Values for those come from [`HostArguments`]. Values that an image has
 //! in their place are refused rather than ignored, so a guest does not start without a part of it. The
 //! exceptions are in [`replace`]: consoles, what QEMU's own network reaches, scripts of taps, and the
 //! accelerator, where there is always another value with which the guest is the same.
 
-mod devices;
-mod form;
-pub(crate) mod options;
 mod refusal;
 mod replace;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 
-pub use devices::is_known_model;
 pub use refusal::{Refusal, RefusalReason, Refused};
 
 use crate::command_line::{
-    CommandLine, CpuModel, Global, OptionName, OptionValue, Properties, QemuOption, excerpt,
+    CommandLine, CpuModel, Global, OptionName, OptionValue, Properties, QemuOption, Repeated, Syntax, excerpt,
 };
 use crate::host::HostArguments;
 use crate::limits::COMMAND_LINE_BYTES_MAX;
 use crate::names;
+use crate::options::form::{Form, Known};
+use crate::options::{ImageUse, OptionInfo, devices};
 use crate::record::Recorded;
 use crate::settings::{self, Candidate, ValueOrigin};
-use form::{Form, Known};
-use options::{OptionRule, is_of_process, rule};
 
 const USER_REASON: &str = "with another user the kernel would not end QEMU with the process that started it; run that process as the user";
 const ROOT_REASON: &str = "paths of this command line and of the guest's directory would mean other files; run towline in a container";
@@ -137,9 +133,8 @@ fn trust(command_line: &CommandLine, host: &HostArguments) -> Result<AllowedComm
     let guest = command_line.without_process_options();
     let mut candidates = settings::apply(&guest, &host.settings)?;
     // Those of the host alone: a port of a trusted image keeps the other end that the image names.
-    candidates.retain(|candidate| {
-        candidate.origin == ValueOrigin::Host || !is_of_process(candidate.option.name.as_str())
-    });
+    candidates
+        .retain(|candidate| candidate.origin == ValueOrigin::Host || !candidate.option.name.is_of_process());
     let user_arguments = CommandLine::parse(&host.arguments).map_err(Refused::Argument)?;
     assemble_command_line(candidates, host, &user_arguments)
 }
@@ -197,27 +192,27 @@ fn judge(candidate: &Candidate, refusals: &mut Vec<Refusal>) {
     let ValueOrigin::Image(trusted) = origin else { return };
     let whole = || option.value_text().unwrap_or_default();
     let mut refuse = |reason| refusals.push(refusal(address.clone(), &whole(), reason));
-    let Some(rule) = rule(option.name.as_str()) else { return refuse(RefusalReason::Option) };
-    match (rule, &option.value) {
-        (OptionRule::Host, _) => refuse(RefusalReason::Host),
-        (OptionRule::Process, OptionValue::Properties(properties)) if is_no_display(option, properties) => {}
-        (OptionRule::Process, OptionValue::Text(text))
+    match (option.name.info().image, &option.value) {
+        (ImageUse::Never, _) => refuse(RefusalReason::Option),
+        (ImageUse::Host, _) => refuse(RefusalReason::Host),
+        (ImageUse::Process, OptionValue::Properties(properties)) if is_no_display(option, properties) => {}
+        (ImageUse::Process, OptionValue::Text(text))
             if option.name.as_str() == "monitor" && text == "none" => {}
-        (OptionRule::Process, _) => refuse(RefusalReason::Process),
-        (OptionRule::Text(Form::Empty), OptionValue::Flag) => {}
-        (OptionRule::Text(form), OptionValue::Text(text)) if form.admits(text) => {}
-        (OptionRule::Text(form), _) => refuse(RefusalReason::Form { expected: form.describe() }),
-        (OptionRule::Serial, OptionValue::Text(text))
+        (ImageUse::Process, _) => refuse(RefusalReason::Process),
+        (ImageUse::Text(Form::Empty), OptionValue::Flag) => {}
+        (ImageUse::Text(form), OptionValue::Text(text)) if form.admits(text) => {}
+        (ImageUse::Text(form), _) => refuse(RefusalReason::Form { expected: form.describe() }),
+        (ImageUse::Serial, OptionValue::Text(text))
             if ["none", "null"].contains(&text.as_str()) || replace::port_chardev(text).is_some() => {}
-        (OptionRule::Serial, _) => refuse(RefusalReason::Host),
-        (OptionRule::Cpu, OptionValue::Cpu(cpu)) if is_cpu(cpu) => {}
-        (OptionRule::Cpu, _) => {
+        (ImageUse::Serial, _) => refuse(RefusalReason::Host),
+        (ImageUse::Cpu, OptionValue::Cpu(cpu)) if is_cpu(cpu) => {}
+        (ImageUse::Cpu, _) => {
             refuse(RefusalReason::Form { expected: "a CPU model and its features".into() });
         }
-        (OptionRule::Global, OptionValue::Global(global)) => judge_global(global, refuse),
-        (rule, OptionValue::Properties(properties)) => {
+        (ImageUse::Global, OptionValue::Global(global)) => judge_global(global, refuse),
+        (_, OptionValue::Properties(properties)) => {
             let judged = Judged { address, trusted, properties };
-            match known_properties(rule, properties) {
+            match known_properties(option.name, properties) {
                 Ok(known) => judged.judge(&known, refusals),
                 Err(type_key) => judged.refuse_type(type_key, refusals),
             }
@@ -252,22 +247,22 @@ fn judge_global(global: &Global, mut refuse: impl FnMut(RefusalReason)) {
 
 /// Returns the properties that an option with these may have; or the key of its type, if an image may not
 /// have that type.
-fn known_properties(rule: OptionRule, properties: &Properties) -> Result<Vec<Known>, &'static str> {
-    let value = |key| properties.value(key).unwrap_or_default();
-    match rule {
-        OptionRule::Properties(known) => Ok(known.to_vec()),
-        OptionRule::Typed { key, types } => {
-            let found = types.iter().find(|(known, _)| *known == value(key));
-            found.map(|(_, known)| known.to_vec()).ok_or(key)
-        }
-        OptionRule::Machine => {
-            let is_known = properties.value("type").is_none_or(|machine| options::is_machine(&machine));
-            if is_known { Ok(options::MACHINE.to_vec()) } else { Err("type") }
-        }
-        OptionRule::Device => {
-            let mut known = devices::properties(&value("driver")).ok_or("driver")?;
-            known.push((Form::Word, "driver"));
-            Ok(known)
+fn known_properties(name: OptionName, properties: &Properties) -> Result<Vec<Known>, &'static str> {
+    let OptionInfo { syntax, image, types, .. } = name.info();
+    match (image, syntax) {
+        (ImageUse::Properties(known), _) => Ok(known.to_vec()),
+        (ImageUse::Typed(common), Syntax::Properties { implied: Some(key), repeated, .. }) => {
+            let groups = match properties.value(key) {
+                // Another option of this name has it.
+                None if repeated == Repeated::Merged => &[],
+                kind => {
+                    let kind = kind.filter(|kind| Form::Word.admits(kind)).ok_or(key)?;
+                    names::find(types.image, &kind).ok_or(key)?.0
+                }
+            };
+            let id = (repeated == Repeated::ById).then_some((Form::Id, "id"));
+            let own = [(Form::Word, key)].into_iter().chain(id);
+            Ok(own.chain([common].iter().chain(groups).copied().flatten().copied()).collect())
         }
         _ => Ok(Vec::new()),
     }

@@ -17,7 +17,6 @@ use serde_json::Value;
 
 use crate::command_line::{CommandLine, OptionName, OptionValue, ParseError, Properties, QemuOption, Syntax};
 use crate::limits::{COMMAND_LINE_BYTES_MAX, LEFT_OUT_MAX, NAME_BYTES_MAX, OPTIONS_MAX};
-use crate::policy::options::is_of_process;
 use crate::settings::addresses;
 
 /// Version of the format.
@@ -197,7 +196,7 @@ impl From<Recorded> for Format {
 /// Returns true for a key that [`CommandLine::record`] may write: of a property, or of an option without any.
 fn is_redactable(key: &str) -> bool {
     let (name, rest) = key.split_once('.').map_or((key, None), |(name, rest)| (name, Some(rest)));
-    let Some(name) = OptionName::find(name).filter(|name| !is_of_process(name.as_str())) else {
+    let Some(name) = OptionName::find(name).filter(|name| !name.is_of_process()) else {
         return false;
     };
     match (name.syntax(), rest) {
@@ -212,7 +211,7 @@ fn is_redactable(key: &str) -> bool {
 /// Monitors are objects too, from QEMU 11.1 on.
 fn is_process_option(option: &QemuOption) -> bool {
     let kind = || option.properties().and_then(|properties| properties.value("qom-type"));
-    is_of_process(option.name.as_str())
+    option.name.is_of_process()
         || option.name.as_str() == "object" && kind().is_some_and(|kind| kind.starts_with("monitor-"))
 }
 

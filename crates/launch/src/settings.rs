@@ -8,7 +8,7 @@
 use std::collections::BTreeSet;
 use std::str::FromStr;
 
-use crate::command_line::{CommandLine, OptionName, OptionValue, ParseError, QemuOption, excerpt};
+use crate::command_line::{CommandLine, OptionName, ParseError, QemuOption, Repeated, Syntax, excerpt};
 use crate::limits::NAME_BYTES_MAX;
 
 /// A value for an option or for a property of one.
@@ -180,7 +180,7 @@ fn add(
     let option = match rest {
         None if value.is_empty() => return Ok(()),
         None => QemuOption::parse(name, Some(value)).map_err(fault)?,
-        Some(property) if expected.is_empty() && !has_ids(name) => {
+        Some(property) if expected.is_empty() && !is_repeated(name, Repeated::ById) => {
             let text = format!("{property}={}", value.replace(',', ",,"));
             QemuOption::parse(name, Some(&text)).map_err(fault)?
         }
@@ -220,10 +220,8 @@ fn find(candidates: &[Option<Candidate>], name: OptionName, key: &str) -> Option
     best.map(|(index, _, property)| (index, property))
 }
 
-/// Options that are distinguished by an id.
-fn has_ids(name: OptionName) -> bool {
-    ["audiodev", "blockdev", "chardev", "device", "drive", "fsdev", "netdev", "object", "tpmdev"]
-        .contains(&name.as_str())
+fn is_repeated(name: OptionName, as_expected: Repeated) -> bool {
+    matches!(name.syntax(), Syntax::Properties { repeated, .. } if repeated == as_expected)
 }
 
 impl CommandLine {
@@ -256,8 +254,10 @@ impl CommandLine {
 /// options that are merged, the last has the name alone, because its values count.
 pub(crate) fn addresses(command_line: &CommandLine) -> Vec<String> {
     let options = command_line.options();
-    let ids: Vec<Option<String>> =
-        options.iter().map(|option| option.id().filter(|id| has_ids(option.name) && is_id(id))).collect();
+    let ids: Vec<Option<String>> = options
+        .iter()
+        .map(|option| option.id().filter(|id| is_repeated(option.name, Repeated::ById) && is_id(id)))
+        .collect();
     let is_same = |a: usize, b: usize| options[a].name == options[b].name && ids[b].is_none();
     let mut addresses = Vec::with_capacity(options.len());
     for (index, option) in options.iter().enumerate() {
@@ -268,7 +268,7 @@ pub(crate) fn addresses(command_line: &CommandLine) -> Vec<String> {
         }
         let before = (0..index).filter(|other| is_same(index, *other)).count();
         let after = (index + 1..options.len()).filter(|other| is_same(index, *other)).count();
-        let is_merged = matches!(option.value, OptionValue::Properties(_)) && is_merged(name);
+        let is_merged = is_repeated(option.name, Repeated::Merged);
         if is_merged && after == 0 || !is_merged && before + after == 0 {
             addresses.push(name.to_owned());
         } else {
@@ -284,10 +284,6 @@ fn is_id(id: &str) -> bool {
     id.len() <= NAME_BYTES_MAX
         && id.starts_with(|c: char| c.is_ascii_alphabetic())
         && id.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))
-}
-
-fn is_merged(name: &str) -> bool {
-    ["machine", "m", "smp", "name", "boot", "rtc", "action", "icount", "overcommit"].contains(&name)
 }
 
 #[cfg(test)]

@@ -6,20 +6,20 @@
 //!   -incoming, -S, -daemonize, the launcher's own monitor, -run-with exit-with-parent ─► left out
 //!   machine type ─► the versioned one; vmgenid ─► the value that the guest has
 //!   reconnect of a chardev ─► reconnect-ms, or back, as the new QEMU has it
-//!   ports, taps, host devices, other processes' sockets, whatever is not listed ─► refused, with the setting that changes it
+//!   ports, taps, host devices, other processes' sockets, what is not listed ─► refused, with its setting
 //! ```
-//! An option that a setting of the user replaces is the user's: it is neither changed nor refused. One of which a setting changes a
-//! property is changed like any other, except for that property, and is not refused.
+//! What becomes of each option is in `towline_launch`'s table of them. Here is how, and why some are refused.
+//! An option that a setting of the user replaces is the user's: it is neither changed nor refused. One of
+//! which a setting changes a property is changed like any other, except for that property, and is not refused.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
 use super::cards::{Cards, SharedCard};
-use towline_launch::command_line::{OptionName, OptionValue, Properties, QemuOption};
-use towline_launch::{CommandLine, QemuVersion, Setting, is_known_model};
+use towline_launch::command_line::{Conflict, OptionName, OptionValue, Properties, QemuOption, Rewrite};
+use towline_launch::{CommandLine, QemuVersion, Setting};
 
 use super::error::IncompatibleSetting;
-use super::ports::{Port, parse_port};
 use crate::staging_names::StagingName;
 
 /// Longest path of a Unix socket.
@@ -36,51 +36,46 @@ const RECONNECT_MS_SINCE: QemuVersion = QemuVersion { major: 9, minor: 2 };
 /// Prefix of ids of chardevs that are made here.
 const PORT_ID: &str = "towline-port";
 
-/// Options that do not describe the guest, and that the launcher sets itself.
-const DROPPED: [&str; 4] = ["S", "daemonize", "incoming", "loadvm"];
-/// Name of the file of a disk, which has no option.
-const DISK_FILE: &str = "(disk file)";
-/// Options that the new QEMU has as they are, and the files of disks. Files that they name are read, or locked by QEMU as in a
-/// migration.
-const KEPT: &str = "\
-    L accel acpitable action append async-teardown bios blockdev boot cdrom compat cpu d dfilter drive dtb \
-    enable-kvm fda fdb full-screen fw_cfg g global hda hdb hdc hdd icount initrd iscsi k kernel m machine \
-    mem-path mem-prealloc msg mtdblock name no-acpi no-fd-bootchk no-hpet no-reboot no-shutdown \
-    no-user-config nodefaults numa only-migratable option-rom overcommit pflash rtc run-with sandbox sd \
-    seed smbios smp usb uuid singlestep trace vga watchdog-action win2k-hack";
-/// Options of [`KEPT`] that name a file, which QEMU looks for in its directory.
-const FILES: &str = "cdrom dtb fda fdb hda hdb hdc hdd initrd kernel mem-path mtdblock option-rom pflash sd";
+/// A chardev with the words of a port that is a Unix socket.
+const UNIX_SOCKET: &str = "socket,path=";
 /// Properties that name a file of a drive or node.
 const FILE_PROPERTIES: [&str; 3] = ["file", "filename", "file.filename"];
-/// Objects that open nothing which the old QEMU has for itself.
-const OBJECTS: [&str; 8] = [
-    "iothread",
-    "rng-builtin",
-    "rng-random",
-    "secret",
-    "throttle-group",
-    "thread-context",
-    "cryptodev-backend-builtin",
-    "main-loop",
-];
-const OBJECT_PREFIXES: [&str; 3] = ["memory-backend-", "tls-creds-", "authz-"];
-/// Devices of the host, or of other processes.
-const HOST_DEVICES: [&str; 8] =
-    ["vfio-", "vhost-", "usb-host", "ivshmem", "virtio-9p", "nvdimm", "virtio-pmem", "virtio-mem"];
-
-const PORT_REASON: &str = "the old QEMU listens there until the guest has left it; set another address";
 const CLIENT_REASON: &str = "it is connected to another process, which may not accept a second connection; set one that listens (server=on)";
-const TERMINAL_REASON: &str =
-    "the terminal is the old QEMU's; set a socket or a file (unix:/run/NAME,server=on,wait=off)";
-const DISPLAY_REASON: &str = "the old QEMU has this display; set another, or none";
 const DESCRIPTOR_REASON: &str = "it is a descriptor of the old QEMU; set a path";
 const DAEMON_REASON: &str = "it is relative to the directory in which the old QEMU was started, which a daemon leaves; set an absolute path";
-const REPLAY_REASON: &str =
-    "QEMU that records or replays a guest ends when it is asked to move it; end the recording first";
-const TRACE_REASON: &str = "the old QEMU writes this file, and the new one would truncate it; set another";
 const CARD_REASON: &str = "its card is in another process; have a `towline net` serve both QEMUs with --with-devices, or unplug the card before";
 const CARD_LISTENS_REASON: &str = "QEMU does not connect to this card by a path, so that the new one cannot connect as well; unplug the card before";
-const UNKNOWN_REASON: &str = "it is not known whether two QEMUs can have it; set it to the value for the new one, or remove it with an empty value";
+const SNAPSHOT_REASON: &str = "what the guest wrote to it is in a temporary file of the old QEMU";
+const MODEL_REASON: &str =
+    "this device model is not known; unplug it before, or set it to the value for the new QEMU";
+const VSOCK_REASON: &str = "QEMU does not migrate it; detach it with --detach-vsock";
+
+/// The reason of a refusal, and what to do.
+fn reason(conflict: Conflict) -> &'static str {
+    match conflict {
+        Conflict::Port => "the old QEMU listens there until the guest has left it; set another address",
+        Conflict::Terminal => {
+            "the terminal is the old QEMU's; set a socket or a file (unix:/run/NAME,server=on,wait=off)"
+        }
+        Conflict::Display => "the old QEMU has this display; set another, or none",
+        Conflict::Tap => {
+            "a tap has one QEMU at a time; give the guest a card of `towline net`, or set another tap and connect it to the same bridge"
+        }
+        Conflict::HostDevice => {
+            "it is a device of the host or of another process, which has one QEMU at a time; unplug it before"
+        }
+        Conflict::TemporaryFiles => "what the guest wrote to its disks is in temporary files of the old QEMU",
+        Conflict::TraceFile => {
+            "the old QEMU writes this file, and the new one would truncate it; set another"
+        }
+        Conflict::Recording => {
+            "QEMU that records or replays a guest ends when it is asked to move it; end the recording first"
+        }
+        _ => {
+            "it is not known whether two QEMUs can have it; set it to the value for the new one, or remove it with an empty value"
+        }
+    }
+}
 
 /// Facts of the old QEMU that its command line does not have.
 #[derive(Debug)]
@@ -131,13 +126,13 @@ pub(super) fn rewrite(
     old: &CommandLine,
     context: &OldQemuFacts<'_>,
 ) -> Result<Rewritten, Vec<IncompatibleSetting>> {
-    let (mut vsock_chardevs, card_chardevs) = (vsock_chardevs(old), card_chardevs(old));
+    let mut vsock_chardevs = chardevs(old, Rewrite::Vsock);
     vsock_chardevs.extend(context.vsock_chardevs.iter().cloned());
     let keys = old.setting_keys();
     let mut rewriter = Rewriter {
         context,
         vsock_chardevs,
-        card_chardevs,
+        card_chardevs: chardevs(old, Rewrite::Card),
         is_daemon: old.named("daemonize").next().is_some(),
         keys: keys.clone(),
         names: Vec::new(),
@@ -147,7 +142,7 @@ pub(super) fn rewrite(
     };
     let mut rewritten = Rewritten::default();
     for (option, key) in old.options().iter().zip(keys) {
-        if option.name.as_str() == "name" {
+        if option.rewrite() == Rewrite::Name {
             rewritten.name = option.value_text();
             continue;
         }
@@ -194,60 +189,26 @@ fn set_reconnect(chardev: &mut Properties, version: QemuVersion) {
     }
 }
 
-/// Chardevs of vhost-user-vsock devices.
-fn vsock_chardevs(command_line: &CommandLine) -> BTreeSet<String> {
-    let devices = command_line.named("device").filter(|device| is_vsock(device));
-    devices.filter_map(|device| device.properties()?.value("chardev")).collect()
-}
-
-/// Chardevs of vhost-user network cards.
-fn card_chardevs(command_line: &CommandLine) -> BTreeSet<String> {
-    let is_card = |properties: &&Properties| properties.value("type").as_deref() == Some("vhost-user");
-    let properties = command_line.named("netdev").filter_map(QemuOption::properties);
-    properties.filter(is_card).filter_map(|properties| properties.value("chardev")).collect()
-}
-
-fn is_vsock(device: &QemuOption) -> bool {
-    let driver = device.properties().and_then(|properties| properties.value("driver"));
-    driver.is_some_and(|driver| driver.starts_with("vhost-user-vsock"))
+/// Chardevs of devices and network backends that are rewritten so.
+fn chardevs(command_line: &CommandLine, rewrite: Rewrite) -> BTreeSet<String> {
+    let options = command_line.named("device").chain(command_line.named("netdev"));
+    let options = options.filter(|option| option.rewrite() == rewrite);
+    options.filter_map(|option| option.properties()?.value("chardev")).collect()
 }
 
 fn option(name: &str, value: &str) -> Option<QemuOption> {
     QemuOption::parse(OptionName::find(name)?, Some(value)).ok()
 }
 
-/// `-run-with` without `exit-with-parent`: the parent of the new QEMU is towline, which exits.
-fn without_parent(option: &QemuOption) -> Option<QemuOption> {
-    let mut changed = option.clone();
-    let properties = changed.properties_mut()?;
-    properties.remove(EXIT_WITH_PARENT);
-    let is_empty = properties.pairs().is_empty();
-    (!is_empty).then_some(changed)
-}
-
-/// The words of a port behind its path that its new name does not have. A log is not truncated.
-fn kept_words(words: &str) -> impl Iterator<Item = &str> {
-    let is_changed = |word: &str| {
-        let key = word.split('=').next().unwrap_or_default();
-        ["", "server", "wait", "nowait", "logappend"].contains(&key)
-    };
-    let has_log = words.split(',').any(|word| word.starts_with("logfile="));
-    words.split(',').filter(move |word| !is_changed(word)).chain(has_log.then_some("logappend=on"))
-}
-
 /// The refusal of a QEMU that would end with towline, as options or arguments of the user request it.
 pub(super) fn refuse_end_with_parent(arguments: &CommandLine) -> Option<IncompatibleSetting> {
-    let value = |option: &QemuOption| option.properties()?.value(EXIT_WITH_PARENT);
-    let found = arguments.named("run-with").filter_map(value).find(|value| is_on(Some(value.clone())))?;
+    let mut properties = arguments.named("run-with").filter_map(QemuOption::properties);
+    let found = properties.find(|properties| properties.is_on(EXIT_WITH_PARENT))?;
     Some(IncompatibleSetting {
         setting: format!("run-with.{EXIT_WITH_PARENT}"),
-        found,
+        found: found.value(EXIT_WITH_PARENT).unwrap_or_default(),
         reason: "the new QEMU would end with towline, and the guest with it; leave it out".into(),
     })
-}
-
-fn is_on(value: Option<String>) -> bool {
-    value.is_some_and(|value| ["on", "yes", "true", "y"].contains(&value.as_str()))
 }
 
 struct Rewriter<'a> {
@@ -266,8 +227,7 @@ struct Rewriter<'a> {
 
 impl Rewriter<'_> {
     fn option(&mut self, option: &QemuOption, key: &str) -> Option<QemuOption> {
-        let name = option.name.as_str();
-        if DROPPED.contains(&name) {
+        if option.rewrite() == Rewrite::Drop {
             return None;
         }
         if self.is_set_by_user(key) {
@@ -276,7 +236,8 @@ impl Rewriter<'_> {
         if !self.has_property_set(key) {
             return self.rewrite(option, key);
         }
-        // The user's value follows. The rest of the option is changed like any other, unless that is what would be refused.
+        // The user's value follows. The rest of the option is changed like any other, unless that would be
+        // refused.
         let (refusals, names, added) = (self.refusals.len(), self.names.len(), self.added.len());
         let rewritten = self.rewrite(option, key);
         if self.is_set_by_user(&format!("{key}.path")) {
@@ -292,61 +253,95 @@ impl Rewriter<'_> {
     }
 
     fn rewrite(&mut self, option: &QemuOption, key: &str) -> Option<QemuOption> {
-        let name = option.name.as_str();
         let text = option.value_text().unwrap_or_default();
         if text.contains("/dev/fdset/") {
             return self.refuse(key, &text, DESCRIPTOR_REASON);
         }
-        match (name, &option.value) {
-            ("chardev", OptionValue::Properties(properties)) => self.chardev(option, properties, key),
-            ("mon", OptionValue::Properties(properties)) => {
+        let kind = option.type_name().unwrap_or(text);
+        let mut changed = option.clone();
+        if let Some(log) = option.properties().and_then(|properties| properties.value("logfile")) {
+            // QEMU would truncate it at its start.
+            changed.properties_mut()?.set_switch("logappend", true);
+            if !self.has_known_path(&log, key) {
+                return None;
+            }
+        }
+        match (option.rewrite(), &option.value) {
+            (Rewrite::Keep, _) => Some(changed),
+            (Rewrite::Refuse(conflict), _) => self.refuse_option(option, conflict, key),
+            (Rewrite::KeepUnless(conflict, names), _) => self.without(changed, conflict, names, key),
+            (Rewrite::Remove(property), OptionValue::Properties(_)) => {
+                let properties = changed.properties_mut()?;
+                properties.remove(property);
+                let is_empty = properties.pairs().is_empty();
+                (!is_empty).then_some(changed)
+            }
+            (Rewrite::File | Rewrite::Disk, OptionValue::Text(path)) => {
+                self.has_known_path(path, key).then_some(changed)
+            }
+            (Rewrite::Drive, OptionValue::Properties(properties)) => self.drive(changed, properties, key),
+            (Rewrite::Port, OptionValue::Text(text)) => self.port(option, text, key),
+            (Rewrite::Pidfile, OptionValue::Text(path)) => {
+                self.staged(path, key).and_then(|staged| self::option("pidfile", &staged))
+            }
+            (Rewrite::Monitor, OptionValue::Properties(properties)) => {
                 let is_launchers = properties.value("chardev").as_deref() == Some(LAUNCHERS_MONITOR);
-                (!is_launchers).then(|| option.clone())
+                (!is_launchers).then_some(changed)
             }
-            ("device", OptionValue::Properties(properties)) => self.device(option, properties, key),
-            ("object", OptionValue::Properties(properties)) => self.object(option, properties, key),
-            ("netdev" | "net" | "nic", OptionValue::Properties(properties)) => {
-                self.network(option, properties, key)
+            (Rewrite::Append, OptionValue::Properties(properties)) => {
+                changed.properties_mut()?.set_switch("append", true);
+                let path = properties.value("path").unwrap_or_default();
+                self.has_known_path(&path, key).then_some(changed)
             }
-            ("drive", OptionValue::Properties(properties)) => self.drive(option, properties, key),
-            (
-                "qmp" | "qmp-pretty" | "monitor" | "serial" | "parallel" | "debugcon",
-                OptionValue::Text(text),
-            ) => self.port(option, text, key),
-            ("pidfile", OptionValue::Text(path)) => self.pidfile(path, key),
-            ("display" | "vnc" | "spice" | "nographic" | "audio" | "audiodev", _) => {
-                self.display(option, &text, key)
+            (Rewrite::Socket, OptionValue::Properties(properties)) => self.socket(changed, properties, key),
+            (Rewrite::Card, _) => match self.context.cards {
+                Cards::Shared => Some(changed),
+                Cards::Refused => self.refuse(key, &kind, CARD_REASON),
+            },
+            (Rewrite::Vsock, _) => match self.context.vsocks {
+                Vsocks::Detached => None,
+                Vsocks::Refused => self.refuse(key, &kind, VSOCK_REASON),
+            },
+            (Rewrite::GenerationId, OptionValue::Properties(_)) => {
+                // Another one would be written into the guest's memory, and have it believe that it is a clone.
+                if let Some(guid) = self.context.generation_id {
+                    changed.properties_mut()?.set("guid", guid);
+                }
+                Some(changed)
             }
-            ("usbdevice", OptionValue::Text(kind))
-                if ["tablet", "mouse", "keyboard"].contains(&kind.as_str()) =>
-            {
-                Some(option.clone())
-            }
-            ("snapshot", _) => self.refuse(
-                key,
-                "",
-                "what the guest wrote to its disks is in temporary files of the old QEMU",
-            ),
-            ("run-with", OptionValue::Properties(_)) => without_parent(option),
-            ("trace", _) if text.split(',').any(|word| word.starts_with("file=")) => {
-                self.refuse(key, &text, TRACE_REASON)
-            }
-            ("gdb" | "s", _) => self.refuse(key, &text, PORT_REASON),
-            ("icount", OptionValue::Properties(properties)) if properties.value("rr").is_some() => {
-                self.refuse(key, &text, REPLAY_REASON)
-            }
-            ("blockdev", OptionValue::Properties(properties)) => {
-                self.has_known_files(properties, key).then(|| option.clone())
-            }
-            (name, OptionValue::Text(path))
-                if name == DISK_FILE || FILES.split(' ').any(|file| file == name) =>
-            {
-                self.has_known_path(path, key).then(|| option.clone())
-            }
-            (name, _) if name == DISK_FILE || KEPT.split(' ').any(|kept| kept == name) => {
-                Some(option.clone())
-            }
-            _ => self.refuse(key, &text, UNKNOWN_REASON),
+            _ => self.refuse_option(option, Conflict::Unknown, key),
+        }
+    }
+
+    fn refuse_option(&mut self, option: &QemuOption, conflict: Conflict, key: &str) -> Option<QemuOption> {
+        let found = match conflict {
+            Conflict::Display => option.value_text(),
+            Conflict::Terminal => option.id(),
+            _ => option.type_name().or_else(|| option.value_text()),
+        };
+        let reason = match conflict {
+            Conflict::Unknown if option.name.as_str() == "device" => MODEL_REASON,
+            conflict => reason(conflict),
+        };
+        self.refuse(key, &found.unwrap_or_default(), reason)
+    }
+
+    /// Keeps an option without these properties, which two QEMUs cannot have at a time.
+    fn without(
+        &mut self,
+        option: QemuOption,
+        conflict: Conflict,
+        names: &str,
+        key: &str,
+    ) -> Option<QemuOption> {
+        let value = |name| option.properties()?.value(name);
+        let Some((name, value)) = names.split(' ').find_map(|name| Some((name, value(name)?))) else {
+            return Some(option);
+        };
+        if conflict == Conflict::Port {
+            self.refuse(&format!("{key}.{name}"), &value, reason(conflict))
+        } else {
+            self.refuse_option(&option, conflict, key)
         }
     }
 
@@ -355,7 +350,8 @@ impl Rewriter<'_> {
         self.context.settings.iter().any(|setting| setting.key == key)
     }
 
-    /// Returns true if a setting has the key of a property of this option. Ids may have dots: the longest key that fits is meant.
+    /// Returns true if a setting has the key of a property of this option. Ids may have dots: the longest key
+    /// that fits is meant.
     fn has_property_set(&self, key: &str) -> bool {
         let is_of = |setting: &Setting, key: &str| {
             setting.key.strip_prefix(key).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
@@ -414,180 +410,107 @@ impl Rewriter<'_> {
         files.all(|(name, value)| self.has_known_path(&value, &format!("{key}.{name}")))
     }
 
-    fn pidfile(&mut self, path: &str, key: &str) -> Option<QemuOption> {
-        let staged = self.staged(path, key)?;
-        option("pidfile", &staged)
+    fn drive(&mut self, option: QemuOption, properties: &Properties, key: &str) -> Option<QemuOption> {
+        if properties.is_on("snapshot") {
+            return self.refuse(&format!("{key}.snapshot"), "on", SNAPSHOT_REASON);
+        }
+        self.has_known_files(properties, key).then_some(option)
     }
 
-    fn chardev(&mut self, option: &QemuOption, properties: &Properties, key: &str) -> Option<QemuOption> {
+    fn socket(&mut self, changed: QemuOption, properties: &Properties, key: &str) -> Option<QemuOption> {
         let value = |name: &str| properties.value(name);
         let id = value("id").unwrap_or_default();
-        let mut changed = option.clone();
-        if let Some(log) = value("logfile") {
-            if !self.has_known_path(&log, key) {
-                return None;
-            }
-            // QEMU would truncate it at its start.
-            changed.properties_mut()?.set_switch("logappend", true);
+        if value("fd").is_some() {
+            let is_launchers = id == LAUNCHERS_MONITOR;
+            return if is_launchers { None } else { self.refuse(key, &id, DESCRIPTOR_REASON) };
         }
-        match value("backend").unwrap_or_default().as_str() {
-            "null" | "ringbuf" | "memory" | "vc" => Some(changed),
-            "file" => {
-                if !self.has_known_path(&value("path").unwrap_or_default(), key) {
-                    return None;
-                }
-                changed.properties_mut()?.set_switch("append", true);
-                Some(changed)
-            }
-            "socket" if value("fd").is_some() && id == LAUNCHERS_MONITOR => None,
-            "socket" if value("fd").is_some() => self.refuse(key, &id, DESCRIPTOR_REASON),
-            "socket" if self.card_chardevs.contains(&id) => self.card(option, properties, key),
-            "socket" if is_on(value("abstract")) => self.refuse(key, &id, PORT_REASON),
-            "socket" => match value("path") {
-                Some(path) if is_on(value("server")) => {
-                    let staged = self.staged(&path, key)?;
-                    let properties = changed.properties_mut()?;
-                    properties.set("path", &staged);
-                    properties.remove("nowait");
-                    properties.set_switch("wait", false);
-                    Some(changed)
-                }
-                Some(_) if self.vsock_chardevs.contains(&id) => match self.context.vsocks {
-                    Vsocks::Detached => Some(changed),
-                    // Its device is refused.
-                    Vsocks::Refused => None,
-                },
-                Some(path) => self.refuse(key, &path, CLIENT_REASON),
-                None => self.refuse(key, &value("port").unwrap_or_default(), PORT_REASON),
+        if self.card_chardevs.contains(&id) {
+            return self.card(changed, properties, key);
+        }
+        if properties.is_on("abstract") {
+            return self.refuse(key, &id, reason(Conflict::Port));
+        }
+        match value("path") {
+            Some(_) if properties.is_on("server") => self.listening(changed, key),
+            Some(_) if self.vsock_chardevs.contains(&id) => match self.context.vsocks {
+                Vsocks::Detached => Some(changed),
+                // Its device is refused.
+                Vsocks::Refused => None,
             },
-            "stdio" | "pty" => self.refuse(key, &id, TERMINAL_REASON),
-            backend => self.refuse(key, backend, UNKNOWN_REASON),
+            Some(path) => self.refuse(key, &path, CLIENT_REASON),
+            None => self.refuse(key, &value("port").unwrap_or_default(), reason(Conflict::Port)),
         }
     }
 
     /// The connection to a card.
-    fn card(&mut self, option: &QemuOption, properties: &Properties, key: &str) -> Option<QemuOption> {
+    fn card(&mut self, option: QemuOption, properties: &Properties, key: &str) -> Option<QemuOption> {
         if self.context.cards == Cards::Refused {
             // Its network is refused.
             return None;
         }
-        let is_plain = |name: &str| !is_on(properties.value(name));
+        let is_plain = |name| !properties.is_on(name);
         match properties.value("path").filter(|_| is_plain("server") && is_plain("abstract")) {
             Some(path) if self.has_known_path(&path, key) => {
                 let chardev = properties.value("id").unwrap_or_default();
                 self.cards.push(SharedCard { chardev, socket: self.context.working_directory.join(path) });
-                Some(option.clone())
+                Some(option)
             }
             Some(_) => None,
             None => self.refuse(key, &properties.value("path").unwrap_or_default(), CARD_LISTENS_REASON),
         }
     }
 
-    fn port(&mut self, option_before: &QemuOption, text: &str, key: &str) -> Option<QemuOption> {
-        let name = option_before.name.as_str();
-        match parse_port(text) {
-            Port::Own => Some(option_before.clone()),
-            Port::Listening { prefix, path, words } => {
-                let staged = self.staged(path, key)?;
-                let words: String = kept_words(words).map(|word| format!(",{word}")).collect();
-                option(name, &format!("{prefix}unix:{staged},server=on,wait=off{words}"))
-            }
-            Port::File { path } => {
-                if !self.has_known_path(path, key) {
-                    return None;
-                }
-                let id = format!("{PORT_ID}{}-{}", self.context.number, self.added.len());
-                let path = path.replace(',', ",,");
-                self.added.extend(option("chardev", &format!("file,id={id},path={path},append=on")));
-                option(name, &format!("chardev:{id}"))
-            }
-            Port::Terminal => self.refuse(key, text, TERMINAL_REASON),
-            Port::Connected => self.refuse(key, text, CLIENT_REASON),
-            Port::Network => self.refuse(key, text, PORT_REASON),
-            Port::Unknown => self.refuse(key, text, UNKNOWN_REASON),
+    /// Has a socket listen at its staging name, without waiting for a client.
+    fn listening(&mut self, mut socket: QemuOption, key: &str) -> Option<QemuOption> {
+        let path = socket.properties()?.value("path")?;
+        let staged = self.staged(&path, key)?;
+        let properties = socket.properties_mut()?;
+        properties.set("path", &staged);
+        properties.remove("nowait");
+        properties.set_switch("wait", false);
+        if properties.value("logfile").is_some() {
+            properties.set_switch("logappend", true);
         }
+        Some(socket)
     }
 
-    fn device(&mut self, option: &QemuOption, properties: &Properties, key: &str) -> Option<QemuOption> {
-        let driver = properties.value("driver").unwrap_or_default();
-        if is_vsock(option) {
-            return match self.context.vsocks {
-                Vsocks::Detached => None,
-                Vsocks::Refused => {
-                    self.refuse(key, &driver, "QEMU does not migrate it; detach it with --detach-vsock")
-                }
-            };
-        }
-        if HOST_DEVICES.iter().any(|prefix| driver.starts_with(prefix)) {
-            let reason = "it is a device of the host or of another process, which has one QEMU at a time; unplug it before";
-            return self.refuse(key, &driver, reason);
-        }
-        if driver == "vmgenid" {
-            let mut changed = option.clone();
-            // Another one would be written into the guest's memory, and have it believe that it is a clone.
-            if let (Some(guid), Some(properties)) = (self.context.generation_id, changed.properties_mut()) {
-                properties.set("guid", guid);
-            }
-            return Some(changed);
-        }
-        if is_known_model(&driver) {
-            return Some(option.clone());
-        }
-        self.refuse(
-            key,
-            &driver,
-            "this device model is not known; unplug it before, or set it to the value for the new QEMU",
-        )
-    }
-
-    fn object(&mut self, option: &QemuOption, properties: &Properties, key: &str) -> Option<QemuOption> {
-        let kind = properties.value("qom-type").unwrap_or_default();
-        let is_known =
-            OBJECTS.contains(&kind.as_str()) || OBJECT_PREFIXES.iter().any(|prefix| kind.starts_with(prefix));
-        if is_known { Some(option.clone()) } else { self.refuse(key, &kind, UNKNOWN_REASON) }
-    }
-
-    fn network(&mut self, option: &QemuOption, properties: &Properties, key: &str) -> Option<QemuOption> {
-        let kind = properties.value("type").unwrap_or_default();
-        let reason = match kind.as_str() {
-            "none" | "hubport" => return Some(option.clone()),
-            "nic" if option.name.as_str() == "net" => return Some(option.clone()),
-            "user" => {
-                let ports = ["hostfwd", "guestfwd", "smb"];
-                match ports.into_iter().find(|port| properties.value(port).is_some()) {
-                    None => return Some(option.clone()),
-                    Some(port) => {
-                        let value = properties.value(port).unwrap_or_default();
-                        return self.refuse(&format!("{key}.{port}"), &value, PORT_REASON);
+    /// The other end of a port or monitor (`qemu_chr_parse_compat` of QEMU's `chardev/char.c`).
+    fn port(&mut self, option: &QemuOption, text: &str, key: &str) -> Option<QemuOption> {
+        let (prefix, end) = text.strip_prefix("mon:").map_or(("", text), |end| ("mon:", end));
+        let (kind, value) = end.split_once(':').unwrap_or((end, ""));
+        let conflict = match kind {
+            "none" | "null" | "chardev" | "vc" => return Some(option.clone()),
+            "stdio" | "pty" | "msmouse" => Conflict::Terminal,
+            "tcp" | "telnet" | "tn3270" | "websocket" | "udp" => Conflict::Port,
+            "file" if prefix.is_empty() && !value.is_empty() => return self.port_file(option, value, key),
+            // An escaped comma is one of the path.
+            "unix" if !value.contains(",,") => {
+                let socket = self::option("chardev", &format!("{UNIX_SOCKET}{value}"))?;
+                let properties = socket.properties()?;
+                match (properties.is_on("server"), properties.is_on("abstract")) {
+                    (true, true) => Conflict::Port,
+                    (true, false) => {
+                        let socket = self.listening(socket, key)?.value_text()?;
+                        let words = socket.strip_prefix(UNIX_SOCKET)?;
+                        return self::option(option.name.as_str(), &format!("{prefix}unix:{words}"));
                     }
+                    (false, _) => return self.refuse(key, text, CLIENT_REASON),
                 }
             }
-            "tap" => {
-                "a tap has one QEMU at a time; give the guest a card of `towline net`, or set another tap and connect it to the same bridge"
-            }
-            "vhost-user" => match self.context.cards {
-                Cards::Shared => return Some(option.clone()),
-                Cards::Refused => CARD_REASON,
-            },
-            _ => UNKNOWN_REASON,
+            _ => Conflict::Unknown,
         };
-        self.refuse(key, &kind, reason)
+        self.refuse(key, text, reason(conflict))
     }
 
-    fn drive(&mut self, option: &QemuOption, properties: &Properties, key: &str) -> Option<QemuOption> {
-        if is_on(properties.value("snapshot")) {
-            let reason = "what the guest wrote to it is in a temporary file of the old QEMU";
-            return self.refuse(&format!("{key}.snapshot"), "on", reason);
+    /// A port that writes to a file: by a chardev, which can append to it.
+    fn port_file(&mut self, option: &QemuOption, path: &str, key: &str) -> Option<QemuOption> {
+        if !self.has_known_path(path, key) {
+            return None;
         }
-        self.has_known_files(properties, key).then(|| option.clone())
-    }
-
-    fn display(&mut self, option: &QemuOption, text: &str, key: &str) -> Option<QemuOption> {
-        let is_none = matches!(text, "none") || text.starts_with("none,");
-        if is_none || option.name.as_str() == "audio" && text == "driver=none" {
-            return Some(option.clone());
-        }
-        self.refuse(key, text, DISPLAY_REASON)
+        let id = format!("{PORT_ID}{}-{}", self.context.number, self.added.len());
+        let path = path.replace(',', ",,");
+        self.added.extend(self::option("chardev", &format!("file,id={id},path={path},append=on")));
+        self::option(option.name.as_str(), &format!("chardev:{id}"))
     }
 }
 

@@ -116,6 +116,12 @@ impl Properties {
         }
     }
 
+    /// Returns true if a switch is on. One that is not given is off here.
+    #[must_use]
+    pub fn is_on(&self, key: &str) -> bool {
+        self.value(key).is_some_and(|value| ["on", "yes", "true", "y"].contains(&value.as_str()))
+    }
+
     /// Returns keys and values as text. A list of numbers in JSON is a key with several values; other nested
     /// JSON is kept as written.
     pub fn pairs(&self) -> Vec<(&str, String)> {

@@ -3,14 +3,12 @@
 
 use std::collections::BTreeSet;
 
-use super::devices;
-use super::form::Form;
 use crate::command_line::{CommandLine, OptionName, OptionValue, QemuOption};
 use crate::host::HostArguments;
+use crate::options::devices;
+use crate::options::form::Form;
 use crate::settings::{Candidate, ValueOrigin};
 
-/// Options that create a network, or state that there is none.
-const NETWORKS: [&str; 4] = ["netdev", "net", "nic", "nodefaults"];
 /// Bytes of a console that QEMU keeps in a ring buffer.
 const RING: &str = "64K";
 
@@ -66,8 +64,12 @@ fn names_accelerator(option: &QemuOption) -> bool {
 /// Isolates QEMU's own network, including QEMU's default network, and disables the scripts of taps, unless
 /// this host says otherwise.
 pub(super) fn networks(candidates: &mut Vec<Candidate>, user_arguments: &CommandLine) {
-    let is_network = |option: &QemuOption| NETWORKS.contains(&option.name.as_str());
-    if !candidates.iter().map(|candidate| &candidate.option).chain(user_arguments.options()).any(is_network) {
+    let has_network = candidates
+        .iter()
+        .map(|candidate| &candidate.option)
+        .chain(user_arguments.options())
+        .any(|option| option.name.is_network() || option.name.as_str() == "nodefaults");
+    if !has_network {
         // These are QEMU's defaults, which would not be isolated.
         let defaults = ["nic", "user"].into_iter().filter_map(|value| parse("net", value));
         candidates.extend(defaults.map(|option| Candidate {
@@ -78,7 +80,7 @@ pub(super) fn networks(candidates: &mut Vec<Candidate>, user_arguments: &Command
     }
     for Candidate { option, origin, .. } in candidates {
         let ValueOrigin::Image(trusted) = origin else { continue };
-        if !is_network(option) {
+        if !option.name.is_network() {
             continue;
         }
         let is_tap = is_tap(option);

@@ -59,7 +59,7 @@ fn sockets_get_staging_names_beside_their_own_and_do_not_wait() {
     ]);
     let expected = [
         "-qmp",
-        "unix:/srv/vm/.a.qmp.towline-0000002a,server=on,wait=off",
+        "unix:/srv/vm/.a.qmp.towline-0000002a,server,wait=off",
         "-chardev",
         "socket,id=agent,path=/run/vm/.agent.towline-0000002a,server,wait=off",
         "-serial",
@@ -264,7 +264,7 @@ fn logs_of_consoles_are_appended_to() {
         "-chardev",
         "socket,id=c,path=/run/.c.towline-0000002a,server=on,wait=off,logfile=/var/log/c,logappend=on",
         "-serial",
-        "unix:/run/.s.towline-0000002a,server=on,wait=off,telnet=on,logfile=/var/log/s,logappend=on",
+        "unix:/run/.s.towline-0000002a,server=on,telnet=on,logfile=/var/log/s,logappend=on,wait=off",
         "-machine",
         MACHINE,
     ];
@@ -326,6 +326,7 @@ fn only_the_property_that_is_set_is_the_users() {
 #[test]
 fn each_option_is_rewritten_as_listed() {
     let listed = include_str!("verdicts.txt");
+    let mut wrong = Vec::new();
     for line in listed.lines() {
         let (option, verdict) = line.split_once(" => ").unwrap();
         let old = CommandLine::parse(option.split(' ')).unwrap();
@@ -336,6 +337,9 @@ fn each_option_is_rewritten_as_listed() {
                 refusals.join("; ")
             }
         };
-        assert_eq!(found, verdict, "{option}");
+        if found != verdict {
+            wrong.push(format!("{option} => {found}"));
+        }
     }
+    assert!(wrong.is_empty(), "{wrong:#?}");
 }

@@ -1,14 +1,16 @@
-//! Device models that an image may have, and their properties.
+//! Device models that an image may have, their properties, and those that two QEMUs cannot have at a time.
 //!
 //! Left out on purpose: models that open something of the host by a property (`vfio-*`, `usb-host`,
 //! `vhost-scsi-*`, `loader`, `ivshmem-doorbell`, `virtio-9p-*`, …), and every property that names a file, a
 //! descriptor, a CID or another host's address.
 
 use super::form::{Form, Known};
-use crate::names::{self, NameGroup};
+use super::rewrite::{Conflict, Rewrite, Types};
+use crate::names;
 use Form::{Empty, Host, Id, Label, Mac, Number, One, PciAddress, Size, Switch, Uuid, Word};
 
-const COMMON: &[Known] = &[(Id, "id bus"), (Number, "bootindex")];
+/// Properties of all.
+pub(super) const COMMON: &[Known] = &[(Id, "id bus"), (Number, "bootindex")];
 const PCI: &[Known] = &[
     (Number, "acpi-index rombar romsize"),
     (PciAddress, "addr"),
@@ -106,67 +108,74 @@ const SHARED: &[Known] = &[
     (Word, "tag"),
 ];
 
-/// Device models, and their properties beside those in `COMMON`.
-const DEVICES: &[NameGroup<&[&[Known]]>] = &[
-    (&[PCI, AUDIO], "AC97 ES1370"),
-    (&[PCI, GRAPHICS], "VGA bochs-display cirrus-vga qxl qxl-vga secondary-vga vmware-svga"),
-    (&[PCI], "ahci i6300esb ich9-ahci lsi53c895a megasas megasas-gen2 mptsas1068 pvscsi"),
-    (&[PCI, IOMMU], "amd-iommu"),
-    (&[PCI, NETWORK], "e1000 e1000-82544gc e1000-82545em e1000e i82557b igb ne2k_pci pcnet rtl8139 vmxnet3"),
-    (&[AUDIO], "hda-duplex hda-micro hda-output"),
-    (
-        &[PCI, PORT],
-        "i82801b11-bridge ioh3420 pci-bridge pcie-pci-bridge pcie-root-port pxb pxb-pcie x3130-upstream \
-         xio3130-downstream",
-    ),
-    (&[], "ib700 ramfb vmcoreinfo"),
-    (
-        &[PCI, USB],
-        "ich9-intel-hda ich9-usb-ehci1 ich9-usb-uhci1 ich9-usb-uhci2 ich9-usb-uhci3 intel-hda nec-usb-xhci \
-         piix3-usb-uhci piix4-usb-uhci qemu-xhci usb-ehci",
-    ),
-    (&[BLOCK, DISK], "ide-cd ide-hd scsi-cd scsi-hd"),
-    (&[IOMMU], "intel-iommu"),
-    (&[SERIAL], "isa-debugcon isa-serial virtconsole virtserialport"),
-    (&[MEMORY], "nvdimm pc-dimm"),
-    (&[PCI, BLOCK, &[(Number, "max_ioqpairs mdts msix_qsize")]], "nvme"),
-    (&[BLOCK, &[(Number, "nsid"), (Uuid, "uuid")]], "nvme-ns"),
-    (&[PCI, SERIAL], "pci-serial"),
-    (&[PLATFORM], "pvpanic tpm-crb tpm-tis vmgenid"),
-    (&[PCI, PLATFORM], "pvpanic-pci"),
-    (&[USB], "usb-hub usb-kbd usb-mouse usb-tablet"),
-    (&[USB, NETWORK], "usb-net"),
-    (&[USB, BLOCK, DISK], "usb-storage"),
-    (&[PCI, VIRTIO, VIRTIO_BLOCK, SHARED], "vhost-user-blk-pci"),
-    (&[PCI, VIRTIO, SHARED], "vhost-user-fs-pci"),
-    (&[PCI, VIRTIO, HOST_CID], "vhost-user-vsock-pci vhost-vsock-pci"),
-    (&[PCI, VIRTIO, BALLOON], "virtio-balloon-pci"),
-    (&[PCI, VIRTIO, BLOCK, VIRTIO_BLOCK], "virtio-blk-pci"),
-    (&[PCI, VIRTIO, &[(Id, "cryptodev")]], "virtio-crypto-pci"),
-    (&[PCI, VIRTIO, GRAPHICS], "virtio-gpu-pci virtio-vga"),
-    (&[PCI, VIRTIO, IOMMU], "virtio-iommu-pci"),
-    (&[PCI, VIRTIO], "virtio-keyboard-pci virtio-mouse-pci virtio-tablet-pci"),
-    (&[PCI, VIRTIO, MEMORY], "virtio-mem-pci"),
-    (&[PCI, VIRTIO, NETWORK, VIRTIO_NETWORK], "virtio-net-pci"),
-    (&[PCI, VIRTIO, PLATFORM], "virtio-rng-pci"),
-    (&[PCI, VIRTIO, VIRTIO_BLOCK, QUEUES], "virtio-scsi-pci"),
-    (&[PCI, VIRTIO, SERIAL], "virtio-serial-pci"),
-];
+/// Device models.
+pub(super) const DEVICES: Types = Types {
+    image: &[
+        (&[PCI, AUDIO], "AC97 ES1370"),
+        (&[PCI, GRAPHICS], "VGA bochs-display cirrus-vga qxl qxl-vga secondary-vga vmware-svga"),
+        (&[PCI], "ahci ahci-ich9 i6300esb ich9-ahci lsi53c895a megasas megasas-gen2 mptsas1068 pvscsi"),
+        (&[PCI, IOMMU], "amd-iommu"),
+        (
+            &[PCI, NETWORK],
+            "e1000 e1000-82544gc e1000-82545em e1000e i82557b igb ne2k_pci pcnet rtl8139 vmxnet3",
+        ),
+        (&[AUDIO], "hda-duplex hda-micro hda-output"),
+        (
+            &[PCI, PORT],
+            "i82801b11-bridge ioh3420 pci-bridge pcie-pci-bridge pcie-root-port pxb pxb-pcie x3130-upstream \
+             xio3130-downstream",
+        ),
+        (&[], "ib700 ramfb vmcoreinfo"),
+        (
+            &[PCI, USB],
+            "ich9-intel-hda ich9-usb-ehci1 ich9-usb-uhci1 ich9-usb-uhci2 ich9-usb-uhci3 intel-hda nec-usb-xhci \
+             piix3-usb-uhci piix4-usb-uhci qemu-xhci usb-ehci",
+        ),
+        (&[BLOCK, DISK], "ide-cd ide-hd scsi-cd scsi-hd"),
+        (&[IOMMU], "intel-iommu"),
+        (&[SERIAL], "isa-debugcon isa-serial virtconsole virtserialport"),
+        (&[MEMORY], "nvdimm pc-dimm"),
+        (&[PCI, BLOCK, &[(Number, "max_ioqpairs mdts msix_qsize")]], "nvme"),
+        (&[BLOCK, &[(Number, "nsid"), (Uuid, "uuid")]], "nvme-ns"),
+        (&[PCI, SERIAL], "pci-serial"),
+        (&[PLATFORM], "pvpanic tpm-crb tpm-tis vmgenid"),
+        (&[PCI, PLATFORM], "pvpanic-pci"),
+        (&[USB], "usb-hub usb-kbd usb-mouse usb-tablet"),
+        (&[USB, NETWORK], "usb-net"),
+        (&[USB, BLOCK, DISK], "usb-storage"),
+        (&[PCI, VIRTIO, VIRTIO_BLOCK, SHARED], "vhost-user-blk-pci"),
+        (&[PCI, VIRTIO, SHARED], "vhost-user-fs-pci"),
+        (&[PCI, VIRTIO, HOST_CID], "vhost-user-vsock-pci vhost-vsock-pci"),
+        (&[PCI, VIRTIO, BALLOON], "virtio-balloon virtio-balloon-pci"),
+        (&[PCI, VIRTIO, BLOCK, VIRTIO_BLOCK], "virtio-blk virtio-blk-pci"),
+        (&[PCI, VIRTIO, &[(Id, "cryptodev")]], "virtio-crypto-pci"),
+        (&[PCI, VIRTIO, GRAPHICS], "virtio-gpu virtio-gpu-pci virtio-vga"),
+        (&[PCI, VIRTIO, IOMMU], "virtio-iommu-pci"),
+        (
+            &[PCI, VIRTIO],
+            "virtio-keyboard virtio-keyboard-pci virtio-mouse virtio-mouse-pci virtio-tablet virtio-tablet-pci",
+        ),
+        (&[PCI, VIRTIO, MEMORY], "virtio-mem-pci"),
+        (&[PCI, VIRTIO, NETWORK, VIRTIO_NETWORK], "virtio-net virtio-net-pci"),
+        (&[PCI, VIRTIO, PLATFORM], "virtio-rng virtio-rng-pci"),
+        (&[PCI, VIRTIO, VIRTIO_BLOCK, QUEUES], "virtio-scsi virtio-scsi-pci"),
+        (&[PCI, VIRTIO, SERIAL], "virtio-serial virtio-serial-pci"),
+    ],
+    rewrite: &[
+        (Rewrite::GenerationId, "vmgenid"),
+        (Rewrite::Vsock, "vhost-user-vsock*"),
+        (
+            Rewrite::Refuse(Conflict::HostDevice),
+            "ivshmem* nvdimm* usb-host* vfio-* vhost-* virtio-9p* virtio-mem* virtio-pmem*",
+        ),
+    ],
+};
 
-/// Other names of models.
-const ALIASES: &[(&str, &str)] = &[
-    ("ahci-ich9", "ich9-ahci"),
-    ("virtio-balloon", "virtio-balloon-pci"),
-    ("virtio-blk", "virtio-blk-pci"),
-    ("virtio-gpu", "virtio-gpu-pci"),
-    ("virtio-keyboard", "virtio-keyboard-pci"),
-    ("virtio-mouse", "virtio-mouse-pci"),
-    ("virtio-net", "virtio-net-pci"),
-    ("virtio-rng", "virtio-rng-pci"),
-    ("virtio-scsi", "virtio-scsi-pci"),
-    ("virtio-serial", "virtio-serial-pci"),
-    ("virtio-tablet", "virtio-tablet-pci"),
-];
+/// Returns the properties of a device model that an image may have; `None` if it may not have the model.
+fn properties(model: &str) -> Option<impl Iterator<Item = Known>> {
+    let (groups, _) = names::find(DEVICES.image, model)?;
+    Some(COMMON.iter().chain(groups.iter().copied().flatten()).copied())
+}
 
 /// Drivers that are not added by `-device`, with the properties that `-global` may set.
 const BUILT_IN: &[(&str, &[Known])] = &[
@@ -191,28 +200,15 @@ const BUILT_IN: &[(&str, &[Known])] = &[
     ("q35-pcihost", &[(Size, "pci-hole64-size"), (Switch, "x-pci-hole64-fix")]),
 ];
 
-/// Returns the properties of a device model that an image may have; `None` if it may not have the model.
-pub(super) fn properties(model: &str) -> Option<Vec<Known>> {
-    let model = ALIASES.iter().find(|(alias, _)| *alias == model).map_or(model, |(_, model)| model);
-    let (groups, _) = names::find(DEVICES, model)?;
-    Some([COMMON].iter().chain(groups).copied().flatten().copied().collect())
-}
-
-/// Returns true if the device model is known to open nothing of the host on its own.
-#[must_use]
-pub fn is_known_model(model: &str) -> bool {
-    properties(model).is_some()
-}
-
 /// Returns the form of a driver's property that `-global` sets; `None` if an image may not set it.
-pub(super) fn global(driver: &str, property: &str) -> Option<Form> {
-    let built_in = BUILT_IN.iter().find(|(known, _)| *known == driver);
-    let known = built_in.map_or_else(|| properties(driver), |(_, known)| Some(known.to_vec()))?;
+pub(crate) fn global(driver: &str, property: &str) -> Option<Form> {
+    let built_in = BUILT_IN.iter().find(|(known, _)| *known == driver).map(|(_, known)| known.to_vec());
+    let known = built_in.or_else(|| Some(properties(driver)?.collect()))?;
     names::find(&known, property).map(|(form, _)| form)
 }
 
 /// Models whose chardev is a console's: what the guest writes to it is text for people.
-pub(super) fn is_console(model: &str) -> bool {
+pub(crate) fn is_console(model: &str) -> bool {
     ["isa-debugcon", "isa-serial", "pci-serial", "virtconsole"].contains(&model)
 }
 
@@ -222,8 +218,8 @@ mod tests {
 
     #[test]
     fn first_form_of_a_key_is_the_one_that_counts() {
-        for model in names::all(DEVICES) {
-            let known = properties(model).unwrap();
+        for model in names::all(DEVICES.image) {
+            let known: Vec<_> = properties(model).unwrap().collect();
             let keys = |known: &Known| known.1.split(' ').map(|key| (key, known.0)).collect::<Vec<_>>();
             for (key, form) in known.iter().flat_map(keys) {
                 // `addr` of a memory device is an address of memory, and none of these is a PCI device with

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use crate::names::NameGroup;
 
 /// A form, and the properties whose values have it.
-pub(super) type Known = NameGroup<Form>;
+pub(crate) type Known = NameGroup<Form>;
 
 /// Form of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
