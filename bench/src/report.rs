@@ -1,11 +1,10 @@
 //! Report files.
 
-use std::fmt::Write as _;
 use std::path::Path;
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
-use towline_report::{Bar, Emphasis, Group, bars, document, escape, list};
+use towline_report::{Bar, Emphasis, Group, Svg, bars, page};
 
 use crate::table::{Content, Table};
 
@@ -25,25 +24,15 @@ pub(crate) fn json(machine: &[String], tables: &[Table]) -> Value {
 
 /// Formats the same as a page: of each table a chart of its first figures, and its text.
 pub(crate) fn html(name: &str, machine: &[String], tables: &[Table]) -> Result<String> {
-    let mut body = String::new();
-    list(&mut body, "Machine", machine);
+    let mut sections = vec![json!({ "kind": "list", "title": "Machine", "items": machine })];
     for table in tables {
-        let _ = writeln!(body, "<h2>{}</h2>", escape(&table.title));
-        if let (Some(unit), groups) = (table.columns.get(1), groups(table))
-            && let Some(chart) = bars(unit, &groups)?
-        {
-            let _ = writeln!(body, "<figure>{chart}</figure>");
-        }
-        let text = table.to_string();
+        let svg = table.columns.get(1).map(|unit| bars(unit, &groups(table))).transpose()?.flatten();
         // The title is the heading.
-        let lines: Vec<_> = text.lines().skip(1).map(escape).collect();
-        let _ = writeln!(
-            body,
-            "<details open><summary>Figures</summary><pre>{}</pre></details>",
-            lines.join("\n")
-        );
+        let figures = table.to_string().lines().skip(1).collect::<Vec<_>>().join("\n");
+        let svg = svg.as_ref().map(Svg::as_str);
+        sections.push(json!({ "kind": "chart", "title": table.title, "svg": svg, "figures": figures }));
     }
-    Ok(document(&format!("Benchmark: {name}"), &body))
+    Ok(page(&format!("Benchmark: {name}"), "", &sections)?)
 }
 
 /// Bars of the first column of figures; a row without one has no bar.

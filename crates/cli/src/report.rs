@@ -3,7 +3,7 @@
 //! ```text
 //!   Observer ─► ReportRecorder: phases, samples of the estimates, lanes ─► Page ─► HTML with charts as SVG
 //! ```
-//! The page has no scripts and loads nothing; `inspect --html` and the benches make theirs of the same parts (`towline_report`). Out
+//! The page has no scripts and loads nothing; `inspect --html` and the benches make theirs by the same template (`towline_report`). Out
 //! of scope: pages about clones of `copy`, which has one for each command.
 
 mod page;
@@ -112,7 +112,7 @@ impl ReportRecorder {
     ) {
         let Some(path) = &args.report else { return };
         let recorded = lock(&self.recorded);
-        let page = page::Page {
+        let page = page::CopyPage {
             source: ends[0].to_string(),
             destination: ends[1].to_string(),
             total: self.started.elapsed(),

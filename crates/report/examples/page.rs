@@ -1,6 +1,7 @@
 //! Prints a page with one chart: `cargo run --example page > page.html`.
 
-use towline_report::{Bar, Emphasis, Group, Row, bars, document, table};
+use serde_json::json;
+use towline_report::{Bar, Emphasis, Group, Svg, bars, page};
 
 fn main() -> Result<(), towline_report::Error> {
     let group = Group {
@@ -13,11 +14,11 @@ fn main() -> Result<(), towline_report::Error> {
         .filter_map(|(label, figure, emphasis)| Bar::new(label, figure, emphasis))
         .collect(),
     };
-    let mut body = String::new();
-    table(&mut body, "Summary", &[Row::new("guest", "3 GiB")]);
-    if let Some(chart) = bars("seconds", &[group])? {
-        body.push_str(&format!("<figure>{chart}</figure>\n"));
-    }
-    print!("{}", document("Restore", &body));
+    let chart = bars("seconds", &[group])?;
+    let sections = [
+        json!({ "kind": "table", "title": "Summary", "rows": [["guest", "3 GiB"]] }),
+        json!({ "kind": "chart", "title": "Time", "svg": chart.as_ref().map(Svg::as_str), "figures": null }),
+    ];
+    print!("{}", page("Restore", "", &sections)?);
     Ok(())
 }

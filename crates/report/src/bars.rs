@@ -10,7 +10,7 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use crate::Error;
-use crate::document::for_any_width;
+use crate::svg::Svg;
 
 const MARGIN: i32 = 12;
 /// Height of a line of text and of a bar with the space around it.
@@ -80,13 +80,13 @@ pub struct Group {
 ///
 /// # Errors
 /// The chart cannot be drawn.
-pub fn bars(unit: &str, groups: &[Group]) -> Result<Option<String>, Error> {
+pub fn bars(unit: &str, groups: &[Group]) -> Result<Option<Svg>, Error> {
     let all = || groups.iter().flat_map(|group| &group.bars);
     let top = all().map(|bar| bar.value[2]).fold(0.0, f64::max);
     if top <= 0.0 {
         return Ok(None);
     }
-    for_any_width(|width| chart(unit, groups, top, width as i32)).map(Some)
+    Svg::for_any_width(|width| chart(unit, groups, top, width as i32)).map(Some)
 }
 
 /// Draws them in this width, of which labels have less than half.
@@ -186,7 +186,7 @@ mod tests {
             bar("towline <1>", "1.0 (0.5–1.5)", Emphasis::Own),
         ];
         let group = Group { name: "save".into(), bars: bars_of };
-        let svg = bars("seconds", &[group]).unwrap().unwrap();
+        let svg = bars("seconds", &[group]).unwrap().unwrap().as_str().to_owned();
         let widths: Vec<f64> = svg
             .lines()
             .filter(|line| line.starts_with("<rect"))

@@ -1,8 +1,8 @@
-//! Error of a chart.
+//! Error of a page or a chart.
 
-/// Failure to draw a chart.
+/// Failure to draw a chart or to format a page.
 #[derive(Debug, thiserror::Error)]
-#[error("a chart cannot be drawn: {0}")]
+#[error("a page or its chart cannot be made: {0}")]
 pub struct Error(String);
 
 impl Error {

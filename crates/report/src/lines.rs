@@ -3,7 +3,7 @@
 use plotters::prelude::*;
 
 use crate::Error;
-use crate::document::for_any_width;
+use crate::svg::Svg;
 
 const HEIGHT: u32 = 260;
 const MARGIN: u32 = 10;
@@ -46,7 +46,7 @@ pub struct ChartLine {
 ///
 /// # Errors
 /// The chart cannot be drawn.
-pub fn lines(unit: &str, lines: &[ChartLine]) -> Result<Option<String>, Error> {
+pub fn lines(unit: &str, lines: &[ChartLine]) -> Result<Option<Svg>, Error> {
     let points = || lines.iter().flat_map(|line| &line.points);
     let end = points().map(|point| point.0).fold(0.0, f64::max);
     let top = points().map(|point| point.1).fold(0.0, f64::max);
@@ -54,7 +54,7 @@ pub fn lines(unit: &str, lines: &[ChartLine]) -> Result<Option<String>, Error> {
         return Ok(None);
     }
     let top = top * (1.0 + HEADROOM);
-    for_any_width(|width| {
+    Svg::for_any_width(|width| {
         let mut svg = String::new();
         draw(&mut svg, width, unit, lines, [end, top]).map_err(Error::of)?;
         Ok(svg)
@@ -99,6 +99,7 @@ mod tests {
         let line =
             |points: &[(f64, f64)]| ChartLine { name: "sent", ink: Ink::Blue, points: points.to_vec() };
         let svg = lines("MiB/s", &[line(&[(0.0, 1.0), (1.0, 80.0), (2.0, 77.0)])]).unwrap().unwrap();
+        let svg = svg.as_str();
         assert!(svg.starts_with("<svg") && svg.contains("<polyline") && svg.contains("sent"), "{svg}");
         assert!(svg.contains("seconds") && svg.contains("MiB/s"), "{svg}");
         // On a screen of 400 pixels the other one is shown.

@@ -1,20 +1,19 @@
-//! `inspect --html FILE.html IMAGE [BASE]`: a page with a map of the memory by chunk, the devices as a tree, and what differs
-//! from another image.
+//! `inspect --html FILE.html IMAGE [BASE]`: a page with a map of the memory by chunk, the devices as a tree,
+//! and what differs from another image.
 //!
 //! The map is made from manifests, so no page is read. It has the parts of the page of `--report`. Out of scope: images without a
 //! manifest, which have only counts, and images in object stores.
 
-use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::path::Path;
 
 use anyhow::Result;
+use serde_json::{Value, json};
 use towline_image::checksum::{CHUNK_BYTES, ChunkHash};
 use towline_image::manifest::{Manifest, StoredBlock};
 use towline_image::{Image, StoredGuest as _};
 use towline_migration::Guest as _;
 use towline_protocol::device_state::{DeviceSection, DeviceState};
-use towline_report::{Row, document, escape, list, table};
+use towline_report::page;
 
 use crate::report::write_page;
 use crate::units::{count, counted, size};
@@ -53,85 +52,82 @@ impl CellState {
 
 /// Writes the page about `image`, compared with `base` if there is one.
 pub(super) fn write(path: &Path, image: &Image, base: Option<&Image>) -> Result<()> {
-    let mut body = String::new();
-    summary(&mut body, image, base);
+    let mut sections = vec![summary(image, base)];
     match image.manifest() {
-        Some(manifest) => maps(&mut body, manifest, base.and_then(Image::manifest)),
-        None => list(
-            &mut body,
-            "Memory",
-            &["no map: the image has no manifest; `towline copy IMAGE NEW` adds one".into()],
-        ),
+        Some(manifest) => sections.extend(maps(manifest, base.and_then(Image::manifest))),
+        None => {
+            let text = "no map: the image has no manifest; `towline copy IMAGE NEW` adds one";
+            sections.push(json!({ "kind": "list", "title": "Memory", "items": [text] }));
+        }
     }
-    devices(&mut body, image.devices(), base.map(Image::devices));
-    write_page(path, &document(&image.path().display().to_string(), &body))
+    sections.extend(devices(image.devices(), base.map(Image::devices)));
+    write_page(path, &page(&image.path().display().to_string(), "", &sections)?)
 }
 
-fn summary(body: &mut String, image: &Image, base: Option<&Image>) {
+fn summary(image: &Image, base: Option<&Image>) -> Value {
     let machine = |image: &Image| image.configuration().machine_type.clone();
     let mut rows = vec![
-        Row::new("machine type", machine(image)),
-        Row::new("run state", image.devices().run_state().unwrap_or("unknown")),
-        Row::new("file", size(image.length())),
-        Row::new("device state", size(image.devices().bytes().len() as u64)),
+        ("machine type", machine(image)),
+        ("run state", image.devices().run_state().unwrap_or("unknown").to_owned()),
+        ("file", size(image.length())),
+        ("device state", size(image.devices().bytes().len() as u64)),
     ];
-    rows.extend(image.manifest().map(|manifest| {
-        Row::new("created", format!("{}, from {}", manifest.created(), manifest.origin().source))
-    }));
+    rows.extend(
+        image.manifest().map(|manifest| {
+            ("created", format!("{}, from {}", manifest.created(), manifest.origin().source))
+        }),
+    );
     if let Some(base) = base {
-        rows.push(Row::new("compared with", base.path().display().to_string()));
+        rows.push(("compared with", base.path().display().to_string()));
         if machine(base) != machine(image) {
-            rows.push(Row::new("its machine type", machine(base)));
+            rows.push(("its machine type", machine(base)));
         }
         let line = |image: &Image| Some(image.origin()?.process.as_ref()?.command_line.clone());
         let lines = [base, image].map(line);
         if let [Some(there), Some(here)] = lines {
-            rows.push(Row::new("command line", if there == here { "the same" } else { "another" }));
+            rows.push(("command line", if there == here { "the same" } else { "another" }.to_owned()));
         }
     }
-    table(body, "Summary", &rows);
+    json!({ "kind": "table", "title": "Summary", "rows": rows })
 }
 
 /// A map of each block; blocks of one chunk are listed.
-fn maps(body: &mut String, manifest: &Manifest, base: Option<&Manifest>) {
-    let _ = write!(body, "<h2>Memory</h2>\n<p class=\"legend\">");
+fn maps(manifest: &Manifest, base: Option<&Manifest>) -> [Value; 2] {
     let shown: &[CellState] = match base {
         Some(_) => &[CellState::Zero, CellState::Shared, CellState::Changed],
         None => &[CellState::Zero, CellState::Plain],
     };
-    for chunk in shown {
-        let _ = write!(body, "<span class=\"{0}\"><i></i> {0}</span>", chunk.class());
-    }
-    let _ = writeln!(body, "</p>");
-    let mut small = Vec::new();
+    let (mut maps, mut small) = (Vec::new(), Vec::new());
     for block in manifest.blocks() {
         let there = base.map(|base| base.blocks().iter().find(|other| other.name == block.name));
         let chunks = chunks(block, there.map(|block| block.map_or(&[][..], |block| &block.chunks)));
         match chunks.as_slice() {
             [chunk] => small.push(format!("{}: {}, {}", block.name, size(block.length), chunk.class())),
-            chunks => block_map(body, block, chunks),
+            chunks => maps.push(block_map(block, chunks)),
         }
     }
-    list(body, "Blocks of one chunk", &small);
+    let legend: Vec<_> = shown.iter().map(|state| state.class()).collect();
+    [
+        json!({ "kind": "maps", "title": "Memory", "legend": legend, "maps": maps }),
+        json!({ "kind": "list", "title": "Blocks of one chunk", "items": small }),
+    ]
 }
 
-fn block_map(body: &mut String, block: &StoredBlock, chunks: &[CellState]) {
+fn block_map(block: &StoredBlock, chunks: &[CellState]) -> Value {
     let per_cell = chunks.len().div_ceil(CELLS_MAX).max(1);
     let number = |wanted: CellState| chunks.iter().filter(|chunk| **chunk == wanted).count();
     let counts = CellState::ALL.into_iter().filter(|chunk| number(*chunk) > 0);
     let counts: Vec<_> =
         counts.map(|chunk| format!("{} {}", count(number(chunk) as u64), chunk.class())).collect();
-    let _ = writeln!(
-        body,
-        "<h3>{}</h3>\n<p>{}: {} of {} ({}); a cell is {}</p>\n<figure>{}</figure>",
-        escape(&block.name),
+    let text = format!(
+        "{}: {} of {} ({}); a cell is {}",
         size(block.length),
         counted(chunks.len() as u64, "chunk"),
         size(CHUNK_BYTES),
         counts.join(", "),
         size(per_cell as u64 * CHUNK_BYTES),
-        map(chunks, per_cell)
     );
+    map(&block.name, &text, chunks, per_cell)
 }
 
 /// States of a block's chunks, compared with those of the same block in the base, if there is a base.
@@ -147,39 +143,31 @@ fn chunks(block: &StoredBlock, base: Option<&[ChunkHash]>) -> Vec<CellState> {
 }
 
 /// Draws cells of `per_cell` chunks, row by row; neighbours of one state are one rectangle.
-fn map(chunks: &[CellState], per_cell: usize) -> String {
-    let cells: Vec<CellState> =
+fn map(name: &str, text: &str, chunks: &[CellState], per_cell: usize) -> Value {
+    let states: Vec<CellState> =
         chunks.chunks(per_cell).filter_map(|cell| cell.iter().max().copied()).collect();
-    let (width, height) = (COLUMNS * CELL, cells.len().div_ceil(COLUMNS) * CELL);
-    let mut svg =
-        format!("<svg class=\"map\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\">");
-    for (row, cells) in cells.chunks(COLUMNS).enumerate() {
+    let mut cells = Vec::new();
+    for (row, states) in states.chunks(COLUMNS).enumerate() {
         let mut column = 0;
-        for run in cells.chunk_by(|one, next| one == next) {
-            let _ = write!(
-                svg,
-                "<rect class=\"{}\" x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\"/>",
-                run[0].class(),
-                column * CELL,
-                row * CELL,
-                run.len() * CELL,
-                CELL - 1
-            );
+        for run in states.chunk_by(|one, next| one == next) {
+            cells.push(json!({
+                "class": run[0].class(),
+                "x": column * CELL,
+                "y": row * CELL,
+                "width": run.len() * CELL,
+                "height": CELL - 1,
+            }));
             column += run.len();
         }
     }
-    svg + "</svg>"
+    let height = states.len().div_ceil(COLUMNS) * CELL;
+    json!({ "name": name, "text": text, "width": COLUMNS * CELL, "height": height, "cells": cells })
 }
 
-/// A part of the names of devices, which QEMU separates by slashes: a bus address and what is there.
-#[derive(Default)]
-struct Branch<'a> {
-    branches: BTreeMap<&'a str, Self>,
-    devices: Vec<String>,
-}
-
-fn devices(body: &mut String, here: &DeviceState, base: Option<&DeviceState>) {
-    let mut tree = Branch::default();
+/// Devices as a tree by the parts of their names, which QEMU separates by slashes: a bus address and what is
+/// there.
+fn devices(here: &DeviceState, base: Option<&DeviceState>) -> [Value; 2] {
+    let mut found: Vec<(Vec<&str>, String)> = Vec::new();
     let mut differences = Vec::new();
     for device in here.devices() {
         let difference = base.and_then(|base| difference(here, device, base));
@@ -188,17 +176,32 @@ fn devices(body: &mut String, here: &DeviceState, base: Option<&DeviceState>) {
         if let Some(what) = difference {
             differences.push(format!("{} (instance {}): {what}", device.name, device.instance));
         }
-        let parts = device.name.split('/');
-        parts.fold(&mut tree, |branch, part| branch.branches.entry(part).or_default()).devices.push(line);
+        found.push((device.name.split('/').collect(), line));
     }
     let gone = base.iter().flat_map(|base| base.devices()).filter(|device| find(here, device).is_none());
     differences.extend(
         gone.map(|device| format!("{} (instance {}): only in the base", device.name, device.instance)),
     );
-    list(body, "Devices that differ", &differences);
-    let _ = write!(body, "<h2>Devices</h2>\n<ul>");
-    branch(body, &tree);
-    body.push_str("</ul>\n");
+    found.sort_by(|one, other| one.0.cmp(&other.0));
+    [
+        json!({ "kind": "list", "title": "Devices that differ", "items": differences }),
+        json!({ "kind": "tree", "title": "Devices", "branches": branches(&found, 0) }),
+    ]
+}
+
+/// Branches of sorted devices that are equal in all parts before this one.
+fn branches(found: &[(Vec<&str>, String)], part: usize) -> Value {
+    let groups = found.chunk_by(|one, next| one.0[part] == next.0[part]);
+    let branch = |group: &[(Vec<&str>, String)]| {
+        let here = group.iter().take_while(|(parts, _)| parts.len() == part + 1).count();
+        let texts: Vec<&str> = group[..here].iter().map(|(_, text)| text.as_str()).collect();
+        json!({
+            "name": group[0].0[part],
+            "text": texts.join("; "),
+            "branches": branches(&group[here..], part + 1),
+        })
+    };
+    groups.map(branch).collect()
 }
 
 /// Difference of a device from the one in the base.
@@ -213,24 +216,6 @@ fn difference(here: &DeviceState, device: &DeviceSection, base: &DeviceState) ->
 
 fn find<'a>(state: &'a DeviceState, device: &DeviceSection) -> Option<&'a DeviceSection> {
     state.devices().iter().find(|other| other.name == device.name && other.instance == device.instance)
-}
-
-fn branch(body: &mut String, tree: &Branch<'_>) {
-    for (name, below) in &tree.branches {
-        let _ = write!(body, "<li>{}", escape(name));
-        match below.devices.as_slice() {
-            [] => {}
-            devices => {
-                let _ = write!(body, ": {}", escape(&devices.join("; ")));
-            }
-        }
-        if !below.branches.is_empty() {
-            body.push_str("<ul>");
-            branch(body, below);
-            body.push_str("</ul>");
-        }
-        body.push_str("</li>\n");
-    }
 }
 
 #[cfg(test)]
@@ -262,13 +247,13 @@ mod tests {
     fn neighbours_are_drawn_as_one_and_a_cell_shows_its_greatest_chunk() {
         let mut chunks = vec![CellState::Zero; COLUMNS + 2];
         chunks[COLUMNS + 1] = CellState::Plain;
-        let svg = map(&chunks, 1);
-        assert_eq!(svg.matches("<rect").count(), 3, "{svg}");
-        assert!(
-            svg.contains("class=\"zero\" x=\"0\" y=\"0\" width=\"896\"") && svg.contains("x=\"7\" y=\"7\""),
-            "{svg}"
-        );
-        assert_eq!(map(&chunks, 2).matches("<rect").count(), 2);
+        let drawn = map("a", "", &chunks, 1);
+        let cell = |class: &str, x, y, width: usize| json!({ "class": class, "x": x, "y": y, "width": width, "height": CELL - 1 });
+        let width = COLUMNS * CELL;
+        let expected =
+            json!([cell("zero", 0, 0, width), cell("zero", 0, CELL, CELL), cell("plain", CELL, CELL, CELL)]);
+        assert_eq!(drawn["cells"], expected);
+        assert_eq!(map("a", "", &chunks, 2)["cells"].as_array().map(Vec::len), Some(2));
     }
 
     #[test]
@@ -277,8 +262,7 @@ mod tests {
         let here =
             state(&[("0000:00:02.0/e1000e", 2, b"a"), ("0000:00:02.0/x<y", 1, b"b"), ("rtc", 1, b"c")]);
         let base = state(&[("0000:00:02.0/e1000e", 2, b"A"), ("hpet", 1, b""), ("rtc", 1, b"c")]);
-        let mut body = String::new();
-        devices(&mut body, &here, Some(&base));
+        let body = page("", "", &devices(&here, Some(&base))).unwrap();
         for part in [
             "<li>0000:00:02.0/e1000e (instance 0): another state</li>",
             "x&lt;y (instance 0): not in the base",

@@ -1,16 +1,14 @@
 //! The page: a summary, the phases, charts of rates and of what remained, lanes, notices.
 
-use std::fmt::Write as _;
 use std::time::{Duration, SystemTime};
 
 use anyhow::Result;
+use serde_json::{Value, json};
 use towline_control::plan::{CopyPhase, CopyReport, Failure, PostcopyReport, SourceState};
 use towline_migration::postcopy::LatencyRange;
-use towline_report::{
-    Bar, ChartLine, Emphasis, Group, Ink, Part, Row, bars, document, lines, list, parts, table,
-};
+use towline_report::{Bar, ChartLine, Emphasis, Group, Ink, Svg, bars, lines, page};
 
-use super::recorded::CopyRecording;
+use super::recorded::{CopyRecording, PhaseLength};
 use crate::events;
 use crate::progress::{Estimate, faults_text};
 use crate::sends;
@@ -19,7 +17,7 @@ use crate::units::{counted, size};
 const MIB: f64 = (1 << 20) as f64;
 
 /// Facts of one page.
-pub(super) struct Page<'a> {
+pub(super) struct CopyPage<'a> {
     pub(super) source: String,
     pub(super) destination: String,
     pub(super) total: Duration,
@@ -27,108 +25,95 @@ pub(super) struct Page<'a> {
     pub(super) copied: Result<&'a CopyReport, &'a Failure>,
 }
 
-impl Page<'_> {
+impl CopyPage<'_> {
     /// Formats the page.
     pub(super) fn html(&self) -> Result<String> {
-        let title = format!("{} to {}", self.source, self.destination);
-        let time = humantime::format_rfc3339_seconds(SystemTime::now());
-        let mut body = format!("<p>towline {}, {time}</p>\n", env!("CARGO_PKG_VERSION"));
-        self.summary(&mut body);
-        self.phases(&mut body);
-        self.downtime(&mut body);
-        self.charts(&mut body)?;
-        self.faults(&mut body)?;
-        self.lists(&mut body);
-        Ok(document(&title, &body))
+        let mut sections = vec![self.summary(), self.phases()];
+        sections.extend(self.downtime());
+        sections.extend(self.charts()?);
+        sections.extend(self.faults()?);
+        let lanes = sends::lines(&self.recorded.lanes);
+        sections.push(json!({ "kind": "list", "title": "Lanes", "items": lanes }));
+        sections.push(json!({ "kind": "list", "title": "Notices", "items": self.recorded.notices }));
+        Ok(page(&format!("{} to {}", self.source, self.destination), &about(), &sections)?)
     }
 
-    fn summary(&self, body: &mut String) {
-        let mut rows = vec![Row::new("time", seconds(self.total))];
+    fn summary(&self) -> Value {
+        let mut rows = vec![("time", seconds(self.total))];
         match self.copied {
             Ok(report) => {
                 let moved = &report.moved;
-                rows.push(Row::new("result", "done"));
-                rows.push(Row::new("source", report.source.text()));
-                rows.push(Row::new("destination", report.destination.text()));
+                rows.push(("result", "done".to_owned()));
+                rows.push(("source", report.source.text().to_owned()));
+                rows.push(("destination", report.destination.text().to_owned()));
                 let pages = format!(
                     "{}, {}",
                     counted(moved.normal, "plain page"),
                     counted(moved.duplicate, "zero page")
                 );
-                rows.push(Row::new("memory", format!("{}: {pages}", size(moved.total))));
-                rows.push(Row::new("sent", size(moved.transferred)));
-                rows.push(Row::new("lanes", report.multifd_channels.to_string()));
-                rows.extend(
-                    report.downtime_ms.map(|downtime| Row::new("downtime", format!("{downtime} ms"))),
-                );
-                rows.extend(report.postcopy.as_ref().map(|report| Row::new("postcopy", postcopy(report))));
+                rows.push(("memory", format!("{}: {pages}", size(moved.total))));
+                rows.push(("sent", size(moved.transferred)));
+                rows.push(("lanes", report.multifd_channels.to_string()));
+                rows.extend(report.downtime_ms.map(|downtime| ("downtime", format!("{downtime} ms"))));
+                rows.extend(report.postcopy.as_ref().map(|report| ("postcopy", postcopy(report))));
             }
             Err(failure) => {
-                rows.push(Row::new("result", "failed"));
-                rows.push(Row::new("error", failure.to_string()));
+                rows.push(("result", "failed".to_owned()));
+                rows.push(("error", failure.to_string()));
             }
         }
-        table(body, "Summary", &rows);
+        json!({ "kind": "table", "title": "Summary", "rows": rows })
     }
 
-    fn phases(&self, body: &mut String) {
-        let phases = &self.recorded.phases;
-        let ends = phases.iter().skip(1).map(|phase| phase.at).chain([self.total]);
-        let phases = phases.iter().zip(ends).enumerate().map(|(color, (phase, end))| {
-            let length = end.saturating_sub(phase.at);
-            let cells = vec![seconds(length), format!("from {}", seconds(phase.at))];
-            Part { name: phase.name.to_owned(), share: length.as_secs_f64(), color, cells }
-        });
-        parts(body, "Phases", &phases.collect::<Vec<_>>());
+    fn phases(&self) -> Value {
+        let part = |phase: PhaseLength| {
+            let from = format!("from {}", seconds(phase.at));
+            phase.part(self.total, phase.index, &[&seconds(phase.length), &from])
+        };
+        let parts: Vec<_> = self.recorded.lengths(Duration::ZERO..self.total).into_iter().map(part).collect();
+        json!({ "kind": "parts", "title": "Phases", "parts": parts, "note": null })
     }
 
     /// The time in which a guest that had run was stopped, by what it was needed for.
-    fn downtime(&self, body: &mut String) {
-        let Ok(report) = self.copied else { return };
-        let (recorded, begin) = (self.recorded, self.recorded.begin_of(CopyPhase::Switchover));
-        let end = match (report.source, recorded.begin_of(CopyPhase::Running)) {
+    fn downtime(&self) -> Option<Value> {
+        let report = self.copied.ok()?;
+        let begin = self.recorded.begin_of(CopyPhase::Switchover)?;
+        let end = match (report.source, self.recorded.begin_of(CopyPhase::Running)) {
             // The guest of an image was not stopped.
-            (SourceState::Unchanged, _) => return,
+            (SourceState::Unchanged, _) => return None,
             (_, Some(end)) => end,
             (SourceState::Running, None) => self.total,
-            _ => return,
+            _ => return None,
         };
-        let Some(begin) = begin.filter(|begin| *begin < end) else { return };
+        let whole = end.checked_sub(begin).filter(|whole| !whole.is_zero())?;
         // Colors are those of the bar of all phases.
-        let starts = recorded.phases.iter().enumerate().filter(|(_, phase)| (begin..end).contains(&phase.at));
-        let ends = starts.clone().skip(1).map(|(_, phase)| phase.at).chain([end]);
-        let downtime = starts.zip(ends).map(|((color, phase), end)| {
-            let length = end.saturating_sub(phase.at);
-            let share = length.as_secs_f64();
-            let cells = vec![milliseconds(length), purpose(phase.name).to_owned()];
-            Part { name: phase.name.to_owned(), share, color, cells }
-        });
-        parts(body, "Downtime", &downtime.collect::<Vec<_>>());
+        let part = |phase: PhaseLength| {
+            phase.part(whole, phase.index, &[&milliseconds(phase.length), purpose(phase.name)])
+        };
+        let parts: Vec<_> = self.recorded.lengths(begin..end).into_iter().map(part).collect();
         let qemu = report.downtime_ms.map(|time| format!("; QEMU reports a downtime of {time} ms"));
-        let _ = writeln!(
-            body,
-            "<p>Together {} from the stop of the guest, as the stream shows it, until it ran again{}.</p>",
-            milliseconds(end.saturating_sub(begin)),
+        let note = format!(
+            "Together {} from the stop of the guest, as the stream shows it, until it ran again{}.",
+            milliseconds(whole),
             qemu.unwrap_or_default()
         );
+        Some(json!({ "kind": "parts", "title": "Downtime", "parts": parts, "note": note }))
     }
 
     /// Histogram of the times that the guest's requests for pages took, each of which stops a vCPU.
-    fn faults(&self, body: &mut String) -> Result<()> {
-        let Ok(CopyReport { postcopy: Some(report), .. }) = self.copied else { return Ok(()) };
+    fn faults(&self) -> Result<Option<Value>> {
+        let Ok(CopyReport { postcopy: Some(report), .. }) = self.copied else { return Ok(None) };
         let range = |range: &LatencyRange| {
             let label = format!("{} to {}", short(range.from), short(range.to));
             Bar::new(&label, &range.count.to_string(), Emphasis::Own)
         };
         let bars_of = report.faults.latencies.ranges().iter().filter_map(range).collect();
         let group = Group { name: String::new(), bars: bars_of };
-        if let Some(svg) = bars("faults, by the time from the request until its pages were sent", &[group])? {
-            let _ = writeln!(body, "<h2>Block times of vCPUs</h2>\n<figure>{svg}</figure>");
-        }
-        Ok(())
+        let svg = bars("faults, by the time from the request until its pages were sent", &[group])?;
+        Ok(chart("Block times of vCPUs", svg))
     }
 
-    fn charts(&self, body: &mut String) -> Result<()> {
+    fn charts(&self) -> Result<Vec<Value>> {
         let points = |value: &dyn Fn(&Estimate) -> Option<u64>| -> Vec<(f64, f64)> {
             let samples = self.recorded.samples.kept.iter();
             samples
@@ -148,19 +133,21 @@ impl Page<'_> {
             ink: Ink::Blue,
             points: without_leading_zeros(points(&|estimate| Some(estimate.remaining))),
         }];
-        for (title, unit, chart) in [("Rates", "MiB/s", &rates[..]), ("Remaining memory", "MiB", &remaining)]
-        {
-            if let Some(svg) = lines(unit, chart)? {
-                let _ = writeln!(body, "<h2>{title}</h2>\n<figure>{svg}</figure>");
-            }
-        }
-        Ok(())
+        let rates = chart("Rates", lines("MiB/s", &rates)?);
+        let remaining = chart("Remaining memory", lines("MiB", &remaining)?);
+        Ok(rates.into_iter().chain(remaining).collect())
     }
+}
 
-    fn lists(&self, body: &mut String) {
-        list(body, "Lanes", &sends::lines(&self.recorded.lanes));
-        list(body, "Notices", &self.recorded.notices);
-    }
+/// A section with a chart; `None` if there was nothing to draw.
+pub(super) fn chart(title: &str, svg: Option<Svg>) -> Option<Value> {
+    svg.map(|svg| json!({ "kind": "chart", "title": title, "svg": svg.as_str(), "figures": null }))
+}
+
+/// The first line of every page.
+pub(super) fn about() -> String {
+    let time = humantime::format_rfc3339_seconds(SystemTime::now());
+    format!("towline {}, {time}", env!("CARGO_PKG_VERSION"))
 }
 
 /// A QEMU that has not begun reports that nothing remains.
@@ -216,7 +203,6 @@ mod tests {
     use towline_report::PHASE_COLORS;
 
     use super::super::ReportRecorder;
-    use super::super::page::Page;
     use super::*;
     use crate::lock::lock;
 
@@ -248,7 +234,7 @@ mod tests {
         let recorded = lock(&recorder.recorded);
         let (source, destination) = ("qmp:<a>".into(), "file:b".into());
         let (total, copied) = (Duration::from_secs(2), Err(&failure));
-        let page = Page { source, destination, total, recorded: &recorded, copied };
+        let page = CopyPage { source, destination, total, recorded: &recorded, copied };
         let html = page.html().unwrap();
         assert!(html.contains("qmp:&lt;a&gt; to file:b") && html.contains("a &amp; b"), "{html}");
         assert!(html.contains("&lt;script&gt;") && !html.contains("<script"), "{html}");

@@ -1,8 +1,10 @@
 //! Record of a copy, for its report.
 
+use std::ops::Range;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use serde_json::{Value, json};
 use towline_control::plan::{CopyPhase, CopyReport, Failure};
 use towline_migration::LaneSends;
 
@@ -26,6 +28,23 @@ pub(super) struct CopyRecording {
 pub(super) struct PhaseStart {
     pub(super) at: Duration,
     pub(super) name: &'static str,
+}
+
+/// A phase with its length.
+pub(super) struct PhaseLength {
+    /// Its number among all phases.
+    pub(super) index: usize,
+    pub(super) name: &'static str,
+    pub(super) at: Duration,
+    pub(super) length: Duration,
+}
+
+impl PhaseLength {
+    /// The part of this whole, for a page.
+    pub(super) fn part(&self, whole: Duration, color: usize, cells: &[&str]) -> Value {
+        let share = self.length.as_secs_f64() / whole.as_secs_f64().max(f64::MIN_POSITIVE);
+        json!({ "name": self.name, "share": share, "color": color, "cells": cells })
+    }
 }
 
 /// Estimates at one moment.
@@ -72,6 +91,19 @@ impl Samples {
 }
 
 impl CopyRecording {
+    /// Phases that began in this time. The last one ends with it.
+    pub(super) fn lengths(&self, within: Range<Duration>) -> Vec<PhaseLength> {
+        let starts = self.phases.iter().enumerate().filter(|(_, phase)| within.contains(&phase.at));
+        let ends = starts.clone().skip(1).map(|(_, phase)| phase.at).chain([within.end]);
+        let length = |((index, phase), end): ((usize, &PhaseStart), Duration)| PhaseLength {
+            index,
+            name: phase.name,
+            at: phase.at,
+            length: end.saturating_sub(phase.at),
+        };
+        starts.zip(ends).map(length).collect()
+    }
+
     /// Time at which a phase began.
     pub(super) fn begin_of(&self, phase: CopyPhase) -> Option<Duration> {
         let name = events::phase(phase);

@@ -1,15 +1,15 @@
 //! The page of several guests that were started from one image: when each ran, and the phases of each.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use anyhow::Result;
+use serde_json::{Value, json};
 use towline_control::plan::CopyPhase;
-use towline_report::{Bar, Emphasis, Group, PHASE_COLORS, Row, bars, document, escape, table};
+use towline_report::{Bar, Emphasis, Group, Svg, bars, page};
 
-use super::page::seconds;
-use super::recorded::{GuestReport, PhaseStart};
+use super::page::{about, chart, seconds};
+use super::recorded::{GuestReport, PhaseLength};
 use crate::lock::lock;
 use crate::units::size;
 
@@ -18,15 +18,11 @@ const RANGES_MAX: f64 = 12.0;
 
 /// Formats the page.
 pub(super) fn html(image: &str, total: Duration, guests: &[GuestReport<'_>]) -> Result<String> {
-    let time = humantime::format_rfc3339_seconds(SystemTime::now());
-    let mut body = format!("<p>towline {}, {time}</p>\n", env!("CARGO_PKG_VERSION"));
     let running: Vec<Duration> = guests.iter().filter_map(running_after).collect();
-    summary(&mut body, total, guests, &running);
-    if let Some(svg) = histogram(&running)? {
-        let _ = writeln!(body, "<h2>Time until a guest ran</h2>\n<figure>{svg}</figure>");
-    }
-    phases(&mut body, total, guests);
-    Ok(document(&format!("{} guests of {image}", guests.len()), &body))
+    let mut sections = vec![summary(total, guests, &running)];
+    sections.extend(chart("Time until a guest ran", histogram(&running)?));
+    sections.push(phases(total, guests));
+    Ok(page(&format!("{} guests of {image}", guests.len()), &about(), &sections)?)
 }
 
 /// Time from the begin of the command until the guest ran.
@@ -34,26 +30,24 @@ fn running_after(guest: &GuestReport<'_>) -> Option<Duration> {
     lock(&guest.recorder.recorded).begin_of(CopyPhase::Running)
 }
 
-fn summary(body: &mut String, total: Duration, guests: &[GuestReport<'_>], running: &[Duration]) {
-    let mut rows = vec![
-        Row::new("time", seconds(total)),
-        Row::new("running", format!("{} of {} guests", running.len(), guests.len())),
-    ];
+fn summary(total: Duration, guests: &[GuestReport<'_>], running: &[Duration]) -> Value {
+    let mut rows =
+        vec![("time", seconds(total)), ("running", format!("{} of {} guests", running.len(), guests.len()))];
     let mut sorted = running.to_vec();
     sorted.sort_unstable();
     if let (Some(first), Some(median), Some(last)) =
         (sorted.first(), sorted.get(sorted.len() / 2), sorted.last())
     {
         let text = format!("first {}, median {}, last {}", seconds(*first), seconds(*median), seconds(*last));
-        rows.push(Row::new("ran after", text));
+        rows.push(("ran after", text));
     }
     let sent = guests.iter().filter_map(|guest| Some(guest.copied.ok()?.moved.transferred)).sum();
-    rows.push(Row::new("sent", size(sent)));
-    table(body, "Summary", &rows);
+    rows.push(("sent", size(sent)));
+    json!({ "kind": "table", "title": "Summary", "rows": rows })
 }
 
 /// Numbers of guests by the time until they ran, in ranges of equal length.
-fn histogram(running: &[Duration]) -> Result<Option<String>> {
+fn histogram(running: &[Duration]) -> Result<Option<Svg>> {
     let Some(last) = running.iter().max() else { return Ok(None) };
     let width = range_width(last.as_secs_f64());
     let mut counts: BTreeMap<u64, u64> = BTreeMap::new();
@@ -80,53 +74,28 @@ fn range_width(end: f64) -> f64 {
 }
 
 /// A table of the guests, each with a bar of its phases, on one scale of time.
-fn phases(body: &mut String, total: Duration, guests: &[GuestReport<'_>]) {
-    let mut colors: Vec<&'static str> = Vec::new();
-    let mut rows = String::new();
+fn phases(total: Duration, guests: &[GuestReport<'_>]) -> Value {
+    let mut legend: Vec<&'static str> = Vec::new();
+    let mut tracks = Vec::new();
     for guest in guests {
         let recorded = lock(&guest.recorder.recorded);
-        let bar = bar(&recorded.phases, total, &mut colors);
-        let ran = recorded.begin_of(CopyPhase::Running).map_or("–".to_owned(), seconds);
-        let result = guest.copied.err().map_or("done".to_owned(), ToString::to_string);
-        let _ = writeln!(
-            rows,
-            "<tr><th>{}</th><td>{ran}</td><td class=\"track\">{bar}</td><td>{}</td></tr>",
-            escape(guest.name),
-            escape(&result)
-        );
+        let part = |phase: PhaseLength| {
+            let color = legend.iter().position(|name| *name == phase.name).unwrap_or_else(|| {
+                legend.push(phase.name);
+                legend.len() - 1
+            });
+            phase.part(total, color, &[&seconds(phase.length)])
+        };
+        let parts: Vec<_> = recorded.lengths(Duration::ZERO..total).into_iter().map(part).collect();
+        tracks.push(json!({
+            "name": guest.name,
+            "begin": recorded.begin_of(CopyPhase::Running).map_or("–".to_owned(), seconds),
+            "parts": parts,
+            "result": guest.copied.err().map_or("done".to_owned(), ToString::to_string),
+        }));
     }
-    let legend: String = colors
-        .iter()
-        .enumerate()
-        .map(|(number, name)| format!("<span><i class=\"p{}\"></i> {name}</span>", number % PHASE_COLORS))
-        .collect();
-    let _ = writeln!(
-        body,
-        "<h2>Guests</h2>\n<p class=\"legend\">{legend}</p>\n<table class=\"tracks\">\n\
-         <tr><th>guest</th><td>ran after</td><td>phases, to {}</td><td>result</td></tr>\n{rows}</table>",
-        seconds(total)
-    );
-}
-
-fn bar(phases: &[PhaseStart], total: Duration, colors: &mut Vec<&'static str>) -> String {
-    let ends = phases.iter().skip(1).map(|phase| phase.at).chain([total]);
-    let mut bar = String::from("<div class=\"bar\">");
-    for (phase, end) in phases.iter().zip(ends) {
-        let number = colors.iter().position(|name| *name == phase.name).unwrap_or_else(|| {
-            colors.push(phase.name);
-            colors.len() - 1
-        });
-        let length = end.saturating_sub(phase.at);
-        let percent = length.as_secs_f64() / total.as_secs_f64().max(f64::MIN_POSITIVE) * 100.0;
-        let _ = write!(
-            bar,
-            "<span class=\"p{}\" style=\"width:{percent:.3}%\" title=\"{}: {}\"></span>",
-            number % PHASE_COLORS,
-            phase.name,
-            seconds(length)
-        );
-    }
-    bar + "</div>"
+    let heads = ["guest", "ran after", &format!("phases, to {}", seconds(total)), "result"];
+    json!({ "kind": "tracks", "title": "Guests", "legend": legend, "heads": heads, "tracks": tracks })
 }
 
 #[cfg(test)]
@@ -151,6 +120,7 @@ mod tests {
     fn each_guest_is_in_the_histogram_and_has_its_phases() {
         let times = [20, 21, 90].map(Duration::from_millis);
         let svg = histogram(&times).unwrap().unwrap();
+        let svg = svg.as_str();
         assert!(svg.contains("0.020 to 0.030 s") && svg.contains("0.090 to 0.100 s"), "{svg}");
         assert!(histogram(&[]).unwrap().is_none());
         let recorders = [(); 2].map(|()| ReportRecorder::of_started(Instant::now()));
