@@ -14,6 +14,7 @@ mod facts;
 mod image_facts;
 mod inventory;
 mod open_files;
+pub(crate) mod qom;
 mod ram_block;
 mod repair;
 mod repaired;

@@ -22,11 +22,10 @@ use towline_qmp as qmp;
 use super::error::Error;
 use crate::journal::{JournalEntry, UndoRecord};
 use crate::qemu::Qemu;
+use crate::qemu::qom::{self, QomChild};
 
 /// Prefix of its types, one of which supports legacy virtio.
 pub(super) const KIND: &str = "vhost-user-vsock";
-/// QOM containers of devices with and without a user-defined id.
-const CONTAINERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 /// Properties that are restored, if they can be read.
 const PROPERTIES: [&str; 5] = ["chardev", "seqpacket", "iommu_platform", "ats", "packed"];
 /// Timeout for the guest to release a device: an attention button takes five seconds.
@@ -79,10 +78,10 @@ impl DetachedVsocks {
     /// Finds the vsocks of a QEMU.
     pub(super) fn find(qemu: &mut Qemu) -> Result<Self, Error> {
         let mut all = Vec::new();
-        for container in CONTAINERS {
-            for (name, driver) in children(qemu, container)? {
-                if driver.starts_with(KIND) {
-                    all.push(VsockDevice::read(qemu, container, name, driver)?);
+        for container in qom::DEVICES {
+            for QomChild { name, kind } in qom::children(qemu.client(), container)? {
+                if kind.starts_with(KIND) {
+                    all.push(VsockDevice::read(qemu, container, name, kind)?);
                 }
             }
         }
@@ -92,8 +91,8 @@ impl DetachedVsocks {
     /// Refuses a destination at which they could not be attached.
     pub(super) fn check(&self, waiting: &mut Qemu) -> Result<(), Error> {
         let mut reasons = Vec::new();
-        let there = children(waiting, CONTAINERS[0])?;
-        if let Some((name, _)) = there.iter().find(|(_, driver)| driver.starts_with(KIND)) {
+        let there = qom::children(waiting.client(), qom::DEVICES[0])?;
+        if let Some(QomChild { name, .. }) = there.iter().find(|child| child.kind.starts_with(KIND)) {
             reasons.push(format!(
                 "{name} is there already: start it without; it is attached when the guest is there"
             ));
@@ -107,7 +106,7 @@ impl DetachedVsocks {
                     "it has no -chardev with the id {chardev}, to which {vsock} would be connected"
                 ));
             }
-            if there.iter().all(|(name, _)| *name != vsock.bus) {
+            if there.iter().all(|child| child.name != vsock.bus) {
                 reasons.push(format!(
                     "it has no port {:?} (pcie-root-port), to which {vsock} belongs",
                     vsock.bus
@@ -203,14 +202,14 @@ impl VsockDevice {
                 Err(error) => return Err(error),
             }
         }
-        let id = (container == CONTAINERS[0]).then_some(name);
+        let id = (container == qom::DEVICES[0]).then_some(name);
         Ok(Self { driver, id, path, bus, properties })
     }
 
     fn is_there(&self, qemu: &mut Qemu) -> Result<bool, Error> {
         let Some((container, name)) = self.path.rsplit_once('/') else { return Ok(false) };
-        let listed =
-            children(qemu, container)?.iter().any(|(found, driver)| found == name && *driver == self.driver);
+        let is_listed = |child: &QomChild| child.name == name && child.kind == self.driver;
+        let listed = qom::children(qemu.client(), container)?.iter().any(is_listed);
         Ok(listed || qemu.migration()?.blocked_reasons.iter().any(|reason| is_vsock_blocker(reason)))
     }
 
@@ -245,21 +244,6 @@ impl std::fmt::Display for VsockDevice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} at {}", self.id.as_deref().unwrap_or(&self.driver), self.bus)
     }
-}
-
-/// Children of a QOM path, with their types.
-fn children(qemu: &mut Qemu, path: &str) -> Result<Vec<(String, String)>, Error> {
-    let listed = match qemu.client().execute_raw("qom-list", Some(one("path", path))) {
-        Ok(listed) => listed,
-        // An empty container does not exist.
-        Err(qmp::Error::Refusal { .. }) => return Ok(Vec::new()),
-        Err(error) => return Err(error.into()),
-    };
-    let child = |entry: &Value| {
-        let kind = entry["type"].as_str()?.strip_prefix("child<")?.strip_suffix('>')?;
-        Some((entry["name"].as_str()?.to_owned(), kind.to_owned()))
-    };
-    Ok(listed.as_array().into_iter().flatten().filter_map(child).collect())
 }
 
 fn get(qemu: &mut Qemu, path: &str, property: &str) -> Result<Value, Error> {

@@ -16,11 +16,10 @@ use super::connection::Qemu;
 use super::drives;
 use super::error::Error;
 use super::open_files::OpenFiles;
+use super::qom::{self, QomChild};
 
 /// Prefixes of the names of a drive's limits in `query-block`.
 const LIMITS: [&str; 2] = ["bps", "iops"];
-/// Containers of devices, by QOM path.
-const DEVICES: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 /// Labels of character devices that QEMU creates for an option, or that the launcher adds.
 const OWN_CHARDEVS: [&str; 6] = ["towline-", "compat_monitor", "serial", "parallel", "debugcon", "mon"];
 
@@ -141,25 +140,23 @@ impl Qemu {
             let (kind, node) = (text(&export["type"]), text(&export["node-name"]));
             found.add("export", text(&export["id"]), format!("{kind} of {node}"));
         }
-        for path in DEVICES {
-            for child in entries(&self.list("qom-list", Some(arguments(&json!({ "path": path }))))?) {
-                let Some(kind) = child_type(child) else { continue };
+        for path in qom::DEVICES {
+            for QomChild { name, kind } in qom::children(self.client(), path)? {
                 // Devices without an id are numbered, so unplugging one renames the others.
                 let number = |number: &usize| found.0.contains_key(&(DEVICE, format!("{kind}[{number}]")));
-                let name = match text(&child["name"]) {
-                    name if name.starts_with("device[") => {
-                        format!("{kind}[{}]", (0..).find(|at| !number(at)).unwrap_or_default())
-                    }
-                    name => name.to_owned(),
+                let name = if name.starts_with("device[") {
+                    format!("{kind}[{}]", (0..).find(|at| !number(at)).unwrap_or_default())
+                } else {
+                    name
                 };
-                found.add(DEVICE, &name, kind.to_owned());
+                found.add(DEVICE, &name, kind);
             }
         }
-        for child in entries(&self.list("qom-list", Some(arguments(&json!({ "path": "/objects" }))))?) {
-            // QEMU 11 creates those of monitors itself, and memory is mapped by another type.
-            let Some(kind) = child_type(child).filter(|kind| !kind.starts_with("monitor-")) else { continue };
-            let kind = if kind.starts_with("memory-backend-") { "memory backend" } else { kind };
-            found.add("object", text(&child["name"]), kind.to_owned());
+        // QEMU 11 creates those of monitors itself, and memory is mapped by another type.
+        let objects = qom::children(self.client(), "/objects")?;
+        for object in objects.into_iter().filter(|object| !object.kind.starts_with("monitor-")) {
+            let is_memory = object.kind.starts_with("memory-backend-");
+            found.add("object", &object.name, if is_memory { "memory backend".into() } else { object.kind });
         }
         for thread in entries(&self.list("query-iothreads", None)?) {
             found.add("iothread", text(&thread["id"]), format!("poll-max-ns={}", thread["poll-max-ns"]));
@@ -189,10 +186,6 @@ fn entries(value: &Value) -> impl Iterator<Item = &Value> {
 
 fn text(value: &Value) -> &str {
     value.as_str().unwrap_or_default()
-}
-
-fn child_type(property: &Value) -> Option<&str> {
-    property["type"].as_str()?.strip_prefix("child<")?.strip_suffix('>')
 }
 
 /// A medium with the images below it.

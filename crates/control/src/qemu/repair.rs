@@ -18,6 +18,7 @@ use towline_qmp::commands::{Capability, Migrate, MigrateCancel, MigrationInfo, M
 use super::connection::Qemu;
 use super::error::Error;
 use super::facts::IncomingState;
+use super::qom::children;
 use super::repaired::RepairReport;
 use super::settings::Change;
 use crate::journal::{
@@ -268,13 +269,7 @@ impl Qemu {
 
     fn plug_again(&mut self, path: &str, add: &Map<String, Value>) -> Result<RecordOutcome, Error> {
         let (place, device) = path.rsplit_once('/').unwrap_or_default();
-        let arguments = Map::from_iter([("path".to_owned(), place.into())]);
-        let listed = match self.client.execute_raw("qom-list", Some(arguments)) {
-            Ok(listed) => listed,
-            Err(qmp::Error::Refusal { .. }) => Value::Null,
-            Err(error) => return Err(error.into()),
-        };
-        if listed.as_array().into_iter().flatten().any(|entry| entry["name"] == device) {
+        if children(&mut self.client, place)?.iter().any(|child| child.name == device) {
             return Ok(RecordOutcome::done(format!("device {device} is plugged in")));
         }
         if self.status()?.status == RunState::POSTMIGRATE {

@@ -9,19 +9,18 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-use serde_json::{Map, Value, json};
+use serde_json::Value;
 use towline_qmp::commands::{BlockDevice, QomGet};
 use towline_qmp::{self as qmp, Client, Options};
 
 use super::super::error::Error;
 use crate::qemu::OpenFiles;
+use crate::qemu::qom::{self, QomChild};
 
 /// Timeout of each query.
 const QUERY_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum number of devices of one QEMU that are queried.
 const DEVICES_MAX: usize = 256;
-/// QOM containers of the devices of QEMU's command line.
-const CONTAINERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 
 /// Conflicts that were found.
 #[derive(Debug, Default)]
@@ -162,15 +161,8 @@ fn medium_of(file: &str, pid: Option<i32>) -> String {
 /// MAC addresses of the devices of QEMU's command line.
 fn macs(client: &mut Client) -> Result<Vec<String>, qmp::Error> {
     let mut macs = Vec::new();
-    for container in CONTAINERS {
-        let arguments = Map::from_iter([("path".to_owned(), json!(container))]);
-        let listed = match client.execute_raw("qom-list", Some(arguments)) {
-            Ok(listed) => listed,
-            Err(qmp::Error::Refusal { .. }) => continue,
-            Err(error) => return Err(error),
-        };
-        let children = listed.as_array().into_iter().flatten().filter_map(child).take(DEVICES_MAX);
-        for name in children {
+    for container in qom::DEVICES {
+        for QomChild { name, .. } in qom::children(client, container)?.into_iter().take(DEVICES_MAX) {
             let get = QomGet { path: format!("{container}/{name}"), property: "mac".into() };
             match client.execute(&get) {
                 Ok(Value::String(mac)) => macs.push(mac),
@@ -181,11 +173,6 @@ fn macs(client: &mut Client) -> Result<Vec<String>, qmp::Error> {
         }
     }
     Ok(macs)
-}
-
-fn child(property: &Value) -> Option<&str> {
-    let is_child = property["type"].as_str()?.starts_with("child<");
-    property["name"].as_str().filter(|_| is_child)
 }
 
 #[cfg(test)]
