@@ -11,382 +11,295 @@
 //! Limits: one guest at a time, TCG. QEMU before 10.1 does not report the latency of faults at its source, so p50 and p99 are towline's;
 //! the destination's own measurement of its processors' waiting covers both.
 
-mod bench;
-mod guest;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
 
-use std::path::Path;
-use std::time::{Duration, Instant};
-
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, ensure};
 use serde_json::{Value, json};
-use towline_lab::Towline;
+use towline_lab::{Qemu, Version, paths};
 
-use crate::rounds::{self, Contender, Outcome};
-use crate::stats::Summary;
-use crate::table::{Content, Row, Table};
-pub use bench::Parameters;
-use bench::{Bench, DATA_PERCENT, KERNEL_MIB, MIB, WITHIN};
-use guest::{Stored, Waiting};
+use crate::Bench;
+use crate::guest::{Copying, Counter, WITHIN, configure, endpoint, incoming};
+use crate::machine::{self, Cache, MIB};
+use crate::stored::{KERNEL_MIB, Shape, Stored};
+use crate::table::{self, Column, Entry, Figures, Results, Table};
 
-const POLL_INTERVAL: Duration = Duration::from_micros(500);
-/// Interval of queries for completion, long enough not to load the destination.
-const COMPLETE_INTERVAL: Duration = Duration::from_millis(2);
+const SIZES_MIB: [u64; 3] = [1024, 4096, 8192];
+/// Share of a guest's memory that is random.
+const DATA_PERCENT: u64 = 75;
 /// Spare memory beside two guests in MiB.
 const SPARE_MIB: u64 = 1024;
 
-/// Contender.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Method {
     Qemu,
     Copy,
-    Postcopy { preempt: bool, working_set: bool },
-    Live { preempt: bool },
+    Postcopy(Preempt, WorkingSet),
+    Live(Preempt),
+}
+
+/// Whether requested pages have a connection of their own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Preempt {
+    Off,
+    On,
+}
+
+/// Whether the image has a record of the pages that an earlier run used first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum WorkingSet {
+    Unknown,
+    Known,
 }
 
 const METHODS: [Method; 7] = [
     Method::Qemu,
     Method::Copy,
-    Method::Postcopy { preempt: false, working_set: false },
-    Method::Postcopy { preempt: true, working_set: false },
-    Method::Postcopy { preempt: true, working_set: true },
-    Method::Live { preempt: false },
-    Method::Live { preempt: true },
+    Method::Postcopy(Preempt::Off, WorkingSet::Unknown),
+    Method::Postcopy(Preempt::On, WorkingSet::Unknown),
+    Method::Postcopy(Preempt::On, WorkingSet::Known),
+    Method::Live(Preempt::Off),
+    Method::Live(Preempt::On),
 ];
 
-impl Method {
-    fn label(self) -> &'static str {
-        match self {
-            Self::Qemu => "QEMU's own restore, 4 channels",
-            Self::Copy => "towline copy",
-            Self::Postcopy { preempt: false, .. } => "towline --postcopy",
-            Self::Postcopy { working_set: false, .. } => "towline --postcopy-preempt",
-            Self::Postcopy { .. } => "towline --postcopy-preempt, working set known",
-            Self::Live { preempt: false } => "QEMU to QEMU, postcopy",
-            Self::Live { preempt: true } => "QEMU to QEMU, postcopy-preempt",
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Restore {
+    size_mib: u64,
+    cache: Cache,
+    method: Method,
+}
+
+impl Entry for Restore {
+    fn group(&self) -> String {
+        format!("{} MiB guest, {}", self.size_mib, self.cache.name())
+    }
+
+    fn label(&self) -> &'static str {
+        match self.method {
+            Method::Qemu => "QEMU's own restore, 4 channels",
+            Method::Copy => "towline copy",
+            Method::Postcopy(Preempt::Off, _) => "towline --postcopy",
+            Method::Postcopy(_, WorkingSet::Unknown) => "towline --postcopy-preempt",
+            Method::Postcopy(_, WorkingSet::Known) => "towline --postcopy-preempt, working set known",
+            Method::Live(Preempt::Off) => "QEMU to QEMU, postcopy",
+            Method::Live(Preempt::On) => "QEMU to QEMU, postcopy-preempt",
         }
     }
 }
 
-/// Times of one arrival since the command.
-#[derive(Debug, Clone, Default)]
-struct Arrival {
-    running: Duration,
-    tick: Duration,
-    complete: Duration,
-    faults: Option<u64>,
-    /// p50 and p99 of towline's faults in microseconds.
-    latency: Option<(u64, u64)>,
-    /// Total waiting time of the destination's processors in milliseconds.
-    blocked_ms: Option<u64>,
+const COLUMNS: [Column<Restore>; 10] = [
+    Column::spread("ms to RUNNING", 0),
+    Column::ratio("QEMU's own ×", "RUNNING, 1/s", |it| Restore { method: Method::Qemu, ..it }),
+    Column::spread("ms to first tick", 0),
+    Column::spread("s to completion", 2),
+    Column::ratio("× QEMU's own", "s to completion", |it| Restore { method: Method::Qemu, ..it }),
+    Column::ratio("× QEMU to QEMU", "s to completion", against_live),
+    Column::spread("faults", 0),
+    Column::spread("fault p50 ms", 2),
+    Column::spread("p99 ms", 2),
+    Column::spread("processors waited ms", 0),
+];
+const NOTES: [&str; 6] = [
+    "the clock starts with towline's process, or with `migrate-incoming` (QEMU to QEMU: `migrate`); the destination was ready",
+    "QEMU's own ×: time to RUNNING of QEMU's own restore in the same round, divided by the row's",
+    "to completion: until the destination reports it; ×: of the time of QEMU's own restore, and of postcopy from QEMU to QEMU with the row's preempt setting, in the same round",
+    "fault p50, p99: from a request's arrival at towline until its page was handed to the kernel",
+    "processors waited: the destination's postcopy-blocktime, of all its processors",
+    "after each --postcopy the guest hashed its data, equal unless the row has an error",
+];
+
+/// QEMU to QEMU reads no image: its figures are those of the rounds with the page cache.
+fn against_live(it: Restore) -> Restore {
+    let preempt = match it.method {
+        Method::Postcopy(preempt, _) | Method::Live(preempt) => preempt,
+        Method::Qemu | Method::Copy => Preempt::Off,
+    };
+    Restore { cache: Cache::Cached, method: Method::Live(preempt), ..it }
 }
 
-/// Measures the tables; with [`Parameters::of`] about a quarter of an hour for three runs.
+/// Measures the table; about a quarter of an hour for three runs of the published sizes.
 ///
 /// # Errors
-/// QEMU is missing, a guest does not start, or the run was cancelled. A contender that fails is a row with the reason.
-pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
-    let qemu = towline_lab::paths::QEMU_10_0;
+/// QEMU is missing, a guest does not start, or the run was cancelled.
+pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
+    let qemu = paths::QEMU_10_0;
     ensure!(Path::new(qemu).is_file(), "{qemu} is missing; run `cargo xtask setup`");
-    let mut table = table(parameters);
-    for &size in &parameters.sizes_mib {
-        parameters.cancel.check()?;
-        let directory =
-            tempfile::Builder::new().prefix("towline-bench-").tempdir_in(&parameters.directory)?;
-        let bench = Bench { parameters, memory_mib: size, directory };
-        table.rows.extend(bench.rows()?);
+    let sizes = bench.sizes_mib(&SIZES_MIB);
+    let of_size = |&size_mib: &u64| {
+        let of_cache = move |cache| METHODS.map(|method| Restore { size_mib, cache, method });
+        Cache::BOTH.into_iter().flat_map(of_cache)
+    };
+    let is_measured = |it: &Restore| it.cache == Cache::Cached || !matches!(it.method, Method::Live(_));
+    let all = bench.chosen(sizes.iter().flat_map(of_size).filter(is_measured))?;
+    let mut results = Results::none();
+    for of_size in all.chunk_by(|one, other| one.size_mib == other.size_mib) {
+        let shape =
+            Shape { version: Version::V10_0, memory_mib: of_size[0].size_mib, data_percent: DATA_PERCENT };
+        let restores = Restores { bench, stored: Stored::new(bench, shape)? };
+        results.extend(table::measure(bench, of_size.iter().copied(), |it| restores.run(it))?);
     }
-    Ok(vec![table])
+    let title = format!("Restore of a Linux guest, {DATA_PERCENT} % of it random, into cold memory");
+    Ok(vec![results.table("instant", &title, &COLUMNS, |_| true).with_notes(NOTES)])
 }
 
-impl Bench<'_> {
-    fn rows(&self) -> Result<Vec<Row>> {
-        let stored = Stored::make(self)?;
-        let all: Vec<(bool, Method)> =
-            [true, false].iter().flat_map(|cached| METHODS.iter().map(|method| (*cached, *method))).collect();
-        let group = |cached: bool| {
-            let cache = if cached { "in" } else { "not in" };
-            format!("{} MiB guest, image {cache} the page cache", self.memory_mib)
+struct Restores<'a> {
+    bench: &'a Bench,
+    stored: Stored,
+}
+
+/// A QEMU that waits for the guest.
+struct Waiting {
+    qemu: Qemu,
+    counter: Counter,
+}
+
+impl Restores<'_> {
+    fn run(&self, it: Restore) -> Result<Figures> {
+        let options: &[&str] = match it.method {
+            Method::Live(preempt) => return self.live(preempt),
+            Method::Postcopy(Preempt::Off, _) => &["--postcopy"],
+            Method::Postcopy(Preempt::On, _) => &["--postcopy", "--postcopy-preempt"],
+            Method::Copy | Method::Qemu => &[],
         };
-        let contenders: Vec<Contender> = all
-            .iter()
-            .map(|(cached, method)| Contender { group: group(*cached), label: method.label().into() })
-            .collect();
-        let outcomes = rounds::run(&contenders, self.parameters.runs, &self.parameters.cancel, |index| {
-            let (cached, method) = all[index];
-            self.arrive(&stored, cached, method)
-        })?;
-        let of = |cached: bool, method: Method, figure: fn(&Arrival) -> Duration| {
-            let at = all.iter().position(|contender| *contender == (cached, method));
-            at.map(|at| seconds(&outcomes[at], figure)).unwrap_or_default()
-        };
-        // QEMU to QEMU reads no image: its figures are those of the rounds with the page cache.
-        let peers = |cached: bool, preempt: bool| Peers {
-            running: of(cached, Method::Qemu, |arrival| arrival.running),
-            complete: of(cached, Method::Qemu, |arrival| arrival.complete),
-            live: of(true, Method::Live { preempt }, |arrival| arrival.complete),
-        };
-        let rows =
-            all.iter().zip(&outcomes).zip(contenders).map(|(((cached, method), outcome), contender)| {
-                let preempt =
-                    matches!(method, Method::Postcopy { preempt: true, .. } | Method::Live { preempt: true });
-                let content = match &outcome.failure {
-                    Some(reason) => Content::Missing(reason.clone()),
-                    None => measured(outcome, &peers(*cached, preempt)),
-                };
-                Row { group: contender.group, label: contender.label, content }
-            });
-        Ok(rows.collect())
+        match it.method {
+            Method::Postcopy(_, WorkingSet::Known) => self.know_working_set()?,
+            _ => self.forget_working_set()?,
+        }
+        let waiting = self.waiting()?;
+        it.cache.prepare(&self.stored.path())?;
+        machine::prefault(self.stored.shape.data_mib() * MIB)?;
+        if it.method == Method::Qemu {
+            return self.by_qemu(&waiting);
+        }
+        let figures = self.by_towline(&waiting, options)?;
+        if !options.is_empty() {
+            let (found, expected) = (waiting.qemu.linux(WITHIN)?.hash()?, &self.stored.hash);
+            ensure!(found == *expected, "the hash of the guest's data is {found}, expected {expected}");
+        }
+        Ok(figures)
     }
 
-    fn arrive(&self, stored: &Stored, cached: bool, method: Method) -> Result<Arrival> {
-        match method {
-            Method::Live { .. } if !cached => bail!("no image is read; see above"),
-            Method::Live { preempt } => {
-                let needed = 2 * (self.data_mib() + KERNEL_MIB) + SPARE_MIB;
-                let available = crate::machine::available_memory()? / MIB;
-                ensure!(
-                    needed <= available,
-                    "two guests need {needed} MiB, and {available} MiB are available"
-                );
-                return self.live(stored, preempt);
-            }
-            _ => {}
-        }
-        if let Method::Postcopy { working_set: true, .. } = method {
-            stored.know_working_set(self)?;
-        } else {
-            stored.forget_working_set()?;
-        }
-        let waiting = Waiting::start(self, stored)?;
-        if cached {
-            crate::ram::read_once(&stored.path)?;
-        } else {
-            crate::ram::drop_cached(&stored.path)?;
-        }
-        crate::machine::prefault(self.data_mib() * MIB / 4 * 5)?;
-        match method {
-            Method::Qemu => self.by_qemu(stored, &waiting),
-            Method::Copy => self.by_towline(stored, &waiting, &[]),
-            Method::Postcopy { preempt, .. } => {
-                let options: &[&str] =
-                    if preempt { &["--postcopy", "--postcopy-preempt"] } else { &["--postcopy"] };
-                let arrival = self.by_towline(stored, &waiting, options)?;
-                stored.prove(&waiting.qemu)?;
-                Ok(arrival)
-            }
-            Method::Live { .. } => bail!("a live migration has no image"),
+    fn waiting(&self) -> Result<Waiting> {
+        let qemu = self.stored.shape.builder().incoming_defer().start()?;
+        let counter = Counter::at(&qemu, self.stored.tick_address)?;
+        Ok(Waiting { qemu, counter })
+    }
+
+    /// Starts a copy of the image to a waiting QEMU.
+    fn copy(&self, waiting: &Waiting, options: &[&str]) -> Result<Copying> {
+        let (image, to) = (self.stored.path().display().to_string(), endpoint(&waiting.qemu));
+        self.bench.copy([&*image, &to].iter().chain(options).copied())
+    }
+
+    fn working_set(&self) -> PathBuf {
+        self.stored.path().with_extension("img.working-set.json")
+    }
+
+    /// Removes the working set, so that the next restore is like a first one.
+    fn forget_working_set(&self) -> Result<()> {
+        match std::fs::remove_file(self.working_set()) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
+            _ => Ok(()),
         }
     }
 
-    fn by_qemu(&self, stored: &Stored, waiting: &Waiting) -> Result<Arrival> {
-        let capability = |name: &str| json!({ "capability": name, "state": true });
-        let capabilities = json!({ "capabilities": [capability("multifd"), capability("mapped-ram")] });
-        waiting.qemu.qmp().execute("migrate-set-capabilities", capabilities)?;
-        waiting.qemu.qmp().execute("migrate-set-parameters", json!({ "multifd-channels": 4 }))?;
+    /// Ensures that a working set exists, if necessary by a restore.
+    fn know_working_set(&self) -> Result<()> {
+        if !self.working_set().is_file() {
+            let waiting = self.waiting()?;
+            self.copy(&waiting, &["--postcopy", "--postcopy-preempt"])?.wait(self.bench)?;
+        }
+        Ok(())
+    }
+
+    fn by_qemu(&self, waiting: &Waiting) -> Result<Figures> {
+        let capabilities = [("multifd", true), ("mapped-ram", true)];
+        configure(&waiting.qemu, &capabilities, json!({ "multifd-channels": 4 }))?;
         let started = Instant::now();
-        let uri = format!("file:{}", stored.path.display());
-        waiting.qemu.qmp().execute_within("migrate-incoming", json!({ "uri": uri }), WITHIN)?;
-        let (running, tick) = self.watch(&|| Ok(stored.tick), waiting, started, &mut || Ok(()))?;
-        Ok(Arrival { running, tick, complete: running, ..Arrival::default() })
+        incoming(&waiting.qemu, &format!("file:{}", self.stored.path().display()))?;
+        let mut figures = self.watch(waiting, started, || Ok(self.stored.tick), || Ok(()))?;
+        // It runs when it has loaded everything.
+        figures.insert("s to completion", figures["ms to RUNNING"] / 1e3);
+        Ok(figures)
     }
 
-    fn by_towline(&self, stored: &Stored, waiting: &Waiting, options: &[&str]) -> Result<Arrival> {
-        waiting.count_waits(options.contains(&"--postcopy"))?;
-        let (image, to) =
-            (stored.path.display().to_string(), format!("qmp:{}", waiting.qemu.qmp_path().display()));
-        let arguments = [&["copy", "--json", &image, &to], options].concat();
-        let started = Instant::now();
-        let mut towline = Towline::start(&self.parameters.towline, arguments)?;
-        let (running, tick) = self.watch(&|| Ok(stored.tick), waiting, started, &mut || {
-            let ended = !towline.runs()?;
-            let failed = ended && !towline.stderr().is_empty();
-            ensure!(!failed, "{}", towline.stderr().lines().next().unwrap_or_default());
-            Ok(())
-        })?;
-        let complete = self.complete(waiting, started)?;
-        let finished = towline.wait_done(WITHIN)?;
-        let mut events = finished.stdout.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-        let completed = events.next_back().context("towline printed no event")?;
-        let faults = &completed["postcopy"]["faults"];
-        Ok(Arrival {
-            running,
-            tick,
-            complete,
-            faults: faults["requests"].as_u64(),
-            latency: faults["latency-p50-us"].as_u64().zip(faults["latency-p99-us"].as_u64()),
-            blocked_ms: waiting.blocked_ms()?,
-        })
+    fn by_towline(&self, waiting: &Waiting, options: &[&str]) -> Result<Figures> {
+        let blocktime = ("postcopy-blocktime", !options.is_empty());
+        configure(&waiting.qemu, &[blocktime], json!({}))?;
+        let mut copying = self.copy(waiting, options)?;
+        let started = copying.started;
+        let mut figures = self.watch(waiting, started, || Ok(self.stored.tick), || copying.check())?;
+        self.complete(waiting, started, &mut figures)?;
+        let event = copying.wait(self.bench)?.event;
+        let faults = &event["postcopy"]["faults"];
+        for (name, key, scale) in [
+            ("faults", "requests", 1.0),
+            ("fault p50 ms", "latency-p50-us", 1e-3),
+            ("p99 ms", "latency-p99-us", 1e-3),
+        ] {
+            figures.extend(faults[key].as_f64().map(|value| (name, value * scale)));
+        }
+        Ok(figures)
     }
 
     /// Migrates from a QEMU with the guest, which is paused until then so that it does not use the processors.
-    fn live(&self, stored: &Stored, preempt: bool) -> Result<Arrival> {
-        let source = Waiting::start(self, stored)?;
-        let (image, to) =
-            (stored.path.display().to_string(), format!("qmp:{}", source.qemu.qmp_path().display()));
-        Towline::start(&self.parameters.towline, ["copy", "--paused", &image, &to])?.wait_done(WITHIN)?;
-        let waiting = Waiting::start(self, stored)?;
-        waiting.count_waits(true)?;
-        let capability = |name: &str| json!({ "capability": name, "state": true });
-        let mut capabilities = vec![capability("postcopy-ram")];
-        if preempt {
-            capabilities.push(capability("postcopy-preempt"));
+    fn live(&self, preempt: Preempt) -> Result<Figures> {
+        let needed = 2 * (self.stored.shape.data_mib() + KERNEL_MIB) + SPARE_MIB;
+        let available = machine::available_memory()? / MIB;
+        ensure!(needed <= available, "two guests need {needed} MiB, and {available} MiB are available");
+        let source = self.waiting()?;
+        self.copy(&source, &["--paused"])?.wait(self.bench)?;
+        let waiting = self.waiting()?;
+        for (qemu, own) in [(&source.qemu, "return-path"), (&waiting.qemu, "postcopy-blocktime")] {
+            let preempt = ("postcopy-preempt", preempt == Preempt::On);
+            configure(qemu, &[("postcopy-ram", true), preempt, (own, true)], json!({}))?;
         }
-        let capabilities = json!({ "capabilities": capabilities });
-        for qemu in [&source.qemu, &waiting.qemu] {
-            qemu.qmp().execute("migrate-set-capabilities", capabilities.clone())?;
-        }
-        let returns = json!({ "capabilities": [capability("return-path")] });
-        source.qemu.qmp().execute("migrate-set-capabilities", returns)?;
-        source.qemu.qmp().execute("migrate-set-parameters", json!({ "max-bandwidth": 1_u64 << 40 }))?;
-        let uri = format!("unix:{}", self.directory.path().join("live.sock").display());
-        waiting.qemu.qmp().execute("migrate-incoming", json!({ "uri": uri }))?;
+        let uri = format!("unix:{}", waiting.qemu.directory().join("live.sock").display());
+        incoming(&waiting.qemu, &uri)?;
         source.qemu.qmp().execute("cont", Value::Null)?;
-        crate::machine::prefault(self.data_mib() * MIB / 4 * 5)?;
+        machine::prefault(self.stored.shape.data_mib() * MIB)?;
         let started = Instant::now();
         source.qemu.qmp().execute("migrate", json!({ "uri": uri }))?;
         // At once, without a precopy pass, as with an image.
         source.qemu.qmp().execute("migrate-start-postcopy", Value::Null)?;
         // The source's counter does not change after the switchover.
-        let past = || source.counter.read();
-        let (running, tick) = self.watch(&past, &waiting, started, &mut || Ok(()))?;
-        let complete = self.complete(&waiting, started)?;
-        let info = source.qemu.qmp().wait_migration("completed", WITHIN)?;
-        let faults = info["ram"]["postcopy-requests"].as_u64();
-        Ok(Arrival { running, tick, complete, faults, latency: None, blocked_ms: waiting.blocked_ms()? })
+        let mut figures = self.watch(&waiting, started, || source.counter.read(), || Ok(()))?;
+        self.complete(&waiting, started, &mut figures)?;
+        let info = self.bench.migrated(&source.qemu)?;
+        figures.extend(info["ram"]["postcopy-requests"].as_f64().map(|faults| ("faults", faults)));
+        Ok(figures)
     }
 
-    /// Waits for RUNNING and for the first tick; `check` fails when they cannot happen.
+    /// Waits for RUNNING and for the first tick beyond `past`; `check` fails when they cannot happen.
     fn watch(
         &self,
-        past: &dyn Fn() -> Result<u64>,
         waiting: &Waiting,
         started: Instant,
-        check: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<(Duration, Duration)> {
-        self.wait("the guest to run", || {
+        past: impl Fn() -> Result<u64>,
+        mut check: impl FnMut() -> Result<()>,
+    ) -> Result<Figures> {
+        self.bench.wait("the guest to run", || {
             check()?;
             Ok((waiting.qemu.qmp().status()? == "running").then_some(()))
         })?;
-        let running = started.elapsed();
-        self.wait("the guest's first tick", || Ok((waiting.counter.read()? > past()?).then_some(())))?;
-        Ok((running, started.elapsed()))
+        let running = started.elapsed().as_secs_f64();
+        waiting.counter.tick(self.bench, past()?)?;
+        let tick = started.elapsed().as_secs_f64();
+        Ok(Figures::from([
+            ("ms to RUNNING", running * 1e3),
+            ("RUNNING, 1/s", 1.0 / running),
+            ("ms to first tick", tick * 1e3),
+        ]))
     }
 
-    /// Waits until the destination reports completion. Returns the time since the start.
-    fn complete(&self, waiting: &Waiting, started: Instant) -> Result<Duration> {
-        let deadline = Instant::now() + WITHIN;
-        loop {
-            self.parameters.cancel.check()?;
-            let info = waiting.qemu.qmp().execute("query-migrate", Value::Null)?;
-            match info["status"].as_str() {
-                Some("completed") => return Ok(started.elapsed()),
-                Some("failed") => bail!("the destination failed: {info}"),
-                _ => ensure!(
-                    Instant::now() < deadline,
-                    "the destination is incomplete after {} s",
-                    WITHIN.as_secs()
-                ),
-            }
-            std::thread::sleep(COMPLETE_INTERVAL);
-        }
+    /// Waits until the destination reports completion.
+    fn complete(&self, waiting: &Waiting, started: Instant, figures: &mut Figures) -> Result<()> {
+        let info = self.bench.migrated(&waiting.qemu)?;
+        figures.insert("s to completion", started.elapsed().as_secs_f64());
+        // Of each processor, in milliseconds.
+        let each = info["postcopy-vcpu-blocktime"].as_array();
+        let blocked = each.map(|each| each.iter().filter_map(Value::as_f64).sum());
+        figures.extend(blocked.map(|blocked: f64| ("processors waited ms", blocked)));
+        Ok(())
     }
-
-    fn wait<T>(&self, what: &str, mut condition: impl FnMut() -> Result<Option<T>>) -> Result<T> {
-        let deadline = Instant::now() + WITHIN;
-        loop {
-            self.parameters.cancel.check()?;
-            if let Some(value) = condition()? {
-                return Ok(value);
-            }
-            ensure!(Instant::now() < deadline, "{what}: not within {} s", WITHIN.as_secs());
-            std::thread::sleep(POLL_INTERVAL);
-        }
-    }
-}
-
-fn table(parameters: &Parameters) -> Table {
-    Table {
-        name: "instant",
-        title: format!(
-            "Restore of a Linux guest, {DATA_PERCENT} % of it random, into cold memory, {} runs, median (min–max)",
-            parameters.runs
-        ),
-        columns: vec![
-            "what",
-            "ms to RUNNING",
-            "QEMU's own ×",
-            "ms to first tick",
-            "s to completion",
-            "× QEMU's own",
-            "× QEMU to QEMU",
-            "faults",
-            "fault p50 ms",
-            "p99 ms",
-            "processors waited ms",
-        ],
-        rows: Vec::new(),
-        notes: vec![
-            "the clock starts with towline's process, or with `migrate-incoming` (QEMU to QEMU: `migrate`); the destination was ready".into(),
-            "QEMU's own ×: time to RUNNING of QEMU's own restore in the same round, divided by the row's".into(),
-            "to completion: until the destination reports it; ×: of the time of QEMU's own restore, and of postcopy from QEMU to QEMU \
-             with the row's preempt setting, in the same round"
-                .into(),
-            "fault p50, p99: from a request's arrival at towline until its page was handed to the kernel".into(),
-            "processors waited: the destination's postcopy-blocktime, of all its processors".into(),
-            "after each --postcopy the guest hashed its data, equal unless the row has an error".into(),
-        ],
-    }
-}
-
-fn seconds(outcome: &Outcome<Arrival>, of: impl Fn(&Arrival) -> Duration) -> Vec<f64> {
-    outcome.values.iter().map(|arrival| of(arrival).as_secs_f64()).collect()
-}
-
-/// Figures that a row is compared with, in seconds.
-struct Peers {
-    running: Vec<f64>,
-    complete: Vec<f64>,
-    live: Vec<f64>,
-}
-
-fn measured(outcome: &Outcome<Arrival>, peers: &Peers) -> Content {
-    let summary = |values: Vec<f64>, digits: usize| match Summary::of(values) {
-        Some(summary) => format!("{summary:.digits$}"),
-        None => "–".into(),
-    };
-    let running = seconds(outcome, |arrival| arrival.running);
-    let complete = seconds(outcome, |arrival| arrival.complete);
-    let ratio =
-        |values: Option<Summary>| values.map_or_else(|| "–".into(), |ratio| format!("{:.2}", ratio.median));
-    let figures =
-        |of: &dyn Fn(&Arrival) -> Option<f64>| outcome.values.iter().filter_map(of).collect::<Vec<_>>();
-    let latency =
-        |of: fn((u64, u64)) -> u64| figures(&|arrival| arrival.latency.map(|all| of(all) as f64 / 1e3));
-    let milliseconds = |values: &[f64]| values.iter().map(|value| value * 1e3).collect::<Vec<_>>();
-    let tick = seconds(outcome, |arrival| arrival.tick);
-    let faults = figures(&|arrival| arrival.faults.map(|faults| faults as f64));
-    let blocked = figures(&|arrival| arrival.blocked_ms.map(|ms| ms as f64));
-    let (p50, p99) = (latency(|all| all.0), latency(|all| all.1));
-    let cells = vec![
-        summary(milliseconds(&running), 0),
-        ratio(Summary::of_ratios(&peers.running, &running)),
-        summary(milliseconds(&tick), 0),
-        summary(complete.clone(), 2),
-        ratio(Summary::of_ratios(&complete, &peers.complete)),
-        ratio(Summary::of_ratios(&complete, &peers.live)),
-        summary(faults.clone(), 0),
-        summary(p50.clone(), 2),
-        summary(p99.clone(), 2),
-        summary(blocked.clone(), 0),
-    ];
-    let data = json!({
-        "seconds-to-running": running,
-        "seconds-to-first-tick": tick,
-        "seconds-until-complete": complete,
-        "faults": faults,
-        "fault-p50-ms": p50,
-        "fault-p99-ms": p99,
-        "blocked-ms": blocked,
-    });
-    Content::Measured { cells, data }
 }

@@ -1,158 +1,237 @@
 //! `cargo xtask bench lanes`: memory to memory over TCP on the loopback, against QEMU's multifd and iperf3.
 //!
 //! ```text
-//!   warm   source process ═ 1, 2, 4, 8 lanes ═ destination process     linear buffer · a page a call · vectored · zero-copy · auto
+//!   warm   source process ═ 1, 2, 4, 8 lanes ═ destination process     vectored · zero-copy · auto · TLS
 //!          QEMU ═ multifd ═ QEMU, with and without zero-copy-send      memory: a preallocated memfd at both ends
-//!   tls    both with TLS; the cipher alone
-//!          iperf3 -P 1, 2, 4, 8
-//!   cold   the same into untouched memory
-//!   calls  one main channel: calls, pages and seconds of a 4 GiB guest, linear buffer and vectored
+//!          iperf3 -P 1, 2, 4, 8; the cipher alone
+//!   cold   vectored and QEMU, into untouched memory
 //! ```
-//!
 //! CPU time is user and system time of both processes, from before the connections until the guest has arrived. A GB is 10⁹ bytes of
 //! page contents.
 //!
 //! Limits: the synthetic guest does not write, and QEMU's is stopped; both are filled with random data.
 
-mod calls;
 mod cipher;
 mod end;
-mod entry;
 mod iperf;
-mod layers;
-mod process;
 mod qemu;
-mod tables;
 
 use anyhow::{Context, Result};
-use serde_json::json;
 use tempfile::TempDir;
 use towline_lab::certificates::Authority;
 
-use crate::rounds::{self, Contender};
-use crate::table::Table;
-pub use calls::measure as calls;
-use end::Mode;
-pub use end::{role, serve};
-use entry::{Entry, MIB, Method, Peer};
-pub use entry::{Load, Parameters};
-use process::{Cost, End, Job};
+use crate::Bench;
+use crate::machine::MIB;
+use crate::table::{self, Bound, Column, Entry, Figures, Table};
+pub(crate) use end::{END, serve_end};
+use end::{End, Mode};
+use qemu::Peer;
 
-/// Measures under these loads.
+/// Memory of the guest in MiB.
+const MEMORY_MIB: u64 = 2048;
+const LANES: [usize; 4] = [1, 2, 4, 8];
+/// Goals, as ratios.
+const QEMU_WARM_MIN: f64 = 1.3;
+const QEMU_COLD_MIN: f64 = 1.5;
+const QEMU_CPU_MAX: f64 = 0.8;
+const IPERF_MIN: f64 = 1.0;
+const AUTO_MIN: f64 = 0.98;
+/// Of the rate without TLS.
+const TLS_MIN: f64 = 0.7;
+/// Of the cipher alone.
+const CIPHER_MIN: f64 = 0.9;
+
+/// Memory of the destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Memory {
+    /// Touched before.
+    Warm,
+    /// Touched during the measurement.
+    Cold,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Method {
+    Towline(Mode),
+    Qemu(Peer),
+    Iperf,
+    /// The cipher of TLS lanes alone.
+    Cipher,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Transfer {
+    memory: Memory,
+    lanes: usize,
+    method: Method,
+}
+
+impl Entry for Transfer {
+    fn group(&self) -> String {
+        let memory = if self.memory == Memory::Warm { "warm" } else { "cold" };
+        format!("{memory}, {} {}", self.lanes, if self.lanes == 1 { "lane" } else { "lanes" })
+    }
+
+    fn label(&self) -> &'static str {
+        match self.method {
+            Method::Towline(mode) => mode.name(),
+            Method::Qemu(Peer::Plain) => "QEMU's multifd",
+            Method::Qemu(Peer::ZeroCopy) => "QEMU's multifd, zero-copy-send",
+            Method::Qemu(Peer::Tls) => "QEMU's multifd, TLS",
+            Method::Iperf => "iperf3",
+            Method::Cipher => "the cipher alone",
+        }
+    }
+}
+
+const QEMU: Method = Method::Qemu(Peer::Plain);
+const VECTORED: Method = Method::Towline(Mode::Vectored);
+const AUTO: Method = Method::Towline(Mode::Auto);
+const TLS: Method = Method::Towline(Mode::Tls);
+const WARM: [Method; 9] = [
+    VECTORED,
+    Method::Towline(Mode::ZeroCopy),
+    AUTO,
+    QEMU,
+    Method::Qemu(Peer::ZeroCopy),
+    Method::Iperf,
+    TLS,
+    Method::Qemu(Peer::Tls),
+    Method::Cipher,
+];
+const COLD: [Method; 2] = [VECTORED, QEMU];
+
+const COLUMNS: [Column<Transfer>; 10] = [
+    Column::spread("GB/s", 2),
+    Column::ratio("× QEMU's", "GB/s", |it: Transfer| it.by(QEMU)).with_goal(|it| {
+        let least = if it.memory == Memory::Warm { QEMU_WARM_MIN } else { QEMU_COLD_MIN };
+        it.at_least(VECTORED, least)
+    }),
+    Column::ratio("× iperf3", "GB/s", |it: Transfer| it.by(Method::Iperf))
+        .with_goal(|it| it.at_least(VECTORED, IPERF_MIN)),
+    Column::spread("CPU s/GB", 2),
+    Column::ratio("× QEMU's CPU", "CPU s/GB", |it: Transfer| it.by(QEMU)).with_goal(|it| {
+        let is_judged = it.method == VECTORED && it.memory == Memory::Warm;
+        is_judged.then_some(Bound::Most(QEMU_CPU_MAX))
+    }),
+    Column::ratio("× vectored", "GB/s", |it: Transfer| it.by(VECTORED))
+        .with_goal(|it| it.at_least(AUTO, AUTO_MIN).or(it.at_least(TLS, TLS_MIN))),
+    Column::ratio("× zero-copy", "GB/s", |it: Transfer| it.by(Method::Towline(Mode::ZeroCopy)))
+        .with_goal(|it| it.at_least(AUTO, AUTO_MIN)),
+    Column::ratio("× QEMU's TLS", "GB/s", |it: Transfer| it.by(Method::Qemu(Peer::Tls)))
+        .with_goal(|it| it.at_least(TLS, QEMU_WARM_MIN)),
+    Column::ratio("× cipher", "GB/s", |it: Transfer| it.by(Method::Cipher))
+        .with_goal(|it| it.at_least(TLS, CIPHER_MIN)),
+    Column::median("calls", 0),
+];
+const NOTES: [&str; 3] = [
+    "towline: two processes; from before it connects until the destination has acknowledged the guest",
+    "QEMU: 10.0 to 10.0, stopped guest, total-time of query-migrate; iperf3: its own report",
+    "CPU: user and system time of both processes; calls: send calls of the lanes",
+];
+
+impl Transfer {
+    fn by(self, method: Method) -> Self {
+        Self { method, ..self }
+    }
+
+    fn at_least(self, method: Method, least: f64) -> Option<Bound> {
+        (self.method == method).then_some(Bound::Least(least))
+    }
+
+    fn all() -> impl Iterator<Item = Self> {
+        let of = |memory, methods: &'static [Method]| {
+            let of_lanes = move |lanes| methods.iter().map(move |&method| Self { memory, lanes, method });
+            LANES.into_iter().flat_map(of_lanes)
+        };
+        of(Memory::Warm, &WARM).chain(of(Memory::Cold, &COLD))
+    }
+}
+
+/// Measures the tables.
 ///
 /// # Errors
-/// The ends do not start, or the run was cancelled. A contender that fails is a row with the reason.
-pub fn measure(parameters: &Parameters, loads: &[Load]) -> Result<Vec<Table>> {
-    let entries = entries(parameters, loads);
-    let mut bench = Bench::new(parameters)?;
-    let contenders: Vec<Contender> = entries.iter().map(Entry::contender).collect();
-    let outcomes =
-        rounds::run(&contenders, parameters.runs, &parameters.cancel, |index| bench.run(entries[index]))?;
-    Ok(tables::all(parameters, &entries, &outcomes))
-}
-
-fn entries(parameters: &Parameters, loads: &[Load]) -> Vec<Entry> {
-    let takes_part = |method: &Method| parameters.has_qemu || !matches!(method, Method::Qemu(_));
-    let peers = [Method::Qemu(Peer::Plain), Method::Qemu(Peer::ZeroCopy), Method::Iperf];
-    let warm: Vec<_> = Mode::PLAIN.map(Method::Towline).into_iter().chain(peers).filter(takes_part).collect();
-    let idle_only = [Method::Towline(Mode::Tls), Method::Qemu(Peer::Tls), Method::Cipher];
-    let idle_only: Vec<_> = idle_only.into_iter().filter(takes_part).collect();
-    let cold = [Method::Towline(Mode::Vectored), Method::Qemu(Peer::Plain)];
-    let cold: Vec<_> = cold.into_iter().filter(takes_part).collect();
-    // In the same round as the rows that they are compared with.
-    let idle: Vec<_> = warm.iter().chain(&idle_only).copied().collect();
-    let of = |load, is_cold, method: &[Method]| -> Vec<Entry> {
-        let lanes = parameters.lanes.iter();
-        let entry = |&lanes| method.iter().map(move |&method| Entry { load, is_cold, lanes, method });
-        lanes.flat_map(entry).collect()
+/// The ends do not start, or the run was cancelled.
+pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
+    let all = bench.chosen(Transfer::all())?;
+    let mut ends = Ends::start(bench)?;
+    let results = table::measure(bench, all, |it| ends.run(it))?;
+    let of = |memory, name, what: &str| {
+        let title =
+            format!("Lanes: {} MiB, memory to memory over TCP on the loopback, {what}", ends.memory_mib);
+        results.table(name, &title, &COLUMNS, |it| it.memory == memory).with_notes(NOTES)
     };
-    let warm_under = |&load: &Load| of(load, false, if load == Load::Idle { &idle } else { &warm });
-    let mut entries: Vec<_> = loads.iter().flat_map(warm_under).collect();
-    if loads.contains(&Load::Idle) {
-        entries.extend(of(Load::Idle, true, &cold));
-    }
-    entries
+    Ok(vec![
+        of(Memory::Warm, "lanes", "memory touched before"),
+        of(Memory::Cold, "lanes-cold", "destination's memory touched during the measurement"),
+    ])
 }
 
-/// Resources of the whole measurement.
-struct Bench<'a> {
-    parameters: &'a Parameters,
+/// Both ends of all transfers.
+struct Ends<'a> {
+    bench: &'a Bench,
+    memory_mib: u64,
     source: End,
     destination: End,
-    qemu: Option<Result<qemu::Source>>,
+    qemu: Result<qemu::Source>,
     /// Certificates for both ends, towline's and QEMU's.
     certificates: TempDir,
-    /// CPUs of sources and of destinations, for pinned runs.
-    halves: (Vec<usize>, Vec<usize>),
 }
 
-impl<'a> Bench<'a> {
-    fn new(parameters: &'a Parameters) -> Result<Self> {
-        let bytes = parameters.memory_mib * MIB;
-        let end = |role: &str| End::start(&parameters.program, &json!({ role: { "bytes": bytes } }));
-        eprintln!("lanes: filling {} MiB of a synthetic guest", parameters.memory_mib);
+/// Cost of a transfer.
+struct Cost {
+    seconds: f64,
+    /// CPU time of both ends.
+    cpu_seconds: f64,
+    /// Bytes of page contents.
+    bytes: f64,
+}
+
+impl Cost {
+    fn figures(&self) -> Figures {
+        let gigabytes = self.bytes / 1e9;
+        Figures::from([("GB/s", gigabytes / self.seconds), ("CPU s/GB", self.cpu_seconds / gigabytes)])
+    }
+}
+
+impl<'a> Ends<'a> {
+    fn start(bench: &'a Bench) -> Result<Self> {
+        let memory_mib = bench.size_mib(MEMORY_MIB);
+        eprintln!("lanes: filling {memory_mib} MiB of a synthetic guest and of a QEMU's");
+        let end = |role: &str| End::start(bench, role, memory_mib * MIB);
         let source = end("source").context("source")?;
         let destination = end("destination").context("destination")?;
-        let certificates = tempfile::Builder::new().prefix("towline-bench-").tempdir()?;
+        let certificates = bench.directory()?;
         Authority::new("towline-bench")?.furnish(certificates.path())?;
-        let qemu = parameters.has_qemu.then(|| qemu::Source::start(parameters, certificates.path()));
-        let cpus: Vec<usize> = (0..std::thread::available_parallelism().map_or(1, usize::from)).collect();
-        let (first, second) = cpus.split_at(cpus.len().div_ceil(2));
-        // With one CPU both halves are the same.
-        let second = if second.is_empty() { first } else { second };
-        let halves = (first.to_vec(), second.to_vec());
-        Ok(Self { parameters, source, destination, qemu, certificates, halves })
+        let qemu = qemu::Source::start(bench, memory_mib, certificates.path());
+        Ok(Self { bench, memory_mib, source, destination, qemu, certificates })
     }
 
-    fn run(&mut self, entry: Entry) -> Result<Cost> {
-        let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        let stress = match entry.load {
-            Load::Stress => Some(End::start(&self.parameters.program, &json!({ "spin": threads }))?),
-            _ => None,
-        };
-        let halves = (entry.load == Load::Pinned).then_some((&self.halves.0[..], &self.halves.1[..]));
-        let cost = match entry.method {
+    fn run(&mut self, it: Transfer) -> Result<Figures> {
+        let cost = match it.method {
             Method::Towline(mode) => {
-                let tls = (mode == Mode::Tls).then(|| self.certificates.path());
-                let Entry { lanes, is_cold, .. } = entry;
-                let job = Job { mode: mode.name(), lanes, is_cold, cpus: halves, tls };
-                process::migrate(&mut self.source, &mut self.destination, job)
+                return self.source.send(&mut self.destination, it, mode, self.certificates.path());
             }
             Method::Qemu(peer) => {
-                let source = self.qemu.as_ref().context("QEMU is not among the contenders")?;
-                let source = source.as_ref().map_err(|error| anyhow::anyhow!("{error:#}"))?;
-                let Entry { lanes, is_cold, .. } = entry;
-                let certificates = self.certificates.path();
-                source.migrate(
-                    self.parameters,
-                    qemu::Settings { lanes, peer, is_cold, cpus: halves, certificates },
-                )
+                let source = self.qemu.as_ref().map_err(|error| anyhow::anyhow!("{error:#}"))?;
+                source.migrate(self.bench, it, peer)?
             }
-            Method::Iperf => iperf::run(entry.lanes, self.parameters.iperf_seconds, halves),
-            Method::Cipher => cipher::run(entry.lanes, self.parameters.memory_mib * MIB),
+            Method::Iperf => iperf::run(it.lanes)?,
+            Method::Cipher => cipher::run(it.lanes, self.memory_mib * MIB)?,
         };
-        drop(stress);
-        cost
+        Ok(cost.figures())
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
-    use towline_channel::Cancel;
-
     use super::*;
 
     #[test]
     fn every_number_of_lanes_has_every_contender() {
-        let parameters = Parameters::of(Path::new("towline"), 1, Cancel::new().unwrap());
-        let warm = entries(&parameters, &[Load::Idle]);
-        assert_eq!(warm.len(), 4 * (Mode::PLAIN.len() + 3 + 3) + 4 * 2);
-        assert_eq!(warm[0].contender().group, "warm, 1 lane");
-        assert_eq!(warm.last().unwrap().contender().group, "cold, 8 lanes");
-        let busy = entries(&Parameters { has_qemu: false, ..parameters }, &[Load::Stress, Load::Pinned]);
-        assert_eq!(busy.len(), 2 * 4 * (Mode::PLAIN.len() + 1));
-        assert_eq!(busy.last().unwrap().contender().group, "pinned, 8 lanes");
+        let all: Vec<_> = Transfer::all().collect();
+        assert_eq!(all.len(), LANES.len() * (WARM.len() + COLD.len()));
+        assert_eq!((all[0].group(), all[0].label()), ("warm, 1 lane".into(), "vectored"));
+        assert_eq!(all.last().map(Entry::group), Some("cold, 8 lanes".into()));
     }
 }

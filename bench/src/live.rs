@@ -10,149 +10,267 @@
 //!
 //! Limits: one guest, two virtual processors, TCG, both QEMUs on one host.
 
-mod guest;
-mod moves;
-mod parameters;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
+use towline_lab::{Builder, Qemu, Version, paths};
 
-use crate::rounds::{self, Contender, Outcome};
-use crate::stats::Summary;
-use crate::table::{Content, Row, Table};
-use guest::Guest;
-use moves::{Method, Moved};
-pub use parameters::Parameters;
+use crate::Bench;
+use crate::guest::{Counter, WITHIN, configure, endpoint, incoming};
+use crate::machine::{self, MIB};
+use crate::table::{self, Bound, Column, Entry, Figures, Table};
 
-/// Goal of the downtime, by the guest's counter and by QEMU, as a ratio to a direct move.
+/// Memory of the guest in MiB, half of which is random.
+const MEMORY_MIB: u64 = 1024;
+/// Rate of its writes in bytes per second, and their range in MiB.
+const DIRTY_RATE: u64 = 20_000_000;
+const DIRTY_MIB: u64 = 64;
+/// Downtime limit of both contenders.
+const DOWNTIME_LIMIT_MS: u64 = 300;
+/// Interval of reading the counters.
+const POLL_INTERVAL: Duration = Duration::from_micros(500);
+/// Beginning of the names of the threads of virtual processors, with `-name debug-threads=on`.
+const VCPU_THREAD: &str = "CPU ";
+/// Goals, as ratios to a direct move: of the downtime, and of the total time with and without multifd.
 const DOWNTIME_MAX: f64 = 1.25;
-/// Goal of the total time, as a ratio to a direct move.
 const TOTAL_MAX: f64 = 1.15;
-/// The same without multifd.
 const TOTAL_MAX_OF_MAIN_CHANNEL: f64 = 1.1;
-const METHODS: [Method; 2] = [Method::Direct, Method::Towline];
 
-/// Measures the tables; takes a few minutes with [`Parameters::of`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Method {
+    Direct,
+    Towline,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Move {
+    /// Lanes of towline and channels of QEMU; 0: none.
+    lanes: usize,
+    method: Method,
+}
+
+impl Entry for Move {
+    fn group(&self) -> String {
+        match self.lanes {
+            0 => "without multifd".into(),
+            lanes => format!("{lanes} channels"),
+        }
+    }
+
+    fn label(&self) -> &'static str {
+        match self.method {
+            Method::Direct => "QEMU to QEMU directly",
+            Method::Towline => "through towline",
+        }
+    }
+}
+
+const COLUMNS: [Column<Move>; 10] = [
+    Column::spread("downtime, ms", 0),
+    Column::ratio("× directly", "downtime, ms", Move::directly).with_goal(downtime_goal),
+    Column::spread("QEMU's downtime, ms", 0),
+    Column::ratio("× directly", "QEMU's downtime, ms", Move::directly).with_goal(downtime_goal),
+    Column::spread("s to done", 2),
+    Column::ratio("× directly", "s to done", Move::directly).with_goal(total_goal),
+    Column::spread("QEMU's total-time, s", 2),
+    Column::ratio("× directly", "QEMU's total-time, s", Move::directly).with_goal(total_goal),
+    Column::spread("CPU s, QEMUs", 2),
+    Column::spread("CPU s, towline", 2),
+];
+
+impl Move {
+    fn directly(self) -> Self {
+        Self { method: Method::Direct, ..self }
+    }
+}
+
+fn downtime_goal(it: Move) -> Option<Bound> {
+    (it.method == Method::Towline).then_some(Bound::Most(DOWNTIME_MAX))
+}
+
+fn total_goal(it: Move) -> Option<Bound> {
+    let most = if it.lanes > 0 { TOTAL_MAX } else { TOTAL_MAX_OF_MAIN_CHANNEL };
+    (it.method == Method::Towline).then_some(Bound::Most(most))
+}
+
+/// Measures the tables; takes a few minutes.
 ///
 /// # Errors
-/// The lab is missing, the guest does not boot, or the run was cancelled. A contender that fails is a row with the reason.
-pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
-    if let Some(part) = towline_lab::paths::missing() {
-        anyhow::bail!("{part} is missing; run `cargo xtask setup`");
+/// The lab is missing, the guest does not boot, or the run was cancelled.
+pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
+    if let Some(part) = paths::missing() {
+        bail!("{part} is missing; run `cargo xtask setup`");
     }
-    ensure!(
-        parameters.dirty_mib + parameters.data_mib < parameters.memory_mib,
-        "the guest has too little memory for its data"
-    );
-    let all: Vec<(usize, Method)> =
-        parameters.lanes.iter().flat_map(|&lanes| METHODS.map(|method| (lanes, method))).collect();
-    let contenders: Vec<Contender> = all
-        .iter()
-        .map(|(lanes, method)| Contender { group: group(*lanes), label: method.label().into() })
-        .collect();
+    let memory_mib = bench.size_mib(MEMORY_MIB);
+    ensure!(memory_mib >= 4 * DIRTY_MIB, "the guest has too little memory for its data");
+    let methods = [Method::Direct, Method::Towline];
+    let all = [4, 0].into_iter().flat_map(|lanes| methods.map(|method| Move { lanes, method }));
     let mut guest = None;
-    let outcomes = rounds::run(&contenders, parameters.runs, &parameters.cancel, |index| {
-        let (lanes, method) = all[index];
+    let results = table::measure(bench, bench.chosen(all)?, |it| {
         // A guest that a contender has lost is booted again.
         let at = match guest.take() {
             Some(at) => at,
-            None => Guest::boot(parameters)?,
+            None => Guest::boot(bench, memory_mib)?,
         };
-        let (moved, moved_guest) = moves::run(parameters, &at, method, lanes)?;
-        guest = Some(moved_guest);
-        Ok(moved)
+        let (figures, moved) = at.go(bench, it)?;
+        guest = Some(moved);
+        Ok(figures)
     })?;
-    Ok(vec![table(parameters, &contenders, &outcomes), goals(parameters, &contenders, &outcomes)])
+    let title = format!(
+        "Live: Linux guest of {memory_mib} MiB, {} MiB random, 2 processors, writing {} MB/s over {DIRTY_MIB} MiB",
+        memory_mib / 2,
+        DIRTY_RATE / 1_000_000
+    );
+    let table = results.table("live", &title, &COLUMNS, |_| true).with_notes([
+        &*format!("downtime: from the last step of the guest's counter at the source (it steps every 5 ms) to the first at the destination; {DOWNTIME_LIMIT_MS} ms allowed"),
+        "s to done: from the command (towline: its process's start; directly: `migrate`, settings made before) until towline ends or the source is `completed`, and the guest runs at the destination",
+        "QEMU's: query-migrate at the source afterwards",
+        "CPU s: user and system time during the move, without the QEMUs' virtual processors",
+        "after every run the guest checks its memory; memory for the destination was touched and freed just before",
+    ]);
+    Ok(vec![table])
 }
 
-fn group(lanes: usize) -> String {
-    match lanes {
-        0 => "without multifd".into(),
-        lanes => format!("{lanes} channels"),
+/// A running guest, in its present QEMU or the next one.
+struct Guest {
+    qemu: Qemu,
+    memory_mib: u64,
+    /// Guest-physical address of its counter.
+    tick_address: u64,
+    counter: Counter,
+}
+
+/// Times of a command.
+struct Times {
+    done: Duration,
+    towline_cpu: f64,
+}
+
+impl Guest {
+    fn builder(memory_mib: u64) -> Builder {
+        let builder = Qemu::builder(Version::V10_0).linux().memory_mib(memory_mib).processors(2);
+        builder.args(["-name", "debug-threads=on"])
     }
-}
 
-/// Figure of a column.
-type Figure = fn(&Moved) -> f64;
+    fn boot(bench: &Bench, memory_mib: u64) -> Result<Self> {
+        bench.cancel.check()?;
+        eprintln!("live: booting, and filling {} MiB", memory_mib / 2);
+        let qemu = Self::builder(memory_mib).start()?;
+        let mut agent = qemu.linux(WITHIN)?;
+        agent.fill(memory_mib / 2 * MIB, 1)?;
+        agent.dirty(DIRTY_RATE, DIRTY_MIB * MIB)?;
+        let tick_address = agent.tick_address()?;
+        drop(agent);
+        let counter = Counter::at(&qemu, tick_address)?;
+        Ok(Self { qemu, memory_mib, tick_address, counter })
+    }
 
-const FIGURES: [(&str, Figure, usize); 6] = [
-    ("downtime, ms", |moved| moved.downtime.as_secs_f64() * 1e3, 0),
-    ("QEMU's downtime, ms", |moved| moved.qemu_downtime_ms, 0),
-    ("s to done", |moved| moved.done.as_secs_f64(), 2),
-    ("QEMU's total-time, s", |moved| moved.total_ms / 1e3, 2),
-    ("CPU s, QEMUs", |moved| moved.qemu_cpu, 2),
-    ("CPU s, towline", |moved| moved.towline_cpu, 2),
-];
+    /// Starts a QEMU with the same configuration, which waits for the guest.
+    fn destination(&self) -> Result<Self> {
+        let qemu = Self::builder(self.memory_mib).incoming_defer().start()?;
+        let counter = Counter::at(&qemu, self.tick_address)?;
+        Ok(Self { qemu, counter, ..*self })
+    }
 
-fn values(outcome: &Outcome<Moved>, figure: Figure) -> Vec<f64> {
-    outcome.values.iter().map(figure).collect()
-}
-
-fn table(parameters: &Parameters, contenders: &[Contender], outcomes: &[Outcome<Moved>]) -> Table {
-    let row = |(contender, outcome): (&Contender, &Outcome<Moved>)| {
-        let content = match &outcome.failure {
-            Some(reason) => Content::Missing(reason.clone()),
-            None => {
-                let cell = |(_, figure, digits): (&str, Figure, usize)| {
-                    let summary = Summary::of(values(outcome, figure));
-                    summary.map_or_else(|| "–".into(), |summary| format!("{summary:.digits$}"))
-                };
-                let data = FIGURES.map(|(name, figure, _)| (name.to_owned(), json!(values(outcome, figure))));
-                Content::Measured {
-                    cells: FIGURES.map(cell).into(),
-                    data: Value::Object(data.into_iter().collect()),
-                }
-            }
+    /// Moves. Returns the figures, and the guest at its destination, which has checked its memory and counts.
+    fn go(&self, bench: &Bench, it: Move) -> Result<(Figures, Self)> {
+        let destination = self.destination()?;
+        let uri = match it.method {
+            Method::Direct => self.prepare(&destination, it.lanes)?,
+            Method::Towline => String::new(),
         };
-        Row { group: contender.group.clone(), label: contender.label.clone(), content }
-    };
-    Table {
-        name: "live",
-        title: format!(
-            "Live: Linux guest of {} MiB, {} MiB random, 2 processors, writing {} MB/s over {} MiB, {} runs, median (min–max)",
-            parameters.memory_mib,
-            parameters.data_mib,
-            parameters.dirty_rate / 1_000_000,
-            parameters.dirty_mib,
-            parameters.runs
-        ),
-        columns: std::iter::once("what").chain(FIGURES.map(|(name, ..)| name)).collect(),
-        rows: contenders.iter().zip(outcomes).map(row).collect(),
-        notes: vec![
-            format!(
-                "downtime: from the last step of the guest's counter at the source (it steps every 5 ms) to the first at the destination; {} ms allowed",
-                parameters.downtime_limit.as_millis()
-            ),
-            "s to done: from the command (towline: its process's start; directly: `migrate`, settings made before) until towline ends or the source is `completed`, and the guest runs at the destination".into(),
-            "QEMU's: query-migrate at the source afterwards".into(),
-            "CPU s: user and system time during the move, without the QEMUs' virtual processors".into(),
-            "after every run the guest checks its memory; memory for the destination was touched and freed just before".into(),
-        ],
-    }
-}
-
-fn goals(parameters: &Parameters, contenders: &[Contender], outcomes: &[Outcome<Moved>]) -> Table {
-    let mut rows = Vec::new();
-    let pairs = outcomes.chunks_exact(METHODS.len()).zip(contenders.chunks_exact(METHODS.len()));
-    for (&lanes, (pair, labels)) in parameters.lanes.iter().zip(pairs) {
-        let total = if lanes == 0 { TOTAL_MAX_OF_MAIN_CHANNEL } else { TOTAL_MAX };
-        let maxima = [DOWNTIME_MAX, DOWNTIME_MAX, total, total];
-        for ((name, figure, _), max) in FIGURES.into_iter().zip(maxima) {
-            let Some(ratio) = Summary::of_ratios(&values(&pair[1], figure), &values(&pair[0], figure)) else {
-                continue;
+        machine::prefault(self.memory_mib * MIB)?;
+        bench.cancel.check()?;
+        let over = AtomicBool::new(false);
+        let qemus = [self.qemu.pid(), destination.qemu.pid()];
+        let cpu_before = migration_seconds(qemus)?;
+        let (times, downtime) = std::thread::scope(|scope| {
+            let watch = scope.spawn(|| self.downtime(&destination, &over));
+            let times = match it.method {
+                Method::Direct => self.directly(bench, &destination, &uri),
+                Method::Towline => self.through(bench, &destination, it.lanes),
             };
-            let verdict = if ratio.median <= max { "met" } else { "missed" };
-            let cells = vec![format!("≤ {max} × directly"), ratio.to_string(), verdict.to_owned()];
-            let data = json!({ "median": ratio.median, "min": ratio.min, "max": ratio.max });
-            let label = format!("{}: {name}", labels[0].group);
-            rows.push(Row { group: String::new(), label, content: Content::Measured { cells, data } });
+            if times.is_err() {
+                over.store(true, Ordering::Relaxed);
+            }
+            let watched =
+                watch.join().unwrap_or_else(|_| bail!("the thread that reads the counters panicked"));
+            times.and_then(|times| Ok((times, watched?)))
+        })?;
+        let qemu_cpu = migration_seconds(qemus)? - cpu_before;
+        let info = self.qemu.qmp().execute("query-migrate", Value::Null)?;
+        let number =
+            |name: &str| info[name].as_f64().with_context(|| format!("query-migrate has no {name}: {info}"));
+        let figures = Figures::from([
+            ("downtime, ms", downtime.as_secs_f64() * 1e3),
+            ("QEMU's downtime, ms", number("downtime")?),
+            ("s to done", times.done.as_secs_f64()),
+            ("QEMU's total-time, s", number("total-time")? / 1e3),
+            ("CPU s, QEMUs", qemu_cpu),
+            ("CPU s, towline", times.towline_cpu),
+        ]);
+        let mut agent = destination.qemu.linux(WITHIN)?;
+        let pages = agent.check()?;
+        ensure!(pages == DIRTY_MIB * MIB / 4096, "{pages} pages were checked, expected all");
+        agent.wait_ticking(WITHIN)?;
+        drop(agent);
+        Ok((figures, destination))
+    }
+
+    /// Returns the time from the counter's last step here to its first at the destination.
+    fn downtime(&self, destination: &Self, over: &AtomicBool) -> Result<Duration> {
+        let deadline = Instant::now() + WITHIN;
+        let (mut last, mut stepped) = (self.counter.read()?, Instant::now());
+        loop {
+            ensure!(!over.load(Ordering::Relaxed) && Instant::now() < deadline, "the guest did not arrive");
+            let now = self.counter.read()?;
+            if now != last {
+                (last, stepped) = (now, Instant::now());
+            }
+            // The page may arrive several times before the guest runs: only a step beyond the source's counter counts.
+            if destination.counter.read()? > last {
+                return Ok(stepped.elapsed());
+            }
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
-    Table {
-        name: "goals",
-        title: "Goals".into(),
-        columns: vec!["through towline", "goal", "found", ""],
-        rows,
-        notes: vec!["judged by the median; ratios are taken round by round".into()],
+
+    /// Configures both QEMUs, and has the destination listen. Returns its address.
+    fn prepare(&self, destination: &Self, lanes: usize) -> Result<String> {
+        for qemu in [&self.qemu, &destination.qemu] {
+            let mut parameters = json!({ "downtime-limit": DOWNTIME_LIMIT_MS });
+            if lanes > 0 {
+                parameters["multifd-channels"] = lanes.into();
+            }
+            configure(qemu, &[("multifd", lanes > 0), ("return-path", true)], parameters)?;
+        }
+        let uri = format!("unix:{}", destination.qemu.directory().join("live.sock").display());
+        incoming(&destination.qemu, &uri)?;
+        Ok(uri)
     }
+
+    fn directly(&self, bench: &Bench, destination: &Self, uri: &str) -> Result<Times> {
+        let begun = Instant::now();
+        bench.migrate(&self.qemu, uri)?;
+        bench
+            .wait("the guest to run", || Ok((destination.qemu.qmp().status()? == "running").then_some(())))?;
+        Ok(Times { done: begun.elapsed(), towline_cpu: 0.0 })
+    }
+
+    fn through(&self, bench: &Bench, destination: &Self, lanes: usize) -> Result<Times> {
+        let (from, to) = (endpoint(&self.qemu), endpoint(&destination.qemu));
+        let lanes = format!("--multifd-channels={lanes}");
+        let downtime = format!("--downtime-limit={DOWNTIME_LIMIT_MS}");
+        let copied = bench.copy([&*from, &to, &lanes, &downtime])?.wait(bench)?;
+        Ok(Times { done: copied.took, towline_cpu: copied.cpu_seconds })
+    }
+}
+
+/// CPU time of two QEMUs without their virtual processors: the guest's own work does not belong to its move.
+fn migration_seconds(qemus: [u32; 2]) -> Result<f64> {
+    qemus.iter().try_fold(0.0, |sum, &pid| {
+        Ok(sum + machine::cpu_seconds(pid)? - machine::thread_seconds(pid, VCPU_THREAD)?)
+    })
 }

@@ -1,19 +1,46 @@
-//! `towline-bench`, started as `cargo xtask bench`: the command line of the benchmarks.
+//! `towline-bench`, started as `cargo xtask bench`: whole paths on real guests, side by side with the peers of this machine.
+//!
+//! ```text
+//! cargo xtask bench [TABLE...]  ─►  ram, live, lanes, net …  ─►  entries, measured in turns  ─►  tables: text, DIR/ram.{txt,json}
+//! ```
+//! A figure is a median with its spread, and is published beside its peer's; a ratio is taken round by round before its median. A
+//! contender that cannot be measured is a row with the reason. Guests, processes and files are removed at the end, also of a cancelled
+//! run.
+//!
+//! Out of scope: tests. Nothing about speed is asserted, and figures hold for the machine that they were measured on.
 
-use std::path::PathBuf;
+mod applications;
+mod guest;
+mod instant;
+mod lanes;
+mod live;
+mod machine;
+mod net;
+mod ram;
+mod run;
+mod sandbox;
+mod stats;
+mod stored;
+mod table;
+mod vhost;
+mod vsock;
+
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use clap::Parser;
+use serde_json::{Value, json};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
-use towline_bench::net::af_xdp;
-use towline_bench::vsock::linux;
-use towline_bench::{Options, UnknownTable};
+use tempfile::TempDir;
 use towline_channel::Cancel;
 
-/// Exit status of an unusable command line.
-const EXIT_USAGE: u8 = 2;
+use crate::table::Table;
+
+/// Directory of the programs that `cargo xtask peers` builds.
+const PEERS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../target/peers/bin");
 
 /// Benchmarks on real guests, side by side with the peers that this machine has
 ///
@@ -23,16 +50,12 @@ const EXIT_USAGE: u8 = 2;
 ///   instant        a restored guest that runs at once, against QEMU's own restore and postcopy
 ///   run            a guest from an image by one command: its parts, cached and not
 ///   lanes          memory over lanes, against QEMU's multifd and iperf3
-///   lanes-busy     the same on a busy machine, and pinned
-///   calls          pages copied into a linear buffer, against vectors
 ///   vsock          streams and requests, against vhost-device-vsock and a plain Unix socket
 ///   vsock-linux    streams, requests and connections of an emulated Linux guest, against vhost-device-vsock
-///   vsock-guests   sixteen guests of one process, one of them hostile
-///   net            frames and TCP, against vhost_user_net, dpdk-testpmd, a tap and a veth pair
+///   net            frames and TCP, against vhost_user_net, dpdk-testpmd, passt, a tap and a veth pair
 ///   net-queues     the same with several queues
 ///   af-xdp         TCP of a guest by the tap and by AF_XDP with and without copies, inside of an emulated guest
 ///   sandbox        system calls with and without the sandbox's filters
-///   sandbox-paths  devices and a copy with and without a sandbox
 /// `cargo xtask setup` installs the guests and QEMUs, `cargo xtask peers` the peers.
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask bench", version, verbatim_doc_comment, max_term_width = 110)]
@@ -48,20 +71,23 @@ Examples:
 
 Exit status: 0 done; 1 failed or cancelled; 2 usage.
 ")]
-struct Arguments {
+struct Options {
     /// Tables to measure [default: all]
-    #[arg(value_name = "TABLE")]
+    #[arg(value_name = "TABLE", value_parser = BENCHMARKS.map(|benchmark| benchmark.name))]
     tables: Vec<String>,
-    /// Directory for each table as text, as JSON and as a page with charts
+    /// Directory for each table as text and as JSON with every single value
     #[arg(long, value_name = "DIR")]
     report: Option<PathBuf>,
     /// Number of runs of each row; the median is printed
-    #[arg(long, value_name = "N", default_value_t = 5)]
-    runs: usize,
-    /// Memory sizes of the guests of `instant` and `run`, in bytes (suffixes M, G) [default: 1G,4G,8G; 512M too for `run`]
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
+    runs: u16,
+    /// Memory of the guests, in bytes (suffixes M, G); several for `instant` and `run` [default: that of the published tables]
     #[arg(long, value_name = "BYTES", value_parser = mebibytes, value_delimiter = ',')]
     sizes: Vec<u64>,
-    /// Part of the names of the rows to measure, for `net`, `net-queues`, `af-xdp`, `vsock` and `vsock-linux`; may be repeated
+    /// Seconds in which a row of a device is measured [default: those of the published tables]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    window: Option<Duration>,
+    /// Part of the names of the groups of rows to measure; may be repeated
     #[arg(long, value_name = "TEXT")]
     rows: Vec<String>,
     /// Program of a peer that is not found by itself: vhost_user_net=PATH, vhost-device-vsock=PATH; may be repeated
@@ -72,32 +98,130 @@ struct Arguments {
     towline: PathBuf,
 }
 
+/// What all benchmarks share.
+struct Bench {
+    options: Options,
+    /// This program, which also runs ends of migrations and applications of guests.
+    own: PathBuf,
+    /// Cancels the run, which then removes what it created.
+    cancel: Cancel,
+}
+
+/// A benchmark by its name on the command line.
+struct Benchmark {
+    name: &'static str,
+    measure: fn(&Bench) -> Result<Vec<Table>>,
+}
+
+const BENCHMARKS: [Benchmark; 11] = [
+    Benchmark { name: "ram", measure: ram::measure },
+    Benchmark { name: "live", measure: live::measure },
+    Benchmark { name: "instant", measure: instant::measure },
+    Benchmark { name: "run", measure: run::measure },
+    Benchmark { name: "lanes", measure: lanes::measure },
+    Benchmark { name: "vsock", measure: vsock::measure },
+    Benchmark { name: "vsock-linux", measure: vsock::linux::measure },
+    Benchmark { name: "net", measure: net::measure },
+    Benchmark { name: "net-queues", measure: net::measure_queues },
+    Benchmark { name: "af-xdp", measure: net::af_xdp::measure },
+    Benchmark { name: "sandbox", measure: sandbox::measure },
+];
+
+impl Bench {
+    /// Returns the sizes of the guests in MiB.
+    fn sizes_mib(&self, published: &[u64]) -> Vec<u64> {
+        if self.options.sizes.is_empty() { published.to_vec() } else { self.options.sizes.clone() }
+    }
+
+    /// Returns the size of the guest in MiB, of a benchmark with one.
+    fn size_mib(&self, published: u64) -> u64 {
+        self.options.sizes.first().copied().unwrap_or(published)
+    }
+
+    fn window(&self, published: Duration) -> Duration {
+        self.options.window.unwrap_or(published)
+    }
+
+    /// Finds a peer's program: an option's, that of `cargo xtask peers`, or one in `PATH`.
+    fn peer(&self, name: &str) -> Result<PathBuf> {
+        let configured = self.options.peers.iter().find(|(known, _)| known == name);
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let candidates = std::iter::once(PEERS.into()).chain(std::env::split_paths(&path));
+        let mut candidates = configured
+            .map(|(_, path)| path.clone())
+            .into_iter()
+            .chain(candidates.map(|directory| directory.join(name)));
+        let found = candidates.find(|path| path.is_file());
+        found.with_context(|| {
+            format!("{name} is missing; run `cargo xtask peers`, or give --peer {name}=PATH")
+        })
+    }
+
+    /// Creates a directory for images and sockets, which is removed when it is dropped.
+    fn directory(&self) -> Result<TempDir> {
+        Ok(TempDir::with_prefix("towline-bench-")?)
+    }
+
+    #[cfg(test)]
+    fn of_test<const N: usize>(words: [&str; N]) -> Self {
+        let words = ["bench", "--towline", "towline"].iter().chain(&words);
+        Self {
+            options: Options::try_parse_from(words).unwrap(),
+            own: PathBuf::new(),
+            cancel: Cancel::new().unwrap(),
+        }
+    }
+}
+
 fn main() -> ExitCode {
     // A measured end of a migration and the application of a guest are this program again.
     let words: Vec<_> = std::env::args_os().collect();
-    let result = if let Some(role) = towline_bench::lanes::role(&words) {
-        towline_bench::lanes::serve(role)
-    } else if linux::is_application(&words) {
-        linux::serve()
-    } else if let Some(role) = af_xdp::role(&words) {
-        af_xdp::serve(role)
-    } else {
-        run(Arguments::parse_from(words))
+    let words: Vec<_> = words.iter().map(|word| word.to_string_lossy()).collect();
+    let result = match &*words.iter().map(AsRef::as_ref).collect::<Vec<&str>>() {
+        [_, lanes::END, role] => lanes::serve_end(role),
+        [_, vsock::linux::APPLICATION] => vsock::linux::serve(),
+        [_, net::af_xdp::APPLICATION, role, card] => net::af_xdp::serve(role, card),
+        _ => run_tables(Options::parse()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("bench: {error:#}");
-            ExitCode::from(if error.is::<UnknownTable>() { EXIT_USAGE } else { 1 })
+            ExitCode::FAILURE
         }
     }
 }
 
-fn run(arguments: Arguments) -> Result<()> {
-    let Arguments { tables, report, runs, sizes, rows, peers, towline } = arguments;
+fn run_tables(options: Options) -> Result<()> {
     let own = std::env::current_exe().context("path of this program")?;
-    let cancel = cancel_on_signals()?;
-    towline_bench::run(&Options { tables, report, runs, sizes_mib: sizes, rows, towline, own, peers, cancel })
+    let bench = Bench { options, own, cancel: cancel_on_signals()? };
+    let (tables, report) = (&bench.options.tables, bench.options.report.as_deref());
+    if let Some(directory) = report {
+        // Before the measurements, so that an error is reported early.
+        std::fs::create_dir_all(directory)?;
+    }
+    let is_chosen = |it: &&Benchmark| tables.is_empty() || tables.iter().any(|name| name == it.name);
+    for benchmark in BENCHMARKS.iter().filter(is_chosen) {
+        let machine = machine::describe();
+        let mut tables = (benchmark.measure)(&bench)?;
+        let goals = Table::goals(&mut tables);
+        tables.push(goals);
+        // With --rows some are empty.
+        tables.retain(|table| !table.is_empty());
+        let text = tables.iter().fold(machine.join("\n") + "\n", |text, table| format!("{text}\n{table}"));
+        print!("{text}");
+        if let Some(directory) = report {
+            let tables: Vec<Value> = tables.iter().map(Table::to_json).collect();
+            let json = json!({ "machine": machine, "tables": tables });
+            write(&directory.join(format!("{}.txt", benchmark.name)), &text)?;
+            write(&directory.join(format!("{}.json", benchmark.name)), &format!("{json:#}\n"))?;
+        }
+    }
+    Ok(())
+}
+
+fn write(path: &Path, text: &str) -> Result<()> {
+    std::fs::write(path, text).with_context(|| format!("{} cannot be written", path.display()))
 }
 
 /// Returns a token that SIGINT, SIGTERM and SIGHUP cancel: guests, processes and files are removed then.
@@ -123,6 +247,12 @@ fn peer(text: &str) -> Result<(String, PathBuf), String> {
     Ok((name.to_owned(), path.into()))
 }
 
+fn seconds(text: &str) -> Result<Duration> {
+    let seconds = Duration::try_from_secs_f64(text.parse()?)?;
+    ensure!(!seconds.is_zero(), "expected more than 0 seconds");
+    Ok(seconds)
+}
+
 /// Parses a size such as `512M` or `4G` into MiB.
 fn mebibytes(text: &str) -> Result<u64, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
@@ -144,14 +274,29 @@ mod tests {
 
     #[test]
     fn options_are_parsed() {
-        let words = "bench net --sizes 1G,512m --peer a=/b=c --rows TCP_RR --towline /bin/towline";
-        let arguments = Arguments::try_parse_from(words.split(' ')).unwrap();
-        assert_eq!(arguments.sizes, [1024, 512]);
-        assert_eq!(arguments.peers, [("a".to_owned(), PathBuf::from("/b=c"))]);
-        assert_eq!((arguments.tables, arguments.runs), (vec!["net".to_owned()], 5));
-        for wrong in ["--sizes 0G", "--sizes 1", "--sizes 99999999999999999999G", "--peer =a", "--peer a"] {
+        let bench = Bench::of_test(["net", "--sizes", "1G,512m", "--peer", "a=/b=c", "--window", "0.2"]);
+        let options = bench.options;
+        assert_eq!(options.sizes, [1024, 512]);
+        assert_eq!(options.peers, [("a".to_owned(), PathBuf::from("/b=c"))]);
+        assert_eq!((options.tables, options.runs), (vec!["net".to_owned()], 5));
+        assert_eq!(options.window, Some(Duration::from_millis(200)));
+    }
+
+    #[test]
+    fn what_cannot_be_measured_is_a_usage_error() {
+        for wrong in [
+            "disk",
+            "--runs 0",
+            "--window 0",
+            "--sizes 0G",
+            "--sizes 1",
+            "--sizes 99999999999999999999G",
+            "--peer =a",
+            "--peer a",
+        ] {
             let words = format!("bench --towline t {wrong}");
-            assert!(Arguments::try_parse_from(words.split(' ')).is_err(), "{wrong}");
+            let error = Options::try_parse_from(words.split(' ')).unwrap_err();
+            assert_eq!(error.exit_code(), 2, "{wrong}");
         }
     }
 }

@@ -1,114 +1,135 @@
 //! `cargo xtask bench ram`: save and restore of a guest's memory, against QEMU's mapped-ram files and its multifd.
 //!
 //! ```text
-//!   save      running QEMU ─► file           QEMU's own · QEMU's own with direct-io · towline
+//!   save      running QEMU ─► file           QEMU's own · QEMU's own with direct-io · towline · the disk itself
 //!   restore   file ─► waiting QEMU ─► tick   QEMU's own · towline: handed over, verified, streamed · QEMU to QEMU, live
-//!   limits    a copy in this process, one TCP stream
 //! ```
-//! All contenders restore the same image. A measurement ends when the guest's counter, read from the destination's memory, steps.
+//! All contenders restore the same image. A measurement ends when the guest's counter, read from the destination's memory, steps;
+//! reading it touches only its own page.
 //!
-//! Limits: one guest, mostly random pages, one virtual processor, TCG.
+//! Limits: one guest, half of it random pages, one virtual processor, TCG.
 
-mod bench;
-mod guest;
-mod limits;
-mod part;
-mod peer;
 mod restore;
 mod save;
-mod towline;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, ensure};
-use serde_json::{Value, json};
+use serde_json::json;
+use tempfile::TempDir;
+use towline_lab::{Builder, MemoryBackend, Qemu, paths};
 
-use crate::table::{Content, Row, Table};
-pub use bench::Parameters;
-use bench::{Bench, MIB};
-use part::Counters;
-pub(crate) use restore::{drop_cached, read_once};
+use crate::Bench;
+use crate::guest::{configure, small};
+use crate::machine::{self, MIB};
+use crate::table::Table;
 
-/// Measures the tables; takes some minutes with [`Parameters::of`].
+/// Memory of the guest in MiB.
+const MEMORY_MIB: u64 = 3072;
+/// Lanes of towline and channels of QEMU.
+const LANES: usize = 4;
+/// Free space that a run needs beyond two images.
+const SPACE_MARGIN: u64 = 1 << 30;
+/// Note on [`machine::prefault`] below the tables.
+const PREFAULTED: &str = "just before each measurement, memory was touched and freed, so that the host backs it: see docs/benchmarks.md";
+
+/// Measures the tables.
 ///
 /// # Errors
-/// QEMU is missing, there is too little space for the images, the guest does not start, or the run was cancelled. A contender that fails
-/// is a row with the reason.
-pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
+/// QEMU is missing, there is too little space for the images, the guest does not start, or the run was cancelled.
+pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
     ensure!(
-        Path::new(towline_lab::paths::QEMU_10_0).is_file(),
+        Path::new(paths::QEMU_10_0).is_file(),
         "{} is missing; run `cargo xtask setup`",
-        towline_lab::paths::QEMU_10_0
+        paths::QEMU_10_0
     );
-    let bench = Bench::new(parameters)?;
-    eprintln!("ram: {}", bench.images());
-    let limits = limits::measure(parameters)?;
-    let source = guest::Source::start(&bench, guest::Memory::Cold)?;
-    let saves = save::measure(&bench, &source)?;
-    let restores = restore::measure(&bench, &source)?;
-    let counters = counters(&[&saves.counters[..], &restores.counters].concat());
-    let rates = [&saves.rates[..], &restores.rates].concat();
-    Ok(vec![
-        saves.table,
-        restores.table,
-        restore::goals(&saves.ratios, &restores.ratios),
-        limits.table(&rates),
-        counters,
-    ])
+    let guests = Guests::new(bench)?;
+    eprintln!("ram: filling {} MiB of two guests", guests.data_bytes() / MIB);
+    let sources = Sources {
+        cold: bench.filled(guests.builder(Memory::Cold))?,
+        preallocated: bench.filled(guests.builder(Memory::Preallocated))?,
+    };
+    let mut tables = save::measure(&guests, &sources)?;
+    tables.extend(restore::measure(&guests, &sources.cold)?);
+    Ok(tables)
 }
 
-/// Returns the table of calls and pages.
-fn counters(counted: &[Counters]) -> Table {
-    const COLUMNS: [(&str, &str); 6] = [
-        ("plain pages", "normal"),
-        ("zero pages", "duplicate"),
-        ("passes", "dirty-sync-count"),
-        ("vectored calls", "vectored-calls"),
-        ("plain calls", "plain-calls"),
-        ("MiB on lanes", "multifd-bytes"),
-    ];
-    let number = |ram: &Value, name: &str| match ram[name].as_u64() {
-        Some(bytes) if name.ends_with("bytes") => (bytes / MIB).to_string(),
-        Some(count) => count.to_string(),
-        None => "–".into(),
-    };
-    let row = |counted: &Counters| {
-        let cells = COLUMNS.iter().map(|(_, name)| number(&counted.ram, name)).collect();
-        let data = json!({ "ram": counted.ram });
-        let content = Content::Measured { cells, data };
-        Row { group: counted.group.clone(), label: counted.label.clone(), content }
-    };
-    Table {
-        name: "counters",
-        title: "towline's counters of the last round (--json)".into(),
-        columns: std::iter::once("what").chain(COLUMNS.iter().map(|(title, _)| *title)).collect(),
-        rows: counted.iter().map(row).collect(),
-        notes: vec!["a handed-over image is loaded by QEMU itself, without pages or calls of towline".into()],
-    }
+/// Kind of a guest's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Memory {
+    /// QEMU's default: a destination's pages are allocated at first touch.
+    Cold,
+    /// A shared memfd that QEMU touches before it starts.
+    Preallocated,
 }
 
-#[cfg(test)]
-mod tests {
-    use super::part::row;
-    use super::*;
-    use crate::rounds::Outcome;
+impl Memory {
+    const ALL: [Self; 2] = [Self::Cold, Self::Preallocated];
+}
 
-    #[test]
-    fn a_failed_contender_is_a_row_with_its_reason() {
-        let outcome = Outcome { values: vec![1.0], failure: Some("no direct I/O".into()) };
-        let row = row("g", "l", &outcome, |_| unreachable!());
-        assert!(matches!(row.content, Content::Missing(reason) if reason == "no direct I/O"));
+/// Guests that have filled their memory and are stopped.
+struct Sources {
+    cold: Qemu,
+    preallocated: Qemu,
+}
+
+/// Size of the guests, and directory of their images.
+struct Guests<'a> {
+    bench: &'a Bench,
+    memory_mib: u64,
+    directory: TempDir,
+}
+
+impl<'a> Guests<'a> {
+    fn new(bench: &'a Bench) -> Result<Self> {
+        let (directory, memory_mib) = (bench.directory()?, bench.size_mib(MEMORY_MIB));
+        let this = Self { bench, memory_mib, directory };
+        let space = rustix::fs::statvfs(this.directory.path())?;
+        let free = space.f_bavail * space.f_frsize;
+        let wanted = 2 * this.data_bytes() + SPACE_MARGIN;
+        ensure!(
+            free >= wanted,
+            "{}: {} MiB are free, two images and a margin need {}; free some space, or set TMPDIR",
+            this.directory.path().display(),
+            free / MIB,
+            wanted / MIB
+        );
+        Ok(this)
     }
 
-    #[test]
-    fn missing_counters_are_dashes() {
-        let counted = Counters {
-            group: "g".into(),
-            label: "l".into(),
-            ram: json!({ "normal": 3, "multifd-bytes": 5 << 20 }),
+    /// Random data of each guest; the rest of its memory is zero.
+    fn data_bytes(&self) -> u64 {
+        self.memory_mib / 2 * MIB
+    }
+
+    fn builder(&self, memory: Memory) -> Builder {
+        let backend = match memory {
+            Memory::Cold => MemoryBackend::Default,
+            Memory::Preallocated => MemoryBackend::Memfd { prealloc: true },
         };
-        let table = counters(&[counted]);
-        let Content::Measured { cells, .. } = &table.rows[0].content else { panic!("{table}") };
-        assert_eq!(cells, &["3", "–", "–", "–", "–", "5"]);
+        small(self.data_bytes() / MIB, backend).memory_mib(self.memory_mib)
     }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    fn title(&self, what: &str) -> String {
+        format!("{what}, {} MiB guest, {} MiB random, {LANES} channels", self.memory_mib, self.memory_mib / 2)
+    }
+
+    /// Describes the location of the images.
+    fn images(&self) -> String {
+        format!("images on {}", machine::filesystem(self.directory.path()))
+    }
+
+    fn prefault(&self) -> Result<()> {
+        machine::prefault(self.data_bytes())
+    }
+}
+
+/// Has QEMU migrate to or from a file with pages at fixed offsets.
+fn use_mapped_ram(qemu: &Qemu, direct_io: bool) -> Result<()> {
+    let parameters = json!({ "multifd-channels": LANES, "direct-io": direct_io });
+    configure(qemu, &[("multifd", true), ("mapped-ram", true)], parameters)
 }

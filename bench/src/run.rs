@@ -10,115 +10,139 @@
 //!
 //! Limits: one guest at a time, TCG.
 
-mod guest;
-mod parameters;
+use std::time::Instant;
 
-use std::time::Duration;
+use anyhow::{Context as _, Result, ensure};
+use serde_json::Value;
+use towline_lab::{Towline, Version, require_qemu};
 
-use anyhow::Result;
-use serde_json::json;
-use towline_lab::{Version, require_qemu};
+use crate::Bench;
+use crate::guest::Counter;
+use crate::machine::{self, Cache};
+use crate::stored::{Shape, Stored};
+use crate::table::{self, Column, Entry, Figures, Results, Table};
 
-use crate::rounds::{self, Contender, Outcome};
-use crate::stats::Summary;
-use crate::table::{Content, Row, Table};
-use guest::{Arrival, Stored};
-use parameters::DATA_PERCENT;
-pub use parameters::Parameters;
+const SIZES_MIB: [u64; 4] = [512, 1024, 4096, 8192];
+/// Share of a guest's memory that is random.
+const DATA_PERCENT: u64 = 50;
+/// RAM of a q35 that begins at 4 GiB if the guest has more than it can have below.
+const ABOVE: u64 = 4 << 30;
+const BELOW_MAX: u64 = 2 << 30;
 
-/// State of the image before a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Cache {
-    Cached,
-    Dropped,
+struct Run {
+    size_mib: u64,
+    version: Version,
+    cache: Cache,
+}
+
+impl Entry for Run {
+    fn group(&self) -> String {
+        format!("{} MiB, {}", self.size_mib, name(self.version))
+    }
+
+    fn label(&self) -> &'static str {
+        self.cache.name()
+    }
+}
+
+const COLUMNS: [Column<Run>; 4] = [
+    Column::spread("until QEMU answers", 1),
+    Column::spread("then to RUNNING", 1),
+    Column::spread("then to first tick", 1),
+    Column::spread("whole command to first tick", 1),
+];
+
+fn name(version: Version) -> &'static str {
+    if version == Version::V10_0 { "QEMU 10.0" } else { "the newest QEMU" }
 }
 
 /// Measures the table.
 ///
 /// # Errors
-/// A guest does not start, or the run was cancelled. A row that fails has the reason.
-pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
-    let mut table = table(parameters);
-    for &size in &parameters.sizes_mib {
-        for (version, name) in [(Version::V10_0, "QEMU 10.0"), (Version::Newest, "the newest QEMU")] {
-            parameters.cancel.check()?;
-            if !require_qemu(name, &[version]) {
-                continue;
-            }
-            let stored = Stored::make(parameters, version, size)?;
-            table.rows.extend(rows(parameters, &stored, &format!("{size} MiB, {name}"))?);
-        }
+/// A guest does not start, or the run was cancelled.
+pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
+    let versions = [Version::V10_0, Version::Newest];
+    let versions: Vec<_> = versions.into_iter().filter(|it| require_qemu(name(*it), &[*it])).collect();
+    let of_size = |size_mib| {
+        let of = move |&version| Cache::BOTH.map(|cache| Run { size_mib, version, cache });
+        versions.iter().flat_map(of)
+    };
+    let all = bench.chosen(bench.sizes_mib(&SIZES_MIB).into_iter().flat_map(of_size))?;
+    let mut results = Results::none();
+    for group in all.chunk_by(|one, other| one.group() == other.group()) {
+        let Run { size_mib, version, .. } = group[0];
+        let shape = Shape { version, memory_mib: size_mib, data_percent: DATA_PERCENT };
+        let stored = Stored::new(bench, shape)?;
+        let of_group = table::measure(bench, group.iter().copied(), |it| {
+            // Twice, as the first time from the disk leaves the host of a virtual machine busy with its memory.
+            (0..2).try_for_each(|_| it.cache.prepare(&stored.path()))?;
+            run(bench, &stored)
+        })?;
+        results.extend(of_group);
     }
-    table.notes.push(format!("images on {}", crate::machine::filesystem(&parameters.directory)));
+    let title =
+        format!("towline run: a Linux guest from an image, {DATA_PERCENT} % of it random, memory mapped, ms");
+    let table = results.table("run", &title, &COLUMNS, |_| true).with_notes([
+        "until QEMU answers: from the begin of towline's process, with the checks of image and command line and the start of QEMU",
+        "both following columns begin when QEMU's monitor has answered",
+        &format!("images on {}", machine::filesystem(&std::env::temp_dir())),
+    ]);
     Ok(vec![table])
 }
 
-fn rows(parameters: &Parameters, stored: &Stored, group: &str) -> Result<Vec<Row>> {
-    let kinds = [(Cache::Cached, "image in the page cache"), (Cache::Dropped, "not in the page cache")];
-    let contender =
-        |(_, label): &(Cache, &str)| Contender { group: group.to_owned(), label: (*label).to_owned() };
-    let contenders: Vec<_> = kinds.iter().map(contender).collect();
-    let outcomes = rounds::run(&contenders, parameters.runs, &parameters.cancel, |index| {
-        match kinds[index].0 {
-            // The first time from the disk, which leaves the host of a virtual machine busy with its memory.
-            Cache::Cached => (0..2).try_for_each(|_| crate::ram::read_once(&stored.path()))?,
-            Cache::Dropped => crate::ram::drop_cached(&stored.path())?,
+/// Arguments of `towline run`. The command line of a QEMU that another program starts is not recorded, and is given as a whole.
+fn arguments(stored: &Stored) -> Vec<String> {
+    let version = stored.shape.version;
+    let binary = version.command().get_program().to_string_lossy().into_owned();
+    let mut words = ["run", "--json", "--share", "--name", "bench", "--qemu"].map(str::to_owned).to_vec();
+    words.extend([binary, stored.path().display().to_string()]);
+    if version == Version::V10_0 {
+        for option in stored.kernel.chunks_exact(2) {
+            words.extend(["--set".into(), format!("{}={}", option[0].trim_start_matches('-'), option[1])]);
         }
-        stored.run(&parameters.towline)
-    })?;
-    let row = |(contender, outcome): (Contender, Outcome<Arrival>)| {
-        let content = match &outcome.failure {
-            Some(reason) => Content::Missing(reason.clone()),
-            None => measured(&outcome),
-        };
-        Row { group: contender.group, label: contender.label, content }
-    };
-    Ok(contenders.into_iter().zip(outcomes).map(row).collect())
-}
-
-fn table(parameters: &Parameters) -> Table {
-    Table {
-        name: "run",
-        title: format!(
-            "towline run: a Linux guest from an image, {DATA_PERCENT} % of it random, memory mapped, {} runs, ms, median (min–max)",
-            parameters.runs
-        ),
-        columns: vec![
-            "what",
-            "until QEMU answers",
-            "then to RUNNING",
-            "then to first tick",
-            "whole command to first tick",
-        ],
-        rows: Vec::new(),
-        notes: vec![
-            "until QEMU answers: from the begin of towline's process, with the checks of image and command line and the start of QEMU".into(),
-            "both following columns begin when QEMU's monitor has answered".into(),
-        ],
+        return words;
     }
+    let line = format!(
+        "-- -nodefaults -no-user-config -no-reboot -machine {} -accel tcg,thread=multi -cpu Nehalem -m {}M -smp 1 \
+         -serial null -serial null",
+        Version::V10_0.machine(),
+        stored.shape.memory_mib
+    );
+    words.extend(line.split(' ').map(str::to_owned).chain(stored.kernel.iter().cloned()));
+    words
 }
 
-fn measured(outcome: &Outcome<Arrival>) -> Content {
-    let figures = |of: fn(&Arrival) -> Duration| {
-        outcome.values.iter().map(|arrival| of(arrival).as_secs_f64() * 1e3).collect::<Vec<_>>()
-    };
-    let columns = [
-        figures(|arrival| arrival.answered),
-        figures(|arrival| arrival.running),
-        figures(|arrival| arrival.tick),
-        figures(|arrival| arrival.whole),
-    ];
-    let cell = |values: &Vec<f64>| match Summary::of(values.iter().copied()) {
-        Some(summary) => format!("{summary:.1}"),
-        None => "–".into(),
-    };
-    let cells = columns.iter().map(cell).collect();
-    let [answered, running, tick, whole] = columns;
-    let data = json!({
-        "answered-ms": answered,
-        "running-ms": running,
-        "first-tick-ms": tick,
-        "whole-command-ms": whole,
-    });
-    Content::Measured { cells, data }
+/// Runs the guest until its counter steps, and ends it.
+fn run(bench: &Bench, stored: &Stored) -> Result<Figures> {
+    let path = stored.path();
+    let runtime = path.parent().context("the image is in a directory")?.display();
+    let program = bench.options.towline.display().to_string();
+    let started = Instant::now();
+    let words = [format!("XDG_RUNTIME_DIR={runtime}"), program].into_iter().chain(arguments(stored));
+    let mut towline = Towline::start("/usr/bin/env".as_ref(), words)?;
+    let running = bench.wait("the guest to run", || {
+        ensure!(towline.runs()?, "towline has ended: {}{}", towline.stdout(), towline.stderr());
+        let events = towline.stdout();
+        let event = events.lines().find(|line| line.contains(r#""event":"running""#));
+        Ok(event.map(serde_json::from_str::<Value>).transpose()?)
+    })?;
+    let seen = Instant::now();
+    let number = |name: &str| running[name].as_u64().with_context(|| format!("event without {name}"));
+    ensure!(running["memory"] == "mapped", "memory is not mapped: {running}");
+    let (answered, ran) = (number("answered-us")? as f64 / 1e3, number("running-us")? as f64 / 1e3);
+    // Offset of the counter in the guest's RAM block.
+    let at = stored.tick_address;
+    let offset = if at < ABOVE { at } else { at - ABOVE + BELOW_MAX };
+    Counter::mapped_from(&path, offset, number("pid")?)?.tick(bench, stored.tick)?;
+    let (tick, whole) = (seen.elapsed(), started.elapsed());
+    // Ended by SIGKILL with towline's process.
+    towline.kill()?;
+    let running = (ran - answered).max(0.0);
+    Ok(Figures::from([
+        ("until QEMU answers", answered),
+        ("then to RUNNING", running),
+        ("then to first tick", running + tick.as_secs_f64() * 1e3),
+        ("whole command to first tick", whole.as_secs_f64() * 1e3),
+    ]))
 }

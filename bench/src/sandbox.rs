@@ -1,153 +1,140 @@
-//! `cargo xtask bench sandbox-paths`: throughput of whole commands with `--sandbox on` and `none`.
+//! `cargo xtask bench sandbox`: cost of the sandbox's filters for the system calls that move data.
 //!
-//! Both take turns in each row: a stream of a guest over vsock, frames that a guest sends, and an image that is copied over TCP to
-//! another towline, which receives it into memory and hashes it. The time of a copy is that of its processes, and so includes the
-//! confinement.
+//! A filter may apply to a single thread. So each figure is of a new thread of this process, with or without a filter, that makes the
+//! same calls on the same processor as the others, in turns. The cost of a call is the thread's processor time, which other programs
+//! hardly influence. Many short turns (`--runs 200`) distinguish one percent.
 
-pub mod calls;
+use std::collections::BTreeMap;
+use std::io::{IoSlice, IoSliceMut};
+use std::time::Duration;
 
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use anyhow::{Context as _, Result, anyhow};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags, SocketFlags, SocketType,
+    recvmsg, sendmsg, socketpair,
+};
+use rustix::thread::{CpuSet, sched_setaffinity};
+use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch, apply_filter};
+use towline_sandbox::Policy;
 
-use anyhow::{Context, Result};
-use serde_json::json;
-use tempfile::TempDir;
-use towline_channel::Cancel;
-use towline_lab::Towline;
+use crate::Bench;
+use crate::machine::own_thread_seconds;
+use crate::table::{self, Bound, Column, Entry, Figures, Table};
 
-use crate::rounds::{self, Contender, Outcome};
-use crate::stats::Summary;
-use crate::table::{Content, Row, Table};
-use crate::{net, vsock};
-
+/// Processor time of a turn.
+const WINDOW: Duration = Duration::from_millis(20);
+/// Number of calls between two looks at the clock.
+const BATCH: u32 = 100;
 /// Goal of the ratio.
-const RATIO_MIN: f64 = 0.99;
-const SETTINGS: [&str; 2] = ["none", "on"];
-const LANES: &str = "4";
-const COPY_WITHIN: Duration = Duration::from_secs(120);
+const RATIO_MAX: f64 = 1.01;
 
-/// Parameters of the measurement.
-#[derive(Debug, Clone)]
-pub struct Parameters {
-    /// Length of each window.
-    pub window: Duration,
-    /// Memory of the copied guest in MiB.
-    pub memory_mib: u64,
-    /// Number of runs of each row.
-    pub runs: usize,
-    /// Binary under test.
-    pub towline: PathBuf,
-    /// Cancels the measurement.
-    pub cancel: Cancel,
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Filter {
+    None,
+    /// What any filter costs: its verdict is known to the kernel without running it.
+    Everything,
+    Device,
+    Copy,
 }
 
-impl Parameters {
-    /// Returns the parameters of the published table.
-    pub fn of(towline: &Path, runs: usize, cancel: Cancel) -> Self {
-        Self { window: Duration::from_secs(1), memory_mib: 2048, runs, towline: towline.into(), cancel }
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Turn {
+    /// Bytes that one call sends and another one receives.
+    bytes: usize,
+    filter: Filter,
+}
+
+impl Entry for Turn {
+    fn group(&self) -> String {
+        format!("sendmsg and recvmsg of {} B, a Unix stream", self.bytes)
+    }
+
+    fn label(&self) -> &'static str {
+        match self.filter {
+            Filter::None => "no filter",
+            Filter::Everything => "a filter that permits every call",
+            Filter::Device => "the filter of a device",
+            Filter::Copy => "the filter of a copy",
+        }
     }
 }
 
-/// A measured command.
-#[derive(Debug, Clone, Copy)]
-struct Work {
-    name: &'static str,
-    unit: &'static str,
-    measure: fn(&Bench, &'static str) -> Result<f64>,
-}
-
-const WORKS: [Work; 3] = [
-    Work { name: "vsock, a stream of 64 KiB from the guest", unit: "Gbit/s", measure: Bench::vsock },
-    Work { name: "net, frames of 1514 B from the guest", unit: "1000 frames/s", measure: Bench::net },
-    Work { name: "copy, an image over TCP, 4 lanes", unit: "GB/s", measure: Bench::copy },
+const COLUMNS: [Column<Turn>; 2] = [
+    Column::spread("ns", 0),
+    Column::ratio("× no filter", "ns", |turn| Turn { filter: Filter::None, ..turn })
+        .with_goal(|turn| (turn.filter != Filter::None).then_some(Bound::Most(RATIO_MAX))),
 ];
-
-struct Bench {
-    parameters: Parameters,
-    directory: TempDir,
-}
 
 /// Measures the table.
 ///
 /// # Errors
-/// The run was cancelled, or the image cannot be created. A contender that fails is a row with the reason.
-pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
-    let bench = Bench { parameters: parameters.clone(), directory: TempDir::with_prefix("towline-bench-")? };
-    let memory = format!("mem:{}M", parameters.memory_mib);
-    Towline::start(&parameters.towline, ["copy", "--quiet", &memory, &bench.image()])?
-        .wait_done(COPY_WITHIN)?;
-    let rows: Vec<(Work, &str)> =
-        WORKS.iter().flat_map(|work| SETTINGS.map(|setting| (*work, setting))).collect();
-    let contender = |(work, setting): &(Work, &str)| Contender {
-        group: format!("{}, {}", work.name, work.unit),
-        label: format!("--sandbox {setting}"),
-    };
-    let contenders: Vec<Contender> = rows.iter().map(contender).collect();
-    let outcomes = rounds::run(&contenders, parameters.runs, &parameters.cancel, |index| {
-        let (work, setting) = rows[index];
-        (work.measure)(&bench, setting)
+/// The run was cancelled.
+pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
+    let filters = [Filter::None, Filter::Everything, Filter::Device, Filter::Copy];
+    let all = [64 << 10, 64].into_iter().flat_map(|bytes| filters.map(|filter| Turn { bytes, filter }));
+    let window = bench.window(WINDOW);
+    let results = table::measure(bench, bench.chosen(all)?, |turn| {
+        let nanoseconds = std::thread::spawn(move || turn.measure(window));
+        Ok(Figures::from([("ns", nanoseconds.join().expect("the thread does not panic")?)]))
     })?;
-    Ok(vec![table(parameters, &contenders, &outcomes)])
+    let title = "Cost of a filter for system calls: processor time of the thread";
+    Ok(vec![results.table("sandbox", title, &COLUMNS, |_| true)])
 }
 
-impl Bench {
-    fn image(&self) -> String {
-        self.directory.path().join("guest.img").display().to_string()
-    }
-
-    fn vsock(&self, setting: &'static str) -> Result<f64> {
-        let Parameters { window, towline, cancel, .. } = &self.parameters;
-        let parameters = vsock::Parameters::of(towline, None, 1, cancel.clone());
-        let parameters = vsock::Parameters { window: *window, sandbox: Some(setting), ..parameters };
-        Ok(vsock::one_stream(&parameters)?.rate() * 8.0 / 1e9)
-    }
-
-    fn net(&self, setting: &'static str) -> Result<f64> {
-        let Parameters { window, towline, cancel, .. } = &self.parameters;
-        let parameters = net::Parameters::of(towline, 1, cancel.clone());
-        let parameters = net::Parameters { window: *window, sandbox: Some(setting), ..parameters };
-        Ok(net::sent_frames(&parameters)?.rate() / 1e3)
-    }
-
-    /// Measures from the start of the sender to the end of both processes.
-    fn copy(&self, setting: &'static str) -> Result<f64> {
-        self.parameters.cancel.check()?;
-        let options = ["copy", "--multifd-channels", LANES, "--sandbox", setting];
-        let start =
-            |ends: [&str; 2]| Towline::start(&self.parameters.towline, options.into_iter().chain(ends));
-        let mut receiver = start(["tcp:127.0.0.1:0", "mem:"])?;
-        let address = receiver.listens_at(COPY_WITHIN)?;
-        let begun = Instant::now();
-        start([&self.image(), &address])?.wait_done(COPY_WITHIN).context("the sender")?;
-        receiver.wait_done(COPY_WITHIN).context("the receiver")?;
-        let bytes = (self.parameters.memory_mib << 20) as f64;
-        Ok(bytes / begun.elapsed().as_secs_f64() / 1e9)
-    }
-}
-
-fn table(parameters: &Parameters, contenders: &[Contender], outcomes: &[Outcome<f64>]) -> Table {
-    let rows = contenders.iter().zip(outcomes).enumerate().map(|(index, (contender, outcome))| {
-        // The first of each pair is unconfined.
-        let base = &outcomes[index / 2 * 2].values;
-        let ratio = Summary::of_ratios(&outcome.values, base);
-        let content = match (&outcome.failure, Summary::of(outcome.values.iter().copied()), ratio) {
-            (None, Some(rate), Some(ratio)) => {
-                let met = if ratio.median >= RATIO_MIN { "yes" } else { "no" };
-                let goal = if index % 2 == 0 { "–".into() } else { format!("≥ {RATIO_MIN}: {met}") };
-                Content::Measured {
-                    cells: vec![rate.to_string(), format!("{ratio:.3}"), goal],
-                    data: json!({ "rates": outcome.values, "ratio": ratio.median }),
+impl Turn {
+    /// Returns the nanoseconds of an operation, in this thread.
+    fn measure(self, window: Duration) -> Result<f64> {
+        // All on the last processor: the first one handles more interrupts.
+        let mut cpus = CpuSet::new();
+        cpus.set(std::thread::available_parallelism()?.get() - 1);
+        sched_setaffinity(None, &cpus).context("binding a thread to a processor")?;
+        let (one, other) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+            .context("socketpair")?;
+        let (sent, mut received) = (vec![1; self.bytes], vec![0; self.bytes]);
+        let mut exchange = || -> Result<()> {
+            let buffers = [IoSlice::new(&sent)];
+            let mut left = sendmsg(&one, &buffers, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL)?;
+            while left > 0 {
+                let mut buffers = [IoSliceMut::new(&mut received)];
+                let mut ancillary = RecvAncillaryBuffer::default();
+                left -= recvmsg(&other, &mut buffers, &mut ancillary, RecvFlags::empty())?.bytes;
+            }
+            Ok(())
+        };
+        self.filter.confine()?;
+        let mut repeat = |seconds: f64| -> Result<f64> {
+            let (begun, mut count) = (own_thread_seconds(), 0);
+            loop {
+                for _ in 0..BATCH {
+                    exchange()?;
+                }
+                count += BATCH;
+                let took = own_thread_seconds() - begun;
+                if took >= seconds {
+                    return Ok(took / f64::from(count));
                 }
             }
-            (failure, ..) => Content::Missing(failure.clone().unwrap_or_else(|| "no run".into())),
         };
-        Row { group: contender.group.clone(), label: contender.label.clone(), content }
-    });
-    Table {
-        name: "sandbox-paths",
-        title: format!("Whole commands in a sandbox, {} runs, median (min–max)", parameters.runs),
-        columns: vec!["what", "rate", "× none", "goal"],
-        rows: rows.collect(),
-        notes: vec!["a copy's time is of both processes, from the start of the sender".into()],
+        // First for a tenth, in which memory is touched.
+        repeat(window.as_secs_f64() / 10.0)?;
+        Ok(repeat(window.as_secs_f64())? * 1e9)
+    }
+}
+
+impl Filter {
+    /// Applies it to the calling thread.
+    fn confine(self) -> Result<()> {
+        let policy = match self {
+            Self::None => return Ok(()),
+            Self::Everything => {
+                let (permitted, refused) = (SeccompAction::Allow, SeccompAction::KillProcess);
+                let architecture = TargetArch::try_from(std::env::consts::ARCH)?;
+                let filter = SeccompFilter::new(BTreeMap::new(), permitted, refused, architecture)?;
+                return Ok(apply_filter(&BpfProgram::try_from(filter)?)?);
+            }
+            Self::Device => Policy::default(),
+            Self::Copy => Policy { connects_unix: true, opens: true, ..Policy::default() },
+        };
+        policy.filter_calls_of_thread().map_err(|error| anyhow!(error))
     }
 }

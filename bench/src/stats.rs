@@ -4,20 +4,20 @@ use std::fmt;
 
 /// Summary of several runs. It has no mean, which a single disturbed run would change.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Summary {
+pub(crate) struct Summary {
     /// Median.
-    pub median: f64,
+    pub(crate) median: f64,
     /// Smallest value.
-    pub min: f64,
+    pub(crate) min: f64,
     /// Largest value.
-    pub max: f64,
+    pub(crate) max: f64,
     /// Number of values.
-    pub count: usize,
+    pub(crate) count: usize,
 }
 
 impl Summary {
     /// Summarizes values; `None` without any.
-    pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
+    pub(crate) fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
         let mut values: Vec<f64> = values.into_iter().collect();
         values.sort_by(f64::total_cmp);
         let (min, max) = (*values.first()?, *values.last()?);
@@ -28,7 +28,7 @@ impl Summary {
 
     /// Summarizes the ratios of `values` to `base`, round by round: a disturbance of the machine then affects both. Rounds that only
     /// one of them has are left out.
-    pub fn of_ratios(values: &[f64], base: &[f64]) -> Option<Self> {
+    pub(crate) fn of_ratios(values: &[f64], base: &[f64]) -> Option<Self> {
         Self::of(values.iter().zip(base).map(|(value, base)| value / base))
     }
 }

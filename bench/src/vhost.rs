@@ -1,14 +1,13 @@
-//! Shared by the benchmarks of vhost-user devices: backend processes, their cost, and measured windows.
+//! What the benchmarks of vhost-user devices share.
 //!
 //! ```text
-//!   Backend (a process) ◄── socket, rings ── towline_frontend's drivers in this process: no guest, nothing emulated
+//!   backend (a process) ◄── socket, rings ── towline_frontend's drivers in this process: no guest, nothing emulated
 //!      └─ its CPU time from /proc/PID/task/*/schedstat;  this process's from its clock;  the machine's from /proc/stat
 //! ```
 //! A figure is of a window after a warm-up: counters and clocks are read at its ends, while everything runs.
 
-pub mod backend;
-pub mod cpu;
-pub mod latency;
+pub(crate) mod backend;
+pub(crate) mod latency;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -16,8 +15,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use towline_channel::Cancel;
 
+use crate::machine::{all_seconds, own_seconds, thread_seconds};
+use crate::table::Figures;
 use backend::Backend;
-use cpu::Usage;
+use latency::Latencies;
 
 /// Time before a window, in which rings fill, socket buffers grow and memory is touched.
 const WARM_UP: Duration = Duration::from_millis(300);
@@ -28,56 +29,60 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Shared state of the threads of a measurement.
 #[derive(Debug, Default)]
-pub struct Signals {
+pub(crate) struct Signals {
     /// Units done: bytes, frames, transactions.
-    pub units: AtomicU64,
+    pub(crate) units: AtomicU64,
     /// True while latencies are recorded.
-    pub measuring: AtomicBool,
+    pub(crate) measuring: AtomicBool,
     /// True when applications have to end.
-    pub stop: AtomicBool,
+    pub(crate) stop: AtomicBool,
     /// True when guests have to end, after the applications.
-    pub power_off: AtomicBool,
+    pub(crate) power_off: AtomicBool,
 }
 
 impl Signals {
     /// Adds units.
-    pub fn add(&self, units: u64) {
+    pub(crate) fn add(&self, units: u64) {
         self.units.fetch_add(units, Ordering::Relaxed);
     }
 
     /// Returns true if applications have to end.
-    pub fn is_over(&self) -> bool {
+    pub(crate) fn is_over(&self) -> bool {
         self.stop.load(Ordering::Relaxed)
     }
 }
 
-/// Result of a window.
+/// Result of a window. CPU time is in percent of one processor.
 #[derive(Debug, Clone, Copy)]
-pub struct Window {
+pub(crate) struct Window {
     /// Length in seconds.
-    pub seconds: f64,
+    pub(crate) seconds: f64,
     /// Number of units.
-    pub units: f64,
-    /// CPU time of the backend and this process, in percent of one processor.
-    pub cpu_percent: f64,
-    /// The backend's part of it.
-    pub backend_percent: f64,
-    /// CPU time of the whole machine, in percent of one processor.
-    pub machine_percent: f64,
+    pub(crate) units: f64,
+    pub(crate) backend_percent: f64,
+    /// Of this process.
+    pub(crate) own_percent: f64,
+    pub(crate) machine_percent: f64,
 }
 
 impl Window {
     /// Returns the units per second.
-    pub fn rate(&self) -> f64 {
+    pub(crate) fn rate(&self) -> f64 {
         self.units / self.seconds
     }
+}
+
+/// Figures of latencies, if there are any.
+pub(crate) fn latencies(mut of: Latencies) -> Figures {
+    let quantiles = [("p50 µs", 0.5), ("p99 µs", 0.99)];
+    quantiles.into_iter().filter_map(|(name, share)| Some((name, of.quantile(share)?))).collect()
 }
 
 /// Measures a window after a warm-up.
 ///
 /// # Errors
 /// It was cancelled, nothing was done, or the backend exited.
-pub fn window(
+pub(crate) fn window(
     signals: &Signals,
     backend: Option<&mut Backend>,
     length: Duration,
@@ -95,27 +100,37 @@ pub fn window(
 ///
 /// # Errors
 /// As [`window`].
-pub fn window_of(signals: &Signals, pid: Option<u32>, length: Duration, cancel: &Cancel) -> Result<Window> {
+pub(crate) fn window_of(
+    signals: &Signals,
+    pid: Option<u32>,
+    length: Duration,
+    cancel: &Cancel,
+) -> Result<Window> {
+    // Of the backend, this process and the machine, in seconds.
+    let spent = || -> Result<[f64; 3]> {
+        let backend = pid.map(|pid| thread_seconds(pid, "")).transpose()?.unwrap_or_default();
+        Ok([backend, own_seconds(), all_seconds()?])
+    };
+    let done = || signals.units.load(Ordering::Relaxed);
     sleep(WARM_UP, cancel)?;
-    let before = (Usage::now(pid)?, signals.units.load(Ordering::Relaxed), Instant::now());
+    let (before, units_before, begun) = (spent()?, done(), Instant::now());
     signals.measuring.store(true, Ordering::Relaxed);
     sleep(length, cancel)?;
     // On a busy machine a window lasts until something was done.
-    while signals.units.load(Ordering::Relaxed) == before.1 && before.2.elapsed() < length + DONE_WITHIN {
+    while done() == units_before && begun.elapsed() < length + DONE_WITHIN {
         sleep(POLL_INTERVAL, cancel)?;
     }
     signals.measuring.store(false, Ordering::Relaxed);
-    let (units, seconds) =
-        (signals.units.load(Ordering::Relaxed) - before.1, before.2.elapsed().as_secs_f64());
-    let spent = Usage::now(pid)?.since(&before.0);
+    let (units, seconds) = (done() - units_before, begun.elapsed().as_secs_f64());
+    let after = spent()?;
     ensure!(units > 0, "nothing was done in {seconds:.1} s");
-    let percent = |spent: f64| 100.0 * spent / seconds;
+    let percent = |index: usize| 100.0 * (after[index] - before[index]) / seconds;
     Ok(Window {
         seconds,
         units: units as f64,
-        cpu_percent: percent(spent.backend + spent.own),
-        backend_percent: percent(spent.backend),
-        machine_percent: percent(spent.machine),
+        backend_percent: percent(0),
+        own_percent: percent(1),
+        machine_percent: percent(2),
     })
 }
 

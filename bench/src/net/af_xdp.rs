@@ -11,68 +11,182 @@
 //!
 //! Limits: the guest is emulated, so figures are compared with each other only. Needs root and a kernel of Debian 13's backports.
 
-mod entry;
-mod guest;
-mod table;
+mod inner;
 
-use std::io::{Read as _, Write as _};
-use std::net::{TcpListener, TcpStream};
-use std::sync::{Arc, Mutex};
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
 use towline_lab::{Kernel, LinuxGuest, Network, ProgramDisk, Qemu, Version, wait_until};
 
-use crate::rounds::{self, Contender, Outcome};
-use crate::table::Table;
+use super::hosts::{INSIDE, OUTSIDE, PORT};
+use crate::Bench;
+use crate::applications::{Applications, Connections, Service};
+use crate::machine::{self, MIB};
+use crate::table::{self, Column, Entry, Figures, Table};
+use crate::vhost::Signals;
 
-pub use entry::Parameters;
-use entry::{
-    Carrier, Entry, Figure, INSIDE, OUT, OUTSIDE, REQUEST_PORT, Received, SOCKET, STREAM_PORT, Work,
-};
-pub use guest::{role, serve};
+pub(crate) use inner::{APPLICATION, serve};
 
-const WITHIN: Duration = Duration::from_secs(60);
-/// A receiver whose peer has gone ends after this time.
-const LOST_AFTER: Duration = Duration::from_secs(3);
-/// Address of the interface on the way in.
+/// Addresses of the interfaces on the way out and on the way in.
+const OUT: &str = "52:54:00:63:00:01";
 const IN: &str = "52:54:00:63:00:02";
-const READ_BYTES: usize = 256 << 10;
+const SOCKET: &str = "/tmp/net.sock";
+const WITHIN: Duration = Duration::from_secs(60);
+const WINDOW: Duration = Duration::from_secs(2);
+const STREAM_SIZES: [usize; 8] = [64, 256, 1 << 10, 2 << 10, 4 << 10, 8 << 10, 16 << 10, 64 << 10];
+const REQUEST_SIZES: [usize; 3] = [64, 1 << 10, 8 << 10];
 
-struct Bench<'p> {
-    parameters: &'p Parameters,
-    guest: LinuxGuest,
-    received: Arc<Mutex<Received>>,
-    // Last: the guest's end comes first.
-    _qemu: Qemu,
-    _network: Network,
+/// Traffic of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Work {
+    /// A stream from the guest.
+    Stream(usize),
+    /// Requests of the guest, one at a time, and replies of the same length.
+    Request(usize),
 }
 
-/// Measures the table.
+/// Path of the guest's frames.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Carrier {
+    Tap,
+    CopyMode,
+    References,
+    /// Without options: what a user gets.
+    Default,
+    /// As `Tap` and `Default`; the guest's kernel computes packets and checksums itself. This driver can read only such packets
+    /// from guest memory, as it accepts one descriptor per packet.
+    TapWithoutOffloads,
+    DefaultWithoutOffloads,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Run {
+    work: Work,
+    carrier: Carrier,
+}
+
+impl Entry for Run {
+    fn group(&self) -> String {
+        match self.work {
+            Work::Stream(size) => format!("TCP stream from the guest, {size} B"),
+            Work::Request(size) => format!("TCP requests, {size} B"),
+        }
+    }
+
+    fn label(&self) -> &'static str {
+        match self.carrier {
+            Carrier::Tap => "tap",
+            Carrier::CopyMode => "AF_XDP, copy",
+            Carrier::References => "AF_XDP, zero-copy",
+            Carrier::Default => "default",
+            Carrier::TapWithoutOffloads => "tap, no offloads",
+            Carrier::DefaultWithoutOffloads => "default, no offloads",
+        }
+    }
+}
+
+const STREAMS: [Column<Run>; 8] = [
+    Column::spread("Gbit/s", 3),
+    Column::ratio("× tap", "Gbit/s", Run::by_tap),
+    Column::median("card CPU ms/MiB", 2),
+    Column::ratio("× tap", "card CPU ms/MiB", Run::by_tap),
+    Column::median("receiver ms/MiB", 2),
+    Column::median("kicks/MiB", 1),
+    Column::median("interrupts/MiB", 1),
+    Column::median("zero-copy %", 0),
+];
+const REQUESTS: [Column<Run>; 8] = [
+    Column::spread("1/s", 0),
+    Column::ratio("× tap", "1/s", Run::by_tap),
+    Column::median("card CPU µs", 0),
+    Column::ratio("× tap", "card CPU µs", Run::by_tap),
+    Column::median("p50 µs", 0),
+    Column::median("kicks", 2),
+    Column::median("interrupts", 2),
+    Column::median("zero-copy %", 0),
+];
+const NOTE: &str = "the guest is emulated: compare the rows of one table; × tap: with the same offloads; kicks, interrupts: of the whole connection";
+
+impl Carrier {
+    const ALL: [Self; 6] = [
+        Self::Tap,
+        Self::CopyMode,
+        Self::References,
+        Self::Default,
+        Self::TapWithoutOffloads,
+        Self::DefaultWithoutOffloads,
+    ];
+
+    fn arguments(self) -> &'static str {
+        match self {
+            Self::Tap | Self::TapWithoutOffloads => "",
+            Self::CopyMode => "--af-xdp eth0 --af-xdp-copy",
+            Self::References => "--af-xdp eth0 --zero-copy-send on",
+            Self::Default | Self::DefaultWithoutOffloads => "--af-xdp eth0",
+        }
+    }
+
+    /// Offloads that the driver negotiates.
+    fn offloads(self) -> &'static str {
+        match self {
+            Self::TapWithoutOffloads | Self::DefaultWithoutOffloads => "off",
+            _ => "on",
+        }
+    }
+
+    /// The mode that the card reports.
+    fn mode(self) -> &'static str {
+        match self {
+            Self::Tap | Self::Default | Self::TapWithoutOffloads => "tap",
+            Self::CopyMode => "af-xdp-copy",
+            Self::References | Self::DefaultWithoutOffloads => "af-xdp-zero-copy",
+        }
+    }
+}
+
+impl Run {
+    /// The tap with the same offloads.
+    fn by_tap(self) -> Self {
+        let without = self.carrier.offloads() == "off";
+        Self { carrier: if without { Carrier::TapWithoutOffloads } else { Carrier::Tap }, ..self }
+    }
+
+    fn is_stream(self) -> bool {
+        matches!(self.work, Work::Stream(_))
+    }
+}
+
+/// Measures the tables.
 ///
 /// # Errors
 /// The guest does not start, the measurement was cancelled, or no row is selected.
-pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
-    let works = parameters.stream_sizes.iter().map(|size| Work::Stream(*size));
-    let works = works.chain(parameters.request_sizes.iter().map(|size| Work::Request(*size)));
-    let entries = works.flat_map(|work| Carrier::ALL.map(|carrier| Entry { work, carrier }));
-    let chosen = |entry: &Entry| {
-        let name = entry.contender().group;
-        parameters.rows.is_empty() || parameters.rows.iter().any(|text| name.contains(text))
-    };
-    let entries: Vec<Entry> = entries.filter(chosen).collect();
-    ensure!(!entries.is_empty(), "no row matches --rows {:?}: leave it out for all rows", parameters.rows);
-    let mut bench = Bench::start(parameters)?;
-    let contenders: Vec<Contender> = entries.iter().map(|entry| entry.contender()).collect();
-    let outcomes: Vec<Outcome<Figure>> =
-        rounds::run(&contenders, parameters.runs, &parameters.cancel, |index| bench.run(entries[index]))?;
-    Ok(table::tables(parameters, &entries, &outcomes))
+pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
+    let works = STREAM_SIZES.map(Work::Stream).into_iter().chain(REQUEST_SIZES.map(Work::Request));
+    let all = works.flat_map(|work| Carrier::ALL.map(|carrier| Run { work, carrier }));
+    let all = bench.chosen(all)?;
+    let mut outer = Outer::start(bench)?;
+    let results = table::measure(bench, all, |run| outer.run(run))?;
+    let streams = results.table("af-xdp-streams", "TCP streams of a guest", &STREAMS, Run::is_stream);
+    let requests =
+        results.table("af-xdp-requests", "TCP requests of a guest", &REQUESTS, |run| !run.is_stream());
+    Ok(vec![streams.with_notes([NOTE]), requests.with_notes([NOTE])])
 }
 
-impl<'p> Bench<'p> {
-    fn start(parameters: &'p Parameters) -> Result<Self> {
+/// The Linux guest that has the card, and the network that it leads to.
+struct Outer<'b> {
+    bench: &'b Bench,
+    guest: LinuxGuest,
+    _qemu: Qemu,
+    // Last: the guest's end comes first.
+    network: Network,
+}
+
+impl<'b> Outer<'b> {
+    fn start(bench: &'b Bench) -> Result<Self> {
         let network = Network::new()?;
         for (wire, address) in [("wire0", OUT), ("wire1", IN)] {
             network.run(&["ip", "tuntap", "add", "dev", wire, "mode", "tap", "vnet_hdr"])?;
@@ -86,16 +200,9 @@ impl<'p> Bench<'p> {
         ])?;
         network.run(&["ip", "address", "add", &format!("{OUTSIDE}/24"), "dev", "wire0"])?;
         network.run(&["ip", "route", "add", &format!("{INSIDE}/32"), "dev", "wire1"])?;
-        let received = Arc::default();
-        serve_streams(&network, &received)?;
-        serve_requests(&network)?;
-        let programs = ProgramDisk::pack(&[&parameters.towline, &parameters.own])?;
-        let mut builder = Qemu::builder(Version::V10_0)
-            .linux()
-            .kernel(Kernel::Newest)
-            .memory_mib(2048)
-            .processors(2)
-            .args(programs.arguments());
+        let programs = ProgramDisk::pack(&[&bench.options.towline, &bench.own])?;
+        let builder = Qemu::builder(Version::V10_0).linux().kernel(Kernel::Newest);
+        let mut builder = builder.memory_mib(2048).processors(2).args(programs.arguments());
         for (wire, address) in [("wire0", OUT), ("wire1", IN)] {
             let netdev = format!("tap,ifname={wire},script=no,downscript=no,id={wire}");
             let device =
@@ -115,20 +222,20 @@ impl<'p> Bench<'p> {
         ] {
             guest.shell(line, WITHIN)?;
         }
-        Ok(Self { parameters, guest, received, _qemu: qemu, _network: network })
+        Ok(Self { bench, guest, _qemu: qemu, network })
     }
 
     fn shell(&mut self, line: &str) -> Result<String> {
         self.guest.shell(line, WITHIN)
     }
 
-    fn run(&mut self, entry: Entry) -> Result<Figure> {
-        let arguments = entry.carrier.arguments();
+    fn run(&mut self, run: Run) -> Result<Figures> {
+        let arguments = run.carrier.arguments();
         self.shell(&format!(
             "rm -f {SOCKET}; towline net --json --socket {SOCKET} --tap tap0 {arguments} \
              > /tmp/card.out 2> /tmp/card.err & echo $! > /tmp/card.pid"
         ))?;
-        let figure = self.measure(entry);
+        let measured = self.measure(run);
         let pid = "$(cat /tmp/card.pid)";
         self.shell(&format!("kill -TERM {pid} || true"))?;
         let end = wait_until("the card's exit", WITHIN, || {
@@ -136,87 +243,81 @@ impl<'p> Bench<'p> {
             Ok(self.guest.shell(&line, WITHIN)?.trim().is_empty().then_some(()))
         });
         let errors = self.shell("tail -n 3 /tmp/card.err")?;
-        let (measured, receiver) = figure.with_context(|| format!("the card: {errors}"))?;
+        let measured = measured.with_context(|| format!("the card: {errors}"))?;
         end?;
         let last = self.shell("tail -n 1 /tmp/card.out")?;
         let statistics: Value = serde_json::from_str(&last).context("statistics of the card")?;
-        entry.figure(&measured, &receiver, &statistics["pairs"][0]["tx"]).with_context(|| errors)
+        figures(run, &measured, &statistics["pairs"][0]["tx"]).with_context(|| errors)
     }
 
-    /// Returns the result of the application in the guest, and what its peer has received.
-    fn measure(&mut self, entry: Entry) -> Result<(Value, Received)> {
+    /// Returns the result of the application in the guest.
+    fn measure(&mut self, run: Run) -> Result<Value> {
         wait_until("the card's socket", WITHIN, || {
             let line = format!("test -e {SOCKET} && echo yes || true");
             Ok((self.guest.shell(&line, WITHIN)?.trim() == "yes").then_some(()))
         })?;
         self.shell(&format!("ip link set tap0 address {OUT} arp off && ip route add {INSIDE}/32 dev tap0"))?;
-        let (kind, size) = match entry.work {
-            Work::Stream(size) => ("stream", size),
-            Work::Request(size) => ("request", size),
+        let (service, size) = match run.work {
+            Work::Stream(size) => (Service::Read, size),
+            Work::Request(size) => (Service::Echo(Connections::Kept), size),
         };
-        *self.received.lock().expect("no thread panics with it") = Received::default();
-        let window_ms = u64::try_from(self.parameters.window.as_millis())?;
-        let own =
-            self.parameters.own.file_name().context("a program has a name")?.to_string_lossy().into_owned();
-        let offloads = entry.carrier.offloads();
-        let role = json!({ "kind": kind, "size": size, "window-ms": window_ms, "offloads": offloads });
-        let line = format!("busybox unshare -n {own} {} '{role}' $(cat /tmp/card.pid)", guest::OPTION);
-        let output = self.shell(&line)?;
+        let signals: Arc<Signals> = Arc::default();
+        let mut receiver = Applications::new(&signals);
+        self.network.enter(|| {
+            let listener = TcpListener::bind((OUTSIDE, PORT))?;
+            listener.set_nonblocking(true)?;
+            receiver.serve(listener, service, 1);
+            anyhow::Ok(())
+        })??;
+        let role = json!({
+            "stream": run.is_stream(),
+            "size": size,
+            "seconds": self.bench.window(WINDOW).as_secs_f64(),
+            "offloads": run.carrier.offloads(),
+        });
+        let own = self.bench.own.file_name().context("a program has a name")?.to_string_lossy().into_owned();
+        let line = format!("busybox unshare -n {own} {APPLICATION} '{role}' $(cat /tmp/card.pid)");
+        let cpu = machine::own_seconds();
+        let output = self.shell(&line);
+        let cpu = machine::own_seconds() - cpu;
+        let received = signals.units.load(Ordering::Relaxed).max(1) as f64;
+        receiver.end()?;
+        let output = output?;
         let result = serde_json::from_str(output.lines().last().unwrap_or_default());
-        let result = result.with_context(|| format!("`{output}` of the application"))?;
-        // Its peer may still read what is under way.
-        wait_until("the end of the connection", WITHIN, || {
-            let received = self.received.lock().expect("no thread panics with it");
-            Ok((kind == "request" || received.cpu > Duration::ZERO).then_some(()))
-        })?;
-        Ok((result, std::mem::take(&mut *self.received.lock().expect("no thread panics with it"))))
+        let mut result: Value = result.with_context(|| format!("`{output}` of the application"))?;
+        result["receiver-seconds"] = (cpu / received).into();
+        Ok(result)
     }
 }
 
-/// Receives streams, and adds up what they cost.
-fn serve_streams(network: &Network, received: &Arc<Mutex<Received>>) -> Result<()> {
-    let received = Arc::clone(received);
-    serve_each(network, STREAM_PORT, move |mut stream| {
-        let (mut bytes, mut buffer) = (0, vec![0; READ_BYTES]);
-        while let Ok(read @ 1..) = stream.read(&mut buffer) {
-            bytes += read as u64;
-        }
-        let mut received = received.lock().expect("no thread panics with it");
-        received.bytes += bytes;
-        received.cpu += Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default();
-    })
-}
-
-/// Sends back what comes.
-fn serve_requests(network: &Network) -> Result<()> {
-    serve_each(network, REQUEST_PORT, |mut stream| {
-        let mut buffer = vec![0; READ_BYTES];
-        while let Ok(read @ 1..) = stream.read(&mut buffer) {
-            if stream.write_all(&buffer[..read]).is_err() {
-                return;
-            }
-        }
-    })
-}
-
-/// Serves each connection on a thread of its own, until this process ends.
-fn serve_each(
-    network: &Network,
-    port: u16,
-    serve: impl Fn(TcpStream) + Clone + Send + 'static,
-) -> Result<()> {
-    let listener = network.enter(|| TcpListener::bind((OUTSIDE, port)))??;
-    std::thread::spawn(move || {
-        for stream in listener.incoming().flatten() {
-            let serve = serve.clone();
-            std::thread::spawn(move || {
-                let options =
-                    stream.set_nodelay(true).and_then(|()| stream.set_read_timeout(Some(LOST_AFTER)));
-                if options.is_ok() {
-                    serve(stream);
-                }
-            });
-        }
-    });
-    Ok(())
+/// Figures of a run. Whatever the card counts covers the whole connection.
+fn figures(run: Run, measured: &Value, transmit: &Value) -> Result<Figures> {
+    let number = |value: &Value| value.as_f64().with_context(|| format!("`{value}`, expected a number"));
+    let mode = transmit["mode"].as_str().unwrap_or_default();
+    ensure!(mode == run.carrier.mode(), "the mode of transmission was {mode}");
+    let (units, all) = (number(&measured["units"])?, number(&measured["all-units"])?);
+    let (rate, card) = (units / number(&measured["seconds"])?, number(&measured["card-seconds"])? / units);
+    let [kicks, interrupts] = ["kicks", "notifications"].map(|key| number(&transmit[key]));
+    let (kicks, interrupts) = (kicks? / all, interrupts? / all);
+    let zero_copy = number(&transmit["zero-copy"])? / number(&transmit["packets"])?.max(1.0);
+    let mut figures = Figures::from([("zero-copy %", 100.0 * zero_copy)]);
+    if run.is_stream() {
+        let (mib, receiver) = (MIB as f64, number(&measured["receiver-seconds"])?);
+        figures.extend([
+            ("Gbit/s", rate * 8e-9),
+            ("card CPU ms/MiB", card * 1e3 * mib),
+            ("receiver ms/MiB", receiver * 1e3 * mib),
+            ("kicks/MiB", kicks * mib),
+            ("interrupts/MiB", interrupts * mib),
+        ]);
+    } else {
+        figures.extend([
+            ("1/s", rate),
+            ("card CPU µs", card * 1e6),
+            ("p50 µs", number(&measured["p50-us"])?),
+            ("kicks", kicks),
+            ("interrupts", interrupts),
+        ]);
+    }
+    Ok(figures)
 }

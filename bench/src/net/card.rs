@@ -8,22 +8,30 @@ use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use towline_frontend::net::{
     DriverPair, FRAME_BYTES_MAX, HEADER_BYTES, LINUX_BUFFER_BYTES, Options, feature as net,
 };
 use towline_frontend::wire::feature;
 use towline_frontend::{Frontend, MemoryArena, wait_any};
 
-use super::frames::{ETHERNET_BYTES, FrameKind, IPV4, NEEDS_CSUM};
+use super::sys::Offloads;
 use crate::vhost::Signals;
 
 /// Entries of each ring: QEMU's default.
 const RING_SIZE: u16 = 256;
 /// Frames per update of a ring.
 const BATCH: usize = 32;
-/// Flag of a frame's header.
+/// Flags of a frame's header.
+const NEEDS_CSUM: u8 = 1;
 const DATA_VALID: u8 = 2;
+const ETHERNET_BYTES: usize = 14;
+const IPV4: [u8; 2] = [0x08, 0x00];
+/// Address of no interface: every receiver drops the frame.
+const UNKNOWN: [u8; 6] = [0x02, 0, 0, 0, 0, 0x99];
+const SOURCE: [u8; 6] = [0x02, 0, 0, 0, 0, 0x98];
+/// "Local experimental" EtherType (IEEE 802), without a protocol.
+const EXPERIMENTAL: [u8; 2] = [0x88, 0xb5];
 /// Offset of the checksum in a TCP header.
 const TCP_CHECKSUM_AT: u16 = 16;
 /// IP's number of TCP.
@@ -33,21 +41,9 @@ pub(super) const SLEEP: Duration = Duration::from_millis(20);
 /// Timeout of progress of the transmit ring.
 const ROOM_WITHIN: Duration = Duration::from_secs(10);
 
-/// Behaviour of the driver.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Driver {
-    /// As Linux: it negotiates every feature, and sleeps when it has nothing to do.
-    Linux,
-    /// It sleeps, but the event index is not negotiated: notifications are suppressed by flags.
-    Flags,
-    /// As DPDK: it never sleeps, and so wants no notifications. It occupies a processor.
-    Polling,
-}
-
-/// Driver and queues of a card.
+/// Queues of a card. Its driver is as Linux's: it negotiates every feature, and sleeps when it has nothing to do.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Setup {
-    pub(super) driver: Driver,
     pub(super) queues: usize,
     /// Longest frame from the guest.
     pub(super) transmit_bytes: usize,
@@ -57,8 +53,8 @@ pub(super) struct Setup {
 
 impl Setup {
     /// One queue with all offloads.
-    pub(super) fn of(driver: Driver, transmit_bytes: usize) -> Self {
-        Self { driver, queues: 1, transmit_bytes, offloads: net::OFFLOADS }
+    pub(super) fn of(transmit_bytes: usize) -> Self {
+        Self { queues: 1, transmit_bytes, offloads: net::OFFLOADS }
     }
 }
 
@@ -68,15 +64,13 @@ pub(super) struct Card {
     frontend: Frontend,
     features: u64,
     pairs: Vec<DriverPair>,
-    driver: Driver,
 }
 
 impl Card {
     /// Negotiates the driver's features, and starts the queue pairs. Receive buffers are those of Linux with these features.
     pub(super) fn start(mut frontend: Frontend, setup: Setup) -> Result<Self> {
-        let Setup { driver, queues, transmit_bytes, offloads } = setup;
-        let event_index = if driver == Driver::Flags { 0 } else { feature::EVENT_IDX };
-        let wanted = event_index | feature::INDIRECT | net::MRG_RXBUF | offloads | net::MQ;
+        let Setup { queues, transmit_bytes, offloads } = setup;
+        let wanted = feature::EVENT_IDX | feature::INDIRECT | net::MRG_RXBUF | offloads | net::MQ;
         let features = frontend.negotiate(0, wanted, 0)?.features;
         let super_frames = features & (net::GUEST_TSO4 | net::GUEST_TSO6) != 0;
         let receive_bytes = match features & net::MRG_RXBUF {
@@ -97,24 +91,19 @@ impl Card {
                 DriverPair::start(&mut frontend, &memory, u32::try_from(index)?, options).map_err(Into::into)
             })
             .collect::<Result<_>>()?;
-        Ok(Self { frontend, features, pairs, driver })
+        Ok(Self { frontend, features, pairs })
     }
 
-    /// Returns true if the guest's kernel leaves segmentation and checksums to the backend.
-    pub(super) fn offloads(&self) -> bool {
-        self.features & net::HOST_TSO4 != 0 && self.features & net::CSUM != 0
+    /// Returns whether the guest's kernel leaves segmentation and checksums to the backend.
+    pub(super) fn offloads(&self) -> Offloads {
+        let both = net::HOST_TSO4 | net::CSUM;
+        if self.features & both == both { Offloads::On } else { Offloads::Off }
     }
 
-    /// Sends frames of this kind from the first queue until the end.
-    pub(super) fn transmit(
-        mut self,
-        kind: FrameKind,
-        signals: &Arc<Signals>,
-    ) -> Result<JoinHandle<Result<()>>> {
-        let able = kind != FrameKind::Super || self.offloads();
-        ensure!(able, "the backend does not accept super-frames (HOST_TSO4)");
-        let (signals, bytes) = (Arc::clone(signals), kind.bytes());
-        Ok(std::thread::spawn(move || {
+    /// Sends frames of this length from the first queue until the end.
+    pub(super) fn transmit(mut self, len: usize, signals: &Arc<Signals>) -> JoinHandle<Result<()>> {
+        let (signals, bytes) = (Arc::clone(signals), frame(len));
+        std::thread::spawn(move || {
             let _frontend = &self.frontend;
             let pair = &mut self.pairs[0];
             pair.fill_transmit_buffers(&bytes);
@@ -123,25 +112,24 @@ impl Card {
                 signals.add(back as u64);
                 let sent = (0..BATCH).take_while(|_| pair.transmit_any(bytes.len())).count();
                 pair.flush();
-                if sent == 0 && back == 0 && self.driver != Driver::Polling {
+                if sent == 0 && back == 0 {
                     pair.wait_room(ROOM_WITHIN)?;
                 }
             }
             Ok(())
-        }))
+        })
     }
 
-    /// Receives on the first queue until the end. Parts of super-frames are counted in bytes.
-    pub(super) fn receive(mut self, kind: FrameKind, signals: &Arc<Signals>) -> JoinHandle<Result<()>> {
+    /// Receives on the first queue until the end.
+    pub(super) fn receive(mut self, signals: &Arc<Signals>) -> JoinHandle<Result<()>> {
         let signals = Arc::clone(signals);
         std::thread::spawn(move || {
             let _frontend = &self.frontend;
             let pair = &mut self.pairs[0];
             while !signals.is_over() {
-                let mut bytes = 0;
-                let count = pair.receive(|frame| bytes += frame.len())?;
-                signals.add(if kind == FrameKind::Super { bytes } else { count } as u64);
-                if count == 0 && self.driver != Driver::Polling && !pair.rx().enable_callback(1) {
+                let count = pair.receive(|_| ())?;
+                signals.add(count as u64);
+                if count == 0 && !pair.rx().enable_callback(1) {
                     wait_any(&[pair.rx().call_fd()], SLEEP)?;
                     pair.rx().drain_call();
                 }
@@ -158,8 +146,8 @@ impl Card {
             let _frontend = &self.frontend;
             std::thread::scope(|scope| {
                 let pumps = self.pairs.into_iter().zip(taps).map(|(pair, tap)| {
-                    let (signals, driver) = (&signals, self.driver);
-                    scope.spawn(move || pump(pair, &tap, driver, signals))
+                    let signals = &signals;
+                    scope.spawn(move || pump(pair, &tap, signals))
                 });
                 let pumps: Vec<_> = pumps.collect();
                 pumps.into_iter().try_for_each(|pump| pump.join().expect("the thread does not panic"))
@@ -168,7 +156,7 @@ impl Card {
     }
 }
 
-fn pump(mut pair: DriverPair, mut tap: &File, driver: Driver, signals: &Signals) -> Result<()> {
+fn pump(mut pair: DriverPair, mut tap: &File, signals: &Signals) -> Result<()> {
     while !signals.power_off.load(Ordering::Relaxed) {
         let (mut moved, mut full) = (0, false);
         for _ in 0..BATCH {
@@ -186,7 +174,7 @@ fn pump(mut pair: DriverPair, mut tap: &File, driver: Driver, signals: &Signals)
         // A full tap drops frames, as a card's ring does.
         moved += pair.receive(|frame| drop(frame.write(|parts| pass_on(tap, parts))))?;
         moved += pair.reclaim()?;
-        if moved == 0 && driver != Driver::Polling {
+        if moved == 0 {
             let share = pair.tx().in_flight() / 4 * 3;
             let ready = pair.rx().enable_callback(1) || (full && pair.tx().enable_callback(share.max(1)));
             if !ready {
@@ -224,6 +212,14 @@ fn pass_on(mut tap: &File, parts: &[IoSlice<'_>]) -> io::Result<usize> {
     tap.write_vectored(&all)
 }
 
+/// Returns a frame of this length after a header of 12 bytes.
+pub(super) fn frame(len: usize) -> Vec<u8> {
+    let mut bytes = vec![0; HEADER_BYTES + len];
+    let start = [UNKNOWN, SOURCE].concat().into_iter().chain(EXPERIMENTAL);
+    bytes.iter_mut().skip(HEADER_BYTES).zip(start).for_each(|(to, from)| *to = from);
+    bytes
+}
+
 /// Returns the offset of the TCP header of an IPv4 frame.
 fn tcp_at(frame: &[u8]) -> Option<u16> {
     let (kind, packet) = (frame.get(12..14)?, frame.get(ETHERNET_BYTES..)?);
@@ -237,12 +233,13 @@ mod tests {
 
     #[test]
     fn the_tcp_header_follows_the_options_of_ip() {
-        let frame = FrameKind::Super.bytes().split_off(HEADER_BYTES);
-        assert_eq!(tcp_at(&frame), Some(34));
-        let mut long = frame.clone();
-        long[14] = 0x46;
-        assert_eq!(tcp_at(&long), Some(38));
-        assert_eq!(tcp_at(&FrameKind::Plain(64).bytes()[HEADER_BYTES..]), None);
-        assert_eq!(tcp_at(&frame[..20]), None);
+        let mut tcp = frame(64).split_off(HEADER_BYTES);
+        assert_eq!(tcp_at(&tcp), None);
+        tcp[12..15].copy_from_slice(&[0x08, 0x00, 0x45]);
+        tcp[23] = TCP;
+        assert_eq!(tcp_at(&tcp), Some(34));
+        tcp[14] = 0x46;
+        assert_eq!(tcp_at(&tcp), Some(38));
+        assert_eq!(tcp_at(&tcp[..20]), None);
     }
 }

@@ -19,8 +19,15 @@ const HEADER_BYTES: libc::c_int = 12;
 const PACKET_VNET_HDR: libc::c_int = 15;
 const PACKET_QDISC_BYPASS: libc::c_int = 20;
 
-/// Opens a queue of a tap in this thread's namespace; creates the tap if needed. Frames have a header of 12 bytes.
-pub(super) fn tap(name: &str, multiqueue: bool, offloads: bool) -> Result<File> {
+/// Whether the kernel leaves segmentation and checksums to the reader of a tap.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Offloads {
+    On,
+    Off,
+}
+
+/// Opens a queue of a tap with this many in this thread's namespace; creates the tap if needed. Frames have a header of 12 bytes.
+pub(super) fn tap(name: &str, queues: usize, offloads: Offloads) -> Result<File> {
     let file = File::options().read(true).write(true).open("/dev/net/tun").context("/dev/net/tun")?;
     // SAFETY: all zero is a valid `ifreq`.
     let mut request: libc::ifreq = unsafe { zeroed() };
@@ -28,7 +35,7 @@ pub(super) fn tap(name: &str, multiqueue: bool, offloads: bool) -> Result<File> 
         *to = from.cast_signed();
     }
     let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
-    let flags = flags | if multiqueue { libc::IFF_MULTI_QUEUE } else { 0 };
+    let flags = flags | if queues > 1 { libc::IFF_MULTI_QUEUE } else { 0 };
     request.ifr_ifru.ifru_flags = i16::from_ne_bytes((flags as u16).to_ne_bytes());
     let size = HEADER_BYTES;
     // SAFETY: each request has its type of argument: an `ifreq`, a pointer to an int, a number.
@@ -37,7 +44,7 @@ pub(super) fn tap(name: &str, multiqueue: bool, offloads: bool) -> Result<File> 
         let calls = [
             libc::ioctl(fd, TUNSETIFF, &raw const request),
             libc::ioctl(fd, TUNSETVNETHDRSZ, &raw const size),
-            libc::ioctl(fd, TUNSETOFFLOAD, if offloads { OFFLOADS } else { 0 }),
+            libc::ioctl(fd, TUNSETOFFLOAD, if offloads == Offloads::On { OFFLOADS } else { 0 }),
         ];
         calls.into_iter().min()
     };

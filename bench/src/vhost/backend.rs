@@ -1,13 +1,11 @@
 //! Backend processes: programs that serve a vhost-user socket.
 
-use std::ffi::OsString;
-use std::fs::File;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use towline_frontend::Frontend;
+use towline_lab::Towline as Process;
 
 /// Number of log lines in an error.
 const LOG_LINES: usize = 5;
@@ -17,43 +15,24 @@ const START_WITHIN: Duration = Duration::from_secs(30);
 const START_STEP: Duration = Duration::from_millis(100);
 
 /// A running backend, killed when this is dropped.
-#[derive(Debug)]
-pub struct Backend {
-    child: Child,
-    name: String,
-    log: std::path::PathBuf,
+pub(crate) struct Backend {
+    process: Process,
+    line: String,
 }
 
 impl Backend {
-    /// Starts it, with its output in a file of this directory.
-    ///
-    /// # Errors
-    /// The program does not exist.
-    pub fn start<I, A>(directory: &Path, program: &Path, arguments: I) -> Result<Self>
-    where
-        I: IntoIterator<Item = A>,
-        A: Into<OsString>,
-    {
-        let name = program.file_name().unwrap_or(program.as_os_str()).to_string_lossy().into_owned();
-        let log = directory.join("backend.log");
-        let file = File::create(&log)?;
-        let mut command = Command::new(program);
-        command.args(arguments.into_iter().map(Into::into)).stdin(Stdio::null());
-        command.stdout(file.try_clone()?).stderr(file).env("RUST_LOG", "error");
-        let child = command.spawn().with_context(|| format!("{} cannot be started", program.display()))?;
-        Ok(Self { child, name, log })
+    /// Starts it.
+    pub(crate) fn start(words: &[String]) -> Result<Self> {
+        Ok(Self { process: Process::start(Path::new(&words[0]), &words[1..])?, line: words.join(" ") })
     }
 
     /// Returns its process id.
-    pub fn pid(&self) -> u32 {
-        self.child.id()
+    pub(crate) fn pid(&self) -> u32 {
+        self.process.pid()
     }
 
     /// Connects to its socket, once that exists.
-    ///
-    /// # Errors
-    /// It has exited, or does not listen in time.
-    pub fn connect(&mut self, socket: &Path) -> Result<Frontend> {
+    pub(crate) fn connect(&mut self, socket: &Path) -> Result<Frontend> {
         let until = Instant::now() + START_WITHIN;
         loop {
             self.check()?;
@@ -65,23 +44,13 @@ impl Backend {
         }
     }
 
-    /// Checks that it is running.
-    ///
-    /// # Errors
-    /// It has exited, with its status and log.
-    pub fn check(&mut self) -> Result<()> {
-        let Some(status) = self.child.try_wait()? else { return Ok(()) };
-        let log = std::fs::read_to_string(&self.log).unwrap_or_default();
-        let lines: Vec<&str> = log.lines().rev().take(LOG_LINES).collect();
-        let lines: Vec<&str> = lines.into_iter().rev().collect();
-        bail!("{} exited: {status}; end of its log: {}", self.name, lines.join(" | "))
-    }
-}
-
-impl Drop for Backend {
-    fn drop(&mut self) {
-        // It may have exited already.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+    /// Fails with the end of its log if it has exited.
+    pub(crate) fn check(&mut self) -> Result<()> {
+        if self.process.runs()? {
+            return Ok(());
+        }
+        let log = self.process.stdout() + &self.process.stderr();
+        let lines: Vec<&str> = log.lines().collect();
+        bail!("`{}` exited: {}", self.line, lines[lines.len().saturating_sub(LOG_LINES)..].join(" | "))
     }
 }

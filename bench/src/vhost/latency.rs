@@ -2,27 +2,24 @@
 
 /// Latencies of one measurement in microseconds.
 #[derive(Debug, Clone, Default)]
-pub struct Latencies(Vec<f64>);
+pub(crate) struct Latencies(Vec<f64>);
 
 impl Latencies {
     /// Adds a latency in microseconds.
-    pub fn push(&mut self, microseconds: f64) {
+    pub(crate) fn push(&mut self, microseconds: f64) {
         self.0.push(microseconds);
     }
 
     /// Adds those of another thread.
-    pub fn append(&mut self, mut other: Self) {
+    pub(crate) fn append(&mut self, mut other: Self) {
         self.0.append(&mut other.0);
     }
 
-    /// Returns the latency that this share of them (0 to 1) does not exceed; 0 without any.
-    pub fn quantile(&mut self, share: f64) -> f64 {
-        if self.0.is_empty() {
-            return 0.0;
-        }
+    /// Returns the latency that this share of them (0 to 1) does not exceed; `None` without any.
+    pub(crate) fn quantile(&mut self, share: f64) -> Option<f64> {
         self.0.sort_by(f64::total_cmp);
-        let last = self.0.len() - 1;
-        self.0[((last as f64) * share).round() as usize]
+        let last = self.0.len().checked_sub(1)?;
+        Some(self.0[((last as f64) * share).round() as usize])
     }
 }
 
@@ -33,8 +30,8 @@ mod tests {
     #[test]
     fn quantiles_are_measured_values() {
         let mut latencies = Latencies::default();
-        assert_eq!(latencies.quantile(0.5), 0.0);
+        assert_eq!(latencies.quantile(0.5), None);
         (1..=101).rev().for_each(|value| latencies.push(f64::from(value)));
-        assert_eq!([0.0, 0.5, 0.99, 1.0].map(|share| latencies.quantile(share)), [1.0, 51.0, 100.0, 101.0]);
+        assert_eq!([0.0, 0.99, 1.0].map(|share| latencies.quantile(share)), [1.0, 100.0, 101.0].map(Some));
     }
 }

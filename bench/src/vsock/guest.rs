@@ -13,8 +13,8 @@ use towline_frontend::vsock::{
 use towline_frontend::wire::feature;
 use towline_frontend::{Frontend, MemoryArena};
 
-use super::entry::{Buffers, Direction, Work};
-use super::host::PORT;
+use super::{CID, PORT};
+use crate::applications::{Direction, Traffic};
 use crate::vhost::Signals;
 
 /// Entries of each ring, as in QEMU.
@@ -31,7 +31,7 @@ pub(super) struct Machine {
     // Disconnected when the guest is dropped.
     _frontend: Frontend,
     guest: VsockGuest,
-    work: Work,
+    traffic: Traffic,
     signals: Arc<Signals>,
     /// Streams to the host, with the unsent rest of the current message.
     sending: HashMap<PortPair, usize>,
@@ -41,39 +41,30 @@ pub(super) struct Machine {
 
 impl Machine {
     /// Starts the guest on a backend.
-    pub(super) fn start(
-        mut frontend: Frontend,
-        cid: u64,
-        buffers: Buffers,
-        work: Work,
-        signals: &Arc<Signals>,
-    ) -> Result<Self> {
+    pub(super) fn start(mut frontend: Frontend, traffic: Traffic, signals: &Arc<Signals>) -> Result<Self> {
         let wanted = feature::EVENT_IDX | feature::INDIRECT | FEATURE_STREAM;
         let negotiated = frontend.negotiate(0, wanted, 0)?;
-        let receive_bytes = match buffers {
-            Buffers::Linux => LINUX_BUFFER_BYTES,
-            Buffers::Large => PAYLOAD_BYTES_MAX + towline_frontend::vsock::HEADER_BYTES,
-        };
+        let receive_bytes = LINUX_BUFFER_BYTES;
         let features = negotiated.features;
-        let options = Options { cid, size: RING_SIZE, receive_bytes, features, takes_at_once: true };
+        let options = Options { cid: CID, size: RING_SIZE, receive_bytes, features, takes_at_once: true };
         let memory = Arc::new(MemoryArena::new(VsockGuest::memory_bytes(&options))?);
         frontend.set_mem_table(Some(&memory))?;
         let guest = VsockGuest::start(&mut frontend, &memory, options)?;
         let (sending, pending) = (HashMap::new(), Vec::new());
         let signals = Arc::clone(signals);
-        Ok(Self { _frontend: frontend, guest, work, signals, sending, pending })
+        Ok(Self { _frontend: frontend, guest, traffic, signals, sending, pending })
     }
 
     /// Opens the streams from the guest.
     pub(super) fn connect(&mut self) -> Result<()> {
-        let Work::Stream { connections, direction: Direction::FromGuest, .. } = self.work else {
+        let Traffic::Stream { sessions, direction: Direction::FromGuest, .. } = self.traffic else {
             return Ok(());
         };
-        let ports: Vec<PortPair> = (0..connections).map(|index| (5000 + index as u32, PORT)).collect();
+        let ports: Vec<PortPair> = (0..sessions).map(|index| (5000 + index as u32, PORT)).collect();
         ports.iter().for_each(|ports| self.guest.request(*ports));
         let until = Instant::now() + CONNECT_WITHIN;
-        while self.sending.len() < connections {
-            ensure!(Instant::now() < until, "{} of {connections} streams were accepted", self.sending.len());
+        while self.sending.len() < sessions {
+            ensure!(Instant::now() < until, "{} of {sessions} streams were accepted", self.sending.len());
             self.poll()?;
             self.guest.wait(false, SLEEP)?;
         }
@@ -95,33 +86,18 @@ impl Machine {
         })
     }
 
-    /// Calls this repeatedly, with a number, until the end of the measurement.
-    pub(super) fn spawn_with(
-        mut self,
-        turn: impl Fn(&mut VsockGuest, u64) -> Result<()> + Send + 'static,
-    ) -> JoinHandle<Result<()>> {
-        std::thread::spawn(move || {
-            let mut number = 0;
-            while !self.signals.power_off.load(Ordering::Relaxed) {
-                turn(&mut self.guest, number)?;
-                number += 1;
-            }
-            Ok(())
-        })
-    }
-
     /// Processes received packets. Returns true if there were any.
     fn poll(&mut self) -> Result<bool> {
-        let Self { guest, work, signals, sending, pending, .. } = self;
+        let Self { guest, traffic, signals, sending, pending, .. } = self;
         let received = guest.poll(|guest, event| match event {
             VsockEvent::Request(ports) => guest.accept(ports),
             VsockEvent::Connected(ports) => {
                 sending.insert(ports, 0);
             }
-            VsockEvent::Data { ports, len, .. } => match work {
-                Work::Stream { .. } => signals.add(len.into()),
-                Work::Request { .. } if guest.send_any(ports, len) => {}
-                Work::Request { .. } => pending.push((ports, len)),
+            VsockEvent::Data { ports, len, .. } => match traffic {
+                Traffic::Stream { .. } => signals.add(len.into()),
+                Traffic::Request { .. } if guest.send_any(ports, len) => {}
+                Traffic::Request { .. } => pending.push((ports, len)),
             },
             // As Linux: a reset for a peer that shuts both directions.
             VsockEvent::Shutdown(ports, _) => guest.reset(ports),
@@ -137,7 +113,9 @@ impl Machine {
 
     /// Sends what credit and ring allow. Returns true if anything was sent.
     fn send(&mut self) -> Result<bool> {
-        let Work::Stream { size, direction: Direction::FromGuest, .. } = self.work else { return Ok(false) };
+        let Traffic::Stream { size, direction: Direction::FromGuest, .. } = self.traffic else {
+            return Ok(false);
+        };
         let mut sent = false;
         self.guest.reclaim()?;
         for (ports, left) in &mut self.sending {

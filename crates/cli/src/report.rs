@@ -3,8 +3,8 @@
 //! ```text
 //!   Observer ─► ReportRecorder: phases, samples of the estimates, lanes ─► Page ─► HTML with charts as SVG
 //! ```
-//! The page has no scripts and loads nothing; `inspect --html` and the benches make theirs by the same template (`towline_report`). Out
-//! of scope: pages about clones of `copy`, which has one for each command.
+//! The page has no scripts and loads nothing; `inspect --html` makes its page by the same template (`towline_report`). Out of
+//! scope: pages about clones of `copy`, which has one for each command.
 
 mod page;
 mod recorded;

@@ -1,0 +1,60 @@
+//! Processes of the contenders.
+
+use std::path::Path;
+
+use anyhow::{Result, bail};
+
+use super::hosts::{INSIDE, OUTSIDE, PORT, TAP};
+use super::rows::{Carrier, PASST, TESTPMD, VHOST_USER_NET};
+use super::{Hosts, XDP};
+use crate::vhost::backend::Backend;
+
+/// Name of the frontend's socket.
+pub(super) const SOCKET: &str = "net.sock";
+
+impl Hosts<'_> {
+    /// Starts the backend in the outer namespace, with its socket in this directory.
+    pub(super) fn backend(&self, directory: &Path) -> Result<Backend> {
+        let (socket, queues) = (directory.join(SOCKET).display().to_string(), self.run.queues);
+        let own = |options: &str| {
+            let line = format!("net --socket {socket} --tap {TAP} --queues {queues} {options}");
+            anyhow::Ok((self.bench.options.towline.clone(), line))
+        };
+        let (program, line) = match self.run.carrier {
+            Carrier::Towline => own(""),
+            Carrier::Sleeping => own("--poll-us 0"),
+            Carrier::Xdp => own(&format!("--af-xdp {XDP} --af-xdp-copy")),
+            Carrier::VhostUserNet => Ok((
+                self.bench.peer(VHOST_USER_NET)?,
+                format!(
+                    "--net-backend ip={OUTSIDE},mask=255.255.255.0,socket={socket},client=off,num_queues={},queue_size=256,tap={TAP}",
+                    2 * queues
+                ),
+            )),
+            // Without huge pages, between its vhost and its tap driver.
+            Carrier::Testpmd => Ok((
+                self.bench.peer(TESTPMD)?,
+                format!(
+                    "-l 0,1 --no-huge -m 1024 --no-pci --no-shconf --no-telemetry --log-level error \
+                 --vdev net_vhost0,iface={socket},queues={queues},client=0 --vdev net_tap0,iface={TAP} -- \
+                 --forward-mode io --auto-start --stats-period 3600 --rxq {queues} --txq {queues}"
+                ),
+            )),
+            // For a guest at `INSIDE`, which reaches `OUTSIDE` as it is.
+            Carrier::Passt => Ok((
+                self.bench.peer(PASST)?,
+                format!(
+                    "--vhost-user --socket {socket} --foreground --quiet --ipv4-only --interface {TAP} --address {INSIDE} \
+                 --netmask 24 --gateway {OUTSIDE} --map-host-loopback none --no-dhcp --udp-ports none \
+                 --tcp-ports {INSIDE}/{PORT}"
+                ),
+            )),
+            Carrier::Loop | Carrier::Limit => bail!("the limit has no backend"),
+        }?;
+        let prefix = self.outside.prefix();
+        let line = line.split_whitespace().map(str::to_owned);
+        let words: Vec<String> =
+            prefix.into_iter().chain([program.display().to_string()]).chain(line).collect();
+        Backend::start(&words)
+    }
+}

@@ -1,0 +1,89 @@
+//! A Linux guest in an image.
+
+use std::path::PathBuf;
+
+use anyhow::{Context as _, Result};
+use tempfile::TempDir;
+use towline_lab::{Builder, Qemu, Version};
+
+use crate::Bench;
+use crate::guest::{Counter, WITHIN, endpoint, file};
+use crate::machine::MIB;
+
+/// Memory of the guest's kernel in MiB.
+pub(crate) const KERNEL_MIB: u64 = 128;
+/// Options of QEMU that name the guest's kernel.
+const KERNEL: [&str; 3] = ["-kernel", "-initrd", "-append"];
+
+/// What is stored.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Shape {
+    pub(crate) version: Version,
+    pub(crate) memory_mib: u64,
+    /// Share of the memory that is random.
+    pub(crate) data_percent: u64,
+}
+
+/// A Linux guest in an image.
+pub(crate) struct Stored {
+    pub(crate) shape: Shape,
+    directory: TempDir,
+    /// Its counter.
+    pub(crate) tick: u64,
+    /// Guest-physical address of its counter.
+    pub(crate) tick_address: u64,
+    /// Hash of its data.
+    pub(crate) hash: String,
+    /// Its kernel: options and values.
+    pub(crate) kernel: Vec<String>,
+}
+
+impl Shape {
+    pub(crate) fn builder(self) -> Builder {
+        let builder = Qemu::builder(self.version).machine(Version::V10_0.machine()).cpu("Nehalem");
+        builder.linux().memory_mib(self.memory_mib)
+    }
+
+    pub(crate) fn data_mib(self) -> u64 {
+        let most = self.memory_mib.saturating_sub(KERNEL_MIB).max(1);
+        (self.memory_mib * self.data_percent / 100).min(most)
+    }
+}
+
+impl Stored {
+    /// Boots and fills the guest, and saves it.
+    pub(crate) fn new(bench: &Bench, shape: Shape) -> Result<Self> {
+        bench.cancel.check()?;
+        eprintln!("booting a guest of {} MiB, and filling {} MiB", shape.memory_mib, shape.data_mib());
+        let (directory, source) = (bench.directory()?, shape.builder().start()?);
+        let mut agent = source.linux(WITHIN)?;
+        agent.fill(shape.data_mib() * MIB, 1)?;
+        let (hash, tick_address) = (agent.hash()?, agent.tick_address()?);
+        drop(agent);
+        let kernel = kernel(&source)?;
+        let mut stored = Self { shape, directory, tick: 0, tick_address, hash, kernel };
+        bench.copy([&*endpoint(&source), &file(&stored.path())])?.wait(bench)?;
+        // The guest is paused since it was saved.
+        stored.tick = Counter::at(&source, tick_address)?.read()?;
+        Ok(stored)
+    }
+
+    /// The image.
+    pub(crate) fn path(&self) -> PathBuf {
+        self.directory.path().join("guest.img")
+    }
+}
+
+/// The options of a QEMU that name its kernel, each with its value.
+fn kernel(qemu: &Qemu) -> Result<Vec<String>> {
+    let bytes = std::fs::read(format!("/proc/{}/cmdline", qemu.pid()))?;
+    let words = bytes.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned());
+    let words: Vec<_> = words.collect();
+    let mut found = Vec::new();
+    for option in KERNEL {
+        let at = words.iter().position(|word| word == option);
+        let at = at.with_context(|| format!("the guest has no {option}"))?;
+        found.extend_from_slice(&words[at..at + 2]);
+    }
+    Ok(found)
+}
