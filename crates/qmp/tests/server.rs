@@ -14,7 +14,7 @@ use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 use towline_qmp::{CLIENTS_MAX, Client, CommandError, Commands, Error, Options, REQUEST_BYTES_MAX, Server};
 
-const WITHIN: Duration = Duration::from_secs(20);
+const WITHIN: Duration = Duration::from_secs(120);
 
 /// Adds, refuses, and blocks until it is released.
 struct Sums {

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 
 use towline_qmp::{Client, Error, Options};
 
-pub(crate) const WAIT: Duration = Duration::from_secs(30);
+/// Timeout of anything that must happen. Generous: a QEMU that starts on a busy host may take half a minute.
+pub(crate) const WAIT: Duration = Duration::from_secs(120);
 
 /// A QEMU binary and where its firmware lies.
 #[derive(Clone, Debug)]
@@ -100,9 +101,9 @@ impl TestQemu {
         self.dir.path().join(name)
     }
 
-    /// Waits for the monitor, which QEMU makes early.
+    /// Waits for the monitor, which QEMU makes early: its first reply comes once QEMU has started.
     pub(crate) fn client(&self) -> Client {
-        self.client_with(&Options::default())
+        self.client_with(&Options { deadline: WAIT, greeting_deadline: WAIT, ..Options::default() })
     }
 
     pub(crate) fn client_with(&self, options: &Options) -> Client {
