@@ -116,14 +116,17 @@ impl Served {
         self.queue.publish();
     }
 
-    /// The worker runs at most `most` times in 300 ms.
+    /// The worker runs at most `most` times in each 300 ms.
     #[track_caller]
     fn assert_idle(&self, most: u64) {
         // Earlier requests have replies, so the thread has executed them.
-        let before = self.runs.load(Ordering::Relaxed);
+        let (before, begun) = (self.runs.load(Ordering::Relaxed), Instant::now());
         std::thread::sleep(Duration::from_millis(300));
         let runs = self.runs.load(Ordering::Relaxed) - before;
-        assert!(runs <= most, "{runs} runs in 300 ms, expected at most {most}");
+        // A busy host resumes this thread late.
+        let took = begun.elapsed();
+        let most = most * u64::try_from(took.as_millis()).unwrap().div_ceil(300);
+        assert!(runs <= most, "{runs} runs in {took:?}, expected at most {most}");
     }
 
     #[track_caller]
@@ -167,10 +170,15 @@ fn endless_kicks_are_polled_at_intervals() {
     let ring = encode_u64s(&[0]);
     // This one ends after it was paused.
     let ends = eventfd(300, EventfdFlags::SEMAPHORE | EventfdFlags::CLOEXEC).unwrap();
-    for kick in [ends, semaphore, file("/dev/zero"), file("/dev/null"), file("/dev/urandom"), closed.into()] {
+    let kicks = [ends, semaphore, file("/dev/zero"), file("/dev/null"), file("/dev/urandom"), closed.into()];
+    for (reported, kick) in (1..).zip(kicks) {
         served.frontend.request(RequestCode::SET_VRING_KICK, &ring, &[kick.as_fd()]).unwrap();
         // The first events of such a descriptor count as kicks.
-        std::thread::sleep(Duration::from_millis(100));
+        let until = Instant::now() + WITHIN;
+        while log.count("is not a readable eventfd") + log.count("spurious kicks") < reported {
+            assert!(Instant::now() < until, "descriptor {reported} is not reported");
+            std::thread::yield_now();
+        }
         served.assert_idle(60);
     }
     assert_eq!(log.count("is not a readable eventfd"), 3);
