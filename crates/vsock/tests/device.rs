@@ -269,7 +269,8 @@ fn clients_are_refused_in_time_after_the_guest_has_gone() {
     let waited = since.elapsed();
     assert!(reply.is_empty(), "{reply:?}");
     let limit = Duration::from_millis(towline_vsock::CONNECT_TIMEOUT_MS);
-    assert!(waited >= limit && waited < 3 * limit, "{waited:?}");
+    // The device counts whole milliseconds; a busy host may be late.
+    assert!(waited + Duration::from_millis(1) >= limit && waited < limit + TIMEOUT, "{waited:?}");
 }
 
 #[test]

@@ -54,9 +54,9 @@ fn cpu_time() -> Duration {
     Duration::from_millis(10 * ticks.sum::<u64>())
 }
 
-/// Asserts that the device becomes idle within a second: it uses no CPU time then.
+/// Asserts that the device becomes idle: it uses no CPU time then. It needs a moment, and more on a busy host.
 fn assert_becomes_idle(guest: &mut VsockGuest) {
-    let deadline = Instant::now() + Duration::from_secs(1) + OBSERVED;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let (before, since) = (cpu_time(), Instant::now());
         while let Some(left) = OBSERVED.checked_sub(since.elapsed()) {
