@@ -63,8 +63,7 @@ fn linux_obeys(name: &str, version: Version) {
         return;
     }
     let started = Instant::now();
-    let qemu = Qemu::builder(version).linux().processors(2).start().unwrap();
-    let mut guest = qemu.linux(WITHIN).unwrap();
+    let (qemu, mut guest) = Qemu::builder(version).linux().processors(2).boot(WITHIN).unwrap();
     println!("{version:?}: Linux answers after {:?}", started.elapsed());
     guest.wait_ticking(WITHIN).unwrap();
     let took = guest.fill(64 * MIB, 7).unwrap();
@@ -152,8 +151,7 @@ fn linux_moves_with_its_memory_and_its_agent() {
     // A part of the memory above 4 GiB, without the gigabytes that q35 would need for that.
     let machine = "pc-q35-10.0,max-ram-below-4g=256M";
     let builder = Qemu::builder(Version::V10_0).machine(machine).linux().memory_mib(512).processors(2);
-    let source = builder.clone().start().unwrap();
-    let mut guest = source.linux(WITHIN).unwrap();
+    let (source, mut guest) = builder.boot(WITHIN).unwrap();
     guest.fill(64 * MIB, 3).unwrap();
     guest.dirty(4 * MIB, 4 * MIB).unwrap();
     let (hash, tick) = (guest.hash().unwrap(), guest.tick().unwrap());

@@ -64,8 +64,7 @@ fn a_linux_is_stored_in_increments_and_restored_from_a_chain_of_three() {
     }
     let fixture = Fixture::new();
     let builder = Qemu::builder(Version::V10_0).linux();
-    let source = builder.clone().start().unwrap();
-    let mut linux = source.linux(WITHIN).unwrap();
+    let (source, mut linux) = builder.boot(WITHIN).unwrap();
     linux.fill(96 << 20, 7).unwrap();
     assert_ended(
         &fixture.run(&format!("copy --resume {} {}", qmp(&source), fixture.name("first.img"))),

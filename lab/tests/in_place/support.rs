@@ -58,8 +58,7 @@ impl Saved {
     /// Boots a guest, fills a part of its memory, and has towline store it.
     pub(crate) fn new(version: Version) -> Self {
         let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
-        let source = guest(version).start().unwrap();
-        let mut linux = source.linux(WITHIN).unwrap();
+        let (source, mut linux) = guest(version).boot(WITHIN).unwrap();
         linux.fill(FILLED, 5).unwrap();
         let (hash, tick) = (linux.hash().unwrap(), linux.wait_ticking(WITHIN).unwrap());
         drop(linux);

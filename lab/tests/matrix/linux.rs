@@ -27,8 +27,7 @@ struct Known {
 
 impl Known {
     fn boot() -> (Self, LinuxGuest) {
-        let source = builder().start().unwrap();
-        let mut guest = source.linux(WITHIN).unwrap();
+        let (source, mut guest) = builder().boot(WITHIN).unwrap();
         guest.fill(96 * MIB, 5).unwrap();
         let (hash, tick) = (guest.hash().unwrap(), guest.wait_ticking(WITHIN).unwrap());
         (Self { source, hash, tick }, guest)
@@ -154,8 +153,7 @@ fn from_7_2_to_10_0() {
     let scratch = Scratch::new();
     let image = scratch.text("guest.img");
     let builder = |version| Row::Qemu7_2.builder_on(version).linux().processors(2).memory_mib(256);
-    let source = builder(Version::V7_2).start().unwrap();
-    let mut guest = source.linux(WITHIN).unwrap();
+    let (source, mut guest) = builder(Version::V7_2).boot(WITHIN).unwrap();
     guest.fill(64 * MIB, 5).unwrap();
     let (hash, tick) = (guest.hash().unwrap(), guest.wait_ticking(WITHIN).unwrap());
     drop(guest);
@@ -184,8 +182,7 @@ fn a_linux_7_moves_between_10_0_and_the_newest_qemu() {
     } else {
         (Version::V10_0, Version::Newest)
     };
-    let mut qemu = builder(first).start().unwrap();
-    let mut guest = qemu.linux(WITHIN).unwrap();
+    let (mut qemu, mut guest) = builder(first).boot(WITHIN).unwrap();
     let kernel = guest.info().unwrap().into_iter().find(|(key, _)| key == "kernel").unwrap().1;
     assert!(kernel.split('.').next().unwrap().parse::<u32>().unwrap() >= 7, "{kernel}");
     let before = dirtying(&mut guest);

@@ -158,8 +158,7 @@ fn judge(pair: &Pair) -> (String, Option<String>) {
         .map(|(name, side)| Host::new(&hub, name, side, &directory));
     let versions = [pair.source.version, pair.destination.version];
     let oldest = if versions.contains(&Version::V7_2) { Version::V7_2 } else { Version::V10_0 };
-    let source = a.qemu(oldest).start().unwrap();
-    let mut guest = source.linux(WITHIN).unwrap();
+    let (source, mut guest) = a.qemu(oldest).boot(WITHIN).unwrap();
     set_up(&mut guest);
     drop(guest);
     assert!(talks(&hub, pair.source.mtu), "{}: before it is moved", pair.name);

@@ -54,8 +54,7 @@ impl Fixture {
 
 /// Starts a QEMU, and configures its guest.
 pub(crate) fn boot(builder: Builder) -> (Qemu, LinuxGuest) {
-    let qemu = builder.start().unwrap();
-    let mut guest = qemu.linux(WITHIN).unwrap();
+    let (qemu, mut guest) = builder.boot(WITHIN).unwrap();
     set_up(&mut guest);
     (qemu, guest)
 }

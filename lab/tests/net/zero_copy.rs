@@ -79,8 +79,8 @@ impl Setup<'_> {
         if self.network.is_some() { 2 } else { 1 }
     }
 
-    /// Starts the guest with a card, and the other end of the wire.
-    fn start(&self, builder: Builder, socket: &Path) -> (Qemu, Wire) {
+    /// Boots the guest with a card, and starts the other end of the wire.
+    fn boot(&self, builder: Builder, socket: &Path) -> (Qemu, LinuxGuest, Wire) {
         let listener = UnixListener::bind(socket).unwrap();
         let (netdev, queues) = match self.network {
             None => (format!("stream,server=off,addr.type=unix,addr.path={}", socket.display()), ""),
@@ -97,10 +97,14 @@ impl Setup<'_> {
         let device = format!("virtio-net-pci,netdev=wire,iommu_platform=on,disable-legacy=on{queues}{card}");
         let builder = builder.args(["-netdev", &netdev, "-device", &device]);
         match self.network {
-            None => (builder.start().unwrap(), Wire::accept(&listener)),
+            None => {
+                let (qemu, guest) = builder.boot(WITHIN).unwrap();
+                (qemu, guest, Wire::accept(&listener))
+            }
             Some(network) => {
                 let wire = Wire::capture(network);
-                (builder.within(network).start().unwrap(), wire)
+                let (qemu, guest) = builder.within(network).boot(WITHIN).unwrap();
+                (qemu, guest, wire)
             }
         }
     }
@@ -147,8 +151,7 @@ impl Bench {
                 .kernel_arguments("intel_iommu=on iommu.passthrough=0"),
             Pages::Small | Pages::Huge => builder,
         };
-        let (qemu, wire) = setup.start(builder.args(programs.arguments()), &path(&scratch, "wire"));
-        let mut guest = qemu.linux(WITHIN).unwrap();
+        let (qemu, mut guest, wire) = setup.boot(builder.args(programs.arguments()), &path(&scratch, "wire"));
         guest.unpack_programs().unwrap();
         let pairs = setup.pairs();
         let card = card_line(pairs, setup.arguments);

@@ -22,8 +22,7 @@ fn a_negotiated_feature_must_be_offered_at_the_destination() {
     if !require_lab("a_negotiated_feature_must_be_offered_at_the_destination") {
         return;
     }
-    let source = guest("").start().unwrap();
-    let mut agent = source.linux(WITHIN).unwrap();
+    let (source, mut agent) = guest("").boot(WITHIN).unwrap();
     let lacking = guest(",event_idx=off").incoming_defer().start().unwrap();
 
     let report = check(&source, &lacking);

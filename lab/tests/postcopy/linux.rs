@@ -14,8 +14,7 @@ fn builder() -> Builder {
 
 /// Stores a Linux with `bytes` of content; returns its hash.
 fn store(image: &str, bytes: u64) -> String {
-    let source = builder().start().unwrap();
-    let mut guest = source.linux(WITHIN).unwrap();
+    let (source, mut guest) = builder().boot(WITHIN).unwrap();
     guest.fill(bytes, 5).unwrap();
     let hash = guest.hash().unwrap();
     drop(guest);

@@ -14,8 +14,7 @@ fn builder() -> Builder {
 
 /// Starts a Linux that writes its memory; returns its counter, too.
 fn writing() -> (Qemu, u64) {
-    let qemu = builder().start().unwrap();
-    let mut guest = qemu.linux(WITHIN).unwrap();
+    let (qemu, mut guest) = builder().boot(WITHIN).unwrap();
     guest.dirty(48 * MIB, WRITTEN).unwrap();
     let tick = guest.wait_ticking(WITHIN).unwrap();
     (qemu, tick)

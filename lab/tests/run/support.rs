@@ -74,8 +74,8 @@ impl Saved {
         let version = recipe.version;
         let guest = Qemu::builder(version).machine(Version::V10_0.machine()).cpu("Nehalem");
         let guest = guest.linux().kernel(recipe.kernel).args(recipe.arguments.iter().cloned());
-        let source = guest.memory_mib(MEMORY_MIB).processors(recipe.processors).start().unwrap();
-        let mut linux = source.linux(WITHIN).unwrap();
+        let (source, mut linux) =
+            guest.memory_mib(MEMORY_MIB).processors(recipe.processors).boot(WITHIN).unwrap();
         linux.shell(recipe.line, WITHIN).unwrap();
         recipe.interval.iter().for_each(|interval| linux.set_interval(*interval).unwrap());
         linux.fill(FILLED, 5).unwrap();

@@ -23,8 +23,7 @@ fn a_second_image_of_a_guest_sends_little_and_both_are_restored() {
     }
     let Some(s3) = S3::start(test) else { return };
     let fixture = s3.fixture();
-    let source = builder().start().unwrap();
-    let mut guest = source.linux(WITHIN).unwrap();
+    let (source, mut guest) = builder().boot(WITHIN).unwrap();
     guest.fill(96 * MIB, 5).unwrap();
     let (hash, tick) = (guest.hash().unwrap(), guest.wait_ticking(WITHIN).unwrap());
     let (one, two) = (format!("s3://{BUCKET}/vm/one"), format!("s3://{BUCKET}/vm/two"));
@@ -63,8 +62,7 @@ fn a_guest_in_a_store_runs_at_once_and_what_it_waits_for_comes_first() {
     let builder = || builder().memory_mib(data_mib + KERNEL_MIB);
     let image = format!("s3://{BUCKET}/vm/instant");
     let hash = {
-        let source = builder().start().unwrap();
-        let mut guest = source.linux(WITHIN).unwrap();
+        let (source, mut guest) = builder().boot(WITHIN).unwrap();
         guest.fill(data_mib * MIB, 7).unwrap();
         let hash = guest.hash().unwrap();
         drop(guest);

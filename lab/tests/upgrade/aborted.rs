@@ -125,8 +125,7 @@ fn memory_is_bit_equal_after_a_load_that_is_given_up_at_any_section() {
         std::fs::File::create(path).unwrap().set_len(16 << 20).unwrap();
     }
     let stream = place.join("stream");
-    let old = guest(place, GUID).start().unwrap();
-    let mut linux = old.linux(WITHIN).unwrap();
+    let (old, mut linux) = guest(place, GUID).boot(WITHIN).unwrap();
     linux.fill(32 << 20, 3).unwrap();
     drop(linux);
     old.qmp().execute("stop", json!(null)).unwrap();

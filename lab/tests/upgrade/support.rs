@@ -71,8 +71,7 @@ impl Guest {
     /// Boots it and fills a part of its memory.
     pub(crate) fn boot(builder: impl FnOnce(&Path) -> Builder) -> Self {
         let place = directory();
-        let first = builder(place.path()).start().unwrap();
-        let mut linux = first.linux(WITHIN).unwrap();
+        let (first, mut linux) = builder(place.path()).boot(WITHIN).unwrap();
         linux.fill(FILLED, 5).unwrap();
         let (hash, tick) = (linux.hash().unwrap(), linux.wait_ticking(WITHIN).unwrap());
         Self { place, first, hash, tick }

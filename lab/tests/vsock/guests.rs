@@ -109,8 +109,7 @@ fn a_guest_is_moved_with_its_device_unplugged_and_replaced() {
     let scratch = TempDir::with_prefix("towline-lab-").unwrap();
     let (_device_a, a, uds_a) = plugged(&scratch, "a");
     let a = a.args(["-device", "vhost-user-vsock-pci,id=vsock0,bus=plug,chardev=vsock"].map(str::to_owned));
-    let a = a.start().unwrap();
-    let mut guest = a.linux(WITHIN).unwrap();
+    let (a, mut guest) = a.boot(WITHIN).unwrap();
     install_perl(&mut guest);
     perl(&mut guest, "echo", "listen stream 5001 echo");
     drop(guest);

@@ -104,8 +104,8 @@ impl Fixture {
         let cid = CID.to_string();
         let own = ["--socket", &device_path, "--cid", &cid, "--uds", &uds, "--uds-seqpacket", &messages];
         let device = start_device(&[&own[..], more].concat(), &socket);
-        let qemu = linux(version).kernel(kernel).args(device_arguments(&socket)).start().unwrap();
-        let mut guest = qemu.linux(WITHIN).unwrap();
+        let (qemu, mut guest) =
+            linux(version).kernel(kernel).args(device_arguments(&socket)).boot(WITHIN).unwrap();
         install_perl(&mut guest);
         Self { guest, _qemu: qemu, version, device, scratch }
     }

@@ -41,8 +41,7 @@ fn guest(network: &Network, programs: &[&Path]) -> (Qemu, LinuxGuest) {
     let card =
         ["-netdev", "tap,id=net,ifname=tap0,script=no,downscript=no", "-device", "virtio-net-pci,netdev=net"];
     let builder = Qemu::builder(Version::V10_0).linux().memory_mib(1024).processors(2).within(network);
-    let qemu = builder.args(disk.arguments()).args(card).start().unwrap();
-    let mut guest = qemu.linux(WITHIN).unwrap();
+    let (qemu, mut guest) = builder.args(disk.arguments()).args(card).boot(WITHIN).unwrap();
     guest.unpack_programs().unwrap();
     let up = "ip link set lo up && ip addr add 10.0.2.15/24 dev eth0 && ip link set eth0 up";
     guest.shell(up, WITHIN).unwrap();

@@ -47,9 +47,10 @@ struct Received {
 }
 
 impl Wire {
-    /// The connection of a QEMU.
+    /// The connection of a QEMU that has been made: the last, as one that did not boot is replaced.
     pub(super) fn accept(listener: &UnixListener) -> Self {
-        let stream = listener.accept().unwrap().0;
+        listener.set_nonblocking(true).unwrap();
+        let stream = std::iter::from_fn(|| listener.accept().ok()).last().unwrap().0;
         let mut incoming = stream.try_clone().unwrap();
         Self::new(Some(stream), move || {
             // Each frame comes after its length.
