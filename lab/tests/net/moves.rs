@@ -6,12 +6,13 @@
 //!    └─ veth ── host b  br0 ── tap0 ── towline net ── QEMU b ◄┘ towline move
 //! ```
 
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde_json::json;
 use tempfile::TempDir;
 use towline_lab::expect::{lift_rate_limit, qmp};
-use towline_lab::{Builder, Network, Qemu, Towline, Version, require_lab, towline, wait_until};
+use towline_lab::{Network, Qemu, Towline, Version, require_lab, towline, wait_until};
 
 use crate::support::{
     BulkClient, EchoClient, Fixture, GUEST, WITHIN, add_tap, builder, builder_with, card, end,
@@ -41,14 +42,14 @@ impl Host {
         Self { network, card: None, name }
     }
 
-    /// Starts a QEMU on this host, with a new card.
-    fn qemu(&mut self, scratch: &TempDir, build: impl Fn(&std::path::Path) -> Builder) -> Qemu {
+    /// Starts a new card on this host; returns its socket.
+    fn card(&mut self, scratch: &TempDir) -> PathBuf {
         let socket = path(scratch, self.name);
         if let Some(card) = self.card.take() {
             end(card);
         }
         self.card = Some(card(&self.network, &socket, &["--tap", "tap0", "--queues", "2"]));
-        build(&socket).start().unwrap()
+        socket
     }
 }
 
@@ -67,20 +68,16 @@ fn move_to_and_fro(name: &str, versions: &[Version], queues: usize) -> Option<Du
     let mut hosts = [Host::new(&hub, "host-a"), Host::new(&hub, "host-b")];
     let oldest = if versions.contains(&Version::V7_2) { Version::V7_2 } else { Version::V10_0 };
     let (machine, vectors) = (oldest.machine(), if oldest == Version::V7_2 { 0 } else { 2 * queues + 2 });
-    let build = |version: Version| {
-        move |socket: &std::path::Path| builder_with(version, socket, queues, vectors).machine(machine)
-    };
-    let mut source = hosts[0].qemu(&scratch, build(versions[0]));
-    let mut guest = source.linux(WITHIN).unwrap();
+    let build = |version, socket: &Path| builder_with(version, socket, queues, vectors).machine(machine);
+    let (mut source, mut guest) = build(versions[0], &hosts[0].card(&scratch)).boot(WITHIN).unwrap();
     set_up(&mut guest);
     drop(guest);
     let clients: Vec<_> = (0..2).map(|_| EchoClient::begin(&hub, guest_address(GUEST))).collect();
     clients.iter().for_each(|client| client.wait_blocks(5));
     for (round, version) in versions[1..].iter().enumerate() {
-        let host = &mut hosts[(round + 1) % 2];
-        let destination = host.qemu(&scratch, |socket| build(*version)(socket).incoming_defer());
-        let command = towline(["move", "--json", &qmp(&source), &qmp(&destination)]).unwrap();
-        command.wait_done(WITHIN).unwrap();
+        let socket = hosts[(round + 1) % 2].card(&scratch);
+        let destination = build(*version, &socket).incoming_defer().start().unwrap();
+        move_running(&source, &destination, &clients, &path(&scratch, "move.qmp"));
         clients.iter().for_each(|client| client.wait_blocks(5));
         source = destination;
     }
@@ -94,6 +91,25 @@ fn move_to_and_fro(name: &str, versions: &[Version], queues: usize) -> Option<Du
     let bytes_a_packet = sum(&statistics, "rx", "bytes") / sum(&statistics, "rx", "packets");
     assert!(bytes_a_packet > 1600, "{bytes_a_packet} bytes a packet: {statistics}");
     longest
+}
+
+/// Moves a guest while its clients talk. Where QEMU loses writes of an emulated guest
+/// ([`Version::tracks_emulated_writes`]) it is stopped during the first pass, before any is lost.
+fn move_running(source: &Qemu, destination: &Qemu, clients: &[EchoClient], control: &Path) {
+    let (here, there) = (qmp(source), qmp(destination));
+    let line = ["move", "--json", "--qmp", control.to_str().unwrap(), &here, &there];
+    if source.version().tracks_emulated_writes() {
+        towline(line).unwrap().wait_done(WITHIN).unwrap();
+        return;
+    }
+    let command = towline([&line[..], &["--run", "--max-bandwidth", "1M"]].concat()).unwrap();
+    source.qmp().wait_migration("active", WITHIN).unwrap();
+    clients.iter().for_each(|client| client.wait_blocks(1));
+    source.qmp().execute("stop", json!({})).unwrap();
+    let migration = source.qmp().execute("query-migrate", json!({})).unwrap();
+    assert_eq!(migration["ram"]["dirty-sync-count"], 1, "the first pass is over: {migration}");
+    lift_rate_limit(control);
+    command.wait_done(WITHIN).unwrap();
 }
 
 #[test]
@@ -126,8 +142,7 @@ fn a_guest_with_open_connections_is_restored_by_postcopy() {
     add_tap(&network, 1);
     let (socket, image) = (path(&scratch, "net.sock"), path(&scratch, "image"));
     let first = card(&network, &socket, &["--tap", "tap0"]);
-    let source = builder(Version::V10_0, &socket, 1).start().unwrap();
-    let mut guest = source.linux(WITHIN).unwrap();
+    let (source, mut guest) = builder(Version::V10_0, &socket, 1).boot(WITHIN).unwrap();
     set_up(&mut guest);
     drop(guest);
     let client = EchoClient::begin(&network, guest_address(GUEST));
@@ -193,9 +208,8 @@ fn every_byte_arrives_while_the_rings_restart_during_moves() {
     let Some(hub) = hub(name) else { return };
     let scratch = scratch();
     let mut hosts = [Host::new(&hub, "host-a"), Host::new(&hub, "host-b")];
-    let build = |socket: &std::path::Path| builder(Version::V10_0, socket, 2);
-    let mut source = hosts[0].qemu(&scratch, build);
-    let mut guest = source.linux(WITHIN).unwrap();
+    let build = |socket: &Path| builder(Version::V10_0, socket, 2);
+    let (mut source, mut guest) = build(&hosts[0].card(&scratch)).boot(WITHIN).unwrap();
     set_up(&mut guest);
     // Incompressible memory, so the first pass is long.
     guest.fill(48 << 20, 7).unwrap();
@@ -204,7 +218,7 @@ fn every_byte_arrives_while_the_rings_restart_during_moves() {
     let bulk = BulkClient::begin(&hub, guest_address(GUEST));
     let moves = usize::try_from(number("TOWLINE_SOAK_NET_RESTARTED_MOVES", 1)).unwrap();
     for round in 1..=moves {
-        let destination = hosts[round % 2].qemu(&scratch, |socket| build(socket).incoming_defer());
+        let destination = build(&hosts[round % 2].card(&scratch)).incoming_defer().start().unwrap();
         let (here, there) = (qmp(&source), qmp(&destination));
         let control = path(&scratch, "move.qmp");
         // The first pass takes longer than the restarts, which are over before it may end.
