@@ -52,7 +52,7 @@ pub use linux::LinuxGuest;
 pub use memory::RamBlock;
 pub use network::Network;
 pub use paths::Kernel;
-pub use process::signal;
+pub use process::{is_asleep, signal};
 pub use program::ProgramDisk;
 pub use proxy::{Action, Flow, Proxy, Trigger};
 pub use qemu::{Accelerator, BootSector, Builder, Guest, Incoming, MemoryBackend, Qemu, Sweep, Version};

@@ -17,7 +17,7 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use crate::process;
 use crate::wait::wait_until;
 
-const MADE_WITHIN: Duration = Duration::from_secs(10);
+const MADE_WITHIN: Duration = Duration::from_secs(60);
 
 /// A network namespace; see the module's picture.
 pub struct Network {

@@ -49,3 +49,18 @@ pub fn signal(pid: u32, name: &str) {
     let status = Command::new("sh").args(line).status().unwrap_or_else(|error| panic!("sh: {error}"));
     assert!(status.success(), "kill {name} {pid}");
 }
+
+/// Returns true if all threads of a process sleep. On a busy host one that has done nothing for a while may
+/// wait for a processor instead.
+///
+/// # Panics
+/// If there is no such process.
+pub fn is_asleep(pid: u32) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task"));
+    let threads = threads.unwrap_or_else(|error| panic!("process {pid}: {error}")).flatten();
+    // A thread may have ended since.
+    let states = threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("stat")).ok());
+    states
+        .filter_map(|stat| stat.rsplit_once(") ").map(|(_, rest)| rest.starts_with('S')))
+        .all(|sleeps| sleeps)
+}

@@ -1,14 +1,12 @@
 //! Two hosts, each a network namespace with a towline: all traffic between them goes over their one link.
 
-use std::process::Command;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::Result;
 use serde_json::Value;
 use towline_lab::{
-    BootSector, Builder, LinuxGuest, Qemu, Towline, Version, require_lab, signal, skip, towline_binary,
-    wait_until,
+    BootSector, Builder, LinuxGuest, Network, Qemu, Towline, Version, is_asleep, require_lab, signal, skip,
+    towline_binary, wait_until,
 };
 
 use crate::support::{
@@ -17,66 +15,37 @@ use crate::support::{
 
 const RATE: u64 = 20_000_000;
 const RANGE: u64 = 24 * MIB;
-const IP: &str = "/usr/sbin/ip";
 const ADDRESSES: [&str; 2] = ["10.213.77.1", "10.213.77.2"];
 const PORT: u16 = 4444;
 
-/// Two network namespaces connected by a veth pair. Dropping it removes both, and the link with them.
-struct Hosts {
-    names: [String; 2],
-}
+/// Two networks connected by a veth pair.
+struct Hosts([Network; 2]);
 
 impl Hosts {
     fn new() -> Result<Self> {
-        // Tests run at the same time, each with its own hosts.
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let (pid, number) = (std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let hosts = Self { names: ["a", "b"].map(|host| format!("towline-{pid}-{number}-{host}")) };
-        for name in &hosts.names {
-            ip(&["netns", "add", name])?;
-        }
-        let [a, b] = &hosts.names;
-        // Created within the first, so no interface name of the machine is in the way.
-        let link = ["link", "add", "link0", "type", "veth", "peer", "name", "link0", "netns", b];
-        ip(&[&["-n", a][..], &link].concat())?;
-        for (name, address) in hosts.names.iter().zip(ADDRESSES) {
-            ip(&["-n", name, "address", "add", &format!("{address}/24"), "dev", "link0"])?;
-            ip(&["-n", name, "link", "set", "link0", "up"])?;
+        let hosts = Self([Network::new()?, Network::new()?]);
+        let [a, b] = &hosts.0;
+        a.connect("link0", b, "link0")?;
+        for (network, address) in hosts.0.iter().zip(ADDRESSES) {
+            network.run(&["ip", "address", "add", &format!("{address}/24"), "dev", "link0"])?;
         }
         Ok(hosts)
     }
 
     /// Cuts the link: what is sent is lost, and neither end notices.
     fn cut(&self) {
-        for (host, address) in [(0, ADDRESSES[1]), (1, ADDRESSES[0])] {
+        for (network, address) in self.0.iter().zip([ADDRESSES[1], ADDRESSES[0]]) {
             let absent = ["lladdr", "02:00:00:00:00:01", "dev", "link0", "nud", "permanent"];
-            let line = ["-n", &self.names[host], "neighbor", "replace", address];
-            ip(&[&line[..], &absent].concat()).unwrap();
+            network.run(&[&["ip", "neighbor", "replace", address][..], &absent].concat()).unwrap();
         }
     }
 
     /// Starts a towline on one of them, with space-separated arguments.
     fn towline(&self, host: usize, arguments: &str) -> Result<Towline> {
-        let binary = towline_binary()?.display().to_string();
-        let line = ["netns", "exec", &self.names[host], &binary];
-        Towline::start(IP.as_ref(), line.into_iter().chain(arguments.split(' ')))
+        let (prefix, binary) = (self.0[host].prefix(), towline_binary()?.display().to_string());
+        let line = prefix[1..].iter().map(String::as_str).chain([binary.as_str()]);
+        Towline::start(prefix[0].as_ref(), line.chain(arguments.split(' ')))
     }
-}
-
-impl Drop for Hosts {
-    fn drop(&mut self) {
-        for name in &self.names {
-            // It may not exist, and a destructor cannot return an error.
-            let _ = ip(&["netns", "delete", name]);
-        }
-    }
-}
-
-fn ip(arguments: &[&str]) -> Result<()> {
-    let output = Command::new(IP).args(arguments).output().with_context(|| format!("{IP} cannot be run"))?;
-    let text = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "ip {}: {}", arguments.join(" "), text.trim());
-    Ok(())
 }
 
 /// Asserts that memory is equal to the byte while both are stopped, and that the guest then runs on at the
@@ -132,8 +101,8 @@ const PEER_TIMEOUT: Duration = Duration::from_secs(3);
 /// The peer's last sign is at most a heartbeat old when it is cut off or stopped.
 const ENDS_AFTER: Duration = Duration::from_secs(2);
 /// Attempts at the moment between the last byte and the acknowledgement.
-const TRIES: usize = 10;
-/// A source that has sent nothing for this time has sent everything.
+const TRIES: usize = 40;
+/// A source that has sent nothing for this time has sent everything, if no process waits for a processor.
 const QUIET: Duration = Duration::from_millis(300);
 /// The kernel runs its timers, and the ends undo what they did.
 const ENDS_WITHIN: Duration = Duration::from_secs(20);
@@ -226,7 +195,7 @@ fn sent_and_not_loaded(name: &str) -> Option<Copying> {
         };
         copying.source.qmp().wait_event("STOP", WITHIN).unwrap();
         signal(copying.destination.pid(), "-STOP");
-        if is_sent(&copying.source) {
+        if is_sent(&copying) {
             return Some(copying);
         }
         signal(copying.destination.pid(), "-CONT");
@@ -276,7 +245,8 @@ fn a_stopped_towline_at_the_source_does_not_hold_the_destination() {
 }
 
 /// Waits until the source has sent all. False if it was acknowledged.
-fn is_sent(source: &Qemu) -> bool {
+fn is_sent(copying: &Copying) -> bool {
+    let Copying { source, here, there, .. } = copying;
     let mut last = (None, Instant::now());
     wait_until("a source that has sent everything", WITHIN, || {
         let sent = source.qmp().execute("query-migrate", Value::Null)?["ram"]["transferred"].as_u64();
@@ -285,7 +255,8 @@ fn is_sent(source: &Qemu) -> bool {
         }
         let status = source.qmp().status()?;
         let is_quiet = last.1.elapsed() >= QUIET && status == "finish-migrate";
-        Ok(if status == "postmigrate" { Some(false) } else { is_quiet.then_some(true) })
+        let is_sent = is_quiet && [source.pid(), here.pid(), there.pid()].into_iter().all(is_asleep);
+        Ok(if status == "postmigrate" { Some(false) } else { is_sent.then_some(true) })
     })
     .unwrap()
 }

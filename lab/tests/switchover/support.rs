@@ -7,7 +7,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 pub(crate) use towline_lab::expect::{Scratch, assert_ended, qmp};
 use towline_lab::{
-    BootSector, Builder, Finished, Flow, Incoming, Proxy, Qemu, Towline, Version, expect, towline, wait_until,
+    BootSector, Builder, Finished, Flow, Incoming, Proxy, Qemu, Towline, Version, expect, is_asleep, towline,
+    wait_until,
 };
 
 /// Timeout of anything that must happen. Generous: two busy processors.
@@ -15,8 +16,8 @@ pub(crate) const WITHIN: Duration = Duration::from_secs(120);
 /// Time limit of a reply from a QEMU that is not blocked.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(3);
 /// Attempts to hit a moment that may be missed.
-const TRIES: usize = 10;
-/// Time without traffic after which everything counts as sent.
+const TRIES: usize = 40;
+/// Time without traffic after which everything counts as sent, if no process waits for a processor.
 const QUIET: Duration = Duration::from_millis(400);
 
 /// `SHUT 0` on the return path.
@@ -128,7 +129,7 @@ pub(crate) fn sent_to_a_suspended_destination(start: &dyn Fn(&Qemu, &Qemu) -> To
         let towline = start(&source, &destination);
         source.qmp().wait_event("STOP", WITHIN).unwrap();
         let suspended = Suspended::new(&destination);
-        if wait_sent(&source) {
+        if wait_sent(&source, &towline) {
             return SentCopy { suspended, towline, source, destination };
         }
         drop(suspended);
@@ -152,7 +153,7 @@ pub(crate) fn wait_quiet(proxy: &Proxy) {
 
 /// Waits until the source has sent everything. False if its migration has completed, or if it does not answer
 /// because it waits for the destination to read the rest.
-fn wait_sent(source: &Qemu) -> bool {
+fn wait_sent(source: &Qemu, towline: &Towline) -> bool {
     let mut last = (0, Instant::now());
     let ask = |command: &str| source.qmp().execute_within(command, Value::Null, REPLY_TIMEOUT);
     wait_until("a source that has sent everything", WITHIN, || {
@@ -164,7 +165,8 @@ fn wait_sent(source: &Qemu) -> bool {
         if transferred != last.0 {
             last = (transferred, Instant::now());
         }
-        let is_sent = last.1.elapsed() >= QUIET && status == "finish-migrate";
+        let is_quiet = last.1.elapsed() >= QUIET && status == "finish-migrate";
+        let is_sent = is_quiet && is_asleep(source.pid()) && is_asleep(towline.pid());
         Ok(if status == "postmigrate" { Some(false) } else { is_sent.then_some(true) })
     })
     .unwrap()
