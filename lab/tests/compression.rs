@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use towline_lab::expect::{completed, qmp};
 use towline_lab::{BootSector, Builder, Qemu, Towline, Version, require_lab, towline, wait_until};
 
-const WITHIN: Duration = Duration::from_secs(60);
+const WITHIN: Duration = Duration::from_secs(120);
 const METHODS: [&str; 2] = ["zlib", "zstd"];
 /// Half of each page is incompressible.
 const GUEST: BootSector =

@@ -11,7 +11,7 @@ pub(crate) use towline_lab::signal;
 use towline_lab::{BootSector, Builder, Finished, Qemu, Towline, Version, towline_binary, wait_until};
 
 /// Timeout of anything that must happen. Generous: two busy processors.
-pub(crate) const WITHIN: Duration = Duration::from_secs(60);
+pub(crate) const WITHIN: Duration = Duration::from_secs(120);
 /// Time limit of towline to notice that a process at either end was killed.
 pub(crate) const NOTICES_WITHIN: Duration = Duration::from_secs(20);
 /// Bandwidth limit: the guests here take seconds.

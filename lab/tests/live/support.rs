@@ -7,7 +7,7 @@ pub(crate) use towline_lab::expect::{Scratch, assert_ended, completed, events, n
 use towline_lab::{BootSector, Builder, Finished, LinuxGuest, Qemu, Towline, Version, expect, towline};
 
 /// Timeout of anything that must happen. Generous: two busy processors.
-pub(crate) const WITHIN: Duration = Duration::from_secs(60);
+pub(crate) const WITHIN: Duration = Duration::from_secs(120);
 pub(crate) const MIB: u64 = 1 << 20;
 
 /// Starts `towline` with these space-separated arguments.
@@ -49,8 +49,7 @@ pub(crate) fn linux(memory_mib: u64) -> Builder {
 /// Boots Linux and has it write `range` bytes round and round at `rate` bytes per second, in a pattern that
 /// can be checked.
 pub(crate) fn writing(builder: &Builder, rate: u64, range: u64) -> (Qemu, LinuxGuest) {
-    let qemu = builder.clone().start().unwrap();
-    let mut guest = qemu.linux(WITHIN).unwrap();
+    let (qemu, mut guest) = builder.boot(WITHIN).unwrap();
     guest.dirty(rate, range).unwrap();
     guest.wait_ticking(WITHIN).unwrap();
     (qemu, guest)

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 pub(crate) use towline_lab::expect::{Scratch, qmp};
 use towline_lab::{BootSector, Builder, Finished, Qemu, Towline, Version, towline, wait_until};
 
-pub(crate) const WITHIN: Duration = Duration::from_secs(60);
+pub(crate) const WITHIN: Duration = Duration::from_secs(120);
 const MEMORY_MIB: u64 = 64;
 /// A rate that no host reaches: QEMU's own default would slow every test down.
 const BANDWIDTH_UNLIMITED: u64 = 1 << 40;

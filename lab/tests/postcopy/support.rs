@@ -7,7 +7,7 @@ pub(crate) use towline_lab::expect::{Scratch, assert_ended, completed, events, n
 use towline_lab::{BootSector, Builder, Finished, Qemu, Towline, Version, expect, towline};
 
 /// Timeout of anything that must happen. Generous: two busy processors.
-pub(crate) const WITHIN: Duration = Duration::from_secs(90);
+pub(crate) const WITHIN: Duration = Duration::from_secs(120);
 pub(crate) const PAGE: u64 = 4096;
 
 /// Starts `towline` with these space-separated arguments.
