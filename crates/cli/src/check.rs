@@ -47,7 +47,7 @@ pub(crate) fn run(args: &CheckArgs) -> Result<Exit> {
         Ok(destination) => destination,
         Err(error) => return Ok(error.report(&reporter)),
     };
-    let planned = PlannedTransfer { lanes: Some(args.multifd_channels), is_postcopy: args.postcopy };
+    let planned = if args.postcopy { PlannedTransfer::Postcopy } else { PlannedTransfer::Precopy };
     match check::check(&source, &destination, planned) {
         Ok(report) => Ok(report_verdict(&reporter, args, to, &report)),
         Err(error) => Ok(NoVerdict::Unknown(error.to_string()).report(&reporter)),

@@ -25,6 +25,12 @@ use crate::qemu::Qemu;
 pub use error::Error;
 pub use recorded::Error as RecordedError;
 
+/// Default number of lanes if both ends can be configured: enough to fill a fast link, few enough for a small
+/// host.
+pub(crate) const LANES_DEFAULT: usize = 4;
+/// The same of postcopy, beside which only QEMU 10.1 and later have lanes.
+pub(crate) const LANES_OF_POSTCOPY: usize = 0;
+
 /// One end of a check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CheckEnd {
@@ -42,13 +48,23 @@ pub enum CheckEnd {
     Control(PathBuf),
 }
 
-/// Options of the planned transfer.
+/// The planned transfer, with the default number of lanes of its kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct PlannedTransfer {
-    /// Number of lanes; `None` if it is not known yet.
-    pub lanes: Option<usize>,
-    /// The guest is to run before its memory has arrived.
-    pub is_postcopy: bool,
+pub enum PlannedTransfer {
+    /// The guest runs at the destination once its memory has arrived.
+    #[default]
+    Precopy,
+    /// The guest runs before its memory has arrived.
+    Postcopy,
+}
+
+impl PlannedTransfer {
+    fn lanes(self) -> usize {
+        match self {
+            Self::Precopy => LANES_DEFAULT,
+            Self::Postcopy => LANES_OF_POSTCOPY,
+        }
+    }
 }
 
 impl CheckEnd {
@@ -101,9 +117,14 @@ pub fn check(source: &CheckEnd, destination: &CheckEnd, planned: PlannedTransfer
     let (guest, there) = (source.facts()?, destination.facts()?);
     let is_live = destination.is_live();
     let is_one_host = is_live && (source.is_live() || matches!(source, CheckEnd::Image(_)));
-    let PlannedTransfer { lanes, is_postcopy } = planned;
-    let pair = Pair { source: &guest, destination: &there, lanes, is_postcopy, is_live, is_one_host };
-    let mut report = evaluate(&pair);
+    let mut report = evaluate(&Pair {
+        source: &guest,
+        destination: &there,
+        lanes: Some(planned.lanes()),
+        is_postcopy: planned == PlannedTransfer::Postcopy,
+        is_live,
+        is_one_host,
+    });
     if let CheckEnd::Attribute(_) | CheckEnd::Control(_) = destination {
         let device_type = match &guest.subject {
             Subject::Device(device) => device.device_type.as_str(),
@@ -156,4 +177,30 @@ fn blocks(ram_blocks: &[towline_protocol::RamBlock]) -> Vec<BlockFacts> {
 /// The file cannot be written, or exists.
 pub fn write_facts(path: &Path, facts: &Facts) -> std::io::Result<()> {
     recorded::write(path, facts)
+}
+
+#[cfg(test)]
+mod tests {
+    use towline_compat::facts::QemuFacts;
+    use towline_compat::{ConfiguredBy, Verdict};
+
+    use super::*;
+
+    /// Only lanes between two QEMUs carry the uuid, and postcopy has none by default.
+    #[test]
+    fn postcopy_is_checked_without_lanes() {
+        let directory = tempfile::tempdir().unwrap();
+        let [source, destination] = ["a", "b"].map(|uuid| {
+            let path = directory.path().join(uuid);
+            let facts = QemuFacts { uuid: Some(uuid.into()), ..QemuFacts::default() };
+            write_facts(&path, &Subject::Qemu(Box::new(facts)).into()).unwrap();
+            CheckEnd::Facts(path)
+        });
+        for planned in [PlannedTransfer::Precopy, PlannedTransfer::Postcopy] {
+            let report = check(&source, &destination, planned).unwrap();
+            let uuid = report.of(ConfiguredBy::Towline).find(|finding| finding.rule == "uuid").unwrap();
+            assert_eq!(uuid.severity, towline_compat::Severity::Note, "{planned:?}: {uuid:?}");
+            assert_ne!(report.verdict(ConfiguredBy::Towline), Verdict::No, "{planned:?}: {report:?}");
+        }
+    }
 }

@@ -4,7 +4,6 @@ use std::path::PathBuf;
 
 use super::Output;
 use crate::endpoint::Endpoint;
-use crate::units::number;
 
 /// Check whether a guest can be migrated to DEST, without moving anything
 ///
@@ -47,9 +46,6 @@ pub(crate) struct CheckArgs {
     /// File for the facts of SOURCE, for a later check with facts:FILE
     #[arg(long, value_name = "FILE")]
     pub(crate) facts_out: Option<PathBuf>,
-    /// Number of lanes (multifd channels) of the migration; 0 disables them
-    #[arg(long, value_name = "N", value_parser = number::<usize>, default_value_t = 4)]
-    pub(crate) multifd_channels: usize,
     /// Migration by postcopy, as with `move --postcopy`
     #[arg(long)]
     pub(crate) postcopy: bool,

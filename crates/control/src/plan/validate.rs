@@ -10,11 +10,9 @@ use super::ends::{Destination, Source};
 use super::error::Error;
 use super::request::CopyRequest;
 use super::tls;
+use crate::check::{LANES_DEFAULT, LANES_OF_POSTCOPY};
 use crate::qemu::Qemu;
 
-/// Default number of lanes if both ends can be configured: enough to fill a fast link, few enough for a small
-/// host.
-const LANES_DEFAULT: usize = 4;
 /// The first QEMU that has lanes in a migration that may become postcopy.
 const LANES_BESIDE_POSTCOPY_SINCE: (u32, u32) = (10, 1);
 /// Maximum of QEMU's parameter.
@@ -52,7 +50,7 @@ pub(super) fn validate_stream(source: &Source, options: &CopyRequest) -> Result<
 fn lanes(source: &Source, destination: &Destination, options: &CopyRequest) -> Result<usize, Error> {
     if options.is_postcopy() {
         check_postcopy(source, options)?;
-        let lanes = options.transfer_options().multifd_channels.unwrap_or(0);
+        let lanes = options.transfer_options().multifd_channels.unwrap_or(LANES_OF_POSTCOPY);
         return if lanes > LANES_MAX { Err(too_many(lanes)) } else { Ok(lanes) };
     }
     let streams = [source.stream(), destination.stream()];
