@@ -16,7 +16,7 @@ use towline_protocol::BlockIndex;
 use towline_protocol::device_state::DeviceSection;
 use towline_qmp as qmp;
 
-use crate::args::{InspectArgs, OnOff};
+use crate::args::InspectArgs;
 use crate::exit::{Exit, UsageError};
 use crate::progress::Reporter;
 use crate::sandbox::Policy;
@@ -77,7 +77,7 @@ pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
 pub(crate) fn policy(args: &InspectArgs, source: &Source) -> Option<Policy> {
     let mut policy = match source {
         Source::Image(path) => sandbox::policy_of_images(path),
-        other => sandbox::policy_of_copy(other, &[], &request(args, other), None)?,
+        other => sandbox::policy_of_copy(other, &[], &request(other), None)?,
     };
     args.base.iter().for_each(|base| sandbox::permit_image(&mut policy, base));
     policy.write.extend(args.html.as_deref().map(sandbox::parent_directory));
@@ -316,24 +316,17 @@ fn qemu(reporter: &Reporter, path: &Path) -> Result<Exit> {
 }
 
 /// Returns the request of a stream's inspection.
-fn request(args: &InspectArgs, source: &Source) -> CopyRequest {
-    let is_file = crate::request::is_file(source);
-    let transfer =
-        TransferOptions { multifd_channels: Some(args.multifd_channels), ..TransferOptions::default() };
+fn request(source: &Source) -> CopyRequest {
+    let transfer = TransferOptions { multifd_channels: Some(0), ..TransferOptions::default() };
     let task = Task::Copy { transfer, run: None, resume: false, base: None };
-    CopyRequest {
-        compression: args.compression.with_level(None, None),
-        tls: args.tls.tls(),
-        return_path: args.return_path == OnOff::On && !is_file,
-        ..CopyRequest::new(task)
-    }
+    CopyRequest { return_path: !crate::request::is_file(source), ..CopyRequest::new(task) }
 }
 
 fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Exit> {
     let survey = DiscardSink::default();
     let cancel =
         cancel_on_signals(SignalEffects { first: "cancelling; the source keeps its guest", second: None })?;
-    let surveyed = plan::inspect_stream(source, &survey, &request(args, source), &cancel, reporter);
+    let surveyed = plan::inspect_stream(source, &survey, &request(source), &cancel, reporter);
     reporter.finish();
     let moved = match surveyed {
         Ok(moved) => moved,

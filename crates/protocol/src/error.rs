@@ -147,7 +147,7 @@ pub enum PeerIncompatible {
     #[error("section {name:?} has version {found}, this side knows up to {known}")]
     SectionVersion { name: String, found: u32, known: u32 },
     #[error(
-        "the stream opens no return path, so the source would not learn of a failure: set the capability return-path at the source, or pass --return-path off if the stream comes from a file"
+        "the stream opens no return path, so the source would not learn of a failure: set the capability return-path at the source, or, if the stream comes from a file, use `towline copy --return-path off`"
     )]
     NoReturnPath,
 }

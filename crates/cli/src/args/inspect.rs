@@ -2,16 +2,15 @@
 
 use std::path::PathBuf;
 
-use super::{CompressionMethod, OnOff, Output, TlsArgs};
+use super::Output;
 use crate::endpoint::Endpoint;
 use crate::sandbox::SandboxArgs;
-use crate::units::number;
 
 /// Show the parts of a guest: blocks, pages, devices and their versions, checksums, sizes
 ///
 /// Reads an image, or queries a `qmp:` guest. From `tcp:`, `unix:`, `fd:` or `exec:` the whole guest is
 /// received, counted and discarded; its source is informed that the migration failed, and the guest continues
-/// there.
+/// there. A stream that has lanes, TLS or no return path is copied to an image first.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:
@@ -40,17 +39,6 @@ pub(crate) struct InspectArgs {
     /// Compare the whole image with its checksums
     #[arg(long)]
     pub(crate) verify: bool,
-    /// Number of lanes of a stream; 0 disables them
-    #[arg(long, value_name = "N", value_parser = number::<usize>, default_value_t = 0)]
-    pub(crate) multifd_channels: usize,
-    /// Compression of a stream's lanes
-    #[arg(long, value_name = "METHOD", default_value = "none")]
-    pub(crate) compression: CompressionMethod,
-    /// Return path of a stream
-    #[arg(long, value_name = "ON|OFF", default_value = "on")]
-    pub(crate) return_path: OnOff,
-    #[command(flatten)]
-    pub(crate) tls: TlsArgs,
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
     #[command(flatten)]
