@@ -178,10 +178,6 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
         );
         return Err(UsageError(text).into());
     }
-    if args.resume {
-        let text = "--resume: a moved guest does not continue at SOURCE; use `copy --resume`";
-        return Err(UsageError(text.into()).into());
-    }
     let destination = args.destination.destination().map_err(UsageError)?;
     let options = request::of_move(args, &destination).map_err(UsageError)?;
     args.transfer.report.check(&[&args.source, &args.destination]).map_err(UsageError)?;

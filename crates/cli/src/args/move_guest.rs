@@ -43,9 +43,6 @@ pub(crate) struct MoveArgs {
     pub(crate) destination: Endpoint,
     #[command(flatten)]
     pub(crate) transfer: TransferArgs,
-    /// Refused: a moved guest does not continue at SOURCE
-    #[arg(long, hide = true)]
-    pub(crate) resume: bool,
     #[command(flatten)]
     pub(crate) output: Output,
 }
