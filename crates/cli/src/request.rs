@@ -29,7 +29,7 @@ pub(crate) fn of_copy(args: &CopyArgs, source: &Source) -> Result<CopyRequest, S
         if args.resume && matches!(source, Source::Qmp(_)) {
             return Err("--resume with --postcopy: the guest would run twice; leave --resume out".into());
         }
-        postcopy(&args.transfer, recovered(&args.stored, run)?, &args.stored)
+        postcopy(&args.transfer, recovered(&args.stored, run)?)
     } else {
         Task::Copy { transfer, run, resume: args.resume, base }
     };
@@ -55,7 +55,7 @@ pub(crate) fn of_move(args: &MoveArgs, destination: &Destination) -> Result<Copy
             };
             return Err(text.into());
         }
-        postcopy(&args.transfer, PostcopyStart::Move { run, devices }, &StoredSourceArgs::NONE)
+        postcopy(&args.transfer, PostcopyStart::Move { run, devices })
     } else {
         Task::Move { transfer: transfer(&args.transfer), run, detach_vsock: args.detach_vsock, devices }
     };
@@ -89,7 +89,7 @@ fn recovered(stored: &StoredSourceArgs, run: Option<bool>) -> Result<PostcopySta
     }
 }
 
-fn postcopy(args: &TransferArgs, start: PostcopyStart, stored: &StoredSourceArgs) -> Task {
+fn postcopy(args: &TransferArgs, start: PostcopyStart) -> Task {
     Task::Postcopy {
         transfer: transfer(args),
         start,
@@ -98,7 +98,6 @@ fn postcopy(args: &TransferArgs, start: PostcopyStart, stored: &StoredSourceArgs
         } else {
             RequestedPages::MainChannel
         },
-        record_working_set: stored.record_working_set == OnOff::On,
     }
 }
 
@@ -180,7 +179,6 @@ mod tests {
             Task::Postcopy {
                 start: PostcopyStart::Recover,
                 requested_pages: RequestedPages::MainChannel,
-                record_working_set: true,
                 ..
             }
         ));

@@ -195,7 +195,6 @@ fn request(memory: MemoryRequest) -> CopyRequest {
             transfer,
             start: PostcopyStart::Copy { run },
             requested_pages: RequestedPages::MainChannel,
-            record_working_set: true,
         },
         _ => Task::Copy { transfer, run, resume: false, base: None },
     };

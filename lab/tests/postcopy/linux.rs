@@ -32,10 +32,8 @@ fn linux_hashes_its_memory_while_it_arrives() {
     let hash = store(&image, 48 * MIB);
     for options in ["", "--postcopy-preempt --verify"] {
         let destination = waiting(&builder());
-        let line = format!(
-            "copy --postcopy {options} --record-working-set off --max-bandwidth 12M --json {image} {}",
-            qmp(&destination)
-        );
+        let line =
+            format!("copy --postcopy {options} --max-bandwidth 12M --json {image} {}", qmp(&destination));
         let mut towline = start(&line);
         wait_running(&mut towline);
         let mut guest = destination.linux(WITHIN).unwrap();
@@ -46,6 +44,7 @@ fn linux_hashes_its_memory_while_it_arrives() {
         assert_each_page_once(&completed);
         destination.qmp().wait_migration("completed", WITHIN).unwrap();
         assert_eq!(guest.hash().unwrap(), hash);
+        std::fs::remove_file(scratch.path("guest.img.working-set.json")).unwrap();
     }
 }
 

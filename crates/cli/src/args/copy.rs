@@ -1,6 +1,6 @@
 //! `towline copy`.
 
-use super::{GUEST, IMAGES, MORE, OnOff, Output, POSTCOPY, TransferArgs};
+use super::{GUEST, IMAGES, MORE, Output, POSTCOPY, TransferArgs};
 use crate::endpoint::Endpoint;
 
 /// Copy a guest: save it to an image, restore an image, or send it from one QEMU to another
@@ -65,12 +65,6 @@ pub(crate) struct CopyArgs {
     pub(crate) output: Output,
 }
 
-impl StoredSourceArgs {
-    /// For a SOURCE that is not an image.
-    pub(crate) const NONE: Self =
-        Self { verify: false, stream: false, recover: false, record_working_set: OnOff::On };
-}
-
 /// Options for an image as SOURCE.
 #[derive(Debug, clap::Args)]
 pub(crate) struct StoredSourceArgs {
@@ -83,7 +77,4 @@ pub(crate) struct StoredSourceArgs {
     /// Continue an interrupted --postcopy of an image (QEMU's postcopy-paused)
     #[arg(long, requires = "postcopy", help_heading = POSTCOPY)]
     pub(crate) recover: bool,
-    /// Working set beside the image (IMAGE.working-set.json): recorded, and sent first by later restores
-    #[arg(long, value_name = "ON|OFF", default_value = "on", hide_short_help = true, help_heading = POSTCOPY)]
-    pub(crate) record_working_set: OnOff,
 }

@@ -110,7 +110,7 @@ fn restore_stored(
     } else {
         context.options.run().unwrap_or(stored.was_running)
     });
-    let working_set = working_set(stored, options).map_err(Failure::untouched)?;
+    let working_set = working_set(stored).map_err(Failure::untouched)?;
     let statistics = Arc::new(Statistics::default());
     let engine_options = EngineOptions {
         max_bandwidth: context.options.transfer_options().max_bandwidth,
@@ -144,8 +144,8 @@ fn restore_stored(
     restored
 }
 
-fn working_set(stored: &RestoreSource<'_>, options: PostcopyOptions) -> Result<Option<WorkingSet>, Error> {
-    let Some(path) = stored.path.filter(|_| options.record_working_set) else { return Ok(None) };
+fn working_set(stored: &RestoreSource<'_>) -> Result<Option<WorkingSet>, Error> {
+    let Some(path) = stored.path else { return Ok(None) };
     let state = stored.guest.device_state()?;
     Ok(Some(WorkingSet::load(path, stored.guest.blocks(), &state)))
 }

@@ -88,8 +88,6 @@ pub enum Task {
         start: PostcopyStart,
         /// Channel of requested pages.
         requested_pages: RequestedPages,
-        /// Store the working set beside the image, for the next restore.
-        record_working_set: bool,
     },
 }
 
@@ -159,7 +157,6 @@ pub struct Tls {
 pub(crate) struct PostcopyOptions {
     pub(crate) requested_pages: RequestedPages,
     pub(crate) recover: bool,
-    pub(crate) record_working_set: bool,
 }
 
 impl Default for CopyRequest {
@@ -282,10 +279,9 @@ impl CopyRequest {
     /// Options of a postcopy; `None` for other tasks.
     pub(crate) fn postcopy(&self) -> Option<PostcopyOptions> {
         match &self.task {
-            Task::Postcopy { start, requested_pages, record_working_set, .. } => Some(PostcopyOptions {
+            Task::Postcopy { start, requested_pages, .. } => Some(PostcopyOptions {
                 requested_pages: *requested_pages,
                 recover: *start == PostcopyStart::Recover,
-                record_working_set: *record_working_set,
             }),
             _ => None,
         }

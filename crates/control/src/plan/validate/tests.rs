@@ -5,12 +5,7 @@ use super::*;
 fn postcopy() -> CopyRequest {
     let start = PostcopyStart::Copy { run: None };
     let transfer = TransferOptions::default();
-    CopyRequest::new(Task::Postcopy {
-        transfer,
-        start,
-        requested_pages: RequestedPages::MainChannel,
-        record_working_set: true,
-    })
+    CopyRequest::new(Task::Postcopy { transfer, start, requested_pages: RequestedPages::MainChannel })
 }
 
 fn qmp() -> Destination {
