@@ -84,9 +84,7 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
     let result = serve_all(served, &cancel);
     ended.cancel();
     notifier.stopping();
-    if !args.quiet {
-        devices.iter().for_each(|(cid, device)| print(*cid, device));
-    }
+    devices.iter().for_each(|(cid, device)| print(*cid, device));
     result.map(|()| Exit::Done)
 }
 

@@ -99,7 +99,7 @@ fn signal(process: &Child, name: &str) {
 
 fn vsock(socket: &Path) -> Command {
     let mut command = Command::new(TOWLINE);
-    command.args(["vsock", "--cid", "7", "--quiet", "--socket"]).arg(socket);
+    command.args(["vsock", "--cid", "7", "--socket"]).arg(socket);
     command
 }
 
@@ -117,11 +117,13 @@ fn a_device_is_ready_confined_and_ends_in_order() {
     let (code, stderr) = device.end();
     manager.expect("STOPPING=1\n");
     assert_eq!(code, Some(0), "{stderr}");
+    let (stopping, statistics) = stderr.split_once('\n').unwrap();
     assert_eq!(
-        stderr,
+        stopping,
         "towline: SIGTERM: stopping; the connections of the guests are closed; a second signal ends towline at once: \
-         without statistics, and its sockets remain\n"
+         without statistics, and its sockets remain"
     );
+    assert!(statistics.starts_with("towline: cid=7") && statistics.ends_with('\n'), "{statistics}");
     for made in [socket, uds, manager.path("port")] {
         assert!(!made.exists(), "{}", made.display());
     }
@@ -222,7 +224,7 @@ fn a_device_listens_on_the_socket_of_its_manager() {
     let path = manager.path("vsock.sock");
     let listener = UnixListener::bind(&path).unwrap();
     let mut command = Command::new("/bin/sh");
-    let script = r#"LISTEN_FDS=1 LISTEN_PID=$$ exec "$0" vsock --cid 7 --quiet 3<&0 </dev/null"#;
+    let script = r#"LISTEN_FDS=1 LISTEN_PID=$$ exec "$0" vsock --cid 7 3<&0 </dev/null"#;
     command.args(["-c", script, TOWLINE]).stdin(Stdio::from(OwnedFd::from(listener)));
     let device = manager.start(&mut command);
     drop(command);

@@ -112,9 +112,6 @@ pub(crate) struct VsockArgs {
     pub(crate) unmigratable: bool,
     #[command(flatten)]
     pub(crate) observability: ObservabilityArgs,
-    /// No statistics at the end
-    #[arg(long, hide_short_help = true)]
-    pub(crate) quiet: bool,
     /// Print the capabilities of this vhost-user backend, as in QEMU's vhost-user.json, and exit
     #[arg(long, hide_short_help = true)]
     pub(crate) print_capabilities: bool,
