@@ -62,7 +62,6 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
             groups: guest.group,
             limits,
             busy_poll: Duration::from_micros(args.poll_us),
-            unmigratable: args.unmigratable,
         };
         let device = Arc::new(Vsock::new(settings, &local_guests)?);
         devices.push((cid, Arc::clone(&device)));

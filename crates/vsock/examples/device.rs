@@ -26,7 +26,6 @@ fn main() -> Result<(), Box<dyn Error>> {
         groups: Vec::new(),
         limits: ConnectionLimits::default(),
         busy_poll: Duration::ZERO,
-        unmigratable: false,
     };
     let device: Arc<dyn Device> = Arc::new(Vsock::new(settings, &Arc::new(LocalGuests::default()))?);
     let listener = Listener::bind(&Address::Unix(socket.into()))?;

@@ -51,8 +51,6 @@ pub struct Settings {
     pub limits: ConnectionLimits,
     /// Maximum time of busy-polling with request/response traffic; 0 disables it.
     pub busy_poll: Duration,
-    /// True if the guest must not be migrated with the device.
-    pub unmigratable: bool,
 }
 
 /// Error of the creation of a device.
@@ -92,7 +90,6 @@ pub struct Vsock {
     cid: u64,
     limits: ConnectionLimits,
     busy_poll: Duration,
-    unmigratable: bool,
     config: Arc<HostConfig>,
     report: Arc<SharedReport>,
     updates: Arc<SessionUpdates>,
@@ -104,7 +101,7 @@ impl Vsock {
     /// # Errors
     /// [`DeviceError`].
     pub fn new(settings: Settings, local_guests: &Arc<LocalGuests>) -> Result<Self, DeviceError> {
-        let Settings { cid, limits, busy_poll, unmigratable, .. } = settings;
+        let Settings { cid, limits, busy_poll, .. } = settings;
         let listeners = listeners(&settings)?;
         let accept_queue = Arc::new(AcceptQueue::new(limits.handshakes)?);
         if !local_guests.register(cid, settings.groups, Arc::clone(&accept_queue)) {
@@ -122,7 +119,7 @@ impl Vsock {
         });
         let report = Arc::default();
         let updates = Arc::new(SessionUpdates::new()?);
-        Ok(Self { cid, limits, busy_poll, unmigratable, config, report, updates })
+        Ok(Self { cid, limits, busy_poll, config, report, updates })
     }
 
     /// Returns the statistics so far.
@@ -240,16 +237,7 @@ impl Device for Vsock {
         Ok(())
     }
 
-    fn is_migratable(&self) -> bool {
-        !self.unmigratable
-    }
-
     fn migration_version(&self) -> Result<String, BackendError> {
-        if self.unmigratable {
-            return Err(BackendError::new(
-                "the device was started with --unmigratable: it cannot be migrated",
-            ));
-        }
         Ok(format!("{VERSION}{}", self.cid))
     }
 

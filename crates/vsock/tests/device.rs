@@ -382,7 +382,6 @@ fn a_cid_can_be_used_by_one_guest_only() {
         groups: Vec::new(),
         limits: ConnectionLimits::default(),
         busy_poll: Duration::ZERO,
-        unmigratable: false,
     };
     let _one = Vsock::new(settings(3), &local_guests).unwrap();
     let other = Vsock::new(settings(3), &local_guests).unwrap_err();

@@ -107,9 +107,6 @@ pub(crate) struct VsockArgs {
     /// disables
     #[arg(long, hide_short_help = true, value_name = "US", default_value_t = 50, value_parser = poll_us)]
     pub(crate) poll_us: u64,
-    /// Block the guest's migration
-    #[arg(long, hide_short_help = true)]
-    pub(crate) unmigratable: bool,
     #[command(flatten)]
     pub(crate) observability: ObservabilityArgs,
     /// Print the capabilities of this vhost-user backend, as in QEMU's vhost-user.json, and exit

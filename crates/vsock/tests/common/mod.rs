@@ -68,7 +68,6 @@ impl Served {
             groups: Vec::new(),
             limits,
             busy_poll: Duration::from_micros(50),
-            unmigratable: false,
         };
         change(&mut settings, directory.path());
         let device = Arc::new(Vsock::new(settings, local_guests).unwrap());
