@@ -49,7 +49,7 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
     let (mut devices, mut served) = (Vec::new(), Vec::new());
     let mut policy = Policy::default();
     let guests = guests(args)?;
-    let limits = limits(args, descriptors, guests.len())?;
+    let limits = limits(args, descriptors, guests.len());
     for (guest, frontends) in guests {
         extend_policy(&mut policy, &guest);
         let record = record(&guest)?;
@@ -112,13 +112,8 @@ pub(crate) fn extend_policy(policy: &mut Policy, guest: &GuestSpec) {
 }
 
 /// Returns the limits of each guest. The guests share the descriptors of this process.
-fn limits(args: &VsockArgs, descriptors: u64, guests: usize) -> Result<ConnectionLimits> {
-    let max = u64::from(towline_vsock::credit::WINDOW_MAX);
-    let buf_alloc =
-        u32::try_from(args.buf_alloc).ok().filter(|bytes| (4096..=max).contains(&u64::from(*bytes)));
-    let buf_alloc =
-        buf_alloc.with_context(|| format!("--buf-alloc {}: expected 4096 to {max} bytes", args.buf_alloc))?;
-    let wanted = ConnectionLimits { buf_alloc, memory: args.memory_limit, ..ConnectionLimits::default() };
+fn limits(args: &VsockArgs, descriptors: u64, guests: usize) -> ConnectionLimits {
+    let wanted = ConnectionLimits { memory: args.memory_limit, ..ConnectionLimits::default() };
     let wanted =
         ConnectionLimits { connections: args.connections_limit.unwrap_or(wanted.connections), ..wanted };
     let limits = wanted.within_descriptors(descriptors, guests);
@@ -132,7 +127,7 @@ fn limits(args: &VsockArgs, descriptors: u64, guests: usize) -> Result<Connectio
              (LimitNOFILE=), or serve fewer guests"
         );
     }
-    Ok(limits)
+    limits
 }
 
 /// Opens the record of descriptors in flight of a guest's device.

@@ -94,9 +94,6 @@ pub(crate) struct VsockArgs {
     /// TOML file of guests, in addition to those of --guest (an example: --help)
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    /// Receive buffer of a connection in bytes (virtio's buf_alloc; suffixes K, M, G)
-    #[arg(long, hide_short_help = true, value_name = "BYTES", value_parser = bytes, default_value = "1M")]
-    pub(crate) buf_alloc: u64,
     /// Maximum memory of all connections of a guest in bytes, bookkeeping included (suffixes K, M, G)
     #[arg(long, hide_short_help = true, value_name = "BYTES", value_parser = bytes, default_value = "512M")]
     pub(crate) memory_limit: u64,
