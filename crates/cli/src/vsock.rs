@@ -113,21 +113,8 @@ pub(crate) fn extend_policy(policy: &mut Policy, guest: &GuestSpec) {
 
 /// Returns the limits of each guest. The guests share the descriptors of this process.
 fn limits(args: &VsockArgs, descriptors: u64, guests: usize) -> ConnectionLimits {
-    let wanted = ConnectionLimits { memory: args.memory_limit, ..ConnectionLimits::default() };
-    let wanted =
-        ConnectionLimits { connections: args.connections_limit.unwrap_or(wanted.connections), ..wanted };
-    let limits = wanted.within_descriptors(descriptors, guests);
-    if args.connections_limit.is_some_and(|connections| connections > limits.connections) {
-        tracing::warn!(
-            wanted = wanted.connections,
-            connections = limits.connections,
-            descriptors,
-            guests,
-            "--connections-limit exceeds a guest's share of the descriptors of this process; raise its hard limit \
-             (LimitNOFILE=), or serve fewer guests"
-        );
-    }
-    limits
+    let limits = ConnectionLimits { memory: args.memory_limit, ..ConnectionLimits::default() };
+    limits.within_descriptors(descriptors, guests)
 }
 
 /// Opens the record of descriptors in flight of a guest's device.

@@ -97,9 +97,6 @@ pub(crate) struct VsockArgs {
     /// Maximum memory of all connections of a guest in bytes, bookkeeping included (suffixes K, M, G)
     #[arg(long, hide_short_help = true, value_name = "BYTES", value_parser = bytes, default_value = "512M")]
     pub(crate) memory_limit: u64,
-    /// Maximum number of connections of a guest [default: 16384, or its share of the process's descriptors]
-    #[arg(long, hide_short_help = true, value_name = "N", value_parser = number::<usize>)]
-    pub(crate) connections_limit: Option<usize>,
     /// Maximum time of busy-polling before a sleep when traffic is request/response, in microseconds; 0
     /// disables
     #[arg(long, hide_short_help = true, value_name = "US", default_value_t = 50, value_parser = poll_us)]
