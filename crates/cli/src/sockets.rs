@@ -9,68 +9,52 @@ use rustix::fs::{AtFlags, CWD, Gid, Mode, OFlags};
 use rustix::process::umask;
 use towline_channel::{Address, Listener};
 
-/// Default permissions with `--socket-group`.
-const GROUP_MODE: u32 = 0o660;
+/// Permissions with `--socket-group`.
+const GROUP_MODE: Mode = Mode::from_raw_mode(0o660);
 
 /// Permissions of the sockets of devices.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct SocketArgs {
-    /// Group of the socket at --socket, by name or number
+    /// Group of the socket at --socket, by name or number; its mode is then 660, else the umask's
     #[arg(long, value_name = "GROUP")]
     socket_group: Option<String>,
-    /// Permissions of the socket at --socket, in octal [default: 660 with --socket-group, else the umask's]
-    #[arg(long, value_name = "MODE", value_parser = mode)]
-    socket_mode: Option<u32>,
 }
 
 impl SocketArgs {
-    /// Returns the reason to refuse these options without a path to listen on.
+    /// Returns the reason to refuse the group without a path to listen on.
     pub(crate) fn without_path(&self, path: Option<&Path>) -> Option<&'static str> {
-        let is_given = self.socket_group.is_some() || self.socket_mode.is_some();
-        (is_given && path.is_none()).then_some(
-            "--socket-group and --socket-mode are for a socket at --socket PATH; an inherited one has its owner's",
-        )
+        (self.socket_group.is_some() && path.is_none())
+            .then_some("--socket-group is for a socket at --socket PATH; an inherited one has its owner's")
     }
 
     /// Listens at a path. At no moment does the socket have wider permissions than requested.
     pub(crate) fn listen(&self, path: &Path) -> Result<Listener> {
         let address = Address::Unix(path.to_owned());
-        let Some(group) = &self.socket_group else {
-            return match self.socket_mode {
-                None => Ok(Listener::bind(&address)?),
-                Some(mode) => with_mode(mode, || Ok(Listener::bind(&address)?)),
-            };
-        };
+        let Some(group) = &self.socket_group else { return Ok(Listener::bind(&address)?) };
         let gid = gid(group)?;
         let listener = private(|| Ok(Listener::bind(&address)?))?;
-        open_to_group(path, gid, self.socket_mode.unwrap_or(GROUP_MODE))
-            .with_context(|| format!("--socket-group {group}: {}", path.display()))?;
+        open_to_group(path, gid).with_context(|| format!("--socket-group {group}: {}", path.display()))?;
         Ok(listener)
     }
 }
 
-/// Creates sockets that only their owner may connect to.
+/// Creates sockets that only their owner may connect to, by the umask. It applies to all threads, of which no
+/// other creates files then.
 pub(crate) fn private<T>(create: impl FnOnce() -> Result<T>) -> Result<T> {
-    with_mode(0o600, create)
-}
-
-/// Creates sockets with these permissions, by the umask. The umask applies to all threads, of which no other
-/// creates files then.
-fn with_mode<T>(mode: u32, create: impl FnOnce() -> Result<T>) -> Result<T> {
-    let before = umask(Mode::from_raw_mode(!mode & 0o777));
+    let before = umask(Mode::from_raw_mode(0o177));
     let created = create();
     umask(before);
     created
 }
 
 /// Changes the group of an existing socket, and then its permissions.
-fn open_to_group(path: &Path, gid: Gid, mode: u32) -> Result<(), rustix::io::Errno> {
+fn open_to_group(path: &Path, gid: Gid) -> Result<(), rustix::io::Errno> {
     // By a descriptor, so both apply to the same file, and symbolic links are not followed.
     let file =
         rustix::fs::openat(CWD, path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
     rustix::fs::chownat(&file, c"", None, Some(gid), AtFlags::EMPTY_PATH)?;
     let opened = format!("/proc/self/fd/{}", file.as_raw_fd());
-    rustix::fs::chmodat(CWD, opened, Mode::from_raw_mode(mode), AtFlags::empty())
+    rustix::fs::chmodat(CWD, opened, GROUP_MODE, AtFlags::empty())
 }
 
 /// Finds a group by name or number.
@@ -83,11 +67,6 @@ fn gid(group: &str) -> Result<Gid> {
     };
     let number = number.filter(|number| *number != u32::MAX);
     number.map(Gid::from_raw).with_context(|| format!("--socket-group {group}: no such group"))
-}
-
-fn mode(text: &str) -> Result<u32> {
-    let mode = u32::from_str_radix(text, 8).ok().filter(|mode| *mode <= 0o777);
-    mode.with_context(|| format!("{text}: expected permissions in octal, 0 to 777, such as 660"))
 }
 
 #[cfg(test)]
@@ -114,28 +93,16 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("socket");
         let own = rustix::process::getegid().as_raw();
-        let args = |group: Option<&str>, mode| SocketArgs {
-            socket_group: group.map(str::to_owned),
-            socket_mode: mode,
-        };
-        let root = geteuid().is_root();
-        let other = if root { 12345 } else { own };
-        for (args, wanted) in [
-            (args(None, Some(0o640)), (0o640, own)),
-            (args(None, Some(0o777)), (0o777, own)),
-            (args(Some(&other.to_string()), None), (0o660, other)),
-            (args(Some(&other.to_string()), Some(0o620)), (0o620, other)),
-        ] {
-            let listener = args.listen(&path).unwrap();
-            assert_eq!(found(&path), wanted, "{args:?}");
-            drop(listener);
-            assert!(!path.exists());
-        }
+        let args = |group: &str| SocketArgs { socket_group: Some(group.to_owned()) };
+        let other = if geteuid().is_root() { 12345 } else { own };
+        let listener = args(&other.to_string()).listen(&path).unwrap();
+        assert_eq!(found(&path), (0o660, other));
+        drop(listener);
+        assert!(!path.exists());
         let listener = private(|| Ok(Listener::bind(&Address::Unix(path.clone()))?)).unwrap();
         assert_eq!(found(&path).0, 0o600);
         drop(listener);
-        let error = args(Some("no-such-group"), None).listen(&path).unwrap_err();
+        let error = args("no-such-group").listen(&path).unwrap_err();
         assert!(error.to_string().contains("no such group"), "{error}");
-        assert!(mode("8").is_err() && mode("1777").is_err() && mode("660").unwrap() == 0o660);
     }
 }
