@@ -25,9 +25,9 @@ pub(crate) fn run(args: &CtlArgs) -> Result<Exit> {
             return Ok(Exit::Usage);
         }
     };
-    let timeout = Duration::from_secs(args.timeout);
-    let options = Options { deadline: timeout, greeting_deadline: timeout, ..Options::default() };
-    let mut client = connect(&socket(&args.socket, &RuntimeRoot::of_user())?, &options)?;
+    let mut client = connect(&socket(&args.socket, &RuntimeRoot::of_user())?)?;
+    // A slow command is not an error, and Ctrl-C ends the wait.
+    client.set_deadline(Duration::MAX);
     let Some(command) = &args.command else {
         for name in names(&client.execute_raw("query-commands", None)?) {
             print(&name)?;
@@ -46,8 +46,8 @@ pub(crate) fn run(args: &CtlArgs) -> Result<Exit> {
     Ok(Exit::Done)
 }
 
-fn connect(socket: &Path, options: &Options) -> Result<Client> {
-    Client::connect(socket, options).map_err(|error| match error {
+fn connect(socket: &Path) -> Result<Client> {
+    Client::connect(socket, &Options::default()).map_err(|error| match error {
         towline_qmp::Error::Missing { socket } => anyhow!(
             "no QMP socket at {socket}: check the path; a towline removes the socket of its --qmp when it ends"
         ),
@@ -204,7 +204,7 @@ mod tests {
     fn a_towline_that_has_ended_has_no_socket() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("copy.ctl");
-        let error = connect(&path, &Options::default()).unwrap_err().to_string();
+        let error = connect(&path).unwrap_err().to_string();
         assert!(error.contains("copy.ctl: check the path; a towline removes the socket"), "{error}");
     }
 

@@ -13,7 +13,6 @@ pub(crate) enum Unit {
     Bytes,
     Microseconds,
     Milliseconds,
-    Seconds,
 }
 
 impl Unit {
@@ -23,7 +22,6 @@ impl Unit {
             Self::Bytes => " of bytes",
             Self::Microseconds => " of microseconds",
             Self::Milliseconds => " of milliseconds",
-            Self::Seconds => " of seconds",
         }
     }
 
@@ -33,7 +31,6 @@ impl Unit {
             Self::None | Self::Bytes => None,
             Self::Microseconds => Some(1e-6),
             Self::Milliseconds => Some(1e-3),
-            Self::Seconds => Some(1.0),
         }
     }
 }
@@ -225,7 +222,6 @@ mod tests {
             number::<usize>("99999999999999999999"),
             Err("out of range: expected a whole number from 0 to 2147483647".into())
         );
-        assert_eq!(whole::<u64>("10s", Unit::Seconds, 1..=u64::MAX), Ok(10));
         assert_eq!(
             whole::<u16>("67", Unit::Bytes, 68..=65_535),
             Err("out of range: expected a whole number of bytes from 68 to 65535".into())

@@ -37,7 +37,7 @@ fn start_qemu(guest: &mut LinuxGuest) {
 }
 
 fn execute(guest: &mut LinuxGuest, command: &str) -> Value {
-    let output = guest.shell(&format!("towline ctl --timeout 60 {MONITOR} {command}"), WITHIN).unwrap();
+    let output = guest.shell(&format!("towline ctl {MONITOR} {command}"), WITHIN).unwrap();
     serde_json::from_str(&output).unwrap_or_else(|error| panic!("{command}: {error}: {output}"))
 }
 

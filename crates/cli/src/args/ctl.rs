@@ -2,8 +2,6 @@
 
 use std::path::PathBuf;
 
-use crate::units::{Unit, whole};
-
 /// Send a QMP command to a running towline or QEMU, or to a guest of `towline run`
 ///
 /// Prints the reply. Without a command, prints the names of the available ones. Short names of commands:
@@ -36,11 +34,4 @@ pub(crate) struct CtlArgs {
     /// object
     #[arg(value_name = "ARGS")]
     pub(crate) arguments: Vec<String>,
-    /// Timeout of the reply in seconds
-    #[arg(long, value_name = "SECONDS", value_parser = timeout, default_value_t = 10)]
-    pub(crate) timeout: u64,
-}
-
-fn timeout(text: &str) -> Result<u64, String> {
-    whole(text, Unit::Seconds, 0..=u64::MAX)
 }

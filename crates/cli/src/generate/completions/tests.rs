@@ -134,7 +134,7 @@ fn bash_completes_schemes_sockets_files_and_options() {
         ("ctl k.qmp po", "ctl k.qmp powerdown "),
         ("ctl qmp:k.qmp query-m", "ctl qmp:k.qmp query-migrate "),
         ("ctl k.qmp status ", "ctl k.qmp status "),
-        ("ctl --tim", "ctl --timeout "),
+        ("ctl --lo", "ctl --log "),
         ("--log debug ctl k", "--log debug ctl k.qmp "),
         // Options, and commands.
         ("copy --multifd-c", "copy --multifd-channels "),
