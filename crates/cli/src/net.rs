@@ -40,9 +40,6 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     let frontends = frontends(args)?;
     let taps = taps(args)?;
     let record = state::open_in_flight_record(args.state.as_deref(), 2 * taps.queues().len())?;
-    if let Some(mtu) = args.mtu {
-        taps.set_mtu(mtu)?;
-    }
     let options = options(args, record.device_word());
     let net = Arc::new(Net::with_xdp(taps, xdp(args)?, options));
     let device: Arc<dyn Device> = net.clone();

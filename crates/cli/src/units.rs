@@ -10,7 +10,6 @@ use indicatif::{HumanBytes, HumanCount};
 pub(crate) enum Unit {
     /// A count, or an index.
     None,
-    Bytes,
     Microseconds,
     Milliseconds,
 }
@@ -19,7 +18,6 @@ impl Unit {
     fn of_unit(self) -> &'static str {
         match self {
             Self::None => "",
-            Self::Bytes => " of bytes",
             Self::Microseconds => " of microseconds",
             Self::Milliseconds => " of milliseconds",
         }
@@ -28,7 +26,7 @@ impl Unit {
     /// Length of a unit of time in seconds.
     fn seconds(self) -> Option<f64> {
         match self {
-            Self::None | Self::Bytes => None,
+            Self::None => None,
             Self::Microseconds => Some(1e-6),
             Self::Milliseconds => Some(1e-3),
         }
@@ -221,10 +219,6 @@ mod tests {
         assert_eq!(
             number::<usize>("99999999999999999999"),
             Err("out of range: expected a whole number from 0 to 2147483647".into())
-        );
-        assert_eq!(
-            whole::<u16>("67", Unit::Bytes, 68..=65_535),
-            Err("out of range: expected a whole number of bytes from 68 to 65535".into())
         );
         assert_eq!(
             (seconds("10s"), seconds("0.3"), seconds("300ms")),

@@ -98,7 +98,6 @@ fn an_invalid_number_is_refused_with_the_unit_of_its_option() {
             "a whole number of microseconds or a time such as 300ms or 2s, such as 1",
         ),
         (&net, "--poll-us", "1000001", "a whole number of microseconds from 0 to 1000000"),
-        (&net, "--mtu", "1500B", "a whole number of bytes without a suffix, such as 1500"),
         (&net, "--cpus", "0-3", "a whole number without a suffix"),
         (&["run", "a.img"], "--count", "0", "a whole number from 1 to 1024"),
     ] {

@@ -70,7 +70,10 @@ fn fixture(name: &str) -> Option<Fixture> {
 fn a_device_accepts_the_recorded_version_of_another() {
     let Some(fixture) = fixture("a_device_accepts_the_recorded_version_of_another") else { return };
     let a = fixture.start("a", &["net", "--tap", "tap0", "--queues", "2"]);
-    let b = fixture.start("b", &["net", "--tap", "tap1", "--queues", "2", "--mtu", "1400"]);
+    let tap = ["ip", "tuntap", "add", "dev", "tap1", "mode", "tap", "vnet_hdr", "multi_queue"];
+    fixture.network.run(&tap).unwrap();
+    fixture.network.run(&["ip", "link", "set", "tap1", "mtu", "1400", "up"]).unwrap();
+    let b = fixture.start("b", &["net", "--tap", "tap1", "--queues", "2"]);
     let _alike = fixture.start("alike", &["net", "--tap", "tap2", "--queues", "2"]);
     let fixed = fixture.start("fixed", &["net", "--tap", "tap3", "--queues", "2", "--unmigratable"]);
     let _vsock = fixture.start("vsock", &["vsock", "--cid", "7"]);

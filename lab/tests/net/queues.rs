@@ -30,7 +30,7 @@ fn a_guest_with_one_queue_receives_all_flows_of_a_tap_with_four() {
         let scratch = scratch();
         let socket = path(&scratch, "net.sock");
         // This tap does not exist before.
-        let card = card(&network, &socket, &["--tap", "tap0", "--queues", "4", "--mtu", "1400"]);
+        let card = card(&network, &socket, &["--tap", "tap0", "--queues", "4"]);
         give_addresses(&network, "tap0");
         let (_qemu, _guest) = boot(builder(version, &socket, 1));
         // Enough connections that every queue would get one of them.

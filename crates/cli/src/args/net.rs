@@ -65,9 +65,6 @@ pub(crate) struct NetArgs {
     /// Number of queue pairs, 1 to 128, each with a thread; QEMU's `queues=` may be lower [default: 1]
     #[arg(long, value_name = "N", value_parser = queues, conflicts_with = "tap_fds")]
     pub(crate) queues: Option<usize>,
-    /// MTU of the tap in bytes
-    #[arg(long, hide_short_help = true, value_name = "BYTES", value_parser = mtu, conflicts_with = "tap_fds")]
-    pub(crate) mtu: Option<u16>,
     /// Interface that transmits from guest memory by AF_XDP where that is not slower than the tap, which
     /// receives
     #[arg(long, value_name = "IF", value_parser = interface)]
@@ -132,9 +129,4 @@ fn interface(text: &str) -> Result<String, String> {
     is_valid
         .then(|| text.to_owned())
         .ok_or_else(|| "expected the name of an interface, of at most 15 bytes".into())
-}
-
-/// Parses an MTU; IPv4 needs 68 bytes.
-fn mtu(text: &str) -> Result<u16, String> {
-    whole(text, Unit::Bytes, 68..=u64::from(u16::MAX))
 }
