@@ -60,8 +60,7 @@ use clap::{Parser, Subcommand};
 
 pub(crate) use check::CheckArgs;
 pub(crate) use common::{
-    CompressionMethod, GUEST, IMAGES, LANES, LIMITS, OUTPUT, OnOff, OnOffAuto, Output, POSTCOPY, PROCESS,
-    TlsArgs,
+    GUEST, IMAGES, LANES, LIMITS, OUTPUT, OnOff, OnOffAuto, Output, POSTCOPY, PROCESS, TlsArgs,
 };
 use common::{MORE, key_and_value};
 pub(crate) use copy::{CopyArgs, StoredSourceArgs};

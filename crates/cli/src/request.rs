@@ -9,7 +9,7 @@ use towline_control::plan::{
 };
 use towline_migration::Tuning;
 
-use crate::args::{CompressionMethod, CopyArgs, MoveArgs, OnOff, StoredSourceArgs, TransferArgs};
+use crate::args::{CopyArgs, MoveArgs, OnOff, StoredSourceArgs, TransferArgs};
 use crate::endpoint::Endpoint;
 
 /// Returns the request of a `copy`.
@@ -34,7 +34,7 @@ pub(crate) fn of_copy(args: &CopyArgs, source: &Source) -> Result<CopyRequest, S
         Task::Copy { transfer, run, resume: args.resume, base }
     };
     let StoredSourceArgs { verify, stream, .. } = args.stored;
-    let request = request(&args.transfer, task)?;
+    let request = request(&args.transfer, task);
     let return_path = request.return_path && !is_file(source);
     Ok(CopyRequest { verify, stream, return_path, ..request })
 }
@@ -59,7 +59,7 @@ pub(crate) fn of_move(args: &MoveArgs, destination: &Destination) -> Result<Copy
     } else {
         Task::Move { transfer: transfer(&args.transfer), run, detach_vsock: args.detach_vsock, devices }
     };
-    request(&args.transfer, task)
+    Ok(request(&args.transfer, task))
 }
 
 /// Returns the task of `--live`, QEMU's background-snapshot.
@@ -110,13 +110,10 @@ fn run(args: &TransferArgs) -> Option<bool> {
     (args.run || args.paused).then_some(args.run)
 }
 
-fn request(args: &TransferArgs, task: Task) -> Result<CopyRequest, String> {
-    if let Some(text) = level_without_compression(args) {
-        return Err(text.into());
-    }
-    Ok(CopyRequest {
+fn request(args: &TransferArgs, task: Task) -> CopyRequest {
+    CopyRequest {
         task,
-        compression: args.compression.with_level(args.multifd_zlib_level, args.multifd_zstd_level),
+        compression: args.compression,
         zero_copy_send: args.zero_copy_send.into(),
         tls: args.tls.tls(),
         downtime_limit: Duration::from_millis(args.downtime_limit),
@@ -129,18 +126,7 @@ fn request(args: &TransferArgs, task: Task) -> Result<CopyRequest, String> {
         accept_timeout: args.accept_timeout,
         peer_timeout: args.peer_timeout,
         tuning: Tuning::default(),
-    })
-}
-
-/// Returns an error if a level is given without its compression method.
-fn level_without_compression(args: &TransferArgs) -> Option<&'static str> {
-    if args.multifd_zlib_level.is_some() && args.compression != CompressionMethod::Zlib {
-        return Some("--multifd-zlib-level needs --compression zlib");
     }
-    if args.multifd_zstd_level.is_some() && args.compression != CompressionMethod::Zstd {
-        return Some("--multifd-zstd-level needs --compression zstd");
-    }
-    None
 }
 
 #[cfg(test)]
@@ -204,8 +190,6 @@ mod tests {
             ("copy --postcopy --base b.img a.img qmp:b", "needs an image as DEST"),
             ("copy --base tcp:a:1 qmp:a a.img", "expected an image"),
             ("copy --postcopy --recover --paused a.img qmp:b", "leave --run and --paused out"),
-            ("copy --multifd-zlib-level 3 a.img tcp:a:1", "needs --compression zlib"),
-            ("copy --compression zlib --multifd-zstd-level 3 a.img tcp:a:1", "needs --compression zstd"),
             ("move --postcopy --recover qmp:a qmp:b", "unexpected argument '--recover'"),
             ("move --postcopy --detach-vsock qmp:a qmp:b", "leave --postcopy out"),
             ("move --postcopy --detach-vsock qmp:a tcp:b:1", "needs a qmp: DEST"),

@@ -83,7 +83,7 @@ fn an_invalid_number_is_refused_with_the_unit_of_its_option() {
         ),
         (&copy, "--max-bandwidth", "1X", "unknown suffix \"X\": expected bytes, or K, M, G or T"),
         (&copy, "--multifd-channels", "4x", "a whole number without a suffix, such as 4"),
-        (&copy, "--multifd-zlib-level", "10", "a whole number from 0 to 9"),
+        (&copy, "--compression", "zlib:10", "a whole number from 0 to 9"),
         (&copy, "--connect-timeout", "10x", "a number of seconds, or a time such as 300ms or 2min"),
         (
             &["upgrade", "qmp:a"],

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{ValueEnum, ValueHint};
 use towline_control::plan::Tls;
-use towline_migration::{Compression, ZeroCopySend};
+use towline_migration::ZeroCopySend;
 
 /// Headings of options.
 pub(crate) const LANES: &str = "Lanes";
@@ -69,26 +69,6 @@ impl From<OnOffAuto> for ZeroCopySend {
             OnOffAuto::Auto => Self::Auto,
             OnOffAuto::On => Self::On,
             OnOffAuto::Off => Self::Off,
-        }
-    }
-}
-
-/// QEMU's `multifd-compression` without its hardware methods.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum CompressionMethod {
-    None,
-    Zlib,
-    Zstd,
-}
-
-impl CompressionMethod {
-    /// Returns the compression with the given level, or the default one.
-    pub(crate) fn with_level(self, zlib_level: Option<u8>, zstd_level: Option<u8>) -> Compression {
-        let level = |level: Option<u8>| level.unwrap_or(Compression::LEVEL_DEFAULT);
-        match self {
-            Self::None => Compression::None,
-            Self::Zlib => Compression::Zlib { level: level(zlib_level) },
-            Self::Zstd => Compression::Zstd { level: level(zstd_level) },
         }
     }
 }

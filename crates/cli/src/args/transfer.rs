@@ -1,6 +1,9 @@
 //! Options that `copy` and `move` share.
 
-use super::{CompressionMethod, GUEST, IMAGES, LANES, LIMITS, OnOff, OnOffAuto, POSTCOPY, TlsArgs};
+use clap::builder::{PossibleValue, TypedValueParser};
+use towline_migration::Compression;
+
+use super::{GUEST, IMAGES, LANES, LIMITS, OnOff, OnOffAuto, POSTCOPY, TlsArgs};
 use crate::observability::ObservabilityArgs;
 use crate::report::ReportArgs;
 use crate::sandbox::SandboxArgs;
@@ -13,15 +16,10 @@ pub(crate) struct TransferArgs {
     /// set them, else 0]
     #[arg(long, value_name = "N", value_parser = number::<usize>, help_heading = LANES)]
     pub(crate) multifd_channels: Option<usize>,
-    /// Compression of the lanes, the same at both ends of a stream (QEMU's multifd-compression)
-    #[arg(long, value_name = "METHOD", default_value = "none", help_heading = LANES)]
-    pub(crate) compression: CompressionMethod,
-    /// zlib compression level, 0 (none) to 9 (best) [default: 1]
-    #[arg(long, value_name = "LEVEL", value_parser = zlib_level, hide_short_help = true, help_heading = LANES)]
-    pub(crate) multifd_zlib_level: Option<u8>,
-    /// zstd compression level, 1 (fastest) to 20 (best); 0 is zstd's own default [default: 1]
-    #[arg(long, value_name = "LEVEL", value_parser = zstd_level, hide_short_help = true, help_heading = LANES)]
-    pub(crate) multifd_zstd_level: Option<u8>,
+    /// Compression of the lanes, the method the same at both ends of a stream (QEMU's multifd-compression).
+    /// LEVEL is 1, or for zlib 0 (none) to 9 (best), for zstd 1 (fastest) to 20 (best), 0 for its own default
+    #[arg(long, value_name = "METHOD[:LEVEL]", value_parser = CompressionParser, default_value = "none", help_heading = LANES)]
+    pub(crate) compression: Compression,
     /// Zero-copy sends (MSG_ZEROCOPY) on TCP lanes: auto, where they save CPU time; on, or fail; off
     #[arg(long, value_name = "AUTO|ON|OFF", default_value = "auto", hide_short_help = true, help_heading = LANES)]
     pub(crate) zero_copy_send: OnOffAuto,
@@ -78,10 +76,67 @@ pub(crate) struct PostcopyArgs {
     pub(crate) postcopy_preempt: bool,
 }
 
-fn zlib_level(text: &str) -> Result<u8, String> {
-    whole(text, Unit::None, 0..=9)
+/// Parser of `METHOD[:LEVEL]`, of which the methods are completed.
+#[derive(Debug, Clone, Copy)]
+struct CompressionParser;
+
+impl TypedValueParser for CompressionParser {
+    type Value = Compression;
+
+    fn parse_ref(
+        &self,
+        command: &clap::Command,
+        option: Option<&clap::Arg>,
+        value: &std::ffi::OsStr,
+    ) -> Result<Compression, clap::Error> {
+        compression.parse_ref(command, option, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(["none", "zlib", "zstd"].map(PossibleValue::new).into_iter()))
+    }
 }
 
-fn zstd_level(text: &str) -> Result<u8, String> {
-    whole(text, Unit::None, 0..=20)
+/// Parses QEMU's `multifd-compression` without its hardware methods, with `multifd-zlib-level` or
+/// `multifd-zstd-level`.
+fn compression(text: &str) -> Result<Compression, String> {
+    let (method, level) = text.split_once(':').map_or((text, None), |(method, level)| (method, Some(level)));
+    let level = |max: u8| {
+        level.map_or(Ok(Compression::LEVEL_DEFAULT), |level| whole(level, Unit::None, 0..=u64::from(max)))
+    };
+    match text {
+        "none" => Ok(Compression::None),
+        _ if method == "zlib" => Ok(Compression::Zlib { level: level(Compression::ZLIB_LEVEL_MAX)? }),
+        _ if method == "zstd" => Ok(Compression::Zstd { level: level(Compression::ZSTD_LEVEL_MAX)? }),
+        _ => Err("expected none, zlib, zstd, zlib:LEVEL or zstd:LEVEL".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_method_has_the_levels_of_qemu() {
+        for (text, expected) in [
+            ("none", Compression::None),
+            ("zlib", Compression::Zlib { level: 1 }),
+            ("zlib:0", Compression::Zlib { level: 0 }),
+            ("zlib:9", Compression::Zlib { level: 9 }),
+            ("zstd", Compression::Zstd { level: 1 }),
+            ("zstd:20", Compression::Zstd { level: 20 }),
+        ] {
+            assert_eq!(compression(text), Ok(expected), "{text}");
+        }
+        for (text, expected) in [
+            ("zlib:10", "a whole number from 0 to 9"),
+            ("zstd:21", "a whole number from 0 to 20"),
+            ("zstd:", "a whole number"),
+            ("none:1", "expected none, zlib, zstd"),
+            ("qpl", "expected none, zlib, zstd"),
+        ] {
+            let error = compression(text).unwrap_err();
+            assert!(error.contains(expected), "{text}: {error}");
+        }
+    }
 }
