@@ -149,7 +149,7 @@ fn clones(
     let exit = Mutex::new(Exit::Done);
     let ended = |index: usize, copied: &plan::CopyResult| {
         reporters[index].finish();
-        // Locked during the report, so that the lines of one destination are together.
+        // Locked during the report, so the lines of one destination are together.
         let mut exit = lock(&exit);
         *exit = (*exit).max(report(&results, &args.destinations[index], copied));
     };

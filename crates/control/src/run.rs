@@ -5,9 +5,8 @@
 //!   image locked,                  names, overlays, QEMUs        the guests run
 //!   command lines allowed          └─ dropped: the QEMUs are ended, and overlays of guests that never ran are removed
 //! ```
-//! The image is locked (shared) until the last guest has ended, and is what it was whatever happens: a guest
-//! that fails is in it. An image may come from anyone; what names something of this host is in
-//! [`RunOptions::host`].
+//! The image is locked (shared) until the last guest has ended, and never changes: a guest that fails is
+//! still in it. An image may come from anyone; what names something of this host is in [`RunOptions::host`].
 //!
 //! Out of scope: the command line and output, and an upgrade of these guests (`upgrade`). Limits: Linux,
 //! QEMUs of one user on one host.
@@ -50,7 +49,7 @@ pub use running::{GuestEnd, RestoreObserver, Running, StartedGuest};
 /// Guests of which none was started.
 #[derive(Debug)]
 pub struct Prepared<'a> {
-    /// What the user should know before they start.
+    /// Notices for the user, before the guests start.
     pub notices: Vec<Notice>,
     options: &'a RunOptions,
     image: RunImage,
@@ -106,7 +105,7 @@ impl Prepared<'_> {
         let is_kept = count == 1 && options.memory != MemoryRequest::Postcopy;
         let monitors = if is_kept { Monitors::Kept } else { Monitors::Free };
         let waiting = Mutex::new(claim(starts, options)?.into_iter());
-        // Whatever fails, those that were started are ended.
+        // If anything fails, those that were started are ended.
         let (started, failed) = (Mutex::new(Guests::default()), OnceLock::new());
         let work = || {
             while !cancel.is_cancelled() {

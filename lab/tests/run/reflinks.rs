@@ -96,7 +96,7 @@ fn the_memory_of_a_guest_with_a_card_is_copied(test: &str, kind: &str) {
     let Some(saved) = SavedWithCard::new(test, kind) else { return };
     let refused = saved.run(&["--share"]).wait(WITHIN).unwrap();
     assert_eq!(refused.status.code(), Some(1), "{}{}", refused.stdout, refused.stderr);
-    let why = "vhost-user devices share the guest's memory, which needs a file of its own";
+    let why = "vhost-user devices share the guest's memory, which needs its own file";
     let expected = [why, "leave --share out, and it is copied"];
     assert!(
         expected.iter().all(|text| refused.stdout.contains(text)),

@@ -1,5 +1,5 @@
-//! The switchover of one command, shared by the engine's threads, which call it at the points of no return, and
-//! the plan's thread.
+//! The switchover of one command, shared by the engine's threads, which call it at the points of no return,
+//! and the plan's thread.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;

@@ -4,11 +4,10 @@
 //!   s3://BUCKET/vm/a ── index ─► its hash ─► CACHE/HASH.img   complete: mapped, nothing else is fetched
 //!                                            CACHE/HASH.lock  of the towline that makes it; the others wait
 //! ```
-//! The name is the hash of the index, which names every chunk by its hash, so that a replaced image has
-//! another file. Each chunk is compared with its hash on its way, and a file is used only if its device state
-//! is that of the index. Holes stay holes. The file appears by its rename once it is complete. Directory and
-//! file belong to this user alone, since they are the memory of guests: those that others could write are
-//! refused.
+//! The name is the hash of the index, which names every chunk by its hash, so a replaced image has another
+//! file. Each chunk is compared with its hash on its way, and a file is used only if its device state is that
+//! of the index. Holes stay holes. The file appears by its rename once it is complete. Directory and file
+//! belong to this user alone, since they are the memory of guests: those that others could write are refused.
 //!
 //! Out of scope: removal. A file may be removed at any time; guests keep what they have mapped.
 
@@ -55,8 +54,8 @@ impl CacheFile {
         Ok(Self { location: location.clone(), directory, path })
     }
 
-    /// Opens the file; `None` if there is none of this image. A file of its name that is another image's, or
-    /// none any more, is reported, and made again.
+    /// Opens the file; `None` if there is none of this image. A file of its name that belongs to another
+    /// image, or is no longer one, is reported, and made again.
     ///
     /// # Errors
     /// A directory or a file that others could have written: the guests' memory would be theirs.
@@ -120,8 +119,8 @@ impl CacheFile {
         self.path.with_extension("new")
     }
 
-    /// Gives the file its name. It was read from the location by itself: if the image there was replaced
-    /// meanwhile, it may be of the other one, and is removed.
+    /// Gives the file its name. It was read from the location separately: if the image there was replaced in
+    /// between, it may be the other one, and is removed.
     fn publish(&self, index: &Index) -> Result<Image, Error> {
         let (file, manifest) = (self.unchecked(), sidecar_path(&self.unchecked()));
         let now = read_index(&self.location, None);
@@ -170,8 +169,8 @@ impl CacheFile {
 
 /// Opens a file if it is of the image with this index: a whole image, which its seal binds to its manifest,
 /// with the same blocks of memory and the same device state, whose clocks differ between any two images of a
-/// guest. The memory itself is not read: its chunks have other sizes than those of the index, so that their
-/// hashes cannot be compared.
+/// guest. The memory itself is not read: its chunks have other sizes than those of the index, so their hashes
+/// cannot be compared.
 fn open_if_of(path: &Path, index: &Index) -> Result<Image, String> {
     let file = Image::open(path).map_err(|error| error.to_string())?;
     let manifest = file.manifest().ok_or("it has no manifest")?;

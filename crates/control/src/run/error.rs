@@ -10,7 +10,7 @@ use towline_launch::{
 
 use crate::plan::Failure;
 
-/// Reason for which guests are not started; the image is as it was.
+/// Reason for which guests are not started; the image is unchanged.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "each variant's text says what it is")]

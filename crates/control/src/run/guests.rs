@@ -22,13 +22,13 @@ use crate::in_place::{Reflink, UnusedReflink};
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct GuestStart {
-    /// Its name.
+    /// Name of the guest.
     pub name: GuestName,
-    /// Its number.
+    /// Number of the clone.
     pub(super) n: u32,
     pub(super) host: HostArguments,
     pub(super) command_line: AllowedCommandLine,
-    /// Overlays that have to be made first.
+    /// Overlays that must be made first.
     pub(super) overlays: Vec<Overlay>,
     /// The image's reflink that is its memory, if devices of other processes share that.
     pub(super) reflink: Option<UnusedReflink>,
@@ -37,13 +37,13 @@ pub struct GuestStart {
 /// Origin of the guests' memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MemoryOrigin {
-    /// It is mapped from the image.
+    /// Mapped from the image.
     Mapped,
-    /// It is mapped from a reflink of the image.
+    /// Mapped from a reflink of the image.
     Reflink,
-    /// It is copied, for this reason; `None`: as requested.
+    /// Copied, for this reason; `None`: as requested.
     Copied(Option<String>),
-    /// It follows the guest, which runs at once.
+    /// Follows the guest, which runs at once.
     Postcopy,
 }
 
@@ -55,7 +55,7 @@ pub(super) struct PlannedGuests {
     pub(super) notices: Vec<Notice>,
 }
 
-/// What a user should know before the guests start.
+/// Notice for the user before the guests start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Notice {
     /// The only guest has a network card, which sends with the stored guest's MAC address.
@@ -81,7 +81,7 @@ impl GuestStart {
         // The user's own settings follow, and replace these.
         let ids = recorded.map(Recorded::new_generation_ids).unwrap_or_default();
         let settings = ids.into_iter().chain(host.settings).collect();
-        // It is as it is, whatever braces it has.
+        // It is used unchanged, even with braces.
         let working_directory = options.host.working_directory.clone();
         let host = HostArguments { settings, working_directory, ..host };
         let command_line = match (recorded, options.trust) {
@@ -204,7 +204,7 @@ impl MappedGuest {
         let reflink = match whole.options().iter().any(is_vhost_user) {
             true => {
                 let made = Reflink::create(image);
-                let why = "vhost-user devices share the guest's memory, which needs a file of its own";
+                let why = "vhost-user devices share the guest's memory, which needs its own file";
                 Some(made.map_err(|error| format!("{why}: {error}"))?)
             }
             false => None,
@@ -244,8 +244,8 @@ fn blocks(image: &Image, whole: &CommandLine, file: &Path) -> Result<Vec<MappedB
     mapped.into_iter().map(range).collect()
 }
 
-/// Ids of the backends that are the guest's memory: the machine's, and those of its NUMA nodes. Others are of
-/// devices.
+/// Ids of the backends that are the guest's memory: the machine's, and those of its NUMA nodes. Others belong
+/// to devices.
 fn backends(command_line: &CommandLine) -> Vec<String> {
     let main = command_line.merged_value("machine", "memory-backend");
     let nodes = command_line.named("numa").filter_map(|option| option.properties()?.value("memdev"));
@@ -262,7 +262,7 @@ pub(super) fn is_vhost_user(option: &QemuOption) -> bool {
     }
 }
 
-/// What their user should know.
+/// Notices for the user of these guests.
 fn notices(options: &RunOptions, starts: &[GuestStart], memory: &MemoryOrigin) -> Vec<Notice> {
     let Some(GuestStart { command_line, .. }) = starts.first() else { return Vec::new() };
     let mut notices = Vec::new();

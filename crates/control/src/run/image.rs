@@ -27,9 +27,9 @@ use crate::plan::{self, Clones, CopyResult, Failure};
 /// An image, open.
 #[derive(Debug)]
 pub(super) struct RunImage {
-    /// Its guests' name, unless another one is given.
+    /// Name of its guests, unless another one is given.
     pub(super) stem: String,
-    /// Its absolute path or its location, for the list of guests.
+    /// Absolute path or location, for the list of guests.
     pub(super) name: PathBuf,
     /// Directory of overlays, unless another one is given.
     pub(super) directory: PathBuf,
@@ -52,7 +52,7 @@ enum OpenImage {
 #[derive(Debug)]
 struct ImageFile {
     image: Image,
-    /// The file, locked as its readers do, so that no towline replaces it.
+    /// The file, locked as its readers do, so no towline replaces it.
     lock: File,
     /// State of the file when it was opened.
     opened: Option<Metadata>,
@@ -78,7 +78,7 @@ impl OpeningImage {
 
 #[cfg(feature = "store")]
 impl Drop for OpeningImage {
-    /// Waits for the thread, so that its lease is removed: it would keep the image's chunks for an hour.
+    /// Waits for the thread, so its lease is removed: it would keep the image's chunks for an hour.
     fn drop(&mut self) {
         if let Some(thread) = lock(&self.0).take() {
             // A panic has printed its own message.

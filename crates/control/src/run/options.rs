@@ -65,7 +65,7 @@ impl MemoryRequest {
 /// Disks that guests write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Disks {
-    /// Those of the command line.
+    /// The disks of the command line.
     Own,
     /// Overlays of them, in this directory; `None`: that of the image, or the working directory for an image
     /// in a store.
@@ -75,13 +75,13 @@ pub enum Disks {
 /// Trust in the command line of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CommandLineTrust {
-    /// It may come from anyone: only what is known to be harmless is used.
+    /// The command line may come from anyone: only options that are known to be harmless are used.
     Untrusted,
-    /// It is used as it is, with its files and programs.
+    /// The command line is used unchanged, with its files and programs.
     Trusted,
 }
 
-/// What ends or observes the preparation.
+/// Cancellation and observer of the preparation.
 #[derive(Clone, Copy)]
 pub struct PrepareContext<'a> {
     /// Ends every wait.

@@ -29,17 +29,17 @@ const STATUS_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct StartedGuest {
-    /// Its QEMU.
+    /// The QEMU.
     pub qemu: RunningQemu,
     /// Time at which its monitor answered.
     pub answered: Instant,
-    /// Its name and command line.
+    /// Name and command line of the guest.
     pub start: GuestStart,
-    /// Its monitor, for the copy; `None`: the copy connects to it.
+    /// Monitor of the QEMU, for the copy; `None`: the copy connects to it.
     pub(super) monitor: Option<StartedQemu>,
     /// Removed with this value, unless they are kept.
     pub(super) overlays: Vec<CreatedOverlay>,
-    /// True once the guest may have run, so that it may have written to its disks.
+    /// True once the guest may have run, so it may have written to its disks.
     pub(super) has_run: AtomicBool,
 }
 

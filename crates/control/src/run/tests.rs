@@ -203,7 +203,7 @@ fn memory_is_mapped_or_the_reason_is_said() {
         memory => panic!("{memory:?}"),
     };
     assert!(reason(run(any, old, &[])).contains("QEMU 7.2"));
-    // One of a device stays as it is; one of a NUMA node has to be in the image.
+    // One of a device is unchanged; one of a NUMA node must be in the image.
     let device = ["-object", "memory-backend-ram,id=more,size=8M"];
     assert_eq!(run(any, NEW, &device).unwrap().memory, MemoryOrigin::Mapped);
     let node = [&device[..], &["-numa", "node,memdev=more"]].concat();
@@ -214,7 +214,7 @@ fn memory_is_mapped_or_the_reason_is_said() {
         Ok(planned) => assert_eq!(planned.memory, MemoryOrigin::Reflink),
         Err(error) => {
             let expected =
-                "vhost-user devices share the guest's memory, which needs a file of its own: a reflink of";
+                "vhost-user devices share the guest's memory, which needs its own file: a reflink of";
             assert!(error.to_string().contains(expected), "{error:?}");
         }
     }
