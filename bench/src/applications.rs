@@ -78,14 +78,14 @@ fn pairs<A: Copy, B: Copy>(first: &[A], second: &[B]) -> impl Iterator<Item = (A
     first.iter().flat_map(|one| second.iter().map(|other| (*one, *other)))
 }
 
-/// Who counts the bytes of a stream.
+/// The end that counts the bytes of a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CountedBy {
     Writer,
     Reader,
 }
 
-/// What a server does with a connection.
+/// Use of a connection by a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Service {
     /// Reads and counts bytes.

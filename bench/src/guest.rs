@@ -9,8 +9,8 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 use towline_lab::{BootSector, Builder, MemoryBackend, Qemu, Towline, Version};
 
-use crate::Bench;
 use crate::machine;
+use crate::options::Bench;
 
 /// Timeout of everything that a guest, QEMU or towline does.
 pub(crate) const WITHIN: Duration = Duration::from_secs(300);

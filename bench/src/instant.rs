@@ -18,9 +18,9 @@ use anyhow::{Result, ensure};
 use serde_json::{Value, json};
 use towline_lab::{Qemu, Version, paths};
 
-use crate::Bench;
 use crate::guest::{Copying, Counter, WITHIN, configure, endpoint, incoming};
 use crate::machine::{self, Cache, MIB};
+use crate::options::Bench;
 use crate::stored::{KERNEL_MIB, Shape, Stored};
 use crate::table::{self, Column, Entry, Figures, Results, Table};
 
@@ -38,14 +38,14 @@ enum Method {
     Live(Preempt),
 }
 
-/// Whether requested pages have a connection of their own.
+/// Connection of the requested pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Preempt {
     Off,
     On,
 }
 
-/// Whether the image has a record of the pages that an earlier run used first.
+/// Record of the pages that an earlier run used first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum WorkingSet {
     Unknown,

@@ -20,8 +20,8 @@ use anyhow::{Context, Result};
 use tempfile::TempDir;
 use towline_lab::certificates::Authority;
 
-use crate::Bench;
 use crate::machine::MIB;
+use crate::options::Bench;
 use crate::table::{self, Bound, Column, Entry, Figures, Table};
 pub(crate) use end::{END, serve_end};
 use end::{End, Mode};

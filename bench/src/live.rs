@@ -17,9 +17,9 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 use towline_lab::{Builder, Qemu, Version, paths};
 
-use crate::Bench;
 use crate::guest::{Counter, WITHIN, configure, endpoint, incoming};
 use crate::machine::{self, MIB};
+use crate::options::Bench;
 use crate::table::{self, Bound, Column, Entry, Figures, Table};
 
 /// Memory of the guest in MiB, half of which is random.

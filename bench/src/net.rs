@@ -35,9 +35,9 @@ use anyhow::{Result, bail};
 use towline_frontend::net::FRAME_BYTES_MAX;
 use towline_lab::{Network, wait_until};
 
-use crate::Bench;
 use crate::applications::{Applications, CountedBy, Direction, Service, Traffic};
 use crate::machine;
+use crate::options::Bench;
 use crate::table::{self, Figures, Table};
 use crate::vhost::backend::Backend;
 use crate::vhost::{Signals, Window, latencies, window};

@@ -19,9 +19,9 @@ use serde_json::json;
 use tempfile::TempDir;
 use towline_lab::{Builder, MemoryBackend, Qemu, paths};
 
-use crate::Bench;
 use crate::guest::{configure, small};
 use crate::machine::{self, MIB};
+use crate::options::Bench;
 use crate::table::Table;
 
 /// Memory of the guest in MiB.

@@ -16,9 +16,9 @@ use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
 use towline_lab::{Towline, Version, require_qemu};
 
-use crate::Bench;
 use crate::guest::Counter;
 use crate::machine::{self, Cache};
+use crate::options::Bench;
 use crate::stored::{Shape, Stored};
 use crate::table::{self, Column, Entry, Figures, Results, Table};
 

@@ -17,8 +17,8 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch, apply_filter};
 use towline_sandbox::Policy;
 
-use crate::Bench;
 use crate::machine::own_thread_seconds;
+use crate::options::Bench;
 use crate::table::{self, Bound, Column, Entry, Figures, Table};
 
 /// Processor time of a turn.
@@ -31,7 +31,7 @@ const RATIO_MAX: f64 = 1.01;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Filter {
     None,
-    /// What any filter costs: its verdict is known to the kernel without running it.
+    /// Cost of any filter: its verdict is known to the kernel without running it.
     Everything,
     Device,
     Copy,

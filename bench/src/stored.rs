@@ -6,16 +6,16 @@ use anyhow::{Context as _, Result};
 use tempfile::TempDir;
 use towline_lab::{Builder, Qemu, Version};
 
-use crate::Bench;
 use crate::guest::{Counter, WITHIN, endpoint, file};
 use crate::machine::MIB;
+use crate::options::Bench;
 
 /// Memory of the guest's kernel in MiB.
 pub(crate) const KERNEL_MIB: u64 = 128;
 /// Options of QEMU that name the guest's kernel.
 const KERNEL: [&str; 3] = ["-kernel", "-initrd", "-append"];
 
-/// What is stored.
+/// Content of a stored image.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Shape {
     pub(crate) version: Version,

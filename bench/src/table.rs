@@ -14,7 +14,7 @@ use std::fmt;
 use anyhow::{Result, ensure};
 use serde_json::{Value, json};
 
-use crate::Bench;
+use crate::options::Bench;
 use crate::stats::Summary;
 
 /// Spaces between two columns.

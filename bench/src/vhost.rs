@@ -1,4 +1,4 @@
-//! What the benchmarks of vhost-user devices share.
+//! Parts that the benchmarks of vhost-user devices share.
 //!
 //! ```text
 //!   backend (a process) ◄── socket, rings ── towline_frontend's drivers in this process: no guest, nothing emulated

@@ -25,8 +25,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::Bench;
 use crate::applications::{Applications, Connections, CountedBy, Dial, Direction, Service, Traffic, WITHIN};
+use crate::options::Bench;
 use crate::table::{self, Bound, Column, Entry, Figures, Table};
 use crate::vhost::backend::Backend;
 use crate::vhost::{Signals, latencies, window};

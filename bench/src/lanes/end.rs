@@ -26,8 +26,8 @@ use towline_migration::synthetic::{self, BLOCK_NAME, Checked, Shape, Synthetic, 
 use towline_migration::{Guest, Incoming, Memory, Outgoing, Session, Sink, Statistics, incoming, outgoing};
 
 use super::{Cost, Transfer};
-use crate::Bench;
 use crate::machine;
+use crate::options::Bench;
 use crate::table::Figures;
 
 /// Option that has the program run an end; its value is the role as JSON.

@@ -7,9 +7,9 @@ use serde_json::{Value, json};
 use towline_lab::{Builder, MemoryBackend, Qemu};
 
 use super::{Cost, Memory, Transfer};
-use crate::Bench;
 use crate::guest::{configure, incoming, small, stop};
 use crate::machine::{self, MIB, cpu_seconds};
+use crate::options::Bench;
 
 /// Memory that the guest does not fill: its own image and the firmware's.
 const SPARE_MIB: u64 = 16;

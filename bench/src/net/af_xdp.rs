@@ -23,9 +23,9 @@ use serde_json::{Value, json};
 use towline_lab::{Kernel, LinuxGuest, Network, ProgramDisk, Qemu, Version, wait_until};
 
 use super::hosts::{INSIDE, OUTSIDE, PORT};
-use crate::Bench;
 use crate::applications::{Applications, Connections, Service};
 use crate::machine::{self, MIB};
+use crate::options::Bench;
 use crate::table::{self, Column, Entry, Figures, Table};
 use crate::vhost::Signals;
 

@@ -19,7 +19,7 @@ const HEADER_BYTES: libc::c_int = 12;
 const PACKET_VNET_HDR: libc::c_int = 15;
 const PACKET_QDISC_BYPASS: libc::c_int = 20;
 
-/// Whether the kernel leaves segmentation and checksums to the reader of a tap.
+/// Segmentation and checksums that the kernel leaves to the reader of a tap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Offloads {
     On,

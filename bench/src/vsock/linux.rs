@@ -14,8 +14,8 @@ use tempfile::TempDir;
 use towline_lab::{LinuxGuest, MemoryBackend, ProgramDisk, Qemu, Version, wait_until};
 
 use super::{Carrier, REQUEST_BYTES, Run, Sockets, sys};
-use crate::Bench;
 use crate::applications::{Applications, Connections, CountedBy, Direction, Service, Traffic};
+use crate::options::Bench;
 use crate::table::{self, Column, Figures, Table};
 use crate::vhost::backend::Backend;
 use crate::vhost::{Signals, latencies, window};
