@@ -16,7 +16,7 @@ use crate::lock::lock;
 use crate::log::RequestId;
 use crate::notify::Notifier;
 use crate::observability::ObservabilityArgs;
-use crate::outcome::{Destinations, Results, Verb, not_started};
+use crate::outcome::{Destinations, Results, Verb};
 use crate::progress::Reporter;
 use crate::report::ReportRecorder;
 use crate::signals::{SignalEffects, cancel_on_signals};
@@ -32,7 +32,7 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
         Ok(source) => source,
         // A file of `virsh save`.
         Err(text) if args.source.is_image() => {
-            return Ok(not_started(&reporter, &text, "image", Exit::Failed));
+            return Ok(reporter.failed(&text, "image", Exit::Failed));
         }
         Err(text) => return Err(UsageError(text).into()),
     };

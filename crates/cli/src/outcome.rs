@@ -83,7 +83,7 @@ impl<'a> Results<'a> {
     /// Reports that none of several copies was started.
     pub(crate) fn refused(&self, failure: &Failure) -> Exit {
         if matches!(failure.error.as_ref(), Error::Usage(_)) {
-            return not_started(self.reporter, &failure.to_string(), "usage", Exit::Usage);
+            return self.reporter.failed(&failure.to_string(), "usage", Exit::Usage);
         }
         let fields = json!({
             "error": failure.error.to_string(),
@@ -109,13 +109,6 @@ impl<'a> Results<'a> {
             outcomes.len()
         ));
     }
-}
-
-/// Reports that nothing was started. Returns `exit`.
-pub(crate) fn not_started(reporter: &Reporter, text: &str, reason: &str, exit: Exit) -> Exit {
-    reporter.event("failed", events::failure(text, reason, exit));
-    console::error(text);
-    exit
 }
 
 /// Returns the fields of the event `completed`.

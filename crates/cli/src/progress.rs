@@ -139,7 +139,7 @@ impl Reporter {
 
     /// Reports the failure of a command that has no more to report.
     pub(crate) fn failed(&self, text: &str, reason: &str, exit: Exit) -> Exit {
-        self.event("failed", events::with_exit(json!({ "error": text, "reason": reason }), exit));
+        self.event("failed", events::failure(text, reason, exit));
         console::error(text);
         exit
     }

@@ -6,14 +6,13 @@ use towline_launch::Refused;
 
 use crate::command_line::quoted;
 use crate::exit::Exit;
-use crate::outcome::not_started;
 use crate::progress::Reporter;
 use crate::units::size;
 
 /// Reports that no guest was started.
 pub(super) fn refused(reporter: &Reporter, error: &Error) -> Exit {
     let (exit, reason) = classified(error);
-    not_started(reporter, &text(error), reason, exit)
+    reporter.failed(&text(error), reason, exit)
 }
 
 /// Returns the exit status, and the identifier of the reason.
