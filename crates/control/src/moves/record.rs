@@ -256,8 +256,10 @@ pub struct MoveRecord {
     /// The last decision.
     pub stage: Stage,
     /// Final message of the recording towline; `None` if it was killed.
+    #[serde(alias = "said")]
     pub message: Option<String>,
     /// Requested result for the guest.
+    #[serde(alias = "wanted")]
     pub guest_plan: GuestPlan,
     /// Source of the guest.
     pub source: MoveEnd,
