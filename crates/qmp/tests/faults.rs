@@ -223,7 +223,7 @@ fn every_wait_is_interrupted() {
     interrupted("the backlog", |options| Client::connect(&path, options).unwrap_err());
 
     let negotiated = || {
-        let (mut client, handle) = peer(|replies, _| {
+        let (client, handle) = peer(|replies, _| {
             // Reads nothing, until the client is dropped.
             let _ = rustix::event::poll(
                 &mut [rustix::event::PollFd::new(&replies.stream, rustix::event::PollFlags::RDHUP)],

@@ -102,7 +102,7 @@ fn a_guests_settings_change_while_it_sends() {
     add_tap(&network, 4);
     let socket = path(&scratch, "net.sock");
     let card = card(&network, &socket, &["--tap", "tap0", "--queues", "4"]);
-    let (qemu, mut guest) = builder(Version::V10_0, &socket, 4).args(disk.arguments()).boot(WITHIN).unwrap();
+    let (_qemu, mut guest) = builder(Version::V10_0, &socket, 4).args(disk.arguments()).boot(WITHIN).unwrap();
     guest.unpack_programs().unwrap();
     set_up(&mut guest);
     let channels = shell(&mut guest, "ethtool -l eth0");

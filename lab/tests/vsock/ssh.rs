@@ -137,7 +137,7 @@ fn ssh_reaches_a_guest_as_its_users_expect() {
     let started = started_by(&sshd);
     let programs = [Path::new("/usr/bin/socat"), &sshd].into_iter();
     let programs: Vec<&Path> = programs.chain(started.iter().map(|(program, _)| program.as_path())).collect();
-    let (qemu, mut guest) =
+    let (_qemu, mut guest) =
         linux_with(Version::V10_0, &programs).args(device_arguments(&socket)).boot(WITHIN).unwrap();
     serve(&mut guest, &sshd, scratch.path());
     let log = |guest: &mut LinuxGuest| shell(guest, "touch /tmp/sshd_log; cat /tmp/socat_log /tmp/sshd_log");
