@@ -80,7 +80,7 @@ pub(crate) enum ImageUse {
     Serial,
 }
 
-/// What is known of an option.
+/// Syntax of an option, and its place in an image and in a rewrite.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct OptionInfo {
     pub(crate) syntax: Syntax,

@@ -44,7 +44,7 @@ pub struct Resumed {
     pub id: Id,
     /// Actions that were taken, and states that were found: one sentence each.
     pub done: Vec<String>,
-    /// What was found.
+    /// State of the guest, or the reason for which it is undecided.
     pub finding: Finding,
 }
 

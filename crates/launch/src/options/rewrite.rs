@@ -1,9 +1,9 @@
-//! What becomes of an option when the guest gets another QEMU.
+//! Rewriting of an option when the guest gets another QEMU.
 
 use super::form::Known;
 use crate::names::{self, NameGroup};
 
-/// What the command line of another QEMU has of an option, while the QEMU that has it still runs on this
+/// Form of an option on the command line of another QEMU, while the QEMU that has it still runs on this
 /// host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]

@@ -1,4 +1,4 @@
-//! What the machine says of a guest after each failure that it ends with.
+//! State of a guest that the machine reports after each failure.
 
 use super::AtDestination::{self, Holds, MayRun, Runs};
 use super::AtSource::{self, HasIt, Paused};

@@ -322,7 +322,7 @@ fn only_the_property_that_is_set_is_the_users() {
     assert_eq!(made(&both, "chardev.c.x.path=/run/y"), (staged, 1));
 }
 
-/// What becomes of each option with values of each kind.
+/// Verdicts on each option with values of each kind.
 #[test]
 fn each_option_is_rewritten_as_listed() {
     let listed = include_str!("verdicts.txt");
