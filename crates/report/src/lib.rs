@@ -14,8 +14,8 @@ mod lines;
 mod page;
 mod svg;
 
-pub use bars::{Bar, Emphasis, Group, bars};
+pub use bars::{Bar, bars};
 pub use error::Error;
 pub use lines::{ChartLine, Ink, lines};
-pub use page::{PHASE_COLORS, escape, page};
+pub use page::{PHASE_COLORS, page};
 pub use svg::Svg;

@@ -6,7 +6,7 @@
 //!   table   rows: [name, value]
 //!   list    items                                             no heading without items
 //!   parts   parts: {name, share, color, cells}, note          a bar and a table; no heading without parts
-//!   chart   svg, figures                                      a drawing, text, or both
+//!   chart   svg
 //!   tracks  legend, heads, tracks: {name, begin, parts, result}
 //!   maps    legend, maps: {name, text, width, height, cells: {class, x, y, width, height}}
 //!   tree    branches: {name, text, branches}
@@ -47,7 +47,7 @@ pub fn page(title: &str, about: &str, sections: &[serde_json::Value]) -> Result<
 }
 
 /// Escapes text for HTML: endpoints and errors contain names that others chose.
-pub fn escape(text: &str) -> String {
+fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for letter in text.chars() {
         match letter {
@@ -55,7 +55,7 @@ pub fn escape(text: &str) -> String {
             '<' => escaped.push_str("&lt;"),
             '>' => escaped.push_str("&gt;"),
             '"' => escaped.push_str("&quot;"),
-            letter if letter.is_control() && letter != '\n' => escaped.push('\u{fffd}'),
+            letter if letter.is_control() => escaped.push('\u{fffd}'),
             letter => escaped.push(letter),
         }
     }
@@ -82,14 +82,14 @@ mod tests {
             json!({ "kind": "table", "title": hostile, "rows": [[hostile, hostile]] }),
             json!({ "kind": "list", "title": hostile, "items": [hostile] }),
             json!({ "kind": "parts", "title": hostile, "parts": [part], "note": hostile }),
-            json!({ "kind": "chart", "title": hostile, "svg": null, "figures": hostile }),
+            json!({ "kind": "chart", "title": hostile, "svg": "<svg></svg>" }),
             json!({ "kind": "tracks", "title": hostile, "legend": [hostile], "heads": [hostile], "tracks": [track] }),
             json!({ "kind": "maps", "title": hostile, "legend": [hostile], "maps": [map] }),
             json!({ "kind": "tree", "title": hostile, "branches": [{ "name": hostile, "text": "", "branches": [leaf] }] }),
         ];
         let html = page(hostile, hostile, &sections).unwrap();
         assert!(!html.contains("<a>") && !html.contains('\u{1b}'), "{html}");
-        assert_eq!(html.matches(escaped).count(), 33, "{html}");
+        assert_eq!(html.matches(escaped).count(), 32, "{html}");
         assert!(html.starts_with("<!doctype html>\n") && html.ends_with("</html>\n"), "{html}");
         for reference in ["<script", "src=", "href=", "@import", "url("] {
             assert!(!html.contains(reference), "{reference}");

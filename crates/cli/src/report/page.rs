@@ -6,7 +6,7 @@ use anyhow::Result;
 use serde_json::{Value, json};
 use towline_control::plan::{CopyPhase, CopyReport, Failure, PostcopyReport, SourceState};
 use towline_migration::postcopy::LatencyRange;
-use towline_report::{Bar, ChartLine, Emphasis, Group, Ink, Svg, bars, lines, page};
+use towline_report::{Bar, ChartLine, Ink, Svg, bars, lines, page};
 
 use super::recorded::{CopyRecording, PhaseLength};
 use crate::events;
@@ -103,13 +103,12 @@ impl CopyPage<'_> {
     /// Histogram of the times that the guest's requests for pages took, each of which stops a vCPU.
     fn faults(&self) -> Result<Option<Value>> {
         let Ok(CopyReport { postcopy: Some(report), .. }) = self.copied else { return Ok(None) };
-        let range = |range: &LatencyRange| {
-            let label = format!("{} to {}", short(range.from), short(range.to));
-            Bar::new(&label, &range.count.to_string(), Emphasis::Own)
+        let bar = |range: &LatencyRange| Bar {
+            label: format!("{} to {}", short(range.from), short(range.to)),
+            count: range.count,
         };
-        let bars_of = report.faults.latencies.ranges().iter().filter_map(range).collect();
-        let group = Group { name: String::new(), bars: bars_of };
-        let svg = bars("faults, by the time from the request until its pages were sent", &[group])?;
+        let ranges: Vec<Bar> = report.faults.latencies.ranges().iter().map(bar).collect();
+        let svg = bars("faults, by the time from the request until its pages were sent", &ranges)?;
         Ok(chart("Block times of vCPUs", svg))
     }
 
@@ -141,7 +140,7 @@ impl CopyPage<'_> {
 
 /// A section with a chart; `None` if there was nothing to draw.
 pub(super) fn chart(title: &str, svg: Option<Svg>) -> Option<Value> {
-    svg.map(|svg| json!({ "kind": "chart", "title": title, "svg": svg.as_str(), "figures": null }))
+    svg.map(|svg| json!({ "kind": "chart", "title": title, "svg": svg.as_str() }))
 }
 
 /// The first line of every page.

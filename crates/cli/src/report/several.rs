@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::Result;
 use serde_json::{Value, json};
 use towline_control::plan::CopyPhase;
-use towline_report::{Bar, Emphasis, Group, Svg, bars, page};
+use towline_report::{Bar, Svg, bars, page};
 
 use super::page::{about, chart, seconds};
 use super::recorded::{GuestReport, PhaseLength};
@@ -55,14 +55,13 @@ fn histogram(running: &[Duration]) -> Result<Option<Svg>> {
         *counts.entry((time.as_secs_f64() / width) as u64).or_default() += 1;
     }
     let end = |index: u64| format!("{:.3}", index as f64 * width);
-    let bar = |index: u64| {
-        let label = format!("{} to {} s", end(index), end(index + 1));
-        Bar::new(&label, &counts.get(&index).copied().unwrap_or(0).to_string(), Emphasis::Own)
+    let bar = |index: u64| Bar {
+        label: format!("{} to {} s", end(index), end(index + 1)),
+        count: counts.get(&index).copied().unwrap_or(0),
     };
     let (first, last) = (counts.keys().next().copied(), counts.keys().next_back().copied());
-    let range = first.unwrap_or(0)..=last.unwrap_or(0);
-    let group = Group { name: String::new(), bars: range.filter_map(bar).collect() };
-    Ok(bars("guests", &[group])?)
+    let ranges: Vec<Bar> = (first.unwrap_or(0)..=last.unwrap_or(0)).map(bar).collect();
+    Ok(bars("guests", &ranges)?)
 }
 
 /// A round length of ranges, of which at most [`RANGES_MAX`] reach to `end`.
