@@ -15,6 +15,7 @@ mod cipher;
 mod end;
 mod iperf;
 mod qemu;
+mod transfer;
 
 use anyhow::{Context, Result};
 use tempfile::TempDir;
@@ -23,9 +24,9 @@ use towline_lab::certificates::Authority;
 use crate::machine::MIB;
 use crate::options::Bench;
 use crate::table::{self, Bound, Column, Entry, Figures, Table};
+use end::End;
 pub(crate) use end::{END, serve_end};
-use end::{End, Mode};
-use qemu::Peer;
+use transfer::{Memory, Method, Mode, Peer, Transfer};
 
 /// Memory of the guest in MiB.
 const MEMORY_MIB: u64 = 2048;
@@ -40,31 +41,6 @@ const AUTO_MIN: f64 = 0.98;
 const TLS_MIN: f64 = 0.7;
 /// Of the cipher alone.
 const CIPHER_MIN: f64 = 0.9;
-
-/// Memory of the destination.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Memory {
-    /// Touched before.
-    Warm,
-    /// Touched during the measurement.
-    Cold,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Method {
-    Towline(Mode),
-    Qemu(Peer),
-    Iperf,
-    /// The cipher of TLS lanes alone.
-    Cipher,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Transfer {
-    memory: Memory,
-    lanes: usize,
-    method: Method,
-}
 
 impl Entry for Transfer {
     fn group(&self) -> String {
@@ -176,22 +152,6 @@ struct Ends<'a> {
     qemu: Result<qemu::Source>,
     /// Certificates for both ends, towline's and QEMU's.
     certificates: TempDir,
-}
-
-/// Cost of a transfer.
-struct Cost {
-    seconds: f64,
-    /// CPU time of both ends.
-    cpu_seconds: f64,
-    /// Bytes of page contents.
-    bytes: f64,
-}
-
-impl Cost {
-    fn figures(&self) -> Figures {
-        let gigabytes = self.bytes / 1e9;
-        Figures::from([("GB/s", gigabytes / self.seconds), ("CPU s/GB", self.cpu_seconds / gigabytes)])
-    }
 }
 
 impl<'a> Ends<'a> {

@@ -40,14 +40,11 @@ use crate::machine;
 use crate::options::Bench;
 use crate::table::{self, Figures, Table};
 use crate::vhost::backend::Backend;
-use crate::vhost::{Signals, Window, latencies, window};
+use crate::vhost::{Window, latencies, window};
 use card::{Card, Setup};
-use hosts::{GUEST_TAP, INSIDE, OUTSIDE, PORT, TAP, dial, host, received_frames};
-use rows::{Carrier, Run, Work};
+use hosts::{GUEST_TAP, INSIDE, OUTSIDE, PORT, TAP, XDP, XDP_PEER, dial, host, received_frames};
+use rows::{Carrier, Hosts, Run, Work};
 
-/// Interface of AF_XDP, and its peer.
-const XDP: &str = "xdp0";
-const XDP_PEER: &str = "xdp1";
 /// Timeout of the creation of a backend's tap.
 const TAP_WITHIN: Duration = Duration::from_secs(30);
 const WINDOW: Duration = Duration::from_secs(1);
@@ -88,14 +85,6 @@ fn tables(bench: &Bench, all: Vec<Run>) -> Result<Vec<Table>> {
             .table("net-requests", "TCP requests and connections", &rows::REQUESTS, Run::is_request)
             .with_notes(rows::NOTES),
     ])
-}
-
-/// One run of a row.
-struct Hosts<'a> {
-    bench: &'a Bench,
-    run: Run,
-    outside: Network,
-    signals: Arc<Signals>,
 }
 
 impl Hosts<'_> {

@@ -30,12 +30,8 @@ use crate::options::Bench;
 use crate::table::{self, Bound, Column, Entry, Figures, Table};
 use crate::vhost::backend::Backend;
 use crate::vhost::{Signals, latencies, window};
-use guest::Machine;
+use guest::{CID, Machine, PORT};
 
-/// CID of the guest.
-const CID: u64 = 3;
-/// Port of the listening application.
-const PORT: u32 = 1024;
 /// Binary logarithms of the published message sizes, 32 B to 512 KiB.
 const SIZES_LOG2: std::ops::RangeInclusive<u32> = 5..=19;
 const SESSIONS: [usize; 2] = [1, 8];

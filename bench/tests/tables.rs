@@ -1,5 +1,7 @@
 //! The benchmarks run, with small guests and short windows whose figures are meaningless.
 
+#![allow(clippy::unwrap_used, reason = "tests")]
+
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread::sleep;

@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::{Result, anyhow};
 use aws_lc_rs::aead::{AES_128_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 
-use super::Cost;
+use super::transfer::Cost;
 use crate::machine;
 
 /// Contents of a TLS record.

@@ -21,11 +21,10 @@ use towline_channel::{
     Address, Cancel, Channel, ConnectOptions, ListenOptions, Listener, TlsClient, TlsServer, connect_with,
 };
 use towline_migration::memory::{BlockBacking, MemoryBlock};
-use towline_migration::outgoing::ZeroCopySend;
 use towline_migration::synthetic::{self, BLOCK_NAME, Checked, Shape, Synthetic, configuration};
 use towline_migration::{Guest, Incoming, Memory, Outgoing, Session, Sink, Statistics, incoming, outgoing};
 
-use super::{Cost, Transfer};
+use super::transfer::{Cost, Mode, Transfer};
 use crate::machine;
 use crate::options::Bench;
 use crate::table::Figures;
@@ -33,36 +32,6 @@ use crate::table::Figures;
 /// Option that has the program run an end; its value is the role as JSON.
 pub(crate) const END: &str = "--end";
 const WITHIN: Duration = Duration::from_secs(30);
-
-/// Method of sending.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Mode {
-    Vectored,
-    ZeroCopy,
-    Auto,
-    Tls,
-}
-
-impl Mode {
-    const ALL: [Self; 4] = [Self::Vectored, Self::ZeroCopy, Self::Auto, Self::Tls];
-
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Vectored => "vectored",
-            Self::ZeroCopy => "zero-copy on",
-            Self::Auto => "auto",
-            Self::Tls => "vectored, TLS",
-        }
-    }
-
-    fn zero_copy_send(self) -> ZeroCopySend {
-        match self {
-            Self::ZeroCopy => ZeroCopySend::On,
-            Self::Auto => ZeroCopySend::Auto,
-            Self::Vectored | Self::Tls => ZeroCopySend::Off,
-        }
-    }
-}
 
 /// An end as seen by the benchmark, which ends when this is dropped.
 pub(super) struct End {

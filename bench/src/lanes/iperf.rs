@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 use towline_lab::{Towline as Process, wait_until};
 
-use super::Cost;
+use super::transfer::Cost;
 
 const SECONDS: &str = "2";
 const WITHIN: Duration = Duration::from_secs(17);

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use towline_lab::{Builder, MemoryBackend, Qemu};
 
-use super::{Cost, Memory, Transfer};
+use super::transfer::{Cost, Memory, Peer, Transfer};
 use crate::guest::{configure, incoming, small, stop};
 use crate::machine::{self, MIB, cpu_seconds};
 use crate::options::Bench;
@@ -15,14 +15,6 @@ use crate::options::Bench;
 const SPARE_MIB: u64 = 16;
 /// Memory that the lab's guest can address and fill.
 const FILL_MIB_MAX: u64 = 2040;
-
-/// Settings of QEMU's multifd.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Peer {
-    Plain,
-    ZeroCopy,
-    Tls,
-}
 
 /// A QEMU whose guest has filled its memory and is stopped.
 pub(super) struct Source {

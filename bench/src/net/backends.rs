@@ -4,9 +4,8 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 
-use super::hosts::{INSIDE, OUTSIDE, PORT, TAP};
-use super::rows::{Carrier, PASST, TESTPMD, VHOST_USER_NET};
-use super::{Hosts, XDP};
+use super::hosts::{INSIDE, OUTSIDE, PORT, TAP, XDP};
+use super::rows::{Carrier, Hosts, PASST, TESTPMD, VHOST_USER_NET};
 use crate::vhost::backend::Backend;
 
 /// Name of the frontend's socket.

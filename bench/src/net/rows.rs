@@ -1,7 +1,13 @@
 //! Rows of the tables: traffic, queues, contenders and drivers; columns and goals.
 
+use std::sync::Arc;
+
+use towline_lab::Network;
+
 use crate::applications::{Connections, Direction, Traffic};
+use crate::options::Bench;
 use crate::table::{Bound, Column, Entry};
+use crate::vhost::Signals;
 
 /// DPDK's test program.
 pub(super) const TESTPMD: &str = "dpdk-testpmd";
@@ -240,6 +246,14 @@ fn against_limit(run: Run) -> Option<Bound> {
         _ => return None,
     };
     (run.carrier == Carrier::Towline).then_some(Bound::Least(least))
+}
+
+/// One run of a row.
+pub(super) struct Hosts<'a> {
+    pub(super) bench: &'a Bench,
+    pub(super) run: Run,
+    pub(super) outside: Network,
+    pub(super) signals: Arc<Signals>,
 }
 
 #[cfg(test)]

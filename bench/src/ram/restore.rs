@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 use towline_lab::Qemu;
 
-use super::{Guests, LANES, Memory, PREFAULTED, use_mapped_ram};
+use super::guests::{Guests, LANES, Memory, PREFAULTED, use_mapped_ram};
 use crate::guest::{Counter, configure, endpoint, file, incoming, stop};
 use crate::machine::Cache;
 use crate::table::{self, Bound, Column, Entry, Figures, Table};

@@ -8,7 +8,7 @@ use std::time::Instant;
 use anyhow::Result;
 use towline_lab::Qemu;
 
-use super::{Guests, LANES, Memory, PREFAULTED, Sources, use_mapped_ram};
+use super::guests::{Guests, LANES, Memory, PREFAULTED, Sources, use_mapped_ram};
 use crate::guest::{endpoint, file, stop};
 use crate::table::{self, Bound, Column, Entry, Figures, Table};
 

@@ -13,9 +13,13 @@ use towline_frontend::vsock::{
 use towline_frontend::wire::feature;
 use towline_frontend::{Frontend, MemoryArena};
 
-use super::{CID, PORT};
 use crate::applications::{Direction, Traffic};
 use crate::vhost::Signals;
+
+/// CID of the guest.
+pub(super) const CID: u64 = 3;
+/// Port of the listening application.
+pub(super) const PORT: u32 = 1024;
 
 /// Entries of each ring, as in QEMU.
 const RING_SIZE: u16 = 128;
