@@ -49,7 +49,7 @@ fn a_guest_sends_by_af_xdp() {
     let scratch = scratch();
     let socket = path(&scratch, "net.sock");
     let card = card(&near, &socket, &["--tap", "tap0", "--af-xdp", "out0", "--af-xdp-copy"]);
-    let (qemu, mut guest) = boot(builder(Version::V10_0, &socket, 1));
+    let (qemu, mut guest) = boot(&builder(Version::V10_0, &socket, 1));
     let echo = host_echo(&far);
     far.enter(|| {
         talk(guest_address(GUEST), 4 * MIB, 1);

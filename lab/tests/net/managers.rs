@@ -78,7 +78,7 @@ fn taps_and_a_connection_that_a_manager_opened_serve_a_guest() {
     let arguments = ["--fd", "CONNECTION", "--tap-fds", "TAPS", "--cpus", "1,0"];
     let card = managed(&network, socket.to_str().unwrap(), &[("tap0", GOOD); 2], &arguments);
     wait_until("the manager's socket", WITHIN, || Ok(socket.exists().then_some(()))).unwrap();
-    let (_qemu, mut guest) = boot(builder(Version::V10_0, &socket, 2));
+    let (_qemu, mut guest) = boot(&builder(Version::V10_0, &socket, 2));
     network.enter(|| (0..16).for_each(|seed| talk(guest_address(GUEST), 64 << 10, seed))).unwrap();
     guest.talk(host_echo(&network), 1 << 20, 8).unwrap();
     let pinned = [("net-0", "1"), ("net-1", "0")].map(|(name, cpu)| (name.to_owned(), cpu.to_owned()));
@@ -128,7 +128,7 @@ fn a_legacy_guest_has_a_network_and_sees_the_link_that_qemu_sets() {
     let legacy = ["disable-modern=on", "disable-legacy=off", "mrg_rxbuf=off"];
     let legacy =
         legacy.into_iter().flat_map(|property| ["-set".to_owned(), format!("device.card.{property}")]);
-    let (qemu, mut guest) = boot(builder(Version::V10_0, &socket, 1).args(legacy));
+    let (qemu, mut guest) = boot(&builder(Version::V10_0, &socket, 1).args(legacy));
     let facts = towline_lab::Qmp::connect(&control, WITHIN).unwrap();
     let facts = facts.execute("query-device-facts", json!({})).unwrap();
     let negotiated = facts["subject"]["negotiated"].as_array().unwrap();

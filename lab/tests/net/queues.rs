@@ -32,7 +32,7 @@ fn a_guest_with_one_queue_receives_all_flows_of_a_tap_with_four() {
         // This tap does not exist before.
         let card = card(&network, &socket, &["--tap", "tap0", "--queues", "4"]);
         give_addresses(&network, "tap0");
-        let (_qemu, _guest) = boot(builder(version, &socket, 1));
+        let (_qemu, _guest) = boot(&builder(version, &socket, 1));
         // Enough connections that every queue would get one of them.
         network.enter(|| (0..16).for_each(|seed| talk(guest_address(GUEST), 64 << 10, seed))).unwrap();
         let statistics = end(card);
@@ -90,7 +90,7 @@ fn a_card_comes_and_goes_while_another_one_talks() {
     let one = card(&network, &first, &["--tap", "tap0"]);
     let other = card(&network, &second, &["--tap", "tap1", "--queues", "2"]);
     let qemu = builder(Version::V10_0, &first, 1).args(["-device", "pcie-root-port,id=root-port,chassis=9"]);
-    let (qemu, mut guest) = boot(qemu);
+    let (qemu, mut guest) = boot(&qemu);
     let client = EchoClient::begin(&network, guest_address(GUEST));
     let qmp = qemu.qmp();
     for round in 0..crate::support::number("TOWLINE_SOAK_NET_PLUGS", 2) {

@@ -23,7 +23,7 @@ fn connections_survive_the_death_of_the_cards_process() {
         let state = path(&scratch, "net.state");
         let arguments = ["--tap", "tap0", "--queues", "2", "--state", state.to_str().unwrap()];
         let mut process = card(&network, &socket, &arguments);
-        let (_qemu, mut guest) = boot(builder(version, &socket, 2));
+        let (_qemu, mut guest) = boot(&builder(version, &socket, 2));
         let clients: Vec<_> = (0..3).map(|_| EchoClient::begin(&network, guest_address(GUEST))).collect();
         clients.iter().for_each(|client| client.wait_blocks(5));
         for _ in 0..restarts {
@@ -52,7 +52,7 @@ fn a_new_process_continues_with_the_state_of_the_former_one() {
     let [state, qmp] = [&state, &control].map(|path| path.to_str().unwrap());
     let arguments = ["--tap", "tap0", "--queues", "2", "--state", state, "--qmp", qmp];
     let mut process = card(&network, &socket, &arguments);
-    let (_qemu, mut guest) = boot(builder(Version::V10_0, &socket, 2));
+    let (_qemu, mut guest) = boot(&builder(Version::V10_0, &socket, 2));
     let clients: Vec<_> = (0..3).map(|_| EchoClient::begin(&network, guest_address(GUEST))).collect();
     clients.iter().for_each(|client| client.wait_blocks(5));
     for _ in 0..2 {

@@ -121,7 +121,7 @@ fn a_real_systemd_keeps_the_record() {
     );
     let mut manager = Manager::start(&network, &home, &unit);
     let mut card = manager.card(&socket, None);
-    let (_qemu, mut guest) = boot(builder(Version::V10_0, &socket, 2));
+    let (_qemu, mut guest) = boot(&builder(Version::V10_0, &socket, 2));
     let clients: Vec<_> = (0..3).map(|_| EchoClient::begin(&network, guest_address(GUEST))).collect();
     clients.iter().for_each(|client| client.wait_blocks(5));
     for _ in 0..number("TOWLINE_SOAK_NET_RESTARTS", 2) {

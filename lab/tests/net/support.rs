@@ -53,7 +53,7 @@ impl Fixture {
 }
 
 /// Starts a QEMU, and configures its guest.
-pub(crate) fn boot(builder: Builder) -> (Qemu, LinuxGuest) {
+pub(crate) fn boot(builder: &Builder) -> (Qemu, LinuxGuest) {
     let (qemu, mut guest) = builder.boot(WITHIN).unwrap();
     set_up(&mut guest);
     (qemu, guest)

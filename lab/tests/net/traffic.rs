@@ -31,7 +31,7 @@ fn every_kind_of_packet_goes_both_ways() {
     add_tap(&network, 4);
     let socket = path(&scratch, "net.sock");
     let card = card(&network, &socket, &["--tap", "tap0", "--queues", "4"]);
-    let (_qemu, mut guest) = boot(builder(Version::V10_0, &socket, 4));
+    let (_qemu, mut guest) = boot(&builder(Version::V10_0, &socket, 4));
     let ping = shell(&mut guest, &format!("ping -c 3 -W 60 {HOST}"));
     assert!(ping.contains(" 0% packet loss"), "{ping}");
 

@@ -29,7 +29,7 @@ fn a_card_reports_its_queues_and_takes_its_link_down() {
     let (socket, control) = (path(&scratch, "net.sock"), path(&scratch, "net.qmp"));
     let watched = ["--tap", "tap0", "--qmp", control.to_str().unwrap(), "--metrics", "127.0.0.1:9"];
     let _card = card(&network, &socket, &watched);
-    let (_qemu, mut guest) = boot(builder(Version::V10_0, &socket, 1));
+    let (_qemu, mut guest) = boot(&builder(Version::V10_0, &socket, 1));
     let client = EchoClient::begin(&network, guest_address(GUEST));
     client.wait_blocks(4);
 
