@@ -42,7 +42,8 @@ const SUSPENDED_AFTER_MAX: usize = 16;
 /// Maximum length of a scenario.
 const TIME_MAX: Duration = Duration::from_secs(72 * 3600);
 /// Prefix of the simulated images.
-pub(super) const PREFIX: &str = "s3://model/vm";
+/// The model tells a whole listing from a part, so that no listing is asked for twice: of S3 each would be.
+pub(super) const PREFIX: &str = "az://model/vm";
 
 /// Events counted in a scenario.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
