@@ -236,6 +236,7 @@ impl FromDestination {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::source::{Answer, ReturnPathReader};
 
     #[test]
     fn a_ping_is_answered_with_what_the_towline_does() {
@@ -282,6 +283,24 @@ mod tests {
             FromSource::of(&VmCommand::Other { kind: CommandKind(9), data: [OUTCOME, 0, 0].into() }),
             None
         );
+    }
+
+    #[test]
+    fn heartbeats_may_come_at_any_time_and_answer_nothing() {
+        let mut answers = ReturnPathReader::default();
+        let alive = FromDestination::Alive.to_message();
+        for message in
+            [alive.clone(), ReturnPathMessage::Pong(pong(VERSION, ReceiverMode::Waits)), alive.clone()]
+        {
+            answers.handle(&message).expect("no fault of the peer");
+        }
+        assert_eq!(answers.handle(&alive), Ok(Answer::Other));
+        answers.expect_shut();
+        assert_eq!(answers.handle(&alive), Ok(Answer::Other));
+        assert_eq!(answers.handle(&ReturnPathMessage::Shut(0)), Ok(Answer::Shut));
+        // Reports come after SHUT.
+        let report = FromDestination::Placed(Placement::Running).to_message();
+        assert!(ReturnPathReader::default().handle(&report).is_err());
     }
 
     #[test]

@@ -15,7 +15,7 @@ use crate::machine::BarrierForm;
 use crate::ram::{self, BlockIndex, PageRef, RamBlock, RamFlags, RecordWriter};
 use crate::return_path::ReturnPathMessage;
 use crate::section::{SectionHeader, SectionType, VmCommand, put_footer};
-use crate::session::{self, ReceiverMode};
+use crate::session::{self, FromDestination, ReceiverMode};
 use crate::wire::put32;
 use crate::{PeerMisbehaved, Result};
 
@@ -299,6 +299,7 @@ pub fn check_return_path(message: &ReturnPathMessage) -> Result<()> {
         {
             Ok(())
         }
+        message if FromDestination::of(message) == Some(FromDestination::Alive) => Ok(()),
         ReturnPathMessage::Pong(found) => Err(PeerMisbehaved::Pong { found: *found }.into()),
         ReturnPathMessage::Shut(status) if *status != 0 => {
             Err(PeerMisbehaved::ShutWithError { status: *status }.into())
