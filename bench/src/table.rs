@@ -441,8 +441,11 @@ mod tests {
     #[test]
     fn text_is_aligned_and_has_ratios_and_reasons() {
         let results = measured(&Bench::of_test(["--runs", "1"]));
-        let columns: [Column<Contender>; 2] =
-            [Column::spread("s", 1), Column::ratio("×", "s", |entry| Contender(entry.0, "QEMU's own"))];
+        let ratio = Column::ratio("×", "s", |entry: Contender| Contender(entry.0, "QEMU's own"));
+        let columns: [Column<Contender>; 2] = [
+            Column::spread("s", 1),
+            ratio.with_goal(|entry| (entry == Contender("cold", "ours")).then_some(Bound::Most(0.8))),
+        ];
         let mut table = results.table("t", "A table", &columns, |_| true).with_notes(["a note"]);
         let wanted = "A table, 1 runs, median (min–max)\n\
                       what                      s                 ×\n\
