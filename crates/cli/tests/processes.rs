@@ -404,7 +404,7 @@ fn a_warning_names_its_module_only_with_a_filter() {
         (&["--log", "warn"], " WARN towline::notify: cannot notify the service manager"),
     ] {
         let mut command = Command::new(TOWLINE);
-        command.args(["copy", "mem:4M", "null:"]).args(options).env_remove("TOWLINE_LOG");
+        command.args(["copy", "mem:4M", "mem:"]).args(options).env_remove("TOWLINE_LOG");
         let output = command.env("NOTIFY_SOCKET", "/no/directory/notify").output().unwrap();
         let stderr = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(0), "{stderr}");

@@ -164,7 +164,7 @@ mod tests {
             assert!(page.contains(section), "{section}");
         }
         assert!(page.contains("\\fBtowline copy\\fR [OPTIONS] <SOURCE> <DEST>..."), "{page}");
-        assert!(page.contains("zlib compression level, 0 (none) to 9 (best)"), "{page}");
+        assert!(page.contains("for zlib 0 (none) to 9 (best)"), "{page}");
         let example = "    towline copy \\-\\-resume qmp:/run/vm/a.qmp guest.img\n";
         assert!(page.contains(example), "{page}");
         // Literal text is closed before the next section.
