@@ -120,7 +120,6 @@ fn a_move_without_a_source_qemu_is_refused() {
     for (arguments, texts) in [
         ("guest.img qmp:b.qmp", &["needs a qmp: endpoint; for file:guest.img use `copy`"][..]),
         ("tcp:127.0.0.1:1 qmp:b.qmp", &["for tcp:127.0.0.1:1 use `copy`"]),
-        (&format!("--resume {source} qmp:b.qmp"), &["use `copy --resume`"]),
         (&format!("{source} null:"), &["null: keeps nothing"]),
         (&format!("{source} a.img b.img"), &["unexpected argument 'b.img'"]),
     ] {

@@ -278,8 +278,7 @@ fn the_wrong_choice_is_refused() {
     let id = id(&host.only());
     // An operator has resumed it at its source.
     source.qmp().execute("cont", Value::Null).unwrap();
-    for (choice, text) in [("--run-here=destination", "has the guest"), ("--discard=source", "has the guest")]
-    {
+    for (choice, text) in [("--run-here=destination", "running at"), ("--discard=source", "running at")] {
         assert_ended(&host.run(&format!("resume {id} {choice}")), 1, &["refused", text]);
     }
     assert_runs_only_in(&source, &destination);
@@ -347,7 +346,7 @@ fn a_source_whose_guest_runs_elsewhere_is_not_run_by_a_later_copy() {
         let id = id(&host.only());
         let again = format!("copy --resume {} {}", qmp(&source), host.0.text("guest.img"));
         assert_ended(&host.run(&again), 1, &["made to run there", "to run it here too would run it twice"]);
-        assert_ended(&host.run(&format!("resume {id} --run-here=source")), 1, &["refused", "runs at"]);
+        assert_ended(&host.run(&format!("resume {id} --run-here=source")), 1, &["refused", "running at"]);
         assert_runs_only_in(&destination, &source);
         // Only one choice is left when the other QEMU has exited.
         signal(destination.pid(), Signal::KILL);

@@ -146,7 +146,7 @@ fn to_do(state: GuestState, record: &MoveRecord) -> String {
             "Look there now (`query-status`): if it runs there, end one of the two; if not, end that QEMU. Then {resume} --forget`"
         ),
         ToDo::KeepDestination => {
-            "It has run at its destination, or may have run there since it was to".into()
+            "It has run at its destination, or may have, because it was to run there".into()
         }
         ToDo::RunSourceUnlessItRan => format!(
             "It may have run there before. If it did, its disks are newer than its memory here: end it (`quit`) and start the guest \
