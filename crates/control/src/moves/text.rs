@@ -145,9 +145,7 @@ fn to_do(state: GuestState, record: &MoveRecord) -> String {
         ToDo::EndOne => format!(
             "Look there now (`query-status`): if it runs there, end one of the two; if not, end that QEMU. Then {resume} --forget`"
         ),
-        ToDo::KeepDestination => {
-            "It has run at its destination, or may have, because it was to run there".into()
-        }
+        ToDo::KeepDestination => "It may have run there, because it was to run at its destination".into(),
         ToDo::RunSourceUnlessItRan => format!(
             "It may have run there before. If it did, its disks are newer than its memory here: end it (`quit`) and start the guest \
              again. Only if it never ran there: {resume} --run-here=source`"
