@@ -37,7 +37,7 @@ const SOURCE_COMPLETION_TIMEOUT: Duration = Duration::from_secs(60);
 const SOURCE_CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Timeout for a destination that has everything to load it.
 const LOADED_TIMEOUT: Duration = Duration::from_secs(60);
-/// Timeout for the message of another towline that is at work: longer than any of its own.
+/// Timeout for the message of another towline that still sends heartbeats: longer than any of its own timeouts.
 const PEER_REPORT_TIMEOUT: Duration = Duration::from_secs(150);
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
@@ -128,9 +128,9 @@ impl Executor<'_> {
     fn beat_until_outcome(&mut self) {
         if self.ends.error.is_none()
             && self.ends.switchover.state().destination() == DestinationKind::Towline
-            && let Some(Err(error)) = self.destination_peer.as_mut().map(PeerSession::beat_until_outcome)
+            && let Some(peer) = &mut self.destination_peer
         {
-            tracing::debug!(%error, "no heartbeats");
+            peer.beat_until_outcome();
         }
     }
 
@@ -249,10 +249,8 @@ impl Executor<'_> {
             match reply {
                 PeerReply::Message(message) => {
                     // From here on the source waits for the report.
-                    if let Some(peer) = self.source_peer.as_mut().filter(|_| awaits_outcome)
-                        && let Err(error) = peer.beat_until_report()
-                    {
-                        tracing::debug!(%error, "no heartbeats");
+                    if let Some(peer) = self.source_peer.as_mut().filter(|_| awaits_outcome) {
+                        peer.beat_until_report();
                     }
                     return Input::Peer(message);
                 }
