@@ -1,4 +1,4 @@
-//! One end of a measured transfer, in a process of its own, whose CPU time is measured. Requests are lines of JSON on standard input,
+//! One end of a measured transfer, in a separate process, whose CPU time is measured. Requests are lines of JSON on standard input,
 //! each with a reply on standard output.
 //!
 //! ```text

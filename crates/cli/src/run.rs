@@ -36,7 +36,7 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Exit> {
     let begun = Instant::now();
     let options = options(args)?;
     let cancel = &cancel_on_signals(SignalEffects {
-        first: "stopping; the guests are ended, and the image is as it was",
+        first: "stopping; the guests are ended, and the image is unchanged",
         second: Some(if args.detach {
             "the QEMUs that it has started remain, see `towline ps`"
         } else {

@@ -163,7 +163,7 @@ fn a_drive_that_another_process_has_locked_leaves_the_guest_in_the_old_qemu() {
     let withdrawn = finished.stderr.find("withdrew the decision to run the guest").unwrap();
     let ended = finished.stderr.find("ended the new QEMU").unwrap();
     assert!(withdrawn < ended, "{}", finished.stderr);
-    // A new QEMU that has ended proves nothing alone: it is the operator who says that it never ran the
+    // A new QEMU that has ended proves nothing alone: only the operator can tell that it never ran the
     // guest.
     let (_, rest) = finished.stderr.split_once("`towline resume ").unwrap();
     let (id, rest) = rest.split_once(' ').unwrap();

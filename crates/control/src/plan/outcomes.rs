@@ -28,7 +28,7 @@ pub enum SourceCategory {
 }
 
 impl GuestAfterFailure {
-    /// It is at its source, as it was.
+    /// A guest that is unchanged at its source.
     pub const SAFE: Self = Self::untouched(AtSource::HasIt);
     /// This copy has not changed it. Its QEMU was not reached, or its image could not be opened.
     pub const NOT_REACHED: Self = Self::untouched(AtSource::Unknown);

@@ -140,7 +140,7 @@ impl GuestState {
     /// Restored with all of its memory; its run state is not known.
     pub(crate) const ARRIVED: Self =
         Self::new(AtSource::HasIt, AtDestination::MayRun, ToDo::LookAtDestination);
-    /// It ran at its destination, whose QEMU has ended; the image is as it was.
+    /// It ran at its destination, whose QEMU has ended; the image is unchanged.
     pub(crate) const RAN_AND_ENDED: Self =
         Self::new(AtSource::HasIt, AtDestination::Ended, ToDo::RunSourceUnlessItRan);
 
