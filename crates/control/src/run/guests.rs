@@ -301,9 +301,7 @@ fn isolated_networks(guest: &AllowedCommandLine) -> Vec<Option<String>> {
     let is_isolated = |option: &QemuOption| {
         let value =
             |key| option.properties().and_then(|properties| properties.value(key)).unwrap_or_default();
-        ["net", "netdev", "nic"].contains(&option.name.as_str())
-            && value("type") == "user"
-            && value("restrict") == "on"
+        option.name.is_network() && value("type") == "user" && value("restrict") == "on"
     };
     let keys = line.options().iter().zip(line.setting_keys()).filter(|(option, _)| is_isolated(option));
     keys.map(|(option, key)| (option.name.as_str() != "net").then_some(key)).collect()
