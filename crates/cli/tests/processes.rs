@@ -360,6 +360,14 @@ fn a_file_of_virsh_save_becomes_an_image() {
     assert_eq!(blocks("again.img"), blocks("guest.img"));
     let (stderr, code) = failed(directory, &["inspect", "vm.save"]);
     assert_eq!(code, Some(0), "{stderr}");
+    // A name that its source chose cannot write to the terminal.
+    let at = stream.windows(7).position(|bytes| bytes == b"\x06pc.ram").unwrap();
+    let named = [&stream[..at + 1], b"p\n\x1bram", &stream[at + 7..]].concat();
+    std::fs::write(path("named.save"), libvirt_save(&named, 0)).unwrap();
+    let output =
+        Command::new(TOWLINE).current_dir(directory).args(["inspect", "named.save"]).output().unwrap();
+    let (shown, errors) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
+    assert!(shown.contains(r"p\n\u{1b}ram") && !shown.contains('\x1b'), "{shown}{errors}");
     // Its guest is where it was, also after a failure.
     std::fs::write(path("short.save"), libvirt_save(&stream[..stream.len() / 2], 0)).unwrap();
     let (stderr, code) = failed(directory, &["copy", "short.save", "short.img"]);

@@ -72,7 +72,7 @@ pub fn gather(
         gathering.refuse(&listener);
         return Err(error);
     }
-    let Gathering { main, lanes, registry, candidates, refused } = gathering;
+    let Gathering { main, lanes, registry, candidates, refused, .. } = gathering;
     let main = main.expect("complete");
     let lanes = lanes.into_iter().map(|lane| lane.expect("complete")).collect();
     // A single channel has no others.
@@ -169,6 +169,7 @@ impl Connections {
         let cancel = Cancel::new()?;
         let deadline = Instant::now() + patience;
         let mut left = EXTRA_MAX;
+        let mut unrelated = UnrelatedConnections::default();
         loop {
             // The source has opened all its connections; only their first bytes are waited for.
             let until = if unknown.is_empty() { Instant::now() } else { deadline };
@@ -189,11 +190,11 @@ impl Connections {
                 } {
                     Classified::Lane(init) => return Err(self.too_many(candidate.channel, &init)),
                     Classified::Unknown => unknown.push(candidate),
-                    Classified::Main | Classified::Unrelated => candidate.dropped(),
+                    Classified::Main | Classified::Unrelated => unrelated.add(&candidate),
                 }
             }
             if unknown.is_empty() || left == 0 || Instant::now() >= deadline {
-                unknown.drain(..).for_each(|candidate| candidate.dropped());
+                unknown.drain(..).for_each(|candidate| unrelated.add(&candidate));
                 return Ok(());
             }
         }
@@ -228,6 +229,34 @@ struct Gathering {
     candidates: Vec<UnidentifiedConnection>,
     /// Lanes that were not registered.
     refused: Vec<Arc<dyn Channel>>,
+    unrelated: UnrelatedConnections,
+}
+
+/// Connections that were dropped because they belong to no migration. All lanes of a source that dies do, so
+/// the first is warned of at once, and the number of the others at the end.
+#[derive(Debug, Default)]
+struct UnrelatedConnections {
+    dropped: usize,
+}
+
+impl UnrelatedConnections {
+    fn add(&mut self, connection: &UnidentifiedConnection) {
+        let (peer, why) = (connection.channel.peer(), connection.why.as_deref());
+        self.dropped += 1;
+        if self.dropped == 1 {
+            tracing::warn!(peer, why, "dropped an unrelated connection");
+        } else {
+            tracing::debug!(peer, why, "dropped an unrelated connection");
+        }
+    }
+}
+
+impl Drop for UnrelatedConnections {
+    fn drop(&mut self) {
+        if self.dropped > 1 {
+            tracing::warn!(connections = self.dropped - 1, "dropped further unrelated connections");
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -253,7 +282,14 @@ impl Gathering {
     fn new(lanes: usize) -> Self {
         let registry = LaneRegistry::new(lanes);
         let lanes = (0..lanes).map(|_| None).collect();
-        Self { main: None, lanes, registry, candidates: Vec::new(), refused: Vec::new() }
+        Self {
+            main: None,
+            lanes,
+            registry,
+            candidates: Vec::new(),
+            refused: Vec::new(),
+            unrelated: UnrelatedConnections::default(),
+        }
     }
 
     /// Ends the connections accepted so far, and those in progress.
@@ -290,7 +326,7 @@ impl Gathering {
     fn accepted(&mut self, channel: Arc<dyn Channel>, single: bool, deadline: Instant) -> Result<()> {
         if !single && can_wait(channel.as_ref()) {
             if self.candidates.len() == self.lanes.len() + UNRELATED_MAX {
-                self.candidates.remove(0).dropped();
+                self.unrelated.add(&self.candidates.remove(0));
             }
             self.candidates.push(UnidentifiedConnection::new(channel));
             return Ok(());
@@ -335,7 +371,7 @@ impl Gathering {
                     candidate.channel.set_timeouts(None, None)?;
                     self.register(&candidate.channel, &init)?;
                 }
-                Classified::Main | Classified::Unrelated => candidate.dropped(),
+                Classified::Main | Classified::Unrelated => self.unrelated.add(&candidate),
                 Classified::Unknown => self.candidates.push(candidate),
             }
         }
@@ -350,14 +386,6 @@ impl UnidentifiedConnection {
             tracing::debug!(peer = channel.peer(), %error, "set_timeouts");
         }
         Self { channel, init: Vec::new(), next_peek: Instant::now(), why: None }
-    }
-
-    fn dropped(&self) {
-        let peer = self.channel.peer();
-        match &self.why {
-            Some(why) => tracing::warn!(peer, why, "dropped an unrelated connection"),
-            None => tracing::warn!(peer, "dropped an unrelated connection"),
-        }
     }
 
     /// Handles a connection that ended, failed, or sent other bytes.
