@@ -1,5 +1,5 @@
 # `demo` and `test` do their own set-up on a Debian machine with git, make and rustup's cargo; `check` needs no more than a linker.
-.PHONY: check demo test
+.PHONY: check demo test nightly
 
 check: linker
 	@cargo run --quiet --package xtask -- check
@@ -11,6 +11,10 @@ demo: linker
 # A caller that ignores SIGHUP, as nohup does, would have every towline under test ignore it too.
 test: linker
 	@env --default-signal=HUP cargo run --quiet --package xtask -- test
+
+# Everything that `test` leaves out too, and the long runs.
+nightly: linker
+	@env --default-signal=HUP cargo run --quiet --package xtask -- nightly
 
 # Rust needs a C linker before any code of the project can run; everything else is `cargo xtask setup`'s work.
 .PHONY: linker

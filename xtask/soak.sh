@@ -15,11 +15,11 @@ default() {
 lab() {
   default "${@:3}"
   "$cargo" build --release --package towline-cli
-  TOWLINE_BIN=$target/release/towline "$cargo" test --package towline-lab --test "$1" -- --exact "$2" --nocapture
+  TOWLINE_BIN=$target/release/towline "$cargo" test --package towline-lab --test "$1" -- --exact "$2" --nocapture --include-ignored
 }
 
 # crate NAME CARGO-OPTION... -- FILTER...: tests of a crate.
-crate() { "$cargo" test --package "towline-$1" "${@:2}" --nocapture; }
+crate() { "$cargo" test --package "towline-$1" "${@:2}" --nocapture --include-ignored; }
 
 case ${1-} in
 #: rss: memory that towline takes to save and restore a guest of 4 GiB
@@ -185,6 +185,16 @@ debian-13-test) xtask/roots.sh test ;;
 lintian) xtask/roots.sh lintian ;;
 #: report-browser: pages of --report in a headless chromium, light, dark and narrow: pictures to look at in target/report-browser
 report-browser) xtask/browser.sh ;;
+#: nightly: all of these but what makes roots or needs a browser, one after another; those that fail are named at the end
+nightly)
+  failed=()
+  for name in $(sed -n 's/^#: \([a-z0-9-]*\):.*/\1/p' xtask/soak.sh); do
+    [[ $name != roots ]] || break
+    echo "== long run: $name"
+    xtask/soak.sh "$name" || failed+=("$name")
+  done
+  [[ ! ${failed[*]} ]] || { echo "long runs that failed: ${failed[*]}" >&2; exit 1; }
+  ;;
 *)
   [[ ! ${1-} ]] || echo "no long run is called \`$1\`"
   echo "the long runs:"

@@ -20,6 +20,7 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 
 use command::{cargo, run, script, target_directory};
+use test::Extent;
 
 /// Tasks of the towline workspace.
 #[derive(Parser)]
@@ -64,6 +65,9 @@ enum Task {
     /// Everything that CI runs: set-up, lints, build, every test, short fuzz runs; ends with one line of
     /// counts.
     Test,
+    /// All of `test`, the tests that it leaves out, the features of each crate by themselves, and the long runs:
+    /// a night.
+    Nightly,
     /// Short runs of all fuzz targets, or long ones of those named.
     Fuzz {
         /// Targets and their numbers of inputs; without any, all of them for some seconds.
@@ -104,7 +108,8 @@ fn main() -> ExitCode {
         Task::Lint { quick: false } => lint::run(),
         Task::Layering => layering::run(),
         Task::Check => return test::check(),
-        Task::Test => return test::run(),
+        Task::Test => return test::run(Extent::Change),
+        Task::Nightly => return test::run(Extent::Nightly),
         Task::Fuzz { runs } => test::fuzz::task(&runs),
         Task::Demo => demo(),
         Task::Pictures { drawn: true } => script("pictures.py", ["--drawn"]),

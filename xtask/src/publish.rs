@@ -73,6 +73,27 @@ pub(crate) fn check_program_features() -> Result<()> {
     Ok(())
 }
 
+/// Checks that each crate of the product compiles without warnings with none of its features, and with each of
+/// them alone.
+pub(crate) fn check_features() -> Result<()> {
+    for package in packages()? {
+        let is_product = package["manifest_path"].as_str().is_some_and(|path| path.contains("/crates/"));
+        let Some((name, features)) = package["name"].as_str().zip(package["features"].as_object()) else {
+            continue;
+        };
+        if !is_product || features.is_empty() {
+            continue;
+        }
+        let each = features.keys().map(String::as_str).filter(|feature| *feature != "default");
+        for feature in std::iter::once("").chain(each) {
+            println!("features: {name} with {feature:?}");
+            let mut clippy = cargo(["clippy", "--quiet", "--no-default-features", "--features", feature]);
+            run(clippy.args(["--package", name, "--", "-D", "warnings"]))?;
+        }
+    }
+    Ok(())
+}
+
 /// Checks that the program compiles without warnings when its default features are off, as a distributor may
 /// build it: a build of the whole workspace always has them on.
 pub(crate) fn check_minimal_program() -> Result<()> {

@@ -3,11 +3,8 @@
 //! Tests and the towline that they drive are built with the dev profile: optimised enough, with overflow
 //! checks, and one build instead of two, which clippy watches. A step that fails does not keep the next ones
 //! from running. Test programs run several at the same time, and a table of what each part took is printed
-//! before the counts.
-//!
-//! The lab's guests are emulated, and what such a guest does depends on what else the machine does. A few
-//! tests that fail are run again, alone, at most twice; those that pass then are reported as FLAKY, by name,
-//! and do not fail the run. They are bugs all the same, of the test or of the code under test.
+//! before the counts. Tests with `#[ignore = "nightly"]` are left to `cargo xtask nightly`, which adds the
+//! features of each crate by themselves and the long runs.
 
 mod counts;
 pub(crate) mod fuzz;
@@ -26,14 +23,18 @@ use crate::command::{at_leisure, run as run_command, script};
 use crate::times::{self, Times, Usage};
 use crate::{lint, publish};
 use counts::Counts;
-use suites::{Ended, Suite};
+pub(crate) use suites::Extent;
+use suites::Suite;
 
-/// Time limit of all tests together, their build included.
-const TESTS_WITHIN: Duration = Duration::from_secs(50 * 60);
-/// With more failures than this none is run again.
-const RUN_AGAIN_MAX: usize = 8;
-/// Maximum number of reruns.
-const AGAIN_TIMES_MAX: usize = 2;
+impl Extent {
+    /// Time limit of all tests together.
+    fn within(self) -> Duration {
+        match self {
+            Self::Change => Duration::from_secs(40 * 60),
+            Self::Nightly => Duration::from_secs(3 * 60 * 60),
+        }
+    }
+}
 
 /// Formatting, quick lints, clippy, and unit tests: what needs neither root nor QEMU.
 pub(crate) fn check() -> ExitCode {
@@ -41,13 +42,13 @@ pub(crate) fn check() -> ExitCode {
     report.step("lint", |_| lint::quick());
     let mut built = Vec::new();
     if report.step("build", |_| suites::build_units().map(|suites| built = suites)) {
-        report.step("tests", |report| tests(report, &built, &|| ()));
+        report.step("tests", |report| tests(report, Extent::Change, &built, &|| ()));
     }
     report.end()
 }
 
-/// Runs everything; prints the closing line last.
-pub(crate) fn run() -> ExitCode {
+/// Runs tests of this extent and all that CI checks besides; prints the closing line last.
+pub(crate) fn run(extent: Extent) -> ExitCode {
     let mut report = TestReport::default();
     if report.step("set-up", |_| script("setup.sh", [])) {
         report.step("lint", |_| lint::quick());
@@ -58,12 +59,16 @@ pub(crate) fn run() -> ExitCode {
             // With the examples of the documentation compiled cargo lets others compile.
             beside.get_or_init(|| spawn(compile_beside));
         };
-        report.step("tests", |report| tests(report, &built, &compile));
+        report.step("tests", |report| tests(report, extent, &built, &compile));
         report.step("documentation", |_| match beside.into_inner() {
             Some(thread) => thread.join().unwrap_or_else(|panic| resume_unwind(panic)),
             None => compile_beside(),
         });
         report.step("fuzz", |report| fuzz::run(&mut report.counts));
+        if extent == Extent::Nightly {
+            report.step("features", |_| publish::check_features());
+            report.step("long runs", |_| script("soak.sh", ["nightly"]));
+        }
     }
     report.end()
 }
@@ -101,6 +106,9 @@ impl TestReport {
         println!("== times\n{times}");
         counts.skips.iter().for_each(|name| println!("SKIPPED {name}"));
         counts.failures.iter().for_each(|name| println!("FAILED {name}"));
+        if counts.nightly > 0 {
+            println!("{} tests are left to `make nightly`", counts.nightly);
+        }
         println!("{counts}");
         if counts.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
     }
@@ -115,15 +123,15 @@ fn compile_beside() -> Result<()> {
 }
 
 /// Runs these tests; `started` is called once they have begun.
-fn tests(report: &mut TestReport, suites: &[Suite], started: &(impl Fn() + Sync)) -> Result<()> {
-    let deadline = Instant::now() + TESTS_WITHIN;
-    let ended = suites::run(suites, deadline, started);
-    let failed: usize = ended.iter().map(|ended| ended.counts.failed).sum();
+fn tests(
+    report: &mut TestReport,
+    extent: Extent,
+    suites: &[Suite],
+    started: &(impl Fn() + Sync),
+) -> Result<()> {
+    let deadline = Instant::now() + extent.within();
     let mut wrong = Vec::new();
-    for mut ended in ended {
-        if failed <= RUN_AGAIN_MAX {
-            (0..AGAIN_TIMES_MAX).for_each(|_| run_again(&mut ended, deadline));
-        }
+    for ended in suites::run(suites, extent, deadline, started) {
         report.times.part(&ended.suite.name, ended.usage);
         report.counts.add(&ended.counts);
         if let Err(error) = ended.outcome {
@@ -134,27 +142,4 @@ fn tests(report: &mut TestReport, suites: &[Suite], started: &(impl Fn() + Sync)
         return Ok(());
     }
     bail!("{}", wrong.join("\n  "));
-}
-
-/// Runs the tests of a suite that failed once more; those that fail again are what is left in `ended`.
-fn run_again(ended: &mut Ended, deadline: Instant) {
-    let names = ended.counts.failures.clone();
-    // Not if the program died or time ran out: such failures have no names.
-    if names.is_empty() || ended.counts.failed != names.len() {
-        return;
-    }
-    println!("== once more: {}", names.join(", "));
-    let again = suites::run_one(&ended.suite, &names, deadline, &|| ());
-    let counts = again.counts;
-    if counts.failed != counts.failures.len() || counts.passed + counts.skipped + counts.failed < names.len()
-    {
-        return;
-    }
-    for name in names.iter().filter(|name| !counts.failures.contains(name)) {
-        println!("FLAKY {name}: failed, and passed when it was run again");
-        ended.counts.passed += 1;
-    }
-    ended.counts.failed = counts.failed;
-    ended.counts.failures = counts.failures;
-    ended.outcome = again.outcome;
 }

@@ -8,6 +8,8 @@ pub(crate) struct Counts {
     pub(crate) passed: usize,
     pub(crate) failed: usize,
     pub(crate) skipped: usize,
+    /// Tests with `#[ignore = "nightly"]` that did not run.
+    pub(crate) nightly: usize,
     /// Names of the tests that failed.
     pub(crate) failures: Vec<String>,
     /// Names of those that were skipped, with the reason.
@@ -23,7 +25,6 @@ impl Counts {
             let passed = number_before(result, " passed");
             self.passed += passed.saturating_sub(std::mem::take(&mut self.returned_early));
             self.failed += number_before(result, " failed");
-            self.skipped += number_before(result, " ignored");
         } else if let Some(name) =
             line.strip_prefix("test ").and_then(|rest| rest.strip_suffix(" ... FAILED"))
         {
@@ -31,7 +32,12 @@ impl Counts {
         } else if let Some((name, reason)) =
             line.strip_prefix("test ").and_then(|rest| rest.split_once(" ... ignored"))
         {
-            self.skips.push(format!("{name}{}", reason.replacen(", ", ": ", 1)));
+            if reason == ", nightly" {
+                self.nightly += 1;
+            } else {
+                self.skipped += 1;
+                self.skips.push(format!("{name}{}", reason.replacen(", ", ": ", 1)));
+            }
         } else if let Some(skip) = line.strip_prefix("SKIPPED ").filter(|skip| skip.contains(": ")) {
             self.skips.push(skip.to_owned());
             self.skipped += 1;
@@ -46,6 +52,7 @@ impl Counts {
         self.passed += other.passed;
         self.failed += other.failed;
         self.skipped += other.skipped;
+        self.nightly += other.nightly;
         self.failures.extend(other.failures.iter().cloned());
         self.skips.extend(other.skips.iter().cloned());
     }
@@ -75,8 +82,9 @@ mod tests {
             "SKIPPED b: target/lab is missing; run `cargo xtask setup`",
             "test b ... ok",
             "test d ... ignored, a measurement",
+            "test e ... ignored, nightly",
             "test c::d ... FAILED",
-            "test result: ok. 2 passed; 0 failed; 1 ignored; 0 measured; 3 filtered out; finished in 0.00s",
+            "test result: ok. 2 passed; 0 failed; 2 ignored; 0 measured; 3 filtered out; finished in 0.00s",
             "test result: FAILED. 10 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out; finished in 1.00s",
         ] {
             counts.read(line);
@@ -86,7 +94,9 @@ mod tests {
             "b: target/lab is missing; run `cargo xtask setup`".to_owned(),
             "d: a measurement".to_owned(),
         ];
-        assert_eq!(counts, Counts { passed: 11, failed: 2, skipped: 2, failures, skips, returned_early: 0 });
+        let expected =
+            Counts { passed: 11, failed: 2, skipped: 2, nightly: 1, failures, skips, returned_early: 0 };
+        assert_eq!(counts, expected);
         assert_eq!(counts.to_string(), "11 passed, 2 failed, 2 skipped");
     }
 }

@@ -47,6 +47,15 @@ const MESSAGES: &str = "--message-format=json-render-diagnostics";
 /// The examples in the documentation of all crates, which cargo compiles and runs.
 const DOCUMENTATION: &str = "documentation's examples";
 
+/// Tests that a run is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Extent {
+    /// Those of every change.
+    Change,
+    /// Those with `#[ignore = "nightly"]` too.
+    Nightly,
+}
+
 /// A test program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Suite {
@@ -134,14 +143,14 @@ impl Suite {
         HUGE_PAGES.contains(&self.name.as_str())
     }
 
-    /// Command that runs it, or only tests with exactly these names.
-    fn command(&self, names: &[String]) -> Result<Command> {
+    /// Command that runs it.
+    fn command(&self, extent: Extent) -> Result<Command> {
         let mut command = match &self.program {
             Some(program) => Command::new(program),
             None => cargo(["test", "--workspace", "--doc", "--no-fail-fast", "--"]),
         };
-        if !names.is_empty() {
-            command.arg("--exact").args(names);
+        if extent == Extent::Nightly && self.program.is_some() {
+            command.arg("--include-ignored");
         }
         command.env("TOWLINE_BIN", shipped_program()?);
         // As cargo does.
@@ -151,9 +160,14 @@ impl Suite {
     }
 }
 
-/// Runs the suites, as many at once as there are processors, with their failed tests alone if names are given, until the
-/// deadline. `started` is called once the first has written something.
-pub(super) fn run(suites: &[Suite], deadline: Instant, started: &(impl Fn() + Sync)) -> Vec<Ended> {
+/// Runs the suites, as many at once as there are processors, until the deadline. `started` is called once the
+/// first has written something.
+pub(super) fn run(
+    suites: &[Suite],
+    extent: Extent,
+    deadline: Instant,
+    started: &(impl Fn() + Sync),
+) -> Vec<Ended> {
     let queue = Mutex::new(Queue { waiting: suites.iter().collect(), huge_pages: false });
     let ended = Mutex::new(Vec::new());
     scope(|scope| {
@@ -161,7 +175,7 @@ pub(super) fn run(suites: &[Suite], deadline: Instant, started: &(impl Fn() + Sy
             scope.spawn(|| {
                 loop {
                     let Some(suite) = locked(&queue).next() else { return };
-                    let result = run_one(suite, &[], deadline, started);
+                    let result = run_one(suite, extent, deadline, started);
                     locked(&queue).done(suite);
                     locked(&ended).push(result);
                 }
@@ -192,13 +206,13 @@ impl<'a> Queue<'a> {
     }
 }
 
-/// Runs a suite, or only its tests with exactly these names, and prints what it wrote.
-pub(super) fn run_one(suite: &Suite, names: &[String], deadline: Instant, started: &impl Fn()) -> Ended {
+/// Runs a suite and prints what it wrote.
+fn run_one(suite: &Suite, extent: Extent, deadline: Instant, started: &impl Fn()) -> Ended {
     println!("== running {}", suite.name);
     let mut counts = Counts::default();
     let mut text = String::new();
     let mut usage = Usage::default();
-    let outcome = suite.command(names).and_then(|mut command| {
+    let outcome = suite.command(extent).and_then(|mut command| {
         let within = deadline.saturating_duration_since(Instant::now()).max(Duration::from_secs(1));
         let (result, used) = watched(&mut command, within, |line| {
             started();
