@@ -53,6 +53,7 @@ fn a_guest_that_writes_too_fast_gets_a_verdict_and_runs_on() {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn throttle_slows_a_guest_down_until_it_converges() {
     if !require_lab("throttle_slows_a_guest_down_until_it_converges") {
         return;

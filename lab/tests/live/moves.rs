@@ -129,6 +129,7 @@ fn a_move_without_a_source_qemu_is_refused() {
 
 /// QEMU alone exceeds its limit with lanes: by its packets under way, in each of its windows.
 #[test]
+#[ignore = "nightly"]
 fn a_bandwidth_limit_holds_with_any_number_of_lanes() {
     const RATE: u64 = 8 * MIB;
     if !require_lab("a_bandwidth_limit_holds_with_any_number_of_lanes") {

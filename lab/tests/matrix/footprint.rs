@@ -28,6 +28,7 @@ fn own_memory_peak(mut towline: Towline) -> u64 {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn a_copy_takes_little_memory() {
     if !require_lab("a_copy_takes_little_memory") {
         return;

@@ -20,6 +20,7 @@ fn refused(network: &Network, arguments: &[&str]) -> Finished {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn a_guest_with_one_queue_receives_all_flows_of_a_tap_with_four() {
     let name = "a_guest_with_one_queue_receives_all_flows_of_a_tap_with_four";
     if !require_lab(name) {

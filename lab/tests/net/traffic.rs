@@ -88,6 +88,7 @@ fn every_kind_of_packet_goes_both_ways() {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn a_guests_settings_change_while_it_sends() {
     let name = "a_guests_settings_change_while_it_sends";
     if !require_lab(name) {

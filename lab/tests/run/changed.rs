@@ -179,6 +179,7 @@ fn directories_without_room_are_refused() {
 /// A backend with huge pages: none are needed where its memory is mapped, and with `--copy` QEMU itself needs
 /// them.
 #[test]
+#[ignore = "nightly"]
 fn memory_with_huge_pages_is_mapped_without_them() {
     if !require_lab("memory_with_huge_pages_is_mapped_without_them") {
         return;

@@ -89,6 +89,7 @@ fn a_card_keeps_its_address_and_a_new_one_has_its_own() {
 
 /// The battery-backed clock follows the host's while the guest is stored, for any `-rtc base=`.
 #[test]
+#[ignore = "nightly"]
 fn the_clock_of_a_clone_is_set_from_its_rtc() {
     if !require_lab("the_clock_of_a_clone_is_set_from_its_rtc") {
         return;

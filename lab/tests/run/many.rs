@@ -191,6 +191,7 @@ fn clones_share_the_memory_of_their_image() {
 
 /// Guests whose memory is not shared, for comparison; as many as fit.
 #[test]
+#[ignore = "nightly"]
 fn clones_with_memory_of_their_own_run() {
     if !require_lab("clones_with_memory_of_their_own_run") {
         return;

@@ -124,11 +124,13 @@ fn a_guest_with_a_card_runs_on_a_reflink_of_xfs() {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn a_guest_with_a_card_runs_on_a_reflink_of_btrfs() {
     a_guest_with_a_card_runs_on_a_reflink("a_guest_with_a_card_runs_on_a_reflink_of_btrfs", "btrfs");
 }
 
 #[test]
+#[ignore = "nightly"]
 fn the_memory_of_a_guest_with_a_card_is_copied_from_ext4() {
     the_memory_of_a_guest_with_a_card_is_copied(
         "the_memory_of_a_guest_with_a_card_is_copied_from_ext4",

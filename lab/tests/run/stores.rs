@@ -100,6 +100,7 @@ impl<'a> Stored<'a> {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn guests_of_a_slow_store_run_at_once_or_from_a_file_of_the_host() {
     let test = "guests_of_a_slow_store_run_at_once_or_from_a_file_of_the_host";
     if !require_lab(test) {

@@ -1,8 +1,11 @@
 //! Helpers of these tests: an image of a Linux guest, and the guests that run from it.
 
-use std::fs;
+use std::fs::{self, File};
+use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
+use std::process::Command;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -28,6 +31,39 @@ pub(crate) struct Saved {
     tick: u64,
     /// Guest-physical address of the counter, below the hole of PCI.
     counter: u64,
+}
+
+/// A saved guest whose files have no names any more, so that they end with this process.
+struct Template {
+    saved: Saved,
+    image: File,
+    manifest: File,
+}
+
+impl Template {
+    fn of(saved: Saved) -> Self {
+        let [image, manifest] = [saved.image(), saved.manifest()].map(|name| {
+            let file = File::open(&name).unwrap();
+            fs::remove_file(name).unwrap();
+            file
+        });
+        fs::remove_dir(saved.place.path()).unwrap();
+        Self { saved, image, manifest }
+    }
+
+    fn copied(&self) -> Saved {
+        let place = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
+        let Saved { version, tick, counter, .. } = self.saved;
+        let (kernel, hash) = (self.saved.kernel.clone(), self.saved.hash.clone());
+        let copy = Saved { place, version, kernel, hash, tick, counter };
+        for (file, name) in [(&self.image, copy.image()), (&self.manifest, copy.manifest())] {
+            let open = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+            let copied =
+                Command::new("cp").args(["--sparse=always", "--reflink=auto", &open, &name]).status();
+            assert!(copied.unwrap().success(), "cp {open} {name}");
+        }
+        copy
+    }
 }
 
 /// A guest that is saved.
@@ -58,8 +94,13 @@ impl Default for Recipe<'_> {
 }
 
 impl Saved {
-    /// Boots a guest, fills a part of its memory, and has towline store it.
+    /// A guest that has filled a part of its memory, as towline stored it. One of QEMU 10.0 is booted for all
+    /// tests of this program, each of which has a copy of the image.
     pub(crate) fn new(version: Version) -> Self {
+        static TEMPLATE: OnceLock<Template> = OnceLock::new();
+        if version == Version::V10_0 {
+            return TEMPLATE.get_or_init(|| Template::of(Self::of(&Recipe::default()))).copied();
+        }
         Self::of(&Recipe { version, ..Recipe::default() })
     }
 
@@ -88,6 +129,11 @@ impl Saved {
         // It has been paused since it was saved.
         saved.tick = source.read_u64(address).unwrap();
         saved
+    }
+
+    /// Name of the image's manifest.
+    fn manifest(&self) -> String {
+        format!("{}.manifest.json", self.image())
     }
 
     pub(crate) fn image(&self) -> String {

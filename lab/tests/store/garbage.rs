@@ -2,6 +2,8 @@
 
 use std::time::{Duration, SystemTime};
 
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
 use towline_lab::wait_until;
 
 use crate::support::{BUCKET, Fixture, S3, WITHIN, last_event, uploaded};
@@ -78,6 +80,7 @@ fn an_image_that_is_replaced_and_collected_is_read_to_its_end() {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn an_image_in_s3_that_is_replaced_and_collected_is_read_to_its_end() {
     let Some(s3) = S3::start("an_image_in_s3_that_is_replaced_and_collected_is_read_to_its_end") else {
         return;
@@ -93,14 +96,25 @@ fn read_to_its_end(fixture: &Fixture, prefix: &str, readers: &dyn Fn() -> usize)
     let image = format!("{prefix}/a");
     let first = fixture.done(&["copy", "mem:64M,seed=1", &image]);
     let sent = uploaded(&first, "sent-chunks");
-    let slow = fixture.start(&["copy", "--json", "--max-bandwidth", "6M", &image, "mem:"]);
+    let mut slow = fixture.start(&["copy", "--json", "--max-bandwidth", "6M", &image, "mem:"]);
     wait_until("a reader", WITHIN, || Ok((readers() > 0).then_some(()))).unwrap();
+    wait_until("a part of the image", WITHIN, || {
+        assert!(slow.runs()?, "{}", slow.stderr());
+        let is_read = |event: Value| event["ram"]["transferred"].as_u64() > Some(0);
+        let events = slow.stdout();
+        Ok(events.lines().filter_map(|line| serde_json::from_str(line).ok()).any(is_read).then_some(()))
+    })
+    .unwrap();
+    // It reads nothing more before the collection has ended, however long that takes.
+    let reader = Pid::from_raw(slow.pid().try_into().unwrap()).unwrap();
+    kill_process(reader, Signal::STOP).unwrap();
     fixture.done(&["copy", "--overwrite", "mem:8M,seed=2", &image]);
     let remove = ["store", "gc", "--min-age", "0", prefix];
     let found = fixture.done(&remove);
     assert_eq!((&found["readers"], &found["garbage"]["objects"]), (&1.into(), &0.into()), "{found}");
     let kept = found["kept"]["chunks"].as_u64().unwrap();
     assert!(kept > 0 && kept <= sent, "{found}");
+    kill_process(reader, Signal::CONT).unwrap();
     let named = found["kept"]["readers"][0].as_str().unwrap();
     assert!(named.contains(&format!("process {} of host", slow.pid())), "{named}");
     let read = last_event(&slow.wait_done(WITHIN).unwrap());

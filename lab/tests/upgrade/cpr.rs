@@ -51,6 +51,7 @@ fn milliseconds(gap: LongestGap) -> f64 {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn qemus_own_transfer_beside_an_upgrade() {
     if !require_lab("qemus_own_transfer_beside_an_upgrade") {
         return;

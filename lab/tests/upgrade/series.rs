@@ -100,6 +100,7 @@ pub(crate) fn sizes() -> Vec<u64> {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn upgrades_in_a_row_under_a_load_lose_nothing() {
     if !require_lab("upgrades_in_a_row_under_a_load_lose_nothing") {
         return;

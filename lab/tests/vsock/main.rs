@@ -41,6 +41,7 @@ fn a_guest_of_qemu_10_0() {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn a_guest_of_qemu_7_2() {
     if require_lab("a_guest_of_qemu_7_2") {
         all_of(Version::V7_2, Kernel::Debian12);

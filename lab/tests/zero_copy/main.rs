@@ -122,6 +122,7 @@ fn row(label: &str, lane: &Value, way: &str) {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn zero_copy_happens_on_a_virtio_card_and_not_on_loopback() {
     let name = "zero_copy_happens_on_a_virtio_card_and_not_on_loopback";
     if !require_lab(name) {

@@ -10,11 +10,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 
+use super::Extent;
 use super::counts::Counts;
 use crate::command::{cargo, last_lines, packages, root, run as run_command, shown, target_directory};
 
-/// Running time of each target.
-const RUN_SECONDS: u64 = 5;
 /// Time that a target may take beyond that: its last input may be slow.
 const GRACE: Duration = Duration::from_secs(60);
 
@@ -47,7 +46,7 @@ enum Limit {
 pub(crate) fn task(long: &[LongRun]) -> Result<()> {
     if long.is_empty() {
         let mut counts = Counts::default();
-        run(&mut counts)?;
+        run(&mut counts, Extent::Change)?;
         println!("{counts}");
         return Ok(());
     }
@@ -80,15 +79,19 @@ pub(crate) fn build(names: &[String]) -> Command {
 }
 
 /// Builds and runs them, as many at once as there are processors; each is counted as a test.
-pub(crate) fn run(counts: &mut Counts) -> Result<()> {
+pub(crate) fn run(counts: &mut Counts, extent: Extent) -> Result<()> {
     let names = build_all()?;
+    let limit = Limit::Seconds(match extent {
+        Extent::Change => 2,
+        Extent::Nightly => 60,
+    });
     let failed = Mutex::new(Vec::new());
     let next = Mutex::new(names.iter());
     std::thread::scope(|scope| {
         for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
             scope.spawn(|| {
                 while let Some(name) = next.lock().ok().and_then(|mut next| next.next()) {
-                    if let Err(error) = fuzz(name, Limit::Seconds(RUN_SECONDS)) {
+                    if let Err(error) = fuzz(name, limit) {
                         eprintln!("fuzz {name}: {error:#}");
                         failed.lock().expect("no thread panics while it holds the lock").push(name.as_str());
                     }

@@ -17,6 +17,7 @@ const TURNS: [&str; 4] = ["off", "auto", "auto", "off"];
 const KICKS_PERCENT_MAX: u64 = 180;
 
 #[test]
+#[ignore = "nightly"]
 fn references_cost_about_as_many_kicks_as_copies() {
     let name = "references_cost_about_as_many_kicks_as_copies";
     if let Ok(socket) = std::env::var(driver::SOCKET) {

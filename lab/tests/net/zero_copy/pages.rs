@@ -10,6 +10,7 @@ use super::{Bench, Pages, Setup, driver};
 use crate::support::{WITHIN, sum};
 
 #[test]
+#[ignore = "nightly"]
 fn frames_across_pages_within_a_huge_page_are_not_copied() {
     let name = "frames_across_pages_within_a_huge_page_are_not_copied";
     let setup = Setup { pages: Pages::Huge, ..Setup::default() };
@@ -25,6 +26,7 @@ fn frames_across_pages_within_a_huge_page_are_not_copied() {
 /// The kernel discards descriptors across pages that are not contiguous for the card. It does so silently:
 /// the card notices it by the kernel's counter, and splits its references from then on.
 #[test]
+#[ignore = "nightly"]
 fn pages_that_an_iommu_scatters_are_not_crossed() {
     let name = "pages_that_an_iommu_scatters_are_not_crossed";
     let setup = Setup { pages: Pages::Scattered, ..Setup::default() };

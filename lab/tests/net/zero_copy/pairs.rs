@@ -19,6 +19,7 @@ pub(super) const ATTEMPTS_WITHIN: Duration = Duration::from_secs(300);
 /// The first pair, with which the memory is registered, is closed with frames in flight, while the other one
 /// sends.
 #[test]
+#[ignore = "nightly"]
 fn a_pair_closes_its_socket_while_another_one_sends() {
     let name = "a_pair_closes_its_socket_while_another_one_sends";
     if let Ok(socket) = std::env::var(driver::SOCKET) {
