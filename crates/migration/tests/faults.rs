@@ -111,7 +111,7 @@ fn a_cut_anywhere_ends_both_sides_and_keeps_the_guest() {
         (MACHINES[2], 1, Kind::Memory(4096)),
         (MACHINES[1], 0, Kind::Memory(1000)),
     ] {
-        let (runs, successes, named) = sweep(machine, lanes, kind, 30);
+        let (runs, successes, named) = sweep(machine, lanes, kind, 12);
         println!(
             "{machine}, {lanes} lanes, {kind:?}: {runs} cuts, {successes} after the end, {named} name the lane"
         );

@@ -305,7 +305,7 @@ fn differs_where_touched(spans: &[Span<'_>], sink: &Memory) -> Option<usize> {
 /// `random.rs`.
 #[test]
 fn no_write_is_lost() {
-    let seeds = std::env::var("TOWLINE_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(60);
+    let seeds = std::env::var("TOWLINE_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(20);
     for seed in 0..seeds {
         let Some(tracker) = write_protect("no_write_is_lost") else { return };
         let mut rng = Rng::with_seed(seed);

@@ -101,6 +101,7 @@ const READ_LOOP: &str = "(while :; do echo 1 > /proc/sys/vm/drop_caches; sha256s
                        > /tmp/reader 2>&1 & echo";
 
 #[test]
+#[ignore = "nightly"]
 fn a_guest_reads_entropy() {
     if !require_lab("a_guest_reads_entropy") {
         return;
@@ -185,6 +186,7 @@ fn a_guest_is_migrated_with_its_disk() {
 const PRECOPY_BYTES_PER_SECOND: u64 = 4 << 20;
 
 #[test]
+#[ignore = "nightly"]
 fn a_guest_uses_its_disk_before_its_memory_has_arrived() {
     if !require_lab("a_guest_uses_its_disk_before_its_memory_has_arrived") {
         return;

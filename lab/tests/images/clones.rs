@@ -90,6 +90,7 @@ fn eight_qemus_load_one_image_at_once() {
 
 /// Each runs at once, and its memory follows.
 #[test]
+#[ignore = "nightly"]
 fn eight_guests_run_at_once_and_their_memory_follows() {
     eight_at_once("eight_guests_run_at_once_and_their_memory_follows", "--verify --postcopy");
 }

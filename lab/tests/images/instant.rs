@@ -114,6 +114,7 @@ fn a_guest_runs_on_while_its_instant_is_stored() {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn the_instant_of_a_paused_guest_is_its_memory() {
     if !can_watch("the_instant_of_a_paused_guest_is_its_memory") {
         return;
@@ -131,6 +132,7 @@ fn the_instant_of_a_paused_guest_is_its_memory() {
 
 /// Pages of a shared memfd are write-protected in QEMU's own mapping, by which its guest writes.
 #[test]
+#[ignore = "nightly"]
 fn an_instant_of_a_shared_memfd_is_whole() {
     if !can_watch("an_instant_of_a_shared_memfd_is_whole") {
         return;

@@ -65,6 +65,7 @@ fn a_guest_of_qemu_10_0_runs_on_the_memory_of_its_image() {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn a_guest_of_the_newest_qemu_runs_on_the_memory_of_its_image() {
     let name = "a_guest_of_the_newest_qemu_runs_on_the_memory_of_its_image";
     if require_qemu(name, &[Version::Newest]) {
@@ -90,6 +91,7 @@ fn six_guests(saved: &Saved, copies: &str, restore: impl Fn(&[Qemu])) {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn six_guests_share_the_memory_of_one_image() {
     if !require_lab("six_guests_share_the_memory_of_one_image") {
         return;

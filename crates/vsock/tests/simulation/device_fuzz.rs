@@ -394,7 +394,7 @@ fn hostile_guests_and_peers_stay_within_the_limits() {
     let number = |name: &str| std::env::var(name).ok().and_then(|value| value.parse::<u64>().ok());
     let seeds = match number("TOWLINE_SEED") {
         Some(seed) => seed..seed + 1,
-        None => 0..number("TOWLINE_SEEDS").unwrap_or(3000),
+        None => 0..number("TOWLINE_SEEDS").unwrap_or(1200),
     };
     for seed in seeds {
         let mut rng = fastrand::Rng::with_seed(seed);

@@ -24,7 +24,7 @@ use guest::{CID, Guest, Ports, TestMemory};
 use host::{Shared, World, socket};
 use plan::Plan;
 
-const SEEDS: u64 = 3000;
+const SEEDS: u64 = 1200;
 /// Number of steps in any order, and maximum of those until all connections have ended; more would be a hang.
 const STEPS: usize = 400;
 const LAST_STEPS: usize = 60_000;
