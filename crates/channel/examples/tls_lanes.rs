@@ -5,19 +5,20 @@
 //! cargo run --release -p towline-channel --example tls_lanes -- DIR [GIB [RUNS]]
 //! ```
 //! DIR holds certificates (docs/tls.md). Each lane sends packets like multifd's: a header and 128 pages, from
-//! memory that is larger than the caches. The third row is rustls' own record layer, for comparison. The
-//! fourth is the bare cipher: records of 16 KiB that are sealed by one thread of each lane and opened by the
-//! other, in the caches, without sockets. Rows take turns; the table shows median, minimum and maximum of the
-//! runs, the CPU time, and the rate as a share of that without TLS and of the cipher's, as medians of the
-//! turns.
+//! memory that is larger than the caches. The third row is rustls' own record layer (unbuffered), for
+//! comparison. The fourth is the bare cipher: records of 16 KiB that are sealed by one thread of each lane and
+//! opened by the other, in the caches, without sockets. Rows take turns; the table shows median, minimum and
+//! maximum of the runs, the CPU time, and the rate as a share of that without TLS and of the cipher's, as
+//! medians of the turns.
 
 use aws_lc_rs::aead::{AES_128_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
+use rustls::client::UnbufferedClientConnection;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::server::UnbufferedServerConnection;
+use rustls::unbuffered::{ConnectionState, UnbufferedStatus};
 use rustls::version::TLS13;
-use rustls::{
-    CipherSuite, ClientConfig, ClientConnection, RootCertStore, ServerConfig, ServerConnection, StreamOwned,
-};
+use rustls::{CipherSuite, ClientConfig, RootCertStore, ServerConfig};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
@@ -34,6 +35,8 @@ const HEADER_BYTES: usize = 1344;
 const PACKET_BYTES: usize = 128 * 4096;
 const MEMORY_BYTES: usize = 64 << 20;
 const RECORD_BYTES: usize = 16 << 10;
+/// Of the third row.
+const BATCH_BYTES: usize = 16 * RECORD_BYTES;
 const ROWS: [&str; 4] = ["plain", "tls", "rustls", "cipher"];
 
 fn main() -> Anything<()> {
@@ -179,7 +182,107 @@ fn bare_cipher() -> Anything<Pair> {
     ))
 }
 
+/// The records of rustls' unbuffered connections: pages are copied once into a buffer that its records are made
+/// of, and once from the opened records.
 fn connect_rustls(directory: &Path) -> Anything<Pair> {
+    let (client, server) = rustls_configurations(directory)?;
+    let mut sending = UnbufferedClientConnection::new(client, ServerName::try_from("localhost")?)?;
+    let mut receiving = UnbufferedServerConnection::new(server)?;
+    let (mut to_client, mut to_server) = (Vec::new(), Vec::new());
+    while sending.is_handshaking() || receiving.is_handshaking() {
+        let discard = step(sending.process_tls_records(&mut to_client), &mut to_server)?;
+        to_client.drain(..discard);
+        let discard = step(receiving.process_tls_records(&mut to_server), &mut to_client)?;
+        to_server.drain(..discard);
+    }
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let mut near = TcpStream::connect(listener.local_addr()?)?;
+    let (mut far, _) = listener.accept()?;
+    near.set_nodelay(true)?;
+    let (mut plain, mut sealed) = (vec![0; BATCH_BYTES], vec![0; BATCH_BYTES + 4096]);
+    let mut opened = OpenedRecords { room: vec![0; BATCH_BYTES], start: 0, end: 0, content: Vec::new() };
+    Ok((
+        Box::new(move |header, pages| {
+            let mut header = header;
+            let mut pages = pages;
+            while !header.is_empty() || !pages.is_empty() {
+                let first = header.read(&mut plain)?;
+                let length = first + pages.read(&mut plain[first..])?;
+                let status = sending.process_tls_records(&mut []);
+                let ConnectionState::WriteTraffic(mut traffic) = status.state? else {
+                    return Err("a connection that cannot send".into());
+                };
+                let length = traffic.encrypt(&plain[..length], &mut sealed)?;
+                near.write_all(&sealed[..length])?;
+            }
+            Ok(())
+        }),
+        Box::new(move |header, pages| {
+            opened.fill(&mut receiving, &mut far, header)?;
+            opened.fill(&mut receiving, &mut far, pages)
+        }),
+    ))
+}
+
+/// One step of a handshake; returns the number of received bytes to discard.
+fn step<D>(status: UnbufferedStatus<'_, '_, D>, outgoing: &mut Vec<u8>) -> Anything<usize> {
+    match status.state? {
+        ConnectionState::EncodeTlsData(mut encode) => {
+            let mut room = vec![0; 1 << 16];
+            let length = encode.encode(&mut room)?;
+            outgoing.extend_from_slice(&room[..length]);
+        }
+        ConnectionState::TransmitTlsData(transmit) => transmit.done(),
+        _ => {}
+    }
+    Ok(status.discard)
+}
+
+/// What a receiver has of the stream.
+struct OpenedRecords {
+    room: Vec<u8>,
+    start: usize,
+    end: usize,
+    /// The rest of the last opened record.
+    content: Vec<u8>,
+}
+
+impl OpenedRecords {
+    fn fill(
+        &mut self,
+        connection: &mut UnbufferedServerConnection,
+        socket: &mut TcpStream,
+        mut into: &mut [u8],
+    ) -> Anything<()> {
+        let taken = into.write(&self.content)?;
+        self.content.drain(..taken);
+        while !into.is_empty() {
+            let status = connection.process_tls_records(&mut self.room[self.start..self.end]);
+            self.start += status.discard;
+            match status.state? {
+                ConnectionState::ReadTraffic(mut traffic) => {
+                    while let Some(record) = traffic.next_record() {
+                        let record = record?;
+                        self.start += record.discard;
+                        let taken = into.write(record.payload)?;
+                        self.content.extend_from_slice(&record.payload[taken..]);
+                    }
+                }
+                _ => {
+                    self.room.copy_within(self.start..self.end, 0);
+                    (self.start, self.end) = (0, self.end - self.start);
+                    match socket.read(&mut self.room[self.end..])? {
+                        0 => return Err("the sender has ended".into()),
+                        length => self.end += length,
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn rustls_configurations(directory: &Path) -> Anything<(Arc<ClientConfig>, Arc<ServerConfig>)> {
     // The same cipher as the other row has.
     let mut provider = rustls::crypto::aws_lc_rs::default_provider();
     provider.cipher_suites.retain(|suite| suite.suite() == CipherSuite::TLS13_AES_128_GCM_SHA256);
@@ -198,30 +301,7 @@ fn connect_rustls(directory: &Path) -> Anything<Pair> {
         .with_protocol_versions(&[&TLS13])?
         .with_root_certificates(roots)
         .with_no_client_auth();
-    let listener = TcpListener::bind("127.0.0.1:0")?;
-    let near = TcpStream::connect(listener.local_addr()?)?;
-    let (far, _) = listener.accept()?;
-    near.set_nodelay(true)?;
-    let mut tls = ClientConnection::new(Arc::new(client), ServerName::try_from("localhost")?)?;
-    tls.set_buffer_limit(Some(1 << 20));
-    let mut near = StreamOwned::new(tls, near);
-    let mut far = StreamOwned::new(ServerConnection::new(Arc::new(server))?, far);
-    std::thread::scope(|scope| -> Anything<()> {
-        let far = scope.spawn(|| far.conn.complete_io(&mut far.sock).map(drop));
-        near.conn.complete_io(&mut near.sock)?;
-        Ok(far.join().expect("no panic")?)
-    })?;
-    Ok((
-        Box::new(move |header, pages| {
-            near.write_all(header)?;
-            near.write_all(pages)?;
-            Ok(near.flush()?)
-        }),
-        Box::new(move |header, pages| {
-            far.read_exact(header)?;
-            Ok(far.read_exact(pages)?)
-        }),
-    ))
+    Ok((Arc::new(client), Arc::new(server)))
 }
 
 fn processor_time() -> Duration {

@@ -1,7 +1,7 @@
 //! The platform: every `unsafe` block of this crate is in here. Linux only.
 //!
 //! A port would have to provide:
-//! - `aead`: AES-GCM between such buffers and records (feature `tls`);
+//! - `aead`: ciphers between such buffers and records (feature `tls`);
 //! - [`iobuf`]: a buffer with the layout of the platform's scatter-gather element, that never becomes a
 //!   slice;
 //! - [`cursor`]: the position in an array of them after a partial transfer;

@@ -1,4 +1,4 @@
-//! AES-GCM over fragments: memory that need not be Rust's is encrypted into a record, and a record is
+//! AES-GCM and ChaCha20-Poly1305 over fragments: memory that need not be Rust's is encrypted into a record, and a record is
 //! decrypted into such memory, in one pass and without a copy.
 //!
 //! ```text
@@ -10,11 +10,11 @@
 //! - *Live memory may change while it is encrypted.* The ciphertext is then that of some mixture of its
 //!   contents, as with `sendmsg`. The tag authenticates the ciphertext, which lies in a buffer that only this
 //!   thread writes, and each position of the key stream is used once, so the record is valid in any case.
-//! - *Decrypted bytes are written before the tag is compared*, and are never read here. [`AesGcm::open`] is
+//! - *Decrypted bytes are written before the tag is compared*, and are never read here. [`Aead::open`] is
 //!   for memory that is not used unless it succeeds
 //!   ([`RecvFlags::UNAUTHENTICATED`](crate::RecvFlags::UNAUTHENTICATED)).
 //!
-//! Out of scope: nonces, which the caller never repeats with [`AesGcm::seal`]. Limit: fragments of at most
+//! Out of scope: nonces, which the caller never repeats with [`Aead::seal`]. Limit: fragments of at most
 //! `i32::MAX` bytes; a record has 16 KiB.
 
 use super::cursor::IoCursor;
@@ -22,28 +22,36 @@ use super::iobuf::{IoBuf, IoBufMut};
 use aws_lc_sys::{
     EVP_CIPHER_CTX, EVP_CIPHER_CTX_ctrl, EVP_CIPHER_CTX_free, EVP_CIPHER_CTX_new, EVP_CTRL_AEAD_GET_TAG,
     EVP_CTRL_AEAD_SET_TAG, EVP_CipherFinal_ex, EVP_CipherInit_ex, EVP_CipherUpdate, EVP_aes_128_gcm,
-    EVP_aes_256_gcm,
+    EVP_aes_256_gcm, EVP_chacha20_poly1305,
 };
 use std::ffi::c_int;
 use std::ptr::{NonNull, null, null_mut};
 
-/// Size of AES-GCM's tag.
+/// Size of a tag.
 pub(crate) const TAG_BYTES: usize = 16;
-/// Size of its nonce.
+/// Size of a nonce.
 pub(crate) const NONCE_BYTES: usize = 12;
 
 /// The tag is not that of these bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct TagMismatch;
 
+/// The ciphers of TLS 1.3, all with the same sizes of tag and nonce.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum AeadCipher {
+    Aes128Gcm,
+    Aes256Gcm,
+    ChaCha20Poly1305,
+}
+
 /// One key, which seals and opens records.
 #[derive(Debug)]
-pub(crate) struct AesGcm {
+pub(crate) struct Aead {
     context: NonNull<EVP_CIPHER_CTX>,
 }
 
 // SAFETY: the context is this value's alone, and aws-lc ties none of it to a thread.
-unsafe impl Send for AesGcm {}
+unsafe impl Send for Aead {}
 
 /// Direction of a record, as `EVP_CipherInit_ex` defines it.
 #[derive(Clone, Copy)]
@@ -53,17 +61,20 @@ enum CipherDirection {
     Seal = 1,
 }
 
-impl AesGcm {
-    /// `None` for a key that is neither of 16 nor of 32 bytes, or without memory.
-    pub(crate) fn new(key: &[u8]) -> Option<Self> {
+impl Aead {
+    /// `None` for a key that has not the cipher's length, or without memory.
+    pub(crate) fn new(cipher: AeadCipher, key: &[u8]) -> Option<Self> {
         // SAFETY: these return pointers to static tables.
-        let cipher = unsafe {
-            match key.len() {
-                16 => EVP_aes_128_gcm(),
-                32 => EVP_aes_256_gcm(),
-                _ => return None,
+        let (cipher, key_bytes) = unsafe {
+            match cipher {
+                AeadCipher::Aes128Gcm => (EVP_aes_128_gcm(), 16),
+                AeadCipher::Aes256Gcm => (EVP_aes_256_gcm(), 32),
+                AeadCipher::ChaCha20Poly1305 => (EVP_chacha20_poly1305(), 32),
             }
         };
+        if key.len() != key_bytes {
+            return None;
+        }
         // SAFETY: takes nothing; returns a context that `drop` frees, or null.
         let this = Self { context: NonNull::new(unsafe { EVP_CIPHER_CTX_new() })? };
         let seal = CipherDirection::Seal as c_int;
@@ -139,7 +150,7 @@ impl AesGcm {
     fn begin(&mut self, direction: CipherDirection, nonce: &[u8; NONCE_BYTES], header: &[u8]) {
         let (context, direction) = (self.context.as_ptr(), direction as c_int);
         let (length, mut done) = (length(header.len()), 0);
-        // SAFETY: a context with a key; `nonce` has as many bytes as AES-GCM reads, `header` as many as are
+        // SAFETY: a context with a key; `nonce` has as many bytes as these ciphers read, `header` as many as are
         // named. An output of null stands for additional data, of which nothing is written.
         let initialised = unsafe {
             EVP_CipherInit_ex(context, null(), null_mut(), null(), nonce.as_ptr(), direction) == 1
@@ -171,7 +182,7 @@ impl AesGcm {
     /// Ends a record; false if it was opened with another tag.
     fn finish(&mut self) -> bool {
         let (mut nothing, mut done) = ([0_u8; TAG_BYTES], 0);
-        // SAFETY: a context that `begin` prepared; AES-GCM writes nothing at its end, and a block fits.
+        // SAFETY: a context that `begin` prepared; these ciphers write nothing at their end, and a block fits.
         unsafe { EVP_CipherFinal_ex(self.context.as_ptr(), nothing.as_mut_ptr(), &raw mut done) == 1 }
     }
 
@@ -182,11 +193,11 @@ impl AesGcm {
         let done = unsafe {
             EVP_CIPHER_CTX_ctrl(self.context.as_ptr(), operation, length(TAG_BYTES), tag.as_mut_ptr().cast())
         };
-        assert!(done == 1, "the length is AES-GCM's, and the direction was set by `begin`");
+        assert!(done == 1, "the length is the cipher's, and the direction was set by `begin`");
     }
 }
 
-impl Drop for AesGcm {
+impl Drop for Aead {
     fn drop(&mut self) {
         // SAFETY: made by `EVP_CIPHER_CTX_new` and freed only here; this also erases the key.
         unsafe { EVP_CIPHER_CTX_free(self.context.as_ptr()) }

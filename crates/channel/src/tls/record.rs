@@ -5,15 +5,14 @@
 //!   ───── authenticated ──┴──── encrypted ─────┘
 //! ```
 //!
-//! With AES-GCM a page is encrypted from its memory into its record, and decrypted from there into its
-//! memory, without a copy ([`crate::sys::aead`]). A record is opened in place, and its content copied, where
-//! no byte may be written before it is authenticated
-//! ([`RecvFlags::UNAUTHENTICATED`](crate::RecvFlags::UNAUTHENTICATED)), and with ChaCha20-Poly1305, which is
-//! for processors without instructions for AES. The handshake is rustls' ([`super::handshake`]); keys come
-//! from there, also new ones.
+//! A page is encrypted from its memory into its record, and decrypted from there into its memory, without a
+//! copy ([`crate::sys::aead`]). A record is opened in place, and its content copied, where no byte may be
+//! written before it is authenticated
+//! ([`RecvFlags::UNAUTHENTICATED`](crate::RecvFlags::UNAUTHENTICATED)). The handshake is rustls'
+//! ([`super::handshake`]); keys come from there, also new ones.
 
-use crate::sys::aead::{AesGcm, NONCE_BYTES, TAG_BYTES};
-use crate::{IoBufMut, IoCursor, gather};
+use crate::sys::aead::{Aead, AeadCipher, NONCE_BYTES, TAG_BYTES};
+use crate::{IoBufMut, IoCursor};
 use aws_lc_rs::aead::{AES_128_GCM, AES_256_GCM, Aad, CHACHA20_POLY1305, LessSafeKey, Nonce, UnboundKey};
 use rustls::ConnectionTrafficSecrets;
 use std::ops::Range;
@@ -73,9 +72,10 @@ pub(super) enum RecordRejection {
 
 /// One direction's key, and the number of the next record.
 pub(super) struct Protection {
+    /// Opens records in place.
     key: LessSafeKey,
-    /// The same key for records over memory that is not ours; `None` with ChaCha20-Poly1305.
-    direct: Option<AesGcm>,
+    /// The same key for records over memory that is not ours.
+    direct: Aead,
     iv: [u8; NONCE_BYTES],
     sequence: u64,
     records_max: u64,
@@ -92,16 +92,17 @@ impl Protection {
     /// `None` for a cipher that this module lacks; [`super::credentials`] offers no other.
     pub(super) fn new(sequence: u64, secrets: &ConnectionTrafficSecrets) -> Option<Self> {
         use ConnectionTrafficSecrets::{Aes128Gcm, Aes256Gcm, Chacha20Poly1305};
-        let (algorithm, key, iv, records_max) = match secrets {
-            Aes128Gcm { key, iv } => (&AES_128_GCM, key, iv, AES_GCM_RECORDS_MAX),
-            Aes256Gcm { key, iv } => (&AES_256_GCM, key, iv, AES_GCM_RECORDS_MAX),
-            Chacha20Poly1305 { key, iv } => (&CHACHA20_POLY1305, key, iv, u64::MAX),
+        let (algorithm, cipher, key, iv) = match secrets {
+            Aes128Gcm { key, iv } => (&AES_128_GCM, AeadCipher::Aes128Gcm, key, iv),
+            Aes256Gcm { key, iv } => (&AES_256_GCM, AeadCipher::Aes256Gcm, key, iv),
+            Chacha20Poly1305 { key, iv } => (&CHACHA20_POLY1305, AeadCipher::ChaCha20Poly1305, key, iv),
             _ => return None,
         };
-        let direct = match secrets {
-            Chacha20Poly1305 { .. } => None,
-            _ => Some(AesGcm::new(key.as_ref())?),
+        let records_max = match cipher {
+            AeadCipher::ChaCha20Poly1305 => u64::MAX,
+            AeadCipher::Aes128Gcm | AeadCipher::Aes256Gcm => AES_GCM_RECORDS_MAX,
         };
+        let direct = Aead::new(cipher, key.as_ref())?;
         let key = LessSafeKey::new(UnboundKey::new(algorithm, key.as_ref()).ok()?);
         Some(Self { key, direct, iv: iv.as_ref().try_into().ok()?, sequence, records_max })
     }
@@ -130,18 +131,7 @@ impl Protection {
         let (head, body) = record.split_at_mut(HEADER_BYTES);
         head.copy_from_slice(&header);
         let nonce = self.take_nonce();
-        match &mut self.direct {
-            Some(direct) => direct.seal(&nonce, &header, data, &[content], body),
-            None => {
-                let (inner, tag) = body.split_at_mut(payload - TAG_BYTES);
-                let (bytes, kind) = inner.split_at_mut(payload - TRAILER_BYTES);
-                gather_exact(data, bytes);
-                kind[0] = content;
-                let nonce = Nonce::assume_unique_for_key(nonce);
-                let sealed = self.key.seal_in_place_separate_tag(nonce, Aad::from(header), inner);
-                tag.copy_from_slice(sealed.expect("a record is shorter than the cipher's limit").as_ref());
-            }
-        }
+        self.direct.seal(&nonce, &header, data, &[content], body);
     }
 
     /// Opens a whole record in place; returns the range of its content.
@@ -173,12 +163,11 @@ impl Protection {
         let nonce = self.nonce();
         let (header, sealed) = record.split_at(HEADER_BYTES);
         let length = sealed.len().saturating_sub(TRAILER_BYTES);
-        let Some(direct) = &mut self.direct else { return Ok(None) };
         if !(DIRECT_BYTES_MIN..=CONTENT_BYTES_MAX).contains(&length) || !has_room(room, length) {
             return Ok(None);
         }
         let mut kind = [0];
-        direct.open(&nonce, header, sealed, room, &mut kind).map_err(|_| RecordRejection::Forged)?;
+        self.direct.open(&nonce, header, sealed, room, &mut kind).map_err(|_| RecordRejection::Forged)?;
         if kind[0] != RecordContent::Data.byte() {
             return Ok(None);
         }
@@ -200,16 +189,6 @@ impl Protection {
             *byte ^= number;
         }
         nonce
-    }
-}
-
-/// Fills `bytes` with the next bytes of `data`.
-fn gather_exact(data: &mut IoCursor<'_, '_>, bytes: &mut [u8]) {
-    let mut done = 0;
-    while done < bytes.len() {
-        let gathered = gather(data.chunk(), &mut bytes[done..]);
-        data.advance(gathered);
-        done += gathered;
     }
 }
 
@@ -394,7 +373,7 @@ mod tests {
                 let mut record = rustls.encrypt(message, sequence).unwrap().encode();
                 let mut memory = vec![0; *length];
                 let opened = here.open_into(&record, &mut cut_mut(&mut memory, &fragments)).unwrap();
-                let is_direct = suite == 0 && *length >= DIRECT_BYTES_MIN;
+                let is_direct = *length >= DIRECT_BYTES_MIN;
                 prop_assert_eq!(opened, is_direct.then_some(*length));
                 if opened.is_none() {
                     let (_, range) = here.open(&mut record).unwrap();
@@ -420,12 +399,16 @@ mod tests {
         }
     }
 
-    /// Both keys of AES: rustls lets others make the longer one only, see [`pair`].
+    /// All keys: rustls lets others make the longer ones only, see [`pair`].
     #[test]
-    fn a_short_key_seals_what_aws_lc_opens() {
+    fn each_cipher_seals_what_aws_lc_opens() {
         let (nonce, header, content) = ([3; NONCE_BYTES], [1, 2, 3, 4, 5], bytes(5000));
-        for (algorithm, key) in [(&AES_128_GCM, &[5; 16][..]), (&AES_256_GCM, &[6; 32][..])] {
-            let mut direct = AesGcm::new(key).unwrap();
+        for (cipher, algorithm, key) in [
+            (AeadCipher::Aes128Gcm, &AES_128_GCM, &[5; 16][..]),
+            (AeadCipher::Aes256Gcm, &AES_256_GCM, &[6; 32][..]),
+            (AeadCipher::ChaCha20Poly1305, &CHACHA20_POLY1305, &[7; 32][..]),
+        ] {
+            let mut direct = Aead::new(cipher, key).unwrap();
             let mut sealed = vec![0; content.len() + TRAILER_BYTES];
             let bufs = [IoBuf::from(&content[..1001]), IoBuf::from(&content[1001..])];
             direct.seal(&nonce, &header, &mut IoCursor::new(&bufs), &[23], &mut sealed);
@@ -437,7 +420,7 @@ mod tests {
             let opened = key.open_in_place(nonce, Aad::from(header), &mut sealed).unwrap();
             assert!(opened.split_last() == Some((&23, &content[..])));
         }
-        assert!(AesGcm::new(&[0; 24]).is_none());
+        assert!(Aead::new(AeadCipher::Aes256Gcm, &[0; 16]).is_none());
     }
 
     /// A long ticket and a padded record are opened in place then, with the same number.
