@@ -28,7 +28,6 @@ mod access;
 mod cache;
 mod catalog;
 mod chunk;
-mod clock;
 mod connector;
 mod credentials;
 mod error;

@@ -10,10 +10,9 @@ use object_store::ObjectMeta;
 use tokio::sync::Semaphore;
 use towline_channel::Cancel;
 
-use super::clock::Clock;
 use super::lease_state::LeaseGuard;
 use super::objects::{Objects, WriteMode};
-use super::runtime::{FILE_THREADS, Started};
+use super::runtime::{Clock, FILE_THREADS, Started};
 use super::{Error, Result, Runtime, service};
 use crate::location::{Location, Scheme};
 
@@ -28,7 +27,6 @@ type ObjectVisitor<'a> = &'a mut dyn FnMut(ObjectMeta) -> Result<()>;
 pub(super) struct Store {
     objects: Objects,
     runtime: Runtime,
-    guard: LeaseGuard,
     cancel: Option<Cancel>,
     /// From now on nothing can be cancelled.
     is_committed: AtomicBool,
@@ -47,15 +45,15 @@ impl Store {
     pub(super) fn open(prefix: &Location, cancel: Option<Cancel>) -> Result<Self> {
         let runtime = Runtime::start().map_err(|why| Error::Host { what: "the store's thread", why })?;
         let guard = LeaseGuard::default();
-        let objects = Objects::new(service::open(prefix, &guard)?, prefix, Clock::System)?;
-        Ok(Self { objects, runtime, guard, cancel, is_committed: AtomicBool::new(false) })
+        let objects = Objects::new(service::open(prefix, &guard)?, prefix, Clock::System, guard)?;
+        Ok(Self { objects, runtime, cancel, is_committed: AtomicBool::new(false) })
     }
 
     /// For a simulated participant.
     #[cfg(test)]
-    pub(super) fn simulated(objects: Objects, guard: LeaseGuard, actor: super::simulation::Actor) -> Self {
+    pub(super) fn simulated(objects: Objects, actor: super::simulation::Actor) -> Self {
         let runtime = Runtime::Simulated(actor);
-        Self { objects, runtime, guard, cancel: None, is_committed: AtomicBool::new(false) }
+        Self { objects, runtime, cancel: None, is_committed: AtomicBool::new(false) }
     }
 
     /// The objects, for requests in the background.
@@ -66,11 +64,6 @@ impl Store {
     /// Executor of requests.
     pub(super) fn runtime(&self) -> &Runtime {
         &self.runtime
-    }
-
-    /// Guard of all modifying requests.
-    pub(super) fn guard(&self) -> &LeaseGuard {
-        &self.guard
     }
 
     /// Fails if the operation was cancelled.

@@ -147,8 +147,8 @@ fn kind(error: &(dyn StdError + 'static)) -> HttpErrorKind {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "tests")]
 
-    use super::super::clock::Clock;
     use super::super::lease_state::LeaseState;
+    use super::super::runtime::Clock;
     use super::*;
 
     #[test]

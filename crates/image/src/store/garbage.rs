@@ -112,10 +112,8 @@ impl Garbage {
         found.conditional_writes = Some(lease.writes());
         for object in &found.objects {
             store.check_cancelled()?;
-            let (objects, lease_state, key) =
-                (store.objects().clone(), Arc::clone(lease.state()), object.key.clone());
-            let done =
-                store.wait_uncancelled(async move { objects.remove_with_lease(&key, &lease_state).await });
+            let (objects, key) = (store.objects().clone(), object.key.clone());
+            let done = store.wait_uncancelled(async move { objects.remove_with_lease(&key).await });
             if let Err(error) = done {
                 if !error.is_final() && !store.has_fault(StoreBug::LateRemovalIgnored) {
                     // The request may still arrive.

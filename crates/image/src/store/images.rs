@@ -196,11 +196,8 @@ pub(super) fn publish(
 
 /// Puts an index, and reads it again if the result is unknown.
 fn put_index(store: &Arc<Store>, lease: &Lease, key: &str, bytes: &Bytes, mode: WriteMode) -> Result<()> {
-    let (objects, lease_state) = (store.objects().clone(), Arc::clone(lease.state()));
-    let request = {
-        let (key, bytes) = (key.to_owned(), bytes.clone());
-        async move { objects.put_with_lease(&key, bytes, mode, &lease_state).await }
-    };
+    let (objects, owned_key, content) = (store.objects().clone(), key.to_owned(), bytes.clone());
+    let request = async move { objects.put_with_lease(&owned_key, content, mode).await };
     let error = match store.wait_uncancelled(request) {
         Ok(_) => return Ok(()),
         Err(error) if error.is_final() => return Err(error),

@@ -19,7 +19,7 @@
 //!   expires, so no conflicting operation begins.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
@@ -178,12 +178,21 @@ pub(super) fn leases(store: &Store, kind: LeaseKind, now: SystemTime) -> Result<
 #[derive(Debug)]
 pub(super) struct Lease {
     store: Arc<Store>,
-    lease_state: Arc<LeaseState>,
-    object: Arc<tokio::sync::Mutex<LeaseObject>>,
-    writes: ConditionalWrites,
+    renewal: Arc<Renewal>,
     /// Dropped to stop the renewals.
     alive: Option<Arc<()>>,
     is_kept: AtomicBool,
+}
+
+/// What the lease shares with the task that renews it.
+#[derive(Debug)]
+struct Renewal {
+    objects: Objects,
+    lease_state: Arc<LeaseState>,
+    object: tokio::sync::Mutex<LeaseObject>,
+    /// Not set for readers.
+    writes: OnceLock<ConditionalWrites>,
+    kind: LeaseKind,
 }
 
 /// The lease's object in the store.
@@ -197,23 +206,16 @@ struct LeaseObject {
 impl Lease {
     /// Creates the lease of an upload of the image with this key. Fails if a collection is active.
     pub(super) fn upload(store: &Arc<Store>, image: &str) -> Result<Self> {
-        if store.has_fault(StoreBug::UploadChecksFirst) {
-            let found = leases(store, LeaseKind::Collection, SystemTime::UNIX_EPOCH)?;
-            if let Some(found) = found.first() {
-                return Err(collection_active(store, found));
-            }
+        let checks_first = store.has_fault(StoreBug::UploadChecksFirst);
+        if checks_first {
+            refuse_others(store, LeaseKind::Collection, SystemTime::UNIX_EPOCH, "")?;
         }
         let lease = Self::create(store, LeaseKind::Upload, LeaseOwner::new(Some(image.into()), None))?;
         let now = lease.store_time()?;
-        let collections = if store.has_fault(StoreBug::UploadChecksFirst) {
-            Vec::new()
-        } else {
-            leases(store, LeaseKind::Collection, now)?
-        };
-        match collections.iter().find(|found| found.is_alive()) {
-            Some(found) => Err(collection_active(store, found)),
-            None => Ok(lease),
+        if !checks_first {
+            refuse_others(store, LeaseKind::Collection, now, "")?;
         }
+        Ok(lease)
     }
 
     /// Creates the lease of a reader of the image with this key, whose index has this BLAKE3.
@@ -225,22 +227,12 @@ impl Lease {
     pub(super) fn collection(store: &Arc<Store>) -> Result<Self> {
         let lease = Self::create(store, LeaseKind::Collection, LeaseOwner::new(None, None))?;
         let now = lease.store_time()?;
-        let own = lease.key();
-        let others = leases(store, LeaseKind::Collection, now)?;
-        let other = others.iter().find(|found| found.is_alive() && found.key != own);
-        if let Some(other) = other.filter(|_| !store.has_fault(StoreBug::SharedCollection)) {
-            return Err(collection_active(store, other));
+        let others = refuse_others(store, LeaseKind::Collection, now, &lease.key());
+        if !store.has_fault(StoreBug::SharedCollection) {
+            others?;
         }
-        let uploads = leases(store, LeaseKind::Upload, now)?;
-        let mut alive = uploads.iter().filter(|found| found.is_alive());
-        match alive.next() {
-            Some(first) => Err(Error::Uploading {
-                store: store.location().to_string(),
-                count: 1 + alive.count(),
-                owner: first.describe_owner(store),
-            }),
-            None => Ok(lease),
-        }
+        refuse_others(store, LeaseKind::Upload, now, "")?;
+        Ok(lease)
     }
 
     fn create(store: &Arc<Store>, kind: LeaseKind, owner: LeaseOwner) -> Result<Self> {
@@ -256,67 +248,26 @@ impl Lease {
         let version = store.wait(put)?;
         let lease_state =
             LeaseState::new(store.location().to_string(), store.clock().clone(), sent_at, store.fault());
-        let mut lease = Self {
-            store: Arc::clone(store),
+        let renewal = Arc::new(Renewal {
+            objects: store.objects().clone(),
             lease_state: Arc::new(lease_state),
-            object: Arc::new(tokio::sync::Mutex::new(LeaseObject { key, owner, version })),
-            writes: ConditionalWrites::None,
-            alive: Some(Arc::default()),
-            is_kept: AtomicBool::new(false),
-        };
+            object: tokio::sync::Mutex::new(LeaseObject { key, owner, version }),
+            writes: OnceLock::new(),
+            kind,
+        });
+        let alive = Arc::default();
+        let renewing = Arc::clone(&renewal).run(Arc::downgrade(&alive));
+        let lease =
+            Self { store: Arc::clone(store), renewal, alive: Some(alive), is_kept: AtomicBool::new(false) };
         if kind != LeaseKind::Reader {
             // A reader modifies only its own lease.
-            store.guard().require(&lease.lease_state);
-            lease.writes = lease.probe()?;
+            store.guard().require(&lease.renewal.lease_state);
+            let renewal = Arc::clone(&lease.renewal);
+            let writes = store.wait(async move { renewal.probe().await })?;
+            lease.renewal.writes.get_or_init(|| writes);
         }
-        lease.start_renewal(kind);
+        store.spawn(renewing);
         Ok(lease)
-    }
-
-    /// Detects the conditional writes of the store by an update that must fail: its expected version is
-    /// wrong.
-    fn probe(&self) -> Result<ConditionalWrites> {
-        let (objects, object) = (self.store.objects().clone(), Arc::clone(&self.object));
-        self.store.wait(async move {
-            let mut object = object.lock().await;
-            let wrong = UpdateVersion { e_tag: Some("\"0\"".into()), version: Some("1".into()) };
-            object.owner.renewals += 1;
-            let updated = objects.put(&object.key, object.owner.bytes()?, WriteMode::Update(wrong)).await;
-            match updated {
-                // The store ignores the condition.
-                Ok(version) => {
-                    object.version = version;
-                    Ok(ConditionalWrites::None)
-                }
-                Err(Error::Changed { .. }) => Ok(ConditionalWrites::All),
-                Err(error) if error.is_unsupported() => {
-                    let again = objects.put(&object.key, object.owner.bytes()?, WriteMode::Create).await;
-                    match again {
-                        Err(Error::Exists { .. }) => Ok(ConditionalWrites::Create),
-                        Err(error) => Err(error),
-                        Ok(version) => {
-                            object.version = version;
-                            Ok(ConditionalWrites::None)
-                        }
-                    }
-                }
-                Err(error) => Err(error),
-            }
-        })
-    }
-
-    /// Starts the renewals.
-    fn start_renewal(&self, kind: LeaseKind) {
-        let alive = self.alive.as_ref().map(Arc::downgrade).unwrap_or_default();
-        let renewal = Renewal {
-            objects: self.store.objects().clone(),
-            lease_state: Arc::clone(&self.lease_state),
-            object: Arc::clone(&self.object),
-            writes: self.writes,
-            kind,
-            alive,
-        };
-        self.store.spawn(renewal.run());
     }
 
     /// The store's current time: that of the lease itself.
@@ -325,21 +276,21 @@ impl Lease {
         match self.store.find(&key)? {
             Some(found) => Ok(found.last_modified.into()),
             None => {
-                self.lease_state
+                self.state()
                     .mark_lost(format!("{} was removed by another process", self.store.object_name(&key)));
-                self.lease_state.check().map(|()| SystemTime::UNIX_EPOCH)
+                self.state().check().map(|()| SystemTime::UNIX_EPOCH)
             }
         }
     }
 
     /// State of the lease.
-    pub(super) fn state(&self) -> &Arc<LeaseState> {
-        &self.lease_state
+    pub(super) fn state(&self) -> &LeaseState {
+        &self.renewal.lease_state
     }
 
     /// Conditional writes that the store enforces; not detected for readers.
     pub(super) fn writes(&self) -> ConditionalWrites {
-        self.writes
+        self.renewal.writes()
     }
 
     /// Keeps the lease in the store after it is dropped, until it expires: a failed request may still arrive.
@@ -349,8 +300,8 @@ impl Lease {
 
     /// Key of the lease. Waits for a renewal in flight.
     pub(super) fn key(&self) -> String {
-        let object = Arc::clone(&self.object);
-        let key = self.store.runtime().wait(None, async move { object.lock().await.key.clone() });
+        let renewal = Arc::clone(&self.renewal);
+        let key = self.store.runtime().wait(None, async move { renewal.object.lock().await.key.clone() });
         key.unwrap_or_default()
     }
 }
@@ -361,11 +312,11 @@ impl Drop for Lease {
         if self.is_kept.load(Ordering::Relaxed) {
             return;
         }
-        let (objects, object) = (self.store.objects().clone(), Arc::clone(&self.object));
+        let renewal = Arc::clone(&self.renewal);
         // After a renewal in flight, which would recreate it.
         let removed = self.store.wait_uncancelled(async move {
-            let object = object.lock().await;
-            objects.remove(&object.key).await
+            let object = renewal.object.lock().await;
+            renewal.objects.remove(&object.key).await
         });
         if let Err(error) = removed {
             tracing::warn!(%error, "cannot remove the lease of this process; it expires in an hour");
@@ -373,23 +324,41 @@ impl Drop for Lease {
     }
 }
 
-/// Renews a lease in the background.
-struct Renewal {
-    objects: Objects,
-    lease_state: Arc<LeaseState>,
-    object: Arc<tokio::sync::Mutex<LeaseObject>>,
-    writes: ConditionalWrites,
-    kind: LeaseKind,
-    alive: Weak<()>,
-}
-
 impl Renewal {
-    async fn run(self) {
+    fn writes(&self) -> ConditionalWrites {
+        self.writes.get().copied().unwrap_or_default()
+    }
+
+    /// Detects the conditional writes of the store by an update that must fail: its expected version is
+    /// wrong.
+    async fn probe(&self) -> Result<ConditionalWrites> {
+        let mut object = self.object.lock().await;
+        object.owner.renewals += 1;
+        let bytes = object.owner.bytes()?;
+        let wrong = UpdateVersion { e_tag: Some("\"0\"".into()), version: Some("1".into()) };
+        let mut put = self.objects.put(&object.key, bytes.clone(), WriteMode::Update(wrong)).await;
+        if put.as_ref().is_err_and(Error::is_unsupported) {
+            put = self.objects.put(&object.key, bytes, WriteMode::Create).await;
+        }
+        match put {
+            Err(Error::Changed { .. }) => Ok(ConditionalWrites::All),
+            Err(Error::Exists { .. }) => Ok(ConditionalWrites::Create),
+            Err(error) => Err(error),
+            // The store ignores the condition.
+            Ok(version) => {
+                object.version = version;
+                Ok(ConditionalWrites::None)
+            }
+        }
+    }
+
+    /// Renews the lease in the background while `alive` exists.
+    async fn run(self: Arc<Self>, alive: Weak<()>) {
         let mut interval = LEASE_INTERVAL;
         loop {
             self.objects.clock().sleep(interval).await;
             let mut object = self.object.lock().await;
-            if self.alive.strong_count() == 0 {
+            if alive.strong_count() == 0 {
                 return;
             }
             let sent_at = self.objects.clock().now();
@@ -417,7 +386,7 @@ impl Renewal {
         object.owner.renewals += 1;
         let bytes = object.owner.bytes()?;
         for _ in 0..RENEWAL_ATTEMPTS_MAX {
-            if self.writes != ConditionalWrites::All {
+            if self.writes() != ConditionalWrites::All {
                 match self.objects.head(&object.key).await? {
                     Some(found) => object.version = version_of(&found),
                     None if self.objects.has_fault(StoreBug::GapHeals) => {}
@@ -425,7 +394,7 @@ impl Renewal {
                 }
             }
             // Without conditional updates the check above must suffice.
-            let mode = match self.writes {
+            let mode = match self.writes() {
                 ConditionalWrites::All => WriteMode::Update(object.version.clone()),
                 ConditionalWrites::Create | ConditionalWrites::None => WriteMode::Replace,
             };
@@ -462,8 +431,16 @@ impl Renewal {
     }
 }
 
-fn collection_active(store: &Store, found: &LeaseEntry) -> Error {
-    Error::Collecting { store: store.location().to_string(), owner: found.describe_owner(store) }
+/// Fails if uploads or collections are active, besides that with the lease `own`.
+fn refuse_others(store: &Store, kind: LeaseKind, now: SystemTime, own: &str) -> Result<()> {
+    let found = leases(store, kind, now)?;
+    let mut alive = found.iter().filter(|found| found.is_alive() && found.key != own);
+    let Some(first) = alive.next() else { return Ok(()) };
+    let (store, owner) = (store.location().to_string(), first.describe_owner(store));
+    Err(match kind {
+        LeaseKind::Collection => Error::Collecting { store, owner },
+        _ => Error::Uploading { store, count: 1 + alive.count(), owner },
+    })
 }
 
 /// Age of an object with this time; never negative.

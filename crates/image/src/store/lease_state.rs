@@ -3,8 +3,8 @@
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
-use super::clock::Clock;
 use super::fault::StoreBug;
+use super::runtime::Clock;
 use super::{Error, LEASE_GAP_MAX, Result};
 use crate::lock::lock;
 
@@ -55,25 +55,24 @@ impl LeaseState {
     /// [`Error::Lost`], in this and all later calls.
     pub(super) fn check(&self) -> Result<()> {
         let mut state = self.lock();
-        if let State::Held { renewed } = *state {
-            let gap = self.clock.now().saturating_sub(renewed);
-            if gap < LEASE_GAP_MAX {
-                return Ok(());
+        let why = match &*state {
+            State::Lost { why } => why.clone(),
+            State::Held { renewed } => {
+                let gap = self.clock.now().saturating_sub(*renewed);
+                if gap < LEASE_GAP_MAX {
+                    return Ok(());
+                }
+                format!(
+                    "it was not renewed for {} s, which is more than {} s: the store did not respond, or this process or host was suspended",
+                    gap.as_secs(),
+                    LEASE_GAP_MAX.as_secs()
+                )
             }
-            let why = format!(
-                "it was not renewed for {} s, which is more than {} s: the store did not respond, or this process or host was suspended",
-                gap.as_secs(),
-                LEASE_GAP_MAX.as_secs()
-            );
-            if self.fault == Some(StoreBug::GapHeals) {
-                return Err(Error::Lost { store: self.store.clone(), why });
-            }
-            *state = State::Lost { why };
+        };
+        if self.fault != Some(StoreBug::GapHeals) {
+            *state = State::Lost { why: why.clone() };
         }
-        match &*state {
-            State::Held { .. } => Ok(()),
-            State::Lost { why } => Err(Error::Lost { store: self.store.clone(), why: why.clone() }),
-        }
+        Err(Error::Lost { store: self.store.clone(), why })
     }
 
     /// Records a successful renewal that was sent at `sent_at`.

@@ -10,10 +10,10 @@ use object_store::{
     ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, PutResult, UpdateVersion,
 };
 
-use super::clock::Clock;
 use super::error::is_bucket_missing;
 use super::fault::StoreBug;
-use super::lease_state::LeaseState;
+use super::lease_state::LeaseGuard;
+use super::runtime::Clock;
 use super::{Error, Result};
 use crate::location::{Location, Scheme};
 
@@ -29,6 +29,7 @@ pub(super) struct Objects {
     prefix: Path,
     location: Location,
     clock: Clock,
+    guard: LeaseGuard,
     fault: Option<StoreBug>,
 }
 
@@ -49,10 +50,16 @@ pub(super) fn version_of(meta: &ObjectMeta) -> UpdateVersion {
 }
 
 impl Objects {
-    pub(super) fn new(objects: Arc<dyn ObjectStore>, prefix: &Location, clock: Clock) -> Result<Self> {
+    /// `guard` is that with which `objects` checks modifying requests.
+    pub(super) fn new(
+        objects: Arc<dyn ObjectStore>,
+        prefix: &Location,
+        clock: Clock,
+        guard: LeaseGuard,
+    ) -> Result<Self> {
         let path = Path::parse(prefix.prefix())
             .map_err(|error| Error::Location { text: format!("{prefix}: {error}") })?;
-        Ok(Self { objects, prefix: path, location: prefix.clone(), clock, fault: None })
+        Ok(Self { objects, prefix: path, location: prefix.clone(), clock, guard, fault: None })
     }
 
     /// Enables a bug.
@@ -74,6 +81,11 @@ impl Objects {
     /// The clock of leases.
     pub(super) fn clock(&self) -> &Clock {
         &self.clock
+    }
+
+    /// Guard of all modifying requests.
+    pub(super) fn guard(&self) -> &LeaseGuard {
+        &self.guard
     }
 
     /// The prefix.
@@ -191,10 +203,9 @@ impl Objects {
         key: &str,
         bytes: Bytes,
         mode: WriteMode,
-        lease_state: &LeaseState,
     ) -> Result<UpdateVersion> {
         if !self.has_fault(StoreBug::IndexUnchecked) {
-            lease_state.check()?;
+            self.guard.check()?;
         }
         self.put(key, bytes, mode).await
     }
@@ -208,9 +219,9 @@ impl Objects {
     }
 
     /// As [`Self::remove`], if the lease is held; in one step as [`Self::put_with_lease`].
-    pub(super) async fn remove_with_lease(&self, key: &str, lease_state: &LeaseState) -> Result<()> {
+    pub(super) async fn remove_with_lease(&self, key: &str) -> Result<()> {
         if !self.has_fault(StoreBug::RemovalUnchecked) {
-            lease_state.check()?;
+            self.guard.check()?;
         }
         self.remove(key).await
     }

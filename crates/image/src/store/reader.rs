@@ -18,6 +18,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 
 use bytes::Bytes;
+use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use towline_channel::{Cancel, IoBuf};
 use towline_migration::{Extent, ExtentKind, Guest, RamMapping};
 use towline_protocol::configuration::Configuration;
@@ -514,51 +515,36 @@ fn absence(lease: &Result<Lease, String>) -> MissingChunkCause {
     }
 }
 
-/// Requests for chunks, one after the other; `None` for a chunk of zeros or one that does not exist.
+/// Requests for chunks, in order; `None` for a chunk of zeros or one that does not exist.
 type ChunkRequests = Started<Result<Vec<Option<Bytes>>>>;
 
-/// Requests the chunks of the device state, the n-th from the n-th of up to [`REQUESTS_MAX`] sequences.
-fn request_device_state(store: &Store, index: &Index) -> Vec<ChunkRequests> {
+/// Requests the chunks of the device state, up to [`REQUESTS_MAX`] at the same time.
+fn request_device_state(store: &Store, index: &Index) -> ChunkRequests {
     let (length, _) = index.device_state();
-    let names = index.device_state_names();
-    let count = names.len().min(REQUESTS_MAX);
-    let mut sequences: Vec<_> = (0..count).map(|_| Vec::new()).collect();
-    for (number, name) in names.iter().enumerate() {
+    let request = |(number, name): (usize, &ChunkHash)| {
         let left = index.chunk_bytes().min(length - number as u64 * index.chunk_bytes());
-        sequences[number % count].push(match name {
+        let get = match name {
             ChunkHash::Zero => None,
             ChunkHash::Data(name) => Some(store.get_future(&chunk::key(name), chunk::object_bytes_max(left))),
-        });
-    }
-    let fetches = sequences.into_iter().map(|requests| {
-        store.runtime().begin(async move {
-            let mut objects = Vec::with_capacity(requests.len());
-            for request in requests {
-                objects.push(match request {
-                    Some(request) => request.await?,
-                    None => None,
-                });
+        };
+        async move {
+            match get {
+                Some(get) => get.await,
+                None => Ok(None),
             }
-            Ok::<_, Error>(objects)
-        })
-    });
-    fetches.collect()
+        }
+    };
+    let requests: Vec<_> = index.device_state_names().iter().enumerate().map(request).collect();
+    store.runtime().begin(stream::iter(requests).buffered(REQUESTS_MAX).try_collect())
 }
 
 /// Waits for the device state, and checks it.
-fn device_state(
-    opened: &OpenedImage,
-    leased: &LeasedIndex,
-    requested: Vec<ChunkRequests>,
-) -> Result<DeviceState> {
+fn device_state(opened: &OpenedImage, leased: &LeasedIndex, requested: ChunkRequests) -> Result<DeviceState> {
     let (store, image, index) = (&opened.store, &opened.image, &leased.index);
     let (length, hash) = index.device_state();
-    let sequences = requested.into_iter().map(|requests| Ok(store.finish(requests)?.into_iter()));
-    let mut sequences = sequences.collect::<Result<Vec<_>>>()?;
-    let count = sequences.len();
+    let objects = store.finish(requested)?;
     let mut bytes = Vec::with_capacity(length as usize);
-    for (number, name) in index.device_state_names().iter().enumerate() {
-        let object = sequences[number % count].next().flatten();
+    for (name, object) in index.device_state_names().iter().zip(objects) {
         let left = index.chunk_bytes().min(length - bytes.len() as u64);
         let ChunkHash::Data(name) = name else {
             bytes.resize(bytes.len() + left as usize, 0);

@@ -1,4 +1,5 @@
-//! The asynchronous runtime in its own thread, and blocking waits for it.
+//! The asynchronous runtime in its own thread, blocking waits for it, and the clock of leases: time since boot,
+//! including suspended time.
 
 use std::future::Future;
 use std::io;
@@ -7,6 +8,8 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use futures_util::future::BoxFuture;
+use rustix::time::{ClockId, clock_gettime};
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
@@ -185,6 +188,40 @@ impl Drop for RuntimeThread {
         {
             // A panic has printed its own message.
             let _ = thread.join();
+        }
+    }
+}
+
+/// Source of time.
+#[derive(Debug, Clone)]
+pub(super) enum Clock {
+    /// `CLOCK_BOOTTIME`, which counts the time for which a host is suspended, unlike `CLOCK_MONOTONIC`.
+    System,
+    /// Clock of a simulated participant.
+    #[cfg(test)]
+    Simulated(Actor),
+}
+
+impl Clock {
+    /// Time since boot.
+    pub(super) fn now(&self) -> Duration {
+        match self {
+            Self::System => {
+                let time = clock_gettime(ClockId::Boottime);
+                // Never negative on Linux.
+                Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
+            }
+            #[cfg(test)]
+            Self::Simulated(actor) => actor.boot_time(),
+        }
+    }
+
+    /// Waits for `time`, not counting suspended time.
+    pub(super) fn sleep(&self, time: Duration) -> BoxFuture<'static, ()> {
+        match self {
+            Self::System => Box::pin(tokio::time::sleep(time)),
+            #[cfg(test)]
+            Self::Simulated(actor) => Box::pin(actor.sleep(time)),
         }
     }
 }

@@ -12,10 +12,10 @@ use std::time::Duration;
 use fastrand::Rng;
 use object_store::PutMode;
 
-use super::super::clock::Clock;
 use super::super::fault::StoreBug;
 use super::super::lease_state::LeaseGuard;
 use super::super::objects::Objects;
+use super::super::runtime::Clock;
 use super::super::{LEASE_AGE_MAX, Location, access::Store, chunk};
 use super::actor::Actor;
 use super::model::{self, Conditions, Model, StoreReply, StoreRequest, Stored};
@@ -181,8 +181,8 @@ impl World {
         let location: Location = PREFIX.parse().unwrap();
         let guard = LeaseGuard::default();
         let model = model::shared(Model { actor: actor.clone(), guard: guard.clone() });
-        let objects = Objects::new(model, &location, Clock::Simulated(actor.clone())).unwrap();
-        Arc::new(Store::simulated(objects.with_fault(self.fault()), guard, actor.clone()))
+        let objects = Objects::new(model, &location, Clock::Simulated(actor.clone()), guard).unwrap();
+        Arc::new(Store::simulated(objects.with_fault(self.fault()), actor.clone()))
     }
 
     pub(super) fn fault(&self) -> Option<StoreBug> {
