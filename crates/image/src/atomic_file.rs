@@ -37,6 +37,7 @@ pub(crate) use directory_entry::{DirectoryEntry, FoundPartial};
 pub use error::{Error, Result};
 
 use crate::journal::{self, FileNumber, Op};
+use crate::regular_file::FileId;
 use error::failed;
 
 /// A file being written, under the name `.NAME.partial` until [`commit`](Self::commit).
@@ -202,9 +203,8 @@ impl RenamedFile {
 
     /// Returns true if the name still belongs to this file.
     pub(crate) fn still_has_name(&self) -> bool {
-        let entry = &self.0.entry;
-        matches!((entry.stat(&entry.name), fs::fstat(&self.0.file)), (Ok(Some(named)), Ok(ours))
-            if (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino))
+        let named = self.0.entry.stat(&self.0.entry.name);
+        matches!(named, Ok(Some(named)) if FileId::of_file(&self.0.file) == Some(FileId::of(&named)))
     }
 }
 

@@ -20,7 +20,9 @@ use towline_protocol::RamBlock;
 use crate::chain::{LAYERS_MAX, LayerChain, check_blocks, resolve_base};
 use crate::checksum::{CHUNK_BYTES, ChunkHash};
 use crate::journal::{self, PublicationBug};
+use crate::layer::Layer;
 use crate::manifest::{Base, Manifest, sidecar_path};
+use crate::regular_file::FileId;
 use crate::sidecar::staged_path;
 use crate::{Error, Result};
 
@@ -82,16 +84,14 @@ impl BaseImage {
         if chain.layers().len() == LAYERS_MAX {
             return Err(Error::ChainTooLong { path: image.into(), limit: LAYERS_MAX });
         }
-        let replaced = std::fs::metadata(image).ok().map(|found| (found.dev(), found.ino()));
-        let is_replaced = |file: &std::fs::File| {
-            file.metadata().is_ok_and(|found| Some((found.dev(), found.ino())) == replaced)
-        };
-        if let Some(layer) = chain.layers().iter().find(|layer| is_replaced(&layer.file)) {
+        let replaced = FileId::at(image);
+        let is_replaced = |layer: &&Layer| replaced.is_some() && FileId::of_file(&layer.file) == replaced;
+        if let Some(layer) = chain.layers().iter().find(is_replaced) {
             return Err(Error::OwnBase { path: image.into(), base: layer.path.clone() });
         }
         let missing = || Error::NoManifest { path: base.into(), sidecar: sidecar_path(base) };
         let content = chain.top().manifest.as_ref().ok_or_else(missing)?.content();
-        chain.layers().iter().try_for_each(crate::layer::Layer::lock)?;
+        chain.layers().iter().try_for_each(Layer::lock)?;
         let reference = Base { path: reference(image, base)?, content };
         let (image_path, base_path) = (image.to_owned(), base.to_owned());
         let mut base_image = Self { chain, reference, image_path, base_path, opened: Vec::new() };

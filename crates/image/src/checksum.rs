@@ -28,7 +28,6 @@ mod open_chunk;
 mod subtree;
 #[cfg(test)]
 mod tests;
-mod zeros;
 
 use std::fmt;
 

@@ -13,7 +13,7 @@ mod removal;
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::Read as _;
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 pub use removal::remove;
@@ -23,6 +23,7 @@ use towline_protocol::configuration::MAGIC;
 use towline_protocol::ram::PAGE_SIZE;
 
 use crate::manifest::Timestamp;
+use crate::regular_file::open_regular;
 use crate::{Error, Image, Result, base_paths};
 
 /// Unit of a file's block count in `stat`.
@@ -96,16 +97,9 @@ fn is_partial_name(path: &Path) -> bool {
 
 /// Opens a regular file; a symbolic link is not followed. Opening a FIFO does not block.
 fn open(path: &Path) -> Result<File> {
-    let failed = |source| Error::Read { path: path.into(), source };
-    let mut options = File::options();
-    let flags = OFlags::NONBLOCK | OFlags::NOFOLLOW;
-    let file = options.read(true).custom_flags(flags.bits().cast_signed()).open(path);
-    let file = file.map_err(failed)?;
-    if file.metadata().map_err(failed)?.is_file() {
-        Ok(file)
-    } else {
-        Err(Error::NotAFile { path: path.into() })
-    }
+    let file = open_regular(path, OFlags::NOFOLLOW);
+    let file = file.map_err(|source| Error::Read { path: path.into(), source })?;
+    file.ok_or_else(|| Error::NotAFile { path: path.into() })
 }
 
 fn is_image(file: &mut File) -> bool {

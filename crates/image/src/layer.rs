@@ -4,7 +4,7 @@
 //! ([`crate::Image`]).
 
 use std::fs::File;
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -19,6 +19,7 @@ use towline_protocol::section::{SectionType, put_footer};
 use towline_protocol::{BlockIndex, PageRef, RamBlock, Reader};
 
 use crate::manifest::{Base, BitmapSummary, Digest, ImageProperties, Manifest, sidecar_path};
+use crate::regular_file::open_regular;
 use crate::sidecar::{self, ManifestName};
 use crate::sys::Mapping;
 use crate::{Error, Result, seal};
@@ -70,14 +71,9 @@ impl Layer {
 
     fn open_once(path: &Path) -> Result<Self> {
         let io = |source| Error::Read { path: path.into(), source };
-        // Without NONBLOCK, opening a FIFO of that name would block.
-        let mut options = File::options();
-        let file = options.read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(path);
-        let file = file
+        let file = open_regular(path, OFlags::empty())
             .map_err(|error| if is_socket(path) { Error::Socket { path: path.into() } } else { io(error) })?;
-        if !file.metadata().map_err(io)?.is_file() {
-            return Err(Error::NotAFile { path: path.into() });
-        }
+        let file = file.ok_or_else(|| Error::NotAFile { path: path.into() })?;
         let map = Mapping::new(&file).map_err(io)?;
         let head = Head::read(path, &map);
         check_not_truncated(path, &file, &map)?;

@@ -48,15 +48,14 @@ mod lock_holder;
 pub mod manifest;
 mod page_runs;
 mod reader;
+mod regular_file;
 mod seal;
 mod sidecar;
 #[cfg(feature = "store")]
 pub mod store;
 mod stored;
-mod stream_items;
 #[allow(unsafe_code, reason = "mapping a file has no safe form")]
 mod sys;
-mod temporary;
 #[cfg(test)]
 mod testing;
 mod verified;

@@ -44,17 +44,13 @@
 //! the protocol's limits.
 
 mod check;
-mod content;
 mod error;
 mod identity;
 #[cfg(test)]
 mod tests;
 mod text;
-mod truncated;
 
-use std::fs::File;
 use std::io::Read;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::OFlags;
@@ -64,6 +60,7 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, RamBlock};
 
 use crate::checksum::{CHUNK_BYTES, ChunkHash, chunk_count};
+use crate::regular_file::open_regular;
 
 pub(crate) use check::BitmapSummary;
 pub use error::{Error, Result};
@@ -479,20 +476,14 @@ pub(crate) fn is_manifest(path: &Path) -> bool {
 
 fn read(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
     let failed = |op| move |source| Error::Io { op, path: path.into(), source };
-    // Without NONBLOCK, opening a FIFO of that name would block.
-    let mut options = File::options();
-    options.read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed());
-    let file = match options.open(path) {
+    let file = match open_regular(path, OFlags::empty()) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        file => file.map_err(failed("open"))?,
+        file => file.map_err(failed("open"))?.ok_or_else(|| Error::NotRegular { path: path.into() })?,
     };
-    let metadata = file.metadata().map_err(failed("stat"))?;
-    if !metadata.is_file() {
-        return Err(Error::NotRegular { path: path.into() });
-    }
     let too_long = |found| Error::TooLong { path: path.into(), found, limit };
-    if metadata.len() > limit {
-        return Err(too_long(metadata.len()));
+    let length = file.metadata().map_err(failed("stat"))?.len();
+    if length > limit {
+        return Err(too_long(length));
     }
     let mut bytes = Vec::new();
     file.take(limit.saturating_add(1)).read_to_end(&mut bytes).map_err(failed("read"))?;

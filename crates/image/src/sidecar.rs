@@ -16,17 +16,16 @@
 //! writer of the name completes it. Readers change nothing.
 
 use std::ffi::{OsStr, OsString};
-use std::fs::File;
 use std::io::Read as _;
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{OFlags, RenameFlags, Stat};
+use rustix::fs::{OFlags, RenameFlags};
 use rustix::io::Errno;
 
 use crate::atomic_file::{self, DirectoryEntry, Existing, RenamedFile, write_sidecar};
 use crate::journal::{self, PublicationBug};
 use crate::manifest::{self, FORMAT, ImageProperties, Manifest, sidecar_path};
+use crate::regular_file::{FileId, open_regular};
 use crate::{Error, Result};
 
 /// Suffix of a manifest whose image has not been renamed yet.
@@ -68,13 +67,8 @@ pub(crate) fn find(
 }
 
 /// Identities of an image and its manifests: they change with every replacement.
-pub(crate) fn file_ids(image: &Path) -> [Option<(u64, u64)>; 3] {
-    use std::os::unix::fs::MetadataExt as _;
-
-    [image.to_owned(), sidecar_path(image), staged_path(image)].map(|path| {
-        let metadata = std::fs::metadata(path).ok()?;
-        Some((metadata.dev(), metadata.ino()))
-    })
+pub(crate) fn file_ids(image: &Path) -> [Option<FileId>; 3] {
+    [image.to_owned(), sidecar_path(image), staged_path(image)].map(|path| FileId::at(&path))
 }
 
 /// Refuses names that are reserved for parts of other images.
@@ -113,13 +107,8 @@ pub(crate) fn check_part(
     expected: &'static str,
     is_expected: impl Fn(&[u8]) -> bool,
 ) -> atomic_file::Result<()> {
-    let mut options = File::options();
-    let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits().cast_signed();
-    let Ok(file) = options.read(true).custom_flags(flags).open(path) else { return Ok(()) };
-    if !file.metadata().is_ok_and(|metadata| metadata.is_file()) {
-        // Opening it for writing reports its kind.
-        return Ok(());
-    }
+    // Opening another kind of file for writing reports its kind.
+    let Ok(Some(file)) = open_regular(path, OFlags::NOFOLLOW) else { return Ok(()) };
     let mut head = Vec::new();
     let read = file.take(RECOGNISED_BYTES).read_to_end(&mut head);
     if read.is_ok() && is_expected(&head) {
@@ -154,19 +143,6 @@ pub(crate) enum ManifestName {
     Final,
     /// [`staged_path`], where readers look too.
     Staged,
-}
-
-/// Identity of a file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct FileId {
-    device: u64,
-    inode: u64,
-}
-
-impl FileId {
-    fn of(stat: &Stat) -> Self {
-        Self { device: stat.st_dev, inode: stat.st_ino }
-    }
 }
 
 impl StagedManifest {

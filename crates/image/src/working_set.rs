@@ -7,16 +7,17 @@
 //! ignored. Limits: [`RUNS_MAX`] runs.
 
 use std::collections::HashSet;
-use std::fs::File;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::atomic_file::{Existing, write_sidecar};
 use crate::manifest::Digest;
+use crate::regular_file::open_regular;
 use crate::sidecar::check_part;
 
 const FORMAT: &str = "towline working set";
@@ -121,10 +122,7 @@ fn guest(blocks: &[RamBlock], device_state: &[u8]) -> Digest {
 
 /// Reads the file; an invalid one is ignored.
 fn read(path: &Path) -> Option<WorkingSetFile> {
-    let file = File::open(path).ok()?;
-    if !file.metadata().ok()?.is_file() {
-        return None;
-    }
+    let file = open_regular(path, OFlags::empty()).ok()??;
     let mut text = Vec::new();
     file.take(BYTES_MAX).read_to_end(&mut text).ok()?;
     let stored: WorkingSetFile = serde_json::from_slice(&text).ok()?;

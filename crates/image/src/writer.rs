@@ -27,7 +27,7 @@ use std::sync::{Mutex, OnceLock, RwLock};
 
 use towline_migration::{ChannelId, Pages, Sink};
 use towline_protocol::configuration::Configuration;
-use towline_protocol::destination::RamSection;
+use towline_protocol::destination::{RamSection, SectionKind};
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
@@ -42,8 +42,8 @@ use crate::lock::{lock, lock_exclusive, lock_shared};
 use crate::manifest::{Digest, Manifest, ManifestContents, Origin, sidecar_path};
 use crate::page_runs::page_runs;
 use crate::reader::write_error;
-use crate::sidecar::{self, FileId, ManifestName, StagedManifest};
-use crate::stream_items::{Missing, StreamItems};
+use crate::regular_file::FileId;
+use crate::sidecar::{self, ManifestName, StagedManifest};
 use crate::write_back::WriteBack;
 use crate::{Error, Result};
 
@@ -69,7 +69,11 @@ pub struct ImageWriter {
     /// `None` once it is published.
     file: RwLock<Option<AtomicFile>>,
     direct: AtomicBool,
-    items: StreamItems,
+    /// Of the stream.
+    configuration: OnceLock<Configuration>,
+    /// Id of the stream's first `ram` section.
+    section_id: OnceLock<u32>,
+    device_state: Mutex<Option<DeviceState>>,
     layout: OnceLock<ImageLayout>,
     hashers: RwLock<Vec<BlockHasher>>,
     /// The manifest under the final name when writing began.
@@ -121,7 +125,9 @@ impl ImageWriter {
             increment: OnceLock::new(),
             file: RwLock::new(Some(file)),
             direct,
-            items: StreamItems::default(),
+            configuration: OnceLock::new(),
+            section_id: OnceLock::new(),
+            device_state: Mutex::default(),
             layout: OnceLock::new(),
             hashers: RwLock::default(),
             previous_manifest,
@@ -174,10 +180,6 @@ impl ImageWriter {
         Error::Order { path: self.path.clone(), what }
     }
 
-    fn missing(&self, Missing(what): Missing) -> Error {
-        self.order_error(what)
-    }
-
     fn layout(&self) -> Result<&ImageLayout> {
         self.layout.get().ok_or_else(|| self.order_error("pages arrived before the block list"))
     }
@@ -190,7 +192,7 @@ impl ImageWriter {
     }
 
     fn configuration(&self) -> Result<&Configuration> {
-        self.items.configuration().map_err(|missing| self.missing(missing))
+        self.configuration.get().ok_or_else(|| self.order_error("the stream has no configuration"))
     }
 
     fn plan_layout(&self, blocks: &[RamBlock]) -> Result<ImageLayout> {
@@ -202,7 +204,8 @@ impl ImageWriter {
             }
             None => ImageKind::Whole,
         };
-        let section_id = self.items.section_id().map_err(|missing| self.missing(missing))?;
+        let section_id = self.section_id.get().copied();
+        let section_id = section_id.ok_or_else(|| self.order_error("the stream has no `ram` section"))?;
         let frame = ImageFrame::new(configuration, section_id, blocks, kind);
         let found = frame.total();
         if found > RAM_BYTES_MAX {
@@ -327,7 +330,8 @@ impl ImageWriter {
     /// the guest may be stopped.
     fn complete(&self) -> Result<()> {
         let layout = self.layout()?;
-        let device_state = self.items.take_device_state().map_err(|missing| self.missing(missing))?;
+        let device_state = lock(&self.device_state).take();
+        let device_state = device_state.ok_or_else(|| self.order_error("the stream has no device state"))?;
         self.write_parts(&layout.frame, layout, &device_state)?;
         self.with_file(AtomicFile::sync)?;
         *lock(&self.complete) = Some(device_state);
@@ -416,12 +420,14 @@ impl ImageWriter {
 
 impl Sink for ImageWriter {
     fn configuration(&self, configuration: &Configuration) -> towline_migration::Result<()> {
-        self.items.set_configuration(configuration);
+        self.configuration.get_or_init(|| configuration.clone());
         Ok(())
     }
 
     fn section_start(&self, section: RamSection) -> towline_migration::Result<()> {
-        self.items.add_section(section);
+        if section.kind == SectionKind::Start {
+            self.section_id.get_or_init(|| section.id);
+        }
         Ok(())
     }
 
@@ -452,7 +458,7 @@ impl Sink for ImageWriter {
     }
 
     fn device_state(&self, state: DeviceState) -> towline_migration::Result<()> {
-        self.items.set_device_state(state);
+        *lock(&self.device_state) = Some(state);
         Ok(())
     }
 

@@ -14,6 +14,7 @@ use super::error::failed;
 use super::{Error, Result};
 use crate::journal::{self, FileNumber, Op};
 use crate::lock_holder::lock_holder;
+use crate::regular_file::FileId;
 
 /// Number of attempts if other writers rename the file between opening and locking it.
 const TAKE_OVER_ATTEMPTS_MAX: usize = 16;
@@ -186,7 +187,7 @@ impl DirectoryEntry {
         if named.st_nlink > 1 {
             return Err(Error::NotRegular { path: self.partial_path(), found: "file with several names" });
         }
-        Ok((ours.st_dev, ours.st_ino) == (named.st_dev, named.st_ino))
+        Ok(FileId::of(&ours) == FileId::of(&named))
     }
 
     pub(super) fn open_direct(&self, file: &File) -> Result<Option<File>> {
@@ -255,9 +256,7 @@ impl DirectoryEntry {
         let mut in_use = None;
         for _ in 0..TAKE_OVER_ATTEMPTS_MAX {
             let Some(named) = self.stat(&self.name)? else { return Ok(None) };
-            let is_named = |file: &File| {
-                fs::fstat(file).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (named.st_dev, named.st_ino))
-            };
+            let is_named = |file: &File| FileId::of_file(file) == Some(FileId::of(&named));
             if let Some(locked) = locked.filter(|file| is_named(file)) {
                 return Ok(locked.try_clone().ok());
             }

@@ -3,8 +3,7 @@
 use blake3::hazmat::{ChainingValue, Mode, merge_subtrees_non_root, merge_subtrees_root};
 use towline_protocol::ram::PAGE_SIZE;
 
-use super::subtree::{Subtree, chaining_value, subtrees};
-use super::zeros::zeros;
+use super::subtree::{Subtree, chaining_value, subtrees, zeros};
 use super::{ChunkHash, is_zero};
 
 /// Hash of a subtree's bytes.

@@ -19,15 +19,13 @@ use rustix::io::Errno;
 use super::{BLOCK_BYTES, canonical, image_paths, is_image, is_partial_name, open};
 use crate::chain::named_bases;
 use crate::manifest::sidecar_path;
+use crate::regular_file::FileId;
 use crate::sidecar::staged_path;
 use crate::working_set::path_beside;
 use crate::{Error, Image, Result};
 
 /// Attempts if other processes replace the file between opening and locking it.
 const ATTEMPTS_MAX: usize = 16;
-
-/// Device and inode of a file.
-type Identity = (u64, u64);
 
 /// Removes an image with its manifest and its working set. Returns the freed disk space in bytes.
 ///
@@ -53,14 +51,14 @@ fn remove_unless(path: &Path, check: &dyn Fn(&Path) -> Result<()>) -> Result<u64
     }
     let parts = [sidecar_path(&own), staged_path(&own), path_beside(&own)];
     // The name is free as soon as the image is removed, and a new image may have parts at once.
-    let parts = parts.map(|part| (identity(&part), part));
-    if identity(&own) != identity_of(&file.0) {
+    let parts = parts.map(|part| (FileId::named(&part), part));
+    if FileId::named(&own) != FileId::of_file(&file.0) {
         return Err(replaced(path));
     }
     let mut freed = allocated(&own);
     fs::remove_file(&own).map_err(|source| Error::Write { path: own.clone(), source })?;
     for (known, part) in parts.iter().filter(|(known, _)| known.is_some()) {
-        if identity(part) != *known {
+        if FileId::named(part) != *known {
             continue;
         }
         let space = allocated(part);
@@ -98,7 +96,7 @@ fn open_locked(path: &Path) -> Result<LockedFile> {
         }
         let file = LockedFile(file);
         // Before it was locked, a writer may have replaced it.
-        if identity(path) == identity_of(&file.0) {
+        if FileId::named(path) == FileId::of_file(&file.0) {
             return Ok(file);
         }
     }
@@ -109,7 +107,7 @@ fn open_locked(path: &Path) -> Result<LockedFile> {
 fn writable(path: &Path, file: File) -> File {
     let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let opened = rustix::fs::open(path, flags, rustix::fs::Mode::empty()).map(File::from);
-    opened.ok().filter(|opened| identity_of(opened) == identity_of(&file)).unwrap_or(file)
+    opened.ok().filter(|opened| FileId::of_file(opened) == FileId::of_file(&file)).unwrap_or(file)
 }
 
 fn replaced(path: &Path) -> Error {
@@ -162,22 +160,13 @@ fn images_with_manifests(directory: &Path) -> Result<Vec<PathBuf>> {
     Ok(images)
 }
 
-/// Identity of the file of this name; `None` if there is none.
-fn identity(path: &Path) -> Option<Identity> {
-    fs::symlink_metadata(path).ok().map(|metadata| (metadata.dev(), metadata.ino()))
-}
-
-fn identity_of(file: &File) -> Option<Identity> {
-    file.metadata().ok().map(|metadata| (metadata.dev(), metadata.ino()))
-}
-
 fn allocated(path: &Path) -> u64 {
     fs::symlink_metadata(path).map_or(0, |metadata| metadata.blocks() * BLOCK_BYTES)
 }
 
 /// Processes that have the file open or mapped, except for this one, where `/proc` shows them.
 fn users(file: &File) -> Vec<String> {
-    let Some(wanted) = identity_of(file) else { return Vec::new() };
+    let Some(wanted) = FileId::of_file(file) else { return Vec::new() };
     let own = std::process::id();
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
@@ -185,8 +174,7 @@ fn users(file: &File) -> Vec<String> {
         // `map_files` has mappings whose descriptor was closed; it needs more rights than `fd` and `maps`.
         let is_linked = ["fd", "map_files"].iter().any(|directory| {
             let links = fs::read_dir(format!("/proc/{pid}/{directory}")).into_iter().flatten().flatten();
-            let mut found = links.filter_map(|link| fs::metadata(link.path()).ok());
-            found.any(|metadata| (metadata.dev(), metadata.ino()) == wanted)
+            links.filter_map(|link| FileId::at(&link.path())).any(|found| found == wanted)
         });
         is_linked
             || fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|maps| is_mapped(&maps, wanted))
@@ -195,7 +183,7 @@ fn users(file: &File) -> Vec<String> {
 }
 
 /// Returns true if `/proc/PID/maps` contains the file: `7f00-7f10 r--s 00000000 fe:01 131073 /srv/a.img`.
-fn is_mapped(maps: &str, (device, inode): Identity) -> bool {
+fn is_mapped(maps: &str, FileId { device, inode }: FileId) -> bool {
     let device = format!("{:02x}:{:02x}", rustix::fs::major(device), rustix::fs::minor(device));
     maps.lines().any(|line| {
         let mut fields = line.split_ascii_whitespace().skip(3);
@@ -254,8 +242,11 @@ mod tests {
     fn mappings_are_found_by_device_and_inode() {
         let maps = "7f00-7f10 r--s 00000000 fe:01 131073 /srv/a b.img\n7f20-7f30 rw-p 00000000 00:00 0\n";
         let device = rustix::fs::makedev(0xfe, 1);
-        assert!(is_mapped(maps, (device, 131_073)));
-        assert!(!is_mapped(maps, (device, 131_074)) && !is_mapped(maps, (device + 1, 131_073)));
+        assert!(is_mapped(maps, FileId { device, inode: 131_073 }));
+        assert!(
+            !is_mapped(maps, FileId { device, inode: 131_074 })
+                && !is_mapped(maps, FileId { device: device + 1, inode: 131_073 })
+        );
     }
 
     /// A writer of an increment locks the base and a writer that replaces it does too: neither succeeds while

@@ -6,9 +6,10 @@ use std::path::Path;
 use towline_protocol::limits;
 use towline_protocol::ram::PAGE_SIZE;
 
-use super::truncated::truncated;
+use super::error::truncated;
 use super::{
-    Digest, Error, ImageProperties, Manifest, PATH_BYTES_MAX, Result, StoredBlock, VERSION, sidecar_path,
+    Digest, Error, ImageProperties, Manifest, OverlongField, PATH_BYTES_MAX, Result, StoredBlock, VERSION,
+    sidecar_path,
 };
 use crate::checksum::{CHUNK_BYTES, chunk_count};
 use crate::journal::{self, PublicationBug};
@@ -149,15 +150,7 @@ impl Manifest {
     /// Checks each field against the others and the protocol's limits.
     pub(super) fn check_fields(&self, path: &Path) -> Result<()> {
         let machine_type = self.machine_type.len();
-        if machine_type > limits::MACHINE_NAME_BYTES_MAX {
-            let expected = at_most(limits::MACHINE_NAME_BYTES_MAX as u64, "bytes");
-            return Err(Error::field(
-                path,
-                "machine_type".into(),
-                format!("{machine_type} bytes long"),
-                expected,
-            ));
-        }
+        check_length(path, "machine_type", machine_type, limits::MACHINE_NAME_BYTES_MAX, "bytes")?;
         if let Some(base) = &self.base {
             if self.version < VERSION {
                 let expected = format!("none in version {}", self.version);
@@ -169,22 +162,13 @@ impl Manifest {
                 return Err(Error::field(path, "base.path".into(), found, expected));
             }
         }
-        if let Some(field) = self.origin.overlong_field() {
-            let expected = at_most(field.limit as u64, "bytes");
-            return Err(Error::field(
-                path,
-                field.name.into(),
-                format!("{} bytes long", field.found),
-                expected,
-            ));
+        if let Some(OverlongField { name, found, limit }) = self.origin.overlong_field() {
+            check_length(path, name, found, limit, "bytes")?;
         }
         if self.chunk_size != CHUNK_BYTES {
             return Err(Error::field(path, "chunk_size".into(), self.chunk_size, CHUNK_BYTES));
         }
-        if self.blocks.len() > limits::BLOCKS_MAX {
-            let expected = at_most(limits::BLOCKS_MAX as u64, "entries");
-            return Err(Error::field(path, "blocks".into(), entries(self.blocks.len()), expected));
-        }
+        check_length(path, "blocks", self.blocks.len(), limits::BLOCKS_MAX, "entries")?;
         let mut left = limits::RAM_BYTES_MAX.min(self.image.length);
         for (index, block) in self.blocks.iter().enumerate() {
             block.check(path, index, left)?;
@@ -207,17 +191,12 @@ impl Manifest {
             let expected = at_most(self.image.length.saturating_sub(state.length), "(the end of the image)");
             return bad("offset", &state.offset, &expected);
         }
-        if state.devices.len() > limits::DEVICES_MAX {
-            let expected = at_most(limits::DEVICES_MAX as u64, "entries");
-            return bad("devices", &entries(state.devices.len()), &expected);
-        }
+        let devices = state.devices.len();
+        check_length(path, "device_state.devices", devices, limits::DEVICES_MAX, "entries")?;
         let mut least = 0;
         for (index, device) in state.devices.iter().enumerate() {
-            if device.name.len() > limits::NAME_BYTES_MAX {
-                let found = format!("{} bytes long", device.name.len());
-                let expected = at_most(limits::NAME_BYTES_MAX as u64, "bytes");
-                return bad(&format!("devices[{index}].name"), &found, &expected);
-            }
+            let name = format_args!("device_state.devices[{index}].name");
+            check_length(path, name, device.name.len(), limits::NAME_BYTES_MAX, "bytes")?;
             if device.offset < least || device.offset >= state.length {
                 let expected = format!("{least} or more and less than {}", state.length);
                 return bad(&format!("devices[{index}].offset"), &device.offset, &expected);
@@ -263,6 +242,15 @@ impl StoredBlock {
         }
         Ok(())
     }
+}
+
+/// Compares a length with its limit.
+fn check_length(path: &Path, field: impl Display, found: usize, limit: usize, unit: &str) -> Result<()> {
+    if found <= limit {
+        return Ok(());
+    }
+    let expected = at_most(limit as u64, unit);
+    Err(Error::field(path, field.to_string(), format!("{found} {unit} long"), expected))
 }
 
 fn entries(count: usize) -> String {

@@ -4,7 +4,9 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use super::Digest;
-use super::truncated::truncated;
+
+/// Maximum length of untrusted text in an error.
+const SHOWN_BYTES_MAX: usize = 80;
 
 /// Result of the operations of this module.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -201,4 +203,13 @@ impl Error {
             expected: expected.to_string(),
         }
     }
+}
+
+/// Truncates untrusted text for an error.
+pub(super) fn truncated(text: &str) -> String {
+    if text.len() <= SHOWN_BYTES_MAX {
+        return text.into();
+    }
+    let end = (0..=SHOWN_BYTES_MAX).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
+    format!("{}…", &text[..end])
 }

@@ -272,7 +272,7 @@ fn only_regular_files_within_the_limit_are_read() {
     std::fs::remove_file(&path).unwrap();
     let limit = Manifest::bytes_max(&blocks());
     assert_eq!(limit, FIXED_BYTES_MAX + 2 * BLOCK_BYTES_MAX + 4 * CHUNK_HASH_BYTES_MAX);
-    File::create(&path).unwrap().set_len(limit + 1).unwrap();
+    std::fs::File::create(&path).unwrap().set_len(limit + 1).unwrap();
     let error = load().unwrap_err();
     assert!(matches!(error, Error::TooLong { found, .. } if found == limit + 1), "{error}");
 }

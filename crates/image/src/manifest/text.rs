@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-use super::truncated::truncated;
+use super::error::truncated;
 
 /// Last second of the year 9999: RFC 3339 has four digits for a year.
 const SECONDS_MAX: u64 = 253_402_300_799;
