@@ -148,7 +148,8 @@ pub(crate) fn image(image: &dyn StoredGuest) -> Facts {
         blocks: blocks(image.blocks()),
         sections: image.devices().devices().iter().map(section).collect(),
         qemu: image
-            .file_image()
+            .image()
+            .filter(|image| !image.is_incremental())
             .and_then(Image::manifest)
             .and_then(|manifest| manifest.origin().qemu.clone()),
     };

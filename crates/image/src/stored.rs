@@ -1,7 +1,5 @@
 //! Common interface of stored guests, in files and in stores.
 
-use std::path::Path;
-
 use serde::Serialize;
 use towline_migration::Guest;
 use towline_protocol::device_state::DeviceState;
@@ -21,17 +19,7 @@ pub trait StoredGuest: Guest {
         None
     }
 
-    /// Path of the image if it is a file of this host.
-    fn local_path(&self) -> Option<&Path> {
-        None
-    }
-
-    /// The image if it is a file that QEMU can load.
-    fn file_image(&self) -> Option<&Image> {
-        None
-    }
-
-    /// The image if it is a file or a chain of files.
+    /// The image if it is a file of this host, or a chain of files.
     fn image(&self) -> Option<&Image> {
         None
     }
@@ -41,7 +29,7 @@ pub trait StoredGuest: Guest {
     /// # Errors
     /// A file was truncated: pages sent since then may be zeros.
     fn check_not_truncated(&self) -> Result<()> {
-        Ok(())
+        self.image().map_or(Ok(()), Image::check_not_truncated)
     }
 }
 
@@ -74,19 +62,7 @@ impl StoredGuest for Image {
         self.manifest().map(Manifest::origin)
     }
 
-    fn local_path(&self) -> Option<&Path> {
-        Some(self.path())
-    }
-
-    fn file_image(&self) -> Option<&Image> {
-        (!self.is_incremental()).then_some(self)
-    }
-
     fn image(&self) -> Option<&Image> {
         Some(self)
-    }
-
-    fn check_not_truncated(&self) -> Result<()> {
-        Self::check_not_truncated(self)
     }
 }

@@ -22,7 +22,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_channel::{Address, Channel, connect_with};
-use towline_image::{StoredGuest, WorkingSet};
+use towline_image::{Image, StoredGuest, WorkingSet};
 use towline_migration::postcopy::{
     Background, ConnectionLost, Options as EngineOptions, PostcopyChannels, Running,
 };
@@ -67,7 +67,7 @@ pub(super) fn restore(
     context: &Context<'_>,
 ) -> Result<CopyReport, Failure> {
     let was_running = image.devices().run_state().is_none_or(|state| state == "running");
-    let stored = RestoreSource { guest: image, was_running, path: image.local_path() };
+    let stored = RestoreSource { guest: image, was_running, path: image.image().map(Image::path) };
     let restored = restore_stored(&stored, destination, options, context);
     restored
         .and_then(|report| intact(image, report))
