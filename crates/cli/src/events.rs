@@ -119,10 +119,5 @@ pub(crate) fn reason(error: &Error) -> &'static str {
 
 /// Formats the event `failed` of a command that could not report more.
 pub(crate) fn failed(text: &str, reason: &str, exit: Exit) -> String {
-    line("failed", failure(text, reason, exit))
-}
-
-/// Returns the fields of an event `failed`.
-pub(crate) fn failure(text: &str, reason: &str, exit: Exit) -> Value {
-    with_exit(json!({ "error": text, "reason": reason }), exit)
+    line("failed", with_exit(json!({ "error": text, "reason": reason }), exit))
 }

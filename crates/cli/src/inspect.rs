@@ -6,14 +6,15 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use serde::Serialize;
 use serde_json::{Value, json};
 use towline_control::plan::{self, CopyRequest, DiscardSink, Source, Task, TransferOptions};
 use towline_control::qemu::Qemu;
 use towline_image::manifest::sidecar_path;
-use towline_image::{Image, LayerInfo, StoredGuest as _};
+use towline_image::{Image, LayerInfo, PageCount, StoredGuest as _};
 use towline_migration::Guest as _;
-use towline_protocol::BlockIndex;
-use towline_protocol::device_state::DeviceSection;
+use towline_protocol::device_state::{DeviceSection, DeviceState};
+use towline_protocol::{BlockIndex, RamBlock};
 use towline_qmp as qmp;
 
 use crate::args::InspectArgs;
@@ -22,7 +23,7 @@ use crate::progress::Reporter;
 use crate::sandbox::Policy;
 use crate::signals::{SignalEffects, cancel_on_signals};
 use crate::units::{count, counted, size};
-use crate::{command_line, console, events, sandbox};
+use crate::{command_line, events, sandbox};
 
 /// Number of threads that compare an image with its checksums.
 const VERIFY_THREADS: usize = 4;
@@ -98,15 +99,7 @@ fn image(reporter: &Reporter, path: &Path, checksums: Checksums) -> Result<Exit>
     }
     let allocated = image.file().metadata().with_context(|| path.display().to_string())?.blocks() * 512;
     let chain = image.layers().map(|layer| Layer::of(&layer)).collect::<Result<Vec<_>>>()?;
-    let blocks: Vec<Value> = image
-        .ram_blocks()
-        .iter()
-        .enumerate()
-        .map(|(index, block)| {
-            let pages = image.count_pages(BlockIndex(index as u32));
-            json!({ "name": block.name, "length": block.length, "plain-pages": pages.plain, "zero-pages": pages.zero })
-        })
-        .collect();
+    let blocks = stored_blocks(image.ram_blocks(), |block| image.count_pages(block));
     let devices = image.devices();
     let facts = json!({
         "kind": "image",
@@ -122,16 +115,16 @@ fn image(reporter: &Reporter, path: &Path, checksums: Checksums) -> Result<Exit>
         "command-line": command_line::json(image.origin()),
         "verified": checksums == Checksums::Compared,
         "loadable-by-qemu": !image.is_incremental(),
-        "chain": chain.iter().map(Layer::json).collect::<Vec<_>>(),
+        "chain": chain,
     });
-    reporter.event("inspected", events::with_exit(facts.clone(), Exit::Done));
+    reporter.event("inspected", events::with_exit(facts, Exit::Done));
     let what = if image.is_incremental() {
         "an incremental image, which towline restores; `towline copy` merges it into a full one for QEMU"
     } else {
         "an image that QEMU 9.0 and later loads (`-incoming file:`, mapped-ram)"
     };
     reporter.line(&format!("{}: {what}", path.display()));
-    print_head(reporter, &facts);
+    print_head(reporter, Some(&image.configuration().machine_type), devices.run_state());
     reporter.line(&format!("  file          {} long, {} allocated", size(image.length()), size(allocated)));
     print_manifest(reporter, &image, checksums);
     command_line::print(reporter, image.origin());
@@ -181,11 +174,36 @@ fn print_manifest(reporter: &Reporter, image: &Image, checksums: Checksums) {
     }
 }
 
+/// A RAM block.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Block<'a> {
+    name: &'a str,
+    length: u64,
+    #[serde(flatten)]
+    pages: Option<PageCount>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    page_size: Option<u64>,
+}
+
+fn stored_blocks(blocks: &[RamBlock], pages: impl Fn(BlockIndex) -> PageCount) -> Vec<Block<'_>> {
+    let counted = |(index, block)| Block { pages: Some(pages(BlockIndex(index as u32))), ..Block::of(block) };
+    blocks.iter().enumerate().map(counted).collect()
+}
+
+impl<'a> Block<'a> {
+    fn of(block: &'a RamBlock) -> Self {
+        Self { name: &block.name, length: block.length, pages: None, page_size: None }
+    }
+}
+
 /// An image of a chain.
+#[derive(Debug, Serialize)]
 struct Layer {
     path: String,
     created: Option<String>,
     content: Option<String>,
+    #[serde(rename = "chunks-read")]
     chunks: usize,
     allocated: u64,
 }
@@ -199,16 +217,6 @@ impl Layer {
             chunks: layer.chunks,
             allocated: layer.file.metadata().with_context(|| path.clone())?.blocks() * 512,
             path,
-        })
-    }
-
-    fn json(&self) -> Value {
-        json!({
-            "path": self.path,
-            "created": self.created,
-            "content": self.content,
-            "chunks-read": self.chunks,
-            "allocated": self.allocated,
         })
     }
 
@@ -231,15 +239,7 @@ fn stored_image(
         image.verify(&|_| {})?;
     }
     let index = image.index();
-    let blocks: Vec<Value> = image
-        .blocks()
-        .iter()
-        .enumerate()
-        .map(|(number, block)| {
-            let pages = image.count_pages(BlockIndex(number as u32));
-            json!({ "name": block.name, "length": block.length, "plain-pages": pages.plain, "zero-pages": pages.zero })
-        })
-        .collect();
+    let blocks = stored_blocks(image.blocks(), |block| image.count_pages(block));
     let devices = image.devices();
     let chunks = index.all_names().count();
     let facts = json!({
@@ -260,9 +260,9 @@ fn stored_image(
         "verified": checksums == Checksums::Compared,
         "loadable-by-qemu": false,
     });
-    reporter.event("inspected", events::with_exit(facts.clone(), Exit::Done));
+    reporter.event("inspected", events::with_exit(facts, Exit::Done));
     reporter.line(&format!("{location}: an image in an object store; QEMU loads a copy in a file"));
-    print_head(reporter, &facts);
+    print_head(reporter, Some(&image.configuration().machine_type), devices.run_state());
     reporter.line(&format!(
         "  chunks        {} of {}, named by an index of {}: {}",
         count(chunks as u64),
@@ -285,9 +285,12 @@ fn stored_image(
 fn qemu(reporter: &Reporter, path: &Path) -> Result<Exit> {
     let qemu = Qemu::inspect(path, &qmp::Options::default())?;
     let facts = qemu.facts();
-    let blocks: Vec<Value> = facts
+    let blocks: Vec<_> = facts
         .migrated_blocks()
-        .map(|block| json!({ "name": block.name, "length": block.used_bytes, "page-size": block.page_bytes }))
+        .map(|block| {
+            let page_size = Some(block.page_bytes);
+            Block { name: &block.name, length: block.used_bytes, pages: None, page_size }
+        })
         .collect();
     let on: Vec<_> =
         facts.capabilities.iter().filter(|(_, on)| **on).map(|(name, _)| name.as_str()).collect();
@@ -302,9 +305,9 @@ fn qemu(reporter: &Reporter, path: &Path) -> Result<Exit> {
         "capabilities": on,
         "blocks": blocks,
     });
-    reporter.event("inspected", events::with_exit(shown.clone(), Exit::Done));
+    reporter.event("inspected", events::with_exit(shown, Exit::Done));
     reporter.line(&format!("{}: QEMU {}", qemu.socket(), qemu.version_text()));
-    print_head(reporter, &shown);
+    print_head(reporter, Some(&facts.machine), Some(facts.status.status.as_str()));
     reporter.line(&format!("  uuid          {}", facts.uuid));
     reporter.line(&format!("  capabilities  {}", if on.is_empty() { "none".into() } else { on.join(", ") }));
     match facts.blocked_reasons() {
@@ -331,37 +334,33 @@ fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Ex
     let moved = match surveyed {
         Ok(moved) => moved,
         Err(failure) => {
-            let fields = json!({
-                "error": failure.to_string(),
-                "reason": events::reason(&failure.error),
-                "notes": failure.notes,
-            });
-            reporter.event("failed", events::with_exit(fields, Exit::Failed));
-            console::error(&failure.to_string());
-            return Ok(Exit::Failed);
+            let fields = json!({ "notes": failure.notes });
+            let reason = events::reason(&failure.error);
+            return Ok(reporter.failed_with(fields, &failure.to_string(), reason, Exit::Failed));
         }
     };
     let seen = survey.summary();
     let devices = seen.device_state.as_ref();
-    let blocks: Vec<Value> =
-        seen.blocks.iter().map(|block| json!({ "name": block.name, "length": block.length })).collect();
+    let blocks: Vec<_> = seen.blocks.iter().map(Block::of).collect();
+    let machine_type = seen.configuration.as_ref().map(|found| found.machine_type.as_str());
+    let run_state = devices.and_then(DeviceState::run_state);
     let facts = json!({
         "kind": "stream",
-        "machine-type": seen.configuration.as_ref().map(|found| &found.machine_type),
-        "run-state": devices.and_then(|state| state.run_state()),
+        "machine-type": machine_type,
+        "run-state": run_state,
         "blocks": blocks,
         "device-state": { "length": devices.map(|state| state.bytes().len()) },
         "devices": devices.map(|state| devices_json(state.devices())),
         "ram": crate::progress::ram(&moved),
     });
-    reporter.event("inspected", events::with_exit(facts.clone(), Exit::Done));
+    reporter.event("inspected", events::with_exit(facts, Exit::Done));
     let what = if crate::request::is_file(source) {
         "a file of `virsh save`, with QEMU's migration stream"
     } else {
         "a migration stream; its source was informed of a failure and keeps its guest"
     };
     reporter.line(&format!("{}: {what}", args.source));
-    print_head(reporter, &facts);
+    print_head(reporter, machine_type, run_state);
     reporter.line(&format!(
         "  memory        {}, {}, {} in all",
         counted(moved.normal, "plain page"),
@@ -382,23 +381,20 @@ fn devices_json(devices: &[DeviceSection]) -> Value {
         .collect()
 }
 
-fn print_head(reporter: &Reporter, facts: &Value) {
-    let text = |key: &str| facts[key].as_str().unwrap_or("unknown").escape_debug().to_string();
-    reporter.line(&format!("  machine type  {}", text("machine-type")));
-    reporter.line(&format!("  run state     {}", text("run-state")));
+fn print_head(reporter: &Reporter, machine_type: Option<&str>, run_state: Option<&str>) {
+    reporter.line(&format!("  machine type  {}", machine_type.unwrap_or("unknown").escape_debug()));
+    reporter.line(&format!("  run state     {}", run_state.unwrap_or("unknown").escape_debug()));
 }
 
-fn print_blocks(reporter: &Reporter, blocks: &[Value]) {
+fn print_blocks(reporter: &Reporter, blocks: &[Block<'_>]) {
     reporter.line(&format!("  blocks        {}", blocks.len()));
     for block in blocks {
-        let length = size(block["length"].as_u64().unwrap_or_default());
-        let pages = match (block["plain-pages"].as_u64(), block["zero-pages"].as_u64()) {
-            (Some(plain), Some(zero)) => format!("  {:>11} plain  {:>11} zero", count(plain), count(zero)),
-            _ => String::new(),
-        };
+        let pages = block.pages.map_or_else(String::new, |PageCount { plain, zero }| {
+            format!("  {:>11} plain  {:>11} zero", count(plain), count(zero))
+        });
         // A stream may name it as it likes.
-        let name = block["name"].as_str().unwrap_or_default().escape_debug().to_string();
-        reporter.line(&format!("    {name:<38} {length:>11}{pages}"));
+        let name = block.name.escape_debug().to_string();
+        reporter.line(&format!("    {name:<38} {:>11}{pages}", size(block.length)));
     }
 }
 

@@ -91,10 +91,7 @@ pub(crate) fn resume(args: &ResumeArgs) -> Exit {
                 }
                 _ => Exit::Failed,
             };
-            let fields = json!({ "id": args.id, "error": error.to_string(), "reason": reason(&error) });
-            reporter.event("failed", events::with_exit(fields, exit));
-            console::error(&error.to_string());
-            exit
+            reporter.failed_with(json!({ "id": args.id }), &error.to_string(), reason(&error), exit)
         }
     }
 }

@@ -139,7 +139,14 @@ impl Reporter {
 
     /// Reports the failure of a command that has no more to report.
     pub(crate) fn failed(&self, text: &str, reason: &str, exit: Exit) -> Exit {
-        self.event("failed", events::failure(text, reason, exit));
+        self.failed_with(json!({}), text, reason, exit)
+    }
+
+    /// As [`Self::failed`], with more fields in the event.
+    pub(crate) fn failed_with(&self, mut fields: Value, text: &str, reason: &str, exit: Exit) -> Exit {
+        fields["error"] = text.into();
+        fields["reason"] = reason.into();
+        self.event("failed", events::with_exit(fields, exit));
         console::error(text);
         exit
     }

@@ -40,10 +40,7 @@ pub(crate) fn run(args: &RepairArgs) -> Exit {
         }
         Ok(Some(repaired)) => report(&reporter, &repaired),
         Err(error) => {
-            let fields = json!({ "socket": socket, "error": error.to_string(), "reason": "qemu" });
-            reporter.event("failed", events::with_exit(fields, Exit::Failed));
-            console::error(&error.to_string());
-            Exit::Failed
+            reporter.failed_with(json!({ "socket": socket }), &error.to_string(), "qemu", Exit::Failed)
         }
     }
 }
@@ -83,10 +80,8 @@ fn partials(reporter: &Reporter, path: &Path) -> Exit {
     let found = match found {
         Ok(found) => found,
         Err(error) => {
-            let fields = json!({ "path": shown, "error": error.to_string(), "reason": "image" });
-            reporter.event("failed", events::with_exit(fields, Exit::Failed));
-            console::error(&error.to_string());
-            return Exit::Failed;
+            let fields = json!({ "path": shown });
+            return reporter.failed_with(fields, &error.to_string(), "image", Exit::Failed);
         }
     };
     let files: Vec<_> = found

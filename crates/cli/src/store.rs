@@ -15,10 +15,10 @@ use serde_json::json;
 
 use crate::args::{CollectArgs, PlaceArgs, RemoveArgs, StoreArgs, StoreCommand};
 use crate::endpoint::Endpoint;
+use crate::errors;
 use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::sandbox::policy_of_images;
-use crate::{console, errors, events};
 pub(crate) use common::Action;
 use common::{Removed, View, end, totals};
 
@@ -131,10 +131,8 @@ fn remove(args: &RemoveArgs) -> Result<Exit> {
             }
             Err(error) => {
                 failed += 1;
-                let text = errors::text(&error);
-                let fields = json!({ "path": image.to_string(), "error": text, "reason": "image" });
-                reporter.event("failed", events::with_exit(fields, Exit::Failed));
-                console::error(&text);
+                let fields = json!({ "path": image.to_string() });
+                reporter.failed_with(fields, &errors::text(&error), "image", Exit::Failed);
             }
         }
     }

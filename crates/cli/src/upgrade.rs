@@ -91,17 +91,10 @@ fn refused(reporter: &Reporter, error: &upgrade::Error, old: &Path) -> Exit {
     let is_unreached = has_ended || matches!(error, upgrade::Error::Qemu(_) | upgrade::Error::Proc { .. });
     let guest = if is_unreached { GuestAfterFailure::NOT_REACHED } else { GuestAfterFailure::SAFE };
     let (state, guest) = (guest.state(SourceCategory::Qemu), guest.sentence(SourceCategory::Qemu));
-    let fields = json!({
-        "error": text,
-        "reason": "upgrade-refused",
-        "guest": guest,
-        "guest-state": state,
-        "notes": [],
-    });
-    reporter.event("failed", events::with_exit(fields, Exit::Failed));
-    console::error(&text);
+    let fields = json!({ "guest": guest, "guest-state": state, "notes": [] });
+    let exit = reporter.failed_with(fields, &text, "upgrade-refused", Exit::Failed);
     console::error(&format!("the guest: {guest}"));
-    Exit::Failed
+    exit
 }
 
 /// Writes the page of `--report`.

@@ -17,6 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
+use serde::Serialize;
 use towline_channel::IoBuf;
 use towline_migration::{Extent, ExtentKind, Guest, Snapshot};
 use towline_protocol::configuration::Configuration;
@@ -42,11 +43,13 @@ pub struct Image {
 }
 
 /// Numbers of pages of a block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct PageCount {
     /// Pages with content.
+    #[serde(rename = "plain-pages")]
     pub plain: u64,
     /// Pages that are zero.
+    #[serde(rename = "zero-pages")]
     pub zero: u64,
 }
 
