@@ -198,14 +198,6 @@ pub enum Error {
         /// The kernel's error.
         why: io::Error,
     },
-    /// The stream's items arrived in an unexpected order.
-    #[error("{image}: {what}")]
-    Order {
-        /// The image to be stored.
-        image: String,
-        /// The missing item.
-        what: &'static str,
-    },
     /// The host lacks memory, threads or descriptors.
     #[error("{what}: {why}")]
     Host {
