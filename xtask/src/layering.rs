@@ -44,6 +44,7 @@ const TABLE: &[(&str, May)] = &[
             "towline-protocol",
         ]),
     ),
+    ("towline-memload", May::Use(&["towline-migration", "towline-channel", "towline-protocol"])),
     ("towline-report", May::Use(&[])),
     ("towline-sandbox", May::Use(&[])),
     ("towline-cli", May::UseAllBut(&["towline-lab", "towline-bench", "towline-frontend", "xtask"])),

@@ -20,8 +20,8 @@ use serde_json::{Value, json};
 use towline_channel::{
     Address, Cancel, Channel, ConnectOptions, ListenOptions, Listener, TlsClient, TlsServer, connect_with,
 };
+use towline_memload::{BLOCK_NAME, Backing, Checked, MemfdPages, Shape, Synthetic, configuration, memfd};
 use towline_migration::memory::{BlockBacking, MemoryBlock};
-use towline_migration::synthetic::{self, BLOCK_NAME, Checked, Shape, Synthetic, configuration};
 use towline_migration::{Guest, Incoming, Memory, Outgoing, Session, Sink, Statistics, incoming, outgoing};
 
 use super::transfer::{Cost, Mode, Transfer};
@@ -142,7 +142,7 @@ fn write_line(value: &Value) -> Result<()> {
 
 fn source(length: u64) -> Result<()> {
     // Without zero pages, so that all pages are sent.
-    let backing = synthetic::Backing::Memfd;
+    let backing = Backing::Memfd;
     let guest = Synthetic::new(Shape { zero_percent: 0, backing, ..Shape::of_length(length) })?;
     serve_requests(|request| guest.run(|guest| send(guest, request))?)
 }
@@ -178,7 +178,7 @@ fn send(guest: &dyn Guest, request: &Value) -> Result<Value> {
 
 fn destination(length: u64) -> Result<()> {
     let threads = thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
-    let file = synthetic::memfd(length, synthetic::MemfdPages::Base)?;
+    let file = memfd(length, MemfdPages::Base)?;
     let backing = BlockBacking::Shared { file: file.as_fd(), offset: 0 };
     let warm = Memory::new(configuration(), &[MemoryBlock { name: BLOCK_NAME, length, backing }])?;
     warm.populate(threads)?;

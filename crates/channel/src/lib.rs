@@ -70,6 +70,7 @@ mod framed;
 mod guess;
 mod layers;
 mod listen;
+pub mod lock;
 mod pair;
 mod pending_handshakes;
 mod pipe;

@@ -5,12 +5,14 @@ use std::sync::{Arc, Mutex};
 
 use anyhow::{Context as _, Result};
 use towline_channel::Cancel;
-use towline_control::plan::{self, CloneTarget, CopyRequest, Destination, Observer, Source};
+use towline_control::plan::{
+    self, CloneTarget, CopyRequest, Destination, Failure, GuestAfterFailure, Observer, Source,
+};
 use towline_control::statistics::StatsSource;
 use towline_control::status_server::StatusServer;
 
 use crate::args::{CopyArgs, MoveArgs, TransferArgs};
-use crate::endpoint::Endpoint;
+use crate::endpoint::{Endpoint, memory};
 use crate::exit::{Exit, UsageError};
 use crate::lock::lock;
 use crate::log::RequestId;
@@ -108,6 +110,10 @@ fn observed(
     observer: &dyn Observer,
     observability: &ObservabilityArgs,
 ) -> Result<plan::CopyResult> {
+    if let Err(error) = memory::check(source, destination, options) {
+        let guest = GuestAfterFailure::SAFE;
+        return Ok(Err(Failure { error: Box::new(error), guest, notes: Vec::new() }));
+    }
     if !observability.is_requested() {
         return Ok(plan::copy(source, destination, options, cancel, observer));
     }

@@ -1,6 +1,6 @@
 //! Endpoints of the command line.
 
-mod memory;
+pub(crate) mod memory;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -11,17 +11,16 @@ use towline_control::plan;
 use towline_image::{Location, LocationError};
 
 use crate::libvirt;
-
-pub(crate) use memory::MemOptions;
+use memory::MemEndpoint;
 
 /// Endpoint as parsed.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub(crate) enum Endpoint {
     Qmp(PathBuf),
     Stream(Address),
     Image(PathBuf),
     Store(Location),
-    Memory(MemOptions),
+    Memory(MemEndpoint),
     Null,
     /// Location with a secret, and the reason to refuse it. The parser would print the whole text.
     Secret(String),
@@ -51,7 +50,7 @@ impl FromStr for Endpoint {
             }
             "qmp" => Ok(Self::Qmp(rest.into())),
             "file" => image(rest),
-            "mem" => rest.parse().map(Self::Memory),
+            "mem" => MemEndpoint::parse(rest).map(Self::Memory),
             "facts" | "attr" | "ctl" if rest.is_empty() => Err(format!("{scheme}: needs a path")),
             "facts" => Ok(Self::Facts(rest.into())),
             "attr" => Ok(Self::Attribute(rest.into())),
@@ -108,7 +107,7 @@ impl Endpoint {
                 Ok(libvirt::stream_of(path)?.unwrap_or_else(|| plan::Source::Image(path.clone())))
             }
             Self::Store(location) => Ok(plan::Source::Store(location.clone())),
-            Self::Memory(memory) => memory.shape().map(plan::Source::Memory),
+            Self::Memory(memory) => memory.source(),
             Self::Null => Err("null: cannot be a SOURCE".into()),
             Self::Secret(why) => Err(why.clone()),
             Self::Facts(_) | Self::Attribute(_) | Self::Control(_) => Err(self.error_of_check_only()),
@@ -122,7 +121,7 @@ impl Endpoint {
             Self::Stream(address) => plan::Destination::Stream(address.clone()),
             Self::Image(path) => plan::Destination::Image(path.clone()),
             Self::Store(location) => plan::Destination::Store(location.clone()),
-            Self::Memory(memory) => plan::Destination::Memory(memory.destination()?),
+            Self::Memory(memory) => memory.destination()?,
             Self::Null => plan::Destination::Null,
             Self::Secret(why) => return Err(why.clone()),
             Self::Facts(_) | Self::Attribute(_) | Self::Control(_) => return Err(self.error_of_check_only()),

@@ -63,7 +63,7 @@ pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
             Err(UsageError(format!("{location}: this towline was built without object stores")).into())
         }
         Source::Qmp(path) => qemu(&reporter, &path),
-        Source::Memory(_) => {
+        Source::Process(_) => {
             let text = format!(
                 "{}: a synthetic guest exists only while it is copied; there is nothing to inspect",
                 args.source

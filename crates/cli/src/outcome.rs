@@ -1,18 +1,21 @@
 //! Results of copies and moves: an event, lines for people, and the exit status.
 
-mod memory;
 mod text;
 mod verb;
 
 use serde_json::{Value, json};
 use towline_channel::Address;
 use towline_control::plan::{self, CopyReport, Error, Failure, PostcopyReport, SourceCategory};
+use towline_memload::CheckOutcome;
 
 use crate::endpoint::Endpoint;
 use crate::exit::Exit;
 use crate::progress::{Reporter, faults, ram};
 use crate::{console, errors, events, sandbox, sends};
 pub(crate) use verb::Verb;
+
+/// Location of a synthetic guest after a failure.
+const SYNTHETIC_GONE: &str = "gone: a synthetic guest ends with its process";
 
 /// Reports the results of copies of one source.
 pub(crate) struct Results<'a> {
@@ -44,7 +47,7 @@ impl<'a> Results<'a> {
     /// Reports a failure.
     pub(crate) fn failed(&self, destination: &Endpoint, failure: &Failure) -> Exit {
         let keeper = match self.source {
-            Endpoint::Memory(_) => SourceCategory::Process,
+            Endpoint::Memory(_) => SourceCategory::Process(SYNTHETIC_GONE),
             Endpoint::Stream(Address::Exec(_)) => SourceCategory::Command,
             source if source.is_image() => SourceCategory::Image,
             _ => SourceCategory::Qemu,
@@ -111,6 +114,14 @@ impl<'a> Results<'a> {
     }
 }
 
+/// The guest that was received into memory (`mem:`).
+fn received(destination: &Endpoint) -> Option<CheckOutcome> {
+    match destination {
+        Endpoint::Memory(memory) => memory.outcome(),
+        _ => None,
+    }
+}
+
 /// Returns the fields of the event `completed`.
 fn completed(source: &Endpoint, destination: &Endpoint, report: &CopyReport) -> Value {
     json!({
@@ -131,7 +142,7 @@ fn completed(source: &Endpoint, destination: &Endpoint, report: &CopyReport) -> 
         "ram": ram(&report.moved),
         "postcopy": report.postcopy.as_ref().map(postcopy),
         "uploaded": report.uploaded,
-        "memory": report.memory.as_ref().map(memory::json),
+        "memory": received(destination).map(|outcome| outcome.json()),
         "increment": report.increment,
     })
 }

@@ -56,7 +56,7 @@ pub use clones::{
 };
 pub use copy::{copy, inspect_stream, wait_for_socket};
 pub use discard_sink::{DiscardSink, StreamSummary};
-pub use ends::{Destination, MemoryOptions, Source};
+pub use ends::{Destination, ProcessDestination, ProcessGuest, ProcessSource, Source};
 pub use error::{Error, Failure};
 pub use outcomes::{GuestAfterFailure, SourceCategory};
 pub use progress::{CopyPhase, Observer, Progress};

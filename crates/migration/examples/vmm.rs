@@ -14,11 +14,12 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use towline_channel::{Address, Cancel, Listener};
 use towline_migration::memory::{BlockBacking, MemoryBlock};
 use towline_migration::tracker::WriteProtect;
 use towline_migration::{
-    Incoming, LiveBlock, Memory, Outgoing, RamMapping, SourceMemory, incoming, outgoing, synthetic,
+    Incoming, LiveBlock, Memory, Outgoing, RamMapping, SourceMemory, incoming, outgoing,
 };
 use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state;
@@ -123,7 +124,8 @@ fn source() -> Result<()> {
 }
 
 fn destination(address: &Address) -> Result<()> {
-    let file = synthetic::memfd(BYTES as u64, synthetic::MemfdPages::Base)?;
+    let file = memfd_create("vmm", MemfdFlags::CLOEXEC)?;
+    ftruncate(&file, BYTES as u64)?;
     let backing = BlockBacking::Shared { file: file.as_fd(), offset: 0 };
     let memory = Memory::new(configuration(), &[MemoryBlock { name: "ram", length: BYTES as u64, backing }])?;
     let (deadline, cancel) = (Instant::now() + WITHIN, Cancel::new()?);

@@ -14,7 +14,6 @@
 //!   has: a mapped image, memory that two QEMUs share.
 //! - [`DirtyTracker`] tracks a live guest's writes: the kernel's write protection, or KVM's dirty log.
 //! - [`convergence`] decides when a guest that writes is stopped, and when it is reported not to converge.
-//! - [`synthetic`] is a guest without a machine, with a checked pattern and a dirtying load.
 //! - [`Session`] ties the threads of one migration together: the lanes' barrier, and the first error, which
 //!   wakes all.
 //! - [`ZeroCopySend`]: selects MSG_ZEROCOPY for pages; each lane may measure whether it pays.
@@ -46,7 +45,6 @@ mod present;
 mod relay;
 mod session;
 mod statistics;
-pub mod synthetic;
 mod sys;
 pub mod tracker;
 mod tuning;

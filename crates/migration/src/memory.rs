@@ -146,11 +146,6 @@ impl Memory {
         lock(&self.received_state).take()
     }
 
-    /// Result of `look` for the received device state, if it has not been taken.
-    pub(crate) fn look_at_device_state<T>(&self, look: impl FnOnce(&DeviceState) -> T) -> Option<T> {
-        lock(&self.received_state).as_ref().map(look)
-    }
-
     /// Returns true if a guest arrived completely. Whether its source knows is the result of
     /// [`crate::Incoming::run`].
     pub fn is_committed(&self) -> bool {

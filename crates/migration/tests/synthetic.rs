@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use common::*;
 use towline_channel::{IoBuf, IoBufMut};
-use towline_migration::synthetic::{Backing, Checked, MemfdPages, Shape, Synthetic, memfd};
+use towline_memload::{Backing, Checked, MemfdPages, Shape, Synthetic, memfd};
 use towline_migration::tracker::WriteProtect;
 use towline_migration::{
     ChannelId, Compression, Error, Extent, Guest, Incoming, Memory, Outgoing, Pages, Result, Session, Sink,

@@ -1,10 +1,13 @@
 //! Report of a successful copy for people.
 
+use std::time::Duration;
+
 use towline_control::plan::{CopyReport, PostcopyReport};
 use towline_image::Increment;
 use towline_image::checksum::CHUNK_BYTES;
+use towline_memload::{BlockHash, CheckOutcome};
 
-use super::memory;
+use super::received;
 use super::verb::Verb;
 use crate::endpoint::Endpoint;
 use crate::progress::{Reporter, faults_text};
@@ -30,8 +33,8 @@ pub(super) fn completed(
     if let Some(report) = &report.postcopy {
         postcopy(reporter, report);
     }
-    if let Some(outcome) = &report.memory {
-        memory::print(reporter, outcome);
+    if let Some(outcome) = received(destination) {
+        checked(reporter, &outcome);
     }
     if let Some(Increment { stored, in_base }) = report.increment {
         let (all, bytes) = (stored + in_base, stored as u64 * CHUNK_BYTES);
@@ -107,5 +110,24 @@ fn postcopy(reporter: &Reporter, report: &PostcopyReport) {
     }
     if report.recoveries > 0 {
         reporter.line(&format!("  recovered    from {}", counted(report.recoveries, "lost connection")));
+    }
+}
+
+/// Prints the check of a guest that was received into memory.
+fn checked(reporter: &Reporter, outcome: &CheckOutcome) {
+    let seconds = |time: Duration| format!("{:.2} s", time.as_secs_f64());
+    let populated = outcome.populated.map_or_else(String::new, |populated| {
+        format!(", {} of it to populate memory", seconds(populated.elapsed))
+    });
+    reporter.line(&format!("  received     in {}{populated}", seconds(outcome.transfer_time)));
+    if let Some(pages) = outcome.verified_pages {
+        let (pages, writes) = (count(pages), count(outcome.writes));
+        let time = seconds(outcome.check_time);
+        reporter.line(&format!(
+            "  verified     {pages} pages are correct, with {writes} writes of the load; {time}"
+        ));
+    }
+    for BlockHash { name, length, blake3 } in &outcome.hashes {
+        reporter.line(&format!("  {name:<38} {:>11}  BLAKE3 {blake3}", size(*length)));
     }
 }

@@ -83,7 +83,7 @@ fn permit_source(policy: &mut Policy, source: &Source) -> Option<()> {
         Source::Image(path) => permit_image(policy, path),
         Source::Stream(address) => permit_stream(policy, address, StreamDirection::Listen)?,
         Source::Store(location) => permit_store(policy, location),
-        Source::Qmp(_) | Source::Memory(_) => {}
+        Source::Qmp(_) | Source::Process(_) => {}
     }
     Some(())
 }
@@ -119,7 +119,7 @@ fn permit_destination(policy: &mut Policy, destination: &Destination) -> Option<
         Destination::Image(path) => policy.write.push(parent_directory(path)),
         Destination::Stream(address) => permit_stream(policy, address, StreamDirection::Connect)?,
         Destination::Store(location) => permit_store(policy, location),
-        Destination::Qmp(_) | Destination::Memory(_) | Destination::Null => {}
+        Destination::Qmp(_) | Destination::Process(_) | Destination::Null => {}
     }
     Some(())
 }

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use towline_channel::{Address, Cancel};
 use towline_image::{Existing, ImageWriter, Increment, Origin, Uploaded};
-use towline_migration::{Relay, Session, Snapshot, Statistics, outgoing, synthetic};
+use towline_migration::{Relay, Session, Snapshot, Statistics, outgoing};
 use towline_qmp as qmp;
 
 use super::error::Error;
@@ -29,7 +29,6 @@ pub(super) struct Context<'a> {
     /// The reflink of the image that the destination's QEMU maps, if it was given one.
     pub(super) reflink: Option<&'a UnusedReflink>,
     begun: Instant,
-    memory: OnceLock<synthetic::CheckOutcome>,
     uploaded: OnceLock<Uploaded>,
     sending: OnceLock<Arc<Statistics>>,
     increment: OnceLock<Increment>,
@@ -42,22 +41,17 @@ impl<'a> Context<'a> {
         cancel: &'a Cancel,
         observer: &'a dyn Observer,
     ) -> Self {
-        let (memory, uploaded) = (OnceLock::new(), OnceLock::new());
-        let (sending, increment) = (OnceLock::new(), OnceLock::new());
-        let begun = Instant::now();
-        let (started, reflink) = (None, None);
         Self {
             options,
             lanes: AtomicUsize::new(lanes),
             cancel,
             observer,
-            started,
-            reflink,
-            begun,
-            memory,
-            uploaded,
-            sending,
-            increment,
+            started: None,
+            reflink: None,
+            begun: Instant::now(),
+            uploaded: OnceLock::new(),
+            sending: OnceLock::new(),
+            increment: OnceLock::new(),
         }
     }
 
@@ -114,11 +108,6 @@ impl<'a> Context<'a> {
     /// Sets the statistics of the lanes to the destination.
     pub(super) fn set_sending(&self, sending: &Arc<Statistics>) {
         self.sending.get_or_init(|| Arc::clone(sending));
-    }
-
-    /// Records the guest that was received into memory of this process, for the report.
-    pub(super) fn set_memory(&self, outcome: synthetic::CheckOutcome) {
-        self.memory.get_or_init(|| outcome);
     }
 
     /// Records the upload to an object store, for the report.
@@ -193,7 +182,6 @@ impl<'a> Context<'a> {
             source,
             destination,
             uploaded: self.uploaded.get().copied(),
-            memory: self.memory.get().cloned(),
             increment: self.increment.get().copied(),
             postcopy: None,
         }

@@ -1,8 +1,8 @@
 //! The ends of a copy as values. The kind of an end is evaluated only here, where its value is built.
 
 mod image;
-mod memory;
 mod null;
+mod process;
 mod qemu;
 #[cfg(feature = "store")]
 mod store;
@@ -30,7 +30,9 @@ pub(super) fn source(source: &Source, context: &Context<'_>) -> Result<Box<dyn S
     Ok(match source {
         Source::Qmp(path) => Box::new(qemu::QemuSource::new(path, context)?),
         Source::Stream(address) => Box::new(stream::StreamSource::new(address)),
-        Source::Memory(shape) => Box::new(memory::MemorySource::new(shape).map_err(Failure::untouched)?),
+        Source::Process(process) => {
+            Box::new(process::LocalSource::new(process.as_ref()).map_err(Failure::untouched)?)
+        }
         stored => {
             let image = open(stored, context.options, context.cancel, context.observer);
             Box::new(StoredSource::new(image.map_err(Failure::unopened)?))
@@ -56,7 +58,7 @@ pub(super) fn destination(
         }
         #[cfg(not(feature = "store"))]
         Destination::Store(location) => return Err(without_stores(location)),
-        Destination::Memory(room) => Box::new(memory::MemoryDestination::new(room)?),
+        Destination::Process(process) => Box::new(process::LocalDestination::new(process.as_ref())?),
         Destination::Null => Box::new(null::NullDestination::default()),
     })
 }
@@ -74,7 +76,7 @@ pub(super) fn open(
         Source::Store(location) => Ok(Box::new(store::open(location, options, cancel, observer)?)),
         #[cfg(not(feature = "store"))]
         Source::Store(location) => Err(without_stores(location)),
-        Source::Qmp(_) | Source::Stream(_) | Source::Memory(_) => {
+        Source::Qmp(_) | Source::Stream(_) | Source::Process(_) => {
             // Without object stores there is no read to cancel.
             let _ = cancel;
             Err(Error::Usage("only an image can be read several times".into()))

@@ -2,12 +2,13 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use towline_channel::Address;
-use towline_migration::synthetic;
+use towline_migration::{Guest, Result, Sink};
 
 /// Source of a guest.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub enum Source {
     /// A running QEMU, by its QMP socket.
     Qmp(PathBuf),
@@ -17,12 +18,12 @@ pub enum Source {
     Image(PathBuf),
     /// An image in an object store; refused by a build without the feature `store`.
     Store(towline_image::Location),
-    /// A synthetic guest of this process.
-    Memory(synthetic::Shape),
+    /// A guest of this process.
+    Process(Arc<dyn ProcessSource>),
 }
 
 /// Destination of a guest.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub enum Destination {
     /// A QEMU that waits with `-incoming defer`, by its QMP socket.
     Qmp(PathBuf),
@@ -32,10 +33,40 @@ pub enum Destination {
     Image(PathBuf),
     /// An image to be written to an object store; refused by a build without the feature `store`.
     Store(towline_image::Location),
-    /// Memory of this process, in which the guest is verified (or hashed) and then discarded.
-    Memory(MemoryOptions),
+    /// A sink of this process, with which the guest ends.
+    Process(Arc<dyn ProcessDestination>),
     /// Nothing: counts and discards. The source gets an error, so its guest runs on.
     Null,
+}
+
+/// A guest that the caller has in this process.
+pub trait ProcessSource: fmt::Debug + Send + Sync {
+    /// Name of the source, for the manifest of an image.
+    fn name(&self) -> &str;
+
+    /// Creates the guest: the request was validated, and nothing else was touched.
+    ///
+    /// # Errors
+    /// The guest cannot be created, for example because there is too little memory.
+    fn create(&self) -> Result<Box<dyn ProcessGuest>>;
+}
+
+/// A guest of this process. It ends when this is dropped.
+pub trait ProcessGuest {
+    /// Runs the guest while `send` sends it. The engine stops it for the last pass.
+    ///
+    /// # Errors
+    /// The guest cannot be run. `send` was not called.
+    fn run(&self, send: &mut dyn FnMut(&dyn Guest)) -> Result<()>;
+}
+
+/// A sink that the caller has in this process. Its name is that of the destination in messages.
+pub trait ProcessDestination: fmt::Debug + fmt::Display + Send + Sync {
+    /// Creates the sink, before the destination is connected to its source.
+    ///
+    /// # Errors
+    /// The sink cannot be created, for example because there is too little memory.
+    fn create(&self) -> Result<Arc<dyn Sink>>;
 }
 
 /// Identity of a destination that takes one guest only.
@@ -102,7 +133,7 @@ impl Destination {
                 DestinationKey::Address(address.to_string())
             }
             Self::Store(location) => DestinationKey::Address(location.to_string()),
-            Self::Stream(_) | Self::Memory(_) | Self::Null => {
+            Self::Stream(_) | Self::Process(_) | Self::Null => {
                 DestinationKey::Many(std::ptr::from_ref(self).addr())
             }
         }
@@ -116,18 +147,8 @@ impl fmt::Display for Destination {
             Self::Image(path) => write!(f, "file:{}", path.display()),
             Self::Store(location) => write!(f, "{location}"),
             Self::Stream(address) => write!(f, "{address}"),
-            Self::Memory(_) => f.write_str("mem:"),
+            Self::Process(process) => write!(f, "{process}"),
             Self::Null => f.write_str("null:"),
         }
     }
-}
-
-/// Memory of this process as a destination.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct MemoryOptions {
-    /// Bytes to allocate and populate before the source is queried; `None` to allocate as many as the guest
-    /// has once that is known.
-    pub length: Option<u64>,
-    /// In reserved huge pages; needs a length.
-    pub is_huge: bool,
 }

@@ -21,8 +21,8 @@ pub enum SourceCategory {
     Qemu,
     /// An image.
     Image,
-    /// This process.
-    Process,
+    /// This process, with a sentence about a guest that has ended with it.
+    Process(&'static str),
     /// A command whose output is its stream.
     Command,
 }
@@ -79,7 +79,7 @@ impl GuestAfterFailure {
     /// Its state, by the category of the source.
     pub fn state(&self, keeper: SourceCategory) -> GuestState {
         let source = match (self.state.source, keeper) {
-            (AtSource::HasIt, SourceCategory::Process) => AtSource::Ended,
+            (AtSource::HasIt, SourceCategory::Process(_)) => AtSource::Ended,
             (AtSource::HasIt, SourceCategory::Command) => AtSource::Unknown,
             (source, _) => source,
         };
@@ -103,7 +103,7 @@ impl GuestAfterFailure {
         Some(match (self.state.source, keeper) {
             (AtSource::HasIt, SourceCategory::Qemu) if is_untouched => "safe at its source",
             (AtSource::HasIt, SourceCategory::Image) => "in its image, which is as it was",
-            (AtSource::HasIt, SourceCategory::Process) => "gone: a synthetic guest ends with its process",
+            (AtSource::HasIt, SourceCategory::Process(ended)) => ended,
             (AtSource::HasIt, SourceCategory::Command) => {
                 "where the command of its stream reads it; this copy has not changed it"
             }

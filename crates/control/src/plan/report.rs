@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::Serialize;
 use towline_image::{Increment, Uploaded};
 use towline_migration::postcopy::FaultCounts;
-use towline_migration::{Compression, LaneSends, Snapshot, ZeroCopySend, synthetic};
+use towline_migration::{Compression, LaneSends, Snapshot, ZeroCopySend};
 
 use crate::switchover::{AtSource, FinalRunState};
 
@@ -34,8 +34,6 @@ pub struct CopyReport {
     pub destination: DestinationState,
     /// Upload to an object store.
     pub uploaded: Option<Uploaded>,
-    /// Guest received in memory of this process.
-    pub memory: Option<synthetic::CheckOutcome>,
     /// Share of an incremental image that it holds itself.
     pub increment: Option<Increment>,
     /// Statistics of postcopy.
@@ -62,7 +60,7 @@ pub enum SourceState {
     Paused,
     /// Its QEMU was ended.
     Ended,
-    /// An image, which is as it was, or a synthetic guest; or a guest that did not run, and was stored as it was.
+    /// An image, which is as it was, or a guest of this process; or a guest that did not run, and was stored as it was.
     Unchanged,
     /// It was received as a stream, whose sender decides whether it keeps the guest.
     #[serde(rename = "unknown")]
@@ -94,7 +92,7 @@ pub enum DestinationState {
     Loaded,
     /// It was sent without a return path, so that nothing acknowledges that it was loaded.
     Sent,
-    /// It was received into memory, verified and discarded.
+    /// It was received by a sink of this process, with which it ends.
     Received,
     /// It was counted and discarded.
     #[serde(rename = "discarded")]

@@ -110,12 +110,6 @@ fn check_pair(source: &Source, destination: &Destination, options: &CopyRequest)
         _ if options.is_postcopy() => {
             "--postcopy is for a destination that runs the guest: qmp:, tcp: or unix: with a QEMU behind it"
         }
-        (Source::Memory(_), Destination::Qmp(_)) => {
-            "a synthetic guest (mem:) has no devices, so no QEMU can load it: copy it to mem:, an image or a stream"
-        }
-        (Source::Memory(_), Destination::Null) => {
-            "null: takes a stream; mem: receives a synthetic guest and verifies it"
-        }
         (source, Destination::Null) if source.is_image() => {
             "null: takes a stream; to check an image, `inspect --verify` it"
         }
@@ -141,7 +135,7 @@ fn one_guest(
         return Ok(options);
     }
     match destination {
-        Destination::Image(_) | Destination::Store(_) | Destination::Memory(_) | Destination::Null => {}
+        Destination::Image(_) | Destination::Store(_) | Destination::Process(_) | Destination::Null => {}
         Destination::Qmp(_) if options.run() == Some(true) => {
             return Err(Error::Usage("--resume with --run: the same guest would run twice".into()));
         }
@@ -157,7 +151,7 @@ fn one_guest(
 
 fn check_throttle(source: &Source, options: &CopyRequest) -> Result<(), Error> {
     match source {
-        Source::Qmp(_) | Source::Memory(_) => Ok(()),
+        Source::Qmp(_) | Source::Process(_) => Ok(()),
         _ if options.transfer_options().throttle => Err(Error::Usage(
             "--throttle is for a qmp: source, whose QEMU slows its guest down: set auto-converge on at the QEMU that sends".into(),
         )),
@@ -170,8 +164,10 @@ fn check_end(source: &Source, destination: &Destination, options: &CopyRequest) 
     let text = match (source, destination) {
         _ if !options.ends_source() => return Ok(()),
         (source, _) if source.monitor().is_none() => "only a qmp: source can be ended: copy this one",
-        (_, Destination::Memory(_)) => {
-            "mem: is gone with this process, so its source is not ended: copy to it"
+        (_, Destination::Process(process)) => {
+            return Err(Error::Usage(format!(
+                "{process} is gone with this process, so its source is not ended: copy to it"
+            )));
         }
         (_, Destination::Null) => "null: keeps nothing, so its source is not ended: copy to it",
         _ => return Ok(()),
@@ -273,7 +269,7 @@ fn check_zero_copy_send(
     let reason = match destination {
         Destination::Stream(Address::Tcp { .. }) => return zero_copy_over_tcp(options, lanes),
         // Within this process, lanes are TCP over the loopback interface.
-        Destination::Memory(_) if !matches!(source, Source::Qmp(_) | Source::Stream(_)) => {
+        Destination::Process(_) if !matches!(source, Source::Qmp(_) | Source::Stream(_)) => {
             return zero_copy_over_tcp(options, lanes);
         }
         Destination::Stream(address) => {
@@ -365,7 +361,6 @@ fn check_postcopy(source: &Source, options: &CopyRequest) -> Result<(), Error> {
         Source::Stream(_) => {
             "--postcopy with a stream as its source: its sender decides; set postcopy-ram at both QEMUs and connect them without towline"
         }
-        Source::Memory(_) => "--postcopy is for a guest that a QEMU can run, and mem: is not one",
         Source::Qmp(_) if recovers => {
             "--recover is for the guest of an image: two QEMUs that lost each other have `migrate-recover` and `migrate` with resume"
         }

@@ -1,21 +1,45 @@
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use towline_channel::Cancel;
 use towline_launch::{
     AllowedCommandLine, CommandLine, HostArguments, Lifetime, QemuVersion, Recorded, RuntimeRoot,
 };
-use towline_migration::synthetic::Shape;
+use towline_memload::{Shape, Synthetic};
+use towline_migration::Guest;
 
 use super::guests::{PlannedGuests, is_vhost_user, names, plan};
 use super::image::RunImage;
 use super::*;
-use crate::plan::{self as copies, Destination, Observer, Source};
+use crate::plan::{self as copies, Destination, Observer, ProcessGuest, ProcessSource, Source};
 
 const NEW: QemuVersion = QemuVersion { major: 10, minor: 0 };
 
 struct Silent;
 
 impl Observer for Silent {}
+
+/// A synthetic guest of this size.
+#[derive(Debug)]
+struct OfSize(u64);
+
+struct OfProcess(Synthetic);
+
+impl ProcessSource for OfSize {
+    fn name(&self) -> &'static str {
+        "mem"
+    }
+
+    fn create(&self) -> towline_migration::Result<Box<dyn ProcessGuest>> {
+        Ok(Box::new(OfProcess(Synthetic::new(Shape::of_length(self.0))?)))
+    }
+}
+
+impl ProcessGuest for OfProcess {
+    fn run(&self, send: &mut dyn FnMut(&dyn Guest)) -> towline_migration::Result<()> {
+        self.0.run(|guest| send(guest))
+    }
+}
 
 /// Options of one guest of this image.
 fn options(image: &Path) -> RunOptions {
@@ -62,7 +86,7 @@ fn allowed_by(options: &RunOptions, recorded: Option<&Recorded>) -> Result<Allow
 /// Copies a synthetic guest, whose memory is one block.
 fn store(destination: &Destination, mib: u64) {
     let request = CopyRequest { overwrite: true, ..CopyRequest::default() };
-    let source = Source::Memory(Shape::of_length(mib << 20));
+    let source = Source::Process(Arc::new(OfSize(mib << 20)));
     copies::copy(&source, destination, &request, &Cancel::new().unwrap(), &Silent).unwrap();
 }
 

@@ -7,7 +7,7 @@ use tempfile::TempDir;
 use towline_channel::Cancel;
 use towline_control::plan::{CopyRequest, Destination, Observer, Source, copy};
 use towline_image::Image;
-use towline_migration::synthetic::BLOCK_NAME;
+use towline_memload::BLOCK_NAME;
 use towline_qmp::commands::HumanMonitorCommand;
 
 use crate::common::{Binary, binaries};

@@ -10,7 +10,7 @@ use towline_control::in_place::{
 };
 use towline_control::qemu::{Process, Qemu};
 use towline_image::Image;
-use towline_migration::synthetic::BLOCK_NAME;
+use towline_memload::BLOCK_NAME;
 
 use crate::common::{self, TestQemu, binaries, skipped};
 use crate::support::{MEMORY_MIB, MIB, Stored, assert_mapped, reason, waiting, with_memory};

@@ -1,14 +1,16 @@
 //! QEMUs and images of these tests.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use tempfile::TempDir;
 use towline_channel::Cancel;
 use towline_control::in_place::{MappingKind, Presence, TransferReason};
-use towline_control::plan::{CopyRequest, Destination, Observer, Source, copy};
+use towline_control::plan::{CopyRequest, Destination, Observer, ProcessGuest, ProcessSource, Source, copy};
 use towline_control::qemu::Qemu;
 use towline_image::Image;
-use towline_migration::synthetic::{BLOCK_NAME, Shape};
+use towline_memload::{BLOCK_NAME, Shape, Synthetic};
+use towline_migration::{Guest, Result};
 use towline_protocol::mapped_ram::MappedRamHeader;
 
 use crate::common::{Binary, TestQemu};
@@ -22,6 +24,28 @@ pub(crate) struct Silent;
 
 impl Observer for Silent {}
 
+/// A synthetic guest of this size.
+#[derive(Debug)]
+struct OfSize(u64);
+
+struct OfProcess(Synthetic);
+
+impl ProcessSource for OfSize {
+    fn name(&self) -> &str {
+        "mem"
+    }
+
+    fn create(&self) -> Result<Box<dyn ProcessGuest>> {
+        Ok(Box::new(OfProcess(Synthetic::new(Shape::of_length(self.0))?)))
+    }
+}
+
+impl ProcessGuest for OfProcess {
+    fn run(&self, send: &mut dyn FnMut(&dyn Guest)) -> Result<()> {
+        self.0.run(|guest| send(guest))
+    }
+}
+
 /// An image of a synthetic guest, a quarter of whose pages are zero.
 pub(crate) struct Stored {
     directory: TempDir,
@@ -32,7 +56,7 @@ impl Stored {
     pub(crate) fn new() -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("guest.img");
-        let source = Source::Memory(Shape::of_length(MEMORY_MIB * MIB));
+        let source = Source::Process(Arc::new(OfSize(MEMORY_MIB * MIB)));
         let (to, cancel) = (Destination::Image(path.clone()), Cancel::new().unwrap());
         copy(&source, &to, &CopyRequest::default(), &cancel, &Silent).unwrap();
         Self { directory, image: Image::open(&path).unwrap() }

@@ -132,7 +132,10 @@ impl<'a> Span<'a> {
     }
 
     /// Advises huge pages. The kernel decides when the memory is touched.
-    pub(crate) fn advise_huge(&self) -> io::Result<()> {
+    ///
+    /// # Errors
+    /// The kernel has none, or not for this memory.
+    pub fn advise_huge(&self) -> io::Result<()> {
         self.advise(0, self.length, libc::MADV_HUGEPAGE)
     }
 

@@ -121,7 +121,7 @@ pub(in super::super) enum SourceControl<'a> {
     Stored,
 }
 
-/// A guest of this process: an open image, or a synthetic one.
+/// A guest of this process: an open image, or one that the caller provides.
 pub(in super::super) struct LocalGuest<'a> {
     pub(in super::super) guest: &'a dyn Guest,
     /// The guest's own image, possibly an incremental one.

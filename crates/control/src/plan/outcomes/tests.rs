@@ -35,7 +35,7 @@ fn untouched() -> Vec<Situation> {
     vec![
         Situation("at-source", Qemu, at(HasIt), "safe at its source"),
         Situation("in-image", Image, at(HasIt), "in its image, which is as it was"),
-        Situation("ended-with-process", Process, at(HasIt), "gone: a synthetic guest ends with its process"),
+        Situation("ended-with-process", Process("it has ended"), at(HasIt), "it has ended"),
         Situation(
             "with-command",
             Command,
@@ -252,10 +252,11 @@ fn driven_source_is_named() {
     assert_eq!(GuestAfterFailure::unresolved(lost).sentence(Qemu), format!("its source's QEMU {rest}"));
 }
 
-/// A synthetic guest is gone, and nothing is known of one whose stream a command reads.
+/// A guest of this process is gone, and nothing is known of one whose stream a command reads.
 #[test]
 fn the_category_of_the_source_is_part_of_the_state() {
-    let states = [Qemu, Image, Process, Command].map(|keeper| GuestAfterFailure::SAFE.state(keeper).source);
+    let states = [Qemu, Image, Process("it has ended"), Command]
+        .map(|keeper| GuestAfterFailure::SAFE.state(keeper).source);
     assert_eq!(states, [AtSource::HasIt, AtSource::HasIt, AtSource::Ended, AtSource::Unknown]);
 }
 

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use towline_protocol::ram::PAGE_SIZE;
 
-use super::pattern::Pattern;
+use crate::pattern::Pattern;
 
 /// Parameters of a synthetic guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,11 +42,11 @@ impl Shape {
         Self { length, seed: 1, zero_percent: 25, dirty_rate: 0, threads, backing }
     }
 
-    pub(super) fn pages(&self) -> usize {
+    pub(crate) fn pages(&self) -> usize {
         usize::try_from(self.length / PAGE_SIZE).expect("within a block that is mapped here")
     }
 
-    pub(super) fn pattern(&self) -> Pattern {
+    pub(crate) fn pattern(&self) -> Pattern {
         Pattern { seed: self.seed, zero_percent: self.zero_percent }
     }
 }

@@ -11,7 +11,7 @@
 use std::fmt;
 
 /// Bytes of a page.
-pub(super) const PAGE_BYTES: usize = 4096;
+pub(crate) const PAGE_BYTES: usize = 4096;
 const WORD_BYTES: usize = 8;
 /// Words before the hashed ones.
 const HEAD_WORDS: usize = 2;
@@ -20,9 +20,9 @@ const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// Decides the content of every page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Pattern {
-    pub(super) seed: u64,
-    pub(super) zero_percent: u8,
+pub(crate) struct Pattern {
+    pub(crate) seed: u64,
+    pub(crate) zero_percent: u8,
 }
 
 /// A page with wrong content.
@@ -74,12 +74,12 @@ impl fmt::Display for WrongContent {
 
 impl Pattern {
     /// Returns true if a page of this generation is zero.
-    pub(super) fn is_zero(self, page: u64, generation: u32) -> bool {
+    pub(crate) fn is_zero(self, page: u64, generation: u32) -> bool {
         self.base(page, generation) % 100 < u64::from(self.zero_percent)
     }
 
     /// Writes what the page holds.
-    pub(super) fn fill(self, page: u64, generation: u32, content: &mut [u8; PAGE_BYTES]) {
+    pub(crate) fn fill(self, page: u64, generation: u32, content: &mut [u8; PAGE_BYTES]) {
         if self.is_zero(page, generation) {
             content.fill(0);
             return;
@@ -90,7 +90,7 @@ impl Pattern {
     }
 
     /// The content of a page that is wrong.
-    pub(super) fn wrong_content(
+    pub(crate) fn wrong_content(
         self,
         page: u64,
         generation: u32,
@@ -141,7 +141,7 @@ impl Pattern {
 }
 
 /// The finishing step of splitmix64: every bit of the result depends on every bit of the word.
-pub(super) fn mix(word: u64) -> u64 {
+pub(crate) fn mix(word: u64) -> u64 {
     let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     word ^ (word >> 31)

@@ -4,15 +4,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::pattern::{PAGE_BYTES, mix};
-use super::shape::Shape;
-use crate::lock::lock;
+use towline_channel::lock::lock;
+
+use crate::pattern::{PAGE_BYTES, mix};
+use crate::shape::Shape;
 
 /// Maximum lag that a thread makes up for; writes lost beyond that, on a busy machine, are lost.
 const BEHIND_MAX: Duration = Duration::from_millis(10);
 
 /// Stops and starts the threads.
-pub(super) struct LoadThreads {
+pub(crate) struct LoadThreads {
     threads: usize,
     state: Mutex<State>,
     changed: Condvar,
@@ -34,13 +35,13 @@ enum Mode {
 }
 
 impl LoadThreads {
-    pub(super) fn new(threads: usize) -> Self {
+    pub(crate) fn new(threads: usize) -> Self {
         let state = Mutex::new(State { mode: Mode::Runs, running: 0 });
         Self { threads, state, changed: Condvar::new(), is_wanted: AtomicBool::new(false) }
     }
 
     /// Stops the threads; after it returns nothing writes to the memory.
-    pub(super) fn stop(&self) {
+    pub(crate) fn stop(&self) {
         let mut state = self.set(Mode::Stopped);
         while state.running > 0 {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -48,12 +49,12 @@ impl LoadThreads {
     }
 
     /// Lets them write again.
-    pub(super) fn start(&self) {
+    pub(crate) fn start(&self) {
         drop(self.set(Mode::Runs));
     }
 
     /// Ends the threads when it is dropped.
-    pub(super) fn ended_on_drop(&self) -> impl Drop + '_ {
+    pub(crate) fn ended_on_drop(&self) -> impl Drop + '_ {
         struct Over<'a>(&'a LoadThreads);
         impl Drop for Over<'_> {
             fn drop(&mut self) {
@@ -65,7 +66,7 @@ impl LoadThreads {
 
     /// Calls `rewrite` for pages at `thread`'s part of the rate: those whose number is `thread` modulo the
     /// number of threads.
-    pub(super) fn run(&self, shape: &Shape, thread: usize, rewrite: impl Fn(usize, &mut [u8; PAGE_BYTES])) {
+    pub(crate) fn run(&self, shape: &Shape, thread: usize, rewrite: impl Fn(usize, &mut [u8; PAGE_BYTES])) {
         let own = shape.pages().saturating_sub(thread).div_ceil(self.threads) as u64;
         if own == 0 {
             return;

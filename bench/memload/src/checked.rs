@@ -1,26 +1,25 @@
 //! Receives a guest into memory and compares it with its source's ledger, if it is a synthetic guest; for any
 //! other the memory's hashes are reported.
 
-use std::fmt;
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use serde_json::{Value, json};
 use towline_channel::IoBufMut;
+use towline_channel::lock::lock;
+use towline_migration::memory::Populated;
+use towline_migration::{ChannelId, Error, Memory, Pages, Result, ReturnPathWriter, Sink};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::{RamSection, SectionKind};
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
-use super::ledger::Ledger;
-use super::pattern::{PAGE_BYTES, WrongPage};
-use crate::guest::ReturnPathWriter;
-use crate::lock::lock;
-use crate::memory::Populated;
-use crate::{ChannelId, Error, Memory, Pages, Result, Sink};
+use crate::ledger::Ledger;
+use crate::pattern::{PAGE_BYTES, WrongPage};
 
 /// Pages that a thread compares at a time: 8 MiB.
 const COMPARE_PAGES: usize = 2048;
@@ -34,6 +33,8 @@ pub struct Checked {
     threads: NonZeroUsize,
     outcome: Mutex<CheckOutcome>,
     started: Mutex<Option<Instant>>,
+    /// Of a synthetic guest, once its device state has arrived.
+    ledger: Mutex<Option<Ledger>>,
     checks: bool,
 }
 
@@ -65,10 +66,27 @@ pub struct BlockHash {
     pub blake3: String,
 }
 
+impl CheckOutcome {
+    /// As the field `memory` of the event `completed`.
+    pub fn json(&self) -> Value {
+        let hash =
+            |block: &BlockHash| json!({ "name": block.name, "length": block.length, "blake3": block.blake3 });
+        json!({
+            "verified-pages": self.verified_pages,
+            "pages-written-by-load": self.verified_pages.map(|_| self.writes),
+            "transfer-time": self.transfer_time.as_millis() as u64,
+            "populate-time": self.populated.map(|populated| populated.elapsed.as_millis() as u64),
+            "check-time": self.check_time.as_millis() as u64,
+            "blocks": self.hashes.iter().map(hash).collect::<Vec<_>>(),
+        })
+    }
+}
+
 impl Checked {
     /// Receives into `memory`, using `threads` threads to populate and compare it.
     pub fn new(memory: Memory, threads: NonZeroUsize) -> Self {
-        Self { memory, threads, outcome: Mutex::default(), started: Mutex::default(), checks: true }
+        let (outcome, started, ledger) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Self { memory, threads, outcome, started, ledger, checks: true }
     }
 
     /// Neither compares nor hashes: for a measurement of the transfer alone.
@@ -201,6 +219,9 @@ impl Sink for Checked {
     fn device_state(&self, state: DeviceState) -> Result<()> {
         let started = *lock(&self.started);
         self.outcome_mut().transfer_time = started.map(|started| started.elapsed()).unwrap_or_default();
+        if self.checks {
+            *lock(&self.ledger) = Ledger::decode(&state).map_err(Error::guest)?;
+        }
         self.memory.device_state(state)
     }
 
@@ -209,11 +230,7 @@ impl Sink for Checked {
             return self.memory.commit();
         }
         let started = Instant::now();
-        let ledger = match self.memory.look_at_device_state(Ledger::decode) {
-            Some(ledger) => ledger.map_err(Error::guest)?,
-            None => None,
-        };
-        let (verified_pages, writes, hashes) = match &ledger {
+        let (verified_pages, writes, hashes) = match &*lock(&self.ledger) {
             Some(ledger) => (Some(self.compare(ledger)?), ledger.writes(), Vec::new()),
             None => (None, 0, self.hashes()),
         };
@@ -230,11 +247,5 @@ impl Sink for Checked {
 
     fn return_path(&self, writer: ReturnPathWriter) {
         self.memory.return_path(writer);
-    }
-}
-
-impl fmt::Display for BlockHash {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ({} bytes) {}", self.name, self.length, self.blake3)
     }
 }

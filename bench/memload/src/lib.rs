@@ -1,5 +1,5 @@
 //! A guest without a machine: memory with a checked pattern, and threads that write to it at a given rate.
-//! For measurements, tests and first steps of an embedder, without a QEMU.
+//! For measurements and tests without a QEMU; the ends `mem:` of the command line.
 //!
 //! ```text
 //!   Synthetic   memory · pattern · load (threads) ──► SourceMemory ──► Outgoing ═══► Incoming ──► Checked ──► Memory
@@ -16,6 +16,7 @@
 mod checked;
 mod ledger;
 mod load;
+mod options;
 mod pattern;
 mod shape;
 
@@ -26,17 +27,18 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::thread;
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use towline_migration::tracker::{DirtyLogTracker, DirtyTracker, WriteProtect};
+use towline_migration::{LiveBlock, Memory, MemoryError, RamMapping, Result, SourceMemory, Span, memory};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, limits};
 
 pub use checked::{BlockHash, CheckOutcome, Checked};
 pub use ledger::{Ledger, LedgerError};
+pub use options::{MemOptions, ParseBytes, Room};
 pub use pattern::{WrongContent, WrongPage};
 pub use shape::{Backing, Shape};
 
-use crate::tracker::{DirtyLogTracker, DirtyTracker, WriteProtect};
-use crate::{LiveBlock, Memory, MemoryError, RamMapping, Result, SourceMemory, Span, memory};
 use load::LoadThreads;
 use pattern::PAGE_BYTES;
 

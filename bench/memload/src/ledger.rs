@@ -11,7 +11,7 @@ use towline_protocol::device_state::{self, DeviceSection, DeviceState};
 use towline_protocol::limits::RAM_BYTES_MAX;
 use towline_protocol::ram::PAGE_SIZE;
 
-use super::pattern::Pattern;
+use crate::pattern::Pattern;
 
 const SECTION: &str = "towline-mem";
 const VERSION: u32 = 1;
@@ -22,8 +22,8 @@ const HASH_BYTES: usize = 32;
 /// Generation of each page of a stopped synthetic guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ledger {
-    pub(super) pattern: Pattern,
-    pub(super) generations: Vec<u32>,
+    pub(crate) pattern: Pattern,
+    pub(crate) generations: Vec<u32>,
 }
 
 /// Fault of a received ledger.
@@ -97,7 +97,7 @@ impl Ledger {
         Ok(Some(Self { pattern, generations: generations(runs, number(9))? }))
     }
 
-    pub(super) fn check_pages(&self, expected: u64) -> Result<(), LedgerError> {
+    pub(crate) fn check_pages(&self, expected: u64) -> Result<(), LedgerError> {
         let found = self.generations.len() as u64;
         if found == expected { Ok(()) } else { Err(LedgerError::Pages { found, expected }) }
     }
