@@ -20,7 +20,6 @@ mod garbage;
 mod generate;
 mod inspect;
 mod libvirt;
-mod lock;
 mod log;
 mod metrics;
 mod moves;
@@ -52,6 +51,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::Parser;
+use towline_channel::lock;
 
 use args::{Args, Command};
 use console::{Flush, OverflowPolicy};

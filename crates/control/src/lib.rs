@@ -23,7 +23,6 @@ pub mod command_line;
 pub mod device;
 pub mod in_place;
 pub mod journal;
-mod lock;
 pub mod moves;
 pub mod plan;
 mod private_dirs;
@@ -36,6 +35,8 @@ pub mod status_server;
 mod switchover;
 pub mod upgrade;
 mod vcpu_threads;
+
+use towline_channel::lock;
 
 /// The example of the README, as a test.
 #[cfg(doctest)]

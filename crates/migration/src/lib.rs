@@ -37,7 +37,6 @@ mod heartbeat;
 pub mod incoming;
 mod limiter;
 mod live;
-mod lock;
 pub mod memory;
 pub mod outgoing;
 pub mod postcopy;
@@ -48,6 +47,8 @@ mod statistics;
 mod sys;
 pub mod tracker;
 mod tuning;
+
+use towline_channel::lock;
 
 pub use compression::Compression;
 pub use dirty::DirtyMap;

@@ -20,7 +20,7 @@ mod return_path;
 mod sends;
 
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -40,6 +40,7 @@ pub use towline_channel::ZeroCopySend;
 
 use crate::convergence::{ConvergencePolicy, Limits, MinWindow, Observation, PassDecision};
 use crate::limiter::Limiter;
+use crate::lock::lock;
 use crate::{Compression, Error, Guest, Result, Session, Statistics};
 use pass::Pass;
 pub(crate) use records::RecordSender;
@@ -121,7 +122,7 @@ struct Shared<'a> {
 
 impl Shared<'_> {
     fn main(&self) -> MutexGuard<'_, MainWriter> {
-        self.main.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.main)
     }
 }
 

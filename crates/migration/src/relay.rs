@@ -15,7 +15,7 @@
 //! packets with both zero pages and others.
 
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
 use towline_channel::{Channel, IoBuf, Splice, ZeroCopyTicket};
@@ -28,6 +28,7 @@ use towline_protocol::source::RamOptions;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::guest::ReturnPathWriter;
+use crate::lock::lock;
 use crate::outgoing::{
     Connections, Forwarding, LaneOptions, LaneWriter, MainWriter, ReturnPath, check_zero_copy, greet,
     send_device_state,
@@ -121,7 +122,7 @@ impl Relay {
     }
 
     fn main(&self) -> MutexGuard<'_, MainWriter> {
-        self.main.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.main)
     }
 
     fn lane(&self, lane: usize) -> Result<MutexGuard<'_, LaneWriter>> {
@@ -129,7 +130,7 @@ impl Relay {
         let Some(writer) = self.lanes.get(lane) else {
             return Err(Error::LaneTooMany { id: u8::try_from(lane).unwrap_or(u8::MAX), expected });
         };
-        Ok(writer.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(lock(writer))
     }
 
     fn blocks(&self) -> &[RamBlock] {

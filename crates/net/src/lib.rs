@@ -23,7 +23,6 @@
 mod chains;
 mod device;
 mod features;
-mod lock;
 mod rarp;
 mod receive;
 #[cfg(feature = "af-xdp")]
@@ -38,6 +37,8 @@ mod xdp;
 #[cfg(not(feature = "af-xdp"))]
 #[path = "xdp_absent.rs"]
 mod xdp;
+
+use towline_channel::lock;
 
 pub use device::{Net, Options};
 pub use features::feature_names;

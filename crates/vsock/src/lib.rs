@@ -21,7 +21,6 @@ mod device;
 mod engine;
 mod host;
 mod local_guests;
-mod lock;
 pub mod packet;
 mod report;
 mod rules;
@@ -31,6 +30,8 @@ mod statistics;
 mod sys;
 mod table;
 mod transport_reset;
+
+use towline_channel::lock;
 
 pub use connection::{
     ClosedBy, Connection, ConnectionId, ConnectionKey, ConnectionLimits, ConnectionState, Inbound,

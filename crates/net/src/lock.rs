@@ -1,8 +1,0 @@
-//! Locking of mutexes whose contents are valid even after a panic.
-
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-/// Locks a mutex, poisoned or not.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
