@@ -28,9 +28,9 @@ use std::time::Duration;
 
 use towline_channel::Cancel;
 use towline_launch::{
-    AllowedCommandLine, CommandLine, Confinement, GuestDirectory, GuestName, HostArguments, IncomingOption,
-    Launcher, Lifetime, MappedBlock, MappedMemory, ProcessSandbox, QemuVersion, RunningQemu, RuntimeError,
-    RuntimeRoot, Setting, Sharing,
+    AllowedCommandLine, Confinement, GuestDirectory, GuestName, HostArguments, IncomingOption, Launcher,
+    Lifetime, MappedBlock, MappedMemory, ProcessSandbox, QemuVersion, RunningQemu, RuntimeError, RuntimeRoot,
+    Setting, Sharing,
 };
 
 use crate::in_place::GuestBackends;
@@ -154,8 +154,7 @@ pub fn prepare(options: &UpgradeOptions, cancel: &Cancel) -> Result<Prepared, Er
     if !memory.blocks.is_empty() {
         memory.apply(&mut guest, version)?;
     }
-    let arguments = CommandLine::parse(guest.to_arguments()).unwrap_or_default();
-    if let Some(refusal) = refuse_end_with_parent(&arguments) {
+    if let Some(refusal) = refuse_end_with_parent(&guest.whole()) {
         return Err(Error::Refused(vec![refusal]));
     }
     leftover::end(&options.root, &base, &old);

@@ -10,7 +10,7 @@ use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-use crate::command_line::{CommandLine, ParseError, Properties, QemuOption};
+use crate::command_line::{CommandLine, Properties, QemuOption};
 use crate::policy::AllowedCommandLine;
 use crate::settings::addresses;
 
@@ -78,9 +78,6 @@ pub enum InUse {
         /// Key of the setting.
         setting: String,
     },
-    /// The command line cannot be read.
-    #[error(transparent)]
-    CommandLine(#[from] ParseError),
 }
 
 /// Something of which there is one.
@@ -107,8 +104,7 @@ struct Use {
 pub fn check_in_use(starts: &[Start<'_>]) -> Result<(), InUse> {
     let mut seen: BTreeMap<Resource, &str> = BTreeMap::new();
     for start in starts {
-        let command_line = CommandLine::parse(start.command_line.to_arguments())?;
-        for Use { resource, setting } in uses(&command_line) {
+        for Use { resource, setting } in uses(&start.command_line.whole()) {
             if let Some(first) = seen.get(&resource) {
                 let (first, second) = ((*first).to_owned(), start.name.to_owned());
                 return Err(InUse::Shared { what: resource.describe(), first, second, setting });

@@ -273,9 +273,8 @@ impl Launcher {
         arguments.extend(["-chardev".into(), chardev.into()]);
         arguments.extend(["-mon".into(), "chardev=towline-qmp,mode=control".into()]);
         // The human monitor, which QEMU would show on the guest's display, opens files and runs programs.
-        let own = CommandLine::parse(&guest.arguments).unwrap_or_default();
         let has_monitor = |line: &CommandLine| line.named("monitor").next().is_some();
-        if !has_monitor(&guest.command_line) && !has_monitor(&own) {
+        if !has_monitor(&guest.command_line) && !has_monitor(&guest.own) {
             arguments.extend(["-monitor".into(), "none".into()]);
         }
         if self.incoming == IncomingOption::Defer {

@@ -153,13 +153,12 @@ impl AllowedCommandLine {
     /// # Errors
     /// A disk whose format is not given, or that is described in a way that is not known.
     pub fn use_overlays(&mut self, plan: &OverlayPlan<'_>) -> Result<Vec<Overlay>, OverlayError> {
-        let mut own = CommandLine::parse(&self.arguments)?;
-        let mut guest = self.command_line.clone();
+        let (mut guest, mut own) = (self.command_line.clone(), self.own.clone());
         let direct: BTreeSet<String> = [&guest, &own].into_iter().flat_map(nodes_of_devices).collect();
         let mut overlays = replace_disks(&mut guest, plan, &direct)?;
         let of_user = replace_disks(&mut own, plan, &direct)?;
         if !of_user.is_empty() {
-            self.arguments = own.to_arguments();
+            (self.arguments, self.own) = (own.to_arguments(), own);
         }
         overlays.extend(of_user);
         refuse_equal_paths(&overlays)?;

@@ -16,10 +16,11 @@ use std::ffi::OsString;
 pub use refusal::{Refusal, RefusalReason, Refused};
 
 use crate::command_line::{
-    CommandLine, CpuModel, Global, OptionName, OptionValue, Properties, QemuOption, Repeated, Syntax, excerpt,
+    CommandLine, CpuModel, Global, OptionName, OptionValue, ParseError, Properties, QemuOption, Repeated,
+    Syntax, excerpt,
 };
 use crate::host::HostArguments;
-use crate::limits::COMMAND_LINE_BYTES_MAX;
+use crate::limits::{COMMAND_LINE_BYTES_MAX, OPTIONS_MAX};
 use crate::names;
 use crate::options::form::{Form, Known};
 use crate::options::{ImageUse, OptionInfo, devices};
@@ -35,6 +36,8 @@ pub struct AllowedCommandLine {
     pub(crate) command_line: CommandLine,
     /// The user's own arguments, which follow unchanged.
     pub(crate) arguments: Vec<OsString>,
+    /// The options in them.
+    pub(crate) own: CommandLine,
 }
 
 impl Recorded {
@@ -112,11 +115,18 @@ impl AllowedCommandLine {
         &self.command_line
     }
 
+    /// The options, and after them those of the user's own arguments.
+    #[must_use]
+    pub fn whole(&self) -> CommandLine {
+        let mut whole = self.command_line.clone();
+        whole.options_mut().extend_from_slice(self.own.options());
+        whole
+    }
+
     /// Writes it as arguments for people, without the program's name and without secrets.
     #[must_use]
     pub fn to_shown_arguments(&self) -> Vec<OsString> {
-        let arguments = CommandLine::parse(self.to_arguments());
-        let recorded = arguments.and_then(|command_line| command_line.without_secrets());
+        let recorded = self.whole().without_secrets();
         recorded.map_or_else(|_| Vec::new(), |recorded| recorded.command_line().to_arguments())
     }
 
@@ -158,10 +168,14 @@ fn assemble_command_line(
         let option = QemuOption::parse(name, Some("none")).map_err(Refused::Argument)?;
         command_line.push(option).map_err(Refused::Argument)?;
     }
-    let allowed = AllowedCommandLine { command_line, arguments: host.arguments.clone() };
+    if command_line.options().len() + user_arguments.options().len() > OPTIONS_MAX {
+        return Err(Refused::Argument(ParseError::TooManyOptions));
+    }
+    let (arguments, own) = (host.arguments.clone(), user_arguments.clone());
+    let allowed = AllowedCommandLine { command_line, arguments, own };
     let found = allowed.to_arguments().iter().map(|argument| argument.len() + 1).sum();
     if found > COMMAND_LINE_BYTES_MAX {
-        return Err(Refused::Argument(crate::ParseError::TooLong { found }));
+        return Err(Refused::Argument(ParseError::TooLong { found }));
     }
     Ok(allowed)
 }

@@ -200,7 +200,7 @@ impl MappedGuest {
             return Err("the image is an increment; make a whole one with `towline copy IMAGE NEW`".into());
         }
         // The user's own arguments too: they may bring a backend or such a device.
-        let whole = CommandLine::parse(guest.to_arguments()).map_err(|error| error.to_string())?;
+        let whole = guest.whole();
         let reflink = match whole.options().iter().any(is_vhost_user) {
             true => {
                 let made = Reflink::create(image);
@@ -286,8 +286,7 @@ fn notices(options: &RunOptions, starts: &[GuestStart], memory: &MemoryOrigin) -
 
 /// Returns true if the guest has a network card with a network.
 fn has_card(guest: &AllowedCommandLine) -> bool {
-    let Ok(whole) = CommandLine::parse(guest.to_arguments()) else { return false };
-    whole.options().iter().any(|option| match option.name.as_str() {
+    guest.whole().options().iter().any(|option| match option.name.as_str() {
         "device" => option.properties().is_some_and(|properties| properties.value("netdev").is_some()),
         "nic" => option.value_text().as_deref() != Some("none"),
         _ => false,
