@@ -32,6 +32,8 @@ use towline_channel::FileOwner;
 use towline_qmp::commands::{CpuFast, QueryCpusFast, QueryUuid};
 use towline_qmp::{self as qmp, Client};
 
+use crate::qemu::qom::if_known;
+
 /// Maximum number of threads that are searched for those of the vCPUs in another pid namespace.
 const THREADS_MAX: usize = 4096;
 /// Longest single wait for the pidfd; a longer one is repeated.
@@ -290,11 +292,7 @@ fn command_line_is_of(client: &mut Client, pid: i32) -> Result<bool, qmp::Error>
     if has_uuid(&words, &uuid) {
         return Ok(true);
     }
-    let chardevs = match client.execute_raw("query-chardev", None) {
-        Ok(chardevs) => chardevs,
-        Err(qmp::Error::Refusal { .. }) => return Ok(false),
-        Err(error) => return Err(error),
-    };
+    let chardevs = if_known(client.execute_raw("query-chardev", None))?.unwrap_or_default();
     let paths = chardevs.as_array().into_iter().flatten().filter_map(listening_path);
     Ok(paths.into_iter().any(|path| words.iter().any(|word| word.contains(path))))
 }

@@ -22,7 +22,7 @@ use towline_qmp as qmp;
 use super::error::Error;
 use crate::journal::{JournalEntry, UndoRecord};
 use crate::qemu::Qemu;
-use crate::qemu::qom::{self, QomChild};
+use crate::qemu::qom::{self, QomChild, if_known};
 
 /// Prefix of its types, one of which supports legacy virtio.
 pub(super) const KIND: &str = "vhost-user-vsock";
@@ -195,11 +195,9 @@ impl VsockDevice {
         let bus = bus.as_str().and_then(|bus| bus.rsplit('/').next()).unwrap_or_default().to_owned();
         let mut properties = Map::new();
         for property in PROPERTIES {
-            match get(qemu, &path, property) {
-                Ok(value) => _ = properties.insert(property.into(), value),
-                // Not all versions have all of them.
-                Err(Error::Qemu(crate::qemu::Error::Qmp(qmp::Error::Refusal { .. }))) => {}
-                Err(error) => return Err(error),
+            // Not all versions have all of them.
+            if let Some(value) = if_known(get(qemu, &path, property))? {
+                properties.insert(property.into(), value);
             }
         }
         let id = (container == qom::DEVICES[0]).then_some(name);
@@ -246,10 +244,10 @@ impl std::fmt::Display for VsockDevice {
     }
 }
 
-fn get(qemu: &mut Qemu, path: &str, property: &str) -> Result<Value, Error> {
+fn get(qemu: &mut Qemu, path: &str, property: &str) -> Result<Value, qmp::Error> {
     let mut arguments = one("path", path);
     arguments.insert("property".into(), property.into());
-    Ok(qemu.client().execute_raw("qom-get", Some(arguments))?)
+    qemu.client().execute_raw("qom-get", Some(arguments))
 }
 
 fn one(key: &str, value: &str) -> Map<String, Value> {

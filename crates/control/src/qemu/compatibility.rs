@@ -7,7 +7,6 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 use towline_compat::facts::{self, BlockFacts, Cpu, FeatureWord, Netdev, QemuDevice, Virtio};
-use towline_qmp as qmp;
 use towline_qmp::commands::{CpuFast, HumanMonitorCommand, QueryCpusFast};
 
 use super::connection::Qemu;
@@ -16,6 +15,7 @@ use super::facts::IncomingState;
 use super::image_facts::{
     VHOST_USER, image_facts, image_requests, mark_disconnected, memory_backends, netdevs,
 };
+use super::qom::if_known;
 use super::ram_block::RamBlockInfo;
 use super::{device_tree, drives, virtio};
 
@@ -73,7 +73,7 @@ impl Qemu {
     /// not an error.
     pub fn compat_facts(&mut self) -> Result<facts::QemuFacts, Error> {
         self.refresh()?;
-        let cpus = self.query(|qemu| Ok(qemu.client.execute(&QueryCpusFast)?))?;
+        let cpus = if_known(self.client.execute(&QueryCpusFast))?;
         let mut devices = self.human_command("info qtree")?.map(|text| device_tree::parse(&text));
         let network = self.human_command("info network")?;
         let mut netdevs = network.as_deref().map(netdevs);
@@ -142,25 +142,17 @@ impl Qemu {
     }
 
     /// Returns `None` if QEMU refuses the query.
-    fn query<T>(&mut self, query: impl FnOnce(&mut Self) -> Result<T, Error>) -> Result<Option<T>, Error> {
-        match query(self) {
-            Ok(reply) => Ok(Some(reply)),
-            Err(Error::Qmp(qmp::Error::Refusal { .. } | qmp::Error::Shape { .. })) => Ok(None),
-            Err(error) => Err(error),
-        }
-    }
-
     pub(crate) fn query_raw(
         &mut self,
         command: &str,
         arguments: Option<Map<String, Value>>,
     ) -> Result<Option<Value>, Error> {
-        self.query(|qemu| Ok(qemu.client.execute_raw(command, arguments)?))
+        Ok(if_known(self.client.execute_raw(command, arguments))?)
     }
 
     fn human_command(&mut self, line: &str) -> Result<Option<String>, Error> {
         let command = HumanMonitorCommand { command_line: line.into() };
-        self.query(|qemu| Ok(qemu.client.execute(&command)?))
+        Ok(if_known(self.client.execute(&command))?)
     }
 
     fn property(&mut self, path: &str, property: &str) -> Result<Option<Value>, Error> {

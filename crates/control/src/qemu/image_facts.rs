@@ -7,6 +7,7 @@ use towline_qmp::commands::HumanMonitorCommand;
 use towline_qmp::{self as qmp, CommandReply, CommandRequest};
 
 use super::error::Error;
+use super::qom::if_known;
 use super::{device_tree, drives};
 
 /// The network backends that processes serve by a chardev.
@@ -41,20 +42,11 @@ pub(super) fn image_facts(
 ) -> Result<QemuHardware, Error> {
     let mut replies = replies.into_iter();
     let mut next = || replies.next().expect("one reply for each request");
-    let devices = known(next().of::<HumanMonitorCommand>())?.map(|text| device_tree::parse(&text));
-    let netdevs = known(next().of::<HumanMonitorCommand>())?.map(|text| netdevs(&text));
-    let memory_backends = known(next().value())?.map(|reply| memory_backends(&reply));
-    let drives = known(next().value())?.map(|reply| drives::drives(&reply, pid));
+    let devices = if_known(next().of::<HumanMonitorCommand>())?.map(|text| device_tree::parse(&text));
+    let netdevs = if_known(next().of::<HumanMonitorCommand>())?.map(|text| netdevs(&text));
+    let memory_backends = if_known(next().value())?.map(|reply| memory_backends(&reply));
+    let drives = if_known(next().value())?.map(|reply| drives::drives(&reply, pid));
     Ok(QemuHardware { devices, netdevs, memory_backends, drives })
-}
-
-/// `None` if QEMU refuses a query.
-fn known<T>(reply: Result<T, qmp::Error>) -> Result<Option<T>, Error> {
-    match reply {
-        Ok(reply) => Ok(Some(reply)),
-        Err(qmp::Error::Refusal { .. } | qmp::Error::Shape { .. }) => Ok(None),
-        Err(error) => Err(error.into()),
-    }
 }
 
 /// Backends in the reply to `query-memdev`.

@@ -1,4 +1,4 @@
-//! The tree of QEMU's objects (QOM).
+//! The tree of QEMU's objects (QOM), and queries that a QEMU may refuse.
 
 use serde_json::{Map, Value};
 use towline_qmp::{self as qmp, Client};
@@ -19,14 +19,31 @@ pub(crate) struct QomChild {
 /// Those of the monitor.
 pub(crate) fn children(client: &mut Client, path: &str) -> Result<Vec<QomChild>, qmp::Error> {
     let arguments = Map::from_iter([("path".to_owned(), path.into())]);
-    let listed = match client.execute_raw("qom-list", Some(arguments)) {
-        Ok(listed) => listed,
-        Err(qmp::Error::Refusal { .. }) => return Ok(Vec::new()),
-        Err(error) => return Err(error),
-    };
+    let listed = if_known(client.execute_raw("qom-list", Some(arguments)))?.unwrap_or_default();
     let child = |property: &Value| {
         let kind = property["type"].as_str()?.strip_prefix("child<")?.strip_suffix('>')?;
         Some(QomChild { name: property["name"].as_str()?.to_owned(), kind: kind.to_owned() })
     };
     Ok(listed.as_array().into_iter().flatten().filter_map(child).collect())
+}
+
+/// Returns the guest's generation id; `None` without a device for it.
+///
+/// # Errors
+/// Those of the monitor.
+pub(crate) fn generation_id(client: &mut Client) -> Result<Option<String>, qmp::Error> {
+    let reply = if_known(client.execute_raw("query-vm-generation-id", None))?;
+    Ok(reply.and_then(|reply| reply["guid"].as_str().map(str::to_owned)))
+}
+
+/// The reply; `None` if this QEMU does not know what was queried.
+///
+/// # Errors
+/// Those of the monitor.
+pub(crate) fn if_known<T>(reply: Result<T, qmp::Error>) -> Result<Option<T>, qmp::Error> {
+    match reply {
+        Ok(reply) => Ok(Some(reply)),
+        Err(qmp::Error::Refusal { .. } | qmp::Error::Shape { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
 }

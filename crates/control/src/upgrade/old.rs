@@ -8,13 +8,14 @@ use std::path::{Path, PathBuf};
 use rustix::process::geteuid;
 use towline_channel::Cancel;
 use towline_launch::{CommandLine, Confinement};
+use towline_qmp::Options;
 use towline_qmp::commands::{MigrationStatus, RunState};
-use towline_qmp::{self as qmp, Options};
 
 use super::error::Error;
 use crate::in_place::{self, GuestBackends};
 use crate::plan;
 use crate::process::Process;
+use crate::qemu::qom::generation_id;
 use crate::qemu::{Qemu, QemuState};
 
 /// Namespaces in which `/proc` and the paths of the old QEMU have the same meaning here. The others are
@@ -77,7 +78,7 @@ impl OldQemu {
             has_guest: has_guest(qemu.facts()),
             machine: qemu.facts().machine.clone(),
             backends: in_place::guest_backends(&mut qemu)?,
-            generation_id: generation_id(&mut qemu)?,
+            generation_id: generation_id(qemu.client())?,
             vsock_chardevs: plan::vsock_chardevs(&mut qemu),
             confinement,
             working_directory: link(pid, "cwd")?,
@@ -109,15 +110,6 @@ fn parse(words: &[u8]) -> Result<CommandLine, towline_launch::ParseError> {
 
 fn is_qemu(name: &OsStr) -> bool {
     name.as_bytes().starts_with(b"qemu")
-}
-
-fn generation_id(qemu: &mut Qemu) -> Result<Option<String>, Error> {
-    match qemu.client().execute_raw("query-vm-generation-id", None) {
-        Ok(reply) => Ok(reply["guid"].as_str().map(str::to_owned)),
-        // It has no such device.
-        Err(qmp::Error::Refusal { .. }) => Ok(None),
-        Err(error) => Err(error.into()),
-    }
 }
 
 /// The new QEMU must have no other rights than the old one.

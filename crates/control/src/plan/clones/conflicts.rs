@@ -15,7 +15,7 @@ use towline_qmp::{self as qmp, Client, Options};
 
 use super::super::error::Error;
 use crate::qemu::OpenFiles;
-use crate::qemu::qom::{self, QomChild};
+use crate::qemu::qom::{self, QomChild, if_known};
 
 /// Timeout of each query.
 const QUERY_TIMEOUT: Duration = Duration::from_secs(2);
@@ -131,12 +131,7 @@ fn query(index: usize, path: &Path) -> Result<CloneQemu, qmp::Error> {
     let drives = client.execute(&towline_qmp::commands::QueryBlock)?;
     let drives = drives.iter().filter_map(|drive| writable(drive, pid)).collect();
     let macs = macs(&mut client)?;
-    let generation_id = match client.execute_raw("query-vm-generation-id", None) {
-        Ok(reply) => reply["guid"].as_str().map(str::to_owned),
-        // It has no such device.
-        Err(qmp::Error::Refusal { .. }) => None,
-        Err(error) => return Err(error),
-    };
+    let generation_id = qom::generation_id(&mut client)?;
     Ok(CloneQemu { index, socket: client.socket().to_owned(), drives, macs, generation_id })
 }
 
@@ -164,11 +159,9 @@ fn macs(client: &mut Client) -> Result<Vec<String>, qmp::Error> {
     for container in qom::DEVICES {
         for QomChild { name, .. } in qom::children(client, container)?.into_iter().take(DEVICES_MAX) {
             let get = QomGet { path: format!("{container}/{name}"), property: "mac".into() };
-            match client.execute(&get) {
-                Ok(Value::String(mac)) => macs.push(mac),
-                // Not a network card.
-                Ok(_) | Err(qmp::Error::Refusal { .. }) => {}
-                Err(error) => return Err(error),
+            // Other devices than network cards have none.
+            if let Some(Value::String(mac)) = if_known(client.execute(&get))? {
+                macs.push(mac);
             }
         }
     }
