@@ -49,6 +49,10 @@ impl MappedQemu<'_> {
         self.backends.of_block(block).ok_or(TransferReason::NoBackend)
     }
 
+    fn address_of(&self, block: &str) -> Option<u64> {
+        self.qemu.facts().address_of(block)
+    }
+
     /// The exit of one QEMU must leave the memory to the other.
     fn check_discards(&self, block: &str) -> Result<(), Error> {
         match self.backends.of_block(block) {
@@ -74,10 +78,10 @@ impl QemuPair<'_> {
         let no_address = |side: &MappedQemu<'_>| TransferReason::NoAddress {
             found: side.qemu.facts().version.qemu.to_string(),
         };
-        let address = self.new.backends.address_of(block).ok_or_else(|| no_address(&self.new))?;
+        let address = self.new.address_of(block).ok_or_else(|| no_address(&self.new))?;
         let new = range_at(self.new.process.get()?, address, bytes);
         let mappings = self.old.process.get()?;
-        let old = match (self.old.backends.address_of(block), &new) {
+        let old = match (self.old.address_of(block), &new) {
             (Some(address), _) => range_at(mappings, address, bytes),
             (None, _) if !self.old.backends.has_unique_size(backend) => {
                 return Err(no_address(&self.old));
@@ -116,7 +120,7 @@ impl QemuPair<'_> {
 
     /// Returns true if a part of the block in the new QEMU is memory of the old one; `None`: unknown.
     fn is_foreign(&self, block: &str, bytes: u64) -> Option<bool> {
-        let address = self.new.backends.address_of(block)?;
+        let address = self.new.address_of(block)?;
         let (new, old) = (self.new.process.get().ok()?, self.old.process.get().ok()?);
         let mut parts = shared_parts(new, address, bytes);
         Some(parts.any(|part| overlaps_shared(old, part.file, part.offset, part.length)))

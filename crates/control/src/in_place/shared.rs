@@ -74,7 +74,7 @@ pub fn guest_backends(qemu: &mut Qemu) -> Result<GuestBackends, Error> {
             let (socket, backend) = (qemu.socket().to_owned(), backend.id.clone());
             return Err(Error::DiscardsData { socket, backend });
         }
-        match locate(backend, backends.address_of(&block.name), &backends, &process) {
+        match locate(backend, block.address, &backends, &process) {
             Ok((path, offset)) => {
                 let (backend, bytes) = (backend.id.clone(), block.used_bytes);
                 found.shared.push(SharedBlock { backend, bytes, path, offset });

@@ -193,7 +193,7 @@ fn of_kernel(qemu: &Qemu, image: &Image) -> Option<Presence> {
     for (index, block) in (0..).map(BlockIndex).zip(image.ram_blocks()) {
         let kind = MappingKind::CopyOnWrite;
         let stored = ImageBlock { image, own: &own, index, block, kind };
-        let address = qemu.facts().ram_blocks.iter().find(|found| found.name == block.name)?.address?;
+        let address = qemu.facts().address_of(&block.name)?;
         let found = range_at(process.get().ok()?, address, block.length);
         match found {
             Err(NotOneRange::Anonymous) => {
@@ -222,7 +222,7 @@ fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: MappingKind)
         let stored = ImageBlock { image, own: &own, index, block, kind };
         let outcome = match backends.of_block(&block.name) {
             None => Err(TransferReason::NoBackend),
-            Some(backend) => stored.prove(qemu, backend, backends.address_of(&block.name), &process),
+            Some(backend) => stored.prove(qemu, backend, qemu.facts().address_of(&block.name), &process),
         };
         if let (Err(TransferReason::WritableImage), Some(backend)) =
             (&outcome, backends.of_block(&block.name))

@@ -61,6 +61,11 @@ impl QemuState {
         self.parameters.mode.as_ref().map(|_| "normal".to_owned())
     }
 
+    /// Address of a block in QEMU's process, where QEMU reports it (8.2 and later).
+    pub(crate) fn address_of(&self, block: &str) -> Option<u64> {
+        self.ram_blocks.iter().find(|found| found.name == block)?.address
+    }
+
     /// The blocks that the stream carries.
     pub fn migrated_blocks(&self) -> impl Iterator<Item = &RamBlockInfo> {
         self.ram_blocks.iter().filter(|block| block.is_migrated())
