@@ -3,8 +3,8 @@
 //! A RAM block of a `memory-backend-*` object has the object's id as its name, or with old machine types the
 //! object's path (`x-use-canonical-path-for-ramblock-id`).
 
-use serde_json::Value;
-use towline_qmp::commands::{QomGet, QueryMemdev};
+use serde_json::{Map, Value};
+use towline_qmp::commands::{Memdev, QomGet, QueryMemdev};
 use towline_qmp::{self as qmp, Client, CommandRequest};
 
 use crate::qemu::qom::if_known;
@@ -39,41 +39,8 @@ pub(super) struct BackendObject {
     pub(super) discard_data: bool,
 }
 
-/// A property of a backend, by its QOM name.
-#[derive(Debug, Clone, Copy)]
-enum BackendProperty {
-    Type,
-    Share,
-    MemPath,
-    Offset,
-    Readonly,
-    Rom,
-    DiscardData,
-}
-
-const PROPERTIES: [BackendProperty; 7] = [
-    BackendProperty::Type,
-    BackendProperty::Share,
-    BackendProperty::MemPath,
-    BackendProperty::Offset,
-    BackendProperty::Readonly,
-    BackendProperty::Rom,
-    BackendProperty::DiscardData,
-];
-
-impl BackendProperty {
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Type => "type",
-            Self::Share => "share",
-            Self::MemPath => "mem-path",
-            Self::Offset => "offset",
-            Self::Readonly => "readonly",
-            Self::Rom => "rom",
-            Self::DiscardData => "discard-data",
-        }
-    }
-}
+/// The properties of a backend that are queried, by their QOM names.
+const PROPERTIES: [&str; 7] = ["type", "share", "mem-path", "offset", "readonly", "rom", "discard-data"];
 
 /// All backends of a QEMU.
 #[derive(Debug, Clone, Default)]
@@ -85,18 +52,21 @@ impl BackendObject {
         self.kind == FILE_BACKEND
     }
 
-    /// Sets one of [`PROPERTIES`]; null where QEMU does not have it.
-    fn set(&mut self, property: BackendProperty, value: &Value) {
-        let text = value.as_str().map(str::to_owned);
-        let is_on = value.as_bool().unwrap_or_default();
-        match property {
-            BackendProperty::Type => self.kind = text.unwrap_or_default(),
-            BackendProperty::Share => self.share = is_on,
-            BackendProperty::MemPath => self.path = text,
-            BackendProperty::Offset => self.offset = value.as_u64(),
-            BackendProperty::Readonly => self.readonly = is_on,
-            BackendProperty::Rom => self.rom = text,
-            BackendProperty::DiscardData => self.discard_data = is_on,
+    /// A backend with these [`PROPERTIES`], null where QEMU does not have one.
+    fn new(id: String, memdev: &Memdev, properties: &Map<String, Value>) -> Self {
+        let text = |name: &str| properties[name].as_str().map(str::to_owned);
+        let is_on = |name: &str| properties[name].as_bool().unwrap_or_default();
+        Self {
+            id,
+            kind: text("type").unwrap_or_default(),
+            bytes: memdev.size,
+            prealloc: memdev.prealloc,
+            share: is_on("share"),
+            path: text("mem-path"),
+            offset: properties["offset"].as_u64(),
+            readonly: is_on("readonly"),
+            rom: text("rom"),
+            discard_data: is_on("discard-data"),
         }
     }
 }
@@ -104,27 +74,28 @@ impl BackendObject {
 impl Backends {
     /// Queries them with two round trips.
     pub(super) fn of(client: &mut Client) -> Result<Self, qmp::Error> {
-        let mut backends = Vec::new();
+        let mut memdevs = client.execute(&QueryMemdev)?;
+        memdevs.retain(|memdev| memdev.id.is_some());
         let mut requests = Vec::new();
-        for memdev in client.execute(&QueryMemdev)? {
-            let Some(id) = memdev.id else { continue };
+        for id in memdevs.iter().filter_map(|memdev| memdev.id.as_ref()) {
             for property in PROPERTIES {
-                let path = format!("{OBJECTS}{id}");
-                requests.push(CommandRequest::new(&QomGet { path, property: property.name().into() })?);
+                let get = QomGet { path: format!("{OBJECTS}{id}"), property: property.into() };
+                requests.push(CommandRequest::new(&get)?);
             }
-            let (bytes, prealloc) = (memdev.size, memdev.prealloc);
-            backends.push(BackendObject { id, bytes, prealloc, ..BackendObject::default() });
         }
-        if backends.is_empty() {
+        if requests.is_empty() {
             return Ok(Self::default());
         }
         let mut replies = client.execute_all(&requests)?.into_iter();
-        for backend in &mut backends {
-            for property in PROPERTIES {
-                let reply = replies.next().expect("one reply for each property");
-                // Null where QEMU does not have the property.
-                backend.set(property, &if_known(reply.of::<QomGet>())?.unwrap_or_default());
+        let mut backends = Vec::new();
+        for memdev in memdevs {
+            let mut properties = Map::new();
+            for (property, reply) in PROPERTIES.into_iter().zip(&mut replies) {
+                let value = if_known(reply.of::<QomGet>())?.unwrap_or_default();
+                properties.insert(property.into(), value);
             }
+            let id = memdev.id.clone().unwrap_or_default();
+            backends.push(BackendObject::new(id, &memdev, &properties));
         }
         Ok(Self(backends))
     }
