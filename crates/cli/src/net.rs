@@ -7,8 +7,6 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
-use signal_hook::consts::SIGUSR1;
-use signal_hook::iterator::Signals;
 use towline_net::{CopyReason, DropReason, Net, Options, QueueStatistics, Taps, Xdp};
 use towline_vhost_user::{Cancel, Device, DeviceWord, FrontendSource};
 
@@ -20,7 +18,7 @@ use crate::notify::Notifier;
 use crate::observability::card;
 use crate::sandbox::{PendingSandbox, Policy};
 use crate::serve::{DeviceServer, serve_all};
-use crate::signals::{SignalEffects, end_at_once, first_signal, shutdown_signals};
+use crate::signals::{SignalEffects, cancel_on_signals, report_on_signal};
 use crate::{events, state};
 
 /// Options with which the process cannot be confined, and the reason.
@@ -43,12 +41,13 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     let options = options(args, record.device_word());
     let net = Arc::new(Net::with_xdp(taps, xdp(args)?, options));
     let device: Arc<dyn Device> = net.clone();
-    let cancel = Cancel::new().context("cancellation token")?;
     let notifier = Notifier::from_environment();
     let mut sandbox = pending_sandbox(args, net.taps());
+    let cancel = cancel_on_signals(SIGNAL_EFFECTS)?;
     let token = cancel.clone();
     let _observers = args.observability.of_devices(vec![card(&net)], move || token.cancel())?;
-    handle_signals(&net, &cancel, args.json)?;
+    let (reported, json) = (Arc::downgrade(&net), args.json);
+    report_on_signal(move || reported.upgrade().iter().for_each(|net| print_statistics(net, json)))?;
     end_with_tap(&net, &cancel)?;
     // Everything is open, and no thread reads guest input yet.
     sandbox.finish();
@@ -167,27 +166,6 @@ fn inherited(numbers: &[i32]) -> Result<Vec<OwnedFd>> {
     numbers.iter().map(own).collect()
 }
 
-fn handle_signals(net: &Arc<Net>, cancel: &Cancel, json: bool) -> Result<()> {
-    console::start();
-    let mut signals =
-        Signals::new(shutdown_signals().into_iter().chain([SIGUSR1])).context("signal handlers")?;
-    let (net, cancel) = (Arc::clone(net), cancel.clone());
-    thread::Builder::new().name("signals".into()).spawn(move || {
-        let mut is_ending = false;
-        for signal in signals.forever() {
-            match signal {
-                SIGUSR1 => print_statistics(&net, json),
-                _ if is_ending => end_at_once(signal),
-                _ => {
-                    is_ending = true;
-                    first_signal(signal, SIGNAL_EFFECTS, || cancel.cancel());
-                }
-            }
-        }
-    })?;
-    Ok(())
-}
-
 /// Prints the statistics of each queue, as text those of the queues with traffic.
 fn print_statistics(net: &Net, json: bool) {
     if json {
@@ -261,6 +239,7 @@ fn copies(queue: &QueueStatistics) -> Value {
         CopyReason::ALL.map(|reason| (reason.name().to_owned(), queue.copied_because(reason).into()));
     Value::Object(copies.into_iter().collect())
 }
+
 /// Formats the counters of a queue above 0, if there are any.
 fn text(queue: &QueueStatistics) -> Option<String> {
     let drops = DropReason::ALL.map(|reason| (reason.name(), queue.dropped(reason)));

@@ -6,7 +6,7 @@ mod sys;
 use std::thread;
 
 use anyhow::{Context, Result};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::{emulate_default_handler, signal_name};
 use towline_channel::Cancel;
@@ -35,43 +35,39 @@ impl SignalEffects {
     }
 }
 
-/// Returns the signals that request an orderly end: not SIGHUP where it is ignored (`nohup`).
-pub(crate) fn shutdown_signals() -> Vec<libc::c_int> {
-    let hangup = (!sys::is_ignored(SIGHUP)).then_some(SIGHUP);
-    [SIGINT, SIGTERM].into_iter().chain(hangup).collect()
-}
-
 /// Returns a token that the signals cancel. Starts threads, so a process confines itself before.
 pub(crate) fn cancel_on_signals(effects: SignalEffects) -> Result<Cancel> {
     console::start();
     let cancel = Cancel::new().context("cancellation token")?;
-    let mut signals = Signals::new(shutdown_signals()).context("signal handlers")?;
+    // Not SIGHUP where it is ignored (`nohup`).
+    let hangup = (!sys::is_ignored(SIGHUP)).then_some(SIGHUP);
+    let mut signals = Signals::new([SIGINT, SIGTERM].into_iter().chain(hangup)).context("signal handlers")?;
     let token = cancel.clone();
     let listen = move || {
         let mut signals = signals.forever();
         if let Some(signal) = signals.next() {
-            first_signal(signal, effects, || token.cancel());
+            // Queued, so a slow reader does not delay the end.
+            console::error(&effects.announcement(signal));
+            token.cancel();
+            console::limit_flush();
         }
         if let Some(signal) = signals.next() {
-            end_at_once(signal);
+            // Without cleanup: the guest continues by QEMU's own fallback, and its migration settings remain
+            // changed.
+            let _ = emulate_default_handler(signal);
         }
     };
     thread::Builder::new().name("signals".into()).spawn(listen)?;
     Ok(cancel)
 }
 
-/// Announces the orderly end, and requests it.
-pub(crate) fn first_signal(signal: libc::c_int, effects: SignalEffects, request_end: impl FnOnce()) {
-    // Queued, so a slow reader does not delay the end.
-    console::error(&effects.announcement(signal));
-    request_end();
-    console::limit_flush();
-}
-
-/// Ends the process without cleanup. The guest continues by QEMU's own fallback; its migration settings
-/// remain changed.
-pub(crate) fn end_at_once(signal: libc::c_int) {
-    let _ = emulate_default_handler(signal);
+/// Calls `report` at each SIGUSR1. Its thread never ends, so `report` should hold weak references: a dropped
+/// device removes its sockets.
+pub(crate) fn report_on_signal(report: impl Fn() + Send + 'static) -> Result<()> {
+    let mut signals = Signals::new([SIGUSR1]).context("signal handlers")?;
+    let listen = move || signals.forever().for_each(|_| report());
+    thread::Builder::new().name("statistics".into()).spawn(listen)?;
+    Ok(())
 }
 
 #[cfg(test)]

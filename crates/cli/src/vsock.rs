@@ -9,8 +9,6 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use signal_hook::consts::SIGUSR1;
-use signal_hook::iterator::Signals;
 use towline_channel::Cancel;
 use towline_vhost_user::{FrontendSource, InFlightRecord};
 use towline_vsock::{ConnectionLimits, ForwardingRule, HostAddress, LocalGuests, Settings, Vsock};
@@ -23,7 +21,7 @@ use crate::notify::Notifier;
 use crate::observability::guest;
 use crate::sandbox::Policy;
 use crate::serve::{DeviceServer, serve_all};
-use crate::signals::{SignalEffects, cancel_on_signals};
+use crate::signals::{SignalEffects, cancel_on_signals, report_on_signal};
 use crate::state;
 
 const SIGNAL_EFFECTS: SignalEffects = SignalEffects {
@@ -76,7 +74,11 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
     // Every listener is open, and no thread reads guest input yet.
     let notifier = Notifier::from_environment();
     sandbox.finish();
-    report_on_signal(&devices)?;
+    let reported: Vec<_> = devices.iter().map(|(cid, device)| (*cid, Arc::downgrade(device))).collect();
+    report_on_signal(move || {
+        let live = reported.iter().filter_map(|(cid, device)| Some((cid, device.upgrade()?)));
+        live.for_each(|(cid, device)| print(*cid, &device));
+    })?;
     notifier.ready(&format!("guests: {}", devices.len()));
     let ended = Cancel::new()?;
     serve_unconnected(&devices, &ended)?;
@@ -182,19 +184,5 @@ fn serve_unconnected(devices: &[(u64, Arc<Vsock>)], ended: &Cancel) -> Result<()
         };
         thread::Builder::new().name(format!("unconnected-{cid}")).spawn(serve)?;
     }
-    Ok(())
-}
-
-/// Prints statistics on SIGUSR1. The thread never ends, so it holds weak references: a dropped device removes
-/// its sockets.
-fn report_on_signal(devices: &[(u64, Arc<Vsock>)]) -> Result<()> {
-    let mut signals = Signals::new([SIGUSR1]).context("signal handlers")?;
-    let devices: Vec<_> = devices.iter().map(|(cid, device)| (*cid, Arc::downgrade(device))).collect();
-    thread::spawn(move || {
-        for _ in signals.forever() {
-            let live = devices.iter().filter_map(|(cid, device)| Some((cid, device.upgrade()?)));
-            live.for_each(|(cid, device)| print(*cid, &device));
-        }
-    });
     Ok(())
 }
