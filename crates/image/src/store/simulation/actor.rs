@@ -124,8 +124,12 @@ pub(super) struct SlotFuture<T>(pub(super) Slot<T>);
 impl<T> Future for SlotFuture<T> {
     type Output = T;
 
-    fn poll(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<T> {
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<T> {
         let found = lock(&self.0).take();
+        if found.is_none() {
+            // A stream of futures polls only those that were woken.
+            context.waker().wake_by_ref();
+        }
         found.map_or(Poll::Pending, Poll::Ready)
     }
 }
