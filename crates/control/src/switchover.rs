@@ -34,6 +34,7 @@ mod events;
 mod fault;
 mod machine;
 mod outcome;
+mod postcopy;
 mod recording;
 mod resume;
 mod rollback;
@@ -43,9 +44,9 @@ mod model;
 
 pub(crate) use decision::Decision;
 pub(crate) use events::{
-    DestinationKind, DestinationStatus, Directive, FinalRunState, GuestRunState, Input, MemorySharing,
-    PeerMessage, RunRequest, SourceAction, SourceKind, SourceLink, SourceStatus, StartResult,
-    SwitchoverRequest,
+    DestinationKind, DestinationStatus, Directive, FinalRunState, GuestRunState, Input, LossCause,
+    MemoryLoss, MemorySharing, PeerMessage, RunRequest, SourceAction, SourceKind, SourceLink, SourceStatus,
+    StartResult, SwitchoverRequest,
 };
 pub(crate) use machine::Switchover;
 pub use outcome::{AtDestination, AtSource, GuestState, ToDo};

@@ -6,5 +6,6 @@ mod ends;
 mod huge_pages;
 mod linux;
 mod live;
+mod monitors;
 mod restores;
 mod support;

@@ -25,7 +25,7 @@ use super::request::CopyRequest;
 use super::vsock::DetachedVsocks;
 use super::{compression, error_origin};
 use crate::qemu::{AppliedSettings, IncomingState, MigrationSettings, Qemu, QemuState, StartedQemu};
-use crate::switchover::{DestinationStatus, StartResult};
+use crate::switchover::{DestinationStatus, FinalRunState, StartResult};
 
 /// Timeout for a QEMU that has everything to leave `inmigrate`.
 const LOADED_TIMEOUT: Duration = Duration::from_secs(60);
@@ -63,7 +63,7 @@ pub(super) enum RecoveryState {
     /// Has everything.
     Completed,
     /// Failed, for this reason.
-    Failed(String),
+    Failed(Error),
 }
 
 /// A QEMU that waits for a guest.
@@ -293,6 +293,11 @@ impl QmpDestination {
                 DestinationStatus::Failed
             }
             Ok(Some((_, status))) if status.status == RunState::INMIGRATE => DestinationStatus::Loading,
+            Ok(Some((migration, status)))
+                if migration.status.as_ref().is_some_and(MigrationStatus::is_postcopy) =>
+            {
+                DestinationStatus::LacksMemory(FinalRunState::running_if(is_live(&status)))
+            }
             Ok(Some((_, status))) if is_live(&status) => DestinationStatus::Running,
             Ok(Some(_)) => DestinationStatus::Loaded,
             Err(_) if self.qemu.has_exited(ENDED_TIMEOUT) => DestinationStatus::Exited,
@@ -301,6 +306,15 @@ impl QmpDestination {
                 DestinationStatus::Unknown
             }
         }
+    }
+
+    /// Error of a guest that is not in its final state after this time.
+    pub(super) fn not_completed(&mut self, waited: Duration) -> Error {
+        let socket = self.qemu.socket().to_owned();
+        let migration = self.qemu.try_query(Qemu::migration).ok().flatten();
+        let status = migration.and_then(|migration| migration.status);
+        let status = status.as_ref().map_or("nothing", MigrationStatus::as_str).to_owned();
+        Error::NotCompleted { socket, status, waited }
     }
 
     /// Waits until the guest, all of which was sent, is loaded.

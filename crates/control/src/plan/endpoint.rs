@@ -22,7 +22,7 @@ pub(super) use image::{StoredSource, explain_truncation, notice_missing_manifest
 pub(super) use qemu::{QemuDestination, QemuSource, query_failed};
 #[cfg(feature = "store")]
 pub(super) use store::{failed as store_failed, prepared};
-pub(super) use stream::listen;
+pub(super) use stream::{StreamDestination, listen};
 pub(super) use traits::{DestinationEndpoint, GuestDescription, Rollback, SourceControl, SourceEndpoint};
 
 /// Opens the source: it is queried, and not changed.
@@ -48,7 +48,7 @@ pub(super) fn destination(
 ) -> Result<Box<dyn DestinationEndpoint>, Error> {
     Ok(match destination {
         Destination::Qmp(path) => Box::new(QemuDestination::new(path, &description, context)?),
-        Destination::Stream(address) => Box::new(stream::StreamDestination::new(address, &description)),
+        Destination::Stream(address) => Box::new(StreamDestination::new(address, description.guest.as_ref())),
         Destination::Image(path) => {
             Box::new(image::ImageDestination::new(path, description.origin, context)?)
         }

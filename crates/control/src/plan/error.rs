@@ -8,7 +8,6 @@ use towline_qmp as qmp;
 
 use super::outcomes::GuestAfterFailure;
 use crate::qemu;
-use crate::switchover::GuestState;
 
 /// Fate of a guest that is resumed in the QEMU that has sent it.
 pub(super) const ABORTS_ASLEEP: &str = "QEMU aborts when it resumes a guest that it has sent asleep";
@@ -217,11 +216,6 @@ fn has_no_image(error: &Error) -> bool {
         }
         _ => false,
     }
-}
-
-/// A failure after which an operator must look at the guest.
-pub(crate) fn needs_attention(error: Error, state: GuestState) -> Failure {
-    Failure { error: Box::new(error), guest: GuestAfterFailure::unresolved(state), notes: Vec::new() }
 }
 
 impl fmt::Display for Failure {

@@ -7,6 +7,8 @@
 //! ```
 //! Nothing is decided here: [`crate::switchover`] decides which end may run the guest.
 
+mod postcopy;
+
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -15,19 +17,21 @@ use towline_migration::{probe_link, silence_max};
 use towline_protocol::session::{FromDestination, FromSource};
 
 use super::context::Context;
-use super::destination::{HeldGuest, StartFailure};
+use super::destination::{HeldGuest, QmpDestination, StartFailure};
 use super::endpoint::{DestinationEndpoint, Rollback, SourceControl};
 use super::error::{ABORTS_ASLEEP, Error, Failure};
 use super::outcomes::{GuestAfterFailure, SourceCategory};
 use super::peer::{PeerReply, PeerSession};
 use super::progress::CopyPhase;
-use super::report::{DestinationState, SourceState};
+use super::report::{DestinationState, PostcopyReport, SourceState};
 use super::shared_switchover::{SharedSwitchover, source_link};
 use super::source::{CopyEnd, GuestAction, QmpSource};
 use crate::switchover::{
     Decision, DestinationKind, DestinationStatus, Directive, GuestRunState, GuestState, Input, MemorySharing,
-    PeerMessage, Placement, SourceAction, SourceLink, SourceStatus, StartResult, SwitchoverOutcome, ToDo,
+    PeerMessage, Placement, SourceAction, SourceKind, SourceLink, SourceStatus, StartResult,
+    SwitchoverOutcome, ToDo,
 };
+pub(super) use postcopy::{BREAK_AFTER, RECOVER_TIMEOUT};
 
 /// Timeout for a source to notice its closed stream, before its migration is cancelled.
 const STREAM_FAILURE_TIMEOUT: Duration = Duration::from_millis(500);
@@ -58,6 +62,8 @@ pub(super) struct SwitchoverReport {
     pub(super) destination: DestinationState,
     /// Downtime in milliseconds, as the source's QEMU reports it.
     pub(super) downtime_ms: Option<u64>,
+    /// Statistics of postcopy between two QEMUs.
+    pub(super) postcopy: PostcopyReport,
 }
 
 /// The current directive, and since when it has been repeated.
@@ -71,6 +77,7 @@ struct Executor<'a> {
     wait: DirectiveWait,
     notes: Vec<String>,
     downtime_ms: Option<u64>,
+    postcopy: PostcopyReport,
     /// Error because of which the vsocks could not be attached.
     not_attached: Option<Error>,
     destination_peer: Option<PeerSession>,
@@ -86,8 +93,10 @@ pub(super) fn conclude(ends: SwitchoverEnds<'_>, first: Directive) -> Result<Swi
         _ => None,
     };
     let destination_peer = ends.destination.channel().map(PeerSession::new);
-    // A command that has failed does not report that it is too late to cancel.
-    let cancel_handled = ends.error.is_some();
+    // A command that has failed does not report that it is too late to cancel. An image's memory was sent before.
+    let request = ends.switchover.state().request();
+    let is_served = request.memory == MemorySharing::Postcopy && request.source == SourceKind::Stored;
+    let cancel_handled = ends.error.is_some() || is_served;
     let wait = DirectiveWait { directive: first, since: Instant::now() };
     let (notes, downtime_ms) = (Vec::new(), None);
     Executor {
@@ -95,6 +104,7 @@ pub(super) fn conclude(ends: SwitchoverEnds<'_>, first: Directive) -> Result<Swi
         wait,
         notes,
         downtime_ms,
+        postcopy: PostcopyReport::default(),
         not_attached: None,
         destination_peer,
         source_peer,
@@ -137,10 +147,7 @@ impl Executor<'_> {
     fn handle_cancel(&mut self) {
         if !self.cancel_handled && self.ends.context.cancel.is_cancelled() {
             self.cancel_handled = true;
-            if !self.ends.switchover.cancel() {
-                let text = "the switchover is in progress, so it is too late to cancel";
-                self.ends.context.observer.notice(text);
-            }
+            self.ends.switchover.cancel_late(self.ends.context.observer);
         }
     }
 
@@ -150,6 +157,10 @@ impl Executor<'_> {
 
     fn carry_out(&mut self, directive: Directive) -> Input {
         match directive {
+            Directive::StartPostcopy => self.start_postcopy(),
+            Directive::FollowSource => self.follow_source(),
+            Directive::RunEarly => self.run_early(),
+            Directive::Recover => self.recover(),
             Directive::QuerySource => self.query_source(),
             Directive::ProbeSourceLink => self.probe_link(),
             Directive::QueryDestination => self.query_destination(),
@@ -171,10 +182,11 @@ impl Executor<'_> {
             Directive::Record(decision) => self.record(decision),
             Directive::Retract => self.retract(),
             Directive::LookAtDestination => Input::Destination(self.ends.destination.query_status()),
-            // Directives of the engine. A source that is to be acknowledged unconfirmed has been acknowledged
+            // Directives of an engine. A source that is to be acknowledged unconfirmed has been acknowledged
             // by it.
             Directive::AcknowledgeUnconfirmed
             | Directive::Proceed
+            | Directive::ServeMemory
             | Directive::Refuse
             | Directive::Abort
             | Directive::TooLate
@@ -220,13 +232,31 @@ impl Executor<'_> {
         Input::SourceLink(found)
     }
 
+    fn is_postcopy(&self) -> bool {
+        self.ends.switchover.state().request().memory == MemorySharing::Postcopy
+    }
+
     fn query_destination(&mut self) -> Input {
         let view = self.ends.destination.query_status();
-        if matches!(view, DestinationStatus::Loading | DestinationStatus::Unknown) {
-            if self.waited() >= LOADED_TIMEOUT {
+        match view {
+            DestinationStatus::Loading | DestinationStatus::Unknown | DestinationStatus::LacksMemory(_)
+                if self.waited() >= LOADED_TIMEOUT =>
+            {
+                if let Some(qemu) = self.ends.destination.qemu() {
+                    self.ends.error.get_or_insert(qemu.not_completed(LOADED_TIMEOUT));
+                }
                 return Input::TimedOut;
             }
-            thread::sleep(POLL_INTERVAL);
+            DestinationStatus::Unknown
+                if self.is_postcopy()
+                    && self.ends.destination.qemu().is_some_and(QmpDestination::is_blocked) =>
+            {
+                return Input::Destination(DestinationStatus::Blocked);
+            }
+            DestinationStatus::Loading | DestinationStatus::Unknown | DestinationStatus::LacksMemory(_) => {
+                thread::sleep(POLL_INTERVAL);
+            }
+            _ => {}
         }
         Input::Destination(view)
     }
@@ -304,9 +334,16 @@ impl Executor<'_> {
             }
         };
         if started == StartResult::Live {
-            self.ends.context.observer.phase(CopyPhase::Running);
+            self.set_running();
         }
         Input::Started(started)
+    }
+
+    fn set_running(&mut self) {
+        if self.postcopy.running_after.is_none() {
+            self.postcopy.running_after = Some(self.ends.context.elapsed());
+            self.ends.context.observer.phase(CopyPhase::Running);
+        }
     }
 
     /// Refuses to run a guest without a link, or from other files, that the source can still run as it was.
@@ -399,7 +436,7 @@ impl Executor<'_> {
     /// change the memory. The decision that it is to run the guest is withdrawn by then: with it and without this QEMU a later `resume`
     /// would have to assume that the guest has run there.
     fn end_in_shared_memory(&mut self) -> Result<(), Error> {
-        if self.ends.switchover.state().request().memory == MemorySharing::Copied {
+        if self.ends.switchover.state().request().memory != MemorySharing::Shared {
             return Ok(());
         }
         self.ends.destination.end_in_shared_memory()?;
@@ -508,7 +545,8 @@ impl Executor<'_> {
             Placement::Loaded => DestinationState::Sent,
             Placement::Stored => self.ends.destination.stored_state(),
         };
-        Ok(SwitchoverReport { source, destination, downtime_ms: self.downtime_ms })
+        let (downtime_ms, postcopy) = (self.downtime_ms, self.postcopy);
+        Ok(SwitchoverReport { source, destination, downtime_ms, postcopy })
     }
 
     fn unresolved_state(&self, state: GuestState) -> GuestAfterFailure {
@@ -525,15 +563,20 @@ impl Executor<'_> {
         }
     }
 
+    /// The reason of a failure of which there is no error.
+    fn reason(&mut self, guest: &GuestAfterFailure) -> Error {
+        let qemu = self.ends.destination.qemu().filter(|_| guest.needs_attention());
+        qemu.and_then(|qemu| qemu.check_running().err()).unwrap_or(Error::Cancelled)
+    }
+
     fn failure(mut self, guest: GuestAfterFailure) -> Failure {
-        let error =
-            self.ends.switchover.not_recorded().or(self.ends.error.take()).unwrap_or(Error::Cancelled);
+        let error = self.ends.switchover.not_recorded().or(self.ends.error.take());
+        let error = error.unwrap_or_else(|| self.reason(&guest));
         let held = if guest.needs_attention() { HeldGuest::MayBeOnlyCopy } else { HeldGuest::Incomplete };
-        let (error, notes) = self.ends.destination.roll_back(
-            error,
-            self.ends.context,
-            Rollback { is_cut_over: self.is_cut_over, held },
-        );
+        // A guest that runs before its memory is there has been loaded.
+        let is_early = self.is_postcopy() && guest.needs_attention();
+        let undo = Rollback { is_cut_over: self.is_cut_over || is_early, held };
+        let (error, notes) = self.ends.destination.roll_back(error, self.ends.context, undo);
         self.notes.extend(notes);
         if let (SourceControl::Qemu(source), true) = (&mut self.ends.source, guest.needs_attention()) {
             source.keep_settings();

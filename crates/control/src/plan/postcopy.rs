@@ -1,19 +1,14 @@
 //! Instant restore: the guest of an image runs at its destination at once, and its memory follows.
 //!
 //! ```text
-//!   prepare ─► offer ─► run ─► serve ─► completed ─► release
-//!      │         │       │       └─ lost ─► migrate-recover ─► serve …   (as often as it takes)
-//!      └ roll back ┘     └ from here on the guest may run there: a failure describes where it is and how to recover
+//!   prepare ─► offer ─► run ─► serve ─► the switchover (`executor`)
+//!                               └─ lost ─► migrate-recover ─► serve …   (as often as it takes)
 //! ```
-//! The image stays as it is. Before `run` nothing runs anywhere, and a failure leaves the guest in its image;
-//! after it the guest is at the destination, which waits for its pages, and this process or another one
-//! (`--recover`) sends them. The QEMUs of a running guest do it themselves, see [`live`].
+//! The image stays as it is. Nothing is decided here: [`crate::switchover`] decides where the guest is after a
+//! failure. The QEMUs of a running guest send its memory themselves, see [`live`].
 
-mod address;
-mod destination;
 mod live;
-mod qemu;
-mod stored;
+mod target;
 mod unreadable;
 
 use std::sync::Arc;
@@ -30,23 +25,22 @@ use towline_migration::{Postcopy, Session, Statistics};
 
 use super::context::Context;
 use super::destination::RecoveryState;
-use super::endpoint;
+use super::endpoint::{self, SourceControl};
 use super::ends::Destination;
-use super::error::{Error, Failure, needs_attention};
-use super::outcomes::GuestAfterFailure;
+use super::error::{Error, Failure};
+use super::executor::{BREAK_AFTER, RECOVER_TIMEOUT, SwitchoverEnds, SwitchoverReport, conclude};
 use super::progress::{CopyPhase, Progress};
-use super::report::PostcopyReport;
-use super::report::{CopyReport, SourceState};
+use super::report::{CopyReport, DestinationState, PostcopyReport};
 use super::request::{PostcopyOptions, RequestedPages};
 use super::shared_switchover::SharedSwitchover;
 use super::supervise::run_supervised;
 use super::{error_origin, tls};
-use crate::switchover::{DestinationKind, FinalRunState, GuestState, SourceKind};
-use address::AddressDestination;
-use destination::PostcopyDestination;
+use crate::switchover::{
+    DestinationStatus, Directive, FinalRunState, GuestRunState, Input, LossCause, MemoryLoss, MemorySharing,
+    SourceKind,
+};
 pub(super) use live::migrate;
-use qemu::DrivenDestination;
-use stored::{BREAK_AFTER, RECOVER_TIMEOUT, RestoreSource};
+use target::Target;
 use unreadable::Attempts;
 
 /// Interval of queries to a guest that is starting, and to one that runs.
@@ -66,72 +60,50 @@ pub(super) fn restore(
     options: PostcopyOptions,
     context: &Context<'_>,
 ) -> Result<CopyReport, Failure> {
-    let was_running = image.devices().run_state().is_none_or(|state| state == "running");
-    let stored = RestoreSource { guest: image, was_running, path: image.image().map(Image::path) };
-    let restored = restore_stored(&stored, destination, options, context);
-    restored
-        .and_then(|report| intact(image, report))
+    restore_stored(image, destination, options, context)
         .map_err(|failure| endpoint::explain_truncation(image, failure))
 }
 
-/// Returns an error if the image was truncated meanwhile: the running guest then got zeros.
-fn intact(image: &dyn StoredGuest, report: CopyReport) -> Result<CopyReport, Failure> {
-    match image.check_not_truncated() {
-        Ok(()) => Ok(report),
-        Err(error) => Err(needs_attention(error.into(), GuestState::TRUNCATED)),
-    }
-}
-
-/// Opens the destination and checks it; nothing is changed.
-fn open(
-    destination: &Destination,
-    stored: &RestoreSource<'_>,
-    options: PostcopyOptions,
-    context: &Context<'_>,
-) -> Result<Box<dyn PostcopyDestination>, Error> {
-    Ok(match (destination.monitor(), destination.stream()) {
-        (Some(path), _) => Box::new(DrivenDestination::prepare(path, stored, options, context)?),
-        (None, Some(address)) => Box::new(AddressDestination(address.clone())),
-        (None, None) => {
-            return Err(Error::Usage(format!("--postcopy to {destination}: it cannot run a guest")));
-        }
-    })
-}
-
 fn restore_stored(
-    stored: &RestoreSource<'_>,
+    image: &dyn StoredGuest,
     destination: &Destination,
     options: PostcopyOptions,
     context: &Context<'_>,
 ) -> Result<CopyReport, Failure> {
-    let destination = open(destination, stored, options, context).map_err(Failure::untouched)?;
-    let run_state = FinalRunState::running_if(if options.recover {
-        destination.was_running()
-    } else {
-        context.options.run().unwrap_or(stored.was_running)
-    });
-    let working_set = working_set(stored).map_err(Failure::untouched)?;
+    let target = Target::open(destination, image, options, context).map_err(Failure::untouched)?;
+    let ran_when_stored = image.devices().run_state().is_none_or(|state| state == "running");
+    let is_live = if options.recover { target.was_running() } else { ran_when_stored };
+    let working_set = working_set(image).map_err(Failure::untouched)?;
     let statistics = Arc::new(Statistics::default());
     let engine_options = EngineOptions {
         max_bandwidth: context.options.transfer_options().max_bandwidth,
         answer_timeout: context.options.connect_timeout,
         working_set: working_set.as_ref().map(|set| set.runs().to_vec()).unwrap_or_default(),
         // An image without a path is in a store.
-        background: stored.path.map_or(Background::AfterFaults, |_| Background::AtOnce),
+        background: image.image().map_or(Background::AfterFaults, |_| Background::AtOnce),
     };
-    let page_bytes = destination.page_bytes(stored.guest.blocks());
-    let engine = Postcopy::new(stored.guest, &page_bytes, engine_options, Arc::clone(&statistics));
+    let page_bytes = target.page_bytes(image.blocks());
+    let engine = Postcopy::new(image, &page_bytes, engine_options, Arc::clone(&statistics));
     let pages =
         working_set.as_ref().map_or(0, |set| set.runs().iter().map(|(_, length)| length / 4096).sum());
     let report = PostcopyReport { working_set_pages: pages, ..PostcopyReport::default() };
+    let (kind, memory) = (target.kind(), MemorySharing::Postcopy);
     let restore = Restore {
         engine: &engine,
         statistics: &statistics,
+        image,
         options,
         context,
-        destination,
-        run_state,
+        target,
+        switchover: SharedSwitchover::with_memory(SourceKind::Stored, kind, memory, context.options),
+        guest: if is_live { GuestRunState::Running } else { GuestRunState::Stopped },
         report,
+        running: None,
+        attempts: Attempts::new(),
+        left: u64::MAX,
+        idle: 0,
+        reason: towline_migration::Error::Cancelled,
+        error: None,
         late_cancel_reported: false,
     };
     let restored = restore.run();
@@ -144,90 +116,127 @@ fn restore_stored(
     restored
 }
 
-fn working_set(stored: &RestoreSource<'_>) -> Result<Option<WorkingSet>, Error> {
-    let Some(path) = stored.path else { return Ok(None) };
-    let state = stored.guest.device_state()?;
-    Ok(Some(WorkingSet::load(path, stored.guest.blocks(), &state)))
+fn working_set(image: &dyn StoredGuest) -> Result<Option<WorkingSet>, Error> {
+    let Some(path) = image.image().map(Image::path) else { return Ok(None) };
+    let state = image.device_state()?;
+    Ok(Some(WorkingSet::load(path, image.blocks(), &state)))
 }
 
+/// Drives one restore: it carries out the directives that need the engine, and leaves the others to the executor.
 struct Restore<'a> {
     engine: &'a Postcopy<'a>,
     statistics: &'a Statistics,
+    image: &'a dyn StoredGuest,
     options: PostcopyOptions,
     context: &'a Context<'a>,
-    destination: Box<dyn PostcopyDestination>,
-    run_state: FinalRunState,
+    target: Target,
+    switchover: Arc<SharedSwitchover>,
+    /// Run state of the guest when it was stored, or at the destination whose memory is missing.
+    guest: GuestRunState,
     report: PostcopyReport,
+    /// The connection that memory is sent over.
+    running: Option<Running<'a>>,
+    attempts: Attempts,
+    /// Bytes that were left when the last connection was lost.
+    left: u64,
+    /// Number of consecutive connections without progress.
+    idle: u32,
+    /// Reason for which the last connection was lost.
+    reason: towline_migration::Error,
+    /// The error of the restore, once it has failed.
+    error: Option<Error>,
     /// The user was notified that it is too late to cancel.
     late_cancel_reported: bool,
 }
 
 impl<'a> Restore<'a> {
     fn run(mut self) -> Result<CopyReport, Failure> {
-        let mut running = if self.options.recover { self.recover(None)? } else { self.start().map(Some)? };
-        let (mut idle, mut left, mut attempts) = (0, u64::MAX, Attempts::new());
-        while let Some(connection) = running {
-            let Err(lost) = self.serve(connection) else { break };
-            // A further connection does not help against a damaged image, or a failure of every connection.
-            let has_progressed = self.engine.remaining() < left;
-            left = self.engine.remaining();
-            if error_origin::is_guest_error(&lost.error) && !lost.had_loaded {
-                let (error, notes) = (Box::new(lost.error.into()), self.destination.restore_unstarted());
-                return Err(Failure { error, guest: GuestAfterFailure::SAFE, notes });
+        let mut directive = match self.start() {
+            Ok(directive) => directive,
+            Err(error) => {
+                let directive = self.switchover.failed(&error);
+                self.error = Some(error);
+                directive
             }
-            if attempts.wait(&lost.error, has_progressed, self.context) {
-                running = self.recover(Some(lost))?;
-                continue;
-            }
-            idle = if has_progressed { 0 } else { idle + 1 };
-            if error_origin::is_guest_error(&lost.error) || idle == IDLE_RECOVERIES_MAX {
-                return Err(self.destination.interrupted(lost.error.into()));
-            }
-            running = self.recover(Some(lost))?;
+        };
+        loop {
+            let input = match directive {
+                Directive::ServeMemory => self.serve(),
+                Directive::Recover => self.recover(),
+                directive => return self.conclude(directive),
+            };
+            directive = self.switchover.handle(input);
         }
-        self.finish()
     }
 
     /// Offers the guest, and passes the point of no return.
-    fn start(&mut self) -> Result<Running<'a>, Failure> {
+    fn start(&mut self) -> Result<Directive, Error> {
         let (context, engine) = (self.context, self.engine);
-        let session = Arc::new(Session::default());
-        let offered = (|| {
-            context.observer.phase(CopyPhase::Connect);
-            let address = self.destination.listen(self.options, self.run_state)?;
-            let (main, preempt) = self.connect(&address)?;
-            context.check_cancelled()?;
-            context.observer.phase(CopyPhase::Transfer);
-            let link = PostcopyChannels { main, preempt: self.preempts().then_some(&preempt) };
-            let mut look = || {
-                context.report_progress(self.statistics, Progress::default());
-                Ok(())
-            };
-            let switchover =
-                SharedSwitchover::new(SourceKind::Stored, DestinationKind::Stored, context.options);
-            run_supervised(context, &session, &switchover, &mut look, || engine.offer(&session, &link))
-        })();
-        let offered = offered.and_then(|offered| match context.check_cancelled() {
-            Ok(()) => Ok(offered),
-            Err(error) => {
-                drop(offered.withdraw(towline_migration::Error::Cancelled));
-                Err(error)
-            }
-        });
-        match offered {
-            Ok(offered) => {
-                context.observer.phase(CopyPhase::Switchover);
-                Ok(offered.run())
-            }
-            Err(error) => {
-                let (error, notes) = self.destination.roll_back(error);
-                Err(Failure { error: Box::new(error), guest: GuestAfterFailure::SAFE, notes })
-            }
+        if self.options.recover {
+            return Ok(self.switchover.handle(Input::CommitRequested(self.guest)));
         }
+        let session = Arc::new(Session::default());
+        context.observer.phase(CopyPhase::Connect);
+        let address = self.target.listen(self.options, self.final_run_state())?;
+        let (main, preempt) = self.connect(&address)?;
+        context.check_cancelled()?;
+        context.observer.phase(CopyPhase::Transfer);
+        let link = PostcopyChannels { main, preempt: self.preempts().then_some(&preempt) };
+        let mut look = || {
+            context.report_progress(self.statistics, Progress::default());
+            Ok(())
+        };
+        let offer = || engine.offer(&session, &link);
+        let offered = run_supervised(context, &session, &self.switchover, &mut look, offer)?;
+        if context.cancel.is_cancelled() {
+            self.switchover.cancel();
+        }
+        let directive = self.switchover.handle(Input::CommitRequested(self.guest));
+        if directive != Directive::ServeMemory {
+            drop(offered.withdraw(towline_migration::Error::Cancelled));
+            return Err(Error::Cancelled);
+        }
+        context.observer.phase(CopyPhase::Switchover);
+        self.running = Some(offered.run());
+        Ok(directive)
     }
 
-    /// Serves the guest over one connection, and watches it.
-    fn serve(&mut self, running: Running<'a>) -> Result<(), ConnectionLost> {
+    fn final_run_state(&self) -> FinalRunState {
+        FinalRunState::requested(self.switchover.state().request().run, self.guest)
+    }
+
+    /// Sends memory over one connection, for as long as that lasts.
+    fn serve(&mut self) -> Input {
+        let lost = |cause, has_loaded| Input::MemoryLost(MemoryLoss { cause, has_loaded });
+        // A guest that another towline has started has no connection.
+        let Some(running) = self.running.take() else { return lost(LossCause::Connection, true) };
+        let Err(ConnectionLost { error, had_loaded: has_loaded }) = self.watch(running) else {
+            self.report.faults = self.engine.faults();
+            self.report_progress();
+            self.context.observer.phase(CopyPhase::Release);
+            let Err(error) = self.image.check_not_truncated() else { return Input::Delivered };
+            self.error = Some(error.into());
+            return lost(LossCause::Truncated, true);
+        };
+        let has_progressed = self.engine.remaining() < self.left;
+        self.left = self.engine.remaining();
+        let is_unreadable = error_origin::is_guest_error(&error);
+        let is_read_again =
+            (has_loaded || !is_unreadable) && self.attempts.wait(&error, has_progressed, self.context);
+        if is_unreadable && !is_read_again {
+            self.error = Some(error.into());
+            return lost(LossCause::Unreadable, has_loaded);
+        }
+        if !is_read_again {
+            self.idle = if has_progressed { 0 } else { self.idle + 1 };
+        }
+        self.report.recoveries += 1;
+        self.reason = error;
+        lost(LossCause::Connection, has_loaded)
+    }
+
+    /// Sends memory, and watches the guest.
+    fn watch(&mut self, running: Running<'a>) -> Result<(), ConnectionLost> {
         let (watcher, done, started) = (thread::current(), AtomicBool::new(false), Instant::now());
         thread::scope(|scope| {
             let worker = scope.spawn(|| {
@@ -238,8 +247,7 @@ impl<'a> Restore<'a> {
             });
             while !done.load(Ordering::Acquire) && !worker.is_finished() {
                 self.poll();
-                let closely =
-                    self.is_starting() && self.destination.is_driven() && started.elapsed() < START_POLL_TIME;
+                let closely = self.is_starting() && started.elapsed() < START_POLL_TIME;
                 thread::park_timeout(if closely { START_POLL_INTERVAL } else { POLL_INTERVAL });
             }
             match worker.join() {
@@ -249,25 +257,22 @@ impl<'a> Restore<'a> {
         })
     }
 
-    /// Returns true if the guest is to run and was not seen to run yet.
+    /// Returns true if the guest will run and was not seen to run yet.
     fn is_starting(&self) -> bool {
-        self.run_state == FinalRunState::Running && self.report.running_after.is_none()
-    }
-
-    fn set_running(&mut self) {
-        self.report.running_after = Some(self.context.elapsed());
-        self.context.observer.phase(CopyPhase::Running);
+        self.final_run_state() == FinalRunState::Running
+            && self.report.running_after.is_none()
+            && self.target.is_driven()
     }
 
     fn poll(&mut self) {
-        if self.is_starting() && self.destination.runs_now() {
-            self.set_running();
+        if self.is_starting() && self.target.runs_now() {
+            self.report.running_after = Some(self.context.elapsed());
+            self.context.observer.phase(CopyPhase::Running);
         }
         self.report_progress();
         if self.context.cancel.is_cancelled() && !self.late_cancel_reported {
             self.late_cancel_reported = true;
-            let text = "the guest runs at its destination, so it is too late to cancel: the rest of its memory is still sent";
-            self.context.observer.notice(text);
+            self.switchover.cancel_late(self.context.observer);
         }
     }
 
@@ -277,47 +282,58 @@ impl<'a> Restore<'a> {
         self.context.report_progress(self.statistics, progress);
     }
 
-    /// Connects again after a lost connection; `None` if the destination has everything.
-    fn recover(&mut self, lost: Option<ConnectionLost>) -> Result<Option<Running<'a>>, Failure> {
+    /// Connects again after a lost connection.
+    fn recover(&mut self) -> Input {
         let started = Instant::now();
-        let mut had_loaded = true;
-        let mut reason = match lost {
-            Some(ConnectionLost { error, had_loaded: loaded }) => {
-                had_loaded = loaded;
-                self.report.recoveries += 1;
-                error
-            }
-            None => towline_migration::Error::Cancelled,
-        };
         let mut was_notified = false;
-        loop {
-            match self.destination.recovery_state() {
-                Ok(RecoveryState::Completed) => return Ok(None),
-                Ok(RecoveryState::Failed(text)) => {
-                    return Err(self.destination.load_failure(reason, &text, had_loaded));
+        while self.idle < IDLE_RECOVERIES_MAX {
+            match self.target.recovery_state() {
+                Ok(RecoveryState::Completed) => return Input::Destination(self.target.query_status()),
+                Ok(RecoveryState::Failed(error)) => {
+                    self.error = Some(error);
+                    return Input::Destination(DestinationStatus::Failed);
                 }
                 Ok(RecoveryState::Listening(address)) => match self.try_recover(&address) {
                     Ok(running) => {
-                        self.context.observer.notice(&format!("{reason}; connected again"));
-                        return Ok(Some(running));
+                        self.running = Some(running);
+                        self.context.observer.notice(&format!("{}; connected again", self.reason));
+                        return Input::Done;
                     }
-                    Err(Error::Migration(error)) => reason = error,
+                    Err(Error::Migration(error)) => self.reason = error,
                     Err(error) => tracing::debug!(%error, "not recovered yet"),
                 },
                 Ok(RecoveryState::NotReady) => {}
-                Err(error) => return Err(self.destination.monitor_failure(error, had_loaded)),
+                Err(error) => {
+                    let status = self.target.query_status();
+                    if !matches!(status, DestinationStatus::Loaded | DestinationStatus::Running) {
+                        self.error = Some(error);
+                    }
+                    return Input::Destination(status);
+                }
             }
             if started.elapsed() >= BREAK_AFTER && !was_notified {
                 was_notified = true;
-                self.destination.reconnect_manually(&reason, self.context);
+                self.target.reconnect_manually(&self.reason, self.context);
             }
-            let is_over = self.destination.is_driven() && started.elapsed() >= RECOVER_TIMEOUT;
+            let is_over = self.target.is_driven() && started.elapsed() >= RECOVER_TIMEOUT;
             if is_over || self.context.cancel.is_cancelled() && started.elapsed() >= BREAK_AFTER {
-                let error = Error::NotRecovered { source: reason, waited: started.elapsed() };
-                return Err(self.destination.interrupted(error));
+                return self.not_recovered(Some(started.elapsed()));
             }
             thread::sleep(RECOVER_INTERVAL);
         }
+        self.not_recovered(None)
+    }
+
+    /// There is no further attempt; `waited`: after this time.
+    fn not_recovered(&mut self, waited: Option<Duration>) -> Input {
+        let reason = std::mem::replace(&mut self.reason, towline_migration::Error::Cancelled);
+        self.error = Some(match waited {
+            Some(waited) => Error::NotRecovered { source: reason, waited },
+            None => reason.into(),
+        });
+        let is_intact = self.image.check_not_truncated().is_ok();
+        let cause = if is_intact { LossCause::Connection } else { LossCause::Unreadable };
+        Input::MemoryLost(MemoryLoss { cause, has_loaded: true })
     }
 
     fn try_recover(&mut self, address: &Address) -> Result<Running<'a>, Error> {
@@ -352,18 +368,18 @@ impl<'a> Restore<'a> {
         Ok((connect()?, connect))
     }
 
-    fn finish(mut self) -> Result<CopyReport, Failure> {
-        self.context.observer.phase(CopyPhase::Release);
-        self.report.faults = self.engine.faults();
-        self.report_progress();
-        let state = self.destination.state(self.run_state);
-        let notes = self.destination.finish(self.run_state)?;
-        if self.is_starting() && self.destination.is_driven() {
-            self.set_running();
+    /// Carries out all other directives.
+    fn conclude(self, directive: Directive) -> Result<CopyReport, Failure> {
+        let Self { statistics, context, target, switchover, mut report, error, .. } = self;
+        let mut destination = target.into_endpoint();
+        let (source, destination) = (SourceControl::Stored, destination.as_mut());
+        let ends = SwitchoverEnds { switchover: &switchover, source, destination, context, error };
+        let SwitchoverReport { source, destination, .. } = conclude(ends, directive)?;
+        if destination == DestinationState::Running && report.running_after.is_none() {
+            report.running_after = Some(context.elapsed());
+            context.observer.phase(CopyPhase::Running);
         }
-        notes.iter().for_each(|note| self.context.observer.notice(note));
-        let moved = self.statistics.snapshot();
-        let report = self.context.build_report(moved, SourceState::Unchanged, state);
-        Ok(CopyReport { postcopy: Some(self.report), ..report })
+        let built = context.build_report(statistics.snapshot(), source, destination);
+        Ok(CopyReport { postcopy: Some(report), ..built })
     }
 }

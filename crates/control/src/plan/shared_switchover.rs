@@ -17,6 +17,7 @@ use crate::switchover::{
 
 use super::context::Context;
 use super::error::Error;
+use super::progress::Observer;
 use super::recorder::{RecordedEnds, Recorder};
 use super::request;
 
@@ -151,6 +152,31 @@ impl SharedSwitchover {
     /// Cancels the command; returns true if the stream is to fail.
     pub(super) fn cancel(&self) -> bool {
         self.handle(Input::Cancel) == Directive::Abort
+    }
+
+    /// Cancels a command whose guest may be at its destination; `observer` gets a notice if it is too late.
+    pub(super) fn cancel_late(&self, observer: &dyn Observer) {
+        if self.cancel() {
+            return;
+        }
+        observer.notice(match self.state().request().memory {
+            MemorySharing::Postcopy => {
+                "the guest runs at its destination, so it is too late to cancel: the rest of its memory is still sent"
+            }
+            MemorySharing::Copied | MemorySharing::Shared => {
+                "the switchover is in progress, so it is too late to cancel"
+            }
+        });
+    }
+
+    /// Reports that the source will be connected to its destination directly. Returns false if it must not be.
+    pub(super) fn may_connect_directly(&self, guest: GuestRunState) -> bool {
+        self.pass(Input::AcknowledgeRequested { guest, source: SourceLink::Open }) == Directive::Proceed
+    }
+
+    /// Reports that the source has sent all memory of a guest in this run state once; returns the next directive.
+    pub(super) fn passed_once(&self, guest: GuestRunState) -> Directive {
+        self.pass(Input::SwitchRequested(guest))
     }
 
     /// Reports a failure; returns the next directive. The engine may have reported it before.

@@ -85,7 +85,7 @@ fn report(
     concluded: &SwitchoverReport,
     context: &Context<'_>,
 ) -> CopyReport {
-    let SwitchoverReport { source: origin, destination, downtime_ms } = *concluded;
+    let SwitchoverReport { source: origin, destination, downtime_ms, .. } = *concluded;
     let loaded_by_qemu = to.is_loaded_by_qemu();
     CopyReport { downtime_ms, loaded_by_qemu, ..context.build_report(source.moved(), origin, destination) }
 }

@@ -56,6 +56,7 @@ impl Switchover {
         let unresolved = match started {
             StartResult::Live => return self.finalize(Placement::Running),
             StartResult::StoppedAgain => self.stopped_again(),
+            StartResult::Refused if self.may_have_switched() => self.stopped_again(),
             StartResult::Refused => self.not_started(),
             StartResult::Exited => self.destination_lost(self.is_memory_shared()),
             StartResult::ExitedBefore => self.destination_lost(false),
@@ -66,11 +67,7 @@ impl Switchover {
 
     /// The destination ran it and stopped it again: a state that was paused at its source is older.
     fn stopped_again(&self) -> GuestState {
-        let to_do = match self.source_end() {
-            AtSource::Paused => ToDo::KeepDestination,
-            _ => ToDo::LookAtDestination,
-        };
-        self.state(AtDestination::Holds, to_do)
+        self.state(AtDestination::Holds, self.keep_destination())
     }
 
     /// The destination, which holds it, has not run it.
@@ -83,14 +80,14 @@ impl Switchover {
     }
 
     /// The destination has exited. `changed`: it may have run the guest in the memory of its source.
-    fn destination_lost(&self, changed: bool) -> GuestState {
+    pub(super) fn destination_lost(&self, changed: bool) -> GuestState {
         let is_lost = changed || self.is_source_gone();
         let to_do = if is_lost { ToDo::StartAgain } else { ToDo::RunSourceUnlessItRan };
         self.state(AtDestination::Ended, to_do)
     }
 
     fn not_known_to_run(&self) -> GuestState {
-        let is_older = self.is_memory_shared() && !self.is_source_gone();
+        let is_older = (self.is_memory_shared() || self.may_have_switched()) && !self.is_source_gone();
         let to_do = if is_older { ToDo::KeepDestination } else { ToDo::LookAtDestination };
         self.state(AtDestination::Unknown, to_do)
     }
@@ -128,7 +125,7 @@ impl Switchover {
             Input::NotDone if self.is_source_gone() => {
                 self.unresolved(AtDestination::MayRun, ToDo::LookAtDestination)
             }
-            Input::NotDone if self.has_run_in_shared_memory(placement) => {
+            Input::NotDone if self.may_have_switched() || self.has_run_in_shared_memory(placement) => {
                 self.unresolved(AtDestination::Unknown, ToDo::KeepDestination)
             }
             Input::NotDone => self.unresolved(AtDestination::Unknown, ToDo::LookAtDestination),

@@ -59,6 +59,8 @@ pub(crate) enum MemorySharing {
     /// Both QEMUs map the same memory: once the destination has run the guest, the source's device state is
     /// of another memory, and must never run.
     Shared,
+    /// Each end has its own; the destination runs the guest before all of its own is there.
+    Postcopy,
 }
 
 /// Request of a command.
@@ -126,6 +128,10 @@ impl FinalRunState {
 pub(crate) enum SourceStatus {
     /// The migration is in progress.
     Migrating,
+    /// It has stopped the guest for good, and sends the rest of its memory (`postcopy-active`).
+    Following,
+    /// The same, without a connection (`postcopy-paused`).
+    FollowingPaused,
     /// The migration is complete and the guest is stopped (`postmigrate`).
     Completed,
     /// The migration was complete and the guest has since been resumed there.
@@ -149,6 +155,10 @@ pub(crate) enum DestinationStatus {
     Stopped,
     /// Waits for the guest or loads it.
     Loading,
+    /// Has the guest's devices, and not all of its memory; the guest is in this run state.
+    LacksMemory(FinalRunState),
+    /// Its main loop waits for a page of the guest.
+    Blocked,
     /// Holds the whole guest, paused.
     Loaded,
     /// The guest runs, or is suspended and wakes up by itself.
@@ -191,6 +201,25 @@ pub(crate) enum SourceLink {
     Reset,
 }
 
+/// A stored guest's memory that is not sent over this connection any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct MemoryLoss {
+    pub(crate) cause: LossCause,
+    /// The destination has reported that it has loaded the devices.
+    pub(crate) has_loaded: bool,
+}
+
+/// Cause of a [`MemoryLoss`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum LossCause {
+    /// The connection was lost.
+    Connection,
+    /// The image cannot be read.
+    Unreadable,
+    /// The image was truncated: pages that were sent may be zeros.
+    Truncated,
+}
+
 /// Message between two towlines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum PeerMessage {
@@ -212,8 +241,12 @@ pub(crate) enum Input {
     CommitRequested(GuestRunState),
     /// The destination has acknowledged; now acknowledge the source.
     AcknowledgeRequested { guest: GuestRunState, source: SourceLink },
-    /// The stream is complete, including the source's acknowledgement.
+    /// The source has sent all memory once, of a guest in this run state: it can switch to postcopy.
+    SwitchRequested(GuestRunState),
+    /// The stream is complete, including the source's acknowledgement; all memory of a stored guest was sent.
     Delivered,
+    /// The memory of a stored guest that may run is not sent any more.
+    MemoryLost(MemoryLoss),
     /// The stream, or a concurrent action, failed.
     Failed,
     /// The destination reported that it could not load the guest, before or after the last bytes.
@@ -262,6 +295,16 @@ pub(crate) enum Directive {
     /// Acknowledge the source although its destination has not confirmed the guest, so the source stops for
     /// good.
     AcknowledgeUnconfirmed,
+    /// Ask the source to switch to postcopy (`migrate-start-postcopy`). No reply is [`Input::TimedOut`].
+    StartPostcopy,
+    /// Query a source that was asked to switch. It connects again if its monitor is lost.
+    FollowSource,
+    /// Start the guest if the destination has its devices.
+    RunEarly,
+    /// Connect a destination that lacks memory again.
+    Recover,
+    /// Send the memory of a stored guest.
+    ServeMemory,
     /// Query the source again.
     QuerySource,
     /// Cancel the source's migration, which this command started.

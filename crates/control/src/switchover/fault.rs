@@ -42,6 +42,28 @@ pub(super) enum SwitchoverBug {
     LocksWhenLoaded,
     /// A destination that gets `cont` from another party while it loads runs the guest by itself.
     RunsAfterLoading,
+    /// Two QEMUs are connected to each other without a record, and may complete by themselves.
+    ConnectsUnrecorded,
+    /// A lost reply to `migrate-start-postcopy` counts as its refusal.
+    LostReplyIsRefusal,
+    /// A cancellation is carried out after the source was asked to switch to postcopy.
+    CancelAfterSwitch,
+    /// The destination is started when the source has accepted to switch, and has not done it.
+    RunsBeforeSwitch,
+    /// A postcopy that lost its connection counts as a migration that failed.
+    PausedIsFailed,
+    /// A source that cannot be queried after the request to switch counts as one that has its guest.
+    UnseenSourceHasGuest,
+    /// A guest whose memory ended with its source counts as complete.
+    CompletesWithoutMemory,
+    /// The decision to run the guest is taken again when all memory was sent.
+    DecidesAgain,
+    /// A later towline starts a guest whose memory ended with its source.
+    ResumesWithoutMemory,
+    /// A destination that has not reported that it loaded a stored guest's devices counts as one that does not run it.
+    UnloadedIsSafe,
+    /// A destination whose monitor is lost while memory is sent counts as one that has exited.
+    LostMonitorIsExit,
     /// A later towline takes any completed migration of the source for that of this move.
     TakesAnyCompletion,
     /// A guest that was left paused at its source counts as one that has not run at its destination.

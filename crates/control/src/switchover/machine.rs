@@ -2,11 +2,12 @@
 
 use super::decision::Decision;
 use super::events::{
-    DestinationKind, Directive, GuestRunState, Input, PeerMessage, RunRequest, SourceAction, SourceKind,
-    SourceLink, SourceStatus, SwitchoverRequest,
+    DestinationKind, Directive, GuestRunState, Input, LossCause, MemorySharing, PeerMessage, RunRequest,
+    SourceAction, SourceKind, SourceLink, SourceStatus, SwitchoverRequest,
 };
 use super::fault::{FaultSwitch, SwitchoverBug};
 use super::outcome::{AtDestination, AtSource, GuestState, Placement, SwitchoverOutcome, ToDo};
+use super::postcopy::SwitchProgress;
 
 /// States; see the picture in the module's documentation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -22,6 +23,22 @@ pub(super) enum SwitchoverState {
     /// The source was acknowledged, but the destination has not confirmed that it holds the guest: it may run
     /// it or not.
     AcknowledgedUnconfirmed,
+    /// The decision to switch to postcopy is being made durable.
+    RecordingSwitch,
+    /// The source is asked to switch to postcopy.
+    Switching,
+    /// The source was asked to switch, and is queried until it has completed.
+    Following,
+    /// The memory of a stored guest is sent.
+    Serving,
+    /// The connection that memory is sent over is lost.
+    Reconnecting,
+    /// The source of a postcopy ended like this: the destination is queried.
+    Judging(SourceStatus),
+    /// The memory of a stored guest is not sent any more: the destination is queried.
+    Abandoning(LossCause),
+    /// All memory was sent: the destination is queried.
+    Arriving,
     /// The stream failed when the destination may hold everything: the source is queried first.
     Undoing {
         cancelled: bool,
@@ -82,6 +99,8 @@ pub(crate) struct Switchover {
     pub(super) stage: SwitchoverState,
     /// The destination was sent everything except perhaps the last bytes: it may hold the whole guest.
     pub(super) sent: bool,
+    /// Progress of the switch to postcopy.
+    pub(super) switch: SwitchProgress,
     /// Run state of the guest, from its stream.
     pub(super) guest: GuestRunState,
     /// A cancellation is being carried out.
@@ -98,6 +117,7 @@ impl Switchover {
             request,
             stage: SwitchoverState::Transfer,
             sent: false,
+            switch: SwitchProgress::Unasked,
             guest: GuestRunState::Running,
             aborting: false,
             source_exited: false,
@@ -169,6 +189,14 @@ impl Switchover {
             SwitchoverState::Acknowledged | SwitchoverState::AcknowledgedUnconfirmed => {
                 self.acknowledged(input)
             }
+            SwitchoverState::RecordingSwitch => self.recording_switch(input),
+            SwitchoverState::Switching => self.switching(input),
+            SwitchoverState::Following => self.following(input),
+            SwitchoverState::Serving => self.serving(input),
+            SwitchoverState::Reconnecting => self.reconnecting(input),
+            SwitchoverState::Judging(source) => self.judging(input, source),
+            SwitchoverState::Abandoning(cause) => self.abandoning(input, cause),
+            SwitchoverState::Arriving => self.arriving(input),
             SwitchoverState::Undoing { cancelled } => self.undoing(input, cancelled),
             SwitchoverState::TakingOver => self.taking_over(input),
             SwitchoverState::Reporting => self.reporting(input),
@@ -193,7 +221,10 @@ impl Switchover {
     }
 
     pub(super) fn is_recording(&self) -> bool {
-        matches!(self.stage, SwitchoverState::Recording(_) | SwitchoverState::Retracting(_))
+        matches!(
+            self.stage,
+            SwitchoverState::Recording(_) | SwitchoverState::RecordingSwitch | SwitchoverState::Retracting(_)
+        )
     }
 
     /// Returns true if the source of a move that ended like this stays paused with a guest that was paused before, or that runs
@@ -222,17 +253,27 @@ impl Switchover {
                 self.stage = SwitchoverState::Transfer;
                 Directive::Abort
             }
+            SwitchoverState::Following if self.has_fault(SwitchoverBug::CancelAfterSwitch) => {
+                self.stage = SwitchoverState::Transfer;
+                Directive::Abort
+            }
             _ => Directive::TooLate,
         }
     }
 
     pub(super) fn transfer(&mut self, input: Input) -> Directive {
         match input {
-            Input::CommitRequested(_) | Input::AcknowledgeRequested { .. } if self.aborting => {
+            Input::CommitRequested(_) | Input::AcknowledgeRequested { .. } | Input::SwitchRequested(_)
+                if self.aborting =>
+            {
                 Directive::Refuse
             }
+            Input::SwitchRequested(guest) => self.request_switch(guest),
             Input::CommitRequested(guest) => {
                 self.guest = guest;
+                if self.request.memory == MemorySharing::Postcopy && !self.is_direct() {
+                    return self.serve();
+                }
                 if self.request.destination.runs_by_itself() {
                     return self.decide(Decision::Commit);
                 }
@@ -261,6 +302,9 @@ impl Switchover {
             // This was decided when it was sent the last bytes.
             (self.sent, self.stage) = (true, SwitchoverState::Acknowledged);
             return Directive::Proceed;
+        }
+        if self.is_direct() && self.has_fault(SwitchoverBug::ConnectsUnrecorded) {
+            return self.recording(Input::Recorded, Decision::Acknowledge);
         }
         self.decide(Decision::Acknowledge)
     }

@@ -132,6 +132,19 @@ fn upgrade() -> SwitchoverRequest {
     }
 }
 
+/// Guests that run at their destination before all of their memory is there.
+fn postcopies() -> Vec<SwitchoverRequest> {
+    let memory = MemorySharing::Postcopy;
+    // Each request, and each action, in some world.
+    let between_qemus = requests(SourceKind::Qemu, DestinationKind::Qemu).into_iter().filter(|request| {
+        request.run == RunRequest::AsItWas
+            || (request.run == RunRequest::Run) == (request.after == SourceAction::KeepPaused)
+    });
+    let restored = [DestinationKind::Qemu, DestinationKind::Stream];
+    let restored = restored.into_iter().flat_map(|to| requests(SourceKind::Stored, to));
+    between_qemus.chain(restored).map(|request| SwitchoverRequest { memory, ..request }).collect()
+}
+
 fn check(name: &str, worlds: impl IntoIterator<Item = World>) -> (usize, usize) {
     let (mut states, mut depth) = (0, 0);
     let started = std::time::Instant::now();
@@ -162,6 +175,16 @@ fn an_upgrade_keeps_every_guest_once_and_its_memory_consistent() {
     let worlds = GUESTS.map(|guest| World::with_one(upgrade(), guest, budget(), FaultSwitch::default()));
     let (states, depth) = check("upgrade", worlds);
     assert!(states > 1000 && depth > 10, "{states} states, {depth} deep");
+}
+
+/// A guest that has switched is run by its destination alone, and an end that lacks memory is named.
+#[test]
+fn postcopy_keeps_every_guest_once() {
+    let worlds = postcopies().into_iter().flat_map(|request| {
+        GUESTS.map(|guest| World::with_one(request, guest, budget(), FaultSwitch::default()))
+    });
+    let (states, depth) = check("postcopy", worlds);
+    assert!(states > 10_000 && depth > 15, "{states} states, {depth} deep");
 }
 
 #[test]
@@ -207,8 +230,36 @@ fn injected_faults_are_found() {
             budget(),
             FaultSwitch::with(fault),
         );
-        let found = one.chain([two]).find_map(|world| explore(world).violation);
-        let (text, steps) = found.unwrap_or_else(|| panic!("{fault:?} is not found"));
-        println!("{fault:?}: {text}, after {} steps: {steps:?}", steps.len());
+        find(fault, one.chain([two]));
     }
+}
+
+/// The same of postcopy.
+#[test]
+fn injected_faults_of_postcopy_are_found() {
+    let faults = [
+        SwitchoverBug::ConnectsUnrecorded,
+        SwitchoverBug::LostReplyIsRefusal,
+        SwitchoverBug::CancelAfterSwitch,
+        SwitchoverBug::RunsBeforeSwitch,
+        SwitchoverBug::PausedIsFailed,
+        SwitchoverBug::UnseenSourceHasGuest,
+        SwitchoverBug::CompletesWithoutMemory,
+        SwitchoverBug::DecidesAgain,
+        SwitchoverBug::ResumesWithoutMemory,
+        SwitchoverBug::UnloadedIsSafe,
+        SwitchoverBug::LostMonitorIsExit,
+    ];
+    for fault in faults {
+        let worlds = postcopies().into_iter().map(|request| {
+            World::with_one(request, GuestRunState::Running, budget(), FaultSwitch::with(fault))
+        });
+        find(fault, worlds);
+    }
+}
+
+fn find(fault: SwitchoverBug, mut worlds: impl Iterator<Item = World>) {
+    let found = worlds.find_map(|world| explore(world).violation);
+    let (text, steps) = found.unwrap_or_else(|| panic!("{fault:?} is not found"));
+    println!("{fault:?}: {text}, after {} steps: {steps:?}", steps.len());
 }

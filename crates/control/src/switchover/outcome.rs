@@ -137,6 +137,9 @@ impl GuestState {
     /// Restored from an image that was truncated meanwhile: a part of its memory may be zeros.
     pub(crate) const TRUNCATED: Self =
         Self::new(AtSource::Unknown, AtDestination::Runs, ToDo::RestoreAnother);
+    /// Its devices were sent, and its destination cannot be queried.
+    pub(crate) const UNSEEN: Self =
+        Self::new(AtSource::HasIt, AtDestination::Unknown, ToDo::LookAtDestination);
     /// Restored with all of its memory; its run state is not known.
     pub(crate) const ARRIVED: Self =
         Self::new(AtSource::HasIt, AtDestination::MayRun, ToDo::LookAtDestination);
@@ -163,7 +166,7 @@ impl GuestState {
         match self.source {
             AtSource::HasIt => format!("running at {source}"),
             AtSource::Paused => format!("paused at {source} (postmigrate)"),
-            AtSource::Ended if self.to_do == ToDo::StartAgain => {
+            AtSource::Ended if self.to_do == ToDo::StartAgain && self.destination != AtDestination::Runs => {
                 format!("{source} has ended, and the guest with it")
             }
             AtSource::Ended => format!("{source} has ended"),

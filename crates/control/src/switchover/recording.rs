@@ -54,6 +54,11 @@ impl Switchover {
                 (self.sent, self.stage) = (true, SwitchoverState::Committed);
                 Directive::Proceed
             }
+            // Two QEMUs that are connected to each other may complete at any time.
+            Decision::Acknowledge if self.is_direct() => {
+                (self.sent, self.stage) = (true, SwitchoverState::Transfer);
+                Directive::Proceed
+            }
             Decision::Acknowledge => {
                 (self.sent, self.stage) = (true, SwitchoverState::Acknowledged);
                 Directive::Proceed
@@ -70,7 +75,7 @@ impl Switchover {
     }
 
     /// A point of no return is not passed: the stream is to fail.
-    fn not_passed(&mut self) -> Directive {
+    pub(super) fn not_passed(&mut self) -> Directive {
         self.stage = SwitchoverState::Transfer;
         Directive::Refuse
     }

@@ -146,13 +146,15 @@ impl InterruptedMove {
             Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed) => AtSource::HasIt,
             Some(SourceStatus::Completed | SourceStatus::CompletedByOthers) => AtSource::Paused,
             Some(SourceStatus::Exited) => AtSource::Ended,
-            Some(SourceStatus::Migrating | SourceStatus::Unknown) | None => AtSource::Unknown,
+            _ => AtSource::Unknown,
         };
         let destination = match self.destination {
-            Some(DestinationStatus::Running) => AtDestination::Runs,
+            Some(DestinationStatus::Running | DestinationStatus::LacksMemory(FinalRunState::Running)) => {
+                AtDestination::Runs
+            }
             Some(DestinationStatus::Loaded | DestinationStatus::Stopped) => AtDestination::Holds,
             Some(DestinationStatus::Exited | DestinationStatus::Failed) => AtDestination::Ended,
-            Some(DestinationStatus::Loading | DestinationStatus::Unknown) => AtDestination::Unknown,
+            Some(_) => AtDestination::Unknown,
             // It was not sent the outcome.
             None if self.decision == Decision::Acknowledge => AtDestination::Holds,
             None => AtDestination::MayRun,
@@ -162,9 +164,10 @@ impl InterruptedMove {
 
     fn with_both(&self, source: SourceStatus, destination: DestinationStatus) -> ResumeAction {
         match (source, destination) {
-            (SourceStatus::HasGuest | SourceStatus::CompletedThenResumed, DestinationStatus::Running) => {
-                self.needs_choice(ToDo::EndOne)
-            }
+            (
+                SourceStatus::HasGuest | SourceStatus::CompletedThenResumed,
+                DestinationStatus::Running | DestinationStatus::LacksMemory(FinalRunState::Running),
+            ) => self.needs_choice(ToDo::EndOne),
             (SourceStatus::HasGuest | SourceStatus::CompletedThenResumed, DestinationStatus::Unknown) => {
                 self.wait()
             }
@@ -183,7 +186,13 @@ impl InterruptedMove {
                 SourceStatus::Completed | SourceStatus::CompletedByOthers | SourceStatus::Exited,
                 DestinationStatus::Stopped,
             ) => self.needs_choice(ToDo::ActAtDestination),
-            (_, DestinationStatus::Unknown | DestinationStatus::Loading) => self.wait(),
+            (SourceStatus::Exited, DestinationStatus::LacksMemory(_))
+                if !self.fault.has(SwitchoverBug::ResumesWithoutMemory) =>
+            {
+                self.needs_choice(ToDo::StartAgain)
+            }
+            (SourceStatus::Exited, DestinationStatus::LacksMemory(_)) => self.start_or_finish(),
+            (_, destination) if is_loading(destination) => self.wait(),
             (
                 SourceStatus::Completed | SourceStatus::CompletedByOthers,
                 DestinationStatus::Exited | DestinationStatus::Failed,
@@ -195,7 +204,7 @@ impl InterruptedMove {
             (SourceStatus::Exited, DestinationStatus::Exited | DestinationStatus::Failed) => {
                 ResumeAction::Gone
             }
-            (SourceStatus::Migrating | SourceStatus::Unknown, _) => self.wait(),
+            _ => self.wait(),
         }
     }
 
@@ -210,7 +219,7 @@ impl InterruptedMove {
             SourceStatus::Completed => self.needs_choice(ToDo::LookAtDestination),
             SourceStatus::CompletedByOthers => self.needs_choice(ToDo::RunDestinationUnlessItRanOn),
             SourceStatus::Exited => ResumeAction::Gone,
-            SourceStatus::Migrating | SourceStatus::Unknown => self.wait(),
+            _ => self.wait(),
         }
     }
 
@@ -222,7 +231,7 @@ impl InterruptedMove {
             DestinationStatus::Loaded => self.needs_choice(ToDo::LookAtSource),
             DestinationStatus::Stopped => self.needs_choice(ToDo::ActAtDestination),
             DestinationStatus::Exited | DestinationStatus::Failed => ResumeAction::Gone,
-            DestinationStatus::Loading | DestinationStatus::Unknown => self.wait(),
+            _ => self.wait(),
         }
     }
 
@@ -267,8 +276,10 @@ impl InterruptedMove {
     fn run_source(&self) -> Result<ResumeAction, Refusal> {
         match (self.source, self.destination) {
             (None | Some(SourceStatus::Exited), _) => Err(Refusal::NotOnThisHost),
-            (Some(SourceStatus::Unknown | SourceStatus::Migrating), _) => self.refuse(ToDo::Wait),
-            (_, Some(DestinationStatus::Running)) => self.refuse(ToDo::KeepDestination),
+            (Some(source), _) if is_under_way(source) => self.refuse(ToDo::Wait),
+            (_, Some(DestinationStatus::Running | DestinationStatus::LacksMemory(_))) => {
+                self.refuse(ToDo::KeepDestination)
+            }
             (_, Some(DestinationStatus::Stopped)) => self.refuse(ToDo::ActAtDestination),
             (_, Some(DestinationStatus::Loaded)) if self.may_have_run() => self.refuse(ToDo::KeepDestination),
             (_, Some(DestinationStatus::Unknown)) => self.refuse(ToDo::Wait),
@@ -283,6 +294,7 @@ impl InterruptedMove {
             (Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed), _) => {
                 Ok(ResumeAction::AtSource)
             }
+            _ => self.refuse(ToDo::Wait),
         }
     }
 
@@ -291,14 +303,18 @@ impl InterruptedMove {
             (_, None | Some(DestinationStatus::Exited | DestinationStatus::Failed)) => {
                 Err(Refusal::NotOnThisHost)
             }
-            (_, Some(DestinationStatus::Unknown | DestinationStatus::Loading)) => self.refuse(ToDo::Wait),
+            (Some(SourceStatus::Exited), Some(DestinationStatus::LacksMemory(_))) => {
+                self.refuse(ToDo::StartAgain)
+            }
+            (_, Some(destination)) if is_loading(destination) => self.refuse(ToDo::Wait),
             (Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed), _) => {
                 self.refuse(ToDo::Nothing)
             }
-            (Some(SourceStatus::Unknown | SourceStatus::Migrating), _) => self.refuse(ToDo::Wait),
+            (Some(source), _) if is_under_way(source) => self.refuse(ToDo::Wait),
             (_, Some(DestinationStatus::Running)) => Ok(ResumeAction::AtDestination(Placement::Running)),
             (_, Some(DestinationStatus::Stopped)) => self.refuse(ToDo::ActAtDestination),
             (_, Some(DestinationStatus::Loaded)) => Ok(ResumeAction::RunDestination),
+            _ => self.refuse(ToDo::Wait),
         }
     }
 
@@ -309,8 +325,10 @@ impl InterruptedMove {
             (Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed), _) => {
                 self.refuse(ToDo::Nothing)
             }
-            (Some(SourceStatus::Unknown | SourceStatus::Migrating), _) => self.refuse(ToDo::Wait),
-            (_, Some(DestinationStatus::Unknown)) => self.refuse(ToDo::Wait),
+            (Some(source), _) if is_under_way(source) => self.refuse(ToDo::Wait),
+            (_, Some(DestinationStatus::Unknown | DestinationStatus::LacksMemory(_))) => {
+                self.refuse(ToDo::Wait)
+            }
             // Nothing can run from it any more.
             (_, Some(DestinationStatus::Exited | DestinationStatus::Failed)) if self.is_memory_changed() => {
                 Ok(ResumeAction::Quit(Side::Source))
@@ -323,6 +341,7 @@ impl InterruptedMove {
                 Ok(ResumeAction::Quit(Side::Source))
             }
             (Some(SourceStatus::CompletedByOthers), _) => self.refuse(ToDo::RunDestinationUnlessItRanOn),
+            _ => self.refuse(ToDo::Wait),
         }
     }
 
@@ -330,7 +349,12 @@ impl InterruptedMove {
         match (self.source, self.destination) {
             (_, None) => Err(Refusal::NotOnThisHost),
             (_, Some(DestinationStatus::Exited)) => Ok(ResumeAction::Gone),
-            (_, Some(DestinationStatus::Running)) => self.refuse(ToDo::KeepDestination),
+            (Some(SourceStatus::Exited), Some(DestinationStatus::LacksMemory(_))) => {
+                Ok(ResumeAction::Quit(Side::Destination))
+            }
+            (_, Some(DestinationStatus::Running | DestinationStatus::LacksMemory(_))) => {
+                self.refuse(ToDo::KeepDestination)
+            }
             (_, Some(DestinationStatus::Stopped)) => self.refuse(ToDo::ActAtDestination),
             (_, Some(DestinationStatus::Loaded)) if self.may_have_run() => self.refuse(ToDo::KeepDestination),
             (_, Some(DestinationStatus::Unknown)) => self.refuse(ToDo::Wait),
@@ -339,6 +363,28 @@ impl InterruptedMove {
             (_, Some(_)) => Ok(ResumeAction::Quit(Side::Destination)),
         }
     }
+}
+
+fn is_under_way(source: SourceStatus) -> bool {
+    !matches!(
+        source,
+        SourceStatus::Completed
+            | SourceStatus::CompletedThenResumed
+            | SourceStatus::CompletedByOthers
+            | SourceStatus::HasGuest
+            | SourceStatus::Exited
+    )
+}
+
+/// Returns true if the guest is not settled there, or cannot be queried.
+fn is_loading(destination: DestinationStatus) -> bool {
+    matches!(
+        destination,
+        DestinationStatus::Unknown
+            | DestinationStatus::Blocked
+            | DestinationStatus::Loading
+            | DestinationStatus::LacksMemory(_)
+    )
 }
 
 #[cfg(test)]

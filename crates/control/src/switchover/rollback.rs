@@ -1,6 +1,8 @@
 //! From a failed stream to a source that has its guest back, or a destination that is the only one to hold it.
 
-use super::events::{DestinationKind, DestinationStatus, Directive, Input, SourceKind, SourceStatus};
+use super::events::{
+    DestinationKind, DestinationStatus, Directive, FinalRunState, Input, SourceKind, SourceStatus,
+};
 use super::fault::SwitchoverBug;
 use super::machine::{Restoration, Switchover, SwitchoverState};
 use super::outcome::{AtDestination, AtSource, GuestState, SwitchoverOutcome, ToDo};
@@ -22,6 +24,10 @@ impl Switchover {
             Input::Source(SourceStatus::Completed) => self.restore(true),
             Input::Source(SourceStatus::CompletedThenResumed) => self.restore(false),
             Input::Source(SourceStatus::Exited) => self.take_over(),
+            // Another party has switched it to postcopy.
+            Input::Source(SourceStatus::Following | SourceStatus::FollowingPaused) => {
+                self.unresolved(AtDestination::Unknown, ToDo::Reconnect)
+            }
             Input::Source(SourceStatus::Migrating | SourceStatus::Unknown) | Input::Done => {
                 Directive::QuerySource
             }
@@ -38,7 +44,7 @@ impl Switchover {
         self.source_exited = true;
         match self.request.destination {
             DestinationKind::Qemu
-                if self.sent && !self.has_fault(SwitchoverBug::AbandonsCompleteDestination) =>
+                if self.may_be_held() && !self.has_fault(SwitchoverBug::AbandonsCompleteDestination) =>
             {
                 self.stage = SwitchoverState::TakingOver;
                 Directive::QueryDestination
@@ -131,9 +137,9 @@ impl Switchover {
             _ => ToDo::EndOne,
         };
         Directive::End(match input {
-            Input::Destination(DestinationStatus::Running) => {
-                SwitchoverOutcome::Unresolved(GuestState::new(AtSource::HasIt, AtDestination::Runs, to_do))
-            }
+            Input::Destination(
+                DestinationStatus::Running | DestinationStatus::LacksMemory(FinalRunState::Running),
+            ) => SwitchoverOutcome::Unresolved(GuestState::new(AtSource::HasIt, AtDestination::Runs, to_do)),
             _ => SwitchoverOutcome::Safe,
         })
     }

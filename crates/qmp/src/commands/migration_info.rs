@@ -49,6 +49,14 @@ impl MigrationStatus {
         [Self::FAILING, Self::FAILED].contains(self)
     }
 
+    /// Returns true if the guest is its destination's, and not all of its memory has arrived. `postcopy-device`
+    /// is not such a status: a source that fails then runs its guest again.
+    #[must_use]
+    pub fn is_postcopy(&self) -> bool {
+        [Self::POSTCOPY_ACTIVE, Self::POSTCOPY_PAUSED, Self::POSTCOPY_RECOVER_SETUP, Self::POSTCOPY_RECOVER]
+            .contains(self)
+    }
+
     /// The status in a `MIGRATION` event. QEMU sends these only with the capability
     /// [`Capability::EVENTS`](super::Capability::EVENTS).
     #[must_use]

@@ -9,7 +9,7 @@ use towline_qmp::commands::{MigrationStatus, RunState, Status};
 use super::super::{Error, MoveEnd, MoveRecord};
 use crate::journal::UndoRecord;
 use crate::qemu::{self, Qemu};
-use crate::switchover::{DestinationStatus, RunFailure, SourceStatus};
+use crate::switchover::{DestinationStatus, FinalRunState, RunFailure, SourceStatus};
 
 /// Timeout for the exit of a QEMU whose monitor is disconnected.
 const ENDED_TIMEOUT: Duration = Duration::from_secs(1);
@@ -139,6 +139,12 @@ impl RecordedQemu {
             Err(error) => {
                 *self = Self::Unknown(error.to_string());
                 return Some(DestinationStatus::Unknown);
+            }
+            Ok(Some((migration, status)))
+                if (is_live(&status) || is_ready(&status))
+                    && migration.status.as_ref().is_some_and(MigrationStatus::is_postcopy) =>
+            {
+                DestinationStatus::LacksMemory(FinalRunState::running_if(is_live(&status)))
             }
             // A guest that runs may have been migrated again since, and that may have failed.
             Ok(Some((_, status))) if is_live(&status) => DestinationStatus::Running,

@@ -1,7 +1,6 @@
 //! A waiting QEMU that receives a guest by postcopy: configures, queries and recovers it.
 
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use towline_channel::Address;
 use towline_migration::Compression;
@@ -20,11 +19,8 @@ use super::super::request::RequestedPages;
 use super::super::validate::check_multifd_with_postcopy;
 use super::{QmpDestination, RecoveryState};
 use crate::qemu::{self, AppliedSettings, MigrationSettings, Qemu};
-use crate::switchover::FinalRunState;
+use crate::switchover::{FinalRunState, StartResult};
 
-/// Timeout for a destination that has everything to complete.
-const COMPLETED_TIMEOUT: Duration = Duration::from_secs(60);
-const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Number of queries without a reply after which a QEMU is taken for blocked.
 const BLOCKED_QUERIES: usize = 6;
 
@@ -190,7 +186,8 @@ impl QmpDestination {
         Ok(match migration.status {
             Some(status) if status == MigrationStatus::COMPLETED => RecoveryState::Completed,
             Some(status) if status == MigrationStatus::FAILED => {
-                RecoveryState::Failed(migration.error_desc.unwrap_or_else(|| "its own log says why".into()))
+                let text = migration.error_desc.unwrap_or_else(|| "its own log says why".into());
+                RecoveryState::Failed(Error::DestinationFailed { socket: self.qemu.socket().into(), text })
             }
             _ => RecoveryState::NotReady,
         })
@@ -203,43 +200,21 @@ impl QmpDestination {
         }
     }
 
-    /// Waits until the destination, which has reported that it has everything, completes its migration.
-    pub(in super::super) fn wait_completed(&mut self) -> Result<(), Error> {
-        let deadline = Instant::now() + COMPLETED_TIMEOUT;
-        loop {
-            let status = self.qemu.migration()?.status.unwrap_or(MigrationStatus::NONE);
-            if status == MigrationStatus::COMPLETED {
-                return Ok(());
-            }
-            if Instant::now() >= deadline || status == MigrationStatus::FAILED {
-                let (socket, status) = (self.qemu.socket().to_owned(), status.as_str().into());
-                return Err(Error::NotCompleted { socket, status, waited: COMPLETED_TIMEOUT });
-            }
-            std::thread::sleep(POLL_INTERVAL);
-        }
-    }
-
-    /// An error with QEMU's own text.
-    pub(in super::super) fn failed(&self, text: &str) -> Error {
-        Error::DestinationFailed { socket: self.qemu.socket().into(), text: text.into() }
-    }
-
-    /// Starts the guest if all of its devices are loaded, even if memory is missing. Returns true if it runs.
-    pub(in super::super) fn start_if_loaded(&mut self) -> Result<bool, Error> {
-        let Some(status) = self.qemu.try_query(|qemu| qemu.status())? else { return Ok(false) };
-        if super::is_live(&status) {
-            return Ok(true);
-        }
-        if status.status != RunState::PAUSED {
-            return Ok(false);
+    /// Starts the guest if all of its devices are loaded, even if memory is missing.
+    ///
+    /// # Errors
+    /// It is not known whether it runs.
+    pub(in super::super) fn start_if_loaded(&mut self) -> Result<StartResult, Error> {
+        let status = self.qemu.try_query(|qemu| qemu.status()).ok().flatten();
+        match status {
+            Some(status) if super::is_live(&status) => return Ok(StartResult::Live),
+            Some(status) if status.status == RunState::PAUSED => {}
+            Some(_) | None => return Ok(StartResult::NotSent),
         }
         self.qemu.try_query(|qemu| qemu.cont())?;
-        Ok(self.qemu.try_query(|qemu| qemu.status())?.is_some_and(|status| super::is_live(&status)))
-    }
-
-    /// Starts the guest unless it runs.
-    pub(in super::super) fn ensure_running(&mut self) -> Result<(), Error> {
-        if self.start_if_loaded()? { Ok(()) } else { self.check_running() }
+        let status = self.qemu.try_query(|qemu| qemu.status())?;
+        let runs = status.is_some_and(|status| super::is_live(&status));
+        Ok(if runs { StartResult::Live } else { StartResult::Unknown })
     }
 
     /// Returns an error if the guest does not run.

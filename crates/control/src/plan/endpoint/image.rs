@@ -12,14 +12,13 @@ use towline_migration::{Sink, Snapshot};
 use super::super::context::Context;
 use super::super::error::{Error, Failure};
 use super::super::in_process;
-use super::super::outcomes::GuestAfterFailure;
 use super::super::preflight::{FactsExtent, GuestFacts};
 use super::super::progress::Observer;
 use super::super::report::DestinationState;
 use super::super::request::CopyRequest;
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest, Rollback, SourceEndpoint};
-use crate::switchover::{Directive, GuestState, SourceKind};
+use crate::switchover::{Directive, SourceKind};
 
 /// Opens the image at `path`, which any number of copies may read.
 pub(in super::super) fn open(
@@ -94,15 +93,7 @@ impl<P: Deref<Target = dyn StoredGuest>> SourceEndpoint for StoredSource<P> {
 /// Replaces the reason if an image was truncated: a send of missing pages only fails with "bad address".
 pub(in super::super) fn explain_truncation(image: &dyn StoredGuest, failure: Failure) -> Failure {
     match image.check_not_truncated() {
-        Err(error) => {
-            let guest = match failure.guest {
-                guest if guest == GuestAfterFailure::unresolved(GuestState::LACKS_MEMORY) => {
-                    GuestAfterFailure::unresolved(GuestState::UNREADABLE)
-                }
-                guest => guest,
-            };
-            Failure { error: Box::new(error.into()), guest, notes: failure.notes }
-        }
+        Err(error) => Failure { error: Box::new(error.into()), ..failure },
         Ok(()) => failure,
     }
 }

@@ -315,6 +315,10 @@ impl DestinationEndpoint for QemuDestination {
         MoveEnd::qemu(self.qemu.qemu().socket(), self.qemu.qemu().process())
     }
 
+    fn qemu(&mut self) -> Option<&mut QmpDestination> {
+        Some(&mut self.qemu)
+    }
+
     fn memory(&self) -> MemorySharing {
         self.memory
     }
@@ -391,7 +395,7 @@ impl DestinationEndpoint for QemuDestination {
     fn end_in_shared_memory(&mut self) -> Result<(), Error> {
         match self.memory() {
             MemorySharing::Shared => self.qemu.end(),
-            MemorySharing::Copied => Ok(()),
+            MemorySharing::Copied | MemorySharing::Postcopy => Ok(()),
         }
     }
 

@@ -12,7 +12,7 @@ use super::super::context::Context;
 use super::super::error::{Error, Failure};
 use super::super::incoming::IncomingStream;
 use super::super::outcomes::GuestAfterFailure;
-use super::super::preflight::{FactsExtent, uuid_bytes};
+use super::super::preflight::{FactsExtent, GuestFacts, uuid_bytes};
 use super::super::progress::CopyPhase;
 use super::super::recorder::RecordedSource;
 use super::super::report::DestinationState;
@@ -144,8 +144,9 @@ pub(in super::super) struct StreamDestination {
 }
 
 impl StreamDestination {
-    pub(in super::super) fn new(address: &Address, description: &GuestDescription<'_>) -> Self {
-        let uuid = description.guest.as_ref().and_then(|guest| guest.uuid.as_deref());
+    /// The destination of this guest, of which nothing may be known.
+    pub(in super::super) fn new(address: &Address, guest: Option<&GuestFacts>) -> Self {
+        let uuid = guest.and_then(|guest| guest.uuid.as_deref());
         Self { address: address.clone(), uuid: uuid.map_or([0; 16], uuid_bytes), relay: None, sent: None }
     }
 }

@@ -15,7 +15,7 @@ use towline_migration::{Guest, Session, Sink, Snapshot};
 use towline_protocol::session::ReceiverMode;
 
 use super::super::context::Context;
-use super::super::destination::{HeldGuest, StartFailure};
+use super::super::destination::{HeldGuest, QmpDestination, StartFailure};
 use super::super::error::{Error, Failure};
 use super::super::in_process;
 use super::super::preflight::{self, FactsExtent};
@@ -147,6 +147,11 @@ pub(in super::super) trait DestinationEndpoint {
     /// The destination in a record of the move.
     fn move_end(&self) -> MoveEnd {
         MoveEnd::Stored
+    }
+
+    /// The QEMU, if its monitor is connected.
+    fn qemu(&mut self) -> Option<&mut QmpDestination> {
+        None
     }
 
     /// Memory of the guest, compared with the source's.

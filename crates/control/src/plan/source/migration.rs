@@ -60,6 +60,8 @@ impl QmpSource {
     ) -> SourceStatus {
         let of_migration = migration.status.as_ref().filter(|_| self.started);
         match of_migration {
+            Some(status) if *status == MigrationStatus::POSTCOPY_PAUSED => SourceStatus::FollowingPaused,
+            Some(status) if status.is_postcopy() => SourceStatus::Following,
             Some(status) if !status.is_idle() => SourceStatus::Migrating,
             Some(done) if *done == MigrationStatus::COMPLETED => {
                 // The guest of a background snapshot keeps running. Any other has been resumed if it is not

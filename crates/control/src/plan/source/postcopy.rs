@@ -1,18 +1,29 @@
 //! A running QEMU that sends its guest by postcopy to another QEMU directly: started, switched, recovered.
 
-use towline_channel::Address;
-use towline_qmp::commands::{Capability, Migrate, MigrateStartPostcopy, MigrationInfo, RamStats, RunState};
+use std::thread;
+use std::time::{Duration, Instant};
 
-use super::super::destination::is_live;
+use towline_channel::Address;
+use towline_migration::Snapshot;
+use towline_qmp::commands::{
+    Capability, Migrate, MigrateStartPostcopy, MigrationInfo, MigrationStatus, RamStats, RunState,
+};
+
 use super::super::error::Error;
 use super::super::request::{CopyRequest, RequestedPages};
 use super::super::validate::check_multifd_with_postcopy;
 use super::configuration::BANDWIDTH_UNLIMITED;
 use super::qmp_source::QmpSource;
-use crate::qemu::AppliedSettings;
+use crate::qemu::{AppliedSettings, Qemu};
+use crate::switchover::{GuestRunState, SourceStatus};
 
 /// The first QEMU that reads the dirty log twice before it sends anything: 10.0 does not, 11.1 does.
 const READS_DIRTY_LOG_TWICE_SINCE: (u32, u32) = (10, 1);
+
+/// Time for which a lost monitor of the source is connected to again.
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Interval of queries to a source that sends the rest of its memory.
+const FOLLOW_INTERVAL: Duration = Duration::from_millis(20);
 
 impl QmpSource {
     /// Configures QEMU and has it migrate to `address`, pass after pass until it switches to postcopy.
@@ -76,21 +87,70 @@ impl QmpSource {
         }
     }
 
+    /// Queries a source that was asked to switch to postcopy, at intervals. A lost monitor is connected to again:
+    /// a proxy in front of it may have ended.
+    ///
+    /// # Errors
+    /// It has been lost for too long, and QEMU is not known to have exited.
+    pub(in super::super) fn follow(&mut self, options: &CopyRequest) -> Result<SourceStatus, Error> {
+        let error = match self.qemu.try_query(Qemu::migration_and_status) {
+            Ok(found) => {
+                self.lost_since = None;
+                let Some((migration, status)) = found else { return Ok(SourceStatus::Unknown) };
+                let is_idle = migration.status.as_ref().is_some_and(MigrationStatus::is_idle);
+                self.progress = self.convergence.progress(&migration);
+                let status = self.status_of(&migration, &status, options);
+                self.last_migration = Some(migration);
+                if !is_idle {
+                    thread::sleep(FOLLOW_INTERVAL);
+                }
+                return Ok(status);
+            }
+            Err(error) => error,
+        };
+        if self.has_exited() {
+            return Ok(SourceStatus::Exited);
+        }
+        let lost_since = *self.lost_since.get_or_insert_with(Instant::now);
+        if lost_since.elapsed() >= RECONNECT_TIMEOUT {
+            return Err(error.into());
+        }
+        Ok(self.reconnect())
+    }
+
+    /// Counters of QEMU's own migration, and the number of pages that its destination has requested.
+    pub(in super::super) fn counted(&self) -> (Snapshot, u64) {
+        let Some(ram) = self.last_migration.as_ref().and_then(|migration| migration.ram.as_ref()) else {
+            return (Snapshot::default(), 0);
+        };
+        let moved = Snapshot {
+            total: ram.total,
+            transferred: ram.transferred,
+            normal: ram.normal,
+            duplicate: ram.duplicate,
+            normal_bytes: ram.normal_bytes,
+            dirty_sync_count: ram.dirty_sync_count,
+            ..Snapshot::default()
+        };
+        (moved, ram.postcopy_requests)
+    }
+
     /// Queries the migration; `None` if QEMU does not reply now.
     pub(in super::super) fn migration(&mut self) -> Result<Option<MigrationInfo>, Error> {
         let migration = self.qemu.watch_migration(None)?;
         if let Some(migration) = &migration {
             self.progress = self.convergence.progress(migration);
+            self.last_migration = Some(migration.clone());
         }
         Ok(migration)
     }
 
-    /// Returns true if its guest runs, or is suspended and wakes up by itself; `None` if QEMU does not reply
-    /// now, or the migration itself has stopped the guest.
-    pub(in super::super) fn is_live(&mut self) -> Result<Option<bool>, Error> {
+    /// Run state of its guest; `None` if QEMU does not reply now, or the migration itself has stopped the guest.
+    pub(in super::super) fn guest_state(&mut self) -> Result<Option<GuestRunState>, Error> {
         let status = self.qemu.try_query(|qemu| qemu.status())?;
         let by_migration = [RunState::FINISH_MIGRATE, RunState::POSTMIGRATE];
-        Ok(status.filter(|status| !by_migration.contains(&status.status)).map(|status| is_live(&status)))
+        let status = status.filter(|status| !by_migration.contains(&status.status));
+        Ok(status.map(|status| GuestRunState::from_state(Some(status.status.as_str()))))
     }
 
     /// Switches to postcopy.
@@ -107,8 +167,9 @@ impl QmpSource {
     }
 
     /// An error with QEMU's own text.
-    pub(in super::super) fn failed(&self, migration: &MigrationInfo) -> Error {
-        let text = migration.error_desc.clone().unwrap_or_else(|| "QEMU reports no reason".into());
+    pub(in super::super) fn failed(&self) -> Error {
+        let reason = self.last_migration.as_ref().and_then(|migration| migration.error_desc.clone());
+        let text = reason.unwrap_or_else(|| "QEMU reports no reason".into());
         Error::SourceFailed { socket: self.qemu.socket().into(), text }
     }
 }

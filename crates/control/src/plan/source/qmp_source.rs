@@ -42,6 +42,8 @@ pub(in super::super) struct QmpSource {
     pub(super) started: bool,
     /// Last reply to `query-migrate`.
     pub(super) last_migration: Option<MigrationInfo>,
+    /// Its monitor has been lost since then.
+    pub(super) lost_since: Option<Instant>,
     pub(super) dir: PrivateDir,
     /// The way of its stream.
     pub(super) link: QemuLink,
@@ -117,6 +119,7 @@ impl QmpSource {
             resumed: false,
             started: false,
             last_migration: None,
+            lost_since: None,
             link: QemuLink::socket(&dir, STREAM_SOCKET),
             dir,
             queried_at,

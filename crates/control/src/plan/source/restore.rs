@@ -123,7 +123,7 @@ impl QmpSource {
 
     /// Downtime in milliseconds. QEMU reports `completed` a moment before it has this number, which is there
     /// after the cleanup.
-    pub(super) fn reported_downtime(&mut self) -> Option<u64> {
+    pub(in super::super) fn reported_downtime(&mut self) -> Option<u64> {
         let downtime = self.qemu.migration().ok()?.downtime?;
         u64::try_from(downtime).ok()
     }

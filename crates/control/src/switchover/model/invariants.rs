@@ -19,8 +19,15 @@ pub(super) fn check(world: &World) -> Result<(), String> {
             "a later towline ran the guest at its destination after it had been reported not to".into()
         );
     }
+    if world.cancelled_switched {
+        return Err("a migration was cancelled that had switched to postcopy".into());
+    }
+    if world.ran_without_memory {
+        return Err("a later towline started a guest whose memory ended with its source".into());
+    }
     // An operator has paused it: it is the newest.
-    let has_newest = world.destination == Destination::Loaded && world.has_run_there;
+    let is_dead = world.lacks_memory && world.source == Source::Exited;
+    let has_newest = world.destination == Destination::Loaded && world.has_run_there && !is_dead;
     let throws_away = |index: usize| {
         let drives =
             world.towlines[index].is_some_and(|towline| towline.request.destination == DestinationKind::Qemu);
@@ -71,7 +78,8 @@ fn known_to_somebody(world: &World) -> Result<(), String> {
         let is_driven = ends.0 == SourceKind::Qemu || ends.1 == DestinationKind::Qemu;
         is_driven && ends.0 != SourceKind::Stored && ends.1 != DestinationKind::Stored
     });
-    let stands_still = world.source == Source::Completed && world.destination != Destination::Running;
+    let is_stopped = matches!(world.source, Source::Completed | Source::Following | Source::FollowingPaused);
+    let stands_still = is_stopped && world.destination != Destination::Running;
     let is_said = world.resumed
         || matches!(world.disk, Disk::Full | Disk::Vanished)
         || towlines().any(|towline| {
@@ -96,6 +104,10 @@ fn truthful(
 ) -> Result<(), String> {
     let gone = world.destination == Destination::Exited;
     let right = match outcome {
+        SwitchoverOutcome::Completed(_) if world.lacks_memory => false,
+        SwitchoverOutcome::Safe if world.is_postcopy() && towline.request.source == SourceKind::Stored => {
+            !matches!(world.destination, Destination::Loaded | Destination::Running)
+        }
         SwitchoverOutcome::Completed(Placement::Running) => world.destination == Destination::Running || gone,
         SwitchoverOutcome::Completed(Placement::Paused) => {
             world.destination == Destination::Loaded || gone || world.operator_ran
@@ -138,7 +150,17 @@ fn is_in(state: GuestState, world: &World, towline: &Towline) -> bool {
     let has_exited = world.source == Source::Exited;
     let gone = world.destination == Destination::Exited;
     let does_not_run = world.destination != Destination::Running || world.operator_ran;
+    let runs_at_source = world.runs_at_source() && !world.operator_ran;
     match (state.source, state.destination, state.to_do) {
+        (_, _, ToDo::Nothing) => false,
+        (AtSource::Paused, _, _) if world.is_postcopy() && runs_at_source => false,
+        (_, _, ToDo::RunSource) if world.is_postcopy() && !does_not_run => false,
+        (AtSource::Ended, AtDestination::Runs, ToDo::StartAgain) => has_exited && world.lacks_memory,
+        (AtSource::HasIt | AtSource::Paused | AtSource::Unknown, AtDestination::Ended, _)
+            if world.is_postcopy() =>
+        {
+            gone || world.destination == Destination::Failed
+        }
         (AtSource::Ended, AtDestination::Ended, _) => has_exited && gone,
         (_, AtDestination::Ended, ToDo::StartAgain) => gone,
         (AtSource::Ended, AtDestination::None, _) => has_exited,

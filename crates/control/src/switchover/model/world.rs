@@ -1,6 +1,8 @@
 //! All parties of a world, and their steps.
 
 mod carry;
+mod mishaps;
+mod postcopy;
 mod resumed;
 mod steps;
 
@@ -16,6 +18,12 @@ use super::super::{
 pub(in super::super) enum Source {
     /// Its guest is live or not, and its memory is being sent.
     Migrating,
+    /// Its guest has stopped for postcopy, and the destination has not reported that it has the devices.
+    Switching,
+    /// The destination has the guest, and is sent the rest of its memory.
+    Following,
+    /// The same, without a connection.
+    FollowingPaused,
     /// Everything was sent; it waits for its acknowledgement.
     Waiting,
     /// `postmigrate`.
@@ -71,6 +79,8 @@ const FRESH: Wire = Wire { open: true, all: false, shut: false, shut_read: false
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Engine {
+    /// Two QEMUs are not connected to each other yet.
+    Preparing,
     Streaming,
     /// The permission for the last bytes is being recorded.
     Committing,
@@ -129,6 +139,16 @@ pub(in super::super) struct World {
     pub(in super::super) has_run_there: bool,
     /// A towline has ended the destination to give the source its guest back.
     pub(in super::super) ended_for_source: bool,
+    /// The destination has the devices of the guest, and not all of its memory.
+    pub(in super::super) lacks_memory: bool,
+    /// The destination has reported that it loaded the devices of a stored guest.
+    has_loaded: bool,
+    /// The source was asked to switch to postcopy.
+    asked_to_switch: bool,
+    /// A towline has cancelled a migration that had switched to postcopy.
+    pub(in super::super) cancelled_switched: bool,
+    /// A later towline has started a guest whose memory ended with its source.
+    pub(in super::super) ran_without_memory: bool,
 }
 
 /// A step of one party.
@@ -141,6 +161,15 @@ pub(in super::super) enum Step {
     EngineAcknowledges(usize),
     SourceIsAcknowledged,
     EngineFails(usize),
+    SourceConverges,
+    SourceSwitches,
+    DevicesLoad,
+    SourceFollows,
+    MemoryArrives,
+    SourceCompletes,
+    EngineConnects,
+    EnginePassesOnce,
+    EngineSeesCompletion,
     Carry(usize, Reply),
     /// A later towline examines the ends of this one and finishes the move if that is enough.
     Resume(usize),
@@ -216,8 +245,13 @@ impl World {
     fn new(guest: GuestRunState, mishaps: u8, towlines: [Option<Towline>; 2]) -> Self {
         let first = towlines[0].expect("there is one").request;
         let stored = first.source == SourceKind::Stored;
+        let is_prepared = towlines[0].is_some_and(|towline| towline.engine == Engine::Preparing);
         Self {
-            source: if stored { Source::Stored } else { Source::Migrating },
+            source: match first.source {
+                SourceKind::Stored => Source::Stored,
+                _ if is_prepared => Source::HasGuest,
+                _ => Source::Migrating,
+            },
             destination: Destination::Loading,
             guest,
             carried: guest,
@@ -235,6 +269,11 @@ impl World {
             resumed: false,
             has_run_there: false,
             ended_for_source: false,
+            lacks_memory: false,
+            has_loaded: false,
+            asked_to_switch: false,
+            cancelled_switched: false,
+            ran_without_memory: false,
         }
     }
 
@@ -278,8 +317,7 @@ impl World {
             Step::DestinationFails => {
                 self.spend();
                 self.destination = Destination::Failed;
-                let last = self.last_wire();
-                self.wires[last].open = false;
+                self.lose_destination();
             }
             Step::EngineAcknowledges(index) => self.acknowledge(index),
             Step::SourceIsAcknowledged => {
@@ -287,6 +325,15 @@ impl World {
                 self.wires[0].shut_read = true;
             }
             Step::EngineFails(index) => self.fail(index, Input::Failed),
+            Step::SourceConverges
+            | Step::SourceSwitches
+            | Step::DevicesLoad
+            | Step::SourceFollows
+            | Step::MemoryArrives
+            | Step::SourceCompletes
+            | Step::EngineConnects
+            | Step::EnginePassesOnce
+            | Step::EngineSeesCompletion => self.postcopy_step(step),
             Step::Carry(index, reply) => self.carry(index, reply),
             Step::Resume(index) => self.resume(index, self.case(index)),
             Step::ResumeFails(index, reply) => self.resume_fails(index, reply),
@@ -300,8 +347,20 @@ impl World {
         self.mishaps -= 1;
     }
 
+    /// The connection to the destination ends with it.
+    fn lose_destination(&mut self) {
+        if self.is_direct() {
+            return self.cut_direct();
+        }
+        let last = self.last_wire();
+        self.wires[last].open = false;
+    }
+
     fn load(&mut self) {
         let last = self.last_wire();
+        if self.is_postcopy() {
+            return self.load_postcopy();
+        }
         self.wires[last].shut = self.wires[last].open;
         self.has_run_there |= self.last_kind() == DestinationKind::Stream && self.carried.is_live();
         self.destination = match self.last_kind() {
@@ -332,76 +391,6 @@ impl World {
         self.source = Source::HasGuest;
     }
 
-    fn mishap(&mut self, step: Step) {
-        self.spend();
-        match step {
-            Step::Cut(wire) => self.cut(wire),
-            Step::DiskFails(disk) => self.disk = disk,
-            Step::DirectoryVanishes => {
-                self.disk = Disk::Vanished;
-                self.towlines.iter_mut().flatten().for_each(|towline| towline.record = None);
-            }
-            Step::ContWhileLoading => self.cont_while_loading = true,
-            Step::DestinationRunByOperator => {
-                self.destination = Destination::Running;
-                self.operator_ran = true;
-                self.resumed |= self.has_ended();
-            }
-            Step::DestinationPausedByOperator => {
-                self.destination = Destination::Loaded;
-                self.resumed |= self.has_ended();
-            }
-            Step::SourceMovedOn => self.source = Source::MovedOn,
-            Step::SourceCancelled => {
-                self.window |= self.may_run_by_itself();
-                self.regain_guest();
-                self.wires[0].open = false;
-            }
-            Step::SourceStopped => self.guest = GuestRunState::Stopped,
-            Step::SourceExits => {
-                self.source = Source::Exited;
-                self.wires[0].open = false;
-            }
-            Step::SourceRunAgain => {
-                self.source = Source::RunAgain;
-                self.operator_ran = true;
-                self.may_run_at_source |= self.is_reported_paused() && !self.has_run_there;
-            }
-            Step::DestinationExits => {
-                self.destination = Destination::Exited;
-                let last = self.last_wire();
-                self.wires[last].open = false;
-            }
-            Step::Cancel(index) => self.cancel(index),
-            Step::Kill(index) => self.kill(index),
-            Step::KillInRestore(index) => {
-                self.end_for_source();
-                self.kill(index);
-            }
-            _ => unreachable!("no mishap"),
-        }
-    }
-
-    fn kill(&mut self, index: usize) {
-        self.window |= self.may_run_by_itself();
-        self.towline(index).alive = false;
-        self.cut(index);
-        self.cut(index + 1);
-    }
-
-    /// Returns true if a destination that runs the guest by itself has everything.
-    fn may_run_by_itself(&self) -> bool {
-        self.last_kind() == DestinationKind::Stream && self.wires[self.last_wire()].all
-    }
-
-    fn cut(&mut self, wire: usize) {
-        self.wires[wire].open = false;
-        if wire == 0 && matches!(self.source, Source::Migrating | Source::Waiting) {
-            self.window |= self.may_run_by_itself();
-            self.regain_guest();
-        }
-    }
-
     /// Returns true if a towline has ended.
     fn has_ended(&self) -> bool {
         self.towlines.iter().flatten().any(|towline| towline.outcome.is_some())
@@ -426,6 +415,11 @@ impl World {
             Directive::Proceed => {
                 self.towline(index).engine = Engine::Sent;
                 self.wires[index + 1].all = self.wires[index + 1].open;
+            }
+            Directive::ServeMemory => {
+                self.wires[index + 1].all = self.wires[index + 1].open;
+                self.towline(index).engine = Engine::Ended;
+                self.towline(index).todo = Some(directive);
             }
             Directive::Record(_) => {
                 self.towline(index).engine = Engine::Committing;
@@ -467,10 +461,11 @@ impl World {
     fn fail(&mut self, index: usize, input: Input) {
         self.towline(index).engine = Engine::Ended;
         let directive = self.handle(index, input);
-        if directive != Directive::AcknowledgeUnconfirmed {
-            self.cut(index);
+        if directive == Directive::AcknowledgeUnconfirmed {
+            self.cut(index + 1);
+        } else {
+            self.hang_up(index);
         }
-        self.cut(index + 1);
         self.set(index, directive);
     }
 
@@ -487,8 +482,8 @@ impl World {
             Directive::End(outcome) => {
                 (towline.todo, towline.outcome) = (None, Some(outcome));
                 self.end_record(index, outcome);
-                // It closes its connections when it ends.
-                self.cut_behind(index);
+                // Data sent before the close is still read at the other end.
+                self.hang_up(index);
             }
             directive => towline.todo = Some(directive),
         }
@@ -507,12 +502,6 @@ impl World {
         }
     }
 
-    /// Data sent before the close is still read at the other end.
-    fn cut_behind(&mut self, index: usize) {
-        self.cut(index);
-        self.cut(index + 1);
-    }
-
     fn carry(&mut self, index: usize, reply: Reply) {
         if matches!(reply, Reply::Silent | Reply::Unanswered | Reply::Refused | Reply::Crashed) {
             self.spend();
@@ -520,8 +509,11 @@ impl World {
         let directive = self.towline(index).todo.take().expect("there is one");
         let input = self.carried_out(index, directive, reply);
         let next = self.handle(index, input);
-        match self.towline(index).engine {
+        let engine = self.towline(index).engine;
+        match engine {
+            Engine::Committing if self.is_direct() => self.pass_once(next),
             Engine::Committing => self.commit(index, next),
+            Engine::Acknowledging if self.is_direct() => self.connect_direct(next),
             Engine::Acknowledging => self.acknowledged(index, next),
             _ => self.set(index, next),
         }
@@ -538,7 +530,14 @@ impl World {
         match self.source {
             Source::Migrating | Source::HasGuest => self.guest.is_live(),
             Source::RunAgain => true,
-            Source::Waiting | Source::Completed | Source::MovedOn | Source::Exited | Source::Stored => false,
+            Source::Switching
+            | Source::Following
+            | Source::FollowingPaused
+            | Source::Waiting
+            | Source::Completed
+            | Source::MovedOn
+            | Source::Exited
+            | Source::Stored => false,
         }
     }
 
@@ -560,10 +559,11 @@ impl Towline {
     fn new(request: SwitchoverRequest, fault: FaultSwitch) -> Self {
         let mut machine = Switchover::new(request);
         machine.fault = fault;
+        let is_direct = request.source == SourceKind::Qemu && request.memory == MemorySharing::Postcopy;
         Self {
             request,
             machine,
-            engine: Engine::Streaming,
+            engine: if is_direct { Engine::Preparing } else { Engine::Streaming },
             todo: None,
             alive: true,
             outcome: None,

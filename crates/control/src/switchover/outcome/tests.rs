@@ -8,6 +8,8 @@ use crate::switchover::{
     SourceKind, SourceLink, SourceStatus, StartResult, Switchover, SwitchoverRequest,
 };
 
+mod postcopy;
+
 const NONE: AtDestination = AtDestination::None;
 const LOST: AtDestination = AtDestination::Ended;
 const UNKNOWN: AtDestination = AtDestination::Unknown;

@@ -1,8 +1,8 @@
 //! Carries out directives in a world.
 
 use super::super::super::{
-    Decision, DestinationKind, DestinationStatus, Directive, Input, MemorySharing, PeerMessage, SourceKind,
-    SourceStatus, StartResult,
+    Decision, DestinationKind, DestinationStatus, Directive, FinalRunState, Input, MemorySharing,
+    PeerMessage, SourceKind, SourceStatus, StartResult,
 };
 use super::{Destination, Disk, Reply, Source, World};
 use crate::switchover::fault::SwitchoverBug;
@@ -23,9 +23,16 @@ impl World {
                 let is_open = decision != Decision::Commit || self.wires[index].open;
                 if reply == Reply::True && is_open { Input::Recorded } else { Input::NotRecorded }
             }
-            Directive::QuerySource => Input::Source(self.source_view()),
+            Directive::StartPostcopy => self.start_postcopy(reply),
+            Directive::RunEarly => self.run_early(reply),
+            Directive::Recover => self.recover(reply),
+            Directive::ServeMemory => self.serve(reply),
+            Directive::QuerySource | Directive::FollowSource => Input::Source(self.source_view()),
             Directive::ProbeSourceLink => Input::SourceLink(self.link()),
             Directive::Retract => self.retract(index),
+            Directive::QueryDestination if reply == Reply::Silent => {
+                Input::Destination(DestinationStatus::Unknown)
+            }
             Directive::QueryDestination | Directive::LookAtDestination => {
                 Input::Destination(self.destination_view())
             }
@@ -37,7 +44,9 @@ impl World {
             }
             Directive::Send(message) => self.send(index, message),
             Directive::CancelMigration => {
-                if matches!(self.source, Source::Migrating | Source::Waiting) && reply == Reply::True {
+                if self.is_direct() && reply == Reply::True {
+                    self.cancel_direct();
+                } else if matches!(self.source, Source::Migrating | Source::Waiting) && reply == Reply::True {
                     self.regain_guest();
                 }
                 Input::Done
@@ -87,7 +96,10 @@ impl World {
     /// No event came within the deadline. Only a monitor that was reachable before can time out.
     fn timed_out(&mut self, directive: Directive) -> Input {
         let waits = match directive {
-            Directive::QuerySource => matches!(self.source, Source::Migrating | Source::Waiting),
+            Directive::QuerySource => matches!(
+                self.source,
+                Source::Migrating | Source::Waiting | Source::Switching | Source::Following
+            ),
             Directive::QueryDestination => self.destination == Destination::Loading,
             _ => false,
         };
@@ -103,7 +115,9 @@ impl World {
 
     pub(super) fn source_view(&self) -> SourceStatus {
         match self.source {
-            Source::Migrating | Source::Waiting => SourceStatus::Migrating,
+            Source::Migrating | Source::Waiting | Source::Switching => SourceStatus::Migrating,
+            Source::Following => SourceStatus::Following,
+            Source::FollowingPaused => SourceStatus::FollowingPaused,
             Source::Completed => SourceStatus::Completed,
             Source::MovedOn if self.has_fault(SwitchoverBug::TakesAnyCompletion) => SourceStatus::Completed,
             Source::MovedOn => SourceStatus::CompletedByOthers,
@@ -116,6 +130,10 @@ impl World {
 
     pub(super) fn destination_view(&self) -> DestinationStatus {
         match self.destination {
+            Destination::Loaded if self.lacks_memory => DestinationStatus::LacksMemory(FinalRunState::Paused),
+            Destination::Running if self.lacks_memory => {
+                DestinationStatus::LacksMemory(FinalRunState::Running)
+            }
             Destination::Loading => DestinationStatus::Loading,
             Destination::Loaded | Destination::Stored => DestinationStatus::Loaded,
             Destination::Running => DestinationStatus::Running,

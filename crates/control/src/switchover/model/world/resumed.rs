@@ -56,6 +56,7 @@ impl World {
             ResumeAction::RunDestination if self.disk != Disk::Writable => {}
             ResumeAction::RunDestination => {
                 self.stale |= self.may_run_at_source;
+                self.ran_without_memory |= self.lacks_memory;
                 let both = case.source.is_some() && case.destination.is_some();
                 for (at, towline) in self.towlines.iter_mut().flatten().enumerate() {
                     if towline.record.is_some() && (both || at == index) {

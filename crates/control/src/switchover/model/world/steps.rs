@@ -9,9 +9,10 @@ impl World {
         let mut steps = Vec::new();
         let mut add = |possible: bool, step: Step| possible.then(|| steps.push(step));
         let last = self.wires[self.last_wire()];
-        add(self.source == Source::Migrating && self.wires[0].open, Step::SourceSendsTheRest);
+        let relays = !self.is_direct();
+        add(relays && self.source == Source::Migrating && self.wires[0].open, Step::SourceSendsTheRest);
         add(self.destination == Destination::Loading && last.all, Step::DestinationLoads);
-        let can_fail = self.destination == Destination::Loading && last.all && self.mishaps > 0;
+        let can_fail = self.destination == Destination::Loading && self.will_load() && self.mishaps > 0;
         add(can_fail, Step::DestinationFails);
         let acknowledged = self.source == Source::Waiting && self.wires[0].shut && self.wires[0].open;
         add(acknowledged, Step::SourceIsAcknowledged);
@@ -20,13 +21,13 @@ impl World {
                 continue;
             };
             let (up, down) = (self.wires[index], self.wires[index + 1]);
-            let streams = towline.engine == Engine::Streaming;
+            let streams = towline.engine == Engine::Streaming && relays;
             add(streams && up.all && up.open && down.open, Step::EngineCommits(index));
             let sent = towline.engine == Engine::Sent;
             add(sent && down.shut, Step::EngineAcknowledges(index));
             let broken = !(down.open || sent && down.shut) || !(up.open || streams && up.all);
             add(
-                matches!(towline.engine, Engine::Streaming | Engine::Sent) && broken,
+                relays && matches!(towline.engine, Engine::Streaming | Engine::Sent) && broken,
                 Step::EngineFails(index),
             );
             if let Some(directive) = towline.todo {
@@ -40,6 +41,11 @@ impl World {
             let restores = is_shared && towline.todo == Some(Directive::ResumeSource) && self.mishaps > 0;
             add(restores, Step::KillInRestore(index));
         }
+        add(self.serves() && self.lacks_memory, Step::MemoryArrives);
+        if self.is_direct() {
+            self.add_direct_steps(&mut steps);
+        }
+        let mut add = |possible: bool, step: Step| possible.then(|| steps.push(step));
         for index in 0..self.count() {
             add(self.is_left(index) && self.record(index).is_some(), Step::Resume(index));
         }
@@ -63,7 +69,7 @@ impl World {
     /// Adds what others do, and what fails by itself.
     fn add_mishaps(&self, steps: &mut Vec<Step>) {
         let mut add = |possible: bool, step: Step| possible.then(|| steps.push(step));
-        for wire in 0..=self.count() {
+        for wire in 0..=if self.is_direct() { 0 } else { self.count() } {
             add(self.wires[wire].open && !(wire == 0 && self.source == Source::Stored), Step::Cut(wire));
         }
         let migrates = matches!(self.source, Source::Migrating | Source::Waiting);
@@ -97,7 +103,10 @@ impl World {
         };
         match directive {
             Directive::QuerySource => {
-                let waits = matches!(self.source, Source::Migrating | Source::Waiting);
+                let waits = matches!(
+                    self.source,
+                    Source::Migrating | Source::Waiting | Source::Switching | Source::Following
+                );
                 with(&[
                     (!waits, Reply::True),
                     (waits && !self.wires[0].shut, Reply::TimedOut),
@@ -109,8 +118,13 @@ impl World {
             }
             Directive::QueryDestination => {
                 let waits = self.destination == Destination::Loading;
-                let comes = self.wires[self.last_wire()].all;
-                with(&[(!waits, Reply::True), (waits && !comes || mishap, Reply::TimedOut)])
+                let comes = self.will_load();
+                let is_lost = self.is_postcopy() && mishap;
+                with(&[
+                    (!waits, Reply::True),
+                    (waits && !comes || mishap, Reply::TimedOut),
+                    (is_lost, Reply::Silent),
+                ])
             }
             Directive::AwaitPeer => {
                 let (up, down) = (self.wires[index], self.wires[index + 1]);
@@ -121,6 +135,26 @@ impl World {
                 };
                 with(&[(message.is_some() || !open, Reply::True), (mishap, Reply::TimedOut)])
             }
+            Directive::StartPostcopy => with(&[
+                (true, Reply::True),
+                (mishap, Reply::Refused),
+                (mishap, Reply::Silent),
+                (mishap, Reply::Unanswered),
+            ]),
+            Directive::FollowSource => with(&[(true, Reply::True), (mishap, Reply::TimedOut)]),
+            Directive::RunEarly => {
+                with(&[(true, Reply::True), (mishap, Reply::Silent), (mishap, Reply::Unanswered)])
+            }
+            Directive::Recover => with(&[
+                (self.is_postcopy_settled(directive), Reply::True),
+                (mishap, Reply::Silent),
+                (mishap, Reply::Unanswered),
+            ]),
+            Directive::ServeMemory => with(&[
+                (self.is_postcopy_settled(directive), Reply::True),
+                (mishap && !self.wires[1].open, Reply::Unanswered),
+                (mishap, Reply::Refused),
+            ]),
             Directive::RunDestination => with(&[
                 (true, Reply::True),
                 (mishap, Reply::Refused),

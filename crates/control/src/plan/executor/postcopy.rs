@@ -1,0 +1,123 @@
+//! Directives of a postcopy between two QEMUs.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::super::destination::RecoveryState;
+use super::super::endpoint::SourceControl;
+use super::super::error::Error;
+use super::super::error_origin;
+use super::super::progress::CopyPhase;
+use super::Executor;
+use crate::switchover::{DestinationStatus, Input, SourceStatus, StartResult};
+
+/// Time for which a lost connection is made again.
+pub(in super::super) const RECOVER_TIMEOUT: Duration = Duration::from_secs(60);
+/// Delay before a destination that has not noticed the loss of its connection is notified.
+pub(in super::super) const BREAK_AFTER: Duration = Duration::from_secs(1);
+/// Interval of attempts to recover.
+const RECOVER_INTERVAL: Duration = Duration::from_millis(20);
+
+impl Executor<'_> {
+    pub(super) fn start_postcopy(&mut self) -> Input {
+        let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::NotDone };
+        self.ends.context.observer.phase(CopyPhase::Switchover);
+        match source.switch_to_postcopy() {
+            Ok(()) => Input::Done,
+            Err(error) if error_origin::is_refusal(&error) => {
+                self.ends.error.get_or_insert(error);
+                Input::NotDone
+            }
+            Err(error) => {
+                tracing::debug!(%error, "it is not known whether the source switches to postcopy");
+                Input::TimedOut
+            }
+        }
+    }
+
+    pub(super) fn follow_source(&mut self) -> Input {
+        let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::TimedOut };
+        let status = match source.follow(self.ends.context.options) {
+            Ok(status) => status,
+            Err(error) => {
+                self.ends.error.get_or_insert(error);
+                return Input::TimedOut;
+            }
+        };
+        self.ends.context.observer.progress(&source.progress);
+        match status {
+            SourceStatus::Completed => {
+                self.downtime_ms = source.reported_downtime();
+                self.ends.context.observer.phase(CopyPhase::Release);
+            }
+            SourceStatus::HasGuest => {
+                self.ends.error.get_or_insert(source.failed());
+            }
+            SourceStatus::Exited => {
+                let socket = source.socket().to_owned();
+                self.ends.error.get_or_insert(Error::SourceEnded { socket });
+            }
+            _ => {}
+        }
+        Input::Source(status)
+    }
+
+    /// Starts the guest as soon as the destination has its devices.
+    pub(super) fn run_early(&mut self) -> Input {
+        self.cut_over();
+        let started =
+            self.ends.destination.qemu().map_or(Ok(StartResult::NotSent), |qemu| qemu.start_if_loaded());
+        let started = started.unwrap_or_else(|error| {
+            tracing::debug!(%error, "the destination does not run the guest yet");
+            StartResult::Unknown
+        });
+        if started == StartResult::Live {
+            self.set_running();
+        }
+        Input::Started(started)
+    }
+
+    /// Has the destination listen again, and the source connect to it.
+    pub(super) fn recover(&mut self) -> Input {
+        let started = Instant::now();
+        let mut was_told = false;
+        self.postcopy.recoveries += 1;
+        let (SourceControl::Qemu(source), Some(qemu)) = (&mut self.ends.source, self.ends.destination.qemu())
+        else {
+            return Input::NotDone;
+        };
+        while started.elapsed() < RECOVER_TIMEOUT {
+            match qemu.recovery_state() {
+                Ok(RecoveryState::Completed) => return Input::Destination(qemu.query_status()),
+                Ok(RecoveryState::Failed(error)) => {
+                    self.ends.error.get_or_insert(error);
+                    return Input::Destination(DestinationStatus::Failed);
+                }
+                Ok(RecoveryState::Listening(address)) => match source.resume_to(&address) {
+                    Ok(()) => {
+                        self.ends.context.observer.notice("the QEMUs lost their connection; connected again");
+                        return Input::Done;
+                    }
+                    // It is queried next.
+                    Err(error) if error_origin::is_monitor_lost(&error) => return Input::Done,
+                    Err(error) => tracing::debug!(%error, "the source does not resume yet"),
+                },
+                Ok(RecoveryState::NotReady) if started.elapsed() >= BREAK_AFTER && !was_told => {
+                    was_told = true;
+                    qemu.pause_migration();
+                }
+                Ok(RecoveryState::NotReady) => {}
+                Err(error) => {
+                    let status = qemu.query_status();
+                    if !matches!(status, DestinationStatus::Loaded | DestinationStatus::Running) {
+                        self.ends.error.get_or_insert(error);
+                    }
+                    return Input::Destination(status);
+                }
+            }
+            thread::sleep(RECOVER_INTERVAL);
+        }
+        self.ends.error.get_or_insert(Error::NotConnectedAgain { waited: started.elapsed() });
+        Input::NotDone
+    }
+}

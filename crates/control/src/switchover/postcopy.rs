@@ -1,0 +1,376 @@
+//! Postcopy: the guest runs at its destination before all of its memory is there.
+//!
+//! ```text
+//!   of a QEMU    Transfer ─► RecordingSwitch ─► Switching ─► Following ─► Arriving ─► Starting ─► …
+//!                             (`migrate-start-postcopy`) ◄─┘   │   └─► Reconnecting (postcopy-paused)
+//!                                                              └─► Judging: it failed, has exited, or cannot be queried
+//!   of an image  Transfer ─► Serving ─► Arriving ─► Finalizing ─► …
+//!                              └─► Reconnecting ─► Abandoning: its memory is no longer sent
+//! ```
+//! Two QEMUs are connected to each other and may complete by themselves, so that a record exists before they
+//! are. The point of no return of a QEMU is `migrate-start-postcopy`, even if its reply is lost: from then on its
+//! migration is never cancelled, and the source is not asked to run its guest. Only the source itself shows
+//! that it has switched; until then the destination is not started. That of an image is the last byte before
+//! the guest runs.
+
+use super::decision::Decision;
+use super::events::{
+    DestinationKind, DestinationStatus, Directive, FinalRunState, GuestRunState, Input, LossCause,
+    MemoryLoss, MemorySharing, SourceKind, SourceStatus, StartResult,
+};
+use super::fault::SwitchoverBug;
+use super::machine::{Switchover, SwitchoverState};
+use super::outcome::{AtDestination, AtSource, GuestState, Placement, SwitchoverOutcome, ToDo};
+
+/// Progress of the switch to postcopy, as far as it is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) enum SwitchProgress {
+    /// The source was not asked to switch.
+    Unasked,
+    /// It was asked, and its reply is lost.
+    Unanswered,
+    /// It will switch, or has; the devices of a stored guest were sent.
+    Accepted,
+    /// The source has stopped its guest for good; the destination has loaded the devices of a stored one.
+    Switched,
+    /// The destination got `cont`, and its reply is lost.
+    MayRun,
+    /// The guest was seen to run at its destination.
+    Runs,
+}
+
+impl Switchover {
+    /// Returns true if the two QEMUs are connected to each other, so that nothing that passes between them is seen here.
+    pub(super) fn is_direct(&self) -> bool {
+        self.request.memory == MemorySharing::Postcopy && self.request.source == SourceKind::Qemu
+    }
+
+    /// The source's state of the guest may be older than the destination's.
+    pub(super) fn may_have_switched(&self) -> bool {
+        self.is_direct() && self.switch != SwitchProgress::Unasked
+    }
+
+    fn final_run_state(&self) -> FinalRunState {
+        FinalRunState::requested(self.request.run, self.guest)
+    }
+
+    /// The source has passed over its memory once, while the guest runs: it is to switch.
+    pub(super) fn request_switch(&mut self, guest: GuestRunState) -> Directive {
+        self.guest = guest;
+        self.record_switch()
+    }
+
+    /// Directs the record of the switch: before the source is asked, and again once it has stopped its guest, which that
+    /// record then proves.
+    pub(super) fn record_switch(&mut self) -> Directive {
+        self.stage = SwitchoverState::RecordingSwitch;
+        if self.has_fault(SwitchoverBug::ActsBeforeRecord) {
+            return self.recording_switch(Input::Recorded);
+        }
+        Directive::Record(Decision::Run)
+    }
+
+    pub(super) fn recording_switch(&mut self, input: Input) -> Directive {
+        match (self.switch, input) {
+            (SwitchProgress::Unasked, Input::Recorded) => self.ask_to_switch(),
+            (SwitchProgress::Unasked, _) => self.not_passed(),
+            _ => self.follow(),
+        }
+    }
+
+    fn ask_to_switch(&mut self) -> Directive {
+        self.stage = SwitchoverState::Switching;
+        Directive::StartPostcopy
+    }
+
+    pub(super) fn switching(&mut self, input: Input) -> Directive {
+        match input {
+            Input::NotDone if self.switch == SwitchProgress::Unasked => return self.undo(),
+            Input::Done | Input::NotDone => self.switch = SwitchProgress::Accepted,
+            _ if self.has_fault(SwitchoverBug::LostReplyIsRefusal) => return self.undo(),
+            _ => self.switch = SwitchProgress::Unanswered,
+        }
+        self.follow()
+    }
+
+    fn follow(&mut self) -> Directive {
+        self.stage = SwitchoverState::Following;
+        Directive::FollowSource
+    }
+
+    pub(super) fn following(&mut self, input: Input) -> Directive {
+        match input {
+            Input::Source(status) => self.followed(status),
+            Input::Started(StartResult::Live) => {
+                self.switch = SwitchProgress::Runs;
+                Directive::FollowSource
+            }
+            Input::Started(StartResult::NotSent) => Directive::FollowSource,
+            Input::Started(_) => {
+                self.switch = SwitchProgress::MayRun;
+                Directive::FollowSource
+            }
+            _ => self.judge(SourceStatus::Unknown),
+        }
+    }
+
+    fn followed(&mut self, status: SourceStatus) -> Directive {
+        let has_stopped = matches!(
+            status,
+            SourceStatus::Following | SourceStatus::FollowingPaused | SourceStatus::Completed
+        );
+        if has_stopped && self.switch < SwitchProgress::Switched {
+            self.switch = SwitchProgress::Switched;
+            return self.record_switch();
+        }
+        match status {
+            SourceStatus::Migrating if self.has_fault(SwitchoverBug::RunsBeforeSwitch) => Directive::RunEarly,
+            // The request did not arrive.
+            SourceStatus::Migrating if self.switch == SwitchProgress::Unanswered => self.ask_to_switch(),
+            SourceStatus::Following
+                if self.switch != SwitchProgress::Runs
+                    && self.final_run_state() == FinalRunState::Running =>
+            {
+                Directive::RunEarly
+            }
+            SourceStatus::Migrating | SourceStatus::Unknown | SourceStatus::Following => {
+                Directive::FollowSource
+            }
+            SourceStatus::FollowingPaused if self.has_fault(SwitchoverBug::PausedIsFailed) => {
+                self.restore(false)
+            }
+            SourceStatus::FollowingPaused => self.reconnect(),
+            SourceStatus::Completed => self.arrive(),
+            SourceStatus::CompletedThenResumed | SourceStatus::CompletedByOthers => {
+                end(AtSource::HasIt, AtDestination::MayRun, ToDo::EndOne)
+            }
+            SourceStatus::HasGuest => self.judge(status),
+            SourceStatus::Exited => {
+                self.source_exited = true;
+                self.judge(status)
+            }
+        }
+    }
+
+    fn judge(&mut self, source: SourceStatus) -> Directive {
+        self.stage = SwitchoverState::Judging(source);
+        Directive::QueryDestination
+    }
+
+    pub(super) fn judging(&mut self, input: Input, source: SourceStatus) -> Directive {
+        match input {
+            Input::Destination(DestinationStatus::Loading) => Directive::QueryDestination,
+            Input::Destination(destination) => self.judged(source, destination),
+            _ => self.judged(source, DestinationStatus::Unknown),
+        }
+    }
+
+    /// Where the guest is, by the state of both ends.
+    fn judged(&mut self, source: SourceStatus, destination: DestinationStatus) -> Directive {
+        match source {
+            SourceStatus::HasGuest => self.judged_with_guest(destination),
+            SourceStatus::Exited => self.judged_alone(destination),
+            _ if self.has_fault(SwitchoverBug::UnseenSourceHasGuest) => {
+                Directive::End(SwitchoverOutcome::Safe)
+            }
+            _ => self.judged_unseen(destination),
+        }
+    }
+
+    /// The source failed, and has its guest back.
+    fn judged_with_guest(&mut self, destination: DestinationStatus) -> Directive {
+        match destination {
+            DestinationStatus::Running | DestinationStatus::LacksMemory(FinalRunState::Running) => {
+                end(AtSource::HasIt, AtDestination::Runs, ToDo::EndOne)
+            }
+            DestinationStatus::Unknown | DestinationStatus::Blocked
+                if self.switch >= SwitchProgress::MayRun =>
+            {
+                end(AtSource::HasIt, AtDestination::Unknown, ToDo::EndOne)
+            }
+            _ => self.restore(false),
+        }
+    }
+
+    /// The source has exited, and memory that it had not sent is lost.
+    fn judged_alone(&mut self, destination: DestinationStatus) -> Directive {
+        let (destination, to_do) = match destination {
+            DestinationStatus::Loaded | DestinationStatus::Running => return self.arrive(),
+            DestinationStatus::LacksMemory(_) if self.has_fault(SwitchoverBug::CompletesWithoutMemory) => {
+                return self.finalize(Placement::Running);
+            }
+            DestinationStatus::LacksMemory(_) => (AtDestination::Runs, ToDo::StartAgain),
+            DestinationStatus::Failed => (AtDestination::None, ToDo::StartAgain),
+            DestinationStatus::Exited => (AtDestination::Ended, ToDo::StartAgain),
+            _ => (AtDestination::Unknown, ToDo::LookAtDestination),
+        };
+        end(AtSource::Ended, destination, to_do)
+    }
+
+    /// The source holds memory that it cannot send, or cannot be queried.
+    fn judged_unseen(&self, destination: DestinationStatus) -> Directive {
+        let has_stopped = self.switch >= SwitchProgress::Switched;
+        let source = if has_stopped { AtSource::Paused } else { AtSource::Unknown };
+        let (destination, to_do) = match destination {
+            DestinationStatus::Failed | DestinationStatus::Exited => {
+                let to_do = if has_stopped { ToDo::RunSourceUnlessItRan } else { ToDo::RunSource };
+                (AtDestination::Ended, to_do)
+            }
+            DestinationStatus::Loaded if has_stopped => (AtDestination::Holds, ToDo::KeepDestination),
+            DestinationStatus::Loaded => (AtDestination::Holds, ToDo::LookAtSource),
+            DestinationStatus::Running => (AtDestination::Runs, ToDo::EndSource),
+            DestinationStatus::LacksMemory(FinalRunState::Running) => (AtDestination::Runs, ToDo::Reconnect),
+            DestinationStatus::LacksMemory(FinalRunState::Paused) => {
+                (AtDestination::Unknown, ToDo::Reconnect)
+            }
+            DestinationStatus::Blocked => (AtDestination::Runs, ToDo::Reconnect),
+            _ if has_stopped => (AtDestination::Unknown, ToDo::Reconnect),
+            _ => (AtDestination::Unknown, ToDo::LookAtSource),
+        };
+        end(source, destination, to_do)
+    }
+
+    /// The devices of a stored guest were sent: from here on it may run at its destination.
+    pub(super) fn serve(&mut self) -> Directive {
+        (self.sent, self.stage) = (true, SwitchoverState::Serving);
+        self.switch = self.switch.max(SwitchProgress::Accepted);
+        Directive::ServeMemory
+    }
+
+    pub(super) fn serving(&mut self, input: Input) -> Directive {
+        match input {
+            Input::Delivered if self.request.destination == DestinationKind::Qemu => self.arrive(),
+            Input::Delivered => self.finalize(Placement::Loaded),
+            Input::MemoryLost(MemoryLoss { cause, has_loaded }) => {
+                if has_loaded {
+                    self.switch = SwitchProgress::Switched;
+                }
+                match cause {
+                    LossCause::Connection => self.reconnect(),
+                    LossCause::Unreadable | LossCause::Truncated => self.abandon(cause),
+                }
+            }
+            _ => self.reconnect(),
+        }
+    }
+
+    fn reconnect(&mut self) -> Directive {
+        self.stage = SwitchoverState::Reconnecting;
+        Directive::Recover
+    }
+
+    pub(super) fn reconnecting(&mut self, input: Input) -> Directive {
+        match input {
+            Input::Done if self.is_direct() => self.follow(),
+            Input::Done => {
+                self.switch = SwitchProgress::Switched;
+                self.serve()
+            }
+            Input::Destination(DestinationStatus::Loaded | DestinationStatus::Running) => self.arrive(),
+            Input::Destination(status) if self.is_direct() => self.judged_unseen(status),
+            Input::Destination(status @ (DestinationStatus::Failed | DestinationStatus::Exited)) => {
+                self.abandoned(LossCause::Connection, status)
+            }
+            Input::MemoryLost(loss) => self.abandon(loss.cause),
+            _ if self.is_direct() => self.judge(SourceStatus::FollowingPaused),
+            _ => self.abandon(LossCause::Connection),
+        }
+    }
+
+    /// The rest of a stored guest's memory is not sent.
+    fn abandon(&mut self, cause: LossCause) -> Directive {
+        if self.request.destination != DestinationKind::Qemu {
+            return self.abandoned(cause, DestinationStatus::Unknown);
+        }
+        self.stage = SwitchoverState::Abandoning(cause);
+        Directive::QueryDestination
+    }
+
+    pub(super) fn abandoning(&mut self, input: Input, cause: LossCause) -> Directive {
+        match input {
+            Input::Destination(DestinationStatus::Loading) => Directive::QueryDestination,
+            Input::Destination(destination) => self.abandoned(cause, destination),
+            _ => self.abandoned(cause, DestinationStatus::Unknown),
+        }
+    }
+
+    fn abandoned(&mut self, cause: LossCause, destination: DestinationStatus) -> Directive {
+        let has_loaded = self.switch >= SwitchProgress::Switched;
+        let state = match (destination, cause) {
+            _ if !has_loaded && self.has_fault(SwitchoverBug::UnloadedIsSafe) => {
+                return Directive::End(SwitchoverOutcome::Safe);
+            }
+            (DestinationStatus::Failed | DestinationStatus::Exited, _) if !has_loaded => {
+                return Directive::End(SwitchoverOutcome::Safe);
+            }
+            (DestinationStatus::Failed | DestinationStatus::Exited, _) => GuestState::RAN_AND_ENDED,
+            (DestinationStatus::Unknown, _) if self.has_fault(SwitchoverBug::LostMonitorIsExit) => {
+                GuestState::RAN_AND_ENDED
+            }
+            (_, LossCause::Truncated) => GuestState::TRUNCATED,
+            (DestinationStatus::Loaded | DestinationStatus::Running, _) => return self.arrive(),
+            (DestinationStatus::Blocked, _) => GuestState::BLOCKED,
+            (_, LossCause::Unreadable) => GuestState::UNREADABLE,
+            (DestinationStatus::Unknown, LossCause::Connection) if !has_loaded => GuestState::UNSEEN,
+            (_, LossCause::Connection) => GuestState::LACKS_MEMORY,
+        };
+        Directive::End(SwitchoverOutcome::Unresolved(state))
+    }
+
+    /// All memory was sent.
+    fn arrive(&mut self) -> Directive {
+        if self.is_direct() && self.has_fault(SwitchoverBug::DecidesAgain) {
+            return self.complete();
+        }
+        self.stage = SwitchoverState::Arriving;
+        Directive::QueryDestination
+    }
+
+    pub(super) fn arriving(&mut self, input: Input) -> Directive {
+        let Input::Destination(status) = input else { return self.not_arrived() };
+        match (status, self.final_run_state()) {
+            (DestinationStatus::Running, FinalRunState::Running) => self.finalize(Placement::Running),
+            (DestinationStatus::Running | DestinationStatus::Loaded, FinalRunState::Paused) => {
+                self.finalize(Placement::Paused)
+            }
+            // QEMU runs a stored guest by itself: an operator has stopped it, or it has failed.
+            (DestinationStatus::Loaded, _) if !self.is_direct() => {
+                Directive::End(SwitchoverOutcome::Unresolved(GuestState::ARRIVED))
+            }
+            (DestinationStatus::Loaded, _) if self.switch == SwitchProgress::Runs => {
+                self.unresolved(AtDestination::Holds, self.keep_destination())
+            }
+            (DestinationStatus::Loaded, _) => {
+                self.stage = SwitchoverState::Starting;
+                Directive::RunDestination
+            }
+            (DestinationStatus::Exited, _) => {
+                Directive::End(SwitchoverOutcome::Unresolved(self.destination_lost(false)))
+            }
+            (DestinationStatus::Failed, _) if !self.is_direct() => {
+                Directive::End(SwitchoverOutcome::Unresolved(GuestState::RAN_AND_ENDED))
+            }
+            (DestinationStatus::Failed, _) => {
+                self.unresolved(AtDestination::Unknown, ToDo::LookAtDestination)
+            }
+            _ => Directive::QueryDestination,
+        }
+    }
+
+    fn not_arrived(&self) -> Directive {
+        self.unresolved(AtDestination::MayRun, self.keep_destination())
+    }
+
+    /// The destination's state of the guest is the newest, if a source has one.
+    pub(super) fn keep_destination(&self) -> ToDo {
+        match self.source_end() {
+            AtSource::Paused => ToDo::KeepDestination,
+            _ => ToDo::LookAtDestination,
+        }
+    }
+}
+
+/// The end in this state.
+fn end(source: AtSource, destination: AtDestination, to_do: ToDo) -> Directive {
+    Directive::End(SwitchoverOutcome::Unresolved(GuestState::new(source, destination, to_do)))
+}
