@@ -23,7 +23,9 @@ pub(super) use qemu::{QemuDestination, QemuSource, query_failed};
 #[cfg(feature = "store")]
 pub(super) use store::{failed as store_failed, prepared};
 pub(super) use stream::{StreamDestination, listen};
-pub(super) use traits::{DestinationEndpoint, GuestDescription, Rollback, SourceControl, SourceEndpoint};
+pub(super) use traits::{
+    DestinationEndpoint, DrivenGuest, GuestDescription, Rollback, SourceControl, SourceEndpoint,
+};
 
 /// Opens the source: it is queried, and not changed.
 pub(super) fn source(source: &Source, context: &Context<'_>) -> Result<Box<dyn SourceEndpoint>, Failure> {

@@ -17,8 +17,8 @@ use towline_migration::{probe_link, silence_max};
 use towline_protocol::session::{FromDestination, FromSource};
 
 use super::context::Context;
-use super::destination::{HeldGuest, QmpDestination, StartFailure};
-use super::endpoint::{DestinationEndpoint, Rollback, SourceControl};
+use super::destination::{HeldGuest, StartFailure};
+use super::endpoint::{DestinationEndpoint, DrivenGuest, Rollback, SourceControl};
 use super::error::{ABORTS_ASLEEP, Error, Failure};
 use super::outcomes::{GuestAfterFailure, SourceCategory};
 use super::peer::{PeerReply, PeerSession};
@@ -181,7 +181,7 @@ impl Executor<'_> {
             Directive::QuitSource => self.quit(),
             Directive::Record(decision) => self.record(decision),
             Directive::Retract => self.retract(),
-            Directive::LookAtDestination => Input::Destination(self.ends.destination.query_status()),
+            Directive::LookAtDestination => Input::Destination(self.destination_status()),
             // Directives of an engine. A source that is to be acknowledged unconfirmed has been acknowledged
             // by it.
             Directive::AcknowledgeUnconfirmed
@@ -232,24 +232,24 @@ impl Executor<'_> {
         Input::SourceLink(found)
     }
 
-    fn is_postcopy(&self) -> bool {
-        self.ends.switchover.state().request().memory == MemorySharing::Postcopy
+    fn destination_status(&mut self) -> DestinationStatus {
+        self.ends.destination.driven().map_or(DestinationStatus::Loaded, DrivenGuest::query_status)
     }
 
     fn query_destination(&mut self) -> Input {
-        let view = self.ends.destination.query_status();
+        let view = self.destination_status();
         match view {
             DestinationStatus::Loading | DestinationStatus::Unknown | DestinationStatus::LacksMemory(_)
                 if self.waited() >= LOADED_TIMEOUT =>
             {
-                if let Some(qemu) = self.ends.destination.qemu() {
-                    self.ends.error.get_or_insert(qemu.not_completed(LOADED_TIMEOUT));
+                if let Some(to) = self.ends.destination.qemu() {
+                    self.ends.error.get_or_insert(to.qmp.not_completed(LOADED_TIMEOUT));
                 }
                 return Input::TimedOut;
             }
             DestinationStatus::Unknown
                 if self.is_postcopy()
-                    && self.ends.destination.qemu().is_some_and(QmpDestination::is_blocked) =>
+                    && self.ends.destination.qemu().is_some_and(|to| to.qmp.is_blocked()) =>
             {
                 return Input::Destination(DestinationStatus::Blocked);
             }
@@ -326,7 +326,8 @@ impl Executor<'_> {
             return Input::Started(StartResult::NotSent);
         }
         self.cut_over();
-        let started = match self.ends.destination.start_guest() {
+        let started = self.ends.destination.driven().map_or(Ok(StartResult::Live), DrivenGuest::start);
+        let started = match started {
             Ok(started) => started,
             Err(StartFailure { started, error }) => {
                 self.ends.error = Some(*error);
@@ -337,13 +338,6 @@ impl Executor<'_> {
             self.set_running();
         }
         Input::Started(started)
-    }
-
-    fn set_running(&mut self) {
-        if self.postcopy.running_after.is_none() {
-            self.postcopy.running_after = Some(self.ends.context.elapsed());
-            self.ends.context.observer.phase(CopyPhase::Running);
-        }
     }
 
     /// Refuses to run a guest without a link, or from other files, that the source can still run as it was.
@@ -379,7 +373,7 @@ impl Executor<'_> {
                 match &self.ends.source {
                     SourceControl::Qemu(_) if is_upgrade && has_source_exited => self.take_over(),
                     SourceControl::Qemu(source) if !is_upgrade => {
-                        self.not_attached = self.ends.destination.attach_vsocks(&source.vsocks).err();
+                        self.not_attached = attach_vsocks(self.ends.destination, source).err();
                     }
                     _ => {}
                 }
@@ -389,7 +383,7 @@ impl Executor<'_> {
                 // Of an upload, which can be cancelled when the switchover cannot.
                 self.cancel_handled |= matches!(error, Error::Cancelled);
                 self.ends.error.get_or_insert(error);
-                match self.ends.destination.query_status() {
+                match self.destination_status() {
                     DestinationStatus::Exited => Input::Destination(DestinationStatus::Exited),
                     _ => Input::NotDone,
                 }
@@ -439,16 +433,18 @@ impl Executor<'_> {
         if self.ends.switchover.state().request().memory != MemorySharing::Shared {
             return Ok(());
         }
-        self.ends.destination.end_in_shared_memory()?;
+        self.ends.destination.driven().map_or(Ok(()), DrivenGuest::end)?;
         tracing::debug!("ended the new QEMU");
         Ok(())
     }
 
     /// The old QEMU of an upgrade has exited: the new one gets what that had, while the record of the move still exists.
     fn take_over(&mut self) {
-        self.ends.destination.publish_sockets();
+        if let Some(to) = self.ends.destination.qemu() {
+            to.publish_sockets();
+        }
         if let SourceControl::Qemu(source) = &self.ends.source {
-            self.not_attached = self.ends.destination.attach_vsocks(&source.vsocks).err();
+            self.not_attached = attach_vsocks(self.ends.destination, source).err();
         }
     }
 
@@ -566,7 +562,7 @@ impl Executor<'_> {
     /// The reason of a failure of which there is no error.
     fn reason(&mut self, guest: &GuestAfterFailure) -> Error {
         let qemu = self.ends.destination.qemu().filter(|_| guest.needs_attention());
-        qemu.and_then(|qemu| qemu.check_running().err()).unwrap_or(Error::Cancelled)
+        qemu.and_then(|to| to.qmp.check_running().err()).unwrap_or(Error::Cancelled)
     }
 
     fn failure(mut self, guest: GuestAfterFailure) -> Failure {
@@ -583,6 +579,11 @@ impl Executor<'_> {
         }
         Failure { error: Box::new(error), guest, notes: self.notes }
     }
+}
+
+/// Attaches devices that were detached at the source.
+fn attach_vsocks(destination: &mut dyn DestinationEndpoint, source: &QmpSource) -> Result<(), Error> {
+    destination.qemu().map_or(Ok(()), |to| to.qmp.attach_vsocks(&source.vsocks))
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use super::progress::CopyPhase;
 use super::recorder::RecordedEnds;
 use super::report::{CopyReport, DestinationState};
 use super::shared_switchover::{SharedSwitchover, TransferContext};
-use crate::switchover::Directive;
+use crate::switchover::{Directive, MemorySharing};
 
 /// Transfers the guest of `source` to `destination`.
 pub(super) fn transfer(
@@ -34,7 +34,8 @@ pub(super) fn transfer_to(
     to: &mut dyn DestinationEndpoint,
     context: &Context<'_>,
 ) -> Result<CopyReport, Failure> {
-    let (kinds, memory) = ((source.kind(), to.kind()), to.memory());
+    let kinds = (source.kind(), to.kind());
+    let memory = to.qemu().map_or(MemorySharing::Copied, |to| to.memory());
     let switchover = SharedSwitchover::with_memory(kinds.0, kinds.1, memory, context.options);
     let run = TransferContext { switchover: &switchover, context };
     let moved = source.start(to, run).and_then(|()| {
@@ -81,12 +82,12 @@ fn record(
 
 fn report(
     source: &dyn SourceEndpoint,
-    to: &dyn DestinationEndpoint,
+    to: &mut dyn DestinationEndpoint,
     concluded: &SwitchoverReport,
     context: &Context<'_>,
 ) -> CopyReport {
     let SwitchoverReport { source: origin, destination, downtime_ms, .. } = *concluded;
-    let loaded_by_qemu = to.is_loaded_by_qemu();
+    let loaded_by_qemu = to.qemu().is_some_and(|to| to.is_loaded_by_qemu);
     CopyReport { downtime_ms, loaded_by_qemu, ..context.build_report(source.moved(), origin, destination) }
 }
 

@@ -23,9 +23,9 @@ use super::super::report::{DestinationState, SourceState};
 use super::super::send::send;
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::super::source::{QmpSource, Required};
-use super::super::vsock::DetachedVsocks;
 use super::traits::{
-    DestinationEndpoint, GuestDescription, LocalGuest, Rollback, SourceControl, SourceEndpoint, receiver,
+    DestinationEndpoint, DrivenGuest, GuestDescription, LocalGuest, Rollback, SourceControl, SourceEndpoint,
+    receiver,
 };
 use crate::command_line::{self, CommandLineRecordError};
 use crate::in_place::{self, IfUnmapped, MappedImage, Presence, UnusedReflink, Verify};
@@ -86,7 +86,7 @@ impl QemuSource {
         session: &Arc<Session>,
         context: &Context<'_>,
     ) -> Result<Connections, Error> {
-        to.check_vsocks(&self.qemu.vsocks)?;
+        to.qemu().map_or(Ok(()), |to| to.qmp.check_vsocks(&self.qemu.vsocks))?;
         self.qemu.detach_unmigratable_devices(context.cancel)?;
         context.observer.phase(CopyPhase::Connect);
         to.connect(session, context)?;
@@ -135,17 +135,20 @@ impl SourceEndpoint for QemuSource {
     }
 
     fn transfer(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {
-        let to: &dyn DestinationEndpoint = to;
         let Self { qemu, incoming } = self;
         let resumes = run.context.options.resumes() && !run.context.options.is_snapshot();
         let publication = if resumes { to.defer_publication() } else { Publication::default() };
+        let end: &dyn DestinationEndpoint = to;
         let poll = &mut || {
             let progress = qemu.poll(run.context.cancel)?;
-            Ok(to.upload_progress(run.context).unwrap_or(progress))
+            Ok(end.upload_progress(run.context).unwrap_or(progress))
         };
-        let received = incoming.receive(to.sink(), receiver(to.kind()), publication, run, poll);
+        let received = incoming.receive(end.sink(), receiver(end.kind()), publication, run, poll);
         // Queried before anything is closed, while the failed end still has the best reason.
-        received.map_err(|error| if to.is_error_origin(&error) { error } else { self.qemu.explain(error) })
+        received.map_err(|error| match to.qemu() {
+            Some(to) if to.qmp.is_error_origin(&error) => error,
+            _ => self.qemu.explain(error),
+        })
     }
 
     fn moved(&self) -> Snapshot {
@@ -181,10 +184,12 @@ impl SourceEndpoint for QemuSource {
 
 /// A QEMU that waits for a guest.
 pub(in super::super) struct QemuDestination {
-    qemu: QmpDestination,
+    /// The QEMU.
+    pub(in super::super) qmp: QmpDestination,
     /// Set once it is connected for an incoming stream.
     relay: Option<RelaySink>,
-    is_loaded_by_qemu: bool,
+    /// It has loaded an image by itself.
+    pub(in super::super) is_loaded_by_qemu: bool,
     /// Memory that it maps, whose image is locked.
     presence: Option<Presence>,
     /// It replaces the source's QEMU on this host.
@@ -225,12 +230,30 @@ impl QemuDestination {
 
     /// A destination that was checked before.
     pub(in super::super) fn of(qemu: QmpDestination) -> Self {
-        Self { qemu, relay: None, is_loaded_by_qemu: false, presence: None, memory: MemorySharing::Copied }
+        Self {
+            qmp: qemu,
+            relay: None,
+            is_loaded_by_qemu: false,
+            presence: None,
+            memory: MemorySharing::Copied,
+        }
     }
 
     /// The QEMU, for queries.
     pub(in super::super) fn qemu_mut(&mut self) -> &mut Qemu {
-        self.qemu.qemu_mut()
+        self.qmp.qemu_mut()
+    }
+
+    /// Memory of the guest, compared with the source's.
+    pub(in super::super) fn memory(&self) -> MemorySharing {
+        self.memory
+    }
+
+    /// Gives the sockets of the new QEMU of an upgrade their final names: the old one has exited.
+    pub(in super::super) fn publish_sockets(&self) {
+        if let Process::Known { pid, .. } = self.qmp.qemu().process() {
+            staging_names::publish_of_process(pid.cast_unsigned());
+        }
     }
 
     /// Has it replace the source's QEMU. Pages of memory that it maps are not sent; with copied memory as well the source's QEMU has the
@@ -249,14 +272,14 @@ impl QemuDestination {
         let notice = |text: &str| context.observer.notice(text);
         let reflink = context.reflink.and_then(UnusedReflink::take);
         let mapped = MappedImage { image, reflink, verify, if_unmapped };
-        let presence = in_place::find_mapped_memory(self.qemu.qemu_mut(), mapped, context.cancel, &notice)?;
+        let presence = in_place::find_mapped_memory(self.qmp.qemu_mut(), mapped, context.cancel, &notice)?;
         context.check_cancelled()?;
         Ok(presence)
     }
 
     /// Number of lanes into memory that may have content, which only the main channel clears; `None`: it is zeros.
     fn lanes_into_old_memory(&mut self, context: &Context<'_>) -> Result<Option<usize>, Error> {
-        let old = in_place::old_memory(self.qemu.qemu_mut())?;
+        let old = in_place::old_memory(self.qmp.qemu_mut())?;
         old.iter().for_each(|old| context.observer.notice(&old.to_string()));
         Ok((!old.is_empty()).then_some(0))
     }
@@ -268,12 +291,12 @@ impl QemuDestination {
         run: TransferContext<'_>,
     ) -> Result<Snapshot, Error> {
         let context = run.context;
-        let connections = self.qemu.start(lanes, context.options, context.cancel)?;
+        let connections = self.qmp.start(lanes, context.options, context.cancel)?;
         let mut queried_at = Instant::now();
         send(guest, &connections, run, &mut || {
             if queried_at.elapsed() > SEND_INTERVAL {
                 queried_at = Instant::now();
-                self.qemu.check_not_failed()?;
+                self.qmp.check_not_failed()?;
             }
             Ok(())
         })
@@ -285,7 +308,7 @@ impl QemuDestination {
         // An open file description of its own: QEMU reads the stream at the file's position, which duplicates
         // share.
         let file = image.reopen()?;
-        self.qemu.load(&file, context.lanes())?;
+        self.qmp.load(&file, context.lanes())?;
         context.observer.phase(CopyPhase::Transfer);
         thread::scope(|scope| {
             let verify = || image.verify(VERIFY_THREADS, &|_| {});
@@ -293,7 +316,7 @@ impl QemuDestination {
             let mut loaded = false;
             while !loaded || verifier.as_ref().is_some_and(|verifier| !verifier.is_finished()) {
                 context.check_cancelled()?;
-                loaded = loaded || self.qemu.has_loaded_file(context.cancel)?;
+                loaded = loaded || self.qmp.has_loaded_file(context.cancel)?;
                 thread::park_timeout(LOAD_INTERVAL);
             }
             match verifier.map(thread::ScopedJoinHandle::join) {
@@ -306,25 +329,39 @@ impl QemuDestination {
     }
 }
 
+impl DrivenGuest for QemuDestination {
+    fn query_status(&mut self) -> DestinationStatus {
+        self.qmp.query_status()
+    }
+
+    fn start(&mut self) -> Result<StartResult, StartFailure> {
+        self.qmp.start_guest()
+    }
+
+    fn end(&mut self) -> Result<(), Error> {
+        self.qmp.end()
+    }
+}
+
 impl DestinationEndpoint for QemuDestination {
     fn kind(&self) -> DestinationKind {
         DestinationKind::Qemu
     }
 
     fn move_end(&self) -> MoveEnd {
-        MoveEnd::qemu(self.qemu.qemu().socket(), self.qemu.qemu().process())
+        MoveEnd::qemu(self.qmp.qemu().socket(), self.qmp.qemu().process())
     }
 
-    fn qemu(&mut self) -> Option<&mut QmpDestination> {
-        Some(&mut self.qemu)
+    fn qemu(&mut self) -> Option<&mut QemuDestination> {
+        Some(self)
     }
 
-    fn memory(&self) -> MemorySharing {
-        self.memory
+    fn driven(&mut self) -> Option<&mut dyn DrivenGuest> {
+        Some(self)
     }
 
     fn connect(&mut self, session: &Arc<Session>, context: &Context<'_>) -> Result<(), Error> {
-        let connections = self.qemu.start(context.lanes(), context.options, context.cancel)?;
+        let connections = self.qmp.start(context.lanes(), context.options, context.cancel)?;
         let relay = Box::new(context.relay(session, connections)?.arriving_paused());
         self.relay = Some(match self.presence.as_ref().filter(|presence| !presence.is_empty()) {
             Some(presence) => RelaySink::Present(presence.sink(relay)),
@@ -342,7 +379,7 @@ impl DestinationEndpoint for QemuDestination {
         // QEMU reads the file without a rate limit and uncompressed.
         let is_plain = context.options.transfer_options().max_bandwidth.is_none()
             && context.options.compression == Compression::None;
-        let loads = !context.options.stream && self.qemu.loads_images() && is_plain;
+        let loads = !context.options.stream && self.qmp.loads_images() && is_plain;
         let file = local.file.filter(|image| loads && !image.is_incremental());
         let presence = self.presence(local, context)?;
         // Few bytes are left: no lanes.
@@ -364,7 +401,7 @@ impl DestinationEndpoint for QemuDestination {
             (None, Some(file)) => self.load(file, context)?,
             (None, None) => self.stream(local.guest, lanes, run)?,
         };
-        self.qemu.wait_loaded()?;
+        self.qmp.wait_loaded()?;
         // The guest is loaded and does not run yet.
         presence.as_ref().map_or(Ok(()), Presence::check_unchanged)?;
         // Held until the guest is in its final state.
@@ -376,59 +413,22 @@ impl DestinationEndpoint for QemuDestination {
         switchover.loaded(GuestRunState::from_state(run_state))
     }
 
-    fn is_loaded_by_qemu(&self) -> bool {
-        self.is_loaded_by_qemu
-    }
-
     fn disconnect(&mut self) {
         self.relay = None;
     }
 
-    fn query_status(&mut self) -> DestinationStatus {
-        self.qemu.query_status()
-    }
-
-    fn start_guest(&mut self) -> Result<StartResult, StartFailure> {
-        self.qemu.start_guest()
-    }
-
-    fn end_in_shared_memory(&mut self) -> Result<(), Error> {
-        match self.memory() {
-            MemorySharing::Shared => self.qemu.end(),
-            MemorySharing::Copied | MemorySharing::Postcopy => Ok(()),
-        }
-    }
-
-    fn publish_sockets(&self) {
-        if let Process::Known { pid, .. } = self.qemu.qemu().process() {
-            staging_names::publish_of_process(pid.cast_unsigned());
-        }
-    }
-
-    fn is_error_origin(&self, error: &Error) -> bool {
-        self.qemu.is_error_origin(error)
-    }
-
     fn finalize(&mut self, _: &Context<'_>) -> Result<Vec<String>, Error> {
-        self.qemu.wait_loaded()?;
-        self.qemu.restore_settings()
+        self.qmp.wait_loaded()?;
+        self.qmp.restore_settings()
     }
 
     fn stored_state(&self) -> DestinationState {
         DestinationState::Stored
     }
 
-    fn check_vsocks(&mut self, vsocks: &DetachedVsocks) -> Result<(), Error> {
-        self.qemu.check_vsocks(vsocks)
-    }
-
-    fn attach_vsocks(&mut self, vsocks: &DetachedVsocks) -> Result<(), Error> {
-        self.qemu.attach_vsocks(vsocks)
-    }
-
     fn roll_back(&mut self, error: Error, context: &Context<'_>, undo: Rollback) -> (Error, Vec<String>) {
-        let error = if undo.is_cut_over { error } else { self.qemu.explain(error) };
-        let notes = self.qemu.roll_back(undo.held);
+        let error = if undo.is_cut_over { error } else { self.qmp.explain(error) };
+        let notes = self.qmp.roll_back(undo.held);
         // A new QEMU that holds nothing is ended by the one who started it.
         (error, if context.options.is_upgrade() { Vec::new() } else { notes })
     }

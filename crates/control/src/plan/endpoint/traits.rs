@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   source       prepare ─────────► start ─► transfer ─────────► disconnect ─► control ─► close
-//!   destination     └─► (opened) ─► connect ─► sink · receive_guest ─► query_status ─► start_guest ─► finalize
-//!                                                                       after a failure: roll_back ◄─┴─► attach_vsocks
+//!   destination     └─► (opened) ─► connect ─► sink · receive_guest ─► driven: query_status ─► start ─► finalize
+//!                                                                       after a failure: roll_back ◄─┘
 //! ```
 
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use towline_migration::{Guest, Session, Sink, Snapshot};
 use towline_protocol::session::ReceiverMode;
 
 use super::super::context::Context;
-use super::super::destination::{HeldGuest, QmpDestination, StartFailure};
+use super::super::destination::{HeldGuest, StartFailure};
 use super::super::error::{Error, Failure};
 use super::super::in_process;
 use super::super::preflight::{self, FactsExtent};
@@ -24,11 +24,9 @@ use super::super::recorder::RecordedSource;
 use super::super::report::{DestinationState, SourceState};
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::super::source::QmpSource;
-use super::super::vsock::DetachedVsocks;
+use super::qemu::QemuDestination;
 use crate::moves::MoveEnd;
-use crate::switchover::{
-    DestinationKind, DestinationStatus, Directive, Input, MemorySharing, SourceKind, StartResult,
-};
+use crate::switchover::{DestinationKind, DestinationStatus, Directive, Input, SourceKind, StartResult};
 
 /// Source of a guest.
 pub(in super::super) trait SourceEndpoint {
@@ -150,13 +148,13 @@ pub(in super::super) trait DestinationEndpoint {
     }
 
     /// The QEMU, if its monitor is connected.
-    fn qemu(&mut self) -> Option<&mut QmpDestination> {
+    fn qemu(&mut self) -> Option<&mut QemuDestination> {
         None
     }
 
-    /// Memory of the guest, compared with the source's.
-    fn memory(&self) -> MemorySharing {
-        MemorySharing::Copied
+    /// The guest of a driven QEMU.
+    fn driven(&mut self) -> Option<&mut dyn DrivenGuest> {
+        None
     }
 
     /// Has the destination listen, and connects to it. `session` is that of the incoming migration.
@@ -199,11 +197,6 @@ pub(in super::super) trait DestinationEndpoint {
         false
     }
 
-    /// Returns true if QEMU has loaded an image by itself.
-    fn is_loaded_by_qemu(&self) -> bool {
-        false
-    }
-
     /// Closes a failed stream.
     fn disconnect(&mut self) {}
 
@@ -211,34 +204,6 @@ pub(in super::super) trait DestinationEndpoint {
     fn channel(&self) -> Option<Arc<dyn Channel>> {
         None
     }
-
-    /// Queries the state of the guest, if the destination is driven.
-    fn query_status(&mut self) -> DestinationStatus {
-        DestinationStatus::Loaded
-    }
-
-    /// Starts the guest and checks that it runs, if the destination is driven.
-    fn start_guest(&mut self) -> Result<StartResult, StartFailure> {
-        Ok(StartResult::Live)
-    }
-
-    /// Returns true if the error comes from the connection to the destination.
-    fn is_error_origin(&self, error: &Error) -> bool {
-        let _ = error;
-        false
-    }
-
-    /// Ends a destination that maps the source's memory, and does not run the guest: the source is resumed
-    /// next.
-    ///
-    /// # Errors
-    /// It has not ended.
-    fn end_in_shared_memory(&mut self) -> Result<(), Error> {
-        Ok(())
-    }
-
-    /// Gives the sockets of the new QEMU of an upgrade their final names: the old one has exited.
-    fn publish_sockets(&self) {}
 
     /// Restores the settings of a destination whose guest is in its final state; publishes an image whose
     /// publication was deferred. Returns notices.
@@ -250,23 +215,26 @@ pub(in super::super) trait DestinationEndpoint {
     /// State of a guest that is stored here.
     fn stored_state(&self) -> DestinationState;
 
-    /// Refuses devices that could not be attached here.
-    fn check_vsocks(&mut self, vsocks: &DetachedVsocks) -> Result<(), Error> {
-        let _ = vsocks;
-        Ok(())
-    }
-
-    /// Attaches the devices that were detached at the source.
-    fn attach_vsocks(&mut self, vsocks: &DetachedVsocks) -> Result<(), Error> {
-        let _ = vsocks;
-        Ok(())
-    }
-
     /// Rolls back after a failure. Returns the error, or QEMU's own reason if that is better, and notices.
     fn roll_back(&mut self, error: Error, context: &Context<'_>, undo: Rollback) -> (Error, Vec<String>) {
         let _ = (context, undo);
         (error, Vec::new())
     }
+}
+
+/// The guest at a destination that is driven.
+pub(in super::super) trait DrivenGuest {
+    /// Queries its state.
+    fn query_status(&mut self) -> DestinationStatus;
+
+    /// Starts it and checks that it runs.
+    fn start(&mut self) -> Result<StartResult, StartFailure>;
+
+    /// Ends a destination that maps the source's memory, and does not run it: the source is resumed next.
+    ///
+    /// # Errors
+    /// It has not ended.
+    fn end(&mut self) -> Result<(), Error>;
 }
 
 /// Extent of a rollback.

@@ -9,7 +9,7 @@ use super::super::error::Error;
 use super::super::error_origin;
 use super::super::progress::CopyPhase;
 use super::Executor;
-use crate::switchover::{DestinationStatus, Input, SourceStatus, StartResult};
+use crate::switchover::{DestinationStatus, Input, MemorySharing, SourceStatus, StartResult};
 
 /// Time for which a lost connection is made again.
 pub(in super::super) const RECOVER_TIMEOUT: Duration = Duration::from_secs(60);
@@ -19,6 +19,17 @@ pub(in super::super) const BREAK_AFTER: Duration = Duration::from_secs(1);
 const RECOVER_INTERVAL: Duration = Duration::from_millis(20);
 
 impl Executor<'_> {
+    pub(super) fn is_postcopy(&self) -> bool {
+        self.ends.switchover.state().request().memory == MemorySharing::Postcopy
+    }
+
+    pub(super) fn set_running(&mut self) {
+        if self.postcopy.running_after.is_none() {
+            self.postcopy.running_after = Some(self.ends.context.elapsed());
+            self.ends.context.observer.phase(CopyPhase::Running);
+        }
+    }
+
     pub(super) fn start_postcopy(&mut self) -> Input {
         let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::NotDone };
         self.ends.context.observer.phase(CopyPhase::Switchover);
@@ -66,7 +77,7 @@ impl Executor<'_> {
     pub(super) fn run_early(&mut self) -> Input {
         self.cut_over();
         let started =
-            self.ends.destination.qemu().map_or(Ok(StartResult::NotSent), |qemu| qemu.start_if_loaded());
+            self.ends.destination.qemu().map_or(Ok(StartResult::NotSent), |to| to.qmp.start_if_loaded());
         let started = started.unwrap_or_else(|error| {
             tracing::debug!(%error, "the destination does not run the guest yet");
             StartResult::Unknown
@@ -82,13 +93,13 @@ impl Executor<'_> {
         let started = Instant::now();
         let mut was_told = false;
         self.postcopy.recoveries += 1;
-        let (SourceControl::Qemu(source), Some(qemu)) = (&mut self.ends.source, self.ends.destination.qemu())
+        let (SourceControl::Qemu(source), Some(to)) = (&mut self.ends.source, self.ends.destination.qemu())
         else {
             return Input::NotDone;
         };
         while started.elapsed() < RECOVER_TIMEOUT {
-            match qemu.recovery_state() {
-                Ok(RecoveryState::Completed) => return Input::Destination(qemu.query_status()),
+            match to.qmp.recovery_state() {
+                Ok(RecoveryState::Completed) => return Input::Destination(to.qmp.query_status()),
                 Ok(RecoveryState::Failed(error)) => {
                     self.ends.error.get_or_insert(error);
                     return Input::Destination(DestinationStatus::Failed);
@@ -104,11 +115,11 @@ impl Executor<'_> {
                 },
                 Ok(RecoveryState::NotReady) if started.elapsed() >= BREAK_AFTER && !was_told => {
                     was_told = true;
-                    qemu.pause_migration();
+                    to.qmp.pause_migration();
                 }
                 Ok(RecoveryState::NotReady) => {}
                 Err(error) => {
-                    let status = qemu.query_status();
+                    let status = to.qmp.query_status();
                     if !matches!(status, DestinationStatus::Loaded | DestinationStatus::Running) {
                         self.ends.error.get_or_insert(error);
                     }

@@ -31,11 +31,21 @@ impl DestinationEndpoint for Destination {
         unreachable!("nothing is sent")
     }
 
+    fn driven(&mut self) -> Option<&mut dyn DrivenGuest> {
+        Some(self)
+    }
+
+    fn stored_state(&self) -> DestinationState {
+        unreachable!("it is not stored")
+    }
+}
+
+impl DrivenGuest for Destination {
     fn query_status(&mut self) -> DestinationStatus {
         self.status
     }
 
-    fn start_guest(&mut self) -> Result<StartResult, StartFailure> {
+    fn start(&mut self) -> Result<StartResult, StartFailure> {
         self.done.push("cont");
         match self.started.expect("it is not to be started") {
             StartResult::Live => Ok(StartResult::Live),
@@ -43,13 +53,9 @@ impl DestinationEndpoint for Destination {
         }
     }
 
-    fn end_in_shared_memory(&mut self) -> Result<(), Error> {
+    fn end(&mut self) -> Result<(), Error> {
         self.done.push("end");
         Ok(())
-    }
-
-    fn stored_state(&self) -> DestinationState {
-        unreachable!("it is not stored")
     }
 }
 
