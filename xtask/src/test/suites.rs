@@ -95,7 +95,7 @@ pub(super) fn build_units() -> Result<Vec<Suite>> {
     let messages =
         compile(cargo(["test", "--workspace", "--exclude", "towline-fuzz", "--lib", "--no-run", MESSAGES]))?;
     let mut suites: Vec<Suite> = messages.iter().filter_map(|message| suite(message, &root())).collect();
-    suites.retain(|suite| suite.name.starts_with("crates/"));
+    suites.retain(|suite| ["crates/", "bench/"].iter().any(|part| suite.name.starts_with(part)));
     sort(&mut suites);
     Ok(suites)
 }
