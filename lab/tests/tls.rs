@@ -282,7 +282,7 @@ fn sources() {
     let uri = listens_at(&mut plain);
     let source = fixture.boot(V10_0, V10_0);
     set(&source, 0, &json!({ "tls-creds": "tls" }));
-    fails_and_runs_on(&source, &uri, &mut plain, "it begins with TLS: give --tls-creds here");
+    fails_and_runs_on(&source, &uri, &mut plain, "it begins with TLS: turn TLS on here");
 }
 
 fn fails_and_runs_on(source: &Qemu, uri: &str, towline: &mut Towline, text: &str) {

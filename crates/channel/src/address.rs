@@ -104,7 +104,7 @@ impl Address {
     pub(crate) fn check_tls(&self, tls: bool) -> Result<()> {
         match self {
             Self::WebSocket { secure: true, .. } if !tls => {
-                Err(self.bad("wss:// needs certificates (--tls-creds); ws:// is the one without TLS"))
+                Err(self.bad("wss:// needs certificates; ws:// is the one without TLS"))
             }
             Self::WebSocket { secure: false, .. } if tls => {
                 Err(self.bad("ws:// is the one without TLS; with certificates it is wss://"))

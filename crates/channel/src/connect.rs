@@ -82,7 +82,7 @@ fn secured(
         (None, Address::Tcp { host, .. }) if host.is_empty() => "localhost",
         (None, Address::Tcp { host, .. } | Address::WebSocket { host, .. }) => host,
         (None, _) => {
-            return Err(address.bad("it names no host; give the name in its certificate (--tls-hostname)"));
+            return Err(address.bad("it names no host; give the name in its certificate"));
         }
     };
     layers::tls_client(channel, tls, host, deadline, cancel)

@@ -10,7 +10,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Error of a call on a channel.
 ///
 /// The variants separate an invalid request of the caller (`Unsupported`, `BadAddress`, `TooManyFds`,
-/// `TlsCredentials`), a failure of this machine (`Io`, `Resolve`, `InUse`, `ZeroCopyMemory`), a peer that
+/// `TlsCredentials`), a failure of this machine (`Io`, `TlsFile`, `Resolve`, `InUse`, `ZeroCopyMemory`), a peer that
 /// went away or is slow (`Closed`, `Cut`, `Timeout`, `FdsTruncated`, `Command`), a peer that is not the
 /// expected one (`Tls`, `WebSocket`), cancellation (`Cancelled`) and an injected fault (`Fault`).
 #[derive(Debug, thiserror::Error)]
@@ -94,6 +94,14 @@ pub enum Error {
         path: PathBuf,
         /// The reason.
         why: String,
+    },
+    /// A file with a certificate or a key that cannot be read.
+    #[error("TLS credentials, {}: {source}", path.display())]
+    TlsFile {
+        /// The file.
+        path: PathBuf,
+        /// The operating system's answer.
+        source: std::io::Error,
     },
     /// [`Cancel::cancel`](crate::Cancel::cancel) was called.
     #[error("cancelled")]

@@ -58,6 +58,7 @@ mod vsock;
 
 use clap::{Parser, Subcommand};
 
+use crate::sandbox::SandboxArgs;
 pub(crate) use check::CheckArgs;
 pub(crate) use common::{
     GUEST, IMAGES, LANES, LIMITS, OUTPUT, OnOff, OnOffAuto, Output, POSTCOPY, PROCESS, TlsArgs,
@@ -117,6 +118,19 @@ pub(crate) enum Command {
 }
 
 impl Command {
+    /// The sandbox of this process; `None` for a command that has none.
+    pub(crate) fn sandbox(&self) -> Option<&SandboxArgs> {
+        match self {
+            Self::Copy(args) => Some(&args.transfer.sandbox),
+            Self::Move(args) => Some(&args.transfer.sandbox),
+            Self::Inspect(args) => Some(&args.sandbox),
+            Self::Store(args) => args.command.sandbox(),
+            Self::Net(args) => Some(&args.sandbox),
+            Self::Vsock(args) => Some(&args.sandbox),
+            _ => None,
+        }
+    }
+
     /// Returns true if its result is events (`--json`).
     pub(crate) fn writes_events(&self) -> bool {
         match self {

@@ -13,7 +13,7 @@ use crate::args::CheckArgs;
 use crate::endpoint::Endpoint;
 use crate::exit::Exit;
 use crate::progress::Reporter;
-use crate::{console, events};
+use crate::{console, errors, events};
 
 /// Time limit of a QEMU that is being started, as `copy` has it.
 const SOCKET_TIMEOUT: Duration = Duration::from_secs(10);
@@ -34,7 +34,7 @@ pub(crate) fn run(args: &CheckArgs) -> Result<Exit> {
     if let Some(path) = &args.facts_out {
         let facts = match source.facts() {
             Ok(facts) => facts,
-            Err(error) => return Ok(NoVerdict::Unknown(error.to_string()).report(&reporter)),
+            Err(error) => return Ok(NoVerdict::Unknown(errors::worded(&error)).report(&reporter)),
         };
         check::write_facts(path, &facts).with_context(|| path.display().to_string())?;
         let fields = json!({ "source": args.source.to_string(), "file": path.display().to_string() });
@@ -50,7 +50,7 @@ pub(crate) fn run(args: &CheckArgs) -> Result<Exit> {
     let planned = if args.postcopy { PlannedTransfer::Postcopy } else { PlannedTransfer::Precopy };
     match check::check(&source, &destination, planned) {
         Ok(report) => Ok(report_verdict(&reporter, args, to, &report)),
-        Err(error) => Ok(NoVerdict::Unknown(error.to_string()).report(&reporter)),
+        Err(error) => Ok(NoVerdict::Unknown(errors::worded(&error)).report(&reporter)),
     }
 }
 

@@ -5,9 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use anyhow::{Context as _, Result};
 use towline_channel::Cancel;
-use towline_control::plan::{
-    self, CloneTarget, CopyRequest, Destination, Failure, GuestAfterFailure, Observer, Source,
-};
+use towline_control::plan::{self, CloneTarget, CopyRequest, Destination, Observer, Source};
 use towline_control::statistics::StatsSource;
 use towline_control::status_server::StatusServer;
 
@@ -23,13 +21,14 @@ use crate::progress::Reporter;
 use crate::report::ReportRecorder;
 use crate::signals::{SignalEffects, cancel_on_signals};
 use crate::sockets::private;
-use crate::{request, sandbox};
+use crate::{errors, request, sandbox};
 
 /// Runs `copy`.
 pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     let reporter = Reporter::new(&args.output);
     reporter.report_start(request);
     let results = Results::of(Verb::Copied, &reporter, &args.source);
+    let results = Results { sandbox: Some(&args.transfer.sandbox), ..results };
     let source = match args.source.source() {
         Ok(source) => source,
         // A file of `virsh save`.
@@ -48,7 +47,7 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     }
     let destinations = args.destinations.iter().map(Endpoint::destination);
     let destinations: Vec<_> = destinations.collect::<Result<_, _>>().map_err(UsageError)?;
-    let options = request::of_copy(args, &source).map_err(UsageError)?;
+    let options = request::of_copy(args, &source, &destinations).map_err(UsageError)?;
     if destinations.len() > 1 && args.transfer.report.report.is_some() {
         return Err(UsageError("--report is for one DEST: start one towline for each".into()).into());
     }
@@ -95,7 +94,7 @@ fn confine(args: &TransferArgs, source: &Source, destinations: &[Destination], o
         Some(mut policy) => {
             args.observability.metrics.iter().for_each(|address| policy.bind.add(address.port()));
             policy.write.extend(args.report.report.as_deref().map(sandbox::parent_directory));
-            args.sandbox.confine(&policy);
+            args.sandbox.confine(policy);
         }
         None => args.sandbox.log_unconfined(sandbox::EXEC_UNCONFINED),
     }
@@ -110,10 +109,7 @@ fn observed(
     observer: &dyn Observer,
     observability: &ObservabilityArgs,
 ) -> Result<plan::CopyResult> {
-    if let Err(error) = memory::check(source, destination, options) {
-        let guest = GuestAfterFailure::SAFE;
-        return Ok(Err(Failure { error: Box::new(error), guest, notes: Vec::new() }));
-    }
+    memory::check(source, destination, options)?;
     if !observability.is_requested() {
         return Ok(plan::copy(source, destination, options, cancel, observer));
     }
@@ -125,7 +121,7 @@ fn observed(
     let counting = Arc::clone(&monitor) as Arc<dyn StatsSource>;
     let observers = observability.with_server(server, &counting)?;
     let copied = plan::copy(source, destination, options, cancel, &(observer, &*monitor));
-    monitor.ended(copied.as_ref());
+    monitor.ended(copied.as_ref().map_err(|failure| errors::worded(failure)));
     drop(observers);
     Ok(copied)
 }
@@ -176,6 +172,7 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
     let reporter = Reporter::new(&args.output);
     reporter.report_start(request);
     let results = Results::of(Verb::Moved, &reporter, &args.source);
+    let results = Results { sandbox: Some(&args.transfer.sandbox), ..results };
     let source = args.source.source().map_err(UsageError)?;
     if !matches!(source, Source::Qmp(_)) {
         let text = format!(

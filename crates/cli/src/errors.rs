@@ -1,27 +1,49 @@
-//! Texts of errors: each cause once, and remedies outside of towline.
+//! Texts of errors: each cause once, with the options of this command, and remedies outside of towline.
 
+mod invalid;
+mod remedies;
+
+use std::error::Error as StdError;
+use std::io;
+use std::path::Path;
+
+use rustix::io::Errno;
+use towline_channel::Error as ChannelError;
 use towline_control::plan::{Error, Failure};
+use towline_control::qemu::Fault;
+use towline_image::Error as ImageError;
+use towline_image::atomic_file::Error as FileError;
+use towline_image::manifest::Error as ManifestError;
 
-/// Texts of QEMU that userfaultfd is missing, which is a matter of rights on every kernel that QEMU supports.
-const USERFAULTFD_ERRORS: [&str; 4] = [
-    "Background-snapshot is not supported by host kernel",
-    "Userfaultfd not available",
-    "userfault",
-    "Postcopy is not supported",
-];
+use crate::sandbox::SandboxArgs;
 
-/// Formats an error and its causes in one line. A cause whose text the error already contains is left out.
+type AnyError<'a> = &'a (dyn StdError + 'static);
+
+/// Formats an error of a command and its causes in one line. A cause whose text the error already contains is
+/// left out.
 pub(crate) fn text(error: &anyhow::Error) -> String {
-    let mut text = String::new();
-    for cause in error.chain() {
-        let cause = cause.to_string();
-        if text.is_empty() {
-            text = cause;
-        } else if !text.contains(&cause) {
-            text = format!("{text}: {cause}");
+    let mut text = worded(error.as_ref());
+    for cause in error.chain().skip(1) {
+        let worded = worded(cause);
+        if !text.contains(&cause.to_string()) && !text.contains(&worded) {
+            text = format!("{text}: {worded}");
         }
     }
     crate::console::printable(&text).into_owned()
+}
+
+/// Formats an error of a library, which contains those of its causes that matter, with the options that change
+/// them.
+pub(crate) fn worded(error: AnyError<'_>) -> String {
+    let mut text = remedies::worded(error).unwrap_or_else(|| error.to_string());
+    for cause in causes(error).skip(1) {
+        if let Some(worded) = remedies::worded(cause)
+            && !text.contains(&worded)
+        {
+            text = text.replacen(&cause.to_string(), &worded, 1);
+        }
+    }
+    text
 }
 
 /// Formats a failure of a copy for people: several reasons as a list.
@@ -31,18 +53,59 @@ pub(crate) fn failure_text(failure: &Failure) -> String {
             let reasons = reasons.iter().map(|reason| format!("\n  - {reason}")).collect::<String>();
             format!("the guest does not fit {destination}:{reasons}")
         }
-        error => error.to_string(),
+        error => worded(error),
     }
 }
 
-/// Returns a remedy for an error of QEMU whose text does not contain it.
-pub(crate) fn advice(text: &str) -> Option<&'static str> {
-    let is_of_qemu = text.contains("QEMU on ");
-    let needs_userfaultfd = USERFAULTFD_ERRORS.iter().any(|error| text.contains(error));
-    (is_of_qemu && needs_userfaultfd).then_some(
+/// Returns what is to be known beside an error: that the sandbox has caused it, or a remedy for QEMU.
+pub(crate) fn notes(error: AnyError<'_>, sandbox: Option<&SandboxArgs>) -> Vec<String> {
+    let denied = sandbox.and_then(|sandbox| sandbox.explain(errno(error)?, causes(error).find_map(file)));
+    let needs_userfaultfd = causes(error).filter_map(fault).any(|fault| fault == Fault::NoUserfaultfd);
+    let advice = needs_userfaultfd.then(|| {
         "QEMU's user needs the right to handle page faults: access to /dev/userfaultfd (Linux 6.1 and QEMU 8.0), \
-         or the sysctl vm.unprivileged_userfaultfd=1",
-    )
+         or the sysctl vm.unprivileged_userfaultfd=1"
+            .into()
+    });
+    denied.into_iter().chain(advice).collect()
+}
+
+fn causes(error: AnyError<'_>) -> anyhow::Chain<'_> {
+    anyhow::Chain::new(error)
+}
+
+/// Returns the number of the system's error.
+fn errno(error: AnyError<'_>) -> Option<Errno> {
+    causes(error).find_map(|cause| match cause.downcast_ref() {
+        Some(FileError::Permission { .. }) => Some(Errno::ACCESS),
+        _ => Errno::from_io_error(cause.downcast_ref::<io::Error>()?),
+    })
+}
+
+/// Returns the file of an error.
+fn file<'a>(error: AnyError<'a>) -> Option<&'a Path> {
+    if let Some(ImageError::Read { path, .. } | ImageError::Write { path, .. }) = error.downcast_ref() {
+        return Some(path);
+    }
+    if let Some(FileError::Permission { path, .. } | FileError::Io { path, .. }) = error.downcast_ref() {
+        return Some(path);
+    }
+    match (error.downcast_ref(), error.downcast_ref()) {
+        (Some(ManifestError::Io { path, .. }), _) | (_, Some(ChannelError::TlsFile { path, .. })) => {
+            Some(path)
+        }
+        _ => None,
+    }
+}
+
+/// Returns the fault that QEMU named.
+fn fault(error: AnyError<'_>) -> Option<Fault> {
+    match (error.downcast_ref(), error.downcast_ref()) {
+        (Some(Error::SourceFailed { text, .. } | Error::DestinationFailed { text, .. }), _) => {
+            Fault::of(text)
+        }
+        (_, Some(towline_qmp::Error::Refusal { desc, .. })) => Fault::of(desc),
+        _ => None,
+    }
 }
 
 #[cfg(test)]
@@ -93,13 +156,29 @@ mod tests {
 
     #[test]
     fn missing_rights_for_userfaultfd_have_a_remedy() {
-        for text in [
-            "QEMU on a refused: Background-snapshot is not supported by host kernel",
-            "QEMU on b: Userfaultfd not available: Operation not permitted",
-        ] {
-            assert!(advice(text).is_some_and(|remedy| remedy.contains("vm.unprivileged_userfaultfd=1")));
-        }
-        assert_eq!(advice("QEMU on b: no space"), None);
-        assert_eq!(advice("a.img: Userfaultfd not available"), None);
+        let failed = |text: &str| Error::DestinationFailed { socket: "b".into(), text: text.into() };
+        let of_qemu = failed("Userfaultfd not available: Operation not permitted");
+        assert!(notes(&of_qemu, None)[0].contains("vm.unprivileged_userfaultfd=1"));
+        assert!(notes(&failed("no space"), None).is_empty());
+    }
+
+    #[test]
+    fn errors_of_libraries_have_the_options_that_change_them() {
+        use towline_migration::Error as MigrationError;
+
+        let why = "the guest was made".to_owned();
+        let lane = MigrationError::Lane { lane: 1, source: Box::new(MigrationError::NoZeroCopy { why }) };
+        assert_eq!(
+            worded(&Error::from(lane)),
+            "lane 1: zero-copy sends (--zero-copy-send on) are not possible: the guest was made; `auto` goes without where it must"
+        );
+        let socket = "a".to_owned();
+        assert_eq!(
+            worded(&Error::NeedsCont { socket }),
+            "the guest on a is in `postmigrate` after an earlier copy: run `cont`, or pass --resume"
+        );
+        let taken = towline_launch::RuntimeError::Taken { name: "a".parse().unwrap(), holder: "b".into() };
+        let error = towline_control::run::Error::from(taken);
+        assert_eq!(worded(&error), "name a is taken by b; choose another with --name");
     }
 }

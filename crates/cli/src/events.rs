@@ -82,7 +82,7 @@ pub(crate) fn reason(error: &Error) -> &'static str {
         Error::Settings(_) => "settings",
         Error::Check(_) => "check",
         Error::Move(_) => "undecided-move",
-        Error::Usage(_) => "usage",
+        Error::Invalid(_) => "usage",
         Error::NeedsCont { .. } => "source-postmigrate",
         Error::NoGuest { .. } => "source-without-guest",
         Error::Migrating { .. } => "source-migrating",

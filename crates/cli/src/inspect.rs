@@ -8,7 +8,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::Serialize;
 use serde_json::{Value, json};
-use towline_control::plan::{self, CopyRequest, DiscardSink, Source, Task, TransferOptions};
+use towline_control::plan::{self, AfterCopy, CopyRequest, DiscardSink, Source, Task, TransferOptions};
 use towline_control::qemu::Qemu;
 use towline_image::manifest::sidecar_path;
 use towline_image::{Image, LayerInfo, PageCount, StoredGuest as _};
@@ -23,7 +23,7 @@ use crate::progress::Reporter;
 use crate::sandbox::Policy;
 use crate::signals::{SignalEffects, cancel_on_signals};
 use crate::units::{count, counted, size};
-use crate::{command_line, events, sandbox};
+use crate::{command_line, errors, events, sandbox};
 
 /// Number of threads that compare an image with its checksums.
 const VERIFY_THREADS: usize = 4;
@@ -43,7 +43,7 @@ pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
         return Err(UsageError(text).into());
     }
     match policy(args, &source) {
-        Some(policy) => args.sandbox.confine(&policy),
+        Some(policy) => args.sandbox.confine(policy),
         None => args.sandbox.log_unconfined(sandbox::EXEC_UNCONFINED),
     }
     let checksums = if args.verify { Checksums::Compared } else { Checksums::NotCompared };
@@ -321,7 +321,7 @@ fn qemu(reporter: &Reporter, path: &Path) -> Result<Exit> {
 /// Returns the request of a stream's inspection.
 fn request(source: &Source) -> CopyRequest {
     let transfer = TransferOptions { multifd_channels: Some(0), ..TransferOptions::default() };
-    let task = Task::Copy { transfer, run: None, resume: false, base: None };
+    let task = Task::Copy { transfer, after: AfterCopy::default(), base: None };
     CopyRequest { return_path: !crate::request::is_file(source), ..CopyRequest::new(task) }
 }
 
@@ -335,8 +335,8 @@ fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Ex
         Ok(moved) => moved,
         Err(failure) => {
             let fields = json!({ "notes": failure.notes });
-            let reason = events::reason(&failure.error);
-            return Ok(reporter.failed_with(fields, &failure.to_string(), reason, Exit::Failed));
+            let (text, reason) = (errors::worded(&failure), events::reason(&failure.error));
+            return Ok(reporter.failed_with(fields, &text, reason, Exit::Failed));
         }
     };
     let seen = survey.summary();

@@ -108,7 +108,8 @@ fn start() -> ExitCode {
     let exit = exit.unwrap_or_else(|error| {
         let (text, exit) = (errors::text(&error), Exit::of_error(&error));
         console::error(&text);
-        sandbox::explain(&text).into_iter().for_each(|note| console::error(&format!("note: {note}")));
+        let notes = errors::notes(error.as_ref(), args.command.sandbox());
+        notes.iter().for_each(|note| console::error(&format!("note: {note}")));
         failed_event(&args.command, &text, exit);
         exit
     });

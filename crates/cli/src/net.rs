@@ -121,7 +121,7 @@ fn pending_sandbox(args: &NetArgs, taps: &Taps) -> PendingSandbox {
     let mut policy = policy(taps);
     args.socket.iter().for_each(|path| policy.removes(path));
     args.observability.extend_policy(&mut policy);
-    args.sandbox.begin(&policy)
+    args.sandbox.begin(policy)
 }
 
 /// Returns the policy of a card. The MTU of a tap that towline created follows the guest's (`NET_SET_MTU`).

@@ -11,7 +11,8 @@ use towline_memload::CheckOutcome;
 use crate::endpoint::Endpoint;
 use crate::exit::Exit;
 use crate::progress::{Reporter, faults, ram};
-use crate::{console, errors, events, sandbox, sends};
+use crate::sandbox::SandboxArgs;
+use crate::{console, errors, events, sends};
 pub(crate) use verb::Verb;
 
 /// Location of a synthetic guest after a failure.
@@ -23,6 +24,7 @@ pub(crate) struct Results<'a> {
     pub(crate) source: &'a Endpoint,
     pub(crate) verb: Verb,
     pub(crate) destinations: Destinations,
+    pub(crate) sandbox: Option<&'a SandboxArgs>,
 }
 
 /// Number of destinations. With several, messages name theirs.
@@ -34,7 +36,7 @@ pub(crate) enum Destinations {
 
 impl<'a> Results<'a> {
     pub(crate) fn of(verb: Verb, reporter: &'a Reporter, source: &'a Endpoint) -> Self {
-        Self { reporter, source, verb, destinations: Destinations::One }
+        Self { reporter, source, verb, destinations: Destinations::One, sandbox: None }
     }
 
     /// Reports a success.
@@ -54,13 +56,13 @@ impl<'a> Results<'a> {
         };
         let guest = failure.guest.sentence(keeper);
         let exit = match failure.error.as_ref() {
-            Error::Usage(_) => Exit::Usage,
+            Error::Invalid(_) => Exit::Usage,
             _ if failure.guest.needs_attention() => Exit::NeedsAttention,
             _ => Exit::Failed,
         };
         let fields = json!({
             "destination": destination.to_string(),
-            "error": failure.error.to_string(),
+            "error": errors::worded(failure),
             "reason": events::reason(&failure.error),
             "guest": guest,
             "guest-state": failure.guest.state(keeper),
@@ -75,21 +77,18 @@ impl<'a> Results<'a> {
         if exit != Exit::Usage {
             console::error(&format!("{prefix}the guest: {guest}"));
         }
-        let text = failure.to_string();
-        let explanation = sandbox::explain(&text);
-        let notes = failure.notes.iter().map(String::as_str);
-        let notes = notes.chain(explanation.as_deref()).chain(errors::advice(&text));
-        notes.for_each(|note| console::error(&format!("{prefix}note: {note}")));
+        let notes = errors::notes(failure, self.sandbox);
+        failure.notes.iter().chain(&notes).for_each(|note| console::error(&format!("{prefix}note: {note}")));
         exit
     }
 
     /// Reports that none of several copies was started.
     pub(crate) fn refused(&self, failure: &Failure) -> Exit {
-        if matches!(failure.error.as_ref(), Error::Usage(_)) {
-            return self.reporter.failed(&failure.to_string(), "usage", Exit::Usage);
+        if matches!(failure.error.as_ref(), Error::Invalid(_)) {
+            return self.reporter.failed(&errors::worded(failure), "usage", Exit::Usage);
         }
         let fields = json!({
-            "error": failure.error.to_string(),
+            "error": errors::worded(failure),
             "reason": events::reason(&failure.error),
             "notes": failure.notes,
         });

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use towline_channel::Address;
 use towline_control::plan::{
-    CopyRequest, Destination, PostcopyStart, RequestedPages, Source, Task, TransferOptions,
+    AfterCopy, CopyRequest, Destination, PostcopyStart, RequestedPages, Source, Task, TransferOptions,
 };
 use towline_migration::Tuning;
 
@@ -13,13 +13,17 @@ use crate::args::{CopyArgs, MoveArgs, OnOff, StoredSourceArgs, TransferArgs};
 use crate::endpoint::Endpoint;
 
 /// Returns the request of a `copy`.
-pub(crate) fn of_copy(args: &CopyArgs, source: &Source) -> Result<CopyRequest, String> {
+pub(crate) fn of_copy(
+    args: &CopyArgs,
+    source: &Source,
+    destinations: &[Destination],
+) -> Result<CopyRequest, String> {
     let base = match &args.base {
         None => None,
         Some(Endpoint::Image(path)) => Some(path.clone()),
         Some(other) => return Err(format!("--base {other}: expected an image")),
     };
-    let (transfer, run) = (transfer(&args.transfer), run(&args.transfer));
+    let transfer = transfer(&args.transfer);
     let task = if args.live {
         snapshot(&args.transfer, base)?
     } else if args.transfer.postcopy.postcopy {
@@ -29,14 +33,25 @@ pub(crate) fn of_copy(args: &CopyArgs, source: &Source) -> Result<CopyRequest, S
         if args.resume && matches!(source, Source::Qmp(_)) {
             return Err("--resume with --postcopy: the guest would run twice; leave --resume out".into());
         }
-        postcopy(&args.transfer, recovered(&args.stored, run)?)
+        postcopy(&args.transfer, recovered(&args.stored, run(&args.transfer))?)
     } else {
-        Task::Copy { transfer, run, resume: args.resume, base }
+        Task::Copy { transfer, after: after(args, source, destinations)?, base }
     };
     let StoredSourceArgs { verify, stream, .. } = args.stored;
     let request = request(&args.transfer, task);
     let return_path = request.return_path && !is_file(source);
     Ok(CopyRequest { verify, stream, return_path, ..request })
+}
+
+/// Returns the state of the guest at both ends after a `copy`.
+fn after(args: &CopyArgs, source: &Source, destinations: &[Destination]) -> Result<AfterCopy, String> {
+    if !args.resume || !matches!(source, Source::Qmp(_)) {
+        return Ok(AfterCopy::SourcePaused { run: run(&args.transfer) });
+    }
+    if args.transfer.run && destinations.iter().any(|one| matches!(one, Destination::Qmp(_))) {
+        return Err("--resume with --run: the same guest would run twice".into());
+    }
+    Ok(AfterCopy::SourceResumed)
 }
 
 /// Returns true for a stream in a file, as libvirt stores it, which has no return path.
@@ -138,7 +153,11 @@ mod tests {
 
     fn parsed(line: &str) -> Result<CopyRequest, String> {
         match Args::try_parse_from(line.split_whitespace()).map_err(|error| error.to_string())?.command {
-            Command::Copy(args) => of_copy(&args, &args.source.source()?),
+            Command::Copy(args) => {
+                let destinations: Result<Vec<_>, _> =
+                    args.destinations.iter().map(Endpoint::destination).collect();
+                of_copy(&args, &args.source.source()?, &destinations?)
+            }
             Command::Move(args) => of_move(&args, &args.destination.destination()?),
             _ => Err("another command".into()),
         }
@@ -149,9 +168,12 @@ mod tests {
         let task = |line: &str| parsed(line).unwrap().task;
         assert!(matches!(
             task("towline copy --resume qmp:a a.img"),
-            Task::Copy { resume: true, run: None, .. }
+            Task::Copy { after: AfterCopy::SourceResumed, .. }
         ));
-        assert!(matches!(task("towline copy --paused a.img qmp:a"), Task::Copy { run: Some(false), .. }));
+        assert!(matches!(
+            task("towline copy --paused a.img qmp:a"),
+            Task::Copy { after: AfterCopy::SourcePaused { run: Some(false) }, .. }
+        ));
         assert!(matches!(
             task("towline move --detach-vsock --run qmp:a qmp:b"),
             Task::Move { detach_vsock: true, run: Some(true), .. }
@@ -187,6 +209,7 @@ mod tests {
             ("copy --live --postcopy qmp:a a.img", "leave one of the two out"),
             ("copy --live --resume qmp:a a.img", "cannot be used with"),
             ("copy --resume --postcopy qmp:a qmp:b", "the guest would run twice"),
+            ("copy --resume --run qmp:a qmp:b", "the same guest would run twice"),
             ("copy --postcopy --base b.img a.img qmp:b", "needs an image as DEST"),
             ("copy --base tcp:a:1 qmp:a a.img", "expected an image"),
             ("copy --postcopy --recover --paused a.img qmp:b", "leave --run and --paused out"),

@@ -4,9 +4,13 @@ mod copy;
 #[cfg(test)]
 mod tests;
 
+use std::path::Path;
+use std::sync::OnceLock;
+
 use clap::ValueEnum;
-use towline_sandbox::Mode;
-pub(crate) use towline_sandbox::{AllowedPorts, PendingSandbox, Policy, explain, parent_directory};
+use rustix::io::Errno;
+pub(crate) use towline_sandbox::{AllowedPorts, PendingSandbox, Policy, parent_directory};
+use towline_sandbox::{Denied, Mode};
 
 #[cfg(feature = "store")]
 pub(crate) use copy::policy_of_store;
@@ -28,6 +32,9 @@ pub(crate) struct SandboxArgs {
     /// [default: on]
     #[arg(long, value_name = "ON|NONE", hide_short_help = true, help_heading = crate::args::PROCESS)]
     sandbox: Option<Setting>,
+    /// Policy of this process, once it is confined.
+    #[arg(skip)]
+    applied: OnceLock<Policy>,
 }
 
 impl SandboxArgs {
@@ -37,15 +44,27 @@ impl SandboxArgs {
     }
 
     /// Confines this process. To be called before any thread is started.
-    pub(crate) fn confine(&self, policy: &Policy) {
+    pub(crate) fn confine(&self, policy: Policy) {
         if let Some(mode) = self.mode() {
-            policy.confine(mode);
+            self.applied.get_or_init(|| policy).confine(mode);
         }
     }
 
     /// Takes the first step for a device, before any thread is started: files and ports.
-    pub(crate) fn begin(&self, policy: &Policy) -> PendingSandbox {
-        self.mode().map_or_else(PendingSandbox::disabled, |mode| policy.begin(mode))
+    pub(crate) fn begin(&self, policy: Policy) -> PendingSandbox {
+        let begin = |mode| self.applied.get_or_init(|| policy).begin(mode);
+        self.mode().map_or_else(PendingSandbox::disabled, begin)
+    }
+
+    /// Returns an explanation of an error with this number, about this file, that the sandbox has caused.
+    pub(crate) fn explain(&self, errno: Errno, file: Option<&Path>) -> Option<String> {
+        Some(match self.applied.get()?.denied(errno, file)? {
+            Denied::Call => "the sandbox refused the system call that is named above (docs/sandbox.md); --sandbox none runs without it".into(),
+            Denied::File(file) => format!(
+                "the sandbox permits only the files that the command line names, and not {} (docs/sandbox.md); --sandbox none runs without it",
+                file.display()
+            ),
+        })
     }
 
     /// Logs the reason that this process remains unconfined, unless that was requested.

@@ -82,12 +82,12 @@ fn show(args: &PlaceArgs, view: View) -> Result<Exit> {
     match place(&args.place) {
         Err(text) => usage(&reporter, &text),
         Ok(ImageLocation::Directory(path)) => {
-            args.sandbox.confine(&policy_of_images(&path));
+            args.sandbox.confine(policy_of_images(&path));
             files::show(&reporter, &path, view)
         }
         #[cfg(feature = "store")]
         Ok(ImageLocation::Prefix(prefix)) => {
-            args.sandbox.confine(&crate::sandbox::policy_of_store(&prefix));
+            args.sandbox.confine(crate::sandbox::policy_of_store(&prefix));
             objects::show(&reporter, &prefix, view)
         }
     }
@@ -98,12 +98,12 @@ fn verify(args: &PlaceArgs) -> Result<Exit> {
     match place(&args.place) {
         Err(text) => usage(&reporter, &text),
         Ok(ImageLocation::Directory(path)) => {
-            args.sandbox.confine(&policy_of_images(&path));
+            args.sandbox.confine(policy_of_images(&path));
             files::verify(&reporter, &path)
         }
         #[cfg(feature = "store")]
         Ok(ImageLocation::Prefix(prefix)) => {
-            args.sandbox.confine(&crate::sandbox::policy_of_store(&prefix));
+            args.sandbox.confine(crate::sandbox::policy_of_store(&prefix));
             objects::verify(&reporter, &prefix)
         }
     }

@@ -17,13 +17,13 @@ use crate::args::UpgradeArgs;
 use crate::command_line::quoted;
 use crate::console;
 use crate::endpoint::Endpoint;
-use crate::events;
 use crate::exit::{Exit, UsageError};
 use crate::log::RequestId;
 use crate::outcome::{Results, Verb};
 use crate::progress::Reporter;
 use crate::report::ReportRecorder;
 use crate::signals::{SignalEffects, cancel_on_signals};
+use crate::{errors, events};
 
 /// Runs the command.
 pub(crate) fn run(args: &UpgradeArgs, request: Option<RequestId>) -> Result<Exit> {
@@ -85,7 +85,7 @@ fn start(prepared: Prepared, reporter: &Reporter) -> Result<Reversible, upgrade:
 
 /// Reports an upgrade before which nothing was changed.
 fn refused(reporter: &Reporter, error: &upgrade::Error, old: &Path) -> Exit {
-    let text = error.to_string();
+    let text = errors::worded(error);
     // Whatever fails because the old QEMU has ended meanwhile: its guest is not there any more.
     let has_ended = UnixStream::connect(old).is_err();
     let is_unreached = has_ended || matches!(error, upgrade::Error::Qemu(_) | upgrade::Error::Proc { .. });

@@ -66,7 +66,7 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
         served.push(DeviceServer { name: format!("guest {cid}"), device, frontends, record });
     }
     args.observability.extend_policy(&mut policy);
-    let mut sandbox = args.sandbox.begin(&policy);
+    let mut sandbox = args.sandbox.begin(policy);
     let cancel = cancel_on_signals(SIGNAL_EFFECTS)?;
     let guests = devices.iter().map(|(cid, device)| guest(*cid, device)).collect();
     let token = cancel.clone();

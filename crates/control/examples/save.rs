@@ -5,7 +5,7 @@ use std::error::Error;
 
 use towline_channel::Cancel;
 use towline_control::plan::{
-    self, CopyRequest, Destination, Observer, Progress, Source, Task, TransferOptions,
+    self, AfterCopy, CopyRequest, Destination, Observer, Progress, Source, Task, TransferOptions,
 };
 
 /// Prints the bytes that remain.
@@ -24,7 +24,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (Some(socket), Some(image)) = (arguments.next(), arguments.next()) else {
         return Err("usage: save QMP-SOCKET IMAGE".into());
     };
-    let task = Task::Copy { transfer: TransferOptions::default(), run: None, resume: true, base: None };
+    let task =
+        Task::Copy { transfer: TransferOptions::default(), after: AfterCopy::SourceResumed, base: None };
     let (source, destination) = (Source::Qmp(socket.into()), Destination::Image(image.into()));
     match plan::copy(&source, &destination, &CopyRequest::new(task), &Cancel::new()?, &Printer) {
         Ok(report) => println!("stored in {:?}; the source: {:?}", report.total_time, report.source),

@@ -58,7 +58,7 @@ pub enum Error {
         pid: Option<i32>,
     },
     /// No directory for journals.
-    #[error(transparent)]
+    #[error("{0}")]
     Directory(#[from] RuntimeDirectoryError),
     /// The journal cannot be read or written.
     #[error("journal {path}: {source}")]

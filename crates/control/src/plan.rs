@@ -28,6 +28,7 @@ mod executor;
 pub(crate) mod fake_qemu;
 mod in_process;
 mod incoming;
+mod invalid;
 mod outcomes;
 mod peer;
 mod postcopy;
@@ -57,11 +58,14 @@ pub use clones::{
 pub use copy::{copy, inspect_stream, wait_for_socket};
 pub use discard_sink::{DiscardSink, StreamSummary};
 pub use ends::{Destination, ProcessDestination, ProcessGuest, ProcessSource, Source};
-pub use error::{Error, Failure};
+pub use error::{BlockedBy, Error, Failure};
+pub use invalid::{CopiedPages, Invalid, InvalidEnds, InvalidPostcopy, InvalidTls};
 pub use outcomes::{GuestAfterFailure, SourceCategory};
 pub use progress::{CopyPhase, Observer, Progress};
 pub use report::{CopyReport, DestinationState, PostcopyReport, SourceState};
 pub use request::UpgradeMemory;
-pub use request::{CopyRequest, Devices, PostcopyStart, RequestedPages, Task, Tls, TransferOptions};
+pub use request::{
+    AfterCopy, CopyRequest, Devices, PostcopyStart, RequestedPages, Task, Tls, TransferOptions,
+};
 pub use upgrade::{UpgradeRequest, check_upgrade, upgrade};
 pub(crate) use vsock::chardevs as vsock_chardevs;

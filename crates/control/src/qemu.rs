@@ -25,7 +25,7 @@ mod virtqueues;
 
 pub use crate::process::{Process, ProcessState};
 pub use connection::Qemu;
-pub use error::Error;
+pub use error::{Error, Fault};
 pub use facts::{IncomingState, QemuState};
 pub(crate) use image_facts::is_disconnected;
 pub(crate) use inventory::Inventory;

@@ -32,7 +32,7 @@ use towline_channel::Cancel;
 use towline_launch::{CreatedOverlay, GuestDirectory, IncomingOption, Launcher, QemuVersion};
 
 use crate::lock::lock;
-use crate::plan::{CopyRequest, PostcopyStart, RequestedPages, Task, TransferOptions};
+use crate::plan::{AfterCopy, CopyRequest, PostcopyStart, RequestedPages, Task, TransferOptions};
 use crate::qemu::StartedQemu;
 use guests::PlannedGuests;
 use image::RunImage;
@@ -195,7 +195,7 @@ fn request(memory: MemoryRequest) -> CopyRequest {
             start: PostcopyStart::Copy { run },
             requested_pages: RequestedPages::MainChannel,
         },
-        _ => Task::Copy { transfer, run, resume: false, base: None },
+        _ => Task::Copy { transfer, after: AfterCopy::SourcePaused { run }, base: None },
     };
     CopyRequest { requires_mapped_memory: memory == MemoryRequest::Mapped, ..CopyRequest::new(task) }
 }

@@ -22,7 +22,7 @@ use towline_migration::{LaneSends, Tuning};
 use towline_qmp::{CommandError, Commands, Server};
 
 use crate::lock::lock;
-use crate::plan::{CopyPhase, CopyReport, CopyRequest, Failure, Observer, Progress};
+use crate::plan::{CopyPhase, CopyReport, CopyRequest, Observer, Progress};
 use crate::statistics::{StatsObject, StatsSource};
 use state::{State, lane_metrics};
 
@@ -57,9 +57,9 @@ impl StatusServer {
         Server::start(path, Arc::clone(self) as Arc<dyn Commands>)
     }
 
-    /// Sets the result of the copy.
-    pub fn ended(&self, outcome: Result<&CopyReport, &Failure>) {
-        let status = match outcome {
+    /// Sets the result of the copy: its report, or the text of its failure.
+    pub fn ended(&self, outcome: Result<&CopyReport, String>) {
+        let status = match &outcome {
             Ok(_) => "completed",
             Err(_) if self.cancel.is_cancelled() => "cancelled",
             Err(_) => "failed",
@@ -73,7 +73,7 @@ impl StatusServer {
                 state.lanes.clone_from(&report.lane_sends);
                 state.downtime_ms = report.downtime_ms;
             }
-            Err(failure) => state.error = Some(failure.error.to_string()),
+            Err(error) => state.error = Some(error),
         }
     }
 

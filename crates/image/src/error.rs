@@ -47,7 +47,7 @@ pub enum Error {
         found: String,
     },
     /// The file is a migration stream without QEMU's mapped-ram layout.
-    #[error("{}: a migration stream, but not one with mapped-ram: convert it with `towline copy --return-path off exec:'cat FILE' file:IMAGE`", path.display())]
+    #[error("{}: a migration stream, but not one with mapped-ram", path.display())]
     NotMappedRam {
         /// The file.
         path: PathBuf,
@@ -175,7 +175,7 @@ pub enum Error {
         expected: Digest,
     },
     /// The guest's RAM blocks differ from the base's.
-    #[error("{}: the guest has {found}, its base {} has {expected}: another guest, or another memory size; store it whole, without --base", path.display(), base.display())]
+    #[error("{}: the guest has {found}, its base {} has {expected}: another guest, or another memory size", path.display(), base.display())]
     BaseDiffers {
         /// The image.
         path: PathBuf,
@@ -255,14 +255,14 @@ pub enum Error {
         path: PathBuf,
     },
     /// The manifest is invalid.
-    #[error(transparent)]
+    #[error("{0}")]
     Manifest(#[from] crate::manifest::Error),
     /// The image's file cannot be created.
-    #[error(transparent)]
+    #[error("{0}")]
     AtomicFile(#[from] crate::atomic_file::Error),
     /// Error of a store, or of an image in one: `store::Error`, with the feature `store`.
-    #[error(transparent)]
-    Store(Box<dyn std::error::Error + Send + Sync>),
+    #[error("{0}")]
+    Store(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The stream's items arrived in an unexpected order.
     #[error("{}: {what}", path.display())]
     Order {

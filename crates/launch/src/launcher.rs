@@ -115,10 +115,10 @@ pub struct RunningQemu {
 #[non_exhaustive]
 pub enum LaunchError {
     /// The guest's directory cannot be used.
-    #[error(transparent)]
+    #[error("{0}")]
     Runtime(#[from] RuntimeError),
     /// The program cannot be executed.
-    #[error("QEMU {} cannot be started: {source}; name another with --qemu", binary.display())]
+    #[error("QEMU {} cannot be started: {source}", binary.display())]
     Binary {
         /// The program.
         binary: PathBuf,
@@ -126,7 +126,7 @@ pub enum LaunchError {
         source: io::Error,
     },
     /// `--version` does not print a version.
-    #[error("{} is not a QEMU: with --version it printed {found:?}; name another with --qemu", binary.display())]
+    #[error("{} is not a QEMU: with --version it printed {found:?}", binary.display())]
     Version {
         /// The program.
         binary: PathBuf,

@@ -137,7 +137,7 @@ pub enum MemoryFileError {
         expected: u64,
     },
     /// The command line's own memory is malformed.
-    #[error(transparent)]
+    #[error("{0}")]
     CommandLine(#[from] ParseError),
 }
 
@@ -181,7 +181,7 @@ impl MappedMemory {
             Err(MemoryFileError::Version { found: version, expected, property, remedy })
         };
         match self.sharing {
-            Sharing::CopyOnWrite => needs(8, 2, "rom", "use a newer QEMU, or --copy")?,
+            Sharing::CopyOnWrite => needs(8, 2, "rom", "use a newer QEMU")?,
             Sharing::Shared if block.offset != 0 => {
                 needs(8, 1, "offset", "use a newer QEMU, or a file that begins with the block")?;
             }
@@ -359,7 +359,7 @@ mod tests {
         };
         assert_eq!(
             error(Sharing::CopyOnWrite, old, 0).unwrap_err(),
-            "memory cannot be mapped by QEMU 7.2: expected 8.2 or newer for rom=; use a newer QEMU, or --copy"
+            "memory cannot be mapped by QEMU 7.2: expected 8.2 or newer for rom=; use a newer QEMU"
         );
         assert_eq!(
             error(Sharing::Shared, old, 4096).unwrap_err(),

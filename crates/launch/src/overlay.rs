@@ -80,9 +80,7 @@ pub enum OverlayError {
         setting: String,
     },
     /// A disk that is described in another way.
-    #[error(
-        "disk {setting}: no overlay is possible for {found}; describe it as -drive file=…,format=…, or leave --overlay out"
-    )]
+    #[error("disk {setting}: no overlay is possible for {found}; describe it as -drive file=…,format=…")]
     Unsupported {
         /// Key of the disk.
         setting: String,
@@ -91,7 +89,7 @@ pub enum OverlayError {
     },
     /// A file of this name exists.
     #[error(
-        "overlay {} exists already, perhaps as the disk of a saved guest; remove it, or choose another --name or --overlay-dir",
+        "overlay {} exists already, perhaps as the disk of a saved guest",
         path.display()
     )]
     Exists {
@@ -99,7 +97,7 @@ pub enum OverlayError {
         path: PathBuf,
     },
     /// The directory cannot be used.
-    #[error("directory {} of overlays: {source}; choose another with --overlay-dir", path.display())]
+    #[error("directory {} of overlays: {source}", path.display())]
     Directory {
         /// The directory.
         path: PathBuf,
@@ -108,7 +106,7 @@ pub enum OverlayError {
     },
     /// The filesystem is full, or nearly.
     #[error(
-        "directory {} has {found} MiB free, expected {expected} MiB for {count} overlays; choose another with --overlay-dir",
+        "directory {} has {found} MiB free, expected {expected} MiB for {count} overlays",
         path.display()
     )]
     NoRoom {
@@ -122,7 +120,7 @@ pub enum OverlayError {
         count: usize,
     },
     /// `qemu-img` cannot be executed.
-    #[error("{} cannot be started: {source}; install the qemu-img of this QEMU, or leave --overlay out", tool.display())]
+    #[error("{} cannot be started: {source}; install the qemu-img of this QEMU", tool.display())]
     Tool {
         /// The program.
         tool: PathBuf,
@@ -130,7 +128,7 @@ pub enum OverlayError {
         source: io::Error,
     },
     /// `qemu-img` failed.
-    #[error("overlay {} of {base}: {text}; set {setting} to another disk, or choose another --overlay-dir", path.display())]
+    #[error("overlay {} of {base}: {text}; set {setting} to another disk", path.display())]
     NotMade {
         /// The file.
         path: PathBuf,
@@ -142,7 +140,7 @@ pub enum OverlayError {
         text: String,
     },
     /// The command line cannot be read.
-    #[error(transparent)]
+    #[error("{0}")]
     CommandLine(#[from] ParseError),
 }
 

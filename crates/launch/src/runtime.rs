@@ -58,7 +58,7 @@ pub struct GuestName(String);
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{found:?} cannot be a guest's name: expected up to {NAME_BYTES_MAX} letters, digits, '-', '_' and '.', the first a letter or a \
-     digit; choose another with --name"
+     digit"
 )]
 pub struct NameError {
     /// The text.
@@ -112,7 +112,7 @@ pub enum RuntimeError {
         expected_owner: u32,
     },
     /// A guest of this name runs.
-    #[error("name {name} is taken by {holder}; choose another with --name")]
+    #[error("name {name} is taken by {holder}")]
     Taken {
         /// The name.
         name: GuestName,
@@ -120,7 +120,7 @@ pub enum RuntimeError {
         holder: String,
     },
     /// The path of a socket in it would be too long.
-    #[error("socket path {} has {found} bytes, expected at most {expected}; choose a shorter --name or XDG_RUNTIME_DIR", path.display())]
+    #[error("socket path {} has {found} bytes, expected at most {expected}", path.display())]
     PathTooLong {
         /// The path.
         path: PathBuf,

@@ -319,17 +319,13 @@ impl fmt::Display for CannotConverge {
             mib(self.left as f64),
         )?;
         match self.expected_downtime {
-            Duration::MAX => write!(f, ", and nothing gets through")?,
+            Duration::MAX => write!(f, ", and nothing gets through"),
             downtime => write!(
                 f,
                 ", for which it would be stopped for {} ms, with {} ms allowed",
                 downtime.as_millis(),
                 self.downtime_limit.as_millis()
-            )?,
+            ),
         }
-        write!(
-            f,
-            "; allow more with --downtime-limit or --max-bandwidth, or slow the guest down with --throttle"
-        )
     }
 }

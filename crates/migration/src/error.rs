@@ -9,7 +9,7 @@ use crate::convergence::CannotConverge;
 #[non_exhaustive]
 pub enum Error {
     /// A channel failed.
-    #[error(transparent)]
+    #[error("{0}")]
     Channel(#[from] towline_channel::Error),
     /// The peer's bytes violate the protocol.
     #[error("{peer}: {source}")]
@@ -28,8 +28,8 @@ pub enum Error {
         source: Box<Error>,
     },
     /// The guest could not be read, or its destination could not take it.
-    #[error(transparent)]
-    Guest(Box<dyn std::error::Error + Send + Sync>),
+    #[error("{0}")]
+    Guest(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The other end closed the connection in the middle.
     #[error("{peer} closed the connection while {awaiting} was awaited")]
     Ended {
@@ -51,7 +51,7 @@ pub enum Error {
     LaneEnded,
     /// Fewer lanes than expected connected.
     #[error(
-        "{connected} of {expected} lanes connected within {:.1} s: the source must have multifd on, and multifd-channels {expected} as here (--multifd-channels)",
+        "{connected} of {expected} lanes connected within {:.1} s: the source must have multifd on, and multifd-channels {expected} as here",
         waited.as_secs_f64()
     )]
     LanesMissing {
@@ -64,7 +64,7 @@ pub enum Error {
     },
     /// The source has more lanes than this side.
     #[error(
-        "the source has a lane {}, but the number of lanes here is {expected}: give both ends the same multifd-channels (--multifd-channels)",
+        "the source has a lane {}, but the number of lanes here is {expected}: give both ends the same multifd-channels",
         u16::from(*id) + 1
     )]
     LaneTooMany {
@@ -81,7 +81,7 @@ pub enum Error {
     },
     /// The destination is silent.
     #[error(
-        "{peer} did not answer within {:.1} s: it is not a QEMU that waits for this guest, or its multifd-channels is not {lanes}; a file or filter that only takes the stream needs --return-path off",
+        "{peer} did not answer within {:.1} s: it is not a QEMU that waits for this guest, or its multifd-channels is not {lanes}",
         waited.as_secs_f64()
     )]
     NoAnswer {
@@ -109,9 +109,7 @@ pub enum Error {
         text: String,
     },
     /// Zero-copy sends are required and unavailable.
-    #[error(
-        "zero-copy sends (--zero-copy-send on) are not possible: {why}; `auto` goes without where it must"
-    )]
+    #[error("zero-copy sends are not possible: {why}")]
     NoZeroCopy {
         /// The reason.
         why: String,
@@ -130,7 +128,7 @@ pub enum Error {
         start: Box<Error>,
     },
     /// The guest writes faster than it can be sent; it runs on at its source.
-    #[error(transparent)]
+    #[error("{0}")]
     CannotConverge(#[from] CannotConverge),
     /// The guest has no block of a name that is reported as present at the destination.
     #[error(
@@ -143,9 +141,7 @@ pub enum Error {
         found: Vec<String>,
     },
     /// Postcopy has the destination discard its memory.
-    #[error(
-        "postcopy would discard RAM block {block:?}, whose memory the destination already has: copy the guest without --postcopy"
-    )]
+    #[error("postcopy would discard RAM block {block:?}, whose memory the destination already has")]
     PresentInPostcopy {
         /// The block's name.
         block: String,

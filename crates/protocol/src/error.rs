@@ -94,9 +94,7 @@ pub enum InvalidMessage {
     Bitmap { block: String, what: &'static str, found: u64, expected: u64 },
     #[error("the stream ends inside {what}")]
     Truncated { what: &'static str },
-    #[error(
-        "the other end replies with TLS: turn TLS on here (--tls-creds; tls-creds of a QEMU), or off there"
-    )]
+    #[error("the other end replies with TLS: turn TLS on here, or off there")]
     Tls,
 }
 
@@ -120,7 +118,7 @@ pub enum PeerMisbehaved {
     #[error("a lane carries the VM uuid {found}, the others {expected}")]
     LaneUuid { found: String, expected: String },
     #[error(
-        "compression method {found} on a lane, expected {expected} (multifd-compression differs between the two ends; here it is --compression)"
+        "compression method {found} on a lane, expected {expected} (multifd-compression differs between the two ends)"
     )]
     Compression { found: &'static str, expected: &'static str },
     #[error("PONG {found} answers no PING that was sent")]
@@ -147,7 +145,7 @@ pub enum PeerIncompatible {
     #[error("section {name:?} has version {found}, this side knows up to {known}")]
     SectionVersion { name: String, found: u32, known: u32 },
     #[error(
-        "the stream opens no return path, so the source would not learn of a failure: set the capability return-path at the source, or, if the stream comes from a file, use `towline copy --return-path off`"
+        "the stream opens no return path, so the source would not learn of a failure: set the capability return-path at the source"
     )]
     NoReturnPath,
 }

@@ -3,7 +3,7 @@
 
 use std::error::Error;
 
-use towline_sandbox::{Mode, Policy, explain};
+use towline_sandbox::{Mode, Policy};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = std::env::args().skip(1);
@@ -17,7 +17,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         Err(error) => {
             println!("{file}: {error}");
             // Tells a denial of the sandbox from one of the user's own permissions.
-            println!("{}", explain(&format!("{file}: {error}")).unwrap_or_default());
+            let errno = rustix::io::Errno::from_io_error(&error);
+            let denied = errno.and_then(|errno| policy.denied(errno, Some(file.as_ref())));
+            println!("denied by the sandbox: {denied:?}");
         }
     }
     Ok(())

@@ -1,48 +1,43 @@
 //! Attribution of errors to the sandbox.
 //!
 //! Refused system calls are recorded. The kernel does not report files that landlock refuses: such a file is
-//! named in the error, is outside the policy's directories, and could be opened by this user, according to
-//! `access(2)`, which landlock does not restrict.
+//! outside the policy's directories, and could be opened by this user, according to `access(2)`, which
+//! landlock does not restrict.
 
-use std::io;
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{Access, AtFlags, CWD, accessat};
+use rustix::io::Errno;
 
 use super::policy::parent_directory;
-use super::{CONFINED, Policy, sys};
+use super::{Policy, sys};
 
-/// Beginning of errors that QEMU reports, which is not confined by this process.
-const QEMU_ERROR: &str = "QEMU on ";
-/// Characters that may precede a path in an error.
-const BEFORE: [char; 7] = [' ', '"', '\'', '`', '(', '=', ':'];
-/// Characters that may follow it.
-const AFTER: [char; 8] = [' ', '"', '\'', '`', ')', ',', ';', ':'];
-
-/// Returns an explanation of an error that the sandbox has caused.
-pub fn explain(error: &str) -> Option<String> {
-    let policy = CONFINED.get()?;
-    let names = |errno| error.contains(&io::Error::from_raw_os_error(errno).to_string());
-    if names(libc::EPERM) && sys::has_refused() {
-        return Some(
-            "the sandbox refused the system call that is named above (docs/sandbox.md); --sandbox none runs \
-             without it"
-                .into(),
-        );
-    }
-    if !names(libc::EACCES) || error.starts_with(QEMU_ERROR) || policy.inspects_processes {
-        return None;
-    }
-    let refused = paths(error).into_iter().find(|path| policy.refuses(path))?;
-    Some(format!(
-        "the sandbox permits only the files that the command line names, and not {} (docs/sandbox.md); \
-         --sandbox none runs without it",
-        refused.display()
-    ))
+/// Part of the sandbox that has caused an error.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Denied {
+    /// A system call, which was reported on standard error.
+    Call,
+    /// A file, or the directory of one to be created.
+    File(PathBuf),
 }
 
 impl Policy {
+    /// Returns what the sandbox of this process, with this policy, has refused, if an error with this number,
+    /// about this file, is its.
+    pub fn denied(&self, errno: Errno, file: Option<&Path>) -> Option<Denied> {
+        match errno {
+            Errno::PERM => sys::has_refused().then_some(Denied::Call),
+            Errno::ACCESS if !self.inspects_processes => {
+                let file = file?;
+                let exists = file.symlink_metadata().is_ok();
+                let refused = if exists { file.to_owned() } else { parent_directory(file) };
+                self.refuses(&refused).then_some(Denied::File(refused))
+            }
+            _ => None,
+        }
+    }
+
     /// Returns true if the policy, and not the user's permissions, forbids a file.
     fn refuses(&self, path: &Path) -> bool {
         let Ok(path) = path.canonicalize() else { return false };
@@ -61,41 +56,21 @@ impl Policy {
     }
 }
 
-/// Returns the existing files that an error names; for a missing one its directory.
-fn paths(error: &str) -> Vec<PathBuf> {
-    let mut paths = Vec::new();
-    let mut before = ' ';
-    for (start, letter) in error.char_indices() {
-        if BEFORE.contains(&before) && !BEFORE.contains(&letter) {
-            let rest = &error[start..];
-            let ends = rest.char_indices().filter(|(_, letter)| AFTER.contains(letter)).map(|(end, _)| end);
-            let mut candidates = ends.chain([rest.len()]).map(|end| Path::new(&rest[..end]));
-            // The longest, since a path may contain spaces.
-            let existing = candidates.rfind(|path| path.symlink_metadata().is_ok());
-            let parent = rest.starts_with('/').then(|| {
-                let end = rest.find(AFTER).unwrap_or(rest.len());
-                parent_directory(Path::new(&rest[..end]))
-            });
-            paths.extend(existing.map(Path::to_owned).or(parent));
-        }
-        before = letter;
-    }
-    paths
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn paths_in_errors_are_found() {
+    fn a_file_outside_of_the_policy_is_denied_by_it() {
         let directory = tempfile::tempdir().unwrap();
-        let existing = directory.path().join("a file");
+        let (existing, missing) = (directory.path().join("a file"), directory.path().join("missing"));
         std::fs::write(&existing, "a").unwrap();
-        let missing = directory.path().join("missing");
-        let text = format!("{}: Permission denied (os error 13)", existing.display());
-        assert!(paths(&text).contains(&existing), "{:?}", paths(&text));
-        let text = format!("image \"{}\" cannot be made: Permission denied", missing.display());
-        assert_eq!(paths(&text), [directory.path()]);
+        let mut policy = Policy::default();
+        let denied = |policy: &Policy, file: &Path| policy.denied(Errno::ACCESS, Some(file));
+        assert_eq!(denied(&policy, &existing), Some(Denied::File(existing.clone())));
+        assert_eq!(denied(&policy, &missing), Some(Denied::File(directory.path().to_owned())));
+        assert_eq!(policy.denied(Errno::NOENT, Some(&existing)), None);
+        policy.write.push(directory.path().to_owned());
+        assert_eq!(denied(&policy, &existing), None);
     }
 }

@@ -28,16 +28,12 @@ mod sys;
 mod tests;
 
 use std::path::Path;
-use std::sync::OnceLock;
 
 use seccomp::Threads;
 use sockets::OwnSockets;
 
-pub use attribution::explain;
+pub use attribution::Denied;
 pub use policy::{AllowedPorts, Policy, parent_directory};
-
-/// Policy of this process, once it is confined. [`explain`] reads it wherever an error is reported.
-static CONFINED: OnceLock<Policy> = OnceLock::new();
 
 /// Origin of the restriction, which decides the log level of what the kernel lacks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -85,7 +81,6 @@ impl Policy {
     }
 
     fn restrict_files(&self, mode: Mode) {
-        let _ = CONFINED.set(self.clone());
         if !self.inspects_processes {
             log_shortcoming(filesystem::apply(self), mode);
         }

@@ -47,7 +47,7 @@ impl TlsServer {
     /// Reads `ca-cert.pem`, `server-cert.pem`, `server-key.pem` and, if it exists, `ca-crl.pem`.
     ///
     /// # Errors
-    /// [`Error::TlsCredentials`] names the file and its fault.
+    /// [`Error::TlsCredentials`] and [`Error::TlsFile`] name the file and its fault.
     pub fn load(directory: &Path) -> Result<Self> {
         let at = Files { directory };
         let provider = provider();
@@ -86,7 +86,7 @@ impl TlsClient {
     /// connected to.
     ///
     /// # Errors
-    /// [`Error::TlsCredentials`] names the file and its fault.
+    /// [`Error::TlsCredentials`] and [`Error::TlsFile`] name the file and its fault.
     pub fn load(directory: &Path, hostname: Option<&str>) -> Result<Self> {
         let at = Files { directory };
         let provider = provider();
@@ -177,7 +177,8 @@ impl Files<'_> {
     }
 
     fn read(&self, name: &str) -> Result<Vec<u8>> {
-        std::fs::read(self.directory.join(name)).map_err(|error| self.bad(name, error))
+        let path = self.directory.join(name);
+        std::fs::read(&path).map_err(|source| Error::TlsFile { path, source })
     }
 
     fn all<T: PemObject>(&self, name: &str) -> Result<Vec<T>> {

@@ -7,6 +7,7 @@ use towline_launch::{GuestName, Setting};
 
 use super::Output;
 use crate::endpoint::Endpoint;
+use crate::errors;
 use crate::report::ReportArgs;
 use crate::units::{Unit, whole};
 
@@ -48,7 +49,7 @@ pub(crate) struct RunArgs {
     pub(crate) image: Endpoint,
     /// Name of the guest; with --count the clones' names are NAME-0, NAME-1, … [default: the image's file
     /// name]
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = name)]
     pub(crate) name: Option<GuestName>,
     /// Number of clones
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clones)]
@@ -113,4 +114,8 @@ pub(crate) struct PsArgs {
 
 fn clones(text: &str) -> Result<u32, String> {
     whole(text, Unit::None, 1..=1024)
+}
+
+fn name(text: &str) -> Result<GuestName, String> {
+    text.parse().map_err(|error| errors::worded(&error))
 }

@@ -58,6 +58,13 @@ pub(crate) enum StoreCommand {
 }
 
 impl StoreCommand {
+    pub(crate) fn sandbox(&self) -> Option<&SandboxArgs> {
+        match self {
+            Self::Ls(args) | Self::Du(args) | Self::Verify(args) => Some(&args.sandbox),
+            Self::Rm(_) | Self::Gc(_) => None,
+        }
+    }
+
     pub(crate) fn output(&self) -> &Output {
         match self {
             Self::Ls(args) | Self::Du(args) | Self::Verify(args) => &args.output,

@@ -4,11 +4,12 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use towline_control::plan::{
-    self, CopyRequest, Destination, ProcessDestination, ProcessGuest, ProcessSource, Source,
+    CopyRequest, Destination, ProcessDestination, ProcessGuest, ProcessSource, Source,
 };
 use towline_memload::{CheckOutcome, Checked, MemOptions, Room, Shape, Synthetic};
 use towline_migration::{Guest, Result, Sink};
 
+use crate::exit::UsageError;
 use crate::units::bytes;
 
 /// `mem:` on the command line, and the guest that was received there.
@@ -49,7 +50,7 @@ pub(crate) fn check(
     source: &Source,
     destination: &Destination,
     options: &CopyRequest,
-) -> Result<(), plan::Error> {
+) -> Result<(), UsageError> {
     let text = match (source, destination) {
         (Source::Process(_), _) if options.is_postcopy() => {
             "--postcopy is for a guest that a QEMU can run, and mem: is not one"
@@ -62,7 +63,7 @@ pub(crate) fn check(
         }
         _ => return Ok(()),
     };
-    Err(plan::Error::Usage(text.into()))
+    Err(UsageError(text.into()))
 }
 
 #[derive(Debug)]
@@ -108,8 +109,9 @@ impl fmt::Display for MemDestination {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::errors;
     use towline_channel::Cancel;
-    use towline_control::plan::{Observer, PostcopyStart, RequestedPages, Task, TransferOptions};
+    use towline_control::plan::{self, Observer, PostcopyStart, RequestedPages, Task, TransferOptions};
 
     struct Silent;
 
@@ -164,11 +166,14 @@ mod tests {
                 "mem: is gone with this process, so its source is not ended: copy to it",
             ),
         ] {
-            let refused = check(source, destination, request).and_then(|()| {
-                let copied = plan::copy(source, destination, request, &cancel, &Silent);
-                copied.map(drop).map_err(|failure| *failure.error)
-            });
-            assert_eq!(refused.unwrap_err().to_string(), text);
+            let refused = match check(source, destination, request) {
+                Ok(()) => {
+                    let failure = plan::copy(source, destination, request, &cancel, &Silent).unwrap_err();
+                    errors::worded(&*failure.error)
+                }
+                Err(error) => error.to_string(),
+            };
+            assert_eq!(refused, text);
         }
     }
 }

@@ -59,7 +59,7 @@ impl CopyPage<'_> {
             }
             Err(failure) => {
                 rows.push(("result", "failed".to_owned()));
-                rows.push(("error", failure.to_string()));
+                rows.push(("error", crate::errors::worded(failure)));
             }
         }
         json!({ "kind": "table", "title": "Summary", "rows": rows })
@@ -228,7 +228,7 @@ mod tests {
             recorder.progress(&Progress { remaining: Some(pass << 24), ..progress });
         }
         recorder.notice("<script>alert(1)</script>");
-        let error = Box::new(Error::Usage("a & b".into()));
+        let error = Box::new(Error::PeerDidNotRun { reason: "a & b".into() });
         let failure = Failure { error, guest: GuestAfterFailure::SAFE, notes: Vec::new() };
         let recorded = lock(&recorder.recorded);
         let (source, destination) = ("qmp:<a>".into(), "file:b".into());

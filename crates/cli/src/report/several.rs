@@ -125,7 +125,7 @@ mod tests {
         let recorders = [(); 2].map(|()| ReportRecorder::of_started(Instant::now()));
         recorders[0].phase(CopyPhase::Transfer);
         recorders[0].phase(CopyPhase::Running);
-        let error = Box::new(Error::Usage("<no>".into()));
+        let error = Box::new(Error::PeerDidNotRun { reason: "<no>".into() });
         let failure = Failure { error, guest: GuestAfterFailure::SAFE, notes: Vec::new() };
         let guest = |name, recorder| GuestReport { name, recorder, copied: Err(&failure) };
         let guests = [guest("web-0", &recorders[0]), guest("web-1", &recorders[1])];

@@ -48,7 +48,9 @@ fn has_landlock() -> bool {
     has
 }
 
-const REQUESTED: SandboxArgs = SandboxArgs { sandbox: Some(Setting::On) };
+fn requested() -> SandboxArgs {
+    SandboxArgs { sandbox: Some(Setting::On), applied: OnceLock::new() }
+}
 
 /// A manifest may come from anyone.
 #[test]
@@ -92,7 +94,7 @@ fn unlisted_ports_cannot_be_reached() {
     let source = Source::Stream("tcp:127.0.0.1:0".parse().unwrap());
     let to = Destination::Stream("tcp:127.0.0.1:9".parse().unwrap());
     let policy = policy_of_copy(&source, &[to], &CopyRequest::default(), None).unwrap();
-    REQUESTED.confine(&policy);
+    requested().confine(policy);
     let stream =
         |protocol| socket(AddressFamily::INET, SocketType::STREAM, protocol).map_err(io::Error::from);
     let tcp = stream(None).unwrap();
@@ -122,7 +124,7 @@ fn an_ipv6_address_with_a_scope_is_resolved() {
     let to = Destination::Stream("tcp:[fe80::1%lo]:5555".parse().unwrap());
     let policy =
         policy_of_copy(&Source::Image("a.img".into()), &[to], &CopyRequest::default(), None).unwrap();
-    REQUESTED.confine(&policy);
+    requested().confine(policy);
     let found: Vec<_> = ("fe80::1%lo", 5555).to_socket_addrs().unwrap().collect();
     assert_eq!(found.first().map(ToString::to_string).as_deref(), Some("[fe80::1%1]:5555"));
 }
@@ -144,7 +146,7 @@ fn a_seqpacket_vsock_connects() {
     let guest = format!("cid=3,socket={0}/s,uds-seqpacket={0}/v", directory.display());
     let mut policy = Policy::default();
     crate::vsock::extend_policy(&mut policy, &guest.parse().unwrap());
-    let mut confinement = REQUESTED.begin(&policy);
+    let mut confinement = requested().begin(policy);
     confinement.finish();
     connect(make(), &service).unwrap();
 }
@@ -166,7 +168,8 @@ fn a_copy_reaches_its_endpoints_and_nothing_else() {
     // The test's directory is below the temporary one.
     policy.write.retain(|path| *path != std::env::temp_dir());
     let has_landlock = has_landlock();
-    REQUESTED.confine(&policy);
+    let sandbox = requested();
+    sandbox.confine(policy);
 
     if has_landlock {
         refused("read a file", libc::EACCES, std::fs::read(directory.join("secret")));
@@ -175,22 +178,25 @@ fn a_copy_reaches_its_endpoints_and_nothing_else() {
         refused("connect", libc::EACCES, TcpStream::connect(address));
     }
     refused("execute", libc::EPERM, Command::new("/bin/true").spawn());
-    let denied = io::Error::from_raw_os_error(libc::EACCES);
-    let outside = directory.join("secret");
-    let explanation = explain(&format!("{}: {denied}", outside.display())).unwrap();
-    assert!(explanation.contains("--sandbox none") && explanation.contains("secret"), "{explanation}");
-    let elsewhere = explain(&format!("{}: {denied}", directory.join("new").display())).unwrap();
-    assert!(elsewhere.contains("--sandbox none"), "{elsewhere}");
-    for error in [
-        format!("a.img: {denied}"),
-        format!("{}: no space is left", outside.display()),
-        format!("{}: {denied}", images.join("guest.img").display()),
-        // QEMU is not confined.
-        format!("QEMU on /run/a.qmp refuses migrate: {}: {denied}", outside.display()),
+    let explain = |path: PathBuf, errno: i32| {
+        let source = io::Error::from_raw_os_error(errno);
+        crate::errors::notes(&towline_image::Error::Read { path, source }, Some(&sandbox))
+    };
+    for name in ["secret", "new"] {
+        let explanation = explain(directory.join(name), libc::EACCES).concat();
+        assert!(
+            explanation.contains("--sandbox none") && explanation.contains("permits only"),
+            "{explanation}"
+        );
+    }
+    for (path, errno) in [
+        ("a.img".into(), libc::EACCES),
+        (directory.join("secret"), libc::ENOSPC),
+        (images.join("guest.img"), libc::EACCES),
         // No system call was refused.
-        format!("chown: {}", io::Error::from_raw_os_error(libc::EPERM)),
+        (directory.join("secret"), libc::EPERM),
     ] {
-        assert_eq!(explain(&error), None, "{error}");
+        assert!(explain(path.clone(), errno).is_empty(), "{}: {errno}", path.display());
     }
     std::fs::write(images.join("guest.img.partial"), "n").unwrap();
     std::fs::rename(images.join("guest.img.partial"), images.join("guest.img")).unwrap();
@@ -212,7 +218,7 @@ fn the_inspection_of_an_image_neither_connects_nor_listens_nor_changes_files() {
     let _listener = UnixListener::bind(&socket).unwrap();
     let args = inspect_args(&[image.as_os_str()]);
     let policy = crate::inspect::policy(&args, &Source::Image(image.clone())).unwrap();
-    REQUESTED.confine(&policy);
+    requested().confine(policy);
     refused("connect", libc::EPERM, UnixStream::connect(&socket));
     refused("listen", libc::EPERM, UnixListener::bind(directory.join("another")));
     refused("rename", libc::EPERM, std::fs::rename(&image, directory.join("b.img")));
@@ -260,7 +266,7 @@ fn a_card_raises_the_mtu_only_of_a_tap_that_it_created() {
     let adopted = taps.queues()[0].as_fd().try_clone_to_owned().unwrap();
     let adopted = Taps::from_fds(vec![adopted]).unwrap();
     assert!(!crate::net::policy(&adopted).sets_mtu);
-    let mut confinement = REQUESTED.begin(&crate::net::policy(&taps));
+    let mut confinement = requested().begin(crate::net::policy(&taps));
     confinement.finish();
     taps.set_mtu(9000).unwrap();
     assert_eq!(taps.mtu(), Some(9000));

@@ -12,7 +12,7 @@ use crate::qemu;
 #[non_exhaustive]
 pub enum Error {
     /// A QEMU could not be queried.
-    #[error(transparent)]
+    #[error("{0}")]
     Qemu(#[from] qemu::Error),
     /// A control socket could not be queried, or is not that of a device.
     #[error("ctl:{}: {source}", path.display())]
@@ -23,7 +23,7 @@ pub enum Error {
         source: Box<qmp::Error>,
     },
     /// An image cannot be read.
-    #[error(transparent)]
+    #[error("{0}")]
     Image(#[from] towline_image::Error),
     /// Recorded facts cannot be read.
     #[error("{from}: {source}")]

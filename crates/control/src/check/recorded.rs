@@ -12,10 +12,10 @@ use towline_compat::{Facts, limits};
 #[non_exhaustive]
 pub enum Error {
     /// The facts cannot be read.
-    #[error(transparent)]
+    #[error("{0}")]
     Io(#[from] io::Error),
     /// The facts cannot be parsed.
-    #[error(transparent)]
+    #[error("{0}")]
     Facts(#[from] towline_compat::Error),
     /// The command failed.
     #[error("the command ended with {0}; its own output says why")]

@@ -191,14 +191,14 @@ pub enum TransferReason {
 #[non_exhaustive]
 pub enum Error {
     /// A QEMU could not be asked.
-    #[error(transparent)]
+    #[error("{0}")]
     Qemu(#[from] qemu::Error),
     /// A reflink cannot be read.
-    #[error(transparent)]
+    #[error("{0}")]
     Image(#[from] towline_image::Error),
     /// Memory of the image differs from its manifest.
-    #[error(transparent)]
-    Damaged(towline_migration::Error),
+    #[error("{0}")]
+    Damaged(#[source] towline_migration::Error),
     /// The image was written while the guest was restored from it.
     #[error(
         "{} was changed while a guest was restored from it, so the guest would have parts of both; start QEMU again, and replace \
@@ -210,7 +210,7 @@ pub enum Error {
         path: PathBuf,
     },
     /// A QEMU that must map the image does not.
-    #[error("QEMU on {socket} does not map its memory from {}: {reason}; leave --share out, and it is copied", path.display())]
+    #[error("QEMU on {socket} does not map its memory from {}: {reason}", path.display())]
     NotMapped {
         /// The monitor's socket.
         socket: String,

@@ -12,7 +12,7 @@ use crate::qemu;
 #[non_exhaustive]
 pub enum Error {
     /// No directory for records.
-    #[error(transparent)]
+    #[error("{0}")]
     Directory(#[from] RuntimeDirectoryError),
     /// The record cannot be read or written.
     #[error("record {path}: {source}")]
@@ -57,7 +57,7 @@ pub enum Error {
         found: Vec<Id>,
     },
     /// A QEMU failed.
-    #[error(transparent)]
+    #[error("{0}")]
     Qemu(#[from] qemu::Error),
     /// The guest should have been started, and does not run.
     #[error("QEMU on {socket} got `cont`, and its status is `{status}`; its own log says why")]

@@ -26,6 +26,7 @@ use super::copy::copy_stored;
 use super::endpoint;
 use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
+use super::invalid::Invalid;
 use super::progress::{CopyPhase, Observer};
 use super::report::CopyReport;
 use super::request::CopyRequest;
@@ -69,7 +70,6 @@ pub struct Clones<'a> {
 /// A copy that is possible.
 struct Planned<'a> {
     target: CloneTarget<'a>,
-    options: CopyRequest,
     lanes: usize,
 }
 
@@ -82,10 +82,7 @@ pub type CopyResult = Result<CopyReport, Failure>;
 /// Nothing was touched: the source is not an image or cannot be opened, or one of the copies is not possible.
 pub fn copy_to_all(source: &Source, clones: &Clones<'_>) -> Result<Vec<CopyResult>, Failure> {
     if !source.is_image() {
-        return Err(Failure::untouched(Error::Usage(
-            "several destinations, but only an image can be read several times: copy the guest to an image first, and the image to all of them"
-                .into(),
-        )));
+        return Err(Failure::untouched(Invalid::SeveralDestinations));
     }
     let planned = validate_all(source, clones).map_err(Failure::untouched)?;
     let image =
@@ -143,8 +140,8 @@ fn copy_as_planned(
     let next = AtomicUsize::new(0);
     let worker = || {
         while let Some(&index) = queue.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let Planned { target, options, lanes } = &planned[index];
-            let mut context = Context::new(options, *lanes, clones.cancel, target.observer);
+            let Planned { target, lanes } = &planned[index];
+            let mut context = Context::new(clones.options, *lanes, clones.cancel, target.observer);
             (context.started, context.reflink) = (target.started, target.reflink);
             end(index, copy_one(image, target, &context));
         }
@@ -173,16 +170,15 @@ fn validate_all<'a>(source: &Source, clones: &Clones<'a>) -> Result<Vec<Planned<
     let Clones { targets, options, .. } = clones;
     if targets.len() > CLONES_MAX {
         let found = targets.len();
-        return Err(Error::Usage(format!("{found} destinations, at most {CLONES_MAX} at once")));
+        return Err(Invalid::TooManyDestinations { found, expected: CLONES_MAX }.into());
     }
     let mut seen = HashSet::new();
     let again = targets.iter().find(|target| !seen.insert(target.destination.key()));
     if let Some(CloneTarget { destination, .. }) = again {
-        return Err(Error::Usage(format!("{destination} is named twice, and takes one guest")));
+        return Err(Invalid::NamedTwice { destination: destination.to_string() }.into());
     }
     let plan = |target: &CloneTarget<'a>| {
-        let (options, lanes) = validate(source, target.destination, options)?;
-        Ok(Planned { target: *target, options, lanes })
+        Ok(Planned { target: *target, lanes: validate(source, target.destination, options)? })
     };
     targets.iter().map(plan).collect()
 }

@@ -11,6 +11,7 @@ use towline_migration::{Relay, Session, Snapshot, Statistics, outgoing};
 use towline_qmp as qmp;
 
 use super::error::Error;
+use super::invalid::InvalidPostcopy;
 use super::progress::{Observer, Progress};
 use super::report::{CopyReport, DestinationState, SourceState};
 use super::request::CopyRequest;
@@ -75,10 +76,8 @@ impl<'a> Context<'a> {
         if !qemu.process().has_own_root() {
             return Ok(());
         }
-        let socket = qemu.socket();
-        Err(Error::Usage(format!(
-            "--postcopy with QEMU on {socket}, which has another root directory (chroot) and connects by paths in it: leave --postcopy out"
-        )))
+        let socket = qemu.socket().to_owned();
+        Err(InvalidPostcopy::OtherRoot { socket }.into())
     }
 
     /// Options of a connection to a monitor: a cancellation ends each wait for it, until a QEMU is changed.

@@ -16,6 +16,7 @@ use super::endpoint::{self, StoredSource};
 use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
 use super::incoming::IncomingStream;
+use super::invalid::Invalid;
 use super::outcomes::GuestAfterFailure;
 use super::progress::{CopyPhase, Observer, Progress};
 use super::report::CopyReport;
@@ -40,8 +41,8 @@ pub fn copy(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<CopyReport, Failure> {
-    let (options, lanes) = validate(source, destination, options).map_err(Failure::untouched)?;
-    let context = Context::new(&options, lanes, cancel, observer);
+    let lanes = validate(source, destination, options).map_err(Failure::untouched)?;
+    let context = Context::new(options, lanes, cancel, observer);
     tracing::debug!(
         lanes,
         compression = options.compression.method().name(),
@@ -136,7 +137,7 @@ pub fn inspect_stream(
     observer: &dyn Observer,
 ) -> Result<Snapshot, Failure> {
     let Some(address) = source.stream() else {
-        return Err(Failure::untouched(Error::Usage("only a stream can be inspected".into())));
+        return Err(Failure::untouched(Invalid::InspectedWithoutStream));
     };
     let lanes = validate_stream(source, options).map_err(Failure::untouched)?;
     let context = Context::new(options, lanes, cancel, observer);

@@ -15,6 +15,7 @@ use towline_image::StoredGuest;
 use super::context::Context;
 use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
+use super::invalid::Invalid;
 use super::progress::Observer;
 use super::request::CopyRequest;
 
@@ -81,14 +82,12 @@ pub(super) fn open(
         Source::Qmp(_) | Source::Stream(_) | Source::Process(_) => {
             // Without object stores there is no read to cancel.
             let _ = cancel;
-            Err(Error::Usage("only an image can be read several times".into()))
+            Err(Invalid::SeveralDestinations.into())
         }
     }
 }
 
 #[cfg(not(feature = "store"))]
 fn without_stores(location: &towline_image::Location) -> Error {
-    Error::Usage(format!(
-        "{location}: this towline was built without object stores (feature `store`); use one that has them"
-    ))
+    Invalid::WithoutStores { location: location.clone() }.into()
 }

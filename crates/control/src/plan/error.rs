@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use towline_qmp as qmp;
+use towline_qmp::commands::RunState;
 
+use super::invalid::{Invalid, InvalidPostcopy};
 use super::outcomes::GuestAfterFailure;
 use crate::qemu;
 
@@ -17,25 +19,25 @@ pub(super) const ABORTS_ASLEEP: &str = "QEMU aborts when it resumes a guest that
 #[non_exhaustive]
 #[allow(missing_docs, reason = "each variant's text says what it is")]
 pub enum Error {
-    #[error(transparent)]
-    Channel(#[from] towline_channel::Error),
-    #[error(transparent)]
-    Image(#[from] towline_image::Error),
-    #[error(transparent)]
-    Migration(#[from] towline_migration::Error),
-    #[error(transparent)]
-    Qemu(qemu::Error),
-    #[error(transparent)]
-    Settings(#[from] qemu::ApplyError),
-    #[error(transparent)]
-    Check(#[from] crate::check::Error),
-    #[error(transparent)]
-    Move(#[from] crate::moves::Error),
-    #[error(transparent)]
-    InPlace(#[from] crate::in_place::Error),
     #[error("{0}")]
-    Usage(String),
-    #[error("the guest on {socket} is in `postmigrate` after an earlier copy: run `cont`, or pass --resume")]
+    Channel(#[from] towline_channel::Error),
+    #[error("{0}")]
+    Image(#[from] towline_image::Error),
+    #[error("{0}")]
+    Migration(#[from] towline_migration::Error),
+    #[error("{0}")]
+    Qemu(#[source] qemu::Error),
+    #[error("{0}")]
+    Settings(#[from] qemu::ApplyError),
+    #[error("{0}")]
+    Check(#[from] crate::check::Error),
+    #[error("{0}")]
+    Move(#[from] crate::moves::Error),
+    #[error("{0}")]
+    InPlace(#[from] crate::in_place::Error),
+    #[error("the request is not possible: {0:?}")]
+    Invalid(Invalid),
+    #[error("the guest on {socket} is in `postmigrate` after an earlier copy: run `cont`")]
     NeedsCont { socket: String },
     #[error("QEMU on {socket} has no guest to copy: its status is `{status}`; is this the destination?")]
     NoGuest { socket: String, status: String },
@@ -43,8 +45,8 @@ pub enum Error {
         "QEMU on {socket} is migrating already (status {status}): wait for it, or cancel it (`migrate_cancel`)"
     )]
     Migrating { socket: String, status: String },
-    #[error("QEMU on {socket} cannot send this guest: {}{}", reasons.join("; "), blocked_remedy(reasons))]
-    Blocked { socket: String, reasons: Vec<String> },
+    #[error("QEMU on {socket} cannot send this guest: {}", joined(reasons))]
+    Blocked { socket: String, reasons: Vec<BlockedBy> },
     #[error(
         "QEMU on {socket} does not wait for a guest (its status is `{status}`): start it with `-incoming defer`"
     )]
@@ -60,7 +62,7 @@ pub enum Error {
     )]
     UsedUp { socket: String, status: String },
     #[error(
-        "{source}: the destination ended, its multifd-channels is not {lanes}, or its multifd-compression is not {compression} as here (--multifd-channels, --compression); its own log says which"
+        "{source}: the destination ended, its multifd-channels is not {lanes}, or its multifd-compression is not {compression} as here; its own log says which"
     )]
     LaneLost { lanes: usize, compression: &'static str, source: towline_migration::Error },
     #[error(
@@ -69,7 +71,7 @@ pub enum Error {
     )]
     LanesNotTaken { peer: String, lanes: usize, waited: Duration },
     #[error(
-        "QEMU on {socket} has no interrupted postcopy (its migration status is `{status}`, expected `postcopy-paused`): --recover needs one"
+        "QEMU on {socket} has no interrupted postcopy (its migration status is `{status}`, expected `postcopy-paused`)"
     )]
     NothingToRecover { socket: String, status: String },
     #[error(
@@ -120,14 +122,18 @@ pub enum Error {
     )]
     SharedDrive { socket: String, drive: String, file: String, other: String },
     #[error("{why}{}", slowed(*throttle))]
-    CannotConverge { why: towline_migration::convergence::CannotConverge, throttle: Option<u64> },
+    CannotConverge {
+        #[source]
+        why: towline_migration::convergence::CannotConverge,
+        throttle: Option<u64>,
+    },
     #[error("a directory for the stream's socket cannot be created in {}: {source}", path.display())]
     PrivateDir { path: PathBuf, source: std::io::Error },
     #[error(
         "memory of block {block:?} in the new QEMU on {socket} is not that of the old one: {reason}; the guest would be without it"
     )]
     NotInPlace { socket: String, block: String, reason: crate::in_place::TransferReason },
-    #[error("the new QEMU on {socket} would not have what the old one has:\n  {}\nend what runs in the old QEMU (job-cancel, block-export-del), put back what was plugged, unplugged or replaced, or set it for the new one (--set drive.ID.file=, --set device.ID=, arguments after --)", differences.join("\n  "))]
+    #[error("the new QEMU on {socket} would not have what the old one has:\n  {}\nend what runs in the old QEMU (job-cancel, block-export-del), put back what was plugged, unplugged or replaced, or set it for the new one", differences.join("\n  "))]
     NotCarried { socket: String, differences: Vec<String> },
     #[error(
         "the guest's drives have changed while it was being moved (a snapshot, another medium); upgrade it again:\n  {}", differences.join("\n  ")
@@ -141,17 +147,58 @@ pub enum Error {
     Cancelled,
 }
 
-/// Remedy for a guest that QEMU refuses to migrate, where there is one.
-fn blocked_remedy(reasons: &[String]) -> &'static str {
-    if reasons.iter().any(|reason| reason.contains("vhost-user-vsock")) {
-        "; `towline move --detach-vsock` to a qmp: DEST unplugs the vsock, and plugs it in again there"
-    } else {
-        ""
+/// Reason for which a QEMU cannot send its guest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum BlockedBy {
+    /// A reason of QEMU, or a fault of QEMU.
+    Qemu(String),
+    /// A vsock, which can be detached, by QEMU's name of the device.
+    Vsock(String),
+    /// A background snapshot of a guest in this state.
+    Snapshot { status: RunState, version: String },
+    /// A postcopy of a guest in this state, which would arrive as `paused`.
+    Postcopy { status: RunState },
+    /// A postcopy of a running guest that this QEMU emulates.
+    EmulatedPostcopy { version: String },
+}
+
+impl fmt::Display for BlockedBy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Qemu(reason) | Self::Vsock(reason) => f.write_str(reason),
+            Self::Snapshot { status, version } => write!(
+                f,
+                "QEMU {version} aborts at a snapshot of a guest that is `{status}`, or runs the guest afterwards"
+            ),
+            Self::Postcopy { status } => {
+                write!(f, "in a postcopy, a guest that is `{status}` arrives as `paused`")
+            }
+            Self::EmulatedPostcopy { version } => write!(
+                f,
+                "QEMU {version} loses track of what a guest that it emulates writes while a postcopy sends it"
+            ),
+        }
     }
+}
+
+fn joined(reasons: &[BlockedBy]) -> String {
+    reasons.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
 }
 
 fn slowed(throttle: Option<u64>) -> String {
     throttle.map(|percent| format!(" (it is throttled by {percent} % already)")).unwrap_or_default()
+}
+
+impl From<Invalid> for Error {
+    fn from(reason: Invalid) -> Self {
+        Self::Invalid(reason)
+    }
+}
+
+impl From<InvalidPostcopy> for Error {
+    fn from(reason: InvalidPostcopy) -> Self {
+        Self::Invalid(reason.into())
+    }
 }
 
 impl From<qemu::Error> for Error {
@@ -224,4 +271,8 @@ impl fmt::Display for Failure {
     }
 }
 
-impl std::error::Error for Failure {}
+impl std::error::Error for Failure {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(self.error.as_ref())
+    }
+}

@@ -48,10 +48,8 @@ pub enum Task {
     Copy {
         /// Options of the transfer.
         transfer: TransferOptions,
-        /// Run state at a `qmp:` destination; `None` keeps the guest's.
-        run: Option<bool>,
-        /// Resume a `qmp:` source afterwards; also before, if an earlier copy left it paused.
-        resume: bool,
+        /// The guest at both ends afterwards.
+        after: AfterCopy,
         /// Store only the difference to this image.
         base: Option<PathBuf>,
     },
@@ -89,6 +87,19 @@ pub enum Task {
         /// Channel of requested pages.
         requested_pages: RequestedPages,
     },
+}
+
+/// The guest at the ends of a copy afterwards: it runs at one of them at most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AfterCopy {
+    /// A `qmp:` source stays paused.
+    SourcePaused {
+        /// Run state at a `qmp:` destination; `None` keeps the guest's.
+        run: Option<bool>,
+    },
+    /// A `qmp:` source is resumed; also before, if an earlier copy left it paused. A `qmp:` destination stays
+    /// paused.
+    SourceResumed,
 }
 
 /// Memory of a guest whose QEMU is replaced.
@@ -165,9 +176,15 @@ impl Default for CopyRequest {
     }
 }
 
+impl Default for AfterCopy {
+    fn default() -> Self {
+        Self::SourcePaused { run: None }
+    }
+}
+
 impl Default for Task {
     fn default() -> Self {
-        Self::Copy { transfer: TransferOptions::default(), run: None, resume: false, base: None }
+        Self::Copy { transfer: TransferOptions::default(), after: AfterCopy::default(), base: None }
     }
 }
 
@@ -209,8 +226,10 @@ impl CopyRequest {
     /// Requested run state at the destination; `None` keeps the guest's.
     pub(crate) fn run(&self) -> Option<bool> {
         match &self.task {
-            Task::Copy { run, .. } | Task::Move { run, .. } => *run,
-            Task::Postcopy {
+            Task::Copy { after: AfterCopy::SourceResumed, .. } => Some(false),
+            Task::Copy { after: AfterCopy::SourcePaused { run }, .. }
+            | Task::Move { run, .. }
+            | Task::Postcopy {
                 start: PostcopyStart::Copy { run } | PostcopyStart::Move { run, .. }, ..
             } => *run,
             Task::Postcopy { start: PostcopyStart::Recover, .. }
@@ -221,7 +240,7 @@ impl CopyRequest {
 
     /// Returns true if a guest that an earlier copy paused is resumed, before and after this copy.
     pub(crate) fn resumes(&self) -> bool {
-        matches!(self.task, Task::Copy { resume: true, .. })
+        matches!(self.task, Task::Copy { after: AfterCopy::SourceResumed, .. })
     }
 
     /// Returns true if the QEMU at the source is ended.
@@ -285,13 +304,5 @@ impl CopyRequest {
             }),
             _ => None,
         }
-    }
-
-    /// The same request with a guest that stays paused at a `qmp:` destination.
-    pub(crate) fn paused(mut self) -> Self {
-        if let Task::Copy { run, .. } = &mut self.task {
-            *run = Some(false);
-        }
-        self
     }
 }

@@ -19,7 +19,7 @@ use towline_channel::Cancel;
 use towline_compat::facts;
 use towline_qmp as qmp;
 
-use super::error::Error;
+use super::error::{BlockedBy, Error};
 use crate::journal::{JournalEntry, UndoRecord};
 use crate::qemu::Qemu;
 use crate::qemu::qom::{self, QomChild, if_known};
@@ -54,8 +54,12 @@ pub(super) struct DetachedVsocks {
 }
 
 /// Returns true if QEMU's reason not to migrate is such a device.
-pub(super) fn is_vsock_blocker(reason: &str) -> bool {
-    reason.contains(KIND)
+pub(super) fn blocked_by(reason: &str) -> BlockedBy {
+    if reason.contains(KIND) { BlockedBy::Vsock(reason.into()) } else { BlockedBy::Qemu(reason.into()) }
+}
+
+fn is_vsock_blocker(reason: &str) -> bool {
+    matches!(blocked_by(reason), BlockedBy::Vsock(_))
 }
 
 /// Removes the devices from the facts of a guest, as they will be detached.

@@ -12,7 +12,7 @@ use crate::journal;
 #[non_exhaustive]
 pub enum Error {
     /// The monitor failed.
-    #[error(transparent)]
+    #[error("{0}")]
     Qmp(#[from] qmp::Error),
     /// The output of `info ramblock` cannot be parsed.
     #[error("QEMU {version} on {socket}: {source}")]
@@ -39,7 +39,7 @@ pub enum Error {
         socket: String,
     },
     /// Another towline works on it, or its journal cannot be used.
-    #[error(transparent)]
+    #[error("{0}")]
     Journal(#[from] journal::Error),
     /// The QEMU has no such capability.
     #[error(
@@ -65,4 +65,24 @@ pub enum Error {
         /// QEMU's version.
         version: String,
     },
+}
+
+/// A fault that QEMU only describes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// QEMU may not use userfaultfd, which is a matter of rights on every kernel that it supports.
+    NoUserfaultfd,
+}
+
+impl Fault {
+    /// Returns the fault that QEMU (7.2 to 11.1) names with these words, if it is a known one.
+    pub fn of(words: &str) -> Option<Self> {
+        const NO_USERFAULTFD: [&str; 4] = [
+            "Background-snapshot is not supported by host kernel",
+            "Userfaultfd not available",
+            "userfault",
+            "Postcopy is not supported",
+        ];
+        NO_USERFAULTFD.iter().any(|known| words.contains(known)).then_some(Self::NoUserfaultfd)
+    }
 }

@@ -15,11 +15,11 @@ use crate::plan::Failure;
 #[non_exhaustive]
 #[allow(missing_docs, reason = "each variant's text says what it is")]
 pub enum Error {
-    #[error(transparent)]
+    #[error("{0}")]
     Channel(#[from] towline_channel::Error),
-    #[error(transparent)]
+    #[error("{0}")]
     Image(#[from] towline_image::Error),
-    #[error(transparent)]
+    #[error("{0}")]
     Index(#[from] towline_image::index::Error),
     #[error("{image}: this towline was built without object stores (feature `store`); use one that has them")]
     NoStores { image: Location },
@@ -37,29 +37,33 @@ pub enum Error {
     Replaced { image: Location },
     #[error("cancelled while another towline copies the image from the store")]
     CacheWaitCancelled,
-    #[error(transparent)]
-    Download(Failure),
+    #[error("{0}")]
+    Download(#[source] Failure),
     /// The QEMU's version is not known.
-    #[error(transparent)]
+    #[error("{0}")]
     Version(#[from] LaunchError),
     #[error("image {image} has no command line")]
     NoCommandLine { image: String },
     /// The image's command line cannot be read.
-    #[error(transparent)]
+    #[error("{0}")]
     CommandLine(#[from] ParseError),
-    #[error(transparent)]
+    #[error("{0}")]
     Refused(#[from] Refused),
-    #[error(transparent)]
+    #[error("{0}")]
     Name(#[from] NameError),
-    #[error(transparent)]
+    #[error("{0}")]
     Variable(#[from] HostError),
-    #[error(transparent)]
+    #[error("{0}")]
     Overlay(#[from] OverlayError),
-    #[error(transparent)]
+    #[error("{0}")]
     InUse(#[from] InUse),
     #[error("memory cannot be mapped from {}: {reason}", image.display())]
-    NotMapped { image: PathBuf, reason: String },
-    #[error(transparent)]
+    NotMapped {
+        image: PathBuf,
+        #[source]
+        reason: Box<dyn std::error::Error + Send + Sync>,
+    },
+    #[error("{0}")]
     Runtime(#[from] RuntimeError),
     #[error("guest {guest}: {source}")]
     NotStarted { guest: GuestName, source: LaunchError },

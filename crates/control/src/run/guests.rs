@@ -182,7 +182,7 @@ fn map_memory(
         Err(reason) if request == MemoryRequest::Mapped => {
             Err(Error::NotMapped { image: image.path().to_owned(), reason })
         }
-        Err(reason) => Ok(MemoryOrigin::Copied(Some(reason))),
+        Err(reason) => Ok(MemoryOrigin::Copied(Some(reason.to_string()))),
     }
 }
 
@@ -195,7 +195,11 @@ struct MappedGuest {
 
 impl MappedGuest {
     /// Has a guest map its memory: from the image, or from a reflink of it that its devices share.
-    fn of(image: &Image, guest: &AllowedCommandLine, version: QemuVersion) -> Result<Self, String> {
+    fn of(
+        image: &Image,
+        guest: &AllowedCommandLine,
+        version: QemuVersion,
+    ) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
         if image.is_incremental() {
             return Err("the image is an increment; make a whole one with `towline copy IMAGE NEW`".into());
         }
@@ -211,11 +215,11 @@ impl MappedGuest {
         };
         let (path, sharing) = match &reflink {
             Some(reflink) => (reflink.path().to_owned(), Sharing::Shared),
-            None => (image.path().canonicalize().map_err(|error| error.to_string())?, Sharing::CopyOnWrite),
+            None => (image.path().canonicalize()?, Sharing::CopyOnWrite),
         };
         let mut command_line = guest.clone();
         let memory = MappedMemory { blocks: blocks(image, &whole, &path)?, sharing };
-        memory.apply(&mut command_line, version).map_err(|error| error.to_string())?;
+        memory.apply(&mut command_line, version)?;
         Ok(Self { command_line, reflink: reflink.map(UnusedReflink::new) })
     }
 }

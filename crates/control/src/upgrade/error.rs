@@ -35,11 +35,11 @@ impl fmt::Display for IncompatibleSetting {
 #[non_exhaustive]
 pub enum Error {
     /// The old QEMU could not be queried.
-    #[error(transparent)]
+    #[error("{0}")]
     Qemu(#[from] qemu::Error),
     /// Memory that the exit of a QEMU would discard.
-    #[error(transparent)]
-    InPlace(in_place::Error),
+    #[error("{0}")]
+    InPlace(#[source] in_place::Error),
     /// The process of the old QEMU is not known.
     #[error(
         "process of QEMU on {socket} is not known: {reason}; upgrade it on its own host, as its user and outside of containers"
@@ -91,7 +91,7 @@ pub enum Error {
         source: ParseError,
     },
     /// The program of the old QEMU cannot be started again by its name.
-    #[error("program of QEMU's process {pid} is {found}, which is not a QEMU; name the new one with --qemu")]
+    #[error("program of QEMU's process {pid} is {found}, which is not a QEMU")]
     NoBinary {
         /// The process.
         pid: i32,
@@ -109,12 +109,11 @@ pub enum Error {
     #[error("QEMU cannot be replaced with these options:\n  {}", list(.0))]
     Refused(Vec<IncompatibleSetting>),
     /// A setting or an argument of the user is at fault.
-    #[error(transparent)]
+    #[error("{0}")]
     Arguments(#[from] Refused),
     /// A card that only one QEMU can have.
     #[error(
-        "the process at {}, which has a network card, does not reply to a second QEMU: {source}; it must be a `towline net` without \
-         --af-xdp that has one QEMU (restart it if it is an older one), or unplug the card before", path.display()
+        "the process at {}, which has a network card, does not reply to a second QEMU: {source}", path.display()
     )]
     OneFrontend {
         /// Socket of the card.
@@ -125,7 +124,7 @@ pub enum Error {
     /// Memory that no other process can map.
     #[error(
         "memory backend {backend:?} ({kind}) cannot be mapped by another QEMU: {reason}. Its guest keeps it for as long as its QEMU \
-         runs; start the next one with -object memory-backend-memfd,share=on and -machine memory-backend=, or copy the memory with --copy"
+         runs; start the next one with -object memory-backend-memfd,share=on and -machine memory-backend="
     )]
     PrivateMemory {
         /// Id of the backend.
@@ -148,21 +147,20 @@ pub enum Error {
     },
     /// The new QEMU cannot show which memory it maps.
     #[error(
-        "QEMU {found} does not report which memory it maps, so the guest's cannot stay in place: expected 8.2 or later; name \
-         another with --qemu, or copy the memory with --copy"
+        "QEMU {found} does not report which memory it maps, so the guest's cannot stay in place: expected 8.2 or later"
     )]
     OldTarget {
         /// Version of the new QEMU.
         found: towline_launch::QemuVersion,
     },
     /// The memory cannot be mapped.
-    #[error(transparent)]
+    #[error("{0}")]
     Memory(#[from] MemoryFileError),
     /// The directory of the new QEMU cannot be used.
-    #[error(transparent)]
+    #[error("{0}")]
     Runtime(#[from] RuntimeError),
     /// The new QEMU did not start.
-    #[error(transparent)]
+    #[error("{0}")]
     Launch(#[from] LaunchError),
 }
 

@@ -44,7 +44,7 @@ pub enum Error {
         expected: &'static str,
     },
     /// The final name exists.
-    #[error("{} exists already; choose another name, remove it, or pass --overwrite", path.display())]
+    #[error("{} exists already", path.display())]
     Exists {
         /// The final name.
         path: PathBuf,

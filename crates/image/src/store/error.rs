@@ -29,7 +29,7 @@ pub enum Error {
         text: String,
     },
     /// The location cannot be parsed.
-    #[error(transparent)]
+    #[error("{0}")]
     Parse(#[from] LocationError),
     /// The store is unreachable or refused a request.
     #[error("{object}: {op}: {}{}", cause_text(error), advice(error))]
@@ -62,7 +62,7 @@ pub enum Error {
         object: String,
     },
     /// The image already exists.
-    #[error("{image}: it exists already; give another name, or --overwrite")]
+    #[error("{image}: it exists already")]
     Exists {
         /// The image.
         image: String,
@@ -215,8 +215,8 @@ pub enum Error {
         why: String,
     },
     /// The image to be stored cannot be read.
-    #[error(transparent)]
-    Image(Box<crate::Error>),
+    #[error("{0}")]
+    Image(#[source] Box<crate::Error>),
     /// The operation was cancelled.
     #[error("cancelled")]
     Cancelled,

@@ -91,7 +91,7 @@ fn files_that_exist_and_directories_that_do_not_are_refused() {
     let statistics = statvfs(directory.path()).unwrap();
     let count = (2 * statistics.f_bavail * statistics.f_frsize / ROOM_BYTES + 1) as usize;
     let error = Overlay::check(&vec![free; count]).unwrap_err().to_string();
-    assert!(error.contains("MiB free, expected") && error.ends_with("choose another with --overlay-dir"));
+    assert!(error.contains("MiB free, expected"));
 }
 
 #[test]

@@ -101,18 +101,14 @@ impl fmt::Display for Refused {
                 return write!(f, "QEMU's arguments have {option}: {reason}");
             }
         };
-        writeln!(f, "command line of the image is refused:")?;
+        write!(f, "command line of the image is refused:")?;
         for refusal in refusals.iter().take(SHOWN_MAX) {
-            writeln!(f, "  {refusal}")?;
+            write!(f, "\n  {refusal}")?;
         }
-        if let Some(more) = refusals.len().checked_sub(SHOWN_MAX).filter(|more| *more > 0) {
-            writeln!(f, "  and {more} more")?;
+        match refusals.len().checked_sub(SHOWN_MAX) {
+            None | Some(0) => Ok(()),
+            Some(more) => write!(f, "\n  and {more} more"),
         }
-        write!(
-            f,
-            "Give each with --set (an option with an empty value is removed); or, if you trust who made the image as you trust a \
-             program, use --trust-command-line"
-        )
     }
 }
 

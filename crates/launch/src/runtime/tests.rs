@@ -98,10 +98,7 @@ fn only_guests_that_run_are_listed() {
     assert_eq!(root.list().unwrap(), [state]);
     let taken = root.claim(&name("a")).unwrap_err().to_string();
     let pid = std::process::id();
-    assert_eq!(
-        taken,
-        format!("name a is taken by process {pid} (started by process {pid}); choose another with --name")
-    );
+    assert_eq!(taken, format!("name a is taken by process {pid} (started by process {pid})"));
 }
 
 #[test]

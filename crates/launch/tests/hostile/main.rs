@@ -29,10 +29,7 @@ fn assert_refused(option: &str, value: Option<&str>, key: &str, reason: &Refusal
                     refusals.iter().any(|refusal| refusal.setting == key && refusal.reason == *reason);
                 assert!(found, "{option} {value:?}: {refusals:?}");
                 let text = Refused::Image(refusals).to_string();
-                assert!(
-                    text.contains(key) && text.contains("--set") && text.contains("--trust-command-line"),
-                    "{text}"
-                );
+                assert!(text.contains(key), "{text}");
             }
             other => panic!("{option} {value:?}: {other:?}"),
         }

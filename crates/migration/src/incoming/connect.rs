@@ -393,7 +393,7 @@ impl UnidentifiedConnection {
         self.why = match peeked {
             Ok(0) => None,
             Ok(_) if describe_plain(first) == Some("TLS") => Some(
-                "it begins with TLS: give --tls-creds here, or turn TLS off there (tls-creds at the source's QEMU)".into(),
+                "it begins with TLS: turn TLS on here, or off there (tls-creds at the source's QEMU)".into(),
             ),
             Ok(_) => None,
             Err(error) => Some(error.to_string()),

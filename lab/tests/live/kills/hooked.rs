@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use towline_channel::Cancel;
 use towline_control::plan::{
-    CopyPhase, CopyRequest, Destination, Error, GuestAfterFailure, Observer, Source, SourceCategory, Task,
-    TransferOptions, copy,
+    AfterCopy, CopyPhase, CopyRequest, Destination, Error, GuestAfterFailure, Observer, Source,
+    SourceCategory, Task, TransferOptions, copy,
 };
 use towline_lab::{Qemu, Towline};
 
@@ -67,7 +67,7 @@ fn hooked_towline() {
     let task = if orders["end-source"] == true {
         Task::Move { transfer, run: None, detach_vsock: false, devices: Vec::new() }
     } else {
-        Task::Copy { transfer, run: None, resume: false, base: None }
+        Task::Copy { transfer, after: AfterCopy::default(), base: None }
     };
     let request = CopyRequest { downtime_limit: DOWNTIME_LIMIT, ..CopyRequest::new(task) };
     let observer = Hook { hold: orders["hold"].as_str().map(str::to_owned), go: path("go") };
@@ -79,7 +79,7 @@ fn hooked_towline() {
         Err(failure) => {
             eprintln!("error: {}", failure.error);
             let (code, guest) = match (&*failure.error, &failure.guest) {
-                (Error::Usage(_), _) => (2, "untouched".into()),
+                (Error::Invalid(_), _) => (2, "untouched".into()),
                 (_, guest) if guest.needs_attention() => (3, guest.sentence(SourceCategory::Qemu)),
                 (_, guest) if *guest == GuestAfterFailure::SAFE => (1, "safe".into()),
                 _ => (1, "unreached".into()),

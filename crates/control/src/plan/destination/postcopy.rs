@@ -127,7 +127,7 @@ impl QmpDestination {
 
     /// Refuses a QEMU that has no lanes in a migration that may become postcopy.
     pub(in super::super) fn check_multifd_with_postcopy(&self) -> Result<(), Error> {
-        check_multifd_with_postcopy(&self.qemu)
+        Ok(check_multifd_with_postcopy(&self.qemu)?)
     }
 
     fn check_capabilities(&self, requested_pages: RequestedPages) -> Result<(), Error> {

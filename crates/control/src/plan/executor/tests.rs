@@ -5,7 +5,7 @@ use towline_migration::Sink;
 use super::super::endpoint::DestinationEndpoint;
 use super::super::fake_qemu::{FakeQemu, Silent};
 use super::super::recorder::tests::stage;
-use super::super::request::{CopyRequest, RequestedPages, Task, TransferOptions};
+use super::super::request::{AfterCopy, CopyRequest, RequestedPages, Task, TransferOptions};
 use super::super::shared_switchover::tests::recording;
 use super::*;
 use crate::moves::MoveEnd;
@@ -93,7 +93,7 @@ impl Case {
         is_delivered: bool,
     ) -> Result<SwitchoverReport, Failure> {
         let transfer = TransferOptions::default();
-        let options = CopyRequest::new(Task::Copy { transfer, run: None, resume: false, base: None });
+        let options = CopyRequest::new(Task::Copy { transfer, after: AfterCopy::default(), base: None });
         let cancel = Cancel::new().unwrap();
         let context = &Context::new(&options, 0, &cancel, &Silent);
         let mut qemu = self.sent(context);

@@ -11,8 +11,9 @@ use super::super::destination::{QmpDestination, RecoveryState};
 use super::super::endpoint::{DestinationEndpoint, QemuDestination, StreamDestination};
 use super::super::ends::Destination;
 use super::super::error::Error;
+use super::super::invalid::InvalidPostcopy;
 use super::super::preflight::GuestFacts;
-use super::super::request::{PostcopyOptions, RequestedPages};
+use super::super::request::PostcopyOptions;
 use crate::switchover::{DestinationKind, DestinationStatus, FinalRunState};
 
 /// See the module's text.
@@ -35,7 +36,8 @@ impl Target {
             (Some(path), _) => path,
             (None, Some(address)) => return Ok(Self::Address(address.clone())),
             (None, None) => {
-                return Err(Error::Usage(format!("--postcopy to {destination}: it cannot run a guest")));
+                let destination = destination.to_string();
+                return Err(InvalidPostcopy::To { destination }.into());
             }
         };
         let mut qemu = if options.recover {
@@ -48,11 +50,7 @@ impl Target {
         qemu.check(&GuestFacts::of_blocks(machine_type, image.blocks()), context)?;
         let expected = qemu.requested_pages();
         if options.recover && expected != options.requested_pages {
-            let (has, option) = match expected {
-                RequestedPages::PreemptChannel => ("a preempt channel", "pass --postcopy-preempt"),
-                RequestedPages::MainChannel => ("no preempt channel", "leave --postcopy-preempt out"),
-            };
-            return Err(Error::Usage(format!("the guest was started with {has}: {option}")));
+            return Err(InvalidPostcopy::OtherChannel { expected }.into());
         }
         Ok(Self::Driven(qemu))
     }

@@ -2,12 +2,12 @@ use tempfile::TempDir;
 use towline_channel::UnixChannel;
 
 use super::super::recorder::tests::recorder;
-use super::super::request::{CopyRequest, Task, TransferOptions};
+use super::super::request::{AfterCopy, CopyRequest, Task, TransferOptions};
 use super::*;
 
 fn switchover(destination: DestinationKind) -> (Arc<SharedSwitchover>, UnixChannel) {
     let transfer = TransferOptions::default();
-    let options = CopyRequest::new(Task::Copy { transfer, run: None, resume: false, base: None });
+    let options = CopyRequest::new(Task::Copy { transfer, after: AfterCopy::default(), base: None });
     let switchover = SharedSwitchover::new(SourceKind::Qemu, destination, &options);
     let (here, there) = UnixChannel::pair().unwrap();
     switchover.connected(Arc::new(here));
@@ -17,13 +17,14 @@ fn switchover(destination: DestinationKind) -> (Arc<SharedSwitchover>, UnixChann
 #[test]
 fn what_is_done_with_both_ends_is_what_the_command_asks_for() {
     let transfer = TransferOptions::default();
-    let copy = |run, resume| Task::Copy { transfer, run, resume, base: None };
+    let copy = |after| Task::Copy { transfer, after, base: None };
+    let paused = |run| copy(AfterCopy::SourcePaused { run });
     let moved = |run| Task::Move { transfer, run, detach_vsock: false, devices: Vec::new() };
     for (task, run, after) in [
-        (copy(None, false), RunRequest::AsItWas, SourceAction::KeepPaused),
-        (copy(Some(true), false), RunRequest::Run, SourceAction::KeepPaused),
-        (copy(Some(false), false), RunRequest::Pause, SourceAction::KeepPaused),
-        (copy(None, true), RunRequest::AsItWas, SourceAction::Resume),
+        (paused(None), RunRequest::AsItWas, SourceAction::KeepPaused),
+        (paused(Some(true)), RunRequest::Run, SourceAction::KeepPaused),
+        (paused(Some(false)), RunRequest::Pause, SourceAction::KeepPaused),
+        (copy(AfterCopy::SourceResumed), RunRequest::Pause, SourceAction::Resume),
         (moved(None), RunRequest::AsItWas, SourceAction::Quit),
         (moved(Some(false)), RunRequest::Pause, SourceAction::Quit),
         (Task::Snapshot { base: None }, RunRequest::AsItWas, SourceAction::KeepPaused),

@@ -9,7 +9,7 @@ use towline_qmp::commands::{
     Capability, Migrate, MigrateStartPostcopy, MigrationInfo, MigrationStatus, RamStats, RunState,
 };
 
-use super::super::error::Error;
+use super::super::error::{BlockedBy, Error};
 use super::super::request::{CopyRequest, RequestedPages};
 use super::super::validate::check_multifd_with_postcopy;
 use super::configuration::BANDWIDTH_UNLIMITED;
@@ -63,17 +63,13 @@ impl QmpSource {
         {
             return Ok(());
         }
-        let reason = format!(
-            "--postcopy with a running guest that QEMU {} emulates: QEMU loses track of what such a guest writes while it is sent; leave \
-             --postcopy out, or pause the guest first (`stop`) and give --run",
-            self.version_text()
-        );
+        let reason = BlockedBy::EmulatedPostcopy { version: self.version_text() };
         Err(Error::Blocked { socket: self.qemu.socket().into(), reasons: vec![reason] })
     }
 
     /// Refuses a QEMU that has no lanes in a migration that may become postcopy.
     pub(in super::super) fn check_multifd_with_postcopy(&self) -> Result<(), Error> {
-        check_multifd_with_postcopy(&self.qemu)
+        Ok(check_multifd_with_postcopy(&self.qemu)?)
     }
 
     /// Returns true if QEMU has sent all of the guest's memory once. Newer versions would switch with nothing

@@ -10,7 +10,7 @@ use towline_qmp::commands::{MigrationInfo, MigrationStatus, RunState};
 
 use super::super::context::Context;
 use super::super::convergence::Convergence;
-use super::super::error::Error;
+use super::super::error::{BlockedBy, Error};
 use super::super::error_origin;
 use super::super::preflight::{FactsExtent, GuestFacts};
 use super::super::private_dir::{PrivateDir, QemuLink};
@@ -82,9 +82,9 @@ impl QmpSource {
         {
             return Err(Error::Migrating { socket, status: status.as_str().into() });
         }
-        let detached = |reason: &&String| options.detaches_vsock() && vsock::is_vsock_blocker(reason);
-        let reasons: Vec<String> =
-            facts.blocked_reasons().iter().filter(|reason| !detached(reason)).cloned().collect();
+        let detached = |by: &BlockedBy| options.detaches_vsock() && matches!(by, BlockedBy::Vsock(_));
+        let reasons = facts.blocked_reasons().iter().map(|reason| vsock::blocked_by(reason));
+        let reasons: Vec<_> = reasons.filter(|by| !detached(by)).collect();
         if !reasons.is_empty() {
             return Err(Error::Blocked { socket, reasons });
         }

@@ -2,7 +2,7 @@
 
 use towline_qmp::commands::RunState;
 
-use super::super::error::{ABORTS_ASLEEP, Error};
+use super::super::error::{ABORTS_ASLEEP, BlockedBy, Error};
 use super::super::request::CopyRequest;
 use crate::qemu::Qemu;
 
@@ -16,15 +16,12 @@ pub(super) fn check_run_state(qemu: &mut Qemu, options: &CopyRequest) -> Result<
     let is_quiet = [RunState::PAUSED, RunState::SUSPENDED].contains(&status);
     let snapshots_quiet = qemu.facts().version.qemu.major >= SNAPSHOTS_PAUSED_SINCE;
     let reason = if options.is_snapshot() && status != RunState::RUNNING && !(is_quiet && snapshots_quiet) {
-        format!(
-            "with --live and a guest that is `{status}`, QEMU {} aborts, or runs the guest afterwards: resume it first (`cont`), or leave \
-             --live out",
-            qemu.version_text()
-        )
+        BlockedBy::Snapshot { status, version: qemu.version_text() }
     } else if options.resumes() && status == RunState::SUSPENDED {
-        format!("it is `{status}`, and {ABORTS_ASLEEP}: wake it up first (`system_wakeup`)")
+        let reason = format!("it is `{status}`, and {ABORTS_ASLEEP}: wake it up first (`system_wakeup`)");
+        BlockedBy::Qemu(reason)
     } else if options.is_postcopy() && status != RunState::RUNNING && !is_quiet {
-        format!("with --postcopy a guest that is `{status}` arrives as `paused`: leave --postcopy out")
+        BlockedBy::Postcopy { status }
     } else {
         return Ok(());
     };
@@ -37,17 +34,17 @@ pub(super) fn check_known_faults(qemu: &mut Qemu) -> Result<(), Error> {
     if let Some(mode) = replay["mode"].as_str().filter(|mode| *mode != "none") {
         let reason =
             format!("its execution is under `-icount rr={mode}`, with which QEMU aborts at `migrate`");
-        return Err(blocked(qemu, reason));
+        return Err(blocked(qemu, BlockedBy::Qemu(reason)));
     }
     let devices = qemu.query_raw("query-memory-devices", None)?.unwrap_or_default();
     let has_pmem = devices.as_array().into_iter().flatten().any(|device| device["type"] == "virtio-pmem");
     if has_pmem && qemu.facts().status.running && !qemu.is_kvm()? {
         let reason = "it is emulated (TCG) and has a virtio-pmem, whose content QEMU may lose on the way: pause it first (`stop`)";
-        return Err(blocked(qemu, reason.into()));
+        return Err(blocked(qemu, BlockedBy::Qemu(reason.into())));
     }
     Ok(())
 }
 
-fn blocked(qemu: &Qemu, reason: String) -> Error {
+fn blocked(qemu: &Qemu, reason: BlockedBy) -> Error {
     Error::Blocked { socket: qemu.socket().to_owned(), reasons: vec![reason] }
 }
