@@ -19,7 +19,7 @@ use crate::switchover::{DestinationKind, DestinationStatus, FinalRunState};
 /// See the module's text.
 pub(super) enum Target {
     /// Its monitor is connected.
-    Driven(QmpDestination),
+    Driven(Box<QmpDestination>),
     /// It listens here, and another party drives it.
     Address(Address),
 }
@@ -52,7 +52,7 @@ impl Target {
         if options.recover && expected != options.requested_pages {
             return Err(InvalidPostcopy::OtherChannel { expected }.into());
         }
-        Ok(Self::Driven(qemu))
+        Ok(Self::Driven(Box::new(qemu)))
     }
 
     /// Kind of the destination, for the switchover.
@@ -134,7 +134,7 @@ impl Target {
     /// The destination, for the end of the command.
     pub(super) fn into_endpoint(self) -> Box<dyn DestinationEndpoint> {
         match self {
-            Self::Driven(qemu) => Box::new(QemuDestination::of(qemu)),
+            Self::Driven(qemu) => Box::new(QemuDestination::of(*qemu)),
             Self::Address(address) => Box::new(StreamDestination::new(&address, None)),
         }
     }
