@@ -238,7 +238,7 @@ fn step<D>(status: UnbufferedStatus<'_, '_, D>, outgoing: &mut Vec<u8>) -> Anyth
     Ok(status.discard)
 }
 
-/// What a receiver has of the stream.
+/// State of a receiver.
 struct OpenedRecords {
     room: Vec<u8>,
     start: usize,

@@ -6,7 +6,6 @@ mod verb;
 use serde_json::{Value, json};
 use towline_channel::Address;
 use towline_control::plan::{self, CopyReport, Error, Failure, PostcopyReport, SourceCategory};
-use towline_memload::CheckOutcome;
 
 use crate::endpoint::Endpoint;
 use crate::exit::Exit;
@@ -113,14 +112,6 @@ impl<'a> Results<'a> {
     }
 }
 
-/// The guest that was received into memory (`mem:`).
-fn received(destination: &Endpoint) -> Option<CheckOutcome> {
-    match destination {
-        Endpoint::Memory(memory) => memory.outcome(),
-        _ => None,
-    }
-}
-
 /// Returns the fields of the event `completed`.
 fn completed(source: &Endpoint, destination: &Endpoint, report: &CopyReport) -> Value {
     json!({
@@ -141,7 +132,7 @@ fn completed(source: &Endpoint, destination: &Endpoint, report: &CopyReport) -> 
         "ram": ram(&report.moved),
         "postcopy": report.postcopy.as_ref().map(postcopy),
         "uploaded": report.uploaded,
-        "memory": received(destination).map(|outcome| outcome.json()),
+        "memory": text::received(destination).map(|outcome| outcome.json()),
         "increment": report.increment,
     })
 }

@@ -67,6 +67,9 @@ pub use error::{Error, Result};
 pub use identity::Digest;
 pub use text::Timestamp;
 
+/// BLAKE3 key context of a content.
+const CONTENT_CONTEXT: &str = "towline-image 2026 content of a stored guest, version 1";
+
 /// Value of `format`.
 pub const FORMAT: &str = "towline-image";
 /// Newest version that can be read. Only incremental images need it and are written with it.
@@ -399,10 +402,22 @@ impl Manifest {
         self.base.as_ref()
     }
 
-    /// Hash of the image's content: images with the same content store the same guest at the same instant, in
+    /// Hash of the image's identity, of all its chunks' hashes, and of its base's content: images with the same content store the same guest at the same instant, in
     /// the same file layout and on the same base.
     pub fn content(&self) -> Digest {
-        Digest::content(self)
+        let mut hasher = blake3::Hasher::new_derive_key(CONTENT_CONTEXT);
+        hasher.update(&self.image().identity.0);
+        for block in self.blocks() {
+            hasher.update(&(block.chunks.len() as u64).to_be_bytes());
+            for chunk in &block.chunks {
+                match chunk {
+                    ChunkHash::Zero => hasher.update(&[0]),
+                    ChunkHash::Data(hash) => hasher.update(&[1]).update(hash),
+                };
+            }
+        }
+        hasher.update(self.base().map_or(&[][..], |base| &base.content.0[..]));
+        Digest(*hasher.finalize().as_bytes())
     }
 
     /// The image file.

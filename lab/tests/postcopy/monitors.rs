@@ -16,7 +16,7 @@ use crate::support::{Scratch, WITHIN, assert_ended, qmp, run, small, waiting};
 
 const SWITCH: &[u8] = b"migrate-start-postcopy";
 
-/// What becomes of the proxy after it has forwarded the command.
+/// End of the proxy after it has forwarded the command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Then {
     /// It accepts no further connection.

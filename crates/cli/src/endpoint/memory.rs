@@ -130,7 +130,7 @@ mod tests {
         let (source, image) = (mem.source().unwrap(), Source::Image("a.img".into()));
         let transfer = TransferOptions::default();
         let postcopy = CopyRequest::new(Task::Postcopy {
-            transfer: transfer,
+            transfer,
             start: PostcopyStart::Copy { run: None },
             requested_pages: RequestedPages::MainChannel,
         });

@@ -7,7 +7,6 @@ use towline_image::Increment;
 use towline_image::checksum::CHUNK_BYTES;
 use towline_memload::{BlockHash, CheckOutcome};
 
-use super::received;
 use super::verb::Verb;
 use crate::endpoint::Endpoint;
 use crate::progress::{Reporter, faults_text};
@@ -129,5 +128,13 @@ fn checked(reporter: &Reporter, outcome: &CheckOutcome) {
     }
     for BlockHash { name, length, blake3 } in &outcome.hashes {
         reporter.line(&format!("  {name:<38} {:>11}  BLAKE3 {blake3}", size(*length)));
+    }
+}
+
+/// The guest that was received into memory (`mem:`).
+pub(super) fn received(destination: &Endpoint) -> Option<CheckOutcome> {
+    match destination {
+        Endpoint::Memory(memory) => memory.outcome(),
+        _ => None,
     }
 }

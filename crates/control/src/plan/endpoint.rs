@@ -1,5 +1,6 @@
 //! The ends of a copy as values. The kind of an end is evaluated only here, where its value is built.
 
+mod driven;
 mod image;
 mod null;
 mod process;
@@ -19,14 +20,13 @@ use super::invalid::Invalid;
 use super::progress::Observer;
 use super::request::CopyRequest;
 
+pub(super) use driven::{DrivenGuest, GuestDescription, QemuDestination};
 pub(super) use image::{StoredSource, explain_truncation, notice_missing_manifest};
-pub(super) use qemu::{QemuDestination, QemuSource, query_failed};
+pub(super) use qemu::{QemuSource, query_failed};
 #[cfg(feature = "store")]
 pub(super) use store::{failed as store_failed, prepared};
 pub(super) use stream::{StreamDestination, listen};
-pub(super) use traits::{
-    DestinationEndpoint, DrivenGuest, GuestDescription, Rollback, SourceControl, SourceEndpoint,
-};
+pub(super) use traits::{DestinationEndpoint, Rollback, SourceControl, SourceEndpoint};
 
 /// Opens the source: it is queried, and not changed.
 pub(super) fn source(source: &Source, context: &Context<'_>) -> Result<Box<dyn SourceEndpoint>, Failure> {

@@ -53,7 +53,7 @@ pub enum InvalidEnds {
     ImageToNull,
     /// A destination that may run the guest by itself, which is resumed at its source.
     ResumedTo { address: Address },
-    /// Only a driven QEMU can be told to throttle its guest.
+    /// Only a driven QEMU can throttle its guest.
     ThrottledWithoutQemu,
     /// Only a QEMU can be ended.
     EndedWithoutQemu,

@@ -1,4 +1,4 @@
-//! Decisions of the switchover.
+//! Decisions of the switchover, and its progress in postcopy.
 
 /// A decision, in the order in which they are taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -14,4 +14,21 @@ pub(crate) enum Decision {
     /// The move is over, and its source stays with an older state of the guest. Only a record has this one:
     /// nothing is decided.
     Left,
+}
+
+/// Progress of the switch to postcopy, as far as it is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) enum SwitchProgress {
+    /// The source was not asked to switch.
+    Unasked,
+    /// It was asked, and its reply is lost.
+    Unanswered,
+    /// It will switch, or has; the devices of a stored guest were sent.
+    Accepted,
+    /// The source has stopped its guest for good; the destination has loaded the devices of a stored one.
+    Switched,
+    /// The destination got `cont`, and its reply is lost.
+    MayRun,
+    /// The guest was seen to run at its destination.
+    Runs,
 }

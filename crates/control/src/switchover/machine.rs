@@ -1,13 +1,12 @@
 //! The state machine: its stages, and the transfer until the source has completed.
 
-use super::decision::Decision;
+use super::decision::{Decision, SwitchProgress};
 use super::events::{
     DestinationKind, Directive, GuestRunState, Input, LossCause, MemorySharing, PeerMessage, RunRequest,
     SourceAction, SourceKind, SourceLink, SourceStatus, SwitchoverRequest,
 };
 use super::fault::{FaultSwitch, SwitchoverBug};
 use super::outcome::{AtDestination, AtSource, GuestState, Placement, SwitchoverOutcome, ToDo};
-use super::postcopy::SwitchProgress;
 
 /// States; see the picture in the module's documentation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

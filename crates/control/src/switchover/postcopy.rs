@@ -13,7 +13,7 @@
 //! that it has switched; until then the destination is not started. That of an image is the last byte before
 //! the guest runs.
 
-use super::decision::Decision;
+use super::decision::{Decision, SwitchProgress};
 use super::events::{
     DestinationKind, DestinationStatus, Directive, FinalRunState, GuestRunState, Input, LossCause,
     MemoryLoss, MemorySharing, SourceKind, SourceStatus, StartResult,
@@ -21,23 +21,6 @@ use super::events::{
 use super::fault::SwitchoverBug;
 use super::machine::{Switchover, SwitchoverState};
 use super::outcome::{AtDestination, AtSource, GuestState, Placement, SwitchoverOutcome, ToDo};
-
-/// Progress of the switch to postcopy, as far as it is known.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(super) enum SwitchProgress {
-    /// The source was not asked to switch.
-    Unasked,
-    /// It was asked, and its reply is lost.
-    Unanswered,
-    /// It will switch, or has; the devices of a stored guest were sent.
-    Accepted,
-    /// The source has stopped its guest for good; the destination has loaded the devices of a stored one.
-    Switched,
-    /// The destination got `cont`, and its reply is lost.
-    MayRun,
-    /// The guest was seen to run at its destination.
-    Runs,
-}
 
 impl Switchover {
     /// Returns true if the two QEMUs are connected to each other, so that nothing that passes between them is seen here.

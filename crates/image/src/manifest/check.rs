@@ -6,7 +6,7 @@ use std::path::Path;
 use towline_protocol::limits;
 use towline_protocol::ram::PAGE_SIZE;
 
-use super::error::truncated;
+use super::text::truncated;
 use super::{
     Digest, Error, ImageProperties, Manifest, OverlongField, PATH_BYTES_MAX, Result, StoredBlock, VERSION,
     sidecar_path,

@@ -4,9 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use super::Digest;
-
-/// Maximum length of untrusted text in an error.
-const SHOWN_BYTES_MAX: usize = 80;
+use super::text::truncated;
 
 /// Result of the operations of this module.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -203,13 +201,4 @@ impl Error {
             expected: expected.to_string(),
         }
     }
-}
-
-/// Truncates untrusted text for an error.
-pub(super) fn truncated(text: &str) -> String {
-    if text.len() <= SHOWN_BYTES_MAX {
-        return text.into();
-    }
-    let end = (0..=SHOWN_BYTES_MAX).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
-    format!("{}…", &text[..end])
 }

@@ -5,12 +5,8 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use towline_protocol::RamBlock;
 
-use super::Manifest;
-use super::error::truncated;
-use crate::checksum::ChunkHash;
+use super::text::truncated;
 
-/// BLAKE3 key context of a content.
-const CONTENT_CONTEXT: &str = "towline-image 2026 content of a stored guest, version 1";
 /// BLAKE3 key context of an identity, so no other hash can equal one.
 const CONTEXT: &str = "towline-image 2025 identity of a mapped-ram file, version 1";
 
@@ -48,23 +44,6 @@ impl Digest {
             part(&header);
         }
         part(&device_state.0);
-        Self(*hasher.finalize().as_bytes())
-    }
-
-    /// Content of an image: hash of its identity, of all its chunks' hashes, and of its base's content.
-    pub(super) fn content(manifest: &Manifest) -> Self {
-        let mut hasher = blake3::Hasher::new_derive_key(CONTENT_CONTEXT);
-        hasher.update(&manifest.image().identity.0);
-        for block in manifest.blocks() {
-            hasher.update(&(block.chunks.len() as u64).to_be_bytes());
-            for chunk in &block.chunks {
-                match chunk {
-                    ChunkHash::Zero => hasher.update(&[0]),
-                    ChunkHash::Data(hash) => hasher.update(&[1]).update(hash),
-                };
-            }
-        }
-        hasher.update(manifest.base().map_or(&[][..], |base| &base.content.0[..]));
         Self(*hasher.finalize().as_bytes())
     }
 }

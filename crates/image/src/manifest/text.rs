@@ -5,7 +5,17 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-use super::error::truncated;
+/// Maximum length of untrusted text in an error.
+const SHOWN_BYTES_MAX: usize = 80;
+
+/// Truncates untrusted text for an error.
+pub(super) fn truncated(text: &str) -> String {
+    if text.len() <= SHOWN_BYTES_MAX {
+        return text.into();
+    }
+    let end = (0..=SHOWN_BYTES_MAX).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
+    format!("{}…", &text[..end])
+}
 
 /// Last second of the year 9999: RFC 3339 has four digits for a year.
 const SECONDS_MAX: u64 = 253_402_300_799;

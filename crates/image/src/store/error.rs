@@ -259,6 +259,22 @@ pub enum MissingChunkCause {
     },
 }
 
+impl From<Error> for crate::Error {
+    fn from(error: Error) -> Self {
+        Self::Store(Box::new(error))
+    }
+}
+
+impl crate::Error {
+    /// Returns true if the same read may succeed later: a store is unreachable, overloaded, or refuses
+    /// credentials that expired.
+    #[must_use]
+    pub fn may_pass(&self) -> bool {
+        let Self::Store(error) = self else { return false };
+        matches!(error.downcast_ref(), Some(Error::Store { .. }))
+    }
+}
+
 impl Error {
     pub(super) fn store(
         op: &'static str,

@@ -184,7 +184,7 @@ pub(super) struct Lease {
     is_kept: AtomicBool,
 }
 
-/// What the lease shares with the task that renews it.
+/// State that the lease shares with the task that renews it.
 #[derive(Debug)]
 struct Renewal {
     objects: Objects,

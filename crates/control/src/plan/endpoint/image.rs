@@ -17,7 +17,8 @@ use super::super::progress::Observer;
 use super::super::report::DestinationState;
 use super::super::request::CopyRequest;
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
-use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest, Rollback, SourceEndpoint};
+use super::driven::{GuestDescription, LocalGuest};
+use super::traits::{DestinationEndpoint, Rollback, SourceEndpoint};
 use crate::switchover::{Directive, SourceKind};
 
 /// Opens the image at `path`, which any number of copies may read.

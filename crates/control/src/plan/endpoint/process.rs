@@ -11,7 +11,8 @@ use super::super::error::{Error, Failure};
 use super::super::preflight::FactsExtent;
 use super::super::report::DestinationState;
 use super::super::shared_switchover::TransferContext;
-use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest, SourceEndpoint};
+use super::driven::{GuestDescription, LocalGuest};
+use super::traits::{DestinationEndpoint, SourceEndpoint};
 use crate::switchover::SourceKind;
 
 /// A guest of this process, which ends when this is dropped.

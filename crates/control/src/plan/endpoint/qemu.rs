@@ -2,16 +2,13 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::thread;
-use std::time::{Duration, Instant};
 
 use towline_channel::Channel;
-use towline_image::{Image, Origin as ImageOrigin, QemuProcess};
+use towline_image::{Origin as ImageOrigin, QemuProcess};
 use towline_migration::incoming::{Connections, Publication};
-use towline_migration::{Compression, Guest, Relay, Session, Sink, SinkWithPresentBlocks, Snapshot};
+use towline_migration::{Compression, Session, Sink, Snapshot};
 
 use super::super::context::Context;
-use super::super::destination::{QmpDestination, StartFailure};
 use super::super::error::{Error, Failure};
 use super::super::error_origin;
 use super::super::incoming::IncomingStream;
@@ -20,28 +17,15 @@ use super::super::preflight::FactsExtent;
 use super::super::progress::CopyPhase;
 use super::super::recorder::RecordedSource;
 use super::super::report::{DestinationState, SourceState};
-use super::super::send::send;
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::super::source::{QmpSource, Required};
-use super::traits::{
-    DestinationEndpoint, DrivenGuest, GuestDescription, LocalGuest, Rollback, SourceControl, SourceEndpoint,
-    receiver,
-};
+use super::driven::{DrivenGuest, GuestDescription, LocalGuest, QemuDestination, RelaySink};
+use super::traits::{DestinationEndpoint, Rollback, SourceControl, SourceEndpoint, receiver};
 use crate::command_line::{self, CommandLineRecordError};
-use crate::in_place::{self, IfUnmapped, MappedImage, Presence, UnusedReflink, Verify};
+use crate::in_place::Presence;
 use crate::moves::MoveEnd;
-use crate::qemu::{Process, Qemu};
-use crate::staging_names;
-use crate::switchover::{
-    DestinationKind, DestinationStatus, Directive, GuestRunState, MemorySharing, SourceKind, StartResult,
-};
-
-/// Threads that compare an image with its manifest while QEMU loads it.
-const VERIFY_THREADS: usize = 2;
-/// Interval of queries to a QEMU that loads by itself.
-const LOAD_INTERVAL: Duration = Duration::from_millis(2);
-/// Interval of queries to a QEMU that is sent a guest of this process.
-const SEND_INTERVAL: Duration = Duration::from_millis(250);
+use crate::qemu::Qemu;
+use crate::switchover::{DestinationKind, Directive, GuestRunState, SourceKind};
 
 /// Failure of a query; QEMU was not changed.
 pub(in super::super) fn query_failed(error: Error) -> Failure {
@@ -179,167 +163,6 @@ impl SourceEndpoint for QemuSource {
 
     fn close_after_switchover(&mut self) {
         self.incoming.disconnect();
-    }
-}
-
-/// A QEMU that waits for a guest.
-pub(in super::super) struct QemuDestination {
-    /// The QEMU.
-    pub(in super::super) qmp: QmpDestination,
-    /// Set once it is connected for an incoming stream.
-    relay: Option<RelaySink>,
-    /// It has loaded an image by itself.
-    pub(in super::super) is_loaded_by_qemu: bool,
-    /// Memory that it maps, whose image is locked.
-    presence: Option<Presence>,
-    /// It replaces the source's QEMU on this host.
-    memory: MemorySharing,
-}
-
-/// A relay to a QEMU, which may have a part of the guest's memory.
-enum RelaySink {
-    /// It is sent everything.
-    Whole(Box<Relay>),
-    /// Pages of memory that it has are dropped.
-    Present(SinkWithPresentBlocks<Box<Relay>>),
-}
-
-impl RelaySink {
-    fn sink(&self) -> &dyn Sink {
-        match self {
-            Self::Whole(relay) => relay.as_ref(),
-            Self::Present(sink) => sink,
-        }
-    }
-}
-
-impl QemuDestination {
-    /// Connects to it, and checks that the guest would run there.
-    pub(in super::super) fn new(
-        path: &Path,
-        description: &GuestDescription<'_>,
-        context: &Context<'_>,
-    ) -> Result<Self, Error> {
-        let mut qemu = QmpDestination::prepare(path, context)?;
-        context.report_repair(qemu.qemu());
-        if let Some(guest) = &description.guest {
-            qemu.check(guest, context)?;
-        }
-        Ok(Self::of(qemu))
-    }
-
-    /// A destination that was checked before.
-    pub(in super::super) fn of(qemu: QmpDestination) -> Self {
-        Self {
-            qmp: qemu,
-            relay: None,
-            is_loaded_by_qemu: false,
-            presence: None,
-            memory: MemorySharing::Copied,
-        }
-    }
-
-    /// The QEMU, for queries.
-    pub(in super::super) fn qemu_mut(&mut self) -> &mut Qemu {
-        self.qmp.qemu_mut()
-    }
-
-    /// Memory of the guest, compared with the source's.
-    pub(in super::super) fn memory(&self) -> MemorySharing {
-        self.memory
-    }
-
-    /// Gives the sockets of the new QEMU of an upgrade their final names: the old one has exited.
-    pub(in super::super) fn publish_sockets(&self) {
-        if let Process::Known { pid, .. } = self.qmp.qemu().process() {
-            staging_names::publish_of_process(pid.cast_unsigned());
-        }
-    }
-
-    /// Has it replace the source's QEMU. Pages of memory that it maps are not sent; with copied memory as well the source's QEMU has the
-    /// guest until this one runs it, and gets the locks of the drives back.
-    pub(in super::super) fn replace_source(&mut self, presence: Presence) {
-        self.presence = Some(presence);
-        self.memory = MemorySharing::Shared;
-    }
-
-    /// The memory that this QEMU already has, because it maps the image.
-    fn presence(&mut self, local: &LocalGuest<'_>, context: &Context<'_>) -> Result<Option<Presence>, Error> {
-        let Some(image) = local.file.filter(|_| !context.options.stream) else { return Ok(None) };
-        let verify = if context.options.verify { Verify::All } else { Verify::Nothing };
-        let if_unmapped =
-            if context.options.requires_mapped_memory { IfUnmapped::Refuse } else { IfUnmapped::Send };
-        let notice = |text: &str| context.observer.notice(text);
-        let reflink = context.reflink.and_then(UnusedReflink::take);
-        let mapped = MappedImage { image, reflink, verify, if_unmapped };
-        let presence = in_place::find_mapped_memory(self.qmp.qemu_mut(), mapped, context.cancel, &notice)?;
-        context.check_cancelled()?;
-        Ok(presence)
-    }
-
-    /// Number of lanes into memory that may have content, which only the main channel clears; `None`: it is zeros.
-    fn lanes_into_old_memory(&mut self, context: &Context<'_>) -> Result<Option<usize>, Error> {
-        let old = in_place::old_memory(self.qmp.qemu_mut())?;
-        old.iter().for_each(|old| context.observer.notice(&old.to_string()));
-        Ok((!old.is_empty()).then_some(0))
-    }
-
-    fn stream(
-        &mut self,
-        guest: &dyn Guest,
-        lanes: usize,
-        run: TransferContext<'_>,
-    ) -> Result<Snapshot, Error> {
-        let context = run.context;
-        let connections = self.qmp.start(lanes, context.options, context.cancel)?;
-        let mut queried_at = Instant::now();
-        send(guest, &connections, run, &mut || {
-            if queried_at.elapsed() > SEND_INTERVAL {
-                queried_at = Instant::now();
-                self.qmp.check_not_failed()?;
-            }
-            Ok(())
-        })
-    }
-
-    /// Has QEMU load the file itself. With `--verify` it is hashed meanwhile, so that no guest runs from a
-    /// damaged image.
-    fn load(&mut self, image: &Image, context: &Context<'_>) -> Result<Snapshot, Error> {
-        // An open file description of its own: QEMU reads the stream at the file's position, which duplicates
-        // share.
-        let file = image.reopen()?;
-        self.qmp.load(&file, context.lanes())?;
-        context.observer.phase(CopyPhase::Transfer);
-        thread::scope(|scope| {
-            let verify = || image.verify(VERIFY_THREADS, &|_| {});
-            let verifier = context.options.verify.then(|| scope.spawn(verify));
-            let mut loaded = false;
-            while !loaded || verifier.as_ref().is_some_and(|verifier| !verifier.is_finished()) {
-                context.check_cancelled()?;
-                loaded = loaded || self.qmp.has_loaded_file(context.cancel)?;
-                thread::park_timeout(LOAD_INTERVAL);
-            }
-            match verifier.map(thread::ScopedJoinHandle::join) {
-                Some(Ok(result)) => result?,
-                Some(Err(panic)) => std::panic::resume_unwind(panic),
-                None => {}
-            }
-            Ok(image.qemu_load_statistics())
-        })
-    }
-}
-
-impl DrivenGuest for QemuDestination {
-    fn query_status(&mut self) -> DestinationStatus {
-        self.qmp.query_status()
-    }
-
-    fn start(&mut self) -> Result<StartResult, StartFailure> {
-        self.qmp.start_guest()
-    }
-
-    fn end(&mut self) -> Result<(), Error> {
-        self.qmp.end()
     }
 }
 

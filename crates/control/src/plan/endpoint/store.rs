@@ -17,8 +17,9 @@ use super::super::progress::{CopyPhase, Observer, Progress};
 use super::super::report::DestinationState;
 use super::super::request::CopyRequest;
 use super::super::shared_switchover::TransferContext;
+use super::driven::{GuestDescription, LocalGuest};
 use super::image;
-use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest, Rollback};
+use super::traits::{DestinationEndpoint, Rollback};
 
 /// Opens the image at `location`, which any number of copies may read. The observer gets a notice if its
 /// chunks are not protected during that time.

@@ -20,9 +20,8 @@ use super::super::send::send;
 use super::super::shared_switchover::TransferContext;
 use super::super::source::LANES_TIMEOUT;
 use super::super::{error_origin, tls};
-use super::traits::{
-    DestinationEndpoint, GuestDescription, LocalGuest, Rollback, SourceControl, SourceEndpoint, receiver,
-};
+use super::driven::{GuestDescription, LocalGuest};
+use super::traits::{DestinationEndpoint, Rollback, SourceControl, SourceEndpoint, receiver};
 use crate::moves::MoveEnd;
 use crate::switchover::{DestinationKind, SourceKind};
 use crate::vcpu_threads::VcpuThreads;

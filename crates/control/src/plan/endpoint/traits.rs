@@ -9,24 +9,24 @@
 use std::sync::Arc;
 
 use towline_channel::Channel;
-use towline_image::{Image, Origin as ImageOrigin, QemuProcess};
+use towline_image::QemuProcess;
 use towline_migration::incoming::Publication;
-use towline_migration::{Guest, Session, Sink, Snapshot};
+use towline_migration::{Session, Sink, Snapshot};
 use towline_protocol::session::ReceiverMode;
 
 use super::super::context::Context;
-use super::super::destination::{HeldGuest, StartFailure};
+use super::super::destination::HeldGuest;
 use super::super::error::{Error, Failure};
 use super::super::in_process;
-use super::super::preflight::{self, FactsExtent};
+use super::super::preflight::FactsExtent;
 use super::super::progress::Progress;
 use super::super::recorder::RecordedSource;
 use super::super::report::{DestinationState, SourceState};
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::super::source::QmpSource;
-use super::qemu::QemuDestination;
+use super::driven::{DrivenGuest, GuestDescription, LocalGuest, QemuDestination};
 use crate::moves::MoveEnd;
-use crate::switchover::{DestinationKind, DestinationStatus, Directive, Input, SourceKind, StartResult};
+use crate::switchover::{DestinationKind, Directive, Input, SourceKind};
 
 /// Source of a guest.
 pub(in super::super) trait SourceEndpoint {
@@ -98,17 +98,6 @@ pub(in super::super) trait SourceEndpoint {
     }
 }
 
-/// Description of a guest before anything is transferred.
-pub(in super::super) struct GuestDescription<'a> {
-    /// Facts for the preflight check; `None` if nothing is known.
-    pub(in super::super) guest: Option<preflight::GuestFacts>,
-    /// Origin, for the manifest of an image.
-    pub(in super::super) origin: ImageOrigin,
-    /// The guest's own image, possibly an incremental one.
-    #[cfg_attr(not(feature = "store"), expect(dead_code, reason = "used by object stores only"))]
-    pub(in super::super) file: Option<&'a Image>,
-}
-
 /// Means to drive a source after its stream.
 pub(in super::super) enum SourceControl<'a> {
     /// A QEMU with its monitor.
@@ -117,22 +106,6 @@ pub(in super::super) enum SourceControl<'a> {
     Stream(Arc<dyn Channel>),
     /// An image, or memory of this process.
     Stored,
-}
-
-/// A guest of this process: an open image, or one that the caller provides.
-pub(in super::super) struct LocalGuest<'a> {
-    pub(in super::super) guest: &'a dyn Guest,
-    /// The guest's own image, possibly an incremental one.
-    pub(in super::super) file: Option<&'a Image>,
-    /// Stored, here or elsewhere.
-    pub(in super::super) is_stored: bool,
-}
-
-impl LocalGuest<'_> {
-    /// Number of lanes into an image: none from a stored guest, which has no stream.
-    pub(in super::super) fn lanes(&self, context: &Context<'_>) -> usize {
-        if self.is_stored { 0 } else { context.lanes() }
-    }
 }
 
 /// Destination of a guest. The defaults are those of a guest that is kept within this process.
@@ -220,21 +193,6 @@ pub(in super::super) trait DestinationEndpoint {
         let _ = (context, undo);
         (error, Vec::new())
     }
-}
-
-/// The guest at a destination that is driven.
-pub(in super::super) trait DrivenGuest {
-    /// Queries its state.
-    fn query_status(&mut self) -> DestinationStatus;
-
-    /// Starts it and checks that it runs.
-    fn start(&mut self) -> Result<StartResult, StartFailure>;
-
-    /// Ends a destination that maps the source's memory, and does not run it: the source is resumed next.
-    ///
-    /// # Errors
-    /// It has not ended.
-    fn end(&mut self) -> Result<(), Error>;
 }
 
 /// Extent of a rollback.

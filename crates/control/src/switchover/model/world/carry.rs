@@ -55,15 +55,22 @@ impl World {
             Directive::RestoreSource
             | Directive::ResumeSource
             | Directive::ResumeSourceFirst
-            | Directive::QuitSource
-                if self.source == Source::Exited =>
-            {
-                match (directive, reply) {
-                    (Directive::QuitSource, _) => Input::Done,
-                    (_, Reply::True) => Input::Source(SourceStatus::Exited),
-                    _ => Input::NotDone,
-                }
-            }
+            | Directive::QuitSource => self.at_source(index, directive, reply),
+            _ => done,
+        }
+    }
+
+    /// Carries out a directive at the source after the switchover.
+    fn at_source(&mut self, index: usize, directive: Directive, reply: Reply) -> Input {
+        let done = if reply == Reply::True { Input::Done } else { Input::NotDone };
+        if self.source == Source::Exited {
+            return match (directive, reply) {
+                (Directive::QuitSource, _) => Input::Done,
+                (_, Reply::True) => Input::Source(SourceStatus::Exited),
+                _ => done,
+            };
+        }
+        match directive {
             Directive::ResumeSource | Directive::ResumeSourceFirst if reply == Reply::True => {
                 if self.towline(index).request.memory == MemorySharing::Shared
                     && directive == Directive::ResumeSource
@@ -73,14 +80,11 @@ impl World {
                 if self.source == Source::Completed {
                     self.source = Source::RunAgain;
                 }
-                Input::Done
             }
-            Directive::QuitSource if reply == Reply::True => {
-                self.source = Source::Exited;
-                Input::Done
-            }
-            _ => done,
+            Directive::QuitSource if reply == Reply::True => self.source = Source::Exited,
+            _ => {}
         }
+        done
     }
 
     fn finalize(&mut self) -> Input {

@@ -1,4 +1,4 @@
-//! What fails by itself, and what others do.
+//! Mishaps of every party, and what others do.
 
 use super::super::super::{DestinationKind, GuestRunState};
 use super::{Destination, Disk, Source, Step, World};

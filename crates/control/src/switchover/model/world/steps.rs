@@ -98,29 +98,26 @@ impl World {
 
     fn replies(&self, index: usize, directive: Directive) -> Vec<Reply> {
         let mishap = self.mishaps > 0;
-        let with = |possible: &[(bool, Reply)]| {
-            possible.iter().filter(|(is, _)| *is).map(|&(_, reply)| reply).collect::<Vec<_>>()
-        };
         match directive {
             Directive::QuerySource => {
                 let waits = matches!(
                     self.source,
                     Source::Migrating | Source::Waiting | Source::Switching | Source::Following
                 );
-                with(&[
+                those(&[
                     (!waits, Reply::True),
                     (waits && !self.wires[0].shut, Reply::TimedOut),
                     (mishap, Reply::TimedOut),
                 ])
             }
             Directive::ProbeSourceLink => {
-                with(&[(self.link() != SourceLink::Open, Reply::True), (mishap, Reply::TimedOut)])
+                those(&[(self.link() != SourceLink::Open, Reply::True), (mishap, Reply::TimedOut)])
             }
             Directive::QueryDestination => {
                 let waits = self.destination == Destination::Loading;
                 let comes = self.will_load();
                 let is_lost = self.is_postcopy() && mishap;
-                with(&[
+                those(&[
                     (!waits, Reply::True),
                     (waits && !comes || mishap, Reply::TimedOut),
                     (is_lost, Reply::Silent),
@@ -133,29 +130,14 @@ impl World {
                     SourceKind::Towline => (up.down, up.open),
                     _ => (down.up, down.open),
                 };
-                with(&[(message.is_some() || !open, Reply::True), (mishap, Reply::TimedOut)])
+                those(&[(message.is_some() || !open, Reply::True), (mishap, Reply::TimedOut)])
             }
-            Directive::StartPostcopy => with(&[
-                (true, Reply::True),
-                (mishap, Reply::Refused),
-                (mishap, Reply::Silent),
-                (mishap, Reply::Unanswered),
-            ]),
-            Directive::FollowSource => with(&[(true, Reply::True), (mishap, Reply::TimedOut)]),
-            Directive::RunEarly => {
-                with(&[(true, Reply::True), (mishap, Reply::Silent), (mishap, Reply::Unanswered)])
-            }
-            Directive::Recover => with(&[
-                (self.is_postcopy_settled(directive), Reply::True),
-                (mishap, Reply::Silent),
-                (mishap, Reply::Unanswered),
-            ]),
-            Directive::ServeMemory => with(&[
-                (self.is_postcopy_settled(directive), Reply::True),
-                (mishap && !self.wires[1].open, Reply::Unanswered),
-                (mishap, Reply::Refused),
-            ]),
-            Directive::RunDestination => with(&[
+            Directive::StartPostcopy
+            | Directive::FollowSource
+            | Directive::RunEarly
+            | Directive::Recover
+            | Directive::ServeMemory => self.replies_in_postcopy(directive),
+            Directive::RunDestination => those(&[
                 (true, Reply::True),
                 (mishap, Reply::Refused),
                 (mishap, Reply::Silent),
@@ -163,14 +145,42 @@ impl World {
                 (mishap, Reply::Crashed),
             ]),
             // A record that exists but is not known to. `World::disk` decides whether it can exist.
-            Directive::Record(_) => with(&[(true, Reply::True), (mishap, Reply::Unanswered)]),
+            Directive::Record(_) => those(&[(true, Reply::True), (mishap, Reply::Unanswered)]),
             Directive::FinalizeDestination
             | Directive::RestoreSource
             | Directive::ResumeSource
             | Directive::ResumeSourceFirst
             | Directive::QuitSource
-            | Directive::CancelMigration => with(&[(true, Reply::True), (mishap, Reply::Silent)]),
+            | Directive::CancelMigration => those(&[(true, Reply::True), (mishap, Reply::Silent)]),
             _ => vec![Reply::True],
         }
     }
+
+    fn replies_in_postcopy(&self, directive: Directive) -> Vec<Reply> {
+        let mishap = self.mishaps > 0;
+        let is_settled = self.is_postcopy_settled(directive);
+        match directive {
+            Directive::StartPostcopy => those(&[
+                (true, Reply::True),
+                (mishap, Reply::Refused),
+                (mishap, Reply::Silent),
+                (mishap, Reply::Unanswered),
+            ]),
+            Directive::FollowSource => those(&[(true, Reply::True), (mishap, Reply::TimedOut)]),
+            Directive::Recover => {
+                those(&[(is_settled, Reply::True), (mishap, Reply::Silent), (mishap, Reply::Unanswered)])
+            }
+            Directive::ServeMemory => those(&[
+                (is_settled, Reply::True),
+                (mishap && !self.wires[1].open, Reply::Unanswered),
+                (mishap, Reply::Refused),
+            ]),
+            _ => those(&[(true, Reply::True), (mishap, Reply::Silent), (mishap, Reply::Unanswered)]),
+        }
+    }
+}
+
+/// Returns the replies that are possible.
+fn those(possible: &[(bool, Reply)]) -> Vec<Reply> {
+    possible.iter().filter(|(is_possible, _)| *is_possible).map(|&(_, reply)| reply).collect()
 }
