@@ -175,7 +175,7 @@ const HOT: Model = Model { memory: 4 << 30, hot: 1 << 30, dirty_rate: 200e6, rat
 const CALM: Model = Model { dirty_rate: 50e6, ..HOT };
 
 #[test]
-fn the_verdict_has_figures_and_remedies() {
+fn the_verdict_has_figures() {
     let (decision, elapsed) = HOT.run(limits(300), |_, _| {});
     let verdict = verdict(decision);
     assert!((90e6..110e6).contains(&verdict.rate), "{verdict:?}");
@@ -184,7 +184,7 @@ fn the_verdict_has_figures_and_remedies() {
     assert_eq!(verdict.time, elapsed);
     let text = verdict.to_string();
     let rate = format!("while {:.1} MiB/s get through", verdict.rate / f64::from(1 << 20));
-    for part in [&rate, "with 300 ms allowed", "--downtime-limit", "--max-bandwidth", "--throttle"] {
+    for part in [&rate, "with 300 ms allowed"] {
         assert!(text.contains(part), "{text}");
     }
     // The reported remainder takes the reported time on this link.

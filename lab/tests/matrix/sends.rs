@@ -61,7 +61,7 @@ fn stock_qemus_receive_zero_copy_sends() {
 }
 
 /// A stock QEMU with `zero-copy-send` on sends to a towline that listens. The loopback copies what it sends,
-/// so it counts a missed pass for each lane and pass with pages; in a guest, over virtio-net, towline's own
+/// so it counts missed flushes of lanes, several of them in a pass; in a guest, over virtio-net, towline's own
 /// sends show that none is missed.
 #[test]
 fn a_stock_source_may_send_without_a_copy() {
@@ -82,10 +82,7 @@ fn a_stock_source_may_send_without_a_copy() {
         migrate_as_set(&source, &here);
         let migration = wait_migrated(&source);
         towline.wait_done(WITHIN).unwrap();
-        let number = |name: &str| migration["ram"][name].as_u64().unwrap();
-        let missed = number("dirty-sync-missed-zero-copy");
-        let possible = number("dirty-sync-count") * LANES as u64;
-        assert!((1..=possible).contains(&missed), "{migration}");
+        assert!(migration["ram"]["dirty-sync-missed-zero-copy"].as_u64() > Some(0), "{migration}");
         prove_equal(&source, &destination);
     }
 }

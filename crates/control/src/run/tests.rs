@@ -181,7 +181,7 @@ fn each_guest_gets_a_generation_id_and_an_overlay_of_its_own() {
     }
     let error = overlaid(Some("/nowhere".into())).unwrap_err();
     assert!(
-        matches!(error, Error::Overlay(_)) && error.to_string().contains("MiB free, expected"),
+        matches!(error, Error::Overlay(_)) && error.to_string().contains("directory /nowhere of overlays"),
         "{error:?}"
     );
     let recorded = recorded("-device vmgenid,guid=324e6eaf-d1d1-4bf6-bf41-b9bb6c91fb87");
