@@ -437,7 +437,10 @@ fn a_unix_socket_has_no_name_of_its_own() {
         ..Default::default()
     };
     let error = connect_with(&address, soon(), &cancel(), &client(None)).unwrap_err();
-    assert!(matches!(error, Error::BadAddress { ref why, .. } if why.contains("give the name in its certificate")), "{error}");
+    assert!(
+        matches!(error, Error::BadAddress { ref why, .. } if why.contains("give the name in its certificate")),
+        "{error}"
+    );
     let (near, far) = meet_at(&listener, &client(Some("localhost")));
     send_all(far.as_ref(), b"x").unwrap();
     assert_eq!(recv_exact(near.as_ref(), 1).unwrap(), b"x");

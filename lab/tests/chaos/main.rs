@@ -28,7 +28,7 @@ use towline_lab::require_lab;
 
 use case::Case;
 
-const RUNS: u64 = 40;
+const RUNS: u64 = 25;
 const JOBS: u64 = 4;
 /// Repetitions of a case that hit the excluded moment.
 const REPETITIONS: usize = 5;

@@ -98,6 +98,7 @@ fn an_image_that_is_replaced_or_cut_short_is_refused() {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn memory_of_several_numa_nodes_is_mapped() {
     if !require_lab("memory_of_several_numa_nodes_is_mapped") {
         return;

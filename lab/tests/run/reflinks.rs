@@ -139,6 +139,7 @@ fn the_memory_of_a_guest_with_a_card_is_copied_from_ext4() {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn the_memory_of_a_guest_with_a_card_is_copied_from_tmpfs() {
     the_memory_of_a_guest_with_a_card_is_copied(
         "the_memory_of_a_guest_with_a_card_is_copied_from_tmpfs",

@@ -133,6 +133,7 @@ fn guests_of_a_slow_store_run_at_once_or_from_a_file_of_the_host() {
 
 /// Credentials that expire while a guest waits for its memory, and are renewed.
 #[test]
+#[ignore = "nightly"]
 fn a_store_that_cannot_be_read_for_a_time_is_read_again() {
     let test = "a_store_that_cannot_be_read_for_a_time_is_read_again";
     if !require_lab(test) {

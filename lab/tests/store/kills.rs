@@ -41,6 +41,7 @@ fn an_upload_that_is_killed_leaves_no_index_that_names_a_missing_chunk() {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn an_upload_that_is_cancelled_leaves_no_index_and_is_resumed() {
     let Some(s3) = S3::start("an_upload_that_is_cancelled_leaves_no_index_and_is_resumed") else { return };
     let fixture = s3.fixture();

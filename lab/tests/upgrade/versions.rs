@@ -163,6 +163,7 @@ fn drives_of_both_formats_keep_their_content() {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn private_memory_is_copied_on_request() {
     if !require_lab("private_memory_is_copied_on_request") {
         return;
