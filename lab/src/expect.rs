@@ -36,6 +36,22 @@ impl Scratch {
     }
 }
 
+/// Waits until a towline with `--json` has transferred this much.
+///
+/// # Panics
+/// If it ends before, or takes longer than `within`.
+#[track_caller]
+pub fn wait_transferred(towline: &mut Towline, bytes: u64, within: Duration) {
+    wait_until(&format!("{bytes} bytes"), within, || {
+        assert!(towline.runs()?, "towline ended: {}{}", towline.stdout(), towline.stderr());
+        let events = towline.stdout();
+        let moved = events.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        let moved = moved.filter_map(|event| event["ram"]["transferred"].as_u64()).max();
+        Ok((moved >= Some(bytes)).then_some(()))
+    })
+    .unwrap();
+}
+
 /// Returns the number in this environment variable, which long runs set.
 ///
 /// # Panics

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use towline_lab::{BootSector, Qemu, Towline, Version, require_lab, towline, wait_until};
+use towline_lab::expect::wait_transferred;
+use towline_lab::{BootSector, Qemu, Towline, Version, require_lab, towline};
 
 const WITHIN: Duration = Duration::from_secs(60);
 const PAGES: u64 = 64 << 8;
@@ -79,14 +80,8 @@ fn an_image_that_is_cut_short_under_way_is_an_error() {
         &["--multifd-channels", "2", "--compression", "zstd"],
     ] {
         copied(&["--overwrite", "mem:64M", &image]);
-        let towline = copy(&[&["--max-bandwidth", "8M", &image, "mem:"], options].concat());
-        wait_until("some of it", WITHIN, || {
-            let stdout = towline.stdout();
-            let events = stdout.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-            let moved = events.filter_map(|event| event["ram"]["transferred"].as_u64()).max();
-            Ok((moved >= Some(4 << 20)).then_some(()))
-        })
-        .unwrap();
+        let mut towline = copy(&[&["--max-bandwidth", "8M", &image, "mem:"], options].concat());
+        wait_transferred(&mut towline, 4 << 20, WITHIN);
         std::fs::File::options().write(true).open(&image).unwrap().set_len(2 << 20).unwrap();
         let finished = towline.wait(WITHIN).unwrap();
         assert_eq!(finished.status.code(), Some(1), "{options:?}: {} {}", finished.status, finished.stderr);

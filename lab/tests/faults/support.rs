@@ -8,7 +8,9 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 pub(crate) use towline_lab::expect::qmp;
 pub(crate) use towline_lab::signal;
-use towline_lab::{BootSector, Builder, Finished, Qemu, Towline, Version, towline_binary, wait_until};
+use towline_lab::{
+    BootSector, Builder, Finished, Qemu, Towline, Version, expect, towline_binary, wait_until,
+};
 
 /// Timeout of anything that must happen. Generous: two busy processors.
 pub(crate) const WITHIN: Duration = Duration::from_secs(120);
@@ -227,14 +229,7 @@ pub(crate) fn wait_stderr(towline: &mut Towline, text: &str) {
 
 /// Waits until a towline with `--json` has transferred this much.
 pub(crate) fn wait_transferred(towline: &mut Towline, bytes: u64) {
-    wait_until(&format!("{bytes} bytes"), WITHIN, || {
-        assert!(towline.runs()?, "towline ended: {}{}", towline.stdout(), towline.stderr());
-        let events = towline.stdout();
-        let moved = events.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-        let moved = moved.filter_map(|event| event["ram"]["transferred"].as_u64()).max();
-        Ok((moved >= Some(bytes)).then_some(()))
-    })
-    .unwrap();
+    expect::wait_transferred(towline, bytes, WITHIN);
 }
 
 /// Waits until towline exits after a process was killed; fails if it took too long to notice.

@@ -4,11 +4,10 @@ use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use serde_json::Value;
 use tempfile::TempDir;
-use towline_lab::expect::qmp;
+use towline_lab::expect::{qmp, wait_transferred};
 pub(crate) use towline_lab::signal;
-use towline_lab::{Finished, Qemu, Towline, towline_binary, wait_until};
+use towline_lab::{Finished, Qemu, Towline, towline_binary};
 
 /// Timeout of anything that must happen.
 pub(crate) const WITHIN: Duration = Duration::from_secs(60);
@@ -68,14 +67,7 @@ impl Fixture {
     pub(crate) fn copy_slowly(&self, source: &Qemu, destination: &str) -> Towline {
         let options = "--json --max-bandwidth 4M --downtime-limit 77 --multifd-channels 3";
         let mut towline = self.towline(&format!("copy {options} {} {destination}", qmp(source)));
-        wait_until("a MiB", WITHIN, || {
-            assert!(towline.runs()?, "towline ended: {}{}", towline.stdout(), towline.stderr());
-            let events = towline.stdout();
-            let events = events.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-            let moved = events.filter_map(|event| event["ram"]["transferred"].as_u64()).max();
-            Ok((moved >= Some(1 << 20)).then_some(()))
-        })
-        .unwrap();
+        wait_transferred(&mut towline, 1 << 20, WITHIN);
         towline
     }
 }

@@ -3,7 +3,7 @@
 use std::time::{Duration, SystemTime};
 
 use rustix::process::{Pid, Signal, kill_process};
-use serde_json::Value;
+use towline_lab::expect::wait_transferred;
 use towline_lab::wait_until;
 
 use crate::support::{BUCKET, Fixture, S3, WITHIN, last_event, uploaded};
@@ -98,13 +98,7 @@ fn read_to_its_end(fixture: &Fixture, prefix: &str, readers: &dyn Fn() -> usize)
     let sent = uploaded(&first, "sent-chunks");
     let mut slow = fixture.start(&["copy", "--json", "--max-bandwidth", "6M", &image, "mem:"]);
     wait_until("a reader", WITHIN, || Ok((readers() > 0).then_some(()))).unwrap();
-    wait_until("a part of the image", WITHIN, || {
-        assert!(slow.runs()?, "{}", slow.stderr());
-        let is_read = |event: Value| event["ram"]["transferred"].as_u64() > Some(0);
-        let events = slow.stdout();
-        Ok(events.lines().filter_map(|line| serde_json::from_str(line).ok()).any(is_read).then_some(()))
-    })
-    .unwrap();
+    wait_transferred(&mut slow, 1, WITHIN);
     // It reads nothing more before the collection has ended, however long that takes.
     let reader = Pid::from_raw(slow.pid().try_into().unwrap()).unwrap();
     kill_process(reader, Signal::STOP).unwrap();
