@@ -87,8 +87,7 @@ pub(crate) fn check_features() -> Result<()> {
         let each = features.keys().map(String::as_str).filter(|feature| *feature != "default");
         for feature in std::iter::once("").chain(each) {
             println!("features: {name} with {feature:?}");
-            let mut clippy = cargo(["clippy", "--quiet", "--no-default-features", "--features", feature]);
-            run(clippy.args(["--package", name, "--", "-D", "warnings"]))?;
+            check_feature(name, feature)?;
         }
     }
     Ok(())
@@ -97,6 +96,11 @@ pub(crate) fn check_features() -> Result<()> {
 /// Checks that the program compiles without warnings when its default features are off, as a distributor may
 /// build it: a build of the whole workspace always has them on.
 pub(crate) fn check_minimal_program() -> Result<()> {
-    let mut clippy = cargo(["clippy", "--quiet", "--package", "towline-cli", "--no-default-features"]);
-    run(clippy.args(["--", "-D", "warnings"]))
+    check_feature("towline-cli", "")
+}
+
+/// Checks a package with this feature alone, or with none.
+fn check_feature(package: &str, feature: &str) -> Result<()> {
+    let mut clippy = cargo(["clippy", "--quiet", "--no-default-features", "--features", feature]);
+    run(clippy.args(["--package", package, "--", "-D", "warnings"]))
 }
