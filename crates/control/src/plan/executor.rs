@@ -41,7 +41,7 @@ const SOURCE_COMPLETION_TIMEOUT: Duration = Duration::from_secs(60);
 const SOURCE_CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Timeout for a destination that has everything to load it.
 const LOADED_TIMEOUT: Duration = Duration::from_secs(60);
-/// Timeout for the message of another towline that still sends heartbeats: longer than any of its own timeouts.
+/// Timeout for the message of another towline that still sends heartbeats: longer than every timeout there.
 const PEER_REPORT_TIMEOUT: Duration = Duration::from_secs(150);
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
@@ -182,8 +182,7 @@ impl Executor<'_> {
             Directive::Record(decision) => self.record(decision),
             Directive::Retract => self.retract(),
             Directive::LookAtDestination => Input::Destination(self.destination_status()),
-            // Directives of an engine. A source that is to be acknowledged unconfirmed has been acknowledged
-            // by it.
+            // Directives of an engine, which has already acknowledged a source whose guest is unconfirmed.
             Directive::AcknowledgeUnconfirmed
             | Directive::Proceed
             | Directive::ServeMemory

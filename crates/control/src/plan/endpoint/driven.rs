@@ -195,8 +195,7 @@ impl QemuDestination {
     /// Has QEMU load the file itself. With `--verify` it is hashed meanwhile, so that no guest runs from a
     /// damaged image.
     pub(super) fn load(&mut self, image: &Image, context: &Context<'_>) -> Result<Snapshot, Error> {
-        // An open file description of its own: QEMU reads the stream at the file's position, which duplicates
-        // share.
+        // A separate open file description: QEMU reads the stream at the file's position, which duplicates share.
         let file = image.reopen()?;
         self.qmp.load(&file, context.lanes())?;
         context.observer.phase(CopyPhase::Transfer);
