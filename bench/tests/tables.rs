@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 
+use rustix::process::Signal;
 use serde_json::Value;
 use towline_lab::{Network, require_lab, signal, skip, towline_binary};
 
@@ -95,7 +96,7 @@ fn a_cancelled_run_ends_and_removes_its_files() {
     let Some(mut command) = command(name, directory.path(), "ram", &["--sizes", "256M"]) else { return };
     let child = command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
     sleep(Duration::from_millis(1500));
-    signal(child.id(), "-TERM");
+    signal(child.id(), Signal::TERM);
     let output = child.wait_with_output().unwrap();
     let errors = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{errors}");

@@ -8,6 +8,8 @@ use std::process::{Child, Command};
 use std::sync::OnceLock;
 use std::sync::mpsc::{Sender, channel};
 
+use rustix::process::{Pid, Signal, kill_process};
+
 use crate::sys::die_with_parent;
 
 struct Request {
@@ -39,15 +41,14 @@ pub(crate) fn spawn(command: Command) -> io::Result<Child> {
     child.recv().map_err(|_| io::Error::other("the spawning thread is gone"))?
 }
 
-/// Sends a signal, such as `-INT`, to a process. By the shell, which every system has, unlike a program
-/// `kill`.
+/// Sends a signal to a process that this test started.
 ///
 /// # Panics
 /// If it cannot be sent.
-pub fn signal(pid: u32, name: &str) {
-    let line = ["-c", "kill \"$@\"", "sh", name, &pid.to_string()];
-    let status = Command::new("sh").args(line).status().unwrap_or_else(|error| panic!("sh: {error}"));
-    assert!(status.success(), "kill {name} {pid}");
+pub fn signal(pid: u32, signal: Signal) {
+    let process = i32::try_from(pid).ok().and_then(Pid::from_raw);
+    let process = process.unwrap_or_else(|| panic!("{pid} is no process"));
+    kill_process(process, signal).unwrap_or_else(|error| panic!("{signal:?} to process {pid}: {error}"));
 }
 
 /// Returns true if all threads of a process sleep. On a busy host one that has done nothing for a while may

@@ -69,8 +69,8 @@ impl Towline {
         arguments: I,
         descriptors: &[BorrowedFd<'_>],
     ) -> Result<Self> {
-        let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir()?;
-        // Files, not pipes: towline never blocks on a write.
+        // Files, not pipes, and no files of a disk: towline never blocks on a write.
+        let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir_in("/dev/shm")?;
         let file = |name: &str| File::create(directory.path().join(name)).map(Stdio::from);
         let output = [file("stdout")?, file("stderr")?];
         Self::spawn(binary, arguments, (directory, output), descriptors)

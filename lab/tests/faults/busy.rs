@@ -3,6 +3,7 @@
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use rustix::process::Signal;
 use serde_json::Value;
 use towline_lab::{BootSector, Qemu, Version, require_lab};
 
@@ -30,11 +31,11 @@ fn a_slow_load_at_the_destination_is_no_failure() {
     while resident() < before + 8192 {
         assert!(towline.runs().unwrap(), "{}", towline.stderr());
     }
-    signal(destination.pid(), "-STOP");
+    signal(destination.pid(), Signal::STOP);
     // Longer than the timeout of any other command.
     std::thread::sleep(Duration::from_secs(11));
     assert!(towline.runs().unwrap(), "{}", towline.stderr());
-    signal(destination.pid(), "-CONT");
+    signal(destination.pid(), Signal::CONT);
     towline.wait_done(WITHIN).unwrap();
     destination.wait_counting(WITHIN).unwrap();
 }

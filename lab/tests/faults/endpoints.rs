@@ -2,6 +2,7 @@
 
 use std::os::unix::net::{UnixListener, UnixStream};
 
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use towline_lab::{Qemu, Qmp, require_lab};
 
@@ -169,7 +170,7 @@ fn an_image_that_exists_or_is_being_written_is_not_replaced() {
         assert_runs(&other);
     }
     assert!(first.runs().unwrap(), "the first continues: {}", first.stderr());
-    signal(first.pid(), "-INT");
+    signal(first.pid(), Signal::INT);
     assert_safe(&first.wait(WITHIN).unwrap(), &["cancelled"]);
     fixture.assert_holds(&[]);
     assert_ended(&fixture.run(&format!("copy --resume {} {image}", qmp(&source))), 0, &[]);
@@ -180,7 +181,7 @@ fn an_image_that_exists_or_is_being_written_is_not_replaced() {
     // A failed overwrite leaves the old image, a successful one replaces it together with its manifest.
     let mut failing = fixture.towline(&format!("copy --json --overwrite {SLOW} {} {image}", qmp(&other)));
     wait_transferred(&mut failing, 1 << 20);
-    signal(failing.pid(), "-TERM");
+    signal(failing.pid(), Signal::TERM);
     assert_safe(&failing.wait(WITHIN).unwrap(), &["cancelled"]);
     assert!(std::fs::read(&image).unwrap() == old, "the old image");
     assert_ended(&fixture.run(&format!("inspect --verify {image}")), 0, &[]);

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use rustix::process::Signal;
 use serde_json::Value;
 use towline_lab::{Qemu, Towline, require_lab, wait_until};
 
@@ -64,7 +65,7 @@ fn a_destination_that_hangs_and_dies_leaves_the_guest_at_its_source() {
     {
         let destination = waiting(&guest());
         let towline = under_way(&fixture, &from, options, &destination);
-        signal(destination.pid(), "-STOP");
+        signal(destination.pid(), Signal::STOP);
         std::thread::sleep(Duration::from_millis(700));
         let since = Instant::now();
         destination.kill().unwrap();

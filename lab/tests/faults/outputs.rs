@@ -5,6 +5,7 @@ use std::io::{PipeReader, PipeWriter, Write as _};
 use std::process::Stdio;
 use std::time::Instant;
 
+use rustix::process::Signal;
 use towline_lab::{Qemu, Terminal, Towline, require_lab, towline_binary, wait_until};
 
 use crate::support::{
@@ -49,13 +50,13 @@ fn assert_moved(options: &str, output: [Stdio; 2], under_way: impl FnOnce(&Towli
 
 /// Cancels a copy under way with these outputs; the source runs on.
 #[track_caller]
-fn assert_cancelled(options: &str, output: [Stdio; 2], name: &str, under_way: impl FnOnce(&Towline)) {
+fn assert_cancelled(options: &str, output: [Stdio; 2], by: Signal, under_way: impl FnOnce(&Towline)) {
     let (source, destination) = (counting(guest()), waiting(&guest()));
     let towline = start(&format!("copy {options} {SLOW} {} {}", qmp(&source), qmp(&destination)), output);
     wait_under_way(&source);
     under_way(&towline);
     let since = Instant::now();
-    signal(towline.pid(), name);
+    signal(towline.pid(), by);
     let finished = wait_soon(towline, since);
     assert_eq!(finished.status.code(), Some(SAFE), "{}", finished.status);
     assert_runs(&source);
@@ -81,7 +82,7 @@ fn a_copy_is_cancelled_while_events_are_not_read() {
         return;
     }
     let (_reader, writer) = small_pipe(ROOM);
-    assert_cancelled("--json", [writer.into(), Stdio::null()], "-TERM", |_| ());
+    assert_cancelled("--json", [writer.into(), Stdio::null()], Signal::TERM, |_| ());
 }
 
 /// The message about the signal is not read either.
@@ -91,7 +92,7 @@ fn a_copy_is_cancelled_while_standard_error_is_not_read() {
         return;
     }
     let (_reader, writer) = small_pipe(0);
-    assert_cancelled("--json --log debug", [Stdio::null(), writer.into()], "-INT", |_| ());
+    assert_cancelled("--json --log debug", [Stdio::null(), writer.into()], Signal::INT, |_| ());
 }
 
 #[test]
@@ -111,7 +112,7 @@ fn a_copy_is_cancelled_while_its_terminal_is_stopped() {
     }
     let terminal = Terminal::open().unwrap();
     let output = [terminal.output().unwrap(), terminal.output().unwrap()];
-    assert_cancelled("--paused", output, "-HUP", |_| terminal.stop_output().unwrap());
+    assert_cancelled("--paused", output, Signal::HUP, |_| terminal.stop_output().unwrap());
 }
 
 #[test]
@@ -120,8 +121,8 @@ fn broken_pipes_neither_end_a_copy_nor_block_its_signals() {
         return;
     }
     assert_moved("--log debug", [broken_pipe(), broken_pipe()], |_| ());
-    for (options, name) in [("--json", "-TERM"), ("--log debug", "-INT")] {
-        assert_cancelled(options, [broken_pipe(), broken_pipe()], name, |_| ());
+    for (options, by) in [("--json", Signal::TERM), ("--log debug", Signal::INT)] {
+        assert_cancelled(options, [broken_pipe(), broken_pipe()], by, |_| ());
     }
 }
 
@@ -141,6 +142,6 @@ fn a_notice_that_cannot_be_written_ends_nothing() {
     })
     .unwrap();
     let since = Instant::now();
-    signal(towline.pid(), "-TERM");
+    signal(towline.pid(), Signal::TERM);
     assert_eq!(wait_soon(towline, since).status.code(), Some(SAFE));
 }

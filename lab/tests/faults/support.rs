@@ -33,7 +33,16 @@ pub(crate) struct Fixture {
 
 impl Fixture {
     pub(crate) fn new() -> Self {
-        let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
+        Self::of(&std::env::temp_dir())
+    }
+
+    /// Without a disk, which others may keep busy.
+    pub(crate) fn in_memory() -> Self {
+        Self::of(Path::new("/dev/shm"))
+    }
+
+    fn of(parent: &Path) -> Self {
+        let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir_in(parent).unwrap();
         for name in ["work", "tmp"] {
             std::fs::create_dir(directory.path().join(name)).unwrap();
         }

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use towline_lab::{Qemu, Version, require_lab, wait_until};
 
@@ -321,14 +322,14 @@ fn a_killed_towline_leaves_no_incomplete_increment() {
     let source = counting(guest());
     let (from, first, second) = (qmp(&source), fixture.name("first.img"), fixture.name("second.img"));
     assert_ended(&fixture.run(&format!("copy --resume {from} {first}")), 0, &[]);
-    for how in ["-INT", "-KILL"] {
+    for how in [Signal::INT, Signal::KILL] {
         let slow = format!("copy --json --resume {SLOW} --multifd-channels 0 --base {first} {from} {second}");
         let mut towline = fixture.towline(&slow);
         wait_transferred(&mut towline, 1 << 20);
         signal(towline.pid(), how);
         let finished = towline.wait(WITHIN).unwrap();
         assert_ne!(finished.status.code(), Some(0));
-        assert!(!fixture.path("second.img").exists(), "{how}");
+        assert!(!fixture.path("second.img").exists(), "{how:?}");
         assert_runs(&source);
     }
     wait_migration_failed(&source);

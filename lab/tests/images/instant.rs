@@ -1,5 +1,6 @@
 //! Background snapshots: an image of one instant of a running guest.
 
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use towline_lab::{BootSector, Builder, MemoryBackend, Qemu, Towline, require_lab, skip, wait_until};
 
@@ -46,7 +47,7 @@ fn stopped_half_way(fixture: &Fixture, line: &str) -> Towline {
         Ok(towline.stdout().contains("\"transfer\"").then_some(()))
     })
     .unwrap();
-    signal(towline.pid(), "-STOP");
+    signal(towline.pid(), Signal::STOP);
     towline
 }
 
@@ -165,8 +166,8 @@ fn a_snapshot_that_fails_leaves_the_guest_and_no_file() {
     // The cancellation may come after everything was stored; then it is tried again.
     let cancelled = (0..5).find_map(|_| {
         let towline = stopped_half_way(&fixture, &line);
-        signal(towline.pid(), "-INT");
-        signal(towline.pid(), "-CONT");
+        signal(towline.pid(), Signal::INT);
+        signal(towline.pid(), Signal::CONT);
         let finished = towline.wait(WITHIN).unwrap();
         assert_runs(&source);
         if finished.status.success() {

@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use rustix::process::Signal;
 use towline_lab::{Towline, require_lab, signal, wait_until};
 
 use crate::support::{MIB, WITHIN, completed, events, linux, prove_alive, qmp, start, waiting, writing};
@@ -42,7 +43,7 @@ fn a_relay_takes_little_memory_and_makes_its_source_wait() {
         Ok((transferred(&towline) > 8 * MIB).then_some(()))
     })
     .unwrap();
-    signal(destination.pid(), "-STOP");
+    signal(destination.pid(), Signal::STOP);
     // Once no more bytes get through, all buffers between the two are full.
     let mut stood = (0, 0);
     wait_until("a source that waits", WITHIN, || {
@@ -56,7 +57,7 @@ fn a_relay_takes_little_memory_and_makes_its_source_wait() {
     })
     .unwrap();
     assert!(towline.runs().unwrap(), "it was over before: {}", towline.stdout());
-    signal(destination.pid(), "-CONT");
+    signal(destination.pid(), Signal::CONT);
     wait_until("end of towline", WITHIN, || {
         peak = peak.max(towline.own_memory().unwrap_or_default());
         Ok((!towline.runs()?).then_some(()))

@@ -4,13 +4,14 @@ use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixListener;
 use std::thread;
 
+use rustix::process::Signal;
 use serde_json::Value;
 use towline_lab::{BootSector, Towline, Version, require_lab, require_qemu, signal};
 
 use crate::support::{Stored, WITHIN, assert_ended, completed, prove_alive, qmp, run, small, waiting};
 
 fn interrupt(towline: &Towline) {
-    signal(towline.pid(), "-INT");
+    signal(towline.pid(), Signal::INT);
 }
 
 /// State of a running guest whose image has become unreadable.

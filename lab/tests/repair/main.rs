@@ -6,6 +6,7 @@ mod directories;
 mod leftovers;
 mod support;
 
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use towline_lab::expect::{Settings, assert_ended, events, qmp, settings};
 use towline_lab::{BootSector, Builder, Qemu, Version, require_lab};
@@ -149,7 +150,7 @@ fn a_qemu_that_another_towline_works_on_is_refused() {
     // A dry run changes nothing.
     assert_ended(&fixture.run(&format!("inspect qmp:{second}")), 0, &[]);
 
-    support::signal(first.pid(), "-INT");
+    support::signal(first.pid(), Signal::INT);
     assert_ended(&first.wait(WITHIN).unwrap(), 1, &[]);
     assert_eq!(settings(&source), before);
     assert_ended(&fixture.run(&format!("copy --resume qmp:{second} {}", fixture.name("second.img"))), 0, &[]);

@@ -3,9 +3,10 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use serde_json::{Value, json};
 pub(crate) use towline_lab::expect::{Scratch, assert_ended, qmp};
+pub(crate) use towline_lab::signal;
 use towline_lab::{
     BootSector, Builder, Finished, Flow, Incoming, Proxy, Qemu, Towline, Version, expect, is_asleep, towline,
     wait_until,
@@ -86,12 +87,6 @@ pub(crate) fn migrate(source: &Qemu, to: SocketAddr) {
     let capabilities = json!([{ "capability": "return-path", "state": true }]);
     source.qmp().execute("migrate-set-capabilities", json!({ "capabilities": capabilities })).unwrap();
     source.qmp().execute("migrate", json!({ "uri": format!("tcp:{to}") })).unwrap();
-}
-
-/// Sends a signal to a process that this test started.
-pub(crate) fn signal(pid: u32, signal: Signal) {
-    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).unwrap();
-    kill_process(pid, signal).unwrap();
 }
 
 /// Stops the process of a QEMU until it is dropped; QEMU must live as long.
