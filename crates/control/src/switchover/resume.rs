@@ -235,9 +235,10 @@ impl InterruptedMove {
         }
     }
 
-    /// Returns true if the record proves that the source was done with the guest.
+    /// Returns true if the record proves that only the destination was to run the guest. [`Decision::Complete`] proves that its source
+    /// was done then; an operator who saw that the guest does not run at its destination may have run it there since.
     fn is_source_done(&self) -> bool {
-        self.decision >= Decision::Complete || self.fault.has(SwitchoverBug::ResumesWithoutEvidence)
+        self.decision >= Decision::Run || self.fault.has(SwitchoverBug::ResumesWithoutEvidence)
     }
 
     fn start_or_finish(&self) -> ResumeAction {

@@ -59,6 +59,17 @@ fn guest_seen_at_the_other_end_is_never_started() {
     }
 }
 
+/// An exited source is no evidence of whether an operator has run the guest there after it was recorded to be done with it.
+#[test]
+fn guest_of_an_exited_source_is_run_by_itself_only_if_that_was_recorded() {
+    for case in cases() {
+        let is_run = case.next_action() == ResumeAction::RunDestination;
+        if is_run && matches!(case.source, None | Some(SourceStatus::Exited)) {
+            assert_eq!(case.decision, Decision::Run, "{case:?}");
+        }
+    }
+}
+
 /// Its memory has been changed: no evidence and no choice runs the source from a state of before.
 #[test]
 fn source_of_an_upgrade_never_runs_after_the_decision_to_run_its_destination() {
