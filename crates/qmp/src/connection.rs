@@ -22,6 +22,8 @@ use crate::error::{DisconnectReason, Error};
 
 /// Maximum number of descriptors per command; QEMU takes one.
 pub(crate) const FDS_MAX: usize = 16;
+/// Time from a socket's creation until its process listens, at most, on a loaded machine.
+const LISTENS_WITHIN: Duration = Duration::from_secs(1);
 /// Interval between attempts to connect while the socket's backlog is full.
 const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(20);
 const READ_BYTES_MAX: usize = 64 << 10;
@@ -29,6 +31,16 @@ const READ_BYTES_MAX: usize = 64 << 10;
 /// Returns true for a file to which the kernel refuses connections because it is not a socket.
 fn is_other_file(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|metadata| !metadata.file_type().is_socket())
+}
+
+/// Returns true if connecting again may succeed: the backlog is full, or the socket was made a moment ago, as a process makes it
+/// before it listens.
+fn may_listen_soon(errno: Errno, path: &Path) -> bool {
+    let is_new = || {
+        let made = std::fs::symlink_metadata(path).and_then(|metadata| metadata.modified());
+        made.is_ok_and(|made| made.elapsed().is_ok_and(|age| age < LISTENS_WITHIN))
+    };
+    errno == Errno::AGAIN || errno == Errno::CONNREFUSED && !is_other_file(path) && is_new()
 }
 
 /// The process that last called `listen` on a socket (`SO_PEERCRED`).
@@ -93,7 +105,7 @@ impl MonitorConnection {
             match rustix::net::connect(&connection.stream, &address) {
                 Ok(()) => return Ok(connection),
                 Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) if started.elapsed() < within => {
+                Err(errno) if started.elapsed() < within && may_listen_soon(errno, path) => {
                     if connection.is_cancelled_within(CONNECT_RETRY_INTERVAL) {
                         return Err(Error::Cancelled { socket });
                     }
