@@ -85,7 +85,7 @@ fn protocol_errors_are_named() {
         (frame(0x09, b"x"), "it sent a control frame of 1 bytes or in fragments, the limit is 125"),
         (unmasked.to_vec(), "it sent a frame without a mask, which only servers send"),
         (long, "it sent a frame of 9223372036854775807 bytes, the limit is 1073741824"),
-        (frame(0x82, b"").repeat(65), "it sent more than 64 packets without data"),
+        (frame(0x82, b"").repeat(65), "it sent more than 64 packets without data in a second"),
     ] {
         let (channel, mut raw) = raw_client();
         raw.write_all(&bytes).unwrap();

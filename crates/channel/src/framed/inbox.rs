@@ -9,12 +9,15 @@
 use super::packet::{Unpack, Unpacked, UnpackedInto};
 use crate::{Channel, Error, IoBufMut, IoCursorMut, RecvFlags, Result, scatter, total_len_mut};
 use std::ops::Range;
+use std::time::{Duration, Instant};
 
 /// Room for received bytes: at least some of the longest packets, so one call receives many.
 const PACKETS: usize = 16;
-/// Maximum number of consecutive packets without data (empty ones, key updates, pings), which cost work and
-/// carry nothing.
+/// Maximum number of consecutive packets without data (empty ones, key updates, pings) in [`IDLE_INTERVAL`]: they
+/// cost work and carry nothing. A proxy sends a ping from time to time for as long as it forwards data the other
+/// way.
 const IDLE_PACKETS_MAX: u32 = 64;
+const IDLE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The receiving half.
 #[derive(Debug)]
@@ -24,8 +27,26 @@ pub(super) struct Inbox<U> {
     plain: Range<usize>,
     start: usize,
     end: usize,
-    idle_packets: u32,
+    idle: IdlePackets,
     finished: Option<InboxEnd>,
+}
+
+/// Packets without data since the last one with data, in one interval.
+#[derive(Debug, Default)]
+struct IdlePackets {
+    count: u32,
+    began: Option<Instant>,
+}
+
+impl IdlePackets {
+    /// Counts one that arrived `now`; false if there are too many.
+    fn add(&mut self, now: Instant) -> bool {
+        if self.began.is_none_or(|began| now.duration_since(began) >= IDLE_INTERVAL) {
+            *self = Self { count: 0, began: Some(now) };
+        }
+        self.count += 1;
+        self.count <= IDLE_PACKETS_MAX
+    }
 }
 
 /// State of the end of the stream.
@@ -45,7 +66,7 @@ impl<U: Unpack> Inbox<U> {
         let (start, end) = (data.len(), data.len() + packets.len());
         buffer[start..end].copy_from_slice(packets);
         let buffer = buffer.into();
-        Self { unpack, buffer, plain: 0..start, start, end, idle_packets: 0, finished: None }
+        Self { unpack, buffer, plain: 0..start, start, end, idle: IdlePackets::default(), finished: None }
     }
 
     /// Fills a prefix of the buffers, which are not all empty; 0 at an end that the peer announced.
@@ -151,7 +172,7 @@ impl<U: Unpack> Inbox<U> {
                     return Ok(false);
                 }
                 Unpacked::Data(data, taken) if !data.is_empty() => {
-                    self.idle_packets = 0;
+                    self.idle = IdlePackets::default();
                     let data = self.start + data.start..self.start + data.end;
                     self.start += taken;
                     self.join(data);
@@ -159,9 +180,9 @@ impl<U: Unpack> Inbox<U> {
                 }
                 Unpacked::Data(_, taken) | Unpacked::Idle(taken) => {
                     self.start += taken;
-                    self.idle_packets += 1;
-                    if self.idle_packets > IDLE_PACKETS_MAX {
-                        let why = format!("it sent more than {IDLE_PACKETS_MAX} packets without data");
+                    if !self.idle.add(Instant::now()) {
+                        let why =
+                            format!("it sent more than {IDLE_PACKETS_MAX} packets without data in a second");
                         return Err(U::fault(peer, why));
                     }
                 }
@@ -174,7 +195,7 @@ impl<U: Unpack> Inbox<U> {
         debug_assert!(self.plain.is_empty(), "they come first");
         let packet = self.unpack.unpack_into(&self.buffer[self.start..self.end], room.chunk(), peer)?;
         let Some(UnpackedInto { data, taken }) = packet else { return Ok(false) };
-        self.idle_packets = 0;
+        self.idle = IdlePackets::default();
         self.start += taken;
         self.plain = self.start..self.start;
         room.advance(data);
@@ -197,5 +218,22 @@ impl<U: Unpack> Inbox<U> {
             (self.start, self.end) = (0, self.end - self.start);
         }
         self.plain = self.start..self.start;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pings_are_limited_by_their_rate() {
+        let began = Instant::now();
+        let at = |millis: u32| began + Duration::from_millis(millis.into());
+        let mut idle = IdlePackets::default();
+        // A day of a ping each 50 ms.
+        assert!((0..86_400 * 20).all(|index| idle.add(at(index * 50))));
+        let mut idle = IdlePackets::default();
+        let taken = (0..200).take_while(|index| idle.add(at(index * 10))).count();
+        assert_eq!(taken, 64);
     }
 }
