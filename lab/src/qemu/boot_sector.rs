@@ -1,13 +1,16 @@
 //! The smallest guest: it fills memory with a pattern, reports that, and then counts and dirties memory
-//! forever.
+//! forever. A guest of a small sweep takes some steps at each tick of its timer, 1,000 times a second, and
+//! leaves the host's processors to others in between.
 //!
 //! Strictly a multiboot image, not a boot sector, so it needs no disk and no image lock, and is the same on
 //! every version and machine type. The assembler is in `sys/guest_image.rs`.
 //!
 //! ```text
-//! 0x100000   the image; parameters at 0x100020: pages, words per page, seed, pages to sweep, whether to use popcnt
+//! 0x100000   the image; parameters at 0x100020: pages, words per page, seed, pages to sweep, whether to use popcnt,
+//!            steps at each tick
 //! 0x110000   the word "EADYRAND" once memory is filled, 0 before
 //! 0x110008   a 64-bit counter, stepped for ever after
+//! 0x111000   the interrupt table of one entry; the stack ends at 0x120000
 //! 0x200000   the filled range: page i begins with `words_per_page` numbers of an xorshift32 that starts from i and seed,
 //!            and is zero behind them. The first byte of each page of the sweep, which begins here too, starts as 0
 //!            and is stepped page after page, round and round.
@@ -41,6 +44,11 @@ pub struct BootSector {
     /// True if it executes `popcnt` forever, which CPU models before Nehalem do not have.
     pub uses_popcnt: bool,
 }
+
+/// Pages of a sweep that is paced at most.
+const PACED_SWEEP_MAX: u32 = 256;
+/// Steps at each tick: a sweep over one MiB takes 16 ms.
+const STEPS_PER_TICK: u32 = 16;
 
 /// State of the sweep at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -101,8 +109,9 @@ impl BootSector {
         let pages = u32::try_from(self.pages())?;
         ensure!(self.sweep_pages <= pages, "sweep_pages is {}, expected at most {pages}", self.sweep_pages);
         let mut image = guest_image().to_vec();
+        let steps = if self.sweep_pages <= PACED_SWEEP_MAX { STEPS_PER_TICK } else { 0 };
         let parameters =
-            [pages, self.words_per_page, self.seed, self.sweep_pages, u32::from(self.uses_popcnt)];
+            [pages, self.words_per_page, self.seed, self.sweep_pages, u32::from(self.uses_popcnt), steps];
         for (to, value) in image[PARAMETERS..].chunks_exact_mut(4).zip(parameters) {
             to.copy_from_slice(&value.to_le_bytes());
         }

@@ -28,7 +28,12 @@ towline_lab_guest_start:
     .long 0                             # 0x100028: seed
     .long 0                             # 0x10002c: pages to sweep
     .long 0                             # 0x100030: not 0: use popcnt in each step
+    .long 0                             # 0x100034: steps between two ticks of the timer, 0: all the time
+    .long 0x00100000 + (12f - towline_lab_guest_start)  # 0x100038: the timer's handler
+    .short 9 * 8 - 1                    # 0x10003c: the interrupt table: its limit
+    .long 0x00111000                    # and address
 2:  cli
+    mov esp, 0x00120000
     mov edi, 0x200000                   # edi: the page, ebx: its index
     xor ebx, ebx
 3:  cmp ebx, dword ptr [0x100020]
@@ -64,9 +69,38 @@ towline_lab_guest_start:
     xor edx, edx
     mov dword ptr [0x110004], 0x444e4152
     mov dword ptr [0x110000], 0x59444145
+    mov ebp, dword ptr [0x100034]       # ebp: steps until the next tick
+    test ebp, ebp
+    jz 8f
+    mov ecx, dword ptr [0x100038]       # the firmware has IRQ 0 at vector 8
+    mov bx, cs
+    shl ebx, 16
+    mov bx, cx
+    mov dword ptr [0x111040], ebx
+    mov cx, 0x8e00                      # a present interrupt gate of 32 bits
+    mov dword ptr [0x111044], ecx
+    lidt [0x10003c]
+    mov al, 0x34                        # the 8254's channel 0: 1,193,182 Hz / 1193
+    out 0x43, al
+    mov al, 0xa9
+    out 0x40, al
+    mov al, 0x04
+    out 0x40, al
+    mov al, 0xfe                        # no other interrupt
+    out 0x21, al
+    mov al, 0xff
+    out 0xa1, al
+    xor eax, eax
+    sti
 8:  mov edi, 0x200000
     mov esi, dword ptr [0x10002c]
-9:  cmp dword ptr [0x100030], 0
+9:  cmp dword ptr [0x100034], 0
+    je 11f
+    dec ebp
+    jnz 11f
+    hlt
+    mov ebp, dword ptr [0x100034]
+11: cmp dword ptr [0x100030], 0
     je 10f
     popcnt ebx, eax                     # a processor without it faults, and no handler catches it
 10: mov ebx, eax                        # counter += 1, in one store of 8 bytes
@@ -82,6 +116,11 @@ towline_lab_guest_start:
     add edi, 4096
     dec esi
     jmp 9b
+12: push eax                            # the timer's handler
+    mov al, 0x20
+    out 0x20, al
+    pop eax
+    iretd
 towline_lab_guest_end:
     .code64
     .popsection
