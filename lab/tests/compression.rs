@@ -13,8 +13,14 @@ use towline_lab::{BootSector, Builder, Qemu, Towline, Version, require_lab, towl
 const WITHIN: Duration = Duration::from_secs(120);
 const METHODS: [&str; 2] = ["zlib", "zstd"];
 /// Half of each page is incompressible.
-const GUEST: BootSector =
-    BootSector { fill_mib: 16, words_per_page: 512, seed: 1, sweep_pages: 256, uses_popcnt: false };
+const GUEST: BootSector = BootSector {
+    fill_mib: 16,
+    words_per_page: 512,
+    seed: 1,
+    sweep_pages: 256,
+    steps_per_tick: 16,
+    uses_popcnt: false,
+};
 
 fn builder(version: Version, machine: Version) -> Builder {
     // `-cpu max` is not the same in two versions.

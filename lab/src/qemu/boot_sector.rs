@@ -1,6 +1,5 @@
 //! The smallest guest: it fills memory with a pattern, reports that, and then counts and dirties memory
-//! forever. A guest of a small sweep takes some steps at each tick of its timer, 1,000 times a second, and
-//! leaves the host's processors to others in between.
+//! forever: some steps at each tick of its timer, 1,000 times a second, or all the time.
 //!
 //! Strictly a multiboot image, not a boot sector, so it needs no disk and no image lock, and is the same on
 //! every version and machine type. The assembler is in `sys/guest_image.rs`.
@@ -41,14 +40,12 @@ pub struct BootSector {
     pub seed: u32,
     /// Pages at the beginning of the filled range that are dirtied forever.
     pub sweep_pages: u32,
+    /// Steps at each tick of its timer, between which it leaves the host's processors to others; 0: it spins. A guest that may wait for
+    /// a page of its memory must spin: QEMU's main loop waits too if an emulated processor takes an interrupt then.
+    pub steps_per_tick: u32,
     /// True if it executes `popcnt` forever, which CPU models before Nehalem do not have.
     pub uses_popcnt: bool,
 }
-
-/// Pages of a sweep that is paced at most.
-const PACED_SWEEP_MAX: u32 = 256;
-/// Steps at each tick: a sweep over one MiB takes 16 ms.
-const STEPS_PER_TICK: u32 = 16;
 
 /// State of the sweep at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,9 +57,16 @@ pub struct Sweep {
 }
 
 impl Default for BootSector {
-    /// 16 MiB with 16 words in each page, and a sweep over one MiB.
+    /// 16 MiB with 16 words in each page, and a sweep over one MiB in 16 ms.
     fn default() -> Self {
-        Self { fill_mib: 16, words_per_page: 16, seed: 1, sweep_pages: 256, uses_popcnt: false }
+        Self {
+            fill_mib: 16,
+            words_per_page: 16,
+            seed: 1,
+            sweep_pages: 256,
+            steps_per_tick: 16,
+            uses_popcnt: false,
+        }
     }
 }
 
@@ -109,9 +113,14 @@ impl BootSector {
         let pages = u32::try_from(self.pages())?;
         ensure!(self.sweep_pages <= pages, "sweep_pages is {}, expected at most {pages}", self.sweep_pages);
         let mut image = guest_image().to_vec();
-        let steps = if self.sweep_pages <= PACED_SWEEP_MAX { STEPS_PER_TICK } else { 0 };
-        let parameters =
-            [pages, self.words_per_page, self.seed, self.sweep_pages, u32::from(self.uses_popcnt), steps];
+        let parameters = [
+            pages,
+            self.words_per_page,
+            self.seed,
+            self.sweep_pages,
+            u32::from(self.uses_popcnt),
+            self.steps_per_tick,
+        ];
         for (to, value) in image[PARAMETERS..].chunks_exact_mut(4).zip(parameters) {
             to.copy_from_slice(&value.to_le_bytes());
         }

@@ -52,7 +52,8 @@ fn xbzrle_into_a_relay_is_refused() {
     }
     // Each synchronisation of the dirty log must find some pages: differences are so short that the passes
     // follow at once.
-    let boot_sector = BootSector { fill_mib: 8, sweep_pages: 1024, ..BootSector::default() };
+    let boot_sector =
+        BootSector { fill_mib: 8, sweep_pages: 1024, steps_per_tick: 0, ..BootSector::default() };
     let writing = guest().boot_sector(boot_sector);
     let (fixture, source, destination) = (Fixture::new(), counting(writing.clone()), waiting(&writing));
     set(&source, &[], json!({ "xbzrle-cache-size": 64 << 20 }));

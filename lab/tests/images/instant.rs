@@ -27,7 +27,11 @@ fn can_watch(name: &str) -> bool {
 
 /// A guest whose memory takes a while to be stored.
 fn builder() -> Builder {
-    guest().memory_mib(448).boot_sector(BootSector { fill_mib: 384, ..BootSector::default() })
+    guest().memory_mib(448).boot_sector(BootSector {
+        fill_mib: 384,
+        steps_per_tick: 0,
+        ..BootSector::default()
+    })
 }
 
 /// Waits until QEMU has seen that its migration failed.

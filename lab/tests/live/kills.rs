@@ -111,8 +111,14 @@ impl Case {
 
 fn guest(case: &Case) -> Builder {
     let sweep_pages = case.sweep_pages;
-    let boot_sector =
-        BootSector { fill_mib: FILL_MIB, words_per_page: 4, sweep_pages, seed: 1, uses_popcnt: false };
+    let boot_sector = BootSector {
+        fill_mib: FILL_MIB,
+        words_per_page: 4,
+        sweep_pages,
+        seed: 1,
+        steps_per_tick: 0,
+        uses_popcnt: false,
+    };
     Qemu::builder(Version::V10_0).memory_mib(32).boot_sector(boot_sector)
 }
 

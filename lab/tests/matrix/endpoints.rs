@@ -232,7 +232,8 @@ fn xbzrle_is_decoded() {
     let scratch = Scratch::new();
     let image = scratch.text("guest.img");
     let writing = || {
-        let boot_sector = BootSector { fill_mib: 8, sweep_pages: 1024, ..BootSector::default() };
+        let boot_sector =
+            BootSector { fill_mib: 8, sweep_pages: 1024, steps_per_tick: 0, ..BootSector::default() };
         Row::Qemu10_0.builder().boot_sector(boot_sector)
     };
     let source = boot(writing());

@@ -14,7 +14,7 @@ fn huge() -> Builder {
     let memory = "memory-backend-memfd,id=pc.ram,size=64M,share=on,hugetlb=on,hugetlbsize=2M";
     let machine = "pc-q35-10.0,memory-backend=pc.ram";
     let builder = Qemu::builder(Version::V10_0).machine(machine).memory_mib(64);
-    builder.boot_sector(BootSector::default()).args(["-object", memory])
+    builder.boot_sector(BootSector { steps_per_tick: 0, ..BootSector::default() }).args(["-object", memory])
 }
 
 #[test]

@@ -32,7 +32,9 @@ pub(crate) fn wait_running(towline: &mut Towline) {
 
 /// The small guest: 16 MiB filled, one of them dirtied forever.
 pub(crate) fn small(version: Version) -> Builder {
-    Qemu::builder(version).memory_mib(64).boot_sector(BootSector::default())
+    Qemu::builder(version)
+        .memory_mib(64)
+        .boot_sector(BootSector { steps_per_tick: 0, ..BootSector::default() })
 }
 
 /// Starts a guest, stores it when it counts, and ends its QEMU. Returns its counter before it was stored.

@@ -16,7 +16,8 @@ const LONG: Duration = Duration::from_secs(12);
 
 /// A guest that dirties all of its memory, so the last pass is large.
 fn large() -> Builder {
-    let boot_sector = BootSector { fill_mib: 40, sweep_pages: 10_000, ..BootSector::default() };
+    let boot_sector =
+        BootSector { fill_mib: 40, sweep_pages: 10_000, steps_per_tick: 0, ..BootSector::default() };
     Qemu::builder(Version::V10_0).memory_mib(64).boot_sector(boot_sector)
 }
 

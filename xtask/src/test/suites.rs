@@ -160,7 +160,7 @@ impl Suite {
     }
 }
 
-/// Runs the suites, twice as many at once as there are processors, until the deadline. `started` is called once the
+/// Runs the suites, one more at once than there are processors, until the deadline. `started` is called once the
 /// first has written something.
 pub(super) fn run(
     suites: &[Suite],
@@ -171,8 +171,8 @@ pub(super) fn run(
     let queue = Mutex::new(Queue { waiting: suites.iter().collect(), huge_pages: false });
     let ended = Mutex::new(Vec::new());
     scope(|scope| {
-        // Tests wait for their guests about half of the time.
-        for _ in 0..2 * available_parallelism().map_or(1, usize::from) {
+        // One more than processors: tests wait for their guests about half of the time, and have time limits.
+        for _ in 0..=available_parallelism().map_or(1, usize::from) {
             scope.spawn(|| {
                 loop {
                     let Some(suite) = locked(&queue).next() else { return };
