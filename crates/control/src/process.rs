@@ -32,7 +32,7 @@ use towline_channel::FileOwner;
 use towline_qmp::commands::{CpuFast, QueryCpusFast, QueryUuid};
 use towline_qmp::{self as qmp, Client};
 
-use crate::qemu::qom::if_known;
+use crate::qemu::if_known;
 
 /// Maximum number of threads that are searched for those of the vCPUs in another pid namespace.
 const THREADS_MAX: usize = 4096;

@@ -4,33 +4,26 @@
 //! [`AppliedSettings`] changes capabilities and parameters and restores them. Out of scope: when to change
 //! them, and in which order.
 
-mod activation;
 mod compatibility;
 mod connection;
 mod device_tree;
-mod drives;
 mod error;
 mod facts;
-mod image_facts;
 mod inventory;
 mod open_files;
-pub(crate) mod qom;
 mod ram_block;
 mod repair;
-mod repaired;
 mod settings;
-mod started;
 mod virtio;
-mod virtqueues;
 
 pub use crate::process::{Process, ProcessState};
+pub use compatibility::StartedQemu;
 pub use connection::Qemu;
 pub use error::{Error, Fault};
+pub(crate) use facts::{DEVICE_CONTAINERS, QomChild, generation_id, if_known, is_disconnected, qom_children};
 pub use facts::{IncomingState, QemuState};
-pub(crate) use image_facts::is_disconnected;
 pub(crate) use inventory::Inventory;
 pub(crate) use open_files::OpenFiles;
 pub use ram_block::{RamBlockError, RamBlockInfo};
-pub use repaired::RepairReport;
+pub use repair::RepairReport;
 pub use settings::{AppliedSettings, ApplyError, MigrationSettings, RestoreError};
-pub use started::StartedQemu;

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use towline_qmp::commands::{Memdev, QomGet, QueryMemdev};
 use towline_qmp::{self as qmp, Client, CommandRequest};
 
-use crate::qemu::qom::if_known;
+use crate::qemu::if_known;
 
 /// The only type of backend that maps a given file.
 const FILE_BACKEND: &str = "memory-backend-file";

@@ -21,8 +21,7 @@ use towline_qmp as qmp;
 
 use super::error::{BlockedBy, Error};
 use crate::journal::{JournalEntry, UndoRecord};
-use crate::qemu::Qemu;
-use crate::qemu::qom::{self, QomChild, if_known};
+use crate::qemu::{DEVICE_CONTAINERS, Qemu, QomChild, if_known, qom_children};
 
 /// Prefix of its types, one of which supports legacy virtio.
 pub(super) const KIND: &str = "vhost-user-vsock";
@@ -82,8 +81,8 @@ impl DetachedVsocks {
     /// Finds the vsocks of a QEMU.
     pub(super) fn find(qemu: &mut Qemu) -> Result<Self, Error> {
         let mut all = Vec::new();
-        for container in qom::DEVICES {
-            for QomChild { name, kind } in qom::children(qemu.client(), container)? {
+        for container in DEVICE_CONTAINERS {
+            for QomChild { name, kind } in qom_children(qemu.client(), container)? {
                 if kind.starts_with(KIND) {
                     all.push(VsockDevice::read(qemu, container, name, kind)?);
                 }
@@ -95,7 +94,7 @@ impl DetachedVsocks {
     /// Refuses a destination at which they could not be attached.
     pub(super) fn check(&self, waiting: &mut Qemu) -> Result<(), Error> {
         let mut reasons = Vec::new();
-        let there = qom::children(waiting.client(), qom::DEVICES[0])?;
+        let there = qom_children(waiting.client(), DEVICE_CONTAINERS[0])?;
         if let Some(QomChild { name, .. }) = there.iter().find(|child| child.kind.starts_with(KIND)) {
             reasons.push(format!(
                 "{name} is there already: start it without; it is attached when the guest is there"
@@ -204,14 +203,14 @@ impl VsockDevice {
                 properties.insert(property.into(), value);
             }
         }
-        let id = (container == qom::DEVICES[0]).then_some(name);
+        let id = (container == DEVICE_CONTAINERS[0]).then_some(name);
         Ok(Self { driver, id, path, bus, properties })
     }
 
     fn is_there(&self, qemu: &mut Qemu) -> Result<bool, Error> {
         let Some((container, name)) = self.path.rsplit_once('/') else { return Ok(false) };
         let is_listed = |child: &QomChild| child.name == name && child.kind == self.driver;
-        let listed = qom::children(qemu.client(), container)?.iter().any(is_listed);
+        let listed = qom_children(qemu.client(), container)?.iter().any(is_listed);
         Ok(listed || qemu.migration()?.blocked_reasons.iter().any(|reason| is_vsock_blocker(reason)))
     }
 

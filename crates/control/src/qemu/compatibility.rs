@@ -1,23 +1,27 @@
 //! Facts about a QEMU for [`towline_compat`]: beyond its [`QemuState`](super::facts::QemuState), its
 //! processors, devices with their negotiated features, backends and drives.
 //!
-//! Facts that a QEMU cannot report are left out; the rules then report them as unknown.
+//! Facts that a QEMU cannot report are left out; the rules then report them as unknown. Those of a QEMU
+//! that this process has started are queried while it creates its machine.
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 use serde_json::{Map, Value, json};
 use towline_compat::facts::{self, BlockFacts, Cpu, FeatureWord, Netdev, QemuDevice, Virtio};
 use towline_qmp::commands::{CpuFast, HumanMonitorCommand, QueryCpusFast};
+use towline_qmp::{self as qmp, Client, CommandRequest, Options, Submitted};
 
 use super::connection::Qemu;
 use super::error::Error;
-use super::facts::IncomingState;
-use super::image_facts::{
-    VHOST_USER, image_facts, image_requests, mark_disconnected, memory_backends, netdevs,
+use super::facts::{
+    IMAGE_REQUESTS, IncomingState, VHOST_USER, if_known, image_facts, image_requests, mark_disconnected,
+    memory_backends, netdevs, requests,
 };
-use super::qom::if_known;
 use super::ram_block::RamBlockInfo;
-use super::{device_tree, drives, virtio};
+use super::{device_tree, open_files, virtio};
+use crate::lock::lock;
 
 /// Properties of the machine that a guest sees.
 const MACHINE_PROPERTIES: [&str; 13] = [
@@ -96,7 +100,7 @@ impl Qemu {
         known.kvm = self.query_raw("query-kvm", None)?.and_then(|reply| reply["enabled"].as_bool());
         known.memory_backends = self.query_raw("query-memdev", None)?.map(|reply| memory_backends(&reply));
         let pid = self.process().pid();
-        known.drives = self.query_raw("query-block", None)?.map(|reply| drives::drives(&reply, pid));
+        known.drives = self.query_raw("query-block", None)?.map(|reply| open_files::drives(&reply, pid));
         known.machine_properties = Some(self.machine_properties()?);
         Ok(known)
     }
@@ -290,6 +294,56 @@ fn feature_words(words: &Value) -> Vec<FeatureWord> {
         })
     };
     words.as_array().into_iter().flatten().filter_map(word).collect()
+}
+
+// A QEMU that this process has started: queried while it creates its machine.
+//
+// ```text
+//   fork ─► connect, send all queries ─► QEMU reads them while it starts ─► greeting, replies ─► Qemu
+// ```
+// A QEMU reads its monitor on a separate thread, one byte at a time, which takes most of the time of short
+// queries. Queries of a QEMU that is not ready yet cost nothing.
+
+/// The monitor of a QEMU that this process has started, for the copy of an image to it.
+#[derive(Debug)]
+pub struct StartedQemu {
+    pid: u32,
+    socket: PathBuf,
+    // Taken by the copy, which is its only user.
+    monitor: Mutex<Option<(Client, Submitted)>>,
+}
+
+impl StartedQemu {
+    /// Connects to the monitor at `socket` of process `pid`, a child of this one, as soon as it exists.
+    /// Returns when it has answered.
+    ///
+    /// # Errors
+    /// Those of [`Client::connect`].
+    pub fn connect(socket: &Path, pid: u32, options: &Options) -> Result<Self, qmp::Error> {
+        let mut queries = Vec::from(image_requests()?);
+        queries.push(CommandRequest::new(&QueryCpusFast)?);
+        queries.extend(requests()?);
+        let (mut client, submitted) = Client::connect_ahead(socket, options, &queries)?;
+        client.set_deadline(qmp::DEADLINE);
+        Ok(Self { pid, socket: socket.to_owned(), monitor: Mutex::new(Some((client, submitted))) })
+    }
+
+    /// The QEMU with its journal; `None` if this was called before.
+    pub(crate) fn take(&self) -> Option<Result<Qemu, Error>> {
+        let monitor = lock(&self.monitor).take();
+        monitor.map(|(client, submitted)| self.qemu(client, submitted))
+    }
+
+    fn qemu(&self, mut client: Client, submitted: Submitted) -> Result<Qemu, Error> {
+        let mut replies = client.replies(submitted)?.into_iter();
+        let facts = replies.by_ref().take(IMAGE_REQUESTS);
+        let image_facts = image_facts(facts, Some(self.pid.cast_signed()))?;
+        // QEMU listens on a socket of this process, so the kernel names no peer.
+        let mut qemu = Qemu::of_replies(client, replies, self.pid.cast_signed())?;
+        qemu.image_facts = Some(image_facts);
+        qemu.has_current_settings = true;
+        qemu.with_journal(&self.socket)
+    }
 }
 
 #[cfg(test)]

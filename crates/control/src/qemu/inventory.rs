@@ -13,10 +13,10 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value, json};
 
 use super::connection::Qemu;
-use super::drives;
 use super::error::Error;
+use super::facts::{DEVICE_CONTAINERS, QomChild, qom_children};
+use super::open_files;
 use super::open_files::OpenFiles;
-use super::qom::{self, QomChild};
 
 /// Prefixes of the names of a drive's limits in `query-block`.
 const LIMITS: [&str; 2] = ["bps", "iops"];
@@ -81,7 +81,7 @@ impl Inventory {
     /// Drives, and nodes that have a name: with the files that are open.
     fn add_drives(&mut self, block: &Value, nodes: &Value, files: &OpenFiles) {
         for entry in entries(block) {
-            let (name, inserted) = (drives::name(entry), &entry["inserted"]);
+            let (name, inserted) = (open_files::drive_name(entry), &entry["inserted"]);
             if inserted.is_null() {
                 continue;
             }
@@ -140,8 +140,8 @@ impl Qemu {
             let (kind, node) = (text(&export["type"]), text(&export["node-name"]));
             found.add("export", text(&export["id"]), format!("{kind} of {node}"));
         }
-        for path in qom::DEVICES {
-            for QomChild { name, kind } in qom::children(self.client(), path)? {
+        for path in DEVICE_CONTAINERS {
+            for QomChild { name, kind } in qom_children(self.client(), path)? {
                 // Devices without an id are numbered, so unplugging one renames the others.
                 let number = |number: &usize| found.0.contains_key(&(DEVICE, format!("{kind}[{number}]")));
                 let name = if name.starts_with("device[") {
@@ -153,7 +153,7 @@ impl Qemu {
             }
         }
         // QEMU 11 creates those of monitors itself, and memory is mapped by another type.
-        let objects = qom::children(self.client(), "/objects")?;
+        let objects = qom_children(self.client(), "/objects")?;
         for object in objects.into_iter().filter(|object| !object.kind.starts_with("monitor-")) {
             let is_memory = object.kind.starts_with("memory-backend-");
             found.add("object", &object.name, if is_memory { "memory backend".into() } else { object.kind });

@@ -17,9 +17,7 @@ use towline_qmp::commands::{Capability, Migrate, MigrateCancel, MigrationInfo, M
 
 use super::connection::Qemu;
 use super::error::Error;
-use super::facts::IncomingState;
-use super::qom::children;
-use super::repaired::RepairReport;
+use super::facts::{IncomingState, qom_children};
 use super::settings::Change;
 use crate::journal::{
     ChangedValue, Error as JournalError, Journal, RuntimeDirectory, UndoRecord, monotonic_ms, sweep,
@@ -269,7 +267,7 @@ impl Qemu {
 
     fn plug_again(&mut self, path: &str, add: &Map<String, Value>) -> Result<RecordOutcome, Error> {
         let (place, device) = path.rsplit_once('/').unwrap_or_default();
-        if children(&mut self.client, place)?.iter().any(|child| child.name == device) {
+        if qom_children(&mut self.client, place)?.iter().any(|child| child.name == device) {
             return Ok(RecordOutcome::done(format!("device {device} is plugged in")));
         }
         if self.status()?.status == RunState::POSTMIGRATE {
@@ -323,6 +321,33 @@ fn name(record: &UndoRecord) -> String {
         UndoRecord::Device { path, .. } => format!("device {path}"),
         UndoRecord::Migration { to, .. } => format!("migration to {to}"),
         UndoRecord::Directory { path, .. } => path.display().to_string(),
+    }
+}
+
+/// Changes of a killed towline that were undone, and those that were not.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RepairReport {
+    /// The monitor's socket.
+    pub socket: String,
+    /// Process of the killed towline.
+    pub owner: i32,
+    /// Changes that were undone, as texts.
+    pub done: Vec<String>,
+    /// Changes that remain, with the reason. They stay in the journal.
+    pub left: Vec<String>,
+}
+
+impl fmt::Display for RepairReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { socket, owner, done, left } = self;
+        write!(f, "QEMU on {socket} was left changed by a towline process that has exited (pid {owner})")?;
+        if !done.is_empty() {
+            write!(f, "; repaired: {}", done.join(", "))?;
+        }
+        if !left.is_empty() {
+            write!(f, "; not repaired: {}", left.join(", "))?;
+        }
+        Ok(())
     }
 }
 

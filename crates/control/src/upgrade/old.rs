@@ -15,8 +15,7 @@ use super::error::Error;
 use crate::in_place::{self, GuestBackends};
 use crate::plan;
 use crate::process::Process;
-use crate::qemu::qom::generation_id;
-use crate::qemu::{Qemu, QemuState};
+use crate::qemu::{Qemu, QemuState, generation_id};
 
 /// Namespaces in which `/proc` and the paths of the old QEMU have the same meaning here. The others are
 /// compared with the rest of its confinement.

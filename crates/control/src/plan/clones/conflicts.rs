@@ -14,8 +14,7 @@ use towline_qmp::commands::{BlockDevice, QomGet};
 use towline_qmp::{self as qmp, Client, Options};
 
 use super::super::error::Error;
-use crate::qemu::OpenFiles;
-use crate::qemu::qom::{self, QomChild, if_known};
+use crate::qemu::{DEVICE_CONTAINERS, OpenFiles, QomChild, generation_id, if_known, qom_children};
 
 /// Timeout of each query.
 const QUERY_TIMEOUT: Duration = Duration::from_secs(2);
@@ -131,7 +130,7 @@ fn query(index: usize, path: &Path) -> Result<CloneQemu, qmp::Error> {
     let drives = client.execute(&towline_qmp::commands::QueryBlock)?;
     let drives = drives.iter().filter_map(|drive| writable(drive, pid)).collect();
     let macs = macs(&mut client)?;
-    let generation_id = qom::generation_id(&mut client)?;
+    let generation_id = generation_id(&mut client)?;
     Ok(CloneQemu { index, socket: client.socket().to_owned(), drives, macs, generation_id })
 }
 
@@ -156,8 +155,8 @@ fn medium_of(file: &str, pid: Option<i32>) -> String {
 /// MAC addresses of the devices of QEMU's command line.
 fn macs(client: &mut Client) -> Result<Vec<String>, qmp::Error> {
     let mut macs = Vec::new();
-    for container in qom::DEVICES {
-        for QomChild { name, .. } in qom::children(client, container)?.into_iter().take(DEVICES_MAX) {
+    for container in DEVICE_CONTAINERS {
+        for QomChild { name, .. } in qom_children(client, container)?.into_iter().take(DEVICES_MAX) {
             let get = QomGet { path: format!("{container}/{name}"), property: "mac".into() };
             // Other devices than network cards have none.
             if let Some(Value::String(mac)) = if_known(client.execute(&get))? {
