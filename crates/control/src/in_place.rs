@@ -23,33 +23,28 @@
 //! protects the image from programs that do not know its lock (`flock`): it must not change while guests run
 //! from it.
 
-mod backend;
-mod content;
 mod error;
 mod fresh;
+mod image_file;
 mod maps;
 mod process;
 mod proof;
-mod reflink;
 mod running;
-mod shared;
 mod stored;
 #[cfg(test)]
 mod tests;
-mod unchanged;
 
 use std::fs::File;
 use std::ops::Deref;
 
+use image_file::Unchanged;
 use towline_migration::{Guest, GuestWithPresentBlocks, Sink, SinkWithPresentBlocks};
-use unchanged::Unchanged;
 
 pub use error::{Error, TransferReason};
 pub use fresh::{OldMemory, old_memory};
+pub use image_file::{Reflink, UnusedReflink};
 pub use maps::FileId;
-pub use reflink::{Reflink, UnusedReflink};
-pub use running::of_running;
-pub use shared::{GuestBackends, PrivateBlock, SharedBlock, guest_backends, shared_blocks};
+pub use running::{GuestBackends, PrivateBlock, SharedBlock, guest_backends, of_running, shared_blocks};
 
 pub use stored::{IfUnmapped, MappedImage, Verify, find_mapped_memory, may_map, of_image, of_reflink};
 

@@ -31,7 +31,8 @@ use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock, openat, statat, u
 use rustix::io::Errno;
 
 use crate::lock::lock;
-use crate::process::{Process, ProcessState, start_time};
+use crate::process::{Process, ProcessState};
+use crate::procfs::start_time;
 
 pub use record::{ChangedValue, UndoRecord};
 use record::{JournalContents, JournalHeader, JournalLine, VERSION};

@@ -27,6 +27,7 @@ pub mod moves;
 pub mod plan;
 mod private_dirs;
 mod process;
+mod procfs;
 pub mod qemu;
 pub mod run;
 mod staging_names;
@@ -34,7 +35,6 @@ pub mod statistics;
 pub mod status_server;
 mod switchover;
 pub mod upgrade;
-mod vcpu_threads;
 
 use towline_channel::lock;
 

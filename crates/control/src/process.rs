@@ -20,7 +20,6 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::io;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
@@ -32,6 +31,7 @@ use towline_channel::FileOwner;
 use towline_qmp::commands::{CpuFast, QueryCpusFast, QueryUuid};
 use towline_qmp::{self as qmp, Client};
 
+use crate::procfs::{ProcStatus, has_chroot, parse_file_owner, start_time};
 use crate::qemu::if_known;
 
 /// Maximum number of threads that are searched for those of the vCPUs in another pid namespace.
@@ -313,116 +313,11 @@ fn listening_path(chardev: &Value) -> Option<&str> {
     (path.starts_with('/') && options.contains("server")).then_some(path)
 }
 
-/// Parsed `/proc/PID/status` or `/proc/PID/task/TID/status`.
-#[derive(Debug, PartialEq, Eq)]
-struct ProcStatus {
-    tgid: i32,
-    /// Id of the thread in each pid namespace, from that of `/proc` to its own.
-    ids: Vec<i32>,
-}
-
-impl ProcStatus {
-    fn read(path: &str) -> io::Result<Self> {
-        let text = fs::read_to_string(path)?;
-        Self::parse(&text).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no Tgid and Pid in it"))
-    }
-
-    fn parse(text: &str) -> Option<Self> {
-        let field = |name: &str| {
-            text.lines().find_map(|line| line.strip_prefix(name).and_then(|rest| rest.strip_prefix(':')))
-        };
-        let tgid = field("Tgid")?.trim().parse().ok()?;
-        // A kernel without pid namespaces has no `NSpid`.
-        let ids = field("NSpid").or_else(|| field("Pid"))?.split_whitespace();
-        Some(Self { tgid, ids: ids.map(|id| id.parse().ok()).collect::<Option<_>>()? })
-    }
-}
-
-/// The last of four ids each: real, effective, saved, and that of files.
-fn parse_file_owner(status: &str) -> Option<FileOwner> {
-    let of_files = |name: &str| {
-        let ids = status.lines().find_map(|line| line.strip_prefix(name))?;
-        ids.split_whitespace().last()?.parse().ok()
-    };
-    Some(FileOwner { uid: of_files("Uid:")?, gid: of_files("Gid:")? })
-}
-
-/// Returns true for `-chroot DIR` and `-run-with chroot=DIR`.
-fn has_chroot(command_line: &[u8]) -> bool {
-    let mut words = command_line.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word));
-    while let Some(word) = words.next() {
-        match word.trim_start_matches('-') {
-            "chroot" if word.starts_with('-') => return true,
-            "run-with" if word.starts_with('-') => {
-                let value = words.next().unwrap_or_default();
-                if value.split(',').any(|option| option.starts_with("chroot=")) {
-                    return true;
-                }
-            }
-            _ => {}
-        }
-    }
-    false
-}
-
-/// Id and start time of our own process; the time is 0 without a readable `/proc`.
-pub(crate) fn own_process() -> (i32, u64) {
-    let pid = getpid().as_raw_pid();
-    (pid, start_time(pid).unwrap_or_default())
-}
-
-/// Start time of a process, in clock ticks since boot.
-pub(crate) fn start_time(pid: i32) -> io::Result<u64> {
-    let text = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    parse_start_time(&text)
-        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no start time in its field 22"))
-}
-
-/// The second field, the name in parentheses, may contain any characters.
-fn parse_start_time(stat: &str) -> Option<u64> {
-    let (_, rest) = stat.rsplit_once(") ")?;
-    rest.split(' ').nth(22 - 3)?.trim().parse().ok()
-}
-
 #[cfg(test)]
 mod tests {
     use serde_json::json;
 
     use super::*;
-
-    #[test]
-    fn status_has_ids_of_all_namespaces() {
-        let text = "Name:\tqemu\nTgid:\t70\nPid:\t72\nNSpid:\t72\t9\t3\n";
-        assert_eq!(ProcStatus::parse(text), Some(ProcStatus { tgid: 70, ids: vec![72, 9, 3] }));
-        let old = "Name:\tqemu\nTgid:\t70\nPid:\t72\n";
-        assert_eq!(ProcStatus::parse(old), Some(ProcStatus { tgid: 70, ids: vec![72] }));
-        assert_eq!(ProcStatus::parse("Name:\tNSpid: 1\n"), None);
-    }
-
-    #[test]
-    fn files_belong_to_the_user_of_now() {
-        let text = "Name:\tqemu\nUid:\t0\t0\t0\t65534\nGid:\t0\t0\t0\t65533\nGroups:\t1\n";
-        assert_eq!(parse_file_owner(text), Some(FileOwner { uid: 65534, gid: 65533 }));
-        assert_eq!(parse_file_owner("Name:\tUid:\n"), None);
-    }
-
-    #[test]
-    fn a_root_directory_is_found_in_a_command_line() {
-        let has = |line: &str| has_chroot(line.replace(' ', "\0").as_bytes());
-        assert!(
-            has("qemu -chroot /x -m 1") && has("qemu --chroot /x") && has("qemu -run-with user=a,chroot=/x")
-        );
-        assert!(
-            !has("qemu -name chroot") && !has("qemu -run-with user=chroot") && !has("qemu -m 1 chroot=/x")
-        );
-    }
-
-    #[test]
-    fn start_time_follows_any_name() {
-        let stat = "7 (a) b 1 2) S 1 7 7 0 -1 4194560 0 0 0 0 1 2 3 4 20 0 1 0 4711 10 11";
-        assert_eq!(parse_start_time(stat), Some(4711));
-        assert!(start_time(getpid().as_raw_pid()).unwrap() > 0);
-    }
 
     #[test]
     fn uuid_of_zeroes_proves_nothing() {

@@ -12,10 +12,10 @@ use std::fs::{self, File, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::backend::{BackendObject, Backends};
-use super::content::next_data;
+use super::image_file::next_data;
 use super::maps::{Detail, private_bytes};
 use super::process::Mappings;
+use super::proof::{BackendObject, Backends};
 use super::{Error, TransferReason};
 use crate::qemu::Qemu;
 

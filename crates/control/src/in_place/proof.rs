@@ -1,10 +1,14 @@
-//! The proof itself: compares QEMU's description of a backend and the kernel's list of its mappings with the
-//! requirements. No I/O.
+//! Memory backends of a QEMU, as it describes them over QMP, and the proof itself, which compares that
+//! description and the kernel's list of QEMU's mappings with the requirements.
 
-use super::backend::BackendObject;
+use serde_json::{Map, Value};
+use towline_qmp::commands::{Memdev, QomGet, QueryMemdev};
+use towline_qmp::{self as qmp, Client, CommandRequest};
+
 use super::error::TransferReason;
 use super::maps::{FileId, FileRange, MapSharing, NotOneRange};
 use super::{Mapped, MappingKind};
+use crate::qemu::if_known;
 
 /// Version since which QEMU maps ranges (`offset=`) of files that it opens for reading only (`rom=off`).
 const RANGES_SINCE: (u32, u32) = (8, 2);
@@ -88,5 +92,133 @@ pub(super) fn prove(
         (MappingKind::CopyOnWrite, MapSharing::Private, None) => Err(TransferReason::PrivateCopiesUnknown),
         (MappingKind::CopyOnWrite, MapSharing::Shared, _) => Err(TransferReason::WritableImage),
         (MappingKind::Reflink | MappingKind::Running, MapSharing::Private, _) => Err(TransferReason::Private),
+    }
+}
+
+// Memory backends of a QEMU, as it describes them over QMP.
+//
+// A RAM block of a `memory-backend-*` object has the object's id as its name, or with old machine types the
+// object's path (`x-use-canonical-path-for-ramblock-id`).
+
+/// The only type of backend that maps a given file.
+const FILE_BACKEND: &str = "memory-backend-file";
+/// Container of the objects that `-object` creates.
+const OBJECTS: &str = "/objects/";
+
+/// A `memory-backend-*` object. A property is absent where this QEMU, or this type, does not have it.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(super) struct BackendObject {
+    /// Id of the object.
+    pub(super) id: String,
+    /// Type of the object, for example `memory-backend-file`.
+    pub(super) kind: String,
+    /// Size in bytes.
+    pub(super) bytes: u64,
+    /// True if its pages were allocated at start.
+    pub(super) prealloc: bool,
+    /// True if it is mapped shared.
+    pub(super) share: bool,
+    /// Name of the file on the command line.
+    pub(super) path: Option<String>,
+    /// Offset of the first byte in the file; since 8.1.
+    pub(super) offset: Option<u64>,
+    /// True if the file was opened for reading only.
+    pub(super) readonly: bool,
+    /// `on`: the guest cannot write; `auto`: as `readonly`; since 8.2.
+    pub(super) rom: Option<String>,
+    /// True if the file's content is discarded when QEMU exits.
+    pub(super) discard_data: bool,
+}
+
+/// The properties of a backend that are queried, by their QOM names.
+const PROPERTIES: [&str; 7] = ["type", "share", "mem-path", "offset", "readonly", "rom", "discard-data"];
+
+/// All backends of a QEMU.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Backends(Vec<BackendObject>);
+
+impl BackendObject {
+    /// Returns true if it maps a given file.
+    pub(super) fn maps_file(&self) -> bool {
+        self.kind == FILE_BACKEND
+    }
+
+    /// A backend with these [`PROPERTIES`], null where QEMU does not have one.
+    fn new(id: String, memdev: &Memdev, properties: &Map<String, Value>) -> Self {
+        let text = |name: &str| properties[name].as_str().map(str::to_owned);
+        let is_on = |name: &str| properties[name].as_bool().unwrap_or_default();
+        Self {
+            id,
+            kind: text("type").unwrap_or_default(),
+            bytes: memdev.size,
+            prealloc: memdev.prealloc,
+            share: is_on("share"),
+            path: text("mem-path"),
+            offset: properties["offset"].as_u64(),
+            readonly: is_on("readonly"),
+            rom: text("rom"),
+            discard_data: is_on("discard-data"),
+        }
+    }
+}
+
+impl Backends {
+    /// Queries them with two round trips.
+    pub(super) fn of(client: &mut Client) -> Result<Self, qmp::Error> {
+        let mut memdevs = client.execute(&QueryMemdev)?;
+        memdevs.retain(|memdev| memdev.id.is_some());
+        let mut requests = Vec::new();
+        for id in memdevs.iter().filter_map(|memdev| memdev.id.as_ref()) {
+            for property in PROPERTIES {
+                let get = QomGet { path: format!("{OBJECTS}{id}"), property: property.into() };
+                requests.push(CommandRequest::new(&get)?);
+            }
+        }
+        if requests.is_empty() {
+            return Ok(Self::default());
+        }
+        let mut replies = client.execute_all(&requests)?.into_iter();
+        let mut backends = Vec::new();
+        for memdev in memdevs {
+            let mut properties = Map::new();
+            for (property, reply) in PROPERTIES.into_iter().zip(&mut replies) {
+                let value = if_known(reply.of::<QomGet>())?.unwrap_or_default();
+                properties.insert(property.into(), value);
+            }
+            let id = memdev.id.clone().unwrap_or_default();
+            backends.push(BackendObject::new(id, &memdev, &properties));
+        }
+        Ok(Self(backends))
+    }
+
+    /// The backend of a block.
+    pub(super) fn of_block(&self, block: &str) -> Option<&BackendObject> {
+        let id = block.strip_prefix(OBJECTS).unwrap_or(block);
+        self.0.iter().find(|backend| backend.id == id)
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = &BackendObject> {
+        self.0.iter()
+    }
+
+    /// Returns true if no other backend has its size, so the size identifies it.
+    pub(super) fn has_unique_size(&self, backend: &BackendObject) -> bool {
+        self.0.iter().filter(|other| other.bytes == backend.bytes).count() == 1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_is_named_by_id_or_path() {
+        let backend = |id: &str, bytes| BackendObject { id: id.into(), bytes, ..BackendObject::default() };
+        let backends = Backends(vec![backend("mem", 8), backend("more", 8), backend("small", 4)]);
+        assert_eq!(backends.of_block("mem"), backends.of_block("/objects/mem"));
+        assert!(backends.of_block("mem").is_some());
+        assert!(backends.of_block("pc.bios").is_none());
+        assert!(!backends.has_unique_size(backends.of_block("mem").unwrap()));
+        assert!(backends.has_unique_size(backends.of_block("small").unwrap()));
     }
 }

@@ -4,8 +4,6 @@ use std::cell::OnceCell;
 use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread;
 use std::time::Duration;
 
 use rustix::fs::{FlockOperation, flock};
@@ -17,21 +15,16 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 use towline_qmp::{self as qmp, Client};
 
-use super::backend::{BackendObject, Backends};
 use super::fresh::may_be_new_file;
+use super::image_file::{Unchanged, stale_page, verify_block};
 use super::maps::{Detail, FileRange, MapsEntry, NotOneRange, range_at};
 use super::process::{Mappings, OpenMode, own_mappings};
-use super::proof::{ExpectedMapping, check_backend, may_change_file, prove};
-use super::unchanged::Unchanged;
+use super::proof::{BackendObject, Backends, ExpectedMapping, check_backend, may_change_file, prove};
 use super::{
-    BackendPurpose, Error, Mapped, MappingKind, Presence, Reflink, TransferReason, TransferredBlock, content,
+    BackendPurpose, Error, Mapped, MappingKind, Presence, Reflink, TransferReason, TransferredBlock,
 };
 use crate::qemu::Qemu;
 
-/// Number of threads that compare an image with its manifest.
-const VERIFY_THREADS: usize = 2;
-/// Memory that is compared at once: one chunk of a manifest.
-const VERIFY_BYTES: u64 = 2 << 20;
 /// `f_type` of overlayfs.
 const OVERLAYFS: u64 = 0x794c_7630;
 /// Time limit of the monitor's replies to [`may_map`].
@@ -150,31 +143,6 @@ fn not_mapped(qemu: &Qemu, image: &Image, presence: &Presence) -> Error {
         path,
         reason: sent.map_or(TransferReason::NoBackend, |sent| sent.reason.clone()),
     }
-}
-
-/// Compares a block with the manifest: its pages are not sent, and therefore not verified while they are
-/// sent.
-fn verify_block(image: &Image, name: &str, cancel: &Cancel) -> Result<(), Error> {
-    let blocks = (0..).map(BlockIndex).zip(image.ram_blocks());
-    for (index, block) in blocks.filter(|(_, block)| block.name == name) {
-        let next = AtomicU64::new(0);
-        let work = || -> towline_migration::Result<()> {
-            loop {
-                let offset = next.fetch_add(VERIFY_BYTES, Ordering::Relaxed);
-                if offset >= block.length || cancel.is_cancelled() {
-                    return Ok(());
-                }
-                let length = VERIFY_BYTES.min(block.length - offset);
-                image.prepare(PageRef { block: index, offset }, length)?;
-            }
-        };
-        thread::scope(|scope| {
-            let threads: Vec<_> = (0..VERIFY_THREADS).map(|_| scope.spawn(work)).collect();
-            threads.into_iter().try_for_each(|thread| thread.join().expect("comparing does not panic"))
-        })
-        .map_err(Error::Damaged)?;
-    }
-    Ok(())
 }
 
 /// The proof by the kernel alone, without a query: the image is mapped, and all other blocks are anonymous
@@ -334,7 +302,7 @@ impl ImageBlock<'_> {
         let failed =
             |error: &dyn std::fmt::Display| TransferReason::File { path: path(), text: error.to_string() };
         let file = self.image.reopen().map_err(|error| failed(&error))?;
-        match content::stale_page(self.image, &file, self.index, begin) {
+        match stale_page(self.image, &file, self.index, begin) {
             Ok(None) => Ok(()),
             Ok(Some(offset)) => Err(TransferReason::StaleContent { path: path(), offset }),
             Err(error) => Err(failed(&error)),

@@ -4,9 +4,8 @@ use serde_json::json;
 use tempfile::TempDir;
 use towline_qmp::commands::Version;
 
-use super::backend::BackendObject;
 use super::maps::{Detail, FileId, Proc, has_shared, range_at};
-use super::proof::{ExpectedMapping, check_backend, may_change_file, prove};
+use super::proof::{BackendObject, ExpectedMapping, check_backend, may_change_file, prove};
 use super::{Mapped, MappingKind, TransferReason};
 
 const MIB: u64 = 1 << 20;

@@ -11,7 +11,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use towline_qmp::commands::Capability;
 
-use crate::process::{Process, own_process, start_time};
+use crate::process::Process;
+use crate::procfs::{own_process, start_time};
 
 /// Version of the lines.
 pub(super) const VERSION: u32 = 1;

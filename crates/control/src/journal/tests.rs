@@ -8,7 +8,7 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use super::*;
-use crate::process::own_process;
+use crate::procfs::own_process;
 
 /// A runtime directory, and a socket's path in it.
 struct TestDirectory {

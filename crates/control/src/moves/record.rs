@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 use towline_protocol::session::MoveId;
 
 use crate::journal::{UndoRecord, now_ms, pid_namespace};
-use crate::process::own_process;
-use crate::process::{Process, start_time};
+use crate::process::Process;
+use crate::procfs::{own_process, start_time};
 use crate::switchover::{
     Decision, FinalRunState, GuestRunState, MemorySharing, SourceAction, SwitchoverRequest,
 };

@@ -1,14 +1,13 @@
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt as _, chown, symlink};
-use std::path::Path;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
 use rustix::process::{geteuid, getpid};
 use tempfile::TempDir;
 
 use super::*;
-use crate::process::start_time;
+use crate::procfs::start_time;
 use crate::switchover::{AtDestination, AtSource, GuestState, ToDo};
 use record_file::list;
 

@@ -9,8 +9,8 @@ use super::error::Error;
 use crate::journal::{RuntimeDirectory, UndoRecord};
 use crate::lock::lock;
 use crate::moves::{self, GuestPlan, Id, MoveEnd, MoveRecord, RecordFile, Stage};
+use crate::procfs::VcpuThreads;
 use crate::switchover::{Decision, GuestRunState, GuestState, Switchover, SwitchoverOutcome};
-use crate::vcpu_threads::VcpuThreads;
 
 /// See the module's text.
 #[derive(Debug, Default)]

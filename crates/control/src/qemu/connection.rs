@@ -17,7 +17,7 @@ use super::facts::{self, QemuHardware, QemuState};
 use super::repair::RepairReport;
 use crate::journal::{self, Journal, JournalEntry, UndoRecord};
 use crate::process::{Process, ProcessState};
-use crate::vcpu_threads::VcpuThreads;
+use crate::procfs::VcpuThreads;
 
 /// Timeout of a query to which QEMU may not reply at once.
 const QUERY_TIMEOUT: Duration = Duration::from_millis(500);
@@ -280,7 +280,7 @@ impl Qemu {
 
     /// The threads of its vCPUs.
     pub(crate) fn vcpu_threads(&self) -> VcpuThreads {
-        VcpuThreads::of(&self.process, self.cpus.as_deref().unwrap_or_default())
+        VcpuThreads::of(self.process.pid(), self.cpus.as_deref().unwrap_or_default())
     }
 
     /// Connects to the monitor's socket again, where another listener may have replaced a proxy that has

@@ -10,8 +10,8 @@ use super::*;
 use crate::journal::UndoRecord;
 use crate::moves::{GuestPlan, MoveEnd};
 use crate::plan::fake_qemu::FakeQemu;
-use crate::process::{Process, start_time};
-use crate::vcpu_threads::VcpuThreads;
+use crate::process::Process;
+use crate::procfs::{VcpuThreads, start_time};
 
 const ID: [u8; 16] = [0xcd; 16];
 
@@ -78,7 +78,7 @@ impl OneQemu {
             json!({ "cpu-index": 0, "thread-id": self.thread, "qom-path": "/c", "target": "x86_64" }),
         )
         .unwrap();
-        VcpuThreads::of(&process, &[cpu]).switches()
+        VcpuThreads::of(process.pid(), &[cpu]).switches()
     }
 }
 

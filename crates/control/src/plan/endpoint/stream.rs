@@ -23,8 +23,8 @@ use super::super::{error_origin, tls};
 use super::driven::{GuestDescription, LocalGuest};
 use super::traits::{DestinationEndpoint, Rollback, SourceControl, SourceEndpoint, receiver};
 use crate::moves::MoveEnd;
+use crate::procfs::VcpuThreads;
 use crate::switchover::{DestinationKind, SourceKind};
-use crate::vcpu_threads::VcpuThreads;
 
 /// Timeout for an acknowledged source to close its connections.
 const LINGER: Duration = Duration::from_secs(1);
