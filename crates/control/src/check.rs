@@ -8,10 +8,7 @@
 //! ```
 //! Out of scope: the verdict, which the rules give.
 
-mod attribute;
-mod device;
-mod error;
-mod recorded;
+mod sources;
 
 use std::path::{Path, PathBuf};
 
@@ -22,8 +19,7 @@ use towline_qmp as qmp;
 
 use crate::qemu::Qemu;
 
-pub use error::Error;
-pub use recorded::Error as RecordedError;
+pub use sources::{Error, RecordedError};
 
 /// Default number of lanes if both ends can be configured: enough to fill a fast link, few enough for a small
 /// host.
@@ -81,23 +77,22 @@ impl CheckEnd {
             Self::Image(path) => Ok(image(&Image::open(path)?)),
             Self::Facts(path) => {
                 let from = path.display().to_string();
-                recorded::of_file(path).map_err(|source| Error::Recorded { from, source })
+                sources::of_file(path).map_err(|source| Error::Recorded { from, source })
             }
-            Self::Command(command) => recorded::of_command(command)
+            Self::Command(command) => sources::of_command(command)
                 .map_err(|source| Error::Recorded { from: format!("exec:{command}"), source }),
-            Self::Attribute(path) => {
-                attribute::read(path).map_err(|source| Error::Attribute { path: path.clone(), source })
-            }
-            Self::Control(path) => device::facts(path),
+            Self::Attribute(path) => sources::read_attribute(path)
+                .map_err(|source| Error::Attribute { path: path.clone(), source }),
+            Self::Control(path) => sources::of_control(path),
         }
     }
 
     /// Passes the source's version to a device; the error is its reply.
     fn write(&self, version: &str, device_type: &str) -> Result<(), String> {
         match self {
-            Self::Attribute(path) => attribute::write(path, version)
+            Self::Attribute(path) => sources::write_attribute(path, version)
                 .map_err(|errno| std::io::Error::from_raw_os_error(errno).to_string()),
-            Self::Control(path) => device::accepts(path, device_type, version),
+            Self::Control(path) => sources::control_accepts(path, device_type, version),
             Self::Qmp(_) | Self::Image(_) | Self::Facts(_) | Self::Command(_) => Ok(()),
         }
     }
@@ -177,7 +172,7 @@ fn blocks(ram_blocks: &[towline_protocol::RamBlock]) -> Vec<BlockFacts> {
 /// # Errors
 /// The file cannot be written, or exists.
 pub fn write_facts(path: &Path, facts: &Facts) -> std::io::Result<()> {
-    recorded::write(path, facts)
+    sources::write_file(path, facts)
 }
 
 #[cfg(test)]

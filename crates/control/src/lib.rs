@@ -25,15 +25,14 @@ pub mod in_place;
 pub mod journal;
 pub mod moves;
 pub mod plan;
-mod private_dirs;
 mod process;
 mod procfs;
 pub mod qemu;
 pub mod run;
-mod staging_names;
 pub mod statistics;
 pub mod status_server;
 mod switchover;
+mod temporary_names;
 pub mod upgrade;
 
 use towline_channel::lock;

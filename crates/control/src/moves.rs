@@ -14,8 +14,6 @@
 //! elsewhere, or that was paused before. A later `copy --resume` does not resume such a guest. The record is
 //! removed with its QEMU.
 
-mod error;
-mod listed;
 mod record;
 mod record_file;
 mod resume;
@@ -26,9 +24,8 @@ use crate::qemu::Qemu;
 use record_file::{is_locked, names_of};
 use towline_qmp::commands::RunState;
 
-pub use error::Error;
-pub use listed::ListedMove;
-pub use record::{GuestPlan, Id, MoveEnd, MoveRecord, Role, Stage};
+pub use record::{GuestPlan, Id, ListedMove, MoveEnd, MoveRecord, Role, Stage};
+pub use record_file::Error;
 pub(crate) use record_file::{RecordFile, record_left_source};
 pub use resume::{Finding, ResumeChoice, Resumed, resume};
 pub(crate) use text::notice;

@@ -13,21 +13,18 @@
 //! Out of scope: the command line and output. [`Observer`] receives the progress.
 
 mod clones;
-mod compression;
 mod context;
 mod convergence;
 mod copy;
 mod destination;
-mod discard_sink;
 mod endpoint;
 mod ends;
+mod engine;
 mod error;
 mod error_origin;
 mod executor;
 #[cfg(test)]
 pub(crate) mod fake_qemu;
-mod in_process;
-mod incoming;
 mod invalid;
 mod outcomes;
 mod peer;
@@ -36,18 +33,12 @@ mod preflight;
 mod private_dir;
 mod progress;
 mod recorder;
-mod report;
 mod request;
-mod send;
 mod shared_switchover;
 mod source;
-mod supervise;
-mod tls;
-mod transfer;
 mod upgrade;
 mod validate;
 mod vsock;
-mod zero_copy;
 
 pub use crate::switchover::{AtDestination, AtSource, GuestState, ToDo};
 #[cfg(feature = "store")]
@@ -56,16 +47,16 @@ pub use clones::{
     CLONES_AT_ONCE, CLONES_MAX, CloneTarget, Clones, CopyResult, copy_image_to_all, copy_to_all,
 };
 pub use copy::{copy, inspect_stream, wait_for_socket};
-pub use discard_sink::{DiscardSink, StreamSummary};
+pub use endpoint::{DiscardSink, StreamSummary};
 pub use ends::{Destination, ProcessDestination, ProcessGuest, ProcessSource, Source};
 pub use error::{BlockedBy, Error, Failure};
 pub use invalid::{CopiedPages, Invalid, InvalidEnds, InvalidPostcopy, InvalidTls};
 pub use outcomes::{GuestAfterFailure, SourceCategory};
-pub use progress::{CopyPhase, Observer, Progress};
-pub use report::{CopyReport, DestinationState, PostcopyReport, SourceState};
-pub use request::UpgradeMemory;
+pub use progress::{
+    CopyPhase, CopyReport, DestinationState, Observer, PostcopyReport, Progress, SourceState,
+};
 pub use request::{
-    AfterCopy, CopyRequest, Devices, PostcopyStart, RequestedPages, Task, Tls, TransferOptions,
+    AfterCopy, CopyRequest, Devices, PostcopyStart, RequestedPages, Task, Tls, TransferOptions, UpgradeMemory,
 };
 pub use upgrade::{UpgradeRequest, check_upgrade, upgrade};
 pub(crate) use vsock::chardevs as vsock_chardevs;

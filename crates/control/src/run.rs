@@ -13,7 +13,6 @@
 
 #[cfg(feature = "store")]
 mod cache;
-mod error;
 mod guests;
 mod image;
 mod options;
@@ -38,11 +37,10 @@ use guests::PlannedGuests;
 use image::RunImage;
 use running::Guests;
 
-pub use error::Error;
 pub use guests::{GuestStart, MemoryOrigin, Notice};
 pub use image::ImageChange;
 pub use options::{
-    CommandLineTrust, Disks, Download, ImageLocation, MemoryRequest, PrepareContext, RunOptions,
+    CommandLineTrust, Disks, Download, Error, ImageLocation, MemoryRequest, PrepareContext, RunOptions,
 };
 pub use running::{GuestEnd, RestoreObserver, Running, StartedGuest};
 

@@ -29,7 +29,6 @@
 //! A move that was interrupted is finished by its record and the state of both QEMUs (`resume`).
 
 mod completion;
-mod decision;
 mod events;
 mod fault;
 mod machine;
@@ -42,9 +41,8 @@ mod rollback;
 #[cfg(test)]
 mod model;
 
-pub(crate) use decision::Decision;
 pub(crate) use events::{
-    DestinationKind, DestinationStatus, Directive, FinalRunState, GuestRunState, Input, LossCause,
+    Decision, DestinationKind, DestinationStatus, Directive, FinalRunState, GuestRunState, Input, LossCause,
     MemoryLoss, MemorySharing, PeerMessage, RunRequest, SourceAction, SourceKind, SourceLink, SourceStatus,
     StartResult, SwitchoverRequest,
 };

@@ -11,14 +11,12 @@
 //! then on (`Irreversible`) the old QEMU never runs the guest again, because the new one writes to the memory that both map.
 //!
 //! If towline is killed, its move record says which of the two it was, and `towline resume` finishes the move. A new QEMU that
-//! waited for a towline that was killed is ended by the next upgrade of the guest (`leftover`).
+//! waited for a towline that was killed is ended by the next upgrade of the guest (`old`).
 //!
 //! Out of scope: devices of other processes, except vsocks that are detached meanwhile, and cards whose process serves both QEMUs. Limits: Linux, QEMUs of one user on one host.
 
-mod cards;
 mod command_line;
 mod error;
-mod leftover;
 mod old;
 
 use std::ffi::OsString;
@@ -35,12 +33,11 @@ use towline_launch::{
 
 use crate::in_place::GuestBackends;
 use crate::plan::{self, CopyReport, Failure, GuestAfterFailure, Observer, UpgradeMemory, UpgradeRequest};
-use crate::staging_names::StagingName;
+use crate::temporary_names::StagingName;
 use command_line::{OldQemuFacts, Rewritten, refuse_end_with_parent, rewrite};
 use old::OldQemu;
 
-pub use cards::Cards;
-pub use command_line::Vsocks;
+pub use command_line::{Cards, Vsocks};
 pub use error::{Error, IncompatibleSetting};
 
 /// The first QEMU that reports the addresses of its memory, without which nothing proves what it maps.
@@ -157,8 +154,8 @@ pub fn prepare(options: &UpgradeOptions, cancel: &Cancel) -> Result<Prepared, Er
     if let Some(refusal) = refuse_end_with_parent(&guest.whole()) {
         return Err(Error::Refused(vec![refusal]));
     }
-    leftover::end(&options.root, &base, &old);
-    cards.iter().try_for_each(|card| cards::check_second_frontend(&card.socket))?;
+    old::end_leftovers(&options.root, &base, &old);
+    cards.iter().try_for_each(|card| command_line::check_second_frontend(&card.socket))?;
     let directory = claim(&options.root, &base)?;
     let request = UpgradeRequest {
         old: options.old.clone(),

@@ -362,3 +362,17 @@ impl MoveRecord {
 pub(super) fn is_name(name: &str) -> bool {
     name.starts_with(PREFIX) && name.ends_with(SUFFIX)
 }
+
+/// A record, with the state of its QEMUs.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct ListedMove {
+    /// The record.
+    pub record: MoveRecord,
+    /// Process of the towline that works on the move.
+    pub owner: Option<i32>,
+    /// Monitors of QEMUs of this host that are known to have exited.
+    pub exited: Vec<String>,
+    /// Monitors of QEMUs that a killed towline has left changed.
+    pub changed: Vec<String>,
+}

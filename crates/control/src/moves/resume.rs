@@ -13,11 +13,11 @@ use serde::Serialize;
 use super::record::{MoveEnd, MoveRecord, Stage};
 use super::{Error, Id, RecordFile, record_file, text};
 use crate::journal::RuntimeDirectory;
-use crate::staging_names;
 use crate::switchover::{
     Choice, FinalRunState, GuestState, InterruptedMove, MemorySharing, Placement, Refusal, ResumeAction,
     Side, SourceStatus, ToDo,
 };
+use crate::temporary_names;
 use recorded_qemu::{NotRun, RecordedQemu};
 
 /// Time for which an end that is busy or does not reply is queried.
@@ -348,7 +348,7 @@ impl Resume {
     /// Gives the sockets of an upgraded guest's QEMU the names of those of the old one, which has exited.
     fn publish_sockets(&mut self) {
         let MoveEnd::Qemu { pid: Some(pid), .. } = self.record.destination else { return };
-        let published = staging_names::publish_of_process(pid.cast_unsigned());
+        let published = temporary_names::publish_staging_names(pid.cast_unsigned());
         self.done.extend(published.iter().map(|path| format!("{} is the new QEMU's", path.display())));
     }
 

@@ -8,7 +8,6 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::procfs::start_time;
-use crate::switchover::{AtDestination, AtSource, GuestState, ToDo};
 use record_file::list;
 
 const ID: [u8; 16] = [0xab; 16];
@@ -42,16 +41,16 @@ impl TestDirectory {
 }
 
 /// A QEMU that runs for as long as this test.
-fn running() -> MoveEnd {
+pub(super) fn running() -> MoveEnd {
     let pid = getpid().as_raw_pid();
     MoveEnd::Qemu { socket: "/run/vm/b.qmp".into(), pid: Some(pid), start_time: start_time(pid).ok() }
 }
 
-fn peer() -> MoveEnd {
+pub(super) fn peer() -> MoveEnd {
     MoveEnd::Peer { address: "tcp:10.0.0.1:4444".into() }
 }
 
-fn record(source: MoveEnd, destination: MoveEnd) -> MoveRecord {
+pub(super) fn record(source: MoveEnd, destination: MoveEnd) -> MoveRecord {
     let guest_plan = GuestPlan { live: true, run: true, quit: true, shared_memory: false };
     MoveRecord::new(Id::of(ID), source, destination, Stage::Acknowledge, guest_plan)
 }
@@ -336,23 +335,6 @@ fn old_temporary_files_of_killed_writers_are_removed() {
 }
 
 #[test]
-fn description_of_an_undecided_move_names_both_ends_and_the_remedy() {
-    for stage in [Stage::Commit, Stage::Acknowledge, Stage::Complete, Stage::Run, Stage::Left] {
-        let record = record(running(), peer()).at_stage(stage);
-        let text = text::undecided(&record);
-        assert!(text.contains("qmp:/run/vm/b.qmp") && text.contains("tcp:10.0.0.1:4444"), "{text}");
-        let listed = ListedMove { record, owner: None, exited: Vec::new(), changed: Vec::new() };
-        let expected = match stage {
-            Stage::Left => {
-                "nothing: the record keeps a later copy from running qmp:/run/vm/b.qmp, and goes with that QEMU".into()
-            }
-            _ => format!("towline resume {}", "ab".repeat(16)),
-        };
-        assert_eq!(listed.advice(), [expected]);
-    }
-}
-
-#[test]
 fn process_ids_of_another_pid_namespace_are_no_evidence() {
     let gone = MoveEnd::Qemu { socket: "/run/vm/b.qmp".into(), pid: Some(i32::MAX), start_time: Some(1) };
     let here = record(gone.clone(), peer());
@@ -388,29 +370,4 @@ fn unidentified_qemu_is_compared_by_socket() {
     );
     let other = MoveEnd::Qemu { socket: "/run/vm/other.qmp".into(), pid: None, start_time: None };
     assert!(!known.may_be_same_qemu(&other));
-}
-
-#[test]
-fn a_notice_names_the_command_that_finishes_the_move() {
-    let notice = |record: &MoveRecord, destination, to_do| {
-        let text = super::notice(record, GuestState::new(AtSource::Paused, destination, to_do));
-        let id = "ab".repeat(16);
-        let expected = format!("move {id} is undecided: `towline moves` shows it, ");
-        text.strip_prefix(&expected).unwrap_or_else(|| panic!("{text}")).replace(&id, "ID")
-    };
-    let local = record(running(), running());
-    assert_eq!(
-        notice(&local, AtDestination::None, ToDo::RunSource),
-        "`towline resume ID --run-here=source` runs the guest in the old QEMU"
-    );
-    assert_eq!(
-        notice(&local, AtDestination::Holds, ToDo::RunOne),
-        "`towline resume ID` runs the guest at its destination, `towline resume ID --run-here=source` at its source"
-    );
-    assert_eq!(
-        notice(&local, AtDestination::Ended, ToDo::StartAgain),
-        "`towline resume ID --discard=source` ends the old QEMU"
-    );
-    let remote = record(peer(), running());
-    assert_eq!(notice(&remote, AtDestination::Holds, ToDo::RunOne), "`towline resume ID` finishes it");
 }

@@ -206,3 +206,51 @@ impl ListedMove {
         advice(self)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{peer, record, running};
+    use super::*;
+
+    #[test]
+    fn description_of_an_undecided_move_names_both_ends_and_the_remedy() {
+        for stage in [Stage::Commit, Stage::Acknowledge, Stage::Complete, Stage::Run, Stage::Left] {
+            let record = record(running(), peer()).at_stage(stage);
+            let text = undecided(&record);
+            assert!(text.contains("qmp:/run/vm/b.qmp") && text.contains("tcp:10.0.0.1:4444"), "{text}");
+            let listed = ListedMove { record, owner: None, exited: Vec::new(), changed: Vec::new() };
+            let expected = match stage {
+                Stage::Left => {
+                    "nothing: the record keeps a later copy from running qmp:/run/vm/b.qmp, and goes with that QEMU".into()
+                }
+                _ => format!("towline resume {}", "ab".repeat(16)),
+            };
+            assert_eq!(listed.advice(), [expected]);
+        }
+    }
+
+    #[test]
+    fn a_notice_names_the_command_that_finishes_the_move() {
+        let notice = |record: &MoveRecord, destination, to_do| {
+            let text = super::notice(record, GuestState::new(AtSource::Paused, destination, to_do));
+            let id = "ab".repeat(16);
+            let expected = format!("move {id} is undecided: `towline moves` shows it, ");
+            text.strip_prefix(&expected).unwrap_or_else(|| panic!("{text}")).replace(&id, "ID")
+        };
+        let local = record(running(), running());
+        assert_eq!(
+            notice(&local, AtDestination::None, ToDo::RunSource),
+            "`towline resume ID --run-here=source` runs the guest in the old QEMU"
+        );
+        assert_eq!(
+            notice(&local, AtDestination::Holds, ToDo::RunOne),
+            "`towline resume ID` runs the guest at its destination, `towline resume ID --run-here=source` at its source"
+        );
+        assert_eq!(
+            notice(&local, AtDestination::Ended, ToDo::StartAgain),
+            "`towline resume ID --discard=source` ends the old QEMU"
+        );
+        let remote = record(peer(), running());
+        assert_eq!(notice(&remote, AtDestination::Holds, ToDo::RunOne), "`towline resume ID` finishes it");
+    }
+}

@@ -5,17 +5,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use towline_channel::{Address, Cancel};
+use towline_channel::{Address, Cancel, ConnectOptions, ListenOptions, TlsClient, TlsServer};
 use towline_image::{Existing, ImageWriter, Increment, Origin, Uploaded};
-use towline_migration::{Relay, Session, Snapshot, Statistics, outgoing};
+use towline_migration::outgoing::{self, LaneOptions};
+use towline_migration::{Compression, Relay, Session, Snapshot, Statistics, ZeroCopySend};
 use towline_qmp as qmp;
+use towline_qmp::commands::MigrationParameters;
 
 use super::error::Error;
+use super::error_origin;
 use super::invalid::InvalidPostcopy;
-use super::progress::{Observer, Progress};
-use super::report::{CopyReport, DestinationState, SourceState};
-use super::request::CopyRequest;
-use super::{error_origin, tls, zero_copy};
+use super::progress::{CopyReport, DestinationState, Observer, Progress, SourceState};
+use super::request::{CopyRequest, Tls};
 use crate::in_place::UnusedReflink;
 use crate::qemu::{Qemu, StartedQemu};
 
@@ -118,7 +119,7 @@ impl<'a> Context<'a> {
     /// Connects to the destination of a stream.
     pub(super) fn connect(&self, address: &Address, uuid: [u8; 16]) -> Result<outgoing::Connections, Error> {
         let deadline = Instant::now() + self.options.connect_timeout;
-        let options = tls::connecting(self.options)?;
+        let options = connect_options(self.options)?;
         let connected = outgoing::connect(address, self.lanes(), uuid, &options, deadline, self.cancel);
         connected.map_err(|error| {
             error_origin::explain_lane_loss(error.into(), self.lanes(), self.options.compression)
@@ -131,7 +132,7 @@ impl<'a> Context<'a> {
         session: &Arc<Session>,
         connections: outgoing::Connections,
     ) -> Result<Box<Relay>, Error> {
-        let options = zero_copy::lane_options(self.options);
+        let options = lane_options(self.options);
         let relay = Relay::with_options(Arc::clone(session), connections, options)?;
         self.set_sending(relay.statistics());
         Ok(Box::new(relay))
@@ -184,5 +185,48 @@ impl<'a> Context<'a> {
             increment: self.increment.get().copied(),
             postcopy: None,
         }
+    }
+}
+
+// Options of streams and their lanes: TLS, limits, zero-copy sends, and compression.
+
+/// Options for a listener.
+pub(super) fn listen_options(options: &CopyRequest) -> Result<ListenOptions, Error> {
+    let tls = options.tls.as_ref().map(|tls| TlsServer::load(&tls.credentials)).transpose()?;
+    Ok(ListenOptions { tls, peer_timeout: Some(options.peer_timeout), ..ListenOptions::default() })
+}
+
+/// Options for a connection.
+pub(super) fn connect_options(options: &CopyRequest) -> Result<ConnectOptions, Error> {
+    let load = |tls: &Tls| TlsClient::load(&tls.credentials, tls.hostname.as_deref());
+    let tls = options.tls.as_ref().map(load).transpose()?;
+    let zero_copy = wants_zero_copy(options);
+    let peer_timeout = Some(options.peer_timeout);
+    Ok(ConnectOptions { zero_copy, tls, peer_timeout, ..ConnectOptions::default() })
+}
+
+/// Returns true if lanes should be connected for zero-copy sends.
+pub(super) fn wants_zero_copy(options: &CopyRequest) -> bool {
+    let copied = options.compression != Compression::None || options.tls.is_some();
+    options.zero_copy_send != ZeroCopySend::Off && !copied
+}
+
+/// Send options of lanes.
+fn lane_options(options: &CopyRequest) -> LaneOptions {
+    LaneOptions { compression: options.compression, zero_copy_send: options.zero_copy_send }
+}
+
+/// Migration parameters for this compression.
+pub(super) fn compression_parameters(compression: Compression, lanes: usize) -> MigrationParameters {
+    let (zlib, zstd) = match compression {
+        Compression::None => (None, None),
+        Compression::Zlib { level } => (Some(level), None),
+        Compression::Zstd { level } => (None, Some(level)),
+    };
+    MigrationParameters {
+        multifd_compression: (lanes > 0).then(|| compression.method().name().into()),
+        multifd_zlib_level: zlib,
+        multifd_zstd_level: zstd,
+        ..MigrationParameters::default()
     }
 }

@@ -1,4 +1,5 @@
-//! Entry points: a copy, and the inspection of a stream.
+//! Entry points, a copy and the inspection of a stream; and the phases of a copy between any two ends, with
+//! failures handled in one place below them.
 
 use std::path::Path;
 use std::thread;
@@ -11,21 +12,21 @@ use towline_migration::incoming::Publication;
 use towline_protocol::session::ReceiverMode;
 
 use super::context::Context;
-use super::discard_sink::DiscardSink;
-use super::endpoint::{self, StoredSource};
+use super::endpoint::{self, DestinationEndpoint, DiscardSink, SourceEndpoint, StoredSource};
 use super::ends::{Destination, Source};
+use super::engine::IncomingStream;
 use super::error::{Error, Failure};
-use super::incoming::IncomingStream;
+use super::executor::{SwitchoverEnds, SwitchoverReport, conclude};
 use super::invalid::Invalid;
 use super::outcomes::GuestAfterFailure;
-use super::progress::{CopyPhase, Observer, Progress};
-use super::report::CopyReport;
+use super::postcopy;
+use super::preflight::{self, FactsExtent};
+use super::progress::{CopyPhase, CopyReport, DestinationState, Observer, Progress};
+use super::recorder::RecordedEnds;
 use super::request::{CopyRequest, PostcopyOptions};
 use super::shared_switchover::{SharedSwitchover, TransferContext};
-use super::transfer::transfer;
 use super::validate::{validate, validate_stream};
-use super::{postcopy, preflight};
-use crate::switchover::{DestinationKind, SourceKind};
+use crate::switchover::{DestinationKind, Directive, MemorySharing, SourceKind};
 
 /// Interval of checks for a socket that does not exist yet.
 const SOCKET_INTERVAL: Duration = Duration::from_millis(10);
@@ -154,4 +155,104 @@ pub fn inspect_stream(
         Err(error) if !sink.is_complete() => Err(Failure::untouched(error)),
         _ => Ok(incoming.moved()),
     }
+}
+
+/// Transfers the guest of `source` to `destination`.
+fn transfer(
+    source: &mut dyn SourceEndpoint,
+    destination: &Destination,
+    context: &Context<'_>,
+) -> Result<CopyReport, Failure> {
+    let process = if destination.is_image() { source.record_process(context) } else { None };
+    let extent = if destination.monitor().is_some() { FactsExtent::Compared } else { FactsExtent::Identity };
+    let mut description = source.describe_guest(extent, context)?;
+    if process.is_some() {
+        description.origin.process = process;
+    }
+    let mut to = endpoint::destination(destination, description, context).map_err(Failure::untouched)?;
+    transfer_to(source, to.as_mut(), context)
+}
+
+/// Transfers the guest of `source`, which is prepared, to an open destination.
+pub(super) fn transfer_to(
+    source: &mut dyn SourceEndpoint,
+    to: &mut dyn DestinationEndpoint,
+    context: &Context<'_>,
+) -> Result<CopyReport, Failure> {
+    let kinds = (source.kind(), to.kind());
+    let memory = to.qemu().map_or(MemorySharing::Copied, |to| to.memory());
+    let switchover = SharedSwitchover::with_memory(kinds.0, kinds.1, memory, context.options);
+    let run = TransferContext { switchover: &switchover, context };
+    let moved = source.start(to, run).and_then(|()| {
+        record(source, to, &switchover, context);
+        source.transfer(to, run)
+    });
+    if moved.is_err() && to.has_discarded() {
+        return dropped(source, to, &switchover, context);
+    }
+    let (directive, error) = match moved {
+        Ok(()) => {
+            context.observer.phase(CopyPhase::Release);
+            (source.delivered(to, &switchover), None)
+        }
+        Err(error) => (switchover.failed(&error), Some(error)),
+    };
+    if error.is_some() && directive != Directive::AcknowledgeUnconfirmed {
+        source.disconnect(to);
+    }
+    let ends =
+        SwitchoverEnds { switchover: &switchover, source: source.control(), destination: to, context, error };
+    let concluded = conclude(ends, directive);
+    source.close_after_switchover();
+    match concluded {
+        Ok(concluded) => Ok(report(source, to, &concluded, context)),
+        Err(failure) => Err(source.explain(failure)),
+    }
+}
+
+/// Starts to record the decisions of the switchover.
+fn record(
+    source: &dyn SourceEndpoint,
+    to: &dyn DestinationEndpoint,
+    switchover: &SharedSwitchover,
+    context: &Context<'_>,
+) {
+    if let Some(source) = source.recorded() {
+        switchover.keep_record(RecordedEnds { source, destination: to.move_end() }, context);
+    }
+    if let Some(link) = source.main_channel() {
+        switchover.connected(link);
+    }
+}
+
+fn report(
+    source: &dyn SourceEndpoint,
+    to: &mut dyn DestinationEndpoint,
+    concluded: &SwitchoverReport,
+    context: &Context<'_>,
+) -> CopyReport {
+    let SwitchoverReport { source: origin, destination, downtime_ms, .. } = *concluded;
+    let loaded_by_qemu = to.qemu().is_some_and(|to| to.is_loaded_by_qemu);
+    CopyReport { downtime_ms, loaded_by_qemu, ..context.build_report(source.moved(), origin, destination) }
+}
+
+/// The destination has counted and discarded the guest: the source's stream fails, and its guest runs on.
+fn dropped(
+    source: &mut dyn SourceEndpoint,
+    to: &mut dyn DestinationEndpoint,
+    switchover: &SharedSwitchover,
+    context: &Context<'_>,
+) -> Result<CopyReport, Failure> {
+    source.disconnect(to);
+    let error = Error::Cancelled;
+    let directive = switchover.failed(&error);
+    let ends =
+        SwitchoverEnds { switchover, source: source.control(), destination: to, context, error: Some(error) };
+    let failure = match conclude(ends, directive) {
+        Ok(concluded) => return Ok(report(source, to, &concluded, context)),
+        Err(failure) if !failure.guest.is_safe() => return Err(failure),
+        Err(failure) => failure,
+    };
+    failure.notes.iter().for_each(|note| context.observer.notice(note));
+    Ok(context.build_report(source.moved(), source.state_after_discard(), DestinationState::Dropped))
 }

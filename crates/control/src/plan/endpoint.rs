@@ -2,7 +2,6 @@
 
 mod driven;
 mod image;
-mod null;
 mod process;
 mod qemu;
 #[cfg(feature = "store")]
@@ -22,6 +21,7 @@ use super::request::CopyRequest;
 
 pub(super) use driven::{DrivenGuest, GuestDescription, QemuDestination};
 pub(super) use image::{StoredSource, explain_truncation, notice_missing_manifest};
+pub use process::{DiscardSink, StreamSummary};
 pub(super) use qemu::{QemuSource, query_failed};
 #[cfg(feature = "store")]
 pub(super) use store::{failed as store_failed, prepared};
@@ -62,7 +62,7 @@ pub(super) fn destination(
         #[cfg(not(feature = "store"))]
         Destination::Store(location) => return Err(without_stores(location)),
         Destination::Process(process) => Box::new(process::LocalDestination::new(process.as_ref())?),
-        Destination::Null => Box::new(null::NullDestination::default()),
+        Destination::Null => Box::new(process::NullDestination::default()),
     })
 }
 

@@ -3,8 +3,7 @@
 
 use rustix::io::Errno;
 use towline_channel::{Address, Error as ChannelError};
-use towline_migration::Compression;
-use towline_migration::Error as MigrationError;
+use towline_migration::{Compression, Error as MigrationError};
 use towline_qmp as qmp;
 
 use super::error::Error;

@@ -22,8 +22,7 @@ use super::endpoint::{DestinationEndpoint, DrivenGuest, Rollback, SourceControl}
 use super::error::{ABORTS_ASLEEP, Error, Failure};
 use super::outcomes::{GuestAfterFailure, SourceCategory};
 use super::peer::{PeerReply, PeerSession};
-use super::progress::CopyPhase;
-use super::report::{DestinationState, PostcopyReport, SourceState};
+use super::progress::{CopyPhase, DestinationState, PostcopyReport, SourceState};
 use super::shared_switchover::{SharedSwitchover, source_link};
 use super::source::{CopyEnd, GuestAction, QmpSource};
 use crate::switchover::{

@@ -3,7 +3,7 @@
 //! A sentence follows "the guest: ". It is composed of the guest at its source, the guest at its destination,
 //! and what to do.
 
-use super::report::{DestinationState, SourceState};
+use super::progress::{DestinationState, SourceState};
 use crate::switchover::{AtDestination, AtSource, GuestState, ToDo};
 
 /// State of a guest after a failure.

@@ -23,18 +23,17 @@ use towline_migration::postcopy::{
 };
 use towline_migration::{Postcopy, Session, Statistics};
 
-use super::context::Context;
+use super::context::{Context, connect_options};
 use super::destination::RecoveryState;
 use super::endpoint::{self, SourceControl};
 use super::ends::Destination;
+use super::engine::run_supervised;
 use super::error::{Error, Failure};
+use super::error_origin;
 use super::executor::{BREAK_AFTER, RECOVER_TIMEOUT, SwitchoverEnds, SwitchoverReport, conclude};
-use super::progress::{CopyPhase, Progress};
-use super::report::{CopyReport, DestinationState, PostcopyReport};
+use super::progress::{CopyPhase, CopyReport, DestinationState, PostcopyReport, Progress};
 use super::request::{PostcopyOptions, RequestedPages};
 use super::shared_switchover::SharedSwitchover;
-use super::supervise::run_supervised;
-use super::{error_origin, tls};
 use crate::switchover::{
     DestinationStatus, Directive, FinalRunState, GuestRunState, Input, LossCause, MemoryLoss, MemorySharing,
     SourceKind,
@@ -358,7 +357,7 @@ impl<'a> Restore<'a> {
         Error,
     > {
         let (context, address) = (self.context, address.clone());
-        let options = tls::connecting(context.options)?;
+        let options = connect_options(context.options)?;
         let connect = move || -> towline_migration::Result<Arc<dyn Channel>> {
             let deadline = Instant::now() + context.options.connect_timeout;
             // Not the user's cancellation: a running guest needs its memory.

@@ -11,8 +11,8 @@ use towline_qmp::commands::GetFd;
 
 use super::error::Error;
 use crate::journal::{JournalEntry, UndoRecord};
-use crate::private_dirs::{self, LockedDir};
 use crate::qemu::Qemu;
+use crate::temporary_names::{self, LockedDir};
 
 /// A private directory; removed with its contents on drop.
 #[derive(Debug)]
@@ -27,10 +27,10 @@ impl PrivateDir {
     /// Creates a directory for `qemu`, which can enter it also as another user, and records it in its
     /// journal.
     pub(super) fn for_qemu(qemu: &Qemu) -> Result<Self, Error> {
-        let place = private_dirs::temp_dir();
+        let place = temporary_names::temp_dir();
         let place = place.map_err(|source| Error::PrivateDir { path: std::env::temp_dir(), source })?;
         static SWEPT: Once = Once::new();
-        SWEPT.call_once(|| drop(private_dirs::remove_abandoned(&place)));
+        SWEPT.call_once(|| drop(temporary_names::remove_abandoned(&place)));
         let listener = qemu.facts().peer.as_ref().map(|peer| FileOwner { uid: peer.uid, gid: peer.gid });
         let owner = qemu.process().file_owner().or(listener);
         let owner = owner.filter(|owner| owner.uid != rustix::process::getuid().as_raw());
@@ -42,7 +42,7 @@ impl PrivateDir {
     }
 
     fn create(place: PathBuf, owner: Option<FileOwner>) -> Result<Self, Error> {
-        let made = private_dirs::create(&place, owner);
+        let made = temporary_names::create(&place, owner);
         let made = made.map_err(|source| Error::PrivateDir { path: place, source })?;
         Ok(Self { made, owner, entry: None })
     }

@@ -1,9 +1,14 @@
-//! Progress of a copy, for an observer.
+//! Progress of a copy, for an observer, and the report of a completed one.
 
 use std::time::Duration;
 
+use serde::Serialize;
 use towline_channel::Address;
-use towline_migration::{LaneSends, Snapshot};
+use towline_image::{Increment, Uploaded};
+use towline_migration::postcopy::FaultCounts;
+use towline_migration::{Compression, LaneSends, Snapshot, ZeroCopySend};
+
+use crate::switchover::{AtSource, FinalRunState};
 
 /// Phase of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,4 +112,116 @@ pub struct Progress {
     pub downtime_limit: Option<Duration>,
     /// Faults of a guest that already runs.
     pub faults: Option<towline_migration::postcopy::FaultCounts>,
+}
+
+/// Report of a completed copy.
+#[derive(Debug, Clone)]
+pub struct CopyReport {
+    /// Counters of the transfer.
+    pub moved: Snapshot,
+    /// Time from the first query until the guest was safe.
+    pub total_time: Duration,
+    /// Downtime in milliseconds, as the source's QEMU reports it.
+    pub downtime_ms: Option<u64>,
+    /// Number of lanes.
+    pub multifd_channels: usize,
+    /// Compression of the lanes.
+    pub compression: Compression,
+    /// Requested zero-copy sends on lanes to the destination.
+    pub zero_copy_send: ZeroCopySend,
+    /// Statistics of each lane to the destination; empty without a stream to it.
+    pub lane_sends: Vec<LaneSends>,
+    /// QEMU loaded the image itself.
+    pub loaded_by_qemu: bool,
+    /// State of the guest at the source.
+    pub source: SourceState,
+    /// State of the guest at the destination.
+    pub destination: DestinationState,
+    /// Upload to an object store.
+    pub uploaded: Option<Uploaded>,
+    /// Share of an incremental image that it holds itself.
+    pub increment: Option<Increment>,
+    /// Statistics of postcopy.
+    pub postcopy: Option<PostcopyReport>,
+}
+
+impl CopyReport {
+    /// Bytes of pages for each byte on compressed lanes, including headers; `None` without compressed bytes.
+    pub fn compression_ratio(&self) -> Option<f64> {
+        let moved = &self.moved;
+        let is_compressed = self.compression != Compression::None && moved.multifd_bytes > 0;
+        is_compressed.then(|| moved.normal_bytes as f64 / moved.multifd_bytes as f64)
+    }
+}
+
+/// State of the guest at its source after a copy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SourceState {
+    /// It runs (`--resume`).
+    Running,
+    /// It is paused (`postmigrate`).
+    #[serde(rename = "postmigrate")]
+    Paused,
+    /// Its QEMU was ended.
+    Ended,
+    /// An image, which is as it was, or a guest of this process; or a guest that did not run, and was stored as it was.
+    Unchanged,
+    /// It was received as a stream, whose sender decides whether it keeps the guest.
+    #[serde(rename = "unknown")]
+    UpToSender,
+}
+
+impl From<SourceState> for AtSource {
+    fn from(state: SourceState) -> Self {
+        match state {
+            SourceState::Running | SourceState::Unchanged => Self::HasIt,
+            SourceState::Paused => Self::Paused,
+            SourceState::Ended => Self::Ended,
+            SourceState::UpToSender => Self::Unknown,
+        }
+    }
+}
+
+/// State of the guest at its destination after a copy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DestinationState {
+    /// It runs.
+    Running,
+    /// It is loaded and paused.
+    Paused,
+    /// It is stored.
+    Stored,
+    /// It is loaded, as acknowledged on the return path; another party decides whether it runs.
+    Loaded,
+    /// It was sent without a return path, so that nothing acknowledges that it was loaded.
+    Sent,
+    /// It was received by a sink of this process, with which it ends.
+    Received,
+    /// It was counted and discarded.
+    #[serde(rename = "discarded")]
+    Dropped,
+}
+
+impl From<FinalRunState> for DestinationState {
+    fn from(state: FinalRunState) -> Self {
+        match state {
+            FinalRunState::Running => Self::Running,
+            FinalRunState::Paused => Self::Paused,
+        }
+    }
+}
+
+/// Statistics of a postcopy.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct PostcopyReport {
+    /// Faults of the guest.
+    pub faults: FaultCounts,
+    /// Pages in the working set of earlier restores.
+    pub working_set_pages: u64,
+    /// Time from the first query until the guest was seen to run; `None` if it could not be queried.
+    pub running_after: Option<Duration>,
+    /// Number of connections that were recovered.
+    pub recoveries: u64,
 }

@@ -17,13 +17,12 @@ use std::time::Duration;
 use towline_channel::Cancel;
 
 use super::context::Context;
+use super::copy::transfer_to;
 use super::endpoint::{QemuDestination, QemuSource, SourceEndpoint as _};
 use super::error::{Error, Failure};
 use super::preflight::{self, FactsExtent};
-use super::progress::{CopyPhase, Observer};
-use super::report::CopyReport;
+use super::progress::{CopyPhase, CopyReport, Observer};
 use super::request::{CopyRequest, Task, UpgradeMemory};
-use super::transfer::transfer_to;
 use super::vsock;
 use crate::in_place::{self, Presence};
 

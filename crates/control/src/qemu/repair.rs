@@ -22,7 +22,7 @@ use super::settings::Change;
 use crate::journal::{
     ChangedValue, Error as JournalError, Journal, RuntimeDirectory, UndoRecord, monotonic_ms, sweep,
 };
-use crate::private_dirs;
+use crate::temporary_names;
 
 /// Timeout for a cancelled migration to end, and for any to be cleaned up.
 const CLEANUP_TIMEOUT: Duration = Duration::from_secs(10);
@@ -56,7 +56,7 @@ impl Qemu {
     /// As [`Qemu::connect`], and as its journal.
     pub fn repair(path: impl AsRef<Path>, options: &qmp::Options) -> Result<Option<RepairReport>, Error> {
         let path = path.as_ref();
-        private_dirs::temp_dir().iter().for_each(|place| drop(private_dirs::remove_abandoned(place)));
+        temporary_names::temp_dir().iter().for_each(|place| drop(temporary_names::remove_abandoned(place)));
         let mut qemu = Self::inspect(path, options)?;
         qemu.take_journal(path)?;
         Ok(qemu.repaired.take())

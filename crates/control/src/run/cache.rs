@@ -30,8 +30,7 @@ use towline_migration::Guest as _;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, RamBlock};
 
-use super::error::Error;
-use super::options::{Download, PrepareContext};
+use super::options::{Download, Error, PrepareContext};
 use crate::plan::{self, CopyRequest, Destination, Observer, Source};
 
 /// Interval at which a lock is tried again that another towline has.

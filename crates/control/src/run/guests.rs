@@ -12,9 +12,8 @@ use towline_launch::{
 };
 use towline_protocol::RamBlock;
 
-use super::error::Error;
 use super::image::RunImage;
-use super::options::{CommandLineTrust, Disks, MemoryRequest, RunOptions};
+use super::options::{CommandLineTrust, Disks, Error, MemoryRequest, RunOptions};
 use crate::command_line;
 use crate::in_place::{Reflink, UnusedReflink};
 

@@ -16,10 +16,9 @@ use towline_image::{Image, Origin, StoredGuest as _};
 
 #[cfg(feature = "store")]
 use super::cache::CacheFile;
-use super::error::Error;
 #[cfg(feature = "store")]
 use super::options::MemoryRequest;
-use super::options::{ImageLocation, PrepareContext, RunOptions};
+use super::options::{Error, ImageLocation, PrepareContext, RunOptions};
 #[cfg(feature = "store")]
 use crate::lock::lock;
 use crate::plan::{self, Clones, CopyResult, Failure};

@@ -12,9 +12,9 @@ use towline_channel::Cancel;
 use towline_launch::{CreatedOverlay, RunningQemu};
 use towline_migration::LaneSends;
 
-use super::error::Error;
 use super::guests::{GuestStart, MemoryOrigin};
 use super::image::{ImageChange, RunImage};
+use super::options::Error;
 use crate::plan::{
     CloneTarget, Clones, CopyPhase, CopyRequest, CopyResult, Destination, Failure, Observer, Progress,
 };

@@ -1,9 +1,8 @@
 //! From a source that is done with its guest to the end of the command.
 
-use super::decision::Decision;
 use super::events::{
-    DestinationKind, DestinationStatus, Directive, FinalRunState, Input, MemorySharing, PeerMessage,
-    SourceAction, SourceKind, SourceStatus, StartResult,
+    Decision, DestinationKind, DestinationStatus, Directive, FinalRunState, Input, MemorySharing,
+    PeerMessage, SourceAction, SourceKind, SourceStatus, StartResult,
 };
 use super::fault::SwitchoverBug;
 use super::machine::{AfterRetraction, Switchover, SwitchoverState};

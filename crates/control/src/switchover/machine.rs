@@ -1,9 +1,8 @@
 //! The state machine: its stages, and the transfer until the source has completed.
 
-use super::decision::{Decision, SwitchProgress};
 use super::events::{
-    DestinationKind, Directive, GuestRunState, Input, LossCause, MemorySharing, PeerMessage, RunRequest,
-    SourceAction, SourceKind, SourceLink, SourceStatus, SwitchoverRequest,
+    Decision, DestinationKind, Directive, GuestRunState, Input, LossCause, MemorySharing, PeerMessage,
+    RunRequest, SourceAction, SourceKind, SourceLink, SourceStatus, SwitchProgress, SwitchoverRequest,
 };
 use super::fault::{FaultSwitch, SwitchoverBug};
 use super::outcome::{AtDestination, AtSource, GuestState, Placement, SwitchoverOutcome, ToDo};

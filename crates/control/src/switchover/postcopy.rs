@@ -13,10 +13,9 @@
 //! that it has switched; until then the destination is not started. That of an image is the last byte before
 //! the guest runs.
 
-use super::decision::{Decision, SwitchProgress};
 use super::events::{
-    DestinationKind, DestinationStatus, Directive, FinalRunState, GuestRunState, Input, LossCause,
-    MemoryLoss, MemorySharing, SourceKind, SourceStatus, StartResult,
+    Decision, DestinationKind, DestinationStatus, Directive, FinalRunState, GuestRunState, Input, LossCause,
+    MemoryLoss, MemorySharing, SourceKind, SourceStatus, StartResult, SwitchProgress,
 };
 use super::fault::SwitchoverBug;
 use super::machine::{Switchover, SwitchoverState};

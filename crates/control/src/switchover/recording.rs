@@ -7,8 +7,7 @@
 //! A record is kept if the guest can come to be at both ends and one of them is a QEMU that is driven here. An
 //! image stays as it is, and a stored guest does not run: there is nothing to decide later.
 
-use super::decision::Decision;
-use super::events::{DestinationKind, Directive, Input, PeerMessage, SourceKind};
+use super::events::{Decision, DestinationKind, Directive, Input, PeerMessage, SourceKind};
 use super::fault::SwitchoverBug;
 use super::machine::{AfterRetraction, Restoration, Switchover, SwitchoverState};
 use super::outcome::{AtDestination, GuestState, SwitchoverOutcome, ToDo};

@@ -11,8 +11,7 @@
 //! later. A guest that may have run at a lost destination, or that has run since it was sent, is not resumed
 //! from its older state without a choice: its disks are newer than its memory there.
 
-use super::decision::Decision;
-use super::events::{DestinationStatus, FinalRunState, MemorySharing, SourceStatus};
+use super::events::{Decision, DestinationStatus, FinalRunState, MemorySharing, SourceStatus};
 use super::fault::{FaultSwitch, SwitchoverBug};
 use super::outcome::{AtDestination, AtSource, GuestState, Placement, ToDo};
 

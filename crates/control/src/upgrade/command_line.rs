@@ -1,7 +1,7 @@
 //! The command line of the new QEMU: that of the old one, except for what both cannot have at a time.
 //!
 //! ```text
-//!   sockets it listens on, pidfile ─► staging names (`staging_names`), never waiting for a client
+//!   sockets it listens on, pidfile ─► staging names (`temporary_names`), never waiting for a client
 //!   files it writes its consoles to ─► appended to, not truncated
 //!   -incoming, -S, -daemonize, the launcher's own monitor, -run-with exit-with-parent ─► left out
 //!   machine type ─► the versioned one; vmgenid ─► the value that the guest has
@@ -12,39 +12,28 @@
 //! An option that a setting of the user replaces is the user's: it is neither changed nor refused. One of
 //! which a setting changes a property is changed like any other, except for that property, and is not refused.
 
-use std::collections::BTreeSet;
-use std::path::Path;
+mod sockets;
 
-use super::cards::{Cards, SharedCard};
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
 use towline_launch::command_line::{Conflict, OptionName, OptionValue, Properties, QemuOption, Rewrite};
 use towline_launch::{CommandLine, QemuVersion, Setting};
 
 use super::error::IncompatibleSetting;
-use crate::staging_names::StagingName;
+use crate::temporary_names::StagingName;
 
-/// Longest path of a Unix socket.
-const SOCKET_PATH_BYTES_MAX: usize = 107;
+pub(super) use sockets::check_second_frontend;
+
 /// Id of the monitor that the launcher gives each QEMU.
 const LAUNCHERS_MONITOR: &str = "towline-qmp";
 /// Property of `-run-with`, of QEMU 10.2 and later.
 const EXIT_WITH_PARENT: &str = "exit-with-parent";
-/// Properties of chardevs: seconds, which QEMU 11 has no longer, and milliseconds.
-const RECONNECT: &str = "reconnect";
-const RECONNECT_MS: &str = "reconnect-ms";
-/// First version with [`RECONNECT_MS`].
-const RECONNECT_MS_SINCE: QemuVersion = QemuVersion { major: 9, minor: 2 };
-/// Prefix of ids of chardevs that are made here.
-const PORT_ID: &str = "towline-port";
-
-/// A chardev with the words of a port that is a Unix socket.
-const UNIX_SOCKET: &str = "socket,path=";
 /// Properties that name a file of a drive or node.
 const FILE_PROPERTIES: [&str; 3] = ["file", "filename", "file.filename"];
-const CLIENT_REASON: &str = "it is connected to another process, which may not accept a second connection; set one that listens (server=on)";
 const DESCRIPTOR_REASON: &str = "it is a descriptor of the old QEMU; set a path";
 const DAEMON_REASON: &str = "it is relative to the directory in which the old QEMU was started, which a daemon leaves; set an absolute path";
 const CARD_REASON: &str = "its card is in another process; have a `towline net` serve both QEMUs with --with-devices, or unplug the card before";
-const CARD_LISTENS_REASON: &str = "QEMU does not connect to this card by a path, so that the new one cannot connect as well; unplug the card before";
 const SNAPSHOT_REASON: &str = "what the guest wrote to it is in a temporary file of the old QEMU";
 const MODEL_REASON: &str =
     "this device model is not known; unplug it before, or set it to the value for the new QEMU";
@@ -107,6 +96,24 @@ pub enum Vsocks {
     Detached,
 }
 
+/// Treatment of vhost-user network cards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cards {
+    /// Refused.
+    Refused,
+    /// The new QEMU connects to each process while the old one is connected.
+    Shared,
+}
+
+/// A network card whose process serves both QEMUs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct SharedCard {
+    /// The chardev by which QEMU is connected to it.
+    pub(super) chardev: String,
+    /// The process's socket.
+    pub(super) socket: PathBuf,
+}
+
 /// See the module's text.
 #[derive(Debug, Default)]
 pub(super) struct Rewritten {
@@ -154,9 +161,7 @@ pub(super) fn rewrite(
     set_machine(&mut rewritten.command_line, context.machine);
     let chardevs =
         rewritten.command_line.options_mut().iter_mut().filter(|option| option.name.as_str() == "chardev");
-    chardevs
-        .filter_map(QemuOption::properties_mut)
-        .for_each(|chardev| set_reconnect(chardev, context.version));
+    chardevs.filter_map(QemuOption::properties_mut).for_each(|chardev| context.set_reconnect(chardev));
     rewritten.names = rewriter.names;
     rewritten.cards = rewriter.cards;
     if rewriter.refusals.is_empty() { Ok(rewritten) } else { Err(rewriter.refusals) }
@@ -171,22 +176,6 @@ fn set_machine(command_line: &mut CommandLine, machine: &str) {
         return;
     }
     command_line.options_mut().extend(option("machine", machine));
-}
-
-/// Sets the time until a chardev connects again by the property that this version of QEMU has.
-fn set_reconnect(chardev: &mut Properties, version: QemuVersion) {
-    let value = |name| chardev.value(name).and_then(|value| value.parse::<u64>().ok());
-    if version >= RECONNECT_MS_SINCE {
-        let Some(milliseconds) = value(RECONNECT).and_then(|seconds| seconds.checked_mul(1000)) else {
-            return;
-        };
-        chardev.remove(RECONNECT);
-        chardev.set(RECONNECT_MS, &milliseconds.to_string());
-    } else {
-        let Some(milliseconds) = value(RECONNECT_MS) else { return };
-        chardev.remove(RECONNECT_MS);
-        chardev.set(RECONNECT, &milliseconds.div_ceil(1000).to_string());
-    }
 }
 
 /// Chardevs of devices and network backends that are rewritten so.
@@ -368,31 +357,6 @@ impl Rewriter<'_> {
         None
     }
 
-    /// The staging name of a path, as QEMU gets it.
-    fn staged(&mut self, path: &str, key: &str) -> Option<String> {
-        if !self.has_known_path(path, key) {
-            return None;
-        }
-        let target = self.context.working_directory.join(path);
-        let name = StagingName::new(&target, self.context.number);
-        let staged = name.path.to_str().map(str::to_owned);
-        let Some(staged) = staged.filter(|staged| !staged.contains([',', '='])) else {
-            self.refuse(key, path, "its path has a comma or a '='; set another path");
-            return None;
-        };
-        if staged.len() > SOCKET_PATH_BYTES_MAX {
-            let reason = format!(
-                "{staged}, its name for the time of the upgrade, has {} bytes, expected at most {SOCKET_PATH_BYTES_MAX}; set a shorter \
-                 path",
-                staged.len()
-            );
-            self.refuse(key, path, &reason);
-            return None;
-        }
-        self.names.push(name);
-        Some(staged)
-    }
-
     /// Refuses a relative path of a daemon: QEMU has left its directory since.
     fn has_known_path(&mut self, path: &str, key: &str) -> bool {
         let is_known = !self.is_daemon || Path::new(path).is_absolute();
@@ -415,102 +379,6 @@ impl Rewriter<'_> {
             return self.refuse(&format!("{key}.snapshot"), "on", SNAPSHOT_REASON);
         }
         self.has_known_files(properties, key).then_some(option)
-    }
-
-    fn socket(&mut self, changed: QemuOption, properties: &Properties, key: &str) -> Option<QemuOption> {
-        let value = |name: &str| properties.value(name);
-        let id = value("id").unwrap_or_default();
-        if value("fd").is_some() {
-            let is_launchers = id == LAUNCHERS_MONITOR;
-            return if is_launchers { None } else { self.refuse(key, &id, DESCRIPTOR_REASON) };
-        }
-        if self.card_chardevs.contains(&id) {
-            return self.card(changed, properties, key);
-        }
-        if properties.is_on("abstract") {
-            return self.refuse(key, &id, reason(Conflict::Port));
-        }
-        match value("path") {
-            Some(_) if properties.is_on("server") => self.listening(changed, key),
-            Some(_) if self.vsock_chardevs.contains(&id) => match self.context.vsocks {
-                Vsocks::Detached => Some(changed),
-                // Its device is refused.
-                Vsocks::Refused => None,
-            },
-            Some(path) => self.refuse(key, &path, CLIENT_REASON),
-            None => self.refuse(key, &value("port").unwrap_or_default(), reason(Conflict::Port)),
-        }
-    }
-
-    /// The connection to a card.
-    fn card(&mut self, option: QemuOption, properties: &Properties, key: &str) -> Option<QemuOption> {
-        if self.context.cards == Cards::Refused {
-            // Its network is refused.
-            return None;
-        }
-        let is_plain = |name| !properties.is_on(name);
-        match properties.value("path").filter(|_| is_plain("server") && is_plain("abstract")) {
-            Some(path) if self.has_known_path(&path, key) => {
-                let chardev = properties.value("id").unwrap_or_default();
-                self.cards.push(SharedCard { chardev, socket: self.context.working_directory.join(path) });
-                Some(option)
-            }
-            Some(_) => None,
-            None => self.refuse(key, &properties.value("path").unwrap_or_default(), CARD_LISTENS_REASON),
-        }
-    }
-
-    /// Has a socket listen at its staging name, without waiting for a client.
-    fn listening(&mut self, mut socket: QemuOption, key: &str) -> Option<QemuOption> {
-        let path = socket.properties()?.value("path")?;
-        let staged = self.staged(&path, key)?;
-        let properties = socket.properties_mut()?;
-        properties.set("path", &staged);
-        properties.remove("nowait");
-        properties.set_switch("wait", false);
-        if properties.value("logfile").is_some() {
-            properties.set_switch("logappend", true);
-        }
-        Some(socket)
-    }
-
-    /// The other end of a port or monitor (`qemu_chr_parse_compat` of QEMU's `chardev/char.c`).
-    fn port(&mut self, option: &QemuOption, text: &str, key: &str) -> Option<QemuOption> {
-        let (prefix, end) = text.strip_prefix("mon:").map_or(("", text), |end| ("mon:", end));
-        let (kind, value) = end.split_once(':').unwrap_or((end, ""));
-        let conflict = match kind {
-            "none" | "null" | "chardev" | "vc" => return Some(option.clone()),
-            "stdio" | "pty" | "msmouse" => Conflict::Terminal,
-            "tcp" | "telnet" | "tn3270" | "websocket" | "udp" => Conflict::Port,
-            "file" if prefix.is_empty() && !value.is_empty() => return self.port_file(option, value, key),
-            // An escaped comma is one of the path.
-            "unix" if !value.contains(",,") => {
-                let socket = self::option("chardev", &format!("{UNIX_SOCKET}{value}"))?;
-                let properties = socket.properties()?;
-                match (properties.is_on("server"), properties.is_on("abstract")) {
-                    (true, true) => Conflict::Port,
-                    (true, false) => {
-                        let socket = self.listening(socket, key)?.value_text()?;
-                        let words = socket.strip_prefix(UNIX_SOCKET)?;
-                        return self::option(option.name.as_str(), &format!("{prefix}unix:{words}"));
-                    }
-                    (false, _) => return self.refuse(key, text, CLIENT_REASON),
-                }
-            }
-            _ => Conflict::Unknown,
-        };
-        self.refuse(key, text, reason(conflict))
-    }
-
-    /// A port that writes to a file: by a chardev, which can append to it.
-    fn port_file(&mut self, option: &QemuOption, path: &str, key: &str) -> Option<QemuOption> {
-        if !self.has_known_path(path, key) {
-            return None;
-        }
-        let id = format!("{PORT_ID}{}-{}", self.context.number, self.added.len());
-        let path = path.replace(',', ",,");
-        self.added.extend(self::option("chardev", &format!("file,id={id},path={path},append=on")));
-        self::option(option.name.as_str(), &format!("chardev:{id}"))
     }
 }
 

@@ -1,21 +1,26 @@
-//! The QEMU to replace: its process, its command line, its memory. Nothing is changed.
+//! The QEMU to replace: its process, its command line, its memory, none of which is changed; and the QEMUs
+//! that earlier upgrades of its guest have left.
 
 use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use rustix::process::geteuid;
+use rustix::process::{Pid, PidfdFlags, Signal, geteuid, pidfd_open, pidfd_send_signal};
 use towline_channel::Cancel;
-use towline_launch::{CommandLine, Confinement};
+use towline_launch::{CommandLine, Confinement, RunningGuest, RuntimeRoot};
 use towline_qmp::Options;
 use towline_qmp::commands::{MigrationStatus, RunState};
 
 use super::error::Error;
 use crate::in_place::{self, GuestBackends};
+use crate::moves::{self, MoveEnd};
 use crate::plan;
 use crate::process::Process;
-use crate::qemu::{Qemu, QemuState, generation_id};
+use crate::qemu::{IncomingState, Qemu, QemuState, generation_id};
+use crate::temporary_names::{self, StagingName};
 
 /// Namespaces in which `/proc` and the paths of the old QEMU have the same meaning here. The others are
 /// compared with the rest of its confinement.
@@ -137,6 +142,81 @@ fn link(pid: i32, name: &str) -> Result<PathBuf, Error> {
 fn read(pid: i32, name: &str) -> Result<Vec<u8>, Error> {
     let path = PathBuf::from(format!("/proc/{pid}/{name}"));
     fs::read(&path).map_err(|source| Error::Proc { path, source })
+}
+
+// New QEMUs of upgrades whose towline was killed before it recorded a decision.
+//
+// ```text
+//   numbered, of no towline, in no record ─┬─ waits, or has a part of the guest ────────────────────────► ended
+//                                          ├─ paused, with the memory of the old QEMU, which has the guest ─► ended
+//                                          └─ anything else: it may have a guest ────────────────────────► left alone
+// ```
+
+/// Time limit of each reply.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Ends the QEMUs of that name that hold no guest: nothing else would, and they map the guest's memory. One
+/// that a record of a move names is left to `towline resume`.
+pub(super) fn end_leftovers(root: &RuntimeRoot, base: &str, old: &OldQemu) {
+    let Ok(guests) = root.list() else { return };
+    for guest in guests.iter().filter(|guest| is_leftover(guest, base)) {
+        if is_useless(guest, old) {
+            tracing::info!(name = guest.name, pid = guest.pid, "ending a QEMU of a killed towline");
+            kill(guest);
+        }
+    }
+}
+
+fn is_leftover(guest: &RunningGuest, base: &str) -> bool {
+    let number = guest.name.strip_prefix(base).and_then(|rest| rest.strip_prefix('.'));
+    let is_numbered = number.is_some_and(|number| number.parse::<u32>().is_ok());
+    let has_owner = Path::new("/proc").join(guest.owner_pid.to_string()).exists();
+    is_numbered && guest.is_detached && guest.image.is_none() && !has_owner
+}
+
+/// See the picture above.
+fn is_useless(guest: &RunningGuest, old: &OldQemu) -> bool {
+    let options = Options { deadline: REPLY_TIMEOUT, greeting_deadline: REPLY_TIMEOUT, ..Options::default() };
+    let Ok(qemu) = Qemu::inspect(&guest.qmp, &options) else { return false };
+    let facts = qemu.facts();
+    match &facts.incoming {
+        IncomingState::Deferred => true,
+        IncomingState::Listening | IncomingState::Loading(_) => !may_be_recorded(guest.pid),
+        IncomingState::No => {
+            let is_paused = facts.status.status == RunState::PAUSED && !facts.status.running;
+            is_paused && old.has_guest && maps_memory_of(guest.pid, old) && !may_be_recorded(guest.pid)
+        }
+    }
+}
+
+/// Returns true if the record of a move names this process, or cannot be read.
+fn may_be_recorded(pid: u32) -> bool {
+    let Ok((moves, bad)) = moves::list() else { return true };
+    let is_it = |end: &MoveEnd| matches!(end, MoveEnd::Qemu { pid: Some(recorded), .. } if recorded.cast_unsigned() == pid);
+    !bad.is_empty()
+        || moves.iter().any(|listed| is_it(&listed.record.source) || is_it(&listed.record.destination))
+}
+
+/// Returns true if the process has a file open that is memory of the old QEMU.
+fn maps_memory_of(pid: u32, old: &OldQemu) -> bool {
+    let numbers = |path: &Path| fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
+    let memory: Vec<_> = old.backends.shared.iter().filter_map(|shared| numbers(&shared.path)).collect();
+    let Ok(descriptors) = fs::read_dir(format!("/proc/{pid}/fd")) else { return false };
+    let mut open = descriptors.filter_map(|entry| numbers(&entry.ok()?.path()));
+    open.any(|file| memory.contains(&file))
+}
+
+fn kill(guest: &RunningGuest) {
+    let Some(pid) = i32::try_from(guest.pid).ok().and_then(Pid::from_raw) else { return };
+    let Ok(process) = pidfd_open(pid, PidfdFlags::empty()) else { return };
+    // The descriptor refers to the process that runs now; it must be that of the state.
+    if guest.is_running() {
+        let names = temporary_names::staging_names_of_process(guest.pid);
+        if let Err(errno) = pidfd_send_signal(&process, Signal::KILL) {
+            tracing::debug!(pid = guest.pid, %errno, "it has ended");
+        }
+        names.iter().for_each(StagingName::remove);
+    }
 }
 
 #[cfg(test)]

@@ -11,8 +11,7 @@ use towline_qmp::commands::{
     Capability, MigrateIncoming, MigratePause, MigrateRecover, MigrationParameters, MigrationStatus, RunState,
 };
 
-use super::super::compression;
-use super::super::context::Context;
+use super::super::context::{Context, compression_parameters};
 use super::super::error::Error;
 use super::super::error_origin;
 use super::super::request::RequestedPages;
@@ -93,7 +92,7 @@ impl QmpDestination {
                 multifd_channels: (lanes > 0).then(|| u8::try_from(lanes).unwrap_or(u8::MAX)),
                 tls_creds: Some(String::new()),
                 mode: self.facts().normal_mode(),
-                ..compression::parameters(compression, lanes)
+                ..compression_parameters(compression, lanes)
             },
         };
         for name in [Capability::MULTIFD, Capability::MAPPED_RAM] {

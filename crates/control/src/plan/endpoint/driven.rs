@@ -9,15 +9,15 @@ use towline_migration::{Guest, Relay, Sink, SinkWithPresentBlocks, Snapshot};
 
 use super::super::context::Context;
 use super::super::destination::{QmpDestination, StartFailure};
+use super::super::engine::send;
 use super::super::error::Error;
 use super::super::preflight;
 use super::super::progress::CopyPhase;
-use super::super::send::send;
 use super::super::shared_switchover::TransferContext;
 use crate::in_place::{self, IfUnmapped, MappedImage, Presence, UnusedReflink, Verify};
 use crate::qemu::{Process, Qemu};
-use crate::staging_names;
 use crate::switchover::{DestinationStatus, MemorySharing, StartResult};
+use crate::temporary_names;
 
 /// Threads that compare an image with its manifest while QEMU loads it.
 const VERIFY_THREADS: usize = 2;
@@ -138,7 +138,7 @@ impl QemuDestination {
     /// Gives the sockets of the new QEMU of an upgrade their final names: the old one has exited.
     pub(in super::super) fn publish_sockets(&self) {
         if let Process::Known { pid, .. } = self.qmp.qemu().process() {
-            staging_names::publish_of_process(pid.cast_unsigned());
+            temporary_names::publish_staging_names(pid.cast_unsigned());
         }
     }
 

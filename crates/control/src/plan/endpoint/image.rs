@@ -10,11 +10,10 @@ use towline_migration::incoming::Publication;
 use towline_migration::{Sink, Snapshot};
 
 use super::super::context::Context;
+use super::super::engine;
 use super::super::error::{Error, Failure};
-use super::super::in_process;
 use super::super::preflight::{FactsExtent, GuestFacts};
-use super::super::progress::Observer;
-use super::super::report::DestinationState;
+use super::super::progress::{DestinationState, Observer};
 use super::super::request::CopyRequest;
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::driven::{GuestDescription, LocalGuest};
@@ -115,7 +114,7 @@ impl DestinationEndpoint for ImageDestination {
     }
 
     fn receive_guest(&mut self, local: &LocalGuest<'_>, run: TransferContext<'_>) -> Result<Snapshot, Error> {
-        in_process::copy(local.guest, &self.0, local.lanes(run.context), run)
+        engine::copy_in_process(local.guest, &self.0, local.lanes(run.context), run)
     }
 
     fn defer_publication(&self) -> Publication {

@@ -1,18 +1,22 @@
-//! Ends in this process, which the caller of the copy provides.
+//! Ends in this process: those that the caller of the copy provides, and `null:`, which counts and discards.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use towline_image::Origin;
-use towline_migration::{Sink, Snapshot};
+use towline_migration::{ChannelId, Pages, Sink, Snapshot};
+use towline_protocol::configuration::Configuration;
+use towline_protocol::device_state::DeviceState;
+use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::super::context::Context;
 use super::super::ends::{ProcessDestination, ProcessGuest, ProcessSource};
 use super::super::error::{Error, Failure};
 use super::super::preflight::FactsExtent;
-use super::super::report::DestinationState;
+use super::super::progress::DestinationState;
 use super::super::shared_switchover::TransferContext;
 use super::driven::{GuestDescription, LocalGuest};
 use super::traits::{DestinationEndpoint, SourceEndpoint};
+use crate::lock::lock;
 use crate::switchover::SourceKind;
 
 /// A guest of this process, which ends when this is dropped.
@@ -76,5 +80,100 @@ impl DestinationEndpoint for LocalDestination {
 
     fn stored_state(&self) -> DestinationState {
         DestinationState::Received
+    }
+}
+
+/// The destination `null:`.
+#[derive(Debug, Default)]
+pub(in crate::plan) struct NullDestination(DiscardSink);
+
+impl DestinationEndpoint for NullDestination {
+    fn sink(&self) -> &dyn Sink {
+        &self.0
+    }
+
+    fn has_discarded(&self) -> bool {
+        self.0.is_complete()
+    }
+
+    fn stored_state(&self) -> DestinationState {
+        DestinationState::Dropped
+    }
+}
+
+/// Summary of a stream. Its source gets an error, so the guest runs on there.
+#[derive(Debug, Default)]
+pub struct DiscardSink {
+    summary: Mutex<StreamSummary>,
+}
+
+/// Contents of a stream without its memory.
+#[derive(Debug, Default, Clone)]
+pub struct StreamSummary {
+    /// Machine type and capabilities.
+    pub configuration: Option<Configuration>,
+    /// RAM blocks.
+    pub blocks: Vec<RamBlock>,
+    /// Device state, at the end of the stream.
+    pub device_state: Option<DeviceState>,
+}
+
+/// Keeps the engine from acknowledging.
+#[derive(Debug, thiserror::Error)]
+#[error("null: discards the guest, so its source is not acknowledged")]
+struct NothingKept;
+
+impl DiscardSink {
+    /// The summary so far.
+    pub fn summary(&self) -> StreamSummary {
+        lock(&self.summary).clone()
+    }
+
+    /// Returns true if the whole stream has arrived.
+    pub fn is_complete(&self) -> bool {
+        lock(&self.summary).device_state.is_some()
+    }
+
+    fn note(&self, note: impl FnOnce(&mut StreamSummary)) {
+        note(&mut lock(&self.summary));
+    }
+}
+
+impl Sink for DiscardSink {
+    fn configuration(&self, configuration: &Configuration) -> towline_migration::Result<()> {
+        self.note(|summary| summary.configuration = Some(configuration.clone()));
+        Ok(())
+    }
+
+    fn blocks(&self, blocks: &[RamBlock]) -> towline_migration::Result<()> {
+        self.note(|summary| summary.blocks = blocks.to_vec());
+        Ok(())
+    }
+
+    fn pages(&self, _stream: ChannelId, _pages: &Pages<'_>) -> towline_migration::Result<()> {
+        Ok(())
+    }
+
+    fn zero(
+        &self,
+        _stream: ChannelId,
+        _block: BlockIndex,
+        _offsets: &[u64],
+    ) -> towline_migration::Result<()> {
+        Ok(())
+    }
+
+    fn current(&self, _page: PageRef, content: &mut [u8]) -> towline_migration::Result<()> {
+        content.fill(0);
+        Ok(())
+    }
+
+    fn device_state(&self, state: DeviceState) -> towline_migration::Result<()> {
+        self.note(|summary| summary.device_state = Some(state));
+        Ok(())
+    }
+
+    fn commit(&self) -> towline_migration::Result<()> {
+        Err(towline_migration::Error::guest(NothingKept))
     }
 }

@@ -9,14 +9,13 @@ use towline_migration::incoming::{Connections, Publication};
 use towline_migration::{Compression, Session, Sink, Snapshot};
 
 use super::super::context::Context;
+use super::super::engine::IncomingStream;
 use super::super::error::{Error, Failure};
 use super::super::error_origin;
-use super::super::incoming::IncomingStream;
 use super::super::outcomes::GuestAfterFailure;
 use super::super::preflight::FactsExtent;
-use super::super::progress::CopyPhase;
+use super::super::progress::{CopyPhase, DestinationState, SourceState};
 use super::super::recorder::RecordedSource;
-use super::super::report::{DestinationState, SourceState};
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::super::source::{QmpSource, Required};
 use super::driven::{DrivenGuest, GuestDescription, LocalGuest, QemuDestination, RelaySink};

@@ -11,10 +11,9 @@ use towline_migration::{Guest as _, Sink, Snapshot};
 use towline_protocol::ram::PAGE_SIZE;
 
 use super::super::context::Context;
+use super::super::engine;
 use super::super::error::Error;
-use super::super::in_process;
-use super::super::progress::{CopyPhase, Observer, Progress};
-use super::super::report::DestinationState;
+use super::super::progress::{CopyPhase, DestinationState, Observer, Progress};
 use super::super::request::CopyRequest;
 use super::super::shared_switchover::TransferContext;
 use super::driven::{GuestDescription, LocalGuest};
@@ -85,7 +84,7 @@ impl DestinationEndpoint for StoreDestination {
     fn receive_guest(&mut self, local: &LocalGuest<'_>, run: TransferContext<'_>) -> Result<Snapshot, Error> {
         match (self, local.file) {
             (Self::File(location), Some(file)) => upload(file, location, run.context),
-            (this, _) => in_process::copy(local.guest, this.sink(), local.lanes(run.context), run),
+            (this, _) => engine::copy_in_process(local.guest, this.sink(), local.lanes(run.context), run),
         }
     }
 

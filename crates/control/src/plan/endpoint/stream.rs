@@ -8,18 +8,16 @@ use towline_image::Origin as ImageOrigin;
 use towline_migration::incoming::{self, Publication, gather};
 use towline_migration::{Relay, Session, Sink, Snapshot, outgoing};
 
-use super::super::context::Context;
+use super::super::context::{Context, listen_options};
+use super::super::engine::{IncomingStream, send};
 use super::super::error::{Error, Failure};
-use super::super::incoming::IncomingStream;
+use super::super::error_origin;
 use super::super::outcomes::GuestAfterFailure;
 use super::super::preflight::{FactsExtent, GuestFacts, uuid_bytes};
-use super::super::progress::CopyPhase;
+use super::super::progress::{CopyPhase, DestinationState};
 use super::super::recorder::RecordedSource;
-use super::super::report::DestinationState;
-use super::super::send::send;
 use super::super::shared_switchover::TransferContext;
 use super::super::source::LANES_TIMEOUT;
-use super::super::{error_origin, tls};
 use super::driven::{GuestDescription, LocalGuest};
 use super::traits::{DestinationEndpoint, Rollback, SourceControl, SourceEndpoint, receiver};
 use crate::moves::MoveEnd;
@@ -34,7 +32,7 @@ pub(in super::super) fn listen(
     address: &Address,
     context: &Context<'_>,
 ) -> Result<incoming::Connections, Error> {
-    let listener = Listener::bind_with(address, &tls::listening(context.options)?)?;
+    let listener = Listener::bind_with(address, &listen_options(context.options)?)?;
     let verb = if is_listened_on(address) { "listening on" } else { "reading from" };
     context.observer.notice(&format!("{verb} {}", listener.local_address()));
     context.observer.listening(listener.local_address());

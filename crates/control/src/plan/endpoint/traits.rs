@@ -16,12 +16,11 @@ use towline_protocol::session::ReceiverMode;
 
 use super::super::context::Context;
 use super::super::destination::HeldGuest;
+use super::super::engine;
 use super::super::error::{Error, Failure};
-use super::super::in_process;
 use super::super::preflight::FactsExtent;
-use super::super::progress::Progress;
+use super::super::progress::{DestinationState, Progress, SourceState};
 use super::super::recorder::RecordedSource;
-use super::super::report::{DestinationState, SourceState};
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::super::source::QmpSource;
 use super::driven::{DrivenGuest, GuestDescription, LocalGuest, QemuDestination};
@@ -144,7 +143,7 @@ pub(in super::super) trait DestinationEndpoint {
 
     /// Transfers a guest of this process.
     fn receive_guest(&mut self, local: &LocalGuest<'_>, run: TransferContext<'_>) -> Result<Snapshot, Error> {
-        in_process::copy(local.guest, self.sink(), run.context.lanes(), run)
+        engine::copy_in_process(local.guest, self.sink(), run.context.lanes(), run)
     }
 
     /// Leaves the publication of an image to [`Self::finalize`]: the source is resumed before it.

@@ -2,7 +2,7 @@
 //! the words that an operator needs.
 
 use super::{GuestAfterFailure, GuestState, SourceCategory};
-use crate::plan::report::{DestinationState, SourceState};
+use crate::plan::progress::{DestinationState, SourceState};
 use crate::switchover::{AtDestination, AtSource, ToDo};
 use AtDestination::{Holds, MayRun, Runs};
 use AtSource::{HasIt, Paused};

@@ -22,9 +22,8 @@ use super::super::endpoint::{DestinationEndpoint, QemuDestination, SourceControl
 use super::super::error::{Error, Failure};
 use super::super::executor::{SwitchoverEnds, conclude};
 use super::super::preflight::FactsExtent;
-use super::super::progress::CopyPhase;
+use super::super::progress::{CopyPhase, CopyReport};
 use super::super::recorder::RecordedEnds;
-use super::super::report::CopyReport;
 use super::super::request::PostcopyOptions;
 use super::super::shared_switchover::SharedSwitchover;
 use super::super::source::QmpSource;

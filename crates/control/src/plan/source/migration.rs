@@ -1,17 +1,23 @@
-//! The migration of a source while it runs: progress, result, cancellation.
+//! The migration of a source: its settings; its progress, result and cancellation while it runs; and its end,
+//! which is QEMU's cleanup, the old settings, and the guest.
 
+use std::collections::BTreeMap;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_channel::Cancel;
 use towline_qmp::Event;
-use towline_qmp::commands::{MigrateCancel, MigrationInfo, MigrationStatus, RunState, Status};
+use towline_qmp::commands::{
+    Capability, MigrateCancel, MigrationInfo, MigrationParameters, MigrationStatus, RunState, Status,
+};
 
+use super::super::context::compression_parameters;
 use super::super::error::Error;
-use super::super::progress::Progress;
+use super::super::progress::{Progress, SourceState};
 use super::super::request::CopyRequest;
 use super::qmp_source::QmpSource;
-use crate::switchover::SourceStatus;
+use crate::qemu::MigrationSettings;
+use crate::switchover::{GuestRunState, SourceStatus};
 
 /// Interval of queries while memory is transferred.
 const QUERY_INTERVAL: Duration = Duration::from_millis(250);
@@ -112,5 +118,233 @@ impl QmpSource {
             // The next query finds a lost monitor.
             tracing::trace!(%error, "no event");
         }
+    }
+}
+
+/// A rate that no host reaches, as QEMU has no value for unlimited.
+pub(super) const BANDWIDTH_UNLIMITED: u64 = 1 << 40;
+/// Capabilities with which the stream cannot be received here, or would stop midway.
+const UNSUPPORTED_CAPABILITIES: [Capability; 10] = [
+    Capability::XBZRLE,
+    Capability::POSTCOPY_RAM,
+    Capability::POSTCOPY_PREEMPT,
+    Capability::PAUSE_BEFORE_SWITCHOVER,
+    Capability::X_IGNORE_SHARED,
+    Capability::BACKGROUND_SNAPSHOT,
+    Capability::ZERO_COPY_SEND,
+    Capability::SWITCHOVER_ACK,
+    Capability::MAPPED_RAM,
+    Capability::RELEASE_RAM,
+];
+
+/// Further capabilities that exclude a background snapshot; a migration does not change them.
+const UNSUPPORTED_WITH_SNAPSHOT: [Capability; 5] = [
+    Capability::AUTO_CONVERGE,
+    Capability::DIRTY_BITMAPS,
+    Capability::DIRTY_LIMIT,
+    Capability::LATE_BLOCK_ACTIVATE,
+    Capability::VALIDATE_UUID,
+];
+
+impl QmpSource {
+    pub(super) fn migration_settings(&self, lanes: usize, options: &CopyRequest) -> MigrationSettings {
+        let known = &self.qemu.facts().capabilities;
+        let mut capabilities: BTreeMap<_, _> = UNSUPPORTED_CAPABILITIES
+            .into_iter()
+            .filter(|name| known.contains_key(name))
+            .map(|name| (name, false))
+            .collect();
+        capabilities.insert(Capability::RETURN_PATH, !options.is_snapshot());
+        capabilities.insert(Capability::EVENTS, true);
+        capabilities.insert(Capability::MULTIFD, lanes > 0);
+        if options.leaves_out_shared_memory() && known.contains_key(&Capability::X_IGNORE_SHARED) {
+            // The new QEMU has it: what is sent all the same (a memfd's, from 8.1 on) is dropped.
+            capabilities.insert(Capability::X_IGNORE_SHARED, true);
+        }
+        if options.transfer_options().throttle {
+            capabilities.insert(Capability::AUTO_CONVERGE, true);
+        }
+        if options.is_snapshot() {
+            let off = UNSUPPORTED_WITH_SNAPSHOT.into_iter().filter(|name| known.contains_key(name));
+            capabilities.extend(off.map(|name| (name, false)));
+            capabilities.insert(Capability::BACKGROUND_SNAPSHOT, true);
+        }
+        let parameters = MigrationParameters {
+            multifd_channels: (lanes > 0).then(|| u8::try_from(lanes).unwrap_or(u8::MAX)),
+            max_bandwidth: Some(options.transfer_options().max_bandwidth.unwrap_or(BANDWIDTH_UNLIMITED)),
+            downtime_limit: Some(self.downtime_for_qemu(options.downtime_limit)),
+            tls_creds: Some(String::new()),
+            mode: self.qemu.facts().normal_mode(),
+            ..compression_parameters(options.compression, lanes)
+        };
+        MigrationSettings { capabilities, parameters }
+    }
+
+    /// The milliseconds in which QEMU may send what is left: at least half of the limit.
+    fn downtime_for_qemu(&self, limit: Duration) -> u64 {
+        let limit = limit - self.downtime_reserve.min(limit / 2);
+        u64::try_from(limit.as_millis()).unwrap_or(u64::MAX)
+    }
+
+    /// Applies changed limits. They are restored with all other settings. A refused limit does not end the
+    /// copy.
+    fn apply_tuning(&mut self) {
+        let changes = self.tuning.changes();
+        if std::mem::replace(&mut self.applied_changes, changes) == changes {
+            return;
+        }
+        let bandwidth = self.tuning.max_bandwidth().map(|rate| rate.unwrap_or(BANDWIDTH_UNLIMITED));
+        let parameters = MigrationParameters {
+            max_bandwidth: bandwidth,
+            downtime_limit: self.tuning.downtime_limit().map(|limit| self.downtime_for_qemu(limit)),
+            ..MigrationParameters::default()
+        };
+        let Some(settings) = &mut self.settings else { return };
+        if let Err(error) = settings.change(&mut self.qemu, parameters) {
+            tracing::warn!(%error, "the source refused changed limits");
+        }
+        if let Some(limit) = self.tuning.downtime_limit() {
+            self.convergence.set_downtime(limit);
+        }
+    }
+}
+
+/// Timeout for QEMU to clean up a migration: the previous one, and this one.
+const CLEANUP_TIMEOUT: Duration = Duration::from_secs(15);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Action on the source's guest once its settings are restored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::plan) enum GuestAction {
+    /// Left unchanged.
+    Leave,
+    /// Resumed: this migration stopped it.
+    Resume,
+}
+
+/// End of the copy whose source is restored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::plan) enum CopyEnd {
+    /// The guest is at its destination.
+    Complete,
+    /// The guest stays here, and gets its detached devices back.
+    Failed,
+}
+
+/// A source whose settings are restored.
+#[derive(Debug, Default)]
+pub(in super::super) struct RestoredSource {
+    /// Downtime in milliseconds, as QEMU reported it last.
+    pub(in crate::plan) downtime_ms: Option<u64>,
+    /// Notices for the user.
+    pub(in crate::plan) notes: Vec<String>,
+}
+
+impl QmpSource {
+    /// Restores the settings, and then the guest.
+    pub(in crate::plan) fn restore(
+        &mut self,
+        action: GuestAction,
+        end: CopyEnd,
+    ) -> Result<RestoredSource, Error> {
+        let tidy = self.wait_migration_cleanup();
+        let (downtime_ms, mut notes) = match tidy {
+            Ok(is_clean) => (self.reported_downtime(), self.restore_settings_if_clean(is_clean)),
+            Err(error) if end == CopyEnd::Failed => return Err(error),
+            // The copy is complete, even if its source fails now.
+            Err(error) => {
+                self.keep_settings();
+                (None, vec![error.to_string()])
+            }
+        };
+        if end == CopyEnd::Failed {
+            let attached = self.vsocks.attach(&mut self.qemu);
+            notes.extend(attached.err().map(|error| error.to_string()));
+        }
+        if end == CopyEnd::Failed && self.resumed {
+            // An earlier copy had paused it.
+            self.qemu.stop()?;
+        } else if action == GuestAction::Resume {
+            self.qemu.cont()?;
+        }
+        Ok(RestoredSource { downtime_ms, notes })
+    }
+
+    /// Ends QEMU after a move. Returns the downtime in milliseconds.
+    pub(in crate::plan) fn quit(&mut self) -> Result<Option<u64>, Error> {
+        self.keep_settings();
+        let downtime_ms = self.wait_migration_cleanup().ok().and_then(|_| self.reported_downtime());
+        self.qemu.quit()?;
+        Ok(downtime_ms)
+    }
+
+    /// State of the guest at the source when the copy is complete.
+    pub(in crate::plan) fn state_after(
+        &mut self,
+        options: &CopyRequest,
+        exited: bool,
+        guest: GuestRunState,
+    ) -> SourceState {
+        if exited || options.ends_source() {
+            return SourceState::Ended;
+        }
+        if options.is_snapshot() {
+            let runs = self.qemu.status().map_or(self.was_running, |status| status.running);
+            return if runs { SourceState::Running } else { SourceState::Unchanged };
+        }
+        if options.resumes() && guest.is_live() { SourceState::Running } else { SourceState::Paused }
+    }
+
+    /// Waits until QEMU has cleaned up a migration, some time after it reported `completed` or `failed`. A
+    /// `migrate` that comes too early is refused ("duplicate yank instance") and leaves QEMU in a migration
+    /// that does not exist.
+    ///
+    /// Returns false if it has not within the timeout.
+    pub(super) fn wait_migration_cleanup(&mut self) -> Result<bool, Error> {
+        let deadline = Instant::now() + CLEANUP_TIMEOUT;
+        while self.is_cleanup_pending()? {
+            if Instant::now() >= deadline {
+                return Ok(false);
+            }
+            thread::sleep(POLL_INTERVAL);
+        }
+        Ok(true)
+    }
+
+    fn is_cleanup_pending(&mut self) -> Result<bool, Error> {
+        match self.qemu.client().execute_raw("query-yank", None) {
+            Ok(instances) => Ok(instances
+                .as_array()
+                .is_some_and(|list| list.iter().any(|instance| instance["type"] == "migration"))),
+            Err(error) if error.is_command_not_found() => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Downtime in milliseconds. QEMU reports `completed` a moment before it has this number, which is there
+    /// after the cleanup.
+    pub(in crate::plan) fn reported_downtime(&mut self) -> Option<u64> {
+        let downtime = self.qemu.migration().ok()?.downtime?;
+        u64::try_from(downtime).ok()
+    }
+
+    /// Restores the settings, unless QEMU is still cleaning up: it may evaluate them then, and abort.
+    fn restore_settings_if_clean(&mut self, is_clean: bool) -> Vec<String> {
+        if is_clean {
+            return self.restore_settings();
+        }
+        self.keep_settings();
+        let (socket, waited) = (self.qemu.socket(), CLEANUP_TIMEOUT.as_secs());
+        vec![format!(
+            "QEMU on {socket} has not cleaned up its migration within {waited} s: its capabilities and parameters stay as they \
+             were set for this copy"
+        )]
+    }
+
+    /// Only after QEMU's cleanup, which evaluates the current settings some time after the migration's end,
+    /// and aborts (`yank_unregister_instance`) if it has lanes that these do not have.
+    pub(super) fn restore_settings(&mut self) -> Vec<String> {
+        let restored = self.settings.take().map(|settings| settings.restore(&mut self.qemu));
+        restored.and_then(Result::err).map(|error| error.to_string()).into_iter().collect()
     }
 }

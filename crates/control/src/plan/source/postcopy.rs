@@ -12,7 +12,7 @@ use towline_qmp::commands::{
 use super::super::error::{BlockedBy, Error};
 use super::super::request::{CopyRequest, RequestedPages};
 use super::super::validate::check_multifd_with_postcopy;
-use super::configuration::BANDWIDTH_UNLIMITED;
+use super::migration::BANDWIDTH_UNLIMITED;
 use super::qmp_source::QmpSource;
 use crate::qemu::{AppliedSettings, Qemu};
 use crate::switchover::{GuestRunState, SourceStatus};

@@ -13,8 +13,8 @@ use towline_qmp::{self as qmp, Client};
 use super::super::error::Error;
 use super::super::private_dir::QemuLink;
 use super::super::request::CopyRequest;
+use super::qmp_source;
 use super::qmp_source::{QmpSource, STREAM_SOCKET};
-use super::refusals;
 use crate::qemu::{self, AppliedSettings};
 
 /// Timeout for lanes to connect after the main channel.
@@ -41,7 +41,7 @@ impl QmpSource {
             self.dir.listen(STREAM_SOCKET)?
         };
         self.wait_migration_cleanup()?;
-        refusals::check_run_state(&mut self.qemu, options)?;
+        qmp_source::check_run_state(&mut self.qemu, options)?;
         if cancel.is_cancelled() {
             return Err(Error::Cancelled);
         }

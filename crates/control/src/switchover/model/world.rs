@@ -3,7 +3,6 @@
 mod carry;
 mod mishaps;
 mod postcopy;
-mod resumed;
 mod steps;
 
 use super::super::fault::{FaultSwitch, SwitchoverBug};
@@ -347,39 +346,6 @@ impl World {
         self.mishaps -= 1;
     }
 
-    /// The connection to the destination ends with it.
-    fn lose_destination(&mut self) {
-        if self.is_direct() {
-            return self.cut_direct();
-        }
-        let last = self.last_wire();
-        self.wires[last].open = false;
-    }
-
-    fn load(&mut self) {
-        let last = self.last_wire();
-        if self.is_postcopy() {
-            return self.load_postcopy();
-        }
-        self.wires[last].shut = self.wires[last].open;
-        self.has_run_there |= self.last_kind() == DestinationKind::Stream && self.carried.is_live();
-        self.destination = match self.last_kind() {
-            // Others are published before the source is acknowledged.
-            DestinationKind::Stored if self.towlines[0].is_some_and(|first| first.publishes_last()) => {
-                Destination::Loaded
-            }
-            DestinationKind::Stored => Destination::Stored,
-            DestinationKind::Stream if self.carried.is_live() => Destination::Running,
-            DestinationKind::Qemu
-                if self.cont_while_loading && self.has_fault(SwitchoverBug::RunsAfterLoading) =>
-            {
-                Destination::Running
-            }
-            _ => Destination::Loaded,
-        };
-        self.locks = self.has_fault(SwitchoverBug::LocksWhenLoaded);
-    }
-
     pub(super) fn has_fault(&self, fault: SwitchoverBug) -> bool {
         self.towlines[0].is_some_and(|towline| towline.fault.has(fault))
     }
@@ -391,162 +357,12 @@ impl World {
         self.source = Source::HasGuest;
     }
 
-    /// Returns true if a towline has ended.
-    fn has_ended(&self) -> bool {
-        self.towlines.iter().flatten().any(|towline| towline.outcome.is_some())
-    }
-
-    /// Returns true if a towline has reported that the guest does not run at its destination, so that it may be run at its source.
-    fn is_reported_paused(&self) -> bool {
-        let is_paused = |end| matches!(end, SwitchoverOutcome::Unresolved(state) if is_paused_at_both(state));
-        self.towlines.iter().flatten().any(|towline| towline.outcome.is_some_and(is_paused))
-    }
-
     fn towline(&mut self, index: usize) -> &mut Towline {
         self.towlines[index].as_mut().expect("it is there")
     }
 
     fn handle(&mut self, index: usize, input: Input) -> Directive {
         self.towline(index).machine.handle(input)
-    }
-
-    fn commit(&mut self, index: usize, directive: Directive) {
-        match directive {
-            Directive::Proceed => {
-                self.towline(index).engine = Engine::Sent;
-                self.wires[index + 1].all = self.wires[index + 1].open;
-            }
-            Directive::ServeMemory => {
-                self.wires[index + 1].all = self.wires[index + 1].open;
-                self.towline(index).engine = Engine::Ended;
-                self.towline(index).todo = Some(directive);
-            }
-            Directive::Record(_) => {
-                self.towline(index).engine = Engine::Committing;
-                self.towline(index).todo = Some(directive);
-            }
-            _ => self.fail(index, Input::Failed),
-        }
-    }
-
-    fn acknowledge(&mut self, index: usize) {
-        let source = if index == 0 {
-            self.link()
-        } else if self.wires[index].open {
-            SourceLink::Open
-        } else {
-            SourceLink::Reset
-        };
-        let input = Input::AcknowledgeRequested { guest: self.carried, source };
-        let directive = self.handle(index, input);
-        self.acknowledged(index, directive);
-    }
-
-    fn acknowledged(&mut self, index: usize, directive: Directive) {
-        match directive {
-            Directive::Proceed => {
-                self.wires[index].shut = self.wires[index].open;
-                self.towline(index).engine = Engine::Ended;
-                let next = self.handle(index, Input::Delivered);
-                self.set(index, next);
-            }
-            Directive::Record(_) => {
-                self.towline(index).engine = Engine::Acknowledging;
-                self.towline(index).todo = Some(directive);
-            }
-            _ => self.fail(index, Input::Failed),
-        }
-    }
-
-    fn fail(&mut self, index: usize, input: Input) {
-        self.towline(index).engine = Engine::Ended;
-        let directive = self.handle(index, input);
-        if directive == Directive::AcknowledgeUnconfirmed {
-            self.cut(index + 1);
-        } else {
-            self.hang_up(index);
-        }
-        self.set(index, directive);
-    }
-
-    fn cancel(&mut self, index: usize) {
-        self.towline(index).cancelled = true;
-        if self.handle(index, Input::Cancel) == Directive::Abort {
-            self.fail(index, Input::Failed);
-        }
-    }
-
-    fn set(&mut self, index: usize, directive: Directive) {
-        let towline = self.towline(index);
-        match directive {
-            Directive::End(outcome) => {
-                (towline.todo, towline.outcome) = (None, Some(outcome));
-                self.end_record(index, outcome);
-                // Data sent before the close is still read at the other end.
-                self.hang_up(index);
-            }
-            directive => towline.todo = Some(directive),
-        }
-    }
-
-    /// The record at the end of the command.
-    fn end_record(&mut self, index: usize, outcome: SwitchoverOutcome) {
-        let disk = self.disk;
-        let towline = self.towline(index);
-        let leaves = matches!(outcome, SwitchoverOutcome::Completed(placement) if towline.machine.leaves_paused_guest(placement));
-        match outcome {
-            SwitchoverOutcome::Unresolved(held) if held.is_open() => {}
-            _ if leaves && disk == Disk::Writable => towline.record = Some(Decision::Left),
-            _ if leaves || disk == Disk::ReadOnly => {}
-            _ => towline.record = None,
-        }
-    }
-
-    fn carry(&mut self, index: usize, reply: Reply) {
-        if matches!(reply, Reply::Silent | Reply::Unanswered | Reply::Refused | Reply::Crashed) {
-            self.spend();
-        }
-        let directive = self.towline(index).todo.take().expect("there is one");
-        let input = self.carried_out(index, directive, reply);
-        let next = self.handle(index, input);
-        let engine = self.towline(index).engine;
-        match engine {
-            Engine::Committing if self.is_direct() => self.pass_once(next),
-            Engine::Committing => self.commit(index, next),
-            Engine::Acknowledging if self.is_direct() => self.connect_direct(next),
-            Engine::Acknowledging => self.acknowledged(index, next),
-            _ => self.set(index, next),
-        }
-    }
-
-    /// Returns true if every towline has ended.
-    pub(in super::super) fn is_over(&self) -> bool {
-        let over = |towline: &Towline| !towline.alive || towline.outcome.is_some();
-        self.towlines.iter().flatten().all(over)
-    }
-
-    /// Returns true if the guest runs at its source.
-    pub(in super::super) fn runs_at_source(&self) -> bool {
-        match self.source {
-            Source::Migrating | Source::HasGuest => self.guest.is_live(),
-            Source::RunAgain => true,
-            Source::Switching
-            | Source::Following
-            | Source::FollowingPaused
-            | Source::Waiting
-            | Source::Completed
-            | Source::MovedOn
-            | Source::Exited
-            | Source::Stored => false,
-        }
-    }
-
-    /// The guest's placement, if this towline has reported that it is at its destination.
-    pub(in super::super) fn placed(&self, index: usize) -> Option<Placement> {
-        match self.towlines[index]?.outcome? {
-            SwitchoverOutcome::Completed(placed) => Some(placed),
-            _ => None,
-        }
     }
 }
 

@@ -1,13 +1,122 @@
-//! Carries out directives in a world.
+//! Carries out directives in a world, and the requests of the engines.
 
 use super::super::super::{
     Decision, DestinationKind, DestinationStatus, Directive, FinalRunState, Input, MemorySharing,
-    PeerMessage, SourceKind, SourceStatus, StartResult,
+    PeerMessage, SourceKind, SourceLink, SourceStatus, StartResult, SwitchoverOutcome,
 };
-use super::{Destination, Disk, Reply, Source, World};
+use super::{Destination, Disk, Engine, Reply, Source, World};
 use crate::switchover::fault::SwitchoverBug;
 
 impl World {
+    pub(super) fn commit(&mut self, index: usize, directive: Directive) {
+        match directive {
+            Directive::Proceed => {
+                self.towline(index).engine = Engine::Sent;
+                self.wires[index + 1].all = self.wires[index + 1].open;
+            }
+            Directive::ServeMemory => {
+                self.wires[index + 1].all = self.wires[index + 1].open;
+                self.towline(index).engine = Engine::Ended;
+                self.towline(index).todo = Some(directive);
+            }
+            Directive::Record(_) => {
+                self.towline(index).engine = Engine::Committing;
+                self.towline(index).todo = Some(directive);
+            }
+            _ => self.fail(index, Input::Failed),
+        }
+    }
+
+    pub(super) fn acknowledge(&mut self, index: usize) {
+        let source = if index == 0 {
+            self.link()
+        } else if self.wires[index].open {
+            SourceLink::Open
+        } else {
+            SourceLink::Reset
+        };
+        let input = Input::AcknowledgeRequested { guest: self.carried, source };
+        let directive = self.handle(index, input);
+        self.acknowledged(index, directive);
+    }
+
+    pub(super) fn acknowledged(&mut self, index: usize, directive: Directive) {
+        match directive {
+            Directive::Proceed => {
+                self.wires[index].shut = self.wires[index].open;
+                self.towline(index).engine = Engine::Ended;
+                let next = self.handle(index, Input::Delivered);
+                self.set(index, next);
+            }
+            Directive::Record(_) => {
+                self.towline(index).engine = Engine::Acknowledging;
+                self.towline(index).todo = Some(directive);
+            }
+            _ => self.fail(index, Input::Failed),
+        }
+    }
+
+    pub(super) fn fail(&mut self, index: usize, input: Input) {
+        self.towline(index).engine = Engine::Ended;
+        let directive = self.handle(index, input);
+        if directive == Directive::AcknowledgeUnconfirmed {
+            self.cut(index + 1);
+        } else {
+            self.hang_up(index);
+        }
+        self.set(index, directive);
+    }
+
+    pub(super) fn cancel(&mut self, index: usize) {
+        self.towline(index).cancelled = true;
+        if self.handle(index, Input::Cancel) == Directive::Abort {
+            self.fail(index, Input::Failed);
+        }
+    }
+
+    pub(super) fn set(&mut self, index: usize, directive: Directive) {
+        let towline = self.towline(index);
+        match directive {
+            Directive::End(outcome) => {
+                (towline.todo, towline.outcome) = (None, Some(outcome));
+                self.end_record(index, outcome);
+                // Data sent before the close is still read at the other end.
+                self.hang_up(index);
+            }
+            directive => towline.todo = Some(directive),
+        }
+    }
+
+    /// The record at the end of the command.
+    pub(super) fn end_record(&mut self, index: usize, outcome: SwitchoverOutcome) {
+        let disk = self.disk;
+        let towline = self.towline(index);
+        let leaves = matches!(outcome, SwitchoverOutcome::Completed(placement) if towline.machine.leaves_paused_guest(placement));
+        match outcome {
+            SwitchoverOutcome::Unresolved(held) if held.is_open() => {}
+            _ if leaves && disk == Disk::Writable => towline.record = Some(Decision::Left),
+            _ if leaves || disk == Disk::ReadOnly => {}
+            _ => towline.record = None,
+        }
+    }
+
+    pub(super) fn carry(&mut self, index: usize, reply: Reply) {
+        if matches!(reply, Reply::Silent | Reply::Unanswered | Reply::Refused | Reply::Crashed) {
+            self.spend();
+        }
+        let directive = self.towline(index).todo.take().expect("there is one");
+        let input = self.carried_out(index, directive, reply);
+        let next = self.handle(index, input);
+        let engine = self.towline(index).engine;
+        match engine {
+            Engine::Committing if self.is_direct() => self.pass_once(next),
+            Engine::Committing => self.commit(index, next),
+            Engine::Acknowledging if self.is_direct() => self.connect_direct(next),
+            Engine::Acknowledging => self.acknowledged(index, next),
+            _ => self.set(index, next),
+        }
+    }
+
     pub(super) fn carried_out(&mut self, index: usize, directive: Directive, reply: Reply) -> Input {
         if reply == Reply::TimedOut {
             return self.timed_out(directive);

@@ -1,7 +1,11 @@
 //! Mishaps of every party, and what others do.
 
-use super::super::super::{DestinationKind, GuestRunState};
-use super::{Destination, Disk, Source, Step, World};
+use super::super::super::{Choice, DestinationKind, GuestRunState, RunFailure, Side};
+use super::{
+    Decision, Destination, Disk, InterruptedMove, Placement, Reply, ResumeAction, Source, SourceKind, Step,
+    World,
+};
+use crate::switchover::FinalRunState;
 
 impl World {
     pub(super) fn mishap(&mut self, step: Step) {
@@ -87,6 +91,134 @@ impl World {
         if wire == 0 && matches!(self.source, Source::Migrating | Source::Waiting) {
             self.window |= self.may_run_by_itself();
             self.regain_guest();
+        }
+    }
+}
+
+impl World {
+    /// The record of this towline on disk.
+    pub(in super::super::super::model) fn record(&self, index: usize) -> Option<Decision> {
+        self.towlines[index]?.record
+    }
+
+    /// The last decision that is recorded anywhere.
+    pub(super) fn decided(&self) -> Option<Decision> {
+        self.towlines.iter().flatten().filter_map(|towline| towline.record).max()
+    }
+
+    /// Returns true if no towline works on it any more.
+    pub(in super::super::super::model) fn is_left(&self, index: usize) -> bool {
+        self.towlines[index].is_some_and(|towline| !towline.alive || towline.outcome.is_some())
+    }
+
+    /// Evidence available to a towline on the host of this one.
+    pub(super) fn case(&self, index: usize) -> InterruptedMove {
+        let towline = self.towlines[index].expect("it is there");
+        let case = InterruptedMove::new(towline.record.expect("there is one"), self.final_run_state());
+        let source = (towline.request.source == SourceKind::Qemu).then(|| self.source_view());
+        let case = InterruptedMove { memory: towline.request.memory, ..case };
+        let is_driven = towline.request.destination == DestinationKind::Qemu;
+        let destination = is_driven.then(|| self.destination_view());
+        InterruptedMove { source, destination, ..case.with_fault(towline.fault) }
+    }
+
+    /// Evidence available at both ends together.
+    pub(super) fn case_of_both(&self) -> InterruptedMove {
+        let case = InterruptedMove::new(self.decided().expect("there is one"), self.final_run_state());
+        InterruptedMove {
+            source: Some(self.source_view()),
+            destination: Some(self.destination_view()),
+            ..case
+        }
+    }
+
+    fn final_run_state(&self) -> FinalRunState {
+        let request = self.towlines[0].expect("there is one").request.run;
+        FinalRunState::requested(request, self.carried)
+    }
+
+    pub(super) fn resume(&mut self, index: usize, case: InterruptedMove) {
+        let finish = case.next_action();
+        self.resumed |= !matches!(finish, ResumeAction::Wait(_) | ResumeAction::NeedsChoice(_));
+        match finish {
+            // Recorded before it is done.
+            ResumeAction::RunDestination if self.disk != Disk::Writable => {}
+            ResumeAction::RunDestination => {
+                self.stale |= self.may_run_at_source;
+                self.ran_without_memory |= self.lacks_memory;
+                let both = case.source.is_some() && case.destination.is_some();
+                for (at, towline) in self.towlines.iter_mut().flatten().enumerate() {
+                    if towline.record.is_some() && (both || at == index) {
+                        towline.record = Some(Decision::Run);
+                    }
+                }
+                self.has_run_there = true;
+                self.destination = Destination::Running;
+            }
+            ResumeAction::AtDestination(placed) => {
+                let is_there = match placed {
+                    Placement::Running => self.destination == Destination::Running,
+                    _ => self.destination == Destination::Loaded,
+                };
+                assert!(is_there, "the guest is not where the action assumes it");
+                self.forget(index, case);
+            }
+            ResumeAction::AtSource => {
+                assert!(
+                    matches!(self.source, Source::HasGuest | Source::RunAgain),
+                    "the source does not have the guest"
+                );
+                self.forget(index, case);
+            }
+            ResumeAction::Gone => self.forget(index, case),
+            ResumeAction::RunSource | ResumeAction::Quit(Side::Source | Side::Destination) => {
+                unreachable!("needs an operator's choice")
+            }
+            ResumeAction::Wait(_) | ResumeAction::NeedsChoice(_) => {}
+        }
+    }
+
+    /// The guest should be started at its destination, and a mishap prevents that, or hides it.
+    pub(super) fn resume_fails(&mut self, index: usize, reply: Reply) {
+        self.spend();
+        self.resumed = true;
+        let case = self.case(index);
+        self.has_run_there |= matches!(reply, Reply::Unanswered | Reply::Crashed);
+        match reply {
+            Reply::Unanswered => self.destination = Destination::Running,
+            Reply::Crashed => self.destination = Destination::Exited,
+            _ => {}
+        }
+        let failure = if reply == Reply::Refused { RunFailure::Refused } else { RunFailure::Unknown };
+        self.towline(index).record = Some(case.decision_after(failure));
+    }
+
+    /// Returns true if a later towline would start the guest at its source if an operator chose that.
+    pub(in super::super::super::model) fn can_choose_source(&self, index: usize) -> bool {
+        self.follows(index, Choice::Run(Side::Source), ResumeAction::RunSource)
+    }
+
+    /// Returns true if a later towline would end the destination's QEMU if an operator chose that.
+    pub(in super::super::super::model) fn can_discard_destination(&self, index: usize) -> bool {
+        self.follows(index, Choice::Discard(Side::Destination), ResumeAction::Quit(Side::Destination))
+    }
+
+    fn follows(&self, index: usize, choice: Choice, action: ResumeAction) -> bool {
+        self.is_left(index) && self.record(index).is_some() && self.case(index).apply(choice) == Ok(action)
+    }
+
+    /// The move is finished for the ends that this towline sees.
+    fn forget(&mut self, index: usize, case: InterruptedMove) {
+        if self.disk == Disk::ReadOnly {
+            return;
+        }
+        let both = case.source.is_some() && case.destination.is_some();
+        for (at, towline) in self.towlines.iter_mut().enumerate() {
+            if let Some(towline) = towline
+                && (both || at == index)
+            {
+                towline.record = None;
+            }
         }
     }
 }

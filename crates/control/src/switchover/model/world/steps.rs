@@ -1,7 +1,12 @@
-//! Steps that are possible in a world.
+//! Steps that are possible in a world, and what they depend on.
 
-use super::super::super::{DestinationKind, Directive, MemorySharing, SourceKind, SourceLink};
-use super::{Destination, Disk, Engine, Reply, ResumeAction, Source, Step, World};
+use super::super::super::{
+    DestinationKind, Directive, MemorySharing, Placement, SourceKind, SourceLink, SwitchoverOutcome,
+};
+use super::{
+    Destination, Disk, Engine, Reply, ResumeAction, Source, Step, Towline, World, is_paused_at_both,
+};
+use crate::switchover::fault::SwitchoverBug;
 
 impl World {
     /// All steps that are possible now.
@@ -177,6 +182,80 @@ impl World {
             ]),
             _ => those(&[(true, Reply::True), (mishap, Reply::Silent), (mishap, Reply::Unanswered)]),
         }
+    }
+
+    /// Returns true if a towline has ended.
+    pub(super) fn has_ended(&self) -> bool {
+        self.towlines.iter().flatten().any(|towline| towline.outcome.is_some())
+    }
+
+    /// Returns true if a towline has reported that the guest does not run at its destination, so that it may be run at its source.
+    pub(super) fn is_reported_paused(&self) -> bool {
+        let is_paused = |end| matches!(end, SwitchoverOutcome::Unresolved(state) if is_paused_at_both(state));
+        self.towlines.iter().flatten().any(|towline| towline.outcome.is_some_and(is_paused))
+    }
+
+    /// Returns true if every towline has ended.
+    pub(in super::super::super) fn is_over(&self) -> bool {
+        let over = |towline: &Towline| !towline.alive || towline.outcome.is_some();
+        self.towlines.iter().flatten().all(over)
+    }
+
+    /// Returns true if the guest runs at its source.
+    pub(in super::super::super) fn runs_at_source(&self) -> bool {
+        match self.source {
+            Source::Migrating | Source::HasGuest => self.guest.is_live(),
+            Source::RunAgain => true,
+            Source::Switching
+            | Source::Following
+            | Source::FollowingPaused
+            | Source::Waiting
+            | Source::Completed
+            | Source::MovedOn
+            | Source::Exited
+            | Source::Stored => false,
+        }
+    }
+
+    /// The guest's placement, if this towline has reported that it is at its destination.
+    pub(in super::super::super) fn placed(&self, index: usize) -> Option<Placement> {
+        match self.towlines[index]?.outcome? {
+            SwitchoverOutcome::Completed(placed) => Some(placed),
+            _ => None,
+        }
+    }
+
+    /// The connection to the destination ends with it.
+    pub(super) fn lose_destination(&mut self) {
+        if self.is_direct() {
+            return self.cut_direct();
+        }
+        let last = self.last_wire();
+        self.wires[last].open = false;
+    }
+
+    pub(super) fn load(&mut self) {
+        let last = self.last_wire();
+        if self.is_postcopy() {
+            return self.load_postcopy();
+        }
+        self.wires[last].shut = self.wires[last].open;
+        self.has_run_there |= self.last_kind() == DestinationKind::Stream && self.carried.is_live();
+        self.destination = match self.last_kind() {
+            // Others are published before the source is acknowledged.
+            DestinationKind::Stored if self.towlines[0].is_some_and(|first| first.publishes_last()) => {
+                Destination::Loaded
+            }
+            DestinationKind::Stored => Destination::Stored,
+            DestinationKind::Stream if self.carried.is_live() => Destination::Running,
+            DestinationKind::Qemu
+                if self.cont_while_loading && self.has_fault(SwitchoverBug::RunsAfterLoading) =>
+            {
+                Destination::Running
+            }
+            _ => Destination::Loaded,
+        };
+        self.locks = self.has_fault(SwitchoverBug::LocksWhenLoaded);
     }
 }
 

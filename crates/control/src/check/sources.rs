@@ -1,20 +1,144 @@
-//! `migration_version` attributes: files that are read and written in one call each, as in sysfs.
-//!
-//! ```text
-//! …/mdev_supported_types/i915-GVTg_V5_4/migration_version      the directory's name is the device's type
-//! ```
+//! Facts from elsewhere than a QEMU or an image: control sockets of towline's devices, recorded files, the
+//! output of a command, and `migration_version` attributes.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
 
 use rustix::fs::OFlags;
+use serde_json::{Map, Value};
 use towline_compat::facts::{AttributeFacts, Subject};
 use towline_compat::{Facts, limits};
+use towline_qmp::{self as qmp, Client};
+
+use crate::qemu;
+
+/// Error of recorded facts.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RecordedError {
+    /// The facts cannot be read.
+    #[error("{0}")]
+    Io(#[from] io::Error),
+    /// The facts cannot be parsed.
+    #[error("{0}")]
+    Facts(#[from] towline_compat::Error),
+    /// The command failed.
+    #[error("the command ended with {0}; its own output says why")]
+    Command(std::process::ExitStatus),
+}
+
+pub(super) fn of_file(path: &Path) -> Result<Facts, RecordedError> {
+    Ok(Facts::parse(&bounded(File::open(path)?)?)?)
+}
+
+/// Runs `sh -c COMMAND` and reads its output.
+pub(super) fn of_command(command: &str) -> Result<Facts, RecordedError> {
+    let mut child =
+        Command::new("/bin/sh").args(["-c", command]).stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
+    let read = child.stdout.take().map_or_else(|| Ok(Vec::new()), bounded);
+    let ended = end(&mut child, &read)?;
+    match read {
+        // It was ended because it printed too much.
+        Ok(bytes) if bytes.len() > limits::FACTS_BYTES_MAX => Ok(Facts::parse(&bytes)?),
+        Ok(_) if !ended.success() => Err(RecordedError::Command(ended)),
+        Ok(bytes) => Ok(Facts::parse(&bytes)?),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// A command that printed too much may never stop.
+fn end(child: &mut Child, read: &io::Result<Vec<u8>>) -> io::Result<std::process::ExitStatus> {
+    let too_much = read.as_ref().map_or(true, |bytes| bytes.len() > limits::FACTS_BYTES_MAX);
+    if too_much {
+        child.kill()?;
+    }
+    child.wait()
+}
+
+/// Reads one byte more than the limit, so an excess is noticed.
+fn bounded(from: impl Read) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    from.take(limits::FACTS_BYTES_MAX as u64 + 1).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+pub(super) fn write_file(path: &Path, facts: &Facts) -> io::Result<()> {
+    let mut file = File::create(path)?;
+    file.write_all(&facts.to_json())?;
+    file.sync_all()
+}
+
+/// Facts of the device, with its version.
+pub(super) fn of_control(path: &Path) -> Result<Facts, Error> {
+    let fault = |source: qmp::Error| Error::Control { path: path.to_owned(), source: source.into() };
+    let mut client = Client::connect(path, &qmp::Options::default()).map_err(fault)?;
+    let facts = client.execute_raw("query-device-facts", None).map_err(fault)?;
+    let from = format!("ctl:{}", path.display());
+    Facts::parse(facts.to_string().as_bytes())
+        .map_err(|source| Error::Recorded { from, source: source.into() })
+}
+
+/// Passes the source's version to the device; the error is its reply.
+pub(super) fn control_accepts(path: &Path, device_type: &str, version: &str) -> Result<(), String> {
+    let arguments = [("type", device_type), ("version", version)];
+    let arguments: Map<String, Value> =
+        arguments.into_iter().map(|(key, value)| (key.into(), value.into())).collect();
+    let answer = Client::connect(path, &qmp::Options::default())
+        .and_then(|mut client| client.execute_raw("check-migration-version", Some(arguments)));
+    match answer {
+        Ok(_) => Ok(()),
+        Err(qmp::Error::Refusal { desc, .. }) => Err(desc),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// Error of gathering an end's facts.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A QEMU could not be queried.
+    #[error("{0}")]
+    Qemu(#[from] qemu::Error),
+    /// A control socket could not be queried, or is not that of a device.
+    #[error("ctl:{}: {source}", path.display())]
+    Control {
+        /// The socket.
+        path: PathBuf,
+        /// The reason.
+        source: Box<qmp::Error>,
+    },
+    /// An image cannot be read.
+    #[error("{0}")]
+    Image(#[from] towline_image::Error),
+    /// Recorded facts cannot be read.
+    #[error("{from}: {source}")]
+    Recorded {
+        /// Where they were read from.
+        from: String,
+        /// The reason.
+        source: RecordedError,
+    },
+    /// The type of an attribute cannot be determined.
+    #[error("{}: {source}", path.display())]
+    Attribute {
+        /// The attribute.
+        path: PathBuf,
+        /// The reason.
+        source: std::io::Error,
+    },
+}
+
+// `migration_version` attributes: files that are read and written in one call each, as in sysfs.
+//
+// ```text
+// …/mdev_supported_types/i915-GVTg_V5_4/migration_version      the directory's name is the device's type
+// ```
 
 /// Reads the type, which is the name of the attribute's real directory, and the version or the errno.
-pub(super) fn read(path: &Path) -> io::Result<Facts> {
+pub(super) fn read_attribute(path: &Path) -> io::Result<Facts> {
     let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let directory = fs::canonicalize(directory)?;
     let device_type = directory.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -35,7 +159,7 @@ fn version(path: &Path) -> io::Result<String> {
 }
 
 /// Writes the source's version unchanged. The errno is the device's reply.
-pub(super) fn write(path: &Path, version: &str) -> Result<(), i32> {
+pub(super) fn write_attribute(path: &Path, version: &str) -> Result<(), i32> {
     let written = options().write(true).open(path).and_then(|mut file| file.write(version.as_bytes()));
     match written {
         Ok(length) if length == version.len() => Ok(()),
@@ -61,10 +185,32 @@ mod tests {
     use std::path::PathBuf;
     use std::process::Command;
 
-    use towline_compat::{ConfiguredBy, Verdict};
+    use towline_compat::facts::ImageFacts;
+    use towline_compat::{ConfiguredBy, Subject, Verdict};
 
     use super::super::{CheckEnd, check};
     use super::*;
+
+    #[test]
+    fn facts_are_read_from_a_file_and_from_a_command() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("facts.json");
+        let facts: Facts = Subject::Image(ImageFacts { machine: "m".into(), ..ImageFacts::default() }).into();
+        write_file(&path, &facts).unwrap();
+        assert_eq!(of_file(&path).unwrap(), facts);
+        assert_eq!(of_command(&format!("cat {}", path.display())).unwrap(), facts);
+    }
+
+    #[test]
+    fn command_that_fails_or_never_ends_is_an_error() {
+        assert!(matches!(of_command("exit 3"), Err(RecordedError::Command(_))));
+        assert!(matches!(
+            of_command("yes"),
+            Err(RecordedError::Facts(towline_compat::Error::TooLong { .. }))
+        ));
+        assert!(matches!(of_command("echo no facts"), Err(RecordedError::Facts(_))));
+        assert!(matches!(of_file(Path::new("/nowhere/facts.json")), Err(RecordedError::Io(_))));
+    }
 
     /// An attribute of a device of this type, which `with` creates.
     fn attribute(directory: &Path, host: &str, kind: &str, with: impl FnOnce(&Path)) -> CheckEnd {
