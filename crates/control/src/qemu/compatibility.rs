@@ -14,9 +14,10 @@ use towline_qmp::commands::{CpuFast, HumanMonitorCommand, QueryCpusFast};
 use towline_qmp::{self as qmp, Client, CommandRequest, Options, Submitted};
 
 use super::connection::Qemu;
+use super::device_tree::if_known;
 use super::error::Error;
 use super::facts::{
-    IMAGE_REQUESTS, IncomingState, VHOST_USER, if_known, image_facts, image_requests, mark_disconnected,
+    IMAGE_REQUESTS, IncomingState, VHOST_USER, image_facts, image_requests, mark_disconnected,
     memory_backends, netdevs, requests,
 };
 use super::ram_block::RamBlockInfo;

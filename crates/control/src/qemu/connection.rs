@@ -12,9 +12,8 @@ use towline_qmp::commands::{
 };
 use towline_qmp::{self as qmp, Client, CommandReply, CommandRequest, Options};
 
-use super::error::Error;
+use super::error::{Error, RepairReport};
 use super::facts::{self, QemuHardware, QemuState};
-use super::repair::RepairReport;
 use crate::journal::{self, Journal, JournalEntry, UndoRecord};
 use crate::process::{Process, ProcessState};
 use crate::procfs::VcpuThreads;

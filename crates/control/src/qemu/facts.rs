@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 use towline_compat::facts::{self, MemoryBackend, Netdev, QemuDevice};
 use towline_qmp::commands::{
     Capability, CapabilityState, HumanMonitorCommand, MigrationInfo, MigrationParameters, MigrationStatus,
@@ -12,6 +12,7 @@ use towline_qmp::commands::{
 };
 use towline_qmp::{self as qmp, Client, CommandReply, CommandRequest, PeerCredentials};
 
+use super::device_tree::if_known;
 use super::error::Error;
 use super::ram_block::{self, RamBlockInfo};
 use super::{device_tree, open_files};
@@ -275,53 +276,6 @@ pub(super) fn mark_disconnected(netdevs: &mut [Netdev], text: &str, chardevs: &V
     };
     for netdev in netdevs.iter_mut().filter(|netdev| netdev.kind == VHOST_USER) {
         netdev.is_disconnected = label(netdev).is_some_and(|label| is_disconnected(chardevs, label));
-    }
-}
-
-// The tree of QEMU's objects (QOM), and queries that a QEMU may refuse.
-
-/// Containers of the devices with an id, and of those without.
-pub(crate) const DEVICE_CONTAINERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
-
-/// A child of an object.
-pub(crate) struct QomChild {
-    pub(crate) name: String,
-    /// Type of the child.
-    pub(crate) kind: String,
-}
-
-/// Returns the children of an object; none if it does not exist, like an empty container.
-///
-/// # Errors
-/// Those of the monitor.
-pub(crate) fn qom_children(client: &mut Client, path: &str) -> Result<Vec<QomChild>, qmp::Error> {
-    let arguments = Map::from_iter([("path".to_owned(), path.into())]);
-    let listed = if_known(client.execute_raw("qom-list", Some(arguments)))?.unwrap_or_default();
-    let child = |property: &Value| {
-        let kind = property["type"].as_str()?.strip_prefix("child<")?.strip_suffix('>')?;
-        Some(QomChild { name: property["name"].as_str()?.to_owned(), kind: kind.to_owned() })
-    };
-    Ok(listed.as_array().into_iter().flatten().filter_map(child).collect())
-}
-
-/// Returns the guest's generation id; `None` without a device for it.
-///
-/// # Errors
-/// Those of the monitor.
-pub(crate) fn generation_id(client: &mut Client) -> Result<Option<String>, qmp::Error> {
-    let reply = if_known(client.execute_raw("query-vm-generation-id", None))?;
-    Ok(reply.and_then(|reply| reply["guid"].as_str().map(str::to_owned)))
-}
-
-/// The reply; `None` if this QEMU does not know what was queried.
-///
-/// # Errors
-/// Those of the monitor.
-pub(crate) fn if_known<T>(reply: Result<T, qmp::Error>) -> Result<Option<T>, qmp::Error> {
-    match reply {
-        Ok(reply) => Ok(Some(reply)),
-        Err(qmp::Error::Refusal { .. } | qmp::Error::Shape { .. }) => Ok(None),
-        Err(error) => Err(error),
     }
 }
 

@@ -13,8 +13,8 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value, json};
 
 use super::connection::Qemu;
+use super::device_tree::{DEVICE_CONTAINERS, QomChild, qom_children};
 use super::error::Error;
-use super::facts::{DEVICE_CONTAINERS, QomChild, qom_children};
 use super::open_files;
 use super::open_files::OpenFiles;
 

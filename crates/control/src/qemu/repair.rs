@@ -16,8 +16,9 @@ use towline_qmp as qmp;
 use towline_qmp::commands::{Capability, Migrate, MigrateCancel, MigrationInfo, MigrationStatus, RunState};
 
 use super::connection::Qemu;
-use super::error::Error;
-use super::facts::{IncomingState, qom_children};
+use super::device_tree::qom_children;
+use super::error::{Error, RepairReport};
+use super::facts::IncomingState;
 use super::settings::Change;
 use crate::journal::{
     ChangedValue, Error as JournalError, Journal, RuntimeDirectory, UndoRecord, monotonic_ms, sweep,
@@ -321,33 +322,6 @@ fn name(record: &UndoRecord) -> String {
         UndoRecord::Device { path, .. } => format!("device {path}"),
         UndoRecord::Migration { to, .. } => format!("migration to {to}"),
         UndoRecord::Directory { path, .. } => path.display().to_string(),
-    }
-}
-
-/// Changes of a killed towline that were undone, and those that were not.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RepairReport {
-    /// The monitor's socket.
-    pub socket: String,
-    /// Process of the killed towline.
-    pub owner: i32,
-    /// Changes that were undone, as texts.
-    pub done: Vec<String>,
-    /// Changes that remain, with the reason. They stay in the journal.
-    pub left: Vec<String>,
-}
-
-impl fmt::Display for RepairReport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { socket, owner, done, left } = self;
-        write!(f, "QEMU on {socket} was left changed by a towline process that has exited (pid {owner})")?;
-        if !done.is_empty() {
-            write!(f, "; repaired: {}", done.join(", "))?;
-        }
-        if !left.is_empty() {
-            write!(f, "; not repaired: {}", left.join(", "))?;
-        }
-        Ok(())
     }
 }
 
