@@ -107,6 +107,7 @@ pub use splice::{Splice, SpliceCost};
 pub use sys::cursor::{IOV_MAX, IoCursor, IoCursorMut};
 pub use sys::fd::take_over;
 pub use sys::file_owner::{FileOwner, with_file_owner};
+pub use sys::guard;
 pub use sys::io::{readv, writev};
 pub use sys::iobuf::{IoBuf, IoBufMut, gather, scatter, total_len, total_len_mut, with_gaps};
 pub use sys::rights::refuse_descriptors;

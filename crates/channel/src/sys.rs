@@ -7,6 +7,7 @@
 //! - [`cursor`]: the position in an array of them after a partial transfer;
 //! - [`io`]: `sendmsg`, `recvmsg`, `readv`, `writev`, `preadv`, `pwritev` over such buffers;
 //! - [`error_queue`]: what the kernel reports of a socket beside its stream (`recvmsg` with `MSG_ERRQUEUE`);
+//! - [`guard`]: a handler for SIGBUS in mapped files;
 //! - [`fd`]: takes over a descriptor by number, and replaces the file of a number (`dup3`);
 //! - [`file_owner`]: the owner of files that a thread creates (`setfsuid`);
 //! - [`rights`]: the socket option `SO_PASSRIGHTS`;
@@ -21,6 +22,7 @@ pub(crate) mod cursor;
 pub(crate) mod error_queue;
 pub(crate) mod fd;
 pub(crate) mod file_owner;
+pub mod guard;
 pub(crate) mod io;
 pub(crate) mod iobuf;
 pub(crate) mod rights;

@@ -1,6 +1,5 @@
 //! Mapped files. All `unsafe` code of this crate is here.
 
-mod faults;
 mod mapping;
 
 pub(crate) use mapping::Mapping;

@@ -5,15 +5,14 @@ use std::io;
 use std::ops::Deref;
 
 use memmap2::{Advice, Mmap, MmapOptions};
-
-use super::faults::FaultGuard;
+use towline_channel::guard::{MappingGuard, Zeros};
 
 /// A mapped file. Loading a page that the file no longer has, or that its disk cannot read, yields zeros
 /// instead of ending the process, and is recorded: [`Mapping::is_lost`].
 #[derive(Debug)]
 pub(crate) struct Mapping {
     /// Declared first: dropped before the memory is unmapped, so it never guards another mapping.
-    guard: FaultGuard,
+    guard: MappingGuard,
     map: Mmap,
 }
 
@@ -25,7 +24,9 @@ impl Mapping {
         // place of a missing page before any code sees a byte of it, and every user of the bytes checks
         // `is_lost` before relying on them.
         let map = unsafe { MmapOptions::new().map(file) }?;
-        Ok(Self { guard: FaultGuard::new(&map)?, map })
+        // SAFETY: the memory is this mapping, and the guard is dropped first.
+        let guard = unsafe { MappingGuard::new(map.as_ptr(), map.len(), Zeros::Page) }?;
+        Ok(Self { guard, map })
     }
 
     /// Returns true if a load found no page since the file was mapped.

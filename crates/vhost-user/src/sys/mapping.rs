@@ -10,10 +10,10 @@ use std::os::unix::fs::MetadataExt as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 
+use towline_channel::guard::{MappingGuard, Zeros};
 use towline_channel::{IoBuf, IoBufMut};
 use vm_memory::{FileOffset, MmapRegion};
 
-use super::guard::MappingGuard;
 use crate::memory::MemoryTableError;
 
 /// The largest page size of Linux, without huge pages.
@@ -67,7 +67,8 @@ impl Mapping {
         let mapping = Self::new(fd, offset, len)?;
         // SAFETY: the range is this mapping, of which no reference is ever made, and the guard is dropped
         // first. Shared memory may have any contents at any time, so zeros as well.
-        let guard = unsafe { MappingGuard::new(mapping.region.as_ptr(), mapping.region.size()) };
+        let guard =
+            unsafe { MappingGuard::new(mapping.region.as_ptr(), mapping.region.size(), Zeros::Mapping) };
         Ok(Self { guard: Some(guard.map_err(MemoryTableError::Map)?), ..mapping })
     }
 
@@ -253,5 +254,80 @@ impl Area {
             pointer.write_volatile(pair[0].to_le());
             pointer.add(1).write_volatile(pair[1].to_le());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt as _;
+    use std::process::Command;
+
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    use towline_channel::guard::faults;
+
+    use super::*;
+
+    fn mapped(bytes: u64) -> (File, Mapping) {
+        let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).unwrap());
+        ftruncate(&file, bytes).unwrap();
+        let mapping = Mapping::guarded(file.try_clone().unwrap().into(), 0, bytes).unwrap();
+        (file, mapping)
+    }
+
+    #[test]
+    fn a_truncated_file_reads_as_zeros_and_others_are_unchanged() {
+        let before = faults();
+        let ((cut, lost), (_whole, other)) = (mapped(1 << 16), mapped(1 << 16));
+        let [lost, other] = [lost, other].map(Arc::new);
+        let area = |mapping| Area::new(mapping, 0, 1 << 16, 8).unwrap();
+        let areas = [area(&lost), area(&other)];
+        areas.iter().for_each(|area| area.store_64(8192, 7, Ordering::Relaxed));
+        ftruncate(&cut, 4096).unwrap();
+        assert!(!lost.is_lost());
+        assert_eq!(areas[0].load_64(8192, Ordering::Relaxed), 0);
+        areas[0].store_64(8192, 9, Ordering::Relaxed);
+        assert_eq!(areas[0].load_64(8192, Ordering::Relaxed), 9);
+        assert!(lost.is_lost() && faults() > before);
+        assert!(!other.is_lost());
+        assert_eq!(areas[1].load_64(8192, Ordering::Relaxed), 7);
+        drop((areas, lost));
+        // The next guard reuses its entry.
+        let (_file, next) = mapped(1 << 16);
+        assert!(!next.is_lost());
+    }
+
+    #[test]
+    fn missing_huge_pages_read_as_zeros() {
+        let Ok(fd) = memfd_create("huge", MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB) else {
+            println!("SKIPPED missing_huge_pages_read_as_zeros: no hugetlbfs in this kernel");
+            return;
+        };
+        ftruncate(&fd, 2 << 20).unwrap();
+        // Not a multiple of the page size: the kernel maps the whole page.
+        let mapping = Arc::new(Mapping::guarded(fd, 0, 5000).unwrap());
+        let area = Area::new(&mapping, 0, 4096, 8).unwrap();
+        assert_eq!(area.load_64(8, Ordering::Relaxed), 0);
+        let free = std::fs::read_to_string("/proc/sys/vm/nr_hugepages").unwrap();
+        assert_eq!(mapping.is_lost(), free.trim() == "0");
+    }
+
+    /// In a separate process, which must die of the signal.
+    #[test]
+    fn a_fault_in_unguarded_memory_ends_the_process() {
+        const CHILD: &str = "TOWLINE_TEST_SIGBUS";
+        if std::env::var_os(CHILD).is_some() {
+            let (_file, _mapping) = mapped(4096);
+            let file = File::from(memfd_create("other", MemfdFlags::CLOEXEC).unwrap());
+            ftruncate(&file, 4096).unwrap();
+            let other = Mapping::new(file.try_clone().unwrap().into(), 0, 4096).unwrap();
+            ftruncate(&file, 0).unwrap();
+            let area = Area::new(&Arc::new(other), 0, 8, 8).unwrap();
+            println!("read {}", area.load_64(0, Ordering::Relaxed));
+            return;
+        }
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        let name = "sys::mapping::tests::a_fault_in_unguarded_memory_ends_the_process";
+        let output = child.args(["--exact", name, "--nocapture"]).env(CHILD, "1").output().unwrap();
+        assert_eq!(output.status.signal(), Some(libc::SIGBUS), "{output:?}");
     }
 }

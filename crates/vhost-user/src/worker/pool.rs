@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use towline_channel::Cancel;
+use towline_channel::guard::faults as memory_faults;
 
 use super::slot::{QueuePolicy, QueueSlot};
 use super::thread::{WorkerCommand, WorkerThread};
@@ -23,7 +24,6 @@ use crate::orphaned_threads::OrphanedThreads;
 use crate::record::InFlightRecord;
 use crate::ring::{Batch, RingFault, RingSetup};
 use crate::session::{CANCELLED_WITHIN, Enablement, RingFds, Rings, SessionError};
-use crate::sys;
 
 /// Time limit for a thread to end. A thread that waits in the kernel for the frontend's pages may never end.
 const END_WITHIN: Duration = Duration::from_secs(5);
@@ -192,7 +192,7 @@ impl WorkerHandle {
             wake: Arc::clone(&wake),
             hangup: setup.hangup,
             state_left: None,
-            memory_faults: sys::memory_faults(),
+            memory_faults: memory_faults(),
             _alive: alive,
         };
         let name = format!("{device}-{index}");

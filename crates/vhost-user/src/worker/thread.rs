@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, poll};
 use rustix::io::Errno;
+use towline_channel::guard::faults as memory_faults;
 
 use super::cpu_budget::CpuBudget;
 use super::queues::Queues;
@@ -23,7 +24,6 @@ use crate::message::VringAddress;
 use crate::poll::{PollFlags, PollSet};
 use crate::ring::{Batch, Ring, RingFault, RingSetup};
 use crate::session::{RingFds, SessionError};
-use crate::sys;
 
 /// Time limit for chains in flight when their queue is stopped.
 const DRAIN_WITHIN: Duration = Duration::from_secs(1);
@@ -120,9 +120,7 @@ impl WorkerThread {
         }
         self.worker.poll(&mut fds);
         let timeout = if next == Next::Again { Some(Duration::ZERO) } else { longest };
-        let seconds = |left: Duration| i64::try_from(left.as_secs()).expect("a few seconds at most");
-        let timeout =
-            timeout.map(|left| Timespec { tv_sec: seconds(left), tv_nsec: left.subsec_nanos().into() });
+        let timeout = timeout.map(|left| Timespec::try_from(left).expect("a few seconds at most"));
         match poll(fds.as_mut_slice(), timeout.as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => tracing::error!(%errno, "poll failed"),
@@ -141,7 +139,7 @@ impl WorkerThread {
 
     /// Ends the session of a guest whose memory had a fault.
     fn check_memory(&mut self) {
-        let faults = sys::memory_faults();
+        let faults = memory_faults();
         if std::mem::replace(&mut self.memory_faults, faults) == faults {
             return;
         }
