@@ -29,7 +29,7 @@ use tracing_subscriber::fmt::MakeWriter;
 
 use queue::LineSink;
 pub(crate) use queue::OverflowPolicy;
-pub(crate) use queue::{LIMITED_BYTES_MAX, QueueHandle};
+pub(crate) use queue::{LIMITED_BYTES_MAX, QueueHandle, wait_for, write_all};
 
 /// Time limit of the remaining output at the end of the process.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(2);

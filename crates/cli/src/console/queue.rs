@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::Instant;
 
@@ -118,7 +118,7 @@ impl QueueHandle {
 
     /// Starts the thread, unless it is running. If it cannot be started, nothing is written.
     pub(crate) fn start(&self) {
-        let mut queue = self.shared.queue();
+        let mut queue = lock(&self.shared.queue);
         if !queue.is_started {
             let shared = Arc::clone(&self.shared);
             let thread = thread::Builder::new().name("output".into()).spawn(move || shared.write());
@@ -138,12 +138,8 @@ impl QueueHandle {
 }
 
 impl Shared {
-    fn queue(&self) -> MutexGuard<'_, ConsoleQueue> {
-        lock(&self.queue)
-    }
-
     fn push(&self, item: ConsoleItem) {
-        let mut queue = self.queue();
+        let mut queue = lock(&self.queue);
         match item.keep {
             OverflowPolicy::Limited if queue.bytes + item.content.len() > LIMITED_BYTES_MAX => {
                 queue.dropped += 1;
@@ -163,7 +159,7 @@ impl Shared {
     }
 
     fn wait(&self, deadline: Instant, done: impl Fn(&ConsoleQueue) -> bool) -> bool {
-        let mut queue = self.queue();
+        let mut queue = lock(&self.queue);
         while !done(&queue) {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -178,7 +174,7 @@ impl Shared {
     /// Writes items forever.
     fn write(&self) {
         loop {
-            let mut queue = self.queue();
+            let mut queue = lock(&self.queue);
             let item = loop {
                 if let Some(item) = queue.items.pop_front() {
                     break item;
@@ -197,7 +193,7 @@ impl Shared {
             if dropped > 0 {
                 (self.report_dropped)(dropped);
             }
-            self.queue().is_writing = false;
+            lock(&self.queue).is_writing = false;
             self.changed.notify_all();
         }
     }
@@ -222,19 +218,24 @@ impl LineSink {
 }
 
 /// Writes everything, also to a descriptor that another process has made non-blocking.
-fn write_all(fd: BorrowedFd<'_>, mut bytes: &[u8]) -> Result<(), Errno> {
+pub(crate) fn write_all(fd: BorrowedFd<'_>, mut bytes: &[u8]) -> Result<(), Errno> {
     while !bytes.is_empty() {
         match rustix::io::write(fd, bytes) {
             Ok(count) => bytes = &bytes[count..],
             Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => match poll(&mut [PollFd::new(&fd, PollFlags::OUT)], None) {
-                Ok(_) | Err(Errno::INTR) => {}
-                Err(errno) => return Err(errno),
-            },
+            Err(Errno::AGAIN) => wait_for(fd, PollFlags::OUT)?,
             Err(errno) => return Err(errno),
         }
     }
     Ok(())
+}
+
+/// Waits for a descriptor that another process has made non-blocking.
+pub(crate) fn wait_for(fd: BorrowedFd<'_>, events: PollFlags) -> Result<(), Errno> {
+    match poll(&mut [PollFd::from_borrowed_fd(fd, events)], None) {
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(errno) => Err(errno),
+    }
 }
 
 #[cfg(test)]
@@ -286,8 +287,8 @@ mod tests {
             output.push(OverflowPolicy::Limited, notice.clone());
         }
         output.push(OverflowPolicy::Always, b"end\n".to_vec());
-        let queued = output.shared.queue().bytes;
-        let dropped = output.shared.queue().dropped;
+        let queued = lock(&output.shared.queue).bytes;
+        let dropped = lock(&output.shared.queue).dropped;
         assert!(queued <= LIMITED_BYTES_MAX + 4, "{queued}");
         assert_eq!(dropped as usize, 10_000 - LIMITED_BYTES_MAX / 1000);
         output.start();

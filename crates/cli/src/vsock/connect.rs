@@ -9,8 +9,8 @@
 
 use std::io::{self, ErrorKind, IoSlice, Read, Write};
 use std::mem::MaybeUninit;
-use std::net::{Shutdown, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -20,10 +20,11 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, anyhow, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, sendmsg, shutdown};
 use towline_channel::inherit;
 
 use crate::args::{ConnectArgs, ConnectTarget};
+use crate::console::{wait_for, write_all};
 use crate::exit::{Exit, UsageError};
 
 /// Time limit of a device for its reply. Its guest may take 10 seconds of them.
@@ -36,13 +37,6 @@ const COPY_BYTES: usize = 64 << 10;
 /// Interval of checks whether the guest has closed the connection while standard input is idle.
 const CLOSED_INTERVAL: Duration = Duration::from_millis(200);
 
-/// A connected socket.
-#[derive(Debug)]
-enum ConnectedSocket {
-    Unix(UnixStream),
-    Tcp(TcpStream),
-}
-
 /// Runs the command.
 pub(super) fn run(args: &ConnectArgs) -> Result<Exit> {
     let connection = connect(args)?;
@@ -54,28 +48,29 @@ pub(super) fn run(args: &ConnectArgs) -> Result<Exit> {
     Ok(Exit::Done)
 }
 
-fn connect(args: &ConnectArgs) -> Result<ConnectedSocket> {
+/// Returns a connected socket.
+fn connect(args: &ConnectArgs) -> Result<OwnedFd> {
     match &args.target {
         ConnectTarget::Device(path) => {
             let Some(port) = args.port else {
                 let text = "no port: give the guest's port behind the socket of its device";
                 return Err(UsageError(text.into()).into());
             };
-            connect_device(path, port).map(ConnectedSocket::Unix)
+            Ok(connect_device(path, port)?.into())
         }
         ConnectTarget::Unix(path) => {
             let place = path.display();
             let stream = UnixStream::connect(path).map_err(|error| {
                 anyhow!("cannot connect to {place}: {error}; start `towline vsock --forward unix:{place}=guest:PORT`")
             })?;
-            Ok(ConnectedSocket::Unix(stream))
+            Ok(stream.into())
         }
         ConnectTarget::Tcp(address) => {
             let stream = TcpStream::connect(address).map_err(|error| {
                 anyhow!("cannot connect to {address}: {error}; start `towline vsock --forward tcp:{address}=guest:PORT`")
             })?;
             stream.set_nodelay(true)?;
-            Ok(ConnectedSocket::Tcp(stream))
+            Ok(stream.into())
         }
     }
 }
@@ -135,7 +130,7 @@ fn read_reply(stream: &mut UnixStream) -> io::Result<Option<String>> {
 }
 
 /// Sends the socket over standard output.
-fn pass(connection: &ConnectedSocket) -> Result<()> {
+fn pass(connection: &OwnedFd) -> Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let fds = [connection.as_fd()];
@@ -146,7 +141,7 @@ fn pass(connection: &ConnectedSocket) -> Result<()> {
 }
 
 /// Copies both directions until they have ended.
-fn copy(connection: &ConnectedSocket) -> Result<()> {
+fn copy(connection: &OwnedFd) -> Result<()> {
     let (ended, to_guest) = channel();
     let sending = connection.try_clone()?;
     thread::spawn(move || ended.send(send(&sending)));
@@ -159,21 +154,21 @@ fn copy(connection: &ConnectedSocket) -> Result<()> {
 }
 
 /// Copies standard input to the socket, and then ends that direction.
-fn send(connection: &ConnectedSocket) -> io::Result<()> {
+fn send(connection: &OwnedFd) -> io::Result<()> {
     copy_all(io::stdin().as_fd(), connection.as_fd())?;
-    match connection.shutdown() {
+    match shutdown(connection, Shutdown::Write) {
         // The guest has closed the connection.
-        Err(error) if error.kind() == ErrorKind::NotConnected => Ok(()),
-        other => other,
+        Ok(()) | Err(Errno::NOTCONN) => Ok(()),
+        Err(errno) => Err(errno.into()),
     }
 }
 
 /// Waits until standard input has ended or failed, or the guest has closed the connection.
-fn wait(connection: &ConnectedSocket, to_guest: &Receiver<io::Result<()>>) -> io::Result<()> {
+fn wait(connection: &OwnedFd, to_guest: &Receiver<io::Result<()>>) -> io::Result<()> {
     loop {
         match to_guest.recv_timeout(CLOSED_INTERVAL) {
             Ok(result) => return result,
-            Err(RecvTimeoutError::Timeout) if connection.is_closed()? => return Ok(()),
+            Err(RecvTimeoutError::Timeout) if is_closed(connection)? => return Ok(()),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return Err(io::Error::other("a thread has panicked")),
         }
@@ -184,9 +179,9 @@ fn wait(connection: &ConnectedSocket, to_guest: &Receiver<io::Result<()>>) -> io
 fn copy_all(from: BorrowedFd<'_>, to: BorrowedFd<'_>) -> io::Result<()> {
     let mut bytes = vec![0; COPY_BYTES];
     loop {
-        let mut left: &[u8] = match rustix::io::read(from, &mut bytes[..]) {
+        let count = match rustix::io::read(from, &mut bytes[..]) {
             Ok(0) => return Ok(()),
-            Ok(count) => &bytes[..count],
+            Ok(count) => count,
             Err(Errno::INTR) => continue,
             Err(Errno::AGAIN) => {
                 wait_for(from, PollFlags::IN)?;
@@ -194,54 +189,13 @@ fn copy_all(from: BorrowedFd<'_>, to: BorrowedFd<'_>) -> io::Result<()> {
             }
             Err(errno) => return Err(errno.into()),
         };
-        while !left.is_empty() {
-            match rustix::io::write(to, left) {
-                Ok(count) => left = &left[count..],
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => wait_for(to, PollFlags::OUT)?,
-                Err(errno) => return Err(errno.into()),
-            }
-        }
+        write_all(to, &bytes[..count])?;
     }
 }
 
-/// Waits for a descriptor that another process has made non-blocking.
-fn wait_for(fd: BorrowedFd<'_>, events: PollFlags) -> io::Result<()> {
-    match poll(&mut [PollFd::from_borrowed_fd(fd, events)], None) {
-        Ok(_) | Err(Errno::INTR) => Ok(()),
-        Err(errno) => Err(errno.into()),
-    }
-}
-
-impl ConnectedSocket {
-    fn try_clone(&self) -> io::Result<Self> {
-        match self {
-            Self::Unix(stream) => stream.try_clone().map(Self::Unix),
-            Self::Tcp(stream) => stream.try_clone().map(Self::Tcp),
-        }
-    }
-
-    /// Ends the direction to the guest.
-    fn shutdown(&self) -> io::Result<()> {
-        match self {
-            Self::Unix(stream) => stream.shutdown(Shutdown::Write),
-            Self::Tcp(stream) => stream.shutdown(Shutdown::Write),
-        }
-    }
-
-    /// Returns true if the other end has stopped sending and receiving.
-    fn is_closed(&self) -> io::Result<bool> {
-        let mut fds = [PollFd::from_borrowed_fd(self.as_fd(), PollFlags::empty())];
-        poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))?;
-        Ok(fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR))
-    }
-}
-
-impl AsFd for ConnectedSocket {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Unix(stream) => stream.as_fd(),
-            Self::Tcp(stream) => stream.as_fd(),
-        }
-    }
+/// Returns true if the other end has stopped sending and receiving.
+fn is_closed(connection: &OwnedFd) -> io::Result<bool> {
+    let mut fds = [PollFd::new(connection, PollFlags::empty())];
+    poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))?;
+    Ok(fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR))
 }
