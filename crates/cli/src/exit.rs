@@ -1,7 +1,5 @@
 //! Exit status of the process.
 
-use std::error::Error;
-use std::fmt;
 use std::process::ExitCode;
 
 use serde::Serialize;
@@ -28,16 +26,9 @@ pub(crate) enum Exit {
 }
 
 /// An unusable command line: its text, for [`Exit::Usage`].
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 pub(crate) struct UsageError(pub(crate) String);
-
-impl fmt::Display for UsageError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl Error for UsageError {}
 
 impl From<Exit> for ExitCode {
     fn from(exit: Exit) -> Self {

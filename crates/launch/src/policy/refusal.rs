@@ -19,47 +19,62 @@ pub struct Refusal {
 }
 
 /// Reason of a refusal.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RefusalReason {
     /// The option is not on the list of those that an image may have.
+    #[error("an image may not have this option")]
     Option,
     /// The option belongs to the process, which the launcher sets up itself.
+    #[error("this option belongs to the process that saved it")]
     Process,
     /// The type, model or driver is not on the list.
+    #[error("an image may not have this type")]
     Type,
     /// The property is not on the list.
+    #[error("an image may not have this property")]
     Property,
     /// The value names something of the host.
+    #[error("comes from this host only")]
     Host,
     /// The value does not have the permitted form.
+    #[error("expected {expected}")]
     Form {
         /// Description of that form.
         expected: String,
     },
     /// The property is given more than once.
+    #[error("given more than once")]
     Repeated,
     /// The id is given more than once.
+    #[error("this id is given more than once")]
     DuplicateId,
     /// The value was left out when the command line was recorded.
+    #[error("a secret, which is not in the image")]
     LeftOut,
     /// Memory that nothing of the guest uses.
+    #[error("memory that no part of the guest uses")]
     UnusedMemory,
     /// A file of this host without a format, which would be guessed from what the guest wrote.
+    #[error("missing; without it QEMU guesses the format from what the guest wrote")]
     Format,
 }
 
 /// A command line that is not started.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refused {
     /// Of the image, with every refusal.
+    #[error("command line of the image is refused:{}", listed(.0))]
     Image(Vec<Refusal>),
     /// A setting of the user.
-    Setting(SettingError),
+    #[error(transparent)]
+    Setting(#[from] SettingError),
     /// An argument of the user.
+    #[error("QEMU's arguments cannot be read: {0}")]
     Argument(crate::ParseError),
     /// An option of the user that would detach QEMU from the launcher.
+    #[error("QEMU's arguments have {option}: {reason}")]
     Unsupervised {
         /// The option.
         option: &'static str,
@@ -74,42 +89,17 @@ impl fmt::Display for Refusal {
         if !self.found.is_empty() {
             write!(f, "={}", self.found)?;
         }
-        let reason = match &self.reason {
-            RefusalReason::Option => "an image may not have this option",
-            RefusalReason::Process => "this option belongs to the process that saved it",
-            RefusalReason::Type => "an image may not have this type",
-            RefusalReason::Property => "an image may not have this property",
-            RefusalReason::Host => "comes from this host only",
-            RefusalReason::Form { expected } => return write!(f, ": expected {expected}"),
-            RefusalReason::Repeated => "given more than once",
-            RefusalReason::DuplicateId => "this id is given more than once",
-            RefusalReason::UnusedMemory => "memory that no part of the guest uses",
-            RefusalReason::LeftOut => "a secret, which is not in the image",
-            RefusalReason::Format => "missing; without it QEMU guesses the format from what the guest wrote",
-        };
-        write!(f, ": {reason}")
+        write!(f, ": {}", self.reason)
     }
 }
 
-impl fmt::Display for Refused {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let refusals = match self {
-            Self::Image(refusals) => refusals,
-            Self::Setting(error) => return write!(f, "{error}"),
-            Self::Argument(error) => return write!(f, "QEMU's arguments cannot be read: {error}"),
-            Self::Unsupervised { option, reason } => {
-                return write!(f, "QEMU's arguments have {option}: {reason}");
-            }
-        };
-        write!(f, "command line of the image is refused:")?;
-        for refusal in refusals.iter().take(SHOWN_MAX) {
-            write!(f, "\n  {refusal}")?;
-        }
-        match refusals.len().checked_sub(SHOWN_MAX) {
-            None | Some(0) => Ok(()),
-            Some(more) => write!(f, "\n  and {more} more"),
-        }
+/// Returns a line for each refusal.
+fn listed(refusals: &[Refusal]) -> String {
+    let mut lines: String = refusals.iter().take(SHOWN_MAX).map(|refusal| format!("\n  {refusal}")).collect();
+    if refusals.len() > SHOWN_MAX {
+        lines += &format!("\n  and {} more", refusals.len() - SHOWN_MAX);
     }
+    lines
 }
 
 impl Refused {
@@ -120,13 +110,5 @@ impl Refused {
         let mut keys: Vec<&str> = refusals.iter().map(|refusal| refusal.setting.as_str()).collect();
         keys.dedup();
         keys
-    }
-}
-
-impl std::error::Error for Refused {}
-
-impl From<SettingError> for Refused {
-    fn from(error: SettingError) -> Self {
-        Self::Setting(error)
     }
 }
