@@ -51,79 +51,59 @@ struct WireHeader {
     fwd_cnt: U32,
 }
 
-/// Operation of a packet.
+/// Operation of a packet, by its number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u16)]
 pub enum Operation {
     /// Request for a connection.
-    Request,
+    Request = 1,
     /// Acceptance of a connection.
-    Response,
+    Response = 2,
     /// End of a connection, or answer to a packet of an unknown one (RST).
-    Reset,
+    Reset = 3,
     /// The sender sends, or receives, no more.
-    Shutdown,
+    Shutdown = 4,
     /// Payload (RW).
-    ReadWrite,
+    ReadWrite = 5,
     /// Nothing but the sender's credit, which every header has.
-    CreditUpdate,
+    CreditUpdate = 6,
     /// Request for a credit update.
-    CreditRequest,
+    CreditRequest = 7,
 }
 
 impl Operation {
     /// Returns the operation with this number. The specification reserves 0 as invalid.
     pub fn from_number(number: u16) -> Option<Self> {
-        Some(match number {
-            1 => Self::Request,
-            2 => Self::Response,
-            3 => Self::Reset,
-            4 => Self::Shutdown,
-            5 => Self::ReadWrite,
-            6 => Self::CreditUpdate,
-            7 => Self::CreditRequest,
-            _ => return None,
-        })
+        use Operation::{CreditRequest, CreditUpdate, ReadWrite, Request, Reset, Response, Shutdown};
+        let all = [Request, Response, Reset, Shutdown, ReadWrite, CreditUpdate, CreditRequest];
+        all.into_iter().find(|operation| operation.number() == number)
     }
 
     /// Returns its number.
     pub fn number(self) -> u16 {
-        match self {
-            Self::Request => 1,
-            Self::Response => 2,
-            Self::Reset => 3,
-            Self::Shutdown => 4,
-            Self::ReadWrite => 5,
-            Self::CreditUpdate => 6,
-            Self::CreditRequest => 7,
-        }
+        self as u16
     }
 }
 
-/// Type of a socket.
+/// Type of a socket, by its number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u16)]
 pub enum SocketType {
     /// A stream of bytes (`SOCK_STREAM`).
-    Stream,
+    Stream = 1,
     /// Messages (`SOCK_SEQPACKET`).
-    Seqpacket,
+    Seqpacket = 2,
 }
 
 impl SocketType {
     /// Returns the type with this number.
     pub fn from_number(number: u16) -> Option<Self> {
-        match number {
-            1 => Some(Self::Stream),
-            2 => Some(Self::Seqpacket),
-            _ => None,
-        }
+        [Self::Stream, Self::Seqpacket].into_iter().find(|kind| kind.number() == number)
     }
 
     /// Returns its number.
     pub fn number(self) -> u16 {
-        match self {
-            Self::Stream => 1,
-            Self::Seqpacket => 2,
-        }
+        self as u16
     }
 }
 
