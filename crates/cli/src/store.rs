@@ -36,11 +36,11 @@ enum ImageLocation {
 /// Runs the command.
 pub(crate) fn run(args: &StoreArgs) -> Result<Exit> {
     match &args.command {
-        StoreCommand::Ls(args) => show(args, View::List),
-        StoreCommand::Du(args) => show(args, View::Usage),
+        StoreCommand::Ls(args) => inspect(args, Some(View::List)),
+        StoreCommand::Du(args) => inspect(args, Some(View::Usage)),
         StoreCommand::Rm(args) => remove(args),
         StoreCommand::Gc(args) => collect(args),
-        StoreCommand::Verify(args) => verify(args),
+        StoreCommand::Verify(args) => inspect(args, None),
     }
 }
 
@@ -77,34 +77,25 @@ fn usage(reporter: &Reporter, text: &str) -> Result<Exit> {
     Ok(reporter.failed(text, "usage", Exit::Usage))
 }
 
-fn show(args: &PlaceArgs, view: View) -> Result<Exit> {
+/// Shows the images of a place, or verifies them without a view.
+fn inspect(args: &PlaceArgs, view: Option<View>) -> Result<Exit> {
     let reporter = Reporter::new(&args.output).blocking();
     match place(&args.place) {
         Err(text) => usage(&reporter, &text),
         Ok(ImageLocation::Directory(path)) => {
             args.sandbox.confine(policy_of_images(&path));
-            files::show(&reporter, &path, view)
+            match view {
+                Some(view) => files::show(&reporter, &path, view),
+                None => files::verify(&reporter, &path),
+            }
         }
         #[cfg(feature = "store")]
         Ok(ImageLocation::Prefix(prefix)) => {
             args.sandbox.confine(crate::sandbox::policy_of_store(&prefix));
-            objects::show(&reporter, &prefix, view)
-        }
-    }
-}
-
-fn verify(args: &PlaceArgs) -> Result<Exit> {
-    let reporter = Reporter::new(&args.output).blocking();
-    match place(&args.place) {
-        Err(text) => usage(&reporter, &text),
-        Ok(ImageLocation::Directory(path)) => {
-            args.sandbox.confine(policy_of_images(&path));
-            files::verify(&reporter, &path)
-        }
-        #[cfg(feature = "store")]
-        Ok(ImageLocation::Prefix(prefix)) => {
-            args.sandbox.confine(crate::sandbox::policy_of_store(&prefix));
-            objects::verify(&reporter, &prefix)
+            match view {
+                Some(view) => objects::show(&reporter, &prefix, view),
+                None => objects::verify(&reporter, &prefix),
+            }
         }
     }
 }
