@@ -420,10 +420,7 @@ pub fn needs_event(event: u16, new: u16, old: u16) -> bool {
 /// The kernel's.
 pub fn wait_any(fds: &[BorrowedFd<'_>], within: Duration) -> Result<bool> {
     let mut fds: Vec<_> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
-    let within = Timespec {
-        tv_sec: i64::try_from(within.as_secs()).unwrap_or(i64::MAX),
-        tv_nsec: within.subsec_nanos().into(),
-    };
+    let within = Timespec::try_from(within).unwrap_or(Timespec { tv_sec: i64::MAX, tv_nsec: 0 });
     loop {
         match poll(&mut fds, Some(&within)) {
             Ok(count) => return Ok(count > 0),

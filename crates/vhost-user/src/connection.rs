@@ -301,7 +301,7 @@ impl IncomingMessage {
         let left = MESSAGE_WITHIN.saturating_sub(after);
         let fds = [Some(fd), cancel.map(Cancel::as_fd)].into_iter().flatten();
         let mut polled: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
-        let timeout = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
+        let timeout = Timespec::try_from(left).expect("at most MESSAGE_WITHIN");
         let ready = if left.is_zero() { Ok(0) } else { poll(&mut polled, Some(&timeout)) };
         match ready {
             Ok(_) if polled[0].revents().is_empty() => {

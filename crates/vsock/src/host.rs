@@ -203,8 +203,7 @@ impl Host {
         if self.timer_interval.is_some_and(|present| present <= interval) {
             return;
         }
-        let it_value =
-            Timespec { tv_sec: interval.as_secs() as i64, tv_nsec: interval.subsec_nanos().into() };
+        let it_value = Timespec::try_from(interval).expect("an interval is far below 2^63 seconds");
         let once = Itimerspec { it_interval: Timespec { tv_sec: 0, tv_nsec: 0 }, it_value };
         match rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &once) {
             Ok(_) => self.timer_interval = Some(interval),

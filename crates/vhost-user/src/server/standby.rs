@@ -117,10 +117,7 @@ impl Service {
         // A connection can be retried only without a standby.
         let until = self.standby.as_ref().map_or(retry_at, FrontendConnection::complete_until);
         let left = until.map(|at| at.saturating_duration_since(Instant::now()));
-        let timeout = left.map(|left| Timespec {
-            tv_sec: left.as_secs().cast_signed(),
-            tv_nsec: left.subsec_nanos().into(),
-        });
+        let timeout = left.map(|left| Timespec::try_from(left).expect("a few seconds at most"));
         loop {
             match poll(&mut polled, timeout.as_ref()) {
                 Err(Errno::INTR) => {}
