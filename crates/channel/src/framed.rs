@@ -14,6 +14,7 @@ mod outbox;
 mod packet;
 
 use crate::flags::{check_recv, check_send};
+use crate::lock::lock;
 use crate::wait::{Woken, wait};
 use crate::{
     CallCounters, Cancel, Capabilities, Channel, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags,
@@ -29,7 +30,7 @@ use std::fmt::Debug;
 use std::net::Shutdown;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// See the module.
@@ -97,7 +98,7 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
         check_send(self.inner.peer(), self.capabilities(), flags)?;
         match total_len(bufs) {
             0 => Ok(0),
-            _ => self.lock_outbox().send(self.inner.as_ref(), bufs, flags),
+            _ => lock(&self.outbox).send(self.inner.as_ref(), bufs, flags),
         }
     }
 
@@ -106,9 +107,10 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
         let ended = || self.ended_recv.load(Ordering::Acquire);
         match total_len_mut(bufs) {
             0 => Ok(0),
-            _ => self
-                .lock_inbox()
-                .recv(self.inner.as_ref(), bufs, flags, ended, || self.send_due_control_packets()),
+            _ => {
+                let due = || self.send_due_control_packets();
+                lock(&self.inbox).recv(self.inner.as_ref(), bufs, flags, ended, due)
+            }
         }
     }
 
@@ -128,22 +130,22 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
         let _ = self.inner.shutdown(Shutdown::Both);
         let mut byte = [0];
         let mut room = [IoBufMut::from(&mut byte)];
-        self.lock_inbox().recv(self.inner.as_ref(), &mut room, RecvFlags::PEEK, || true, || {}).err()
+        lock(&self.inbox).recv(self.inner.as_ref(), &mut room, RecvFlags::PEEK, || true, || {}).err()
     }
 
     pub(crate) fn flush(&self) -> Result<Flushed> {
-        self.lock_outbox().drain(self.inner.as_ref(), SendFlags::empty())?;
+        lock(&self.outbox).drain(self.inner.as_ref(), SendFlags::empty())?;
         self.inner.flush()
     }
 
     pub(crate) fn wait_recv(&self, until: &Cancel) -> Result<bool> {
         // The received bytes may contain no data, or only the beginning of a packet.
-        while !self.lock_inbox().has_something(self.inner.peer()) {
+        while !lock(&self.inbox).has_something(self.inner.peer()) {
             self.send_due_control_packets();
             if !self.inner.wait_recv(until)? {
                 return Ok(false);
             }
-            if !matches!(self.lock_inbox().receive_more(self.inner.as_ref()), Ok(1..)) {
+            if !matches!(lock(&self.inbox).receive_more(self.inner.as_ref()), Ok(1..)) {
                 return Ok(true);
             }
         }
@@ -179,13 +181,5 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
     fn is_writable(&self) -> bool {
         let ready = |fd| wait(fd, PollFlags::OUT, None, Some(Instant::now()));
         self.inner.as_fd().is_some_and(|fd| ready(fd) == Ok(Woken::Ready))
-    }
-
-    fn lock_outbox(&self) -> MutexGuard<'_, Outbox<P>> {
-        self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn lock_inbox(&self) -> MutexGuard<'_, Inbox<U>> {
-        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -11,11 +11,12 @@
 //! each.
 
 use crate::cancel::{event, raise};
+use crate::lock::lock;
 use crate::{Cancel, Channel, Error, Result};
 use rustix::event::epoll;
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Maximum number of connections that are in their handshakes at once.
@@ -61,7 +62,7 @@ impl PendingHandshakes {
     /// Begins with a connection.
     pub(crate) fn start(&self, connection: Box<dyn Channel>) -> Result<()> {
         let cancel = Cancel::new()?;
-        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut running = lock(&self.running);
         // Handshakes that have ended hold no second reference.
         running.retain(Cancel::is_shared);
         if running.len() == PENDING_HANDSHAKES_MAX
@@ -91,7 +92,7 @@ impl PendingHandshakes {
 
 impl Drop for PendingHandshakes {
     fn drop(&mut self) {
-        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let running = lock(&self.running);
         running.iter().for_each(Cancel::cancel);
     }
 }
@@ -104,22 +105,18 @@ impl std::fmt::Debug for PendingHandshakes {
 
 impl FinishedHandshake {
     fn push(&self, opened: Result<Box<dyn Channel>>) {
-        let mut results = self.lock();
+        let mut results = lock(&self.results);
         results.push_back(opened);
         raise(self.ready.as_fd());
     }
 
     fn pop_ready(&self) -> Option<Result<Box<dyn Channel>>> {
-        let mut results = self.lock();
+        let mut results = lock(&self.results);
         let first = results.pop_front();
         if results.is_empty() {
             // The eventfd may not be readable yet: there is nothing to drain then.
             let _ = rustix::io::read(&self.ready, &mut [0; 8]);
         }
         first
-    }
-
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Result<Box<dyn Channel>>>> {
-        self.results.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -6,7 +6,7 @@ mod line;
 use std::fmt::Display;
 use std::io::IsTerminal;
 use std::mem::ManuallyDrop;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 pub(crate) use estimate::{Estimate, Estimator};
@@ -213,12 +213,8 @@ impl TerminalBar {
         Self { bar: ManuallyDrop::new(bar), shown: Mutex::default() }
     }
 
-    fn shown(&self) -> MutexGuard<'_, Shown> {
-        lock(&self.shown)
-    }
-
     fn draw(&self, key: usize) {
-        let (bar, shown) = (ProgressBar::clone(&self.bar), self.shown().clone());
+        let (bar, shown) = (ProgressBar::clone(&self.bar), lock(&self.shown).clone());
         console::draw(OverflowPolicy::Latest(key), move || {
             let (_, width) = Term::stderr().size();
             bar.set_message(shown.line(usize::from(width).saturating_sub(1)));
@@ -231,7 +227,7 @@ impl Observer for Reporter {
         let name = events::phase(phase);
         tracing::info!(destination = self.destination.as_deref(), "phase {name}");
         if let Some(bar) = &self.bar {
-            bar.shown().prefix = match &self.destination {
+            lock(&bar.shown).prefix = match &self.destination {
                 Some(destination) => format!("{} {name}", console::printable(destination)),
                 None => name.to_owned(),
             };
@@ -247,7 +243,7 @@ impl Observer for Reporter {
     fn progress(&self, progress: &Progress) {
         let estimate = lock(&self.estimator).observe(self.started.elapsed(), progress);
         if let Some(bar) = &self.bar {
-            bar.shown().content = match &progress.faults {
+            lock(&bar.shown).content = match &progress.faults {
                 Some(faults) => PhaseText::Faults(faults_text(faults)),
                 None => PhaseText::Estimate(estimate),
             };

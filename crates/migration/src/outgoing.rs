@@ -20,7 +20,7 @@ mod return_path;
 mod sends;
 
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -120,11 +120,7 @@ struct Shared<'a> {
     lanes_carry_zero: bool,
 }
 
-impl Shared<'_> {
-    fn main(&self) -> MutexGuard<'_, MainWriter> {
-        lock(&self.main)
-    }
-}
+impl Shared<'_> {}
 
 impl Outgoing {
     /// A migration whose threads share `session` and are counted in `statistics`.
@@ -191,16 +187,16 @@ impl Outgoing {
         self.setup(connections, &shared, &mut lanes, form)?;
         if let Some(answers) = &answers {
             answers.wait_pong(&self.session, self.options.answer_timeout, lanes.len())?;
-            greet(&self.session, &mut shared.main(), answers)?;
+            greet(&self.session, &mut lock(&shared.main), answers)?;
         }
         let left = self.iterate(&shared, &mut lanes)?;
         guest.stop()?;
         *stopped = true;
         let state = self.complete(&shared, &mut lanes, left)?;
-        self.send_state(&mut shared.main(), answers.as_ref(), &state)?;
+        self.send_state(&mut lock(&shared.main), answers.as_ref(), &state)?;
         match answers {
             Some(answers) => answers.wait_shut(&self.session),
-            None => shared.main().shutdown_and_wait(),
+            None => lock(&shared.main).shutdown_and_wait(),
         }
     }
 
@@ -219,7 +215,7 @@ impl Outgoing {
     /// Header and configuration; opens the return path.
     fn begin(&self, connections: &Connections, shared: &Shared<'_>) -> Result<Option<ReturnPath>> {
         self.statistics.set_total(Pass::full(shared.guest).bytes());
-        shared.main().begin(shared.guest.configuration(), self.options.return_path)?;
+        lock(&shared.main).begin(shared.guest.configuration(), self.options.return_path)?;
         Ok(if self.options.return_path {
             Some(ReturnPath::start(
                 Arc::clone(&connections.main),
@@ -248,7 +244,7 @@ impl Outgoing {
         }
         let barrier = (!lanes.is_empty()).then_some(form);
         let options = RamOptions { section_id: shared.guest.ram_section_id(), barrier };
-        shared.main().write_ram_start(options, shared.guest.blocks())
+        lock(&shared.main).write_ram_start(options, shared.guest.blocks())
     }
 
     /// Passes until what is left fits into the downtime; returns that.
@@ -258,9 +254,9 @@ impl Outgoing {
         let mut pass = Pass::full(shared.guest);
         loop {
             let (begun, sent_before) = (Instant::now(), self.statistics.snapshot().normal_bytes);
-            shared.main().open_part();
+            lock(&shared.main).open_part();
             self.pass(shared, lanes, &pass)?;
-            shared.main().close_section()?;
+            lock(&shared.main).close_section()?;
             pass = Pass::harvested(shared.guest)?;
             let sent = self.statistics.snapshot().normal_bytes - sent_before;
             let observation = Observation::of_pass(begun.elapsed(), sent, pass.bytes());
@@ -284,7 +280,7 @@ impl Outgoing {
     fn complete(&self, shared: &Shared<'_>, lanes: &mut [LaneWriter], left: Pass) -> Result<Vec<u8>> {
         let mut pass = left;
         pass.merge(Pass::harvested(shared.guest)?);
-        shared.main().open_end();
+        lock(&shared.main).open_end();
         self.pass(shared, lanes, &pass)?;
         shared.guest.device_state()
     }
@@ -296,10 +292,10 @@ impl Outgoing {
             while let Some((page, length)) = pass.next() {
                 shared.limiter.reserve(length, shared.session)?;
                 shared.guest.prepare(page, length)?;
-                let sent = shared.main().unit(shared.guest, page, length)?;
+                let sent = lock(&shared.main).unit(shared.guest, page, length)?;
                 shared.limiter.refund(length - sent);
             }
-            return shared.main().flush();
+            return lock(&shared.main).flush();
         }
         thread::scope(|scope| {
             for (index, lane) in lanes.iter_mut().enumerate() {
@@ -312,7 +308,7 @@ impl Outgoing {
             }
         });
         shared.session.check()?;
-        shared.main().barrier()
+        lock(&shared.main).barrier()
     }
 }
 
@@ -388,7 +384,7 @@ fn send_unit(
     }
     sent += lane.send(shared.guest, blocks)?;
     if !zeros.is_empty() {
-        shared.main().zero(page.block, &zeros)?;
+        lock(&shared.main).zero(page.block, &zeros)?;
     }
     Ok(sent)
 }

@@ -121,10 +121,6 @@ impl Relay {
         self.sent.get().is_some()
     }
 
-    fn main(&self) -> MutexGuard<'_, MainWriter> {
-        lock(&self.main)
-    }
-
     fn lane(&self, lane: usize) -> Result<MutexGuard<'_, LaneWriter>> {
         let expected = self.lanes.len();
         let Some(writer) = self.lanes.get(lane) else {
@@ -151,7 +147,7 @@ impl Relay {
 impl Sink for Relay {
     fn configuration(&self, configuration: &Configuration) -> Result<()> {
         self.form.get_or_init(|| BarrierForm::of(&configuration.machine_type));
-        self.main().begin(configuration, true)?;
+        lock(&self.main).begin(configuration, true)?;
         for lane in 0..self.lanes.len() {
             self.lane(lane)?
                 .init(lane, self.connections.uuid, self.connections.introduced)
@@ -165,9 +161,9 @@ impl Sink for Relay {
         self.sync_lanes()?;
         let section_id = *self.section.get_or_init(|| crate::guest::RAM_SECTION_ID);
         let barrier = self.form.get().filter(|_| !self.lanes.is_empty()).copied();
-        self.main().write_ram_start(RamOptions { section_id, barrier }, blocks)?;
+        lock(&self.main).write_ram_start(RamOptions { section_id, barrier }, blocks)?;
         self.answers.wait_pong(&self.session, ANSWER_TIMEOUT, self.lanes.len())?;
-        greet(&self.session, &mut self.main(), &self.answers)
+        greet(&self.session, &mut lock(&self.main), &self.answers)
     }
 
     fn pages(&self, stream: ChannelId, pages: &Pages<'_>) -> Result<()> {
@@ -179,7 +175,7 @@ impl Sink for Relay {
                 let page = PAGE_SIZE as usize;
                 let contents = pages.contents.iter().flat_map(|slice| slice.chunks(page));
                 let contents: Vec<_> = contents.map(IoBuf::from).collect();
-                self.main().pages(pages.block, pages.offsets, &contents)
+                lock(&self.main).pages(pages.block, pages.offsets, &contents)
             }
         }
     }
@@ -212,13 +208,13 @@ impl Sink for Relay {
     }
 
     fn splice_records(&self, from: &dyn Channel, block: BlockIndex, offsets: &[u64]) -> Option<Result<u64>> {
-        self.main().splice(from, block, offsets).transpose()
+        lock(&self.main).splice(from, block, offsets).transpose()
     }
 
     fn zero(&self, stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> Result<()> {
         match stream {
             ChannelId::Lane(lane) => self.lane(lane)?.forward_zero(block, offsets, self.blocks()),
-            ChannelId::Main => self.main().zero(block, offsets),
+            ChannelId::Main => lock(&self.main).zero(block, offsets),
         }
     }
 
@@ -227,12 +223,12 @@ impl Sink for Relay {
     }
 
     fn barrier(&self) -> Result<()> {
-        if self.main().is_setting_up() {
+        if lock(&self.main).is_setting_up() {
             // START's own barrier, which `blocks` has sent.
             return Ok(());
         }
         self.sync_lanes()?;
-        self.main().barrier()
+        lock(&self.main).barrier()
     }
 
     fn section_start(&self, section: RamSection) -> Result<()> {
@@ -240,15 +236,15 @@ impl Sink for Relay {
             SectionKind::Start => {
                 self.section.get_or_init(|| section.id);
             }
-            SectionKind::Part => self.main().open_part(),
-            SectionKind::End => self.main().open_end(),
+            SectionKind::Part => lock(&self.main).open_part(),
+            SectionKind::End => lock(&self.main).open_end(),
         }
         Ok(())
     }
 
     fn section_end(&self, kind: SectionKind) -> Result<()> {
         match kind {
-            SectionKind::Part => self.main().close_section(),
+            SectionKind::Part => lock(&self.main).close_section(),
             SectionKind::Start | SectionKind::End => Ok(()),
         }
     }
@@ -258,7 +254,7 @@ impl Sink for Relay {
         if self.pauses {
             state.pause();
         }
-        let (mut main, answers) = (self.main(), Some(&self.answers));
+        let (mut main, answers) = (lock(&self.main), Some(&self.answers));
         send_device_state(&self.session, &mut main, answers, &state, run_state.as_deref())?;
         self.sent.get_or_init(|| ());
         Ok(())

@@ -28,6 +28,7 @@ use crate::{Error, Result, Tuning};
 /// State shared by the threads of one migration.
 #[derive(Debug, Default)]
 pub struct Session {
+    /// A thread that panics leaves counters and a list, all consistent at each step.
     state: Mutex<State>,
     changed: Condvar,
     failed: AtomicBool,
@@ -108,7 +109,7 @@ impl Session {
     /// # Errors
     /// [`Error::Cancelled`]: the gate refuses.
     pub(crate) fn commit(&self, run_state: Option<&str>) -> Result<()> {
-        let _state = self.lock();
+        let _state = lock(&self.state);
         self.check()?;
         match self.gate.get().map_or(Commit::Reversible, |gate| gate.commit(run_state)) {
             Commit::Refused => return Err(Error::Cancelled),
@@ -123,7 +124,7 @@ impl Session {
     /// # Errors
     /// [`Error::Cancelled`] if the migration failed before, [`Error::SourceGone`] if the gate refuses.
     pub(crate) fn acknowledge(&self, run_state: Option<&str>, source: &dyn Channel) -> Result<()> {
-        let _state = self.lock();
+        let _state = lock(&self.state);
         self.check()?;
         let link = crate::gate::probe_link(source);
         if self.gate.get().is_some_and(|gate| !gate.acknowledge(run_state, link)) {
@@ -148,7 +149,7 @@ impl Session {
     /// As [`Self::watch`], of an incoming migration's main channel: it outlives a failure after
     /// [`Commit::Final`].
     pub(crate) fn watch_upstream(&self, channel: &Arc<dyn Channel>) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if self.is_failed() {
             shut(channel.as_ref());
         }
@@ -157,7 +158,7 @@ impl Session {
 
     /// Has `channel` shut down when the migration fails.
     pub fn watch(&self, channel: &Arc<dyn Channel>) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if self.is_failed() {
             shut(channel.as_ref());
         }
@@ -168,7 +169,7 @@ impl Session {
     /// error. The outcome is the result of the migration's `run`: the destination's acknowledgement may have
     /// been on its way.
     pub fn fail(&self, error: Error) -> bool {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if self.is_finished() || self.is_failed() {
             return false;
         }
@@ -183,7 +184,7 @@ impl Session {
     /// # Errors
     /// [`Error::Cancelled`] if the migration failed before; it stays failed.
     pub fn finish(&self) -> Result<()> {
-        let _state = self.lock();
+        let _state = lock(&self.state);
         self.check()?;
         self.finished.store(true, Ordering::Release);
         Ok(())
@@ -206,7 +207,7 @@ impl Session {
 
     /// The run succeeded, regardless of later errors: forgets the channels.
     pub(crate) fn succeed(&self) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         self.finished.store(true, Ordering::Release);
         state.channels.clear();
         state.upstream = None;
@@ -216,7 +217,7 @@ impl Session {
     /// The run failed: shuts every channel down and forgets it. Returns the first error, which is `error` if
     /// no thread had one before.
     pub(crate) fn end(&self, error: Error) -> Error {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         self.shut_all(&state);
         state.channels.clear();
         state.upstream = None;
@@ -231,7 +232,7 @@ impl Session {
 
     /// A lane is at its barrier: waits until the main thread releases all.
     pub(crate) fn arrive(&self) -> Result<Released> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let generation = state.generation;
         state.arrived += 1;
         self.changed.notify_all();
@@ -247,7 +248,7 @@ impl Session {
 
     /// The main thread: waits until `lanes` lanes have arrived, does `work`, and releases them.
     pub(crate) fn lead(&self, lanes: usize, work: impl FnOnce() -> Result<()>) -> Result<()> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         while state.arrived < lanes {
             self.check()?;
             if let Some(&lane) = state.gone.first() {
@@ -257,7 +258,7 @@ impl Session {
         }
         drop(state);
         work()?;
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         state.arrived = 0;
         state.generation += 1;
         self.changed.notify_all();
@@ -266,30 +267,30 @@ impl Session {
 
     /// The main thread: no further barrier comes.
     pub(crate) fn close(&self) {
-        self.lock().closed = true;
+        lock(&self.state).closed = true;
         self.changed.notify_all();
     }
 
     /// True from [`Self::close`] on.
     pub(crate) fn is_closed(&self) -> bool {
-        self.lock().closed
+        lock(&self.state).closed
     }
 
     /// A lane's connection ended without outstanding data: no further barrier can be reached.
     pub(crate) fn leave(&self, lane: usize) {
-        self.lock().gone.push(lane);
+        lock(&self.state).gone.push(lane);
         self.changed.notify_all();
     }
 
     /// An incoming migration's lane.
     pub(crate) fn watch_lane(&self, lane: &Arc<dyn Channel>) {
-        self.lock().lanes.push(Arc::clone(lane));
+        lock(&self.state).lanes.push(Arc::clone(lane));
     }
 
     /// After a failure: waits until every lane has left, at most this long, and shuts down the others.
     pub(crate) fn see_out(&self, timeout: Duration) {
         let deadline = Instant::now() + timeout;
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         while state.gone.len() < state.lanes.len() {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -309,11 +310,6 @@ impl Session {
         self.changed.notify_all();
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // A panicking thread leaves counters and a list, all consistent at each step.
-        lock(&self.state)
-    }
-
     fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
         self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
@@ -327,7 +323,7 @@ impl Drop for SessionGuard<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.0.fail(Error::Panicked);
-            self.0.lock().lanes.iter().for_each(|lane| shut(lane.as_ref()));
+            lock(&self.0.state).lanes.iter().for_each(|lane| shut(lane.as_ref()));
         }
     }
 }

@@ -5,7 +5,7 @@
 mod lanes;
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use towline_channel::{CallCount, CallCounters, Channel};
 
@@ -104,19 +104,15 @@ impl Statistics {
 
     fn count_calls(&self, channel: &dyn Channel, counted: fn(&CallCounters) -> CallCount) {
         if let Some(counters) = channel.calls() {
-            self.channels().push(ChannelCalls { counters, counted });
+            lock(&self.calls).push(ChannelCalls { counters, counted });
         }
     }
 
     fn calls(&self) -> CallCount {
-        self.channels().iter().fold(CallCount::default(), |sum, channel| {
+        lock(&self.calls).iter().fold(CallCount::default(), |sum, channel| {
             let CallCount { vectored, plain } = (channel.counted)(&channel.counters);
             CallCount { vectored: sum.vectored + vectored, plain: sum.plain + plain }
         })
-    }
-
-    fn channels(&self) -> MutexGuard<'_, Vec<ChannelCalls>> {
-        lock(&self.calls)
     }
 
     /// The next lane.

@@ -16,11 +16,12 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Map, Value, json};
+use towline_channel::lock::lock;
 use towline_channel::{
     Address, Cancel, Channel, ChannelExt as _, IoBuf, IoBufMut, Listener, RecvFlags, SendFlags,
 };
@@ -151,7 +152,7 @@ impl Emitter {
             message["data"] = Value::Object(data);
         }
         let text = line(&message);
-        for client in shared.clients().iter() {
+        for client in lock(&shared.clients).iter() {
             if client.negotiated.load(Ordering::Acquire) {
                 client.post(text.clone());
             }
@@ -166,12 +167,12 @@ impl Drop for Server {
             // If it panicked, its listener is closed anyway.
             let _ = acceptor.join();
         }
-        let clients: Vec<_> = self.shared.clients().drain(..).collect();
+        let clients: Vec<_> = lock(&self.shared.clients).drain(..).collect();
         for client in clients {
-            let _answered = client.answering.lock().unwrap_or_else(PoisonError::into_inner);
+            let _answered = lock(&client.answering);
             client.finish();
         }
-        for thread in self.shared.threads().drain(..) {
+        for thread in lock(&self.shared.threads).drain(..) {
             // If it panicked, its connection is closed anyway.
             let _ = thread.join();
         }
@@ -179,14 +180,6 @@ impl Drop for Server {
 }
 
 impl Shared {
-    fn clients(&self) -> MutexGuard<'_, Vec<Arc<ConnectedClient>>> {
-        self.clients.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn threads(&self) -> MutexGuard<'_, Vec<JoinHandle<()>>> {
-        self.threads.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn accept(self: &Arc<Self>, listener: &Listener) {
         while !self.stop.is_cancelled() {
             match listener.accept(Instant::now() + ACCEPT_WITHIN, &self.stop) {
@@ -214,9 +207,9 @@ impl Shared {
             negotiated: AtomicBool::new(false),
             answering: Mutex::default(),
         });
-        self.clients().push(Arc::clone(&client));
+        lock(&self.clients).push(Arc::clone(&client));
         let shared = Arc::clone(self);
-        let mut threads = self.threads();
+        let mut threads = lock(&self.threads);
         threads.retain(|thread| !thread.is_finished());
         threads.push(thread::spawn(move || {
             thread::scope(|scope| {
@@ -225,7 +218,7 @@ impl Shared {
                 client.read(&shared);
                 client.finish();
             });
-            shared.clients().retain(|other| !Arc::ptr_eq(other, &client));
+            lock(&shared.clients).retain(|other| !Arc::ptr_eq(other, &client));
             shared.served.fetch_sub(1, Ordering::AcqRel);
         }));
     }
@@ -301,7 +294,7 @@ impl ConnectedClient {
                 Ok(count) => decoder.feed(&bytes[..count]),
             }
             loop {
-                let _answering = self.answering.lock().unwrap_or_else(PoisonError::into_inner);
+                let _answering = lock(&self.answering);
                 let answer = match decoder.next_message() {
                     Ok(None) => break,
                     Ok(Some(Message::Other(request))) => shared.answer(self, request),

@@ -22,7 +22,9 @@
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
+
+use towline_channel::lock::lock;
 
 use crate::memory::MemoryTableError;
 use crate::sys::{Area, Mapping};
@@ -111,7 +113,7 @@ impl LogSwitch {
     pub(crate) fn set(&self, mode: LogMode) {
         self.0.mode.store(mode as u8, Ordering::Release);
         if mode == LogMode::Off {
-            self.kept().clear();
+            lock(&self.0.kept).clear();
         }
     }
 
@@ -127,18 +129,14 @@ impl LogSwitch {
 
     /// Keeps marks for the next log. Returns false if there are too many.
     fn keep(&self, words: &[(u64, u64)]) -> bool {
-        let mut kept = self.kept();
+        let mut kept = lock(&self.0.kept);
         words.iter().for_each(|(word, bits)| *kept.entry(*word).or_default() |= bits);
         kept.len() <= KEPT_WORDS_MAX
     }
 
     /// Moves the marks that were kept to the log. Those outside it wait for a longer one.
     pub(crate) fn write_kept(&self, log: &DirtyLog) {
-        self.kept().retain(|word, bits| !log.set(*word, *bits));
-    }
-
-    fn kept(&self) -> MutexGuard<'_, BTreeMap<u64, u64>> {
-        self.0.kept.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0.kept).retain(|word, bits| !log.set(*word, *bits));
     }
 }
 

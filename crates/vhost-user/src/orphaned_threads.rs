@@ -6,10 +6,12 @@
 //! closes descriptors holds nothing else, so the next connection waits only while there are many.
 
 use std::convert::Infallible;
+use std::sync::Mutex;
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
+
+use towline_channel::lock::lock;
 
 /// Time limit of [`OrphanedThreads::drop_apart`].
 const DROP_WITHIN: Duration = Duration::from_secs(1);
@@ -49,10 +51,6 @@ impl OrphanedThreads {
     pub(crate) fn count(&self) -> usize {
         unfinished(&self.workers) + unfinished(&self.closing).saturating_sub(CLOSING_MAX - 1)
     }
-}
-
-fn lock(threads: &Mutex<Vec<JoinHandle<()>>>) -> MutexGuard<'_, Vec<JoinHandle<()>>> {
-    threads.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn unfinished(threads: &Mutex<Vec<JoinHandle<()>>>) -> usize {

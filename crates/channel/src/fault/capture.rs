@@ -1,11 +1,12 @@
 //! A witness.
 
 use crate::channel::forward_channel;
+use crate::lock::lock;
 use crate::{Channel, Error, IoBuf, IoBufMut, RecvFlags, Result, SendFlags, gather};
 use std::fmt;
 use std::io::{self, Write};
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// Records the streams of both directions, in the order of the wire.
 ///
@@ -51,7 +52,7 @@ impl Channel for Capture {
     forward_channel!(inner: peer, calls, capabilities, flush, zero_copy_ticket, zero_copy_statistics, shutdown, reset, set_timeouts, wait_recv, as_fd, has_buffered, finish);
 
     fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
-        let mut writer = self.sent.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut writer = lock(&self.sent);
         let sent = self.inner.send(bufs, flags)?;
         self.record(&mut **writer, bufs, sent)?;
         Ok(sent)
@@ -61,7 +62,7 @@ impl Channel for Capture {
         if flags.contains(RecvFlags::PEEK) {
             return self.inner.recv(bufs, flags);
         }
-        let mut writer = self.received.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut writer = lock(&self.received);
         let received = self.inner.recv(bufs, flags)?;
         let bufs: Vec<IoBuf<'_>> = bufs.iter().map(IoBufMut::as_io_buf).collect();
         self.record(&mut **writer, &bufs, received)?;
@@ -69,14 +70,14 @@ impl Channel for Capture {
     }
 
     fn send_fds(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<usize> {
-        let mut writer = self.sent.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut writer = lock(&self.sent);
         let sent = self.inner.send_fds(bytes, fds)?;
         self.record(&mut **writer, &[bytes.into()], sent)?;
         Ok(sent)
     }
 
     fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize> {
-        let mut writer = self.received.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut writer = lock(&self.received);
         let received = self.inner.recv_fds(bytes, fds)?;
         self.record(&mut **writer, &[(&*bytes).into()], received)?;
         Ok(received)
@@ -92,13 +93,13 @@ impl fmt::Debug for Capture {
 impl Recording {
     /// All that is recorded so far.
     pub fn bytes(&self) -> Vec<u8> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.0).clone()
     }
 }
 
 impl Write for Recording {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).extend_from_slice(bytes);
+        lock(&self.0).extend_from_slice(bytes);
         Ok(bytes.len())
     }
 
@@ -109,6 +110,6 @@ impl Write for Recording {
 
 impl fmt::Debug for Recording {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Recording({} bytes)", self.0.lock().unwrap_or_else(PoisonError::into_inner).len())
+        write!(f, "Recording({} bytes)", lock(&self.0).len())
     }
 }

@@ -3,12 +3,13 @@
 use super::pause::Pause;
 use super::{Direction, limit_mut};
 use crate::channel::forward_channel;
+use crate::lock::lock;
 use crate::sys::iobuf::limit;
 use crate::{Channel, IoBuf, IoBufMut, RecvFlags, Result, SendFlags, total_len, total_len_mut};
 use std::net::Shutdown;
 use std::num::NonZeroU64;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 /// Size of one piece, as a fraction of the bytes per second.
@@ -44,13 +45,13 @@ impl Throttle {
             Direction::Send => &self.send_free,
             Direction::Recv => &self.recv_free,
         };
-        let wait_for = *free.lock().unwrap_or_else(PoisonError::into_inner);
+        let wait_for = *lock(free);
         if let Some(end) = wait_for {
             self.pause.until(end, direction);
         }
         let piece = (self.bytes_per_second.get() / PIECES_PER_SECOND).max(1);
         let bytes = transfer(usize::try_from(piece).unwrap_or(usize::MAX).min(len))?;
-        let mut free = free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free = lock(free);
         let begin = free.map_or_else(Instant::now, |free| free.max(Instant::now()));
         *free = Some(begin + self.time_of(bytes));
         Ok(bytes)

@@ -2,10 +2,11 @@
 
 use super::error::error;
 use crate::framed::{Pack, Unpack, Unpacked};
+use crate::lock::lock;
 use crate::{Error, IoCursor, Result, gather};
 use std::io::Cursor;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use tungstenite::protocol::frame::FrameHeader;
 use tungstenite::protocol::frame::coding::{Control, Data, OpCode};
 
@@ -37,11 +38,11 @@ pub(super) struct Pings(Mutex<Option<Vec<u8>>>);
 
 impl Pings {
     fn record_ping(&self, payload: &[u8]) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(payload.to_vec());
+        *lock(&self.0) = Some(payload.to_vec());
     }
 
     fn take_ping(&self) -> Option<Vec<u8>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+        lock(&self.0).take()
     }
 }
 

@@ -8,7 +8,7 @@
 //! thread are used until they are released. This module neither fetches nor decompresses.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Condvar, Mutex, MutexGuard};
+use std::sync::{Condvar, Mutex};
 use std::thread::ThreadId;
 
 use bytes::Bytes;
@@ -70,13 +70,9 @@ pub(super) enum Acquired {
 }
 
 impl Cache {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
-    }
-
     /// Ends the thread's uses. Evicts unused chunks, oldest first, until at most `limit` are resident.
     pub(super) fn release_thread(&self, thread: ThreadId, limit: usize, mut evict: impl FnMut(ChunkNumber)) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         for number in state.used.remove(&thread).unwrap_or_default() {
             if let Some(Chunk::Resident { users }) = state.chunks.get_mut(&number) {
                 *users -= 1;
@@ -104,7 +100,7 @@ impl Cache {
         numbers: impl Iterator<Item = ChunkNumber>,
         mut evict: impl FnMut(ChunkNumber),
     ) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         for number in numbers {
             if let Some(Chunk::Resident { users }) = state.chunks.get_mut(&number) {
                 *users = users.saturating_sub(1);
@@ -118,7 +114,7 @@ impl Cache {
 
     /// Marks an absent chunk as being fetched if the limits permit. Returns true if the caller must fetch it.
     pub(super) fn claim(&self, number: ChunkNumber, limits: FetchLimits) -> bool {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let is_limited = state.outstanding >= limits.chunks || state.fetching >= limits.requests;
         if is_limited || state.chunks.contains_key(&number) {
             return false;
@@ -131,7 +127,7 @@ impl Cache {
 
     /// Records the result of a fetch.
     pub(super) fn fetched(&self, number: ChunkNumber, result: Result<Bytes>) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         state.fetching -= 1;
         let chunk = match result {
             Ok(bytes) => Chunk::Fetched(bytes),
@@ -154,7 +150,7 @@ impl Cache {
         runtime: &Runtime,
         check_cancelled: &dyn Fn() -> Result<()>,
     ) -> Result<Option<Acquired>> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         loop {
             match state.chunks.get_mut(&number) {
                 // Evicted, or its failure was returned to another thread.
@@ -189,7 +185,7 @@ impl Cache {
 
     /// Marks the chunk of [`Acquired::MustFill`] as resident and used by the thread.
     pub(super) fn filled(&self, thread: Option<ThreadId>, number: ChunkNumber) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         state.chunks.insert(number, Chunk::Resident { users: 1 });
         if let Some(thread) = thread {
             state.used.entry(thread).or_default().push(number);
@@ -201,13 +197,13 @@ impl Cache {
 
     /// Marks the chunk of [`Acquired::MustFill`] as absent, since it could not be filled.
     pub(super) fn fill_failed(&self, number: ChunkNumber) {
-        self.lock().chunks.remove(&number);
+        lock(&self.state).chunks.remove(&number);
         self.changed.notify_all();
     }
 
     /// Returns true if the chunk is resident.
     pub(super) fn is_resident(&self, number: ChunkNumber) -> bool {
-        matches!(self.lock().chunks.get(&number), Some(Chunk::Resident { .. }))
+        matches!(lock(&self.state).chunks.get(&number), Some(Chunk::Resident { .. }))
     }
 }
 

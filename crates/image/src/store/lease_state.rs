@@ -1,6 +1,6 @@
 //! State of a lease, and the guard of requests that require it.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use super::fault::StoreBug;
@@ -44,17 +44,13 @@ impl LeaseState {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
-    }
-
     /// Checks that the lease was renewed without a gap since its creation, so no process considered its owner
     /// dead.
     ///
     /// # Errors
     /// [`Error::Lost`], in this and all later calls.
     pub(super) fn check(&self) -> Result<()> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let why = match &*state {
             State::Lost { why } => why.clone(),
             State::Held { renewed } => {
@@ -79,13 +75,13 @@ impl LeaseState {
     pub(super) fn mark_renewed(&self, sent_at: Duration) {
         // A renewal does not end a gap that was too long.
         if self.check().is_ok() || self.fault == Some(StoreBug::GapHeals) {
-            *self.lock() = State::Held { renewed: sent_at };
+            *lock(&self.state) = State::Held { renewed: sent_at };
         }
     }
 
     /// Records that the lease is no longer in the store.
     pub(super) fn mark_lost(&self, why: String) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if matches!(*state, State::Held { .. }) {
             *state = State::Lost { why };
         }
@@ -93,7 +89,7 @@ impl LeaseState {
 
     /// Records that another lease, whose creation was sent at `sent_at`, replaces the lost one.
     pub(super) fn mark_replaced(&self, sent_at: Duration) {
-        let before = std::mem::replace(&mut *self.lock(), State::Held { renewed: sent_at });
+        let before = std::mem::replace(&mut *lock(&self.state), State::Held { renewed: sent_at });
         if let State::Lost { why } = before {
             self.past_loss.get_or_init(|| why);
         }

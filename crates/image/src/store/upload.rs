@@ -5,7 +5,7 @@
 use std::collections::HashSet;
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 
 use tokio::sync::Semaphore;
@@ -168,7 +168,7 @@ impl Upload {
                 None => None,
             };
             let result = if is_cancelled.load(Ordering::Relaxed) { Err(Error::Cancelled) } else { put.await };
-            let mut state = in_flight.lock();
+            let mut state = lock(&in_flight.state);
             state.count -= 1;
             if let Err(error) = result {
                 state.failed.get_or_insert(error);
@@ -186,7 +186,7 @@ impl Upload {
 
     /// Waits until all chunks are in the store.
     pub(super) fn flush(&self) -> Result<()> {
-        let mut state = self.in_flight.lock();
+        let mut state = lock(&self.in_flight.state);
         while state.count > 0 && state.failed.is_none() {
             self.store.check_cancelled()?;
             state =
@@ -220,7 +220,7 @@ impl Upload {
 
     /// Waits until another request may be sent.
     fn reserve_request(&self) -> Result<()> {
-        let mut state = self.in_flight.lock();
+        let mut state = lock(&self.in_flight.state);
         while state.count >= REQUESTS_MAX && state.failed.is_none() {
             self.store.check_cancelled()?;
             state =
@@ -237,11 +237,7 @@ impl Upload {
     }
 }
 
-impl InFlight {
-    fn lock(&self) -> MutexGuard<'_, InFlightState> {
-        lock(&self.state)
-    }
-}
+impl InFlight {}
 
 /// Number of threads that hash and compress.
 pub(super) fn threads() -> usize {

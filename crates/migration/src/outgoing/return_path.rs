@@ -1,6 +1,6 @@
 //! Reads the return path while everything is sent.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -34,6 +34,7 @@ pub(crate) struct ReturnPath {
 
 #[derive(Debug)]
 struct Shared {
+    /// A thread that panics leaves flags, all consistent at each step.
     state: Mutex<ReturnPathState>,
     changed: Condvar,
 }
@@ -73,7 +74,7 @@ impl ReturnPath {
             if let Err(error) = listener.listen(channel.as_ref()) {
                 session.fail(error);
             }
-            listener.state().ended = true;
+            lock(&listener.shared.state).ended = true;
             listener.shared.changed.notify_all();
         });
         path
@@ -81,7 +82,7 @@ impl ReturnPath {
 
     /// Forwards the messages that are meant for the source.
     pub(crate) fn forward_to(&self, source: ReturnPathWriter) -> Result<()> {
-        let mut state = self.state();
+        let mut state = lock(&self.shared.state);
         if let Forwarding::Buffered(messages) = &state.forwarding {
             for message in messages {
                 source.send(message)?;
@@ -93,7 +94,7 @@ impl ReturnPath {
 
     /// Allows SHUT from here on. Call it before the last bytes are sent.
     pub(crate) fn expect_shut(&self) {
-        self.state().answers.expect_shut();
+        lock(&self.shared.state).answers.expect_shut();
     }
 
     /// Waits until the destination has loaded everything but the end of the stream.
@@ -103,7 +104,7 @@ impl ReturnPath {
 
     /// Use of the guest by a towline at the destination; `None` of a QEMU. Known after [`Self::wait_pong`].
     pub(crate) fn receiver(&self) -> Option<ReceiverMode> {
-        self.state().answers.receiver()
+        lock(&self.shared.state).answers.receiver()
     }
 
     /// Waits for the answer to the first PING.
@@ -129,7 +130,7 @@ impl ReturnPath {
         done: impl Fn(&ReturnPathState) -> bool,
     ) -> Result<bool> {
         let (mut last_words_until, mut polled) = (None, Instant::now());
-        let mut state = self.state();
+        let mut state = lock(&self.shared.state);
         while !done(&state) {
             if state.ended {
                 return Err(Error::Cancelled);
@@ -182,7 +183,7 @@ impl ReturnPath {
 
     /// Processes a message; true after the last one.
     fn process_message(&self, message: ReturnPathMessage) -> Result<bool> {
-        let mut state = self.state();
+        let mut state = lock(&self.shared.state);
         state.heard = Instant::now();
         let answer = state.answers.handle(&message).map_err(Error::protocol(&self.peer))?;
         // A relay's source gets heartbeats from the relay.
@@ -207,10 +208,5 @@ impl ReturnPath {
     fn unexpected(&self, found: &str) -> Error {
         let (found, expected) = (found.to_owned(), "PONG");
         Error::protocol(&self.peer)(PeerMisbehaved::Unexpected { found, expected }.into())
-    }
-
-    fn state(&self) -> MutexGuard<'_, ReturnPathState> {
-        // A panicking thread leaves flags, all consistent at each step.
-        lock(&self.shared.state)
     }
 }

@@ -1,7 +1,7 @@
 //! Dispatches the messages of a postcopy destination to the threads that wait for them, from a reader thread.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -35,6 +35,7 @@ pub(super) struct PageRequest {
 pub(super) struct Inbox {
     peer: String,
     blocks: Arc<[PostcopyBlock]>,
+    /// A thread that panics leaves lists and flags, all consistent at each step.
     state: Mutex<InboxState>,
     changed: Condvar,
     /// For the request workers: one is woken for each request.
@@ -73,7 +74,7 @@ impl Inbox {
             if let Err(error) = listener.receive(channel.as_ref()) {
                 session.fail(error);
             }
-            listener.state().ended = true;
+            lock(&listener.state).ended = true;
             listener.changed.notify_all();
             listener.requested.notify_all();
         });
@@ -87,13 +88,13 @@ impl Inbox {
 
     /// Returns true if this PING was answered. After the end, all messages have been counted.
     pub(super) fn has_pong(&self, ping: u32) -> bool {
-        self.state().pongs.contains(&ping)
+        lock(&self.state).pongs.contains(&ping)
     }
 
     /// Waits until the listener has read everything received before the connection ended.
     pub(super) fn wait_end(&self) {
         let deadline = Instant::now() + LAST_WORDS;
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         while !state.ended && Instant::now() < deadline {
             state = self.changed.wait_timeout(state, POLL_INTERVAL).unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -107,7 +108,7 @@ impl Inbox {
     ) -> Result<Vec<(BlockIndex, Vec<u8>)>> {
         let all = self.blocks.len();
         self.wait(session, within, |state| state.bitmaps.len() >= all)?;
-        Ok(std::mem::take(&mut self.state().bitmaps))
+        Ok(std::mem::take(&mut lock(&self.state).bitmaps))
     }
 
     /// Waits for RESUME_ACK.
@@ -117,7 +118,7 @@ impl Inbox {
 
     /// Allows SHUT from here on.
     pub(super) fn expect_shut(&self) {
-        self.state().answers.expect_shut();
+        lock(&self.state).answers.expect_shut();
     }
 
     /// Waits for SHUT.
@@ -127,7 +128,7 @@ impl Inbox {
 
     /// The next request; `None` when no further ones are served.
     pub(super) fn next_request(&self) -> Option<PageRequest> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         loop {
             if state.closed || state.ended && !state.shut {
                 return None;
@@ -141,19 +142,19 @@ impl Inbox {
 
     /// Returns true if a request waits to be served.
     pub(super) fn has_requests(&self) -> bool {
-        !self.state().requests.is_empty()
+        !lock(&self.state).requests.is_empty()
     }
 
     /// Ends the waits for requests.
     pub(super) fn close(&self) {
-        self.state().closed = true;
+        lock(&self.state).closed = true;
         self.requested.notify_all();
     }
 
     fn wait(&self, session: &Session, within: Duration, done: impl Fn(&InboxState) -> bool) -> Result<()> {
         let begun = Instant::now();
         let mut last_words_until = None;
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         while !done(&state) {
             let now = Instant::now();
             if state.ended || session.is_failed() && now >= *last_words_until.get_or_insert(now + LAST_WORDS)
@@ -193,7 +194,7 @@ impl Inbox {
 
     /// Processes all whole messages. Returns their length in bytes, and true if SHUT was one of them.
     fn process_messages(&self, input: &[u8], at: Instant) -> towline_protocol::Result<(usize, bool)> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         let mut reader = Reader::new(input);
         loop {
             if let Some(index) = state.bitmap {
@@ -227,10 +228,5 @@ impl Inbox {
             }
         }
         Ok((reader.position(), false))
-    }
-
-    fn state(&self) -> MutexGuard<'_, InboxState> {
-        // A panicking thread leaves lists and flags, all consistent at each step.
-        lock(&self.state)
     }
 }

@@ -1,13 +1,14 @@
 //! A lock for a channel that faults and the background share: a fault goes first, for any number of waiting
 //! threads.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, PoisonError};
 
 use crate::lock::lock;
 
 /// A value with two classes of writers.
 #[derive(Debug)]
 pub(super) struct PriorityLock<T> {
+    /// A thread that panics while it writes fails the session, which ends with its channel.
     value: Mutex<T>,
     urgent: Mutex<usize>,
     changed: Condvar,
@@ -20,32 +21,23 @@ impl<T> PriorityLock<T> {
 
     /// For a fault: waits for the current writer, and for other faults.
     pub(super) fn urgent<R>(&self, write: impl FnOnce(&mut T) -> R) -> R {
-        *self.urgent_count() += 1;
+        *lock(&self.urgent) += 1;
         let _waits = Waits { urgent: &self.urgent, changed: &self.changed };
-        write(&mut self.lock())
+        write(&mut lock(&self.value))
     }
 
     /// For the background: lets every fault that waits go first.
     pub(super) fn background<R>(&self, write: impl FnOnce(&mut T) -> R) -> R {
-        let mut urgent = self.urgent_count();
+        let mut urgent = lock(&self.urgent);
         while *urgent > 0 {
             urgent = self.changed.wait(urgent).unwrap_or_else(PoisonError::into_inner);
         }
         drop(urgent);
-        write(&mut self.lock())
+        write(&mut lock(&self.value))
     }
 
     pub(super) fn into_inner(self) -> T {
         self.value.into_inner().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, T> {
-        // A thread that panicked while writing has failed the session, which ends with its channel.
-        lock(&self.value)
-    }
-
-    fn urgent_count(&self) -> MutexGuard<'_, usize> {
-        lock(&self.urgent)
     }
 }
 

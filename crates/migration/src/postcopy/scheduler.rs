@@ -16,7 +16,7 @@
 //! With [`Background::AfterFaults`] preparers pause while the guest waits for pages (`demand`).
 
 use std::collections::VecDeque;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Instant;
 
 use towline_protocol::postcopy::PostcopyBlock;
@@ -118,7 +118,7 @@ impl SendScheduler {
 
     /// A preparer's next run; `None` when there is nothing left to prepare.
     pub(super) fn next_to_prepare(&self, map: &SentMap) -> Option<Item> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         loop {
             if state.closed {
                 return None;
@@ -156,7 +156,7 @@ impl SendScheduler {
 
     /// Queues an item that is prepared.
     pub(super) fn prepared(&self, item: Item) {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         state.preparing -= 1;
         if item.kind == ItemKind::Needed {
             state.demand.prepared_needed(Instant::now());
@@ -168,14 +168,14 @@ impl SendScheduler {
 
     /// Counts an item that could not be prepared; it is sent with the rest, or for a request.
     pub(super) fn not_prepared(&self) {
-        self.state().preparing -= 1;
+        lock(&self.state).preparing -= 1;
         self.filled.notify_one();
         self.taken.notify_all();
     }
 
     /// Has these units around a fault prepared next, the first of them first.
     pub(super) fn prepare_around(&self, units: impl DoubleEndedIterator<Item = BlockRange>) {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         units.rev().for_each(|unit| state.fault_around.push_front(unit));
         state.fault_around.truncate(FAULT_AROUND_MAX);
         self.taken.notify_all();
@@ -183,19 +183,19 @@ impl SendScheduler {
 
     /// A request of the guest is being served, until [`Self::request_served`].
     pub(super) fn request_received(&self) {
-        self.state().demand.begin();
+        lock(&self.state).demand.begin();
     }
 
     /// The request of [`Self::request_received`] was served.
     pub(super) fn request_served(&self) {
         // Preparers wait for a time without requests, which begins here: their waits are long enough.
-        self.state().demand.end(Instant::now());
+        lock(&self.state).demand.end(Instant::now());
     }
 
     /// Queues the prepared neighbourhood of a requested page first. Returns the one dropped for it.
     #[must_use]
     pub(super) fn queue_neighbours(&self, run: BlockRange) -> Option<BlockRange> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         let forgotten =
             if state.neighbours.len() == NEIGHBOURS_MAX { state.neighbours.pop_back() } else { None };
         state.neighbours.push_front(run);
@@ -205,12 +205,12 @@ impl SendScheduler {
 
     /// The newest neighbourhood, if one waits.
     pub(super) fn next_neighbours(&self) -> Option<BlockRange> {
-        self.state().neighbours.pop_front()
+        lock(&self.state).neighbours.pop_front()
     }
 
     /// The sender's next item; `None` when all were returned.
     pub(super) fn next(&self) -> Option<Item> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         loop {
             if state.closed {
                 return None;
@@ -232,7 +232,7 @@ impl SendScheduler {
     /// Waits until `done`, which is evaluated after each [`Self::notify`]; false if the scheduler is closed
     /// before.
     pub(super) fn wait_until(&self, done: impl Fn() -> bool) -> bool {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         while !done() {
             if state.closed {
                 return false;
@@ -244,19 +244,15 @@ impl SendScheduler {
 
     /// Wakes [`Self::wait_until`] to check its condition.
     pub(super) fn notify(&self) {
-        drop(self.state());
+        drop(lock(&self.state));
         self.filled.notify_one();
     }
 
     /// Ends all waits.
     pub(super) fn close(&self) {
-        self.state().closed = true;
+        lock(&self.state).closed = true;
         self.filled.notify_all();
         self.taken.notify_all();
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
     }
 }
 

@@ -7,7 +7,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, PoisonError};
 
 use towline_protocol::postcopy::PostcopyBlock;
 use towline_protocol::{BlockIndex, PageRef};
@@ -155,7 +155,7 @@ impl Units {
     /// Ends a use. Releases units that are sent as a whole, and idle ones if there are too many.
     pub(super) fn put(&self, guest: &dyn Guest, page: PageRef, length: u64) {
         let end = page.offset + length;
-        let (mut at, mut table) = (self.of(page).0, self.table());
+        let (mut at, mut table) = (self.of(page).0, lock(&self.table));
         while at.offset < end {
             let length = self.length(at.block, at.offset);
             let (is_sent, count) = (self.sent_of(at).load(Ordering::Acquire) == length, table.count + 1);
@@ -201,7 +201,7 @@ impl Units {
     /// After a lost connection only pages that the destination received count as sent, and nothing is in use:
     /// all units are released, to be prepared again where needed.
     pub(super) fn reset(&self, guest: &dyn Guest, free_bytes: impl Fn(PageRef, u64) -> u64) {
-        let mut table = self.table();
+        let mut table = lock(&self.table);
         for (block, index) in self.blocks.iter().zip(0..) {
             for (sent, unit) in block.sent.iter().zip(0..) {
                 let page = PageRef { block: BlockIndex(index), offset: unit * self.unit_bytes };
@@ -220,7 +220,7 @@ impl Units {
     /// for the caller to prepare.
     fn acquire_or_claim(&self, unit: PageRef, end: u64) -> AcquiredUnit {
         let length = self.length(unit.block, unit.offset);
-        let mut table = self.table();
+        let mut table = lock(&self.table);
         loop {
             match *table.state(unit, self.unit_bytes) {
                 State::Done => return AcquiredUnit::Ready,
@@ -248,7 +248,7 @@ impl Units {
     }
 
     fn set(&self, first: PageRef, length: u64, state: State) {
-        let mut table = self.table();
+        let mut table = lock(&self.table);
         let mut at = first;
         while at.offset < first.offset + length {
             *table.state(at, self.unit_bytes) = state;
@@ -280,10 +280,6 @@ impl Units {
 
     fn sent_of(&self, unit: PageRef) -> &AtomicU64 {
         &self.blocks[unit.block.index()].sent[(unit.offset / self.unit_bytes) as usize]
-    }
-
-    fn table(&self) -> MutexGuard<'_, Table> {
-        lock(&self.table)
     }
 }
 

@@ -13,7 +13,7 @@
 //! Needs Linux 6.7, no privilege. The mapping must not change while it is tracked.
 
 use std::io;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::Mutex;
 
 use towline_protocol::{BlockIndex, PageRef};
 
@@ -75,11 +75,6 @@ impl WriteProtect {
         userfault.register(&page.span()).map_err(refused("userfaultfd (UFFDIO_REGISTER)"))?;
         let scanned = self.pagemap.find(&page.span(), 0..4096, PageSelection::WrittenThere, &mut |_, _| {});
         scanned.map_err(refused("PAGEMAP_SCAN"))
-    }
-
-    fn watch(&self) -> MutexGuard<'_, Option<Watch>> {
-        // The list is replaced as a whole.
-        lock(&self.watch)
     }
 
     /// The pages of each block to be reported.
@@ -160,7 +155,7 @@ impl DirtyTracker for WriteProtect {
     ) -> Result<(), TrackerError> {
         // Otherwise the kernel would lift the old protection only once no forked process has the descriptor.
         self.stop(memory)?;
-        let mut slot = self.watch();
+        let mut slot = lock(&self.watch);
         let which = self.which(memory)?;
         let userfault = Userfault::open().map_err(refused("userfaultfd (UFFD_FEATURE_WP_ASYNC)"))?;
         let watch = Watch { userfault, which };
@@ -177,7 +172,7 @@ impl DirtyTracker for WriteProtect {
     }
 
     fn harvest(&self, memory: &[Span<'_>], report: &mut dyn FnMut(PageRef, u64)) -> Result<(), TrackerError> {
-        let slot = self.watch();
+        let slot = lock(&self.watch);
         let watch = slot.as_ref().ok_or(TrackerError::NotStarted)?;
         for (block, span) in memory.iter().enumerate() {
             let mut report = |offset, length: usize| report(page(block, offset), length as u64);
@@ -187,7 +182,7 @@ impl DirtyTracker for WriteProtect {
     }
 
     fn stop(&self, memory: &[Span<'_>]) -> Result<(), TrackerError> {
-        let Some(watch) = self.watch().take() else { return Ok(()) };
+        let Some(watch) = lock(&self.watch).take() else { return Ok(()) };
         for (block, span) in memory.iter().enumerate() {
             let (address, length) = (span.address(), span.length());
             let failed = |source| TrackerError::Register { block, address, length, source };

@@ -51,7 +51,7 @@ impl Actor {
 
     /// Equivalent of a runtime's `spawn`.
     pub(in crate::store) fn spawn(&self, work: BoxFuture<'static, ()>) {
-        self.lock().push(work);
+        lock(&self.tasks).push(work);
     }
 
     /// Equivalent of a runtime's `block_on`.
@@ -89,17 +89,13 @@ impl Actor {
         }
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<BoxFuture<'static, ()>>> {
-        lock(&self.tasks)
-    }
-
     /// Polls the tasks. Returns true if one of them has completed.
     fn poll_tasks(&self) -> bool {
-        let tasks = std::mem::take(&mut *self.lock());
+        let tasks = std::mem::take(&mut *lock(&self.tasks));
         let mut is_one_done = false;
         for mut task in tasks {
             match poll(&mut task) {
-                Poll::Pending => self.lock().push(task),
+                Poll::Pending => lock(&self.tasks).push(task),
                 Poll::Ready(()) => is_one_done = true,
             }
         }
@@ -108,7 +104,7 @@ impl Actor {
 
     /// Drops the background tasks.
     pub(super) fn end(&self) {
-        let tasks = std::mem::take(&mut *self.lock());
+        let tasks = std::mem::take(&mut *lock(&self.tasks));
         drop(tasks);
     }
 }

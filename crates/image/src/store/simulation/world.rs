@@ -5,7 +5,7 @@ use std::fmt;
 use std::ops::AddAssign;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
@@ -172,10 +172,6 @@ impl World {
         })))
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        lock(&self.0)
-    }
-
     /// Opens the prefix for a participant's process.
     pub(super) fn store(&self, actor: &Actor) -> Arc<Store> {
         let location: Location = PREFIX.parse().unwrap();
@@ -186,37 +182,37 @@ impl World {
     }
 
     pub(super) fn fault(&self) -> Option<StoreBug> {
-        self.lock().fault
+        lock(&self.0).fault
     }
 
     /// Returns true if the store is reached over a network.
     pub(super) fn is_remote(&self) -> bool {
-        self.lock().conditions != Conditions::Create
+        lock(&self.0).conditions != Conditions::Create
     }
 
     pub(super) fn trace(&self) -> String {
-        self.lock().trace.clone().unwrap_or_default()
+        lock(&self.0).trace.clone().unwrap_or_default()
     }
 
     /// Adds an event of an actor to the trace.
     pub(super) fn note(&self, actor: usize, what: impl FnOnce() -> String) {
-        self.lock().note(|| format!("actor {actor}: {}", what()));
+        lock(&self.0).note(|| format!("actor {actor}: {}", what()));
     }
 
     pub(super) fn count(&self, what: impl FnOnce(&mut EventCounts)) {
-        what(&mut self.lock().counts);
+        what(&mut lock(&self.0).counts);
     }
 
     pub(super) fn fail(&self, why: String) {
-        self.lock().fail(why);
+        lock(&self.0).fail(why);
     }
 
     pub(super) fn has_crashed(&self, actor: usize) -> bool {
-        self.lock().actors[actor].has_crashed
+        lock(&self.0).actors[actor].has_crashed
     }
 
     pub(super) fn boot_time(&self, actor: usize) -> Duration {
-        let state = self.lock();
+        let state = lock(&self.0);
         match state.fault {
             Some(StoreBug::SuspendedTimeIgnored) => state.now - state.actors[actor].suspended,
             _ => state.now,
@@ -226,23 +222,23 @@ impl World {
     /// Returns true if the lease of this actor as a reader was once not renewed for so long that its owner is
     /// considered dead.
     pub(super) fn lease_expired(&self, actor: usize) -> bool {
-        let state = self.lock();
+        let state = lock(&self.0);
         let found = &state.actors[actor];
         found.lease_expired || found.lease_renewed.is_none_or(|renewed| is_expired(renewed, state.now))
     }
 
     /// Keys of all objects.
     pub(super) fn keys(&self) -> Vec<String> {
-        self.lock().objects.keys().cloned().collect()
+        lock(&self.0).objects.keys().cloned().collect()
     }
 
     /// Chunks that the images reference.
     pub(super) fn referenced(&self) -> HashSet<[u8; 32]> {
-        self.lock().names.values().flatten().copied().collect()
+        lock(&self.0).names.values().flatten().copied().collect()
     }
 
     pub(super) fn timer(&self, actor: usize, time: Duration) -> Slot<()> {
-        let (mut state, slot) = (self.lock(), Slot::default());
+        let (mut state, slot) = (lock(&self.0), Slot::default());
         let at = state.now + time;
         state.add(at, SimulationEvent::Timer { actor, slot: Arc::clone(&slot) });
         slot
@@ -250,14 +246,14 @@ impl World {
 
     /// Delay of a client before a request is sent.
     pub(super) fn request_delay(&self) -> Duration {
-        let mut state = self.lock();
+        let mut state = lock(&self.0);
         let slow = state.chaos.slow;
         if state.rng.f64() < slow { state.delay(1.0, 120.0) } else { Duration::ZERO }
     }
 
     /// Sends a request.
     pub(super) fn send(&self, actor: usize, request: StoreRequest) -> Slot<ReplyResult> {
-        let (mut state, slot) = (self.lock(), Slot::default());
+        let (mut state, slot) = (lock(&self.0), Slot::default());
         state.count_request(actor);
         let (now, roll, failing) = (state.now, state.rng.f64(), state.chaos.failing);
         let failure = SimulationEvent::Reply { actor, slot: Arc::clone(&slot), reply: Err(model::failed()) };
@@ -283,7 +279,7 @@ impl World {
 
     /// Yields until an event concerns the actor.
     pub(super) fn park(&self, actor: usize) {
-        let parked = self.lock().actors[actor].parked.clone();
+        let parked = lock(&self.0).actors[actor].parked.clone();
         if let Some((parked, turn)) = parked {
             // The world has ended if the other end is closed.
             let _ = parked.send(());
@@ -293,23 +289,23 @@ impl World {
 
     /// Runs these actors, each from its start time, until all have ended and no request is in flight.
     pub(super) fn run(&self, roles: Vec<(Duration, Role)>, chaos: Chaos) -> Result<EventCounts, String> {
-        let first = self.lock().actors.len();
+        let first = lock(&self.0).actors.len();
         let (parked, back) = channel();
-        self.lock().chaos = chaos;
+        lock(&self.0).chaos = chaos;
         thread::scope(|scope| {
             for (number, (start, role)) in roles.into_iter().enumerate() {
                 let (turn, taken) = channel();
                 let taken = Arc::new(Mutex::new(taken));
                 let actor = Actor::new(self, first + number);
                 {
-                    let mut state = self.lock();
+                    let mut state = lock(&self.0);
                     let parked = Some((parked.clone(), Arc::clone(&taken)));
                     state.actors.push(ActorState { turn: Some(turn), parked, ..ActorState::default() });
                     let at = state.now + start;
                     state.add(at, SimulationEvent::Start(actor.number));
                     state.plan(actor.number, at);
                 }
-                let (parked, seed) = (parked.clone(), self.lock().rng.u64(..));
+                let (parked, seed) = (parked.clone(), lock(&self.0).rng.u64(..));
                 scope.spawn(move || {
                     fastrand::seed(seed);
                     let _ = lock(&taken).recv();
@@ -318,19 +314,19 @@ impl World {
                     if done.is_err() {
                         actor.world.fail("an actor panics".into());
                     }
-                    actor.world.lock().actors[actor.number].is_done = true;
+                    lock(&actor.world.0).actors[actor.number].is_done = true;
                     let _ = parked.send(());
                 });
             }
             while self.step(&back) {}
         });
-        let state = self.lock();
+        let state = lock(&self.0);
         state.violation.clone().map_or(Ok(state.counts), Err)
     }
 
     /// Handles one event. Returns false if there is nothing left to do.
     fn step(&self, back: &Receiver<()>) -> bool {
-        let mut state = self.lock();
+        let mut state = lock(&self.0);
         let all_done = state.actors.iter().all(|actor| actor.is_done);
         if state.violation.is_some() || state.now > TIME_MAX + Duration::from_secs(1_000_000) {
             if all_done {
@@ -357,7 +353,7 @@ impl World {
 
     fn resume(&self, actor: usize, back: &Receiver<()>) {
         let turn = {
-            let state = self.lock();
+            let state = lock(&self.0);
             state.actors[actor].turn.clone().filter(|_| !state.actors[actor].is_done)
         };
         if let Some(turn) = turn
