@@ -11,9 +11,9 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use memmap2::MmapMut;
 use towline_channel::{Error as ChannelError, IoBufMut, ZeroCopyTicket};
 
-use crate::sys::Mapping;
 use crate::{Result, Session};
 
 /// Maximum size of the buffers of all lanes together, unless each has only one.
@@ -80,28 +80,28 @@ fn wait(ticket: &ZeroCopyTicket, session: &Session) -> Result<()> {
 /// Page-aligned private memory, so pages can go from it to a file without the page cache (`O_DIRECT`).
 #[derive(Debug)]
 pub(crate) struct AlignedBuffer {
-    mapping: Mapping,
+    mapping: MmapMut,
 }
 
 impl AlignedBuffer {
     /// `length` bytes, a multiple of the page size.
     pub(crate) fn new(length: usize) -> Result<Self> {
-        let mapping = Mapping::anonymous(length).map_err(crate::Error::guest)?;
+        let mapping = MmapMut::map_anon(length).map_err(crate::Error::guest)?;
         Ok(Self { mapping })
     }
 
     /// The first `length` bytes, to be received into.
     pub(crate) fn receive(&mut self, length: usize) -> IoBufMut<'_> {
-        IoBufMut::from(&mut self.mapping.as_mut_slice()[..length])
+        IoBufMut::from(&mut self.mapping[..length])
     }
 
     /// The first `length` bytes, to be written.
     pub(crate) fn bytes_mut(&mut self, length: usize) -> &mut [u8] {
-        &mut self.mapping.as_mut_slice()[..length]
+        &mut self.mapping[..length]
     }
 
     /// The first `length` bytes.
     pub(crate) fn bytes(&self, length: usize) -> &[u8] {
-        &self.mapping.as_slice()[..length]
+        &self.mapping[..length]
     }
 }

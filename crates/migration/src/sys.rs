@@ -1,14 +1,12 @@
 //! System interfaces of the engine beside channels: private memory, and a guest's. All `unsafe` of this crate
 //! is below here.
 
-mod mapping;
 mod pagemap;
 mod region;
 mod span;
 mod userfault;
 mod zero;
 
-pub(crate) use mapping::Mapping;
 pub(crate) use pagemap::{PageSelection, Pagemap, STEP_BYTES};
 pub(crate) use region::HUGE_PAGE_BYTES;
 pub use region::RamMapping;

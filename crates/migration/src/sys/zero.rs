@@ -62,7 +62,8 @@ unsafe fn is_zero_portable(start: *const u8, length: usize) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Mapping;
+    use memmap2::MmapMut;
+
     use super::*;
 
     const PAGE: usize = 4096;
@@ -83,8 +84,8 @@ mod tests {
 
     #[test]
     fn one_set_bit_is_seen_wherever_it_is() {
-        let mut page = Mapping::anonymous(PAGE).unwrap();
-        let page = page.as_mut_slice();
+        let mut page = MmapMut::map_anon(PAGE).unwrap();
+        let page = &mut page[..];
         assert!(verdicts(page).iter().all(|&zero| zero));
         for bit in 0..8 * PAGE {
             page[bit / 8] = 1 << (bit % 8);
@@ -97,9 +98,9 @@ mod tests {
     #[test]
     fn all_agree_with_the_naive_way() {
         let mut rng = fastrand::Rng::with_seed(7);
-        let mut mapping = Mapping::anonymous(PAGE).unwrap();
+        let mut mapping = MmapMut::map_anon(PAGE).unwrap();
         for _ in 0..2000 {
-            let page = mapping.as_mut_slice();
+            let page = &mut mapping[..];
             page.fill(0);
             for _ in 0..rng.usize(0..3) {
                 page[rng.usize(0..PAGE)] = rng.u8(..);
