@@ -20,11 +20,11 @@ use std::sync::Mutex;
 use towline_channel::IoBuf;
 use towline_protocol::configuration::Configuration;
 use towline_protocol::ram::PAGE_SIZE;
-use towline_protocol::{PageRef, RamBlock, limits};
+use towline_protocol::{PageRef, RamBlock};
 
 use crate::dirty::DirtyMap;
 use crate::lock::lock;
-use crate::memory::offset_in_block;
+use crate::memory::{checked_block, offset_in_block};
 use crate::sys::Span;
 use crate::tracker::DirtyTracker;
 use crate::{Extent, ExtentKind, Guest, MemoryError, Result};
@@ -71,27 +71,15 @@ impl<'a> SourceMemory<'a> {
         blocks: &[LiveBlock<'a>],
         tracker: impl DirtyTracker + 'a,
     ) -> Result<Self, MemoryError> {
-        let mut names = BTreeSet::new();
+        let (mut names, mut checked) = (BTreeSet::new(), Vec::new());
         for LiveBlock { name, span } in blocks {
-            let (block, found) = ((*name).to_owned(), span.length() as u64);
-            if !names.insert(*name) || names.len() > limits::BLOCKS_MAX || name.len() > limits::NAME_BYTES_MAX
-            {
-                return Err(MemoryError::Name { block });
-            }
-            if found == 0 || !found.is_multiple_of(PAGE_SIZE) || found > limits::RAM_BYTES_MAX {
-                return Err(MemoryError::Length { block, found });
-            }
+            checked.push(checked_block(name, span.length() as u64, &mut names)?);
             if !(span.address() as u64).is_multiple_of(PAGE_SIZE) {
-                return Err(MemoryError::Alignment { block, found: span.address() });
+                return Err(MemoryError::Alignment { block: (*name).to_owned(), found: span.address() });
             }
         }
-        let ram_block = |block: &LiveBlock<'_>| RamBlock {
-            name: block.name.into(),
-            length: block.span.length() as u64,
-            mapped: None,
-        };
         let spans = blocks.iter().map(|block| block.span).collect();
-        let blocks: Vec<_> = blocks.iter().map(ram_block).collect();
+        let blocks = checked;
         Ok(Self {
             configuration,
             untouched: DirtyMap::new(&blocks),

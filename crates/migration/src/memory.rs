@@ -211,23 +211,13 @@ impl Memory {
 
 impl KnownBlocks {
     fn map(blocks: &[MemoryBlock<'_>]) -> Result<Self, MemoryError> {
-        let mut names = BTreeSet::new();
-        let mut mapped = Vec::new();
+        let (mut names, mut checked, mut mapped) = (BTreeSet::new(), Vec::new(), Vec::new());
         for block in blocks {
-            let is_new = names.insert(block.name) && names.len() <= limits::BLOCKS_MAX;
-            if !is_new || block.name.len() > limits::NAME_BYTES_MAX {
-                return Err(MemoryError::Name { block: block.name.into() });
-            }
+            checked.push(checked_block(block.name, block.length, &mut names)?);
             mapped.push(block.map()?);
         }
-        let ram_block = |block: &MemoryBlock<'_>| RamBlock {
-            name: block.name.into(),
-            length: block.length,
-            mapped: None,
-        };
-        let blocks: Vec<_> = blocks.iter().map(ram_block).collect();
-        let (dirty, touched) = (DirtyMap::new(&blocks), DirtyMap::new(&blocks));
-        Ok(Self { blocks, mapped, dirty, touched })
+        let (dirty, touched) = (DirtyMap::new(&checked), DirtyMap::new(&checked));
+        Ok(Self { blocks: checked, mapped, dirty, touched })
     }
 
     fn span(&self, page: PageRef) -> Span<'_> {
@@ -240,12 +230,25 @@ impl KnownBlocks {
     }
 }
 
+/// Returns the block of this name and length, unless it is not possible beside those of `names`.
+pub(crate) fn checked_block<'a>(
+    name: &'a str,
+    length: u64,
+    names: &mut BTreeSet<&'a str>,
+) -> Result<RamBlock, MemoryError> {
+    let block = name.to_owned();
+    if !names.insert(name) || names.len() > limits::BLOCKS_MAX || name.len() > limits::NAME_BYTES_MAX {
+        return Err(MemoryError::Name { block });
+    }
+    if length == 0 || !length.is_multiple_of(PAGE_SIZE) || length > limits::RAM_BYTES_MAX {
+        return Err(MemoryError::Length { block, found: length });
+    }
+    Ok(RamBlock { name: block, length, mapped: None })
+}
+
 impl MemoryBlock<'_> {
     fn map(&self) -> Result<MappedBlock, MemoryError> {
         let (block, found) = (self.name.to_owned(), self.length);
-        if found == 0 || !found.is_multiple_of(PAGE_SIZE) || found > limits::RAM_BYTES_MAX {
-            return Err(MemoryError::Length { block, found });
-        }
         let Ok(length) = usize::try_from(found) else { return Err(MemoryError::Length { block, found }) };
         let (region, is_ours) = match self.backing {
             BlockBacking::Anonymous => (RamMapping::anonymous(length), true),

@@ -43,6 +43,7 @@ use crate::limiter::Limiter;
 use crate::lock::lock;
 use crate::{Compression, Error, Guest, Result, Session, Statistics};
 use pass::Pass;
+pub(crate) use pass::{Position, UNIT_BYTES};
 pub(crate) use records::RecordSender;
 use records::classify;
 

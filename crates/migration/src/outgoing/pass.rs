@@ -8,7 +8,7 @@ use crate::lock::lock;
 use crate::{Guest, Result};
 
 /// A unit's size and alignment: those of an image's checksums and of a host's huge pages.
-const UNIT_BYTES: u64 = 2 << 20;
+pub(crate) const UNIT_BYTES: u64 = 2 << 20;
 
 /// Runs of memory to be sent.
 #[derive(Debug, Default)]
@@ -17,10 +17,25 @@ pub(crate) struct Pass {
     next: Mutex<Position>,
 }
 
+/// Position in a list of runs.
 #[derive(Debug, Default)]
-struct Position {
-    run: usize,
+pub(crate) struct Position {
+    pub(crate) run: usize,
     done: u64,
+}
+
+impl Position {
+    /// The next unit: at most 2 MiB, not across a multiple of that.
+    pub(crate) fn next(&mut self, runs: &[(PageRef, u64)]) -> Option<(PageRef, u64)> {
+        let &(page, length) = runs.get(self.run)?;
+        let offset = page.offset + self.done;
+        let unit = (UNIT_BYTES - offset % UNIT_BYTES).min(length - self.done);
+        self.done += unit;
+        if self.done == length {
+            *self = Self { run: self.run + 1, done: 0 };
+        }
+        Some((PageRef { offset, ..page }, unit))
+    }
 }
 
 impl Pass {
@@ -63,17 +78,9 @@ impl Pass {
         self.runs.iter().map(|(_, length)| length).sum()
     }
 
-    /// The next unit: at most 2 MiB, not across a multiple of that.
+    /// The next unit.
     pub(crate) fn next(&self) -> Option<(PageRef, u64)> {
-        let mut next = lock(&self.next);
-        let &(page, length) = self.runs.get(next.run)?;
-        let offset = page.offset + next.done;
-        let unit = (UNIT_BYTES - offset % UNIT_BYTES).min(length - next.done);
-        next.done += unit;
-        if next.done == length {
-            *next = Position { run: next.run + 1, done: 0 };
-        }
-        Some((PageRef { offset, ..page }, unit))
+        lock(&self.next).next(&self.runs)
     }
 }
 

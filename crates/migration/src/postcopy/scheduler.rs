@@ -25,9 +25,10 @@ use towline_protocol::{BlockIndex, PageRef};
 use super::demand::{Background, Demand};
 use super::sent_map::SentMap;
 use crate::lock::lock;
+use crate::outgoing::{Position, UNIT_BYTES};
 
 /// Maximum size of a prepared run, which never crosses a multiple of it; an image's chunks have this size.
-pub(super) const RUN_BYTES: u64 = 2 << 20;
+pub(super) const RUN_BYTES: u64 = UNIT_BYTES;
 
 /// Threads that prepare for the background.
 pub(super) const PREPARERS: usize = 4;
@@ -262,8 +263,7 @@ struct SendOrder {
     runs: Vec<BlockRange>,
     /// Number of these runs that are needed soon.
     needed: usize,
-    run: usize,
-    done: u64,
+    next: Position,
 }
 
 impl SendOrder {
@@ -273,27 +273,20 @@ impl SendOrder {
             .zip(0..)
             .map(|(block, index)| (PageRef { block: BlockIndex(index), offset: 0 }, block.ram.length));
         let runs = working_set.iter().copied().chain(whole).filter(|(_, length)| *length > 0).collect();
-        Self { runs, needed, run: 0, done: 0 }
+        Self { runs, needed, next: Position::default() }
     }
 
     fn is_done(&self) -> bool {
-        self.run == self.runs.len()
+        self.next.run == self.runs.len()
     }
 
     fn is_next_needed(&self) -> bool {
-        self.run < self.needed
+        self.next.run < self.needed
     }
 
     fn next(&mut self) -> Option<Item> {
         let kind = if self.is_next_needed() { ItemKind::Needed } else { ItemKind::Rest };
-        let &(page, length) = self.runs.get(self.run)?;
-        let offset = page.offset + self.done;
-        let bytes = (RUN_BYTES - offset % RUN_BYTES).min(length - self.done);
-        self.done += bytes;
-        if self.done == length {
-            (self.run, self.done) = (self.run + 1, 0);
-        }
-        Some(Item { run: (PageRef { offset, ..page }, bytes), kind })
+        Some(Item { run: self.next.next(&self.runs)?, kind })
     }
 }
 
