@@ -1,10 +1,11 @@
 //! Descriptors that a service manager passes, by systemd's protocol (`sd_listen_fds(3)`): sockets, and those
 //! in its file descriptor store.
 
-use std::os::fd::{FromRawFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::io::Errno;
+use towline_channel::take_over;
 
 /// `SD_LISTEN_FDS_START`.
 const FIRST: i32 = 3;
@@ -31,18 +32,10 @@ fn named(count: usize, names: &str) -> Vec<String> {
 /// Takes a descriptor, once; `EBADF` if it is not open, or was taken.
 pub(crate) fn take_fd(index: usize) -> Result<OwnedFd, Errno> {
     let number = FIRST + i32::try_from(index).map_err(|_| Errno::BADF)?;
-    // SAFETY: the call takes numbers.
-    let open = unsafe { libc::fcntl(number, libc::F_GETFD) } >= 0;
-    let passed = open && index < names().len();
-    if !passed || TAKEN.fetch_or(1 << index, Ordering::Relaxed) & 1 << index != 0 {
+    if index >= names().len() || TAKEN.fetch_or(1 << index, Ordering::Relaxed) & 1 << index != 0 {
         return Err(Errno::BADF);
     }
-    // SAFETY: the variables name this process, so the service manager has left the descriptor open for it; no
-    // other code here owns it, because it is taken once.
-    let fd = unsafe { OwnedFd::from_raw_fd(number) };
-    // Not for children.
-    let flags = rustix::io::FdFlags::CLOEXEC;
-    rustix::io::fcntl_setfd(&fd, flags).map(|()| fd)
+    take_over(number).map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::BADF))
 }
 
 #[cfg(test)]
