@@ -13,12 +13,13 @@ mod inbox;
 mod outbox;
 mod packet;
 
+use crate::channel::forward_channel;
 use crate::flags::{check_recv, check_send};
 use crate::lock::lock;
 use crate::wait::{Woken, wait};
 use crate::{
-    CallCounters, Cancel, Capabilities, Channel, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags,
-    total_len, total_len_mut,
+    Cancel, Capabilities, Channel, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags, total_len,
+    total_len_mut,
 };
 use inbox::Inbox;
 use outbox::Outbox;
@@ -28,10 +29,9 @@ pub(crate) use packet::{Pack, Unpack, Unpacked};
 use rustix::event::PollFlags;
 use std::fmt::Debug;
 use std::net::Shutdown;
-use std::os::fd::BorrowedFd;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// See the module.
 #[derive(Debug)]
@@ -64,54 +64,8 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
         }
     }
 
-    pub(crate) fn peer(&self) -> &str {
-        self.inner.peer()
-    }
-
-    pub(crate) fn calls(&self) -> Option<Arc<CallCounters>> {
-        self.inner.calls()
-    }
-
-    pub(crate) fn reset(&self) -> Result<()> {
-        self.inner.reset()
-    }
-
-    pub(crate) fn set_timeouts(&self, recv: Option<Duration>, send: Option<Duration>) -> Result<()> {
-        self.inner.set_timeouts(recv, send)
-    }
-
-    pub(crate) fn as_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.inner.as_fd()
-    }
-
     pub(crate) fn has_ended_send(&self) -> bool {
         self.ended_send.load(Ordering::Acquire)
-    }
-
-    pub(crate) fn capabilities(&self) -> Capabilities {
-        let through =
-            Capabilities::SEND | Capabilities::RECV | Capabilities::BIDIRECTIONAL | Capabilities::SHUTDOWN;
-        (self.inner.capabilities() & through) | Capabilities::PEEK
-    }
-
-    pub(crate) fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
-        check_send(self.inner.peer(), self.capabilities(), flags)?;
-        match total_len(bufs) {
-            0 => Ok(0),
-            _ => lock(&self.outbox).send(self.inner.as_ref(), bufs, flags),
-        }
-    }
-
-    pub(crate) fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
-        check_recv(self.inner.peer(), self.capabilities(), flags)?;
-        let ended = || self.ended_recv.load(Ordering::Acquire);
-        match total_len_mut(bufs) {
-            0 => Ok(0),
-            _ => {
-                let due = || self.send_due_control_packets();
-                lock(&self.inbox).recv(self.inner.as_ref(), bufs, flags, ended, due)
-            }
-        }
     }
 
     /// Sends the control packets of [`Pack::due`], unless another thread is sending.
@@ -133,40 +87,6 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
         lock(&self.inbox).recv(self.inner.as_ref(), &mut room, RecvFlags::PEEK, || true, || {}).err()
     }
 
-    pub(crate) fn flush(&self) -> Result<Flushed> {
-        lock(&self.outbox).drain(self.inner.as_ref(), SendFlags::empty())?;
-        self.inner.flush()
-    }
-
-    pub(crate) fn wait_recv(&self, until: &Cancel) -> Result<bool> {
-        // The received bytes may contain no data, or only the beginning of a packet.
-        while !lock(&self.inbox).has_something(self.inner.peer()) {
-            self.send_due_control_packets();
-            if !self.inner.wait_recv(until)? {
-                return Ok(false);
-            }
-            if !matches!(lock(&self.inbox).receive_more(self.inner.as_ref()), Ok(1..)) {
-                return Ok(true);
-            }
-        }
-        Ok(true)
-    }
-
-    pub(crate) fn has_buffered(&self) -> bool {
-        // A thread that holds the lock receives what is there.
-        self.inbox.try_lock().is_ok_and(|mut inbox| inbox.has_something(self.inner.peer()))
-    }
-
-    pub(crate) fn shutdown(&self, how: Shutdown) -> Result<()> {
-        if how != Shutdown::Write {
-            self.ended_recv.store(true, Ordering::Release);
-        }
-        if how != Shutdown::Read {
-            self.close();
-        }
-        self.inner.shutdown(how)
-    }
-
     /// Announces the end of the sending half, if no send is in progress and the channel below accepts it
     /// without blocking.
     pub(crate) fn close(&self) {
@@ -181,5 +101,69 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
     fn is_writable(&self) -> bool {
         let ready = |fd| wait(fd, PollFlags::OUT, None, Some(Instant::now()));
         self.inner.as_fd().is_some_and(|fd| ready(fd) == Ok(Woken::Ready))
+    }
+}
+
+impl<P: Pack, U: Unpack> Channel for Framed<P, U> {
+    forward_channel!(inner: peer, calls, reset, set_timeouts, as_fd);
+
+    fn capabilities(&self) -> Capabilities {
+        let through =
+            Capabilities::SEND | Capabilities::RECV | Capabilities::BIDIRECTIONAL | Capabilities::SHUTDOWN;
+        (self.inner.capabilities() & through) | Capabilities::PEEK
+    }
+
+    fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
+        check_send(self.inner.peer(), self.capabilities(), flags)?;
+        match total_len(bufs) {
+            0 => Ok(0),
+            _ => lock(&self.outbox).send(self.inner.as_ref(), bufs, flags),
+        }
+    }
+
+    fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
+        check_recv(self.inner.peer(), self.capabilities(), flags)?;
+        let ended = || self.ended_recv.load(Ordering::Acquire);
+        match total_len_mut(bufs) {
+            0 => Ok(0),
+            _ => {
+                let due = || self.send_due_control_packets();
+                lock(&self.inbox).recv(self.inner.as_ref(), bufs, flags, ended, due)
+            }
+        }
+    }
+
+    fn flush(&self) -> Result<Flushed> {
+        lock(&self.outbox).drain(self.inner.as_ref(), SendFlags::empty())?;
+        self.inner.flush()
+    }
+
+    fn wait_recv(&self, until: &Cancel) -> Result<bool> {
+        // The received bytes may contain no data, or only the beginning of a packet.
+        while !lock(&self.inbox).has_something(self.inner.peer()) {
+            self.send_due_control_packets();
+            if !self.inner.wait_recv(until)? {
+                return Ok(false);
+            }
+            if !matches!(lock(&self.inbox).receive_more(self.inner.as_ref()), Ok(1..)) {
+                return Ok(true);
+            }
+        }
+        Ok(true)
+    }
+
+    fn has_buffered(&self) -> bool {
+        // A thread that holds the lock receives what is there.
+        self.inbox.try_lock().is_ok_and(|mut inbox| inbox.has_something(self.inner.peer()))
+    }
+
+    fn shutdown(&self, how: Shutdown) -> Result<()> {
+        if how != Shutdown::Write {
+            self.ended_recv.store(true, Ordering::Release);
+        }
+        if how != Shutdown::Read {
+            self.close();
+        }
+        self.inner.shutdown(how)
     }
 }

@@ -4,6 +4,7 @@
 //! lock. Each direction holds at most `capacity` bytes; a sender blocks until the other end has read.
 
 use crate::flags::{check_recv, check_send, check_timeouts};
+use crate::socket::STREAM;
 use crate::{
     CallCounters, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags,
     gather, scatter, total_len, total_len_mut,
@@ -13,12 +14,6 @@ use std::net::Shutdown;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
-
-const CAPABILITIES: Capabilities = Capabilities::SEND
-    .union(Capabilities::RECV)
-    .union(Capabilities::BIDIRECTIONAL)
-    .union(Capabilities::SHUTDOWN)
-    .union(Capabilities::PEEK);
 
 /// Makes two connected ends. Each direction holds `capacity` bytes, at least one.
 pub fn pair(capacity: usize) -> (PairChannel, PairChannel) {
@@ -71,11 +66,11 @@ impl Channel for PairChannel {
     }
 
     fn capabilities(&self) -> Capabilities {
-        CAPABILITIES
+        STREAM
     }
 
     fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
-        check_send(self.peer, CAPABILITIES, flags)?;
+        check_send(self.peer, STREAM, flags)?;
         let wanted = total_len(bufs);
         if wanted == 0 {
             return Ok(0);
@@ -100,7 +95,7 @@ impl Channel for PairChannel {
     }
 
     fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
-        check_recv(self.peer, CAPABILITIES, flags)?;
+        check_recv(self.peer, STREAM, flags)?;
         if total_len_mut(bufs) == 0 {
             return Ok(0);
         }
