@@ -14,6 +14,7 @@
 //! after it, and do not clear unused header fields: without pages, size, number, name and offsets are those
 //! of the packet before.
 
+use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
 
@@ -108,52 +109,27 @@ impl LaneRegistry {
 
 /// A uuid as people write it.
 pub fn uuid_text(uuid: &[u8; 16]) -> String {
-    let mut text = String::new();
-    for (index, byte) in uuid.iter().enumerate() {
-        if matches!(index, 4 | 6 | 8 | 10) {
-            text.push('-');
-        }
-        for nibble in [byte >> 4, byte & 15] {
-            text.push(char::from_digit(nibble.into(), 16).expect("a nibble is a hexadecimal digit"));
-        }
-    }
-    text
+    let uuid = u128::from_be_bytes(*uuid);
+    let [b, c, d] = [80, 64, 48].map(|shift| uuid >> shift & 0xffff);
+    format!("{:08x}-{b:04x}-{c:04x}-{d:04x}-{:012x}", uuid >> 96, uuid & 0xffff_ffff_ffff)
 }
 
 /// Compression of a packet's pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs, reason = "QEMU's `multifd-compression` values")]
 pub enum Method {
-    None,
-    Zlib,
-    Zstd,
-    Qpl,
-    Uadk,
-    Qatzip,
+    None = 0x00,
+    Zlib = 0x02,
+    Zstd = 0x04,
+    Qpl = 0x08,
+    Uadk = 0x10,
+    Qatzip = 0x20,
 }
 
 impl Method {
     fn decode(bits: u32) -> Option<Self> {
-        Some(match bits {
-            0x00 => Self::None,
-            0x02 => Self::Zlib,
-            0x04 => Self::Zstd,
-            0x08 => Self::Qpl,
-            0x10 => Self::Uadk,
-            0x20 => Self::Qatzip,
-            _ => return None,
-        })
-    }
-
-    fn bits(self) -> u32 {
-        match self {
-            Self::None => 0x00,
-            Self::Zlib => 0x02,
-            Self::Zstd => 0x04,
-            Self::Qpl => 0x08,
-            Self::Uadk => 0x10,
-            Self::Qatzip => 0x20,
-        }
+        let all = [Self::None, Self::Zlib, Self::Zstd, Self::Qpl, Self::Uadk, Self::Qatzip];
+        all.into_iter().find(|method| *method as u32 == bits)
     }
 
     /// QEMU's name of it.
@@ -215,7 +191,7 @@ impl Packet {
     /// # Panics
     /// If there are more than [`PACKET_PAGES`] pages.
     pub fn encode(&self, blocks: &[RamBlock], out: &mut [u8; HEADER_BYTES]) {
-        let flags = u32::from(self.sync) | self.method.bits();
+        let flags = u32::from(self.sync) | self.method as u32;
         let count = |pages: &[u64]| u32::try_from(pages.len()).expect("bounded by PACKET_PAGES");
         let words = [MAGIC, VERSION, flags, self.pages_alloc, count(&self.normal), self.data_bytes];
         out[..OFFSETS].fill(0);

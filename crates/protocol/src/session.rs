@@ -52,11 +52,11 @@ pub type MoveId = [u8; MOVE_ID_BYTES];
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReceiverMode {
     /// Holds it, paused, until it has the outcome.
-    Waits,
+    Waits = 0,
     /// Has stored it; no guest runs there.
-    Stores,
+    Stores = 1,
     /// Has forwarded the guest to a QEMU that runs it on its own.
-    RunsByItself,
+    RunsByItself = 2,
 }
 
 /// The value of the PING of a source's towline.
@@ -72,12 +72,7 @@ pub fn ping_version(value: u32) -> Option<u8> {
 
 /// Value of the PONG in reply to a PING of this version.
 pub fn pong(version: u8, receiver: ReceiverMode) -> u32 {
-    let bits = match receiver {
-        ReceiverMode::Waits => 0,
-        ReceiverMode::Stores => 1,
-        ReceiverMode::RunsByItself => 2,
-    };
-    PONG | bits << 8 | u32::from(version.min(VERSION))
+    PONG | (receiver as u32) << 8 | u32::from(version.min(VERSION))
 }
 
 /// Decodes the PONG of a destination; `None`: it is not a towline.
@@ -85,23 +80,19 @@ pub fn decode_pong(value: u32) -> Option<ReceiverMode> {
     if value & !(VERSION_BITS | RECEIVER_BITS) != PONG || value & VERSION_BITS == 0 {
         return None;
     }
-    match (value & RECEIVER_BITS) >> 8 {
-        0 => Some(ReceiverMode::Waits),
-        1 => Some(ReceiverMode::Stores),
-        2 => Some(ReceiverMode::RunsByItself),
-        _ => None,
-    }
+    let all = [ReceiverMode::Waits, ReceiverMode::Stores, ReceiverMode::RunsByItself];
+    all.into_iter().find(|receiver| *receiver as u32 == (value & RECEIVER_BITS) >> 8)
 }
 
 /// Requested run state of the guest at its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum RunRequest {
     /// The state that it had at its source when it was stopped for the switchover.
-    AsItWas,
+    AsItWas = 0,
     /// Always running.
-    Run,
+    Run = 1,
     /// Always paused.
-    Pause,
+    Pause = 2,
 }
 
 /// A frame from the source's towline.
@@ -122,14 +113,7 @@ impl FromSource {
     pub fn to_command(self) -> VmCommand {
         let data: Vec<u8> = match self {
             Self::Hello(id) => [&[HELLO][..], &id].concat(),
-            Self::Completed(run) => {
-                let run = match run {
-                    RunRequest::AsItWas => 0,
-                    RunRequest::Run => 1,
-                    RunRequest::Pause => 2,
-                };
-                [OUTCOME, 1, run].into()
-            }
+            Self::Completed(run) => [OUTCOME, 1, run as u8].into(),
             Self::Aborted => [OUTCOME, 0, 0].into(),
             Self::Alive => [ALIVE].into(),
         };
@@ -176,13 +160,13 @@ impl FromSource {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Placement {
     /// Running, or suspended.
-    Running,
+    Running = 0,
     /// Loaded and paused.
-    Paused,
+    Paused = 1,
     /// Loaded by a QEMU that another party drives.
-    Loaded,
+    Loaded = 2,
     /// Stored, or received into memory.
-    Stored,
+    Stored = 3,
 }
 
 /// A frame from the destination's towline.
@@ -200,15 +184,7 @@ impl FromDestination {
     /// The message that carries it.
     pub fn to_message(&self) -> ReturnPathMessage {
         let data = match self {
-            Self::Placed(placement) => {
-                let placement = match placement {
-                    Placement::Running => 0,
-                    Placement::Paused => 1,
-                    Placement::Loaded => 2,
-                    Placement::Stored => 3,
-                };
-                [PLACED, placement].into()
-            }
+            Self::Placed(placement) => [PLACED, *placement as u8].into(),
             Self::NotRun(reason) => {
                 let bytes = &reason.as_bytes()[..reason.len().min(REASON_BYTES_MAX)];
                 [&[NOT_RUN][..], bytes].concat()
