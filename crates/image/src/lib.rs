@@ -47,6 +47,7 @@ mod lock;
 mod lock_holder;
 pub mod manifest;
 mod page_runs;
+mod parallel;
 mod reader;
 mod regular_file;
 mod seal;

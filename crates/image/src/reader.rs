@@ -14,8 +14,6 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
 
 use serde::Serialize;
 use towline_channel::IoBuf;
@@ -32,7 +30,7 @@ use crate::layer::Layer;
 use crate::manifest::{Manifest, sidecar_path};
 use crate::sidecar::{ManifestName, staged_path};
 use crate::verified::Verified;
-use crate::{Error, Result};
+use crate::{Error, Result, parallel};
 
 /// A stored guest, mapped.
 #[derive(Debug)]
@@ -98,18 +96,12 @@ impl Image {
     pub fn verify(&self, threads: usize, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
         self.top().verify_frame()?;
         let chunks: Vec<_> = self.chunks().collect();
-        let next = AtomicUsize::new(0);
-        let worker = || {
-            while let Some(&(page, length)) = chunks.get(next.fetch_add(1, Ordering::Relaxed)) {
-                self.verify_chunk(page)?;
-                progress(length);
-            }
+        let verified = parallel::for_each(&chunks, threads.max(1), |(page, length)| {
+            self.verify_chunk(page)?;
+            progress(length);
             Ok::<(), Error>(())
-        };
-        thread::scope(|scope| {
-            let workers: Vec<_> = (0..threads.max(1)).map(|_| scope.spawn(worker)).collect();
-            workers.into_iter().try_for_each(|worker| worker.join().expect("hashing does not panic"))
-        })?;
+        });
+        verified.into_iter().try_for_each(|thread| thread.map(drop))?;
         self.check_not_truncated()
     }
 

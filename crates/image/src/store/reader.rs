@@ -13,7 +13,6 @@
 
 use std::collections::HashSet;
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
@@ -38,7 +37,7 @@ use super::{
 use crate::index::Index;
 use crate::location::Location;
 use crate::lock::lock;
-use crate::{ChunkHash, PageCount, StoredGuest};
+use crate::{ChunkHash, PageCount, StoredGuest, parallel};
 
 /// Needed chunks are requested regardless of others.
 const UNLIMITED: FetchLimits = FetchLimits { chunks: usize::MAX, requests: usize::MAX };
@@ -213,28 +212,19 @@ impl StoredImage {
     /// As [`Self::verify`].
     pub fn verify_unknown(&self, known: &VerifiedChunks, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
         let numbers: Vec<_> = self.data_chunks().collect();
-        let next = AtomicUsize::new(0);
-        let worker = || {
-            // More threads than processors: some fetch while others compare.
-            let at = |place: usize| numbers.get(place).copied();
-            while let Some((block, index)) = at(next.fetch_add(1, Ordering::Relaxed)) {
-                let (name, length, position) = self.chunk(block, index);
-                let Some(name) = name.filter(|name| !known.contains(*name, length)) else { continue };
-                let object = self.store.get(&chunk::key(&name), chunk::object_bytes_max(length))?;
-                let object = object.ok_or_else(|| self.missing(&name, position.clone()))?;
-                chunk::decompress(&object, &name, length)
-                    .map_err(|why| self.damaged(&name, position, why))?;
-                known.insert(name, length);
-                progress(length);
-            }
+        // More threads than processors: some fetch while others compare.
+        let count = REQUESTS_MAX.min(4 * threads());
+        first_error(parallel::for_each(&numbers, count, |(block, index)| {
+            let (name, length, position) = self.chunk(block, index);
+            let Some(name) = name.filter(|name| !known.contains(*name, length)) else { return Ok(()) };
+            let object = self.store.get(&chunk::key(&name), chunk::object_bytes_max(length))?;
+            let object = object.ok_or_else(|| self.missing(&name, position.clone()))?;
+            chunk::decompress(&object, &name, length).map_err(|why| self.damaged(&name, position, why))?;
+            known.insert(name, length);
+            progress(length);
             Ok(())
-        };
-        thread::scope(|scope| {
-            let count = REQUESTS_MAX.min(4 * threads());
-            let workers: Vec<_> = (0..count).map(|_| scope.spawn(worker)).collect();
-            let joined = workers.into_iter().map(|worker| worker.join().expect("workers do not panic"));
-            first_error(joined.collect()).map(drop)
-        })
+        }))
+        .map(drop)
     }
 
     /// A notice for the user if no lease protects the image's chunks because this process has no write

@@ -4,7 +4,7 @@
 
 use std::collections::HashSet;
 use std::num::NonZeroUsize;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 
@@ -21,7 +21,7 @@ use super::{CHUNK_BYTES, Error, REQUESTS_MAX, Result, chunk};
 use crate::index::{Index, IndexContents};
 use crate::location::Location;
 use crate::lock::lock;
-use crate::{ChunkHash, Existing, Image, Origin, Uploaded};
+use crate::{ChunkHash, Existing, Image, Origin, Uploaded, parallel};
 
 /// Maximum number of the store's chunks that are remembered, at 32 bytes each; others are looked up one by
 /// one.
@@ -271,27 +271,16 @@ pub(super) fn upload_image(upload: &Upload, image: &Image, progress: &(dyn Fn(u6
         .enumerate()
         .flat_map(|(block, &count)| (0..count).map(move |chunk| (block, chunk)))
         .collect();
-    let next = AtomicUsize::new(0);
-    let worker = || {
-        let mut done = Vec::new();
-        while let Some(&(block, chunk)) = places.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let offset = chunk as u64 * CHUNK_BYTES;
-            let length = CHUNK_BYTES.min(blocks[block].length - offset);
-            let index = BlockIndex(u32::try_from(block).expect("bounded by BLOCKS_MAX"));
-            let bytes =
-                image.content(index, offset, length).map_err(|error| Error::Image(Box::new(error)))?;
-            done.push(((block, chunk), upload.store_chunk(bytes.as_deref())?));
-            progress(length);
-        }
-        Ok(done)
-    };
-    let done = thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads()).map(|_| scope.spawn(worker)).collect();
-        let joined = workers.into_iter().map(|worker| worker.join().expect("workers do not panic"));
-        // The first error is the reason; later ones may only report cancellation.
-        let results: Vec<Result<Vec<_>>> = joined.collect();
-        first_error(results)
-    })?;
+    // The first error is the reason; later ones may only report cancellation.
+    let done = first_error(parallel::for_each(&places, threads(), |(block, chunk)| {
+        let offset = chunk as u64 * CHUNK_BYTES;
+        let length = CHUNK_BYTES.min(blocks[block].length - offset);
+        let index = BlockIndex(u32::try_from(block).expect("bounded by BLOCKS_MAX"));
+        let bytes = image.content(index, offset, length).map_err(|error| Error::Image(Box::new(error)))?;
+        let hash = upload.store_chunk(bytes.as_deref())?;
+        progress(length);
+        Ok(((block, chunk), hash))
+    }))?;
     let mut names: Vec<_> = counts.iter().map(|&count| vec![ChunkHash::Zero; count]).collect();
     for ((block, chunk), hash) in done.into_iter().flatten() {
         names[block][chunk] = hash;
