@@ -13,48 +13,28 @@ use serde_json::{Value, json};
 pub(crate) const NO_ACTIVATION: &str = "socket activation: LISTEN_FDS is for another process (LISTEN_PID); give --socket PATH or --fd N, or start the unit";
 const OPTION: &str = "--print-capabilities";
 
-/// Type of device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum BackendKind {
-    Net,
-    Vsock,
-}
+/// Commands with a device, each also its `VHostUserBackendType`.
+const BACKENDS: [&str; 2] = ["net", "vsock"];
 
-impl BackendKind {
-    const ALL: [Self; 2] = [Self::Net, Self::Vsock];
-
-    /// Returns the command, which is also the `VHostUserBackendType`.
-    fn name(self) -> &'static str {
-        match self {
-            Self::Net => "net",
-            Self::Vsock => "vsock",
-        }
-    }
-
-    fn of(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|backend| backend.name() == name)
-    }
-
-    /// Returns the `VHostUserBackendCapabilities`; these types have no features.
-    pub(crate) fn capabilities(self) -> Value {
-        json!({ "type": self.name() })
-    }
+fn known(name: &str) -> Option<&'static str> {
+    BACKENDS.into_iter().find(|backend| *backend == name)
 }
 
 /// Returns the command line, with the command that the program's name implies.
 pub(crate) fn with_command(words: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut words: Vec<OsString> = words.collect();
     let own = words.first().and_then(|word| Path::new(word).file_name()?.to_str());
-    if let Some(backend) = own.and_then(|own| BackendKind::of(own.strip_prefix("towline-")?)) {
-        words.insert(1, backend.name().into());
+    if let Some(backend) = own.and_then(|own| known(own.strip_prefix("towline-")?)) {
+        words.insert(1, backend.into());
     }
     words
 }
 
-/// Returns the backend whose capabilities are requested; all other options are ignored then.
-pub(crate) fn capabilities_request(words: &[OsString]) -> Option<BackendKind> {
-    let backend = words.get(1)?.to_str().and_then(BackendKind::of)?;
-    words[2..].iter().any(|word| word == OPTION).then_some(backend)
+/// Returns the `VHostUserBackendCapabilities` if they are requested; all other options are ignored then. These
+/// types have no features.
+pub(crate) fn requested_capabilities(words: &[OsString]) -> Option<Value> {
+    let backend = words.get(1)?.to_str().and_then(known)?;
+    words[2..].iter().any(|word| word == OPTION).then(|| json!({ "type": backend }))
 }
 
 /// Returns an error if neither the command line nor a service manager provides a socket.
@@ -83,14 +63,14 @@ mod tests {
 
     #[test]
     fn capabilities_are_printed_whatever_the_other_options() {
-        let backend = capabilities_request(&words("towline-vsock --print-capabilities")).unwrap();
-        assert_eq!(backend.capabilities().to_string(), r#"{"type":"vsock"}"#);
+        let found = requested_capabilities(&words("towline-vsock --print-capabilities")).unwrap();
+        assert_eq!(found.to_string(), r#"{"type":"vsock"}"#);
         assert_eq!(
-            capabilities_request(&words("towline net --socket-path x --print-capabilities --nonsense")),
-            Some(BackendKind::Net)
+            requested_capabilities(&words("towline net --socket-path x --print-capabilities --nonsense")),
+            Some(json!({ "type": "net" }))
         );
-        assert_eq!(capabilities_request(&words("towline net --fd 3")), None);
-        assert_eq!(capabilities_request(&words("towline copy --print-capabilities")), None);
-        assert_eq!(capabilities_request(&[]), None);
+        assert_eq!(requested_capabilities(&words("towline net --fd 3")), None);
+        assert_eq!(requested_capabilities(&words("towline copy --print-capabilities")), None);
+        assert_eq!(requested_capabilities(&[]), None);
     }
 }

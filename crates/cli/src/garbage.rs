@@ -33,7 +33,6 @@ pub(crate) fn collect(reporter: &Reporter, prefix: &Location, action: Action, ag
         found.objects.iter().for_each(report);
         found
     };
-    let bytes: u64 = found.objects.iter().map(|object| object.bytes).sum();
     let fields = json!({
             "kind": "store",
             "location": prefix.to_string(),
@@ -44,24 +43,21 @@ pub(crate) fn collect(reporter: &Reporter, prefix: &Location, action: Action, ag
             "conditional-writes": found.conditional_writes,
             "used": { "chunks": found.used.chunks, "bytes": found.used.bytes },
             "young": { "chunks": found.young.chunks, "bytes": found.young.bytes },
-            "garbage": { "objects": found.objects.len(), "bytes": bytes },
+            "garbage": { "objects": found.objects.len(), "bytes": bytes(&found) },
             "removed": removes,
     });
     reporter.event("inspected", events::with_exit(fields, Exit::Done));
-    summarize(reporter, prefix, &found, GarbageTotals { bytes, removes });
+    summarize(reporter, prefix, &found, action);
     Ok(Exit::Done)
 }
 
-/// Unreferenced objects of a collection.
-#[derive(Clone, Copy)]
-struct GarbageTotals {
-    bytes: u64,
-    removes: bool,
+/// Returns the size of the unreferenced objects.
+fn bytes(found: &Garbage) -> u64 {
+    found.objects.iter().map(|object| object.bytes).sum()
 }
 
 /// Prints the totals for people.
-fn summarize(reporter: &Reporter, prefix: &Location, found: &Garbage, swept: GarbageTotals) {
-    let GarbageTotals { bytes, removes } = swept;
+fn summarize(reporter: &Reporter, prefix: &Location, found: &Garbage, action: Action) {
     reporter.line(&format!(
         "{prefix}: {} in {} of {}",
         counted(found.used.chunks, "chunk"),
@@ -71,8 +67,8 @@ fn summarize(reporter: &Reporter, prefix: &Location, found: &Garbage, swept: Gar
     reporter.line(&format!(
         "  garbage       {} in {}, {}",
         counted(found.objects.len() as u64, "object"),
-        size(bytes),
-        if removes { "removed" } else { "not removed" }
+        size(bytes(found)),
+        if action == Action::Remove { "removed" } else { "not removed" }
     ));
     reporter.line(&format!(
         "  too young     {} in {} (minimum age); uploads in progress: {}, readers: {}",

@@ -76,8 +76,8 @@ fn reporting_panics(program: fn() -> ExitCode) -> ExitCode {
 
 fn start() -> ExitCode {
     let words = backend::with_command(std::env::args_os());
-    if let Some(backend) = backend::capabilities_request(&words) {
-        console::print(OverflowPolicy::Always, &backend.capabilities().to_string());
+    if let Some(capabilities) = backend::requested_capabilities(&words) {
+        console::print(OverflowPolicy::Always, &capabilities.to_string());
         return end(Exit::Done, Flush::All);
     }
     let args = match Args::try_parse_from(&words) {

@@ -15,7 +15,7 @@ use crate::backend::{NO_ACTIVATION, missing_socket};
 use crate::console::{self, OverflowPolicy};
 use crate::exit::{Exit, UsageError};
 use crate::notify::Notifier;
-use crate::observability::card;
+use crate::observability::{card, counters};
 use crate::sandbox::{PendingSandbox, Policy};
 use crate::serve::{DeviceServer, serve_all};
 use crate::signals::{SignalEffects, cancel_on_signals, report_on_signal};
@@ -218,19 +218,9 @@ fn statistics(net: &Net) -> Value {
 
 fn object(queue: &QueueStatistics) -> Value {
     let drops = DropReason::ALL.map(|reason| (reason.name().to_owned(), queue.dropped(reason).into()));
-    json!({
-        "packets": queue.packets,
-        "bytes": queue.bytes,
-        "batches": queue.batches,
-        "notifications": queue.notifications,
-        "notifications-suppressed": queue.notifications_suppressed,
-        "kicks": queue.kicks,
-        "copied": queue.copied,
-        "zero-copy": queue.zero_copy,
-        "referenced": queue.referenced,
-        "pending": queue.pending,
-        "drops": Value::Object(drops.into_iter().collect()),
-    })
+    let drops = ("drops".to_owned(), Value::Object(drops.into_iter().collect()));
+    let counters = counters(queue).into_iter().map(|counter| (counter.name.to_owned(), counter.value.into()));
+    Value::Object(counters.chain([drops]).collect())
 }
 
 /// Returns the copied frames by reason.

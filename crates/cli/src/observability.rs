@@ -16,7 +16,7 @@ use crate::metrics::Metrics;
 use crate::sandbox::Policy;
 use crate::sockets::private;
 
-pub(crate) use net::card;
+pub(crate) use net::{card, counters};
 pub(crate) use vsock::guest;
 
 /// Addresses to listen on.

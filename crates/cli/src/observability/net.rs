@@ -96,7 +96,16 @@ impl ManagedDevice for Card {
 
 /// Returns the counters of a queue. `rx` is the guest's direction of receiving.
 fn metrics(queue: &QueueStatistics) -> Vec<Metric> {
-    let mut metrics = vec![
+    let drops = DropReason::ALL.map(|reason| {
+        let (name, about) = dropped(reason);
+        Metric::counter(name, about, queue.dropped(reason))
+    });
+    counters(queue).into_iter().chain(drops).collect()
+}
+
+/// Returns the counters of a queue that have no reason.
+pub(crate) fn counters(queue: &QueueStatistics) -> Vec<Metric> {
+    vec![
         Metric::counter("packets", "frames and super-frames", queue.packets),
         Metric::byte_counter("bytes", "bytes of the frames, without virtio headers", queue.bytes),
         Metric::counter("batches", "updates of the used index", queue.batches),
@@ -115,12 +124,7 @@ fn metrics(queue: &QueueStatistics) -> Vec<Metric> {
             queue.referenced,
         ),
         Metric::gauge("pending", "frames in flight in the kernel", queue.pending),
-    ];
-    metrics.extend(DropReason::ALL.map(|reason| {
-        let (name, about) = dropped(reason);
-        Metric::counter(name, about, queue.dropped(reason))
-    }));
-    metrics
+    ]
 }
 
 /// Returns the metric of a drop reason, and its help text.
