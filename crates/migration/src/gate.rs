@@ -8,7 +8,7 @@
 use std::fmt::Debug;
 use std::time::Duration;
 
-use towline_channel::{Channel, IoBufMut, PEER_TIMEOUT, RecvFlags};
+use towline_channel::{Cancel, Channel, IoBufMut, PEER_TIMEOUT, RecvFlags};
 use towline_protocol::session::{MoveId, ReceiverMode};
 
 use crate::Error;
@@ -90,8 +90,7 @@ pub trait SwitchoverGate: Debug + Send + Sync {
 
 /// Checks the state of a connection on which no further data is expected. Data is left unread.
 pub fn probe_link(channel: &dyn Channel) -> LinkState {
-    let Some(fd) = channel.as_fd() else { return LinkState::Open };
-    if !channel.has_buffered() && !is_readable(fd) {
+    if channel.as_fd().is_none() || !would_receive(channel) {
         return LinkState::Open;
     }
     let mut byte = [0];
@@ -105,9 +104,10 @@ pub fn probe_link(channel: &dyn Channel) -> LinkState {
     }
 }
 
-fn is_readable(fd: std::os::fd::BorrowedFd<'_>) -> bool {
-    use rustix::event::{PollFd, PollFlags, Timespec, poll};
-    let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN | PollFlags::RDHUP)];
-    let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
-    matches!(poll(&mut fds, Some(&at_once)), Ok(1..))
+/// Returns true if [`Channel::recv`] would not wait: there are data, or the end of the stream. The descriptor is readable for a
+/// packet without data too, such as a proxy's ping.
+pub(crate) fn would_receive(channel: &dyn Channel) -> bool {
+    let Ok(at_once) = Cancel::new() else { return false };
+    at_once.cancel();
+    channel.wait_recv(&at_once).unwrap_or(true)
 }

@@ -3,18 +3,23 @@
 
 mod common;
 
+use std::io::Write as _;
+use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::*;
+use rustix::event::{PollFd, PollFlags, poll};
 use towline_channel::fault::{Cut, Direction};
 use towline_channel::{
-    Channel, ChannelExt, IoBuf, IoBufMut, PairChannel, RecvFlags, SendFlags, UnixChannel, pair,
+    Address, Cancel, Channel, ChannelExt, IoBuf, IoBufMut, Listener, PairChannel, RecvFlags, SendFlags,
+    UnixChannel, pair,
 };
 use towline_migration::{
-    ChannelId, Error, Incoming, Memory, Pages, Relay, ReturnPathWriter, Session, Sink, incoming, outgoing,
+    ChannelId, Error, Incoming, LinkState, Memory, Pages, Relay, ReturnPathWriter, Session, Sink, incoming,
+    outgoing, probe_link,
 };
 use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state::DeviceState;
@@ -320,4 +325,34 @@ fn a_relay_with_fewer_lanes_is_reported() {
     let error = receive(Box::new(main), vec![arriving], relay, &session).unwrap_err();
     let is_right = |error: &Error| matches!(error, Error::LaneTooMany { id: 0, expected: 0 });
     assert!(matches!(&error, Error::Lane { source, .. } if is_right(source)), "{error}");
+}
+
+/// A proxy's ping is no data, so a look at the connection does not wait for any.
+#[test]
+fn a_connection_with_only_a_ping_is_open() {
+    let listener = Listener::bind(&"ws://127.0.0.1:0/vm".parse().unwrap()).unwrap();
+    let Address::WebSocket { port, .. } = listener.local_address() else { panic!() };
+    let mut raw = TcpStream::connect(("127.0.0.1", *port)).unwrap();
+    let head = "GET /vm HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n";
+    raw.write_all(head.as_bytes()).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let channel = listener.accept(deadline, &Cancel::new().unwrap()).unwrap();
+    let ping = [0x89, 0x80, 1, 2, 3, 4];
+    let data = [0x82, 0x81, 1, 2, 3, 4, b'x' ^ 1];
+    let arrives = |bytes: &[u8]| {
+        raw.try_clone().unwrap().write_all(bytes).unwrap();
+        let fd = channel.as_fd().unwrap();
+        poll(&mut [PollFd::new(&fd, PollFlags::IN)], None).unwrap();
+    };
+    arrives(&ping);
+    assert_eq!(probe_link(channel.as_ref()), LinkState::Open);
+    // It was read, and is answered by the next call that may send.
+    assert_eq!(probe_link(channel.as_ref()), LinkState::Open);
+    arrives(&data);
+    assert_eq!(probe_link(channel.as_ref()), LinkState::Open);
+    let mut byte = [0];
+    assert_eq!(channel.recv(&mut [IoBufMut::from(&mut byte[..])], RecvFlags::empty()).unwrap(), 1);
+    raw.shutdown(Shutdown::Both).unwrap();
+    poll(&mut [PollFd::new(&channel.as_fd().unwrap(), PollFlags::IN)], None).unwrap();
+    assert_ne!(probe_link(channel.as_ref()), LinkState::Open);
 }

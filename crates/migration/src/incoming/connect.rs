@@ -17,6 +17,7 @@ use towline_protocol::multifd::{self, INIT_BYTES, Init, LaneRegistry};
 
 use super::refuse::{drain, refuse};
 use super::wait::{Ready, wait};
+use crate::gate::would_receive;
 use crate::lock::lock;
 use crate::{Error, Result};
 
@@ -405,8 +406,11 @@ impl UnidentifiedConnection {
         (&self.channel, self.next_peek)
     }
 
-    /// Peeks at the received bytes; does not wait, as the channel is ready.
+    /// Peeks at the received bytes; does not wait.
     fn peek_first_bytes(&mut self) -> Result<Classified> {
+        if !would_receive(self.channel.as_ref()) {
+            return Ok(Classified::Unknown);
+        }
         if self.init.is_empty() {
             let mut magic = [0; 4];
             let peeked = self.channel.recv(&mut [IoBufMut::from(&mut magic)], RecvFlags::PEEK);
