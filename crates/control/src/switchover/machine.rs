@@ -1,8 +1,8 @@
 //! The state machine: its stages, and the transfer until the source has completed.
 
 use super::events::{
-    Decision, DestinationKind, Directive, GuestRunState, Input, LossCause, MemorySharing, PeerMessage,
-    RunRequest, SourceAction, SourceKind, SourceLink, SourceStatus, SwitchProgress, SwitchoverRequest,
+    Decision, DestinationKind, Directive, GuestRunState, Input, LossCause, MemorySharing, RunRequest,
+    SourceAction, SourceKind, SourceLink, SourceStatus, SwitchProgress, SwitchoverRequest,
 };
 use super::fault::{FaultSwitch, SwitchoverBug};
 use super::outcome::{AtDestination, AtSource, GuestState, Placement, SwitchoverOutcome, ToDo};
@@ -338,95 +338,6 @@ impl Switchover {
             SourceKind::Towline => Directive::AwaitPeer,
             SourceKind::Stored => self.complete(),
         }
-    }
-
-    pub(super) fn acknowledged(&mut self, input: Input) -> Directive {
-        let unresolved = self.stage == SwitchoverState::AcknowledgedUnconfirmed;
-        match input {
-            Input::Delivered | Input::Done => self.await_source(),
-            Input::Failed | Input::NotDone if self.request.source == SourceKind::Qemu => self.await_source(),
-            // The acknowledgement could not be sent or its connection broke: it is not known whether it
-            // arrived.
-            Input::Failed | Input::NotDone => self.undecided(),
-            Input::Source(SourceStatus::Completed) if unresolved => {
-                self.unresolved(AtDestination::MayRun, ToDo::LookAtDestination)
-            }
-            Input::Source(SourceStatus::Completed) => self.complete(),
-            Input::Source(SourceStatus::CompletedThenResumed) => {
-                let state = GuestState::new(AtSource::HasIt, AtDestination::Holds, ToDo::RunOne);
-                Directive::End(SwitchoverOutcome::Unresolved(state))
-            }
-            Input::Source(SourceStatus::HasGuest) => self.source_has_guest(),
-            Input::Source(SourceStatus::Exited) => {
-                self.source_exited = true;
-                if unresolved {
-                    self.unresolved(AtDestination::MayRun, ToDo::LookAtDestination)
-                } else {
-                    self.complete()
-                }
-            }
-            Input::Source(SourceStatus::Migrating) => Directive::QuerySource,
-            Input::Source(SourceStatus::Unknown) if self.has_fault(SwitchoverBug::TimeoutIsExit) => {
-                self.source_exited = true;
-                self.complete()
-            }
-            Input::Source(SourceStatus::Unknown) => Directive::QuerySource,
-            Input::SourceLink(SourceLink::Open) => Directive::ProbeSourceLink,
-            Input::SourceLink(SourceLink::Closed) if unresolved => {
-                self.unresolved(AtDestination::MayRun, ToDo::LookAtDestination)
-            }
-            Input::SourceLink(SourceLink::Closed) => self.complete(),
-            Input::SourceLink(SourceLink::Reset) if self.has_fault(SwitchoverBug::IgnoresLink) => {
-                self.complete()
-            }
-            Input::SourceLink(SourceLink::Reset) => self.undecided(),
-            Input::Peer(PeerMessage::Completed(run)) => {
-                if self.request.run == RunRequest::AsItWas {
-                    self.request.run = run;
-                }
-                self.complete()
-            }
-            Input::Peer(PeerMessage::Aborted) => self.source_has_guest(),
-            Input::PeerLost | Input::TimedOut if self.has_fault(SwitchoverBug::RunsWhenCut) => {
-                self.complete()
-            }
-            _ => self.undecided(),
-        }
-    }
-
-    /// The source was acknowledged and did not complete: it was cancelled there, or failed.
-    pub(super) fn source_has_guest(&mut self) -> Directive {
-        if self.has_fault(SwitchoverBug::CompletesCancelledSource) {
-            return self.complete();
-        }
-        match (self.request.destination, self.stage) {
-            (to, _) if to.runs_by_itself() => {
-                let state = GuestState::new(AtSource::HasIt, AtDestination::MayRun, ToDo::EndOne);
-                Directive::End(SwitchoverOutcome::Unresolved(state))
-            }
-            (DestinationKind::Towline, SwitchoverState::Acknowledged) => {
-                self.stage = SwitchoverState::Withdrawing;
-                Directive::Send(PeerMessage::Aborted)
-            }
-            _ => self.restore(false),
-        }
-    }
-
-    /// Neither end is started: it is not known whether the source is done with the guest.
-    pub(super) fn undecided(&self) -> Directive {
-        let state = match self.request.destination {
-            _ if self.stage == SwitchoverState::AcknowledgedUnconfirmed => {
-                self.state(AtDestination::MayRun, ToDo::LookAtDestination)
-            }
-            DestinationKind::Stream | DestinationKind::Relayed => {
-                self.state(AtDestination::MayRun, ToDo::LookAtDestination)
-            }
-            DestinationKind::Stored => GuestState::source_unknown(AtDestination::None),
-            DestinationKind::Towline | DestinationKind::Qemu => {
-                GuestState::new(AtSource::Unknown, AtDestination::Holds, ToDo::LookAtSource)
-            }
-        };
-        Directive::End(SwitchoverOutcome::Unresolved(state))
     }
 
     /// The guest at a source that runs it only if an operator decides so: an image is as it was, a QEMU holds it

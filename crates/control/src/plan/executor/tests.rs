@@ -2,14 +2,19 @@ use tempfile::TempDir;
 use towline_channel::{Address, Cancel};
 use towline_migration::Sink;
 
-use super::super::endpoint::DestinationEndpoint;
+use super::super::destination::StartFailure;
+use super::super::endpoint::{DestinationEndpoint, DrivenGuest};
 use super::super::fake_qemu::{FakeQemu, Silent};
 use super::super::recorder::tests::stage;
 use super::super::request::{AfterCopy, CopyRequest, RequestedPages, Task, TransferOptions};
 use super::super::shared_switchover::tests::recording;
+use super::super::source::QmpSource;
 use super::*;
 use crate::moves::MoveEnd;
-use crate::switchover::{AtDestination, AtSource, DestinationKind, SourceKind};
+use crate::switchover::{
+    AtDestination, AtSource, DestinationKind, DestinationStatus, SourceKind, SourceLink, SourceStatus,
+    StartResult,
+};
 
 /// A destination with scripted replies, which keeps what was done.
 struct Destination {

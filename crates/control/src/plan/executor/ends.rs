@@ -1,0 +1,246 @@
+//! Directives that ask or change a QEMU.
+
+use std::thread;
+use std::time::Duration;
+
+use towline_migration::probe_link;
+
+use super::super::destination::StartFailure;
+use super::super::endpoint::{DestinationEndpoint, DrivenGuest, SourceControl};
+use super::super::error::Error;
+use super::super::progress::CopyPhase;
+use super::super::shared_switchover::source_link;
+use super::super::source::{CopyEnd, GuestAction, QmpSource};
+use super::Executor;
+use crate::switchover::{
+    DestinationStatus, GuestRunState, Input, MemorySharing, SourceLink, SourceStatus, StartResult,
+};
+
+/// Timeout for a source to notice its closed stream, before its migration is cancelled.
+const STREAM_FAILURE_TIMEOUT: Duration = Duration::from_millis(500);
+/// Timeout for a source to complete or fail its migration.
+const SOURCE_COMPLETION_TIMEOUT: Duration = Duration::from_secs(60);
+/// Timeout for a source that another party drives to close its connection after its acknowledgement.
+const SOURCE_CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Timeout for a destination that has everything to load it.
+const LOADED_TIMEOUT: Duration = Duration::from_secs(60);
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
+
+impl Executor<'_> {
+    pub(super) fn query_source(&mut self) -> Input {
+        let limit = if self.ends.switchover.state().cancels_next() {
+            STREAM_FAILURE_TIMEOUT
+        } else {
+            SOURCE_COMPLETION_TIMEOUT
+        };
+        let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::Failed };
+        let view = source.query_status(self.ends.context.options);
+        let is_over = self.wait.since.elapsed() >= limit;
+        if matches!(view, SourceStatus::Migrating | SourceStatus::Unknown) && is_over {
+            let error = source.not_completed(limit);
+            self.ends.error.get_or_insert(error);
+            return Input::TimedOut;
+        }
+        if view == SourceStatus::Migrating {
+            source.await_event(POLL_INTERVAL);
+        }
+        Input::Source(view)
+    }
+
+    pub(super) fn probe_link(&mut self) -> Input {
+        let SourceControl::Stream(channel) = &self.ends.source else { return Input::Failed };
+        let found = source_link(probe_link(channel.as_ref()));
+        let peer = channel.peer().to_owned();
+        match found {
+            SourceLink::Open if self.waited() >= SOURCE_CLOSE_TIMEOUT => {
+                self.ends.error = Some(Error::SourceNotDone { peer, waited: SOURCE_CLOSE_TIMEOUT });
+                return Input::TimedOut;
+            }
+            SourceLink::Open => thread::sleep(POLL_INTERVAL.min(self.waited() / 4)),
+            SourceLink::Reset => {
+                self.ends.error = Some(Error::SourceReset { peer });
+            }
+            SourceLink::Closed => {}
+        }
+        Input::SourceLink(found)
+    }
+
+    pub(super) fn destination_status(&mut self) -> DestinationStatus {
+        self.ends.destination.driven().map_or(DestinationStatus::Loaded, DrivenGuest::query_status)
+    }
+
+    pub(super) fn query_destination(&mut self) -> Input {
+        let view = self.destination_status();
+        match view {
+            DestinationStatus::Loading | DestinationStatus::Unknown | DestinationStatus::LacksMemory(_)
+                if self.waited() >= LOADED_TIMEOUT =>
+            {
+                if let Some(to) = self.ends.destination.qemu() {
+                    self.ends.error.get_or_insert(to.qmp.not_completed(LOADED_TIMEOUT));
+                }
+                return Input::TimedOut;
+            }
+            DestinationStatus::Unknown
+                if self.is_postcopy()
+                    && self.ends.destination.qemu().is_some_and(|to| to.qmp.is_blocked()) =>
+            {
+                return Input::Destination(DestinationStatus::Blocked);
+            }
+            DestinationStatus::Loading | DestinationStatus::Unknown | DestinationStatus::LacksMemory(_) => {
+                thread::sleep(POLL_INTERVAL);
+            }
+            _ => {}
+        }
+        Input::Destination(view)
+    }
+
+    pub(super) fn start_destination(&mut self) -> Input {
+        if let Err(error) = self.check_unchanged() {
+            self.ends.error = Some(error);
+            return Input::Started(StartResult::NotSent);
+        }
+        self.cut_over();
+        let started = self.ends.destination.driven().map_or(Ok(StartResult::Live), DrivenGuest::start);
+        let started = match started {
+            Ok(started) => started,
+            Err(StartFailure { started, error }) => {
+                self.ends.error = Some(*error);
+                started
+            }
+        };
+        if started == StartResult::Live {
+            self.set_running();
+        }
+        Input::Started(started)
+    }
+
+    /// Refuses to run a guest without a link, or from other files, that the source can still run as it was.
+    fn check_unchanged(&mut self) -> Result<(), Error> {
+        let state = self.ends.switchover.state();
+        let SourceControl::Qemu(source) = &mut self.ends.source else { return Ok(()) };
+        match source.check_unchanged() {
+            Err(error) if state.has_source_exited() => {
+                self.notes.push(format!("{error}; it runs there: raise its link with `set_link`"));
+                Ok(())
+            }
+            checked => checked,
+        }
+    }
+
+    /// Reports that the source is done with the guest.
+    pub(super) fn cut_over(&mut self) {
+        if !std::mem::replace(&mut self.is_cut_over, true) {
+            self.ends.context.observer.phase(CopyPhase::CutOver);
+        }
+    }
+
+    pub(super) fn finalize(&mut self) -> Input {
+        if !matches!(self.ends.source, SourceControl::Stored) {
+            self.cut_over();
+        }
+        match self.ends.destination.finalize(self.ends.context) {
+            Ok(notes) => {
+                notes.iter().for_each(|note| self.ends.context.observer.notice(note));
+                // Of one host, both may be connected to one device process, which serves the old one until that ends.
+                let is_upgrade = self.ends.context.options.is_upgrade();
+                let has_source_exited = self.ends.switchover.state().has_source_exited();
+                match &self.ends.source {
+                    SourceControl::Qemu(_) if is_upgrade && has_source_exited => self.take_over(),
+                    SourceControl::Qemu(source) if !is_upgrade => {
+                        self.not_attached = attach_vsocks(self.ends.destination, source).err();
+                    }
+                    _ => {}
+                }
+                Input::Done
+            }
+            Err(error) => {
+                // Of an upload, which can be cancelled when the switchover cannot.
+                self.cancel_handled |= matches!(error, Error::Cancelled);
+                self.ends.error.get_or_insert(error);
+                match self.destination_status() {
+                    DestinationStatus::Exited => Input::Destination(DestinationStatus::Exited),
+                    _ => Input::NotDone,
+                }
+            }
+        }
+    }
+
+    pub(super) fn with_source(&mut self, act: impl FnOnce(&mut QmpSource) -> Result<(), Error>) -> Input {
+        let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::Done };
+        match act(source) {
+            Ok(()) => Input::Done,
+            Err(error) => {
+                tracing::debug!(%error, "the source");
+                Input::NotDone
+            }
+        }
+    }
+
+    pub(super) fn restore(&mut self, requested: GuestAction) -> Input {
+        let end = if self.ends.error.is_some() { CopyEnd::Failed } else { CopyEnd::Complete };
+        let is_asleep = self.ends.switchover.state().guest() == GuestRunState::Suspended;
+        let action = if is_asleep { GuestAction::Leave } else { requested };
+        let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::Done };
+        match source.restore(action, end) {
+            Ok(released) => {
+                self.downtime_ms = released.downtime_ms.or(self.downtime_ms);
+                self.notes.extend(released.notes);
+                let is_done = action == requested;
+                if !is_done {
+                    let socket = source.socket().to_owned();
+                    self.ends.error.get_or_insert(Error::Asleep { socket });
+                }
+                if is_done { Input::Done } else { Input::NotDone }
+            }
+            Err(error) => {
+                let exited = source.has_exited();
+                self.ends.error.get_or_insert(error);
+                if exited { Input::Source(SourceStatus::Exited) } else { Input::NotDone }
+            }
+        }
+    }
+
+    /// Ends a destination in the source's memory before that runs the guest: it may have locks of the drives, and running it would
+    /// change the memory. The decision that it is to run the guest is withdrawn by then: with it and without this QEMU a later `resume`
+    /// would have to assume that the guest has run there.
+    pub(super) fn end_in_shared_memory(&mut self) -> Result<(), Error> {
+        if self.ends.switchover.state().request().memory != MemorySharing::Shared {
+            return Ok(());
+        }
+        self.ends.destination.driven().map_or(Ok(()), DrivenGuest::end)?;
+        tracing::debug!("ended the new QEMU");
+        Ok(())
+    }
+
+    /// The old QEMU of an upgrade has exited: the new one gets what that had, while the record of the move still exists.
+    fn take_over(&mut self) {
+        if let Some(to) = self.ends.destination.qemu() {
+            to.publish_sockets();
+        }
+        if let SourceControl::Qemu(source) = &self.ends.source {
+            self.not_attached = attach_vsocks(self.ends.destination, source).err();
+        }
+    }
+
+    pub(super) fn quit(&mut self) -> Input {
+        let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::Done };
+        match source.quit() {
+            Ok(downtime_ms) => {
+                self.downtime_ms = downtime_ms.or(self.downtime_ms);
+                if self.ends.context.options.is_upgrade() {
+                    self.take_over();
+                }
+                Input::Done
+            }
+            Err(error) => {
+                self.ends.error = Some(error);
+                Input::NotDone
+            }
+        }
+    }
+}
+
+/// Attaches devices that were detached at the source.
+fn attach_vsocks(destination: &mut dyn DestinationEndpoint, source: &QmpSource) -> Result<(), Error> {
+    destination.qemu().map_or(Ok(()), |to| to.qmp.attach_vsocks(&source.vsocks))
+}
