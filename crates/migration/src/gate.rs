@@ -105,9 +105,9 @@ pub fn probe_link(channel: &dyn Channel) -> LinkState {
 }
 
 /// Returns true if [`Channel::recv`] would not wait: there are data, or the end of the stream. The descriptor is readable for a
-/// packet without data too, such as a proxy's ping.
+/// packet without data too, such as a proxy's ping. In a process that has no descriptor left it may wait.
 pub(crate) fn would_receive(channel: &dyn Channel) -> bool {
-    let Ok(at_once) = Cancel::new() else { return false };
+    let Ok(at_once) = Cancel::new() else { return true };
     at_once.cancel();
     channel.wait_recv(&at_once).unwrap_or(true)
 }

@@ -121,8 +121,6 @@ struct Shared<'a> {
     lanes_carry_zero: bool,
 }
 
-impl Shared<'_> {}
-
 impl Outgoing {
     /// A migration whose threads share `session` and are counted in `statistics`.
     pub fn new(session: Arc<Session>, statistics: Arc<Statistics>, options: Options) -> Self {

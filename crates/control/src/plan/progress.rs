@@ -165,7 +165,7 @@ pub enum SourceState {
     Paused,
     /// Its QEMU was ended.
     Ended,
-    /// An image, which is as it was, or a guest of this process; or a guest that did not run, and was stored as it was.
+    /// Unchanged: an image, a guest of this process, or a guest that was stored while it did not run.
     Unchanged,
     /// It was received as a stream, whose sender decides whether it keeps the guest.
     #[serde(rename = "unknown")]

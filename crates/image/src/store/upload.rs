@@ -237,8 +237,6 @@ impl Upload {
     }
 }
 
-impl InFlight {}
-
 /// Number of threads that hash and compress.
 pub(super) fn threads() -> usize {
     thread::available_parallelism().map_or(1, NonZeroUsize::get).min(THREADS_MAX)

@@ -114,7 +114,7 @@ impl Executor<'_> {
         Input::Started(started)
     }
 
-    /// Refuses to run a guest without a link, or from other files, that the source can still run as it was.
+    /// Refuses to run a guest whose link is down or whose files were replaced, while its source can still run it.
     fn check_unchanged(&mut self) -> Result<(), Error> {
         let state = self.ends.switchover.state();
         let SourceControl::Qemu(source) = &mut self.ends.source else { return Ok(()) };

@@ -59,7 +59,7 @@ fn guest_seen_at_the_other_end_is_never_started() {
     }
 }
 
-/// An exited source is no evidence of whether an operator has run the guest there after it was recorded to be done with it.
+/// The exit of a source does not show whether an operator ran the guest there after the record said that it was done.
 #[test]
 fn guest_of_an_exited_source_is_run_by_itself_only_if_that_was_recorded() {
     for case in cases() {
