@@ -87,14 +87,8 @@ impl Bench {
 /// Returns the builder of a QEMU with the lab's smallest guest, which fills this much memory.
 pub(crate) fn small(fill_mib: u64, backend: MemoryBackend) -> Builder {
     let words_per_page = WORDS_PER_PAGE;
-    let guest = BootSector {
-        fill_mib,
-        words_per_page,
-        seed: 1,
-        uses_popcnt: false,
-        sweep_pages: 0,
-        steps_per_tick: 0,
-    };
+    let guest =
+        BootSector { fill_mib, words_per_page, sweep_pages: 0, steps_per_tick: 0, ..BootSector::default() };
     Qemu::builder(Version::V10_0).memory_backend(backend).boot_sector(guest)
 }
 

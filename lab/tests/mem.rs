@@ -123,14 +123,7 @@ fn a_real_guests_memory_has_the_same_hash_in_memory() {
     if !require_lab(test) {
         return;
     }
-    let guest = BootSector {
-        fill_mib: 16,
-        words_per_page: 512,
-        seed: 1,
-        sweep_pages: 0,
-        steps_per_tick: 16,
-        uses_popcnt: false,
-    };
+    let guest = BootSector { words_per_page: 512, sweep_pages: 0, ..BootSector::default() };
     let qemu = Qemu::builder(Version::V10_0).memory_mib(64).boot_sector(guest).start().unwrap();
     qemu.wait_counting(WITHIN).unwrap();
     qemu.qmp().execute("stop", Value::Null).unwrap();

@@ -3,10 +3,10 @@
 use std::os::unix::net::UnixListener;
 use std::time::Duration;
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use serde_json::Value;
 use towline_lab::expect::{Scratch, assert_ended, events, qmp};
-use towline_lab::{BootSector, Finished, Qemu, Version, require_lab, towline, wait_until};
+use towline_lab::{BootSector, Finished, Qemu, Version, require_lab, signal, towline, wait_until};
 
 const WITHIN: Duration = Duration::from_secs(60);
 
@@ -63,7 +63,7 @@ fn a_cancelled_wait_says_that_no_source_was_reached() {
             Ok((text.contains("waiting for up to") || text.contains("listening on")).then_some(()))
         })
         .unwrap();
-        kill_process(Pid::from_raw(copy.pid().cast_signed()).unwrap(), Signal::INT).unwrap();
+        signal(copy.pid(), Signal::INT);
         assert_ended(&copy.wait(WITHIN).unwrap(), 1, &["cancelled", "its QEMU was not reached"]);
     }
 }

@@ -115,9 +115,8 @@ fn guest(case: &Case) -> Builder {
         fill_mib: FILL_MIB,
         words_per_page: 4,
         sweep_pages,
-        seed: 1,
         steps_per_tick: 0,
-        uses_popcnt: false,
+        ..BootSector::default()
     };
     Qemu::builder(Version::V10_0).memory_mib(32).boot_sector(boot_sector)
 }

@@ -125,8 +125,7 @@ fn a_real_systemd_keeps_the_record() {
     let clients: Vec<_> = (0..3).map(|_| EchoClient::begin(&network, guest_address(GUEST))).collect();
     clients.iter().for_each(|client| client.wait_blocks(5));
     for _ in 0..number("TOWLINE_SOAK_NET_RESTARTS", 2) {
-        let pid = rustix::process::Pid::from_raw(card.cast_signed()).unwrap();
-        rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+        towline_lab::signal(card, rustix::process::Signal::KILL);
         card = manager.card(&socket, Some(card));
         let given = fs::read_to_string(format!("/proc/{card}/environ")).unwrap();
         assert!(given.contains("LISTEN_FDS=1\0"), "systemd gives it back what it was given: {given}");

@@ -100,8 +100,7 @@ pub(crate) fn card(network: &Network, socket: &Path, arguments: &[&str]) -> Towl
 
 /// Ends a card as a service manager would; returns its final statistics.
 pub(crate) fn end(card: Towline) -> Value {
-    let pid = rustix::process::Pid::from_raw(card.pid().cast_signed()).unwrap();
-    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    towline_lab::signal(card.pid(), rustix::process::Signal::TERM);
     let finished = card.wait_done(WITHIN).unwrap();
     let last = finished.stdout.lines().last().unwrap_or_else(|| panic!("no statistics: {}", finished.stderr));
     serde_json::from_str(last).unwrap()

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use serde_json::Value;
-use towline_lab::{Network, Towline, paths, require_lab, skip, wait_until};
+use towline_lab::{Network, Towline, paths, require_lab, signal, skip, wait_until};
 
 use crate::support::{
     GUEST, MAC, WITHIN, add_tap, card, datagram, end, guest_address, network, number, path, scratch, sum,
@@ -90,8 +90,7 @@ fn swap(network: &Network, program: &Path, mode: &str, traffic: impl FnOnce() + 
         Ok((tables >= since.saturating_add(2)).then_some(()))
     })
     .unwrap_or_else(|error| panic!("{error:#}: {sent} sent, {back} came back; {}", pmd.stdout()));
-    let pid = Pid::from_raw(pmd.pid().cast_signed()).unwrap();
-    kill_process(pid, Signal::TERM).unwrap();
+    signal(pmd.pid(), Signal::TERM);
     let text = pmd.wait(WITHIN).unwrap().stdout;
     let statistics = end(card);
     // Of forwarding, which drops frames that are queued when it begins.

@@ -132,8 +132,7 @@ fn a_guests_settings_change_while_it_sends() {
             Ok(dump.stderr().contains("listening on").then_some(()))
         })
         .unwrap();
-        let pid = rustix::process::Pid::from_raw(dump.pid().cast_signed()).unwrap();
-        rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
+        towline_lab::signal(dump.pid(), rustix::process::Signal::STOP);
         clients.iter().for_each(|client| client.wait_blocks(50));
         EchoClient::run_for(&clients, seconds("TOWLINE_SOAK_NET_SUSPENDED_S"));
     } else {

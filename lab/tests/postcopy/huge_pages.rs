@@ -1,10 +1,10 @@
 //! A destination whose memory consists of huge pages receives them whole.
 
-use towline_lab::{BootSector, Builder, HugePages, Qemu, Version, require_lab};
+use towline_lab::{Builder, HugePages, Qemu, Version, require_lab};
 
 use crate::support::{
-    Scratch, WITHIN, assert_each_page_once, assert_ended, completed, prove_alive, qmp, run, small, statuses,
-    store, waiting,
+    Scratch, WITHIN, assert_each_page_once, assert_ended, completed, prove_alive, qmp, run, small, spinning,
+    statuses, store, waiting,
 };
 
 /// 64 MiB of 2 MiB each, and a few.
@@ -14,7 +14,7 @@ fn huge() -> Builder {
     let memory = "memory-backend-memfd,id=pc.ram,size=64M,share=on,hugetlb=on,hugetlbsize=2M";
     let machine = "pc-q35-10.0,memory-backend=pc.ram";
     let builder = Qemu::builder(Version::V10_0).machine(machine).memory_mib(64);
-    builder.boot_sector(BootSector { steps_per_tick: 0, ..BootSector::default() }).args(["-object", memory])
+    builder.boot_sector(spinning()).args(["-object", memory])
 }
 
 #[test]

@@ -30,11 +30,14 @@ pub(crate) fn wait_running(towline: &mut Towline) {
     wait_event(towline, "guest that runs", |event| event["phase"] == "running");
 }
 
-/// The small guest: 16 MiB filled, one of them dirtied forever.
+/// The small guest, which takes no interrupts: 16 MiB filled, one of them dirtied forever.
+pub(crate) fn spinning() -> BootSector {
+    BootSector { steps_per_tick: 0, ..BootSector::default() }
+}
+
+/// A QEMU with that guest.
 pub(crate) fn small(version: Version) -> Builder {
-    Qemu::builder(version)
-        .memory_mib(64)
-        .boot_sector(BootSector { steps_per_tick: 0, ..BootSector::default() })
+    Qemu::builder(version).memory_mib(64).boot_sector(spinning())
 }
 
 /// Starts a guest, stores it when it counts, and ends its QEMU. Returns its counter before it was stored.

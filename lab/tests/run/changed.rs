@@ -116,8 +116,7 @@ fn an_image_that_changes_under_its_guest_is_named() {
     let mut last = [0];
     file.read_exact_at(&mut last, length - 1).unwrap();
     file.write_all_at(&[!last[0]], length - 1).unwrap();
-    let pid = rustix::process::Pid::from_raw(run.pid().cast_signed()).unwrap();
-    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+    towline_lab::signal(run.pid(), rustix::process::Signal::INT);
     let written = run.wait_done(WITHIN).unwrap();
     let changed = "guest.img was changed while its memory was in use: ";
     assert!(written.stderr.contains(&format!("{changed}it was written")), "{}", written.stderr);

@@ -8,11 +8,13 @@ use std::process::Command;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
 use towline_lab::expect::qmp;
-use towline_lab::{Kernel, LinuxGuest, Qemu, Qmp, Towline, Version, towline, towline_binary, wait_until};
+use towline_lab::{
+    Kernel, LinuxGuest, Qemu, Qmp, Towline, Version, signal, towline, towline_binary, wait_until,
+};
 
 /// Generous: two busy processors.
 pub(crate) const WITHIN: Duration = Duration::from_secs(120);
@@ -359,8 +361,7 @@ impl Saved {
     /// Ends towline as Ctrl-C does, and checks that its guest is gone.
     pub(crate) fn interrupt_one(&self, run: Towline, name: &str) {
         assert!(self.guests().iter().any(|guest| guest == name));
-        let pid = Pid::from_raw(run.pid().cast_signed()).unwrap();
-        kill_process(pid, Signal::INT).unwrap();
+        signal(run.pid(), Signal::INT);
         run.wait_done(WITHIN).unwrap();
         assert!(!self.guests().iter().any(|guest| guest == name) && !self.directory(name).exists());
     }
@@ -369,8 +370,7 @@ impl Saved {
     pub(crate) fn interrupt(&self, run: Towline) {
         let listed = self.listed();
         assert!(!listed.is_empty());
-        let pid = Pid::from_raw(run.pid().cast_signed()).unwrap();
-        kill_process(pid, Signal::INT).unwrap();
+        signal(run.pid(), Signal::INT);
         run.wait_done(WITHIN).unwrap();
         for guest in &listed {
             let pid = &guest["pid"];

@@ -4,9 +4,9 @@ use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt as _, chown};
 use std::path::Path;
 
-use rustix::process::{Pid, Signal, geteuid, kill_process};
+use rustix::process::{Signal, geteuid};
 use serde_json::Value;
-use towline_lab::{Towline, Version, require_lab, skip, towline_binary, wait_until};
+use towline_lab::{Towline, Version, require_lab, signal, skip, towline_binary, wait_until};
 
 use crate::support::{Saved, WITHIN};
 
@@ -70,7 +70,7 @@ fn a_user_without_privileges_runs_a_guest_of_a_readable_image() {
     ] {
         assert!(status.lines().any(|found| found == line), "{line}: {status}");
     }
-    kill_process(Pid::from_raw(run.pid().cast_signed()).unwrap(), Signal::INT).unwrap();
+    signal(run.pid(), Signal::INT);
     run.wait_done(WITHIN).unwrap();
     assert!(!Path::new(&format!("/proc/{pid}")).exists(), "process {pid} is left");
     saved.assert_intact();

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, SystemTime};
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use towline_lab::expect::wait_transferred;
-use towline_lab::wait_until;
+use towline_lab::{signal, wait_until};
 
 use crate::support::{BUCKET, Fixture, S3, WITHIN, last_event, uploaded};
 
@@ -100,15 +100,14 @@ fn read_to_its_end(fixture: &Fixture, prefix: &str, readers: &dyn Fn() -> usize)
     wait_until("a reader", WITHIN, || Ok((readers() > 0).then_some(()))).unwrap();
     wait_transferred(&mut slow, 1, WITHIN);
     // It reads nothing more before the collection has ended, however long that takes.
-    let reader = Pid::from_raw(slow.pid().try_into().unwrap()).unwrap();
-    kill_process(reader, Signal::STOP).unwrap();
+    signal(slow.pid(), Signal::STOP);
     fixture.done(&["copy", "--overwrite", "mem:8M,seed=2", &image]);
     let remove = ["store", "gc", "--min-age", "0", prefix];
     let found = fixture.done(&remove);
     assert_eq!((&found["readers"], &found["garbage"]["objects"]), (&1.into(), &0.into()), "{found}");
     let kept = found["kept"]["chunks"].as_u64().unwrap();
     assert!(kept > 0 && kept <= sent, "{found}");
-    kill_process(reader, Signal::CONT).unwrap();
+    signal(slow.pid(), Signal::CONT);
     let named = found["kept"]["readers"][0].as_str().unwrap();
     assert!(named.contains(&format!("process {} of host", slow.pid())), "{named}");
     let read = last_event(&slow.wait_done(WITHIN).unwrap());

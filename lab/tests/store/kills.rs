@@ -50,8 +50,7 @@ fn an_upload_that_is_cancelled_leaves_no_index_and_is_resumed() {
     s3.set("rate=4000000");
     let slow = fixture.start(&["copy", "mem:64M,seed=7", &image]);
     wait_until("an upload under way", WITHIN, || Ok((chunks() > 8).then_some(()))).unwrap();
-    let pid = rustix::process::Pid::from_raw(slow.pid() as i32).unwrap();
-    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+    towline_lab::signal(slow.pid(), rustix::process::Signal::INT);
     let finished = slow.wait(WITHIN).unwrap();
     assert_eq!(finished.status.code(), Some(1), "{}{}", finished.stdout, finished.stderr);
     assert!(finished.stderr.contains("towline: cancelled"), "{}", finished.stderr);

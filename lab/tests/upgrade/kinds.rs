@@ -263,14 +263,7 @@ fn a_snapshot_that_is_taken_during_the_copy_keeps_the_guest_where_it_is() {
     if !require_lab("a_snapshot_that_is_taken_during_the_copy_keeps_the_guest_where_it_is") {
         return;
     }
-    let boot_sector = BootSector {
-        fill_mib: 160,
-        words_per_page: 512,
-        sweep_pages: 256,
-        steps_per_tick: 16,
-        seed: 1,
-        uses_popcnt: false,
-    };
+    let boot_sector = BootSector { fill_mib: 160, words_per_page: 512, ..BootSector::default() };
     let builder = Qemu::builder(Version::V10_0).memory_mib(192).boot_sector(boot_sector);
     let guest = Guest::of(builder, &[], |place| {
         drive("d0", &format!("file={},format=raw", image(&place.join("disk"))))

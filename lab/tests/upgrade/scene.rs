@@ -47,14 +47,7 @@ pub(crate) fn small_guest() -> Builder {
 }
 
 fn small_guest_of(version: Version) -> Builder {
-    let boot_sector = BootSector {
-        fill_mib: 16,
-        words_per_page: 4,
-        sweep_pages: 256,
-        steps_per_tick: 16,
-        seed: 1,
-        uses_popcnt: false,
-    };
+    let boot_sector = BootSector { words_per_page: 4, ..BootSector::default() };
     Qemu::builder(version).boot_sector(boot_sector)
 }
 

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, eth, socket_with};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use towline_frontend::wire::feature::{EVENT_IDX, INDIRECT};
 use towline_frontend::{Frontend, MemoryArena, Queue, QueueBuffer, QueueOptions};
 
@@ -249,8 +249,7 @@ impl Driver {
             self.queue().wait(WITHIN).unwrap();
             self.reclaim();
         }
-        let pid = Pid::from_raw(pid.try_into().unwrap()).unwrap();
-        kill_process(pid, Signal::KILL).unwrap();
+        towline_lab::signal(pid.try_into().unwrap(), Signal::KILL);
     }
 
     /// Connects to the next process, as QEMU does: with the used index as the base.
