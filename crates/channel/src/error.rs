@@ -60,7 +60,7 @@ pub enum Error {
         peer: String,
         /// Number of bytes requested.
         wanted: usize,
-        /// Number of came that before the end.
+        /// Number of bytes that came before the end.
         got: usize,
     },
     /// The stream ended without the end-of-stream message that TLS and WebSocket require.
@@ -143,9 +143,9 @@ pub enum Error {
     TooManyFds {
         /// The other end.
         peer: String,
-        /// Number of were that given.
+        /// Number of descriptors in the message.
         count: usize,
-        /// Number of are that allowed.
+        /// The most that one message may have.
         limit: usize,
     },
     /// The kernel dropped descriptors of a message that was received (`MSG_CTRUNC`); the others were closed.
@@ -156,7 +156,7 @@ pub enum Error {
     FdsTruncated {
         /// The other end.
         peer: String,
-        /// Number of are that allowed.
+        /// The most that one message may have.
         limit: usize,
     },
     /// The kernel had no memory to send without copying (`ENOBUFS`), though we waited for earlier sends and

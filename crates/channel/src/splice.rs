@@ -6,11 +6,12 @@
 //! For forwarding without inspection. Not for channels that transform bytes or have received some ahead:
 //! these have no [`Channel::splice_fd`].
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
 use rustix::io::{Errno, retry_on_intr};
 use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
 
+use crate::sys::tcp::is_unacknowledged;
 use crate::{Channel, Error, Result};
 
 /// Preferred capacity of the pipe: a packet of QEMU's multifd, in pages of which some are half filled. The
@@ -77,13 +78,19 @@ impl Splice {
             while given < taken {
                 let moved =
                     retry_on_intr(|| splice(&self.read, None, destination, None, taken - given, flags));
-                given += moved.map_err(|errno| failed("send", to, errno))?;
+                given += moved.map_err(|errno| failed("send", to, reason(errno, destination)))?;
                 system_calls += 1;
             }
             done += taken;
         }
         Ok(SpliceCost { system_calls })
     }
+}
+
+/// A call that has moved some bytes when the connection fails returns their number, and the kernel forgets the reason: the next
+/// call returns `EPIPE`.
+fn reason(errno: Errno, socket: BorrowedFd<'_>) -> Errno {
+    if errno == Errno::PIPE && is_unacknowledged(socket) { Errno::TIMEDOUT } else { errno }
 }
 
 fn failed(op: &'static str, channel: &dyn Channel, errno: Errno) -> Error {

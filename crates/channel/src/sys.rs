@@ -11,6 +11,7 @@
 //! - [`fd`]: takes over a descriptor by number, and replaces the file of a number (`dup3`);
 //! - [`file_owner`]: the owner of files that a thread creates (`setfsuid`);
 //! - [`rights`]: the socket option `SO_PASSRIGHTS`;
+//! - [`tcp`]: the state of a TCP connection (`TCP_INFO`);
 //! - [`zero_copy`]: the socket option `SO_ZEROCOPY`.
 //!
 //! Everything else (sockets and their options, descriptor passing, `poll`, `eventfd`, `flock`, processes)
@@ -26,4 +27,5 @@ pub mod guard;
 pub(crate) mod io;
 pub(crate) mod iobuf;
 pub(crate) mod rights;
+pub(crate) mod tcp;
 pub(crate) mod zero_copy;

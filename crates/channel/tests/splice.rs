@@ -1,10 +1,14 @@
 //! Bytes that go from socket to socket without being seen.
 
-use std::net::Shutdown;
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::thread;
 
+use rustix::io::Errno;
+use rustix::net::sockopt::{set_socket_send_buffer_size, set_tcp_user_timeout};
 use towline_channel::fault::Capture;
-use towline_channel::{Channel, ChannelExt, Error, IoBuf, IoBufMut, SendFlags, Splice, UnixChannel, pair};
+use towline_channel::{
+    Channel, ChannelExt, Error, IoBuf, IoBufMut, SendFlags, Splice, TcpChannel, UnixChannel, pair,
+};
 
 #[test]
 fn spliced_bytes_arrive_unchanged() {
@@ -75,4 +79,22 @@ fn only_bare_sockets_are_joined() {
     assert!(!Splice::joins(&captured, &one));
     let error = Splice::new().unwrap().move_exact(&captured, &one, 1).unwrap_err();
     assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+}
+
+/// The peer takes nothing any more while a packet is sent to it.
+#[test]
+fn the_reason_why_a_connection_failed_is_kept() {
+    let (near, from) = UnixChannel::pair().unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let to = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    set_socket_send_buffer_size(&to, 64 << 10).unwrap();
+    let to = TcpChannel::new(to.into()).unwrap();
+    set_tcp_user_timeout(to.as_fd().unwrap(), 1000).unwrap();
+    let error = thread::scope(|scope| {
+        scope.spawn(|| near.send_all(&[IoBuf::from(&[7; 8 << 20][..])], SendFlags::empty()));
+        let error = Splice::new().unwrap().move_exact(&from, &to, 8 << 20).unwrap_err();
+        from.shutdown(Shutdown::Both).unwrap();
+        error
+    });
+    assert_eq!(error.raw_os_error(), Some(Errno::TIMEDOUT.raw_os_error()), "{error}");
 }
