@@ -42,6 +42,9 @@ const HUGE_PAGES: [&str; 5] = [
     "crates/vhost-user (lib)",
     "crates/vhost-user/hostile",
 ];
+/// A test of a time that other tests would take from it: it runs before them, and its suite without it.
+const ALONE: (&str, &str) =
+    ("lab/store", "standstill::a_guest_saved_over_a_slow_link_keeps_its_downtime_limit");
 /// Has cargo report what it built.
 const MESSAGES: &str = "--message-format=json-render-diagnostics";
 /// The examples in the documentation of all crates, which cargo compiles and runs.
@@ -64,6 +67,17 @@ pub(super) struct Suite {
     /// None: [`DOCUMENTATION`].
     program: Option<PathBuf>,
     package: PathBuf,
+    part: Part,
+}
+
+/// Tests of a program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Part {
+    All,
+    /// The one of [`ALONE`].
+    Alone,
+    /// All others.
+    Others,
 }
 
 /// Result of a suite.
@@ -76,11 +90,12 @@ pub(super) struct Ended {
 
 /// Builds all tests, and the program that they drive, and returns the tests, those that take longest first.
 pub(super) fn build() -> Result<Vec<Suite>> {
-    let documentation = Suite { name: DOCUMENTATION.into(), program: None, package: root() };
+    let documentation = Suite { name: DOCUMENTATION.into(), program: None, package: root(), part: Part::All };
     let mut suites = vec![documentation];
     let messages = compile(cargo(["test", "--workspace", "--no-run", MESSAGES]))?;
     suites.extend(messages.iter().filter_map(|message| suite(message, &root())));
     sort(&mut suites);
+    part(&mut suites);
     let messages = compile(cargo(["build", "--package", "towline-cli", MESSAGES]))?;
     let program = messages.iter().find_map(|message| message["executable"].as_str());
     let shipped = shipped_program()?;
@@ -104,6 +119,14 @@ pub(super) fn build_units() -> Result<Vec<Suite>> {
 fn sort(suites: &mut [Suite]) {
     let rank = |suite: &Suite| FIRST.iter().position(|name| *name == suite.name).unwrap_or(FIRST.len());
     suites.sort_by_key(rank);
+}
+
+/// Makes a suite of the test that runs alone.
+fn part(suites: &mut Vec<Suite>) {
+    let Some(whole) = suites.iter_mut().find(|suite| suite.name == ALONE.0) else { return };
+    let alone = Suite { part: Part::Alone, ..whole.clone() };
+    whole.part = Part::Others;
+    suites.insert(0, alone);
 }
 
 /// The program as packages have it, with the features that it asks for itself: a build of the whole workspace adds those that
@@ -135,7 +158,7 @@ fn suite(message: &Value, root: &Path) -> Option<Suite> {
         "test" => format!("{directory}/{}", target["name"].as_str()?),
         kind => format!("{directory} ({kind})"),
     };
-    Some(Suite { name, program: Some(program.into()), package: package.into() })
+    Some(Suite { name, program: Some(program.into()), package: package.into(), part: Part::All })
 }
 
 impl Suite {
@@ -151,6 +174,11 @@ impl Suite {
         };
         if extent == Extent::Nightly && self.program.is_some() {
             command.arg("--include-ignored");
+        }
+        match self.part {
+            Part::All => {}
+            Part::Alone => drop(command.args(["--exact", ALONE.1])),
+            Part::Others => drop(command.args(["--skip", ALONE.1])),
         }
         command.env("TOWLINE_BIN", shipped_program()?);
         // As cargo does.
@@ -168,8 +196,9 @@ pub(super) fn run(
     deadline: Instant,
     started: &(impl Fn() + Sync),
 ) -> Vec<Ended> {
-    let queue = Mutex::new(Queue { waiting: suites.iter().collect(), huge_pages: false });
-    let ended = Mutex::new(Vec::new());
+    let (alone, others): (Vec<_>, Vec<_>) = suites.iter().partition(|suite| suite.part == Part::Alone);
+    let ended: Vec<_> = alone.iter().map(|suite| run_one(suite, extent, deadline, &|| ())).collect();
+    let (queue, ended) = (Mutex::new(Queue { waiting: others.into(), huge_pages: false }), Mutex::new(ended));
     scope(|scope| {
         // One more than processors: tests wait for their guests about half of the time, and have time limits.
         for _ in 0..=available_parallelism().map_or(1, usize::from) {
@@ -249,8 +278,12 @@ mod tests {
     fn test_programs_are_those_of_the_test_profile() {
         let program = Some("/w/target/debug/deps/a-1".into());
         let package = PathBuf::from("/w/crates/net");
-        let named =
-            |name: &str| Suite { name: name.into(), program: program.clone(), package: package.clone() };
+        let named = |name: &str| Suite {
+            name: name.into(),
+            program: program.clone(),
+            package: package.clone(),
+            part: Part::All,
+        };
         let root = Path::new("/w");
         assert_eq!(suite(&message("test", true), root), Some(named("crates/net/frames")));
         assert_eq!(suite(&message("lib", true), root), Some(named("crates/net (lib)")));
@@ -264,7 +297,12 @@ mod tests {
 
     #[test]
     fn suites_with_huge_pages_follow_each_other() {
-        let named = |name: &&str| Suite { name: name.to_string(), program: None, package: "/".into() };
+        let named = |name: &&str| Suite {
+            name: name.to_string(),
+            program: None,
+            package: "/".into(),
+            part: Part::All,
+        };
         let suites: Vec<_> = [HUGE_PAGES[0], HUGE_PAGES[1], "lab/net"].iter().map(named).collect();
         let mut queue = Queue { waiting: suites.iter().collect(), huge_pages: false };
         let mut next = |done: Option<usize>| {
