@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 
 use serde_json::{Value, json};
-use towline_control::command_line;
+use towline_control::run::recorded_command_line;
 use towline_image::Origin;
 
 use crate::progress::Reporter;
@@ -14,7 +14,7 @@ pub(crate) fn json(origin: Option<&Origin>) -> Value {
         return Value::Null;
     };
     let (mut arguments, mut left_out, mut error) = (Vec::new(), Vec::new(), None);
-    match command_line::recorded(origin) {
+    match recorded_command_line(origin) {
         Ok(Some(recorded)) => {
             arguments = recorded.command_line().to_arguments();
             left_out = recorded.redacted_keys().to_vec();
@@ -32,7 +32,7 @@ pub(crate) fn json(origin: Option<&Origin>) -> Value {
 
 /// Prints what the image has.
 pub(crate) fn print(reporter: &Reporter, origin: Option<&Origin>) {
-    let recorded = match origin.map(command_line::recorded) {
+    let recorded = match origin.map(recorded_command_line) {
         Some(Ok(Some(recorded))) => recorded,
         Some(Err(error)) => return reporter.line(&format!("  command line  cannot be read: {error}")),
         None | Some(Ok(None)) => {

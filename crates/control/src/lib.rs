@@ -3,7 +3,6 @@
 //! ```text
 //! status_server   QMP server of one copy
 //! device          QMP server of devices; statistics: metrics in QEMU's format
-//! command_line    the command line of a QEMU, for the image of its guest
 //! check           preflight check: the facts of both ends
 //! plan            copies a guest from a source to a destination, with rollback
 //! run             starts QEMUs for the guests of an image, and supervises them
@@ -19,7 +18,6 @@
 #![deny(unsafe_code)]
 
 pub mod check;
-pub mod command_line;
 pub mod device;
 pub mod in_place;
 pub mod journal;

@@ -37,7 +37,7 @@ use guests::PlannedGuests;
 use image::RunImage;
 use running::Guests;
 
-pub use guests::{GuestStart, MemoryOrigin, Notice};
+pub use guests::{GuestStart, MemoryOrigin, Notice, recorded_command_line};
 pub use image::ImageChange;
 pub use options::{
     CommandLineTrust, Disks, Download, Error, ImageLocation, MemoryRequest, PrepareContext, RunOptions,

@@ -4,17 +4,17 @@
 use std::ffi::OsString;
 use std::path::Path;
 
-use towline_image::Image;
+use towline_image::{Image, Origin};
 use towline_launch::command_line::QemuOption;
 use towline_launch::{
     AllowedCommandLine, CommandLine, GuestIdentity, GuestName, HostArguments, Lifetime, MappedBlock,
-    MappedMemory, Overlay, OverlayPlan, QemuVersion, Recorded, Refused, Sharing, Start, check_in_use,
+    MappedMemory, Overlay, OverlayPlan, ParseError, QemuVersion, Recorded, Refused, Sharing, Start,
+    check_in_use,
 };
 use towline_protocol::RamBlock;
 
 use super::image::RunImage;
 use super::options::{CommandLineTrust, Disks, Error, MemoryRequest, RunOptions};
-use crate::command_line;
 use crate::in_place::{Reflink, UnusedReflink};
 
 /// A guest that is about to start.
@@ -102,6 +102,15 @@ impl GuestStart {
     }
 }
 
+/// Returns the command line that is recorded with an image; `None` if there is none.
+///
+/// # Errors
+/// The text is not one, or of a newer version.
+pub fn recorded_command_line(origin: &Origin) -> Result<Option<Recorded>, ParseError> {
+    let process = origin.process.as_ref();
+    process.map(|process| Recorded::from_json(process.command_line.as_bytes())).transpose()
+}
+
 /// Returns the guests to start: their memory is not mapped without the QEMU's `version`. They do not collide
 /// with each other or with this host.
 pub(super) fn plan(
@@ -109,7 +118,7 @@ pub(super) fn plan(
     image: &RunImage,
     version: Option<QemuVersion>,
 ) -> Result<PlannedGuests, Error> {
-    let recorded = image.origin.as_ref().map(command_line::recorded).transpose()?.flatten();
+    let recorded = image.origin.as_ref().map(recorded_command_line).transpose()?.flatten();
     if recorded.is_none() && options.host.arguments.is_empty() {
         return Err(Error::NoCommandLine { image: image.name.display().to_string() });
     }

@@ -1,10 +1,13 @@
 //! A QEMU that is driven by its monitor, as source and as destination.
 
+use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
 use towline_channel::Channel;
+use towline_image::manifest::COMMAND_LINE_BYTES_MAX;
 use towline_image::{Origin as ImageOrigin, QemuProcess};
+use towline_launch::{CommandLine, ParseError};
 use towline_migration::incoming::{Connections, Publication};
 use towline_migration::{Compression, Session, Sink, Snapshot};
 
@@ -20,9 +23,9 @@ use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::super::source::{QmpSource, Required};
 use super::driven::{DrivenGuest, GuestDescription, LocalGuest, QemuDestination, RelaySink};
 use super::traits::{DestinationEndpoint, Rollback, SourceControl, SourceEndpoint, receiver};
-use crate::command_line::{self, CommandLineRecordError};
 use crate::in_place::Presence;
 use crate::moves::MoveEnd;
+use crate::process::Process;
 use crate::qemu::Qemu;
 use crate::switchover::{DestinationKind, Directive, GuestRunState, SourceKind};
 
@@ -32,6 +35,42 @@ pub(in super::super) fn query_failed(error: Error) -> Failure {
         return Failure { guest: GuestAfterFailure::NOT_REACHED, ..Failure::untouched(error) };
     }
     Failure::untouched(error)
+}
+
+/// Reason that the command line of a QEMU is not recorded with the image of its guest.
+#[derive(Debug, thiserror::Error)]
+enum CommandLineRecordError {
+    #[error(
+        "QEMU's process is not known: {reason}; save the guest on the host of its QEMU, as the same user"
+    )]
+    UnknownProcess { reason: String },
+    #[error("command line of QEMU's process {pid}: {source}")]
+    CommandLine { pid: i32, source: ParseError },
+    #[error(
+        "command line of QEMU has {found} bytes, expected at most {COMMAND_LINE_BYTES_MAX}; start QEMU with less"
+    )]
+    TooLong { found: usize },
+}
+
+/// Records the command line of a QEMU, without secrets and without the options of its process; and the
+/// working directory, where `/proc` shows it: not to a process in a sandbox.
+fn record_command_line(qemu: &Qemu) -> Result<QemuProcess, CommandLineRecordError> {
+    let pid = match qemu.process() {
+        Process::Known { pid, .. } => *pid,
+        Process::Unknown { reason } => {
+            return Err(CommandLineRecordError::UnknownProcess { reason: reason.clone() });
+        }
+    };
+    let command_line =
+        CommandLine::of_process(pid.cast_unsigned()).and_then(|command_line| command_line.record());
+    let command_line =
+        command_line.map_err(|source| CommandLineRecordError::CommandLine { pid, source })?.to_json();
+    if command_line.len() > COMMAND_LINE_BYTES_MAX {
+        return Err(CommandLineRecordError::TooLong { found: command_line.len() });
+    }
+    let directory = fs::read_link(format!("/proc/{pid}/cwd")).ok();
+    let working_directory = directory.and_then(|directory| directory.into_os_string().into_string().ok());
+    Ok(QemuProcess { command_line, working_directory })
 }
 
 /// A QEMU that runs a guest.
@@ -97,7 +136,7 @@ impl SourceEndpoint for QemuSource {
     }
 
     fn record_process(&self, context: &Context<'_>) -> Option<QemuProcess> {
-        let recorded = command_line::record(self.qemu.qemu());
+        let recorded = record_command_line(self.qemu.qemu());
         let notice = |reason: &CommandLineRecordError| {
             context.observer.notice(&format!(
                 "the image has no command line, so `towline run` needs all arguments of QEMU: {reason}"
