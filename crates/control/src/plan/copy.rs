@@ -163,12 +163,7 @@ fn transfer(
     destination: &Destination,
     context: &Context<'_>,
 ) -> Result<CopyReport, Failure> {
-    let process = if destination.is_image() { source.record_process(context) } else { None };
-    let extent = if destination.monitor().is_some() { FactsExtent::Compared } else { FactsExtent::Identity };
-    let mut description = source.describe_guest(extent, context)?;
-    if process.is_some() {
-        description.origin.process = process;
-    }
+    let description = source.describe_guest(FactsExtent::of(destination), context)?;
     let mut to = endpoint::destination(destination, description, context).map_err(Failure::untouched)?;
     transfer_to(source, to.as_mut(), context)
 }

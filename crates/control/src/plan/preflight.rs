@@ -11,6 +11,7 @@ use towline_image::StoredGuest;
 use towline_protocol::RamBlock;
 
 use super::context::Context;
+use super::ends::Destination;
 use super::error::Error;
 use super::progress::Observer;
 use super::vsock;
@@ -22,8 +23,21 @@ use crate::qemu::Qemu;
 pub(super) enum FactsExtent {
     /// Identity of the guest.
     Identity,
+    /// Identity, and the process of its QEMU, for an image.
+    Stored,
     /// All that is compared with a QEMU at its destination.
     Compared,
+}
+
+impl FactsExtent {
+    /// Extent for a guest that goes to this destination.
+    pub(super) fn of(destination: &Destination) -> Self {
+        match destination {
+            Destination::Qmp(_) => Self::Compared,
+            to if to.is_image() => Self::Stored,
+            _ => Self::Identity,
+        }
+    }
 }
 
 /// Facts about a guest before it is sent.
@@ -57,7 +71,7 @@ impl GuestFacts {
     pub(super) fn of_qemu(qemu: &mut Qemu, extent: FactsExtent) -> Result<Self, Error> {
         let uuid = Some(qemu.facts().uuid.clone());
         let facts = match extent {
-            FactsExtent::Identity => None,
+            FactsExtent::Identity | FactsExtent::Stored => None,
             FactsExtent::Compared => Some(Subject::Qemu(Box::new(qemu.compat_facts()?)).into()),
         };
         Ok(Self { facts, uuid })

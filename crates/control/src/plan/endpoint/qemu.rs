@@ -114,6 +114,16 @@ impl QemuSource {
         to.connect(session, context)?;
         self.qemu.start(context.lanes(), context.options, context.cancel)
     }
+
+    fn record_process(&self, context: &Context<'_>) -> Option<QemuProcess> {
+        let recorded = record_command_line(self.qemu.qemu());
+        let notice = |reason: &CommandLineRecordError| {
+            context.observer.notice(&format!(
+                "the image has no command line, so `towline run` needs all arguments of QEMU: {reason}"
+            ));
+        };
+        recorded.inspect_err(notice).ok()
+    }
 }
 
 impl SourceEndpoint for QemuSource {
@@ -131,18 +141,9 @@ impl SourceEndpoint for QemuSource {
         let guest = if context.options.detaches_vsock() { guest.without_vsocks() } else { guest };
         let how = if context.options.is_snapshot() { "qmp (background-snapshot)" } else { "qmp" };
         let qemu = Some(self.qemu.version_text());
-        let origin = ImageOrigin { source: how.into(), qemu, ..ImageOrigin::default() };
+        let process = (extent == FactsExtent::Stored).then(|| self.record_process(context)).flatten();
+        let origin = ImageOrigin { source: how.into(), qemu, process, ..ImageOrigin::default() };
         Ok(GuestDescription { guest: Some(guest), origin, file: None })
-    }
-
-    fn record_process(&self, context: &Context<'_>) -> Option<QemuProcess> {
-        let recorded = record_command_line(self.qemu.qemu());
-        let notice = |reason: &CommandLineRecordError| {
-            context.observer.notice(&format!(
-                "the image has no command line, so `towline run` needs all arguments of QEMU: {reason}"
-            ));
-        };
-        recorded.inspect_err(notice).ok()
     }
 
     fn start(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {

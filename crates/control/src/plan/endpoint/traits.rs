@@ -9,7 +9,6 @@
 use std::sync::Arc;
 
 use towline_channel::Channel;
-use towline_image::QemuProcess;
 use towline_migration::incoming::Publication;
 use towline_migration::{Session, Sink, Snapshot};
 use towline_protocol::session::ReceiverMode;
@@ -38,12 +37,6 @@ pub(in super::super) trait SourceEndpoint {
         extent: FactsExtent,
         context: &Context<'_>,
     ) -> Result<GuestDescription<'_>, Failure>;
-
-    /// Process of the QEMU that runs the guest, for an image.
-    fn record_process(&self, context: &Context<'_>) -> Option<QemuProcess> {
-        let _ = context;
-        None
-    }
 
     /// Connects the destination and starts the migration.
     fn start(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {
