@@ -1,7 +1,6 @@
 //! Results of copies and moves: an event, lines for people, and the exit status.
 
 mod text;
-mod verb;
 
 use serde_json::{Value, json};
 use towline_channel::Address;
@@ -12,7 +11,7 @@ use crate::exit::Exit;
 use crate::progress::{Reporter, faults, ram};
 use crate::sandbox::SandboxArgs;
 use crate::{console, errors, events, sends};
-pub(crate) use verb::Verb;
+pub(crate) use text::Verb;
 
 /// Location of a synthetic guest after a failure.
 const SYNTHETIC_GONE: &str = "gone: a synthetic guest ends with its process";
@@ -42,7 +41,11 @@ impl<'a> Results<'a> {
     pub(crate) fn done(&self, destination: &Endpoint, report: &CopyReport) {
         let fields = completed(self.source, destination, report);
         self.reporter.event("completed", events::with_exit(fields, Exit::Done));
-        text::completed(self.reporter, self.verb, [self.source, destination], report);
+        for line in sends::lines(&report.lane_sends) {
+            tracing::info!("lanes {line}");
+        }
+        let lines = text::completed(self.verb, [self.source, destination], report);
+        lines.iter().for_each(|line| self.reporter.line(line));
     }
 
     /// Reports a failure.
