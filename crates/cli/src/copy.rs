@@ -1,13 +1,10 @@
 //! `towline copy` and `towline move`.
 
-use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use towline_channel::Cancel;
 use towline_control::plan::{self, CloneTarget, CopyRequest, Destination, Observer, Source};
-use towline_control::statistics::StatsSource;
-use towline_control::status_server::StatusServer;
 
 use crate::args::{CopyArgs, MoveArgs, TransferArgs};
 use crate::endpoint::{Endpoint, memory};
@@ -15,13 +12,11 @@ use crate::exit::{Exit, UsageError};
 use crate::lock::lock;
 use crate::log::RequestId;
 use crate::notify::Notifier;
-use crate::observability::ObservabilityArgs;
 use crate::outcome::{Destinations, Results, Verb};
 use crate::progress::Reporter;
 use crate::report::ReportRecorder;
 use crate::signals::{SignalEffects, cancel_on_signals};
-use crate::sockets::private;
-use crate::{errors, request, sandbox};
+use crate::{request, sandbox};
 
 /// Runs `copy`.
 pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
@@ -59,7 +54,7 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     args.transfer.report.check(&ends).map_err(UsageError)?;
     let notifier = Notifier::from_environment();
     confine(&args.transfer, &source, &destinations, &options);
-    let cancel = cancel_on_signals(signal_effects(&args.transfer, &ends))?;
+    let cancel = cancel_on_signals(SignalEffects::of_copy(&args.transfer, &ends))?;
     if destinations.len() > 1 {
         return Ok(clones(&results, args, &source, &destinations, &options, &cancel));
     }
@@ -68,7 +63,9 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     };
     let recorder = ReportRecorder::new();
     let observer = (&(&reporter, &notifier), &recorder);
-    let copied = observed(&source, destination, &options, &cancel, &observer, &args.transfer.observability);
+    memory::check(&source, destination, &options)?;
+    let copy = |observer: &dyn Observer| plan::copy(&source, destination, &options, &cancel, observer);
+    let copied = args.transfer.observability.observe(&options, &cancel, &observer, copy);
     notifier.stopping();
     let copied = copied?;
     reporter.finish();
@@ -98,32 +95,6 @@ fn confine(args: &TransferArgs, source: &Source, destinations: &[Destination], o
         }
         None => args.sandbox.log_unconfined(sandbox::EXEC_UNCONFINED),
     }
-}
-
-/// Copies to one destination, with the servers of `--qmp` and `--metrics`.
-fn observed(
-    source: &Source,
-    destination: &Destination,
-    options: &CopyRequest,
-    cancel: &Cancel,
-    observer: &dyn Observer,
-    observability: &ObservabilityArgs,
-) -> Result<plan::CopyResult> {
-    memory::check(source, destination, options)?;
-    if !observability.is_requested() {
-        return Ok(plan::copy(source, destination, options, cancel, observer));
-    }
-    let monitor = Arc::new(StatusServer::new(options, cancel));
-    let serve = |path: &PathBuf| {
-        private(|| Ok(monitor.serve(path)?)).with_context(|| format!("--qmp {}", path.display()))
-    };
-    let server = observability.qmp.as_ref().map(serve).transpose()?;
-    let counting = Arc::clone(&monitor) as Arc<dyn StatsSource>;
-    let observers = observability.with_server(server, &counting)?;
-    let copied = plan::copy(source, destination, options, cancel, &(observer, &*monitor));
-    monitor.ended(copied.as_ref().map_err(|failure| errors::worded(failure)));
-    drop(observers);
-    Ok(copied)
 }
 
 /// Copies to several destinations at once.
@@ -185,29 +156,15 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
     let options = request::of_move(args, &destination).map_err(UsageError)?;
     args.transfer.report.check(&[&args.source, &args.destination]).map_err(UsageError)?;
     confine(&args.transfer, &source, std::slice::from_ref(&destination), &options);
-    let cancel = cancel_on_signals(signal_effects(&args.transfer, &[&args.source, &args.destination]))?;
-    let observability = &args.transfer.observability;
+    let cancel =
+        cancel_on_signals(SignalEffects::of_copy(&args.transfer, &[&args.source, &args.destination]))?;
     let recorder = ReportRecorder::new();
     let observer = (&reporter, &recorder);
-    let moved = observed(&source, &destination, &options, &cancel, &observer, observability)?;
+    memory::check(&source, &destination, &options)?;
+    let copy = |observer: &dyn Observer| plan::copy(&source, &destination, &options, &cancel, observer);
+    let moved = args.transfer.observability.observe(&options, &cancel, &observer, copy)?;
     reporter.finish();
     let exit = report(&results, &args.destination, &moved);
     recorder.write(&args.transfer.report, [&args.source, &args.destination], moved.as_ref());
     Ok(exit)
-}
-
-fn signal_effects(transfer: &TransferArgs, ends: &[&Endpoint]) -> SignalEffects {
-    let has_qemu = ends.iter().any(|end| matches!(end, Endpoint::Qmp(_)));
-    if transfer.postcopy.postcopy {
-        return SignalEffects {
-            first: "cancelling; the source keeps its guest, unless that runs at the destination already, which then \
-                    gets its memory first",
-            second: Some("a guest that runs at the destination then waits for the rest of its memory"),
-        };
-    }
-    SignalEffects {
-        first: "cancelling; the source keeps its guest, unless the switchover is in progress",
-        second: has_qemu
-            .then_some("QEMU keeps the settings of the copy until the next one, or `towline repair`"),
-    }
 }

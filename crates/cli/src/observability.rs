@@ -8,10 +8,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
+use towline_channel::Cancel;
 use towline_control::device::{DeviceCommands, ManagedDevice};
+use towline_control::plan::{CopyRequest, CopyResult, Observer};
 use towline_control::statistics::StatsSource;
+use towline_control::status_server::StatusServer;
 use towline_qmp::{Commands, Server};
 
+use crate::errors;
 use crate::metrics::Metrics;
 use crate::sandbox::Policy;
 use crate::sockets::private;
@@ -67,12 +71,31 @@ impl ObservabilityArgs {
         self.with_server(server, &(monitor as Arc<dyn StatsSource>))
     }
 
-    /// Starts the metrics, beside a running QMP server.
-    pub(crate) fn with_server(
+    /// Runs `copy` with the servers of a copy, by which others observe and cancel it.
+    pub(crate) fn observe(
         &self,
-        server: Option<Server>,
-        counting: &Arc<dyn StatsSource>,
-    ) -> Result<Observers> {
+        options: &CopyRequest,
+        cancel: &Cancel,
+        observer: &dyn Observer,
+        copy: impl FnOnce(&dyn Observer) -> CopyResult,
+    ) -> Result<CopyResult> {
+        if !self.is_requested() {
+            return Ok(copy(observer));
+        }
+        let monitor = Arc::new(StatusServer::new(options, cancel));
+        let serve = |path: &PathBuf| {
+            private(|| Ok(monitor.serve(path)?)).with_context(|| format!("--qmp {}", path.display()))
+        };
+        let server = self.qmp.as_ref().map(serve).transpose()?;
+        let observers = self.with_server(server, &(Arc::clone(&monitor) as Arc<dyn StatsSource>))?;
+        let copied = copy(&(observer, &*monitor));
+        monitor.ended(copied.as_ref().map_err(|failure| errors::worded(failure)));
+        drop(observers);
+        Ok(copied)
+    }
+
+    /// Starts the metrics, beside a running QMP server.
+    fn with_server(&self, server: Option<Server>, counting: &Arc<dyn StatsSource>) -> Result<Observers> {
         let metrics = self
             .metrics
             .map(|address| Metrics::start(address, counting).with_context(|| format!("--metrics {address}")));

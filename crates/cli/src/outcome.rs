@@ -5,6 +5,7 @@ mod text;
 use serde_json::{Value, json};
 use towline_channel::Address;
 use towline_control::plan::{self, CopyReport, Error, Failure, PostcopyReport, SourceCategory};
+use towline_memload::CheckOutcome;
 
 use crate::endpoint::Endpoint;
 use crate::exit::Exit;
@@ -39,12 +40,16 @@ impl<'a> Results<'a> {
 
     /// Reports a success.
     pub(crate) fn done(&self, destination: &Endpoint, report: &CopyReport) {
-        let fields = completed(self.source, destination, report);
+        let memory = match destination {
+            Endpoint::Memory(memory) => memory.outcome(),
+            _ => None,
+        };
+        let fields = completed(self.source, destination, report, memory.as_ref());
         self.reporter.event("completed", events::with_exit(fields, Exit::Done));
         for line in sends::lines(&report.lane_sends) {
             tracing::info!("lanes {line}");
         }
-        let lines = text::completed(self.verb, [self.source, destination], report);
+        let lines = text::completed(self.verb, [self.source, destination], report, memory.as_ref());
         lines.iter().for_each(|line| self.reporter.line(line));
     }
 
@@ -116,7 +121,12 @@ impl<'a> Results<'a> {
 }
 
 /// Returns the fields of the event `completed`.
-fn completed(source: &Endpoint, destination: &Endpoint, report: &CopyReport) -> Value {
+fn completed(
+    source: &Endpoint,
+    destination: &Endpoint,
+    report: &CopyReport,
+    memory: Option<&CheckOutcome>,
+) -> Value {
     json!({
         "source": source.to_string(),
         "destination": destination.to_string(),
@@ -135,7 +145,7 @@ fn completed(source: &Endpoint, destination: &Endpoint, report: &CopyReport) -> 
         "ram": ram(&report.moved),
         "postcopy": report.postcopy.as_ref().map(postcopy),
         "uploaded": report.uploaded,
-        "memory": text::received(destination).map(|outcome| outcome.json()),
+        "memory": memory.map(CheckOutcome::json),
         "increment": report.increment,
     })
 }

@@ -15,7 +15,7 @@ pub(crate) fn lines(lanes: &[LaneSends]) -> Vec<String> {
             None => alike.push((lane.method, lane.reason, vec![lane])),
         }
     }
-    alike.iter().map(|(method, reason, lanes)| line(*method, *reason, lanes)).collect()
+    alike.iter().map(|(method, reason, lanes)| alike_line(*method, *reason, lanes)).collect()
 }
 
 /// Returns an object for each lane.
@@ -43,7 +43,7 @@ fn has_choice(lane: &LaneSends) -> bool {
     is_choice && (lane.method, lane.reason) != (SendMethod::Plain, SendReason::Asked)
 }
 
-fn line(method: SendMethod, reason: SendReason, lanes: &[&LaneSends]) -> String {
+fn alike_line(method: SendMethod, reason: SendReason, lanes: &[&LaneSends]) -> String {
     let sum = |of: fn(&LaneSends) -> u64| count(lanes.iter().map(|lane| of(lane)).sum());
     let mut line = format!(
         "{} {method}: {reason}; {} packets plain, {} zero-copy",

@@ -11,7 +11,9 @@ use signal_hook::iterator::Signals;
 use signal_hook::low_level::{emulate_default_handler, signal_name};
 use towline_channel::Cancel;
 
+use crate::args::TransferArgs;
 use crate::console;
+use crate::endpoint::Endpoint;
 
 /// Effects of signals on a command, as parts of a sentence.
 #[derive(Debug, Clone, Copy)]
@@ -26,6 +28,23 @@ impl SignalEffects {
     /// Effects on a command that only reads.
     #[cfg(feature = "store")]
     pub(crate) const OF_READING: Self = Self { first: "cancelling; nothing is changed", second: None };
+
+    /// Effects on a copy or move between these ends.
+    pub(crate) fn of_copy(transfer: &TransferArgs, ends: &[&Endpoint]) -> Self {
+        let has_qemu = ends.iter().any(|end| matches!(end, Endpoint::Qmp(_)));
+        if transfer.postcopy.postcopy {
+            return Self {
+                first: "cancelling; the source keeps its guest, unless that runs at the destination already, which then \
+                        gets its memory first",
+                second: Some("a guest that runs at the destination then waits for the rest of its memory"),
+            };
+        }
+        Self {
+            first: "cancelling; the source keeps its guest, unless the switchover is in progress",
+            second: has_qemu
+                .then_some("QEMU keeps the settings of the copy until the next one, or `towline repair`"),
+        }
+    }
 
     /// Formats what the first signal prints.
     fn announcement(self, signal: libc::c_int) -> String {

@@ -29,18 +29,19 @@ impl Verb {
     }
 }
 
-/// Returns the report.
+/// Returns the report; `memory`: the check of a guest that was received into memory (`mem:`).
 pub(super) fn completed(
     verb: Verb,
     [source, destination]: [&Endpoint; 2],
     report: &CopyReport,
+    memory: Option<&CheckOutcome>,
 ) -> Vec<String> {
     let seconds = report.total_time.as_secs_f64();
     let mut lines = vec![format!("{} {source} to {destination} in {seconds:.2} s", verb.name())];
     lines.extend(transfer(report));
     lines.extend(report.downtime_ms.map(|downtime_ms| format!("  downtime     {downtime_ms} ms")));
     lines.extend(report.postcopy.iter().flat_map(postcopy));
-    lines.extend(received(destination).iter().flat_map(checked));
+    lines.extend(memory.into_iter().flat_map(checked));
     lines.extend(report.increment.map(|Increment { stored, in_base }| {
         let (all, bytes) = (stored + in_base, stored as u64 * CHUNK_BYTES);
         format!(
@@ -136,12 +137,4 @@ fn checked(outcome: &CheckOutcome) -> Vec<String> {
         lines.push(format!("  {name:<38} {:>11}  BLAKE3 {blake3}", size(*length)));
     }
     lines
-}
-
-/// The guest that was received into memory (`mem:`).
-pub(super) fn received(destination: &Endpoint) -> Option<CheckOutcome> {
-    match destination {
-        Endpoint::Memory(memory) => memory.outcome(),
-        _ => None,
-    }
 }

@@ -23,7 +23,7 @@ use super::postcopy;
 use super::preflight::{self, FactsExtent};
 use super::progress::{CopyPhase, CopyReport, DestinationState, Observer, Progress};
 use super::recorder::RecordedEnds;
-use super::request::{CopyRequest, PostcopyOptions};
+use super::request::CopyRequest;
 use super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::validate::{validate, validate_stream};
 use crate::switchover::{DestinationKind, Directive, MemorySharing, SourceKind};
@@ -67,7 +67,7 @@ pub fn copy(
     preflight::check_devices(options.devices(), observer).map_err(Failure::untouched)?;
     match options.postcopy() {
         None => transfer(endpoint::source(source, &context)?.as_mut(), destination, &context),
-        Some(how) => copy_by_postcopy(source, destination, how, &context),
+        Some(how) => postcopy::copy(source, destination, how, &context),
     }
 }
 
@@ -98,20 +98,6 @@ pub fn wait_for_socket(
         thread::park_timeout(SOCKET_INTERVAL);
     }
     Ok(())
-}
-
-/// Runs the guest at its destination before its memory is there.
-fn copy_by_postcopy(
-    source: &Source,
-    destination: &Destination,
-    how: PostcopyOptions,
-    context: &Context<'_>,
-) -> Result<CopyReport, Failure> {
-    if let (Some(from), Some(to)) = (source.monitor(), destination.monitor()) {
-        return postcopy::migrate(from, to, how, context);
-    }
-    let image = endpoint::open(source, context.options, context.cancel, context.observer);
-    postcopy::restore(image.map_err(Failure::unopened)?.as_ref(), destination, how, context)
 }
 
 /// Copies an open image, which other copies may read at the same time.

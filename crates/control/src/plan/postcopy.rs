@@ -26,7 +26,7 @@ use towline_migration::{Postcopy, Session, Statistics};
 use super::context::{Context, connect_options};
 use super::destination::RecoveryState;
 use super::endpoint::{self, SourceControl};
-use super::ends::Destination;
+use super::ends::{Destination, Source};
 use super::engine::run_supervised;
 use super::error::{Error, Failure};
 use super::error_origin;
@@ -38,7 +38,6 @@ use crate::switchover::{
     DestinationStatus, Directive, FinalRunState, GuestRunState, Input, LossCause, MemoryLoss, MemorySharing,
     SourceKind,
 };
-pub(super) use live::migrate;
 use target::Target;
 use unreadable::Attempts;
 
@@ -51,6 +50,20 @@ const START_POLL_TIME: Duration = Duration::from_secs(2);
 const RECOVER_INTERVAL: Duration = Duration::from_millis(20);
 /// Maximum number of consecutive connections without progress.
 const IDLE_RECOVERIES_MAX: u32 = 5;
+
+/// Runs the guest at its destination before its memory is there.
+pub(super) fn copy(
+    source: &Source,
+    destination: &Destination,
+    how: PostcopyOptions,
+    context: &Context<'_>,
+) -> Result<CopyReport, Failure> {
+    if let (Some(from), Some(to)) = (source.monitor(), destination.monitor()) {
+        return live::migrate(from, to, how, context);
+    }
+    let image = endpoint::open(source, context.options, context.cancel, context.observer);
+    restore(image.map_err(Failure::unopened)?.as_ref(), destination, how, context)
+}
 
 /// Runs the guest of an image at `destination`.
 pub(super) fn restore(
