@@ -1,53 +1,53 @@
-//! Programs of this machine in a Linux guest: `socat`, `perl` and others that are not part of towline.
+//! Programs of this machine in a Linux guest: `socat`, `perl`, or the very binary under test.
 //!
-//! Linux accepts several concatenated archives as its initramfs, so they follow the guest's own.
+//! ```text
+//!   host   ldd PROGRAM ─► cpio of bin/PROGRAM and its libraries, behind the guest's initramfs    guest   /bin/PROGRAM
+//! ```
+//! Linux accepts several concatenated archives as its initramfs. Limits: the guest's processor must have the features that the
+//! host's code was compiled for (`-cpu max` has them); files that a program opens at run time are missing.
 
-use std::collections::BTreeSet;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
+use tempfile::TempDir;
 
-use crate::cpio::Archive;
+use crate::paths;
 
-/// Writes the archive into `directory`.
+/// Script that packs the working directory with the busybox that it is given, as the set-up packs the guest's own archive.
+const PACK: &str = "find . -mindepth 1 | \"$0\" cpio -o -H newc -R 0:0";
+
+/// Writes `base` with these programs into `directory`.
 pub(crate) fn archive(base: &Path, programs: &[PathBuf], directory: &Path) -> Result<PathBuf> {
-    let mut files: BTreeSet<PathBuf> = programs.iter().cloned().collect();
+    let tree = TempDir::new_in(directory)?;
     for program in programs {
-        files.extend(libraries(program)?);
+        let name = program.file_name().context("a program has a name")?;
+        place(program, &tree.path().join("bin").join(name))?;
+        for library in libraries(program)? {
+            place(&library, &tree.path().join(library.strip_prefix("/")?))?;
+        }
     }
-    let mut archive = Archive::default();
-    let directories: BTreeSet<&Path> = files.iter().flat_map(|file| file.ancestors().skip(1)).collect();
-    for directory in directories.into_iter().filter(|directory| directory.parent().is_some()) {
-        archive.directory(relative(directory)?);
-    }
-    for file in &files {
-        let content = std::fs::read(file).with_context(|| format!("{} cannot be read", file.display()))?;
-        archive.file(relative(file)?, 0o755, &content);
-    }
-    let mut content = std::fs::read(base)?;
-    content.extend(archive.finish());
     let made = directory.join("initramfs");
-    std::fs::write(&made, content)?;
+    fs::copy(base, &made).with_context(|| format!("{} cannot be copied", base.display()))?;
+    let mut pack = Command::new("sh");
+    pack.args(["-c", PACK]).arg(paths::lab_directory().join("busybox/bin/busybox")).current_dir(&tree);
+    let packed = pack.stdout(File::options().append(true).open(&made)?).output()?;
+    ensure!(packed.status.success(), "cpio fails: {}", String::from_utf8_lossy(&packed.stderr));
     Ok(made)
 }
 
-fn relative(path: &Path) -> Result<&str> {
-    path.to_str()
-        .and_then(|path| path.strip_prefix('/'))
-        .with_context(|| format!("{} is odd", path.display()))
+fn place(file: &Path, at: &Path) -> Result<()> {
+    fs::create_dir_all(at.parent().expect("it is below the tree"))?;
+    fs::copy(file, at).with_context(|| format!("{} cannot be read", file.display()))?;
+    Ok(())
 }
 
-/// Returns the libraries that the dynamic linker would load for a program, and the linker.
+/// Files that the program's loader opens, itself included.
 fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
     let output = Command::new("ldd").arg(program).output().context("ldd cannot be started")?;
-    ensure!(
-        output.status.success(),
-        "ldd {}: {}",
-        program.display(),
-        String::from_utf8_lossy(&output.stderr)
-    );
-    let text = String::from_utf8_lossy(&output.stdout);
-    let paths = text.lines().filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/')));
-    Ok(paths.map(PathBuf::from).collect())
+    let message = String::from_utf8_lossy(&output.stdout);
+    // It fails for a static program.
+    let path = |line: &str| line.split_whitespace().find(|word| word.starts_with('/')).map(PathBuf::from);
+    Ok(message.lines().filter_map(path).collect())
 }

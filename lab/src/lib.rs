@@ -19,7 +19,6 @@
 
 #[cfg(feature = "certificates")]
 pub mod certificates;
-pub mod cpio;
 pub mod demo;
 pub mod downtime;
 mod drive_lock;
@@ -33,7 +32,6 @@ mod memory;
 mod network;
 pub mod paths;
 mod process;
-mod program;
 mod proxy;
 mod qemu;
 mod qmp;
@@ -53,7 +51,6 @@ pub use memory::RamBlock;
 pub use network::Network;
 pub use paths::Kernel;
 pub use process::{is_asleep, signal};
-pub use program::ProgramDisk;
 pub use proxy::{Action, Flow, Proxy, Trigger};
 pub use qemu::{Accelerator, BootSector, Builder, Guest, Incoming, MemoryBackend, Qemu, Sweep, Version};
 pub use qmp::{Qmp, QmpError};

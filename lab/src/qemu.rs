@@ -268,8 +268,7 @@ impl Builder {
         self
     }
 
-    /// Programs of this machine that the Linux guest has too, under the same paths, with the libraries that
-    /// they need.
+    /// Programs of this machine that the Linux guest has in its `/bin`, with the libraries that they need.
     pub fn guest_programs<I: IntoIterator<Item: Into<PathBuf>>>(mut self, programs: I) -> Self {
         self.guest_programs.extend(programs.into_iter().map(Into::into));
         self

@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
-use towline_lab::{Kernel, LinuxGuest, Network, ProgramDisk, Qemu, Version, wait_until};
+use towline_lab::{Kernel, LinuxGuest, Network, Qemu, Version, wait_until};
 
 use super::hosts::{INSIDE, OUTSIDE, PORT};
 use crate::applications::{Applications, Connections, Service};
@@ -200,9 +200,9 @@ impl<'b> Outer<'b> {
         ])?;
         network.run(&["ip", "address", "add", &format!("{OUTSIDE}/24"), "dev", "wire0"])?;
         network.run(&["ip", "route", "add", &format!("{INSIDE}/32"), "dev", "wire1"])?;
-        let programs = ProgramDisk::pack(&[&bench.options.towline, &bench.own])?;
         let builder = Qemu::builder(Version::V10_0).linux().kernel(Kernel::Newest);
-        let mut builder = builder.memory_mib(2048).processors(2).args(programs.arguments());
+        let programs = [&bench.options.towline, &bench.own];
+        let mut builder = builder.memory_mib(2048).processors(2).guest_programs(programs);
         for (wire, address) in [("wire0", OUT), ("wire1", IN)] {
             let netdev = format!("tap,ifname={wire},script=no,downscript=no,id={wire}");
             let device =
@@ -211,7 +211,6 @@ impl<'b> Outer<'b> {
         }
         let qemu = builder.within(&network).start()?;
         let mut guest = qemu.linux(WITHIN)?;
-        guest.unpack_programs()?;
         for line in [
             "ip link set lo up",
             "ip link set eth0 arp off up",

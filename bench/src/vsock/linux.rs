@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use tempfile::TempDir;
-use towline_lab::{LinuxGuest, MemoryBackend, ProgramDisk, Qemu, Version, wait_until};
+use towline_lab::{LinuxGuest, MemoryBackend, Qemu, Version, wait_until};
 
 use super::{Carrier, REQUEST_BYTES, Run, Sockets, sys};
 use crate::applications::{Applications, Connections, CountedBy, Direction, Service, Traffic};
@@ -97,17 +97,15 @@ impl Machine {
             backend.check()?;
             Ok(sockets.vhost.exists().then_some(()))
         })?;
-        let programs = ProgramDisk::pack(&[&bench.own])?;
         let chardev = format!("socket,id=vsock,path={}", sockets.vhost.display());
         let qemu = Qemu::builder(Version::V10_0)
             .memory_backend(MemoryBackend::Memfd { prealloc: false })
             .linux()
             .memory_mib(512)
-            .args(programs.arguments())
+            .guest_programs([&bench.own])
             .args(["-chardev", &chardev, "-device", "vhost-user-vsock-pci,chardev=vsock"])
             .start()?;
         let mut guest = qemu.linux(WITHIN)?;
-        guest.unpack_programs()?;
         let name = bench.own.file_name().context("a program has a name")?.to_string_lossy();
         guest.shell(&format!("{name} {APPLICATION} > /tmp/application 2>&1 & echo"), WITHIN)?;
         let said = wait_until("the application in the guest", WITHIN, || {

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use towline_lab::{ProgramDisk, Version, require_lab, skip};
+use towline_lab::{Version, require_lab, skip};
 
 use crate::support::{
     EchoClient, Fixture, GUEST, GUEST_6, HOST, WITHIN, add_tap, boot, builder, card, datagram, end,
@@ -99,12 +99,12 @@ fn a_guests_settings_change_while_it_sends() {
         return skip(name, "no ethtool; run `cargo xtask setup`");
     };
     let Some(network) = network(name) else { return };
-    let (scratch, disk) = (scratch(), ProgramDisk::pack(&[ethtool]).unwrap());
+    let scratch = scratch();
     add_tap(&network, 4);
     let socket = path(&scratch, "net.sock");
     let card = card(&network, &socket, &["--tap", "tap0", "--queues", "4"]);
-    let (_qemu, mut guest) = builder(Version::V10_0, &socket, 4).args(disk.arguments()).boot(WITHIN).unwrap();
-    guest.unpack_programs().unwrap();
+    let (_qemu, mut guest) =
+        builder(Version::V10_0, &socket, 4).guest_programs([ethtool]).boot(WITHIN).unwrap();
     set_up(&mut guest);
     let channels = shell(&mut guest, "ethtool -l eth0");
     let combined: Vec<&str> = channels.lines().filter(|line| line.starts_with("Combined:")).collect();

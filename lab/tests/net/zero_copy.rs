@@ -22,8 +22,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use towline_lab::{
-    Builder, Kernel, LinuxGuest, Network, ProgramDisk, Qemu, Version, require_kernel, towline_binary,
-    wait_until,
+    Builder, Kernel, LinuxGuest, Network, Qemu, Version, require_kernel, towline_binary, wait_until,
 };
 
 use crate::support::{WITHIN, path, scratch, sum};
@@ -142,7 +141,7 @@ impl Bench {
         let scratch = scratch();
         let own = std::env::current_exe().unwrap();
         let towline = towline_binary().unwrap();
-        let programs = ProgramDisk::pack(&[&[towline.as_path(), &own], setup.programs].concat()).unwrap();
+        let programs = [&[towline.as_path(), &own], setup.programs].concat();
         let builder =
             Qemu::builder(Version::V10_0).linux().kernel(Kernel::Newest).memory_mib(2048).processors(2);
         let builder = match setup.pages {
@@ -151,8 +150,7 @@ impl Bench {
                 .kernel_arguments("intel_iommu=on iommu.passthrough=0"),
             Pages::Small | Pages::Huge => builder,
         };
-        let (qemu, mut guest, wire) = setup.boot(builder.args(programs.arguments()), &path(&scratch, "wire"));
-        guest.unpack_programs().unwrap();
+        let (qemu, guest, wire) = setup.boot(builder.guest_programs(programs), &path(&scratch, "wire"));
         let pairs = setup.pairs();
         let card = card_line(pairs, setup.arguments);
         let mut bench = Self { guest, wire, card, frames: 0, qemu };

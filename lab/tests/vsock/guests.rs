@@ -44,16 +44,10 @@ fn guests_of_one_process_reach_each_other_and_survive_each_other() {
     guests.iter_mut().for_each(install_perl);
     perl(&mut guests[1], "answer", "listen stream 5002 answer");
     perl(&mut guests[1], "echo", "listen stream 5001 echo");
-    shell(
-        &mut guests[0],
-        "CID=34 /usr/bin/perl /tmp/v.pl connect stream 5002 ask hello you > /tmp/ask 2>&1 & echo",
-    );
+    shell(&mut guests[0], "CID=34 perl /tmp/v.pl connect stream 5002 ask hello you > /tmp/ask 2>&1 & echo");
     wait_output(&mut guests[0], "ask", "answered received 8");
     // A CID without a common group, or of no guest.
-    shell(
-        &mut guests[0],
-        "CID=35 /usr/bin/perl /tmp/v.pl connect stream 5002 ask x > /tmp/reset 2>&1 & echo",
-    );
+    shell(&mut guests[0], "CID=35 perl /tmp/v.pl connect stream 5002 ask x > /tmp/reset 2>&1 & echo");
     assert!(wait_output(&mut guests[0], "reset", "refused").contains("reset"));
     drop(guests.remove(0));
     let mut qemus = qemus.into_iter();

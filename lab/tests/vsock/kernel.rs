@@ -168,7 +168,7 @@ fn case(pair: &mut Pair, index: usize, count: usize) -> (bool, String) {
     let port = CONTROL_PORT + u32::try_from(index).unwrap();
     let line = |mode: &str, cid: u64| {
         let common = format!("--control-port {port} --mode {mode} --peer-cid {cid} {}", others.join(" "));
-        format!("{}/vsock_test --control-host 10.0.0.34 {common}", pair.directory)
+        format!("vsock_test --control-host 10.0.0.34 {common}")
     };
     let (server, client) = (line("server", 33), line("client", 34));
     let name = format!("case{index}");
@@ -182,7 +182,7 @@ fn case(pair: &mut Pair, index: usize, count: usize) -> (bool, String) {
 fn bytes(pair: &mut Pair, count: u64) {
     for buffer in ["4K", "64K", "256K"] {
         let name = format!("perf{buffer}");
-        let perf = format!("{}/vsock_perf --buf-size {buffer}", pair.directory);
+        let perf = format!("vsock_perf --buf-size {buffer}");
         begin(&mut pair.server, &name, &perf);
         // It prints nothing when it listens, so the client is started until it connects.
         let send = format!("{perf} --bytes {count} --sender 34");

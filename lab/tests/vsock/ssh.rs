@@ -26,11 +26,6 @@ fn sshd(name: &str) -> Option<PathBuf> {
         skip(name, &format!("{} is missing; run `cargo xtask setup`", sshd.display()));
         return None;
     }
-    // A program has the same path in the guest, whose /tmp is its own.
-    if sshd.starts_with("/tmp") {
-        skip(name, "the lab is below /tmp, which guests mount");
-        return None;
-    }
     let started = started_by(&sshd).into_iter().map(|(program, _)| program);
     for program in started.chain([sshd.clone()]) {
         let mut ldd = Command::new("ldd");
@@ -55,6 +50,11 @@ fn started_by(sshd: &Path) -> Vec<(PathBuf, &'static str)> {
     programs.into_iter().filter(|(program, _)| program.is_file()).collect()
 }
 
+/// Path of this program in the guest; sshd has to be started by an absolute one.
+fn in_guest(program: &Path) -> String {
+    format!("/bin/{}", program.file_name().expect("a program has a name").to_string_lossy())
+}
+
 /// Makes a key of the host or the client in `directory`. Returns its public part.
 fn key(directory: &Path, name: &str) -> String {
     let file = directory.join(name);
@@ -75,7 +75,7 @@ fn serve(guest: &mut LinuxGuest, sshd: &Path, scratch: &Path) {
     write(guest, "/tmp/host_key", &std::fs::read_to_string(scratch.join("host_key")).unwrap());
     write(guest, "/tmp/authorized_keys", &user);
     let paths =
-        started_by(sshd).into_iter().map(|(program, option)| format!("{option} {}\n", program.display()));
+        started_by(sshd).into_iter().map(|(program, option)| format!("{option} {}\n", in_guest(&program)));
     write(guest, "/tmp/sshd_config", &(SSHD.to_owned() + &paths.collect::<String>()));
     shell(guest, "mkdir -p /etc /run/sshd /root");
     shell(
@@ -83,7 +83,7 @@ fn serve(guest: &mut LinuxGuest, sshd: &Path, scratch: &Path) {
         "echo root:x:0:0:root:/root:/bin/sh > /etc/passwd; echo sshd:x:100:100:sshd:/run/sshd:/bin/sh >> /etc/passwd",
     );
     shell(guest, "echo root:x:0: > /etc/group; echo sshd:x:100: >> /etc/group");
-    let program = format!("{} -i -f /tmp/sshd_config -E /tmp/sshd_log", sshd.display());
+    let program = format!("{} -i -f /tmp/sshd_config -E /tmp/sshd_log", in_guest(sshd));
     shell(guest, &format!("socat VSOCK-LISTEN:22,fork EXEC:'{program}' > /tmp/socat_log 2>&1 & echo"));
 }
 

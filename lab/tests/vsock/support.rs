@@ -145,11 +145,11 @@ pub(crate) fn shell(guest: &mut LinuxGuest, line: &str) -> String {
 
 pub(crate) fn install_perl(guest: &mut LinuxGuest) {
     let escaped = PERL.replace('\\', "\\\\").replace('\'', "'\\''").replace('\n', "\\n").replace('%', "%%");
-    shell(guest, &format!("printf '{escaped}' > /tmp/v.pl; /usr/bin/perl -c /tmp/v.pl"));
+    shell(guest, &format!("printf '{escaped}' > /tmp/v.pl; perl -c /tmp/v.pl"));
 }
 
 pub(crate) fn perl(guest: &mut LinuxGuest, name: &str, arguments: &str) {
-    shell(guest, &format!("/usr/bin/perl /tmp/v.pl {arguments} > /tmp/{name} 2>&1 & echo"));
+    shell(guest, &format!("perl /tmp/v.pl {arguments} > /tmp/{name} 2>&1 & echo"));
     if arguments.starts_with("listen") {
         wait_output(guest, name, "listening");
     }

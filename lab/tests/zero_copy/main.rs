@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use towline_lab::{
-    LinuxGuest, Network, ProgramDisk, Qemu, Towline, Version, require_lab, skip, towline_binary, wait_until,
+    LinuxGuest, Network, Qemu, Towline, Version, require_lab, skip, towline_binary, wait_until,
 };
 
 const WITHIN: Duration = Duration::from_secs(120);
@@ -37,12 +37,10 @@ fn network() -> anyhow::Result<Network> {
 
 /// Starts a Linux with a network card on a network of this host, and these programs in it.
 fn guest(network: &Network, programs: &[&Path]) -> (Qemu, LinuxGuest) {
-    let disk = ProgramDisk::pack(programs).unwrap();
     let card =
         ["-netdev", "tap,id=net,ifname=tap0,script=no,downscript=no", "-device", "virtio-net-pci,netdev=net"];
     let builder = Qemu::builder(Version::V10_0).linux().memory_mib(1024).processors(2).within(network);
-    let (qemu, mut guest) = builder.args(disk.arguments()).args(card).boot(WITHIN).unwrap();
-    guest.unpack_programs().unwrap();
+    let (qemu, mut guest) = builder.guest_programs(programs).args(card).boot(WITHIN).unwrap();
     let up = "ip link set lo up && ip addr add 10.0.2.15/24 dev eth0 && ip link set eth0 up";
     guest.shell(up, WITHIN).unwrap();
     // Bit 0 of a virtio card's features, VIRTIO_NET_F_CSUM, without which Linux does not use scatter-gather.
