@@ -27,6 +27,7 @@ mod exposition;
 mod filesystem;
 mod guest_programs;
 mod huge_pages;
+mod lines;
 mod linux;
 mod memory;
 mod network;

@@ -5,7 +5,7 @@
 //! response with its own ID.
 
 use std::fmt;
-use std::io::{Read, Write};
+use std::io::Write as _;
 use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 
+use crate::lines::Lines;
 use crate::qemu::{Builder, Qemu};
-use crate::qmp::{is_timeout, remaining};
 
 /// Timeout of a request that needs no time.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
@@ -33,8 +33,7 @@ const BOOTS_MAX: usize = 3;
 
 /// A connection to the agent of one QEMU's guest.
 pub struct LinuxGuest {
-    stream: UnixStream,
-    received: Vec<u8>,
+    lines: Lines,
     next_id: u64,
 }
 
@@ -106,7 +105,7 @@ impl LinuxGuest {
         let stream = stream.with_context(|| format!("no serial port at {}", path.display()))?;
         // IDs begin at the current time: responses to an earlier connection must not be mistaken for ours.
         let start = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH)?;
-        Ok(Self { stream, received: Vec::new(), next_id: u64::try_from(start.as_micros())? })
+        Ok(Self { lines: Lines::over(stream), next_id: u64::try_from(start.as_micros())? })
     }
 
     /// Waits until the agent responds, even if the line still carries earlier bytes.
@@ -117,7 +116,7 @@ impl LinuxGuest {
             let id = self.send("\n", "sync", deadline)?;
             let until = deadline.min(Instant::now() + SYNC_INTERVAL);
             // Any ID will do: an early request may be answered late.
-            while let Some(line) = self.line(until)? {
+            while let Some(line) = self.lines.next(until)? {
                 if let Some((found, _)) = answer(&line)
                     && (first..=id).contains(&found)
                 {
@@ -137,7 +136,7 @@ impl LinuxGuest {
         let deadline = Instant::now() + within;
         let id = self.send("", command, deadline)?;
         loop {
-            let Some(line) = self.line(deadline)? else {
+            let Some(line) = self.lines.next(deadline)? else {
                 bail!("no answer to `{command}` within {:.1} s", within.as_secs_f64());
             };
             match answer(&line) {
@@ -251,31 +250,8 @@ impl LinuxGuest {
         ensure!(!command.contains('\n'), "a command is one line: `{command}`");
         let id = self.next_id;
         self.next_id += 1;
-        self.stream.set_write_timeout(Some(remaining(deadline)))?;
-        let line = format!("{before}{id} {command}\n");
-        self.stream.write_all(line.as_bytes()).with_context(|| format!("`{command}` cannot be sent"))?;
+        self.lines.send(&format!("{before}{id} {command}"), deadline)?;
         Ok(id)
-    }
-
-    /// Reads the next line; `None` at the deadline.
-    fn line(&mut self, deadline: Instant) -> Result<Option<String>> {
-        let mut chunk = [0; 4096];
-        loop {
-            if let Some(end) = self.received.iter().position(|byte| *byte == b'\n') {
-                let line: Vec<u8> = self.received.drain(..=end).collect();
-                return Ok(Some(String::from_utf8_lossy(&line).trim().to_owned()));
-            }
-            if Instant::now() >= deadline {
-                return Ok(None);
-            }
-            self.stream.set_read_timeout(Some(remaining(deadline)))?;
-            match self.stream.read(&mut chunk) {
-                Ok(0) => bail!("QEMU closed the guest's serial port"),
-                Ok(length) => self.received.extend_from_slice(&chunk[..length]),
-                Err(error) if is_timeout(error.kind()) => {}
-                Err(error) => return Err(error.into()),
-            }
-        }
     }
 }
 
@@ -296,15 +272,14 @@ fn unescaped(value: &str) -> String {
     let mut text = String::with_capacity(value.len());
     let mut characters = value.chars();
     while let Some(character) = characters.next() {
-        match (character, character == '\\') {
-            (_, true) => match characters.next() {
-                Some('n') => text.push('\n'),
-                Some('r') => text.push('\r'),
-                Some(other) => text.push(other),
-                None => {}
-            },
-            (other, false) => text.push(other),
-        }
+        text.extend(match character {
+            '\\' => characters.next().map(|escaped| match escaped {
+                'n' => '\n',
+                'r' => '\r',
+                other => other,
+            }),
+            plain => Some(plain),
+        });
     }
     text
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use rustix::net::sockopt::set_socket_linger;
 
-use crate::qmp::is_timeout;
+use crate::lines::is_timeout;
 
 /// Interval at which a test's settings are read.
 const LOOK_INTERVAL: Duration = Duration::from_millis(1);

@@ -5,7 +5,6 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -14,6 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 
+use crate::lines::Lines;
 use crate::wait::wait_until;
 
 /// Default timeout of a command.
@@ -39,8 +39,7 @@ pub struct QmpError {
 }
 
 struct Connection {
-    stream: UnixStream,
-    received: Vec<u8>,
+    lines: Lines,
     events: VecDeque<Value>,
     next_id: u64,
 }
@@ -55,7 +54,7 @@ impl Qmp {
     /// Negotiates on a new connection.
     pub(crate) fn over(stream: UnixStream, within: Duration) -> Result<Self> {
         let deadline = Instant::now() + within;
-        let mut connection = Connection { stream, received: Vec::new(), events: VecDeque::new(), next_id: 1 };
+        let mut connection = Connection { lines: Lines::over(stream), events: VecDeque::new(), next_id: 1 };
         let greeting = connection.message(deadline).context("no greeting from QMP")?;
         if greeting.get("QMP").is_none() {
             bail!("the socket greets with {greeting}, expected QMP");
@@ -164,10 +163,7 @@ impl Connection {
         if !arguments.is_null() {
             request["arguments"] = arguments.clone();
         }
-        let mut line = request.to_string();
-        line.push('\n');
-        self.stream.set_write_timeout(Some(remaining(deadline)))?;
-        self.stream.write_all(line.as_bytes()).with_context(|| format!("{command} cannot be sent"))?;
+        self.lines.send(&request.to_string(), deadline)?;
         loop {
             let mut message = self.message(deadline).with_context(|| format!("no answer to {command}"))?;
             if message.get("event").is_some() {
@@ -194,23 +190,8 @@ impl Connection {
     }
 
     fn message(&mut self, deadline: Instant) -> Result<Value> {
-        let mut chunk = [0; 16 << 10];
-        loop {
-            if let Some(end) = self.received.iter().position(|byte| *byte == b'\n') {
-                let line: Vec<u8> = self.received.drain(..=end).collect();
-                return serde_json::from_slice(&line).context("QMP sent what is not JSON");
-            }
-            if Instant::now() >= deadline {
-                bail!("the deadline has passed");
-            }
-            self.stream.set_read_timeout(Some(remaining(deadline)))?;
-            match self.stream.read(&mut chunk) {
-                Ok(0) => bail!("QEMU closed its QMP socket"),
-                Ok(length) => self.received.extend_from_slice(&chunk[..length]),
-                Err(error) if is_timeout(error.kind()) => {}
-                Err(error) => return Err(error.into()),
-            }
-        }
+        let line = self.lines.next(deadline)?.context("the deadline has passed")?;
+        serde_json::from_str(&line).context("QMP sent what is not JSON")
     }
 }
 
@@ -221,13 +202,3 @@ impl fmt::Display for QmpError {
 }
 
 impl std::error::Error for QmpError {}
-
-/// Time until `deadline`; never zero, which a socket would take for "no timeout".
-pub(crate) fn remaining(deadline: Instant) -> Duration {
-    deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
-}
-
-/// Returns true if a read failed because its timeout passed.
-pub(crate) fn is_timeout(kind: ErrorKind) -> bool {
-    matches!(kind, ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted)
-}
