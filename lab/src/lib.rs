@@ -14,7 +14,7 @@
 //! QEMUs are Debian 12's (7.2), its backports' (10.0), Debian 13's (10.0 with later fixes) and its backports'
 //! (11.1).
 //!
-//! The lab is for Debian 12 on x86-64, emulated (TCG) unless KVM is requested and works. `cargo xtask setup`
+//! The lab is for Debian 12 on x86-64, and its guests are emulated (TCG). `cargo xtask setup`
 //! installs the parts that it needs; see [`require_lab`].
 
 #[cfg(feature = "certificates")]
@@ -36,7 +36,6 @@ mod process;
 mod proxy;
 mod qemu;
 mod qmp;
-pub mod readme;
 pub mod schema;
 mod sys;
 mod terminal;
@@ -53,7 +52,7 @@ pub use network::Network;
 pub use paths::Kernel;
 pub use process::{is_asleep, signal};
 pub use proxy::{Action, Flow, Proxy, Trigger};
-pub use qemu::{Accelerator, BootSector, Builder, Guest, Incoming, MemoryBackend, Qemu, Sweep, Version};
+pub use qemu::{BootSector, Builder, MemoryBackend, Qemu, Sweep, Version};
 pub use qmp::{Qmp, QmpError};
 pub use terminal::Terminal;
 pub use towline::{Finished, Towline, towline, towline_binary};

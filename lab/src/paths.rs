@@ -15,12 +15,6 @@ pub fn workspace() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("lab lies one level below the root")
 }
 
-/// Returns `LD_LIBRARY_PATH` for a program of an unpacked tree of Debian packages.
-pub fn library_path(tree: &Path) -> String {
-    let directories = ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"];
-    directories.map(|directory| tree.join(directory).display().to_string()).join(":")
-}
-
 /// A kernel for Linux guests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kernel {
@@ -35,16 +29,11 @@ pub enum Kernel {
 pub fn kernel(lab: &Path, kernel: Kernel) -> Option<PathBuf> {
     let tree = match kernel {
         Kernel::Debian12 => lab.join("kernel"),
-        Kernel::Newest => newest_kernel_directory(lab),
+        Kernel::Newest => lab.join("kernel-newest"),
     };
     let is_kernel =
         |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz-"));
     std::fs::read_dir(tree.join("boot")).ok()?.flatten().map(|entry| entry.path()).find(is_kernel)
-}
-
-/// Directory of the newest kernel and its modules.
-pub fn newest_kernel_directory(lab: &Path) -> PathBuf {
-    lab.join("kernel-newest")
 }
 
 /// Initramfs of Linux guests with the modules of that kernel.
@@ -53,60 +42,6 @@ pub fn initramfs(lab: &Path, kernel: Kernel) -> PathBuf {
         Kernel::Debian12 => lab.join("initramfs"),
         Kernel::Newest => lab.join("initramfs-newest"),
     }
-}
-
-/// Returns the path of Debian's sshd, unpacked by the set-up.
-pub fn sshd(lab: &Path) -> PathBuf {
-    lab.join("openssh-server/usr/sbin/sshd")
-}
-
-/// A QEMU of another Debian, with its own C library and started by a script.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum UnpackedQemu {
-    /// Debian 13's.
-    Stable,
-    /// The QEMU of Debian 13's backports.
-    Newest,
-}
-
-impl UnpackedQemu {
-    /// Directory into which it is unpacked.
-    pub fn directory(self, lab: &Path) -> PathBuf {
-        lab.join(match self {
-            Self::Stable => "qemu-stable",
-            Self::Newest => "qemu-newest",
-        })
-    }
-
-    /// Start script in its directory, which execs the emulator.
-    pub fn program(directory: &Path) -> PathBuf {
-        directory.join("qemu-system-x86_64")
-    }
-
-    /// Version, as `11.1.3`, if the set-up has installed it.
-    pub fn version(self, lab: &Path) -> Option<String> {
-        std::fs::read_to_string(self.directory(lab).join("version")).ok()
-    }
-}
-
-/// The Python that has `websockets`.
-pub fn python(lab: &Path) -> PathBuf {
-    lab.join("python/bin/python")
-}
-
-/// The Python that has an S3 server.
-pub fn s3_python(lab: &Path) -> PathBuf {
-    lab.join("python-s3/bin/python")
-}
-
-/// The Python that has QEMU's own `qemu.qmp`.
-pub fn qmp_python(lab: &Path) -> PathBuf {
-    lab.join("python-qmp/bin/python")
-}
-
-/// The kernel's own vsock tests, if `cargo xtask soak vsock-kernel` has built them.
-pub fn vsock_tests(lab: &Path) -> PathBuf {
-    lab.join("vsock-tests")
 }
 
 /// The installed emulator from the backports.

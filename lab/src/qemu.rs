@@ -9,7 +9,7 @@ use std::io::ErrorKind;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::{LazyLock, Mutex, OnceLock, PoisonError};
+use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -18,7 +18,7 @@ use tempfile::TempDir;
 pub use boot_sector::{BootSector, Sweep};
 
 use crate::network::Network;
-use crate::paths::{Kernel, UnpackedQemu};
+use crate::paths::Kernel;
 use crate::qmp::Qmp;
 use crate::wait::wait_until;
 use crate::{guest_programs, paths, process};
@@ -29,8 +29,6 @@ const DEFAULT_MEMORY_MIB: u64 = 128;
 /// Kernel command line of a Linux guest.
 const KERNEL_COMMAND_LINE: &str =
     "console=ttyS0 quiet mitigations=off panic=-1 init_on_alloc=0 random.trust_cpu=on";
-/// Time limit of the guest that tries KVM, until it counts.
-const TRIAL_WITHIN: Duration = Duration::from_secs(5);
 /// Name of the guest's memory block in the stream, with any backend.
 pub(crate) const RAM_NAME: &str = "pc.ram";
 
@@ -61,31 +59,9 @@ pub enum MemoryBackend {
     },
 }
 
-/// Accelerator of the guest.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Accelerator {
-    /// Emulated, one thread for each processor. Works everywhere.
-    Tcg,
-    /// KVM; QEMU does not start without it.
-    Kvm,
-    /// KVM if it works on this machine (tried once), else TCG.
-    KvmIfItWorks,
-}
-
-/// Incoming migration.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Incoming {
-    /// None: the guest boots.
-    No,
-    /// `-incoming defer`: `migrate-incoming` follows later.
-    Defer,
-    /// `-incoming URI`.
-    Uri(String),
-}
-
 /// Software that runs in the guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Guest {
+enum Guest {
     /// Firmware only.
     None,
     /// Linux with the lab's agent.
@@ -103,8 +79,7 @@ pub struct Builder {
     backend: MemoryBackend,
     processors: u32,
     cpu: String,
-    accelerator: Accelerator,
-    incoming: Incoming,
+    incoming: Option<String>,
     guest: Guest,
     kernel: Kernel,
     guest_programs: Vec<PathBuf>,
@@ -146,8 +121,8 @@ pub struct Qemu {
 impl Version {
     /// Machine type of the lab's guests on this QEMU: its own newest q35.
     pub fn machine(self) -> &'static str {
-        static STABLE: LazyLock<String> = LazyLock::new(|| machine_of(UnpackedQemu::Stable));
-        static NEWEST: LazyLock<String> = LazyLock::new(|| machine_of(UnpackedQemu::Newest));
+        static STABLE: LazyLock<String> = LazyLock::new(|| machine_of("qemu-stable"));
+        static NEWEST: LazyLock<String> = LazyLock::new(|| machine_of("qemu-newest"));
         match self {
             Self::V10_0 => "pc-q35-10.0",
             Self::V7_2 => "pc-q35-7.2",
@@ -170,14 +145,16 @@ impl Version {
             Self::V7_2 => {
                 let tree = paths::lab_directory().join("qemu-7.2");
                 let mut command = Command::new(tree.join("usr/bin/qemu-system-x86_64"));
-                command.env("LD_LIBRARY_PATH", paths::library_path(&tree));
+                let libraries = ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"];
+                let libraries = libraries.map(|directory| tree.join(directory).display().to_string());
+                command.env("LD_LIBRARY_PATH", libraries.join(":"));
                 for firmware in ["usr/share/qemu", "usr/share/seabios", "usr/lib/ipxe/qemu"] {
                     command.arg("-L").arg(tree.join(firmware));
                 }
                 command
             }
-            Self::Stable => unpacked(UnpackedQemu::Stable),
-            Self::Newest => unpacked(UnpackedQemu::Newest),
+            Self::Stable => unpacked("qemu-stable"),
+            Self::Newest => unpacked("qemu-newest"),
         }
     }
 
@@ -188,13 +165,15 @@ impl Version {
     }
 }
 
-fn unpacked(qemu: UnpackedQemu) -> Command {
-    Command::new(UnpackedQemu::program(&qemu.directory(&paths::lab_directory())))
+/// Command of a QEMU of another Debian, with its own C library: a script in its directory execs the emulator.
+fn unpacked(directory: &str) -> Command {
+    Command::new(paths::lab_directory().join(directory).join("qemu-system-x86_64"))
 }
 
 /// Machine type of its release; the short name where it is not installed, which no QEMU starts.
-fn machine_of(qemu: UnpackedQemu) -> String {
-    let version = qemu.version(&paths::lab_directory()).unwrap_or_default();
+fn machine_of(directory: &str) -> String {
+    let version = paths::lab_directory().join(directory).join("version");
+    let version = std::fs::read_to_string(version).unwrap_or_default();
     let mut numbers = version.split('.');
     match (numbers.next(), numbers.next()) {
         (Some(major), Some(minor)) => format!("pc-q35-{major}.{minor}"),
@@ -233,33 +212,22 @@ impl Builder {
         self
     }
 
-    /// Accelerator; TCG by default.
-    pub fn accelerator(mut self, accelerator: Accelerator) -> Self {
-        self.accelerator = accelerator;
+    /// `-incoming URI`: makes it a destination.
+    pub fn incoming(mut self, uri: &str) -> Self {
+        self.incoming = Some(uri.to_owned());
         self
     }
 
-    /// Makes it a destination.
-    pub fn incoming(mut self, incoming: Incoming) -> Self {
-        self.incoming = incoming;
-        self
-    }
-
-    /// `-incoming defer`.
+    /// `-incoming defer`: `migrate-incoming` follows later.
     pub fn incoming_defer(self) -> Self {
-        self.incoming(Incoming::Defer)
-    }
-
-    /// Software that runs in the guest.
-    pub fn guest(mut self, guest: Guest) -> Self {
-        self.guest = guest;
-        self
+        self.incoming("defer")
     }
 
     /// Linux with the lab's agent, and 256 MiB unless more memory was requested so far.
     pub fn linux(mut self) -> Self {
         self.memory_mib = self.memory_mib.max(256);
-        self.guest(Guest::Linux)
+        self.guest = Guest::Linux;
+        self
     }
 
     /// Kernel of a Linux guest; Debian 12's by default.
@@ -275,8 +243,9 @@ impl Builder {
     }
 
     /// The small guest that fills memory and counts.
-    pub fn boot_sector(self, boot_sector: BootSector) -> Self {
-        self.guest(Guest::BootSector(boot_sector))
+    pub fn boot_sector(mut self, boot_sector: BootSector) -> Self {
+        self.guest = Guest::BootSector(boot_sector);
+        self
     }
 
     /// `-S`: the processors wait for `cont`.
@@ -347,12 +316,8 @@ impl Builder {
                 .arg(format!("memory-backend-memfd,id={RAM_NAME},size={size}M,share=on,prealloc={prealloc}"));
             machine = format!("{machine},memory-backend={RAM_NAME}");
         }
-        let accelerator = match self.accelerator {
-            Accelerator::Kvm => "kvm",
-            Accelerator::KvmIfItWorks if kvm_works(self.version) => "kvm",
-            _ if self.arguments.iter().any(|argument| argument == "-icount") => "tcg,thread=single",
-            _ => "tcg,thread=multi",
-        };
+        let counts_instructions = self.arguments.iter().any(|argument| argument == "-icount");
+        let accelerator = if counts_instructions { "tcg,thread=single" } else { "tcg,thread=multi" };
         command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
         command.args(["-machine", &machine, "-accel", accelerator, "-cpu", &self.cpu]);
         command.args(["-m", &format!("{}M", self.memory_mib), "-smp", &self.processors.to_string()]);
@@ -365,10 +330,8 @@ impl Builder {
         let serial = directory.join("serial");
         command.arg("-chardev").arg(format!("socket,id=agent,path={},server=on,wait=off", serial.display()));
         command.args(["-serial", "chardev:agent"]);
-        match &self.incoming {
-            Incoming::No => {}
-            Incoming::Defer => drop(command.args(["-incoming", "defer"])),
-            Incoming::Uri(uri) => drop(command.args(["-incoming", uri])),
+        if let Some(uri) = &self.incoming {
+            command.args(["-incoming", uri]);
         }
         if self.paused {
             command.arg("-S");
@@ -449,8 +412,7 @@ impl Qemu {
             backend: MemoryBackend::Default,
             processors: 1,
             cpu: "max".to_owned(),
-            accelerator: Accelerator::Tcg,
-            incoming: Incoming::No,
+            incoming: None,
             guest: Guest::None,
             kernel: Kernel::Debian12,
             guest_programs: Vec::new(),
@@ -490,14 +452,6 @@ impl Qemu {
     /// Version.
     pub fn version(&self) -> Version {
         self.version
-    }
-
-    /// Parameters of the small guest that it was started with.
-    pub fn boot_sector_guest(&self) -> Result<&BootSector> {
-        match &self.guest {
-            Guest::BootSector(boot_sector) => Ok(boot_sector),
-            other => bail!("this QEMU runs {other:?}, expected a boot sector"),
-        }
     }
 
     /// QEMU's standard error so far.
@@ -554,19 +508,4 @@ fn connect(child: &mut Child, socket: &Path) -> Result<Qmp> {
         }
     })?;
     Qmp::over(stream, START_WITHIN)
-}
-
-/// Returns true if a guest starts to run under KVM; tried once, with the small guest. The existence of
-/// /dev/kvm does not prove it: some hosts offer it and then fail at the first instruction.
-fn kvm_works(version: Version) -> bool {
-    static WORKS: OnceLock<bool> = OnceLock::new();
-    *WORKS.get_or_init(|| {
-        let trial = || -> Result<()> {
-            let guest = BootSector { fill_mib: 1, ..BootSector::default() };
-            let builder = Qemu::builder(version).accelerator(Accelerator::Kvm).boot_sector(guest);
-            builder.start()?.wait_counting(TRIAL_WITHIN)?;
-            Ok(())
-        };
-        Path::new("/dev/kvm").exists() && trial().is_ok()
-    })
 }

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{self, Read as _, Write as _};
 use std::process::Stdio;
 
-use crate::sys;
+use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, unlockpt};
 
 /// The byte that Ctrl-S sends, which stops output.
 const XOFF: &[u8] = b"\x13";
@@ -19,8 +19,12 @@ pub struct Terminal {
 impl Terminal {
     /// Opens a terminal.
     pub fn open() -> io::Result<Self> {
-        let [watcher, program] = sys::open_terminal()?.map(File::from);
-        Ok(Self { watcher, program })
+        let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
+        let watcher = openpt(flags)?;
+        grantpt(&watcher)?;
+        unlockpt(&watcher)?;
+        let program = ioctl_tiocgptpeer(&watcher, flags)?;
+        Ok(Self { watcher: watcher.into(), program: program.into() })
     }
 
     /// Handle for a program's output.

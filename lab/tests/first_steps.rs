@@ -5,9 +5,21 @@ use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::Path;
 use std::time::Duration;
 
-use towline_lab::{Towline, Version, readme, require_lab, towline_binary};
+use towline_lab::{Towline, Version, paths, require_lab, towline_binary};
 
 const WITHIN: Duration = Duration::from_secs(120);
+/// Line of README.md before the block.
+const MARK: &str = "<!-- first steps:";
+
+/// The block as a script that fails with the first command that fails, and ends its QEMUs.
+fn first_steps() -> String {
+    let readme = std::fs::read_to_string(paths::workspace().join("README.md")).unwrap();
+    let (_, rest) = readme.split_once(MARK).unwrap();
+    let block = rest.split("```").nth(1).unwrap();
+    // A paste into an interactive shell would continue.
+    format!("set -e\ntrap 'kill $(jobs -p) 2>/dev/null' EXIT\n{block}wait\ntrap - EXIT\n")
+}
+
 /// A script that runs this QEMU with its environment.
 fn script(version: Version) -> String {
     let command = version.command();
@@ -31,7 +43,7 @@ fn paste(version: Version) -> String {
     let qemu = programs.join("qemu-system-x86_64");
     std::fs::write(&qemu, script(version)).unwrap();
     std::fs::set_permissions(&qemu, std::fs::Permissions::from_mode(0o755)).unwrap();
-    let script = readme::first_steps_script().unwrap();
+    let script = first_steps();
     let path = format!("PATH={}:/usr/bin:/bin", programs.display());
     let temporary = format!("TMPDIR={}", directory.path().display());
     let words = [path.as_str(), &temporary, "bash", "-c", &script];

@@ -4,10 +4,7 @@
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use towline_lab::{
-    Accelerator, BootSector, Builder, Incoming, LinuxGuest, MemoryBackend, Qemu, Version, require_lab,
-    wait_until,
-};
+use towline_lab::{BootSector, Builder, LinuxGuest, MemoryBackend, Qemu, Version, require_lab, wait_until};
 use twox_hash::XxHash64;
 
 const WITHIN: Duration = Duration::from_secs(60);
@@ -17,7 +14,7 @@ const MIB: u64 = 1 << 20;
 fn migrate(source: &Qemu, destination: Builder) -> Qemu {
     let socket = source.directory().join("migration");
     let uri = format!("unix:{}", socket.display());
-    let destination = destination.incoming(Incoming::Uri(uri.clone())).paused().start().unwrap();
+    let destination = destination.incoming(&uri).paused().start().unwrap();
     source.qmp().execute("migrate-set-parameters", json!({ "max-bandwidth": 1_u64 << 40 })).unwrap();
     source.qmp().execute("migrate", json!({ "uri": uri })).unwrap();
     source.qmp().wait_migration("completed", WITHIN).unwrap();
@@ -164,16 +161,6 @@ fn linux_moves_with_its_memory_and_its_agent() {
     guest.check().unwrap();
     guest.stop_dirtying().unwrap();
     guest.check().unwrap();
-}
-
-#[test]
-fn kvm_falls_back_to_tcg() {
-    if !require_lab("kvm_falls_back_to_tcg") {
-        return;
-    }
-    let builder = Qemu::builder(Version::V10_0).accelerator(Accelerator::KvmIfItWorks);
-    let qemu = builder.boot_sector(BootSector::default()).start().unwrap();
-    qemu.wait_counting(WITHIN).unwrap();
 }
 
 #[test]

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 
-use super::Qemu;
 use super::boot_sector::{BootSector, PAGE_SIZE, Sweep};
+use super::{Guest, Qemu};
 use crate::wait::wait_until;
 
 const READY_ADDRESS: u64 = 0x11_0000;
@@ -23,14 +23,9 @@ impl Qemu {
         self.read_u64(COUNTER_ADDRESS)
     }
 
-    /// Waits until the small guest has filled its memory.
-    pub fn wait_filled(&self, within: Duration) -> Result<()> {
-        wait_until("guest that has filled its memory", within, || Ok(self.filled()?.then_some(())))
-    }
-
     /// Waits until the small guest has filled its memory and its counter advances; returns the counter.
     pub fn wait_counting(&self, within: Duration) -> Result<u64> {
-        self.wait_filled(within)?;
+        wait_until("guest that has filled its memory", within, || Ok(self.filled()?.then_some(())))?;
         let before = self.counter()?;
         wait_until(&format!("guest that counts on from {before}"), within, || {
             let now = self.counter()?;
@@ -41,7 +36,7 @@ impl Qemu {
     /// Checks the small guest's filled range: every page as written, the sweep in order. The guest must be
     /// stopped. The error names the first page that is torn or stale.
     pub fn check_filled(&self) -> Result<Sweep> {
-        let guest = self.boot_sector_guest()?;
+        let Guest::BootSector(guest) = &self.guest else { bail!("this QEMU runs {:?}", self.guest) };
         guest.check(&self.read_memory(BootSector::FILL_ADDRESS, guest.pages() * PAGE_SIZE)?)
     }
 }

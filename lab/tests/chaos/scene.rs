@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use towline_lab::expect::{Scratch, Settings, events, qmp, settings};
-use towline_lab::{Finished, Flow, Incoming, Proxy, Qemu, Towline, towline_binary, wait_until};
+use towline_lab::{Finished, Flow, Proxy, Qemu, Towline, towline_binary, wait_until};
 
 use crate::case::{Case, Fault, Kind, Moment, Victim};
 use crate::guests::{GuestState, Guests, WITHIN, builder, counting};
@@ -117,11 +117,11 @@ impl Fixture {
             fixture.store(case);
         }
         let incoming = match case.kind {
-            Kind::ToStock => Incoming::Uri("tcp:127.0.0.1:0".into()),
-            _ => Incoming::Defer,
+            Kind::ToStock => "tcp:127.0.0.1:0",
+            _ => "defer",
         };
         for _ in 0..case.kind.destinations() {
-            fixture.guests.destinations.push(builder(case).incoming(incoming.clone()).start().unwrap());
+            fixture.guests.destinations.push(builder(case).incoming(incoming).start().unwrap());
         }
         // Some of these are set by this test before a stock QEMU migrates.
         let is_driven = case.kind != Kind::FromStock;

@@ -126,7 +126,7 @@ fn towline_ctl_fails(fixture: &Fixture) -> String {
 /// QEMU's own client, which has no special support of towline.
 #[test]
 fn qmp_shell_works_unchanged() {
-    let python = paths::qmp_python(&paths::lab_directory());
+    let python = paths::lab_directory().join("python-qmp/bin/python");
     if !require_lab("qmp_shell_works_unchanged") {
         return;
     }

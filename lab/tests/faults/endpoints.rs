@@ -123,7 +123,7 @@ fn a_destination_that_listens_elsewhere_is_refused() {
     }
     let (fixture, source) = (Fixture::new(), counting(guest()));
     let uri = format!("unix:{}", fixture.name("incoming.sock"));
-    let destination = guest().incoming(towline_lab::Incoming::Uri(uri)).start().unwrap();
+    let destination = guest().incoming(&uri).start().unwrap();
     let finished = fixture.run(&format!("copy {} {}", qmp(&source), qmp(&destination)));
     assert_safe(&finished, &["already waits for a guest at the address on its command line"]);
     assert_waits(&destination);

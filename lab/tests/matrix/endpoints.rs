@@ -4,7 +4,7 @@ use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 
 use serde_json::{Value, json};
-use towline_lab::{BootSector, Incoming, Qemu, Towline, require_lab, towline_binary, wait_until};
+use towline_lab::{BootSector, Qemu, Towline, require_lab, towline_binary, wait_until};
 
 use crate::support::{
     Row, Scratch, WITHIN, boot, completed, copy, listening_on, migrate, migrate_as_set, prove_equal, qmp,
@@ -204,8 +204,8 @@ fn through_descriptors_that_were_inherited() {
         wait_migrated(&source);
 
         let there = scratch.path("there");
-        let incoming = Incoming::Uri(format!("unix:{}", there.display()));
-        let destination = row.builder().incoming(incoming).paused().start().unwrap();
+        let incoming = format!("unix:{}", there.display());
+        let destination = row.builder().incoming(&incoming).paused().start().unwrap();
         inheriting(UnixStream::connect(&there).unwrap(), &|endpoint| vec![image.clone(), endpoint]);
         destination.qmp().wait_migration("completed", WITHIN).unwrap();
         prove_equal(&source, &destination);

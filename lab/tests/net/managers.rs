@@ -45,7 +45,7 @@ const GOOD: u16 = TAP | NO_PI | VNET_HDR | MULTI_QUEUE;
 /// empty.
 fn managed(network: &Network, socket: &str, taps: &[(&str, u16)], arguments: &[&str]) -> Towline {
     let (prefix, towline) = (network.prefix(), towline_binary().unwrap());
-    let python = paths::python(&paths::lab_directory());
+    let python = paths::lab_directory().join("python/bin/python");
     let mut line = prefix[1..].to_vec();
     line.extend([python.display().to_string(), "-c".into(), MANAGER.into(), socket.into()]);
     line.extend(taps.iter().map(|(name, flags)| format!("{name}={flags:#x}")));

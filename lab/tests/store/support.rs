@@ -117,7 +117,7 @@ pub(crate) struct S3 {
 impl S3 {
     /// Starts the server; `None`, with a printed skip, where the set-up could not install it.
     pub(crate) fn start(test: &str) -> Option<Self> {
-        let python = paths::s3_python(&paths::lab_directory());
+        let python = paths::lab_directory().join("python-s3/bin/python");
         if !python.is_file() {
             skip(test, &format!("{} is missing; run `cargo xtask setup`", python.display()));
             return None;

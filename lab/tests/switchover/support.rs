@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 pub(crate) use towline_lab::expect::{Scratch, assert_ended, qmp};
 pub(crate) use towline_lab::signal;
 use towline_lab::{
-    BootSector, Builder, Finished, Flow, Incoming, Proxy, Qemu, Towline, Version, expect, is_asleep, towline,
+    BootSector, Builder, Finished, Flow, Proxy, Qemu, Towline, Version, expect, is_asleep, towline,
     wait_until,
 };
 
@@ -70,7 +70,7 @@ pub(crate) fn waiting(builder: &Builder) -> Qemu {
 
 /// Starts a stock QEMU that listens for such a guest, and runs it on its own.
 pub(crate) fn listening(builder: &Builder) -> (Qemu, SocketAddr) {
-    let qemu = builder.clone().incoming(Incoming::Uri("tcp:127.0.0.1:0".into())).start().unwrap();
+    let qemu = builder.clone().incoming("tcp:127.0.0.1:0").start().unwrap();
     let migration = qemu.qmp().execute("query-migrate", Value::Null).unwrap();
     let port = migration["socket-address"][0]["port"].as_str().unwrap().parse().unwrap();
     (qemu, SocketAddr::from((Ipv4Addr::LOCALHOST, port)))

@@ -68,7 +68,7 @@ struct Pair {
 fn pair() -> Pair {
     let scratch = TempDir::with_prefix("towline-lab-").unwrap();
     let path = |name: String| scratch.path().join(name);
-    let directory = paths::vsock_tests(&paths::lab_directory()).display().to_string();
+    let directory = paths::lab_directory().join("vsock-tests").display().to_string();
     let programs = ["vsock_test", "vsock_perf"].map(|name| format!("{directory}/{name}"));
     let guest = |cid: u64| format!("cid={cid},socket={},group=kernel", path(format!("d{cid}")).display());
     let [client, server] = [33, 34].map(guest);

@@ -21,7 +21,7 @@ const STARTED_BY_SSHD: [(&str, &str); 2] =
 
 /// Returns the path of a Debian sshd whose libraries, and those of the programs that it starts, are here.
 fn sshd(name: &str) -> Option<PathBuf> {
-    let sshd = paths::sshd(&paths::lab_directory());
+    let sshd = paths::lab_directory().join("openssh-server/usr/sbin/sshd");
     if !sshd.is_file() {
         skip(name, &format!("{} is missing; run `cargo xtask setup`", sshd.display()));
         return None;

@@ -13,7 +13,7 @@ const WITHIN: Duration = Duration::from_secs(60);
 
 /// Python with its `websockets`; `None`, with a printed skip, if the set-up could not install it.
 fn python(test: &str) -> Option<PathBuf> {
-    let python = paths::python(&paths::lab_directory());
+    let python = paths::lab_directory().join("python/bin/python");
     if python.is_file() {
         return Some(python);
     }
