@@ -18,9 +18,9 @@ use anyhow::{Context as _, Result};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout, set_tcp_nodelay};
 use rustix::net::{Shutdown, SocketFlags, accept_with, shutdown};
+use serde::{Deserialize, Serialize};
 
 use crate::vhost::Signals;
-use crate::vhost::latency::Latencies;
 
 /// Timeout of a connection and of a response.
 pub(crate) const WITHIN: Duration = Duration::from_secs(15);
@@ -33,14 +33,14 @@ const REQUEST_LOST_AFTER: Duration = Duration::from_secs(1);
 const ACCEPT_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Direction of a stream.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Direction {
     ToGuest,
     FromGuest,
 }
 
 /// Connections of requests.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Connections {
     /// One for all requests.
     Kept,
@@ -48,34 +48,52 @@ pub(crate) enum Connections {
     Renewed,
 }
 
+/// Kind of traffic.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Kind {
+    Stream(Direction),
+    Request(Connections),
+}
+
 /// Work of the applications, in messages of `size` bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Traffic {
-    Stream { direction: Direction, size: usize, sessions: usize },
-    Request { connections: Connections, size: usize, sessions: usize },
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Traffic {
+    pub(crate) kind: Kind,
+    pub(crate) size: usize,
+    pub(crate) sessions: usize,
 }
 
 impl Traffic {
     /// Streams in both directions.
     pub(crate) fn streams(sizes: &[usize], sessions: &[usize]) -> Vec<Self> {
-        let directions = [Direction::ToGuest, Direction::FromGuest];
-        let of =
-            |(direction, sessions)| sizes.iter().map(move |&size| Self::Stream { direction, size, sessions });
-        pairs(&directions, sessions).flat_map(of).collect()
+        Self::all([Direction::ToGuest, Direction::FromGuest].map(Kind::Stream), sizes, sessions)
     }
 
     /// Requests on kept connections, and on new ones.
     pub(crate) fn requests(sizes: &[usize], sessions: &[usize]) -> Vec<Self> {
-        let kinds = [Connections::Kept, Connections::Renewed];
-        let of = |(connections, sessions)| {
-            sizes.iter().map(move |&size| Self::Request { connections, size, sessions })
-        };
-        pairs(&kinds, sessions).flat_map(of).collect()
+        Self::all([Connections::Kept, Connections::Renewed].map(Kind::Request), sizes, sessions)
     }
-}
 
-fn pairs<A: Copy, B: Copy>(first: &[A], second: &[B]) -> impl Iterator<Item = (A, B)> {
-    first.iter().flat_map(|one| second.iter().map(|other| (*one, *other)))
+    fn all(kinds: [Kind; 2], sizes: &[usize], sessions: &[usize]) -> Vec<Self> {
+        let of = |kind| {
+            sessions
+                .iter()
+                .flat_map(move |&sessions| sizes.iter().map(move |&size| Self { kind, size, sessions }))
+        };
+        kinds.into_iter().flat_map(of).collect()
+    }
+
+    pub(crate) fn is_stream(self) -> bool {
+        matches!(self.kind, Kind::Stream(_))
+    }
+
+    /// Service of the end that is connected to.
+    pub(crate) fn service(self) -> Service {
+        match self.kind {
+            Kind::Stream(_) => Service::Read,
+            Kind::Request(connections) => Service::Echo(connections),
+        }
+    }
 }
 
 /// The end that counts the bytes of a stream.
@@ -105,7 +123,8 @@ pub(crate) struct Applications {
     threads: Vec<JoinHandle<Result<()>>>,
     /// One end of each stream, to shut it down.
     streams: Arc<Mutex<Vec<File>>>,
-    latencies: Arc<Mutex<Latencies>>,
+    /// In microseconds.
+    latencies: Arc<Mutex<Vec<f64>>>,
 }
 
 impl Applications {
@@ -128,8 +147,16 @@ impl Applications {
         Ok(())
     }
 
+    /// Connects the clients of this traffic, which write or send requests.
+    pub(crate) fn connect(&mut self, dial: &Dial, traffic: Traffic, counted_by: CountedBy) -> Result<()> {
+        (0..traffic.sessions).try_for_each(|_| match traffic.kind {
+            Kind::Stream(_) => self.write(dial()?, traffic.size, counted_by),
+            Kind::Request(connections) => self.request(dial, traffic.size, connections),
+        })
+    }
+
     /// Writes messages of `size` bytes.
-    pub(crate) fn write(&mut self, mut stream: File, size: usize, counted_by: CountedBy) -> Result<()> {
+    fn write(&mut self, mut stream: File, size: usize, counted_by: CountedBy) -> Result<()> {
         self.keep(&stream)?;
         self.spawn(move |signals| {
             let message = vec![0x5a; size];
@@ -155,14 +182,14 @@ impl Applications {
     }
 
     /// Sends requests of `size` bytes and waits for their responses.
-    pub(crate) fn request(&mut self, dial: &Dial, size: usize, connections: Connections) -> Result<()> {
+    fn request(&mut self, dial: &Dial, size: usize, connections: Connections) -> Result<()> {
         let (first, dial, all) = (dial()?, Arc::clone(dial), Arc::clone(&self.latencies));
         // A clone would keep a connection open that its client closes.
         if connections == Connections::Kept {
             self.keep(&first)?;
         }
         self.spawn(move |signals| {
-            let (mut latencies, mut bytes, mut known) = (Latencies::default(), vec![0x5a; size], Some(first));
+            let (mut latencies, mut bytes, mut known) = (Vec::new(), vec![0x5a; size], Some(first));
             while !signals.is_over() {
                 let started = Instant::now();
                 let responded = known.take().map_or_else(|| dial(), Ok).and_then(|mut stream| {
@@ -181,7 +208,7 @@ impl Applications {
                     latencies.push(started.elapsed().as_secs_f64() * 1e6);
                 }
             }
-            all.lock().expect("no thread panics with it").append(latencies);
+            all.lock().expect("no thread panics with it").append(&mut latencies);
             Ok(())
         });
         Ok(())
@@ -214,8 +241,8 @@ impl Applications {
         self.threads.into_iter().try_for_each(ended)
     }
 
-    /// Ends all threads. Returns the latencies, or the first error.
-    pub(crate) fn end(self) -> Result<Latencies> {
+    /// Ends all threads. Returns the latencies in microseconds, or the first error.
+    pub(crate) fn end(self) -> Result<Vec<f64>> {
         self.signals.stop.store(true, Ordering::Relaxed);
         for stream in self.streams.lock().expect("no thread panics with it").drain(..) {
             // It may be shut down already.

@@ -118,6 +118,24 @@ pub(crate) fn incoming(qemu: &Qemu, uri: &str) -> Result<()> {
     Ok(())
 }
 
+/// Has a waiting QEMU listen at a Unix socket. Returns its address.
+pub(crate) fn listen(qemu: &Qemu) -> Result<String> {
+    let uri = format!("unix:{}", qemu.directory().join("live.sock").display());
+    incoming(qemu, &uri)?;
+    Ok(uri)
+}
+
+/// Returns the number of this name in a reply.
+pub(crate) fn number(reply: &Value, name: &str) -> Result<f64> {
+    reply[name].as_f64().with_context(|| format!("{reply} has no number {name}"))
+}
+
+/// A QEMU, and the counter of its guest or of the one that it waits for.
+pub(crate) struct Machine {
+    pub(crate) qemu: Qemu,
+    pub(crate) counter: Counter,
+}
+
 /// Address of a QEMU for towline.
 pub(crate) fn endpoint(qemu: &Qemu) -> String {
     format!("qmp:{}", qemu.qmp_path().display())

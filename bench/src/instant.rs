@@ -11,18 +11,18 @@
 //! Limits: one guest at a time, TCG. QEMU before 10.1 does not report the latency of faults at its source, so p50 and p99 are towline's;
 //! the destination's own measurement of its processors' waiting covers both.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use serde_json::{Value, json};
-use towline_lab::{Qemu, Version, paths};
+use towline_lab::Version;
 
-use crate::guest::{Copying, Counter, WITHIN, configure, endpoint, incoming};
+use crate::guest::{Copying, Counter, Machine, WITHIN, configure, endpoint, file, incoming, listen};
 use crate::machine::{self, Cache, MIB};
 use crate::options::Bench;
 use crate::stored::{KERNEL_MIB, Shape, Stored};
-use crate::table::{self, Column, Entry, Figures, Results, Table};
+use crate::table::{self, Column, Contender, Entry, Figures, Results, Row, Table};
 
 const SIZES_MIB: [u64; 3] = [1024, 4096, 8192];
 /// Share of a guest's memory that is random.
@@ -34,7 +34,9 @@ const SPARE_MIB: u64 = 1024;
 enum Method {
     Qemu,
     Copy,
-    Postcopy(Preempt, WorkingSet),
+    /// By `towline copy` with these options.
+    Postcopy(&'static [&'static str], WorkingSet),
+    /// From QEMU to QEMU.
     Live(Preempt),
 }
 
@@ -52,47 +54,46 @@ enum WorkingSet {
     Known,
 }
 
-const METHODS: [Method; 7] = [
-    Method::Qemu,
-    Method::Copy,
-    Method::Postcopy(Preempt::Off, WorkingSet::Unknown),
-    Method::Postcopy(Preempt::On, WorkingSet::Unknown),
-    Method::Postcopy(Preempt::On, WorkingSet::Known),
-    Method::Live(Preempt::Off),
-    Method::Live(Preempt::On),
+const POSTCOPY: &[&str] = &["--postcopy"];
+const PREEMPT: &[&str] = &["--postcopy", "--postcopy-preempt"];
+const QEMU: Contender<Method> = Contender::new("QEMU's own restore, 4 channels", Method::Qemu);
+const LIVE: Contender<Method> = Contender::new("QEMU to QEMU, postcopy", Method::Live(Preempt::Off));
+const LIVE_PREEMPT: Contender<Method> =
+    Contender::new("QEMU to QEMU, postcopy-preempt", Method::Live(Preempt::On));
+const CONTENDERS: [Contender<Method>; 7] = [
+    QEMU,
+    Contender::new("towline copy", Method::Copy),
+    Contender::new("towline --postcopy", Method::Postcopy(POSTCOPY, WorkingSet::Unknown)),
+    Contender::new("towline --postcopy-preempt", Method::Postcopy(PREEMPT, WorkingSet::Unknown)),
+    Contender::new(
+        "towline --postcopy-preempt, working set known",
+        Method::Postcopy(PREEMPT, WorkingSet::Known),
+    ),
+    LIVE,
+    LIVE_PREEMPT,
 ];
 
+/// Conditions of a restore.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Restore {
+struct Conditions {
     size_mib: u64,
     cache: Cache,
-    method: Method,
 }
 
-impl Entry for Restore {
-    fn group(&self) -> String {
+type Restore = Entry<Conditions, Method>;
+
+impl Row for Conditions {
+    fn name(&self) -> String {
         format!("{} MiB guest, {}", self.size_mib, self.cache.name())
     }
-
-    fn label(&self) -> &'static str {
-        match self.method {
-            Method::Qemu => "QEMU's own restore, 4 channels",
-            Method::Copy => "towline copy",
-            Method::Postcopy(Preempt::Off, _) => "towline --postcopy",
-            Method::Postcopy(_, WorkingSet::Unknown) => "towline --postcopy-preempt",
-            Method::Postcopy(_, WorkingSet::Known) => "towline --postcopy-preempt, working set known",
-            Method::Live(Preempt::Off) => "QEMU to QEMU, postcopy",
-            Method::Live(Preempt::On) => "QEMU to QEMU, postcopy-preempt",
-        }
-    }
 }
 
-const COLUMNS: [Column<Restore>; 10] = [
+const COLUMNS: [Column<Conditions, Method>; 10] = [
     Column::spread("ms to RUNNING", 0),
-    Column::ratio("QEMU's own ×", "RUNNING, 1/s", |it| Restore { method: Method::Qemu, ..it }),
+    Column::ratio("QEMU's own ×", "RUNNING, 1/s", |it| it.with(QEMU)),
     Column::spread("ms to first tick", 0),
     Column::spread("s to completion", 2),
-    Column::ratio("× QEMU's own", "s to completion", |it| Restore { method: Method::Qemu, ..it }),
+    Column::ratio("× QEMU's own", "s to completion", |it| it.with(QEMU)),
     Column::ratio("× QEMU to QEMU", "s to completion", against_live),
     Column::spread("faults", 0),
     Column::spread("fault p50 ms", 2),
@@ -110,11 +111,9 @@ const NOTES: [&str; 6] = [
 
 /// QEMU to QEMU reads no image: its figures are those of the rounds with the page cache.
 fn against_live(it: Restore) -> Restore {
-    let preempt = match it.method {
-        Method::Postcopy(preempt, _) | Method::Live(preempt) => preempt,
-        Method::Qemu | Method::Copy => Preempt::Off,
-    };
-    Restore { cache: Cache::Cached, method: Method::Live(preempt), ..it }
+    let row = Conditions { cache: Cache::Cached, ..it.row };
+    let is_preempt = matches!(it.contender.kind, Method::Postcopy(PREEMPT, _) | Method::Live(Preempt::On));
+    Entry { row, contender: if is_preempt { LIVE_PREEMPT } else { LIVE } }
 }
 
 /// Measures the table; about a quarter of an hour for three runs of the published sizes.
@@ -122,19 +121,15 @@ fn against_live(it: Restore) -> Restore {
 /// # Errors
 /// QEMU is missing, a guest does not start, or the run was cancelled.
 pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
-    let qemu = paths::QEMU_10_0;
-    ensure!(Path::new(qemu).is_file(), "{qemu} is missing; run `cargo xtask setup`");
-    let sizes = bench.sizes_mib(&SIZES_MIB);
-    let of_size = |&size_mib: &u64| {
-        let of_cache = move |cache| METHODS.map(|method| Restore { size_mib, cache, method });
-        Cache::BOTH.into_iter().flat_map(of_cache)
-    };
-    let is_measured = |it: &Restore| it.cache == Cache::Cached || !matches!(it.method, Method::Live(_));
-    let all = bench.chosen(sizes.iter().flat_map(of_size).filter(is_measured))?;
+    let of_size = |size_mib| Cache::BOTH.map(|cache| Conditions { size_mib, cache });
+    let rows = bench.sizes_mib(&SIZES_MIB).into_iter().flat_map(of_size);
+    let mut all = Entry::all(rows, &CONTENDERS);
+    all.retain(|it| it.row.cache == Cache::Cached || !matches!(it.contender.kind, Method::Live(_)));
+    let all = bench.chosen(all)?;
     let mut results = Results::none();
-    for of_size in all.chunk_by(|one, other| one.size_mib == other.size_mib) {
-        let shape =
-            Shape { version: Version::V10_0, memory_mib: of_size[0].size_mib, data_percent: DATA_PERCENT };
+    for of_size in all.chunk_by(|one, other| one.row.size_mib == other.row.size_mib) {
+        let memory_mib = of_size[0].row.size_mib;
+        let shape = Shape { version: Version::V10_0, memory_mib, data_percent: DATA_PERCENT };
         let restores = Restores { bench, stored: Stored::new(bench, shape)? };
         results.extend(table::measure(bench, of_size.iter().copied(), |it| restores.run(it))?);
     }
@@ -147,28 +142,21 @@ struct Restores<'a> {
     stored: Stored,
 }
 
-/// A QEMU that waits for the guest.
-struct Waiting {
-    qemu: Qemu,
-    counter: Counter,
-}
-
 impl Restores<'_> {
     fn run(&self, it: Restore) -> Result<Figures> {
-        let options: &[&str] = match it.method {
+        let (options, working_set) = match it.contender.kind {
             Method::Live(preempt) => return self.live(preempt),
-            Method::Postcopy(Preempt::Off, _) => &["--postcopy"],
-            Method::Postcopy(Preempt::On, _) => &["--postcopy", "--postcopy-preempt"],
-            Method::Copy | Method::Qemu => &[],
+            Method::Postcopy(options, working_set) => (options, working_set),
+            Method::Copy | Method::Qemu => (&[][..], WorkingSet::Unknown),
         };
-        match it.method {
-            Method::Postcopy(_, WorkingSet::Known) => self.know_working_set()?,
-            _ => self.forget_working_set()?,
+        match working_set {
+            WorkingSet::Known => self.know_working_set()?,
+            WorkingSet::Unknown => self.forget_working_set()?,
         }
         let waiting = self.waiting()?;
-        it.cache.prepare(&self.stored.path())?;
+        it.row.cache.prepare(&self.stored.path())?;
         machine::prefault(self.stored.shape.data_mib() * MIB)?;
-        if it.method == Method::Qemu {
+        if it.contender == QEMU {
             return self.by_qemu(&waiting);
         }
         let figures = self.by_towline(&waiting, options)?;
@@ -179,14 +167,14 @@ impl Restores<'_> {
         Ok(figures)
     }
 
-    fn waiting(&self) -> Result<Waiting> {
+    fn waiting(&self) -> Result<Machine> {
         let qemu = self.stored.shape.builder().incoming_defer().start()?;
         let counter = Counter::at(&qemu, self.stored.tick_address)?;
-        Ok(Waiting { qemu, counter })
+        Ok(Machine { qemu, counter })
     }
 
     /// Starts a copy of the image to a waiting QEMU.
-    fn copy(&self, waiting: &Waiting, options: &[&str]) -> Result<Copying> {
+    fn copy(&self, waiting: &Machine, options: &[&str]) -> Result<Copying> {
         let (image, to) = (self.stored.path().display().to_string(), endpoint(&waiting.qemu));
         self.bench.copy([&*image, &to].iter().chain(options).copied())
     }
@@ -207,23 +195,23 @@ impl Restores<'_> {
     fn know_working_set(&self) -> Result<()> {
         if !self.working_set().is_file() {
             let waiting = self.waiting()?;
-            self.copy(&waiting, &["--postcopy", "--postcopy-preempt"])?.wait(self.bench)?;
+            self.copy(&waiting, PREEMPT)?.wait(self.bench)?;
         }
         Ok(())
     }
 
-    fn by_qemu(&self, waiting: &Waiting) -> Result<Figures> {
+    fn by_qemu(&self, waiting: &Machine) -> Result<Figures> {
         let capabilities = [("multifd", true), ("mapped-ram", true)];
         configure(&waiting.qemu, &capabilities, json!({ "multifd-channels": 4 }))?;
         let started = Instant::now();
-        incoming(&waiting.qemu, &format!("file:{}", self.stored.path().display()))?;
+        incoming(&waiting.qemu, &file(&self.stored.path()))?;
         let mut figures = self.watch(waiting, started, || Ok(self.stored.tick), || Ok(()))?;
         // It runs when it has loaded everything.
         figures.insert("s to completion", figures["ms to RUNNING"] / 1e3);
         Ok(figures)
     }
 
-    fn by_towline(&self, waiting: &Waiting, options: &[&str]) -> Result<Figures> {
+    fn by_towline(&self, waiting: &Machine, options: &[&str]) -> Result<Figures> {
         let blocktime = ("postcopy-blocktime", !options.is_empty());
         configure(&waiting.qemu, &[blocktime], json!({}))?;
         let mut copying = self.copy(waiting, options)?;
@@ -254,8 +242,7 @@ impl Restores<'_> {
             let preempt = ("postcopy-preempt", preempt == Preempt::On);
             configure(qemu, &[("postcopy-ram", true), preempt, (own, true)], json!({}))?;
         }
-        let uri = format!("unix:{}", waiting.qemu.directory().join("live.sock").display());
-        incoming(&waiting.qemu, &uri)?;
+        let uri = listen(&waiting.qemu)?;
         source.qemu.qmp().execute("cont", Value::Null)?;
         machine::prefault(self.stored.shape.data_mib() * MIB)?;
         let started = Instant::now();
@@ -273,7 +260,7 @@ impl Restores<'_> {
     /// Waits for RUNNING and for the first tick beyond `past`; `check` fails when they cannot happen.
     fn watch(
         &self,
-        waiting: &Waiting,
+        waiting: &Machine,
         started: Instant,
         past: impl Fn() -> Result<u64>,
         mut check: impl FnMut() -> Result<()>,
@@ -293,7 +280,7 @@ impl Restores<'_> {
     }
 
     /// Waits until the destination reports completion.
-    fn complete(&self, waiting: &Waiting, started: Instant, figures: &mut Figures) -> Result<()> {
+    fn complete(&self, waiting: &Machine, started: Instant, figures: &mut Figures) -> Result<()> {
         let info = self.bench.migrated(&waiting.qemu)?;
         figures.insert("s to completion", started.elapsed().as_secs_f64());
         // Of each processor, in milliseconds.

@@ -23,10 +23,10 @@ use towline_lab::certificates::Authority;
 
 use crate::machine::MIB;
 use crate::options::Bench;
-use crate::table::{self, Bound, Column, Entry, Figures, Table};
-use end::End;
+use crate::table::{self, Column, Contender, Entry, Figures, Row, Table};
 pub(crate) use end::{END, serve_end};
-use transfer::{Memory, Method, Mode, Peer, Transfer};
+use end::{End, Request};
+use transfer::{Conditions, Memory, Method, Mode, Peer};
 
 /// Memory of the guest in MiB.
 const MEMORY_MIB: u64 = 2048;
@@ -42,62 +42,52 @@ const TLS_MIN: f64 = 0.7;
 /// Of the cipher alone.
 const CIPHER_MIN: f64 = 0.9;
 
-impl Entry for Transfer {
-    fn group(&self) -> String {
+impl Row for Conditions {
+    fn name(&self) -> String {
         let memory = if self.memory == Memory::Warm { "warm" } else { "cold" };
         format!("{memory}, {} {}", self.lanes, if self.lanes == 1 { "lane" } else { "lanes" })
     }
-
-    fn label(&self) -> &'static str {
-        match self.method {
-            Method::Towline(mode) => mode.name(),
-            Method::Qemu(Peer::Plain) => "QEMU's multifd",
-            Method::Qemu(Peer::ZeroCopy) => "QEMU's multifd, zero-copy-send",
-            Method::Qemu(Peer::Tls) => "QEMU's multifd, TLS",
-            Method::Iperf => "iperf3",
-            Method::Cipher => "the cipher alone",
-        }
-    }
 }
 
-const QEMU: Method = Method::Qemu(Peer::Plain);
-const VECTORED: Method = Method::Towline(Mode::Vectored);
-const AUTO: Method = Method::Towline(Mode::Auto);
-const TLS: Method = Method::Towline(Mode::Tls);
-const WARM: [Method; 9] = [
+type Transfer = Entry<Conditions, Method>;
+
+const VECTORED: Contender<Method> = Contender::new("vectored", Method::Towline(Mode::Vectored));
+const ZERO_COPY: Contender<Method> = Contender::new("zero-copy on", Method::Towline(Mode::ZeroCopy));
+const AUTO: Contender<Method> = Contender::new("auto", Method::Towline(Mode::Auto));
+const TLS: Contender<Method> = Contender::new("vectored, TLS", Method::Towline(Mode::Tls));
+const QEMU: Contender<Method> = Contender::new("QEMU's multifd", Method::Qemu(Peer::Plain));
+const QEMU_TLS: Contender<Method> = Contender::new("QEMU's multifd, TLS", Method::Qemu(Peer::Tls));
+const IPERF: Contender<Method> = Contender::new("iperf3", Method::Iperf);
+const CIPHER: Contender<Method> = Contender::new("the cipher alone", Method::Cipher);
+const WARM: [Contender<Method>; 9] = [
     VECTORED,
-    Method::Towline(Mode::ZeroCopy),
+    ZERO_COPY,
     AUTO,
     QEMU,
-    Method::Qemu(Peer::ZeroCopy),
-    Method::Iperf,
+    Contender::new("QEMU's multifd, zero-copy-send", Method::Qemu(Peer::ZeroCopy)),
+    IPERF,
     TLS,
-    Method::Qemu(Peer::Tls),
-    Method::Cipher,
+    QEMU_TLS,
+    CIPHER,
 ];
-const COLD: [Method; 2] = [VECTORED, QEMU];
+const COLD: [Contender<Method>; 2] = [VECTORED, QEMU];
 
-const COLUMNS: [Column<Transfer>; 10] = [
+const COLUMNS: [Column<Conditions, Method>; 10] = [
     Column::spread("GB/s", 2),
-    Column::ratio("× QEMU's", "GB/s", |it: Transfer| it.by(QEMU)).with_goal(|it| {
-        let least = if it.memory == Memory::Warm { QEMU_WARM_MIN } else { QEMU_COLD_MIN };
-        it.at_least(VECTORED, least)
+    Column::ratio("× QEMU's", "GB/s", |it| it.with(QEMU)).with_goal(|it| {
+        let is_warm = it.row.memory == Memory::Warm;
+        it.at_least(VECTORED, if is_warm { QEMU_WARM_MIN } else { QEMU_COLD_MIN })
     }),
-    Column::ratio("× iperf3", "GB/s", |it: Transfer| it.by(Method::Iperf))
-        .with_goal(|it| it.at_least(VECTORED, IPERF_MIN)),
+    Column::ratio("× iperf3", "GB/s", |it| it.with(IPERF)).with_goal(|it| it.at_least(VECTORED, IPERF_MIN)),
     Column::spread("CPU s/GB", 2),
-    Column::ratio("× QEMU's CPU", "CPU s/GB", |it: Transfer| it.by(QEMU)).with_goal(|it| {
-        let is_judged = it.method == VECTORED && it.memory == Memory::Warm;
-        is_judged.then_some(Bound::Most(QEMU_CPU_MAX))
-    }),
-    Column::ratio("× vectored", "GB/s", |it: Transfer| it.by(VECTORED))
+    Column::ratio("× QEMU's CPU", "CPU s/GB", |it| it.with(QEMU))
+        .with_goal(|it| it.at_most(VECTORED, QEMU_CPU_MAX).filter(|_| it.row.memory == Memory::Warm)),
+    Column::ratio("× vectored", "GB/s", |it| it.with(VECTORED))
         .with_goal(|it| it.at_least(AUTO, AUTO_MIN).or(it.at_least(TLS, TLS_MIN))),
-    Column::ratio("× zero-copy", "GB/s", |it: Transfer| it.by(Method::Towline(Mode::ZeroCopy)))
-        .with_goal(|it| it.at_least(AUTO, AUTO_MIN)),
-    Column::ratio("× QEMU's TLS", "GB/s", |it: Transfer| it.by(Method::Qemu(Peer::Tls)))
+    Column::ratio("× zero-copy", "GB/s", |it| it.with(ZERO_COPY)).with_goal(|it| it.at_least(AUTO, AUTO_MIN)),
+    Column::ratio("× QEMU's TLS", "GB/s", |it| it.with(QEMU_TLS))
         .with_goal(|it| it.at_least(TLS, QEMU_WARM_MIN)),
-    Column::ratio("× cipher", "GB/s", |it: Transfer| it.by(Method::Cipher))
-        .with_goal(|it| it.at_least(TLS, CIPHER_MIN)),
+    Column::ratio("× cipher", "GB/s", |it| it.with(CIPHER)).with_goal(|it| it.at_least(TLS, CIPHER_MIN)),
     Column::median("calls", 0),
 ];
 const NOTES: [&str; 3] = [
@@ -106,22 +96,9 @@ const NOTES: [&str; 3] = [
     "CPU: user and system time of both processes; calls: send calls of the lanes",
 ];
 
-impl Transfer {
-    fn by(self, method: Method) -> Self {
-        Self { method, ..self }
-    }
-
-    fn at_least(self, method: Method, least: f64) -> Option<Bound> {
-        (self.method == method).then_some(Bound::Least(least))
-    }
-
-    fn all() -> impl Iterator<Item = Self> {
-        let of = |memory, methods: &'static [Method]| {
-            let of_lanes = move |lanes| methods.iter().map(move |&method| Self { memory, lanes, method });
-            LANES.into_iter().flat_map(of_lanes)
-        };
-        of(Memory::Warm, &WARM).chain(of(Memory::Cold, &COLD))
-    }
+fn all() -> Vec<Transfer> {
+    let of = |memory, contenders| Entry::all(LANES.map(|lanes| Conditions { memory, lanes }), contenders);
+    [of(Memory::Warm, &WARM[..]), of(Memory::Cold, &COLD)].concat()
 }
 
 /// Measures the tables.
@@ -129,20 +106,20 @@ impl Transfer {
 /// # Errors
 /// The ends do not start, or the run was cancelled.
 pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
-    let all = bench.chosen(Transfer::all())?;
+    let all = bench.chosen(all())?;
     let mut ends = Ends::start(bench)?;
     let mut lanes = None;
     let results = table::measure(bench, all, |it| {
         // The first transfer after others were measured is slower by up to a half.
-        if it.memory == Memory::Warm && lanes.replace(it.lanes) != Some(it.lanes) {
-            ends.run(it.by(VECTORED))?;
+        if it.row.memory == Memory::Warm && lanes.replace(it.row.lanes) != Some(it.row.lanes) {
+            ends.run(it.with(VECTORED))?;
         }
         ends.run(it)
     })?;
     let of = |memory, name, what: &str| {
         let title =
             format!("Lanes: {} MiB, memory to memory over TCP on the loopback, {what}", ends.memory_mib);
-        results.table(name, &title, &COLUMNS, |it| it.memory == memory).with_notes(NOTES)
+        results.table(name, &title, &COLUMNS, |row| row.memory == memory).with_notes(NOTES)
     };
     Ok(vec![
         of(Memory::Warm, "lanes", "memory touched before"),
@@ -175,16 +152,19 @@ impl<'a> Ends<'a> {
     }
 
     fn run(&mut self, it: Transfer) -> Result<Figures> {
-        let cost = match it.method {
+        let row = it.row;
+        let cost = match it.contender.kind {
             Method::Towline(mode) => {
-                return self.source.send(&mut self.destination, it, mode, self.certificates.path());
+                let (certificates, address) = (self.certificates.path().into(), String::new());
+                let request = Request { conditions: row, mode, certificates, address };
+                return self.source.send(&mut self.destination, request);
             }
             Method::Qemu(peer) => {
                 let source = self.qemu.as_ref().map_err(|error| anyhow::anyhow!("{error:#}"))?;
-                source.migrate(self.bench, it, peer)?
+                source.migrate(self.bench, row, peer)?
             }
-            Method::Iperf => iperf::run(it.lanes)?,
-            Method::Cipher => cipher::run(it.lanes, self.memory_mib * MIB)?,
+            Method::Iperf => iperf::run(row.lanes)?,
+            Method::Cipher => cipher::run(row.lanes, self.memory_mib * MIB)?,
         };
         Ok(cost.figures())
     }
@@ -196,9 +176,9 @@ mod tests {
 
     #[test]
     fn every_number_of_lanes_has_every_contender() {
-        let all: Vec<_> = Transfer::all().collect();
+        let all = all();
         assert_eq!(all.len(), LANES.len() * (WARM.len() + COLD.len()));
-        assert_eq!((all[0].group(), all[0].label()), ("warm, 1 lane".into(), "vectored"));
-        assert_eq!(all.last().map(Entry::group), Some("cold, 8 lanes".into()));
+        assert_eq!((all[0].row.name(), all[0].contender), ("warm, 1 lane".into(), VECTORED));
+        assert_eq!(all.last().map(|it| it.row.name()), Some("cold, 8 lanes".into()));
     }
 }

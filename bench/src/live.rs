@@ -13,14 +13,14 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use serde_json::{Value, json};
-use towline_lab::{Builder, Qemu, Version, paths};
+use towline_lab::{Builder, Qemu, Version};
 
-use crate::guest::{Counter, WITHIN, configure, endpoint, incoming};
+use crate::guest::{Counter, WITHIN, configure, endpoint, listen, number};
 use crate::machine::{self, MIB};
 use crate::options::Bench;
-use crate::table::{self, Bound, Column, Entry, Figures, Table};
+use crate::table::{self, Bound, Column, Contender, Entry, Figures, Row, Table};
 
 /// Memory of the guest in MiB, half of which is random.
 const MEMORY_MIB: u64 = 1024;
@@ -44,55 +44,46 @@ enum Method {
     Towline,
 }
 
+/// Lanes of towline and channels of QEMU; 0: none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Move {
-    /// Lanes of towline and channels of QEMU; 0: none.
-    lanes: usize,
-    method: Method,
-}
+struct Lanes(usize);
 
-impl Entry for Move {
-    fn group(&self) -> String {
-        match self.lanes {
+impl Row for Lanes {
+    fn name(&self) -> String {
+        match self.0 {
             0 => "without multifd".into(),
             lanes => format!("{lanes} channels"),
         }
     }
-
-    fn label(&self) -> &'static str {
-        match self.method {
-            Method::Direct => "QEMU to QEMU directly",
-            Method::Towline => "through towline",
-        }
-    }
 }
 
-const COLUMNS: [Column<Move>; 10] = [
+type Move = Entry<Lanes, Method>;
+
+const DIRECT: Contender<Method> = Contender::new("QEMU to QEMU directly", Method::Direct);
+const TOWLINE: Contender<Method> = Contender::new("through towline", Method::Towline);
+const COLUMNS: [Column<Lanes, Method>; 10] = [
     Column::spread("downtime, ms", 0),
-    Column::ratio("× directly", "downtime, ms", Move::directly).with_goal(downtime_goal),
+    Column::ratio("× directly", "downtime, ms", directly).with_goal(downtime_goal),
     Column::spread("QEMU's downtime, ms", 0),
-    Column::ratio("× directly", "QEMU's downtime, ms", Move::directly).with_goal(downtime_goal),
+    Column::ratio("× directly", "QEMU's downtime, ms", directly).with_goal(downtime_goal),
     Column::spread("s to done", 2),
-    Column::ratio("× directly", "s to done", Move::directly).with_goal(total_goal),
+    Column::ratio("× directly", "s to done", directly).with_goal(total_goal),
     Column::spread("QEMU's total-time, s", 2),
-    Column::ratio("× directly", "QEMU's total-time, s", Move::directly).with_goal(total_goal),
+    Column::ratio("× directly", "QEMU's total-time, s", directly).with_goal(total_goal),
     Column::spread("CPU s, QEMUs", 2),
     Column::spread("CPU s, towline", 2),
 ];
 
-impl Move {
-    fn directly(self) -> Self {
-        Self { method: Method::Direct, ..self }
-    }
+fn directly(it: Move) -> Move {
+    it.with(DIRECT)
 }
 
 fn downtime_goal(it: Move) -> Option<Bound> {
-    (it.method == Method::Towline).then_some(Bound::Most(DOWNTIME_MAX))
+    it.at_most(TOWLINE, DOWNTIME_MAX)
 }
 
 fn total_goal(it: Move) -> Option<Bound> {
-    let most = if it.lanes > 0 { TOTAL_MAX } else { TOTAL_MAX_OF_MAIN_CHANNEL };
-    (it.method == Method::Towline).then_some(Bound::Most(most))
+    it.at_most(TOWLINE, if it.row.0 > 0 { TOTAL_MAX } else { TOTAL_MAX_OF_MAIN_CHANNEL })
 }
 
 /// Measures the tables; takes a few minutes.
@@ -100,13 +91,9 @@ fn total_goal(it: Move) -> Option<Bound> {
 /// # Errors
 /// The lab is missing, the guest does not boot, or the run was cancelled.
 pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
-    if let Some(part) = paths::missing() {
-        bail!("{part} is missing; run `cargo xtask setup`");
-    }
     let memory_mib = bench.size_mib(MEMORY_MIB);
     ensure!(memory_mib >= 4 * DIRTY_MIB, "the guest has too little memory for its data");
-    let methods = [Method::Direct, Method::Towline];
-    let all = [4, 0].into_iter().flat_map(|lanes| methods.map(|method| Move { lanes, method }));
+    let all = Entry::all([4, 0].map(Lanes), &[DIRECT, TOWLINE]);
     let mut guest = None;
     let results = table::measure(bench, bench.chosen(all)?, |it| {
         // A guest that a contender has lost is booted again.
@@ -176,9 +163,9 @@ impl Guest {
 
     /// Moves. Returns the figures, and the guest at its destination, which has checked its memory and counts.
     fn go(&self, bench: &Bench, it: Move) -> Result<(Figures, Self)> {
-        let destination = self.destination()?;
-        let uri = match it.method {
-            Method::Direct => self.prepare(&destination, it.lanes)?,
+        let (destination, lanes) = (self.destination()?, it.row.0);
+        let uri = match it.contender.kind {
+            Method::Direct => self.prepare(&destination, lanes)?,
             Method::Towline => String::new(),
         };
         machine::prefault(self.memory_mib * MIB)?;
@@ -188,9 +175,9 @@ impl Guest {
         let cpu_before = migration_seconds(qemus)?;
         let (times, downtime) = std::thread::scope(|scope| {
             let watch = scope.spawn(|| self.downtime(&destination, &over));
-            let times = match it.method {
+            let times = match it.contender.kind {
                 Method::Direct => self.directly(bench, &destination, &uri),
-                Method::Towline => self.through(bench, &destination, it.lanes),
+                Method::Towline => self.through(bench, &destination, lanes),
             };
             if times.is_err() {
                 over.store(true, Ordering::Relaxed);
@@ -201,13 +188,11 @@ impl Guest {
         })?;
         let qemu_cpu = migration_seconds(qemus)? - cpu_before;
         let info = self.qemu.qmp().execute("query-migrate", Value::Null)?;
-        let number =
-            |name: &str| info[name].as_f64().with_context(|| format!("query-migrate has no {name}: {info}"));
         let figures = Figures::from([
             ("downtime, ms", downtime.as_secs_f64() * 1e3),
-            ("QEMU's downtime, ms", number("downtime")?),
+            ("QEMU's downtime, ms", number(&info, "downtime")?),
             ("s to done", times.done.as_secs_f64()),
-            ("QEMU's total-time, s", number("total-time")? / 1e3),
+            ("QEMU's total-time, s", number(&info, "total-time")? / 1e3),
             ("CPU s, QEMUs", qemu_cpu),
             ("CPU s, towline", times.towline_cpu),
         ]);
@@ -246,9 +231,7 @@ impl Guest {
             }
             configure(qemu, &[("multifd", lanes > 0), ("return-path", true)], parameters)?;
         }
-        let uri = format!("unix:{}", destination.qemu.directory().join("live.sock").display());
-        incoming(&destination.qemu, &uri)?;
-        Ok(uri)
+        listen(&destination.qemu)
     }
 
     fn directly(&self, bench: &Bench, destination: &Self, uri: &str) -> Result<Times> {

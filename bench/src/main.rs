@@ -62,7 +62,7 @@ fn main() -> ExitCode {
     let words: Vec<_> = std::env::args_os().collect();
     let words: Vec<_> = words.iter().map(|word| word.to_string_lossy()).collect();
     let result = match &*words.iter().map(AsRef::as_ref).collect::<Vec<&str>>() {
-        [_, lanes::END, role] => lanes::serve_end(role),
+        [_, lanes::END, role, bytes] => lanes::serve_end(role, bytes),
         [_, vsock::linux::APPLICATION] => vsock::linux::serve(),
         [_, net::af_xdp::APPLICATION, role, card] => net::af_xdp::serve(role, card),
         _ => run_tables(Options::parse()),

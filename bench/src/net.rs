@@ -24,7 +24,7 @@ mod sys;
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};
-use std::net::{TcpListener, UdpSocket};
+use std::net::UdpSocket;
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -35,15 +35,15 @@ use anyhow::{Result, bail};
 use towline_frontend::net::FRAME_BYTES_MAX;
 use towline_lab::{Network, wait_until};
 
-use crate::applications::{Applications, CountedBy, Direction, Service, Traffic};
+use crate::applications::{Applications, CountedBy, Direction, Kind, Traffic};
 use crate::machine;
 use crate::options::Bench;
 use crate::table::{self, Figures, Table};
 use crate::vhost::backend::Backend;
 use crate::vhost::{Window, latencies, window};
 use card::{Card, Setup};
-use hosts::{GUEST_TAP, INSIDE, OUTSIDE, PORT, TAP, XDP, XDP_PEER, dial, host, received_frames};
-use rows::{Carrier, Hosts, Run, Work};
+use hosts::{GUEST_TAP, INSIDE, OUTSIDE, TAP, XDP, XDP_PEER, dial, host, received_frames, serve};
+use rows::{Carrier, Hosts, Path, Run, Work};
 
 /// Timeout of the creation of a backend's tap.
 const TAP_WITHIN: Duration = Duration::from_secs(30);
@@ -58,7 +58,7 @@ const PASST_MTU: &str = "65520";
 /// # Errors
 /// The run was cancelled, or no row is selected.
 pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
-    tables(bench, Run::single())
+    tables(bench, Path::single())
 }
 
 /// Measures the tables of several queues.
@@ -66,23 +66,23 @@ pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
 /// # Errors
 /// As [`measure`].
 pub(crate) fn measure_queues(bench: &Bench) -> Result<Vec<Table>> {
-    tables(bench, Run::multiqueue())
+    tables(bench, Path::multiqueue())
 }
 
 fn tables(bench: &Bench, all: Vec<Run>) -> Result<Vec<Table>> {
     let results = table::measure(bench, bench.chosen(all)?, |run| {
         let hosts = Hosts { bench, run, outside: host()?, signals: Arc::default() };
-        match (run.work, run.carrier) {
+        match (run.row.work, run.contender.kind) {
             (Work::Tcp(traffic), _) => hosts.tcp(traffic),
-            (_, Carrier::Limit) => hosts.tap(),
+            (_, Carrier::Tap) => hosts.tap(),
             _ => hosts.frames(),
         }
     })?;
     Ok(vec![
-        results.table("net-frames", "Frames", &rows::FRAMES, Run::is_frames).with_notes(rows::NOTES),
-        results.table("net-streams", "TCP streams", &rows::STREAMS, Run::is_stream).with_notes(rows::NOTES),
+        results.table("net-frames", "Frames", &rows::FRAMES, Path::is_frames).with_notes(rows::NOTES),
+        results.table("net-streams", "TCP streams", &rows::STREAMS, Path::is_stream).with_notes(rows::NOTES),
         results
-            .table("net-requests", "TCP requests and connections", &rows::REQUESTS, Run::is_request)
+            .table("net-requests", "TCP requests and connections", &rows::REQUESTS, Path::is_request)
             .with_notes(rows::NOTES),
     ])
 }
@@ -95,7 +95,7 @@ impl Hosts<'_> {
     /// Measures frames through a backend.
     fn frames(&self) -> Result<Figures> {
         let directory = self.bench.directory()?;
-        let is_xdp = self.run.carrier == Carrier::Xdp;
+        let is_xdp = self.run.contender.kind == Carrier::Xdp;
         if is_xdp {
             self.outside.run(&["ip", "link", "add", XDP, "type", "veth", "peer", "name", XDP_PEER])?;
             self.outside.run(&["ip", "link", "set", XDP_PEER, "up"])?;
@@ -139,7 +139,7 @@ impl Hosts<'_> {
 
     /// Returns the length of the frames, and whether the driver receives them.
     fn frame(&self) -> Result<(usize, bool)> {
-        match self.run.work {
+        match self.run.row.work {
             Work::Transmit(len) => Ok((len, false)),
             Work::Receive(len) => Ok((len, true)),
             Work::Tcp(_) => bail!("TCP is measured elsewhere"),
@@ -213,8 +213,8 @@ impl Hosts<'_> {
 
     fn tcp(&self, traffic: Traffic) -> Result<Figures> {
         let (directory, inside) = (self.bench.directory()?, host()?);
-        let (mut backend, pump) = match self.run.carrier {
-            Carrier::Limit => {
+        let (mut backend, pump) = match self.run.contender.kind {
+            Carrier::Veth => {
                 self.outside.connect(TAP, &inside, GUEST_TAP)?;
                 (None, None)
             }
@@ -243,9 +243,10 @@ impl Hosts<'_> {
         pumped?;
         let (rate, norm) = (window.rate(), window.rate() / window.machine_percent);
         let mut figures = latencies(times);
-        figures.extend(match traffic {
-            Traffic::Stream { .. } => [("Gbit/s", rate * 8e-9), ("norm Mbit/s", norm * 8e-6)],
-            Traffic::Request { .. } => [("1/s", rate), ("norm", norm)],
+        figures.extend(if traffic.is_stream() {
+            [("Gbit/s", rate * 8e-9), ("norm Mbit/s", norm * 8e-6)]
+        } else {
+            [("1/s", rate), ("norm", norm)]
         });
         figures
             .extend([("backend % CPU", window.backend_percent), ("machine % CPU", window.machine_percent)]);
@@ -257,7 +258,7 @@ impl Hosts<'_> {
         self.tap_is_up()?;
         inside.run(&["ip", "address", "add", &format!("{INSIDE}/24"), "dev", GUEST_TAP])?;
         inside.run(&["ip", "link", "set", GUEST_TAP, "up"])?;
-        if self.run.carrier == Carrier::Passt {
+        if self.run.contender.kind == Carrier::Passt {
             // The MTU that its DHCP gives a guest: without super-frames long frames are its way to few system calls.
             inside.run(&["ip", "link", "set", GUEST_TAP, "mtu", PASST_MTU])?;
             inside.enter(announce)??;
@@ -267,26 +268,11 @@ impl Hosts<'_> {
 
     /// Starts servers, then clients. The receiver of a stream listens.
     fn start(&self, traffic: Traffic, inside: &Network, applications: &mut Applications) -> Result<()> {
-        let from_guest = matches!(traffic, Traffic::Stream { direction: Direction::FromGuest, .. });
+        let from_guest = traffic.kind == Kind::Stream(Direction::FromGuest);
         let (here, there, address) =
             if from_guest { (&self.outside, inside, OUTSIDE) } else { (inside, &self.outside, INSIDE) };
-        let (service, sessions) = match traffic {
-            Traffic::Stream { sessions, .. } => (Service::Read, sessions),
-            Traffic::Request { connections, sessions, .. } => (Service::Echo(connections), sessions),
-        };
-        here.enter(|| {
-            let listener = TcpListener::bind((address, PORT))?;
-            listener.set_nonblocking(true)?;
-            applications.serve(listener, service, sessions);
-            anyhow::Ok(())
-        })??;
-        there.enter(|| {
-            let dial = dial(address, traffic)?;
-            (0..sessions).try_for_each(|_| match traffic {
-                Traffic::Stream { size, .. } => applications.write(dial()?, size, CountedBy::Reader),
-                Traffic::Request { connections, size, .. } => applications.request(&dial, size, connections),
-            })
-        })?
+        serve(here, address, traffic, applications)?;
+        there.enter(|| applications.connect(&dial(address, traffic)?, traffic, CountedBy::Reader))?
     }
 
     /// Creates what takes the tap's place: passt opens no interface, and listens at the guest's address.
@@ -305,7 +291,7 @@ impl Hosts<'_> {
         inside: &Network,
     ) -> Result<JoinHandle<Result<()>>> {
         // The kernel's super-frames have any length: a frame that exceeds a buffer would be truncated, and resent.
-        let queues = self.run.queues;
+        let queues = self.run.row.queues;
         let setup = Setup { queues, ..Setup::of(FRAME_BYTES_MAX) };
         let card = Card::start(backend.connect(socket)?, setup)?;
         let offloads = card.offloads();

@@ -13,10 +13,7 @@ mod guests;
 mod restore;
 mod save;
 
-use std::path::Path;
-
-use anyhow::{Result, ensure};
-use towline_lab::paths;
+use anyhow::Result;
 
 use crate::machine::MIB;
 use crate::options::Bench;
@@ -28,11 +25,6 @@ use guests::{Guests, Memory, Sources};
 /// # Errors
 /// QEMU is missing, there is too little space for the images, the guest does not start, or the run was cancelled.
 pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
-    ensure!(
-        Path::new(paths::QEMU_10_0).is_file(),
-        "{} is missing; run `cargo xtask setup`",
-        paths::QEMU_10_0
-    );
     let guests = Guests::new(bench)?;
     eprintln!("ram: filling {} MiB of two guests", guests.data_bytes() / MIB);
     let sources = Sources {

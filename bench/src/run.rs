@@ -16,11 +16,11 @@ use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
 use towline_lab::{Towline, Version, require_qemu};
 
-use crate::guest::Counter;
+use crate::guest::{Counter, number};
 use crate::machine::{self, Cache};
 use crate::options::Bench;
 use crate::stored::{Shape, Stored};
-use crate::table::{self, Column, Entry, Figures, Results, Table};
+use crate::table::{self, Column, Contender, Entry, Figures, Results, Row, Table};
 
 const SIZES_MIB: [u64; 4] = [512, 1024, 4096, 8192];
 /// Share of a guest's memory that is random.
@@ -29,24 +29,20 @@ const DATA_PERCENT: u64 = 50;
 const ABOVE: u64 = 4 << 30;
 const BELOW_MAX: u64 = 2 << 30;
 
+/// A guest, and the QEMU that it runs in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Run {
+struct Place {
     size_mib: u64,
     version: Version,
-    cache: Cache,
 }
 
-impl Entry for Run {
-    fn group(&self) -> String {
+impl Row for Place {
+    fn name(&self) -> String {
         format!("{} MiB, {}", self.size_mib, name(self.version))
     }
-
-    fn label(&self) -> &'static str {
-        self.cache.name()
-    }
 }
 
-const COLUMNS: [Column<Run>; 4] = [
+const COLUMNS: [Column<Place, Cache>; 4] = [
     Column::spread("until QEMU answers", 1),
     Column::spread("then to RUNNING", 1),
     Column::spread("then to first tick", 1),
@@ -64,19 +60,18 @@ fn name(version: Version) -> &'static str {
 pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
     let versions = [Version::V10_0, Version::Newest];
     let versions: Vec<_> = versions.into_iter().filter(|it| require_qemu(name(*it), &[*it])).collect();
-    let of_size = |size_mib| {
-        let of = move |&version| Cache::BOTH.map(|cache| Run { size_mib, version, cache });
-        versions.iter().flat_map(of)
-    };
-    let all = bench.chosen(bench.sizes_mib(&SIZES_MIB).into_iter().flat_map(of_size))?;
+    let of_size = |size_mib| versions.iter().map(move |&version| Place { size_mib, version });
+    let rows = bench.sizes_mib(&SIZES_MIB).into_iter().flat_map(of_size);
+    let contenders = Cache::BOTH.map(|cache| Contender::new(cache.name(), cache));
+    let all = bench.chosen(Entry::all(rows, &contenders))?;
     let mut results = Results::none();
-    for group in all.chunk_by(|one, other| one.group() == other.group()) {
-        let Run { size_mib, version, .. } = group[0];
+    for group in all.chunk_by(|one, other| one.row == other.row) {
+        let Place { size_mib, version } = group[0].row;
         let shape = Shape { version, memory_mib: size_mib, data_percent: DATA_PERCENT };
         let stored = Stored::new(bench, shape)?;
         let of_group = table::measure(bench, group.iter().copied(), |it| {
             // Twice, as the first time from the disk leaves the host of a virtual machine busy with its memory.
-            (0..2).try_for_each(|_| it.cache.prepare(&stored.path()))?;
+            (0..2).try_for_each(|_| it.contender.kind.prepare(&stored.path()))?;
             run(bench, &stored)
         })?;
         results.extend(of_group);
@@ -128,13 +123,12 @@ fn run(bench: &Bench, stored: &Stored) -> Result<Figures> {
         Ok(event.map(serde_json::from_str::<Value>).transpose()?)
     })?;
     let seen = Instant::now();
-    let number = |name: &str| running[name].as_u64().with_context(|| format!("event without {name}"));
     ensure!(running["memory"] == "mapped", "memory is not mapped: {running}");
-    let (answered, ran) = (number("answered-us")? as f64 / 1e3, number("running-us")? as f64 / 1e3);
+    let (answered, ran) = (number(&running, "answered-us")? / 1e3, number(&running, "running-us")? / 1e3);
     // Offset of the counter in the guest's RAM block.
     let at = stored.tick_address;
     let offset = if at < ABOVE { at } else { at - ABOVE + BELOW_MAX };
-    Counter::mapped_from(&path, offset, number("pid")?)?.tick(bench, stored.tick)?;
+    Counter::mapped_from(&path, offset, number(&running, "pid")? as u64)?.tick(bench, stored.tick)?;
     let (tick, whole) = (seen.elapsed(), started.elapsed());
     // Ended by SIGKILL with towline's process.
     towline.kill()?;

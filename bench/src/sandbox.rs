@@ -19,7 +19,7 @@ use towline_sandbox::Policy;
 
 use crate::machine::own_thread_seconds;
 use crate::options::Bench;
-use crate::table::{self, Bound, Column, Entry, Figures, Table};
+use crate::table::{self, Bound, Column, Contender, Entry, Figures, Row, Table};
 
 /// Processor time of a turn.
 const WINDOW: Duration = Duration::from_millis(20);
@@ -37,32 +37,29 @@ enum Filter {
     Copy,
 }
 
+/// Bytes that one call sends and another one receives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Turn {
-    /// Bytes that one call sends and another one receives.
-    bytes: usize,
-    filter: Filter,
-}
+struct Bytes(usize);
 
-impl Entry for Turn {
-    fn group(&self) -> String {
-        format!("sendmsg and recvmsg of {} B, a Unix stream", self.bytes)
-    }
+type Turn = Entry<Bytes, Filter>;
 
-    fn label(&self) -> &'static str {
-        match self.filter {
-            Filter::None => "no filter",
-            Filter::Everything => "a filter that permits every call",
-            Filter::Device => "the filter of a device",
-            Filter::Copy => "the filter of a copy",
-        }
+impl Row for Bytes {
+    fn name(&self) -> String {
+        format!("sendmsg and recvmsg of {} B, a Unix stream", self.0)
     }
 }
 
-const COLUMNS: [Column<Turn>; 2] = [
+const NO_FILTER: Contender<Filter> = Contender::new("no filter", Filter::None);
+const FILTERS: [Contender<Filter>; 4] = [
+    NO_FILTER,
+    Contender::new("a filter that permits every call", Filter::Everything),
+    Contender::new("the filter of a device", Filter::Device),
+    Contender::new("the filter of a copy", Filter::Copy),
+];
+const COLUMNS: [Column<Bytes, Filter>; 2] = [
     Column::spread("ns", 0),
-    Column::ratio("× no filter", "ns", |turn| Turn { filter: Filter::None, ..turn })
-        .with_goal(|turn| (turn.filter != Filter::None).then_some(Bound::Most(RATIO_MAX))),
+    Column::ratio("× no filter", "ns", |turn| turn.with(NO_FILTER))
+        .with_goal(|turn| (turn.contender != NO_FILTER).then_some(Bound::Most(RATIO_MAX))),
 ];
 
 /// Measures the table.
@@ -70,8 +67,7 @@ const COLUMNS: [Column<Turn>; 2] = [
 /// # Errors
 /// The run was cancelled.
 pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
-    let filters = [Filter::None, Filter::Everything, Filter::Device, Filter::Copy];
-    let all = [64 << 10, 64].into_iter().flat_map(|bytes| filters.map(|filter| Turn { bytes, filter }));
+    let all = Entry::all([64 << 10, 64].map(Bytes), &FILTERS);
     let window = bench.window(WINDOW);
     let results = table::measure(bench, bench.chosen(all)?, |turn| {
         let nanoseconds = std::thread::spawn(move || turn.measure(window));
@@ -90,7 +86,7 @@ impl Turn {
         sched_setaffinity(None, &cpus).context("binding a thread to a processor")?;
         let (one, other) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
             .context("socketpair")?;
-        let (sent, mut received) = (vec![1; self.bytes], vec![0; self.bytes]);
+        let (sent, mut received) = (vec![1; self.row.0], vec![0; self.row.0]);
         let mut exchange = || -> Result<()> {
             let buffers = [IoSlice::new(&sent)];
             let mut left = sendmsg(&one, &buffers, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL)?;
@@ -101,7 +97,7 @@ impl Turn {
             }
             Ok(())
         };
-        self.filter.confine()?;
+        self.contender.kind.confine()?;
         let mut repeat = |seconds: f64| -> Result<f64> {
             let (begun, mut count) = (own_thread_seconds(), 0);
             loop {

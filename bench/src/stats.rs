@@ -11,8 +11,6 @@ pub(crate) struct Summary {
     pub(crate) min: f64,
     /// Largest value.
     pub(crate) max: f64,
-    /// Number of values.
-    pub(crate) count: usize,
 }
 
 impl Summary {
@@ -21,9 +19,8 @@ impl Summary {
         let mut values: Vec<f64> = values.into_iter().collect();
         values.sort_by(f64::total_cmp);
         let (min, max) = (*values.first()?, *values.last()?);
-        let count = values.len();
-        let median = f64::midpoint(values[(count - 1) / 2], values[count / 2]);
-        Some(Self { median, min, max, count })
+        let median = f64::midpoint(values[(values.len() - 1) / 2], values[values.len() / 2]);
+        Some(Self { median, min, max })
     }
 
     /// Summarizes the ratios of `values` to `base`, round by round: a disturbance of the machine then affects both. Rounds that only
@@ -49,19 +46,16 @@ mod tests {
     fn the_median_is_in_the_middle() {
         let of = |values: &[f64]| Summary::of(values.iter().copied());
         assert_eq!(of(&[]), None);
-        assert_eq!(of(&[2.0]), Some(Summary { median: 2.0, min: 2.0, max: 2.0, count: 1 }));
-        assert_eq!(of(&[9.0, 1.0, 2.0]), Some(Summary { median: 2.0, min: 1.0, max: 9.0, count: 3 }));
-        assert_eq!(
-            of(&[4.0, 1.0, 2.0, 100.0]),
-            Some(Summary { median: 3.0, min: 1.0, max: 100.0, count: 4 })
-        );
+        assert_eq!(of(&[2.0]), Some(Summary { median: 2.0, min: 2.0, max: 2.0 }));
+        assert_eq!(of(&[9.0, 1.0, 2.0]), Some(Summary { median: 2.0, min: 1.0, max: 9.0 }));
+        assert_eq!(of(&[4.0, 1.0, 2.0, 100.0]), Some(Summary { median: 3.0, min: 1.0, max: 100.0 }));
     }
 
     #[test]
     fn ratios_are_taken_round_by_round() {
         // The second round was disturbed for both: the ratio does not show it.
         let ratio = Summary::of_ratios(&[1.0, 10.0, 1.5], &[2.0, 20.0]).unwrap();
-        assert_eq!(ratio, Summary { median: 0.5, min: 0.5, max: 0.5, count: 2 });
+        assert_eq!(ratio, Summary { median: 0.5, min: 0.5, max: 0.5 });
         assert_eq!(Summary::of_ratios(&[1.0], &[]), None);
     }
 

@@ -23,17 +23,58 @@ const GAP: &str = "  ";
 /// Figures of one run, by name.
 pub(crate) type Figures = BTreeMap<&'static str, f64>;
 
-/// A contender under the conditions of its group.
-pub(crate) trait Entry: Copy + PartialEq {
-    /// Contenders of one group are compared, and run near each other in time.
-    fn group(&self) -> String;
-    /// Name among its group.
-    fn label(&self) -> &'static str;
+/// Conditions under which contenders are compared. Those of one row run near each other in time.
+pub(crate) trait Row: Copy + PartialEq {
+    /// Name of the group of its contenders.
+    fn name(&self) -> String;
+}
+
+/// A contender: its name, and the part of its kind that distinguishes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Contender<K> {
+    pub(crate) name: &'static str,
+    pub(crate) kind: K,
+}
+
+impl<K> Contender<K> {
+    pub(crate) const fn new(name: &'static str, kind: K) -> Self {
+        Self { name, kind }
+    }
+}
+
+/// A contender in a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Entry<R, K> {
+    pub(crate) row: R,
+    pub(crate) contender: Contender<K>,
+}
+
+impl<R: Row, K: Copy + PartialEq> Entry<R, K> {
+    /// Every contender in every row.
+    pub(crate) fn all(rows: impl IntoIterator<Item = R>, contenders: &[Contender<K>]) -> Vec<Self> {
+        let of = |row| contenders.iter().map(move |&contender| Self { row, contender });
+        rows.into_iter().flat_map(of).collect()
+    }
+
+    /// Another contender in the same row.
+    pub(crate) fn with(self, contender: Contender<K>) -> Self {
+        Self { contender, ..self }
+    }
+
+    /// The goal of this contender that a ratio is at least that; `None` for others.
+    pub(crate) fn at_least(self, contender: Contender<K>, least: f64) -> Option<Bound> {
+        (self.contender == contender).then_some(Bound::Least(least))
+    }
+
+    /// The goal of this contender that a ratio is at most that; `None` for others.
+    pub(crate) fn at_most(self, contender: Contender<K>, most: f64) -> Option<Bound> {
+        (self.contender == contender).then_some(Bound::Most(most))
+    }
 }
 
 /// An entry and its figures.
-struct Measured<E> {
-    entry: E,
+struct Measured<R, K> {
+    entry: Entry<R, K>,
     /// Those of the successful rounds, in their order.
     rounds: Vec<Figures>,
     /// Error that ended its rounds.
@@ -41,29 +82,29 @@ struct Measured<E> {
 }
 
 /// Figures of all entries.
-pub(crate) struct Results<E> {
-    measured: Vec<Measured<E>>,
+pub(crate) struct Results<R, K> {
+    measured: Vec<Measured<R, K>>,
 }
 
 /// A column of a table.
 #[derive(Clone, Copy)]
-pub(crate) struct Column<E> {
+pub(crate) struct Column<R, K> {
     heading: &'static str,
     /// Name of the figure.
     figure: &'static str,
-    form: Form<E>,
+    form: Form<R, K>,
     /// Goal of a ratio's median; `None` for entries without one.
-    goal: fn(E) -> Option<Bound>,
+    goal: fn(Entry<R, K>) -> Option<Bound>,
 }
 
 #[derive(Clone, Copy)]
-enum Form<E> {
+enum Form<R, K> {
     /// Median with smallest and largest value, and this number of digits.
     Spread(usize),
     /// Median alone.
     Median(usize),
     /// Ratio to another entry, which the function names.
-    Ratio(fn(E) -> E),
+    Ratio(fn(Entry<R, K>) -> Entry<R, K>),
 }
 
 /// Bound of a ratio.
@@ -81,14 +122,14 @@ pub(crate) struct Table {
     title: String,
     /// Headings, the first of which is that of the rows' names.
     headings: Vec<&'static str>,
-    rows: Vec<Row>,
+    rows: Vec<Line>,
     /// Lines below it.
     notes: Vec<String>,
     /// Rows of the goals of its columns.
-    goals: Vec<Row>,
+    goals: Vec<Line>,
 }
 
-struct Row {
+struct Line {
     group: String,
     label: String,
     content: Content,
@@ -105,11 +146,11 @@ enum Content {
 ///
 /// # Errors
 /// The run was cancelled.
-pub(crate) fn measure<E: Entry>(
+pub(crate) fn measure<R: Row, K: Copy + PartialEq>(
     bench: &Bench,
-    entries: impl IntoIterator<Item = E>,
-    mut run: impl FnMut(E) -> Result<Figures>,
-) -> Result<Results<E>> {
+    entries: impl IntoIterator<Item = Entry<R, K>>,
+    mut run: impl FnMut(Entry<R, K>) -> Result<Figures>,
+) -> Result<Results<R, K>> {
     let start = |entry| Measured { entry, rounds: Vec::new(), failure: None };
     let mut measured: Vec<_> = entries.into_iter().map(start).collect();
     let rounds = usize::from(bench.options.runs);
@@ -120,7 +161,8 @@ pub(crate) fn measure<E: Entry>(
             if failure.is_some() {
                 continue;
             }
-            let name = format!("round {}/{rounds}: {}: {}", round + 1, entry.group(), entry.label());
+            let name =
+                format!("round {}/{rounds}: {}: {}", round + 1, entry.row.name(), entry.contender.name);
             eprintln!("{name}");
             match run(*entry) {
                 Ok(figures) => done.push(figures),
@@ -137,9 +179,9 @@ pub(crate) fn measure<E: Entry>(
 }
 
 /// Returns the order of a round: groups in their order, their members rotated and reversed.
-fn order<E: Entry>(measured: &[Measured<E>], round: usize) -> Vec<usize> {
+fn order<R: Row, K>(measured: &[Measured<R, K>], round: usize) -> Vec<usize> {
     let indices: Vec<usize> = (0..measured.len()).collect();
-    let group = |index: usize| measured[index].entry.group();
+    let group = |index: usize| measured[index].entry.row.name();
     let groups = indices.chunk_by(|first, second| group(*first) == group(*second));
     groups
         .flat_map(|group| {
@@ -159,19 +201,18 @@ impl Bench {
     ///
     /// # Errors
     /// There are none.
-    pub(crate) fn chosen<E: Entry>(&self, entries: impl IntoIterator<Item = E>) -> Result<Vec<E>> {
+    pub(crate) fn chosen<R: Row, K>(&self, mut entries: Vec<Entry<R, K>>) -> Result<Vec<Entry<R, K>>> {
         let rows = &self.options.rows;
-        let is_chosen = |entry: &E| {
-            let group = entry.group();
-            rows.is_empty() || rows.iter().any(|part| group.contains(part))
-        };
-        let entries: Vec<E> = entries.into_iter().filter(is_chosen).collect();
+        entries.retain(|entry| {
+            let name = entry.row.name();
+            rows.is_empty() || rows.iter().any(|part| name.contains(part))
+        });
         ensure!(!entries.is_empty(), "no row matches --rows {rows:?}: leave it out for all rows");
         Ok(entries)
     }
 }
 
-impl<E> Column<E> {
+impl<R, K> Column<R, K> {
     /// A figure's median with its smallest and largest value.
     pub(crate) const fn spread(figure: &'static str, digits: usize) -> Self {
         Self { heading: figure, figure, form: Form::Spread(digits), goal: |_| None }
@@ -183,18 +224,22 @@ impl<E> Column<E> {
     }
 
     /// The ratio of a figure to that of another entry.
-    pub(crate) const fn ratio(heading: &'static str, figure: &'static str, against: fn(E) -> E) -> Self {
+    pub(crate) const fn ratio(
+        heading: &'static str,
+        figure: &'static str,
+        against: fn(Entry<R, K>) -> Entry<R, K>,
+    ) -> Self {
         Self { heading, figure, form: Form::Ratio(against), goal: |_| None }
     }
 
     /// Gives a ratio a goal.
-    pub(crate) const fn with_goal(mut self, goal: fn(E) -> Option<Bound>) -> Self {
+    pub(crate) const fn with_goal(mut self, goal: fn(Entry<R, K>) -> Option<Bound>) -> Self {
         self.goal = goal;
         self
     }
 }
 
-impl<E> Measured<E> {
+impl<R, K> Measured<R, K> {
     fn values(&self, figure: &str) -> Vec<f64> {
         self.rounds.iter().filter_map(|figures| figures.get(figure).copied()).collect()
     }
@@ -209,7 +254,7 @@ impl<E> Measured<E> {
     }
 }
 
-impl<E: Entry> Results<E> {
+impl<R: Row, K: Copy + PartialEq> Results<R, K> {
     /// Results without entries, to be extended.
     pub(crate) fn none() -> Self {
         Self { measured: Vec::new() }
@@ -219,15 +264,16 @@ impl<E: Entry> Results<E> {
         self.measured.extend(other.measured);
     }
 
-    fn ratio(&self, of: &Measured<E>, figure: &str, against: fn(E) -> E) -> Option<Summary> {
-        let base = against(of.entry);
+    fn ratio(&self, of: &Measured<R, K>, column: &Column<R, K>) -> Option<Summary> {
+        let Form::Ratio(against) = column.form else { return None };
+        let (base, figure) = (against(of.entry), column.figure);
         let base = self.measured.iter().find(|other| other.entry == base)?;
         Summary::of_ratios(&of.values(figure), &base.values(figure))
     }
 
-    fn cell(&self, of: &Measured<E>, column: &Column<E>) -> String {
+    fn cell(&self, of: &Measured<R, K>, column: &Column<R, K>) -> String {
         let summary = match column.form {
-            Form::Ratio(against) => self.ratio(of, column.figure, against),
+            Form::Ratio(_) => self.ratio(of, column),
             Form::Spread(_) | Form::Median(_) => Summary::of(of.values(column.figure)),
         };
         match (summary, column.form) {
@@ -243,17 +289,17 @@ impl<E: Entry> Results<E> {
         &self,
         name: &'static str,
         title: &str,
-        columns: &[Column<E>],
-        wanted: impl Fn(E) -> bool,
+        columns: &[Column<R, K>],
+        wanted: impl Fn(R) -> bool,
     ) -> Table {
-        let row = |of: &&Measured<E>| {
+        let row = |of: &&Measured<R, K>| {
             let content = match &of.failure {
                 Some(reason) => Content::Missing(reason.clone()),
                 None => Content::Cells(columns.iter().map(|it| self.cell(of, it)).collect(), of.data()),
             };
-            Row { group: of.entry.group(), label: of.entry.label().into(), content }
+            Line { group: of.entry.row.name(), label: of.entry.contender.name.into(), content }
         };
-        let wanted: Vec<_> = self.measured.iter().filter(|of| wanted(of.entry)).collect();
+        let wanted: Vec<_> = self.measured.iter().filter(|of| wanted(of.entry.row)).collect();
         let rounds = wanted.iter().map(|of| of.rounds.len()).max().unwrap_or_default();
         Table {
             name,
@@ -269,17 +315,16 @@ impl<E: Entry> Results<E> {
     }
 
     /// Returns the row of a goal, if it was measured.
-    fn goal(&self, of: &Measured<E>, column: &Column<E>) -> Option<Row> {
-        let Form::Ratio(against) = column.form else { return None };
-        let (bound, ratio) = ((column.goal)(of.entry)?, self.ratio(of, column.figure, against)?);
+    fn goal(&self, of: &Measured<R, K>, column: &Column<R, K>) -> Option<Line> {
+        let (bound, ratio) = ((column.goal)(of.entry)?, self.ratio(of, column)?);
         let (text, is_met) = match bound {
             Bound::Least(least) => (format!("≥ {least}"), ratio.median >= least),
             Bound::Most(most) => (format!("≤ {most}"), ratio.median <= most),
         };
         let cells = vec![ratio.to_string(), text, if is_met { "yes" } else { "no" }.into()];
         let content = Content::Cells(cells, json!({ "ratio": ratio.median, "met": is_met }));
-        let label = format!("{}, {}: {}", of.entry.label(), column.figure, column.heading);
-        Some(Row { group: of.entry.group(), label, content })
+        let label = format!("{}, {}: {}", of.entry.contender.name, column.figure, column.heading);
+        Some(Line { group: of.entry.row.name(), label, content })
     }
 }
 
@@ -308,7 +353,7 @@ impl Table {
 
     /// Formats it for programs.
     pub(crate) fn to_json(&self) -> Value {
-        let row = |row: &Row| {
+        let row = |row: &Line| {
             let mut value = json!({ "group": row.group, "label": row.label });
             match &row.content {
                 Content::Cells(_, data) => value["data"] = data.clone(),
@@ -379,33 +424,29 @@ mod tests {
 
     use super::*;
 
-    #[derive(Debug, Clone, Copy, PartialEq)]
-    struct Contender(&'static str, &'static str);
-
-    impl Entry for Contender {
-        fn group(&self) -> String {
-            self.0.into()
-        }
-
-        fn label(&self) -> &'static str {
-            self.1
+    impl Row for &'static str {
+        fn name(&self) -> String {
+            (*self).into()
         }
     }
 
-    const ENTRIES: [Contender; 4] = [
-        Contender("cold", "QEMU's own"),
-        Contender("cold", "ours"),
-        Contender("warm", "ours"),
-        Contender("warm", "peer"),
+    const QEMU: Contender<()> = Contender::new("QEMU's own", ());
+    const OURS: Contender<()> = Contender::new("ours", ());
+    const PEER: Contender<()> = Contender::new("peer", ());
+    const ENTRIES: [Entry<&str, ()>; 4] = [
+        Entry { row: "cold", contender: QEMU },
+        Entry { row: "cold", contender: OURS },
+        Entry { row: "warm", contender: OURS },
+        Entry { row: "warm", contender: PEER },
     ];
 
-    fn measured(bench: &Bench) -> Results<Contender> {
+    fn measured(bench: &Bench) -> Results<&'static str, ()> {
         let mut round = 0.0;
-        let run = |entry| {
+        let run = |entry: Entry<&str, ()>| {
             round += 1.0;
-            match entry {
-                Contender(_, "peer") => bail!("no such peer"),
-                Contender("cold", "ours") => Ok(Figures::from([("s", round / 2.0)])),
+            match (entry.row, entry.contender) {
+                (_, PEER) => bail!("no such peer"),
+                ("cold", OURS) => Ok(Figures::from([("s", round / 2.0)])),
                 _ => Ok(Figures::from([("s", round)])),
             }
         };
@@ -441,11 +482,9 @@ mod tests {
     #[test]
     fn text_is_aligned_and_has_ratios_and_reasons() {
         let results = measured(&Bench::of_test(["--runs", "1"]));
-        let ratio = Column::ratio("×", "s", |entry: Contender| Contender(entry.0, "QEMU's own"));
-        let columns: [Column<Contender>; 2] = [
-            Column::spread("s", 1),
-            ratio.with_goal(|entry| (entry == Contender("cold", "ours")).then_some(Bound::Most(0.8))),
-        ];
+        let ratio = Column::ratio("×", "s", |entry: Entry<&str, ()>| entry.with(QEMU));
+        let columns: [Column<&str, ()>; 2] =
+            [Column::spread("s", 1), ratio.with_goal(|entry| entry.at_most(OURS, 0.8))];
         let mut table = results.table("t", "A table", &columns, |_| true).with_notes(["a note"]);
         let wanted = "A table, 1 runs, median (min–max)\n\
                       what                      s                 ×\n\
@@ -467,9 +506,9 @@ mod tests {
 
     #[test]
     fn rows_are_chosen_by_their_group() {
-        let chosen = Bench::of_test(["--rows", "war"]).chosen(ENTRIES).unwrap();
+        let chosen = Bench::of_test(["--rows", "war"]).chosen(ENTRIES.to_vec()).unwrap();
         assert_eq!(chosen, ENTRIES[2..]);
-        let error = Bench::of_test(["--rows", "hot"]).chosen(ENTRIES).unwrap_err();
+        let error = Bench::of_test(["--rows", "hot"]).chosen(ENTRIES.to_vec()).unwrap_err();
         assert!(error.to_string().starts_with("no row matches --rows [\"hot\"]"), "{error}");
     }
 }

@@ -7,7 +7,6 @@
 //! A figure is of a window after a warm-up: counters and clocks are read at its ends, while everything runs.
 
 pub(crate) mod backend;
-pub(crate) mod latency;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -18,7 +17,6 @@ use towline_channel::Cancel;
 use crate::machine::{all_seconds, own_seconds, thread_seconds};
 use crate::table::Figures;
 use backend::Backend;
-use latency::Latencies;
 
 /// Time before a window, in which rings fill, socket buffers grow and memory is touched.
 const WARM_UP: Duration = Duration::from_millis(300);
@@ -73,9 +71,16 @@ impl Window {
 }
 
 /// Figures of latencies, if there are any.
-pub(crate) fn latencies(mut of: Latencies) -> Figures {
+pub(crate) fn latencies(mut of: Vec<f64>) -> Figures {
+    of.sort_by(f64::total_cmp);
     let quantiles = [("p50 µs", 0.5), ("p99 µs", 0.99)];
-    quantiles.into_iter().filter_map(|(name, share)| Some((name, of.quantile(share)?))).collect()
+    quantiles.into_iter().filter_map(|(name, share)| Some((name, quantile(&of, share)?))).collect()
+}
+
+/// Returns the one of these sorted values that this share of them (0 to 1) does not exceed; `None` without any.
+fn quantile(sorted: &[f64], share: f64) -> Option<f64> {
+    let last = sorted.len().checked_sub(1)?;
+    Some(sorted[((last as f64) * share).round() as usize])
 }
 
 /// Measures a window after a warm-up.
@@ -141,4 +146,16 @@ fn sleep(length: Duration, cancel: &Cancel) -> Result<()> {
         std::thread::sleep(left.min(POLL_INTERVAL));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_are_measured_values() {
+        assert_eq!(quantile(&[], 0.5), None);
+        let values: Vec<f64> = (1..=101).map(f64::from).collect();
+        assert_eq!([0.0, 0.99, 1.0].map(|share| quantile(&values, share)), [1.0, 100.0, 101.0].map(Some));
+    }
 }

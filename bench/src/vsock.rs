@@ -25,9 +25,11 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::applications::{Applications, Connections, CountedBy, Dial, Direction, Service, Traffic, WITHIN};
+use crate::applications::{
+    Applications, Connections, CountedBy, Dial, Direction, Kind, Service, Traffic, WITHIN,
+};
 use crate::options::Bench;
-use crate::table::{self, Bound, Column, Entry, Figures, Table};
+use crate::table::{self, Bound, Column, Contender, Entry, Figures, Row, Table};
 use crate::vhost::backend::Backend;
 use crate::vhost::{Signals, latencies, window};
 use guest::{CID, Machine, PORT};
@@ -51,6 +53,8 @@ const REQUEST_MIN: f64 = 2.5;
 const SMALL: usize = 256;
 const MEDIUM: usize = 4 << 10;
 const LARGE: usize = 16 << 10;
+const TO_GUEST: Kind = Kind::Stream(Direction::ToGuest);
+const FROM_GUEST: Kind = Kind::Stream(Direction::FromGuest);
 
 /// Contender.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,114 +64,70 @@ enum Carrier {
     Socket,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Run {
-    traffic: Traffic,
-    carrier: Carrier,
-}
+type Run = Entry<Traffic, Carrier>;
 
-impl Entry for Run {
-    fn group(&self) -> String {
-        let (size, sessions) = self.shape();
-        let (size, streams) = (bytes(size), if sessions == 1 { "stream" } else { "streams" });
-        match self.traffic {
-            Traffic::Stream { direction: Direction::ToGuest, .. } => {
-                format!("to the guest, {sessions} {streams}, {size}")
-            }
-            Traffic::Stream { .. } => format!("from the guest, {sessions} {streams}, {size}"),
-            Traffic::Request { connections: Connections::Kept, .. } => {
-                format!("request and response, {sessions} {streams}, {size}")
-            }
-            Traffic::Request { .. } => format!("connect, request, close, {sessions} {streams}, {size}"),
-        }
-    }
+const TOWLINE: Contender<Carrier> = Contender::new("towline", Carrier::Towline);
+const VHOST_DEVICE: Contender<Carrier> = Contender::new(PEER, Carrier::Peer);
+const SOCKET: Contender<Carrier> = Contender::new("Unix socket", Carrier::Socket);
 
-    fn label(&self) -> &'static str {
-        self.carrier.name()
+impl Row for Traffic {
+    fn name(&self) -> String {
+        let what = match self.kind {
+            TO_GUEST => "to the guest",
+            FROM_GUEST => "from the guest",
+            Kind::Request(Connections::Kept) => "request and response",
+            Kind::Request(Connections::Renewed) => "connect, request, close",
+        };
+        let streams = if self.sessions == 1 { "stream" } else { "streams" };
+        format!("{what}, {} {streams}, {}", self.sessions, bytes(self.size))
     }
 }
 
-impl Carrier {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Towline => "towline",
-            Self::Peer => PEER,
-            Self::Socket => "Unix socket",
-        }
-    }
-}
-
-const STREAMS: [Column<Run>; 5] = [
+const STREAMS: [Column<Traffic, Carrier>; 5] = [
     Column::spread("Gbit/s", 2),
-    Column::ratio("× peer", "Gbit/s", |run: Run| run.by(Carrier::Peer)).with_goal(against_peer),
-    Column::ratio("× Unix socket", "Gbit/s", |run: Run| run.by(Carrier::Socket)).with_goal(against_socket),
+    Column::ratio("× peer", "Gbit/s", |run| run.with(VHOST_DEVICE)).with_goal(against_peer),
+    Column::ratio("× Unix socket", "Gbit/s", |run| run.with(SOCKET)).with_goal(against_socket),
     Column::spread("Mbit/s per % CPU", 1),
-    Column::ratio("× peer's", "Mbit/s per % CPU", |run: Run| run.by(Carrier::Peer))
-        .with_goal(|run| run.is_judged().then_some(Bound::Least(1.0))),
+    Column::ratio("× peer's", "Mbit/s per % CPU", |run| run.with(VHOST_DEVICE))
+        .with_goal(|run| judged(run, 1.0)),
 ];
-const REQUESTS: [Column<Run>; 6] = [
+const REQUESTS: [Column<Traffic, Carrier>; 6] = [
     Column::spread("1/s", 0),
-    Column::ratio("× peer", "1/s", |run: Run| run.by(Carrier::Peer))
-        .with_goal(|run| run.is_judged().then_some(Bound::Least(REQUEST_MIN))),
-    Column::ratio("× Unix socket", "1/s", |run: Run| run.by(Carrier::Socket)),
+    Column::ratio("× peer", "1/s", |run| run.with(VHOST_DEVICE)).with_goal(|run| judged(run, REQUEST_MIN)),
+    Column::ratio("× Unix socket", "1/s", |run| run.with(SOCKET)),
     Column::spread("p50 µs", 0),
     Column::spread("p99 µs", 0),
     Column::spread("1/s per % CPU", 0),
 ];
 
+/// The goal of one session.
+fn judged(run: Run, least: f64) -> Option<Bound> {
+    run.at_least(TOWLINE, least).filter(|_| run.row.sessions == 1)
+}
+
 fn against_peer(run: Run) -> Option<Bound> {
-    let least = match run.traffic {
-        Traffic::Stream { direction: Direction::FromGuest, size, .. } if size <= MEDIUM => {
-            FROM_GUEST_SMALL_PEER_MIN
-        }
-        Traffic::Stream { direction: Direction::FromGuest, .. } => FROM_GUEST_PEER_MIN,
-        Traffic::Stream { size, .. } if size >= MEDIUM => TO_GUEST_PEER_MIN,
-        _ => return None,
+    let is_from_guest = run.row.kind == FROM_GUEST;
+    let least = match (is_from_guest, run.row.size) {
+        (true, ..=MEDIUM) => FROM_GUEST_SMALL_PEER_MIN,
+        (true, _) => FROM_GUEST_PEER_MIN,
+        (false, MEDIUM..) => TO_GUEST_PEER_MIN,
+        (false, _) => return None,
     };
-    run.is_judged().then_some(Bound::Least(least))
+    judged(run, least)
 }
 
 fn against_socket(run: Run) -> Option<Bound> {
-    let least = match run.traffic {
-        Traffic::Stream { size, .. } if size >= LARGE => LARGE_SOCKET_MIN,
-        Traffic::Stream { direction: Direction::ToGuest, size, .. } if size <= SMALL => {
-            TO_GUEST_SMALL_SOCKET_MIN
-        }
-        _ => return None,
-    };
-    run.is_judged().then_some(Bound::Least(least))
+    match run.row.size {
+        LARGE.. => judged(run, LARGE_SOCKET_MIN),
+        ..=SMALL if run.row.kind == TO_GUEST => judged(run, TO_GUEST_SMALL_SOCKET_MIN),
+        _ => None,
+    }
 }
 
-impl Run {
-    fn all() -> impl Iterator<Item = Self> {
-        let sizes: Vec<usize> = SIZES_LOG2.map(|bits| 1 << bits).collect();
-        let requests = Traffic::requests(&[REQUEST_BYTES], &SESSIONS);
-        let all = [Traffic::streams(&sizes, &SESSIONS), requests].concat();
-        let carriers = [Carrier::Towline, Carrier::Peer, Carrier::Socket];
-        all.into_iter().flat_map(move |traffic| carriers.map(|carrier| Self { traffic, carrier }))
-    }
-
-    /// Returns the size of messages, and the number of streams.
-    fn shape(self) -> (usize, usize) {
-        let (Traffic::Stream { size, sessions, .. } | Traffic::Request { size, sessions, .. }) = self.traffic;
-        (size, sessions)
-    }
-
-    fn by(self, carrier: Carrier) -> Self {
-        Self { carrier, ..self }
-    }
-
-    fn is_judged(self) -> bool {
-        self.carrier == Carrier::Towline && self.shape().1 == 1
-    }
-
-    fn is_stream(self) -> bool {
-        matches!(self.traffic, Traffic::Stream { .. })
-    }
-
-    fn goes(self, wanted: Direction) -> bool {
-        matches!(self.traffic, Traffic::Stream { direction, .. } if direction == wanted)
-    }
+fn all() -> Vec<Run> {
+    let sizes: Vec<usize> = SIZES_LOG2.map(|bits| 1 << bits).collect();
+    let requests = Traffic::requests(&[REQUEST_BYTES], &SESSIONS);
+    Entry::all([Traffic::streams(&sizes, &SESSIONS), requests].concat(), &[TOWLINE, VHOST_DEVICE, SOCKET])
 }
 
 /// Formats a size.
@@ -180,10 +140,10 @@ fn bytes(size: usize) -> String {
 /// # Errors
 /// The run was cancelled, or no row is selected.
 pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
-    let results = table::measure(bench, bench.chosen(Run::all())?, |run| Ends::new(bench, run)?.run())?;
-    let streams = |name, what: &str, direction| {
+    let results = table::measure(bench, bench.chosen(all())?, |run| Ends::new(bench, run)?.run())?;
+    let streams = |name, what: &str, kind| {
         let title = format!("vsock streams {what} the guest");
-        results.table(name, &title, &STREAMS, |run| run.goes(direction)).with_notes([
+        results.table(name, &title, &STREAMS, |traffic| traffic.kind == kind).with_notes([
             &*format!(
                 "peer: {PEER} 0.3; CPU: backend, applications and driver together; see docs/benchmarks.md"
             ),
@@ -192,10 +152,10 @@ pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
     };
     let title = "Requests to the guest over vsock";
     Ok(vec![
-        streams("vsock-to-guest", "to", Direction::ToGuest),
-        streams("vsock-from-guest", "from", Direction::FromGuest),
+        streams("vsock-to-guest", "to", TO_GUEST),
+        streams("vsock-from-guest", "from", FROM_GUEST),
         results
-            .table("vsock-requests", title, &REQUESTS, |run| !run.is_stream())
+            .table("vsock-requests", title, &REQUESTS, |traffic| !traffic.is_stream())
             .with_notes(["connections: CONNECT, its OK, request, response, close"]),
     ])
 }
@@ -285,7 +245,7 @@ impl<'a> Ends<'a> {
 
     fn run(mut self) -> Result<Figures> {
         let mut applications = Applications::new(&self.signals);
-        let started = match self.run.carrier {
+        let started = match self.run.contender.kind {
             Carrier::Socket => self.without_backend(&mut applications),
             Carrier::Towline | Carrier::Peer => self.with_backend(&mut applications),
         };
@@ -301,7 +261,7 @@ impl<'a> Ends<'a> {
         ended?;
         let cpu_percent = window.backend_percent + window.own_percent;
         let mut figures = latencies(times);
-        if self.run.is_stream() {
+        if self.run.row.is_stream() {
             let gigabits = window.rate() * 8e-9;
             figures.extend([("Gbit/s", gigabits), ("Mbit/s per % CPU", gigabits * 1e3 / cpu_percent)]);
         } else {
@@ -313,41 +273,29 @@ impl<'a> Ends<'a> {
     /// Starts a guest on a backend, and the applications.
     fn with_backend(&mut self, applications: &mut Applications) -> Result<()> {
         let sockets = Sockets::within(self.directory.path());
-        let backend = sockets.serve(self.bench, self.run.carrier)?;
+        let backend = sockets.serve(self.bench, self.run.contender.kind)?;
         let backend = self.backend.insert(backend);
         let frontend = backend.connect(&sockets.vhost)?;
-        let traffic = self.run.traffic;
+        let traffic = self.run.row;
         let guest = Machine::start(frontend, traffic, &self.signals);
         let mut guest = guest.map_err(|error| backend.check().err().unwrap_or(error))?;
-        if let Traffic::Stream { direction: Direction::FromGuest, sessions, .. } = traffic {
+        if traffic.kind == FROM_GUEST {
             let path = format!("{}_{PORT}", sockets.uds.display());
-            applications.serve(listener(path.as_ref())?, Service::Read, sessions);
+            applications.serve(listener(path.as_ref())?, Service::Read, traffic.sessions);
             guest.connect()?;
-        }
-        self.guest = Some(guest.spawn());
-        if self.run.goes(Direction::FromGuest) {
+            self.guest = Some(guest.spawn());
             return Ok(());
         }
-        self.clients(applications, &sockets.dial(PORT))
+        self.guest = Some(guest.spawn());
+        applications.connect(&sockets.dial(PORT), traffic, CountedBy::Reader)
     }
 
     /// Starts the applications of both ends, without a backend.
     fn without_backend(&self, applications: &mut Applications) -> Result<()> {
         let path = self.directory.path().join("limit.sock");
-        let (service, sessions) = match self.run.traffic {
-            Traffic::Stream { sessions, .. } => (Service::Read, sessions),
-            Traffic::Request { connections, sessions, .. } => (Service::Echo(connections), sessions),
-        };
-        applications.serve(listener(&path)?, service, sessions);
-        self.clients(applications, &(Arc::new(move || connected(&path)) as Dial))
-    }
-
-    /// Starts the applications that connect.
-    fn clients(&self, applications: &mut Applications, dial: &Dial) -> Result<()> {
-        (0..self.run.shape().1).try_for_each(|_| match self.run.traffic {
-            Traffic::Stream { size, .. } => applications.write(dial()?, size, CountedBy::Reader),
-            Traffic::Request { connections, size, .. } => applications.request(dial, size, connections),
-        })
+        let traffic = self.run.row;
+        applications.serve(listener(&path)?, traffic.service(), traffic.sessions);
+        applications.connect(&(Arc::new(move || connected(&path)) as Dial), traffic, CountedBy::Reader)
     }
 }
 
@@ -357,9 +305,12 @@ mod tests {
 
     #[test]
     fn every_group_has_every_contender() {
-        let all: Vec<_> = Run::all().collect();
+        let all = all();
         assert_eq!(all.len(), 3 * (2 * 2 * 15 + 2 * 2));
-        assert_eq!(all[0].group(), "to the guest, 1 stream, 32 B");
-        assert_eq!(all.last().map(Entry::group), Some("connect, request, close, 8 streams, 64 B".into()));
+        assert_eq!(all[0].row.name(), "to the guest, 1 stream, 32 B");
+        assert_eq!(
+            all.last().map(|run| run.row.name()),
+            Some("connect, request, close, 8 streams, 64 B".into())
+        );
     }
 }

@@ -9,6 +9,7 @@ use serde_json::Value;
 use towline_lab::{Towline as Process, wait_until};
 
 use super::transfer::Cost;
+use crate::guest::number;
 
 const SECONDS: &str = "2";
 const WITHIN: Duration = Duration::from_secs(17);
@@ -32,10 +33,8 @@ pub(super) fn run(streams: usize) -> Result<Cost> {
     })?;
     server.kill()?;
     let end = &report["end"];
-    let number = |value: &Value| value.as_f64().context("missing number in iperf3's report");
-    let seconds = number(&end["sum_received"]["seconds"])?;
-    let percent = number(&end["cpu_utilization_percent"]["host_total"])?
-        + number(&end["cpu_utilization_percent"]["remote_total"])?;
-    let bytes = number(&end["sum_received"]["bytes"])?;
+    let (received, percent) = (&end["sum_received"], &end["cpu_utilization_percent"]);
+    let (seconds, bytes) = (number(received, "seconds")?, number(received, "bytes")?);
+    let percent = number(percent, "host_total")? + number(percent, "remote_total")?;
     Ok(Cost { seconds, cpu_seconds: percent / 100.0 * seconds, bytes })
 }

@@ -6,8 +6,8 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use towline_lab::{Builder, MemoryBackend, Qemu};
 
-use super::transfer::{Cost, Memory, Peer, Transfer};
-use crate::guest::{configure, incoming, small, stop};
+use super::transfer::{Conditions, Cost, Memory, Peer};
+use crate::guest::{configure, incoming, number, small, stop};
 use crate::machine::{self, MIB, cpu_seconds};
 use crate::options::Bench;
 
@@ -37,8 +37,8 @@ impl Source {
     }
 
     /// Migrates to a new QEMU.
-    pub(super) fn migrate(&self, bench: &Bench, transfer: Transfer, peer: Peer) -> Result<Cost> {
-        let Transfer { memory, lanes, .. } = transfer;
+    pub(super) fn migrate(&self, bench: &Bench, conditions: Conditions, peer: Peer) -> Result<Cost> {
+        let Conditions { memory, lanes } = conditions;
         let destination = builder(self.memory_mib, memory, &self.certificates, "server");
         let destination = destination.incoming_defer().start()?;
         if memory == Memory::Cold {
@@ -59,9 +59,6 @@ impl Source {
         let stopped = stop(&self.qemu);
         let info = migrated?;
         stopped?;
-        let number = |value: &Value, key: &str| {
-            value[key].as_f64().with_context(|| format!("query-migrate without {key}"))
-        };
         let seconds = number(&info, "total-time")? / 1e3;
         Ok(Cost { seconds, cpu_seconds, bytes: number(&info["ram"], "normal-bytes")? })
     }

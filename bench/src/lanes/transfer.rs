@@ -1,11 +1,11 @@
 //! A transfer of the benchmark, and its cost.
 
-use towline_migration::outgoing::ZeroCopySend;
+use serde::{Deserialize, Serialize};
 
 use crate::table::Figures;
 
 /// Memory of the destination.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Memory {
     /// Touched before.
     Warm,
@@ -23,42 +23,20 @@ pub(super) enum Method {
     Cipher,
 }
 
-/// A row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Transfer {
+/// Memory and connections of a transfer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Conditions {
     pub(super) memory: Memory,
     pub(super) lanes: usize,
-    pub(super) method: Method,
 }
 
 /// Method of sending.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Mode {
     Vectored,
     ZeroCopy,
     Auto,
     Tls,
-}
-
-impl Mode {
-    pub(super) const ALL: [Self; 4] = [Self::Vectored, Self::ZeroCopy, Self::Auto, Self::Tls];
-
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Vectored => "vectored",
-            Self::ZeroCopy => "zero-copy on",
-            Self::Auto => "auto",
-            Self::Tls => "vectored, TLS",
-        }
-    }
-
-    pub(super) fn zero_copy_send(self) -> ZeroCopySend {
-        match self {
-            Self::ZeroCopy => ZeroCopySend::On,
-            Self::Auto => ZeroCopySend::Auto,
-            Self::Vectored | Self::Tls => ZeroCopySend::Off,
-        }
-    }
 }
 
 /// Settings of QEMU's multifd.
@@ -70,6 +48,7 @@ pub(super) enum Peer {
 }
 
 /// Cost of a transfer.
+#[derive(Serialize, Deserialize)]
 pub(super) struct Cost {
     pub(super) seconds: f64,
     /// CPU time of both ends.

@@ -13,23 +13,25 @@
 
 mod inner;
 
-use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use serde_json::{Value, json};
+use serde_json::Value;
 use towline_lab::{Kernel, LinuxGuest, Network, Qemu, Version, wait_until};
 
-use super::hosts::{INSIDE, OUTSIDE, PORT};
-use crate::applications::{Applications, Connections, Service};
+use super::hosts::{INSIDE, OUTSIDE, serve as serve_clients};
+use super::sys::Offloads;
+use crate::applications::{Applications, Connections, Direction, Kind, Traffic};
+use crate::guest::number;
 use crate::machine::{self, MIB};
 use crate::options::Bench;
-use crate::table::{self, Column, Entry, Figures, Table};
+use crate::table::{self, Column, Contender, Entry, Figures, Row, Table};
 use crate::vhost::Signals;
 
 pub(crate) use inner::{APPLICATION, serve};
+use inner::{Outcome, Role};
 
 /// Addresses of the interfaces on the way out and on the way in.
 const OUT: &str = "52:54:00:63:00:01";
@@ -40,70 +42,73 @@ const WINDOW: Duration = Duration::from_secs(2);
 const STREAM_SIZES: [usize; 8] = [64, 256, 1 << 10, 2 << 10, 4 << 10, 8 << 10, 16 << 10, 64 << 10];
 const REQUEST_SIZES: [usize; 3] = [64, 1 << 10, 8 << 10];
 
-/// Traffic of a row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Work {
-    /// A stream from the guest.
-    Stream(usize),
-    /// Requests of the guest, one at a time, and replies of the same length.
-    Request(usize),
-}
-
 /// Path of the guest's frames.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Carrier {
-    Tap,
-    CopyMode,
-    References,
-    /// Without options: what a user gets.
-    Default,
-    /// As `Tap` and `Default`; the guest's kernel computes packets and checksums itself. This driver can read only such packets
-    /// from guest memory, as it accepts one descriptor per packet.
-    TapWithoutOffloads,
-    DefaultWithoutOffloads,
+struct Path {
+    /// Options of the card.
+    options: &'static str,
+    /// Offloads that the driver negotiates. Without, the guest's kernel computes packets and checksums itself: this driver can read
+    /// only such packets from guest memory, as it accepts one descriptor per packet.
+    offloads: Offloads,
+    /// The mode that the card reports.
+    mode: &'static str,
 }
 
+/// The guest's stream, or its requests and their replies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Run {
-    work: Work,
-    carrier: Carrier,
-}
+struct Connection(Traffic);
 
-impl Entry for Run {
-    fn group(&self) -> String {
-        match self.work {
-            Work::Stream(size) => format!("TCP stream from the guest, {size} B"),
-            Work::Request(size) => format!("TCP requests, {size} B"),
-        }
-    }
+type Run = Entry<Connection, Path>;
 
-    fn label(&self) -> &'static str {
-        match self.carrier {
-            Carrier::Tap => "tap",
-            Carrier::CopyMode => "AF_XDP, copy",
-            Carrier::References => "AF_XDP, zero-copy",
-            Carrier::Default => "default",
-            Carrier::TapWithoutOffloads => "tap, no offloads",
-            Carrier::DefaultWithoutOffloads => "default, no offloads",
-        }
+impl Row for Connection {
+    fn name(&self) -> String {
+        let what = if self.0.is_stream() { "TCP stream from the guest" } else { "TCP requests" };
+        format!("{what}, {} B", self.0.size)
     }
 }
 
-const STREAMS: [Column<Run>; 8] = [
+const ZERO_COPY: &str = "af-xdp-zero-copy";
+const DEFAULT: &str = "--af-xdp eth0";
+const TAP: Contender<Path> = path("tap", "", Offloads::On, "tap");
+const TAP_WITHOUT_OFFLOADS: Contender<Path> = path("tap, no offloads", "", Offloads::Off, "tap");
+const CONTENDERS: [Contender<Path>; 6] = [
+    TAP,
+    path("AF_XDP, copy", "--af-xdp eth0 --af-xdp-copy", Offloads::On, "af-xdp-copy"),
+    path("AF_XDP, zero-copy", "--af-xdp eth0 --zero-copy-send on", Offloads::On, ZERO_COPY),
+    path("default", DEFAULT, Offloads::On, "tap"),
+    TAP_WITHOUT_OFFLOADS,
+    path("default, no offloads", DEFAULT, Offloads::Off, ZERO_COPY),
+];
+
+const fn path(
+    name: &'static str,
+    options: &'static str,
+    offloads: Offloads,
+    mode: &'static str,
+) -> Contender<Path> {
+    Contender::new(name, Path { options, offloads, mode })
+}
+
+/// The tap with the same offloads.
+fn by_tap(run: Run) -> Run {
+    run.with(if run.contender.kind.offloads == Offloads::On { TAP } else { TAP_WITHOUT_OFFLOADS })
+}
+
+const STREAMS: [Column<Connection, Path>; 8] = [
     Column::spread("Gbit/s", 3),
-    Column::ratio("× tap", "Gbit/s", Run::by_tap),
+    Column::ratio("× tap", "Gbit/s", by_tap),
     Column::median("card CPU ms/MiB", 2),
-    Column::ratio("× tap", "card CPU ms/MiB", Run::by_tap),
+    Column::ratio("× tap", "card CPU ms/MiB", by_tap),
     Column::median("receiver ms/MiB", 2),
     Column::median("kicks/MiB", 1),
     Column::median("interrupts/MiB", 1),
     Column::median("zero-copy %", 0),
 ];
-const REQUESTS: [Column<Run>; 8] = [
+const REQUESTS: [Column<Connection, Path>; 8] = [
     Column::spread("1/s", 0),
-    Column::ratio("× tap", "1/s", Run::by_tap),
+    Column::ratio("× tap", "1/s", by_tap),
     Column::median("card CPU µs", 0),
-    Column::ratio("× tap", "card CPU µs", Run::by_tap),
+    Column::ratio("× tap", "card CPU µs", by_tap),
     Column::median("p50 µs", 0),
     Column::median("kicks", 2),
     Column::median("interrupts", 2),
@@ -111,68 +116,21 @@ const REQUESTS: [Column<Run>; 8] = [
 ];
 const NOTE: &str = "the guest is emulated: compare the rows of one table; × tap: with the same offloads; kicks, interrupts: of the whole connection";
 
-impl Carrier {
-    const ALL: [Self; 6] = [
-        Self::Tap,
-        Self::CopyMode,
-        Self::References,
-        Self::Default,
-        Self::TapWithoutOffloads,
-        Self::DefaultWithoutOffloads,
-    ];
-
-    fn arguments(self) -> &'static str {
-        match self {
-            Self::Tap | Self::TapWithoutOffloads => "",
-            Self::CopyMode => "--af-xdp eth0 --af-xdp-copy",
-            Self::References => "--af-xdp eth0 --zero-copy-send on",
-            Self::Default | Self::DefaultWithoutOffloads => "--af-xdp eth0",
-        }
-    }
-
-    /// Offloads that the driver negotiates.
-    fn offloads(self) -> &'static str {
-        match self {
-            Self::TapWithoutOffloads | Self::DefaultWithoutOffloads => "off",
-            _ => "on",
-        }
-    }
-
-    /// The mode that the card reports.
-    fn mode(self) -> &'static str {
-        match self {
-            Self::Tap | Self::Default | Self::TapWithoutOffloads => "tap",
-            Self::CopyMode => "af-xdp-copy",
-            Self::References | Self::DefaultWithoutOffloads => "af-xdp-zero-copy",
-        }
-    }
-}
-
-impl Run {
-    /// The tap with the same offloads.
-    fn by_tap(self) -> Self {
-        let without = self.carrier.offloads() == "off";
-        Self { carrier: if without { Carrier::TapWithoutOffloads } else { Carrier::Tap }, ..self }
-    }
-
-    fn is_stream(self) -> bool {
-        matches!(self.work, Work::Stream(_))
-    }
-}
-
 /// Measures the tables.
 ///
 /// # Errors
 /// The guest does not start, the measurement was cancelled, or no row is selected.
 pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
-    let works = STREAM_SIZES.map(Work::Stream).into_iter().chain(REQUEST_SIZES.map(Work::Request));
-    let all = works.flat_map(|work| Carrier::ALL.map(|carrier| Run { work, carrier }));
-    let all = bench.chosen(all)?;
+    let of = |kind| move |size| Connection(Traffic { kind, size, sessions: 1 });
+    let streams = STREAM_SIZES.map(of(Kind::Stream(Direction::FromGuest)));
+    let requests = REQUEST_SIZES.map(of(Kind::Request(Connections::Kept)));
+    let all = bench.chosen(Entry::all(streams.into_iter().chain(requests), &CONTENDERS))?;
     let mut outer = Outer::start(bench)?;
     let results = table::measure(bench, all, |run| outer.run(run))?;
-    let streams = results.table("af-xdp-streams", "TCP streams of a guest", &STREAMS, Run::is_stream);
-    let requests =
-        results.table("af-xdp-requests", "TCP requests of a guest", &REQUESTS, |run| !run.is_stream());
+    let title = "TCP streams of a guest";
+    let streams = results.table("af-xdp-streams", title, &STREAMS, |row| row.0.is_stream());
+    let title = "TCP requests of a guest";
+    let requests = results.table("af-xdp-requests", title, &REQUESTS, |row| !row.0.is_stream());
     Ok(vec![streams.with_notes([NOTE]), requests.with_notes([NOTE])])
 }
 
@@ -229,9 +187,9 @@ impl<'b> Outer<'b> {
     }
 
     fn run(&mut self, run: Run) -> Result<Figures> {
-        let arguments = run.carrier.arguments();
+        let options = run.contender.kind.options;
         self.shell(&format!(
-            "rm -f {SOCKET}; towline net --json --socket {SOCKET} --tap tap0 {arguments} \
+            "rm -f {SOCKET}; towline net --json --socket {SOCKET} --tap tap0 {options} \
              > /tmp/card.out 2> /tmp/card.err & echo $! > /tmp/card.pid"
         ))?;
         let measured = self.measure(run);
@@ -242,38 +200,26 @@ impl<'b> Outer<'b> {
             Ok(self.guest.shell(&line, WITHIN)?.trim().is_empty().then_some(()))
         });
         let errors = self.shell("tail -n 3 /tmp/card.err")?;
-        let measured = measured.with_context(|| format!("the card: {errors}"))?;
+        let (outcome, receiver) = measured.with_context(|| format!("the card: {errors}"))?;
         end?;
         let last = self.shell("tail -n 1 /tmp/card.out")?;
         let statistics: Value = serde_json::from_str(&last).context("statistics of the card")?;
-        figures(run, &measured, &statistics["pairs"][0]["tx"]).with_context(|| errors)
+        figures(run, &outcome, receiver, &statistics["pairs"][0]["tx"]).with_context(|| errors)
     }
 
-    /// Returns the result of the application in the guest.
-    fn measure(&mut self, run: Run) -> Result<Value> {
+    /// Returns the result of the application in the guest, and the receiver's CPU time for each unit.
+    fn measure(&mut self, run: Run) -> Result<(Outcome, f64)> {
         wait_until("the card's socket", WITHIN, || {
             let line = format!("test -e {SOCKET} && echo yes || true");
             Ok((self.guest.shell(&line, WITHIN)?.trim() == "yes").then_some(()))
         })?;
         self.shell(&format!("ip link set tap0 address {OUT} arp off && ip route add {INSIDE}/32 dev tap0"))?;
-        let (service, size) = match run.work {
-            Work::Stream(size) => (Service::Read, size),
-            Work::Request(size) => (Service::Echo(Connections::Kept), size),
-        };
+        let Connection(traffic) = run.row;
         let signals: Arc<Signals> = Arc::default();
         let mut receiver = Applications::new(&signals);
-        self.network.enter(|| {
-            let listener = TcpListener::bind((OUTSIDE, PORT))?;
-            listener.set_nonblocking(true)?;
-            receiver.serve(listener, service, 1);
-            anyhow::Ok(())
-        })??;
-        let role = json!({
-            "stream": run.is_stream(),
-            "size": size,
-            "seconds": self.bench.window(WINDOW).as_secs_f64(),
-            "offloads": run.carrier.offloads(),
-        });
+        serve_clients(&self.network, OUTSIDE, traffic, &mut receiver)?;
+        let (window, offloads) = (self.bench.window(WINDOW), run.contender.kind.offloads == Offloads::On);
+        let role = serde_json::to_string(&Role { traffic, window, offloads })?;
         let own = self.bench.own.file_name().context("a program has a name")?.to_string_lossy().into_owned();
         let line = format!("busybox unshare -n {own} {APPLICATION} '{role}' $(cat /tmp/card.pid)");
         let cpu = machine::own_seconds();
@@ -282,38 +228,33 @@ impl<'b> Outer<'b> {
         let received = signals.units.load(Ordering::Relaxed).max(1) as f64;
         receiver.end()?;
         let output = output?;
-        let result = serde_json::from_str(output.lines().last().unwrap_or_default());
-        let mut result: Value = result.with_context(|| format!("`{output}` of the application"))?;
-        result["receiver-seconds"] = (cpu / received).into();
-        Ok(result)
+        let outcome = serde_json::from_str(output.lines().last().unwrap_or_default());
+        Ok((outcome.with_context(|| format!("`{output}` of the application"))?, cpu / received))
     }
 }
 
-/// Figures of a run. Whatever the card counts covers the whole connection.
-fn figures(run: Run, measured: &Value, transmit: &Value) -> Result<Figures> {
-    let number = |value: &Value| value.as_f64().with_context(|| format!("`{value}`, expected a number"));
+/// Figures of a run, and of the receiver's CPU time for each byte. Whatever the card counts covers the whole connection.
+fn figures(run: Run, outcome: &Outcome, receiver: f64, transmit: &Value) -> Result<Figures> {
     let mode = transmit["mode"].as_str().unwrap_or_default();
-    ensure!(mode == run.carrier.mode(), "the mode of transmission was {mode}");
-    let (units, all) = (number(&measured["units"])?, number(&measured["all-units"])?);
-    let (rate, card) = (units / number(&measured["seconds"])?, number(&measured["card-seconds"])? / units);
-    let [kicks, interrupts] = ["kicks", "notifications"].map(|key| number(&transmit[key]));
-    let (kicks, interrupts) = (kicks? / all, interrupts? / all);
-    let zero_copy = number(&transmit["zero-copy"])? / number(&transmit["packets"])?.max(1.0);
+    ensure!(mode == run.contender.kind.mode, "the mode of transmission was {mode}");
+    let all = outcome.all_units as f64;
+    let (kicks, interrupts) = (number(transmit, "kicks")? / all, number(transmit, "notifications")? / all);
+    let zero_copy = number(transmit, "zero-copy")? / number(transmit, "packets")?.max(1.0);
     let mut figures = Figures::from([("zero-copy %", 100.0 * zero_copy)]);
-    if run.is_stream() {
-        let (mib, receiver) = (MIB as f64, number(&measured["receiver-seconds"])?);
+    if run.row.0.is_stream() {
+        let mib = MIB as f64;
         figures.extend([
-            ("Gbit/s", rate * 8e-9),
-            ("card CPU ms/MiB", card * 1e3 * mib),
+            ("Gbit/s", outcome.rate * 8e-9),
+            ("card CPU ms/MiB", outcome.card_seconds * 1e3 * mib),
             ("receiver ms/MiB", receiver * 1e3 * mib),
             ("kicks/MiB", kicks * mib),
             ("interrupts/MiB", interrupts * mib),
         ]);
     } else {
         figures.extend([
-            ("1/s", rate),
-            ("card CPU µs", card * 1e6),
-            ("p50 µs", number(&measured["p50-us"])?),
+            ("1/s", outcome.rate),
+            ("card CPU µs", outcome.card_seconds * 1e6),
+            ("p50 µs", outcome.p50_us.context("no latency")?),
             ("kicks", kicks),
             ("interrupts", interrupts),
         ]);

@@ -14,12 +14,12 @@ pub(super) const SOCKET: &str = "net.sock";
 impl Hosts<'_> {
     /// Starts the backend in the outer namespace, with its socket in this directory.
     pub(super) fn backend(&self, directory: &Path) -> Result<Backend> {
-        let (socket, queues) = (directory.join(SOCKET).display().to_string(), self.run.queues);
+        let (socket, queues) = (directory.join(SOCKET).display().to_string(), self.run.row.queues);
         let own = |options: &str| {
             let line = format!("net --socket {socket} --tap {TAP} --queues {queues} {options}");
             anyhow::Ok((self.bench.options.towline.clone(), line))
         };
-        let (program, line) = match self.run.carrier {
+        let (program, line) = match self.run.contender.kind {
             Carrier::Towline => own(""),
             Carrier::Sleeping => own("--poll-us 0"),
             Carrier::Xdp => own(&format!("--af-xdp {XDP} --af-xdp-copy")),
@@ -48,7 +48,7 @@ impl Hosts<'_> {
                  --tcp-ports {INSIDE}/{PORT}"
                 ),
             )),
-            Carrier::Loop | Carrier::Limit => bail!("the limit has no backend"),
+            Carrier::Loop | Carrier::Tap | Carrier::Veth => bail!("the limit has no backend"),
         }?;
         let prefix = self.outside.prefix();
         let line = line.split_whitespace().map(str::to_owned);

@@ -7,7 +7,7 @@
 
 use std::fs::File;
 use std::io::ErrorKind;
-use std::net::SocketAddrV4;
+use std::net::{SocketAddrV4, TcpListener};
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ use rustix::net::sockopt::{Timeout, set_socket_linger, set_socket_timeout, set_t
 use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
 use towline_lab::Network;
 
-use crate::applications::{Connections, Dial, Traffic, WITHIN};
+use crate::applications::{Applications, Connections, Dial, Kind, Traffic, WITHIN};
 
 /// Interface of AF_XDP, and its peer.
 pub(super) const XDP: &str = "xdp0";
@@ -48,6 +48,19 @@ pub(super) fn received_frames(interface: &str) -> Result<u64> {
     Ok(number.with_context(|| format!("no interface {interface}"))?.parse()?)
 }
 
+/// Serves the clients of this traffic at [`PORT`] of a host.
+pub(super) fn serve(
+    host: &Network,
+    address: &str,
+    traffic: Traffic,
+    applications: &mut Applications,
+) -> Result<()> {
+    let listener = host.enter(|| TcpListener::bind((address, PORT)))??;
+    listener.set_nonblocking(true)?;
+    applications.serve(listener, traffic.service(), traffic.sessions);
+    Ok(())
+}
+
 /// Connects to [`PORT`] from this thread's namespace, with retries while the link drops frames after it came up.
 pub(super) fn dial(address: &str, traffic: Traffic) -> Result<Dial> {
     let address = SocketAddrV4::new(address.parse()?, PORT);
@@ -72,7 +85,7 @@ fn connected(address: SocketAddrV4, traffic: Traffic) -> std::io::Result<File> {
     let socket = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     set_socket_timeout(socket.as_fd(), Timeout::Send, Some(WITHIN))?;
     set_socket_timeout(socket.as_fd(), Timeout::Recv, Some(WITHIN))?;
-    if let Traffic::Request { connections, .. } = traffic {
+    if let Kind::Request(connections) = traffic.kind {
         // As in netperf and iperf3, TCP may coalesce the messages of a stream.
         set_tcp_nodelay(socket.as_fd(), true)?;
         if connections == Connections::Renewed {

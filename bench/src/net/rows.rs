@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use towline_lab::Network;
 
-use crate::applications::{Connections, Direction, Traffic};
+use crate::applications::{Connections, Direction, Kind, Traffic};
 use crate::options::Bench;
-use crate::table::{Bound, Column, Entry};
+use crate::table::{Bound, Column, Contender, Entry, Row};
 use crate::vhost::Signals;
 
 /// DPDK's test program.
@@ -53,97 +53,87 @@ pub(super) enum Carrier {
     Passt,
     /// A loop that reads from one tap and writes to the other, for TCP.
     Loop,
-    /// The tap itself, or a veth pair for TCP.
-    Limit,
+    /// The tap itself, for frames: their limit.
+    Tap,
+    /// A pair of them, for TCP: its limit.
+    Veth,
 }
 
-const CARRIERS: [Carrier; 8] = [
-    Carrier::Towline,
-    Carrier::Sleeping,
-    Carrier::Xdp,
-    Carrier::VhostUserNet,
-    Carrier::Testpmd,
-    Carrier::Passt,
-    Carrier::Loop,
-    Carrier::Limit,
+const TOWLINE: Contender<Carrier> = Contender::new("towline", Carrier::Towline);
+const PEER: Contender<Carrier> = Contender::new(VHOST_USER_NET, Carrier::VhostUserNet);
+const LOOP: Contender<Carrier> = Contender::new("loop between taps", Carrier::Loop);
+const TAP: Contender<Carrier> = Contender::new("the tap itself", Carrier::Tap);
+const VETH: Contender<Carrier> = Contender::new("veth pair", Carrier::Veth);
+const CONTENDERS: [Contender<Carrier>; 9] = [
+    TOWLINE,
+    Contender::new("towline --poll-us 0", Carrier::Sleeping),
+    Contender::new("towline --af-xdp, copying", Carrier::Xdp),
+    PEER,
+    Contender::new(TESTPMD, Carrier::Testpmd),
+    Contender::new(PASST, Carrier::Passt),
+    LOOP,
+    TAP,
+    VETH,
 ];
 
+/// Traffic, and the queues of the card.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Run {
+pub(super) struct Path {
     pub(super) work: Work,
     pub(super) queues: usize,
-    pub(super) carrier: Carrier,
 }
 
-impl Entry for Run {
-    fn group(&self) -> String {
+pub(super) type Run = Entry<Path, Carrier>;
+
+impl Row for Path {
+    fn name(&self) -> String {
         let many = |count: usize, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
-        let queues = many(self.queues, "queue");
-        match self.work {
-            Work::Transmit(len) => format!("transmit, {len} B"),
-            Work::Receive(len) => format!("receive, {len} B"),
-            Work::Tcp(Traffic::Stream { direction, size, sessions }) => {
-                let direction = if direction == Direction::ToGuest { "to" } else { "from" };
-                format!("TCP stream {direction} the guest, {size} B, {}, {queues}", many(sessions, "session"))
-            }
-            Work::Tcp(Traffic::Request { connections, size, sessions }) => {
-                let what = if connections == Connections::Kept { "TCP_RR" } else { "TCP_CRR" };
-                format!("{what}, {size} B, {}, {queues}", many(sessions, "session"))
-            }
-        }
-    }
-
-    fn label(&self) -> &'static str {
-        match self.carrier {
-            Carrier::Towline => "towline",
-            Carrier::Sleeping => "towline --poll-us 0",
-            Carrier::Xdp => "towline --af-xdp, copying",
-            Carrier::VhostUserNet => VHOST_USER_NET,
-            Carrier::Testpmd => TESTPMD,
-            Carrier::Passt => PASST,
-            Carrier::Loop => "loop between taps",
-            Carrier::Limit if matches!(self.work, Work::Tcp(_)) => "veth pair",
-            Carrier::Limit => "the tap itself",
-        }
+        let Traffic { kind, size, sessions } = match self.work {
+            Work::Transmit(len) => return format!("transmit, {len} B"),
+            Work::Receive(len) => return format!("receive, {len} B"),
+            Work::Tcp(traffic) => traffic,
+        };
+        let what = match kind {
+            Kind::Stream(Direction::ToGuest) => "TCP stream to the guest",
+            Kind::Stream(Direction::FromGuest) => "TCP stream from the guest",
+            Kind::Request(Connections::Kept) => "TCP_RR",
+            Kind::Request(Connections::Renewed) => "TCP_CRR",
+        };
+        format!("{what}, {size} B, {}, {}", many(sessions, "session"), many(self.queues, "queue"))
     }
 }
 
-impl Run {
+impl Path {
     /// The rows of one queue.
-    pub(super) fn single() -> Vec<Self> {
+    pub(super) fn single() -> Vec<Run> {
         let works = [64, 1514].into_iter().flat_map(|len| [Work::Transmit(len), Work::Receive(len)]);
         let streams = [32, 64, 256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 512 << 10];
         let tcp = [Traffic::streams(&streams, &[1]), Traffic::requests(&[64], &[1])].concat();
-        works.chain(tcp.into_iter().map(Work::Tcp)).flat_map(|work| Self::contenders(work, 1)).collect()
+        let works = works.chain(tcp.into_iter().map(Work::Tcp));
+        measured(works.map(|work| Self { work, queues: 1 }))
     }
 
     /// The rows of several queues.
-    pub(super) fn multiqueue() -> Vec<Self> {
+    pub(super) fn multiqueue() -> Vec<Run> {
         let streams = Traffic::streams(&[1, 64, 256, 512, 1 << 10, 4 << 10, 16 << 10], &[1, 2, 4, 8]);
         let requests = Traffic::requests(&[1, 64, 256], &[1, 2, 4, 8, 20, 50, 100]);
-        let tcp = [streams, requests].concat();
-        let of = |traffic| {
-            [1, 2, 4].into_iter().flat_map(move |queues| Self::contenders(Work::Tcp(traffic), queues))
-        };
-        tcp.into_iter().flat_map(of).collect()
+        let works = [streams, requests].concat().into_iter().map(Work::Tcp);
+        measured(works.flat_map(|work| [1, 2, 4].map(|queues| Self { work, queues })))
     }
 
-    /// Contenders of a group.
-    fn contenders(work: Work, queues: usize) -> impl Iterator<Item = Self> {
-        let is_tcp = matches!(work, Work::Tcp(_));
-        // The limits have no queues, and are measured once. Busy-polling matters for requests only, and its
-        // effect does not depend on the number of queues.
-        let wanted = move |carrier: &Carrier| match carrier {
-            Carrier::Limit => queues == 1,
-            Carrier::Loop => queues == 1 && is_tcp,
-            Carrier::Sleeping => queues == 1 && matches!(work, Work::Tcp(Traffic::Request { .. })),
-            Carrier::Xdp => matches!(work, Work::Transmit(_)),
+    /// Returns true if the contender has such traffic.
+    fn has(self, carrier: Carrier) -> bool {
+        let (is_tcp, is_single) = (matches!(self.work, Work::Tcp(_)), self.queues == 1);
+        match carrier {
+            // The limits have no queues, and are measured once.
+            Carrier::Tap => !is_tcp,
             // It has one queue, and no interface that could carry other frames.
-            Carrier::Passt => queues == 1 && is_tcp,
+            Carrier::Veth | Carrier::Loop | Carrier::Passt => is_single && is_tcp,
+            // Busy-polling matters for requests only, and its effect does not depend on the number of queues.
+            Carrier::Sleeping => is_single && self.is_request(),
+            Carrier::Xdp => matches!(self.work, Work::Transmit(_)),
             Carrier::Towline | Carrier::VhostUserNet | Carrier::Testpmd => true,
-        };
-        let run = move |carrier| Self { work, queues, carrier };
-        CARRIERS.into_iter().filter(wanted).map(run)
+        }
     }
 
     pub(super) fn is_frames(self) -> bool {
@@ -151,32 +141,38 @@ impl Run {
     }
 
     pub(super) fn is_stream(self) -> bool {
-        matches!(self.work, Work::Tcp(Traffic::Stream { .. }))
+        matches!(self.work, Work::Tcp(traffic) if traffic.is_stream())
     }
 
     pub(super) fn is_request(self) -> bool {
-        matches!(self.work, Work::Tcp(Traffic::Request { .. }))
+        matches!(self.work, Work::Tcp(traffic) if !traffic.is_stream())
     }
 }
 
+fn measured(rows: impl Iterator<Item = Path>) -> Vec<Run> {
+    let mut all = Entry::all(rows, &CONTENDERS);
+    all.retain(|run| run.row.has(run.contender.kind));
+    all
+}
+
 fn peer(run: Run) -> Run {
-    Run { carrier: Carrier::VhostUserNet, ..run }
+    run.with(PEER)
 }
 
 /// Limits are measured with one queue.
 fn limit(run: Run) -> Run {
-    Run { carrier: Carrier::Limit, queues: 1, ..run }
+    one_queue(run.with(if run.row.is_frames() { TAP } else { VETH }))
 }
 
 fn taps(run: Run) -> Run {
-    Run { carrier: Carrier::Loop, ..limit(run) }
+    one_queue(run.with(LOOP))
 }
 
 fn one_queue(run: Run) -> Run {
-    Run { queues: 1, ..run }
+    Run { row: Path { queues: 1, ..run.row }, ..run }
 }
 
-pub(super) const FRAMES: [Column<Run>; 8] = [
+pub(super) const FRAMES: [Column<Path, Carrier>; 8] = [
     Column::spread("Mpps", 3),
     Column::ratio("× peer", "Mpps", peer).with_goal(against_peer),
     Column::ratio("× tap", "Mpps", limit).with_goal(against_limit),
@@ -186,7 +182,7 @@ pub(super) const FRAMES: [Column<Run>; 8] = [
     Column::median("backend % CPU", 0),
     Column::median("norm kpps", 1),
 ];
-pub(super) const STREAMS: [Column<Run>; 8] = [
+pub(super) const STREAMS: [Column<Path, Carrier>; 8] = [
     Column::spread("Gbit/s", 2),
     Column::ratio("× peer", "Gbit/s", peer).with_goal(against_peer),
     Column::ratio("× loop", "Gbit/s", taps),
@@ -196,7 +192,7 @@ pub(super) const STREAMS: [Column<Run>; 8] = [
     Column::median("machine % CPU", 0),
     Column::median("norm Mbit/s", 1),
 ];
-pub(super) const REQUESTS: [Column<Run>; 9] = [
+pub(super) const REQUESTS: [Column<Path, Carrier>; 9] = [
     Column::spread("1/s", 0),
     Column::ratio("× peer", "1/s", peer).with_goal(against_peer),
     Column::ratio("× loop", "1/s", taps),
@@ -213,39 +209,34 @@ pub(super) const NOTES: [&str; 2] = [
 ];
 
 fn against_peer(run: Run) -> Option<Bound> {
-    let least = match run.work {
+    let least = match run.row.work {
         Work::Transmit(_) => TRANSMIT_MIN,
         Work::Receive(_) => RECEIVE_MIN,
-        Work::Tcp(Traffic::Stream { size, .. }) if size < LARGE => return None,
-        Work::Tcp(Traffic::Stream { direction: Direction::ToGuest, .. }) => TO_GUEST_MIN,
-        Work::Tcp(Traffic::Stream { .. }) => FROM_GUEST_MIN,
-        Work::Tcp(Traffic::Request { connections: Connections::Kept, .. }) => REQUEST_MIN,
-        Work::Tcp(Traffic::Request { .. }) => CONNECTION_MIN,
+        Work::Tcp(Traffic { kind, size, .. }) => match kind {
+            Kind::Stream(_) if size < LARGE => return None,
+            Kind::Stream(Direction::ToGuest) => TO_GUEST_MIN,
+            Kind::Stream(Direction::FromGuest) => FROM_GUEST_MIN,
+            Kind::Request(Connections::Kept) => REQUEST_MIN,
+            Kind::Request(Connections::Renewed) => CONNECTION_MIN,
+        },
     };
-    (run.carrier == Carrier::Towline && run.queues == 1).then_some(Bound::Least(least))
+    run.at_least(TOWLINE, least).filter(|_| run.row.queues == 1)
 }
 
 fn against_one_queue(run: Run) -> Option<Bound> {
-    (run.carrier == Carrier::Towline && run.queues > 1).then_some(Bound::Least(QUEUES_MIN))
+    run.at_least(TOWLINE, QUEUES_MIN).filter(|_| run.row.queues > 1)
 }
 
 fn against_limit(run: Run) -> Option<Bound> {
-    let least = match run.work {
-        Work::Transmit(len) | Work::Receive(len) => {
-            if len > 64 {
-                TAP_LONG_MIN
-            } else {
-                TAP_MIN
-            }
-        }
-        Work::Tcp(Traffic::Stream { direction: Direction::ToGuest, size: LARGE, sessions: 1 })
-            if run.queues == 1 =>
-        {
-            VETH_MIN
-        }
-        _ => return None,
+    const LARGE_TO_GUEST: Traffic =
+        Traffic { kind: Kind::Stream(Direction::ToGuest), size: LARGE, sessions: 1 };
+    let least = match run.row.work {
+        Work::Transmit(..=64) | Work::Receive(..=64) => TAP_MIN,
+        Work::Transmit(_) | Work::Receive(_) => TAP_LONG_MIN,
+        Work::Tcp(LARGE_TO_GUEST) if run.row.queues == 1 => VETH_MIN,
+        Work::Tcp(_) => return None,
     };
-    (run.carrier == Carrier::Towline).then_some(Bound::Least(least))
+    run.at_least(TOWLINE, least)
 }
 
 /// One run of a row.
@@ -262,14 +253,14 @@ mod tests {
 
     #[test]
     fn rows_have_each_contender_once_and_limits_with_one_queue() {
-        let single = Run::single();
+        let single = Path::single();
         assert!(single.iter().enumerate().all(|(at, run)| !single[..at].contains(run)));
         let [many, limits] = [1, 2].map(|least| {
-            let all = Run::multiqueue().into_iter().filter(|run| run.queues >= least);
-            all.filter(|run| run.carrier == Carrier::Limit).count()
+            let all = Path::multiqueue().into_iter().filter(|run| run.row.queues >= least);
+            all.filter(|run| run.contender == VETH).count()
         });
         assert_eq!((many, limits), (2 * 4 * 7 + 2 * 7 * 3, 0));
-        let groups = [single[0].group(), Run::multiqueue()[0].group()];
+        let groups = [single[0].row.name(), Path::multiqueue()[0].row.name()];
         assert_eq!(groups, ["transmit, 64 B", "TCP stream to the guest, 1 B, 1 session, 1 queue"]);
     }
 }

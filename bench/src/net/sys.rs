@@ -3,9 +3,13 @@
 use std::fs::File;
 use std::io::{self, IoSlice};
 use std::mem::{size_of, zeroed};
-use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::os::fd::{AsRawFd as _, OwnedFd};
 
 use anyhow::{Context, Result};
+use rustix::net::netdevice::name_to_index;
+use rustix::net::{
+    AddressFamily, MMsgHdr, SendAncillaryBuffer, SendFlags, SocketFlags, SocketType, sendmmsg, socket_with,
+};
 
 /// `TUNSETIFF`, `TUNSETOFFLOAD`, `TUNSETVNETHDRSZ` (`linux/if_tun.h`).
 const TUNSETIFF: libc::c_ulong = 0x4004_54ca;
@@ -63,34 +67,27 @@ pub(super) struct Injector {
 impl Injector {
     /// Opens an interface of this thread's namespace.
     pub(super) fn new(interface: &str) -> Result<Self> {
-        let protocol = i32::from((libc::ETH_P_ALL as u16).to_be());
-        // SAFETY: the call has no pointers.
-        let number = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
-        if number < 0 {
-            return Err(io::Error::last_os_error()).context("packet socket (needs root)");
-        }
-        // SAFETY: the descriptor is new and has no other owner.
-        let fd = unsafe { OwnedFd::from_raw_fd(number) };
+        let fd = socket_with(AddressFamily::PACKET, SocketType::RAW, SocketFlags::CLOEXEC, None)
+            .context("packet socket (needs root)")?;
         for option in [PACKET_VNET_HDR, PACKET_QDISC_BYPASS] {
             let on: libc::c_int = 1;
             let len = size_of::<libc::c_int>() as libc::socklen_t;
             // SAFETY: the option's value is an int.
-            let set =
-                unsafe { libc::setsockopt(number, libc::SOL_PACKET, option, (&raw const on).cast(), len) };
+            let set = unsafe {
+                libc::setsockopt(fd.as_raw_fd(), libc::SOL_PACKET, option, (&raw const on).cast(), len)
+            };
             if set < 0 {
                 return Err(io::Error::last_os_error()).context("option of a packet socket");
             }
         }
-        let name = std::ffi::CString::new(interface)?;
         // SAFETY: all zero is a valid address.
         let mut address: libc::sockaddr_ll = unsafe { zeroed() };
         address.sll_family = libc::AF_PACKET as u16;
-        address.sll_protocol = protocol as u16;
-        // SAFETY: the name is NUL-terminated.
-        address.sll_ifindex = unsafe { libc::if_nametoindex(name.as_ptr()) }.cast_signed();
+        address.sll_protocol = (libc::ETH_P_ALL as u16).to_be();
+        address.sll_ifindex = name_to_index(&fd, interface)?.cast_signed();
         let len = size_of::<libc::sockaddr_ll>() as libc::socklen_t;
         // SAFETY: the address has this type and length.
-        if unsafe { libc::bind(number, (&raw const address).cast(), len) } < 0 {
+        if unsafe { libc::bind(fd.as_raw_fd(), (&raw const address).cast(), len) } < 0 {
             return Err(io::Error::last_os_error()).with_context(|| format!("packet socket on {interface}"));
         }
         Ok(Self { fd })
@@ -99,18 +96,9 @@ impl Injector {
     /// Sends the frame up to `count` times. Returns how many were accepted; an error if the interface is full.
     pub(super) fn send(&self, frame: &[u8], count: usize) -> io::Result<usize> {
         let slices = [IoSlice::new(frame)];
-        // SAFETY: all zero is a valid message.
-        let mut message: libc::mmsghdr = unsafe { zeroed() };
-        // An `IoSlice` has the layout of an `iovec`.
-        message.msg_hdr.msg_iov = slices.as_ptr().cast_mut().cast();
-        message.msg_hdr.msg_iovlen = 1;
-        let mut messages = vec![message; count];
-        let count = u32::try_from(count).expect("a batch is small");
-        // SAFETY: the messages and their buffers live until the call returns, and are only read.
-        let sent = unsafe { libc::sendmmsg(self.fd.as_raw_fd(), messages.as_mut_ptr(), count, 0) };
-        if sent < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        Ok(usize::try_from(sent).unwrap_or(0))
+        let mut ancillary: Vec<_> = (0..count).map(|_| SendAncillaryBuffer::default()).collect();
+        let mut messages: Vec<_> =
+            ancillary.iter_mut().map(|ancillary| MMsgHdr::new(&slices, ancillary)).collect();
+        Ok(sendmmsg(&self.fd, &mut messages, SendFlags::empty())?)
     }
 }

@@ -8,9 +8,9 @@ use serde_json::{Value, json};
 use towline_lab::Qemu;
 
 use super::guests::{Guests, LANES, Memory, PREFAULTED, use_mapped_ram};
-use crate::guest::{Counter, configure, endpoint, file, incoming, stop};
+use crate::guest::{Counter, Machine, configure, endpoint, file, incoming, listen, stop};
 use crate::machine::Cache;
-use crate::table::{self, Bound, Column, Entry, Figures, Table};
+use crate::table::{self, Bound, Column, Contender, Entry, Figures, Row, Table};
 
 /// Goals, as ratios of times.
 const HANDED_OVER_MAX: f64 = 1.0;
@@ -21,62 +21,62 @@ const STREAMED_WARM_MIN: f64 = 0.9;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Method {
     Qemu,
-    HandedOver,
-    Verified,
-    Streamed,
-    StreamedVerified,
+    /// towline, with these options.
+    Towline(&'static [&'static str]),
     Live,
 }
 
-/// Conditions of a restore, and its method.
+/// Conditions of a restore.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Restore {
+struct Conditions {
     memory: Memory,
     cache: Cache,
-    method: Method,
 }
 
-impl Entry for Restore {
-    fn group(&self) -> String {
+impl Row for Conditions {
+    fn name(&self) -> String {
         let memory = match self.memory {
             Memory::Cold => "cold memory (default)",
             Memory::Preallocated => "warm memory (preallocated memfd)",
         };
         format!("restore into {memory}, {}", self.cache.name())
     }
-
-    fn label(&self) -> &'static str {
-        match self.method {
-            Method::Qemu => "QEMU's own",
-            Method::HandedOver => "towline, handed over",
-            Method::Verified => "towline, handed over, --verify",
-            Method::Streamed => "towline --stream",
-            Method::StreamedVerified => "towline --stream --verify",
-            Method::Live => "QEMU to QEMU, live, Unix socket",
-        }
-    }
 }
 
-const COLUMNS: [Column<Restore>; 5] = [
+type Restore = Entry<Conditions, Method>;
+
+const QEMU: Contender<Method> = Contender::new("QEMU's own", Method::Qemu);
+const HANDED_OVER: Contender<Method> = Contender::new("towline, handed over", Method::Towline(&[]));
+const STREAMED: Contender<Method> = Contender::new("towline --stream", Method::Towline(&["--stream"]));
+const LIVE: Contender<Method> = Contender::new("QEMU to QEMU, live, Unix socket", Method::Live);
+const CONTENDERS: [Contender<Method>; 6] = [
+    QEMU,
+    HANDED_OVER,
+    Contender::new("towline, handed over, --verify", Method::Towline(&["--verify"])),
+    STREAMED,
+    Contender::new("towline --stream --verify", Method::Towline(&["--stream", "--verify"])),
+    LIVE,
+];
+/// Number of those that are measured without the page cache.
+const UNCACHED: usize = 4;
+
+const COLUMNS: [Column<Conditions, Method>; 5] = [
     Column::spread("s from command", 2),
-    Column::ratio("× QEMU's own", "s from command", |restore: Restore| restore.by(Method::Qemu))
-        .with_goal(against_qemu),
+    Column::ratio("× QEMU's own", "s from command", |restore| restore.with(QEMU)).with_goal(against_qemu),
     Column::median("MB/s", 0),
-    Column::ratio("× live", "MB/s", |restore: Restore| restore.by(Method::Live)).with_goal(against_live),
+    Column::ratio("× live", "MB/s", |restore| restore.with(LIVE)).with_goal(against_live),
     Column::spread("s from process start", 2),
 ];
 
 fn against_qemu(restore: Restore) -> Option<Bound> {
-    match (restore.method, restore.memory) {
-        (Method::HandedOver, _) => Some(Bound::Most(HANDED_OVER_MAX)),
-        (Method::Streamed, Memory::Cold) => Some(Bound::Most(STREAMED_COLD_MAX)),
-        _ => None,
-    }
+    let is_cold = restore.row.memory == Memory::Cold;
+    let streamed = restore.at_most(STREAMED, STREAMED_COLD_MAX).filter(|_| is_cold);
+    restore.at_most(HANDED_OVER, HANDED_OVER_MAX).or(streamed)
 }
 
 fn against_live(restore: Restore) -> Option<Bound> {
-    let is_judged = (restore.method, restore.memory) == (Method::Streamed, Memory::Preallocated);
-    is_judged.then_some(Bound::Least(STREAMED_WARM_MIN))
+    let is_warm = restore.row.memory == Memory::Preallocated;
+    restore.at_least(STREAMED, STREAMED_WARM_MIN).filter(|_| is_warm)
 }
 
 const NOTES: [&str; 6] = [
@@ -88,26 +88,10 @@ const NOTES: [&str; 6] = [
     "all restores are of one image that towline wrote of a running guest",
 ];
 
-impl Restore {
-    fn by(self, method: Method) -> Self {
-        Self { method, ..self }
-    }
-
-    fn all() -> Vec<Self> {
-        let methods = [
-            Method::Qemu,
-            Method::HandedOver,
-            Method::Verified,
-            Method::Streamed,
-            Method::StreamedVerified,
-            Method::Live,
-        ];
-        let of = |memory, cache, count: usize| {
-            methods[..count].iter().map(move |&method| Self { memory, cache, method }).collect::<Vec<_>>()
-        };
-        let cached = Memory::ALL.map(|memory| of(memory, Cache::Cached, methods.len()));
-        [cached.concat(), of(Memory::Preallocated, Cache::Dropped, 4)].concat()
-    }
+fn all() -> Vec<Restore> {
+    let cached = Memory::ALL.map(|memory| Conditions { memory, cache: Cache::Cached });
+    let dropped = Conditions { memory: Memory::Preallocated, cache: Cache::Dropped };
+    [Entry::all(cached, &CONTENDERS), Entry::all([dropped], &CONTENDERS[..UNCACHED])].concat()
 }
 
 /// The guest at both ends of its restores.
@@ -120,12 +104,6 @@ struct Restores<'a> {
     saved: u64,
 }
 
-/// A QEMU that waits for the guest.
-struct Destination {
-    qemu: Qemu,
-    counter: Counter,
-}
-
 /// Saves `source` once while it runs, and measures all restores.
 pub(super) fn measure(guests: &Guests<'_>, source: &Qemu) -> Result<Vec<Table>> {
     let (counter, image) = (Counter::of_small(source)?, guests.path("guest.img"));
@@ -135,7 +113,7 @@ pub(super) fn measure(guests: &Guests<'_>, source: &Qemu) -> Result<Vec<Table>> 
     ensure!(saved > 0, "the counter of the saved guest is 0, expected more");
     stop(source)?;
     let restores = Restores { guests, source, counter, image, saved };
-    let results = table::measure(guests.bench, Restore::all(), |restore| restores.run(restore))?;
+    let results = table::measure(guests.bench, all(), |restore| restores.run(restore))?;
     let title = guests.title("Restore to the first tick");
     let table = results.table("restore", &title, &COLUMNS, |_| true);
     Ok(vec![table.with_notes(NOTES)])
@@ -143,20 +121,18 @@ pub(super) fn measure(guests: &Guests<'_>, source: &Qemu) -> Result<Vec<Table>> 
 
 impl Restores<'_> {
     fn run(&self, restore: Restore) -> Result<Figures> {
-        if restore.method != Method::Live {
-            restore.cache.prepare(&self.image)?;
+        let Entry { row, contender } = restore;
+        if contender != LIVE {
+            row.cache.prepare(&self.image)?;
         }
         let started = Instant::now();
-        let qemu = self.guests.builder(restore.memory).incoming_defer().start()?;
+        let qemu = self.guests.builder(row.memory).incoming_defer().start()?;
         let start = started.elapsed().as_secs_f64();
-        let destination = Destination { counter: Counter::of_small(&qemu)?, qemu };
-        let took = match restore.method {
+        let destination = Machine { counter: Counter::of_small(&qemu)?, qemu };
+        let took = match contender.kind {
             Method::Qemu => self.by_qemu(&destination),
             Method::Live => self.live(&destination),
-            Method::HandedOver => self.by_towline(&destination, &[]),
-            Method::Verified => self.by_towline(&destination, &["--verify"]),
-            Method::Streamed => self.by_towline(&destination, &["--stream"]),
-            Method::StreamedVerified => self.by_towline(&destination, &["--stream", "--verify"]),
+            Method::Towline(options) => self.by_towline(&destination, options),
         };
         let took = took.with_context(|| format!("QEMU wrote: {}", destination.qemu.stderr().trim()))?;
         let took = took.as_secs_f64();
@@ -168,7 +144,7 @@ impl Restores<'_> {
         ]))
     }
 
-    fn by_towline(&self, destination: &Destination, options: &[&str]) -> Result<Duration> {
+    fn by_towline(&self, destination: &Machine, options: &[&str]) -> Result<Duration> {
         let (image, to, lanes) = (file(&self.image), endpoint(&destination.qemu), LANES.to_string());
         self.guests.prefault()?;
         let arguments = [&*image, &to, "--multifd-channels", &lanes];
@@ -187,7 +163,7 @@ impl Restores<'_> {
         Ok(started.elapsed())
     }
 
-    fn by_qemu(&self, destination: &Destination) -> Result<Duration> {
+    fn by_qemu(&self, destination: &Machine) -> Result<Duration> {
         use_mapped_ram(&destination.qemu, false)?;
         self.guests.prefault()?;
         let started = Instant::now();
@@ -198,14 +174,13 @@ impl Restores<'_> {
 
     /// Migrates from QEMU to QEMU. The source stays stopped, so that a counting guest does not use a processor of QEMU's threads; the
     /// destination runs on `cont` once it has everything, as with towline.
-    fn live(&self, destination: &Destination) -> Result<Duration> {
+    fn live(&self, destination: &Machine) -> Result<Duration> {
         let (bench, qemu) = (self.guests.bench, &destination.qemu);
-        let uri = format!("unix:{}", qemu.directory().join("live.sock").display());
         for qemu in [self.source, qemu] {
             let parameters = json!({ "multifd-channels": LANES, "direct-io": false });
             configure(qemu, &[("multifd", true), ("mapped-ram", false)], parameters)?;
         }
-        incoming(qemu, &uri)?;
+        let uri = listen(qemu)?;
         let counter = self.counter.read()?;
         self.guests.prefault()?;
         let started = Instant::now();

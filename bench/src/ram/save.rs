@@ -10,7 +10,7 @@ use towline_lab::Qemu;
 
 use super::guests::{Guests, LANES, Memory, PREFAULTED, Sources, use_mapped_ram};
 use crate::guest::{endpoint, file, stop};
-use crate::table::{self, Bound, Column, Entry, Figures, Table};
+use crate::table::{self, Column, Contender, Entry, Figures, Row, Table};
 
 /// Bytes of each write of [`Method::Disk`].
 const BLOCK_BYTES: usize = 512 << 10;
@@ -21,58 +21,45 @@ const TIME_MAX: f64 = 0.8;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Method {
-    Qemu,
-    QemuDirect,
+    Qemu {
+        direct_io: bool,
+    },
     Towline,
     /// As many bytes by direct I/O from one buffer, without a guest: the limit.
     Disk,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Save {
-    memory: Memory,
-    method: Method,
-}
-
-impl Entry for Save {
-    fn group(&self) -> String {
-        let memory = match self.memory {
-            Memory::Cold => "default memory",
-            Memory::Preallocated => "preallocated memfd",
+impl Row for Memory {
+    fn name(&self) -> String {
+        let memory = match self {
+            Self::Cold => "default memory",
+            Self::Preallocated => "preallocated memfd",
         };
         format!("save out of {memory}")
     }
-
-    fn label(&self) -> &'static str {
-        match self.method {
-            Method::Qemu => "QEMU's own",
-            Method::QemuDirect => "QEMU's own, direct-io on",
-            Method::Towline => "towline",
-            Method::Disk => "the disk itself, direct I/O",
-        }
-    }
 }
 
-const COLUMNS: [Column<Save>; 6] = [
+const QEMU: Contender<Method> = Contender::new("QEMU's own", Method::Qemu { direct_io: false });
+const QEMU_DIRECT: Contender<Method> =
+    Contender::new("QEMU's own, direct-io on", Method::Qemu { direct_io: true });
+const TOWLINE: Contender<Method> = Contender::new("towline", Method::Towline);
+const DISK: Contender<Method> = Contender::new("the disk itself, direct I/O", Method::Disk);
+const COLUMNS: [Column<Memory, Method>; 6] = [
     Column::spread("s", 2),
-    Column::ratio("× QEMU's own", "s", against_qemu),
+    Column::ratio("× QEMU's own", "s", |save| save.with(QEMU)),
     Column::median("MB/s", 0),
     Column::spread("s to disk", 2),
-    Column::ratio("× QEMU's own, to disk", "s to disk", against_qemu)
-        .with_goal(|save| (save.method == Method::Towline).then_some(Bound::Most(TIME_MAX))),
-    Column::ratio("× direct-io, to disk", "s to disk", |save| Save { method: Method::QemuDirect, ..save }),
+    Column::ratio("× QEMU's own, to disk", "s to disk", |save| save.with(QEMU))
+        .with_goal(|save| save.at_most(TOWLINE, TIME_MAX)),
+    Column::ratio("× direct-io, to disk", "s to disk", |save| save.with(QEMU_DIRECT)),
 ];
-
-fn against_qemu(save: Save) -> Save {
-    Save { method: Method::Qemu, ..save }
-}
 
 /// Measures all saves.
 pub(super) fn measure(guests: &Guests<'_>, sources: &Sources) -> Result<Vec<Table>> {
-    let methods = [Method::Qemu, Method::QemuDirect, Method::Towline, Method::Disk];
-    let all = Memory::ALL.into_iter().flat_map(|memory| methods.map(|method| Save { memory, method }));
-    let results = table::measure(guests.bench, all, |Save { memory, method }| {
-        let source = if memory == Memory::Cold { &sources.cold } else { &sources.preallocated };
+    let all = Entry::all(Memory::ALL, &[QEMU, QEMU_DIRECT, TOWLINE, DISK]);
+    let results = table::measure(guests.bench, all, |Entry { row, contender }| {
+        let method = contender.kind;
+        let source = if row == Memory::Cold { &sources.cold } else { &sources.preallocated };
         let saved = save(guests, source, method);
         // The image and what is beside it.
         for entry in fs::read_dir(guests.directory.path())? {
@@ -97,13 +84,13 @@ pub(super) fn measure(guests: &Guests<'_>, sources: &Sources) -> Result<Vec<Tabl
 
 fn save(guests: &Guests<'_>, source: &Qemu, method: Method) -> Result<Figures> {
     let path = guests.path("save.img");
-    if matches!(method, Method::Qemu | Method::QemuDirect) {
-        use_mapped_ram(source, method == Method::QemuDirect)?;
+    if let Method::Qemu { direct_io } = method {
+        use_mapped_ram(source, direct_io)?;
     }
     guests.prefault()?;
     let started = Instant::now();
     match method {
-        Method::Qemu | Method::QemuDirect => drop(guests.bench.migrate(source, &file(&path))?),
+        Method::Qemu { .. } => drop(guests.bench.migrate(source, &file(&path))?),
         Method::Towline => {
             let lanes = LANES.to_string();
             let arguments = [&*endpoint(source), &file(&path), "--multifd-channels", &lanes];

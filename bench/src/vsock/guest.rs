@@ -13,7 +13,7 @@ use towline_frontend::vsock::{
 use towline_frontend::wire::feature;
 use towline_frontend::{Frontend, MemoryArena};
 
-use crate::applications::{Direction, Traffic};
+use crate::applications::Traffic;
 use crate::vhost::Signals;
 
 /// CID of the guest.
@@ -61,9 +61,7 @@ impl Machine {
 
     /// Opens the streams from the guest.
     pub(super) fn connect(&mut self) -> Result<()> {
-        let Traffic::Stream { sessions, direction: Direction::FromGuest, .. } = self.traffic else {
-            return Ok(());
-        };
+        let sessions = self.traffic.sessions;
         let ports: Vec<PortPair> = (0..sessions).map(|index| (5000 + index as u32, PORT)).collect();
         ports.iter().for_each(|ports| self.guest.request(*ports));
         let until = Instant::now() + CONNECT_WITHIN;
@@ -98,11 +96,12 @@ impl Machine {
             VsockEvent::Connected(ports) => {
                 sending.insert(ports, 0);
             }
-            VsockEvent::Data { ports, len, .. } => match traffic {
-                Traffic::Stream { .. } => signals.add(len.into()),
-                Traffic::Request { .. } if guest.send_any(ports, len) => {}
-                Traffic::Request { .. } => pending.push((ports, len)),
-            },
+            VsockEvent::Data { len, .. } if traffic.is_stream() => signals.add(len.into()),
+            VsockEvent::Data { ports, len, .. } => {
+                if !guest.send_any(ports, len) {
+                    pending.push((ports, len));
+                }
+            }
             // As Linux: a reset for a peer that shuts both directions.
             VsockEvent::Shutdown(ports, _) => guest.reset(ports),
             VsockEvent::Reset(ports) => {
@@ -117,15 +116,15 @@ impl Machine {
 
     /// Sends what credit and ring allow. Returns true if anything was sent.
     fn send(&mut self) -> Result<bool> {
-        let Traffic::Stream { size, direction: Direction::FromGuest, .. } = self.traffic else {
+        if self.sending.is_empty() {
             return Ok(false);
-        };
+        }
         let mut sent = false;
         self.guest.reclaim()?;
         for (ports, left) in &mut self.sending {
             for _ in 0..BATCH {
                 if *left == 0 {
-                    *left = size;
+                    *left = self.traffic.size;
                 }
                 let len = (*left).min(PAYLOAD_BYTES_MAX).min(self.guest.credit(*ports) as usize);
                 if len == 0 || !self.guest.can_send() || !self.guest.send_any(*ports, u32::try_from(len)?) {

@@ -13,10 +13,10 @@ use anyhow::{Context as _, Result, ensure};
 use tempfile::TempDir;
 use towline_lab::{LinuxGuest, MemoryBackend, Qemu, Version, wait_until};
 
-use super::{Carrier, REQUEST_BYTES, Run, Sockets, sys};
-use crate::applications::{Applications, Connections, CountedBy, Direction, Service, Traffic};
+use super::{Carrier, FROM_GUEST, REQUEST_BYTES, Run, Sockets, TO_GUEST, TOWLINE, VHOST_DEVICE, sys};
+use crate::applications::{Applications, Connections, CountedBy, Kind, Service, Traffic};
 use crate::options::Bench;
-use crate::table::{self, Column, Figures, Table};
+use crate::table::{self, Column, Entry, Figures, Table};
 use crate::vhost::backend::Backend;
 use crate::vhost::{Signals, latencies, window};
 
@@ -33,19 +33,19 @@ const WITHIN: Duration = Duration::from_secs(60);
 /// Length of a window; an emulated guest is slow.
 const WINDOW: Duration = Duration::from_secs(2);
 
-const STREAMS: [Column<Run>; 4] = [
+const STREAMS: [Column<Traffic, Carrier>; 4] = [
     Column::spread("Gbit/s", 2),
-    Column::ratio("× peer", "Gbit/s", |run| run.by(Carrier::Peer)),
+    Column::ratio("× peer", "Gbit/s", |run| run.with(VHOST_DEVICE)),
     Column::spread("backend ms/GB", 1),
-    Column::ratio("× peer's", "backend ms/GB", |run| run.by(Carrier::Peer)),
+    Column::ratio("× peer's", "backend ms/GB", |run| run.with(VHOST_DEVICE)),
 ];
-const REQUESTS: [Column<Run>; 6] = [
+const REQUESTS: [Column<Traffic, Carrier>; 6] = [
     Column::spread("1/s", 0),
-    Column::ratio("× peer", "1/s", |run| run.by(Carrier::Peer)),
+    Column::ratio("× peer", "1/s", |run| run.with(VHOST_DEVICE)),
     Column::spread("p50 µs", 0),
     Column::spread("p99 µs", 0),
     Column::spread("backend µs", 1),
-    Column::ratio("× peer's", "backend µs", |run| run.by(Carrier::Peer)),
+    Column::ratio("× peer's", "backend µs", |run| run.with(VHOST_DEVICE)),
 ];
 const NOTES: [&str; 2] = [
     "one stream; the guest is emulated by QEMU, so only ratios count",
@@ -57,25 +57,19 @@ const NOTES: [&str; 2] = [
 /// # Errors
 /// A guest does not start, or the run was cancelled.
 pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
-    let all =
-        [Traffic::streams(&[4 << 10, 64 << 10], &[1]), Traffic::requests(&[REQUEST_BYTES], &[1])].concat();
-    let of = |traffic| [Carrier::Towline, Carrier::Peer].map(|carrier| Run { traffic, carrier });
-    let all = bench.chosen(all.into_iter().flat_map(of))?;
+    let streams = Traffic::streams(&[4 << 10, 64 << 10], &[1]);
+    let rows = [streams, Traffic::requests(&[REQUEST_BYTES], &[1])].concat();
+    let all = bench.chosen(Entry::all(rows, &[TOWLINE, VHOST_DEVICE]))?;
     let mut own = Machine::start(bench, Carrier::Towline)?;
     let mut peer = Machine::start(bench, Carrier::Peer)?;
     let results = table::measure(bench, all, |run| {
-        if run.carrier == Carrier::Peer { peer.run(bench, run) } else { own.run(bench, run) }
+        if run.contender == VHOST_DEVICE { peer.run(bench, run) } else { own.run(bench, run) }
     })?;
-    let requests =
-        results.table("vsock-linux-requests", "vsock requests to a Linux guest", &REQUESTS, |run| {
-            !run.is_stream()
-        });
-    Ok(vec![
-        results
-            .table("vsock-linux", "vsock streams of a Linux guest", &STREAMS, Run::is_stream)
-            .with_notes(NOTES),
-        requests.with_notes(NOTES),
-    ])
+    let title = "vsock streams of a Linux guest";
+    let streams = results.table("vsock-linux", title, &STREAMS, Traffic::is_stream);
+    let title = "vsock requests to a Linux guest";
+    let requests = results.table("vsock-linux-requests", title, &REQUESTS, |row| !row.is_stream());
+    Ok(vec![streams.with_notes(NOTES), requests.with_notes(NOTES)])
 }
 
 /// A guest on its backend.
@@ -119,13 +113,13 @@ impl Machine {
     fn run(&mut self, bench: &Bench, run: Run) -> Result<Figures> {
         let signals: Arc<Signals> = Arc::default();
         let mut applications = Applications::new(&signals);
-        let begun = self.begin(run.traffic, &mut applications);
+        let begun = self.begin(run.row, &mut applications);
         let measured = begun
             .and_then(|()| window(&signals, Some(&mut self.backend), bench.window(WINDOW), &bench.cancel));
         let ended = applications.end();
         let (window, mut figures) = (measured?, latencies(ended?));
         let cpu_seconds = window.backend_percent / 100.0 / window.rate();
-        if run.is_stream() {
+        if run.row.is_stream() {
             figures.extend([("Gbit/s", window.rate() * 8e-9), ("backend ms/GB", cpu_seconds * 1e12)]);
         } else {
             figures.extend([("1/s", window.rate()), ("backend µs", cpu_seconds * 1e6)]);
@@ -134,19 +128,18 @@ impl Machine {
     }
 
     fn begin(&self, traffic: Traffic, applications: &mut Applications) -> Result<()> {
-        match traffic {
-            Traffic::Stream { direction: Direction::ToGuest, size, .. } => {
-                applications.write(self.sockets.dial(RECEIVE_PORT)()?, size, CountedBy::Writer)
-            }
-            Traffic::Stream { size, .. } => {
-                let mut stream = self.sockets.dial(SEND_PORT)()?;
-                std::io::Write::write_all(&mut stream, &u32::try_from(size)?.to_le_bytes())?;
-                applications.read(stream)
-            }
-            Traffic::Request { connections, size, .. } => {
-                applications.request(&self.sockets.dial(ECHO_PORT), size, connections)
-            }
+        let port = match traffic.kind {
+            TO_GUEST => RECEIVE_PORT,
+            FROM_GUEST => SEND_PORT,
+            Kind::Request(_) => ECHO_PORT,
+        };
+        let dial = self.sockets.dial(port);
+        if traffic.kind != FROM_GUEST {
+            return applications.connect(&dial, traffic, CountedBy::Writer);
         }
+        let mut stream = dial()?;
+        std::io::Write::write_all(&mut stream, &u32::try_from(traffic.size)?.to_le_bytes())?;
+        applications.read(stream)
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 use towline_channel::Cancel;
 use towline_frontend::Frontend;
 use towline_frontend::net::{FRAME_BYTES_MAX, feature as net};
@@ -16,23 +16,42 @@ use super::super::card::{Card, Setup};
 use super::super::hosts::{GUEST_TAP, INSIDE, OUTSIDE, dial};
 use super::super::sys;
 use super::{OUT, SOCKET};
-use crate::applications::{Applications, Connections, CountedBy, Direction, Traffic};
+use crate::applications::{Applications, CountedBy, Traffic};
 use crate::vhost::{Signals, latencies, window_of};
 
 /// First word of the command line, before the role and the card's process.
 pub(crate) const APPLICATION: &str = "--af-xdp-guest";
 const WITHIN: Duration = Duration::from_secs(30);
 
+/// Work of the application.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Role {
+    pub(super) traffic: Traffic,
+    pub(super) window: Duration,
+    /// True if the driver negotiates them.
+    pub(super) offloads: bool,
+}
+
+/// Result of the application.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Outcome {
+    pub(super) rate: f64,
+    /// CPU time of the card, in seconds for each unit.
+    pub(super) card_seconds: f64,
+    /// Units of the whole connection.
+    pub(super) all_units: u64,
+    /// For requests only.
+    pub(super) p50_us: Option<f64>,
+}
+
 /// Measures one application, and prints its result.
 ///
 /// # Errors
 /// The card does not serve, or no packet comes back.
 pub(crate) fn serve(role: &str, card_pid: &str) -> Result<()> {
-    let role: Value = serde_json::from_str(role).context("role of an application")?;
-    let size = usize::try_from(role["size"].as_u64().context("size of the role")?)?;
-    let length = Duration::try_from_secs_f64(role["seconds"].as_f64().context("seconds of the role")?)?;
+    let Role { traffic, window, offloads } = serde_json::from_str(role).context("role of an application")?;
     let signals: Arc<Signals> = Arc::default();
-    let offloads = if role["offloads"] == "off" { 0 } else { net::OFFLOADS };
+    let offloads = if offloads { net::OFFLOADS } else { 0 };
     let frontend = Frontend::connect(Path::new(SOCKET), WITHIN)?;
     let card = Card::start(frontend, Setup { offloads, ..Setup::of(FRAME_BYTES_MAX) })?;
     let tap = sys::tap(GUEST_TAP, 1, card.offloads())?;
@@ -40,30 +59,17 @@ pub(crate) fn serve(role: &str, card_pid: &str) -> Result<()> {
     run(&format!("ip address add {INSIDE}/24 dev {GUEST_TAP}"))?;
     let pump = card.pump(vec![tap], &signals);
     let mut application = Applications::new(&signals);
-    if role["stream"] == true {
-        let stream = dial(OUTSIDE, Traffic::Stream { direction: Direction::FromGuest, size, sessions: 1 })?;
-        application.write(stream()?, size, CountedBy::Writer)?;
-    } else {
-        let connections = Connections::Kept;
-        let dial = dial(OUTSIDE, Traffic::Request { connections, size, sessions: 1 })?;
-        application.request(&dial, size, connections)?;
-    }
-    let measured = window_of(&signals, Some(card_pid.parse()?), length, &Cancel::new()?);
+    application.connect(&dial(OUTSIDE, traffic)?, traffic, CountedBy::Writer)?;
+    let measured = window_of(&signals, Some(card_pid.parse()?), window, &Cancel::new()?);
     let times = latencies(application.end()?);
-    let all = signals.units.load(Ordering::Relaxed);
+    let all_units = signals.units.load(Ordering::Relaxed);
     signals.power_off.store(true, Ordering::Relaxed);
     pump.join().expect("the thread does not panic")?;
     let window = measured?;
-    println!(
-        "{}",
-        json!({
-            "units": window.units,
-            "seconds": window.seconds,
-            "card-seconds": window.backend_percent / 100.0 * window.seconds,
-            "all-units": all,
-            "p50-us": times.get("p50 µs"),
-        })
-    );
+    let card_seconds = window.backend_percent / 100.0 / window.rate();
+    let p50_us = times.get("p50 µs").copied();
+    let outcome = Outcome { rate: window.rate(), card_seconds, all_units, p50_us };
+    println!("{}", serde_json::to_string(&outcome)?);
     Ok(())
 }
 
