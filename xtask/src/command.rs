@@ -22,10 +22,16 @@ pub(crate) fn cargo<const N: usize>(arguments: [&str; N]) -> Command {
 /// `command` at the lowest priority.
 pub(crate) fn at_leisure(command: &Command) -> Command {
     let mut nice = Command::new("nice");
-    nice.args(["-n", "19"]).arg(command.get_program()).args(command.get_args()).stdin(Stdio::null());
-    nice.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
-    nice.current_dir(command.get_current_dir().unwrap_or(Path::new(".")));
+    nice.args(["-n", "19"]);
+    like(command, &mut nice);
     nice
+}
+
+/// Has `prefix` run `command`, in its directory and with its environment, and with no terminal to ask.
+pub(crate) fn like(command: &Command, prefix: &mut Command) {
+    prefix.arg(command.get_program()).args(command.get_args()).stdin(Stdio::null());
+    prefix.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    prefix.current_dir(command.get_current_dir().unwrap_or(Path::new(".")));
 }
 
 /// Runs `command` with its output shown; fails unless it exits with 0.
@@ -35,6 +41,14 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
         bail!("{} failed with {status}", shown(command));
     }
     Ok(())
+}
+
+/// Fails with these faults, one a line, if there are any.
+pub(crate) fn refuse(what: &str, faults: &[String]) -> Result<()> {
+    if faults.is_empty() {
+        return Ok(());
+    }
+    bail!("{what}\n  {}", faults.join("\n  "));
 }
 
 /// Runs a script that lies beside `src`, with cargo's target directory in its environment.

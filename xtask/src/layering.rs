@@ -8,10 +8,10 @@ mod names;
 
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use serde_json::Value;
 
-use crate::command::{packages, root};
+use crate::command::{packages, refuse, root};
 
 /// Crates of the workspace that a crate may depend on.
 enum May {
@@ -71,10 +71,7 @@ pub(crate) fn run() -> Result<()> {
         let circles = circles::of(&manifest.with_file_name("src")).context(name.to_owned())?;
         faults.extend(circles.iter().map(|circle| format!("{name} has a circle of files: {circle}")));
     }
-    if faults.is_empty() {
-        return Ok(());
-    }
-    bail!("layering:\n  {}", faults.join("\n  "));
+    refuse("layering:", &faults)
 }
 
 fn faults(packages: &[Value]) -> Vec<String> {

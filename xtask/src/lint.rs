@@ -10,7 +10,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-use crate::command::{cargo, root, run as run_command};
+use crate::command::{cargo, refuse, root, run as run_command};
 use crate::{layering, publish};
 
 type Check = (&'static str, fn() -> Result<()>);
@@ -93,9 +93,5 @@ fn run_those(checks: impl Iterator<Item = Check>) -> Result<()> {
 }
 
 fn sources() -> Result<()> {
-    let faults = sources::faults(&root())?;
-    if faults.is_empty() {
-        return Ok(());
-    }
-    bail!("\n  {}", faults.join("\n  "));
+    refuse("", &sources::faults(&root())?)
 }

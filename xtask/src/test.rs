@@ -17,9 +17,9 @@ use std::sync::OnceLock;
 use std::thread::spawn;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 
-use crate::command::{at_leisure, run as run_command, script};
+use crate::command::{at_leisure, refuse, run as run_command, script};
 use crate::times::{self, Times, Usage};
 use crate::{lint, publish};
 use counts::Counts;
@@ -138,8 +138,5 @@ fn tests(
             wrong.push(format!("{}: {error:#}", ended.suite.name));
         }
     }
-    if wrong.is_empty() {
-        return Ok(());
-    }
-    bail!("{}", wrong.join("\n  "));
+    refuse("", &wrong)
 }

@@ -1,7 +1,10 @@
 //! Rules for the project's Markdown: the words of [`super::words`], the length of lines, and links to files.
 //! Code is left out.
 
+use std::ops::Range;
 use std::path::Path;
+
+use pulldown_cmark::{Event, Parser, Tag};
 
 use super::words;
 
@@ -13,7 +16,16 @@ const VOCABULARY: &str = "docs/vocabulary.md";
 /// Faults in the prose of a file, one line each. `exists` says whether there is a file of that name, seen
 /// from this one.
 pub(super) fn faults_of(file: &Path, source: &str, exists: impl Fn(&str) -> bool) -> Vec<String> {
-    let prose = without_code_blocks(source);
+    let (mut blocks, mut spans, mut links) = (Vec::new(), Vec::new(), Vec::new());
+    for (event, range) in Parser::new(source).into_offset_iter() {
+        match event {
+            Event::Start(Tag::CodeBlock(_)) => blocks.push(range),
+            Event::Code(_) => spans.push(range),
+            Event::Start(Tag::Link { dest_url, .. } | Tag::Image { dest_url, .. }) => links.push(dest_url),
+            _ => {}
+        }
+    }
+    let prose = without(source, blocks);
     let mut faults = Vec::new();
     for (number, line) in prose.lines().enumerate() {
         let columns = line.chars().count();
@@ -25,19 +37,14 @@ pub(super) fn faults_of(file: &Path, source: &str, exists: impl Fn(&str) -> bool
             ));
         }
     }
-    let prose = without_code_spans(&prose);
-    let dangling = links(&prose).filter(|link| !exists(link));
+    let files = links.iter().filter_map(|link| link.split('#').next());
+    let dangling = files.filter(|file| !file.is_empty() && !file.contains("://") && !exists(file));
     faults.extend(dangling.map(|link| format!("{}: there is no {link}", file.display())));
+    let prose = without(&prose, spans);
     if file != Path::new(VOCABULARY) {
         faults.extend(wording(file, &prose));
     }
     faults
-}
-
-/// The files that a page refers to.
-fn links(prose: &str) -> impl Iterator<Item = &str> {
-    let targets = prose.split("](").skip(1).filter_map(|rest| rest.split([')', '#']).next());
-    targets.filter(|target| !target.is_empty() && !target.contains("://"))
 }
 
 /// Faults of wording, at most one for each line. A phrase may be on two lines of a paragraph, and is reported
@@ -61,57 +68,15 @@ fn may_be_long(line: &str) -> bool {
     line.trim_start().starts_with('|') || !line.trim().contains(' ')
 }
 
-/// `source` with empty lines instead of its blocks of code: fenced ones, and those that are indented after an
-/// empty line.
-fn without_code_blocks(source: &str) -> String {
-    let mut prose = String::with_capacity(source.len());
-    let (mut is_fenced, mut follows_code_or_gap) = (false, true);
-    for line in source.lines() {
-        let is_fence = line.trim_start().starts_with("```");
-        is_fenced ^= is_fence;
-        let is_indented = line.starts_with("    ") && follows_code_or_gap;
-        if !is_fence && !is_fenced && !is_indented {
-            prose.push_str(line);
-            follows_code_or_gap = line.trim().is_empty();
-        }
-        prose.push('\n');
+/// `text` with spaces in place of these ranges, line for line.
+fn without(text: &str, ranges: Vec<Range<usize>>) -> String {
+    let mut plain = text.to_owned();
+    for range in ranges {
+        let blank: String =
+            text[range.clone()].bytes().map(|byte| if byte == b'\n' { '\n' } else { ' ' }).collect();
+        plain.replace_range(range, &blank);
     }
-    prose
-}
-
-/// `prose` without the spans of code in its paragraphs, line for line.
-fn without_code_spans(prose: &str) -> String {
-    let mut plain = String::with_capacity(prose.len());
-    let mut rest = prose;
-    while let Some(start) = rest.find('`') {
-        plain.push_str(&rest[..start]);
-        let behind = rest[start..].trim_start_matches('`');
-        let mark = &rest[start..rest.len() - behind.len()];
-        let paragraph = behind.find("\n\n").unwrap_or(behind.len());
-        match span_end(&behind[..paragraph], mark.len()) {
-            Some(end) => {
-                plain.extend(behind[..end].chars().filter(|character| *character == '\n'));
-                rest = &behind[end + mark.len()..];
-            }
-            None => rest = behind,
-        }
-    }
-    plain.push_str(rest);
     plain
-}
-
-/// Start of the first run of exactly `length` backquotes in `text`.
-fn span_end(text: &str, length: usize) -> Option<usize> {
-    let mut at = 0;
-    while let Some(found) = text[at..].find('`') {
-        let start = at + found;
-        let run = text[start..].len() - text[start..].trim_start_matches('`').len();
-        if run == length {
-            return Some(start);
-        }
-        at = start + run;
-    }
-    None
 }
 
 #[cfg(test)]

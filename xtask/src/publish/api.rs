@@ -9,10 +9,10 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 
 use super::published;
-use crate::command::{cargo, output, root, run as run_command, target_directory};
+use crate::command::{cargo, output, refuse, root, run as run_command, target_directory};
 
 /// Formats of rustdoc's JSON that are read here: Rust 1.94 and 1.95.
 const FORMATS: std::ops::RangeInclusive<u64> = 56..=57;
@@ -42,13 +42,7 @@ pub(crate) fn check() -> Result<()> {
             changed.push(format!("{}: {line}", file.display()));
         }
     }
-    if changed.is_empty() {
-        return Ok(());
-    }
-    bail!(
-        "the public API is not as recorded; if that is meant, run `cargo xtask api`:\n  {}",
-        changed.join("\n  ")
-    );
+    refuse("the public API is not as recorded; if that is meant, run `cargo xtask api`:", &changed)
 }
 
 /// The first line that one has and the other has not.

@@ -35,13 +35,6 @@ impl LongRun {
     }
 }
 
-/// Limit of a target's run.
-#[derive(Clone, Copy)]
-enum Limit {
-    Seconds(u64),
-    Inputs(u64),
-}
-
 /// Runs these, or short ones of all targets.
 pub(crate) fn task(long: &[LongRun]) -> Result<()> {
     if long.is_empty() {
@@ -58,7 +51,8 @@ pub(crate) fn task(long: &[LongRun]) -> Result<()> {
             run.target,
             known.join(", ")
         );
-        fuzz(&run.target, Limit::Inputs(run.inputs))?;
+        // Inputs of every length from the beginning: the interesting ones of a whole device are long.
+        fuzz(&run.target, &[&format!("-runs={}", run.inputs), "-len_control=0"], LONG_SECONDS)?;
     }
     Ok(())
 }
@@ -81,17 +75,18 @@ pub(crate) fn build(names: &[String]) -> Command {
 /// Builds and runs them, as many at once as there are processors; each is counted as a test.
 pub(crate) fn run(counts: &mut Counts, extent: Extent) -> Result<()> {
     let names = build_all()?;
-    let limit = Limit::Seconds(match extent {
+    let seconds = match extent {
         Extent::Change => 2,
         Extent::Nightly => 60,
-    });
+    };
+    let option = format!("-max_total_time={seconds}");
     let failed = Mutex::new(Vec::new());
     let next = Mutex::new(names.iter());
     std::thread::scope(|scope| {
         for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
             scope.spawn(|| {
                 while let Some(name) = next.lock().ok().and_then(|mut next| next.next()) {
-                    if let Err(error) = fuzz(name, limit) {
+                    if let Err(error) = fuzz(name, &[&option], seconds) {
                         eprintln!("fuzz {name}: {error:#}");
                         failed.lock().expect("no thread panics while it holds the lock").push(name.as_str());
                     }
@@ -108,7 +103,8 @@ pub(crate) fn run(counts: &mut Counts, extent: Extent) -> Result<()> {
     bail!("failed: {}; what failed lies in fuzz/artifacts", failed.join(", "));
 }
 
-fn fuzz(name: &str, limit: Limit) -> Result<()> {
+/// Runs a target with these options, which end it within this time.
+fn fuzz(name: &str, options: &[&str], seconds: u64) -> Result<()> {
     let directory = root().join("fuzz");
     let program = target_directory()?.join("debug").join(name);
     let artifacts = directory.join("artifacts").join(name);
@@ -116,19 +112,11 @@ fn fuzz(name: &str, limit: Limit) -> Result<()> {
     // New finds go where they are forgotten; what is kept is read only.
     let kept = ["seeds", "corpus"].map(|kept| directory.join(kept).join(name));
     let finds = tempfile::tempdir()?;
-    let (option, seconds) = match limit {
-        Limit::Seconds(seconds) => (format!("-max_total_time={seconds}"), seconds),
-        Limit::Inputs(inputs) => (format!("-runs={inputs}"), LONG_SECONDS),
-    };
     let within = seconds + GRACE.as_secs();
     let started = Instant::now();
     let mut command = Command::new("timeout");
     command.arg("--kill-after=5").arg(within.to_string()).arg(program);
-    command.args([option, "-print_final_stats=1".into(), "-rss_limit_mb=2048".into()]);
-    if let Limit::Inputs(_) = limit {
-        // Inputs of every length from the beginning: the interesting ones of a whole device are long.
-        command.arg("-len_control=0");
-    }
+    command.args(options).args(["-print_final_stats=1", "-rss_limit_mb=2048"]);
     command.arg(format!("-artifact_prefix={}/", artifacts.display())).arg(finds.path());
     command.args(kept.iter().filter(|kept| kept.is_dir())).current_dir(directory).stdin(Stdio::null());
     let output = command.output().with_context(|| format!("{} cannot be started", shown(&command)))?;

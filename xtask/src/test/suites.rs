@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{available_parallelism, scope};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
@@ -242,9 +242,9 @@ fn run_one(suite: &Suite, extent: Extent, deadline: Instant, started: &impl Fn()
     let mut counts = Counts::default();
     let mut text = String::new();
     let mut usage = Usage::default();
-    let outcome = suite.command(extent).and_then(|mut command| {
-        let within = deadline.saturating_duration_since(Instant::now()).max(Duration::from_secs(1));
-        let (result, used) = watched(&mut command, within, |line| {
+    let outcome = suite.command(extent).and_then(|command| {
+        let within = deadline.saturating_duration_since(Instant::now());
+        let (result, used) = watched(&command, within, |line| {
             started();
             counts.read(line);
             text.push_str(line);
