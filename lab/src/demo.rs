@@ -147,7 +147,8 @@ impl Demo<'_> {
 
     /// Starts a QEMU, with its own card.
     fn start(&mut self, name: &str, builder: Builder) -> Result<Machine> {
-        let mut builder = builder.directory(self.directory.join(name));
+        let directory = self.directory.join(name);
+        let mut builder = builder.directory(&directory);
         let mut card = None;
         if let Some(hub) = &mut self.hub {
             let started = hub.start_card(self.towline, &self.directory.join(format!("{name}-net.sock")))?;
@@ -161,9 +162,8 @@ impl Demo<'_> {
             ]);
             card = Some(started);
         }
-        let prepared = builder.prepare()?;
-        shown::background(prepared.command());
-        Ok(Machine { qemu: prepared.start()?, _card: card })
+        shown::background(&builder.command(&directory)?);
+        Ok(Machine { qemu: builder.start()?, _card: card })
     }
 
     fn instant_restore(&mut self, image: &str) -> Result<Machine> {

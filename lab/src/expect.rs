@@ -44,9 +44,8 @@ impl Scratch {
 pub fn wait_transferred(towline: &mut Towline, bytes: u64, within: Duration) {
     wait_until(&format!("{bytes} bytes"), within, || {
         assert!(towline.runs()?, "towline ended: {}{}", towline.stdout(), towline.stderr());
-        let events = towline.stdout();
-        let moved = events.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-        let moved = moved.filter_map(|event| event["ram"]["transferred"].as_u64()).max();
+        let events = events(&towline.stdout());
+        let moved = events.iter().filter_map(|event| event["ram"]["transferred"].as_u64()).max();
         Ok((moved >= Some(bytes)).then_some(()))
     })
     .unwrap();

@@ -133,32 +133,17 @@ fn check_labels(mut text: &str) -> Result<()> {
         let (key, rest) = text.split_once("=\"").context("a label without a value")?;
         is_name(key)?;
         ensure!(keys.insert(key), "the label {key} twice");
-        let mut end = None;
-        let mut characters = rest.char_indices();
-        while let Some((at, character)) = characters.next() {
-            match character {
-                '"' => {
-                    end = Some(at);
-                    break;
-                }
-                '\\' => {
-                    let escaped = characters.next().map(|(_, character)| character);
-                    ensure!(matches!(escaped, Some('\\' | '"' | 'n')), "a value that is not escaped");
-                }
-                _ => {}
-            }
+        // Of the same length, without escapes.
+        let plain =
+            [r"\\", "\\\"", r"\n"].iter().fold(rest.to_owned(), |text, escape| text.replace(escape, "__"));
+        let end = plain.find('"').context("a value without an end")?;
+        ensure!(!plain[..end].contains('\\'), "a value that is not escaped");
+        text = &rest[end + 1..];
+        if !text.is_empty() {
+            let next = text.strip_prefix(',').context("something after a value")?;
+            ensure!(!next.is_empty(), "a comma too many");
+            text = next;
         }
-        let rest = &rest[end.context("a value without an end")? + 1..];
-        text = match rest.strip_prefix(',') {
-            Some(next) => {
-                ensure!(!next.is_empty(), "a comma too many");
-                next
-            }
-            None => {
-                ensure!(rest.is_empty(), "something after a value");
-                rest
-            }
-        };
     }
     Ok(())
 }

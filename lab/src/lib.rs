@@ -21,15 +21,14 @@
 pub mod certificates;
 pub mod demo;
 pub mod downtime;
-mod drive_lock;
 pub mod expect;
 mod exposition;
-mod filesystem;
 mod guest_programs;
 mod huge_pages;
 mod lines;
 mod linux;
 mod memory;
+mod namespace;
 mod network;
 pub mod paths;
 mod process;
@@ -42,12 +41,11 @@ mod terminal;
 mod towline;
 mod wait;
 
-pub use drive_lock::DriveLock;
 pub use exposition::{Exposition, scrape};
-pub use filesystem::Filesystem;
 pub use huge_pages::HugePages;
 pub use linux::LinuxGuest;
 pub use memory::RamBlock;
+pub use namespace::Namespace;
 pub use network::Network;
 pub use paths::Kernel;
 pub use process::{is_asleep, signal};
@@ -59,6 +57,7 @@ pub use towline::{Finished, Towline, towline, towline_binary};
 pub use wait::wait_until;
 
 use std::io::Write as _;
+use std::path::PathBuf;
 
 /// Prints `SKIPPED name: reason`, past the test harness's capture, so `cargo xtask test` counts it.
 pub fn skip(name: &str, reason: &str) {
@@ -76,41 +75,27 @@ pub fn skip(name: &str, reason: &str) {
 /// ```
 #[must_use]
 pub fn require_lab(name: &str) -> bool {
-    match paths::missing() {
-        None => true,
-        Some(part) => {
-            skip(name, &format!("{part} is missing; run `cargo xtask setup`"));
-            false
-        }
-    }
+    is_complete(name, paths::missing())
 }
 
 /// As [`require_lab`], and these QEMUs are installed: not every machine can have those of Debian 13.
 #[must_use]
 pub fn require_qemu(name: &str, versions: &[Version]) -> bool {
-    if !require_lab(name) {
-        return false;
-    }
-    let missing = versions.iter().find_map(|version| version.missing());
-    if let Some(part) = &missing {
-        skip(name, &format!("{} is missing; `cargo xtask setup` brings it or says why not", part.display()));
-    }
-    missing.is_none()
+    is_complete(name, paths::missing().or_else(|| versions.iter().find_map(|version| version.missing())))
 }
 
 /// As [`require_lab`], and this kernel is installed.
 #[must_use]
 pub fn require_kernel(name: &str, kernel: Kernel) -> bool {
-    if !require_lab(name) {
-        return false;
-    }
     let archive = paths::initramfs(&paths::lab_directory(), kernel);
-    let is_there = archive.is_file();
-    if !is_there {
-        skip(
-            name,
-            &format!("{} is missing; `cargo xtask setup` brings it or says why not", archive.display()),
-        );
+    is_complete(name, paths::missing().or_else(|| (!archive.is_file()).then_some(archive)))
+}
+
+/// Returns true if nothing is missing; if not, prints the skip of `name`.
+fn is_complete(name: &str, missing: Option<PathBuf>) -> bool {
+    if let Some(part) = &missing {
+        let remedy = "`cargo xtask setup` brings it or says why not";
+        skip(name, &format!("{} is missing; {remedy}", part.display()));
     }
-    is_there
+    missing.is_none()
 }

@@ -71,7 +71,7 @@ impl Qemu {
     /// Connects to the agent of this QEMU's Linux and waits until it responds. Also right for a guest that
     /// has just been moved here.
     pub fn linux(&self, within: Duration) -> Result<LinuxGuest> {
-        let mut guest = LinuxGuest::connect(self)?;
+        let mut guest = LinuxGuest::connect_at(&self.serial_path())?;
         let deadline = Instant::now() + within;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -94,12 +94,7 @@ impl Qemu {
 }
 
 impl LinuxGuest {
-    /// Connects to the serial port and sends nothing yet.
-    pub fn connect(qemu: &Qemu) -> Result<Self> {
-        Self::connect_at(&qemu.serial_path())
-    }
-
-    /// Connects to the agent of a guest that others started, by its serial port.
+    /// Connects to the serial port of a guest, which others may have started, and sends nothing yet.
     pub fn connect_at(path: &Path) -> Result<Self> {
         let stream = UnixStream::connect(path);
         let stream = stream.with_context(|| format!("no serial port at {}", path.display()))?;

@@ -48,11 +48,11 @@ pub fn initramfs(lab: &Path, kernel: Kernel) -> PathBuf {
 pub const QEMU_10_0: &str = "/usr/bin/qemu-system-x86_64";
 
 /// Returns the first part of the lab that is missing.
-pub fn missing() -> Option<String> {
+pub(crate) fn missing() -> Option<PathBuf> {
     let lab = lab_directory();
     let qemu_7_2 = lab.join("qemu-7.2/usr/bin/qemu-system-x86_64");
     let files = [PathBuf::from(QEMU_10_0), qemu_7_2, initramfs(&lab, Kernel::Debian12)];
-    let missing = files.into_iter().find(|file| !file.is_file()).map(|file| file.display().to_string());
-    let no_kernel = || kernel(&lab, Kernel::Debian12).is_none();
-    missing.or_else(|| no_kernel().then(|| lab.join("kernel/boot/vmlinuz-*").display().to_string()))
+    let missing = files.into_iter().find(|file| !file.is_file());
+    let kernel = kernel(&lab, Kernel::Debian12);
+    missing.or_else(|| kernel.is_none().then(|| lab.join("kernel/boot/vmlinuz-*")))
 }

@@ -92,14 +92,6 @@ pub struct Builder {
     directory: Option<PathBuf>,
 }
 
-/// A QEMU that is about to start.
-pub struct PreparedQemu {
-    command: Command,
-    version: Version,
-    guest: Guest,
-    files: Files,
-}
-
 /// Directory of a QEMU's sockets and files.
 struct Files {
     path: PathBuf,
@@ -284,13 +276,8 @@ impl Builder {
         self
     }
 
-    /// Starts it and waits until its monitor answers.
+    /// Makes its files, starts it and waits until its monitor answers.
     pub fn start(self) -> Result<Qemu> {
-        self.prepare()?.start()
-    }
-
-    /// Makes its files, and the command that starts it.
-    pub fn prepare(self) -> Result<PreparedQemu> {
         let files = match &self.directory {
             Some(path) => {
                 std::fs::create_dir_all(path).with_context(|| path.display().to_string())?;
@@ -301,11 +288,32 @@ impl Builder {
                 Files { path: temporary.path().to_owned(), _temporary: Some(temporary) }
             }
         };
-        let command = self.command(&files.path)?;
-        Ok(PreparedQemu { command, version: self.version, guest: self.guest, files })
+        let mut command = self.command(&files.path)?;
+        let Self { version, guest, .. } = self;
+        let stderr = files.path.join("stderr");
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&stderr)?);
+        let program = command.get_program().to_owned();
+        let child = process::spawn(command);
+        let mut child = child.with_context(|| {
+            format!("{} cannot be started; run `cargo xtask setup`", program.to_string_lossy())
+        })?;
+        let socket = files.path.join("lab.qmp");
+        let qmp = match connect(&mut child, &socket, &stderr) {
+            Ok(qmp) => qmp,
+            Err(error) => {
+                // Even if it is blocked, it must not outlive this call.
+                let _ = child.kill();
+                let _ = child.wait();
+                let text = std::fs::read_to_string(&stderr).unwrap_or_default();
+                return Err(error.context(format!("QEMU did not start; it wrote: {}", text.trim())));
+            }
+        };
+        let pid = child.id();
+        let child = Mutex::new(child);
+        Ok(Qemu { qmp, child, pid, version, guest, files })
     }
-
-    fn command(&self, directory: &Path) -> Result<Command> {
+    /// Command that starts it with its files in this directory, some of which are made.
+    pub(crate) fn command(&self, directory: &Path) -> Result<Command> {
         let mut command = self.version.command();
         let mut machine = self.machine.clone();
         if let MemoryBackend::Memfd { prealloc } = self.backend {
@@ -366,39 +374,6 @@ impl Builder {
             }
         }
         Ok(())
-    }
-}
-
-impl PreparedQemu {
-    /// The command that will be run.
-    pub fn command(&self) -> &Command {
-        &self.command
-    }
-
-    /// Starts it and waits until its monitor answers.
-    pub fn start(self) -> Result<Qemu> {
-        let Self { mut command, version, guest, files } = self;
-        let stderr = files.path.join("stderr");
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&stderr)?);
-        let program = command.get_program().to_owned();
-        let child = process::spawn(command);
-        let mut child = child.with_context(|| {
-            format!("{} cannot be started; run `cargo xtask setup`", program.to_string_lossy())
-        })?;
-        let socket = files.path.join("lab.qmp");
-        let qmp = match connect(&mut child, &socket) {
-            Ok(qmp) => qmp.with_stderr(stderr),
-            Err(error) => {
-                // Even if it is blocked, it must not outlive this call.
-                let _ = child.kill();
-                let _ = child.wait();
-                let text = std::fs::read_to_string(&stderr).unwrap_or_default();
-                return Err(error.context(format!("QEMU did not start; it wrote: {}", text.trim())));
-            }
-        };
-        let pid = child.id();
-        let child = Mutex::new(child);
-        Ok(Qemu { qmp, child, pid, version, guest, files })
     }
 }
 
@@ -492,7 +467,7 @@ impl Drop for Qemu {
 }
 
 /// Waits for the monitor while the process lives.
-fn connect(child: &mut Child, socket: &Path) -> Result<Qmp> {
+fn connect(child: &mut Child, socket: &Path, stderr: &Path) -> Result<Qmp> {
     let stream = wait_until("QEMU's monitor", START_WITHIN, || {
         if let Some(status) = child.try_wait()? {
             bail!("QEMU ended with {status}");
@@ -507,5 +482,5 @@ fn connect(child: &mut Child, socket: &Path) -> Result<Qmp> {
             Err(error) => Err(error.into()),
         }
     })?;
-    Qmp::over(stream, START_WITHIN)
+    Qmp::over(stream, START_WITHIN, Some(stderr.into()))
 }

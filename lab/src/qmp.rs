@@ -48,11 +48,11 @@ impl Qmp {
     /// Connects to an existing QMP socket and negotiates. Fails if another client holds the monitor.
     pub fn connect(path: &Path, within: Duration) -> Result<Self> {
         let stream = UnixStream::connect(path).with_context(|| format!("no QMP at {}", path.display()))?;
-        Self::over(stream, within)
+        Self::over(stream, within, None)
     }
 
-    /// Negotiates on a new connection.
-    pub(crate) fn over(stream: UnixStream, within: Duration) -> Result<Self> {
+    /// Negotiates on a new connection. Errors show the end of the file `stderr`.
+    pub(crate) fn over(stream: UnixStream, within: Duration, stderr: Option<PathBuf>) -> Result<Self> {
         let deadline = Instant::now() + within;
         let mut connection = Connection { lines: Lines::over(stream), events: VecDeque::new(), next_id: 1 };
         let greeting = connection.message(deadline).context("no greeting from QMP")?;
@@ -60,13 +60,7 @@ impl Qmp {
             bail!("the socket greets with {greeting}, expected QMP");
         }
         connection.execute("qmp_capabilities", &Value::Null, deadline)?;
-        Ok(Self { connection: Mutex::new(connection), stderr: None })
-    }
-
-    /// Sets the file whose end is shown in errors.
-    pub(crate) fn with_stderr(mut self, stderr: PathBuf) -> Self {
-        self.stderr = Some(stderr);
-        self
+        Ok(Self { connection: Mutex::new(connection), stderr })
     }
 
     /// Runs a command; `Value::Null` stands for no arguments.

@@ -7,12 +7,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 use tempfile::TempDir;
 
 use crate::schema::EventSchema;
 use crate::wait::wait_until;
 use crate::{paths, process, sys};
+
+/// Number of lines of output in an error.
+const OUTPUT_LINES: usize = 5;
 
 /// A running towline. Dropping it kills it.
 pub struct Towline {
@@ -139,11 +142,21 @@ impl Towline {
         Ok(self.child.try_wait()?.is_none())
     }
 
+    /// Fails with the end of its output if it has exited.
+    pub fn check(&mut self) -> Result<()> {
+        if self.runs()? {
+            return Ok(());
+        }
+        let output = self.stdout() + &self.stderr();
+        let lines: Vec<&str> = output.lines().collect();
+        bail!("{} ended: {}", self.line, lines[lines.len().saturating_sub(OUTPUT_LINES)..].join(" | "))
+    }
+
     /// Waits until it listens for its source, and returns the address; with `--json` an event has it.
     pub fn listens_at(&mut self, within: Duration) -> Result<String> {
         wait_until("a towline that listens", within, || {
-            let (runs, text) = (self.runs()?, self.stderr() + &self.stdout());
-            ensure!(runs, "{} ended: {text}", self.line);
+            self.check()?;
+            let text = self.stderr() + &self.stdout();
             let address = text.lines().find_map(|line| line.split_once("listening on "));
             // In an event, a quotation mark ends it.
             Ok(address.and_then(|(_, rest)| rest.split('"').next()).map(|address| address.trim().to_owned()))

@@ -72,7 +72,7 @@ impl Hub {
         let line = arguments.iter().map(String::as_str).chain([towline.as_str()]).chain(words);
         let mut process = Towline::start(Path::new(program), line)?;
         wait_until("the card's socket", LISTENS_WITHIN, || {
-            ensure!(process.runs()?, "the card ended: {}", process.stderr());
+            process.check()?;
             Ok(socket.exists().then_some(()))
         })?;
         Ok(Card { socket: socket.to_owned(), _process: process })

@@ -4,7 +4,9 @@ use std::fs::{self, File};
 use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
 use std::path::Path;
 
-use towline_lab::{Filesystem, Version, require_lab, skip};
+use towline_lab::{Version, require_lab, skip};
+
+use crate::filesystem::Filesystem;
 
 use crate::support::{MIB, Saved, WITHIN};
 

@@ -1,7 +1,9 @@
 //! Guests with vhost-user devices, whose memory is a reflink of the image on each filesystem that has them,
 //! and copied on others.
 
-use towline_lab::{Filesystem, Network, Towline, require_lab, skip, wait_until};
+use towline_lab::{Network, Towline, require_lab, skip, wait_until};
+
+use crate::filesystem::Filesystem;
 
 use crate::network::{EchoClient, GUEST, add_tap, card, card_options, end, guest_address, network, set_up};
 use crate::support::{MEMORY_MIB, MIB, Recipe, Saved, WITHIN};

@@ -1,8 +1,18 @@
 //! Upgrades that are refused, and new QEMUs that fail: the guest continues in the old one.
 
-use towline_lab::{DriveLock, Finished, Qemu, Version, require_lab, towline};
+use towline_lab::{Finished, Qemu, Towline, Version, require_lab, towline, wait_until};
 
 use crate::support::{Guest, Memory, WITHIN, builder, events, named_file, program};
+
+/// Program that waits until no QEMU has locks of a file, and locks it until it is killed. The bytes are those of
+/// `RAW_LOCK_PERM_BASE` and `RAW_LOCK_SHARED_BASE` (QEMU's block/file-posix.c).
+const LOCK: &str = "
+import fcntl, struct, sys, time
+drive = open(sys.argv[1], 'r+b')
+fcntl.fcntl(drive, fcntl.F_OFD_SETLKW, struct.pack('hhqqi4x', fcntl.F_WRLCK, 0, 100, 200, 0))
+print('locked', flush=True)
+time.sleep(1000)
+";
 
 fn failed(guest: &Guest, options: &[&str], arguments: &[&str], expected: &str) -> Finished {
     let finished = guest.upgrade(options, arguments).wait(WITHIN).unwrap();
@@ -147,9 +157,12 @@ fn a_drive_that_another_process_has_locked_leaves_the_guest_in_the_old_qemu() {
         });
         builder(Version::V10_0, Version::V10_0, Memory::NamedFile, place).args(drives.into_iter().flatten())
     });
-    let other = DriveLock::begin(&guest.place.path().join("two")).unwrap();
+    let python = std::path::Path::new("/usr/bin/python3");
+    let mut other =
+        Towline::start(python, ["-c".as_ref(), LOCK.as_ref(), guest.place.path().join("two").as_os_str()])
+            .unwrap();
     let finished = guest.upgrade(&["--log", "warn,towline_control=debug"], &[]).wait(WITHIN).unwrap();
-    let held = other.wait(WITHIN).unwrap();
+    wait_until("the lock", WITHIN, || Ok(other.stdout().contains("locked").then_some(()))).unwrap();
     assert_eq!(finished.status.code(), Some(3), "{}", finished.stderr);
     let last = &events(&finished, "failed")[0];
     assert_eq!(last["guest-state"]["to-do"], "run-source", "{last}");
@@ -158,7 +171,7 @@ fn a_drive_that_another_process_has_locked_leaves_the_guest_in_the_old_qemu() {
     assert_eq!(guest.qemus(), Vec::<u32>::new());
     let refused = guest.first.qmp().execute("cont", serde_json::Value::Null).unwrap_err();
     assert!(refused.to_string().contains("lock"), "{refused}");
-    drop(held);
+    other.kill().unwrap();
     // A towline that is killed between these leaves a record with which the old QEMU may run the guest.
     let withdrawn = finished.stderr.find("withdrew the decision to run the guest").unwrap();
     let ended = finished.stderr.find("ended the new QEMU").unwrap();
