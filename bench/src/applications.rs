@@ -221,17 +221,16 @@ impl Applications {
         let is_renewed = service == Service::Echo(Connections::Renewed);
         let lost_after = if is_renewed { REQUEST_LOST_AFTER } else { LOST_AFTER };
         for _ in 0..sessions {
-            let (listener, signals) = (Arc::clone(&listener), Arc::clone(&self.signals));
-            let streams = Arc::clone(&self.streams);
-            self.threads.push(std::thread::spawn(move || {
-                while let Some(stream) = accept(&listener, &signals, lost_after)? {
+            let (listener, streams) = (Arc::clone(&listener), Arc::clone(&self.streams));
+            self.spawn(move |signals| {
+                while let Some(stream) = accept(&listener, signals, lost_after)? {
                     if !is_renewed {
                         streams.lock().expect("no thread panics with it").push(stream.try_clone()?);
                     }
-                    serve(stream, service, &signals);
+                    serve(stream, service, signals);
                 }
                 Ok(())
-            }));
+            });
         }
     }
 

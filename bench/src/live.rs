@@ -129,12 +129,6 @@ struct Guest {
     counter: Counter,
 }
 
-/// Times of a command.
-struct Times {
-    done: Duration,
-    towline_cpu: f64,
-}
-
 impl Guest {
     fn builder(memory_mib: u64) -> Builder {
         let builder = Qemu::builder(Version::V10_0).linux().memory_mib(memory_mib).processors(2);
@@ -173,7 +167,7 @@ impl Guest {
         let over = AtomicBool::new(false);
         let qemus = [self.qemu.pid(), destination.qemu.pid()];
         let cpu_before = migration_seconds(qemus)?;
-        let (times, downtime) = std::thread::scope(|scope| {
+        let ((done, towline_cpu), downtime) = std::thread::scope(|scope| {
             let watch = scope.spawn(|| self.downtime(&destination, &over));
             let times = match it.contender.kind {
                 Method::Direct => self.directly(bench, &destination, &uri),
@@ -191,10 +185,10 @@ impl Guest {
         let figures = Figures::from([
             ("downtime, ms", downtime.as_secs_f64() * 1e3),
             ("QEMU's downtime, ms", number(&info, "downtime")?),
-            ("s to done", times.done.as_secs_f64()),
+            ("s to done", done.as_secs_f64()),
             ("QEMU's total-time, s", number(&info, "total-time")? / 1e3),
             ("CPU s, QEMUs", qemu_cpu),
-            ("CPU s, towline", times.towline_cpu),
+            ("CPU s, towline", towline_cpu),
         ]);
         let mut agent = destination.qemu.linux(WITHIN)?;
         let pages = agent.check()?;
@@ -234,20 +228,22 @@ impl Guest {
         listen(&destination.qemu)
     }
 
-    fn directly(&self, bench: &Bench, destination: &Self, uri: &str) -> Result<Times> {
+    /// Moves by `migrate`. Returns the time until the guest runs.
+    fn directly(&self, bench: &Bench, destination: &Self, uri: &str) -> Result<(Duration, f64)> {
         let begun = Instant::now();
         bench.migrate(&self.qemu, uri)?;
         bench
             .wait("the guest to run", || Ok((destination.qemu.qmp().status()? == "running").then_some(())))?;
-        Ok(Times { done: begun.elapsed(), towline_cpu: 0.0 })
+        Ok((begun.elapsed(), 0.0))
     }
 
-    fn through(&self, bench: &Bench, destination: &Self, lanes: usize) -> Result<Times> {
+    /// Moves by towline. Returns the time until it ends, and its CPU time in seconds.
+    fn through(&self, bench: &Bench, destination: &Self, lanes: usize) -> Result<(Duration, f64)> {
         let (from, to) = (endpoint(&self.qemu), endpoint(&destination.qemu));
         let lanes = format!("--multifd-channels={lanes}");
         let downtime = format!("--downtime-limit={DOWNTIME_LIMIT_MS}");
         let copied = bench.copy([&*from, &to, &lanes, &downtime])?.wait(bench)?;
-        Ok(Times { done: copied.took, towline_cpu: copied.cpu_seconds })
+        Ok((copied.took, copied.cpu_seconds))
     }
 }
 

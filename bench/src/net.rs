@@ -33,14 +33,13 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use towline_frontend::net::FRAME_BYTES_MAX;
-use towline_lab::{Network, wait_until};
+use towline_lab::{Network, Towline as Process, wait_until};
 
 use crate::applications::{Applications, CountedBy, Direction, Kind, Traffic};
 use crate::machine;
 use crate::options::Bench;
 use crate::table::{self, Figures, Table};
-use crate::vhost::backend::Backend;
-use crate::vhost::{Window, latencies, window};
+use crate::vhost::{Window, connect, latencies, window};
 use card::{Card, Setup};
 use hosts::{GUEST_TAP, INSIDE, OUTSIDE, TAP, XDP, XDP_PEER, dial, host, received_frames, serve};
 use rows::{Carrier, Hosts, Path, Run, Work};
@@ -88,7 +87,7 @@ fn tables(bench: &Bench, all: Vec<Run>) -> Result<Vec<Table>> {
 }
 
 impl Hosts<'_> {
-    fn window(&self, backend: Option<&mut Backend>) -> Result<Window> {
+    fn window(&self, backend: Option<&mut Process>) -> Result<Window> {
         window(&self.signals, backend, self.bench.window(WINDOW), &self.bench.cancel)
     }
 
@@ -105,7 +104,7 @@ impl Hosts<'_> {
         let mut backend = self.backend(directory.path())?;
         let socket = directory.path().join(backends::SOCKET);
         let started = (|| {
-            let card = Card::start(backend.connect(&socket)?, Setup::of(len))?;
+            let card = Card::start(connect(&mut backend, &socket)?, Setup::of(len))?;
             self.tap_is_up()?;
             if receives {
                 return Ok((card.receive(&self.signals), Some(self.inject(len)?)));
@@ -286,14 +285,14 @@ impl Hosts<'_> {
     /// Connects the backend's card to a tap of the inner namespace.
     fn connected(
         &self,
-        backend: &mut Backend,
+        backend: &mut Process,
         socket: &std::path::Path,
         inside: &Network,
     ) -> Result<JoinHandle<Result<()>>> {
         // The kernel's super-frames have any length: a frame that exceeds a buffer would be truncated, and resent.
         let queues = self.run.row.queues;
         let setup = Setup { queues, ..Setup::of(FRAME_BYTES_MAX) };
-        let card = Card::start(backend.connect(socket)?, setup)?;
+        let card = Card::start(connect(backend, socket)?, setup)?;
         let offloads = card.offloads();
         let open = || (0..queues).map(|_| sys::tap(GUEST_TAP, queues, offloads)).collect();
         let taps: Result<Vec<File>> = inside.enter(open)?;

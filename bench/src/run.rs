@@ -117,7 +117,7 @@ fn run(bench: &Bench, stored: &Stored) -> Result<Figures> {
     let words = [format!("XDG_RUNTIME_DIR={runtime}"), program].into_iter().chain(arguments(stored));
     let mut towline = Towline::start("/usr/bin/env".as_ref(), words)?;
     let running = bench.wait("the guest to run", || {
-        ensure!(towline.runs()?, "towline has ended: {}{}", towline.stdout(), towline.stderr());
+        towline.check()?;
         let events = towline.stdout();
         let event = events.lines().find(|line| line.contains(r#""event":"running""#));
         Ok(event.map(serde_json::from_str::<Value>).transpose()?)

@@ -6,24 +6,41 @@
 //! ```
 //! A figure is of a window after a warm-up: counters and clocks are read at its ends, while everything runs.
 
-pub(crate) mod backend;
-
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use towline_channel::Cancel;
+use towline_frontend::Frontend;
+use towline_lab::Towline as Process;
 
 use crate::machine::{all_seconds, own_seconds, thread_seconds};
 use crate::table::Figures;
-use backend::Backend;
 
 /// Time before a window, in which rings fill, socket buffers grow and memory is touched.
 const WARM_UP: Duration = Duration::from_millis(300);
 /// Extension of a window in which nothing was done.
 const DONE_WITHIN: Duration = Duration::from_secs(10);
+/// Timeout of listening.
+const START_WITHIN: Duration = Duration::from_secs(30);
+/// Interval of checks that a backend is still running.
+const START_STEP: Duration = Duration::from_millis(100);
 /// Interval of checks for cancellation.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Connects to the socket of a backend, once that exists.
+pub(crate) fn connect(backend: &mut Process, socket: &Path) -> Result<Frontend> {
+    let until = Instant::now() + START_WITHIN;
+    loop {
+        backend.check()?;
+        match Frontend::connect(socket, START_STEP) {
+            Ok(frontend) => return Ok(frontend),
+            Err(error) if Instant::now() > until => return Err(error.into()),
+            Err(_) => {}
+        }
+    }
+}
 
 /// Shared state of the threads of a measurement.
 #[derive(Debug, Default)]
@@ -89,7 +106,7 @@ fn quantile(sorted: &[f64], share: f64) -> Option<f64> {
 /// It was cancelled, nothing was done, or the backend exited.
 pub(crate) fn window(
     signals: &Signals,
-    backend: Option<&mut Backend>,
+    backend: Option<&mut Process>,
     length: Duration,
     cancel: &Cancel,
 ) -> Result<Window> {

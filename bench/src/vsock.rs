@@ -24,14 +24,14 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
+use towline_lab::Towline as Process;
 
 use crate::applications::{
     Applications, Connections, CountedBy, Dial, Direction, Kind, Service, Traffic, WITHIN,
 };
 use crate::options::Bench;
 use crate::table::{self, Bound, Column, Contender, Entry, Figures, Row, Table};
-use crate::vhost::backend::Backend;
-use crate::vhost::{Signals, latencies, window};
+use crate::vhost::{Signals, connect, latencies, window};
 use guest::{CID, Machine, PORT};
 
 /// Binary logarithms of the published message sizes, 32 B to 512 KiB.
@@ -172,25 +172,21 @@ impl Sockets {
     }
 
     /// Starts the process of a contender.
-    fn serve(&self, bench: &Bench, carrier: Carrier) -> Result<Backend> {
+    fn serve(&self, bench: &Bench, carrier: Carrier) -> Result<Process> {
         let (vhost, uds) = (self.vhost.display().to_string(), self.uds.display().to_string());
-        let words = match carrier {
-            Carrier::Peer => [
-                bench.peer(PEER)?.display().to_string(),
-                format!("--guest-cid={CID}"),
-                format!("--socket={vhost}"),
-                format!("--uds-path={uds}"),
-            ]
-            .to_vec(),
+        let (program, words) = match carrier {
+            Carrier::Peer => {
+                let cid = format!("--guest-cid={CID}");
+                let words = vec![cid, format!("--socket={vhost}"), format!("--uds-path={uds}")];
+                (bench.peer(PEER)?, words)
+            }
             Carrier::Towline | Carrier::Socket => {
-                let program = bench.options.towline.display().to_string();
                 let cid = CID.to_string();
-                [&*program, "vsock", "--socket", &vhost, "--cid", &cid, "--uds", &uds]
-                    .map(str::to_owned)
-                    .to_vec()
+                let words = ["vsock", "--socket", &vhost, "--cid", &cid, "--uds", &uds];
+                (bench.options.towline.clone(), words.map(str::to_owned).to_vec())
             }
         };
-        Backend::start(&words)
+        Process::start(&program, words)
     }
 
     /// Connects to a port of the guest, by Firecracker's convention.
@@ -233,7 +229,7 @@ struct Ends<'a> {
     run: Run,
     signals: Arc<Signals>,
     guest: Option<JoinHandle<Result<()>>>,
-    backend: Option<Backend>,
+    backend: Option<Process>,
     directory: tempfile::TempDir,
 }
 
@@ -275,7 +271,7 @@ impl<'a> Ends<'a> {
         let sockets = Sockets::within(self.directory.path());
         let backend = sockets.serve(self.bench, self.run.contender.kind)?;
         let backend = self.backend.insert(backend);
-        let frontend = backend.connect(&sockets.vhost)?;
+        let frontend = connect(backend, &sockets.vhost)?;
         let traffic = self.run.row;
         let guest = Machine::start(frontend, traffic, &self.signals);
         let mut guest = guest.map_err(|error| backend.check().err().unwrap_or(error))?;

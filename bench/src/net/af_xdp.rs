@@ -31,12 +31,10 @@ use crate::table::{self, Column, Contender, Entry, Figures, Row, Table};
 use crate::vhost::Signals;
 
 pub(crate) use inner::{APPLICATION, serve};
-use inner::{Outcome, Role};
+use inner::{OUT, Outcome, Role, SOCKET};
 
-/// Addresses of the interfaces on the way out and on the way in.
-const OUT: &str = "52:54:00:63:00:01";
+/// Address of the interfaces on the way in.
 const IN: &str = "52:54:00:63:00:02";
-const SOCKET: &str = "/tmp/net.sock";
 const WITHIN: Duration = Duration::from_secs(60);
 const WINDOW: Duration = Duration::from_secs(2);
 const STREAM_SIZES: [usize; 8] = [64, 256, 1 << 10, 2 << 10, 4 << 10, 8 << 10, 16 << 10, 64 << 10];
@@ -213,7 +211,9 @@ impl<'b> Outer<'b> {
             let line = format!("test -e {SOCKET} && echo yes || true");
             Ok((self.guest.shell(&line, WITHIN)?.trim() == "yes").then_some(()))
         })?;
-        self.shell(&format!("ip link set tap0 address {OUT} arp off && ip route add {INSIDE}/32 dev tap0"))?;
+        self.shell(&format!(
+            "ip link set tap0 address {OUT} arp off up && ip route add {INSIDE}/32 dev tap0"
+        ))?;
         let Connection(traffic) = run.row;
         let signals: Arc<Signals> = Arc::default();
         let mut receiver = Applications::new(&signals);

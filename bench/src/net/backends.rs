@@ -3,17 +3,17 @@
 use std::path::Path;
 
 use anyhow::{Result, bail};
+use towline_lab::Towline as Process;
 
 use super::hosts::{INSIDE, OUTSIDE, PORT, TAP, XDP};
 use super::rows::{Carrier, Hosts, PASST, TESTPMD, VHOST_USER_NET};
-use crate::vhost::backend::Backend;
 
 /// Name of the frontend's socket.
 pub(super) const SOCKET: &str = "net.sock";
 
 impl Hosts<'_> {
     /// Starts the backend in the outer namespace, with its socket in this directory.
-    pub(super) fn backend(&self, directory: &Path) -> Result<Backend> {
+    pub(super) fn backend(&self, directory: &Path) -> Result<Process> {
         let (socket, queues) = (directory.join(SOCKET).display().to_string(), self.run.row.queues);
         let own = |options: &str| {
             let line = format!("net --socket {socket} --tap {TAP} --queues {queues} {options}");
@@ -50,10 +50,9 @@ impl Hosts<'_> {
             )),
             Carrier::Loop | Carrier::Tap | Carrier::Veth => bail!("the limit has no backend"),
         }?;
-        let prefix = self.outside.prefix();
-        let line = line.split_whitespace().map(str::to_owned);
-        let words: Vec<String> =
-            prefix.into_iter().chain([program.display().to_string()]).chain(line).collect();
-        Backend::start(&words)
+        let [nsenter, options @ ..] = &self.outside.prefix()[..] else { bail!("no command") };
+        let program = program.display().to_string();
+        let words = options.iter().map(String::as_str).chain([&*program]).chain(line.split_whitespace());
+        Process::start(Path::new(nsenter), words)
     }
 }

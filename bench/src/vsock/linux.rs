@@ -11,13 +11,12 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use tempfile::TempDir;
-use towline_lab::{LinuxGuest, MemoryBackend, Qemu, Version, wait_until};
+use towline_lab::{LinuxGuest, MemoryBackend, Qemu, Towline as Process, Version, wait_until};
 
 use super::{Carrier, FROM_GUEST, REQUEST_BYTES, Run, Sockets, TO_GUEST, TOWLINE, VHOST_DEVICE, sys};
 use crate::applications::{Applications, Connections, CountedBy, Kind, Service, Traffic};
 use crate::options::Bench;
 use crate::table::{self, Column, Entry, Figures, Table};
-use crate::vhost::backend::Backend;
 use crate::vhost::{Signals, latencies, window};
 
 /// Only word of the command line of the application inside of the guest: this program.
@@ -78,7 +77,7 @@ struct Machine {
     // Ended in this order: the guest, its QEMU, the backend.
     _guest: LinuxGuest,
     _qemu: Qemu,
-    backend: Backend,
+    backend: Process,
     _directory: TempDir,
 }
 

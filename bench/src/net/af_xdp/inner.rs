@@ -15,12 +15,15 @@ use towline_frontend::net::{FRAME_BYTES_MAX, feature as net};
 use super::super::card::{Card, Setup};
 use super::super::hosts::{GUEST_TAP, INSIDE, OUTSIDE, dial};
 use super::super::sys;
-use super::{OUT, SOCKET};
 use crate::applications::{Applications, CountedBy, Traffic};
 use crate::vhost::{Signals, latencies, window_of};
 
 /// First word of the command line, before the role and the card's process.
 pub(crate) const APPLICATION: &str = "--af-xdp-guest";
+/// Address of the interfaces on the way out.
+pub(super) const OUT: &str = "52:54:00:63:00:01";
+/// Socket of the card.
+pub(super) const SOCKET: &str = "/tmp/net.sock";
 const WITHIN: Duration = Duration::from_secs(30);
 
 /// Work of the application.
