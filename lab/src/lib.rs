@@ -35,6 +35,7 @@ mod process;
 mod proxy;
 mod qemu;
 mod qmp;
+#[cfg(feature = "schema")]
 pub mod schema;
 mod sys;
 mod terminal;
@@ -57,7 +58,7 @@ pub use towline::{Finished, Towline, towline, towline_binary};
 pub use wait::wait_until;
 
 use std::io::Write as _;
-use std::path::PathBuf;
+use std::path::Path;
 
 /// Prints `SKIPPED name: reason`, past the test harness's capture, so `cargo xtask test` counts it.
 pub fn skip(name: &str, reason: &str) {
@@ -75,25 +76,26 @@ pub fn skip(name: &str, reason: &str) {
 /// ```
 #[must_use]
 pub fn require_lab(name: &str) -> bool {
-    is_complete(name, paths::missing())
+    is_complete(name, paths::missing().as_deref())
 }
 
 /// As [`require_lab`], and these QEMUs are installed: not every machine can have those of Debian 13.
 #[must_use]
 pub fn require_qemu(name: &str, versions: &[Version]) -> bool {
-    is_complete(name, paths::missing().or_else(|| versions.iter().find_map(|version| version.missing())))
+    let missing = paths::missing().or_else(|| versions.iter().find_map(|version| version.missing()));
+    is_complete(name, missing.as_deref())
 }
 
 /// As [`require_lab`], and this kernel is installed.
 #[must_use]
 pub fn require_kernel(name: &str, kernel: Kernel) -> bool {
     let archive = paths::initramfs(&paths::lab_directory(), kernel);
-    is_complete(name, paths::missing().or_else(|| (!archive.is_file()).then_some(archive)))
+    is_complete(name, paths::missing().or_else(|| (!archive.is_file()).then_some(archive)).as_deref())
 }
 
 /// Returns true if nothing is missing; if not, prints the skip of `name`.
-fn is_complete(name: &str, missing: Option<PathBuf>) -> bool {
-    if let Some(part) = &missing {
+fn is_complete(name: &str, missing: Option<&Path>) -> bool {
+    if let Some(part) = missing {
         let remedy = "`cargo xtask setup` brings it or says why not";
         skip(name, &format!("{} is missing; {remedy}", part.display()));
     }

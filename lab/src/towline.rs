@@ -10,6 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use tempfile::TempDir;
 
+#[cfg(feature = "schema")]
 use crate::schema::EventSchema;
 use crate::wait::wait_until;
 use crate::{paths, process, sys};
@@ -197,6 +198,7 @@ impl Towline {
 impl Finished {
     /// Validates standard output by the schema of events. A process that was killed may have written a part
     /// of a line.
+    #[cfg(feature = "schema")]
     fn check_events(&self) -> Result<()> {
         let schema = EventSchema::load(paths::workspace())?;
         let whole = self.stdout.split_inclusive('\n').filter(|line| line.ends_with('\n'));
@@ -208,6 +210,13 @@ impl Finished {
     }
 }
 
+#[cfg(not(feature = "schema"))]
+impl Finished {
+    fn check_events(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
 impl Drop for Towline {
     fn drop(&mut self) {
         // The process may have exited already, and a destructor cannot return an error.
@@ -215,7 +224,7 @@ impl Drop for Towline {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "schema"))]
 mod tests {
     use super::*;
 
@@ -236,7 +245,7 @@ mod tests {
         // The process was killed within a line.
         assert_eq!(checked(&(phase("transfer") + "{\"event\":\"pro")), Ok(()));
         let refused = checked(&phase("soon")).unwrap_err();
-        assert!(refused.contains("event.phase: found \"soon\""), "{refused}");
+        assert!(refused.contains("event.phase: \"soon\" is not one of"), "{refused}");
         let refused = checked("{\"event\":\"begin\",\"schema\":2}\n").unwrap_err();
         assert!(refused.contains("unknown event begin"), "{refused}");
         assert!(checked("listening on tcp:127.0.0.1:1\n").unwrap_err().starts_with("not an event"));

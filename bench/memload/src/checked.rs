@@ -7,7 +7,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use serde_json::{Value, json};
+use schemars::JsonSchema;
+use serde::Serialize;
 use towline_channel::IoBufMut;
 use towline_channel::lock::lock;
 use towline_migration::memory::Populated;
@@ -56,7 +57,8 @@ pub struct CheckOutcome {
 }
 
 /// A RAM block as it arrived.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
 pub struct BlockHash {
     /// Name of the block.
     pub name: String,
@@ -66,19 +68,29 @@ pub struct BlockHash {
     pub blake3: String,
 }
 
-impl CheckOutcome {
-    /// As the field `memory` of the event `completed`.
-    pub fn json(&self) -> Value {
-        let hash =
-            |block: &BlockHash| json!({ "name": block.name, "length": block.length, "blake3": block.blake3 });
-        json!({
-            "verified-pages": self.verified_pages,
-            "pages-written-by-load": self.verified_pages.map(|_| self.writes),
-            "transfer-time": self.transfer_time.as_millis() as u64,
-            "populate-time": self.populated.map(|populated| populated.elapsed.as_millis() as u64),
-            "check-time": self.check_time.as_millis() as u64,
-            "blocks": self.hashes.iter().map(hash).collect::<Vec<_>>(),
-        })
+/// The result in the event `completed`, with times in milliseconds.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct ReceivedMemory {
+    verified_pages: Option<u64>,
+    pages_written_by_load: Option<u64>,
+    transfer_time: u64,
+    populate_time: Option<u64>,
+    check_time: u64,
+    blocks: Vec<BlockHash>,
+}
+
+impl From<CheckOutcome> for ReceivedMemory {
+    fn from(outcome: CheckOutcome) -> Self {
+        let milliseconds = |time: Duration| time.as_millis() as u64;
+        Self {
+            verified_pages: outcome.verified_pages,
+            pages_written_by_load: outcome.verified_pages.map(|_| outcome.writes),
+            transfer_time: milliseconds(outcome.transfer_time),
+            populate_time: outcome.populated.map(|populated| milliseconds(populated.elapsed)),
+            check_time: milliseconds(outcome.check_time),
+            blocks: outcome.hashes,
+        }
     }
 }
 

@@ -33,7 +33,7 @@ use towline_protocol::configuration::Configuration;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, limits};
 
-pub use checked::{BlockHash, CheckOutcome, Checked};
+pub use checked::{BlockHash, CheckOutcome, Checked, ReceivedMemory};
 pub use ledger::{Ledger, LedgerError};
 pub use options::{MemOptions, ParseBytes, Room};
 pub use pattern::{WrongContent, WrongPage};

@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use serde_json::json;
 use towline_channel::{Address, Cancel};
 use towline_compat::{ConfiguredBy, Finding, Report, Severity, Verdict};
 use towline_control::check::{self, CheckEnd, PlannedTransfer};
@@ -11,9 +10,10 @@ use towline_control::plan;
 
 use crate::args::CheckArgs;
 use crate::endpoint::Endpoint;
+use crate::events::{Checked, Compared, FinalEvent};
 use crate::exit::Exit;
 use crate::progress::Reporter;
-use crate::{console, errors, events};
+use crate::{console, errors};
 
 /// Time limit of a QEMU that is being started, as `copy` has it.
 const SOCKET_TIMEOUT: Duration = Duration::from_secs(10);
@@ -37,10 +37,9 @@ pub(crate) fn run(args: &CheckArgs) -> Result<Exit> {
             Err(error) => return Ok(NoVerdict::Unknown(errors::worded(&error)).report(&reporter)),
         };
         check::write_facts(path, &facts).with_context(|| path.display().to_string())?;
-        let fields = json!({ "source": args.source.to_string(), "file": path.display().to_string() });
-        reporter.event("facts", events::with_exit(fields, Exit::Done));
-        reporter.line(&format!("{}: facts written to {}", args.source, path.display()));
-        return Ok(Exit::Done);
+        let (source, file) = (args.source.to_string(), path.display().to_string());
+        reporter.line(&format!("{source}: facts written to {file}"));
+        return Ok(reporter.result(FinalEvent::Facts { source, file }, Exit::Done));
     }
     let Some(to) = &args.destination else { return Ok(Exit::Usage) };
     let destination = match end(to) {
@@ -67,9 +66,8 @@ impl NoVerdict {
             Self::Unknown(text) => (Exit::CouldNotTell, text),
         };
         let verdict = matches!(self, Self::Unknown(_)).then_some(Verdict::CouldNotTell);
-        reporter.event("checked", events::with_exit(json!({ "verdict": verdict, "error": text }), exit));
         console::error(text);
-        exit
+        reporter.result(FinalEvent::Checked(Checked::Unknown { verdict, error: text }), exit)
     }
 }
 
@@ -107,14 +105,8 @@ fn report_verdict(reporter: &Reporter, args: &CheckArgs, to: &Endpoint, report: 
         Verdict::No => Exit::Failed,
         Verdict::CouldNotTell => Exit::CouldNotTell,
     };
-    let fields = json!({
-        "source": args.source.to_string(),
-        "destination": to.to_string(),
-        "verdict": verdict,
-        "by-hand": by_hand,
-        "findings": report.findings(),
-    });
-    reporter.event("checked", events::with_exit(fields, exit));
+    let compared = Checked::Compared(Compared::new([&args.source, to], report));
+    reporter.result(FinalEvent::Checked(compared), exit);
     reporter.line(&format!("{} to {to}: {verdict}", args.source));
     report.of(ConfiguredBy::Towline).for_each(|finding| line(reporter, finding));
     if by_hand != verdict {

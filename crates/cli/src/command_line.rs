@@ -2,33 +2,10 @@
 
 use std::ffi::OsStr;
 
-use serde_json::{Value, json};
 use towline_control::run::recorded_command_line;
 use towline_image::Origin;
 
 use crate::progress::Reporter;
-
-/// Returns the field `command-line` of the event `inspected`; null without a record.
-pub(crate) fn json(origin: Option<&Origin>) -> Value {
-    let Some((origin, process)) = origin.and_then(|origin| Some((origin, origin.process.as_ref()?))) else {
-        return Value::Null;
-    };
-    let (mut arguments, mut left_out, mut error) = (Vec::new(), Vec::new(), None);
-    match recorded_command_line(origin) {
-        Ok(Some(recorded)) => {
-            arguments = recorded.command_line().to_arguments();
-            left_out = recorded.redacted_keys().to_vec();
-        }
-        Ok(None) => {}
-        Err(reason) => error = Some(reason.to_string()),
-    }
-    json!({
-        "arguments": arguments.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>(),
-        "left-out": left_out,
-        "working-directory": process.working_directory,
-        "error": error,
-    })
-}
 
 /// Prints what the image has.
 pub(crate) fn print(reporter: &Reporter, origin: Option<&Origin>) {
@@ -69,8 +46,6 @@ pub(crate) fn quoted(word: &OsStr) -> String {
 
 #[cfg(test)]
 mod tests {
-    use towline_image::QemuProcess;
-
     use super::*;
 
     #[test]
@@ -80,14 +55,5 @@ mod tests {
         assert_eq!(quoted("it's".as_ref()), r"'it'\''s'");
         assert_eq!(quoted("".as_ref()), "''");
         assert_eq!(quoted("\x1b[2J".as_ref()), "'?[2J'");
-    }
-
-    #[test]
-    fn a_record_that_cannot_be_read_is_shown_as_such() {
-        let process =
-            QemuProcess { command_line: r#"{"version":9,"options":[]}"#.into(), working_directory: None };
-        let shown = json(Some(&Origin { process: Some(process), ..Origin::default() }));
-        assert!(shown["error"].as_str().is_some_and(|error| error.contains('9')), "{shown}");
-        assert_eq!(json(Some(&Origin::default())), Value::Null);
     }
 }

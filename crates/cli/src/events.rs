@@ -1,123 +1,350 @@
-//! Events of `--json`, described by docs/json.md and docs/schema/events.json.
+//! Events of `--json`, described by docs/json.md. docs/schema/events.json is generated from these types.
 //!
+//! ```text
+//!   Event: Interim │ OfCopy + destination │ Final + exit status ─► Line: schema, time ─► one JSON object
+//! ```
 //! Every state, reason and result is an identifier from an enumeration of the schema. Sentences for people are fields of their own,
 //! and may change. A change that is not an addition increments [`SCHEMA`].
 
+/// Declares objects of events, each with a function that makes it from its arguments: every property once, with its type and value.
+macro_rules! objects {
+    (#![$rules:meta] $(
+        $(#[$meta:meta])*
+        $name:ident $(<$life:lifetime>)? ($($argument:ident: $type:ty),*) {
+            $($(#[$about:meta])* $property:ident: $of:ty = $value:expr,)*
+        }
+    )*) => {$(
+        #[derive(Debug, Serialize, JsonSchema)]
+        #[$rules]
+        $(#[$meta])*
+        pub(crate) struct $name $(<$life>)? { $($(#[$about])* pub(crate) $property: $of,)* }
+
+        impl $(<$life>)? $name $(<$life>)? {
+            pub(crate) fn new($($argument: $type),*) -> Self {
+                Self { $($property: $value,)* }
+            }
+        }
+    )*};
+}
+
+mod copies;
+mod identifiers;
+mod inspected;
+mod lists;
+mod statistics;
+
+use std::fmt::Display;
 use std::time::SystemTime;
 
-use serde_json::{Map, Value, json};
-use towline_control::plan::{CopyPhase, Error};
-use towline_migration::{SendReason, ZeroCopySend};
+use schemars::JsonSchema;
+use schemars::generate::SchemaSettings;
+use serde::Serialize;
+use towline_compat::{ConfiguredBy, Finding, Report, Verdict};
+use towline_control::moves;
+use towline_control::plan::{CopyPhase, GuestState};
+use towline_image::leftover::Partial;
 
 use crate::exit::Exit;
+pub(crate) use copies::{Completed, CopyProgress};
+pub(crate) use identifiers::{Reason, reason};
+pub(crate) use inspected::{Block, Inspected, InspectedImage, InspectedQemu, InspectedStream, Layer, Pages};
+#[cfg(feature = "store")]
+pub(crate) use inspected::{InspectedStore, InspectedStoredImage};
+pub(crate) use lists::{GuestRuns, ImageContent, ListedGuest, ListedImage, StatusOfGuest, UndecidedMove};
+pub(crate) use statistics::Statistics;
 
 /// Version of the schema, in every event.
-pub(crate) const SCHEMA: u32 = 2;
+const SCHEMA: u32 = 2;
 
-/// Formats an event.
-pub(crate) fn line(name: &str, fields: Value) -> String {
-    let mut event = Map::new();
-    event.insert("event".into(), name.into());
-    event.insert("schema".into(), SCHEMA.into());
-    event.insert("time".into(), humantime::format_rfc3339_millis(SystemTime::now()).to_string().into());
-    if let Value::Object(fields) = fields {
-        event.extend(fields);
+/// One object per line. Properties may be added within a version; identifiers of enumerations do not change.
+#[derive(Serialize, JsonSchema)]
+#[schemars(title = "Events of towline --json, version 2", deny_unknown_fields)]
+struct Line<'a> {
+    #[schemars(extend("const" = SCHEMA))]
+    schema: u32,
+    time: String,
+    #[serde(flatten)]
+    event: &'a Event<'a>,
+}
+
+/// An event.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(untagged)]
+pub(crate) enum Event<'a> {
+    Interim(InterimEvent<'a>),
+    /// Of a copy; with its destination, if there are several.
+    OfCopy {
+        #[serde(flatten)]
+        event: CopyEvent<'a>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        #[schemars(with = "String")]
+        destination: Option<&'a str>,
+    },
+    /// A result, with the exit status of a command that ends with it.
+    Final {
+        #[serde(flatten)]
+        event: FinalEvent<'a>,
+        /// Exit status.
+        #[schemars(extend("enum" = [0, 1, 2, 3, 4, 5, 6, 7, 8]))]
+        exit: u8,
+        outcome: Exit,
+    },
+}
+
+/// An event of a command that goes on.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(tag = "event", rename_all = "kebab-case", rename_all_fields = "kebab-case")]
+pub(crate) enum InterimEvent<'a> {
+    /// First event of a copy or move.
+    Begun {
+        request: String,
+    },
+    /// An unreferenced object of a store.
+    Garbage(Object<'a>),
+    /// An unreferenced object of a store was removed.
+    Removed(Object<'a>),
+    Move(UndecidedMove<'a>),
+    /// A record that cannot be read.
+    Unreadable {
+        error: String,
+    },
+    Guest(ListedGuest<'a>),
+    /// `run` starts a QEMU with this command, which is without secrets.
+    Starting {
+        name: &'a str,
+        command: Vec<String>,
+    },
+    Running(GuestRuns<'a>),
+    /// A guest of `run` has ended by itself.
+    Ended {
+        name: &'a str,
+        success: bool,
+        text: String,
+    },
+    /// Counters of `towline net`.
+    Statistics(Statistics),
+    Image(ListedImage<'a>),
+    /// An image of `store verify`, with the error of a damaged one.
+    Verified {
+        image: &'a str,
+        error: Option<&'a str>,
+    },
+    /// An image of `store rm`; freed disk space in bytes, or null if garbage collection frees it.
+    RemovedImage {
+        image: String,
+        freed: Option<u64>,
+    },
+}
+
+/// An event of a copy that goes on.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(tag = "event", rename_all = "kebab-case", rename_all_fields = "kebab-case")]
+pub(crate) enum CopyEvent<'a> {
+    /// A phase begins.
+    Phase {
+        phase: CopyPhase,
+    },
+    /// The copy listens for its source.
+    Listening {
+        address: String,
+    },
+    Progress(CopyProgress),
+    /// A message for people.
+    Notice {
+        text: &'a str,
+    },
+}
+
+/// A result, mostly the last event of a command.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(tag = "event", rename_all = "kebab-case", rename_all_fields = "kebab-case")]
+pub(crate) enum FinalEvent<'a> {
+    Completed(Box<Completed>),
+    /// A command has failed.
+    Failed {
+        error: &'a str,
+        #[schemars(extend("enum" = [
+            "channel", "image", "migration", "qemu", "settings", "check", "undecided-move", "usage",
+            "source-postmigrate", "source-without-guest", "source-migrating", "source-blocked",
+            "destination-not-waiting", "incompatible", "lanes", "recovery", "device", "source-exited",
+            "source-failed", "destination-failed", "source-unknown", "peer-silent",
+            "destination-not-running", "shared-drive", "not-converging", "private-directory",
+            "command-line", "memory-not-in-place", "other-drive", "not-carried", "card-disconnected",
+            "upgrade-refused", "cancelled", "unknown-id", "ambiguous-id", "in-use", "refused", "record",
+            "other"
+        ]))]
+        reason: Reason,
+        #[serde(flatten)]
+        about: FailedPart<'a>,
+    },
+    /// All of several copies have ended.
+    All {
+        completed: usize,
+        failed: usize,
+    },
+    /// Verdict of `check`, and of a dry run.
+    Checked(Checked<'a>),
+    /// Facts were written to a file.
+    Facts {
+        source: String,
+        file: String,
+    },
+    /// End of the list of moves.
+    Moves {
+        moves: usize,
+        unreadable: usize,
+    },
+    Status(StatusOfGuest<'a>),
+    /// End of `run`: its guests have ended, or run detached.
+    Run {
+        guests: usize,
+    },
+    /// End of the list of guests.
+    Guests {
+        guests: usize,
+    },
+    /// `resume` has finished a move.
+    Resumed {
+        id: String,
+        done: &'a [String],
+        #[schemars(with = "String", extend("enum" = ["at-destination", "at-source", "ended", "forgotten"]))]
+        finding: &'a moves::Finding,
+    },
+    /// `resume` could not decide a move.
+    Undecided {
+        id: String,
+        done: &'a [String],
+        guest_state: GuestState,
+        undecided: &'a str,
+    },
+    /// Result of `repair`.
+    Repaired(Repaired<'a>),
+    /// The last counters of `towline net`.
+    Statistics(Statistics),
+    /// End of `store ls`, `du`, `verify` or `rm`, and of `store gc` of a directory. Sizes are in bytes; `unreadable` counts those that
+    /// were not removed, too.
+    Images {
+        place: String,
+        images: usize,
+        unreadable: usize,
+        #[serde(flatten)]
+        space: DiskSpace,
+    },
+    /// An image, a running QEMU, a migration stream, or the garbage of a store.
+    Inspected(Box<Inspected<'a>>),
+}
+
+/// The part of a command that has failed.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(untagged, rename_all_fields = "kebab-case")]
+pub(crate) enum FailedPart<'a> {
+    Whole {},
+    Move { id: &'a str },
+    Monitor { socket: &'a str },
+    File { path: String },
+    Notes { notes: &'a [String] },
+    Guest { guest: &'a str, guest_state: GuestState, notes: &'a [String] },
+    Copy { destination: String, guest: &'a str, guest_state: GuestState, notes: &'a [String] },
+}
+
+/// A verdict.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(untagged, rename_all_fields = "kebab-case")]
+pub(crate) enum Checked<'a> {
+    Compared(Compared<'a>),
+    /// The old QEMU of an upgrade.
+    Upgradable {
+        source: String,
+        verdict: Verdict,
+    },
+    /// Without a comparison; null for an unusable command line.
+    Unknown {
+        verdict: Option<Verdict>,
+        error: &'a str,
+    },
+}
+
+objects! {
+    #![serde(rename_all = "kebab-case")]
+
+    /// An unreferenced object.
+    Object<'a>(object: &'a str, bytes: u64, age: u64) {
+        object: &'a str = object,
+        bytes: u64 = bytes,
+        age: u64 = age,
     }
-    Value::Object(event).to_string()
-}
 
-/// Adds the exit status and its identifier to the fields of a last event.
-pub(crate) fn with_exit(mut fields: Value, exit: Exit) -> Value {
-    fields["exit"] = exit.code().into();
-    fields["outcome"] = json!(exit);
-    fields
-}
-
-/// Returns the identifier of a phase.
-pub(crate) fn phase(phase: CopyPhase) -> &'static str {
-    match phase {
-        CopyPhase::Prepare => "prepare",
-        CopyPhase::Connect => "connect",
-        CopyPhase::Transfer => "transfer",
-        CopyPhase::Switchover => "switchover",
-        CopyPhase::Loaded => "loaded",
-        CopyPhase::Release => "release",
-        CopyPhase::CutOver => "cut-over",
-        CopyPhase::Running => "running",
-        CopyPhase::Upload => "upload",
+    /// Both ends were compared.
+    Compared<'a>(ends: [&dyn Display; 2], report: &'a Report) {
+        source: String = ends[0].to_string(),
+        destination: String = ends[1].to_string(),
+        verdict: Verdict = report.verdict(ConfiguredBy::Towline),
+        by_hand: Verdict = report.verdict(ConfiguredBy::ByHand),
+        findings: &'a [Finding] = report.findings(),
     }
 }
 
-/// Returns the identifier of a lane's choice of sends.
-pub(crate) fn send_method_reason(reason: SendReason) -> &'static str {
-    match reason {
-        SendReason::Asked => "requested",
-        SendReason::Undecided => "undecided",
-        SendReason::Unsupported => "unsupported",
-        SendReason::Compressed => "compressed",
-        SendReason::Copied => "copied",
-        SendReason::CostsMore => "costs-more",
-        SendReason::CostsLess => "costs-less",
-        SendReason::SpliceCostsLess => "splice-costs-less",
-        SendReason::NoMemory => "no-memory",
+/// A result of `repair`.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(untagged, rename_all_fields = "kebab-case")]
+pub(crate) enum Repaired<'a> {
+    /// A QEMU that a killed towline has changed.
+    Qemu {
+        socket: &'a str,
+        #[schemars(extend("enum" = ["clean", "repaired", "incomplete"]))]
+        state: &'static str,
+        owner_pid: Option<i32>,
+        done: &'a [String],
+        left: &'a [String],
+    },
+    /// Partial files of an image, or of a directory.
+    Files { path: &'a str, partials: Vec<PartialFile> },
+}
+
+objects! {
+    #![serde(deny_unknown_fields)]
+
+    /// A partial file of an image.
+    PartialFile(partial: &Partial, state: &'static str) {
+        path: String = partial.path.display().to_string(),
+        #[schemars(extend("enum" = ["in-use", "leftover", "removed"]))]
+        state: &'static str = state,
+        allocated: u64 = partial.allocated,
+        writer: Option<String> = partial.writer.clone(),
+        removed: bool = state == "removed",
     }
 }
 
-/// Returns the value of `--zero-copy-send`.
-pub(crate) fn zero_copy_send(setting: ZeroCopySend) -> &'static str {
-    match setting {
-        ZeroCopySend::Auto => "auto",
-        ZeroCopySend::On => "on",
-        ZeroCopySend::Off => "off",
+/// Disk space of a place with images.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(untagged)]
+pub(crate) enum DiskSpace {
+    Unknown {},
+    Directory { bytes: u64 },
+    Store { bytes: u64, unreferenced: u64, uploads: usize },
+}
+
+impl<'a> Event<'a> {
+    /// A result with the exit status.
+    pub(crate) fn last(event: FinalEvent<'a>, exit: Exit) -> Self {
+        Self::Final { event, exit: exit.code(), outcome: exit }
+    }
+
+    /// The failure of a command that could not report more.
+    pub(crate) fn failed(error: &'a str, reason: Reason, exit: Exit) -> Self {
+        Self::last(FinalEvent::Failed { error, reason, about: FailedPart::Whole {} }, exit)
+    }
+
+    /// Formats the event, with its keys sorted.
+    pub(crate) fn line(&self) -> String {
+        let time = humantime::format_rfc3339_millis(SystemTime::now()).to_string();
+        let line = serde_json::to_value(Line { schema: SCHEMA, time, event: self });
+        line.expect("the keys of every event are texts").to_string()
     }
 }
 
-/// Returns the identifier of the reason for a failure.
-pub(crate) fn reason(error: &Error) -> &'static str {
-    match error {
-        Error::Channel(_) => "channel",
-        Error::Image(_) => "image",
-        Error::Migration(_) => "migration",
-        Error::Qemu(_) => "qemu",
-        Error::Settings(_) => "settings",
-        Error::Check(_) => "check",
-        Error::Move(_) => "undecided-move",
-        Error::Invalid(_) => "usage",
-        Error::NeedsCont { .. } => "source-postmigrate",
-        Error::NoGuest { .. } => "source-without-guest",
-        Error::Migrating { .. } => "source-migrating",
-        Error::Blocked { .. } | Error::Asleep { .. } => "source-blocked",
-        Error::NotWaiting { .. } | Error::WaitsElsewhere { .. } | Error::UsedUp { .. } => {
-            "destination-not-waiting"
-        }
-        Error::DoesNotFit { .. } => "incompatible",
-        Error::LaneLost { .. } | Error::LanesNotTaken { .. } => "lanes",
-        Error::NothingToRecover { .. }
-        | Error::BlockedMonitor { .. }
-        | Error::NotRecovered { .. }
-        | Error::NotConnectedAgain { .. } => "recovery",
-        Error::NotDetached { .. } | Error::NotAttached { .. } => "device",
-        Error::SourceEnded { .. } => "source-exited",
-        Error::SourceFailed { .. } => "source-failed",
-        Error::DestinationFailed { .. } => "destination-failed",
-        Error::NotCompleted { .. } | Error::SourceNotDone { .. } | Error::SourceReset { .. } => {
-            "source-unknown"
-        }
-        Error::PeerSilent { .. } => "peer-silent",
-        Error::NotRunning { .. } => "destination-not-running",
-        Error::SharedDrive { .. } => "shared-drive",
-        Error::NotInPlace { .. } => "memory-not-in-place",
-        Error::NotCarried { .. } => "not-carried",
-        Error::DrivesChanged { .. } => "other-drive",
-        Error::CardDisconnected { .. } => "card-disconnected",
-        Error::CannotConverge { .. } => "not-converging",
-        Error::PrivateDir { .. } => "private-directory",
-        Error::Cancelled => "cancelled",
-        _ => "other",
-    }
-}
-
-/// Formats the event `failed` of a command that could not report more.
-pub(crate) fn failed(text: &str, reason: &str, exit: Exit) -> String {
-    line("failed", with_exit(json!({ "error": text, "reason": reason }), exit))
+/// Returns the JSON Schema of the lines.
+pub(crate) fn schema() -> String {
+    let generator = SchemaSettings::draft2020_12().for_serialize().into_generator();
+    serde_json::to_string_pretty(&generator.into_root_schema_for::<Line<'_>>()).unwrap_or_default()
 }

@@ -2,10 +2,11 @@
 
 use std::process::ExitCode;
 
+use schemars::JsonSchema;
 use serde::Serialize;
 
-/// Result of the process, from the best to the worst.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+/// Identifier of the exit status, from the best result to the worst.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Exit {
     Done,
@@ -44,16 +45,6 @@ impl Exit {
 
     /// Returns the exit status.
     pub(crate) fn code(self) -> u8 {
-        match self {
-            Self::Done => 0,
-            Self::Failed => 1,
-            Self::Usage => 2,
-            Self::NeedsAttention => 3,
-            Self::CouldNotTell => 4,
-            Self::Paused => 5,
-            Self::Waiting => 6,
-            Self::Ended => 7,
-            Self::NoGuest => 8,
-        }
+        self as u8
     }
 }

@@ -3,10 +3,9 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use serde_json::json;
 use towline_image::store::{ConditionalWrites, Garbage, Location};
 
-use crate::events;
+use crate::events::{FinalEvent, Inspected, InspectedStore, InterimEvent, Object};
 use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::signals::{SignalEffects, cancel_on_signals};
@@ -22,8 +21,9 @@ pub(crate) fn collect(reporter: &Reporter, prefix: &Location, action: Action, ag
     })?);
     let report = |object: &towline_image::store::Object| {
         let (key, age) = (&object.key, object.age.as_secs());
-        let what = if removes { "removed" } else { "garbage" };
-        reporter.event(what, json!({ "object": key, "bytes": object.bytes, "age": age }));
+        let (what, event): (_, fn(_) -> _) =
+            if removes { ("removed", InterimEvent::Removed) } else { ("garbage", InterimEvent::Garbage) };
+        reporter.event(event(Object::new(key, object.bytes, age)));
         reporter.line(&format!("  {what} {key} {:>11}, {} h old", size(object.bytes), age / 3600));
     };
     let found = if removes {
@@ -33,22 +33,10 @@ pub(crate) fn collect(reporter: &Reporter, prefix: &Location, action: Action, ag
         found.objects.iter().for_each(report);
         found
     };
-    let fields = json!({
-            "kind": "store",
-            "location": prefix.to_string(),
-            "images": found.images,
-            "uploads": found.uploads,
-            "readers": found.readers,
-            "kept": { "chunks": found.kept.chunks, "bytes": found.kept.bytes, "readers": found.kept_for },
-            "conditional-writes": found.conditional_writes,
-            "used": { "chunks": found.used.chunks, "bytes": found.used.bytes },
-            "young": { "chunks": found.young.chunks, "bytes": found.young.bytes },
-            "garbage": { "objects": found.objects.len(), "bytes": bytes(&found) },
-            "removed": removes,
-    });
-    reporter.event("inspected", events::with_exit(fields, Exit::Done));
+    let store = Inspected::Store(InspectedStore::new(prefix, &found, bytes(&found), removes));
+    let exit = reporter.result(FinalEvent::Inspected(Box::new(store)), Exit::Done);
     summarize(reporter, prefix, &found, action);
-    Ok(Exit::Done)
+    Ok(exit)
 }
 
 /// Returns the size of the unreferenced objects.

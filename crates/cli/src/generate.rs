@@ -1,13 +1,15 @@
-//! Shell completions and manual pages, generated from the command line.
+//! Shell completions and manual pages, generated from the command line, and the schema of events, from their types.
 
 mod completions;
 mod manual;
 
+use std::ffi::OsString;
 use std::io::{ErrorKind, Write as _};
 
 use anyhow::{Context as _, Result};
 
 use crate::args::{CompletionsArgs, ManArgs};
+use crate::events;
 use crate::exit::Exit;
 
 /// Runs `completions`.
@@ -26,4 +28,9 @@ pub(crate) fn man(args: &ManArgs) -> Result<Exit> {
     std::fs::create_dir_all(directory).with_context(shown)?;
     manual::write(directory).with_context(shown)?;
     Ok(Exit::Done)
+}
+
+/// Returns the JSON Schema of events, if it is requested: `towline --print-schema` is for docs/schema/events.json, and in no help.
+pub(crate) fn requested_schema(words: &[OsString]) -> Option<String> {
+    words.iter().skip(1).eq(["--print-schema"]).then(events::schema)
 }

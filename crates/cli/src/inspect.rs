@@ -6,8 +6,6 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use serde::Serialize;
-use serde_json::{Value, json};
 use towline_control::plan::{self, AfterCopy, CopyRequest, DiscardSink, Source, Task, TransferOptions};
 use towline_control::qemu::Qemu;
 use towline_image::manifest::sidecar_path;
@@ -18,12 +16,18 @@ use towline_protocol::{BlockIndex, RamBlock};
 use towline_qmp as qmp;
 
 use crate::args::InspectArgs;
+#[cfg(feature = "store")]
+use crate::events::InspectedStoredImage;
+use crate::events::{
+    self, Block, FailedPart, FinalEvent, Inspected, InspectedImage, InspectedQemu, InspectedStream, Layer,
+    Pages,
+};
 use crate::exit::{Exit, UsageError};
 use crate::progress::Reporter;
 use crate::sandbox::Policy;
 use crate::signals::{SignalEffects, cancel_on_signals};
 use crate::units::{count, counted, size};
-use crate::{command_line, errors, events, sandbox};
+use crate::{command_line, errors, sandbox};
 
 /// Number of threads that compare an image with its checksums.
 const VERIFY_THREADS: usize = 4;
@@ -98,26 +102,12 @@ fn image(reporter: &Reporter, path: &Path, checksums: Checksums) -> Result<Exit>
         image.verify(VERIFY_THREADS, &|_| {})?;
     }
     let allocated = image.file().metadata().with_context(|| path.display().to_string())?.blocks() * 512;
-    let chain = image.layers().map(|layer| Layer::of(&layer)).collect::<Result<Vec<_>>>()?;
+    let chain = image.layers().map(|found| layer(&found)).collect::<Result<Vec<_>>>()?;
     let blocks = stored_blocks(image.ram_blocks(), |block| image.count_pages(block));
     let devices = image.devices();
-    let facts = json!({
-        "kind": "image",
-        "path": path.display().to_string(),
-        "machine-type": image.configuration().machine_type,
-        "run-state": devices.run_state(),
-        "length": image.length(),
-        "allocated": allocated,
-        "blocks": blocks,
-        "device-state": { "offset": image.device_state_offset(), "length": devices.bytes().len() },
-        "devices": devices_json(devices.devices()),
-        "manifest": manifest(&image),
-        "command-line": command_line::json(image.origin()),
-        "verified": checksums == Checksums::Compared,
-        "loadable-by-qemu": !image.is_incremental(),
-        "chain": chain,
-    });
-    reporter.event("inspected", events::with_exit(facts, Exit::Done));
+    let verified = checksums == Checksums::Compared;
+    let inspected = Inspected::Image(InspectedImage::new(&image, allocated, &blocks, &chain, verified));
+    let exit = reporter.result(FinalEvent::Inspected(Box::new(inspected)), Exit::Done);
     let what = if image.is_incremental() {
         "an incremental image, which towline restores; `towline copy` merges it into a full one for QEMU"
     } else {
@@ -130,23 +120,11 @@ fn image(reporter: &Reporter, path: &Path, checksums: Checksums) -> Result<Exit>
     command_line::print(reporter, image.origin());
     if image.is_incremental() {
         reporter.line(&format!("  chain         {} images, the full one last", chain.len()));
-        chain.iter().for_each(|layer| layer.print(reporter));
+        chain.iter().for_each(|layer| print_layer(reporter, layer));
     }
     print_blocks(reporter, &blocks);
     print_devices(reporter, devices.devices(), devices.bytes().len());
-    Ok(Exit::Done)
-}
-
-/// Returns the field `manifest` of the event `inspected`.
-fn manifest(image: &Image) -> Option<Value> {
-    let manifest = image.manifest()?;
-    Some(json!({
-        "created": manifest.created().to_string(),
-        "source": manifest.origin().source,
-        "qemu": manifest.origin().qemu,
-        "path": image.manifest_path().map(|path| path.display().to_string()),
-        "sealed": image.is_sealed(),
-    }))
+    Ok(exit)
 }
 
 fn print_manifest(reporter: &Reporter, image: &Image, checksums: Checksums) {
@@ -174,57 +152,24 @@ fn print_manifest(reporter: &Reporter, image: &Image, checksums: Checksums) {
     }
 }
 
-/// A RAM block.
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "kebab-case")]
-struct Block<'a> {
-    name: &'a str,
-    length: u64,
-    #[serde(flatten)]
-    pages: Option<PageCount>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    page_size: Option<u64>,
-}
-
 fn stored_blocks(blocks: &[RamBlock], pages: impl Fn(BlockIndex) -> PageCount) -> Vec<Block<'_>> {
-    let counted = |(index, block)| Block { pages: Some(pages(BlockIndex(index as u32))), ..Block::of(block) };
+    let counted = |(index, found)| block(found, Pages::Counted(pages(BlockIndex(index as u32))));
     blocks.iter().enumerate().map(counted).collect()
 }
 
-impl<'a> Block<'a> {
-    fn of(block: &'a RamBlock) -> Self {
-        Self { name: &block.name, length: block.length, pages: None, page_size: None }
-    }
+fn block(block: &RamBlock, pages: Pages) -> Block<'_> {
+    Block::new(&block.name, block.length, pages)
 }
 
-/// An image of a chain.
-#[derive(Debug, Serialize)]
-struct Layer {
-    path: String,
-    created: Option<String>,
-    content: Option<String>,
-    #[serde(rename = "chunks-read")]
-    chunks: usize,
-    allocated: u64,
+fn layer(layer: &LayerInfo<'_>) -> Result<Layer> {
+    let metadata = layer.file.metadata().with_context(|| layer.path.display().to_string())?;
+    Ok(Layer::new(layer, metadata.blocks() * 512))
 }
 
-impl Layer {
-    fn of(layer: &LayerInfo<'_>) -> Result<Self> {
-        let path = layer.path.display().to_string();
-        Ok(Self {
-            created: layer.manifest.map(|manifest| manifest.created().to_string()),
-            content: layer.manifest.map(|manifest| manifest.content().to_string()),
-            chunks: layer.chunks,
-            allocated: layer.file.metadata().with_context(|| path.clone())?.blocks() * 512,
-            path,
-        })
-    }
-
-    fn print(&self, reporter: &Reporter) {
-        let created = self.created.as_deref().unwrap_or("unknown");
-        let (chunks, allocated) = (counted(self.chunks as u64, "own chunk"), size(self.allocated));
-        reporter.line(&format!("    {:<38} {created}  {chunks:>18}  {allocated:>11} allocated", self.path));
-    }
+fn print_layer(reporter: &Reporter, layer: &Layer) {
+    let created = layer.created.as_deref().unwrap_or("unknown");
+    let (chunks, allocated) = (counted(layer.chunks_read as u64, "own chunk"), size(layer.allocated));
+    reporter.line(&format!("    {:<38} {created}  {chunks:>18}  {allocated:>11} allocated", layer.path));
 }
 
 #[cfg(feature = "store")]
@@ -242,25 +187,9 @@ fn stored_image(
     let blocks = stored_blocks(image.blocks(), |block| image.count_pages(block));
     let devices = image.devices();
     let chunks = index.all_names().count();
-    let facts = json!({
-        "kind": "stored-image",
-        "location": location.to_string(),
-        "machine-type": image.configuration().machine_type,
-        "run-state": devices.run_state(),
-        "chunk-size": index.chunk_bytes(),
-        "chunks": chunks,
-        "index-length": image.index_bytes(),
-        "blocks": blocks,
-        "device-state": { "length": devices.bytes().len() },
-        "devices": devices_json(devices.devices()),
-        "created": index.created().to_string(),
-        "source": index.origin().source,
-        "qemu": index.origin().qemu,
-        "command-line": command_line::json(image.origin()),
-        "verified": checksums == Checksums::Compared,
-        "loadable-by-qemu": false,
-    });
-    reporter.event("inspected", events::with_exit(facts, Exit::Done));
+    let verified = checksums == Checksums::Compared;
+    let inspected = Inspected::StoredImage(InspectedStoredImage::new(location, &image, &blocks, verified));
+    let exit = reporter.result(FinalEvent::Inspected(Box::new(inspected)), Exit::Done);
     reporter.line(&format!("{location}: an image in an object store; QEMU loads a copy in a file"));
     print_head(reporter, Some(&image.configuration().machine_type), devices.run_state());
     reporter.line(&format!(
@@ -279,7 +208,7 @@ fn stored_image(
     command_line::print(reporter, image.origin());
     print_blocks(reporter, &blocks);
     print_devices(reporter, devices.devices(), devices.bytes().len());
-    Ok(Exit::Done)
+    Ok(exit)
 }
 
 fn qemu(reporter: &Reporter, path: &Path) -> Result<Exit> {
@@ -287,25 +216,12 @@ fn qemu(reporter: &Reporter, path: &Path) -> Result<Exit> {
     let facts = qemu.facts();
     let blocks: Vec<_> = facts
         .migrated_blocks()
-        .map(|block| {
-            let page_size = Some(block.page_bytes);
-            Block { name: &block.name, length: block.used_bytes, pages: None, page_size }
-        })
+        .map(|block| Block::new(&block.name, block.used_bytes, Pages::OfSize { page_size: block.page_bytes }))
         .collect();
     let on: Vec<_> =
         facts.capabilities.iter().filter(|(_, on)| **on).map(|(name, _)| name.as_str()).collect();
-    let shown = json!({
-        "kind": "qemu",
-        "version": qemu.version_text(),
-        "machine-type": facts.machine,
-        "run-state": facts.status.status.as_str(),
-        "uuid": facts.uuid,
-        "waits-for-migrate-incoming": facts.waits_for_migrate_incoming(),
-        "blocked-reasons": facts.blocked_reasons(),
-        "capabilities": on,
-        "blocks": blocks,
-    });
-    reporter.event("inspected", events::with_exit(shown, Exit::Done));
+    let inspected = Inspected::Qemu(InspectedQemu::new(&qemu, &on, &blocks));
+    let exit = reporter.result(FinalEvent::Inspected(Box::new(inspected)), Exit::Done);
     reporter.line(&format!("{}: QEMU {}", qemu.socket(), qemu.version_text()));
     print_head(reporter, Some(&facts.machine), Some(facts.status.status.as_str()));
     reporter.line(&format!("  uuid          {}", facts.uuid));
@@ -315,7 +231,7 @@ fn qemu(reporter: &Reporter, path: &Path) -> Result<Exit> {
         reasons => reporter.line(&format!("  migration     blocked: {}", reasons.join("; "))),
     }
     print_blocks(reporter, &blocks);
-    Ok(Exit::Done)
+    Ok(exit)
 }
 
 /// Returns the request of a stream's inspection.
@@ -334,26 +250,18 @@ fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Ex
     let moved = match surveyed {
         Ok(moved) => moved,
         Err(failure) => {
-            let fields = json!({ "notes": failure.notes });
+            let about = FailedPart::Notes { notes: &failure.notes };
             let (text, reason) = (errors::worded(&failure), events::reason(&failure.error));
-            return Ok(reporter.failed_with(fields, &text, reason, Exit::Failed));
+            return Ok(reporter.failed_with(about, &text, reason, Exit::Failed));
         }
     };
     let seen = survey.summary();
     let devices = seen.device_state.as_ref();
-    let blocks: Vec<_> = seen.blocks.iter().map(Block::of).collect();
+    let blocks: Vec<_> = seen.blocks.iter().map(|found| block(found, Pages::Unknown {})).collect();
     let machine_type = seen.configuration.as_ref().map(|found| found.machine_type.as_str());
     let run_state = devices.and_then(DeviceState::run_state);
-    let facts = json!({
-        "kind": "stream",
-        "machine-type": machine_type,
-        "run-state": run_state,
-        "blocks": blocks,
-        "device-state": { "length": devices.map(|state| state.bytes().len()) },
-        "devices": devices.map(|state| devices_json(state.devices())),
-        "ram": crate::progress::ram(&moved),
-    });
-    reporter.event("inspected", events::with_exit(facts, Exit::Done));
+    let inspected = Inspected::Stream(InspectedStream::new(&seen, &blocks, &moved));
+    let exit = reporter.result(FinalEvent::Inspected(Box::new(inspected)), Exit::Done);
     let what = if crate::request::is_file(source) {
         "a file of `virsh save`, with QEMU's migration stream"
     } else {
@@ -371,14 +279,7 @@ fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Ex
     if let Some(state) = devices {
         print_devices(reporter, state.devices(), state.bytes().len());
     }
-    Ok(Exit::Done)
-}
-
-fn devices_json(devices: &[DeviceSection]) -> Value {
-    devices
-        .iter()
-        .map(|device| json!({ "name": device.name, "instance": device.instance, "version": device.version }))
-        .collect()
+    Ok(exit)
 }
 
 fn print_head(reporter: &Reporter, machine_type: Option<&str>, run_state: Option<&str>) {
@@ -389,9 +290,12 @@ fn print_head(reporter: &Reporter, machine_type: Option<&str>, run_state: Option
 fn print_blocks(reporter: &Reporter, blocks: &[Block<'_>]) {
     reporter.line(&format!("  blocks        {}", blocks.len()));
     for block in blocks {
-        let pages = block.pages.map_or_else(String::new, |PageCount { plain, zero }| {
-            format!("  {:>11} plain  {:>11} zero", count(plain), count(zero))
-        });
+        let pages = match block.pages {
+            Pages::Counted(PageCount { plain, zero }) => {
+                format!("  {:>11} plain  {:>11} zero", count(plain), count(zero))
+            }
+            Pages::OfSize { .. } | Pages::Unknown {} => String::new(),
+        };
         // A stream may name it as it likes.
         let name = block.name.escape_debug().to_string();
         reporter.line(&format!("    {name:<38} {:>11}{pages}", size(block.length)));

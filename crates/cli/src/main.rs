@@ -55,6 +55,7 @@ use towline_channel::lock;
 
 use args::{Args, Command};
 use console::{Flush, OverflowPolicy};
+use events::Event;
 use exit::{Exit, UsageError};
 use log::RequestId;
 
@@ -76,8 +77,9 @@ fn reporting_panics(program: fn() -> ExitCode) -> ExitCode {
 
 fn start() -> ExitCode {
     let words = backend::with_command(std::env::args_os());
-    if let Some(capabilities) = backend::requested_capabilities(&words) {
-        console::print(OverflowPolicy::Always, &capabilities.to_string());
+    if let Some(text) = backend::requested_capabilities(&words).or_else(|| generate::requested_schema(&words))
+    {
+        console::print(OverflowPolicy::Always, &text);
         return end(Exit::Done, Flush::All);
     }
     let args = match Args::try_parse_from(&words) {
@@ -122,7 +124,7 @@ fn unparsed(error: &clap::Error, words: &[OsString]) -> ExitCode {
         let text = error.to_string();
         let text = text.lines().next().unwrap_or_default();
         let text = text.strip_prefix("error: ").unwrap_or(text);
-        console::print(OverflowPolicy::Always, &events::failed(text, "usage", Exit::Usage));
+        console::print(OverflowPolicy::Always, &Event::failed(text, "usage", Exit::Usage).line());
         console::finish(Flush::All);
     }
     error.exit()
@@ -136,7 +138,7 @@ fn failed_event(command: &Command, text: &str, exit: Exit) {
         _ => "other",
     };
     if command.writes_events() {
-        console::print(OverflowPolicy::Always, &events::failed(text, reason, exit));
+        console::print(OverflowPolicy::Always, &Event::failed(text, reason, exit).line());
     }
 }
 

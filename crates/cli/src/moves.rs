@@ -1,62 +1,32 @@
 //! `towline moves` and `towline resume`: moves that were interrupted at their switchover.
 
 use anyhow::Result;
-use serde_json::{Value, json};
-use towline_control::moves::{self, Finding, ListedMove, MoveEnd, MoveRecord, ResumeChoice, Resumed, Role};
+use towline_control::moves::{self, Finding, ListedMove, ResumeChoice, Resumed, Role};
 
 use crate::args::{EndArg, MovesArgs, ResumeArgs};
+use crate::console;
+use crate::events::{FailedPart, FinalEvent, InterimEvent, UndecidedMove};
 use crate::exit::Exit;
 use crate::progress::Reporter;
-use crate::{console, events};
 
 /// Runs `moves`.
 pub(crate) fn run(args: &MovesArgs) -> Result<Exit> {
     let reporter = Reporter::new(&args.output).blocking();
     let (listed, bad) = moves::list()?;
     for one in &listed {
-        reporter.event("move", fields(one));
+        reporter.event(InterimEvent::Move(UndecidedMove::new(one)));
         print(&reporter, one);
     }
     for error in &bad {
-        reporter.event("unreadable", json!({ "error": error.to_string() }));
+        reporter.event(InterimEvent::Unreadable { error: error.to_string() });
         console::error(&error.to_string());
     }
     let exit = if bad.is_empty() { Exit::Done } else { Exit::Failed };
-    let counts = json!({ "moves": listed.len(), "unreadable": bad.len() });
-    reporter.event("moves", events::with_exit(counts, exit));
+    reporter.result(FinalEvent::Moves { moves: listed.len(), unreadable: bad.len() }, exit);
     if listed.is_empty() && bad.is_empty() {
         reporter.line("no undecided moves of this user on this host");
     }
     Ok(exit)
-}
-
-/// Returns the fields of the event `move`.
-fn fields(listed: &ListedMove) -> Value {
-    let record = &listed.record;
-    json!({
-        "id": record.id,
-        "role": record.role,
-        "stage": record.stage,
-        "source": end(record, &record.source),
-        "destination": end(record, &record.destination),
-        "undecided": listed.undecided(),
-        "message": record.message,
-        "since": record.begun_ms,
-        "changed": record.changed_ms,
-        "owner-pid": listed.owner,
-        "exited": listed.exited,
-        "repair": listed.changed,
-        "advice": listed.advice(),
-    })
-}
-
-fn end(record: &MoveRecord, end: &MoveEnd) -> Value {
-    match end {
-        MoveEnd::Qemu { socket, pid, .. } => {
-            json!({ "endpoint": end.to_string(), "socket": socket, "pid": pid, "exited": record.has_exited(end) })
-        }
-        MoveEnd::Peer { .. } | MoveEnd::Stored => json!({ "endpoint": end.to_string() }),
-    }
 }
 
 fn print(reporter: &Reporter, listed: &ListedMove) {
@@ -91,7 +61,7 @@ pub(crate) fn resume(args: &ResumeArgs) -> Exit {
                 }
                 _ => Exit::Failed,
             };
-            reporter.failed_with(json!({ "id": args.id }), &error.to_string(), reason(&error), exit)
+            reporter.failed_with(FailedPart::Move { id: &args.id }, &error.to_string(), reason(&error), exit)
         }
     }
 }
@@ -126,14 +96,15 @@ fn reason(error: &moves::Error) -> &'static str {
 
 fn report(reporter: &Reporter, resumed: &Resumed) -> Exit {
     let Resumed { id, done, finding, .. } = resumed;
-    let (exit, name, fields) = match finding {
+    let shown = id.to_string();
+    let (exit, event) = match finding {
         Finding::Undecided { state, text } => {
-            let fields = json!({ "id": id, "done": done, "undecided": text, "guest-state": state });
-            (Exit::NeedsAttention, "undecided", fields)
+            let event = FinalEvent::Undecided { id: shown, done, guest_state: *state, undecided: text };
+            (Exit::NeedsAttention, event)
         }
-        finding => (Exit::Done, "resumed", json!({ "id": id, "done": done, "finding": finding })),
+        finding => (Exit::Done, FinalEvent::Resumed { id: shown, done, finding }),
     };
-    reporter.event(name, events::with_exit(fields, exit));
+    reporter.result(event, exit);
     let state = if exit == Exit::Done { "finished" } else { "still undecided" };
     reporter.line(&format!("move {id}: {state}"));
     done.iter().for_each(|text| reporter.line(&format!("  {text}")));

@@ -6,20 +6,20 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use serde_json::{Value, json};
 use towline_net::{CopyReason, DropReason, Net, Options, QueueStatistics, Taps, Xdp};
 use towline_vhost_user::{Cancel, Device, DeviceWord, FrontendSource};
 
 use crate::args::{NetArgs, OnOff};
 use crate::backend::{NO_ACTIVATION, missing_socket};
 use crate::console::{self, OverflowPolicy};
+use crate::events::{Event, FinalEvent, InterimEvent, Statistics};
 use crate::exit::{Exit, UsageError};
 use crate::notify::Notifier;
-use crate::observability::{card, counters};
+use crate::observability::card;
 use crate::sandbox::{PendingSandbox, Policy};
 use crate::serve::{DeviceServer, serve_all};
 use crate::signals::{SignalEffects, cancel_on_signals, report_on_signal};
-use crate::{events, state};
+use crate::state;
 
 /// Options with which the process cannot be confined, and the reason.
 const UNCONFINED: &str = "--af-xdp, which opens sockets and maps memory at run time";
@@ -58,8 +58,8 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     notifier.stopping();
     match (&served, args.json) {
         (Ok(()), true) => {
-            let fields = events::with_exit(statistics(&net), Exit::Done);
-            console::print(OverflowPolicy::Always, &events::line("statistics", fields));
+            let last = Event::last(FinalEvent::Statistics(Statistics::new(&net)), Exit::Done);
+            console::print(OverflowPolicy::Always, &last.line());
         }
         (_, json) => print_statistics(&net, json),
     }
@@ -169,8 +169,8 @@ fn inherited(numbers: &[i32]) -> Result<Vec<OwnedFd>> {
 /// Prints the statistics of each queue, as text those of the queues with traffic.
 fn print_statistics(net: &Net, json: bool) {
     if json {
-        console::print(OverflowPolicy::Limited, &events::line("statistics", statistics(net)));
-        return;
+        let event = Event::Interim(InterimEvent::Statistics(Statistics::new(net)));
+        return console::print(OverflowPolicy::Limited, &event.line());
     }
     let pairs = net.statistics();
     let mut lines = Vec::new();
@@ -196,38 +196,6 @@ fn print_statistics(net: &Net, json: bool) {
         lines.push("no traffic".into());
     }
     lines.iter().for_each(|line| console::notice(&format!("net {} {line}", net.taps().name())));
-}
-
-/// Returns the fields of the event `statistics`.
-fn statistics(net: &Net) -> Value {
-    let pairs: Vec<Value> = net
-        .statistics()
-        .iter()
-        .zip(net.transmit_modes())
-        .map(|([receive, transmit_counters], mode)| {
-            let mut transmit = object(transmit_counters);
-            transmit["mode"] = mode.name().into();
-            if net.uses_xdp() {
-                transmit["copies"] = copies(transmit_counters);
-            }
-            json!({ "rx": object(receive), "tx": transmit })
-        })
-        .collect();
-    json!({ "tap": net.taps().name(), "pairs": pairs })
-}
-
-fn object(queue: &QueueStatistics) -> Value {
-    let drops = DropReason::ALL.map(|reason| (reason.name().to_owned(), queue.dropped(reason).into()));
-    let drops = ("drops".to_owned(), Value::Object(drops.into_iter().collect()));
-    let counters = counters(queue).into_iter().map(|counter| (counter.name.to_owned(), counter.value.into()));
-    Value::Object(counters.chain([drops]).collect())
-}
-
-/// Returns the copied frames by reason.
-fn copies(queue: &QueueStatistics) -> Value {
-    let copies =
-        CopyReason::ALL.map(|reason| (reason.name().to_owned(), queue.copied_because(reason).into()));
-    Value::Object(copies.into_iter().collect())
 }
 
 /// Formats the counters of a queue above 0, if there are any.

@@ -2,16 +2,15 @@
 
 mod text;
 
-use serde_json::{Value, json};
 use towline_channel::Address;
-use towline_control::plan::{self, CopyReport, Error, Failure, PostcopyReport, SourceCategory};
-use towline_memload::CheckOutcome;
+use towline_control::plan::{self, CopyReport, Error, Failure, SourceCategory};
 
 use crate::endpoint::Endpoint;
+use crate::events::{self, Completed, FailedPart, FinalEvent};
 use crate::exit::Exit;
-use crate::progress::{Reporter, faults, ram};
+use crate::progress::Reporter;
 use crate::sandbox::SandboxArgs;
-use crate::{console, errors, events, sends};
+use crate::{console, errors, sends};
 pub(crate) use text::Verb;
 
 /// Location of a synthetic guest after a failure.
@@ -44,12 +43,12 @@ impl<'a> Results<'a> {
             Endpoint::Memory(memory) => memory.outcome(),
             _ => None,
         };
-        let fields = completed(self.source, destination, report, memory.as_ref());
-        self.reporter.event("completed", events::with_exit(fields, Exit::Done));
+        let lines = text::completed(self.verb, [self.source, destination], report, memory.as_ref());
+        let completed = Completed::new([self.source, destination], report, memory);
+        self.reporter.result(FinalEvent::Completed(Box::new(completed)), Exit::Done);
         for line in sends::lines(&report.lane_sends) {
             tracing::info!("lanes {line}");
         }
-        let lines = text::completed(self.verb, [self.source, destination], report, memory.as_ref());
         lines.iter().for_each(|line| self.reporter.line(line));
     }
 
@@ -67,15 +66,10 @@ impl<'a> Results<'a> {
             _ if failure.guest.needs_attention() => Exit::NeedsAttention,
             _ => Exit::Failed,
         };
-        let fields = json!({
-            "destination": destination.to_string(),
-            "error": errors::worded(failure),
-            "reason": events::reason(&failure.error),
-            "guest": guest,
-            "guest-state": failure.guest.state(keeper),
-            "notes": failure.notes,
-        });
-        self.reporter.event("failed", events::with_exit(fields, exit));
+        let (to, state) = (destination.to_string(), failure.guest.state(keeper));
+        let about =
+            FailedPart::Copy { destination: to, guest: &guest, guest_state: state, notes: &failure.notes };
+        self.report(failure, about, exit);
         let prefix = match self.destinations {
             Destinations::One => String::new(),
             Destinations::Several => format!("{destination}: "),
@@ -94,22 +88,22 @@ impl<'a> Results<'a> {
         if matches!(failure.error.as_ref(), Error::Invalid(_)) {
             return self.reporter.failed(&errors::worded(failure), "usage", Exit::Usage);
         }
-        let fields = json!({
-            "error": errors::worded(failure),
-            "reason": events::reason(&failure.error),
-            "notes": failure.notes,
-        });
-        self.reporter.event("failed", events::with_exit(fields, Exit::Failed));
+        let exit = self.report(failure, FailedPart::Notes { notes: &failure.notes }, Exit::Failed);
         console::error(&errors::failure_text(failure));
-        Exit::Failed
+        exit
+    }
+
+    /// Writes the event of a failure.
+    fn report(&self, failure: &Failure, about: FailedPart<'_>, exit: Exit) -> Exit {
+        let (error, reason) = (&errors::worded(failure), events::reason(&failure.error));
+        self.reporter.result(FinalEvent::Failed { error, reason, about }, exit)
     }
 
     /// Reports the end of all copies.
     pub(crate) fn all(&self, outcomes: &[plan::CopyResult], exit: Exit) {
         let done = outcomes.iter().filter(|outcome| outcome.is_ok()).count();
         let failed = outcomes.len() - done;
-        let fields = json!({ "completed": done, "failed": failed });
-        self.reporter.event("all", events::with_exit(fields, exit));
+        self.reporter.result(FinalEvent::All { completed: done, failed }, exit);
         let rest = if failed > 0 { format!(", {failed} failed") } else { String::new() };
         self.reporter.line(&format!(
             "{} {} to {done} of {} destinations{rest}",
@@ -118,43 +112,4 @@ impl<'a> Results<'a> {
             outcomes.len()
         ));
     }
-}
-
-/// Returns the fields of the event `completed`.
-fn completed(
-    source: &Endpoint,
-    destination: &Endpoint,
-    report: &CopyReport,
-    memory: Option<&CheckOutcome>,
-) -> Value {
-    json!({
-        "source": source.to_string(),
-        "destination": destination.to_string(),
-        "total-time": report.total_time.as_millis() as u64,
-        "downtime": report.downtime_ms,
-        "multifd-channels": report.multifd_channels,
-        "multifd-compression": report.compression.method().name(),
-        "compression-ratio": report.compression_ratio(),
-        "zero-copy-send": events::zero_copy_send(report.zero_copy_send),
-        "lanes": sends::json(&report.lane_sends),
-        "handed-over": report.loaded_by_qemu,
-        "source-state": report.source,
-        "source-text": report.source.text(),
-        "destination-state": report.destination,
-        "destination-text": report.destination.text(),
-        "ram": ram(&report.moved),
-        "postcopy": report.postcopy.as_ref().map(postcopy),
-        "uploaded": report.uploaded,
-        "memory": memory.map(CheckOutcome::json),
-        "increment": report.increment,
-    })
-}
-
-fn postcopy(report: &PostcopyReport) -> Value {
-    json!({
-        "running-after": report.running_after.map(|time| time.as_millis() as u64),
-        "faults": faults(&report.faults),
-        "working-set-pages": report.working_set_pages,
-        "recoveries": report.recoveries,
-    })
 }

@@ -9,18 +9,16 @@ use std::mem::ManuallyDrop;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-pub(crate) use estimate::{Estimate, Estimator};
+pub(crate) use estimate::{Estimate, Estimator, Outlook};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
-use serde_json::{Value, json};
 use term::{Term, truncate_str};
 use towline_channel::Address;
 use towline_control::plan::{CopyPhase, Observer, Progress};
-use towline_migration::Snapshot;
 use towline_migration::postcopy::FaultCounts;
 
 use crate::args::Output;
 use crate::console::{self, OverflowPolicy};
-use crate::events;
+use crate::events::{CopyEvent, CopyProgress, Event, FailedPart, FinalEvent, InterimEvent, Reason};
 use crate::exit::Exit;
 use crate::lock::lock;
 use crate::log::RequestId;
@@ -133,48 +131,45 @@ impl Reporter {
     /// Writes the first event of a copy, with the id that its log lines begin with.
     pub(crate) fn report_start(&self, request: Option<RequestId>) {
         if let Some(request) = request {
-            self.event("begun", json!({ "request": request.to_string() }));
+            self.event(InterimEvent::Begun { request: request.to_string() });
         }
     }
 
     /// Reports the failure of a command that has no more to report.
-    pub(crate) fn failed(&self, text: &str, reason: &str, exit: Exit) -> Exit {
-        self.failed_with(json!({}), text, reason, exit)
+    pub(crate) fn failed(&self, text: &str, reason: Reason, exit: Exit) -> Exit {
+        self.failed_with(FailedPart::Whole {}, text, reason, exit)
     }
 
     /// As [`Self::failed`], with more fields in the event.
-    pub(crate) fn failed_with(&self, mut fields: Value, text: &str, reason: &str, exit: Exit) -> Exit {
-        fields["error"] = text.into();
-        fields["reason"] = reason.into();
-        self.event("failed", events::with_exit(fields, exit));
-        console::error(text);
+    pub(crate) fn failed_with(&self, about: FailedPart<'_>, error: &str, reason: Reason, exit: Exit) -> Exit {
+        self.result(FinalEvent::Failed { error, reason, about }, exit);
+        console::error(error);
         exit
     }
 
     /// Writes an event, with `--json`.
-    pub(crate) fn event(&self, name: &str, fields: Value) {
-        if !self.is_blocking {
-            return self.queue(OverflowPolicy::Always, name, fields);
-        }
-        if let Some(line) = self.json_line(name, fields) {
-            console::print_blocking(&line);
+    pub(crate) fn event(&self, event: InterimEvent<'_>) {
+        self.write(&Event::Interim(event));
+    }
+
+    /// Writes a result, with `--json`. Returns the exit status.
+    pub(crate) fn result(&self, event: FinalEvent<'_>, exit: Exit) -> Exit {
+        self.write(&Event::last(event, exit));
+        exit
+    }
+
+    fn write(&self, event: &Event<'_>) {
+        if self.json && self.is_blocking {
+            console::print_blocking(&event.line());
+        } else if self.json {
+            console::print(OverflowPolicy::Always, &event.line());
         }
     }
 
-    fn queue(&self, keep: OverflowPolicy, name: &str, fields: Value) {
-        if let Some(line) = self.json_line(name, fields) {
-            console::print(keep, &line);
+    fn queue(&self, keep: OverflowPolicy, event: CopyEvent<'_>) {
+        if self.json {
+            console::print(keep, &Event::OfCopy { event, destination: self.destination.as_deref() }.line());
         }
-    }
-
-    fn json_line(&self, name: &str, mut fields: Value) -> Option<String> {
-        if !self.json {
-            return None;
-        }
-        if let Some(destination) = &self.destination {
-            fields["destination"] = destination.as_str().into();
-        }
-        Some(events::line(name, fields))
     }
 
     /// Writes a line for people, without control characters.
@@ -224,7 +219,7 @@ impl TerminalBar {
 
 impl Observer for Reporter {
     fn phase(&self, phase: CopyPhase) {
-        let name = events::phase(phase);
+        let name = phase.name();
         tracing::info!(destination = self.destination.as_deref(), "phase {name}");
         if let Some(bar) = &self.bar {
             lock(&bar.shown).prefix = match &self.destination {
@@ -233,11 +228,11 @@ impl Observer for Reporter {
             };
             bar.draw(self.key);
         }
-        self.queue(OverflowPolicy::Always, "phase", json!({ "phase": name }));
+        self.queue(OverflowPolicy::Always, CopyEvent::Phase { phase });
     }
 
     fn listening(&self, address: &Address) {
-        self.queue(OverflowPolicy::Always, "listening", json!({ "address": address.to_string() }));
+        self.queue(OverflowPolicy::Always, CopyEvent::Listening { address: address.to_string() });
     }
 
     fn progress(&self, progress: &Progress) {
@@ -252,48 +247,20 @@ impl Observer for Reporter {
         let mut reported = lock(&self.reported);
         if self.json && reported.is_none_or(|at| at.elapsed() >= JSON_INTERVAL) {
             *reported = Some(Instant::now());
-            self.queue(OverflowPolicy::Latest(self.key), "progress", fields(progress, &estimate));
+            let event = CopyEvent::Progress(CopyProgress::new(progress, &estimate));
+            self.queue(OverflowPolicy::Latest(self.key), event);
         }
     }
 
     fn notice(&self, text: &str) {
         tracing::debug!(text, "notice");
-        self.queue(OverflowPolicy::Limited, "notice", json!({ "text": text }));
+        self.queue(OverflowPolicy::Limited, CopyEvent::Notice { text });
         if !self.json && !self.quiet {
             let prefix =
                 self.destination.as_ref().map(|destination| format!("{destination}: ")).unwrap_or_default();
             console::notice(&format!("{prefix}{text}"));
         }
     }
-}
-
-/// Returns the fields of the event `progress`.
-fn fields(progress: &Progress, estimate: &Estimate) -> Value {
-    let milliseconds = |time: Option<Duration>| time.map(|time| time.as_millis() as u64);
-    json!({
-        "ram": ram(&progress.moved),
-        "pass": estimate.pass,
-        "bytes-rate": estimate.rate,
-        "dirty-bytes-rate": progress.dirty_rate,
-        "remaining": progress.remaining,
-        "cpu-throttle-percentage": progress.throttle_percent,
-        "expected-downtime": milliseconds(progress.expected_downtime),
-        "downtime-limit": milliseconds(progress.downtime_limit),
-        "outlook": estimate.outlook,
-        "faults": progress.faults.as_ref().map(faults),
-        "expected-time": milliseconds(estimate.time_left),
-    })
-}
-
-/// Formats postcopy faults for an event.
-pub(crate) fn faults(faults: &FaultCounts) -> Value {
-    json!({
-        "requests": faults.requests,
-        "served": faults.served,
-        "on-their-way": faults.late,
-        "latency-p50-us": faults.latency_p50.map(|time| time.as_micros() as u64),
-        "latency-p99-us": faults.latency_p99.map(|time| time.as_micros() as u64),
-    })
 }
 
 /// Formats postcopy faults for people.
@@ -304,9 +271,4 @@ pub(crate) fn faults_text(faults: &FaultCounts) -> String {
         text += &format!(", p50 {:.2} ms, p99 {:.2} ms", milliseconds(p50), milliseconds(p99));
     }
     text
-}
-
-/// Returns the counters with the names of `query-migrate`.
-pub(crate) fn ram(moved: &Snapshot) -> Value {
-    Value::Object(moved.entries().into_iter().map(|(name, value)| (name, value.into())).collect())
 }

@@ -3,16 +3,16 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use serde_json::json;
 use towline_launch::{RunningGuest, RuntimeRoot};
 use towline_qmp::commands::QueryStatus;
 use towline_qmp::{Client, Options};
 
 use crate::args::PsArgs;
+use crate::console;
+use crate::events::{FinalEvent, InterimEvent, ListedGuest};
 use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::units::{age, size};
-use crate::{console, events};
 
 /// Time limit of a guest's QEMU for its state.
 const STATE_TIMEOUT: Duration = Duration::from_millis(200);
@@ -27,11 +27,11 @@ pub(crate) fn run(args: &PsArgs) -> Result<Exit> {
         reporter.line(&format!("{name:<20} {pid:>8}  {state:<14} {age:>7} {memory:>11}  {image}"));
     }
     guests.iter().for_each(|guest| report(guest, &reporter));
-    reporter.event("guests", events::with_exit(json!({ "guests": guests.len() }), Exit::Done));
+    let exit = reporter.result(FinalEvent::Guests { guests: guests.len() }, Exit::Done);
     if guests.is_empty() {
         reporter.line("no guests of this user on this host");
     }
-    Ok(Exit::Done)
+    Ok(exit)
 }
 
 fn report(guest: &RunningGuest, reporter: &Reporter) {
@@ -40,19 +40,9 @@ fn report(guest: &RunningGuest, reporter: &Reporter) {
         return console::print_blocking(name);
     }
     let (state, since, resident) = (state(guest), since(guest), resident(pid));
-    let fields = json!({
-        "name": name,
-        "pid": pid,
-        "owner-pid": guest.owner_pid,
-        "qmp": guest.qmp,
-        "image": guest.image,
-        "detached": guest.is_detached,
-        "state": state,
-        "age": since.map(|since| since.as_secs()),
-        "memory": resident,
-    });
-    reporter.event("guest", fields);
-    let image = guest.image.as_ref().map(|image| image.display().to_string()).unwrap_or_default();
+    let listed = ListedGuest::new(guest, state.as_deref(), since, resident);
+    let image = listed.image.clone().unwrap_or_default();
+    reporter.event(InterimEvent::Guest(listed));
     let detached = if guest.is_detached { "  detached" } else { "" };
     let (state, age) = (state.as_deref().unwrap_or("busy"), since.map(age).unwrap_or_default());
     let memory = resident.map(size).unwrap_or_default();

@@ -2,7 +2,6 @@
 
 use std::path::Path;
 
-use serde_json::json;
 use towline_control::moves;
 use towline_control::plan::Source;
 use towline_control::qemu::{Qemu, RepairReport};
@@ -10,10 +9,11 @@ use towline_image::leftover::{self, Partial};
 use towline_qmp::Options;
 
 use crate::args::RepairArgs;
+use crate::console;
+use crate::events::{FailedPart, FinalEvent, PartialFile, Repaired};
 use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::units::size;
-use crate::{console, events};
 
 /// Runs `repair`.
 pub(crate) fn run(args: &RepairArgs) -> Exit {
@@ -32,15 +32,15 @@ pub(crate) fn run(args: &RepairArgs) -> Exit {
     note_undecided_moves(&path);
     match Qemu::repair(&path, &Options::default()) {
         Ok(None) => {
-            let fields =
-                json!({ "socket": socket, "state": "clean", "owner-pid": null, "done": [], "left": [] });
-            reporter.event("repaired", events::with_exit(fields, Exit::Done));
             reporter.line(&format!("QEMU on {socket}: nothing to repair"));
-            Exit::Done
+            let clean =
+                Repaired::Qemu { socket: &socket, state: "clean", owner_pid: None, done: &[], left: &[] };
+            reporter.result(FinalEvent::Repaired(clean), Exit::Done)
         }
         Ok(Some(repaired)) => report(&reporter, &repaired),
         Err(error) => {
-            reporter.failed_with(json!({ "socket": socket }), &error.to_string(), "qemu", Exit::Failed)
+            let about = FailedPart::Monitor { socket: &socket };
+            reporter.failed_with(about, &error.to_string(), "qemu", Exit::Failed)
         }
     }
 }
@@ -58,8 +58,8 @@ fn note_undecided_moves(path: &Path) {
 fn report(reporter: &Reporter, repaired: &RepairReport) -> Exit {
     let RepairReport { socket, owner, done, left, .. } = repaired;
     let (exit, state) = if left.is_empty() { (Exit::Done, "repaired") } else { (Exit::Failed, "incomplete") };
-    let fields = json!({ "socket": socket, "state": state, "owner-pid": owner, "done": done, "left": left });
-    reporter.event("repaired", events::with_exit(fields, exit));
+    let repaired = Repaired::Qemu { socket, state, owner_pid: Some(*owner), done, left };
+    reporter.result(FinalEvent::Repaired(repaired), exit);
     reporter.line(&format!(
         "QEMU on {socket} was left changed by a towline process that has exited (pid {owner})"
     ));
@@ -80,24 +80,18 @@ fn partials(reporter: &Reporter, path: &Path) -> Exit {
     let found = match found {
         Ok(found) => found,
         Err(error) => {
-            let fields = json!({ "path": shown });
-            return reporter.failed_with(fields, &error.to_string(), "image", Exit::Failed);
+            let about = FailedPart::File { path: shown };
+            return reporter.failed_with(about, &error.to_string(), "image", Exit::Failed);
         }
     };
-    let files: Vec<_> = found
-        .iter()
-        .map(|Partial { path, allocated, writer }| {
-            let state = match writer {
-                Some(_) => "in-use",
-                None if is_directory => "leftover",
-                None => "removed",
-            };
-            let removed = state == "removed";
-            json!({ "path": path, "state": state, "allocated": allocated, "writer": writer, "removed": removed })
-        })
-        .collect();
-    let fields = json!({ "path": shown, "partials": files });
-    reporter.event("repaired", events::with_exit(fields, Exit::Done));
+    let state = |partial: &Partial| match partial.writer {
+        Some(_) => "in-use",
+        None if is_directory => "leftover",
+        None => "removed",
+    };
+    let files = found.iter().map(|partial| PartialFile::new(partial, state(partial))).collect();
+    let files = Repaired::Files { path: &shown, partials: files };
+    let exit = reporter.result(FinalEvent::Repaired(files), Exit::Done);
     if found.is_empty() {
         reporter.line(&format!("{shown}: no partial files"));
     }
@@ -109,5 +103,5 @@ fn partials(reporter: &Reporter, path: &Path) -> Exit {
         };
         reporter.line(&format!("{}  {} allocated  {what}", path.display(), size(*allocated)));
     }
-    Exit::Done
+    exit
 }

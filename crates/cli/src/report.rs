@@ -22,9 +22,9 @@ use towline_image::Existing;
 use towline_image::atomic_file::write_sidecar;
 use towline_migration::LaneSends;
 
+use crate::console;
 use crate::endpoint::Endpoint;
 use crate::lock::lock;
-use crate::{console, events};
 use recorded::{CopyRecording, PhaseStart, TimedEstimate};
 pub(crate) use recorded::{GuestReport, ReportRecorder};
 
@@ -144,7 +144,7 @@ fn write_or_warn(path: &Path, html: Result<String>) {
 
 impl Observer for ReportRecorder {
     fn phase(&self, phase: CopyPhase) {
-        let start = PhaseStart { at: self.started.elapsed(), name: events::phase(phase) };
+        let start = PhaseStart { at: self.started.elapsed(), name: phase.name() };
         lock(&self.recorded).phases.push(start);
     }
 

@@ -6,7 +6,6 @@ mod report;
 use std::time::Instant;
 
 use anyhow::Result;
-use serde_json::json;
 use towline_control::plan::Observer as _;
 use towline_control::run::{
     self, CommandLineTrust, Disks, Download, GuestStart, ImageLocation, MemoryRequest, Notice,
@@ -17,7 +16,7 @@ use towline_launch::{HostArguments, Lifetime, RuntimeRoot};
 use crate::args::RunArgs;
 use crate::command_line::quoted;
 use crate::endpoint::Endpoint;
-use crate::events;
+use crate::events::{FinalEvent, InterimEvent};
 use crate::exit::{Exit, UsageError};
 use crate::progress::Reporter;
 use crate::signals::{SignalEffects, cancel_on_signals};
@@ -53,7 +52,7 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Exit> {
     let restored = report.restored(&running, &copied).min(Exit::Failed);
     let Some(running) = running.settle(&copied, reporter) else {
         // Every guest is in the image, whatever was started.
-        return Ok(finished(reporter, 0, restored));
+        return Ok(reporter.result(FinalEvent::Run { guests: 0 }, restored));
     };
     let ended = if args.detach {
         running.detach();
@@ -61,7 +60,7 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Exit> {
     } else {
         supervise(running, cancel, reporter)?
     };
-    Ok(finished(reporter, count, ended.max(restored)))
+    Ok(reporter.result(FinalEvent::Run { guests: count }, ended.max(restored)))
 }
 
 fn options(args: &RunArgs) -> Result<RunOptions, UsageError> {
@@ -104,16 +103,10 @@ fn options(args: &RunArgs) -> Result<RunOptions, UsageError> {
 /// Reports the command that is about to start a QEMU.
 fn starting(reporter: &Reporter, guest: &GuestStart) {
     let words = guest.shown_command();
-    let shown: Vec<_> = words.iter().map(|word| word.to_string_lossy()).collect();
-    reporter.event("starting", json!({ "name": guest.name.as_str(), "command": shown }));
+    let command = words.iter().map(|word| word.to_string_lossy().into_owned()).collect();
+    reporter.event(InterimEvent::Starting { name: guest.name.as_str(), command });
     let quoted: Vec<_> = words.iter().map(|word| quoted(word)).collect();
     reporter.line(&quoted.join(" "));
-}
-
-/// Reports the end of the command.
-fn finished(reporter: &Reporter, guests: usize, exit: Exit) -> Exit {
-    reporter.event("run", events::with_exit(json!({ "guests": guests }), exit));
-    exit
 }
 
 /// A notice for people, with the option that changes it.

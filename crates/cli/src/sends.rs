@@ -1,9 +1,7 @@
-//! Sends of each lane, in lines and in events.
+//! Sends of each lane, in lines.
 
-use serde_json::{Value, json};
 use towline_migration::{LaneSends, SendMethod, SendReason, SendTotals};
 
-use crate::events;
 use crate::units::count;
 
 /// Returns a line for the lanes of each method and reason, except for lanes without a choice.
@@ -16,25 +14,6 @@ pub(crate) fn lines(lanes: &[LaneSends]) -> Vec<String> {
         }
     }
     alike.iter().map(|(method, reason, lanes)| alike_line(*method, *reason, lanes)).collect()
-}
-
-/// Returns an object for each lane.
-pub(crate) fn json(lanes: &[LaneSends]) -> Value {
-    let lane = |(number, lane): (usize, &LaneSends)| {
-        json!({
-            "lane": number,
-            "mode": lane.method.to_string(),
-            "reason": events::send_method_reason(lane.reason),
-            "reason-text": lane.reason.to_string(),
-            "switches": lane.switches,
-            "plain": totals(&lane.plain),
-            "zero-copy": totals(&lane.zero_copy),
-            "spliced": totals(&lane.spliced),
-            "sends-zero-copied": lane.zero_copied,
-            "sends-copied": lane.copied,
-        })
-    };
-    lanes.iter().enumerate().map(lane).collect()
 }
 
 /// Returns false for a lane that was configured to send plainly, or cannot send otherwise.
@@ -69,14 +48,6 @@ fn alike_line(method: SendMethod, reason: SendReason, lanes: &[&LaneSends]) -> S
     }
     line.push_str(" ms CPU/GB");
     line
-}
-
-fn totals(totals: &SendTotals) -> Value {
-    json!({
-        "packets": totals.packets,
-        "cpu-ns-per-packet": totals.cpu_ns_per_packet(),
-        "cpu-ms-per-gb": totals.cpu_ms_per_gb(),
-    })
 }
 
 #[cfg(test)]
@@ -136,8 +107,5 @@ mod tests {
                 ),
             ]
         );
-        let json = json(&[copied]);
-        assert_eq!(json[0]["plain"]["cpu-ns-per-packet"], 25_000);
-        assert_eq!((&json[0]["mode"], &json[0]["reason"]), (&"plain".into(), &"copied".into()));
     }
 }

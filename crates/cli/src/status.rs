@@ -4,16 +4,16 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Result;
-use serde_json::json;
 use towline_control::moves;
 use towline_launch::RuntimeRoot;
 use towline_qmp::commands::{QueryStatus, RunState};
 use towline_qmp::{Client, Error, Options};
 
 use crate::args::StatusArgs;
+use crate::ctl;
+use crate::events::{FinalEvent, StatusOfGuest};
 use crate::exit::Exit;
 use crate::progress::Reporter;
-use crate::{ctl, events};
 
 /// Deadline of the monitor's greeting and of its reply, each.
 const MONITOR_TIMEOUT: Duration = Duration::from_millis(500);
@@ -37,15 +37,9 @@ pub(crate) fn run(args: &StatusArgs) -> Result<Exit> {
     let status = socket.as_deref().map_or_else(|| Ok(no_guest("no guest of this user has this name")), of)?;
     let guest = guests.iter().find(|guest| Some(guest.qmp.as_path()) == socket.as_deref());
     let undecided = socket.as_deref().map(undecided_moves).unwrap_or_default();
-    let fields = json!({
-        "guest": args.guest,
-        "state": status.state,
-        "run-state": status.run_state,
-        "qmp": socket,
-        "pid": guest.map(|guest| guest.pid),
-        "moves": undecided,
-    });
-    reporter.event("status", events::with_exit(fields, status.exit));
+    let (run_state, pid) = (status.run_state.as_deref(), guest.map(|guest| guest.pid));
+    let event = StatusOfGuest::new(&args.guest, status.state, run_state, socket.as_deref(), pid, &undecided);
+    reporter.result(FinalEvent::Status(event), status.exit);
     reporter.line(&format!("{}: {}", args.guest.display(), status.text));
     undecided.iter().for_each(|id| reporter.line(&format!("  undecided    move {id}: towline resume {id}")));
     Ok(status.exit)

@@ -11,16 +11,16 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Result;
-use serde_json::json;
 
 use crate::args::{CollectArgs, PlaceArgs, RemoveArgs, StoreArgs, StoreCommand};
 use crate::endpoint::Endpoint;
 use crate::errors;
+use crate::events::{DiskSpace, FailedPart, InterimEvent};
 use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::sandbox::policy_of_images;
 pub(crate) use common::Action;
-use common::{Removed, View, end, totals};
+use common::{Removed, View, end};
 
 /// Minimum age of garbage in a store, without `--min-age`.
 #[cfg(feature = "store")]
@@ -117,18 +117,18 @@ fn remove(args: &RemoveArgs) -> Result<Exit> {
         };
         match removed {
             Ok(Removed { freed, text }) => {
-                reporter.event("removed-image", json!({ "image": image.to_string(), "freed": freed }));
+                reporter.event(InterimEvent::RemovedImage { image: image.to_string(), freed });
                 reporter.line(&format!("removed {image}: {text}"));
             }
             Err(error) => {
                 failed += 1;
-                let fields = json!({ "path": image.to_string() });
-                reporter.failed_with(fields, &errors::text(&error), "image", Exit::Failed);
+                let about = FailedPart::File { path: image.to_string() };
+                reporter.failed_with(about, &errors::text(&error), "image", Exit::Failed);
             }
         }
     }
     let place = args.images.first().map(ToString::to_string).unwrap_or_default();
-    Ok(end(&reporter, totals(&place, args.images.len(), failed), failed))
+    Ok(end(&reporter, place, args.images.len(), failed, DiskSpace::Unknown {}))
 }
 
 fn collect(args: &CollectArgs) -> Result<Exit> {

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Result;
-use serde_json::json;
+use towline_compat::Verdict;
 use towline_control::plan::{
     Destination, Failure, GuestAfterFailure, Observer, Source, SourceCategory, UpgradeMemory,
 };
@@ -17,13 +17,14 @@ use crate::args::UpgradeArgs;
 use crate::command_line::quoted;
 use crate::console;
 use crate::endpoint::Endpoint;
+use crate::errors;
+use crate::events::{Checked, FailedPart, FinalEvent};
 use crate::exit::{Exit, UsageError};
 use crate::log::RequestId;
 use crate::outcome::{Results, Verb};
 use crate::progress::Reporter;
 use crate::report::ReportRecorder;
 use crate::signals::{SignalEffects, cancel_on_signals};
-use crate::{errors, events};
 
 /// Runs the command.
 pub(crate) fn run(args: &UpgradeArgs, request: Option<RequestId>) -> Result<Exit> {
@@ -59,10 +60,9 @@ pub(crate) fn run(args: &UpgradeArgs, request: Option<RequestId>) -> Result<Exit
         return Ok(match new.check(&cancel, &reporter) {
             Ok(()) => {
                 reporter.finish();
-                let fields = json!({ "source": args.old.to_string(), "verdict": "yes" });
-                reporter.event("checked", events::with_exit(fields, Exit::Done));
                 reporter.line(&format!("{} can be upgraded; the guest was not touched", args.old));
-                Exit::Done
+                let checked = Checked::Upgradable { source: args.old.to_string(), verdict: Verdict::Yes };
+                reporter.result(FinalEvent::Checked(checked), Exit::Done)
             }
             Err(failure) => results.failed(&args.old, &failure),
         });
@@ -91,8 +91,8 @@ fn refused(reporter: &Reporter, error: &upgrade::Error, old: &Path) -> Exit {
     let is_unreached = has_ended || matches!(error, upgrade::Error::Qemu(_) | upgrade::Error::Proc { .. });
     let guest = if is_unreached { GuestAfterFailure::NOT_REACHED } else { GuestAfterFailure::SAFE };
     let (state, guest) = (guest.state(SourceCategory::Qemu), guest.sentence(SourceCategory::Qemu));
-    let fields = json!({ "guest": guest, "guest-state": state, "notes": [] });
-    let exit = reporter.failed_with(fields, &text, "upgrade-refused", Exit::Failed);
+    let about = FailedPart::Guest { guest: &guest, guest_state: state, notes: &[] };
+    let exit = reporter.failed_with(about, &text, "upgrade-refused", Exit::Failed);
     console::error(&format!("the guest: {guest}"));
     exit
 }

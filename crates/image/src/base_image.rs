@@ -14,6 +14,7 @@ use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use schemars::JsonSchema;
 use serde::Serialize;
 use towline_protocol::RamBlock;
 
@@ -27,7 +28,8 @@ use crate::sidecar::staged_path;
 use crate::{Error, Result};
 
 /// Number of chunks that an incremental image stores itself.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
 pub struct Increment {
     /// Chunks that differ from the base's.
     #[serde(rename = "chunks-stored")]

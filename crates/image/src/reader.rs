@@ -15,6 +15,7 @@ use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use schemars::JsonSchema;
 use serde::Serialize;
 use towline_channel::IoBuf;
 use towline_migration::{Extent, ExtentKind, Guest, Snapshot};
@@ -41,7 +42,7 @@ pub struct Image {
 }
 
 /// Numbers of pages of a block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct PageCount {
     /// Pages with content.
     #[serde(rename = "plain-pages")]

@@ -1,5 +1,6 @@
 //! Common interface of stored guests, in files and in stores.
 
+use schemars::JsonSchema;
 use serde::Serialize;
 use towline_migration::Guest;
 use towline_protocol::device_state::DeviceState;
@@ -34,8 +35,8 @@ pub trait StoredGuest: Guest {
 }
 
 /// Statistics of an upload into a store.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, JsonSchema)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Uploaded {
     /// Chunks that were sent.
     pub sent_chunks: u64,

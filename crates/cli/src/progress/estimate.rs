@@ -9,6 +9,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use schemars::JsonSchema;
 use serde::Serialize;
 use towline_control::plan::Progress;
 use towline_protocol::ram::PAGE_SIZE;
@@ -29,7 +30,7 @@ const OUTLOOK_PASS_MIN: u64 = 3;
 const TIME_DEVIATION_MAX: f64 = 0.3;
 
 /// Development of the passes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Outlook {
     /// Too early to tell, or the guest does not run.

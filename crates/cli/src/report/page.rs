@@ -9,7 +9,6 @@ use towline_migration::postcopy::LatencyRange;
 use towline_report::{Bar, ChartLine, Ink, Svg, bars, lines, page};
 
 use super::recorded::{CopyRecording, PhaseLength};
-use crate::events;
 use crate::progress::{Estimate, faults_text};
 use crate::sends;
 use crate::units::{counted, size};
@@ -164,7 +163,7 @@ fn postcopy(report: &PostcopyReport) -> String {
 
 /// Purpose of a phase in which the guest is stopped.
 fn purpose(phase: &str) -> &'static str {
-    let is = |other| phase == events::phase(other);
+    let is = |other: CopyPhase| phase == other.name();
     if is(CopyPhase::Switchover) {
         "the rest of the memory and the device state, until the destination has loaded them"
     } else if is(CopyPhase::Loaded) {

@@ -8,7 +8,6 @@ use serde_json::{Value, json};
 use towline_control::plan::{CopyPhase, CopyReport, Failure};
 use towline_migration::LaneSends;
 
-use crate::events;
 use crate::progress::{Estimate, Estimator};
 
 /// Maximum number of samples: of a longer copy every second one is dropped, and half as many are kept from then on.
@@ -106,7 +105,7 @@ impl CopyRecording {
 
     /// Time at which a phase began.
     pub(super) fn begin_of(&self, phase: CopyPhase) -> Option<Duration> {
-        let name = events::phase(phase);
+        let name = phase.name();
         self.phases.iter().find(|start| start.name == name).map(|start| start.at)
     }
 }

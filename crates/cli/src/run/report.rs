@@ -1,16 +1,16 @@
 //! Reports of guests that run and end: lines for people, events, and the page of `--report`.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::Result;
-use serde_json::json;
 use towline_channel::Cancel;
 use towline_control::plan::{CopyResult, Failure, Observer};
-use towline_control::run::{GuestEnd, ImageChange, MemoryOrigin, RestoreObserver, Running, StartedGuest};
+use towline_control::run::{GuestEnd, ImageChange, RestoreObserver, Running, StartedGuest};
 
 use crate::args::RunArgs;
 use crate::console;
 use crate::endpoint::Endpoint;
+use crate::events::{GuestRuns, InterimEvent};
 use crate::exit::Exit;
 use crate::outcome::{Destinations, Results, Verb};
 use crate::progress::Reporter;
@@ -86,29 +86,9 @@ impl RunReport<'_> {
     }
 
     fn running(&self, running: &Running, guest: &StartedGuest) {
-        let microseconds = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        self.reporter.event(InterimEvent::Running(GuestRuns::new(guest, running, self.begun)));
         let (name, qmp) = (&guest.start.name, guest.qemu.qmp_path());
-        let fields = json!({
-            "name": name.as_str(),
-            "pid": guest.qemu.pid(),
-            // A path need not be UTF-8, and an event is.
-            "qmp": qmp.to_string_lossy(),
-            "image": running.image().to_string_lossy(),
-            "memory": memory_id(&running.memory),
-            "answered-us": microseconds(guest.answered.duration_since(self.begun)),
-            "running-us": microseconds(self.begun.elapsed()),
-        });
-        self.reporter.event("running", fields);
         self.reporter.line(&format!("{name} runs, qmp:{}", qmp.display()));
-    }
-}
-
-fn memory_id(memory: &MemoryOrigin) -> &'static str {
-    match memory {
-        MemoryOrigin::Mapped => "mapped",
-        MemoryOrigin::Reflink => "reflink",
-        MemoryOrigin::Copied(_) => "copied",
-        MemoryOrigin::Postcopy => "postcopy",
     }
 }
 
@@ -125,10 +105,10 @@ pub(super) fn supervise(mut running: Running, cancel: &Cancel, reporter: &Report
 }
 
 fn ended(reporter: &Reporter, end: &GuestEnd<'_>) -> Exit {
-    let name = &end.guest.start.name;
+    let name = end.guest.start.name.as_str();
     let is_success = end.status.is_some_and(|status| status.success());
     let status = end.status.map_or_else(|| "unknown exit status".into(), |status| status.to_string());
-    reporter.event("ended", json!({ "name": name.as_str(), "success": is_success, "text": status }));
+    reporter.event(InterimEvent::Ended { name, success: is_success, text: status.clone() });
     if is_success {
         reporter.line(&format!("{name} has ended"));
         return Exit::Done;

@@ -1,10 +1,9 @@
 //! Types and output that the commands on directories and on stores share.
 
-use serde_json::{Value, json};
-
+use crate::console;
+use crate::events::{DiskSpace, FinalEvent, InterimEvent};
 use crate::exit::Exit;
 use crate::progress::Reporter;
-use crate::{console, events};
 
 /// Columns to show.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,26 +30,21 @@ pub(super) struct Removed {
 /// Reports a verification that found no image.
 pub(super) fn nothing_to_verify(reporter: &Reporter, place: &str) -> Exit {
     console::error(&format!("{place}: there is no image of this name or below it; correct the name"));
-    end(reporter, totals(place, 0, 0), 1)
+    let (place, space) = (place.to_owned(), DiskSpace::Unknown {});
+    reporter.result(FinalEvent::Images { place, images: 0, unreadable: 0, space }, Exit::Failed)
 }
 
 /// Reports a compared image.
 pub(super) fn report_verified(reporter: &Reporter, image: &str, error: Option<&str>) {
-    reporter.event("verified", json!({ "image": image, "error": error }));
+    reporter.event(InterimEvent::Verified { image, error });
     match error {
         None => reporter.line(&format!("{image}: every checksum matches")),
         Some(error) => console::error(error),
     }
 }
 
-/// Returns the fields of the last event of a listing.
-pub(super) fn totals(place: &str, images: usize, unreadable: usize) -> Value {
-    json!({ "place": place, "images": images, "unreadable": unreadable })
-}
-
 /// Reports the end of a listing or a verification, with the exit status.
-pub(super) fn end(reporter: &Reporter, fields: Value, bad: usize) -> Exit {
+pub(super) fn end(reporter: &Reporter, place: String, images: usize, bad: usize, space: DiskSpace) -> Exit {
     let exit = if bad == 0 { Exit::Done } else { Exit::Failed };
-    reporter.event("images", events::with_exit(fields, exit));
-    exit
+    reporter.result(FinalEvent::Images { place, images, unreadable: bad, space }, exit)
 }

@@ -3,13 +3,13 @@
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
-use serde_json::json;
 use towline_image::Image;
 use towline_image::directory::{self, ImageEntry};
 use towline_image::leftover::{self, Partial};
 
-use super::common::{Action, Removed, View, end, totals};
-use super::row::{ImageContent, Row, print_heading};
+use super::common::{Action, Removed, View, end};
+use super::row::{Row, print_heading};
+use crate::events::{DiskSpace, ImageContent, InterimEvent, Object};
 use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::units::{counted, size};
@@ -30,9 +30,8 @@ pub(super) fn show(reporter: &Reporter, path: &Path, view: View) -> Result<Exit>
     let allocated: u64 = entries.iter().map(|entry| entry.allocated).sum();
     let images = counted(rows.len() as u64, "image");
     reporter.line(&format!("{}: {images} in {}", path.display(), size(allocated)));
-    let mut fields = totals(&path.display().to_string(), rows.len(), bad);
-    fields["bytes"] = allocated.into();
-    Ok(end(reporter, fields, bad))
+    let space = DiskSpace::Directory { bytes: allocated };
+    Ok(end(reporter, path.display().to_string(), rows.len(), bad, space))
 }
 
 fn row(entry: &ImageEntry) -> Row {
@@ -75,7 +74,7 @@ pub(super) fn verify(reporter: &Reporter, path: &Path) -> Result<Exit> {
         super::common::report_verified(reporter, &image.display().to_string(), error.as_deref());
         bad += usize::from(error.is_some());
     }
-    Ok(end(reporter, totals(&path.display().to_string(), paths.len(), bad), bad))
+    Ok(end(reporter, path.display().to_string(), paths.len(), bad, DiskSpace::Unknown {}))
 }
 
 /// Removes an image.
@@ -100,8 +99,13 @@ pub(super) fn collect(reporter: &Reporter, path: &Path, action: Action) -> Resul
             }
             Ok(PartialFileState::Garbage) => {
                 (count, bytes) = (count + 1, bytes + partial.allocated);
-                let name = if action == Action::List { "garbage" } else { "removed" };
-                reporter.event(name, json!({ "object": file, "bytes": partial.allocated, "age": 0 }));
+                let list = action == Action::List;
+                let (name, event): (_, fn(_) -> _) = if list {
+                    ("garbage", InterimEvent::Garbage)
+                } else {
+                    ("removed", InterimEvent::Removed)
+                };
+                reporter.event(event(Object::new(&file, partial.allocated, 0)));
                 reporter.line(&format!("  {name} {file} {:>11}", size(partial.allocated)));
             }
             Err(error) => {
@@ -112,9 +116,7 @@ pub(super) fn collect(reporter: &Reporter, path: &Path, action: Action) -> Resul
     }
     let done = if action == Action::List { "not removed (--dry-run)" } else { "removed" };
     reporter.line(&format!("{}: {count} partial files in {}, {done}", path.display(), size(bytes)));
-    let mut fields = totals(&path.display().to_string(), 0, failed);
-    fields["bytes"] = bytes.into();
-    Ok(end(reporter, fields, failed))
+    Ok(end(reporter, path.display().to_string(), 0, failed, DiskSpace::Directory { bytes }))
 }
 
 /// State of a partial file.

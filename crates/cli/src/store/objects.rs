@@ -7,9 +7,10 @@ use towline_image::store::{
     Catalog, CatalogEntry, Error, IfInUse, Location, StoredImage, VerifiedChunks, is_image, remove_image,
 };
 
-use super::common::{Removed, View, end, report_verified, totals};
-use super::row::{ImageContent, Row, print_heading};
+use super::common::{Removed, View, end, report_verified};
+use super::row::{Row, print_heading};
 use crate::errors;
+use crate::events::{DiskSpace, ImageContent};
 use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::signals::{SignalEffects, cancel_on_signals};
@@ -39,11 +40,8 @@ pub(super) fn show(reporter: &Reporter, prefix: &Location, view: View) -> Result
         ));
     }
     let bad = rows.iter().filter(|row| !row.is_whole()).count();
-    let mut fields = totals(&prefix.to_string(), rows.len(), bad);
-    fields["bytes"] = used.bytes.into();
-    fields["unreferenced"] = unreferenced.bytes.into();
-    fields["uploads"] = (*uploads).into();
-    Ok(end(reporter, fields, bad))
+    let space = DiskSpace::Store { bytes: used.bytes, unreferenced: unreferenced.bytes, uploads: *uploads };
+    Ok(end(reporter, prefix.to_string(), rows.len(), bad, space))
 }
 
 fn row(entry: &CatalogEntry) -> Row {
@@ -82,7 +80,7 @@ pub(super) fn verify(reporter: &Reporter, place: &Location) -> Result<Exit> {
         bad += usize::from(error.is_some());
         cancel.check()?;
     }
-    Ok(end(reporter, totals(&place.to_string(), names.len(), bad), bad))
+    Ok(end(reporter, place.to_string(), names.len(), bad, DiskSpace::Unknown {}))
 }
 
 /// Names of the image at `place` and of those below it: an image may have the name of a prefix.

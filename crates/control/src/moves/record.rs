@@ -6,6 +6,7 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use towline_protocol::session::MoveId;
 
@@ -56,7 +57,7 @@ impl fmt::Display for Id {
 }
 
 /// Ends of the move that the recording towline drove.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Role {
     /// The source's QEMU.
@@ -160,7 +161,7 @@ impl fmt::Display for MoveEnd {
 }
 
 /// Last recorded stage of a move.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Stage {
     /// A destination that runs the guest by itself is sent the last bytes.

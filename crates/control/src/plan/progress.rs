@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use schemars::JsonSchema;
 use serde::Serialize;
 use towline_channel::Address;
 use towline_image::{Increment, Uploaded};
@@ -11,7 +12,8 @@ use towline_migration::{Compression, LaneSends, Snapshot, ZeroCopySend};
 use crate::switchover::{AtSource, FinalRunState};
 
 /// Phase of a copy.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
 pub enum CopyPhase {
     /// Both ends are queried and configured.
     Prepare,
@@ -31,6 +33,24 @@ pub enum CopyPhase {
     Running,
     /// The guest is durable on this host, where its source may run it on, and is being uploaded to a store.
     Upload,
+}
+
+impl CopyPhase {
+    /// The identifier of the phase.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Prepare => "prepare",
+            Self::Connect => "connect",
+            Self::Transfer => "transfer",
+            Self::Switchover => "switchover",
+            Self::Loaded => "loaded",
+            Self::Release => "release",
+            Self::CutOver => "cut-over",
+            Self::Running => "running",
+            Self::Upload => "upload",
+        }
+    }
 }
 
 /// Receives the progress of a copy. Called from the plan's thread and, during the transfer, from the
@@ -155,7 +175,7 @@ impl CopyReport {
 }
 
 /// State of the guest at its source after a copy.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum SourceState {
     /// It runs (`--resume`).
@@ -184,7 +204,7 @@ impl From<SourceState> for AtSource {
 }
 
 /// State of the guest at its destination after a copy.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum DestinationState {
     /// It runs.

@@ -1,5 +1,6 @@
 //! Ends of a switchover. `plan::outcomes` has their sentences and exit statuses.
 
+use schemars::JsonSchema;
 use serde::Serialize;
 pub(crate) use towline_protocol::session::Placement;
 
@@ -15,7 +16,7 @@ pub(crate) enum SwitchoverOutcome {
 }
 
 /// A guest at its source.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum AtSource {
     /// It runs there, or is as it was.
@@ -29,7 +30,7 @@ pub enum AtSource {
 }
 
 /// A guest at its destination.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum AtDestination {
     /// Nothing that can run is there.
@@ -47,7 +48,7 @@ pub enum AtDestination {
 }
 
 /// Next step of an operator.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum ToDo {
     /// Nothing: the guest is where it was.
@@ -97,8 +98,8 @@ pub enum ToDo {
 }
 
 /// Where a guest is after a failure, and what to do.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, JsonSchema)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct GuestState {
     /// The guest at its source.
     pub source: AtSource,

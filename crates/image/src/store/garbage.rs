@@ -5,6 +5,8 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use schemars::JsonSchema;
+use serde::Serialize;
 use towline_channel::Cancel;
 
 use super::access::{Store, check_directory};
@@ -31,7 +33,7 @@ pub struct Object {
 }
 
 /// A number of chunks and their length.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, JsonSchema)]
 pub struct ChunkTotals {
     /// Number of chunks.
     pub chunks: u64,

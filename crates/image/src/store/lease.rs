@@ -24,6 +24,7 @@ use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use object_store::UpdateVersion;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::access::Store;
@@ -76,7 +77,7 @@ impl LeaseKind {
 }
 
 /// Conditional writes that a store enforces, according to its leases.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum ConditionalWrites {
     /// Create and update: an object is created only if it does not exist, and replaced only if it has the
