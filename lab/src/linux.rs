@@ -28,6 +28,8 @@ const CONSOLE_INTERVAL: Duration = Duration::from_secs(5);
 const TIMER_LOST: &str = "kthread timer wakeup didn't happen";
 /// QEMU's message of an emulated processor that used a memory map of before.
 const MAP_LOST: &str = "iotlb_to_section: Assertion";
+/// Time for which all processors of a guest halt that has lost an interrupt: one that boots never has nothing to do for so long.
+const HALTED_WITHIN: Duration = Duration::from_secs(20);
 /// Maximum number of guests that are started for one that boots.
 const BOOTS_MAX: usize = 3;
 
@@ -73,18 +75,25 @@ impl Qemu {
     pub fn linux(&self, within: Duration) -> Result<LinuxGuest> {
         let mut guest = LinuxGuest::connect_at(&self.serial_path())?;
         let deadline = Instant::now() + within;
+        let mut halted_since = None;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             let Err(error) = guest.wait_ready(left.min(CONSOLE_INTERVAL)) else { return Ok(guest) };
             let (exited, console) = (self.exited()?, self.console());
             let wrote = self.stderr();
-            let has_failed = console.contains(TIMER_LOST) || wrote.contains(MAP_LOST);
+            let processors = self.qmp().hmp("info registers -a").unwrap_or_default();
+            let halts = processors.contains("HLT=1") && !processors.contains("HLT=0");
+            halted_since = halted_since.or(Some(Instant::now())).filter(|_| halts);
+            let is_halted = halted_since.is_some_and(|since| since.elapsed() >= HALTED_WITHIN);
+            let has_failed = console.contains(TIMER_LOST) || wrote.contains(MAP_LOST) || is_halted;
             if exited.is_none() && !has_failed && left > CONSOLE_INTERVAL {
                 continue;
             }
+            let places =
+                processors.lines().filter(|line| line.contains("HLT=")).collect::<Vec<_>>().join("; ");
             let state = exited.map_or("runs".to_owned(), |status| format!("has exited with {status}"));
             let error = error.context(format!(
-                "QEMU {state}; it wrote: {}; the console says: {}",
+                "QEMU {state}; it wrote: {}; its processors: {places}; the console says: {}",
                 wrote.trim(),
                 console.trim()
             ));

@@ -231,7 +231,7 @@ pub(crate) enum FinalEvent<'a> {
         space: DiskSpace,
     },
     /// An image, a running QEMU, a migration stream, or the garbage of a store.
-    Inspected(Box<Inspected<'a>>),
+    Inspected(Inspected<'a>),
 }
 
 /// The part of a command that has failed.
@@ -320,8 +320,15 @@ objects! {
 #[serde(untagged)]
 pub(crate) enum DiskSpace {
     Unknown {},
-    Directory { bytes: u64 },
-    Store { bytes: u64, unreferenced: u64, uploads: usize },
+    Directory {
+        bytes: u64,
+    },
+    #[cfg(feature = "store")]
+    Store {
+        bytes: u64,
+        unreferenced: u64,
+        uploads: usize,
+    },
 }
 
 impl<'a> Event<'a> {

@@ -34,7 +34,7 @@ pub(crate) fn collect(reporter: &Reporter, prefix: &Location, action: Action, ag
         found
     };
     let store = Inspected::Store(InspectedStore::new(prefix, &found, bytes(&found), removes));
-    let exit = reporter.result(FinalEvent::Inspected(Box::new(store)), Exit::Done);
+    let exit = reporter.result(FinalEvent::Inspected(store), Exit::Done);
     summarize(reporter, prefix, &found, action);
     Ok(exit)
 }

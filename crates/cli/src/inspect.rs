@@ -106,8 +106,9 @@ fn image(reporter: &Reporter, path: &Path, checksums: Checksums) -> Result<Exit>
     let blocks = stored_blocks(image.ram_blocks(), |block| image.count_pages(block));
     let devices = image.devices();
     let verified = checksums == Checksums::Compared;
-    let inspected = Inspected::Image(InspectedImage::new(&image, allocated, &blocks, &chain, verified));
-    let exit = reporter.result(FinalEvent::Inspected(Box::new(inspected)), Exit::Done);
+    let inspected =
+        Inspected::Image(Box::new(InspectedImage::new(&image, allocated, &blocks, &chain, verified)));
+    let exit = reporter.result(FinalEvent::Inspected(inspected), Exit::Done);
     let what = if image.is_incremental() {
         "an incremental image, which towline restores; `towline copy` merges it into a full one for QEMU"
     } else {
@@ -189,7 +190,7 @@ fn stored_image(
     let chunks = index.all_names().count();
     let verified = checksums == Checksums::Compared;
     let inspected = Inspected::StoredImage(InspectedStoredImage::new(location, &image, &blocks, verified));
-    let exit = reporter.result(FinalEvent::Inspected(Box::new(inspected)), Exit::Done);
+    let exit = reporter.result(FinalEvent::Inspected(inspected), Exit::Done);
     reporter.line(&format!("{location}: an image in an object store; QEMU loads a copy in a file"));
     print_head(reporter, Some(&image.configuration().machine_type), devices.run_state());
     reporter.line(&format!(
@@ -221,7 +222,7 @@ fn qemu(reporter: &Reporter, path: &Path) -> Result<Exit> {
     let on: Vec<_> =
         facts.capabilities.iter().filter(|(_, on)| **on).map(|(name, _)| name.as_str()).collect();
     let inspected = Inspected::Qemu(InspectedQemu::new(&qemu, &on, &blocks));
-    let exit = reporter.result(FinalEvent::Inspected(Box::new(inspected)), Exit::Done);
+    let exit = reporter.result(FinalEvent::Inspected(inspected), Exit::Done);
     reporter.line(&format!("{}: QEMU {}", qemu.socket(), qemu.version_text()));
     print_head(reporter, Some(&facts.machine), Some(facts.status.status.as_str()));
     reporter.line(&format!("  uuid          {}", facts.uuid));
@@ -261,7 +262,7 @@ fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Ex
     let machine_type = seen.configuration.as_ref().map(|found| found.machine_type.as_str());
     let run_state = devices.and_then(DeviceState::run_state);
     let inspected = Inspected::Stream(InspectedStream::new(&seen, &blocks, &moved));
-    let exit = reporter.result(FinalEvent::Inspected(Box::new(inspected)), Exit::Done);
+    let exit = reporter.result(FinalEvent::Inspected(inspected), Exit::Done);
     let what = if crate::request::is_file(source) {
         "a file of `virsh save`, with QEMU's migration stream"
     } else {

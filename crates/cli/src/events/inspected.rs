@@ -19,7 +19,7 @@ use super::identifiers::Counters;
 #[derive(Debug, Serialize, JsonSchema)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub(crate) enum Inspected<'a> {
-    Image(InspectedImage<'a>),
+    Image(Box<InspectedImage<'a>>),
     #[cfg(feature = "store")]
     StoredImage(InspectedStoredImage<'a>),
     Qemu(InspectedQemu<'a>),
