@@ -42,9 +42,11 @@ const HUGE_PAGES: [&str; 5] = [
     "crates/vhost-user (lib)",
     "crates/vhost-user/hostile",
 ];
-/// A test of a time that other tests would take from it: it runs before them, and its suite without it.
-const ALONE: (&str, &str) =
-    ("lab/store", "standstill::a_guest_saved_over_a_slow_link_keeps_its_downtime_limit");
+/// Tests of times and rates that other tests would take from them, by their suites: they run before all others.
+const ALONE: [(&str, &str); 2] = [
+    ("lab/store", "standstill::a_guest_saved_over_a_slow_link_keeps_its_downtime_limit"),
+    ("lab/live", "converge::a_guest_that_writes_too_fast_gets_a_verdict_and_runs_on"),
+];
 /// Has cargo report what it built.
 const MESSAGES: &str = "--message-format=json-render-diagnostics";
 /// The examples in the documentation of all crates, which cargo compiles and runs.
@@ -74,9 +76,9 @@ pub(super) struct Suite {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Part {
     All,
-    /// The one of [`ALONE`].
-    Alone,
-    /// All others.
+    /// This one of [`ALONE`].
+    Alone(&'static str),
+    /// All that are not there.
     Others,
 }
 
@@ -121,12 +123,14 @@ fn sort(suites: &mut [Suite]) {
     suites.sort_by_key(rank);
 }
 
-/// Makes a suite of the test that runs alone.
+/// Makes a suite of each test that runs alone.
 fn part(suites: &mut Vec<Suite>) {
-    let Some(whole) = suites.iter_mut().find(|suite| suite.name == ALONE.0) else { return };
-    let alone = Suite { part: Part::Alone, ..whole.clone() };
-    whole.part = Part::Others;
-    suites.insert(0, alone);
+    for (name, test) in ALONE {
+        let Some(whole) = suites.iter_mut().find(|suite| suite.name == name) else { continue };
+        let alone = Suite { part: Part::Alone(test), ..whole.clone() };
+        whole.part = Part::Others;
+        suites.insert(0, alone);
+    }
 }
 
 /// The program as packages have it, with the features that it asks for itself: a build of the whole workspace adds those that
@@ -177,8 +181,8 @@ impl Suite {
         }
         match self.part {
             Part::All => {}
-            Part::Alone => drop(command.args(["--exact", ALONE.1])),
-            Part::Others => drop(command.args(["--skip", ALONE.1])),
+            Part::Alone(test) => drop(command.args(["--exact", test])),
+            Part::Others => drop(command.args(ALONE.iter().flat_map(|(_, test)| ["--skip", test]))),
         }
         command.env("TOWLINE_BIN", shipped_program()?);
         // As cargo does.
@@ -196,7 +200,8 @@ pub(super) fn run(
     deadline: Instant,
     started: &(impl Fn() + Sync),
 ) -> Vec<Ended> {
-    let (alone, others): (Vec<_>, Vec<_>) = suites.iter().partition(|suite| suite.part == Part::Alone);
+    let (alone, others): (Vec<_>, Vec<_>) =
+        suites.iter().partition(|suite| matches!(suite.part, Part::Alone(_)));
     let ended: Vec<_> = alone.iter().map(|suite| run_one(suite, extent, deadline, &|| ())).collect();
     let (queue, ended) = (Mutex::new(Queue { waiting: others.into(), huge_pages: false }), Mutex::new(ended));
     scope(|scope| {
