@@ -3,6 +3,7 @@
 use std::fs;
 use std::os::fd::{AsFd as _, IntoRawFd as _};
 use std::path::PathBuf;
+use std::sync::Once;
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use towline_channel::{Address, Error as ChannelError, FileOwner, Listener, with_file_owner};
@@ -28,7 +29,8 @@ impl PrivateDir {
     pub(super) fn for_qemu(qemu: &Qemu) -> Result<Self, Error> {
         let place = temporary_names::temp_dir();
         let place = place.map_err(|source| Error::PrivateDir { path: std::env::temp_dir(), source })?;
-        drop(temporary_names::remove_abandoned(&place));
+        static SWEPT: Once = Once::new();
+        SWEPT.call_once(|| drop(temporary_names::remove_abandoned(&place)));
         let listener = qemu.facts().peer.as_ref().map(|peer| FileOwner { uid: peer.uid, gid: peer.gid });
         let owner = qemu.process().file_owner().or(listener);
         let owner = owner.filter(|owner| owner.uid != rustix::process::getuid().as_raw());
