@@ -1,7 +1,7 @@
 //! Programs of this machine in a Linux guest: `socat`, `perl`, or the very binary under test.
 //!
 //! ```text
-//!   host   ldd PROGRAM ─► cpio of bin/PROGRAM and its libraries, behind the guest's initramfs    guest   /bin/PROGRAM
+//!   host   ldd PROGRAM ─► cpio of bin/PROGRAM and its libraries, after the guest's initramfs    guest   /bin/PROGRAM
 //! ```
 //! Linux accepts several concatenated archives as its initramfs. Limits: the guest's processor must have the features that the
 //! host's code was compiled for (`-cpu max` has them); files that a program opens at run time are missing.

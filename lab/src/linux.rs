@@ -29,7 +29,7 @@ const TIMER_LOST: &str = "kthread timer wakeup didn't happen";
 /// QEMU's message of an emulated processor that used a memory map of before.
 const MAP_LOST: &str = "iotlb_to_section: Assertion";
 /// Time for which all processors of a guest halt that has lost an interrupt: one that boots never has nothing to do for so long.
-const HALTED_WITHIN: Duration = Duration::from_secs(20);
+const HALTED_FOR: Duration = Duration::from_secs(20);
 /// Maximum number of guests that are started for one that boots.
 const BOOTS_MAX: usize = 3;
 
@@ -84,7 +84,7 @@ impl Qemu {
             let processors = self.qmp().hmp("info registers -a").unwrap_or_default();
             let halts = processors.contains("HLT=1") && !processors.contains("HLT=0");
             halted_since = halted_since.or(Some(Instant::now())).filter(|_| halts);
-            let is_halted = halted_since.is_some_and(|since| since.elapsed() >= HALTED_WITHIN);
+            let is_halted = halted_since.is_some_and(|since| since.elapsed() >= HALTED_FOR);
             let has_failed = console.contains(TIMER_LOST) || wrote.contains(MAP_LOST) || is_halted;
             if exited.is_none() && !has_failed && left > CONSOLE_INTERVAL {
                 continue;
