@@ -3,6 +3,7 @@
 //! Both are the consumer's traits. A stored guest, live memory, a relay implement them; the engine knows none
 //! of these.
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use towline_channel::{Channel, ChannelExt, IoBuf, IoBufMut, SendFlags, ZeroCopyTicket};
@@ -33,12 +34,19 @@ pub trait Guest: Sync {
     }
 
     /// Returns true if the destination already has the memory of this block, the same memory or a copy of it
-    /// as it will be when the guest is stopped: the block is announced, and none of its pages are named,
-    /// prepared or sent. Constant during a migration; refused by postcopy, whose destination discards what it
-    /// has.
+    /// as it will be when the guest is stopped: the block is announced, and none of its pages but those of
+    /// [`Self::difference`] are named, prepared or sent. Constant during a migration; refused by postcopy,
+    /// whose destination discards what it has.
     fn is_present(&self, block: BlockIndex) -> bool {
         let _ = block;
         false
+    }
+
+    /// Ranges of a block, in bytes, whole pages in ascending order, that differ from the image that the guest is
+    /// based on: a destination that has mapped the image lacks these alone. A guest that is its image has none.
+    fn difference(&self, block: BlockIndex) -> &[Range<u64>] {
+        let _ = block;
+        &[]
     }
 
     /// Starts to track writes: every write after it returns is in a later [`Self::harvest_dirty`]. Called

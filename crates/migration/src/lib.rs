@@ -12,6 +12,7 @@
 //!   either end) and [`Relay`] (a sink that forwards, so two QEMUs meet).
 //! - [`GuestWithPresentBlocks`] and [`SinkWithPresentBlocks`] leave out memory that the destination already
 //!   has: a mapped image, memory that two QEMUs share.
+//! - [`ProcessMemory`] reads what a QEMU that maps an image has written.
 //! - [`DirtyTracker`] tracks a live guest's writes: the kernel's write protection, or KVM's dirty log.
 //! - [`convergence`] decides when a guest that writes is stopped, and when it is reported not to converge.
 //! - [`Session`] ties the threads of one migration together: the lanes' barrier, and the first error, which
@@ -65,7 +66,7 @@ pub use present::{GuestWithPresentBlocks, SinkWithPresentBlocks};
 pub use relay::Relay;
 pub use session::Session;
 pub use statistics::{LaneSends, SendMethod, SendReason, SendTotals, Snapshot, Statistics};
-pub use sys::{RamMapping, Span};
+pub use sys::{ProcessMemory, RamMapping, Span};
 pub use tracker::{DirtyTracker, TrackerError};
 pub use tuning::Tuning;
 

@@ -14,7 +14,7 @@
 //! discards the destination's memory.
 
 use std::collections::BTreeSet;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -30,11 +30,13 @@ use crate::{Error, Result};
 /// Blocks by their index.
 type Flags = Vec<bool>;
 
-/// A guest with blocks whose memory the destination already has.
+/// A guest with blocks whose memory the destination already has, but for the guest's [`Guest::difference`].
 #[derive(Debug)]
 pub struct GuestWithPresentBlocks<P> {
     guest: P,
     is_present: Flags,
+    /// Of each block, in place of the guest's own.
+    difference: Option<Vec<Vec<Range<u64>>>>,
 }
 
 /// A sink that drops the pages of some blocks, because its destination already has their memory.
@@ -75,7 +77,14 @@ impl<P: Deref<Target: Guest>> GuestWithPresentBlocks<P> {
     pub fn new(guest: P, names: impl IntoIterator<Item = impl Into<String>>) -> Result<Self> {
         let names = names.into_iter().map(Into::into).collect();
         let is_present = flags(guest.blocks(), &names)?;
-        Ok(Self { guest, is_present })
+        Ok(Self { guest, is_present, difference: None })
+    }
+
+    /// `guest`, all of which is present at the destination but for these ranges of each block, in the form of
+    /// [`Guest::difference`].
+    pub fn but_for(guest: P, difference: Vec<Vec<Range<u64>>>) -> Self {
+        let is_present = vec![true; guest.blocks().len()];
+        Self { guest, is_present, difference: Some(difference) }
     }
 }
 
@@ -94,6 +103,13 @@ impl<P: Deref<Target: Guest> + Sync> Guest for GuestWithPresentBlocks<P> {
 
     fn is_present(&self, block: BlockIndex) -> bool {
         is_set(&self.is_present, block) || self.guest.is_present(block)
+    }
+
+    fn difference(&self, block: BlockIndex) -> &[Range<u64>] {
+        match &self.difference {
+            Some(difference) => difference.get(block.index()).map_or(&[], Vec::as_slice),
+            None => self.guest.difference(block),
+        }
     }
 
     fn start_tracking(&self) -> Result<()> {

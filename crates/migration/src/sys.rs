@@ -2,12 +2,14 @@
 //! is below here.
 
 mod pagemap;
+mod process_memory;
 mod region;
 mod span;
 mod userfault;
 mod zero;
 
 pub(crate) use pagemap::{PageSelection, Pagemap, STEP_BYTES};
+pub use process_memory::ProcessMemory;
 pub(crate) use region::HUGE_PAGE_BYTES;
 pub use region::RamMapping;
 pub use span::Span;

@@ -5,6 +5,7 @@
 mod common;
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -12,9 +13,10 @@ use std::time::Duration;
 use common::*;
 use fastrand::Rng;
 use proptest::prelude::*;
+use towline_channel::IoBuf;
 use towline_migration::{
-    ChannelId, Compression, Error, Guest, GuestWithPresentBlocks, Memory, Outgoing, Pages, Postcopy, Relay,
-    Result, Session, Sink, SinkWithPresentBlocks, Statistics, outgoing, postcopy,
+    ChannelId, Compression, Error, Extent, Guest, GuestWithPresentBlocks, Memory, Outgoing, Pages, Postcopy,
+    Relay, Result, Session, Sink, SinkWithPresentBlocks, Statistics, outgoing, postcopy,
 };
 use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state::DeviceState;
@@ -146,6 +148,91 @@ proptest! {
         recording.assert_got_all_but(&present, &guest);
         let all: u64 = BLOCKS.iter().map(|(_, pages)| pages).sum();
         prop_assert!(sink.dropped_pages() >= all - bytes_outside(&present) / PAGE as u64);
+    }
+}
+
+/// A guest that is based on an image, and has written some pages.
+#[derive(Debug)]
+struct Based {
+    memory: Arc<Memory>,
+    written: Vec<Vec<Range<u64>>>,
+}
+
+impl Guest for Based {
+    fn configuration(&self) -> &Configuration {
+        Guest::configuration(&*self.memory)
+    }
+
+    fn blocks(&self) -> &[RamBlock] {
+        Guest::blocks(&*self.memory)
+    }
+
+    fn difference(&self, block: BlockIndex) -> &[Range<u64>] {
+        &self.written[block.index()]
+    }
+
+    fn extent(&self, page: PageRef) -> Extent {
+        self.memory.extent(page)
+    }
+
+    fn memory(&self, page: PageRef, length: u64) -> IoBuf<'_> {
+        Guest::memory(&*self.memory, page, length)
+    }
+
+    fn is_zero(&self, page: PageRef) -> bool {
+        self.memory.is_zero(page)
+    }
+
+    fn device_state(&self) -> Result<Vec<u8>> {
+        Guest::device_state(&*self.memory)
+    }
+}
+
+/// Runs of pages of a block, ascending and apart, of at least the lengths that packets have.
+fn runs(rng: &mut Rng, pages: u64) -> Vec<Range<u64>> {
+    let (mut runs, mut page) = (Vec::new(), rng.u64(0..4));
+    while page < pages {
+        let end = (page + rng.u64(1..200)).min(pages);
+        runs.push(page * PAGE as u64..end * PAGE as u64);
+        page = end + rng.u64(1..300);
+    }
+    runs
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    /// The destination has mapped what the guest is based on.
+    #[test]
+    fn only_the_difference_of_present_blocks_is_sent(mask in 0..16_usize, lanes in 0..3_usize, seed: u64) {
+        let (memory, _) = Writer::guest(MACHINES[0], &BLOCKS, seed);
+        let (mut rng, present, sink) = (Rng::with_seed(seed), chosen(mask), Recording::new(MACHINES[0]));
+        let mut expected = BTreeSet::new();
+        let mut guest = Based { memory: Arc::clone(&memory), written: Vec::new() };
+        for (index, (name, pages)) in BLOCKS.iter().enumerate() {
+            let is_present = present.contains(name);
+            let mut content = vec![0; *pages as usize * PAGE];
+            memory.read(at(index, 0), &mut content);
+            let written = runs(&mut rng, *pages);
+            if is_present {
+                // The image, before the guest wrote.
+                sink.memory.write(at(index, 0), &content);
+                for run in &written {
+                    let new: Vec<u8> = (run.start..run.end).map(|_| rng.u8(..)).collect();
+                    memory.write(at(index, run.start), &new);
+                }
+            }
+            let all = std::slice::from_ref(&(0..pages * PAGE as u64)).to_vec();
+            for run in if is_present { &written } else { &all } {
+                expected.extend(run.clone().step_by(PAGE).map(|offset| (index as u32, offset)));
+            }
+            guest.written.push(written);
+        }
+        let guest = Arc::new(guest);
+        let sent = Arc::new(GuestWithPresentBlocks::new(Arc::clone(&guest), present).unwrap());
+        migrate_over(vec![link(Kind::Unix, lanes)], &sent, &sink, options(), &Arc::default()).expect_success();
+        prop_assert!(*sink.pages.lock().unwrap() == expected);
+        prop_assert_eq!(difference_outside(&[], &memory, &sink.memory), None);
     }
 }
 

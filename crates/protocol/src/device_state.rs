@@ -14,14 +14,15 @@
 //! state can make its tail look complete where the bytes so far end with it. It harms itself only.
 
 use alloc::borrow::Cow;
-use alloc::format;
 use alloc::string::{String, ToString};
 use alloc::vec::Vec;
 use core::fmt;
 
 use serde::de::{self, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
+use serde_json::json;
 
+use crate::configuration::decode_header;
 use crate::limits;
 use crate::ram::PAGE_SIZE;
 use crate::section::{SectionHeader, SectionType, put_footer};
@@ -68,6 +69,26 @@ impl DeviceState {
         let mut collector = Collector::default();
         collector.push(bytes)?;
         collector.complete()?.ok_or_else(|| collector.truncated())
+    }
+
+    /// The state in a file of QEMU's `xen-save-devices-state`: a stream's header, the sections and EOF, without a description.
+    /// The one that is added lists those devices of `known`, a state of the same guest, that the file has.
+    ///
+    /// # Errors
+    /// The file is truncated, or has another format.
+    pub fn of_saved(file: &[u8], known: &Self) -> Result<Self> {
+        let truncated = InvalidMessage::Truncated { what: "the saved device state" };
+        let mut input = Reader::new(file);
+        decode_header(&mut input)?.ok_or_else(|| truncated.clone())?;
+        let sections = file[input.position()..].strip_suffix(&[SectionType::Eof as u8]).ok_or(truncated)?;
+        let mut devices: Vec<DeviceSection> = Vec::with_capacity(known.devices.len());
+        for DeviceSection { name, instance, .. } in &known.devices {
+            let entry = ListedDevice { name: name.into(), instance_id: *instance };
+            devices.extend(locate(sections, devices.last(), &entry));
+        }
+        let mut bytes = sections.to_vec();
+        put_description(&mut bytes, devices.iter().map(|device| (device.name.as_str(), device.instance)));
+        Self::parse(&bytes)
     }
 
     /// The sections, EOF and the description, as received.
@@ -127,23 +148,26 @@ impl DeviceState {
 /// QEMU's. Their instance is 0; a destination distinguishes them by their names.
 ///
 /// # Panics
-/// If a name is longer than 255 bytes, or needs escapes in JSON.
+/// If a name is longer than 255 bytes.
 pub fn encode(devices: &[(&str, u32, &[u8])]) -> Vec<u8> {
-    let (mut bytes, mut listed) = (Vec::new(), String::new());
+    let mut bytes = Vec::new();
     for (id, &(name, version, content)) in (FIRST_SECTION_ID..).zip(devices) {
-        let is_plain = |c: char| !c.is_control() && c != '"' && c != '\\';
-        assert!(name.chars().all(is_plain), "{name:?} needs escapes in JSON");
         SectionHeader { id, name: name.into(), instance: 0, version }.encode(SectionType::Full, &mut bytes);
         bytes.extend_from_slice(content);
         put_footer(&mut bytes, id);
-        let comma = if listed.is_empty() { "" } else { "," };
-        listed.push_str(&format!(r#"{comma}{{"name":"{name}","instance_id":0}}"#));
     }
-    let description = format!(r#"{{"page_size":{PAGE_SIZE},"devices":[{listed}]}}"#);
-    bytes.extend_from_slice(&TAIL_HEAD);
-    put32(&mut bytes, u32::try_from(description.len()).expect("a line for each device"));
-    bytes.extend_from_slice(description.as_bytes());
+    put_description(&mut bytes, devices.iter().map(|(name, ..)| (*name, 0)));
     bytes
+}
+
+/// Appends EOF and a description of these devices, by name and instance.
+fn put_description<'a>(bytes: &mut Vec<u8>, devices: impl Iterator<Item = (&'a str, u32)>) {
+    let listed: Vec<_> =
+        devices.map(|(name, instance)| json!({ "name": name, "instance_id": instance })).collect();
+    let description = json!({ "page_size": PAGE_SIZE, "devices": listed }).to_string();
+    bytes.extend_from_slice(&TAIL_HEAD);
+    put32(bytes, u32::try_from(description.len()).expect("a line for each device"));
+    bytes.extend_from_slice(description.as_bytes());
 }
 
 /// Gathers the tail as it comes.

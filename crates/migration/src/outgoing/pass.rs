@@ -1,8 +1,9 @@
 //! One pass over the memory, in units that lanes take one by one.
 
+use std::ops::Range;
 use std::sync::Mutex;
 
-use towline_protocol::{BlockIndex, PageRef, RamBlock};
+use towline_protocol::{BlockIndex, PageRef};
 
 use crate::lock::lock;
 use crate::{Guest, Result};
@@ -41,11 +42,17 @@ impl Position {
 impl Pass {
     /// All memory that the destination does not have.
     pub(crate) fn full(guest: &dyn Guest) -> Self {
-        let whole = |(index, ram): (usize, &RamBlock)| {
-            let block = BlockIndex(u32::try_from(index).expect("bounded by BLOCKS_MAX"));
-            (!guest.is_present(block)).then_some((PageRef { block, offset: 0 }, ram.length))
-        };
-        Self { runs: guest.blocks().iter().enumerate().filter_map(whole).collect(), next: Mutex::default() }
+        let mut runs = Vec::new();
+        for (block, ram) in (0..).map(BlockIndex).zip(guest.blocks()) {
+            if guest.is_present(block) {
+                let run =
+                    |range: &Range<u64>| (PageRef { block, offset: range.start }, range.end - range.start);
+                runs.extend(guest.difference(block).iter().map(run));
+            } else {
+                runs.push((PageRef { block, offset: 0 }, ram.length));
+            }
+        }
+        Self { runs, next: Mutex::default() }
     }
 
     /// The pages that the guest wrote since the last harvest, but for memory that the destination has.

@@ -1,8 +1,11 @@
-//! Pages of this process that were written since they were protected: the ioctl `PAGEMAP_SCAN`.
+//! Pages of a process by their state: the ioctl `PAGEMAP_SCAN`.
 //!
 //! ```text
 //!   start ├──────────┤ step ├──────────┤ …  end        one ioctl finds and protects, up to REGIONS_MAX runs at once
 //! ```
+//!
+//! Pages of this process are found that were written since they were protected, pages of any process that are
+//! no longer those of the file that they were mapped from.
 //!
 //! The kernel finds a written page and protects it again in one step, under the lock of its page table, and
 //! no CPU has a stale writable translation when the call returns: a write is either before it and reported,
@@ -13,14 +16,13 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
+use std::path::Path;
 
 use linux_raw_sys::general::{
-    PAGE_IS_PRESENT, PAGE_IS_SWAPPED, PAGE_IS_WRITTEN, PM_SCAN_CHECK_WPASYNC, PM_SCAN_WP_MATCHING,
-    page_region, pm_scan_arg,
+    PAGE_IS_FILE, PAGE_IS_PRESENT, PAGE_IS_SWAPPED, PAGE_IS_WRITTEN, PM_SCAN_CHECK_WPASYNC,
+    PM_SCAN_WP_MATCHING, page_region, pm_scan_arg,
 };
 use rustix::ioctl::opcode;
-
-use super::Span;
 
 /// `_IOWR('f', 16, struct pm_scan_arg)`.
 const PAGEMAP_SCAN: u32 = opcode::read_write::<pm_scan_arg>(b'f', 16);
@@ -53,34 +55,36 @@ pub(crate) enum PageSelection {
     Written,
     /// Pages that exist; nothing is changed.
     There,
+    /// Pages of a private mapping of a file that exist and are not the file's: the process has written them.
+    /// Nothing is changed.
+    Private,
 }
 
-/// The pagemap of this process.
+/// The pagemap of a process.
 #[derive(Debug)]
 pub(crate) struct Pagemap {
     file: File,
 }
 
 impl Pagemap {
-    pub(crate) fn open() -> io::Result<Self> {
-        Ok(Self { file: File::open("/proc/self/pagemap")? })
+    /// Opens that of the process with this directory in `/proc`.
+    pub(crate) fn open(process: &Path) -> io::Result<Self> {
+        Ok(Self { file: File::open(process.join("pagemap"))? })
     }
 
-    /// Finds the selected pages of `length` bytes from `offset` on and reports each run of them, its offset
-    /// in the span and its length, in ascending order.
+    /// Finds the selected pages in a range of the memory from `base` on, and reports each run of them, its
+    /// offset from `base` and its length, in ascending order.
     ///
     /// # Errors
     /// `ENOTTY`: the kernel lacks the call; `EPERM`: the memory is not registered for asynchronous write
     /// protection; no memory. Some runs may be lost then.
     pub(crate) fn find(
         &self,
-        span: &Span<'_>,
+        base: usize,
         range: Range<usize>,
         which: PageSelection,
         report: &mut dyn FnMut(usize, usize),
     ) -> io::Result<()> {
-        assert!(range.start <= range.end && range.end <= span.length(), "not within the span");
-        let base = span.address();
         let (mut start, end) = (base + range.start, base + range.end);
         let nothing = page_region { start: 0, end: 0, categories: 0 };
         let mut regions = vec![nothing; REGIONS_MAX];
@@ -109,26 +113,28 @@ impl Pagemap {
         regions: &mut [page_region],
     ) -> io::Result<(usize, usize)> {
         let there = PAGE_IS_PRESENT | PAGE_IS_SWAPPED;
-        let (mask, any_of) = match which {
-            PageSelection::WrittenThere => (PAGE_IS_WRITTEN, there),
-            PageSelection::Written => (PAGE_IS_WRITTEN, 0),
-            PageSelection::There => (0, there),
+        let (mask, inverted, any_of) = match which {
+            PageSelection::WrittenThere => (PAGE_IS_WRITTEN, 0, there),
+            PageSelection::Written => (PAGE_IS_WRITTEN, 0, 0),
+            PageSelection::There => (0, 0, there),
+            PageSelection::Private => (PAGE_IS_FILE, PAGE_IS_FILE, there),
         };
+        let is_protected = matches!(which, PageSelection::WrittenThere | PageSelection::Written);
         let protect = PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC;
         let mut argument = pm_scan_arg {
             size: size_of::<pm_scan_arg>() as u64,
-            flags: if which == PageSelection::There { 0 } else { protect.into() },
+            flags: if is_protected { protect.into() } else { 0 },
             start: start as u64,
             end: end as u64,
             walk_end: 0,
             vec: regions.as_mut_ptr() as u64,
             vec_len: regions.len() as u64,
             max_pages: 0,
-            category_inverted: 0,
+            category_inverted: inverted.into(),
             category_mask: mask.into(),
             category_anyof_mask: any_of.into(),
             // Runs consist of selected pages; other flags would only split them.
-            return_mask: (mask | if mask == 0 { any_of } else { 0 }).into(),
+            return_mask: if is_protected { mask.into() } else { 0 },
         };
         // SAFETY: PAGEMAP_SCAN reads and writes one `pm_scan_arg` and at most `vec_len` regions at `vec`,
         // both of which live until it returns; asynchronous write protection changes nothing that a program

@@ -57,18 +57,31 @@ impl RamMapping {
         Self::map(length, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | huge, None)
     }
 
+    /// `length` bytes of a file from `offset` on, both multiples of the page size, copied where they are
+    /// written.
+    ///
+    /// # Errors
+    /// As [`Self::shared`].
+    pub fn copy_on_write(file: BorrowedFd<'_>, offset: u64, length: usize) -> io::Result<Self> {
+        Self::of_file(file, offset, length, libc::MAP_PRIVATE)
+    }
+
     /// `length` bytes of a file or memfd from `offset` on, both multiples of the page size, shared with other
     /// mappings of it.
     ///
     /// # Errors
     /// The file is shorter than that, or cannot be mapped.
     pub fn shared(file: BorrowedFd<'_>, offset: u64, length: usize) -> io::Result<Self> {
+        Self::of_file(file, offset, length, libc::MAP_SHARED)
+    }
+
+    fn of_file(file: BorrowedFd<'_>, offset: u64, length: usize, flags: i32) -> io::Result<Self> {
         let end = u64::try_from(length).ok().and_then(|length| offset.checked_add(length));
         let file_length = std::fs::File::from(file.try_clone_to_owned()?).metadata()?.len();
         if end.is_none_or(|end| end > file_length) {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        Self::map(length, libc::MAP_SHARED, Some((file, offset)))
+        Self::map(length, flags, Some((file, offset)))
     }
 
     fn map(length: usize, flags: i32, file: Option<(BorrowedFd<'_>, u64)>) -> io::Result<Self> {

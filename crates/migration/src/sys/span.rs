@@ -177,7 +177,7 @@ impl<'a> Span<'a> {
     ///
     /// # Panics
     /// If it is not within the span. Offsets from a peer are checked against the block list before.
-    fn at(&self, offset: usize, length: usize) -> *mut u8 {
+    pub(super) fn at(&self, offset: usize, length: usize) -> *mut u8 {
         let end = offset.checked_add(length);
         assert!(
             end.is_some_and(|end| end <= self.length),

@@ -13,6 +13,7 @@
 //! Needs Linux 6.7, no privilege. The mapping must not change while it is tracked.
 
 use std::io;
+use std::path::Path;
 use std::sync::Mutex;
 
 use towline_protocol::{BlockIndex, PageRef};
@@ -52,7 +53,7 @@ impl WriteProtect {
     /// [`TrackerError::Unsupported`], [`TrackerError::NotPermitted`].
     pub fn new() -> Result<Self, TrackerError> {
         let takes_shared = false;
-        let pagemap = Pagemap::open()
+        let pagemap = Pagemap::open(Path::new("/proc/self"))
             .map_err(|source| TrackerError::NotPermitted { what: "/proc/self/pagemap", source })?;
         let this = Self { takes_shared, pagemap, watch: Mutex::new(None) };
         this.try_out()?;
@@ -73,7 +74,8 @@ impl WriteProtect {
         let page = crate::sys::RamMapping::anonymous(4096).map_err(refused("mmap"))?;
         let userfault = Userfault::open().map_err(refused("userfaultfd (UFFD_FEATURE_WP_ASYNC)"))?;
         userfault.register(&page.span()).map_err(refused("userfaultfd (UFFDIO_REGISTER)"))?;
-        let scanned = self.pagemap.find(&page.span(), 0..4096, PageSelection::WrittenThere, &mut |_, _| {});
+        let scanned =
+            self.pagemap.find(page.span().address(), 0..4096, PageSelection::WrittenThere, &mut |_, _| {});
         scanned.map_err(refused("PAGEMAP_SCAN"))
     }
 
@@ -104,7 +106,7 @@ impl WriteProtect {
             reported = offset + length;
             report(offset, length);
         };
-        let found = self.pagemap.find(block.span, 0..block.span.length(), which, &mut note);
+        let found = self.pagemap.find(block.span.address(), 0..block.span.length(), which, &mut note);
         found.map_err(|source| TrackerError::Scan { block: block.number, offset: reported, source })
     }
 

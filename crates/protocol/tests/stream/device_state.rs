@@ -240,3 +240,23 @@ fn encoded_sections_are_read_back() {
         assert_eq!(found.collect::<Vec<_>>(), sections[..count]);
     }
 }
+
+/// `xen-save-devices-state` writes a stream's header, the sections and EOF.
+#[test]
+fn a_saved_state_is_described_by_the_devices_of_its_guest() {
+    let known = recorded("precopy-10.0");
+    let file = [&b"QEVM\0\0\0\x03"[..], known.sections(), &[0]].concat();
+    let saved = DeviceState::of_saved(&file, &known).unwrap();
+    assert_eq!(saved.sections(), known.sections());
+    assert_eq!(saved.devices(), known.devices());
+    // A device that was unplugged since is not in it.
+    let few = DeviceState::parse(&device_state::encode(&[("a", 1, b"1"), ("c", 1, b"3")])).unwrap();
+    let more =
+        DeviceState::parse(&device_state::encode(&[("a", 1, b"0"), ("b", 1, b"2"), ("c", 1, b"0")])).unwrap();
+    let file = [&b"QEVM\0\0\0\x03"[..], few.sections(), &[0]].concat();
+    let saved = DeviceState::of_saved(&file, &more).unwrap();
+    assert_eq!((saved.sections(), saved.devices()), (few.sections(), few.devices()));
+    for wrong in [&file[..file.len() - 1], &file[..5], b"QEVM\0\0\0\x02\0", b""] {
+        DeviceState::of_saved(wrong, &more).unwrap_err();
+    }
+}
