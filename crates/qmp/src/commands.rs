@@ -24,8 +24,8 @@ pub use migration_settings::{
 };
 pub use state::{
     BlockDevice, BlockImage, BlockInserted, Cont, CpuFast, HumanMonitorCommand, Memdev, QomGet, QueryBlock,
-    QueryCpusFast, QueryMemdev, QueryStatus, QueryUuid, QueryVersion, Quit, RunState, Status, Stop, Uuid,
-    Version, VersionTriple,
+    QueryCpusFast, QueryMemdev, QueryStatus, QueryUuid, QueryVersion, Quit, RunState, SetLink, Status, Stop,
+    Transaction, TransactionAction, Uuid, Version, VersionTriple, XenSaveDevicesState,
 };
 
 /// Reply of commands that return no data.

@@ -84,6 +84,16 @@ command!(Stop, "stop", Empty);
 pub struct Cont;
 command!(Cont, "cont", Empty);
 
+/// `xen-save-devices-state`: writes the state of the devices of a stopped guest, without its memory, to a file.
+#[derive(Clone, Debug, Serialize)]
+pub struct XenSaveDevicesState {
+    /// The file, which is created or truncated.
+    pub filename: String,
+    /// False: the drives of a stopped guest stay active.
+    pub live: bool,
+}
+command!(XenSaveDevicesState, "xen-save-devices-state", Empty);
+
 /// `quit`: terminates QEMU.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Quit;
@@ -163,6 +173,45 @@ pub struct CpuFast {
     /// Keys without a field.
     #[serde(flatten)]
     pub other: Map<String, Value>,
+}
+
+/// `set_link`: the link of a network card.
+#[derive(Clone, Debug, Serialize)]
+pub struct SetLink {
+    /// Id of the card or of its network.
+    pub name: String,
+    /// True: up.
+    pub up: bool,
+}
+command!(SetLink, "set_link", Empty);
+
+/// `transaction`: all of the actions, or none.
+#[derive(Clone, Debug, Serialize)]
+pub struct Transaction {
+    /// The actions.
+    pub actions: Vec<TransactionAction>,
+}
+command!(Transaction, "transaction", Empty);
+
+/// An action of a transaction.
+#[derive(Clone, Debug, Serialize)]
+#[serde(tag = "type", content = "data", rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum TransactionAction {
+    /// A drive continues in a file that exists, with the file that it had as its backing file.
+    #[serde(rename_all = "kebab-case")]
+    BlockdevSnapshotSync {
+        /// The node that the drive's device uses.
+        node_name: String,
+        /// Name of the new node, unique in QEMU.
+        snapshot_node_name: String,
+        /// The file.
+        snapshot_file: String,
+        /// Format of the file.
+        format: String,
+        /// `existing`: the file is opened, not created.
+        mode: String,
+    },
 }
 
 /// `query-block`.
