@@ -16,7 +16,8 @@ use std::path::{Path, PathBuf};
 
 use schemars::JsonSchema;
 use serde::Serialize;
-use towline_protocol::RamBlock;
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::chain::{LAYERS_MAX, LayerChain, check_blocks, resolve_base};
 use crate::checksum::{CHUNK_BYTES, ChunkHash};
@@ -133,6 +134,18 @@ impl BaseImage {
         let chain = LayerChain::open(&resolve_base(&self.image_path, &self.reference));
         let manifest = chain.ok().and_then(|chain| chain.top().manifest.as_ref().map(Manifest::content));
         manifest == Some(self.reference.content)
+    }
+
+    /// Hash of a chunk of the base.
+    pub(crate) fn chunk_hash(&self, block: BlockIndex, chunk: usize) -> ChunkHash {
+        let manifest = self.chain.top().manifest.as_ref().expect("checked by `open`");
+        manifest.chunk_hash(block, chunk)
+    }
+
+    /// Returns true if a page of the base has content.
+    pub(crate) fn has_content(&self, page: PageRef) -> bool {
+        let bit = page.offset / PAGE_SIZE;
+        self.chain.top().word(page.block, bit / 64) >> (bit % 64) & 1 == 1
     }
 
     /// Entry for the image's manifest.

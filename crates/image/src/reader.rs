@@ -11,6 +11,7 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -39,6 +40,16 @@ pub struct Image {
     chain: LayerChain,
     verify: bool,
     verified: Verified,
+    /// Of an incremental image.
+    whole: Option<WholeBase>,
+}
+
+/// The whole image at the end of a chain, which a guest can map.
+#[derive(Debug)]
+struct WholeBase {
+    image: Box<Image>,
+    /// Ranges of each block whose chunks differ from it.
+    difference: Vec<Vec<Range<u64>>>,
 }
 
 /// Numbers of pages of a block.
@@ -75,7 +86,17 @@ impl Image {
     pub fn open(path: &Path) -> Result<Self> {
         let chain = LayerChain::open(path)?;
         let verified = Verified::new(&chain.top().blocks);
-        Ok(Self { chain, verify: false, verified })
+        let whole = match chain.layers() {
+            [_] => None,
+            [top, .., last] => Some(WholeBase::open(top, &last.path)?),
+            [] => unreachable!("a chain has a layer"),
+        };
+        Ok(Self { chain, verify: false, verified, whole })
+    }
+
+    /// The whole image that the guest is but for its [`Guest::difference`]: this one, or the last of its chain.
+    pub fn whole(&self) -> &Self {
+        self.whole.as_ref().map_or(self, |whole| &whole.image)
     }
 
     /// Verifies page bitmaps, page counts and device state now, and every chunk before it is first sent.
@@ -306,6 +327,32 @@ impl Image {
     }
 }
 
+impl WholeBase {
+    fn open(top: &Layer, path: &Path) -> Result<Self> {
+        let image = Box::new(Image::open(path)?);
+        let differs = |block: BlockIndex, chunk: usize| {
+            let hash =
+                |manifest: Option<&Manifest>| manifest.map(|manifest| manifest.chunk_hash(block, chunk));
+            let (here, there) = (hash(top.manifest.as_ref()), hash(image.manifest()));
+            here.is_none() || here != there
+        };
+        let ranges = |(block, ram): (BlockIndex, &RamBlock)| {
+            let mut ranges = Vec::<Range<u64>>::new();
+            for (chunk, start) in (0..ram.length).step_by(CHUNK_BYTES as usize).enumerate() {
+                let end = (start + CHUNK_BYTES).min(ram.length);
+                match ranges.last_mut() {
+                    _ if !differs(block, chunk) => {}
+                    Some(last) if last.end == start => last.end = end,
+                    _ => ranges.push(start..end),
+                }
+            }
+            ranges
+        };
+        let difference = (0..).map(BlockIndex).zip(&top.blocks).map(ranges).collect();
+        Ok(Self { image, difference })
+    }
+}
+
 impl Guest for Image {
     fn configuration(&self) -> &Configuration {
         &self.top().configuration
@@ -317,6 +364,10 @@ impl Guest for Image {
 
     fn ram_section_id(&self) -> u32 {
         self.top().section_id
+    }
+
+    fn difference(&self, block: BlockIndex) -> &[Range<u64>] {
+        self.whole.as_ref().map_or(&[], |whole| &whole.difference[block.index()])
     }
 
     fn extent(&self, page: PageRef) -> Extent {

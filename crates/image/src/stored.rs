@@ -12,6 +12,11 @@ pub trait StoredGuest: Guest {
     /// Name of the guest as given, for messages.
     fn name(&self) -> String;
 
+    /// The guest as the source of a copy, for people.
+    fn described(&self) -> String {
+        format!("image {}", self.name())
+    }
+
     /// Device state, which is loaded already.
     fn devices(&self) -> &DeviceState;
 
@@ -23,6 +28,11 @@ pub trait StoredGuest: Guest {
     /// The image if it is a file of this host, or a chain of files.
     fn image(&self) -> Option<&Image> {
         None
+    }
+
+    /// The image that a destination may have mapped: the guest is that image, but for [`Guest::difference`].
+    fn base(&self) -> Option<&Image> {
+        self.image().map(Image::whole)
     }
 
     /// Checks that no file was truncated since it was opened.

@@ -20,6 +20,7 @@
 //! I/O and short runs are written through the page cache.
 
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -47,6 +48,8 @@ use crate::sidecar::{self, ManifestName, StagedManifest};
 use crate::write_back::WriteBack;
 use crate::{Error, Result};
 
+mod partial;
+
 /// Minimum length of runs that are written past the page cache: below it, a device's latency costs more than
 /// the copy.
 const DIRECT_BYTES_MIN: usize = 64 << 10;
@@ -66,6 +69,8 @@ pub struct ImageWriter {
     /// `None` for a whole image.
     base: Option<BaseImage>,
     increment: OnceLock<Increment>,
+    /// Ranges of each block that arrive; unset: all of the guest.
+    arriving: OnceLock<Vec<Vec<Range<u64>>>>,
     /// `None` once it is published.
     file: RwLock<Option<AtomicFile>>,
     direct: AtomicBool,
@@ -123,6 +128,7 @@ impl ImageWriter {
             origin,
             base: None,
             increment: OnceLock::new(),
+            arriving: OnceLock::new(),
             file: RwLock::new(Some(file)),
             direct,
             configuration: OnceLock::new(),
@@ -314,16 +320,22 @@ impl ImageWriter {
     }
 
     /// The base if the image is incremental and the base has not changed.
-    fn unchanged_base(&self) -> Option<&BaseImage> {
-        let base = self.base.as_ref()?;
+    ///
+    /// # Errors
+    /// [`Error::BaseChanged`]: what did not arrive was in the base.
+    fn unchanged_base(&self) -> Result<Option<&BaseImage>> {
+        let Some(base) = &self.base else { return Ok(None) };
         if base.is_unchanged() {
-            return Some(base);
+            return Ok(Some(base));
+        }
+        if self.arriving.get().is_some() {
+            return Err(Error::BaseChanged { path: self.path.clone(), base: base.path().into() });
         }
         let (path, base) = (self.path.display(), base.path().display());
         self.notice(format!(
             "{base} was replaced, changed or moved while {path} was stored, so {path} is a whole image that needs no base"
         ));
-        None
+        Ok(None)
     }
 
     /// Makes memory and device state durable, without the parts that only readers of the image need, because
@@ -355,7 +367,7 @@ impl ImageWriter {
         let device_state = lock(&self.complete).take();
         let device_state = device_state.ok_or_else(|| self.order_error("the image was not committed"))?;
         let hashes = self.hashes(layout)?;
-        let base = self.unchanged_base();
+        let base = self.unchanged_base()?;
         let (frame, kind) = match (base, &self.base) {
             (Some(base), _) => {
                 self.punch_unchanged(base, layout, &hashes)?;
@@ -434,8 +446,10 @@ impl Sink for ImageWriter {
     fn blocks(&self, blocks: &[RamBlock]) -> towline_migration::Result<()> {
         let layout = self.plan_layout(blocks).map_err(towline_migration::Error::guest)?;
         let budget = OpenBudget::default();
-        *lock_exclusive(&self.hashers) =
+        let hashers: Vec<_> =
             blocks.iter().map(|block| BlockHasher::with_budget(block.length, budget.clone())).collect();
+        self.take_from_base(&layout, &hashers);
+        *lock_exclusive(&self.hashers) = hashers;
         self.layout.get_or_init(|| layout);
         Ok(())
     }

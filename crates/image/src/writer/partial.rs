@@ -1,0 +1,122 @@
+//! Storing a guest of which most is known to be in the new image's base, so that it need not arrive.
+//!
+//! The guest runs on an image, whose chunks have checksums, and has written some pages. A chunk without such a page has the image's
+//! checksum. If the base's chunk has the same, it is the base's:
+//!
+//! ```text
+//!   the guest's image    h0  h1  h2  h3  h4
+//!   written pages            ▓       ▓
+//!   the new image's base h0  h1  x2  h3  h4     ─► chunks 1, 2 and 3 arrive, whole; 0 and 4 are the base's
+//! ```
+
+use std::ops::Range;
+
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::{BlockIndex, PageRef, RamBlock};
+
+use super::{ImageLayout, ImageWriter};
+use crate::base_image::BaseImage;
+use crate::checksum::{BlockHasher, CHUNK_BYTES, chunk_count};
+use crate::{Image, Result};
+
+/// Ranges of a block that arrive: whole chunks, in ascending order.
+type ArrivingRanges = Vec<Range<u64>>;
+
+impl ImageWriter {
+    /// Expects a guest that is `image` but for a `difference`: ascending ranges of each block. Returns the ranges of each block that must
+    /// arrive; the others are the base's. `None`: all of it must, since this image has no base, or `image` no checksums.
+    ///
+    /// Called before the block list arrives.
+    ///
+    /// # Errors
+    /// The guest's blocks are not the base's.
+    pub fn expect_difference<'a>(
+        &self,
+        image: &Image,
+        difference: impl Fn(BlockIndex) -> &'a [Range<u64>],
+    ) -> Result<Option<Vec<ArrivingRanges>>> {
+        let (Some(base), Some(manifest)) = (&self.base, image.manifest()) else { return Ok(None) };
+        base.check(&self.path, image.ram_blocks())?;
+        let arriving = |(block, ram): (BlockIndex, &RamBlock)| {
+            let is_in_base = |chunk: u64| {
+                let index = usize::try_from(chunk).expect("a block's chunks are counted in memory");
+                manifest.chunk_hash(block, index) == base.chunk_hash(block, index)
+            };
+            arriving(ram.length, difference(block), is_in_base)
+        };
+        let ranges: Vec<_> = (0..).map(BlockIndex).zip(image.ram_blocks()).map(arriving).collect();
+        Ok(Some(self.arriving.get_or_init(|| ranges).clone()))
+    }
+
+    /// Takes what does not arrive from the base: its checksums, and which of its pages have content.
+    pub(super) fn take_from_base(&self, layout: &ImageLayout, hashers: &[BlockHasher]) {
+        let (Some(base), Some(arriving)) = (&self.base, self.arriving.get()) else { return };
+        for (block, hasher) in (0..).map(BlockIndex).zip(hashers) {
+            take_block(base, block, layout, hasher, &arriving[block.index()]);
+        }
+    }
+}
+
+fn take_block(
+    base: &BaseImage,
+    block: BlockIndex,
+    layout: &ImageLayout,
+    hasher: &BlockHasher,
+    arriving: &[Range<u64>],
+) {
+    let (length, bitmap) = (layout.frame.blocks()[block.index()].length, &layout.bitmaps[block.index()]);
+    for chunk in 0..chunk_count(length) {
+        let start = chunk * CHUNK_BYTES;
+        if overlaps(arriving, &(start..start + 1)) {
+            continue;
+        }
+        let index = usize::try_from(chunk).expect("a block's chunks are counted in memory");
+        hasher.set_known(index, base.chunk_hash(block, index));
+        for offset in (start..(start + CHUNK_BYTES).min(length)).step_by(PAGE_SIZE as usize) {
+            if base.has_content(PageRef { block, offset }) {
+                bitmap.set(offset / PAGE_SIZE);
+            }
+        }
+    }
+}
+
+/// The chunks of a block that arrive.
+fn arriving(length: u64, difference: &[Range<u64>], is_in_base: impl Fn(u64) -> bool) -> ArrivingRanges {
+    let mut ranges = ArrivingRanges::new();
+    for chunk in 0..chunk_count(length) {
+        let range = chunk * CHUNK_BYTES..((chunk + 1) * CHUNK_BYTES).min(length);
+        if is_in_base(chunk) && !overlaps(difference, &range) {
+            continue;
+        }
+        match ranges.last_mut().filter(|last| last.end == range.start) {
+            Some(last) => last.end = range.end,
+            None => ranges.push(range),
+        }
+    }
+    ranges
+}
+
+fn overlaps(ascending: &[Range<u64>], range: &Range<u64>) -> bool {
+    let first = ascending.partition_point(|other| other.end <= range.start);
+    ascending.get(first).is_some_and(|other| other.start < range.end)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_that_may_differ_arrive_whole() {
+        const C: u64 = CHUNK_BYTES;
+        let arriving = |difference: &[(u64, u64)], in_base: &[u64]| {
+            let difference: Vec<_> = difference.iter().map(|&(start, end)| start..end).collect();
+            let ranges = arriving(4 * C + PAGE_SIZE, &difference, |chunk| in_base.contains(&chunk));
+            ranges.into_iter().map(|range| (range.start, range.end)).collect::<Vec<_>>()
+        };
+        assert_eq!(arriving(&[], &[0, 1, 2, 3, 4]), []);
+        assert_eq!(arriving(&[(C + PAGE_SIZE, C + 2 * PAGE_SIZE)], &[0, 1, 2, 3, 4]), [(C, 2 * C)]);
+        let split = [(C, 4 * C - PAGE_SIZE), (4 * C, 4 * C + PAGE_SIZE)];
+        assert_eq!(arriving(&split, &[0, 1, 2, 3, 4]), [(C, 4 * C + PAGE_SIZE)]);
+        assert_eq!(arriving(&[(0, C)], &[0, 1, 3, 4]), [(0, C), (2 * C, 3 * C)]);
+    }
+}
