@@ -26,6 +26,10 @@ use crate::policy::AllowedCommandLine;
 use crate::runtime::GuestName;
 use crate::settings::addresses;
 
+mod current;
+
+pub use current::DriveFiles;
+
 /// Required free space for each overlay in bytes.
 const ROOM_BYTES: u64 = 64 << 20;
 /// Drivers of nodes that are the file of a format node.
@@ -289,26 +293,14 @@ fn replace_disks(
         let overlay = Overlay {
             path: plan.directory.join(format!("{}.{}.qcow2", plan.guest, file_part(&setting))),
             base: absolute(&disk.file, plan.working_directory),
-            format: disk.format,
+            format: disk.format.clone(),
             setting,
         };
         let path = overlay.path.to_str().ok_or_else(|| OverlayError::Directory {
             path: plan.directory.to_owned(),
             source: io::Error::new(io::ErrorKind::InvalidInput, "its path is not UTF-8"),
         })?;
-        let options = command_line.options_mut();
-        if let Some(properties) = options[index].properties_mut() {
-            properties.remove("backing");
-            properties.remove(disk.format_alias);
-            properties.set(disk.format_key, "qcow2");
-        }
-        if let Some(properties) = options[disk.file_option].properties_mut() {
-            properties.set(disk.file_key, path);
-            // The overlay is a regular file for any kind of disk.
-            if properties.value(disk.driver_key).is_some() {
-                properties.set(disk.driver_key, "file");
-            }
-        }
+        disk.redirect(command_line, index, path, "qcow2");
         overlays.push(overlay);
     }
     for (index, setting) in settings.iter().enumerate().filter(|(index, _)| !files.contains(index)) {
@@ -370,6 +362,23 @@ struct Disk {
 }
 
 impl Disk {
+    /// Has it use another file, for the option at `index`, whose disk it is.
+    fn redirect(&self, line: &mut CommandLine, index: usize, file: &str, format: &str) {
+        let options = line.options_mut();
+        if let Some(properties) = options[index].properties_mut() {
+            properties.remove("backing");
+            properties.remove(self.format_alias);
+            properties.set(self.format_key, format);
+        }
+        if let Some(properties) = options[self.file_option].properties_mut() {
+            properties.set(self.file_key, file);
+            // An overlay is a regular file for any kind of disk.
+            if properties.value(self.driver_key).is_some() {
+                properties.set(self.driver_key, "file");
+            }
+        }
+    }
+
     fn of(line: &CommandLine, index: usize, setting: &str) -> Result<Option<Self>, OverlayError> {
         let option = &line.options()[index];
         match (option.name.as_str(), option.properties()) {

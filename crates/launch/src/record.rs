@@ -10,6 +10,9 @@
 //! Secrets are left out, and the settings that supply them are named in `left-out`: `data` of a `secret`,
 //! passwords and keys of any option, URLs with credentials, `string` of `-fw_cfg` and `value` of `-smbios
 //! type=11`, which often contain a guest's first credentials. Paths of keys and certificates are not secret.
+//! Memory that is a private mapping of a file that QEMU cannot write, as [`MappedMemory`](crate::MappedMemory) has it, is recorded as
+//! memory alone: the file is where that guest came from, not a part of the next one.
+//!
 //! `-append` is recorded: the image holds it anyway, in the guest's memory.
 
 use serde::{Deserialize, Serialize};
@@ -52,7 +55,9 @@ impl CommandLine {
     /// # Errors
     /// [`ParseError::TooManyLeftOut`].
     pub fn record(&self) -> Result<Recorded, ParseError> {
-        self.without_process_options().without_secrets()
+        let mut guest = self.without_process_options();
+        guest.options_mut().iter_mut().for_each(forget_image);
+        guest.without_secrets()
     }
 
     /// Returns it without secrets.
@@ -206,6 +211,17 @@ fn is_redactable(key: &str) -> bool {
         (Syntax::Text | Syntax::Global, rest) => rest.is_none_or(|number| number.parse::<usize>().is_ok()),
         _ => false,
     }
+}
+
+/// Turns a private mapping of a read-only file into memory of the same size.
+fn forget_image(option: &mut QemuOption) {
+    let Some(properties) = option.properties_mut() else { return };
+    let is_file = properties.value("qom-type").as_deref() == Some("memory-backend-file");
+    if !is_file || properties.is_on("share") || !properties.is_on("readonly") {
+        return;
+    }
+    properties.set("qom-type", "memory-backend-ram");
+    ["mem-path", "offset", "share", "readonly", "rom"].iter().for_each(|key| properties.remove(key));
 }
 
 /// Monitors are objects too, from QEMU 11.1 on.

@@ -1,0 +1,63 @@
+//! Files that a guest's disks have now: snapshots of a running guest replace those of its command line.
+
+use std::fs;
+use std::path::Path;
+
+use super::{Disk, Overlay, absolute};
+use crate::command_line::CommandLine;
+use crate::settings::addresses;
+
+/// Overlays of one disk that one directory can have.
+const OVERLAYS_MAX: u32 = 10_000;
+
+/// Files of a drive of a QEMU that runs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DriveFiles {
+    /// Format of the first file.
+    pub format: String,
+    /// The file that is written, its backing file, and so on: absolute paths, or relative to QEMU's directory.
+    pub chain: Vec<String>,
+}
+
+impl DriveFiles {
+    /// The file that is written, by a name that is valid in any directory.
+    #[must_use]
+    pub fn written_file(&self, working_directory: &Path) -> Option<String> {
+        self.chain.first().map(|file| absolute(file, working_directory))
+    }
+}
+
+impl CommandLine {
+    /// Names the files that the drives have now in place of those that they were started with, if those are backing files now.
+    pub fn use_current_files(&mut self, drives: &[DriveFiles], working_directory: &Path) {
+        for (index, setting) in addresses(self).iter().enumerate() {
+            // A disk without a format has no snapshot that could be named.
+            let Ok(Some(disk)) = Disk::of(self, index, setting) else { continue };
+            let started_with = absolute(&disk.file, working_directory);
+            let is_it = |file: &String| absolute(file, working_directory) == started_with;
+            let depth = |drive: &DriveFiles| drive.chain.iter().position(is_it);
+            let nearest = drives
+                .iter()
+                .filter_map(|drive| Some((depth(drive)?, drive)))
+                .min_by_key(|(depth, _)| *depth);
+            if let Some((1.., drive)) = nearest {
+                let file = drive.written_file(working_directory).unwrap_or(started_with);
+                disk.redirect(self, index, &file, &drive.format);
+            }
+        }
+    }
+}
+
+impl Overlay {
+    /// A further overlay of the same disk, in the same directory, for the guest that has the disk now: `STEM.N.qcow2` with the first
+    /// number that is free. `None`: there is none up to [`OVERLAYS_MAX`].
+    #[must_use]
+    pub fn of_present_guest(&self) -> Option<Self> {
+        let stem = Path::new(&self.base).file_stem()?.to_str()?;
+        let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+        let stem = stem.rsplit_once('.').filter(|(_, end)| is_number(end)).map_or(stem, |(stem, _)| stem);
+        let mut paths = (1..=OVERLAYS_MAX).map(|n| self.path.with_file_name(format!("{stem}.{n}.qcow2")));
+        let path = paths.find(|path| fs::symlink_metadata(path).is_err())?;
+        Some(Self { path, ..self.clone() })
+    }
+}
