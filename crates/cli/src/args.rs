@@ -42,6 +42,7 @@ mod check;
 mod common;
 mod copy;
 mod ctl;
+mod fork;
 mod generate;
 mod guest;
 mod inspect;
@@ -66,6 +67,7 @@ pub(crate) use common::{
 use common::{MORE, key_and_value};
 pub(crate) use copy::{CopyArgs, StoredSourceArgs};
 pub(crate) use ctl::CtlArgs;
+pub(crate) use fork::ForkArgs;
 pub(crate) use generate::{CompletionsArgs, ManArgs};
 pub(crate) use guest::{GuestSpec, read as read_guests};
 pub(crate) use inspect::InspectArgs;
@@ -73,7 +75,7 @@ pub(crate) use move_guest::MoveArgs;
 pub(crate) use moves::{EndArg, MovesArgs, ResumeArgs};
 pub(crate) use net::NetArgs;
 pub(crate) use repair::RepairArgs;
-pub(crate) use run::{PsArgs, RunArgs};
+pub(crate) use run::{PsArgs, RunArgs, StartArgs};
 pub(crate) use status::StatusArgs;
 pub(crate) use store::{CollectArgs, PlaceArgs, RemoveArgs, StoreArgs, StoreCommand};
 pub(crate) use transfer::TransferArgs;
@@ -101,6 +103,7 @@ pub(crate) enum Command {
     Copy(CopyArgs),
     Move(MoveArgs),
     Run(RunArgs),
+    Fork(ForkArgs),
     Ps(PsArgs),
     Status(StatusArgs),
     Upgrade(UpgradeArgs),
@@ -136,7 +139,7 @@ impl Command {
         match self {
             Self::Copy(args) => args.output.json,
             Self::Move(args) => args.output.json,
-            Self::Run(args) => args.output.json,
+            Self::Run(RunArgs { start, .. }) | Self::Fork(ForkArgs { start, .. }) => start.output.json,
             Self::Ps(args) => args.output.json,
             Self::Status(args) => args.output.json,
             Self::Upgrade(args) => args.output.json,

@@ -116,6 +116,7 @@ fn clones(
             observer: reporter,
             started: None,
             reflink: None,
+            links_down: &[],
         })
         .collect();
     // The worst result.

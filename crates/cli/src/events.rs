@@ -195,7 +195,7 @@ pub(crate) enum FinalEvent<'a> {
         unreadable: usize,
     },
     Status(StatusOfGuest<'a>),
-    /// End of `run`: its guests have ended, or run detached.
+    /// End of `run` or `fork`: the guests have ended, or run detached.
     Run {
         guests: usize,
     },

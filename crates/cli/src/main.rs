@@ -93,6 +93,7 @@ fn start() -> ExitCode {
         Command::Copy(_)
         | Command::Move(_)
         | Command::Run(_)
+        | Command::Fork(_)
         | Command::Upgrade(_)
         | Command::Net(_)
         | Command::Vsock(_) => Flush::Limited,
@@ -153,6 +154,7 @@ fn run(command: &Command, request: Option<RequestId>) -> Result<Exit> {
         Command::Copy(args) => copy::run(args, request),
         Command::Move(args) => copy::run_move(args, request),
         Command::Run(args) => run::run(args),
+        Command::Fork(args) => run::fork(args),
         Command::Ps(args) => ps::run(args),
         Command::Status(args) => status::run(args),
         Command::Upgrade(args) => upgrade::run(args, request),

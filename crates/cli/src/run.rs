@@ -1,4 +1,5 @@
-//! `towline run`: a guest from an image, in a QEMU that `towline_control::run` starts and supervises.
+//! `towline run` and `towline fork`: guests from an image, or from a guest that runs, in QEMUs that
+//! `towline_control::run` starts and supervises.
 
 mod refusal;
 mod report;
@@ -8,13 +9,14 @@ use std::time::Instant;
 use anyhow::Result;
 use towline_control::plan::Observer as _;
 use towline_control::run::{
-    self, CommandLineTrust, Disks, Download, GuestStart, ImageLocation, MemoryRequest, Notice,
-    PrepareContext, RunOptions,
+    self, CommandLineTrust, Disks, Download, FirstState, GuestStart, ImageLocation, MemoryRequest, Networks,
+    Notice, PrepareContext, RunOptions,
 };
 use towline_launch::{HostArguments, Lifetime, RuntimeRoot};
 
-use crate::args::RunArgs;
+use crate::args::{ForkArgs, RunArgs, StartArgs};
 use crate::command_line::quoted;
+use crate::ctl;
 use crate::endpoint::Endpoint;
 use crate::events::{FinalEvent, InterimEvent};
 use crate::exit::{Exit, UsageError};
@@ -24,18 +26,49 @@ use crate::units::size;
 use refusal::refused;
 use report::{RunReport, supervise};
 
-/// Runs the command.
+/// Runs `run`.
 pub(crate) fn run(args: &RunArgs) -> Result<Exit> {
-    let reporter = Reporter::new(&args.output);
-    attempt(args, &reporter).or_else(|error| Ok(refused(&reporter, &error.downcast()?)))
+    start(&args.image, &args.start, || of_image(args))
 }
 
-fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Exit> {
-    args.report.check(&[&args.image]).map_err(UsageError)?;
-    let begun = Instant::now();
-    let options = options(args)?;
+/// Runs `fork`.
+pub(crate) fn fork(args: &ForkArgs) -> Result<Exit> {
+    let root = RuntimeRoot::of_user();
+    let socket = ctl::socket(&args.guest, &root)?.into_owned();
+    let options = || {
+        let base = started(&args.start, ImageLocation::Guest(socket.clone()));
+        let fork = || format!("{}-fork", args.guest.to_str()?).parse().ok();
+        Ok(RunOptions {
+            name: base.name.clone().or_else(fork),
+            disks: Disks::Overlays(args.overlay_dir.clone()),
+            networks: if args.same_network { Networks::Same } else { Networks::Separate },
+            state: if args.paused { FirstState::Paused } else { FirstState::Running },
+            // It is the command line of a QEMU that runs on this host.
+            trust: CommandLineTrust::Trusted,
+            root: root.clone(),
+            ..base
+        })
+    };
+    start(&Endpoint::Qmp(socket.clone()), &args.start, options)
+}
+
+/// Starts guests of `source`, and reports what becomes of them.
+fn start(
+    source: &Endpoint,
+    args: &StartArgs,
+    options: impl FnOnce() -> Result<RunOptions, UsageError>,
+) -> Result<Exit> {
+    let reporter = Reporter::new(&args.output);
+    let report = RunReport { source, args, reporter: &reporter, begun: Instant::now() };
+    attempt(&report, options).or_else(|error| Ok(refused(&reporter, &error.downcast()?)))
+}
+
+fn attempt(report: &RunReport<'_>, options: impl FnOnce() -> Result<RunOptions, UsageError>) -> Result<Exit> {
+    let RunReport { source, args, reporter, .. } = *report;
+    args.report.check(&[source]).map_err(UsageError)?;
+    let options = options()?;
     let cancel = &cancel_on_signals(SignalEffects {
-        first: "stopping; the guests are ended, and the image is unchanged",
+        first: "stopping; the guests are ended, and what they were started from is unchanged",
         second: Some(if args.detach {
             "the QEMUs that it has started remain, see `towline ps`"
         } else {
@@ -47,7 +80,6 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Exit> {
     prepared.notices.iter().for_each(|notice| reporter.notice(&notice_text(notice)));
     let running = prepared.start(cancel, &|guest| starting(reporter, guest))?;
     let count = running.guests().len();
-    let report = RunReport { args, reporter, begun };
     let copied = report.restore(&running, cancel);
     let restored = report.restored(&running, &copied).min(Exit::Failed);
     let Some(running) = running.settle(&copied, reporter) else {
@@ -63,40 +95,61 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Exit> {
     Ok(reporter.result(FinalEvent::Run { guests: count }, ended.max(restored)))
 }
 
-fn options(args: &RunArgs) -> Result<RunOptions, UsageError> {
+/// Options of guests that are started from this place.
+fn started(args: &StartArgs, image: ImageLocation) -> RunOptions {
+    RunOptions {
+        image,
+        name: args.name.clone(),
+        count: args.count,
+        memory: MemoryRequest::MappedOrCopied,
+        lifetime: if args.detach { Lifetime::Detached } else { Lifetime::WithOwner },
+        disks: Disks::Own,
+        networks: Networks::Same,
+        state: FirstState::Running,
+        cache_directory: None,
+        trust: CommandLineTrust::Untrusted,
+        host: HostArguments {
+            binary: args.qemu.clone(),
+            // Of relative paths of the user's arguments.
+            working_directory: std::env::current_dir().ok(),
+            settings: args.set.clone(),
+            ..HostArguments::default()
+        },
+        root: RuntimeRoot::of_user(),
+    }
+}
+
+fn of_image(args: &RunArgs) -> Result<RunOptions, UsageError> {
     let image = match &args.image {
         Endpoint::Image(path) => ImageLocation::File(path.clone()),
         Endpoint::Store(location) => ImageLocation::Store(location.clone()),
         Endpoint::Secret(why) => return Err(UsageError(why.clone())),
+        Endpoint::Qmp(path) => {
+            let path = path.display();
+            return Err(UsageError(format!(
+                "qmp:{path} is not an image; fork its guest (`towline fork qmp:{path}`), or copy it to an image first: towline copy \
+                 qmp:{path} IMAGE"
+            )));
+        }
         other => {
             return Err(UsageError(format!(
                 "{other} is not an image; copy the guest to one first: towline copy {other} IMAGE"
             )));
         }
     };
+    let base = started(&args.start, image);
     Ok(RunOptions {
-        image,
-        name: args.name.clone(),
-        count: args.count,
         memory: match args {
             RunArgs { copy: true, .. } => MemoryRequest::Copied,
             RunArgs { postcopy: true, .. } => MemoryRequest::Postcopy,
             RunArgs { share: true, .. } => MemoryRequest::Mapped,
             _ => MemoryRequest::MappedOrCopied,
         },
-        lifetime: if args.detach { Lifetime::Detached } else { Lifetime::WithOwner },
         disks: if args.overlay { Disks::Overlays(args.overlay_dir.clone()) } else { Disks::Own },
         cache_directory: args.cache_dir.clone(),
         trust: if args.trust_command_line { CommandLineTrust::Trusted } else { CommandLineTrust::Untrusted },
-        host: HostArguments {
-            binary: args.qemu.clone(),
-            // Of relative paths of the user's arguments.
-            working_directory: std::env::current_dir().ok(),
-            settings: args.set.clone(),
-            arguments: args.arguments.clone(),
-            ..HostArguments::default()
-        },
-        root: RuntimeRoot::of_user(),
+        host: HostArguments { arguments: args.arguments.clone(), ..base.host },
+        ..base
     })
 }
 
@@ -117,6 +170,10 @@ fn notice_text(notice: &Notice) -> String {
              in networks of their own, or change it in the guest"
                 .into()
         }
+        Notice::LinksDown(networks) => format!(
+            "network {} is connected to nothing, and its link is down: a fork has the addresses of its guest; --set gives it a network",
+            networks.join(", ")
+        ),
         Notice::MemoryIsCopied(reason) => format!("memory is copied, not mapped from the image: {reason}"),
         Notice::Balloon => {
             "the guest has a balloon, which gives nothing back to this host: the memory that it was saved with is the image's file; \

@@ -23,6 +23,8 @@
 //! protects the image from programs that do not know its lock (`flock`): it must not change while guests run
 //! from it.
 
+mod based;
+mod capture;
 mod error;
 mod fresh;
 mod image_file;
@@ -40,10 +42,13 @@ use std::ops::Deref;
 use image_file::Unchanged;
 use towline_migration::{Guest, GuestWithPresentBlocks, Sink, SinkWithPresentBlocks};
 
+pub(crate) use based::{BasedGuest, CapturedGuest};
+pub(crate) use capture::{Capture, Disks, capture};
 pub use error::{Error, TransferReason};
 pub use fresh::{OldMemory, old_memory};
 pub use image_file::{Reflink, UnusedReflink};
 pub use maps::FileId;
+pub(crate) use running::mapped_image;
 pub use running::{GuestBackends, PrivateBlock, SharedBlock, guest_backends, of_running, shared_blocks};
 
 pub use stored::{IfUnmapped, MappedImage, Verify, find_mapped_memory, may_map, of_image, of_reflink};
@@ -55,6 +60,8 @@ pub enum MappingKind {
     CopyOnWrite,
     /// Pages are those of a reflink of an image, which is written.
     Reflink,
+    /// Pages are those of an image, but for those that the running guest has written.
+    Written,
     /// Pages are those of another QEMU.
     Running,
 }

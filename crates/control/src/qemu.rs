@@ -7,6 +7,7 @@
 mod compatibility;
 mod connection;
 mod device_tree;
+mod drives;
 mod error;
 mod facts;
 mod inventory;
@@ -20,6 +21,7 @@ pub use crate::process::{Process, ProcessState};
 pub use compatibility::StartedQemu;
 pub use connection::Qemu;
 pub(crate) use device_tree::{DEVICE_CONTAINERS, QomChild, generation_id, if_known, qom_children};
+pub(crate) use drives::{Drive, DriveSnapshot};
 pub use error::{Error, Fault, RepairReport};
 pub(crate) use facts::is_disconnected;
 pub use facts::{IncomingState, QemuState};

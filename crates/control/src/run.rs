@@ -16,6 +16,7 @@ mod cache;
 mod guests;
 mod image;
 mod options;
+mod parent;
 mod running;
 #[cfg(test)]
 mod tests;
@@ -40,7 +41,8 @@ use running::Guests;
 pub use guests::{GuestStart, MemoryOrigin, Notice, recorded_command_line};
 pub use image::ImageChange;
 pub use options::{
-    CommandLineTrust, Disks, Download, Error, ImageLocation, MemoryRequest, PrepareContext, RunOptions,
+    CommandLineTrust, Disks, Download, Error, FirstState, ImageLocation, MemoryRequest, Networks,
+    PrepareContext, RunOptions,
 };
 pub use running::{GuestEnd, RestoreObserver, Running, StartedGuest};
 
@@ -102,6 +104,7 @@ impl Prepared<'_> {
         let count = starts.len();
         let is_kept = count == 1 && options.memory != MemoryRequest::Postcopy;
         let monitors = if is_kept { Monitors::Kept } else { Monitors::Free };
+        image.make_overlays(&options.host)?;
         let waiting = Mutex::new(claim(starts, options)?.into_iter());
         // If anything fails, those that were started are ended.
         let (started, failed) = (Mutex::new(Guests::default()), OnceLock::new());
@@ -136,7 +139,7 @@ impl Prepared<'_> {
         failed.into_inner().map_or(Ok(()), Err)?;
         cancel.check()?;
         guests.0.sort_by_key(|guest| guest.start.n);
-        Ok(Running { memory, guests, image, request: request(options.memory) })
+        Ok(Running { memory, guests, image, request: request(options) })
     }
 }
 
@@ -185,8 +188,9 @@ fn start_one(
 }
 
 /// The copy that brings the guests into their QEMUs.
-fn request(memory: MemoryRequest) -> CopyRequest {
-    let (transfer, run) = (TransferOptions::default(), Some(true));
+fn request(options: &RunOptions) -> CopyRequest {
+    let RunOptions { memory, state, .. } = *options;
+    let (transfer, run) = (TransferOptions::default(), Some(state == FirstState::Running));
     let task = match memory {
         MemoryRequest::Postcopy => Task::Postcopy {
             transfer,

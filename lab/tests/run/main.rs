@@ -7,6 +7,7 @@ mod detached;
 mod disks;
 mod faults;
 mod filesystem;
+mod forks;
 mod many;
 mod memory;
 #[allow(dead_code, unused_imports, reason = "helpers of the tests of cards, of which these use a part")]

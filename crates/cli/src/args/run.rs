@@ -47,13 +47,8 @@ pub(crate) struct RunArgs {
     /// Image in a file or in an object store
     #[arg(value_name = "IMAGE")]
     pub(crate) image: Endpoint,
-    /// Name of the guest; with --count the clones' names are NAME-0, NAME-1, … [default: the image's file
-    /// name]
-    #[arg(long, value_name = "NAME", value_parser = name)]
-    pub(crate) name: Option<GuestName>,
-    /// Number of clones
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clones)]
-    pub(crate) count: u32,
+    #[command(flatten)]
+    pub(crate) start: StartArgs,
     /// Fail if memory cannot be mapped from the image
     #[arg(long, conflicts_with = "copy")]
     pub(crate) share: bool,
@@ -63,9 +58,6 @@ pub(crate) struct RunArgs {
     /// Run the guest at once, and load its memory on demand (docs/instant-restore.md)
     #[arg(long, conflicts_with_all = ["share", "copy"])]
     pub(crate) postcopy: bool,
-    /// Leave the guests running when this command ends, which it does once they run
-    #[arg(long)]
-    pub(crate) detach: bool,
     /// Give each guest a qcow2 overlay for each disk that it writes; the disks are not changed
     #[arg(long)]
     pub(crate) overlay: bool,
@@ -76,21 +68,36 @@ pub(crate) struct RunArgs {
     /// [default: /var/cache/towline/images for root, else $XDG_CACHE_HOME/towline/images]
     #[arg(long, value_name = "DIR")]
     pub(crate) cache_dir: Option<PathBuf>,
-    /// Value of this host for an option of the image (drive.disk0.file=/srv/a.raw); an option with an empty
-    /// value is removed. Here and in QEMU-ARGUMENTS {name} is the name of the clone, and n in braces its
-    /// number (docs/run.md)
-    #[arg(long, value_name = "OPTION.KEY=VALUE")]
-    pub(crate) set: Vec<Setting>,
     /// Use the image's command line unchanged, with its files and programs: only for images that you trust
     /// like a program
     #[arg(long)]
     pub(crate) trust_command_line: bool,
-    /// The QEMU to start
-    #[arg(long, value_name = "BINARY", default_value = "qemu-system-x86_64")]
-    pub(crate) qemu: PathBuf,
     /// Further arguments of QEMU; all of them if the image has no command line
     #[arg(value_name = "QEMU-ARGUMENTS", last = true)]
     pub(crate) arguments: Vec<OsString>,
+}
+
+/// Options of guests that are started, from an image or as forks.
+#[derive(Debug, clap::Args)]
+pub(crate) struct StartArgs {
+    /// Name of the guest; with --count the clones' names are NAME-0, NAME-1, … [default: the image's file
+    /// name; of a fork GUEST-fork]
+    #[arg(long, value_name = "NAME", value_parser = name)]
+    pub(crate) name: Option<GuestName>,
+    /// Number of clones
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clones)]
+    pub(crate) count: u32,
+    /// Leave the guests running when this command ends, which it does once they run
+    #[arg(long)]
+    pub(crate) detach: bool,
+    /// Value of this host for an option of the guest's QEMU (drive.disk0.file=/srv/a.raw); an option with an
+    /// empty value is removed. Here and in QEMU-ARGUMENTS {name} is the name of the clone, and n in braces its
+    /// number (docs/run.md)
+    #[arg(long, value_name = "OPTION.KEY=VALUE")]
+    pub(crate) set: Vec<Setting>,
+    /// The QEMU to start
+    #[arg(long, value_name = "BINARY", default_value = "qemu-system-x86_64")]
+    pub(crate) qemu: PathBuf,
     #[command(flatten)]
     pub(crate) report: ReportArgs,
     #[command(flatten)]

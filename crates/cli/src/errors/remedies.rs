@@ -8,7 +8,9 @@ use towline_control::run::Error as RunError;
 use towline_control::upgrade::Error as UpgradeError;
 use towline_image::Error as ImageError;
 use towline_image::atomic_file::Error as FileError;
-use towline_launch::{LaunchError, MemoryFileError, NameError, OverlayError, Refused, RuntimeError};
+use towline_launch::{
+    LaunchError, MemoryFileError, NameError, OverlayError, Refused, RuntimeError, SharedNetwork,
+};
 use towline_migration::Error as MigrationError;
 use towline_migration::convergence::CannotConverge;
 use towline_protocol::{InvalidMessage, PeerIncompatible, PeerMisbehaved};
@@ -102,6 +104,11 @@ fn run(error: &RunError) -> Option<String> {
             size(*free),
             size(*needed)
         ),
+        RunError::SharedNetwork(
+            SharedNetwork::Type { setting, .. } | SharedNetwork::Bridge { setting, .. },
+        ) => {
+            format!("{error}; give it another with --set {setting}=…, or allow that with --same-network")
+        }
         RunError::NotMapped { .. } => format!("{error}; leave --share out, and it is copied"),
         _ => return None,
     })

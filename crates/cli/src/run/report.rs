@@ -7,7 +7,7 @@ use towline_channel::Cancel;
 use towline_control::plan::{CopyResult, Failure, Observer};
 use towline_control::run::{GuestEnd, ImageChange, RestoreObserver, Running, StartedGuest};
 
-use crate::args::RunArgs;
+use crate::args::StartArgs;
 use crate::console;
 use crate::endpoint::Endpoint;
 use crate::events::{GuestRuns, InterimEvent};
@@ -18,7 +18,9 @@ use crate::report::{GuestReport, ReportRecorder, write_several};
 
 /// Reports of one command.
 pub(super) struct RunReport<'a> {
-    pub(super) args: &'a RunArgs,
+    /// Source of the guests.
+    pub(super) source: &'a Endpoint,
+    pub(super) args: &'a StartArgs,
     pub(super) reporter: &'a Reporter,
     /// Begin of the command.
     pub(super) begun: Instant,
@@ -54,7 +56,7 @@ impl RunReport<'_> {
         let page = &self.args.report;
         if let ([guest], [output], [copied]) = (running.guests(), outputs, copied) {
             let to = Endpoint::Qmp(guest.qemu.qmp_path());
-            return output.recorder.write(page, [&self.args.image, &to], copied.as_ref());
+            return output.recorder.write(page, [self.source, &to], copied.as_ref());
         }
         let guests = running.guests().iter().zip(outputs).zip(copied);
         let guests = guests.map(|((guest, output), copied)| GuestReport {
@@ -62,12 +64,12 @@ impl RunReport<'_> {
             recorder: &output.recorder,
             copied: copied.as_ref(),
         });
-        write_several(page, &self.args.image, self.begun.elapsed(), &guests.collect::<Vec<_>>());
+        write_several(page, self.source, self.begun.elapsed(), &guests.collect::<Vec<_>>());
     }
 
     /// Reports the results of the restores. Returns the worst.
     pub(super) fn restored(&self, running: &Running, copied: &Result<Vec<CopyResult>, Failure>) -> Exit {
-        let results = Results::of(Verb::Copied, self.reporter, &self.args.image);
+        let results = Results::of(Verb::Copied, self.reporter, self.source);
         let results = Results { destinations: Destinations::Several, ..results };
         let copied = match copied {
             Ok(copied) => copied,

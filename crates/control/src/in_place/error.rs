@@ -9,11 +9,11 @@ use crate::qemu;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TransferReason {
-    /// The image is incremental.
-    #[error(
-        "{} is an incremental image, whose memory is in several files: `towline copy IMAGE NEW` makes a whole image of it", path.display()
-    )]
-    Incremental {
+    /// The guest has other memory than the image.
+    #[error("the guest and {} do not have the same block {block:?}: memory was plugged, or it is not this guest's image", path.display())]
+    OtherBlock {
+        /// Name of the block.
+        block: String,
         /// The image.
         path: PathBuf,
     },
@@ -282,6 +282,34 @@ pub enum Error {
         block: String,
         /// Reason for which it is not proven to be that block of the guest.
         reason: TransferReason,
+    },
+    /// The guest does not run on the image.
+    #[error("the guest of QEMU on {socket} does not run on {}: {reason}", image.display())]
+    NotBased {
+        /// The monitor's socket.
+        socket: String,
+        /// The image.
+        image: PathBuf,
+        /// The reason.
+        reason: TransferReason,
+    },
+    /// A drive has another file than the forks were planned with.
+    #[error(
+        "drive {drive} of the guest of QEMU on {socket} was changed meanwhile, perhaps by another fork; try again"
+    )]
+    DriveChanged {
+        /// The monitor's socket.
+        socket: String,
+        /// The drive.
+        drive: String,
+    },
+    /// A running guest could not be taken; it runs on.
+    #[error("the guest of QEMU on {socket} cannot be taken as it runs: {source}")]
+    NotCaptured {
+        /// The monitor's socket.
+        socket: String,
+        /// The error.
+        source: std::io::Error,
     },
     /// A copy of the image that shares its storage could not be made.
     #[error(

@@ -25,6 +25,10 @@ impl Mappings {
         Self { process, detail, read: OnceCell::new() }
     }
 
+    pub(super) fn pid(&self) -> Result<i32, TransferReason> {
+        self.process.clone()
+    }
+
     pub(super) fn get(&self) -> Result<&[MapsEntry], TransferReason> {
         let read = || read_mappings(&self.process.clone()?.to_string(), self.detail);
         self.read.get_or_init(read).as_deref().map_err(Clone::clone)

@@ -83,6 +83,7 @@ pub(super) fn prove(
     }
     match (wanted.kind, found.sharing, found.private_bytes) {
         (MappingKind::CopyOnWrite, MapSharing::Private, Some(0))
+        | (MappingKind::Written, MapSharing::Private, _)
         | (MappingKind::Reflink | MappingKind::Running, MapSharing::Shared, _) => {
             Ok(Mapped { block: wanted.block.to_owned(), bytes: wanted.bytes, kind: wanted.kind })
         }
@@ -90,7 +91,9 @@ pub(super) fn prove(
             Err(TransferReason::PrivateCopies { bytes })
         }
         (MappingKind::CopyOnWrite, MapSharing::Private, None) => Err(TransferReason::PrivateCopiesUnknown),
-        (MappingKind::CopyOnWrite, MapSharing::Shared, _) => Err(TransferReason::WritableImage),
+        (MappingKind::CopyOnWrite | MappingKind::Written, MapSharing::Shared, _) => {
+            Err(TransferReason::WritableImage)
+        }
         (MappingKind::Reflink | MappingKind::Running, MapSharing::Private, _) => Err(TransferReason::Private),
     }
 }

@@ -212,6 +212,15 @@ pub fn guest_backends(qemu: &mut Qemu) -> Result<GuestBackends, Error> {
     Ok(found)
 }
 
+/// The file that most of a guest's memory is mapped from copy-on-write.
+///
+/// # Errors
+/// As [`guest_backends`].
+pub(crate) fn mapped_image(qemu: &mut Qemu) -> Result<Option<PathBuf>, Error> {
+    let private = guest_backends(qemu)?.private;
+    Ok(private.into_iter().find_map(|block| block.path).map(PathBuf::from))
+}
+
 /// The file of a backend, by a name that another process can open, and the offset of the block in it.
 fn locate(
     backend: &BackendObject,

@@ -148,9 +148,6 @@ fn not_mapped(qemu: &Qemu, image: &Image, presence: &Presence) -> Error {
 /// The proof by the kernel alone, without a query: the image is mapped, and all other blocks are anonymous
 /// memory. `None` if that does not hold; QEMU's backends then give the reason.
 fn of_kernel(qemu: &Qemu, image: &Image) -> Option<Presence> {
-    if image.is_incremental() {
-        return None;
-    }
     let (process, own) = (Mappings::of(qemu, Detail::PrivateCopies), OnceCell::new());
     // A block is mapped only from a file that is open, and the kernel counts private copies by a walk through
     // all page tables. Neither writes of a guest nor holes of its balloon reach a file that is open for
@@ -223,13 +220,13 @@ fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: MappingKind)
 }
 
 /// A block of an image.
-struct ImageBlock<'a> {
-    image: &'a Image,
+pub(super) struct ImageBlock<'a> {
+    pub(super) image: &'a Image,
     /// The mappings of this process, once read.
-    own: &'a OnceCell<Result<Vec<MapsEntry>, TransferReason>>,
-    index: BlockIndex,
-    block: &'a RamBlock,
-    kind: MappingKind,
+    pub(super) own: &'a OnceCell<Result<Vec<MapsEntry>, TransferReason>>,
+    pub(super) index: BlockIndex,
+    pub(super) block: &'a RamBlock,
+    pub(super) kind: MappingKind,
 }
 
 impl ImageBlock<'_> {
@@ -242,9 +239,6 @@ impl ImageBlock<'_> {
     ) -> Result<Mapped, TransferReason> {
         let (bytes, version) = (self.block.length, &qemu.facts().version);
         check_backend(backend, bytes, version)?;
-        if self.image.is_incremental() {
-            return Err(TransferReason::Incremental { path: self.image.path().to_owned() });
-        }
         let address = address.ok_or_else(|| TransferReason::NoAddress { found: version.qemu.to_string() })?;
         let own = self.own_range()?;
         let found = range_at(process.get()?, address, bytes);
@@ -257,7 +251,7 @@ impl ImageBlock<'_> {
 
     /// Compares the mapping of the block with the block in this process's mapping, and the file with the
     /// image.
-    fn prove_range(
+    pub(super) fn prove_range(
         &self,
         found: Result<FileRange, NotOneRange>,
         own: &FileRange,
@@ -278,7 +272,7 @@ impl ImageBlock<'_> {
 
     /// The block in this process's own mapping of the image: the kernel names the file there as it does in
     /// QEMU.
-    fn own_range(&self) -> Result<FileRange, TransferReason> {
+    pub(super) fn own_range(&self) -> Result<FileRange, TransferReason> {
         let page = PageRef { block: self.index, offset: 0 };
         let bytes = self.image.immutable(page, PAGE_SIZE).ok_or(TransferReason::NotMapped)?;
         let own = self.own.get_or_init(own_mappings);
@@ -379,7 +373,7 @@ fn image_writable(qemu: &Qemu, backend: &str, image: &Image) -> Error {
 }
 
 /// The image with a reader's lock, so no towline replaces it.
-fn locked(image: &Image) -> Result<File, TransferReason> {
+pub(super) fn locked(image: &Image) -> Result<File, TransferReason> {
     let path = image.path().to_owned();
     let file = image
         .reopen()

@@ -58,6 +58,11 @@ pub enum UndoRecord {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         seen_ms: Option<u64>,
     },
+    /// A guest that was stopped, and ran before.
+    Stopped {
+        /// Files in which its drives may go on.
+        overlays: Vec<PathBuf>,
+    },
     /// A temporary directory.
     Directory {
         /// Path of the directory.

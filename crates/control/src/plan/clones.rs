@@ -14,6 +14,7 @@
 mod conflicts;
 
 use std::collections::HashSet;
+use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -30,7 +31,7 @@ use super::invalid::Invalid;
 use super::progress::{CopyPhase, CopyReport, Observer};
 use super::request::CopyRequest;
 use super::validate::validate;
-use crate::in_place::UnusedReflink;
+use crate::in_place::{CapturedGuest, UnusedReflink};
 use crate::qemu::StartedQemu;
 
 /// Maximum number of copies in progress. Each has about ten threads and a descriptor for each lane.
@@ -49,6 +50,8 @@ pub struct CloneTarget<'a> {
     pub started: Option<&'a StartedQemu>,
     /// The reflink of the image that the destination's QEMU was given as its memory.
     pub reflink: Option<&'a UnusedReflink>,
+    /// Networks of the destination whose link is down when the guest begins to run.
+    pub links_down: &'a [String],
 }
 
 /// Copies of one image to several destinations.
@@ -101,6 +104,19 @@ pub fn copy_image_to_all(image: &Image, clones: &Clones<'_>) -> Result<Vec<CopyR
     Ok(copy_as_planned(image, &planned, clones))
 }
 
+/// As [`copy_to_all`], of a guest that was taken while it ran on an image.
+///
+/// # Errors
+/// Nothing was touched: one of the copies is not possible.
+pub(crate) fn copy_captured_to_all(
+    guest: &CapturedGuest,
+    clones: &Clones<'_>,
+) -> Result<Vec<CopyResult>, Failure> {
+    let source = Source::Image(guest.base().map_or_else(PathBuf::new, |image| image.path().to_owned()));
+    let planned = validate_all(&source, clones).map_err(Failure::untouched)?;
+    Ok(copy_as_planned(guest, &planned, clones))
+}
+
 /// As [`copy_to_all`], of the image at `location`, which `open` returns: it was opened while the destinations
 /// were started.
 ///
@@ -142,6 +158,7 @@ fn copy_as_planned(
             let Planned { target, lanes } = &planned[index];
             let mut context = Context::new(clones.options, *lanes, clones.cancel, target.observer);
             (context.started, context.reflink) = (target.started, target.reflink);
+            context.links_down = target.links_down;
             end(index, copy_one(image, target, &context));
         }
     };

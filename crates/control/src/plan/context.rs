@@ -30,6 +30,8 @@ pub(super) struct Context<'a> {
     pub(super) started: Option<&'a StartedQemu>,
     /// The reflink of the image that the destination's QEMU maps, if it was given one.
     pub(super) reflink: Option<&'a UnusedReflink>,
+    /// Networks of the destination whose link is down when the guest begins to run.
+    pub(super) links_down: &'a [String],
     begun: Instant,
     uploaded: OnceLock<Uploaded>,
     sending: OnceLock<Arc<Statistics>>,
@@ -50,6 +52,7 @@ impl<'a> Context<'a> {
             observer,
             started: None,
             reflink: None,
+            links_down: &[],
             begun: Instant::now(),
             uploaded: OnceLock::new(),
             sending: OnceLock::new(),

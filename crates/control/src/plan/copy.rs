@@ -11,6 +11,7 @@ use towline_migration::Snapshot;
 use towline_migration::incoming::Publication;
 use towline_protocol::session::ReceiverMode;
 
+use super::captured;
 use super::context::Context;
 use super::endpoint::{self, DestinationEndpoint, DiscardSink, SourceEndpoint, StoredSource};
 use super::ends::{Destination, Source};
@@ -21,11 +22,12 @@ use super::invalid::Invalid;
 use super::outcomes::GuestAfterFailure;
 use super::postcopy;
 use super::preflight::{self, FactsExtent};
-use super::progress::{CopyPhase, CopyReport, DestinationState, Observer, Progress};
+use super::progress::{CopyPhase, CopyReport, DestinationState, Observer, Progress, SourceState};
 use super::recorder::RecordedEnds;
 use super::request::CopyRequest;
 use super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::validate::{validate, validate_stream};
+use crate::in_place::Capture;
 use crate::switchover::{DestinationKind, Directive, MemorySharing, SourceKind};
 
 /// Interval of checks for a socket that does not exist yet.
@@ -66,7 +68,10 @@ pub fn copy(
     }
     preflight::check_devices(options.devices(), observer).map_err(Failure::untouched)?;
     match options.postcopy() {
-        None => transfer(endpoint::source(source, &context)?.as_mut(), destination, &context),
+        None => match captured::take(source, destination, &context)? {
+            Some(capture) => copy_captured(&capture, destination, &context),
+            None => transfer(endpoint::source(source, &context)?.as_mut(), destination, &context),
+        },
         Some(how) => postcopy::copy(source, destination, how, &context),
     }
 }
@@ -110,6 +115,19 @@ pub(super) fn copy_stored(
         None => transfer(&mut StoredSource::new(image), destination, context),
         Some(how) => postcopy::restore(image, destination, how, context),
     }
+}
+
+/// Stores a guest that was taken, and runs on if it ran before.
+fn copy_captured(
+    capture: &Capture,
+    destination: &Destination,
+    context: &Context<'_>,
+) -> Result<CopyReport, Failure> {
+    let mut source = StoredSource::new(&capture.guest as &(dyn StoredGuest + 'static));
+    let report = transfer(&mut source, destination, context)?;
+    let downtime_ms = u64::try_from(capture.standstill.as_millis()).ok();
+    let source = if capture.standstill.is_zero() { report.source } else { SourceState::Running };
+    Ok(CopyReport { downtime_ms, source, ..report })
 }
 
 /// Receives the stream that `source` names and keeps nothing: the guest stays at its source.

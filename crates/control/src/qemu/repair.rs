@@ -6,14 +6,16 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value};
 use towline_channel::Cancel;
 use towline_qmp as qmp;
-use towline_qmp::commands::{Capability, Migrate, MigrateCancel, MigrationInfo, MigrationStatus, RunState};
+use towline_qmp::commands::{
+    Capability, Cont, Migrate, MigrateCancel, MigrationInfo, MigrationStatus, RunState,
+};
 
 use super::connection::Qemu;
 use super::device_tree::qom_children;
@@ -221,8 +223,30 @@ impl Qemu {
             }
             UndoRecord::Device { path, add } => self.plug_again(path, add)?,
             UndoRecord::Migration { to, .. } => RecordOutcome::done(format!("migration to {to} has ended")),
+            UndoRecord::Stopped { overlays } => self.run_on(overlays)?,
             UndoRecord::Directory { .. } => RecordOutcome::Done(Vec::new()),
         })
+    }
+
+    /// Runs a guest that a killed towline has stopped, and says which files its drives have now.
+    fn run_on(&mut self, overlays: &[PathBuf]) -> Result<RecordOutcome, Error> {
+        let drives = if overlays.is_empty() { Vec::new() } else { self.drives()? };
+        let is_used = |overlay: &Path| {
+            let name = overlay.to_str();
+            drives.iter().flat_map(|drive| &drive.files.chain).any(|file| Some(file.as_str()) == name)
+        };
+        let mut done: Vec<_> = overlays
+            .iter()
+            .map(|overlay| match is_used(overlay) {
+                true => format!("the guest has overlay {} as its disk", overlay.display()),
+                false => format!("overlay {} is not used; remove it", overlay.display()),
+            })
+            .collect();
+        if self.status()?.status == RunState::PAUSED {
+            self.client().execute(&Cont)?;
+            done.push("the guest runs on".into());
+        }
+        Ok(RecordOutcome::Done(done))
     }
 
     fn put_settings_back(
@@ -321,6 +345,7 @@ fn name(record: &UndoRecord) -> String {
         }
         UndoRecord::Device { path, .. } => format!("device {path}"),
         UndoRecord::Migration { to, .. } => format!("migration to {to}"),
+        UndoRecord::Stopped { .. } => "run state".into(),
         UndoRecord::Directory { path, .. } => path.display().to_string(),
     }
 }

@@ -2,19 +2,19 @@
 //! started here.
 
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use towline_image::{Image, Origin};
 use towline_launch::command_line::QemuOption;
 use towline_launch::{
     AllowedCommandLine, CommandLine, GuestIdentity, GuestName, HostArguments, Lifetime, MappedBlock,
-    MappedMemory, Overlay, OverlayPlan, ParseError, QemuVersion, Recorded, Refused, Sharing, Start,
-    check_in_use,
+    MappedMemory, Overlay, OverlayPlan, ParseError, QemuVersion, Recorded, Refused, SeparateNetworks,
+    Sharing, Start, check_in_use,
 };
 use towline_protocol::RamBlock;
 
 use super::image::RunImage;
-use super::options::{CommandLineTrust, Disks, Error, MemoryRequest, RunOptions};
+use super::options::{CommandLineTrust, Disks, Error, MemoryRequest, Networks, RunOptions};
 use crate::in_place::{Reflink, UnusedReflink};
 
 /// A guest that is about to start.
@@ -31,6 +31,8 @@ pub struct GuestStart {
     pub(super) overlays: Vec<Overlay>,
     /// The image's reflink that is its memory, if devices of other processes share that.
     pub(super) reflink: Option<UnusedReflink>,
+    /// Networks whose link is down when it begins to run.
+    pub(super) links_down: Vec<String>,
 }
 
 /// Origin of the guests' memory.
@@ -59,6 +61,8 @@ pub(super) struct PlannedGuests {
 pub enum Notice {
     /// The only guest has a network card, which sends with the stored guest's MAC address.
     NetworkCard,
+    /// These networks are connected to nothing.
+    LinksDown(Vec<String>),
     /// Memory is copied, for this reason.
     MemoryIsCopied(String),
     /// A balloon gives nothing back of memory that is mapped.
@@ -75,13 +79,16 @@ impl GuestStart {
         recorded: Option<&Recorded>,
         n: u32,
         name: GuestName,
+        working_directory: Option<PathBuf>,
     ) -> Result<Self, Error> {
         let host = options.host.for_guest(GuestIdentity { n, name: name.as_str() })?;
         // The user's own settings follow, and replace these.
         let ids = recorded.map(Recorded::new_generation_ids).unwrap_or_default();
-        let settings = ids.into_iter().chain(host.settings).collect();
+        let networks = recorded.filter(|_| options.networks == Networks::Separate);
+        let networks = networks.map(|recorded| recorded.separate_networks(&host.settings)).transpose()?;
+        let SeparateNetworks { settings, unconnected: links_down } = networks.unwrap_or_default();
+        let settings = ids.into_iter().chain(settings).chain(host.settings).collect();
         // It is used unchanged, even with braces.
-        let working_directory = options.host.working_directory.clone();
         let host = HostArguments { settings, working_directory, ..host };
         let command_line = match (recorded, options.trust) {
             (Some(recorded), CommandLineTrust::Trusted) => recorded.trust(&host)?,
@@ -91,7 +98,7 @@ impl GuestStart {
                 own.accept(&HostArguments { arguments: Vec::new(), ..host.clone() })?
             }
         };
-        Ok(Self { name, n, host, command_line, overlays: Vec::new(), reflink: None })
+        Ok(Self { name, n, host, command_line, overlays: Vec::new(), reflink: None, links_down })
     }
 
     /// Program and arguments of its QEMU for people, without secrets. The launcher adds its monitor,
@@ -123,11 +130,13 @@ pub(super) fn plan(
         return Err(Error::NoCommandLine { image: image.name.display().to_string() });
     }
     let numbered = (0..).zip(names(options, &image.stem)?);
-    let start = |(n, name)| GuestStart::new(options, recorded.as_ref(), n, name);
+    let directory = image.working_directory().or_else(|| options.host.working_directory.clone());
+    let start = |(n, name)| GuestStart::new(options, recorded.as_ref(), n, name, directory.clone());
     let mut starts = numbered.map(start).collect::<Result<Vec<_>, _>>()?;
     if let Disks::Overlays(directory) = &options.disks {
         use_overlays(directory.as_deref().unwrap_or(&image.directory), &mut starts)?;
     }
+    image.plan_snapshots(starts.first().map_or(&[], |guest| &guest.overlays))?;
     let memory = map_memory(options.memory, image, version, &mut starts)?;
     let checked: Vec<_> = starts
         .iter()
@@ -208,9 +217,8 @@ impl MappedGuest {
         guest: &AllowedCommandLine,
         version: QemuVersion,
     ) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
-        if image.is_incremental() {
-            return Err("the image is an increment; make a whole one with `towline copy IMAGE NEW`".into());
-        }
+        // Of an increment the base; what differs is sent.
+        let image = image.whole();
         // The user's own arguments too: they may bring a backend or such a device.
         let whole = guest.whole();
         let reflink = match whole.options().iter().any(is_vhost_user) {
@@ -278,8 +286,12 @@ pub(super) fn is_vhost_user(option: &QemuOption) -> bool {
 fn notices(options: &RunOptions, starts: &[GuestStart], memory: &MemoryOrigin) -> Vec<Notice> {
     let Some(GuestStart { command_line, .. }) = starts.first() else { return Vec::new() };
     let mut notices = Vec::new();
-    if starts.len() == 1 && has_card(command_line) {
-        notices.push(Notice::NetworkCard);
+    match starts.first() {
+        Some(GuestStart { links_down, .. }) if !links_down.is_empty() => {
+            notices.push(Notice::LinksDown(links_down.clone()));
+        }
+        _ if starts.len() == 1 && has_card(command_line) => notices.push(Notice::NetworkCard),
+        _ => {}
     }
     if let MemoryOrigin::Copied(Some(reason)) = memory {
         notices.push(Notice::MemoryIsCopied(reason.clone()));

@@ -3,8 +3,7 @@
 use std::fs::{File, Metadata};
 use std::io;
 use std::path::{Path, PathBuf};
-#[cfg(feature = "store")]
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 #[cfg(feature = "store")]
 use std::thread::{self, JoinHandle};
 
@@ -13,13 +12,15 @@ use rustix::io::Errno;
 #[cfg(feature = "store")]
 use towline_image::store::{self, StoredImage, UnopenedImage};
 use towline_image::{Image, Origin, StoredGuest as _};
+use towline_launch::{HostArguments, Overlay};
 
 #[cfg(feature = "store")]
 use super::cache::CacheFile;
 #[cfg(feature = "store")]
 use super::options::MemoryRequest;
 use super::options::{Error, ImageLocation, PrepareContext, RunOptions};
-#[cfg(feature = "store")]
+use super::parent::Parent;
+use crate::in_place::Capture;
 use crate::lock::lock;
 use crate::plan::{self, Clones, CopyResult, Failure};
 
@@ -40,6 +41,11 @@ pub(super) struct RunImage {
 #[derive(Debug)]
 enum OpenImage {
     File(Box<ImageFile>),
+    /// Mapped by a guest that runs.
+    Guest {
+        file: Box<ImageFile>,
+        parent: Box<Mutex<Parent>>,
+    },
     /// Not in a file of this host: its guests get their memory from the store.
     #[cfg(feature = "store")]
     Store {
@@ -50,7 +56,7 @@ enum OpenImage {
 
 #[derive(Debug)]
 struct ImageFile {
-    image: Image,
+    image: Arc<Image>,
     /// The file, locked as its readers do, so no towline replaces it.
     lock: File,
     /// State of the file when it was opened.
@@ -101,6 +107,7 @@ impl RunImage {
     /// its guests are to run at once.
     pub(super) fn open(options: &RunOptions, context: PrepareContext<'_>) -> Result<Self, Error> {
         match &options.image {
+            ImageLocation::Guest(socket) => Self::of_guest(socket, context),
             ImageLocation::File(path) => {
                 let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
                 let image = Self::of_file(Image::open(path)?, stem, working_directory(options))?;
@@ -119,16 +126,55 @@ impl RunImage {
     }
 
     fn of_file(image: Image, stem: String, directory: PathBuf) -> Result<Self, Error> {
-        let lock = image.reopen()?;
+        // Guests map that file.
+        let whole = image.whole();
+        let lock = whole.reopen()?;
         match flock(&lock, FlockOperation::NonBlockingLockShared) {
-            Err(Errno::WOULDBLOCK) => Err(Error::BeingReplaced { image: image.path().to_owned() }),
+            Err(Errno::WOULDBLOCK) => Err(Error::BeingReplaced { image: whole.path().to_owned() }),
             // A filesystem without locks has none that would be violated.
             _ => {
                 let name = image.path().canonicalize().unwrap_or_else(|_| image.path().to_owned());
                 let (origin, opened) = (image.origin().cloned(), lock.metadata().ok());
-                let kind = OpenImage::File(Box::new(ImageFile { image, lock, opened }));
-                Ok(Self { stem, name, directory, origin, kind })
+                let file = ImageFile { image: Arc::new(image), lock, opened };
+                Ok(Self { stem, name, directory, origin, kind: OpenImage::File(Box::new(file)) })
             }
+        }
+    }
+
+    /// The image that the guest of a QEMU maps.
+    fn of_guest(socket: &Path, context: PrepareContext<'_>) -> Result<Self, Error> {
+        let mut parent = Parent::connect(socket, context.cancel)?;
+        let path = parent.image()?;
+        let origin = Some(parent.origin()?);
+        let stem = format!("{}-fork", path.file_stem().unwrap_or_default().to_string_lossy());
+        let directory = path.parent().unwrap_or(Path::new("/")).to_owned();
+        let image = Self::of_file(Image::open(&path)?, stem, directory)?;
+        let OpenImage::File(file) = image.kind else { unreachable!("of a file") };
+        let kind = OpenImage::Guest { file, parent: Box::new(Mutex::new(parent)) };
+        Ok(Self { origin, kind, ..image })
+    }
+
+    /// Directory to which the files of the guests' command lines are relative, if it is another one than this process's.
+    pub(super) fn working_directory(&self) -> Option<PathBuf> {
+        match &self.kind {
+            OpenImage::Guest { parent, .. } => lock(parent).working_directory(),
+            _ => None,
+        }
+    }
+
+    /// Plans what the disks of the guest that is forked become, since its forks have overlays of them.
+    pub(super) fn plan_snapshots(&self, overlays: &[Overlay]) -> Result<(), Error> {
+        match &self.kind {
+            OpenImage::Guest { parent, .. } => lock(parent).plan_snapshots(overlays),
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes the overlays in which the guest that is forked goes on.
+    pub(super) fn make_overlays(&self, host: &HostArguments) -> Result<(), Error> {
+        match &self.kind {
+            OpenImage::Guest { parent, .. } => lock(parent).make_overlays(host),
+            _ => Ok(()),
         }
     }
 
@@ -160,7 +206,7 @@ impl RunImage {
 
     fn locked(&self) -> Option<&ImageFile> {
         match &self.kind {
-            OpenImage::File(file) => Some(file),
+            OpenImage::File(file) | OpenImage::Guest { file, .. } => Some(file),
             #[cfg(feature = "store")]
             OpenImage::Store { .. } => None,
         }
@@ -183,7 +229,7 @@ impl RunImage {
         } else {
             return None;
         };
-        Some(ImageChange { path: image.path().to_owned(), difference })
+        Some(ImageChange { path: image.whole().path().to_owned(), difference })
     }
 
     /// A descriptor whose lock keeps the image from being replaced, for a QEMU.
@@ -191,10 +237,32 @@ impl RunImage {
         self.locked().map(|file| file.lock.try_clone()).transpose()
     }
 
+    /// Takes the guest, and brings it into the QEMUs.
+    fn fork(
+        &self,
+        file: &ImageFile,
+        parent: &mut Parent,
+        clones: &Clones<'_>,
+    ) -> Result<Vec<CopyResult>, Failure> {
+        let origin = self.origin.clone().unwrap_or_default();
+        let Capture { guest, standstill } = parent.take(&file.image).map_err(Failure::untouched)?;
+        let guest = guest.with_origin(origin);
+        tracing::info!(socket = parent.socket(), written = guest.written_bytes(), ?standstill, "guest taken");
+        for overlay in parent.overlays() {
+            clones.observer.notice(&format!("the guest continues in overlay {}", overlay.display()));
+        }
+        let mut copied = plan::copy_captured_to_all(&guest, clones)?;
+        for report in copied.iter_mut().flatten() {
+            report.downtime_ms = u64::try_from(standstill.as_millis()).ok();
+        }
+        Ok(copied)
+    }
+
     /// Copies it to all destinations, once: what was opened, though its name may be another one's by now.
     pub(super) fn copy_to_all(&self, clones: &Clones<'_>) -> Result<Vec<CopyResult>, Failure> {
         match &self.kind {
             OpenImage::File(file) => plan::copy_image_to_all(&file.image, clones),
+            OpenImage::Guest { file, parent } => self.fork(file, &mut lock(parent), clones),
             #[cfg(feature = "store")]
             OpenImage::Store { image, location, .. } => {
                 plan::copy_stored_image_to_all(location, || image.wait(), clones)

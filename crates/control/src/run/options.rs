@@ -27,6 +27,10 @@ pub struct RunOptions {
     pub lifetime: Lifetime,
     /// Disks that they write.
     pub disks: Disks,
+    /// Networks that they are in.
+    pub networks: Networks,
+    /// State of the guests once they are there.
+    pub state: FirstState,
     /// Directory of the files of images from object stores; `None`: that of this user.
     pub cache_directory: Option<PathBuf>,
     /// Trust in the image's command line.
@@ -44,6 +48,8 @@ pub enum ImageLocation {
     File(PathBuf),
     /// An object store; refused by a build without the feature `store`.
     Store(Location),
+    /// The image that a running guest maps, with what that has written: the guest of the QEMU with this monitor, which runs on.
+    Guest(PathBuf),
 }
 
 /// Way in which guests get their memory.
@@ -64,6 +70,24 @@ impl MemoryRequest {
     pub(super) fn is_mapped(self) -> bool {
         matches!(self, Self::MappedOrCopied | Self::Mapped)
     }
+}
+
+/// Networks that guests are in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Networks {
+    /// Those of the command line.
+    Same,
+    /// Others than the guest that the command line is of.
+    Separate,
+}
+
+/// State of guests once they are in their QEMUs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FirstState {
+    /// They run.
+    Running,
+    /// They wait for `cont`.
+    Paused,
 }
 
 /// Disks that guests write.
@@ -126,6 +150,23 @@ pub enum Error {
     Image(#[from] towline_image::Error),
     #[error("{0}")]
     Index(#[from] towline_image::index::Error),
+    #[error("{0}")]
+    Qemu(#[from] crate::qemu::Error),
+    #[error("{0}")]
+    InPlace(#[from] crate::in_place::Error),
+    #[error(
+        "the guest of QEMU on {socket} does not run on an image: save it (`towline copy qmp:{socket} IMAGE`) and run that"
+    )]
+    NoBase { socket: String },
+    #[error(
+        "the guest of QEMU on {socket} writes to drive {drive} ({file}), of which its forks cannot have overlays: it is in no option of \
+         QEMU's command line with this file and its format; start the guest with such a drive, or unplug it"
+    )]
+    ParentWrites { socket: String, drive: String, file: String },
+    #[error("{0}")]
+    SharedNetwork(#[from] towline_launch::SharedNetwork),
+    #[error("{0}")]
+    CommandLineRecord(#[from] crate::plan::CommandLineRecordError),
     #[error("{image}: this towline was built without object stores (feature `store`); use one that has them")]
     NoStores { image: Location },
     #[error("image {} is being replaced by another towline; try again", image.display())]

@@ -140,6 +140,7 @@ impl GuestRestore<'_> {
             observer: self,
             started: self.guest.monitor.as_ref(),
             reflink: self.guest.start.reflink.as_ref(),
+            links_down: &self.guest.start.links_down,
         }
     }
 }

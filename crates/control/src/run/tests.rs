@@ -50,6 +50,8 @@ fn options(image: &Path) -> RunOptions {
         memory: MemoryRequest::MappedOrCopied,
         lifetime: Lifetime::WithOwner,
         disks: Disks::Own,
+        networks: Networks::Same,
+        state: FirstState::Running,
         cache_directory: None,
         trust: CommandLineTrust::Untrusted,
         host: HostArguments { binary: "qemu".into(), ..HostArguments::default() },
@@ -80,7 +82,8 @@ fn words(command_line: &AllowedCommandLine) -> String {
 
 /// The command line of the only guest.
 fn allowed_by(options: &RunOptions, recorded: Option<&Recorded>) -> Result<AllowedCommandLine, Error> {
-    Ok(GuestStart::new(options, recorded, 0, "a".parse().unwrap())?.command_line)
+    let directory = options.host.working_directory.clone();
+    Ok(GuestStart::new(options, recorded, 0, "a".parse().unwrap(), directory)?.command_line)
 }
 
 /// Copies a synthetic guest, whose memory is one block.
@@ -124,7 +127,9 @@ fn values_of_this_host_have_the_number_and_the_name_of_the_clone() {
     let mut options = given(options(Path::new("a.img")), &settings, &["-smbios", "type=1,serial={n}"]);
     options.host.working_directory = Some("/srv/{n}".into());
     let recorded = recorded("-serial vc");
-    let host = GuestStart::new(&options, Some(&recorded), 3, "web-3".parse().unwrap()).unwrap().host;
+    let directory = options.host.working_directory.clone();
+    let start = GuestStart::new(&options, Some(&recorded), 3, "web-3".parse().unwrap(), directory);
+    let host = start.unwrap().host;
     assert_eq!(host.settings[0].value, "unix:/run/web-3");
     assert_eq!(host.arguments, ["-smbios", "type=1,serial=3"]);
     assert_eq!(host.working_directory.as_deref(), Some(Path::new("/srv/{n}")));

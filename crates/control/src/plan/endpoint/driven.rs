@@ -42,6 +42,8 @@ pub(in super::super) struct LocalGuest<'a> {
     pub(in super::super) guest: &'a dyn Guest,
     /// The guest's own image, possibly an incremental one.
     pub(in super::super) file: Option<&'a Image>,
+    /// The image that the destination may have mapped.
+    pub(in super::super) base: Option<&'a Image>,
     /// Stored, here or elsewhere.
     pub(in super::super) is_stored: bool,
 }
@@ -155,7 +157,7 @@ impl QemuDestination {
         local: &LocalGuest<'_>,
         context: &Context<'_>,
     ) -> Result<Option<Presence>, Error> {
-        let Some(image) = local.file.filter(|_| !context.options.stream) else { return Ok(None) };
+        let Some(image) = local.base.filter(|_| !context.options.stream) else { return Ok(None) };
         let verify = if context.options.verify { Verify::All } else { Verify::Nothing };
         let if_unmapped =
             if context.options.requires_mapped_memory { IfUnmapped::Refuse } else { IfUnmapped::Send };

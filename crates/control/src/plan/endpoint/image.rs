@@ -7,7 +7,7 @@ use std::path::Path;
 
 use towline_image::{Image, ImageWriter, Origin, StoredGuest};
 use towline_migration::incoming::Publication;
-use towline_migration::{Sink, Snapshot};
+use towline_migration::{GuestWithPresentBlocks, Sink, Snapshot};
 
 use super::super::context::Context;
 use super::super::engine;
@@ -65,14 +65,14 @@ impl<P: Deref<Target = dyn StoredGuest>> SourceEndpoint for StoredSource<P> {
         // Of the same guest, whichever image it is in.
         let recorded = self.image.origin().cloned().unwrap_or_default();
         let Origin { qemu, process, .. } = recorded;
-        let origin =
-            Origin { source: format!("image {}", self.image.name()), qemu, process, ..Origin::default() };
+        let origin = Origin { source: self.image.described(), qemu, process, ..Origin::default() };
         let guest = (extent == FactsExtent::Compared).then(|| GuestFacts::of_image(&*self.image));
         Ok(GuestDescription { guest, origin, file: self.image.image() })
     }
 
     fn transfer(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {
-        let local = LocalGuest { guest: &*self.image, file: self.image.image(), is_stored: true };
+        let (file, base) = (self.image.image(), self.image.base());
+        let local = LocalGuest { guest: &*self.image, file, base, is_stored: true };
         self.moved = to.receive_guest(&local, run)?;
         Ok(())
     }
@@ -114,7 +114,15 @@ impl DestinationEndpoint for ImageDestination {
     }
 
     fn receive_guest(&mut self, local: &LocalGuest<'_>, run: TransferContext<'_>) -> Result<Snapshot, Error> {
-        engine::copy_in_process(local.guest, &self.0, local.lanes(run.context), run)
+        let lanes = local.lanes(run.context);
+        // A guest that is an image but for what it has written.
+        if let (None, Some(base)) = (local.file, local.base)
+            && let Some(arriving) = self.0.expect_difference(base, |block| local.guest.difference(block))?
+        {
+            let guest = GuestWithPresentBlocks::but_for(local.guest, arriving);
+            return engine::copy_in_process(&guest, &self.0, lanes, run);
+        }
+        engine::copy_in_process(local.guest, &self.0, lanes, run)
     }
 
     fn defer_publication(&self) -> Publication {

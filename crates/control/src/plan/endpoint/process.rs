@@ -52,7 +52,7 @@ impl SourceEndpoint for LocalSource {
     fn transfer(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {
         let mut moved = Ok(self.moved);
         self.guest.run(&mut |guest| {
-            moved = to.receive_guest(&LocalGuest { guest, file: None, is_stored: false }, run);
+            moved = to.receive_guest(&LocalGuest { guest, file: None, base: None, is_stored: false }, run);
         })?;
         self.moved = moved?;
         Ok(())

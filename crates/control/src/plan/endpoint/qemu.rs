@@ -1,6 +1,5 @@
 //! A QEMU that is driven by its monitor, as source and as destination.
 
-use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -10,6 +9,7 @@ use towline_image::{Origin as ImageOrigin, QemuProcess};
 use towline_launch::{CommandLine, ParseError};
 use towline_migration::incoming::{Connections, Publication};
 use towline_migration::{Compression, Session, Sink, Snapshot};
+use towline_qmp::commands::SetLink;
 
 use super::super::context::Context;
 use super::super::engine::IncomingStream;
@@ -26,7 +26,7 @@ use super::traits::{DestinationEndpoint, Rollback, SourceControl, SourceEndpoint
 use crate::in_place::Presence;
 use crate::moves::MoveEnd;
 use crate::process::Process;
-use crate::qemu::Qemu;
+use crate::qemu::{self, Qemu};
 use crate::switchover::{DestinationKind, Directive, GuestRunState, SourceKind};
 
 /// Failure of a query; QEMU was not changed.
@@ -39,7 +39,9 @@ pub(in super::super) fn query_failed(error: Error) -> Failure {
 
 /// Reason that the command line of a QEMU is not recorded with the image of its guest.
 #[derive(Debug, thiserror::Error)]
-enum CommandLineRecordError {
+#[non_exhaustive]
+#[allow(missing_docs, reason = "each variant's text says what it is")]
+pub enum CommandLineRecordError {
     #[error(
         "QEMU's process is not known: {reason}; save the guest on the host of its QEMU, as the same user"
     )]
@@ -50,27 +52,40 @@ enum CommandLineRecordError {
         "command line of QEMU has {found} bytes, expected at most {COMMAND_LINE_BYTES_MAX}; start QEMU with less"
     )]
     TooLong { found: usize },
+    #[error("its drives are not known: {0}")]
+    Drives(#[from] qemu::Error),
 }
 
-/// Records the command line of a QEMU, without secrets and without the options of its process; and the
-/// working directory, where `/proc` shows it: not to a process in a sandbox.
-fn record_command_line(qemu: &Qemu) -> Result<QemuProcess, CommandLineRecordError> {
+/// Records the command line of a QEMU, without secrets and without the options of its process, and with the files that its drives have
+/// now; and the working directory, where `/proc` shows it: not to a process in a sandbox.
+pub(crate) fn record_command_line(qemu: &mut Qemu) -> Result<QemuProcess, CommandLineRecordError> {
     let pid = match qemu.process() {
         Process::Known { pid, .. } => *pid,
         Process::Unknown { reason } => {
             return Err(CommandLineRecordError::UnknownProcess { reason: reason.clone() });
         }
     };
-    let command_line =
-        CommandLine::of_process(pid.cast_unsigned()).and_then(|command_line| command_line.record());
-    let command_line =
-        command_line.map_err(|source| CommandLineRecordError::CommandLine { pid, source })?.to_json();
+    let failed = |source| CommandLineRecordError::CommandLine { pid, source };
+    let mut command_line = CommandLine::of_process(pid.cast_unsigned()).map_err(failed)?;
+    let directory = qemu.working_directory();
+    let drives: Vec<_> = qemu.drives()?.into_iter().map(|drive| drive.files).collect();
+    command_line.use_current_files(&drives, directory.as_deref().unwrap_or(Path::new("/")));
+    let command_line = command_line.record().map_err(failed)?.to_json();
     if command_line.len() > COMMAND_LINE_BYTES_MAX {
         return Err(CommandLineRecordError::TooLong { found: command_line.len() });
     }
-    let directory = fs::read_link(format!("/proc/{pid}/cwd")).ok();
     let working_directory = directory.and_then(|directory| directory.into_os_string().into_string().ok());
     Ok(QemuProcess { command_line, working_directory })
+}
+
+/// As [`record_command_line`]; `None` with a notice if it is not recorded.
+pub(in super::super) fn record_process(qemu: &mut Qemu, context: &Context<'_>) -> Option<QemuProcess> {
+    let notice = |reason: &CommandLineRecordError| {
+        context.observer.notice(&format!(
+            "the image has no command line, so `towline run` needs all arguments of QEMU: {reason}"
+        ));
+    };
+    record_command_line(qemu).inspect_err(notice).ok()
 }
 
 /// A QEMU that runs a guest.
@@ -114,16 +129,6 @@ impl QemuSource {
         to.connect(session, context)?;
         self.qemu.start(context.lanes(), context.options, context.cancel)
     }
-
-    fn record_process(&self, context: &Context<'_>) -> Option<QemuProcess> {
-        let recorded = record_command_line(self.qemu.qemu());
-        let notice = |reason: &CommandLineRecordError| {
-            context.observer.notice(&format!(
-                "the image has no command line, so `towline run` needs all arguments of QEMU: {reason}"
-            ));
-        };
-        recorded.inspect_err(notice).ok()
-    }
 }
 
 impl SourceEndpoint for QemuSource {
@@ -141,7 +146,8 @@ impl SourceEndpoint for QemuSource {
         let guest = if context.options.detaches_vsock() { guest.without_vsocks() } else { guest };
         let how = if context.options.is_snapshot() { "qmp (background-snapshot)" } else { "qmp" };
         let qemu = Some(self.qemu.version_text());
-        let process = (extent == FactsExtent::Stored).then(|| self.record_process(context)).flatten();
+        let process =
+            (extent == FactsExtent::Stored).then(|| record_process(self.qemu.qemu_mut(), context)).flatten();
         let origin = ImageOrigin { source: how.into(), qemu, process, ..ImageOrigin::default() };
         Ok(GuestDescription { guest: Some(guest), origin, file: None })
     }
@@ -279,8 +285,12 @@ impl DestinationEndpoint for QemuDestination {
         self.relay = None;
     }
 
-    fn finalize(&mut self, _: &Context<'_>) -> Result<Vec<String>, Error> {
+    fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error> {
         self.qmp.wait_loaded()?;
+        for name in context.links_down {
+            let down = SetLink { name: name.clone(), up: false };
+            self.qmp.qemu_mut().client().execute(&down)?;
+        }
         self.qmp.restore_settings()
     }
 

@@ -1,0 +1,139 @@
+//! Takes a running guest as it is at one instant: it is stopped for as long as its devices are saved and its written pages are read.
+
+use std::fs::File;
+use std::io::{self, Read as _, Seek as _};
+use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{MemfdFlags, memfd_create};
+use towline_image::Image;
+use towline_protocol::device_state::DeviceState;
+use towline_qmp::commands::{AddFd, Cont, RemoveFd, Stop, XenSaveDevicesState};
+
+use super::{BasedGuest, CapturedGuest, Error, TransferReason};
+use crate::journal::UndoRecord;
+use crate::qemu::Qemu;
+
+/// A guest that was taken, and what it cost.
+#[derive(Debug)]
+pub(crate) struct Capture {
+    /// The guest.
+    pub(crate) guest: CapturedGuest,
+    /// Time for which it was stopped; zero if it was paused before.
+    pub(crate) standstill: Duration,
+}
+
+/// The disks of a guest that is taken.
+pub(crate) trait Disks {
+    /// Files in which the guest goes on afterwards.
+    fn overlays(&self) -> Vec<PathBuf>;
+
+    /// Takes them while the guest is stopped.
+    ///
+    /// # Errors
+    /// None was taken.
+    fn take(&mut self, qemu: &mut Qemu) -> Result<(), Error>;
+}
+
+/// Takes the guest of `qemu`, which runs on `image`. Afterwards it runs on, if it ran before. Its disks are taken once all
+/// else was.
+///
+/// # Errors
+/// [`Error::NotBased`]: it does not run on the image; [`Error::NotCaptured`]; [`Error::Qemu`]; those of `disks`. The guest runs on.
+pub(crate) fn capture(qemu: &mut Qemu, image: &Arc<Image>, disks: &mut dyn Disks) -> Result<Capture, Error> {
+    let socket = qemu.socket().to_owned();
+    let not_based = |reason: TransferReason| Error::NotBased {
+        socket: socket.clone(),
+        image: image.path().to_owned(),
+        reason,
+    };
+    let not_captured = |source: io::Error| Error::NotCaptured { socket: socket.clone(), source };
+    let mut based = BasedGuest::of(qemu, image).map_err(not_based)?;
+    // What is written already has its room before the guest is stopped.
+    based.capture().map_err(not_captured)?;
+    let mut devices = DeviceFile::open(qemu)?;
+    let ran = qemu.status()?.running;
+    let entry = ran.then(|| qemu.record(&UndoRecord::Stopped { overlays: disks.overlays() })).flatten();
+    let begun = Instant::now();
+    let taken = stopped(qemu, ran, |qemu| {
+        thread::scope(|scope| {
+            let memory = scope.spawn(|| based.capture());
+            let saved = devices.save(qemu);
+            let memory = memory.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            saved?;
+            memory.map_err(not_captured)
+        })?;
+        disks.take(qemu)
+    });
+    let standstill = if ran { begun.elapsed() } else { Duration::ZERO };
+    drop(entry);
+    let closed = devices.close(qemu);
+    taken?;
+    let state = closed.map_err(not_captured)?;
+    let state = DeviceState::of_saved(&state, image.devices())
+        .map_err(|error| not_captured(io::Error::other(error.to_string())))?;
+    Ok(Capture { guest: based.into_guest(state)?, standstill })
+}
+
+/// Does this while the guest is stopped.
+fn stopped(
+    qemu: &mut Qemu,
+    ran: bool,
+    work: impl FnOnce(&mut Qemu) -> Result<(), Error>,
+) -> Result<(), Error> {
+    if !ran {
+        return work(qemu);
+    }
+    qemu.client().execute(&Stop).map_err(qemu_error)?;
+    let done = work(qemu);
+    let resumed = qemu.client().execute(&Cont).map_err(qemu_error);
+    done?;
+    resumed?;
+    Ok(())
+}
+
+fn qemu_error(error: towline_qmp::Error) -> Error {
+    Error::Qemu(error.into())
+}
+
+/// A file in memory that QEMU writes the state of the devices to.
+struct DeviceFile {
+    file: File,
+    set: i64,
+}
+
+impl DeviceFile {
+    fn open(qemu: &mut Qemu) -> Result<Self, Error> {
+        let socket = qemu.socket().to_owned();
+        let failed = |source: io::Error| Error::NotCaptured { socket: socket.clone(), source };
+        let file =
+            memfd_create("towline-devices", MemfdFlags::CLOEXEC).map_err(|errno| failed(errno.into()))?;
+        let file = File::from(file);
+        // QEMU takes a descriptor of a set only for the access that it was opened with.
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let writer = File::options().write(true).open(path).map_err(failed)?;
+        let add = AddFd { fdset_id: None, opaque: Some("towline devices".into()) };
+        let set = qemu.client().execute_with_fds(&add, &[writer.as_fd()]).map_err(qemu_error)?.fdset_id;
+        Ok(Self { file, set })
+    }
+
+    fn save(&self, qemu: &mut Qemu) -> Result<(), Error> {
+        let filename = format!("/dev/fdset/{}", self.set);
+        qemu.client().execute(&XenSaveDevicesState { filename, live: false }).map_err(qemu_error)?;
+        Ok(())
+    }
+
+    /// Content of the file.
+    fn close(&mut self, qemu: &mut Qemu) -> io::Result<Vec<u8>> {
+        if let Err(error) = qemu.client().execute(&RemoveFd { fdset_id: self.set, fd: None }) {
+            tracing::debug!(%error, "the descriptor of the devices stays open in QEMU");
+        }
+        let mut bytes = Vec::new();
+        self.file.rewind()?;
+        self.file.read_to_end(&mut bytes)?;
+        Ok(bytes)
+    }
+}

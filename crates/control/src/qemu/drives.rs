@@ -1,0 +1,85 @@
+//! Drives of a running guest: their files now, and snapshots of all of them at one instant.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use towline_launch::DriveFiles;
+use towline_qmp::commands::{BlockDevice, BlockImage, QueryBlock, Transaction, TransactionAction};
+
+use super::{Error, Qemu};
+
+/// Backing files of a drive that are looked at.
+const CHAIN_MAX: usize = 256;
+
+/// A drive with a medium.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Drive {
+    /// Its name for people.
+    pub(crate) name: String,
+    /// The node that its device uses.
+    pub(crate) node: String,
+    /// True if the guest may write to it.
+    pub(crate) is_written: bool,
+    pub(crate) files: DriveFiles,
+}
+
+/// A file in which a drive goes on.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct DriveSnapshot<'a> {
+    pub(crate) drive: &'a Drive,
+    /// A qcow2 file with the drive's file as its backing file.
+    pub(crate) overlay: &'a Path,
+}
+
+impl Drive {
+    fn of(device: BlockDevice) -> Option<Self> {
+        let BlockDevice { device, qdev, inserted, .. } = device;
+        let medium = inserted?;
+        let node = medium.node_name.unwrap_or_default();
+        let name =
+            [Some(device), qdev, Some(node.clone())].into_iter().flatten().find(|name| !name.is_empty());
+        let image: &BlockImage = &medium.image;
+        let backing =
+            std::iter::successors(image.backing_image.as_deref(), |image| image.backing_image.as_deref());
+        let chain = backing.map(|image| image.filename.clone()).take(CHAIN_MAX);
+        let chain = std::iter::once(medium.file).chain(chain).collect();
+        let files = DriveFiles { format: medium.drv, chain };
+        Some(Self { name: name.unwrap_or_default(), node, is_written: !medium.ro, files })
+    }
+}
+
+impl Qemu {
+    /// The drives with a medium.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub(crate) fn drives(&mut self) -> Result<Vec<Drive>, Error> {
+        let drives = self.client().execute(&QueryBlock)?;
+        Ok(drives.into_iter().filter_map(Drive::of).collect())
+    }
+
+    /// The directory to which its files are relative; `None` if it cannot be read.
+    pub(crate) fn working_directory(&self) -> Option<PathBuf> {
+        fs::read_link(format!("/proc/{}/cwd", self.process().pid()?)).ok()
+    }
+
+    /// Has all of these drives go on in their overlays from one instant on, or none.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub(crate) fn take_snapshots(&mut self, snapshots: &[DriveSnapshot<'_>]) -> Result<(), Error> {
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let action = |(n, snapshot): (usize, &DriveSnapshot<'_>)| TransactionAction::BlockdevSnapshotSync {
+            node_name: snapshot.drive.node.clone(),
+            // At most 31 characters; a name that is taken is refused.
+            snapshot_node_name: format!("towline-{:x}-{n}", since_1970.as_millis()),
+            snapshot_file: snapshot.overlay.to_string_lossy().into_owned(),
+            format: "qcow2".into(),
+            mode: "existing".into(),
+        };
+        self.client()
+            .execute(&Transaction { actions: snapshots.iter().enumerate().map(action).collect() })?;
+        Ok(())
+    }
+}

@@ -1,0 +1,142 @@
+//! The running guest that is forked.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use towline_channel::Cancel;
+use towline_image::{Image, Origin};
+use towline_launch::{CreatedOverlay, HostArguments, Overlay};
+use towline_qmp as qmp;
+
+use super::options::Error;
+use crate::in_place::{self, Capture, Disks};
+use crate::plan;
+use crate::qemu::{self, Drive, DriveSnapshot, Qemu};
+
+/// The guest, and the disks that it and its forks continue with.
+#[derive(Debug)]
+pub(super) struct Parent {
+    qemu: Qemu,
+    disks: ParentDisks,
+}
+
+/// The guest's disks.
+#[derive(Debug)]
+struct ParentDisks {
+    /// The drives as the forks' disks were planned.
+    drives: Vec<Drive>,
+    snapshots: Vec<Snapshot>,
+}
+
+/// A drive, and the overlay in which the guest continues.
+#[derive(Debug)]
+struct Snapshot {
+    drive: Drive,
+    overlay: Overlay,
+    created: Option<CreatedOverlay>,
+}
+
+impl Parent {
+    /// Connects to the guest.
+    pub(super) fn connect(socket: &Path, cancel: &Cancel) -> Result<Self, Error> {
+        let options = qmp::Options { interrupt: Some(cancel.descriptor()), ..qmp::Options::default() };
+        let mut qemu = Qemu::connect(socket, &options)?;
+        let drives = qemu.drives()?;
+        Ok(Self { qemu, disks: ParentDisks { drives, snapshots: Vec::new() } })
+    }
+
+    /// The monitor's socket.
+    pub(super) fn socket(&self) -> &str {
+        self.qemu.socket()
+    }
+
+    /// The image that the guest maps.
+    pub(super) fn image(&mut self) -> Result<PathBuf, Error> {
+        let path = in_place::mapped_image(&mut self.qemu)?;
+        path.ok_or_else(|| Error::NoBase { socket: self.qemu.socket().to_owned() })
+    }
+
+    /// The guest, as an image of it would name it.
+    pub(super) fn origin(&mut self) -> Result<Origin, Error> {
+        let process = Some(plan::record_command_line(&mut self.qemu)?);
+        let source = format!("qmp:{}", self.qemu.socket());
+        Ok(Origin { source, qemu: Some(self.qemu.version_text()), process, ..Origin::default() })
+    }
+
+    /// Directory to which its files are relative.
+    pub(super) fn working_directory(&self) -> Option<PathBuf> {
+        self.qemu.working_directory()
+    }
+
+    /// Plans overlays in which the guest continues, since its disks become backing files of the forks' `overlays`.
+    pub(super) fn plan_snapshots(&mut self, overlays: &[Overlay]) -> Result<(), Error> {
+        let directory = self.working_directory();
+        let directory = directory.as_deref().unwrap_or(Path::new("/"));
+        for drive in self.disks.drives.iter().filter(|drive| drive.is_written) {
+            let file = drive.files.written_file(directory);
+            // A filter's snapshot would not be the disk's.
+            let is_it = |overlay: &&Overlay| {
+                file.as_ref() == Some(&overlay.base) && drive.files.format == overlay.format
+            };
+            let overlay = overlays.iter().find(is_it).and_then(Overlay::of_present_guest);
+            let overlay = overlay.ok_or_else(|| Error::ParentWrites {
+                socket: self.qemu.socket().to_owned(),
+                drive: drive.name.clone(),
+                file: file.unwrap_or_default(),
+            })?;
+            self.disks.snapshots.push(Snapshot { drive: drive.clone(), overlay, created: None });
+        }
+        let planned: Vec<_> = self.disks.snapshots.iter().map(|snapshot| snapshot.overlay.clone()).collect();
+        Ok(Overlay::check(&planned)?)
+    }
+
+    /// Makes the overlays, which are removed with this value unless the guest continues in them.
+    pub(super) fn make_overlays(&mut self, host: &HostArguments) -> Result<(), Error> {
+        for snapshot in &mut self.disks.snapshots {
+            snapshot.created = Some(snapshot.overlay.create(host)?);
+        }
+        Ok(())
+    }
+
+    /// Takes the guest, which runs on `image`, with its disks of the same instant.
+    pub(super) fn take(&mut self, image: &Arc<Image>) -> Result<Capture, in_place::Error> {
+        in_place::capture(&mut self.qemu, image, &mut self.disks)
+    }
+
+    /// Files in which the guest continues.
+    pub(super) fn overlays(&self) -> Vec<PathBuf> {
+        self.disks.overlays()
+    }
+}
+
+impl Disks for ParentDisks {
+    fn overlays(&self) -> Vec<PathBuf> {
+        self.snapshots.iter().map(|snapshot| snapshot.overlay.path.clone()).collect()
+    }
+
+    fn take(&mut self, qemu: &mut Qemu) -> Result<(), in_place::Error> {
+        let Self { drives, snapshots } = self;
+        if snapshots.is_empty() {
+            return Ok(());
+        }
+        // Of another fork, or of a third party at the monitor.
+        let found = qemu.drives()?;
+        if let Some(drive) = drives.iter().find(|drive| drive.is_written && !found.contains(drive)) {
+            let (socket, drive) = (qemu.socket().to_owned(), drive.name.clone());
+            return Err(in_place::Error::DriveChanged { socket, drive });
+        }
+        let taken: Vec<_> = snapshots
+            .iter()
+            .map(|Snapshot { drive, overlay, .. }| DriveSnapshot { drive, overlay: &overlay.path })
+            .collect();
+        let taken = qemu.take_snapshots(&taken);
+        // Only what QEMU has refused was certainly not done.
+        if !matches!(&taken, Err(qemu::Error::Qmp(qmp::Error::Refusal { .. }))) {
+            snapshots
+                .iter_mut()
+                .filter_map(|snapshot| snapshot.created.take())
+                .for_each(CreatedOverlay::keep);
+        }
+        Ok(taken?)
+    }
+}
