@@ -10,6 +10,7 @@
 //! Out of scope: tests. Nothing about speed is asserted, and figures hold for the machine that they were measured on.
 
 mod applications;
+mod fork;
 mod guest;
 mod instant;
 mod lanes;
@@ -46,6 +47,7 @@ fn measurement(table: &str) -> fn(&Bench) -> Result<Vec<Table>> {
         "live" => live::measure,
         "instant" => instant::measure,
         "run" => run::measure,
+        "fork" => fork::measure,
         "lanes" => lanes::measure,
         "vsock" => vsock::measure,
         "vsock-linux" => vsock::linux::measure,

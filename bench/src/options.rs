@@ -12,11 +12,12 @@ use towline_channel::Cancel;
 const PEERS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../target/peers/bin");
 
 /// Names of the tables.
-pub(crate) const TABLES: [&str; 11] = [
+pub(crate) const TABLES: [&str; 12] = [
     "ram",
     "live",
     "instant",
     "run",
+    "fork",
     "lanes",
     "vsock",
     "vsock-linux",
@@ -33,6 +34,7 @@ pub(crate) const TABLES: [&str; 11] = [
 ///   live           a busy guest through towline, against QEMU to QEMU
 ///   instant        a restored guest that runs at once, against QEMU's own restore and postcopy
 ///   run            a guest from an image by one command: its parts, cached and not
+///   fork           a running guest that is forked or stored, by what it has written, against QEMU's own saves
 ///   lanes          memory over lanes, against QEMU's multifd and iperf3
 ///   vsock          streams and requests, against vhost-device-vsock and a plain Unix socket
 ///   vsock-linux    streams, requests and connections of an emulated Linux guest, against vhost-device-vsock

@@ -86,8 +86,40 @@ pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
     Ok(vec![table])
 }
 
+/// A guest that `towline run` runs, which ends with this value.
+pub(crate) struct Running {
+    pub(crate) towline: Towline,
+    /// Its event `running`.
+    pub(crate) event: Value,
+    /// Its counter.
+    pub(crate) counter: Counter,
+}
+
+impl Running {
+    /// Starts towline with these words, whose guest maps the image.
+    pub(crate) fn start(bench: &Bench, stored: &Stored, words: Vec<String>) -> Result<Self> {
+        let path = stored.path();
+        let runtime = path.parent().context("the image is in a directory")?.display();
+        let program = bench.options.towline.display().to_string();
+        let words = [format!("XDG_RUNTIME_DIR={runtime}"), program].into_iter().chain(words);
+        let mut towline = Towline::start("/usr/bin/env".as_ref(), words)?;
+        let event = bench.wait("the guest to run", || {
+            towline.check()?;
+            let events = towline.stdout();
+            let event = events.lines().find(|line| line.contains(r#""event":"running""#));
+            Ok(event.map(serde_json::from_str::<Value>).transpose()?)
+        })?;
+        ensure!(event["memory"] == "mapped", "memory is not mapped: {event}");
+        // Offset of the counter in the guest's RAM block.
+        let at = stored.tick_address;
+        let offset = if at < ABOVE { at } else { at - ABOVE + BELOW_MAX };
+        let counter = Counter::mapped_from(&path, offset, number(&event, "pid")? as u64)?;
+        Ok(Self { towline, event, counter })
+    }
+}
+
 /// Arguments of `towline run`. The command line of a QEMU that another program starts is not recorded, and is given as a whole.
-fn arguments(stored: &Stored) -> Vec<String> {
+pub(crate) fn arguments(stored: &Stored) -> Vec<String> {
     let version = stored.shape.version;
     let binary = version.command().get_program().to_string_lossy().into_owned();
     let mut words = ["run", "--json", "--share", "--name", "bench", "--qemu"].map(str::to_owned).to_vec();
@@ -110,28 +142,15 @@ fn arguments(stored: &Stored) -> Vec<String> {
 
 /// Runs the guest until its counter steps, and ends it.
 fn run(bench: &Bench, stored: &Stored) -> Result<Figures> {
-    let path = stored.path();
-    let runtime = path.parent().context("the image is in a directory")?.display();
-    let program = bench.options.towline.display().to_string();
     let started = Instant::now();
-    let words = [format!("XDG_RUNTIME_DIR={runtime}"), program].into_iter().chain(arguments(stored));
-    let mut towline = Towline::start("/usr/bin/env".as_ref(), words)?;
-    let running = bench.wait("the guest to run", || {
-        towline.check()?;
-        let events = towline.stdout();
-        let event = events.lines().find(|line| line.contains(r#""event":"running""#));
-        Ok(event.map(serde_json::from_str::<Value>).transpose()?)
-    })?;
+    let mut running = Running::start(bench, stored, arguments(stored))?;
     let seen = Instant::now();
-    ensure!(running["memory"] == "mapped", "memory is not mapped: {running}");
-    let (answered, ran) = (number(&running, "answered-us")? / 1e3, number(&running, "running-us")? / 1e3);
-    // Offset of the counter in the guest's RAM block.
-    let at = stored.tick_address;
-    let offset = if at < ABOVE { at } else { at - ABOVE + BELOW_MAX };
-    Counter::mapped_from(&path, offset, number(&running, "pid")? as u64)?.tick(bench, stored.tick)?;
+    let (answered, ran) =
+        (number(&running.event, "answered-us")? / 1e3, number(&running.event, "running-us")? / 1e3);
+    running.counter.tick(bench, stored.tick)?;
     let (tick, whole) = (seen.elapsed(), started.elapsed());
     // Ended by SIGKILL with towline's process.
-    towline.kill()?;
+    running.towline.kill()?;
     let running = (ran - answered).max(0.0);
     Ok(Figures::from([
         ("until QEMU answers", answered),

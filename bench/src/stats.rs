@@ -38,6 +38,12 @@ impl fmt::Display for Summary {
     }
 }
 
+/// Returns the one of these sorted values that this share of them (0 to 1) does not exceed; `None` without any.
+pub(crate) fn quantile(sorted: &[f64], share: f64) -> Option<f64> {
+    let last = sorted.len().checked_sub(1)?;
+    Some(sorted[((last as f64) * share).round() as usize])
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -64,5 +70,12 @@ mod tests {
         let summary = Summary::of([1.0, 2.0, 4.0]).unwrap();
         assert_eq!(summary.to_string(), "2.00 (1.00–4.00)");
         assert_eq!(format!("{summary:.0}"), "2 (1–4)");
+    }
+
+    #[test]
+    fn quantiles_are_measured_values() {
+        assert_eq!(quantile(&[], 0.5), None);
+        let values: Vec<f64> = (1..=101).map(f64::from).collect();
+        assert_eq!([0.0, 0.99, 1.0].map(|share| quantile(&values, share)), [1.0, 100.0, 101.0].map(Some));
     }
 }

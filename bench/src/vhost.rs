@@ -16,6 +16,7 @@ use towline_frontend::Frontend;
 use towline_lab::Towline as Process;
 
 use crate::machine::{all_seconds, own_seconds, thread_seconds};
+use crate::stats::quantile;
 use crate::table::Figures;
 
 /// Time before a window, in which rings fill, socket buffers grow and memory is touched.
@@ -94,12 +95,6 @@ pub(crate) fn latencies(mut of: Vec<f64>) -> Figures {
     quantiles.into_iter().filter_map(|(name, share)| Some((name, quantile(&of, share)?))).collect()
 }
 
-/// Returns the one of these sorted values that this share of them (0 to 1) does not exceed; `None` without any.
-fn quantile(sorted: &[f64], share: f64) -> Option<f64> {
-    let last = sorted.len().checked_sub(1)?;
-    Some(sorted[((last as f64) * share).round() as usize])
-}
-
 /// Measures a window after a warm-up.
 ///
 /// # Errors
@@ -168,11 +163,4 @@ fn sleep(length: Duration, cancel: &Cancel) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn quantiles_are_measured_values() {
-        assert_eq!(quantile(&[], 0.5), None);
-        let values: Vec<f64> = (1..=101).map(f64::from).collect();
-        assert_eq!([0.0, 0.99, 1.0].map(|share| quantile(&values, share)), [1.0, 100.0, 101.0].map(Some));
-    }
 }

@@ -37,7 +37,7 @@ pub struct Policy {
     pub sets_mtu: bool,
     /// True if files are opened and sockets created: a copy, as opposed to a device.
     pub opens: bool,
-    /// True if other processes' files are read through `/proc`, which landlock forbids: only system calls are
+    /// True if other processes' files and memory are read, which landlock forbids: only system calls are
     /// filtered then.
     pub inspects_processes: bool,
     /// True if host names are resolved, for which the C library loads plugins and uses UDP.

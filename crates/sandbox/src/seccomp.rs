@@ -111,6 +111,9 @@ fn listed(policy: &Policy) -> Built<Rules> {
     if creates_files(policy) {
         rules.append(&mut always(CREATE));
     }
+    if policy.inspects_processes {
+        rules.append(&mut always(&[Sysno::process_vm_readv]));
+    }
     if policy.submits_to_rings {
         rules.append(&mut always(&[Sysno::io_uring_enter]));
     }

@@ -2,9 +2,12 @@
 
 use std::fs;
 use std::process::Command;
+use std::thread;
+use std::time::Duration;
 
 use serde_json::{Value, json};
-use towline_lab::{LinuxGuest, Version, require_lab};
+use towline_lab::expect::number;
+use towline_lab::{LinuxGuest, Towline, Version, require_lab, wait_until};
 
 use crate::support::{MEMORY_MIB, MIB, Recipe, Saved, WITHIN};
 
@@ -27,11 +30,15 @@ fn parent(test: &str) -> Option<Saved> {
 impl Saved {
     /// Forks a guest of this test.
     fn fork(&self, guest: &str, options: &[&str]) -> towline_lab::Finished {
+        self.start_fork(guest, options).wait(WITHIN).unwrap()
+    }
+
+    fn start_fork(&self, guest: &str, options: &[&str]) -> Towline {
         let agent = self.path("{name}.agent").display().to_string();
         let agent = format!("chardev.agent=socket,path={agent},server=on,wait=off");
         let words = ["fork", guest, "--qemu", &self.binary(), "--set", &agent].map(str::to_owned);
         let words = words.into_iter().chain(options.iter().map(|word| (*word).to_owned()));
-        self.towline(words).wait(WITHIN).unwrap()
+        self.towline(words)
     }
 }
 
@@ -62,13 +69,13 @@ fn forks_have_what_the_guest_wrote_and_go_on_from_there() {
     saved.assert_intact();
 }
 
-/// Every byte of the guest's memory, while it is stopped.
+/// Every byte of the guest's memory, while it is stopped; `cargo xtask soak fork` does this 200 times.
 #[test]
 fn a_fork_is_the_guest_byte_by_byte() {
     let Some(saved) = parent("a_fork_is_the_guest_byte_by_byte") else { return };
     let mut web = saved.agent("web");
-    for round in 0..2 {
-        web.shell(&written(8), WITHIN).unwrap();
+    for round in 0..number("TOWLINE_SOAK_FORKS", 2) {
+        web.shell(&written(1 + round % 32), WITHIN).unwrap();
         saved.ctl(&["web", "stop"]);
         let name = format!("then-{round}");
         let forked = saved.fork("web", &["--name", &name, "--paused", "--detach"]);
@@ -81,6 +88,34 @@ fn a_fork_is_the_guest_byte_by_byte() {
         saved.quit(&name);
         saved.ctl(&["web", "cont"]);
     }
+    saved.quit("web");
+}
+
+/// Every second time the guest is stored and run instead. It writes all the time, and finds pages that are torn or stale itself.
+#[test]
+fn a_fork_of_a_guest_that_writes_has_one_instant() {
+    let Some(saved) = parent("a_fork_of_a_guest_that_writes_has_one_instant") else { return };
+    let mut web = saved.agent("web");
+    web.dirty(1 << 30, 8 * MIB).unwrap();
+    let source = format!("qmp:{}", saved.directory("web").join("qmp.sock").display());
+    let next = saved.path("next.img").display().to_string();
+    for round in 0..number("TOWLINE_SOAK_FORKS", 4) {
+        if round % 2 == 0 {
+            let forked = saved.fork("web", &["--name", "next", "--detach"]);
+            assert!(forked.status.success(), "{}", forked.stderr);
+        } else {
+            let words = ["copy", "--resume", "--overwrite", "--base", &saved.image(), &source, &next];
+            saved.towline(words.map(str::to_owned)).wait_done(WITHIN).unwrap();
+            saved.run_image(&next, &["--name", "next", "--share", "--detach"]).wait_done(WITHIN).unwrap();
+        }
+        let mut guest = saved.agent("next");
+        assert_eq!(guest.check().unwrap(), 8 * MIB / 4096, "round {round}");
+        saved.assert_is_saved_guest(&mut guest);
+        saved.quit("next");
+        let is_gone = || Ok((saved.guests() == ["web"]).then_some(()));
+        wait_until("the end of the guest", WITHIN, is_gone).unwrap();
+    }
+    web.check().unwrap();
     saved.quit("web");
 }
 
@@ -121,11 +156,8 @@ fn disk(guest: &mut LinuxGuest) -> String {
     guest.shell("echo 3 > /proc/sys/vm/drop_caches; head -n 1 /dev/vda", WITHIN).unwrap().trim().to_owned()
 }
 
-#[test]
-fn forks_have_the_disk_of_the_same_instant() {
-    if !require_lab("forks_have_the_disk_of_the_same_instant") {
-        return;
-    }
+/// A guest with the name `web` and a disk.
+fn with_disk() -> Saved {
     let place = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
     let path = place.path().join("disk.raw");
     fs::write(&path, vec![b'd'; (8 * MIB) as usize]).unwrap();
@@ -135,6 +167,15 @@ fn forks_have_the_disk_of_the_same_instant() {
     let file = format!("drive.disk0.file={}", path.display());
     let settings = [saved.settings(), vec![file, "drive.disk0.format=raw".into()]].concat();
     saved.run(&["--name", "web", "--detach"], &settings).wait_done(WITHIN).unwrap();
+    saved
+}
+
+#[test]
+fn forks_have_the_disk_of_the_same_instant() {
+    if !require_lab("forks_have_the_disk_of_the_same_instant") {
+        return;
+    }
+    let saved = with_disk();
     let mut web = saved.agent("web");
     web.shell(&disk_written("one"), WITHIN).unwrap();
     let fork = |guest: &str, options: &[&str]| {
@@ -219,8 +260,9 @@ fn increments_of_a_guest_that_runs_have_what_it_wrote() {
     let source = format!("qmp:{}", saved.directory("web").join("qmp.sock").display());
     let store = |base: &str, name: &str| {
         let image = saved.path(name).display().to_string();
-        let words = ["copy", "--json", "--resume", "--base", base, &source, &image].map(str::to_owned);
-        let copied = saved.towline(words).wait_done(WITHIN).unwrap();
+        let words = ["copy", "--json", "--log", "info", "--resume", "--base", base, &source, &image];
+        let copied = saved.towline(words.map(str::to_owned)).wait_done(WITHIN).unwrap();
+        assert!(copied.stderr.contains("guest taken"), "{}", copied.stderr);
         let event: Value = serde_json::from_str(copied.stdout.lines().last().unwrap()).unwrap();
         assert_eq!(event["source-state"], "running", "{event}");
         (image, event["increment"]["chunks-stored"].as_u64().unwrap())
@@ -249,4 +291,93 @@ fn increments_of_a_guest_that_runs_have_what_it_wrote() {
     assert_eq!(saved.agent("fork").shell("sha256sum /tmp/written", WITHIN).unwrap(), second);
     ["web", "monday", "tuesday", "fork"].iter().for_each(|name| saved.quit(name));
     saved.assert_intact();
+}
+
+/// Lines of a fork's log, in their order.
+const MOMENTS: [&str; 6] =
+    ["starting QEMU", "started QEMU", "devices saved", "memory copied", "guest taken", "phase transfer"];
+
+/// `cargo xtask soak fork` does this 200 times.
+#[test]
+fn a_fork_that_is_killed_leaves_the_guest_running() {
+    let test = "a_fork_that_is_killed_leaves_the_guest_running";
+    if !require_lab(test) {
+        return;
+    }
+    let saved = with_disk();
+    let mut web = saved.agent("web");
+    let mut random = fastrand::Rng::with_seed(number("TOWLINE_SOAK_SEED", 38));
+    for round in 0..number("TOWLINE_SOAK_FORK_KILLS", 6) {
+        let text = format!("round-{round}");
+        web.shell(&disk_written(&text), WITHIN).unwrap();
+        let name = format!("killed-{round}");
+        let mut fork = saved.start_fork("web", &["--name", &name, "--log", "debug"]);
+        // At a line of the log, or somewhere between two of them.
+        let moment = MOMENTS[round as usize % MOMENTS.len()];
+        let later = Duration::from_micros(if random.bool() { 0 } else { random.u64(..20_000) });
+        wait_until(moment, WITHIN, || Ok((fork.stderr().contains(moment) || !fork.runs()?).then_some(())))
+            .unwrap();
+        thread::sleep(later);
+        fork.kill().unwrap();
+        let monitor = format!("qmp:{}", saved.directory("web").join("qmp.sock").display());
+        saved.towline(["repair", &monitor].map(str::to_owned)).wait_done(WITHIN).unwrap();
+        let status = saved.monitor("web").execute("query-status", Value::Null).unwrap();
+        assert_eq!(status["status"], "running", "round {round}, {later:?} after {moment:?}");
+        web.wait_ticking(WITHIN).unwrap();
+        assert_eq!(disk(&mut web), text, "round {round}, {later:?} after {moment:?}");
+        let left = |name: &&String| *name != "web";
+        wait_until("the end of the fork's QEMU", WITHIN, || {
+            Ok((!saved.guests().iter().any(|name| left(&name))).then_some(()))
+        })
+        .unwrap();
+    }
+    saved.assert_is_saved_guest(&mut web);
+    saved.quit("web");
+}
+
+#[test]
+fn of_two_forks_at_once_each_has_its_own_instant() {
+    if !require_lab("of_two_forks_at_once_each_has_its_own_instant") {
+        return;
+    }
+    let saved = with_disk();
+    let mut web = saved.agent("web");
+    web.shell(&disk_written("one"), WITHIN).unwrap();
+    let forks = ["a", "b", "c"].map(|name| saved.start_fork("web", &["--name", name, "--detach"]));
+    let finished = forks.map(|fork| fork.wait(WITHIN).unwrap());
+    let forked = finished.iter().filter(|fork| fork.status.success()).count();
+    assert!(forked > 0, "{}", finished[0].stderr);
+    for refused in finished.iter().filter(|fork| !fork.status.success()) {
+        assert!(refused.stderr.contains("was changed meanwhile"), "{}", refused.stderr);
+    }
+    web.shell(&disk_written("two"), WITHIN).unwrap();
+    let names: Vec<_> = saved.guests().into_iter().filter(|name| name != "web").collect();
+    assert_eq!(names.len(), forked);
+    for name in &names {
+        assert_eq!(disk(&mut saved.agent(name)), "one", "{name}");
+    }
+    names.iter().chain([&"web".to_owned()]).for_each(|name| saved.quit(name));
+}
+
+/// A job of the drive is the user's: nothing was changed, and the guest runs on.
+#[test]
+fn a_guest_with_a_job_is_refused_and_keeps_its_disk() {
+    if !require_lab("a_guest_with_a_job_is_refused_and_keeps_its_disk") {
+        return;
+    }
+    let saved = with_disk();
+    let mirror = json!({ "device": "disk0", "target": saved.path("mirror.raw"), "sync": "full", "format": "raw", "speed": 1 });
+    saved.monitor("web").execute("drive-mirror", mirror).unwrap();
+    let refused = saved.fork("web", &["--detach"]);
+    assert_eq!(refused.status.code(), Some(1), "{}", refused.stderr);
+    assert!(refused.stderr.contains("refuses transaction"), "{}", refused.stderr);
+    assert_eq!(saved.guests(), ["web"]);
+    let overlays = fs::read_dir(saved.path("")).unwrap().flatten();
+    let overlays: Vec<_> =
+        overlays.filter(|entry| entry.file_name().to_string_lossy().ends_with(".qcow2")).collect();
+    assert!(overlays.is_empty(), "{overlays:?}");
+    let drives = saved.monitor("web").execute("query-block", Value::Null).unwrap();
+    assert!(drives.to_string().contains("disk.raw"), "{drives}");
+    saved.agent("web").wait_ticking(WITHIN).unwrap();
+    saved.quit("web");
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use towline_channel::Address;
 use towline_control::in_place;
 use towline_control::journal::RuntimeDirectory;
-use towline_control::plan::{CopyRequest, Destination, Source};
+use towline_control::plan::{AfterCopy, CopyRequest, Destination, Source, Task};
 
 use super::{AllowedPorts, Policy, parent_directory};
 
@@ -59,7 +59,10 @@ pub(crate) fn policy_of_copy(
     }
     // Drives that two QEMUs share are found in their open files.
     let is_move = matches!((source, destinations), (Source::Qmp(_), [Destination::Qmp(_)]));
-    policy.inspects_processes = is_move || destinations.len() > 1 || may_map(source, destinations, request);
+    policy.inspects_processes = is_move
+        || destinations.len() > 1
+        || may_map(source, destinations, request)
+        || is_taken(source, destinations, request);
     if is_local(source, destinations) {
         // Lanes within this process are TCP connections by any free port.
         (policy.bind, policy.connect) = (AllowedPorts::Any, AllowedPorts::Any);
@@ -122,6 +125,12 @@ fn permit_destination(policy: &mut Policy, destination: &Destination) -> Option<
         Destination::Qmp(_) | Destination::Process(_) | Destination::Null => {}
     }
     Some(())
+}
+
+/// Returns true if a guest is stored and runs on: what it has written is read in its QEMU if that maps an image.
+fn is_taken(source: &Source, destinations: &[Destination], request: &CopyRequest) -> bool {
+    let is_resumed = matches!(request.task, Task::Copy { after: AfterCopy::SourceResumed, .. });
+    matches!(source, Source::Qmp(_)) && is_resumed && destinations.iter().all(Destination::is_image)
 }
 
 /// Returns true if a destination's QEMU names the image as its memory, which its mappings have to prove.

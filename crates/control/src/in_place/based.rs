@@ -26,7 +26,7 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::image_file::Unchanged;
-use super::maps::{Detail, NotOneRange, Proc, range_at};
+use super::maps::{Detail, NotOneRange, range_at};
 use super::process::{Mappings, OpenMode};
 use super::stored::{ImageBlock, locked};
 use super::{MappingKind, TransferReason};
@@ -118,10 +118,7 @@ impl BasedGuest {
                 // The guest has given it back: it is the file's again.
                 block.view.discard(range.start as usize, (range.end - range.start) as usize);
             }
-            for range in &written {
-                let at = range.start as usize..range.end as usize;
-                self.memory.copy(block.address + range.start, &block.view.span(), at)?;
-            }
+            self.memory.copy(block.address, &block.view.span(), &written)?;
             block.written = written;
         }
         Ok(())
@@ -179,9 +176,11 @@ fn check_blocks(qemu: &Qemu, image: &Image) -> Result<(), TransferReason> {
 }
 
 fn open_memory(process: &Mappings) -> Result<ProcessMemory, TransferReason> {
-    let directory = Proc::default().directory(&process.pid()?.to_string());
-    ProcessMemory::open(&directory)
-        .map_err(|error| TransferReason::Unreadable { path: directory.join("mem"), text: error.to_string() })
+    let pid = process.pid()?;
+    ProcessMemory::open(pid).map_err(|error| TransferReason::Unreadable {
+        path: format!("/proc/{pid}/pagemap").into(),
+        text: error.to_string(),
+    })
 }
 
 /// A guest as it was when it was stopped.

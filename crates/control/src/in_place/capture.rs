@@ -62,10 +62,12 @@ pub(crate) fn capture(qemu: &mut Qemu, image: &Arc<Image>, disks: &mut dyn Disks
         thread::scope(|scope| {
             let memory = scope.spawn(|| based.capture());
             let saved = devices.save(qemu);
+            tracing::debug!(after_us = begun.elapsed().as_micros(), "devices saved");
             let memory = memory.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             saved?;
             memory.map_err(not_captured)
         })?;
+        tracing::debug!(after_us = begun.elapsed().as_micros(), "memory copied");
         disks.take(qemu)
     });
     let standstill = if ran { begun.elapsed() } else { Duration::ZERO };

@@ -53,7 +53,7 @@ pub(super) fn take(
     context.report_repair(&qemu);
     match in_place::capture(&mut qemu, &image, &mut NoDisks) {
         Ok(Capture { guest, standstill }) => {
-            tracing::info!(written = guest.written_bytes(), ?standstill, image = %image.path().display(), "guest taken");
+            tracing::info!(written = guest.written_bytes(), standstill_us = standstill.as_micros(), image = %image.path().display(), "guest taken");
             let process = record_process(&mut qemu, context);
             let qemu = Some(qemu.version_text());
             let origin =

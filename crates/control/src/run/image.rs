@@ -247,7 +247,12 @@ impl RunImage {
         let origin = self.origin.clone().unwrap_or_default();
         let Capture { guest, standstill } = parent.take(&file.image).map_err(Failure::untouched)?;
         let guest = guest.with_origin(origin);
-        tracing::info!(socket = parent.socket(), written = guest.written_bytes(), ?standstill, "guest taken");
+        tracing::info!(
+            socket = parent.socket(),
+            written = guest.written_bytes(),
+            standstill_us = standstill.as_micros(),
+            "guest taken"
+        );
         for overlay in parent.overlays() {
             clones.observer.notice(&format!("the guest continues in overlay {}", overlay.display()));
         }

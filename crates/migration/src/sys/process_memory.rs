@@ -2,34 +2,40 @@
 //!
 //! ```text
 //!   /proc/PID/pagemap   ranges that are no longer the file's
-//!   /proc/PID/mem       their content
+//!   process_vm_readv    their content, as many ranges in one call as the kernel takes
 //! ```
 //! Needs the rights of a debugger (ptrace(2), `PTRACE_MODE_READ` and `PTRACE_MODE_ATTACH`). The process is not
 //! stopped: a reader of memory that is being written gets a mixture.
 
-use std::fs::File;
-use std::io;
+use std::num::NonZero;
 use std::ops::Range;
-use std::os::fd::AsRawFd as _;
+use std::panic::resume_unwind;
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{io, ptr, thread};
 
 use super::Span;
 use super::pagemap::{PageSelection, Pagemap};
+
+/// Bytes of one call, so that processors share the work evenly.
+const PIECE_BYTES: u64 = 1 << 20;
+/// Processors that copy at once: a few carry all that memory does.
+const THREADS_MAX: usize = 4;
 
 /// Memory of a process.
 #[derive(Debug)]
 pub struct ProcessMemory {
     pagemap: Pagemap,
-    memory: File,
+    pid: libc::pid_t,
 }
 
 impl ProcessMemory {
-    /// Opens the memory of a process by its directory in `/proc`.
+    /// Opens the memory of a process.
     ///
     /// # Errors
     /// The process has exited, or its memory is not shown to this one.
-    pub fn open(process: &Path) -> io::Result<Self> {
-        Ok(Self { pagemap: Pagemap::open(process)?, memory: File::open(process.join("mem"))? })
+    pub fn open(pid: i32) -> io::Result<Self> {
+        Ok(Self { pagemap: Pagemap::open(Path::new(&format!("/proc/{pid}")))?, pid })
     }
 
     /// Finds the pages that the process has written in `length` bytes from `address` on, a private mapping of a
@@ -52,35 +58,84 @@ impl ProcessMemory {
         Ok(ranges)
     }
 
-    /// Copies memory from `address` on into this range of `to`.
+    /// Copies these ranges of the memory from `address` on to the same places of `to`, on several processors if they are large.
     ///
     /// # Errors
-    /// It is not mapped, or the process has exited.
+    /// They are not mapped, or the process has exited.
     ///
     /// # Panics
-    /// If the range is not within `to`.
-    pub fn copy(&self, address: u64, to: &Span<'_>, range: Range<usize>) -> io::Result<()> {
-        let mut done = range.start;
-        while done < range.end {
-            let (room, length) = (to.at(done, range.end - done), range.end - done);
-            let at = libc::off_t::try_from(address + (done - range.start) as u64)
-                .map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
-            // SAFETY: the kernel writes at most `length` bytes from `room` on, which are mapped for the span's lifetime; no reference
-            // to them is ever made.
-            let read = unsafe { libc::pread(self.memory.as_raw_fd(), room.cast(), length, at) };
-            match usize::try_from(read) {
+    /// If a range is not within `to`.
+    pub fn copy(&self, address: u64, to: &Span<'_>, ranges: &[Range<u64>]) -> io::Result<()> {
+        let pieces = pieces(ranges);
+        let next = AtomicUsize::new(0);
+        let work = || -> io::Result<()> {
+            while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
+                self.copy_piece(address, to, piece.clone())?;
+            }
+            Ok(())
+        };
+        let threads =
+            thread::available_parallelism().map_or(1, NonZero::get).min(THREADS_MAX).min(pieces.len());
+        thread::scope(|scope| {
+            let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+            let own = work();
+            let others =
+                others.into_iter().map(|other| other.join().unwrap_or_else(|panic| resume_unwind(panic)));
+            others.fold(own, Result::and)
+        })
+    }
+
+    fn copy_piece(&self, address: u64, to: &Span<'_>, mut piece: Vec<Range<u64>>) -> io::Result<()> {
+        while !piece.is_empty() {
+            let length = |range: &Range<u64>| (range.end - range.start) as usize;
+            let iovec = |base: *mut u8, length: usize| libc::iovec { iov_base: base.cast(), iov_len: length };
+            let there = piece.iter().map(|range| {
+                iovec(ptr::without_provenance_mut((address + range.start) as usize), length(range))
+            });
+            let here =
+                piece.iter().map(|range| iovec(to.at(range.start as usize, length(range)), length(range)));
+            let (here, there): (Vec<_>, Vec<_>) = (here.collect(), there.collect());
+            let count = here.len() as libc::c_ulong;
+            // SAFETY: the kernel reads both arrays, which have `count` elements, and writes at most what `here` names: memory that is
+            // mapped for the span's lifetime, and to which no reference is ever made.
+            let read =
+                unsafe { libc::process_vm_readv(self.pid, here.as_ptr(), count, there.as_ptr(), count, 0) };
+            match u64::try_from(read) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(read) => done += read,
-                Err(_) => {
-                    let error = io::Error::last_os_error();
-                    if error.kind() != io::ErrorKind::Interrupted {
-                        return Err(error);
-                    }
-                }
+                Ok(read) => skip(&mut piece, read),
+                Err(_) => return Err(io::Error::last_os_error()),
             }
         }
         Ok(())
     }
+}
+
+/// Leaves the first `bytes` out.
+fn skip(piece: &mut Vec<Range<u64>>, mut bytes: u64) {
+    piece.retain_mut(|range| {
+        let skipped = bytes.min(range.end - range.start);
+        (range.start, bytes) = (range.start + skipped, bytes - skipped);
+        range.start < range.end
+    });
+}
+
+/// Splits ranges into pieces for one call each.
+fn pieces(ranges: &[Range<u64>]) -> Vec<Vec<Range<u64>>> {
+    let (mut pieces, mut last, mut bytes) = (Vec::new(), Vec::new(), 0);
+    for range in ranges {
+        let mut start = range.start;
+        while start < range.end {
+            let end = range.end.min(start + PIECE_BYTES - bytes);
+            last.push(start..end);
+            (start, bytes) = (end, bytes + end - start);
+            if bytes == PIECE_BYTES || last.len() == libc::UIO_MAXIOV as usize {
+                pieces.push(std::mem::take(&mut last));
+                bytes = 0;
+            }
+        }
+    }
+    pieces.extend(Some(last).filter(|last| !last.is_empty()));
+    pieces
 }
 
 #[cfg(test)]
@@ -99,7 +154,7 @@ mod tests {
         file.write_all(&vec![7; PAGES * PAGE]).unwrap();
         // SAFETY: the file has no other user.
         let mut mapping = unsafe { memmap2::MmapOptions::new().map_copy(&file) }.unwrap();
-        let memory = ProcessMemory::open(Path::new("/proc/self")).unwrap();
+        let memory = ProcessMemory::open(std::process::id().cast_signed()).unwrap();
         let address = mapping.as_ptr().addr() as u64;
         let written = || match memory.written(address, (PAGES * PAGE) as u64) {
             Ok(ranges) => Some(ranges),
@@ -117,10 +172,29 @@ mod tests {
         let range = |first: usize, end: usize| (first * PAGE) as u64..(end * PAGE) as u64;
         assert_eq!(written().unwrap(), [range(0, 1), range(5, 8), range(PAGES - 1, PAGES)]);
         let copy = RamMapping::anonymous(4 * PAGE).unwrap();
-        memory.copy(address + (5 * PAGE) as u64, &copy.span(), PAGE..4 * PAGE).unwrap();
+        memory.copy(address + (4 * PAGE) as u64, &copy.span(), &[range(1, 4)]).unwrap();
         let mut content = vec![0; 3 * PAGE];
         copy.span().read(PAGE, &mut content);
         assert!(content == mapping[5 * PAGE..8 * PAGE]);
-        assert!(memory.copy(1, &copy.span(), 0..PAGE).is_err());
+        assert!(memory.copy(0, &copy.span(), &[range(0, 1)]).is_err());
+    }
+
+    #[test]
+    fn pieces_have_all_bytes_and_none_is_too_large() {
+        let ranges: Vec<_> = (0..3000)
+            .map(|n| n * 8192..n * 8192 + 4096)
+            .chain([1 << 30..(1 << 30) + (5 << 20) / 2])
+            .collect();
+        let all = pieces(&ranges);
+        let bytes = |piece: &Vec<Range<u64>>| piece.iter().map(|range| range.end - range.start).sum::<u64>();
+        assert!(
+            all.iter().all(|piece| bytes(piece) <= PIECE_BYTES && piece.len() <= libc::UIO_MAXIOV as usize)
+        );
+        assert_eq!(all.iter().map(bytes).sum::<u64>(), 3000 * 4096 + (5 << 20) / 2);
+        let mut piece = vec![0..10, 20..30];
+        skip(&mut piece, 13);
+        assert_eq!(piece.iter().map(|range| range.end - range.start).sum::<u64>(), 7);
+        skip(&mut piece, 7);
+        assert_eq!(piece, []);
     }
 }

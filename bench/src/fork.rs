@@ -1,0 +1,250 @@
+//! `cargo xtask bench fork`: time for which a guest is stopped to be forked or stored, by what it has written since its start.
+//!
+//! ```text
+//!   towline run ─► the guest writes N MiB ─► towline fork                    ─► stopped · the command until the fork's first tick
+//!                                         ├► towline copy --resume --base    ─► stopped
+//!                                         └► QEMU's own: stop, migrate to a file, cont · savevm    ─► stopped
+//! ```
+//! towline's figures are by its own clock, from before `stop` until `cont` was answered; QEMU's are those of its monitor's client. Each
+//! round of towline's has [`SAMPLES`] of one guest, which goes on writing meanwhile.
+//!
+//! Limits: TCG; the file of a whole save is in memory, which is its best case.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Instant;
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::{Value, json};
+use towline_lab::{LinuxGuest, Qmp, Towline, Version};
+
+use crate::guest::WITHIN;
+use crate::machine::MIB;
+use crate::options::Bench;
+use crate::run::{Running, arguments};
+use crate::stats::quantile;
+use crate::stored::{Shape, Stored};
+use crate::table::{self, Column, Contender, Entry, Figures, Results, Row, Table};
+
+const SIZES_MIB: [u64; 2] = [512, 4096];
+const WRITTEN_MIB: [u64; 4] = [1, 16, 64, 256];
+/// Share of a guest's memory that is random in its image.
+const DATA_PERCENT: u64 = 25;
+/// Samples of one round.
+const SAMPLES: usize = 40;
+/// Forks of one round.
+const FORKS: usize = 10;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Method {
+    Fork,
+    Increment,
+    Migrate,
+    Savevm,
+}
+
+/// A guest, and what it has written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Written {
+    size_mib: u64,
+    mib: u64,
+}
+
+impl Row for Written {
+    fn name(&self) -> String {
+        format!("{} MiB guest, {} MiB written", self.size_mib, self.mib)
+    }
+}
+
+const MIGRATE: Contender<Method> = Contender::new("QEMU: stop, migrate to a file, cont", Method::Migrate);
+const CONTENDERS: [Contender<Method>; 4] = [
+    Contender::new("towline fork", Method::Fork),
+    Contender::new("towline copy --resume --base", Method::Increment),
+    MIGRATE,
+    Contender::new("QEMU: savevm", Method::Savevm),
+];
+const COLUMNS: [Column<Written, Method>; 5] = [
+    Column::spread("stopped p50 ms", 2),
+    Column::spread("p99 ms", 2),
+    Column::ratio("× migrate", "stopped p50 ms", |it| it.with(MIGRATE)),
+    Column::median("MiB copied", 1),
+    Column::spread("command to first tick ms", 0),
+];
+
+/// Measures the table.
+///
+/// # Errors
+/// A guest does not start, or the run was cancelled.
+pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
+    let of_size = |size_mib| WRITTEN_MIB.map(|mib| Written { size_mib, mib });
+    let rows = bench.sizes_mib(&SIZES_MIB).into_iter().flat_map(of_size);
+    let all = bench.chosen(Entry::all(rows, &CONTENDERS))?;
+    let mut results = Results::none();
+    for of_size in all.chunk_by(|one, other| one.row.size_mib == other.row.size_mib) {
+        let memory_mib = of_size[0].row.size_mib;
+        let shape = Shape { version: Version::V10_0, memory_mib, data_percent: DATA_PERCENT };
+        let forks = Forks { bench, stored: Stored::new(bench, shape)? };
+        results.extend(table::measure(bench, of_size.iter().copied(), |it| forks.run(it))?);
+    }
+    let title = "A running Linux guest that is forked or stored, by what it has written since its start";
+    let table = results.table("fork", title, &COLUMNS, |_| true).with_notes([
+        &*format!("one round: {FORKS} forks, {SAMPLES} increments, or one save; p50 and p99 are of these"),
+        "MiB copied: pages that differ from the image, by the kernel's list",
+    ]);
+    Ok(vec![table])
+}
+
+struct Forks<'a> {
+    bench: &'a Bench,
+    stored: Stored,
+}
+
+/// The guest that is forked.
+struct Parent {
+    _running: Running,
+    _agent: LinuxGuest,
+    monitor: PathBuf,
+}
+
+/// One time that the guest was stopped.
+#[derive(Debug, Clone, Copy)]
+struct Stop {
+    ms: f64,
+    copied_mib: f64,
+}
+
+impl Forks<'_> {
+    fn run(&self, it: Entry<Written, Method>) -> Result<Figures> {
+        let parent = self.parent(it)?;
+        match it.contender.kind {
+            Method::Fork => self.forks(),
+            Method::Increment => self.increments(&parent),
+            Method::Migrate => self.migrated(&parent),
+            Method::Savevm => {
+                let qmp = Qmp::connect(&parent.monitor, WITHIN)?;
+                let started = Instant::now();
+                let error = qmp.hmp("savevm bench")?;
+                ensure!(error.trim().is_empty(), "{error}");
+                Ok(Figures::from([("stopped p50 ms", started.elapsed().as_secs_f64() * 1e3)]))
+            }
+        }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.stored.path().with_file_name(name)
+    }
+
+    /// A guest of the image that has written that much.
+    fn parent(&self, it: Entry<Written, Method>) -> Result<Parent> {
+        // That of the guest before, which was killed.
+        let agent = self.path("agent.sock");
+        let _ = std::fs::remove_file(&agent);
+        let mut words = arguments(&self.stored);
+        words.extend(self.agent_of("agent.sock"));
+        if it.contender.kind == Method::Savevm {
+            let disk = self.path("state.qcow2");
+            let made = Command::new("qemu-img")
+                .args(["create", "-q", "-f", "qcow2"])
+                .arg(&disk)
+                .arg("16G")
+                .status()?;
+            ensure!(made.success(), "qemu-img: {made}");
+            words.extend([
+                "--".into(),
+                "-drive".into(),
+                format!("if=none,format=qcow2,file={}", disk.display()),
+            ]);
+        }
+        let running = Running::start(self.bench, &self.stored, words)?;
+        let mut agent = LinuxGuest::connect_at(&agent)?;
+        agent.wait_ready(WITHIN)?;
+        let line = format!(
+            "mount -o remount,size=90% /tmp; dd if=/dev/urandom of=/tmp/bench bs=1M count={} 2>/dev/null",
+            it.row.mib
+        );
+        agent.shell(&line, WITHIN)?;
+        let monitor = self.path("towline/guests/bench/qmp.sock");
+        Ok(Parent { _running: running, _agent: agent, monitor })
+    }
+
+    /// Settings that give a guest its agent's socket.
+    fn agent_of(&self, socket: &str) -> Vec<String> {
+        let chardev = format!("chardev.agent=socket,path={},server=on,wait=off", self.path(socket).display());
+        ["--set".into(), chardev, "--set".into(), "serial.1=chardev:agent".into()].to_vec()
+    }
+
+    fn forks(&self) -> Result<Figures> {
+        let (mut stops, mut ticks) = (Vec::new(), Vec::new());
+        for _ in 0..FORKS {
+            let mut words =
+                ["fork", "bench", "--json", "--log", "info", "--name", "fork"].map(str::to_owned).to_vec();
+            words.extend(self.agent_of("fork.sock"));
+            let started = Instant::now();
+            let _ = std::fs::remove_file(self.path("fork.sock"));
+            let mut fork = Running::start(self.bench, &self.stored, words)?;
+            fork.counter.tick(self.bench, fork.counter.read()?)?;
+            ticks.push(started.elapsed().as_secs_f64() * 1e3);
+            stops.push(stop(&fork.towline.stderr())?);
+            fork.towline.kill()?;
+        }
+        let mut figures = figures(&stops);
+        figures.extend(at("command to first tick ms", ticks, 0.5));
+        Ok(figures)
+    }
+
+    fn increments(&self, parent: &Parent) -> Result<Figures> {
+        let (base, next) =
+            (self.stored.path().display().to_string(), self.path("next.img").display().to_string());
+        let source = format!("qmp:{}", parent.monitor.display());
+        let one = || {
+            let words = ["copy", "--log", "info", "--overwrite", "--resume", "--base", &base, &source, &next];
+            let finished = Towline::start(&self.bench.options.towline, words)?.wait(WITHIN)?;
+            ensure!(finished.status.success(), "{}", finished.stderr);
+            stop(&finished.stderr)
+        };
+        let stops = (0..SAMPLES).map(|_| self.bench.cancel.check().map_err(Into::into).and_then(|()| one()));
+        Ok(figures(&stops.collect::<Result<Vec<_>>>()?))
+    }
+
+    fn migrated(&self, parent: &Parent) -> Result<Figures> {
+        let uri = format!("file:{}", self.path("whole").display());
+        let parameters = json!({ "max-bandwidth": 1_u64 << 40 });
+        let qmp = Qmp::connect(&parent.monitor, WITHIN)?;
+        qmp.execute("migrate-set-parameters", parameters)?;
+        let started = Instant::now();
+        qmp.execute("stop", Value::Null)?;
+        qmp.execute("migrate", json!({ "uri": uri }))?;
+        self.bench.wait("QEMU's own save", || {
+            let status = qmp.execute("query-migrate", Value::Null)?["status"].clone();
+            ensure!(status != "failed", "it failed");
+            Ok((status == "completed").then_some(()))
+        })?;
+        qmp.execute("cont", Value::Null)?;
+        Ok(Figures::from([("stopped p50 ms", started.elapsed().as_secs_f64() * 1e3)]))
+    }
+}
+
+/// The stop that towline has logged.
+fn stop(log: &str) -> Result<Stop> {
+    let line = log.lines().find(|line| line.contains("guest taken"));
+    let line = line.with_context(|| format!("the guest was not taken by its difference: {log}"))?;
+    let field = |name: &str| -> Result<f64> {
+        let value = line.split(name).nth(1).and_then(|rest| rest.strip_prefix('='));
+        let digits = value.map(|value| value.chars().take_while(char::is_ascii_digit).collect::<String>());
+        Ok(digits.with_context(|| format!("{line}: no {name}"))?.parse()?)
+    };
+    Ok(Stop { ms: field("standstill_us")? / 1e3, copied_mib: field("written")? / MIB as f64 })
+}
+
+fn figures(stops: &[Stop]) -> Figures {
+    let ms = || stops.iter().map(|stop| stop.ms).collect();
+    let copied = stops.iter().map(|stop| stop.copied_mib).collect();
+    let figures = [at("stopped p50 ms", ms(), 0.5), at("p99 ms", ms(), 0.99), at("MiB copied", copied, 0.5)];
+    figures.into_iter().flatten().collect()
+}
+
+/// A quantile of these values as a figure.
+fn at(name: &'static str, mut values: Vec<f64>, share: f64) -> Option<(&'static str, f64)> {
+    values.sort_by(f64::total_cmp);
+    Some((name, quantile(&values, share)?))
+}
