@@ -89,7 +89,7 @@ run-clones)
 #: run-stores: 20 times `towline run` of an image in a store with a delay, at once, by a file of the host and by one that is there: times
 #:   to the first tick (TOWLINE_SOAK_STORE_RUNS)
 run-stores) lab run stores::guests_of_a_slow_store_run_at_once_or_from_a_file_of_the_host TOWLINE_SOAK_STORE_RUNS=20 ;;
-#: fork: 200 forks that are killed at any moment (TOWLINE_SOAK_FORK_KILLS, TOWLINE_SOAK_SEED); 200 forks whose memory is compared with that
+#: fork: 200 forks that are killed or cancelled at any moment (TOWLINE_SOAK_FORK_KILLS, TOWLINE_SOAK_SEED); 200 forks whose memory is compared with that
 #:   of their guest, and 100 of a guest that writes at full rate and checks itself (TOWLINE_SOAK_FORKS)
 fork)
   lab run forks::a_fork_that_is_killed_leaves_the_guest_running TOWLINE_SOAK_FORK_KILLS=200

@@ -5,9 +5,10 @@ use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use towline_lab::expect::number;
-use towline_lab::{LinuxGuest, Towline, Version, require_lab, wait_until};
+use towline_lab::{LinuxGuest, Towline, Version, require_lab, signal, wait_until};
 
 use crate::support::{MEMORY_MIB, MIB, Recipe, Saved, WITHIN};
 
@@ -36,7 +37,7 @@ impl Saved {
     fn start_fork(&self, guest: &str, options: &[&str]) -> Towline {
         let agent = self.path("{name}.agent").display().to_string();
         let agent = format!("chardev.agent=socket,path={agent},server=on,wait=off");
-        let words = ["fork", guest, "--qemu", &self.binary(), "--set", &agent].map(str::to_owned);
+        let words = ["fork", guest, "--set", &agent].map(str::to_owned);
         let words = words.into_iter().chain(options.iter().map(|word| (*word).to_owned()));
         self.towline(words)
     }
@@ -61,6 +62,11 @@ fn forks_have_what_the_guest_wrote_and_go_on_from_there() {
     // None sees what another one writes.
     assert_eq!(web.shell("sha256sum /tmp/written", WITHIN).unwrap(), hash);
     assert_eq!(saved.agent("web-fork-1").shell("cat /tmp/written", WITHIN).unwrap().trim(), "web-fork-1");
+    // A guest that is paused by others stays so, since nothing is left to undo.
+    saved.ctl(&["web", "stop"]);
+    let monitor = format!("qmp:{}", saved.directory("web").join("qmp.sock").display());
+    saved.towline(["repair", &monitor].map(str::to_owned)).wait_done(WITHIN).unwrap();
+    assert_eq!(saved.monitor("web").execute("query-status", Value::Null).unwrap()["status"], "paused");
     // A fork of a fork.
     let forked = saved.fork("web-fork-0", &["--name", "grandchild", "--detach"]);
     assert!(forked.status.success(), "{}", forked.stderr);
@@ -307,18 +313,26 @@ fn a_fork_that_is_killed_leaves_the_guest_running() {
     let saved = with_disk();
     let mut web = saved.agent("web");
     let mut random = fastrand::Rng::with_seed(number("TOWLINE_SOAK_SEED", 38));
-    for round in 0..number("TOWLINE_SOAK_FORK_KILLS", 6) {
+    for round in 0..number("TOWLINE_SOAK_FORK_KILLS", 12) {
         let text = format!("round-{round}");
         web.shell(&disk_written(&text), WITHIN).unwrap();
         let name = format!("killed-{round}");
         let mut fork = saved.start_fork("web", &["--name", &name, "--log", "debug"]);
         // At a line of the log, or somewhere between two of them.
-        let moment = MOMENTS[round as usize % MOMENTS.len()];
+        let moment = MOMENTS[(round / 2) as usize % MOMENTS.len()];
         let later = Duration::from_micros(if random.bool() { 0 } else { random.u64(..20_000) });
         wait_until(moment, WITHIN, || Ok((fork.stderr().contains(moment) || !fork.runs()?).then_some(())))
             .unwrap();
         thread::sleep(later);
-        fork.kill().unwrap();
+        // A cancelled one ends by itself, and has run the guest on.
+        if round % 2 == 1 {
+            fork.kill().unwrap();
+        } else {
+            signal(fork.pid(), Signal::INT);
+            fork.wait(WITHIN).unwrap();
+            let status = saved.monitor("web").execute("query-status", Value::Null).unwrap();
+            assert_eq!(status["status"], "running", "round {round}, cancelled {later:?} after {moment:?}");
+        }
         let monitor = format!("qmp:{}", saved.directory("web").join("qmp.sock").display());
         saved.towline(["repair", &monitor].map(str::to_owned)).wait_done(WITHIN).unwrap();
         let status = saved.monitor("web").execute("query-status", Value::Null).unwrap();

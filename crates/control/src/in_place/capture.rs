@@ -14,7 +14,7 @@ use towline_protocol::device_state::DeviceState;
 use towline_qmp::commands::{AddFd, Cont, RemoveFd, Stop, XenSaveDevicesState};
 
 use super::{BasedGuest, CapturedGuest, Error, TransferReason};
-use crate::journal::UndoRecord;
+use crate::journal::{JournalEntry, UndoRecord};
 use crate::qemu::Qemu;
 
 /// A guest that was taken, and what it cost.
@@ -28,7 +28,7 @@ pub(crate) struct Capture {
 
 /// The disks of a guest that is taken.
 pub(crate) trait Disks {
-    /// Files in which the guest goes on afterwards.
+    /// Files in which the guest continues afterwards.
     fn overlays(&self) -> Vec<PathBuf>;
 
     /// Takes them while the guest is stopped.
@@ -56,9 +56,12 @@ pub(crate) fn capture(qemu: &mut Qemu, image: &Arc<Image>, disks: &mut dyn Disks
     based.capture().map_err(not_captured)?;
     let mut devices = DeviceFile::open(qemu)?;
     let ran = qemu.status()?.running;
+    // A cancelled command does not leave it stopped.
+    qemu.wait_for_replies();
     let entry = ran.then(|| qemu.record(&UndoRecord::Stopped { overlays: disks.overlays() })).flatten();
     let begun = Instant::now();
-    let taken = stopped(qemu, ran, |qemu| {
+    let stopped = if ran { qemu.client().execute(&Stop).map(drop).map_err(qemu_error) } else { Ok(()) };
+    let taken = stopped.and_then(|()| {
         thread::scope(|scope| {
             let memory = scope.spawn(|| based.capture());
             let saved = devices.save(qemu);
@@ -70,8 +73,7 @@ pub(crate) fn capture(qemu: &mut Qemu, image: &Arc<Image>, disks: &mut dyn Disks
         tracing::debug!(after_us = begun.elapsed().as_micros(), "memory copied");
         disks.take(qemu)
     });
-    let standstill = if ran { begun.elapsed() } else { Duration::ZERO };
-    drop(entry);
+    let standstill = if ran { run_on(qemu, entry.as_ref())?.duration_since(begun) } else { Duration::ZERO };
     let closed = devices.close(qemu);
     taken?;
     let state = closed.map_err(not_captured)?;
@@ -80,21 +82,13 @@ pub(crate) fn capture(qemu: &mut Qemu, image: &Arc<Image>, disks: &mut dyn Disks
     Ok(Capture { guest: based.into_guest(state)?, standstill })
 }
 
-/// Does this while the guest is stopped.
-fn stopped(
-    qemu: &mut Qemu,
-    ran: bool,
-    work: impl FnOnce(&mut Qemu) -> Result<(), Error>,
-) -> Result<(), Error> {
-    if !ran {
-        return work(qemu);
-    }
-    qemu.client().execute(&Stop).map_err(qemu_error)?;
-    let done = work(qemu);
-    let resumed = qemu.client().execute(&Cont).map_err(qemu_error);
-    done?;
-    resumed?;
-    Ok(())
+/// Runs the guest on, also one that may not have been stopped. Returns the time at which it ran.
+fn run_on(qemu: &mut Qemu, entry: Option<&JournalEntry>) -> Result<Instant, Error> {
+    // The record stays if this fails, and the next command runs it on.
+    qemu.client().execute(&Cont).map_err(qemu_error)?;
+    let at = Instant::now();
+    entry.into_iter().for_each(JournalEntry::done);
+    Ok(at)
 }
 
 fn qemu_error(error: towline_qmp::Error) -> Error {
