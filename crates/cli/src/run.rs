@@ -26,6 +26,9 @@ use crate::units::size;
 use refusal::refused;
 use report::{RunReport, supervise};
 
+/// The QEMU that runs an image, unless another one is given.
+const QEMU: &str = "qemu-system-x86_64";
+
 /// Runs `run`.
 pub(crate) fn run(args: &RunArgs) -> Result<Exit> {
     start(&args.image, &args.start, || of_image(args))
@@ -109,7 +112,7 @@ fn started(args: &StartArgs, image: ImageLocation) -> RunOptions {
         cache_directory: None,
         trust: CommandLineTrust::Untrusted,
         host: HostArguments {
-            binary: args.qemu.clone(),
+            binary: args.qemu.clone().unwrap_or_default(),
             // Of relative paths of the user's arguments.
             working_directory: std::env::current_dir().ok(),
             settings: args.set.clone(),
@@ -148,7 +151,11 @@ fn of_image(args: &RunArgs) -> Result<RunOptions, UsageError> {
         disks: if args.overlay { Disks::Overlays(args.overlay_dir.clone()) } else { Disks::Own },
         cache_directory: args.cache_dir.clone(),
         trust: if args.trust_command_line { CommandLineTrust::Trusted } else { CommandLineTrust::Untrusted },
-        host: HostArguments { arguments: args.arguments.clone(), ..base.host },
+        host: HostArguments {
+            binary: args.start.qemu.clone().unwrap_or_else(|| QEMU.into()),
+            arguments: args.arguments.clone(),
+            ..base.host
+        },
         ..base
     })
 }

@@ -29,7 +29,7 @@ use std::thread;
 use std::time::Instant;
 
 use towline_channel::Cancel;
-use towline_launch::{CreatedOverlay, GuestDirectory, IncomingOption, Launcher, QemuVersion};
+use towline_launch::{CreatedOverlay, GuestDirectory, HostArguments, IncomingOption, Launcher, QemuVersion};
 
 use crate::lock::lock;
 use crate::plan::{AfterCopy, CopyRequest, PostcopyStart, RequestedPages, Task, TransferOptions};
@@ -52,6 +52,7 @@ pub struct Prepared<'a> {
     /// Notices for the user, before the guests start.
     pub notices: Vec<Notice>,
     options: &'a RunOptions,
+    host: HostArguments,
     image: RunImage,
     starts: Vec<GuestStart>,
     memory: MemoryOrigin,
@@ -79,17 +80,21 @@ enum Monitors {
 /// # Errors
 /// Everything of the image, its command line or this host that excludes a start.
 pub fn prepare<'a>(options: &'a RunOptions, context: PrepareContext<'_>) -> Result<Prepared<'a>, Error> {
+    // Only memory that is mapped depends on it; that of a fork's own QEMU is known once its guest is.
+    let is_given = !options.host.binary.as_os_str().is_empty();
     let (image, version) = thread::scope(|scope| {
-        // The binary runs for its version while a store is waited for. Only memory that is mapped depends on
-        // it.
+        // The binary runs for its version while a store is waited for.
         let of_binary = || QemuVersion::of_binary(&options.host);
-        let version = options.memory.is_mapped().then(|| scope.spawn(of_binary));
+        let version = (options.memory.is_mapped() && is_given).then(|| scope.spawn(of_binary));
         let image = RunImage::open(options, context);
         (image, version.map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic))))
     });
     let image = image?;
-    let PlannedGuests { starts, memory, notices } = guests::plan(options, &image, version.transpose()?)?;
-    Ok(Prepared { notices, options, image, starts, memory })
+    let host = image.host(&options.host);
+    let version = version.or_else(|| image.version(&host));
+    let planned = guests::plan(options, &image, &host, version.transpose()?)?;
+    let PlannedGuests { starts, memory, notices } = planned;
+    Ok(Prepared { notices, options, host, image, starts, memory })
 }
 
 impl Prepared<'_> {
@@ -100,11 +105,11 @@ impl Prepared<'_> {
     /// A name that is taken, an overlay that cannot be made, or a QEMU that does not start. Then the others
     /// are ended, and nothing is left of any of them.
     pub fn start(self, cancel: &Cancel, starting: &(dyn Fn(&GuestStart) + Sync)) -> Result<Running, Error> {
-        let Self { options, image, starts, memory, .. } = self;
+        let Self { options, host, image, starts, memory, .. } = self;
         let count = starts.len();
         let is_kept = count == 1 && options.memory != MemoryRequest::Postcopy;
         let monitors = if is_kept { Monitors::Kept } else { Monitors::Free };
-        image.make_overlays(&options.host)?;
+        image.make_overlays(&host)?;
         let waiting = Mutex::new(claim(starts, options)?.into_iter());
         // If anything fails, those that were started are ended.
         let (started, failed) = (Mutex::new(Guests::default()), OnceLock::new());

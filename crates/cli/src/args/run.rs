@@ -95,9 +95,9 @@ pub(crate) struct StartArgs {
     /// number (docs/run.md)
     #[arg(long, value_name = "OPTION.KEY=VALUE")]
     pub(crate) set: Vec<Setting>,
-    /// The QEMU to start
-    #[arg(long, value_name = "BINARY", default_value = "qemu-system-x86_64")]
-    pub(crate) qemu: PathBuf,
+    /// The QEMU to start [default: qemu-system-x86_64; of a fork that of GUEST]
+    #[arg(long, value_name = "BINARY")]
+    pub(crate) qemu: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) report: ReportArgs,
     #[command(flatten)]

@@ -2,7 +2,7 @@
 //! started here.
 
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use towline_image::{Image, Origin};
 use towline_launch::command_line::QemuOption;
@@ -79,9 +79,9 @@ impl GuestStart {
         recorded: Option<&Recorded>,
         n: u32,
         name: GuestName,
-        working_directory: Option<PathBuf>,
+        given: &HostArguments,
     ) -> Result<Self, Error> {
-        let host = options.host.for_guest(GuestIdentity { n, name: name.as_str() })?;
+        let host = given.for_guest(GuestIdentity { n, name: name.as_str() })?;
         // The user's own settings follow, and replace these.
         let ids = recorded.map(Recorded::new_generation_ids).unwrap_or_default();
         let networks = recorded.filter(|_| options.networks == Networks::Separate);
@@ -89,6 +89,7 @@ impl GuestStart {
         let SeparateNetworks { settings, unconnected: links_down } = networks.unwrap_or_default();
         let settings = ids.into_iter().chain(settings).chain(host.settings).collect();
         // It is used unchanged, even with braces.
+        let working_directory = given.working_directory.clone();
         let host = HostArguments { settings, working_directory, ..host };
         let command_line = match (recorded, options.trust) {
             (Some(recorded), CommandLineTrust::Trusted) => recorded.trust(&host)?,
@@ -123,6 +124,7 @@ pub fn recorded_command_line(origin: &Origin) -> Result<Option<Recorded>, ParseE
 pub(super) fn plan(
     options: &RunOptions,
     image: &RunImage,
+    host: &HostArguments,
     version: Option<QemuVersion>,
 ) -> Result<PlannedGuests, Error> {
     let recorded = image.origin.as_ref().map(recorded_command_line).transpose()?.flatten();
@@ -130,8 +132,7 @@ pub(super) fn plan(
         return Err(Error::NoCommandLine { image: image.name.display().to_string() });
     }
     let numbered = (0..).zip(names(options, &image.stem)?);
-    let directory = image.working_directory().or_else(|| options.host.working_directory.clone());
-    let start = |(n, name)| GuestStart::new(options, recorded.as_ref(), n, name, directory.clone());
+    let start = |(n, name)| GuestStart::new(options, recorded.as_ref(), n, name, host);
     let mut starts = numbered.map(start).collect::<Result<Vec<_>, _>>()?;
     if let Disks::Overlays(directory) = &options.disks {
         use_overlays(directory.as_deref().unwrap_or(&image.directory), &mut starts)?;

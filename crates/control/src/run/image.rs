@@ -12,7 +12,7 @@ use rustix::io::Errno;
 #[cfg(feature = "store")]
 use towline_image::store::{self, StoredImage, UnopenedImage};
 use towline_image::{Image, Origin, StoredGuest as _};
-use towline_launch::{HostArguments, Overlay};
+use towline_launch::{HostArguments, LaunchError, Overlay, QemuVersion};
 
 #[cfg(feature = "store")]
 use super::cache::CacheFile;
@@ -154,12 +154,22 @@ impl RunImage {
         Ok(Self { origin, kind, ..image })
     }
 
-    /// Directory to which the files of the guests' command lines are relative, if it is another one than this process's.
-    pub(super) fn working_directory(&self) -> Option<PathBuf> {
-        match &self.kind {
-            OpenImage::Guest { parent, .. } => lock(parent).working_directory(),
-            _ => None,
-        }
+    /// The host's arguments for the guests. Forks are in the directory of their guest, and in its QEMU unless another one is given.
+    pub(super) fn host(&self, given: &HostArguments) -> HostArguments {
+        let OpenImage::Guest { parent, .. } = &self.kind else { return given.clone() };
+        let parent = lock(parent);
+        let working_directory = parent.working_directory().or_else(|| given.working_directory.clone());
+        let is_given = !given.binary.as_os_str().is_empty();
+        let binary = if is_given { given.binary.clone() } else { parent.program() };
+        HostArguments { binary, working_directory, ..given.clone() }
+    }
+
+    /// Version of the QEMU of forks.
+    pub(super) fn version(&self, host: &HostArguments) -> Option<Result<QemuVersion, LaunchError>> {
+        let OpenImage::Guest { parent, .. } = &self.kind else { return None };
+        let parent = lock(parent);
+        let is_own = parent.program() == host.binary;
+        Some(if is_own { Ok(parent.version()) } else { QemuVersion::of_binary(host) })
     }
 
     /// Plans what the disks of the guest that is forked become, since its forks have overlays of them.

@@ -35,7 +35,8 @@ pub struct RunOptions {
     pub cache_directory: Option<PathBuf>,
     /// Trust in the image's command line.
     pub trust: CommandLineTrust,
-    /// The QEMU, its working directory, and settings and arguments with the variables of clones.
+    /// The QEMU, its working directory, and settings and arguments with the variables of clones. An empty binary is that of the
+    /// guest that is forked.
     pub host: HostArguments,
     /// Directory of the guests that towline starts.
     pub root: RuntimeRoot,

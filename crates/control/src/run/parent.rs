@@ -1,17 +1,22 @@
 //! The running guest that is forked.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use towline_channel::Cancel;
 use towline_image::{Image, Origin};
-use towline_launch::{CreatedOverlay, HostArguments, Overlay};
+use towline_launch::{CreatedOverlay, HostArguments, Overlay, QemuVersion};
 use towline_qmp as qmp;
+use towline_qmp::commands::VersionTriple;
 
 use super::options::Error;
 use crate::in_place::{self, Capture, Disks};
 use crate::plan;
 use crate::qemu::{self, Drive, DriveSnapshot, Qemu};
+
+/// Program of forks whose guest's program does not exist any more.
+const DEFAULT_PROGRAM: &str = "qemu-system-x86_64";
 
 /// The guest, and the disks that it and its forks continue with.
 #[derive(Debug)]
@@ -61,6 +66,18 @@ impl Parent {
         let process = Some(plan::record_command_line(&mut self.qemu)?);
         let source = format!("qmp:{}", self.qemu.socket());
         Ok(Origin { source, qemu: Some(self.qemu.version_text()), process, ..Origin::default() })
+    }
+
+    /// Program of its QEMU, or the name of any if it was replaced.
+    pub(super) fn program(&self) -> PathBuf {
+        let path = self.qemu.process().pid().and_then(|pid| fs::read_link(format!("/proc/{pid}/exe")).ok());
+        path.filter(|path| path.is_file()).unwrap_or_else(|| DEFAULT_PROGRAM.into())
+    }
+
+    /// Version of its QEMU.
+    pub(super) fn version(&self) -> QemuVersion {
+        let VersionTriple { major, minor, .. } = self.qemu.facts().version.qemu;
+        QemuVersion { major, minor }
     }
 
     /// Directory to which its files are relative.

@@ -82,8 +82,7 @@ fn words(command_line: &AllowedCommandLine) -> String {
 
 /// The command line of the only guest.
 fn allowed_by(options: &RunOptions, recorded: Option<&Recorded>) -> Result<AllowedCommandLine, Error> {
-    let directory = options.host.working_directory.clone();
-    Ok(GuestStart::new(options, recorded, 0, "a".parse().unwrap(), directory)?.command_line)
+    Ok(GuestStart::new(options, recorded, 0, "a".parse().unwrap(), &options.host)?.command_line)
 }
 
 /// Copies a synthetic guest, whose memory is one block.
@@ -127,8 +126,7 @@ fn values_of_this_host_have_the_number_and_the_name_of_the_clone() {
     let mut options = given(options(Path::new("a.img")), &settings, &["-smbios", "type=1,serial={n}"]);
     options.host.working_directory = Some("/srv/{n}".into());
     let recorded = recorded("-serial vc");
-    let directory = options.host.working_directory.clone();
-    let start = GuestStart::new(&options, Some(&recorded), 3, "web-3".parse().unwrap(), directory);
+    let start = GuestStart::new(&options, Some(&recorded), 3, "web-3".parse().unwrap(), &options.host);
     let host = start.unwrap().host;
     assert_eq!(host.settings[0].value, "unix:/run/web-3");
     assert_eq!(host.arguments, ["-smbios", "type=1,serial=3"]);
