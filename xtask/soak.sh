@@ -90,11 +90,14 @@ run-clones)
 #:   to the first tick (TOWLINE_SOAK_STORE_RUNS)
 run-stores) lab run stores::guests_of_a_slow_store_run_at_once_or_from_a_file_of_the_host TOWLINE_SOAK_STORE_RUNS=20 ;;
 #: fork: 200 forks that are killed or cancelled at any moment (TOWLINE_SOAK_FORK_KILLS, TOWLINE_SOAK_SEED); 200 forks whose memory is compared with that
-#:   of their guest, and 100 of a guest that writes at full rate and checks itself (TOWLINE_SOAK_FORKS)
+#:   of their guest, and 200 of a guest that writes at full rate and checks itself (TOWLINE_SOAK_FORKS); 100 at once, and 100 of a guest
+#:   with a connection (TOWLINE_SOAK_FORK_COUNT)
 fork)
-  lab run forks::a_fork_that_is_killed_leaves_the_guest_running TOWLINE_SOAK_FORK_KILLS=200
+  lab run forks::faults::a_fork_that_is_killed_leaves_the_guest_running TOWLINE_SOAK_FORK_KILLS=200
   lab run forks::a_fork_is_the_guest_byte_by_byte TOWLINE_SOAK_FORKS=200
   lab run forks::a_fork_of_a_guest_that_writes_has_one_instant
+  lab run forks::many::many_forks_run_and_share_the_image_of_their_guest TOWLINE_SOAK_FORK_COUNT=100
+  lab run forks::many::a_connection_of_the_guest_outlives_its_forks
   ;;
 #: restores: 1,000 instant restores of a small guest, each half of them with a preempt channel (TOWLINE_SOAK_RESTORES: of each)
 restores)

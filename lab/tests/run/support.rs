@@ -336,16 +336,25 @@ impl Saved {
 
     /// As [`Saved::wait_first_tick`], with memory that is mapped from the file whose path ends like this.
     pub(crate) fn wait_first_tick_in(&self, pid: u64, file: &str) {
+        self.wait_tick(pid, file, Some(self.tick));
+    }
+
+    /// Waits until the guest of this process, which maps the image, steps its counter from now on.
+    pub(crate) fn wait_next_tick(&self, pid: u64) {
+        self.wait_tick(pid, &self.image(), None);
+    }
+
+    fn wait_tick(&self, pid: u64, file: &str, past: Option<u64>) {
         let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
         let mapping = maps.lines().find(|line| line.ends_with(file)).unwrap();
         let start = u64::from_str_radix(mapping.split_once('-').unwrap().0, 16).unwrap();
         let memory = fs::File::open(format!("/proc/{pid}/mem")).unwrap();
-        wait_until("a guest that ticks", WITHIN * 5, || {
+        let read = || {
             let mut word = [0; 8];
-            memory.read_exact_at(&mut word, start + self.counter)?;
-            Ok((u64::from_le_bytes(word) > self.tick).then_some(()))
-        })
-        .unwrap();
+            memory.read_exact_at(&mut word, start + self.counter).map(|()| u64::from_le_bytes(word))
+        };
+        let past = past.unwrap_or_else(|| read().unwrap());
+        wait_until("a guest that ticks", WITHIN * 5, || Ok((read()? > past).then_some(()))).unwrap();
     }
 
     /// The monitor of a guest.

@@ -1,0 +1,108 @@
+//! Many forks at once, and what else the guest does meanwhile.
+
+use std::io::{Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use serde_json::Value;
+use towline_lab::expect::number;
+use towline_lab::{require_lab, signal, wait_until};
+
+use super::written;
+use crate::support::{MEMORY_MIB, MIB, Recipe, Saved, WITHIN, ram_pss_of};
+
+/// What the guest writes before it is forked.
+const WRITTEN_MIB: u64 = 16;
+/// RAM of a fork beside that: pages of its kernel, and what it writes until it is looked at.
+const OTHER_MIB: u64 = 8;
+/// Port of the guest's echo server.
+const PORT: u16 = 7;
+
+/// `cargo xtask soak fork` makes 100. The counter steps ten times a second, as in the tests of many clones.
+#[test]
+fn many_forks_run_and_share_the_image_of_their_guest() {
+    if !require_lab("many_forks_run_and_share_the_image_of_their_guest") {
+        return;
+    }
+    let count = number("TOWLINE_SOAK_FORK_COUNT", 3);
+    let interval = Some(Duration::from_millis(100));
+    let saved = Saved::of(&Recipe { processors: 1, interval, ..Recipe::default() });
+    let settings = [saved.settings(), vec!["accel.tb-size=32".into()]].concat();
+    saved.run(&["--name", "web", "--detach"], &settings).wait_done(WITHIN).unwrap();
+    let mut web = saved.agent("web");
+    web.shell(&written(WRITTEN_MIB), WITHIN).unwrap();
+    let begun = Instant::now();
+    let mut forks = saved.start_fork("web", &["--name", "fork", "--json", "--count", &count.to_string()]);
+    let pids = wait_until("forks that run", WITHIN * 5, || {
+        assert!(forks.runs()?, "{}{}", forks.stdout(), forks.stderr());
+        let events = forks.stdout();
+        let events = events.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        let running = events.filter(|event| event["event"] == "running");
+        let pids: Vec<_> = running.filter_map(|event| event["pid"].as_u64()).collect();
+        Ok((pids.len() as u64 == count).then_some(pids))
+    })
+    .unwrap();
+    let ran = begun.elapsed();
+    pids.iter().for_each(|&pid| saved.wait_next_tick(pid));
+    let ticked = begun.elapsed();
+    let together = pids.iter().copied().map(ram_pss_of).sum::<u64>();
+    println!(
+        "{count} forks of a guest of {MEMORY_MIB} MiB that wrote {WRITTEN_MIB}: all run after {:.2} s, tick after {:.2} s; RAM of each \
+         {:.1} MiB",
+        ran.as_secs_f64(),
+        ticked.as_secs_f64(),
+        together as f64 / (count * MIB) as f64
+    );
+    // A few forks do not distribute what all of them read of the image.
+    let most = count * (WRITTEN_MIB + OTHER_MIB) * MIB + saved.filled();
+    assert!(together <= most, "{together}, expected at most {most}");
+    signal(forks.pid(), Signal::INT);
+    forks.wait_done(WITHIN).unwrap();
+    assert_eq!(saved.guests(), ["web"]);
+    saved.assert_is_saved_guest(&mut web);
+    saved.quit("web");
+    saved.assert_intact();
+}
+
+/// A connection that was made before talks on while its guest is forked; the forks' ends are theirs, in no network.
+#[test]
+fn a_connection_of_the_guest_outlives_its_forks() {
+    if !require_lab("a_connection_of_the_guest_outlives_its_forks") {
+        return;
+    }
+    let arguments = ["-netdev", "user,id=net0", "-device", "virtio-net-pci,netdev=net0"].map(str::to_owned);
+    let line = "ip link set eth0 up; ip addr add 10.0.2.15/24 dev eth0";
+    let saved = Saved::of(&Recipe { arguments: &arguments, line, ..Recipe::default() });
+    // Free when it was asked for.
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let network = format!("netdev.net0=user,id=net0,hostfwd=tcp:127.0.0.1:{port}-10.0.2.15:{PORT}");
+    let settings = [saved.settings(), vec![network]].concat();
+    saved.run(&["--name", "web", "--detach"], &settings).wait_done(WITHIN).unwrap();
+    let mut web = saved.agent("web");
+    web.echo(PORT).unwrap();
+    let mut connection = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    connection.set_read_timeout(Some(WITHIN)).unwrap();
+    let mut talk = |n: u64| {
+        let sent = n.to_le_bytes();
+        connection.write_all(&sent).unwrap();
+        let mut echoed = [0; 8];
+        connection.read_exact(&mut echoed).unwrap();
+        assert_eq!(echoed, sent);
+    };
+    talk(0);
+    for n in 1..=number("TOWLINE_SOAK_FORK_COUNT", 3) {
+        let options = ["--name", "fork", "--detach", "--set", "netdev.net0=user,id=net0"];
+        let mut fork = saved.start_fork("web", &options);
+        while fork.runs().unwrap() {
+            talk(n);
+        }
+        let forked = fork.wait(WITHIN).unwrap();
+        assert!(forked.status.success(), "{}", forked.stderr);
+        saved.quit("fork");
+        talk(n);
+        let is_gone = || Ok((saved.guests() == ["web"]).then_some(()));
+        wait_until("the end of the fork", WITHIN, is_gone).unwrap();
+    }
+    saved.quit("web");
+}
