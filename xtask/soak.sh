@@ -96,6 +96,7 @@ fork)
   lab run forks::faults::a_fork_that_is_killed_leaves_the_guest_running TOWLINE_SOAK_FORK_KILLS=200
   lab run forks::a_fork_is_the_guest_byte_by_byte TOWLINE_SOAK_FORKS=200
   lab run forks::a_fork_of_a_guest_that_writes_has_one_instant
+  lab run forks::a_guest_of_the_newest_qemu_that_writes_is_stored_at_one_instant
   lab run forks::many::many_forks_run_and_share_the_image_of_their_guest TOWLINE_SOAK_FORK_COUNT=100
   lab run forks::many::a_connection_of_the_guest_outlives_its_forks
   ;;

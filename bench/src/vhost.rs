@@ -159,8 +159,3 @@ fn sleep(length: Duration, cancel: &Cancel) -> Result<()> {
     }
     Ok(())
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-}

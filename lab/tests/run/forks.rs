@@ -8,7 +8,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 use towline_lab::expect::number;
-use towline_lab::{LinuxGuest, Towline, Version, require_lab, wait_until};
+use towline_lab::{LinuxGuest, Towline, Version, require_lab, require_qemu, wait_until};
 
 use crate::support::{MEMORY_MIB, MIB, Recipe, Saved, WITHIN};
 
@@ -297,4 +297,34 @@ fn increments_of_a_guest_that_runs_have_what_it_wrote() {
     assert_eq!(saved.agent("fork").shell("sha256sum /tmp/written", WITHIN).unwrap(), second);
     ["web", "monday", "tuesday", "fork"].iter().for_each(|name| saved.quit(name));
     saved.assert_intact();
+}
+
+/// The newest QEMU in the lab is started by the dynamic linker of another Debian, so its command line is not recorded and its guests are
+/// not forked; they are stored and run.
+#[test]
+fn a_guest_of_the_newest_qemu_that_writes_is_stored_at_one_instant() {
+    let test = "a_guest_of_the_newest_qemu_that_writes_is_stored_at_one_instant";
+    if !require_qemu(test, &[Version::Newest]) {
+        return;
+    }
+    let saved = Saved::new(Version::Newest);
+    let mut run = saved.run_with_arguments(&["--name", "web", "--share"]);
+    saved.assert_runs(&mut run, "web");
+    let mut web = saved.agent("web");
+    web.dirty(1 << 30, 8 * MIB).unwrap();
+    let source = format!("qmp:{}", saved.directory("web").join("qmp.sock").display());
+    let next = saved.path("next.img").display().to_string();
+    for round in 0..number("TOWLINE_SOAK_FORKS", 2) {
+        let words =
+            ["copy", "--log", "info", "--resume", "--overwrite", "--base", &saved.image(), &source, &next];
+        let copied = saved.towline(words.map(str::to_owned)).wait_done(WITHIN).unwrap();
+        assert!(copied.stderr.contains("guest taken"), "{}", copied.stderr);
+        let mut run = saved.run_image_with_arguments(&next, &["--name", "next", "--share"]);
+        saved.assert_runs(&mut run, "next");
+        assert_eq!(saved.agent("next").check().unwrap(), 8 * MIB / 4096, "round {round}");
+        saved.interrupt_one(run, "next");
+    }
+    web.check().unwrap();
+    drop(web);
+    saved.interrupt(run);
 }

@@ -210,6 +210,11 @@ impl Saved {
 
     /// Starts `towline run` with all arguments of the guest.
     pub(crate) fn run_with_arguments(&self, options: &[&str]) -> Towline {
+        self.run_image_with_arguments(&self.image(), options)
+    }
+
+    /// As [`Saved::run_with_arguments`], of another image of the guest.
+    pub(crate) fn run_image_with_arguments(&self, image: &str, options: &[&str]) -> Towline {
         let socket = self.place.path().join("{name}.agent").display().to_string();
         let agent = format!("socket,id=agent,path={socket},server=on,wait=off");
         let memory = format!("{MEMORY_MIB}M");
@@ -236,11 +241,15 @@ impl Saved {
             "chardev:agent",
         ];
         let words = options.iter().chain(&own).map(|word| (*word).to_owned());
-        self.start(words.chain(self.kernel.iter().cloned()).collect())
+        self.start_image(image, words.chain(self.kernel.iter().cloned()).collect())
     }
 
     fn start(&self, words: Vec<String>) -> Towline {
-        let before = ["run".to_owned(), self.image(), "--qemu".to_owned(), self.binary()];
+        self.start_image(&self.image(), words)
+    }
+
+    fn start_image(&self, image: &str, words: Vec<String>) -> Towline {
+        let before = ["run".to_owned(), image.to_owned(), "--qemu".to_owned(), self.binary()];
         self.towline(before.into_iter().chain(words))
     }
 

@@ -41,6 +41,14 @@ impl ProcessGuest for OfProcess {
     }
 }
 
+fn planned(
+    options: &RunOptions,
+    image: &RunImage,
+    version: Option<QemuVersion>,
+) -> Result<PlannedGuests, Error> {
+    plan(options, image, &options.host, version)
+}
+
 /// Options of one guest of this image.
 fn options(image: &Path) -> RunOptions {
     RunOptions {
@@ -174,7 +182,7 @@ fn each_guest_gets_a_generation_id_and_an_overlay_of_its_own() {
     let drive = format!("file={disk},format=raw,if=none,id=d0");
     let overlaid = |overlays: Option<PathBuf>| {
         let options = given(clones(&path), &[], &["-drive", &drive]);
-        plan(&RunOptions { disks: Disks::Overlays(overlays), ..options }, &opened(&path), Some(NEW))
+        planned(&RunOptions { disks: Disks::Overlays(overlays), ..options }, &opened(&path), Some(NEW))
     };
     for start in &overlaid(None).unwrap().starts {
         let [overlay] = start.overlays.as_slice() else { panic!("{:?}", start.overlays) };
@@ -195,7 +203,7 @@ fn each_guest_gets_a_generation_id_and_an_overlay_of_its_own() {
 fn an_image_without_a_command_line_needs_arguments() {
     let directory = tempfile::tempdir().unwrap();
     let path = image(directory.path());
-    let error = plan(&options(&path), &opened(&path), Some(NEW)).unwrap_err();
+    let error = planned(&options(&path), &opened(&path), Some(NEW)).unwrap_err();
     assert!(matches!(error, Error::NoCommandLine { .. }), "{error:?}");
 }
 
@@ -210,7 +218,7 @@ fn memory_is_mapped_or_the_reason_is_said() {
     let machine = format!("q35,memory-backend={name}");
     let run = |memory, version, more: &[&str]| {
         let own = [&["-machine", &machine, "-object", backend.as_str()], more].concat();
-        plan(&RunOptions { memory, ..given(clones(&path), &[], &own) }, &image, Some(version))
+        planned(&RunOptions { memory, ..given(clones(&path), &[], &own) }, &image, Some(version))
     };
     let any = MemoryRequest::MappedOrCopied;
     let PlannedGuests { starts, memory, .. } = run(any, NEW, &[]).unwrap();

@@ -50,7 +50,7 @@ impl CommandLine {
 
 impl Overlay {
     /// A further overlay of the same disk, in the same directory, for the guest that has the disk now: `STEM.N.qcow2` with the first
-    /// number that is free. `None`: there is none up to [`OVERLAYS_MAX`].
+    /// number that is free. `None`: there is none up to 10,000.
     #[must_use]
     pub fn of_present_guest(&self) -> Option<Self> {
         let stem = Path::new(&self.base).file_stem()?.to_str()?;

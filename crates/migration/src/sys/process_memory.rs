@@ -183,7 +183,7 @@ mod tests {
     fn pieces_have_all_bytes_and_none_is_too_large() {
         let ranges: Vec<_> = (0..3000)
             .map(|n| n * 8192..n * 8192 + 4096)
-            .chain([1 << 30..(1 << 30) + (5 << 20) / 2])
+            .chain(std::iter::once(1 << 30..(1 << 30) + (5 << 20) / 2))
             .collect();
         let all = pieces(&ranges);
         let bytes = |piece: &Vec<Range<u64>>| piece.iter().map(|range| range.end - range.start).sum::<u64>();

@@ -12,7 +12,7 @@ use towline_lab::{require_lab, signal, wait_until};
 use super::written;
 use crate::support::{MEMORY_MIB, MIB, Recipe, Saved, WITHIN, ram_pss_of};
 
-/// What the guest writes before it is forked.
+/// Memory that the guest writes before it is forked.
 const WRITTEN_MIB: u64 = 16;
 /// RAM of a fork beside that: pages of its kernel, and what it writes until it is looked at.
 const OTHER_MIB: u64 = 8;
