@@ -43,7 +43,7 @@ use image_file::Unchanged;
 use towline_migration::{Guest, GuestWithPresentBlocks, Sink, SinkWithPresentBlocks};
 
 pub(crate) use based::{BasedGuest, CapturedGuest};
-pub(crate) use capture::{Capture, Disks, capture};
+pub(crate) use capture::{Capture, Disks, PreparedCapture};
 pub use error::{Error, TransferReason};
 pub use fresh::{OldMemory, old_memory};
 pub use image_file::{Reflink, UnusedReflink};

@@ -138,8 +138,10 @@ impl Prepared<'_> {
             for _ in 1..threads {
                 scope.spawn(work);
             }
+            let prepared = scope.spawn(|| image.prepare());
             work();
-        });
+            prepared.join().unwrap_or_else(|panic| resume_unwind(panic))
+        })?;
         let mut guests = std::mem::take(&mut *lock(&started));
         failed.into_inner().map_or(Ok(()), Err)?;
         cancel.check()?;

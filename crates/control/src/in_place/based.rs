@@ -124,6 +124,11 @@ impl BasedGuest {
         Ok(())
     }
 
+    /// The image.
+    pub(crate) fn image(&self) -> &Image {
+        &self.image
+    }
+
     /// Bytes that differ from the image.
     pub(crate) fn written_bytes(&self) -> u64 {
         let based = self.blocks.iter().filter(|block| block.base == BlockBase::Image);

@@ -13,7 +13,7 @@ use towline_image::Image;
 use towline_protocol::device_state::DeviceState;
 use towline_qmp::commands::{AddFd, Cont, RemoveFd, Stop, XenSaveDevicesState};
 
-use super::{BasedGuest, CapturedGuest, Error, TransferReason};
+use super::{BasedGuest, CapturedGuest, Error};
 use crate::journal::{JournalEntry, UndoRecord};
 use crate::qemu::Qemu;
 
@@ -38,48 +38,63 @@ pub(crate) trait Disks {
     fn take(&mut self, qemu: &mut Qemu) -> Result<(), Error>;
 }
 
-/// Takes the guest of `qemu`, which runs on `image`. Afterwards it runs on, if it ran before. Its disks are taken once all
-/// else was.
-///
-/// # Errors
-/// [`Error::NotBased`]: it does not run on the image; [`Error::NotCaptured`]; [`Error::Qemu`]; those of `disks`. The guest runs on.
-pub(crate) fn capture(qemu: &mut Qemu, image: &Arc<Image>, disks: &mut dyn Disks) -> Result<Capture, Error> {
-    let socket = qemu.socket().to_owned();
-    let not_based = |reason: TransferReason| Error::NotBased {
-        socket: socket.clone(),
-        image: image.path().to_owned(),
-        reason,
-    };
-    let not_captured = |source: io::Error| Error::NotCaptured { socket: socket.clone(), source };
-    let mut based = BasedGuest::of(qemu, image).map_err(not_based)?;
-    // What is written already has its room before the guest is stopped.
-    based.capture().map_err(not_captured)?;
-    let mut devices = DeviceFile::open(qemu)?;
-    let ran = qemu.status()?.running;
-    // A cancelled command does not leave it stopped.
-    qemu.wait_for_replies();
-    let entry = ran.then(|| qemu.record(&UndoRecord::Stopped { overlays: disks.overlays() })).flatten();
-    let begun = Instant::now();
-    let stopped = if ran { qemu.client().execute(&Stop).map(drop).map_err(qemu_error) } else { Ok(()) };
-    let taken = stopped.and_then(|()| {
-        thread::scope(|scope| {
-            let memory = scope.spawn(|| based.capture());
-            let saved = devices.save(qemu);
-            tracing::debug!(after_us = begun.elapsed().as_micros(), "devices saved");
-            let memory = memory.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            saved?;
-            memory.map_err(not_captured)
-        })?;
-        tracing::debug!(after_us = begun.elapsed().as_micros(), "memory copied");
-        disks.take(qemu)
-    });
-    let standstill = if ran { run_on(qemu, entry.as_ref())?.duration_since(begun) } else { Duration::ZERO };
-    let closed = devices.close(qemu);
-    taken?;
-    let state = closed.map_err(not_captured)?;
-    let state = DeviceState::of_saved(&state, image.devices())
-        .map_err(|error| not_captured(io::Error::other(error.to_string())))?;
-    Ok(Capture { guest: based.into_guest(state)?, standstill })
+/// A guest that is about to be taken: what it has written already has its room here, so that only its content is copied while it is
+/// stopped.
+#[derive(Debug)]
+pub(crate) struct PreparedCapture {
+    based: BasedGuest,
+    devices: DeviceFile,
+}
+
+impl PreparedCapture {
+    /// Prepares the guest of `qemu`, which runs on `image`, and does not stop it.
+    ///
+    /// # Errors
+    /// [`Error::NotBased`]: it does not run on the image; [`Error::NotCaptured`]; [`Error::Qemu`].
+    pub(crate) fn of(qemu: &mut Qemu, image: &Arc<Image>) -> Result<Self, Error> {
+        let socket = qemu.socket().to_owned();
+        let not_based =
+            |reason| Error::NotBased { socket: socket.clone(), image: image.path().to_owned(), reason };
+        let mut based = BasedGuest::of(qemu, image).map_err(not_based)?;
+        based.capture().map_err(|source| Error::NotCaptured { socket, source })?;
+        Ok(Self { based, devices: DeviceFile::open(qemu)? })
+    }
+
+    /// Takes the guest, and its disks once all else was. Afterwards it runs on, if it ran before.
+    ///
+    /// # Errors
+    /// [`Error::NotCaptured`]; [`Error::Qemu`]; those of `disks`. The guest runs on.
+    pub(crate) fn take(self, qemu: &mut Qemu, disks: &mut dyn Disks) -> Result<Capture, Error> {
+        let Self { mut based, mut devices } = self;
+        let socket = qemu.socket().to_owned();
+        let not_captured = |source: io::Error| Error::NotCaptured { socket: socket.clone(), source };
+        let ran = qemu.status()?.running;
+        // A cancelled command does not leave it stopped.
+        qemu.wait_for_replies();
+        let entry = ran.then(|| qemu.record(&UndoRecord::Stopped { overlays: disks.overlays() })).flatten();
+        let begun = Instant::now();
+        let stopped = if ran { qemu.client().execute(&Stop).map(drop).map_err(qemu_error) } else { Ok(()) };
+        let taken = stopped.and_then(|()| {
+            thread::scope(|scope| {
+                let memory = scope.spawn(|| based.capture());
+                let saved = devices.save(qemu);
+                tracing::debug!(after_us = begun.elapsed().as_micros(), "devices saved");
+                let memory = memory.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+                saved?;
+                memory.map_err(not_captured)
+            })?;
+            tracing::debug!(after_us = begun.elapsed().as_micros(), "memory copied");
+            disks.take(qemu)
+        });
+        let standstill =
+            if ran { run_on(qemu, entry.as_ref())?.duration_since(begun) } else { Duration::ZERO };
+        let closed = devices.close(qemu);
+        taken?;
+        let state = closed.map_err(not_captured)?;
+        let state = DeviceState::of_saved(&state, based.image().devices())
+            .map_err(|error| not_captured(io::Error::other(error.to_string())))?;
+        Ok(Capture { guest: based.into_guest(state)?, standstill })
+    }
 }
 
 /// Runs the guest on, also one that may not have been stopped. Returns the time at which it ran.
@@ -96,6 +111,7 @@ fn qemu_error(error: towline_qmp::Error) -> Error {
 }
 
 /// A file in memory that QEMU writes the state of the devices to.
+#[derive(Debug)]
 struct DeviceFile {
     file: File,
     set: i64,

@@ -51,7 +51,8 @@ pub(super) fn take(
         }
     };
     context.report_repair(&qemu);
-    match in_place::capture(&mut qemu, &image, &mut NoDisks) {
+    let prepared = in_place::PreparedCapture::of(&mut qemu, &image);
+    match prepared.and_then(|prepared| prepared.take(&mut qemu, &mut NoDisks)) {
         Ok(Capture { guest, standstill }) => {
             tracing::info!(written = guest.written_bytes(), standstill_us = standstill.as_micros(), image = %image.path().display(), "guest taken");
             let process = record_process(&mut qemu, context);

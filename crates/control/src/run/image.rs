@@ -188,6 +188,14 @@ impl RunImage {
         }
     }
 
+    /// Prepares the guest that is forked, while the QEMUs of its forks start.
+    pub(super) fn prepare(&self) -> Result<(), Error> {
+        match &self.kind {
+            OpenImage::Guest { file, parent } => lock(parent).prepare(&file.image),
+            _ => Ok(()),
+        }
+    }
+
     #[cfg(feature = "store")]
     fn of_store(
         location: &towline_image::Location,
@@ -248,14 +256,9 @@ impl RunImage {
     }
 
     /// Takes the guest, and brings it into the QEMUs.
-    fn fork(
-        &self,
-        file: &ImageFile,
-        parent: &mut Parent,
-        clones: &Clones<'_>,
-    ) -> Result<Vec<CopyResult>, Failure> {
+    fn fork(&self, parent: &mut Parent, clones: &Clones<'_>) -> Result<Vec<CopyResult>, Failure> {
         let origin = self.origin.clone().unwrap_or_default();
-        let Capture { guest, standstill } = parent.take(&file.image).map_err(Failure::untouched)?;
+        let Capture { guest, standstill } = parent.take().map_err(Failure::untouched)?;
         let guest = guest.with_origin(origin);
         tracing::info!(
             socket = parent.socket(),
@@ -277,7 +280,7 @@ impl RunImage {
     pub(super) fn copy_to_all(&self, clones: &Clones<'_>) -> Result<Vec<CopyResult>, Failure> {
         match &self.kind {
             OpenImage::File(file) => plan::copy_image_to_all(&file.image, clones),
-            OpenImage::Guest { file, parent } => self.fork(file, &mut lock(parent), clones),
+            OpenImage::Guest { parent, .. } => self.fork(&mut lock(parent), clones),
             #[cfg(feature = "store")]
             OpenImage::Store { image, location, .. } => {
                 plan::copy_stored_image_to_all(location, || image.wait(), clones)

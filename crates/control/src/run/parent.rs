@@ -11,7 +11,7 @@ use towline_qmp as qmp;
 use towline_qmp::commands::VersionTriple;
 
 use super::options::Error;
-use crate::in_place::{self, Capture, Disks};
+use crate::in_place::{self, Capture, Disks, PreparedCapture};
 use crate::plan;
 use crate::qemu::{self, Drive, DriveSnapshot, Qemu};
 
@@ -23,6 +23,7 @@ const DEFAULT_PROGRAM: &str = "qemu-system-x86_64";
 pub(super) struct Parent {
     qemu: Qemu,
     disks: ParentDisks,
+    prepared: Option<PreparedCapture>,
 }
 
 /// The guest's disks.
@@ -47,7 +48,7 @@ impl Parent {
         let options = qmp::Options { interrupt: Some(cancel.descriptor()), ..qmp::Options::default() };
         let mut qemu = Qemu::connect(socket, &options)?;
         let drives = qemu.drives()?;
-        Ok(Self { qemu, disks: ParentDisks { drives, snapshots: Vec::new() } })
+        Ok(Self { qemu, disks: ParentDisks { drives, snapshots: Vec::new() }, prepared: None })
     }
 
     /// The monitor's socket.
@@ -115,9 +116,17 @@ impl Parent {
         Ok(())
     }
 
-    /// Takes the guest, which runs on `image`, with its disks of the same instant.
-    pub(super) fn take(&mut self, image: &Arc<Image>) -> Result<Capture, in_place::Error> {
-        in_place::capture(&mut self.qemu, image, &mut self.disks)
+    /// Prepares the guest, which runs on `image`, to be taken.
+    pub(super) fn prepare(&mut self, image: &Arc<Image>) -> Result<(), Error> {
+        self.prepared = Some(PreparedCapture::of(&mut self.qemu, image)?);
+        Ok(())
+    }
+
+    /// Takes the guest, which was prepared, with its disks of the same instant.
+    pub(super) fn take(&mut self) -> Result<Capture, in_place::Error> {
+        let prepared =
+            self.prepared.take().expect("prepared before its forks' QEMUs were started, and taken once");
+        prepared.take(&mut self.qemu, &mut self.disks)
     }
 
     /// Files in which the guest continues.
