@@ -201,22 +201,25 @@ impl Launcher {
         let Self { directory, lifetime, image, start_timeout, descriptors: mut inherited, .. } = self;
         inherited.push(listener.into());
         let lock = directory.lock().try_clone_to_owned();
+        let (image, mut recorded) = (image.as_ref(), Ok(()));
         let spawned = lock.and_then(|lock| {
             inherited.push(lock);
-            spawn(ToSpawn { command, descriptors: inherited, lifetime, confinement, log })
+            let process = ToSpawn { command, descriptors: inherited, lifetime, confinement, log };
+            // Before it is QEMU: one whose launcher is killed at any moment is listed.
+            spawn(process, |pid| {
+                recorded = write_state(&directory, pid, lifetime, image);
+                recorded.is_ok()
+            })
         });
+        recorded?;
         let Spawned { pid, pidfd, exit } =
             spawned.map_err(|source| LaunchError::Binary { binary: host.binary.clone(), source })?;
         // From here on, dropping it kills the QEMU and removes its directory.
         let mut running = RunningQemu { pid, pidfd, exit, lifetime: Lifetime::WithOwner, directory };
-        // First, so a QEMU whose launcher is killed during the start is listed.
-        let written = running.write_state(lifetime, image);
-        // The log of a QEMU that has ended says more than its missing state.
         let within = start_timeout.saturating_sub(started.elapsed());
         let options = Options { greeting_deadline: within, deadline: within, ..Options::default() };
         let connected = connect(&running, &options);
         let connected = connected.map_err(|source| running.not_answered(source, &host.binary))?;
-        written?;
         running.lifetime = lifetime;
         tracing::info!(pid, elapsed = ?started.elapsed(), "started QEMU");
         Ok((running, connected))
@@ -361,16 +364,21 @@ impl RunningQemu {
             None => LaunchError::NotReady { binary, source: Box::new(source), log },
         }
     }
+}
 
-    fn write_state(&self, lifetime: Lifetime, image: Option<PathBuf>) -> Result<(), RuntimeError> {
-        let directory = self.directory();
-        let state = new_state(directory, self.pid, lifetime, image).map_err(|source| RuntimeError::Io {
-            path: directory.path().to_owned(),
-            operation: "examine QEMU's process for it",
-            source,
-        })?;
-        directory.write_state(&state)
-    }
+/// Writes the state of a process that becomes a guest's QEMU.
+fn write_state(
+    directory: &GuestDirectory,
+    pid: u32,
+    lifetime: Lifetime,
+    image: Option<&PathBuf>,
+) -> Result<(), RuntimeError> {
+    let state = new_state(directory, pid, lifetime, image.cloned()).map_err(|source| RuntimeError::Io {
+        path: directory.path().to_owned(),
+        operation: "examine QEMU's process for it",
+        source,
+    })?;
+    directory.write_state(&state)
 }
 
 impl Drop for RunningQemu {

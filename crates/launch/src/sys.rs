@@ -4,4 +4,4 @@
 
 mod child;
 
-pub(crate) use child::{Child, fork, isolate};
+pub(crate) use child::{ADMITTED, Child, fork, isolate};

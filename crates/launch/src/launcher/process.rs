@@ -1,7 +1,8 @@
 //! The process of a QEMU, started and reaped by a separate thread.
 
-use std::io;
+use std::io::{self, Read as _, Write as _};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, ExitStatus};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -57,19 +58,23 @@ pub(super) struct ToSpawn {
     pub(super) log: Log,
 }
 
-/// Starts a process.
-pub(super) fn spawn(process: ToSpawn) -> io::Result<Spawned> {
+/// Starts a process. `admit` records it by its id before it becomes its program; it ends if that returns false, or if this process ends
+/// before.
+pub(super) fn spawn(process: ToSpawn, admit: impl FnOnce(u32) -> bool) -> io::Result<Spawned> {
     let exit = Arc::new(ProcessExit::default());
     let (sender, receiver) = sync_channel(1);
+    let (mut gate, gate_of_child) = UnixStream::pair()?;
     let supervisor = {
         let exit = Arc::clone(&exit);
         move || {
             let ToSpawn { mut command, descriptors, lifetime, confinement, log } = process;
             let borrowed: Vec<BorrowedFd<'_>> =
                 descriptors.iter().map(|descriptor| descriptor.as_fd()).collect();
-            sys::isolate(&mut command, sys::Child { descriptors: &borrowed, lifetime, confinement });
+            let gate = gate_of_child.as_fd();
+            sys::isolate(&mut command, sys::Child { descriptors: &borrowed, lifetime, confinement, gate });
             let child = command.spawn();
             // Only the child has them from here on: what it closes is closed.
+            drop(gate_of_child);
             drop(borrowed);
             drop(descriptors);
             drop(command);
@@ -78,6 +83,12 @@ pub(super) fn spawn(process: ToSpawn) -> io::Result<Spawned> {
         }
     };
     thread::Builder::new().name("qemu".into()).spawn(supervisor)?;
+    let mut pid = [0; size_of::<u32>()];
+    // A child that has failed before has closed its end.
+    if gate.read_exact(&mut pid).is_ok() {
+        let answer = if admit(u32::from_ne_bytes(pid)) { sys::ADMITTED } else { 0 };
+        gate.write_all(&[answer])?;
+    }
     let (pid, pidfd) =
         receiver.recv().map_err(|_| io::Error::other("the thread that starts it has ended"))??;
     Ok(Spawned { pid, pidfd, exit })

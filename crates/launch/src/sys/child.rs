@@ -17,28 +17,32 @@ pub(crate) struct Child<'a> {
     pub(crate) lifetime: Lifetime,
     /// Confinement of the child, beyond that of its parent.
     pub(crate) confinement: Option<Given>,
+    /// The child's end of a socket pair: it writes its process id to it, and becomes its program once it reads [`ADMITTED`]. Until then
+    /// it is killed with its parent, whatever the end of its life.
+    pub(crate) gate: BorrowedFd<'a>,
 }
+
+/// Byte by which a parent has its child become its program; any other has it end.
+pub(crate) const ADMITTED: u8 = 1;
 
 /// Sets up the child of `command` as described. The descriptors must be open when it is started.
 ///
-/// With [`Lifetime::WithOwner`] the kernel kills the child when the *thread* that starts it ends, so that
-/// thread must live on.
+/// The kernel kills the child when the *thread* that starts it ends, so that thread must live on: with [`Lifetime::WithOwner`] always,
+/// else until the child is admitted.
 pub(crate) fn isolate(command: &mut Command, child: Child<'_>) {
     let numbers: Vec<RawFd> = child.descriptors.iter().map(|descriptor| descriptor.as_raw_fd()).collect();
-    let (lifetime, confinement) = (child.lifetime, child.confinement);
+    let (lifetime, confinement, gate) = (child.lifetime, child.confinement, child.gate.as_raw_fd());
     let parent = std::process::id();
     let prepare = move || {
         // SAFETY: setsid is async-signal-safe and touches no memory.
         check(unsafe { libc::setsid() })?;
-        if lifetime == Lifetime::WithOwner {
-            // SAFETY: prctl with this argument is a system call that touches no memory.
-            check(unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) })?;
-            // SAFETY: getppid has no conditions.
-            let now = unsafe { libc::getppid() };
-            // The parent may have ended before the signal was requested.
-            if now.cast_unsigned() != parent {
-                return Err(io::Error::from_raw_os_error(libc::ESRCH));
-            }
+        // SAFETY: prctl with this argument is a system call that touches no memory.
+        check(unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) })?;
+        // SAFETY: getppid has no conditions.
+        let now = unsafe { libc::getppid() };
+        // The parent may have ended before the signal was requested.
+        if now.cast_unsigned() != parent {
+            return Err(io::Error::from_raw_os_error(libc::ESRCH));
         }
         let range_flags = libc::CLOSE_RANGE_CLOEXEC.cast_signed();
         // SAFETY: close_range with this flag only marks descriptors of the child's own table.
@@ -51,10 +55,35 @@ pub(crate) fn isolate(command: &mut Command, child: Child<'_>) {
         if let Some(confinement) = &confinement {
             confinement.apply();
         }
+        wait_for_admission(gate)?;
+        if lifetime == Lifetime::Detached {
+            // SAFETY: prctl with this argument is a system call that touches no memory.
+            check(unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, 0) })?;
+        }
         Ok(())
     };
     // SAFETY: the closure makes system calls and allocates nothing, as a child of a threaded process must.
     unsafe { command.pre_exec(prepare) };
+}
+
+/// Reports this process, and waits until its parent has recorded it.
+fn wait_for_admission(gate: RawFd) -> io::Result<()> {
+    // SAFETY: getpid has no conditions.
+    let pid = unsafe { libc::getpid() }.to_ne_bytes();
+    // SAFETY: the kernel reads the array, which is as long as stated.
+    let written = unsafe { libc::write(gate, pid.as_ptr().cast(), pid.len()) };
+    let mut answer = [0_u8];
+    // SAFETY: the kernel writes at most the one byte of the array.
+    let mut read = || unsafe { libc::read(gate, answer.as_mut_ptr().cast(), 1) };
+    let mut received = read();
+    while received < 0 && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted {
+        received = read();
+    }
+    if written == pid.len().cast_signed() && received == 1 && answer == [ADMITTED] {
+        Ok(())
+    } else {
+        Err(io::Error::from_raw_os_error(libc::ECANCELED))
+    }
 }
 
 fn check(result: libc::c_int) -> io::Result<()> {
