@@ -42,6 +42,7 @@ pub(super) fn take(
     let connected = Qemu::connect(path, &qmp::Options { interrupt, ..qmp::Options::default() });
     // Whatever is wrong with it is reported by the other way.
     let Ok(mut qemu) = connected else { return Ok(None) };
+    context.report_repair(&qemu);
     let image = match based_image(&mut qemu) {
         Ok(Some(image)) => Arc::new(image),
         Ok(None) => return Ok(None),
@@ -50,7 +51,6 @@ pub(super) fn take(
             return Ok(None);
         }
     };
-    context.report_repair(&qemu);
     let prepared = in_place::PreparedCapture::of(&mut qemu, &image);
     match prepared.and_then(|prepared| prepared.take(&mut qemu, &mut NoDisks)) {
         Ok(Capture { guest, standstill }) => {
