@@ -20,7 +20,7 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::chain::{LAYERS_MAX, LayerChain, check_blocks, resolve_base};
-use crate::checksum::{CHUNK_BYTES, ChunkHash};
+use crate::checksum::{ChunkHash, chunk_runs};
 use crate::journal::{self, PublicationBug};
 use crate::layer::Layer;
 use crate::manifest::{Base, Manifest, sidecar_path};
@@ -168,20 +168,18 @@ impl BaseImage {
         let manifest = self.chain.top().manifest.as_ref();
         let base = manifest.and_then(|manifest| manifest.blocks().get(block));
         let base = base.map_or(&[][..], |block| &block.chunks);
-        let (mut runs, mut increment) = (Vec::<Range<u64>>::new(), Increment { stored: 0, in_base: 0 });
-        for (chunk, hash) in hashes.iter().enumerate().filter(|(_, hash)| **hash != ChunkHash::Zero) {
-            if base.get(chunk) != Some(hash) {
+        let mut increment = Increment { stored: 0, in_base: 0 };
+        let runs = chunk_runs(length, |chunk| match hashes[chunk] {
+            ChunkHash::Zero => false,
+            hash if base.get(chunk) == Some(&hash) => {
+                increment.in_base += 1;
+                true
+            }
+            _ => {
                 increment.stored += 1;
-                continue;
+                false
             }
-            increment.in_base += 1;
-            let start = chunk as u64 * CHUNK_BYTES;
-            let end = (start + CHUNK_BYTES).min(length);
-            match runs.last_mut().filter(|run| run.end == start) {
-                Some(run) => run.end = end,
-                None => runs.push(start..end),
-            }
-        }
+        });
         (runs, increment)
     }
 }

@@ -30,6 +30,7 @@ mod subtree;
 mod tests;
 
 use std::fmt;
+use std::ops::Range;
 
 use towline_protocol::ram::PAGE_SIZE;
 
@@ -81,6 +82,22 @@ pub struct CorruptChunk {
 /// Number of chunks of a block of `length` bytes.
 pub fn chunk_count(length: u64) -> u64 {
     length.div_ceil(CHUNK_BYTES)
+}
+
+/// Ranges of a block of `length` bytes whose chunks are selected by their index: ascending, and apart.
+pub(crate) fn chunk_runs(length: u64, mut is_selected: impl FnMut(usize) -> bool) -> Vec<Range<u64>> {
+    let mut runs = Vec::<Range<u64>>::new();
+    for (chunk, start) in (0..length).step_by(CHUNK_BYTES as usize).enumerate() {
+        if !is_selected(chunk) {
+            continue;
+        }
+        let end = (start + CHUNK_BYTES).min(length);
+        match runs.last_mut().filter(|run| run.end == start) {
+            Some(run) => run.end = end,
+            None => runs.push(start..end),
+        }
+    }
+    runs
 }
 
 /// Hash of a complete chunk: `blake3::hash`, or [`ChunkHash::Zero`].

@@ -337,16 +337,7 @@ impl WholeBase {
             here.is_none() || here != there
         };
         let ranges = |(block, ram): (BlockIndex, &RamBlock)| {
-            let mut ranges = Vec::<Range<u64>>::new();
-            for (chunk, start) in (0..ram.length).step_by(CHUNK_BYTES as usize).enumerate() {
-                let end = (start + CHUNK_BYTES).min(ram.length);
-                match ranges.last_mut() {
-                    _ if !differs(block, chunk) => {}
-                    Some(last) if last.end == start => last.end = end,
-                    _ => ranges.push(start..end),
-                }
-            }
-            ranges
+            checksum::chunk_runs(ram.length, |chunk| differs(block, chunk))
         };
         let difference = (0..).map(BlockIndex).zip(&top.blocks).map(ranges).collect();
         Ok(Self { image, difference })

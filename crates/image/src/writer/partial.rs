@@ -16,7 +16,7 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::{ImageLayout, ImageWriter};
 use crate::base_image::BaseImage;
-use crate::checksum::{BlockHasher, CHUNK_BYTES, chunk_count};
+use crate::checksum::{BlockHasher, CHUNK_BYTES, chunk_runs};
 use crate::{Image, Result};
 
 /// Ranges of a block that arrive: whole chunks, in ascending order.
@@ -38,10 +38,7 @@ impl ImageWriter {
         let (Some(base), Some(manifest)) = (&self.base, image.manifest()) else { return Ok(None) };
         base.check(&self.path, image.ram_blocks())?;
         let arriving = |(block, ram): (BlockIndex, &RamBlock)| {
-            let is_in_base = |chunk: u64| {
-                let index = usize::try_from(chunk).expect("a block's chunks are counted in memory");
-                manifest.chunk_hash(block, index) == base.chunk_hash(block, index)
-            };
+            let is_in_base = |chunk| manifest.chunk_hash(block, chunk) == base.chunk_hash(block, chunk);
             arriving(ram.length, difference(block), is_in_base)
         };
         let ranges: Vec<_> = (0..).map(BlockIndex).zip(image.ram_blocks()).map(arriving).collect();
@@ -65,13 +62,11 @@ fn take_block(
     arriving: &[Range<u64>],
 ) {
     let (length, bitmap) = (layout.frame.blocks()[block.index()].length, &layout.bitmaps[block.index()]);
-    for chunk in 0..chunk_count(length) {
-        let start = chunk * CHUNK_BYTES;
+    for (chunk, start) in (0..length).step_by(CHUNK_BYTES as usize).enumerate() {
         if overlaps(arriving, &(start..start + 1)) {
             continue;
         }
-        let index = usize::try_from(chunk).expect("a block's chunks are counted in memory");
-        hasher.set_known(index, base.chunk_hash(block, index));
+        hasher.set_known(chunk, base.chunk_hash(block, chunk));
         for offset in (start..(start + CHUNK_BYTES).min(length)).step_by(PAGE_SIZE as usize) {
             if base.has_content(PageRef { block, offset }) {
                 bitmap.set(offset / PAGE_SIZE);
@@ -81,19 +76,11 @@ fn take_block(
 }
 
 /// The chunks of a block that arrive.
-fn arriving(length: u64, difference: &[Range<u64>], is_in_base: impl Fn(u64) -> bool) -> ArrivingRanges {
-    let mut ranges = ArrivingRanges::new();
-    for chunk in 0..chunk_count(length) {
-        let range = chunk * CHUNK_BYTES..((chunk + 1) * CHUNK_BYTES).min(length);
-        if is_in_base(chunk) && !overlaps(difference, &range) {
-            continue;
-        }
-        match ranges.last_mut().filter(|last| last.end == range.start) {
-            Some(last) => last.end = range.end,
-            None => ranges.push(range),
-        }
-    }
-    ranges
+fn arriving(length: u64, difference: &[Range<u64>], is_in_base: impl Fn(usize) -> bool) -> ArrivingRanges {
+    chunk_runs(length, |chunk| {
+        let start = chunk as u64 * CHUNK_BYTES;
+        !is_in_base(chunk) || overlaps(difference, &(start..(start + CHUNK_BYTES).min(length)))
+    })
 }
 
 fn overlaps(ascending: &[Range<u64>], range: &Range<u64>) -> bool {
@@ -108,7 +95,7 @@ mod tests {
     #[test]
     fn chunks_that_may_differ_arrive_whole() {
         const C: u64 = CHUNK_BYTES;
-        let arriving = |difference: &[(u64, u64)], in_base: &[u64]| {
+        let arriving = |difference: &[(u64, u64)], in_base: &[usize]| {
             let difference: Vec<_> = difference.iter().map(|&(start, end)| start..end).collect();
             let ranges = arriving(4 * C + PAGE_SIZE, &difference, |chunk| in_base.contains(&chunk));
             ranges.into_iter().map(|range| (range.start, range.end)).collect::<Vec<_>>()
