@@ -101,7 +101,7 @@ impl Recorded {
     }
 }
 
-/// The network as an interface of its own that is in no bridge.
+/// The network as another interface, which is in no bridge.
 fn unconnected(mut network: QemuOption) -> String {
     if let Some(properties) = network.properties_mut() {
         PLACES.iter().for_each(|key| properties.remove(key));

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use towline_channel::Address;
 use towline_control::in_place;
 use towline_control::journal::RuntimeDirectory;
-use towline_control::plan::{AfterCopy, CopyRequest, Destination, Source, Task};
+use towline_control::plan::{CopyRequest, Destination, Source};
 
 use super::{AllowedPorts, Policy, parent_directory};
 
@@ -129,8 +129,7 @@ fn permit_destination(policy: &mut Policy, destination: &Destination) -> Option<
 
 /// Returns true if a guest is stored and runs on: what it has written is read in its QEMU if that maps an image.
 fn is_taken(source: &Source, destinations: &[Destination], request: &CopyRequest) -> bool {
-    let is_resumed = matches!(request.task, Task::Copy { after: AfterCopy::SourceResumed, .. });
-    matches!(source, Source::Qmp(_)) && is_resumed && destinations.iter().all(Destination::is_image)
+    matches!(source, Source::Qmp(_)) && request.resumes() && destinations.iter().all(Destination::is_image)
 }
 
 /// Returns true if a destination's QEMU names the image as its memory, which its mappings have to prove.

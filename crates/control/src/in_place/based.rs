@@ -188,7 +188,7 @@ fn open_memory(process: &Mappings) -> Result<ProcessMemory, TransferReason> {
     })
 }
 
-/// A guest as it was when it was stopped.
+/// A guest at the instant of its stop.
 pub(crate) struct CapturedGuest {
     based: BasedGuest,
     devices: DeviceState,

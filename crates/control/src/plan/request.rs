@@ -239,7 +239,7 @@ impl CopyRequest {
     }
 
     /// Returns true if a guest that an earlier copy paused is resumed, before and after this copy.
-    pub(crate) fn resumes(&self) -> bool {
+    pub fn resumes(&self) -> bool {
         matches!(self.task, Task::Copy { after: AfterCopy::SourceResumed, .. })
     }
 

@@ -3,7 +3,7 @@
 use std::fs::{File, Metadata};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 #[cfg(feature = "store")]
 use std::thread::{self, JoinHandle};
 
@@ -154,10 +154,17 @@ impl RunImage {
         Ok(Self { origin, kind, ..image })
     }
 
+    /// The guest that is forked.
+    fn parent(&self) -> Option<MutexGuard<'_, Parent>> {
+        match &self.kind {
+            OpenImage::Guest { parent, .. } => Some(lock(parent)),
+            _ => None,
+        }
+    }
+
     /// The host's arguments for the guests. Forks are in the directory of their guest, and in its QEMU unless another one is given.
     pub(super) fn host(&self, given: &HostArguments) -> HostArguments {
-        let OpenImage::Guest { parent, .. } = &self.kind else { return given.clone() };
-        let parent = lock(parent);
+        let Some(parent) = self.parent() else { return given.clone() };
         let working_directory = parent.working_directory().or_else(|| given.working_directory.clone());
         let is_given = !given.binary.as_os_str().is_empty();
         let binary = if is_given { given.binary.clone() } else { parent.program() };
@@ -166,26 +173,19 @@ impl RunImage {
 
     /// Version of the QEMU of forks.
     pub(super) fn version(&self, host: &HostArguments) -> Option<Result<QemuVersion, LaunchError>> {
-        let OpenImage::Guest { parent, .. } = &self.kind else { return None };
-        let parent = lock(parent);
+        let parent = self.parent()?;
         let is_own = parent.program() == host.binary;
         Some(if is_own { Ok(parent.version()) } else { QemuVersion::of_binary(host) })
     }
 
     /// Plans what the disks of the guest that is forked become, since its forks have overlays of them.
     pub(super) fn plan_snapshots(&self, overlays: &[Overlay]) -> Result<(), Error> {
-        match &self.kind {
-            OpenImage::Guest { parent, .. } => lock(parent).plan_snapshots(overlays),
-            _ => Ok(()),
-        }
+        self.parent().map_or(Ok(()), |mut parent| parent.plan_snapshots(overlays))
     }
 
     /// Makes the overlays in which the guest that is forked goes on.
     pub(super) fn make_overlays(&self, host: &HostArguments) -> Result<(), Error> {
-        match &self.kind {
-            OpenImage::Guest { parent, .. } => lock(parent).make_overlays(host),
-            _ => Ok(()),
-        }
+        self.parent().map_or(Ok(()), |mut parent| parent.make_overlays(host))
     }
 
     /// Prepares the guest that is forked, while the QEMUs of its forks start.
