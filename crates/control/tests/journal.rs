@@ -6,6 +6,7 @@
 mod common;
 
 use std::os::unix::net::UnixListener;
+use std::time::{Duration, Instant};
 
 use common::{Binary, TestQemu, binaries, skipped, until};
 use serde_json::{Map, json};
@@ -160,13 +161,16 @@ fn own_migration_is_cancelled_and_others_are_not() {
                 Begun::Others | Begun::OthersLater => _ = qemu.client().execute(&command).unwrap(),
             }
             let (_stream, _) = listener.accept().unwrap();
-            until("a migration under way", || {
+            until("a migration that was under way when it was asked for", || {
+                let asked = Instant::now();
                 // A towline watches its own migration only.
                 let found = match begun_by {
                     Begun::Us => qemu.watch_migration(None).unwrap()?,
                     Begun::Others | Begun::OthersLater => qemu.migration().unwrap(),
                 };
-                (found.status == Some(MigrationStatus::ACTIVE)).then_some(())
+                let age = Duration::from_millis(u64::try_from(found.total_time?).unwrap());
+                let was_under_way = age > asked.elapsed() + Duration::from_millis(2);
+                (found.status == Some(MigrationStatus::ACTIVE) && was_under_way).then_some(())
             });
             drop(settings);
             drop(qemu);

@@ -95,8 +95,11 @@ impl Qemu {
             Some(cancel) => self.try_query_until(cancel, Self::migration)?,
             None => self.try_query(Self::migration)?,
         };
-        let is_active = migration.as_ref().is_some_and(|found| found.status == Some(MigrationStatus::ACTIVE));
-        if is_active
+        // One that began within the millisecond of the query could be another one: a later query tells.
+        let is_known = migration.as_ref().is_some_and(|found| {
+            found.status == Some(MigrationStatus::ACTIVE) && began_before(found, monotonic_ms(), asked_ms)
+        });
+        if is_known
             && !std::mem::replace(&mut self.has_seen_migration, true)
             && let Some(journal) = &self.journal
             && let Err(error) = journal.migration_seen(asked_ms)
