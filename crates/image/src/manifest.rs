@@ -70,6 +70,9 @@ pub use text::Timestamp;
 /// BLAKE3 key context of a content.
 const CONTENT_CONTEXT: &str = "towline-image 2026 content of a stored guest, version 1";
 
+/// BLAKE3 key context of a block's memory.
+const BLOCK_CONTEXT: &str = "towline-image 2026 memory of a block, version 1";
+
 /// Value of `format`.
 pub const FORMAT: &str = "towline-image";
 /// Newest version that can be read. Only incremental images need it and are written with it.
@@ -407,16 +410,20 @@ impl Manifest {
     pub fn content(&self) -> Digest {
         let mut hasher = blake3::Hasher::new_derive_key(CONTENT_CONTEXT);
         hasher.update(&self.image().identity.0);
-        for block in self.blocks() {
-            hasher.update(&(block.chunks.len() as u64).to_be_bytes());
-            for chunk in &block.chunks {
-                match chunk {
-                    ChunkHash::Zero => hasher.update(&[0]),
-                    ChunkHash::Data(hash) => hasher.update(&[1]).update(hash),
-                };
-            }
-        }
+        self.blocks().iter().for_each(|block| hash_chunks(&mut hasher, &block.chunks));
         hasher.update(self.base().map_or(&[][..], |base| &base.content.0[..]));
+        Digest(*hasher.finalize().as_bytes())
+    }
+
+    /// Hash of the memory of a block, by its name, its length and its chunks' hashes: equal in all images that store the same.
+    ///
+    /// # Panics
+    /// As [`Self::chunk_hash`].
+    pub fn block_memory(&self, block: BlockIndex) -> Digest {
+        let StoredBlock { name, length, chunks, .. } = &self.blocks[block.index()];
+        let mut hasher = blake3::Hasher::new_derive_key(BLOCK_CONTEXT);
+        hasher.update(&length.to_be_bytes()).update(name.as_bytes());
+        hash_chunks(&mut hasher, chunks);
         Digest(*hasher.finalize().as_bytes())
     }
 
@@ -449,6 +456,16 @@ pub fn sidecar_path(image: &Path) -> PathBuf {
     let mut path = image.as_os_str().to_owned();
     path.push(".manifest.json");
     path.into()
+}
+
+fn hash_chunks(hasher: &mut blake3::Hasher, chunks: &[ChunkHash]) {
+    hasher.update(&(chunks.len() as u64).to_be_bytes());
+    for chunk in chunks {
+        match chunk {
+            ChunkHash::Zero => hasher.update(&[0]),
+            ChunkHash::Data(hash) => hasher.update(&[1]).update(hash),
+        };
+    }
 }
 
 /// The devices of a guest, each with the hash of its bytes.

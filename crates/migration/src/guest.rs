@@ -19,6 +19,9 @@ use crate::lock::lock;
 /// The number of a QEMU's `ram` sections, unless other sections come before.
 pub(crate) const RAM_SECTION_ID: u32 = 2;
 
+/// Names the memory of a block of an image, by a hash of its content.
+pub type BaseId = [u8; towline_protocol::session::BASE_ID_BYTES];
+
 /// A guest to be read. Methods that name pages are called from every lane's thread at once.
 pub trait Guest: Sync {
     /// Machine type, and the other fields that begin the stream.
@@ -204,6 +207,12 @@ pub trait Sink: Sync {
     /// # Errors
     /// The guest does not fit.
     fn blocks(&self, blocks: &[RamBlock]) -> Result<()>;
+
+    /// Blocks of images that the destination's memory is before any page arrives: a source may leave out pages that are as there. Of a
+    /// destination that reports them, known once [`Self::blocks`] has returned.
+    fn bases(&self) -> Vec<BaseId> {
+        Vec::new()
+    }
 
     /// Memory into which the contents of `length` bytes from `page` on can be received directly; `None`: they
     /// are received into a buffer and given to [`Self::pages`].

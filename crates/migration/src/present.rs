@@ -9,14 +9,21 @@
 //! memory of the QEMU that runs it. A source that does not know this sends the block's pages anyway;
 //! [`SinkWithPresentBlocks`] drops them on arrival.
 //!
+//! Where a running guest arrives at a destination that has mapped an image, the guest is that image but for
+//! some pages, and the stream does not say which. Each page is therefore compared with the image's (`base`), and dropped
+//! if it is the same and no other content of it was sent before.
+//!
 //! Out of scope: the proof that the memory is there and stays unchanged until the guest runs. The caller
 //! provides it; nothing in the stream would show that memory is missing. Limits: not with postcopy, which
 //! discards the destination's memory.
 
-use std::collections::BTreeSet;
+mod base;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::ops::{Deref, Range};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use towline_channel::{Channel, IoBuf, IoBufMut, ZeroCopyTicket};
 use towline_protocol::configuration::Configuration;
@@ -24,8 +31,9 @@ use towline_protocol::destination::{RamSection, SectionKind};
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
-use crate::guest::{ChannelId, Extent, Guest, Pages, ReturnPathWriter, Sink};
+use crate::guest::{BaseId, ChannelId, Extent, Guest, Pages, ReturnPathWriter, Sink};
 use crate::{Error, Result};
+use base::BaseBlock;
 
 /// Blocks by their index.
 type Flags = Vec<bool>;
@@ -39,14 +47,53 @@ pub struct GuestWithPresentBlocks<P> {
     difference: Option<Vec<Vec<Range<u64>>>>,
 }
 
-/// A sink that drops the pages of some blocks, because its destination already has their memory.
+/// A sink that drops pages that its destination already has: all of some blocks, and of others those that are as in an image.
 #[derive(Debug)]
 pub struct SinkWithPresentBlocks<P> {
     sink: P,
     names: BTreeSet<String>,
+    old: BTreeSet<String>,
+    base: Option<Base>,
     /// Set with the block list.
-    is_present: OnceLock<Flags>,
+    blocks: OnceLock<Vec<BlockPresence>>,
     dropped: AtomicU64,
+}
+
+/// Blocks of an image that the destination's memory is before any page arrives, or may be.
+#[derive(Clone)]
+pub struct Base {
+    /// The image.
+    pub guest: Arc<dyn Guest + Send>,
+    /// Its blocks, by name, each with its id if it has one.
+    pub blocks: BTreeMap<String, Option<BaseId>>,
+    /// Knowledge of the destination.
+    pub presence: BasePresence,
+}
+
+/// Knowledge that the memory of a destination is an image's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BasePresence {
+    /// It is.
+    Proven,
+    /// It is for the blocks that it reports ([`Sink::bases`]).
+    IfReported,
+}
+
+/// Memory of a block at the destination.
+#[derive(Debug)]
+enum BlockPresence {
+    /// It is zero.
+    Absent,
+    /// It is not known.
+    Old,
+    Present,
+    Based(BaseBlock),
+}
+
+impl fmt::Debug for Base {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Base").field("presence", &self.presence).finish_non_exhaustive()
+    }
 }
 
 /// The first present block of a guest.
@@ -169,7 +216,25 @@ impl<P: Deref<Target: Sink>> SinkWithPresentBlocks<P> {
     /// `sink`, which gets no pages of the blocks of these names: its destination has their memory.
     pub fn new(sink: P, names: impl IntoIterator<Item = impl Into<String>>) -> Self {
         let names = names.into_iter().map(Into::into).collect();
-        Self { sink, names, is_present: OnceLock::new(), dropped: AtomicU64::new(0) }
+        let (old, base, blocks) = (BTreeSet::new(), None, OnceLock::new());
+        Self { sink, names, old, base, blocks, dropped: AtomicU64::new(0) }
+    }
+
+    /// The sink, whose destination's blocks of these names are not known to be zero.
+    #[must_use]
+    pub fn over_old(self, names: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        Self { old: names.into_iter().map(Into::into).collect(), ..self }
+    }
+
+    /// The sink, which gets no pages that are as in `base` where its destination has that.
+    #[must_use]
+    pub fn based_on(self, base: Base) -> Self {
+        Self { base: Some(base), ..self }
+    }
+
+    /// The sink that gets the rest.
+    pub fn inner(&self) -> &P::Target {
+        &self.sink
     }
 
     /// Number of pages that were dropped so far, zero pages included.
@@ -177,12 +242,53 @@ impl<P: Deref<Target: Sink>> SinkWithPresentBlocks<P> {
         self.dropped.load(Ordering::Relaxed)
     }
 
-    fn has(&self, block: BlockIndex) -> bool {
-        self.is_present.get().is_some_and(|flags| is_set(flags, block))
+    fn presence(&self, block: BlockIndex) -> &BlockPresence {
+        let known = self.blocks.get().and_then(|blocks| blocks.get(block.index()));
+        known.unwrap_or(&BlockPresence::Absent)
     }
 
-    fn count_dropped(&self, offsets: &[u64]) {
-        self.dropped.fetch_add(offsets.len() as u64, Ordering::Relaxed);
+    /// Returns true if pages of the block are not forwarded unseen.
+    fn inspects(&self, block: BlockIndex) -> bool {
+        !matches!(self.presence(block), BlockPresence::Absent | BlockPresence::Old)
+    }
+
+    /// Forwards zero pages into memory that is not zero.
+    fn clear(&self, stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+        match stream {
+            _ if offsets.is_empty() => Ok(()),
+            ChannelId::Main => self.sink.zero(stream, block, offsets),
+            // QEMU takes memory for zero until a lane has brought the page, and skips the first zero page.
+            ChannelId::Lane(_) => {
+                let contents = vec![base::ZERO_PAGE; offsets.len()];
+                self.sink.pages(stream, &Pages { block, offsets, contents: &contents })
+            }
+        }
+    }
+
+    fn count_dropped(&self, pages: usize) {
+        self.dropped.fetch_add(pages as u64, Ordering::Relaxed);
+    }
+
+    /// Presence of each of these blocks; the destination has reported what it has.
+    fn presence_of(&self, blocks: &[RamBlock]) -> Result<Vec<BlockPresence>> {
+        let is_present = flags(blocks, &self.names)?;
+        let reported = self.sink.bases();
+        let base_of = |block: &RamBlock| {
+            let base = self.base.as_ref()?;
+            let id = base.blocks.get(&block.name)?;
+            let is_reported = || id.is_some_and(|id| reported.contains(&id));
+            let is_there = base.presence == BasePresence::Proven || is_reported();
+            is_there.then(|| BaseBlock::of(&base.guest, block)).flatten()
+        };
+        let of_block = |(block, is_present): (&RamBlock, bool)| {
+            if is_present {
+                return BlockPresence::Present;
+            }
+            let is_old = self.old.contains(&block.name);
+            let unbased = if is_old { BlockPresence::Old } else { BlockPresence::Absent };
+            base_of(block).map_or(unbased, BlockPresence::Based)
+        };
+        Ok(blocks.iter().zip(is_present).map(of_block).collect())
     }
 }
 
@@ -192,9 +298,20 @@ impl<P: Deref<Target: Sink> + Sync> Sink for SinkWithPresentBlocks<P> {
     }
 
     fn blocks(&self, blocks: &[RamBlock]) -> Result<()> {
-        let flags = flags(blocks, &self.names)?;
-        self.is_present.get_or_init(|| flags);
-        self.sink.blocks(blocks)
+        flags(blocks, &self.names)?;
+        self.sink.blocks(blocks)?;
+        let presence = self.presence_of(blocks)?;
+        self.blocks.get_or_init(|| presence);
+        Ok(())
+    }
+
+    fn bases(&self) -> Vec<BaseId> {
+        match &self.base {
+            Some(Base { blocks, presence: BasePresence::Proven, .. }) => {
+                blocks.values().flatten().copied().collect()
+            }
+            _ => self.sink.bases(),
+        }
     }
 
     fn receives_in_place(&self) -> bool {
@@ -203,7 +320,7 @@ impl<P: Deref<Target: Sink> + Sync> Sink for SinkWithPresentBlocks<P> {
 
     fn buffer_for(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
         // Nothing is received into memory that the destination already has.
-        if self.has(page.block) { None } else { self.sink.buffer_for(page, length) }
+        if self.inspects(page.block) { None } else { self.sink.buffer_for(page, length) }
     }
 
     fn pages_received_in_place(&self, stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> Result<()> {
@@ -217,15 +334,25 @@ impl<P: Deref<Target: Sink> + Sync> Sink for SinkWithPresentBlocks<P> {
         block: BlockIndex,
         offsets: &[u64],
     ) -> Option<Result<u64>> {
-        if self.has(block) { None } else { self.sink.splice_from(stream, from, block, offsets) }
+        if self.inspects(block) { None } else { self.sink.splice_from(stream, from, block, offsets) }
     }
 
     fn pages(&self, stream: ChannelId, pages: &Pages<'_>) -> Result<()> {
-        if self.has(pages.block) {
-            self.count_dropped(pages.offsets);
-            return Ok(());
+        match self.presence(pages.block) {
+            BlockPresence::Absent | BlockPresence::Old => self.sink.pages(stream, pages),
+            BlockPresence::Present => {
+                self.count_dropped(pages.offsets.len());
+                Ok(())
+            }
+            BlockPresence::Based(base) => {
+                let (offsets, contents) = base.changed(pages);
+                self.count_dropped(pages.offsets.len() - offsets.len());
+                if offsets.is_empty() {
+                    return Ok(());
+                }
+                self.sink.pages(stream, &Pages { offsets: &offsets, contents: &contents, ..*pages })
+            }
         }
-        self.sink.pages(stream, pages)
     }
 
     fn zero_copy_ticket(&self, stream: ChannelId) -> ZeroCopyTicket {
@@ -233,15 +360,23 @@ impl<P: Deref<Target: Sink> + Sync> Sink for SinkWithPresentBlocks<P> {
     }
 
     fn zero(&self, stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> Result<()> {
-        if self.has(block) {
-            self.count_dropped(offsets);
-            return Ok(());
+        match self.presence(block) {
+            BlockPresence::Absent => self.sink.zero(stream, block, offsets),
+            BlockPresence::Old => self.clear(stream, block, offsets),
+            BlockPresence::Present => {
+                self.count_dropped(offsets.len());
+                Ok(())
+            }
+            BlockPresence::Based(base) => {
+                let zeroed = base.zeroed(offsets);
+                self.count_dropped(offsets.len() - zeroed.len());
+                self.clear(stream, block, &zeroed)
+            }
         }
-        self.sink.zero(stream, block, offsets)
     }
 
     fn current(&self, page: PageRef, content: &mut [u8]) -> Result<()> {
-        if self.has(page.block) {
+        if let BlockPresence::Present = self.presence(page.block) {
             // The page decoded from it is dropped.
             content.fill(0);
             return Ok(());

@@ -27,7 +27,7 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::source::RamOptions;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
-use crate::guest::ReturnPathWriter;
+use crate::guest::{BaseId, ReturnPathWriter};
 use crate::lock::lock;
 use crate::outgoing::{
     Connections, Forwarding, LaneOptions, LaneWriter, MainWriter, ReturnPath, check_zero_copy, greet,
@@ -164,6 +164,10 @@ impl Sink for Relay {
         lock(&self.main).write_ram_start(RamOptions { section_id, barrier }, blocks)?;
         self.answers.wait_pong(&self.session, ANSWER_TIMEOUT, self.lanes.len())?;
         greet(&self.session, &mut lock(&self.main), &self.answers)
+    }
+
+    fn bases(&self) -> Vec<BaseId> {
+        self.answers.bases()
     }
 
     fn pages(&self, stream: ChannelId, pages: &Pages<'_>) -> Result<()> {

@@ -15,8 +15,9 @@ use fastrand::Rng;
 use proptest::prelude::*;
 use towline_channel::IoBuf;
 use towline_migration::{
-    ChannelId, Compression, Error, Extent, Guest, GuestWithPresentBlocks, Memory, Outgoing, Pages, Postcopy,
-    Relay, Result, Session, Sink, SinkWithPresentBlocks, Statistics, outgoing, postcopy,
+    Base, BasePresence, ChannelId, Compression, Error, Extent, ExtentKind, Guest, GuestWithPresentBlocks,
+    Memory, Outgoing, Pages, Postcopy, Relay, Result, Session, Sink, SinkWithPresentBlocks, Statistics,
+    outgoing, postcopy,
 };
 use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state::DeviceState;
@@ -29,12 +30,19 @@ struct Recording {
     memory: Arc<Memory>,
     lists: Mutex<Vec<Vec<RamBlock>>>,
     pages: Mutex<BTreeSet<(u32, u64)>>,
+    /// Blocks of which a lane brought zero pages.
+    zeros_of_lanes: Mutex<BTreeSet<u32>>,
 }
 
 impl Recording {
     fn new(machine: &str) -> Arc<Self> {
         let memory = empty(machine, &BLOCKS);
-        Arc::new(Self { memory, lists: Mutex::default(), pages: Mutex::default() })
+        Arc::new(Self {
+            memory,
+            lists: Mutex::default(),
+            pages: Mutex::default(),
+            zeros_of_lanes: Mutex::default(),
+        })
     }
 
     fn record(&self, block: BlockIndex, offsets: &[u64]) {
@@ -74,6 +82,9 @@ impl Sink for Recording {
 
     fn zero(&self, stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> Result<()> {
         self.record(block, offsets);
+        if let ChannelId::Lane(_) = stream {
+            self.zeros_of_lanes.lock().unwrap().insert(block.0);
+        }
         self.memory.zero(stream, block, offsets)
     }
 
@@ -233,6 +244,163 @@ proptest! {
         migrate_over(vec![link(Kind::Unix, lanes)], &sent, &sink, options(), &Arc::default()).expect_success();
         prop_assert!(*sink.pages.lock().unwrap() == expected);
         prop_assert_eq!(difference_outside(&[], &memory, &sink.memory), None);
+    }
+}
+
+/// An image, of which a guest has changed some pages.
+#[derive(Debug)]
+struct Stored {
+    memory: Arc<Memory>,
+    content: Vec<Vec<u8>>,
+}
+
+impl Stored {
+    fn of(memory: &Arc<Memory>) -> Self {
+        let content = BLOCKS.iter().enumerate().map(|(index, (_, pages))| {
+            let mut content = vec![0; *pages as usize * PAGE];
+            memory.read(at(index, 0), &mut content);
+            content
+        });
+        Self { memory: Arc::clone(memory), content: content.collect() }
+    }
+
+    /// The image as a base, known by an id of each block.
+    fn base(self: Arc<Self>, names: &[&str], presence: BasePresence) -> Base {
+        let id = |name: &str| std::array::from_fn(|index| name.as_bytes().get(index).copied().unwrap_or(0));
+        let blocks = names.iter().map(|name| ((*name).to_owned(), Some(id(name))));
+        Base { guest: self, blocks: blocks.collect(), presence }
+    }
+}
+
+impl Guest for Stored {
+    fn configuration(&self) -> &Configuration {
+        Guest::configuration(&*self.memory)
+    }
+
+    fn blocks(&self) -> &[RamBlock] {
+        Guest::blocks(&*self.memory)
+    }
+
+    fn extent(&self, page: PageRef) -> Extent {
+        let at = page.offset as usize;
+        let is_zero = self.content[page.block.index()][at..at + PAGE].iter().all(|byte| *byte == 0);
+        Extent { pages: 1, kind: if is_zero { ExtentKind::Zero } else { ExtentKind::Data } }
+    }
+
+    fn memory(&self, page: PageRef, length: u64) -> IoBuf<'_> {
+        IoBuf::from(self.immutable(page, length).unwrap())
+    }
+
+    fn immutable(&self, page: PageRef, length: u64) -> Option<&[u8]> {
+        let at = page.offset as usize;
+        Some(&self.content[page.block.index()][at..at + length as usize])
+    }
+
+    fn device_state(&self) -> Result<Vec<u8>> {
+        Guest::device_state(&*self.memory)
+    }
+}
+
+/// Changes some pages of each block, half of them to zeros; returns all that are not as before.
+fn change(memory: &Memory, before: &Stored, rng: &mut Rng) -> BTreeSet<(u32, u64)> {
+    let mut changed = BTreeSet::new();
+    for (index, (_, pages)) in BLOCKS.iter().enumerate() {
+        for offset in runs(rng, *pages).into_iter().flat_map(|run| run.step_by(PAGE)) {
+            let mut new = [0; PAGE];
+            if rng.bool() {
+                rng.fill(&mut new);
+            }
+            memory.write(at(index, offset), &new);
+            if new != before.content[index][offset as usize..][..PAGE] {
+                changed.insert((index as u32, offset));
+            }
+        }
+    }
+    changed
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    /// The source sends all pages; those that are as in the image do not arrive. On lanes no page comes as zeros, as QEMU skips these.
+    #[test]
+    fn only_what_differs_from_the_base_arrives(mask in 0..16_usize, lanes in 0..3_usize, machine in 0..3_usize, seed: u64) {
+        let (machine, based, mut rng) = (MACHINES[machine], chosen(mask), Rng::with_seed(seed));
+        let (guest, _) = Writer::guest(machine, &BLOCKS, seed);
+        let image = Arc::new(Stored::of(&guest));
+        let recording = Recording::new(machine);
+        for (index, _) in BLOCKS.iter().enumerate().filter(|(_, (name, _))| based.contains(name)) {
+            recording.memory.write(at(index, 0), &image.content[index]);
+        }
+        let changed = change(&guest, &image, &mut rng);
+        let is_sent = |(index, _): &(u32, u64)| based.contains(&BLOCKS[*index as usize].0);
+        let expected: BTreeSet<_> = changed.into_iter().filter(is_sent).collect();
+        let sink = SinkWithPresentBlocks::new(Arc::clone(&recording), [""; 0]);
+        let sink = Arc::new(sink.based_on(Arc::clone(&image).base(&based, BasePresence::Proven)));
+        migrate_over(vec![link(Kind::Unix, lanes)], &guest, &sink, options(), &Arc::default()).expect_success();
+        let arrived: BTreeSet<_> = recording.pages.lock().unwrap().iter().copied().filter(is_sent).collect();
+        prop_assert_eq!(arrived, expected);
+        prop_assert_eq!(difference_outside(&[], &guest, &recording.memory), None);
+        prop_assert!(recording.zeros_of_lanes.lock().unwrap().iter().all(|index| !based.contains(&BLOCKS[*index as usize].0)));
+    }
+
+    /// A guest that writes while it is sent changes pages there and back.
+    #[test]
+    fn a_guest_that_writes_arrives_on_a_base_as_it_is(mask in 1..16_usize, lanes in 0..3_usize, seed: u64) {
+        let (guest, writer) = Writer::guest(MACHINES[0], &BLOCKS, seed);
+        let image = Arc::new(Stored::of(&guest));
+        let recording = Recording::new(MACHINES[0]);
+        for (index, content) in image.content.iter().enumerate() {
+            recording.memory.write(at(index, 0), content);
+        }
+        writer.run(&guest, seed, &writer);
+        let sink = SinkWithPresentBlocks::new(Arc::clone(&recording), [""; 0]);
+        let sink = Arc::new(sink.based_on(image.base(&chosen(mask), BasePresence::Proven)));
+        migrate_over(vec![link(Kind::Unix, lanes)], &guest, &sink, options(), &Arc::default()).expect_success();
+        prop_assert_eq!(difference_outside(&[], &guest, &recording.memory), None);
+    }
+}
+
+/// The relay's destination has mapped some blocks of an image, and reports them.
+#[test]
+fn a_relay_leaves_out_what_its_destination_reports() {
+    for reported in [&["pc.ram", "vga.rom"][..], &[]] {
+        let (guest, _) = Writer::guest(MACHINES[0], &BLOCKS, 8);
+        let image = Arc::new(Stored::of(&guest));
+        let changed = change(&guest, &image, &mut Rng::with_seed(8));
+        let recording = Recording::new(MACHINES[0]);
+        for (index, content) in image.content.iter().enumerate() {
+            recording.memory.write(at(index, 0), content);
+        }
+        let names: Vec<_> = BLOCKS.iter().map(|(name, _)| *name).collect();
+        let there = SinkWithPresentBlocks::new(Arc::clone(&recording), [""; 0])
+            .based_on(Arc::clone(&image).base(reported, BasePresence::Proven));
+        let (first, second) = (link(Kind::Unix, 0), link(Kind::Unix, 0));
+        let session = Arc::<Session>::default();
+        let relay = Relay::new(Arc::clone(&session), second.source);
+        let here = SinkWithPresentBlocks::new(&relay, [""; 0])
+            .based_on(Arc::clone(&image).base(&names, BasePresence::IfReported));
+        let (to, last) = (first.destination, second.destination);
+        thread::scope(|scope| {
+            let sent = scope.spawn(|| {
+                let engine = Outgoing::new(Arc::default(), Arc::default(), options());
+                engine.run(&first.source, &*guest)
+            });
+            let relayed = scope.spawn(|| receive(to, &here, &session, Compression::None));
+            receive(last, &there, &Arc::default(), Compression::None).0.unwrap();
+            relayed.join().unwrap().0.unwrap();
+            sent.join().unwrap().unwrap();
+        });
+        assert_eq!(difference_outside(&[], &guest, &recording.memory), None);
+        let is_reported = |index: u32| reported.contains(&BLOCKS[index as usize].0);
+        let all = (0..)
+            .zip(BLOCKS)
+            .flat_map(|(index, (_, pages))| (0..pages).map(move |page| (index, page * PAGE as u64)));
+        let expected: BTreeSet<_> =
+            all.filter(|page| !is_reported(page.0) || changed.contains(page)).collect();
+        assert!(*recording.pages.lock().unwrap() == expected);
+        assert_eq!(here.dropped_pages() > 0, !reported.is_empty());
+        assert_eq!(there.dropped_pages(), 0);
     }
 }
 

@@ -4,6 +4,7 @@
 //! ```text
 //!   source's towline                                     destination's towline
 //!   PING 0x747773vv ──────────────────────────────────►  asks: a towline, of version vv at most?
+//!                   ◄──────────────────────────────────  message 0x7477 BASE: a block is as in an image (from version 2 on)
 //!                   ◄──────────────────────────────────  PONG 0x74778avv: a towline; a = what it does with the guest
 //!   COMMAND 0x7477 HELLO move id ─────────────────────►  behind the block list
 //!   … the stream …                   ◄─────────────────  SHUT 0: the guest is held here
@@ -25,11 +26,15 @@ use crate::wire::{Reader, lossy};
 use crate::{PeerMisbehaved, Result};
 
 /// The version of this session.
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
+/// The first version in which a destination reports [`FromDestination::Base`].
+const BASE_VERSION: u8 = 2;
 /// The kind of its commands and of its messages on the return path: `tw`.
 pub const KIND: u16 = 0x7477;
 /// Bytes that name a move.
 pub const MOVE_ID_BYTES: usize = 16;
+/// Bytes that name the memory of a block of an image.
+pub const BASE_ID_BYTES: usize = 32;
 /// The longest text of a [`FromDestination::NotRun`], in bytes; a longer one is truncated.
 pub const REASON_BYTES_MAX: usize = 400;
 
@@ -44,6 +49,7 @@ const OUTCOME: u8 = 2;
 const PLACED: u8 = 3;
 const NOT_RUN: u8 = 4;
 const ALIVE: u8 = 5;
+const BASE: u8 = 6;
 
 /// Names one move at both ends.
 pub type MoveId = [u8; MOVE_ID_BYTES];
@@ -68,6 +74,11 @@ pub fn ping() -> u32 {
 pub fn ping_version(value: u32) -> Option<u8> {
     let version = (value & VERSION_BITS) as u8;
     (value & !VERSION_BITS == PING && version > 0).then_some(version)
+}
+
+/// Returns true if a source of this version reads [`FromDestination::Base`]; an earlier one would forward it to its QEMU.
+pub fn knows_bases(version: u8) -> bool {
+    version >= BASE_VERSION
 }
 
 /// Value of the PONG in reply to a PING of this version.
@@ -178,6 +189,9 @@ pub enum FromDestination {
     NotRun(String),
     /// The destination is still at work.
     Alive,
+    /// Before any page arrives, memory there is that of this block of an image: pages that are as there may be left out. Sent once for
+    /// each block.
+    Base([u8; BASE_ID_BYTES]),
 }
 
 impl FromDestination {
@@ -190,6 +204,7 @@ impl FromDestination {
                 [&[NOT_RUN][..], bytes].concat()
             }
             Self::Alive => [ALIVE].into(),
+            Self::Base(id) => [&[BASE][..], id].concat(),
         };
         ReturnPathMessage::Other { kind: KIND, data }
     }
@@ -204,6 +219,7 @@ impl FromDestination {
             [PLACED, 3] => Some(Self::Placed(Placement::Stored)),
             [NOT_RUN, reason @ ..] => Some(Self::NotRun(lossy(reason))),
             [ALIVE] => Some(Self::Alive),
+            [BASE, id @ ..] => Some(Self::Base(id.try_into().ok()?)),
             _ => None,
         }
     }
@@ -225,6 +241,12 @@ mod tests {
                 "a later version is answered in this one"
             );
         }
+    }
+
+    #[test]
+    fn a_base_is_reported_to_those_who_read_it() {
+        assert!(knows_bases(ping_version(ping()).expect("it requests a session")));
+        assert!(!knows_bases(1));
     }
 
     #[test]
@@ -283,7 +305,8 @@ mod tests {
     fn frames_of_the_destination_pass_through_the_return_path() {
         let long = "x".repeat(REASON_BYTES_MAX + 1);
         let placed = FromDestination::Placed(Placement::Paused);
-        for frame in [placed, FromDestination::Alive, FromDestination::NotRun(long.clone())] {
+        let base = FromDestination::Base([3; BASE_ID_BYTES]);
+        for frame in [placed, base, FromDestination::Alive, FromDestination::NotRun(long.clone())] {
             let mut bytes = Vec::new();
             frame.to_message().encode(&mut bytes);
             let message = ReturnPathMessage::decode(&mut Reader::new(&bytes)).expect("whole").expect("one");

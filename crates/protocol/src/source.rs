@@ -299,7 +299,14 @@ pub fn check_return_path(message: &ReturnPathMessage) -> Result<()> {
         {
             Ok(())
         }
-        message if FromDestination::of(message) == Some(FromDestination::Alive) => Ok(()),
+        message
+            if matches!(
+                FromDestination::of(message),
+                Some(FromDestination::Alive | FromDestination::Base(_))
+            ) =>
+        {
+            Ok(())
+        }
         ReturnPathMessage::Pong(found) => Err(PeerMisbehaved::Pong { found: *found }.into()),
         ReturnPathMessage::Shut(status) if *status != 0 => {
             Err(PeerMisbehaved::ShutWithError { status: *status }.into())

@@ -108,7 +108,7 @@ impl PeerSession {
         let mut not_run = None;
         let report =
             self.receive(ReturnPathMessage::decode, |message| match FromDestination::of(&message)? {
-                FromDestination::Alive => None,
+                FromDestination::Alive | FromDestination::Base(_) => None,
                 FromDestination::Placed(placement) => Some(PeerMessage::Placed(placement)),
                 FromDestination::NotRun(reason) => {
                     not_run = Some(reason);

@@ -261,8 +261,14 @@ impl<'a> MainChannel<'a> {
             }
             VmCommand::Ping(value) => {
                 let Some(writer) = &self.return_path else { return Ok(()) };
-                let answer = session::ping_version(*value)
-                    .map_or(*value, |version| session::pong(version, self.options.receiver));
+                let version = session::ping_version(*value);
+                // The source waits for the PONG, which is the last.
+                if version.is_some_and(session::knows_bases) {
+                    for id in self.shared.sink.bases() {
+                        writer.send(&FromDestination::Base(id).to_message())?;
+                    }
+                }
+                let answer = version.map_or(*value, |version| session::pong(version, self.options.receiver));
                 writer.send(&ReturnPathMessage::Pong(answer))
             }
             VmCommand::Other { .. } => {

@@ -10,7 +10,7 @@ use towline_protocol::session::{FromDestination, ReceiverMode};
 use towline_protocol::source::{Answer, ReturnPathReader};
 use towline_protocol::{PeerMisbehaved, Reader};
 
-use crate::guest::ReturnPathWriter;
+use crate::guest::{BaseId, ReturnPathWriter};
 use crate::heartbeat::HEARTBEAT_INTERVAL;
 use crate::lock::lock;
 use crate::{Error, Result, Session};
@@ -24,6 +24,9 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Number of messages that are kept until the source's return path is open. A destination sends one,
 /// SWITCHOVER_ACK.
 const WAITING_MAX: usize = 16;
+
+/// Number of blocks of images that are kept; of further ones all is sent.
+const BASES_MAX: usize = 64;
 
 /// State of the return path, which has its own reader thread.
 #[derive(Debug, Clone)]
@@ -44,6 +47,8 @@ struct ReturnPathState {
     answers: ReturnPathReader,
     /// Time of the last message.
     heard: Instant,
+    /// Blocks of images that the destination has reported.
+    bases: Vec<BaseId>,
     /// The listener has ended; the session has its error, if any.
     ended: bool,
     forwarding: Forwarding,
@@ -65,7 +70,13 @@ impl ReturnPath {
     /// Starts listening. The thread ends with the connection, which `session` shuts down on failure.
     pub(crate) fn start(channel: Arc<dyn Channel>, session: Arc<Session>, forwarding: Forwarding) -> Self {
         let answers = ReturnPathReader::default();
-        let state = Mutex::new(ReturnPathState { answers, heard: Instant::now(), ended: false, forwarding });
+        let state = Mutex::new(ReturnPathState {
+            answers,
+            heard: Instant::now(),
+            bases: Vec::new(),
+            ended: false,
+            forwarding,
+        });
         let shared = Arc::new(Shared { state, changed: Condvar::new() });
         let path = Self { peer: channel.peer().to_owned(), shared };
         let listener = path.clone();
@@ -105,6 +116,11 @@ impl ReturnPath {
     /// Use of the guest by a towline at the destination; `None` of a QEMU. Known after [`Self::wait_pong`].
     pub(crate) fn receiver(&self) -> Option<ReceiverMode> {
         lock(&self.shared.state).answers.receiver()
+    }
+
+    /// Blocks of images that the destination's memory is. Known after [`Self::wait_pong`].
+    pub(crate) fn bases(&self) -> Vec<BaseId> {
+        lock(&self.shared.state).bases.clone()
     }
 
     /// Waits for the answer to the first PING.
@@ -186,8 +202,15 @@ impl ReturnPath {
         let mut state = lock(&self.shared.state);
         state.heard = Instant::now();
         let answer = state.answers.handle(&message).map_err(Error::protocol(&self.peer))?;
-        // A relay's source gets heartbeats from the relay.
-        if answer == Answer::Other && FromDestination::of(&message) != Some(FromDestination::Alive) {
+        let frame = FromDestination::of(&message);
+        if let Some(FromDestination::Base(id)) = frame
+            && state.bases.len() < BASES_MAX
+        {
+            state.bases.push(id);
+        }
+        // A relay's source gets heartbeats from the relay, and no report of memory that it may not know of.
+        let is_for_relay = matches!(frame, Some(FromDestination::Alive | FromDestination::Base(_)));
+        if answer == Answer::Other && !is_for_relay {
             match &mut state.forwarding {
                 Forwarding::Disabled => {}
                 Forwarding::Buffered(messages) if messages.len() < WAITING_MAX => messages.push(message),

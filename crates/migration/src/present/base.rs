@@ -1,0 +1,86 @@
+//! A block whose memory at the destination was an image's: which of its pages are something else.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::{BlockIndex, PageRef, RamBlock};
+
+use crate::guest::{ExtentKind, Guest, Pages};
+
+const PAGE: usize = PAGE_SIZE as usize;
+/// Content of a zero page.
+pub(super) const ZERO_PAGE: &[u8] = &[0; PAGE];
+
+/// A block of an image, and the pages of it that were sent.
+pub(super) struct BaseBlock {
+    image: Arc<dyn Guest + Send>,
+    block: BlockIndex,
+    /// A bit for each page that is not zero in the image.
+    has_content: Vec<u64>,
+    /// A bit for each page that was forwarded: the destination has another one than the image's.
+    sent: Vec<AtomicU64>,
+}
+
+impl fmt::Debug for BaseBlock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BaseBlock").field("block", &self.block).finish_non_exhaustive()
+    }
+}
+
+impl BaseBlock {
+    /// The image's block of this name and length.
+    pub(super) fn of(image: &Arc<dyn Guest + Send>, of: &RamBlock) -> Option<Self> {
+        let is_it = |block: &RamBlock| (&block.name, block.length) == (&of.name, of.length);
+        let index = image.blocks().iter().position(is_it)?;
+        let block = BlockIndex(u32::try_from(index).ok()?);
+        let words = usize::try_from(of.pages().div_ceil(64)).ok()?;
+        let mut has_content = vec![0; words];
+        let mut page = 0;
+        while page < of.pages() {
+            let extent = image.extent(PageRef { block, offset: page * PAGE_SIZE });
+            if extent.kind != ExtentKind::Zero {
+                for page in page..page + extent.pages {
+                    has_content[(page / 64) as usize] |= 1 << (page % 64);
+                }
+            }
+            page += extent.pages;
+        }
+        let sent = (0..words).map(|_| AtomicU64::new(0)).collect();
+        Some(Self { image: Arc::clone(image), block, has_content, sent })
+    }
+
+    /// The pages that the destination does not have, each with its content. It will have them.
+    pub(super) fn changed<'a>(&self, pages: &Pages<'a>) -> (Vec<u64>, Vec<&'a [u8]>) {
+        let contents = pages.contents.iter().flat_map(|slice| slice.chunks(PAGE));
+        let changed = pages.offsets.iter().copied().zip(contents);
+        changed.filter(|(offset, content)| self.replaces(*offset, content)).unzip()
+    }
+
+    /// The pages of which the destination has another content than zeros. It will have zeros.
+    pub(super) fn zeroed(&self, offsets: &[u64]) -> Vec<u64> {
+        offsets.iter().copied().filter(|offset| self.replaces(*offset, ZERO_PAGE)).collect()
+    }
+
+    /// Returns true if the page must be sent, and records that it is.
+    fn replaces(&self, offset: u64, content: &[u8]) -> bool {
+        let (word, bit) = ((offset / PAGE_SIZE / 64) as usize, 1 << (offset / PAGE_SIZE % 64));
+        let (Some(sent), Some(has_content)) = (self.sent.get(word), self.has_content.get(word)) else {
+            return true;
+        };
+        let is_same = || {
+            let of_image = if has_content & bit == 0 { Some(ZERO_PAGE) } else { self.page(offset) };
+            of_image == Some(content)
+        };
+        if sent.load(Ordering::Relaxed) & bit == 0 && is_same() {
+            return false;
+        }
+        sent.fetch_or(bit, Ordering::Relaxed);
+        true
+    }
+
+    fn page(&self, offset: u64) -> Option<&[u8]> {
+        self.image.immutable(PageRef { block: self.block, offset }, PAGE_SIZE)
+    }
+}
