@@ -15,6 +15,7 @@
 //! - [`of_reflink`]: QEMU maps a file that shares the image's storage ([`Reflink`]), for devices that need
 //!   shared memory.
 //! - [`of_running`]: QEMU maps the memory of another QEMU, which has the guest until this one runs it.
+//! - [`of_arriving`]: QEMU maps an image, and a guest arrives that has changed some of its pages.
 //! - [`guest_backends`]: files of a running guest's memory, for a QEMU that will map it.
 //! - [`old_memory`]: QEMU maps a file that may have content, which must not remain in an incoming guest.
 //!
@@ -23,6 +24,7 @@
 //! protects the image from programs that do not know its lock (`flock`): it must not change while guests run
 //! from it.
 
+mod arriving;
 mod based;
 mod capture;
 mod error;
@@ -40,8 +42,10 @@ use std::fs::File;
 use std::ops::Deref;
 
 use image_file::Unchanged;
-use towline_migration::{Guest, GuestWithPresentBlocks, Sink, SinkWithPresentBlocks};
+use towline_migration::{Base, Guest, GuestWithPresentBlocks, Sink, SinkWithPresentBlocks};
 
+pub(crate) use arriving::as_base;
+pub use arriving::{image_of, of_arriving};
 pub(crate) use based::{BasedGuest, CapturedGuest};
 pub(crate) use capture::{Capture, Disks, PreparedCapture};
 pub use error::{Error, TransferReason};
@@ -50,6 +54,7 @@ pub use image_file::{Reflink, UnusedReflink};
 pub use maps::FileId;
 pub(crate) use running::mapped_image;
 pub use running::{GuestBackends, PrivateBlock, SharedBlock, guest_backends, of_running, shared_blocks};
+pub(crate) use stored::locked;
 
 pub use stored::{IfUnmapped, MappedImage, Verify, find_mapped_memory, may_map, of_image, of_reflink};
 
@@ -102,6 +107,8 @@ pub struct Presence {
     unchanged: Option<Unchanged>,
     /// The guest's own file, which no other guest gets.
     _reflink: Option<Reflink>,
+    /// The image, if the guest is another one than the image's: its pages are compared.
+    base: Option<Base>,
 }
 
 /// Purpose of a backend, by its file.
@@ -124,6 +131,13 @@ impl Presence {
     #[must_use]
     pub fn sent(&self) -> &[TransferredBlock] {
         &self.sent
+    }
+
+    /// Tells the user why memory is sent that was expected to be mapped.
+    fn notice_sent(&self, notice: &dyn Fn(&str)) {
+        for TransferredBlock { block, reason, .. } in self.sent.iter().filter(|sent| sent.is_unexpected) {
+            notice(&format!("memory of block {block:?} is sent, not mapped: {reason}"));
+        }
     }
 
     /// Returns true if all pages must be sent.
@@ -151,9 +165,15 @@ impl Presence {
         self.unchanged.as_ref().map_or(Ok(()), Unchanged::check)
     }
 
-    /// A sink that drops those pages on arrival.
+    /// A sink that drops those pages on arrival: all of memory that both ends map, and of an image what the guest has not changed.
     pub fn sink<P: Deref<Target: Sink>>(&self, sink: P) -> SinkWithPresentBlocks<P> {
-        SinkWithPresentBlocks::new(sink, self.names())
+        match &self.base {
+            Some(base) => {
+                let whole = self.names().filter(|name| !base.blocks.contains_key(*name));
+                SinkWithPresentBlocks::new(sink, whole).based_on(base.clone())
+            }
+            None => SinkWithPresentBlocks::new(sink, self.names()),
+        }
     }
 
     fn names(&self) -> impl Iterator<Item = &str> {

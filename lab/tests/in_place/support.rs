@@ -57,9 +57,14 @@ pub(crate) fn guest(version: Version) -> Builder {
 impl Saved {
     /// Boots a guest, fills a part of its memory, and has towline store it.
     pub(crate) fn new(version: Version) -> Self {
+        Self::of(version, 5)
+    }
+
+    /// As [`Saved::new`], of a guest that fills its memory from this seed.
+    pub(crate) fn of(version: Version, seed: u64) -> Self {
         let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
         let (source, mut linux) = guest(version).boot(WITHIN).unwrap();
-        linux.fill(FILLED, 5).unwrap();
+        linux.fill(FILLED, seed).unwrap();
         let (hash, tick) = (linux.hash().unwrap(), linux.wait_ticking(WITHIN).unwrap());
         drop(linux);
         let saved = Self { directory, version, hash, tick };

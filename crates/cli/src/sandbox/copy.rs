@@ -59,10 +59,10 @@ pub(crate) fn policy_of_copy(
     }
     // Drives that two QEMUs share are found in their open files.
     let is_move = matches!((source, destinations), (Source::Qmp(_), [Destination::Qmp(_)]));
-    policy.inspects_processes = is_move
-        || destinations.len() > 1
-        || may_map(source, destinations, request)
-        || is_taken(source, destinations, request);
+    let images = mapped_images(source, destinations, request);
+    images.iter().for_each(|image| permit_image(&mut policy, image));
+    policy.inspects_processes =
+        is_move || destinations.len() > 1 || may_map(source, destinations, request) || !images.is_empty();
     if is_local(source, destinations) {
         // Lanes within this process are TCP connections by any free port.
         (policy.bind, policy.connect) = (AllowedPorts::Any, AllowedPorts::Any);
@@ -127,9 +127,20 @@ fn permit_destination(policy: &mut Policy, destination: &Destination) -> Option<
     Some(())
 }
 
-/// Returns true if a guest is stored and runs on: what it has written is read in its QEMU if that maps an image.
-fn is_taken(source: &Source, destinations: &[Destination], request: &CopyRequest) -> bool {
-    matches!(source, Source::Qmp(_)) && request.resumes() && destinations.iter().all(Destination::is_image)
+/// Images that QEMUs map, and of which a running guest is the difference: it is read in its QEMU if the guest is stored and runs on,
+/// compared where the guest arrives in a QEMU, or goes to another towline.
+fn mapped_images(source: &Source, destinations: &[Destination], request: &CopyRequest) -> Vec<PathBuf> {
+    let is_taken = request.resumes() && destinations.iter().all(Destination::is_image);
+    let is_sent = destinations.iter().any(|one| matches!(one, Destination::Stream(_)));
+    let from = match source {
+        Source::Qmp(socket) if is_taken || is_sent => Some(socket),
+        _ => None,
+    };
+    let into = destinations.iter().filter_map(|one| match one {
+        Destination::Qmp(socket) if !source.is_image() => Some(socket),
+        _ => None,
+    });
+    from.into_iter().chain(into).filter_map(|socket| in_place::image_of(socket)).collect()
 }
 
 /// Returns true if a destination's QEMU names the image as its memory, which its mappings have to prove.

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use super::image_file::next_data;
 use super::maps::{Detail, private_bytes};
 use super::process::Mappings;
-use super::proof::{BackendObject, Backends};
+use super::proof::{BackendObject, Backends, OBJECTS};
 use super::{Error, TransferReason};
 use crate::qemu::Qemu;
 
@@ -40,6 +40,13 @@ impl fmt::Display for OldMemory {
             "memory backend {backend:?} of QEMU may have old content, so zero pages are sent as well and without lanes, which takes \
              longer: {reason}; start QEMU with mem-path= of a directory or of a new file"
         )
+    }
+}
+
+impl OldMemory {
+    /// Names that the blocks of these backends may have.
+    pub(crate) fn blocks(old: &[Self]) -> impl Iterator<Item = String> {
+        old.iter().flat_map(|old| [old.backend.clone(), format!("{OBJECTS}{}", old.backend)])
     }
 }
 

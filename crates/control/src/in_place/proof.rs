@@ -106,7 +106,7 @@ pub(super) fn prove(
 /// The only type of backend that maps a given file.
 const FILE_BACKEND: &str = "memory-backend-file";
 /// Container of the objects that `-object` creates.
-const OBJECTS: &str = "/objects/";
+pub(super) const OBJECTS: &str = "/objects/";
 
 /// A `memory-backend-*` object. A property is absent where this QEMU, or this type, does not have it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

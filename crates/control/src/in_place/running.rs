@@ -218,7 +218,8 @@ pub fn guest_backends(qemu: &mut Qemu) -> Result<GuestBackends, Error> {
 /// As [`guest_backends`].
 pub(crate) fn mapped_image(qemu: &mut Qemu) -> Result<Option<PathBuf>, Error> {
     let private = guest_backends(qemu)?.private;
-    Ok(private.into_iter().find_map(|block| block.path).map(PathBuf::from))
+    let Some(path) = private.into_iter().find_map(|block| block.path) else { return Ok(None) };
+    Ok(Some(qemu.working_directory().unwrap_or_default().join(path)))
 }
 
 /// The file of a backend, by a name that another process can open, and the offset of the block in it.

@@ -20,15 +20,13 @@ use super::image_file::{Unchanged, stale_page, verify_block};
 use super::maps::{Detail, FileRange, MapsEntry, NotOneRange, range_at};
 use super::process::{Mappings, OpenMode, own_mappings};
 use super::proof::{BackendObject, Backends, ExpectedMapping, check_backend, may_change_file, prove};
-use super::{
-    BackendPurpose, Error, Mapped, MappingKind, Presence, Reflink, TransferReason, TransferredBlock,
-};
+use super::{BackendPurpose, Error, Mapped, MappingKind, Presence, Reflink, TransferReason};
 use crate::qemu::Qemu;
 
 /// `f_type` of overlayfs.
 const OVERLAYFS: u64 = 0x794c_7630;
-/// Time limit of the monitor's replies to [`may_map`].
-const LOOK_DEADLINE: Duration = Duration::from_secs(2);
+/// Time limit of the monitor's replies to [`may_map`] and [`image_of`](super::image_of).
+pub(super) const LOOK_DEADLINE: Duration = Duration::from_secs(2);
 
 /// Comparison of an image with its manifest before a guest runs from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -121,9 +119,7 @@ pub fn find_mapped_memory(
     if presence.is_empty() && if_unmapped == IfUnmapped::Refuse {
         return Err(not_mapped(qemu, image, &presence));
     }
-    for TransferredBlock { block, reason, .. } in presence.sent.iter().filter(|sent| sent.is_unexpected) {
-        notice(&format!("memory of block {block:?} is sent, not mapped: {reason}"));
-    }
+    presence.notice_sent(notice);
     if presence.is_empty() {
         return Ok(None);
     }
@@ -373,7 +369,7 @@ fn image_writable(qemu: &Qemu, backend: &str, image: &Image) -> Error {
 }
 
 /// The image with a reader's lock, so no towline replaces it.
-pub(super) fn locked(image: &Image) -> Result<File, TransferReason> {
+pub(crate) fn locked(image: &Image) -> Result<File, TransferReason> {
     let path = image.path().to_owned();
     let file = image
         .reopen()

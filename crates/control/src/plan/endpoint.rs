@@ -54,7 +54,9 @@ pub(super) fn destination(
 ) -> Result<Box<dyn DestinationEndpoint>, Error> {
     Ok(match destination {
         Destination::Qmp(path) => Box::new(QemuDestination::new(path, &description, context)?),
-        Destination::Stream(address) => Box::new(StreamDestination::new(address, description.guest.as_ref())),
+        Destination::Stream(address) => {
+            Box::new(StreamDestination::new(address, description.guest.as_ref(), description.base))
+        }
         Destination::Image(path) => {
             Box::new(image::ImageDestination::new(path, description.origin, context)?)
         }

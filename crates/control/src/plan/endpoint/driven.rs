@@ -1,9 +1,11 @@
 //! A QEMU that waits for a guest, driven by its monitor.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use towline_channel::Channel;
 use towline_image::{Image, Origin as ImageOrigin};
 use towline_migration::{Guest, Relay, Sink, SinkWithPresentBlocks, Snapshot};
 
@@ -35,6 +37,8 @@ pub(in super::super) struct GuestDescription<'a> {
     /// The guest's own image, possibly an incremental one.
     #[cfg_attr(not(feature = "store"), expect(dead_code, reason = "used by object stores only"))]
     pub(in super::super) file: Option<&'a Image>,
+    /// The image that a running guest maps.
+    pub(in super::super) base: Option<Arc<Image>>,
 }
 
 /// A guest of this process: an open image, or one that the caller provides.
@@ -97,6 +101,14 @@ impl RelaySink {
         match self {
             Self::Whole(relay) => relay.as_ref(),
             Self::Present(sink) => sink,
+        }
+    }
+
+    /// The relay's main channel.
+    pub(super) fn main_channel(&self) -> Arc<dyn Channel> {
+        match self {
+            Self::Whole(relay) => relay.main_channel(),
+            Self::Present(sink) => sink.inner().main_channel(),
         }
     }
 }
@@ -226,6 +238,9 @@ impl DrivenGuest for QemuDestination {
     }
 
     fn start(&mut self) -> Result<StartResult, StartFailure> {
+        if let Err(error) = self.presence.as_ref().map_or(Ok(()), Presence::check_unchanged) {
+            return Err(StartFailure { started: StartResult::NotSent, error: Box::new(error.into()) });
+        }
         self.qmp.start_guest()
     }
 

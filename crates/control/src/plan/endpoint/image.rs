@@ -67,7 +67,7 @@ impl<P: Deref<Target = dyn StoredGuest>> SourceEndpoint for StoredSource<P> {
         let Origin { qemu, process, .. } = recorded;
         let origin = Origin { source: self.image.described(), qemu, process, ..Origin::default() };
         let guest = (extent == FactsExtent::Compared).then(|| GuestFacts::of_image(&*self.image));
-        Ok(GuestDescription { guest, origin, file: self.image.image() })
+        Ok(GuestDescription { guest, origin, file: self.image.image(), base: None })
     }
 
     fn transfer(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {

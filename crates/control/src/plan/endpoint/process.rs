@@ -46,7 +46,7 @@ impl SourceEndpoint for LocalSource {
     ) -> Result<GuestDescription<'_>, Failure> {
         context.check_cancelled().map_err(Failure::untouched)?;
         let origin = Origin { source: self.name.clone(), ..Origin::default() };
-        Ok(GuestDescription { guest: None, origin, file: None })
+        Ok(GuestDescription { guest: None, origin, file: None, base: None })
     }
 
     fn transfer(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use towline_channel::Channel;
 use towline_image::manifest::COMMAND_LINE_BYTES_MAX;
-use towline_image::{Origin as ImageOrigin, QemuProcess};
+use towline_image::{Image, Origin as ImageOrigin, QemuProcess};
 use towline_launch::{CommandLine, ParseError};
 use towline_migration::incoming::{Connections, Publication};
 use towline_migration::{Compression, Session, Sink, Snapshot};
@@ -23,7 +23,7 @@ use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::super::source::{QmpSource, Required};
 use super::driven::{DrivenGuest, GuestDescription, LocalGuest, QemuDestination, RelaySink};
 use super::traits::{DestinationEndpoint, Rollback, SourceControl, SourceEndpoint, receiver};
-use crate::in_place::Presence;
+use crate::in_place::{self, OldMemory, Presence};
 use crate::moves::MoveEnd;
 use crate::process::Process;
 use crate::qemu::{self, Qemu};
@@ -149,7 +149,9 @@ impl SourceEndpoint for QemuSource {
         let process =
             (extent == FactsExtent::Stored).then(|| record_process(self.qemu.qemu_mut(), context)).flatten();
         let origin = ImageOrigin { source: how.into(), qemu, process, ..ImageOrigin::default() };
-        Ok(GuestDescription { guest: Some(guest), origin, file: None })
+        let image = (extent == FactsExtent::Identity).then(|| in_place::mapped_image(self.qemu.qemu_mut()));
+        let base = image.and_then(|image| Image::open(&image.ok()??).ok()).map(Arc::new);
+        Ok(GuestDescription { guest: Some(guest), origin, file: None, base })
     }
 
     fn start(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {
@@ -229,10 +231,17 @@ impl DestinationEndpoint for QemuDestination {
     }
 
     fn connect(&mut self, session: &Arc<Session>, context: &Context<'_>) -> Result<(), Error> {
+        if self.presence.is_none() {
+            let notice = |text: &str| context.observer.notice(text);
+            self.presence = Some(in_place::of_arriving(self.qmp.qemu_mut(), &notice)?);
+        }
+        // QEMU does not reply while it waits for lanes.
+        let old = if context.lanes() > 0 { in_place::old_memory(self.qmp.qemu_mut())? } else { Vec::new() };
         let connections = self.qmp.start(context.lanes(), context.options, context.cancel)?;
         let relay = Box::new(context.relay(session, connections)?.arriving_paused());
-        self.relay = Some(match self.presence.as_ref().filter(|presence| !presence.is_empty()) {
-            Some(presence) => RelaySink::Present(presence.sink(relay)),
+        let presence = self.presence.as_ref().filter(|presence| !presence.is_empty() || !old.is_empty());
+        self.relay = Some(match presence {
+            Some(presence) => RelaySink::Present(presence.sink(relay).over_old(OldMemory::blocks(&old))),
             None => RelaySink::Whole(relay),
         });
         Ok(())

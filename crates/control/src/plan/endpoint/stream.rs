@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use towline_channel::{Address, Channel, Listener};
-use towline_image::Origin as ImageOrigin;
+use towline_image::{Image, Origin as ImageOrigin};
 use towline_migration::incoming::{self, Publication, gather};
-use towline_migration::{Relay, Session, Sink, Snapshot, outgoing};
+use towline_migration::{BasePresence, Session, Sink, SinkWithPresentBlocks, Snapshot, outgoing};
 
 use super::super::context::{Context, listen_options};
 use super::super::engine::{IncomingStream, send};
@@ -18,12 +18,15 @@ use super::super::progress::{CopyPhase, DestinationState};
 use super::super::recorder::RecordedSource;
 use super::super::shared_switchover::TransferContext;
 use super::super::source::LANES_TIMEOUT;
-use super::driven::{GuestDescription, LocalGuest};
+use super::driven::{GuestDescription, LocalGuest, RelaySink};
 use super::traits::{DestinationEndpoint, Rollback, SourceControl, SourceEndpoint, receiver};
+use crate::in_place;
 use crate::moves::MoveEnd;
 use crate::procfs::VcpuThreads;
 use crate::switchover::{DestinationKind, SourceKind};
 
+/// No block is at the destination in whole.
+const NO_NAMES: [&str; 0] = [];
 /// Timeout for an acknowledged source to close its connections.
 const LINGER: Duration = Duration::from_secs(1);
 
@@ -72,7 +75,7 @@ impl SourceEndpoint for StreamSource {
         _run: &Context<'_>,
     ) -> Result<GuestDescription<'_>, Failure> {
         let origin = ImageOrigin { source: format!("stream to {}", self.address), ..ImageOrigin::default() };
-        Ok(GuestDescription { guest: None, origin, file: None })
+        Ok(GuestDescription { guest: None, origin, file: None, base: None })
     }
 
     fn start(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {
@@ -134,17 +137,23 @@ impl SourceEndpoint for StreamSource {
 pub(in super::super) struct StreamDestination {
     address: Address,
     uuid: [u8; 16],
+    /// The image that the source's guest maps, which a towline at the other end may have.
+    base: Option<Arc<Image>>,
     /// Set once it is connected for an incoming stream.
-    relay: Option<Box<Relay>>,
+    relay: Option<RelaySink>,
     /// Set once it is connected for a guest of this process.
     sent: Option<outgoing::Connections>,
 }
 
 impl StreamDestination {
-    /// The destination of this guest, of which nothing may be known.
-    pub(in super::super) fn new(address: &Address, guest: Option<&GuestFacts>) -> Self {
-        let uuid = guest.and_then(|guest| guest.uuid.as_deref());
-        Self { address: address.clone(), uuid: uuid.map_or([0; 16], uuid_bytes), relay: None, sent: None }
+    /// The destination of this guest, of which nothing may be known, and which may map the image `base`.
+    pub(in super::super) fn new(
+        address: &Address,
+        guest: Option<&GuestFacts>,
+        base: Option<Arc<Image>>,
+    ) -> Self {
+        let uuid = guest.and_then(|guest| guest.uuid.as_deref()).map_or([0; 16], uuid_bytes);
+        Self { address: address.clone(), uuid, base, relay: None, sent: None }
     }
 }
 
@@ -158,12 +167,19 @@ impl DestinationEndpoint for StreamDestination {
     }
 
     fn connect(&mut self, session: &Arc<Session>, context: &Context<'_>) -> Result<(), Error> {
-        self.relay = Some(context.relay(session, context.connect(&self.address, self.uuid)?)?);
+        let relay = context.relay(session, context.connect(&self.address, self.uuid)?)?;
+        self.relay = Some(match &self.base {
+            Some(image) => RelaySink::Present(
+                SinkWithPresentBlocks::new(relay, NO_NAMES)
+                    .based_on(in_place::as_base(image, BasePresence::IfReported)),
+            ),
+            None => RelaySink::Whole(relay),
+        });
         Ok(())
     }
 
     fn sink(&self) -> &dyn Sink {
-        self.relay.as_deref().expect("connected by `connect`")
+        self.relay.as_ref().expect("connected by `connect`").sink()
     }
 
     fn receive_guest(&mut self, local: &LocalGuest<'_>, run: TransferContext<'_>) -> Result<Snapshot, Error> {

@@ -135,7 +135,7 @@ impl Target {
     pub(super) fn into_endpoint(self) -> Box<dyn DestinationEndpoint> {
         match self {
             Self::Driven(qemu) => Box::new(QemuDestination::of(*qemu)),
-            Self::Address(address) => Box::new(StreamDestination::new(&address, None)),
+            Self::Address(address) => Box::new(StreamDestination::new(&address, None, None)),
         }
     }
 }
