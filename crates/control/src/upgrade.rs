@@ -20,18 +20,21 @@ mod error;
 mod old;
 
 use std::ffi::OsString;
+use std::fs::File;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use towline_channel::Cancel;
+use towline_image::Image;
 use towline_launch::{
     AllowedCommandLine, Confinement, GuestDirectory, GuestName, HostArguments, IncomingOption, Launcher,
     Lifetime, MappedBlock, MappedMemory, ProcessSandbox, QemuVersion, RunningQemu, RuntimeError, RuntimeRoot,
     Setting, Sharing,
 };
 
-use crate::in_place::GuestBackends;
+use crate::in_place::{self, GuestBackends};
 use crate::plan::{self, CopyReport, Failure, GuestAfterFailure, Observer, UpgradeMemory, UpgradeRequest};
 use crate::temporary_names::StagingName;
 use command_line::{OldQemuFacts, Rewritten, refuse_end_with_parent, rewrite};
@@ -80,6 +83,8 @@ pub struct Prepared {
     guest: AllowedCommandLine,
     names: Vec<StagingName>,
     confinement: Confinement,
+    /// Lock of the image that the guest runs on, for the new QEMU.
+    image_lock: Option<File>,
 }
 
 /// A new QEMU that waits for the guest, which the old one runs. Dropping it ends the new QEMU and removes its files.
@@ -126,6 +131,7 @@ pub fn prepare(options: &UpgradeOptions, cancel: &Cancel) -> Result<Prepared, Er
     let old = OldQemu::examine(&options.old, cancel)?;
     let host = host_arguments(options, &old)?;
     let version = QemuVersion::of_binary(&host)?;
+    let image = image(&old)?;
     let memory = memory(&old.backends, options.memory, version)?;
     let number = fastrand::u32(..);
     let context = OldQemuFacts {
@@ -163,11 +169,13 @@ pub fn prepare(options: &UpgradeOptions, cancel: &Cancel) -> Result<Prepared, Er
         detach_vsock: options.vsocks == Vsocks::Detached,
         card_chardevs: cards.into_iter().map(|card| card.chardev).collect(),
         memory: options.memory,
+        image: image.as_ref().map(|locked| Arc::clone(&locked.image)),
         downtime_limit: options.downtime_limit,
     };
     tracing::info!(old = old.socket, pid = old.pid, version = old.version, to = %version, "prepared an upgrade");
     let text = format!("QEMU {} (process {})", old.version, old.pid);
-    Ok(Prepared { request, old: text, directory, host, guest, names, confinement: old.confinement })
+    let (confinement, image_lock) = (old.confinement, image.map(|locked| locked.lock));
+    Ok(Prepared { request, old: text, directory, host, guest, names, confinement, image_lock })
 }
 
 impl Prepared {
@@ -189,10 +197,12 @@ impl Prepared {
     /// # Errors
     /// It does not start; its own message is in the error. Nothing of it is left.
     pub fn start(self) -> Result<Reversible, Error> {
-        let Self { request, directory, host, guest, names, confinement, .. } = self;
+        let Self { request, directory, host, guest, names, confinement, image_lock, .. } = self;
         let mut launcher = Launcher::new(directory);
         launcher.incoming = IncomingOption::Defer;
         launcher.lifetime = Lifetime::Detached;
+        launcher.image = request.image.as_ref().map(|image| image.path().to_owned());
+        launcher.descriptors.extend(image_lock.map(Into::into));
         // As the old one: its own -sandbox is among its options.
         launcher.sandbox = ProcessSandbox::Off;
         launcher.confinement = Some(confinement.clone());
@@ -295,20 +305,43 @@ fn host_arguments(options: &UpgradeOptions, old: &OldQemu) -> Result<HostArgumen
     })
 }
 
-/// The memory that the new QEMU maps.
+/// An image that guests run on, locked as its readers do.
+struct LockedImage {
+    image: Arc<Image>,
+    lock: File,
+}
+
+/// The image that the old QEMU maps copy-on-write. The new one maps it by the same option.
+fn image(old: &OldQemu) -> Result<Option<LockedImage>, Error> {
+    let mut private = old.backends.private.iter();
+    let Some((backend, file)) = private.find_map(|one| Some((&one.backend, one.path.as_ref()?))) else {
+        return Ok(None);
+    };
+    let refused = |backend: &str, path: &str, reason: String| Error::PrivateFile {
+        backend: backend.to_owned(),
+        path: path.to_owned(),
+        reason,
+    };
+    if let Some(other) = private.find(|other| other.path.as_ref().is_some_and(|path| path != file)) {
+        let reason = format!("memory of backend {backend:?} is in {file}");
+        return Err(refused(&other.backend, other.path.as_deref().unwrap_or_default(), reason));
+    }
+    let opened = Image::open(&old.working_directory.join(file));
+    let image = Arc::new(opened.map_err(|error| refused(backend, file, error.to_string()))?);
+    let lock = in_place::locked(&image).map_err(|reason| refused(backend, file, reason.to_string()))?;
+    Ok(Some(LockedImage { image, lock }))
+}
+
+/// The shared memory that the new QEMU maps.
 fn memory(
     backends: &GuestBackends,
     requested: UpgradeMemory,
     version: QemuVersion,
 ) -> Result<MappedMemory, Error> {
-    for private in &backends.private {
-        if let Some(path) = &private.path {
-            return Err(Error::PrivateFile { backend: private.backend.clone(), path: path.clone() });
-        }
-        if requested == UpgradeMemory::InPlace {
-            let (backend, kind) = (private.backend.clone(), private.kind.clone());
-            return Err(Error::PrivateMemory { backend, kind, reason: private.reason.clone() });
-        }
+    let anonymous = backends.private.iter().find(|private| private.path.is_none());
+    if let Some(private) = anonymous.filter(|_| requested == UpgradeMemory::InPlace) {
+        let (backend, kind) = (private.backend.clone(), private.kind.clone());
+        return Err(Error::PrivateMemory { backend, kind, reason: private.reason.clone() });
     }
     let blocks = match requested {
         UpgradeMemory::Copied => Vec::new(),

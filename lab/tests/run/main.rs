@@ -19,6 +19,7 @@ mod reflinks;
 mod store;
 mod stores;
 mod support;
+mod upgrades;
 mod user;
 
 use towline_lab::{Version, require_lab, require_qemu};

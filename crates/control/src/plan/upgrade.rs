@@ -7,14 +7,17 @@
 //! As a move between two QEMUs, with the memory that both map left out. Until `cont` at the new QEMU nothing
 //! writes into that memory but the old one's guest, so every failure before gives the guest back to the old
 //! QEMU. From then on the old one's device state is of another memory (`switchover`,
-//! `MemorySharing::Shared`).
+//! `MemorySharing::Shared`). Of memory that both map copy-on-write from an image, the new QEMU gets the pages
+//! that are not as in the image.
 //!
 //! Out of scope: starting and ending the new QEMU ([`crate::upgrade`]).
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use towline_channel::Cancel;
+use towline_image::Image;
 
 use super::context::Context;
 use super::copy::transfer_to;
@@ -40,6 +43,8 @@ pub struct UpgradeRequest {
     pub card_chardevs: Vec<String>,
     /// Memory that both QEMUs cannot map.
     pub memory: UpgradeMemory,
+    /// The image that both map copy-on-write: what the guest has written is sent.
+    pub image: Option<Arc<Image>>,
     /// Maximum downtime, where memory is sent.
     pub downtime_limit: Duration,
 }
@@ -91,7 +96,7 @@ fn prepare(
     let opened = QemuDestination::new(&request.new, &description, context);
     drop(description);
     let mut to = opened.map_err(Failure::untouched)?;
-    let presence = prove(&mut source, &mut to, request.memory).map_err(Failure::untouched)?;
+    let presence = prove(&mut source, &mut to, request).map_err(Failure::untouched)?;
     to.replace_source(presence);
     compare(&mut source, &mut to, request).map_err(Failure::untouched)?;
     Ok((source, to))
@@ -101,11 +106,14 @@ fn prepare(
 fn prove(
     source: &mut QemuSource,
     to: &mut QemuDestination,
-    memory: UpgradeMemory,
+    request: &UpgradeRequest,
 ) -> Result<Presence, Error> {
     let shared = in_place::shared_blocks(source.qemu_mut())?;
-    let presence = in_place::of_running(to.qemu_mut(), source.qemu_mut())?;
-    let is_left_out = |sent: &in_place::TransferredBlock| match memory {
+    let mut presence = in_place::of_running(to.qemu_mut(), source.qemu_mut())?;
+    if let Some(image) = &request.image {
+        presence.add_base(image, to.qemu_mut())?;
+    }
+    let is_left_out = |sent: &in_place::TransferredBlock| match request.memory {
         UpgradeMemory::InPlace => shared.contains(&sent.block),
         UpgradeMemory::Copied => false,
     };

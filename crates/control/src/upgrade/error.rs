@@ -134,16 +134,18 @@ pub enum Error {
         /// The reason.
         reason: in_place::TransferReason,
     },
-    /// Memory of a file that the old QEMU maps privately.
+    /// Memory of a file that the old QEMU maps privately, and that is not the guest's image.
     #[error(
-        "memory backend {backend:?} maps {path} privately, and a new QEMU would begin with that file's content; such a \
-         guest can only be moved to a QEMU that is started by hand (`towline move`)"
+        "memory backend {backend:?} maps {path} privately, and a new QEMU would begin with that file's content, which is not \
+         known: {reason}; such a guest can only be moved to a QEMU that is started by hand (`towline move`)"
     )]
     PrivateFile {
         /// Id of the backend.
         backend: String,
         /// The file.
         path: String,
+        /// Reason for which it is not an image that both QEMUs can map.
+        reason: String,
     },
     /// The new QEMU cannot show which memory it maps.
     #[error(

@@ -76,7 +76,10 @@ impl OldQemu {
         let program = PathBuf::from(program_text.strip_suffix(DELETED).unwrap_or(&program_text));
         let program = Some(program).filter(|program| program.file_name().is_some_and(is_qemu));
         let words = read(pid, "cmdline")?;
-        let command_line = parse(&words).map_err(|source| Error::CommandLine { pid, source })?;
+        let mut command_line = parse(&words).map_err(|source| Error::CommandLine { pid, source })?;
+        let working_directory = link(pid, "cwd")?;
+        let drives: Vec<_> = qemu.drives()?.into_iter().map(|drive| drive.files).collect();
+        command_line.use_current_files(&drives, &working_directory);
         Ok(Self {
             version: qemu.version_text(),
             has_guest: has_guest(qemu.facts()),
@@ -85,7 +88,7 @@ impl OldQemu {
             generation_id: generation_id(qemu.client())?,
             vsock_chardevs: plan::vsock_chardevs(&mut qemu),
             confinement,
-            working_directory: link(pid, "cwd")?,
+            working_directory,
             socket,
             program,
             program_text,
@@ -171,7 +174,7 @@ fn is_leftover(guest: &RunningGuest, base: &str) -> bool {
     let number = guest.name.strip_prefix(base).and_then(|rest| rest.strip_prefix('.'));
     let is_numbered = number.is_some_and(|number| number.parse::<u32>().is_ok());
     let has_owner = Path::new("/proc").join(guest.owner_pid.to_string()).exists();
-    is_numbered && guest.is_detached && guest.image.is_none() && !has_owner
+    is_numbered && guest.is_detached && !has_owner
 }
 
 /// See the picture above.

@@ -38,6 +38,7 @@ impl QmpSource {
             }
             self.progress = self.convergence.progress(&migration);
             self.convergence.observe(&migration)?;
+            self.relax_downtime(&migration);
         }
         Ok(self.progress)
     }
@@ -121,6 +122,9 @@ impl QmpSource {
     }
 }
 
+/// First downtime limit of an upgrade, for what is left of the memory that it sends. QEMU stops its guest as soon as it can send the rest
+/// within the limit, and would send a fast guest's whole memory within the default.
+const UPGRADE_DOWNTIME: Duration = Duration::from_millis(2);
 /// A rate that no host reaches, as QEMU has no value for unlimited.
 pub(super) const BANDWIDTH_UNLIMITED: u64 = 1 << 40;
 /// Capabilities with which the stream cannot be received here, or would stop midway.
@@ -172,12 +176,26 @@ impl QmpSource {
         let parameters = MigrationParameters {
             multifd_channels: (lanes > 0).then(|| u8::try_from(lanes).unwrap_or(u8::MAX)),
             max_bandwidth: Some(options.transfer_options().max_bandwidth.unwrap_or(BANDWIDTH_UNLIMITED)),
-            downtime_limit: Some(self.downtime_for_qemu(options.downtime_limit)),
+            downtime_limit: Some(self.downtime_for_qemu(match self.relaxed_limit {
+                Some(limit) => limit.min(UPGRADE_DOWNTIME),
+                None => options.downtime_limit,
+            })),
             tls_creds: Some(String::new()),
             mode: self.qemu.facts().normal_mode(),
             ..compression_parameters(options.compression, lanes)
         };
         MigrationSettings { capabilities, parameters }
+    }
+
+    /// Doubles the downtime limit of an upgrade, up to the user's, if QEMU has passed over memory more than once: its guest writes faster
+    /// than the limit allows.
+    fn relax_downtime(&mut self, migration: &MigrationInfo) {
+        let Some(limit) = self.relaxed_limit else { return };
+        let passes = migration.ram.as_ref().map_or(0, |ram| ram.dirty_sync_count);
+        let now = self.tuning.downtime_limit().unwrap_or(UPGRADE_DOWNTIME.min(limit));
+        if passes > 1 && now < limit {
+            self.tuning.set_downtime_limit((now * 2).min(limit));
+        }
     }
 
     /// The milliseconds in which QEMU may send what is left: at least half of the limit.

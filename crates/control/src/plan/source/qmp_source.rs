@@ -53,6 +53,8 @@ pub(in super::super) struct QmpSource {
     pub(super) tuning: Tuning,
     /// Number of tuning changes that QEMU has.
     pub(super) applied_changes: u64,
+    /// Downtime limit of an upgrade, which begins with a lower one.
+    pub(super) relaxed_limit: Option<Duration>,
     /// Part of the downtime limit that is kept from QEMU: for the last sync of an image whose guest runs on.
     pub(super) downtime_reserve: Duration,
     /// Devices that are detached for the move.
@@ -113,6 +115,7 @@ impl QmpSource {
         Ok(Self {
             qemu,
             settings: None,
+            relaxed_limit: options.is_upgrade().then_some(options.downtime_limit),
             downtime_reserve: if options.resumes() { SYNC_TIME } else { Duration::ZERO },
             was_running,
             resumes,
