@@ -181,11 +181,10 @@ impl Forks<'_> {
             words.extend(self.agent_of("fork.sock"));
             let started = Instant::now();
             let _ = std::fs::remove_file(self.path("fork.sock"));
-            let mut fork = Running::start(self.bench, &self.stored, words)?;
+            let fork = Running::start(self.bench, &self.stored, words)?;
             fork.counter.tick(self.bench, fork.counter.read()?)?;
             ticks.push(started.elapsed().as_secs_f64() * 1e3);
             stops.push(stop(&fork.towline.stderr())?);
-            fork.towline.kill()?;
         }
         let mut figures = figures(&stops);
         figures.extend(at("command to first tick ms", ticks, 0.5));

@@ -14,9 +14,9 @@ use std::time::Instant;
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
-use towline_lab::{Towline, Version, require_qemu};
+use towline_lab::{Towline, Version, require_qemu, wait_until};
 
-use crate::guest::{Counter, number};
+use crate::guest::{Counter, WITHIN, number};
 use crate::machine::{self, Cache};
 use crate::options::Bench;
 use crate::stored::{Shape, Stored};
@@ -118,6 +118,19 @@ impl Running {
     }
 }
 
+impl Drop for Running {
+    /// Waits for the end of the guest, whose name the next one takes.
+    fn drop(&mut self) {
+        let guest = format!("/proc/{}", self.event["pid"]);
+        let is_gone = || Ok((!std::path::Path::new(&guest).exists()).then_some(()));
+        if let Err(error) =
+            self.towline.kill().and_then(|()| wait_until("the end of a guest", WITHIN, is_gone))
+        {
+            eprintln!("{error:#}");
+        }
+    }
+}
+
 /// Arguments of `towline run`. The command line of a QEMU that another program starts is not recorded, and is given as a whole.
 pub(crate) fn arguments(stored: &Stored) -> Vec<String> {
     let version = stored.shape.version;
@@ -143,14 +156,13 @@ pub(crate) fn arguments(stored: &Stored) -> Vec<String> {
 /// Runs the guest until its counter steps, and ends it.
 fn run(bench: &Bench, stored: &Stored) -> Result<Figures> {
     let started = Instant::now();
-    let mut running = Running::start(bench, stored, arguments(stored))?;
+    let running = Running::start(bench, stored, arguments(stored))?;
     let seen = Instant::now();
     let (answered, ran) =
         (number(&running.event, "answered-us")? / 1e3, number(&running.event, "running-us")? / 1e3);
     running.counter.tick(bench, stored.tick)?;
     let (tick, whole) = (seen.elapsed(), started.elapsed());
     // Ended by SIGKILL with towline's process.
-    running.towline.kill()?;
     let running = (ran - answered).max(0.0);
     Ok(Figures::from([
         ("until QEMU answers", answered),
