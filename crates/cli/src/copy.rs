@@ -117,6 +117,7 @@ fn clones(
             started: None,
             reflink: None,
             links_down: &[],
+            is_own: false,
         })
         .collect();
     // The worst result.

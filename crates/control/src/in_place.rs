@@ -27,6 +27,7 @@
 mod arriving;
 mod based;
 mod capture;
+mod difference;
 mod error;
 mod fresh;
 mod image_file;

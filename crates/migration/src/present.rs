@@ -127,6 +127,12 @@ impl<P: Deref<Target: Guest>> GuestWithPresentBlocks<P> {
         Ok(Self { guest, is_present, difference: None })
     }
 
+    /// The guest, whose difference the present blocks have as well.
+    #[must_use]
+    pub fn with_difference(self) -> Self {
+        Self { difference: Some(Vec::new()), ..self }
+    }
+
     /// `guest`, all of which is present at the destination but for these ranges of each block, in the form of
     /// [`Guest::difference`].
     pub fn but_for(guest: P, difference: Vec<Vec<Range<u64>>>) -> Self {

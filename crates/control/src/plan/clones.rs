@@ -52,6 +52,8 @@ pub struct CloneTarget<'a> {
     pub reflink: Option<&'a UnusedReflink>,
     /// Networks of the destination whose link is down when the guest begins to run.
     pub links_down: &'a [String],
+    /// True if this process may write into the memory of the destination's QEMU, and no sandbox forbids it.
+    pub is_own: bool,
 }
 
 /// Copies of one image to several destinations.
@@ -158,7 +160,7 @@ fn copy_as_planned(
             let Planned { target, lanes } = &planned[index];
             let mut context = Context::new(clones.options, *lanes, clones.cancel, target.observer);
             (context.started, context.reflink) = (target.started, target.reflink);
-            context.links_down = target.links_down;
+            (context.links_down, context.is_own) = (target.links_down, target.is_own);
             end(index, copy_one(image, target, &context));
         }
     };

@@ -32,6 +32,8 @@ pub(super) struct Context<'a> {
     pub(super) reflink: Option<&'a UnusedReflink>,
     /// Networks of the destination whose link is down when the guest begins to run.
     pub(super) links_down: &'a [String],
+    /// True if this process may write into the memory of the destination's QEMU.
+    pub(super) is_own: bool,
     begun: Instant,
     uploaded: OnceLock<Uploaded>,
     sending: OnceLock<Arc<Statistics>>,
@@ -53,6 +55,7 @@ impl<'a> Context<'a> {
             started: None,
             reflink: None,
             links_down: &[],
+            is_own: false,
             begun: Instant::now(),
             uploaded: OnceLock::new(),
             sending: OnceLock::new(),

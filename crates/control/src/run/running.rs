@@ -141,6 +141,7 @@ impl GuestRestore<'_> {
             started: self.guest.monitor.as_ref(),
             reflink: self.guest.start.reflink.as_ref(),
             links_down: &self.guest.start.links_down,
+            is_own: true,
         }
     }
 }

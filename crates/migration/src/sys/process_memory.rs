@@ -3,6 +3,7 @@
 //! ```text
 //!   /proc/PID/pagemap   ranges that are no longer the file's
 //!   process_vm_readv    their content, as many ranges in one call as the kernel takes
+//!   process_vm_writev   the same into a QEMU that waits for the guest
 //! ```
 //! Needs the rights of a debugger (ptrace(2), `PTRACE_MODE_READ` and `PTRACE_MODE_ATTACH`). The process is not
 //! stopped: a reader of memory that is being written gets a mixture.
@@ -14,8 +15,11 @@ use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{io, ptr, thread};
 
-use super::Span;
+use towline_protocol::{BlockIndex, PageRef};
+
 use super::pagemap::{PageSelection, Pagemap};
+use super::{HUGE_PAGE_BYTES, Span};
+use crate::Guest;
 
 /// Bytes of one call, so that processors share the work evenly.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -66,48 +70,113 @@ impl ProcessMemory {
     /// # Panics
     /// If a range is not within `to`.
     pub fn copy(&self, address: u64, to: &Span<'_>, ranges: &[Range<u64>]) -> io::Result<()> {
-        let pieces = pieces(ranges);
-        let next = AtomicUsize::new(0);
-        let work = || -> io::Result<()> {
-            while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
-                self.copy_piece(address, to, piece.clone())?;
-            }
-            Ok(())
-        };
-        let threads =
-            thread::available_parallelism().map_or(1, NonZero::get).min(THREADS_MAX).min(pieces.len());
-        thread::scope(|scope| {
-            let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
-            let own = work();
-            let others =
-                others.into_iter().map(|other| other.join().unwrap_or_else(|panic| resume_unwind(panic)));
-            others.fold(own, Result::and)
+        on_all_processors(&pieces(ranges), |piece| {
+            in_calls(piece.to_vec(), |piece| {
+                let there = remote(address, piece);
+                let here: Vec<_> = piece
+                    .iter()
+                    .map(|range| iovec(to.at(range.start as usize, length(range)), range))
+                    .collect();
+                let count = here.len() as libc::c_ulong;
+                // SAFETY: the kernel reads both arrays, which have `count` elements, and writes at most what `here` names: memory that
+                // is mapped for the span's lifetime, and to which no reference is ever made.
+                unsafe { libc::process_vm_readv(self.pid, here.as_ptr(), count, there.as_ptr(), count, 0) }
+            })
         })
     }
 
-    fn copy_piece(&self, address: u64, to: &Span<'_>, mut piece: Vec<Range<u64>>) -> io::Result<()> {
-        while !piece.is_empty() {
-            let length = |range: &Range<u64>| (range.end - range.start) as usize;
-            let iovec = |base: *mut u8, length: usize| libc::iovec { iov_base: base.cast(), iov_len: length };
-            let there = piece.iter().map(|range| {
-                iovec(ptr::without_provenance_mut((address + range.start) as usize), length(range))
-            });
-            let here =
-                piece.iter().map(|range| iovec(to.at(range.start as usize, length(range)), length(range)));
-            let (here, there): (Vec<_>, Vec<_>) = (here.collect(), there.collect());
-            let count = here.len() as libc::c_ulong;
-            // SAFETY: the kernel reads both arrays, which have `count` elements, and writes at most what `here` names: memory that is
-            // mapped for the span's lifetime, and to which no reference is ever made.
-            let read =
-                unsafe { libc::process_vm_readv(self.pid, here.as_ptr(), count, there.as_ptr(), count, 0) };
-            match u64::try_from(read) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(read) => skip(&mut piece, read),
-                Err(_) => return Err(io::Error::last_os_error()),
-            }
+    /// Writes these ranges of a block of `guest`, which are prepared here, to the memory from `address` on, on several processors if they
+    /// are large.
+    ///
+    /// # Errors
+    /// The memory is not mapped for writing, or the process has exited; the guest's cannot be prepared. A part may have been written.
+    pub fn write(
+        &self,
+        address: u64,
+        guest: &dyn Guest,
+        block: BlockIndex,
+        ranges: &[Range<u64>],
+    ) -> io::Result<()> {
+        on_all_processors(&pieces(&by_units(ranges)), |piece| {
+            let page = |range: &Range<u64>| PageRef { block, offset: range.start };
+            let prepared =
+                piece.iter().try_for_each(|range| guest.prepare(page(range), range.end - range.start));
+            prepared.map_err(io::Error::other)?;
+            in_calls(piece.to_vec(), |piece| {
+                let there = remote(address, piece);
+                let here: Vec<_> =
+                    piece.iter().map(|range| guest.memory(page(range), range.end - range.start)).collect();
+                let count = here.len() as libc::c_ulong;
+                // SAFETY: the kernel reads both arrays, which have `count` elements, the former with the layout of `struct iovec`
+                // ([`IoBuf`]), and memory that each buffer promises to be mapped. It writes to another process's memory only.
+                unsafe {
+                    libc::process_vm_writev(self.pid, here.as_ptr().cast(), count, there.as_ptr(), count, 0)
+                }
+            })
+        })
+    }
+}
+
+fn length(range: &Range<u64>) -> usize {
+    (range.end - range.start) as usize
+}
+
+fn iovec(base: *mut u8, range: &Range<u64>) -> libc::iovec {
+    libc::iovec { iov_base: base.cast(), iov_len: length(range) }
+}
+
+/// These ranges in the other process.
+fn remote(address: u64, piece: &[Range<u64>]) -> Vec<libc::iovec> {
+    let at = |range: &Range<u64>| ptr::without_provenance_mut((address + range.start) as usize);
+    piece.iter().map(|range| iovec(at(range), range)).collect()
+}
+
+/// Does `work` with each piece, on several processors.
+fn on_all_processors(
+    pieces: &[Vec<Range<u64>>],
+    work: impl Fn(&[Range<u64>]) -> io::Result<()> + Sync,
+) -> io::Result<()> {
+    let next = AtomicUsize::new(0);
+    let work = || -> io::Result<()> {
+        while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
+            work(piece)?;
         }
         Ok(())
+    };
+    let threads = thread::available_parallelism().map_or(1, NonZero::get).min(THREADS_MAX).min(pieces.len());
+    thread::scope(|scope| {
+        let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+        let own = work();
+        let others =
+            others.into_iter().map(|other| other.join().unwrap_or_else(|panic| resume_unwind(panic)));
+        others.fold(own, Result::and)
+    })
+}
+
+/// Repeats `call` with what is left of the piece; it returns the bytes that it has transferred.
+fn in_calls(mut piece: Vec<Range<u64>>, call: impl Fn(&[Range<u64>]) -> libc::ssize_t) -> io::Result<()> {
+    while !piece.is_empty() {
+        match u64::try_from(call(&piece)) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(done) => skip(&mut piece, done),
+            Err(_) => return Err(io::Error::last_os_error()),
+        }
     }
+    Ok(())
+}
+
+/// Splits ranges so that none crosses a multiple of 2 MiB, as [`Guest::memory`] has it.
+fn by_units(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
+    let (mut split, unit) = (Vec::new(), HUGE_PAGE_BYTES as u64);
+    for range in ranges {
+        let mut start = range.start;
+        while start < range.end {
+            let end = range.end.min((start / unit + 1) * unit);
+            split.push(start..end);
+            start = end;
+        }
+    }
+    split
 }
 
 /// Leaves the first `bytes` out.
@@ -142,8 +211,11 @@ fn pieces(ranges: &[Range<u64>]) -> Vec<Vec<Range<u64>>> {
 mod tests {
     use std::io::Write as _;
 
+    use towline_protocol::configuration::Configuration;
+
     use super::*;
-    use crate::RamMapping;
+    use crate::memory::{BlockBacking, MemoryBlock};
+    use crate::{Memory, RamMapping};
 
     const PAGE: usize = 4096;
     const PAGES: usize = 300;
@@ -177,6 +249,33 @@ mod tests {
         copy.span().read(PAGE, &mut content);
         assert!(content == mapping[5 * PAGE..8 * PAGE]);
         assert!(memory.copy(0, &copy.span(), &[range(0, 1)]).is_err());
+    }
+
+    #[test]
+    fn what_is_written_is_in_the_mapping_and_not_in_the_file() {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&vec![7; PAGES * PAGE]).unwrap();
+        // SAFETY: the file has no other user.
+        let mapping = unsafe { memmap2::MmapOptions::new().map_copy(&file) }.unwrap();
+        let block =
+            MemoryBlock { name: "pc.ram", length: (PAGES * PAGE) as u64, backing: BlockBacking::Anonymous };
+        let guest = Memory::new(Configuration::default(), &[block]).unwrap();
+        let page = |page: usize| PageRef { block: BlockIndex(0), offset: (page * PAGE) as u64 };
+        (0..PAGES).for_each(|n| guest.write(page(n), &[n as u8; PAGE]));
+        let memory = ProcessMemory::open(std::process::id().cast_signed()).unwrap();
+        let range = |first: usize, end: usize| (first * PAGE) as u64..(end * PAGE) as u64;
+        let written = [range(3, 5), range(8, 290)];
+        memory.write(mapping.as_ptr().addr() as u64, &guest, BlockIndex(0), &written).unwrap();
+        for (n, content) in mapping.chunks(PAGE).enumerate() {
+            let is_written = (3..5).contains(&n) || (8..290).contains(&n);
+            assert!(content.iter().all(|byte| *byte == if is_written { n as u8 } else { 7 }), "page {n}");
+        }
+        let mut of_file = vec![0; PAGES * PAGE];
+        std::os::unix::fs::FileExt::read_exact_at(&file, &mut of_file, 0).unwrap();
+        assert!(of_file.iter().all(|byte| *byte == 7));
+        assert!(memory.write(0, &guest, BlockIndex(0), &written).is_err());
+        let crossing = by_units(&std::iter::once(5..HUGE_PAGE_BYTES as u64 + 1).collect::<Vec<_>>());
+        assert_eq!(crossing[1], HUGE_PAGE_BYTES as u64..HUGE_PAGE_BYTES as u64 + 1);
     }
 
     #[test]

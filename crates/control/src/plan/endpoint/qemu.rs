@@ -274,7 +274,11 @@ impl DestinationEndpoint for QemuDestination {
         tracing::debug!(lanes, reason, "way of the image into QEMU");
         context.observer.phase(CopyPhase::Connect);
         let moved = match (&presence, file) {
-            (Some(presence), _) => self.stream(&presence.guest(local.guest)?, lanes, run)?,
+            (Some(presence), _) => {
+                let guest = presence.guest(local.guest)?;
+                let is_written = context.is_own && presence.write_difference(self.qmp.qemu(), local.guest);
+                self.stream(&if is_written { guest.with_difference() } else { guest }, lanes, run)?
+            }
             (None, Some(file)) => self.load(file, context)?,
             (None, None) => self.stream(local.guest, lanes, run)?,
         };
