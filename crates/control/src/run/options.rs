@@ -164,6 +164,15 @@ pub enum Error {
          QEMU's command line with this file and its format; start the guest with such a drive, or unplug it"
     )]
     ParentWrites { socket: String, drive: String, file: String },
+    #[error(
+        "drive {drive} of the guest of QEMU on {socket} has a chain of {found} files, of which each fork adds one, expected at most {expected}: \
+         have QEMU join them (`towline ctl {socket} block-stream device={node}`), and fork it then"
+    )]
+    LongChain { socket: String, drive: String, node: String, found: usize, expected: usize },
+    #[error(
+        "the guest was taken and runs on, and the image of its forks {} was not made: {source}; fork it again", path.display()
+    )]
+    NotStored { path: PathBuf, source: Box<crate::plan::Error> },
     #[error("{0}")]
     SharedNetwork(#[from] towline_launch::SharedNetwork),
     #[error("{0}")]

@@ -18,6 +18,9 @@ use crate::qemu::{self, Drive, DriveSnapshot, Qemu};
 /// Program of forks whose guest's program does not exist any more.
 const DEFAULT_PROGRAM: &str = "qemu-system-x86_64";
 
+/// Files of a disk's chain, each of which costs QEMU memory and a descriptor; replies about a chain twice as long cannot be read.
+const CHAIN_MAX: usize = 64;
+
 /// The guest, and the disks that it and its forks continue with.
 #[derive(Debug)]
 pub(super) struct Parent {
@@ -91,6 +94,12 @@ impl Parent {
         let directory = self.working_directory();
         let directory = directory.as_deref().unwrap_or(Path::new("/"));
         for drive in self.disks.drives.iter().filter(|drive| drive.is_written) {
+            let found = drive.files.chain.len();
+            if found > CHAIN_MAX {
+                let (drive, node) = (drive.name.clone(), drive.node.clone());
+                let socket = self.qemu.socket().to_owned();
+                return Err(Error::LongChain { socket, drive, node, found, expected: CHAIN_MAX });
+            }
             let file = drive.files.written_file(directory);
             // A filter's snapshot would not be the disk's.
             let is_it = |overlay: &&Overlay| {

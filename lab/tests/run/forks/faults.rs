@@ -10,11 +10,14 @@ use towline_lab::expect::number;
 use towline_lab::{require_lab, signal, wait_until};
 
 use super::{disk, disk_written, with_disk};
-use crate::support::WITHIN;
+use crate::support::{Saved, WITHIN};
 
 /// Lines of a fork's log, in their order.
 const MOMENTS: [&str; 6] =
     ["starting QEMU", "started QEMU", "devices saved", "memory copied", "guest taken", "phase transfer"];
+
+/// Forks after which the guest's disk is made one file again.
+const CHAIN: u64 = 40;
 
 /// `cargo xtask soak fork` does this 200 times.
 #[test]
@@ -32,10 +35,14 @@ fn a_fork_that_is_killed_leaves_the_guest_running() {
         let name = format!("killed-{round}");
         let mut fork = saved.start_fork("web", &["--name", &name, "--log", "debug"]);
         // At a line of the log, or somewhere between two of them.
+        if round % CHAIN == CHAIN - 1 {
+            shorten_chain(&saved);
+        }
         let moment = MOMENTS[(round / 2) as usize % MOMENTS.len()];
         let later = Duration::from_micros(if random.bool() { 0 } else { random.u64(..20_000) });
         wait_until(moment, WITHIN, || Ok((fork.stderr().contains(moment) || !fork.runs()?).then_some(())))
             .unwrap();
+        assert!(fork.runs().unwrap(), "it ended by itself: {}", fork.stderr());
         thread::sleep(later);
         // A cancelled one ends by itself, and has run the guest on.
         if round % 2 == 1 {
@@ -60,6 +67,44 @@ fn a_fork_that_is_killed_leaves_the_guest_running() {
     }
     saved.assert_is_saved_guest(&mut web);
     saved.quit("web");
+}
+
+/// Has QEMU join the files of the guest's disk.
+fn shorten_chain(saved: &Saved) {
+    let monitor = saved.monitor("web");
+    monitor.execute("block-stream", json!({ "device": "disk0" })).unwrap();
+    let is_done =
+        || Ok(monitor.execute("query-block-jobs", Value::Null)?.as_array().unwrap().is_empty().then_some(()));
+    wait_until("a chain of one file", WITHIN, is_done).unwrap();
+}
+
+/// The way out is the one that the refusal names.
+#[test]
+#[ignore = "nightly"]
+fn a_chain_that_is_too_long_is_refused_by_name() {
+    if !require_lab("a_chain_that_is_too_long_is_refused_by_name") {
+        return;
+    }
+    let saved = with_disk();
+    let mut web = saved.agent("web");
+    web.shell(&disk_written("kept"), WITHIN).unwrap();
+    let refused = (0..100).find_map(|_| {
+        let forked = saved.fork("web", &["--name", "job", "--detach"]);
+        if !forked.status.success() {
+            return Some(forked);
+        }
+        saved.quit("job");
+        wait_until("its end", WITHIN, || Ok((saved.guests() == ["web"]).then_some(()))).unwrap();
+        None
+    });
+    let refused = refused.unwrap();
+    assert!(refused.stderr.contains("has a chain of 65 files"), "{}", refused.stderr);
+    shorten_chain(&saved);
+    let forked = saved.fork("web", &["--name", "job", "--detach"]);
+    assert!(forked.status.success(), "{}", forked.stderr);
+    assert_eq!(disk(&mut saved.agent("job")), "kept");
+    assert_eq!(disk(&mut web), "kept");
+    ["job", "web"].iter().for_each(|name| saved.quit(name));
 }
 
 #[test]
