@@ -42,12 +42,12 @@ mod validate;
 mod vsock;
 
 pub use crate::switchover::{AtDestination, AtSource, GuestState, ToDo};
-pub(crate) use clones::copy_captured_to_all;
 #[cfg(feature = "store")]
 pub use clones::copy_stored_image_to_all;
 pub use clones::{
     CLONES_AT_ONCE, CLONES_MAX, CloneTarget, Clones, CopyResult, copy_image_to_all, copy_to_all,
 };
+pub(crate) use clones::{copy_captured_to_all, store_captured};
 pub use copy::{copy, inspect_stream, wait_for_socket};
 pub use endpoint::CommandLineRecordError;
 pub(crate) use endpoint::record_command_line;

@@ -105,12 +105,17 @@ impl Prepared<'_> {
     /// A name that is taken, an overlay that cannot be made, or a QEMU that does not start. Then the others
     /// are ended, and nothing is left of any of them.
     pub fn start(self, cancel: &Cancel, starting: &(dyn Fn(&GuestStart) + Sync)) -> Result<Running, Error> {
-        let Self { options, host, image, starts, memory, .. } = self;
+        let Self { options, host, mut image, starts, memory, .. } = self;
         let count = starts.len();
         let is_kept = count == 1 && options.memory != MemoryRequest::Postcopy;
         let monitors = if is_kept { Monitors::Kept } else { Monitors::Free };
         image.make_overlays(&host)?;
-        let waiting = Mutex::new(claim(starts, options)?.into_iter());
+        let mut claimed = claim(starts, options)?;
+        let version = image.version(&host).transpose()?;
+        if image.store_for_many(options, cancel)? {
+            claimed.iter_mut().try_for_each(|guest| guest.start.map_from(&image, version))?;
+        }
+        let waiting = Mutex::new(claimed.into_iter());
         // If anything fails, those that were started are ended.
         let (started, failed) = (Mutex::new(Guests::default()), OnceLock::new());
         let work = || {

@@ -348,9 +348,10 @@ impl Saved {
         self.wait_tick(pid, file, Some(self.tick));
     }
 
-    /// Waits until the guest of this process, which maps the image, steps its counter from now on.
-    pub(crate) fn wait_next_tick(&self, pid: u64) {
-        self.wait_tick(pid, &self.image(), None);
+    /// Waits until the guest of this process steps its counter from now on, with memory that is mapped from the file whose path ends
+    /// like this.
+    pub(crate) fn wait_next_tick_in(&self, pid: u64, file: &str) {
+        self.wait_tick(pid, file, None);
     }
 
     fn wait_tick(&self, pid: u64, file: &str, past: Option<u64>) {
@@ -412,13 +413,18 @@ pub(crate) fn pss_of(pid: u64) -> u64 {
 
 /// Proportional set size of the RAM that this process maps from the image, in bytes.
 pub(crate) fn ram_pss_of(pid: u64) -> u64 {
+    ram_pss_in(pid, "/guest.img")
+}
+
+/// As [`ram_pss_of`], of RAM that is mapped from a file whose path ends like this.
+pub(crate) fn ram_pss_in(pid: u64, file: &str) -> u64 {
     let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
     let (mut is_ram, mut kib) = (false, 0);
     for line in smaps.lines() {
         if let Some(pss) = line.strip_prefix("Pss:").filter(|_| is_ram) {
             kib += pss.trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap();
         } else if line.split(' ').next().is_some_and(|word| word.contains('-')) {
-            is_ram = line.ends_with("/guest.img");
+            is_ram = line.ends_with(file);
         }
     }
     assert!(kib > 0, "process {pid} maps no image");

@@ -60,6 +60,11 @@ impl PreparedCapture {
         Ok(Self { based, devices: DeviceFile::open(qemu)? })
     }
 
+    /// Bytes that the guest has written so far.
+    pub(crate) fn written_bytes(&self) -> u64 {
+        self.based.written_bytes()
+    }
+
     /// Takes the guest, and its disks once all else was. Afterwards it runs on, if it ran before.
     ///
     /// # Errors

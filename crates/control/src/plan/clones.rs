@@ -14,7 +14,7 @@
 mod conflicts;
 
 use std::collections::HashSet;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -117,6 +117,20 @@ pub(crate) fn copy_captured_to_all(
     let source = Source::Image(guest.base().map_or_else(PathBuf::new, |image| image.path().to_owned()));
     let planned = validate_all(&source, clones).map_err(Failure::untouched)?;
     Ok(copy_as_planned(guest, &planned, clones))
+}
+
+struct Unobserved;
+
+impl Observer for Unobserved {}
+
+/// Stores a guest that was taken while it ran on an image.
+///
+/// # Errors
+/// Nothing is left of the new image.
+pub(crate) fn store_captured(guest: &CapturedGuest, path: &Path, cancel: &Cancel) -> Result<(), Failure> {
+    let options = CopyRequest::default();
+    let context = Context::new(&options, 0, cancel, &Unobserved);
+    copy_stored(guest, &Destination::Image(path.to_owned()), &context).map(drop)
 }
 
 /// As [`copy_to_all`], of the image at `location`, which `open` returns: it was opened while the destinations

@@ -102,6 +102,15 @@ impl GuestStart {
         Ok(Self { name, n, host, command_line, overlays: Vec::new(), reflink: None, links_down })
     }
 
+    /// Has it map its memory from another image of the same guest.
+    pub(super) fn map_from(&mut self, image: &RunImage, version: Option<QemuVersion>) -> Result<(), Error> {
+        let Some((image, version)) = image.file().zip(version) else { return Ok(()) };
+        let mapped = MappedGuest::of(image, &self.command_line, version)
+            .map_err(|reason| Error::NotMapped { image: image.path().to_owned(), reason })?;
+        (self.command_line, self.reflink) = (mapped.command_line, mapped.reflink);
+        Ok(())
+    }
+
     /// Program and arguments of its QEMU for people, without secrets. The launcher adds its monitor,
     /// `-incoming`, `-sandbox` and `-name`.
     pub fn shown_command(&self) -> Vec<OsString> {

@@ -1,28 +1,35 @@
 //! The image that guests run from: a file of this host, or an image in an object store.
 
-use std::fs::{File, Metadata};
+use std::fs::{self, File, Metadata};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 #[cfg(feature = "store")]
 use std::thread::{self, JoinHandle};
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
+use towline_channel::Cancel;
+use towline_image::manifest::sidecar_path;
 #[cfg(feature = "store")]
 use towline_image::store::{self, StoredImage, UnopenedImage};
 use towline_image::{Image, Origin, StoredGuest as _};
-use towline_launch::{HostArguments, LaunchError, Overlay, QemuVersion};
+use towline_launch::{GuestName, HostArguments, LaunchError, Overlay, QemuVersion};
+use towline_protocol::BlockIndex;
+use towline_protocol::ram::PAGE_SIZE;
 
 #[cfg(feature = "store")]
 use super::cache::CacheFile;
 #[cfg(feature = "store")]
 use super::options::MemoryRequest;
-use super::options::{Error, ImageLocation, PrepareContext, RunOptions};
-use super::parent::Parent;
-use crate::in_place::Capture;
+use super::options::{Disks, Error, ImageLocation, PrepareContext, RunOptions};
+use super::parent::{Parent, Parted};
 use crate::lock::lock;
 use crate::plan::{self, Clones, CopyResult, Failure};
+
+/// Number of forks from which on they may map an image that is made for them.
+const MANY: u32 = 8;
 
 /// An image, open.
 #[derive(Debug)]
@@ -46,12 +53,38 @@ enum OpenImage {
         file: Box<ImageFile>,
         parent: Box<Mutex<Parent>>,
     },
+    /// Of a guest that ran, which was stored because it has many forks.
+    Stored {
+        file: Box<ImageFile>,
+        made: MadeImage,
+        parted: Parted,
+    },
     /// Not in a file of this host: its guests get their memory from the store.
     #[cfg(feature = "store")]
     Store {
         image: OpeningImage,
         location: towline_image::Location,
     },
+}
+
+/// An image that was made for forks. It is removed when this value is dropped, unless one of them may have run.
+#[derive(Debug)]
+struct MadeImage {
+    path: PathBuf,
+    is_kept: AtomicBool,
+}
+
+impl Drop for MadeImage {
+    fn drop(&mut self) {
+        if self.is_kept.load(Ordering::Relaxed) {
+            return;
+        }
+        for path in [&self.path, &sidecar_path(&self.path)] {
+            if let Err(error) = fs::remove_file(path) {
+                tracing::warn!(path = %path.display(), %error, "the image of forks that did not run is left");
+            }
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -191,7 +224,7 @@ impl RunImage {
     /// Prepares the guest that is forked, while the QEMUs of its forks start.
     pub(super) fn prepare(&self) -> Result<(), Error> {
         match &self.kind {
-            OpenImage::Guest { file, parent } => lock(parent).prepare(&file.image),
+            OpenImage::Guest { file, parent } => lock(parent).prepare(&file.image).map(drop),
             _ => Ok(()),
         }
     }
@@ -224,7 +257,9 @@ impl RunImage {
 
     fn locked(&self) -> Option<&ImageFile> {
         match &self.kind {
-            OpenImage::File(file) | OpenImage::Guest { file, .. } => Some(file),
+            OpenImage::File(file) | OpenImage::Guest { file, .. } | OpenImage::Stored { file, .. } => {
+                Some(file)
+            }
             #[cfg(feature = "store")]
             OpenImage::Store { .. } => None,
         }
@@ -250,30 +285,60 @@ impl RunImage {
         Some(ImageChange { path: image.whole().path().to_owned(), difference })
     }
 
+    /// Keeps an image that was made for these guests.
+    pub(super) fn keep(&self) {
+        if let OpenImage::Stored { made, .. } = &self.kind {
+            made.is_kept.store(true, Ordering::Relaxed);
+        }
+    }
+
     /// A descriptor whose lock keeps the image from being replaced, for a QEMU.
     pub(super) fn lock(&self) -> io::Result<Option<File>> {
         self.locked().map(|file| file.lock.try_clone()).transpose()
     }
 
+    /// Stores the guest that is forked if its forks are at least [`MANY`] and get it with fewer bytes from there: they map one file, which
+    /// has what the guest has written. Returns true if it was stored.
+    pub(super) fn store_for_many(&mut self, options: &RunOptions, cancel: &Cancel) -> Result<bool, Error> {
+        let OpenImage::Guest { file, parent } = &self.kind else { return Ok(false) };
+        let path = self.path_for_many(options);
+        if options.count < MANY || path.exists() {
+            return Ok(false);
+        }
+        let mut parent = lock(parent);
+        let (data, written) = (data_bytes(&file.image), parent.prepare(&file.image)?);
+        let is_less = data + written < written * u64::from(options.count);
+        if !is_less || !has_room(&path, data + written) {
+            return Ok(false);
+        }
+        let taken = parent.take(self.origin.clone().unwrap_or_default())?;
+        drop(parent);
+        plan::store_captured(&taken.guest, &path, cancel)
+            .map_err(|failure| Error::NotStored { path: path.clone(), source: failure.error })?;
+        let OpenImage::File(file) = Self::of_file(Image::open(&path)?, String::new(), PathBuf::new())?.kind
+        else {
+            unreachable!("of a file")
+        };
+        let made = MadeImage { path: path.clone(), is_kept: AtomicBool::new(false) };
+        (self.name, self.kind) = (path, OpenImage::Stored { file, made, parted: taken.parted });
+        Ok(true)
+    }
+
+    /// The image of many forks: `NAME.img` beside their overlays.
+    fn path_for_many(&self, options: &RunOptions) -> PathBuf {
+        let directory = match &options.disks {
+            Disks::Overlays(Some(directory)) => directory,
+            _ => &self.directory,
+        };
+        let name = options.name.as_ref().map_or(self.stem.as_str(), GuestName::as_str);
+        let path = directory.join(format!("{name}.img"));
+        std::path::absolute(&path).unwrap_or(path)
+    }
+
     /// Takes the guest, and brings it into the QEMUs.
     fn fork(&self, parent: &mut Parent, clones: &Clones<'_>) -> Result<Vec<CopyResult>, Failure> {
-        let origin = self.origin.clone().unwrap_or_default();
-        let Capture { guest, standstill } = parent.take().map_err(Failure::untouched)?;
-        let guest = guest.with_origin(origin);
-        tracing::info!(
-            socket = parent.socket(),
-            written = guest.written_bytes(),
-            standstill_us = standstill.as_micros(),
-            "guest taken"
-        );
-        for overlay in parent.overlays() {
-            clones.observer.notice(&format!("the guest continues in overlay {}", overlay.display()));
-        }
-        let mut copied = plan::copy_captured_to_all(&guest, clones)?;
-        for report in copied.iter_mut().flatten() {
-            report.downtime_ms = u64::try_from(standstill.as_millis()).ok();
-        }
-        Ok(copied)
+        let taken = parent.take(self.origin.clone().unwrap_or_default()).map_err(Failure::untouched)?;
+        Ok(taken.parted.report(plan::copy_captured_to_all(&taken.guest, clones)?, clones))
     }
 
     /// Copies it to all destinations, once: what was opened, though its name may be another one's by now.
@@ -281,12 +346,41 @@ impl RunImage {
         match &self.kind {
             OpenImage::File(file) => plan::copy_image_to_all(&file.image, clones),
             OpenImage::Guest { parent, .. } => self.fork(&mut lock(parent), clones),
+            OpenImage::Stored { file, parted, .. } => {
+                clones.observer.notice(&format!("the forks map {}", self.name.display()));
+                Ok(parted.report(plan::copy_image_to_all(&file.image, clones)?, clones))
+            }
             #[cfg(feature = "store")]
             OpenImage::Store { image, location, .. } => {
                 plan::copy_stored_image_to_all(location, || image.wait(), clones)
             }
         }
     }
+}
+
+impl Parted {
+    /// Reports to the user where the guest continues, and adds its standstill to the results of its forks.
+    fn report(&self, mut copied: Vec<CopyResult>, clones: &Clones<'_>) -> Vec<CopyResult> {
+        for overlay in &self.overlays {
+            clones.observer.notice(&format!("the guest continues in overlay {}", overlay.display()));
+        }
+        for report in copied.iter_mut().flatten() {
+            report.downtime_ms = u64::try_from(self.standstill.as_millis()).ok();
+        }
+        copied
+    }
+}
+
+/// Bytes of an image's pages that are not zero.
+fn data_bytes(image: &Image) -> u64 {
+    let blocks = (0..).map(BlockIndex).take(image.ram_blocks().len());
+    blocks.map(|block| image.count_pages(block).plain * PAGE_SIZE).sum()
+}
+
+/// Returns true if the filesystem of this file has twice this room.
+fn has_room(path: &Path, bytes: u64) -> bool {
+    let free = rustix::fs::statvfs(path.parent().unwrap_or(path)).map(|free| free.f_bavail * free.f_frsize);
+    free.is_ok_and(|free| free / 2 > bytes)
 }
 
 fn working_directory(options: &RunOptions) -> PathBuf {

@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use towline_channel::Cancel;
 use towline_image::{Image, Origin};
@@ -11,7 +12,7 @@ use towline_qmp as qmp;
 use towline_qmp::commands::VersionTriple;
 
 use super::options::Error;
-use crate::in_place::{self, Capture, Disks, PreparedCapture};
+use crate::in_place::{self, Capture, CapturedGuest, Disks, PreparedCapture};
 use crate::plan;
 use crate::qemu::{self, Drive, DriveSnapshot, Qemu};
 
@@ -43,6 +44,22 @@ struct Snapshot {
     drive: Drive,
     overlay: Overlay,
     created: Option<CreatedOverlay>,
+}
+
+/// A guest that was taken to be forked.
+#[derive(Debug)]
+pub(super) struct TakenGuest {
+    pub(super) guest: CapturedGuest,
+    pub(super) parted: Parted,
+}
+
+/// The guest from which its forks have parted.
+#[derive(Debug)]
+pub(super) struct Parted {
+    /// Time for which it was stopped.
+    pub(super) standstill: Duration,
+    /// Files in which it continues.
+    pub(super) overlays: Vec<PathBuf>,
 }
 
 impl Parent {
@@ -125,22 +142,28 @@ impl Parent {
         Ok(())
     }
 
-    /// Prepares the guest, which runs on `image`, to be taken.
-    pub(super) fn prepare(&mut self, image: &Arc<Image>) -> Result<(), Error> {
-        self.prepared = Some(PreparedCapture::of(&mut self.qemu, image)?);
-        Ok(())
+    /// Prepares the guest, which runs on `image`, to be taken. Returns the bytes that it has written.
+    pub(super) fn prepare(&mut self, image: &Arc<Image>) -> Result<u64, Error> {
+        let prepared = match self.prepared.take() {
+            Some(prepared) => prepared,
+            None => PreparedCapture::of(&mut self.qemu, image)?,
+        };
+        Ok(self.prepared.insert(prepared).written_bytes())
     }
 
     /// Takes the guest, which was prepared, with its disks of the same instant.
-    pub(super) fn take(&mut self) -> Result<Capture, in_place::Error> {
+    pub(super) fn take(&mut self, origin: Origin) -> Result<TakenGuest, in_place::Error> {
         let prepared =
             self.prepared.take().expect("prepared before its forks' QEMUs were started, and taken once");
-        prepared.take(&mut self.qemu, &mut self.disks)
-    }
-
-    /// Files in which the guest continues.
-    pub(super) fn overlays(&self) -> Vec<PathBuf> {
-        self.disks.overlays()
+        let Capture { guest, standstill } = prepared.take(&mut self.qemu, &mut self.disks)?;
+        tracing::info!(
+            socket = self.socket(),
+            written = guest.written_bytes(),
+            standstill_us = standstill.as_micros(),
+            "guest taken"
+        );
+        let parted = Parted { standstill, overlays: self.disks.overlays() };
+        Ok(TakenGuest { guest: guest.with_origin(origin), parted })
     }
 }
 

@@ -198,6 +198,9 @@ impl Running {
         let is_lost =
             |copied: &CopyResult| copied.as_ref().is_err_and(|failure| !failure.guest.lacks_memory());
         let is_ended = restored.as_ref().map_or(true, |copied| copied.iter().any(is_lost));
+        if !is_ended || self.guests.0.iter().any(|guest| guest.has_run.load(Ordering::Relaxed)) {
+            self.image.keep();
+        }
         for guest in &mut self.guests.0 {
             let has_run = guest.has_run.load(Ordering::Relaxed);
             // Those of guests that go on are their disks.
