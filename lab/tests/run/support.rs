@@ -345,16 +345,12 @@ impl Saved {
 
     /// As [`Saved::wait_first_tick`], with memory that is mapped from the file whose path ends like this.
     pub(crate) fn wait_first_tick_in(&self, pid: u64, file: &str) {
-        self.wait_tick(pid, file, Some(self.tick));
+        self.wait_tick(pid, file, self.tick);
     }
 
-    /// Waits until the guest of this process steps its counter from now on, with memory that is mapped from the file whose path ends
-    /// like this.
-    pub(crate) fn wait_next_tick_in(&self, pid: u64, file: &str) {
-        self.wait_tick(pid, file, None);
-    }
-
-    fn wait_tick(&self, pid: u64, file: &str, past: Option<u64>) {
+    /// Waits until the counter of the guest of this process, whose memory is mapped from the file whose path ends like this, is above
+    /// `past`.
+    pub(crate) fn wait_tick(&self, pid: u64, file: &str, past: u64) {
         let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
         let mapping = maps.lines().find(|line| line.ends_with(file)).unwrap();
         let start = u64::from_str_radix(mapping.split_once('-').unwrap().0, 16).unwrap();
@@ -363,7 +359,6 @@ impl Saved {
             let mut word = [0; 8];
             memory.read_exact_at(&mut word, start + self.counter).map(|()| u64::from_le_bytes(word))
         };
-        let past = past.unwrap_or_else(|| read().unwrap());
         wait_until("a guest that ticks", WITHIN * 5, || Ok((read()? > past).then_some(()))).unwrap();
     }
 

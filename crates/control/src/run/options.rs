@@ -166,9 +166,9 @@ pub enum Error {
     ParentWrites { socket: String, drive: String, file: String },
     #[error(
         "drive {drive} of the guest of QEMU on {socket} has a chain of {found} files, of which each fork adds one, expected at most {expected}: \
-         have QEMU join them (`towline ctl {socket} block-stream device={node}`), and fork it then"
+         have QEMU join them (`towline ctl {socket} block-stream device={node} base={base}`), and fork it then"
     )]
-    LongChain { socket: String, drive: String, node: String, found: usize, expected: usize },
+    LongChain { socket: String, drive: String, node: String, base: String, found: usize, expected: usize },
     #[error(
         "the guest was taken and runs on, and the image of its forks {} was not made: {source}; fork it again", path.display()
     )]

@@ -113,9 +113,11 @@ impl Parent {
         for drive in self.disks.drives.iter().filter(|drive| drive.is_written) {
             let found = drive.files.chain.len();
             if found > CHAIN_MAX {
-                let (drive, node) = (drive.name.clone(), drive.node.clone());
-                let socket = self.qemu.socket().to_owned();
-                return Err(Error::LongChain { socket, drive, node, found, expected: CHAIN_MAX });
+                // Deeper than that is the file that QEMU's command line names.
+                let base = drive.files.chain[found - CHAIN_MAX / 2].clone();
+                let (socket, node) = (self.qemu.socket().to_owned(), drive.node.clone());
+                let (drive, expected) = (drive.name.clone(), CHAIN_MAX);
+                return Err(Error::LongChain { socket, drive, node, base, found, expected });
             }
             let file = drive.files.written_file(directory);
             // A filter's snapshot would not be the disk's.

@@ -7,10 +7,10 @@ use std::time::Duration;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use towline_lab::expect::number;
-use towline_lab::{require_lab, signal, wait_until};
+use towline_lab::{Qmp, require_lab, signal, wait_until};
 
 use super::{disk, disk_written, with_disk};
-use crate::support::{Saved, WITHIN};
+use crate::support::WITHIN;
 
 /// Lines of a fork's log, in their order.
 const MOMENTS: [&str; 6] =
@@ -36,7 +36,10 @@ fn a_fork_that_is_killed_leaves_the_guest_running() {
         let mut fork = saved.start_fork("web", &["--name", &name, "--log", "debug"]);
         // At a line of the log, or somewhere between two of them.
         if round % CHAIN == CHAIN - 1 {
-            shorten_chain(&saved);
+            let base = saved.path("disk.raw").display().to_string();
+            let monitor = saved.monitor("web");
+            monitor.execute("block-stream", json!({ "device": "disk0", "base": base })).unwrap();
+            wait_streamed(&monitor);
         }
         let moment = MOMENTS[(round / 2) as usize % MOMENTS.len()];
         let later = Duration::from_micros(if random.bool() { 0 } else { random.u64(..20_000) });
@@ -69,13 +72,13 @@ fn a_fork_that_is_killed_leaves_the_guest_running() {
     saved.quit("web");
 }
 
-/// Has QEMU join the files of the guest's disk.
-fn shorten_chain(saved: &Saved) {
-    let monitor = saved.monitor("web");
-    monitor.execute("block-stream", json!({ "device": "disk0" })).unwrap();
-    let is_done =
-        || Ok(monitor.execute("query-block-jobs", Value::Null)?.as_array().unwrap().is_empty().then_some(()));
-    wait_until("a chain of one file", WITHIN, is_done).unwrap();
+/// Waits until QEMU has joined the files of the guest's disk.
+fn wait_streamed(monitor: &Qmp) {
+    wait_until("a shorter chain", WITHIN, || {
+        let jobs = monitor.execute("query-block-jobs", Value::Null)?;
+        Ok(jobs.as_array().unwrap().is_empty().then_some(()))
+    })
+    .unwrap();
 }
 
 /// The way out is the one that the refusal names.
@@ -88,18 +91,21 @@ fn a_chain_that_is_too_long_is_refused_by_name() {
     let saved = with_disk();
     let mut web = saved.agent("web");
     web.shell(&disk_written("kept"), WITHIN).unwrap();
-    let refused = (0..100).find_map(|_| {
-        let forked = saved.fork("web", &["--name", "job", "--detach"]);
+    let refused = (0..100).find_map(|n| {
+        let name = format!("job-{n}");
+        let forked = saved.fork("web", &["--name", &name, "--detach"]);
         if !forked.status.success() {
             return Some(forked);
         }
-        saved.quit("job");
+        saved.quit(&name);
         wait_until("its end", WITHIN, || Ok((saved.guests() == ["web"]).then_some(()))).unwrap();
         None
     });
     let refused = refused.unwrap();
     assert!(refused.stderr.contains("has a chain of 65 files"), "{}", refused.stderr);
-    shorten_chain(&saved);
+    let command = refused.stderr.split('`').nth(1).unwrap().strip_prefix("towline ").unwrap();
+    saved.towline(command.split(' ').map(str::to_owned)).wait_done(WITHIN).unwrap();
+    wait_streamed(&saved.monitor("web"));
     let forked = saved.fork("web", &["--name", "job", "--detach"]);
     assert!(forked.status.success(), "{}", forked.stderr);
     assert_eq!(disk(&mut saved.agent("job")), "kept");

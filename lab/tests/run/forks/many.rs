@@ -36,6 +36,13 @@ fn many_forks_run_and_share_the_image_of_their_guest() {
     let written = web.shell(&written(WRITTEN_MIB), WITHIN).unwrap();
     let begun = Instant::now();
     let mut forks = saved.start_fork("web", &["--name", "fork", "--json", "--count", &count.to_string()]);
+    // The guest is taken before the QEMUs of many forks are started.
+    wait_until("forks that start", WITHIN, || {
+        assert!(forks.runs()?, "{}{}", forks.stdout(), forks.stderr());
+        Ok(forks.stdout().contains(r#""event":"starting""#).then_some(()))
+    })
+    .unwrap();
+    let since = web.tick().unwrap();
     let pids = wait_until("forks that run", WITHIN * 5, || {
         assert!(forks.runs()?, "{}{}", forks.stdout(), forks.stderr());
         let events = forks.stdout();
@@ -46,7 +53,7 @@ fn many_forks_run_and_share_the_image_of_their_guest() {
     })
     .unwrap();
     let ran = begun.elapsed();
-    pids.iter().for_each(|&pid| saved.wait_next_tick_in(pid, IMAGE));
+    pids.iter().for_each(|&pid| saved.wait_tick(pid, IMAGE, since));
     let ticked = begun.elapsed();
     let together = pids.iter().map(|&pid| ram_pss_in(pid, IMAGE)).sum::<u64>();
     println!(
