@@ -15,7 +15,7 @@ use crate::notify::Notifier;
 use crate::outcome::{Destinations, Results, Verb};
 use crate::progress::Reporter;
 use crate::report::ReportRecorder;
-use crate::signals::{SignalEffects, cancel_on_signals};
+use crate::signals::{HeldSignals, SignalEffects, cancel_on_signals};
 use crate::{request, sandbox};
 
 /// Runs `copy`.
@@ -53,8 +53,11 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     let ends: Vec<&Endpoint> = std::iter::once(&args.source).chain(&args.destinations).collect();
     args.transfer.report.check(&ends).map_err(UsageError)?;
     let notifier = Notifier::from_environment();
-    confine(&args.transfer, &source, &destinations, &options);
+    // Until they are handled, which needs a thread.
+    let held = HeldSignals::hold()?;
+    confine(&args.transfer, &source, &destinations, &options, &held);
     let cancel = cancel_on_signals(SignalEffects::of_copy(&args.transfer, &ends))?;
+    drop(held);
     if destinations.len() > 1 {
         return Ok(clones(&results, args, &source, &destinations, &options, &cancel));
     }
@@ -86,9 +89,16 @@ fn report(results: &Results<'_>, destination: &Endpoint, copied: &plan::CopyResu
 }
 
 /// Confines this process to what a copy between these endpoints needs.
-fn confine(args: &TransferArgs, source: &Source, destinations: &[Destination], options: &CopyRequest) {
+fn confine(
+    args: &TransferArgs,
+    source: &Source,
+    destinations: &[Destination],
+    options: &CopyRequest,
+    held: &HeldSignals,
+) {
     match sandbox::policy_of_copy(source, destinations, options, args.observability.qmp.as_deref()) {
         Some(mut policy) => {
+            sandbox::permit_mapped_images(&mut policy, source, destinations, options, &held.arrived());
             args.observability.metrics.iter().for_each(|address| policy.bind.add(address.port()));
             policy.write.extend(args.report.report.as_deref().map(sandbox::parent_directory));
             args.sandbox.confine(policy);
@@ -157,9 +167,11 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
     let destination = args.destination.destination().map_err(UsageError)?;
     let options = request::of_move(args, &destination).map_err(UsageError)?;
     args.transfer.report.check(&[&args.source, &args.destination]).map_err(UsageError)?;
-    confine(&args.transfer, &source, std::slice::from_ref(&destination), &options);
+    let held = HeldSignals::hold()?;
+    confine(&args.transfer, &source, std::slice::from_ref(&destination), &options, &held);
     let cancel =
         cancel_on_signals(SignalEffects::of_copy(&args.transfer, &[&args.source, &args.destination]))?;
+    drop(held);
     let recorder = ReportRecorder::new();
     let observer = (&reporter, &recorder);
     memory::check(&source, &destination, &options)?;

@@ -14,7 +14,9 @@ use towline_sandbox::{Denied, Mode};
 
 #[cfg(feature = "store")]
 pub(crate) use copy::policy_of_store;
-pub(crate) use copy::{EXEC_UNCONFINED, permit_image, policy_of_copy, policy_of_images};
+pub(crate) use copy::{
+    EXEC_UNCONFINED, permit_image, permit_mapped_images, policy_of_copy, policy_of_images,
+};
 
 /// Values of `--sandbox`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

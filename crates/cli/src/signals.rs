@@ -15,6 +15,8 @@ use crate::args::TransferArgs;
 use crate::console;
 use crate::endpoint::Endpoint;
 
+pub(crate) use sys::HeldSignals;
+
 /// Effects of signals on a command, as parts of a sentence.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SignalEffects {

@@ -1,7 +1,9 @@
 //! Policy of `copy`, `move` and `inspect`, by their endpoints.
 
 use std::net::IpAddr;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use towline_channel::Address;
 use towline_control::in_place;
@@ -59,10 +61,7 @@ pub(crate) fn policy_of_copy(
     }
     // Drives that two QEMUs share are found in their open files.
     let is_move = matches!((source, destinations), (Source::Qmp(_), [Destination::Qmp(_)]));
-    let images = mapped_images(source, destinations, request);
-    images.iter().for_each(|image| permit_image(&mut policy, image));
-    policy.inspects_processes =
-        is_move || destinations.len() > 1 || may_map(source, destinations, request) || !images.is_empty();
+    policy.inspects_processes = is_move || destinations.len() > 1 || may_map(source, destinations, request);
     if is_local(source, destinations) {
         // Lanes within this process are TCP connections by any free port.
         (policy.bind, policy.connect) = (AllowedPorts::Any, AllowedPorts::Any);
@@ -127,9 +126,15 @@ fn permit_destination(policy: &mut Policy, destination: &Destination) -> Option<
     Some(())
 }
 
-/// Images that QEMUs map, and of which a running guest is the difference: it is read in its QEMU if the guest is stored and runs on,
-/// compared where the guest arrives in a QEMU, or goes to another towline.
-fn mapped_images(source: &Source, destinations: &[Destination], request: &CopyRequest) -> Vec<PathBuf> {
+/// Permits images that QEMUs map, and from which a running guest differs: it is read in its QEMU if the guest is stored and runs on,
+/// compared where the guest arrives in a QEMU, or goes to another towline. `interrupt` ends the wait for a monitor.
+pub(crate) fn permit_mapped_images(
+    policy: &mut Policy,
+    source: &Source,
+    destinations: &[Destination],
+    request: &CopyRequest,
+    interrupt: &Arc<OwnedFd>,
+) {
     let is_taken = request.resumes() && destinations.iter().all(Destination::is_image);
     let is_sent = destinations.iter().any(|one| matches!(one, Destination::Stream(_)));
     let from = match source {
@@ -140,7 +145,10 @@ fn mapped_images(source: &Source, destinations: &[Destination], request: &CopyRe
         Destination::Qmp(socket) if !source.is_image() => Some(socket),
         _ => None,
     });
-    from.into_iter().chain(into).filter_map(|socket| in_place::image_of(socket)).collect()
+    for image in from.into_iter().chain(into).filter_map(|socket| in_place::image_of(socket, interrupt)) {
+        permit_image(policy, &image);
+        policy.inspects_processes = true;
+    }
 }
 
 /// Returns true if a destination's QEMU names the image as its memory, which its mappings have to prove.

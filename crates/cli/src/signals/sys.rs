@@ -1,4 +1,54 @@
-//! Inherited signal dispositions.
+//! Inherited signal dispositions, and signals that are held back.
+
+use std::io;
+use std::os::fd::{FromRawFd as _, OwnedFd};
+use std::sync::Arc;
+
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+
+/// Signals that request an end, held back from this thread until the value is dropped.
+#[derive(Debug)]
+pub(crate) struct HeldSignals {
+    before: libc::sigset_t,
+    arrived: Arc<OwnedFd>,
+}
+
+impl HeldSignals {
+    /// Holds them back.
+    ///
+    /// # Errors
+    /// There are too many open files.
+    pub(crate) fn hold() -> io::Result<Self> {
+        // SAFETY: all zero is a valid `sigset_t`, and each call gets one.
+        let (mut held, mut before): (libc::sigset_t, libc::sigset_t) = unsafe { std::mem::zeroed() };
+        for signal in [SIGINT, SIGTERM, SIGHUP] {
+            // SAFETY: as above.
+            unsafe { libc::sigaddset(&raw mut held, signal) };
+        }
+        // SAFETY: as above; the call makes a new descriptor.
+        let arrived = unsafe { libc::signalfd(-1, &raw const held, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) };
+        if arrived < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: it is open, and nothing else has it.
+        let arrived = Arc::new(unsafe { OwnedFd::from_raw_fd(arrived) });
+        // SAFETY: as above; the mask is that of this thread.
+        unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const held, &raw mut before) };
+        Ok(Self { before, arrived })
+    }
+
+    /// A descriptor that is readable once one of them has arrived.
+    pub(crate) fn arrived(&self) -> Arc<OwnedFd> {
+        Arc::clone(&self.arrived)
+    }
+}
+
+impl Drop for HeldSignals {
+    fn drop(&mut self) {
+        // SAFETY: the mask that this thread had.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.before, std::ptr::null_mut()) };
+    }
+}
 
 /// Returns true if this signal is ignored, as under `nohup`.
 pub(super) fn is_ignored(signal: libc::c_int) -> bool {

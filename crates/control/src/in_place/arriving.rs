@@ -1,6 +1,7 @@
 //! A guest that arrives in a QEMU that maps an image: it is that image, but for the pages that it has written since.
 
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -14,16 +15,18 @@ use super::stored::{LOOK_DEADLINE, of_image};
 use super::{Error, Presence, TransferredBlock};
 use crate::qemu::Qemu;
 
-/// As `mapped_image`, of the QEMU at a monitor; `None` where it cannot be examined, which a copy reports.
+/// As `mapped_image`, of the QEMU at a monitor; `None` where it cannot be examined, which a copy reports. `interrupt` ends
+/// the wait for it.
 #[must_use]
-pub fn image_of(socket: &Path) -> Option<PathBuf> {
-    let options =
-        qmp::Options { deadline: LOOK_DEADLINE, greeting_deadline: LOOK_DEADLINE, ..qmp::Options::default() };
+pub fn image_of(socket: &Path, interrupt: &Arc<OwnedFd>) -> Option<PathBuf> {
+    let interrupt = Some(Arc::clone(interrupt));
+    let (deadline, greeting_deadline) = (LOOK_DEADLINE, LOOK_DEADLINE);
+    let options = qmp::Options { deadline, greeting_deadline, interrupt, ..qmp::Options::default() };
     mapped_image(&mut Qemu::inspect(socket, &options).ok()?).ok()?
 }
 
-/// Proves which blocks of the image that a waiting QEMU maps are there for a guest that arrives: pages that are as in the image are not
-/// sent. Empty if it maps none. `notice` receives sentences for the user.
+/// Proves which blocks a waiting QEMU maps from an image, for a guest that arrives: only pages that differ from the image are sent. Empty
+/// if it maps none. `notice` receives sentences for the user.
 ///
 /// # Errors
 /// As [`of_image`].
@@ -35,7 +38,7 @@ pub fn of_arriving(qemu: &mut Qemu, notice: &dyn Fn(&str)) -> Result<Presence, E
         presence.notice_sent(notice);
         if !presence.is_empty() {
             let path = image.path().display();
-            notice(&format!("memory is mapped from {path}: pages that are as there are not sent"));
+            notice(&format!("memory is mapped from {path}: only pages that differ are sent"));
         }
     }
     Ok(presence)
