@@ -26,8 +26,8 @@ const SYNC_INTERVAL: Duration = Duration::from_millis(100);
 const CONSOLE_INTERVAL: Duration = Duration::from_secs(5);
 /// Linux's message, after 20 s, of a processor that gets no more interrupts.
 const TIMER_LOST: &str = "kthread timer wakeup didn't happen";
-/// QEMU's message of an emulated processor that used a memory map of before.
-const MAP_LOST: &str = "iotlb_to_section: Assertion";
+/// QEMU's messages of an emulated processor that used a memory map of before, and missed its device or met another one.
+const MAP_LOST: [&str; 2] = ["iotlb_to_section: Assertion", "msix_table_mmio_write: Assertion"];
 /// Time for which all processors of a guest halt that has lost an interrupt: one that boots never has nothing to do for so long.
 const HALTED_FOR: Duration = Duration::from_secs(20);
 /// Maximum number of guests that are started for one that boots.
@@ -85,7 +85,8 @@ impl Qemu {
             let halts = processors.contains("HLT=1") && !processors.contains("HLT=0");
             halted_since = halted_since.or(Some(Instant::now())).filter(|_| halts);
             let is_halted = halted_since.is_some_and(|since| since.elapsed() >= HALTED_FOR);
-            let has_failed = console.contains(TIMER_LOST) || wrote.contains(MAP_LOST) || is_halted;
+            let has_lost_map = MAP_LOST.iter().any(|message| wrote.contains(message));
+            let has_failed = console.contains(TIMER_LOST) || has_lost_map || is_halted;
             if exited.is_none() && !has_failed && left > CONSOLE_INTERVAL {
                 continue;
             }
