@@ -17,6 +17,7 @@
 
 mod command_line;
 mod error;
+mod memory;
 mod old;
 
 use std::ffi::OsString;
@@ -27,14 +28,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use towline_channel::Cancel;
-use towline_image::Image;
 use towline_launch::{
     AllowedCommandLine, Confinement, GuestDirectory, GuestName, HostArguments, IncomingOption, Launcher,
-    Lifetime, MappedBlock, MappedMemory, ProcessSandbox, QemuVersion, RunningQemu, RuntimeError, RuntimeRoot,
-    Setting, Sharing,
+    Lifetime, ProcessSandbox, QemuVersion, RunningQemu, RuntimeError, RuntimeRoot, Setting,
 };
 
-use crate::in_place::{self, GuestBackends};
 use crate::plan::{self, CopyReport, Failure, GuestAfterFailure, Observer, UpgradeMemory, UpgradeRequest};
 use crate::temporary_names::StagingName;
 use command_line::{OldQemuFacts, Rewritten, refuse_end_with_parent, rewrite};
@@ -43,8 +41,6 @@ use old::OldQemu;
 pub use command_line::{Cards, Vsocks};
 pub use error::{Error, IncompatibleSetting};
 
-/// The first QEMU that reports the addresses of its memory, without which nothing proves what it maps.
-const PROVES_SINCE: QemuVersion = QemuVersion { major: 8, minor: 2 };
 /// Time limit for the end of a new QEMU that is killed.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Runtime directories (`NAME.1`, `NAME.2`, …) tried before giving up.
@@ -131,8 +127,8 @@ pub fn prepare(options: &UpgradeOptions, cancel: &Cancel) -> Result<Prepared, Er
     let old = OldQemu::examine(&options.old, cancel)?;
     let host = host_arguments(options, &old)?;
     let version = QemuVersion::of_binary(&host)?;
-    let image = image(&old)?;
-    let memory = memory(&old.backends, options.memory, version)?;
+    let image = memory::image(&old)?;
+    let memory = memory::shared(&old.backends, options.memory, version)?;
     let number = fastrand::u32(..);
     let context = OldQemuFacts {
         version,
@@ -303,63 +299,6 @@ fn host_arguments(options: &UpgradeOptions, old: &OldQemu) -> Result<HostArgumen
         arguments: options.arguments.clone(),
         ..HostArguments::default()
     })
-}
-
-/// An image that guests run on, locked as its readers do.
-struct LockedImage {
-    image: Arc<Image>,
-    lock: File,
-}
-
-/// The image that the old QEMU maps copy-on-write. The new one maps it by the same option.
-fn image(old: &OldQemu) -> Result<Option<LockedImage>, Error> {
-    let mut private = old.backends.private.iter();
-    let Some((backend, file)) = private.find_map(|one| Some((&one.backend, one.path.as_ref()?))) else {
-        return Ok(None);
-    };
-    let refused = |backend: &str, path: &str, reason: String| Error::PrivateFile {
-        backend: backend.to_owned(),
-        path: path.to_owned(),
-        reason,
-    };
-    if let Some(other) = private.find(|other| other.path.as_ref().is_some_and(|path| path != file)) {
-        let reason = format!("memory of backend {backend:?} is in {file}");
-        return Err(refused(&other.backend, other.path.as_deref().unwrap_or_default(), reason));
-    }
-    let opened = Image::open(&old.working_directory.join(file));
-    let image = Arc::new(opened.map_err(|error| refused(backend, file, error.to_string()))?);
-    let lock = in_place::locked(&image).map_err(|reason| refused(backend, file, reason.to_string()))?;
-    Ok(Some(LockedImage { image, lock }))
-}
-
-/// The shared memory that the new QEMU maps.
-fn memory(
-    backends: &GuestBackends,
-    requested: UpgradeMemory,
-    version: QemuVersion,
-) -> Result<MappedMemory, Error> {
-    let anonymous = backends.private.iter().find(|private| private.path.is_none());
-    if let Some(private) = anonymous.filter(|_| requested == UpgradeMemory::InPlace) {
-        let (backend, kind) = (private.backend.clone(), private.kind.clone());
-        return Err(Error::PrivateMemory { backend, kind, reason: private.reason.clone() });
-    }
-    let blocks = match requested {
-        UpgradeMemory::Copied => Vec::new(),
-        UpgradeMemory::InPlace if version < PROVES_SINCE => {
-            return Err(Error::OldTarget { found: version });
-        }
-        UpgradeMemory::InPlace => backends
-            .shared
-            .iter()
-            .map(|shared| MappedBlock {
-                id: shared.backend.clone(),
-                path: shared.path.clone(),
-                offset: shared.offset,
-                length: shared.bytes,
-            })
-            .collect(),
-    };
-    Ok(MappedMemory { blocks, sharing: Sharing::Shared })
 }
 
 /// Name of the guest, without the number of an earlier upgrade.

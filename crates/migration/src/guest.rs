@@ -208,7 +208,7 @@ pub trait Sink: Sync {
     /// The guest does not fit.
     fn blocks(&self, blocks: &[RamBlock]) -> Result<()>;
 
-    /// Blocks of images that the destination's memory is before any page arrives: a source may leave out pages that are as there. Of a
+    /// Blocks of images that the destination's memory is before any page arrives: a source may leave out pages with equal content. Of a
     /// destination that reports them, known once [`Self::blocks`] has returned.
     fn bases(&self) -> Vec<BaseId> {
         Vec::new()

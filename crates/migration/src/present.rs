@@ -19,11 +19,10 @@
 
 mod base;
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
+use std::collections::BTreeSet;
 use std::ops::{Deref, Range};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
 
 use towline_channel::{Channel, IoBuf, IoBufMut, ZeroCopyTicket};
 use towline_protocol::configuration::Configuration;
@@ -34,6 +33,8 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 use crate::guest::{BaseId, ChannelId, Extent, Guest, Pages, ReturnPathWriter, Sink};
 use crate::{Error, Result};
 use base::BaseBlock;
+
+pub use base::{Base, BasePresence};
 
 /// Blocks by their index.
 type Flags = Vec<bool>;
@@ -47,7 +48,7 @@ pub struct GuestWithPresentBlocks<P> {
     difference: Option<Vec<Vec<Range<u64>>>>,
 }
 
-/// A sink that drops pages that its destination already has: all of some blocks, and of others those that are as in an image.
+/// A sink that drops pages that its destination already has: all of some blocks, and of others those that are equal to an image's.
 #[derive(Debug)]
 pub struct SinkWithPresentBlocks<P> {
     sink: P,
@@ -59,26 +60,6 @@ pub struct SinkWithPresentBlocks<P> {
     dropped: AtomicU64,
 }
 
-/// Blocks of an image that the destination's memory is before any page arrives, or may be.
-#[derive(Clone)]
-pub struct Base {
-    /// The image.
-    pub guest: Arc<dyn Guest + Send>,
-    /// Its blocks, by name, each with its id if it has one.
-    pub blocks: BTreeMap<String, Option<BaseId>>,
-    /// Knowledge of the destination.
-    pub presence: BasePresence,
-}
-
-/// Knowledge that the memory of a destination is an image's.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum BasePresence {
-    /// It is.
-    Proven,
-    /// It is for the blocks that it reports ([`Sink::bases`]).
-    IfReported,
-}
-
 /// Memory of a block at the destination.
 #[derive(Debug)]
 enum BlockPresence {
@@ -88,12 +69,6 @@ enum BlockPresence {
     Old,
     Present,
     Based(BaseBlock),
-}
-
-impl fmt::Debug for Base {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Base").field("presence", &self.presence).finish_non_exhaustive()
-    }
 }
 
 /// The first present block of a guest.
@@ -232,7 +207,7 @@ impl<P: Deref<Target: Sink>> SinkWithPresentBlocks<P> {
         Self { old: names.into_iter().map(Into::into).collect(), ..self }
     }
 
-    /// The sink, which gets no pages that are as in `base` where its destination has that.
+    /// The sink, which gets only pages that differ from `base` where its destination has that.
     #[must_use]
     pub fn based_on(self, base: Base) -> Self {
         Self { base: Some(base), ..self }

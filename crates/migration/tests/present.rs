@@ -322,7 +322,7 @@ fn change(memory: &Memory, before: &Stored, rng: &mut Rng) -> BTreeSet<(u32, u64
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
-    /// The source sends all pages; those that are as in the image do not arrive. On lanes no page comes as zeros, as QEMU skips these.
+    /// The source sends all pages; those that are equal to the image's do not arrive. On lanes no page comes as zeros, as QEMU skips these.
     #[test]
     fn only_what_differs_from_the_base_arrives(mask in 0..16_usize, lanes in 0..3_usize, machine in 0..3_usize, seed: u64) {
         let (machine, based, mut rng) = (MACHINES[machine], chosen(mask), Rng::with_seed(seed));

@@ -4,7 +4,7 @@
 //! ```text
 //!   source's towline                                     destination's towline
 //!   PING 0x747773vv ──────────────────────────────────►  asks: a towline, of version vv at most?
-//!                   ◄──────────────────────────────────  message 0x7477 BASE: a block is as in an image (from version 2 on)
+//!                   ◄──────────────────────────────────  message 0x7477 BASE: memory of a block is an image's (from version 2 on)
 //!                   ◄──────────────────────────────────  PONG 0x74778avv: a towline; a = what it does with the guest
 //!   COMMAND 0x7477 HELLO move id ─────────────────────►  behind the block list
 //!   … the stream …                   ◄─────────────────  SHUT 0: the guest is held here
@@ -189,8 +189,8 @@ pub enum FromDestination {
     NotRun(String),
     /// The destination is still at work.
     Alive,
-    /// Before any page arrives, memory there is that of this block of an image: pages that are as there may be left out. Sent once for
-    /// each block.
+    /// Before any page arrives, the memory is that of this block of an image: pages with equal content may be left out. Sent once for each
+    /// block.
     Base([u8; BASE_ID_BYTES]),
 }
 

@@ -8,7 +8,7 @@
 //! writes into that memory but the old one's guest, so every failure before gives the guest back to the old
 //! QEMU. From then on the old one's device state is of another memory (`switchover`,
 //! `MemorySharing::Shared`). Of memory that both map copy-on-write from an image, the new QEMU gets the pages
-//! that are not as in the image.
+//! that differ from the image.
 //!
 //! Out of scope: starting and ending the new QEMU ([`crate::upgrade`]).
 

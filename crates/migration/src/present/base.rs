@@ -1,5 +1,6 @@
-//! A block whose memory at the destination was an image's: which of its pages are something else.
+//! Memory at the destination that was an image's: which of its pages are something else.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,11 +8,37 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
-use crate::guest::{ExtentKind, Guest, Pages};
+use crate::guest::{BaseId, ExtentKind, Guest, Pages};
 
 const PAGE: usize = PAGE_SIZE as usize;
 /// Content of a zero page.
 pub(super) const ZERO_PAGE: &[u8] = &[0; PAGE];
+
+/// Blocks of an image that the destination's memory is before any page arrives, or may be.
+#[derive(Clone)]
+pub struct Base {
+    /// The image.
+    pub guest: Arc<dyn Guest + Send>,
+    /// Its blocks, by name, each with its id if it has one.
+    pub blocks: BTreeMap<String, Option<BaseId>>,
+    /// Knowledge of the destination.
+    pub presence: BasePresence,
+}
+
+/// Knowledge that the memory of a destination is an image's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BasePresence {
+    /// It is.
+    Proven,
+    /// It is for the blocks that it reports ([`Sink::bases`](crate::Sink::bases)).
+    IfReported,
+}
+
+impl fmt::Debug for Base {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Base").field("presence", &self.presence).finish_non_exhaustive()
+    }
+}
 
 /// A block of an image, and the pages of it that were sent.
 pub(super) struct BaseBlock {
