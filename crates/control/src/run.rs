@@ -112,7 +112,7 @@ impl Prepared<'_> {
         image.make_overlays(&host)?;
         let mut claimed = claim(starts, options)?;
         let version = image.version(&host).transpose()?;
-        if image.store_for_many(options, cancel)? {
+        if memory == MemoryOrigin::Mapped && image.store_for_many(options, cancel)? {
             claimed.iter_mut().try_for_each(|guest| guest.start.map_from(&image, version))?;
         }
         let waiting = Mutex::new(claimed.into_iter());

@@ -382,7 +382,11 @@ impl<P: Deref<Target: Sink> + Sync> Sink for SinkWithPresentBlocks<P> {
     }
 
     fn commit(&self) -> Result<()> {
-        self.sink.commit()
+        self.sink.commit()?;
+        let is_used =
+            |blocks: &Vec<BlockPresence>| blocks.iter().any(|block| matches!(block, BlockPresence::Based(_)));
+        let base = self.base.as_ref().filter(|_| self.blocks.get().is_some_and(is_used));
+        base.map_or(Ok(()), |base| (base.check)())
     }
 
     fn publish(&self) -> Result<()> {

@@ -268,7 +268,7 @@ impl Stored {
     fn base(self: Arc<Self>, names: &[&str], presence: BasePresence) -> Base {
         let id = |name: &str| std::array::from_fn(|index| name.as_bytes().get(index).copied().unwrap_or(0));
         let blocks = names.iter().map(|name| ((*name).to_owned(), Some(id(name))));
-        Base { guest: self, blocks: blocks.collect(), presence }
+        Base { guest: self, blocks: blocks.collect(), presence, check: Arc::new(|| Ok(())) }
     }
 }
 
@@ -401,6 +401,22 @@ fn a_relay_leaves_out_what_its_destination_reports() {
         assert!(*recording.pages.lock().unwrap() == expected);
         assert_eq!(here.dropped_pages() > 0, !reported.is_empty());
         assert_eq!(there.dropped_pages(), 0);
+    }
+}
+
+/// Pages that were left out would be another image's: its source keeps the guest.
+#[test]
+fn a_base_that_was_changed_is_refused_before_the_source_is_acknowledged() {
+    for based in [&["pc.ram"][..], &[]] {
+        let (guest, _) = Writer::guest(MACHINES[0], &BLOCKS, 8);
+        let image = Arc::new(Stored::of(&guest));
+        let changed = || Err(Error::guest(std::io::Error::other("it was written")));
+        let base = Base { check: Arc::new(changed), ..image.base(based, BasePresence::Proven) };
+        let recording = Recording::new(MACHINES[0]);
+        let sink = Arc::new(SinkWithPresentBlocks::new(recording, [""; 0]).based_on(base));
+        let outcome = migrate_over(vec![link(Kind::Unix, 0)], &guest, &sink, options(), &Arc::default());
+        assert_eq!(outcome.source.result.is_err(), !based.is_empty());
+        assert_eq!(outcome.destination.result.is_err(), !based.is_empty());
     }
 }
 

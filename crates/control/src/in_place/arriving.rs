@@ -10,9 +10,10 @@ use towline_migration::{Base, BasePresence};
 use towline_protocol::BlockIndex;
 use towline_qmp as qmp;
 
+use super::image_file::Unchanged;
 use super::running::mapped_image;
-use super::stored::{LOOK_DEADLINE, of_image};
-use super::{Error, Presence, TransferredBlock};
+use super::stored::{LOOK_DEADLINE, locked, of_image};
+use super::{Error, Presence, TransferReason, TransferredBlock};
 use crate::qemu::Qemu;
 
 /// As `mapped_image`, of the QEMU at a monitor; `None` where it cannot be examined, which a copy reports. `interrupt` ends
@@ -32,7 +33,9 @@ pub fn image_of(socket: &Path, interrupt: &Arc<OwnedFd>) -> Option<PathBuf> {
 /// As [`of_image`].
 pub fn of_arriving(qemu: &mut Qemu, notice: &dyn Fn(&str)) -> Result<Presence, Error> {
     let mut presence = Presence::default();
-    if let Some(image) = mapped_image(qemu)?.and_then(|path| Image::open(&path).ok()) {
+    // Its own exit may discard its memory, which no other QEMU has.
+    let path = mapped_image(qemu).ok().flatten();
+    if let Some(image) = path.and_then(|path| Image::open(&path).ok()) {
         let image = Arc::new(image);
         presence.add_base(&image, qemu)?;
         presence.notice_sent(notice);
@@ -44,12 +47,21 @@ pub fn of_arriving(qemu: &mut Qemu, notice: &dyn Fn(&str)) -> Result<Presence, E
     Ok(presence)
 }
 
-/// All blocks of an image, as what a destination's memory is or may be.
-pub(crate) fn as_base(image: &Arc<Image>, presence: BasePresence) -> Base {
+/// All blocks of an image, which is locked, as what a destination's memory is or may be.
+///
+/// # Errors
+/// The image is being replaced, or cannot be looked at.
+pub(crate) fn as_base(image: &Arc<Image>, presence: BasePresence) -> Result<Base, TransferReason> {
     let id = |block| image.manifest().map(|manifest| manifest.block_memory(block).0);
     let blocks = (0..).map(BlockIndex).zip(image.ram_blocks());
     let blocks: BTreeMap<_, _> = blocks.map(|(index, block)| (block.name.clone(), id(index))).collect();
-    Base { guest: Arc::<Image>::clone(image), blocks, presence }
+    let (lock, unchanged) = (locked(image)?, Unchanged::of(image)?);
+    let check = move || {
+        // Held for as long as it may be asked.
+        let _ = &lock;
+        unchanged.check().map_err(towline_migration::Error::guest)
+    };
+    Ok(Base { guest: Arc::<Image>::clone(image), blocks, presence, check: Arc::new(check) })
 }
 
 impl Presence {
@@ -60,7 +72,7 @@ impl Presence {
     pub(crate) fn add_base(&mut self, image: &Arc<Image>, qemu: &mut Qemu) -> Result<(), Error> {
         let found = of_image(qemu, image)?;
         let is_mapped = |name: &String| found.mapped.iter().any(|mapped| mapped.block == *name);
-        let mut base = as_base(image, BasePresence::Proven);
+        let Ok(mut base) = as_base(image, BasePresence::Proven) else { return Ok(()) };
         base.blocks.retain(|name, _| is_mapped(name));
         self.sent.retain(|sent| !is_mapped(&sent.block));
         let is_unexpected = |sent: &TransferredBlock| {

@@ -5,17 +5,15 @@ use std::io;
 use towline_migration::{Guest, ProcessMemory};
 use towline_protocol::{BlockIndex, RamBlock};
 
-use super::{MappingKind, Presence};
+use super::Presence;
 use crate::qemu::Qemu;
 
 impl Presence {
     /// Writes the difference of `guest`, which is faster than to send it. Returns true if QEMU has all of it now; otherwise it is to be
     /// sent, also where a part was written.
     pub(crate) fn write_difference(&self, qemu: &Qemu, guest: &dyn Guest) -> bool {
+        let is_mapped = |name: &str| self.mapped.iter().any(|mapped| mapped.block == name);
         let blocks = (0..).map(BlockIndex).zip(guest.blocks());
-        let is_mapped = |name: &str| {
-            self.mapped.iter().any(|mapped| mapped.block == name && mapped.kind == MappingKind::CopyOnWrite)
-        };
         let mut differing =
             blocks.filter(|(index, block)| is_mapped(&block.name) && !guest.difference(*index).is_empty());
         let write = |(index, block): (BlockIndex, &RamBlock)| {

@@ -315,11 +315,11 @@ impl RunImage {
         drop(parent);
         plan::store_captured(&taken.guest, &path, cancel)
             .map_err(|failure| Error::NotStored { path: path.clone(), source: failure.error })?;
+        let made = MadeImage { path: path.clone(), is_kept: AtomicBool::new(false) };
         let OpenImage::File(file) = Self::of_file(Image::open(&path)?, String::new(), PathBuf::new())?.kind
         else {
             unreachable!("of a file")
         };
-        let made = MadeImage { path: path.clone(), is_kept: AtomicBool::new(false) };
         (self.name, self.kind) = (path, OpenImage::Stored { file, made, parted: taken.parted });
         Ok(true)
     }

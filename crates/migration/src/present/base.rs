@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
+use crate::Result;
 use crate::guest::{BaseId, ExtentKind, Guest, Pages};
 
 const PAGE: usize = PAGE_SIZE as usize;
@@ -23,6 +24,8 @@ pub struct Base {
     pub blocks: BTreeMap<String, Option<BaseId>>,
     /// Knowledge of the destination.
     pub presence: BasePresence,
+    /// Refuses an image that was changed since then, before the source is acknowledged.
+    pub check: Arc<dyn Fn() -> Result<()> + Send + Sync>,
 }
 
 /// Knowledge that the memory of a destination is an image's.

@@ -168,12 +168,10 @@ impl DestinationEndpoint for StreamDestination {
 
     fn connect(&mut self, session: &Arc<Session>, context: &Context<'_>) -> Result<(), Error> {
         let relay = context.relay(session, context.connect(&self.address, self.uuid)?)?;
-        self.relay = Some(match &self.base {
-            Some(image) => RelaySink::Present(
-                SinkWithPresentBlocks::new(relay, NO_NAMES)
-                    .based_on(in_place::as_base(image, BasePresence::IfReported)),
-            ),
-            None => RelaySink::Whole(relay),
+        let base = self.base.as_ref().map(|image| in_place::as_base(image, BasePresence::IfReported));
+        self.relay = Some(match base {
+            Some(Ok(base)) => RelaySink::Present(SinkWithPresentBlocks::new(relay, NO_NAMES).based_on(base)),
+            Some(Err(_)) | None => RelaySink::Whole(relay),
         });
         Ok(())
     }
