@@ -16,7 +16,7 @@ use crate::support::WITHIN;
 const MOMENTS: [&str; 6] =
     ["starting QEMU", "started QEMU", "devices saved", "memory copied", "guest taken", "phase transfer"];
 
-/// Forks after which the guest's disk is made one file again.
+/// Forks after which QEMU joins the files of the guest's disk above its first.
 const CHAIN: u64 = 40;
 
 /// `cargo xtask soak fork` does this 200 times.
@@ -32,15 +32,15 @@ fn a_fork_that_is_killed_leaves_the_guest_running() {
     for round in 0..number("TOWLINE_SOAK_FORK_KILLS", 12) {
         let text = format!("round-{round}");
         web.shell(&disk_written(&text), WITHIN).unwrap();
-        let name = format!("killed-{round}");
-        let mut fork = saved.start_fork("web", &["--name", &name, "--log", "debug"]);
-        // At a line of the log, or somewhere between two of them.
         if round % CHAIN == CHAIN - 1 {
             let base = saved.path("disk.raw").display().to_string();
             let monitor = saved.monitor("web");
             monitor.execute("block-stream", json!({ "device": "disk0", "base": base })).unwrap();
             wait_streamed(&monitor);
         }
+        let name = format!("killed-{round}");
+        let mut fork = saved.start_fork("web", &["--name", &name, "--log", "debug"]);
+        // At a line of the log, or somewhere between two of them.
         let moment = MOMENTS[(round / 2) as usize % MOMENTS.len()];
         let later = Duration::from_micros(if random.bool() { 0 } else { random.u64(..20_000) });
         wait_until(moment, WITHIN, || Ok((fork.stderr().contains(moment) || !fork.runs()?).then_some(())))
