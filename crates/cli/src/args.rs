@@ -65,7 +65,7 @@ pub(crate) use common::{
     GUEST, IMAGES, LANES, LIMITS, OUTPUT, OnOff, OnOffAuto, Output, POSTCOPY, PROCESS, TlsArgs,
 };
 use common::{MORE, key_and_value};
-pub(crate) use copy::{CopyArgs, StoredSourceArgs};
+pub(crate) use copy::{CopyArgs, DiskArgs, StoredSourceArgs};
 pub(crate) use ctl::CtlArgs;
 pub(crate) use fork::ForkArgs;
 pub(crate) use generate::{CompletionsArgs, ManArgs};

@@ -4,9 +4,9 @@ use std::sync::Mutex;
 
 use anyhow::Result;
 use towline_channel::Cancel;
-use towline_control::plan::{self, CloneTarget, CopyRequest, Destination, Observer, Source};
+use towline_control::plan::{self, CloneTarget, CopyRequest, Destination, Observer, Source, WritableDisks};
 
-use crate::args::{CopyArgs, MoveArgs, TransferArgs};
+use crate::args::{CopyArgs, DiskArgs, MoveArgs, TransferArgs};
 use crate::endpoint::{Endpoint, memory};
 use crate::exit::{Exit, UsageError};
 use crate::lock::lock;
@@ -42,7 +42,7 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     }
     let destinations = args.destinations.iter().map(Endpoint::destination);
     let destinations: Vec<_> = destinations.collect::<Result<_, _>>().map_err(UsageError)?;
-    let options = request::of_copy(args, &source, &destinations).map_err(UsageError)?;
+    let mut options = request::of_copy(args, &source, &destinations).map_err(UsageError)?;
     if destinations.len() > 1 && args.transfer.report.report.is_some() {
         return Err(UsageError("--report is for one DEST: start one towline for each".into()).into());
     }
@@ -55,6 +55,13 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     let notifier = Notifier::from_environment();
     // Until they are handled, which needs a thread.
     let held = HeldSignals::hold()?;
+    if let (Source::Qmp(socket), DiskArgs { with_disks: true, overlay_dir, .. }) = (&source, &args.disks) {
+        // By a program, which a confined process cannot start.
+        match plan::prepare_disks(socket, overlay_dir.as_deref(), &held.arrived()) {
+            Ok(disks) => options.disks = WritableDisks::Kept(disks),
+            Err(failure) => return Ok(results.failed(&args.destinations[0], &failure)),
+        }
+    }
     confine(&args.transfer, &source, &destinations, &options, &held);
     let cancel = cancel_on_signals(SignalEffects::of_copy(&args.transfer, &ends))?;
     drop(held);

@@ -6,6 +6,7 @@ use std::time::Duration;
 use towline_channel::Address;
 use towline_control::plan::{
     AfterCopy, CopyRequest, Destination, PostcopyStart, RequestedPages, Source, Task, TransferOptions,
+    WritableDisks,
 };
 use towline_migration::Tuning;
 
@@ -40,7 +41,14 @@ pub(crate) fn of_copy(
     let StoredSourceArgs { verify, stream, .. } = args.stored;
     let request = request(&args.transfer, task);
     let return_path = request.return_path && !is_file(source);
-    Ok(CopyRequest { verify, stream, return_path, ..request })
+    let is_stored = matches!(source, Source::Qmp(_)) && destinations.iter().all(Destination::is_image);
+    if (args.disks.with_disks || args.disks.memory_only) && !(is_stored && (args.resume || args.live)) {
+        return Err("--with-disks and --memory-only are for an image of a guest that runs on: from qmp: to a file or a store, with \
+                    --resume or --live; leave them out"
+            .into());
+    }
+    let disks = if args.disks.memory_only { WritableDisks::LeftOut } else { WritableDisks::Refused };
+    Ok(CopyRequest { verify, stream, return_path, disks, ..request })
 }
 
 /// Returns the state of the guest at both ends after a `copy`.
@@ -136,6 +144,7 @@ fn request(args: &TransferArgs, task: Task) -> CopyRequest {
         return_path: args.return_path == OnOff::On,
         stream: false,
         requires_mapped_memory: false,
+        disks: WritableDisks::default(),
         overwrite: args.overwrite,
         connect_timeout: args.connect_timeout,
         accept_timeout: args.accept_timeout,
@@ -208,6 +217,8 @@ mod tests {
             ("copy --live --throttle qmp:a a.img", "leave --throttle out"),
             ("copy --live --postcopy qmp:a a.img", "leave one of the two out"),
             ("copy --live --resume qmp:a a.img", "cannot be used with"),
+            ("copy --resume --memory-only qmp:a qmp:b", "from qmp: to a file or a store"),
+            ("copy --memory-only qmp:a a.img", "with --resume or --live"),
             ("copy --resume --postcopy qmp:a qmp:b", "the guest would run twice"),
             ("copy --resume --run qmp:a qmp:b", "the same guest would run twice"),
             ("copy --postcopy --base b.img a.img qmp:b", "needs an image as DEST"),

@@ -28,6 +28,7 @@ mod arriving;
 mod based;
 mod capture;
 mod difference;
+mod disks;
 mod error;
 mod fresh;
 mod image_file;
@@ -48,7 +49,9 @@ use towline_migration::{Base, Guest, GuestWithPresentBlocks, Sink, SinkWithPrese
 pub(crate) use arriving::as_base;
 pub use arriving::{image_of, of_arriving};
 pub(crate) use based::{BasedGuest, CapturedGuest};
-pub(crate) use capture::{Capture, Disks, PreparedCapture};
+pub(crate) use capture::{Capture, PreparedCapture};
+pub(crate) use disks::GuestDisks;
+pub use disks::PreparedDisks;
 pub use error::{Error, TransferReason};
 pub use fresh::{OldMemory, old_memory};
 pub use image_file::{Reflink, UnusedReflink};

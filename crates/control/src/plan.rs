@@ -14,6 +14,7 @@
 
 mod captured;
 mod clones;
+mod command_line;
 mod context;
 mod convergence;
 mod copy;
@@ -42,15 +43,16 @@ mod validate;
 mod vsock;
 
 pub use crate::switchover::{AtDestination, AtSource, GuestState, ToDo};
+pub use captured::prepare_disks;
 #[cfg(feature = "store")]
 pub use clones::copy_stored_image_to_all;
 pub use clones::{
     CLONES_AT_ONCE, CLONES_MAX, CloneTarget, Clones, CopyResult, copy_image_to_all, copy_to_all,
 };
 pub(crate) use clones::{copy_captured_to_all, store_captured};
+pub use command_line::CommandLineRecordError;
+pub(crate) use command_line::record_command_line;
 pub use copy::{copy, inspect_stream, wait_for_socket};
-pub use endpoint::CommandLineRecordError;
-pub(crate) use endpoint::record_command_line;
 pub use endpoint::{DiscardSink, StreamSummary};
 pub use ends::{Destination, ProcessDestination, ProcessGuest, ProcessSource, Source};
 pub use error::{BlockedBy, Error, Failure};
@@ -60,7 +62,8 @@ pub use progress::{
     CopyPhase, CopyReport, DestinationState, Observer, PostcopyReport, Progress, SourceState,
 };
 pub use request::{
-    AfterCopy, CopyRequest, Devices, PostcopyStart, RequestedPages, Task, Tls, TransferOptions, UpgradeMemory,
+    AfterCopy, CopyRequest, Devices, PostcopyStart, RequestedPages, Task, Tls, TransferOptions,
+    UpgradeMemory, WritableDisks,
 };
 pub use upgrade::{UpgradeRequest, check_upgrade, upgrade};
 pub(crate) use vsock::chardevs as vsock_chardevs;

@@ -70,7 +70,7 @@ pub use chain::{LAYERS_MAX, base_paths};
 pub use checksum::ChunkHash;
 pub use error::{Error, Result};
 pub use location::{Location, LocationError, Scheme};
-pub use manifest::{Manifest, Origin, QemuProcess};
+pub use manifest::{Manifest, Origin, QemuProcess, StoredDisk};
 pub use reader::{Image, LayerInfo, PageCount};
 pub use stored::{StoredGuest, Uploaded};
 pub use working_set::WorkingSet;

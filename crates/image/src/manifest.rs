@@ -30,7 +30,8 @@
 //! so readers which do not know its format need not parse it:
 //!
 //! ```json
-//!   "process": { "command_line": "{\"version\":1,…}", "working_directory": "/srv" }
+//!   "process": { "command_line": "{\"version\":1,…}", "working_directory": "/srv",
+//!                "disks": [{ "file": "/srv/a.qcow2", "state": { "bytes": 4194304, "modified_ns": 1764200000000000000 }}] }
 //! ```
 //!
 //! `null` is a chunk of zeros. Offsets of devices are relative to the device state, all others to the file. A
@@ -51,6 +52,7 @@ mod tests;
 mod text;
 
 use std::io::Read;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::OFlags;
@@ -178,6 +180,41 @@ pub struct QemuProcess {
     /// Working directory, if it could be read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub working_directory: Option<String>,
+    /// The disks that stay as they were at the guest's instant, since it went on in overlays of them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<StoredDisk>,
+}
+
+/// A disk of a stored guest, which is a backing file of the disk that the guest went on with.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoredDisk {
+    /// Absolute path.
+    pub file: String,
+    /// State of a regular file at the guest's instant.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub state: Option<StoredDiskState>,
+}
+
+/// State of a disk's file, which changes if it is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoredDiskState {
+    /// Length in bytes.
+    pub bytes: u64,
+    /// Time of the last write in nanoseconds since 1970.
+    pub modified_ns: i64,
+}
+
+impl StoredDisk {
+    /// The disk as it is now.
+    #[must_use]
+    pub fn of(file: &str) -> Self {
+        let metadata = std::fs::metadata(file).ok().filter(std::fs::Metadata::is_file);
+        let state = metadata.map(|metadata| StoredDiskState {
+            bytes: metadata.len(),
+            modified_ns: metadata.mtime().saturating_mul(1_000_000_000).saturating_add(metadata.mtime_nsec()),
+        });
+        Self { file: file.to_owned(), state }
+    }
 }
 
 /// A field of an [`Origin`] that exceeds its limit, in bytes.
@@ -193,9 +230,11 @@ impl Origin {
     pub(crate) fn overlong_field(&self) -> Option<OverlongField> {
         let process = self.process.as_ref()?;
         let directory = process.working_directory.as_deref().unwrap_or_default();
+        let disks = process.disks.iter().map(|disk| disk.file.len()).sum();
         [
             ("origin.process.command_line", process.command_line.len(), COMMAND_LINE_BYTES_MAX),
             ("origin.process.working_directory", directory.len(), PATH_BYTES_MAX),
+            ("origin.process.disks", disks, COMMAND_LINE_BYTES_MAX),
         ]
         .into_iter()
         .map(|(name, found, limit)| OverlongField { name, found, limit })

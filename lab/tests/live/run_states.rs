@@ -77,7 +77,8 @@ fn a_live_copy_keeps_the_run_state_or_is_refused() {
     for version in VERSIONS {
         for case in [RUNNING, PAUSED, SUSPENDED, SHUTDOWN, PANICKED, IO_ERROR, PRELAUNCH] {
             let qemu = in_state(version, &case);
-            let finished = run(&format!("copy --json --overwrite --live {} {image}", qmp(&qemu)));
+            let finished =
+                run(&format!("copy --json --overwrite --live --memory-only {} {image}", qmp(&qemu)));
             let is_kept = match case.status {
                 "running" => true,
                 "paused" | "suspended" => version != Version::V7_2,
@@ -104,13 +105,15 @@ fn a_guest_that_sleeps_is_not_resumed_after_its_copy() {
     let scratch = Scratch::new();
     for version in VERSIONS {
         let qemu = in_state(version, &SUSPENDED);
-        let copy = format!("copy --overwrite --resume {} {}", qmp(&qemu), scratch.text("a.img"));
+        let copy =
+            format!("copy --overwrite --resume --memory-only {} {}", qmp(&qemu), scratch.text("a.img"));
         assert_ended(&run(&copy), 1, &["it is `suspended`, and QEMU aborts", "safe at its source"]);
         assert_eq!(qemu.qmp().status().unwrap(), "suspended");
     }
     let qemu = in_state(Version::V10_0, &RUNNING);
     let image = scratch.text("b.img");
-    let slowly = format!("copy --json --resume --max-bandwidth 1M --qmp {}", scratch.text("control"));
+    let slowly =
+        format!("copy --json --resume --memory-only --max-bandwidth 1M --qmp {}", scratch.text("control"));
     let mut towline = start(&format!("{slowly} {} {image}", qmp(&qemu)));
     wait_event(&mut towline, "the transfer", |event| event["phase"] == "transfer");
     qemu.qmp().wait_migration("active", WITHIN).unwrap();
@@ -151,7 +154,8 @@ fn a_guest_runs_while_it_is_copied_in_any_mode() {
     source.qmp().execute("migrate-set-parameters", json!({ "mode": "cpr-reboot" })).unwrap();
     let before = settings(&source);
     let image = scratch.text("guest.img");
-    let slowly = format!("copy --json --resume --max-bandwidth 1M --qmp {}", scratch.text("control"));
+    let slowly =
+        format!("copy --json --resume --memory-only --max-bandwidth 1M --qmp {}", scratch.text("control"));
     let mut towline = start(&format!("{slowly} {} {image}", qmp(&source)));
     wait_event(&mut towline, "the transfer", |event| event["phase"] == "transfer");
     source.qmp().wait_migration("active", WITHIN).unwrap();

@@ -153,17 +153,17 @@ fn a_guest_that_cannot_be_forked_is_refused_and_runs_on() {
 }
 
 /// A line of shell that writes this to the disk's first sector.
-fn disk_written(text: &str) -> String {
+pub(crate) fn disk_written(text: &str) -> String {
     format!("echo {text} | dd of=/dev/vda bs=512 conv=notrunc,fsync 2>/dev/null")
 }
 
 /// The first line of the disk, not from the guest's cache.
-fn disk(guest: &mut LinuxGuest) -> String {
+pub(crate) fn disk(guest: &mut LinuxGuest) -> String {
     guest.shell("echo 3 > /proc/sys/vm/drop_caches; head -n 1 /dev/vda", WITHIN).unwrap().trim().to_owned()
 }
 
 /// A guest with the name `web` and a disk.
-fn with_disk() -> Saved {
+pub(crate) fn with_disk() -> Saved {
     let place = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
     let path = place.path().join("disk.raw");
     fs::write(&path, vec![b'd'; (8 * MIB) as usize]).unwrap();

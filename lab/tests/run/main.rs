@@ -8,6 +8,7 @@ mod disks;
 mod faults;
 mod filesystem;
 mod forks;
+mod instants;
 mod many;
 mod memory;
 #[allow(dead_code, unused_imports, reason = "helpers of the tests of cards, of which these use a part")]

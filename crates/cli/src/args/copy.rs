@@ -1,5 +1,7 @@
 //! `towline copy`.
 
+use std::path::PathBuf;
+
 use super::{GUEST, IMAGES, MORE, Output, POSTCOPY, TransferArgs};
 use crate::endpoint::Endpoint;
 
@@ -20,6 +22,8 @@ Examples:
   Save only what changed since, and later merge the chain into a full image:
     towline copy --resume --base guest.img qmp:/run/vm/a.qmp tuesday.img
     towline copy tuesday.img full.img
+  The same of a guest with disks, which go on in overlays:
+    towline copy --resume --with-disks --base guest.img qmp:/run/vm/a.qmp tuesday.img
   Save this instant while the guest continues to run:
     towline copy --live qmp:/run/vm/a.qmp guest.img
   Run a restored guest within milliseconds, and load its memory on demand:
@@ -60,9 +64,26 @@ pub(crate) struct CopyArgs {
     #[arg(long, help_heading = IMAGES)]
     pub(crate) live: bool,
     #[command(flatten)]
+    pub(crate) disks: DiskArgs,
+    #[command(flatten)]
     pub(crate) stored: StoredSourceArgs,
     #[command(flatten)]
     pub(crate) output: Output,
+}
+
+/// Options for the disks of a guest that runs on after it was stored.
+#[derive(Debug, clap::Args)]
+pub(crate) struct DiskArgs {
+    /// Keep the disks that the guest writes as they are at the image's instant: with --resume, it continues in
+    /// qcow2 overlays, STEM.N.qcow2 beside each
+    #[arg(long, requires = "resume", conflicts_with = "memory_only", help_heading = IMAGES)]
+    pub(crate) with_disks: bool,
+    /// Directory of these overlays [default: that of each disk]
+    #[arg(long, value_name = "DIR", requires = "with_disks", help_heading = IMAGES)]
+    pub(crate) overlay_dir: Option<PathBuf>,
+    /// Store the memory of a guest that runs on, and writes disks, without them: they are of another instant then
+    #[arg(long, help_heading = IMAGES)]
+    pub(crate) memory_only: bool,
 }
 
 /// Options for an image as SOURCE.

@@ -61,6 +61,13 @@ fn plan(error: &PlanError) -> Option<String> {
             "{source}: the destination ended, its multifd-channels is not {lanes}, or its multifd-compression is not {compression} as here \
              (--multifd-channels, --compression); its own log says which"
         ),
+        PlanError::WritesDisk { .. } => format!(
+            "{error}; pass --with-disks to keep the disk as it is, and have the guest go on in an overlay of it, or --memory-only if you \
+             keep its disks of the same instant by other means"
+        ),
+        PlanError::DisksNotKept { .. } => format!(
+            "{error}; save it without --resume, which pauses it, and run that image (`towline run`), or pass --memory-only"
+        ),
         PlanError::NothingToRecover { .. } => format!("{error}: --recover needs one"),
         PlanError::NotCarried { .. } => {
             format!("{error} (--set drive.ID.file=, --set device.ID=, arguments after --)")
@@ -109,6 +116,10 @@ fn run(error: &RunError) -> Option<String> {
         ) => {
             format!("{error}; give it another with --set {setting}=…, or allow that with --same-network")
         }
+        RunError::BackingFile { setting, .. } => {
+            format!("{error} (--overlay, or --set {setting}.file=PATH)")
+        }
+        RunError::OtherInstant { setting, .. } => format!("{error} (--set {setting}.file=PATH)"),
         RunError::NotMapped { .. } => format!("{error}; leave --share out, and it is copied"),
         _ => return None,
     })

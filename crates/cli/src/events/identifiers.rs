@@ -69,6 +69,7 @@ pub(crate) fn reason(error: &Error) -> Reason {
         Error::PeerSilent { .. } => "peer-silent",
         Error::NotRunning { .. } => "destination-not-running",
         Error::SharedDrive { .. } => "shared-drive",
+        Error::WritesDisk { .. } | Error::DisksNotKept { .. } => "disk",
         Error::NotInPlace { .. } => "memory-not-in-place",
         Error::NotCarried { .. } => "not-carried",
         Error::DrivesChanged { .. } => "other-drive",

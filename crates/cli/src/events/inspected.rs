@@ -221,8 +221,11 @@ mod tests {
 
     #[test]
     fn a_record_that_cannot_be_read_is_shown_as_such() {
-        let process =
-            QemuProcess { command_line: r#"{"version":9,"options":[]}"#.into(), working_directory: None };
+        let process = QemuProcess {
+            command_line: r#"{"version":9,"options":[]}"#.into(),
+            working_directory: None,
+            disks: Vec::new(),
+        };
         let shown = command_line(Some(&Origin { process: Some(process), ..Origin::default() })).unwrap();
         assert!(shown.error.as_ref().is_some_and(|error| error.contains('9')), "{shown:?}");
         assert!(command_line(Some(&Origin::default())).is_none());

@@ -3,7 +3,6 @@
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _};
 use std::os::fd::{AsFd as _, AsRawFd as _};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -13,7 +12,7 @@ use towline_image::Image;
 use towline_protocol::device_state::DeviceState;
 use towline_qmp::commands::{AddFd, Cont, RemoveFd, Stop, XenSaveDevicesState};
 
-use super::{BasedGuest, CapturedGuest, Error};
+use super::{BasedGuest, CapturedGuest, Error, GuestDisks};
 use crate::journal::{JournalEntry, UndoRecord};
 use crate::qemu::Qemu;
 
@@ -24,18 +23,6 @@ pub(crate) struct Capture {
     pub(crate) guest: CapturedGuest,
     /// Time for which it was stopped; zero if it was paused before.
     pub(crate) standstill: Duration,
-}
-
-/// The disks of a guest that is taken.
-pub(crate) trait Disks {
-    /// Files in which the guest continues afterwards.
-    fn overlays(&self) -> Vec<PathBuf>;
-
-    /// Takes them while the guest is stopped.
-    ///
-    /// # Errors
-    /// None was taken.
-    fn take(&mut self, qemu: &mut Qemu) -> Result<(), Error>;
 }
 
 /// A guest that is about to be taken: what it has written already has its room here, so that only its content is copied while it is
@@ -69,7 +56,7 @@ impl PreparedCapture {
     ///
     /// # Errors
     /// [`Error::NotCaptured`]; [`Error::Qemu`]; those of `disks`. The guest runs on.
-    pub(crate) fn take(self, qemu: &mut Qemu, disks: &mut dyn Disks) -> Result<Capture, Error> {
+    pub(crate) fn take(self, qemu: &mut Qemu, disks: &mut GuestDisks) -> Result<Capture, Error> {
         let Self { mut based, mut devices } = self;
         let socket = qemu.socket().to_owned();
         let not_captured = |source: io::Error| Error::NotCaptured { socket: socket.clone(), source };

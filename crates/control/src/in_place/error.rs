@@ -293,9 +293,44 @@ pub enum Error {
         /// The reason.
         reason: TransferReason,
     },
-    /// A drive has another file than the forks were planned with.
+    /// A drive of which no overlay is possible.
     #[error(
-        "drive {drive} of the guest of QEMU on {socket} was changed meanwhile, perhaps by another fork; try again"
+        "the guest of QEMU on {socket} writes to drive {drive} ({file}), of which no overlay is possible: it is in no option of QEMU's \
+         command line with this file and its format; start the guest with such a drive, or unplug it"
+    )]
+    NoOverlay {
+        /// The monitor's socket.
+        socket: String,
+        /// The drive.
+        drive: String,
+        /// Its file.
+        file: String,
+    },
+    /// A drive with too many backing files.
+    #[error(
+        "drive {drive} of the guest of QEMU on {socket} has a chain of {found} files, to which a further one is added, expected at most \
+         {expected}: have QEMU join them (`towline ctl {socket} block-stream device={node} base={base}`), and try again then"
+    )]
+    LongChain {
+        /// The monitor's socket.
+        socket: String,
+        /// The drive.
+        drive: String,
+        /// Its node.
+        node: String,
+        /// The file above which the others can be joined.
+        base: String,
+        /// Number of files.
+        found: usize,
+        /// Maximum number.
+        expected: usize,
+    },
+    /// An overlay of a drive could not be made.
+    #[error("{0}")]
+    Overlay(#[from] towline_launch::OverlayError),
+    /// A drive has another file than the overlays were planned with.
+    #[error(
+        "drive {drive} of the guest of QEMU on {socket} was changed meanwhile, perhaps by another fork or copy; try again"
     )]
     DriveChanged {
         /// The monitor's socket.

@@ -22,10 +22,7 @@ use super::request::CopyRequest;
 pub(super) use driven::{DrivenGuest, GuestDescription, QemuDestination};
 pub(super) use image::{StoredSource, explain_truncation, notice_missing_manifest};
 pub use process::{DiscardSink, StreamSummary};
-pub use qemu::CommandLineRecordError;
-pub(crate) use qemu::record_command_line;
-pub(super) use qemu::record_process;
-pub(super) use qemu::{QemuSource, query_failed};
+pub(super) use qemu::{QemuSource, query_failed, record_process};
 #[cfg(feature = "store")]
 pub(super) use store::{failed as store_failed, prepared};
 pub(super) use stream::{StreamDestination, listen};

@@ -35,6 +35,21 @@ pub enum Error {
     Move(#[from] crate::moves::Error),
     #[error("{0}")]
     InPlace(#[from] crate::in_place::Error),
+    #[error("{0}")]
+    CommandLine(#[from] super::command_line::CommandLineRecordError),
+    #[error("the guest's command line cannot be read: {0}")]
+    Recorded(#[from] towline_launch::ParseError),
+    #[error("the directory of overlays: {0}")]
+    Directory(std::io::Error),
+    #[error(
+        "the guest of QEMU on {socket} runs on, and writes to drive {drive} ({file}): its memory would be stored without the disk of the \
+         same instant, and destroys the file system on another one"
+    )]
+    WritesDisk { socket: String, drive: String, file: String },
+    #[error(
+        "the guest of QEMU on {socket} does not run on an image, as guests of `towline run` do, so its disks cannot be kept at its instant"
+    )]
+    DisksNotKept { socket: String },
     #[error("the request is not possible: {0:?}")]
     Invalid(Invalid),
     #[error("the guest on {socket} is in `postmigrate` after an earlier copy: run `cont`")]

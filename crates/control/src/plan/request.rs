@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use towline_migration::{Compression, Tuning, ZeroCopySend};
 
+use crate::in_place::PreparedDisks;
+
 /// A copy, a move, a snapshot or a postcopy. The help of the command line describes the options.
 #[derive(Debug, Clone)]
 pub struct CopyRequest {
@@ -29,6 +31,8 @@ pub struct CopyRequest {
     pub stream: bool,
     /// Refuse a destination that does not map the image's memory already, instead of sending it.
     pub requires_mapped_memory: bool,
+    /// Disks of a guest that runs on while it is stored.
+    pub disks: WritableDisks,
     /// Replace an existing image of the same name.
     pub overwrite: bool,
     /// Timeout for the other end to connect, or to be connected to.
@@ -100,6 +104,18 @@ pub enum AfterCopy {
     /// A `qmp:` source is resumed; also before, if an earlier copy left it paused. A `qmp:` destination stays
     /// paused.
     SourceResumed,
+}
+
+/// Disks that a guest writes which is stored and runs on.
+#[derive(Debug, Clone, Default)]
+pub enum WritableDisks {
+    /// Such a guest is refused, since its image could be run on a disk of another instant.
+    #[default]
+    Refused,
+    /// They are not part of the image.
+    LeftOut,
+    /// They stay as they are at the guest's instant, and it continues in these overlays.
+    Kept(PreparedDisks),
 }
 
 /// Memory of a guest whose QEMU is replaced.
@@ -201,6 +217,7 @@ impl CopyRequest {
             return_path: true,
             stream: false,
             requires_mapped_memory: false,
+            disks: WritableDisks::default(),
             overwrite: false,
             connect_timeout: Duration::from_secs(10),
             accept_timeout: Duration::from_secs(600),

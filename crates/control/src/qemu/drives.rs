@@ -9,6 +9,8 @@ use towline_qmp::commands::{BlockDevice, BlockImage, QueryBlock, Transaction, Tr
 
 use super::{Error, Qemu};
 
+/// A program in place of one that does not exist any more.
+const DEFAULT_PROGRAM: &str = "qemu-system-x86_64";
 /// Backing files of a drive that are looked at.
 const CHAIN_MAX: usize = 256;
 
@@ -62,6 +64,12 @@ impl Qemu {
     /// The directory to which its files are relative; `None` if it cannot be read.
     pub(crate) fn working_directory(&self) -> Option<PathBuf> {
         fs::read_link(format!("/proc/{}/cwd", self.process().pid()?)).ok()
+    }
+
+    /// The program that it executes, or the name of any QEMU if that was replaced.
+    pub(crate) fn program(&self) -> PathBuf {
+        let path = self.process().pid().and_then(|pid| fs::read_link(format!("/proc/{pid}/exe")).ok());
+        path.filter(|path| path.is_file()).unwrap_or_else(|| DEFAULT_PROGRAM.into())
     }
 
     /// Has all of these drives go on in their overlays from one instant on, or none.

@@ -4,7 +4,7 @@
 use std::ffi::OsString;
 use std::path::Path;
 
-use towline_image::{Image, Origin};
+use towline_image::{Image, Origin, StoredDisk};
 use towline_launch::command_line::QemuOption;
 use towline_launch::{
     AllowedCommandLine, CommandLine, GuestIdentity, GuestName, HostArguments, Lifetime, MappedBlock,
@@ -143,6 +143,7 @@ pub(super) fn plan(
     let numbered = (0..).zip(names(options, &image.stem)?);
     let start = |(n, name)| GuestStart::new(options, recorded.as_ref(), n, name, host);
     let mut starts = numbered.map(start).collect::<Result<Vec<_>, _>>()?;
+    check_disks(options, image, &starts)?;
     if let Disks::Overlays(directory) = &options.disks {
         use_overlays(directory.as_deref().unwrap_or(&image.directory), &mut starts)?;
     }
@@ -165,6 +166,28 @@ pub(super) fn names(options: &RunOptions, stem: &str) -> Result<Vec<GuestName>, 
         count => (0..count).map(|n| format!("{base}-{n}")).collect(),
     };
     names.iter().map(|name| Ok(name.parse()?)).collect()
+}
+
+/// Refuses disks that stayed as they were at the guest's instant, if they did not, or if these guests would write to them.
+fn check_disks(options: &RunOptions, image: &RunImage, guests: &[GuestStart]) -> Result<(), Error> {
+    let process = image.origin.as_ref().and_then(|origin| origin.process.as_ref());
+    let stored = process.map_or(&[][..], |process| &process.disks);
+    for guest in guests.iter().filter(|_| !stored.is_empty()) {
+        let directory = guest.host.working_directory.as_deref().unwrap_or(Path::new("/"));
+        for Overlay { setting, base: file, .. } in
+            guest.command_line.whole().further_overlays(directory, None)
+        {
+            let Some(disk) = stored.iter().find(|disk| disk.file == file) else { continue };
+            let image = image.name.display().to_string();
+            if options.disks == Disks::Own {
+                return Err(Error::BackingFile { image, setting, file });
+            }
+            if StoredDisk::of(&file) != *disk {
+                return Err(Error::OtherInstant { image, setting, file });
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Has the guests write to overlays of their disks, which are not made yet.

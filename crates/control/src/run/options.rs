@@ -160,15 +160,15 @@ pub enum Error {
     )]
     NoBase { socket: String },
     #[error(
-        "the guest of QEMU on {socket} writes to drive {drive} ({file}), of which its forks cannot have overlays: it is in no option of \
-         QEMU's command line with this file and its format; start the guest with such a drive, or unplug it"
+        "disk {setting} ({file}) is a backing file of the disk with which the guest of image {image} went on, which its writes would \
+         destroy: give the guest its own overlay, or another disk"
     )]
-    ParentWrites { socket: String, drive: String, file: String },
+    BackingFile { image: String, setting: String, file: String },
     #[error(
-        "drive {drive} of the guest of QEMU on {socket} has a chain of {found} files, of which each fork adds one, expected at most {expected}: \
-         have QEMU join them (`towline ctl {socket} block-stream device={node} base={base}`), and fork it then"
+        "disk {setting} ({file}) was changed since image {image} was stored: the guest's memory is of another instant, and would destroy its \
+         file system; give it the disk as it was, under another name"
     )]
-    LongChain { socket: String, drive: String, node: String, base: String, found: usize, expected: usize },
+    OtherInstant { image: String, setting: String, file: String },
     #[error(
         "the guest was taken and runs on, and the image of its forks {} was not made: {source}; fork it again", path.display()
     )]

@@ -370,15 +370,19 @@ fn recorded_process_is_optional_and_bounded() {
         let origin = Origin { process, ..origin() };
         Manifest::new(contents(&origin, &blocks, &state)).to_json(path)
     };
-    let process =
-        QemuProcess { command_line: "{\"version\":1}".into(), working_directory: Some("/srv".into()) };
+    let process = QemuProcess {
+        command_line: "{\"version\":1}".into(),
+        working_directory: Some("/srv".into()),
+        disks: vec![StoredDisk::of("/srv/a.raw")],
+    };
     let parsed = Manifest::parse(path, &with(Some(process.clone())).unwrap()).unwrap();
     assert_eq!(parsed.origin().process, Some(process));
     let without = with(None).unwrap();
     assert!(!String::from_utf8_lossy(&without).contains("process"));
     assert_eq!(Manifest::parse(path, &without).unwrap().origin().process, None);
     let command_line = "x".repeat(COMMAND_LINE_BYTES_MAX + 1);
-    let error = with(Some(QemuProcess { command_line, working_directory: None })).unwrap_err().to_string();
+    let error = with(Some(QemuProcess { command_line, working_directory: None, disks: Vec::new() }));
+    let error = error.unwrap_err().to_string();
     assert!(
         error.contains("origin.process.command_line") && error.contains("at most 524288 bytes"),
         "{error}"

@@ -48,6 +48,21 @@ impl CommandLine {
     }
 }
 
+impl CommandLine {
+    /// The disks that a guest with this command line writes, each with the further overlay of it that [`Overlay::of_present_guest`]
+    /// names: in `directory`, or beside the disk. Left out is what no overlay is possible of.
+    #[must_use]
+    pub fn further_overlays(&self, working_directory: &Path, directory: Option<&Path>) -> Vec<Overlay> {
+        let overlay = |(index, setting): (usize, String)| {
+            let disk = Disk::of(self, index, &setting).ok()??;
+            let base = absolute(&disk.file, working_directory);
+            let path = directory.map_or_else(|| base.clone().into(), |directory| directory.join("disk"));
+            Overlay { setting, base, format: disk.format, path }.of_present_guest()
+        };
+        addresses(self).into_iter().enumerate().filter_map(overlay).collect()
+    }
+}
+
 impl Overlay {
     /// A further overlay of the same disk, in the same directory, for the guest that has the disk now: `STEM.N.qcow2` with the first
     /// number that is free. `None`: there is none up to 10,000.

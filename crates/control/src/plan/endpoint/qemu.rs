@@ -4,13 +4,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use towline_channel::Channel;
-use towline_image::manifest::COMMAND_LINE_BYTES_MAX;
 use towline_image::{Image, Origin as ImageOrigin, QemuProcess};
-use towline_launch::{CommandLine, ParseError};
 use towline_migration::incoming::{Connections, Publication};
 use towline_migration::{Compression, Session, Sink, Snapshot};
 use towline_qmp::commands::SetLink;
 
+use super::super::command_line::{CommandLineRecordError, record_command_line};
 use super::super::context::Context;
 use super::super::engine::IncomingStream;
 use super::super::error::{Error, Failure};
@@ -25,8 +24,7 @@ use super::driven::{DrivenGuest, GuestDescription, LocalGuest, QemuDestination, 
 use super::traits::{DestinationEndpoint, Rollback, SourceControl, SourceEndpoint, receiver};
 use crate::in_place::{self, OldMemory, Presence};
 use crate::moves::MoveEnd;
-use crate::process::Process;
-use crate::qemu::{self, Qemu};
+use crate::qemu::Qemu;
 use crate::switchover::{DestinationKind, Directive, GuestRunState, SourceKind};
 
 /// Failure of a query; QEMU was not changed.
@@ -35,47 +33,6 @@ pub(in super::super) fn query_failed(error: Error) -> Failure {
         return Failure { guest: GuestAfterFailure::NOT_REACHED, ..Failure::untouched(error) };
     }
     Failure::untouched(error)
-}
-
-/// Reason that the command line of a QEMU is not recorded with the image of its guest.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-#[allow(missing_docs, reason = "each variant's text says what it is")]
-pub enum CommandLineRecordError {
-    #[error(
-        "QEMU's process is not known: {reason}; save the guest on the host of its QEMU, as the same user"
-    )]
-    UnknownProcess { reason: String },
-    #[error("command line of QEMU's process {pid}: {source}")]
-    CommandLine { pid: i32, source: ParseError },
-    #[error(
-        "command line of QEMU has {found} bytes, expected at most {COMMAND_LINE_BYTES_MAX}; start QEMU with less"
-    )]
-    TooLong { found: usize },
-    #[error("its drives are not known: {0}")]
-    Drives(#[from] qemu::Error),
-}
-
-/// Records the command line of a QEMU, without secrets and without the options of its process, and with the files that its drives have
-/// now; and the working directory, where `/proc` shows it: not to a process in a sandbox.
-pub(crate) fn record_command_line(qemu: &mut Qemu) -> Result<QemuProcess, CommandLineRecordError> {
-    let pid = match qemu.process() {
-        Process::Known { pid, .. } => *pid,
-        Process::Unknown { reason } => {
-            return Err(CommandLineRecordError::UnknownProcess { reason: reason.clone() });
-        }
-    };
-    let failed = |source| CommandLineRecordError::CommandLine { pid, source };
-    let mut command_line = CommandLine::of_process(pid.cast_unsigned()).map_err(failed)?;
-    let directory = qemu.working_directory();
-    let drives: Vec<_> = qemu.drives()?.into_iter().map(|drive| drive.files).collect();
-    command_line.use_current_files(&drives, directory.as_deref().unwrap_or(Path::new("/")));
-    let command_line = command_line.record().map_err(failed)?.to_json();
-    if command_line.len() > COMMAND_LINE_BYTES_MAX {
-        return Err(CommandLineRecordError::TooLong { found: command_line.len() });
-    }
-    let working_directory = directory.and_then(|directory| directory.into_os_string().into_string().ok());
-    Ok(QemuProcess { command_line, working_directory })
 }
 
 /// As [`record_command_line`]; `None` with a notice if it is not recorded.
