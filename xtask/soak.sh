@@ -100,6 +100,8 @@ fork)
   lab run forks::many::many_forks_run_and_share_the_image_of_their_guest TOWLINE_SOAK_FORK_COUNT=100
   lab run forks::many::a_connection_of_the_guest_outlives_its_forks
   ;;
+#: snapshots: one of a guest with a disk every two seconds for an hour: standstill, room; the last 20 run (TOWLINE_SOAK_SNAPSHOTS)
+snapshots) lab run instants::snapshots_of_a_guest_that_writes_each_run_on_the_disk_of_their_instant TOWLINE_SOAK_SNAPSHOTS=1800 ;;
 #: restores: 1,000 instant restores of a small guest, each half of them with a preempt channel (TOWLINE_SOAK_RESTORES: of each)
 restores)
   lab postcopy restores::a_guest_runs_at_once_and_gets_each_page_once TOWLINE_SOAK_RESTORES=500

@@ -1,9 +1,10 @@
 //! `towline fork`: copies of a running guest, which runs on.
 
-mod faults;
+pub(crate) mod faults;
 mod many;
 
 use std::fs;
+use std::path::Path;
 use std::process::Command;
 
 use serde_json::{Value, json};
@@ -164,9 +165,14 @@ pub(crate) fn disk(guest: &mut LinuxGuest) -> String {
 
 /// A guest with the name `web` and a disk.
 pub(crate) fn with_disk() -> Saved {
+    with_disk_of(|path| fs::write(path, vec![b'd'; (8 * MIB) as usize]).unwrap())
+}
+
+/// As [`with_disk`], with the raw disk that this makes.
+pub(crate) fn with_disk_of(make: impl FnOnce(&Path)) -> Saved {
     let place = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
     let path = place.path().join("disk.raw");
-    fs::write(&path, vec![b'd'; (8 * MIB) as usize]).unwrap();
+    make(&path);
     let drive = format!("file={},format=raw,if=none,id=disk0", path.display());
     let arguments = ["-drive", &drive, "-device", "virtio-blk-pci,drive=disk0"].map(str::to_owned);
     let saved = Saved::in_place(place, &Recipe { arguments: &arguments, ..Recipe::default() });

@@ -1,13 +1,28 @@
 //! Images of a guest that runs on and writes disks: its memory, and its disks of the same instant.
 
+use std::collections::VecDeque;
 use std::fs::{self, File};
+use std::process::Command;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use towline_lab::expect::qmp;
+use towline_lab::expect::{number, qmp};
 use towline_lab::{Finished, Qemu, Version, require_lab, wait_until};
 
-use crate::forks::{disk, disk_written, with_disk};
-use crate::support::{Saved, WITHIN};
+use crate::forks::faults::wait_streamed;
+use crate::forks::{disk, disk_written, with_disk, with_disk_of};
+use crate::support::{MIB, Saved, WITHIN};
+
+/// Interval of snapshots.
+const INTERVAL: Duration = Duration::from_secs(2);
+/// Snapshots that are kept.
+const KEPT: usize = 20;
+/// Counts in memory, and into a file of the disk, until it is asked to end.
+const COUNTS: &str = "mkdir /disk; mount -t ext4 /dev/vda /disk || exit; n=0; \
+     { until [ -e /tmp/end ]; do n=$((n + 1)); echo $n >> /disk/n; sync; sleep 0.02; done; echo $n > /tmp/ended; } > /dev/null 2>&1 < /dev/null &";
+/// Ends that, and prints what was counted in memory, and on the disk up to the first gap.
+const COUNTED: &str = "touch /tmp/end; until [ -s /tmp/ended ]; do sleep 0.1; done; echo 3 > /proc/sys/vm/drop_caches; n=0; \
+     while read m; do [ $m = $((n + 1)) ] || break; n=$m; done < /disk/n; cat /tmp/ended; echo $n; umount /disk && echo done";
 
 impl Saved {
     /// Stores a guest of this test in `name`, while it runs on.
@@ -21,7 +36,9 @@ impl Saved {
     /// Runs this image of a guest with this disk.
     fn run_with_disk(&self, image: &str, name: &str, disk: &str, options: &[&str]) -> Finished {
         let file = format!("drive.disk0.file={}", self.path(disk).display());
-        let words = ["--name", name, "--detach", "--set", &file, "--set", "drive.disk0.format=qcow2"];
+        let format = if disk.ends_with(".raw") { "raw" } else { "qcow2" };
+        let format = format!("drive.disk0.format={format}");
+        let words = ["--name", name, "--detach", "--set", &file, "--set", &format];
         let words: Vec<_> = words.into_iter().chain(options.iter().copied()).collect();
         self.run_image(&self.path(image).display().to_string(), &words).wait(WITHIN).unwrap()
     }
@@ -145,5 +162,130 @@ fn disks_of_a_guest_that_runs_on_no_image_are_not_kept() {
         let stored = copy(&[how, "--memory-only", "--overwrite"]);
         assert!(stored.status.success(), "{}", stored.stderr);
         guest.qmp().wait_status("running", WITHIN).unwrap();
+    }
+}
+
+/// `cargo xtask soak snapshots` does so for an hour. A guest that had the disk of another instant would find its file system damaged, and
+/// damage it further.
+#[test]
+fn snapshots_of_a_guest_that_writes_each_run_on_the_disk_of_their_instant() {
+    if !require_lab("snapshots_of_a_guest_that_writes_each_run_on_the_disk_of_their_instant") {
+        return;
+    }
+    let saved = with_disk_of(|path| {
+        File::create(path).unwrap().set_len(64 * MIB).unwrap();
+        assert!(Command::new("mkfs.ext4").arg("-q").arg(path).status().unwrap().success());
+    });
+    let mut web = saved.agent("web");
+    web.shell(COUNTS, WITHIN).unwrap();
+    web.dirty(4 * MIB, 64 * MIB).unwrap();
+    let (base, mut kept, mut standstills) = (saved.image(), VecDeque::new(), Vec::new());
+    let first = Instant::now();
+    for n in 0..number("TOWLINE_SOAK_SNAPSHOTS", 4) {
+        let begun = Instant::now();
+        let image = format!("snapshot-{n}.img");
+        let options = ["--resume", "--with-disks", "--base", &base, "--log", "info"];
+        let stored = saved.store("web", &image, &options);
+        let stored = if stored.stderr.contains("has a chain of") {
+            let command = stored.stderr.split('`').nth(1).unwrap().strip_prefix("towline ").unwrap();
+            saved.towline(command.split(' ').map(str::to_owned)).wait_done(WITHIN).unwrap();
+            wait_streamed(&saved.monitor("web"));
+            saved.store("web", &image, &options)
+        } else {
+            stored
+        };
+        assert!(stored.status.success(), "{}", stored.stderr);
+        let (_, after) = stored.stderr.split_once("standstill_us=").unwrap();
+        standstills.push(after.split(' ').next().unwrap().parse::<u64>().unwrap());
+        kept.push_back(image);
+        if kept.len() > KEPT {
+            let oldest = kept.pop_front().unwrap();
+            fs::remove_file(saved.path(&oldest)).unwrap();
+            fs::remove_file(saved.path(&format!("{oldest}.manifest.json"))).unwrap();
+            saved.remove_overlays_without_users(&kept);
+        }
+        std::thread::sleep(INTERVAL.saturating_sub(begun.elapsed()));
+    }
+    let elapsed = first.elapsed();
+    web.check().unwrap();
+    for image in &kept {
+        saved.assert_runs_on_its_disk(image);
+    }
+    standstills.sort_unstable();
+    let quantile = |percent: usize| standstills[(standstills.len() - 1) * percent / 100] as f64 / 1000.0;
+    println!(
+        "{} snapshots in {:.0} s: standstill p50 {:.1} ms, p99 {:.1} ms, {:.2} % of the time; {} MiB on the disk",
+        standstills.len(),
+        elapsed.as_secs_f64(),
+        quantile(50),
+        quantile(99),
+        standstills.iter().sum::<u64>() as f64 / 1e4 / elapsed.as_secs_f64(),
+        saved.allocated() >> 20,
+    );
+    saved.quit("web");
+}
+
+impl Saved {
+    /// The disk that an image's guest must have.
+    fn disk_of(&self, image: &str) -> String {
+        let manifest = fs::read(self.path(&format!("{image}.manifest.json"))).unwrap();
+        let manifest: Value = serde_json::from_slice(&manifest).unwrap();
+        manifest["origin"]["process"]["disks"][0]["file"].as_str().unwrap().to_owned()
+    }
+
+    /// Files of a disk, by QEMU's own tool.
+    fn chain_of(&self, disk: &str) -> Vec<String> {
+        let info =
+            Command::new("qemu-img").args(["info", "-U", "--backing-chain", "--output=json", disk]).output();
+        let info: Value = serde_json::from_slice(&info.unwrap().stdout).unwrap();
+        let files = info.as_array().unwrap().iter().map(|file| file["filename"].as_str().unwrap().to_owned());
+        files.collect()
+    }
+
+    /// Removes overlays that neither the guest nor one of these images needs.
+    fn remove_overlays_without_users(&self, images: &VecDeque<String>) {
+        let drives = self.monitor("web").execute("query-block", Value::Null).unwrap();
+        let present = drives.as_array().unwrap().iter().find(|drive| drive["device"] == "disk0").unwrap();
+        let present = present["inserted"]["file"].as_str().unwrap().to_owned();
+        let disks = images.iter().map(|image| self.disk_of(image)).chain([present]);
+        let used: Vec<_> = disks.flat_map(|disk| self.chain_of(&disk)).collect();
+        for name in self.overlays() {
+            let path = self.path(&name);
+            if !used.contains(&path.display().to_string()) {
+                fs::remove_file(path).unwrap();
+            }
+        }
+    }
+
+    /// The guest continues with the disk that it had, whose file system is sound afterwards.
+    fn assert_runs_on_its_disk(&self, image: &str) {
+        let disk = self.disk_of(image);
+        let run = self.run_with_disk(image, "then", &disk, &["--overlay", "--share"]);
+        assert!(run.status.success(), "{}", run.stderr);
+        let mut guest = self.agent("then");
+        assert_eq!(guest.check().unwrap(), 64 * MIB / 4096, "{image}");
+        let said = guest.shell(COUNTED, WITHIN).unwrap();
+        let words: Vec<_> = said.split_whitespace().collect();
+        let [memory, disk, "done"] = words[..] else { panic!("{image}: {said}") };
+        assert!(memory == disk, "{image}: {memory} in memory, {disk} on the disk");
+        drop(guest);
+        self.quit("then");
+        let is_gone = || Ok((self.guests() == ["web"]).then_some(()));
+        wait_until("the end of the guest", WITHIN, is_gone).unwrap();
+        let (overlay, raw) = (self.path("then.disk0.qcow2"), self.path("then.raw"));
+        let converted =
+            Command::new("qemu-img").args(["convert", "-U", "-O", "raw"]).arg(&overlay).arg(&raw).status();
+        assert!(converted.unwrap().success());
+        let checked = Command::new("e2fsck").arg("-fn").arg(&raw).output().unwrap();
+        assert!(checked.status.success(), "{image}: {}", String::from_utf8_lossy(&checked.stdout));
+        fs::remove_file(overlay).unwrap();
+        fs::remove_file(raw).unwrap();
+    }
+
+    /// Bytes that the files beside the image have on the disk.
+    fn allocated(&self) -> u64 {
+        use std::os::unix::fs::MetadataExt as _;
+        let files = fs::read_dir(self.path("")).unwrap().map(|entry| entry.unwrap().metadata().unwrap());
+        files.map(|file| file.blocks() * 512).sum()
     }
 }

@@ -73,7 +73,7 @@ fn a_fork_that_is_killed_leaves_the_guest_running() {
 }
 
 /// Waits until QEMU has joined the files of the guest's disk.
-fn wait_streamed(monitor: &Qmp) {
+pub(crate) fn wait_streamed(monitor: &Qmp) {
     wait_until("a shorter chain", WITHIN, || {
         let jobs = monitor.execute("query-block-jobs", Value::Null)?;
         Ok(jobs.as_array().unwrap().is_empty().then_some(()))
