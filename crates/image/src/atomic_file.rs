@@ -40,6 +40,9 @@ use crate::journal::{self, FileNumber, Op};
 use crate::regular_file::FileId;
 use error::failed;
 
+/// Bytes that are copied by one write.
+const COPIED_BYTES: usize = 1 << 20;
+
 /// A file being written, under the name `.NAME.partial` until [`commit`](Self::commit).
 #[derive(Debug)]
 pub struct AtomicFile {
@@ -119,6 +122,19 @@ impl AtomicFile {
         let op = || Op::Write { node: self.node, at, bytes: bytes.to_vec() };
         let write = || direct.write_all_at(bytes, at).map_err(|error| errno_of(&error));
         Some(journal::step(op, write).map_err(io::Error::from))
+    }
+
+    /// Copies `length` bytes of another file into this one, at these offsets: by reference where both are on a filesystem with reflinks.
+    ///
+    /// # Errors
+    /// The kernel's error; an I/O error if the other file is too short. A part may have been written.
+    pub(crate) fn take(&self, from: &File, from_at: u64, at: u64, length: u64) -> io::Result<()> {
+        let op = || {
+            let mut bytes = vec![0; length as usize];
+            from.read_exact_at(&mut bytes, from_at).expect("read again in a test");
+            Op::Write { node: self.node, at, bytes }
+        };
+        Ok(journal::step(op, || take(from, from_at, &self.file, at, length))?)
     }
 
     /// Punches a hole of `length` bytes at offset `at`, which then reads as zeros.
@@ -246,6 +262,26 @@ fn write_in_place(path: &Path, bytes: &[u8]) -> Result<()> {
 
 fn errno_of(error: &io::Error) -> Errno {
     Errno::from_io_error(error).unwrap_or(Errno::IO)
+}
+
+fn take(from: &File, mut from_at: u64, file: &File, mut at: u64, length: u64) -> Result<(), Errno> {
+    let end = at + length;
+    while at < end {
+        let left = usize::try_from(end - at).unwrap_or(usize::MAX);
+        match fs::copy_file_range(from, Some(&mut from_at), file, Some(&mut at), left) {
+            Ok(0) => return Err(Errno::IO),
+            Ok(_) | Err(Errno::INTR) => {}
+            // Between filesystems of two kinds, or by one that has no such call.
+            Err(Errno::XDEV | Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => {
+                let mut bytes = vec![0; left.min(COPIED_BYTES)];
+                from.read_exact_at(&mut bytes, from_at).map_err(|error| errno_of(&error))?;
+                write_all_vectored_at(file, &[&bytes], at)?;
+                (from_at, at) = (from_at + bytes.len() as u64, at + bytes.len() as u64);
+            }
+            Err(errno) => return Err(errno),
+        }
+    }
+    Ok(())
 }
 
 fn write_all_vectored_at(file: &File, contents: &[&[u8]], offset: u64) -> Result<(), Errno> {

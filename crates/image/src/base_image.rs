@@ -10,6 +10,7 @@
 //! until then, so no towline replaces them; if another program does, the image is discarded and the source
 //! keeps its guest.
 
+use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -146,6 +147,13 @@ impl BaseImage {
     pub(crate) fn has_content(&self, page: PageRef) -> bool {
         let bit = page.offset / PAGE_SIZE;
         self.chain.top().word(page.block, bit / 64) >> (bit % 64) & 1 == 1
+    }
+
+    /// The file of the chain that stores the chunk of this page, and the page's offset in it.
+    pub(crate) fn place_of(&self, page: PageRef) -> (&File, u64) {
+        let layer = self.chain.layer_of(page);
+        let pages_offset = layer.blocks[page.block.index()].mapped.map_or(0, |mapped| mapped.pages_offset);
+        (&layer.file, pages_offset + page.offset)
     }
 
     /// Entry for the image's manifest.

@@ -68,6 +68,8 @@ pub struct ImageWriter {
     origin: Origin,
     /// `None` for a whole image.
     base: Option<BaseImage>,
+    /// It becomes a whole image by what the base has.
+    takes_base: bool,
     increment: OnceLock<Increment>,
     /// Ranges of each block that arrive; unset: all of the guest.
     arriving: OnceLock<Vec<Vec<Range<u64>>>>,
@@ -127,6 +129,7 @@ impl ImageWriter {
             path: path.into(),
             origin,
             base: None,
+            takes_base: false,
             increment: OnceLock::new(),
             arriving: OnceLock::new(),
             file: RwLock::new(Some(file)),
@@ -151,6 +154,13 @@ impl ImageWriter {
     /// The base cannot be read, has no manifest, is the image to be replaced, or has too many bases itself.
     pub fn based_on(self, base: &Path) -> Result<Self> {
         Ok(Self { base: Some(BaseImage::open(&self.path, base)?), ..self })
+    }
+
+    /// Makes an image with a base whole at the end: it takes the base's chunks, by reference on a filesystem with reflinks. What is known to be
+    /// the base's need not arrive.
+    #[must_use]
+    pub fn taking_base(self) -> Self {
+        Self { takes_base: true, ..self }
     }
 
     /// Number of chunks that an incremental image stores itself, after the commit; `None` for a whole image.
@@ -361,6 +371,13 @@ impl ImageWriter {
         })
     }
 
+    /// Writes the header of an image that needs no base.
+    fn make_whole(&self, layout: &ImageLayout, devices: &DeviceState) -> Result<ImageFrame> {
+        let whole = layout.frame.whole(self.configuration()?);
+        self.write_parts(&whole, layout, devices)?;
+        Ok(whole)
+    }
+
     /// Adds checksums and seal to the committed image, and syncs it.
     fn finish(&self) -> Result<FinishedImage> {
         let layout = self.layout()?;
@@ -369,17 +386,18 @@ impl ImageWriter {
         let hashes = self.hashes(layout)?;
         let base = self.unchanged_base()?;
         let (frame, kind) = match (base, &self.base) {
+            (Some(base), _) if self.takes_base => {
+                self.take_chunks(base, layout, &hashes)?;
+                (self.make_whole(layout, &device_state)?, ImageKind::Whole)
+            }
             (Some(base), _) => {
                 self.punch_unchanged(base, layout, &hashes)?;
                 (layout.frame.clone(), ImageKind::Incremental)
             }
-            (None, Some(_)) => {
-                let whole = layout.frame.whole(self.configuration()?);
-                self.write_parts(&whole, layout, &device_state)?;
-                (whole, ImageKind::Whole)
-            }
+            (None, Some(_)) => (self.make_whole(layout, &device_state)?, ImageKind::Whole),
             (None, None) => (layout.frame.clone(), ImageKind::Whole),
         };
+        let base = base.filter(|_| kind == ImageKind::Incremental);
         let manifest = self.manifest(&frame, &layout.bitmaps, hashes, &device_state, base)?;
         let manifest = manifest.to_json(&sidecar_path(&self.path))?;
         if let Some((at, seal)) = frame.seal(&manifest) {

@@ -2,6 +2,7 @@
 //!
 //! All other paths are those of the host. Limits: needs root, the kernel's driver and its `mkfs`.
 
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
@@ -46,6 +47,12 @@ impl Filesystem {
     /// Command that runs a program in this namespace; the program and its arguments follow.
     pub(crate) fn prefix(&self) -> Vec<String> {
         self.namespace.prefix()
+    }
+
+    /// Bytes of the host's disk that its content takes, after a sync.
+    pub(crate) fn allocated(&self) -> Result<u64> {
+        self.namespace.run(&["sync", "--file-system", &self.path().display().to_string()])?;
+        Ok(std::fs::metadata(self.directory.path().join("filesystem"))?.blocks() * 512)
     }
 
     /// Copies a file of the host into it.

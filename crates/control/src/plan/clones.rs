@@ -29,7 +29,7 @@ use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
 use super::invalid::Invalid;
 use super::progress::{CopyPhase, CopyReport, Observer};
-use super::request::CopyRequest;
+use super::request::{AfterCopy, CopyRequest, Task, TransferOptions};
 use super::validate::validate;
 use crate::in_place::{CapturedGuest, UnusedReflink};
 use crate::qemu::StartedQemu;
@@ -123,13 +123,19 @@ struct Unobserved;
 
 impl Observer for Unobserved {}
 
-/// Stores a guest that was taken while it ran on an image.
+/// Stores a guest that was taken while it ran on an image, as a whole image, which takes from that one what the guest has not written.
 ///
 /// # Errors
 /// Nothing is left of the new image.
 pub(crate) fn store_captured(guest: &CapturedGuest, path: &Path, cancel: &Cancel) -> Result<(), Failure> {
-    let options = CopyRequest::default();
-    let context = Context::new(&options, 0, cancel, &Unobserved);
+    let base = guest.base().map(|image| image.path().to_owned());
+    let options = CopyRequest::new(Task::Copy {
+        transfer: TransferOptions::default(),
+        after: AfterCopy::default(),
+        base,
+    });
+    let mut context = Context::new(&options, 0, cancel, &Unobserved);
+    context.takes_base = true;
     copy_stored(guest, &Destination::Image(path.to_owned()), &context).map(drop)
 }
 

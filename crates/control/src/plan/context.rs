@@ -34,6 +34,8 @@ pub(super) struct Context<'a> {
     pub(super) links_down: &'a [String],
     /// True if this process may write into the memory of the destination's QEMU.
     pub(super) is_own: bool,
+    /// True if an image takes what its base has, and needs no base then.
+    pub(super) takes_base: bool,
     begun: Instant,
     uploaded: OnceLock<Uploaded>,
     sending: OnceLock<Arc<Statistics>>,
@@ -56,6 +58,7 @@ impl<'a> Context<'a> {
             reflink: None,
             links_down: &[],
             is_own: false,
+            takes_base: false,
             begun: Instant::now(),
             uploaded: OnceLock::new(),
             sending: OnceLock::new(),
@@ -97,6 +100,7 @@ impl<'a> Context<'a> {
         let existing = if self.options.overwrite { Existing::Replace } else { Existing::Refuse };
         let writer = ImageWriter::create(path, existing, origin)?;
         Ok(match self.options.base() {
+            Some(base) if self.takes_base => writer.based_on(base)?.taking_base(),
             Some(base) => writer.based_on(base)?,
             None => writer,
         })

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File, Metadata};
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -25,6 +26,7 @@ use super::cache::CacheFile;
 use super::options::MemoryRequest;
 use super::options::{Disks, Error, ImageLocation, PrepareContext, RunOptions};
 use super::parent::{Parent, Parted};
+use crate::in_place::Reflink;
 use crate::lock::lock;
 use crate::plan::{self, Clones, CopyResult, Failure};
 
@@ -307,6 +309,11 @@ impl RunImage {
         }
         let mut parent = lock(parent);
         let (data, written) = (data_bytes(&file.image), parent.prepare(&file.image)?);
+        // With reflinks the image's own data is not copied.
+        let device = |path: Option<&Path>| path?.metadata().ok().map(|found| found.dev());
+        let is_beside = device(Some(file.image.path())) == device(path.parent());
+        let has_reflinks = is_beside && Reflink::create(&file.image).is_ok();
+        let data = if has_reflinks { 0 } else { data };
         let is_less = data + written < written * u64::from(options.count);
         if !is_less || !has_room(&path, data + written) {
             return Ok(false);

@@ -8,6 +8,8 @@
 //!   written pages            ▓       ▓
 //!   the new image's base h0  h1  x2  h3  h4     ─► chunks 1, 2 and 3 arrive, whole; 0 and 4 are the base's
 //! ```
+//!
+//! They stay in the base, or are taken from it into an image that is whole afterwards.
 
 use std::ops::Range;
 
@@ -16,8 +18,8 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::{ImageLayout, ImageWriter};
 use crate::base_image::BaseImage;
-use crate::checksum::{BlockHasher, CHUNK_BYTES, chunk_runs};
-use crate::{Image, Result};
+use crate::checksum::{BlockHasher, CHUNK_BYTES, ChunkHash, chunk_runs};
+use crate::{Error, Image, Result};
 
 /// Ranges of a block that arrive: whole chunks, in ascending order.
 type ArrivingRanges = Vec<Range<u64>>;
@@ -43,6 +45,35 @@ impl ImageWriter {
         };
         let ranges: Vec<_> = (0..).map(BlockIndex).zip(image.ram_blocks()).map(arriving).collect();
         Ok(Some(self.arriving.get_or_init(|| ranges).clone()))
+    }
+
+    /// Takes the chunks that did not arrive from the base's files.
+    ///
+    /// # Errors
+    /// [`Error::BaseChanged`]; they cannot be copied.
+    pub(super) fn take_chunks(
+        &self,
+        base: &BaseImage,
+        layout: &ImageLayout,
+        hashes: &[Vec<ChunkHash>],
+    ) -> Result<()> {
+        let blocks = (0..).map(BlockIndex).zip(layout.frame.blocks());
+        for ((block, ram), arriving) in blocks.zip(self.arriving.get().map_or(&[][..], Vec::as_slice)) {
+            let pages_offset = ram.mapped.expect("laid out").pages_offset;
+            for (chunk, hash) in hashes[block.index()].iter().enumerate() {
+                let start = chunk as u64 * CHUNK_BYTES;
+                let range = start..(start + CHUNK_BYTES).min(ram.length);
+                if *hash == ChunkHash::Zero || overlaps(arriving, &range) {
+                    continue;
+                }
+                let (file, from) = base.place_of(PageRef { block, offset: start });
+                self.with_file(|new| new.take(file, from, pages_offset + start, range.end - start))?;
+            }
+        }
+        if base.is_unchanged() {
+            return Ok(());
+        }
+        Err(Error::BaseChanged { path: self.path.clone(), base: base.path().into() })
     }
 
     /// Takes what does not arrive from the base: its checksums, and which of its pages have content.
@@ -90,7 +121,52 @@ fn overlaps(ascending: &[Range<u64>], range: &Range<u64>) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
+    use towline_migration::{ChannelId, Guest as _, Pages, Sink};
+    use towline_protocol::destination::{RamSection, SectionKind};
+
     use super::*;
+    use crate::testing::{PAGE, TestGuest, delivered, directory};
+    use crate::{Existing, Origin};
+
+    /// Stores `guest` as what it differs in from the image at `base`: the page at the end of its first block.
+    fn store_difference(guest: &TestGuest, path: &Path, base: &Path, fill: u8) {
+        let writer = ImageWriter::create(path, Existing::Refuse, Origin::default()).unwrap();
+        let writer = writer.based_on(base).unwrap().taking_base();
+        let image = Image::open(base).unwrap();
+        let end = CHUNK_BYTES..CHUNK_BYTES + PAGE_SIZE;
+        let difference = |block| if block == BlockIndex(0) { std::slice::from_ref(&end) } else { &[] };
+        let arriving = writer.expect_difference(&image, difference).unwrap().unwrap();
+        assert_eq!(arriving, [vec![end.clone()], Vec::new()]);
+        Sink::configuration(&writer, image.configuration()).unwrap();
+        writer.section_start(RamSection { kind: SectionKind::Start, id: 2 }).unwrap();
+        writer.blocks(&TestGuest::blocks()).unwrap();
+        let pages = Pages { block: BlockIndex(0), offsets: &[CHUNK_BYTES], contents: &[&[fill; PAGE]] };
+        writer.pages(ChannelId::Main, &pages).unwrap();
+        writer.device_state(guest.device_state()).unwrap();
+        writer.commit().unwrap();
+        writer.publish().unwrap();
+    }
+
+    #[test]
+    fn an_image_that_takes_its_base_needs_none() {
+        let place = directory();
+        let path = |name: &str| place.path().join(name);
+        let mut guest = TestGuest::new(3, 1);
+        guest.store(&path("a"), Existing::Refuse, None).unwrap();
+        // Its second block differs, its first one is in the whole image.
+        guest.pages.last_mut().unwrap().2 = 77;
+        guest.store(&path("b"), Existing::Refuse, Some(&path("a"))).unwrap();
+        store_difference(&guest, &path("c"), &path("b"), 5);
+        *guest.pages.iter_mut().find(|page| page.1 == 512).unwrap() = (0, 512, 5);
+        guest.store(&path("whole"), Existing::Refuse, None).unwrap();
+        ["a", "b"].iter().for_each(|name| std::fs::remove_file(path(name)).unwrap());
+        let [taken, whole] = ["c", "whole"].map(|name| Image::open(&path(name)).unwrap());
+        assert_eq!(taken.configuration(), whole.configuration());
+        assert_eq!(delivered(&taken), delivered(&whole));
+        assert!(taken.is_sealed() && taken.manifest().unwrap().base().is_none());
+    }
 
     #[test]
     fn chunks_that_may_differ_arrive_whole() {

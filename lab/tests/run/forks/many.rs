@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::Value;
 use towline_lab::expect::number;
-use towline_lab::{require_lab, signal, wait_until};
+use towline_lab::{Version, require_lab, signal, skip, wait_until};
 
 use super::written;
+use crate::filesystem::Filesystem;
 use crate::support::{MEMORY_MIB, MIB, Recipe, Saved, WITHIN, ram_pss_in};
 
 /// Memory that the guest writes before it is forked.
@@ -80,6 +81,56 @@ fn many_forks_run_and_share_the_image_of_their_guest() {
     assert!(grandchild.status.success(), "{}", grandchild.stderr);
     ["web", "later", "grandchild"].iter().for_each(|name| saved.quit(name));
     saved.assert_intact();
+}
+
+/// Their image has what the guest wrote, and shares the rest with the guest's image.
+#[test]
+fn many_forks_on_a_filesystem_with_reflinks_store_what_the_guest_wrote() {
+    let test = "many_forks_on_a_filesystem_with_reflinks_store_what_the_guest_wrote";
+    if !require_lab(test) {
+        return;
+    }
+    let filesystem = match Filesystem::new("xfs", 1024) {
+        Ok(filesystem) => filesystem,
+        Err(error) => return skip(test, &format!("{error:#}")),
+    };
+    let saved = Saved::new(Version::V10_0);
+    for file in [saved.image(), format!("{}.manifest.json", saved.image())] {
+        filesystem.copy(file.as_ref()).unwrap();
+    }
+    let image = filesystem.path().join("guest.img").display().to_string();
+    let start = |words: &[&str]| {
+        let words = words.iter().map(|word| (*word).to_owned());
+        saved.towline_within(&filesystem.prefix(), words.chain(saved.set()))
+    };
+    start(&["run", &image, "--name", "web", "--detach"]).wait_done(WITHIN).unwrap();
+    let mut web = saved.agent("web");
+    let written = web.shell(&written(WRITTEN_MIB), WITHIN).unwrap();
+    let before = filesystem.allocated().unwrap();
+    let agent =
+        format!("chardev.agent=socket,path={}/{{name}}.agent,server=on,wait=off", saved.path("").display());
+    let words =
+        ["fork", "web", "--name", "fork", "--count", "8", "--detach", "--set", &agent].map(str::to_owned);
+    saved.towline_within(&filesystem.prefix(), words).wait_done(WITHIN).unwrap();
+    let stored = filesystem.allocated().unwrap() - before;
+    println!(
+        "{} MiB stored for {WRITTEN_MIB} MiB written, of a guest with {} MiB",
+        stored / MIB,
+        saved.filled() / MIB
+    );
+    // A copy of all would have its kernel as well.
+    assert!(stored < WRITTEN_MIB * MIB + saved.filled(), "{stored}");
+    for n in [0, 7] {
+        let mut fork = saved.agent(&format!("fork-{n}"));
+        assert_eq!(fork.shell("sha256sum /tmp/written", WITHIN).unwrap(), written);
+        saved.assert_is_saved_guest(&mut fork);
+    }
+    let made = filesystem.path().join("fork.img").display().to_string();
+    let verify = ["inspect", "--verify", &made].map(str::to_owned);
+    saved.towline_within(&filesystem.prefix(), verify).wait_done(WITHIN).unwrap();
+    saved.guests().iter().for_each(|name| saved.quit(name));
+    let is_gone = || Ok(saved.guests().is_empty().then_some(()));
+    wait_until("the end of the guests", WITHIN, is_gone).unwrap();
 }
 
 /// A connection that was made before talks on while its guest is forked; the forks' ends are theirs, in no network.
