@@ -71,6 +71,7 @@ pub struct Overlay {
 #[derive(Debug)]
 pub struct CreatedOverlay {
     path: Option<PathBuf>,
+    file: fs::File,
 }
 
 /// Overlays that cannot be made.
@@ -244,7 +245,7 @@ impl Overlay {
     fn reserve(&self) -> Result<CreatedOverlay, OverlayError> {
         let path = self.path.clone();
         match fs::File::options().write(true).create_new(true).mode(0o600).open(&path) {
-            Ok(_) => Ok(CreatedOverlay { path: Some(path) }),
+            Ok(file) => Ok(CreatedOverlay { path: Some(path), file }),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Err(OverlayError::Exists { path }),
             Err(source) => Err(OverlayError::Directory { path, source }),
         }
@@ -252,6 +253,19 @@ impl Overlay {
 }
 
 impl CreatedOverlay {
+    /// Has it belong to this user and group, if it does not.
+    ///
+    /// # Errors
+    /// This process may not give files away.
+    pub fn give_to(&self, user: u32, group: u32) -> io::Result<()> {
+        let found = self.file.metadata()?;
+        if (found.uid(), found.gid()) == (user, group) {
+            return Ok(());
+        }
+        // Not by its name, which may be another file's where that user may write.
+        std::os::unix::fs::fchown(&self.file, Some(user), Some(group))
+    }
+
     /// Keeps the file beyond this value.
     pub fn keep(mut self) {
         self.path = None;

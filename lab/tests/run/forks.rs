@@ -2,6 +2,7 @@
 
 pub(crate) mod faults;
 mod many;
+mod states;
 
 use std::fs;
 use std::path::Path;

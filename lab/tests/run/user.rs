@@ -1,14 +1,15 @@
 //! Guests of a user without privileges.
 
 use std::fs::{self, Permissions};
-use std::os::unix::fs::{PermissionsExt as _, chown};
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
 use std::path::Path;
 
 use rustix::process::{Signal, geteuid};
 use serde_json::Value;
-use towline_lab::{Towline, Version, require_lab, signal, skip, towline_binary, wait_until};
+use towline_lab::{Towline, require_lab, signal, skip, towline_binary, wait_until};
 
-use crate::support::{Saved, WITHIN};
+use crate::forks::disk_written;
+use crate::support::{MIB, Recipe, Saved, WITHIN};
 
 /// An id that Debian gives to no account with files.
 const USER: u32 = 65_534;
@@ -23,7 +24,13 @@ fn a_user_without_privileges_runs_a_guest_of_a_readable_image() {
     if !geteuid().is_root() {
         return skip(name, "only root can be another user");
     }
-    let saved = Saved::new(Version::V10_0);
+    let place = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
+    let disk = place.path().join("disk.raw");
+    fs::write(&disk, vec![b'd'; (8 * MIB) as usize]).unwrap();
+    chown(&disk, Some(USER), Some(USER)).unwrap();
+    let drive = format!("file={},format=raw,if=none,id=disk0", disk.display());
+    let arguments = ["-drive", &drive, "-device", "virtio-blk-pci,drive=disk0"].map(str::to_owned);
+    let saved = Saved::in_place(place, &Recipe { arguments: &arguments, ..Recipe::default() });
     fs::set_permissions(saved.path("."), Permissions::from_mode(0o755)).unwrap();
     for file in [saved.image(), format!("{}.manifest.json", saved.image())] {
         fs::set_permissions(file, Permissions::from_mode(0o644)).unwrap();
@@ -44,6 +51,8 @@ fn a_user_without_privileges_runs_a_guest_of_a_readable_image() {
             Some((key @ ("kernel" | "initrd"), file)) => format!("{key}={}", copied(file.as_ref(), key)),
             _ => setting,
         });
+    let of_disk = [format!("drive.disk0.file={}", disk.display()), "drive.disk0.format=raw".into()];
+    let settings = settings.chain(of_disk);
     let settings: Vec<String> = settings.flat_map(|setting| ["--set".to_owned(), setting]).collect();
     let user = format!("--reuid={USER} --regid={USER} --clear-groups --inh-caps=-all --bounding-set=-all");
     let user = std::iter::once("setpriv".to_owned()).chain(user.split(' ').map(str::to_owned));
@@ -70,6 +79,12 @@ fn a_user_without_privileges_runs_a_guest_of_a_readable_image() {
     ] {
         assert!(status.lines().any(|found| found == line), "{line}: {status}");
     }
+    // Root stores it, with the disk that it goes on with.
+    let source = format!("qmp:{}", home.join("towline/guests/web/qmp.sock").display());
+    let words = ["copy", "--resume", "--with-disks", &source, &saved.path("next.img").display().to_string()];
+    saved.towline(words.map(str::to_owned)).wait_done(WITHIN).unwrap();
+    assert_eq!(fs::metadata(saved.path("disk.1.qcow2")).unwrap().uid(), USER);
+    saved.agent("home/web").shell(&disk_written("after"), WITHIN).unwrap();
     signal(run.pid(), Signal::INT);
     run.wait_done(WITHIN).unwrap();
     assert!(!Path::new(&format!("/proc/{pid}")).exists(), "process {pid} is left");

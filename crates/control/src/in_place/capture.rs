@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{MemfdFlags, memfd_create};
 use towline_image::Image;
 use towline_protocol::device_state::DeviceState;
-use towline_qmp::commands::{AddFd, Cont, RemoveFd, Stop, XenSaveDevicesState};
+use towline_qmp::commands::{AddFd, Cont, QueryMigrate, RemoveFd, RunState, Stop, XenSaveDevicesState};
 
 use super::{BasedGuest, CapturedGuest, Error, GuestDisks};
 use crate::journal::{JournalEntry, UndoRecord};
@@ -37,8 +37,9 @@ impl PreparedCapture {
     /// Prepares the guest of `qemu`, which runs on `image`, and does not stop it.
     ///
     /// # Errors
-    /// [`Error::NotBased`]: it does not run on the image; [`Error::NotCaptured`]; [`Error::Qemu`].
+    /// [`Error::OtherState`]; [`Error::NotBased`]: it does not run on the image; [`Error::NotCaptured`]; [`Error::Qemu`].
     pub(crate) fn of(qemu: &mut Qemu, image: &Arc<Image>) -> Result<Self, Error> {
+        running(qemu)?;
         let socket = qemu.socket().to_owned();
         let not_based =
             |reason| Error::NotBased { socket: socket.clone(), image: image.path().to_owned(), reason };
@@ -55,12 +56,12 @@ impl PreparedCapture {
     /// Takes the guest, and its disks once all else was. Afterwards it runs on, if it ran before.
     ///
     /// # Errors
-    /// [`Error::NotCaptured`]; [`Error::Qemu`]; those of `disks`. The guest runs on.
+    /// [`Error::OtherState`]; [`Error::NotCaptured`]; [`Error::Qemu`]; those of `disks`. The guest runs on.
     pub(crate) fn take(self, qemu: &mut Qemu, disks: &mut GuestDisks) -> Result<Capture, Error> {
         let Self { mut based, mut devices } = self;
         let socket = qemu.socket().to_owned();
         let not_captured = |source: io::Error| Error::NotCaptured { socket: socket.clone(), source };
-        let ran = qemu.status()?.running;
+        let ran = running(qemu)?;
         // A cancelled command does not leave it stopped.
         qemu.wait_for_replies();
         let entry = ran.then(|| qemu.record(&UndoRecord::Stopped { overlays: disks.overlays() })).flatten();
@@ -87,6 +88,22 @@ impl PreparedCapture {
             .map_err(|error| not_captured(io::Error::other(error.to_string())))?;
         Ok(Capture { guest: based.into_guest(state)?, standstill })
     }
+}
+
+/// Returns true if the guest runs, and false if it is paused.
+///
+/// # Errors
+/// [`Error::OtherState`]: it is neither, or is being migrated.
+fn running(qemu: &mut Qemu) -> Result<bool, Error> {
+    let status = qemu.status()?.status;
+    let migration = qemu.client().execute(&QueryMigrate).map_err(qemu_error)?.status;
+    let state = match migration.filter(|migration| !migration.is_idle()) {
+        Some(migration) => format!("being migrated ({})", migration.as_str()),
+        None if status == RunState::RUNNING => return Ok(true),
+        None if status == RunState::PAUSED => return Ok(false),
+        None => format!("`{}`", status.as_str()),
+    };
+    Err(Error::OtherState { socket: qemu.socket().to_owned(), state })
 }
 
 /// Runs the guest on, also one that may not have been stopped. Returns the time at which it ran.

@@ -92,13 +92,16 @@ impl GuestDisks {
         Ok(Overlay::check(&planned)?)
     }
 
-    /// Makes the overlays, which are removed with this value unless the guest continues in them.
+    /// Makes the overlays, which are removed with this value unless the guest continues in them. They belong to the user of its QEMU.
     ///
     /// # Errors
-    /// [`Error::Overlay`].
-    pub(crate) fn make_overlays(&mut self, host: &HostArguments) -> Result<(), Error> {
+    /// [`Error::Overlay`]; [`Error::Owner`].
+    pub(crate) fn make_overlays(&mut self, qemu: &Qemu, host: &HostArguments) -> Result<(), Error> {
+        let owner = qemu.process().file_owner();
         for snapshot in &mut self.snapshots {
-            snapshot.created = Some(snapshot.overlay.create(host)?);
+            let created = snapshot.created.insert(snapshot.overlay.create(host)?);
+            let given = owner.map_or(Ok(()), |owner| created.give_to(owner.uid, owner.gid));
+            given.map_err(|source| Error::Owner { path: snapshot.overlay.path.clone(), source })?;
         }
         Ok(())
     }

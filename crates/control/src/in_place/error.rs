@@ -328,6 +328,14 @@ pub enum Error {
     /// An overlay of a drive could not be made.
     #[error("{0}")]
     Overlay(#[from] towline_launch::OverlayError),
+    /// An overlay cannot be QEMU's.
+    #[error("overlay {} cannot belong to QEMU's user: {source}; run towline as that user or as root", path.display())]
+    Owner {
+        /// The overlay.
+        path: PathBuf,
+        /// The error.
+        source: std::io::Error,
+    },
     /// A drive has another file than the overlays were planned with.
     #[error(
         "drive {drive} of the guest of QEMU on {socket} was changed meanwhile, perhaps by another fork or copy; try again"
@@ -337,6 +345,14 @@ pub enum Error {
         socket: String,
         /// The drive.
         drive: String,
+    },
+    /// The guest neither runs nor is paused.
+    #[error("the guest of QEMU on {socket} is {state}, expected one that runs or is paused")]
+    OtherState {
+        /// The monitor's socket.
+        socket: String,
+        /// Its state.
+        state: String,
     },
     /// A running guest could not be taken; it runs on.
     #[error("the guest of QEMU on {socket} cannot be taken as it runs: {source}")]

@@ -42,7 +42,7 @@ fn overlaid(qemu: &mut Qemu, directory: Option<&Path>) -> Result<GuestDisks, Err
     let directory = directory.map(std::path::absolute).transpose().map_err(Error::Directory)?;
     let overlays = recorded.command_line().further_overlays(&working_directory, directory.as_deref());
     disks.plan(qemu, &overlays)?;
-    disks.make_overlays(&HostArguments { binary: qemu.program(), ..HostArguments::default() })?;
+    disks.make_overlays(qemu, &HostArguments { binary: qemu.program(), ..HostArguments::default() })?;
     Ok(disks)
 }
 
@@ -89,6 +89,7 @@ fn is_sent_instead(error: &Error) -> bool {
         // The latter is a device that cannot be saved.
         Error::InPlace(
             in_place::Error::NotBased { .. }
+            | in_place::Error::OtherState { .. }
             | in_place::Error::Qemu(qemu::Error::Qmp(qmp::Error::Refusal { .. })),
         ) => true,
         _ => false,
@@ -137,12 +138,8 @@ fn taken(qemu: &mut Qemu, disks: &mut GuestDisks, context: &Context<'_>) -> Resu
     Ok(Some(Capture { guest: guest.with_origin(origin), standstill }))
 }
 
-/// The image that a running or paused guest maps.
+/// The image that a guest maps.
 fn based_image(qemu: &mut Qemu) -> Result<Option<Image>, Error> {
-    let status = qemu.status()?.status;
-    if status != RunState::RUNNING && status != RunState::PAUSED {
-        return Ok(None);
-    }
     let Some(path) = in_place::mapped_image(qemu)? else { return Ok(None) };
     Ok(Some(Image::open(&path)?))
 }

@@ -90,7 +90,7 @@ impl Parent {
 
     /// Makes the overlays, which are removed with this value unless the guest continues in them.
     pub(super) fn make_overlays(&mut self, host: &HostArguments) -> Result<(), Error> {
-        Ok(self.disks.make_overlays(host)?)
+        Ok(self.disks.make_overlays(&self.qemu, host)?)
     }
 
     /// Prepares the guest, which runs on `image`, to be taken. Returns the bytes that it has written.
