@@ -57,7 +57,7 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     let held = HeldSignals::hold()?;
     if let (Source::Qmp(socket), DiskArgs { with_disks: true, overlay_dir, .. }) = (&source, &args.disks) {
         // By a program, which a confined process cannot start.
-        match plan::prepare_disks(socket, overlay_dir.as_deref(), &held.arrived()) {
+        match plan::prepare_disks(socket, overlay_dir.as_deref(), &held.arrived(), &reporter) {
             Ok(disks) => options.disks = WritableDisks::Kept(disks),
             Err(failure) => return Ok(results.failed(&args.destinations[0], &failure)),
         }
@@ -108,6 +108,10 @@ fn confine(
             sandbox::permit_mapped_images(&mut policy, source, destinations, options, &held.arrived());
             args.observability.metrics.iter().for_each(|address| policy.bind.add(address.port()));
             policy.write.extend(args.report.report.as_deref().map(sandbox::parent_directory));
+            if let WritableDisks::Kept(disks) = &options.disks {
+                // Unused overlays are removed.
+                policy.write.extend(disks.overlays().iter().map(|path| sandbox::parent_directory(path)));
+            }
             args.sandbox.confine(policy);
         }
         None => args.sandbox.log_unconfined(sandbox::EXEC_UNCONFINED),

@@ -29,7 +29,7 @@ use std::io::{self, IoSlice};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use rustix::fs::{self, FallocateFlags};
+use rustix::fs::{self, FallocateFlags, SeekFrom};
 use rustix::io::{Errno, pwritev};
 
 pub use directory_entry::Existing;
@@ -267,7 +267,18 @@ fn errno_of(error: &io::Error) -> Errno {
 fn take(from: &File, mut from_at: u64, file: &File, mut at: u64, length: u64) -> Result<(), Errno> {
     let end = at + length;
     while at < end {
-        let left = usize::try_from(end - at).unwrap_or(usize::MAX);
+        // Holes stay holes.
+        let (data, hole) = match fs::seek(from, SeekFrom::Data(from_at)) {
+            Ok(data) => (data, fs::seek(from, SeekFrom::Hole(data))?),
+            Err(Errno::NXIO) => return Ok(()),
+            Err(errno) => return Err(errno),
+        };
+        (from_at, at) = (data, at + (data - from_at));
+        let left = (hole - data).min(end.saturating_sub(at));
+        let left = usize::try_from(left).unwrap_or(usize::MAX);
+        if left == 0 {
+            return Ok(());
+        }
         match fs::copy_file_range(from, Some(&mut from_at), file, Some(&mut at), left) {
             Ok(0) => return Err(Errno::IO),
             Ok(_) | Err(Errno::INTR) => {}

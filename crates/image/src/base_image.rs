@@ -152,7 +152,7 @@ impl BaseImage {
     /// The file of the chain that stores the chunk of this page, and the page's offset in it.
     pub(crate) fn place_of(&self, page: PageRef) -> (&File, u64) {
         let layer = self.chain.layer_of(page);
-        let pages_offset = layer.blocks[page.block.index()].mapped.map_or(0, |mapped| mapped.pages_offset);
+        let pages_offset = layer.blocks[page.block.index()].mapped.expect("stored").pages_offset;
         (&layer.file, pages_offset + page.offset)
     }
 

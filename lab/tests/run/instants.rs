@@ -80,7 +80,7 @@ fn an_image_of_a_running_guest_has_its_disk_of_that_instant() {
     web.shell(&disk_written("four"), WITHIN).unwrap();
     // Its own writes would destroy the disk of the guest, whether that runs or not.
     let refused = saved.run_with_disk("two.img", "two", "disk.1.qcow2", &[]);
-    assert_refused(&refused, &["is a backing file of the disk with which the guest", "--overlay"]);
+    assert_refused(&refused, &["is a backing file of the disk that the guest", "--overlay"]);
     for (name, disk_file) in [("two", "disk.1.qcow2"), ("three", "disk.2.qcow2")] {
         let run = saved.run_with_disk(&format!("{name}.img"), name, disk_file, &["--overlay", "--share"]);
         assert!(run.status.success(), "{}", run.stderr);
@@ -101,7 +101,7 @@ fn an_image_of_a_running_guest_has_its_disk_of_that_instant() {
     let modified = File::options().write(true).open(saved.path("disk.1.qcow2")).unwrap();
     modified.set_modified(std::time::SystemTime::now()).unwrap();
     let refused = saved.run_with_disk("two.img", "changed", "disk.1.qcow2", &["--overlay"]);
-    assert_refused(&refused, &["disk.1.qcow2) was changed since image", "--set drive.disk0.file"]);
+    assert_refused(&refused, &["disk.1.qcow2) was changed or removed since image", "--set drive.disk0.file"]);
     saved.assert_intact();
 }
 
@@ -120,6 +120,13 @@ fn a_guest_that_writes_a_disk_is_not_stored_without_it_by_mistake() {
     let stored = saved.store("web", "next.img", &["--resume", "--memory-only"]);
     assert!(stored.status.success(), "{}", stored.stderr);
     assert_eq!(saved.overlays(), [""; 0]);
+    // What cannot be stored leaves the guest its disk.
+    let (exists, no_base) = (saved.image(), saved.path("missing.img").display().to_string());
+    let refused = saved.store("web", "guest.img", &["--resume", "--with-disks"]);
+    assert_refused(&refused, &[&exists, "exists"]);
+    let refused = saved.store("web", "other.img", &["--resume", "--with-disks", "--base", &no_base]);
+    assert_refused(&refused, &["missing.img"]);
+    assert_eq!(saved.overlays(), [""; 0]);
     // A disk that QEMU takes no snapshot of.
     let monitor = saved.monitor("web");
     let target = json!({ "driver": "null-co", "node-name": "target", "size": 8 << 20, "read-zeroes": true });
@@ -135,6 +142,41 @@ fn a_guest_that_writes_a_disk_is_not_stored_without_it_by_mistake() {
     assert_eq!(status["status"], "running");
     assert_eq!(disk(&mut saved.agent("web")), "one");
     saved.quit("web");
+}
+
+/// QEMU describes the overlay of a file that was opened by another name as JSON.
+#[test]
+fn a_disk_with_a_relative_name_is_kept_time_and_again() {
+    if !require_lab("a_disk_with_a_relative_name_is_kept_time_and_again") {
+        return;
+    }
+    let saved = with_disk();
+    saved.quit("web");
+    let is_gone = || Ok(saved.guests().is_empty().then_some(()));
+    wait_until("the end of the guest", WITHIN, is_gone).unwrap();
+    let here = ["/usr/bin/env".to_owned(), "-C".to_owned(), saved.path("").display().to_string()];
+    let run = |image: &str, name: &str, file: &str| {
+        let image = saved.path(image).display().to_string();
+        let file = format!("drive.disk0.file={file}");
+        let words =
+            ["run", &image, "--name", name, "--detach", "--set", &file, "--set", "drive.disk0.format=raw"];
+        let words = words.map(str::to_owned).into_iter().chain(saved.set());
+        saved.towline_within(&here, words).wait(WITHIN).unwrap()
+    };
+    let started = run("guest.img", "relative", "disk.raw");
+    assert!(started.status.success(), "{}", started.stderr);
+    let mut guest = saved.agent("relative");
+    for name in ["one", "two"] {
+        guest.shell(&disk_written(name), WITHIN).unwrap();
+        let stored = saved.store("relative", &format!("{name}.img"), &["--resume", "--with-disks"]);
+        assert!(stored.status.success(), "{}", stored.stderr);
+    }
+    assert_eq!(saved.overlays(), ["disk.1.qcow2", "disk.2.qcow2"]);
+    assert!(saved.disk_of("two.img").ends_with("/disk.1.qcow2"), "{}", saved.disk_of("two.img"));
+    drop(guest);
+    saved.quit("relative");
+    wait_until("the end of the guest", WITHIN, is_gone).unwrap();
+    assert_refused(&run("one.img", "one", "./disk.raw"), &["is a backing file of the disk"]);
 }
 
 /// Its memory is sent, which takes longer than one instant.

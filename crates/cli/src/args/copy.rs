@@ -22,7 +22,7 @@ Examples:
   Save only what changed since, and later merge the chain into a full image:
     towline copy --resume --base guest.img qmp:/run/vm/a.qmp tuesday.img
     towline copy tuesday.img full.img
-  The same of a guest with disks, which go on in overlays:
+  The same for a guest with disks, which continue in overlays:
     towline copy --resume --with-disks --base guest.img qmp:/run/vm/a.qmp tuesday.img
   Save this instant while the guest continues to run:
     towline copy --live qmp:/run/vm/a.qmp guest.img
@@ -74,14 +74,14 @@ pub(crate) struct CopyArgs {
 /// Options for the disks of a guest that runs on after it was stored.
 #[derive(Debug, clap::Args)]
 pub(crate) struct DiskArgs {
-    /// Keep the disks that the guest writes as they are at the image's instant: with --resume, it continues in
-    /// qcow2 overlays, STEM.N.qcow2 beside each
+    /// Keep the disks that the guest writes to as they are at the image's instant: with --resume, it continues
+    /// in qcow2 overlays, STEM.N.qcow2 beside each
     #[arg(long, requires = "resume", conflicts_with = "memory_only", help_heading = IMAGES)]
     pub(crate) with_disks: bool,
     /// Directory of these overlays [default: that of each disk]
     #[arg(long, value_name = "DIR", requires = "with_disks", help_heading = IMAGES)]
     pub(crate) overlay_dir: Option<PathBuf>,
-    /// Store the memory of a guest that runs on, and writes disks, without them: they are of another instant then
+    /// Store only the memory of a guest that runs on and writes to disks, which will be of a later instant
     #[arg(long, help_heading = IMAGES)]
     pub(crate) memory_only: bool,
 }

@@ -62,12 +62,13 @@ fn plan(error: &PlanError) -> Option<String> {
              (--multifd-channels, --compression); its own log says which"
         ),
         PlanError::WritesDisk { .. } => format!(
-            "{error}; pass --with-disks to keep the disk as it is, and have the guest go on in an overlay of it, or --memory-only if you \
-             keep its disks of the same instant by other means"
+            "{error}; pass --with-disks to keep the disk as it is (the guest continues in an overlay of it), or pause the guest, keep its \
+             disks yourself and pass --memory-only"
         ),
         PlanError::DisksNotKept { .. } => format!(
-            "{error}; save it without --resume, which pauses it, and run that image (`towline run`), or pass --memory-only"
+            "{error}; save it without --resume (the guest is then paused) and run that image (`towline run`), or pass --memory-only"
         ),
+        PlanError::NoOverlayDirectory { .. } => format!("{error} (--overlay-dir DIR)"),
         PlanError::NothingToRecover { .. } => format!("{error}: --recover needs one"),
         PlanError::NotCarried { .. } => {
             format!("{error} (--set drive.ID.file=, --set device.ID=, arguments after --)")

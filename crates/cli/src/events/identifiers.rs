@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use towline_control::in_place::Error as InPlaceError;
 use towline_control::plan::Error;
 use towline_migration::{SendReason, ZeroCopySend};
 
@@ -69,7 +70,16 @@ pub(crate) fn reason(error: &Error) -> Reason {
         Error::PeerSilent { .. } => "peer-silent",
         Error::NotRunning { .. } => "destination-not-running",
         Error::SharedDrive { .. } => "shared-drive",
-        Error::WritesDisk { .. } | Error::DisksNotKept { .. } => "disk",
+        Error::WritesDisk { .. }
+        | Error::DisksNotKept { .. }
+        | Error::NoOverlayDirectory { .. }
+        | Error::InPlace(
+            InPlaceError::NoOverlay { .. }
+            | InPlaceError::LongChain { .. }
+            | InPlaceError::Overlay(_)
+            | InPlaceError::Owner { .. }
+            | InPlaceError::DriveChanged { .. },
+        ) => "disk",
         Error::NotInPlace { .. } => "memory-not-in-place",
         Error::NotCarried { .. } => "not-carried",
         Error::DrivesChanged { .. } => "other-drive",

@@ -18,6 +18,7 @@ use std::os::fd::AsFd as _;
 use std::sync::Arc;
 
 use towline_channel::IoBuf;
+use towline_image::checksum::CHUNK_BYTES;
 use towline_image::{Image, Origin, StoredGuest};
 use towline_migration::{Extent, ExtentKind, Guest, ProcessMemory, RamMapping};
 use towline_protocol::configuration::Configuration;
@@ -133,6 +134,21 @@ impl BasedGuest {
     pub(crate) fn written_bytes(&self) -> u64 {
         let based = self.blocks.iter().filter(|block| block.base == BlockBase::Image);
         based.flat_map(|block| &block.written).map(|range| range.end - range.start).sum()
+    }
+
+    /// Bytes of the image's chunks in which there is any of that.
+    pub(crate) fn written_chunk_bytes(&self) -> u64 {
+        let based = self.blocks.iter().filter(|block| block.base == BlockBase::Image);
+        let count = |block: &BasedBlock| {
+            let (mut chunks, mut next) = (0, 0);
+            for range in &block.written {
+                let first = (range.start / CHUNK_BYTES).max(next);
+                next = range.end.div_ceil(CHUNK_BYTES);
+                chunks += next.saturating_sub(first);
+            }
+            chunks * CHUNK_BYTES
+        };
+        based.map(count).sum()
     }
 
     /// The captured guest, with its device state of the same instant.

@@ -53,6 +53,11 @@ impl PreparedCapture {
         self.based.written_bytes()
     }
 
+    /// Bytes of an image's chunks in which it has written so far.
+    pub(crate) fn written_chunk_bytes(&self) -> u64 {
+        self.based.written_chunk_bytes()
+    }
+
     /// Takes the guest, and its disks once all else was. Afterwards it runs on, if it ran before.
     ///
     /// # Errors

@@ -1,5 +1,7 @@
 //! The disks of a guest that is taken: they stay as they are at its instant, and the guest continues in overlays of them.
 
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -40,6 +42,12 @@ impl PreparedDisks {
         Self(Arc::new(Mutex::new(disks)))
     }
 
+    /// Files in which the guest continues once it was taken.
+    #[must_use]
+    pub fn overlays(&self) -> Vec<PathBuf> {
+        self.disks().overlays()
+    }
+
     pub(crate) fn disks(&self) -> MutexGuard<'_, GuestDisks> {
         lock(&self.0)
     }
@@ -58,6 +66,11 @@ impl GuestDisks {
     /// Returns true if no disk is kept.
     pub(crate) fn is_empty(&self) -> bool {
         self.snapshots.is_empty()
+    }
+
+    /// Returns true if the guest writes to any.
+    pub(crate) fn has_drives(&self) -> bool {
+        !self.drives.is_empty()
     }
 
     /// Plans overlays of all of them: those of `overlays`, which are of the disks in the guest's command line.
@@ -92,14 +105,17 @@ impl GuestDisks {
         Ok(Overlay::check(&planned)?)
     }
 
-    /// Makes the overlays, which are removed with this value unless the guest continues in them. They belong to the user of its QEMU.
+    /// Makes the overlays, which are removed with this value unless the guest continues in them. They belong to the user of its QEMU if
+    /// its disks do.
     ///
     /// # Errors
     /// [`Error::Overlay`]; [`Error::Owner`].
     pub(crate) fn make_overlays(&mut self, qemu: &Qemu, host: &HostArguments) -> Result<(), Error> {
-        let owner = qemu.process().file_owner();
         for snapshot in &mut self.snapshots {
             let created = snapshot.created.insert(snapshot.overlay.create(host)?);
+            // Not in a directory in which that user has no disk: the names come from QEMU.
+            let disk = fs::metadata(&snapshot.overlay.base).map(|disk| disk.uid());
+            let owner = qemu.process().file_owner().filter(|owner| disk.is_ok_and(|uid| uid == owner.uid));
             let given = owner.map_or(Ok(()), |owner| created.give_to(owner.uid, owner.gid));
             given.map_err(|source| Error::Owner { path: snapshot.overlay.path.clone(), source })?;
         }
@@ -114,6 +130,12 @@ impl GuestDisks {
     /// Files in which the guest continues.
     pub(crate) fn overlays(&self) -> Vec<PathBuf> {
         self.snapshots.iter().map(|snapshot| snapshot.overlay.path.clone()).collect()
+    }
+
+    /// Those of them in which it does, or may if QEMU's answer was lost.
+    pub(crate) fn used_overlays(&self) -> impl Iterator<Item = &Path> {
+        let used = self.snapshots.iter().filter(|snapshot| snapshot.created.is_none());
+        used.map(|snapshot| &*snapshot.overlay.path)
     }
 
     /// Takes them while the guest is stopped.

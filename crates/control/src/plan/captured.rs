@@ -1,25 +1,27 @@
 //! Storing a guest that runs on: its disks, and its memory by what it has written, so that it is stopped only until that is copied.
 
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rustix::process::geteuid;
 use towline_image::{Image, Origin};
-use towline_launch::{HostArguments, Recorded};
+use towline_launch::{HostArguments, Overlay, Recorded};
 use towline_qmp as qmp;
 use towline_qmp::commands::RunState;
 
 use super::command_line::record_command_line;
 use super::context::Context;
-use super::endpoint::{query_failed, record_process};
+use super::endpoint::{self, GuestDescription, query_failed, record_process};
 use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
+use super::progress::Observer;
 use super::request::WritableDisks;
 use crate::in_place::{self, Capture, GuestDisks, PreparedCapture, PreparedDisks};
 use crate::qemu::{self, Qemu};
 
 /// Makes an overlay of each disk that the guest of the QEMU at `socket` writes: in `directory`, or beside the disk. `interrupt` ends the
-/// wait for the monitor.
+/// wait for the monitor; `observer` learns of what a killed towline had left in the QEMU.
 ///
 /// # Errors
 /// The command line is not known, a disk is not in it, or an overlay cannot be made. Nothing is left.
@@ -27,22 +29,35 @@ pub fn prepare_disks(
     socket: &Path,
     directory: Option<&Path>,
     interrupt: &Arc<OwnedFd>,
+    observer: &dyn Observer,
 ) -> Result<PreparedDisks, Failure> {
     let interrupt = Some(Arc::clone(interrupt));
     let connected = Qemu::connect(socket, &qmp::Options { interrupt, ..qmp::Options::default() });
     let mut qemu = connected.map_err(|error| query_failed(error.into()))?;
+    qemu.repaired().iter().for_each(|repaired| observer.notice(&repaired.to_string()));
     overlaid(&mut qemu, directory).map(PreparedDisks::new).map_err(Failure::untouched)
 }
 
 fn overlaid(qemu: &mut Qemu, directory: Option<&Path>) -> Result<GuestDisks, Error> {
     let mut disks = GuestDisks::of(qemu)?;
+    if disks.has_drives() && in_place::mapped_image(qemu)?.is_none() {
+        return Err(Error::DisksNotKept { socket: qemu.socket().to_owned() });
+    }
     let recorded = record_command_line(qemu)?;
     let recorded = Recorded::from_json(recorded.command_line.as_bytes())?;
     let working_directory = qemu.working_directory().unwrap_or_else(|| "/".into());
     let directory = directory.map(std::path::absolute).transpose().map_err(Error::Directory)?;
     let overlays = recorded.command_line().further_overlays(&working_directory, directory.as_deref());
+    let is_file = |overlay: &&Overlay| Path::new(&overlay.base).is_file();
+    if let (None, Some(overlay)) = (directory, overlays.iter().find(|overlay| !is_file(overlay))) {
+        let Overlay { setting, base: file, .. } = overlay.clone();
+        return Err(Error::NoOverlayDirectory { setting, file });
+    }
     disks.plan(qemu, &overlays)?;
-    disks.make_overlays(qemu, &HostArguments { binary: qemu.program(), ..HostArguments::default() })?;
+    // A program of another user is not executed.
+    let is_own = qemu.process().file_owner().is_some_and(|owner| owner.uid == geteuid().as_raw());
+    let binary = if is_own { qemu.program() } else { PathBuf::new() };
+    disks.make_overlays(qemu, &HostArguments { binary, ..HostArguments::default() })?;
     Ok(disks)
 }
 
@@ -70,7 +85,7 @@ pub(super) fn take(
         WritableDisks::Kept(disks) => Some(disks.disks()),
     };
     let disks = prepared_disks.as_deref_mut().unwrap_or(&mut no_disks);
-    let taken = if options.is_snapshot() { Ok(None) } else { taken(&mut qemu, disks, context) };
+    let taken = if options.is_snapshot() { Ok(None) } else { taken(&mut qemu, disks, destination, context) };
     match taken {
         Err(error) if disks.is_empty() && is_sent_instead(&error) => {
             tracing::debug!(%error, "the guest is sent");
@@ -96,10 +111,23 @@ fn is_sent_instead(error: &Error) -> bool {
     }
 }
 
-/// Refuses a guest that writes a disk.
+/// Opens the destination, and closes it again: a guest whose disks are kept has other disks once it was taken.
+///
+/// # Errors
+/// The image could not be stored there.
+fn check_destination(destination: &Destination, image: &Image, context: &Context<'_>) -> Result<(), Error> {
+    if let Destination::Image(path) = destination {
+        context.image_writer(path, Origin::default())?.expect_difference(image, |_| &[])?;
+        return Ok(());
+    }
+    let description = GuestDescription { guest: None, origin: Origin::default(), file: None, base: None };
+    endpoint::destination(destination, description, context).map(drop)
+}
+
+/// Refuses a guest that writes to a disk and runs, or will.
 fn refuse_disks(qemu: &mut Qemu) -> Result<(), Error> {
-    // A QEMU without a guest is reported by the other way.
-    if qemu.status()?.status == RunState::INMIGRATE {
+    let status = qemu.status()?;
+    if !status.running && status.status != RunState::POSTMIGRATE {
         return Ok(());
     }
     let written = qemu.drives()?.into_iter().find(|drive| drive.is_written);
@@ -110,28 +138,38 @@ fn refuse_disks(qemu: &mut Qemu) -> Result<(), Error> {
 }
 
 /// Takes the guest with these disks; `None` if it does not run on an image.
-fn taken(qemu: &mut Qemu, disks: &mut GuestDisks, context: &Context<'_>) -> Result<Option<Capture>, Error> {
+fn taken(
+    qemu: &mut Qemu,
+    disks: &mut GuestDisks,
+    destination: &Destination,
+    context: &Context<'_>,
+) -> Result<Option<Capture>, Error> {
     let image = match based_image(qemu) {
         Ok(Some(image)) => Arc::new(image),
         Ok(None) => return Ok(None),
-        Err(error) => {
+        Err(error) if disks.is_empty() => {
             tracing::debug!(%error, "the guest is sent");
             return Ok(None);
         }
+        Err(error) => return Err(error),
     };
+    if !disks.is_empty() {
+        check_destination(destination, &image, context)?;
+    }
     let prepared = PreparedCapture::of(qemu, &image)?;
     // Its drives have other files afterwards.
     let mut process = record_process(qemu, context);
-    let Capture { guest, standstill } = prepared.take(qemu, disks)?;
+    let taken = prepared.take(qemu, disks);
+    for overlay in disks.used_overlays() {
+        context.observer.notice(&format!("the guest continues in overlay {}", overlay.display()));
+    }
+    let Capture { guest, standstill } = taken?;
     tracing::info!(
         written = guest.written_bytes(),
         standstill_us = standstill.as_micros(),
         image = %image.path().display(),
         "guest taken"
     );
-    for overlay in disks.overlays() {
-        context.observer.notice(&format!("the guest continues in overlay {}", overlay.display()));
-    }
     process.iter_mut().for_each(|process| process.disks = disks.stored());
     let source = format!("qmp:{}", qemu.socket());
     let origin = Origin { source, qemu: Some(qemu.version_text()), process, ..Origin::default() };

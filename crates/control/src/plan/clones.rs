@@ -128,7 +128,7 @@ impl Observer for Unobserved {}
 /// # Errors
 /// Nothing is left of the new image.
 pub(crate) fn store_captured(guest: &CapturedGuest, path: &Path, cancel: &Cancel) -> Result<(), Failure> {
-    let base = guest.base().map(|image| image.path().to_owned());
+    let base = guest.base().filter(|image| image.manifest().is_some()).map(|image| image.path().to_owned());
     let options = CopyRequest::new(Task::Copy {
         transfer: TransferOptions::default(),
         after: AfterCopy::default(),

@@ -42,8 +42,12 @@ pub enum Error {
     #[error("the directory of overlays: {0}")]
     Directory(std::io::Error),
     #[error(
+        "disk {setting} ({file}) is not a regular file, beside which its overlay could be: name a directory of overlays"
+    )]
+    NoOverlayDirectory { setting: String, file: String },
+    #[error(
         "the guest of QEMU on {socket} runs on, and writes to drive {drive} ({file}): its memory would be stored without the disk of the \
-         same instant, and destroys the file system on another one"
+         same instant, and would destroy the file system on any other"
     )]
     WritesDisk { socket: String, drive: String, file: String },
     #[error(

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use serde_json::Value;
 use towline_launch::DriveFiles;
 use towline_qmp::commands::{BlockDevice, BlockImage, QueryBlock, Transaction, TransactionAction};
 
@@ -23,6 +24,8 @@ pub(crate) struct Drive {
     pub(crate) node: String,
     /// True if the guest may write to it.
     pub(crate) is_written: bool,
+    /// Size that the guest sees.
+    pub(crate) bytes: u64,
     pub(crate) files: DriveFiles,
 }
 
@@ -44,11 +47,19 @@ impl Drive {
         let image: &BlockImage = &medium.image;
         let backing =
             std::iter::successors(image.backing_image.as_deref(), |image| image.backing_image.as_deref());
-        let chain = backing.map(|image| image.filename.clone()).take(CHAIN_MAX);
-        let chain = std::iter::once(medium.file).chain(chain).collect();
+        let chain = backing.map(|image| plain_name(&image.filename)).take(CHAIN_MAX);
+        let chain = std::iter::once(plain_name(&medium.file)).chain(chain).collect();
         let files = DriveFiles { format: medium.drv, chain };
-        Some(Self { name: name.unwrap_or_default(), node, is_written: !medium.ro, files })
+        let (bytes, is_written) = (image.virtual_size, !medium.ro);
+        Some(Self { name: name.unwrap_or_default(), node, is_written, bytes, files })
     }
+}
+
+/// The name of a file alone, where QEMU describes it with its backing file, since that was opened by another name (a relative one).
+fn plain_name(name: &str) -> String {
+    let described = name.strip_prefix("json:").and_then(|json| serde_json::from_str::<Value>(json).ok());
+    let file = described.as_ref().and_then(|json| json["file"]["filename"].as_str());
+    file.unwrap_or(name).to_owned()
 }
 
 impl Qemu {

@@ -177,17 +177,25 @@ fn check_disks(options: &RunOptions, image: &RunImage, guests: &[GuestStart]) ->
         for Overlay { setting, base: file, .. } in
             guest.command_line.whole().further_overlays(directory, None)
         {
-            let Some(disk) = stored.iter().find(|disk| disk.file == file) else { continue };
+            let is_it = |disk: &&StoredDisk| disk.file == file || is_same(&disk.file, &file);
+            let Some(disk) = stored.iter().find(is_it) else { continue };
             let image = image.name.display().to_string();
             if options.disks == Disks::Own {
                 return Err(Error::BackingFile { image, setting, file });
             }
-            if StoredDisk::of(&file) != *disk {
+            if StoredDisk::of(&disk.file) != *disk {
                 return Err(Error::OtherInstant { image, setting, file });
             }
         }
     }
     Ok(())
+}
+
+/// Returns true if both names lead to one file.
+fn is_same(one: &str, other: &str) -> bool {
+    Path::new(one)
+        .canonicalize()
+        .is_ok_and(|one| Path::new(other).canonicalize().is_ok_and(|other| one == other))
 }
 
 /// Has the guests write to overlays of their disks, which are not made yet.

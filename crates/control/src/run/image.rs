@@ -308,20 +308,24 @@ impl RunImage {
             return Ok(false);
         }
         let mut parent = lock(parent);
-        let (data, written) = (data_bytes(&file.image), parent.prepare(&file.image)?);
+        let prepared = parent.prepare(&file.image)?;
+        let (data, written) = (data_bytes(&file.image), prepared.written_bytes());
+        let chunks = prepared.written_chunk_bytes();
         // With reflinks the image's own data is not copied.
         let device = |path: Option<&Path>| path?.metadata().ok().map(|found| found.dev());
         let is_beside = device(Some(file.image.path())) == device(path.parent());
         let has_reflinks = is_beside && Reflink::create(&file.image).is_ok();
         let data = if has_reflinks { 0 } else { data };
-        let is_less = data + written < written * u64::from(options.count);
-        if !is_less || !has_room(&path, data + written) {
+        let is_less = data + chunks < written * u64::from(options.count);
+        if !is_less || !has_room(&path, data + chunks) {
             return Ok(false);
         }
         let taken = parent.take(self.origin.clone().unwrap_or_default())?;
         drop(parent);
-        plan::store_captured(&taken.guest, &path, cancel)
-            .map_err(|failure| Error::NotStored { path: path.clone(), source: failure.error })?;
+        plan::store_captured(&taken.guest, &path, cancel).map_err(|failure| {
+            let overlays = taken.parted.overlays.clone();
+            Error::NotStored { path: path.clone(), overlays, source: failure.error }
+        })?;
         let made = MadeImage { path: path.clone(), is_kept: AtomicBool::new(false) };
         let OpenImage::File(file) = Self::of_file(Image::open(&path)?, String::new(), PathBuf::new())?.kind
         else {
@@ -344,7 +348,11 @@ impl RunImage {
 
     /// Takes the guest, and brings it into the QEMUs.
     fn fork(&self, parent: &mut Parent, clones: &Clones<'_>) -> Result<Vec<CopyResult>, Failure> {
-        let taken = parent.take(self.origin.clone().unwrap_or_default()).map_err(Failure::untouched)?;
+        let taken = parent.take(self.origin.clone().unwrap_or_default());
+        if taken.is_err() {
+            parent.used_overlays().for_each(|overlay| clones.observer.notice(&continues_in(overlay)));
+        }
+        let taken = taken.map_err(Failure::untouched)?;
         Ok(taken.parted.report(plan::copy_captured_to_all(&taken.guest, clones)?, clones))
     }
 
@@ -369,13 +377,17 @@ impl Parted {
     /// Reports to the user where the guest continues, and adds its standstill to the results of its forks.
     fn report(&self, mut copied: Vec<CopyResult>, clones: &Clones<'_>) -> Vec<CopyResult> {
         for overlay in &self.overlays {
-            clones.observer.notice(&format!("the guest continues in overlay {}", overlay.display()));
+            clones.observer.notice(&continues_in(overlay));
         }
         for report in copied.iter_mut().flatten() {
             report.downtime_ms = u64::try_from(self.standstill.as_millis()).ok();
         }
         copied
     }
+}
+
+fn continues_in(overlay: &Path) -> String {
+    format!("the guest continues in overlay {}", overlay.display())
 }
 
 /// Bytes of an image's pages that are not zero.

@@ -160,19 +160,19 @@ pub enum Error {
     )]
     NoBase { socket: String },
     #[error(
-        "disk {setting} ({file}) is a backing file of the disk with which the guest of image {image} went on, which its writes would \
-         destroy: give the guest its own overlay, or another disk"
+        "disk {setting} ({file}) is a backing file of the disk that the guest of image {image} continued with; writing to it would destroy \
+         that disk: give the guest its own overlay, or another disk"
     )]
     BackingFile { image: String, setting: String, file: String },
     #[error(
-        "disk {setting} ({file}) was changed since image {image} was stored: the guest's memory is of another instant, and would destroy its \
-         file system; give it the disk as it was, under another name"
+        "disk {setting} ({file}) was changed or removed since image {image} was stored: the guest's memory is of another instant, and would \
+         destroy its file system; give it an unchanged copy under another name"
     )]
     OtherInstant { image: String, setting: String, file: String },
     #[error(
-        "the guest was taken and runs on, and the image of its forks {} was not made: {source}; fork it again", path.display()
+        "the guest runs on{}, and the image of its forks {} was not made: {source}; fork it again", in_overlays(overlays), path.display()
     )]
-    NotStored { path: PathBuf, source: Box<crate::plan::Error> },
+    NotStored { path: PathBuf, overlays: Vec<PathBuf>, source: Box<crate::plan::Error> },
     #[error("{0}")]
     SharedNetwork(#[from] towline_launch::SharedNetwork),
     #[error("{0}")]
@@ -225,6 +225,11 @@ pub enum Error {
     NotStarted { guest: GuestName, source: LaunchError },
     #[error("waiting for the end of guests: {0}")]
     Wait(io::Error),
+}
+
+fn in_overlays(overlays: &[PathBuf]) -> String {
+    let names: Vec<_> = overlays.iter().map(|path| path.display().to_string()).collect();
+    if names.is_empty() { String::new() } else { format!(" in overlays {}", names.join(", ")) }
 }
 
 #[cfg(feature = "store")]

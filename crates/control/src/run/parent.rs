@@ -84,8 +84,7 @@ impl Parent {
 
     /// Plans overlays in which the guest continues, since its disks become backing files of the forks' `overlays`.
     pub(super) fn plan_snapshots(&mut self, overlays: &[Overlay]) -> Result<(), Error> {
-        let own: Vec<_> = overlays.iter().filter_map(Overlay::of_present_guest).collect();
-        Ok(self.disks.plan(&self.qemu, &own)?)
+        Ok(self.disks.plan(&self.qemu, &Overlay::of_present_guest(overlays))?)
     }
 
     /// Makes the overlays, which are removed with this value unless the guest continues in them.
@@ -93,13 +92,18 @@ impl Parent {
         Ok(self.disks.make_overlays(&self.qemu, host)?)
     }
 
-    /// Prepares the guest, which runs on `image`, to be taken. Returns the bytes that it has written.
-    pub(super) fn prepare(&mut self, image: &Arc<Image>) -> Result<u64, Error> {
+    /// Overlays in which the guest continues, also if it could not be taken.
+    pub(super) fn used_overlays(&self) -> impl Iterator<Item = &Path> {
+        self.disks.used_overlays()
+    }
+
+    /// Prepares the guest, which runs on `image`, to be taken.
+    pub(super) fn prepare(&mut self, image: &Arc<Image>) -> Result<&PreparedCapture, Error> {
         let prepared = match self.prepared.take() {
             Some(prepared) => prepared,
             None => PreparedCapture::of(&mut self.qemu, image)?,
         };
-        Ok(self.prepared.insert(prepared).written_bytes())
+        Ok(self.prepared.insert(prepared))
     }
 
     /// Takes the guest, which was prepared, with its disks of the same instant.

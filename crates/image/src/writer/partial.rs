@@ -67,7 +67,10 @@ impl ImageWriter {
                     continue;
                 }
                 let (file, from) = base.place_of(PageRef { block, offset: start });
-                self.with_file(|new| new.take(file, from, pages_offset + start, range.end - start))?;
+                self.with_file(|new| {
+                    new.take(file, from, pages_offset + start, range.end - start)?;
+                    self.write_back.written(new.file(), range.end - start)
+                })?;
             }
         }
         if base.is_unchanged() {

@@ -57,22 +57,32 @@ impl CommandLine {
             let disk = Disk::of(self, index, &setting).ok()??;
             let base = absolute(&disk.file, working_directory);
             let path = directory.map_or_else(|| base.clone().into(), |directory| directory.join("disk"));
-            Overlay { setting, base, format: disk.format, path }.of_present_guest()
+            Some(Overlay { setting, base, format: disk.format, path })
         };
-        addresses(self).into_iter().enumerate().filter_map(overlay).collect()
+        let overlays: Vec<_> = addresses(self).into_iter().enumerate().filter_map(overlay).collect();
+        Overlay::of_present_guest(&overlays)
     }
 }
 
 impl Overlay {
-    /// A further overlay of the same disk, in the same directory, for the guest that has the disk now: `STEM.N.qcow2` with the first
-    /// number that is free. `None`: there is none up to 10,000.
+    /// Further overlays of the same disks, in the same directories, for the guest that has the disks now: `STEM.N.qcow2` with the first
+    /// number that is free. Left out is one that has none up to 10,000.
     #[must_use]
-    pub fn of_present_guest(&self) -> Option<Self> {
+    pub fn of_present_guest(overlays: &[Self]) -> Vec<Self> {
+        let mut further: Vec<Self> = Vec::new();
+        for overlay in overlays {
+            let next = overlay.next(|path| further.iter().any(|other| other.path == path));
+            further.extend(next);
+        }
+        further
+    }
+
+    fn next(&self, is_taken: impl Fn(&Path) -> bool) -> Option<Self> {
         let stem = Path::new(&self.base).file_stem()?.to_str()?;
         let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
         let stem = stem.rsplit_once('.').filter(|(_, end)| is_number(end)).map_or(stem, |(stem, _)| stem);
         let mut paths = (1..=OVERLAYS_MAX).map(|n| self.path.with_file_name(format!("{stem}.{n}.qcow2")));
-        let path = paths.find(|path| fs::symlink_metadata(path).is_err())?;
+        let path = paths.find(|path| fs::symlink_metadata(path).is_err() && !is_taken(path))?;
         Some(Self { path, ..self.clone() })
     }
 }

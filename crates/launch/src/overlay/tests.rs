@@ -99,9 +99,10 @@ fn an_overlay_is_removed_unless_it_is_kept() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("a.qcow2");
     fs::write(&path, "").unwrap();
-    CreatedOverlay { path: Some(path.clone()) }.keep();
+    let created = || CreatedOverlay { path: Some(path.clone()), file: fs::File::open(&path).unwrap() };
+    created().keep();
     assert!(path.exists());
-    drop(CreatedOverlay { path: Some(path.clone()) });
+    drop(created());
     assert!(!path.exists());
 }
 

@@ -1,7 +1,9 @@
 //! Forks of guests with other memory than a block of the machine, and in other states than running.
 
+use std::fs;
+
 use serde_json::{Value, json};
-use towline_lab::{require_lab, wait_until};
+use towline_lab::{Version, require_lab, wait_until};
 
 use super::{memory, written};
 use crate::support::{MEMORY_MIB, MIB, Recipe, Saved, WITHIN};
@@ -50,6 +52,25 @@ fn a_guest_with_nodes_and_a_balloon_is_forked_byte_by_byte() {
     }
     saved.assert_is_saved_guest(&mut web);
     saved.quit("web");
+}
+
+/// There are no checksums that the image of its forks could take.
+#[test]
+fn a_guest_of_an_image_without_a_manifest_has_many_forks() {
+    if !require_lab("a_guest_of_an_image_without_a_manifest_has_many_forks") {
+        return;
+    }
+    let saved = Saved::new(Version::V10_0);
+    fs::remove_file(format!("{}.manifest.json", saved.image())).unwrap();
+    let mut run = saved.run_with_arguments(&["--name", "web", "--share"]);
+    saved.assert_runs(&mut run, "web");
+    saved.agent("web").shell(&written(40), WITHIN).unwrap();
+    let forked = saved.fork("web", &["--name", "fork", "--count", "8", "--detach"]);
+    assert!(forked.status.success(), "{}", forked.stderr);
+    saved.assert_is_saved_guest(&mut saved.agent("fork-7"));
+    (0..8).for_each(|n| saved.quit(&format!("fork-{n}")));
+    saved.quit("web");
+    run.wait(WITHIN).unwrap();
 }
 
 #[test]
