@@ -3,7 +3,7 @@
 //! `cargo test` runs one after another. What a program writes is kept until it has ended and is then printed as one piece.
 
 use std::collections::VecDeque;
-use std::fs::{copy, create_dir_all};
+use std::fs::{copy, create_dir_all, remove_file};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -102,6 +102,10 @@ pub(super) fn build() -> Result<Vec<Suite>> {
     let program = messages.iter().find_map(|message| message["executable"].as_str());
     let shipped = shipped_program()?;
     create_dir_all(shipped.with_file_name(""))?;
+    // One that runs, of an earlier test, cannot be written.
+    if shipped.exists() {
+        remove_file(&shipped)?;
+    }
     copy(program.context("cargo built no program")?, &shipped)
         .with_context(|| format!("{} cannot be written", shipped.display()))?;
     Ok(suites)
