@@ -4,7 +4,7 @@ pub(crate) mod faults;
 mod many;
 mod states;
 
-use std::fs;
+use std::fs::{self, File};
 use std::path::Path;
 use std::process::Command;
 
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use towline_lab::expect::number;
 use towline_lab::{LinuxGuest, Towline, Version, require_lab, require_qemu, wait_until};
 
-use crate::support::{MEMORY_MIB, MIB, Recipe, Saved, WITHIN};
+use crate::support::{DISK, MEMORY_MIB, MIB, Recipe, Saved, WITHIN};
 
 /// Line of shell that writes this many MiB of random bytes to a file in the guest's memory, and prints their hash.
 fn written(mib: u64) -> String {
@@ -166,17 +166,16 @@ pub(crate) fn disk(guest: &mut LinuxGuest) -> String {
 
 /// A guest with the name `web` and a disk.
 pub(crate) fn with_disk() -> Saved {
-    with_disk_of(|path| fs::write(path, vec![b'd'; (8 * MIB) as usize]).unwrap())
+    with_disk_of(|path| fs::write(path, vec![b'd'; MIB as usize]).unwrap())
 }
 
-/// As [`with_disk`], with the raw disk that this makes.
+/// As [`with_disk`], with what this writes to the raw disk.
 pub(crate) fn with_disk_of(make: impl FnOnce(&Path)) -> Saved {
-    let place = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
-    let path = place.path().join("disk.raw");
+    let saved = Saved::with_drive();
+    let path = saved.path("disk.raw");
+    File::create(&path).unwrap().set_len(DISK).unwrap();
     make(&path);
-    let drive = format!("file={},format=raw,if=none,id=disk0", path.display());
-    let arguments = ["-drive", &drive, "-device", "virtio-blk-pci,drive=disk0"].map(str::to_owned);
-    let saved = Saved::in_place(place, &Recipe { arguments: &arguments, ..Recipe::default() });
+    File::options().write(true).open(&path).unwrap().set_len(DISK).unwrap();
     let file = format!("drive.disk0.file={}", path.display());
     let settings = [saved.settings(), vec![file, "drive.disk0.format=raw".into()]].concat();
     saved.run(&["--name", "web", "--detach"], &settings).wait_done(WITHIN).unwrap();

@@ -11,7 +11,7 @@ use towline_lab::{Finished, Qemu, Version, require_lab, wait_until};
 
 use crate::forks::faults::wait_streamed;
 use crate::forks::{disk, disk_written, with_disk, with_disk_of};
-use crate::support::{MIB, Saved, WITHIN};
+use crate::support::{DISK, MIB, Saved, WITHIN};
 
 /// Interval of snapshots.
 const INTERVAL: Duration = Duration::from_secs(2);
@@ -129,7 +129,7 @@ fn a_guest_that_writes_a_disk_is_not_stored_without_it_by_mistake() {
     assert_eq!(saved.overlays(), [""; 0]);
     // A disk that QEMU takes no snapshot of.
     let monitor = saved.monitor("web");
-    let target = json!({ "driver": "null-co", "node-name": "target", "size": 8 << 20, "read-zeroes": true });
+    let target = json!({ "driver": "null-co", "node-name": "target", "size": DISK, "read-zeroes": true });
     monitor.execute("blockdev-add", target).unwrap();
     let mirror = json!({ "job-id": "mirror", "device": "disk0", "target": "target", "sync": "full" });
     monitor.execute("blockdev-mirror", mirror).unwrap();
@@ -215,7 +215,6 @@ fn snapshots_of_a_guest_that_writes_each_run_on_the_disk_of_their_instant() {
         return;
     }
     let saved = with_disk_of(|path| {
-        File::create(path).unwrap().set_len(64 * MIB).unwrap();
         assert!(Command::new("mkfs.ext4").arg("-q").arg(path).status().unwrap().success());
     });
     let mut web = saved.agent("web");

@@ -20,6 +20,8 @@ use towline_lab::{
 pub(crate) const WITHIN: Duration = Duration::from_secs(120);
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const MEMORY_MIB: u64 = 512;
+/// Length of a guest's disk.
+pub(crate) const DISK: u64 = 64 * MIB;
 /// The part of it that the guest fills and hashes.
 const FILLED: u64 = 96 * MIB;
 
@@ -104,6 +106,22 @@ impl Saved {
             return TEMPLATE.get_or_init(|| Template::of(Self::of(&Recipe::default()))).copied();
         }
         Self::of(&Recipe { version, ..Recipe::default() })
+    }
+
+    /// As [`Saved::new`], with a drive `disk0` of [`DISK`] bytes, which the guest has not read. Each test gives it its own file.
+    pub(crate) fn with_drive() -> Self {
+        static TEMPLATE: OnceLock<Template> = OnceLock::new();
+        let boot = || {
+            let place = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
+            let disk = place.path().join("disk.raw");
+            File::create(&disk).unwrap().set_len(DISK).unwrap();
+            let drive = format!("file={},format=raw,if=none,id=disk0", disk.display());
+            let arguments = ["-drive", &drive, "-device", "virtio-blk-pci,drive=disk0"].map(str::to_owned);
+            let saved = Self::in_place(place, &Recipe { arguments: &arguments, ..Recipe::default() });
+            fs::remove_file(disk).unwrap();
+            Template::of(saved)
+        };
+        TEMPLATE.get_or_init(boot).copied()
     }
 
     /// As [`Saved::new`], with this guest.

@@ -1,6 +1,6 @@
 //! Guests of a user without privileges.
 
-use std::fs::{self, Permissions};
+use std::fs::{self, File, Permissions};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use serde_json::Value;
 use towline_lab::{Towline, require_lab, signal, skip, towline_binary, wait_until};
 
 use crate::forks::disk_written;
-use crate::support::{MIB, Recipe, Saved, WITHIN};
+use crate::support::{DISK, Saved, WITHIN};
 
 /// An id that Debian gives to no account with files.
 const USER: u32 = 65_534;
@@ -24,13 +24,10 @@ fn a_user_without_privileges_runs_a_guest_of_a_readable_image() {
     if !geteuid().is_root() {
         return skip(name, "only root can be another user");
     }
-    let place = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
-    let disk = place.path().join("disk.raw");
-    fs::write(&disk, vec![b'd'; (8 * MIB) as usize]).unwrap();
+    let saved = Saved::with_drive();
+    let disk = saved.path("disk.raw");
+    File::create(&disk).unwrap().set_len(DISK).unwrap();
     chown(&disk, Some(USER), Some(USER)).unwrap();
-    let drive = format!("file={},format=raw,if=none,id=disk0", disk.display());
-    let arguments = ["-drive", &drive, "-device", "virtio-blk-pci,drive=disk0"].map(str::to_owned);
-    let saved = Saved::in_place(place, &Recipe { arguments: &arguments, ..Recipe::default() });
     fs::set_permissions(saved.path("."), Permissions::from_mode(0o755)).unwrap();
     for file in [saved.image(), format!("{}.manifest.json", saved.image())] {
         fs::set_permissions(file, Permissions::from_mode(0o644)).unwrap();
