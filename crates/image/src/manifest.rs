@@ -180,12 +180,12 @@ pub struct QemuProcess {
     /// Working directory, if it could be read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub working_directory: Option<String>,
-    /// The disks that stay as they were at the guest's instant, since it went on in overlays of them.
+    /// The disks that stay as they were at the guest's instant, since it continued in overlays of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<StoredDisk>,
 }
 
-/// A disk of a stored guest, which is a backing file of the disk that the guest went on with.
+/// A disk of a stored guest, which is a backing file of the disk that the guest continued with.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoredDisk {
     /// Absolute path.

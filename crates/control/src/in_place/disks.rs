@@ -16,7 +16,7 @@ use crate::qemu::{self, Drive, DriveSnapshot, Qemu};
 /// Files of a disk's chain, each of which costs QEMU memory and a descriptor; replies about a chain twice as long cannot be read.
 const CHAIN_MAX: usize = 64;
 
-/// The drives that a guest writes, and the overlays in which it continues; without those its disks are not kept.
+/// The drives that a guest writes to, and the overlays in which it continues if its disks are kept.
 #[derive(Debug, Default)]
 pub(crate) struct GuestDisks {
     /// The drives as they were when the overlays were planned.

@@ -295,8 +295,8 @@ pub enum Error {
     },
     /// A drive of which no overlay is possible.
     #[error(
-        "the guest of QEMU on {socket} writes to drive {drive} ({file}), of which no overlay is possible: it is in no option of QEMU's \
-         command line with this file and its format; start the guest with such a drive, or unplug it"
+        "the guest of QEMU on {socket} writes to drive {drive} ({file}), of which no overlay is possible: no option of QEMU's \
+         command line names it with this file and its format; start the guest with such a drive, or unplug it"
     )]
     NoOverlay {
         /// The monitor's socket.
@@ -308,8 +308,8 @@ pub enum Error {
     },
     /// A drive with too many backing files.
     #[error(
-        "drive {drive} of the guest of QEMU on {socket} has a chain of {found} files, to which a further one is added, expected at most \
-         {expected}: have QEMU join them (`towline ctl {socket} block-stream device={node} base={base}`), and try again then"
+        "drive {drive} of the guest of QEMU on {socket} has a chain of {found} files, and one more would be added, expected at most \
+         {expected}: have QEMU join them (`towline ctl {socket} block-stream device={node} base={base}`), then try again"
     )]
     LongChain {
         /// The monitor's socket.

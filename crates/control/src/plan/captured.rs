@@ -20,7 +20,7 @@ use super::request::WritableDisks;
 use crate::in_place::{self, Capture, GuestDisks, PreparedCapture, PreparedDisks};
 use crate::qemu::{self, Qemu};
 
-/// Makes an overlay of each disk that the guest of the QEMU at `socket` writes: in `directory`, or beside the disk. `interrupt` ends the
+/// Makes an overlay of each disk that the guest of the QEMU at `socket` writes to: in `directory`, or beside the disk. `interrupt` ends the
 /// wait for the monitor; `observer` learns of what a killed towline had left in the QEMU.
 ///
 /// # Errors
@@ -64,7 +64,7 @@ fn overlaid(qemu: &mut Qemu, directory: Option<&Path>) -> Result<GuestDisks, Err
 /// Takes the guest of `source` if it is to run on while it is stored, and runs on an image. `None`: its memory is sent.
 ///
 /// # Errors
-/// It writes disks that the request does not mention, or cannot be taken with them. The guest runs on.
+/// It writes to disks that the request does not mention, or cannot be taken with them. The guest runs on.
 pub(super) fn take(
     source: &Source,
     destination: &Destination,

@@ -34,7 +34,7 @@ pub(super) struct Context<'a> {
     pub(super) links_down: &'a [String],
     /// True if this process may write into the memory of the destination's QEMU.
     pub(super) is_own: bool,
-    /// True if an image takes what its base has, and needs no base then.
+    /// True if an image takes the chunks of its base into itself, and needs no base afterwards.
     pub(super) takes_base: bool,
     begun: Instant,
     uploaded: OnceLock<Uploaded>,

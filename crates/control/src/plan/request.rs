@@ -106,7 +106,7 @@ pub enum AfterCopy {
     SourceResumed,
 }
 
-/// Disks that a guest writes which is stored and runs on.
+/// Disks that a guest writes to when it is stored and runs on.
 #[derive(Debug, Clone, Default)]
 pub enum WritableDisks {
     /// Such a guest is refused, since its image could be run on a disk of another instant.

@@ -168,7 +168,7 @@ pub(super) fn names(options: &RunOptions, stem: &str) -> Result<Vec<GuestName>, 
     names.iter().map(|name| Ok(name.parse()?)).collect()
 }
 
-/// Refuses disks that stayed as they were at the guest's instant, if they did not, or if these guests would write to them.
+/// Refuses disks that were kept at the guest's instant, if they have changed since, or if these guests would write to them.
 fn check_disks(options: &RunOptions, image: &RunImage, guests: &[GuestStart]) -> Result<(), Error> {
     let process = image.origin.as_ref().and_then(|origin| origin.process.as_ref());
     let stored = process.map_or(&[][..], |process| &process.disks);
