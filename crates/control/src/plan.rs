@@ -66,4 +66,5 @@ pub use request::{
     UpgradeMemory, WritableDisks,
 };
 pub use upgrade::{UpgradeRequest, check_upgrade, upgrade};
+pub(crate) use validate::is_same_file;
 pub(crate) use vsock::chardevs as vsock_chardevs;

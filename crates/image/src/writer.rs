@@ -418,8 +418,9 @@ impl ImageWriter {
         }
         let entry = file.entry().try_clone()?;
         let staged = StagedManifest::write(&self.path, self.previous_manifest, &manifest)?;
-        // As late as possible: the base's chunks are in no other file from here on.
-        if let Some(base) = self.base.as_ref().filter(|_| kind == ImageKind::Incremental)
+        // As late as possible: the base's chunks are in no other file from here on, or were taken from it.
+        let needs_base = kind == ImageKind::Incremental || self.takes_base;
+        if let Some(base) = self.base.as_ref().filter(|_| needs_base)
             && !base.is_unchanged()
         {
             staged.discard(&entry);

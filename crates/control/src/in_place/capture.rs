@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::fs::{MemfdFlags, memfd_create};
-use towline_image::Image;
+use towline_image::{Image, Origin};
 use towline_protocol::device_state::DeviceState;
 use towline_qmp::commands::{AddFd, Cont, QueryMigrate, RemoveFd, RunState, Stop, XenSaveDevicesState};
 
@@ -58,11 +58,16 @@ impl PreparedCapture {
         self.based.written_chunk_bytes()
     }
 
-    /// Takes the guest, and its disks once all else was. Afterwards it runs on, if it ran before.
+    /// Takes the guest, whose origin this is, and its disks once all else was. Afterwards it runs on, if it ran before.
     ///
     /// # Errors
     /// [`Error::OtherState`]; [`Error::NotCaptured`]; [`Error::Qemu`]; those of `disks`. The guest runs on.
-    pub(crate) fn take(self, qemu: &mut Qemu, disks: &mut GuestDisks) -> Result<Capture, Error> {
+    pub(crate) fn take(
+        self,
+        qemu: &mut Qemu,
+        disks: &mut GuestDisks,
+        mut origin: Origin,
+    ) -> Result<Capture, Error> {
         let Self { mut based, mut devices } = self;
         let socket = qemu.socket().to_owned();
         let not_captured = |source: io::Error| Error::NotCaptured { socket: socket.clone(), source };
@@ -91,7 +96,13 @@ impl PreparedCapture {
         let state = closed.map_err(not_captured)?;
         let state = DeviceState::of_saved(&state, based.image().devices())
             .map_err(|error| not_captured(io::Error::other(error.to_string())))?;
-        Ok(Capture { guest: based.into_guest(state)?, standstill })
+        let guest = based.into_guest(state)?;
+        let (written, standstill_us) = (guest.written_bytes(), standstill.as_micros());
+        tracing::info!(written, standstill_us, socket = qemu.socket(), "guest taken");
+        if let Some(process) = &mut origin.process {
+            process.disks = disks.stored();
+        }
+        Ok(Capture { guest: guest.with_origin(origin), standstill })
     }
 }
 

@@ -37,6 +37,11 @@ struct Snapshot {
 #[derive(Debug, Clone)]
 pub struct PreparedDisks(Arc<Mutex<GuestDisks>>);
 
+/// Notice for the user.
+pub(crate) fn continues_in(overlay: &Path) -> String {
+    format!("the guest continues in overlay {}", overlay.display())
+}
+
 impl PreparedDisks {
     pub(crate) fn new(disks: GuestDisks) -> Self {
         Self(Arc::new(Mutex::new(disks)))

@@ -6,11 +6,11 @@ use std::sync::Arc;
 
 use rustix::process::geteuid;
 use towline_image::{Image, Origin};
-use towline_launch::{HostArguments, Overlay, Recorded};
+use towline_launch::{HostArguments, Overlay};
 use towline_qmp as qmp;
 use towline_qmp::commands::RunState;
 
-use super::command_line::record_command_line;
+use super::command_line::recorded;
 use super::context::Context;
 use super::endpoint::{self, GuestDescription, query_failed, record_process};
 use super::ends::{Destination, Source};
@@ -43,11 +43,11 @@ fn overlaid(qemu: &mut Qemu, directory: Option<&Path>) -> Result<GuestDisks, Err
     if disks.has_drives() && in_place::mapped_image(qemu)?.is_none() {
         return Err(Error::DisksNotKept { socket: qemu.socket().to_owned() });
     }
-    let recorded = record_command_line(qemu)?;
-    let recorded = Recorded::from_json(recorded.command_line.as_bytes())?;
+    let recorded = recorded(qemu)?;
     let working_directory = qemu.working_directory().unwrap_or_else(|| "/".into());
     let directory = directory.map(std::path::absolute).transpose().map_err(Error::Directory)?;
-    let overlays = recorded.command_line().further_overlays(&working_directory, directory.as_deref());
+    let written = recorded.command_line().written_disks(&working_directory, directory.as_deref());
+    let overlays = Overlay::of_present_guest(&written);
     let is_file = |overlay: &&Overlay| Path::new(&overlay.base).is_file();
     if let (None, Some(overlay)) = (directory, overlays.iter().find(|overlay| !is_file(overlay))) {
         let Overlay { setting, base: file, .. } = overlay.clone();
@@ -158,22 +158,14 @@ fn taken(
     }
     let prepared = PreparedCapture::of(qemu, &image)?;
     // Its drives have other files afterwards.
-    let mut process = record_process(qemu, context);
-    let taken = prepared.take(qemu, disks);
-    for overlay in disks.used_overlays() {
-        context.observer.notice(&format!("the guest continues in overlay {}", overlay.display()));
-    }
-    let Capture { guest, standstill } = taken?;
-    tracing::info!(
-        written = guest.written_bytes(),
-        standstill_us = standstill.as_micros(),
-        image = %image.path().display(),
-        "guest taken"
-    );
-    process.iter_mut().for_each(|process| process.disks = disks.stored());
+    let process = record_process(qemu, context);
     let source = format!("qmp:{}", qemu.socket());
     let origin = Origin { source, qemu: Some(qemu.version_text()), process, ..Origin::default() };
-    Ok(Some(Capture { guest: guest.with_origin(origin), standstill }))
+    let taken = prepared.take(qemu, disks, origin);
+    for overlay in disks.used_overlays() {
+        context.observer.notice(&in_place::continues_in(overlay));
+    }
+    taken.map(Some).map_err(Error::from)
 }
 
 /// The image that a guest maps.

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use towline_image::QemuProcess;
 use towline_image::manifest::COMMAND_LINE_BYTES_MAX;
-use towline_launch::{CommandLine, ParseError};
+use towline_launch::{CommandLine, ParseError, Recorded};
 
 use crate::process::Process;
 use crate::qemu::{self, Qemu};
@@ -28,9 +28,8 @@ pub enum CommandLineRecordError {
     Drives(#[from] qemu::Error),
 }
 
-/// Records the command line of a QEMU, without secrets and without the options of its process, and with the files that its drives have
-/// now; and the working directory, where `/proc` shows it: not to a process in a sandbox.
-pub(crate) fn record_command_line(qemu: &mut Qemu) -> Result<QemuProcess, CommandLineRecordError> {
+/// The command line of a QEMU, without secrets and without the options of its process, and with the files that its drives have now.
+pub(super) fn recorded(qemu: &mut Qemu) -> Result<Recorded, CommandLineRecordError> {
     let pid = match qemu.process() {
         Process::Known { pid, .. } => *pid,
         Process::Unknown { reason } => {
@@ -42,10 +41,16 @@ pub(crate) fn record_command_line(qemu: &mut Qemu) -> Result<QemuProcess, Comman
     let directory = qemu.working_directory();
     let drives: Vec<_> = qemu.drives()?.into_iter().map(|drive| drive.files).collect();
     command_line.use_current_files(&drives, directory.as_deref().unwrap_or(Path::new("/")));
-    let command_line = command_line.record().map_err(failed)?.to_json();
+    command_line.record().map_err(failed)
+}
+
+/// Records the command line of a QEMU for an image; and the working directory, where `/proc` shows it: not to a process in a sandbox.
+pub(crate) fn record_command_line(qemu: &mut Qemu) -> Result<QemuProcess, CommandLineRecordError> {
+    let command_line = recorded(qemu)?.to_json();
     if command_line.len() > COMMAND_LINE_BYTES_MAX {
         return Err(CommandLineRecordError::TooLong { found: command_line.len() });
     }
+    let directory = qemu.working_directory();
     let working_directory = directory.and_then(|directory| directory.into_os_string().into_string().ok());
     Ok(QemuProcess { command_line, working_directory, disks: Vec::new() })
 }

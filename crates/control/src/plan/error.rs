@@ -37,8 +37,6 @@ pub enum Error {
     InPlace(#[from] crate::in_place::Error),
     #[error("{0}")]
     CommandLine(#[from] super::command_line::CommandLineRecordError),
-    #[error("the guest's command line cannot be read: {0}")]
-    Recorded(#[from] towline_launch::ParseError),
     #[error("the directory of overlays: {0}")]
     Directory(std::io::Error),
     #[error(

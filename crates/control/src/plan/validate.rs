@@ -105,7 +105,8 @@ fn check_pair(source: &Source, destination: &Destination, options: &CopyRequest)
     Err(reason)
 }
 
-fn is_same_file(a: &Path, b: &Path) -> bool {
+/// Returns true if both names lead to one file.
+pub(crate) fn is_same_file(a: &Path, b: &Path) -> bool {
     let identity =
         |path: &Path| std::fs::metadata(path).map(|metadata| (metadata.dev(), metadata.ino())).ok();
     identity(a).is_some_and(|found| identity(b) == Some(found))

@@ -16,6 +16,7 @@ use towline_protocol::RamBlock;
 use super::image::RunImage;
 use super::options::{CommandLineTrust, Disks, Error, MemoryRequest, Networks, RunOptions};
 use crate::in_place::{Reflink, UnusedReflink};
+use crate::plan::is_same_file;
 
 /// A guest that is about to start.
 #[derive(Debug)]
@@ -174,10 +175,9 @@ fn check_disks(options: &RunOptions, image: &RunImage, guests: &[GuestStart]) ->
     let stored = process.map_or(&[][..], |process| &process.disks);
     for guest in guests.iter().filter(|_| !stored.is_empty()) {
         let directory = guest.host.working_directory.as_deref().unwrap_or(Path::new("/"));
-        for Overlay { setting, base: file, .. } in
-            guest.command_line.whole().further_overlays(directory, None)
-        {
-            let is_it = |disk: &&StoredDisk| disk.file == file || is_same(&disk.file, &file);
+        for Overlay { setting, base: file, .. } in guest.command_line.whole().written_disks(directory, None) {
+            let is_it =
+                |disk: &&StoredDisk| disk.file == file || is_same_file(disk.file.as_ref(), file.as_ref());
             let Some(disk) = stored.iter().find(is_it) else { continue };
             let image = image.name.display().to_string();
             if options.disks == Disks::Own {
@@ -189,13 +189,6 @@ fn check_disks(options: &RunOptions, image: &RunImage, guests: &[GuestStart]) ->
         }
     }
     Ok(())
-}
-
-/// Returns true if both names lead to one file.
-fn is_same(one: &str, other: &str) -> bool {
-    Path::new(one)
-        .canonicalize()
-        .is_ok_and(|one| Path::new(other).canonicalize().is_ok_and(|other| one == other))
 }
 
 /// Has the guests write to overlays of their disks, which are not made yet.

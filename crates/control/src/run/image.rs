@@ -26,7 +26,7 @@ use super::cache::CacheFile;
 use super::options::MemoryRequest;
 use super::options::{Disks, Error, ImageLocation, PrepareContext, RunOptions};
 use super::parent::{Parent, Parted};
-use crate::in_place::Reflink;
+use crate::in_place::{Reflink, continues_in};
 use crate::lock::lock;
 use crate::plan::{self, Clones, CopyResult, Failure};
 
@@ -384,10 +384,6 @@ impl Parted {
         }
         copied
     }
-}
-
-fn continues_in(overlay: &Path) -> String {
-    format!("the guest continues in overlay {}", overlay.display())
 }
 
 /// Bytes of an image's pages that are not zero.

@@ -48,11 +48,6 @@ impl Parent {
         Ok(Self { qemu, disks, prepared: None })
     }
 
-    /// The monitor's socket.
-    pub(super) fn socket(&self) -> &str {
-        self.qemu.socket()
-    }
-
     /// The image that the guest maps.
     pub(super) fn image(&mut self) -> Result<PathBuf, Error> {
         let path = in_place::mapped_image(&mut self.qemu)?;
@@ -107,20 +102,11 @@ impl Parent {
     }
 
     /// Takes the guest, which was prepared, with its disks of the same instant.
-    pub(super) fn take(&mut self, mut origin: Origin) -> Result<TakenGuest, in_place::Error> {
+    pub(super) fn take(&mut self, origin: Origin) -> Result<TakenGuest, in_place::Error> {
         let prepared =
             self.prepared.take().expect("prepared before its forks' QEMUs were started, and taken once");
-        let Capture { guest, standstill } = prepared.take(&mut self.qemu, &mut self.disks)?;
-        tracing::info!(
-            socket = self.socket(),
-            written = guest.written_bytes(),
-            standstill_us = standstill.as_micros(),
-            "guest taken"
-        );
-        if let Some(process) = &mut origin.process {
-            process.disks = self.disks.stored();
-        }
+        let Capture { guest, standstill } = prepared.take(&mut self.qemu, &mut self.disks, origin)?;
         let parted = Parted { standstill, overlays: self.disks.overlays() };
-        Ok(TakenGuest { guest: guest.with_origin(origin), parted })
+        Ok(TakenGuest { guest, parted })
     }
 }

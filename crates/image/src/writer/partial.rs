@@ -19,7 +19,7 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 use super::{ImageLayout, ImageWriter};
 use crate::base_image::BaseImage;
 use crate::checksum::{BlockHasher, CHUNK_BYTES, ChunkHash, chunk_runs};
-use crate::{Error, Image, Result};
+use crate::{Image, Result};
 
 /// Ranges of a block that arrive: whole chunks, in ascending order.
 type ArrivingRanges = Vec<Range<u64>>;
@@ -47,10 +47,10 @@ impl ImageWriter {
         Ok(Some(self.arriving.get_or_init(|| ranges).clone()))
     }
 
-    /// Takes the chunks that did not arrive from the base's files.
+    /// Takes the chunks that did not arrive from the base's files. Whether those have changed meanwhile is checked later.
     ///
     /// # Errors
-    /// [`Error::BaseChanged`]; they cannot be copied.
+    /// They cannot be copied.
     pub(super) fn take_chunks(
         &self,
         base: &BaseImage,
@@ -73,10 +73,7 @@ impl ImageWriter {
                 })?;
             }
         }
-        if base.is_unchanged() {
-            return Ok(());
-        }
-        Err(Error::BaseChanged { path: self.path.clone(), base: base.path().into() })
+        Ok(())
     }
 
     /// Takes what does not arrive from the base: its checksums, and which of its pages have content.

@@ -49,18 +49,17 @@ impl CommandLine {
 }
 
 impl CommandLine {
-    /// The disks that a guest with this command line writes, each with the further overlay of it that [`Overlay::of_present_guest`]
-    /// names: in `directory`, or beside the disk. Left out is what no overlay is possible of.
+    /// The disks that a guest with this command line writes to, each as an overlay that has no name yet ([`Overlay::of_present_guest`]): in
+    /// `directory`, or beside the disk. Left out is what no overlay is possible of.
     #[must_use]
-    pub fn further_overlays(&self, working_directory: &Path, directory: Option<&Path>) -> Vec<Overlay> {
+    pub fn written_disks(&self, working_directory: &Path, directory: Option<&Path>) -> Vec<Overlay> {
         let overlay = |(index, setting): (usize, String)| {
             let disk = Disk::of(self, index, &setting).ok()??;
             let base = absolute(&disk.file, working_directory);
             let path = directory.map_or_else(|| base.clone().into(), |directory| directory.join("disk"));
             Some(Overlay { setting, base, format: disk.format, path })
         };
-        let overlays: Vec<_> = addresses(self).into_iter().enumerate().filter_map(overlay).collect();
-        Overlay::of_present_guest(&overlays)
+        addresses(self).into_iter().enumerate().filter_map(overlay).collect()
     }
 }
 
