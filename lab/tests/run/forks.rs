@@ -10,7 +10,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 use towline_lab::expect::number;
-use towline_lab::{LinuxGuest, Towline, Version, require_lab, require_qemu, wait_until};
+use towline_lab::{LinuxGuest, Towline, Version, require_lab, require_qemu};
 
 use crate::support::{DISK, MEMORY_MIB, MIB, Recipe, Saved, WITHIN};
 
@@ -90,9 +90,7 @@ fn a_fork_is_the_guest_byte_by_byte() {
         assert!(forked.status.success(), "{}", forked.stderr);
         let status = saved.monitor("web").execute("query-status", Value::Null).unwrap();
         assert_eq!(status["status"], "paused", "it was paused before");
-        let (there, here) = (memory(&saved, &name), memory(&saved, "web"));
-        let wrong = there.chunks(4096).zip(here.chunks(4096)).position(|(fork, guest)| fork != guest);
-        assert_eq!(wrong, None, "this page differs");
+        assert_same_memory(&saved, &name);
         saved.quit(&name);
         saved.ctl(&["web", "cont"]);
     }
@@ -120,11 +118,17 @@ fn a_fork_of_a_guest_that_writes_has_one_instant() {
         assert_eq!(guest.check().unwrap(), 8 * MIB / 4096, "round {round}");
         saved.assert_is_saved_guest(&mut guest);
         saved.quit("next");
-        let is_gone = || Ok((saved.guests() == ["web"]).then_some(()));
-        wait_until("the end of the guest", WITHIN, is_gone).unwrap();
+        saved.wait_for_guests(&["web"]);
     }
     web.check().unwrap();
     saved.quit("web");
+}
+
+/// The memory of this fork is that of its guest; neither runs.
+fn assert_same_memory(saved: &Saved, fork: &str) {
+    let (there, here) = (memory(saved, fork), memory(saved, "web"));
+    let wrong = there.chunks(4096).zip(here.chunks(4096)).position(|(fork, guest)| fork != guest);
+    assert_eq!(wrong, None, "this page differs");
 }
 
 /// The memory of a guest that does not run.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use towline_lab::expect::{number, qmp};
-use towline_lab::{Finished, Qemu, Version, require_lab, wait_until};
+use towline_lab::{Finished, Qemu, Version, require_lab};
 
 use crate::forks::faults::wait_streamed;
 use crate::forks::{disk, disk_written, with_disk, with_disk_of};
@@ -92,8 +92,7 @@ fn an_image_of_a_running_guest_has_its_disk_of_that_instant() {
     }
     assert_eq!(disk(&mut web), "four");
     ["web", "two", "three"].iter().for_each(|name| saved.quit(name));
-    let is_gone = || Ok(saved.guests().is_empty().then_some(()));
-    wait_until("the end of the guests", WITHIN, is_gone).unwrap();
+    saved.wait_for_guests(&[]);
     // Not even QEMU has written to it when it ended.
     let run = saved.run_with_disk("three.img", "again", "disk.2.qcow2", &["--overlay"]);
     assert!(run.status.success(), "{}", run.stderr);
@@ -152,8 +151,7 @@ fn a_disk_with_a_relative_name_is_kept_time_and_again() {
     }
     let saved = with_disk();
     saved.quit("web");
-    let is_gone = || Ok(saved.guests().is_empty().then_some(()));
-    wait_until("the end of the guest", WITHIN, is_gone).unwrap();
+    saved.wait_for_guests(&[]);
     let here = ["/usr/bin/env".to_owned(), "-C".to_owned(), saved.path("").display().to_string()];
     let run = |image: &str, name: &str, file: &str| {
         let image = saved.path(image).display().to_string();
@@ -175,7 +173,7 @@ fn a_disk_with_a_relative_name_is_kept_time_and_again() {
     assert!(saved.disk_of("two.img").ends_with("/disk.1.qcow2"), "{}", saved.disk_of("two.img"));
     drop(guest);
     saved.quit("relative");
-    wait_until("the end of the guest", WITHIN, is_gone).unwrap();
+    saved.wait_for_guests(&[]);
     assert_refused(&run("one.img", "one", "./disk.raw"), &["is a backing file of the disk"]);
 }
 
@@ -311,8 +309,7 @@ impl Saved {
         assert!(memory == disk, "{image}: {memory} in memory, {disk} on the disk");
         drop(guest);
         self.quit("then");
-        let is_gone = || Ok((self.guests() == ["web"]).then_some(()));
-        wait_until("the end of the guest", WITHIN, is_gone).unwrap();
+        self.wait_for_guests(&["web"]);
         let (overlay, raw) = (self.path("then.disk0.qcow2"), self.path("then.raw"));
         let converted =
             Command::new("qemu-img").args(["convert", "-U", "-O", "raw"]).arg(&overlay).arg(&raw).status();

@@ -385,6 +385,11 @@ impl Saved {
         Qmp::connect(&self.directory(name).join("qmp.sock"), WITHIN).unwrap()
     }
 
+    /// Waits until these are the guests of this test.
+    pub(crate) fn wait_for_guests(&self, names: &[&str]) {
+        wait_until("the end of guests", WITHIN, || Ok((self.guests() == names).then_some(()))).unwrap();
+    }
+
     /// Ends a guest by its monitor.
     pub(crate) fn quit(&self, name: &str) {
         self.monitor(name).execute("quit", Value::Null).unwrap();

@@ -129,8 +129,7 @@ fn many_forks_on_a_filesystem_with_reflinks_store_what_the_guest_wrote() {
     let verify = ["inspect", "--verify", &made].map(str::to_owned);
     saved.towline_within(&filesystem.prefix(), verify).wait_done(WITHIN).unwrap();
     saved.guests().iter().for_each(|name| saved.quit(name));
-    let is_gone = || Ok(saved.guests().is_empty().then_some(()));
-    wait_until("the end of the guests", WITHIN, is_gone).unwrap();
+    saved.wait_for_guests(&[]);
 }
 
 /// A connection that was made before talks on while its guest is forked; the forks' ends are theirs, in no network.
@@ -169,8 +168,7 @@ fn a_connection_of_the_guest_outlives_its_forks() {
         assert!(forked.status.success(), "{}", forked.stderr);
         saved.quit("fork");
         talk(n);
-        let is_gone = || Ok((saved.guests() == ["web"]).then_some(()));
-        wait_until("the end of the fork", WITHIN, is_gone).unwrap();
+        saved.wait_for_guests(&["web"]);
     }
     saved.quit("web");
 }
