@@ -10,7 +10,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Error of a call on a channel.
 ///
 /// The variants separate an invalid request of the caller (`Unsupported`, `BadAddress`, `TooManyFds`,
-/// `TlsCredentials`), a failure of this machine (`Io`, `TlsFile`, `Resolve`, `InUse`, `ZeroCopyMemory`), a peer that
+/// `TlsCredentials`, `TlsOneTime`), a failure of this machine (`Io`, `TlsFile`, `Resolve`, `InUse`, `ZeroCopyMemory`), a peer that
 /// went away or is slow (`Closed`, `Cut`, `Timeout`, `FdsTruncated`, `Command`), a peer that is not the
 /// expected one (`Tls`, `WebSocket`), cancellation (`Cancelled`) and an injected fault (`Fault`).
 #[derive(Debug, thiserror::Error)]
@@ -85,6 +85,12 @@ pub enum Error {
         /// The other end.
         peer: String,
         /// The reason, and a remedy where there is one.
+        why: String,
+    },
+    /// A one-time certificate that cannot be made or used.
+    #[error("one-time TLS certificate: {why}")]
+    TlsOneTime {
+        /// The reason.
         why: String,
     },
     /// A file with a certificate or a key that cannot be used.

@@ -114,7 +114,7 @@ pub use sys::rights::refuse_descriptors;
 pub use tcp::{PEER_TIMEOUT, TcpChannel, check_zero_copy};
 #[cfg(feature = "tls")]
 pub use tls::TlsChannel;
-pub use tls::{TlsClient, TlsServer};
+pub use tls::{OneTimeCredentials, OneTimeKey, TlsClient, TlsServer};
 pub use unix::UnixChannel;
 #[cfg(feature = "websocket")]
 pub use websocket::WebSocketChannel;

@@ -26,7 +26,7 @@ mod record;
 mod recv;
 mod send;
 
-pub use credentials::{TlsClient, TlsServer};
+pub use credentials::{OneTimeCredentials, OneTimeKey, TlsClient, TlsServer};
 
 use crate::channel::forward_channel;
 use crate::framed::Framed;

@@ -13,7 +13,43 @@ pub enum TlsServer {}
 #[derive(Debug, Clone)]
 pub enum TlsClient {}
 
+/// A key for one connection. This build has no TLS, so there are none.
+#[derive(Debug)]
+pub enum OneTimeKey {}
+
+/// Credentials for one connection. This build has no TLS, so there are none.
+#[derive(Debug, Clone)]
+pub enum OneTimeCredentials {}
+
+impl OneTimeKey {
+    /// Fails: this build has no TLS.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`], always.
+    pub fn generate() -> Result<Self> {
+        Err(Error::unsupported("a connection", WITHOUT_TLS))
+    }
+
+    /// Cannot be called.
+    pub fn certificate(&self) -> &[u8] {
+        match *self {}
+    }
+
+    /// Cannot be called.
+    pub fn with_peer(self, _certificate: Vec<u8>) -> OneTimeCredentials {
+        match self {}
+    }
+}
+
 impl TlsServer {
+    /// Cannot be called.
+    ///
+    /// # Errors
+    /// None.
+    pub fn one_time(credentials: &OneTimeCredentials) -> Result<Self> {
+        match *credentials {}
+    }
+
     /// Fails: this build has no TLS.
     ///
     /// # Errors
@@ -24,6 +60,14 @@ impl TlsServer {
 }
 
 impl TlsClient {
+    /// Cannot be called.
+    ///
+    /// # Errors
+    /// None.
+    pub fn one_time(credentials: &OneTimeCredentials) -> Result<Self> {
+        match *credentials {}
+    }
+
     /// Fails: this build has no TLS.
     ///
     /// # Errors

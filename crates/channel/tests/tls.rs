@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use towline_channel::fault::{Cut, Direction, FlipReceived};
 use towline_channel::{
-    Address, Channel, ConnectOptions, Error, IoBuf, IoBufMut, ListenOptions, Listener, RecvFlags, SendFlags,
-    TlsChannel, TlsClient, TlsServer, connect_with,
+    Address, Channel, ConnectOptions, Error, IoBuf, IoBufMut, ListenOptions, Listener, OneTimeKey, RecvFlags,
+    SendFlags, TlsChannel, TlsClient, TlsServer, connect_with,
 };
 use towline_lab::certificates::{Authority, Holder};
 
@@ -232,29 +232,7 @@ impl Directories {
     /// Connects with TLS; returns the result at each end.
     fn meet(&self, hostname: Option<&str>) -> (String, String) {
         let client = TlsClient::load(self.near.path(), hostname).unwrap();
-        let server = TlsServer::load(self.far.path()).unwrap();
-        let options = ListenOptions { tls: Some(server), ..Default::default() };
-        let listener = Listener::bind_with(&"tcp:127.0.0.1:0".parse().unwrap(), &options).unwrap();
-        let (deadline, cancel) = (soon(), cancel());
-        let begun = Instant::now();
-        let said = std::thread::scope(|scope| {
-            let far = scope.spawn(|| {
-                let channel = listener.accept(deadline, &cancel)?;
-                recv_exact(channel.as_ref(), 2)?;
-                send_all(channel.as_ref(), b"!")
-            });
-            let options = ConnectOptions { tls: Some(client), ..Default::default() };
-            let near = connect_with(listener.local_address(), deadline, &cancel, &options);
-            // A client of TLS 1.3 has completed the handshake before the server has verified its certificate.
-            let near = near.and_then(|channel| {
-                send_all(channel.as_ref(), b"hi")?;
-                recv_exact(channel.as_ref(), 1)
-            });
-            let text = |error: Option<Error>| error.map(|error| error.to_string()).unwrap_or_default();
-            (text(near.err()), text(far.join().unwrap().err()))
-        });
-        assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
-        said
+        meet(client, TlsServer::load(self.far.path()).unwrap())
     }
 
     #[track_caller]
@@ -267,6 +245,32 @@ impl Directories {
         assert!(said.0.contains(&place(near)), "near: {}", said.0);
         assert!(said.1.contains(&place(far)), "far: {}", said.1);
     }
+}
+
+/// Connects with TLS; returns the result at each end.
+fn meet(client: TlsClient, server: TlsServer) -> (String, String) {
+    let options = ListenOptions { tls: Some(server), ..Default::default() };
+    let listener = Listener::bind_with(&"tcp:127.0.0.1:0".parse().unwrap(), &options).unwrap();
+    let (deadline, cancel) = (soon(), cancel());
+    let begun = Instant::now();
+    let said = std::thread::scope(|scope| {
+        let far = scope.spawn(|| {
+            let channel = listener.accept(deadline, &cancel)?;
+            recv_exact(channel.as_ref(), 2)?;
+            send_all(channel.as_ref(), b"!")
+        });
+        let options = ConnectOptions { tls: Some(client), ..Default::default() };
+        let near = connect_with(listener.local_address(), deadline, &cancel, &options);
+        // A client of TLS 1.3 has completed the handshake before the server has verified its certificate.
+        let near = near.and_then(|channel| {
+            send_all(channel.as_ref(), b"hi")?;
+            recv_exact(channel.as_ref(), 1)
+        });
+        let text = |error: Option<Error>| error.map(|error| error.to_string()).unwrap_or_default();
+        (text(near.err()), text(far.join().unwrap().err()))
+    });
+    assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
+    said
 }
 
 fn write(directory: &Path, name: &str, content: &str) {
@@ -353,6 +357,25 @@ fn invalid_files_are_named() {
     };
     let text = "TLS credentials, DIR/server-cert.pem: server-key.pem is not the key of it";
     assert_eq!(load(&swapped).0, text);
+}
+
+#[test]
+fn one_time_keys_admit_each_other_alone() {
+    let [here, there, stranger] = [(); 3].map(|()| OneTimeKey::generate().unwrap());
+    let certificate = |key: &OneTimeKey| key.certificate().to_vec();
+    let (of_here, of_there) = (certificate(&here), certificate(&there));
+    assert!(!format!("{here:?}").contains("Pkcs8"), "{here:?}");
+    let (here, there) = (here.with_peer(of_there.clone()), there.with_peer(of_here));
+    let server = || TlsServer::one_time(&there).unwrap();
+    assert_eq!(meet(TlsClient::one_time(&here).unwrap(), server()), (String::new(), String::new()));
+    let stranger = stranger.with_peer(of_there);
+    let (near, far) = meet(TlsClient::one_time(&stranger).unwrap(), server());
+    assert!(near.contains("it ended TLS with the alert DecryptError"), "{near}");
+    assert!(far.contains("its client certificate is not good"), "{far}");
+    let (near, _) = meet(TlsClient::one_time(&here).unwrap(), TlsServer::one_time(&stranger).unwrap());
+    assert!(near.contains("its server certificate is not good"), "{near}");
+    let wrong = OneTimeKey::generate().unwrap().with_peer(vec![0; 9]);
+    assert!(matches!(TlsServer::one_time(&wrong), Err(Error::TlsOneTime { .. })));
 }
 
 /// A client without TLS is named in the error, and the listener continues.

@@ -1,10 +1,11 @@
 //! Explains TLS failures; messages name the file and the remedy.
 
-use super::credentials::{CA_CERT, CA_CRL, CLIENT_CERT, SERVER_CERT, TlsClient, TlsServer};
+use super::credentials::{
+    CA_CERT, CA_CRL, CLIENT_CERT, CredentialsOrigin, SERVER_CERT, TlsClient, TlsServer,
+};
 use crate::Error;
 use crate::guess::describe_plain;
 use rustls::{AlertDescription, CertificateError, Error as TlsError, PeerIncompatible};
-use std::path::Path;
 
 /// Number of leading bytes from which the peer's protocol is recognized.
 pub(super) const MAGIC_BYTES: usize = 4;
@@ -18,9 +19,8 @@ pub(super) fn plain(peer: &str, what: &str) -> Error {
 }
 
 pub(super) fn at_client(peer: &str, tls: &TlsClient, error: &TlsError) -> Error {
-    let directory = tls.directory();
     let text = match error {
-        TlsError::InvalidCertificate(error) => certificate(directory, "server", error),
+        TlsError::InvalidCertificate(error) => certificate(tls.origin(), "server", error),
         TlsError::AlertReceived(alert) => refused(*alert, &own_client(tls)),
         TlsError::InvalidMessage(_) => {
             "it does not answer with TLS: turn TLS on there (tls-creds at the destination's QEMU), or off here (--tls-creds)".into()
@@ -31,13 +31,12 @@ pub(super) fn at_client(peer: &str, tls: &TlsClient, error: &TlsError) -> Error 
 }
 
 pub(super) fn at_server(peer: &str, tls: &TlsServer, error: &TlsError) -> Error {
-    let directory = tls.directory();
-    let own = directory.join(SERVER_CERT).display().to_string();
+    let own = tls.origin().file(SERVER_CERT);
     let text = match error {
-        TlsError::InvalidCertificate(error) => certificate(directory, "client", error),
+        TlsError::InvalidCertificate(error) => certificate(tls.origin(), "client", error),
         TlsError::NoCertificatesPresented => format!(
             "it sent no client certificate, and every client needs one: put {CLIENT_CERT} and its key into its directory, signed by the CA of {}",
-            directory.join(CA_CERT).display()
+            tls.origin().file(CA_CERT)
         ),
         TlsError::AlertReceived(alert) => refused(*alert, &own),
         error => other(error),
@@ -55,11 +54,11 @@ pub(super) fn ended_at_client(peer: &str, tls: &TlsClient) -> Error {
 }
 
 pub(super) fn ended_at_server(peer: &str, tls: &TlsServer, first: &[u8]) -> Error {
-    let own = tls.directory().join(SERVER_CERT);
+    let own = tls.origin().file(SERVER_CERT);
     let text = match (describe_plain(first), first) {
         (Some("TLS"), _) => format!(
             "it ended the connection in the handshake: it may not accept {} (its CA, date or names); its own log says why",
-            own.display()
+            own
         ),
         (Some(what), _) => return plain(peer, what),
         (None, []) => "it closed the connection without sending anything".into(),
@@ -82,7 +81,7 @@ pub(super) fn doubt_at_client(tls: &TlsClient) -> String {
 pub(super) fn doubt_at_server(tls: &TlsServer) -> String {
     format!(
         "it ended the connection right after the handshake: it may not accept {} (its CA, date or names); its own log says why",
-        tls.directory().join(SERVER_CERT).display()
+        tls.origin().file(SERVER_CERT)
     )
 }
 
@@ -92,12 +91,12 @@ pub(super) fn alert(peer: &str, alert: AlertDescription) -> Error {
 }
 
 fn own_client(tls: &TlsClient) -> String {
-    let path = tls.directory().join(CLIENT_CERT);
-    if tls.has_certificate() { path.display().to_string() } else { format!("no {}", path.display()) }
+    let path = tls.origin().file(CLIENT_CERT);
+    if tls.has_certificate() { path } else { format!("no {path}") }
 }
 
-fn certificate(directory: &Path, of: &str, error: &CertificateError) -> String {
-    let in_directory = |name| directory.join(name).display().to_string();
+fn certificate(origin: &CredentialsOrigin, of: &str, error: &CertificateError) -> String {
+    let in_directory = |name| origin.file(name);
     match error {
         CertificateError::UnknownIssuer => {
             format!("its {of} certificate is not signed by the CA of {}", in_directory(CA_CERT))

@@ -7,7 +7,8 @@
 //! | `server-cert.pem`, `server-key.pem` | to listen |
 //! | `client-cert.pem`, `client-key.pem` | to connect to a server that requires them, as QEMU does unless `verify-peer=off` |
 //!
-//! A server accepts only clients with a certificate of this CA.
+//! A server accepts only clients with a certificate of this CA. Two ends that have another channel between them, which is authenticated,
+//! need no files: each makes a [`OneTimeKey`], and accepts the certificate of the other one alone.
 
 use crate::{Error, Result};
 use rustls::client::{Resumption, WebPkiServerVerifier};
@@ -17,6 +18,7 @@ use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKey
 use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::version::TLS13;
 use rustls::{CipherSuite, ClientConfig, RootCertStore, ServerConfig};
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -26,19 +28,83 @@ pub(super) const SERVER_CERT: &str = "server-cert.pem";
 pub(super) const CLIENT_CERT: &str = "client-cert.pem";
 const SERVER_KEY: &str = "server-key.pem";
 const CLIENT_KEY: &str = "client-key.pem";
+/// Name that every one-time certificate is for.
+const ONE_TIME_NAME: &str = "towline";
+
+/// A key that one end makes for one connection, with a certificate that it signs itself. Its `Debug` form is without the key.
+pub struct OneTimeKey {
+    certificate: CertificateDer<'static>,
+    key: PrivateKeyDer<'static>,
+}
+
+/// Credentials of one end for one connection: its own key, and the certificate of the other end, which alone is accepted. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct OneTimeCredentials {
+    own: Arc<OneTimeKey>,
+    peer: CertificateDer<'static>,
+}
+
+impl OneTimeKey {
+    /// Makes one.
+    ///
+    /// # Errors
+    /// [`Error::TlsOneTime`]: the system has no randomness.
+    pub fn generate() -> Result<Self> {
+        let failed = |error: rcgen::Error| Error::TlsOneTime { why: error.to_string() };
+        let key = rcgen::KeyPair::generate().map_err(failed)?;
+        let certificate = rcgen::CertificateParams::new([ONE_TIME_NAME.to_owned()]).map_err(failed)?;
+        let certificate = certificate.self_signed(&key).map_err(failed)?.der().clone();
+        let key = PrivateKeyDer::try_from(key.serialize_der());
+        let key = key.map_err(|why| Error::TlsOneTime { why: why.to_owned() })?;
+        Ok(Self { certificate, key })
+    }
+
+    /// Its certificate, in DER, for the other end.
+    pub fn certificate(&self) -> &[u8] {
+        &self.certificate
+    }
+
+    /// Credentials for a connection with the end that has this certificate, in DER.
+    pub fn with_peer(self, certificate: Vec<u8>) -> OneTimeCredentials {
+        OneTimeCredentials { own: Arc::new(self), peer: certificate.into() }
+    }
+}
+
+impl fmt::Debug for OneTimeKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OneTimeKey").finish_non_exhaustive()
+    }
+}
+
+/// Origin of credentials, for messages.
+#[derive(Debug, Clone)]
+pub(super) enum CredentialsOrigin {
+    Directory(PathBuf),
+    OneTime,
+}
+
+impl CredentialsOrigin {
+    /// Names the file of this name.
+    pub(super) fn file(&self, name: &str) -> String {
+        match self {
+            Self::Directory(directory) => directory.join(name).display().to_string(),
+            Self::OneTime => "the one-time certificate of this connection".into(),
+        }
+    }
+}
 
 /// Credentials of a TLS server. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct TlsServer {
     config: Arc<ServerConfig>,
-    directory: PathBuf,
+    origin: CredentialsOrigin,
 }
 
 /// Credentials of a TLS client. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct TlsClient {
     config: Arc<ClientConfig>,
-    directory: PathBuf,
+    origin: CredentialsOrigin,
     hostname: Option<String>,
     has_certificate: bool,
 }
@@ -60,23 +126,43 @@ impl TlsServer {
             .map_err(|error| at.bad(CA_CRL, error))?;
         let config = ServerConfig::builder_with_provider(provider).with_protocol_versions(&[&TLS13]);
         let config = config.expect("the provider has the version").with_client_cert_verifier(verifier);
-        let mut config = config
+        let config = config
             .with_single_cert(chain, key)
             .map_err(|error| at.mismatched(SERVER_CERT, SERVER_KEY, &error))?;
+        Ok(Self::new(config, CredentialsOrigin::Directory(directory.to_owned())))
+    }
+
+    /// Credentials of the end that listens.
+    ///
+    /// # Errors
+    /// [`Error::TlsOneTime`]: the other end's certificate is not one.
+    pub fn one_time(credentials: &OneTimeCredentials) -> Result<Self> {
+        let failed = |why: &dyn fmt::Display| Error::TlsOneTime { why: why.to_string() };
+        let (provider, roots) = (provider(), credentials.roots()?);
+        let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&provider)).build();
+        let verifier = verifier.map_err(|error| failed(&error))?;
+        let config = ServerConfig::builder_with_provider(provider).with_protocol_versions(&[&TLS13]);
+        let config = config.expect("the provider has the version").with_client_cert_verifier(verifier);
+        let (chain, key) = credentials.pair();
+        let config = config.with_single_cert(chain, key).map_err(|error| failed(&error))?;
+        Ok(Self::new(config, CredentialsOrigin::OneTime))
+    }
+
+    fn new(mut config: ServerConfig, origin: CredentialsOrigin) -> Self {
         config.ignore_client_order = true;
         // Tickets that a lane never reads would turn its end into a reset.
         config.send_tls13_tickets = 0;
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.enable_secret_extraction = true;
-        Ok(Self { config: Arc::new(config), directory: directory.to_owned() })
+        Self { config: Arc::new(config), origin }
     }
 
     pub(super) fn config(&self) -> &Arc<ServerConfig> {
         &self.config
     }
 
-    pub(super) fn directory(&self) -> &Path {
-        &self.directory
+    pub(super) fn origin(&self) -> &CredentialsOrigin {
+        &self.origin
     }
 }
 
@@ -99,20 +185,39 @@ impl TlsClient {
         let config = ClientConfig::builder_with_provider(provider).with_protocol_versions(&[&TLS13]);
         let config = config.expect("the provider has the version").with_webpki_verifier(verifier);
         let has_certificate = at.has(CLIENT_CERT) || at.has(CLIENT_KEY);
-        let mut config = if has_certificate {
+        let config = if has_certificate {
             let (chain, key) = at.pair(CLIENT_CERT, CLIENT_KEY)?;
             let config = config.with_client_auth_cert(chain, key);
             config.map_err(|error| at.mismatched(CLIENT_CERT, CLIENT_KEY, &error))?
         } else {
             config.with_no_client_auth()
         };
+        let origin = CredentialsOrigin::Directory(directory.to_owned());
+        Ok(Self { has_certificate, ..Self::new(config, origin, hostname) })
+    }
+
+    /// Credentials of the end that connects.
+    ///
+    /// # Errors
+    /// [`Error::TlsOneTime`]: the other end's certificate is not one.
+    pub fn one_time(credentials: &OneTimeCredentials) -> Result<Self> {
+        let config = ClientConfig::builder_with_provider(provider()).with_protocol_versions(&[&TLS13]);
+        let config =
+            config.expect("the provider has the version").with_root_certificates(credentials.roots()?);
+        let (chain, key) = credentials.pair();
+        let config = config.with_client_auth_cert(chain, key);
+        let config = config.map_err(|error| Error::TlsOneTime { why: error.to_string() })?;
+        Ok(Self::new(config, CredentialsOrigin::OneTime, Some(ONE_TIME_NAME)))
+    }
+
+    fn new(mut config: ClientConfig, origin: CredentialsOrigin, hostname: Option<&str>) -> Self {
         config.resumption = Resumption::disabled();
         config.enable_secret_extraction = true;
         let hostname = hostname.map(str::to_owned);
-        Ok(Self { config: Arc::new(config), directory: directory.to_owned(), hostname, has_certificate })
+        Self { config: Arc::new(config), origin, hostname, has_certificate: true }
     }
 
-    /// The name that was given to [`Self::load`].
+    /// Name that the server's certificate must be for; `None`: that of the address that is connected to.
     pub fn hostname(&self) -> Option<&str> {
         self.hostname.as_deref()
     }
@@ -121,12 +226,24 @@ impl TlsClient {
         &self.config
     }
 
-    pub(super) fn directory(&self) -> &Path {
-        &self.directory
+    pub(super) fn origin(&self) -> &CredentialsOrigin {
+        &self.origin
     }
 
     pub(super) fn has_certificate(&self) -> bool {
         self.has_certificate
+    }
+}
+
+impl OneTimeCredentials {
+    fn roots(&self) -> Result<Arc<RootCertStore>> {
+        let mut roots = RootCertStore::empty();
+        roots.add(self.peer.clone()).map_err(|error| Error::TlsOneTime { why: error.to_string() })?;
+        Ok(Arc::new(roots))
+    }
+
+    fn pair(&self) -> (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>) {
+        (vec![self.own.certificate.clone()], self.own.key.clone_key())
     }
 }
 
