@@ -37,7 +37,9 @@ pub use error::{DisconnectReason, Error};
 pub use events::EVENTS_MAX;
 pub use request::{Command, CommandReply, CommandRequest};
 #[cfg(feature = "server")]
-pub use server::{CLIENTS_MAX, CommandError, Commands, Emitter, REQUEST_BYTES_MAX, Server};
+pub use server::{
+    CLIENTS_MAX, CommandError, Commands, Dialogue, Emitter, REQUEST_BYTES_MAX, Server, Unreadable,
+};
 
 /// The examples of the README, as tests.
 #[cfg(doctest)]

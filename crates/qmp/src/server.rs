@@ -147,11 +147,7 @@ impl Emitter {
     /// Sends an event to every client that has negotiated. Does not block.
     pub fn emit(&self, event: &str, data: Map<String, Value>) {
         let Some(shared) = self.0.upgrade() else { return };
-        let mut message = json!({ "event": event, "timestamp": timestamp() });
-        if !data.is_empty() {
-            message["data"] = Value::Object(data);
-        }
-        let text = line(&message);
+        let text = Dialogue::event(event, data);
         for client in lock(&shared.clients).iter() {
             if client.negotiated.load(Ordering::Acquire) {
                 client.post(text.clone());
@@ -222,94 +218,139 @@ impl Shared {
             shared.served.fetch_sub(1, Ordering::AcqRel);
         }));
     }
+}
 
-    fn answer(&self, client: &ConnectedClient, mut request: Map<String, Value>) -> Value {
-        let id = request.remove("id");
-        let mut answer = match self.execute(client, &mut request) {
-            Ok(value) => json!({ "return": value }),
-            Err((class, desc)) => json!({ "error": { "class": class, "desc": desc } }),
-        };
-        if let Some(id) = id {
-            answer["id"] = id;
-        }
-        answer
+/// The requests of one client and the replies to them, without I/O: for a client that is not connected to a [`Server`].
+#[derive(Debug)]
+pub struct Dialogue {
+    decoder: Decoder,
+}
+
+/// A request that cannot be read. The beginning of the next one is unknown, so the client is disconnected after this last reply.
+#[derive(Debug)]
+pub struct Unreadable(pub String);
+
+impl Dialogue {
+    /// Of requests of at most this length in bytes.
+    pub fn new(request_bytes_max: usize) -> Self {
+        Self { decoder: Decoder::with_limit(request_bytes_max) }
     }
 
-    fn execute(
-        &self,
-        client: &ConnectedClient,
-        request: &mut Map<String, Value>,
-    ) -> Result<Value, (&'static str, String)> {
-        let generic = |text: &str| ("GenericError", text.to_owned());
-        let Some(Value::String(name)) = request.remove("execute") else {
-            return Err(generic("QMP input lacks member 'execute', a string"));
-        };
-        let arguments = match request.remove("arguments") {
-            None => Map::new(),
-            Some(Value::Object(arguments)) => arguments,
-            Some(_) => return Err(generic("QMP input member 'arguments' must be an object")),
-        };
-        if let Some(key) = request.keys().next() {
-            return Err(generic(&format!("QMP input member '{key}' is unexpected")));
+    /// The first line that a client reads, with further members.
+    pub fn greeting(other: Map<String, Value>) -> String {
+        let mut greeting = json!({ "version": version(), "capabilities": [] });
+        greeting.as_object_mut().expect("made so").extend(other);
+        line(&json!({ "QMP": greeting }))
+    }
+
+    /// A line with an event.
+    pub fn event(name: &str, data: Map<String, Value>) -> String {
+        let mut message = json!({ "event": name, "timestamp": timestamp() });
+        if !data.is_empty() {
+            message["data"] = Value::Object(data);
         }
-        let negotiated = client.negotiated.load(Ordering::Acquire);
-        match name.as_str() {
-            "qmp_capabilities" if negotiated => Err((
-                "CommandNotFound",
-                "Capabilities negotiation is already complete, command ignored".to_owned(),
-            )),
-            "qmp_capabilities" => {
-                client.negotiated.store(true, Ordering::Release);
-                Ok(json!({}))
-            }
-            _ if !negotiated => Err((
-                "CommandNotFound",
-                format!("Expecting capabilities negotiation with 'qmp_capabilities', found '{name}'"),
-            )),
-            "query-version" => Ok(version()),
-            "query-commands" => {
-                let own = ["qmp_capabilities", "query-version", "query-commands"];
-                let names = own.iter().chain(self.commands.names());
-                Ok(names.map(|name| json!({ "name": name })).collect())
-            }
-            name => self.commands.execute(name, &arguments).map_err(|refusal| match refusal {
-                CommandError::NotFound => {
-                    ("CommandNotFound", format!("The command {name} has not been found"))
-                }
-                CommandError::Generic(text) => ("GenericError", text),
-            }),
+        line(&message)
+    }
+
+    /// Takes bytes of the client.
+    pub fn feed(&mut self, bytes: &[u8]) {
+        self.decoder.feed(bytes);
+    }
+
+    /// Executes the next request whose bytes are complete, and returns the line of its reply. `negotiated` is set once the client has
+    /// sent `qmp_capabilities`.
+    ///
+    /// # Errors
+    /// [`Unreadable`].
+    pub fn next_reply(
+        &mut self,
+        commands: &dyn Commands,
+        negotiated: &AtomicBool,
+    ) -> Result<Option<String>, Unreadable> {
+        let generic = |desc: &str| line(&json!({ "error": { "class": "GenericError", "desc": desc } }));
+        match self.decoder.next_message() {
+            Ok(None) => Ok(None),
+            Ok(Some(Message::Other(request))) => Ok(Some(line(&answer(commands, negotiated, request)))),
+            Ok(Some(_)) => Ok(Some(generic("this is a server's message, expected a command"))),
+            Err(error) => Err(Unreadable(generic(&error.to_string()))),
         }
+    }
+}
+
+fn answer(commands: &dyn Commands, negotiated: &AtomicBool, mut request: Map<String, Value>) -> Value {
+    let id = request.remove("id");
+    let mut answer = match execute(commands, negotiated, &mut request) {
+        Ok(value) => json!({ "return": value }),
+        Err((class, desc)) => json!({ "error": { "class": class, "desc": desc } }),
+    };
+    if let Some(id) = id {
+        answer["id"] = id;
+    }
+    answer
+}
+
+fn execute(
+    commands: &dyn Commands,
+    negotiated: &AtomicBool,
+    request: &mut Map<String, Value>,
+) -> Result<Value, (&'static str, String)> {
+    let generic = |text: &str| ("GenericError", text.to_owned());
+    let Some(Value::String(name)) = request.remove("execute") else {
+        return Err(generic("QMP input lacks member 'execute', a string"));
+    };
+    let arguments = match request.remove("arguments") {
+        None => Map::new(),
+        Some(Value::Object(arguments)) => arguments,
+        Some(_) => return Err(generic("QMP input member 'arguments' must be an object")),
+    };
+    if let Some(key) = request.keys().next() {
+        return Err(generic(&format!("QMP input member '{key}' is unexpected")));
+    }
+    let has_negotiated = negotiated.load(Ordering::Acquire);
+    match name.as_str() {
+        "qmp_capabilities" if has_negotiated => Err((
+            "CommandNotFound",
+            "Capabilities negotiation is already complete, command ignored".to_owned(),
+        )),
+        "qmp_capabilities" => {
+            negotiated.store(true, Ordering::Release);
+            Ok(json!({}))
+        }
+        _ if !has_negotiated => Err((
+            "CommandNotFound",
+            format!("Expecting capabilities negotiation with 'qmp_capabilities', found '{name}'"),
+        )),
+        "query-version" => Ok(version()),
+        "query-commands" => {
+            let own = ["qmp_capabilities", "query-version", "query-commands"];
+            let names = own.iter().chain(commands.names());
+            Ok(names.map(|name| json!({ "name": name })).collect())
+        }
+        name => commands.execute(name, &arguments).map_err(|refusal| match refusal {
+            CommandError::NotFound => ("CommandNotFound", format!("The command {name} has not been found")),
+            CommandError::Generic(text) => ("GenericError", text),
+        }),
     }
 }
 
 impl ConnectedClient {
     /// Replies to requests, in order, until the client disconnects.
     fn read(&self, shared: &Shared) {
-        self.post(line(&json!({ "QMP": { "version": version(), "capabilities": [] } })));
-        let mut decoder = Decoder::with_limit(REQUEST_BYTES_MAX);
+        self.post(Dialogue::greeting(Map::new()));
+        let mut dialogue = Dialogue::new(REQUEST_BYTES_MAX);
         let mut bytes = [0; 4096];
         loop {
             match self.channel.recv(&mut [IoBufMut::from(&mut bytes[..])], RecvFlags::empty()) {
                 Ok(0) | Err(_) => return,
-                Ok(count) => decoder.feed(&bytes[..count]),
+                Ok(count) => dialogue.feed(&bytes[..count]),
             }
             loop {
                 let _answering = lock(&self.answering);
-                let answer = match decoder.next_message() {
+                match dialogue.next_reply(shared.commands.as_ref(), &self.negotiated) {
                     Ok(None) => break,
-                    Ok(Some(Message::Other(request))) => shared.answer(self, request),
-                    Ok(Some(_)) => {
-                        json!({ "error": { "class": "GenericError", "desc": "this is a server's message, expected a command" } })
-                    }
-                    Err(error) => {
-                        // The beginning of the next request is unknown.
-                        self.post(line(
-                            &json!({ "error": { "class": "GenericError", "desc": error.to_string() } }),
-                        ));
-                        return;
-                    }
-                };
-                self.post(line(&answer));
+                    Ok(Some(reply)) => self.post(reply),
+                    Err(Unreadable(reply)) => return self.post(reply),
+                }
             }
         }
     }
