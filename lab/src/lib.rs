@@ -37,6 +37,7 @@ mod qemu;
 mod qmp;
 #[cfg(feature = "schema")]
 pub mod schema;
+mod ssh;
 mod sys;
 mod terminal;
 mod towline;
@@ -53,6 +54,7 @@ pub use process::{is_asleep, signal};
 pub use proxy::{Action, Flow, Proxy, Trigger};
 pub use qemu::{BootSector, Builder, MemoryBackend, Qemu, Sweep, Version};
 pub use qmp::{Qmp, QmpError};
+pub use ssh::{SshHost, Sshd, ssh_key};
 pub use terminal::Terminal;
 pub use towline::{Finished, Towline, towline, towline_binary};
 pub use wait::wait_until;

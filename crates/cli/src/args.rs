@@ -8,6 +8,10 @@ macro_rules! endpoints {
 Endpoints:
   qmp:PATH         a QEMU by its QMP socket: as SOURCE one that runs a guest, as DEST one started
                    with `-incoming defer`
+  ssh:[USER@]HOST[:PORT]/PLACE
+                   as DEST: another host, by OpenSSH and the towline there. PLACE is qmp:PATH, an
+                   image or a store there, or for `move` the NAME of a guest whose QEMU is started
+                   there [default: the name that it has] (docs/move.md)
   tcp:HOST:PORT    as SOURCE: listen for the `migrate` of a QEMU, or for another towline;
                    as DEST: connect to one
   unix:PATH        the same over a Unix socket
@@ -49,6 +53,7 @@ mod inspect;
 mod move_guest;
 mod moves;
 mod net;
+mod remote;
 mod repair;
 mod run;
 mod status;
@@ -62,7 +67,7 @@ use clap::{Parser, Subcommand};
 use crate::sandbox::SandboxArgs;
 pub(crate) use check::CheckArgs;
 pub(crate) use common::{
-    GUEST, IMAGES, LANES, LIMITS, OUTPUT, OnOff, OnOffAuto, Output, POSTCOPY, PROCESS, TlsArgs,
+    GUEST, HOSTS, IMAGES, LANES, LIMITS, OUTPUT, OnOff, OnOffAuto, Output, POSTCOPY, PROCESS, TlsArgs,
 };
 use common::{MORE, key_and_value};
 pub(crate) use copy::{CopyArgs, DiskArgs, StoredSourceArgs};
@@ -74,6 +79,7 @@ pub(crate) use inspect::InspectArgs;
 pub(crate) use move_guest::MoveArgs;
 pub(crate) use moves::{EndArg, MovesArgs, ResumeArgs};
 pub(crate) use net::NetArgs;
+pub(crate) use remote::{AgentArgs, HostArgs, SshArgs};
 pub(crate) use repair::RepairArgs;
 pub(crate) use run::{PsArgs, RunArgs, StartArgs};
 pub(crate) use status::StatusArgs;
@@ -113,6 +119,7 @@ pub(crate) enum Command {
     Repair(RepairArgs),
     Moves(MovesArgs),
     Resume(ResumeArgs),
+    Agent(AgentArgs),
     Net(NetArgs),
     Ctl(CtlArgs),
     Vsock(VsockArgs),
@@ -150,7 +157,7 @@ impl Command {
             Self::Moves(args) => args.output.json,
             Self::Resume(args) => args.output.json,
             Self::Net(args) => args.json,
-            Self::Ctl(_) | Self::Vsock(_) | Self::Completions(_) | Self::Man(_) => false,
+            Self::Agent(_) | Self::Ctl(_) | Self::Vsock(_) | Self::Completions(_) | Self::Man(_) => false,
         }
     }
 }

@@ -1,5 +1,6 @@
 //! `towline check`.
 
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -10,9 +11,11 @@ use towline_control::plan;
 
 use crate::args::CheckArgs;
 use crate::endpoint::Endpoint;
+use crate::endpoint::ssh::SshEndpoint;
 use crate::events::{Checked, Compared, FinalEvent};
 use crate::exit::Exit;
 use crate::progress::Reporter;
+use crate::remote::{self, PlaceOptions};
 use crate::{console, errors};
 
 /// Time limit of a QEMU that is being started, as `copy` has it.
@@ -42,6 +45,9 @@ pub(crate) fn run(args: &CheckArgs) -> Result<Exit> {
         return Ok(reporter.result(FinalEvent::Facts { source, file }, Exit::Done));
     }
     let Some(to) = &args.destination else { return Ok(Exit::Usage) };
+    if let (Endpoint::Qmp(socket), Endpoint::Ssh(end)) = (&args.source, to) {
+        return Ok(on_host(&reporter, args, end, socket));
+    }
     let destination = match end(to) {
         Ok(destination) => destination,
         Err(error) => return Ok(error.report(&reporter)),
@@ -90,11 +96,25 @@ fn end(endpoint: &Endpoint) -> Result<CheckEnd, NoVerdict> {
                 "{endpoint}: only an image in a file can be checked; copy it to a file first"
             )));
         }
+        Endpoint::Ssh(end) => {
+            return Err(NoVerdict::Usage(format!("{end} is compared with a qmp: SOURCE")));
+        }
         Endpoint::Secret(why) => return Err(NoVerdict::Usage(why.clone())),
         Endpoint::Memory(_) | Endpoint::Null => {
             return Err(NoVerdict::Usage(format!("{endpoint} takes any guest: there is nothing to check")));
         }
     })
+}
+
+/// Checks a guest and its place on another host.
+fn on_host(reporter: &Reporter, args: &CheckArgs, end: &SshEndpoint, socket: &Path) -> Exit {
+    let options = PlaceOptions::of(&args.host, None);
+    let prepared = match remote::prepare(end, &options, socket, None) {
+        Ok(prepared) => prepared,
+        Err(error) => return NoVerdict::Unknown(errors::worded(&error)).report(reporter),
+    };
+    let report = prepared.guest.compare(&prepared.fit, options.lanes);
+    report_verdict(reporter, args, &Endpoint::Ssh(end.clone()), &report)
 }
 
 /// Reports a verdict.

@@ -4,9 +4,11 @@ use std::sync::Mutex;
 
 use anyhow::Result;
 use towline_channel::Cancel;
+use towline_control::check::LANES_DEFAULT;
 use towline_control::plan::{self, CloneTarget, CopyRequest, Destination, Observer, Source, WritableDisks};
 
 use crate::args::{CopyArgs, DiskArgs, MoveArgs, TransferArgs};
+use crate::endpoint::ssh::SshEndpoint;
 use crate::endpoint::{Endpoint, memory};
 use crate::exit::{Exit, UsageError};
 use crate::lock::lock;
@@ -14,6 +16,7 @@ use crate::log::RequestId;
 use crate::notify::Notifier;
 use crate::outcome::{Destinations, Results, Verb};
 use crate::progress::Reporter;
+use crate::remote::{PlaceOptions, RemoteCopy};
 use crate::report::ReportRecorder;
 use crate::signals::{HeldSignals, SignalEffects, cancel_on_signals};
 use crate::{request, sandbox};
@@ -32,24 +35,14 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
         }
         Err(text) => return Err(UsageError(text).into()),
     };
-    if args.destinations.len() > 1 && !source.is_image() {
-        let text = format!(
-            "{} destinations, but {} can be read only once: copy it to an image first, then the image to all of them",
-            args.destinations.len(),
-            args.source
-        );
-        return Err(UsageError(text).into());
-    }
-    let destinations = args.destinations.iter().map(Endpoint::destination);
-    let destinations: Vec<_> = destinations.collect::<Result<_, _>>().map_err(UsageError)?;
+    check_several(args, &source)?;
+    let elsewhere = match &args.destinations[..] {
+        [Endpoint::Ssh(end)] => Some(end),
+        _ => None,
+    };
+    let destinations = args.destinations.iter().filter(|_| elsewhere.is_none()).map(Endpoint::destination);
+    let mut destinations: Vec<_> = destinations.collect::<Result<_, _>>().map_err(UsageError)?;
     let mut options = request::of_copy(args, &source, &destinations).map_err(UsageError)?;
-    if destinations.len() > 1 && args.transfer.report.report.is_some() {
-        return Err(UsageError("--report is for one DEST: start one towline for each".into()).into());
-    }
-    if destinations.len() > 1 && args.transfer.observability.is_requested() {
-        let text = "--qmp and --metrics are for one DEST: start one towline for each";
-        return Err(UsageError(text.into()).into());
-    }
     let ends: Vec<&Endpoint> = std::iter::once(&args.source).chain(&args.destinations).collect();
     args.transfer.report.check(&ends).map_err(UsageError)?;
     let notifier = Notifier::from_environment();
@@ -62,6 +55,16 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
             Err(failure) => return Ok(results.failed(&args.destinations[0], &failure)),
         }
     }
+    let remote =
+        match elsewhere.map(|end| open_elsewhere(args, end, &source, &mut options, (&held, &reporter))) {
+            None => None,
+            Some(Ok(remote)) => Some(remote),
+            Some(Err(error)) => {
+                let failure = error.downcast()?;
+                return Ok(results.failed(&args.destinations[0], &failure));
+            }
+        };
+    destinations.extend(remote.iter().map(|remote| remote.destination.clone()));
     confine(&args.transfer, &source, &destinations, &options, &held);
     let cancel = cancel_on_signals(SignalEffects::of_copy(&args.transfer, &ends))?;
     drop(held);
@@ -77,11 +80,54 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     let copy = |observer: &dyn Observer| plan::copy(&source, destination, &options, &cancel, observer);
     let copied = args.transfer.observability.observe(&options, &cancel, &observer, copy);
     notifier.stopping();
-    let copied = copied?;
+    let mut copied = copied?;
+    if let Some(remote) = remote {
+        remote.close(&mut copied, &reporter);
+    }
     reporter.finish();
     let exit = report(&results, endpoint, &copied);
     recorder.write(&args.transfer.report, [&args.source, endpoint], copied.as_ref());
     Ok(exit)
+}
+
+/// Refuses options of several destinations that are for one.
+fn check_several(args: &CopyArgs, source: &Source) -> Result<(), UsageError> {
+    let (count, transfer) = (args.destinations.len(), &args.transfer);
+    let text = if count < 2 {
+        return Ok(());
+    } else if !source.is_image() {
+        format!(
+            "{count} destinations, but {} can be read only once: copy it to an image first, then the image to all of them",
+            args.source
+        )
+    } else if transfer.report.report.is_some() {
+        "--report is for one DEST: start one towline for each".into()
+    } else if transfer.observability.is_requested() {
+        "--qmp and --metrics are for one DEST: start one towline for each".into()
+    } else {
+        return Ok(());
+    };
+    Err(UsageError(text))
+}
+
+/// Has another host receive the guest of a copy. The error is a [`UsageError`] or a [`Failure`](plan::Failure).
+fn open_elsewhere(
+    args: &CopyArgs,
+    end: &SshEndpoint,
+    source: &Source,
+    options: &mut CopyRequest,
+    (held, reporter): (&HeldSignals, &Reporter),
+) -> Result<RemoteCopy> {
+    let Source::Qmp(socket) = source else {
+        return Err(UsageError(format!(
+            "{end} as DEST needs a qmp: SOURCE; copy an image there as a file (scp)"
+        ))
+        .into());
+    };
+    request::check_copy_to_host(args, end).map_err(UsageError)?;
+    let lanes = args.transfer.multifd_channels.unwrap_or(LANES_DEFAULT);
+    let place = PlaceOptions { ssh: &args.ssh, host: None, lanes };
+    Ok(RemoteCopy::open(end, &place, socket, options, (held.arrived(), reporter))?)
 }
 
 /// Reports the result of a copy to one destination.
@@ -168,17 +214,26 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
     let results = Results::of(Verb::Moved, &reporter, &args.source);
     let results = Results { sandbox: Some(&args.transfer.sandbox), ..results };
     let source = args.source.source().map_err(UsageError)?;
-    if !matches!(source, Source::Qmp(_)) {
+    let Source::Qmp(socket) = &source else {
         let text = format!(
             "move ends the QEMU at its SOURCE, and so needs a qmp: endpoint; for {} use `copy`",
             args.source
         );
         return Err(UsageError(text).into());
-    }
-    let destination = args.destination.destination().map_err(UsageError)?;
-    let options = request::of_move(args, &destination).map_err(UsageError)?;
+    };
+    let mut options = request::of_move(args).map_err(UsageError)?;
     args.transfer.report.check(&[&args.source, &args.destination]).map_err(UsageError)?;
     let held = HeldSignals::hold()?;
+    let (destination, remote) = match &args.destination {
+        Endpoint::Ssh(end) => {
+            let place = PlaceOptions::of(&args.host, args.transfer.multifd_channels);
+            match RemoteCopy::open(end, &place, socket, &mut options, (held.arrived(), &reporter)) {
+                Ok(remote) => (remote.destination.clone(), Some(remote)),
+                Err(failure) => return Ok(results.failed(&args.destination, &failure)),
+            }
+        }
+        other => (other.destination().map_err(UsageError)?, None),
+    };
     confine(&args.transfer, &source, std::slice::from_ref(&destination), &options, &held);
     let cancel =
         cancel_on_signals(SignalEffects::of_copy(&args.transfer, &[&args.source, &args.destination]))?;
@@ -187,7 +242,10 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
     let observer = (&reporter, &recorder);
     memory::check(&source, &destination, &options)?;
     let copy = |observer: &dyn Observer| plan::copy(&source, &destination, &options, &cancel, observer);
-    let moved = args.transfer.observability.observe(&options, &cancel, &observer, copy)?;
+    let mut moved = args.transfer.observability.observe(&options, &cancel, &observer, copy)?;
+    if let Some(remote) = remote {
+        remote.close(&mut moved, &reporter);
+    }
     reporter.finish();
     let exit = report(&results, &args.destination, &moved);
     recorder.write(&args.transfer.report, [&args.source, &args.destination], moved.as_ref());

@@ -1,6 +1,7 @@
 //! Endpoints of the command line.
 
 pub(crate) mod memory;
+pub(crate) mod ssh;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -8,10 +9,13 @@ use std::str::FromStr;
 
 use towline_channel::Address;
 use towline_control::plan;
+use towline_control::remote::{NewGuest, Place};
 use towline_image::{Location, LocationError};
+use towline_launch::GuestName;
 
 use crate::libvirt;
 use memory::MemEndpoint;
+use ssh::SshEndpoint;
 
 /// Endpoint as parsed.
 #[derive(Debug, Clone)]
@@ -20,6 +24,8 @@ pub(crate) enum Endpoint {
     Stream(Address),
     Image(PathBuf),
     Store(Location),
+    /// A place on another host.
+    Ssh(SshEndpoint),
     Memory(MemEndpoint),
     Null,
     /// Location with a secret, and the reason to refuse it. The parser would print the whole text.
@@ -50,6 +56,7 @@ impl FromStr for Endpoint {
             }
             "qmp" => Ok(Self::Qmp(rest.into())),
             "file" => image(rest),
+            "ssh" => on_host(rest).map(Self::Ssh),
             "mem" => MemEndpoint::parse(rest).map(Self::Memory),
             "facts" | "attr" | "ctl" if rest.is_empty() => Err(format!("{scheme}: needs a path")),
             "facts" => Ok(Self::Facts(rest.into())),
@@ -62,7 +69,7 @@ impl FromStr for Endpoint {
             // A path with a colon contains a slash, or is written with file: before it.
             _ if text.contains('/') => image(text),
             _ => Err(format!(
-                "unknown scheme {scheme:?}: expected qmp:, tcp:, unix:, ws://, wss://, fd:, exec:, file:, s3://, gs://, az://, http(s)://, store:, mem:, null:, or a path; write a file of this name as file:{text}"
+                "unknown scheme {scheme:?}: expected qmp:, ssh:, tcp:, unix:, ws://, wss://, fd:, exec:, file:, s3://, gs://, az://, http(s)://, store:, mem:, null:, or a path; write a file of this name as file:{text}"
             )),
         }
     }
@@ -75,6 +82,29 @@ fn image(path: &str) -> Result<Endpoint, String> {
     Ok(Endpoint::Image(path.into()))
 }
 
+/// Parses what follows `ssh:`.
+fn on_host(text: &str) -> Result<SshEndpoint, String> {
+    let (target, place) = text.split_once('/').unwrap_or((text, ""));
+    let is_name = !place.contains([':', '/']);
+    let place = match place {
+        name if is_name && !name.is_empty() && name.parse::<GuestName>().is_err() => {
+            return Err(format!("{name:?} cannot be a guest's name; write an image as file:{name}"));
+        }
+        name if is_name => Place::Guest(NewGuest { name: name.to_owned(), ..NewGuest::default() }),
+        place => match place.parse()? {
+            Endpoint::Qmp(path) => Place::Qmp(path),
+            Endpoint::Image(path) => Place::File(path),
+            Endpoint::Store(location) => Place::Store(location.to_string()),
+            other => {
+                return Err(format!(
+                    "{other} is not a place on another host: expected qmp:PATH, the name of a guest, an image or a store"
+                ));
+            }
+        },
+    };
+    Ok(SshEndpoint { target: target.parse()?, place })
+}
+
 impl fmt::Display for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -82,6 +112,7 @@ impl fmt::Display for Endpoint {
             Self::Stream(address) => write!(f, "{address}"),
             Self::Image(path) => write!(f, "file:{}", path.display()),
             Self::Store(location) => write!(f, "{location}"),
+            Self::Ssh(end) => write!(f, "{end}"),
             Self::Memory(memory) => write!(f, "{memory}"),
             Self::Null => f.write_str("null:"),
             Self::Secret(_) => f.write_str("an address with a secret in it"),
@@ -107,6 +138,7 @@ impl Endpoint {
                 Ok(libvirt::stream_of(path)?.unwrap_or_else(|| plan::Source::Image(path.clone())))
             }
             Self::Store(location) => Ok(plan::Source::Store(location.clone())),
+            Self::Ssh(end) => Err(format!("{end} cannot be a SOURCE: start towline on that host")),
             Self::Memory(memory) => memory.source(),
             Self::Null => Err("null: cannot be a SOURCE".into()),
             Self::Secret(why) => Err(why.clone()),
@@ -121,6 +153,9 @@ impl Endpoint {
             Self::Stream(address) => plan::Destination::Stream(address.clone()),
             Self::Image(path) => plan::Destination::Image(path.clone()),
             Self::Store(location) => plan::Destination::Store(location.clone()),
+            Self::Ssh(end) => {
+                return Err(format!("{end} is for DEST of a `move`, or of a `copy` of a qmp: SOURCE alone"));
+            }
             Self::Memory(memory) => memory.destination()?,
             Self::Null => plan::Destination::Null,
             Self::Secret(why) => return Err(why.clone()),
@@ -153,6 +188,11 @@ mod tests {
             ("facts:a.json", "facts:a.json"),
             ("attr:/sys/x/migration_version", "attr:/sys/x/migration_version"),
             ("ctl:/run/vm/net0.qmp", "ctl:/run/vm/net0.qmp"),
+            ("ssh:b", "ssh:b"),
+            ("ssh:root@b:22/web", "ssh:root@b:22/web"),
+            ("ssh:b/qmp:/run/vm/b.qmp", "ssh:b/qmp:/run/vm/b.qmp"),
+            ("ssh:b//srv/a.img", "ssh:b/file:/srv/a.img"),
+            ("ssh:b/s3://bucket/a/guest", "ssh:b/s3://bucket/a/guest"),
             ("mem:64M,dirty=1M", "mem:64M,dirty=1M"),
         ] {
             assert_eq!(text.parse::<Endpoint>().unwrap().to_string(), shown);

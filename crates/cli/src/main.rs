@@ -4,6 +4,7 @@
 //! guest needs attention (the message says where it is); 4 (`check` and `status`) could not tell; 5 to 8
 //! (`status`) the guest does not run.
 
+mod agent;
 mod args;
 mod backend;
 mod check;
@@ -29,6 +30,7 @@ mod observability;
 mod outcome;
 mod progress;
 mod ps;
+mod remote;
 mod repair;
 mod report;
 mod request;
@@ -95,6 +97,7 @@ fn start() -> ExitCode {
         | Command::Run(_)
         | Command::Fork(_)
         | Command::Upgrade(_)
+        | Command::Agent(_)
         | Command::Net(_)
         | Command::Vsock(_) => Flush::Limited,
         _ => Flush::All,
@@ -164,6 +167,7 @@ fn run(command: &Command, request: Option<RequestId>) -> Result<Exit> {
         Command::Repair(args) => Ok(repair::run(args)),
         Command::Moves(args) => moves::run(args),
         Command::Resume(args) => Ok(moves::resume(args)),
+        Command::Agent(_) => agent::run(),
         Command::Net(args) => net::run(args),
         Command::Ctl(args) => ctl::run(args),
         Command::Vsock(args) => vsock::run(args),

@@ -4,14 +4,17 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use towline_channel::Address;
+use towline_control::check::LANES_DEFAULT;
 use towline_control::plan::{
     AfterCopy, CopyRequest, Destination, PostcopyStart, RequestedPages, Source, Task, TransferOptions,
     WritableDisks,
 };
+use towline_control::remote::Place;
 use towline_migration::Tuning;
 
 use crate::args::{CopyArgs, MoveArgs, OnOff, StoredSourceArgs, TransferArgs};
 use crate::endpoint::Endpoint;
+use crate::endpoint::ssh::SshEndpoint;
 
 /// Returns the request of a `copy`.
 pub(crate) fn of_copy(
@@ -24,7 +27,7 @@ pub(crate) fn of_copy(
         Some(Endpoint::Image(path)) => Some(path.clone()),
         Some(other) => return Err(format!("--base {other}: expected an image")),
     };
-    let transfer = transfer(&args.transfer);
+    let transfer = transfer_to(&args.destinations[0], &args.transfer);
     let task = if args.live {
         snapshot(&args.transfer, base)?
     } else if args.transfer.postcopy.postcopy {
@@ -62,25 +65,44 @@ fn after(args: &CopyArgs, source: &Source, destinations: &[Destination]) -> Resu
     Ok(AfterCopy::SourceResumed)
 }
 
+/// Refuses a copy to a place on another host that would make two guests, or has no effect there.
+pub(crate) fn check_copy_to_host(args: &CopyArgs, end: &SshEndpoint) -> Result<(), String> {
+    match end.place {
+        Place::Qmp(_) | Place::Guest(_) => Err(format!(
+            "a copy to {end} would be a second guest: use `towline move`, or copy to an image there"
+        )),
+        _ if args.base.is_some() => Err("--base needs an image of this host as DEST".into()),
+        _ if args.live || args.resume => Err(format!(
+            "--resume and --live with {end}: its disks would not be kept at that instant; store it on this host first"
+        )),
+        _ => Ok(()),
+    }
+}
+
 /// Returns true for a stream in a file, as libvirt stores it, which has no return path.
 pub(crate) fn is_file(source: &Source) -> bool {
     matches!(source, Source::Stream(Address::File { .. }))
 }
 
 /// Returns the request of a `move`.
-pub(crate) fn of_move(args: &MoveArgs, destination: &Destination) -> Result<CopyRequest, String> {
+pub(crate) fn of_move(args: &MoveArgs) -> Result<CopyRequest, String> {
     let (run, devices) = (run(&args.transfer), args.device_ctl.clone());
     let task = if args.transfer.postcopy.postcopy {
         if args.detach_vsock {
-            let text = match destination {
-                Destination::Qmp(_) => "--detach-vsock cannot be used with --postcopy: leave --postcopy out",
+            let text = match args.destination {
+                Endpoint::Qmp(_) => "--detach-vsock cannot be used with --postcopy: leave --postcopy out",
                 _ => "--detach-vsock needs a qmp: DEST, where the device is plugged in again",
             };
             return Err(text.into());
         }
         postcopy(&args.transfer, PostcopyStart::Move { run, devices })
     } else {
-        Task::Move { transfer: transfer(&args.transfer), run, detach_vsock: args.detach_vsock, devices }
+        Task::Move {
+            transfer: transfer_to(&args.destination, &args.transfer),
+            run,
+            detach_vsock: args.detach_vsock,
+            devices,
+        }
     };
     Ok(request(&args.transfer, task))
 }
@@ -122,6 +144,13 @@ fn postcopy(args: &TransferArgs, start: PostcopyStart) -> Task {
             RequestedPages::MainChannel
         },
     }
+}
+
+/// As [`transfer`]; both ends are driven, also where one is on another host.
+fn transfer_to(destination: &Endpoint, args: &TransferArgs) -> TransferOptions {
+    let transfer = transfer(args);
+    let lanes = matches!(destination, Endpoint::Ssh(_)).then_some(LANES_DEFAULT);
+    TransferOptions { multifd_channels: transfer.multifd_channels.or(lanes), ..transfer }
 }
 
 fn transfer(args: &TransferArgs) -> TransferOptions {
@@ -167,7 +196,7 @@ mod tests {
                     args.destinations.iter().map(Endpoint::destination).collect();
                 of_copy(&args, &args.source.source()?, &destinations?)
             }
-            Command::Move(args) => of_move(&args, &args.destination.destination()?),
+            Command::Move(args) => of_move(&args),
             _ => Err("another command".into()),
         }
     }

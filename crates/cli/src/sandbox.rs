@@ -12,6 +12,9 @@ use rustix::io::Errno;
 pub(crate) use towline_sandbox::{AllowedPorts, PendingSandbox, Policy, parent_directory};
 use towline_sandbox::{Denied, Mode};
 
+/// Confinement of a process that was not asked about it.
+pub(crate) const BEST_EFFORT: Mode = Mode::BestEffort;
+
 #[cfg(feature = "store")]
 pub(crate) use copy::policy_of_store;
 pub(crate) use copy::{

@@ -7,6 +7,9 @@ use serde::Serialize;
 
 use crate::limits;
 
+/// Id of what another host has found.
+const OTHER_HOST: &str = "other-host";
+
 /// The party that makes the settings of both ends equal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
@@ -123,6 +126,16 @@ impl Report {
     pub fn notes(&self, configured_by: ConfiguredBy) -> Vec<String> {
         let rest = self.of(configured_by).filter(|finding| finding.severity != Severity::No);
         rest.map(ToString::to_string).collect()
+    }
+
+    /// Adds reasons against that the destination's host has given, unless this one has found them too.
+    #[must_use]
+    pub fn with_refusals(mut self, refusals: &[String]) -> Self {
+        let known = self.reasons(ConfiguredBy::Towline);
+        for text in refusals.iter().filter(|text| !known.contains(text)) {
+            Findings { rule: OTHER_HOST, report: &mut self }.no(text.clone(), "");
+        }
+        self
     }
 
     /// Keeps a finding within the limit; findings worse than a note are always kept.

@@ -23,7 +23,7 @@ pub use sources::{Error, RecordedError};
 
 /// Default number of lanes if both ends can be configured: enough to fill a fast link, few enough for a small
 /// host.
-pub(crate) const LANES_DEFAULT: usize = 4;
+pub const LANES_DEFAULT: usize = 4;
 /// The same of postcopy, beside which only QEMU 10.1 and later have lanes.
 pub(crate) const LANES_OF_POSTCOPY: usize = 0;
 

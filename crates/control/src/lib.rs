@@ -6,6 +6,7 @@
 //! check           preflight check: the facts of both ends
 //! plan            copies a guest from a source to a destination, with rollback
 //! run             starts QEMUs for the guests of an image, and supervises them
+//! remote          another host, whose towline is driven over OpenSSH
 //! upgrade         replaces the QEMU of a running guest, with the memory left where it is
 //! qemu            one QEMU: facts, process, settings that are restored afterwards
 //! moves           records of undecided moves, which are listed and finished later
@@ -26,6 +27,7 @@ pub mod plan;
 mod process;
 mod procfs;
 pub mod qemu;
+pub mod remote;
 pub mod run;
 pub mod statistics;
 pub mod status_server;

@@ -58,6 +58,7 @@ pub use ends::{Destination, ProcessDestination, ProcessGuest, ProcessSource, Sou
 pub use error::{BlockedBy, Error, Failure};
 pub use invalid::{CopiedPages, Invalid, InvalidEnds, InvalidPostcopy, InvalidTls};
 pub use outcomes::{GuestAfterFailure, SourceCategory};
+pub(crate) use preflight::report_findings;
 pub use progress::{
     CopyPhase, CopyReport, DestinationState, Observer, PostcopyReport, Progress, SourceState,
 };

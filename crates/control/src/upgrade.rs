@@ -302,7 +302,7 @@ fn host_arguments(options: &UpgradeOptions, old: &OldQemu) -> Result<HostArgumen
 }
 
 /// Name of the guest, without the number of an earlier upgrade.
-fn base_name(name: Option<&str>, monitor: &Path) -> String {
+pub(crate) fn base_name(name: Option<&str>, monitor: &Path) -> String {
     let words = name.into_iter().flat_map(|name| name.split(','));
     let named =
         words.map(|word| word.strip_prefix("guest=").unwrap_or(word)).find(|word| !word.contains('='));

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use tempfile::TempDir;
-use towline_lab::{LinuxGuest, Version, paths, require_lab, skip, towline_binary, wait_until};
+use towline_lab::{LinuxGuest, Sshd, Version, require_lab, ssh_key, towline_binary, wait_until};
 
 use crate::support::{CID, WITHIN, device_arguments, linux_with, shell, start_device};
 
@@ -14,54 +14,9 @@ use crate::support::{CID, WITHIN, device_arguments, linux_with, shell, start_dev
 const SSHD: &str = "HostKey /tmp/host_key\nPermitRootLogin prohibit-password\nUsePAM no\nStrictModes no\nUseDNS no\n\
     AuthorizedKeysFile /tmp/authorized_keys\nPidFile none\n";
 
-/// Programs that sshd starts since OpenSSH 9.8 and 10.0, below the directory that it was unpacked to, and the
-/// options for their paths.
-const STARTED_BY_SSHD: [(&str, &str); 2] =
-    [("usr/lib/openssh/sshd-session", "SshdSessionPath"), ("usr/lib/openssh/sshd-auth", "SshdAuthPath")];
-
-/// Returns the path of a Debian sshd whose libraries, and those of the programs that it starts, are here.
-fn sshd(name: &str) -> Option<PathBuf> {
-    let sshd = paths::lab_directory().join("openssh-server/usr/sbin/sshd");
-    if !sshd.is_file() {
-        skip(name, &format!("{} is missing; run `cargo xtask setup`", sshd.display()));
-        return None;
-    }
-    let started = started_by(&sshd).into_iter().map(|(program, _)| program);
-    for program in started.chain([sshd.clone()]) {
-        let mut ldd = Command::new("ldd");
-        let libraries = ldd.arg(&program).output().ok()?;
-        let libraries = String::from_utf8_lossy(&libraries.stdout);
-        if let Some(line) = libraries.lines().find(|line| line.contains("not found")) {
-            skip(name, &format!("{} lacks a library on this machine: {}", program.display(), line.trim()));
-            return None;
-        }
-    }
-    Some(sshd)
-}
-
-/// Directory that this sshd was unpacked to.
-fn root_of(sshd: &Path) -> &Path {
-    sshd.ancestors().nth(3).expect("it is below usr/sbin")
-}
-
-/// Returns the programs that this sshd starts, with the options for their paths.
-fn started_by(sshd: &Path) -> Vec<(PathBuf, &'static str)> {
-    let programs = STARTED_BY_SSHD.map(|(program, option)| (root_of(sshd).join(program), option));
-    programs.into_iter().filter(|(program, _)| program.is_file()).collect()
-}
-
 /// Path of this program in the guest; sshd has to be started by an absolute one.
 fn in_guest(program: &Path) -> String {
     format!("/bin/{}", program.file_name().expect("a program has a name").to_string_lossy())
-}
-
-/// Makes a key of the host or the client in `directory`. Returns its public part.
-fn key(directory: &Path, name: &str) -> String {
-    let file = directory.join(name);
-    let mut keygen = Command::new("ssh-keygen");
-    keygen.args(["-q", "-t", "ed25519", "-N", "", "-C", "test", "-f"]).arg(&file);
-    assert!(keygen.status().unwrap().success(), "ssh-keygen");
-    std::fs::read_to_string(file.with_extension("pub")).unwrap()
 }
 
 /// Writes a file of the guest.
@@ -70,12 +25,12 @@ fn write(guest: &mut LinuxGuest, path: &str, content: &str) {
 }
 
 /// Starts an sshd at the guest's vsock port 22.
-fn serve(guest: &mut LinuxGuest, sshd: &Path, scratch: &Path) {
-    let user = key(scratch, "user_key");
+fn serve(guest: &mut LinuxGuest, sshd: &Sshd, scratch: &Path) {
+    let user = ssh_key(scratch, "user_key").unwrap();
     write(guest, "/tmp/host_key", &std::fs::read_to_string(scratch.join("host_key")).unwrap());
     write(guest, "/tmp/authorized_keys", &user);
     let paths =
-        started_by(sshd).into_iter().map(|(program, option)| format!("{option} {}\n", in_guest(&program)));
+        sshd.started().into_iter().map(|(program, option)| format!("{option} {}\n", in_guest(&program)));
     write(guest, "/tmp/sshd_config", &(SSHD.to_owned() + &paths.collect::<String>()));
     shell(guest, "mkdir -p /etc /run/sshd /root");
     shell(
@@ -83,7 +38,7 @@ fn serve(guest: &mut LinuxGuest, sshd: &Path, scratch: &Path) {
         "echo root:x:0:0:root:/root:/bin/sh > /etc/passwd; echo sshd:x:100:100:sshd:/run/sshd:/bin/sh >> /etc/passwd",
     );
     shell(guest, "echo root:x:0: > /etc/group; echo sshd:x:100: >> /etc/group");
-    let program = format!("{} -i -f /tmp/sshd_config -E /tmp/sshd_log", in_guest(sshd));
+    let program = format!("{} -i -f /tmp/sshd_config -E /tmp/sshd_log", in_guest(sshd.path()));
     shell(guest, &format!("socat VSOCK-LISTEN:22,fork EXEC:'{program}' > /tmp/socat_log 2>&1 & echo"));
 }
 
@@ -100,7 +55,7 @@ fn configure(scratch: &Path) -> PathBuf {
          UserKnownHostsFile {here}/known_hosts\n  StrictHostKeyChecking yes\n"
     );
     std::fs::write(&config, text).unwrap();
-    let host = key(scratch, "host_key");
+    let host = ssh_key(scratch, "host_key").unwrap();
     std::fs::write(scratch.join("known_hosts"), format!("guest {host}")).unwrap();
     config
 }
@@ -124,7 +79,7 @@ fn ssh_reaches_a_guest_as_its_users_expect() {
     if !require_lab(name) {
         return;
     }
-    let Some(sshd) = sshd(name) else { return };
+    let Some(sshd) = Sshd::find(name) else { return };
     // ssh converts host names to lower case.
     let directory = format!("towline-lab-ssh-{}", std::process::id());
     let scratch: TempDir = tempfile::Builder::new().prefix(&directory).rand_bytes(0).tempdir().unwrap();
@@ -134,8 +89,8 @@ fn ssh_reaches_a_guest_as_its_users_expect() {
     let (socket_path, uds_path, cid) =
         (socket.display().to_string(), uds.display().to_string(), CID.to_string());
     let mut device = start_device(&["--socket", &socket_path, "--cid", &cid, "--uds", &uds_path], &socket);
-    let started = started_by(&sshd);
-    let programs = [Path::new("/usr/bin/socat"), &sshd].into_iter();
+    let started = sshd.started();
+    let programs = [Path::new("/usr/bin/socat"), sshd.path()].into_iter();
     let programs: Vec<&Path> = programs.chain(started.iter().map(|(program, _)| program.as_path())).collect();
     let (_qemu, mut guest) =
         linux_with(Version::V10_0, &programs).args(device_arguments(&socket)).boot(WITHIN).unwrap();

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::Output;
+use super::{HostArgs, Output};
 use crate::endpoint::Endpoint;
 
 /// Check whether a guest can be migrated to DEST, without moving anything
@@ -16,6 +16,8 @@ use crate::endpoint::Endpoint;
 Endpoints:
   qmp:PATH          as SOURCE a QEMU that runs a guest, as DEST one started with `-incoming defer`
   file:PATH, PATH   as SOURCE: an image
+  ssh:HOST/PLACE    as DEST: another host, by OpenSSH and the towline there. PLACE is qmp:PATH, or the
+                    NAME of a guest whose QEMU is started there, and ended after the check
   facts:FILE        a file written by --facts-out, or by a QEMU binary's -dump-vmstate
   exec:COMMAND      a command that prints the same
   attr:PATH         a migration_version attribute: the source's value is written to DEST's
@@ -24,6 +26,8 @@ Endpoints:
 Examples:
   Against a QEMU that waits on this host:
     towline check qmp:/run/vm/a.qmp qmp:/run/vm/b.qmp
+  On another host, with a QEMU that is started there for the check:
+    towline check qmp:/run/vm/a.qmp ssh:OTHER
   Between hosts without a connection:
     towline check --facts-out a.facts qmp:/run/vm/a.qmp       (then copy the file)
     towline check facts:a.facts qmp:/run/vm/b.qmp
@@ -49,6 +53,8 @@ pub(crate) struct CheckArgs {
     /// Migration by postcopy, as with `move --postcopy`
     #[arg(long)]
     pub(crate) postcopy: bool,
+    #[command(flatten)]
+    pub(crate) host: HostArgs,
     #[command(flatten)]
     pub(crate) output: Output,
 }

@@ -13,6 +13,7 @@ pub(crate) const LIMITS: &str = "Limits";
 pub(crate) const POSTCOPY: &str = "Postcopy";
 pub(crate) const IMAGES: &str = "Images";
 pub(crate) const GUEST: &str = "Guest";
+pub(crate) const HOSTS: &str = "Other host";
 pub(crate) const PROCESS: &str = "Process";
 pub(crate) const OUTPUT: &str = "Output";
 
@@ -34,7 +35,7 @@ pub(crate) struct TlsArgs {
 impl TlsArgs {
     pub(crate) fn tls(&self) -> Option<Tls> {
         let credentials = self.tls_creds.clone()?;
-        Some(Tls { credentials, hostname: self.tls_hostname.clone() })
+        Some(Tls::Files { credentials, hostname: self.tls_hostname.clone() })
     }
 }
 

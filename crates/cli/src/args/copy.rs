@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::{GUEST, IMAGES, MORE, Output, POSTCOPY, TransferArgs};
+use super::{GUEST, IMAGES, MORE, Output, POSTCOPY, SshArgs, TransferArgs};
 use crate::endpoint::Endpoint;
 
 /// Copy a guest: save it to an image, restore an image, or send it from one QEMU to another
@@ -40,6 +40,8 @@ Examples:
   Save to an object store, where only new chunks are uploaded, and restore from it:
     towline copy --resume qmp:/run/vm/a.qmp s3://BUCKET/vm/a-monday
     towline copy s3://BUCKET/vm/a-monday qmp:/run/vm/b.qmp
+  Save a guest to a file of another host:
+    towline copy qmp:/run/vm/a.qmp ssh:OTHER//srv/a.img
   Send through any filter:
     towline copy guest.img exec:'zstd -1 | ssh other \"zstd -d > guest.stream\"' --return-path off
 
@@ -67,6 +69,8 @@ pub(crate) struct CopyArgs {
     pub(crate) disks: DiskArgs,
     #[command(flatten)]
     pub(crate) stored: StoredSourceArgs,
+    #[command(flatten)]
+    pub(crate) ssh: SshArgs,
     #[command(flatten)]
     pub(crate) output: Output,
 }

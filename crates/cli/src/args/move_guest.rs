@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::{GUEST, MORE, Output, TransferArgs, key_and_value};
+use super::{GUEST, HostArgs, MORE, Output, TransferArgs, key_and_value};
 use crate::endpoint::Endpoint;
 
 /// Move a running guest: copy it, and end SOURCE once the guest is at DEST
@@ -15,7 +15,12 @@ use crate::endpoint::Endpoint;
 Examples:
   To a QEMU on this host, started with `-incoming defer -qmp unix:/run/vm/b.qmp,server=on,wait=off`:
     towline move qmp:/run/vm/a.qmp qmp:/run/vm/b.qmp
-  To another host; the first command runs there:
+  To another host, where its QEMU is started, with a disk that both hosts have:
+    towline move qmp:/run/vm/a.qmp ssh:OTHER \\
+      --set drive.disk0.file=/srv/a.qcow2 --set drive.disk0.format=qcow2
+  To a QEMU that waits there:
+    towline move qmp:/run/vm/a.qmp ssh:OTHER/qmp:/run/vm/b.qmp
+  Without ssh; the first command runs there:
     towline copy --multifd-channels 4 tcp:0.0.0.0:4444 qmp:/run/vm/b.qmp
     towline move --multifd-channels 4 qmp:/run/vm/a.qmp tcp:OTHER:4444
   With a check of the guest's towline network cards, which were started with --qmp:
@@ -43,6 +48,8 @@ pub(crate) struct MoveArgs {
     pub(crate) destination: Endpoint,
     #[command(flatten)]
     pub(crate) transfer: TransferArgs,
+    #[command(flatten)]
+    pub(crate) host: HostArgs,
     #[command(flatten)]
     pub(crate) output: Output,
 }

@@ -47,6 +47,7 @@ pub(crate) fn reason(error: &Error) -> Reason {
         Error::Check(_) => "check",
         Error::Move(_) => "undecided-move",
         Error::Invalid(_) => "usage",
+        Error::Remote(_) => "other-host",
         Error::NeedsCont { .. } => "source-postmigrate",
         Error::NoGuest { .. } => "source-without-guest",
         Error::Migrating { .. } => "source-migrating",

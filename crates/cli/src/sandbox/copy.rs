@@ -8,7 +8,7 @@ use std::sync::Arc;
 use towline_channel::Address;
 use towline_control::in_place;
 use towline_control::journal::RuntimeDirectory;
-use towline_control::plan::{CopyRequest, Destination, Source};
+use towline_control::plan::{CopyRequest, Destination, Source, Tls};
 
 use super::{AllowedPorts, Policy, parent_directory};
 
@@ -73,8 +73,8 @@ pub(crate) fn policy_of_copy(
     if let Some(base) = request.base() {
         permit_image(&mut policy, base);
     }
-    if let Some(tls) = &request.tls {
-        permit_directory(&mut policy, &tls.credentials);
+    if let Some(Tls::Files { credentials, .. }) = &request.tls {
+        permit_directory(&mut policy, credentials);
     }
     policy.write.extend(qmp.map(parent_directory));
     Some(policy)

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use towline_channel::{Address, Cancel, ConnectOptions, ListenOptions, TlsClient, TlsServer};
+use towline_channel::{Address, Cancel, ConnectOptions, ListenOptions};
 use towline_image::{Existing, ImageWriter, Increment, Origin, Uploaded};
 use towline_migration::outgoing::{self, LaneOptions};
 use towline_migration::{Compression, Relay, Session, Snapshot, Statistics, ZeroCopySend};
@@ -202,14 +202,13 @@ impl<'a> Context<'a> {
 
 /// Options for a listener.
 pub(super) fn listen_options(options: &CopyRequest) -> Result<ListenOptions, Error> {
-    let tls = options.tls.as_ref().map(|tls| TlsServer::load(&tls.credentials)).transpose()?;
+    let tls = options.tls.as_ref().map(Tls::server).transpose()?;
     Ok(ListenOptions { tls, peer_timeout: Some(options.peer_timeout), ..ListenOptions::default() })
 }
 
 /// Options for a connection.
 pub(super) fn connect_options(options: &CopyRequest) -> Result<ConnectOptions, Error> {
-    let load = |tls: &Tls| TlsClient::load(&tls.credentials, tls.hostname.as_deref());
-    let tls = options.tls.as_ref().map(load).transpose()?;
+    let tls = options.tls.as_ref().map(Tls::client).transpose()?;
     let zero_copy = wants_zero_copy(options);
     let peer_timeout = Some(options.peer_timeout);
     Ok(ConnectOptions { zero_copy, tls, peer_timeout, ..ConnectOptions::default() })

@@ -36,6 +36,8 @@ pub enum Error {
     #[error("{0}")]
     InPlace(#[from] crate::in_place::Error),
     #[error("{0}")]
+    Remote(#[from] crate::remote::Error),
+    #[error("{0}")]
     CommandLine(#[from] super::command_line::CommandLineRecordError),
     #[error("the directory of overlays: {0}")]
     Directory(std::io::Error),

@@ -116,7 +116,7 @@ pub(super) fn check_devices(pairs: &[(PathBuf, PathBuf)], observer: &dyn Observe
 }
 
 /// Refuses what a report forbids, and passes other findings on as notices.
-fn report_findings(
+pub(crate) fn report_findings(
     report: &Report,
     destination: impl Fn() -> String,
     observer: &dyn Observer,

@@ -6,6 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use towline_channel::{OneTimeCredentials, TlsClient, TlsServer};
 use towline_migration::{Compression, Tuning, ZeroCopySend};
 
 use crate::in_place::PreparedDisks;
@@ -171,12 +172,43 @@ pub struct TransferOptions {
 }
 
 /// TLS on streams.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Tls {
-    /// Directory with the file names of QEMU's `tls-creds-x509`.
-    pub credentials: PathBuf,
-    /// Host name in the server's certificate; `None` for the host of its address.
-    pub hostname: Option<String>,
+#[derive(Debug, Clone)]
+pub enum Tls {
+    /// With certificates of this host.
+    Files {
+        /// Directory with the file names of QEMU's `tls-creds-x509`.
+        credentials: PathBuf,
+        /// Host name in the server's certificate; `None` for the host of its address.
+        hostname: Option<String>,
+    },
+    /// With keys that both ends made for this copy.
+    OneTime(OneTimeCredentials),
+}
+
+impl Tls {
+    /// Credentials for a listener.
+    pub(crate) fn server(&self) -> towline_channel::Result<TlsServer> {
+        match self {
+            Self::Files { credentials, .. } => TlsServer::load(credentials),
+            Self::OneTime(credentials) => TlsServer::one_time(credentials),
+        }
+    }
+
+    /// Credentials for a connection.
+    pub(crate) fn client(&self) -> towline_channel::Result<TlsClient> {
+        match self {
+            Self::Files { credentials, hostname } => TlsClient::load(credentials, hostname.as_deref()),
+            Self::OneTime(credentials) => TlsClient::one_time(credentials),
+        }
+    }
+
+    /// Host name that was given for the server's certificate.
+    pub(crate) fn hostname(&self) -> Option<&str> {
+        match self {
+            Self::Files { hostname, .. } => hostname.as_deref(),
+            Self::OneTime(_) => None,
+        }
+    }
 }
 
 /// Options of a postcopy.

@@ -257,7 +257,7 @@ fn check_tls(source: &Source, destination: &Destination, options: &CopyRequest) 
         matches!(address, Address::Tcp { .. } | Address::Unix(_) | Address::WebSocket { secure: true, .. })
     };
     let plain = streams().find(|address| !carries(address));
-    let reason = match (plain, to, &tls.hostname) {
+    let reason = match (plain, to, tls.hostname()) {
         _ if from.is_none() && to.is_none() => Some(InvalidTls::WithoutStream),
         (Some(address), _, _) => Some(InvalidTls::Over { address: address.clone() }),
         (_, None, Some(_)) => Some(InvalidTls::NameWithoutDestination),

@@ -1,0 +1,45 @@
+//! Options of another host (`ssh:`), and `towline agent`.
+
+use std::path::PathBuf;
+
+use towline_launch::Setting;
+
+use super::HOSTS;
+
+/// The way to another host.
+#[derive(Debug, clap::Args)]
+pub(crate) struct SshArgs {
+    /// OpenSSH's client, with options
+    #[arg(long, value_name = "COMMAND", default_value = "ssh", hide_short_help = true, help_heading = HOSTS)]
+    pub(crate) ssh: String,
+}
+
+/// The place of a guest on another host.
+#[derive(Debug, clap::Args)]
+pub(crate) struct HostArgs {
+    #[command(flatten)]
+    pub(crate) ssh: SshArgs,
+    /// Value of that host for an option of the QEMU that is started there (drive.disk0.file=/srv/a.raw), as
+    /// with `towline run`
+    #[arg(long, value_name = "OPTION.KEY=VALUE", help_heading = HOSTS)]
+    pub(crate) set: Vec<Setting>,
+    /// The QEMU to start there [default: the guest's, by its name in PATH]
+    #[arg(long, value_name = "BINARY", help_heading = HOSTS)]
+    pub(crate) qemu: Option<PathBuf>,
+    /// Start it with the guest's own command line, files and programs: both hosts have them by the same names
+    #[arg(long, help_heading = HOSTS)]
+    pub(crate) trust_command_line: bool,
+    /// The guest's disks are the same on both hosts, also where that cannot be proven (block devices)
+    #[arg(long, help_heading = HOSTS)]
+    pub(crate) shared_disks: bool,
+}
+
+/// Receive a guest for a towline of another host, on standard input and output: started by `ssh:` through
+/// OpenSSH, not by people
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = "\
+Examples:
+  Is there a towline on the other host, and does it have a session for this one?
+    ssh OTHER towline agent < /dev/null
+")]
+pub(crate) struct AgentArgs {}

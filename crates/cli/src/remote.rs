@@ -1,0 +1,112 @@
+//! Copies, moves and checks to another host: what is done before the guest's stream, and after it.
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use towline_control::check::LANES_DEFAULT;
+use towline_control::plan::{
+    CopyRequest, CopyResult, Destination, Error, Failure, GuestAfterFailure, Observer as _,
+};
+use towline_control::remote::{self, DepartingGuest, Fit, NewGuest, Place, RemoteHost};
+use towline_launch::Setting;
+
+use crate::args::{HostArgs, SshArgs};
+use crate::endpoint::ssh::SshEndpoint;
+use crate::progress::Reporter;
+
+/// Time in which the other host reports the end of its part.
+const END_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A guest, and its place on another host, which waits for it.
+pub(crate) struct PreparedPlace {
+    pub(crate) host: RemoteHost,
+    pub(crate) guest: DepartingGuest,
+    pub(crate) fit: Fit,
+}
+
+/// Options of a place.
+pub(crate) struct PlaceOptions<'a> {
+    pub(crate) ssh: &'a SshArgs,
+    /// `None` for an image.
+    pub(crate) host: Option<&'a HostArgs>,
+    pub(crate) lanes: usize,
+}
+
+impl<'a> PlaceOptions<'a> {
+    pub(crate) fn of(host: &'a HostArgs, lanes: Option<usize>) -> Self {
+        Self { ssh: &host.ssh, host: Some(host), lanes: lanes.unwrap_or(LANES_DEFAULT) }
+    }
+}
+
+/// Queries the guest of this QEMU, and has the other host make a place for it. Starts ssh, so it precedes the sandbox.
+pub(crate) fn prepare(
+    end: &SshEndpoint,
+    options: &PlaceOptions<'_>,
+    socket: &Path,
+    interrupt: Option<Arc<OwnedFd>>,
+) -> Result<PreparedPlace, Box<Error>> {
+    let place = match (&end.place, options.host) {
+        (Place::Guest(given), Some(args)) => Place::Guest(started(given, args)),
+        (place, _) => place.clone(),
+    };
+    let guest = DepartingGuest::of(socket, place, interrupt.clone())?;
+    let mut host = RemoteHost::connect(&end.target, &options.ssh.ssh, interrupt).map_err(Error::from)?;
+    let is_vouched_for = options.host.is_some_and(|args| args.shared_disks);
+    let fit = host.prepare(&guest, options.lanes, is_vouched_for).map_err(Error::from)?;
+    Ok(PreparedPlace { host, guest, fit })
+}
+
+fn started(given: &NewGuest, args: &HostArgs) -> NewGuest {
+    NewGuest {
+        binary: args.qemu.clone(),
+        settings: args.set.iter().map(|Setting { key, value }| format!("{key}={value}")).collect(),
+        is_trusted: args.trust_command_line,
+        ..given.clone()
+    }
+}
+
+/// A guest's place on another host, where it is received.
+pub(crate) struct RemoteCopy {
+    host: RemoteHost,
+    /// Where the stream goes.
+    pub(crate) destination: Destination,
+}
+
+impl RemoteCopy {
+    /// Has the other host receive the guest of a QEMU, after both hosts have judged that.
+    pub(crate) fn open(
+        end: &SshEndpoint,
+        place: &PlaceOptions<'_>,
+        socket: &Path,
+        request: &mut CopyRequest,
+        (interrupt, reporter): (Arc<OwnedFd>, &Reporter),
+    ) -> Result<Self, Failure> {
+        let refused = |error| Failure { error, guest: GuestAfterFailure::NOT_REACHED, notes: Vec::new() };
+        let PreparedPlace { mut host, guest, fit } =
+            prepare(end, place, socket, Some(interrupt)).map_err(refused)?;
+        let checked = guest.check(&fit, place.lanes, &end.to_string(), reporter);
+        checked.map_err(|error| refused(error.into()))?;
+        let arrival = host.receive(request, place.lanes);
+        let arrival = arrival.map_err(|error| refused(Error::from(error).into()))?;
+        request.tls = Some(arrival.tls);
+        Ok(Self { host, destination: Destination::Stream(arrival.address) })
+    }
+
+    /// Adds what the other host has reported to the result.
+    pub(crate) fn close(self, copied: &mut CopyResult, reporter: &Reporter) {
+        let name = self.host.name();
+        let from = |text: &str| format!("{name}: {text}");
+        let ended = self.host.ended(END_TIMEOUT, &|text| reporter.notice(&from(text)));
+        let remote::Ended { error, notes } = ended.unwrap_or_else(|| remote::Ended {
+            error: Some("its end was not reported".into()),
+            notes: Vec::new(),
+        });
+        let texts = error.iter().chain(&notes).map(|text| from(text));
+        match copied {
+            Ok(_) => texts.for_each(|text| reporter.notice(&text)),
+            Err(failure) => failure.notes.extend(texts),
+        }
+    }
+}

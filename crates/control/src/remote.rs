@@ -1,0 +1,184 @@
+//! Another host, driven through OpenSSH: the towline there speaks QMP on its standard input and output, with the rights of that user.
+//!
+//! ```text
+//!   here                                  there: towline agent
+//!   ssh HOST towline agent ────────────►
+//!                          ◄──────────── greeting: session, name of the host, its address as ssh has reached it
+//!   prepare: place, facts  ────────────► a QEMU waits there, or one is started; both ends judge its facts
+//!                          ◄──────────── facts, refusals
+//!   receive: certificate   ────────────► listens
+//!                          ◄──────────── certificate; event LISTENING: port
+//!   ═════ the guest's stream over TCP, with TLS by these two one-time certificates ═════
+//!                          ◄──────────── events NOTICE, ENDED
+//! ```
+//! The stream has its own session, by which the two agree who runs the guest ([`towline_protocol::session`]); this one only prepares it.
+//! If it ends, the agent cancels what it does, as with Ctrl-C, and ends a QEMU that it has started and that has no guest.
+//!
+//! Values of the other host are as untrusted as an image's: bounded, and a command line from it is used only as
+//! [`Recorded::allow`](towline_launch::Recorded::allow) permits. Out of scope: the disks, which must be on storage that both hosts have.
+
+mod agent;
+mod disks;
+mod error;
+mod guest;
+mod host;
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use towline_migration::Compression;
+use towline_qmp::Command;
+
+pub use agent::{Agent, Reception, ended, greeting, listening, notice};
+pub use disks::DiskToken;
+pub use error::Error;
+pub use guest::{DepartingGuest, Fit};
+pub use host::{Arrival, RemoteHost, SshTarget};
+
+/// Version of the commands of an agent.
+const SESSION: u64 = 1;
+/// Member of the greeting with that version.
+const SESSION_KEY: &str = "towline-agent";
+/// Event: the agent listens.
+const LISTENING: &str = "LISTENING";
+/// Event: a notice for the user.
+const NOTICE: &str = "NOTICE";
+/// Event: the guest is there, or not.
+const ENDED: &str = "ENDED";
+
+/// Place of a guest on another host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Place {
+    /// The waiting QEMU with this monitor.
+    Qmp(PathBuf),
+    /// A QEMU that is started for it.
+    Guest(NewGuest),
+    /// An image in this file.
+    File(PathBuf),
+    /// An image in an object store.
+    Store(String),
+}
+
+/// A QEMU that is started on another host.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct NewGuest {
+    /// Name of the guest; empty for that which it has.
+    pub name: String,
+    /// The guest's command line, as an image records it.
+    pub command_line: String,
+    /// The QEMU; `None` for the one of the same name there.
+    pub binary: Option<PathBuf>,
+    /// Values of that host for the command line, as `OPTION.KEY=VALUE`.
+    pub settings: Vec<String>,
+    /// True if the command line is used unchanged, with its files and programs.
+    pub is_trusted: bool,
+}
+
+/// Has the agent make a place for a guest, and judge whether that would run there.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct Prepare {
+    place: Place,
+    /// Facts about the guest, as a file of facts has them.
+    facts: Value,
+    lanes: usize,
+    /// Proofs of its disks; `None` if its user vouches for them.
+    disks: Option<Vec<DiskToken>>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct Prepared {
+    /// Facts about the QEMU there; none of an image.
+    facts: Option<Value>,
+    /// Reasons against, for which the agent would not receive the guest.
+    refusals: Vec<String>,
+}
+
+/// Has the agent listen for the guest.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct Receive {
+    /// Certificate of this end, in hexadecimal digits of DER.
+    certificate: String,
+    lanes: usize,
+    /// Method and level.
+    compression: (String, u8),
+    run: Option<bool>,
+    overwrite: bool,
+    peer_timeout_ms: u64,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Receiving {
+    certificate: String,
+}
+
+/// Result of the agent's part.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Ended {
+    /// The error; `None`: the guest is there.
+    pub error: Option<String>,
+    /// Notes beside it.
+    #[serde(default)]
+    pub notes: Vec<String>,
+}
+
+impl Command for Prepare {
+    const NAME: &'static str = "prepare";
+    type Return = Prepared;
+}
+
+impl Command for Receive {
+    const NAME: &'static str = "receive";
+    type Return = Receiving;
+}
+
+/// Text of a compression for the other end.
+fn compression_text(compression: Compression) -> (String, u8) {
+    let level = match compression {
+        Compression::None => 0,
+        Compression::Zlib { level } | Compression::Zstd { level } => level,
+    };
+    (compression.method().name().to_owned(), level)
+}
+
+fn compression_of((method, level): &(String, u8)) -> Option<Compression> {
+    match (method.as_str(), *level) {
+        ("none", _) => Some(Compression::None),
+        ("zlib", level @ 0..=Compression::ZLIB_LEVEL_MAX) => Some(Compression::Zlib { level }),
+        ("zstd", level @ 0..=Compression::ZSTD_LEVEL_MAX) => Some(Compression::Zstd { level }),
+        _ => None,
+    }
+}
+
+fn to_hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn from_hex(text: &str) -> Option<Vec<u8>> {
+    let digits: Option<Vec<u32>> = text.chars().map(|c| c.to_digit(16)).collect();
+    let digits = digits.filter(|digits| digits.len().is_multiple_of(2))?;
+    Some(digits.chunks_exact(2).map(|pair| (pair[0] << 4 | pair[1]) as u8).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_of_the_session_come_back_as_they_were() {
+        for compression in [Compression::None, Compression::Zlib { level: 9 }, Compression::Zstd { level: 0 }]
+        {
+            assert_eq!(compression_of(&compression_text(compression)), Some(compression));
+        }
+        assert_eq!(compression_of(&("zstd".into(), 99)), None);
+        assert_eq!(compression_of(&("qpl".into(), 1)), None);
+        assert_eq!(from_hex(&to_hex(&[0, 15, 255])), Some(vec![0, 15, 255]));
+        assert_eq!((from_hex("0"), from_hex("0g")), (None, None));
+    }
+}

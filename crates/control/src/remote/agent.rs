@@ -1,0 +1,282 @@
+//! The other end of the session: makes a place for a guest, and receives it.
+
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard};
+use std::time::Duration;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value, json};
+use towline_channel::{Address, OneTimeCredentials, OneTimeKey};
+use towline_compat::{ConfiguredBy, Facts, facts::Subject};
+use towline_launch::{
+    GuestIdentity, GuestName, HostArguments, IncomingOption, Launcher, Lifetime, Recorded, RunningQemu,
+    RuntimeRoot,
+};
+use towline_qmp::{self as qmp, Command, CommandError, Commands, Dialogue};
+
+use super::guest::compare;
+use super::{
+    ENDED, Ended, LISTENING, NewGuest, Place, Prepare, Prepared, Receive, Receiving, SESSION, SESSION_KEY,
+    compression_of, from_hex, to_hex,
+};
+use crate::lock::lock;
+use crate::plan::{
+    AfterCopy, CopyRequest, CopyResult, Destination, Source, Task, Tls, TransferOptions, wait_for_socket,
+};
+use crate::qemu::Qemu;
+
+/// Commands of an agent.
+const COMMANDS: [&str; 2] = [Prepare::NAME, Receive::NAME];
+/// Time for which a socket of a QEMU that is being started is waited for.
+const SOCKET_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time for which the source may take to connect, once it knows where.
+const ACCEPT_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time in which a QEMU that is not needed ends; it is killed then.
+const END_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// An agent, which prepares one guest for its host. A QEMU that it has started is ended with it.
+#[derive(Debug)]
+pub struct Agent {
+    root: RuntimeRoot,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+enum State {
+    #[default]
+    Begun,
+    Prepared(Ready),
+    Receives(Box<Reception>),
+}
+
+/// A place that was made for a guest.
+#[derive(Debug)]
+struct Ready {
+    destination: Destination,
+    started: Option<StartedForGuest>,
+    refusals: Vec<String>,
+}
+
+/// A QEMU that waits for its guest, and ends with this value unless it is kept.
+#[derive(Debug)]
+struct StartedForGuest(Option<RunningQemu>);
+
+/// The guest that is received next.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Reception {
+    /// Where it comes from.
+    pub source: Source,
+    /// Where it goes.
+    pub destination: Destination,
+    /// The copy.
+    pub request: CopyRequest,
+    started: Option<StartedForGuest>,
+}
+
+impl Drop for StartedForGuest {
+    fn drop(&mut self) {
+        let Some(qemu) = self.0.take() else { return };
+        qemu.quit();
+        if qemu.wait(END_TIMEOUT).is_none() {
+            qemu.kill();
+            let _ = qemu.wait(END_TIMEOUT);
+        }
+    }
+}
+
+impl Commands for Agent {
+    fn names(&self) -> &[&'static str] {
+        &COMMANDS
+    }
+
+    fn execute(&self, name: &str, arguments: &Map<String, Value>) -> Result<Value, CommandError> {
+        match name {
+            Prepare::NAME => reply(&self.prepare(&parsed(arguments)?)?),
+            Receive::NAME => reply(&self.receive(&parsed(arguments)?)?),
+            _ => Err(CommandError::NotFound),
+        }
+    }
+}
+
+fn parsed<T: DeserializeOwned>(arguments: &Map<String, Value>) -> Result<T, CommandError> {
+    serde_json::from_value(arguments.clone().into()).map_err(|error| CommandError::generic(error.to_string()))
+}
+
+fn reply(value: &impl Serialize) -> Result<Value, CommandError> {
+    serde_json::to_value(value).map_err(|error| CommandError::generic(error.to_string()))
+}
+
+fn failed(error: impl std::fmt::Display) -> CommandError {
+    CommandError::generic(error.to_string())
+}
+
+impl Agent {
+    /// An agent whose guests are below `root`.
+    pub fn new(root: RuntimeRoot) -> Self {
+        Self { root, state: Mutex::default() }
+    }
+
+    /// The guest that is received, once that was requested.
+    pub fn reception(&self) -> Option<Reception> {
+        let mut state = self.state();
+        match std::mem::take(&mut *state) {
+            State::Receives(reception) => Some(*reception),
+            other => {
+                *state = other;
+                None
+            }
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    fn prepare(&self, request: &Prepare) -> Result<Prepared, CommandError> {
+        let guest = Facts::parse(request.facts.to_string().as_bytes()).map_err(failed)?;
+        let (destination, started) = match &request.place {
+            Place::Qmp(path) => (Destination::Qmp(path.clone()), None),
+            Place::Guest(guest) => {
+                let started = self.start(guest)?;
+                let path = started.qmp_path();
+                (Destination::Qmp(path), Some(StartedForGuest(Some(started))))
+            }
+            Place::File(path) => (Destination::Image(path.clone()), None),
+            Place::Store(location) => (Destination::Store(location.parse().map_err(failed)?), None),
+        };
+        let (facts, refusals) = match &destination {
+            Destination::Qmp(socket) => {
+                let (there, directory) = facts_of(socket)?;
+                let mut refusals = compare(&guest, &there, request.lanes).reasons(ConfiguredBy::Towline);
+                let disks = request.disks.iter().flatten();
+                refusals.extend(disks.filter_map(|disk| disk.refusal(&there, directory.as_deref())));
+                let json = serde_json::from_slice(&there.to_json()).map_err(failed)?;
+                (Some(json), refusals)
+            }
+            _ => (None, Vec::new()),
+        };
+        *self.state() = State::Prepared(Ready { destination, started, refusals: refusals.clone() });
+        Ok(Prepared { facts, refusals })
+    }
+
+    /// Starts a QEMU for this guest. It outlives this process, which may be killed while the guest is there already.
+    fn start(&self, guest: &NewGuest) -> Result<RunningQemu, CommandError> {
+        let recorded = Recorded::from_json(guest.command_line.as_bytes()).map_err(failed)?;
+        let name: GuestName = guest.name.parse().map_err(failed)?;
+        let settings =
+            guest.settings.iter().map(|setting| setting.parse()).collect::<Result<_, _>>().map_err(failed)?;
+        let host = HostArguments {
+            binary: guest.binary.clone().unwrap_or_default(),
+            working_directory: std::env::current_dir().ok(),
+            settings,
+            ..HostArguments::default()
+        };
+        let host = host.for_guest(GuestIdentity { n: 0, name: name.as_str() }).map_err(failed)?;
+        let allowed = if guest.is_trusted { recorded.trust(&host) } else { recorded.allow(&host) };
+        let allowed = allowed.map_err(failed)?;
+        let mut launcher = Launcher::new(self.root.claim(&name).map_err(failed)?);
+        launcher.incoming = IncomingOption::Defer;
+        launcher.lifetime = Lifetime::Detached;
+        launcher.start(&allowed, &host).map_err(failed)
+    }
+
+    fn receive(&self, request: &Receive) -> Result<Receiving, CommandError> {
+        let mut state = self.state();
+        let State::Prepared(ready) = std::mem::take(&mut *state) else {
+            return Err(CommandError::generic("nothing is prepared"));
+        };
+        if !ready.refusals.is_empty() {
+            return Err(CommandError::generic(ready.refusals.join("; ")));
+        }
+        let key = OneTimeKey::generate().map_err(failed)?;
+        let certificate = to_hex(key.certificate());
+        let peer = from_hex(&request.certificate)
+            .ok_or_else(|| CommandError::generic("the certificate is not one"))?;
+        let compression = compression_of(&request.compression).ok_or_else(|| {
+            CommandError::generic(format!("compression {:?} is not known", request.compression))
+        })?;
+        let reception = Reception {
+            source: Source::Stream(Address::Tcp {
+                host: own_address().map_or_else(String::new, |ip| ip.to_string()),
+                port: 0,
+            }),
+            destination: ready.destination,
+            request: CopyRequest { compression, ..received(request, key.with_peer(peer)) },
+            started: ready.started,
+        };
+        *state = State::Receives(Box::new(reception));
+        Ok(Receiving { certificate })
+    }
+}
+
+/// The copy that brings the guest here.
+fn received(request: &Receive, credentials: OneTimeCredentials) -> CopyRequest {
+    let transfer = TransferOptions { multifd_channels: Some(request.lanes), ..TransferOptions::default() };
+    let task = Task::Copy { transfer, after: AfterCopy::SourcePaused { run: request.run }, base: None };
+    CopyRequest {
+        tls: Some(Tls::OneTime(credentials)),
+        overwrite: request.overwrite,
+        accept_timeout: ACCEPT_TIMEOUT,
+        peer_timeout: Duration::from_millis(request.peer_timeout_ms),
+        ..CopyRequest::new(task)
+    }
+}
+
+/// Facts about the QEMU with this monitor, and its working directory.
+fn facts_of(socket: &Path) -> Result<(Facts, Option<PathBuf>), CommandError> {
+    let cancel = towline_channel::Cancel::new().map_err(failed)?;
+    wait_for_socket(socket, SOCKET_TIMEOUT, &cancel, &|_| {}).map_err(failed)?;
+    let mut qemu = Qemu::inspect(socket, &qmp::Options::default()).map_err(failed)?;
+    let facts = qemu.compat_facts().map_err(failed)?;
+    Ok((Subject::Qemu(Box::new(facts)).into(), qemu.working_directory()))
+}
+
+impl Reception {
+    /// Returns true if a QEMU was started for the guest.
+    pub fn has_started(&self) -> bool {
+        self.started.is_some()
+    }
+
+    /// Keeps the QEMU that was started for the guest, if that may be there.
+    pub fn settle(&mut self, copied: &CopyResult) {
+        let may_be_there =
+            copied.as_ref().map_or_else(|failure| failure.guest.may_be_at_destination(), |_| true);
+        if may_be_there && let Some(started) = &mut self.started {
+            // It outlives this process.
+            drop(started.0.take());
+        }
+        self.started = None;
+    }
+}
+
+/// The first line of an agent.
+pub fn greeting() -> String {
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let session = json!({ "session": SESSION, "host": host.trim(), "address": own_address() });
+    Dialogue::greeting(Map::from_iter([(SESSION_KEY.to_owned(), session)]))
+}
+
+/// Address by which ssh has reached this host: `SSH_CONNECTION` is the client's address and port, and the server's.
+fn own_address() -> Option<IpAddr> {
+    std::env::var("SSH_CONNECTION").ok()?.split(' ').nth(2)?.parse().ok()
+}
+
+/// The line of an agent that listens at this address.
+pub fn listening(address: &Address) -> Option<String> {
+    let Address::Tcp { port, .. } = address else { return None };
+    Some(Dialogue::event(LISTENING, Map::from_iter([("port".to_owned(), (*port).into())])))
+}
+
+/// The last line of an agent.
+pub fn ended(ended: &Ended) -> String {
+    let data = serde_json::to_value(ended).ok().and_then(|value| value.as_object().cloned());
+    Dialogue::event(ENDED, data.unwrap_or_default())
+}
+
+/// The line of a notice.
+pub fn notice(text: &str) -> String {
+    Dialogue::event(super::NOTICE, Map::from_iter([("text".to_owned(), text.into())]))
+}

@@ -1,0 +1,105 @@
+//! The guest that goes to another host, and whether it would run there.
+
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde_json::Value;
+use towline_compat::facts::Subject;
+use towline_compat::{Facts, Pair, Report, evaluate};
+use towline_qmp as qmp;
+
+use super::disks::DiskTokens;
+use super::{NewGuest, Place};
+use crate::plan::{self, Observer};
+use crate::qemu::Qemu;
+use crate::upgrade::base_name;
+
+/// A guest before it goes to another host, as its QEMU describes it.
+#[derive(Debug)]
+pub struct DepartingGuest {
+    pub(super) facts: Facts,
+    /// Its disks; the files beside them are removed with this value.
+    pub(super) disks: DiskTokens,
+    pub(super) place: Place,
+}
+
+/// Opinion of the other host on a place for a guest.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Fit {
+    /// Facts about the QEMU there; none of an image.
+    pub facts: Option<Facts>,
+    /// Reasons of that host against.
+    pub refusals: Vec<String>,
+}
+
+impl DepartingGuest {
+    /// Queries the QEMU with this monitor for a guest that goes to `place`, and changes nothing there. A QEMU that is started for it gets
+    /// its command line, and its name and program unless they are given. `interrupt` ends the wait for the monitor.
+    ///
+    /// # Errors
+    /// It cannot be queried, or its command line is not known.
+    pub fn of(socket: &Path, place: Place, interrupt: Option<Arc<OwnedFd>>) -> Result<Self, plan::Error> {
+        let options = qmp::Options { interrupt, ..qmp::Options::default() };
+        let mut qemu = Qemu::inspect(socket, &options).map_err(plan::Error::Qemu)?;
+        let facts = Subject::Qemu(Box::new(qemu.compat_facts().map_err(plan::Error::Qemu)?)).into();
+        let place = match place {
+            Place::Guest(guest) => Place::Guest(started_anew(guest, &mut qemu)?),
+            place => place,
+        };
+        let disks = DiskTokens::make(&facts, qemu.working_directory().as_deref());
+        Ok(Self { facts, disks, place })
+    }
+
+    pub(super) fn facts_json(&self) -> Value {
+        serde_json::from_slice(&self.facts.to_json()).expect("written as JSON")
+    }
+
+    /// The findings of both hosts on this guest and its place.
+    pub fn compare(&self, there: &Fit, lanes: usize) -> Report {
+        let report = there.facts.as_ref().map(|there| compare(&self.facts, there, lanes)).unwrap_or_default();
+        report.with_refusals(&there.refusals)
+    }
+
+    /// Refuses a guest that would not run there, and passes other findings on as notices.
+    ///
+    /// # Errors
+    /// [`plan::Error::DoesNotFit`].
+    pub fn check(
+        &self,
+        there: &Fit,
+        lanes: usize,
+        host: &str,
+        observer: &dyn Observer,
+    ) -> Result<(), plan::Error> {
+        plan::report_findings(&self.compare(there, lanes), || host.to_owned(), observer)
+    }
+}
+
+/// A QEMU for this one's guest, with the given name and program, or its own.
+fn started_anew(given: NewGuest, qemu: &mut Qemu) -> Result<NewGuest, plan::Error> {
+    let command_line = plan::record_command_line(qemu)?.command_line;
+    let name = match given.name.as_str() {
+        "" => {
+            let reply = qemu.query_raw("query-name", None).map_err(plan::Error::Qemu)?;
+            let own = reply.as_ref().and_then(|reply| reply["name"].as_str());
+            base_name(own, qemu.socket().as_ref())
+        }
+        name => name.to_owned(),
+    };
+    let own = || qemu.program().file_name().map(PathBuf::from);
+    Ok(NewGuest { name, command_line, binary: given.binary.or_else(own), ..given })
+}
+
+/// Compares a guest with a QEMU on another host.
+pub(super) fn compare(source: &Facts, destination: &Facts, lanes: usize) -> Report {
+    evaluate(&Pair {
+        source,
+        destination,
+        lanes: Some(lanes),
+        is_postcopy: false,
+        is_live: true,
+        is_one_host: false,
+    })
+}

@@ -1,0 +1,292 @@
+//! This end of the session: starts ssh, and drives the agent.
+
+use std::fmt;
+use std::net::IpAddr;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Command};
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use towline_channel::{Address, OneTimeKey};
+use towline_compat::Facts;
+use towline_qmp::{self as qmp, Client};
+
+use super::error::{Error, SSH_FAILED};
+use super::{
+    DepartingGuest, ENDED, Ended, Fit, LISTENING, NOTICE, Prepare, Receive, SESSION, SESSION_KEY,
+    compression_text, from_hex, to_hex,
+};
+use crate::plan::{CopyRequest, Tls};
+
+/// Timeout for ssh to connect, with whatever it asks its user for.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(120);
+/// Timeout for a reply; a QEMU may have to be started for it.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
+/// Options by which ssh ends when the host does not reply any more.
+const ALIVE: [&str; 4] = ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4"];
+/// Exit statuses of a shell that finds no such program, and of a towline that does not know the command.
+const NOT_FOUND: i32 = 127;
+const USAGE: i32 = 2;
+
+/// A host, as OpenSSH names it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SshTarget {
+    /// `HOST` or `USER@HOST`: a name of the user's ssh configuration, or an address.
+    destination: String,
+    port: Option<u16>,
+}
+
+/// A session with the towline of another host.
+#[derive(Debug)]
+pub struct RemoteHost {
+    target: SshTarget,
+    client: Client,
+    ssh: Child,
+    /// Address by which ssh has reached it.
+    address: Option<IpAddr>,
+}
+
+/// Where another host receives a guest.
+#[derive(Debug, Clone)]
+pub struct Arrival {
+    /// Where it listens.
+    pub address: Address,
+    /// Keys of both ends.
+    pub tls: Tls,
+}
+
+impl FromStr for SshTarget {
+    type Err = String;
+
+    /// Parses `[USER@]HOST[:PORT]`; an IPv6 address with a port is in brackets.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (destination, port) = match text.rsplit_once(':') {
+            Some((host, port)) if !host.contains(':') || host.ends_with(']') => {
+                let port = port.parse().map_err(|_| format!("port {port:?} of {text} is not a number"))?;
+                (host, Some(port))
+            }
+            _ => (text, None),
+        };
+        let (user, host) = destination.rsplit_once('@').unwrap_or(("", destination));
+        let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+        // Not an option, neither of ssh nor of what it starts.
+        if host.is_empty()
+            || destination.starts_with('-')
+            || host.starts_with('-')
+            || destination.contains(char::is_whitespace)
+        {
+            return Err(format!("{text:?} is not a host: expected [USER@]HOST[:PORT]"));
+        }
+        let destination = if user.is_empty() { host.to_owned() } else { format!("{user}@{host}") };
+        Ok(Self { destination, port })
+    }
+}
+
+impl fmt::Display for SshTarget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.port {
+            Some(port) if self.host().contains(':') => write!(f, "[{}]:{port}", self.destination),
+            Some(port) => write!(f, "{}:{port}", self.destination),
+            None => f.write_str(&self.destination),
+        }
+    }
+}
+
+impl SshTarget {
+    fn host(&self) -> &str {
+        self.destination.rsplit_once('@').map_or(&self.destination, |(_, host)| host)
+    }
+
+    /// The command that starts the agent there; `ssh` is OpenSSH's client with its options.
+    fn command(&self, ssh: &str) -> Command {
+        let mut words = ssh.split_whitespace();
+        let mut command = Command::new(words.next().unwrap_or("ssh"));
+        command.args(words).args(["-T"]).args(ALIVE);
+        command.args(self.port.into_iter().flat_map(|port| ["-p".to_owned(), port.to_string()]));
+        command.args(["--", &self.destination, "towline", "agent"]);
+        command
+    }
+}
+
+impl RemoteHost {
+    /// Starts the agent of a host by this command of ssh. `interrupt` ends every wait.
+    ///
+    /// # Errors
+    /// [`Error`]; ssh prints its own messages.
+    pub fn connect(target: &SshTarget, ssh: &str, interrupt: Option<Arc<OwnedFd>>) -> Result<Self, Error> {
+        let mut command = target.command(ssh);
+        let program = command.get_program().to_string_lossy().into_owned();
+        let mut start = || {
+            let (here, there) = UnixStream::pair()?;
+            let input: OwnedFd = there.try_clone()?.into();
+            command.stdin(input).stdout(OwnedFd::from(there));
+            Ok((here, command.spawn()?))
+        };
+        let (stream, mut ssh) = start().map_err(|source| Error::Start { program, source })?;
+        let options = qmp::Options {
+            deadline: REPLY_TIMEOUT,
+            greeting_deadline: GREETING_TIMEOUT,
+            interrupt,
+            ..qmp::Options::default()
+        };
+        // The command has the other end of the pair, too.
+        drop(command);
+        let client = match Client::from_stream(stream, target.to_string(), &options) {
+            Ok(client) => client,
+            Err(error) => return Err(ended(target, &mut ssh, error)),
+        };
+        let greeting = &client.greeting().other;
+        let found = greeting.get(SESSION_KEY).and_then(|session| session["session"].as_u64());
+        let host = || target.to_string();
+        match found {
+            Some(SESSION) => {}
+            Some(found) => return Err(Error::Session { host: host(), found, expected: SESSION }),
+            None => {
+                return Err(Error::Unexpected {
+                    host: host(),
+                    found: "another greeting".into(),
+                    expected: "that of an agent",
+                });
+            }
+        }
+        let address = greeting[SESSION_KEY]["address"].as_str().and_then(|text| text.parse().ok());
+        Ok(Self { target: target.clone(), client, ssh, address })
+    }
+
+    /// The host, as its user named it.
+    pub fn name(&self) -> String {
+        self.target.to_string()
+    }
+
+    /// Has it make the place of this guest. Its disks have to be on storage that both hosts have, unless `vouched_for`.
+    ///
+    /// # Errors
+    /// [`Error`]: the place cannot be made.
+    pub fn prepare(&mut self, guest: &DepartingGuest, lanes: usize, vouched_for: bool) -> Result<Fit, Error> {
+        let disks = (!vouched_for).then(|| guest.disks.disks.clone());
+        let prepared =
+            self.execute(&Prepare { place: guest.place.clone(), facts: guest.facts_json(), lanes, disks })?;
+        let facts = prepared.facts.map(|facts| Facts::parse(facts.to_string().as_bytes())).transpose();
+        let facts = facts.map_err(|error| self.unexpected(error.to_string(), "facts about its QEMU"))?;
+        Ok(Fit { facts, refusals: prepared.refusals })
+    }
+
+    /// Has it listen for the guest of this request.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn receive(&mut self, request: &CopyRequest, lanes: usize) -> Result<Arrival, Error> {
+        let key = OneTimeKey::generate()?;
+        let receiving = self.execute(&Receive {
+            certificate: to_hex(key.certificate()),
+            lanes,
+            compression: compression_text(request.compression),
+            run: request.run(),
+            overwrite: request.overwrite,
+            peer_timeout_ms: u64::try_from(request.peer_timeout.as_millis()).unwrap_or(u64::MAX),
+        })?;
+        let certificate = from_hex(&receiving.certificate);
+        let certificate =
+            certificate.ok_or_else(|| self.unexpected(receiving.certificate, "a certificate"))?;
+        let deadline = Instant::now() + REPLY_TIMEOUT;
+        let port = loop {
+            let within = deadline.saturating_duration_since(Instant::now());
+            let event = self.client.next_event(within).map_err(|source| self.failed(source))?;
+            match event {
+                Some(event) if event.name == LISTENING => {
+                    let port = event.data.get("port").and_then(|port| u16::try_from(port.as_u64()?).ok());
+                    break port.ok_or_else(|| self.unexpected(format!("{:?}", event.data), "a port"))?;
+                }
+                Some(event) if event.name == ENDED => {
+                    let ended = parsed_end(event.data.into());
+                    let text = ended.and_then(|ended| ended.error).unwrap_or_else(|| "it has ended".into());
+                    return Err(Error::Refused { host: self.name(), text });
+                }
+                Some(_) => {}
+                None => return Err(self.unexpected("nothing".into(), "the port that it listens on")),
+            }
+        };
+        let host = self.address.map_or_else(|| self.target.host().to_owned(), |address| address.to_string());
+        Ok(Arrival { address: Address::Tcp { host, port }, tls: Tls::OneTime(key.with_peer(certificate)) })
+    }
+
+    /// Waits for the end of the agent's part, for this time at most; `None`: it has not reported that. Its notices go to `notice`.
+    pub fn ended(mut self, within: Duration, notice: &dyn Fn(&str)) -> Option<Ended> {
+        self.client.set_interrupt(None);
+        let deadline = Instant::now() + within;
+        loop {
+            let event = self.client.next_event(deadline.saturating_duration_since(Instant::now())).ok()??;
+            if event.name == ENDED {
+                return parsed_end(event.data.into());
+            }
+            if let (NOTICE, Some(text)) =
+                (event.name.as_str(), event.data.get("text").and_then(|text| text.as_str()))
+            {
+                notice(text);
+            }
+        }
+    }
+
+    fn execute<C: qmp::Command>(&mut self, command: &C) -> Result<C::Return, Error> {
+        self.client.execute(command).map_err(|error| self.failed(error))
+    }
+
+    fn failed(&mut self, error: qmp::Error) -> Error {
+        match error {
+            qmp::Error::Refusal { desc, .. } => Error::Refused { host: self.name(), text: desc },
+            error => ended(&self.target, &mut self.ssh, error),
+        }
+    }
+
+    fn unexpected(&self, found: String, expected: &'static str) -> Error {
+        Error::Unexpected { host: self.name(), found, expected }
+    }
+}
+
+fn parsed_end(data: serde_json::Value) -> Option<Ended> {
+    serde_json::from_value(data).ok()
+}
+
+/// The reason for which a session ended, by the exit status of its ssh.
+fn ended(target: &SshTarget, ssh: &mut Child, error: qmp::Error) -> Error {
+    let is_over = matches!(error, qmp::Error::Disconnected { .. } | qmp::Error::NotQmp { .. });
+    // It has closed its output, so it is about to end; where the output was not QMP, it waits for input that does not come.
+    let status = if is_over { ssh.wait().ok() } else { None };
+    let host = target.to_string();
+    match status.map(|status| (status.code(), status)) {
+        Some((Some(SSH_FAILED), _)) => Error::Unreachable { host },
+        Some((Some(NOT_FOUND), _)) => Error::NoTowline { host },
+        Some((Some(USAGE), _)) => Error::Older { host },
+        Some((_, status)) if !status.success() => Error::AgentEnded { host, status },
+        _ => Error::Connection { source: Box::new(error) },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_are_named_as_for_ssh() {
+        for (text, destination, port) in [
+            ("b", "b", None),
+            ("root@b:2222", "root@b", Some(2222)),
+            ("[::1]:22", "::1", Some(22)),
+            ("u@[fe80::1]", "u@fe80::1", None),
+            ("::1", "::1", None),
+        ] {
+            let target: SshTarget = text.parse().unwrap();
+            assert_eq!((target.destination.as_str(), target.port), (destination, port), "{text}");
+        }
+        for text in ["", "u@", "-oProxyCommand=x", "u@-x", "a b", "b:x"] {
+            assert!(text.parse::<SshTarget>().is_err(), "{text}");
+        }
+        let target: SshTarget = "root@b:2222".parse().unwrap();
+        let command = target.command("ssh -F config");
+        let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy()).collect();
+        assert_eq!(words[..3], ["-F", "config", "-T"]);
+        assert_eq!(words[7..], ["-p", "2222", "--", "root@b", "towline", "agent"]);
+    }
+}

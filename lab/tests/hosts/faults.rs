@@ -1,0 +1,62 @@
+//! The session ends, or a process of a move is killed, at any moment.
+
+use rustix::process::Signal;
+use towline_lab::expect::wait_event;
+use towline_lab::{signal, wait_until};
+
+use crate::support::{Hosts, WITHIN, last};
+
+/// Slow enough for a signal in the transfer.
+const SLOW: [&str; 3] = ["--json", "--max-bandwidth", "4M"];
+
+/// The only child of a process with this name.
+fn child(pid: u32, name: &str) -> Option<u32> {
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
+    let is_it = |pid: &u32| {
+        std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim() == name)
+    };
+    children.split_whitespace().map(|pid| pid.parse().unwrap()).find(is_it)
+}
+
+#[test]
+fn a_move_whose_session_or_user_ends_it_leaves_the_guest_where_it_is() {
+    let Some(mut hosts) = Hosts::new("a_move_whose_session_or_user_ends_it_leaves_the_guest_where_it_is")
+    else {
+        return;
+    };
+    let anew = hosts.anew();
+    let options: Vec<&str> = anew.iter().map(String::as_str).chain(SLOW).collect();
+    for kill in ["ssh", "towline", "agent", "user"] {
+        let mut moving = hosts.start("move", "/web", &options);
+        let is_transfer =
+            |event: &serde_json::Value| event["event"] == "phase" && event["phase"] == "transfer";
+        wait_event(&mut moving, "the transfer", WITHIN, is_transfer);
+        // nsenter is replaced by towline.
+        match kill {
+            "ssh" => signal(child(moving.pid(), "ssh").unwrap(), Signal::KILL),
+            "towline" => signal(moving.pid(), Signal::KILL),
+            "user" => signal(moving.pid(), Signal::INT),
+            _ => signal(agent(), Signal::TERM),
+        }
+        let finished = moving.wait(WITHIN).unwrap();
+        if kill != "towline" {
+            assert_eq!(finished.status.code(), Some(1), "{kill}: {}", finished.stderr);
+            assert!(finished.stderr.contains("safe at its source"), "{kill}: {}", finished.stderr);
+            assert_eq!(last(&finished)["event"], "failed", "{kill}");
+        }
+        hosts.assert_stays();
+    }
+}
+
+/// The agent of these tests: only one runs.
+fn agent() -> u32 {
+    let is_agent = |pid: &u32| {
+        std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.ends_with(b"towline\0agent\0"))
+    };
+    let find = || {
+        let processes =
+            std::fs::read_dir("/proc")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+        Ok(processes.into_iter().find(is_agent))
+    };
+    wait_until("an agent", WITHIN, find).unwrap()
+}

@@ -1,0 +1,6 @@
+//! Guests that go to another host over OpenSSH.
+#![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
+
+mod faults;
+mod moves;
+mod support;

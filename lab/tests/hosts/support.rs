@@ -1,0 +1,152 @@
+//! Helpers of these tests: a guest with a disk, and another host with OpenSSH's server.
+
+use std::fs::{self, File};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Result;
+use serde_json::Value;
+use towline_lab::expect::{Scratch, qmp};
+use towline_lab::{
+    Builder, Finished, LinuxGuest, Network, Qemu, SshHost, Sshd, Towline, Version, require_lab, skip,
+    towline_binary, wait_until,
+};
+
+/// Generous: two busy processors.
+pub(crate) const WITHIN: Duration = Duration::from_secs(120);
+pub(crate) const MIB: u64 = 1 << 20;
+/// Part of its memory that the guest writes and checks.
+pub(crate) const WRITTEN: u64 = 16 * MIB;
+const ADDRESSES: [&str; 2] = ["10.213.78.1", "10.213.78.2"];
+/// Length of the guest's disk.
+const DISK: u64 = 8 * MIB;
+
+/// A guest that writes its memory, and has written its disk, on one of two hosts that have one link between them and the same files.
+pub(crate) struct Hosts {
+    pub(crate) there: SshHost,
+    here: Network,
+    pub(crate) source: Qemu,
+    pub(crate) guest: Option<LinuxGuest>,
+    pub(crate) place: Scratch,
+}
+
+impl Hosts {
+    /// Boots the guest; `None`: the test is skipped.
+    pub(crate) fn new(test: &str) -> Option<Self> {
+        if !require_lab(test) {
+            return None;
+        }
+        let sshd = Sshd::find(test)?;
+        let (here, there) = match networks() {
+            Ok(networks) => networks,
+            Err(error) => {
+                skip(test, &format!("no network namespaces can be made here: {error:#}"));
+                return None;
+            }
+        };
+        let there = SshHost::new(&sshd, there, ADDRESSES[1]).unwrap();
+        let place = Scratch::new();
+        File::create(place.path("disk.raw")).unwrap().set_len(DISK).unwrap();
+        let (source, mut guest) = with_disk(&place.path("disk.raw")).boot(WITHIN).unwrap();
+        guest.shell(&written("first"), WITHIN).unwrap();
+        guest.dirty(WRITTEN, WRITTEN).unwrap();
+        guest.wait_ticking(WITHIN).unwrap();
+        Some(Self { there, here, source, guest: Some(guest), place })
+    }
+
+    /// Starts towline on the guest's host.
+    pub(crate) fn towline(&self, words: &[&str]) -> Towline {
+        let mut line = self.here.prefix();
+        line.push(towline_binary().unwrap().display().to_string());
+        line.extend(words.iter().map(|word| (*word).to_owned()));
+        Towline::start(line[0].as_ref(), &line[1..]).unwrap()
+    }
+
+    /// Starts a command on the guest, with this place on the other host.
+    pub(crate) fn start(&self, command: &str, place: &str, options: &[&str]) -> Towline {
+        let (source, place, client) = (qmp(&self.source), format!("ssh:other{place}"), self.there.client());
+        let words = [command, &source, &place, "--ssh", &client].into_iter().chain(options.iter().copied());
+        self.towline(&words.collect::<Vec<_>>())
+    }
+
+    pub(crate) fn run(&self, command: &str, place: &str, options: &[&str]) -> Finished {
+        self.start(command, place, options).wait(WITHIN).unwrap()
+    }
+
+    /// Options for a QEMU that is started there, with the guest's own command line.
+    pub(crate) fn anew(&self) -> Vec<String> {
+        let qemu = Version::V10_0.command().get_program().to_str().unwrap().to_owned();
+        let agent = format!("chardev.agent.path={}", self.agent().display());
+        ["--trust-command-line", "--qemu", &qemu, "--set", &agent].map(str::to_owned).into()
+    }
+
+    fn agent(&self) -> PathBuf {
+        self.place.path("there.agent")
+    }
+
+    /// The guest continues there, in the QEMU that was started for it, with its memory and its disk.
+    pub(crate) fn assert_continues_there(&self, name: &str, tick: u64) {
+        self.there.monitor(name, WITHIN).unwrap().wait_status("running", WITHIN).unwrap();
+        let mut guest = LinuxGuest::connect_at(&self.agent()).unwrap();
+        guest.wait_ready(WITHIN).unwrap();
+        assert_is_guest(&mut guest, tick);
+    }
+
+    /// The guest runs on where it was, and nothing is left on the other host.
+    pub(crate) fn assert_stays(&mut self) {
+        self.source.qmp().wait_status("running", WITHIN).unwrap();
+        let mut guest = self.guest.take().unwrap();
+        let tick = guest.tick().unwrap();
+        guest.wait_ticking(WITHIN).unwrap();
+        guest.stop_dirtying().unwrap();
+        assert_is_guest(&mut guest, tick);
+        guest.dirty(WRITTEN, WRITTEN).unwrap();
+        self.guest = Some(guest);
+        let guests = || Ok(self.there.guests()?.is_empty().then_some(()));
+        wait_until("the end of the QEMU on the other host", WITHIN, guests).unwrap();
+        let tokens = fs::read_dir(self.place.path("")).unwrap().map(|entry| entry.unwrap().file_name());
+        let tokens: Vec<_> = tokens.filter(|name| name.to_string_lossy().starts_with('.')).collect();
+        assert!(tokens.is_empty(), "{tokens:?}");
+    }
+
+    /// The counter of the guest, which nothing asks for its memory afterwards.
+    pub(crate) fn last_tick(&mut self) -> u64 {
+        self.guest.take().unwrap().tick().unwrap()
+    }
+}
+
+/// It has its memory and its disk, and both can be written to.
+fn assert_is_guest(guest: &mut LinuxGuest, tick: u64) {
+    assert!(guest.wait_ticking(WITHIN).unwrap() > tick);
+    assert_eq!(guest.check().unwrap(), WRITTEN / 4096);
+    guest.shell("echo 3 > /proc/sys/vm/drop_caches", WITHIN).unwrap();
+    let read = guest.shell("dd if=/dev/vda bs=8 count=1 2>/dev/null", WITHIN).unwrap();
+    assert!(read.starts_with("first"), "{read:?}");
+    guest.shell(&written("first"), WITHIN).unwrap();
+}
+
+/// Writes to the disk and waits for it.
+fn written(text: &str) -> String {
+    format!("echo {text} | dd of=/dev/vda bs=512 conv=sync,fsync 2>/dev/null")
+}
+
+pub(crate) fn with_disk(disk: &std::path::Path) -> Builder {
+    let drive = format!("file={},format=raw,if=none,id=disk0,file.locking=on", disk.display());
+    let disk = ["-drive", &drive, "-device", "virtio-blk-pci,drive=disk0,id=vda"];
+    Qemu::builder(Version::V10_0).cpu("Nehalem").linux().memory_mib(256).processors(2).args(disk)
+}
+
+fn networks() -> Result<(Network, Network)> {
+    let (here, there) = (Network::new()?, Network::new()?);
+    here.connect("link0", &there, "link0")?;
+    for (network, address) in [(&here, ADDRESSES[0]), (&there, ADDRESSES[1])] {
+        network.run(&["ip", "address", "add", &format!("{address}/24"), "dev", "link0"])?;
+    }
+    Ok((here, there))
+}
+
+/// The last event.
+pub(crate) fn last(finished: &Finished) -> Value {
+    let line = finished.stdout.lines().last();
+    serde_json::from_str(line.unwrap_or_else(|| panic!("no event: {}", finished.stderr))).unwrap()
+}
