@@ -19,7 +19,7 @@ use crate::progress::Reporter;
 use crate::remote::{PlaceOptions, RemoteCopy};
 use crate::report::ReportRecorder;
 use crate::signals::{HeldSignals, SignalEffects, cancel_on_signals};
-use crate::{request, sandbox};
+use crate::{move_all, request, sandbox};
 
 /// Runs `copy`.
 pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
@@ -209,34 +209,39 @@ fn clones(
 
 /// Runs `move`.
 pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Exit> {
+    if let Some(all) = &args.all {
+        return move_all::run(args, all);
+    }
+    let (Some(from), Some(to)) = (&args.source, &args.destination) else {
+        return Err(UsageError("a move needs SOURCE and DEST, or --all".into()).into());
+    };
     let reporter = Reporter::new(&args.output);
     reporter.report_start(request);
-    let results = Results::of(Verb::Moved, &reporter, &args.source);
+    let results = Results::of(Verb::Moved, &reporter, from);
     let results = Results { sandbox: Some(&args.transfer.sandbox), ..results };
-    let source = args.source.source().map_err(UsageError)?;
+    let source = from.source().map_err(UsageError)?;
     let Source::Qmp(socket) = &source else {
         let text = format!(
             "move ends the QEMU at its SOURCE, and so needs a qmp: endpoint; for {} use `copy`",
-            args.source
+            from
         );
         return Err(UsageError(text).into());
     };
-    let mut options = request::of_move(args).map_err(UsageError)?;
-    args.transfer.report.check(&[&args.source, &args.destination]).map_err(UsageError)?;
+    let mut options = request::of_move(args, to).map_err(UsageError)?;
+    args.transfer.report.check(&[from, to]).map_err(UsageError)?;
     let held = HeldSignals::hold()?;
-    let (destination, remote) = match &args.destination {
+    let (destination, remote) = match to {
         Endpoint::Ssh(end) => {
             let place = PlaceOptions::of(&args.host, args.transfer.multifd_channels);
             match RemoteCopy::open(end, &place, socket, &mut options, (held.arrived(), &reporter)) {
                 Ok(remote) => (remote.destination.clone(), Some(remote)),
-                Err(failure) => return Ok(results.failed(&args.destination, &failure)),
+                Err(failure) => return Ok(results.failed(to, &failure)),
             }
         }
         other => (other.destination().map_err(UsageError)?, None),
     };
     confine(&args.transfer, &source, std::slice::from_ref(&destination), &options, &held);
-    let cancel =
-        cancel_on_signals(SignalEffects::of_copy(&args.transfer, &[&args.source, &args.destination]))?;
+    let cancel = cancel_on_signals(SignalEffects::of_copy(&args.transfer, &[from, to]))?;
     drop(held);
     let recorder = ReportRecorder::new();
     let observer = (&reporter, &recorder);
@@ -247,7 +252,7 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
         remote.close(&mut moved, &reporter);
     }
     reporter.finish();
-    let exit = report(&results, &args.destination, &moved);
-    recorder.write(&args.transfer.report, [&args.source, &args.destination], moved.as_ref());
+    let exit = report(&results, to, &moved);
+    recorder.write(&args.transfer.report, [from, to], moved.as_ref());
     Ok(exit)
 }

@@ -168,7 +168,7 @@ pub(crate) enum FinalEvent<'a> {
             "source-postmigrate", "source-without-guest", "source-migrating", "source-blocked",
             "destination-not-waiting", "incompatible", "lanes", "recovery", "device", "source-exited",
             "source-failed", "destination-failed", "source-unknown", "peer-silent",
-            "destination-not-running", "shared-drive", "disk", "not-converging", "private-directory",
+            "destination-not-running", "shared-drive", "other-host", "disk", "not-converging", "private-directory",
             "command-line", "memory-not-in-place", "other-drive", "not-carried", "card-disconnected",
             "upgrade-refused", "cancelled", "unknown-id", "ambiguous-id", "in-use", "refused", "record",
             "other"

@@ -23,6 +23,7 @@ mod inspect;
 mod libvirt;
 mod log;
 mod metrics;
+mod move_all;
 mod moves;
 mod net;
 mod notify;

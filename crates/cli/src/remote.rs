@@ -83,7 +83,11 @@ impl RemoteCopy {
         request: &mut CopyRequest,
         (interrupt, reporter): (Arc<OwnedFd>, &Reporter),
     ) -> Result<Self, Failure> {
-        let refused = |error| Failure { error, guest: GuestAfterFailure::NOT_REACHED, notes: Vec::new() };
+        let refused = |error: Box<Error>| {
+            let is_unknown = matches!(*error, Error::Qemu(_));
+            let guest = if is_unknown { GuestAfterFailure::NOT_REACHED } else { GuestAfterFailure::SAFE };
+            Failure { error, guest, notes: Vec::new() }
+        };
         let PreparedPlace { mut host, guest, fit } =
             prepare(end, place, socket, Some(interrupt)).map_err(refused)?;
         let checked = guest.check(&fit, place.lanes, &end.to_string(), reporter);

@@ -85,11 +85,11 @@ pub(crate) fn is_file(source: &Source) -> bool {
 }
 
 /// Returns the request of a `move`.
-pub(crate) fn of_move(args: &MoveArgs) -> Result<CopyRequest, String> {
+pub(crate) fn of_move(args: &MoveArgs, destination: &Endpoint) -> Result<CopyRequest, String> {
     let (run, devices) = (run(&args.transfer), args.device_ctl.clone());
     let task = if args.transfer.postcopy.postcopy {
         if args.detach_vsock {
-            let text = match args.destination {
+            let text = match destination {
                 Endpoint::Qmp(_) => "--detach-vsock cannot be used with --postcopy: leave --postcopy out",
                 _ => "--detach-vsock needs a qmp: DEST, where the device is plugged in again",
             };
@@ -98,7 +98,7 @@ pub(crate) fn of_move(args: &MoveArgs) -> Result<CopyRequest, String> {
         postcopy(&args.transfer, PostcopyStart::Move { run, devices })
     } else {
         Task::Move {
-            transfer: transfer_to(&args.destination, &args.transfer),
+            transfer: transfer_to(destination, &args.transfer),
             run,
             detach_vsock: args.detach_vsock,
             devices,
@@ -196,7 +196,7 @@ mod tests {
                     args.destinations.iter().map(Endpoint::destination).collect();
                 of_copy(&args, &args.source.source()?, &destinations?)
             }
-            Command::Move(args) => of_move(&args),
+            Command::Move(args) => of_move(&args, args.destination.as_ref().unwrap()),
             _ => Err("another command".into()),
         }
     }

@@ -1,6 +1,7 @@
 //! Guests that go to another host over OpenSSH.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
+mod all;
 mod faults;
 mod moves;
 mod support;

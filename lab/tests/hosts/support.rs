@@ -56,9 +56,24 @@ impl Hosts {
 
     /// Starts towline on the guest's host.
     pub(crate) fn towline(&self, words: &[&str]) -> Towline {
-        let mut line = self.here.prefix();
-        line.push(towline_binary().unwrap().display().to_string());
-        line.extend(words.iter().map(|word| (*word).to_owned()));
+        self.towline_after(&self.here.prefix(), words)
+    }
+
+    /// Words before a towline on the guest's host whose guests are those of this test.
+    pub(crate) fn with_own_guests(&self) -> Vec<String> {
+        let mut prefix = self.here.prefix();
+        prefix.extend([
+            "/usr/bin/env".to_owned(),
+            format!("XDG_RUNTIME_DIR={}", self.place.path("").display()),
+        ]);
+        prefix
+    }
+
+    /// Starts towline after the words of a program that it replaces.
+    pub(crate) fn towline_after(&self, prefix: &[String], words: &[&str]) -> Towline {
+        let program = towline_binary().unwrap().display().to_string();
+        let words = words.iter().map(|word| (*word).to_owned());
+        let line: Vec<_> = prefix.iter().cloned().chain([program]).chain(words).collect();
         Towline::start(line[0].as_ref(), &line[1..]).unwrap()
     }
 
@@ -102,11 +117,16 @@ impl Hosts {
         assert_is_guest(&mut guest, tick);
         guest.dirty(WRITTEN, WRITTEN).unwrap();
         self.guest = Some(guest);
-        let guests = || Ok(self.there.guests()?.is_empty().then_some(()));
-        wait_until("the end of the QEMU on the other host", WITHIN, guests).unwrap();
+        self.wait_for_guests_there(&[]);
         let tokens = fs::read_dir(self.place.path("")).unwrap().map(|entry| entry.unwrap().file_name());
         let tokens: Vec<_> = tokens.filter(|name| name.to_string_lossy().starts_with('.')).collect();
         assert!(tokens.is_empty(), "{tokens:?}");
+    }
+
+    /// Waits until these are the guests of the other host.
+    pub(crate) fn wait_for_guests_there(&self, names: &[&str]) {
+        let guests = || Ok((self.there.guests()? == names).then_some(()));
+        wait_until("the end of a QEMU on the other host", WITHIN, guests).unwrap();
     }
 
     /// The counter of the guest, which nothing asks for its memory afterwards.

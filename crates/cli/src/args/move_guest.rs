@@ -2,8 +2,9 @@
 
 use std::path::PathBuf;
 
-use super::{GUEST, HostArgs, MORE, Output, TransferArgs, key_and_value};
+use super::{GUEST, HOSTS, HostArgs, MORE, Output, TransferArgs, key_and_value};
 use crate::endpoint::Endpoint;
+use crate::units::number;
 
 /// Move a running guest: copy it, and end SOURCE once the guest is at DEST
 ///
@@ -20,6 +21,8 @@ Examples:
       --set drive.disk0.file=/srv/a.qcow2 --set drive.disk0.format=qcow2
   To a QEMU that waits there:
     towline move qmp:/run/vm/a.qmp ssh:OTHER/qmp:/run/vm/b.qmp
+  Every guest of this host, two at a time:
+    towline move --all ssh:OTHER --trust-command-line --parallel 2
   Without ssh; the first command runs there:
     towline copy --multifd-channels 4 tcp:0.0.0.0:4444 qmp:/run/vm/b.qmp
     towline move --multifd-channels 4 qmp:/run/vm/a.qmp tcp:OTHER:4444
@@ -41,11 +44,17 @@ pub(crate) struct MoveArgs {
     #[arg(long, value_name = "SRC=DST", value_parser = device_pair, help_heading = GUEST)]
     pub(crate) device_ctl: Vec<(PathBuf, PathBuf)>,
     /// QEMU that runs the guest: qmp:PATH
-    #[arg(value_name = "SOURCE")]
-    pub(crate) source: Endpoint,
+    #[arg(value_name = "SOURCE", required_unless_present = "all")]
+    pub(crate) source: Option<Endpoint>,
     /// Endpoint that receives the guest
-    #[arg(value_name = "DEST")]
-    pub(crate) destination: Endpoint,
+    #[arg(value_name = "DEST", required_unless_present = "all")]
+    pub(crate) destination: Option<Endpoint>,
+    /// Move every guest that `towline ps` lists to this host: ssh:HOST
+    #[arg(long, value_name = "DEST", conflicts_with_all = ["source", "destination"], help_heading = HOSTS)]
+    pub(crate) all: Option<Endpoint>,
+    /// Number of guests that are moved at a time; --max-bandwidth is that of all together
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = number::<usize>, requires = "all", help_heading = HOSTS)]
+    pub(crate) parallel: usize,
     #[command(flatten)]
     pub(crate) transfer: TransferArgs,
     #[command(flatten)]

@@ -1,0 +1,187 @@
+//! `towline move --all`: every guest of this user goes to another host, several at a time.
+
+use std::sync::Mutex;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use towline_channel::Cancel;
+use towline_control::plan::{self, CopyRequest, CopyResult};
+use towline_control::remote::{NewGuest, Place};
+use towline_launch::{RunningGuest, RuntimeRoot};
+use towline_migration::Tuning;
+
+use crate::args::MoveArgs;
+use crate::endpoint::Endpoint;
+use crate::endpoint::ssh::SshEndpoint;
+use crate::events::FinalEvent;
+use crate::exit::{Exit, UsageError};
+use crate::lock::lock;
+use crate::outcome::{Destinations, Results, Verb};
+use crate::progress::Reporter;
+use crate::remote::{PlaceOptions, RemoteCopy};
+use crate::signals::{SignalEffects, cancel_on_signals};
+use crate::{errors, request};
+
+/// Reason that these moves are not confined.
+const UNCONFINED: &str = "ssh would be confined with this process";
+
+/// A guest that is moved.
+struct Departure<'a> {
+    guest: &'a RunningGuest,
+    source: Endpoint,
+    end: SshEndpoint,
+    destination: Endpoint,
+    reporter: &'a Reporter,
+}
+
+/// A row of the table at the end.
+struct Row<'a> {
+    name: &'a str,
+    exit: Exit,
+    took: Duration,
+    text: String,
+}
+
+/// One bandwidth for all moves that are in progress.
+struct Budget {
+    bytes_per_second: Option<u64>,
+    shares: Mutex<Vec<(usize, Tuning)>>,
+}
+
+impl Budget {
+    /// Gives this move its share, and the others what is left.
+    fn enter(&self, n: usize, tuning: &Tuning) {
+        lock(&self.shares).push((n, tuning.clone()));
+        self.divide();
+    }
+
+    fn leave(&self, n: usize) {
+        lock(&self.shares).retain(|(other, _)| *other != n);
+        self.divide();
+    }
+
+    fn divide(&self) {
+        let shares = lock(&self.shares);
+        let Some(all) = self.bytes_per_second else { return };
+        for (_, tuning) in shares.iter() {
+            tuning.set_max_bandwidth(Some((all / shares.len() as u64).max(1)));
+        }
+    }
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &MoveArgs, all: &Endpoint) -> Result<Exit> {
+    let Endpoint::Ssh(host) = all else {
+        return Err(UsageError(format!("--all {all}: expected another host, as ssh:HOST")).into());
+    };
+    if !matches!(&host.place, Place::Guest(guest) if guest.name.is_empty()) {
+        return Err(UsageError(format!(
+            "--all {all}: the guests keep their names; leave out what follows the host"
+        ))
+        .into());
+    }
+    if args.transfer.report.report.is_some() || args.transfer.observability.is_requested() {
+        return Err(UsageError(
+            "--report, --qmp and --metrics are for one guest: leave them out with --all".into(),
+        )
+        .into());
+    }
+    let options = request::of_move(args, all).map_err(UsageError)?;
+    args.transfer.sandbox.log_unconfined(UNCONFINED);
+    let cancel = cancel_on_signals(SignalEffects::of_copy(&args.transfer, &[all]))?;
+    let guests = RuntimeRoot::of_user().list()?;
+    let to = |guest: &RunningGuest| {
+        let place = Place::Guest(NewGuest { name: guest.name.clone(), ..NewGuest::default() });
+        SshEndpoint { place, ..host.clone() }
+    };
+    let ends: Vec<SshEndpoint> = guests.iter().map(to).collect();
+    let reporters = Reporter::several(&args.output, &ends);
+    let departures = guests.iter().zip(ends).zip(&reporters).map(|((guest, end), reporter)| Departure {
+        guest,
+        source: Endpoint::Qmp(guest.qmp.clone()),
+        destination: Endpoint::Ssh(end.clone()),
+        end,
+        reporter,
+    });
+    let rows = move_each(args, &options, &departures.collect::<Vec<_>>(), &cancel);
+    Ok(report(&Reporter::new(&args.output), all, &rows))
+}
+
+/// Moves the guests, so many at a time. Rows are in the order of the guests.
+fn move_each<'a>(
+    args: &MoveArgs,
+    options: &CopyRequest,
+    departures: &[Departure<'a>],
+    cancel: &Cancel,
+) -> Vec<Row<'a>> {
+    let budget = Budget { bytes_per_second: args.transfer.max_bandwidth, shares: Mutex::default() };
+    let waiting = Mutex::new(departures.iter().enumerate());
+    let rows = Mutex::new(Vec::new());
+    let work = || {
+        loop {
+            let Some((n, departure)) = lock(&waiting).next() else { return };
+            let begun = Instant::now();
+            let options = CopyRequest { tuning: Tuning::default(), ..options.clone() };
+            budget.enter(n, &options.tuning);
+            let moved = move_one(args, options, departure, cancel);
+            budget.leave(n);
+            let (exit, text) = moved.unwrap_or_else(|error| (Exit::of_error(&error), errors::text(&error)));
+            lock(&rows).push((n, Row { name: &departure.guest.name, exit, took: begun.elapsed(), text }));
+        }
+    };
+    thread::scope(|scope| (0..args.parallel.min(departures.len())).for_each(|_| drop(scope.spawn(work))));
+    let mut rows = rows.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    rows.sort_by_key(|(n, _)| *n);
+    rows.into_iter().map(|(_, row)| row).collect()
+}
+
+/// Moves a guest, and reports that. Returns its exit status, and a text for the table.
+fn move_one(
+    args: &MoveArgs,
+    mut options: CopyRequest,
+    departure: &Departure<'_>,
+    cancel: &Cancel,
+) -> Result<(Exit, String)> {
+    let Departure { guest, source, end, destination, reporter } = departure;
+    if cancel.is_cancelled() {
+        return Ok((Exit::Failed, "not begun: cancelled".into()));
+    }
+    let results =
+        Results { destinations: Destinations::Several, ..Results::of(Verb::Moved, reporter, source) };
+    let place = PlaceOptions::of(&args.host, args.transfer.multifd_channels);
+    let opened = RemoteCopy::open(end, &place, &guest.qmp, &mut options, (cancel.descriptor(), reporter));
+    let moved: CopyResult = match opened {
+        Ok(remote) => {
+            let from = source.source().map_err(UsageError)?;
+            let mut moved = plan::copy(&from, &remote.destination.clone(), &options, cancel, *reporter);
+            remote.close(&mut moved, reporter);
+            moved
+        }
+        Err(failure) => Err(failure),
+    };
+    reporter.finish();
+    Ok(match &moved {
+        Ok(report) => {
+            results.done(destination, report);
+            (
+                Exit::Done,
+                report.downtime_ms.map_or_else(String::new, |downtime| format!("downtime {downtime} ms")),
+            )
+        }
+        Err(failure) => (results.failed(destination, failure), errors::failure_text(failure)),
+    })
+}
+
+/// Reports all moves.
+fn report(reporter: &Reporter, all: &Endpoint, rows: &[Row<'_>]) -> Exit {
+    let completed = rows.iter().filter(|row| row.exit == Exit::Done).count();
+    let exit = rows.iter().map(|row| row.exit).max().unwrap_or(Exit::Done);
+    for Row { name, exit, took, text } in rows {
+        let state = if *exit == Exit::Done { "moved" } else { "stays" };
+        let text = text.lines().next().unwrap_or_default();
+        reporter.line(&format!("{name:<20} {state:<6} {:>7.1} s  {text}", took.as_secs_f64()));
+    }
+    reporter.line(&format!("{completed} of {} guests moved to {all}", rows.len()));
+    reporter.result(FinalEvent::All { completed, failed: rows.len() - completed }, exit)
+}
