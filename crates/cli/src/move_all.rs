@@ -108,7 +108,7 @@ pub(crate) fn run(args: &MoveArgs, all: &Endpoint) -> Result<Exit> {
     Ok(report(&Reporter::new(&args.output), all, &rows))
 }
 
-/// Moves the guests, so many at a time. Rows are in the order of the guests.
+/// Moves the guests, `--parallel` at a time. Rows are in the order of the guests.
 fn move_each<'a>(
     args: &MoveArgs,
     options: &CopyRequest,

@@ -24,13 +24,13 @@ pub(crate) struct HostArgs {
     #[arg(long, value_name = "OPTION.KEY=VALUE", help_heading = HOSTS)]
     pub(crate) set: Vec<Setting>,
     /// The QEMU to start there [default: the guest's, by its name in PATH]
-    #[arg(long, value_name = "BINARY", help_heading = HOSTS)]
+    #[arg(long, value_name = "BINARY", hide_short_help = true, help_heading = HOSTS)]
     pub(crate) qemu: Option<PathBuf>,
     /// Start it with the guest's own command line, files and programs: both hosts have them by the same names
     #[arg(long, help_heading = HOSTS)]
     pub(crate) trust_command_line: bool,
     /// The guest's disks are the same on both hosts, also where that cannot be proven (block devices)
-    #[arg(long, help_heading = HOSTS)]
+    #[arg(long, hide_short_help = true, help_heading = HOSTS)]
     pub(crate) shared_disks: bool,
 }
 
