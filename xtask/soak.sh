@@ -39,6 +39,9 @@ switchover-model)
 chaos) lab chaos no_fault_costs_a_guest_or_runs_two TOWLINE_CHAOS_RUNS=2000 TOWLINE_CHAOS_JOURNAL="$target/chaos.journal" ;;
 #: kills: 200 moves in which a QEMU, towline or a connection is killed (TOWLINE_SOAK_KILLS, TOWLINE_SOAK_SEED)
 kills) lab live kills::no_guest_is_lost_or_runs_twice TOWLINE_SOAK_KILLS=200 ;;
+#: host-kills: 150 moves to another host in which a process of theirs is killed, or the link between the hosts is cut
+#:   (TOWLINE_SOAK_HOST_KILLS, TOWLINE_SOAK_SEED)
+host-kills) lab hosts kills::a_kill_at_any_moment_leaves_one_guest TOWLINE_SOAK_HOST_KILLS=150 ;;
 #: moves: 50 moves in a row of one Linux guest that writes its memory (TOWLINE_SOAK_MOVES)
 moves) lab live moves::a_busy_linux_continues_at_its_destination TOWLINE_SOAK_MOVES=50 ;;
 #: qmp-latency: how long query-migrate takes while 4 GiB move at full rate (TOWLINE_SOAK_LATENCY_MIB)

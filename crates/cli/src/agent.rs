@@ -5,8 +5,8 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicBool;
 use std::thread;
 
-use anyhow::{Context as _, Result};
-use rustix::event::{PollFd, PollFlags, poll};
+use anyhow::{Context as _, Result, bail};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use towline_channel::{Address, Cancel};
 use towline_control::plan::{self, CopyResult, Observer, SourceCategory};
@@ -20,6 +20,8 @@ use crate::exit::Exit;
 use crate::sandbox;
 use crate::signals::{HeldSignals, SignalEffects, cancel_on_signals};
 
+/// Time in which the other end sends its next request. It asks its user nothing meanwhile, so it is lost after that, as where the network fails.
+const IDLE: Timespec = Timespec { tv_sec: 30, tv_nsec: 0 };
 /// Longest request: facts about a guest, and its command line.
 const REQUEST_BYTES_MAX: usize = 8 << 20;
 
@@ -66,7 +68,8 @@ fn prepare(interrupt: &OwnedFd) -> Result<Option<Reception>> {
     let mut bytes = [0; 4096];
     loop {
         let mut fds = [PollFd::new(&input, PollFlags::IN), PollFd::new(interrupt, PollFlags::IN)];
-        match poll(&mut fds, None) {
+        match poll(&mut fds, Some(&IDLE)) {
+            Ok(0) => bail!("no request for {} s: the session is lost", IDLE.tv_sec),
             Ok(_) if !fds[1].revents().is_empty() => return Ok(None),
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => return Err(errno).context("standard input"),

@@ -1,23 +1,11 @@
 //! A host that is emptied.
 
+use towline_lab::LinuxGuest;
 use towline_lab::expect::{assert_ended, completed, events, qmp};
-use towline_lab::{Finished, LinuxGuest};
 
 use crate::support::{Hosts, WITHIN, WRITTEN, last};
 
 const NAMES: [&str; 3] = ["web-0", "web-1", "web-2"];
-
-impl Hosts {
-    /// Runs towline with these words and the guests of this test, whose agents' sockets have this prefix.
-    fn with_guests(&self, prefix: &[String], words: &[&str], agents: &str) -> Finished {
-        let agent =
-            format!("chardev.agent.path={}", self.place.path(&format!("{agents}{{name}}.agent")).display());
-        let options = self.anew();
-        let options = options.iter().take(3).map(String::as_str).chain(["--set", &agent]);
-        let words: Vec<&str> = words.iter().copied().chain(options).collect();
-        self.towline_after(prefix, &words).wait(WITHIN).unwrap()
-    }
-}
 
 #[test]
 fn every_guest_of_a_host_goes_to_another_one() {

@@ -2,7 +2,7 @@
 
 use rustix::process::Signal;
 use towline_lab::expect::wait_event;
-use towline_lab::{signal, wait_until};
+use towline_lab::signal;
 
 use crate::support::{Hosts, WITHIN, last};
 
@@ -10,7 +10,7 @@ use crate::support::{Hosts, WITHIN, last};
 const SLOW: [&str; 3] = ["--json", "--max-bandwidth", "4M"];
 
 /// The only child of a process with this name.
-fn child(pid: u32, name: &str) -> Option<u32> {
+pub(crate) fn child(pid: u32, name: &str) -> Option<u32> {
     let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
     let is_it = |pid: &u32| {
         std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim() == name)
@@ -36,7 +36,7 @@ fn a_move_whose_session_or_user_ends_it_leaves_the_guest_where_it_is() {
             "ssh" => signal(child(moving.pid(), "ssh").unwrap(), Signal::KILL),
             "towline" => signal(moving.pid(), Signal::KILL),
             "user" => signal(moving.pid(), Signal::INT),
-            _ => signal(agent(), Signal::TERM),
+            _ => signal(hosts.there.agent().unwrap(), Signal::TERM),
         }
         let finished = moving.wait(WITHIN).unwrap();
         if kill != "towline" {
@@ -46,17 +46,4 @@ fn a_move_whose_session_or_user_ends_it_leaves_the_guest_where_it_is() {
         }
         hosts.assert_stays();
     }
-}
-
-/// The agent of these tests: only one runs.
-fn agent() -> u32 {
-    let is_agent = |pid: &u32| {
-        std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.ends_with(b"towline\0agent\0"))
-    };
-    let find = || {
-        let processes =
-            std::fs::read_dir("/proc")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
-        Ok(processes.into_iter().find(is_agent))
-    };
-    wait_until("an agent", WITHIN, find).unwrap()
 }

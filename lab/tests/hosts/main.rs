@@ -3,5 +3,6 @@
 
 mod all;
 mod faults;
+mod kills;
 mod moves;
 mod support;

@@ -77,6 +77,35 @@ impl Hosts {
         Towline::start(line[0].as_ref(), &line[1..]).unwrap()
     }
 
+    /// Starts towline with these words for guests that are told apart by their names. The sockets of their agents have this prefix.
+    pub(crate) fn start_with_guests(&self, prefix: &[String], words: &[&str], agents: &str) -> Towline {
+        let agent = self.place.path(&format!("{agents}{{name}}.agent"));
+        let agent = format!("chardev.agent.path={}", agent.display());
+        let options = self.anew();
+        let options = options.iter().take(3).map(String::as_str).chain(["--set", &agent]);
+        self.towline_after(prefix, &words.iter().copied().chain(options).collect::<Vec<_>>())
+    }
+
+    pub(crate) fn with_guests(&self, prefix: &[String], words: &[&str], agents: &str) -> Finished {
+        self.start_with_guests(prefix, words, agents).wait(WITHIN).unwrap()
+    }
+
+    /// Cuts the link: what is sent is lost, and neither end notices.
+    pub(crate) fn cut(&self) {
+        self.neighbours(&["lladdr", "02:00:00:00:00:01", "nud", "permanent"], "replace");
+    }
+
+    /// Connects the hosts again.
+    pub(crate) fn mend(&self) {
+        self.neighbours(&[], "delete");
+    }
+
+    fn neighbours(&self, options: &[&str], verb: &str) {
+        for (network, address) in [(&self.here, ADDRESSES[1]), (self.there.network(), ADDRESSES[0])] {
+            network.run(&[&["ip", "neighbor", verb, address, "dev", "link0"][..], options].concat()).unwrap();
+        }
+    }
+
     /// Starts a command on the guest, with this place on the other host.
     pub(crate) fn start(&self, command: &str, place: &str, options: &[&str]) -> Towline {
         let (source, place, client) = (qmp(&self.source), format!("ssh:other{place}"), self.there.client());
