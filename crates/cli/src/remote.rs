@@ -94,7 +94,7 @@ impl RemoteCopy {
         checked.map_err(|error| refused(error.into()))?;
         let arrival = host.receive(request, place.lanes);
         let arrival = arrival.map_err(|error| refused(Error::from(error).into()))?;
-        request.tls = Some(arrival.tls);
+        (request.tls, request.destination_name) = (Some(arrival.tls), Some(end.to_string()));
         Ok(Self { host, destination: Destination::Stream(arrival.address) })
     }
 

@@ -168,6 +168,7 @@ fn request(args: &TransferArgs, task: Task) -> CopyRequest {
         compression: args.compression,
         zero_copy_send: args.zero_copy_send.into(),
         tls: args.tls.tls(),
+        destination_name: None,
         downtime_limit: Duration::from_millis(args.downtime_limit),
         verify: false,
         return_path: args.return_path == OnOff::On,

@@ -52,7 +52,9 @@ pub(super) fn destination(
     Ok(match destination {
         Destination::Qmp(path) => Box::new(QemuDestination::new(path, &description, context)?),
         Destination::Stream(address) => {
-            Box::new(StreamDestination::new(address, description.guest.as_ref(), description.base))
+            let GuestDescription { guest, base, .. } = description;
+            let stream = StreamDestination::new(address, guest.as_ref(), base);
+            Box::new(stream.named(context.options.destination_name.as_deref()))
         }
         Destination::Image(path) => {
             Box::new(image::ImageDestination::new(path, description.origin, context)?)

@@ -22,6 +22,8 @@ pub struct CopyRequest {
     pub zero_copy_send: ZeroCopySend,
     /// TLS on streams; `None` for none.
     pub tls: Option<Tls>,
+    /// Name of the destination in records, if its address is not what its user has given.
+    pub destination_name: Option<String>,
     /// Maximum downtime.
     pub downtime_limit: Duration,
     /// Compare an image with its manifest while it is read.
@@ -244,6 +246,7 @@ impl CopyRequest {
             compression: Compression::None,
             zero_copy_send: ZeroCopySend::Auto,
             tls: None,
+            destination_name: None,
             downtime_limit: Duration::from_millis(300),
             verify: false,
             return_path: true,

@@ -136,6 +136,8 @@ impl SourceEndpoint for StreamSource {
 /// A QEMU that runs the guest by itself, or another towline, listening at an address.
 pub(in super::super) struct StreamDestination {
     address: Address,
+    /// Its name in records.
+    name: String,
     uuid: [u8; 16],
     /// The image that the source's guest maps, which a towline at the other end may have.
     base: Option<Arc<Image>>,
@@ -152,8 +154,14 @@ impl StreamDestination {
         guest: Option<&GuestFacts>,
         base: Option<Arc<Image>>,
     ) -> Self {
+        let name = address.to_string();
         let uuid = guest.and_then(|guest| guest.uuid.as_deref()).map_or([0; 16], uuid_bytes);
-        Self { address: address.clone(), uuid, base, relay: None, sent: None }
+        Self { address: address.clone(), name, uuid, base, relay: None, sent: None }
+    }
+
+    /// As this one, with another name in records.
+    pub(in super::super) fn named(self, name: Option<&str>) -> Self {
+        Self { name: name.map_or(self.name, str::to_owned), ..self }
     }
 }
 
@@ -163,7 +171,7 @@ impl DestinationEndpoint for StreamDestination {
     }
 
     fn move_end(&self) -> MoveEnd {
-        MoveEnd::Peer { address: self.address.to_string() }
+        MoveEnd::Peer { address: self.name.clone() }
     }
 
     fn connect(&mut self, session: &Arc<Session>, context: &Context<'_>) -> Result<(), Error> {
