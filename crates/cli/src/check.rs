@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use towline_channel::{Address, Cancel};
 use towline_compat::{ConfiguredBy, Finding, Report, Severity, Verdict};
-use towline_control::check::{self, CheckEnd, PlannedTransfer};
+use towline_control::check::{self, CheckEnd, LANES_DEFAULT, PlannedTransfer};
 use towline_control::plan;
 
 use crate::args::CheckArgs;
@@ -108,7 +108,12 @@ fn end(endpoint: &Endpoint) -> Result<CheckEnd, NoVerdict> {
 
 /// Checks a guest and its place on another host.
 fn on_host(reporter: &Reporter, args: &CheckArgs, end: &SshEndpoint, socket: &Path) -> Exit {
-    let options = PlaceOptions::of(&args.host, None);
+    let options = PlaceOptions {
+        ssh: &args.host.ssh,
+        host: Some(&args.host),
+        lanes: LANES_DEFAULT,
+        connect_timeout: SOCKET_TIMEOUT,
+    };
     let prepared = match remote::prepare(end, &options, socket, None) {
         Ok(prepared) => prepared,
         Err(error) => return NoVerdict::Unknown(errors::worded(&error)).report(reporter),

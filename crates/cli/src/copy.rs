@@ -126,7 +126,8 @@ fn open_elsewhere(
     };
     request::check_copy_to_host(args, end).map_err(UsageError)?;
     let lanes = args.transfer.multifd_channels.unwrap_or(LANES_DEFAULT);
-    let place = PlaceOptions { ssh: &args.ssh, host: None, lanes };
+    let place =
+        PlaceOptions { ssh: &args.ssh, host: None, lanes, connect_timeout: args.transfer.connect_timeout };
     Ok(RemoteCopy::open(end, &place, socket, options, (held.arrived(), reporter))?)
 }
 
@@ -232,7 +233,7 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
     let held = HeldSignals::hold()?;
     let (destination, remote) = match to {
         Endpoint::Ssh(end) => {
-            let place = PlaceOptions::of(&args.host, args.transfer.multifd_channels);
+            let place = PlaceOptions::of(args);
             match RemoteCopy::open(end, &place, socket, &mut options, (held.arrived(), &reporter)) {
                 Ok(remote) => (remote.destination.clone(), Some(remote)),
                 Err(failure) => return Ok(results.failed(to, &failure)),

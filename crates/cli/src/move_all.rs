@@ -149,7 +149,7 @@ fn move_one(
     }
     let results =
         Results { destinations: Destinations::Several, ..Results::of(Verb::Moved, reporter, source) };
-    let place = PlaceOptions::of(&args.host, args.transfer.multifd_channels);
+    let place = PlaceOptions::of(args);
     let opened = RemoteCopy::open(end, &place, &guest.qmp, &mut options, (cancel.descriptor(), reporter));
     let moved: CopyResult = match opened {
         Ok(remote) => {

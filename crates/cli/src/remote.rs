@@ -12,7 +12,7 @@ use towline_control::plan::{
 use towline_control::remote::{self, DepartingGuest, Fit, NewGuest, Place, RemoteHost};
 use towline_launch::Setting;
 
-use crate::args::{HostArgs, SshArgs};
+use crate::args::{HostArgs, MoveArgs, SshArgs, TransferArgs};
 use crate::endpoint::ssh::SshEndpoint;
 use crate::progress::Reporter;
 
@@ -32,11 +32,15 @@ pub(crate) struct PlaceOptions<'a> {
     /// `None` for an image.
     pub(crate) host: Option<&'a HostArgs>,
     pub(crate) lanes: usize,
+    pub(crate) connect_timeout: Duration,
 }
 
 impl<'a> PlaceOptions<'a> {
-    pub(crate) fn of(host: &'a HostArgs, lanes: Option<usize>) -> Self {
-        Self { ssh: &host.ssh, host: Some(host), lanes: lanes.unwrap_or(LANES_DEFAULT) }
+    /// Options of a move.
+    pub(crate) fn of(args: &'a MoveArgs) -> Self {
+        let TransferArgs { multifd_channels, connect_timeout, .. } = args.transfer;
+        let lanes = multifd_channels.unwrap_or(LANES_DEFAULT);
+        Self { ssh: &args.host.ssh, host: Some(&args.host), lanes, connect_timeout }
     }
 }
 
@@ -52,7 +56,8 @@ pub(crate) fn prepare(
         (place, _) => place.clone(),
     };
     let guest = DepartingGuest::of(socket, place, interrupt.clone())?;
-    let mut host = RemoteHost::connect(&end.target, &options.ssh.ssh, interrupt).map_err(Error::from)?;
+    let mut host = RemoteHost::connect(&end.target, &options.ssh.ssh, options.connect_timeout, interrupt)
+        .map_err(Error::from)?;
     let is_vouched_for = options.host.is_some_and(|args| args.shared_disks);
     let fit = host.prepare(&guest, options.lanes, is_vouched_for).map_err(Error::from)?;
     Ok(PreparedPlace { host, guest, fit })

@@ -20,7 +20,7 @@ use super::{
 };
 use crate::plan::{CopyRequest, Tls};
 
-/// Timeout for ssh to connect, with whatever it asks its user for.
+/// Timeout for ssh to log in once it is connected, with whatever it asks its user for.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(120);
 /// Timeout for a reply; a QEMU may have to be started for it.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
@@ -100,10 +100,12 @@ impl SshTarget {
     }
 
     /// The command that starts the agent there; `ssh` is OpenSSH's client with its options.
-    fn command(&self, ssh: &str) -> Command {
+    fn command(&self, ssh: &str, connect_timeout: Duration) -> Command {
         let mut words = ssh.split_whitespace();
         let mut command = Command::new(words.next().unwrap_or("ssh"));
         command.args(words).args(["-T"]).args(ALIVE);
+        // Seconds, with 0 for none.
+        command.arg("-o").arg(format!("ConnectTimeout={}", connect_timeout.as_secs().max(1)));
         command.args(self.port.into_iter().flat_map(|port| ["-p".to_owned(), port.to_string()]));
         command.args(["--", &self.destination, "towline", "agent"]);
         command
@@ -111,12 +113,17 @@ impl SshTarget {
 }
 
 impl RemoteHost {
-    /// Starts the agent of a host by this command of ssh. `interrupt` ends every wait.
+    /// Starts the agent of a host by this command of ssh, which has this time to connect. `interrupt` ends every wait.
     ///
     /// # Errors
     /// [`Error`]; ssh prints its own messages.
-    pub fn connect(target: &SshTarget, ssh: &str, interrupt: Option<Arc<OwnedFd>>) -> Result<Self, Error> {
-        let mut command = target.command(ssh);
+    pub fn connect(
+        target: &SshTarget,
+        ssh: &str,
+        connect_timeout: Duration,
+        interrupt: Option<Arc<OwnedFd>>,
+    ) -> Result<Self, Error> {
+        let mut command = target.command(ssh, connect_timeout);
         let program = command.get_program().to_string_lossy().into_owned();
         let mut start = || {
             let (here, there) = UnixStream::pair()?;
@@ -284,9 +291,9 @@ mod tests {
             assert!(text.parse::<SshTarget>().is_err(), "{text}");
         }
         let target: SshTarget = "root@b:2222".parse().unwrap();
-        let command = target.command("ssh -F config");
+        let command = target.command("ssh -F config", Duration::from_millis(10_500));
         let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy()).collect();
         assert_eq!(words[..3], ["-F", "config", "-T"]);
-        assert_eq!(words[7..], ["-p", "2222", "--", "root@b", "towline", "agent"]);
+        assert_eq!(words[7..], ["-o", "ConnectTimeout=10", "-p", "2222", "--", "root@b", "towline", "agent"]);
     }
 }
