@@ -7,10 +7,11 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
-use rustix::process::Signal;
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use towline_lab::expect::{assert_ended, completed, events, number, qmp};
-use towline_lab::{LinuxGuest, Qmp, Towline, signal, wait_until};
+use towline_lab::{LinuxGuest, Qmp, Towline, wait_until};
 
 use crate::faults::child;
 use crate::support::{Hosts, WITHIN, WRITTEN};
@@ -165,9 +166,9 @@ fn disturbed(hosts: &Hosts, here: &Side<'_>, (victim, moment): (Victim, Moment))
     }
     let pid = moving.pid();
     match victim {
-        Victim::Towline => signal(pid, Signal::KILL),
-        Victim::Ssh => child(pid, "ssh").into_iter().for_each(|ssh| signal(ssh, Signal::KILL)),
-        Victim::Agent => hosts.there.agent().into_iter().for_each(|agent| signal(agent, Signal::KILL)),
+        Victim::Towline => kill(pid),
+        Victim::Ssh => child(pid, "ssh").into_iter().for_each(kill),
+        Victim::Agent => hosts.there.agent().into_iter().for_each(kill),
         Victim::Link => hosts.cut(),
     }
     let finished = moving.wait(WITHIN).unwrap();
@@ -176,6 +177,13 @@ fn disturbed(hosts: &Hosts, here: &Side<'_>, (victim, moment): (Victim, Moment))
     }
     wait_until("the end of the agent", WITHIN, || Ok(hosts.there.agent().is_none().then_some(()))).unwrap();
     finished.status.code()
+}
+
+/// Kills a process, which may have ended already.
+fn kill(pid: u32) {
+    let pid = Pid::from_raw(pid.cast_signed()).unwrap();
+    let killed = kill_process(pid, Signal::KILL);
+    assert!(matches!(killed, Ok(()) | Err(Errno::SRCH)), "{killed:?}");
 }
 
 /// Where the guest is in the end.

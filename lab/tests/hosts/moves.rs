@@ -104,10 +104,15 @@ fn what_cannot_run_there_is_refused_before_anything_changes() {
     assert_ended(&hosts.towline(&unreachable).wait(WITHIN).unwrap(), 1, &["no connection to 127.0.0.1:9"]);
     fs::remove_file(hosts.there.programs().join("towline")).unwrap();
     assert_ended(&hosts.run("move", "/web", &anew), 1, &["other has no towline"]);
-    // An older one, which has no agent.
-    let older = hosts.there.programs().join("towline");
-    fs::write(&older, "#!/bin/sh\necho \"error: unrecognized subcommand 'agent'\" >&2; exit 2\n").unwrap();
-    fs::set_permissions(&older, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-    assert_ended(&hosts.run("move", "/web", &anew), 1, &["towline on other is older"]);
+    // An older one, which has no agent; a shell that greets its user.
+    let program = hosts.there.programs().join("towline");
+    for (script, text) in [
+        ("echo \"error: unrecognized subcommand 'agent'\" >&2; exit 2", "towline on other is older"),
+        ("echo Welcome; cat > /dev/null", "Welcome"),
+    ] {
+        fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
+        fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        assert_ended(&hosts.run("move", "/web", &anew), 1, &[text]);
+    }
     hosts.assert_stays();
 }

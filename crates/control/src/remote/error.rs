@@ -28,6 +28,10 @@ pub enum Error {
     Session { host: String, found: u64, expected: u64 },
     #[error("`towline agent` on {host} ended ({status}); its own message says why")]
     AgentEnded { host: String, status: ExitStatus },
+    #[error(
+        "a shell that ssh starts on {host} writes \"{found}\" before the agent's greeting: it must write nothing there (.bashrc)"
+    )]
+    Chatty { host: String, found: String },
     #[error("{host}: {text}")]
     Refused { host: String, text: String },
     #[error("{host} sent {found}, expected {expected}: install the same version on both hosts")]

@@ -87,7 +87,10 @@ impl FromStr for SshTarget {
 impl fmt::Display for SshTarget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.port {
-            Some(port) if self.host().contains(':') => write!(f, "[{}]:{port}", self.destination),
+            Some(port) if self.host().contains(':') => {
+                let user = self.destination.strip_suffix(self.host()).unwrap_or_default();
+                write!(f, "{user}[{}]:{port}", self.host())
+            }
             Some(port) => write!(f, "{}:{port}", self.destination),
             None => f.write_str(&self.destination),
         }
@@ -262,6 +265,11 @@ fn ended(target: &SshTarget, ssh: &mut Child, error: qmp::Error) -> Error {
     // It has closed its output, so it is about to end; where the output was not QMP, it waits for input that does not come.
     let status = if is_over { ssh.wait().ok() } else { None };
     let host = target.to_string();
+    if let qmp::Error::NotQmp { found, .. } = &error
+        && status.is_some_and(|status| status.success())
+    {
+        return Error::Chatty { host, found: found.clone() };
+    }
     match status.map(|status| (status.code(), status)) {
         Some((Some(SSH_FAILED), _)) => Error::Unreachable { host },
         Some((Some(NOT_FOUND), _)) => Error::NoTowline { host },
@@ -281,11 +289,13 @@ mod tests {
             ("b", "b", None),
             ("root@b:2222", "root@b", Some(2222)),
             ("[::1]:22", "::1", Some(22)),
+            ("u@[::1]:22", "u@::1", Some(22)),
             ("u@[fe80::1]", "u@fe80::1", None),
             ("::1", "::1", None),
         ] {
             let target: SshTarget = text.parse().unwrap();
             assert_eq!((target.destination.as_str(), target.port), (destination, port), "{text}");
+            assert_eq!(target.to_string().parse(), Ok(target), "{text}");
         }
         for text in ["", "u@", "-oProxyCommand=x", "u@-x", "a b", "b:x"] {
             assert!(text.parse::<SshTarget>().is_err(), "{text}");
