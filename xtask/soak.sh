@@ -42,6 +42,8 @@ kills) lab live kills::no_guest_is_lost_or_runs_twice TOWLINE_SOAK_KILLS=200 ;;
 #: host-kills: 150 moves to another host in which a process of theirs is killed, or the link between the hosts is cut
 #:   (TOWLINE_SOAK_HOST_KILLS, TOWLINE_SOAK_SEED)
 host-kills) lab hosts kills::a_kill_at_any_moment_leaves_one_guest TOWLINE_SOAK_HOST_KILLS=150 ;;
+#: host-emptied: twelve guests that share a link of 1 Gbit/s (TOWLINE_SOAK_HOST_GUESTS): time and bytes, one by one and several at a time
+host-emptied) lab hosts all::guests_of_a_host_share_its_link TOWLINE_SOAK_HOST_GUESTS=12 ;;
 #: moves: 50 moves in a row of one Linux guest that writes its memory (TOWLINE_SOAK_MOVES)
 moves) lab live moves::a_busy_linux_continues_at_its_destination TOWLINE_SOAK_MOVES=50 ;;
 #: qmp-latency: how long query-migrate takes while 4 GiB move at full rate (TOWLINE_SOAK_LATENCY_MIB)

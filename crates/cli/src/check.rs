@@ -113,8 +113,9 @@ fn on_host(reporter: &Reporter, args: &CheckArgs, end: &SshEndpoint, socket: &Pa
         host: Some(&args.host),
         lanes: LANES_DEFAULT,
         connect_timeout: SOCKET_TIMEOUT,
+        interrupt: None,
     };
-    let prepared = match remote::prepare(end, &options, socket, None) {
+    let prepared = match remote::prepare(end, &options, socket) {
         Ok(prepared) => prepared,
         Err(error) => return NoVerdict::Unknown(errors::worded(&error)).report(reporter),
     };

@@ -55,15 +55,15 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
             Err(failure) => return Ok(results.failed(&args.destinations[0], &failure)),
         }
     }
-    let remote =
-        match elsewhere.map(|end| open_elsewhere(args, end, &source, &mut options, (&held, &reporter))) {
-            None => None,
-            Some(Ok(remote)) => Some(remote),
-            Some(Err(error)) => {
-                let failure = error.downcast()?;
-                return Ok(results.failed(&args.destinations[0], &failure));
-            }
-        };
+    let remote = match elsewhere.map(|end| open_elsewhere(args, end, &source, &mut options, &held, &reporter))
+    {
+        None => None,
+        Some(Ok(remote)) => Some(remote),
+        Some(Err(error)) => {
+            let failure = error.downcast()?;
+            return Ok(results.failed(&args.destinations[0], &failure));
+        }
+    };
     destinations.extend(remote.iter().map(|remote| remote.destination.clone()));
     confine(&args.transfer, &source, &destinations, &options, &held);
     let cancel = cancel_on_signals(SignalEffects::of_copy(&args.transfer, &ends))?;
@@ -116,7 +116,8 @@ fn open_elsewhere(
     end: &SshEndpoint,
     source: &Source,
     options: &mut CopyRequest,
-    (held, reporter): (&HeldSignals, &Reporter),
+    held: &HeldSignals,
+    reporter: &Reporter,
 ) -> Result<RemoteCopy> {
     let Source::Qmp(socket) = source else {
         return Err(UsageError(format!(
@@ -126,9 +127,14 @@ fn open_elsewhere(
     };
     request::check_copy_to_host(args, end).map_err(UsageError)?;
     let lanes = args.transfer.multifd_channels.unwrap_or(LANES_DEFAULT);
-    let place =
-        PlaceOptions { ssh: &args.ssh, host: None, lanes, connect_timeout: args.transfer.connect_timeout };
-    Ok(RemoteCopy::open(end, &place, socket, options, (held.arrived(), reporter))?)
+    let place = PlaceOptions {
+        ssh: &args.ssh,
+        host: None,
+        lanes,
+        connect_timeout: args.transfer.connect_timeout,
+        interrupt: Some(held.arrived()),
+    };
+    Ok(RemoteCopy::open(end, &place, socket, options, reporter)?)
 }
 
 /// Reports the result of a copy to one destination.
@@ -233,8 +239,8 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
     let held = HeldSignals::hold()?;
     let (destination, remote) = match to {
         Endpoint::Ssh(end) => {
-            let place = PlaceOptions::of(args);
-            match RemoteCopy::open(end, &place, socket, &mut options, (held.arrived(), &reporter)) {
+            let place = PlaceOptions::of(args, held.arrived());
+            match RemoteCopy::open(end, &place, socket, &mut options, &reporter) {
                 Ok(remote) => (remote.destination.clone(), Some(remote)),
                 Err(failure) => return Ok(results.failed(to, &failure)),
             }

@@ -149,8 +149,8 @@ fn move_one(
     }
     let results =
         Results { destinations: Destinations::Several, ..Results::of(Verb::Moved, reporter, source) };
-    let place = PlaceOptions::of(args);
-    let opened = RemoteCopy::open(end, &place, &guest.qmp, &mut options, (cancel.descriptor(), reporter));
+    let place = PlaceOptions::of(args, cancel.descriptor());
+    let opened = RemoteCopy::open(end, &place, &guest.qmp, &mut options, reporter);
     let moved: CopyResult = match opened {
         Ok(remote) => {
             let from = source.source().map_err(UsageError)?;

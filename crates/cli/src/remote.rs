@@ -33,14 +33,22 @@ pub(crate) struct PlaceOptions<'a> {
     pub(crate) host: Option<&'a HostArgs>,
     pub(crate) lanes: usize,
     pub(crate) connect_timeout: Duration,
+    /// Ends every wait.
+    pub(crate) interrupt: Option<Arc<OwnedFd>>,
 }
 
 impl<'a> PlaceOptions<'a> {
     /// Options of a move.
-    pub(crate) fn of(args: &'a MoveArgs) -> Self {
+    pub(crate) fn of(args: &'a MoveArgs, interrupt: Arc<OwnedFd>) -> Self {
         let TransferArgs { multifd_channels, connect_timeout, .. } = args.transfer;
         let lanes = multifd_channels.unwrap_or(LANES_DEFAULT);
-        Self { ssh: &args.host.ssh, host: Some(&args.host), lanes, connect_timeout }
+        Self {
+            ssh: &args.host.ssh,
+            host: Some(&args.host),
+            lanes,
+            connect_timeout,
+            interrupt: Some(interrupt),
+        }
     }
 }
 
@@ -49,15 +57,19 @@ pub(crate) fn prepare(
     end: &SshEndpoint,
     options: &PlaceOptions<'_>,
     socket: &Path,
-    interrupt: Option<Arc<OwnedFd>>,
 ) -> Result<PreparedPlace, Box<Error>> {
     let place = match (&end.place, options.host) {
         (Place::Guest(given), Some(args)) => Place::Guest(started(given, args)),
         (place, _) => place.clone(),
     };
-    let guest = DepartingGuest::of(socket, place, interrupt.clone())?;
-    let mut host = RemoteHost::connect(&end.target, &options.ssh.ssh, options.connect_timeout, interrupt)
-        .map_err(Error::from)?;
+    let guest = DepartingGuest::of(socket, place, options.interrupt.clone())?;
+    let mut host = RemoteHost::connect(
+        &end.target,
+        &options.ssh.ssh,
+        options.connect_timeout,
+        options.interrupt.clone(),
+    )
+    .map_err(Error::from)?;
     let is_vouched_for = options.host.is_some_and(|args| args.shared_disks);
     let fit = host.prepare(&guest, options.lanes, is_vouched_for).map_err(Error::from)?;
     Ok(PreparedPlace { host, guest, fit })
@@ -86,15 +98,14 @@ impl RemoteCopy {
         place: &PlaceOptions<'_>,
         socket: &Path,
         request: &mut CopyRequest,
-        (interrupt, reporter): (Arc<OwnedFd>, &Reporter),
+        reporter: &Reporter,
     ) -> Result<Self, Failure> {
         let refused = |error: Box<Error>| {
             let is_unknown = matches!(*error, Error::Qemu(_));
             let guest = if is_unknown { GuestAfterFailure::NOT_REACHED } else { GuestAfterFailure::SAFE };
             Failure { error, guest, notes: Vec::new() }
         };
-        let PreparedPlace { mut host, guest, fit } =
-            prepare(end, place, socket, Some(interrupt)).map_err(refused)?;
+        let PreparedPlace { mut host, guest, fit } = prepare(end, place, socket).map_err(refused)?;
         let checked = guest.check(&fit, place.lanes, &end.to_string(), reporter);
         checked.map_err(|error| refused(error.into()))?;
         let arrival = host.receive(request, place.lanes);

@@ -105,8 +105,9 @@ struct Receive {
     /// Certificate of this end, in hexadecimal digits of DER.
     certificate: String,
     lanes: usize,
-    /// Method and level.
-    compression: (String, u8),
+    /// Name of the method in QEMU's `multifd-compression`.
+    compression: String,
+    compression_level: u8,
     run: Option<bool>,
     overwrite: bool,
     peer_timeout_ms: u64,
@@ -138,17 +139,16 @@ impl Command for Receive {
     type Return = Receiving;
 }
 
-/// Text of a compression for the other end.
-fn compression_text(compression: Compression) -> (String, u8) {
-    let level = match compression {
+/// Level of a compression for the other end.
+fn level(compression: Compression) -> u8 {
+    match compression {
         Compression::None => 0,
         Compression::Zlib { level } | Compression::Zstd { level } => level,
-    };
-    (compression.method().name().to_owned(), level)
+    }
 }
 
-fn compression_of((method, level): &(String, u8)) -> Option<Compression> {
-    match (method.as_str(), *level) {
+fn compression_of(method: &str, level: u8) -> Option<Compression> {
+    match (method, level) {
         ("none", _) => Some(Compression::None),
         ("zlib", level @ 0..=Compression::ZLIB_LEVEL_MAX) => Some(Compression::Zlib { level }),
         ("zstd", level @ 0..=Compression::ZSTD_LEVEL_MAX) => Some(Compression::Zstd { level }),
@@ -174,10 +174,10 @@ mod tests {
     fn values_of_the_session_come_back_as_they_were() {
         for compression in [Compression::None, Compression::Zlib { level: 9 }, Compression::Zstd { level: 0 }]
         {
-            assert_eq!(compression_of(&compression_text(compression)), Some(compression));
+            let method = compression.method().name();
+            assert_eq!(compression_of(method, level(compression)), Some(compression));
         }
-        assert_eq!(compression_of(&("zstd".into(), 99)), None);
-        assert_eq!(compression_of(&("qpl".into(), 1)), None);
+        assert_eq!((compression_of("zstd", 99), compression_of("qpl", 1)), (None, None));
         assert_eq!(from_hex(&to_hex(&[0, 15, 255])), Some(vec![0, 15, 255]));
         assert_eq!((from_hex("0"), from_hex("0g")), (None, None));
     }

@@ -1,10 +1,17 @@
 //! A host that is emptied.
 
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
 use towline_lab::LinuxGuest;
-use towline_lab::expect::{assert_ended, completed, events, qmp};
+use towline_lab::expect::{assert_ended, completed, events, number, qmp};
 
-use crate::support::{Hosts, WITHIN, WRITTEN, last};
+use crate::support::{Hosts, MIB, WITHIN, WRITTEN, last};
 
+/// Rate of the link that guests share, for `tc` and in bytes per second.
+const LINK: (&str, u64) = ("1gbit", 125_000_000);
+/// Rate at which the busiest guest writes.
+const RATE_MAX: u64 = 20_000_000;
 const NAMES: [&str; 3] = ["web-0", "web-1", "web-2"];
 
 #[test]
@@ -48,4 +55,70 @@ fn every_guest_of_a_host_goes_to_another_one() {
     assert!(lines.iter().any(|line| line.starts_with("web-1") && line.contains(" moved ")), "{lines:?}");
     assert_eq!(lines.last(), Some(&"1 of 1 guests moved to ssh:other"), "{lines:?}");
     assert_eq!(hosts.there.guests().unwrap(), NAMES);
+}
+
+/// Moves this number of guests, and prints how long that took. Without `parallel`, each is moved by its own command.
+fn emptied(hosts: &Hosts, image: &str, count: u64, parallel: Option<&str>) {
+    let here = hosts.with_own_guests();
+    let client = hosts.there.client();
+    let number = count.to_string();
+    let start = ["run", image, "--name", "many", "--count", &number, "--detach", "--overlay"];
+    assert_ended(&hosts.with_guests(&here, &start, "here."), 0, &[]);
+    let names: Vec<String> = (0..count).map(|n| format!("many-{n}")).collect();
+    for (n, name) in (0_u64..).zip(&names) {
+        let mut guest = LinuxGuest::connect_at(&hosts.place.path(&format!("here.{name}.agent"))).unwrap();
+        guest.wait_ready(WITHIN).unwrap();
+        guest.stop_dirtying().unwrap();
+        if n > 0 {
+            guest.dirty(RATE_MAX * n / count, WRITTEN).unwrap();
+        }
+    }
+    let (begun, before) = (Instant::now(), hosts.sent());
+    match parallel {
+        Some(parallel) => {
+            let all = ["move", "--all", "ssh:other", "--ssh", &client, "--parallel", parallel];
+            assert_ended(&hosts.with_guests(&here, &all, "there."), 0, &[]);
+        }
+        None => {
+            for name in &names {
+                let monitor = hosts.place.path(&format!("towline/guests/{name}/qmp.sock"));
+                let (source, place) = (format!("qmp:{}", monitor.display()), format!("ssh:other/{name}"));
+                let one = ["move", &source, &place, "--ssh", &client];
+                assert_ended(&hosts.with_guests(&here, &one, "there."), 0, &[]);
+            }
+        }
+    }
+    let (took, sent) = (begun.elapsed(), hosts.sent() - before);
+    let least = Duration::from_secs_f64(sent as f64 / LINK.1 as f64);
+    println!(
+        "{count} guests, {}: {:.1} s, {} MiB, {:.2} times bytes by bandwidth",
+        parallel.map_or("one by one".to_owned(), |parallel| format!("{parallel} at a time")),
+        took.as_secs_f64(),
+        sent / MIB,
+        took.as_secs_f64() / least.as_secs_f64()
+    );
+    for name in &names {
+        let mut guest = LinuxGuest::connect_at(&hosts.place.path(&format!("there.{name}.agent"))).unwrap();
+        guest.wait_ready(WITHIN).unwrap();
+        guest.wait_ticking(WITHIN).unwrap();
+        hosts.there.monitor(name, WITHIN).unwrap().execute("quit", Value::Null).unwrap();
+    }
+    hosts.wait_for_guests_there(&[]);
+    for name in &names {
+        std::fs::remove_file(hosts.place.path(&format!("{name}.disk0.qcow2"))).unwrap();
+    }
+}
+
+/// `cargo xtask soak host-emptied` has twelve of them.
+#[test]
+fn guests_of_a_host_share_its_link() {
+    let Some(hosts) = Hosts::new("guests_of_a_host_share_its_link") else { return };
+    let image = hosts.place.path("many.img").display().to_string();
+    completed(&hosts.towline(&["copy", "--json", &qmp(&hosts.source), &image]).wait(WITHIN).unwrap());
+    hosts.source.kill().unwrap();
+    hosts.limit(LINK.0);
+    let count = number("TOWLINE_SOAK_HOST_GUESTS", 2);
+    for parallel in [None, Some("2"), Some("4")].into_iter().take(if count > 2 { 3 } else { 2 }) {
+        emptied(&hosts, &image, count, parallel);
+    }
 }

@@ -135,7 +135,7 @@ fn a_kill_at_any_moment_leaves_one_guest() {
         let begun = Instant::now();
         let start = ["run", &image, "--name", "web", "--detach"];
         assert_ended(&hosts.with_guests(&here.prefix, &start, "here."), 0, &[]);
-        let exit = disturbed(&hosts, &here, (victim, moment));
+        let exit = disturbed(&hosts, &here, victim, moment);
         let end = judged(&here, &there);
         println!(
             "{seed} {victim:?} {moment:?}: exit {exit:?}, {end:?} in {:.1} s",
@@ -147,7 +147,7 @@ fn a_kill_at_any_moment_leaves_one_guest() {
 }
 
 /// Moves the guest, and kills the victim at this moment. Returns the exit status.
-fn disturbed(hosts: &Hosts, here: &Side<'_>, (victim, moment): (Victim, Moment)) -> Option<i32> {
+fn disturbed(hosts: &Hosts, here: &Side<'_>, victim: Victim, moment: Moment) -> Option<i32> {
     let (source, client) = (format!("qmp:{}", here.monitor.display()), hosts.there.client());
     let words =
         ["move", &source, "ssh:other/web", "--ssh", &client, "--peer-timeout", PEER_TIMEOUT, "--json"];

@@ -77,7 +77,7 @@ impl Hosts {
         Towline::start(line[0].as_ref(), &line[1..]).unwrap()
     }
 
-    /// Starts towline with these words for guests that are told apart by their names. The sockets of their agents have this prefix.
+    /// Starts towline with these words for guests with different names. The sockets of their agents have this prefix.
     pub(crate) fn start_with_guests(&self, prefix: &[String], words: &[&str], agents: &str) -> Towline {
         let agent = self.place.path(&format!("{agents}{{name}}.agent"));
         let agent = format!("chardev.agent.path={}", agent.display());
@@ -88,6 +88,22 @@ impl Hosts {
 
     pub(crate) fn with_guests(&self, prefix: &[String], words: &[&str], agents: &str) -> Finished {
         self.start_with_guests(prefix, words, agents).wait(WITHIN).unwrap()
+    }
+
+    /// Limits the link to this rate, as `tc` has it.
+    pub(crate) fn limit(&self, rate: &str) {
+        let shaped = [
+            "tc", "qdisc", "add", "dev", "link0", "root", "tbf", "rate", rate, "burst", "512k", "latency",
+            "50ms",
+        ];
+        self.here.run(&shaped).unwrap();
+    }
+
+    /// Bytes that the guest's host has sent over the link, with all headers.
+    pub(crate) fn sent(&self) -> u64 {
+        let table = self.here.enter(|| fs::read_to_string("/proc/thread-self/net/dev").unwrap()).unwrap();
+        let (_, columns) = table.split_once("link0:").unwrap();
+        columns.split_whitespace().nth(8).unwrap().parse().unwrap()
     }
 
     /// Cuts the link: what is sent is lost, and neither end notices.

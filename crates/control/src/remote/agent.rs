@@ -195,9 +195,9 @@ impl Agent {
         let certificate = to_hex(key.certificate());
         let peer = from_hex(&request.certificate)
             .ok_or_else(|| CommandError::generic("the certificate is not one"))?;
-        let compression = compression_of(&request.compression).ok_or_else(|| {
-            CommandError::generic(format!("compression {:?} is not known", request.compression))
-        })?;
+        let Receive { compression: method, compression_level: level, .. } = request;
+        let compression = compression_of(method, *level)
+            .ok_or_else(|| CommandError::generic(format!("compression {method}:{level} is not known")))?;
         let reception = Reception {
             source: Source::Stream(Address::Tcp {
                 host: own_address().map_or_else(String::new, |ip| ip.to_string()),

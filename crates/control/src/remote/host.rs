@@ -15,8 +15,8 @@ use towline_qmp::{self as qmp, Client};
 
 use super::error::{Error, SSH_FAILED};
 use super::{
-    DepartingGuest, ENDED, Ended, Fit, LISTENING, NOTICE, Prepare, Receive, SESSION, SESSION_KEY,
-    compression_text, from_hex, to_hex,
+    DepartingGuest, ENDED, Ended, Fit, LISTENING, NOTICE, Prepare, Receive, SESSION, SESSION_KEY, from_hex,
+    level, to_hex,
 };
 use crate::plan::{CopyRequest, Tls};
 
@@ -192,7 +192,8 @@ impl RemoteHost {
         let receiving = self.execute(&Receive {
             certificate: to_hex(key.certificate()),
             lanes,
-            compression: compression_text(request.compression),
+            compression: request.compression.method().name().to_owned(),
+            compression_level: level(request.compression),
             run: request.run(),
             overwrite: request.overwrite,
             peer_timeout_ms: u64::try_from(request.peer_timeout.as_millis()).unwrap_or(u64::MAX),
