@@ -7,7 +7,7 @@ use towline_lab::signal;
 use crate::support::{Hosts, WITHIN, last};
 
 /// Slow enough for a signal in the transfer.
-const SLOW: [&str; 3] = ["--json", "--max-bandwidth", "4M"];
+const SLOW: [&str; 5] = ["--json", "--max-bandwidth", "4M", "--peer-timeout", "3"];
 
 /// The only child of a process with this name.
 pub(crate) fn child(pid: u32, name: &str) -> Option<u32> {
@@ -26,7 +26,7 @@ fn a_move_whose_session_or_user_ends_it_leaves_the_guest_where_it_is() {
     };
     let anew = hosts.anew();
     let options: Vec<&str> = anew.iter().map(String::as_str).chain(SLOW).collect();
-    for kill in ["ssh", "towline", "agent", "user"] {
+    for kill in ["agent, at once", "ssh", "towline", "agent", "user"] {
         let mut moving = hosts.start("move", "/web", &options);
         let is_transfer =
             |event: &serde_json::Value| event["event"] == "phase" && event["phase"] == "transfer";
@@ -36,6 +36,7 @@ fn a_move_whose_session_or_user_ends_it_leaves_the_guest_where_it_is() {
             "ssh" => signal(child(moving.pid(), "ssh").unwrap(), Signal::KILL),
             "towline" => signal(moving.pid(), Signal::KILL),
             "user" => signal(moving.pid(), Signal::INT),
+            "agent, at once" => signal(hosts.there.agent().unwrap(), Signal::KILL),
             _ => signal(hosts.there.agent().unwrap(), Signal::TERM),
         }
         let finished = moving.wait(WITHIN).unwrap();
@@ -44,6 +45,11 @@ fn a_move_whose_session_or_user_ends_it_leaves_the_guest_where_it_is() {
             assert!(finished.stderr.contains("safe at its source"), "{kill}: {}", finished.stderr);
             assert_eq!(last(&finished)["event"], "failed", "{kill}");
         }
-        hosts.assert_stays();
+        if kill == "agent, at once" {
+            // The next agent ends the QEMU that this one has left.
+            assert_eq!(hosts.there.guests().unwrap(), ["web"]);
+        } else {
+            hosts.assert_stays();
+        }
     }
 }

@@ -3,7 +3,8 @@
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -11,10 +12,11 @@ use serde_json::{Map, Value, json};
 use towline_channel::{Address, OneTimeCredentials, OneTimeKey};
 use towline_compat::{ConfiguredBy, Facts, facts::Subject};
 use towline_launch::{
-    GuestIdentity, GuestName, HostArguments, IncomingOption, Launcher, Lifetime, Recorded, RunningQemu,
-    RuntimeRoot,
+    GuestDirectory, GuestIdentity, GuestName, HostArguments, IncomingOption, Launcher, Lifetime, Recorded,
+    RunningGuest, RunningQemu, RuntimeError, RuntimeRoot,
 };
-use towline_qmp::{self as qmp, Command, CommandError, Commands, Dialogue};
+use towline_qmp::commands::{QueryStatus, Quit, RunState};
+use towline_qmp::{self as qmp, Client, Command, CommandError, Commands, Dialogue};
 
 use super::guest::compare;
 use super::{
@@ -35,6 +37,8 @@ const SOCKET_TIMEOUT: Duration = Duration::from_secs(10);
 const ACCEPT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time in which a QEMU that is not needed ends; it is killed then.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
+/// Interval of checks for that.
+const END_INTERVAL: Duration = Duration::from_millis(10);
 
 /// An agent, which prepares one guest for its host. A QEMU that it has started is ended with it.
 #[derive(Debug)]
@@ -177,10 +181,32 @@ impl Agent {
         let host = host.for_guest(GuestIdentity { n: 0, name: name.as_str() }).map_err(failed)?;
         let allowed = if guest.is_trusted { recorded.trust(&host) } else { recorded.allow(&host) };
         let allowed = allowed.map_err(failed)?;
-        let mut launcher = Launcher::new(self.root.claim(&name).map_err(failed)?);
+        let mut launcher = Launcher::new(self.claim(&name).map_err(failed)?);
         launcher.incoming = IncomingOption::Defer;
         launcher.lifetime = Lifetime::Detached;
         launcher.start(&allowed, &host).map_err(failed)
+    }
+
+    /// Takes the name, also from a QEMU that an agent which was killed has left without a guest.
+    fn claim(&self, name: &GuestName) -> Result<GuestDirectory, RuntimeError> {
+        let taken = match self.root.claim(name) {
+            Err(taken @ RuntimeError::Taken { .. }) => taken,
+            claimed => return claimed,
+        };
+        let left =
+            self.root.list()?.into_iter().find(|guest| guest.name == name.as_str() && is_abandoned(guest));
+        let Some(left) = left else { return Err(taken) };
+        tracing::info!(%name, pid = left.pid, "ending a QEMU that waits for a guest of an agent that has ended");
+        let quit =
+            Client::connect(&left.qmp, &qmp::Options::default()).and_then(|mut client| client.execute(&Quit));
+        quit.map_err(|_| taken)?;
+        let deadline = Instant::now() + END_TIMEOUT;
+        loop {
+            match self.root.claim(name) {
+                Err(RuntimeError::Taken { .. }) if Instant::now() < deadline => thread::sleep(END_INTERVAL),
+                claimed => return claimed,
+            }
+        }
     }
 
     fn receive(&self, request: &Receive) -> Result<Receiving, CommandError> {
@@ -210,6 +236,14 @@ impl Agent {
         *state = State::Receives(Box::new(reception));
         Ok(Receiving { certificate })
     }
+}
+
+/// Returns true for a QEMU that still waits for its guest, while the towline that has started it has ended: its source was not
+/// acknowledged.
+fn is_abandoned(guest: &RunningGuest) -> bool {
+    let status = || Client::connect(&guest.qmp, &qmp::Options::default())?.execute(&QueryStatus);
+    let has_owner = Path::new("/proc").join(guest.owner_pid.to_string()).exists();
+    !has_owner && status().is_ok_and(|status| status.status == RunState::INMIGRATE)
 }
 
 /// The copy that brings the guest here.
