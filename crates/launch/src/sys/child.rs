@@ -34,6 +34,7 @@ pub(crate) fn isolate(command: &mut Command, child: Child<'_>) {
     let (lifetime, confinement, gate) = (child.lifetime, child.confinement, child.gate.as_raw_fd());
     let parent = std::process::id();
     let prepare = move || {
+        unblock_signals()?;
         // SAFETY: setsid is async-signal-safe and touches no memory.
         check(unsafe { libc::setsid() })?;
         // SAFETY: prctl with this argument is a system call that touches no memory.
@@ -64,6 +65,17 @@ pub(crate) fn isolate(command: &mut Command, child: Child<'_>) {
     };
     // SAFETY: the closure makes system calls and allocates nothing, as a child of a threaded process must.
     unsafe { command.pre_exec(prepare) };
+}
+
+/// Unblocks all signals: a parent may hold them back, and what it starts would inherit that.
+fn unblock_signals() -> io::Result<()> {
+    // SAFETY: all zero is a valid `sigset_t`, and an empty one.
+    let none: libc::sigset_t = unsafe { std::mem::zeroed() };
+    // SAFETY: it is async-signal-safe, and reads the set.
+    match unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut()) } {
+        0 => Ok(()),
+        number => Err(io::Error::from_raw_os_error(number)),
+    }
 }
 
 /// Reports this process, and waits until its parent has recorded it.
