@@ -46,10 +46,11 @@ pub(crate) fn run() -> Result<Exit> {
     })?;
     drop(held);
     cancel_at_end_of_input(cancel.clone())?;
+    let has_started = reception.has_started();
     let Reception { source, destination, request, .. } = &reception;
     let copied = plan::copy(source, destination, request, &cancel, &Events);
     reception.settle(&copied);
-    emit(&remote::ended(&result(&copied)));
+    emit(&remote::ended(&result(&copied, has_started)));
     Ok(match &copied {
         Ok(_) => Exit::Done,
         Err(failure) if failure.guest.needs_attention() => Exit::NeedsAttention,
@@ -71,7 +72,8 @@ fn prepare(interrupt: &OwnedFd) -> Result<Option<Reception>> {
         match poll(&mut fds, Some(&IDLE)) {
             Ok(0) => bail!("no request for {} s: the session is lost", IDLE.tv_sec),
             Ok(_) if !fds[1].revents().is_empty() => return Ok(None),
-            Ok(_) | Err(Errno::INTR) => {}
+            Ok(_) => {}
+            Err(Errno::INTR) => continue,
             Err(errno) => return Err(errno).context("standard input"),
         }
         let count = rustix::io::read(&input, &mut bytes).context("standard input")?;
@@ -95,7 +97,7 @@ fn prepare(interrupt: &OwnedFd) -> Result<Option<Reception>> {
     }
 }
 
-/// The session has ended if there is nothing more to read.
+/// Cancels when the session has ended.
 fn cancel_at_end_of_input(cancel: Cancel) -> Result<()> {
     let wait = move || {
         let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
@@ -105,10 +107,11 @@ fn cancel_at_end_of_input(cancel: Cancel) -> Result<()> {
     Ok(())
 }
 
-fn result(copied: &CopyResult) -> Ended {
+/// Notes on a QEMU that was started for the guest are left out: it is ended, or has the guest.
+fn result(copied: &CopyResult, has_started: bool) -> Ended {
     let Err(failure) = copied else { return Ended { error: None, notes: Vec::new() } };
     let guest = failure.guest.sentence(SourceCategory::Qemu);
-    let notes = failure.notes.iter().cloned().chain(errors::notes(failure, None));
+    let notes = failure.notes.iter().filter(|_| !has_started).cloned().chain(errors::notes(failure, None));
     let guest = failure.guest.needs_attention().then(|| format!("the guest: {guest}"));
     Ended { error: Some(errors::failure_text(failure)), notes: guest.into_iter().chain(notes).collect() }
 }

@@ -4,10 +4,11 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use towline_channel::{Address, Cancel};
+use towline_channel::{Address, Cancel, PEER_TIMEOUT};
 use towline_compat::{ConfiguredBy, Finding, Report, Severity, Verdict};
 use towline_control::check::{self, CheckEnd, LANES_DEFAULT, PlannedTransfer};
 use towline_control::plan;
+use towline_control::remote::{Place, SessionTimeouts};
 
 use crate::args::CheckArgs;
 use crate::endpoint::Endpoint;
@@ -16,6 +17,7 @@ use crate::events::{Checked, Compared, FinalEvent};
 use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::remote::{self, PlaceOptions};
+use crate::signals::HeldSignals;
 use crate::{console, errors};
 
 /// Time limit of a QEMU that is being started, as `copy` has it.
@@ -46,7 +48,7 @@ pub(crate) fn run(args: &CheckArgs) -> Result<Exit> {
     }
     let Some(to) = &args.destination else { return Ok(Exit::Usage) };
     if let (Endpoint::Qmp(socket), Endpoint::Ssh(end)) = (&args.source, to) {
-        return Ok(on_host(&reporter, args, end, socket));
+        return on_host(&reporter, args, end, socket);
     }
     let destination = match end(to) {
         Ok(destination) => destination,
@@ -107,20 +109,32 @@ fn end(endpoint: &Endpoint) -> Result<CheckEnd, NoVerdict> {
 }
 
 /// Checks a guest and its place on another host.
-fn on_host(reporter: &Reporter, args: &CheckArgs, end: &SshEndpoint, socket: &Path) -> Exit {
+fn on_host(reporter: &Reporter, args: &CheckArgs, end: &SshEndpoint, socket: &Path) -> Result<Exit> {
+    let refused = match end.place {
+        Place::File(_) | Place::Store(_) => "an image takes any guest: there is nothing to check",
+        _ if args.postcopy => "--postcopy needs two QEMUs of one host; leave it out",
+        Place::Qmp(_) | Place::Guest(_) => "",
+    };
+    if !refused.is_empty() {
+        return Ok(NoVerdict::Usage(format!("{end}: {refused}")).report(reporter));
+    }
+    // Files beside the disks, and the QEMU there, are removed.
+    let held = HeldSignals::hold()?;
     let options = PlaceOptions {
         ssh: &args.host.ssh,
         host: Some(&args.host),
         lanes: LANES_DEFAULT,
-        connect_timeout: SOCKET_TIMEOUT,
-        interrupt: None,
+        timeouts: SessionTimeouts { connect: SOCKET_TIMEOUT, peer: PEER_TIMEOUT },
+        interrupt: Some(held.arrived()),
     };
     let prepared = match remote::prepare(end, &options, socket) {
         Ok(prepared) => prepared,
-        Err(error) => return NoVerdict::Unknown(errors::worded(&error)).report(reporter),
+        Err(error) => return Ok(NoVerdict::Unknown(errors::worded(&error)).report(reporter)),
     };
     let report = prepared.guest.compare(&prepared.fit, options.lanes);
-    report_verdict(reporter, args, &Endpoint::Ssh(end.clone()), &report)
+    // The QEMU there has ended.
+    drop(prepared);
+    Ok(report_verdict(reporter, args, &Endpoint::Ssh(end.clone()), &report))
 }
 
 /// Reports a verdict.

@@ -16,7 +16,7 @@ use crate::log::RequestId;
 use crate::notify::Notifier;
 use crate::outcome::{Destinations, Results, Verb};
 use crate::progress::Reporter;
-use crate::remote::{PlaceOptions, RemoteCopy};
+use crate::remote::{PlaceOptions, RemoteCopy, session_timeouts};
 use crate::report::ReportRecorder;
 use crate::signals::{HeldSignals, SignalEffects, cancel_on_signals};
 use crate::{move_all, request, sandbox};
@@ -125,13 +125,12 @@ fn open_elsewhere(
         ))
         .into());
     };
-    request::check_copy_to_host(args, end).map_err(UsageError)?;
     let lanes = args.transfer.multifd_channels.unwrap_or(LANES_DEFAULT);
     let place = PlaceOptions {
         ssh: &args.ssh,
         host: None,
         lanes,
-        connect_timeout: args.transfer.connect_timeout,
+        timeouts: session_timeouts(&args.transfer),
         interrupt: Some(held.arrived()),
     };
     Ok(RemoteCopy::open(end, &place, socket, options, reporter)?)

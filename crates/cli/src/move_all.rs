@@ -178,7 +178,12 @@ fn report(reporter: &Reporter, all: &Endpoint, rows: &[Row<'_>]) -> Exit {
     let completed = rows.iter().filter(|row| row.exit == Exit::Done).count();
     let exit = rows.iter().map(|row| row.exit).max().unwrap_or(Exit::Done);
     for Row { name, exit, took, text } in rows {
-        let state = if *exit == Exit::Done { "moved" } else { "stays" };
+        let state = match exit {
+            Exit::Done => "moved",
+            // It may be there, or paused at both ends.
+            Exit::NeedsAttention => "look",
+            _ => "stays",
+        };
         let text = text.lines().next().unwrap_or_default();
         reporter.line(&format!("{name:<20} {state:<6} {:>7.1} s  {text}", took.as_secs_f64()));
     }

@@ -9,7 +9,7 @@ use towline_control::check::LANES_DEFAULT;
 use towline_control::plan::{
     CopyRequest, CopyResult, Destination, Error, Failure, GuestAfterFailure, Observer as _,
 };
-use towline_control::remote::{self, DepartingGuest, Fit, NewGuest, Place, RemoteHost};
+use towline_control::remote::{self, DepartingGuest, Fit, NewGuest, Place, RemoteHost, SessionTimeouts};
 use towline_launch::Setting;
 
 use crate::args::{HostArgs, MoveArgs, SshArgs, TransferArgs};
@@ -32,7 +32,7 @@ pub(crate) struct PlaceOptions<'a> {
     /// `None` for an image.
     pub(crate) host: Option<&'a HostArgs>,
     pub(crate) lanes: usize,
-    pub(crate) connect_timeout: Duration,
+    pub(crate) timeouts: SessionTimeouts,
     /// Ends every wait.
     pub(crate) interrupt: Option<Arc<OwnedFd>>,
 }
@@ -40,16 +40,15 @@ pub(crate) struct PlaceOptions<'a> {
 impl<'a> PlaceOptions<'a> {
     /// Options of a move.
     pub(crate) fn of(args: &'a MoveArgs, interrupt: Arc<OwnedFd>) -> Self {
-        let TransferArgs { multifd_channels, connect_timeout, .. } = args.transfer;
-        let lanes = multifd_channels.unwrap_or(LANES_DEFAULT);
-        Self {
-            ssh: &args.host.ssh,
-            host: Some(&args.host),
-            lanes,
-            connect_timeout,
-            interrupt: Some(interrupt),
-        }
+        let lanes = args.transfer.multifd_channels.unwrap_or(LANES_DEFAULT);
+        let timeouts = session_timeouts(&args.transfer);
+        Self { ssh: &args.host.ssh, host: Some(&args.host), lanes, timeouts, interrupt: Some(interrupt) }
     }
+}
+
+/// Timeouts of the session for a transfer.
+pub(crate) fn session_timeouts(args: &TransferArgs) -> SessionTimeouts {
+    SessionTimeouts { connect: args.connect_timeout, peer: args.peer_timeout }
 }
 
 /// Queries the guest of this QEMU, and has the other host make a place for it. Starts ssh, so it precedes the sandbox.
@@ -63,13 +62,9 @@ pub(crate) fn prepare(
         (place, _) => place.clone(),
     };
     let guest = DepartingGuest::of(socket, place, options.interrupt.clone())?;
-    let mut host = RemoteHost::connect(
-        &end.target,
-        &options.ssh.ssh,
-        options.connect_timeout,
-        options.interrupt.clone(),
-    )
-    .map_err(Error::from)?;
+    let mut host =
+        RemoteHost::connect(&end.target, &options.ssh.ssh, options.timeouts, options.interrupt.clone())
+            .map_err(Error::from)?;
     let is_vouched_for = options.host.is_some_and(|args| args.shared_disks);
     let fit = host.prepare(&guest, options.lanes, is_vouched_for).map_err(Error::from)?;
     Ok(PreparedPlace { host, guest, fit })
@@ -102,6 +97,10 @@ impl RemoteCopy {
     ) -> Result<Self, Failure> {
         let refused = |error: Box<Error>| {
             let is_unknown = matches!(*error, Error::Qemu(_));
+            let error = match *error {
+                Error::Remote(remote::Error::Cancelled) => Box::new(Error::Cancelled),
+                _ => error,
+            };
             let guest = if is_unknown { GuestAfterFailure::NOT_REACHED } else { GuestAfterFailure::SAFE };
             Failure { error, guest, notes: Vec::new() }
         };
@@ -118,7 +117,11 @@ impl RemoteCopy {
     pub(crate) fn close(self, copied: &mut CopyResult, reporter: &Reporter) {
         let name = self.host.name();
         let from = |text: &str| format!("{name}: {text}");
-        let ended = self.host.ended(END_TIMEOUT, &|text| reporter.notice(&from(text)));
+        if copied.is_err() {
+            // It may still wait for the guest.
+            self.host.cancel();
+        }
+        let ended = self.host.await_end(END_TIMEOUT, &|text| reporter.notice(&from(text)));
         let remote::Ended { error, notes } = ended.unwrap_or_else(|| remote::Ended {
             error: Some("its end was not reported".into()),
             notes: Vec::new(),

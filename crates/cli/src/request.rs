@@ -10,9 +10,9 @@ use towline_control::plan::{
     WritableDisks,
 };
 use towline_control::remote::Place;
-use towline_migration::Tuning;
+use towline_migration::{Compression, Tuning};
 
-use crate::args::{CopyArgs, MoveArgs, OnOff, StoredSourceArgs, TransferArgs};
+use crate::args::{CopyArgs, MoveArgs, OnOff, OnOffAuto, StoredSourceArgs, TransferArgs};
 use crate::endpoint::Endpoint;
 use crate::endpoint::ssh::SshEndpoint;
 
@@ -22,6 +22,10 @@ pub(crate) fn of_copy(
     source: &Source,
     destinations: &[Destination],
 ) -> Result<CopyRequest, String> {
+    if let Endpoint::Ssh(end) = &args.destinations[0] {
+        check_copy_to_host(args, end)?;
+        check_transfer_to_host(&args.transfer)?;
+    }
     let base = match &args.base {
         None => None,
         Some(Endpoint::Image(path)) => Some(path.clone()),
@@ -66,7 +70,7 @@ fn after(args: &CopyArgs, source: &Source, destinations: &[Destination]) -> Resu
 }
 
 /// Refuses a copy to a place on another host that would make two guests, or has no effect there.
-pub(crate) fn check_copy_to_host(args: &CopyArgs, end: &SshEndpoint) -> Result<(), String> {
+fn check_copy_to_host(args: &CopyArgs, end: &SshEndpoint) -> Result<(), String> {
     match end.place {
         Place::Qmp(_) | Place::Guest(_) => Err(format!(
             "a copy to {end} would be a second guest: use `towline move`, or copy to an image there"
@@ -79,6 +83,25 @@ pub(crate) fn check_copy_to_host(args: &CopyArgs, end: &SshEndpoint) -> Result<(
     }
 }
 
+/// Refuses options that a stream to another host does not have.
+fn check_transfer_to_host(args: &TransferArgs) -> Result<(), String> {
+    let is_compressed = args.compression != Compression::None;
+    let text = if args.postcopy.postcopy {
+        "--postcopy needs two QEMUs of one host; leave it out"
+    } else if args.tls.tls_creds.is_some() {
+        "both hosts make keys for each stream; leave --tls-creds out"
+    } else if args.zero_copy_send == OnOffAuto::On {
+        "what goes to another host is encrypted, and so copied; leave --zero-copy-send out"
+    } else if args.return_path == OnOff::Off {
+        "a stream to another host has a return path; leave --return-path out"
+    } else if is_compressed && args.multifd_channels == Some(0) {
+        "--compression needs lanes (--multifd-channels)"
+    } else {
+        return Ok(());
+    };
+    Err(text.into())
+}
+
 /// Returns true for a stream in a file, as libvirt stores it, which has no return path.
 pub(crate) fn is_file(source: &Source) -> bool {
     matches!(source, Source::Stream(Address::File { .. }))
@@ -86,6 +109,14 @@ pub(crate) fn is_file(source: &Source) -> bool {
 
 /// Returns the request of a `move`.
 pub(crate) fn of_move(args: &MoveArgs, destination: &Endpoint) -> Result<CopyRequest, String> {
+    match destination {
+        Endpoint::Ssh(_) => check_transfer_to_host(&args.transfer)?,
+        _ if args.host.is_given() => {
+            let text = "--set, --qemu, --trust-command-line and --shared-disks are for ssh:HOST as DEST; leave them out";
+            return Err(text.into());
+        }
+        _ => {}
+    }
     let (run, devices) = (run(&args.transfer), args.device_ctl.clone());
     let task = if args.transfer.postcopy.postcopy {
         if args.detach_vsock {
@@ -193,8 +224,8 @@ mod tests {
     fn parsed(line: &str) -> Result<CopyRequest, String> {
         match Args::try_parse_from(line.split_whitespace()).map_err(|error| error.to_string())?.command {
             Command::Copy(args) => {
-                let destinations: Result<Vec<_>, _> =
-                    args.destinations.iter().map(Endpoint::destination).collect();
+                let here = args.destinations.iter().filter(|end| !matches!(end, Endpoint::Ssh(_)));
+                let destinations: Result<Vec<_>, _> = here.map(Endpoint::destination).collect();
                 of_copy(&args, &args.source.source()?, &destinations?)
             }
             Command::Move(args) => of_move(&args, args.destination.as_ref().unwrap()),
@@ -257,6 +288,14 @@ mod tests {
             ("move --postcopy --recover qmp:a qmp:b", "unexpected argument '--recover'"),
             ("move --postcopy --detach-vsock qmp:a qmp:b", "leave --postcopy out"),
             ("move --postcopy --detach-vsock qmp:a tcp:b:1", "needs a qmp: DEST"),
+            ("move --postcopy qmp:a ssh:b", "needs two QEMUs of one host"),
+            ("move --tls-creds d qmp:a ssh:b", "leave --tls-creds out"),
+            ("move --zero-copy-send on qmp:a ssh:b", "leave --zero-copy-send out"),
+            ("move --return-path off qmp:a ssh:b", "leave --return-path out"),
+            ("move --compression zstd --multifd-channels 0 qmp:a ssh:b", "needs lanes"),
+            ("move --shared-disks qmp:a qmp:b", "are for ssh:HOST"),
+            ("copy qmp:a ssh:b/web", "would be a second guest"),
+            ("copy --resume --with-disks qmp:a ssh:b//a.img", "--resume and --live with ssh:b"),
         ] {
             let error = parsed(&format!("towline {line}")).unwrap_err();
             assert!(error.contains(text), "{line}: {error}");

@@ -34,7 +34,7 @@ pub use agent::{Agent, Reception, ended, greeting, listening, notice};
 pub use disks::DiskToken;
 pub use error::Error;
 pub use guest::{DepartingGuest, Fit};
-pub use host::{Arrival, RemoteHost, SshTarget};
+pub use host::{Arrival, RemoteHost, SessionTimeouts, SshTarget};
 
 /// Version of the commands of an agent.
 const SESSION: u64 = 1;
@@ -69,8 +69,10 @@ pub struct NewGuest {
     pub name: String,
     /// The guest's command line, as an image records it.
     pub command_line: String,
-    /// The QEMU; `None` for the one of the same name there.
+    /// The QEMU; one of the same name in PATH if there is no such file. `None` for the guest's.
     pub binary: Option<PathBuf>,
+    /// Directory of relative paths in a command line that is trusted.
+    pub working_directory: Option<PathBuf>,
     /// Values of that host for the command line, as `OPTION.KEY=VALUE`.
     pub settings: Vec<String>,
     /// True if the command line is used unchanged, with its files and programs.

@@ -2,8 +2,10 @@
 
 use std::fs;
 
+use rustix::process::Signal;
+
 use towline_lab::expect::{assert_ended, completed, qmp};
-use towline_lab::towline;
+use towline_lab::{signal, towline};
 
 use crate::support::{Hosts, WITHIN, last, with_disk};
 
@@ -31,6 +33,11 @@ fn a_guest_continues_on_another_host_in_a_qemu_that_is_started_there() {
     hosts.source.wait_exit(WITHIN).unwrap();
     assert_eq!(hosts.there.guests().unwrap(), ["web"]);
     hosts.assert_continues_there("web", tick);
+    // Its QEMU ends as any other does.
+    let state = fs::read(hosts.there.path("/run/towline/guests/web/state.json")).unwrap();
+    let state: serde_json::Value = serde_json::from_slice(&state).unwrap();
+    signal(u32::try_from(state["pid"].as_u64().unwrap()).unwrap(), Signal::TERM);
+    hosts.wait_for_guests_there(&[]);
 }
 
 #[test]

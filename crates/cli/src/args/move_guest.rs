@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use super::{GUEST, HOSTS, HostArgs, MORE, Output, TransferArgs, key_and_value};
 use crate::endpoint::Endpoint;
-use crate::units::number;
+use crate::units::{Unit, whole};
 
 /// Move a running guest: copy it, and end SOURCE once the guest is at DEST
 ///
@@ -53,7 +53,7 @@ pub(crate) struct MoveArgs {
     #[arg(long, value_name = "DEST", conflicts_with_all = ["source", "destination"], help_heading = HOSTS)]
     pub(crate) all: Option<Endpoint>,
     /// Number of guests that are moved at a time; --max-bandwidth is that of all together
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = number::<usize>, requires = "all", help_heading = HOSTS)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_a_time, requires = "all", help_heading = HOSTS)]
     pub(crate) parallel: usize,
     #[command(flatten)]
     pub(crate) transfer: TransferArgs,
@@ -61,6 +61,10 @@ pub(crate) struct MoveArgs {
     pub(crate) host: HostArgs,
     #[command(flatten)]
     pub(crate) output: Output,
+}
+
+fn at_a_time(text: &str) -> Result<usize, String> {
+    whole(text, Unit::None, 1..=64)
 }
 
 fn device_pair(text: &str) -> Result<(PathBuf, PathBuf), String> {

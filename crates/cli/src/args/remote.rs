@@ -34,6 +34,13 @@ pub(crate) struct HostArgs {
     pub(crate) shared_disks: bool,
 }
 
+impl HostArgs {
+    /// Returns true if an option of a place is given.
+    pub(crate) fn is_given(&self) -> bool {
+        !self.set.is_empty() || self.qemu.is_some() || self.trust_command_line || self.shared_disks
+    }
+}
+
 /// Receive a guest for a towline of another host, on standard input and output: started by `ssh:` through
 /// OpenSSH, not by people
 #[derive(Debug, clap::Args)]

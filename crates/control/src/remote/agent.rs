@@ -18,6 +18,7 @@ use towline_launch::{
 use towline_qmp::commands::{QueryStatus, Quit, RunState};
 use towline_qmp::{self as qmp, Client, Command, CommandError, Commands, Dialogue};
 
+use super::disks::WrittenDisk;
 use super::guest::compare;
 use super::{
     ENDED, Ended, LISTENING, NewGuest, Place, Prepare, Prepared, Receive, Receiving, SESSION, SESSION_KEY,
@@ -83,6 +84,10 @@ pub struct Reception {
 impl Drop for StartedForGuest {
     fn drop(&mut self) {
         let Some(qemu) = self.0.take() else { return };
+        if thread::panicking() {
+            // Where the guest is is not known.
+            return;
+        }
         qemu.quit();
         if qemu.wait(END_TIMEOUT).is_none() {
             qemu.kill();
@@ -153,11 +158,10 @@ impl Agent {
         };
         let (facts, refusals) = match &destination {
             Destination::Qmp(socket) => {
-                let (there, directory) = facts_of(socket)?;
-                let mut refusals = compare(&guest, &there, request.lanes).reasons(ConfiguredBy::Towline);
-                let disks = request.disks.iter().flatten();
-                refusals.extend(disks.filter_map(|disk| disk.refusal(&there, directory.as_deref())));
-                let json = serde_json::from_slice(&there.to_json()).map_err(failed)?;
+                let WaitingQemu { facts, disks } = WaitingQemu::of(socket)?;
+                let mut refusals = compare(&guest, &facts, request.lanes).reasons(ConfiguredBy::Towline);
+                refusals.extend(request.disks.iter().flatten().filter_map(|disk| disk.refusal(&disks)));
+                let json = serde_json::from_slice(&facts.to_json()).map_err(failed)?;
                 (Some(json), refusals)
             }
             _ => (None, Vec::new()),
@@ -170,11 +174,19 @@ impl Agent {
     fn start(&self, guest: &NewGuest) -> Result<RunningQemu, CommandError> {
         let recorded = Recorded::from_json(guest.command_line.as_bytes()).map_err(failed)?;
         let name: GuestName = guest.name.parse().map_err(failed)?;
+        if self.root.ends_with_session() && !lingers() {
+            let path = self.root.path().display();
+            let text = format!(
+                "{path}, with the guest's monitor, is removed at the end of this session: run `loginctl enable-linger` there"
+            );
+            return Err(CommandError::generic(text));
+        }
         let settings =
             guest.settings.iter().map(|setting| setting.parse()).collect::<Result<_, _>>().map_err(failed)?;
+        let own_directory = guest.working_directory.clone().filter(|path| guest.is_trusted && path.is_dir());
         let host = HostArguments {
-            binary: guest.binary.clone().unwrap_or_default(),
-            working_directory: std::env::current_dir().ok(),
+            binary: program(guest.binary.as_deref().unwrap_or(Path::new(""))),
+            working_directory: own_directory.or_else(|| std::env::current_dir().ok()),
             settings,
             ..HostArguments::default()
         };
@@ -259,13 +271,31 @@ fn received(request: &Receive, credentials: OneTimeCredentials) -> CopyRequest {
     }
 }
 
-/// Facts about the QEMU with this monitor, and its working directory.
-fn facts_of(socket: &Path) -> Result<(Facts, Option<PathBuf>), CommandError> {
-    let cancel = towline_channel::Cancel::new().map_err(failed)?;
-    wait_for_socket(socket, SOCKET_TIMEOUT, &cancel, &|_| {}).map_err(failed)?;
-    let mut qemu = Qemu::inspect(socket, &qmp::Options::default()).map_err(failed)?;
-    let facts = qemu.compat_facts().map_err(failed)?;
-    Ok((Subject::Qemu(Box::new(facts)).into(), qemu.working_directory()))
+/// A QEMU that waits for a guest.
+struct WaitingQemu {
+    facts: Facts,
+    disks: Vec<WrittenDisk>,
+}
+
+impl WaitingQemu {
+    fn of(socket: &Path) -> Result<Self, CommandError> {
+        let cancel = towline_channel::Cancel::new().map_err(failed)?;
+        wait_for_socket(socket, SOCKET_TIMEOUT, &cancel, &|_| {}).map_err(failed)?;
+        let mut qemu = Qemu::inspect(socket, &qmp::Options::default()).map_err(failed)?;
+        let facts = qemu.compat_facts().map_err(failed)?;
+        let disks = WrittenDisk::of(&mut qemu).map_err(failed)?;
+        Ok(Self { facts: Subject::Qemu(Box::new(facts)).into(), disks })
+    }
+}
+
+/// The program at this path, or else of this name in PATH.
+fn program(path: &Path) -> PathBuf {
+    if path.exists() { path.to_owned() } else { path.file_name().unwrap_or_default().into() }
+}
+
+/// Returns true if the runtime directory of this user outlives its sessions.
+fn lingers() -> bool {
+    std::env::var("LOGNAME").is_ok_and(|user| Path::new("/var/lib/systemd/linger").join(user).exists())
 }
 
 impl Reception {

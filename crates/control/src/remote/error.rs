@@ -1,8 +1,7 @@
 //! Errors of other hosts.
 
 use std::process::ExitStatus;
-
-use towline_qmp as qmp;
+use std::time::Duration;
 
 /// Exit status of ssh for its own errors.
 pub(super) const SSH_FAILED: i32 = 255;
@@ -16,7 +15,7 @@ pub enum Error {
     Start { program: String, source: std::io::Error },
     #[error("no connection to {host}: ssh exited with status {SSH_FAILED}; its own message says why")]
     Unreachable { host: String },
-    #[error("{host} has no towline: install it there, in the PATH of a shell that ssh starts")]
+    #[error("{host} has no towline: install it there, in the PATH of non-interactive shells")]
     NoTowline { host: String },
     #[error(
         "towline on {host} is older than this one, and has no session with other hosts: install this version there"
@@ -29,15 +28,19 @@ pub enum Error {
     #[error("`towline agent` on {host} ended ({status}); its own message says why")]
     AgentEnded { host: String, status: ExitStatus },
     #[error(
-        "a shell that ssh starts on {host} writes \"{found}\" before the agent's greeting: it must write nothing there (.bashrc)"
+        "ssh to {host} wrote \"{found}\" instead of the agent's greeting: a shell that ssh starts there must write nothing before it (.bashrc)"
     )]
     Chatty { host: String, found: String },
     #[error("{host}: {text}")]
     Refused { host: String, text: String },
     #[error("{host} sent {found}, expected {expected}: install the same version on both hosts")]
     Unexpected { host: String, found: String, expected: &'static str },
-    #[error("{source}")]
-    Connection { source: Box<qmp::Error> },
+    #[error("{host} has not replied for {:.1} s", waited.as_secs_f64())]
+    Silent { host: String, waited: Duration },
+    #[error("the session with {host} was lost")]
+    Lost { host: String },
+    #[error("cancelled")]
+    Cancelled,
     #[error("{0}")]
     Channel(#[from] towline_channel::Error),
 }

@@ -1,7 +1,7 @@
 //! The guest that goes to another host, and whether it would run there.
 
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::Value;
@@ -9,7 +9,7 @@ use towline_compat::facts::Subject;
 use towline_compat::{Facts, Pair, Report, evaluate};
 use towline_qmp as qmp;
 
-use super::disks::DiskTokens;
+use super::disks::WrittenDisk;
 use super::{NewGuest, Place};
 use crate::plan::{self, Observer};
 use crate::qemu::Qemu;
@@ -19,8 +19,7 @@ use crate::upgrade::base_name;
 #[derive(Debug)]
 pub struct DepartingGuest {
     pub(super) facts: Facts,
-    /// Its disks; the files beside them are removed with this value.
-    pub(super) disks: DiskTokens,
+    pub(super) disks: Vec<WrittenDisk>,
     pub(super) place: Place,
 }
 
@@ -42,13 +41,13 @@ impl DepartingGuest {
     /// It cannot be queried, or its command line is not known.
     pub fn of(socket: &Path, place: Place, interrupt: Option<Arc<OwnedFd>>) -> Result<Self, plan::Error> {
         let options = qmp::Options { interrupt, ..qmp::Options::default() };
-        let mut qemu = Qemu::inspect(socket, &options).map_err(plan::Error::Qemu)?;
-        let facts = Subject::Qemu(Box::new(qemu.compat_facts().map_err(plan::Error::Qemu)?)).into();
+        let mut qemu = Qemu::inspect(socket, &options)?;
+        let facts = Subject::Qemu(Box::new(qemu.compat_facts()?)).into();
         let place = match place {
             Place::Guest(guest) => Place::Guest(started_anew(guest, &mut qemu)?),
             place => place,
         };
-        let disks = DiskTokens::make(&facts, qemu.working_directory().as_deref());
+        let disks = WrittenDisk::of(&mut qemu)?;
         Ok(Self { facts, disks, place })
     }
 
@@ -82,14 +81,15 @@ fn started_anew(given: NewGuest, qemu: &mut Qemu) -> Result<NewGuest, plan::Erro
     let command_line = plan::record_command_line(qemu)?.command_line;
     let name = match given.name.as_str() {
         "" => {
-            let reply = qemu.query_raw("query-name", None).map_err(plan::Error::Qemu)?;
+            let reply = qemu.query_raw("query-name", None)?;
             let own = reply.as_ref().and_then(|reply| reply["name"].as_str());
             base_name(own, qemu.socket().as_ref())
         }
         name => name.to_owned(),
     };
-    let own = || qemu.program().file_name().map(PathBuf::from);
-    Ok(NewGuest { name, command_line, binary: given.binary.or_else(own), ..given })
+    let (binary, working_directory) =
+        (given.binary.unwrap_or_else(|| qemu.program()), qemu.working_directory());
+    Ok(NewGuest { name, command_line, binary: Some(binary), working_directory, ..given })
 }
 
 /// Compares a guest with a QEMU on another host.

@@ -1,31 +1,40 @@
 //! This end of the session: starts ssh, and drives the agent.
 
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, Shutdown};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::process::{Child, Command};
+use std::process::{Child, Command, ExitStatus};
 use std::str::FromStr;
 use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
+use serde_json::Value;
 use towline_channel::{Address, OneTimeKey};
 use towline_compat::Facts;
-use towline_qmp::{self as qmp, Client};
+use towline_qmp::{self as qmp, Client, Event};
 
+use super::disks::DiskTokens;
 use super::error::{Error, SSH_FAILED};
 use super::{
-    DepartingGuest, ENDED, Ended, Fit, LISTENING, NOTICE, Prepare, Receive, SESSION, SESSION_KEY, from_hex,
-    level, to_hex,
+    DepartingGuest, ENDED, Ended, Fit, LISTENING, NOTICE, Place, Prepare, Receive, SESSION, SESSION_KEY,
+    from_hex, level, to_hex,
 };
 use crate::plan::{CopyRequest, Tls};
 
 /// Timeout for ssh to log in once it is connected, with whatever it asks its user for.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(120);
-/// Timeout for a reply; a QEMU may have to be started for it.
-const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
-/// Options by which ssh ends when the host does not reply any more.
-const ALIVE: [&str; 4] = ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4"];
+/// Timeout for a reply: longer than a QEMU may take to start, and to describe itself.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(100);
+/// Signs of life that ssh misses before it takes the host for lost.
+const MISSED_MAX: u32 = 4;
+/// Time in which ssh ends once its input has; it is killed then. The agent ends a QEMU meanwhile.
+const END_TIMEOUT: Duration = Duration::from_secs(6);
+/// Interval of checks for that.
+const END_INTERVAL: Duration = Duration::from_millis(5);
+/// Events that are read while one is awaited.
+const EVENTS_MAX: usize = 1000;
 /// Exit statuses of a shell that finds no such program, and of a towline that does not know the command.
 const NOT_FOUND: i32 = 127;
 const USAGE: i32 = 2;
@@ -38,12 +47,29 @@ pub struct SshTarget {
     port: Option<u16>,
 }
 
-/// A session with the towline of another host.
+/// Timeouts of a session.
+#[derive(Debug, Clone, Copy)]
+pub struct SessionTimeouts {
+    /// Time in which ssh connects.
+    pub connect: Duration,
+    /// Silence after which the host is taken for lost.
+    pub peer: Duration,
+}
+
+/// The ssh of a session, which ends with this value.
+#[derive(Debug)]
+struct Ssh {
+    child: Child,
+    /// Its input and output.
+    stream: UnixStream,
+}
+
+/// A session with the towline of another host, which ends with this value.
 #[derive(Debug)]
 pub struct RemoteHost {
     target: SshTarget,
     client: Client,
-    ssh: Child,
+    ssh: Ssh,
     /// Address by which ssh has reached it.
     address: Option<IpAddr>,
 }
@@ -103,12 +129,19 @@ impl SshTarget {
     }
 
     /// The command that starts the agent there; `ssh` is OpenSSH's client with its options.
-    fn command(&self, ssh: &str, connect_timeout: Duration) -> Command {
+    fn command(&self, ssh: &str, timeouts: SessionTimeouts) -> Command {
         let mut words = ssh.split_whitespace();
         let mut command = Command::new(words.next().unwrap_or("ssh"));
-        command.args(words).args(["-T"]).args(ALIVE);
+        command.args(words).arg("-T");
+        let SessionTimeouts { connect, peer } = timeouts;
         // Seconds, with 0 for none.
-        command.arg("-o").arg(format!("ConnectTimeout={}", connect_timeout.as_secs().max(1)));
+        for (option, value) in [
+            ("ConnectTimeout", connect.as_secs().max(1)),
+            ("ServerAliveInterval", peer.div_f64(f64::from(MISSED_MAX)).as_secs().max(1)),
+            ("ServerAliveCountMax", u64::from(MISSED_MAX)),
+        ] {
+            command.arg("-o").arg(format!("{option}={value}"));
+        }
         command.args(self.port.into_iter().flat_map(|port| ["-p".to_owned(), port.to_string()]));
         command.args(["--", &self.destination, "towline", "agent"]);
         command
@@ -116,23 +149,24 @@ impl SshTarget {
 }
 
 impl RemoteHost {
-    /// Starts the agent of a host by this command of ssh, which has this time to connect. `interrupt` ends every wait.
+    /// Starts the agent of a host by this command of ssh. `interrupt` ends every wait.
     ///
     /// # Errors
     /// [`Error`]; ssh prints its own messages.
     pub fn connect(
         target: &SshTarget,
         ssh: &str,
-        connect_timeout: Duration,
+        timeouts: SessionTimeouts,
         interrupt: Option<Arc<OwnedFd>>,
     ) -> Result<Self, Error> {
-        let mut command = target.command(ssh, connect_timeout);
+        let mut command = target.command(ssh, timeouts);
         let program = command.get_program().to_string_lossy().into_owned();
         let mut start = || {
             let (here, there) = UnixStream::pair()?;
             let input: OwnedFd = there.try_clone()?.into();
             command.stdin(input).stdout(OwnedFd::from(there));
-            Ok((here, command.spawn()?))
+            let stream = here.try_clone()?;
+            Ok((here, Ssh { child: command.spawn()?, stream }))
         };
         let (stream, mut ssh) = start().map_err(|source| Error::Start { program, source })?;
         let options = qmp::Options {
@@ -145,7 +179,7 @@ impl RemoteHost {
         drop(command);
         let client = match Client::from_stream(stream, target.to_string(), &options) {
             Ok(client) => client,
-            Err(error) => return Err(ended(target, &mut ssh, error)),
+            Err(error) => return Err(reason_of_end(target, &mut ssh, &error)),
         };
         let greeting = &client.greeting().other;
         let found = greeting.get(SESSION_KEY).and_then(|session| session["session"].as_u64());
@@ -175,7 +209,10 @@ impl RemoteHost {
     /// # Errors
     /// [`Error`]: the place cannot be made.
     pub fn prepare(&mut self, guest: &DepartingGuest, lanes: usize, vouched_for: bool) -> Result<Fit, Error> {
-        let disks = (!vouched_for).then(|| guest.disks.disks.clone());
+        let has_disks = matches!(guest.place, Place::Qmp(_) | Place::Guest(_));
+        // Until the other host has seen them.
+        let tokens = (has_disks && !vouched_for).then(|| DiskTokens::make(&guest.disks));
+        let disks = tokens.as_ref().map(|tokens| tokens.disks.clone());
         let prepared =
             self.execute(&Prepare { place: guest.place.clone(), facts: guest.facts_json(), lanes, disks })?;
         let facts = prepared.facts.map(|facts| Facts::parse(facts.to_string().as_bytes())).transpose();
@@ -201,43 +238,54 @@ impl RemoteHost {
         let certificate = from_hex(&receiving.certificate);
         let certificate =
             certificate.ok_or_else(|| self.unexpected(receiving.certificate, "a certificate"))?;
-        let deadline = Instant::now() + REPLY_TIMEOUT;
-        let port = loop {
-            let within = deadline.saturating_duration_since(Instant::now());
-            let event = self.client.next_event(within).map_err(|source| self.failed(source))?;
-            match event {
-                Some(event) if event.name == LISTENING => {
-                    let port = event.data.get("port").and_then(|port| u16::try_from(port.as_u64()?).ok());
-                    break port.ok_or_else(|| self.unexpected(format!("{:?}", event.data), "a port"))?;
-                }
-                Some(event) if event.name == ENDED => {
-                    let ended = parsed_end(event.data.into());
-                    let text = ended.and_then(|ended| ended.error).unwrap_or_else(|| "it has ended".into());
-                    return Err(Error::Refused { host: self.name(), text });
-                }
-                Some(_) => {}
-                None => return Err(self.unexpected("nothing".into(), "the port that it listens on")),
-            }
-        };
+        let event = self.await_event(&[LISTENING, ENDED], REPLY_TIMEOUT, &|_| {});
+        let event = event.map_err(|error| self.failed(error))?;
+        let event = event.ok_or_else(|| self.unexpected("nothing".into(), "the port that it listens on"))?;
+        if event.name == ENDED {
+            let ended: Option<Ended> = serde_json::from_value(event.data.into()).ok();
+            let text = ended.and_then(|ended| ended.error).unwrap_or_else(|| "it has ended".into());
+            return Err(Error::Refused { host: self.name(), text });
+        }
+        let port = event.data.get("port").and_then(|port| u16::try_from(port.as_u64()?).ok());
+        let port = port.ok_or_else(|| self.unexpected(format!("{:?}", event.data), "a port"))?;
         let host = self.address.map_or_else(|| self.target.host().to_owned(), |address| address.to_string());
         Ok(Arrival { address: Address::Tcp { host, port }, tls: Tls::OneTime(key.with_peer(certificate)) })
     }
 
+    /// Has the agent cancel what it does.
+    pub fn cancel(&self) {
+        // A session that has ended is cancelled already.
+        let _ = self.ssh.stream.shutdown(Shutdown::Write);
+    }
+
     /// Waits for the end of the agent's part, for this time at most; `None`: it has not reported that. Its notices go to `notice`.
-    pub fn ended(mut self, within: Duration, notice: &dyn Fn(&str)) -> Option<Ended> {
+    pub fn await_end(mut self, within: Duration, notice: &dyn Fn(&str)) -> Option<Ended> {
         self.client.set_interrupt(None);
+        let event = self.await_event(&[ENDED], within, notice).ok()??;
+        serde_json::from_value(event.data.into()).ok()
+    }
+
+    /// Waits for the first of these events.
+    fn await_event(
+        &mut self,
+        names: &[&str],
+        within: Duration,
+        notice: &dyn Fn(&str),
+    ) -> Result<Option<Event>, qmp::Error> {
         let deadline = Instant::now() + within;
-        loop {
-            let event = self.client.next_event(deadline.saturating_duration_since(Instant::now())).ok()??;
-            if event.name == ENDED {
-                return parsed_end(event.data.into());
+        for _ in 0..EVENTS_MAX {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let Some(event) = self.client.next_event(left)? else { return Ok(None) };
+            if names.contains(&event.name.as_str()) {
+                return Ok(Some(event));
             }
             if let (NOTICE, Some(text)) =
-                (event.name.as_str(), event.data.get("text").and_then(|text| text.as_str()))
+                (event.name.as_str(), event.data.get("text").and_then(Value::as_str))
             {
                 notice(text);
             }
         }
+        Ok(None)
     }
 
     fn execute<C: qmp::Command>(&mut self, command: &C) -> Result<C::Return, Error> {
@@ -247,7 +295,7 @@ impl RemoteHost {
     fn failed(&mut self, error: qmp::Error) -> Error {
         match error {
             qmp::Error::Refusal { desc, .. } => Error::Refused { host: self.name(), text: desc },
-            error => ended(&self.target, &mut self.ssh, error),
+            error => reason_of_end(&self.target, &mut self.ssh, &error),
         }
     }
 
@@ -256,27 +304,50 @@ impl RemoteHost {
     }
 }
 
-fn parsed_end(data: serde_json::Value) -> Option<Ended> {
-    serde_json::from_value(data).ok()
+impl Ssh {
+    /// Ends its input, waits until it ends, and kills it if it does not. `None`: it is not known how it ended.
+    fn end(&mut self) -> Option<ExitStatus> {
+        let _ = self.stream.shutdown(Shutdown::Both);
+        let deadline = Instant::now() + END_TIMEOUT;
+        loop {
+            match self.child.try_wait() {
+                Ok(Some(status)) => return Some(status),
+                Ok(None) if Instant::now() < deadline => thread::sleep(END_INTERVAL),
+                // A confined process can neither wait for it nor kill it.
+                Ok(None) | Err(_) => break,
+            }
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        None
+    }
+}
+
+impl Drop for Ssh {
+    fn drop(&mut self) {
+        self.end();
+    }
 }
 
 /// The reason for which a session ended, by the exit status of its ssh.
-fn ended(target: &SshTarget, ssh: &mut Child, error: qmp::Error) -> Error {
-    let is_over = matches!(error, qmp::Error::Disconnected { .. } | qmp::Error::NotQmp { .. });
-    // It has closed its output, so it is about to end; where the output was not QMP, it waits for input that does not come.
-    let status = if is_over { ssh.wait().ok() } else { None };
+fn reason_of_end(target: &SshTarget, ssh: &mut Ssh, error: &qmp::Error) -> Error {
     let host = target.to_string();
-    if let qmp::Error::NotQmp { found, .. } = &error
-        && status.is_some_and(|status| status.success())
-    {
-        return Error::Chatty { host, found: found.clone() };
-    }
-    match status.map(|status| (status.code(), status)) {
-        Some((Some(SSH_FAILED), _)) => Error::Unreachable { host },
-        Some((Some(NOT_FOUND), _)) => Error::NoTowline { host },
-        Some((Some(USAGE), _)) => Error::Older { host },
-        Some((_, status)) if !status.success() => Error::AgentEnded { host, status },
-        _ => Error::Connection { source: Box::new(error) },
+    let found = match error {
+        qmp::Error::Cancelled { .. } => return Error::Cancelled,
+        qmp::Error::NoGreeting { waited, .. } | qmp::Error::Timeout { waited, .. } => {
+            return Error::Silent { host, waited: *waited };
+        }
+        qmp::Error::NotQmp { found, .. } => Some(found.clone()),
+        _ => None,
+    };
+    let status = ssh.end();
+    match (status.and_then(|status| status.code()), status, found) {
+        (Some(SSH_FAILED), ..) => Error::Unreachable { host },
+        (Some(NOT_FOUND), ..) => Error::NoTowline { host },
+        (Some(USAGE), ..) => Error::Older { host },
+        (_, _, Some(found)) => Error::Chatty { host, found },
+        (_, Some(status), None) if !status.success() => Error::AgentEnded { host, status },
+        _ => Error::Lost { host },
     }
 }
 
@@ -302,9 +373,13 @@ mod tests {
             assert!(text.parse::<SshTarget>().is_err(), "{text}");
         }
         let target: SshTarget = "root@b:2222".parse().unwrap();
-        let command = target.command("ssh -F config", Duration::from_millis(10_500));
+        let command = target.command(
+            "ssh -F config",
+            SessionTimeouts { connect: Duration::from_millis(10_500), peer: Duration::from_secs(30) },
+        );
         let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy()).collect();
         assert_eq!(words[..3], ["-F", "config", "-T"]);
-        assert_eq!(words[7..], ["-o", "ConnectTimeout=10", "-p", "2222", "--", "root@b", "towline", "agent"]);
+        assert_eq!(words[4..8], ["ConnectTimeout=10", "-o", "ServerAliveInterval=7", "-o"]);
+        assert_eq!(words[9..], ["-p", "2222", "--", "root@b", "towline", "agent"]);
     }
 }
