@@ -67,7 +67,7 @@ pub fn ssh_key(directory: &Path, name: &str) -> Result<String> {
     Ok(fs::read_to_string(file.with_extension("pub"))?)
 }
 
-/// A host with an sshd: a network, with a `/run` of its own. Its files are otherwise this machine's. `towline` is in its PATH.
+/// A host with an sshd: a network, with a `/run` of its own. It shares all other files with this machine. `towline` is in its PATH.
 pub struct SshHost {
     network: Network,
     sshd: Child,

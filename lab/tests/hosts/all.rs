@@ -3,7 +3,6 @@
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use towline_lab::LinuxGuest;
 use towline_lab::expect::{assert_ended, completed, events, number, qmp};
 
 use crate::support::{Hosts, MIB, WITHIN, WRITTEN, last};
@@ -34,15 +33,20 @@ fn every_guest_of_a_host_goes_to_another_one() {
     let all = ["move", "--all", "ssh:other", "--ssh", &client, "--parallel", "2", "--max-bandwidth", "64M"];
     let moved = hosts.with_guests(&here, &[&all[..], &["--json"]].concat(), "there.");
     let event = last(&moved);
-    let told = (&event["event"], &event["completed"], &event["failed"], &event["exit"]);
-    assert_eq!(told, (&"all".into(), &2.into(), &1.into(), &1.into()), "{}{}", moved.stdout, moved.stderr);
+    let reported = (&event["event"], &event["completed"], &event["failed"], &event["exit"]);
+    assert_eq!(
+        reported,
+        (&"all".into(), &2.into(), &1.into(), &1.into()),
+        "{}{}",
+        moved.stdout,
+        moved.stderr
+    );
     let failed = events(&moved.stdout).into_iter().find(|event| event["event"] == "failed").unwrap();
     assert_eq!(failed["destination"], "ssh:other/web-1", "{failed}");
     assert!(failed["error"].as_str().unwrap().contains("name web-1 is taken"), "{failed}");
     assert_eq!(hosts.there.guests().unwrap(), NAMES);
     for (agents, name) in [("there.", "web-0"), ("here.", "web-1"), ("there.", "web-2")] {
-        let mut guest = LinuxGuest::connect_at(&hosts.place.path(&format!("{agents}{name}.agent"))).unwrap();
-        guest.wait_ready(WITHIN).unwrap();
+        let mut guest = hosts.agent(&format!("{agents}{name}.agent"));
         guest.wait_ticking(WITHIN).unwrap();
         assert_eq!(guest.check().unwrap(), WRITTEN / 4096, "{name}");
     }
@@ -66,8 +70,7 @@ fn emptied(hosts: &Hosts, image: &str, count: u64, parallel: Option<&str>) {
     assert_ended(&hosts.with_guests(&here, &start, "here."), 0, &[]);
     let names: Vec<String> = (0..count).map(|n| format!("many-{n}")).collect();
     for (n, name) in (0_u64..).zip(&names) {
-        let mut guest = LinuxGuest::connect_at(&hosts.place.path(&format!("here.{name}.agent"))).unwrap();
-        guest.wait_ready(WITHIN).unwrap();
+        let mut guest = hosts.agent(&format!("here.{name}.agent"));
         guest.stop_dirtying().unwrap();
         if n > 0 {
             guest.dirty(RATE_MAX * n / count, WRITTEN).unwrap();
@@ -98,8 +101,7 @@ fn emptied(hosts: &Hosts, image: &str, count: u64, parallel: Option<&str>) {
         took.as_secs_f64() / least.as_secs_f64()
     );
     for name in &names {
-        let mut guest = LinuxGuest::connect_at(&hosts.place.path(&format!("there.{name}.agent"))).unwrap();
-        guest.wait_ready(WITHIN).unwrap();
+        let mut guest = hosts.agent(&format!("there.{name}.agent"));
         guest.wait_ticking(WITHIN).unwrap();
         hosts.there.monitor(name, WITHIN).unwrap().execute("quit", Value::Null).unwrap();
     }

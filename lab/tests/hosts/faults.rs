@@ -24,8 +24,8 @@ fn a_move_whose_session_or_user_ends_it_leaves_the_guest_where_it_is() {
     else {
         return;
     };
-    let anew = hosts.anew();
-    let options: Vec<&str> = anew.iter().map(String::as_str).chain(SLOW).collect();
+    let start = hosts.start_options();
+    let options: Vec<&str> = start.iter().map(String::as_str).chain(SLOW).collect();
     for kill in ["agent, at once", "ssh", "towline", "agent", "user"] {
         let mut moving = hosts.start("move", "/web", &options);
         let is_transfer =

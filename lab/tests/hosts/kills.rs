@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use towline_lab::expect::{assert_ended, completed, events, number, qmp};
-use towline_lab::{LinuxGuest, Qmp, Towline, wait_until};
+use towline_lab::{Qmp, Towline, wait_until};
 
 use crate::faults::child;
 use crate::support::{Hosts, WITHIN, WRITTEN};
@@ -89,8 +89,7 @@ impl Side<'_> {
 
     /// The guest has its memory, and continues.
     fn assert_guest(&self) {
-        let mut guest = LinuxGuest::connect_at(&self.hosts.place.path(self.agent)).unwrap();
-        guest.wait_ready(WITHIN).unwrap();
+        let mut guest = self.hosts.agent(self.agent);
         guest.wait_ticking(WITHIN).unwrap();
         assert_eq!(guest.check().unwrap(), WRITTEN / 4096);
     }

@@ -15,15 +15,15 @@ fn a_guest_continues_on_another_host_in_a_qemu_that_is_started_there() {
     else {
         return;
     };
-    let anew = hosts.anew();
-    let anew: Vec<&str> = anew.iter().map(String::as_str).collect();
+    let start = hosts.start_options();
+    let start: Vec<&str> = start.iter().map(String::as_str).collect();
     // A check starts a QEMU there, and leaves none.
-    let checked = hosts.run("check", "/web", &[&anew[..], &["--json"]].concat());
+    let checked = hosts.run("check", "/web", &[&start[..], &["--json"]].concat());
     assert_ended(&checked, 0, &[]);
     assert_eq!(last(&checked)["verdict"], "yes-with-notes", "{}", checked.stdout);
     hosts.assert_stays();
     let tick = hosts.last_tick();
-    let moved = hosts.run("move", "/web", &[&anew[..], &["--json"]].concat());
+    let moved = hosts.run("move", "/web", &[&start[..], &["--json"]].concat());
     let event = completed(&moved);
     assert_eq!(
         (&event["destination"], &event["multifd-channels"]),
@@ -78,12 +78,12 @@ fn what_cannot_run_there_is_refused_before_anything_changes() {
     let Some(mut hosts) = Hosts::new("what_cannot_run_there_is_refused_before_anything_changes") else {
         return;
     };
-    let anew = hosts.anew();
-    let anew: Vec<&str> = anew.iter().map(String::as_str).collect();
+    let start = hosts.start_options();
+    let start: Vec<&str> = start.iter().map(String::as_str).collect();
     // Another file of the disk's name, on storage that only that host has.
     let local = hosts.there.path("/run/disk.raw");
     fs::copy(hosts.place.path("disk.raw"), &local).unwrap();
-    let elsewhere = [&anew[..], &["--set", "drive.disk0.file=/run/disk.raw"]].concat();
+    let elsewhere = [&start[..], &["--set", "drive.disk0.file=/run/disk.raw"]].concat();
     for (command, code) in [("check", 1), ("move", 1)] {
         let refused = hosts.run(command, "/web", &elsewhere);
         let text = format!("{}{}", refused.stdout, refused.stderr);
@@ -94,7 +94,7 @@ fn what_cannot_run_there_is_refused_before_anything_changes() {
         hosts.assert_stays();
     }
     // Without trust, an image's rules hold.
-    let untrusted: Vec<_> = anew.iter().copied().filter(|word| *word != "--trust-command-line").collect();
+    let untrusted: Vec<_> = start.iter().copied().filter(|word| *word != "--trust-command-line").collect();
     let refused = hosts.run("move", "/web", &untrusted);
     assert_ended(&refused, 1, &["other: ", "kernel"]);
     hosts.assert_stays();
@@ -110,7 +110,7 @@ fn what_cannot_run_there_is_refused_before_anything_changes() {
     let unreachable = ["move", &source, "ssh:127.0.0.1:9/web", "--ssh", "ssh -o BatchMode=yes"];
     assert_ended(&hosts.towline(&unreachable).wait(WITHIN).unwrap(), 1, &["no connection to 127.0.0.1:9"]);
     fs::remove_file(hosts.there.programs().join("towline")).unwrap();
-    assert_ended(&hosts.run("move", "/web", &anew), 1, &["other has no towline"]);
+    assert_ended(&hosts.run("move", "/web", &start), 1, &["other has no towline"]);
     // An older one, which has no agent; a shell that greets its user.
     let program = hosts.there.programs().join("towline");
     for (script, text) in [
@@ -119,7 +119,7 @@ fn what_cannot_run_there_is_refused_before_anything_changes() {
     ] {
         fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
         fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-        assert_ended(&hosts.run("move", "/web", &anew), 1, &[text]);
+        assert_ended(&hosts.run("move", "/web", &start), 1, &[text]);
     }
     hosts.assert_stays();
 }

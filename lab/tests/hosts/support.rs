@@ -1,7 +1,6 @@
 //! Helpers of these tests: a guest with a disk, and another host with OpenSSH's server.
 
 use std::fs::{self, File};
-use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Result;
@@ -18,6 +17,8 @@ pub(crate) const MIB: u64 = 1 << 20;
 /// Part of its memory that the guest writes and checks.
 pub(crate) const WRITTEN: u64 = 16 * MIB;
 const ADDRESSES: [&str; 2] = ["10.213.78.1", "10.213.78.2"];
+/// Socket of the agent of a guest that was started there.
+const AGENT_THERE: &str = "there.agent";
 /// Length of the guest's disk.
 const DISK: u64 = 8 * MIB;
 
@@ -81,7 +82,7 @@ impl Hosts {
     pub(crate) fn start_with_guests(&self, prefix: &[String], words: &[&str], agents: &str) -> Towline {
         let agent = self.place.path(&format!("{agents}{{name}}.agent"));
         let agent = format!("chardev.agent.path={}", agent.display());
-        let options = self.anew();
+        let options = self.start_options();
         let options = options.iter().take(3).map(String::as_str).chain(["--set", &agent]);
         self.towline_after(prefix, &words.iter().copied().chain(options).collect::<Vec<_>>())
     }
@@ -134,22 +135,23 @@ impl Hosts {
     }
 
     /// Options for a QEMU that is started there, with the guest's own command line.
-    pub(crate) fn anew(&self) -> Vec<String> {
+    pub(crate) fn start_options(&self) -> Vec<String> {
         let qemu = Version::V10_0.command().get_program().to_str().unwrap().to_owned();
-        let agent = format!("chardev.agent.path={}", self.agent().display());
+        let agent = format!("chardev.agent.path={}", self.place.path(AGENT_THERE).display());
         ["--trust-command-line", "--qemu", &qemu, "--set", &agent].map(str::to_owned).into()
     }
 
-    fn agent(&self) -> PathBuf {
-        self.place.path("there.agent")
+    /// Agent of the guest that has this socket.
+    pub(crate) fn agent(&self, socket: &str) -> LinuxGuest {
+        let mut guest = LinuxGuest::connect_at(&self.place.path(socket)).unwrap();
+        guest.wait_ready(WITHIN).unwrap();
+        guest
     }
 
     /// The guest continues there, in the QEMU that was started for it, with its memory and its disk.
     pub(crate) fn assert_continues_there(&self, name: &str, tick: u64) {
         self.there.monitor(name, WITHIN).unwrap().wait_status("running", WITHIN).unwrap();
-        let mut guest = LinuxGuest::connect_at(&self.agent()).unwrap();
-        guest.wait_ready(WITHIN).unwrap();
-        assert_is_guest(&mut guest, tick);
+        assert_is_guest(&mut self.agent(AGENT_THERE), tick);
     }
 
     /// The guest runs on where it was, and nothing is left on the other host.
