@@ -125,7 +125,7 @@ fn on_host(reporter: &Reporter, args: &CheckArgs, end: &SshEndpoint, socket: &Pa
         host: Some(&args.host),
         lanes: LANES_DEFAULT,
         timeouts: SessionTimeouts { connect: SOCKET_TIMEOUT, peer: PEER_TIMEOUT },
-        interrupt: Some(held.arrived()),
+        interrupt: held.arrived(),
     };
     let prepared = match remote::prepare(end, &options, socket) {
         Ok(prepared) => prepared,

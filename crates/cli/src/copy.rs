@@ -4,7 +4,6 @@ use std::sync::Mutex;
 
 use anyhow::Result;
 use towline_channel::Cancel;
-use towline_control::check::LANES_DEFAULT;
 use towline_control::plan::{self, CloneTarget, CopyRequest, Destination, Observer, Source, WritableDisks};
 
 use crate::args::{CopyArgs, DiskArgs, MoveArgs, TransferArgs};
@@ -16,7 +15,7 @@ use crate::log::RequestId;
 use crate::notify::Notifier;
 use crate::outcome::{Destinations, Results, Verb};
 use crate::progress::Reporter;
-use crate::remote::{PlaceOptions, RemoteCopy, session_timeouts};
+use crate::remote::{PlaceOptions, RemoteCopy};
 use crate::report::ReportRecorder;
 use crate::signals::{HeldSignals, SignalEffects, cancel_on_signals};
 use crate::{move_all, request, sandbox};
@@ -125,14 +124,7 @@ fn open_elsewhere(
         ))
         .into());
     };
-    let lanes = args.transfer.multifd_channels.unwrap_or(LANES_DEFAULT);
-    let place = PlaceOptions {
-        ssh: &args.ssh,
-        host: None,
-        lanes,
-        timeouts: session_timeouts(&args.transfer),
-        interrupt: Some(held.arrived()),
-    };
+    let place = PlaceOptions::of(&args.transfer, &args.ssh, None, held.arrived());
     Ok(RemoteCopy::open(end, &place, socket, options, reporter)?)
 }
 
@@ -238,7 +230,7 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
     let held = HeldSignals::hold()?;
     let (destination, remote) = match to {
         Endpoint::Ssh(end) => {
-            let place = PlaceOptions::of(args, held.arrived());
+            let place = PlaceOptions::of(&args.transfer, &args.host.ssh, Some(&args.host), held.arrived());
             match RemoteCopy::open(end, &place, socket, &mut options, &reporter) {
                 Ok(remote) => (remote.destination.clone(), Some(remote)),
                 Err(failure) => return Ok(results.failed(to, &failure)),

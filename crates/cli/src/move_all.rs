@@ -149,7 +149,7 @@ fn move_one(
     }
     let results =
         Results { destinations: Destinations::Several, ..Results::of(Verb::Moved, reporter, source) };
-    let place = PlaceOptions::of(args, cancel.descriptor());
+    let place = PlaceOptions::of(&args.transfer, &args.host.ssh, Some(&args.host), cancel.descriptor());
     let opened = RemoteCopy::open(end, &place, &guest.qmp, &mut options, reporter);
     let moved: CopyResult = match opened {
         Ok(remote) => {

@@ -12,7 +12,7 @@ use towline_control::plan::{
 use towline_control::remote::{self, DepartingGuest, Fit, NewGuest, Place, RemoteHost, SessionTimeouts};
 use towline_launch::Setting;
 
-use crate::args::{HostArgs, MoveArgs, SshArgs, TransferArgs};
+use crate::args::{HostArgs, SshArgs, TransferArgs};
 use crate::endpoint::ssh::SshEndpoint;
 use crate::progress::Reporter;
 
@@ -34,21 +34,21 @@ pub(crate) struct PlaceOptions<'a> {
     pub(crate) lanes: usize,
     pub(crate) timeouts: SessionTimeouts,
     /// Ends every wait.
-    pub(crate) interrupt: Option<Arc<OwnedFd>>,
+    pub(crate) interrupt: Arc<OwnedFd>,
 }
 
 impl<'a> PlaceOptions<'a> {
-    /// Options of a move.
-    pub(crate) fn of(args: &'a MoveArgs, interrupt: Arc<OwnedFd>) -> Self {
-        let lanes = args.transfer.multifd_channels.unwrap_or(LANES_DEFAULT);
-        let timeouts = session_timeouts(&args.transfer);
-        Self { ssh: &args.host.ssh, host: Some(&args.host), lanes, timeouts, interrupt: Some(interrupt) }
+    /// Options for this transfer.
+    pub(crate) fn of(
+        transfer: &TransferArgs,
+        ssh: &'a SshArgs,
+        host: Option<&'a HostArgs>,
+        interrupt: Arc<OwnedFd>,
+    ) -> Self {
+        let lanes = transfer.multifd_channels.unwrap_or(LANES_DEFAULT);
+        let timeouts = SessionTimeouts { connect: transfer.connect_timeout, peer: transfer.peer_timeout };
+        Self { ssh, host, lanes, timeouts, interrupt }
     }
-}
-
-/// Timeouts of the session for a transfer.
-pub(crate) fn session_timeouts(args: &TransferArgs) -> SessionTimeouts {
-    SessionTimeouts { connect: args.connect_timeout, peer: args.peer_timeout }
 }
 
 /// Queries the guest of this QEMU, and has the other host make a place for it. Starts ssh, so it precedes the sandbox.
@@ -61,10 +61,14 @@ pub(crate) fn prepare(
         (Place::Guest(given), Some(args)) => Place::Guest(started(given, args)),
         (place, _) => place.clone(),
     };
-    let guest = DepartingGuest::of(socket, place, options.interrupt.clone())?;
-    let mut host =
-        RemoteHost::connect(&end.target, &options.ssh.ssh, options.timeouts, options.interrupt.clone())
-            .map_err(Error::from)?;
+    let guest = DepartingGuest::of(socket, place, Some(Arc::clone(&options.interrupt)))?;
+    let mut host = RemoteHost::connect(
+        &end.target,
+        &options.ssh.ssh,
+        options.timeouts,
+        Some(Arc::clone(&options.interrupt)),
+    )
+    .map_err(Error::from)?;
     let is_vouched_for = options.host.is_some_and(|args| args.shared_disks);
     let fit = host.prepare(&guest, options.lanes, is_vouched_for).map_err(Error::from)?;
     Ok(PreparedPlace { host, guest, fit })

@@ -127,7 +127,7 @@ impl AtomicFile {
     /// Copies `length` bytes of another file into this one, at these offsets: by reference where both are on a filesystem with reflinks.
     ///
     /// # Errors
-    /// The kernel's error; a part may have been written. What lies behind the other file's end is a hole.
+    /// The kernel's error; a part may have been written. The range after the end of the other file is a hole.
     pub(crate) fn take(&self, from: &File, from_at: u64, at: u64, length: u64) -> io::Result<()> {
         let op = || {
             let mut bytes = vec![0; length as usize];

@@ -57,8 +57,7 @@ pub(super) fn ended_at_server(peer: &str, tls: &TlsServer, first: &[u8]) -> Erro
     let own = tls.origin().file(SERVER_CERT);
     let text = match (describe_plain(first), first) {
         (Some("TLS"), _) => format!(
-            "it ended the connection in the handshake: it may not accept {} (its CA, date or names); its own log says why",
-            own
+            "it ended the connection in the handshake: it may not accept {own} (its CA, date or names); its own log says why"
         ),
         (Some(what), _) => return plain(peer, what),
         (None, []) => "it closed the connection without sending anything".into(),

@@ -44,7 +44,7 @@ impl DepartingGuest {
         let mut qemu = Qemu::inspect(socket, &options)?;
         let facts = Subject::Qemu(Box::new(qemu.compat_facts()?)).into();
         let place = match place {
-            Place::Guest(guest) => Place::Guest(started_anew(guest, &mut qemu)?),
+            Place::Guest(guest) => Place::Guest(with_own_values(guest, &mut qemu)?),
             place => place,
         };
         let disks = WrittenDisk::of(&mut qemu)?;
@@ -77,7 +77,7 @@ impl DepartingGuest {
 }
 
 /// A QEMU for this one's guest, with the given name and program, or its own.
-fn started_anew(given: NewGuest, qemu: &mut Qemu) -> Result<NewGuest, plan::Error> {
+fn with_own_values(given: NewGuest, qemu: &mut Qemu) -> Result<NewGuest, plan::Error> {
     let command_line = plan::record_command_line(qemu)?.command_line;
     let name = match given.name.as_str() {
         "" => {
