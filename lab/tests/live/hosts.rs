@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use rustix::process::Signal;
 use serde_json::Value;
 use towline_lab::{
@@ -107,7 +107,8 @@ const PEER_TIMEOUT: Duration = Duration::from_secs(3);
 const ENDS_AFTER: Duration = Duration::from_secs(1);
 /// Attempts at the moment between the last byte and the acknowledgement.
 const TRIES: usize = 40;
-/// A source that has sent nothing for this time has sent everything, if no process waits for a processor.
+/// A source that has sent nothing for this time has sent everything, if all of it arrived and no process waits for a
+/// processor.
 const QUIET: Duration = Duration::from_millis(300);
 /// The kernel runs its timers, and the ends undo what they did.
 const ENDS_WITHIN: Duration = Duration::from_secs(20);
@@ -253,7 +254,7 @@ fn a_stopped_towline_at_the_source_does_not_hold_the_destination() {
     assert_eq!(running, [false, false]);
 }
 
-/// Waits until the source has sent all. False if it was acknowledged.
+/// Waits until the source has sent all. False if it was acknowledged, or waits for the stopped destination to read.
 fn is_sent(copying: &Copying) -> bool {
     let Copying { source, here, there, .. } = copying;
     let mut last = (None, Instant::now());
@@ -264,10 +265,22 @@ fn is_sent(copying: &Copying) -> bool {
         }
         let status = source.qmp().status()?;
         let is_quiet = last.1.elapsed() >= QUIET && status == "finish-migrate";
-        let is_sent = is_quiet && [source.pid(), here.pid(), there.pid()].into_iter().all(is_asleep);
-        Ok(if status == "postmigrate" { Some(false) } else { is_sent.then_some(true) })
+        let all_sleep = is_quiet && [source.pid(), here.pid(), there.pid()].into_iter().all(is_asleep);
+        let has_arrived = unacknowledged_bytes(here)? == 0;
+        let waits_to_send = all_sleep && !has_arrived && last.1.elapsed() >= 10 * QUIET;
+        let has_failed = status == "postmigrate" || waits_to_send;
+        Ok(if has_failed { Some(false) } else { (all_sleep && has_arrived).then_some(true) })
     })
     .unwrap()
+}
+
+/// Bytes that the source's towline has sent, and the kernel of the destination's host has not acknowledged.
+fn unacknowledged_bytes(here: &Towline) -> Result<u64> {
+    let sockets = std::fs::read_to_string(format!("/proc/{}/net/tcp", here.pid()))?;
+    let queues = sockets.lines().skip(1).filter_map(|socket| socket.split_whitespace().nth(4));
+    queues
+        .map(|queue| Ok(u64::from_str_radix(queue.split_once(':').context("tx_queue:rx_queue")?.0, 16)?))
+        .sum()
 }
 
 #[test]
