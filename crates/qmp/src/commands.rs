@@ -4,6 +4,7 @@
 //! matter; elsewhere they are ignored, because each QEMU adds some. Other commands go through
 //! [`Client::execute_raw`](crate::Client::execute_raw).
 
+mod block;
 mod fds;
 mod migrate;
 mod migration_info;
@@ -13,6 +14,10 @@ mod state;
 
 use serde::{Deserialize, Serialize};
 
+pub use block::{
+    AddNbdNode, BlockdevMirror, CancelJob, DeleteNode, DismissJob, ExportNode, Job, MigrateContinue,
+    NbdAddress, NbdListenAddress, QueryJobs, SetJobSpeed, StartNbdServer, StopNbdServer,
+};
 pub use fds::{AddFd, AddedFd, GetFd, RemoveFd};
 pub use migrate::{
     Migrate, MigrateCancel, MigrateIncoming, MigratePause, MigrateRecover, MigrateStartPostcopy,

@@ -1,0 +1,160 @@
+//! Commands that copy disks: nodes, jobs, and exports by NBD.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Empty, MigrationStatus, command};
+
+/// `blockdev-add` of a node whose content an NBD server has.
+#[derive(Clone, Debug, Serialize)]
+#[serde(tag = "driver", rename = "nbd", rename_all = "kebab-case")]
+pub struct AddNbdNode {
+    /// Name of the node, at most 31 characters.
+    pub node_name: String,
+    /// The server.
+    pub server: NbdAddress,
+    /// Name of its export.
+    pub export: String,
+}
+command!(AddNbdNode, "blockdev-add", Empty);
+
+/// Address of an NBD server, as a node has it.
+#[derive(Clone, Debug, Serialize)]
+#[serde(tag = "type", rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum NbdAddress {
+    /// A Unix socket.
+    Unix {
+        /// Its path.
+        path: PathBuf,
+    },
+}
+
+/// `blockdev-del`.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct DeleteNode {
+    /// The node.
+    pub node_name: String,
+}
+command!(DeleteNode, "blockdev-del", Empty);
+
+/// `blockdev-mirror`: copies a node to another one, and every later write.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct BlockdevMirror {
+    /// Id of the job.
+    pub job_id: String,
+    /// The node to copy.
+    pub device: String,
+    /// The node to copy to.
+    pub target: String,
+    /// `full`: with the content of its backing files.
+    pub sync: &'static str,
+    /// `write-blocking`: a write of the guest is complete once the target has it.
+    pub copy_mode: &'static str,
+    /// Bytes per second; 0 for unlimited.
+    pub speed: u64,
+    /// False: a job that has ended stays until [`DismissJob`].
+    pub auto_dismiss: bool,
+}
+command!(BlockdevMirror, "blockdev-mirror", Empty);
+
+/// `block-job-set-speed`.
+#[derive(Clone, Debug, Serialize)]
+pub struct SetJobSpeed {
+    /// The job.
+    pub device: String,
+    /// Bytes per second; 0 for unlimited.
+    pub speed: u64,
+}
+command!(SetJobSpeed, "block-job-set-speed", Empty);
+
+/// `block-job-cancel`. A mirror that is ready ends successfully, without its guest's disk being replaced, unless it is forced.
+#[derive(Clone, Debug, Serialize)]
+pub struct CancelJob {
+    /// The job.
+    pub device: String,
+    /// Ends it with what it has copied so far.
+    pub force: bool,
+}
+command!(CancelJob, "block-job-cancel", Empty);
+
+/// `job-dismiss`, of a job that has ended.
+#[derive(Clone, Debug, Serialize)]
+pub struct DismissJob {
+    /// The job.
+    pub id: String,
+}
+command!(DismissJob, "job-dismiss", Empty);
+
+/// `query-jobs`.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct QueryJobs;
+command!(QueryJobs, "query-jobs", Vec<Job>);
+
+/// A job.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Job {
+    /// Its id.
+    pub id: String,
+    /// `running`, `ready`, `concluded` and others.
+    pub status: String,
+    /// What is done, in bytes of a mirror.
+    pub current_progress: u64,
+    /// What there is to do, which grows while its guest writes.
+    pub total_progress: u64,
+    /// The reason for which it failed.
+    #[serde(default)]
+    pub error: Option<String>,
+}
+
+/// `migrate-continue`: a migration that waits in this state goes on.
+#[derive(Clone, Debug, Serialize)]
+pub struct MigrateContinue {
+    /// The state.
+    pub state: MigrationStatus,
+}
+command!(MigrateContinue, "migrate-continue", Empty);
+
+/// `nbd-server-start`.
+#[derive(Clone, Debug, Serialize)]
+pub struct StartNbdServer {
+    /// Where it listens.
+    pub addr: NbdListenAddress,
+}
+command!(StartNbdServer, "nbd-server-start", Empty);
+
+/// Address of QEMU's own NBD server, which is written in another form than [`NbdAddress`].
+#[derive(Clone, Debug, Serialize)]
+#[serde(tag = "type", content = "data", rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum NbdListenAddress {
+    /// A Unix socket.
+    Unix {
+        /// Its path.
+        path: PathBuf,
+    },
+}
+
+/// `nbd-server-stop`: ends its exports and connections, too.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct StopNbdServer;
+command!(StopNbdServer, "nbd-server-stop", Empty);
+
+/// `block-export-add` to the NBD server.
+#[derive(Clone, Debug, Serialize)]
+#[serde(tag = "type", rename = "nbd", rename_all = "kebab-case")]
+pub struct ExportNode {
+    /// Id of the export.
+    pub id: String,
+    /// The node.
+    pub node_name: String,
+    /// Name for clients.
+    pub name: String,
+    /// True if clients may write.
+    pub writable: bool,
+}
+command!(ExportNode, "block-export-add", Empty);
