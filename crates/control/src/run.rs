@@ -29,7 +29,7 @@ use std::thread;
 use std::time::Instant;
 
 use towline_channel::Cancel;
-use towline_launch::{CreatedOverlay, GuestDirectory, HostArguments, IncomingOption, Launcher, QemuVersion};
+use towline_launch::{CreatedDisk, GuestDirectory, HostArguments, IncomingOption, Launcher, QemuVersion};
 
 use crate::lock::lock;
 use crate::plan::{AfterCopy, CopyRequest, PostcopyStart, RequestedPages, Task, TransferOptions};
@@ -62,7 +62,7 @@ pub struct Prepared<'a> {
 struct Claimed {
     start: GuestStart,
     directory: GuestDirectory,
-    overlays: Vec<CreatedOverlay>,
+    overlays: Vec<CreatedDisk>,
 }
 
 /// Use of the connections by which monitors have answered.

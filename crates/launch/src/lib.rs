@@ -45,7 +45,7 @@ pub use in_use::{InUse, Start, check_in_use};
 pub use launcher::{IncomingOption, LaunchError, Launcher, ProcessSandbox, RunningQemu};
 pub use memory::{MappedBlock, MappedMemory, MemoryFileError, QemuVersion, Sharing};
 pub use networks::{SeparateNetworks, SharedNetwork};
-pub use overlay::{CreatedOverlay, DriveFiles, Overlay, OverlayError, OverlayPlan};
+pub use overlay::{CreatedDisk, DriveFiles, NewDisk, Overlay, OverlayError, OverlayPlan};
 pub use policy::{AllowedCommandLine, Refusal, RefusalReason, Refused};
 pub use record::Recorded;
 pub use runtime::{GuestDirectory, GuestName, Lifetime, NameError, RunningGuest, RuntimeError, RuntimeRoot};

@@ -12,6 +12,7 @@
 //! Limits: room is checked for the beginning of an overlay, not for all that its guest may write.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsString;
 use std::fs;
 use std::io;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
@@ -67,14 +68,25 @@ pub struct Overlay {
     pub path: PathBuf,
 }
 
-/// An overlay that was made. It is removed when this value is dropped.
+/// An overlay or a disk that was made. It is removed when this value is dropped.
 #[derive(Debug)]
-pub struct CreatedOverlay {
+pub struct CreatedDisk {
     path: Option<PathBuf>,
     file: fs::File,
 }
 
-/// Overlays that cannot be made.
+/// An empty disk.
+#[derive(Debug, Clone, Copy)]
+pub struct NewDisk<'a> {
+    /// The file to be made.
+    pub path: &'a Path,
+    /// Its format.
+    pub format: &'a str,
+    /// Size in bytes that the guest sees.
+    pub bytes: u64,
+}
+
+/// Overlays and disks that cannot be made.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OverlayError {
@@ -94,7 +106,7 @@ pub enum OverlayError {
     },
     /// A file of this name exists.
     #[error(
-        "overlay {} exists already, perhaps as the disk of a saved guest",
+        "{} exists already, perhaps as the disk of a saved guest",
         path.display()
     )]
     Exists {
@@ -142,6 +154,14 @@ pub enum OverlayError {
         /// Key of the disk.
         setting: String,
         /// Message of `qemu-img`.
+        text: String,
+    },
+    /// A new disk cannot be made.
+    #[error("disk {} cannot be made: {text}", path.display())]
+    DiskNotMade {
+        /// The file.
+        path: PathBuf,
+        /// The system's error, or the message of `qemu-img`.
         text: String,
     },
     /// The command line cannot be read.
@@ -217,42 +237,71 @@ impl Overlay {
     /// # Errors
     /// [`OverlayError::Exists`], [`OverlayError::Directory`], [`OverlayError::Tool`],
     /// [`OverlayError::NotMade`]. Nothing is left then, and a file that existed before is unchanged.
-    pub fn create(&self, host: &HostArguments) -> Result<CreatedOverlay, OverlayError> {
-        let tool = tool(&host.binary);
-        let mut command: Command = crate::launcher::command(&HostArguments {
-            binary: tool.clone(),
-            environment: host.environment.clone(),
-            ..HostArguments::default()
-        });
-        command.args(["create", "-q", "-f", "qcow2", "-F", &self.format, "-b", &self.base]);
-        command.arg(&self.path).stdout(Stdio::null());
-        let made = self.reserve()?;
-        let output = command.output().map_err(|source| OverlayError::Tool { tool, source })?;
-        if output.status.success() {
-            return Ok(made);
-        }
-        let text = String::from_utf8_lossy(&output.stderr);
-        Err(OverlayError::NotMade {
-            path: self.path.clone(),
-            base: self.base.clone(),
-            setting: self.setting.clone(),
-            text: excerpt(text.trim()),
-        })
-    }
-
-    /// Makes the file empty, for `qemu-img` to write. It neither replaces a file nor follows a symbolic link,
-    /// as `qemu-img` would.
-    fn reserve(&self) -> Result<CreatedOverlay, OverlayError> {
-        let path = self.path.clone();
-        match fs::File::options().write(true).create_new(true).mode(0o600).open(&path) {
-            Ok(file) => Ok(CreatedOverlay { path: Some(path), file }),
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Err(OverlayError::Exists { path }),
-            Err(source) => Err(OverlayError::Directory { path, source }),
+    pub fn create(&self, host: &HostArguments) -> Result<CreatedDisk, OverlayError> {
+        let made = reserve(&self.path)?;
+        let arguments = ["-f", "qcow2", "-F", &self.format, "-b", &self.base].map(OsString::from);
+        match create_by_tool(&arguments, &self.path, None, host)? {
+            None => Ok(made),
+            Some(text) => Err(OverlayError::NotMade {
+                path: self.path.clone(),
+                base: self.base.clone(),
+                setting: self.setting.clone(),
+                text,
+            }),
         }
     }
 }
 
-impl CreatedOverlay {
+impl NewDisk<'_> {
+    /// Makes the file, as [`Overlay::create`] does; it takes no room before it is written to.
+    ///
+    /// # Errors
+    /// [`OverlayError::Exists`], [`OverlayError::Tool`], [`OverlayError::DiskNotMade`].
+    pub fn create(&self, host: &HostArguments) -> Result<CreatedDisk, OverlayError> {
+        let failed = |text| OverlayError::DiskNotMade { path: self.path.to_owned(), text };
+        let made = reserve(self.path).map_err(|error| match error {
+            OverlayError::Directory { source, .. } => failed(source.to_string()),
+            error => error,
+        })?;
+        let arguments = ["-f", self.format].map(OsString::from);
+        match create_by_tool(&arguments, self.path, Some(self.bytes), host)? {
+            None => Ok(made),
+            Some(text) => Err(failed(text)),
+        }
+    }
+}
+
+/// Has `qemu-img` make this file. Returns its message if it has failed.
+fn create_by_tool(
+    arguments: &[OsString],
+    path: &Path,
+    bytes: Option<u64>,
+    host: &HostArguments,
+) -> Result<Option<String>, OverlayError> {
+    let tool = tool(&host.binary);
+    let mut command: Command = crate::launcher::command(&HostArguments {
+        binary: tool.clone(),
+        environment: host.environment.clone(),
+        ..HostArguments::default()
+    });
+    command.args(["create", "-q"]).args(arguments).arg(path);
+    command.args(bytes.map(|bytes| bytes.to_string())).stdout(Stdio::null());
+    let output = command.output().map_err(|source| OverlayError::Tool { tool, source })?;
+    let text = String::from_utf8_lossy(&output.stderr);
+    Ok((!output.status.success()).then(|| excerpt(text.trim())))
+}
+
+/// Makes the file empty, for `qemu-img` to write. It neither replaces a file nor follows a symbolic link, as `qemu-img` would.
+fn reserve(path: &Path) -> Result<CreatedDisk, OverlayError> {
+    let path = path.to_owned();
+    match fs::File::options().write(true).create_new(true).mode(0o600).open(&path) {
+        Ok(file) => Ok(CreatedDisk { path: Some(path), file }),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Err(OverlayError::Exists { path }),
+        Err(source) => Err(OverlayError::Directory { path, source }),
+    }
+}
+
+impl CreatedDisk {
     /// Has it belong to this user and group, if it does not.
     ///
     /// # Errors
@@ -266,13 +315,19 @@ impl CreatedOverlay {
         std::os::unix::fs::fchown(&self.file, Some(user), Some(group))
     }
 
+    /// The file.
+    #[must_use]
+    pub fn path(&self) -> Option<&Path> {
+        self.path.as_deref()
+    }
+
     /// Keeps the file beyond this value.
     pub fn keep(mut self) {
         self.path = None;
     }
 }
 
-impl Drop for CreatedOverlay {
+impl Drop for CreatedDisk {
     fn drop(&mut self) {
         if let Some(path) = self.path.take()
             && let Err(error) = fs::remove_file(&path)

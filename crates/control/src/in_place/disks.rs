@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use towline_image::StoredDisk;
-use towline_launch::{CreatedOverlay, HostArguments, Overlay};
+use towline_launch::{CreatedDisk, HostArguments, Overlay};
 use towline_qmp as qmp;
 
 use super::Error;
@@ -29,7 +29,7 @@ pub(crate) struct GuestDisks {
 struct Snapshot {
     drive: Drive,
     overlay: Overlay,
-    created: Option<CreatedOverlay>,
+    created: Option<CreatedDisk>,
 }
 
 /// Overlays in which a running guest continues when it is stored, so that its disks stay as they are at that instant. They are removed with
@@ -166,10 +166,7 @@ impl GuestDisks {
         let taken = qemu.take_snapshots(&taken);
         // Only what QEMU has refused was certainly not done.
         if !matches!(&taken, Err(qemu::Error::Qmp(qmp::Error::Refusal { .. }))) {
-            snapshots
-                .iter_mut()
-                .filter_map(|snapshot| snapshot.created.take())
-                .for_each(CreatedOverlay::keep);
+            snapshots.iter_mut().filter_map(|snapshot| snapshot.created.take()).for_each(CreatedDisk::keep);
         }
         Ok(taken?)
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use towline_channel::Cancel;
-use towline_launch::{CreatedOverlay, RunningQemu};
+use towline_launch::{CreatedDisk, RunningQemu};
 use towline_migration::LaneSends;
 
 use super::guests::{GuestStart, MemoryOrigin};
@@ -38,7 +38,7 @@ pub struct StartedGuest {
     /// Monitor of the QEMU, for the copy; `None`: the copy connects to it.
     pub(super) monitor: Option<StartedQemu>,
     /// Removed with this value, unless they are kept.
-    pub(super) overlays: Vec<CreatedOverlay>,
+    pub(super) overlays: Vec<CreatedDisk>,
     /// True once the guest may have run, so it may have written to its disks.
     pub(super) has_run: AtomicBool,
 }
@@ -205,7 +205,7 @@ impl Running {
             let has_run = guest.has_run.load(Ordering::Relaxed);
             // Those of guests that go on are their disks.
             if !is_ended || has_run {
-                guest.overlays.drain(..).for_each(CreatedOverlay::keep);
+                guest.overlays.drain(..).for_each(CreatedDisk::keep);
             }
             for overlay in guest.start.overlays.iter().filter(|_| is_ended && has_run) {
                 let (name, path) = (&guest.start.name, overlay.path.display());

@@ -99,7 +99,7 @@ fn an_overlay_is_removed_unless_it_is_kept() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("a.qcow2");
     fs::write(&path, "").unwrap();
-    let created = || CreatedOverlay { path: Some(path.clone()), file: fs::File::open(&path).unwrap() };
+    let created = || CreatedDisk { path: Some(path.clone()), file: fs::File::open(&path).unwrap() };
     created().keep();
     assert!(path.exists());
     drop(created());
