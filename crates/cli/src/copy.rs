@@ -64,7 +64,7 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
         }
     };
     destinations.extend(remote.iter().map(|remote| remote.destination.clone()));
-    confine(&args.transfer, &source, &destinations, &options, &held);
+    confine(&args.transfer, &source, &destinations, &options, remote.as_ref(), &held);
     let cancel = cancel_on_signals(SignalEffects::of_copy(&args.transfer, &ends))?;
     drop(held);
     if destinations.len() > 1 {
@@ -145,11 +145,13 @@ fn confine(
     source: &Source,
     destinations: &[Destination],
     options: &CopyRequest,
+    remote: Option<&RemoteCopy>,
     held: &HeldSignals,
 ) {
     match sandbox::policy_of_copy(source, destinations, options, args.observability.qmp.as_deref()) {
         Some(mut policy) => {
             sandbox::permit_mapped_images(&mut policy, source, destinations, options, &held.arrived());
+            policy.child = remote.map(RemoteCopy::ssh_pid);
             args.observability.metrics.iter().for_each(|address| policy.bind.add(address.port()));
             policy.write.extend(args.report.report.as_deref().map(sandbox::parent_directory));
             if let WritableDisks::Kept(disks) = &options.disks {
@@ -238,7 +240,8 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
         }
         other => (other.destination().map_err(UsageError)?, None),
     };
-    confine(&args.transfer, &source, std::slice::from_ref(&destination), &options, &held);
+    let destinations = std::slice::from_ref(&destination);
+    confine(&args.transfer, &source, destinations, &options, remote.as_ref(), &held);
     let cancel = cancel_on_signals(SignalEffects::of_copy(&args.transfer, &[from, to]))?;
     drop(held);
     let recorder = ReportRecorder::new();

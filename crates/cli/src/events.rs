@@ -148,7 +148,7 @@ pub(crate) enum CopyEvent<'a> {
     Listening {
         address: String,
     },
-    Progress(CopyProgress),
+    Progress(Box<CopyProgress>),
     /// A message for people.
     Notice {
         text: &'a str,

@@ -67,8 +67,8 @@ enum PhaseText {
     #[default]
     Nothing,
     Estimate(Estimate),
-    /// Of a guest that already runs.
-    Faults(String),
+    /// Of disks, or of a guest that already runs.
+    Text(String),
 }
 
 impl Shown {
@@ -76,9 +76,7 @@ impl Shown {
         match &self.content {
             PhaseText::Nothing => truncate_str(&self.prefix, width, "").into_owned(),
             PhaseText::Estimate(estimate) => line::line(&self.prefix, estimate, width),
-            PhaseText::Faults(text) => {
-                truncate_str(&format!("{} {text}", self.prefix), width, "").into_owned()
-            }
+            PhaseText::Text(text) => truncate_str(&format!("{} {text}", self.prefix), width, "").into_owned(),
         }
     }
 }
@@ -238,16 +236,17 @@ impl Observer for Reporter {
     fn progress(&self, progress: &Progress) {
         let estimate = lock(&self.estimator).observe(self.started.elapsed(), progress);
         if let Some(bar) = &self.bar {
-            lock(&bar.shown).content = match &progress.faults {
-                Some(faults) => PhaseText::Faults(faults_text(faults)),
-                None => PhaseText::Estimate(estimate),
+            lock(&bar.shown).content = match (&progress.disks, &progress.faults) {
+                (Some(disks), _) => PhaseText::Text(line::disks_text(disks)),
+                (None, Some(faults)) => PhaseText::Text(faults_text(faults)),
+                (None, None) => PhaseText::Estimate(estimate),
             };
             bar.draw(self.key);
         }
         let mut reported = lock(&self.reported);
         if self.json && reported.is_none_or(|at| at.elapsed() >= JSON_INTERVAL) {
             *reported = Some(Instant::now());
-            let event = CopyEvent::Progress(CopyProgress::new(progress, &estimate));
+            let event = CopyEvent::Progress(Box::new(CopyProgress::new(progress, &estimate)));
             self.queue(OverflowPolicy::Latest(self.key), event);
         }
     }

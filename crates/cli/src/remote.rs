@@ -7,9 +7,11 @@ use std::time::Duration;
 
 use towline_control::check::LANES_DEFAULT;
 use towline_control::plan::{
-    CopyRequest, CopyResult, Destination, Error, Failure, GuestAfterFailure, Observer as _,
+    CopyRequest, CopyResult, Destination, Error, Failure, GuestAfterFailure, Observer as _, WritableDisks,
 };
-use towline_control::remote::{self, DepartingGuest, Fit, NewGuest, Place, RemoteHost, SessionTimeouts};
+use towline_control::remote::{
+    self, DepartingGuest, DiskPolicy, Fit, NewGuest, Place, RemoteHost, SessionTimeouts,
+};
 use towline_launch::Setting;
 
 use crate::args::{HostArgs, SshArgs, TransferArgs};
@@ -61,7 +63,8 @@ pub(crate) fn prepare(
         (Place::Guest(given), Some(args)) => Place::Guest(started(given, args)),
         (place, _) => place.clone(),
     };
-    let guest = DepartingGuest::of(socket, place, Some(Arc::clone(&options.interrupt)))?;
+    let disks = options.host.map_or(DiskPolicy::VouchedFor, HostArgs::disk_policy);
+    let guest = DepartingGuest::of(socket, place, disks, Some(Arc::clone(&options.interrupt)))?;
     let mut host = RemoteHost::connect(
         &end.target,
         &options.ssh.ssh,
@@ -69,8 +72,7 @@ pub(crate) fn prepare(
         Some(Arc::clone(&options.interrupt)),
     )
     .map_err(Error::from)?;
-    let is_vouched_for = options.host.is_some_and(|args| args.shared_disks);
-    let fit = host.prepare(&guest, options.lanes, is_vouched_for).map_err(Error::from)?;
+    let fit = host.prepare(&guest, options.lanes).map_err(Error::from)?;
     Ok(PreparedPlace { host, guest, fit })
 }
 
@@ -114,7 +116,15 @@ impl RemoteCopy {
         let arrival = host.receive(request, place.lanes);
         let arrival = arrival.map_err(|error| refused(Error::from(error).into()))?;
         (request.tls, request.destination_name) = (Some(arrival.tls), Some(end.to_string()));
+        if let Some(to) = arrival.disks {
+            request.disks = WritableDisks::Mirrored { to };
+        }
         Ok(Self { host, destination: Destination::Stream(arrival.address) })
+    }
+
+    /// The process of its ssh.
+    pub(crate) fn ssh_pid(&self) -> u32 {
+        self.host.ssh_pid()
     }
 
     /// Adds what the other host has reported to the result.

@@ -110,9 +110,14 @@ pub(crate) fn is_file(source: &Source) -> bool {
 /// Returns the request of a `move`.
 pub(crate) fn of_move(args: &MoveArgs, destination: &Endpoint) -> Result<CopyRequest, String> {
     match destination {
-        Endpoint::Ssh(_) => check_transfer_to_host(&args.transfer)?,
+        Endpoint::Ssh(end) => {
+            check_transfer_to_host(&args.transfer)?;
+            if args.host.with_disks && matches!(end.place, Place::File(_) | Place::Store(_)) {
+                return Err(format!("--with-disks with {end}: an image has no disks; leave the option out"));
+            }
+        }
         _ if args.host.is_given() => {
-            let text = "--set, --qemu, --trust-command-line and --shared-disks are for ssh:HOST as DEST; leave them out";
+            let text = "--set, --qemu, --trust-command-line, --with-disks and --shared-disks are for ssh:HOST as DEST; leave them out";
             return Err(text.into());
         }
         _ => {}
@@ -294,6 +299,7 @@ mod tests {
             ("move --return-path off qmp:a ssh:b", "leave --return-path out"),
             ("move --compression zstd --multifd-channels 0 qmp:a ssh:b", "needs lanes"),
             ("move --shared-disks qmp:a qmp:b", "are for ssh:HOST"),
+            ("move --with-disks qmp:a ssh:b//a.img", "an image has no disks"),
             ("copy qmp:a ssh:b/web", "would be a second guest"),
             ("copy --resume --with-disks qmp:a ssh:b//a.img", "--resume and --live with ssh:b"),
         ] {

@@ -19,6 +19,7 @@ mod context;
 mod convergence;
 mod copy;
 mod destination;
+mod disks;
 mod endpoint;
 mod ends;
 mod engine;
@@ -52,6 +53,7 @@ pub use clones::{
 pub(crate) use clones::{copy_captured_to_all, store_captured};
 pub use command_line::CommandLineRecordError;
 pub(crate) use command_line::record_command_line;
+pub(crate) use context::listen_options;
 pub use copy::{copy, inspect_stream, wait_for_socket};
 pub use endpoint::{DiscardSink, StreamSummary};
 pub use ends::{Destination, ProcessDestination, ProcessGuest, ProcessSource, Source};
@@ -60,7 +62,7 @@ pub use invalid::{CopiedPages, Invalid, InvalidEnds, InvalidPostcopy, InvalidTls
 pub use outcomes::{GuestAfterFailure, SourceCategory};
 pub(crate) use preflight::report_findings;
 pub use progress::{
-    CopyPhase, CopyReport, DestinationState, Observer, PostcopyReport, Progress, SourceState,
+    CopyPhase, CopyReport, DestinationState, DiskProgress, Observer, PostcopyReport, Progress, SourceState,
 };
 pub use request::{
     AfterCopy, CopyRequest, Devices, PostcopyStart, RequestedPages, Task, Tls, TransferOptions,

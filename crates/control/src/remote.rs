@@ -7,15 +7,15 @@
 //!   prepare: place, facts  ────────────► a QEMU waits there, or one is started; both ends judge its facts
 //!                          ◄──────────── facts, refusals
 //!   receive: certificate   ────────────► listens
-//!                          ◄──────────── certificate; event LISTENING: port
-//!   ═════ the guest's stream over TCP, with TLS by these two one-time certificates ═════
+//!                          ◄──────────── certificate, port for disks; event LISTENING: port
+//!   ═════ disks, and the guest's stream, over TCP, with TLS by these two one-time certificates ═════
 //!                          ◄──────────── events NOTICE, ENDED
 //! ```
 //! The stream has its own session, by which the two agree who runs the guest ([`towline_protocol::session`]); this one only prepares it.
 //! If it ends, the agent cancels what it does, as with Ctrl-C, and ends a QEMU that it has started and that has no guest.
 //!
 //! Values of the other host are as untrusted as an image's: bounded, and a command line from it is used only as
-//! [`Recorded::allow`](towline_launch::Recorded::allow) permits. Out of scope: the disks, which must be on storage that both hosts have.
+//! [`Recorded::allow`](towline_launch::Recorded::allow) permits.
 
 mod agent;
 mod disks;
@@ -31,7 +31,8 @@ use towline_migration::Compression;
 use towline_qmp::Command;
 
 pub use agent::{Agent, Reception, ended, greeting, listening, notice};
-pub use disks::DiskToken;
+use disks::DisksToJudge;
+pub use disks::{CopiedDisk, DiskPolicy, DiskToken};
 pub use error::Error;
 pub use guest::{DepartingGuest, Fit};
 pub use host::{Arrival, RemoteHost, SessionTimeouts, SshTarget};
@@ -87,8 +88,7 @@ struct Prepare {
     /// Facts about the guest, as a file of facts has them.
     facts: Value,
     lanes: usize,
-    /// Proofs of its disks; `None` if its user vouches for them.
-    disks: Option<Vec<DiskToken>>,
+    disks: DisksToJudge,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -116,8 +116,11 @@ struct Receive {
 }
 
 #[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 struct Receiving {
     certificate: String,
+    /// Port for the content of disks that are copied.
+    disk_port: Option<u16>,
 }
 
 /// Result of the agent's part.

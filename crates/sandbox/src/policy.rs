@@ -40,6 +40,8 @@ pub struct Policy {
     /// True if other processes' files and memory are read, which landlock forbids: only system calls are
     /// filtered then.
     pub inspects_processes: bool,
+    /// A process that was started before, and whose end is awaited.
+    pub child: Option<u32>,
     /// True if host names are resolved, for which the C library loads plugins and uses UDP.
     pub resolves_names: bool,
 }

@@ -146,6 +146,10 @@ fn listed(policy: &Policy) -> Built<Rules> {
     for call in [Sysno::kill, Sysno::tgkill] {
         rules.insert(call.id().into(), any(0, &[own])?);
     }
+    if let Some(child) = policy.child {
+        rules.insert(Sysno::kill.id().into(), any(0, &[own, child.into()])?);
+        rules.insert(Sysno::wait4.id().into(), any(0, &[child.into()])?);
+    }
     // 0 is the calling process.
     let scheduling =
         [Sysno::sched_setaffinity, Sysno::sched_setscheduler, Sysno::sched_setattr, Sysno::sched_getattr];

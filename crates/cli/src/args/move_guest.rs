@@ -19,6 +19,8 @@ Examples:
   To another host, where its QEMU is started, with a disk that both hosts have:
     towline move qmp:/run/vm/a.qmp ssh:OTHER \\
       --set drive.disk0.file=/srv/a.qcow2 --set drive.disk0.format=qcow2
+  With its disks, to new files of the same names:
+    towline move qmp:/run/vm/a.qmp ssh:OTHER --with-disks --trust-command-line
   To a QEMU that waits there:
     towline move qmp:/run/vm/a.qmp ssh:OTHER/qmp:/run/vm/b.qmp
   Every guest of this host, two at a time:

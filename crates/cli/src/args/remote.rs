@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use towline_control::remote::DiskPolicy;
 use towline_launch::Setting;
 
 use super::HOSTS;
@@ -26,9 +27,12 @@ pub(crate) struct HostArgs {
     /// The QEMU to start there [default: the guest's, by its name in PATH]
     #[arg(long, value_name = "BINARY", hide_short_help = true, help_heading = HOSTS)]
     pub(crate) qemu: Option<PathBuf>,
-    /// Start it with the guest's own command line, files and programs: both hosts have them by the same names
+    /// Start it with the guest's own command line, files and programs
     #[arg(long, help_heading = HOSTS)]
     pub(crate) trust_command_line: bool,
+    /// Copy its disks there too: to new files, or those of a waiting QEMU
+    #[arg(long, help_heading = HOSTS, conflicts_with = "shared_disks")]
+    pub(crate) with_disks: bool,
     /// The guest's disks are the same on both hosts, also where that cannot be proven (block devices)
     #[arg(long, hide_short_help = true, help_heading = HOSTS)]
     pub(crate) shared_disks: bool,
@@ -37,7 +41,20 @@ pub(crate) struct HostArgs {
 impl HostArgs {
     /// Returns true if an option of a place is given.
     pub(crate) fn is_given(&self) -> bool {
-        !self.set.is_empty() || self.qemu.is_some() || self.trust_command_line || self.shared_disks
+        !self.set.is_empty()
+            || self.qemu.is_some()
+            || self.trust_command_line
+            || self.with_disks
+            || self.shared_disks
+    }
+
+    /// Treatment of the guest's disks.
+    pub(crate) fn disk_policy(&self) -> DiskPolicy {
+        match (self.with_disks, self.shared_disks) {
+            (true, _) => DiskPolicy::Copied,
+            (false, true) => DiskPolicy::VouchedFor,
+            (false, false) => DiskPolicy::Proven,
+        }
     }
 }
 

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use schemars::JsonSchema;
 use serde::Serialize;
-use towline_control::plan::{CopyReport, DestinationState, PostcopyReport, Progress, SourceState};
+use towline_control::plan::{
+    CopyReport, DestinationState, DiskProgress, PostcopyReport, Progress, SourceState,
+};
 use towline_image::{Increment, Uploaded};
 use towline_memload::{CheckOutcome, ReceivedMemory};
 use towline_migration::postcopy::FaultCounts;
@@ -29,6 +31,8 @@ objects! {
         expected_downtime: Option<u64> = progress.expected_downtime.map(milliseconds),
         downtime_limit: Option<u64> = progress.downtime_limit.map(milliseconds),
         outlook: Outlook = estimate.outlook,
+        /// Of disks, which are copied before the memory.
+        disks: Option<DiskProgress> = progress.disks,
         faults: Option<Faults> = progress.faults.as_ref().map(Faults::new),
         expected_time: Option<u64> = estimate.time_left.map(milliseconds),
     }

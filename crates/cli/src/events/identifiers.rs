@@ -73,6 +73,8 @@ pub(crate) fn reason(error: &Error) -> Reason {
         Error::SharedDrive { .. } => "shared-drive",
         Error::WritesDisk { .. }
         | Error::DisksNotKept { .. }
+        | Error::DiskNotCopied { .. }
+        | Error::DisksNotForwarded { .. }
         | Error::NoOverlayDirectory { .. }
         | Error::InPlace(
             InPlaceError::NoOverlay { .. }

@@ -10,6 +10,7 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use term::{measure_text_width, truncate_str};
+use towline_control::plan::DiskProgress;
 
 use super::estimate::{Estimate, Outlook};
 
@@ -34,6 +35,12 @@ pub(super) fn line(prefix: &str, estimate: &Estimate, width: usize) -> String {
         parts.remove(last);
     }
     truncate_str(&joined(&head, &parts), width, "").into_owned()
+}
+
+/// Formats the progress of disks, of which there is no estimate: a guest that writes adds to them.
+pub(super) fn disks_text(disks: &DiskProgress) -> String {
+    let percent = disks.copied as u128 * 100 / u128::from(disks.total.max(1));
+    format!("{percent} %, {} of {}", short_size(disks.copied), short_size(disks.total))
 }
 
 fn joined(head: &str, parts: &[LinePart]) -> String {

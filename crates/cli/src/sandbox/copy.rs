@@ -8,7 +8,7 @@ use std::sync::Arc;
 use towline_channel::Address;
 use towline_control::in_place;
 use towline_control::journal::RuntimeDirectory;
-use towline_control::plan::{CopyRequest, Destination, Source, Tls};
+use towline_control::plan::{CopyRequest, Destination, Source, Tls, WritableDisks};
 
 use super::{AllowedPorts, Policy, parent_directory};
 
@@ -72,6 +72,9 @@ pub(crate) fn policy_of_copy(
     }
     if let Some(base) = request.base() {
         permit_image(&mut policy, base);
+    }
+    if let WritableDisks::Mirrored { to } = &request.disks {
+        permit_stream(&mut policy, to, StreamDirection::Connect)?;
     }
     if let Some(Tls::Files { credentials, .. }) = &request.tls {
         permit_directory(&mut policy, credentials);

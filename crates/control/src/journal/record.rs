@@ -63,6 +63,13 @@ pub enum UndoRecord {
         /// Files in which its drives may go on.
         overlays: Vec<PathBuf>,
     },
+    /// Disks that are copied to another QEMU by these jobs.
+    Mirrors {
+        /// Their ids, which are also the names of their nodes.
+        jobs: Vec<String>,
+    },
+    /// Disks that another QEMU may write.
+    Exports,
     /// A temporary directory.
     Directory {
         /// Path of the directory.

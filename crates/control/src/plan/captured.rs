@@ -81,7 +81,7 @@ pub(super) fn take(
             refuse_disks(&mut qemu).map_err(Failure::untouched)?;
             None
         }
-        WritableDisks::LeftOut => None,
+        WritableDisks::LeftOut | WritableDisks::Mirrored { .. } | WritableDisks::Exported { .. } => None,
         WritableDisks::Kept(disks) => Some(disks.disks()),
     };
     let disks = prepared_disks.as_deref_mut().unwrap_or(&mut no_disks);

@@ -201,7 +201,7 @@ impl<'a> Context<'a> {
 // Options of streams and their lanes: TLS, limits, zero-copy sends, and compression.
 
 /// Options for a listener.
-pub(super) fn listen_options(options: &CopyRequest) -> Result<ListenOptions, Error> {
+pub(crate) fn listen_options(options: &CopyRequest) -> Result<ListenOptions, Error> {
     let tls = options.tls.as_ref().map(Tls::server).transpose()?;
     Ok(ListenOptions { tls, peer_timeout: Some(options.peer_timeout), ..ListenOptions::default() })
 }

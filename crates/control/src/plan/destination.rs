@@ -19,6 +19,7 @@ use towline_qmp::commands::{
 };
 
 use super::context::{Context, compression_parameters};
+use super::disks::DiskExports;
 use super::error::Error;
 use super::error_origin;
 use super::preflight::{GuestFacts, uuid_bytes};
@@ -76,6 +77,8 @@ pub(super) struct QmpDestination {
     /// The way of the stream to it.
     link: QemuLink,
     fdset: Option<i64>,
+    /// Disks that the source writes.
+    exports: Option<DiskExports>,
     /// True once it has received `migrate-incoming`, which QEMU accepts once.
     is_incoming_started: bool,
     /// Run state of the guest that it has reported to be loaded.
@@ -97,11 +100,12 @@ impl QmpDestination {
     /// Connects, or takes the connection to a QEMU of this process, and checks that it waits for
     /// `migrate-incoming`.
     pub(super) fn prepare(path: &Path, context: &Context<'_>) -> Result<Self, Error> {
-        let prepared = Self::of(match context.started.and_then(StartedQemu::take) {
+        let mut prepared = Self::of(match context.started.and_then(StartedQemu::take) {
             Some(started) => started?,
             None => Qemu::connect(path, &context.monitor())?,
         })?;
         context.adapt_lanes(&prepared.qemu);
+        prepared.exports = DiskExports::start(&mut prepared.qemu, &prepared.dir, context)?;
         Ok(prepared)
     }
 
@@ -129,6 +133,7 @@ impl QmpDestination {
             link: QemuLink::socket(&dir, "destination.sock"),
             dir,
             fdset: None,
+            exports: None,
             is_incoming_started: false,
             loaded: None,
             recoveries: 0,

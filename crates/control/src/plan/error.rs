@@ -162,6 +162,10 @@ pub enum Error {
         "QEMU on {socket} is not connected to the process of a network card (chardev {chardev:?}), so that the guest would be without its link in the new QEMU; upgrade again when it is (`reconnect-ms=` has QEMU connect again)"
     )]
     CardDisconnected { socket: String, chardev: String },
+    #[error("disk {drive} cannot be copied to the other host: {text}")]
+    DiskNotCopied { drive: String, text: String },
+    #[error("disks cannot be copied: no thread can be started: {source}")]
+    DisksNotForwarded { source: std::io::Error },
     #[error("cancelled")]
     Cancelled,
 }

@@ -17,6 +17,8 @@ use crate::switchover::{AtSource, FinalRunState};
 pub enum CopyPhase {
     /// Both ends are queried and configured.
     Prepare,
+    /// Disks are copied while the guest runs, before its memory.
+    Disks,
     /// Waiting for a peer, or connecting to one.
     Connect,
     /// Memory is transferred while the guest runs.
@@ -41,6 +43,7 @@ impl CopyPhase {
     pub fn name(self) -> &'static str {
         match self {
             Self::Prepare => "prepare",
+            Self::Disks => "disks",
             Self::Connect => "connect",
             Self::Transfer => "transfer",
             Self::Switchover => "switchover",
@@ -130,8 +133,19 @@ pub struct Progress {
     pub expected_downtime: Option<Duration>,
     /// Maximum downtime.
     pub downtime_limit: Option<Duration>,
+    /// Disks that are copied; nothing else is known of a copy that has them.
+    pub disks: Option<DiskProgress>,
     /// Faults of a guest that already runs.
     pub faults: Option<towline_migration::postcopy::FaultCounts>,
+}
+
+/// Progress of a guest's disks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct DiskProgress {
+    /// Bytes that the destination has.
+    pub copied: u64,
+    /// Bytes to copy, which grow while the guest writes.
+    pub total: u64,
 }
 
 /// Report of a completed copy.

@@ -4,9 +4,10 @@
 //! `validate` checks what depends on the two ends.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
-use towline_channel::{OneTimeCredentials, TlsClient, TlsServer};
+use towline_channel::{Address, Listener, OneTimeCredentials, TlsClient, TlsServer};
 use towline_migration::{Compression, Tuning, ZeroCopySend};
 
 use crate::in_place::PreparedDisks;
@@ -34,7 +35,7 @@ pub struct CopyRequest {
     pub stream: bool,
     /// Refuse a destination that does not map the image's memory already, instead of sending it.
     pub requires_mapped_memory: bool,
-    /// Disks of a guest that runs on while it is stored.
+    /// Disks that the guest writes to.
     pub disks: WritableDisks,
     /// Replace an existing image of the same name.
     pub overwrite: bool,
@@ -109,16 +110,26 @@ pub enum AfterCopy {
     SourceResumed,
 }
 
-/// Disks that a guest writes to when it is stored and runs on.
+/// Disks that a guest writes to when it is stored and runs on, or goes to another host.
 #[derive(Debug, Clone, Default)]
 pub enum WritableDisks {
-    /// Such a guest is refused, since its image could be run on a disk of another instant.
+    /// They do not go with it: a guest that is stored and runs on is refused, since its image could be run on a disk of another instant.
     #[default]
     Refused,
     /// They are not part of the image.
     LeftOut,
     /// They stay as they are at the guest's instant, and it continues in these overlays.
     Kept(PreparedDisks),
+    /// They are copied to a towline that listens for them, with the keys of the stream, while the guest runs.
+    Mirrored {
+        /// Where it listens.
+        to: Address,
+    },
+    /// They are written by what connects to a listener, until the guest has arrived.
+    Exported {
+        /// The listener.
+        listener: Arc<Listener>,
+    },
 }
 
 /// Memory of a guest whose QEMU is replaced.

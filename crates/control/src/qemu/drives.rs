@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 use towline_launch::DriveFiles;
 use towline_qmp::commands::{BlockDevice, BlockImage, QueryBlock, Transaction, TransactionAction};
 
@@ -26,6 +26,8 @@ pub(crate) struct Drive {
     pub(crate) is_written: bool,
     /// Size that the guest sees.
     pub(crate) bytes: u64,
+    /// Properties that a copy of its content would lose.
+    pub(crate) extras: Option<&'static str>,
     pub(crate) files: DriveFiles,
 }
 
@@ -50,8 +52,24 @@ impl Drive {
         let chain = backing.map(|image| plain_name(&image.filename)).take(CHAIN_MAX);
         let chain = std::iter::once(plain_name(&medium.file)).chain(chain).collect();
         let files = DriveFiles { format: medium.drv, chain };
-        let (bytes, is_written) = (image.virtual_size, !medium.ro);
-        Some(Self { name: name.unwrap_or_default(), node, is_written, bytes, files })
+        let (bytes, is_written, extras) = (image.virtual_size, !medium.ro, extras(&medium.other, image));
+        Some(Self { name: name.unwrap_or_default(), node, is_written, bytes, extras, files })
+    }
+}
+
+/// Properties of a medium beside its content.
+fn extras(medium: &Map<String, Value>, image: &BlockImage) -> Option<&'static str> {
+    let has = |list: Option<&Value>, is_kept: fn(&Value) -> bool| {
+        list.and_then(Value::as_array).is_some_and(|list| list.iter().any(is_kept))
+    };
+    let is_encrypted = image.other.get("encrypted") == Some(&Value::Bool(true));
+    if is_encrypted || image.format == "luks" {
+        Some("encryption")
+    } else if has(image.other.get("snapshots"), |_| true) {
+        Some("internal snapshots")
+    } else {
+        has(medium.get("dirty-bitmaps"), |bitmap| bitmap["persistent"] == true)
+            .then_some("persistent bitmaps")
     }
 }
 

@@ -35,6 +35,8 @@ const END_TIMEOUT: Duration = Duration::from_secs(3);
 /// States in which a migration can be cancelled while the location of the guest is certain.
 const CANCELLABLE: [MigrationStatus; 3] =
     [MigrationStatus::SETUP, MigrationStatus::ACTIVE, MigrationStatus::PRE_SWITCHOVER];
+/// States of a migration that is known by its age.
+const IN_PROGRESS: [MigrationStatus; 2] = [MigrationStatus::ACTIVE, MigrationStatus::PRE_SWITCHOVER];
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Result of undoing one change.
@@ -97,7 +99,8 @@ impl Qemu {
         };
         // One that began within the millisecond of the query could be another one: a later query tells.
         let is_known = migration.as_ref().is_some_and(|found| {
-            found.status == Some(MigrationStatus::ACTIVE) && began_before(found, monotonic_ms(), asked_ms)
+            let is_cancellable = found.status.as_ref().is_some_and(|status| IN_PROGRESS.contains(status));
+            is_cancellable && began_before(found, monotonic_ms(), asked_ms)
         });
         if is_known
             && !std::mem::replace(&mut self.has_seen_migration, true)
@@ -134,7 +137,8 @@ impl Qemu {
             UndoRecord::Migration { seen_ms, .. } => *seen_ms,
             _ => None,
         });
-        let busy = self.wait_until_idle(seen)?;
+        let pauses = records.iter().any(|(_, record)| matches!(record, UndoRecord::Mirrors { .. }));
+        let busy = self.wait_until_idle(seen, pauses)?;
         let mut repaired =
             RepairReport { socket: self.socket().to_owned(), owner, done: Vec::new(), left: Vec::new() };
         for (entry, record) in records {
@@ -156,8 +160,8 @@ impl Qemu {
     }
 
     /// Waits until no migration is in progress, and cancels the one that was seen in progress at this time.
-    /// Returns the reason if one still is.
-    fn wait_until_idle(&mut self, seen_ms: Option<u64>) -> Result<Option<String>, Error> {
+    /// Returns the reason if one still is. `pauses`: the killed towline let its migration wait before the switchover.
+    fn wait_until_idle(&mut self, seen_ms: Option<u64>, pauses: bool) -> Result<Option<String>, Error> {
         let start = Instant::now();
         let mut cancelled = false;
         loop {
@@ -173,7 +177,10 @@ impl Qemu {
                 return Ok(Some("it waits for a guest".into()));
             }
             let is_ours = seen_ms.is_some_and(|seen| began_before(&migration, monotonic_ms(), seen));
-            if !cancelled && CANCELLABLE.contains(&status) && is_ours && !self.is_completing()? {
+            // Nothing of the device state was sent.
+            let has_paused = status == MigrationStatus::PRE_SWITCHOVER;
+            let may_cancel = has_paused && (is_ours || pauses) || is_ours && !self.is_completing()?;
+            if !cancelled && CANCELLABLE.contains(&status) && may_cancel {
                 self.client.execute(&MigrateCancel)?;
                 cancelled = true;
             }
@@ -227,6 +234,14 @@ impl Qemu {
             UndoRecord::Device { path, add } => self.plug_again(path, add)?,
             UndoRecord::Migration { to, .. } => RecordOutcome::done(format!("migration to {to} has ended")),
             UndoRecord::Stopped { overlays } => self.run_on(overlays)?,
+            UndoRecord::Mirrors { jobs } => {
+                self.drop_mirrors(jobs)?;
+                RecordOutcome::done("copies of its disks ended".into())
+            }
+            UndoRecord::Exports => {
+                self.end_exports()?;
+                RecordOutcome::done("its disks are not offered to others any more".into())
+            }
             UndoRecord::Directory { .. } => RecordOutcome::Done(Vec::new()),
         })
     }
@@ -349,6 +364,8 @@ fn name(record: &UndoRecord) -> String {
         UndoRecord::Device { path, .. } => format!("device {path}"),
         UndoRecord::Migration { to, .. } => format!("migration to {to}"),
         UndoRecord::Stopped { .. } => "run state".into(),
+        UndoRecord::Mirrors { .. } => "copies of disks".into(),
+        UndoRecord::Exports => "disks for others".into(),
         UndoRecord::Directory { path, .. } => path.display().to_string(),
     }
 }

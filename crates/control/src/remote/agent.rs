@@ -1,15 +1,16 @@
 //! The other end of the session: makes a place for a guest, and receives it.
 
+use std::fs;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
-use towline_channel::{Address, OneTimeCredentials, OneTimeKey};
+use towline_channel::{Address, Listener, OneTimeCredentials, OneTimeKey};
 use towline_compat::{ConfiguredBy, Facts, facts::Subject};
 use towline_launch::{
     GuestDirectory, GuestIdentity, GuestName, HostArguments, IncomingOption, Launcher, Lifetime, Recorded,
@@ -18,7 +19,7 @@ use towline_launch::{
 use towline_qmp::commands::{QueryStatus, Quit, RunState};
 use towline_qmp::{self as qmp, Client, Command, CommandError, Commands, Dialogue};
 
-use super::disks::WrittenDisk;
+use super::disks::{CopiedDisk, NewDisks, WrittenDisk};
 use super::guest::compare;
 use super::{
     ENDED, Ended, LISTENING, NewGuest, Place, Prepare, Prepared, Receive, Receiving, SESSION, SESSION_KEY,
@@ -26,7 +27,8 @@ use super::{
 };
 use crate::lock::lock;
 use crate::plan::{
-    AfterCopy, CopyRequest, CopyResult, Destination, Source, Task, Tls, TransferOptions, wait_for_socket,
+    self, AfterCopy, CopyRequest, CopyResult, Destination, Source, Task, Tls, TransferOptions, WritableDisks,
+    wait_for_socket,
 };
 use crate::qemu::Qemu;
 
@@ -36,6 +38,8 @@ const COMMANDS: [&str; 2] = [Prepare::NAME, Receive::NAME];
 const SOCKET_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for which the source may take to connect, once it knows where.
 const ACCEPT_TIMEOUT: Duration = Duration::from_secs(60);
+/// The same after its disks were copied; the end of the session ends it before.
+const DISKS_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 /// Time in which a QEMU that is not needed ends; it is killed then.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval of checks for that.
@@ -62,11 +66,16 @@ struct Ready {
     destination: Destination,
     started: Option<StartedForGuest>,
     refusals: Vec<String>,
+    copies_disks: bool,
 }
 
 /// A QEMU that waits for its guest, and ends with this value unless it is kept.
 #[derive(Debug)]
-struct StartedForGuest(Option<RunningQemu>);
+struct StartedForGuest {
+    qemu: Option<RunningQemu>,
+    /// Disks that were made for it.
+    disks: NewDisks,
+}
 
 /// The guest that is received next.
 #[derive(Debug)]
@@ -83,16 +92,24 @@ pub struct Reception {
 
 impl Drop for StartedForGuest {
     fn drop(&mut self) {
-        let Some(qemu) = self.0.take() else { return };
         if thread::panicking() {
             // Where the guest is is not known.
-            return;
+            return self.keep();
         }
+        let Some(qemu) = self.qemu.take() else { return };
         qemu.quit();
         if qemu.wait(END_TIMEOUT).is_none() {
             qemu.kill();
             let _ = qemu.wait(END_TIMEOUT);
         }
+    }
+}
+
+impl StartedForGuest {
+    /// Has them outlive this process.
+    fn keep(&mut self) {
+        drop(self.qemu.take());
+        self.disks.keep();
     }
 }
 
@@ -149,9 +166,8 @@ impl Agent {
         let (destination, started) = match &request.place {
             Place::Qmp(path) => (Destination::Qmp(path.clone()), None),
             Place::Guest(guest) => {
-                let started = self.start(guest)?;
-                let path = started.qmp_path();
-                (Destination::Qmp(path), Some(StartedForGuest(Some(started))))
+                let (path, started) = self.start(guest, request.disks.copied())?;
+                (Destination::Qmp(path), Some(started))
             }
             Place::File(path) => (Destination::Image(path.clone()), None),
             Place::Store(location) => (Destination::Store(location.parse().map_err(failed)?), None),
@@ -160,18 +176,25 @@ impl Agent {
             Destination::Qmp(socket) => {
                 let WaitingQemu { facts, disks } = WaitingQemu::of(socket)?;
                 let mut refusals = compare(&guest, &facts, request.lanes).reasons(ConfiguredBy::Towline);
-                refusals.extend(request.disks.iter().flatten().filter_map(|disk| disk.refusal(&disks)));
+                refusals.extend(request.disks.refusals(&disks));
                 let json = serde_json::from_slice(&facts.to_json()).map_err(failed)?;
                 (Some(json), refusals)
             }
             _ => (None, Vec::new()),
         };
-        *self.state() = State::Prepared(Ready { destination, started, refusals: refusals.clone() });
+        let copies_disks = !request.disks.copied().is_empty();
+        *self.state() =
+            State::Prepared(Ready { destination, started, refusals: refusals.clone(), copies_disks });
         Ok(Prepared { facts, refusals })
     }
 
-    /// Starts a QEMU for this guest. It outlives this process, which may be killed while the guest is there already.
-    fn start(&self, guest: &NewGuest) -> Result<RunningQemu, CommandError> {
+    /// Makes these disks, and starts a QEMU for this guest. Both outlive this process, which may be killed while the guest is there already.
+    /// Also returns its monitor.
+    fn start(
+        &self,
+        guest: &NewGuest,
+        copied: &[CopiedDisk],
+    ) -> Result<(PathBuf, StartedForGuest), CommandError> {
         let recorded = Recorded::from_json(guest.command_line.as_bytes()).map_err(failed)?;
         let name: GuestName = guest.name.parse().map_err(failed)?;
         if self.root.ends_with_session() && !lingers() {
@@ -193,13 +216,18 @@ impl Agent {
         let host = host.for_guest(GuestIdentity { n: 0, name: name.as_str() }).map_err(failed)?;
         let allowed = if guest.is_trusted { recorded.trust(&host) } else { recorded.allow(&host) };
         let allowed = allowed.map_err(failed)?;
-        let mut launcher = Launcher::new(self.claim(&name).map_err(failed)?);
+        let directory = self.claim(&name).map_err(failed)?;
+        let list = directory.path().join(NewDisks::FILE);
+        let mut launcher = Launcher::new(directory);
         launcher.incoming = IncomingOption::Defer;
         launcher.lifetime = Lifetime::Detached;
-        launcher.start(&allowed, &host).map_err(failed)
+        let disks = NewDisks::make(copied, &allowed.whole(), &host, &list);
+        let disks = disks.map_err(CommandError::generic)?;
+        let qemu = launcher.start(&allowed, &host).map_err(failed)?;
+        Ok((qemu.qmp_path(), StartedForGuest { qemu: Some(qemu), disks }))
     }
 
-    /// Takes the name, also from a QEMU that an agent which was killed has left without a guest.
+    /// Takes the name, also from a QEMU that an agent which was killed has left without a guest, and removes the disks that it was given.
     fn claim(&self, name: &GuestName) -> Result<GuestDirectory, RuntimeError> {
         let taken = match self.root.claim(name) {
             Err(taken @ RuntimeError::Taken { .. }) => taken,
@@ -209,6 +237,7 @@ impl Agent {
             self.root.list()?.into_iter().find(|guest| guest.name == name.as_str() && is_abandoned(guest));
         let Some(left) = left else { return Err(taken) };
         tracing::info!(%name, pid = left.pid, "ending a QEMU that waits for a guest of an agent that has ended");
+        let disks = NewDisks::listed(&left.qmp.with_file_name(NewDisks::FILE));
         let quit =
             Client::connect(&left.qmp, &qmp::Options::default()).and_then(|mut client| client.execute(&Quit));
         quit.map_err(|_| taken)?;
@@ -216,7 +245,12 @@ impl Agent {
         loop {
             match self.root.claim(name) {
                 Err(RuntimeError::Taken { .. }) if Instant::now() < deadline => thread::sleep(END_INTERVAL),
-                claimed => return claimed,
+                claimed => {
+                    if claimed.is_ok() {
+                        disks.iter().for_each(|disk| drop(fs::remove_file(disk)));
+                    }
+                    return claimed;
+                }
             }
         }
     }
@@ -236,18 +270,33 @@ impl Agent {
         let Receive { compression: method, compression_level: level, .. } = request;
         let compression = compression_of(method, *level)
             .ok_or_else(|| CommandError::generic(format!("compression {method}:{level} is not known")))?;
+        let mut received = CopyRequest { compression, ..received(request, key.with_peer(peer)) };
+        let disk_port = if ready.copies_disks { Some(listen_for_disks(&mut received)?) } else { None };
         let reception = Reception {
-            source: Source::Stream(Address::Tcp {
-                host: own_address().map_or_else(String::new, |ip| ip.to_string()),
-                port: 0,
-            }),
+            source: Source::Stream(free_port()),
             destination: ready.destination,
-            request: CopyRequest { compression, ..received(request, key.with_peer(peer)) },
+            request: received,
             started: ready.started,
         };
         *state = State::Receives(Box::new(reception));
-        Ok(Receiving { certificate })
+        Ok(Receiving { certificate, disk_port })
     }
+}
+
+/// Any port of the address by which ssh has reached this host.
+fn free_port() -> Address {
+    Address::Tcp { host: own_address().map_or_else(String::new, |ip| ip.to_string()), port: 0 }
+}
+
+/// Has this copy receive disks first, however long they take. Returns the port.
+fn listen_for_disks(request: &mut CopyRequest) -> Result<u16, CommandError> {
+    let options = plan::listen_options(request).map_err(failed)?;
+    let listener = Arc::new(Listener::bind_with(&free_port(), &options).map_err(failed)?);
+    let Address::Tcp { port, .. } = *listener.local_address() else {
+        return Err(CommandError::generic("no port for disks"));
+    };
+    (request.disks, request.accept_timeout) = (WritableDisks::Exported { listener }, DISKS_TIMEOUT);
+    Ok(port)
 }
 
 /// Returns true for a QEMU that still waits for its guest, while the towline that has started it has ended: its source was not
@@ -309,8 +358,7 @@ impl Reception {
         let may_be_there =
             copied.as_ref().map_or_else(|failure| failure.guest.may_be_at_destination(), |_| true);
         if may_be_there && let Some(started) = &mut self.started {
-            // It outlives this process.
-            drop(started.0.take());
+            started.keep();
         }
         self.started = None;
     }

@@ -1,12 +1,18 @@
-//! Proof that the disks of a guest are on storage that two hosts have: a file that one of them makes beside each file of a disk is seen by
-//! the other. The name of a disk proves nothing, as both hosts may have a file of that name.
+//! The disks of a guest on two hosts: proven to be on storage that both have, or made at the other one.
+//!
+//! The proof of a disk is a file that one host makes beside each file of it, and that the other one sees. The name of a disk proves nothing,
+//! as both hosts may have a file of that name.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use towline_launch::{CommandLine, CreatedDisk, HostArguments, NewDisk, Overlay};
 
+use super::error::Error;
 use crate::qemu::{self, Qemu};
 
 /// Beginning of the names of these files.
@@ -18,6 +24,44 @@ pub(super) struct WrittenDisk {
     drive: String,
     /// The file that is written, its backing file, and so on.
     files: Vec<PathBuf>,
+    format: String,
+    bytes: u64,
+    /// Properties that a copy of its content would lose.
+    extras: Option<&'static str>,
+    /// Key of its setting in the command line of a guest whose QEMU is started elsewhere; `None` if that does not have it.
+    setting: Option<String>,
+}
+
+/// Disks of a guest that goes to another host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DiskPolicy {
+    /// They stay where they are, on storage that is proven to be that of both hosts.
+    Proven,
+    /// As that, by the word of the user.
+    VouchedFor,
+    /// They are copied.
+    Copied,
+}
+
+/// Disks of a guest, for the other host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum DisksToJudge {
+    VouchedFor,
+    Proven(Vec<DiskToken>),
+    Copied(Vec<CopiedDisk>),
+}
+
+/// A disk that is copied.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct CopiedDisk {
+    /// With which a disk that both hosts have is found out.
+    token: DiskToken,
+    format: String,
+    bytes: u64,
+    /// As in [`WrittenDisk`].
+    setting: Option<String>,
 }
 
 /// Description of such a disk for another host.
@@ -57,8 +101,31 @@ impl WrittenDisk {
         let disk = |drive: qemu::Drive| Self {
             files: drive.files.chain.iter().map(|file| directory.join(file)).collect(),
             drive: drive.name,
+            format: drive.files.format,
+            bytes: drive.bytes,
+            extras: drive.extras,
+            setting: None,
         };
         Ok(written.map(disk).collect())
+    }
+
+    /// Refuses a disk that is more than its content.
+    pub(super) fn check_copy(&self) -> Result<(), Error> {
+        let Self { drive, extras, .. } = self;
+        extras.map_or(Ok(()), |what| Err(Error::DiskExtras { drive: drive.clone(), what }))
+    }
+
+    /// Finds it among the disks of the guest's command line.
+    pub(super) fn find_setting(&mut self, of_line: &[Overlay]) {
+        let file = self.files.first();
+        let disk = of_line.iter().find(|disk| file.is_some_and(|file| file == Path::new(&disk.base)));
+        self.setting = disk.map(|disk| disk.setting.clone());
+    }
+
+    /// Its description for a host to which it is copied.
+    fn copied(&self, token: DiskToken) -> CopiedDisk {
+        let Self { format, bytes, setting, .. } = self.clone();
+        CopiedDisk { token, format, bytes, setting }
     }
 }
 
@@ -71,6 +138,18 @@ impl DiskTokens {
             tokens.disks.push(DiskToken { drive: disk.drive.clone(), files });
         }
         tokens
+    }
+
+    /// Description of these disks for the other host.
+    pub(super) fn to_judge(&self, disks: &[WrittenDisk], policy: DiskPolicy) -> DisksToJudge {
+        match policy {
+            DiskPolicy::VouchedFor => DisksToJudge::VouchedFor,
+            DiskPolicy::Proven => DisksToJudge::Proven(self.disks.clone()),
+            DiskPolicy::Copied => {
+                let copied = disks.iter().zip(&self.disks);
+                DisksToJudge::Copied(copied.map(|(disk, token)| disk.copied(token.clone())).collect())
+            }
+        }
     }
 
     fn token(&mut self, path: &Path) -> FileToken {
@@ -107,6 +186,102 @@ impl Drop for DiskTokens {
                 tracing::warn!(path = %directory.join(token).display(), %error, "cannot be removed");
             }
         }
+    }
+}
+
+impl DisksToJudge {
+    /// The disks that are copied.
+    pub(super) fn copied(&self) -> &[CopiedDisk] {
+        match self {
+            Self::Copied(disks) => disks,
+            Self::VouchedFor | Self::Proven(_) => &[],
+        }
+    }
+
+    /// The reasons for which a QEMU with these disks cannot have the guest.
+    pub(super) fn refusals(&self, there: &[WrittenDisk]) -> Vec<String> {
+        match self {
+            Self::VouchedFor => Vec::new(),
+            Self::Proven(disks) => disks.iter().filter_map(|disk| disk.refusal(there)).collect(),
+            Self::Copied(disks) => disks.iter().filter_map(|disk| disk.refusal(there)).collect(),
+        }
+    }
+}
+
+impl CopiedDisk {
+    fn refusal(&self, there: &[WrittenDisk]) -> Option<String> {
+        let (drive, expected) = (&self.token.drive, self.bytes);
+        let Some(disk) = there.iter().find(|disk| disk.drive == *drive) else {
+            return Some(format!("disk {drive} is missing there, or cannot be written"));
+        };
+        if disk.bytes != expected {
+            return Some(format!("disk {drive} has {} bytes there, expected {expected}", disk.bytes));
+        }
+        let is_one = !disk.files.is_empty() && self.token.refusal(there).is_none();
+        is_one.then(|| format!("disk {drive} is the same file there, and needs no copy"))
+    }
+
+    /// Its file, for a guest with these disks in its command line; `None`: a block device, which is there already.
+    fn make(&self, there: &[Overlay], host: &HostArguments) -> Result<Option<CreatedDisk>, String> {
+        let Self { token: DiskToken { drive, .. }, format, bytes, setting } = self;
+        let disk = there.iter().find(|disk| Some(&disk.setting) == setting.as_ref());
+        let disk = disk.ok_or_else(|| format!("disk {drive} is not in the guest's command line"))?;
+        if disk.format != *format {
+            let (setting, found) = (&disk.setting, &disk.format);
+            return Err(format!("{setting}.format is {found} there, expected {format}"));
+        }
+        let path = Path::new(&disk.base);
+        if !path.is_absolute() {
+            return Err(format!("disk {drive} is no file there ({})", disk.base));
+        }
+        if fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device()) {
+            return Ok(None);
+        }
+        let new = NewDisk { path, format, bytes: *bytes };
+        new.create(host).map(Some).map_err(|error| format!("disk {drive}: {error}"))
+    }
+}
+
+/// Disks that were made for a guest, and are removed with this value unless they are kept.
+#[derive(Debug, Default)]
+pub(super) struct NewDisks(Vec<CreatedDisk>);
+
+impl NewDisks {
+    /// File with the names of the disks that were made for a guest, in its directory: those of one that never arrived are removed by
+    /// another agent if this one was killed.
+    pub(super) const FILE: &str = "new-disks.json";
+
+    /// Makes the files of these disks for a guest with this command line, and keeps `list` of them.
+    ///
+    /// # Errors
+    /// The reason, with the name of the disk.
+    pub(super) fn make(
+        disks: &[CopiedDisk],
+        line: &CommandLine,
+        host: &HostArguments,
+        list: &Path,
+    ) -> Result<Self, String> {
+        let directory = host.working_directory.as_deref().unwrap_or(Path::new("/"));
+        let there = line.written_disks(directory, None);
+        let mut made = Self::default();
+        for disk in disks {
+            made.0.extend(disk.make(&there, host)?);
+            let paths: Vec<_> = made.0.iter().filter_map(CreatedDisk::path).collect();
+            let written = serde_json::to_vec(&paths).map_err(io::Error::from);
+            let written = written.and_then(|paths| fs::write(list, paths));
+            written.map_err(|error| format!("{}: {error}", list.display()))?;
+        }
+        Ok(made)
+    }
+
+    /// The disks in such a file.
+    pub(super) fn listed(list: &Path) -> Vec<PathBuf> {
+        fs::read(list).ok().and_then(|paths| serde_json::from_slice(&paths).ok()).unwrap_or_default()
+    }
+
+    /// Has them outlive this value.
+    pub(super) fn keep(&mut self) {
+        self.0.drain(..).for_each(CreatedDisk::keep);
     }
 }
 
@@ -154,7 +329,14 @@ mod tests {
     use super::*;
 
     fn disk(files: &[&Path]) -> WrittenDisk {
-        WrittenDisk { drive: "disk0".into(), files: files.iter().map(|file| (*file).to_owned()).collect() }
+        WrittenDisk {
+            drive: "disk0".into(),
+            files: files.iter().map(|file| (*file).to_owned()).collect(),
+            format: "raw".into(),
+            bytes: 4,
+            extras: None,
+            setting: None,
+        }
     }
 
     #[test]

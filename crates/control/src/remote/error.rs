@@ -39,6 +39,12 @@ pub enum Error {
     Silent { host: String, waited: Duration },
     #[error("the session with {host} was lost")]
     Lost { host: String },
+    #[error(
+        "disk {drive} has {what}, which a copy of its content would lose: remove that, or have the disk on storage of both hosts"
+    )]
+    DiskExtras { drive: String, what: &'static str },
+    #[error("the guest's command line: {source}")]
+    CommandLine { source: towline_launch::ParseError },
     #[error("cancelled")]
     Cancelled,
     #[error("{0}")]

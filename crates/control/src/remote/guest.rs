@@ -7,10 +7,11 @@ use std::sync::Arc;
 use serde_json::Value;
 use towline_compat::facts::Subject;
 use towline_compat::{Facts, Pair, Report, evaluate};
+use towline_launch::{Overlay, Recorded};
 use towline_qmp as qmp;
 
-use super::disks::WrittenDisk;
-use super::{NewGuest, Place};
+use super::disks::{DiskPolicy, WrittenDisk};
+use super::{Error, NewGuest, Place};
 use crate::plan::{self, Observer};
 use crate::qemu::Qemu;
 use crate::upgrade::base_name;
@@ -20,6 +21,7 @@ use crate::upgrade::base_name;
 pub struct DepartingGuest {
     pub(super) facts: Facts,
     pub(super) disks: Vec<WrittenDisk>,
+    pub(super) disk_policy: DiskPolicy,
     pub(super) place: Place,
 }
 
@@ -38,8 +40,13 @@ impl DepartingGuest {
     /// its command line, and its name and program unless they are given. `interrupt` ends the wait for the monitor.
     ///
     /// # Errors
-    /// It cannot be queried, or its command line is not known.
-    pub fn of(socket: &Path, place: Place, interrupt: Option<Arc<OwnedFd>>) -> Result<Self, plan::Error> {
+    /// It cannot be queried, its command line is not known, or a disk cannot be copied.
+    pub fn of(
+        socket: &Path,
+        place: Place,
+        disk_policy: DiskPolicy,
+        interrupt: Option<Arc<OwnedFd>>,
+    ) -> Result<Self, plan::Error> {
         let options = qmp::Options { interrupt, ..qmp::Options::default() };
         let mut qemu = Qemu::inspect(socket, &options)?;
         let facts = Subject::Qemu(Box::new(qemu.compat_facts()?)).into();
@@ -47,8 +54,13 @@ impl DepartingGuest {
             Place::Guest(guest) => Place::Guest(with_own_values(guest, &mut qemu)?),
             place => place,
         };
-        let disks = WrittenDisk::of(&mut qemu)?;
-        Ok(Self { facts, disks, place })
+        let mut disks = WrittenDisk::of(&mut qemu)?;
+        if disk_policy == DiskPolicy::Copied {
+            disks.iter().try_for_each(WrittenDisk::check_copy)?;
+            let of_line = disks_of(&place)?;
+            disks.iter_mut().for_each(|disk| disk.find_setting(&of_line));
+        }
+        Ok(Self { facts, disks, disk_policy, place })
     }
 
     pub(super) fn facts_json(&self) -> Value {
@@ -74,6 +86,15 @@ impl DepartingGuest {
     ) -> Result<(), plan::Error> {
         plan::report_findings(&self.compare(there, lanes), || host.to_owned(), observer)
     }
+}
+
+/// The disks in the command line of a guest that gets a QEMU elsewhere.
+fn disks_of(place: &Place) -> Result<Vec<Overlay>, Error> {
+    let Place::Guest(guest) = place else { return Ok(Vec::new()) };
+    let recorded = Recorded::from_json(guest.command_line.as_bytes());
+    let recorded = recorded.map_err(|source| Error::CommandLine { source })?;
+    let directory = guest.working_directory.as_deref().unwrap_or(Path::new("/"));
+    Ok(recorded.command_line().written_disks(directory, None))
 }
 
 /// A QEMU for this one's guest, with the given name and program, or its own.

@@ -15,7 +15,7 @@ use towline_channel::{Address, OneTimeKey};
 use towline_compat::Facts;
 use towline_qmp::{self as qmp, Client, Event};
 
-use super::disks::DiskTokens;
+use super::disks::{DiskPolicy, DiskTokens};
 use super::error::{Error, SSH_FAILED};
 use super::{
     DepartingGuest, ENDED, Ended, Fit, LISTENING, NOTICE, Place, Prepare, Receive, SESSION, SESSION_KEY,
@@ -81,6 +81,8 @@ pub struct Arrival {
     pub address: Address,
     /// Keys of both ends.
     pub tls: Tls,
+    /// Where it receives the content of disks that are copied.
+    pub disks: Option<Address>,
 }
 
 impl FromStr for SshTarget {
@@ -204,15 +206,22 @@ impl RemoteHost {
         self.target.to_string()
     }
 
-    /// Has it make the place of this guest. Its disks have to be on storage that both hosts have, unless `vouched_for`.
+    /// The process of its ssh.
+    pub fn ssh_pid(&self) -> u32 {
+        self.ssh.child.id()
+    }
+
+    /// Has it make the place of this guest, and judge that.
     ///
     /// # Errors
     /// [`Error`]: the place cannot be made.
-    pub fn prepare(&mut self, guest: &DepartingGuest, lanes: usize, vouched_for: bool) -> Result<Fit, Error> {
+    pub fn prepare(&mut self, guest: &DepartingGuest, lanes: usize) -> Result<Fit, Error> {
         let has_disks = matches!(guest.place, Place::Qmp(_) | Place::Guest(_));
+        let policy = if has_disks { guest.disk_policy } else { DiskPolicy::VouchedFor };
+        let needs_tokens = policy != DiskPolicy::VouchedFor;
         // Until the other host has seen them.
-        let tokens = (has_disks && !vouched_for).then(|| DiskTokens::make(&guest.disks));
-        let disks = tokens.as_ref().map(|tokens| tokens.disks.clone());
+        let tokens = DiskTokens::make(if needs_tokens { &guest.disks } else { &[] });
+        let disks = tokens.to_judge(&guest.disks, policy);
         let prepared =
             self.execute(&Prepare { place: guest.place.clone(), facts: guest.facts_json(), lanes, disks })?;
         let facts = prepared.facts.map(|facts| Facts::parse(facts.to_string().as_bytes())).transpose();
@@ -235,9 +244,8 @@ impl RemoteHost {
             overwrite: request.overwrite,
             peer_timeout_ms: u64::try_from(request.peer_timeout.as_millis()).unwrap_or(u64::MAX),
         })?;
-        let certificate = from_hex(&receiving.certificate);
-        let certificate =
-            certificate.ok_or_else(|| self.unexpected(receiving.certificate, "a certificate"))?;
+        let certificate = from_hex(&receiving.certificate)
+            .ok_or_else(|| self.unexpected(receiving.certificate.clone(), "a certificate"))?;
         let event = self.await_event(&[LISTENING, ENDED], REPLY_TIMEOUT, &|_| {});
         let event = event.map_err(|error| self.failed(error))?;
         let event = event.ok_or_else(|| self.unexpected("nothing".into(), "the port that it listens on"))?;
@@ -249,7 +257,9 @@ impl RemoteHost {
         let port = event.data.get("port").and_then(|port| u16::try_from(port.as_u64()?).ok());
         let port = port.ok_or_else(|| self.unexpected(format!("{:?}", event.data), "a port"))?;
         let host = self.address.map_or_else(|| self.target.host().to_owned(), |address| address.to_string());
-        Ok(Arrival { address: Address::Tcp { host, port }, tls: Tls::OneTime(key.with_peer(certificate)) })
+        let at = |port| Address::Tcp { host: host.clone(), port };
+        let disks = receiving.disk_port.map(at);
+        Ok(Arrival { address: at(port), tls: Tls::OneTime(key.with_peer(certificate)), disks })
     }
 
     /// Has the agent cancel what it does.
@@ -313,12 +323,13 @@ impl Ssh {
             match self.child.try_wait() {
                 Ok(Some(status)) => return Some(status),
                 Ok(None) if Instant::now() < deadline => thread::sleep(END_INTERVAL),
-                // A confined process can neither wait for it nor kill it.
                 Ok(None) | Err(_) => break,
             }
         }
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        // A process that landlock confines cannot kill it: it ends once the host is silent.
+        if self.child.kill().is_ok() {
+            let _ = self.child.wait();
+        }
         None
     }
 }

@@ -102,9 +102,9 @@ pub struct Job {
     pub id: String,
     /// `running`, `ready`, `concluded` and others.
     pub status: String,
-    /// What is done, in bytes of a mirror.
+    /// Work that is done, in bytes of a mirror.
     pub current_progress: u64,
-    /// What there is to do, which grows while its guest writes.
+    /// All of the work, which grows while the guest writes.
     pub total_progress: u64,
     /// The reason for which it failed.
     #[serde(default)]

@@ -13,6 +13,7 @@ impl QmpDestination {
     /// Starts the guest and checks that it runs.
     pub(in super::super) fn start_guest(&mut self) -> Result<StartResult, StartFailure> {
         self.wait_loaded().map_err(|error| self.not_sent(error))?;
+        self.end_exports().map_err(|error| self.not_sent(error))?;
         // `cont` leaves it suspended, and its drives unchanged.
         if self.loaded == Some(RunState::SUSPENDED) {
             self.qemu.activate_drives().map_err(|error| self.not_sent(error.into()))?;
@@ -43,6 +44,11 @@ impl QmpDestination {
                 Err(error) => return Err(self.not_seen(error.into())),
             }
         }
+    }
+
+    /// Ends the source's way to the disks, all of which it has written before its guest was loaded here.
+    fn end_exports(&mut self) -> Result<(), Error> {
+        self.exports.take().map_or(Ok(()), |exports| exports.end(&mut self.qemu))
     }
 
     fn stopped_again(&mut self, status: &Status) -> StartFailure {
@@ -88,6 +94,7 @@ impl QmpDestination {
     /// # Errors
     /// QEMU has exited since.
     pub(in super::super) fn restore_settings(&mut self) -> Result<Vec<String>, Error> {
+        self.end_exports()?;
         self.qemu.activate_drives()?;
         let restored = self.settings.take().map(|settings| settings.restore(&mut self.qemu));
         let mut notes: Vec<_> =
@@ -106,6 +113,9 @@ impl QmpDestination {
 
     /// Rolls back after a failure, when nothing runs here. Returns notices about changes that are left.
     pub(in super::super) fn roll_back(&mut self, held: HeldGuest) -> Vec<String> {
+        if let Err(error) = self.end_exports() {
+            tracing::debug!(%error, "the exports of its disks");
+        }
         let status = self.qemu.status();
         match self.settings.take() {
             Some(settings) if !self.is_incoming_started && status.is_ok() => {

@@ -82,6 +82,7 @@ impl QemuSource {
     ) -> Result<Connections, Error> {
         to.qemu().map_or(Ok(()), |to| to.qmp.check_vsocks(&self.qemu.vsocks))?;
         self.qemu.detach_unmigratable_devices(context.cancel)?;
+        self.qemu.mirror_disks(context)?;
         context.observer.phase(CopyPhase::Connect);
         to.connect(session, context)?;
         self.qemu.start(context.lanes(), context.options, context.cancel)

@@ -12,6 +12,7 @@ use towline_qmp::commands::{
 };
 
 use super::super::context::compression_parameters;
+use super::super::disks::DiskMirrors;
 use super::super::error::Error;
 use super::super::progress::{Progress, SourceState};
 use super::super::request::CopyRequest;
@@ -28,6 +29,7 @@ impl QmpSource {
     /// Queries the progress at intervals.
     pub(in super::super) fn poll(&mut self, cancel: &Cancel) -> Result<Progress, Error> {
         self.apply_tuning();
+        self.await_switchover();
         if self.queried_at.elapsed() >= QUERY_INTERVAL {
             self.queried_at = Instant::now();
             // A QEMU that is completing does not reply for as long as that takes.
@@ -38,9 +40,38 @@ impl QmpSource {
             }
             self.progress = self.convergence.progress(&migration);
             self.convergence.observe(&migration)?;
+            self.follow_mirrors(&migration)?;
             self.relax_downtime(&migration);
         }
         Ok(self.progress)
+    }
+
+    /// Waits a moment for the switchover of a guest whose disks are copied, which it waits for, and has the next query see it.
+    fn await_switchover(&mut self) {
+        if self.mirrors.as_ref().is_some_and(DiskMirrors::are_active) {
+            let is_paused =
+                |event: &Event| MigrationStatus::of_event(event) == Some(MigrationStatus::PRE_SWITCHOVER);
+            if self.qemu.client().wait_event(is_paused, QUERY_INTERVAL).is_ok() {
+                self.queried_at -= QUERY_INTERVAL;
+            }
+        }
+    }
+
+    /// Ends the copy of disks when the guest is stopped, and has the migration go on.
+    fn follow_mirrors(&mut self, migration: &MigrationInfo) -> Result<(), Error> {
+        let Some(mirrors) = self.mirrors.as_mut().filter(|mirrors| mirrors.are_active()) else {
+            return Ok(());
+        };
+        if migration.status != Some(MigrationStatus::PRE_SWITCHOVER) {
+            return mirrors.check(&mut self.qemu);
+        }
+        mirrors.complete(&mut self.qemu)?;
+        Ok(self.qemu.continue_migration()?)
+    }
+
+    /// Ends the copy of disks, of which the source keeps its own.
+    fn end_mirrors(&mut self) -> Result<(), Error> {
+        self.mirrors.take().map_or(Ok(()), |mirrors| mirrors.end(&mut self.qemu))
     }
 
     /// Queries the state of its migration. A missing reply is no evidence; an exited process is.
@@ -165,6 +196,9 @@ impl QmpSource {
             // The new QEMU has it: what is sent all the same (a memfd's, from 8.1 on) is dropped.
             capabilities.insert(Capability::X_IGNORE_SHARED, true);
         }
+        if self.mirrors.is_some() {
+            capabilities.insert(Capability::PAUSE_BEFORE_SWITCHOVER, true);
+        }
         if options.transfer_options().throttle {
             capabilities.insert(Capability::AUTO_CONVERGE, true);
         }
@@ -265,6 +299,7 @@ impl QmpSource {
         action: GuestAction,
         end: CopyEnd,
     ) -> Result<RestoredSource, Error> {
+        let ended = self.end_mirrors();
         let tidy = self.wait_migration_cleanup();
         let (downtime_ms, mut notes) = match tidy {
             Ok(is_clean) => (self.reported_downtime(), self.restore_settings_if_clean(is_clean)),
@@ -275,6 +310,7 @@ impl QmpSource {
                 (None, vec![error.to_string()])
             }
         };
+        notes.extend(ended.err().map(|error| format!("the copy of its disks was not ended: {error}")));
         if end == CopyEnd::Failed {
             let attached = self.vsocks.attach(&mut self.qemu);
             notes.extend(attached.err().map(|error| error.to_string()));

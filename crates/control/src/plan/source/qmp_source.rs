@@ -10,6 +10,7 @@ use towline_qmp::commands::{MigrationInfo, MigrationStatus, RunState};
 
 use super::super::context::Context;
 use super::super::convergence::Convergence;
+use super::super::disks::DiskMirrors;
 use super::super::error::{ABORTS_ASLEEP, BlockedBy, Error};
 use super::super::error_origin;
 use super::super::preflight::{FactsExtent, GuestFacts};
@@ -57,6 +58,8 @@ pub(in super::super) struct QmpSource {
     pub(super) relaxed_limit: Option<Duration>,
     /// Part of the downtime limit that is kept from QEMU: for the last sync of an image whose guest runs on.
     pub(super) downtime_reserve: Duration,
+    /// Disks that are copied.
+    pub(super) mirrors: Option<DiskMirrors>,
     /// Devices that are detached for the move.
     pub(in super::super) vsocks: DetachedVsocks,
     /// State that must be unchanged when the guest has stopped.
@@ -130,6 +133,7 @@ impl QmpSource {
             convergence,
             tuning,
             applied_changes: 0,
+            mirrors: None,
             vsocks,
             required: None,
         })
@@ -175,6 +179,11 @@ impl QmpSource {
     /// Detaches devices that QEMU does not migrate.
     pub(in super::super) fn detach_unmigratable_devices(&mut self, cancel: &Cancel) -> Result<(), Error> {
         self.vsocks.detach(&mut self.qemu, cancel)
+    }
+
+    /// Copies the disks that go with the guest; returns when the other end has them, and gets what the guest writes.
+    pub(in super::super) fn mirror_disks(&mut self, context: &Context<'_>) -> Result<(), Error> {
+        DiskMirrors::start(&mut self.qemu, &self.dir, context, &mut self.mirrors)
     }
 
     /// The QEMU.
