@@ -1,5 +1,5 @@
 //! A process of a move to another host is killed, or the link between the hosts is cut, at a random moment. Afterwards the guest runs on
-//! one host, or `resume` runs it on one: never two, none lost.
+//! one host, or `resume` runs it on one: never two, none lost, and its disk is the one that it knows, moved with it or not.
 //!
 //! `TOWLINE_SOAK_HOST_KILLS` is the number of runs, `TOWLINE_SOAK_SEED` the first seed.
 
@@ -13,8 +13,9 @@ use serde_json::Value;
 use towline_lab::expect::{assert_ended, completed, events, number, qmp};
 use towline_lab::{Qmp, Towline, wait_until};
 
+use crate::disks::DISK_THERE;
 use crate::faults::child;
-use crate::support::{Hosts, WITHIN, WRITTEN};
+use crate::support::{Hosts, WITHIN, WRITER, WRITTEN, assert_disk};
 
 const RUNS: u64 = 6;
 /// Approximate duration of an undisturbed run from its process's start, in milliseconds.
@@ -26,6 +27,8 @@ const PEER_TIMEOUT: &str = "2";
 
 /// Phases of the switchover, as the guest's towline reports them.
 const PHASES: [&str; 4] = ["transfer", "switchover", "release", "cut-over"];
+/// The phase before them in which disks are copied.
+const DISKS: &str = "disks";
 
 /// Time of the kill.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,6 +45,13 @@ enum Victim {
     Ssh,
     Agent,
     Link,
+}
+
+/// A run.
+struct Disturbance {
+    victim: Victim,
+    moment: Moment,
+    moves_disk: bool,
 }
 
 /// End of a run.
@@ -87,11 +97,12 @@ impl Side<'_> {
         }
     }
 
-    /// The guest has its memory, and continues.
+    /// The guest has its memory and its disk, and continues.
     fn assert_guest(&self) {
         let mut guest = self.hosts.agent(self.agent);
         guest.wait_ticking(WITHIN).unwrap();
         assert_eq!(guest.check().unwrap(), WRITTEN / 4096);
+        assert_disk(&mut guest);
     }
 
     fn end(&self) {
@@ -105,7 +116,8 @@ impl Side<'_> {
 
 #[test]
 fn a_kill_at_any_moment_leaves_one_guest() {
-    let Some(hosts) = Hosts::new("a_kill_at_any_moment_leaves_one_guest") else { return };
+    let Some(mut hosts) = Hosts::new("a_kill_at_any_moment_leaves_one_guest") else { return };
+    hosts.guest.as_mut().unwrap().shell(WRITER, WITHIN).unwrap();
     let image = hosts.place.path("web.img").display().to_string();
     completed(&hosts.towline(&["copy", "--json", &qmp(&hosts.source), &image]).wait(WITHIN).unwrap());
     hosts.source.kill().unwrap();
@@ -131,25 +143,39 @@ fn a_kill_at_any_moment_leaves_one_guest() {
         } else {
             Moment::Behind(PHASES[rng.usize(..PHASES.len())], Duration::from_micros(rng.u64(..BEHIND_US)))
         };
+        let moves_disk = rng.bool();
+        let moment = match moment {
+            Moment::Behind(_, time) if moves_disk && rng.u8(..4) == 0 => Moment::Behind(DISKS, time),
+            moment => moment,
+        };
         let begun = Instant::now();
         let start = ["run", &image, "--name", "web", "--detach"];
         assert_ended(&hosts.with_guests(&here.prefix, &start, "here."), 0, &[]);
-        let exit = disturbed(&hosts, &here, victim, moment);
+        let exit = disturbed(&hosts, &here, &Disturbance { victim, moment, moves_disk });
         let end = judged(&here, &there);
         println!(
-            "{seed} {victim:?} {moment:?}: exit {exit:?}, {end:?} in {:.1} s",
+            "{seed} {victim:?} {moment:?}{}: exit {exit:?}, {end:?} in {:.1} s",
+            if moves_disk { " with its disk" } else { "" },
             begun.elapsed().as_secs_f64()
         );
+        let is_there = there.status().is_some();
         here.end();
         there.end();
+        let disk = hosts.there.path(DISK_THERE);
+        assert!(!disk.exists() || is_there, "a disk without its guest");
+        let _ = std::fs::remove_file(disk);
     }
 }
 
 /// Moves the guest, and kills the victim at this moment. Returns the exit status.
-fn disturbed(hosts: &Hosts, here: &Side<'_>, victim: Victim, moment: Moment) -> Option<i32> {
+fn disturbed(hosts: &Hosts, here: &Side<'_>, what: &Disturbance) -> Option<i32> {
+    let Disturbance { victim, moment, moves_disk } = *what;
     let (source, client) = (format!("qmp:{}", here.monitor.display()), hosts.there.client());
     let words =
         ["move", &source, "ssh:other/web", "--ssh", &client, "--peer-timeout", PEER_TIMEOUT, "--json"];
+    let set = format!("drive.disk0.file={DISK_THERE}");
+    let with_disk: &[&str] = if moves_disk { &["--with-disks", "--set", &set] } else { &[] };
+    let words = [&words[..], with_disk].concat();
     let mut moving = hosts.start_with_guests(&here.prefix, &words, "there.");
     match moment {
         Moment::After(time) => sleep(time),

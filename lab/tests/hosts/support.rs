@@ -1,6 +1,7 @@
 //! Helpers of these tests: a guest with a disk, and another host with OpenSSH's server.
 
 use std::fs::{self, File};
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Result;
@@ -148,10 +149,15 @@ impl Hosts {
         guest
     }
 
+    /// Agent of the guest in a QEMU that was started there.
+    pub(crate) fn agent_there(&self) -> LinuxGuest {
+        self.agent(AGENT_THERE)
+    }
+
     /// The guest continues there, in the QEMU that was started for it, with its memory and its disk.
     pub(crate) fn assert_continues_there(&self, name: &str, tick: u64) {
         self.there.monitor(name, WITHIN).unwrap().wait_status("running", WITHIN).unwrap();
-        assert_is_guest(&mut self.agent(AGENT_THERE), tick);
+        assert_is_guest(&mut self.agent_there(), tick);
     }
 
     /// The guest runs on where it was, and nothing is left on the other host.
@@ -182,8 +188,25 @@ impl Hosts {
     }
 }
 
+/// Has the guest write numbers to its disk, one after another, each to a place of its own, and keep the last one that its disk has
+/// confirmed.
+pub(crate) const WRITER: &str = "echo 0 > /tmp/confirmed; (n=0; while :; do n=$((n+1)); echo $n | \
+    dd of=/dev/vda bs=512 seek=$((n % 8000 + 8)) conv=sync,fsync,notrunc 2>/dev/null; \
+    echo $n > /tmp/confirmed.new; mv /tmp/confirmed.new /tmp/confirmed; done) > /dev/null 2>&1 &";
+
+/// The disk has what the guest knows to be on it, and the guest goes on writing.
+pub(crate) fn assert_disk(guest: &mut LinuxGuest) {
+    let read = "echo 3 > /proc/sys/vm/drop_caches; n=$(cat /tmp/confirmed); echo confirmed $n; \
+        for m in $(seq $((n > 30 ? n - 30 : 1)) $n); do \
+        found=$(dd if=/dev/vda bs=512 skip=$((m % 8000 + 8)) count=1 2>/dev/null | head -n 1); \
+        [ \"$found\" = $m ] || echo $m is \"$found\"; done; \
+        until [ $(cat /tmp/confirmed) -gt $n ]; do sleep 0.05; done";
+    let said = guest.shell(read, WITHIN).unwrap();
+    assert!(said.trim().lines().count() == 1 && said.starts_with("confirmed"), "{said}");
+}
+
 /// It has its memory and its disk, and both can be written to.
-fn assert_is_guest(guest: &mut LinuxGuest, tick: u64) {
+pub(crate) fn assert_is_guest(guest: &mut LinuxGuest, tick: u64) {
     assert!(guest.wait_ticking(WITHIN).unwrap() > tick);
     assert_eq!(guest.check().unwrap(), WRITTEN / 4096);
     guest.shell("echo 3 > /proc/sys/vm/drop_caches", WITHIN).unwrap();
@@ -197,10 +220,14 @@ fn written(text: &str) -> String {
     format!("echo {text} | dd of=/dev/vda bs=512 conv=sync,fsync 2>/dev/null")
 }
 
-pub(crate) fn with_disk(disk: &std::path::Path) -> Builder {
-    let drive = format!("file={},format=raw,if=none,id=disk0,file.locking=on", disk.display());
+pub(crate) fn with_disk(disk: &Path) -> Builder {
+    with_disk_of(Version::V10_0, disk, "raw")
+}
+
+pub(crate) fn with_disk_of(version: Version, disk: &Path, format: &str) -> Builder {
+    let drive = format!("file={},format={format},if=none,id=disk0,file.locking=on", disk.display());
     let disk = ["-drive", &drive, "-device", "virtio-blk-pci,drive=disk0,id=vda"];
-    Qemu::builder(Version::V10_0).cpu("Nehalem").linux().memory_mib(256).processors(2).args(disk)
+    Qemu::builder(version).cpu("Nehalem").linux().memory_mib(256).processors(2).args(disk)
 }
 
 fn networks() -> Result<(Network, Network)> {

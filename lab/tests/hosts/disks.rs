@@ -1,0 +1,251 @@
+//! Disks that move with their guest.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use rustix::process::Signal;
+use serde_json::Value;
+use towline_lab::expect::{assert_ended, completed, qmp, wait_event};
+use towline_lab::{Qmp, Version, require_qemu, signal};
+
+use crate::faults::child;
+use crate::support::{Hosts, MIB, WITHIN, WRITER, assert_disk, last, with_disk, with_disk_of};
+
+/// Where the guest's disk is on the other host, whose files in `/run` are its own.
+pub(crate) const DISK_THERE: &str = "/run/web.raw";
+
+/// Options for a guest that moves to a QEMU that is started there, with a disk of its own.
+fn with_disks(hosts: &Hosts) -> Vec<String> {
+    let set = format!("drive.disk0.file={DISK_THERE}");
+    let further = ["--with-disks", "--set", &set, "--json", "--peer-timeout", "3"];
+    hosts.start_options().into_iter().chain(further.map(str::to_owned)).collect()
+}
+
+fn words(options: &[String]) -> Vec<&str> {
+    options.iter().map(String::as_str).collect()
+}
+
+#[test]
+fn a_guest_moves_with_its_disk_while_it_writes() {
+    let Some(mut hosts) = Hosts::new("a_guest_moves_with_its_disk_while_it_writes") else { return };
+    let options = with_disks(&hosts);
+    let options = words(&options);
+    hosts.guest.as_mut().unwrap().shell(WRITER, WITHIN).unwrap();
+    let checked = hosts.run("check", "/web", &options[..options.len() - 2]);
+    assert_ended(&checked, 0, &[]);
+    assert_eq!(last(&checked)["verdict"], "yes-with-notes", "{}", checked.stdout);
+    hosts.assert_stays();
+    let there = hosts.there.path(DISK_THERE);
+    assert!(!there.exists(), "a check leaves nothing");
+    let tick = hosts.last_tick();
+    let moved = hosts.run("move", "/web", &[&options[..], &["--paused"]].concat());
+    completed(&moved);
+    assert!(!moved.stderr.contains("sandbox"), "{}", moved.stderr);
+    assert!(moved.stdout.contains(r#""phase":"disks""#), "{}", moved.stdout);
+    assert_equal(&hosts.place.path("disk.raw"), &there);
+    run(&hosts.there.monitor("web", WITHIN).unwrap());
+    hosts.assert_continues_there("web", tick);
+    assert_disk(&mut hosts.agent_there());
+}
+
+#[test]
+fn a_qcow2_disk_with_a_backing_file_is_copied_to_a_waiting_qemu() {
+    let name = "a_qcow2_disk_with_a_backing_file_is_copied_to_a_waiting_qemu";
+    let Some(mut hosts) = Hosts::new(name) else { return };
+    // The guest of these hosts has its own.
+    let base = hosts.place.path("base.raw");
+    fs::copy(hosts.place.path("disk.raw"), &base).unwrap();
+    for version in [Version::V10_0, Version::Newest] {
+        if version == Version::Newest && !require_qemu(name, &[version]) {
+            continue;
+        }
+        let (overlay, there) = (hosts.place.path("overlay.qcow2"), hosts.place.path("there.qcow2"));
+        qemu_img(&["create", "-f", "qcow2", "-F", "raw", "-b", path(&base), path(&overlay)]);
+        qemu_img(&["create", "-f", "qcow2", path(&there), &(8 * MIB).to_string()]);
+        let (source, mut guest) = with_disk_of(version, &overlay, "qcow2").boot(WITHIN).unwrap();
+        guest.shell(WRITER, WITHIN).unwrap();
+        let waiting = with_disk_of(version, &there, "qcow2").incoming_defer().start().unwrap();
+        drop(guest);
+        let source_of_hosts = std::mem::replace(&mut hosts.source, source);
+        completed(&hosts.run(
+            "move",
+            &format!("/{}", qmp(&waiting)),
+            &["--with-disks", "--json", "--paused"],
+        ));
+        hosts.source.wait_exit(WITHIN).unwrap();
+        hosts.source = source_of_hosts;
+        run(waiting.qmp());
+        assert_disk(&mut waiting.linux(WITHIN).unwrap());
+        // Read by the guest: its QEMU has the file alone.
+        waiting.kill().unwrap();
+        assert!(!qemu_img(&["info", path(&there)]).contains("backing"));
+        [overlay, there].iter().for_each(|file| fs::remove_file(file).unwrap());
+    }
+}
+
+#[test]
+fn a_disk_that_cannot_be_copied_is_refused_by_name() {
+    let Some(mut hosts) = Hosts::new("a_disk_that_cannot_be_copied_is_refused_by_name") else { return };
+    let options = with_disks(&hosts);
+    let options = words(&options);
+    // A file of another guest.
+    let there = hosts.there.path(DISK_THERE);
+    fs::write(&there, "other").unwrap();
+    assert_ended(
+        &hosts.run("move", "/web", &options),
+        1,
+        &["other: disk disk0: /run/web.raw exists already"],
+    );
+    assert_eq!(fs::read(&there).unwrap(), b"other");
+    hosts.assert_stays();
+    fs::remove_file(&there).unwrap();
+    // One of another size, and the guest's own, in a QEMU that waits.
+    let small = hosts.place.path("small.raw");
+    fs::write(&small, [0; 4096]).unwrap();
+    for (disk, text) in [
+        (small, "disk disk0 has 4096 bytes there, expected 8388608"),
+        (hosts.place.path("disk.raw"), "disk disk0 is the same file there"),
+    ] {
+        let waiting = with_disk(&disk).incoming_defer().start().unwrap();
+        assert_ended(
+            &hosts.run("move", &format!("/{}", qmp(&waiting)), &["--with-disks"]),
+            1,
+            &["does not fit", text],
+        );
+        hosts.assert_stays();
+    }
+    // A filesystem that is too small for what the guest has written.
+    let full = fill(&hosts);
+    hosts
+        .guest
+        .as_mut()
+        .unwrap()
+        .shell("dd if=/dev/urandom of=/dev/vda bs=1M seek=1 count=6", WITHIN)
+        .unwrap();
+    let full = format!("drive.disk0.file={full}/web.raw");
+    let options: Vec<_> = options
+        .iter()
+        .map(|word| if word.starts_with("drive.disk0") { full.as_str() } else { word })
+        .collect();
+    let failed = hosts.run("move", "/web", &options);
+    assert_ended(&failed, 1, &["disk disk0 cannot be copied to the other host", "safe at its source"]);
+    assert_eq!(last(&failed)["reason"], "disk", "{}", failed.stdout);
+    hosts.assert_stays();
+}
+
+/// A session, a process or the link ends while the disk is copied, and while memory is.
+#[test]
+fn a_move_with_disks_that_ends_leaves_the_guest_with_its_own_disk() {
+    let Some(mut hosts) = Hosts::new("a_move_with_disks_that_ends_leaves_the_guest_with_its_own_disk") else {
+        return;
+    };
+    let guest = hosts.guest.as_mut().unwrap();
+    guest.shell("dd if=/dev/urandom of=/dev/vda bs=1M seek=4 count=4", WITHIN).unwrap();
+    guest.shell(WRITER, WITHIN).unwrap();
+    let options: Vec<_> =
+        with_disks(&hosts).into_iter().chain(["--max-bandwidth".into(), "1M".into()]).collect();
+    let options = words(&options);
+    for (phase, kill) in [
+        ("disks", "user"),
+        ("disks", "towline"),
+        ("disks", "link"),
+        ("transfer", "agent, at once"),
+        ("transfer", "towline"),
+        ("transfer", "link"),
+    ] {
+        let mut moving = hosts.start("move", "/web", &options);
+        let is_phase = |event: &Value| event["event"] == "phase" && event["phase"] == phase;
+        wait_event(&mut moving, phase, WITHIN, is_phase);
+        match kill {
+            "user" => signal(moving.pid(), Signal::INT),
+            "towline" => signal(moving.pid(), Signal::KILL),
+            "link" => hosts.cut(),
+            _ => signal(hosts.there.agent().unwrap(), Signal::KILL),
+        }
+        assert!(child(moving.pid(), "ssh").is_some() || kill == "towline");
+        let finished = moving.wait(WITHIN).unwrap();
+        if kill == "link" {
+            // Its writes were held up for no longer than that.
+            assert_disk(hosts.guest.as_mut().unwrap());
+            hosts.mend();
+        }
+        if kill != "towline" {
+            assert_ended(&finished, 1, &["safe at its source"]);
+        }
+        assert_disk(hosts.guest.as_mut().unwrap());
+        if kill != "agent, at once" {
+            // The next agent ends the QEMU that this one has left, and removes its disk.
+            hosts.assert_stays();
+            assert!(!hosts.there.path(DISK_THERE).exists(), "{phase}, {kill}");
+        }
+    }
+    // Nothing of the former moves is in the way.
+    let tick = hosts.last_tick();
+    completed(&hosts.run("move", "/web", &options[..options.len() - 2]));
+    hosts.assert_continues_there("web", tick);
+    assert_disk(&mut hosts.agent_there());
+}
+
+/// A filesystem of the other host with little room.
+fn fill(hosts: &Hosts) -> String {
+    let place = "/run/small";
+    let prefix = hosts.there.prefix();
+    let script = format!("mkdir {place} && mount -t tmpfs -o size=2M tmpfs {place}");
+    let status = Command::new(&prefix[0]).args(&prefix[1..]).args(["sh", "-c", &script]).status();
+    assert!(status.unwrap().success());
+    place.into()
+}
+
+fn qemu_img(words: &[&str]) -> String {
+    let output = Command::new("qemu-img").args(words).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn path(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+fn run(monitor: &Qmp) {
+    monitor.wait_status("paused", WITHIN).unwrap();
+    monitor.execute("cont", Value::Null).unwrap();
+}
+
+fn assert_equal(here: &Path, there: &Path) {
+    let (here, there) = (fs::read(here).unwrap(), fs::read(there).unwrap());
+    assert_eq!(here.len(), there.len());
+    let differs = here.iter().zip(&there).position(|(a, b)| a != b);
+    assert_eq!(differs, None, "byte at which they differ");
+}
+
+/// Attempts at the moment between the guest's stop and the end of its disk's copy.
+const TRIES: usize = 20;
+
+/// Its guest is stopped and whole; the next towline has it run on.
+#[test]
+fn a_towline_that_is_killed_before_the_switchover_is_repaired() {
+    for _ in 0..TRIES {
+        let Some(mut hosts) = Hosts::new("a_towline_that_is_killed_before_the_switchover_is_repaired") else {
+            return;
+        };
+        hosts.guest.as_mut().unwrap().shell(WRITER, WITHIN).unwrap();
+        let options = with_disks(&hosts);
+        let moving = hosts.start("move", "/web", &words(&options));
+        let monitor = hosts.source.qmp();
+        while monitor.wait_event("MIGRATION", WITHIN).unwrap()["data"]["status"] != "pre-switchover" {}
+        signal(moving.pid(), Signal::KILL);
+        moving.wait(WITHIN).unwrap();
+        let status = monitor.execute("query-migrate", Value::Null).unwrap()["status"].clone();
+        if status == "pre-switchover" {
+            let repaired = hosts.towline(&["repair", &qmp(&hosts.source)]).wait(WITHIN).unwrap();
+            assert_ended(&repaired, 0, &[]);
+            assert!(repaired.stdout.contains("copies of its disks ended"), "{}", repaired.stdout);
+            monitor.wait_status("running", WITHIN).unwrap();
+            assert_eq!(monitor.execute("query-jobs", Value::Null).unwrap(), Value::Array(Vec::new()));
+            return assert_disk(hosts.guest.as_mut().unwrap());
+        }
+        // It was quicker.
+    }
+    panic!("the move was quicker {TRIES} times");
+}
