@@ -1,12 +1,13 @@
 //! SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) request an orderly end: a copy is undone, and its
-//! source continues. A second signal ends the process at once. The first one prints the effects of both.
+//! source continues. A second signal ends the process at once. The first one prints the effects of both. SIGTSTP (Ctrl-Z) is ignored: a guest
+//! waits for a towline that passes its writes or its last memory on.
 
 mod sys;
 
 use std::thread;
 
 use anyhow::{Context, Result};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGTSTP, SIGUSR1};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::{emulate_default_handler, signal_name};
 use towline_channel::Cancel;
@@ -16,6 +17,10 @@ use crate::console;
 use crate::endpoint::Endpoint;
 
 pub(crate) use sys::HeldSignals;
+
+/// Message of a process that is not stopped.
+const NOT_STOPPED: &str =
+    "SIGTSTP: ignored, because the guest would wait for towline meanwhile; SIGINT (Ctrl-C) cancels";
 
 /// Effects of signals on a command, as parts of a sentence.
 #[derive(Debug, Clone, Copy)]
@@ -62,10 +67,20 @@ pub(crate) fn cancel_on_signals(effects: SignalEffects) -> Result<Cancel> {
     let cancel = Cancel::new().context("cancellation token")?;
     // Not SIGHUP where it is ignored (`nohup`).
     let hangup = (!sys::is_ignored(SIGHUP)).then_some(SIGHUP);
-    let mut signals = Signals::new([SIGINT, SIGTERM].into_iter().chain(hangup)).context("signal handlers")?;
+    // A command without such an end holds no guest.
+    let stop = effects.second.map(|_| SIGTSTP);
+    let handled = [SIGINT, SIGTERM].into_iter().chain(hangup).chain(stop);
+    let mut signals = Signals::new(handled).context("signal handlers")?;
     let token = cancel.clone();
     let listen = move || {
-        let mut signals = signals.forever();
+        let is_end = |signal: &libc::c_int| {
+            let stops = *signal == SIGTSTP;
+            if stops {
+                console::error(NOT_STOPPED);
+            }
+            !stops
+        };
+        let mut signals = signals.forever().filter(is_end);
         if let Some(signal) = signals.next() {
             // Queued, so a slow reader does not delay the end.
             console::error(&effects.announcement(signal));

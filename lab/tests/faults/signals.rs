@@ -77,6 +77,9 @@ fn a_signal_under_way_lets_the_source_run_on() {
         let to = to.map_or(fixture.name("new.img"), |options| format!("{options} {}", qmp(&destination)));
         let mut towline = fixture.towline(&format!("copy --json {SLOW} {from} {to}"));
         wait_transferred(&mut towline, 1 << 20);
+        // Ctrl-Z: a stopped towline would stop the guest, too.
+        signal(towline.pid(), Signal::TSTP);
+        wait_stderr(&mut towline, "SIGTSTP: ignored");
         cancel(towline, by);
         assert_runs(&source);
         assert_waits(&destination);
