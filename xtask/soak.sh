@@ -44,6 +44,8 @@ kills) lab live kills::no_guest_is_lost_or_runs_twice TOWLINE_SOAK_KILLS=200 ;;
 host-kills) lab hosts kills::a_kill_at_any_moment_leaves_one_guest TOWLINE_SOAK_HOST_KILLS=150 ;;
 #: host-emptied: twelve guests that share a link of 1 Gbit/s (TOWLINE_SOAK_HOST_GUESTS): time and bytes, one by one and several at a time
 host-emptied) lab hosts all::guests_of_a_host_share_its_link TOWLINE_SOAK_HOST_GUESTS=12 ;;
+#: host-disks: a guest with a disk of 512 MiB moved by towline and by QEMU's own commands in turns: time and downtime
+host-disks) lab hosts beside_qemu::a_disk_and_memory_go_to_another_qemu TOWLINE_SOAK_DISK_MOVES=15 ;;
 #: moves: 50 moves in a row of one Linux guest that writes its memory (TOWLINE_SOAK_MOVES)
 moves) lab live moves::a_busy_linux_continues_at_its_destination TOWLINE_SOAK_MOVES=50 ;;
 #: qmp-latency: how long query-migrate takes while 4 GiB move at full rate (TOWLINE_SOAK_LATENCY_MIB)
