@@ -77,7 +77,7 @@ pub(crate) use generate::{CompletionsArgs, ManArgs};
 pub(crate) use guest::{GuestSpec, read as read_guests};
 pub(crate) use inspect::InspectArgs;
 pub(crate) use move_guest::MoveArgs;
-pub(crate) use moves::{EndArg, MovesArgs, ResumeArgs};
+pub(crate) use moves::{EndArg, MovesArgs, OtherEndArg, ResumeArgs};
 pub(crate) use net::NetArgs;
 pub(crate) use remote::{AgentArgs, HostArgs, SshArgs};
 pub(crate) use repair::RepairArgs;

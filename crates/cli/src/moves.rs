@@ -1,9 +1,9 @@
 //! `towline moves` and `towline resume`: moves that were interrupted at their switchover.
 
 use anyhow::Result;
-use towline_control::moves::{self, Finding, ListedMove, ResumeChoice, Resumed, Role};
+use towline_control::moves::{self, Finding, ListedMove, OtherEnd, ResumeChoice, Resumed, Role};
 
-use crate::args::{EndArg, MovesArgs, ResumeArgs};
+use crate::args::{EndArg, MovesArgs, OtherEndArg, ResumeArgs};
 use crate::console;
 use crate::events::{FailedPart, FinalEvent, InterimEvent, UndecidedMove};
 use crate::exit::Exit;
@@ -72,11 +72,16 @@ fn chosen(args: &ResumeArgs) -> Option<ResumeChoice> {
         EndArg::Source => Some(Role::Source),
         EndArg::Destination => Some(Role::Destination),
     };
+    let other = args.other_end.map(|other| match other {
+        OtherEndArg::Done => OtherEnd::Done,
+        OtherEndArg::HasIt => OtherEnd::HasIt,
+        OtherEndArg::Fenced => OtherEnd::Fenced,
+    });
     match (&args.run_here, &args.discard, args.forget) {
         (Some(side), _, _) => Some(ResumeChoice::RunHere(role(side))),
         (_, Some(side), _) => Some(ResumeChoice::Discard(role(side))),
         (_, _, true) => Some(ResumeChoice::Forget),
-        _ => None,
+        _ => other.map(ResumeChoice::OtherEnd),
     }
 }
 

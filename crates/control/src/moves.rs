@@ -24,6 +24,7 @@ use crate::qemu::Qemu;
 use record_file::{is_locked, names_of};
 use towline_qmp::commands::RunState;
 
+pub use crate::switchover::OtherEnd;
 pub use record::{GuestPlan, Id, ListedMove, MoveEnd, MoveRecord, Role, Stage};
 pub use record_file::Error;
 pub(crate) use record_file::{RecordFile, record_left_source};

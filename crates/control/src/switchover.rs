@@ -49,4 +49,5 @@ pub(crate) use events::{
 pub(crate) use machine::Switchover;
 pub use outcome::{AtDestination, AtSource, GuestState, ToDo};
 pub(crate) use outcome::{Placement, SwitchoverOutcome};
+pub use resume::OtherEnd;
 pub(crate) use resume::{Choice, InterruptedMove, Refusal, ResumeAction, RunFailure, Side};

@@ -44,6 +44,8 @@ Examples:
   Keep the guest at the source instead: first at the destination, then at the source:
     towline resume 3f2a --discard
     towline resume 3f2a --run-here
+  In a script, with the state that `towline resume --json` has reported on the other host:
+    towline resume 3f2a --json --other-end done
   With both ends on this host:
     towline resume 3f2a --run-here=source
 ")]
@@ -57,11 +59,25 @@ pub(crate) struct ResumeArgs {
     /// End the QEMU of this host (`quit`), as the guest is at the other end
     #[arg(long, value_name = "END", num_args = 0..=1, require_equals = true, default_missing_value = "here", group = "choice")]
     pub(crate) discard: Option<EndArg>,
+    /// State of the end on the other host, with which the move is finished here if that leaves no doubt
+    #[arg(long, value_name = "STATE", group = "choice")]
+    pub(crate) other_end: Option<OtherEndArg>,
     /// Remove the record and change no QEMU: both ends are in order already
     #[arg(long, group = "choice")]
     pub(crate) forget: bool,
     #[command(flatten)]
     pub(crate) output: Output,
+}
+
+/// State of the end on the other host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OtherEndArg {
+    /// Source: it has sent the guest, and is paused (postmigrate). Destination: discarded, and has not run it
+    Done,
+    /// It has the guest, or runs it
+    HasIt,
+    /// That host is off
+    Fenced,
 }
 
 /// An end of a move.

@@ -14,8 +14,8 @@ use super::record::{MoveEnd, MoveRecord, Stage};
 use super::{Error, Id, RecordFile, record_file, text};
 use crate::journal::RuntimeDirectory;
 use crate::switchover::{
-    Choice, FinalRunState, GuestState, InterruptedMove, MemorySharing, Placement, Refusal, ResumeAction,
-    Side, SourceStatus, ToDo,
+    Choice, FinalRunState, GuestState, InterruptedMove, MemorySharing, OtherEnd, Placement, Refusal,
+    ResumeAction, Side, SourceStatus, ToDo,
 };
 use crate::temporary_names;
 use recorded_qemu::{NotRun, RecordedQemu};
@@ -34,6 +34,8 @@ pub enum ResumeChoice {
     Discard(Option<super::Role>),
     /// Remove the record; touch no QEMU.
     Forget,
+    /// Decide with the state of the end on the other host.
+    OtherEnd(OtherEnd),
 }
 
 /// Result of resuming a move.
@@ -97,12 +99,17 @@ fn resume_in(
         let done = vec!["its record is removed; nothing else was touched".into()];
         return Ok(Resumed { id, done, finding: Finding::Forgotten });
     }
-    let choice = chosen.map(|chosen| choice(chosen, &record)).transpose()?;
+    let other_end = match chosen {
+        Some(ResumeChoice::OtherEnd(other)) => Some(other),
+        _ => None,
+    };
+    let choice = chosen.map(|chosen| choice(chosen, &record)).transpose()?.flatten();
     Resume {
         source: RecordedQemu::open(&record.source, &record),
         destination: RecordedQemu::open(&record.destination, &record),
         files,
         record,
+        other_end,
         done: Vec::new(),
     }
     .run(choice)
@@ -154,8 +161,8 @@ fn forget(files: &mut [RecordFile]) -> Result<(), Error> {
     files.iter_mut().try_for_each(RecordFile::remove)
 }
 
-/// The side that is meant: that of this host unless it is named.
-fn choice(chosen: ResumeChoice, record: &MoveRecord) -> Result<Choice, Error> {
+/// The side that is meant: that of this host unless it is named. `None`: none is chosen.
+fn choice(chosen: ResumeChoice, record: &MoveRecord) -> Result<Option<Choice>, Error> {
     let side = |role: Option<super::Role>, option: &str| match role {
         Some(super::Role::Source) => Ok(Side::Source),
         Some(super::Role::Destination) => Ok(Side::Destination),
@@ -166,9 +173,12 @@ fn choice(chosen: ResumeChoice, record: &MoveRecord) -> Result<Choice, Error> {
         }),
     };
     Ok(match chosen {
-        ResumeChoice::RunHere(role) => Choice::Run(side(role, "--run-here")?),
-        ResumeChoice::Discard(role) => Choice::Discard(side(role, "--discard")?),
-        ResumeChoice::Forget => unreachable!("handled before"),
+        ResumeChoice::RunHere(role) => Some(Choice::Run(side(role, "--run-here")?)),
+        ResumeChoice::Discard(role) => Some(Choice::Discard(side(role, "--discard")?)),
+        ResumeChoice::OtherEnd(_) if text::only_side(record).is_none() => {
+            return Err(Error::Refused { text: "both ends are on this host, and are queried".into() });
+        }
+        ResumeChoice::OtherEnd(_) | ResumeChoice::Forget => None,
     })
 }
 
@@ -177,6 +187,7 @@ struct Resume {
     record: MoveRecord,
     source: RecordedQemu,
     destination: RecordedQemu,
+    other_end: Option<OtherEnd>,
     done: Vec<String>,
 }
 
@@ -231,7 +242,7 @@ impl Resume {
             case.source = Some(SourceStatus::CompletedByOthers);
         }
         case.destination = self.destination.destination_view();
-        case
+        self.other_end.map_or(case, |other| case.with_other_end(other))
     }
 
     /// Returns true if the source's completed migration is known to be that of this move, or if no guest is run because of it.
@@ -310,7 +321,7 @@ impl Resume {
         if self.done.last() != Some(&text) {
             self.done.push(text);
         }
-        let has_source = case.source == Some(SourceStatus::Completed);
+        let has_source = self.source.is_on_this_host() && case.source == Some(SourceStatus::Completed);
         let quits = has_source && self.record.guest_plan.quit;
         if quits {
             self.quit(Side::Source)?;

@@ -60,6 +60,8 @@ pub(super) enum SwitchoverBug {
     DecidesAgain,
     /// A later towline starts a guest whose memory ended with its source.
     ResumesWithoutMemory,
+    /// `resume` takes a destination whose host is off for one that never ran the guest.
+    FencedHasNotRun,
     /// A destination that has not reported that it loaded a stored guest's devices counts as one that does not run it.
     UnloadedIsSafe,
     /// A destination whose monitor is lost while memory is sent counts as one that has exited.

@@ -219,6 +219,7 @@ fn injected_faults_are_found() {
         SwitchoverBug::RunsAfterLoading,
         SwitchoverBug::TakesAnyCompletion,
         SwitchoverBug::LeftHasNotRun,
+        SwitchoverBug::FencedHasNotRun,
     ];
     for fault in faults {
         let one = pairs().into_iter().chain([upgrade()]).map(|request| {

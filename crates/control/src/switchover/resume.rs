@@ -35,7 +35,20 @@ pub(crate) struct InterruptedMove {
     pub(crate) source: Option<SourceStatus>,
     /// State of its destination; `None` if that cannot be queried from here.
     pub(crate) destination: Option<DestinationStatus>,
+    /// Report of the other host, if its end is the destination.
+    pub(super) reported: Option<OtherEnd>,
     pub(super) fault: FaultSwitch,
+}
+
+/// State of the end on the other host, by the word of an operator or a cluster.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum OtherEnd {
+    /// It does not run the guest and never will: a source has sent it and is paused; a destination has not run it and was discarded.
+    Done,
+    /// It has the guest, or runs it.
+    HasIt,
+    /// That host is off: nothing runs there.
+    Fenced,
 }
 
 /// Next action for an interrupted move.
@@ -45,7 +58,7 @@ pub(crate) enum ResumeAction {
     Wait(GuestState),
     /// Start it at its destination; record that first.
     RunDestination,
-    /// Start it at its source, as an operator chose.
+    /// Start it at its source, as an operator chose, or because the other host is known not to have run it.
     RunSource,
     /// End the QEMU of this side, as an operator chose.
     Quit(Side),
@@ -92,7 +105,30 @@ impl InterruptedMove {
     /// A move with this record and no end queried yet.
     pub(crate) fn new(decision: Decision, run_state: FinalRunState) -> Self {
         let (memory, fault) = (MemorySharing::Copied, FaultSwitch::default());
-        Self { decision, run_state, memory, source: None, destination: None, fault }
+        Self { decision, run_state, memory, source: None, destination: None, reported: None, fault }
+    }
+
+    /// The move with the state of the end that is not here.
+    pub(crate) fn with_other_end(self, other: OtherEnd) -> Self {
+        match (self.source, self.destination, other) {
+            (None, Some(_), OtherEnd::Done) => Self { source: Some(SourceStatus::Completed), ..self },
+            (None, Some(_), OtherEnd::HasIt) => Self { source: Some(SourceStatus::HasGuest), ..self },
+            (None, Some(_), OtherEnd::Fenced) => Self { source: Some(SourceStatus::Exited), ..self },
+            (Some(_), None, OtherEnd::HasIt) => {
+                Self { destination: Some(DestinationStatus::Running), ..self }
+            }
+            (Some(_), None, other) => {
+                Self { destination: Some(DestinationStatus::Exited), reported: Some(other), ..self }
+            }
+            _ => self,
+        }
+    }
+
+    /// Returns true if the destination has not run the guest and never will, by its host's word. That its host is off does not show that:
+    /// it may have been told that the source is done.
+    fn is_known_not_to_have_run(&self) -> bool {
+        let is_fenced = self.reported == Some(OtherEnd::Fenced);
+        self.reported == Some(OtherEnd::Done) || is_fenced && self.fault.has(SwitchoverBug::FencedHasNotRun)
     }
 
     /// Derives the next action from the evidence.
@@ -196,6 +232,9 @@ impl InterruptedMove {
                 SourceStatus::Completed | SourceStatus::CompletedByOthers,
                 DestinationStatus::Exited | DestinationStatus::Failed,
             ) if self.is_memory_changed() => self.needs_choice(ToDo::StartAgain),
+            (SourceStatus::Completed, DestinationStatus::Exited) if self.is_known_not_to_have_run() => {
+                ResumeAction::RunSource
+            }
             (SourceStatus::Completed, DestinationStatus::Exited | DestinationStatus::Failed) => {
                 self.needs_choice(ToDo::RunSourceUnlessItRan)
             }

@@ -177,6 +177,43 @@ fn a_guest_that_was_left_at_its_destination_is_not_taken_from_there() {
     assert_eq!(qemu.fake.commands(), [""; 0]);
 }
 
+/// The word of the other host decides, and is not asked for where both ends are seen.
+#[test]
+fn the_state_of_the_other_end_finishes_a_move_where_it_leaves_no_doubt() {
+    use OtherEnd::{Done, Fenced, HasIt};
+
+    let finished =
+        |record: &MoveRecord, other| resumed(record, Some(ResumeChoice::OtherEnd(other))).unwrap().finding;
+    for (other, commands, expected) in [
+        (Done, &["cont"][..], Some(Finding::AtDestination)),
+        (HasIt, &[], Some(Finding::AtSource)),
+        (Fenced, &[], None),
+    ] {
+        let qemu = OneQemu::start("paused", Some("completed"));
+        let found = finished(&record(peer(), qemu.end(), Stage::Acknowledge), other);
+        assert_eq!(expected.is_none(), matches!(found, Finding::Undecided { .. }), "{found:?}");
+        assert!(expected.is_none_or(|expected| expected == found));
+        assert_eq!(qemu.fake.commands(), commands, "destination, {other:?}");
+    }
+    for (other, commands, expected) in [
+        (Done, &["cont"][..], Some(Finding::AtSource)),
+        (HasIt, &[], Some(Finding::AtDestination)),
+        (Fenced, &[], None),
+    ] {
+        let qemu = OneQemu::start("postmigrate", Some("completed"));
+        let mut record = record(qemu.end(), peer(), Stage::Complete);
+        record.source_vcpu_switches = qemu.switches();
+        let found = finished(&record, other);
+        assert_eq!(expected.is_none(), matches!(found, Finding::Undecided { .. }), "{found:?}");
+        assert!(expected.is_none_or(|expected| expected == found));
+        assert_eq!(qemu.fake.commands(), commands, "source, {other:?}");
+    }
+    let qemu = OneQemu::start("paused", Some("completed"));
+    let both = record(qemu.end(), qemu.end(), Stage::Acknowledge);
+    let refused = resumed(&both, Some(ResumeChoice::OtherEnd(Done))).unwrap_err();
+    assert!(refused.to_string().contains("both ends are on this host"), "{refused}");
+}
+
 /// The former towline may have done its last action.
 #[test]
 fn a_start_that_is_refused_leaves_the_former_decision() {

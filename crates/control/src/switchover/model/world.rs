@@ -5,10 +5,12 @@ mod mishaps;
 mod postcopy;
 mod steps;
 
+use mishaps::Scope;
+
 use super::super::fault::{FaultSwitch, SwitchoverBug};
 use super::super::{
     AtDestination, AtSource, Decision, DestinationKind, Directive, GuestRunState, GuestState, Input,
-    InterruptedMove, MemorySharing, PeerMessage, Placement, ResumeAction, RunRequest, SourceAction,
+    InterruptedMove, MemorySharing, OtherEnd, PeerMessage, Placement, ResumeAction, RunRequest, SourceAction,
     SourceKind, SourceLink, Switchover, SwitchoverOutcome, SwitchoverRequest, ToDo,
 };
 
@@ -172,6 +174,8 @@ pub(in super::super) enum Step {
     Carry(usize, Reply),
     /// A later towline examines the ends of this one and finishes the move if that is enough.
     Resume(usize),
+    /// As [`Self::Resume`], with the other end as it is, by the word of its host.
+    ResumeTold(usize, OtherEnd),
     /// A later towline examines both ends.
     ResumeBoth,
     /// A later towline fails to start the guest at its destination.
@@ -334,9 +338,12 @@ impl World {
             | Step::EnginePassesOnce
             | Step::EngineSeesCompletion => self.postcopy_step(step),
             Step::Carry(index, reply) => self.carry(index, reply),
-            Step::Resume(index) => self.resume(index, self.case(index)),
+            Step::Resume(index) => self.resume(self.scope(index), self.case(index)),
+            Step::ResumeTold(index, other) => {
+                self.resume(Scope::Of(index), self.case(index).with_other_end(other));
+            }
             Step::ResumeFails(index, reply) => self.resume_fails(index, reply),
-            Step::ResumeBoth => self.resume(0, self.case_of_both()),
+            Step::ResumeBoth => self.resume(Scope::All, self.case_of_both()),
             mishap => self.mishap(mishap),
         }
         self

@@ -5,7 +5,20 @@ use super::{
     Decision, Destination, Disk, InterruptedMove, Placement, Reply, ResumeAction, Source, SourceKind, Step,
     World,
 };
-use crate::switchover::FinalRunState;
+use crate::switchover::{FinalRunState, OtherEnd, SourceStatus};
+
+/// Records that a later towline sees.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Scope {
+    All,
+    Of(usize),
+}
+
+impl Scope {
+    fn has(self, index: usize) -> bool {
+        matches!(self, Self::All) || matches!(self, Self::Of(own) if own == index)
+    }
+}
 
 impl World {
     pub(super) fn mishap(&mut self, step: Step) {
@@ -122,6 +135,22 @@ impl World {
         InterruptedMove { source, destination, ..case.with_fault(towline.fault) }
     }
 
+    /// Returns true if this describes the end that the host of this towline does not see.
+    pub(super) fn is_true(&self, index: usize, other: OtherEnd) -> bool {
+        let case = self.case(index);
+        match (case.source, case.destination, other) {
+            (None, Some(_), OtherEnd::Done) => self.source_view() == SourceStatus::Completed,
+            (None, Some(_), OtherEnd::HasIt) => matches!(self.source, Source::HasGuest | Source::RunAgain),
+            (None, Some(_), OtherEnd::Fenced) => self.source == Source::Exited,
+            (Some(_), None, OtherEnd::Done) => {
+                self.destination == Destination::Exited && !self.has_run_there && !self.operator_ran
+            }
+            (Some(_), None, OtherEnd::HasIt) => self.destination == Destination::Running,
+            (Some(_), None, OtherEnd::Fenced) => self.destination == Destination::Exited,
+            _ => false,
+        }
+    }
+
     /// Evidence available at both ends together.
     pub(super) fn case_of_both(&self) -> InterruptedMove {
         let case = InterruptedMove::new(self.decided().expect("there is one"), self.final_run_state());
@@ -137,7 +166,13 @@ impl World {
         FinalRunState::requested(request, self.carried)
     }
 
-    pub(super) fn resume(&mut self, index: usize, case: InterruptedMove) {
+    /// Records on the host of this towline.
+    pub(super) fn scope(&self, index: usize) -> Scope {
+        let case = self.case(index);
+        if case.source.is_some() && case.destination.is_some() { Scope::All } else { Scope::Of(index) }
+    }
+
+    pub(super) fn resume(&mut self, scope: Scope, case: InterruptedMove) {
         let finish = case.next_action();
         self.resumed |= !matches!(finish, ResumeAction::Wait(_) | ResumeAction::NeedsChoice(_));
         match finish {
@@ -146,9 +181,8 @@ impl World {
             ResumeAction::RunDestination => {
                 self.stale |= self.may_run_at_source;
                 self.ran_without_memory |= self.lacks_memory;
-                let both = case.source.is_some() && case.destination.is_some();
                 for (at, towline) in self.towlines.iter_mut().flatten().enumerate() {
-                    if towline.record.is_some() && (both || at == index) {
+                    if towline.record.is_some() && scope.has(at) {
                         towline.record = Some(Decision::Run);
                     }
                 }
@@ -161,17 +195,23 @@ impl World {
                     _ => self.destination == Destination::Loaded,
                 };
                 assert!(is_there, "the guest is not where the action assumes it");
-                self.forget(index, case);
+                self.forget(scope);
             }
             ResumeAction::AtSource => {
                 assert!(
                     matches!(self.source, Source::HasGuest | Source::RunAgain),
                     "the source does not have the guest"
                 );
-                self.forget(index, case);
+                self.forget(scope);
             }
-            ResumeAction::Gone => self.forget(index, case),
-            ResumeAction::RunSource | ResumeAction::Quit(Side::Source | Side::Destination) => {
+            ResumeAction::Gone => self.forget(scope),
+            ResumeAction::RunSource => {
+                // What an operator has run there is newer, and no record of this end has it.
+                self.stale |= self.has_run_there && !self.operator_ran;
+                self.source = Source::RunAgain;
+                self.forget(scope);
+            }
+            ResumeAction::Quit(Side::Source | Side::Destination) => {
                 unreachable!("needs an operator's choice")
             }
             ResumeAction::Wait(_) | ResumeAction::NeedsChoice(_) => {}
@@ -208,14 +248,13 @@ impl World {
     }
 
     /// The move is finished for the ends that this towline sees.
-    fn forget(&mut self, index: usize, case: InterruptedMove) {
+    fn forget(&mut self, scope: Scope) {
         if self.disk == Disk::ReadOnly {
             return;
         }
-        let both = case.source.is_some() && case.destination.is_some();
         for (at, towline) in self.towlines.iter_mut().enumerate() {
             if let Some(towline) = towline
-                && (both || at == index)
+                && scope.has(at)
             {
                 towline.record = None;
             }

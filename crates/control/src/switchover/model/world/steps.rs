@@ -6,6 +6,7 @@ use super::super::super::{
 use super::{
     Destination, Disk, Engine, Reply, ResumeAction, Source, Step, Towline, World, is_paused_at_both,
 };
+use crate::switchover::OtherEnd;
 use crate::switchover::fault::SwitchoverBug;
 
 impl World {
@@ -53,6 +54,10 @@ impl World {
         let mut add = |possible: bool, step: Step| possible.then(|| steps.push(step));
         for index in 0..self.count() {
             add(self.is_left(index) && self.record(index).is_some(), Step::Resume(index));
+            for other in [OtherEnd::Done, OtherEnd::HasIt, OtherEnd::Fenced] {
+                let is_said = self.is_left(index) && self.record(index).is_some();
+                add(is_said && self.is_true(index, other), Step::ResumeTold(index, other));
+            }
         }
         let can_record = self.mishaps > 0 && self.disk == Disk::Writable;
         for index in (0..self.count()).filter(|&index| can_record && self.is_left(index)) {
