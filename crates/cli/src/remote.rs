@@ -90,6 +90,8 @@ pub(crate) struct RemoteCopy {
     host: RemoteHost,
     /// Where the stream goes.
     pub(crate) destination: Destination,
+    /// Notices about disks that stay here if the guest arrives.
+    disks_left: Vec<String>,
 }
 
 impl RemoteCopy {
@@ -113,13 +115,14 @@ impl RemoteCopy {
         let PreparedPlace { mut host, guest, fit } = prepare(end, place, socket).map_err(refused)?;
         let checked = guest.check(&fit, place.lanes, &end.to_string(), reporter);
         checked.map_err(|error| refused(error.into()))?;
-        let arrival = host.receive(request, place.lanes);
+        let arrival = host.receive(&guest, request, place.lanes);
         let arrival = arrival.map_err(|error| refused(Error::from(error).into()))?;
         (request.tls, request.destination_name) = (Some(arrival.tls), Some(end.to_string()));
         if let Some(to) = arrival.disks {
             request.disks = WritableDisks::Mirrored { to };
         }
-        Ok(Self { host, destination: Destination::Stream(arrival.address) })
+        let destination = Destination::Stream(arrival.address);
+        Ok(Self { host, destination, disks_left: guest.disks_left() })
     }
 
     /// The process of its ssh.
@@ -142,7 +145,7 @@ impl RemoteCopy {
         });
         let texts = error.iter().chain(&notes).map(|text| from(text));
         match copied {
-            Ok(_) => texts.for_each(|text| reporter.notice(&text)),
+            Ok(_) => texts.chain(self.disks_left).for_each(|text| reporter.notice(&text)),
             Err(failure) => failure.notes.extend(texts),
         }
     }

@@ -27,7 +27,7 @@ pub use error::{Error, Fault, RepairReport};
 pub(crate) use facts::is_disconnected;
 pub use facts::{IncomingState, QemuState};
 pub(crate) use inventory::Inventory;
-pub(crate) use mirror::{Mirror, MirrorFailure};
+pub(crate) use mirror::{Mirror, MirrorFailure, MirrorProgress, is_complete};
 pub(crate) use open_files::OpenFiles;
 pub use ram_block::{RamBlockError, RamBlockInfo};
 pub use settings::{AppliedSettings, ApplyError, MigrationSettings, RestoreError};

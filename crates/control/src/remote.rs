@@ -22,6 +22,7 @@ mod disks;
 mod error;
 mod guest;
 mod host;
+mod new_disks;
 
 use std::path::PathBuf;
 

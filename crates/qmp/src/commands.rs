@@ -15,8 +15,8 @@ mod state;
 use serde::{Deserialize, Serialize};
 
 pub use block::{
-    AddNbdNode, BlockdevMirror, CancelJob, DeleteNode, DismissJob, ExportNode, Job, MigrateContinue,
-    NbdAddress, NbdListenAddress, QueryJobs, SetJobSpeed, StartNbdServer, StopNbdServer,
+    AddNbdNode, BlockdevMirror, CancelJob, DeleteNode, DismissJob, Export, ExportNode, Job, MigrateContinue,
+    NbdAddress, NbdListenAddress, QueryExports, QueryJobs, SetJobSpeed, StartNbdServer, StopNbdServer,
 };
 pub use fds::{AddFd, AddedFd, GetFd, RemoveFd};
 pub use migrate::{

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 use rustix::process::Signal;
-use serde_json::Value;
+use serde_json::{Value, json};
 use towline_lab::expect::{assert_ended, completed, qmp, wait_event};
 use towline_lab::{Qmp, Version, require_qemu, signal};
 
@@ -63,16 +63,34 @@ fn a_qcow2_disk_with_a_backing_file_is_copied_to_a_waiting_qemu() {
         let (overlay, there) = (hosts.place.path("overlay.qcow2"), hosts.place.path("there.qcow2"));
         qemu_img(&["create", "-f", "qcow2", "-F", "raw", "-b", path(&base), path(&overlay)]);
         qemu_img(&["create", "-f", "qcow2", path(&there), &(8 * MIB).to_string()]);
-        let (source, mut guest) = with_disk_of(version, &overlay, "qcow2").boot(WITHIN).unwrap();
+        let seconds = ["here.raw", "there.raw"].map(|name| hosts.place.path(name));
+        for second in &seconds {
+            fs::File::create(second).unwrap().set_len(MIB).unwrap();
+        }
+        let with_two = |disk: &Path, second: &Path| {
+            let second = format!("file={},format=raw,if=none,id=disk1", second.display());
+            with_disk_of(version, disk, "qcow2").args([
+                "-drive",
+                &second,
+                "-device",
+                "virtio-blk-pci,drive=disk1,id=vdb",
+            ])
+        };
+        let (source, mut guest) = with_two(&overlay, &seconds[0]).boot(WITHIN).unwrap();
+        guest.shell("dd if=/dev/urandom of=/dev/vdb bs=64k count=8 conv=fsync", WITHIN).unwrap();
         guest.shell(WRITER, WITHIN).unwrap();
-        let waiting = with_disk_of(version, &there, "qcow2").incoming_defer().start().unwrap();
+        let waiting = with_two(&there, &seconds[1]).incoming_defer().start().unwrap();
         drop(guest);
         let source_of_hosts = std::mem::replace(&mut hosts.source, source);
-        completed(&hosts.run(
-            "move",
-            &format!("/{}", qmp(&waiting)),
-            &["--with-disks", "--json", "--paused"],
-        ));
+        let limited = ["--with-disks", "--json", "--paused", "--max-bandwidth", "64M"];
+        let moved = hosts.run("move", &format!("/{}", qmp(&waiting)), &limited);
+        completed(&moved);
+        assert!(
+            moved.stdout.contains("stays on this host as it was when the guest left"),
+            "{}",
+            moved.stdout
+        );
+        assert_equal(&seconds[0], &seconds[1]);
         hosts.source.wait_exit(WITHIN).unwrap();
         hosts.source = source_of_hosts;
         run(waiting.qmp());
@@ -105,7 +123,7 @@ fn a_disk_that_cannot_be_copied_is_refused_by_name() {
     fs::write(&small, [0; 4096]).unwrap();
     for (disk, text) in [
         (small, "disk disk0 has 4096 bytes there, expected 8388608"),
-        (hosts.place.path("disk.raw"), "disk disk0 is the same file there"),
+        (hosts.place.path("disk.raw"), "disk.raw) is the same file there"),
     ] {
         let waiting = with_disk(&disk).incoming_defer().start().unwrap();
         assert_ended(
@@ -115,6 +133,32 @@ fn a_disk_that_cannot_be_copied_is_refused_by_name() {
         );
         hosts.assert_stays();
     }
+    // A device that is not there; an NBD server of another user, which stays.
+    let missing: Vec<_> = options
+        .iter()
+        .map(
+            |word| {
+                if word.starts_with("drive.disk0") { "drive.disk0.file=/dev/towline-missing" } else { word }
+            },
+        )
+        .collect();
+    assert_ended(
+        &hosts.run("move", "/web", &missing),
+        1,
+        &["disk disk0 (/dev/towline-missing) is missing there"],
+    );
+    hosts.assert_stays();
+    let other = hosts.place.path("other.raw");
+    fs::copy(hosts.place.path("disk.raw"), &other).unwrap();
+    let waiting = with_disk(&other).incoming_defer().start().unwrap();
+    let address = json!({ "type": "unix", "data": { "path": hosts.place.path("other.nbd") } });
+    waiting.qmp().execute("nbd-server-start", json!({ "addr": address })).unwrap();
+    let refused = hosts.run("move", &format!("/{}", qmp(&waiting)), &["--with-disks"]);
+    assert_ended(&refused, 1, &["NBD server already running", "safe at its source"]);
+    hosts.assert_stays();
+    waiting.qmp().execute("nbd-server-stop", Value::Null).unwrap();
+    waiting.kill().unwrap();
+    [other, hosts.place.path("other.nbd")].iter().for_each(|file| drop(fs::remove_file(file)));
     // A filesystem that is too small for what the guest has written.
     let full = fill(&hosts);
     hosts

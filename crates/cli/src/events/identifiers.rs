@@ -75,6 +75,7 @@ pub(crate) fn reason(error: &Error) -> Reason {
         | Error::DisksNotKept { .. }
         | Error::DiskNotCopied { .. }
         | Error::DisksNotForwarded { .. }
+        | Error::DisksOfOtherRoot { .. }
         | Error::NoOverlayDirectory { .. }
         | Error::InPlace(
             InPlaceError::NoOverlay { .. }

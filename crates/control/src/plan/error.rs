@@ -164,6 +164,10 @@ pub enum Error {
     CardDisconnected { socket: String, chardev: String },
     #[error("disk {drive} cannot be copied to the other host: {text}")]
     DiskNotCopied { drive: String, text: String },
+    #[error(
+        "the disks of QEMU on {socket} cannot be copied: it has another root directory, and finds no socket of towline"
+    )]
+    DisksOfOtherRoot { socket: String },
     #[error("disks cannot be copied: no thread can be started: {source}")]
     DisksNotForwarded { source: std::io::Error },
     #[error("cancelled")]

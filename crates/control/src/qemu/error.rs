@@ -40,6 +40,14 @@ pub enum Error {
         /// The socket.
         socket: String,
     },
+    /// A job of towline does not end.
+    #[error("job {job} of QEMU on {socket} does not end; end it there (`block-job-cancel` with force)")]
+    JobRuns {
+        /// The socket.
+        socket: String,
+        /// The job.
+        job: String,
+    },
     /// Another towline works on it, or its journal cannot be used.
     #[error("{0}")]
     Journal(#[from] journal::Error),

@@ -7,16 +7,17 @@ use std::time::{Duration, Instant};
 
 use towline_qmp as qmp;
 use towline_qmp::commands::{
-    AddNbdNode, BlockdevMirror, CancelJob, DeleteNode, DismissJob, ExportNode, Job, MigrateContinue,
-    MigrationStatus, NbdAddress, NbdListenAddress, QueryJobs, SetJobSpeed, StartNbdServer, StopNbdServer,
+    AddNbdNode, BlockdevMirror, CancelJob, DeleteNode, DismissJob, Empty, ExportNode, Job, MigrateContinue,
+    MigrationStatus, NbdAddress, NbdListenAddress, QueryExports, QueryJobs, SetJobSpeed, StartNbdServer,
+    StopNbdServer,
 };
 
 use super::{Drive, Error, Qemu};
 
 /// Name of the node and of the job of each disk, before its number.
 const NAME: &str = "towline-disk-";
-/// Timeout for a job to end: the target writes what it has not on its disk.
-const END_TIMEOUT: Duration = Duration::from_secs(60);
+/// Timeout for jobs to end that are cancelled.
+const END_TIMEOUT: Duration = Duration::from_secs(10);
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// Status of a job whose target has everything, and gets each further write.
 const READY: &str = "ready";
@@ -37,11 +38,11 @@ pub(crate) struct Mirror {
 pub(crate) struct MirrorProgress {
     pub(crate) copied_bytes: u64,
     pub(crate) total_bytes: u64,
-    /// True once each target has everything.
-    pub(crate) is_ready: bool,
+    /// Number of jobs whose target does not have everything yet.
+    pub(crate) pending: usize,
 }
 
-/// A disk that was not copied.
+/// A disk that is not copied.
 #[derive(Debug)]
 pub(crate) struct MirrorFailure {
     pub(crate) drive: String,
@@ -54,8 +55,46 @@ impl Mirror {
         Self { drive: drive.name.clone(), job: format!("{NAME}{number}") }
     }
 
-    fn failed(&self, text: impl Into<String>) -> MirrorFailure {
+    pub(crate) fn failed(&self, text: impl Into<String>) -> MirrorFailure {
         MirrorFailure { drive: self.drive.clone(), text: text.into() }
+    }
+
+    fn of_jobs<'a>(&self, jobs: &'a [Job]) -> Result<&'a Job, MirrorFailure> {
+        let job = jobs.iter().find(|job| job.id == self.job);
+        job.ok_or_else(|| self.failed("another user of the monitor has ended its job"))
+    }
+}
+
+impl MirrorProgress {
+    /// State of these mirrors by QEMU's jobs.
+    ///
+    /// # Errors
+    /// The first that has ended.
+    pub(crate) fn of(mirrors: &[Mirror], jobs: &[Job]) -> Result<Self, MirrorFailure> {
+        let mut progress = Self::default();
+        for mirror in mirrors {
+            let job = mirror.of_jobs(jobs)?;
+            if job.status == CONCLUDED {
+                return Err(mirror.failed(reason(job)));
+            }
+            progress.copied_bytes += job.current_progress;
+            progress.total_bytes += job.total_progress;
+            progress.pending += usize::from(job.status != READY);
+        }
+        Ok(progress)
+    }
+}
+
+/// Returns true once this mirror has ended with all of its disk.
+///
+/// # Errors
+/// It has failed.
+pub(crate) fn is_complete(mirror: &Mirror, jobs: &[Job]) -> Result<bool, MirrorFailure> {
+    let job = mirror.of_jobs(jobs)?;
+    match (job.status.as_str(), &job.error) {
+        (CONCLUDED, None) => Ok(true),
+        (CONCLUDED, Some(_)) => Err(mirror.failed(reason(job))),
+        _ => Ok(false),
     }
 }
 
@@ -86,102 +125,59 @@ impl Qemu {
         Ok(())
     }
 
-    /// Changes the speed of these jobs, in bytes per second.
+    /// Changes the speed of a job, in bytes per second. One that has just ended has none.
     ///
     /// # Errors
     /// [`Error::Qmp`].
-    pub(crate) fn set_mirror_speed(&mut self, mirrors: &[Mirror], speed: Option<u64>) -> Result<(), Error> {
-        for mirror in mirrors {
-            let speed = speed.unwrap_or(0);
-            self.client().execute(&SetJobSpeed { device: mirror.job.clone(), speed })?;
-        }
+    pub(crate) fn set_mirror_speed(&mut self, mirror: &Mirror, speed: Option<u64>) -> Result<(), Error> {
+        let device = mirror.job.clone();
+        unless_refused(self.client().execute(&SetJobSpeed { device, speed: speed.unwrap_or(0) }))
+    }
+
+    /// QEMU's jobs.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub(crate) fn jobs(&mut self) -> Result<Vec<Job>, Error> {
+        Ok(self.client().execute(&QueryJobs)?)
+    }
+
+    /// Has this job end once its target has everything, which it then has on its storage.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub(crate) fn finish_mirror(&mut self, mirror: &Mirror) -> Result<(), Error> {
+        self.client().execute(&CancelJob { device: mirror.job.clone(), force: false })?;
         Ok(())
     }
 
-    /// State of these jobs, or the first that has failed.
+    /// Ends these jobs, whether they are there or not, and removes them with their nodes. The guest keeps its own disks. Close the
+    /// connections to the target before, for which a job waits.
     ///
     /// # Errors
-    /// [`Error::Qmp`].
-    pub(crate) fn mirror_progress(
-        &mut self,
-        mirrors: &[Mirror],
-    ) -> Result<Result<MirrorProgress, MirrorFailure>, Error> {
-        let jobs = self.client().execute(&QueryJobs)?;
-        let mut progress = MirrorProgress { is_ready: true, ..MirrorProgress::default() };
-        for mirror in mirrors {
-            match job_of(mirror, &jobs) {
-                None => return Ok(Err(mirror.failed("another user of the monitor has ended its job"))),
-                Some(job) if job.status == CONCLUDED => return Ok(Err(mirror.failed(reason(job)))),
-                Some(job) => {
-                    progress.copied_bytes += job.current_progress;
-                    progress.total_bytes += job.total_progress;
-                    progress.is_ready &= job.status == READY;
-                }
-            }
-        }
-        Ok(Ok(progress))
-    }
-
-    /// Ends these jobs once the guest is stopped: each target has all of its disk then, on its storage.
-    ///
-    /// # Errors
-    /// [`Error::Qmp`]; one that failed is in the result.
-    pub(crate) fn complete_mirrors(
-        &mut self,
-        mirrors: &[Mirror],
-    ) -> Result<Result<(), MirrorFailure>, Error> {
-        if let Err(failure) = self.mirror_progress(mirrors)? {
-            return Ok(Err(failure));
-        }
-        for mirror in mirrors {
-            self.client().execute(&CancelJob { device: mirror.job.clone(), force: false })?;
-        }
-        for mirror in mirrors {
-            match self.await_end(&mirror.job)? {
-                Some(job) if job.status == CONCLUDED && job.error.is_none() => {}
-                Some(job) => return Ok(Err(mirror.failed(reason(&job)))),
-                None => return Ok(Err(mirror.failed("its job has ended with an unknown result"))),
-            }
-            self.remove_mirror(&mirror.job)?;
-        }
-        Ok(Ok(()))
-    }
-
-    /// Ends these jobs, whether they are there or not, and removes their nodes. The guest keeps its own disks.
-    ///
-    /// # Errors
-    /// [`Error::Qmp`].
+    /// [`Error::Qmp`]; [`Error::JobRuns`].
     pub(crate) fn drop_mirrors(&mut self, jobs: &[String]) -> Result<(), Error> {
-        let found = self.client().execute(&QueryJobs)?;
-        for job in found.iter().filter(|found| jobs.contains(&found.id)) {
-            if job.status != CONCLUDED {
-                unless_refused(
-                    self.client().execute(&CancelJob { device: job.id.clone(), force: true }).map(drop),
-                )?;
+        for job in self.jobs()?.iter().filter(|found| jobs.contains(&found.id) && found.status != CONCLUDED) {
+            unless_refused(self.client().execute(&CancelJob { device: job.id.clone(), force: true }))?;
+        }
+        let deadline = Instant::now() + END_TIMEOUT;
+        let is_running = |job: &&Job| jobs.contains(&job.id) && job.status != CONCLUDED;
+        while let Some(job) = self.jobs()?.iter().find(is_running) {
+            if Instant::now() >= deadline {
+                return Err(Error::JobRuns { socket: self.socket().to_owned(), job: job.id.clone() });
             }
-            self.await_end(&job.id)?;
+            thread::sleep(POLL_INTERVAL);
         }
         jobs.iter().try_for_each(|job| self.remove_mirror(job))
     }
 
     /// Removes an ended job and its node, if they are there.
-    fn remove_mirror(&mut self, job: &str) -> Result<(), Error> {
-        unless_refused(self.client().execute(&DismissJob { id: job.to_owned() }).map(drop))?;
-        unless_refused(self.client().execute(&DeleteNode { node_name: job.to_owned() }).map(drop))
-    }
-
-    /// Waits until a job has ended; `None`: there is none any more.
-    fn await_end(&mut self, id: &str) -> Result<Option<Job>, Error> {
-        let deadline = Instant::now() + END_TIMEOUT;
-        loop {
-            let job = self.client().execute(&QueryJobs)?.into_iter().find(|job| job.id == id);
-            match job {
-                Some(job) if job.status != CONCLUDED && Instant::now() < deadline => {
-                    thread::sleep(POLL_INTERVAL);
-                }
-                job => return Ok(job),
-            }
-        }
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub(crate) fn remove_mirror(&mut self, job: &str) -> Result<(), Error> {
+        unless_refused(self.client().execute(&DismissJob { id: job.to_owned() }))?;
+        unless_refused(self.client().execute(&DeleteNode { node_name: job.to_owned() }))
     }
 
     /// Has a migration that waits before its switchover go on.
@@ -196,48 +192,49 @@ impl Qemu {
     /// Has QEMU's NBD server offer these drives by their names, to be written, on a socket.
     ///
     /// # Errors
-    /// [`Error::Qmp`].
+    /// [`Error::Qmp`]: also if another user has started the server.
     pub(crate) fn export_drives(&mut self, drives: &[Drive], socket: &Path) -> Result<(), Error> {
         let addr = NbdListenAddress::Unix { path: socket.to_owned() };
         self.client().execute(&StartNbdServer { addr })?;
         for (number, drive) in drives.iter().enumerate() {
-            self.client().execute(&ExportNode {
+            let exported = self.client().execute(&ExportNode {
                 id: format!("{NAME}{number}"),
                 node_name: drive.node.clone(),
                 name: drive.name.clone(),
                 writable: true,
-            })?;
+            });
+            if let Err(error) = exported {
+                unless_refused(self.client().execute(&StopNbdServer))?;
+                return Err(error.into());
+            }
         }
         Ok(())
     }
 
-    /// Ends QEMU's NBD server, if it runs.
+    /// Ends QEMU's NBD server, if it offers drives for towline.
     ///
     /// # Errors
     /// [`Error::Qmp`].
     pub(crate) fn end_exports(&mut self) -> Result<(), Error> {
-        unless_refused(self.client().execute(&StopNbdServer).map(drop))
+        let exports = self.client().execute(&QueryExports)?;
+        if exports.iter().any(|export| export.id.starts_with(NAME)) {
+            unless_refused(self.client().execute(&StopNbdServer))?;
+        }
+        Ok(())
     }
-}
-
-fn job_of<'a>(mirror: &Mirror, jobs: &'a [Job]) -> Option<&'a Job> {
-    jobs.iter().find(|job| job.id == mirror.job)
 }
 
 fn reason(job: &Job) -> String {
-    match &job.error {
-        Some(error) => error.clone(),
-        None => format!("its job was ended ({})", job.status),
-    }
+    job.error.clone().unwrap_or_else(|| "another user of the monitor has ended its job".into())
 }
 
 /// Accepts a refusal: there is nothing to end.
-fn unless_refused(result: Result<(), qmp::Error>) -> Result<(), Error> {
+fn unless_refused(result: Result<Empty, qmp::Error>) -> Result<(), Error> {
     match result {
         Err(qmp::Error::Refusal { desc, .. }) => {
             tracing::debug!(desc, "nothing to end");
             Ok(())
         }
-        result => Ok(result?),
+        result => Ok(result.map(drop)?),
     }
 }

@@ -137,7 +137,9 @@ impl Qemu {
             UndoRecord::Migration { seen_ms, .. } => *seen_ms,
             _ => None,
         });
-        let pauses = records.iter().any(|(_, record)| matches!(record, UndoRecord::Mirrors { .. }));
+        let has = |is_it: fn(&UndoRecord) -> bool| records.iter().any(|(_, record)| is_it(record));
+        let pauses = has(|record| matches!(record, UndoRecord::Mirrors { .. }))
+            && has(|record| matches!(record, UndoRecord::Migration { .. }));
         let busy = self.wait_until_idle(seen, pauses)?;
         let mut repaired =
             RepairReport { socket: self.socket().to_owned(), owner, done: Vec::new(), left: Vec::new() };

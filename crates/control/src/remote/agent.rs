@@ -1,6 +1,5 @@
 //! The other end of the session: makes a place for a guest, and receives it.
 
-use std::fs;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -19,8 +18,9 @@ use towline_launch::{
 use towline_qmp::commands::{QueryStatus, Quit, RunState};
 use towline_qmp::{self as qmp, Client, Command, CommandError, Commands, Dialogue};
 
-use super::disks::{CopiedDisk, NewDisks, WrittenDisk};
+use super::disks::{CopiedDisk, WrittenDisk};
 use super::guest::compare;
+use super::new_disks::NewDisks;
 use super::{
     ENDED, Ended, LISTENING, NewGuest, Place, Prepare, Prepared, Receive, Receiving, SESSION, SESSION_KEY,
     compression_of, from_hex, to_hex,
@@ -237,7 +237,7 @@ impl Agent {
             self.root.list()?.into_iter().find(|guest| guest.name == name.as_str() && is_abandoned(guest));
         let Some(left) = left else { return Err(taken) };
         tracing::info!(%name, pid = left.pid, "ending a QEMU that waits for a guest of an agent that has ended");
-        let disks = NewDisks::listed(&left.qmp.with_file_name(NewDisks::FILE));
+        let remove_disks = NewDisks::removal(&left.qmp.with_file_name(NewDisks::FILE));
         let quit =
             Client::connect(&left.qmp, &qmp::Options::default()).and_then(|mut client| client.execute(&Quit));
         quit.map_err(|_| taken)?;
@@ -246,9 +246,7 @@ impl Agent {
             match self.root.claim(name) {
                 Err(RuntimeError::Taken { .. }) if Instant::now() < deadline => thread::sleep(END_INTERVAL),
                 claimed => {
-                    if claimed.is_ok() {
-                        disks.iter().for_each(|disk| drop(fs::remove_file(disk)));
-                    }
+                    remove_disks();
                     return claimed;
                 }
             }

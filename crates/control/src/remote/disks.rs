@@ -5,12 +5,10 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io;
-use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use towline_launch::{CommandLine, CreatedDisk, HostArguments, NewDisk, Overlay};
+use towline_launch::Overlay;
 
 use super::error::Error;
 use crate::qemu::{self, Qemu};
@@ -57,18 +55,18 @@ pub(super) enum DisksToJudge {
 #[serde(rename_all = "kebab-case")]
 pub struct CopiedDisk {
     /// With which a disk that both hosts have is found out.
-    token: DiskToken,
-    format: String,
-    bytes: u64,
+    pub(super) token: DiskToken,
+    pub(super) format: String,
+    pub(super) bytes: u64,
     /// As in [`WrittenDisk`].
-    setting: Option<String>,
+    pub(super) setting: Option<String>,
 }
 
 /// Description of such a disk for another host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct DiskToken {
-    drive: String,
+    pub(super) drive: String,
     files: Vec<FileToken>,
 }
 
@@ -115,11 +113,21 @@ impl WrittenDisk {
         extras.map_or(Ok(()), |what| Err(Error::DiskExtras { drive: drive.clone(), what }))
     }
 
-    /// Finds it among the disks of the guest's command line.
-    pub(super) fn find_setting(&mut self, of_line: &[Overlay]) {
+    /// Finds it among the disks of the guest's command line, with which a QEMU is started elsewhere.
+    pub(super) fn find_setting(&mut self, of_line: &[Overlay]) -> Result<(), Error> {
         let file = self.files.first();
         let disk = of_line.iter().find(|disk| file.is_some_and(|file| file == Path::new(&disk.base)));
-        self.setting = disk.map(|disk| disk.setting.clone());
+        let disk = disk.ok_or_else(|| Error::DiskOfNoOption { drive: self.drive.clone() })?;
+        self.setting = Some(disk.setting.clone());
+        Ok(())
+    }
+
+    /// Notice about a disk that stays behind after a copy of it has gone on.
+    pub(super) fn left(&self) -> Option<String> {
+        let (drive, file) = (&self.drive, self.files.first()?.display());
+        Some(format!(
+            "disk {drive} ({file}) stays on this host as it was when the guest left; remove it when it is not needed"
+        ))
     }
 
     /// Its description for a host to which it is copied.
@@ -217,71 +225,18 @@ impl CopiedDisk {
         if disk.bytes != expected {
             return Some(format!("disk {drive} has {} bytes there, expected {expected}", disk.bytes));
         }
-        let is_one = !disk.files.is_empty() && self.token.refusal(there).is_none();
-        is_one.then(|| format!("disk {drive} is the same file there, and needs no copy"))
-    }
-
-    /// Its file, for a guest with these disks in its command line; `None`: a block device, which is there already.
-    fn make(&self, there: &[Overlay], host: &HostArguments) -> Result<Option<CreatedDisk>, String> {
-        let Self { token: DiskToken { drive, .. }, format, bytes, setting } = self;
-        let disk = there.iter().find(|disk| Some(&disk.setting) == setting.as_ref());
-        let disk = disk.ok_or_else(|| format!("disk {drive} is not in the guest's command line"))?;
-        if disk.format != *format {
-            let (setting, found) = (&disk.setting, &disk.format);
-            return Err(format!("{setting}.format is {found} there, expected {format}"));
-        }
-        let path = Path::new(&disk.base);
-        if !path.is_absolute() {
-            return Err(format!("disk {drive} is no file there ({})", disk.base));
-        }
-        if fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device()) {
-            return Ok(None);
-        }
-        let new = NewDisk { path, format, bytes: *bytes };
-        new.create(host).map(Some).map_err(|error| format!("disk {drive}: {error}"))
-    }
-}
-
-/// Disks that were made for a guest, and are removed with this value unless they are kept.
-#[derive(Debug, Default)]
-pub(super) struct NewDisks(Vec<CreatedDisk>);
-
-impl NewDisks {
-    /// File with the names of the disks that were made for a guest, in its directory: those of one that never arrived are removed by
-    /// another agent if this one was killed.
-    pub(super) const FILE: &str = "new-disks.json";
-
-    /// Makes the files of these disks for a guest with this command line, and keeps `list` of them.
-    ///
-    /// # Errors
-    /// The reason, with the name of the disk.
-    pub(super) fn make(
-        disks: &[CopiedDisk],
-        line: &CommandLine,
-        host: &HostArguments,
-        list: &Path,
-    ) -> Result<Self, String> {
-        let directory = host.working_directory.as_deref().unwrap_or(Path::new("/"));
-        let there = line.written_disks(directory, None);
-        let mut made = Self::default();
-        for disk in disks {
-            made.0.extend(disk.make(&there, host)?);
-            let paths: Vec<_> = made.0.iter().filter_map(CreatedDisk::path).collect();
-            let written = serde_json::to_vec(&paths).map_err(io::Error::from);
-            let written = written.and_then(|paths| fs::write(list, paths));
-            written.map_err(|error| format!("{}: {error}", list.display()))?;
-        }
-        Ok(made)
-    }
-
-    /// The disks in such a file.
-    pub(super) fn listed(list: &Path) -> Vec<PathBuf> {
-        fs::read(list).ok().and_then(|paths| serde_json::from_slice(&paths).ok()).unwrap_or_default()
-    }
-
-    /// Has them outlive this value.
-    pub(super) fn keep(&mut self) {
-        self.0.drain(..).for_each(CreatedDisk::keep);
+        // It would be written by both, and also a backing file of the guest's.
+        let there = disk.files.first()?;
+        let path = there.display();
+        self.token.files.iter().find_map(|file| match &file.token {
+            Some(_) if file.refusal(drive, there).is_none() => {
+                Some(format!("disk {drive} ({path}) is the same file there, and needs no copy"))
+            }
+            None if file.path == *there => {
+                Some(format!("disk {drive} ({path}) may be the same there: give it another name there"))
+            }
+            _ => None,
+        })
     }
 }
 

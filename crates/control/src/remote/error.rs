@@ -43,6 +43,14 @@ pub enum Error {
         "disk {drive} has {what}, which a copy of its content would lose: remove that, or have the disk on storage of both hosts"
     )]
     DiskExtras { drive: String, what: &'static str },
+    #[error(
+        "disk {drive} is not a file that the guest's command line names (it was plugged in since, or has a filter or `snapshot=on`), so a QEMU that is started with that would be without it: start one there that waits, with this disk"
+    )]
+    DiskOfNoOption { drive: String },
+    #[error(
+        "{host} was asked to receive disks, and has no port for them: install the same version on both hosts"
+    )]
+    NoDiskPort { host: String },
     #[error("the guest's command line: {source}")]
     CommandLine { source: towline_launch::ParseError },
     #[error("cancelled")]

@@ -57,10 +57,26 @@ impl DepartingGuest {
         let mut disks = WrittenDisk::of(&mut qemu)?;
         if disk_policy == DiskPolicy::Copied {
             disks.iter().try_for_each(WrittenDisk::check_copy)?;
-            let of_line = disks_of(&place)?;
-            disks.iter_mut().for_each(|disk| disk.find_setting(&of_line));
+            if let Place::Guest(guest) = &place {
+                let of_line = disks_of(guest)?;
+                disks.iter_mut().try_for_each(|disk| disk.find_setting(&of_line))?;
+            }
         }
         Ok(Self { facts, disks, disk_policy, place })
+    }
+
+    /// Returns true if it has disks that are copied.
+    pub(super) fn copies_disks(&self) -> bool {
+        self.disk_policy == DiskPolicy::Copied && !self.disks.is_empty()
+    }
+
+    /// Notices about its disks, once a copy of them has gone on elsewhere.
+    pub fn disks_left(&self) -> Vec<String> {
+        if self.copies_disks() {
+            self.disks.iter().filter_map(WrittenDisk::left).collect()
+        } else {
+            Vec::new()
+        }
     }
 
     pub(super) fn facts_json(&self) -> Value {
@@ -89,8 +105,7 @@ impl DepartingGuest {
 }
 
 /// The disks in the command line of a guest that gets a QEMU elsewhere.
-fn disks_of(place: &Place) -> Result<Vec<Overlay>, Error> {
-    let Place::Guest(guest) = place else { return Ok(Vec::new()) };
+fn disks_of(guest: &NewGuest) -> Result<Vec<Overlay>, Error> {
     let recorded = Recorded::from_json(guest.command_line.as_bytes());
     let recorded = recorded.map_err(|source| Error::CommandLine { source })?;
     let directory = guest.working_directory.as_deref().unwrap_or(Path::new("/"));

@@ -229,11 +229,16 @@ impl RemoteHost {
         Ok(Fit { facts, refusals: prepared.refusals })
     }
 
-    /// Has it listen for the guest of this request.
+    /// Has it listen for this guest, for which it has made a place.
     ///
     /// # Errors
     /// [`Error`].
-    pub fn receive(&mut self, request: &CopyRequest, lanes: usize) -> Result<Arrival, Error> {
+    pub fn receive(
+        &mut self,
+        guest: &DepartingGuest,
+        request: &CopyRequest,
+        lanes: usize,
+    ) -> Result<Arrival, Error> {
         let key = OneTimeKey::generate()?;
         let receiving = self.execute(&Receive {
             certificate: to_hex(key.certificate()),
@@ -244,6 +249,10 @@ impl RemoteHost {
             overwrite: request.overwrite,
             peer_timeout_ms: u64::try_from(request.peer_timeout.as_millis()).unwrap_or(u64::MAX),
         })?;
+        // Else the guest would run on empty disks.
+        if guest.copies_disks() && receiving.disk_port.is_none() {
+            return Err(Error::NoDiskPort { host: self.name() });
+        }
         let certificate = from_hex(&receiving.certificate)
             .ok_or_else(|| self.unexpected(receiving.certificate.clone(), "a certificate"))?;
         let event = self.await_event(&[LISTENING, ENDED], REPLY_TIMEOUT, &|_| {});

@@ -158,3 +158,15 @@ pub struct ExportNode {
     pub writable: bool,
 }
 command!(ExportNode, "block-export-add", Empty);
+
+/// `query-block-exports`.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct QueryExports;
+command!(QueryExports, "query-block-exports", Vec<Export>);
+
+/// An export.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Export {
+    /// Its id.
+    pub id: String,
+}

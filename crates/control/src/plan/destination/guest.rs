@@ -48,7 +48,11 @@ impl QmpDestination {
 
     /// Ends the source's way to the disks, all of which it has written before its guest was loaded here.
     fn end_exports(&mut self) -> Result<(), Error> {
-        self.exports.take().map_or(Ok(()), |exports| exports.end(&mut self.qemu))
+        if let Some(exports) = &self.exports {
+            exports.end(&mut self.qemu)?;
+            self.exports = None;
+        }
+        Ok(())
     }
 
     fn stopped_again(&mut self, status: &Status) -> StartFailure {

@@ -81,8 +81,8 @@ impl QemuSource {
         context: &Context<'_>,
     ) -> Result<Connections, Error> {
         to.qemu().map_or(Ok(()), |to| to.qmp.check_vsocks(&self.qemu.vsocks))?;
-        self.qemu.detach_unmigratable_devices(context.cancel)?;
         self.qemu.mirror_disks(context)?;
+        self.qemu.detach_unmigratable_devices(context.cancel)?;
         context.observer.phase(CopyPhase::Connect);
         to.connect(session, context)?;
         self.qemu.start(context.lanes(), context.options, context.cancel)

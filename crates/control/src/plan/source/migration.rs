@@ -22,6 +22,9 @@ use crate::switchover::{GuestRunState, SourceStatus};
 
 /// Interval of queries while memory is transferred.
 const QUERY_INTERVAL: Duration = Duration::from_millis(250);
+/// States of a migration whose guest is stopped.
+const STOPPED: [MigrationStatus; 3] =
+    [MigrationStatus::PRE_SWITCHOVER, MigrationStatus::DEVICE, MigrationStatus::COMPLETED];
 /// Pause before a monitor that could not be reconnected is tried again.
 const RECONNECT_INTERVAL: Duration = Duration::from_millis(10);
 
@@ -40,7 +43,7 @@ impl QmpSource {
             }
             self.progress = self.convergence.progress(&migration);
             self.convergence.observe(&migration)?;
-            self.follow_mirrors(&migration)?;
+            self.follow_mirrors(&migration, cancel)?;
             self.relax_downtime(&migration);
         }
         Ok(self.progress)
@@ -49,23 +52,24 @@ impl QmpSource {
     /// Waits a moment for the switchover of a guest whose disks are copied, which it waits for, and has the next query see it.
     fn await_switchover(&mut self) {
         if self.mirrors.as_ref().is_some_and(DiskMirrors::are_active) {
-            let is_paused =
-                |event: &Event| MigrationStatus::of_event(event) == Some(MigrationStatus::PRE_SWITCHOVER);
-            if self.qemu.client().wait_event(is_paused, QUERY_INTERVAL).is_ok() {
+            let is_stopped = |event: &Event| {
+                MigrationStatus::of_event(event).is_some_and(|status| STOPPED.contains(&status))
+            };
+            if self.qemu.client().wait_event(is_stopped, QUERY_INTERVAL).is_ok() {
                 self.queried_at -= QUERY_INTERVAL;
             }
         }
     }
 
     /// Ends the copy of disks when the guest is stopped, and has the migration go on.
-    fn follow_mirrors(&mut self, migration: &MigrationInfo) -> Result<(), Error> {
+    fn follow_mirrors(&mut self, migration: &MigrationInfo, cancel: &Cancel) -> Result<(), Error> {
         let Some(mirrors) = self.mirrors.as_mut().filter(|mirrors| mirrors.are_active()) else {
             return Ok(());
         };
         if migration.status != Some(MigrationStatus::PRE_SWITCHOVER) {
-            return mirrors.check(&mut self.qemu);
+            return mirrors.check(&mut self.qemu, migration);
         }
-        mirrors.complete(&mut self.qemu)?;
+        mirrors.complete(&mut self.qemu, cancel)?;
         Ok(self.qemu.continue_migration()?)
     }
 

@@ -1,0 +1,188 @@
+//! Connections of disks, forwarded from one QEMU to the other host, and there to the other QEMU.
+
+use std::io;
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use towline_channel::{
+    Address, Cancel, Channel, ChannelExt as _, IoBuf, IoBufMut, Listener, RecvFlags, SendFlags, connect,
+    is_out_of_resources,
+};
+
+use super::super::error::Error;
+use crate::lock::lock;
+
+/// Connections at one time: one for each disk.
+const CONNECTIONS_MAX: usize = 64;
+/// Bytes that are forwarded at a time, of each direction.
+const BUFFER_BYTES: usize = 256 << 10;
+/// Timeout for the other end of a forwarded connection.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Pause if the kernel has no descriptor left for a connection.
+const RESOURCES_PAUSE: Duration = Duration::from_millis(100);
+/// No deadline: a listener waits until it is cancelled.
+const FOREVER: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// Other ends of forwarded connections.
+#[derive(Debug)]
+pub(super) enum FarEnds {
+    /// Connected before, so that the QEMU here waits for nothing but the QEMU there.
+    Connected(Mutex<Vec<Arc<dyn Channel>>>),
+    /// Connected to when they are needed.
+    At(Address),
+}
+
+/// Forwards each connection of a listener, until it is dropped.
+#[derive(Debug)]
+pub(super) struct Forwarder {
+    shared: Arc<Forwarding>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Forwarding {
+    listener: Arc<Listener>,
+    far: FarEnds,
+    cancel: Cancel,
+    open: Mutex<Vec<Arc<dyn Channel>>>,
+}
+
+impl Forwarder {
+    pub(super) fn start(listener: Arc<Listener>, far: FarEnds) -> Result<Self, Error> {
+        let (cancel, open) = (Cancel::new()?, Mutex::default());
+        let shared = Arc::new(Forwarding { listener, far, cancel, open });
+        let thread = spawn("disks", {
+            let shared = Arc::clone(&shared);
+            move || shared.accept()
+        });
+        Ok(Self { shared, thread: Some(thread?) })
+    }
+}
+
+impl Drop for Forwarder {
+    fn drop(&mut self) {
+        self.shared.cancel.cancel();
+        lock(&self.shared.open).iter().for_each(end);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Forwarding {
+    fn accept(self: Arc<Self>) {
+        let mut connections: Vec<JoinHandle<()>> = Vec::new();
+        while !self.cancel.is_cancelled() {
+            match self.listener.accept(Instant::now() + FOREVER, &self.cancel) {
+                Ok(near) => {
+                    connections.retain(|connection| !connection.is_finished());
+                    if connections.len() < CONNECTIONS_MAX {
+                        let shared = Arc::clone(&self);
+                        connections.extend(spawn("disk", move || shared.forward(&near.into())));
+                    }
+                }
+                Err(error) if is_out_of_resources(&error) => thread::park_timeout(RESOURCES_PAUSE),
+                Err(error) => tracing::debug!(%error, "no connection of a disk"),
+            }
+        }
+        connections.into_iter().for_each(|connection| drop(connection.join()));
+    }
+
+    fn forward(&self, near: &Arc<dyn Channel>) {
+        let far = match &self.far {
+            FarEnds::Connected(far) => lock(far).pop(),
+            FarEnds::At(address) => {
+                let deadline = Instant::now() + CONNECT_TIMEOUT;
+                let connected = connect(address, deadline, &self.cancel);
+                connected
+                    .inspect_err(|error| tracing::info!(%error, "the connection of a disk"))
+                    .ok()
+                    .map(Arc::from)
+            }
+        };
+        let Some(far) = far else { return end(near) };
+        lock(&self.open).extend([Arc::clone(near), Arc::clone(&far)]);
+        // Else they are ended with the others.
+        if !self.cancel.is_cancelled() {
+            thread::scope(|scope| {
+                scope.spawn(|| pass_on(near, &far));
+                pass_on(&far, near);
+            });
+        }
+        lock(&self.open).retain(|channel| !Arc::ptr_eq(channel, near) && !Arc::ptr_eq(channel, &far));
+    }
+}
+
+fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, Error> {
+    let spawned = thread::Builder::new().name(name.into()).spawn(work);
+    spawned.map_err(|source: io::Error| Error::DisksNotForwarded { source })
+}
+
+/// Passes bytes on until one end closes its part or fails, and ends both.
+fn pass_on(from: &Arc<dyn Channel>, to: &Arc<dyn Channel>) {
+    let mut buffer = vec![0; BUFFER_BYTES];
+    let mut step = || {
+        let count = from.recv(&mut [IoBufMut::from(&mut buffer[..])], RecvFlags::empty())?;
+        to.send_all(&[IoBuf::from(&buffer[..count])], SendFlags::empty())?;
+        Ok::<_, towline_channel::Error>(count)
+    };
+    loop {
+        match step() {
+            Ok(0) => break,
+            Ok(_) => {}
+            Err(error) => {
+                tracing::debug!(%error, "the connection of a disk");
+                break;
+            }
+        }
+    }
+    [from, to].into_iter().for_each(end);
+}
+
+fn end(channel: &Arc<dyn Channel>) {
+    if let Err(error) = channel.shutdown(std::net::Shutdown::Both) {
+        tracing::trace!(%error, "closing");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::net::{Shutdown, TcpListener, TcpStream};
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn a_forwarder_passes_bytes_on_until_it_is_dropped() {
+        let directory = tempfile::tempdir().unwrap();
+        let (path, far) = (directory.path().join("near.sock"), TcpListener::bind("127.0.0.1:0").unwrap());
+        let listener = Arc::new(Listener::bind(&Address::Unix(path.clone())).unwrap());
+        let to = Address::Tcp { host: "127.0.0.1".into(), port: far.local_addr().unwrap().port() };
+        let forwarder = Forwarder::start(listener, FarEnds::At(to)).unwrap();
+        let connect = || -> (UnixStream, TcpStream) {
+            let near = UnixStream::connect(&path).unwrap();
+            (near, far.accept().unwrap().0)
+        };
+        let (mut near, mut other) = connect();
+        let sent: Vec<u8> = (0..3 * BUFFER_BYTES).map(|n| n as u8).collect();
+        thread::scope(|scope| {
+            scope.spawn(|| near.write_all(&sent).unwrap());
+            let mut received = vec![0; sent.len()];
+            other.read_exact(&mut received).unwrap();
+            assert_eq!(received, sent);
+        });
+        other.write_all(b"back").unwrap();
+        let mut back = [0; 4];
+        near.read_exact(&mut back).unwrap();
+        assert_eq!(&back, b"back");
+        // One end closes: so does the other.
+        other.shutdown(Shutdown::Both).unwrap();
+        assert_eq!(near.read(&mut back).unwrap(), 0);
+        let (mut near, mut other) = connect();
+        drop(forwarder);
+        assert_eq!((near.read(&mut back).unwrap(), other.read(&mut back).unwrap()), (0, 0));
+        assert!(UnixStream::connect(&path).is_err(), "nothing listens");
+    }
+}

@@ -1,0 +1,124 @@
+//! Disks that are made on another host for a guest that brings their content.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use towline_launch::{CommandLine, CreatedDisk, HostArguments, NewDisk, Overlay};
+
+use super::disks::{CopiedDisk, DiskToken};
+
+/// Formats of disks that are made.
+const MADE: [&str; 2] = ["raw", "qcow2"];
+
+impl CopiedDisk {
+    /// Its file, for a guest with these disks in its command line; `None`: a block device, which is there already.
+    fn make(&self, there: &[Overlay], host: &HostArguments) -> Result<Option<CreatedDisk>, String> {
+        let Self { token: DiskToken { drive, .. }, format, bytes, setting } = self;
+        let disk = there.iter().find(|disk| Some(&disk.setting) == setting.as_ref());
+        let disk = disk.ok_or_else(|| format!("disk {drive} is not in the guest's command line"))?;
+        if disk.format != *format {
+            let (setting, found) = (&disk.setting, &disk.format);
+            return Err(format!("{setting}.format is {found} there, expected {format}"));
+        }
+        let (path, setting) = (Path::new(&disk.base), &disk.setting);
+        let is_named = || host.settings.iter().any(|given| given.key.starts_with(&format!("{setting}.file")));
+        match fs::metadata(path) {
+            Ok(found) if found.file_type().is_block_device() && is_named() => return Ok(None),
+            Ok(found) if found.file_type().is_block_device() => {
+                let path = path.display();
+                return Err(format!(
+                    "disk {drive} is a block device there, too ({path}), and may be the same one: name it by {setting}.file"
+                ));
+            }
+            Err(_) if path.starts_with("/dev") || !path.is_absolute() => {
+                return Err(format!(
+                    "disk {drive} ({}) is missing there: name a file by {setting}.file",
+                    disk.base
+                ));
+            }
+            _ if !MADE.contains(&format.as_str()) => {
+                return Err(format!(
+                    "disk {drive} has format {format}, and only raw and qcow2 are made: start a QEMU there that waits"
+                ));
+            }
+            _ => {}
+        }
+        let new = NewDisk { path, format, bytes: *bytes };
+        new.create(host).map(Some).map_err(|error| {
+            format!("disk {drive}: {error}; remove it if a former move has left it, or name another by {setting}.file")
+        })
+    }
+}
+
+/// A file that was made, in the list of those of a guest.
+#[derive(Debug, Serialize, Deserialize)]
+struct MadeFile {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+}
+
+impl MadeFile {
+    fn of(disk: &CreatedDisk) -> Option<Self> {
+        let path = disk.path()?.to_owned();
+        let found = fs::symlink_metadata(&path).ok()?;
+        Some(Self { path, device: found.dev(), inode: found.ino() })
+    }
+
+    /// Removes it, unless another file has its name now.
+    fn remove(&self) {
+        let found = fs::symlink_metadata(&self.path);
+        if found.is_ok_and(|found| (found.dev(), found.ino()) == (self.device, self.inode)) {
+            let removed = fs::remove_file(&self.path);
+            tracing::info!(path = %self.path.display(), ?removed, "a disk without its guest");
+        }
+    }
+}
+
+/// Disks that were made for a guest, and are removed with this value unless they are kept.
+#[derive(Debug, Default)]
+pub(super) struct NewDisks(Vec<CreatedDisk>);
+
+impl NewDisks {
+    /// File with the names of the disks that were made for a guest, in its directory: those of one that never arrived are removed by
+    /// another agent if this one was killed.
+    pub(super) const FILE: &str = "new-disks.json";
+
+    /// Makes the files of these disks for a guest with this command line, and keeps `list` of them.
+    ///
+    /// # Errors
+    /// The reason, with the name of the disk.
+    pub(super) fn make(
+        disks: &[CopiedDisk],
+        line: &CommandLine,
+        host: &HostArguments,
+        list: &Path,
+    ) -> Result<Self, String> {
+        let directory = host.working_directory.as_deref().unwrap_or(Path::new("/"));
+        let there = line.written_disks(directory, None);
+        let mut made = Self::default();
+        for disk in disks {
+            made.0.extend(disk.make(&there, host)?);
+            let files: Vec<_> = made.0.iter().filter_map(MadeFile::of).collect();
+            let written = serde_json::to_vec(&files).map_err(io::Error::from);
+            let written = written.and_then(|files| fs::write(list, files));
+            written.map_err(|error| format!("{}: {error}", list.display()))?;
+        }
+        Ok(made)
+    }
+
+    /// Reads such a file, whose guest never arrived. Returns the removal of its disks.
+    pub(super) fn removal(list: &Path) -> impl FnOnce() + use<> {
+        let files: Option<Vec<MadeFile>> =
+            fs::read(list).ok().and_then(|files| serde_json::from_slice(&files).ok());
+        move || files.iter().flatten().for_each(MadeFile::remove)
+    }
+
+    /// Has them outlive this value.
+    pub(super) fn keep(&mut self) {
+        self.0.drain(..).for_each(CreatedDisk::keep);
+    }
+}
