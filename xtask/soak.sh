@@ -54,6 +54,7 @@ qmp-latency) lab control latency::queries_are_answered_while_memory_moves TOWLIN
 pairs)
   lab pairs verdicts_agree_with_what_happens TOWLINE_SOAK_PAIRS=1
   lab pairs verdicts_on_the_newest_qemu_agree_with_what_happens TOWLINE_SOAK_PAIRS=1
+  lab pairs verdicts_between_hosts_agree_with_what_happens TOWLINE_SOAK_PAIRS=1
   ;;
 #: versions: each QEMU with the newest one (11.1), in every way that a guest can go, and Linux 7 with a vsock (TOWLINE_CROSSING: only
 #:   those whose name has this)

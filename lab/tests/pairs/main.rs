@@ -15,12 +15,12 @@ mod linux;
 mod run;
 mod table;
 
-use towline_lab::{Version, require_lab, require_qemu};
+use towline_lab::{Sshd, Version, require_lab, require_qemu, skip};
 
-use run::{Row, judge};
+use run::{Hosts, Row, judge, judge_between};
 
 /// Runs these pairs, prints the table, and fails with all disagreements.
-fn run(pairs: &[table::Pair]) {
+fn run(pairs: &[table::Pair], judge: &dyn Fn(&table::Pair) -> Row) {
     println!("{}", Row::HEADING);
     let rows: Vec<Row> = pairs.iter().map(judge).inspect(|row| println!("{row}")).collect();
     let wrong: Vec<_> = rows.iter().filter_map(|row| row.wrong.as_deref()).collect();
@@ -42,7 +42,7 @@ fn wanted(pairs: Vec<table::Pair>) -> Vec<table::Pair> {
 fn verdicts_agree_with_what_happens() {
     if require_lab("verdicts_agree_with_what_happens") {
         let disks = files::Disks::new();
-        run(&wanted(table::pairs(&disks)));
+        run(&wanted(table::pairs(&disks)), &judge);
     }
 }
 
@@ -50,6 +50,24 @@ fn verdicts_agree_with_what_happens() {
 fn verdicts_on_the_newest_qemu_agree_with_what_happens() {
     let name = "verdicts_on_the_newest_qemu_agree_with_what_happens";
     if require_qemu(name, &[Version::Stable, Version::Newest]) {
-        run(&wanted(table::newest()));
+        run(&wanted(table::newest()), &judge);
     }
+}
+
+/// The same of `check` and `move` to a QEMU on another host.
+#[test]
+fn verdicts_between_hosts_agree_with_what_happens() {
+    let name = "verdicts_between_hosts_agree_with_what_happens";
+    if !require_lab(name) {
+        return;
+    }
+    let Some(sshd) = Sshd::find(name) else { return };
+    let hosts = match Hosts::new(&sshd) {
+        Ok(hosts) => hosts,
+        Err(error) => return skip(name, &format!("no network namespaces can be made here: {error:#}")),
+    };
+    let disks = files::Disks::new();
+    // A guest with taps has a network of its own.
+    let pairs = wanted(table::pairs(&disks)).into_iter().filter(|pair| !pair.taps);
+    run(&pairs.collect::<Vec<_>>(), &|pair| judge_between(pair, &hosts));
 }

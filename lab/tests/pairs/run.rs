@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 pub(crate) use towline_lab::expect::qmp as endpoint;
-use towline_lab::{Finished, Network, Qemu, towline, wait_until};
+use towline_lab::{Finished, Network, Qemu, SshHost, Sshd, Towline, towline, towline_binary, wait_until};
 
 use crate::table::Pair;
 
@@ -50,10 +50,62 @@ struct Ends {
     _network: Option<Network>,
 }
 
-/// Runs one pair.
+/// Another host, with the same files, by OpenSSH.
+pub(crate) struct Hosts {
+    here: Network,
+    there: SshHost,
+}
+
+impl Hosts {
+    const ADDRESSES: [&str; 2] = ["10.213.79.1", "10.213.79.2"];
+
+    pub(crate) fn new(sshd: &Sshd) -> anyhow::Result<Self> {
+        let (here, there) = (Network::new()?, Network::new()?);
+        here.connect("link0", &there, "link0")?;
+        for (network, address) in [&here, &there].into_iter().zip(Self::ADDRESSES) {
+            network.run(&["ip", "address", "add", &format!("{address}/24"), "dev", "link0"])?;
+        }
+        Ok(Self { here, there: SshHost::new(sshd, there, Self::ADDRESSES[1])? })
+    }
+
+    /// Runs a command of towline on a guest, and a QEMU that waits on the other host.
+    fn run(&self, command: &str, ends: &Ends, options: &[&str]) -> Finished {
+        let program = towline_binary().unwrap().display().to_string();
+        let (source, place) = (endpoint(&ends.source), format!("ssh:other/{}", endpoint(&ends.destination)));
+        let client = self.there.client();
+        let words = [&program, command, &source, &place, "--ssh", &client, "--shared-disks"];
+        let prefix = self.here.prefix();
+        let line: Vec<_> =
+            prefix.iter().map(String::as_str).chain(words).chain(options.iter().copied()).collect();
+        Towline::start(line[0].as_ref(), &line[1..]).unwrap().wait(WITHIN).unwrap()
+    }
+}
+
+/// Runs one pair between two hosts: judged and moved by towline.
+pub(crate) fn judge_between(pair: &Pair, hosts: &Hosts) -> Row {
+    let ends = start(pair);
+    let report = report(hosts.run("check", &ends, &["--json"]));
+    drop(ends);
+    let finished = move_it(pair, &|ends| hosts.run("move", ends, &[]));
+    row(pair, &report, None, &finished)
+}
+
+/// Runs one pair on this host.
 pub(crate) fn judge(pair: &Pair) -> Row {
     let (report, runs) = by_hand(pair);
-    let finished = move_it(pair);
+    let finished = move_it(pair, &|Ends { source, destination, .. }| {
+        towline(["move", &endpoint(source), &endpoint(destination)]).unwrap().wait(WITHIN).unwrap()
+    });
+    row(pair, &report, Some(&runs), &finished)
+}
+
+/// The row of a pair; `runs` is the outcome of QEMU's own migration, if there was one.
+fn row(
+    pair: &Pair,
+    report: &Value,
+    runs: Option<&Result<(), String>>,
+    finished: &Result<bool, String>,
+) -> Row {
     let verdict = |key: &str| report[key].as_str().unwrap_or("none").to_owned();
     let mut wrong = Vec::new();
     let is_yes = |verdict: &str| verdict.starts_with("yes");
@@ -63,13 +115,15 @@ pub(crate) fn judge(pair: &Pair) -> Row {
         "no" => Some(false),
         _ => None,
     };
-    if verdict_of(&by_hand) != Some(runs.is_ok()) {
-        wrong.push(format!("by hand it says {by_hand:?}, stock QEMU: {runs:?}"));
+    if let Some(runs) = runs {
+        if verdict_of(&by_hand) != Some(runs.is_ok()) {
+            wrong.push(format!("by hand it says {by_hand:?}, stock QEMU: {runs:?}"));
+        }
+        if pair.runs != runs.is_ok() {
+            wrong.push(format!("it was to run on: {}, stock QEMU: {runs:?}", pair.runs));
+        }
     }
-    if pair.runs != runs.is_ok() {
-        wrong.push(format!("it was to run on: {}, stock QEMU: {runs:?}", pair.runs));
-    }
-    let moved = match &finished {
+    let moved = match finished {
         Ok(done) => {
             if verdict_of(&towline) != Some(*done) {
                 wrong.push(format!("towline says {towline:?}, its move was done: {done}"));
@@ -82,10 +136,11 @@ pub(crate) fn judge(pair: &Pair) -> Row {
         }
     };
     let wrong = (!wrong.is_empty()).then(|| format!("{}: {}; {}", pair.name, wrong.join("; "), report));
-    let stock = match &runs {
-        Ok(()) => "runs on",
-        Err(why) if why.contains("dead") => "does not (dies)",
-        Err(_) => "does not",
+    let stock = match runs {
+        None => "–",
+        Some(Ok(())) => "runs on",
+        Some(Err(why)) if why.contains("dead") => "does not (dies)",
+        Some(Err(_)) => "does not",
     };
     Row { name: pair.name.into(), by_hand, stock: stock.into(), verdict: towline, moved: moved.into(), wrong }
 }
@@ -142,7 +197,11 @@ fn by_hand(pair: &Pair) -> (Value, Result<(), String>) {
 /// Runs `towline check`, whose exit status must match its report.
 pub(crate) fn check(source: &Qemu, destination: &Qemu) -> Value {
     let checked = towline(["check", "--json", &endpoint(source), &endpoint(destination)]);
-    let Finished { stdout, stderr, status } = checked.unwrap().wait(WITHIN).unwrap();
+    report(checked.unwrap().wait(WITHIN).unwrap())
+}
+
+fn report(checked: Finished) -> Value {
+    let Finished { stdout, stderr, status } = checked;
     let report = stdout.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()).next_back();
     let report = report.unwrap_or_else(|| panic!("{status}: {stdout}{stderr}"));
     assert_eq!(report["exit"].as_i64(), status.code().map(i64::from), "{report}");
@@ -192,11 +251,10 @@ pub(crate) fn migrate(
 }
 
 /// Returns true if towline moved the guest; an error if the guest is lost, or not where towline reports it.
-fn move_it(pair: &Pair) -> Result<bool, String> {
+fn move_it(pair: &Pair, run: &dyn Fn(&Ends) -> Finished) -> Result<bool, String> {
     let ends = start(pair);
     let Ends { source, destination, .. } = &ends;
-    let moved = towline(["move", &endpoint(source), &endpoint(destination)]).unwrap();
-    let Finished { status, stderr, .. } = moved.wait(WITHIN).unwrap();
+    let Finished { status, stderr, .. } = run(&ends);
     let runs = |qemu: &Qemu| {
         let running =
             wait_until("guest that runs", WITHIN, || Ok((qemu.qmp().status()? == "running").then_some(())));
