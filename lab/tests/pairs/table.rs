@@ -317,7 +317,7 @@ fn migration() -> Vec<Pair> {
         },
         Pair {
             source_settings: &["+validate-uuid"],
-            ..pair("another uuid, validate-uuid", uuid("1"), uuid("2"), false)
+            ..short(pair("another uuid, validate-uuid", uuid("1"), uuid("2"), false))
         },
     ]
 }

@@ -163,7 +163,7 @@ const UPGRADE_DOWNTIME: Duration = Duration::from_millis(2);
 /// A rate that no host reaches, as QEMU has no value for unlimited.
 pub(super) const BANDWIDTH_UNLIMITED: u64 = 1 << 40;
 /// Capabilities with which the stream cannot be received here, or would stop midway.
-const UNSUPPORTED_CAPABILITIES: [Capability; 10] = [
+const UNSUPPORTED_CAPABILITIES: [Capability; 11] = [
     Capability::XBZRLE,
     Capability::POSTCOPY_RAM,
     Capability::POSTCOPY_PREEMPT,
@@ -174,15 +174,16 @@ const UNSUPPORTED_CAPABILITIES: [Capability; 10] = [
     Capability::SWITCHOVER_ACK,
     Capability::MAPPED_RAM,
     Capability::RELEASE_RAM,
+    // A destination compares what it receives even if its own is off.
+    Capability::VALIDATE_UUID,
 ];
 
 /// Further capabilities that exclude a background snapshot; a migration does not change them.
-const UNSUPPORTED_WITH_SNAPSHOT: [Capability; 5] = [
+const UNSUPPORTED_WITH_SNAPSHOT: [Capability; 4] = [
     Capability::AUTO_CONVERGE,
     Capability::DIRTY_BITMAPS,
     Capability::DIRTY_LIMIT,
     Capability::LATE_BLOCK_ACTIVATE,
-    Capability::VALIDATE_UUID,
 ];
 
 impl QmpSource {
