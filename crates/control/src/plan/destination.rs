@@ -190,6 +190,9 @@ impl QmpDestination {
         options: &CopyRequest,
         cancel: &Cancel,
     ) -> Result<Connections, Error> {
+        if let Some(exports) = &self.exports {
+            exports.expect_ends();
+        }
         self.apply_settings(lanes, false, options.compression)?;
         if self.qemu.process().has_own_root() {
             self.link = QemuLink::pass(&mut self.qemu)?;

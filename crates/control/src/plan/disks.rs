@@ -72,7 +72,7 @@ impl DiskMirrors {
         let drives = written_drives(qemu)?;
         let far = drives.iter().map(|drive| connected(drive, to, context)).collect::<Result<_, _>>()?;
         let far = FarEnds::Connected(Mutex::new(far));
-        let forwarder = Forwarder::start(Arc::new(dir.listen(MIRROR_SOCKET)?), far)?;
+        let forwarder = Forwarder::start(Arc::new(dir.listen(MIRROR_SOCKET)?), far, None)?;
         let mirrors: Vec<_> =
             drives.iter().enumerate().map(|(number, drive)| Mirror::of(number, drive)).collect();
         let jobs: Vec<_> = mirrors.iter().map(|mirror| mirror.job.clone()).collect();
@@ -224,7 +224,7 @@ impl From<MirrorFailure> for Error {
 #[derive(Debug)]
 pub(super) struct DiskExports {
     entry: Option<JournalEntry>,
-    _forwarder: Forwarder,
+    forwarder: Forwarder,
 }
 
 impl DiskExports {
@@ -238,16 +238,21 @@ impl DiskExports {
         check_root(qemu)?;
         let (drives, socket) = (written_drives(qemu)?, dir.join(EXPORT_SOCKET));
         let far = FarEnds::At(Address::Unix(socket.clone()));
-        let forwarder = Forwarder::start(Arc::clone(listener), far)?;
+        let forwarder = Forwarder::start(Arc::clone(listener), far, Some(context.cancel))?;
         qemu.wait_for_replies();
         let entry = qemu.record(&UndoRecord::Exports);
         match qemu.export_drives(&drives, &socket) {
-            Ok(()) => Ok(Some(Self { entry, _forwarder: forwarder })),
+            Ok(()) => Ok(Some(Self { entry, forwarder })),
             Err(error) => {
                 entry.iter().for_each(JournalEntry::done);
                 Err(error.into())
             }
         }
+    }
+
+    /// Accepts that the source closes its connections: its guest is on its way.
+    pub(super) fn expect_ends(&self) {
+        self.forwarder.expect_ends();
     }
 
     /// Ends that.

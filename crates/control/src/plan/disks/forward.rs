@@ -1,6 +1,7 @@
 //! Connections of disks, forwarded from one QEMU to the other host, and there to the other QEMU.
 
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -46,17 +47,27 @@ struct Forwarding {
     far: FarEnds,
     cancel: Cancel,
     open: Mutex<Vec<Arc<dyn Channel>>>,
+    /// The copy that is cancelled if a connection ends too early: the other host may be off.
+    copy: Option<Cancel>,
+    are_ends_expected: AtomicBool,
 }
 
 impl Forwarder {
-    pub(super) fn start(listener: Arc<Listener>, far: FarEnds) -> Result<Self, Error> {
-        let (cancel, open) = (Cancel::new()?, Mutex::default());
-        let shared = Arc::new(Forwarding { listener, far, cancel, open });
+    /// Forwards what connects to `listener`. `copy` is cancelled when a connection ends before [`Self::expect_ends`].
+    pub(super) fn start(listener: Arc<Listener>, far: FarEnds, copy: Option<&Cancel>) -> Result<Self, Error> {
+        let (cancel, open, copy) = (Cancel::new()?, Mutex::default(), copy.cloned());
+        let are_ends_expected = AtomicBool::new(false);
+        let shared = Arc::new(Forwarding { listener, far, cancel, open, copy, are_ends_expected });
         let thread = spawn("disks", {
             let shared = Arc::clone(&shared);
             move || shared.accept()
         });
         Ok(Self { shared, thread: Some(thread?) })
+    }
+
+    /// Accepts that connections end from now on.
+    pub(super) fn expect_ends(&self) {
+        self.shared.are_ends_expected.store(true, Ordering::Relaxed);
     }
 }
 
@@ -110,6 +121,9 @@ impl Forwarding {
                 pass_on(&far, near);
             });
         }
+        if let Some(copy) = self.copy.as_ref().filter(|_| !self.are_ends_expected.load(Ordering::Relaxed)) {
+            copy.cancel();
+        }
         lock(&self.open).retain(|channel| !Arc::ptr_eq(channel, near) && !Arc::ptr_eq(channel, &far));
     }
 }
@@ -160,7 +174,7 @@ mod tests {
         let (path, far) = (directory.path().join("near.sock"), TcpListener::bind("127.0.0.1:0").unwrap());
         let listener = Arc::new(Listener::bind(&Address::Unix(path.clone())).unwrap());
         let to = Address::Tcp { host: "127.0.0.1".into(), port: far.local_addr().unwrap().port() };
-        let forwarder = Forwarder::start(listener, FarEnds::At(to)).unwrap();
+        let forwarder = Forwarder::start(listener, FarEnds::At(to), None).unwrap();
         let connect = || -> (UnixStream, TcpStream) {
             let near = UnixStream::connect(&path).unwrap();
             (near, far.accept().unwrap().0)
