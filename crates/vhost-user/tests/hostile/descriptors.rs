@@ -44,7 +44,7 @@ fn a_socket_whose_close_waits_keeps_neither_the_next_frontend_nor_the_process() 
     let begun = Instant::now();
     let header = |code: u32| [code, 1, 0].map(u32::to_le_bytes).concat();
     let any = || RequestCode("any", 1);
-    let mut peers = Vec::new();
+    let (mut peers, mut closing) = (Vec::new(), Vec::new());
     // With a request that takes none; more than a message may have; queued after an invalid message.
     for (first, count) in [(None, 1), (None, 8), (Some([0xff; 12]), 1)] {
         let mut frontend = Frontend::connect(&path, WITHIN).unwrap();
@@ -54,7 +54,9 @@ fn a_socket_whose_close_waits_keeps_neither_the_next_frontend_nor_the_process() 
         }
         // After an invalid message the connection may be closed already.
         let _ = frontend.send(&header(1), any(), &vec![stream.as_fd(); count]);
-        drop((stream, frontend));
+        drop(frontend);
+        // This close waits, too, if the server was quicker.
+        closing.push(std::thread::spawn(move || drop(stream)));
         peers.push(peer);
         let mut next = Frontend::connect(&path, WITHIN).unwrap();
         next.negotiate(0, 0, 0).unwrap();
@@ -63,4 +65,5 @@ fn a_socket_whose_close_waits_keeps_neither_the_next_frontend_nor_the_process() 
     server.join().unwrap().unwrap_err();
     assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
     drop(peers);
+    closing.into_iter().for_each(|closes| closes.join().unwrap());
 }
