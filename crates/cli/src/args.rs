@@ -106,8 +106,8 @@ pub(crate) struct Args {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    Copy(CopyArgs),
-    Move(MoveArgs),
+    Copy(Box<CopyArgs>),
+    Move(Box<MoveArgs>),
     Run(RunArgs),
     Fork(ForkArgs),
     Ps(PsArgs),

@@ -64,7 +64,8 @@ pub(crate) fn prepare(
         (place, _) => place.clone(),
     };
     let disks = options.host.map_or(DiskPolicy::VouchedFor, HostArgs::disk_policy);
-    let guest = DepartingGuest::of(socket, place, disks, Some(Arc::clone(&options.interrupt)))?;
+    let map = options.host.and_then(|args| args.map.as_ref());
+    let guest = DepartingGuest::of(socket, place, disks, map, Some(Arc::clone(&options.interrupt)))?;
     let mut host = RemoteHost::connect(
         &end.target,
         &options.ssh.ssh,

@@ -117,7 +117,7 @@ pub(crate) fn of_move(args: &MoveArgs, destination: &Endpoint) -> Result<CopyReq
             }
         }
         _ if args.host.is_given() => {
-            let text = "--set, --qemu, --trust-command-line, --with-disks and --shared-disks are for ssh:HOST as DEST; leave them out";
+            let text = "--set, --map, --qemu, --trust-command-line, --with-disks and --shared-disks are for ssh:HOST as DEST; leave them out";
             return Err(text.into());
         }
         _ => {}

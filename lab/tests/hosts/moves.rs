@@ -84,8 +84,13 @@ fn what_cannot_run_there_is_refused_before_anything_changes() {
     let local = hosts.there.path("/run/disk.raw");
     fs::copy(hosts.place.path("disk.raw"), &local).unwrap();
     let elsewhere = [&start[..], &["--set", "drive.disk0.file=/run/disk.raw"]].concat();
-    for (command, code) in [("check", 1), ("move", 1)] {
-        let refused = hosts.run(command, "/web", &elsewhere);
+    // By a file with the names of both hosts, too.
+    let map = hosts.place.path("other.map");
+    fs::write(&map, format!("# names\n{}=/run/disk.raw\n", hosts.place.path("disk.raw").display())).unwrap();
+    let mapped = [&start[..], &["--map", map.to_str().unwrap()]].concat();
+    for (command, code, options) in [("check", 1, &elsewhere), ("move", 1, &elsewhere), ("move", 1, &mapped)]
+    {
+        let refused = hosts.run(command, "/web", options);
         let text = format!("{}{}", refused.stdout, refused.stderr);
         assert!(
             refused.status.code() == Some(code) && text.contains("is another file there (/run/disk.raw)"),

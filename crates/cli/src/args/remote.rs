@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use towline_control::remote::DiskPolicy;
-use towline_launch::Setting;
+use towline_launch::{HostMap, Setting};
 
 use super::HOSTS;
 
@@ -24,6 +24,10 @@ pub(crate) struct HostArgs {
     /// with `towline run`
     #[arg(long, value_name = "OPTION.KEY=VALUE", help_heading = HOSTS)]
     pub(crate) set: Vec<Setting>,
+    /// File with names of this host in the command line, and the names there, as `FROM=TO` lines: a value, or a
+    /// directory that ends with a slash; --set counts more
+    #[arg(long, value_name = "FILE", value_parser = host_map, hide_short_help = true, help_heading = HOSTS)]
+    pub(crate) map: Option<HostMap>,
     /// The QEMU to start there [default: the guest's, by its name in PATH]
     #[arg(long, value_name = "BINARY", hide_short_help = true, help_heading = HOSTS)]
     pub(crate) qemu: Option<PathBuf>,
@@ -38,10 +42,16 @@ pub(crate) struct HostArgs {
     pub(crate) shared_disks: bool,
 }
 
+fn host_map(path: &str) -> Result<HostMap, String> {
+    let text = std::fs::read_to_string(path).map_err(|error| error.to_string())?;
+    text.parse().map_err(|error: towline_launch::HostMapError| error.to_string())
+}
+
 impl HostArgs {
     /// Returns true if an option of a place is given.
     pub(crate) fn is_given(&self) -> bool {
         !self.set.is_empty()
+            || self.map.is_some()
             || self.qemu.is_some()
             || self.trust_command_line
             || self.with_disks

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use serde_json::Value;
 use towline_compat::facts::Subject;
 use towline_compat::{Facts, Pair, Report, evaluate};
-use towline_launch::{Overlay, Recorded};
+use towline_launch::{HostMap, Overlay, Recorded, Setting};
 use towline_qmp as qmp;
 
 use super::disks::{DiskPolicy, WrittenDisk};
@@ -45,13 +45,14 @@ impl DepartingGuest {
         socket: &Path,
         place: Place,
         disk_policy: DiskPolicy,
+        map: Option<&HostMap>,
         interrupt: Option<Arc<OwnedFd>>,
     ) -> Result<Self, plan::Error> {
         let options = qmp::Options { interrupt, ..qmp::Options::default() };
         let mut qemu = Qemu::inspect(socket, &options)?;
         let facts = Subject::Qemu(Box::new(qemu.compat_facts()?)).into();
         let place = match place {
-            Place::Guest(guest) => Place::Guest(with_own_values(guest, &mut qemu)?),
+            Place::Guest(guest) => Place::Guest(with_own_values(guest, map, &mut qemu)?),
             place => place,
         };
         let mut disks = WrittenDisk::of(&mut qemu)?;
@@ -106,15 +107,25 @@ impl DepartingGuest {
 
 /// The disks in the command line of a guest that gets a QEMU elsewhere.
 fn disks_of(guest: &NewGuest) -> Result<Vec<Overlay>, Error> {
-    let recorded = Recorded::from_json(guest.command_line.as_bytes());
-    let recorded = recorded.map_err(|source| Error::CommandLine { source })?;
+    let recorded = recorded(&guest.command_line)?;
     let directory = guest.working_directory.as_deref().unwrap_or(Path::new("/"));
     Ok(recorded.command_line().written_disks(directory, None))
 }
 
-/// A QEMU for this one's guest, with the given name and program, or its own.
-fn with_own_values(given: NewGuest, qemu: &mut Qemu) -> Result<NewGuest, plan::Error> {
+fn recorded(command_line: &str) -> Result<Recorded, Error> {
+    Recorded::from_json(command_line.as_bytes()).map_err(|source| Error::CommandLine { source })
+}
+
+/// A QEMU for this one's guest, with the given name and program, or its own, and with the names that the other host has.
+fn with_own_values(given: NewGuest, map: Option<&HostMap>, qemu: &mut Qemu) -> Result<NewGuest, plan::Error> {
     let command_line = plan::record_command_line(qemu)?.command_line;
+    let mut settings = Vec::new();
+    if let Some(map) = map {
+        let translated = map.settings(recorded(&command_line)?.command_line());
+        settings.extend(translated.into_iter().map(|Setting { key, value }| format!("{key}={value}")));
+    }
+    // The last one counts.
+    settings.extend_from_slice(&given.settings);
     let name = match given.name.as_str() {
         "" => {
             let reply = qemu.query_raw("query-name", None)?;
@@ -125,7 +136,7 @@ fn with_own_values(given: NewGuest, qemu: &mut Qemu) -> Result<NewGuest, plan::E
     };
     let (binary, working_directory) =
         (given.binary.unwrap_or_else(|| qemu.program()), qemu.working_directory());
-    Ok(NewGuest { name, command_line, binary: Some(binary), working_directory, ..given })
+    Ok(NewGuest { name, command_line, binary: Some(binary), working_directory, settings, ..given })
 }
 
 /// Compares a guest with a QEMU on another host.
