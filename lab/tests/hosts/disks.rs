@@ -180,6 +180,7 @@ fn a_disk_that_cannot_be_copied_is_refused_by_name() {
 
 /// A session, a process or the link ends while the disk is copied, and while memory is.
 #[test]
+#[ignore = "nightly"]
 fn a_move_with_disks_that_ends_leaves_the_guest_with_its_own_disk() {
     let Some(mut hosts) = Hosts::new("a_move_with_disks_that_ends_leaves_the_guest_with_its_own_disk") else {
         return;
@@ -199,7 +200,11 @@ fn a_move_with_disks_that_ends_leaves_the_guest_with_its_own_disk() {
         ("transfer", "link"),
     ] {
         let mut moving = hosts.start("move", "/web", &options);
-        let is_phase = |event: &Value| event["event"] == "phase" && event["phase"] == phase;
+        // QEMU 10.0 may never clean up a migration whose connections break while it makes them.
+        let is_phase = |event: &Value| match phase {
+            "transfer" => event["ram"]["transferred"].as_u64() >= Some(MIB / 4),
+            _ => event["event"] == "phase" && event["phase"] == phase,
+        };
         wait_event(&mut moving, phase, WITHIN, is_phase);
         match kill {
             "user" => signal(moving.pid(), Signal::INT),
@@ -264,17 +269,21 @@ fn assert_equal(here: &Path, there: &Path) {
 }
 
 /// Attempts at the moment between the guest's stop and the end of its disk's copy.
-const TRIES: usize = 20;
+const TRIES: usize = 40;
 
 /// Its guest is stopped and whole; the next towline has it run on.
 #[test]
+#[ignore = "nightly"]
 fn a_towline_that_is_killed_before_the_switchover_is_repaired() {
     for _ in 0..TRIES {
         let Some(mut hosts) = Hosts::new("a_towline_that_is_killed_before_the_switchover_is_repaired") else {
             return;
         };
         hosts.guest.as_mut().unwrap().shell(WRITER, WITHIN).unwrap();
-        let options = with_disks(&hosts);
+        // On a disk that needs time for what it has to keep.
+        let there = hosts.place.path("there.raw").display().to_string();
+        let options = with_disks(&hosts).into_iter().map(|word| word.replace(DISK_THERE, &there));
+        let options: Vec<_> = options.collect();
         let moving = hosts.start("move", "/web", &words(&options));
         let monitor = hosts.source.qmp();
         while monitor.wait_event("MIGRATION", WITHIN).unwrap()["data"]["status"] != "pre-switchover" {}

@@ -42,6 +42,14 @@ impl fmt::Display for Row {
     }
 }
 
+/// End of towline's move.
+#[derive(Debug, PartialEq, Eq)]
+enum Moved {
+    Done,
+    /// With its message; the guest runs on.
+    Refused(String),
+}
+
 /// Both QEMUs, and their directories. The network is dropped last.
 struct Ends {
     source: Qemu,
@@ -104,7 +112,7 @@ fn row(
     pair: &Pair,
     report: &Value,
     runs: Option<&Result<(), String>>,
-    finished: &Result<bool, String>,
+    finished: &Result<Moved, String>,
 ) -> Row {
     let verdict = |key: &str| report[key].as_str().unwrap_or("none").to_owned();
     let mut wrong = Vec::new();
@@ -125,10 +133,10 @@ fn row(
     }
     let moved = match finished {
         Ok(done) => {
-            if verdict_of(&towline) != Some(*done) {
-                wrong.push(format!("towline says {towline:?}, its move was done: {done}"));
+            if verdict_of(&towline) != Some(*done == Moved::Done) {
+                wrong.push(format!("towline says {towline:?}, its move: {done:?}"));
             }
-            if *done { "moved" } else { "refused, runs on" }
+            if *done == Moved::Done { "moved" } else { "refused, runs on" }
         }
         Err(text) => {
             wrong.push(format!("move: {text}"));
@@ -250,8 +258,8 @@ pub(crate) fn migrate(
     }
 }
 
-/// Returns true if towline moved the guest; an error if the guest is lost, or not where towline reports it.
-fn move_it(pair: &Pair, run: &dyn Fn(&Ends) -> Finished) -> Result<bool, String> {
+/// Returns whether towline moved the guest; an error if the guest is lost, or not where towline reports it.
+fn move_it(pair: &Pair, run: &dyn Fn(&Ends) -> Finished) -> Result<Moved, String> {
     let ends = start(pair);
     let Ends { source, destination, .. } = &ends;
     let Finished { status, stderr, .. } = run(&ends);
@@ -266,12 +274,12 @@ fn move_it(pair: &Pair, run: &dyn Fn(&Ends) -> Finished) -> Result<bool, String>
             destination.qmp().execute("stop", Value::Null).map_err(|error| format!("{error:#}"))?;
             destination.check_filled().map_err(|error| format!("{error:#}"))?;
             source.wait_exit(WITHIN).map_err(|error| format!("the source: {error:#}"))?;
-            Ok(true)
+            Ok(Moved::Done)
         }
         Some(1) => {
             runs(source)?;
             if destination.exited().unwrap().is_some() || destination.qmp().status().unwrap() != "running" {
-                Ok(false)
+                Ok(Moved::Refused(stderr))
             } else {
                 Err(format!("two guests run: {stderr}"))
             }
