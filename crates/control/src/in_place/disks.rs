@@ -64,8 +64,7 @@ impl GuestDisks {
     /// # Errors
     /// [`qemu::Error::Qmp`].
     pub(crate) fn of(qemu: &mut Qemu) -> Result<Self, qemu::Error> {
-        let drives = qemu.drives()?.into_iter().filter(|drive| drive.is_written).collect();
-        Ok(Self { drives, snapshots: Vec::new() })
+        Ok(Self { drives: qemu.written_drives()?, snapshots: Vec::new() })
     }
 
     /// Returns true if no disk is kept.

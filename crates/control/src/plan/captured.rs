@@ -130,8 +130,8 @@ fn refuse_disks(qemu: &mut Qemu) -> Result<(), Error> {
     if !status.running && status.status != RunState::POSTMIGRATE {
         return Ok(());
     }
-    let written = qemu.drives()?.into_iter().find(|drive| drive.is_written);
-    written.map_or(Ok(()), |drive| {
+    let written = qemu.written_drives()?;
+    written.into_iter().next().map_or(Ok(()), |drive| {
         let file = drive.files.chain.into_iter().next().unwrap_or_default();
         Err(Error::WritesDisk { socket: qemu.socket().to_owned(), drive: drive.name, file })
     })

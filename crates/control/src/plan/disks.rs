@@ -5,8 +5,8 @@
 //!   blockdev-mirror, write-blocking:
 //!     copy ─► ready ─► [memory is transferred] ─► guest stopped (pre-switchover) ─► jobs ended, flushed ─► device state ─► …
 //! ```
-//! The guest's disk is at the source until the device state was sent, and a failure until then, of any part, leaves it there complete: a
-//! mirror writes every block to the source's disk, too. Afterwards both disks are equal, and the stream's session decides who has the guest.
+//! Until the device state is sent, the guest's disk is the one at the source. Whatever fails until then leaves it complete, because a mirror
+//! writes every block to it as well. Afterwards both disks are equal, and the stream's session decides who has the guest.
 //! A failed move leaves a part of a disk at the destination, whose owner removes it.
 
 mod forward;
@@ -39,11 +39,6 @@ const FLUSH_INTERVAL: Duration = Duration::from_millis(1);
 /// Limit from which on a copy makes progress within any timeout, in bytes per second.
 const STEADY_SPEED: u64 = 1 << 20;
 
-/// The drives that a guest may write to.
-fn written_drives(qemu: &mut Qemu) -> Result<Vec<Drive>, Error> {
-    Ok(qemu.drives()?.into_iter().filter(|drive| drive.is_written).collect())
-}
-
 /// Disks of a source that are copied.
 #[derive(Debug)]
 pub(super) struct DiskMirrors {
@@ -51,8 +46,7 @@ pub(super) struct DiskMirrors {
     entry: Option<JournalEntry>,
     /// True once they have ended successfully.
     are_complete: bool,
-    /// `None` once it is closed.
-    forwarder: Option<Forwarder>,
+    forwarder: Forwarder,
 }
 
 impl DiskMirrors {
@@ -69,7 +63,7 @@ impl DiskMirrors {
         let WritableDisks::Mirrored { to } = &context.options.disks else { return Ok(()) };
         check_root(qemu)?;
         context.observer.phase(CopyPhase::Disks);
-        let drives = written_drives(qemu)?;
+        let drives = qemu.written_drives()?;
         let far = drives.iter().map(|drive| connected(drive, to, context)).collect::<Result<_, _>>()?;
         let far = FarEnds::Connected(Mutex::new(far));
         let forwarder = Forwarder::start(Arc::new(dir.listen(MIRROR_SOCKET)?), far, None)?;
@@ -80,7 +74,6 @@ impl DiskMirrors {
         // Of a towline that was killed.
         qemu.drop_mirrors(&jobs)?;
         let entry = qemu.record(&UndoRecord::Mirrors { jobs });
-        let forwarder = Some(forwarder);
         let this = begun.insert(Self { mirrors, entry, are_complete: false, forwarder });
         let (socket, speed) = (dir.join(MIRROR_SOCKET), speed(context, drives.len()));
         for (mirror, drive) in this.mirrors.iter().zip(&drives) {
@@ -174,14 +167,15 @@ impl DiskMirrors {
     ///
     /// # Errors
     /// A job does not end; the journal still has it.
-    pub(super) fn end(mut self, qemu: &mut Qemu) -> Result<(), Error> {
+    pub(super) fn end(self, qemu: &mut Qemu) -> Result<(), Error> {
+        let Self { mirrors, entry, are_complete, forwarder } = self;
         // A job waits for its connection.
-        drop(self.forwarder.take());
-        if !self.are_complete {
-            let jobs: Vec<_> = self.mirrors.iter().map(|mirror| mirror.job.clone()).collect();
+        drop(forwarder);
+        if !are_complete {
+            let jobs: Vec<_> = mirrors.into_iter().map(|mirror| mirror.job).collect();
             qemu.drop_mirrors(&jobs)?;
         }
-        self.entry.iter().for_each(JournalEntry::done);
+        entry.iter().for_each(JournalEntry::done);
         Ok(())
     }
 }
@@ -236,7 +230,7 @@ impl DiskExports {
     ) -> Result<Option<Self>, Error> {
         let WritableDisks::Exported { listener } = &context.options.disks else { return Ok(None) };
         check_root(qemu)?;
-        let (drives, socket) = (written_drives(qemu)?, dir.join(EXPORT_SOCKET));
+        let (drives, socket) = (qemu.written_drives()?, dir.join(EXPORT_SOCKET));
         let far = FarEnds::At(Address::Unix(socket.clone()));
         let forwarder = Forwarder::start(Arc::clone(listener), far, Some(context.cancel))?;
         qemu.wait_for_replies();

@@ -90,6 +90,14 @@ impl Qemu {
         Ok(drives.into_iter().filter_map(Drive::of).collect())
     }
 
+    /// The drives that the guest may write to.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub(crate) fn written_drives(&mut self) -> Result<Vec<Drive>, Error> {
+        Ok(self.drives()?.into_iter().filter(|drive| drive.is_written).collect())
+    }
+
     /// The directory to which its files are relative; `None` if it cannot be read.
     pub(crate) fn working_directory(&self) -> Option<PathBuf> {
         fs::read_link(format!("/proc/{}/cwd", self.process().pid()?)).ok()

@@ -23,6 +23,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(1);
 const READY: &str = "ready";
 /// Status of a job that has ended.
 const CONCLUDED: &str = "concluded";
+/// Reason of a job that ended without an error.
+const ENDED_BY_OTHERS: &str = "another user of the monitor has ended its job";
 
 /// A disk that is copied by a job.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -61,7 +63,7 @@ impl Mirror {
 
     fn of_jobs<'a>(&self, jobs: &'a [Job]) -> Result<&'a Job, MirrorFailure> {
         let job = jobs.iter().find(|job| job.id == self.job);
-        job.ok_or_else(|| self.failed("another user of the monitor has ended its job"))
+        job.ok_or_else(|| self.failed(ENDED_BY_OTHERS))
     }
 }
 
@@ -225,7 +227,7 @@ impl Qemu {
 }
 
 fn reason(job: &Job) -> String {
-    job.error.clone().unwrap_or_else(|| "another user of the monitor has ended its job".into())
+    job.error.clone().unwrap_or_else(|| ENDED_BY_OTHERS.into())
 }
 
 /// Accepts a refusal: there is nothing to end.

@@ -99,8 +99,8 @@ impl Qemu {
         };
         // One that began within the millisecond of the query could be another one: a later query tells.
         let is_known = migration.as_ref().is_some_and(|found| {
-            let is_cancellable = found.status.as_ref().is_some_and(|status| IN_PROGRESS.contains(status));
-            is_cancellable && began_before(found, monotonic_ms(), asked_ms)
+            let is_in_progress = found.status.as_ref().is_some_and(|status| IN_PROGRESS.contains(status));
+            is_in_progress && began_before(found, monotonic_ms(), asked_ms)
         });
         if is_known
             && !std::mem::replace(&mut self.has_seen_migration, true)

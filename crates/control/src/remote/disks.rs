@@ -95,7 +95,6 @@ impl WrittenDisk {
     /// It does not reply.
     pub(super) fn of(qemu: &mut Qemu) -> Result<Vec<Self>, qemu::Error> {
         let directory = qemu.working_directory().unwrap_or_else(|| "/".into());
-        let written = qemu.drives()?.into_iter().filter(|drive| drive.is_written);
         let disk = |drive: qemu::Drive| Self {
             files: drive.files.chain.iter().map(|file| directory.join(file)).collect(),
             drive: drive.name,
@@ -104,7 +103,7 @@ impl WrittenDisk {
             extras: drive.extras,
             setting: None,
         };
-        Ok(written.map(disk).collect())
+        Ok(qemu.written_drives()?.into_iter().map(disk).collect())
     }
 
     /// Refuses a disk that is more than its content.
@@ -126,7 +125,7 @@ impl WrittenDisk {
     pub(super) fn left(&self) -> Option<String> {
         let (drive, file) = (&self.drive, self.files.first()?.display());
         Some(format!(
-            "disk {drive} ({file}) stays on this host as it was when the guest left; remove it when it is not needed"
+            "disk {drive} ({file}) is left on this host, unchanged since the guest was stopped; remove it when you no longer need it"
         ))
     }
 

@@ -32,8 +32,7 @@ impl QmpSource {
     /// Queries the progress at intervals.
     pub(in super::super) fn poll(&mut self, cancel: &Cancel) -> Result<Progress, Error> {
         self.apply_tuning();
-        self.await_switchover();
-        if self.queried_at.elapsed() >= QUERY_INTERVAL {
+        if self.sees_switchover() || self.queried_at.elapsed() >= QUERY_INTERVAL {
             self.queried_at = Instant::now();
             // A QEMU that is completing does not reply for as long as that takes.
             let Some(migration) = self.qemu.watch_migration(Some(cancel))? else { return Ok(self.progress) };
@@ -49,16 +48,12 @@ impl QmpSource {
         Ok(self.progress)
     }
 
-    /// Waits a moment for the switchover of a guest whose disks are copied, which it waits for, and has the next query see it.
-    fn await_switchover(&mut self) {
-        if self.mirrors.as_ref().is_some_and(DiskMirrors::are_active) {
-            let is_stopped = |event: &Event| {
-                MigrationStatus::of_event(event).is_some_and(|status| STOPPED.contains(&status))
-            };
-            if self.qemu.client().wait_event(is_stopped, QUERY_INTERVAL).is_ok() {
-                self.queried_at -= QUERY_INTERVAL;
-            }
-        }
+    /// Waits up to an interval for the switchover of a guest whose disks are copied, as that waits for them. Returns true if it is there.
+    fn sees_switchover(&mut self) -> bool {
+        let is_stopped =
+            |event: &Event| MigrationStatus::of_event(event).is_some_and(|status| STOPPED.contains(&status));
+        self.mirrors.as_ref().is_some_and(DiskMirrors::are_active)
+            && self.qemu.client().wait_event(is_stopped, QUERY_INTERVAL).is_ok()
     }
 
     /// Ends the copy of disks when the guest is stopped, and has the migration go on.
