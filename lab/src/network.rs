@@ -5,7 +5,7 @@
 
 use std::os::fd::AsFd as _;
 
-use anyhow::{Result, anyhow};
+use anyhow::{Context as _, Result, anyhow};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use crate::namespace::Namespace;
@@ -47,6 +47,25 @@ impl Network {
         self.run(&["ip", "link", "add", name, "type", "veth", "peer", "name", other_name, "netns", &holder])?;
         self.run(&["ip", "link", "set", name, "up"])?;
         other.run(&["ip", "link", "set", other_name, "up"])
+    }
+
+    /// Creates two namespaces with one link between them, `link0` in both, and these addresses, as `10.0.2.1`.
+    pub fn pair(addresses: [&str; 2]) -> Result<[Self; 2]> {
+        let networks = [Self::new()?, Self::new()?];
+        networks[0].connect("link0", &networks[1], "link0")?;
+        for (network, address) in networks.iter().zip(addresses) {
+            network.run(&["ip", "address", "add", &format!("{address}/24"), "dev", "link0"])?;
+        }
+        Ok(networks)
+    }
+
+    /// Bytes that were sent over an interface of this namespace, with all headers.
+    pub fn sent_bytes(&self, interface: &str) -> Result<u64> {
+        let table = self.enter(|| std::fs::read_to_string("/proc/thread-self/net/dev"))??;
+        let columns =
+            table.split_once(&format!("{interface}:")).map(|(_, columns)| columns.split_whitespace());
+        let sent = columns.and_then(|mut columns| columns.nth(8)).context("no such interface")?;
+        Ok(sent.parse()?)
     }
 
     /// Runs `work` in this namespace, on a separate thread: the sockets that it creates belong to this

@@ -67,6 +67,18 @@ impl Towline {
         Self::start_inheriting(binary, arguments, &[])
     }
 
+    /// Starts towline after the words of a program that it replaces, as those of a network.
+    pub fn start_after(prefix: &[String], words: &[&str]) -> Result<Self> {
+        let program = towline_binary()?.display().to_string();
+        let line: Vec<&str> = prefix
+            .iter()
+            .map(String::as_str)
+            .chain([program.as_str()])
+            .chain(words.iter().copied())
+            .collect();
+        Self::start(line[0].as_ref(), &line[1..])
+    }
+
     /// As [`Towline::start`], with descriptors that stay open in the process under their numbers here.
     pub fn start_inheriting<I: IntoIterator<Item: AsRef<OsStr>>>(
         binary: &Path,

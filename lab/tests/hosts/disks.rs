@@ -86,7 +86,7 @@ fn a_qcow2_disk_with_a_backing_file_is_copied_to_a_waiting_qemu() {
         let moved = hosts.run("move", &format!("/{}", qmp(&waiting)), &limited);
         completed(&moved);
         assert!(
-            moved.stdout.contains("stays on this host as it was when the guest left"),
+            moved.stdout.contains("is left on this host, unchanged since the guest was stopped"),
             "{}",
             moved.stdout
         );

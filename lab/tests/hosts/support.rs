@@ -4,12 +4,11 @@ use std::fs::{self, File};
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::Result;
 use serde_json::Value;
 use towline_lab::expect::{Scratch, qmp};
 use towline_lab::{
     Builder, Finished, LinuxGuest, Network, Qemu, SshHost, Sshd, Towline, Version, require_lab, skip,
-    towline_binary, wait_until,
+    wait_until,
 };
 
 /// Generous: two busy processors.
@@ -39,7 +38,7 @@ impl Hosts {
             return None;
         }
         let sshd = Sshd::find(test)?;
-        let (here, there) = match networks() {
+        let [here, there] = match Network::pair(ADDRESSES) {
             Ok(networks) => networks,
             Err(error) => {
                 skip(test, &format!("no network namespaces can be made here: {error:#}"));
@@ -73,10 +72,7 @@ impl Hosts {
 
     /// Starts towline after the words of a program that it replaces.
     pub(crate) fn towline_after(&self, prefix: &[String], words: &[&str]) -> Towline {
-        let program = towline_binary().unwrap().display().to_string();
-        let words = words.iter().map(|word| (*word).to_owned());
-        let line: Vec<_> = prefix.iter().cloned().chain([program]).chain(words).collect();
-        Towline::start(line[0].as_ref(), &line[1..]).unwrap()
+        Towline::start_after(prefix, words).unwrap()
     }
 
     /// Starts towline with these words for guests with different names. The sockets of their agents have this prefix.
@@ -103,9 +99,7 @@ impl Hosts {
 
     /// Bytes that the guest's host has sent over the link, with all headers.
     pub(crate) fn sent(&self) -> u64 {
-        let table = self.here.enter(|| fs::read_to_string("/proc/thread-self/net/dev").unwrap()).unwrap();
-        let (_, columns) = table.split_once("link0:").unwrap();
-        columns.split_whitespace().nth(8).unwrap().parse().unwrap()
+        self.here.sent_bytes("link0").unwrap()
     }
 
     /// Cuts the link: what is sent is lost, and neither end notices.
@@ -228,15 +222,6 @@ pub(crate) fn with_disk_of(version: Version, disk: &Path, format: &str) -> Build
     let drive = format!("file={},format={format},if=none,id=disk0,file.locking=on", disk.display());
     let disk = ["-drive", &drive, "-device", "virtio-blk-pci,drive=disk0,id=vda"];
     Qemu::builder(version).cpu("Nehalem").linux().memory_mib(256).processors(2).args(disk)
-}
-
-fn networks() -> Result<(Network, Network)> {
-    let (here, there) = (Network::new()?, Network::new()?);
-    here.connect("link0", &there, "link0")?;
-    for (network, address) in [(&here, ADDRESSES[0]), (&there, ADDRESSES[1])] {
-        network.run(&["ip", "address", "add", &format!("{address}/24"), "dev", "link0"])?;
-    }
-    Ok((here, there))
 }
 
 /// The last event.

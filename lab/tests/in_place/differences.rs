@@ -4,7 +4,7 @@ use std::fs;
 
 use serde_json::{Value, json};
 use towline_lab::expect::{Scratch, completed, qmp};
-use towline_lab::{LinuxGuest, Network, Qemu, Towline, Version, require_lab, skip, towline, towline_binary};
+use towline_lab::{LinuxGuest, Network, Qemu, Towline, Version, require_lab, skip, towline};
 
 use crate::support::{Backend, MEMORY_MIB, MIB, Saved, WITHIN, copy, notices};
 
@@ -70,17 +70,7 @@ fn a_move_to_a_qemu_that_maps_the_image_sends_what_was_written() {
 
 /// Starts towline in the network of a host.
 fn towline_on(host: &Network, words: &[&str]) -> Towline {
-    let program = towline_binary().unwrap().display().to_string();
-    let mut line = host.prefix().into_iter().chain([program]).chain(words.iter().map(|&word| word.into()));
-    let first = line.next().unwrap();
-    Towline::start(first.as_ref(), line).unwrap()
-}
-
-/// Bytes that this host has sent over an interface, with all headers.
-fn sent_by(host: &Network, interface: &str) -> u64 {
-    let table = host.enter(|| fs::read_to_string("/proc/thread-self/net/dev").unwrap()).unwrap();
-    let (_, columns) = table.split_once(&format!("{interface}:")).unwrap();
-    columns.split_whitespace().nth(8).unwrap().parse().unwrap()
+    Towline::start_after(&host.prefix(), words).unwrap()
 }
 
 /// The image is on both hosts, and only one of the two QEMUs could be asked about it.
@@ -90,14 +80,7 @@ fn a_move_between_two_hosts_that_have_the_image_sends_what_was_written() {
     if !require_lab(test) {
         return;
     }
-    let hosts = Network::new().and_then(|here| {
-        let there = Network::new()?;
-        here.connect("link0", &there, "link0")?;
-        here.run(&["ip", "address", "add", "10.0.9.1/24", "dev", "link0"])?;
-        there.run(&["ip", "address", "add", "10.0.9.2/24", "dev", "link0"])?;
-        Ok((here, there))
-    });
-    let (here, there) = match hosts {
+    let [here, there] = match Network::pair(["10.0.9.1", "10.0.9.2"]) {
         Ok(hosts) => hosts,
         Err(error) => return skip(test, &format!("{error:#}")),
     };
@@ -110,10 +93,10 @@ fn a_move_between_two_hosts_that_have_the_image_sends_what_was_written() {
     let (from, to) = (qmp(&source), qmp(&destination));
     let mut receiving = towline_on(&there, &["copy", "--json", "tcp:10.0.9.2:0", &to]);
     let address = receiving.listens_at(WITHIN).unwrap();
-    let before = sent_by(&here, "link0");
+    let before = here.sent_bytes("link0").unwrap();
     completed(&towline_on(&here, &["move", "--json", &from, &address]).wait(WITHIN).unwrap());
     completed(&receiving.wait(WITHIN).unwrap());
-    let sent = sent_by(&here, "link0") - before;
+    let sent = here.sent_bytes("link0").unwrap() - before;
     println!("{} KiB were sent, {} KiB were private at the source", sent >> 10, private >> 10);
     assert!(sent < private + 2 * MIB, "{sent} bytes were sent, {private} are private");
     assert_continues_in(&saved, &destination);

@@ -7,7 +7,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 use towline_lab::{
     BootSector, Builder, LinuxGuest, Network, Qemu, Towline, Version, is_asleep, require_lab, signal, skip,
-    towline_binary, wait_until,
+    wait_until,
 };
 
 use crate::support::{
@@ -24,13 +24,7 @@ struct Hosts([Network; 2]);
 
 impl Hosts {
     fn new() -> Result<Self> {
-        let hosts = Self([Network::new()?, Network::new()?]);
-        let [a, b] = &hosts.0;
-        a.connect("link0", b, "link0")?;
-        for (network, address) in hosts.0.iter().zip(ADDRESSES) {
-            network.run(&["ip", "address", "add", &format!("{address}/24"), "dev", "link0"])?;
-        }
-        Ok(hosts)
+        Ok(Self(Network::pair(ADDRESSES)?))
     }
 
     /// Cuts the link: what is sent is lost, and neither end notices.
@@ -43,9 +37,7 @@ impl Hosts {
 
     /// Starts a towline on one of them, with space-separated arguments.
     fn towline(&self, host: usize, arguments: &str) -> Result<Towline> {
-        let (prefix, binary) = (self.0[host].prefix(), towline_binary()?.display().to_string());
-        let line = prefix[1..].iter().map(String::as_str).chain([binary.as_str()]);
-        Towline::start(prefix[0].as_ref(), line.chain(arguments.split(' ')))
+        Towline::start_after(&self.0[host].prefix(), &arguments.split(' ').collect::<Vec<_>>())
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 pub(crate) use towline_lab::expect::qmp as endpoint;
-use towline_lab::{Finished, Network, Qemu, SshHost, Sshd, Towline, towline, towline_binary, wait_until};
+use towline_lab::{Finished, Network, Qemu, SshHost, Sshd, Towline, towline, wait_until};
 
 use crate::table::Pair;
 
@@ -68,24 +68,17 @@ impl Hosts {
     const ADDRESSES: [&str; 2] = ["10.213.79.1", "10.213.79.2"];
 
     pub(crate) fn new(sshd: &Sshd) -> anyhow::Result<Self> {
-        let (here, there) = (Network::new()?, Network::new()?);
-        here.connect("link0", &there, "link0")?;
-        for (network, address) in [&here, &there].into_iter().zip(Self::ADDRESSES) {
-            network.run(&["ip", "address", "add", &format!("{address}/24"), "dev", "link0"])?;
-        }
+        let [here, there] = Network::pair(Self::ADDRESSES)?;
         Ok(Self { here, there: SshHost::new(sshd, there, Self::ADDRESSES[1])? })
     }
 
     /// Runs a command of towline on a guest, and a QEMU that waits on the other host.
     fn run(&self, command: &str, ends: &Ends, options: &[&str]) -> Finished {
-        let program = towline_binary().unwrap().display().to_string();
         let (source, place) = (endpoint(&ends.source), format!("ssh:other/{}", endpoint(&ends.destination)));
         let client = self.there.client();
-        let words = [&program, command, &source, &place, "--ssh", &client, "--shared-disks"];
-        let prefix = self.here.prefix();
-        let line: Vec<_> =
-            prefix.iter().map(String::as_str).chain(words).chain(options.iter().copied()).collect();
-        Towline::start(line[0].as_ref(), &line[1..]).unwrap().wait(WITHIN).unwrap()
+        let words = [command, &source, &place, "--ssh", &client, "--shared-disks"];
+        let words = [&words, options].concat();
+        Towline::start_after(&self.here.prefix(), &words).unwrap().wait(WITHIN).unwrap()
     }
 }
 
