@@ -1,11 +1,13 @@
 //! Ctrl-C, SIGTERM and SIGHUP: the copy ends in order, and the source runs on.
 
 use std::io::{Read as _, Write as _};
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::ExitStatusExt;
 use std::time::{Duration, Instant};
 
+use rustix::net::{AddressFamily, SocketType, bind, getsockname, listen, socket};
 use rustix::process::Signal;
 use towline_lab::{Towline, require_lab, wait_until};
 
@@ -55,6 +57,45 @@ fn a_signal_while_listening_or_connecting_ends_in_order() {
         cancel(towline, by);
         std::fs::remove_file(fixture.path("silent.sock")).unwrap();
         fixture.assert_holds(&["guest.img", "guest.img.manifest.json"]);
+    }
+}
+
+/// A TCP port on which connections are not answered: the queue of its listener is full.
+struct FullPort {
+    address: SocketAddr,
+    _listener: OwnedFd,
+    _queued: Vec<TcpStream>,
+}
+
+impl FullPort {
+    fn new() -> Self {
+        let listener = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+        bind(&listener, &SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+        listen(&listener, 0).unwrap();
+        let address: SocketAddr = getsockname(&listener).unwrap().try_into().unwrap();
+        let connect = || TcpStream::connect_timeout(&address, Duration::from_millis(200)).ok();
+        let queued = std::iter::from_fn(connect).collect();
+        Self { address, _listener: listener, _queued: queued }
+    }
+}
+
+/// Nothing was changed in the source's QEMU yet, and where its guest is has to be asked all the same.
+#[test]
+fn a_signal_while_a_source_waits_for_its_peer_ends_in_order() {
+    if !require_lab("a_signal_while_a_source_waits_for_its_peer_ends_in_order") {
+        return;
+    }
+    let (fixture, source, full) = (Fixture::new(), counting(guest()), FullPort::new());
+    for by in [Signal::INT, Signal::HUP] {
+        let line = format!("copy --json --connect-timeout 60 {} tcp:{}", qmp(&source), full.address);
+        let mut towline = fixture.towline(&line);
+        wait_until("a connection", WITHIN, || {
+            assert!(towline.runs()?, "towline ended: {}", towline.stderr());
+            Ok(towline.stdout().contains(r#""phase":"connect""#).then_some(()))
+        })
+        .unwrap();
+        cancel(towline, by);
+        assert_runs(&source);
     }
 }
 

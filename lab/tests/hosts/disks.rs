@@ -180,7 +180,6 @@ fn a_disk_that_cannot_be_copied_is_refused_by_name() {
 
 /// A session, a process or the link ends while the disk is copied, and while memory is.
 #[test]
-#[ignore = "nightly"]
 fn a_move_with_disks_that_ends_leaves_the_guest_with_its_own_disk() {
     let Some(mut hosts) = Hosts::new("a_move_with_disks_that_ends_leaves_the_guest_with_its_own_disk") else {
         return;

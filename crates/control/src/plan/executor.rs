@@ -76,7 +76,14 @@ struct Executor<'a> {
 }
 
 /// Carries out directives from `first` until the end of the command.
-pub(super) fn conclude(ends: SwitchoverEnds<'_>, first: Directive) -> Result<SwitchoverReport, Failure> {
+pub(super) fn conclude(mut ends: SwitchoverEnds<'_>, first: Directive) -> Result<SwitchoverReport, Failure> {
+    // A cancellation that came before a QEMU was changed does not end these queries: they tell where the guest is.
+    if let SourceControl::Qemu(source) = &mut ends.source {
+        source.qemu_mut().wait_for_replies();
+    }
+    if let Some(to) = ends.destination.qemu() {
+        to.qmp.qemu_mut().wait_for_replies();
+    }
     let source_peer = match &ends.source {
         SourceControl::Stream(channel) => Some(PeerSession::new(Arc::clone(channel))),
         _ => None,
