@@ -20,6 +20,7 @@ pub(super) fn plain(peer: &str, what: &str) -> Error {
 
 pub(super) fn at_client(peer: &str, tls: &TlsClient, error: &TlsError) -> Error {
     let text = match error {
+        error if tls.origin().is_one_time() && is_about_certificates(error) => NOT_THE_PEER.into(),
         TlsError::InvalidCertificate(error) => certificate(tls.origin(), "server", error),
         TlsError::AlertReceived(alert) => refused(*alert, &own_client(tls)),
         TlsError::InvalidMessage(_) => {
@@ -33,6 +34,7 @@ pub(super) fn at_client(peer: &str, tls: &TlsClient, error: &TlsError) -> Error 
 pub(super) fn at_server(peer: &str, tls: &TlsServer, error: &TlsError) -> Error {
     let own = tls.origin().file(SERVER_CERT);
     let text = match error {
+        error if tls.origin().is_one_time() && is_about_certificates(error) => NOT_THE_PEER.into(),
         TlsError::InvalidCertificate(error) => certificate(tls.origin(), "client", error),
         TlsError::NoCertificatesPresented => format!(
             "it sent no client certificate, and every client needs one: put {CLIENT_CERT} and its key into its directory, signed by the CA of {}",
@@ -57,7 +59,8 @@ pub(super) fn ended_at_server(peer: &str, tls: &TlsServer, first: &[u8]) -> Erro
     let own = tls.origin().file(SERVER_CERT);
     let text = match (describe_plain(first), first) {
         (Some("TLS"), _) => format!(
-            "it ended the connection in the handshake: it may not accept {own} (its CA, date or names); its own log says why"
+            "it ended the connection in the handshake: it may not accept {own}{}; its own log says why",
+            tls.origin().doubts()
         ),
         (Some(what), _) => return plain(peer, what),
         (None, []) => "it closed the connection without sending anything".into(),
@@ -79,14 +82,34 @@ pub(super) fn doubt_at_client(tls: &TlsClient) -> String {
 /// The same of a client.
 pub(super) fn doubt_at_server(tls: &TlsServer) -> String {
     format!(
-        "it ended the connection right after the handshake: it may not accept {} (its CA, date or names); its own log says why",
-        tls.origin().file(SERVER_CERT)
+        "it ended the connection right after the handshake: it may not accept {}{}; its own log says why",
+        tls.origin().file(SERVER_CERT),
+        tls.origin().doubts()
     )
 }
 
 /// An alert that ends a connection after its handshake.
 pub(super) fn alert(peer: &str, alert: AlertDescription) -> Error {
     Error::tls(peer, refused(alert, "this side's certificate"))
+}
+
+/// Error of one-time certificates, of which the user can change none.
+const NOT_THE_PEER: &str =
+    "it is not the other end of this copy: another program uses the port, or is between the hosts";
+
+fn is_about_certificates(error: &TlsError) -> bool {
+    match error {
+        TlsError::InvalidCertificate(_) | TlsError::NoCertificatesPresented => true,
+        TlsError::AlertReceived(alert) => matches!(
+            alert,
+            AlertDescription::UnknownCA
+                | AlertDescription::BadCertificate
+                | AlertDescription::CertificateUnknown
+                | AlertDescription::CertificateRequired
+                | AlertDescription::DecryptError
+        ),
+        _ => false,
+    }
 }
 
 fn own_client(tls: &TlsClient) -> String {

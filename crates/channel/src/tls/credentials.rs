@@ -91,6 +91,15 @@ impl CredentialsOrigin {
             Self::OneTime => "the one-time certificate of this connection".into(),
         }
     }
+
+    pub(super) fn is_one_time(&self) -> bool {
+        matches!(self, Self::OneTime)
+    }
+
+    /// Possible faults of a certificate, for messages.
+    pub(super) fn doubts(&self) -> &'static str {
+        if self.is_one_time() { "" } else { " (its CA, date or names)" }
+    }
 }
 
 /// Credentials of a TLS server. Cheap to clone.
