@@ -77,6 +77,8 @@ pub struct Client {
     deadline: Duration,
     next_id: u64,
     disconnected: Option<DisconnectReason>,
+    /// Commands that were sent and not replied to.
+    unanswered: usize,
     /// Out-of-band execution was negotiated.
     out_of_band: bool,
 }
@@ -163,6 +165,7 @@ impl Client {
             deadline: options.deadline,
             next_id: first_id(),
             disconnected: None,
+            unanswered: 0,
             out_of_band: false,
         }
     }
@@ -316,6 +319,7 @@ impl Client {
             line["arguments"] = request.arguments.clone();
         }
         self.send(&request.name, &line, fds, started)?;
+        self.unanswered += 1;
         Ok(id)
     }
 
@@ -444,7 +448,12 @@ impl Client {
                 return Err(self.disconnected_during(during, by.clone()));
             }
             let by = match self.decoder.next_message() {
-                Ok(Some(message)) => return Ok(Some(message)),
+                Ok(Some(message)) => {
+                    if matches!(message, Message::Return { .. } | Message::Error { .. }) {
+                        self.unanswered = self.unanswered.saturating_sub(1);
+                    }
+                    return Ok(Some(message));
+                }
                 Ok(None) => match self.connection.receive(until) {
                     Ok(bytes) => {
                         self.decoder.feed(bytes);
@@ -460,6 +469,11 @@ impl Client {
             };
             self.disconnected = Some(by);
         }
+    }
+
+    /// Number of commands that QEMU has not replied to yet. With out-of-band execution it stops to read at eight.
+    pub fn unanswered(&self) -> usize {
+        self.unanswered
     }
 
     /// Checks that the server has not closed the connection. Costs one system call; events that have arrived

@@ -15,12 +15,14 @@ mod state;
 use serde::{Deserialize, Serialize};
 
 pub use block::{
-    AddNbdNode, BlockdevMirror, CancelJob, DeleteNode, DismissJob, Export, ExportNode, Job, MigrateContinue,
-    NbdAddress, NbdListenAddress, QueryExports, QueryJobs, SetJobSpeed, StartNbdServer, StopNbdServer,
+    AddNbdNode, Bitmap, BlockNode, BlockStream, BlockdevMirror, CancelJob, DeleteNode, DismissJob, Export,
+    ExportNode, Job, MigrateContinue, NbdAddress, NbdListenAddress, QueryExports, QueryJobs, QueryNodes,
+    RemoveBitmap, SetJobSpeed, StartNbdServer, StopNbdServer,
 };
 pub use fds::{AddFd, AddedFd, GetFd, RemoveFd};
 pub use migrate::{
-    Migrate, MigrateCancel, MigrateIncoming, MigratePause, MigrateRecover, MigrateStartPostcopy,
+    Migrate, MigrateCancel, MigrateIncoming, MigratePause, MigrateRecover, MigrateStartPostcopy, Yank,
+    YankInstance,
 };
 pub use migration_info::{MigrationInfo, MigrationStatus, QueryMigrate, RamStats};
 pub use migration_settings::{

@@ -31,7 +31,7 @@ use crate::codec::{Decoder, Message};
 /// Maximum number of concurrent clients; further connections are closed.
 pub const CLIENTS_MAX: usize = 16;
 /// Maximum length of a request, in bytes.
-pub const REQUEST_BYTES_MAX: usize = 64 << 10;
+pub const REQUEST_BYTES_MAX: usize = 256 << 10;
 /// Maximum number of unsent messages per client.
 const OUTBOX_MESSAGES_MAX: usize = 256;
 /// Timeout for sending one message.

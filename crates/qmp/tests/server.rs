@@ -186,7 +186,8 @@ fn a_client_that_does_not_read_holds_up_no_other() {
 fn garbage_ends_a_connection_with_an_error() {
     let place = Place::new();
     let long = format!("{{\"execute\":\"{}", "a".repeat(REQUEST_BYTES_MAX));
-    for (garbage, wanted) in [("]", "expected a QMP message"), (long.as_str(), "longer than 65536 bytes")] {
+    let too_long = format!("longer than {REQUEST_BYTES_MAX} bytes");
+    for (garbage, wanted) in [("]", "expected a QMP message"), (long.as_str(), too_long.as_str())] {
         let (mut stream, mut lines) = place.raw();
         // It may close before it has read all.
         let _ = stream.write_all(garbage.as_bytes());

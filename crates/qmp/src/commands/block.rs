@@ -61,6 +61,20 @@ pub struct BlockdevMirror {
 }
 command!(BlockdevMirror, "blockdev-mirror", Empty);
 
+/// `block-stream`: copies what is in a node's backing files, down to `base`, into the node, which then has `base` as its backing file. A job
+/// that has ended is dismissed.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct BlockStream {
+    /// Id of the job.
+    pub job_id: String,
+    /// The node.
+    pub device: String,
+    /// File name of the backing file that stays.
+    pub base: String,
+}
+command!(BlockStream, "block-stream", Empty);
+
 /// `block-job-set-speed`.
 #[derive(Clone, Debug, Serialize)]
 pub struct SetJobSpeed {
@@ -156,8 +170,51 @@ pub struct ExportNode {
     pub name: String,
     /// True if clients may write.
     pub writable: bool,
+    /// Bitmaps of the node that clients may read.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub bitmaps: Vec<String>,
 }
 command!(ExportNode, "block-export-add", Empty);
+
+/// `block-dirty-bitmap-remove`.
+#[derive(Clone, Debug, Serialize)]
+pub struct RemoveBitmap {
+    /// The node.
+    pub node: String,
+    /// The bitmap.
+    pub name: String,
+}
+command!(RemoveBitmap, "block-dirty-bitmap-remove", Empty);
+
+/// `query-named-block-nodes`, without the nodes below each one.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct QueryNodes {
+    /// True.
+    pub flat: bool,
+}
+command!(QueryNodes, "query-named-block-nodes", Vec<BlockNode>);
+
+/// A node with its bitmaps.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct BlockNode {
+    /// Its name.
+    #[serde(default)]
+    pub node_name: String,
+    /// Its bitmaps.
+    #[serde(default)]
+    pub dirty_bitmaps: Vec<Bitmap>,
+}
+
+/// A bitmap of what is written.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Bitmap {
+    /// Its name; empty if it is QEMU's own.
+    #[serde(default)]
+    pub name: String,
+    /// Bytes that were written, in whole parts of the bitmap.
+    pub count: u64,
+}
 
 /// `query-block-exports`.
 #[derive(Clone, Copy, Debug, Serialize)]

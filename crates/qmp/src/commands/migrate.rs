@@ -68,3 +68,20 @@ pub struct MigrateRecover {
     pub uri: String,
 }
 command!(MigrateRecover, "migrate-recover", Empty);
+
+/// `yank`: closes connections without waiting for the peer.
+#[derive(Clone, Debug, Serialize)]
+pub struct Yank {
+    /// Whose connections.
+    pub instances: Vec<YankInstance>,
+}
+command!(Yank, "yank", Empty);
+
+/// QEMU's `YankInstance`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(tag = "type", rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum YankInstance {
+    /// The migration, incoming or outgoing.
+    Migration,
+}

@@ -95,6 +95,9 @@ pub struct MigrationParameters {
     /// Name expected in the destination's certificate; empty: the host of the URI.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tls_hostname: Option<String>,
+    /// CPU throttling with which auto-converge begins, in percent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_throttle_initial: Option<u8>,
     /// Maximum CPU throttling by auto-converge, in percent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_cpu_throttle: Option<u8>,

@@ -212,6 +212,20 @@ pub enum TransactionAction {
         /// `existing`: the file is opened, not created.
         mode: String,
     },
+    /// A new bitmap gets what is written from then on.
+    BlockDirtyBitmapAdd {
+        /// The node.
+        node: String,
+        /// The bitmap.
+        name: String,
+    },
+    /// A bitmap stays as it is.
+    BlockDirtyBitmapDisable {
+        /// The node.
+        node: String,
+        /// The bitmap.
+        name: String,
+    },
 }
 
 /// `query-block`.
