@@ -20,7 +20,7 @@ use towline_protocol::{PageRef, RamBlock};
 
 use crate::checksum::{CHUNK_BYTES, ChunkHash};
 use crate::layer::Layer;
-use crate::manifest::{Base, StoredBlock, base_of, sidecar_path};
+use crate::manifest::{Base, StoredBlock, base_of, named_by, sidecar_path};
 use crate::sidecar::staged_path;
 use crate::{Error, Result};
 
@@ -137,6 +137,34 @@ fn next_layer(layer: &Layer) -> Result<Option<Layer>> {
 /// list: the error is reported when the image is opened.
 pub fn base_paths(image: &Path) -> Vec<PathBuf> {
     named_bases(image).paths
+}
+
+/// Files without which an image cannot be run.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Needed {
+    /// Its base; those of both manifests while it is being replaced.
+    pub bases: Vec<PathBuf>,
+    /// Disks that stay as they were at its instant.
+    pub disks: Vec<PathBuf>,
+}
+
+/// The files that an image's manifests name, whichever of them belongs to it; none without a manifest. No image is opened or compared.
+///
+/// # Errors
+/// A manifest cannot be read.
+pub fn needed_by(image: &Path) -> crate::manifest::Result<Needed> {
+    let mut needed = Needed::default();
+    for manifest in [sidecar_path(image), staged_path(image)] {
+        let named = named_by(&manifest)?;
+        needed.disks.extend(named.disks());
+        needed.bases.extend(named.base.map(|base| resolve_base(image, &base)));
+    }
+    Ok(needed)
+}
+
+/// Returns true if a file has a manifest, as each image has that this crate has stored.
+pub fn has_manifest(image: &Path) -> bool {
+    sidecar_path(image).exists() || staged_path(image).exists()
 }
 
 /// Base images as their manifests name them.

@@ -16,7 +16,7 @@ use std::io::Read as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-pub use removal::remove;
+pub use removal::{is_in_use, remove, remove_leaf};
 use rustix::fs::OFlags;
 use towline_protocol::BlockIndex;
 use towline_protocol::configuration::MAGIC;

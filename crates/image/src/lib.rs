@@ -66,10 +66,11 @@ mod writer;
 
 pub use atomic_file::Existing;
 pub use base_image::Increment;
-pub use chain::{LAYERS_MAX, base_paths};
+pub use chain::{LAYERS_MAX, Needed, base_paths, has_manifest, needed_by};
 pub use checksum::ChunkHash;
 pub use error::{Error, Result};
 pub use location::{Location, LocationError, Scheme};
+pub use lock_holder::lock_holder;
 pub use manifest::{Manifest, Origin, QemuProcess, StoredDisk};
 pub use reader::{Image, LayerInfo, PageCount};
 pub use stored::{StoredGuest, Uploaded};

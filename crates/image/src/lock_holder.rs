@@ -7,8 +7,9 @@ use rustix::fs::{fstat, major, minor};
 /// Length of a command line in an error.
 const COMMAND_CHARS_MAX: usize = 120;
 
-/// The process that holds a `flock` on `file`, with its command line.
-pub(crate) fn lock_holder(file: &File) -> String {
+/// The process that holds a `flock` on `file`, with its command line, for messages.
+#[must_use]
+pub fn lock_holder(file: &File) -> String {
     let locks = std::fs::read_to_string("/proc/locks").unwrap_or_default();
     let ours = fstat(file)
         .map(|stat| format!("{:02x}:{:02x}:{}", major(stat.st_dev), minor(stat.st_dev), stat.st_ino));

@@ -526,13 +526,39 @@ const ANY_BYTES_MAX: u64 = 256 << 20;
 
 /// The base that the manifest at `path` names; `None` also if there is no manifest.
 pub(crate) fn base_of(path: &Path) -> Result<Option<Base>> {
-    #[derive(Deserialize)]
-    struct Named {
-        base: Option<Base>,
+    Ok(named_by(path)?.base)
+}
+
+/// Files that a manifest names.
+#[derive(Debug, Default, Deserialize)]
+pub(crate) struct NamedFiles {
+    pub(crate) base: Option<Base>,
+    #[serde(default)]
+    origin: NamedOrigin,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct NamedOrigin {
+    process: Option<NamedProcess>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct NamedProcess {
+    #[serde(default)]
+    disks: Vec<StoredDisk>,
+}
+
+impl NamedFiles {
+    /// Paths of the disks.
+    pub(crate) fn disks(&self) -> impl Iterator<Item = PathBuf> {
+        self.origin.process.iter().flat_map(|process| &process.disks).map(|disk| PathBuf::from(&disk.file))
     }
-    let Some(bytes) = read(path, ANY_BYTES_MAX)? else { return Ok(None) };
-    let named: Named = serde_json::from_slice(&bytes).map_err(|error| Error::invalid_json(path, &error))?;
-    Ok(named.base)
+}
+
+/// The files that the manifest at `path` names; none if there is no manifest.
+pub(crate) fn named_by(path: &Path) -> Result<NamedFiles> {
+    let Some(bytes) = read(path, ANY_BYTES_MAX)? else { return Ok(NamedFiles::default()) };
+    serde_json::from_slice(&bytes).map_err(|error| Error::invalid_json(path, &error))
 }
 
 /// Returns true if the file at `path` is a manifest by its `format`.

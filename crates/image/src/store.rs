@@ -52,12 +52,13 @@ mod tests;
 use std::time::Duration;
 
 pub use crate::location::{Location, LocationError, Scheme};
-pub use catalog::{Catalog, CatalogEntry, StoredImageSummary};
+pub use catalog::{Catalog, CatalogEntry, StoredImageSummary, image_names};
 pub use error::{ChunkPosition, Error, MissingChunkCause, Result};
 pub use garbage::{ChunkTotals, Garbage, Object};
 pub use images::{IfInUse, ImageReader, is_image, read_index, readers, remove_image};
 pub use lease::ConditionalWrites;
 pub use reader::{StoredImage, UnopenedImage, VerifiedChunks};
+pub use spool::remove_unsent;
 pub use upload::store_image;
 pub use writer::StoreWriter;
 

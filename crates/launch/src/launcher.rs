@@ -35,7 +35,7 @@ use crate::host::HostArguments;
 use crate::log::Log;
 use crate::memory::QemuVersion;
 use crate::policy::AllowedCommandLine;
-use crate::runtime::{GuestDirectory, Lifetime, RuntimeError, new_state};
+use crate::runtime::{GuestDirectory, GuestGenerations, GuestOrigin, Lifetime, RuntimeError, new_state};
 use process::{ProcessExit, Spawned, ToSpawn, spawn};
 
 /// Default time limit until the monitor answers.
@@ -87,6 +87,8 @@ pub struct Launcher {
     pub start_timeout: Duration,
     /// The image that it is started from, for the list of guests.
     pub image: Option<PathBuf>,
+    /// Generations of its guest, of which it runs the next.
+    pub generations: Option<GuestGenerations>,
     /// Descriptors that it inherits, under the numbers that they have here.
     pub descriptors: Vec<OwnedFd>,
     /// The confinement that it gets, where this process may give it.
@@ -168,6 +170,7 @@ impl Launcher {
             sandbox: ProcessSandbox::Strict,
             start_timeout: START_TIMEOUT,
             image: None,
+            generations: None,
             descriptors: Vec::new(),
             confinement: None,
         }
@@ -198,16 +201,17 @@ impl Launcher {
         let started = Instant::now();
         let Prepared { command, listener, log } = self.prepare(guest, host)?;
         let confinement = self.confinement.as_ref().map(Confinement::give);
-        let Self { directory, lifetime, image, start_timeout, descriptors: mut inherited, .. } = self;
+        let Self { directory, lifetime, start_timeout, descriptors: mut inherited, .. } = self;
         inherited.push(listener.into());
         let lock = directory.lock().try_clone_to_owned();
-        let (image, mut recorded) = (image.as_ref(), Ok(()));
+        let origin = GuestOrigin { image: self.image, generations: self.generations };
+        let mut recorded = Ok(());
         let spawned = lock.and_then(|lock| {
             inherited.push(lock);
             let process = ToSpawn { command, descriptors: inherited, lifetime, confinement, log };
             // Before it is QEMU: one whose launcher is killed at any moment is listed.
             spawn(process, |pid| {
-                recorded = write_state(&directory, pid, lifetime, image);
+                recorded = write_state(&directory, pid, lifetime, origin);
                 recorded.is_ok()
             })
         });
@@ -371,9 +375,9 @@ fn write_state(
     directory: &GuestDirectory,
     pid: u32,
     lifetime: Lifetime,
-    image: Option<&PathBuf>,
+    origin: GuestOrigin,
 ) -> Result<(), RuntimeError> {
-    let state = new_state(directory, pid, lifetime, image.cloned()).map_err(|source| RuntimeError::Io {
+    let state = new_state(directory, pid, lifetime, origin).map_err(|source| RuntimeError::Io {
         path: directory.path().to_owned(),
         operation: "examine QEMU's process for it",
         source,

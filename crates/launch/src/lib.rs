@@ -50,7 +50,9 @@ pub use networks::{SeparateNetworks, SharedNetwork};
 pub use overlay::{CreatedDisk, DriveFiles, NewDisk, Overlay, OverlayError, OverlayPlan};
 pub use policy::{AllowedCommandLine, Refusal, RefusalReason, Refused};
 pub use record::Recorded;
-pub use runtime::{GuestDirectory, GuestName, Lifetime, NameError, RunningGuest, RuntimeError, RuntimeRoot};
+pub use runtime::{
+    GuestDirectory, GuestGenerations, GuestName, Lifetime, NameError, RunningGuest, RuntimeError, RuntimeRoot,
+};
 pub use settings::{Setting, SettingError};
 
 /// The example of the README, as a test.

@@ -24,7 +24,7 @@ use rustix::fs::{AtFlags, CWD, FlockOperation, Mode, OFlags, fstat, mkdirat, ope
 use rustix::io::Errno;
 use rustix::process::geteuid;
 
-pub use state::RunningGuest;
+pub use state::{GuestGenerations, RunningGuest};
 
 /// Longest name of a guest in bytes. A socket's path has 107 bytes at most.
 const NAME_BYTES_MAX: usize = 48;
@@ -267,24 +267,23 @@ impl RuntimeRoot {
     /// Returns the guests that run, by name.
     ///
     /// # Errors
-    /// A root that cannot be read, or that others could write to. A root that does not exist has no guests.
+    /// A root or a guest in it that cannot be read, or a root that others could write to. A root that does not exist has no guests.
     pub fn list(&self) -> Result<Vec<RunningGuest>, RuntimeError> {
+        let failed =
+            |path: &Path, source| RuntimeError::Io { path: path.to_owned(), operation: "read it", source };
         let entries = match std::fs::read_dir(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-            other => other.map_err(|source| RuntimeError::Io {
-                path: self.path.clone(),
-                operation: "read it",
-                source,
-            })?,
+            other => other.map_err(|source| failed(&self.path, source))?,
         };
         open_private(CWD, &self.path, &self.path)?;
-        let names =
-            entries.take(GUESTS_MAX).flatten().filter_map(|entry| entry.file_name().into_string().ok());
-        let mut guests: Vec<RunningGuest> = names
-            .filter_map(|name| name.parse::<GuestName>().ok())
-            .filter_map(|name| RunningGuest::read(&self.path.join(name.as_str()).join(STATE)))
-            .filter(RunningGuest::is_running)
-            .collect();
+        let mut guests = Vec::new();
+        for entry in entries.take(GUESTS_MAX) {
+            let entry = entry.map_err(|source| failed(&self.path, source))?;
+            let Some(Ok(_)) = entry.file_name().to_str().map(str::parse::<GuestName>) else { continue };
+            let path = entry.path().join(STATE);
+            let guest = RunningGuest::read(&path).map_err(|source| failed(&path, source))?;
+            guests.extend(guest.filter(RunningGuest::is_running));
+        }
         guests.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(guests)
     }
@@ -368,6 +367,14 @@ impl Drop for GuestDirectory {
     }
 }
 
+/// Origin of a guest.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct GuestOrigin {
+    /// The image that it is started from.
+    pub(crate) image: Option<PathBuf>,
+    pub(crate) generations: Option<GuestGenerations>,
+}
+
 /// Creates a directory if it does not exist, opens it, and checks that it belongs to this user alone.
 fn open_private(at: BorrowedFd<'_>, name: &Path, path: &Path) -> Result<OwnedFd, RuntimeError> {
     match mkdirat(at, name, Mode::RWXU) {
@@ -397,8 +404,8 @@ fn io_error(path: &Path, operation: &'static str, errno: Errno) -> RuntimeError 
 /// The process that has a name, according to its state.
 fn holder(path: &Path) -> String {
     match RunningGuest::read(&path.join(STATE)) {
-        Some(state) => format!("process {} (started by process {})", state.pid, state.owner_pid),
-        None => "a guest that is being started".into(),
+        Ok(Some(state)) => format!("process {} (started by process {})", state.pid, state.owner_pid),
+        Ok(None) | Err(_) => "a guest that is being started".into(),
     }
 }
 
@@ -407,8 +414,9 @@ pub(crate) fn new_state(
     directory: &GuestDirectory,
     pid: u32,
     lifetime: Lifetime,
-    image: Option<PathBuf>,
+    origin: GuestOrigin,
 ) -> io::Result<RunningGuest> {
+    let GuestOrigin { image, generations } = origin;
     Ok(RunningGuest {
         name: directory.name.0.clone(),
         pid,
@@ -418,6 +426,7 @@ pub(crate) fn new_state(
         qmp: directory.qmp_path(),
         // The state is UTF-8, which a path need not be. It is shown and not opened.
         image: image.map(|image| image.to_string_lossy().into_owned().into()),
+        generations,
     })
 }
 

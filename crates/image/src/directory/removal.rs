@@ -36,6 +36,22 @@ pub fn remove(path: &Path) -> Result<u64> {
     remove_unless(path, &check_increments)
 }
 
+/// As [`remove`], of an image on which none is based, as the caller knows who has stored all images of its directory.
+///
+/// # Errors
+/// As [`remove`].
+pub fn remove_leaf(path: &Path) -> Result<u64> {
+    remove_unless(path, &|_| Ok(()))
+}
+
+/// Returns true if another process has this file open or mapped, where `/proc` shows it.
+///
+/// # Errors
+/// The file cannot be opened.
+pub fn is_in_use(path: &Path) -> Result<bool> {
+    Ok(!users(&open(path)?).is_empty())
+}
+
 /// As [`remove`], with the check whether other images need it.
 fn remove_unless(path: &Path, check: &dyn Fn(&Path) -> Result<()>) -> Result<u64> {
     let failed = |source| Error::Read { path: path.into(), source };

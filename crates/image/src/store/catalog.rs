@@ -87,6 +87,16 @@ impl Catalog {
     }
 }
 
+/// Names of the images of a prefix, sorted. None of them is read.
+///
+/// # Errors
+/// As [`Catalog::read`].
+pub fn image_names(prefix: &Location, cancel: Option<Cancel>) -> Result<Vec<String>> {
+    check_directory(prefix)?;
+    let keys = image_keys(&Store::open(prefix, cancel)?)?;
+    Ok(keys.iter().map(|key| key.strip_suffix(Location::SUFFIX).unwrap_or(key).to_owned()).collect())
+}
+
 fn read(store: &Arc<Store>) -> Result<Catalog> {
     let mut chunks = HashMap::new();
     store.list(chunk::DIRECTORY, &mut |object| {

@@ -14,9 +14,9 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{statfs, statvfs};
 use towline_protocol::RamBlock;
 
-use super::{Error, Result};
+use super::{Error, Location, Result};
 use crate::manifest::sidecar_path;
-use crate::{Existing, ImageWriter, Origin};
+use crate::{Existing, ImageWriter, Origin, directory, leftover};
 
 /// Default without TMPDIR; /tmp is a tmpfs on many hosts.
 const DIRECTORY: &str = "/var/tmp";
@@ -27,19 +27,50 @@ const HASH_DIGITS: usize = 12;
 
 /// Starts to write the image file of a guest that is stored as `image` in a store.
 pub(super) fn create(image: &str, origin: Origin) -> Result<ImageWriter> {
-    let directory = std::env::var_os("TMPDIR").map_or_else(|| DIRECTORY.into(), PathBuf::from);
+    let directory = directory();
     let failed = |why| Error::Spool { path: directory.display().to_string(), why };
     let found = statfs(&directory).map_err(|errno| failed(errno.into()))?;
     if IN_MEMORY.contains(&(found.f_type as i64)) {
         let text = "it is in memory (tmpfs), where a guest would fill it";
         return Err(failed(io::Error::other(text)));
     }
-    let own = directory.join(format!("towline-{}", rustix::process::geteuid().as_raw()));
+    let own = own(&directory);
     create_private(&own).map_err(failed)?;
-    let hash = blake3::hash(image.as_bytes()).to_hex();
-    let name = image.rsplit('/').next().unwrap_or_default();
-    let path = own.join(format!("{name}-{}.img", &hash[..HASH_DIGITS]));
+    let path = own.join(file_name(image));
     ImageWriter::create(&path, Existing::Replace, origin).map_err(|error| Error::Image(Box::new(error)))
+}
+
+/// Removes files of images of this prefix that did not reach the store, by failed uploads or killed processes: those with names that
+/// `is_removed` accepts. A file that another process writes or sends stays.
+pub fn remove_unsent(prefix: &Location, is_removed: &dyn Fn(&str) -> bool) {
+    for entry in std::fs::read_dir(own(&directory())).into_iter().flatten().flatten() {
+        let file = entry.file_name().to_string_lossy().into_owned();
+        let file = file.strip_prefix('.').and_then(|file| file.strip_suffix(".partial")).unwrap_or(&file);
+        let name = file.rsplit_once('-').map(|(name, _)| name).filter(|name| is_removed(name));
+        let image = name.and_then(|name| prefix.image(name).ok());
+        if image.is_some_and(|image| file_name(&image.to_string()) == file) {
+            let path = entry.path().with_file_name(file);
+            let removed = leftover::remove(&path).map(drop).and_then(|()| match path.exists() {
+                true => directory::remove_leaf(&path).map(drop),
+                false => Ok(()),
+            });
+            removed.unwrap_or_else(|error| tracing::info!(%error, "the file of an image stays"));
+        }
+    }
+}
+
+fn directory() -> PathBuf {
+    std::env::var_os("TMPDIR").map_or_else(|| DIRECTORY.into(), PathBuf::from)
+}
+
+/// The directory of this user.
+fn own(directory: &Path) -> PathBuf {
+    directory.join(format!("towline-{}", rustix::process::geteuid().as_raw()))
+}
+
+fn file_name(image: &str) -> String {
+    let hash = blake3::hash(image.as_bytes()).to_hex();
+    format!("{}-{}.img", image.rsplit('/').next().unwrap_or_default(), &hash[..HASH_DIGITS])
 }
 
 /// Refuses a guest for which the disk may have no room.

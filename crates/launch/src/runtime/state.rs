@@ -1,13 +1,17 @@
 //! The file `state.json` of a running guest.
 //!
 //! Format: `{"version": 1, "name": …, "pid": …, "start-time": …, "owner-pid": …, "detached": …, "qmp": …,
-//! "image": …}`. A reader ignores files of other versions. `start-time` is field 22 of `/proc/PID/stat`, so a
+//! "image": …, "generation": …}`. A file of another version is an error: its guest may run. `start-time` is field 22 of `/proc/PID/stat`, so a
 //! reused pid is not taken for the guest.
 
 use std::fs::File;
 use std::io::{self, Read as _};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 
 const VERSION: u32 = 1;
@@ -33,6 +37,19 @@ pub struct RunningGuest {
     /// The image that it was started from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<PathBuf>,
+    /// Its generations, of a guest that several hosts may run in turn.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub generations: Option<GuestGenerations>,
+}
+
+/// Generations of a guest, on storage that several hosts share: each run of it has one, which no other can have.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct GuestGenerations {
+    /// The directory that has them.
+    pub directory: PathBuf,
+    /// The generation from which this QEMU continues; it runs as the next one. 0 if there was none.
+    pub after: u64,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -44,11 +61,18 @@ struct Versioned<T> {
 
 impl RunningGuest {
     /// Reads a state file; `None` if there is none, or none of this version.
-    pub(super) fn read(path: &Path) -> Option<Self> {
+    pub(super) fn read(path: &Path) -> io::Result<Option<Self>> {
         let mut bytes = Vec::new();
-        File::open(path).ok()?.take(BYTES_MAX).read_to_end(&mut bytes).ok()?;
-        let read: Versioned<Self> = serde_json::from_slice(&bytes).ok()?;
-        (read.version == VERSION).then_some(read.state)
+        match File::open(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            opened => opened?.take(BYTES_MAX).read_to_end(&mut bytes)?,
+        };
+        let read: Versioned<Self> = serde_json::from_slice(&bytes)?;
+        if read.version != VERSION {
+            let text = format!("version {}, expected {VERSION}", read.version);
+            return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+        }
+        Ok(Some(read.state))
     }
 
     pub(super) fn to_json(&self) -> io::Result<String> {
@@ -60,6 +84,37 @@ impl RunningGuest {
     #[must_use]
     pub fn is_running(&self) -> bool {
         start_time(self.pid).is_ok_and(|start_time| start_time == self.start_time)
+    }
+
+    /// A descriptor of its process; `None`: it has ended.
+    ///
+    /// # Errors
+    /// The system's, if it has not.
+    pub fn process(&self) -> io::Result<Option<OwnedFd>> {
+        let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
+        let process = pid.map(|pid| pidfd_open(pid, PidfdFlags::empty())).transpose();
+        // The descriptor is of the process that has this id now.
+        if self.is_running() { Ok(process?) } else { Ok(None) }
+    }
+
+    /// Ends it: lets it quit for up to `quit`, and then kills it and waits for up to `killed`. Returns true if it has ended.
+    #[must_use]
+    pub fn end(&self, quit: Duration, killed: Duration) -> bool {
+        let process = match self.process() {
+            Ok(Some(process)) => process,
+            Ok(None) => return true,
+            Err(error) => {
+                tracing::warn!(pid = self.pid, %error, "QEMU cannot be ended");
+                return false;
+            }
+        };
+        [(Signal::TERM, quit), (Signal::KILL, killed)].into_iter().any(|(signal, within)| {
+            let sent = pidfd_send_signal(&process, signal);
+            let within = Timespec::try_from(within).ok();
+            let ended = poll(&mut [PollFd::new(&process, PollFlags::IN)], within.as_ref());
+            tracing::debug!(pid = self.pid, ?signal, ?sent, ?ended, "ending QEMU");
+            ended.is_ok_and(|count| count > 0)
+        })
     }
 }
 
