@@ -22,7 +22,7 @@ use crate::svg::STYLE;
 
 const TEMPLATE: &str = include_str!("page.html");
 /// Number of classes of the style sheet for parts of a bar: `p0` and so on.
-pub const PHASE_COLORS: usize = 9;
+pub const PHASE_COLORS: usize = 10;
 
 /// Formats a page without scripts, which loads nothing. `about` is its first line; empty: it has none.
 ///
@@ -108,7 +108,7 @@ mod tests {
     #[test]
     fn parts_are_as_long_as_their_shares() {
         let part =
-            |name, share: f64| json!({ "name": name, "share": share, "color": 10, "cells": ["1 s", "<x>"] });
+            |name, share: f64| json!({ "name": name, "share": share, "color": 11, "cells": ["1 s", "<x>"] });
         let parts = [part("a & b", 0.25), part("c", 0.75)];
         let body =
             page("a", "", &[json!({ "kind": "parts", "title": "Whole", "parts": parts, "note": null })]);
