@@ -95,13 +95,14 @@ fn usage_error(args: &NetArgs) -> Option<String> {
         .then(|| format!("--sandbox on cannot be used with {UNCONFINED}: leave one of them out"))
 }
 
-fn options(args: &NetArgs, link: DeviceWord) -> Options {
+fn options(args: &NetArgs, word: DeviceWord) -> Options {
     Options {
         cpus: args.cpus.clone(),
         busy_poll: Duration::from_micros(args.poll_us),
         unmigratable: args.unmigratable,
         device_state: args.device_state == OnOff::On,
-        link: Some(link),
+        hold: args.hold,
+        word: Some(word),
     }
 }
 

@@ -11,6 +11,12 @@
 //! Out of scope: sockets, which [`Server`](towline_qmp::Server) opens, and the devices, which implement
 //! [`ManagedDevice`].
 
+use std::num::NonZeroU64;
+use std::time::Duration;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD as BASE64;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use towline_compat::facts::DeviceFacts;
 use towline_compat::{Facts, Subject as FactsSubject, limits};
@@ -18,7 +24,7 @@ use towline_qmp::{CommandError, Commands};
 
 use crate::statistics::{self, StatsObject, StatsSource, check_names, text_argument};
 
-const NAMES: [&str; 8] = [
+const NAMES: [&str; 16] = [
     "query-status",
     "query-stats",
     "query-stats-schemas",
@@ -26,13 +32,106 @@ const NAMES: [&str; 8] = [
     "check-migration-version",
     "query-device-facts",
     "set_link",
+    "take-frames",
+    "give-frames",
+    "drop-frames",
+    "hold",
+    "mark",
+    "release",
+    "pass",
+    "query-held",
     "quit",
 ];
+/// Longest wait of `take-frames` and `query-held`.
+const WAIT_MS_MAX: u64 = 500;
 
 /// Errno of a device that cannot be migrated.
 pub const ENODEV: &str = "ENODEV";
 /// Errno of a device for a version that it does not accept.
 pub const EINVAL: &str = "EINVAL";
+
+/// Frames of a network card on their way to another host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct PassedFrames {
+    /// Number of the pause in which they were received.
+    pub series: u64,
+    /// True while no receive ring runs.
+    pub stopped: bool,
+    /// Features that the driver negotiated.
+    pub features: u64,
+    /// The frames, as cards encode them.
+    #[serde(serialize_with = "to_base64", deserialize_with = "from_base64")]
+    pub frames: Vec<u8>,
+}
+
+/// A request about frames that a network card holds (output commit), as arguments of the command of its name.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", rename_all_fields = "kebab-case", deny_unknown_fields)]
+pub enum HoldRequest {
+    /// Hold frames from now on, for this generation.
+    Hold {
+        /// Number of the guest's run.
+        generation: NonZeroU64,
+    },
+    /// Close the open epoch, while no transmit ring runs.
+    Mark {
+        /// That of the last `hold`, as in all requests.
+        generation: NonZeroU64,
+        /// Number of the epoch, above that of the last one.
+        epoch: u64,
+    },
+    /// Send the frames of the epochs up to this one.
+    Release {
+        /// As above.
+        generation: NonZeroU64,
+        /// Number of the epoch.
+        epoch: u64,
+    },
+    /// Send all frames, and hold no more.
+    Pass {
+        /// As above.
+        generation: NonZeroU64,
+        /// MAC address of a guest that has come here, and is announced first.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        announce: Option<String>,
+    },
+    /// Wait until the open epoch has a frame, or a ring waits for room.
+    QueryHeld {
+        /// Maximum time.
+        #[serde(default)]
+        wait_ms: u64,
+    },
+}
+
+/// Reply to a [`HoldRequest`]: the frames that the card holds then.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct HoldStatus {
+    /// False if frames are sent at once.
+    pub holding: bool,
+    /// Generation of the last `hold`.
+    pub generation: Option<NonZeroU64>,
+    /// The last epoch that was marked.
+    pub epoch: Option<u64>,
+    /// Number of held frames.
+    pub frames: usize,
+    /// Their bytes.
+    pub bytes: usize,
+    /// Number of those in the open epoch.
+    pub open_frames: usize,
+    /// True while a transmit ring waits for room.
+    pub full: bool,
+}
+
+fn to_base64<S: serde::Serializer>(bytes: &[u8], to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_str(&BASE64.encode(bytes))
+}
+
+fn from_base64<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Vec<u8>, D::Error> {
+    let text = <std::borrow::Cow<'_, str>>::deserialize(from)?;
+    BASE64.decode(text.as_bytes()).map_err(serde::de::Error::custom)
+}
 
 /// A device.
 pub trait ManagedDevice: Send + Sync {
@@ -60,6 +159,36 @@ pub trait ManagedDevice: Send + Sync {
     /// # Errors
     /// The device has no link; as text.
     fn set_link(&self, up: bool) -> Result<(), String>;
+
+    /// Returns frames that the device has received since its guest stopped, after this time at most.
+    ///
+    /// # Errors
+    /// The device has none; as text.
+    fn take_frames(&self, wait: Duration) -> Result<PassedFrames, String> {
+        let _ = wait;
+        Err("it has no frames".into())
+    }
+
+    /// Drops its copies of these frames.
+    fn drop_frames(&self) {}
+
+    /// Takes frames for a guest that comes from another host, the last ones if `is_last`. Returns true once the guest has sent one here.
+    ///
+    /// # Errors
+    /// It does not wait for them; as text.
+    fn give_frames(&self, passed: &PassedFrames, is_last: bool) -> Result<bool, String> {
+        let _ = (passed, is_last);
+        Err("it takes no frames".into())
+    }
+
+    /// Executes a request about held frames.
+    ///
+    /// # Errors
+    /// It is refused, or the device holds none; as text.
+    fn hold(&self, request: &HoldRequest) -> Result<HoldStatus, String> {
+        let _ = request;
+        Err("it holds no frames".into())
+    }
 }
 
 /// See the module's text.
@@ -149,6 +278,36 @@ impl DeviceCommands {
         device.set_link(up).map(|()| json!({})).map_err(CommandError::Generic)
     }
 
+    fn take_frames(&self, arguments: &Map<String, Value>) -> Result<Value, CommandError> {
+        check_names(arguments, &["id", "wait-ms"])?;
+        let device = self.named_or_only_device(arguments, "id")?;
+        let wait = wait_time(arguments.get("wait-ms").map_or(Some(0), Value::as_u64))?;
+        let passed = device.take_frames(wait).map_err(CommandError::Generic)?;
+        serde_json::to_value(passed).map_err(|error| CommandError::generic(error.to_string()))
+    }
+
+    fn give_frames(&self, arguments: &Map<String, Value>) -> Result<Value, CommandError> {
+        check_names(arguments, &["id", "passed", "last"])?;
+        let device = self.named_or_only_device(arguments, "id")?;
+        let passed = PassedFrames::deserialize(arguments.get("passed").unwrap_or(&Value::Null));
+        let passed = passed.map_err(|error| CommandError::generic(format!("Parameter 'passed': {error}")))?;
+        let is_last = arguments.get("last").and_then(Value::as_bool).unwrap_or(false);
+        let announced = device.give_frames(&passed, is_last).map_err(CommandError::Generic)?;
+        Ok(json!({ "announced": announced }))
+    }
+
+    fn hold(&self, name: &str, arguments: &Map<String, Value>) -> Result<Value, CommandError> {
+        let device = self.named_or_only_device(arguments, "id")?;
+        let arguments: Map<_, _> = arguments.clone().into_iter().filter(|(key, _)| key != "id").collect();
+        let request = HoldRequest::deserialize(&json!({ name: arguments }))
+            .map_err(|error| CommandError::generic(format!("{name}: {error}")))?;
+        if let HoldRequest::QueryHeld { wait_ms } = request {
+            wait_time(Some(wait_ms))?;
+        }
+        let status = device.hold(&request).map_err(CommandError::Generic)?;
+        serde_json::to_value(status).map_err(|error| CommandError::generic(error.to_string()))
+    }
+
     fn status(&self) -> Value {
         let running = self.devices.iter().all(|device| device.is_running());
         json!({ "running": running, "status": if running { "running" } else { "prelaunch" } })
@@ -175,6 +334,14 @@ impl Commands for DeviceCommands {
             "check-migration-version" => self.check(arguments),
             "query-device-facts" => self.facts(arguments),
             "set_link" => self.set_link(arguments),
+            "take-frames" => self.take_frames(arguments),
+            "give-frames" => self.give_frames(arguments),
+            "drop-frames" => {
+                check_names(arguments, &["id"])?;
+                self.named_or_only_device(arguments, "id")?.drop_frames();
+                Ok(json!({}))
+            }
+            "hold" | "mark" | "release" | "pass" | "query-held" => self.hold(name, arguments),
             "quit" => {
                 check_names(arguments, &[])?;
                 (self.quit)();
@@ -183,6 +350,12 @@ impl Commands for DeviceCommands {
             _ => Err(CommandError::NotFound),
         }
     }
+}
+
+/// The time of `wait-ms`; `None`: it is not a number.
+fn wait_time(ms: Option<u64>) -> Result<Duration, CommandError> {
+    let text = || CommandError::generic(format!("Parameter 'wait-ms' expects a number up to {WAIT_MS_MAX}"));
+    ms.filter(|ms| *ms <= WAIT_MS_MAX).map(Duration::from_millis).ok_or_else(text)
 }
 
 /// Logs the reason too: the client may show the errno only.
@@ -241,6 +414,10 @@ mod tests {
             }]
         }
 
+        fn hold(&self, request: &HoldRequest) -> Result<HoldStatus, String> {
+            Err(format!("{request:?}"))
+        }
+
         fn set_link(&self, up: bool) -> Result<(), String> {
             self.up.store(up, Relaxed);
             Ok(())
@@ -260,6 +437,26 @@ mod tests {
             CommandError::Generic(text) => text,
             CommandError::NotFound => panic!("{command} is unknown"),
         })
+    }
+
+    #[test]
+    fn requests_about_held_frames_are_parsed_whole() {
+        let (here, _) = server(&["vm0"], false);
+        for (command, arguments, expected) in [
+            ("hold", json!({ "id": "vm0", "generation": 7 }), "Hold { generation: 7 }"),
+            ("mark", json!({ "generation": 7, "epoch": 2 }), "Mark { generation: 7, epoch: 2 }"),
+            ("release", json!({ "generation": 7, "epoch": 2 }), "Release { generation: 7, epoch: 2 }"),
+            ("pass", json!({ "generation": 7 }), "Pass { generation: 7, announce: None }"),
+            ("query-held", json!({}), "QueryHeld { wait_ms: 0 }"),
+            ("query-held", json!({ "wait-ms": 500 }), "QueryHeld { wait_ms: 500 }"),
+            ("query-held", json!({ "wait-ms": 501 }), "Parameter 'wait-ms' expects a number up to 500"),
+            ("pass", json!({}), "pass: missing field `generation`"),
+            ("hold", json!({ "generation": 0 }), "hold: invalid value: integer `0`, expected a nonzero u64"),
+        ] {
+            assert_eq!(execute(&here, command, &arguments).unwrap_err(), expected);
+        }
+        let unknown = execute(&here, "release", &json!({ "generation": 7, "epochs": 2 })).unwrap_err();
+        assert!(unknown.starts_with("release: unknown field `epochs`"), "{unknown}");
     }
 
     #[test]

@@ -1,20 +1,24 @@
 //! The network card as a vhost-user device.
 
+mod holding;
 mod pair;
+mod passing;
 mod shared;
 
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
+use std::num::NonZeroU64;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
-use towline_channel::IoBuf;
 use towline_vhost_user::{BackendError, Device, ProtocolFeatures, Worker};
 
 use self::pair::{QueuePair, RECEIVE, TRANSMIT};
 pub use self::shared::Options;
 pub(crate) use self::shared::Shared;
 use crate::features;
+use crate::hold::{HoldError, HoldStatus};
 use crate::lock::lock;
-use crate::rarp;
+use crate::pause::{PassError, PassedFrames, Pause};
 use crate::state::State;
 use crate::statistics::{Counters, DropReason, QueueStatistics, TransmitMode};
 use crate::tap::{CarrierState, TapError, Taps};
@@ -49,10 +53,14 @@ impl Net {
             xdp,
             features: AtomicU64::new(0),
             link_up: AtomicBool::new(options.link_was_up()),
+            hold: options.first_hold(),
             options,
             counters: (0..pairs).map(|_| <[Counters; 2]>::default()).collect(),
             modes: (0..pairs).map(|_| AtomicU8::new(TransmitMode::Tap as u8)).collect(),
             receivers: (0..pairs).map(|_| Mutex::default()).collect(),
+            transmitters: (0..pairs).map(|_| Mutex::default()).collect(),
+            pause: Pause::default(),
+            workers: AtomicUsize::new(0),
             next_worker: AtomicU64::new(0),
             unused: flags(true),
             orphaned: flags(false),
@@ -107,6 +115,66 @@ impl Net {
         self.shared.set_link(up);
     }
 
+    /// Returns what the tap has received since the receive rings have stopped, for the host that the guest goes to, as soon as there
+    /// is some, or after `wait`, less than a second. The card keeps a copy, for a guest that goes on here.
+    ///
+    /// # Errors
+    /// [`PassError::Expected`]: it waits for a guest itself.
+    pub fn take_frames(&self, wait: Duration) -> Result<PassedFrames, PassError> {
+        self.shared.take_frames(wait)
+    }
+
+    /// Drops those copies, once the guest runs at the other host.
+    pub fn drop_frames(&self) {
+        self.shared.drop_frames();
+    }
+
+    /// Takes frames from the guest's former host, which it gets before those of the tap. The first call, without any, precedes the
+    /// guest; `is_last` ends the wait for more. Returns true once the guest has sent a frame here.
+    ///
+    /// # Errors
+    /// [`PassError`].
+    pub fn give_frames(&self, passed: &PassedFrames, is_last: bool) -> Result<bool, PassError> {
+        self.shared.give_frames(passed, is_last)
+    }
+
+    /// Holds frames of the guest from now on, for this generation. Those of a former generation are still held.
+    ///
+    /// # Errors
+    /// [`HoldError::Stale`], [`HoldError::Busy`].
+    pub fn hold(&self, generation: NonZeroU64) -> Result<HoldStatus, HoldError> {
+        self.shared.start_holding(generation)
+    }
+
+    /// Closes the open epoch under this number, above that of the last one, while no transmit ring runs.
+    ///
+    /// # Errors
+    /// [`HoldError`].
+    pub fn mark(&self, generation: NonZeroU64, epoch: u64) -> Result<HoldStatus, HoldError> {
+        self.shared.mark(generation, epoch)
+    }
+
+    /// Sends the frames of the epochs up to this one, in their order.
+    ///
+    /// # Errors
+    /// [`HoldError`]. Frames that were not sent are still held.
+    pub fn release(&self, generation: NonZeroU64, epoch: u64) -> Result<HoldStatus, HoldError> {
+        self.shared.release(generation, epoch)
+    }
+
+    /// Sends all held frames, and holds no more. Announces a guest with this address first.
+    ///
+    /// # Errors
+    /// [`HoldError`]. Frames that were not sent are still held.
+    pub fn pass(&self, generation: NonZeroU64, announced: Option<[u8; 6]>) -> Result<HoldStatus, HoldError> {
+        self.shared.pass_held(generation, announced)
+    }
+
+    /// Returns the number of held frames, as soon as the open epoch has some or a ring waits for room, or after `wait`.
+    pub fn held(&self, wait: Duration) -> HoldStatus {
+        self.shared.hold.wait(wait)
+    }
+
     /// Returns true if the link is up.
     pub fn is_link_up(&self) -> bool {
         self.shared.link() == CarrierState::Up
@@ -119,6 +187,8 @@ impl Net {
     /// Configures the tap for a driver that negotiated these features.
     fn apply_features(&self, negotiated: u64) -> Result<(), TapError> {
         let (taps, before) = (&self.shared.taps, self.shared.features.load(Relaxed));
+        // Held frames are sent with the header of either driver.
+        let _sending = lock(&self.shared.hold.sending);
         taps.set_header_bytes(features::header_bytes(negotiated))?;
         taps.set_offloads(features::offloads(negotiated))?;
         self.shared.features.store(negotiated, Relaxed);
@@ -189,6 +259,7 @@ impl Device for Net {
     fn worker(&self, index: usize) -> Result<Box<dyn Worker>, BackendError> {
         self.shared.wait_for_previous_process(index);
         self.shared.check_orphaned(index)?;
+        self.shared.pause.forget();
         Ok(Box::new(QueuePair::new(index, Arc::clone(&self.shared))?))
     }
 
@@ -203,11 +274,7 @@ impl Device for Net {
     }
 
     fn send_rarp(&self, mac: [u8; 6]) -> Result<(), BackendError> {
-        let header = [0; 12];
-        let header = &header[..features::header_bytes(self.shared.features.load(Relaxed))];
-        let frame = rarp::frame(mac);
-        self.shared.taps.queues()[0].write(&[IoBuf::from(header), IoBuf::from(&frame)])?;
-        Ok(())
+        self.shared.send_announcement(mac)
     }
 
     fn set_mtu(&self, mtu: u16) -> Result<(), BackendError> {

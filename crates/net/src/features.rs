@@ -118,6 +118,11 @@ pub(crate) fn offloads(features: u64) -> Offloads {
     if supported.contains(Offloads::CSUM) { supported } else { Offloads::empty() }
 }
 
+/// The features that the format of a received frame follows.
+pub(crate) fn of_received_frames(features: u64) -> u64 {
+    features & FROM_TAP.iter().fold(VERSION_1 | MRG_RXBUF, |all, (feature, _)| all | feature)
+}
+
 /// Length of the virtio header: that of a legacy driver without mergeable buffers has no `num_buffers`.
 pub(crate) fn header_bytes(features: u64) -> usize {
     if features & (VERSION_1 | MRG_RXBUF) == 0 { 10 } else { 12 }

@@ -23,6 +23,8 @@
 mod chains;
 mod device;
 mod features;
+mod hold;
+mod pause;
 mod rarp;
 mod receive;
 #[cfg(feature = "af-xdp")]
@@ -31,6 +33,7 @@ mod state;
 mod statistics;
 mod sys;
 mod tap;
+mod timer;
 mod transmit;
 #[cfg(feature = "af-xdp")]
 mod xdp;
@@ -42,6 +45,8 @@ use towline_channel::lock;
 
 pub use device::{Net, Options};
 pub use features::feature_names;
+pub use hold::{HoldError, HoldStatus};
+pub use pause::{PassError, PassedFrames};
 pub use state::{STATE_VERSION, STATE_VERSION_MIN};
 pub use statistics::{CopyReason, DropReason, QueueStatistics, TransmitMode};
 pub use tap::{TapError, TapQueue, Taps};

@@ -18,6 +18,7 @@ use towline_channel::{IoBufMut, gather};
 use towline_vhost_user::{Batch, Next, Ring};
 
 use crate::chains::{Gathered, complete, gather_chains, mark_written, recycled, write_chains};
+use crate::pause::{Backlog, TapGate};
 use crate::statistics::{BatchCounters, DropReason};
 use crate::tap::{CarrierState, FrameFormat, TapContext};
 use crate::{FRAME_BYTES_MAX, PUBLISHED_BYTES};
@@ -32,6 +33,8 @@ const WINDOW: std::ops::RangeInclusive<usize> = 8..=256;
 const DEFERRED_CHAINS_MAX: usize = 4096;
 /// Frames after which the longest of them becomes the expected length.
 const PREDICTION_FRAMES: usize = 64;
+/// Frames of the tap that are held at most; more wait in the tap.
+const HELD_MAX: usize = 1024;
 /// Consecutive errors after which a tap is considered gone.
 const FAILURES_MAX: usize = 16;
 
@@ -44,6 +47,8 @@ pub(crate) struct Receiver {
     overflow: Box<[u8]>,
     /// A frame for which there were too few buffers; empty if there is none.
     deferred: Vec<u8>,
+    /// Follow it.
+    pub(crate) backlog: Backlog,
     lengths: LengthPrediction,
     failures: usize,
     /// True while the ring is empty: the driver has to make buffers available before the next frame is read.
@@ -109,6 +114,7 @@ impl Receiver {
             window: *WINDOW.start(),
             overflow: vec![0; FRAME_BYTES_MAX].into(),
             deferred: Vec::new(),
+            backlog: Backlog::default(),
             lengths: LengthPrediction::default(),
             failures: 0,
             buffers_exhausted: false,
@@ -117,10 +123,17 @@ impl Receiver {
         }
     }
 
-    /// Discards the deferred frame, whose header has the format of a former driver.
+    /// Discards the frames whose header has the format of a former driver.
     pub(crate) fn reset(&mut self) {
-        self.deferred.clear();
+        drop(self.undelivered());
         self.buffers_exhausted = false;
+    }
+
+    /// Takes the frames that were read, and for which there were no buffers.
+    pub(crate) fn undelivered(&mut self) -> impl Iterator<Item = Box<[u8]>> + use<> {
+        let Backlog { frames, held } = std::mem::take(&mut self.backlog);
+        let deferred = Some(std::mem::take(&mut self.deferred)).filter(|frame| !frame.is_empty());
+        deferred.map(Vec::into_boxed_slice).into_iter().chain(frames).chain(held)
     }
 
     /// Releases guest memory that is about to be unmapped.
@@ -129,7 +142,13 @@ impl Receiver {
     }
 
     /// Receives up to [`FRAMES_PER_RUN`] frames.
-    pub(crate) fn run(&mut self, ring: &mut Ring, tap: TapContext<'_>, counted: &mut BatchCounters) -> Next {
+    pub(crate) fn run(
+        &mut self,
+        ring: &mut Ring,
+        tap: TapContext<'_>,
+        gate: TapGate,
+        counted: &mut BatchCounters,
+    ) -> Next {
         if self.tap_failed {
             ring.set_notification(false);
             return Next::Wait;
@@ -139,8 +158,15 @@ impl Receiver {
             ring.set_notification(false);
             return self.discard(tap, counted);
         }
-        if self.deliver_deferred(ring, tap.format, counted) == Delivery::Waits {
+        if gate == TapGate::Open {
+            self.backlog.frames.extend(self.backlog.held.drain(..));
+        }
+        if self.deliver_backlog(ring, tap.format, counted) == Delivery::Waits {
             return self.wait_for_buffers(ring);
+        }
+        if gate == TapGate::Held {
+            ring.set_notification(false);
+            return self.hold(tap);
         }
         let mut left = FRAMES_PER_RUN;
         loop {
@@ -176,10 +202,7 @@ impl Receiver {
 
     /// Discards the frames of the tap, and the deferred one, while the link is down.
     fn discard(&mut self, tap: TapContext<'_>, counted: &mut BatchCounters) -> Next {
-        if !self.deferred.is_empty() {
-            counted.add_drop(DropReason::LinkDown);
-            self.deferred.clear();
-        }
+        self.undelivered().for_each(|_| counted.add_drop(DropReason::LinkDown));
         for _ in 0..FRAMES_PER_RUN {
             match tap.queue.read(&mut [IoBufMut::from(&mut *self.overflow)]) {
                 Ok(_) => counted.add_drop(DropReason::LinkDown),
@@ -190,6 +213,36 @@ impl Receiver {
             }
         }
         Next::Again
+    }
+
+    /// Delivers the deferred frame, and those that follow it.
+    fn deliver_backlog(
+        &mut self,
+        ring: &mut Ring,
+        format: FrameFormat,
+        counted: &mut BatchCounters,
+    ) -> Delivery {
+        while self.deliver_deferred(ring, format, counted) == Delivery::Done {
+            let Some(frame) = self.backlog.frames.pop_front() else { return Delivery::Done };
+            self.deferred = frame.into();
+        }
+        Delivery::Waits
+    }
+
+    /// Reads frames of the tap that wait for those of the guest's former host.
+    fn hold(&mut self, tap: TapContext<'_>) -> Next {
+        while self.backlog.held.len() < HELD_MAX {
+            match tap.queue.read(&mut [IoBufMut::from(&mut *self.overflow)]) {
+                Ok(length) => self.backlog.held.push(self.overflow[..length].into()),
+                Err(error) => {
+                    self.read_failed(&error);
+                    break;
+                }
+            }
+        }
+        // Until the hold ends, the tap is not polled if it has more.
+        self.buffers_exhausted = self.backlog.held.len() == HELD_MAX;
+        Next::Wait
     }
 
     /// Counts errors other than an empty tap; gives the tap up after [`FAILURES_MAX`] of them in a row.
@@ -324,7 +377,9 @@ impl Receiver {
         }
         let (batch, length) = (&mut self.batch, self.deferred.len());
         ring.pop(batch, DEFERRED_CHAINS_MAX);
-        if format.mergeable && write_chains(batch, 0, &self.deferred) {
+        // A driver without mergeable buffers has one that is long enough, or the frame is too long for it.
+        let fits = format.mergeable || batch.is_empty() || batch.chain(0).writable_bytes() as usize >= length;
+        if fits && write_chains(batch, 0, &self.deferred) {
             let used = complete(ring, batch, 0, length, format);
             ring.rewind(batch, used);
             ring.publish();
@@ -332,7 +387,7 @@ impl Receiver {
         } else {
             let too_many = batch.len() == DEFERRED_CHAINS_MAX || batch.is_full();
             ring.rewind(batch, 0);
-            if !too_many && format.mergeable {
+            if !too_many && fits {
                 return Delivery::Waits;
             }
             counted.add_drop(DropReason::TooLong);

@@ -195,6 +195,12 @@ impl Counters {
         add(&self.drops[reason as usize], frames as u64);
     }
 
+    /// Counts a frame of this length that was sent outside of the queue's thread.
+    pub(crate) fn add_frame(&self, bytes: usize) {
+        add(&self.packets, 1);
+        add(&self.bytes, bytes as u64);
+    }
+
     /// Adds the counters of the same queue on a migration's source.
     pub(crate) fn add_source(&self, source: &QueueStatistics) {
         add(&self.packets, source.packets);

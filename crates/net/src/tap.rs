@@ -20,7 +20,7 @@ use rustix::io::Errno;
 use towline_channel::{Cancel, IoBuf, IoBufMut, readv, writev};
 
 use crate::PAIRS_MAX;
-use crate::features::Offloads;
+use crate::features::{self, Offloads};
 use crate::lock::lock;
 use crate::sys::tap_ring::TapRing;
 use crate::sys::{interface, tap};
@@ -141,6 +141,14 @@ pub(crate) struct FrameFormat {
     pub(crate) header_bytes: usize,
     /// True if a frame may fill several chains (`VIRTIO_NET_F_MRG_RXBUF`).
     pub(crate) mergeable: bool,
+}
+
+impl FrameFormat {
+    /// The format for a driver that negotiated these features.
+    pub(crate) fn of(negotiated: u64) -> Self {
+        let mergeable = negotiated & features::MRG_RXBUF != 0;
+        Self { header_bytes: features::header_bytes(negotiated), mergeable }
+    }
 }
 
 /// State of the card's link.

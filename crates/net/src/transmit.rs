@@ -7,11 +7,11 @@
 use std::io;
 use std::ops::Range;
 
-#[cfg(feature = "af-xdp")]
 use towline_channel::IoBuf;
 use towline_vhost_user::{Batch, Chain, Next, Ring};
 
-use crate::statistics::{BatchCounters, DropReason};
+use crate::hold::{HeldFrame, HeldPair};
+use crate::statistics::{BatchCounters, Counters, DropReason};
 use crate::sys::tap_ring::FRAMES_MAX;
 use crate::tap::{CarrierState, TapContext};
 use crate::{FRAME_BYTES_MAX, PUBLISHED_BYTES};
@@ -26,6 +26,8 @@ pub(crate) struct Transmitter {
     batch: Batch,
     /// True while it waits for room in the tap, not for frames of the guest.
     pub(crate) blocked: bool,
+    /// True while it waits for room for frames that are held.
+    pub(crate) held_full: bool,
     /// Frames that are written together, as ranges of their buffers, and their results; kept for their
     /// allocations.
     frames: Vec<Range<usize>>,
@@ -50,7 +52,13 @@ enum WriteError {
 
 impl Transmitter {
     pub(crate) fn new() -> Self {
-        Self { batch: Batch::new(), blocked: false, frames: Vec::new(), results: Vec::new() }
+        Self {
+            batch: Batch::new(),
+            blocked: false,
+            held_full: false,
+            frames: Vec::new(),
+            results: Vec::new(),
+        }
     }
 
     /// Releases guest memory that is about to be unmapped.
@@ -58,8 +66,14 @@ impl Transmitter {
         self.batch.clear();
     }
 
-    /// Sends up to [`BATCHES_PER_RUN`] batches.
-    pub(crate) fn run(&mut self, ring: &mut Ring, tap: TapContext<'_>, counted: &mut BatchCounters) -> Next {
+    /// Sends up to [`BATCHES_PER_RUN`] batches, or holds copies of their frames.
+    pub(crate) fn run(
+        &mut self,
+        ring: &mut Ring,
+        tap: TapContext<'_>,
+        held: Option<HeldPair<'_>>,
+        counted: &mut BatchCounters,
+    ) -> Next {
         self.blocked = false;
         for _ in 0..BATCHES_PER_RUN {
             let popped = ring.pop(&mut self.batch, FRAMES_PER_BATCH);
@@ -67,16 +81,38 @@ impl Transmitter {
                 ring.set_notification(true);
                 return Next::Wait;
             }
-            let sent = self.send_batch(ring, tap, counted);
+            let sent = match held {
+                Some(held) => self.hold_batch(ring, tap, held, counted),
+                None => self.send_batch(ring, tap, counted),
+            };
             ring.rewind(&mut self.batch, sent);
             ring.publish();
             if sent < popped {
-                self.blocked = true;
+                (self.blocked, self.held_full) = (held.is_none(), held.is_some());
                 ring.set_notification(false);
                 return Next::Wait;
             }
         }
         Next::Again
+    }
+
+    /// Holds copies of the batch while there is room. Returns the number of frames held or dropped.
+    fn hold_batch(
+        &mut self,
+        ring: &mut Ring,
+        tap: TapContext<'_>,
+        held: HeldPair<'_>,
+        counted: &mut BatchCounters,
+    ) -> usize {
+        for (done, chain) in self.batch.chains().enumerate() {
+            match check(chain, tap) {
+                Ok(_) if !held.push(copy(chain, tap.format.header_bytes)) => return done,
+                Err(WriteError::Dropped(reason)) => counted.add_drop(reason),
+                _ => {}
+            }
+            ring.complete(chain, 0);
+        }
+        self.batch.len()
     }
 
     /// Sends the batch until the tap has no room. Returns the number of frames sent.
@@ -131,14 +167,10 @@ impl Transmitter {
     ) -> usize {
         let (count, mut results) = (group.len(), self.results.iter().copied());
         for (done, chain) in group.map(|index| self.batch.chain(index)).enumerate() {
-            match check(chain, tap).and_then(|bytes| written(results.next().unwrap_or(-libc::EAGAIN), bytes))
-            {
+            let written =
+                check(chain, tap).and_then(|bytes| written(results.next().unwrap_or(-libc::EAGAIN), bytes));
+            match settle(written, results.clone()) {
                 Ok(bytes) => counted.add_frame(bytes),
-                // A later frame was already written: that order is not changed, as this happens once
-                // (`write_frames`).
-                Err(WriteError::TapFull) if results.clone().any(|result| result >= 0) => {
-                    counted.add_drop(DropReason::NoRoom);
-                }
                 Err(WriteError::TapFull) => return done,
                 Err(WriteError::Dropped(reason)) => counted.add_drop(reason),
             }
@@ -146,6 +178,41 @@ impl Transmitter {
         }
         count
     }
+}
+
+/// Sends held frames of the pair of this tap's queue. Returns the number of frames sent or dropped; for the next one the tap has no room.
+pub(crate) fn send_held(frames: &[HeldFrame], tap: TapContext<'_>, counters: &Counters) -> usize {
+    if tap.link == CarrierState::Down {
+        counters.add_drops(DropReason::LinkDown, frames.len());
+        return frames.len();
+    }
+    let parts = frames.iter().map(|frame| {
+        let (header, rest) = frame.bytes.split_at(HeldFrame::HEADER_BYTES);
+        [&header[..tap.format.header_bytes], rest]
+    });
+    let bufs: Vec<_> = parts.flatten().map(IoBuf::from).collect();
+    let ranges: Vec<_> = (0..frames.len()).map(|index| 2 * index..2 * index + 2).collect();
+    let mut results = Vec::new();
+    tap.queue.write_frames(&bufs, &ranges, &mut results);
+    let mut later = results.into_iter();
+    for (done, frame) in frames.iter().enumerate() {
+        let result = later.next().unwrap_or(-libc::EAGAIN);
+        match settle(written(result, frame.bytes.len() - HeldFrame::HEADER_BYTES), later.clone()) {
+            Ok(bytes) => counters.add_frame(bytes),
+            Err(WriteError::TapFull) => return done,
+            Err(WriteError::Dropped(reason)) => counters.add_drops(reason, 1),
+        }
+    }
+    frames.len()
+}
+
+/// Copies a frame, with its header.
+fn copy(chain: Chain<'_>, header_bytes: usize) -> Box<[u8]> {
+    let length = HeldFrame::HEADER_BYTES + chain.readable_bytes() as usize - header_bytes;
+    let mut bytes = vec![0; length];
+    chain.read_at(0, &mut bytes[..header_bytes]);
+    chain.read_at(header_bytes, &mut bytes[HeldFrame::HEADER_BYTES..]);
+    bytes.into_boxed_slice()
 }
 
 /// Sends one frame, or drops it. `bufs` is kept by the caller for its allocation.
@@ -191,6 +258,20 @@ fn check(chain: Chain<'_>, tap: TapContext<'_>) -> Result<usize, WriteError> {
         return Err(WriteError::Dropped(DropReason::TooLong));
     }
     Ok(length - header_bytes)
+}
+
+/// Drops a frame for which the tap had no room if one of the `later` results is a success: that order is not changed, as this happens
+/// once (`write_frames`).
+fn settle(
+    written: Result<usize, WriteError>,
+    mut later: impl Iterator<Item = i32>,
+) -> Result<usize, WriteError> {
+    match written {
+        Err(WriteError::TapFull) if later.any(|result| result >= 0) => {
+            Err(WriteError::Dropped(DropReason::NoRoom))
+        }
+        written => written,
+    }
 }
 
 /// Returns the length of a frame with this result of its write.

@@ -182,6 +182,11 @@ pub trait Worker: Send {
         let _ = (queue, fresh);
     }
 
+    /// Called when a queue was stopped, before the frontend has the reply.
+    fn stopped(&mut self, queue: usize) {
+        let _ = queue;
+    }
+
     /// Adds the descriptors that the worker waits for besides its queues.
     fn poll<'w>(&'w self, fds: &mut PollSet<'w>) {
         let _ = fds;

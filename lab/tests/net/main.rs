@@ -8,9 +8,11 @@
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 mod af_xdp;
+mod commits;
 mod managers;
 mod moves;
 mod pairs;
+mod pauses;
 mod queues;
 mod restarts;
 mod service_manager;

@@ -28,18 +28,7 @@ struct Host {
 
 impl Host {
     fn new(hub: &Network, name: &'static str) -> Self {
-        let network = Network::new().unwrap();
-        hub.connect(name, &network, "uplink").unwrap();
-        hub.run(&["ip", "link", "set", name, "master", "br0"]).unwrap();
-        network.run(&["ip", "link", "add", "br0", "type", "bridge"]).unwrap();
-        network
-            .run(&["ip", "tuntap", "add", "dev", "tap0", "mode", "tap", "multi_queue", "vnet_hdr"])
-            .unwrap();
-        for interface in ["uplink", "tap0"] {
-            network.run(&["ip", "link", "set", interface, "master", "br0", "up"]).unwrap();
-        }
-        network.run(&["ip", "link", "set", "br0", "up"]).unwrap();
-        Self { network, card: None, name }
+        Self { network: bridged(hub, name), card: None, name }
     }
 
     /// Starts a new card on this host; returns its socket.
@@ -53,7 +42,21 @@ impl Host {
     }
 }
 
-fn hub(name: &str) -> Option<Network> {
+/// The network of a host with a tap, on the hub's bridge.
+pub(crate) fn bridged(hub: &Network, name: &str) -> Network {
+    let network = Network::new().unwrap();
+    hub.connect(name, &network, "uplink").unwrap();
+    hub.run(&["ip", "link", "set", name, "master", "br0"]).unwrap();
+    network.run(&["ip", "link", "add", "br0", "type", "bridge"]).unwrap();
+    network.run(&["ip", "tuntap", "add", "dev", "tap0", "mode", "tap", "multi_queue", "vnet_hdr"]).unwrap();
+    for interface in ["uplink", "tap0"] {
+        network.run(&["ip", "link", "set", interface, "master", "br0", "up"]).unwrap();
+    }
+    network.run(&["ip", "link", "set", "br0", "up"]).unwrap();
+    network
+}
+
+pub(crate) fn hub(name: &str) -> Option<Network> {
     let hub = network(name)?;
     hub.run(&["ip", "link", "add", "br0", "type", "bridge"]).unwrap();
     give_addresses(&hub, "br0");

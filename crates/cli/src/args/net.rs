@@ -100,6 +100,10 @@ pub(crate) struct NetArgs {
     /// `fd-store`, the service manager's store (`FileDescriptorStoreMax=1`)
     #[arg(long, hide_short_help = true, value_name = "FILE|fd-store")]
     pub(crate) state: Option<PathBuf>,
+    /// Hold the guest's frames from the start on, until the control socket releases them (output commit,
+    /// docs/net.md)
+    #[arg(long, hide_short_help = true, requires = "qmp")]
+    pub(crate) hold: bool,
     /// Block the guest's migration; disables the dirty log
     #[arg(long, hide_short_help = true)]
     pub(crate) unmigratable: bool,

@@ -1,9 +1,10 @@
 //! Facts and statistics of a network card.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use towline_compat::facts;
-use towline_control::device::ManagedDevice;
+use towline_control::device::{HoldRequest, HoldStatus, ManagedDevice, PassedFrames};
 use towline_control::statistics::{Metric, StatsObject};
 use towline_net::{
     CopyReason, DropReason, Net, QueueStatistics, STATE_VERSION, STATE_VERSION_MIN, feature_names,
@@ -65,6 +66,7 @@ impl ManagedDevice for Card {
             labels: [vec![("tap", tap.to_owned())], labels].concat(),
             metrics,
         };
+        let held = self.net.held(Duration::ZERO);
         let card = of(
             Vec::new(),
             "net",
@@ -75,6 +77,9 @@ impl ManagedDevice for Card {
                     "queue pairs in use by the guest",
                     self.net.pairs_in_use() as u64,
                 ),
+                Metric::gauge("holding", "1 while frames of the guest are held", held.is_holding.into()),
+                Metric::gauge("held-frames", "frames of the guest that are held", held.frames as u64),
+                Metric::gauge("held-bytes", "bytes of the held frames", held.bytes as u64),
             ],
         );
         let (pairs, uses_xdp) = (self.net.statistics(), self.net.uses_xdp());
@@ -92,6 +97,52 @@ impl ManagedDevice for Card {
         self.net.set_link(up);
         Ok(())
     }
+
+    fn take_frames(&self, wait: Duration) -> Result<PassedFrames, String> {
+        let taken = self.net.take_frames(wait).map_err(|error| error.to_string())?;
+        let towline_net::PassedFrames { series, is_stopped, features, frames } = taken;
+        Ok(PassedFrames { series, stopped: is_stopped, features, frames })
+    }
+
+    fn drop_frames(&self) {
+        self.net.drop_frames();
+    }
+
+    fn give_frames(&self, passed: &PassedFrames, is_last: bool) -> Result<bool, String> {
+        let PassedFrames { series, stopped, features, frames } = passed.clone();
+        let given = towline_net::PassedFrames { series, is_stopped: stopped, features, frames };
+        self.net.give_frames(&given, is_last).map_err(|error| error.to_string())
+    }
+
+    fn hold(&self, request: &HoldRequest) -> Result<HoldStatus, String> {
+        let net = &self.net;
+        let done = match request {
+            HoldRequest::Hold { generation } => net.hold(*generation),
+            HoldRequest::Mark { generation, epoch } => net.mark(*generation, *epoch),
+            HoldRequest::Release { generation, epoch } => net.release(*generation, *epoch),
+            HoldRequest::Pass { generation, announce } => {
+                net.pass(*generation, announce.as_deref().map(mac).transpose()?)
+            }
+            HoldRequest::QueryHeld { wait_ms } => Ok(net.held(Duration::from_millis(*wait_ms))),
+        };
+        let held = done.map_err(|error| error.to_string())?;
+        Ok(HoldStatus {
+            holding: held.is_holding,
+            generation: held.generation,
+            epoch: held.epoch,
+            frames: held.frames,
+            bytes: held.bytes,
+            open_frames: held.open_frames,
+            full: held.is_full,
+        })
+    }
+}
+
+/// Parses a MAC address.
+fn mac(text: &str) -> Result<[u8; 6], String> {
+    let bytes: Option<Vec<u8>> = text.split(':').map(|byte| u8::from_str_radix(byte, 16).ok()).collect();
+    let mac = bytes.and_then(|bytes| bytes.try_into().ok());
+    mac.ok_or_else(|| format!("{text:?} is not a MAC address, such as 52:54:00:12:34:56"))
 }
 
 /// Returns the counters of a queue. `rx` is the guest's direction of receiving.

@@ -2,12 +2,10 @@
 //! and later while they do not; or at a given time.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
-use rustix::time::{
-    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
-};
+use crate::timer::Timer;
 
 const SHORTEST: Duration = Duration::from_micros(50);
 const LONGEST: Duration = Duration::from_millis(10);
@@ -22,15 +20,14 @@ pub(super) enum CompletionProgress {
 /// A timer whose interval adapts to the completions.
 #[derive(Debug)]
 pub(super) struct CompletionTimer {
-    fd: OwnedFd,
+    timer: Timer,
     interval: Duration,
     armed: bool,
 }
 
 impl CompletionTimer {
     pub(super) fn new() -> io::Result<Self> {
-        let fd = timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK)?;
-        Ok(Self { fd, interval: SHORTEST, armed: false })
+        Ok(Self { timer: Timer::new()?, interval: SHORTEST, armed: false })
     }
 
     /// Lets the timer fire once.
@@ -48,25 +45,14 @@ impl CompletionTimer {
     }
 
     fn set(&mut self, delay: Duration) {
-        let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let it_value = Timespec {
-            tv_sec: i64::try_from(delay.as_secs()).expect("a delay is far below 2^63 seconds"),
-            tv_nsec: delay.subsec_nanos().into(),
-        };
-        let set = timerfd_settime(
-            &self.fd,
-            TimerfdTimerFlags::empty(),
-            &Itimerspec { it_interval: zero, it_value },
-        );
-        set.expect("the delay is a valid time");
+        self.timer.set(delay);
         self.armed = true;
     }
 
     /// Drains the timer and marks it as not armed.
     pub(super) fn clear(&mut self) {
         if std::mem::take(&mut self.armed) {
-            // EAGAIN if it has not fired yet.
-            let _ = rustix::io::read(&self.fd, &mut [0u8; 8]);
+            self.timer.clear();
         }
     }
 
@@ -77,6 +63,6 @@ impl CompletionTimer {
 
 impl AsFd for CompletionTimer {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+        self.timer.as_fd()
     }
 }

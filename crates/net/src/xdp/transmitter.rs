@@ -88,7 +88,7 @@ impl XdpTransmitter {
         }
         let Some(queue) = &mut self.queue else {
             let before = counted.packets;
-            let next = transmitter.run(ring, tap, counted);
+            let next = transmitter.run(ring, tap, None, counted);
             counted.add_copies(CopyReason::Tap, counted.packets - before);
             return next;
         };

@@ -9,6 +9,8 @@
 mod acceptance;
 #[path = "../common/mod.rs"]
 mod common;
+mod hold;
+mod pause;
 
 use std::net::UdpSocket;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -79,13 +81,7 @@ impl Bench {
         let QueueShape { pair, receive_bytes, size, features } = queue;
         let pairs = pair + 1;
         let macvtap = (kind == Kind::Macvtap).then(|| MACVTAP.lock().unwrap_or_else(PoisonError::into_inner));
-        let network = match Network::new() {
-            Ok(network) => network,
-            Err(error) => {
-                skip(name, &format!("no separate network: {error:#}"));
-                return None;
-            }
-        };
+        let network = network(name)?;
         let run = |line: &str| network.run(&line.split(' ').collect::<Vec<_>>());
         let (card, host) = if kind == Kind::Tap { ("tap0", "tap0") } else { ("card0", "host0") };
         if kind == Kind::Macvtap {
@@ -180,6 +176,12 @@ impl Bench {
         })
         .unwrap_or_else(|error| panic!("{error}: {:?}", self.net.statistics()))
     }
+}
+
+/// Returns `None`, and prints the reason, if no network namespace can be created.
+fn network(name: &str) -> Option<Network> {
+    let skipped = |error| skip(name, &format!("no separate network: {error:#}"));
+    Network::new().map_err(skipped).ok()
 }
 
 /// Payload of a datagram to our port; `None` for other frames.

@@ -184,10 +184,13 @@ impl WorkerThread {
         }
         let slot = &mut self.slots[queue];
         (slot.kick, slot.err) = (None, None);
-        let Some(ring) = slot.ring.take() else { return Ok(slot.abandoned_avail_idx.take()) };
+        let (number, ring) = (slot.number, slot.ring.take());
+        let abandoned = slot.abandoned_avail_idx.take();
+        self.worker.stopped(queue);
+        let Some(ring) = ring else { return Ok(abandoned) };
         let stop = ring.stop();
         if stop.incomplete > 0 {
-            let (ring, chains) = (slot.number, stop.incomplete);
+            let (ring, chains) = (number, stop.incomplete);
             tracing::warn!(ring, chains, "stopped with chains in flight; returning them with length 0");
         }
         Ok(Some(stop.base))
