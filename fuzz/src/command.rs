@@ -6,13 +6,14 @@ use std::path::Path;
 use std::process::Command;
 
 /// All targets, with the maximum length of their inputs.
-pub const TARGETS: [(&str, u32); 13] = [
+pub const TARGETS: [(&str, u32); 14] = [
     ("main_channel", 2048),
     ("lane", 4096),
     ("return_path", 1024),
     ("device_state", 2048),
     ("mapped_ram", 1024),
     ("xbzrle", 512),
+    ("colo", 8192),
     ("vhost_message", 512),
     ("vhost_session", 2048),
     ("vhost_ring", 3072),

@@ -21,6 +21,7 @@
 #![forbid(unsafe_code)]
 
 pub mod attribute;
+pub mod checkpoints;
 pub mod facts;
 pub mod limits;
 mod report;

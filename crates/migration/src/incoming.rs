@@ -23,9 +23,13 @@ use std::sync::{Arc, OnceLock};
 use std::thread;
 
 use towline_channel::{Cancel, Capabilities, Channel, Error as ChannelError};
+use towline_protocol::PeerIncompatible;
+use towline_protocol::colo::FirstCopy;
+use towline_protocol::destination::StreamDecoder;
 use towline_protocol::multifd::INIT_BYTES;
 
-pub use connect::{Connections, gather};
+pub(crate) use connect::ConnectionKind;
+pub use connect::{Connections, connect, gather};
 pub use shared::{IncomingStage, Options, Publication};
 
 use crate::limiter::Limiter;
@@ -70,6 +74,33 @@ impl Incoming {
         sink: &dyn Sink,
         watch: &(dyn Fn(IncomingStage) + Sync),
     ) -> Result<()> {
+        let begin = match self.options.is_snapshot {
+            true => StreamDecoder::of_snapshot(),
+            false => StreamDecoder::with_shared_memory(self.options.shared_memory),
+        };
+        self.receive(connections, sink, watch, begin).map(drop)
+    }
+
+    /// As [`Self::run`], for the first copy of a guest that is protected: the source (`x-colo`) then awaits
+    /// [`checkpoints::take`](crate::checkpoints::take) on its main channel.
+    ///
+    /// # Errors
+    /// As [`Self::run`]; also if there are lanes.
+    pub fn run_first_copy(&self, connections: &Connections, sink: &dyn Sink) -> Result<FirstCopy> {
+        if !connections.lanes.is_empty() {
+            let error = PeerIncompatible::Feature { what: "lanes with checkpoints", switch: "multifd" };
+            return Err(Error::protocol(connections.main.peer())(error.into()));
+        }
+        self.receive(connections, sink, &|_| {}, StreamDecoder::with_checkpoints())
+    }
+
+    fn receive(
+        &self,
+        connections: &Connections,
+        sink: &dyn Sink,
+        watch: &(dyn Fn(IncomingStage) + Sync),
+        begin: StreamDecoder,
+    ) -> Result<FirstCopy> {
         let _guard = self.session.guard();
         check_lanes(&connections.lanes)?;
         let shared = Shared {
@@ -99,7 +130,7 @@ impl Incoming {
                 let shared = &shared;
                 scope.spawn(move || lane::run(index, channel.as_ref(), shared));
             }
-            let received = main.receive();
+            let received = main.receive(begin);
             match received {
                 Ok(_) => self.session.close(),
                 Err(error) => {
@@ -113,9 +144,9 @@ impl Incoming {
             received
         });
         match received.and_then(|state| main.deliver(state)) {
-            Ok(()) => {
+            Ok(copy) => {
                 self.session.succeed();
-                Ok(())
+                Ok(copy)
             }
             Err(error) => {
                 let error = self.session.end(error);

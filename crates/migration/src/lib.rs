@@ -19,6 +19,7 @@
 //!   wakes all.
 //! - [`ZeroCopySend`]: selects MSG_ZEROCOPY for pages; each lane may measure whether it pays.
 //! - [`Compression`] is for lanes only, and makes the only copy in the engine.
+//! - [`checkpoints`] takes a running QEMU's state many times a second, by QEMU's COLO.
 //! - [`Statistics`] count with QEMU's names, and how many calls moved how many pages.
 //!
 //! Out of scope: files, QMP and devices; it starts no QEMU. It never copies a page in userspace on its way
@@ -28,6 +29,7 @@
 #![warn(missing_docs)]
 
 mod buffer;
+pub mod checkpoints;
 mod compression;
 pub mod convergence;
 mod dirty;

@@ -30,7 +30,7 @@ use towline_protocol::session::{FromSource, ReceiverMode};
 use towline_protocol::source::RamOptions;
 use towline_protocol::{PageRef, RamBlock};
 
-pub use connect::{Connections, connect};
+pub use connect::{Connections, accept, connect};
 pub use lane::LaneOptions;
 pub(crate) use lane::LaneWriter;
 pub(crate) use main_channel::MainWriter;

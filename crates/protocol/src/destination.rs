@@ -37,7 +37,7 @@ pub use states::{
     AwaitBlock, AwaitFooter, AwaitHeader, AwaitMachine, AwaitRecord, AwaitSection, AwaitSubsection, Barriers,
     Complete, RamSection, SectionKind, SharedMemory, Step, StreamDecoder, StreamItem,
 };
-use states::{RamState, StreamKind};
+use states::{Checkpoints, RamState, StreamKind};
 
 /// Maximum length of one item in bytes: a command with its data.
 pub const ITEM_BYTES_MAX: usize = limits::COMMAND_BYTES_MAX + 5;
@@ -69,6 +69,13 @@ impl StreamDecoder {
     /// first, follows the last PART.
     pub fn of_snapshot() -> Self {
         Self::Header(AwaitHeader { kind: StreamKind { is_snapshot: true, ..StreamKind::default() } })
+    }
+
+    /// For the first copy of a guest that is protected by COLO, which its checkpoints follow
+    /// ([`crate::colo`]). Up to QEMU 10 it announces them by a command.
+    pub fn with_checkpoints() -> Self {
+        let checkpoints = Checkpoints::Expected;
+        Self::Header(AwaitHeader { kind: StreamKind { checkpoints, ..StreamKind::default() } })
     }
 
     /// For a stream whose source may leave out shared memory, which the destination has.
@@ -184,7 +191,8 @@ impl AwaitSubsection {
         }
         configuration.capabilities.retain(|name| name != IGNORE_SHARED);
         let mapped_ram = configuration.is_mapped_ram();
-        let next = AwaitSection { ram: None, mapped_ram, is_snapshot: self.kind.is_snapshot, has_addresses };
+        let StreamKind { is_snapshot, checkpoints, .. } = self.kind;
+        let next = AwaitSection { ram: None, mapped_ram, is_snapshot, has_addresses, checkpoints };
         Ok((StreamDecoder::Sections(next), Some(StreamItem::Configuration(configuration))))
     }
 }
@@ -197,7 +205,7 @@ impl AwaitSection {
         let next = match SectionType::decode(kind, expected)? {
             SectionType::Command => match VmCommand::decode(input)? {
                 Ok(command) => {
-                    refuse_unsupported_command(&command)?;
+                    self.check_command(&command)?;
                     return Ok((StreamDecoder::Sections(self), Some(StreamItem::Command(command))));
                 }
                 Err(Incomplete) => None,
@@ -226,6 +234,22 @@ impl AwaitSection {
             return Ok((StreamDecoder::Sections(self), None));
         };
         Ok((state, Some(StreamItem::SectionStart(section))))
+    }
+
+    fn check_command(&mut self, command: &VmCommand) -> Result<()> {
+        match command {
+            VmCommand::Other { kind: CommandKind::ENABLE_COLO, data }
+                if self.checkpoints == Checkpoints::Expected =>
+            {
+                self.checkpoints = Checkpoints::Refused;
+                let (command, found) = (CommandKind::ENABLE_COLO.0, data.len());
+                match found {
+                    0 => Ok(()),
+                    _ => Err(InvalidMessage::CommandLength { command, found, expected: 0 }.into()),
+                }
+            }
+            _ => refuse_unsupported_command(command),
+        }
     }
 
     fn start(&self, header: SectionHeader) -> Result<(RamSection, StreamDecoder)> {

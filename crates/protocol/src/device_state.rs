@@ -14,6 +14,7 @@
 //! state can make its tail look complete where the bytes so far end with it. It harms itself only.
 
 use alloc::borrow::Cow;
+use alloc::collections::BTreeMap;
 use alloc::string::{String, ToString};
 use alloc::vec::Vec;
 use core::fmt;
@@ -81,14 +82,16 @@ impl DeviceState {
         let mut input = Reader::new(file);
         decode_header(&mut input)?.ok_or_else(|| truncated.clone())?;
         let sections = file[input.position()..].strip_suffix(&[SectionType::Eof as u8]).ok_or(truncated)?;
-        let mut devices: Vec<DeviceSection> = Vec::with_capacity(known.devices.len());
-        for DeviceSection { name, instance, .. } in &known.devices {
-            let entry = ListedDevice { name: name.into(), instance_id: *instance };
-            devices.extend(locate(sections, devices.last(), &entry));
-        }
+        Self::of_sections(sections, &known.devices)
+    }
+
+    /// As [`Self::of_saved`], of sections alone. Takes time in proportion to their length.
+    pub(crate) fn of_sections(sections: &[u8], known: &[DeviceSection]) -> Result<Self> {
+        let devices = known_devices(sections, known);
+        check_end(sections, &devices)?;
         let mut bytes = sections.to_vec();
         put_description(&mut bytes, devices.iter().map(|device| (device.name.as_str(), device.instance)));
-        Self::parse(&bytes)
+        Ok(Self { bytes, devices, sections_end: sections.len() })
     }
 
     /// The sections, EOF and the description, as received.
@@ -311,14 +314,57 @@ fn devices(bytes: &[u8], sections_end: usize) -> Result<Vec<DeviceSection>, Inva
         let device = locate(sections, devices.last(), &entry)?;
         devices.push(device);
     }
-    let whole = match devices.last() {
-        Some(last) => footer_before(sections, sections_end, section_id(sections, last.offset)),
-        None => sections.is_empty(),
-    };
-    match (whole, devices.last()) {
-        (true, _) => Ok(devices),
-        (false, last) => Err(last.map_or_else(|| missing("", 0), |last| missing(&last.name, last.instance))),
+    check_end(sections, &devices)?;
+    Ok(devices)
+}
+
+/// Checks that the footer of the last device ends the sections.
+fn check_end(sections: &[u8], devices: &[DeviceSection]) -> Result<(), InvalidMessage> {
+    match devices.last() {
+        Some(last) if footer_before(sections, sections.len(), section_id(sections, last.offset)) => Ok(()),
+        Some(last) => Err(missing(&last.name, last.instance)),
+        None if sections.is_empty() => Ok(()),
+        None => Err(missing("", 0)),
     }
+}
+
+/// The sections of those of the `known` devices that are here, in their order.
+fn known_devices(sections: &[u8], known: &[DeviceSection]) -> Vec<DeviceSection> {
+    let places: BTreeMap<_, _> = known
+        .iter()
+        .enumerate()
+        .map(|(place, device)| ((device.name.as_str(), device.instance), place))
+        .collect();
+    let (mut devices, mut next_place) = (Vec::<DeviceSection>::new(), 0);
+    let mut candidate = Some(0);
+    while let Some(offset) = candidate {
+        let header =
+            sections.get(offset + 1..).and_then(|bytes| SectionHeader::decode(&mut Reader::new(bytes)).ok());
+        let found = header.filter(|_| sections[offset] == SectionType::Full as u8).and_then(|header| {
+            let place = *places
+                .get(&(header.name.as_str(), header.instance))
+                .filter(|&&place| place >= next_place)?;
+            next_place = place + 1;
+            Some(DeviceSection {
+                name: header.name,
+                instance: header.instance,
+                version: header.version,
+                offset,
+            })
+        });
+        devices.extend(found);
+        let Some(last) = devices.last() else { break };
+        let footer = find(sections, offset + 1, &separator(section_id(sections, last.offset)));
+        candidate = footer.map(|at| at + FOOTER_BYTES);
+    }
+    devices
+}
+
+/// The footer of a section, and the beginning of the next one.
+fn separator(id: u32) -> [u8; FOOTER_BYTES + 1] {
+    let mut separator = [SectionType::Footer as u8, 0, 0, 0, 0, SectionType::Full as u8];
+    separator[1..FOOTER_BYTES].copy_from_slice(&id.to_be_bytes());
+    separator
 }
 
 /// Finds the section of a listed device: the first at the beginning, others after the footer of the one
@@ -344,8 +390,7 @@ fn locate(
     let found = match before {
         None => at(0),
         Some(before) => {
-            let mut separator = [SectionType::Footer as u8, 0, 0, 0, 0, SectionType::Full as u8];
-            separator[1..FOOTER_BYTES].copy_from_slice(&section_id(sections, before.offset).to_be_bytes());
+            let separator = separator(section_id(sections, before.offset));
             let mut from = before.offset + SECTION_HEAD_BYTES;
             core::iter::from_fn(|| {
                 let footer = find(sections, from, &separator)?;

@@ -60,6 +60,8 @@ pub enum InvalidMessage {
     Xbzrle(&'static str),
     #[error("command {command} has {found} bytes of data, expected {expected}")]
     CommandLength { command: u16, found: usize, expected: usize },
+    #[error("the checkpoint does not fit the {limit} bytes that are set for one")]
+    CheckpointTooLarge { limit: usize },
     #[error("return-path message {kind} has {found} bytes of data, expected {expected}")]
     ReturnPathLength { kind: u16, found: usize, expected: usize },
     #[error("multifd magic {found:#010x}, expected 0x11223344")]

@@ -11,7 +11,8 @@
 //! ```
 //!
 //! - [`destination::StreamDecoder`] reads a main channel, [`source::Setup`] and its successors write one;
-//!   [`postcopy`] has those of a source whose guest runs at its destination before its memory is there.
+//!   [`postcopy`] has those of a source whose guest runs at its destination before its memory is there,
+//!   [`colo`] those of a destination that takes a checkpoint of the running guest again and again.
 //! - [`multifd`] holds the lanes' formats, [`return_path`] the messages back, [`mapped_ram`] the layout of a
 //!   stored guest, [`device_state`] the opaque tail that follows the memory, [`machine`] what a machine type
 //!   implies for the wire.
@@ -27,6 +28,7 @@
 
 extern crate alloc;
 
+pub mod colo;
 pub mod configuration;
 pub mod destination;
 pub mod device_state;

@@ -11,6 +11,17 @@
 //!   COMMAND 0x7477 OUTCOME completed, or aborted ─────►
 //!                   ◄──────────────────────────────────  message 0x7477 PLACED or NOT_RUN
 //! ```
+//! If the two QEMUs are connected to each other, this session has a separate connection:
+//!
+//! ```text
+//!   HELLO move id ────────────────────────────────────►
+//!                   ◄──────────────────────────────────  LISTENS: port of the QEMU there
+//!   … the QEMUs transfer the guest, which is then stopped …
+//!   STOPPED run state ────────────────────────────────►
+//!                   ◄──────────────────────────────────  AWAITS: the source may complete; as SHUT above
+//!   OUTCOME completed, or aborted ────────────────────►
+//!                   ◄──────────────────────────────────  PLACED or NOT_RUN
+//! ```
 //! ALIVE is sent every second: by the destination from HELLO to SHUT and from OUTCOME to its report, by the
 //! source from SHUT to OUTCOME. It shows that the process is at work, while the host of a stopped one still
 //! acknowledges what TCP delivers. A QEMU repeats the value of a PING, so both ends know the peer's kind
@@ -50,6 +61,9 @@ const PLACED: u8 = 3;
 const NOT_RUN: u8 = 4;
 const ALIVE: u8 = 5;
 const BASE: u8 = 6;
+const LISTENS: u8 = 7;
+const STOPPED: u8 = 8;
+const AWAITS: u8 = 9;
 
 /// Names one move at both ends.
 pub type MoveId = [u8; MOVE_ID_BYTES];
@@ -106,6 +120,33 @@ pub enum RunRequest {
     Pause = 2,
 }
 
+/// Run state of the guest when it was stopped for the switchover, from QEMU's `globalstate` section.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum GuestRunState {
+    /// `running`, or no section, which QEMU treats alike.
+    Running = 0,
+    /// `suspended`: the guest is in S3 and wakes up by itself or by an event. It is live.
+    Suspended = 1,
+    /// Paused, shut down, panicked or stopped by an I/O error: a migration does not resume it.
+    Stopped = 2,
+}
+
+impl GuestRunState {
+    /// Parses the text of the `globalstate` section; `None` for a stream without one.
+    pub fn from_state(state: Option<&str>) -> Self {
+        match state {
+            None | Some("running") => Self::Running,
+            Some("suspended") => Self::Suspended,
+            Some(_) => Self::Stopped,
+        }
+    }
+
+    /// Returns true if its vCPUs run, or will when it wakes up.
+    pub fn is_live(self) -> bool {
+        self != Self::Stopped
+    }
+}
+
 /// A frame from the source's towline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FromSource {
@@ -117,6 +158,8 @@ pub enum FromSource {
     Aborted,
     /// The source is still at work.
     Alive,
+    /// The source has stopped its guest, and completes once the destination awaits it.
+    Stopped(GuestRunState),
 }
 
 impl FromSource {
@@ -127,6 +170,7 @@ impl FromSource {
             Self::Completed(run) => [OUTCOME, 1, run as u8].into(),
             Self::Aborted => [OUTCOME, 0, 0].into(),
             Self::Alive => [ALIVE].into(),
+            Self::Stopped(state) => [STOPPED, state as u8].into(),
         };
         VmCommand::Other { kind: CommandKind(KIND), data }
     }
@@ -159,6 +203,9 @@ impl FromSource {
             [HELLO, id @ ..] => Some(Self::Hello(id.try_into().ok()?)),
             [OUTCOME, 0, _] => Some(Self::Aborted),
             [ALIVE] => Some(Self::Alive),
+            [STOPPED, 0] => Some(Self::Stopped(GuestRunState::Running)),
+            [STOPPED, 1] => Some(Self::Stopped(GuestRunState::Suspended)),
+            [STOPPED, 2] => Some(Self::Stopped(GuestRunState::Stopped)),
             [OUTCOME, 1, 0] => Some(Self::Completed(RunRequest::AsItWas)),
             [OUTCOME, 1, 1] => Some(Self::Completed(RunRequest::Run)),
             [OUTCOME, 1, 2] => Some(Self::Completed(RunRequest::Pause)),
@@ -192,6 +239,10 @@ pub enum FromDestination {
     /// Before any page arrives, the memory is that of this block of an image: pages with equal content may be left out. Sent once for each
     /// block.
     Base([u8; BASE_ID_BYTES]),
+    /// The QEMU there listens on this TCP port for the other one.
+    Listens(u16),
+    /// The guest is awaited: its source may complete.
+    Awaits,
 }
 
 impl FromDestination {
@@ -205,6 +256,8 @@ impl FromDestination {
             }
             Self::Alive => [ALIVE].into(),
             Self::Base(id) => [&[BASE][..], id].concat(),
+            Self::Listens(port) => [&[LISTENS][..], &port.to_be_bytes()].concat(),
+            Self::Awaits => [AWAITS].into(),
         };
         ReturnPathMessage::Other { kind: KIND, data }
     }
@@ -220,6 +273,8 @@ impl FromDestination {
             [NOT_RUN, reason @ ..] => Some(Self::NotRun(lossy(reason))),
             [ALIVE] => Some(Self::Alive),
             [BASE, id @ ..] => Some(Self::Base(id.try_into().ok()?)),
+            [LISTENS, port @ ..] => Some(Self::Listens(u16::from_be_bytes(port.try_into().ok()?))),
+            [AWAITS] => Some(Self::Awaits),
             _ => None,
         }
     }
@@ -267,6 +322,9 @@ mod tests {
             FromSource::Completed(RunRequest::Pause),
             FromSource::Aborted,
             FromSource::Alive,
+            FromSource::Stopped(GuestRunState::Running),
+            FromSource::Stopped(GuestRunState::Suspended),
+            FromSource::Stopped(GuestRunState::Stopped),
         ];
         for frame in frames {
             assert_eq!(FromSource::of(&frame.to_command()), Some(frame));
@@ -306,7 +364,9 @@ mod tests {
         let long = "x".repeat(REASON_BYTES_MAX + 1);
         let placed = FromDestination::Placed(Placement::Paused);
         let base = FromDestination::Base([3; BASE_ID_BYTES]);
-        for frame in [placed, base, FromDestination::Alive, FromDestination::NotRun(long.clone())] {
+        let listens = FromDestination::Listens(0x1234);
+        let not_run = FromDestination::NotRun(long.clone());
+        for frame in [placed, base, listens, FromDestination::Awaits, FromDestination::Alive, not_run] {
             let mut bytes = Vec::new();
             frame.to_message().encode(&mut bytes);
             let message = ReturnPathMessage::decode(&mut Reader::new(&bytes)).expect("whole").expect("one");

@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use towline_channel::{
-    Cancel, Capabilities, Channel, ChannelExt, Error as ChannelError, IoBufMut, Listener, RecvFlags,
-    describe_plain,
+    Address, Cancel, Capabilities, Channel, ChannelExt, ConnectOptions, Error as ChannelError, IoBuf,
+    IoBufMut, Listener, RecvFlags, SendFlags, connect_with, describe_plain,
 };
 use towline_protocol::configuration;
 use towline_protocol::multifd::{self, INIT_BYTES, Init, LaneRegistry};
@@ -80,6 +80,36 @@ pub fn gather(
     let others = listener.as_fd().is_some().then_some(());
     let others = others.map(|()| NonLaneChannels { listener, unknown: Mutex::new(candidates) });
     Ok(Connections { main, lanes, uuid: registry.uuid(), others, refused: Mutex::new(refused) })
+}
+
+/// First byte of a connection that a destination makes to a source.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum ConnectionKind {
+    Main = b'm' as isize,
+    Lane = b'l' as isize,
+}
+
+/// Connects to a source that listens for its destination ([`outgoing::accept`](crate::outgoing::accept)). Each lane may take `timeout`
+/// to identify itself.
+///
+/// # Errors
+/// The address cannot be reached by `deadline`, or refuses; those of [`Connections::connected`].
+pub fn connect(
+    address: &Address,
+    lanes: usize,
+    options: &ConnectOptions,
+    deadline: Instant,
+    timeout: Duration,
+    cancel: &Cancel,
+) -> Result<Connections> {
+    let connected = |kind: ConnectionKind| -> Result<Arc<dyn Channel>> {
+        let channel = connect_with(address, deadline, cancel, options)?;
+        channel.send_all(&[IoBuf::from(&[kind as u8][..])], SendFlags::empty())?;
+        Ok(channel.into())
+    };
+    let main = connected(ConnectionKind::Main)?;
+    let lanes: Vec<_> = (0..lanes).map(|_| connected(ConnectionKind::Lane)).collect::<Result<_>>()?;
+    Connections::connected(main, &lanes, timeout)
 }
 
 fn gather_into(

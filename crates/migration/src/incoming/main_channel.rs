@@ -5,7 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use towline_channel::{Channel, ChannelExt, IoBufMut, RecvFlags};
-use towline_protocol::destination::{Barriers, ITEM_BYTES_MAX, SectionKind, StreamDecoder, StreamItem};
+use towline_protocol::colo::FirstCopy;
+use towline_protocol::destination::{
+    Barriers, Complete, ITEM_BYTES_MAX, SectionKind, StreamDecoder, StreamItem,
+};
 use towline_protocol::device_state::{Collector, DeviceState};
 use towline_protocol::ram::{CONTINUED_RECORD_BYTES, PAGE_SIZE};
 use towline_protocol::return_path::ReturnPathMessage;
@@ -58,6 +61,12 @@ pub(super) struct MainChannel<'a> {
     barriers: Barriers,
 }
 
+/// A stream without its memory's content.
+pub(super) struct ReceivedStream {
+    memory: Complete,
+    state: DeviceState,
+}
+
 /// Data received and not yet consumed: `bytes[start..end]`.
 struct InputBuffer<'a> {
     channel: &'a Arc<dyn Channel>,
@@ -95,15 +104,18 @@ impl<'a> MainChannel<'a> {
         }
     }
 
-    /// Receives the stream to its end; returns its device state.
-    pub(super) fn receive(&mut self) -> Result<DeviceState> {
-        let tail = self.sections()?;
-        self.device_state(tail)
+    /// Receives the stream to its end.
+    pub(super) fn receive(&mut self, begin: StreamDecoder) -> Result<ReceivedStream> {
+        let (memory, tail) = self.sections(begin)?;
+        let state = self.device_state(tail)?;
+        Ok(ReceivedStream { memory, state })
     }
 
     /// The lanes have ended as well: commits the guest and acknowledges it to the source.
-    pub(super) fn deliver(&mut self, state: DeviceState) -> Result<()> {
+    pub(super) fn deliver(&mut self, received: ReceivedStream) -> Result<FirstCopy> {
         self.shared.session.check()?;
+        let ReceivedStream { memory, state } = received;
+        let copy = FirstCopy::new(memory, &state);
         // A connection that was still on its way at the stream's beginning is here by now.
         self.connections.refuse_extra(Duration::ZERO)?;
         let run_state = state.run_state().map(str::to_owned);
@@ -115,10 +127,10 @@ impl<'a> MainChannel<'a> {
             self.shared.sink.publish()?;
         }
         self.heartbeat = None;
-        match &self.return_path {
-            Some(writer) => writer.send(&ReturnPathMessage::Shut(0)),
-            None => Ok(()),
+        if let Some(writer) = &self.return_path {
+            writer.send(&ReturnPathMessage::Shut(0))?;
         }
+        Ok(copy)
     }
 
     /// Acknowledges the source without an acknowledgement of the destination, which may run the guest: the
@@ -131,14 +143,13 @@ impl<'a> MainChannel<'a> {
         }
     }
 
-    /// Takes everything up to the device state; returns its first bytes.
-    fn sections(&mut self) -> Result<Collector> {
-        let mut state = if self.options.is_snapshot {
-            StreamDecoder::of_snapshot()
-        } else {
-            StreamDecoder::with_shared_memory(self.options.shared_memory)
-        };
+    /// Takes everything up to the device state; returns the memory's last state, and the first bytes of that.
+    fn sections(&mut self, begin: StreamDecoder) -> Result<(Complete, Collector)> {
+        let mut state = begin;
         loop {
+            if let StreamDecoder::DeviceState(memory) = state {
+                return Ok((memory, self.begin_device_state()?));
+            }
             let mut reader = Reader::new(&self.input.bytes[self.input.start..self.input.end]);
             let peer = self.input.channel.peer();
             let (next, event) = state.handle(&mut reader).map_err(Error::protocol(peer))?;
@@ -166,10 +177,7 @@ impl<'a> MainChannel<'a> {
                     self.deliver_batch()?;
                     self.xbzrle(page, &data)?;
                 }
-                StreamItem::DeviceState => {
-                    self.input.start += taken;
-                    return self.begin_device_state();
-                }
+                StreamItem::DeviceState => self.input.start += taken,
                 event => {
                     let event = owned(event);
                     self.input.start += taken;

@@ -6,11 +6,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use towline_channel::{
-    Address, Cancel, Channel, ChannelExt, ConnectOptions, Error as ChannelError, IoBuf, SendFlags,
-    connect_with,
+    Address, Cancel, Channel, ChannelExt, ConnectOptions, Error as ChannelError, IoBuf, IoBufMut, Listener,
+    SendFlags, connect_with,
 };
 
 use super::lane::init;
+use crate::incoming::ConnectionKind;
 use crate::{Error, Result, Session, Statistics};
 
 /// Time that a failed migration waits for the kernel to finish zero-copy sends before it resets the
@@ -79,11 +80,56 @@ pub fn connect(
             error @ ChannelError::Tls { .. } => Error::lane(index)(error.into()),
             error => error.into(),
         })?;
-        let init = init(index, uuid);
-        let sent = lane.send_all(&[IoBuf::from(&init[..])], SendFlags::empty());
-        sent.map_err(|error| Error::lane(index)(error.into()))?;
+        introduce(&*lane, index, uuid)?;
         Ok(lane.into())
     };
     let lanes = (0..lanes).map(lane).collect::<Result<_, _>>()?;
     Ok(Connections { main, lanes, uuid, introduced: true })
+}
+
+/// Accepts them from a destination that connects ([`incoming::connect`](crate::incoming::connect)), and sends the lanes' init packets.
+/// Connections that do not tell their kind within `timeout` are dropped, as are those in excess.
+///
+/// # Errors
+/// They have not all come by `deadline`.
+pub fn accept(
+    listener: &Listener,
+    lanes: usize,
+    uuid: [u8; 16],
+    deadline: Instant,
+    timeout: Duration,
+    cancel: &Cancel,
+) -> Result<Connections> {
+    let (mut main, mut accepted) = (None, Vec::with_capacity(lanes));
+    while main.is_none() || accepted.len() < lanes {
+        let channel: Arc<dyn Channel> = match listener.accept(deadline, cancel) {
+            Ok(channel) => channel.into(),
+            Err(error @ ChannelError::Tls { .. }) => {
+                tracing::warn!(%error, "a connection was dropped");
+                continue;
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let mut kind = [0];
+        channel.set_timeouts(Some(timeout), None)?;
+        if let Err(error) = channel.recv_exact(&mut [IoBufMut::from(&mut kind[..])]) {
+            tracing::warn!(%error, "a connection was dropped");
+            continue;
+        }
+        channel.set_timeouts(None, None)?;
+        if kind[0] == ConnectionKind::Main as u8 {
+            main = Some(channel);
+        } else if accepted.len() < lanes {
+            introduce(&*channel, accepted.len(), uuid)?;
+            accepted.push(channel);
+        }
+    }
+    Ok(Connections { main: main.expect("accepted"), lanes: accepted, uuid, introduced: true })
+}
+
+/// Sends a lane's init packet.
+fn introduce(lane: &dyn Channel, index: usize, uuid: [u8; 16]) -> Result<()> {
+    let init = init(index, uuid);
+    let sent = lane.send_all(&[IoBuf::from(&init[..])], SendFlags::empty());
+    sent.map_err(|error| Error::lane(index)(error.into()))
 }

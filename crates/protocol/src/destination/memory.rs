@@ -1,11 +1,12 @@
 //! The `ram` section's states: block list, records, footer.
 
+use alloc::boxed::Box;
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
 use super::states::{
-    AwaitBlock, AwaitFooter, AwaitRecord, AwaitSection, Complete, RamSection, RamState, SectionKind, Step,
-    StreamDecoder, StreamItem,
+    AwaitBlock, AwaitFooter, AwaitRecord, AwaitSection, Checkpoints, Complete, RamSection, RamState,
+    SectionKind, Step, StreamDecoder, StreamItem,
 };
 use crate::limits;
 use crate::mapped_ram::MappedRamHeader;
@@ -227,11 +228,27 @@ impl AwaitFooter {
             SectionKind::End => {
                 Ok((StreamDecoder::DeviceState(Complete { ram: self.ram }), Some(StreamItem::DeviceState)))
             }
-            _ => {
-                let is_snapshot = self.ram.is_snapshot;
-                let (ram, mapped_ram, has_addresses) = (Some(self.ram), false, false);
-                AwaitSection { ram, mapped_ram, is_snapshot, has_addresses }.handle(input)
-            }
+            _ => AwaitSection::after(self.ram).handle(input),
         }
+    }
+}
+
+impl AwaitSection {
+    /// Between sections, with the block list known.
+    fn after(ram: Box<RamState>) -> Self {
+        let (is_snapshot, checkpoints) = (ram.is_snapshot, Checkpoints::Refused);
+        Self { ram: Some(ram), mapped_ram: false, is_snapshot, has_addresses: false, checkpoints }
+    }
+}
+
+impl Complete {
+    /// The decoder of further sections of this memory. A record may continue the block of the last one before.
+    pub(crate) fn reopen(self) -> StreamDecoder {
+        StreamDecoder::Sections(AwaitSection::after(self.ram))
+    }
+
+    /// The blocks of the memory.
+    pub fn blocks(&self) -> &[RamBlock] {
+        &self.ram.blocks
     }
 }

@@ -102,6 +102,15 @@ pub enum SharedMemory {
 pub(super) struct StreamKind {
     pub(super) is_snapshot: bool,
     pub(super) shared_memory: SharedMemory,
+    pub(super) checkpoints: Checkpoints,
+}
+
+/// COLO's checkpoints after the stream, which a command before the memory may announce, once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) enum Checkpoints {
+    #[default]
+    Refused,
+    Expected,
 }
 
 /// Waits for magic and version.
@@ -133,6 +142,7 @@ pub struct AwaitSection {
     pub(super) is_snapshot: bool,
     /// The block list has the guest address of each block, as `x-ignore-shared` adds it.
     pub(super) has_addresses: bool,
+    pub(super) checkpoints: Checkpoints,
 }
 
 /// Result of a step: the next state, and the item unless more bytes are needed.

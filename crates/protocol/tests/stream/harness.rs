@@ -2,26 +2,34 @@
 //! same over the seeds and over changed seeds. A body that returns has found nothing.
 #![allow(unreachable_pub, reason = "the fuzz crate includes this file as its own")]
 
+use std::collections::VecDeque;
+
+use towline_protocol::colo::{Awaits, CheckpointBuffer, FirstCopy, Progress};
+use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::{StreamDecoder, StreamItem};
-use towline_protocol::device_state::{Collector, DeviceState};
+use towline_protocol::device_state::{self, Collector, DeviceState};
 use towline_protocol::limits;
 use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, Method, PACKET_PAGES, Packet};
 use towline_protocol::postcopy::{PostcopyBlock, PostcopyReturnPathReader, ReturnMessage, decode_bitmap};
-use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::ram::{self, PAGE_SIZE, RamFlags};
 use towline_protocol::return_path::ReturnPathMessage;
-use towline_protocol::{Error, InvalidMessage, RamBlock, Reader, mapped_ram, xbzrle};
+use towline_protocol::section::{CommandKind, SectionHeader, SectionType, VmCommand, put_footer};
+use towline_protocol::{
+    Error, InvalidMessage, PageRef, PeerMisbehaved, RamBlock, Reader, mapped_ram, xbzrle,
+};
 
 /// A target's name and body.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-pub const TARGETS: [Target; 6] = [
+pub const TARGETS: [Target; 7] = [
     ("main_channel", main_channel),
     ("lane", lane),
     ("return_path", return_path),
     ("device_state", device_state),
     ("mapped_ram", mapped_ram),
     ("xbzrle", xbzrle),
+    ("colo", colo),
 ];
 
 /// The sizes of pieces that the input's first byte stands for.
@@ -282,4 +290,167 @@ pub fn xbzrle(data: &[u8]) {
     let once = page.clone();
     assert_eq!(xbzrle::decode(changes, &mut page), Ok(()));
     assert_eq!(page, once, "the changes are bytes, not differences");
+}
+
+/// Number of the section `ram` of the guest of [`first_copy`].
+pub const RAM_ID: u32 = 2;
+
+/// Blocks of that guest.
+pub fn protected_blocks() -> [RamBlock; 2] {
+    let block = |name: &str, pages| RamBlock { name: name.into(), length: pages * PAGE_SIZE, mapped: None };
+    [block("pc.ram", 24), block("rom", 4)]
+}
+
+/// The device state of that guest, with `value` in each device.
+pub fn protected_devices(value: &[u8]) -> DeviceState {
+    DeviceState::parse(&device_state::encode(&[
+        ("timer", 2, value),
+        ("cpu", 12, value),
+        ("globalstate", 1, value),
+    ]))
+    .expect("it was just encoded")
+}
+
+/// A first copy without pages.
+pub fn first_copy() -> FirstCopy {
+    let mut stream = Vec::new();
+    Configuration { machine_type: "pc-q35-11.1".into(), ..Configuration::default() }.encode(&mut stream);
+    VmCommand::Other { kind: CommandKind::ENABLE_COLO, data: Vec::new() }.encode(&mut stream);
+    SectionHeader { id: RAM_ID, name: "ram".into(), instance: 0, version: 4 }
+        .encode(SectionType::Start, &mut stream);
+    let blocks = protected_blocks();
+    ram::put_total(blocks.iter().map(|block| block.length).sum(), &mut stream);
+    blocks.iter().for_each(|block| ram::put_block(block, &mut stream));
+    ram::put_flag(RamFlags::EOS, &mut stream);
+    put_footer(&mut stream, RAM_ID);
+    stream.extend([&[SectionType::End as u8][..], &RAM_ID.to_be_bytes()].concat());
+    ram::put_flag(RamFlags::EOS, &mut stream);
+    put_footer(&mut stream, RAM_ID);
+    let (mut decoder, mut input) = (StreamDecoder::with_checkpoints(), Reader::new(&stream));
+    loop {
+        let (next, item) = decoder.handle(&mut input).expect("the stream is valid");
+        match next {
+            StreamDecoder::DeviceState(memory) => break FirstCopy::new(memory, &protected_devices(b"0")),
+            next => decoder = next,
+        }
+        assert!(item.is_some(), "the stream is whole");
+    }
+}
+
+/// A checkpoint as values.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Taken {
+    /// Its number.
+    pub number: u64,
+    /// Its pages.
+    pub pages: Vec<(PageRef, Option<Vec<u8>>)>,
+    /// Its device sections.
+    pub devices: Vec<u8>,
+}
+
+/// The end of a connection to a primary, and the checkpoints before it.
+#[derive(Debug, Default)]
+pub struct Protection {
+    /// The checkpoints.
+    pub taken: Vec<Taken>,
+    /// The reason of its end, if not the end of the input.
+    pub error: Option<Error>,
+    /// All that was sent to the primary.
+    pub sent: Vec<u8>,
+}
+
+/// Takes checkpoints from a primary's bytes into a buffer of this limit. The bytes of a turn come in pieces;
+/// those of the next one come when all of it was received.
+pub fn take_checkpoints<T: AsRef<[u8]>>(
+    turns: &[T],
+    limit: usize,
+    mut piece: impl FnMut() -> usize,
+) -> Protection {
+    let mut protection = Protection::default();
+    let mut turns: VecDeque<&[u8]> = turns.iter().map(AsRef::as_ref).collect();
+    protection.error = take_all(&mut protection, &mut turns, limit, &mut piece).err();
+    protection
+}
+
+fn take_all(
+    protection: &mut Protection,
+    input: &mut VecDeque<&[u8]>,
+    limit: usize,
+    piece: &mut dyn FnMut() -> usize,
+) -> Result<(), Error> {
+    let mut waiting = first_copy().ready(&mut protection.sent);
+    let mut buffer = CheckpointBuffer::new(limit);
+    loop {
+        let Some(requested) = feed(waiting, input, piece)? else { return Ok(()) };
+        let stopping = requested.reply(buffer, &mut protection.sent);
+        let Some(stopped) = feed(stopping, input, piece)? else { return Ok(()) };
+        assert_eq!(stopped.number(), protection.taken.len() as u64 + 1);
+        let Some(received) = feed(stopped.marked(), input, piece)? else { return Ok(()) };
+        let (checkpoint, next) = received.loaded(&mut protection.sent);
+        let owned = |(page, content): (PageRef, Option<&[u8]>)| (page, content.map(<[u8]>::to_vec));
+        protection.taken.push(Taken {
+            number: checkpoint.number(),
+            pages: checkpoint.pages().map(owned).collect(),
+            devices: checkpoint.device_state().sections().to_vec(),
+        });
+        assert_eq!(
+            DeviceState::parse(checkpoint.device_state().bytes()).as_ref(),
+            Ok(checkpoint.device_state())
+        );
+        (waiting, buffer) = (next, checkpoint.into_buffer());
+    }
+}
+
+/// Gives a state its bytes; `None` at the end of the input.
+fn feed<S: Awaits>(
+    mut state: S,
+    input: &mut VecDeque<&[u8]>,
+    piece: &mut dyn FnMut() -> usize,
+) -> Result<Option<S::Next>, Error> {
+    while let Some(turn) = input.front_mut() {
+        assert!(!state.awaits().is_empty());
+        let room = state.room();
+        assert!(!room.is_empty(), "it waits for bytes and takes none");
+        let (now, later) = turn.split_at(piece().min(room.len()).min(turn.len()));
+        room[..now.len()].copy_from_slice(now);
+        *turn = later;
+        if now.is_empty() {
+            input.pop_front();
+            continue;
+        }
+        match state.received(now.len())? {
+            Progress::Awaits(same) => state = same,
+            Progress::Reached(next) => return Ok(Some(next)),
+        }
+    }
+    Ok(None)
+}
+
+/// Byte 0: how the rest comes in pieces. The rest: what a primary sends after the first copy, in turns: be16
+/// length, bytes.
+pub fn colo(data: &[u8]) {
+    const LIMIT: usize = 24 << 10;
+    let Some((seed, mut rest)) = data.split_first() else { return };
+    let mut turns = Vec::new();
+    while let Some((length, after)) = rest.split_first_chunk() {
+        let (turn, later) = after.split_at(after.len().min(u16::from_be_bytes(*length).into()));
+        turns.push(turn);
+        rest = later;
+    }
+    let whole = take_checkpoints(&turns, LIMIT, || usize::MAX);
+    let split = take_checkpoints(&turns, LIMIT, pieces(*seed));
+    let blocks = protected_blocks();
+    for taken in &whole.taken {
+        let bytes =
+            taken.pages.iter().map(|(_, content)| content.as_ref().map_or(0, Vec::len)).sum::<usize>();
+        assert!(bytes + 24 * taken.pages.len() <= LIMIT, "{} pages", taken.pages.len());
+        assert!(taken.pages.iter().all(|(page, _)| page.offset < blocks[page.block.index()].length));
+    }
+    match whole.error {
+        // Bytes after a checkpoint are noticed only if they come with it.
+        Some(Error::Misbehaved(PeerMisbehaved::Unexpected { expected: "its acknowledgement", .. })) => {
+            assert_eq!(whole.taken[..], split.taken[..whole.taken.len()]);
+        }
+        error => assert_eq!((whole.taken, error), (split.taken, split.error), "pieces make a difference"),
+    }
 }

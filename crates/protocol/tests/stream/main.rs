@@ -1,6 +1,7 @@
 //! The protocol against streams that stock QEMU wrote (`tests/golden`), and against invalid ones.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
+mod colo;
 mod device_state;
 mod errors;
 mod goldens;

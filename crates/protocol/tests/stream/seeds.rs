@@ -30,6 +30,7 @@ pub(crate) fn seeds(target: &str) -> BTreeMap<String, Vec<u8>> {
         "device_state" => STREAMS.map(|name| (name.into(), device_state(name))).into(),
         "mapped_ram" => FILES.map(|name| (name.into(), cut_down(stored_items(name)))).into(),
         "xbzrle" => changes(),
+        "colo" => crate::colo::seeds(),
         _ => panic!("no target {target}"),
     }
 }
