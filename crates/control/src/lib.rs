@@ -6,9 +6,11 @@
 //! check           preflight check: the facts of both ends
 //! plan            copies a guest from a source to a destination, with rollback
 //! run             starts QEMUs for the guests of an image, and supervises them
+//! record          an image of a running guest at each interval
 //! remote          another host, whose towline is driven over OpenSSH
 //! upgrade         replaces the QEMU of a running guest, with the memory left where it is
 //! qemu            one QEMU: facts, process, settings that are restored afterwards
+//! generations     which place may continue a guest that several hosts run in turn
 //! moves           records of undecided moves, which are listed and finished later
 //! journal         changes of a QEMU, in a file that outlives a killed towline
 //! ```
@@ -20,6 +22,8 @@
 
 pub mod check;
 pub mod device;
+pub mod generations;
+mod hex;
 pub mod in_place;
 pub mod journal;
 pub mod moves;
@@ -27,6 +31,7 @@ pub mod plan;
 mod process;
 mod procfs;
 pub mod qemu;
+pub mod record;
 pub mod remote;
 pub mod run;
 pub mod statistics;

@@ -63,7 +63,7 @@ fn is_changed(directory: &RuntimeDirectory, end: &MoveEnd) -> bool {
 /// Ids of undecided moves of this QEMU.
 pub fn undecided_of(qemu: &Qemu) -> Vec<Id> {
     let Ok(directory) = RuntimeDirectory::open() else { return Vec::new() };
-    let end = MoveEnd::qemu(qemu.socket(), qemu.process());
+    let end = MoveEnd::qemu(qemu);
     let (records, _) = record_file::list(&directory);
     let of_qemu = records.into_iter().filter(|record| {
         record.stage != Stage::Left
@@ -81,7 +81,7 @@ pub fn undecided_of(qemu: &Qemu) -> Vec<Id> {
 pub(crate) fn check_source(qemu: &Qemu) -> Result<(), Error> {
     let is_paused_since = qemu.facts().status.status == RunState::POSTMIGRATE;
     let Ok(directory) = RuntimeDirectory::open() else { return Ok(()) };
-    let end = MoveEnd::qemu(qemu.socket(), qemu.process());
+    let end = MoveEnd::qemu(qemu);
     let (records, bad) = record_file::list(&directory);
     if let Some(error) = bad.into_iter().next().filter(|_| is_paused_since) {
         return Err(error);

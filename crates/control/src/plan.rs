@@ -19,6 +19,7 @@ mod context;
 mod convergence;
 mod copy;
 mod destination;
+mod direct;
 mod disks;
 mod endpoint;
 mod ends;
@@ -28,6 +29,7 @@ mod error_origin;
 mod executor;
 #[cfg(test)]
 pub(crate) mod fake_qemu;
+mod forward;
 mod invalid;
 mod outcomes;
 mod peer;
@@ -62,11 +64,13 @@ pub use invalid::{CopiedPages, Invalid, InvalidEnds, InvalidPostcopy, InvalidTls
 pub use outcomes::{GuestAfterFailure, SourceCategory};
 pub(crate) use preflight::report_findings;
 pub use progress::{
-    CopyPhase, CopyReport, DestinationState, DiskProgress, Observer, PostcopyReport, Progress, SourceState,
+    ComparedDisks, CopyPhase, CopyReport, DestinationState, DiskProgress, HostFacts, Observer,
+    PostcopyReport, Progress, SourceState,
 };
+pub(crate) use request::SHARED_CAPABILITIES;
 pub use request::{
-    AfterCopy, CopyRequest, Devices, PostcopyStart, RequestedPages, Task, Tls, TransferOptions,
-    UpgradeMemory, WritableDisks,
+    AfterCopy, ConnectingEnd, CopyRequest, Devices, Direct, GenerationUse, PostcopyStart, PostcopySwitch,
+    RequestedPages, Task, Throttling, Tls, TransferOptions, UpgradeMemory, WritableDisks,
 };
 pub use upgrade::{UpgradeRequest, check_upgrade, upgrade};
 pub(crate) use validate::is_same_file;

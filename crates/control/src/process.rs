@@ -191,6 +191,14 @@ impl Process {
         fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|bytes| has_chroot(&bytes))
     }
 
+    /// Returns true if it is in another network namespace than this process.
+    pub(crate) fn has_own_network(&self) -> bool {
+        let namespace = |process: &str| fs::read_link(format!("/proc/{process}/ns/net")).ok();
+        let Self::Known { pid, .. } = self else { return false };
+        let there = namespace(&pid.to_string());
+        there.is_some() && there != namespace("self")
+    }
+
     /// Process id, if it is identified.
     #[must_use]
     pub fn pid(&self) -> Option<i32> {

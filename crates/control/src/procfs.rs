@@ -9,6 +9,11 @@ use rustix::process::getpid;
 use towline_channel::FileOwner;
 use towline_qmp::commands::CpuFast;
 
+/// A value of the kernel, such as `hostname`; empty if it cannot be read.
+pub(crate) fn of_kernel(name: &str) -> String {
+    fs::read_to_string(format!("/proc/sys/kernel/{name}")).unwrap_or_default().trim().to_owned()
+}
+
 /// Parsed `/proc/PID/status` or `/proc/PID/task/TID/status`.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct ProcStatus {

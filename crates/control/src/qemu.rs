@@ -4,6 +4,7 @@
 //! [`AppliedSettings`] changes capabilities and parameters and restores them. Out of scope: when to change
 //! them, and in which order.
 
+mod comparison;
 mod compatibility;
 mod connection;
 mod device_tree;
@@ -11,6 +12,7 @@ mod drives;
 mod error;
 mod facts;
 mod inventory;
+mod migration;
 mod mirror;
 mod open_files;
 mod ram_block;
@@ -19,6 +21,7 @@ mod settings;
 mod virtio;
 
 pub use crate::process::{Process, ProcessState};
+pub(crate) use comparison::ComparedDrive;
 pub use compatibility::StartedQemu;
 pub use connection::Qemu;
 pub(crate) use device_tree::{DEVICE_CONTAINERS, QomChild, generation_id, if_known, qom_children};
@@ -27,6 +30,7 @@ pub use error::{Error, Fault, RepairReport};
 pub(crate) use facts::is_disconnected;
 pub use facts::{IncomingState, QemuState};
 pub(crate) use inventory::Inventory;
+pub(crate) use migration::MIGRATION_CLEANUP_TIMEOUT;
 pub(crate) use mirror::{Mirror, MirrorFailure, MirrorProgress, is_complete};
 pub(crate) use open_files::OpenFiles;
 pub use ram_block::{RamBlockError, RamBlockInfo};

@@ -9,8 +9,12 @@
 //!   receive: certificate   ────────────► listens
 //!                          ◄──────────── certificate, port for disks; event LISTENING: port
 //!   ═════ disks, and the guest's stream, over TCP, with TLS by these two one-time certificates ═════
+//!   give-frames            ────────────► the cards there; meanwhile, and until the network sends to that host
 //!                          ◄──────────── events NOTICE, ENDED
 //! ```
+//! A guest that comes from an image there goes the other way: `send` has the agent listen, and this end connects all the same, since the
+//! other host may not be able to.
+//!
 //! The stream has its own session, by which the two agree who runs the guest ([`towline_protocol::session`]); this one only prepares it.
 //! If it ends, the agent cancels what it does, as with Ctrl-C, and ends a QEMU that it has started and that has no guest.
 //!
@@ -18,30 +22,42 @@
 //! [`Recorded::allow`](towline_launch::Recorded::allow) permits.
 
 mod agent;
+mod departure;
 mod disks;
 mod error;
+mod frames;
 mod guest;
 mod host;
 mod new_disks;
+mod room;
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use towline_compat::{Facts, facts::Subject};
+use towline_launch::GuestGenerations;
 use towline_migration::Compression;
 use towline_qmp::Command;
+use towline_qmp::commands::Capability;
 
-pub use agent::{Agent, Reception, ended, greeting, listening, notice};
+pub use agent::{Agent, AgentCopy, ended, greeting, listening, notice};
+pub use departure::Departure;
 use disks::DisksToJudge;
 pub use disks::{CopiedDisk, DiskPolicy, DiskToken};
 pub use error::Error;
+pub use frames::{FramePassing, FrameReceiver};
 pub use guest::{DepartingGuest, Fit};
 pub use host::{Arrival, RemoteHost, SessionTimeouts, SshTarget};
 
 /// Version of the commands of an agent.
-const SESSION: u64 = 1;
+const SESSION: u64 = 2;
 /// Member of the greeting with that version.
 const SESSION_KEY: &str = "towline-agent";
+/// Member of the greeting with the version of `give-frames`; none of an older towline.
+const FRAMES_KEY: &str = "frames";
+/// That version.
+const FRAMES: u64 = 1;
 /// Event: the agent listens.
 const LISTENING: &str = "LISTENING";
 /// Event: a notice for the user.
@@ -79,6 +95,9 @@ pub struct NewGuest {
     pub settings: Vec<String>,
     /// True if the command line is used unchanged, with its files and programs.
     pub is_trusted: bool,
+    /// Generations of the guest, of which it runs the next there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub generations: Option<GuestGenerations>,
 }
 
 /// Has the agent make a place for a guest, and judge whether that would run there.
@@ -99,6 +118,9 @@ struct Prepared {
     facts: Option<Value>,
     /// Reasons against, for which the agent would not receive the guest.
     refusals: Vec<String>,
+    /// Chardev ids of the QEMU's cards that take frames.
+    #[serde(default)]
+    cards: Vec<String>,
 }
 
 /// Has the agent listen for the guest.
@@ -114,6 +136,41 @@ struct Receive {
     run: Option<bool>,
     overwrite: bool,
     peer_timeout_ms: u64,
+    /// Present if the QEMUs are connected to each other.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    direct: Option<ReceiveDirect>,
+}
+
+/// Options of QEMUs that are connected to each other.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct ReceiveDirect {
+    is_encrypted: bool,
+    capabilities: Vec<Capability>,
+}
+
+/// Has the agent listen for the destination of an image.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct SendImage {
+    place: Place,
+    /// As in [`Receive`].
+    certificate: String,
+    lanes: usize,
+    compression: String,
+    compression_level: u8,
+    /// Bytes per second.
+    max_bandwidth: Option<u64>,
+    verify: bool,
+    peer_timeout_ms: u64,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct Sending {
+    certificate: String,
+    /// Facts about the guest; none of an image in a store.
+    facts: Option<Value>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -122,6 +179,9 @@ struct Receiving {
     certificate: String,
     /// Port for the content of disks that are copied.
     disk_port: Option<u16>,
+    /// True if the QEMU there is connected to from this one.
+    #[serde(default)]
+    is_direct: bool,
 }
 
 /// Result of the agent's part.
@@ -145,6 +205,11 @@ impl Command for Receive {
     type Return = Receiving;
 }
 
+impl Command for SendImage {
+    const NAME: &'static str = "send";
+    type Return = Sending;
+}
+
 /// Level of a compression for the other end.
 fn level(compression: Compression) -> u8 {
     match compression {
@@ -162,14 +227,12 @@ fn compression_of(method: &str, level: u8) -> Option<Compression> {
     }
 }
 
-fn to_hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-fn from_hex(text: &str) -> Option<Vec<u8>> {
-    let digits: Option<Vec<u32>> = text.chars().map(|c| c.to_digit(16)).collect();
-    let digits = digits.filter(|digits| digits.len().is_multiple_of(2))?;
-    Some(digits.chunks_exact(2).map(|pair| (pair[0] << 4 | pair[1]) as u8).collect())
+/// Version of the QEMU that these facts are about.
+fn qemu_version(facts: &Facts) -> Option<String> {
+    match &facts.subject {
+        Subject::Qemu(qemu) => Some(qemu.version.clone()),
+        _ => None,
+    }
 }
 
 #[cfg(test)]
@@ -184,7 +247,5 @@ mod tests {
             assert_eq!(compression_of(method, level(compression)), Some(compression));
         }
         assert_eq!((compression_of("zstd", 99), compression_of("qpl", 1)), (None, None));
-        assert_eq!(from_hex(&to_hex(&[0, 15, 255])), Some(vec![0, 15, 255]));
-        assert_eq!((from_hex("0"), from_hex("0g")), (None, None));
     }
 }

@@ -182,6 +182,7 @@ fn start_one(
     launcher.incoming = IncomingOption::Defer;
     launcher.image = Some(image.name.clone());
     launcher.lifetime = options.lifetime;
+    launcher.generations.clone_from(&options.generations);
     // A guest that outlives this process keeps the lock.
     launcher.descriptors.extend(image.lock().map_err(Error::Lock)?.map(Into::into));
     let (line, host) = (&start.command_line, &start.host);

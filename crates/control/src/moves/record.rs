@@ -10,9 +10,12 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use towline_protocol::session::MoveId;
 
+use crate::generations::{self, ManagedGuest};
+use crate::hex::to_hex;
 use crate::journal::{UndoRecord, now_ms, pid_namespace};
 use crate::process::Process;
 use crate::procfs::{own_process, start_time};
+use crate::qemu::Qemu;
 use crate::switchover::{
     Decision, FinalRunState, GuestRunState, MemorySharing, SourceAction, SwitchoverRequest,
 };
@@ -30,7 +33,7 @@ pub struct Id(String);
 
 impl Id {
     pub(crate) fn of(id: MoveId) -> Self {
-        Self(id.iter().map(|byte| format!("{byte:02x}")).collect())
+        Self(to_hex(&id))
     }
 
     /// All of its digits.
@@ -102,13 +105,23 @@ pub enum MoveEnd {
 
 impl MoveEnd {
     /// A QEMU by its monitor and process.
-    pub(crate) fn qemu(socket: &str, process: &Process) -> Self {
-        let (pid, start_time) = match process {
+    pub(crate) fn qemu(qemu: &Qemu) -> Self {
+        let socket = qemu.socket();
+        let (pid, start_time) = match qemu.process() {
             Process::Known { pid, start_time, .. } => (Some(*pid), Some(*start_time)),
             Process::Unknown { .. } => (None, None),
         };
         let socket = std::path::absolute(socket).unwrap_or_else(|_| socket.into());
         Self::Qemu { socket, pid, start_time }
+    }
+
+    /// The guest in it, if that has generations.
+    ///
+    /// # Errors
+    /// [`generations::Error::Guests`].
+    pub(crate) fn managed(&self) -> Result<Option<ManagedGuest>, generations::Error> {
+        let Self::Qemu { socket, pid, .. } = self else { return Ok(None) };
+        ManagedGuest::find(*pid, socket)
     }
 
     /// Returns true if both are the same QEMU. QEMUs that were not identified are compared by socket.

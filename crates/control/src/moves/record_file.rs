@@ -304,6 +304,9 @@ pub enum Error {
     /// A QEMU failed.
     #[error("{0}")]
     Qemu(#[from] qemu::Error),
+    /// Another place may have the guest.
+    #[error("{0}")]
+    Generation(#[from] crate::generations::Error),
     /// The guest should have been started, and does not run.
     #[error("QEMU on {socket} got `cont`, and its status is `{status}`; its own log says why")]
     NotRunning {

@@ -12,10 +12,11 @@ use serde::Serialize;
 
 use super::record::{MoveEnd, MoveRecord, Stage};
 use super::{Error, Id, RecordFile, record_file, text};
+use crate::generations::ManagedGuest;
 use crate::journal::RuntimeDirectory;
 use crate::switchover::{
     Choice, FinalRunState, GuestState, InterruptedMove, MemorySharing, OtherEnd, Placement, Refusal,
-    ResumeAction, Side, SourceStatus, ToDo,
+    ResumeAction, RunFailure, Side, SourceStatus, ToDo,
 };
 use crate::temporary_names;
 use recorded_qemu::{NotRun, RecordedQemu};
@@ -268,7 +269,13 @@ impl Resume {
     }
 
     fn run_destination(&mut self, case: &InterruptedMove) -> Result<(), Error> {
+        let managed = self.record.destination.managed()?;
         self.write(Stage::Run)?;
+        // One that may have run keeps that stage: it has the generation then.
+        if let Some(Err(error)) = managed.as_ref().map(ManagedGuest::enter) {
+            self.write(Stage::of(case.decision_after(RunFailure::Refused)))?;
+            return Err(error.into());
+        }
         if let Err(NotRun { failure, error }) = self.destination.run() {
             self.write(Stage::of(case.decision_after(failure)))?;
             return Err(error);
@@ -279,6 +286,9 @@ impl Resume {
 
     fn run_source(mut self) -> Result<Resumed, Error> {
         self.end_destination_in_shared_memory()?;
+        if let Some(guest) = self.record.source.managed()? {
+            guest.take_back()?;
+        }
         self.source.run().map_err(|not_run| not_run.error)?;
         self.done.push(format!("{} runs the guest", self.record.source));
         self.plug_in_devices(Side::Source)?;

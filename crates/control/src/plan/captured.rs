@@ -86,12 +86,13 @@ pub(super) fn take(
     };
     let disks = prepared_disks.as_deref_mut().unwrap_or(&mut no_disks);
     let taken = if options.is_snapshot() { Ok(None) } else { taken(&mut qemu, disks, destination, context) };
+    let may_send = !options.requires_mapped_memory;
     match taken {
-        Err(error) if disks.is_empty() && is_sent_instead(&error) => {
+        Err(error) if may_send && disks.is_empty() && is_sent_instead(&error) => {
             tracing::debug!(%error, "the guest is sent");
             Ok(None)
         }
-        Ok(None) if !disks.is_empty() => {
+        Ok(None) if !may_send || !disks.is_empty() => {
             Err(Failure::untouched(Error::DisksNotKept { socket: qemu.socket().to_owned() }))
         }
         taken => taken.map_err(Failure::untouched),

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use towline_channel::{Address, Cancel, ConnectOptions, ListenOptions};
+use towline_channel::{Address, Cancel, ConnectOptions, ListenOptions, Listener};
 use towline_image::{Existing, ImageWriter, Increment, Origin, Uploaded};
 use towline_migration::outgoing::{self, LaneOptions};
 use towline_migration::{Compression, Relay, Session, Snapshot, Statistics, ZeroCopySend};
@@ -14,9 +14,8 @@ use towline_qmp::commands::MigrationParameters;
 
 use super::error::Error;
 use super::error_origin;
-use super::invalid::InvalidPostcopy;
-use super::progress::{CopyReport, DestinationState, Observer, Progress, SourceState};
-use super::request::{CopyRequest, Tls};
+use super::progress::{ComparedDisks, CopyReport, DestinationState, Observer, Progress, SourceState};
+use super::request::{ConnectingEnd, CopyRequest, Tls};
 use crate::in_place::UnusedReflink;
 use crate::qemu::{Qemu, StartedQemu};
 
@@ -40,6 +39,8 @@ pub(super) struct Context<'a> {
     uploaded: OnceLock<Uploaded>,
     sending: OnceLock<Arc<Statistics>>,
     increment: OnceLock<Increment>,
+    /// Disks that were compared with their copies.
+    pub(super) compared: Arc<OnceLock<ComparedDisks>>,
 }
 
 impl<'a> Context<'a> {
@@ -63,6 +64,7 @@ impl<'a> Context<'a> {
             uploaded: OnceLock::new(),
             sending: OnceLock::new(),
             increment: OnceLock::new(),
+            compared: Arc::default(),
         }
     }
 
@@ -73,7 +75,8 @@ impl<'a> Context<'a> {
 
     /// Disables lanes if this QEMU must be passed its connection: QEMU connects lanes itself, by a path.
     pub(super) fn adapt_lanes(&self, qemu: &Qemu) {
-        if qemu.process().has_own_root() && self.lanes.swap(0, Ordering::Relaxed) > 0 {
+        let passes = qemu.process().has_own_root() && self.options.direct.is_none();
+        if passes && self.lanes.swap(0, Ordering::Relaxed) > 0 {
             self.observer.notice(&format!(
                 "no lanes: QEMU on {} has another root directory, and is passed one connection",
                 qemu.socket()
@@ -87,12 +90,13 @@ impl<'a> Context<'a> {
             return Ok(());
         }
         let socket = qemu.socket().to_owned();
-        Err(InvalidPostcopy::OtherRoot { socket }.into())
+        Err(Error::OtherRoot { socket })
     }
 
     /// Options of a connection to a monitor: a cancellation ends each wait for it, until a QEMU is changed.
     pub(super) fn monitor(&self) -> qmp::Options {
-        qmp::Options { interrupt: Some(self.cancel.descriptor()), ..qmp::Options::default() }
+        let interrupt = Some(self.cancel.descriptor());
+        qmp::Options { interrupt, out_of_band: self.options.direct.is_some(), ..qmp::Options::default() }
     }
 
     /// Starts to write the image `path`.
@@ -126,8 +130,15 @@ impl<'a> Context<'a> {
         self.uploaded.get_or_init(|| uploaded);
     }
 
-    /// Connects to the destination of a stream.
+    /// Connects to the destination of a stream, or listens for one that connects.
     pub(super) fn connect(&self, address: &Address, uuid: [u8; 16]) -> Result<outgoing::Connections, Error> {
+        if self.options.connects == ConnectingEnd::Destination {
+            let listener = Listener::bind_with(address, &listen_options(self.options)?)?;
+            self.observer.listening(listener.local_address());
+            let deadline = Instant::now() + self.options.accept_timeout;
+            let (lanes, timeout) = (self.lanes(), self.options.peer_timeout);
+            return Ok(outgoing::accept(&listener, lanes, uuid, deadline, timeout, self.cancel)?);
+        }
         let deadline = Instant::now() + self.options.connect_timeout;
         let options = connect_options(self.options)?;
         let connected = outgoing::connect(address, self.lanes(), uuid, &options, deadline, self.cancel);
@@ -193,6 +204,7 @@ impl<'a> Context<'a> {
             destination,
             uploaded: self.uploaded.get().copied(),
             increment: self.increment.get().copied(),
+            compared_disks: self.compared.get().copied(),
             postcopy: None,
         }
     }

@@ -1,17 +1,19 @@
 //! Detects guests that write faster than they can be sent, by QEMU's figures and the engine's policy.
 //!
 //! QEMU itself decides when to stop its guest, and continues without end if that moment does not come. So its
-//! `query-migrate` is evaluated: [`Error::CannotConverge`] ends a copy whose passes do not become shorter. A
-//! QEMU that throttles its guest (auto-converge) is given time until it throttles it no further.
+//! `query-migrate` is evaluated: [`Error::CannotConverge`] ends a copy whose passes do not become shorter, or has it switched
+//! to postcopy. A QEMU that throttles its guest (auto-converge) is given time until it throttles it no further.
 
 use std::time::{Duration, Instant};
 
-use towline_migration::convergence::{ConvergencePolicy, Limits, MinWindow, PassDecision, Sample, Sampler};
+use towline_migration::convergence::{
+    CannotConverge, ConvergencePolicy, Limits, MinWindow, PassDecision, Sample, Sampler,
+};
 use towline_qmp::commands::{Capability, MigrationInfo, MigrationStatus};
 
 use super::error::Error;
 use super::progress::Progress;
-use super::request::CopyRequest;
+use super::request::{CopyRequest, Throttling};
 use crate::qemu::QemuState;
 
 /// Default of QEMU's `max-cpu-throttle`, in percent.
@@ -26,26 +28,41 @@ pub(super) struct Convergence {
     sampler: Sampler,
     policy: ConvergencePolicy,
     downtime_limit: Duration,
-    /// Maximum throttle of the guest in percent; `None` if it is not throttled.
-    throttle_max: Option<u64>,
-    /// Throttle when the guest was last found not to converge.
-    throttle_then: Option<u64>,
+    throttle: Throttle,
+    /// Maximum throttle of the guest in percent.
+    throttle_max: u64,
+}
+
+/// Throttling of the guest by QEMU.
+#[derive(Debug)]
+enum Throttle {
+    Off,
+    /// It begins when the guest is found not to converge.
+    Permitted,
+    On {
+        /// Throttle in percent when the guest was last found not to converge.
+        then: Option<u64>,
+    },
 }
 
 impl Convergence {
     pub(super) fn new(options: &CopyRequest, facts: &QemuState) -> Self {
         let downtime = options.downtime_limit;
         let limits = Limits { downtime, switchover_cost: Duration::ZERO, min_window: MinWindow::default() };
-        let throttles = options.transfer_options().throttle
-            || facts.capabilities.get(&Capability::AUTO_CONVERGE).is_some_and(|on| *on);
+        let is_on = facts.capabilities.get(&Capability::AUTO_CONVERGE).is_some_and(|on| *on);
+        let throttle = match options.transfer_options().throttling {
+            Throttling::IfNotConverging => Throttle::Permitted,
+            Throttling::Unchanged if !is_on => Throttle::Off,
+            Throttling::Unchanged | Throttling::Always => Throttle::On { then: None },
+        };
         let max = facts.parameters.max_cpu_throttle.unwrap_or(THROTTLE_PERCENT_MAX);
         Self {
             started: Instant::now(),
             sampler: Sampler::default(),
             policy: ConvergencePolicy::new(limits),
             downtime_limit: downtime,
-            throttle_max: throttles.then_some(max.into()),
-            throttle_then: None,
+            throttle,
+            throttle_max: max.into(),
         }
     }
 
@@ -60,14 +77,14 @@ impl Convergence {
         Progress { downtime_limit: Some(self.downtime_limit), ..progress(migration) }
     }
 
-    /// Evaluates a reply to `query-migrate`.
+    /// Evaluates a reply to `query-migrate`. Returns the reason for which the guest is to be throttled from now on, if it is.
     ///
     /// # Errors
     /// [`Error::CannotConverge`].
-    pub(super) fn observe(&mut self, migration: &MigrationInfo) -> Result<(), Error> {
+    pub(super) fn observe(&mut self, migration: &MigrationInfo) -> Result<Option<CannotConverge>, Error> {
         let Some(ram) = migration.ram.as_ref().filter(|_| migration.status == Some(MigrationStatus::ACTIVE))
         else {
-            return Ok(());
+            return Ok(None);
         };
         let sample = Sample {
             at: self.started.elapsed(),
@@ -78,18 +95,23 @@ impl Convergence {
             page_size: ram.page_size,
             expected_downtime: milliseconds(migration.expected_downtime),
         };
-        let Some(observation) = self.sampler.observe(sample) else { return Ok(()) };
+        let Some(observation) = self.sampler.observe(sample) else { return Ok(None) };
         let decision = self.policy.observe(&observation);
         tracing::debug!(?observation, ?decision, "a pass");
-        let PassDecision::CannotConverge(why) = decision else { return Ok(()) };
-        let throttle = self.throttle_max.map(|max| (migration.cpu_throttle_percentage.unwrap_or(0), max));
-        match throttle {
-            // It is being throttled further, which may help.
-            Some((now, max)) if now < max && self.throttle_then != Some(now) => {
-                self.throttle_then = Some(now);
-                Ok(())
+        let PassDecision::CannotConverge(why) = decision else { return Ok(None) };
+        let now = migration.cpu_throttle_percentage.unwrap_or(0);
+        match &mut self.throttle {
+            Throttle::Off => Err(Error::CannotConverge { why, throttle: None }),
+            Throttle::Permitted => {
+                self.throttle = Throttle::On { then: None };
+                Ok(Some(why))
             }
-            _ => Err(Error::CannotConverge { why, throttle: throttle.map(|(now, _)| now) }),
+            // It is being throttled further, which may help.
+            Throttle::On { then } if now < self.throttle_max && *then != Some(now) => {
+                *then = Some(now);
+                Ok(None)
+            }
+            Throttle::On { .. } => Err(Error::CannotConverge { why, throttle: Some(now) }),
         }
     }
 }

@@ -13,6 +13,7 @@ use towline_protocol::session::ReceiverMode;
 
 use super::captured;
 use super::context::Context;
+use super::direct;
 use super::endpoint::{self, DestinationEndpoint, DiscardSink, SourceEndpoint, StoredSource};
 use super::ends::{Destination, Source};
 use super::engine::IncomingStream;
@@ -67,6 +68,9 @@ pub fn copy(
             .map_err(|error| Failure { guest, ..Failure::untouched(error) })?;
     }
     preflight::check_devices(options.devices(), observer).map_err(Failure::untouched)?;
+    if let Some(how) = &options.direct {
+        return direct::copy(source, destination, how, &context);
+    }
     match options.postcopy() {
         None => match captured::take(source, destination, &context)? {
             Some(capture) => copy_captured(&capture, destination, &context),
@@ -183,7 +187,7 @@ pub(super) fn transfer_to(
     let switchover = SharedSwitchover::with_memory(kinds.0, kinds.1, memory, context.options);
     let run = TransferContext { switchover: &switchover, context };
     let moved = source.start(to, run).and_then(|()| {
-        record(source, to, &switchover, context);
+        record(source, to, &switchover, context)?;
         source.transfer(to, run)
     });
     if moved.is_err() && to.has_discarded() {
@@ -199,8 +203,14 @@ pub(super) fn transfer_to(
     if error.is_some() && directive != Directive::AcknowledgeUnconfirmed {
         source.disconnect(to);
     }
-    let ends =
-        SwitchoverEnds { switchover: &switchover, source: source.control(), destination: to, context, error };
+    let ends = SwitchoverEnds {
+        switchover: &switchover,
+        source: source.control(),
+        destination: to,
+        session: None,
+        context,
+        error,
+    };
     let concluded = conclude(ends, directive);
     source.close_after_switchover();
     match concluded {
@@ -215,13 +225,14 @@ fn record(
     to: &dyn DestinationEndpoint,
     switchover: &SharedSwitchover,
     context: &Context<'_>,
-) {
+) -> Result<(), Error> {
     if let Some(source) = source.recorded() {
-        switchover.keep_record(RecordedEnds { source, destination: to.move_end() }, context);
+        switchover.keep_record(RecordedEnds { source, destination: to.move_end() }, context)?;
     }
     if let Some(link) = source.main_channel() {
         switchover.connected(link);
     }
+    Ok(())
 }
 
 fn report(
@@ -245,8 +256,14 @@ fn dropped(
     source.disconnect(to);
     let error = Error::Cancelled;
     let directive = switchover.failed(&error);
-    let ends =
-        SwitchoverEnds { switchover, source: source.control(), destination: to, context, error: Some(error) };
+    let ends = SwitchoverEnds {
+        switchover,
+        source: source.control(),
+        destination: to,
+        session: None,
+        context,
+        error: Some(error),
+    };
     let failure = match conclude(ends, directive) {
         Ok(concluded) => return Ok(report(source, to, &concluded, context)),
         Err(failure) if !failure.guest.is_safe() => return Err(failure),

@@ -1,5 +1,6 @@
 //! A QEMU that waits for a guest, controlled by its monitor: checks, configures and starts it.
 
+mod direct;
 mod guest;
 mod postcopy;
 
@@ -219,12 +220,7 @@ impl QmpDestination {
         self.listen(format!("file:/dev/fdset/{}", added.fdset_id))
     }
 
-    fn apply_settings(
-        &mut self,
-        lanes: usize,
-        mapped_ram: bool,
-        compression: Compression,
-    ) -> Result<(), Error> {
+    fn settings(&self, lanes: usize, mapped_ram: bool, compression: Compression) -> MigrationSettings {
         let known = &self.facts().capabilities;
         let mut capabilities: BTreeMap<_, _> = basic_capabilities(known).collect();
         capabilities.insert(Capability::MULTIFD, lanes > 0);
@@ -237,8 +233,17 @@ impl QmpDestination {
             mode: self.facts().normal_mode(),
             ..compression_parameters(compression, lanes)
         };
-        self.settings =
-            Some(AppliedSettings::apply(&mut self.qemu, &MigrationSettings { capabilities, parameters })?);
+        MigrationSettings { capabilities, parameters }
+    }
+
+    fn apply_settings(
+        &mut self,
+        lanes: usize,
+        mapped_ram: bool,
+        compression: Compression,
+    ) -> Result<(), Error> {
+        let settings = self.settings(lanes, mapped_ram, compression);
+        self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
         Ok(())
     }
 

@@ -9,24 +9,28 @@
 //! writes every block to it as well. Afterwards both disks are equal, and the stream's session decides who has the guest.
 //! A failed move leaves a part of a disk at the destination, whose owner removes it.
 
-mod forward;
+mod compare;
+mod connection;
+mod nbd;
 
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use towline_channel::{Address, Cancel, Channel, connect_with};
+use towline_channel::Cancel;
 use towline_qmp as qmp;
 use towline_qmp::commands::{MigrationInfo, MigrationStatus};
 
-use super::context::{Context, connect_options};
+use super::context::Context;
 use super::error::Error;
+use super::forward::{FarEnds, Forwarder};
 use super::private_dir::PrivateDir;
 use super::progress::{CopyPhase, DiskProgress, Progress};
 use super::request::WritableDisks;
 use crate::journal::{JournalEntry, UndoRecord};
-use crate::qemu::{self, Drive, Mirror, MirrorFailure, MirrorProgress, Qemu, is_complete};
-use forward::{FarEnds, Forwarder};
+use crate::qemu::{self, Mirror, MirrorFailure, MirrorProgress, Qemu, is_complete};
+use compare::{Comparison, serve};
+use connection::{Purpose, connected};
 
 /// Socket of the source's QEMU, and of the destination's.
 const MIRROR_SOCKET: &str = "mirror.sock";
@@ -47,6 +51,7 @@ pub(super) struct DiskMirrors {
     /// True once they have ended successfully.
     are_complete: bool,
     forwarder: Forwarder,
+    comparison: Option<Comparison>,
 }
 
 impl DiskMirrors {
@@ -60,11 +65,14 @@ impl DiskMirrors {
         context: &Context<'_>,
         begun: &mut Option<Self>,
     ) -> Result<(), Error> {
-        let WritableDisks::Mirrored { to } = &context.options.disks else { return Ok(()) };
-        check_root(qemu)?;
+        let WritableDisks::Mirrored { to, compare } = &context.options.disks else { return Ok(()) };
+        context.require_paths(qemu)?;
         context.observer.phase(CopyPhase::Disks);
         let drives = qemu.written_drives()?;
-        let far = drives.iter().map(|drive| connected(drive, to, context)).collect::<Result<_, _>>()?;
+        let far = drives
+            .iter()
+            .map(|drive| connected(drive, to, Purpose::Content, context))
+            .collect::<Result<_, _>>()?;
         let far = FarEnds::Connected(Mutex::new(far));
         let forwarder = Forwarder::start(Arc::new(dir.listen(MIRROR_SOCKET)?), far, None)?;
         let mirrors: Vec<_> =
@@ -74,7 +82,7 @@ impl DiskMirrors {
         // Of a towline that was killed.
         qemu.drop_mirrors(&jobs)?;
         let entry = qemu.record(&UndoRecord::Mirrors { jobs });
-        let this = begun.insert(Self { mirrors, entry, are_complete: false, forwarder });
+        let this = begun.insert(Self { mirrors, entry, are_complete: false, forwarder, comparison: None });
         let (socket, speed) = (dir.join(MIRROR_SOCKET), speed(context, drives.len()));
         for (mirror, drive) in this.mirrors.iter().zip(&drives) {
             context.check_cancelled()?;
@@ -83,7 +91,11 @@ impl DiskMirrors {
                 error => Error::from(error),
             })?;
         }
-        this.await_ready(qemu, context, speed)
+        this.await_ready(qemu, context, speed)?;
+        if *compare {
+            this.comparison = Some(Comparison::start(qemu, &drives, dir, to, context)?);
+        }
+        Ok(())
     }
 
     fn await_ready(
@@ -139,7 +151,7 @@ impl DiskMirrors {
         Ok(())
     }
 
-    /// Ends them when the guest is stopped and its migration waits: both disks are equal then.
+    /// Ends them when the guest is stopped and its migration waits: both disks are equal then, which is proven if that was requested.
     pub(super) fn complete(&mut self, qemu: &mut Qemu, cancel: &Cancel) -> Result<(), Error> {
         MirrorProgress::of(&self.mirrors, &qemu.jobs()?)?;
         self.mirrors.iter().try_for_each(|mirror| qemu.finish_mirror(mirror))?;
@@ -158,6 +170,9 @@ impl DiskMirrors {
             }
             thread::sleep(FLUSH_INTERVAL);
         }
+        if let Some(comparison) = self.comparison.take() {
+            comparison.finish(qemu, cancel)?;
+        }
         self.mirrors.iter().try_for_each(|mirror| qemu.remove_mirror(&mirror.job))?;
         self.are_complete = true;
         Ok(())
@@ -168,36 +183,15 @@ impl DiskMirrors {
     /// # Errors
     /// A job does not end; the journal still has it.
     pub(super) fn end(self, qemu: &mut Qemu) -> Result<(), Error> {
-        let Self { mirrors, entry, are_complete, forwarder } = self;
+        let Self { mirrors, entry, are_complete, forwarder, comparison } = self;
         // A job waits for its connection.
-        drop(forwarder);
+        drop((forwarder, comparison));
         if !are_complete {
             let jobs: Vec<_> = mirrors.into_iter().map(|mirror| mirror.job).collect();
             qemu.drop_mirrors(&jobs)?;
         }
         entry.iter().for_each(JournalEntry::done);
         Ok(())
-    }
-}
-
-/// A connection for this drive to the other host.
-fn connected(drive: &Drive, to: &Address, context: &Context<'_>) -> Result<Arc<dyn Channel>, Error> {
-    let deadline = Instant::now() + context.options.connect_timeout;
-    let connected = connect_with(to, deadline, context.cancel, &connect_options(context.options)?);
-    connected.map(Arc::from).map_err(|error| match error {
-        towline_channel::Error::Cancelled => Error::Cancelled,
-        error => Error::DiskNotCopied {
-            drive: drive.name.clone(),
-            text: format!("{error}; a firewall between the hosts has to let this port through"),
-        },
-    })
-}
-
-/// Refuses a QEMU that finds no socket of this process.
-fn check_root(qemu: &Qemu) -> Result<(), Error> {
-    match qemu.process().has_own_root() {
-        true => Err(Error::DisksOfOtherRoot { socket: qemu.socket().to_owned() }),
-        false => Ok(()),
     }
 }
 
@@ -229,9 +223,10 @@ impl DiskExports {
         context: &Context<'_>,
     ) -> Result<Option<Self>, Error> {
         let WritableDisks::Exported { listener } = &context.options.disks else { return Ok(None) };
-        check_root(qemu)?;
+        context.require_paths(qemu)?;
         let (drives, socket) = (qemu.written_drives()?, dir.join(EXPORT_SOCKET));
-        let far = FarEnds::At(Address::Unix(socket.clone()));
+        let server = socket.clone();
+        let far = FarEnds::By(Box::new(move |near, cancel| serve(near, &server, cancel)));
         let forwarder = Forwarder::start(Arc::clone(listener), far, Some(context.cancel))?;
         qemu.wait_for_replies();
         let entry = qemu.record(&UndoRecord::Exports);

@@ -32,7 +32,9 @@ pub(super) use traits::{DestinationEndpoint, Rollback, SourceControl, SourceEndp
 pub(super) fn source(source: &Source, context: &Context<'_>) -> Result<Box<dyn SourceEndpoint>, Failure> {
     Ok(match source {
         Source::Qmp(path) => Box::new(qemu::QemuSource::new(path, context)?),
-        Source::Stream(address) => Box::new(stream::StreamSource::new(address)),
+        Source::Stream(address) => {
+            Box::new(stream::StreamSource::new(address, context.options.peer_name.as_deref()))
+        }
         Source::Process(process) => {
             Box::new(process::LocalSource::new(process.as_ref()).map_err(Failure::untouched)?)
         }
@@ -54,7 +56,7 @@ pub(super) fn destination(
         Destination::Stream(address) => {
             let GuestDescription { guest, base, .. } = description;
             let stream = StreamDestination::new(address, guest.as_ref(), base);
-            Box::new(stream.named(context.options.destination_name.as_deref()))
+            Box::new(stream.named(context.options.peer_name.as_deref()))
         }
         Destination::Image(path) => {
             Box::new(image::ImageDestination::new(path, description.origin, context)?)

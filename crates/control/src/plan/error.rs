@@ -34,6 +34,8 @@ pub enum Error {
     #[error("{0}")]
     Move(#[from] crate::moves::Error),
     #[error("{0}")]
+    Generation(#[from] crate::generations::Error),
+    #[error("{0}")]
     InPlace(#[from] crate::in_place::Error),
     #[error("{0}")]
     Remote(#[from] crate::remote::Error),
@@ -64,6 +66,12 @@ pub enum Error {
         "QEMU on {socket} is migrating already (status {status}): wait for it, or cancel it (`migrate_cancel`)"
     )]
     Migrating { socket: String, status: String },
+    #[error(
+        "QEMU on {socket} has not cleaned up its last migration within {} s, and accepts no other until it is restarted: some versions \
+         (10.0) never do after connections that broke in their first moment; the guest is not affected",
+        qemu::MIGRATION_CLEANUP_TIMEOUT.as_secs()
+    )]
+    NotCleanedUp { socket: String },
     #[error("QEMU on {socket} cannot send this guest: {}", joined(reasons))]
     Blocked { socket: String, reasons: Vec<BlockedBy> },
     #[error(
@@ -132,6 +140,8 @@ pub enum Error {
     SourceReset { peer: String },
     #[error("the towline at the other end did not report within {:.1} s", waited.as_secs_f64())]
     PeerSilent { waited: Duration },
+    #[error("the towline at the source has given up, and its own message says why")]
+    PeerGaveUp,
     #[error("the towline at the destination could not run the guest: {reason}")]
     PeerDidNotRun { reason: String },
     #[error("QEMU on {socket} got `cont`, and its status is `{status}`; its own log says why")]
@@ -164,12 +174,26 @@ pub enum Error {
     CardDisconnected { socket: String, chardev: String },
     #[error("disk {drive} cannot be copied to the other host: {text}")]
     DiskNotCopied { drive: String, text: String },
+    #[error("disk {drive} cannot be compared with its copy: {text}")]
+    DiskNotCompared { drive: String, text: String },
     #[error(
-        "the disks of QEMU on {socket} cannot be copied: it has another root directory, and finds no socket of towline"
+        "disk {drive} differs from its copy at the other host, first at byte {offset}: check the storage there (another program that \
+         writes it, a fault), and move again to a new file"
     )]
-    DisksOfOtherRoot { socket: String },
-    #[error("disks cannot be copied: no thread can be started: {source}")]
-    DisksNotForwarded { source: std::io::Error },
+    DiskDiffers { drive: String, offset: u64 },
+    #[error(
+        "the QEMUs were not connected within {:.1} s: a firewall between the hosts has to let {address} through",
+        waited.as_secs_f64()
+    )]
+    NotConnected { address: String, waited: Duration },
+    #[error(
+        "QEMU on {socket} has another root directory (chroot), and finds no socket of towline there: it can be copied and moved over one connection, without postcopy, disks, or a direct way to another host"
+    )]
+    OtherRoot { socket: String },
+    #[error("QEMU on {socket} reports no TCP port that it listens on")]
+    NoPort { socket: String },
+    #[error("no connection can be forwarded between the QEMUs, as no thread can be started: {source}")]
+    NotForwarded { source: std::io::Error },
     #[error("cancelled")]
     Cancelled,
 }

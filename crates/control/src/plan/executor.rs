@@ -13,6 +13,7 @@ mod postcopy;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use towline_channel::Channel;
 use towline_migration::silence_max;
 use towline_protocol::session::{FromDestination, FromSource};
 
@@ -39,6 +40,8 @@ pub(super) struct SwitchoverEnds<'a> {
     pub(super) switchover: &'a SharedSwitchover,
     pub(super) source: SourceControl<'a>,
     pub(super) destination: &'a mut dyn DestinationEndpoint,
+    /// The session with another towline, if it has begun.
+    pub(super) session: Option<PeerSession>,
     pub(super) context: &'a Context<'a>,
     /// The first error, if one occurred.
     pub(super) error: Option<Error>,
@@ -73,6 +76,8 @@ struct Executor<'a> {
     source_peer: Option<PeerSession>,
     cancel_handled: bool,
     is_cut_over: bool,
+    /// The source cannot send the rest of its memory since then.
+    stuck_since: Option<Instant>,
 }
 
 /// Carries out directives from `first` until the end of the command.
@@ -84,11 +89,13 @@ pub(super) fn conclude(mut ends: SwitchoverEnds<'_>, first: Directive) -> Result
     if let Some(to) = ends.destination.qemu() {
         to.qmp.qemu_mut().wait_for_replies();
     }
+    let mut begun = ends.session.take();
+    let mut session = |channel: Arc<dyn Channel>| begun.take().unwrap_or_else(|| PeerSession::new(channel));
     let source_peer = match &ends.source {
-        SourceControl::Stream(channel) => Some(PeerSession::new(Arc::clone(channel))),
+        SourceControl::Stream(channel) => Some(session(Arc::clone(channel))),
         _ => None,
     };
-    let destination_peer = ends.destination.channel().map(PeerSession::new);
+    let destination_peer = ends.destination.channel().map(session);
     // A command that has failed does not report that it is too late to cancel. An image's memory was sent before.
     let request = ends.switchover.state().request();
     let is_served = request.memory == MemorySharing::Postcopy && request.source == SourceKind::Stored;
@@ -106,6 +113,7 @@ pub(super) fn conclude(mut ends: SwitchoverEnds<'_>, first: Directive) -> Result
         source_peer,
         cancel_handled,
         is_cut_over: false,
+        stuck_since: None,
     }
     .run(first)
 }
@@ -130,7 +138,8 @@ impl Executor<'_> {
         }
     }
 
-    /// Sends heartbeats to a towline at the destination, which holds the guest until it has the outcome.
+    /// Sends heartbeats to a towline at the destination, which holds the guest until it has the outcome, or to one at a source whose
+    /// QEMU completes by itself.
     fn beat_until_outcome(&mut self) {
         if self.ends.error.is_none()
             && self.ends.switchover.state().destination() == DestinationKind::Towline
@@ -138,6 +147,19 @@ impl Executor<'_> {
         {
             peer.beat_until_outcome();
         }
+        // The source may be cancelled if this end is silent.
+        if self.are_qemus_connected()
+            && let Some(peer) = &mut self.source_peer
+        {
+            peer.beat_until_report();
+        }
+    }
+
+    fn are_qemus_connected(&self) -> bool {
+        matches!(
+            self.ends.switchover.state().request().memory,
+            MemorySharing::Connected | MemorySharing::ConnectedPostcopy
+        )
     }
 
     fn handle_cancel(&mut self) {
@@ -193,6 +215,7 @@ impl Executor<'_> {
     fn await_peer(&mut self) -> Input {
         let silence_max = silence_max(self.ends.context.options.peer_timeout);
         loop {
+            let stuck = self.watch_following_source();
             let awaits_outcome = self.ends.switchover.state().awaits_source_outcome();
             let (reply, silence) = match (&mut self.source_peer, &mut self.destination_peer) {
                 (Some(peer), _) if awaits_outcome => (peer.receive_outcome(), peer.silence()),
@@ -212,12 +235,18 @@ impl Executor<'_> {
                     }
                     return Input::Peer(message);
                 }
-                PeerReply::Nothing if silence >= silence_max || self.waited() >= PEER_REPORT_TIMEOUT => {
+                PeerReply::Nothing
+                    if silence >= silence_max
+                        || self.waited() >= PEER_REPORT_TIMEOUT && !self.has_switched() =>
+                {
                     let waited = if silence >= silence_max { silence } else { self.waited() };
                     self.ends.error.get_or_insert(Error::PeerSilent { waited });
                     return Input::TimedOut;
                 }
-                PeerReply::Nothing => self.handle_cancel(),
+                PeerReply::Nothing => match stuck {
+                    Some(input) => return input,
+                    None => self.handle_cancel(),
+                },
                 PeerReply::Lost(error) => {
                     self.ends.error.get_or_insert(error);
                     return Input::PeerLost;
@@ -227,6 +256,7 @@ impl Executor<'_> {
     }
 
     fn send(&mut self, message: PeerMessage) -> Input {
+        let is_following = self.has_switched() && matches!(message, PeerMessage::Completed(_));
         let sent = match (message, &mut self.source_peer, &mut self.destination_peer) {
             (PeerMessage::Completed(run), _, Some(peer)) => peer.send_outcome(FromSource::Completed(run)),
             (PeerMessage::Aborted, _, Some(peer)) => peer.send_outcome(FromSource::Aborted),
@@ -240,7 +270,13 @@ impl Executor<'_> {
             _ => Ok(()),
         };
         match sent {
-            Ok(()) => Input::Done,
+            Ok(()) => {
+                // The rest of the memory takes as long as it takes.
+                if let Some(peer) = self.destination_peer.as_mut().filter(|_| is_following) {
+                    peer.beat_until_outcome();
+                }
+                Input::Done
+            }
             Err(error) => {
                 self.ends.error.get_or_insert(error);
                 Input::NotDone
@@ -353,7 +389,7 @@ impl Executor<'_> {
         let error = error.unwrap_or_else(|| self.reason(&guest));
         let held = if guest.needs_attention() { HeldGuest::MayBeOnlyCopy } else { HeldGuest::Incomplete };
         // A guest that runs before its memory is there has been loaded.
-        let is_early = self.is_postcopy() && guest.needs_attention();
+        let is_early = (self.is_postcopy() || self.has_switched()) && guest.needs_attention();
         let undo = Rollback { is_cut_over: self.is_cut_over || is_early, held };
         let (error, notes) = self.ends.destination.roll_back(error, self.ends.context, undo);
         self.notes.extend(notes);

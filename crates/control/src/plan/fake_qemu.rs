@@ -60,6 +60,8 @@ pub(crate) struct Script {
     pub(crate) status: &'static str,
     /// Status of its migration, if it has one.
     pub(crate) migration: Option<&'static str>,
+    /// It never cleans up its last migration.
+    pub(crate) keeps_migration: bool,
     /// Run state after `cont`; `None`: it is refused.
     pub(crate) cont: Option<&'static str>,
     /// Threads of its vCPUs. With one of this process, that is the process of this QEMU.
@@ -86,6 +88,7 @@ impl FakeQemu {
         let script = Arc::new(Mutex::new(Script {
             status,
             migration: None,
+            keeps_migration: false,
             cont: Some("running"),
             vcpus: Vec::new(),
             devices: Vec::new(),
@@ -172,6 +175,7 @@ impl Commands for Monitor {
                     .map(|(index, id)| json!({ "cpu-index": index, "thread-id": id, "qom-path": "/c", "target": "x86_64" }))
                     .collect()
             }
+            "query-yank" if script.keeps_migration => json!([{ "type": "migration" }]),
             "query-yank" => json!([]),
             _ => json!({}),
         })

@@ -40,6 +40,8 @@ pub enum Invalid {
     NamedTwice { destination: String },
     /// Only a stream can be inspected.
     InspectedWithoutStream,
+    /// A guest goes directly between a QEMU here and one that a towline of another host drives.
+    DirectEnds,
     /// A build without object stores.
     WithoutStores { location: Location },
 }
@@ -92,8 +94,6 @@ pub enum InvalidPostcopy {
     ZeroCopy,
     /// Pages are requested on the return path.
     WithoutReturnPath,
-    /// QEMU connects by paths in another root directory.
-    OtherRoot { socket: String },
     /// The running guest requests its pages on another channel.
     OtherChannel { expected: RequestedPages },
 }

@@ -7,15 +7,17 @@ use towline_channel::{
     Channel, ChannelExt as _, Error as ChannelError, IoBuf, IoBufMut, RecvFlags, SendFlags,
 };
 use towline_migration::Heartbeat;
-use towline_protocol::Reader;
 use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::session::{FromDestination, FromSource};
+use towline_protocol::{PeerMisbehaved, Reader};
 
 use super::error::Error;
 use crate::switchover::PeerMessage;
 
 /// Longest wait for a frame in one call.
 const RECEIVE_TIME: Duration = Duration::from_millis(50);
+/// The same of a glance.
+const GLANCE_TIME: Duration = Duration::from_millis(1);
 /// Timeout for sending a frame.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// More bytes than any frame has.
@@ -36,8 +38,8 @@ pub(super) struct PeerSession {
 
 /// Result of waiting for a message.
 #[derive(Debug)]
-pub(super) enum PeerReply {
-    Message(PeerMessage),
+pub(super) enum PeerReply<T = PeerMessage> {
+    Message(T),
     /// None has arrived yet.
     Nothing,
     /// The connection is lost, or the received bytes are not a frame.
@@ -98,9 +100,31 @@ impl PeerSession {
         self.receive(FromSource::decode, |frame| match frame {
             FromSource::Alive => None,
             FromSource::Completed(run) => Some(PeerMessage::Completed(run)),
-            // A second greeting carries no outcome, and no towline sends it.
-            FromSource::Aborted | FromSource::Hello(_) => Some(PeerMessage::Aborted),
+            // What precedes the outcome carries none, and no towline sends it a second time.
+            FromSource::Aborted | FromSource::Hello(_) | FromSource::Stopped(_) => Some(PeerMessage::Aborted),
         })
+    }
+
+    /// Receives a frame that precedes the outcome from the source's towline.
+    pub(super) fn receive_from_source(&mut self) -> PeerReply<FromSource> {
+        self.receive(FromSource::decode, |frame| Some(frame).filter(|frame| *frame != FromSource::Alive))
+    }
+
+    /// Receives a frame that precedes the report from the destination's towline.
+    pub(super) fn receive_from_destination(&mut self) -> PeerReply<FromDestination> {
+        self.receive(ReturnPathMessage::decode, |message| without_heartbeat(&message))
+    }
+
+    /// As [`Self::receive_from_destination`], without waiting.
+    pub(super) fn glance_at_destination(&mut self) -> PeerReply<FromDestination> {
+        self.receive_within(GLANCE_TIME, ReturnPathMessage::decode, |message| without_heartbeat(&message))
+    }
+
+    /// The error of a frame that was not to be sent now.
+    pub(super) fn unexpected(&self, frame: &impl std::fmt::Debug) -> Error {
+        let found = format!("{frame:?}");
+        let source = PeerMisbehaved::Unexpected { found, expected: "another frame of the session" }.into();
+        towline_migration::Error::Protocol { peer: self.channel.peer().to_owned(), source }.into()
     }
 
     /// Receives a message from the destination's towline. Other frames, which a relay forwards, are skipped.
@@ -108,7 +132,10 @@ impl PeerSession {
         let mut not_run = None;
         let report =
             self.receive(ReturnPathMessage::decode, |message| match FromDestination::of(&message)? {
-                FromDestination::Alive | FromDestination::Base(_) => None,
+                FromDestination::Alive
+                | FromDestination::Base(_)
+                | FromDestination::Listens(_)
+                | FromDestination::Awaits => None,
                 FromDestination::Placed(placement) => Some(PeerMessage::Placed(placement)),
                 FromDestination::NotRun(reason) => {
                     not_run = Some(reason);
@@ -119,12 +146,21 @@ impl PeerSession {
         report
     }
 
-    fn receive<T>(
+    fn receive<F, T>(
         &mut self,
-        decode: impl Fn(&mut Reader<'_>) -> towline_protocol::Result<Option<T>>,
-        mut message: impl FnMut(T) -> Option<PeerMessage>,
-    ) -> PeerReply {
-        let until = Instant::now() + RECEIVE_TIME;
+        decode: impl Fn(&mut Reader<'_>) -> towline_protocol::Result<Option<F>>,
+        message: impl FnMut(F) -> Option<T>,
+    ) -> PeerReply<T> {
+        self.receive_within(RECEIVE_TIME, decode, message)
+    }
+
+    fn receive_within<F, T>(
+        &mut self,
+        time: Duration,
+        decode: impl Fn(&mut Reader<'_>) -> towline_protocol::Result<Option<F>>,
+        mut message: impl FnMut(F) -> Option<T>,
+    ) -> PeerReply<T> {
+        let until = Instant::now() + time;
         loop {
             let mut reader = Reader::new(&self.input);
             match decode(&mut reader) {
@@ -147,7 +183,7 @@ impl PeerSession {
             if Instant::now() >= until {
                 return PeerReply::Nothing;
             }
-            match self.more() {
+            match self.more(time) {
                 Ok(()) => {}
                 Err(ChannelError::Timeout { .. }) => return PeerReply::Nothing,
                 Err(error) => return PeerReply::Lost(error.into()),
@@ -155,8 +191,8 @@ impl PeerSession {
         }
     }
 
-    fn more(&mut self) -> Result<(), ChannelError> {
-        self.channel.set_timeouts(Some(RECEIVE_TIME), Some(SEND_TIMEOUT))?;
+    fn more(&mut self, time: Duration) -> Result<(), ChannelError> {
+        self.channel.set_timeouts(Some(time), Some(SEND_TIMEOUT))?;
         let mut bytes = [0; INPUT_BYTES];
         match self.channel.recv(&mut [IoBufMut::from(&mut bytes[..])], RecvFlags::empty())? {
             0 => Err(ChannelError::Cut { peer: self.channel.peer().to_owned() }),
@@ -170,6 +206,10 @@ impl PeerSession {
     fn closed(&self) -> Error {
         ChannelError::Cut { peer: self.channel.peer().to_owned() }.into()
     }
+}
+
+fn without_heartbeat(message: &ReturnPathMessage) -> Option<FromDestination> {
+    FromDestination::of(message).filter(|frame| *frame != FromDestination::Alive)
 }
 
 fn outcome_bytes(frame: FromSource) -> Vec<u8> {

@@ -385,7 +385,8 @@ impl<'a> Restore<'a> {
         let Self { statistics, context, target, switchover, mut report, error, .. } = self;
         let mut destination = target.into_endpoint();
         let (source, destination) = (SourceControl::Stored, destination.as_mut());
-        let ends = SwitchoverEnds { switchover: &switchover, source, destination, context, error };
+        let ends =
+            SwitchoverEnds { switchover: &switchover, source, destination, session: None, context, error };
         let SwitchoverReport { source, destination, .. } = conclude(ends, directive)?;
         if destination == DestinationState::Running && report.running_after.is_none() {
             report.running_after = Some(context.elapsed());

@@ -19,6 +19,8 @@ pub enum CopyPhase {
     Prepare,
     /// Disks are copied while the guest runs, before its memory.
     Disks,
+    /// Disks are compared with their copies while the guest runs.
+    CompareDisks,
     /// Waiting for a peer, or connecting to one.
     Connect,
     /// Memory is transferred while the guest runs.
@@ -44,6 +46,7 @@ impl CopyPhase {
         match self {
             Self::Prepare => "prepare",
             Self::Disks => "disks",
+            Self::CompareDisks => "compare-disks",
             Self::Connect => "connect",
             Self::Transfer => "transfer",
             Self::Switchover => "switchover",
@@ -79,6 +82,11 @@ pub trait Observer: Sync {
         let _ = lanes;
     }
 
+    /// The two hosts of the copy: the source's and the destination's.
+    fn hosts(&self, hosts: &[HostFacts; 2]) {
+        let _ = hosts;
+    }
+
     /// A notice for the user; nothing failed.
     fn notice(&self, text: &str) {
         let _ = text;
@@ -107,10 +115,26 @@ impl<A: Observer + ?Sized, B: Observer + ?Sized> Observer for (&A, &B) {
         self.1.lanes(lanes);
     }
 
+    fn hosts(&self, hosts: &[HostFacts; 2]) {
+        self.0.hosts(hosts);
+        self.1.hosts(hosts);
+    }
+
     fn notice(&self, text: &str) {
         self.0.notice(text);
         self.1.notice(text);
     }
+}
+
+/// A host of a copy.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct HostFacts {
+    /// Name that it has for itself.
+    pub name: String,
+    /// Version of its Linux.
+    pub kernel: String,
+    /// Version of the QEMU; `None` for an image.
+    pub qemu: Option<String>,
 }
 
 /// Progress of the memory transfer.
@@ -142,10 +166,22 @@ pub struct Progress {
 /// Progress of a guest's disks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct DiskProgress {
-    /// Bytes that the destination has.
+    /// Bytes that the destination has, or that were compared.
     pub copied: u64,
-    /// Bytes to copy, which grow while the guest writes.
+    /// Bytes to copy or compare, which grow while the guest writes.
     pub total: u64,
+}
+
+/// Disks that are the same at both ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct ComparedDisks {
+    /// Their bytes.
+    pub bytes: u64,
+    /// Bytes that were compared while the guest was stopped: written since.
+    pub again_bytes: u64,
+    /// Time that this took, in milliseconds.
+    pub pause_ms: u64,
 }
 
 /// Report of a completed copy.
@@ -175,6 +211,8 @@ pub struct CopyReport {
     pub uploaded: Option<Uploaded>,
     /// Share of an incremental image that it holds itself.
     pub increment: Option<Increment>,
+    /// Disks that were compared with their copies.
+    pub compared_disks: Option<ComparedDisks>,
     /// Statistics of postcopy.
     pub postcopy: Option<PostcopyReport>,
 }

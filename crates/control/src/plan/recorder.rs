@@ -6,6 +6,7 @@ use towline_protocol::session::MoveId;
 
 use super::context::Context;
 use super::error::Error;
+use crate::generations::ManagedGuest;
 use crate::journal::{RuntimeDirectory, UndoRecord};
 use crate::lock::lock;
 use crate::moves::{self, GuestPlan, Id, MoveEnd, MoveRecord, RecordFile, Stage};
@@ -21,6 +22,8 @@ struct State {
     /// Directory of the records; `None`: nothing is recorded.
     directory: Option<RuntimeDirectory>,
     ends: Option<RecordedEnds>,
+    /// The guest at its destination, if that has generations.
+    managed: Option<ManagedGuest>,
     file: Option<RecordFile>,
 }
 
@@ -44,7 +47,15 @@ pub(super) struct RecordedEnds {
 impl Recorder {
     /// Sets the ends of the move. Without a directory nothing is recorded, and the user gets a notice if it
     /// would have been.
-    pub(super) fn begin(&self, ends: RecordedEnds, machine: &Switchover, context: &Context<'_>) {
+    ///
+    /// # Errors
+    /// It is not known whether the guest has generations.
+    pub(super) fn begin(
+        &self,
+        ends: RecordedEnds,
+        machine: &Switchover,
+        context: &Context<'_>,
+    ) -> Result<(), Error> {
         let directory = match RuntimeDirectory::open() {
             Ok(directory) => {
                 moves::sweep(&directory, &ends.source.end);
@@ -58,29 +69,18 @@ impl Recorder {
             }
             Err(_) => None,
         };
-        *self.state() = State { directory, ends: Some(ends), file: None };
+        // Not when the guest is stopped: every guest of this user is looked at.
+        let managed = ends.destination.managed()?;
+        *self.state() = State { directory, ends: Some(ends), managed, file: None };
+        Ok(())
     }
 
-    /// Makes a decision durable.
+    /// Makes a decision durable. A guest with generations runs at its destination only in the next one.
     pub(super) fn record(&self, id: MoveId, decision: Decision, machine: &Switchover) -> Result<(), Error> {
         let mut state = self.state();
-        let stage = Stage::of(decision);
-        // A guest that sleeps may wake up by itself, and one that is stopped does not run after a failed migration either.
-        let runs = machine.guest() == GuestRunState::Running;
-        let switches = state.ends.as_ref().filter(|_| runs).and_then(|ends| ends.source.vcpus.switches());
-        if let Some(file) = &mut state.file {
-            let mut record = file.record().at_stage(stage);
-            record.guest_plan = guest_plan(machine);
-            record.source_vcpu_switches = switches;
-            return Ok(file.write(record)?);
-        }
-        let Some(mut file) = state.file(id, stage, machine) else { return Ok(()) };
-        let mut record = file.record().clone();
-        record.source_vcpu_switches = switches;
-        let written = file.write(record);
-        // A record that may exist is removed like any other.
-        state.file = Some(file);
-        Ok(written?)
+        state.record(id, decision, machine)?;
+        let managed = state.managed.as_ref().filter(|_| decision == Decision::Run);
+        Ok(managed.map_or(Ok(()), ManagedGuest::enter)?)
     }
 
     /// Updates the record at the end of the command. Returns a notice for the user.
@@ -107,7 +107,9 @@ impl Recorder {
     /// Withdraws the decision to run the guest at its destination: it does not run there, and the peer that is
     /// sent that may run it at its source.
     pub(super) fn retract(&self) -> Result<(), Error> {
-        Ok(self.state().retract()?)
+        let mut state = self.state();
+        state.retract()?;
+        Ok(state.managed.as_ref().map_or(Ok(()), ManagedGuest::withdraw)?)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -116,6 +118,26 @@ impl Recorder {
 }
 
 impl State {
+    fn record(&mut self, id: MoveId, decision: Decision, machine: &Switchover) -> Result<(), moves::Error> {
+        let stage = Stage::of(decision);
+        // A guest that sleeps may wake up by itself, and one that is stopped does not run after a failed migration either.
+        let runs = machine.guest() == GuestRunState::Running;
+        let switches = self.ends.as_ref().filter(|_| runs).and_then(|ends| ends.source.vcpus.switches());
+        if let Some(file) = &mut self.file {
+            let mut record = file.record().at_stage(stage);
+            record.guest_plan = guest_plan(machine);
+            record.source_vcpu_switches = switches;
+            return file.write(record);
+        }
+        let Some(mut file) = self.file(id, stage, machine) else { return Ok(()) };
+        let mut record = file.record().clone();
+        record.source_vcpu_switches = switches;
+        let written = file.write(record);
+        // A record that may exist is removed like any other.
+        self.file = Some(file);
+        written
+    }
+
     fn retract(&mut self) -> Result<(), moves::Error> {
         let Some(file) = self.file.as_mut().filter(|file| file.record().stage > Stage::Acknowledge) else {
             return Ok(());
@@ -190,7 +212,7 @@ pub(super) mod tests {
         let source = RecordedSource { end: end("/run/a.qmp"), vcpus, devices: Vec::new() };
         let ends = Some(RecordedEnds { source, destination: end("/run/b.qmp") });
         let directory = Some(RuntimeDirectory::below(place.path()).unwrap());
-        Recorder(Mutex::new(State { directory, ends, file: None }))
+        Recorder(Mutex::new(State { directory, ends, managed: None, file: None }))
     }
 
     fn machine(guest: GuestRunState, after: SourceAction) -> Switchover {

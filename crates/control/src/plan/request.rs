@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use towline_channel::{Address, Listener, OneTimeCredentials, TlsClient, TlsServer};
 use towline_migration::{Compression, Tuning, ZeroCopySend};
+use towline_qmp::commands::Capability;
 
 use crate::in_place::PreparedDisks;
 
@@ -23,8 +24,10 @@ pub struct CopyRequest {
     pub zero_copy_send: ZeroCopySend,
     /// TLS on streams; `None` for none.
     pub tls: Option<Tls>,
-    /// Name of the destination in records, if its address is not what its user has given.
-    pub destination_name: Option<String>,
+    /// Name of the other end of the stream in records, if its address is not what its user has given.
+    pub peer_name: Option<String>,
+    /// The end of the stream that connects to the other one.
+    pub connects: ConnectingEnd,
     /// Maximum downtime.
     pub downtime_limit: Duration,
     /// Compare an image with its manifest while it is read.
@@ -33,8 +36,11 @@ pub struct CopyRequest {
     pub return_path: bool,
     /// Stream an image even if QEMU could load the file itself.
     pub stream: bool,
-    /// Refuse a destination that does not map the image's memory already, instead of sending it.
+    /// Refuse a destination that does not map the image's memory already, or a source that is stored while it runs on and does not run on
+    /// an image, instead of sending it.
     pub requires_mapped_memory: bool,
+    /// The QEMUs of two hosts are connected to each other; `None`: the guest goes through both towlines.
+    pub direct: Option<Direct>,
     /// Disks that the guest writes to.
     pub disks: WritableDisks,
     /// Replace an existing image of the same name.
@@ -45,8 +51,52 @@ pub struct CopyRequest {
     pub accept_timeout: Duration,
     /// Silence of the other end of a `tcp:` stream after which it is taken for lost.
     pub peer_timeout: Duration,
+    /// Use of the generations of a guest that several hosts run in turn.
+    pub generations: GenerationUse,
     /// Changes of rate and downtime while the copy runs.
     pub tuning: Tuning,
+}
+
+/// Capabilities that the source's user may have set, which the destination needs then as well.
+pub(crate) const SHARED_CAPABILITIES: [Capability; 2] =
+    [Capability::DIRTY_BITMAPS, Capability::SWITCHOVER_ACK];
+
+/// Options of a guest that goes from QEMU to QEMU, the same at both ends.
+#[derive(Debug, Clone)]
+pub struct Direct {
+    /// Encrypted, the stream is forwarded by both towlines; else the QEMUs are connected to each other.
+    pub is_encrypted: bool,
+    /// Capabilities that the source has set, and that its destination needs as well.
+    pub capabilities: Vec<Capability>,
+}
+
+impl Direct {
+    /// Returns true if the guest may be switched to postcopy.
+    pub(crate) fn permits_postcopy(&self) -> bool {
+        self.capabilities.contains(&Capability::POSTCOPY_RAM)
+    }
+}
+
+/// The end of a stream that connects; the other one listens.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum ConnectingEnd {
+    /// As QEMU's source does.
+    #[default]
+    Source,
+    /// The destination; both ends are towlines.
+    Destination,
+}
+
+/// Use of the generations of a source that has some. Others need none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum GenerationUse {
+    /// Its guest stays: what looks after it would start it a second time.
+    #[default]
+    Refused,
+    /// The source has the highest one, and its guest runs elsewhere only in the next.
+    TakesPart,
+    /// Its guest is stored by what looks after it.
+    Stored,
 }
 
 /// Task of a command.
@@ -124,6 +174,8 @@ pub enum WritableDisks {
     Mirrored {
         /// Where it listens.
         to: Address,
+        /// True if they are compared with their copies.
+        compare: bool,
     },
     /// They are written by what connects to a listener, until the guest has arrived.
     Exported {
@@ -159,9 +211,20 @@ pub enum PostcopyStart {
         run: Option<bool>,
         /// Devices to compare first; see [`Devices`].
         devices: Devices,
+        /// Moment of the switch.
+        switch: PostcopySwitch,
     },
     /// The guest already runs at its destination, and its postcopy was interrupted.
     Recover,
+}
+
+/// Moment at which a running guest is switched to postcopy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PostcopySwitch {
+    /// After one pass over its memory.
+    FirstPass,
+    /// Once it was found not to converge.
+    IfNotConverging,
 }
 
 /// Channel of the pages that the destination of a postcopy requests.
@@ -180,8 +243,20 @@ pub struct TransferOptions {
     pub multifd_channels: Option<usize>,
     /// Maximum rate in bytes per second; `None` for unlimited.
     pub max_bandwidth: Option<u64>,
-    /// Have a `qmp:` source throttle its guest if that writes too fast (QEMU's auto-converge).
-    pub throttle: bool,
+    /// Use of a `qmp:` source's auto-converge.
+    pub throttling: Throttling,
+}
+
+/// Throttling of a guest that writes too fast (QEMU's auto-converge).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Throttling {
+    /// None but QEMU's own setting.
+    #[default]
+    Unchanged,
+    /// Once it was found not to converge.
+    IfNotConverging,
+    /// Whenever it writes half as fast as it is sent.
+    Always,
 }
 
 /// TLS on streams.
@@ -229,6 +304,7 @@ impl Tls {
 pub(crate) struct PostcopyOptions {
     pub(crate) requested_pages: RequestedPages,
     pub(crate) recover: bool,
+    pub(crate) switch: PostcopySwitch,
 }
 
 impl Default for CopyRequest {
@@ -257,17 +333,20 @@ impl CopyRequest {
             compression: Compression::None,
             zero_copy_send: ZeroCopySend::Auto,
             tls: None,
-            destination_name: None,
+            peer_name: None,
+            connects: ConnectingEnd::Source,
             downtime_limit: Duration::from_millis(300),
             verify: false,
             return_path: true,
             stream: false,
             requires_mapped_memory: false,
+            direct: None,
             disks: WritableDisks::default(),
             overwrite: false,
             connect_timeout: Duration::from_secs(10),
             accept_timeout: Duration::from_secs(600),
             peer_timeout: towline_channel::PEER_TIMEOUT,
+            generations: GenerationUse::default(),
             tuning: Tuning::default(),
         }
     }
@@ -364,6 +443,10 @@ impl CopyRequest {
             Task::Postcopy { start, requested_pages, .. } => Some(PostcopyOptions {
                 requested_pages: *requested_pages,
                 recover: *start == PostcopyStart::Recover,
+                switch: match start {
+                    PostcopyStart::Move { switch, .. } => *switch,
+                    _ => PostcopySwitch::FirstPass,
+                },
             }),
             _ => None,
         }

@@ -79,8 +79,11 @@ impl SharedSwitchover {
     }
 
     /// Starts to record the decisions of a move between these ends.
-    pub(super) fn keep_record(&self, ends: RecordedEnds, context: &Context<'_>) {
-        self.recorder.begin(ends, &self.state(), context);
+    ///
+    /// # Errors
+    /// It is not known whether the guest has generations.
+    pub(super) fn keep_record(&self, ends: RecordedEnds, context: &Context<'_>) -> Result<(), Error> {
+        self.recorder.begin(ends, &self.state(), context)
     }
 
     /// Sets the connection to the source.
@@ -159,18 +162,19 @@ impl SharedSwitchover {
         if self.cancel() {
             return;
         }
-        observer.notice(match self.state().request().memory {
-            MemorySharing::Postcopy => {
-                "the guest runs at its destination, so it is too late to cancel: the rest of its memory is still sent"
-            }
-            MemorySharing::Copied | MemorySharing::Shared => {
-                "the switchover is in progress, so it is too late to cancel"
-            }
+        let runs_there = {
+            let state = self.state();
+            state.request().memory == MemorySharing::Postcopy || state.has_switched()
+        };
+        observer.notice(if runs_there {
+            "the guest runs at its destination, so it is too late to cancel: the rest of its memory is still sent"
+        } else {
+            "the switchover is in progress, so it is too late to cancel"
         });
     }
 
-    /// Reports that the source will be connected to its destination directly. Returns false if it must not be.
-    pub(super) fn may_connect_directly(&self, guest: GuestRunState) -> bool {
+    /// Reports that QEMUs which are, or will be, connected to each other may complete by themselves. Returns false if they must not.
+    pub(super) fn may_acknowledge(&self, guest: GuestRunState) -> bool {
         self.pass(Input::AcknowledgeRequested { guest, source: SourceLink::Open }) == Directive::Proceed
     }
 

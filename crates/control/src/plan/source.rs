@@ -1,5 +1,6 @@
 //! A running QEMU as source, driven by its monitor: checked, migrated to this process, watched, restored.
 
+mod direct;
 mod migration;
 mod postcopy;
 mod qmp_source;

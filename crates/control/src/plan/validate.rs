@@ -10,7 +10,7 @@ use super::context::{connect_options, listen_options};
 use super::ends::{Destination, Source};
 use super::error::Error;
 use super::invalid::{CopiedPages, Invalid, InvalidEnds, InvalidPostcopy, InvalidTls};
-use super::request::CopyRequest;
+use super::request::{CopyRequest, Throttling};
 use crate::check::{LANES_DEFAULT, LANES_OF_POSTCOPY};
 use crate::qemu::Qemu;
 
@@ -92,7 +92,9 @@ fn check_pair(source: &Source, destination: &Destination, options: &CopyRequest)
             InvalidEnds::SameQemu { socket: to.clone() }.into()
         }
         (Source::Qmp(_), Destination::Qmp(_)) => return Ok(()),
-        (Source::Qmp(_), _) if options.is_postcopy() => InvalidPostcopy::OfQemu.into(),
+        (Source::Qmp(_), _) if options.is_postcopy() && options.direct.is_none() => {
+            InvalidPostcopy::OfQemu.into()
+        }
         (_, Destination::Qmp(_) | Destination::Stream(Address::Tcp { .. } | Address::Unix(_)))
             if options.is_postcopy() =>
         {
@@ -125,7 +127,9 @@ fn check_one_guest(source: &Source, destination: &Destination, options: &CopyReq
 fn check_throttle(source: &Source, options: &CopyRequest) -> Result<(), Invalid> {
     match source {
         Source::Qmp(_) | Source::Process(_) => Ok(()),
-        _ if options.transfer_options().throttle => Err(InvalidEnds::ThrottledWithoutQemu.into()),
+        _ if options.transfer_options().throttling != Throttling::Unchanged => {
+            Err(InvalidEnds::ThrottledWithoutQemu.into())
+        }
         _ => Ok(()),
     }
 }
@@ -213,7 +217,8 @@ fn check_zero_copy_send(
     options: &CopyRequest,
     lanes: usize,
 ) -> Result<(), Error> {
-    if options.zero_copy_send != ZeroCopySend::On {
+    // QEMU sends, and has its own conditions.
+    if options.zero_copy_send != ZeroCopySend::On || options.direct.is_some() {
         return Ok(());
     }
     let copied = match destination {

@@ -18,6 +18,10 @@ use crate::journal::{self, Journal, JournalEntry, UndoRecord};
 use crate::process::{Process, ProcessState};
 use crate::procfs::VcpuThreads;
 
+/// Commands without a reply with which no further query is made: QEMU must still read what is executed out of band.
+const UNANSWERED_MAX: usize = 4;
+/// Time for which replies to them are read at a time.
+const READ_TIME: Duration = Duration::from_millis(20);
 /// Timeout of a query to which QEMU may not reply at once.
 const QUERY_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -185,6 +189,28 @@ impl Qemu {
         &mut self,
         query: impl FnOnce(&mut Self) -> Result<T, Error>,
     ) -> Result<Option<T>, Error> {
+        let until = Instant::now() + QUERY_TIMEOUT;
+        while self.client.unanswered() >= UNANSWERED_MAX {
+            if Instant::now() >= until {
+                return Ok(None);
+            }
+            // Reads replies.
+            match self.client.wait_event(|_| false, READ_TIME) {
+                Err(qmp::Error::NoEvent { .. }) | Ok(_) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        self.try_now(query)
+    }
+
+    /// As [`Self::try_query`], also if earlier commands have no reply.
+    ///
+    /// # Errors
+    /// As [`Self::try_query`].
+    pub(crate) fn try_now<T>(
+        &mut self,
+        query: impl FnOnce(&mut Self) -> Result<T, Error>,
+    ) -> Result<Option<T>, Error> {
         let deadline = self.client.deadline();
         self.client.set_deadline(QUERY_TIMEOUT);
         let reply = query(self);
@@ -275,6 +301,11 @@ impl Qemu {
     #[must_use]
     pub fn process(&self) -> &Process {
         &self.process
+    }
+
+    /// The process, beyond this connection.
+    pub(crate) fn shared_process(&self) -> Arc<Process> {
+        Arc::clone(&self.process)
     }
 
     /// The threads of its vCPUs.

@@ -14,8 +14,8 @@ use towline_qmp::commands::{
 
 use super::{Drive, Error, Qemu};
 
-/// Name of the node and of the job of each disk, before its number.
-const NAME: &str = "towline-disk-";
+/// Name of the node, the job, the export and the bitmaps of each disk, before its number.
+pub(super) const NAME: &str = "towline-disk-";
 /// Timeout for jobs to end that are cancelled.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
@@ -153,8 +153,8 @@ impl Qemu {
         Ok(())
     }
 
-    /// Ends these jobs, whether they are there or not, and removes them with their nodes. The guest keeps its own disks. Close the
-    /// connections to the target before, for which a job waits.
+    /// Ends these jobs, whether they are there or not, and removes them with their nodes, and what compares their disks. The guest keeps
+    /// its own disks. Close the connections to the target before, for which a job waits.
     ///
     /// # Errors
     /// [`Error::Qmp`]; [`Error::JobRuns`].
@@ -170,7 +170,8 @@ impl Qemu {
             }
             thread::sleep(POLL_INTERVAL);
         }
-        jobs.iter().try_for_each(|job| self.remove_mirror(job))
+        jobs.iter().try_for_each(|job| self.remove_mirror(job))?;
+        self.end_comparison()
     }
 
     /// Removes an ended job and its node, if they are there.
@@ -204,6 +205,7 @@ impl Qemu {
                 node_name: drive.node.clone(),
                 name: drive.name.clone(),
                 writable: true,
+                bitmaps: Vec::new(),
             });
             if let Err(error) = exported {
                 unless_refused(self.client().execute(&StopNbdServer))?;
@@ -231,7 +233,7 @@ fn reason(job: &Job) -> String {
 }
 
 /// Accepts a refusal: there is nothing to end.
-fn unless_refused(result: Result<Empty, qmp::Error>) -> Result<(), Error> {
+pub(super) fn unless_refused(result: Result<Empty, qmp::Error>) -> Result<(), Error> {
     match result {
         Err(qmp::Error::Refusal { desc, .. }) => {
             tracing::debug!(desc, "nothing to end");

@@ -13,22 +13,19 @@ use std::time::{Duration, Instant};
 use serde_json::{Map, Value};
 use towline_channel::Cancel;
 use towline_qmp as qmp;
-use towline_qmp::commands::{
-    Capability, Cont, Migrate, MigrateCancel, MigrationInfo, MigrationStatus, RunState,
-};
+use towline_qmp::commands::{Capability, Cont, Migrate, MigrationInfo, MigrationStatus, RunState};
 
 use super::connection::Qemu;
 use super::device_tree::qom_children;
 use super::error::{Error, RepairReport};
 use super::facts::IncomingState;
+use super::migration::MIGRATION_CLEANUP_TIMEOUT;
 use super::settings::Change;
 use crate::journal::{
     ChangedValue, Error as JournalError, Journal, RuntimeDirectory, UndoRecord, monotonic_ms, sweep,
 };
 use crate::temporary_names;
 
-/// Timeout for a cancelled migration to end, and for any to be cleaned up.
-const CLEANUP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Timeout for an unrecorded migration to end without help, as it does soon if it was sent to the killed
 /// towline.
 const END_TIMEOUT: Duration = Duration::from_secs(3);
@@ -138,8 +135,7 @@ impl Qemu {
             _ => None,
         });
         let has = |is_it: fn(&UndoRecord) -> bool| records.iter().any(|(_, record)| is_it(record));
-        let pauses = has(|record| matches!(record, UndoRecord::Mirrors { .. }))
-            && has(|record| matches!(record, UndoRecord::Migration { .. }));
+        let pauses = has(pauses) && has(|record| matches!(record, UndoRecord::Migration { .. }));
         let busy = self.wait_until_idle(seen, pauses)?;
         let mut repaired =
             RepairReport { socket: self.socket().to_owned(), owner, done: Vec::new(), left: Vec::new() };
@@ -181,12 +177,15 @@ impl Qemu {
             let is_ours = seen_ms.is_some_and(|seen| began_before(&migration, monotonic_ms(), seen));
             // Nothing of the device state was sent.
             let has_paused = status == MigrationStatus::PRE_SWITCHOVER;
-            let may_cancel = has_paused && (is_ours || pauses) || is_ours && !self.is_completing()?;
-            if !cancelled && CANCELLABLE.contains(&status) && may_cancel {
-                self.client.execute(&MigrateCancel)?;
+            // One that paused before it was seen in progress is ours as well.
+            let is_unseen = pauses && seen_ms.is_none();
+            let may_cancel = has_paused && (is_ours || is_unseen) || is_ours && !self.is_completing()?;
+            let may_wait = status == MigrationStatus::FAILED;
+            if !cancelled && (CANCELLABLE.contains(&status) && may_cancel || may_wait) {
+                self.cancel_migration()?;
                 cancelled = true;
             }
-            let limit = if cancelled || status.is_idle() { CLEANUP_TIMEOUT } else { END_TIMEOUT };
+            let limit = if cancelled || status.is_idle() { MIGRATION_CLEANUP_TIMEOUT } else { END_TIMEOUT };
             if start.elapsed() >= limit {
                 let waited = limit.as_secs();
                 return Ok(Some(format!("its migration has not ended within {waited} s (status {status})")));
@@ -199,19 +198,6 @@ impl Qemu {
     /// not depend on us.
     fn is_completing(&mut self) -> Result<bool, Error> {
         Ok(self.status()?.status == RunState::FINISH_MIGRATE)
-    }
-
-    /// Returns true if QEMU has not cleaned up a finished migration; changing settings before that can make
-    /// it abort.
-    fn cleans_up_migration(&mut self) -> Result<bool, Error> {
-        match self.client.execute_raw("query-yank", None) {
-            Ok(instances) => {
-                let mut instances = instances.as_array().into_iter().flatten();
-                Ok(instances.any(|instance| instance["type"] == "migration"))
-            }
-            Err(error) if error.is_command_not_found() => Ok(false),
-            Err(error) => Err(error.into()),
-        }
     }
 
     /// Plugs in a device that a move has detached, in the QEMU that has the guest now; returns the text of
@@ -353,6 +339,17 @@ impl<T: Clone + PartialEq + fmt::Display> ChangedValue<T> {
                 None
             }
         }
+    }
+}
+
+/// Returns true if a towline with this record lets its migration wait before the switchover.
+fn pauses(record: &UndoRecord) -> bool {
+    match record {
+        UndoRecord::Mirrors { .. } => true,
+        UndoRecord::Settings { capabilities, .. } => {
+            capabilities.get(&Capability::PAUSE_BEFORE_SWITCHOVER).is_some_and(|changed| changed.set)
+        }
+        _ => false,
     }
 }
 

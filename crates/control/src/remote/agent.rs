@@ -1,10 +1,10 @@
-//! The other end of the session: makes a place for a guest, and receives it.
+//! The other end of the session: makes a place for a guest, and receives it; or sends an image.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -15,25 +15,31 @@ use towline_launch::{
     GuestDirectory, GuestIdentity, GuestName, HostArguments, IncomingOption, Launcher, Lifetime, Recorded,
     RunningGuest, RunningQemu, RuntimeError, RuntimeRoot,
 };
-use towline_qmp::commands::{QueryStatus, Quit, RunState};
+use towline_migration::Compression;
+use towline_qmp::commands::{Capability, QueryStatus, RunState};
 use towline_qmp::{self as qmp, Client, Command, CommandError, Commands, Dialogue};
 
+use super::Error;
 use super::disks::{CopiedDisk, WrittenDisk};
+use super::frames::{Card, FrameReceiver};
 use super::guest::compare;
 use super::new_disks::NewDisks;
 use super::{
-    ENDED, Ended, LISTENING, NewGuest, Place, Prepare, Prepared, Receive, Receiving, SESSION, SESSION_KEY,
-    compression_of, from_hex, to_hex,
+    ENDED, Ended, FRAMES, FRAMES_KEY, LISTENING, NewGuest, Place, Prepare, Prepared, Receive, ReceiveDirect,
+    Receiving, SESSION, SESSION_KEY, SendImage, Sending, compression_of,
 };
+use crate::check::CheckEnd;
+use crate::hex::{from_hex, to_hex};
 use crate::lock::lock;
 use crate::plan::{
-    self, AfterCopy, CopyRequest, CopyResult, Destination, Source, Task, Tls, TransferOptions, WritableDisks,
-    wait_for_socket,
+    self, AfterCopy, ConnectingEnd, CopyRequest, CopyResult, Destination, Direct, SHARED_CAPABILITIES,
+    Source, Task, Tls, TransferOptions, WritableDisks, wait_for_socket,
 };
+use crate::procfs::of_kernel;
 use crate::qemu::Qemu;
 
 /// Commands of an agent.
-const COMMANDS: [&str; 2] = [Prepare::NAME, Receive::NAME];
+const COMMANDS: [&str; 3] = [Prepare::NAME, Receive::NAME, SendImage::NAME];
 /// Time for which a socket of a QEMU that is being started is waited for.
 const SOCKET_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for which the source may take to connect, once it knows where.
@@ -42,8 +48,6 @@ const ACCEPT_TIMEOUT: Duration = Duration::from_secs(60);
 const DISKS_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 /// Time in which a QEMU that is not needed ends; it is killed then.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
-/// Interval of checks for that.
-const END_INTERVAL: Duration = Duration::from_millis(10);
 
 /// An agent, which prepares one guest for its host. A QEMU that it has started is ended with it.
 #[derive(Debug)]
@@ -56,8 +60,8 @@ pub struct Agent {
 enum State {
     #[default]
     Begun,
-    Prepared(Ready),
-    Receives(Box<Reception>),
+    Prepared(Box<Ready>),
+    Copies(Box<AgentCopy>),
 }
 
 /// A place that was made for a guest.
@@ -67,6 +71,7 @@ struct Ready {
     started: Option<StartedForGuest>,
     refusals: Vec<String>,
     copies_disks: bool,
+    cards: Vec<Card>,
 }
 
 /// A QEMU that waits for its guest, and ends with this value unless it is kept.
@@ -77,16 +82,18 @@ struct StartedForGuest {
     disks: NewDisks,
 }
 
-/// The guest that is received next.
+/// The guest that is received or sent next.
 #[derive(Debug)]
 #[non_exhaustive]
-pub struct Reception {
+pub struct AgentCopy {
     /// Where it comes from.
     pub source: Source,
     /// Where it goes.
     pub destination: Destination,
     /// The copy.
     pub request: CopyRequest,
+    /// Cards of the QEMU, which get frames of the source.
+    pub frames: FrameReceiver,
     started: Option<StartedForGuest>,
 }
 
@@ -122,6 +129,7 @@ impl Commands for Agent {
         match name {
             Prepare::NAME => reply(&self.prepare(&parsed(arguments)?)?),
             Receive::NAME => reply(&self.receive(&parsed(arguments)?)?),
+            SendImage::NAME => reply(&self.send(&parsed(arguments)?)?),
             _ => Err(CommandError::NotFound),
         }
     }
@@ -145,11 +153,11 @@ impl Agent {
         Self { root, state: Mutex::default() }
     }
 
-    /// The guest that is received, once that was requested.
-    pub fn reception(&self) -> Option<Reception> {
+    /// The guest that is received or sent, once that was requested.
+    pub fn copy(&self) -> Option<AgentCopy> {
         let mut state = self.state();
         match std::mem::take(&mut *state) {
-            State::Receives(reception) => Some(*reception),
+            State::Copies(copy) => Some(*copy),
             other => {
                 *state = other;
                 None
@@ -172,9 +180,11 @@ impl Agent {
             Place::File(path) => (Destination::Image(path.clone()), None),
             Place::Store(location) => (Destination::Store(location.parse().map_err(failed)?), None),
         };
+        let mut cards = Vec::new();
         let (facts, refusals) = match &destination {
             Destination::Qmp(socket) => {
-                let WaitingQemu { facts, disks } = WaitingQemu::of(socket)?;
+                let WaitingQemu { facts, disks, cards: found } = WaitingQemu::of(socket)?;
+                cards = found;
                 let mut refusals = compare(&guest, &facts, request.lanes).reasons(ConfiguredBy::Towline);
                 refusals.extend(request.disks.refusals(&disks));
                 let json = serde_json::from_slice(&facts.to_json()).map_err(failed)?;
@@ -183,9 +193,10 @@ impl Agent {
             _ => (None, Vec::new()),
         };
         let copies_disks = !request.disks.copied().is_empty();
-        *self.state() =
-            State::Prepared(Ready { destination, started, refusals: refusals.clone(), copies_disks });
-        Ok(Prepared { facts, refusals })
+        let names = cards.iter().map(|card| card.chardev().to_owned()).collect();
+        let ready = Ready { destination, started, refusals: refusals.clone(), copies_disks, cards };
+        *self.state() = State::Prepared(Box::new(ready));
+        Ok(Prepared { facts, refusals, cards: names })
     }
 
     /// Makes these disks, and starts a QEMU for this guest. Both outlive this process, which may be killed while the guest is there already.
@@ -221,6 +232,7 @@ impl Agent {
         let mut launcher = Launcher::new(directory);
         launcher.incoming = IncomingOption::Defer;
         launcher.lifetime = Lifetime::Detached;
+        launcher.generations.clone_from(&guest.generations);
         let disks = NewDisks::make(copied, &allowed.whole(), &host, &list);
         let disks = disks.map_err(CommandError::generic)?;
         let qemu = launcher.start(&allowed, &host).map_err(failed)?;
@@ -238,19 +250,11 @@ impl Agent {
         let Some(left) = left else { return Err(taken) };
         tracing::info!(%name, pid = left.pid, "ending a QEMU that waits for a guest of an agent that has ended");
         let remove_disks = NewDisks::removal(&left.qmp.with_file_name(NewDisks::FILE));
-        let quit =
-            Client::connect(&left.qmp, &qmp::Options::default()).and_then(|mut client| client.execute(&Quit));
-        quit.map_err(|_| taken)?;
-        let deadline = Instant::now() + END_TIMEOUT;
-        loop {
-            match self.root.claim(name) {
-                Err(RuntimeError::Taken { .. }) if Instant::now() < deadline => thread::sleep(END_INTERVAL),
-                claimed => {
-                    remove_disks();
-                    return claimed;
-                }
-            }
+        if !left.end(END_TIMEOUT, END_TIMEOUT) {
+            return Err(taken);
         }
+        remove_disks();
+        self.root.claim(name)
     }
 
     fn receive(&self, request: &Receive) -> Result<Receiving, CommandError> {
@@ -263,22 +267,87 @@ impl Agent {
         }
         let key = OneTimeKey::generate().map_err(failed)?;
         let certificate = to_hex(key.certificate());
-        let peer = from_hex(&request.certificate)
-            .ok_or_else(|| CommandError::generic("the certificate is not one"))?;
-        let Receive { compression: method, compression_level: level, .. } = request;
-        let compression = compression_of(method, *level)
-            .ok_or_else(|| CommandError::generic(format!("compression {method}:{level} is not known")))?;
-        let mut received = CopyRequest { compression, ..received(request, key.with_peer(peer)) };
+        let credentials = with_peer(key, &request.certificate)?;
+        let compression = known_compression(&request.compression, request.compression_level)?;
+        let direct = request.direct.as_ref().map(direct_of).transpose()?;
+        if let (Some(Direct { is_encrypted: false, .. }), Destination::Qmp(socket)) =
+            (&direct, &ready.destination)
+            && Qemu::inspect(socket, &qmp::Options::default()).map_err(failed)?.process().has_own_network()
+        {
+            return Err(failed(Error::OtherNetwork { what: "the QEMU there" }));
+        }
+        let is_direct = direct.is_some();
+        let mut received = CopyRequest { compression, direct, ..received(request, credentials) };
         let disk_port = if ready.copies_disks { Some(listen_for_disks(&mut received)?) } else { None };
-        let reception = Reception {
+        let reception = AgentCopy {
             source: Source::Stream(free_port()),
             destination: ready.destination,
             request: received,
+            frames: FrameReceiver::of(ready.cards),
             started: ready.started,
         };
-        *state = State::Receives(Box::new(reception));
-        Ok(Receiving { certificate, disk_port })
+        *state = State::Copies(Box::new(reception));
+        Ok(Receiving { certificate, disk_port, is_direct })
     }
+
+    fn send(&self, request: &SendImage) -> Result<Sending, CommandError> {
+        let mut state = self.state();
+        let (source, facts) = match (&*state, &request.place) {
+            (State::Begun, Place::File(path)) => {
+                let facts = CheckEnd::Image(path.clone()).facts().map_err(failed)?;
+                let facts = serde_json::from_slice(&facts.to_json()).map_err(failed)?;
+                (Source::Image(path.clone()), Some(facts))
+            }
+            (State::Begun, Place::Store(location)) => {
+                (Source::Store(location.parse().map_err(failed)?), None)
+            }
+            _ => return Err(CommandError::generic("only an image can be sent")),
+        };
+        let key = OneTimeKey::generate().map_err(failed)?;
+        let certificate = to_hex(key.certificate());
+        let credentials = with_peer(key, &request.certificate)?;
+        let (multifd_channels, max_bandwidth) = (Some(request.lanes), request.max_bandwidth);
+        let transfer = TransferOptions { multifd_channels, max_bandwidth, ..TransferOptions::default() };
+        let task = Task::Copy { transfer, after: AfterCopy::default(), base: None };
+        let request = CopyRequest {
+            connects: ConnectingEnd::Destination,
+            compression: known_compression(&request.compression, request.compression_level)?,
+            verify: request.verify,
+            tls: Some(Tls::OneTime(credentials)),
+            accept_timeout: ACCEPT_TIMEOUT,
+            peer_timeout: Duration::from_millis(request.peer_timeout_ms),
+            ..CopyRequest::new(task)
+        };
+        let destination = Destination::Stream(free_port());
+        *state = State::Copies(Box::new(AgentCopy {
+            source,
+            destination,
+            request,
+            frames: FrameReceiver::default(),
+            started: None,
+        }));
+        Ok(Sending { certificate, facts })
+    }
+}
+
+/// Keys of both ends, with the other's certificate in hexadecimal digits.
+fn with_peer(key: OneTimeKey, certificate: &str) -> Result<OneTimeCredentials, CommandError> {
+    let peer = from_hex(certificate);
+    Ok(key.with_peer(peer.ok_or_else(|| CommandError::generic("the certificate is not one"))?))
+}
+
+fn known_compression(method: &str, level: u8) -> Result<Compression, CommandError> {
+    let known = compression_of(method, level);
+    known.ok_or_else(|| CommandError::generic(format!("compression {method}:{level} is not known")))
+}
+
+/// Options of QEMUs that are connected to each other.
+fn direct_of(request: &ReceiveDirect) -> Result<Direct, CommandError> {
+    let is_known = |name| SHARED_CAPABILITIES.contains(name) || *name == Capability::POSTCOPY_RAM;
+    if !request.capabilities.iter().all(is_known) {
+        return Err(CommandError::generic("a capability is not one that both QEMUs need"));
+    }
+    Ok(Direct { is_encrypted: request.is_encrypted, capabilities: request.capabilities.clone() })
 }
 
 /// Any port of the address by which ssh has reached this host.
@@ -322,6 +391,7 @@ fn received(request: &Receive, credentials: OneTimeCredentials) -> CopyRequest {
 struct WaitingQemu {
     facts: Facts,
     disks: Vec<WrittenDisk>,
+    cards: Vec<Card>,
 }
 
 impl WaitingQemu {
@@ -331,7 +401,8 @@ impl WaitingQemu {
         let mut qemu = Qemu::inspect(socket, &qmp::Options::default()).map_err(failed)?;
         let facts = qemu.compat_facts().map_err(failed)?;
         let disks = WrittenDisk::of(&mut qemu).map_err(failed)?;
-        Ok(Self { facts: Subject::Qemu(Box::new(facts)).into(), disks })
+        let cards = Card::of(&mut qemu);
+        Ok(Self { facts: Subject::Qemu(Box::new(facts)).into(), disks, cards })
     }
 }
 
@@ -345,7 +416,7 @@ fn lingers() -> bool {
     std::env::var("LOGNAME").is_ok_and(|user| Path::new("/var/lib/systemd/linger").join(user).exists())
 }
 
-impl Reception {
+impl AgentCopy {
     /// Returns true if a QEMU was started for the guest.
     pub fn has_started(&self) -> bool {
         self.started.is_some()
@@ -364,8 +435,10 @@ impl Reception {
 
 /// The first line of an agent.
 pub fn greeting() -> String {
-    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    let session = json!({ "session": SESSION, "host": host.trim(), "address": own_address() });
+    let (host, kernel) = (of_kernel("hostname"), of_kernel("osrelease"));
+    let session = json!({
+        "session": SESSION, "host": host, "kernel": kernel, "address": own_address(), FRAMES_KEY: FRAMES,
+    });
     Dialogue::greeting(Map::from_iter([(SESSION_KEY.to_owned(), session)]))
 }
 

@@ -6,15 +6,22 @@
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use towline_launch::Overlay;
 
 use super::error::Error;
+use super::room::{self, NeededRoom, allocated};
 use crate::qemu::{self, Qemu};
 
 /// Beginning of the names of these files.
 const PREFIX: &str = ".towline-";
+
+/// Age from which such a file was left: a preparation takes minutes.
+const ABANDONED_AGE: Duration = Duration::from_secs(3600);
+/// The first QEMU whose copies leave zeros out of a new raw file; others allocate all of it.
+const HOLES_SINCE: (u32, u32) = (10, 1);
 
 /// A disk that a guest may write to.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,6 +31,10 @@ pub(super) struct WrittenDisk {
     files: Vec<PathBuf>,
     format: String,
     bytes: u64,
+    /// Bytes that its files have on their filesystems.
+    allocated_bytes: u64,
+    /// True if a copy by its QEMU leaves zeros out of a raw file.
+    keeps_holes: bool,
     /// Properties that a copy of its content would lose.
     extras: Option<&'static str>,
     /// Key of its setting in the command line of a guest whose QEMU is started elsewhere; `None` if that does not have it.
@@ -58,6 +69,8 @@ pub struct CopiedDisk {
     pub(super) token: DiskToken,
     pub(super) format: String,
     pub(super) bytes: u64,
+    allocated_bytes: u64,
+    keeps_holes: bool,
     /// As in [`WrittenDisk`].
     pub(super) setting: Option<String>,
 }
@@ -95,13 +108,21 @@ impl WrittenDisk {
     /// It does not reply.
     pub(super) fn of(qemu: &mut Qemu) -> Result<Vec<Self>, qemu::Error> {
         let directory = qemu.working_directory().unwrap_or_else(|| "/".into());
-        let disk = |drive: qemu::Drive| Self {
-            files: drive.files.chain.iter().map(|file| directory.join(file)).collect(),
-            drive: drive.name,
-            format: drive.files.format,
-            bytes: drive.bytes,
-            extras: drive.extras,
-            setting: None,
+        let version = &qemu.facts().version.qemu;
+        let keeps_holes = (version.major, version.minor) >= HOLES_SINCE;
+        let disk = |drive: qemu::Drive| {
+            let files: Vec<_> = drive.files.chain.iter().map(|file| directory.join(file)).collect();
+            let allocated: Option<u64> = files.iter().map(|file| allocated(file)).sum();
+            Self {
+                drive: drive.name,
+                files,
+                format: drive.files.format,
+                bytes: drive.bytes,
+                allocated_bytes: allocated.unwrap_or(drive.bytes).min(drive.bytes),
+                keeps_holes,
+                extras: drive.extras,
+                setting: None,
+            }
         };
         Ok(qemu.written_drives()?.into_iter().map(disk).collect())
     }
@@ -131,8 +152,8 @@ impl WrittenDisk {
 
     /// Its description for a host to which it is copied.
     fn copied(&self, token: DiskToken) -> CopiedDisk {
-        let Self { format, bytes, setting, .. } = self.clone();
-        CopiedDisk { token, format, bytes, setting }
+        let Self { format, bytes, allocated_bytes, keeps_holes, setting, .. } = self.clone();
+        CopiedDisk { token, format, bytes, allocated_bytes, keeps_holes, setting }
     }
 }
 
@@ -170,6 +191,7 @@ impl DiskTokens {
         if let Some(token) = self.made.get(directory) {
             return Some(token.clone());
         }
+        remove_abandoned(directory);
         let token = format!("{PREFIX}{:016x}{:016x}", fastrand::u64(..), fastrand::u64(..));
         let path = directory.join(&token);
         // Other hosts see it once it is closed.
@@ -210,12 +232,24 @@ impl DisksToJudge {
         match self {
             Self::VouchedFor => Vec::new(),
             Self::Proven(disks) => disks.iter().filter_map(|disk| disk.refusal(there)).collect(),
-            Self::Copied(disks) => disks.iter().filter_map(|disk| disk.refusal(there)).collect(),
+            Self::Copied(disks) => {
+                let refused = disks.iter().filter_map(|disk| disk.refusal(there));
+                refused.chain(room::refusals(disks.iter().filter_map(|disk| disk.room(there)))).collect()
+            }
         }
     }
 }
 
 impl CopiedDisk {
+    /// The room that it needs in its file there.
+    fn room<'a>(&'a self, there: &'a [WrittenDisk]) -> Option<NeededRoom<'a>> {
+        let drive = &self.token.drive;
+        let there = there.iter().find(|disk| disk.drive == *drive)?;
+        let is_whole = there.format == "raw" && !self.keeps_holes;
+        let bytes = if is_whole { self.bytes } else { self.allocated_bytes };
+        Some(NeededRoom { drive, file: there.files.first()?, bytes })
+    }
+
     fn refusal(&self, there: &[WrittenDisk]) -> Option<String> {
         let (drive, expected) = (&self.token.drive, self.bytes);
         let Some(disk) = there.iter().find(|disk| disk.drive == *drive) else {
@@ -269,11 +303,25 @@ impl FileToken {
     }
 }
 
+/// Removes files that towlines which were killed have left.
+fn remove_abandoned(directory: &Path) {
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        let found = entry.metadata().ok().filter(|found| found.is_file() && found.len() == 0);
+        let age = found.and_then(|found| found.modified().ok()?.elapsed().ok());
+        if age > Some(ABANDONED_AGE) && entry.file_name().to_str().is_some_and(is_token) {
+            let removed = fs::remove_file(entry.path());
+            tracing::info!(path = %entry.path().display(), ?removed, "left by a towline that was killed");
+        }
+    }
+}
+
+fn is_token(name: &str) -> bool {
+    name.strip_prefix(PREFIX).is_some_and(|rest| rest.bytes().all(|byte| byte.is_ascii_hexdigit()))
+}
+
 /// Returns true if the file has this name without links, and the token is beside it. Both come from the other host.
 fn is_beside(file: &Path, name: Option<&Path>, token: &str) -> bool {
-    let is_name =
-        token.strip_prefix(PREFIX).is_some_and(|rest| rest.bytes().all(|byte| byte.is_ascii_hexdigit()));
-    let Some(real) = file.canonicalize().ok().filter(|_| is_name) else { return false };
+    let Some(real) = file.canonicalize().ok().filter(|_| is_token(token)) else { return false };
     let beside = real.with_file_name(token);
     real.file_name().map(Path::new) == name && fs::symlink_metadata(beside).is_ok_and(|found| found.is_file())
 }
@@ -288,6 +336,8 @@ mod tests {
             files: files.iter().map(|file| (*file).to_owned()).collect(),
             format: "raw".into(),
             bytes: 4,
+            allocated_bytes: 4,
+            keeps_holes: false,
             extras: None,
             setting: None,
         }
@@ -307,7 +357,13 @@ mod tests {
             std::os::unix::fs::symlink(to, &path).unwrap();
             path
         };
+        let [left, fresh] = ["01", "02"].map(|name| here.path().join(format!("{PREFIX}{name}")));
+        let left_at = std::time::SystemTime::now() - 2 * ABANDONED_AGE;
+        File::create_new(&left).unwrap().set_modified(left_at).unwrap();
+        File::create_new(&fresh).unwrap();
         let tokens = DiskTokens::make(&[disk(&[&file, &other])]);
+        assert!(!left.exists() && fresh.exists());
+        fs::remove_file(fresh).unwrap();
         let [token] = &tokens.disks[..] else { panic!("{tokens:?}") };
         assert_eq!(token.refusal(&[disk(&[&file, &other])]), None);
         assert_eq!(token.refusal(&[disk(&[&link(&file, "link"), &other])]), None);

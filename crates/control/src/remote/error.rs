@@ -51,6 +51,14 @@ pub enum Error {
         "{host} was asked to receive disks, and has no port for them: install the same version on both hosts"
     )]
     NoDiskPort { host: String },
+    #[error(
+        "{host} was asked to connect its QEMU to the one here, and did not take that up: install the same version on both hosts"
+    )]
+    NotDirect { host: String },
+    #[error(
+        "{what} is in another network namespace than towline, and connects by itself in the clear: let its stream be encrypted, or start towline in that namespace"
+    )]
+    OtherNetwork { what: &'static str },
     #[error("the guest's command line: {source}")]
     CommandLine { source: towline_launch::ParseError },
     #[error("cancelled")]

@@ -5,16 +5,22 @@ use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::Value;
-use towline_compat::facts::Subject;
+use towline_compat::facts::{QemuDevice, QemuFacts, Subject};
 use towline_compat::{Facts, Pair, Report, evaluate};
 use towline_launch::{HostMap, Overlay, Recorded, Setting};
 use towline_qmp as qmp;
+use towline_qmp::commands::Capability;
 
 use super::disks::{DiskPolicy, WrittenDisk};
+use super::frames::{Card, FramePassing};
 use super::{Error, NewGuest, Place};
-use crate::plan::{self, Observer};
+use crate::moves::MoveEnd;
+use crate::plan::{self, CopyRequest, Direct, Observer, SHARED_CAPABILITIES};
 use crate::qemu::Qemu;
 use crate::upgrade::base_name;
+
+/// Devices whose state a stream has in parts that only QEMU can read.
+const DIRECT_DEVICES: [&str; 2] = ["vfio-", "virtio-mem"];
 
 /// A guest before it goes to another host, as its QEMU describes it.
 #[derive(Debug)]
@@ -23,6 +29,9 @@ pub struct DepartingGuest {
     pub(super) disks: Vec<WrittenDisk>,
     pub(super) disk_policy: DiskPolicy,
     pub(super) place: Place,
+    cards: Vec<Card>,
+    /// Its QEMU is in another network namespace than this process.
+    has_own_network: bool,
 }
 
 /// Opinion of the other host on a place for a guest.
@@ -33,6 +42,8 @@ pub struct Fit {
     pub facts: Option<Facts>,
     /// Reasons of that host against.
     pub refusals: Vec<String>,
+    /// Chardev ids of the cards there that take frames.
+    pub(super) cards: Vec<String>,
 }
 
 impl DepartingGuest {
@@ -63,12 +74,57 @@ impl DepartingGuest {
                 disks.iter_mut().try_for_each(|disk| disk.find_setting(&of_line))?;
             }
         }
-        Ok(Self { facts, disks, disk_policy, place })
+        let cards = Card::of(&mut qemu);
+        let has_own_network = qemu.process().has_own_network();
+        Ok(Self { facts, disks, disk_policy, place, cards, has_own_network })
     }
 
     /// Returns true if it has disks that are copied.
     pub(super) fn copies_disks(&self) -> bool {
         self.disk_policy == DiskPolicy::Copied && !self.disks.is_empty()
+    }
+
+    /// Returns true if it continues in a QEMU there.
+    pub fn is_run_there(&self) -> bool {
+        matches!(self.place, Place::Qmp(_) | Place::Guest(_))
+    }
+
+    /// The reason for which only its QEMU can send it to the other one, if there is one.
+    pub fn needs_direct(&self) -> Option<String> {
+        if let Some(capability) = self.shared_capabilities().first() {
+            return Some(format!("capability {capability}"));
+        }
+        let devices = self.qemu()?.devices.as_ref()?;
+        let of_qemu = |device: &&QemuDevice| DIRECT_DEVICES.iter().any(|kind| device.kind.starts_with(kind));
+        devices.iter().find(of_qemu).map(|device| format!("device {}", device.kind))
+    }
+
+    /// Options for its QEMU to send it to the other one, encrypted or in the clear.
+    ///
+    /// # Errors
+    /// [`Error::OtherNetwork`]: in the clear its QEMU connects by itself.
+    pub fn direct(&self, is_encrypted: bool, request: &CopyRequest) -> Result<Direct, Error> {
+        if self.has_own_network && !is_encrypted {
+            return Err(Error::OtherNetwork { what: "the guest's QEMU" });
+        }
+        let mut capabilities = self.shared_capabilities();
+        capabilities.extend(request.is_postcopy().then_some(Capability::POSTCOPY_RAM));
+        Ok(Direct { is_encrypted, capabilities })
+    }
+
+    fn qemu(&self) -> Option<&QemuFacts> {
+        match &self.facts.subject {
+            Subject::Qemu(qemu) => Some(qemu),
+            _ => None,
+        }
+    }
+
+    /// Capabilities that are set, and that the other QEMU needs as well.
+    fn shared_capabilities(&self) -> Vec<Capability> {
+        let is_on = |name: &Capability| {
+            self.qemu().is_some_and(|qemu| qemu.capabilities.get(name.as_str()) == Some(&true))
+        };
+        SHARED_CAPABILITIES.into_iter().filter(is_on).collect()
     }
 
     /// Notices about its disks, once a copy of them has gone on elsewhere.
@@ -78,6 +134,12 @@ impl DepartingGuest {
         } else {
             Vec::new()
         }
+    }
+
+    /// Its cards whose frames go with it.
+    pub fn into_frame_passing(self, there: &Fit) -> FramePassing {
+        let is_there = |card: &Card| there.cards.iter().any(|chardev| chardev == card.chardev());
+        FramePassing::of(self.cards.into_iter().filter(is_there))
     }
 
     pub(super) fn facts_json(&self) -> Value {
@@ -136,7 +198,10 @@ fn with_own_values(given: NewGuest, map: Option<&HostMap>, qemu: &mut Qemu) -> R
     };
     let (binary, working_directory) =
         (given.binary.unwrap_or_else(|| qemu.program()), qemu.working_directory());
-    Ok(NewGuest { name, command_line, binary: Some(binary), working_directory, settings, ..given })
+    let managed = MoveEnd::qemu(qemu).managed()?;
+    let generations = managed.map(|guest| guest.next()).transpose()?;
+    let binary = Some(binary);
+    Ok(NewGuest { name, command_line, binary, working_directory, settings, generations, ..given })
 }
 
 /// Compares a guest with a QEMU on another host.

@@ -17,11 +17,14 @@ use towline_qmp::{self as qmp, Client, Event};
 
 use super::disks::{DiskPolicy, DiskTokens};
 use super::error::{Error, SSH_FAILED};
+use super::frames::{self, FramePassing};
 use super::{
-    DepartingGuest, ENDED, Ended, Fit, LISTENING, NOTICE, Place, Prepare, Receive, SESSION, SESSION_KEY,
-    from_hex, level, to_hex,
+    DepartingGuest, Departure, ENDED, Ended, FRAMES, FRAMES_KEY, Fit, LISTENING, NOTICE, Place, Prepare,
+    Receive, ReceiveDirect, SESSION, SESSION_KEY, SendImage, level, qemu_version,
 };
-use crate::plan::{CopyRequest, Tls};
+use crate::hex::{from_hex, to_hex};
+use crate::plan::{CopyRequest, HostFacts, Tls};
+use crate::procfs::of_kernel;
 
 /// Timeout for ssh to log in once it is connected, with whatever it asks its user for.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(120);
@@ -33,6 +36,8 @@ const MISSED_MAX: u32 = 4;
 const END_TIMEOUT: Duration = Duration::from_secs(6);
 /// Interval of checks for that.
 const END_INTERVAL: Duration = Duration::from_millis(5);
+/// Longest name of a host, and of its kernel.
+const NAME_MAX: usize = 255;
 /// Events that are read while one is awaited.
 const EVENTS_MAX: usize = 1000;
 /// Exit statuses of a shell that finds no such program, and of a towline that does not know the command.
@@ -72,6 +77,26 @@ pub struct RemoteHost {
     ssh: Ssh,
     /// Address by which ssh has reached it.
     address: Option<IpAddr>,
+    /// By its greeting.
+    names: HostNames,
+}
+
+/// Names that a host has for itself.
+#[derive(Debug)]
+struct HostNames {
+    host: String,
+    kernel: String,
+}
+
+impl HostNames {
+    /// This host, with a QEMU of this version.
+    fn own(qemu: Option<String>) -> HostFacts {
+        HostFacts { name: of_kernel("hostname"), kernel: of_kernel("osrelease"), qemu }
+    }
+
+    fn with_qemu(&self, qemu: Option<String>) -> HostFacts {
+        HostFacts { name: self.host.clone(), kernel: self.kernel.clone(), qemu }
+    }
 }
 
 /// Where another host receives a guest.
@@ -198,12 +223,28 @@ impl RemoteHost {
             }
         }
         let address = greeting[SESSION_KEY]["address"].as_str().and_then(|text| text.parse().ok());
-        Ok(Self { target: target.clone(), client, ssh, address })
+        let name = |key: &str| -> String {
+            let text = greeting[SESSION_KEY][key].as_str().unwrap_or_default();
+            text.chars().take(NAME_MAX).collect()
+        };
+        let names = HostNames { host: name("host"), kernel: name("kernel") };
+        Ok(Self { target: target.clone(), client, ssh, address, names })
     }
 
     /// The host, as its user named it.
     pub fn name(&self) -> String {
         self.target.to_string()
+    }
+
+    /// Source and destination of a guest that goes there.
+    pub fn hosts_of(&self, guest: &DepartingGuest, fit: &Fit) -> [HostFacts; 2] {
+        let there = fit.facts.as_ref().and_then(qemu_version);
+        [HostNames::own(qemu_version(&guest.facts)), self.names.with_qemu(there)]
+    }
+
+    /// Source and destination of an image that comes from there.
+    pub fn hosts_of_image(&self) -> [HostFacts; 2] {
+        [self.names.with_qemu(None), HostNames::own(None)]
     }
 
     /// The process of its ssh.
@@ -224,9 +265,10 @@ impl RemoteHost {
         let disks = tokens.to_judge(&guest.disks, policy);
         let prepared =
             self.execute(&Prepare { place: guest.place.clone(), facts: guest.facts_json(), lanes, disks })?;
-        let facts = prepared.facts.map(|facts| Facts::parse(facts.to_string().as_bytes())).transpose();
-        let facts = facts.map_err(|error| self.unexpected(error.to_string(), "facts about its QEMU"))?;
-        Ok(Fit { facts, refusals: prepared.refusals })
+        let facts = self.facts(prepared.facts, "facts about its QEMU")?;
+        let takes_frames = self.client.greeting().other[SESSION_KEY][FRAMES_KEY] == FRAMES;
+        let cards = if takes_frames { prepared.cards } else { Vec::new() };
+        Ok(Fit { facts, refusals: prepared.refusals, cards })
     }
 
     /// Has it listen for this guest, for which it has made a place.
@@ -248,13 +290,61 @@ impl RemoteHost {
             run: request.run(),
             overwrite: request.overwrite,
             peer_timeout_ms: u64::try_from(request.peer_timeout.as_millis()).unwrap_or(u64::MAX),
+            direct: request.direct.as_ref().map(|direct| ReceiveDirect {
+                is_encrypted: direct.is_encrypted,
+                capabilities: direct.capabilities.clone(),
+            }),
         })?;
+        if request.direct.is_some() && !receiving.is_direct {
+            return Err(Error::NotDirect { host: self.name() });
+        }
         // Else the guest would run on empty disks.
         if guest.copies_disks() && receiving.disk_port.is_none() {
             return Err(Error::NoDiskPort { host: self.name() });
         }
-        let certificate = from_hex(&receiving.certificate)
-            .ok_or_else(|| self.unexpected(receiving.certificate.clone(), "a certificate"))?;
+        let tls = self.tls(key, &receiving.certificate)?;
+        let address = self.await_listening()?;
+        let disks = receiving.disk_port.map(|port| self.at(port));
+        Ok(Arrival { address, tls, disks })
+    }
+
+    /// Has it send the image at this place by this request, once this end connects to it.
+    ///
+    /// # Errors
+    /// [`Error`]: also if there is no such image.
+    pub fn send(&mut self, place: &Place, request: &CopyRequest, lanes: usize) -> Result<Departure, Error> {
+        let key = OneTimeKey::generate()?;
+        let sending = self.execute(&SendImage {
+            place: place.clone(),
+            certificate: to_hex(key.certificate()),
+            lanes,
+            compression: request.compression.method().name().to_owned(),
+            compression_level: level(request.compression),
+            max_bandwidth: request.transfer_options().max_bandwidth,
+            verify: request.verify,
+            peer_timeout_ms: u64::try_from(request.peer_timeout.as_millis()).unwrap_or(u64::MAX),
+        })?;
+        let tls = self.tls(key, &sending.certificate)?;
+        let facts = self.facts(sending.facts, "facts about its image")?;
+        let address = self.await_listening()?;
+        Ok(Departure { address, tls, facts })
+    }
+
+    /// Keys of both ends, with the certificate that it has sent in hexadecimal digits.
+    fn tls(&self, key: OneTimeKey, certificate: &str) -> Result<Tls, Error> {
+        let peer = from_hex(certificate);
+        let peer = peer.ok_or_else(|| self.unexpected(certificate.to_owned(), "a certificate"))?;
+        Ok(Tls::OneTime(key.with_peer(peer)))
+    }
+
+    /// Facts that it has sent.
+    fn facts(&self, sent: Option<Value>, expected: &'static str) -> Result<Option<Facts>, Error> {
+        let facts = sent.map(|facts| Facts::parse(facts.to_string().as_bytes())).transpose();
+        facts.map_err(|error| self.unexpected(error.to_string(), expected))
+    }
+
+    /// Waits until it listens for the stream. Returns where.
+    fn await_listening(&mut self) -> Result<Address, Error> {
         let event = self.await_event(&[LISTENING, ENDED], REPLY_TIMEOUT, &|_| {});
         let event = event.map_err(|error| self.failed(error))?;
         let event = event.ok_or_else(|| self.unexpected("nothing".into(), "the port that it listens on"))?;
@@ -265,10 +355,13 @@ impl RemoteHost {
         }
         let port = event.data.get("port").and_then(|port| u16::try_from(port.as_u64()?).ok());
         let port = port.ok_or_else(|| self.unexpected(format!("{:?}", event.data), "a port"))?;
+        Ok(self.at(port))
+    }
+
+    /// A port of that host.
+    fn at(&self, port: u16) -> Address {
         let host = self.address.map_or_else(|| self.target.host().to_owned(), |address| address.to_string());
-        let at = |port| Address::Tcp { host: host.clone(), port };
-        let disks = receiving.disk_port.map(at);
-        Ok(Arrival { address: at(port), tls: Tls::OneTime(key.with_peer(certificate)), disks })
+        Address::Tcp { host, port }
     }
 
     /// Has the agent cancel what it does.
@@ -305,6 +398,24 @@ impl RemoteHost {
             }
         }
         Ok(None)
+    }
+
+    /// Moves a guest by `work`, and passes frames for it on meanwhile. `has_arrived` tells whether it is there.
+    pub fn pass_frames<T>(
+        &mut self,
+        frames: &mut FramePassing,
+        work: impl FnOnce() -> T,
+        has_arrived: impl FnOnce(&T) -> bool,
+    ) -> T {
+        if frames.is_empty() {
+            return work();
+        }
+        // What takes longer does not come in time; a cancelled move has its own end.
+        self.client.set_interrupt(None);
+        self.client.set_deadline(frames::DEADLINE);
+        let result = frames.during(|give| self.execute(give), work, has_arrived);
+        self.client.set_deadline(REPLY_TIMEOUT);
+        result
     }
 
     fn execute<C: qmp::Command>(&mut self, command: &C) -> Result<C::Return, Error> {

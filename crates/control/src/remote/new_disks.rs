@@ -16,7 +16,7 @@ const MADE: [&str; 2] = ["raw", "qcow2"];
 impl CopiedDisk {
     /// Its file, for a guest with these disks in its command line; `None`: a block device, which is there already.
     fn make(&self, there: &[Overlay], host: &HostArguments) -> Result<Option<CreatedDisk>, String> {
-        let Self { token: DiskToken { drive, .. }, format, bytes, setting } = self;
+        let Self { token: DiskToken { drive, .. }, format, bytes, setting, .. } = self;
         let disk = there.iter().find(|disk| Some(&disk.setting) == setting.as_ref());
         let disk = disk.ok_or_else(|| format!("disk {drive} is not in the guest's command line"))?;
         if disk.format != *format {

@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use towline_channel::Cancel;
 use towline_image::Location;
 use towline_launch::{
-    GuestName, HostArguments, HostError, InUse, LaunchError, Lifetime, NameError, OverlayError, ParseError,
-    Refused, RuntimeError, RuntimeRoot,
+    GuestGenerations, GuestName, HostArguments, HostError, InUse, LaunchError, Lifetime, NameError,
+    OverlayError, ParseError, Refused, RuntimeError, RuntimeRoot,
 };
 
 use crate::plan::{Failure, Observer};
@@ -40,6 +40,8 @@ pub struct RunOptions {
     pub host: HostArguments,
     /// Directory of the guests that towline starts.
     pub root: RuntimeRoot,
+    /// Generations of the only guest. It is restored by a caller that has taken the next one for it.
+    pub generations: Option<GuestGenerations>,
 }
 
 /// Place of an image.

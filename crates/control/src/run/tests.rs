@@ -63,6 +63,7 @@ fn options(image: &Path) -> RunOptions {
         cache_directory: None,
         trust: CommandLineTrust::Untrusted,
         host: HostArguments { binary: "qemu".into(), ..HostArguments::default() },
+        generations: None,
         root: RuntimeRoot::at("/nowhere".into()),
     }
 }

@@ -2,7 +2,7 @@
 
 use super::events::{
     Decision, DestinationKind, DestinationStatus, Directive, FinalRunState, Input, MemorySharing,
-    PeerMessage, RunRequest, SourceAction, SourceKind, SourceLink, SourceStatus, StartResult,
+    PeerMessage, RunRequest, SourceAction, SourceKind, SourceLink, SourceStatus, StartResult, SwitchProgress,
 };
 use super::fault::SwitchoverBug;
 use super::machine::{AfterRetraction, Switchover, SwitchoverState};
@@ -13,6 +13,8 @@ impl Switchover {
         let unresolved = self.stage == SwitchoverState::AcknowledgedUnconfirmed;
         match input {
             Input::Delivered | Input::Done => self.await_source(),
+            Input::Failed | Input::NotDone if self.may_take_back() => self.undo(),
+            Input::TimedOut if self.may_take_back() => self.cancel_source(),
             Input::Failed | Input::NotDone if self.request.source == SourceKind::Qemu => self.await_source(),
             // The acknowledgement could not be sent or its connection broke: it is not known whether it
             // arrived.
@@ -26,12 +28,16 @@ impl Switchover {
                 Directive::End(SwitchoverOutcome::Unresolved(state))
             }
             Input::Source(SourceStatus::HasGuest) => self.source_has_guest(),
+            Input::Source(SourceStatus::Following | SourceStatus::FollowingPaused) if self.may_switch() => {
+                self.switch = SwitchProgress::Switched;
+                self.complete()
+            }
             Input::Source(SourceStatus::Exited) => {
                 self.source_exited = true;
                 if unresolved {
                     self.unresolved(AtDestination::MayRun, ToDo::LookAtDestination)
                 } else {
-                    self.complete()
+                    self.complete_exited()
                 }
             }
             Input::Source(SourceStatus::Migrating) => Directive::QuerySource,
@@ -53,7 +59,7 @@ impl Switchover {
                 if self.request.run == RunRequest::AsItWas {
                     self.request.run = run;
                 }
-                self.complete()
+                self.completed_there()
             }
             Input::Peer(PeerMessage::Aborted) => self.source_has_guest(),
             Input::PeerLost | Input::TimedOut if self.has_fault(SwitchoverBug::RunsWhenCut) => {
@@ -61,6 +67,15 @@ impl Switchover {
             }
             _ => self.undecided(),
         }
+    }
+
+    /// The source's towline is done with the guest. Of connected QEMUs the source may have exited before this one had everything.
+    fn completed_there(&mut self) -> Directive {
+        if self.are_qemus_connected() && self.request.destination == DestinationKind::Qemu {
+            self.stage = SwitchoverState::TakingOver;
+            return Directive::QueryDestination;
+        }
+        self.complete()
     }
 
     /// The source was acknowledged and did not complete: it was cancelled there, or failed.
@@ -73,17 +88,16 @@ impl Switchover {
                 let state = GuestState::new(AtSource::HasIt, AtDestination::MayRun, ToDo::EndOne);
                 Directive::End(SwitchoverOutcome::Unresolved(state))
             }
-            (DestinationKind::Towline, SwitchoverState::Acknowledged) => {
-                self.stage = SwitchoverState::Withdrawing;
-                Directive::Send(PeerMessage::Aborted)
-            }
+            (DestinationKind::Towline, SwitchoverState::Acknowledged) => self.withdraw(),
             _ => self.restore(false),
         }
     }
 
     /// Neither end is started: it is not known whether the source is done with the guest.
-    pub(super) fn undecided(&self) -> Directive {
+    pub(super) fn undecided(&mut self) -> Directive {
         let state = match self.request.destination {
+            // It awaits the guest, and may not hold it.
+            DestinationKind::Qemu if self.are_qemus_connected() => return self.judge(SourceStatus::Unknown),
             _ if self.stage == SwitchoverState::AcknowledgedUnconfirmed => {
                 self.state(AtDestination::MayRun, ToDo::LookAtDestination)
             }
@@ -96,6 +110,14 @@ impl Switchover {
             }
         };
         Directive::End(SwitchoverOutcome::Unresolved(state))
+    }
+
+    /// The source has exited after it was acknowledged. One that may have switched to postcopy may not have sent all memory.
+    pub(super) fn complete_exited(&mut self) -> Directive {
+        if self.may_switch() && !self.has_fault(SwitchoverBug::RunsWithoutMemory) {
+            return self.unresolved(AtDestination::Unknown, ToDo::LookAtDestination);
+        }
+        self.complete()
     }
 
     /// The source cannot run the guest any more.
@@ -128,6 +150,15 @@ impl Switchover {
                 Directive::Send(PeerMessage::Placed(placement))
             }
             Input::Peer(PeerMessage::Placed(placement)) => self.release(placement),
+            Input::Source(SourceStatus::Exited) => {
+                self.source_exited = true;
+                self.unresolved(AtDestination::Unknown, ToDo::LookAtDestination)
+            }
+            Input::Source(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed) => {
+                let state = GuestState::new(AtSource::HasIt, AtDestination::MayRun, ToDo::EndOne);
+                Directive::End(SwitchoverOutcome::Unresolved(state))
+            }
+            _ if self.has_switched() => self.disconnected(),
             // Its operator may run it at the source now, whose record must not prove that the source is done.
             Input::Peer(PeerMessage::NotRun) => self.retract(AfterRetraction::EndAsReported),
             _ => self.unresolved(AtDestination::Unknown, ToDo::LookAtDestination),
@@ -142,6 +173,11 @@ impl Switchover {
             return self.retract(AfterRetraction::Resume);
         }
         let unresolved = match started {
+            StartResult::Live if self.has_switched() => return self.gather(),
+            StartResult::Exited | StartResult::ExitedBefore if self.has_switched() => {
+                self.destination_lost(false)
+            }
+            _ if self.has_switched() => return self.disconnected(),
             StartResult::Live => return self.finalize(Placement::Running),
             StartResult::StoppedAgain => self.stopped_again(),
             StartResult::Refused if self.may_have_switched() => self.stopped_again(),
@@ -160,6 +196,9 @@ impl Switchover {
 
     /// The destination, which holds it, has not run it.
     pub(super) fn not_started(&self) -> GuestState {
+        if self.has_switched() {
+            return self.state(AtDestination::Unknown, ToDo::Reconnect);
+        }
         let to_do = match self.source_end() {
             AtSource::Paused => ToDo::RunOne,
             _ => ToDo::RunDestination,

@@ -2,7 +2,7 @@
 
 use super::outcome::{Placement, SwitchoverOutcome};
 
-pub(crate) use towline_protocol::session::RunRequest;
+pub(crate) use towline_protocol::session::{GuestRunState, RunRequest};
 
 /// Kind of the source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -58,6 +58,11 @@ pub(crate) enum MemorySharing {
     /// Both QEMUs map the same memory: once the destination has run the guest, the source's device state is
     /// of another memory, and must never run.
     Shared,
+    /// Each end has its own, and the QEMUs are connected to each other, driven by a towline each. The source, whose guest is stopped,
+    /// completes by itself once it may; until then, and if that fails, it gets its guest back.
+    Connected,
+    /// As `Connected`, of a source that may be switched to postcopy. Once it has, it is not cancelled any more.
+    ConnectedPostcopy,
     /// Each end has its own; the destination runs the guest before all of its own is there.
     Postcopy,
 }
@@ -70,33 +75,6 @@ pub(crate) struct SwitchoverRequest {
     pub(crate) run: RunRequest,
     pub(crate) after: SourceAction,
     pub(crate) memory: MemorySharing,
-}
-
-/// Run state of the guest when it was stopped for the switchover, from QEMU's `globalstate` section.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum GuestRunState {
-    /// `running`, or no section, which QEMU treats alike.
-    Running,
-    /// `suspended`: the guest is in S3 and wakes up by itself or by an event. It is live.
-    Suspended,
-    /// Paused, shut down, panicked or stopped by an I/O error: a migration does not resume it.
-    Stopped,
-}
-
-impl GuestRunState {
-    /// Parses the text of the `globalstate` section; `None` for a stream without one.
-    pub(crate) fn from_state(state: Option<&str>) -> Self {
-        match state {
-            None | Some("running") => Self::Running,
-            Some("suspended") => Self::Suspended,
-            Some(_) => Self::Stopped,
-        }
-    }
-
-    /// Returns true if its vCPUs run, or will when it wakes up.
-    pub(crate) fn is_live(self) -> bool {
-        self != Self::Stopped
-    }
 }
 
 /// Run state that a guest has at its destination in the end.

@@ -44,6 +44,8 @@ pub(super) enum SwitchoverBug {
     RunsAfterLoading,
     /// Two QEMUs are connected to each other without a record, and may complete by themselves.
     ConnectsUnrecorded,
+    /// A source that has completed gets its guest back, although the operator of its destination may know that it is done.
+    RegainsCompleted,
     /// A lost reply to `migrate-start-postcopy` counts as its refusal.
     LostReplyIsRefusal,
     /// A cancellation is carried out after the source was asked to switch to postcopy.
@@ -56,6 +58,8 @@ pub(super) enum SwitchoverBug {
     UnseenSourceHasGuest,
     /// A guest whose memory ended with its source counts as complete.
     CompletesWithoutMemory,
+    /// A destination is to run a guest whose source has exited, and may not have sent all memory.
+    RunsWithoutMemory,
     /// The decision to run the guest is taken again when all memory was sent.
     DecidesAgain,
     /// A later towline starts a guest whose memory ended with its source.
@@ -68,6 +72,8 @@ pub(super) enum SwitchoverBug {
     LostMonitorIsExit,
     /// A later towline takes any completed migration of the source for that of this move.
     TakesAnyCompletion,
+    /// A destination runs a guest without its next generation, which the source may have taken to run it again.
+    RunsWithoutGeneration,
     /// A guest that was left paused at its source counts as one that has not run at its destination.
     LeftHasNotRun,
 }

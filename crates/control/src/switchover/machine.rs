@@ -206,7 +206,7 @@ impl Switchover {
             SwitchoverState::Retracting(then) => self.retracting(input, then),
             SwitchoverState::Restoring(restoration) => self.restoring(input, restoration),
             SwitchoverState::Confirming => self.confirming(input),
-            SwitchoverState::Withdrawing => self.withdrawing(),
+            SwitchoverState::Withdrawing => self.regain(false),
             SwitchoverState::ReportingNotRun(unresolved) => {
                 Directive::End(SwitchoverOutcome::Unresolved(unresolved))
             }

@@ -189,10 +189,43 @@ fn postcopy_keeps_every_guest_once() {
 
 #[test]
 fn two_towlines_keep_every_guest_once() {
+    check_two("two towlines", MemorySharing::Copied, &GUESTS);
+}
+
+/// As before, with QEMUs that are connected to each other: a source gets its guest back until its towline has sent that it is done.
+#[test]
+fn two_towlines_beside_connected_qemus_keep_every_guest_once() {
+    let guests = [GuestRunState::Running, GuestRunState::Stopped];
+    check_two("two towlines, connected QEMUs", MemorySharing::Connected, &guests);
+}
+
+/// As before, with a source that may be switched to postcopy.
+#[test]
+fn two_towlines_beside_qemus_in_postcopy_keep_every_guest_once() {
+    let guests = [GuestRunState::Running, GuestRunState::Stopped];
+    check_two("two towlines, postcopy", MemorySharing::ConnectedPostcopy, &guests);
+}
+
+fn check_two(name: &str, memory: MemorySharing, guests: &[GuestRunState]) {
     let worlds = [SourceAction::KeepPaused, SourceAction::Quit].into_iter().flat_map(|after| {
-        GUESTS.map(|guest| World::with_two(after, guest, budget(), FaultSwitch::default()))
+        let of = move |&guest| World::with_two(after, memory, guest, budget(), FaultSwitch::default());
+        guests.iter().map(of)
     });
-    let (states, depth) = check("two towlines", worlds);
+    let (states, depth) = check(name, worlds);
+    assert!(states > 10_000 && depth > 15, "{states} states, {depth} deep");
+}
+
+/// A source that was sent runs its guest again only in a generation that its destination then does not get.
+#[test]
+fn a_guest_with_generations_runs_once() {
+    let of = |after, memory, guest| {
+        World::with_two(after, memory, guest, budget(), FaultSwitch::default()).with_generations()
+    };
+    let worlds = [SourceAction::KeepPaused, SourceAction::Quit]
+        .into_iter()
+        .flat_map(|after| GUESTS.map(|guest| of(after, MemorySharing::Copied, guest)));
+    let connected = of(SourceAction::Quit, MemorySharing::Connected, GuestRunState::Running);
+    let (states, depth) = check("generations", worlds.chain([connected]));
     assert!(states > 10_000 && depth > 15, "{states} states, {depth} deep");
 }
 
@@ -225,14 +258,45 @@ fn injected_faults_are_found() {
         let one = pairs().into_iter().chain([upgrade()]).map(|request| {
             World::with_one(request, GuestRunState::Running, budget(), FaultSwitch::with(fault))
         });
-        let two = World::with_two(
-            SourceAction::KeepPaused,
-            GuestRunState::Running,
-            budget(),
-            FaultSwitch::with(fault),
-        );
-        find(fault, one.chain([two]));
+        find(fault, one.chain([with_fault(MemorySharing::Copied, fault)]));
     }
+}
+
+/// Two towlines that keep the guest paused at its source, one of which has this fault.
+fn with_fault(memory: MemorySharing, fault: SwitchoverBug) -> World {
+    let (after, guest) = (SourceAction::KeepPaused, GuestRunState::Running);
+    World::with_two(after, memory, guest, budget(), FaultSwitch::with(fault))
+}
+
+/// The same of QEMUs that are connected to each other.
+#[test]
+fn injected_faults_of_connected_qemus_are_found() {
+    let faults = [
+        SwitchoverBug::RunsWhenCut,
+        SwitchoverBug::CompletesCancelledSource,
+        SwitchoverBug::ActsBeforeRecord,
+        SwitchoverBug::TimeoutIsExit,
+        SwitchoverBug::ResumesWithoutEvidence,
+        SwitchoverBug::ReportsNotRunUnseen,
+        SwitchoverBug::RegainsCompleted,
+    ];
+    for fault in faults {
+        find(fault, [with_fault(MemorySharing::Connected, fault)].into_iter());
+    }
+    let of_postcopy = [
+        SwitchoverBug::CompletesWithoutMemory,
+        SwitchoverBug::RunsWithoutMemory,
+        SwitchoverBug::ReportsNotRunUnseen,
+    ];
+    for fault in of_postcopy {
+        find(fault, [with_fault(MemorySharing::ConnectedPostcopy, fault)].into_iter());
+    }
+}
+
+#[test]
+fn a_destination_that_runs_without_its_generation_is_found() {
+    let fault = SwitchoverBug::RunsWithoutGeneration;
+    find(fault, std::iter::once(with_fault(MemorySharing::Copied, fault).with_generations()));
 }
 
 /// The same of postcopy.

@@ -6,6 +6,8 @@
 //!                                                              └─► Judging: it failed, has exited, or cannot be queried
 //!   of an image  Transfer ─► Serving ─► Arriving ─► Finalizing ─► …
 //!                              └─► Reconnecting ─► Abandoning: its memory is no longer sent
+//!   to another host: the source's towline   … ─► Acknowledged ─► Recording(Complete) ─► Reporting ─► Releasing
+//!                    the destination's      … ─► Acknowledged ─► TakingOver ─► Starting ─► Arriving ─► …
 //! ```
 //! Two QEMUs are connected to each other and may complete by themselves, so that a record exists before they
 //! are. The point of no return of a QEMU is `migrate-start-postcopy`, even if its reply is lost: from then on its
@@ -27,9 +29,44 @@ impl Switchover {
         self.request.memory == MemorySharing::Postcopy && self.request.source == SourceKind::Qemu
     }
 
+    /// Returns true if QEMUs of two hosts are connected to each other, and the source may be switched to postcopy.
+    pub(super) fn may_switch(&self) -> bool {
+        self.request.memory == MemorySharing::ConnectedPostcopy
+    }
+
+    /// Returns true if the QEMU of another host was switched, or the one here that sends to it.
+    pub(crate) fn has_switched(&self) -> bool {
+        self.may_switch() && self.switch >= SwitchProgress::Switched
+    }
+
     /// The source's state of the guest may be older than the destination's.
     pub(super) fn may_have_switched(&self) -> bool {
-        self.is_direct() && self.switch != SwitchProgress::Unasked
+        self.has_switched() || self.is_direct() && self.switch != SwitchProgress::Unasked
+    }
+
+    /// The source on the other host has stopped its guest for good, and this destination has its devices.
+    pub(super) fn run_switched(&mut self) -> Directive {
+        self.switch = SwitchProgress::Switched;
+        match self.final_run_state() {
+            FinalRunState::Running => self.decide(Decision::Run),
+            FinalRunState::Paused => self.arrive(),
+        }
+    }
+
+    /// The guest runs, and waits for the rest of its memory.
+    pub(super) fn gather(&mut self) -> Directive {
+        self.switch = SwitchProgress::Runs;
+        if self.has_fault(SwitchoverBug::CompletesWithoutMemory) {
+            return self.finalize(Placement::Running);
+        }
+        self.arrive()
+    }
+
+    /// The rest of the memory cannot be sent: the hosts are not connected.
+    pub(super) fn disconnected(&self) -> Directive {
+        let runs = self.switch == SwitchProgress::Runs;
+        let destination = if runs { AtDestination::Runs } else { AtDestination::Unknown };
+        self.unresolved(destination, ToDo::Reconnect)
     }
 
     fn final_run_state(&self) -> FinalRunState {
@@ -134,7 +171,7 @@ impl Switchover {
         }
     }
 
-    fn judge(&mut self, source: SourceStatus) -> Directive {
+    pub(super) fn judge(&mut self, source: SourceStatus) -> Directive {
         self.stage = SwitchoverState::Judging(source);
         Directive::QueryDestination
     }
@@ -309,14 +346,16 @@ impl Switchover {
     }
 
     pub(super) fn arriving(&mut self, input: Input) -> Directive {
-        let Input::Destination(status) = input else { return self.not_arrived() };
+        let Input::Destination(status) = input else {
+            return if self.has_switched() { self.disconnected() } else { self.not_arrived() };
+        };
         match (status, self.final_run_state()) {
             (DestinationStatus::Running, FinalRunState::Running) => self.finalize(Placement::Running),
             (DestinationStatus::Running | DestinationStatus::Loaded, FinalRunState::Paused) => {
                 self.finalize(Placement::Paused)
             }
             // QEMU runs a stored guest by itself: an operator has stopped it, or it has failed.
-            (DestinationStatus::Loaded, _) if !self.is_direct() => {
+            (DestinationStatus::Loaded, _) if self.is_restored() => {
                 Directive::End(SwitchoverOutcome::Unresolved(GuestState::ARRIVED))
             }
             (DestinationStatus::Loaded, _) if self.switch == SwitchProgress::Runs => {
@@ -329,7 +368,7 @@ impl Switchover {
             (DestinationStatus::Exited, _) => {
                 Directive::End(SwitchoverOutcome::Unresolved(self.destination_lost(false)))
             }
-            (DestinationStatus::Failed, _) if !self.is_direct() => {
+            (DestinationStatus::Failed, _) if self.is_restored() => {
                 Directive::End(SwitchoverOutcome::Unresolved(GuestState::RAN_AND_ENDED))
             }
             (DestinationStatus::Failed, _) => {
@@ -337,6 +376,11 @@ impl Switchover {
             }
             _ => Directive::QueryDestination,
         }
+    }
+
+    /// Returns true if the guest is that of an image.
+    fn is_restored(&self) -> bool {
+        self.request.source == SourceKind::Stored
     }
 
     fn not_arrived(&self) -> Directive {

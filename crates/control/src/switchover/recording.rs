@@ -39,6 +39,7 @@ impl Switchover {
                 self.undo()
             }
             // It may be recorded all the same, and a later towline act on it.
+            (Decision::Complete, _) if self.has_switched() => self.disconnected(),
             (Decision::Complete | Decision::Left, _) => {
                 self.unresolved(AtDestination::Holds, ToDo::LookAtDestination)
             }

@@ -1,7 +1,8 @@
 //! From a failed stream to a source that has its guest back, or a destination that is the only one to hold it.
 
 use super::events::{
-    DestinationKind, DestinationStatus, Directive, FinalRunState, Input, SourceKind, SourceStatus,
+    DestinationKind, DestinationStatus, Directive, FinalRunState, Input, MemorySharing, PeerMessage,
+    SourceKind, SourceStatus,
 };
 use super::fault::SwitchoverBug;
 use super::machine::{Restoration, Switchover, SwitchoverState};
@@ -20,9 +21,23 @@ impl Switchover {
     pub(super) fn undoing(&mut self, input: Input, cancelled: bool) -> Directive {
         match input {
             Input::Source(SourceStatus::HasGuest) => self.restore(false),
+            // An operator at the destination may have been told so.
+            Input::Source(SourceStatus::Completed)
+                if self.may_take_back() && !self.has_fault(SwitchoverBug::RegainsCompleted) =>
+            {
+                self.complete()
+            }
             // It completed all the same: the destination acknowledged it directly.
+            Input::Source(SourceStatus::Completed) if self.has_fault(SwitchoverBug::RegainsCompleted) => {
+                self.regain(true)
+            }
             Input::Source(SourceStatus::Completed) => self.restore(true),
             Input::Source(SourceStatus::CompletedThenResumed) => self.restore(false),
+            // It may have run on after its cancellation.
+            Input::Source(SourceStatus::Exited) if cancelled && self.may_take_back() => {
+                self.source_exited = true;
+                self.unresolved(AtDestination::Unknown, ToDo::LookAtDestination)
+            }
             Input::Source(SourceStatus::Exited) => self.take_over(),
             // Another party has switched it to postcopy.
             Input::Source(SourceStatus::Following | SourceStatus::FollowingPaused) => {
@@ -31,18 +46,32 @@ impl Switchover {
             Input::Source(SourceStatus::Migrating | SourceStatus::Unknown) | Input::Done => {
                 Directive::QuerySource
             }
-            Input::TimedOut if !cancelled => {
-                self.stage = SwitchoverState::Undoing { cancelled: true };
-                Directive::CancelMigration
-            }
+            Input::TimedOut if !cancelled => self.cancel_source(),
             _ => self.source_unknown(),
         }
+    }
+
+    pub(super) fn cancel_source(&mut self) -> Directive {
+        self.stage = SwitchoverState::Undoing { cancelled: true };
+        Directive::CancelMigration
+    }
+
+    /// Returns true if the QEMUs are connected to each other, and one of them is another towline's.
+    pub(super) fn are_qemus_connected(&self) -> bool {
+        matches!(self.request.memory, MemorySharing::Connected | MemorySharing::ConnectedPostcopy)
+    }
+
+    /// Returns true if the source gets its guest back by a cancellation as long as it has not completed.
+    pub(super) fn may_take_back(&self) -> bool {
+        self.are_qemus_connected() && self.request.source == SourceKind::Qemu
     }
 
     /// The source's process has exited. Only a destination that was sent everything can run the guest.
     pub(super) fn take_over(&mut self) -> Directive {
         self.source_exited = true;
         match self.request.destination {
+            // It looks whether it holds the guest before it runs that.
+            DestinationKind::Towline if self.are_qemus_connected() && self.sent => self.complete_exited(),
             DestinationKind::Qemu
                 if self.may_be_held() && !self.has_fault(SwitchoverBug::AbandonsCompleteDestination) =>
             {
@@ -58,14 +87,28 @@ impl Switchover {
 
     pub(super) fn taking_over(&mut self, input: Input) -> Directive {
         match input {
+            Input::Destination(DestinationStatus::LacksMemory(_)) if self.may_switch() => self.run_switched(),
+            // The source has stopped its guest, and cannot send its devices a second time.
+            Input::Destination(DestinationStatus::Failed) if self.may_switch() => {
+                self.unresolved(AtDestination::Ended, ToDo::RunSourceUnlessItRan)
+            }
             Input::Destination(DestinationStatus::Loaded | DestinationStatus::Running) => self.complete(),
             Input::Destination(DestinationStatus::Loading | DestinationStatus::Unknown) => {
                 Directive::QueryDestination
+            }
+            Input::Destination(DestinationStatus::Exited) if !self.source_exited => {
+                Directive::End(SwitchoverOutcome::Unresolved(GuestState::new(
+                    AtSource::Unknown,
+                    AtDestination::Ended,
+                    ToDo::LookAtSource,
+                )))
             }
             Input::Destination(DestinationStatus::Exited) => {
                 self.unresolved(AtDestination::Ended, ToDo::StartAgain)
             }
             Input::Destination(DestinationStatus::Failed) => {
+                // A source that completes has been told that everything was loaded.
+                self.source_exited = true;
                 self.unresolved(AtDestination::None, ToDo::StartAgain)
             }
             _ => self.unresolved(AtDestination::Unknown, ToDo::LookAtDestination),
@@ -74,15 +117,15 @@ impl Switchover {
 
     /// The source keeps its guest. `stopped`: this migration stopped it.
     pub(super) fn restore(&mut self, stopped: bool) -> Directive {
-        if self.request.source != SourceKind::Qemu {
-            return self.confirm();
+        if self.may_take_back() {
+            return self.withdraw();
         }
-        if stopped && self.guest.is_live() && self.may_be_run_by_others() {
+        let is_qemu = self.request.source == SourceKind::Qemu;
+        if is_qemu && stopped && self.guest.is_live() && self.may_be_run_by_others() {
             self.stage = SwitchoverState::Looking;
             return Directive::LookAtDestination;
         }
-        let resumes = stopped && self.guest.is_live();
-        self.begin_restoring(if resumes { Restoration::Guest } else { Restoration::Settings })
+        self.regain(stopped)
     }
 
     pub(super) fn begin_restoring(&mut self, restoration: Restoration) -> Directive {
@@ -118,7 +161,7 @@ impl Switchover {
 
     /// Returns true if the destination may hold the whole guest, paused.
     fn may_be_held(&self) -> bool {
-        self.sent && self.request.destination == DestinationKind::Qemu
+        (self.sent || self.are_qemus_connected()) && self.request.destination == DestinationKind::Qemu
     }
 
     /// The source has its guest. That is the end, unless another party runs it at its destination.
@@ -167,8 +210,19 @@ impl Switchover {
         Directive::End(SwitchoverOutcome::Unresolved(GuestState::source_unknown(self.unseen())))
     }
 
-    /// Restores the source even if the peer did not receive the message: without another one it does not start the guest.
-    pub(super) fn withdrawing(&mut self) -> Directive {
-        self.restore(false)
+    /// The other towline is sent that before the source is restored, even if that does not arrive: without another message it does not start
+    /// the guest.
+    pub(super) fn withdraw(&mut self) -> Directive {
+        self.stage = SwitchoverState::Withdrawing;
+        Directive::Send(PeerMessage::Aborted)
+    }
+
+    /// The source gets its guest back.
+    pub(super) fn regain(&mut self, stopped: bool) -> Directive {
+        if self.request.source != SourceKind::Qemu {
+            return self.confirm();
+        }
+        let resumes = stopped && self.guest.is_live();
+        self.begin_restoring(if resumes { Restoration::Guest } else { Restoration::Settings })
     }
 }

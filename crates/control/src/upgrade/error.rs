@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use towline_launch::{LaunchError, MemoryFileError, ParseError, Refused, RuntimeError};
 
+use crate::generations;
 use crate::in_place;
 use crate::qemu;
 
@@ -37,6 +38,9 @@ pub enum Error {
     /// The old QEMU could not be queried.
     #[error("{0}")]
     Qemu(#[from] qemu::Error),
+    /// A cluster would miss its guest.
+    #[error("{0}")]
+    Generation(#[from] generations::Error),
     /// Memory that the exit of a QEMU would discard.
     #[error("{0}")]
     InPlace(#[source] in_place::Error),

@@ -8,7 +8,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::process::{Pid, PidfdFlags, Signal, geteuid, pidfd_open, pidfd_send_signal};
+use rustix::process::{Signal, geteuid, pidfd_send_signal};
 use towline_channel::Cancel;
 use towline_launch::{CommandLine, Confinement, RunningGuest, RuntimeRoot};
 use towline_qmp::Options;
@@ -61,6 +61,9 @@ impl OldQemu {
         let interrupt = Some(cancel.descriptor());
         let mut qemu = Qemu::inspect(path, &Options { interrupt, ..Options::default() })?;
         let socket = qemu.socket().to_owned();
+        if let Some(guest) = MoveEnd::qemu(&qemu).managed()? {
+            return Err(guest.refuse().into());
+        }
         let pid = match qemu.process() {
             Process::Known { pid, .. } => *pid,
             Process::Unknown { reason } => {
@@ -210,16 +213,12 @@ fn maps_memory_of(pid: u32, old: &OldQemu) -> bool {
 }
 
 fn kill(guest: &RunningGuest) {
-    let Some(pid) = i32::try_from(guest.pid).ok().and_then(Pid::from_raw) else { return };
-    let Ok(process) = pidfd_open(pid, PidfdFlags::empty()) else { return };
-    // The descriptor refers to the process that runs now; it must be that of the state.
-    if guest.is_running() {
-        let names = temporary_names::staging_names_of_process(guest.pid);
-        if let Err(errno) = pidfd_send_signal(&process, Signal::KILL) {
-            tracing::debug!(pid = guest.pid, %errno, "it has ended");
-        }
-        names.iter().for_each(StagingName::remove);
+    let Ok(Some(process)) = guest.process() else { return };
+    let names = temporary_names::staging_names_of_process(guest.pid);
+    if let Err(errno) = pidfd_send_signal(&process, Signal::KILL) {
+        tracing::debug!(pid = guest.pid, %errno, "it has ended");
     }
+    names.iter().for_each(StagingName::remove);
 }
 
 #[cfg(test)]

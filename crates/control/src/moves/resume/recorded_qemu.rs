@@ -56,9 +56,7 @@ impl RecordedQemu {
             ));
         }
         match Qemu::connect(socket, &qmp::Options::default()) {
-            Ok(qemu) if end.is_same_qemu(&MoveEnd::qemu(qemu.socket(), qemu.process())) => {
-                Self::Qemu(Box::new(qemu))
-            }
+            Ok(qemu) if end.is_same_qemu(&MoveEnd::qemu(&qemu)) => Self::Qemu(Box::new(qemu)),
             Ok(_) => Self::Unknown(format!("{} belongs to another process", socket.display())),
             Err(_) if end.has_exited() => Self::Exited,
             Err(error) => Self::Unknown(error.to_string()),

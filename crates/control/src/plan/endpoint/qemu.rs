@@ -129,7 +129,7 @@ impl SourceEndpoint for QemuSource {
         let publication = if resumes { to.defer_publication() } else { Publication::default() };
         let end: &dyn DestinationEndpoint = to;
         let poll = &mut || {
-            let progress = qemu.poll(run.context.cancel)?;
+            let progress = qemu.poll(run.context)?;
             Ok(end.upload_progress(run.context).unwrap_or(progress))
         };
         let received = incoming.receive(end.sink(), receiver(end.kind()), publication, run, poll);
@@ -177,7 +177,7 @@ impl DestinationEndpoint for QemuDestination {
     }
 
     fn move_end(&self) -> MoveEnd {
-        MoveEnd::qemu(self.qmp.qemu().socket(), self.qmp.qemu().process())
+        MoveEnd::qemu(self.qmp.qemu())
     }
 
     fn qemu(&mut self) -> Option<&mut QemuDestination> {

@@ -8,7 +8,7 @@ use towline_image::{Image, Origin as ImageOrigin};
 use towline_migration::incoming::{self, Publication, gather};
 use towline_migration::{BasePresence, Session, Sink, SinkWithPresentBlocks, Snapshot, outgoing};
 
-use super::super::context::{Context, listen_options};
+use super::super::context::{Context, connect_options, listen_options};
 use super::super::engine::{IncomingStream, send};
 use super::super::error::{Error, Failure};
 use super::super::error_origin;
@@ -16,6 +16,7 @@ use super::super::outcomes::GuestAfterFailure;
 use super::super::preflight::{FactsExtent, GuestFacts, uuid_bytes};
 use super::super::progress::{CopyPhase, DestinationState};
 use super::super::recorder::RecordedSource;
+use super::super::request::ConnectingEnd;
 use super::super::shared_switchover::TransferContext;
 use super::super::source::LANES_TIMEOUT;
 use super::driven::{GuestDescription, LocalGuest, RelaySink};
@@ -30,11 +31,16 @@ const NO_NAMES: [&str; 0] = [];
 /// Timeout for an acknowledged source to close its connections.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// Waits for a source that connects to `address`.
+/// Waits for a source that connects to `address`, or connects to one that listens there.
 pub(in super::super) fn listen(
     address: &Address,
     context: &Context<'_>,
 ) -> Result<incoming::Connections, Error> {
+    if context.options.connects == ConnectingEnd::Destination {
+        let deadline = Instant::now() + context.options.connect_timeout;
+        let (options, lanes) = (connect_options(context.options)?, context.lanes());
+        return Ok(incoming::connect(address, lanes, &options, deadline, LANES_TIMEOUT, context.cancel)?);
+    }
     let listener = Listener::bind_with(address, &listen_options(context.options)?)?;
     let verb = if is_listened_on(address) { "listening on" } else { "reading from" };
     context.observer.notice(&format!("{verb} {}", listener.local_address()));
@@ -50,12 +56,15 @@ fn is_listened_on(address: &Address) -> bool {
 /// A source that connects to an address on which towline listens.
 pub(in super::super) struct StreamSource {
     address: Address,
+    /// Its name in records.
+    name: Option<String>,
     incoming: IncomingStream,
 }
 
 impl StreamSource {
-    pub(in super::super) fn new(address: &Address) -> Self {
-        Self { address: address.clone(), incoming: IncomingStream::default() }
+    pub(in super::super) fn new(address: &Address, name: Option<&str>) -> Self {
+        let name = name.map(str::to_owned);
+        Self { address: address.clone(), name, incoming: IncomingStream::default() }
     }
 
     /// Returns true for a file: it keeps its guest, and no sender awaits the outcome.
@@ -74,7 +83,8 @@ impl SourceEndpoint for StreamSource {
         _: FactsExtent,
         _run: &Context<'_>,
     ) -> Result<GuestDescription<'_>, Failure> {
-        let origin = ImageOrigin { source: format!("stream to {}", self.address), ..ImageOrigin::default() };
+        let source = self.name.clone().unwrap_or_else(|| format!("stream to {}", self.address));
+        let origin = ImageOrigin { source, ..ImageOrigin::default() };
         Ok(GuestDescription { guest: None, origin, file: None, base: None })
     }
 
@@ -103,7 +113,8 @@ impl SourceEndpoint for StreamSource {
     }
 
     fn recorded(&self) -> Option<RecordedSource> {
-        let end = MoveEnd::Peer { address: self.main_channel()?.peer().to_owned() };
+        let peer = self.main_channel()?.peer().to_owned();
+        let end = MoveEnd::Peer { address: self.name.clone().unwrap_or(peer) };
         Some(RecordedSource { end, vcpus: VcpuThreads::default(), devices: Vec::new() })
     }
 

@@ -3,11 +3,12 @@
 use std::thread;
 use std::time::Duration;
 
-use towline_migration::probe_link;
+use towline_migration::{probe_link, silence_max};
 
 use super::super::destination::StartFailure;
 use super::super::endpoint::{DestinationEndpoint, DrivenGuest, SourceControl};
 use super::super::error::Error;
+use super::super::peer::PeerReply;
 use super::super::progress::CopyPhase;
 use super::super::shared_switchover::source_link;
 use super::super::source::{CopyEnd, GuestAction, QmpSource};
@@ -44,7 +45,28 @@ impl Executor<'_> {
         if view == SourceStatus::Migrating {
             source.await_event(POLL_INTERVAL);
         }
+        // A QEMU that waits for the other one may not reply.
+        if matches!(view, SourceStatus::Migrating | SourceStatus::Unknown)
+            && let Some(error) = self.lost_peer()
+        {
+            self.ends.error.get_or_insert(error);
+            return Input::TimedOut;
+        }
         Input::Source(view)
+    }
+
+    /// The reason for which the towline of the other host does not drive the QEMU there any more, to which this one sends.
+    fn lost_peer(&mut self) -> Option<Error> {
+        if !self.are_qemus_connected() || !self.ends.switchover.state().awaits_source_outcome() {
+            return None;
+        }
+        let silence_max = silence_max(self.ends.context.options.peer_timeout);
+        let peer = self.destination_peer.as_mut()?;
+        match peer.glance_at_destination() {
+            PeerReply::Lost(error) => Some(error),
+            _ if peer.silence() >= silence_max => Some(Error::PeerSilent { waited: peer.silence() }),
+            _ => None,
+        }
     }
 
     pub(super) fn probe_link(&mut self) -> Input {
@@ -71,6 +93,9 @@ impl Executor<'_> {
 
     pub(super) fn query_destination(&mut self) -> Input {
         let view = self.destination_status();
+        if let Some(input) = self.watch_memory(view) {
+            return input;
+        }
         match view {
             DestinationStatus::Loading | DestinationStatus::Unknown | DestinationStatus::LacksMemory(_)
                 if self.waited() >= LOADED_TIMEOUT =>

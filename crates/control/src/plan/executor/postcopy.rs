@@ -3,10 +3,13 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
+use towline_migration::silence_max;
+
 use super::super::destination::RecoveryState;
 use super::super::endpoint::SourceControl;
 use super::super::error::Error;
 use super::super::error_origin;
+use super::super::peer::PeerReply;
 use super::super::progress::CopyPhase;
 use super::Executor;
 use crate::switchover::{DestinationStatus, Input, MemorySharing, SourceStatus, StartResult};
@@ -15,12 +18,59 @@ use crate::switchover::{DestinationStatus, Input, MemorySharing, SourceStatus, S
 pub(in super::super) const RECOVER_TIMEOUT: Duration = Duration::from_secs(60);
 /// Delay before a destination that has not noticed the loss of its connection is notified.
 pub(in super::super) const BREAK_AFTER: Duration = Duration::from_secs(1);
+/// Time in which a destination that has all memory reports it after its QEMU has closed the connection.
+const LAST_REPORT_TIME: Duration = Duration::from_secs(2);
 /// Interval of attempts to recover.
 const RECOVER_INTERVAL: Duration = Duration::from_millis(20);
 
 impl Executor<'_> {
     pub(super) fn is_postcopy(&self) -> bool {
         self.ends.switchover.state().request().memory == MemorySharing::Postcopy
+    }
+
+    /// Returns true if the source was switched, and the other end is another host's.
+    pub(super) fn has_switched(&self) -> bool {
+        self.ends.switchover.state().has_switched()
+    }
+
+    /// Queries a source that sends the rest of its memory to another host. Returns what ends that early.
+    pub(super) fn watch_following_source(&mut self) -> Option<Input> {
+        let has_switched = self.has_switched();
+        let SourceControl::Qemu(source) = &mut self.ends.source else { return None };
+        let status = if has_switched { source.follow(self.ends.context.options).ok()? } else { return None };
+        self.ends.context.observer.progress(&source.progress);
+        if status == SourceStatus::Completed {
+            self.downtime_ms = source.reported_downtime();
+        }
+        if matches!(status, SourceStatus::Completed | SourceStatus::Following | SourceStatus::Unknown) {
+            return None;
+        }
+        // A destination that has everything has reported that, or does so now.
+        let since = *self.stuck_since.get_or_insert_with(Instant::now);
+        if since.elapsed() < LAST_REPORT_TIME {
+            return None;
+        }
+        let error = source.not_completed(self.wait.since.elapsed());
+        self.ends.error.get_or_insert(error);
+        Some(Input::Source(status))
+    }
+
+    /// Returns the input for a destination whose guest lacks memory if the towline of its source is lost, which forwards that.
+    pub(super) fn watch_memory(&mut self, status: DestinationStatus) -> Option<Input> {
+        let is_open = matches!(status, DestinationStatus::LacksMemory(_) | DestinationStatus::Unknown);
+        if !self.has_switched() || !is_open {
+            return None;
+        }
+        let silence_max = silence_max(self.ends.context.options.peer_timeout);
+        let peer = self.source_peer.as_mut()?;
+        let error = match peer.receive_outcome() {
+            PeerReply::Nothing if peer.silence() < silence_max => return Some(Input::Destination(status)),
+            PeerReply::Nothing => Error::PeerSilent { waited: peer.silence() },
+            PeerReply::Message(message) => peer.unexpected(&message),
+            PeerReply::Lost(error) => error,
+        };
+        self.ends.error.get_or_insert(error);
+        Some(Input::PeerLost)
     }
 
     pub(super) fn set_running(&mut self) {

@@ -4,7 +4,7 @@ use towline_migration::Sink;
 
 use super::super::destination::StartFailure;
 use super::super::endpoint::{DestinationEndpoint, DrivenGuest};
-use super::super::fake_qemu::{FakeQemu, Silent};
+use super::super::fake_qemu::{FakeQemu, Silent, in_copy};
 use super::super::recorder::tests::stage;
 use super::super::request::{AfterCopy, CopyRequest, RequestedPages, Task, TransferOptions};
 use super::super::shared_switchover::tests::recording;
@@ -117,7 +117,10 @@ impl Case {
             (switchover.failed(&Error::Cancelled), Some(Error::Cancelled))
         };
         let (source, destination) = (SourceControl::Qemu(&mut qemu), &mut self.destination);
-        conclude(SwitchoverEnds { switchover: &switchover, source, destination, context, error }, first)
+        conclude(
+            SwitchoverEnds { switchover: &switchover, source, destination, session: None, context, error },
+            first,
+        )
     }
 
     fn outcome(&mut self, source: (&'static str, &'static str), is_delivered: bool) -> GuestState {
@@ -189,7 +192,18 @@ fn a_source_that_has_failed_has_its_guest_when_it_is_resumed() {
 fn a_source_that_does_not_fail_by_itself_is_cancelled() {
     let mut case = Case::new(DestinationStatus::Loaded, None);
     assert_eq!(case.outcome(("running", "active"), false), SAFE);
-    assert_eq!(case.source_commands(), ["migrate_cancel"]);
+    // It may wait before the switchover.
+    assert_eq!(case.source_commands(), ["migrate_cancel", "migrate-continue", "migrate-continue"]);
+}
+
+#[test]
+fn a_source_that_never_cleans_up_its_last_migration_is_not_changed() {
+    let case = Case::new(DestinationStatus::Loaded, None);
+    case.script(("running", "failed"));
+    case.source.script().keeps_migration = true;
+    let error = in_copy(|context| QmpSource::prepare(&case.source.path(), context).err());
+    assert!(matches!(error, Some(Error::NotCleanedUp { .. })), "{error:?}");
+    assert!(case.source.commands().is_empty());
 }
 
 #[test]

@@ -24,7 +24,7 @@ use super::super::executor::{SwitchoverEnds, conclude};
 use super::super::preflight::FactsExtent;
 use super::super::progress::{CopyPhase, CopyReport};
 use super::super::recorder::RecordedEnds;
-use super::super::request::PostcopyOptions;
+use super::super::request::{PostcopyOptions, PostcopySwitch};
 use super::super::shared_switchover::SharedSwitchover;
 use super::super::source::QmpSource;
 use crate::switchover::{
@@ -57,24 +57,31 @@ pub(in super::super) fn migrate(
         context.options.compression,
     );
     let mut destination = QemuDestination::of(target);
-    switchover.keep_record(
+    let kept = switchover.keep_record(
         RecordedEnds { source: source.recorded(), destination: destination.move_end() },
         context,
     );
     let guest = if source.was_running { GuestRunState::Running } else { GuestRunState::Stopped };
-    let started = started.and_then(|address| {
-        if !switchover.may_connect_directly(guest) {
+    let started = kept.and(started).and_then(|address| {
+        if !switchover.may_acknowledge(guest) {
             return Err(Error::Cancelled);
         }
         source.start_postcopy(&address, options.requested_pages, context.lanes(), context.options)
     });
-    let passed = started.and_then(|()| pass_once(&mut source, guest, &switchover, context));
+    let passed = started.and_then(|()| pass(&mut source, guest, options.switch, &switchover, context));
     let (directive, error) = match passed {
         Ok(directive) => (directive, None),
         Err(error) => (switchover.failed(&error), Some(error)),
     };
     let (control, destination) = (SourceControl::Qemu(&mut source), &mut destination);
-    let ends = SwitchoverEnds { switchover: &switchover, source: control, destination, context, error };
+    let ends = SwitchoverEnds {
+        switchover: &switchover,
+        source: control,
+        destination,
+        session: None,
+        context,
+        error,
+    };
     let concluded = conclude(ends, directive)?;
     let (moved, requests) = source.counted();
     let mut postcopy = concluded.postcopy;
@@ -95,10 +102,11 @@ fn prepare(path: &Path, source: &mut QmpSource, context: &Context<'_>) -> Result
     Ok(target)
 }
 
-/// Waits for the end of the first pass, and returns the directive that follows.
-fn pass_once(
+/// Waits for the moment of the switch, and returns the directive that follows.
+fn pass(
     source: &mut QmpSource,
     mut guest: GuestRunState,
+    switch: PostcopySwitch,
     switchover: &Arc<SharedSwitchover>,
     context: &Context<'_>,
 ) -> Result<Directive, Error> {
@@ -113,7 +121,7 @@ fn pass_once(
             Some(status) if status.is_idle() => return Err(source.failed()),
             Some(status) if *status == MigrationStatus::ACTIVE && !cancelled => {
                 guest = source.guest_state()?.unwrap_or(guest);
-                let passed = migration.ram.as_ref().is_some_and(|ram| source.has_passed_once(ram));
+                let passed = source.is_to_switch(&migration, switch, context.observer)?;
                 // A paused guest writes nothing: its first pass is its last, and there is no need to switch.
                 if guest.is_live() && passed && !context.cancel.is_cancelled() {
                     return match switchover.passed_once(guest) {

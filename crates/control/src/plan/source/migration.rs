@@ -6,31 +6,33 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_channel::Cancel;
+use towline_migration::convergence::CannotConverge;
 use towline_qmp::Event;
 use towline_qmp::commands::{
-    Capability, MigrateCancel, MigrationInfo, MigrationParameters, MigrationStatus, RunState, Status,
+    Capability, MigrationInfo, MigrationParameters, MigrationStatus, RunState, Status,
 };
 
-use super::super::context::compression_parameters;
+use super::super::context::{Context, compression_parameters};
 use super::super::disks::DiskMirrors;
 use super::super::error::Error;
 use super::super::progress::{Progress, SourceState};
-use super::super::request::CopyRequest;
+use super::super::request::{CopyRequest, Throttling};
 use super::qmp_source::QmpSource;
-use crate::qemu::MigrationSettings;
+use crate::qemu::{MIGRATION_CLEANUP_TIMEOUT, MigrationSettings, Qemu};
 use crate::switchover::{GuestRunState, SourceStatus};
 
 /// Interval of queries while memory is transferred.
 const QUERY_INTERVAL: Duration = Duration::from_millis(250);
 /// States of a migration whose guest is stopped.
-const STOPPED: [MigrationStatus; 3] =
+pub(super) const STOPPED: [MigrationStatus; 3] =
     [MigrationStatus::PRE_SWITCHOVER, MigrationStatus::DEVICE, MigrationStatus::COMPLETED];
 /// Pause before a monitor that could not be reconnected is tried again.
 const RECONNECT_INTERVAL: Duration = Duration::from_millis(10);
 
 impl QmpSource {
     /// Queries the progress at intervals.
-    pub(in super::super) fn poll(&mut self, cancel: &Cancel) -> Result<Progress, Error> {
+    pub(in super::super) fn poll(&mut self, context: &Context<'_>) -> Result<Progress, Error> {
+        let cancel = context.cancel;
         self.apply_tuning();
         if self.sees_switchover() || self.queried_at.elapsed() >= QUERY_INTERVAL {
             self.queried_at = Instant::now();
@@ -41,22 +43,28 @@ impl QmpSource {
                 return Err(Error::SourceFailed { socket: self.qemu.socket().into(), text });
             }
             self.progress = self.convergence.progress(&migration);
-            self.convergence.observe(&migration)?;
+            self.observe(&migration, context)?;
             self.follow_mirrors(&migration, cancel)?;
             self.relax_downtime(&migration);
+            self.last_migration = Some(migration);
         }
         Ok(self.progress)
     }
 
-    /// Waits up to an interval for the switchover of a guest whose disks are copied, as that waits for them. Returns true if it is there.
+    /// Waits up to an interval for the switchover, if that waits for this process. Returns true if it is there.
     fn sees_switchover(&mut self) -> bool {
         let is_stopped =
             |event: &Event| MigrationStatus::of_event(event).is_some_and(|status| STOPPED.contains(&status));
-        self.mirrors.as_ref().is_some_and(DiskMirrors::are_active)
+        (self.waits_for_peer || self.copies_disks())
             && self.qemu.client().wait_event(is_stopped, QUERY_INTERVAL).is_ok()
     }
 
-    /// Ends the copy of disks when the guest is stopped, and has the migration go on.
+    /// Returns true if disks are copied, and the guest's writes with them.
+    pub(super) fn copies_disks(&self) -> bool {
+        self.mirrors.as_ref().is_some_and(DiskMirrors::are_active)
+    }
+
+    /// Ends the copy of disks when the guest is stopped, and has the migration go on unless that waits for another towline.
     fn follow_mirrors(&mut self, migration: &MigrationInfo, cancel: &Cancel) -> Result<(), Error> {
         let Some(mirrors) = self.mirrors.as_mut().filter(|mirrors| mirrors.are_active()) else {
             return Ok(());
@@ -65,6 +73,9 @@ impl QmpSource {
             return mirrors.check(&mut self.qemu, migration);
         }
         mirrors.complete(&mut self.qemu, cancel)?;
+        if self.waits_for_peer {
+            return Ok(());
+        }
         Ok(self.qemu.continue_migration()?)
     }
 
@@ -127,17 +138,25 @@ impl QmpSource {
         SourceStatus::Unknown
     }
 
+    /// Status of its migration in the last reply.
+    pub(super) fn last_status(&self) -> Option<&MigrationStatus> {
+        self.last_migration.as_ref()?.status.as_ref()
+    }
+
     /// Error of a migration whose result is not known.
     pub(in super::super) fn not_completed(&self, waited: Duration) -> Error {
-        let status = self.last_migration.as_ref().and_then(|migration| migration.status.as_ref());
-        let status = status.map_or("nothing", MigrationStatus::as_str).to_owned();
+        let status = self.last_status().map_or("nothing", MigrationStatus::as_str).to_owned();
         Error::NotCompleted { socket: self.qemu.socket().into(), status, waited }
     }
 
     /// Cancels the migration, if this command started it.
     pub(in super::super) fn cancel_migration(&mut self) -> Result<(), Error> {
+        // Its main loop may wait for the other QEMU until the kernel gives that up, for example for the end of zero-copy sends.
+        if self.started && self.waits_for_peer {
+            self.qemu.yank_migration()?;
+        }
         if self.started {
-            self.qemu.try_query(|qemu| Ok(qemu.client().execute(&MigrateCancel)?))?;
+            self.qemu.try_now(Qemu::cancel_migration)?;
         }
         Ok(())
     }
@@ -155,6 +174,8 @@ impl QmpSource {
 /// First downtime limit of an upgrade, for what is left of the memory that it sends. QEMU stops its guest as soon as it can send the rest
 /// within the limit, and would send a fast guest's whole memory within the default.
 const UPGRADE_DOWNTIME: Duration = Duration::from_millis(2);
+/// QEMU's lowest `max-cpu-throttle`, with which auto-converge is on and has no effect, in percent.
+const THROTTLE_PERCENT_MIN: u8 = 1;
 /// A rate that no host reaches, as QEMU has no value for unlimited.
 pub(super) const BANDWIDTH_UNLIMITED: u64 = 1 << 40;
 /// Capabilities with which the stream cannot be received here, or would stop midway.
@@ -199,9 +220,12 @@ impl QmpSource {
         if self.mirrors.is_some() {
             capabilities.insert(Capability::PAUSE_BEFORE_SWITCHOVER, true);
         }
-        if options.transfer_options().throttle {
+        let throttling = options.transfer_options().throttling;
+        if throttling != Throttling::Unchanged {
             capabilities.insert(Capability::AUTO_CONVERGE, true);
         }
+        // No QEMU changes the capability while it migrates.
+        let throttle_now = (throttling == Throttling::IfNotConverging).then_some(THROTTLE_PERCENT_MIN);
         if options.is_snapshot() {
             let off = UNSUPPORTED_WITH_SNAPSHOT.into_iter().filter(|name| known.contains_key(name));
             capabilities.extend(off.map(|name| (name, false)));
@@ -215,6 +239,8 @@ impl QmpSource {
                 None => options.downtime_limit,
             })),
             tls_creds: Some(String::new()),
+            cpu_throttle_initial: throttle_now,
+            max_cpu_throttle: throttle_now,
             mode: self.qemu.facts().normal_mode(),
             ..compression_parameters(options.compression, lanes)
         };
@@ -230,6 +256,38 @@ impl QmpSource {
         if passes > 1 && now < limit {
             self.tuning.set_downtime_limit((now * 2).min(limit));
         }
+    }
+
+    /// Evaluates the progress, and has QEMU throttle its guest or switch it to postcopy.
+    fn observe(&mut self, migration: &MigrationInfo, context: &Context<'_>) -> Result<(), Error> {
+        match context.options.postcopy() {
+            Some(_) if self.is_asked_to_switch || migration.status != Some(MigrationStatus::ACTIVE) => {}
+            Some(how) => {
+                if self.is_to_switch(migration, how.switch, context.observer)? {
+                    self.switch_to_postcopy()?;
+                    self.is_asked_to_switch = true;
+                }
+            }
+            None => {
+                if let Some(why) = self.convergence.observe(migration)? {
+                    self.throttle(&why, context)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Has QEMU throttle a guest that was found not to converge, as its user permitted.
+    fn throttle(&mut self, why: &CannotConverge, context: &Context<'_>) -> Result<(), Error> {
+        context.observer.notice(&format!("{why}; it is throttled from now on"));
+        let before = &self.qemu.facts().parameters;
+        let parameters = MigrationParameters {
+            cpu_throttle_initial: before.cpu_throttle_initial,
+            max_cpu_throttle: before.max_cpu_throttle,
+            ..MigrationParameters::default()
+        };
+        let Some(settings) = &mut self.settings else { return Ok(()) };
+        Ok(settings.change(&mut self.qemu, parameters)?)
     }
 
     /// The milliseconds in which QEMU may send what is left: at least half of the limit.
@@ -260,10 +318,6 @@ impl QmpSource {
         }
     }
 }
-
-/// Timeout for QEMU to clean up a migration: the previous one, and this one.
-const CLEANUP_TIMEOUT: Duration = Duration::from_secs(15);
-const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Action on the source's guest once its settings are restored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -300,10 +354,10 @@ impl QmpSource {
         end: CopyEnd,
     ) -> Result<RestoredSource, Error> {
         let ended = self.end_mirrors();
-        let tidy = self.wait_migration_cleanup();
+        let tidy = self.qemu.wait_migration_cleanup();
         let (downtime_ms, mut notes) = match tidy {
             Ok(is_clean) => (self.reported_downtime(), self.restore_settings_if_clean(is_clean)),
-            Err(error) if end == CopyEnd::Failed => return Err(error),
+            Err(error) if end == CopyEnd::Failed => return Err(error.into()),
             // The copy is complete, even if its source fails now.
             Err(error) => {
                 self.keep_settings();
@@ -327,7 +381,7 @@ impl QmpSource {
     /// Ends QEMU after a move. Returns the downtime in milliseconds.
     pub(in crate::plan) fn quit(&mut self) -> Result<Option<u64>, Error> {
         self.keep_settings();
-        let downtime_ms = self.wait_migration_cleanup().ok().and_then(|_| self.reported_downtime());
+        let downtime_ms = self.qemu.wait_migration_cleanup().ok().and_then(|_| self.reported_downtime());
         self.qemu.quit()?;
         Ok(downtime_ms)
     }
@@ -349,32 +403,6 @@ impl QmpSource {
         if options.resumes() && guest.is_live() { SourceState::Running } else { SourceState::Paused }
     }
 
-    /// Waits until QEMU has cleaned up a migration, some time after it reported `completed` or `failed`. A
-    /// `migrate` that comes too early is refused ("duplicate yank instance") and leaves QEMU in a migration
-    /// that does not exist.
-    ///
-    /// Returns false if it has not within the timeout.
-    pub(super) fn wait_migration_cleanup(&mut self) -> Result<bool, Error> {
-        let deadline = Instant::now() + CLEANUP_TIMEOUT;
-        while self.is_cleanup_pending()? {
-            if Instant::now() >= deadline {
-                return Ok(false);
-            }
-            thread::sleep(POLL_INTERVAL);
-        }
-        Ok(true)
-    }
-
-    fn is_cleanup_pending(&mut self) -> Result<bool, Error> {
-        match self.qemu.client().execute_raw("query-yank", None) {
-            Ok(instances) => Ok(instances
-                .as_array()
-                .is_some_and(|list| list.iter().any(|instance| instance["type"] == "migration"))),
-            Err(error) if error.is_command_not_found() => Ok(false),
-            Err(error) => Err(error.into()),
-        }
-    }
-
     /// Downtime in milliseconds. QEMU reports `completed` a moment before it has this number, which is there
     /// after the cleanup.
     pub(in crate::plan) fn reported_downtime(&mut self) -> Option<u64> {
@@ -388,7 +416,7 @@ impl QmpSource {
             return self.restore_settings();
         }
         self.keep_settings();
-        let (socket, waited) = (self.qemu.socket(), CLEANUP_TIMEOUT.as_secs());
+        let (socket, waited) = (self.qemu.socket(), MIGRATION_CLEANUP_TIMEOUT.as_secs());
         vec![format!(
             "QEMU on {socket} has not cleaned up its migration within {waited} s: its capabilities and parameters stay as they \
              were set for this copy"

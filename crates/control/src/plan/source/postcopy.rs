@@ -9,16 +9,20 @@ use towline_qmp::commands::{
     Capability, Migrate, MigrateStartPostcopy, MigrationInfo, MigrationStatus, RamStats, RunState,
 };
 
+use super::super::context::Context;
 use super::super::error::{BlockedBy, Error};
-use super::super::request::{CopyRequest, RequestedPages};
+use super::super::progress::Observer;
+use super::super::request::{CopyRequest, PostcopySwitch, RequestedPages};
 use super::super::validate::check_multifd_with_postcopy;
 use super::migration::BANDWIDTH_UNLIMITED;
-use super::qmp_source::QmpSource;
+use super::qmp_source::{QmpSource, blocked};
 use crate::qemu::{AppliedSettings, Qemu};
 use crate::switchover::{GuestRunState, SourceStatus};
 
 /// The first QEMU that reads the dirty log twice before it sends anything: 10.0 does not, 11.1 does.
 const READS_DIRTY_LOG_TWICE_SINCE: (u32, u32) = (10, 1);
+/// The first QEMU that runs its guest again after a cancellation before the switchover to postcopy.
+const CANCELS_SWITCH_SINCE: u32 = 9;
 
 /// Time for which a lost monitor of the source is connected to again.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -45,7 +49,6 @@ impl QmpSource {
         settings.parameters.max_postcopy_bandwidth =
             Some(options.transfer_options().max_bandwidth.unwrap_or(0));
         self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
-        self.wait_migration_cleanup()?;
         self.start_migration(&Migrate::to_uri(address.to_string()))
     }
 
@@ -63,8 +66,26 @@ impl QmpSource {
         {
             return Ok(());
         }
-        let reason = BlockedBy::EmulatedPostcopy { version: self.version_text() };
-        Err(Error::Blocked { socket: self.qemu.socket().into(), reasons: vec![reason] })
+        Err(blocked(&self.qemu, BlockedBy::EmulatedPostcopy { version: self.version_text() }))
+    }
+
+    /// Refuses a guest that cannot be switched to postcopy, and says what that risks.
+    pub(in super::super) fn prepare_switch(&mut self, context: &Context<'_>) -> Result<(), Error> {
+        self.check_postcopy()?;
+        if self.qemu.facts().version.qemu.major < CANCELS_SWITCH_SINCE {
+            let version = self.version_text();
+            let reason = format!(
+                "QEMU {version} leaves its guest stopped if a switch to postcopy is cancelled: the source needs {CANCELS_SWITCH_SINCE}.0"
+            );
+            return Err(blocked(&self.qemu, BlockedBy::Qemu(reason)));
+        }
+        if context.lanes() > 0 {
+            self.check_multifd_with_postcopy()?;
+        }
+        context.observer.notice(
+            "once the guest is switched to postcopy, it is lost if either host fails before all of its memory has arrived",
+        );
+        Ok(())
     }
 
     /// Refuses a QEMU that has no lanes in a migration that may become postcopy.
@@ -72,9 +93,31 @@ impl QmpSource {
         Ok(check_multifd_with_postcopy(&self.qemu)?)
     }
 
+    /// Returns true if QEMU is to switch to postcopy, by a reply to `query-migrate`.
+    pub(in super::super) fn is_to_switch(
+        &mut self,
+        migration: &MigrationInfo,
+        switch: PostcopySwitch,
+        observer: &dyn Observer,
+    ) -> Result<bool, Error> {
+        if !migration.ram.as_ref().is_some_and(|ram| self.has_passed_once(ram)) {
+            return Ok(false);
+        }
+        if switch == PostcopySwitch::FirstPass {
+            return Ok(true);
+        }
+        match self.convergence.observe(migration) {
+            Err(Error::CannotConverge { why, .. }) => {
+                observer.notice(&format!("{why}; it is switched to postcopy"));
+                Ok(true)
+            }
+            observed => observed.map(|_| false),
+        }
+    }
+
     /// Returns true if QEMU has sent all of the guest's memory once. Newer versions would switch with nothing
     /// left to send, which the destination refuses (QEMU 11.1), so they need remaining bytes.
-    pub(in super::super) fn has_passed_once(&self, ram: &RamStats) -> bool {
+    fn has_passed_once(&self, ram: &RamStats) -> bool {
         let version = &self.qemu.facts().version.qemu;
         if (version.major, version.minor) < READS_DIRTY_LOG_TWICE_SINCE {
             ram.dirty_sync_count > 1

@@ -17,7 +17,7 @@ use super::super::preflight::{FactsExtent, GuestFacts};
 use super::super::private_dir::{PrivateDir, QemuLink};
 use super::super::progress::Progress;
 use super::super::recorder::RecordedSource;
-use super::super::request::CopyRequest;
+use super::super::request::{CopyRequest, GenerationUse};
 use super::super::vsock::{self, DetachedVsocks};
 use crate::moves::{self, MoveEnd};
 use crate::qemu::{AppliedSettings, Inventory, Qemu, is_disconnected};
@@ -60,6 +60,10 @@ pub(in super::super) struct QmpSource {
     pub(super) downtime_reserve: Duration,
     /// Disks that are copied.
     pub(super) mirrors: Option<DiskMirrors>,
+    /// With a stopped guest, its migration waits for the towline of another host.
+    pub(super) waits_for_peer: bool,
+    /// It is to switch to postcopy, with a guest that it stops then.
+    pub(super) is_asked_to_switch: bool,
     /// Devices that are detached for the move.
     pub(in super::super) vsocks: DetachedVsocks,
     /// State that must be unchanged when the guest has stopped.
@@ -81,12 +85,15 @@ impl QmpSource {
         let options = context.options;
         let mut qemu = Qemu::connect(path, &context.monitor())?;
         let socket = qemu.socket().to_owned();
-        let facts = qemu.facts();
-        if let Some(status) = &facts.migration.status
+        if let Some(status) = &qemu.facts().migration.status
             && !status.is_idle()
         {
             return Err(Error::Migrating { socket, status: status.as_str().into() });
         }
+        if !qemu.wait_migration_cleanup()? {
+            return Err(Error::NotCleanedUp { socket });
+        }
+        let facts = qemu.facts();
         let detached = |by: &BlockedBy| options.detaches_vsock() && matches!(by, BlockedBy::Vsock(_));
         let reasons = facts.blocked_reasons().iter().map(|reason| vsock::blocked_by(reason));
         let reasons: Vec<_> = reasons.filter(|by| !detached(by)).collect();
@@ -99,6 +106,7 @@ impl QmpSource {
         }
         let resumes = status == RunState::POSTMIGRATE;
         moves::check_source(&qemu)?;
+        check_generation(&qemu, options)?;
         if resumes && !options.resumes() && !options.is_snapshot() {
             return Err(Error::NeedsCont { socket });
         }
@@ -134,6 +142,8 @@ impl QmpSource {
             tuning,
             applied_changes: 0,
             mirrors: None,
+            waits_for_peer: false,
+            is_asked_to_switch: false,
             vsocks,
             required: None,
         })
@@ -199,7 +209,7 @@ impl QmpSource {
     /// The source in a record of the move.
     pub(in super::super) fn recorded(&self) -> RecordedSource {
         RecordedSource {
-            end: MoveEnd::qemu(self.qemu.socket(), self.qemu.process()),
+            end: MoveEnd::qemu(&self.qemu),
             vcpus: self.qemu.vcpu_threads(),
             devices: self.vsocks.records(),
         }
@@ -292,6 +302,20 @@ fn check_known_faults(qemu: &mut Qemu) -> Result<(), Error> {
     Ok(())
 }
 
-fn blocked(qemu: &Qemu, reason: BlockedBy) -> Error {
+pub(super) fn blocked(qemu: &Qemu, reason: BlockedBy) -> Error {
     Error::Blocked { socket: qemu.socket().to_owned(), reasons: vec![reason] }
+}
+
+/// Refuses a guest that a cluster would miss, or whose state is not the newest.
+fn check_generation(qemu: &Qemu, options: &CopyRequest) -> Result<(), Error> {
+    // Its guest is not touched by a snapshot.
+    if options.is_snapshot() {
+        return Ok(());
+    }
+    let Some(guest) = MoveEnd::qemu(qemu).managed()? else { return Ok(()) };
+    match options.generations {
+        GenerationUse::Refused => Err(guest.refuse().into()),
+        GenerationUse::TakesPart => Ok(guest.enter()?),
+        GenerationUse::Stored => Ok(()),
+    }
 }

@@ -40,7 +40,6 @@ impl QmpSource {
         } else {
             self.dir.listen(STREAM_SOCKET)?
         };
-        self.wait_migration_cleanup()?;
         qmp_source::check_run_state(&mut self.qemu, options)?;
         if cancel.is_cancelled() {
             return Err(Error::Cancelled);

@@ -81,6 +81,7 @@ fn known_to_somebody(world: &World) -> Result<(), String> {
     let is_stopped = matches!(world.source, Source::Completed | Source::Following | Source::FollowingPaused);
     let stands_still = is_stopped && world.destination != Destination::Running;
     let is_said = world.resumed
+        || world.continued
         || matches!(world.disk, Disk::Full | Disk::Vanished)
         || towlines().any(|towline| {
             towline.record.is_some()
@@ -153,11 +154,13 @@ fn is_in(state: GuestState, world: &World, towline: &Towline) -> bool {
     let runs_at_source = world.runs_at_source() && !world.operator_ran;
     match (state.source, state.destination, state.to_do) {
         (_, _, ToDo::Nothing) => false,
-        (AtSource::Paused, _, _) if world.is_postcopy() && runs_at_source => false,
+        // It is not whole.
+        (_, AtDestination::Holds, _) if world.may_switch() && world.lacks_memory => false,
+        (AtSource::Paused, _, _) if (world.is_postcopy() || world.may_switch()) && runs_at_source => false,
         (_, _, ToDo::RunSource) if world.is_postcopy() && !does_not_run => false,
         (AtSource::Ended, AtDestination::Runs, ToDo::StartAgain) => has_exited && world.lacks_memory,
         (AtSource::HasIt | AtSource::Paused | AtSource::Unknown, AtDestination::Ended, _)
-            if world.is_postcopy() =>
+            if world.is_postcopy() || world.connects_qemus() =>
         {
             gone || world.destination == Destination::Failed
         }

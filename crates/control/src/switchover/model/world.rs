@@ -1,10 +1,13 @@
 //! All parties of a world, and their steps.
 
 mod carry;
+mod connected;
+mod generations;
 mod mishaps;
 mod postcopy;
 mod steps;
 
+use generations::Generation;
 use mishaps::Scope;
 
 use super::super::fault::{FaultSwitch, SwitchoverBug};
@@ -134,6 +137,8 @@ pub(in super::super) struct World {
     /// An operator cancelled at the source, or a towline was killed, after a destination that runs the guest by
     /// itself was sent everything.
     pub(in super::super) window: bool,
+    /// Another party has had the source complete before its towline did.
+    pub(in super::super) continued: bool,
     /// A later towline has acted on a record, or found the guest and reported it.
     pub(in super::super) resumed: bool,
     /// The destination has run the guest.
@@ -150,6 +155,7 @@ pub(in super::super) struct World {
     pub(in super::super) cancelled_switched: bool,
     /// A later towline has started a guest whose memory ended with its source.
     pub(in super::super) ran_without_memory: bool,
+    generation: Generation,
 }
 
 /// A step of one party.
@@ -161,6 +167,8 @@ pub(in super::super) enum Step {
     DestinationFails,
     EngineAcknowledges(usize),
     SourceIsAcknowledged,
+    /// A source that is connected to its destination has stopped its guest, and waits until it may complete.
+    SourceWaits,
     EngineFails(usize),
     SourceConverges,
     SourceSwitches,
@@ -176,6 +184,8 @@ pub(in super::super) enum Step {
     Resume(usize),
     /// As [`Self::Resume`], with the other end as it is, by the word of its host.
     ResumeTold(usize, OtherEnd),
+    /// A later towline takes the next generation for the guest at its source, and runs it there.
+    TakeBack,
     /// A later towline examines both ends.
     ResumeBoth,
     /// A later towline fails to start the guest at its destination.
@@ -190,6 +200,8 @@ pub(in super::super) enum Step {
     SourceMovedOn,
     Cut(usize),
     SourceCancelled,
+    /// Another party has it complete before its towline does.
+    SourceContinued,
     SourceStopped,
     SourceExits,
     SourceRunAgain,
@@ -230,11 +242,12 @@ impl World {
 
     pub(in super::super) fn with_two(
         after: SourceAction,
+        memory: MemorySharing,
         guest: GuestRunState,
         mishaps: u8,
         fault: FaultSwitch,
     ) -> Self {
-        let (run, memory) = (RunRequest::AsItWas, MemorySharing::Copied);
+        let run = RunRequest::AsItWas;
         let (source, destination) = (SourceKind::Qemu, DestinationKind::Towline);
         let here = Towline::new(SwitchoverRequest { source, destination, run, after, memory }, fault);
         let (source, destination) = (SourceKind::Towline, DestinationKind::Qemu);
@@ -269,6 +282,7 @@ impl World {
             may_run_at_source: false,
             stale: false,
             window: false,
+            continued: false,
             resumed: false,
             has_run_there: false,
             ended_for_source: false,
@@ -277,6 +291,7 @@ impl World {
             asked_to_switch: false,
             cancelled_switched: false,
             ran_without_memory: false,
+            generation: Generation::Unused,
         }
     }
 
@@ -327,6 +342,11 @@ impl World {
                 self.source = Source::Completed;
                 self.wires[0].shut_read = true;
             }
+            Step::SourceWaits => {
+                (self.source, self.carried) = (Source::Waiting, self.guest);
+                self.towline(0).engine = Engine::Sent;
+                self.wires[1].all = self.wires[1].open;
+            }
             Step::EngineFails(index) => self.fail(index, Input::Failed),
             Step::SourceConverges
             | Step::SourceSwitches
@@ -343,6 +363,7 @@ impl World {
                 self.resume(Scope::Of(index), self.case(index).with_other_end(other));
             }
             Step::ResumeFails(index, reply) => self.resume_fails(index, reply),
+            Step::TakeBack => self.take_back(),
             Step::ResumeBoth => self.resume(Scope::All, self.case_of_both()),
             mishap => self.mishap(mishap),
         }

@@ -128,6 +128,9 @@ impl World {
                     return Input::NotRecorded;
                 }
                 self.towline(index).record = Some(decision);
+                if decision == Decision::Run && !self.enter() {
+                    return Input::NotRecorded;
+                }
                 // The source's connection is probed once more before the last bytes are sent.
                 let is_open = decision != Decision::Commit || self.wires[index].open;
                 if reply == Reply::True && is_open { Input::Recorded } else { Input::NotRecorded }
@@ -155,8 +158,11 @@ impl World {
             Directive::CancelMigration => {
                 if self.is_direct() && reply == Reply::True {
                     self.cancel_direct();
-                } else if matches!(self.source, Source::Migrating | Source::Waiting) && reply == Reply::True {
+                } else if self.can_be_cancelled() && reply == Reply::True {
                     self.regain_guest();
+                    if self.connects_qemus() {
+                        self.cut_connected();
+                    }
                 }
                 Input::Done
             }
@@ -167,6 +173,12 @@ impl World {
             | Directive::QuitSource => self.at_source(index, directive, reply),
             _ => done,
         }
+    }
+
+    /// A lost connection leaves a source that has switched without its guest, also if it is cancelled.
+    fn can_be_cancelled(&self) -> bool {
+        let may_be = [Source::Migrating, Source::Waiting, Source::Switching, Source::Following];
+        may_be.contains(&self.source)
     }
 
     /// Carries out a directive at the source after the switchover.
@@ -209,10 +221,8 @@ impl World {
     /// No event came within the deadline. Only a monitor that was reachable before can time out.
     fn timed_out(&mut self, directive: Directive) -> Input {
         let waits = match directive {
-            Directive::QuerySource => matches!(
-                self.source,
-                Source::Migrating | Source::Waiting | Source::Switching | Source::Following
-            ),
+            Directive::QuerySource => self.is_source_busy(),
+            Directive::QueryDestination if self.misses_peer() => return Input::PeerLost,
             Directive::QueryDestination => self.destination == Destination::Loading,
             _ => false,
         };
@@ -267,6 +277,9 @@ impl World {
             Disk::Full | Disk::Vanished => towline.record = None,
             Disk::ReadOnly => return Input::NotRecorded,
         }
+        if towline.request.destination == DestinationKind::Qemu {
+            self.withdraw();
+        }
         Input::Recorded
     }
 
@@ -284,7 +297,11 @@ impl World {
             SourceKind::Towline => self.wires[index].down.take(),
             _ => self.wires[index + 1].up.take(),
         };
-        message.map_or(Input::PeerLost, Input::Peer)
+        match message {
+            Some(message) => Input::Peer(message),
+            None if self.is_source_stuck(index) => Input::Source(self.source_view()),
+            None => Input::PeerLost,
+        }
     }
 
     fn send(&mut self, index: usize, message: PeerMessage) -> Input {
@@ -292,10 +309,13 @@ impl World {
             PeerMessage::Completed(_) | PeerMessage::Aborted => (index + 1, true),
             PeerMessage::Placed(_) | PeerMessage::NotRun => (index, false),
         };
-        let wire = &mut self.wires[wire];
-        if !wire.open {
+        if !self.wires[wire].open {
             return Input::NotDone;
         }
+        let is_told = matches!(message, PeerMessage::Completed(_));
+        let has_exited = self.towlines[0].is_some_and(|first| first.machine.has_source_exited());
+        self.ran_without_memory |= is_told && has_exited && self.lacks_memory;
+        let wire = &mut self.wires[wire];
         let slot = if is_down { &mut wire.down } else { &mut wire.up };
         *slot = Some(message);
         Input::Done

@@ -47,7 +47,10 @@ impl World {
                     return self.cancel_direct();
                 }
                 self.regain_guest();
-                self.wires[0].open = false;
+                self.close_source();
+            }
+            Step::SourceContinued => {
+                (self.wires[0].shut, self.continued) = (self.wires[0].open, true);
             }
             Step::SourceStopped => self.guest = GuestRunState::Stopped,
             Step::SourceExits => {
@@ -55,7 +58,7 @@ impl World {
                     self.cut_direct();
                 }
                 self.source = Source::Exited;
-                self.wires[0].open = false;
+                self.close_source();
             }
             Step::SourceRunAgain => {
                 self.source = Source::RunAgain;
@@ -88,9 +91,23 @@ impl World {
         self.last_kind() == DestinationKind::Stream && self.wires[self.last_wire()].all
     }
 
-    /// A towline closes its connections. Two QEMUs that are connected to each other keep theirs.
+    /// The source's connection ends with it.
+    fn close_source(&mut self) {
+        if self.connects_qemus() {
+            return self.cut_connected();
+        }
+        self.wires[0].open = false;
+    }
+
+    /// A towline closes its connections. Two QEMUs that are connected to each other keep theirs, unless it goes through both towlines, as in
+    /// a postcopy.
     pub(super) fn hang_up(&mut self, index: usize) {
-        if !self.is_direct() {
+        if self.may_switch() {
+            self.cut(0);
+        }
+        if self.connects_qemus() {
+            self.cut(1);
+        } else if !self.is_direct() {
             self.cut(index);
             self.cut(index + 1);
         }
@@ -99,6 +116,9 @@ impl World {
     pub(super) fn cut(&mut self, wire: usize) {
         if self.is_direct() {
             return self.cut_direct();
+        }
+        if wire == 0 && self.connects_qemus() {
+            return self.cut_connected();
         }
         self.wires[wire].open = false;
         if wire == 0 && matches!(self.source, Source::Migrating | Source::Waiting) {
@@ -178,6 +198,7 @@ impl World {
         match finish {
             // Recorded before it is done.
             ResumeAction::RunDestination if self.disk != Disk::Writable => {}
+            ResumeAction::RunDestination if !self.enter() => {}
             ResumeAction::RunDestination => {
                 self.stale |= self.may_run_at_source;
                 self.ran_without_memory |= self.lacks_memory;
@@ -205,6 +226,7 @@ impl World {
                 self.forget(scope);
             }
             ResumeAction::Gone => self.forget(scope),
+            ResumeAction::RunSource if !self.leave() => {}
             ResumeAction::RunSource => {
                 // What an operator has run there is newer, and no record of this end has it.
                 self.stale |= self.has_run_there && !self.operator_ran;
@@ -222,6 +244,9 @@ impl World {
     pub(super) fn resume_fails(&mut self, index: usize, reply: Reply) {
         self.spend();
         self.resumed = true;
+        if !self.enter() {
+            return;
+        }
         let case = self.case(index);
         self.has_run_there |= matches!(reply, Reply::Unanswered | Reply::Crashed);
         match reply {
@@ -248,7 +273,7 @@ impl World {
     }
 
     /// The move is finished for the ends that this towline sees.
-    fn forget(&mut self, scope: Scope) {
+    pub(super) fn forget(&mut self, scope: Scope) {
         if self.disk == Disk::ReadOnly {
             return;
         }

@@ -36,12 +36,7 @@ impl World {
         let migrates = self.source == Source::Migrating;
         add(migrates && open && loads, Step::SourceConverges);
         add(migrates && open && loads && self.asked_to_switch, Step::SourceSwitches);
-        let sent = matches!(self.source, Source::Switching | Source::Following);
-        add(sent && open && loads, Step::DevicesLoad);
-        add(self.source == Source::Switching && open, Step::SourceFollows);
-        let follows = self.source == Source::Following && open && self.holds_devices();
-        add(follows && self.lacks_memory, Step::MemoryArrives);
-        add(follows && !self.lacks_memory, Step::SourceCompletes);
+        self.add_following_steps(&mut add);
         let Some(towline) = self.towlines[0].filter(|towline| towline.alive && towline.outcome.is_none())
         else {
             return;
@@ -53,6 +48,17 @@ impl World {
         add(streams && completed, Step::EngineSeesCompletion);
         let failed = matches!(self.source, Source::HasGuest | Source::MovedOn | Source::Exited);
         add(streams && failed, Step::EngineFails(0));
+    }
+
+    /// Adds the steps of a source that switches to postcopy, or has, and of its destination.
+    pub(super) fn add_following_steps(&self, add: &mut impl FnMut(bool, Step) -> Option<()>) {
+        let (open, loads) = (self.wires[0].open, self.destination == Destination::Loading);
+        let sent = matches!(self.source, Source::Switching | Source::Following);
+        add(sent && open && loads, Step::DevicesLoad);
+        add(self.source == Source::Switching && open, Step::SourceFollows);
+        let follows = self.source == Source::Following && open && self.holds_devices();
+        add(follows && self.lacks_memory, Step::MemoryArrives);
+        add(follows && !self.lacks_memory, Step::SourceCompletes);
     }
 
     /// The destination of this stored guest gets its memory.
@@ -77,7 +83,8 @@ impl World {
             Step::DevicesLoad => {
                 let runs = self.cont_while_loading;
                 self.operator_ran |= runs;
-                self.has_run_there |= runs;
+                // Of two hosts, no towline has decided that: it is as if another party ran it later.
+                self.has_run_there |= runs && self.is_direct();
                 self.destination = if runs { Destination::Running } else { Destination::Loaded };
             }
             Step::SourceFollows => self.source = Source::Following,
@@ -243,6 +250,11 @@ impl World {
     pub(super) fn will_load(&self) -> bool {
         if self.is_direct() {
             return self.wires[0].open;
+        }
+        if self.connects_qemus() {
+            let completes = self.wires[0].shut && self.source == Source::Waiting;
+            let has_switched = matches!(self.source, Source::Switching | Source::Following);
+            return self.wires[0].open && (completes || has_switched);
         }
         self.wires[self.last_wire()].all
     }

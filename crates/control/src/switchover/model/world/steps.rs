@@ -14,14 +14,8 @@ impl World {
     pub(in super::super::super) fn steps(&self) -> Vec<Step> {
         let mut steps = Vec::new();
         let mut add = |possible: bool, step: Step| possible.then(|| steps.push(step));
-        let last = self.wires[self.last_wire()];
-        let relays = !self.is_direct();
-        add(relays && self.source == Source::Migrating && self.wires[0].open, Step::SourceSendsTheRest);
-        add(self.destination == Destination::Loading && last.all, Step::DestinationLoads);
-        let can_fail = self.destination == Destination::Loading && self.will_load() && self.mishaps > 0;
-        add(can_fail, Step::DestinationFails);
-        let acknowledged = self.source == Source::Waiting && self.wires[0].shut && self.wires[0].open;
-        add(acknowledged, Step::SourceIsAcknowledged);
+        let relays = !self.is_direct() && !self.connects_qemus();
+        self.add_qemu_steps(&mut add);
         for (index, towline) in self.towlines.iter().enumerate() {
             let Some(towline) = towline.filter(|towline| towline.alive && towline.outcome.is_none()) else {
                 continue;
@@ -29,13 +23,16 @@ impl World {
             let (up, down) = (self.wires[index], self.wires[index + 1]);
             let streams = towline.engine == Engine::Streaming && relays;
             add(streams && up.all && up.open && down.open, Step::EngineCommits(index));
-            let sent = towline.engine == Engine::Sent;
+            let sent = towline.engine == Engine::Sent && relays;
             add(sent && down.shut, Step::EngineAcknowledges(index));
             let broken = !(down.open || sent && down.shut) || !(up.open || streams && up.all);
             add(
                 relays && matches!(towline.engine, Engine::Streaming | Engine::Sent) && broken,
                 Step::EngineFails(index),
             );
+            if self.connects_qemus() {
+                self.add_connected_steps(index, towline, &mut add);
+            }
             if let Some(directive) = towline.todo {
                 for reply in self.replies(index, directive) {
                     add(true, Step::Carry(index, reply));
@@ -68,6 +65,7 @@ impl World {
                 }
             }
         }
+        add(self.can_take_back(), Step::TakeBack);
         let all_left = self.count() > 1 && (0..self.count()).all(|index| self.is_left(index));
         add(all_left && self.decided().is_some(), Step::ResumeBoth);
         if self.mishaps > 0 {
@@ -76,14 +74,40 @@ impl World {
         steps
     }
 
+    /// Adds what the QEMUs do by themselves.
+    fn add_qemu_steps(&self, add: &mut impl FnMut(bool, Step) -> Option<()>) {
+        let last = self.wires[self.last_wire()];
+        let relays = !self.is_direct() && !self.connects_qemus();
+        add(relays && self.source == Source::Migrating && self.wires[0].open, Step::SourceSendsTheRest);
+        let loads = self.destination == Destination::Loading;
+        let arrives = if self.connects_qemus() { self.will_load() } else { last.all };
+        let is_precopy = !matches!(self.source, Source::Switching | Source::Following);
+        add(loads && arrives && is_precopy, Step::DestinationLoads);
+        add(loads && self.will_load() && self.mishaps > 0, Step::DestinationFails);
+        let acknowledged = self.source == Source::Waiting && self.wires[0].shut && self.wires[0].open;
+        let is_there = !self.connects_qemus() || self.destination == Destination::Loaded;
+        add(acknowledged && is_there, Step::SourceIsAcknowledged);
+        if self.may_switch() {
+            add(acknowledged && loads, Step::SourceSwitches);
+            self.add_following_steps(add);
+        }
+    }
+
     /// Adds what others do, and what fails by itself.
     fn add_mishaps(&self, steps: &mut Vec<Step>) {
         let mut add = |possible: bool, step: Step| possible.then(|| steps.push(step));
-        for wire in 0..=if self.is_direct() { 0 } else { self.count() } {
+        let wires = match (self.is_direct(), self.connects_qemus()) {
+            (true, _) => 0,
+            (_, true) => 1,
+            _ => self.count(),
+        };
+        for wire in 0..=wires {
             add(self.wires[wire].open && !(wire == 0 && self.source == Source::Stored), Step::Cut(wire));
         }
         let migrates = matches!(self.source, Source::Migrating | Source::Waiting);
         add(migrates, Step::SourceCancelled);
+        let waits = self.connects_qemus() && self.source == Source::Waiting && !self.wires[0].shut;
+        add(waits, Step::SourceContinued);
         add(self.source == Source::Migrating && self.guest.is_live(), Step::SourceStopped);
         add(!matches!(self.source, Source::Exited | Source::Stored), Step::SourceExits);
         add(self.source == Source::Completed, Step::SourceRunAgain);
@@ -110,10 +134,7 @@ impl World {
         let mishap = self.mishaps > 0;
         match directive {
             Directive::QuerySource => {
-                let waits = matches!(
-                    self.source,
-                    Source::Migrating | Source::Waiting | Source::Switching | Source::Following
-                );
+                let waits = self.is_source_busy();
                 those(&[
                     (!waits, Reply::True),
                     (waits && !self.wires[0].shut, Reply::TimedOut),
@@ -129,7 +150,7 @@ impl World {
                 let is_lost = self.is_postcopy() && mishap;
                 those(&[
                     (!waits, Reply::True),
-                    (waits && !comes || mishap, Reply::TimedOut),
+                    (waits && !comes || mishap || self.misses_peer(), Reply::TimedOut),
                     (is_lost, Reply::Silent),
                 ])
             }
@@ -140,7 +161,8 @@ impl World {
                     SourceKind::Towline => (up.down, up.open),
                     _ => (down.up, down.open),
                 };
-                those(&[(message.is_some() || !open, Reply::True), (mishap, Reply::TimedOut)])
+                let is_over = message.is_some() || !open || self.is_source_stuck(index);
+                those(&[(is_over, Reply::True), (mishap, Reply::TimedOut)])
             }
             Directive::StartPostcopy
             | Directive::FollowSource
@@ -163,6 +185,14 @@ impl World {
             | Directive::QuitSource
             | Directive::CancelMigration => those(&[(true, Reply::True), (mishap, Reply::Silent)]),
             _ => vec![Reply::True],
+        }
+    }
+
+    /// Returns true if a query of the source does not end the wait for it.
+    pub(super) fn is_source_busy(&self) -> bool {
+        match self.source {
+            Source::Following => !self.may_switch(),
+            source => matches!(source, Source::Migrating | Source::Waiting | Source::Switching),
         }
     }
 
@@ -234,6 +264,9 @@ impl World {
     pub(super) fn lose_destination(&mut self) {
         if self.is_direct() {
             return self.cut_direct();
+        }
+        if self.connects_qemus() {
+            return self.cut(0);
         }
         let last = self.last_wire();
         self.wires[last].open = false;

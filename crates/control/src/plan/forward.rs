@@ -1,5 +1,6 @@
-//! Connections of disks, forwarded from one QEMU to the other host, and there to the other QEMU.
+//! Connections of QEMUs, for disks or a guest's stream, forwarded from one QEMU to the other host, and there to the other QEMU.
 
+use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -7,15 +8,15 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use towline_channel::{
-    Address, Cancel, Channel, ChannelExt as _, IoBuf, IoBufMut, Listener, RecvFlags, SendFlags, connect,
-    is_out_of_resources,
+    Address, Cancel, Channel, ChannelExt as _, ConnectOptions, IoBuf, IoBufMut, Listener, RecvFlags,
+    SendFlags, connect_with, is_out_of_resources,
 };
 
-use super::super::error::Error;
+use super::error::Error;
 use crate::lock::lock;
 
-/// Connections at one time: one for each disk.
-const CONNECTIONS_MAX: usize = 64;
+/// Connections at one time: one for each disk, or lane and a main channel.
+const CONNECTIONS_MAX: usize = 300;
 /// Bytes that are forwarded at a time, of each direction.
 const BUFFER_BYTES: usize = 256 << 10;
 /// Timeout for the other end of a forwarded connection.
@@ -26,22 +27,25 @@ const RESOURCES_PAUSE: Duration = Duration::from_millis(100);
 const FOREVER: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// Other ends of forwarded connections.
-#[derive(Debug)]
 pub(super) enum FarEnds {
     /// Connected before, so that the QEMU here waits for nothing but the QEMU there.
     Connected(Mutex<Vec<Arc<dyn Channel>>>),
     /// Connected to when they are needed.
-    At(Address),
+    At { address: Address, options: ConnectOptions },
+    /// As this connector does when they are needed.
+    By(Connector),
 }
 
+/// Connects the other end of a connection, which it may read first; `None`: it has served that itself.
+pub(super) type Connector = Box<dyn Fn(&Arc<dyn Channel>, &Cancel) -> ForwardResult + Send + Sync>;
+type ForwardResult = io::Result<Option<Arc<dyn Channel>>>;
+
 /// Forwards each connection of a listener, until it is dropped.
-#[derive(Debug)]
 pub(super) struct Forwarder {
     shared: Arc<Forwarding>,
     thread: Option<JoinHandle<()>>,
 }
 
-#[derive(Debug)]
 struct Forwarding {
     listener: Arc<Listener>,
     far: FarEnds,
@@ -52,13 +56,20 @@ struct Forwarding {
     are_ends_expected: AtomicBool,
 }
 
+impl FarEnds {
+    /// Connections to this address without further options.
+    pub(super) fn to(address: Address) -> Self {
+        Self::At { address, options: ConnectOptions::default() }
+    }
+}
+
 impl Forwarder {
     /// Forwards what connects to `listener`. `copy` is cancelled when a connection ends before [`Self::expect_ends`].
     pub(super) fn start(listener: Arc<Listener>, far: FarEnds, copy: Option<&Cancel>) -> Result<Self, Error> {
         let (cancel, open, copy) = (Cancel::new()?, Mutex::default(), copy.cloned());
         let are_ends_expected = AtomicBool::new(false);
         let shared = Arc::new(Forwarding { listener, far, cancel, open, copy, are_ends_expected });
-        let thread = spawn("disks", {
+        let thread = spawn("forwards", {
             let shared = Arc::clone(&shared);
             move || shared.accept()
         });
@@ -89,48 +100,74 @@ impl Forwarding {
                 Ok(near) => {
                     connections.retain(|connection| !connection.is_finished());
                     if connections.len() < CONNECTIONS_MAX {
-                        let shared = Arc::clone(&self);
-                        connections.extend(spawn("disk", move || shared.forward(&near.into())));
+                        // One after another: QEMU 7.2 tells its connections apart by their order.
+                        let (shared, far) = (Arc::clone(&self), self.connect());
+                        connections.extend(spawn("forward", move || shared.forward(&near.into(), far)));
                     }
                 }
                 Err(error) if is_out_of_resources(&error) => thread::park_timeout(RESOURCES_PAUSE),
-                Err(error) => tracing::debug!(%error, "no connection of a disk"),
+                Err(error) => tracing::debug!(%error, "no forwarded connection"),
             }
         }
         connections.into_iter().for_each(|connection| drop(connection.join()));
     }
 
-    fn forward(&self, near: &Arc<dyn Channel>) {
-        let far = match &self.far {
-            FarEnds::Connected(far) => lock(far).pop(),
-            FarEnds::At(address) => {
+    /// Connects the other end of the next connection, if that does not depend on what it sends.
+    fn connect(&self) -> Option<ForwardResult> {
+        match &self.far {
+            FarEnds::Connected(far) => Some(Ok(lock(far).pop())),
+            FarEnds::At { address, options } => {
                 let deadline = Instant::now() + CONNECT_TIMEOUT;
-                let connected = connect(address, deadline, &self.cancel);
-                connected
-                    .inspect_err(|error| tracing::info!(%error, "the connection of a disk"))
-                    .ok()
-                    .map(Arc::from)
+                let connected = connect_with(address, deadline, &self.cancel, options);
+                Some(connected.map(|far| Some(Arc::from(far))).map_err(io::Error::other))
             }
+            FarEnds::By(_) => None,
+        }
+    }
+
+    fn forward(&self, near: &Arc<dyn Channel>, far: Option<ForwardResult>) {
+        lock(&self.open).push(Arc::clone(near));
+        // Else it is ended with the others.
+        if !self.cancel.is_cancelled() {
+            self.serve(near, far);
+        }
+        end(near);
+        if let Some(copy) = self.copy.as_ref().filter(|_| !self.are_ends_expected.load(Ordering::Relaxed)) {
+            copy.cancel();
+        }
+        lock(&self.open).retain(|channel| !Arc::ptr_eq(channel, near));
+    }
+
+    fn serve(&self, near: &Arc<dyn Channel>, far: Option<ForwardResult>) {
+        let far = match (&self.far, far) {
+            (FarEnds::By(connector), None) => connector(near, &self.cancel),
+            (_, far) => far.unwrap_or(Ok(None)),
         };
-        let Some(far) = far else { return end(near) };
-        lock(&self.open).extend([Arc::clone(near), Arc::clone(&far)]);
-        // Else they are ended with the others.
+        let far = match far {
+            Ok(Some(far)) => far,
+            Ok(None) => return,
+            Err(error) => return tracing::info!(%error, "a forwarded connection"),
+        };
+        lock(&self.open).push(Arc::clone(&far));
         if !self.cancel.is_cancelled() {
             thread::scope(|scope| {
                 scope.spawn(|| pass_on(near, &far));
                 pass_on(&far, near);
             });
         }
-        if let Some(copy) = self.copy.as_ref().filter(|_| !self.are_ends_expected.load(Ordering::Relaxed)) {
-            copy.cancel();
-        }
-        lock(&self.open).retain(|channel| !Arc::ptr_eq(channel, near) && !Arc::ptr_eq(channel, &far));
+        lock(&self.open).retain(|channel| !Arc::ptr_eq(channel, &far));
+    }
+}
+
+impl fmt::Debug for Forwarder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Forwarder")
     }
 }
 
 fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, Error> {
     let spawned = thread::Builder::new().name(name.into()).spawn(work);
-    spawned.map_err(|source: io::Error| Error::DisksNotForwarded { source })
+    spawned.map_err(|source: io::Error| Error::NotForwarded { source })
 }
 
 /// Passes bytes on until one end closes its part or fails, and ends both.
@@ -146,7 +183,7 @@ fn pass_on(from: &Arc<dyn Channel>, to: &Arc<dyn Channel>) {
             Ok(0) => break,
             Ok(_) => {}
             Err(error) => {
-                tracing::debug!(%error, "the connection of a disk");
+                tracing::debug!(%error, "a forwarded connection");
                 break;
             }
         }
@@ -174,7 +211,7 @@ mod tests {
         let (path, far) = (directory.path().join("near.sock"), TcpListener::bind("127.0.0.1:0").unwrap());
         let listener = Arc::new(Listener::bind(&Address::Unix(path.clone())).unwrap());
         let to = Address::Tcp { host: "127.0.0.1".into(), port: far.local_addr().unwrap().port() };
-        let forwarder = Forwarder::start(listener, FarEnds::At(to), None).unwrap();
+        let forwarder = Forwarder::start(listener, FarEnds::to(to), None).unwrap();
         let connect = || -> (UnixStream, TcpStream) {
             let near = UnixStream::connect(&path).unwrap();
             (near, far.accept().unwrap().0)

@@ -1,0 +1,195 @@
+//! The end that sends: its QEMU migrates to that of the other host.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use towline_channel::{Address, Channel, connect_with};
+use towline_migration::Sink;
+use towline_protocol::session::{FromDestination, FromSource};
+
+use super::super::context::{Context, connect_options};
+use super::super::endpoint::{DestinationEndpoint, SourceControl, query_failed};
+use super::super::error::{Error, Failure};
+use super::super::executor::{SwitchoverEnds, conclude};
+use super::super::forward::{FarEnds, Forwarder};
+use super::super::peer::PeerSession;
+use super::super::progress::{CopyPhase, CopyReport, DestinationState};
+use super::super::recorder::RecordedEnds;
+use super::super::request::Direct;
+use super::super::shared_switchover::SharedSwitchover;
+use super::super::source::QmpSource;
+use super::session::{ANSWER_TIMEOUT, await_frame, glance};
+use crate::moves::MoveEnd;
+use crate::switchover::{DestinationKind, Directive, GuestRunState, Input, SourceKind};
+
+/// The other host's towline, and by it the QEMU there.
+struct OtherHost {
+    /// Its name in records.
+    name: String,
+    channel: Option<Arc<dyn Channel>>,
+    session: Option<PeerSession>,
+    /// The way of an encrypted stream.
+    forwarder: Option<Forwarder>,
+}
+
+impl DestinationEndpoint for OtherHost {
+    fn kind(&self) -> DestinationKind {
+        DestinationKind::Towline
+    }
+
+    fn move_end(&self) -> MoveEnd {
+        MoveEnd::Peer { address: self.name.clone() }
+    }
+
+    fn sink(&self) -> &dyn Sink {
+        unreachable!("its QEMU receives the stream")
+    }
+
+    /// The source's migration fails then.
+    fn disconnect(&mut self) {
+        self.forwarder = None;
+    }
+
+    fn channel(&self) -> Option<Arc<dyn Channel>> {
+        self.channel.clone()
+    }
+
+    fn stored_state(&self) -> DestinationState {
+        DestinationState::Loaded
+    }
+}
+
+/// Sends the guest of the QEMU at `from` to that which the towline at `to` drives.
+pub(super) fn copy(
+    from: &Path,
+    to: &Address,
+    how: &Direct,
+    context: &Context<'_>,
+) -> Result<CopyReport, Failure> {
+    let mut source = QmpSource::prepare(from, context).map_err(query_failed)?;
+    context.report_repair(source.qemu());
+    if how.permits_postcopy() {
+        source.prepare_switch(context).map_err(Failure::untouched)?;
+    }
+    if how.is_encrypted {
+        context.require_paths(source.qemu()).map_err(Failure::untouched)?;
+    }
+    let name = context.options.peer_name.clone().unwrap_or_else(|| to.to_string());
+    let mut there = OtherHost { name, channel: None, session: None, forwarder: None };
+    let kinds = (SourceKind::Qemu, there.kind());
+    let switchover = SharedSwitchover::with_memory(kinds.0, kinds.1, how.memory(), context.options);
+    let sent = send(&mut source, &mut there, to, how, &switchover, context);
+    let (directive, error) = match sent {
+        Ok(directive) => {
+            context.observer.phase(CopyPhase::Release);
+            (directive, None)
+        }
+        Err(error) => {
+            there.disconnect();
+            if let Err(error) = source.cancel_migration() {
+                tracing::debug!(%error, "the migration is cancelled later");
+            }
+            (switchover.failed(&error), Some(error))
+        }
+    };
+    let session = there.session.take();
+    let ends = SwitchoverEnds {
+        switchover: &switchover,
+        source: SourceControl::Qemu(&mut source),
+        destination: &mut there,
+        session,
+        context,
+        error,
+    };
+    let concluded = conclude(ends, directive)?;
+    source.report_missed_zero_copy(context);
+    let (moved, requests) = source.counted();
+    let postcopy = switchover.state().has_switched().then(|| {
+        let mut postcopy = concluded.postcopy;
+        postcopy.faults.requests = requests;
+        postcopy
+    });
+    let report = context.build_report(moved, concluded.source, concluded.destination);
+    Ok(CopyReport { downtime_ms: concluded.downtime_ms, postcopy, ..report })
+}
+
+/// Has the source send its guest until it may complete; returns the directive that follows.
+fn send(
+    source: &mut QmpSource,
+    there: &mut OtherHost,
+    to: &Address,
+    how: &Direct,
+    switchover: &SharedSwitchover,
+    context: &Context<'_>,
+) -> Result<Directive, Error> {
+    source.mirror_disks(context)?;
+    source.detach_unmigratable_devices(context.cancel)?;
+    context.observer.phase(CopyPhase::Connect);
+    let deadline = Instant::now() + context.options.connect_timeout;
+    let channel = connect_with(to, deadline, context.cancel, &connect_options(context.options)?)?;
+    let channel: Arc<dyn Channel> = Arc::from(channel);
+    there.channel = Some(Arc::clone(&channel));
+    switchover
+        .keep_record(RecordedEnds { source: source.recorded(), destination: there.move_end() }, context)?;
+    let peer = there.session.insert(PeerSession::new(channel));
+    peer.send_outcome(FromSource::Hello(switchover.id()))?;
+    peer.beat_until_outcome();
+    let listens = await_frame(peer, Some(ANSWER_TIMEOUT), context, PeerSession::receive_from_destination)?;
+    let FromDestination::Listens(port) = listens else { return Err(peer.unexpected(&listens)) };
+    let address = at_port(to, port);
+    if how.is_encrypted {
+        let far = FarEnds::At { address: address.clone(), options: connect_options(context.options)? };
+        let (listener, near) = source.listen()?;
+        there.forwarder = Some(Forwarder::start(Arc::new(listener), far, None)?);
+        source.start_direct(&near, context.lanes(), how, context)?;
+    } else {
+        source.start_direct(&address, context.lanes(), how, context)?;
+    }
+    context.observer.phase(CopyPhase::Transfer);
+    let guest = follow(source, &address, peer, context)?;
+    context.observer.phase(CopyPhase::Switchover);
+    peer.send_outcome(FromSource::Stopped(guest))?;
+    let awaits = await_frame(peer, Some(ANSWER_TIMEOUT), context, PeerSession::receive_from_destination)?;
+    if awaits != FromDestination::Awaits {
+        return Err(peer.unexpected(&awaits));
+    }
+    if !switchover.may_acknowledge(guest) {
+        return Err(Error::Cancelled);
+    }
+    source.complete_direct()?;
+    Ok(switchover.handle(Input::Delivered))
+}
+
+/// Follows the migration until the guest is stopped; returns the run state that it had.
+fn follow(
+    source: &mut QmpSource,
+    address: &Address,
+    peer: &mut PeerSession,
+    context: &Context<'_>,
+) -> Result<GuestRunState, Error> {
+    let begun = Instant::now();
+    let mut guest = if source.was_running { GuestRunState::Running } else { GuestRunState::Stopped };
+    loop {
+        guest = source.guest_state()?.unwrap_or(guest);
+        let progress = source.poll(context)?;
+        context.observer.progress(&progress);
+        if source.is_at_switchover()? {
+            return Ok(guest);
+        }
+        if begun.elapsed() >= context.options.connect_timeout && source.is_connecting() {
+            return Err(Error::NotConnected { address: address.to_string(), waited: begun.elapsed() });
+        }
+        if let Some(frame) = glance(peer, context, PeerSession::glance_at_destination)? {
+            return Err(peer.unexpected(&frame));
+        }
+    }
+}
+
+/// The same host at this port.
+fn at_port(address: &Address, port: u16) -> Address {
+    match address {
+        Address::Tcp { host, .. } => Address::Tcp { host: host.clone(), port },
+        other => other.clone(),
+    }
+}

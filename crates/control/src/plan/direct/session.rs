@@ -1,0 +1,50 @@
+//! Frames of the other towline.
+
+use std::time::{Duration, Instant};
+
+use towline_migration::silence_max;
+
+use super::super::context::Context;
+use super::super::error::Error;
+use super::super::peer::{PeerReply, PeerSession};
+
+/// Time in which the other towline has a QEMU listen, and records that it awaits the guest.
+pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Waits for a frame of the other towline, for this time at most.
+pub(super) fn await_frame<T>(
+    peer: &mut PeerSession,
+    within: Option<Duration>,
+    context: &Context<'_>,
+    receive: impl Fn(&mut PeerSession) -> PeerReply<T>,
+) -> Result<T, Error> {
+    let begun = Instant::now();
+    loop {
+        if let Some(frame) = glance(peer, context, &receive)? {
+            return Ok(frame);
+        }
+        if within.is_some_and(|within| begun.elapsed() >= within) {
+            return Err(Error::PeerSilent { waited: begun.elapsed() });
+        }
+    }
+}
+
+/// The frame that the other towline has sent, if any.
+pub(super) fn glance<T>(
+    peer: &mut PeerSession,
+    context: &Context<'_>,
+    receive: impl Fn(&mut PeerSession) -> PeerReply<T>,
+) -> Result<Option<T>, Error> {
+    context.check_cancelled()?;
+    match receive(peer) {
+        PeerReply::Message(frame) => Ok(Some(frame)),
+        PeerReply::Lost(error) => Err(error),
+        PeerReply::Nothing => {
+            let waited = peer.silence();
+            if waited >= silence_max(context.options.peer_timeout) {
+                return Err(Error::PeerSilent { waited });
+            }
+            Ok(None)
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! Reasons for which a guest is not recorded.
+
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use towline_image::Location;
+use towline_image::manifest::Timestamp;
+
+use super::instants::RecordedInstant;
+use crate::plan::{self, Failure};
+use crate::qemu;
+
+/// Error of a record.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "each variant's text says what it is")]
+pub enum Error {
+    #[error("{0}")]
+    Guest(Box<plan::Error>),
+    #[error("{0}")]
+    Qemu(#[from] qemu::Error),
+    #[error("{0}")]
+    Copy(#[source] Failure),
+    #[error("{0}")]
+    Image(#[from] towline_image::Error),
+    #[error("{0}")]
+    Location(#[from] towline_image::LocationError),
+    #[error("{}: {source}", path.display())]
+    Directory { path: PathBuf, source: io::Error },
+    #[error("{}: {holder} records into it; use another directory", path.display())]
+    PlaceInUse { path: PathBuf, holder: String },
+    #[error("the guest of QEMU on {} is recorded already{}", socket.display(), pid.map(|pid| format!(", by process {pid}")).unwrap_or_default())]
+    GuestInUse { socket: PathBuf, pid: Option<i32> },
+    #[error("lock of the guest of QEMU on {}: {source}", socket.display())]
+    Lock { socket: PathBuf, source: io::Error },
+    #[error(
+        "{place}: the guest writes to drive {drive}, whose disks of each instant a store does not have; record it to a directory"
+    )]
+    DisksInStore { place: Location, drive: String },
+    #[error(
+        "the guest of QEMU on {} writes to drive {drive} and does not run on an image, so its disks cannot be kept at each instant: save it, \
+         and record the guest of `towline run IMAGE`",
+        socket.display()
+    )]
+    DisksWithoutImage { socket: PathBuf, drive: String },
+    #[error("{place}: this towline was built without object stores (feature `store`); use one that has them")]
+    NoStores { place: Location },
+    #[error(
+        "{}: {free} MiB are free, and {needed} MiB are to be: what is about to be written, and a reserve for the guest's own writes; make \
+         room, or record for a shorter time",
+        path.display()
+    )]
+    NoRoom { path: PathBuf, free: u64, needed: u64 },
+    #[error(
+        "{place}: by the host's clock, its last image is of {at}, {} days ago, for which all images but the next would be removed; set the \
+         clock if it is wrong, or keep images for longer, or use another directory",
+        gap.as_secs() / 86_400
+    )]
+    Gap { place: String, at: Timestamp, gap: Duration },
+    #[error("image {instant} has the last number or time that there is; move it out of the record")]
+    LastInstant { instant: RecordedInstant },
+    #[error("the disks of instants: {0}")]
+    Disks(io::Error),
+}
+
+#[cfg(feature = "store")]
+impl From<towline_image::store::Error> for Error {
+    fn from(error: towline_image::store::Error) -> Self {
+        Self::Image(towline_image::Error::Store(Box::new(error)))
+    }
+}

@@ -1,0 +1,124 @@
+//! The guest that is recorded: which QEMU has it, whether it can be recorded now, and the lock by which one process records it.
+
+use std::os::linux::net::SocketAddrExt as _;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::net::sockopt::socket_peercred;
+use towline_channel::Cancel;
+use towline_qmp as qmp;
+use towline_qmp::commands::RunState;
+
+use super::error::Error;
+use crate::in_place;
+use crate::journal;
+use crate::process::Process;
+use crate::qemu::{self, Drive, Qemu};
+
+/// The QEMU of a guest that is recorded.
+#[derive(Debug)]
+pub(super) struct RecordedGuest {
+    pub(super) process: Arc<Process>,
+    /// The image on which it runs.
+    pub(super) image: Option<PathBuf>,
+    /// Bound as long as this process records it.
+    _lock: UnixListener,
+}
+
+/// State of a guest at the beginning of an interval.
+#[derive(Debug)]
+pub(super) enum GuestState {
+    /// It runs, and writes to these drives.
+    Runs(Vec<Drive>),
+    /// It changes nothing, or cannot be recorded now, for this reason.
+    Waits(String),
+    /// Its QEMU has ended.
+    Ended,
+    /// Another QEMU has the monitor's name now.
+    Replaced,
+}
+
+impl RecordedGuest {
+    pub(super) fn connect(socket: &Path, cancel: &Cancel) -> Result<Self, Error> {
+        let mut qemu = repaired(socket, cancel)?;
+        let process = qemu.shared_process();
+        let lock = lock(&process, socket)?;
+        let image =
+            in_place::mapped_image(&mut qemu).map_err(|error| Error::Guest(Box::new(error.into())))?;
+        Ok(Self { process, image, _lock: lock })
+    }
+
+    /// The guest's state.
+    pub(super) fn state(&self, socket: &Path, cancel: &Cancel) -> Result<GuestState, qemu::Error> {
+        let mut qemu = match inspect(socket, cancel) {
+            Err(qemu::Error::Qmp(qmp::Error::Missing { .. } | qmp::Error::Refused { .. })) => {
+                return Ok(GuestState::Ended);
+            }
+            qemu => qemu?,
+        };
+        if !self.is_in(&qemu) {
+            return Ok(GuestState::Replaced);
+        }
+        let (migration, mut status) = qemu.migration_and_status()?;
+        if let Some(migration) = migration.status.filter(|migration| !migration.is_idle()) {
+            return Ok(GuestState::Waits(format!("it is being migrated ({})", migration.as_str())));
+        }
+        if status.status == RunState::PAUSED {
+            // Perhaps by a towline that was killed, or that had no reply to its `cont`. A monitor serves one connection.
+            drop(qemu);
+            qemu = repaired(socket, cancel)?;
+            status = qemu.status()?;
+        }
+        if status.status != RunState::RUNNING {
+            return Ok(GuestState::Waits(format!("its state is `{}`", status.status.as_str())));
+        }
+        Ok(GuestState::Runs(qemu.written_drives()?))
+    }
+
+    /// Returns true unless this is another QEMU.
+    pub(super) fn is_in(&self, qemu: &Qemu) -> bool {
+        !self.process.is_known() || self.process.is_same(qemu.process())
+    }
+}
+
+/// Connects to the monitor, without changes.
+pub(super) fn inspect(socket: &Path, cancel: &Cancel) -> Result<Qemu, qemu::Error> {
+    Qemu::inspect(socket, &options(cancel))
+}
+
+/// As [`inspect`]; undoes what a killed towline has left, such as a pause. Not while another towline is at work there.
+fn repaired(socket: &Path, cancel: &Cancel) -> Result<Qemu, qemu::Error> {
+    let qemu = match Qemu::connect(socket, &options(cancel)) {
+        Err(qemu::Error::Journal(journal::Error::InUse { .. })) => return inspect(socket, cancel),
+        qemu => qemu?,
+    };
+    if let Some(repaired) = qemu.repaired() {
+        tracing::warn!("{repaired}");
+    }
+    Ok(qemu)
+}
+
+fn options(cancel: &Cancel) -> qmp::Options {
+    qmp::Options { interrupt: Some(cancel.descriptor()), ..qmp::Options::default() }
+}
+
+/// Binds the name of the guest, which the kernel releases with this process.
+fn lock(process: &Process, socket: &Path) -> Result<UnixListener, Error> {
+    let guest = match process {
+        Process::Known { pid, start_time, .. } => format!("{pid}-{start_time}"),
+        Process::Unknown { .. } => socket.display().to_string(),
+    };
+    let failed = |source| Error::Lock { socket: socket.to_owned(), source };
+    let name = SocketAddr::from_abstract_name(format!("towline-record-{guest}")).map_err(failed)?;
+    match UnixListener::bind_addr(&name) {
+        Ok(lock) => Ok(lock),
+        Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
+            let holder =
+                UnixStream::connect_addr(&name).ok().and_then(|stream| socket_peercred(&stream).ok());
+            let pid = holder.map(|holder| holder.pid.as_raw_nonzero().get());
+            Err(Error::GuestInUse { socket: socket.to_owned(), pid })
+        }
+        Err(source) => Err(failed(source)),
+    }
+}
