@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds a Debian package below target/deb, installs it into an empty root and runs it there: `cargo xtask deb [--debug]`.
+# Builds Debian packages below target/deb, installs them into an empty root and runs them there: `cargo xtask deb [--debug]`.
 #
 #   cargo build ─► a tree as it will stand on a host ─► dpkg-deb ─► dpkg --root into an empty root ─► run from there
 #
@@ -27,6 +27,8 @@ homepage=$(sed -n 's/^repository = "\(.*\)"/\1/p' Cargo.toml)
 maintainer="${DEBFULLNAME:-The towline authors} <${DEBEMAIL:-towline@localhost}>"
 architecture=$(dpkg --print-architecture)
 package=$work/towline_${version}_$architecture.deb
+agent=$work/agent
+agent_package=$work/towline-pacemaker_${version}_all.deb
 
 rm -rf "$work"
 install -D -m 755 "$program" "$tree/usr/bin/towline"
@@ -36,7 +38,7 @@ mkdir -p "$tree/usr/lib/towline" "$tree/DEBIAN"
 ln -s ../../bin/towline "$tree/usr/lib/towline/towline-net"
 ln -s ../../bin/towline "$tree/usr/lib/towline/towline-vsock"
 install -D -m 644 -t "$tree/usr/lib/systemd/system" units/*
-install -D -m 644 -t "$tree/usr/share/qemu/vhost-user" packaging/*
+install -D -m 644 -t "$tree/usr/share/qemu/vhost-user" packaging/*.json
 "$program" man "$tree/usr/share/man/man1"
 mkdir -p "$tree"/usr/share/{bash-completion/completions,zsh/vendor-completions,fish/vendor_completions.d}
 "$program" completions bash >"$tree/usr/share/bash-completion/completions/towline"
@@ -94,12 +96,37 @@ END
 (cd "$tree" && find usr -type f | sort | xargs -d '\n' md5sum >DEBIAN/md5sums)
 dpkg-deb --root-owner-group --build -Zxz "$tree" "$package" >/dev/null
 
+# The resource agent of Pacemaker, which hosts without a cluster do without.
+install -D -m 755 packaging/pacemaker/guest "$agent/usr/lib/ocf/resource.d/towline/guest"
+install -D -m 644 -t "$agent/usr/share/doc/towline-pacemaker" "$doc/copyright" "$doc/changelog.gz"
+mkdir "$agent/DEBIAN"
+cat >"$agent/DEBIAN/control" <<END
+Package: towline-pacemaker
+Version: $version
+Architecture: all
+Maintainer: $maintainer
+Installed-Size: $(du -sk --apparent-size "$agent" | cut -f1)
+Depends: towline (= $version), pacemaker, openssh-client, openssh-server
+Section: admin
+Priority: optional
+Homepage: $homepage
+Description: resource agent for QEMU guests that towline moves
+ ocf:towline:guest, by which Pacemaker starts, stops and monitors guests, moves
+ them live to another host, and restarts those of a dead host from their newest
+ state.
+END
+(cd "$agent" && find usr -type f | sort | xargs -d '\n' md5sum >DEBIAN/md5sums)
+dpkg-deb --root-owner-group --build -Zxz "$agent" "$agent_package" >/dev/null
+
 # Its libraries are this host's; the root has none.
 in_root() { dpkg --force-not-root --force-bad-path --force-depends --force-script-chrootless --log=/dev/null --root="$root" "$@"; }
 mkdir -p "$root"/var/lib/dpkg/{info,updates}
 : >"$root/var/lib/dpkg/status"
 log=$(in_root --install "$package" 2>&1) || die "$log"
 [[ $("$root/usr/bin/towline" --version) == "towline $version" ]] || die "--version does not print towline $version"
+log=$(in_root --install "$agent_package" 2>&1) || die "$log"
+PATH=$root/usr/bin:$PATH "$root/usr/lib/ocf/resource.d/towline/guest" meta-data | grep -F '<resource-agent name="guest"' >/dev/null ||
+  die "the resource agent has no meta-data"
 for descriptor in "$root"/usr/share/qemu/vhost-user/*; do
   kind=$(sed -n 's/.*"type": "\(.*\)".*/\1/p' "$descriptor")
   backend=$root$(sed -n 's/.*"binary": "\(.*\)".*/\1/p' "$descriptor")
@@ -111,8 +138,8 @@ for unit in "$root"/usr/lib/systemd/system/*; do
     [[ -f $root$path ]] || die "$unit: $path is not in the package"
   done
 done
-verified=$(in_root --verify towline)
+verified=$(in_root --verify towline towline-pacemaker)
 [[ ! $verified ]] || die "dpkg --verify: $verified"
-log=$(in_root --purge towline 2>&1) || die "$log"
+log=$(in_root --purge towline-pacemaker towline 2>&1) || die "$log"
 [[ ! -e $root/usr/bin/towline ]] || die "$root/usr/bin/towline is still there after the package was removed"
-echo "deb: $package"
+echo "deb: $package $agent_package"

@@ -10,6 +10,7 @@
 #     kernel-newest/    that of Debian 13's backports, 7.x
 #     busybox/          busybox-static
 #     openssh-server/   sshd, for guests, which have its libraries from this machine
+#     cluster/          pacemaker and corosync, with what they need and this machine does not have
 #     python/           websockets; python-s3/: moto, an S3 server; python-qmp/: QEMU's own qmp-shell
 #     initramfs         the agent, busybox, modules; initramfs-newest: with those of kernel-newest
 #     vsock-tests/      the kernel's own, for `cargo xtask soak vsock-kernel`
@@ -90,6 +91,20 @@ qemu_7_2() {
   local libraries=$1/usr/lib/x86_64-linux-gnu:$1/lib/x86_64-linux-gnu
   unpack bookworm "$1" -vE "$RUNTIME" qemu-system-x86 &&
     LD_LIBRARY_PATH=$libraries "$1/usr/bin/qemu-system-x86_64" --version | grep -F 'version 7.2' >/dev/null
+}
+
+# cluster TREE: laid over the /usr and /etc of hosts of a test, so everything belongs below these two.
+cluster() {
+  local files directory
+  files=$(apt_get install --print-uris --no-install-recommends pacemaker corosync pacemaker-cli-utils |
+    sed -nE "s/^'[^']*' ([^_]+)_.*/\1/p") || return
+  say "downloading pacemaker and corosync, $(wc -w <<<"$files") packages"
+  mkdir "$scratch/packages" && (cd "$scratch/packages" && apt_get download $files) || return
+  for file in "$scratch"/packages/*.deb; do dpkg-deb -x "$file" "$1" || return; done
+  for directory in bin lib sbin; do
+    [[ ! -d $1/$directory ]] || { cp -a "$1/$directory/." "$1/usr/$directory/" && rm -r "${1:?}/$directory"; } || return
+  done
+  [[ -x $1/usr/sbin/pacemakerd && -x $1/usr/sbin/corosync && -x $1/usr/sbin/crm_resource ]]
 }
 
 # qemu SUITE TREE
@@ -204,6 +219,7 @@ vsock-tests) bring_required vsock-tests vsock_tests ;;
   if [[ $scope == lab ]]; then
     bring_required qemu-7.2 qemu_7_2
     bring_required openssh-server one openssh-server "$codename"
+    bring_optional cluster cluster
     bring_optional qemu-stable qemu trixie
     bring_optional qemu-newest qemu trixie-backports
     bring_optional kernel-newest kernel trixie-backports

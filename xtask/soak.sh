@@ -44,6 +44,10 @@ kills) lab live kills::no_guest_is_lost_or_runs_twice TOWLINE_SOAK_KILLS=200 ;;
 host-kills) lab hosts kills::a_kill_at_any_moment_leaves_one_guest TOWLINE_SOAK_HOST_KILLS=150 ;;
 #: host-emptied: twelve guests that share a link of 1 Gbit/s (TOWLINE_SOAK_HOST_GUESTS): time and bytes, one by one and several at a time
 host-emptied) lab hosts all::guests_of_a_host_share_its_link TOWLINE_SOAK_HOST_GUESTS=12 ;;
+#: checkpoints: checkpoints of a stock QEMU, each compared with its memory (TOWLINE_SOAK_CHECKPOINTS)
+checkpoints) lab colo each_checkpoint_is_the_memory_of_the_primary_while_it_stands TOWLINE_SOAK_CHECKPOINTS=2000 ;;
+#: host-ways: a guest of 1 GiB over 1 Gbit/s by each way of `move` and by QEMU's own commands in turns: time, downtime, bytes, processors
+host-ways) lab hosts ways::a_guest_goes_to_another_host_by_each_way TOWLINE_SOAK_WAYS=15 ;;
 #: host-disks: a guest with a disk of 512 MiB moved by towline and by QEMU's own commands in turns: time and downtime
 host-disks) lab hosts beside_qemu::a_disk_and_memory_go_to_another_qemu TOWLINE_SOAK_DISK_MOVES=15 ;;
 #: moves: 50 moves in a row of one Linux guest that writes its memory (TOWLINE_SOAK_MOVES)
@@ -110,6 +114,12 @@ fork)
   ;;
 #: snapshots: one of a guest with a disk every two seconds for an hour: standstill, room; the last 20 run (TOWLINE_SOAK_SNAPSHOTS)
 snapshots) lab run instants::snapshots_of_a_guest_that_writes_each_run_on_the_disk_of_their_instant TOWLINE_SOAK_SNAPSHOTS=1800 ;;
+#: record: a guest with a disk recorded every second for an hour (TOWLINE_SOAK_RECORD_SECONDS), killed at half of it: standstill, room; 60
+#:   instants at random run (TOWLINE_SOAK_RECORD_RUNS, TOWLINE_SOAK_SEED)
+record)
+  lab run record::instants_of_a_guest_that_writes_run_with_their_disks_also_after_a_kill TOWLINE_SOAK_RECORD_SECONDS=3600 \
+    TOWLINE_SOAK_RECORD_RUNS=60
+  ;;
 #: restores: 1,000 instant restores of a small guest, each half of them with a preempt channel (TOWLINE_SOAK_RESTORES: of each)
 restores)
   lab postcopy restores::a_guest_runs_at_once_and_gets_each_page_once TOWLINE_SOAK_RESTORES=500
@@ -151,6 +161,8 @@ net-device)
 net-pairs) lab net pairs::verdicts_on_cards_agree_with_what_happens TOWLINE_SOAK_NET_PAIRS=1 ;;
 #: net-moves: 50 moves in a row of one guest that talks through towline's network card (TOWLINE_SOAK_NET_MOVES)
 net-moves) lab net moves::a_guest_that_talks_moves_between_hosts TOWLINE_SOAK_NET_MOVES=50 ;;
+#: net-pauses: 50 moves of one guest to and fro between two hosts, whose numbered datagrams are counted (TOWLINE_SOAK_PAUSES)
+net-pauses) lab net pauses::a_move_loses_no_frame_of_several_queues TOWLINE_SOAK_PAUSES=50 ;;
 #: net-ring-restarts: 20 moves of a guest under inbound bulk whose card restarts its rings ten times in each
 #:   (TOWLINE_SOAK_NET_RESTARTED_MOVES)
 net-ring-restarts) lab net moves::every_byte_arrives_while_the_rings_restart_during_moves TOWLINE_SOAK_NET_RESTARTED_MOVES=20 ;;

@@ -1,18 +1,20 @@
 //! `towline agent`: the other end of `ssh:`.
 
-use std::io::Write as _;
+use std::io::{self, Write as _};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::{self, Receiver};
 use std::thread;
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use towline_channel::{Address, Cancel};
 use towline_control::plan::{self, CopyResult, Observer, SourceCategory};
-use towline_control::remote::{self, Agent, Ended, Reception};
+use towline_control::remote::{self, Agent, AgentCopy, Ended, FrameReceiver};
 use towline_launch::RuntimeRoot;
-use towline_qmp::{Dialogue, Unreadable};
+use towline_qmp::{Commands, Dialogue, Unreadable};
 
 use crate::console::{self, OverflowPolicy};
 use crate::errors;
@@ -22,6 +24,8 @@ use crate::signals::{HeldSignals, SignalEffects, cancel_on_signals};
 
 /// Time in which the other end sends its next request. It asks its user nothing meanwhile, so it is lost after that, as where the network fails.
 const IDLE: Timespec = Timespec { tv_sec: 30, tv_nsec: 0 };
+/// Time after the guest's arrival in which the last of its frames come.
+const FRAMES_TIMEOUT: Duration = Duration::from_secs(3);
 /// Longest request: facts about a guest, and its command line.
 const REQUEST_BYTES_MAX: usize = 8 << 20;
 
@@ -29,14 +33,14 @@ const REQUEST_BYTES_MAX: usize = 8 << 20;
 pub(crate) fn run() -> Result<Exit> {
     // A QEMU that it starts is ended with it.
     let held = HeldSignals::hold()?;
-    let Some(mut reception) = prepare(&held.arrived())? else { return Ok(Exit::Done) };
-    let destinations = std::slice::from_ref(&reception.destination);
+    let mut requests = Requests::new();
+    let Some(mut copy) = prepare(&mut requests, &held.arrived())? else { return Ok(Exit::Done) };
+    let destinations = std::slice::from_ref(&copy.destination);
     // One that has started a QEMU has a thread, which would not be confined with it.
-    if !reception.has_started()
-        && let Some(mut policy) =
-            sandbox::policy_of_copy(&reception.source, destinations, &reception.request, None)
+    if !copy.has_started()
+        && let Some(mut policy) = sandbox::policy_of_copy(&copy.source, destinations, &copy.request, None)
     {
-        let Reception { source, request, .. } = &reception;
+        let AgentCopy { source, request, .. } = &copy;
         sandbox::permit_mapped_images(&mut policy, source, destinations, request, &held.arrived());
         policy.confine(sandbox::BEST_EFFORT);
     }
@@ -45,12 +49,18 @@ pub(crate) fn run() -> Result<Exit> {
         second: None,
     })?;
     drop(held);
-    cancel_at_end_of_input(cancel.clone())?;
-    let has_started = reception.has_started();
-    let Reception { source, destination, request, .. } = &reception;
+    let frames = std::mem::take(&mut copy.frames);
+    let awaits_end = !frames.is_empty();
+    let ended = follow(requests, frames, cancel.clone())?;
+    let has_started = copy.has_started();
+    let AgentCopy { source, destination, request, .. } = &copy;
     let copied = plan::copy(source, destination, request, &cancel, &Events);
-    reception.settle(&copied);
+    copy.settle(&copied);
     emit(&remote::ended(&result(&copied, has_started)));
+    if awaits_end && copied.is_ok() {
+        // Of the frames; the thread holds the other end until then.
+        let _ = ended.recv_timeout(FRAMES_TIMEOUT);
+    }
     Ok(match &copied {
         Ok(_) => Exit::Done,
         Err(failure) if failure.guest.needs_attention() => Exit::NeedsAttention,
@@ -58,15 +68,56 @@ pub(crate) fn run() -> Result<Exit> {
     })
 }
 
-/// Executes requests until one has it receive a guest; `None`: the other end has none.
-fn prepare(interrupt: &OwnedFd) -> Result<Option<Reception>> {
+/// Requests of the other end.
+struct Requests {
+    dialogue: Dialogue,
+    negotiated: AtomicBool,
+}
+
+/// State of the session.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Session {
+    Open,
+    Ended,
+}
+
+impl Requests {
+    fn new() -> Self {
+        Self { dialogue: Dialogue::new(REQUEST_BYTES_MAX), negotiated: AtomicBool::new(false) }
+    }
+
+    /// Reads standard input once, and answers the requests that are complete.
+    fn answer_next(
+        &mut self,
+        commands: &dyn Commands,
+        mut send: impl FnMut(&str) -> io::Result<()>,
+    ) -> Result<Session> {
+        // Not its reader, whose buffer `poll` does not see.
+        let mut bytes = [0; 4096];
+        let count = rustix::io::retry_on_intr(|| rustix::io::read(io::stdin(), &mut bytes));
+        let count = count.context("standard input")?;
+        self.dialogue.feed(&bytes[..count]);
+        let mut session = if count == 0 { Session::Ended } else { Session::Open };
+        while session == Session::Open {
+            match self.dialogue.next_reply(commands, &self.negotiated) {
+                Ok(None) => break,
+                Ok(Some(reply)) => send(&reply).context("standard output")?,
+                Err(Unreadable(reply)) => {
+                    send(&reply).context("standard output")?;
+                    session = Session::Ended;
+                }
+            }
+        }
+        Ok(session)
+    }
+}
+
+/// Executes requests until one has it receive or send a guest; `None`: the other end has none.
+fn prepare(requests: &mut Requests, interrupt: &OwnedFd) -> Result<Option<AgentCopy>> {
     let agent = Agent::new(RuntimeRoot::of_user());
-    let (mut dialogue, negotiated) = (Dialogue::new(REQUEST_BYTES_MAX), AtomicBool::new(false));
-    // Not its reader, whose buffer `poll` does not see.
-    let (input, mut output) = (std::io::stdin(), std::io::stdout().lock());
+    let (input, mut output) = (io::stdin(), io::stdout().lock());
     let mut send = |line: &str| output.write_all(line.as_bytes()).and_then(|()| output.flush());
     send(&remote::greeting()).context("standard output")?;
-    let mut bytes = [0; 4096];
     loop {
         let mut fds = [PollFd::new(&input, PollFlags::IN), PollFd::new(interrupt, PollFlags::IN)];
         match poll(&mut fds, Some(&IDLE)) {
@@ -76,35 +127,31 @@ fn prepare(interrupt: &OwnedFd) -> Result<Option<Reception>> {
             Err(Errno::INTR) => continue,
             Err(errno) => return Err(errno).context("standard input"),
         }
-        let count = rustix::io::read(&input, &mut bytes).context("standard input")?;
-        if count == 0 {
+        if requests.answer_next(&agent, &mut send)? == Session::Ended {
             return Ok(None);
         }
-        dialogue.feed(&bytes[..count]);
-        loop {
-            match dialogue.next_reply(&agent, &negotiated) {
-                Ok(None) => break,
-                Ok(Some(reply)) => send(&reply).context("standard output")?,
-                Err(Unreadable(reply)) => {
-                    send(&reply).context("standard output")?;
-                    return Ok(None);
-                }
-            }
-        }
-        if let Some(reception) = agent.reception() {
-            return Ok(Some(reception));
+        if let Some(copy) = agent.copy() {
+            return Ok(Some(copy));
         }
     }
 }
 
-/// Cancels when the session has ended.
-fn cancel_at_end_of_input(cancel: Cancel) -> Result<()> {
+/// Passes frames to the cards until the session ends, and cancels then. The channel is closed afterwards.
+fn follow(mut requests: Requests, frames: FrameReceiver, cancel: Cancel) -> Result<Receiver<()>> {
+    let (end, ended) = mpsc::channel();
     let wait = move || {
-        let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
+        let _end = end;
+        let send = |line: &str| {
+            emit(line);
+            Ok(())
+        };
+        let mut answer = || requests.answer_next(&frames, send);
+        while answer().is_ok_and(|session| session == Session::Open) {}
         cancel.cancel();
+        frames.end();
     };
     thread::Builder::new().name("session".into()).spawn(wait)?;
-    Ok(())
+    Ok(ended)
 }
 
 /// Notes on a QEMU that was started for the guest are left out: it is ended, or has the guest.

@@ -9,9 +9,10 @@ Endpoints:
   qmp:PATH         a QEMU by its QMP socket: as SOURCE one that runs a guest, as DEST one started
                    with `-incoming defer`
   ssh:[USER@]HOST[:PORT]/PLACE
-                   as DEST: another host, by OpenSSH and the towline there. PLACE is qmp:PATH, an
+                   another host, by OpenSSH and the towline there. As DEST: PLACE is qmp:PATH, an
                    image or a store there, or for `move` the NAME of a guest whose QEMU is started
-                   there [default: the name that it has] (docs/move.md)
+                   there [default: the name that it has] (docs/move.md); as SOURCE of `copy`: an
+                   image or a store there
   tcp:HOST:PORT    as SOURCE: listen for the `migrate` of a QEMU, or for another towline;
                    as DEST: connect to one
   unix:PATH        the same over a Unix socket
@@ -53,6 +54,8 @@ mod inspect;
 mod move_guest;
 mod moves;
 mod net;
+mod ocf;
+mod record;
 mod remote;
 mod repair;
 mod run;
@@ -67,7 +70,8 @@ use clap::{Parser, Subcommand};
 use crate::sandbox::SandboxArgs;
 pub(crate) use check::CheckArgs;
 pub(crate) use common::{
-    GUEST, HOSTS, IMAGES, LANES, LIMITS, OUTPUT, OnOff, OnOffAuto, Output, POSTCOPY, PROCESS, TlsArgs,
+    GUEST, HOSTS, IMAGES, IfNotConverging, LANES, LIMITS, OUTPUT, OnOff, OnOffAuto, Output, POSTCOPY,
+    PROCESS, TlsArgs, Via,
 };
 use common::{MORE, key_and_value};
 pub(crate) use copy::{CopyArgs, DiskArgs, StoredSourceArgs};
@@ -79,6 +83,8 @@ pub(crate) use inspect::InspectArgs;
 pub(crate) use move_guest::MoveArgs;
 pub(crate) use moves::{EndArg, MovesArgs, OtherEndArg, ResumeArgs};
 pub(crate) use net::NetArgs;
+pub(crate) use ocf::OcfArgs;
+pub(crate) use record::RecordArgs;
 pub(crate) use remote::{AgentArgs, HostArgs, SshArgs};
 pub(crate) use repair::RepairArgs;
 pub(crate) use run::{PsArgs, RunArgs, StartArgs};
@@ -110,6 +116,7 @@ pub(crate) enum Command {
     Move(Box<MoveArgs>),
     Run(RunArgs),
     Fork(ForkArgs),
+    Record(RecordArgs),
     Ps(PsArgs),
     Status(StatusArgs),
     Upgrade(UpgradeArgs),
@@ -120,6 +127,7 @@ pub(crate) enum Command {
     Moves(MovesArgs),
     Resume(ResumeArgs),
     Agent(AgentArgs),
+    Ocf(OcfArgs),
     Net(NetArgs),
     Ctl(CtlArgs),
     Vsock(VsockArgs),
@@ -147,6 +155,7 @@ impl Command {
             Self::Copy(args) => args.output.json,
             Self::Move(args) => args.output.json,
             Self::Run(RunArgs { start, .. }) | Self::Fork(ForkArgs { start, .. }) => start.output.json,
+            Self::Record(args) => args.output.json,
             Self::Ps(args) => args.output.json,
             Self::Status(args) => args.output.json,
             Self::Upgrade(args) => args.output.json,
@@ -157,7 +166,12 @@ impl Command {
             Self::Moves(args) => args.output.json,
             Self::Resume(args) => args.output.json,
             Self::Net(args) => args.json,
-            Self::Agent(_) | Self::Ctl(_) | Self::Vsock(_) | Self::Completions(_) | Self::Man(_) => false,
+            Self::Agent(_)
+            | Self::Ocf(_)
+            | Self::Ctl(_)
+            | Self::Vsock(_)
+            | Self::Completions(_)
+            | Self::Man(_) => false,
         }
     }
 }

@@ -8,9 +8,10 @@ use towline_channel::{Address, Cancel, PEER_TIMEOUT};
 use towline_compat::{ConfiguredBy, Finding, Report, Severity, Verdict};
 use towline_control::check::{self, CheckEnd, LANES_DEFAULT, PlannedTransfer};
 use towline_control::plan;
+use towline_control::plan::Observer as _;
 use towline_control::remote::{Place, SessionTimeouts};
 
-use crate::args::CheckArgs;
+use crate::args::{CheckArgs, Via};
 use crate::endpoint::Endpoint;
 use crate::endpoint::ssh::SshEndpoint;
 use crate::events::{Checked, Compared, FinalEvent};
@@ -101,6 +102,7 @@ fn end(endpoint: &Endpoint) -> Result<CheckEnd, NoVerdict> {
         Endpoint::Ssh(end) => {
             return Err(NoVerdict::Usage(format!("{end} is compared with a qmp: SOURCE")));
         }
+        Endpoint::Recorded(_) => end(&endpoint.resolved().map_err(NoVerdict::Usage)?)?,
         Endpoint::Secret(why) => return Err(NoVerdict::Usage(why.clone())),
         Endpoint::Memory(_) | Endpoint::Null => {
             return Err(NoVerdict::Usage(format!("{endpoint} takes any guest: there is nothing to check")));
@@ -124,6 +126,7 @@ fn on_host(reporter: &Reporter, args: &CheckArgs, end: &SshEndpoint, socket: &Pa
         ssh: &args.host.ssh,
         host: Some(&args.host),
         lanes: LANES_DEFAULT,
+        via: Via::Auto,
         timeouts: SessionTimeouts { connect: SOCKET_TIMEOUT, peer: PEER_TIMEOUT },
         interrupt: held.arrived(),
     };
@@ -132,6 +135,8 @@ fn on_host(reporter: &Reporter, args: &CheckArgs, end: &SshEndpoint, socket: &Pa
         Err(error) => return Ok(NoVerdict::Unknown(errors::worded(&error)).report(reporter)),
     };
     let report = prepared.guest.compare(&prepared.fit, options.lanes);
+    reporter.hosts(&prepared.host.hosts_of(&prepared.guest, &prepared.fit));
+    remote::disk_remedy(&prepared.fit, args.host.disk_policy()).iter().for_each(|text| reporter.notice(text));
     // The QEMU there has ended.
     drop(prepared);
     Ok(report_verdict(reporter, args, &Endpoint::Ssh(end.clone()), &report))

@@ -88,6 +88,11 @@ pub(crate) fn error(text: &str) {
     console().stderr.push(OverflowPolicy::Always, line(&format!("towline: {}", printable_lines(text))));
 }
 
+/// Queues a line for standard error as it is, for a program that reads it.
+pub(crate) fn plain_error(text: &str) {
+    console().stderr.push(OverflowPolicy::Always, line(text));
+}
+
 /// Queues a line for standard error if the queue has space.
 pub(crate) fn notice(text: &str) {
     console().stderr.push(OverflowPolicy::Limited, line(&format!("towline: {}", printable_lines(text))));

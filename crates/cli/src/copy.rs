@@ -3,11 +3,10 @@
 use std::sync::Mutex;
 
 use anyhow::Result;
-use towline_channel::Cancel;
+use towline_channel::{Address, Cancel};
 use towline_control::plan::{self, CloneTarget, CopyRequest, Destination, Observer, Source, WritableDisks};
 
 use crate::args::{CopyArgs, DiskArgs, MoveArgs, TransferArgs};
-use crate::endpoint::ssh::SshEndpoint;
 use crate::endpoint::{Endpoint, memory};
 use crate::exit::{Exit, UsageError};
 use crate::lock::lock;
@@ -27,6 +26,10 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     let results = Results::of(Verb::Copied, &reporter, &args.source);
     let results = Results { sandbox: Some(&args.transfer.sandbox), ..results };
     let source = match args.source.source() {
+        // Its address is known once that host listens.
+        _ if matches!(args.source, Endpoint::Ssh(_)) => {
+            Source::Stream(Address::Tcp { host: String::new(), port: 0 })
+        }
         Ok(source) => source,
         // A file of `virsh save`.
         Err(text) if args.source.is_image() => {
@@ -35,12 +38,9 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
         Err(text) => return Err(UsageError(text).into()),
     };
     check_several(args, &source)?;
-    let elsewhere = match &args.destinations[..] {
-        [Endpoint::Ssh(end)] => Some(end),
-        _ => None,
-    };
-    let destinations = args.destinations.iter().filter(|_| elsewhere.is_none()).map(Endpoint::destination);
-    let mut destinations: Vec<_> = destinations.collect::<Result<_, _>>().map_err(UsageError)?;
+    let is_elsewhere = matches!(args.destinations[..], [Endpoint::Ssh(_)]);
+    let destinations = args.destinations.iter().filter(|_| !is_elsewhere).map(Endpoint::destination);
+    let destinations: Vec<_> = destinations.collect::<Result<_, _>>().map_err(UsageError)?;
     let mut options = request::of_copy(args, &source, &destinations).map_err(UsageError)?;
     let ends: Vec<&Endpoint> = std::iter::once(&args.source).chain(&args.destinations).collect();
     args.transfer.report.check(&ends).map_err(UsageError)?;
@@ -54,16 +54,18 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
             Err(failure) => return Ok(results.failed(&args.destinations[0], &failure)),
         }
     }
-    let remote = match elsewhere.map(|end| open_elsewhere(args, end, &source, &mut options, &held, &reporter))
-    {
-        None => None,
-        Some(Ok(remote)) => Some(remote),
-        Some(Err(error)) => {
+    let mut ends_of_copy = CopyEnds { source, destinations };
+    let recorder = ReportRecorder::new();
+    let opened = open_other_host(args, &mut ends_of_copy, &mut options, &held, &(&reporter, &recorder));
+    let remote = match opened {
+        Ok(remote) => remote,
+        Err(error) => {
             let failure = error.downcast()?;
+            recorder.write(&args.transfer.report, [&args.source, &args.destinations[0]], Err(&failure));
             return Ok(results.failed(&args.destinations[0], &failure));
         }
     };
-    destinations.extend(remote.iter().map(|remote| remote.destination.clone()));
+    let CopyEnds { source, destinations } = ends_of_copy;
     confine(&args.transfer, &source, &destinations, &options, remote.as_ref(), &held);
     let cancel = cancel_on_signals(SignalEffects::of_copy(&args.transfer, &ends))?;
     drop(held);
@@ -73,7 +75,6 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     let (Some(endpoint), Some(destination)) = (args.destinations.first(), destinations.first()) else {
         return Err(UsageError("a copy needs a destination".into()).into());
     };
-    let recorder = ReportRecorder::new();
     let observer = (&(&reporter, &notifier), &recorder);
     memory::check(&source, destination, &options)?;
     let copy = |observer: &dyn Observer| plan::copy(&source, destination, &options, &cancel, observer);
@@ -109,23 +110,39 @@ fn check_several(args: &CopyArgs, source: &Source) -> Result<(), UsageError> {
     Err(UsageError(text))
 }
 
-/// Has another host receive the guest of a copy. The error is a [`UsageError`] or a [`Failure`](plan::Failure).
-fn open_elsewhere(
+/// Ends of a copy; without the address of another host, as long as that does not listen.
+struct CopyEnds {
+    source: Source,
+    destinations: Vec<Destination>,
+}
+
+/// Has another host send or receive the guest, if it is an end of the copy. The error is a [`UsageError`] or a
+/// [`Failure`](plan::Failure).
+fn open_other_host(
     args: &CopyArgs,
-    end: &SshEndpoint,
-    source: &Source,
+    ends: &mut CopyEnds,
     options: &mut CopyRequest,
     held: &HeldSignals,
-    reporter: &Reporter,
-) -> Result<RemoteCopy> {
-    let Source::Qmp(socket) = source else {
-        return Err(UsageError(format!(
-            "{end} as DEST needs a qmp: SOURCE; copy an image there as a file (scp)"
-        ))
-        .into());
-    };
+    observer: &dyn Observer,
+) -> Result<Option<RemoteCopy>> {
     let place = PlaceOptions::of(&args.transfer, &args.ssh, None, held.arrived());
-    Ok(RemoteCopy::open(end, &place, socket, options, reporter)?)
+    Ok(Some(match (&args.source, &args.destinations[..]) {
+        (Endpoint::Ssh(end), _) => {
+            let remote = RemoteCopy::open_source(end, &place, &ends.destinations[0], options, observer)?;
+            ends.source = Source::Stream(remote.address.clone());
+            remote
+        }
+        (_, [Endpoint::Ssh(end)]) => {
+            let Source::Qmp(socket) = &ends.source else {
+                let text = format!("{end} as DEST needs a qmp: SOURCE; copy an image there as a file (scp)");
+                return Err(UsageError(text).into());
+            };
+            let remote = RemoteCopy::open(end, &place, socket, options, observer)?;
+            ends.destinations.push(Destination::Stream(remote.address.clone()));
+            remote
+        }
+        _ => return Ok(None),
+    }))
 }
 
 /// Reports the result of a copy to one destination.
@@ -230,12 +247,17 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
     let mut options = request::of_move(args, to).map_err(UsageError)?;
     args.transfer.report.check(&[from, to]).map_err(UsageError)?;
     let held = HeldSignals::hold()?;
-    let (destination, remote) = match to {
+    let recorder = ReportRecorder::new();
+    let observer = (&reporter, &recorder);
+    let (destination, mut remote) = match to {
         Endpoint::Ssh(end) => {
-            let place = PlaceOptions::of(&args.transfer, &args.host.ssh, Some(&args.host), held.arrived());
-            match RemoteCopy::open(end, &place, socket, &mut options, &reporter) {
-                Ok(remote) => (remote.destination.clone(), Some(remote)),
-                Err(failure) => return Ok(results.failed(to, &failure)),
+            let place = PlaceOptions::of_move(args, held.arrived());
+            match RemoteCopy::open(end, &place, socket, &mut options, &observer) {
+                Ok(remote) => (Destination::Stream(remote.address.clone()), Some(remote)),
+                Err(failure) => {
+                    recorder.write(&args.transfer.report, [from, to], Err(&failure));
+                    return Ok(results.failed(to, &failure));
+                }
             }
         }
         other => (other.destination().map_err(UsageError)?, None),
@@ -244,11 +266,13 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
     confine(&args.transfer, &source, destinations, &options, remote.as_ref(), &held);
     let cancel = cancel_on_signals(SignalEffects::of_copy(&args.transfer, &[from, to]))?;
     drop(held);
-    let recorder = ReportRecorder::new();
-    let observer = (&reporter, &recorder);
     memory::check(&source, &destination, &options)?;
     let copy = |observer: &dyn Observer| plan::copy(&source, &destination, &options, &cancel, observer);
-    let mut moved = args.transfer.observability.observe(&options, &cancel, &observer, copy)?;
+    let observed = || args.transfer.observability.observe(&options, &cancel, &observer, copy);
+    let mut moved = match &mut remote {
+        Some(remote) => remote.copy(observed)?,
+        None => observed()?,
+    };
     if let Some(remote) = remote {
         remote.close(&mut moved, &reporter);
     }

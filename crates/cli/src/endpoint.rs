@@ -1,6 +1,7 @@
 //! Endpoints of the command line.
 
 pub(crate) mod memory;
+mod recorded;
 pub(crate) mod ssh;
 
 use std::fmt;
@@ -10,11 +11,13 @@ use std::str::FromStr;
 use towline_channel::Address;
 use towline_control::plan;
 use towline_control::remote::{NewGuest, Place};
+use towline_control::run::ImageLocation;
 use towline_image::{Location, LocationError};
 use towline_launch::GuestName;
 
 use crate::libvirt;
 use memory::MemEndpoint;
+use recorded::RecordedImage;
 use ssh::SshEndpoint;
 
 /// Endpoint as parsed.
@@ -24,6 +27,8 @@ pub(crate) enum Endpoint {
     Stream(Address),
     Image(PathBuf),
     Store(Location),
+    /// An image of a record.
+    Recorded(RecordedImage),
     /// A place on another host.
     Ssh(SshEndpoint),
     Memory(MemEndpoint),
@@ -42,6 +47,9 @@ impl FromStr for Endpoint {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
+        if let Some(image) = RecordedImage::parse(text) {
+            return Ok(Self::Recorded(image));
+        }
         if Location::has_scheme(text) {
             return match text.parse() {
                 Ok(location) => Ok(Self::Store(location)),
@@ -112,6 +120,7 @@ impl fmt::Display for Endpoint {
             Self::Stream(address) => write!(f, "{address}"),
             Self::Image(path) => write!(f, "file:{}", path.display()),
             Self::Store(location) => write!(f, "{location}"),
+            Self::Recorded(image) => f.write_str(&image.text),
             Self::Ssh(end) => write!(f, "{end}"),
             Self::Memory(memory) => write!(f, "{memory}"),
             Self::Null => f.write_str("null:"),
@@ -126,7 +135,18 @@ impl fmt::Display for Endpoint {
 impl Endpoint {
     /// Returns true if it is a stored guest.
     pub(crate) fn is_image(&self) -> bool {
-        matches!(self, Self::Image(_) | Self::Store(_))
+        matches!(self, Self::Image(_) | Self::Store(_) | Self::Recorded(_))
+    }
+
+    /// The endpoint itself, where this is an image of a record.
+    pub(crate) fn resolved(&self) -> Result<Self, String> {
+        match self {
+            Self::Recorded(image) => Ok(match image.image()? {
+                ImageLocation::Store(location) => Self::Store(location),
+                ImageLocation::File(path) | ImageLocation::Guest(path) => Self::Image(path),
+            }),
+            other => Ok(other.clone()),
+        }
     }
 
     /// Converts it into a source.
@@ -138,7 +158,10 @@ impl Endpoint {
                 Ok(libvirt::stream_of(path)?.unwrap_or_else(|| plan::Source::Image(path.clone())))
             }
             Self::Store(location) => Ok(plan::Source::Store(location.clone())),
-            Self::Ssh(end) => Err(format!("{end} cannot be a SOURCE: start towline on that host")),
+            Self::Recorded(_) => self.resolved()?.source(),
+            Self::Ssh(end) => {
+                Err(format!("{end} can be a SOURCE of `copy` alone, as an image: start towline on that host"))
+            }
             Self::Memory(memory) => memory.source(),
             Self::Null => Err("null: cannot be a SOURCE".into()),
             Self::Secret(why) => Err(why.clone()),
@@ -153,6 +176,9 @@ impl Endpoint {
             Self::Stream(address) => plan::Destination::Stream(address.clone()),
             Self::Image(path) => plan::Destination::Image(path.clone()),
             Self::Store(location) => plan::Destination::Store(location.clone()),
+            Self::Recorded(image) => {
+                return Err(format!("{} is an image of a record, and cannot be a DEST", image.text));
+            }
             Self::Ssh(end) => {
                 return Err(format!("{end} is for DEST of a `move`, or of a `copy` of a qmp: SOURCE alone"));
             }
@@ -208,5 +234,21 @@ mod tests {
         let error = endpoint.source().unwrap_err();
         assert!(error.contains("no user, password or query") && !error.contains("secret"), "{error}");
         assert!("qmp:".parse::<Endpoint>().is_err());
+    }
+
+    #[test]
+    fn a_file_whose_name_has_such_an_end_is_an_image() {
+        let directory = tempfile::tempdir().unwrap();
+        let name = |name: &str| directory.path().join(name).display().to_string();
+        let parsed = |text: &str| text.parse::<Endpoint>().unwrap();
+        std::fs::create_dir(name("web")).unwrap();
+        assert!(matches!(parsed(&name("web@-37s")), Endpoint::Recorded(_)));
+        assert!(matches!(parsed(&name("other@-37s")), Endpoint::Image(_)));
+        std::fs::write(name("web@-37s"), "").unwrap();
+        assert!(matches!(parsed(&name("web@-37s")), Endpoint::Image(_)));
+        assert!(matches!(parsed("s3://bucket/web@newest"), Endpoint::Recorded(_)));
+        assert!(matches!(parsed("s3://key:secret@bucket/web"), Endpoint::Secret(_)));
+        let Endpoint::Recorded(empty) = parsed(&name("web@newest")) else { panic!() };
+        assert!(empty.image().unwrap_err().contains("nothing is recorded there"));
     }
 }

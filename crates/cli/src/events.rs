@@ -41,7 +41,8 @@ use schemars::generate::SchemaSettings;
 use serde::Serialize;
 use towline_compat::{ConfiguredBy, Finding, Report, Verdict};
 use towline_control::moves;
-use towline_control::plan::{CopyPhase, GuestState};
+use towline_control::plan::{CopyPhase, GuestState, HostFacts};
+use towline_control::record::{RecordSummary, Recorded};
 use towline_image::leftover::Partial;
 
 use crate::exit::Exit;
@@ -121,6 +122,8 @@ pub(crate) enum InterimEvent<'a> {
         success: bool,
         text: String,
     },
+    /// `record` has stored an image.
+    Instant(StoredInstant),
     /// Counters of `towline net`.
     Statistics(Statistics),
     Image(ListedImage<'a>),
@@ -143,6 +146,11 @@ pub(crate) enum CopyEvent<'a> {
     /// A phase begins.
     Phase {
         phase: CopyPhase,
+    },
+    /// The hosts of a copy from one to another.
+    Hosts {
+        source_host: &'a HostFacts,
+        destination_host: &'a HostFacts,
     },
     /// The copy listens for its source.
     Listening {
@@ -199,6 +207,8 @@ pub(crate) enum FinalEvent<'a> {
     Run {
         guests: usize,
     },
+    /// End of `record`.
+    Recorded(RecordEnded),
     /// End of the list of guests.
     Guests {
         guests: usize,
@@ -272,6 +282,28 @@ objects! {
         object: &'a str = object,
         bytes: u64 = bytes,
         age: u64 = age,
+    }
+
+    /// An image of a record. Its time in milliseconds since the record's first one, by a clock that no one steps; the time for which the
+    /// guest was stopped, if it is known; its bytes on the disk, or sent to the store; the time that it took; the images of the record.
+    StoredInstant(recorded: &Recorded) {
+        sequence: u64 = recorded.instant.sequence,
+        at: String = recorded.instant.at.to_string(),
+        elapsed_ms: u64 = recorded.instant.elapsed.as_millis() as u64,
+        pause_ms: Option<u64> = recorded.pause_ms,
+        bytes: u64 = recorded.bytes,
+        took_ms: u64 = recorded.took.as_millis() as u64,
+        images: usize = recorded.images,
+    }
+
+    /// Images that were stored and removed, intervals without one, and the images of the record.
+    RecordEnded(summary: &RecordSummary) {
+        recorded: u64 = summary.recorded,
+        late: u64 = summary.late,
+        idle: u64 = summary.idle,
+        failed_images: u64 = summary.failed,
+        removed: u64 = summary.removed,
+        images: usize = summary.images,
     }
 
     /// Both ends were compared.

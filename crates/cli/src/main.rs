@@ -28,9 +28,11 @@ mod moves;
 mod net;
 mod notify;
 mod observability;
+mod ocf;
 mod outcome;
 mod progress;
 mod ps;
+mod record;
 mod remote;
 mod repair;
 mod report;
@@ -89,6 +91,13 @@ fn start() -> ExitCode {
         Ok(args) => args,
         Err(error) => return unparsed(&error, &words),
     };
+    if let Command::Ocf(ocf_args) = &args.command {
+        // A filter that cannot be read is no reason to fail.
+        let _ = log::init(args.log.as_deref(), None);
+        let code = ocf::run(ocf_args);
+        console::finish(Flush::Limited);
+        return code.into();
+    }
     let request = matches!(args.command, Command::Copy(_) | Command::Move(_) | Command::Upgrade(_))
         .then(RequestId::new);
     let flush = match &args.command {
@@ -97,6 +106,7 @@ fn start() -> ExitCode {
         | Command::Move(_)
         | Command::Run(_)
         | Command::Fork(_)
+        | Command::Record(_)
         | Command::Upgrade(_)
         | Command::Agent(_)
         | Command::Net(_)
@@ -159,6 +169,7 @@ fn run(command: &Command, request: Option<RequestId>) -> Result<Exit> {
         Command::Move(args) => copy::run_move(args, request),
         Command::Run(args) => run::run(args),
         Command::Fork(args) => run::fork(args),
+        Command::Record(args) => record::run(args),
         Command::Ps(args) => ps::run(args),
         Command::Status(args) => status::run(args),
         Command::Upgrade(args) => upgrade::run(args, request),
@@ -169,6 +180,7 @@ fn run(command: &Command, request: Option<RequestId>) -> Result<Exit> {
         Command::Moves(args) => moves::run(args),
         Command::Resume(args) => Ok(moves::resume(args)),
         Command::Agent(_) => agent::run(),
+        Command::Ocf(_) => unreachable!("its exit statuses are those of OCF"),
         Command::Net(args) => net::run(args),
         Command::Ctl(args) => ctl::run(args),
         Command::Vsock(args) => vsock::run(args),

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use towline_channel::Cancel;
-use towline_control::plan::{self, CopyRequest, CopyResult};
+use towline_control::plan::{self, CopyRequest, CopyResult, Destination};
 use towline_control::remote::{NewGuest, Place};
 use towline_launch::{RunningGuest, RuntimeRoot};
 use towline_migration::Tuning;
@@ -149,12 +149,13 @@ fn move_one(
     }
     let results =
         Results { destinations: Destinations::Several, ..Results::of(Verb::Moved, reporter, source) };
-    let place = PlaceOptions::of(&args.transfer, &args.host.ssh, Some(&args.host), cancel.descriptor());
-    let opened = RemoteCopy::open(end, &place, &guest.qmp, &mut options, reporter);
+    let place = PlaceOptions::of_move(args, cancel.descriptor());
+    let opened = RemoteCopy::open(end, &place, &guest.qmp, &mut options, *reporter);
     let moved: CopyResult = match opened {
-        Ok(remote) => {
+        Ok(mut remote) => {
             let from = source.source().map_err(UsageError)?;
-            let mut moved = plan::copy(&from, &remote.destination.clone(), &options, cancel, *reporter);
+            let to = Destination::Stream(remote.address.clone());
+            let mut moved = remote.copy(|| Ok(plan::copy(&from, &to, &options, cancel, *reporter)))?;
             remote.close(&mut moved, reporter);
             moved
         }

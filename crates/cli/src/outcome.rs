@@ -57,7 +57,8 @@ impl<'a> Results<'a> {
         let keeper = match self.source {
             Endpoint::Memory(_) => SourceCategory::Process(SYNTHETIC_GONE),
             Endpoint::Stream(Address::Exec(_)) => SourceCategory::Command,
-            source if source.is_image() => SourceCategory::Image,
+            // Of another host, only an image can be a source.
+            source if source.is_image() || matches!(source, Endpoint::Ssh(_)) => SourceCategory::Image,
             _ => SourceCategory::Qemu,
         };
         let guest = failure.guest.sentence(keeper);

@@ -13,7 +13,7 @@ pub(crate) use estimate::{Estimate, Estimator, Outlook};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use term::{Term, truncate_str};
 use towline_channel::Address;
-use towline_control::plan::{CopyPhase, Observer, Progress};
+use towline_control::plan::{CopyPhase, HostFacts, Observer, Progress};
 use towline_migration::postcopy::FaultCounts;
 
 use crate::args::Output;
@@ -227,6 +227,10 @@ impl Observer for Reporter {
             bar.draw(self.key);
         }
         self.queue(OverflowPolicy::Always, CopyEvent::Phase { phase });
+    }
+
+    fn hosts(&self, [source_host, destination_host]: &[HostFacts; 2]) {
+        self.queue(OverflowPolicy::Always, CopyEvent::Hosts { source_host, destination_host });
     }
 
     fn listening(&self, address: &Address) {

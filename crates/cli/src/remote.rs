@@ -5,16 +5,20 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use anyhow::Result;
+use towline_channel::Address;
 use towline_control::check::LANES_DEFAULT;
 use towline_control::plan::{
-    CopyRequest, CopyResult, Destination, Error, Failure, GuestAfterFailure, Observer as _, WritableDisks,
+    ConnectingEnd, CopyRequest, CopyResult, Destination, Direct, Error, Failure, GuestAfterFailure, Observer,
+    WritableDisks,
 };
 use towline_control::remote::{
-    self, DepartingGuest, DiskPolicy, Fit, NewGuest, Place, RemoteHost, SessionTimeouts,
+    self, DepartingGuest, DiskPolicy, Fit, FramePassing, NewGuest, Place, RemoteHost, SessionTimeouts,
 };
 use towline_launch::Setting;
+use towline_migration::ZeroCopySend;
 
-use crate::args::{HostArgs, SshArgs, TransferArgs};
+use crate::args::{HostArgs, MoveArgs, SshArgs, TransferArgs, Via};
 use crate::endpoint::ssh::SshEndpoint;
 use crate::progress::Reporter;
 
@@ -34,6 +38,7 @@ pub(crate) struct PlaceOptions<'a> {
     /// `None` for an image.
     pub(crate) host: Option<&'a HostArgs>,
     pub(crate) lanes: usize,
+    pub(crate) via: Via,
     pub(crate) timeouts: SessionTimeouts,
     /// Ends every wait.
     pub(crate) interrupt: Arc<OwnedFd>,
@@ -49,7 +54,15 @@ impl<'a> PlaceOptions<'a> {
     ) -> Self {
         let lanes = transfer.multifd_channels.unwrap_or(LANES_DEFAULT);
         let timeouts = SessionTimeouts { connect: transfer.connect_timeout, peer: transfer.peer_timeout };
-        Self { ssh, host, lanes, timeouts, interrupt }
+        Self { ssh, host, lanes, via: Via::Auto, timeouts, interrupt }
+    }
+
+    /// Options for this move.
+    pub(crate) fn of_move(args: &'a MoveArgs, interrupt: Arc<OwnedFd>) -> Self {
+        let place = Self::of(&args.transfer, &args.host.ssh, Some(&args.host), interrupt);
+        let lanes =
+            args.transfer.multifd_channels.unwrap_or(if args.permits_postcopy() { 0 } else { place.lanes });
+        Self { via: args.via, lanes, ..place }
     }
 }
 
@@ -77,6 +90,28 @@ pub(crate) fn prepare(
     Ok(PreparedPlace { host, guest, fit })
 }
 
+/// Chooses the way of the guest; `None`: through both towlines.
+fn direct(
+    guest: &DepartingGuest,
+    via: Via,
+    request: &CopyRequest,
+    observer: &dyn Observer,
+) -> Result<Option<Direct>, remote::Error> {
+    let is_clear = request.zero_copy_send == ZeroCopySend::On;
+    let reason = match (via, guest.needs_direct()) {
+        _ if !guest.is_run_there() => return Ok(None),
+        (Via::Relay, _) => return Ok(None),
+        (Via::Auto, None) if !is_clear && !request.is_postcopy() => return Ok(None),
+        (Via::Direct, _) => "--via direct".to_owned(),
+        (Via::Auto, Some(reason)) => reason,
+        (Via::Auto, None) if request.is_postcopy() => "postcopy".to_owned(),
+        (Via::Auto, None) => "--zero-copy-send on".to_owned(),
+    };
+    let secrecy = if is_clear { "memory is not encrypted" } else { "with TLS by keys of this move" };
+    observer.notice(&format!("from QEMU to QEMU ({reason}): {secrecy}"));
+    guest.direct(!is_clear, request).map(Some)
+}
+
 fn started(given: &NewGuest, args: &HostArgs) -> NewGuest {
     NewGuest {
         binary: args.qemu.clone(),
@@ -86,13 +121,14 @@ fn started(given: &NewGuest, args: &HostArgs) -> NewGuest {
     }
 }
 
-/// A guest's place on another host, where it is received.
+/// A guest's place on another host, where it is received, or is an image that is sent.
 pub(crate) struct RemoteCopy {
     host: RemoteHost,
-    /// Where the stream goes.
-    pub(crate) destination: Destination,
+    /// The other end of the stream.
+    pub(crate) address: Address,
     /// Notices about disks that stay here if the guest arrives.
     disks_left: Vec<String>,
+    frames: FramePassing,
 }
 
 impl RemoteCopy {
@@ -102,28 +138,54 @@ impl RemoteCopy {
         place: &PlaceOptions<'_>,
         socket: &Path,
         request: &mut CopyRequest,
-        reporter: &Reporter,
+        observer: &dyn Observer,
     ) -> Result<Self, Failure> {
-        let refused = |error: Box<Error>| {
-            let is_unknown = matches!(*error, Error::Qemu(_));
-            let error = match *error {
-                Error::Remote(remote::Error::Cancelled) => Box::new(Error::Cancelled),
-                _ => error,
-            };
-            let guest = if is_unknown { GuestAfterFailure::NOT_REACHED } else { GuestAfterFailure::SAFE };
-            Failure { error, guest, notes: Vec::new() }
-        };
         let PreparedPlace { mut host, guest, fit } = prepare(end, place, socket).map_err(refused)?;
-        let checked = guest.check(&fit, place.lanes, &end.to_string(), reporter);
-        checked.map_err(|error| refused(error.into()))?;
+        observer.hosts(&host.hosts_of(&guest, &fit));
+        let checked = guest.check(&fit, place.lanes, &end.to_string(), observer);
+        let notes = place.host.and_then(|args| disk_remedy(&fit, args.disk_policy()));
+        checked.map_err(|error| Failure {
+            notes: notes.into_iter().map(str::to_owned).collect(),
+            ..refused(error.into())
+        })?;
+        let direct = direct(&guest, place.via, request, observer);
+        request.direct = direct.map_err(|error| refused(Error::from(error).into()))?;
         let arrival = host.receive(&guest, request, place.lanes);
         let arrival = arrival.map_err(|error| refused(Error::from(error).into()))?;
-        (request.tls, request.destination_name) = (Some(arrival.tls), Some(end.to_string()));
+        (request.tls, request.peer_name) = (Some(arrival.tls), Some(end.to_string()));
         if let Some(to) = arrival.disks {
-            request.disks = WritableDisks::Mirrored { to };
+            request.disks =
+                WritableDisks::Mirrored { to, compare: place.host.is_some_and(|host| host.verify_disks) };
         }
-        let destination = Destination::Stream(arrival.address);
-        Ok(Self { host, destination, disks_left: guest.disks_left() })
+        let disks_left = guest.disks_left();
+        let frames = guest.into_frame_passing(&fit);
+        Ok(Self { host, address: arrival.address, disks_left, frames })
+    }
+
+    /// Copies the guest by `copy`, and passes frames for it on meanwhile.
+    pub(crate) fn copy(&mut self, copy: impl FnOnce() -> Result<CopyResult>) -> Result<CopyResult> {
+        self.host.pass_frames(&mut self.frames, copy, |copied| matches!(copied, Ok(Ok(_))))
+    }
+
+    /// Has the other host send an image, after this one has judged whether its guest would run here.
+    pub(crate) fn open_source(
+        end: &SshEndpoint,
+        place: &PlaceOptions<'_>,
+        destination: &Destination,
+        request: &mut CopyRequest,
+        observer: &dyn Observer,
+    ) -> Result<Self, Failure> {
+        let interrupt = Some(Arc::clone(&place.interrupt));
+        let failed = |error: remote::Error| refused(Box::new(error.into()));
+        let host = RemoteHost::connect(&end.target, &place.ssh.ssh, place.timeouts, interrupt);
+        let mut host = host.map_err(failed)?;
+        observer.hosts(&host.hosts_of_image());
+        let departure = host.send(&end.place, request, place.lanes).map_err(failed)?;
+        let checked = departure.check(destination, place.lanes, observer);
+        checked.map_err(|error| refused(error.into()))?;
+        (request.tls, request.peer_name) = (Some(departure.tls), Some(end.to_string()));
+        request.connects = ConnectingEnd::Destination;
+        Ok(Self { host, address: departure.address, disks_left: Vec::new(), frames: FramePassing::default() })
     }
 
     /// The process of its ssh.
@@ -149,5 +211,29 @@ impl RemoteCopy {
             Ok(_) => texts.chain(self.disks_left).for_each(|text| reporter.notice(&text)),
             Err(failure) => failure.notes.extend(texts),
         }
+    }
+}
+
+/// The failure of a copy that has not begun.
+fn refused(error: Box<Error>) -> Failure {
+    let is_unknown = matches!(*error, Error::Qemu(_));
+    let error = match *error {
+        Error::Remote(remote::Error::Cancelled) => Box::new(Error::Cancelled),
+        _ => error,
+    };
+    let guest = if is_unknown { GuestAfterFailure::NOT_REACHED } else { GuestAfterFailure::SAFE };
+    Failure { error, guest, notes: Vec::new() }
+}
+
+/// The way out for disks that the other host has refused, if an option is one.
+pub(crate) fn disk_remedy(fit: &Fit, policy: DiskPolicy) -> Option<&'static str> {
+    let has = |text| fit.refusals.iter().any(|reason| reason.starts_with("disk ") && reason.contains(text));
+    match policy {
+        DiskPolicy::Proven if has("cannot be proven") => Some(
+            "--with-disks copies the disks there; --shared-disks says that they are the same on both hosts",
+        ),
+        DiskPolicy::Proven if has("is another file there") => Some("--with-disks copies the disks there"),
+        DiskPolicy::Copied if has("needs no copy") => Some("leave --with-disks out"),
+        _ => None,
     }
 }

@@ -17,7 +17,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
-use towline_control::plan::{CopyPhase, CopyReport, Failure, Observer, Progress};
+use towline_control::plan::{CopyPhase, CopyReport, Failure, HostFacts, Observer, Progress};
 use towline_image::Existing;
 use towline_image::atomic_file::write_sidecar;
 use towline_migration::LaneSends;
@@ -157,6 +157,10 @@ impl Observer for ReportRecorder {
 
     fn lanes(&self, lanes: &[LaneSends]) {
         lock(&self.recorded).lanes = lanes.to_vec();
+    }
+
+    fn hosts(&self, hosts: &[HostFacts; 2]) {
+        lock(&self.recorded).hosts = hosts.to_vec();
     }
 
     fn notice(&self, text: &str) {

@@ -6,13 +6,15 @@ use std::time::Duration;
 use towline_channel::Address;
 use towline_control::check::LANES_DEFAULT;
 use towline_control::plan::{
-    AfterCopy, CopyRequest, Destination, PostcopyStart, RequestedPages, Source, Task, TransferOptions,
-    WritableDisks,
+    AfterCopy, ConnectingEnd, CopyRequest, Destination, GenerationUse, PostcopyStart, PostcopySwitch,
+    RequestedPages, Source, Task, Throttling, TransferOptions, WritableDisks,
 };
 use towline_control::remote::Place;
 use towline_migration::{Compression, Tuning};
 
-use crate::args::{CopyArgs, MoveArgs, OnOff, OnOffAuto, StoredSourceArgs, TransferArgs};
+use crate::args::{
+    CopyArgs, IfNotConverging, MoveArgs, OnOff, OnOffAuto, StoredSourceArgs, TransferArgs, Via,
+};
 use crate::endpoint::Endpoint;
 use crate::endpoint::ssh::SshEndpoint;
 
@@ -24,14 +26,18 @@ pub(crate) fn of_copy(
 ) -> Result<CopyRequest, String> {
     if let Endpoint::Ssh(end) = &args.destinations[0] {
         check_copy_to_host(args, end)?;
-        check_transfer_to_host(&args.transfer)?;
+        check_transfer_to_host(&args.transfer, Via::Relay)?;
+    }
+    if let Endpoint::Ssh(end) = &args.source {
+        check_copy_from_host(args, end)?;
+        check_transfer_to_host(&args.transfer, Via::Relay)?;
     }
     let base = match &args.base {
         None => None,
         Some(Endpoint::Image(path)) => Some(path.clone()),
         Some(other) => return Err(format!("--base {other}: expected an image")),
     };
-    let transfer = transfer_to(&args.destinations[0], &args.transfer);
+    let transfer = transfer_between([&args.source, &args.destinations[0]], &args.transfer);
     let task = if args.live {
         snapshot(&args.transfer, base)?
     } else if args.transfer.postcopy.postcopy {
@@ -83,15 +89,28 @@ fn check_copy_to_host(args: &CopyArgs, end: &SshEndpoint) -> Result<(), String> 
     }
 }
 
+/// Refuses a copy from a place on another host that is not one of an image to this host.
+fn check_copy_from_host(args: &CopyArgs, end: &SshEndpoint) -> Result<(), String> {
+    match (&end.place, &args.destinations[0]) {
+        (Place::Qmp(_) | Place::Guest(_), _) => Err(format!(
+            "{end} as SOURCE: only an image there can be copied (ssh:HOST//FILE, ssh:HOST/STORE); start towline on that host for its guests"
+        )),
+        (_, to @ (Endpoint::Ssh(_) | Endpoint::Stream(_))) => Err(format!(
+            "{end} to {to}: an image of another host is copied to this one; copy it to a file first, or start towline on that host"
+        )),
+        _ => Ok(()),
+    }
+}
+
 /// Refuses options that a stream to another host does not have.
-fn check_transfer_to_host(args: &TransferArgs) -> Result<(), String> {
+fn check_transfer_to_host(args: &TransferArgs, via: Via) -> Result<(), String> {
     let is_compressed = args.compression != Compression::None;
-    let text = if args.postcopy.postcopy {
-        "--postcopy needs two QEMUs of one host; leave it out"
+    let text = if args.postcopy.postcopy && via == Via::Relay {
+        "--postcopy goes from a QEMU to a QEMU, not through both towlines; leave it out"
     } else if args.tls.tls_creds.is_some() {
         "both hosts make keys for each stream; leave --tls-creds out"
-    } else if args.zero_copy_send == OnOffAuto::On {
-        "what goes to another host is encrypted, and so copied; leave --zero-copy-send out"
+    } else if via == Via::Relay && args.zero_copy_send == OnOffAuto::On {
+        "what goes to another host through both towlines is encrypted, and so copied; leave --zero-copy-send out"
     } else if args.return_path == OnOff::Off {
         "a stream to another host has a return path; leave --return-path out"
     } else if is_compressed && args.multifd_channels == Some(0) {
@@ -100,6 +119,20 @@ fn check_transfer_to_host(args: &TransferArgs) -> Result<(), String> {
         return Ok(());
     };
     Err(text.into())
+}
+
+/// Refuses a move to another host that cannot be switched to postcopy.
+fn check_postcopy_to_host(args: &MoveArgs, end: &SshEndpoint) -> Result<(), String> {
+    let text = if matches!(end.place, Place::File(_) | Place::Store(_)) {
+        format!("postcopy to {end}: an image does not run; leave --postcopy and --if-not-converging out")
+    } else if args.via == Via::Relay {
+        "--if-not-converging postcopy goes from QEMU to QEMU; leave --via relay out".into()
+    } else if args.transfer.postcopy.postcopy_preempt {
+        "--postcopy-preempt is for two QEMUs of one host; leave it out".into()
+    } else {
+        return Ok(());
+    };
+    Err(text)
 }
 
 /// Returns true for a stream in a file, as libvirt stores it, which has no return path.
@@ -111,36 +144,66 @@ pub(crate) fn is_file(source: &Source) -> bool {
 pub(crate) fn of_move(args: &MoveArgs, destination: &Endpoint) -> Result<CopyRequest, String> {
     match destination {
         Endpoint::Ssh(end) => {
-            check_transfer_to_host(&args.transfer)?;
+            check_transfer_to_host(&args.transfer, args.via)?;
+            if args.permits_postcopy() {
+                check_postcopy_to_host(args, end)?;
+            }
             if args.host.with_disks && matches!(end.place, Place::File(_) | Place::Store(_)) {
                 return Err(format!("--with-disks with {end}: an image has no disks; leave the option out"));
             }
+            if args.via == Via::Direct && matches!(end.place, Place::File(_) | Place::Store(_)) {
+                return Err(format!(
+                    "--via direct with {end}: no QEMU receives an image; leave the option out"
+                ));
+            }
+            if args.unmanaged && !matches!(end.place, Place::Guest(_)) {
+                return Err(format!(
+                    "--unmanaged with {end}: a cluster finds the guest by its name; give that, or none"
+                ));
+            }
         }
-        _ if args.host.is_given() => {
-            let text = "--set, --map, --qemu, --trust-command-line, --with-disks and --shared-disks are for ssh:HOST as DEST; leave them out";
+        _ if args.host.is_given() || args.unmanaged || args.via != Via::Auto => {
+            let text = "--via, --set, --map, --qemu, --trust-command-line, --with-disks, --shared-disks and --unmanaged are for ssh:HOST as DEST; leave them out";
             return Err(text.into());
         }
         _ => {}
     }
     let (run, devices) = (run(&args.transfer), args.device_ctl.clone());
-    let task = if args.transfer.postcopy.postcopy {
+    let task = if let Some(switch) = postcopy_switch(args) {
         if args.detach_vsock {
             let text = match destination {
-                Endpoint::Qmp(_) => "--detach-vsock cannot be used with --postcopy: leave --postcopy out",
+                Endpoint::Qmp(_) => {
+                    "--detach-vsock cannot be used with postcopy: leave --postcopy and --if-not-converging out"
+                }
                 _ => "--detach-vsock needs a qmp: DEST, where the device is plugged in again",
             };
             return Err(text.into());
         }
-        postcopy(&args.transfer, PostcopyStart::Move { run, devices })
+        postcopy(&args.transfer, PostcopyStart::Move { run, devices, switch })
     } else {
+        let transfer = transfer_between([destination; 2], &args.transfer);
+        let throttling = match args.if_not_converging {
+            IfNotConverging::Throttle if !args.transfer.throttle => Throttling::IfNotConverging,
+            _ => transfer.throttling,
+        };
         Task::Move {
-            transfer: transfer_to(destination, &args.transfer),
+            transfer: TransferOptions { throttling, ..transfer },
             run,
             detach_vsock: args.detach_vsock,
             devices,
         }
     };
-    Ok(request(&args.transfer, task))
+    let generations = if args.unmanaged { GenerationUse::TakesPart } else { GenerationUse::Refused };
+    Ok(CopyRequest { generations, ..request(&args.transfer, task) })
+}
+
+/// The moment at which the guest of a move is switched to postcopy, if it may be.
+fn postcopy_switch(args: &MoveArgs) -> Option<PostcopySwitch> {
+    let permitted = args.if_not_converging == IfNotConverging::Postcopy;
+    match args.transfer.postcopy.postcopy {
+        true => Some(PostcopySwitch::FirstPass),
+        false => permitted.then_some(PostcopySwitch::IfNotConverging),
+    }
 }
 
 /// Returns the task of `--live`, QEMU's background-snapshot.
@@ -183,15 +246,16 @@ fn postcopy(args: &TransferArgs, start: PostcopyStart) -> Task {
 }
 
 /// As [`transfer`]; both ends are driven, also where one is on another host.
-fn transfer_to(destination: &Endpoint, args: &TransferArgs) -> TransferOptions {
+fn transfer_between(ends: [&Endpoint; 2], args: &TransferArgs) -> TransferOptions {
     let transfer = transfer(args);
-    let lanes = matches!(destination, Endpoint::Ssh(_)).then_some(LANES_DEFAULT);
+    let lanes = ends.iter().any(|end| matches!(end, Endpoint::Ssh(_))).then_some(LANES_DEFAULT);
     TransferOptions { multifd_channels: transfer.multifd_channels.or(lanes), ..transfer }
 }
 
 fn transfer(args: &TransferArgs) -> TransferOptions {
     let TransferArgs { multifd_channels, max_bandwidth, throttle, .. } = *args;
-    TransferOptions { multifd_channels, max_bandwidth, throttle }
+    let throttling = if throttle { Throttling::Always } else { Throttling::Unchanged };
+    TransferOptions { multifd_channels, max_bandwidth, throttling }
 }
 
 fn run(args: &TransferArgs) -> Option<bool> {
@@ -204,17 +268,20 @@ fn request(args: &TransferArgs, task: Task) -> CopyRequest {
         compression: args.compression,
         zero_copy_send: args.zero_copy_send.into(),
         tls: args.tls.tls(),
-        destination_name: None,
+        peer_name: None,
+        connects: ConnectingEnd::Source,
         downtime_limit: Duration::from_millis(args.downtime_limit),
         verify: false,
         return_path: args.return_path == OnOff::On,
         stream: false,
         requires_mapped_memory: false,
+        direct: None,
         disks: WritableDisks::default(),
         overwrite: args.overwrite,
         connect_timeout: args.connect_timeout,
         accept_timeout: args.accept_timeout,
         peer_timeout: args.peer_timeout,
+        generations: GenerationUse::Refused,
         tuning: Tuning::default(),
     }
 }
@@ -291,11 +358,17 @@ mod tests {
             ("copy --base tcp:a:1 qmp:a a.img", "expected an image"),
             ("copy --postcopy --recover --paused a.img qmp:b", "leave --run and --paused out"),
             ("move --postcopy --recover qmp:a qmp:b", "unexpected argument '--recover'"),
-            ("move --postcopy --detach-vsock qmp:a qmp:b", "leave --postcopy out"),
+            ("move --postcopy --detach-vsock qmp:a qmp:b", "leave --postcopy and --if-not-converging out"),
             ("move --postcopy --detach-vsock qmp:a tcp:b:1", "needs a qmp: DEST"),
-            ("move --postcopy qmp:a ssh:b", "needs two QEMUs of one host"),
+            ("move --postcopy --via relay qmp:a ssh:b", "not through both towlines"),
+            ("move --postcopy --postcopy-preempt qmp:a ssh:b", "for two QEMUs of one host"),
+            ("move --if-not-converging postcopy --via relay qmp:a ssh:b", "leave --via relay out"),
+            ("move --if-not-converging postcopy qmp:a ssh:b//a.img", "an image does not run"),
+            ("copy --postcopy qmp:a ssh:b//a.img", "leave it out"),
             ("move --tls-creds d qmp:a ssh:b", "leave --tls-creds out"),
-            ("move --zero-copy-send on qmp:a ssh:b", "leave --zero-copy-send out"),
+            ("move --via relay --zero-copy-send on qmp:a ssh:b", "leave --zero-copy-send out"),
+            ("move --via direct qmp:a qmp:b", "leave them out"),
+            ("move --via direct qmp:a ssh:b//a.img", "leave the option out"),
             ("move --return-path off qmp:a ssh:b", "leave --return-path out"),
             ("move --compression zstd --multifd-channels 0 qmp:a ssh:b", "needs lanes"),
             ("move --shared-disks qmp:a qmp:b", "are for ssh:HOST"),

@@ -7,10 +7,11 @@ mod report;
 use std::time::Instant;
 
 use anyhow::Result;
+use towline_channel::Cancel;
 use towline_control::plan::Observer as _;
 use towline_control::run::{
     self, CommandLineTrust, Disks, Download, FirstState, GuestStart, ImageLocation, MemoryRequest, Networks,
-    Notice, PrepareContext, RunOptions,
+    Notice, PrepareContext, RunOptions, Running,
 };
 use towline_launch::{HostArguments, Lifetime, RuntimeRoot};
 
@@ -27,11 +28,11 @@ use refusal::refused;
 use report::{RunReport, supervise};
 
 /// The QEMU that runs an image, unless another one is given.
-const QEMU: &str = "qemu-system-x86_64";
+pub(crate) const QEMU: &str = "qemu-system-x86_64";
 
 /// Runs `run`.
 pub(crate) fn run(args: &RunArgs) -> Result<Exit> {
-    start(&args.image, &args.start, || of_image(args))
+    start(&args.image, &args.start, || of_image(args), &supervise)
 }
 
 /// Runs `fork`.
@@ -52,21 +53,29 @@ pub(crate) fn fork(args: &ForkArgs) -> Result<Exit> {
             ..base
         })
     };
-    start(&Endpoint::Qmp(socket.clone()), &args.start, options)
+    start(&Endpoint::Qmp(socket.clone()), &args.start, options, &supervise)
 }
 
-/// Starts guests of `source`, and reports what becomes of them.
-fn start(
+/// Looks after guests that run, until they have ended.
+type LookAfter<'a> = dyn Fn(Running, &Cancel, &Reporter) -> Result<Exit> + 'a;
+
+/// Starts guests of `source`, and reports what becomes of them; `look_after` gets those that are not detached.
+pub(crate) fn start(
     source: &Endpoint,
     args: &StartArgs,
     options: impl FnOnce() -> Result<RunOptions, UsageError>,
+    look_after: &LookAfter<'_>,
 ) -> Result<Exit> {
     let reporter = Reporter::new(&args.output);
     let report = RunReport { source, args, reporter: &reporter, begun: Instant::now() };
-    attempt(&report, options).or_else(|error| Ok(refused(&reporter, &error.downcast()?)))
+    attempt(&report, options, look_after).or_else(|error| Ok(refused(&reporter, &error.downcast()?)))
 }
 
-fn attempt(report: &RunReport<'_>, options: impl FnOnce() -> Result<RunOptions, UsageError>) -> Result<Exit> {
+fn attempt(
+    report: &RunReport<'_>,
+    options: impl FnOnce() -> Result<RunOptions, UsageError>,
+    look_after: &LookAfter<'_>,
+) -> Result<Exit> {
     let RunReport { source, args, reporter, .. } = *report;
     args.report.check(&[source]).map_err(UsageError)?;
     let options = options()?;
@@ -93,13 +102,13 @@ fn attempt(report: &RunReport<'_>, options: impl FnOnce() -> Result<RunOptions, 
         running.detach();
         Exit::Done
     } else {
-        supervise(running, cancel, reporter)?
+        look_after(running, cancel, reporter)?
     };
     Ok(reporter.result(FinalEvent::Run { guests: count }, ended.max(restored)))
 }
 
 /// Options of guests that are started from this place.
-fn started(args: &StartArgs, image: ImageLocation) -> RunOptions {
+pub(crate) fn started(args: &StartArgs, image: ImageLocation) -> RunOptions {
     RunOptions {
         image,
         name: args.name.clone(),
@@ -119,11 +128,12 @@ fn started(args: &StartArgs, image: ImageLocation) -> RunOptions {
             ..HostArguments::default()
         },
         root: RuntimeRoot::of_user(),
+        generations: None,
     }
 }
 
 fn of_image(args: &RunArgs) -> Result<RunOptions, UsageError> {
-    let image = match &args.image {
+    let image = match &args.image.resolved().map_err(UsageError)? {
         Endpoint::Image(path) => ImageLocation::File(path.clone()),
         Endpoint::Store(location) => ImageLocation::Store(location.clone()),
         Endpoint::Secret(why) => return Err(UsageError(why.clone())),

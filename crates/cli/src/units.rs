@@ -139,6 +139,14 @@ pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     }
 }
 
+/// Parses a time with its unit, of a second to many years.
+pub(crate) fn period(text: &str) -> Result<Duration, String> {
+    let seconds = time_in(text, 1.0).filter(|_| text.ends_with(|c: char| c.is_ascii_alphabetic()));
+    seconds.filter(|seconds| (1.0..=1e10).contains(seconds)).map(Duration::from_secs_f64).ok_or_else(|| {
+        format!("invalid time {text:?}: expected a time of a second at least with its unit, such as 30s, 5min, 1h or 7d")
+    })
+}
+
 /// Parses hours, with an optional fraction.
 pub(crate) fn hours(text: &str) -> Result<Duration, String> {
     let hours = time_in(text, 3600.0).ok_or_else(|| {

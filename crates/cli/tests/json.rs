@@ -15,7 +15,8 @@ use tempfile::TempDir;
 
 const TIMEOUT: Duration = Duration::from_secs(120);
 /// Events that need a QEMU, a guest, a tap or an interrupted move; the lab has tests of them.
-const ELSEWHERE: [&str; 11] = [
+const ELSEWHERE: [&str; 14] = [
+    "hosts",
     "move",
     "unreadable",
     "guest",
@@ -23,6 +24,8 @@ const ELSEWHERE: [&str; 11] = [
     "running",
     "ended",
     "run",
+    "instant",
+    "recorded",
     "resumed",
     "undecided",
     "statistics",

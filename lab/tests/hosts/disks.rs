@@ -1,6 +1,8 @@
 //! Disks that move with their guest.
 
 use std::fs;
+use std::io::Write as _;
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::process::Command;
 
@@ -16,7 +18,7 @@ use crate::support::{Hosts, MIB, WITHIN, WRITER, assert_disk, last, with_disk, w
 pub(crate) const DISK_THERE: &str = "/run/web.raw";
 
 /// Options for a guest that moves to a QEMU that is started there, with a disk of its own.
-fn with_disks(hosts: &Hosts) -> Vec<String> {
+pub(crate) fn with_disks(hosts: &Hosts) -> Vec<String> {
     let set = format!("drive.disk0.file={DISK_THERE}");
     let further = ["--with-disks", "--set", &set, "--json", "--peer-timeout", "3"];
     hosts.start_options().into_iter().chain(further.map(str::to_owned)).collect()
@@ -82,9 +84,12 @@ fn a_qcow2_disk_with_a_backing_file_is_copied_to_a_waiting_qemu() {
         let waiting = with_two(&there, &seconds[1]).incoming_defer().start().unwrap();
         drop(guest);
         let source_of_hosts = std::mem::replace(&mut hosts.source, source);
-        let limited = ["--with-disks", "--json", "--paused", "--max-bandwidth", "64M"];
+        let limited = ["--with-disks", "--verify-disks", "--json", "--paused", "--max-bandwidth", "64M"];
         let moved = hosts.run("move", &format!("/{}", qmp(&waiting)), &limited);
-        completed(&moved);
+        let compared = &completed(&moved)["compared-disks"];
+        assert_eq!(compared["bytes"], 9 * MIB, "{}", moved.stdout);
+        assert!(compared["pause-ms"].as_u64() < last(&moved)["downtime"].as_u64(), "{}", moved.stdout);
+        assert!(moved.stdout.contains("compared while the guest is stopped"), "{}", moved.stdout);
         assert!(
             moved.stdout.contains("is left on this host, unchanged since the guest was stopped"),
             "{}",
@@ -159,7 +164,13 @@ fn a_disk_that_cannot_be_copied_is_refused_by_name() {
     waiting.qmp().execute("nbd-server-stop", Value::Null).unwrap();
     waiting.kill().unwrap();
     [other, hosts.place.path("other.nbd")].iter().for_each(|file| drop(fs::remove_file(file)));
-    // A filesystem that is too small for what the guest has written.
+}
+
+#[test]
+fn a_disk_without_room_there_is_refused() {
+    let Some(mut hosts) = Hosts::new("a_disk_without_room_there_is_refused") else { return };
+    let options = with_disks(&hosts);
+    let options = words(&options);
     let full = fill(&hosts);
     hosts
         .guest
@@ -172,10 +183,58 @@ fn a_disk_that_cannot_be_copied_is_refused_by_name() {
         .iter()
         .map(|word| if word.starts_with("drive.disk0") { full.as_str() } else { word })
         .collect();
-    let failed = hosts.run("move", "/web", &options);
+    let text = "disk disk0 needs 8 MiB in /run/small, which has ";
+    for (command, options) in [("check", &options[..options.len() - 2]), ("move", &options[..])] {
+        let refused = hosts.run(command, "/web", options);
+        assert!(refused.status.code() == Some(1) && refused.stdout.contains(text), "{}", refused.stdout);
+        hosts.assert_stays();
+    }
+    // Another one fills it while the disk is copied.
+    grow(&hosts);
+    let mut moving = hosts.start("move", "/web", &[&options[..], &["--max-bandwidth", "1M"]].concat());
+    wait_event(&mut moving, "disks", WITHIN, |event| event["phase"] == "disks");
+    let filler = fs::File::create(hosts.there.path("/run/small/filler")).unwrap();
+    while (&filler).write_all(&[1; 4096]).is_ok() {}
+    let failed = moving.wait(WITHIN).unwrap();
     assert_ended(&failed, 1, &["disk disk0 cannot be copied to the other host", "safe at its source"]);
     assert_eq!(last(&failed)["reason"], "disk", "{}", failed.stdout);
     hosts.assert_stays();
+}
+
+/// One that differs before the comparison, and one in a part that the guest writes to afterwards.
+#[test]
+fn a_disk_that_differs_from_its_copy_keeps_its_guest() {
+    let Some(mut hosts) = Hosts::new("a_disk_that_differs_from_its_copy_keeps_its_guest") else { return };
+    let guest = hosts.guest.as_mut().unwrap();
+    guest.shell("dd if=/dev/urandom of=/dev/vda bs=1M seek=1 count=7 conv=fsync", WITHIN).unwrap();
+    let verify = ["--verify-disks", "--max-bandwidth", "4M", "--downtime-limit", "20000"].map(str::to_owned);
+    let options: Vec<_> = with_disks(&hosts).into_iter().chain(verify).collect();
+    // Neither is in a page that the guest writes to.
+    for (phase, offset) in [("disks", 549_u64), ("transfer", 7 * MIB + 8193)] {
+        let mut moving = hosts.start("move", "/web", &words(&options));
+        let is_phase = |event: &Value| match phase {
+            "disks" => event["disks"]["copied"].as_u64() >= Some(MIB),
+            _ => event["ram"]["transferred"].as_u64() >= Some(MIB),
+        };
+        wait_event(&mut moving, phase, WITHIN, is_phase);
+        let there = fs::File::options().read(true).write(true).open(hosts.there.path(DISK_THERE)).unwrap();
+        let mut byte = [0];
+        there.read_exact_at(&mut byte, offset).unwrap();
+        there.write_all_at(&[!byte[0]], offset).unwrap();
+        if phase == "transfer" {
+            let write = "dd if=/dev/urandom of=/dev/vda bs=512 seek=14336 count=1 conv=fsync";
+            hosts.guest.as_mut().unwrap().shell(write, WITHIN).unwrap();
+        }
+        let failed = moving.wait(WITHIN).unwrap();
+        let text = format!("disk disk0 differs from its copy at the other host, first at byte {offset}:");
+        assert_ended(&failed, 1, &[&text, "safe at its source"]);
+        assert_eq!(last(&failed)["reason"], "disk", "{}", failed.stdout);
+        hosts.assert_stays();
+        let nodes = hosts.source.qmp().execute("query-named-block-nodes", Value::Null).unwrap();
+        assert!(!nodes.to_string().contains("towline-disk"), "{nodes}");
+        let exports = hosts.source.qmp().execute("query-block-exports", Value::Null).unwrap();
+        assert_eq!(exports, Value::Array(Vec::new()));
+    }
 }
 
 /// A session, a process or the link ends while the disk is copied, and while memory is.
@@ -238,11 +297,19 @@ fn a_move_with_disks_that_ends_leaves_the_guest_with_its_own_disk() {
 /// A filesystem of the other host with little room.
 fn fill(hosts: &Hosts) -> String {
     let place = "/run/small";
-    let prefix = hosts.there.prefix();
-    let script = format!("mkdir {place} && mount -t tmpfs -o size=2M tmpfs {place}");
-    let status = Command::new(&prefix[0]).args(&prefix[1..]).args(["sh", "-c", &script]).status();
-    assert!(status.unwrap().success());
+    shell(hosts, &format!("mkdir {place} && mount -t tmpfs -o size=2M tmpfs {place}"));
     place.into()
+}
+
+/// Gives it room for the disk.
+fn grow(hosts: &Hosts) {
+    shell(hosts, "mount -o remount,size=9M /run/small");
+}
+
+fn shell(hosts: &Hosts, script: &str) {
+    let prefix = hosts.there.prefix();
+    let status = Command::new(&prefix[0]).args(&prefix[1..]).args(["sh", "-c", script]).status();
+    assert!(status.unwrap().success());
 }
 
 fn qemu_img(words: &[&str]) -> String {

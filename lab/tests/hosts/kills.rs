@@ -52,7 +52,11 @@ struct Disturbance {
     victim: Victim,
     moment: Moment,
     moves_disk: bool,
+    way: &'static [&'static str],
 }
+
+/// Ways of the guest: through both towlines, or from QEMU to QEMU, encrypted or not.
+const WAYS: [&[&str]; 3] = [&[], &["--via", "direct"], &["--via", "direct", "--zero-copy-send", "on"]];
 
 /// End of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -148,13 +152,14 @@ fn a_kill_at_any_moment_leaves_one_guest() {
             Moment::Behind(_, time) if moves_disk && rng.u8(..4) == 0 => Moment::Behind(DISKS, time),
             moment => moment,
         };
+        let way = WAYS[rng.usize(..WAYS.len())];
         let begun = Instant::now();
         let start = ["run", &image, "--name", "web", "--detach"];
         assert_ended(&hosts.with_guests(&here.prefix, &start, "here."), 0, &[]);
-        let exit = disturbed(&hosts, &here, &Disturbance { victim, moment, moves_disk });
+        let exit = disturbed(&hosts, &here, &Disturbance { victim, moment, moves_disk, way });
         let end = judged(&here, &there);
         println!(
-            "{seed} {victim:?} {moment:?}{}: exit {exit:?}, {end:?} in {:.1} s",
+            "{seed} {victim:?} {moment:?} {way:?}{}: exit {exit:?}, {end:?} in {:.1} s",
             if moves_disk { " with its disk" } else { "" },
             begun.elapsed().as_secs_f64()
         );
@@ -169,13 +174,13 @@ fn a_kill_at_any_moment_leaves_one_guest() {
 
 /// Moves the guest, and kills the victim at this moment. Returns the exit status.
 fn disturbed(hosts: &Hosts, here: &Side<'_>, what: &Disturbance) -> Option<i32> {
-    let Disturbance { victim, moment, moves_disk } = *what;
+    let Disturbance { victim, moment, moves_disk, way } = *what;
     let (source, client) = (format!("qmp:{}", here.monitor.display()), hosts.there.client());
     let words =
         ["move", &source, "ssh:other/web", "--ssh", &client, "--peer-timeout", PEER_TIMEOUT, "--json"];
     let set = format!("drive.disk0.file={DISK_THERE}");
     let with_disk: &[&str] = if moves_disk { &["--with-disks", "--set", &set] } else { &[] };
-    let words = [&words[..], with_disk].concat();
+    let words = [&words[..], way, with_disk].concat();
     let mut moving = hosts.start_with_guests(&here.prefix, &words, "there.");
     match moment {
         Moment::After(time) => sleep(time),
@@ -228,6 +233,9 @@ fn judged(here: &Side<'_>, there: &Side<'_>) -> End {
     if let Some(end) = one(End::Here) {
         return end;
     }
+    // Of a towline that was killed while its migration waited.
+    let monitor = format!("qmp:{}", here.monitor.display());
+    here.towline(&["repair", &monitor]).wait(WITHIN).unwrap();
     for side in [here, there, here] {
         side.resume(&[]);
     }

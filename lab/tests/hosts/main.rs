@@ -3,8 +3,11 @@
 
 mod all;
 mod beside_qemu;
+mod direct;
 mod disks;
 mod faults;
 mod kills;
 mod moves;
+mod postcopy;
 mod support;
+mod ways;

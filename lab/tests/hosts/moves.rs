@@ -1,13 +1,14 @@
 //! Moves, copies and checks that succeed, or are refused before anything changes.
 
 use std::fs;
+use std::path::Path;
 
 use rustix::process::Signal;
 
-use towline_lab::expect::{assert_ended, completed, qmp};
+use towline_lab::expect::{assert_ended, completed, qmp, wait_event};
 use towline_lab::{signal, towline};
 
-use crate::support::{Hosts, WITHIN, last, with_disk};
+use crate::support::{Hosts, MIB, WITHIN, assert_is_guest, last, with_disk};
 
 #[test]
 fn a_guest_continues_on_another_host_in_a_qemu_that_is_started_there() {
@@ -21,10 +22,12 @@ fn a_guest_continues_on_another_host_in_a_qemu_that_is_started_there() {
     let checked = hosts.run("check", "/web", &[&start[..], &["--json"]].concat());
     assert_ended(&checked, 0, &[]);
     assert_eq!(last(&checked)["verdict"], "yes-with-notes", "{}", checked.stdout);
+    assert_hosts(&checked.stdout);
     hosts.assert_stays();
     let tick = hosts.last_tick();
     let moved = hosts.run("move", "/web", &[&start[..], &["--json"]].concat());
     let event = completed(&moved);
+    assert_hosts(&moved.stdout);
     assert_eq!(
         (&event["destination"], &event["multifd-channels"]),
         (&"ssh:other/web".into(), &4.into()),
@@ -74,6 +77,76 @@ fn a_guest_is_stored_on_another_host() {
 }
 
 #[test]
+fn an_image_of_another_host_is_copied_to_this_one() {
+    let Some(mut hosts) = Hosts::new("an_image_of_another_host_is_copied_to_this_one") else { return };
+    // Only that host has it.
+    let (there, on_host) = ("/run/guest.img", "ssh:other//run/guest.img");
+    let tick = hosts.last_tick();
+    completed(&hosts.run("copy", &format!("/{there}"), &["--json"]));
+    let client = hosts.there.client();
+    let start = |from: &str, to: &str, options: &[&str]| {
+        let words = ["copy", from, to, "--ssh", &client, "--json"].into_iter();
+        hosts.towline(&words.chain(options.iter().copied()).collect::<Vec<_>>())
+    };
+    let copy = |from: &str, to: &str, options: &[&str]| start(from, to, options).wait(WITHIN).unwrap();
+    let image = hosts.place.path("fetched.img").display().to_string();
+    // Whatever ends while it is copied, there is no image; the next copy takes the rest over.
+    let slow = ["--max-bandwidth", "4M", "--peer-timeout", "3"];
+    for kill in ["user", "agent", "link", "towline"] {
+        let mut copying = start(on_host, &image, &slow);
+        wait_event(&mut copying, kill, WITHIN, |event| event["ram"]["transferred"].as_u64() >= Some(MIB));
+        match kill {
+            "user" => signal(copying.pid(), Signal::INT),
+            "agent" => signal(hosts.there.agent().unwrap(), Signal::KILL),
+            "link" => hosts.cut(),
+            _ => signal(copying.pid(), Signal::KILL),
+        }
+        let ended = copying.wait(WITHIN).unwrap();
+        if kill == "link" {
+            hosts.mend();
+        }
+        if kill != "towline" {
+            assert_ended(&ended, 1, &["in its image, which is as it was"]);
+        }
+        assert!(!Path::new(&image).exists(), "{kill}");
+        assert_ended(&towline(["inspect", &image]).unwrap().wait(WITHIN).unwrap(), 1, &["fetched.img"]);
+    }
+    let fetched = completed(&copy(on_host, &image, &["--verify", "--compression", "zstd"]));
+    assert_eq!(
+        (&fetched["source"], &fetched["multifd-channels"], &fetched["destination-state"]),
+        (&"ssh:other/file:/run/guest.img".into(), &4.into(), &"stored".into())
+    );
+    let inspected = towline(["inspect", "--verify", "--json", &image]).unwrap().wait_done(WITHIN).unwrap();
+    assert!(inspected.stdout.contains("ssh:other/file:/run/guest.img"), "{}", inspected.stdout);
+    // Into a store here, and from the same one there.
+    let store = format!("store:{}/guest", hosts.place.path("images").display());
+    completed(&copy(on_host, &store, &[]));
+    let second = hosts.place.path("second.img").display().to_string();
+    completed(&copy(&format!("ssh:other/{store}"), &second, &[]));
+    let blocks = |image: &str| {
+        let inspected = towline(["inspect", "--verify", "--json", image]).unwrap().wait_done(WITHIN).unwrap();
+        last(&inspected)["blocks"].clone()
+    };
+    assert!(blocks(&image).is_array());
+    assert_eq!(blocks(&image), blocks(&second));
+    // What is refused.
+    assert_ended(&copy(on_host, &image, &[]), 1, &["exists"]);
+    assert_ended(&copy("ssh:other//run/missing.img", &second, &[]), 1, &["other: ", "missing.img"]);
+    assert_ended(&copy("ssh:other/web", &second, &[]), 2, &["only an image there can be copied"]);
+    assert_ended(&copy(on_host, "tcp:127.0.0.1:9", &[]), 2, &["copy it to a file first"]);
+    let small = with_disk(&hosts.place.path("disk.raw")).memory_mib(128).incoming_defer().start().unwrap();
+    assert_ended(&copy(on_host, &qmp(&small), &[]), 1, &["does not fit"]);
+    small.kill().unwrap();
+    // It continues here.
+    let waiting = with_disk(&hosts.place.path("disk.raw")).incoming_defer().start().unwrap();
+    completed(&copy(on_host, &qmp(&waiting), &[]));
+    waiting.qmp().wait_status("running", WITHIN).unwrap();
+    let mut guest = waiting.linux(WITHIN).unwrap();
+    assert_is_guest(&mut guest, tick);
+    drop(guest);
+}
+
+#[test]
 fn what_cannot_run_there_is_refused_before_anything_changes() {
     let Some(mut hosts) = Hosts::new("what_cannot_run_there_is_refused_before_anything_changes") else {
         return;
@@ -88,15 +161,21 @@ fn what_cannot_run_there_is_refused_before_anything_changes() {
     let map = hosts.place.path("other.map");
     fs::write(&map, format!("# names\n{}=/run/disk.raw\n", hosts.place.path("disk.raw").display())).unwrap();
     let mapped = [&start[..], &["--map", map.to_str().unwrap()]].concat();
-    for (command, code, options) in [("check", 1, &elsewhere), ("move", 1, &elsewhere), ("move", 1, &mapped)]
-    {
+    let page = hosts.place.path("refused.html");
+    let reported = [&elsewhere[..], &["--report", page.to_str().unwrap()]].concat();
+    for (command, code, options) in [("check", 1, &elsewhere), ("move", 1, &reported), ("move", 1, &mapped)] {
         let refused = hosts.run(command, "/web", options);
+        assert!(refused.stderr.contains("--with-disks copies the disks there"), "{}", refused.stderr);
         let text = format!("{}{}", refused.stdout, refused.stderr);
         assert!(
             refused.status.code() == Some(code) && text.contains("is another file there (/run/disk.raw)"),
             "{text}"
         );
         hosts.assert_stays();
+    }
+    let page = fs::read_to_string(page).unwrap();
+    for text in ["source host", "destination host", "QEMU 10.0.", "is another file there"] {
+        assert!(page.contains(text), "{text}: {page}");
     }
     // Without trust, an image's rules hold.
     let untrusted: Vec<_> = start.iter().copied().filter(|word| *word != "--trust-command-line").collect();
@@ -127,4 +206,16 @@ fn what_cannot_run_there_is_refused_before_anything_changes() {
         assert_ended(&hosts.run("move", "/web", &start), 1, &[text]);
     }
     hosts.assert_stays();
+}
+
+/// An event names both hosts, with the QEMU of each.
+fn assert_hosts(stdout: &str) {
+    let events = stdout.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let hosts: Vec<_> = events.filter(|event| event["event"] == "hosts").collect();
+    let [hosts] = &hosts[..] else { panic!("{stdout}") };
+    let name = fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+    for end in ["source-host", "destination-host"] {
+        assert_eq!(hosts[end]["name"], name.trim(), "{hosts}");
+        assert!(hosts[end]["qemu"].as_str().unwrap().starts_with("10.0."), "{hosts}");
+    }
 }

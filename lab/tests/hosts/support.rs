@@ -48,7 +48,7 @@ impl Hosts {
         let there = SshHost::new(&sshd, there, ADDRESSES[1]).unwrap();
         let place = Scratch::new();
         File::create(place.path("disk.raw")).unwrap().set_len(DISK).unwrap();
-        let (source, mut guest) = with_disk(&place.path("disk.raw")).boot(WITHIN).unwrap();
+        let (source, mut guest) = with_disk(&place.path("disk.raw")).within(&here).boot(WITHIN).unwrap();
         guest.shell(&written("first"), WITHIN).unwrap();
         guest.dirty(WRITTEN, WRITTEN).unwrap();
         guest.wait_ticking(WITHIN).unwrap();
@@ -86,6 +86,11 @@ impl Hosts {
 
     pub(crate) fn with_guests(&self, prefix: &[String], words: &[&str], agents: &str) -> Finished {
         self.start_with_guests(prefix, words, agents).wait(WITHIN).unwrap()
+    }
+
+    /// Network of the guest's host.
+    pub(crate) fn network(&self) -> &Network {
+        &self.here
     }
 
     /// Limits the link to this rate, as `tc` has it.

@@ -79,3 +79,39 @@ fn throttle_is_refused_without_a_monitor_at_the_source() {
         assert_ended(&finished, 2, &["--throttle is for a qmp: source"]);
     }
 }
+
+/// A move of a guest that does not converge; returns what is reported.
+fn moved_all_the_same(how: &str) -> Option<String> {
+    if !require_lab("a move of a guest that does not converge") {
+        return None;
+    }
+    let builder = linux(256);
+    let (source, mut guest) = writing(&builder, RATE, RANGE);
+    let tick = guest.tick().unwrap();
+    drop(guest);
+    let destination = waiting(&builder);
+    let (from, to) = (qmp(&source), qmp(&destination));
+    let finished = run(&format!("move --json --if-not-converging {how} {SLOW} {from} {to}"));
+    completed(&finished);
+    prove_alive(&destination, RANGE, tick);
+    Some(finished.stdout)
+}
+
+#[test]
+fn a_guest_that_does_not_converge_is_throttled_if_that_is_permitted() {
+    let Some(reported) = moved_all_the_same("throttle") else { return };
+    let found = events(&reported);
+    let begun = found.iter().position(|event| event.to_string().contains("it is throttled from now on"));
+    let (before, after) = found.split_at(begun.expect("a notice"));
+    let slowed = |events: &[Value]| {
+        events.iter().filter_map(|event| event["cpu-throttle-percentage"].as_u64()).max().unwrap_or(0)
+    };
+    assert!(slowed(before) <= 1 && slowed(after) >= 10, "{} {}", slowed(before), slowed(after));
+}
+
+#[test]
+fn a_guest_that_does_not_converge_is_switched_to_postcopy_if_that_is_permitted() {
+    let Some(reported) = moved_all_the_same("postcopy") else { return };
+    assert!(reported.contains("it is switched to postcopy"), "{reported}");
+    assert!(events(&reported).iter().any(|event| event["phase"] == "running"), "{reported}");
+}

@@ -18,7 +18,7 @@ const INTERVAL: Duration = Duration::from_secs(2);
 /// Snapshots that are kept.
 const KEPT: usize = 20;
 /// Counts in memory, and into a file of the disk, until it is asked to end.
-const COUNTS: &str = "mkdir /disk; mount -t ext4 /dev/vda /disk || exit; n=0; \
+pub(crate) const COUNTS: &str = "mkdir /disk; mount -t ext4 /dev/vda /disk || exit; n=0; \
      { until [ -e /tmp/end ]; do n=$((n + 1)); echo $n >> /disk/n; sync; sleep 0.02; done; echo $n > /tmp/ended; } > /dev/null 2>&1 < /dev/null &";
 /// Ends that, and prints what was counted in memory, and on the disk up to the first gap.
 const COUNTED: &str = "touch /tmp/end; until [ -s /tmp/ended ]; do sleep 0.1; done; echo 3 > /proc/sys/vm/drop_caches; n=0; \
@@ -44,7 +44,7 @@ impl Saved {
     }
 
     /// Names of files beside the image that are overlays.
-    fn overlays(&self) -> Vec<String> {
+    pub(crate) fn overlays(&self) -> Vec<String> {
         let names = fs::read_dir(self.path("")).unwrap().map(|entry| entry.unwrap().file_name());
         let mut names: Vec<_> = names.map(|name| name.into_string().unwrap()).collect();
         names.retain(|name| name.ends_with(".qcow2"));
@@ -184,12 +184,7 @@ fn disks_of_a_guest_that_runs_on_no_image_are_not_kept() {
         return;
     }
     let saved = Saved::new(Version::V10_0);
-    let disk = saved.path("own.raw");
-    fs::write(&disk, vec![b'd'; 1 << 20]).unwrap();
-    let drive = format!("file={},format=raw,if=none,id=disk0", disk.display());
-    let guest =
-        Qemu::builder(Version::V10_0).args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk0"]);
-    let guest = guest.start().unwrap();
+    let guest = saved.guest_on_no_image();
     let image = saved.path("own.img").display().to_string();
     let copy = |options: &[&str]| {
         let words = ["copy", &qmp(&guest), &image].map(str::to_owned).into_iter();
@@ -265,8 +260,17 @@ fn snapshots_of_a_guest_that_writes_each_run_on_the_disk_of_their_instant() {
 }
 
 impl Saved {
+    /// Starts a QEMU by hand, with a disk that its guest may write.
+    pub(crate) fn guest_on_no_image(&self) -> Qemu {
+        let disk = self.path("own.raw");
+        fs::write(&disk, vec![b'd'; 1 << 20]).unwrap();
+        let drive = format!("file={},format=raw,if=none,id=disk0", disk.display());
+        let device = ["-drive", &drive, "-device", "virtio-blk-pci,drive=disk0"];
+        Qemu::builder(Version::V10_0).args(device).start().unwrap()
+    }
+
     /// The disk that an image's guest must have.
-    fn disk_of(&self, image: &str) -> String {
+    pub(crate) fn disk_of(&self, image: &str) -> String {
         let manifest = fs::read(self.path(&format!("{image}.manifest.json"))).unwrap();
         let manifest: Value = serde_json::from_slice(&manifest).unwrap();
         manifest["origin"]["process"]["disks"][0]["file"].as_str().unwrap().to_owned()
@@ -297,9 +301,10 @@ impl Saved {
     }
 
     /// The guest continues with the disk that it had, whose file system is sound afterwards.
-    fn assert_runs_on_its_disk(&self, image: &str) {
+    pub(crate) fn assert_runs_on_its_disk(&self, image: &str) {
         let disk = self.disk_of(image);
-        let run = self.run_with_disk(image, "then", &disk, &["--overlay", "--share"]);
+        let here = self.path("").display().to_string();
+        let run = self.run_with_disk(image, "then", &disk, &["--overlay", "--overlay-dir", &here, "--share"]);
         assert!(run.status.success(), "{}", run.stderr);
         let mut guest = self.agent("then");
         assert_eq!(guest.check().unwrap(), 64 * MIB / 4096, "{image}");

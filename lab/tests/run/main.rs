@@ -14,6 +14,7 @@ mod memory;
 #[allow(dead_code, unused_imports, reason = "helpers of the tests of cards, of which these use a part")]
 #[path = "../net/support.rs"]
 mod network;
+mod record;
 mod reflinks;
 #[allow(dead_code, unused_imports, reason = "helpers of the tests of stores, of which these use a part")]
 #[path = "../store/support.rs"]

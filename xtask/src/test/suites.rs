@@ -19,7 +19,7 @@ use crate::command::{cargo, root, shown, target_directory};
 use crate::times::Usage;
 
 /// Suites that take longest, in this order; the others follow as cargo names them.
-const FIRST: [&str; 14] = [
+const FIRST: [&str; 15] = [
     DOCUMENTATION,
     "lab/net",
     "lab/run",
@@ -33,6 +33,7 @@ const FIRST: [&str; 14] = [
     "lab/live",
     "lab/images",
     "lab/hosts",
+    "lab/cluster",
     "lab/zero_copy",
 ];
 /// Suites that allocate huge pages, or expect a number of them: only one of these runs at a time.

@@ -74,6 +74,28 @@ impl From<OnOffAuto> for ZeroCopySend {
     }
 }
 
+/// The way of a guest to another host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Via {
+    /// Through both towlines, unless the guest or an option needs the other way.
+    Auto,
+    /// From QEMU to QEMU.
+    Direct,
+    /// Through both towlines.
+    Relay,
+}
+
+/// Treatment of a guest that does not converge.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum IfNotConverging {
+    /// It runs at DEST at once, and the rest of its memory follows.
+    Postcopy,
+    /// Its vCPUs are throttled from then on (QEMU's auto-converge).
+    Throttle,
+    /// It stays at SOURCE.
+    GiveUp,
+}
+
 /// Splits at the first `=`, unless a half is empty.
 pub(super) fn key_and_value(text: &str) -> Option<(&str, &str)> {
     text.split_once('=').filter(|(key, value)| !key.is_empty() && !value.is_empty())

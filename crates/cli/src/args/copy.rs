@@ -42,6 +42,9 @@ Examples:
     towline copy s3://BUCKET/vm/a-monday qmp:/run/vm/b.qmp
   Save a guest to a file of another host:
     towline copy qmp:/run/vm/a.qmp ssh:OTHER//srv/a.img
+  Fetch an image of another host, or restore it from there:
+    towline copy ssh:OTHER//srv/a.img a.img
+    towline copy ssh:OTHER//srv/a.img qmp:/run/vm/b.qmp
   Send through any filter:
     towline copy guest.img exec:'zstd -1 | ssh other \"zstd -d > guest.stream\"' --return-path off
 

@@ -2,7 +2,9 @@
 
 use std::path::PathBuf;
 
-use super::{GUEST, HOSTS, HostArgs, MORE, Output, TransferArgs, key_and_value};
+use super::{
+    GUEST, HOSTS, HostArgs, IfNotConverging, LIMITS, MORE, Output, TransferArgs, Via, key_and_value,
+};
 use crate::endpoint::Endpoint;
 use crate::units::{Unit, whole};
 
@@ -21,8 +23,14 @@ Examples:
       --set drive.disk0.file=/srv/a.qcow2 --set drive.disk0.format=qcow2
   With its disks, to new files of the same names:
     towline move qmp:/run/vm/a.qmp ssh:OTHER --with-disks --trust-command-line
+  The same, and its disks are compared there before it runs:
+    towline move qmp:/run/vm/a.qmp ssh:OTHER --with-disks --verify-disks --trust-command-line
   To a QEMU that waits there:
     towline move qmp:/run/vm/a.qmp ssh:OTHER/qmp:/run/vm/b.qmp
+  From QEMU to QEMU, without copies in the kernel, and without TLS:
+    towline move qmp:/run/vm/a.qmp ssh:OTHER/qmp:/run/vm/b.qmp --via direct --zero-copy-send on
+  Without giving up on a guest that writes faster than it is sent:
+    towline move qmp:/run/vm/a.qmp ssh:OTHER --trust-command-line --if-not-converging postcopy
   Every guest of this host, two at a time:
     towline move --all ssh:OTHER --trust-command-line --parallel 2
   Without ssh; the first command runs there:
@@ -57,12 +65,29 @@ pub(crate) struct MoveArgs {
     /// Number of guests that are moved at a time; --max-bandwidth is that of all together
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_a_time, requires = "all", help_heading = HOSTS)]
     pub(crate) parallel: usize,
+    /// Way to another host: direct, from QEMU to QEMU; relay, through both towlines; auto, relay unless the
+    /// guest (VFIO, virtio-mem, dirty bitmaps) or --zero-copy-send on needs the other
+    #[arg(long, value_name = "AUTO|DIRECT|RELAY", default_value = "auto", hide_short_help = true, help_heading = HOSTS)]
+    pub(crate) via: Via,
+    /// Move a guest that a cluster runs (`towline ocf`), and does not look after now (docs/cluster.md)
+    #[arg(long, hide_short_help = true, help_heading = HOSTS)]
+    pub(crate) unmanaged: bool,
     #[command(flatten)]
     pub(crate) transfer: TransferArgs,
+    /// Treatment of a guest that writes faster than it is sent, for several passes
+    #[arg(long, value_name = "POSTCOPY|THROTTLE|GIVE-UP", default_value = "give-up", conflicts_with = "postcopy", hide_short_help = true, help_heading = LIMITS)]
+    pub(crate) if_not_converging: IfNotConverging,
     #[command(flatten)]
     pub(crate) host: HostArgs,
     #[command(flatten)]
     pub(crate) output: Output,
+}
+
+impl MoveArgs {
+    /// Returns true if the guest may be switched to postcopy.
+    pub(crate) fn permits_postcopy(&self) -> bool {
+        self.transfer.postcopy.postcopy || self.if_not_converging == IfNotConverging::Postcopy
+    }
 }
 
 fn at_a_time(text: &str) -> Result<usize, String> {

@@ -37,6 +37,10 @@ pub(crate) struct HostArgs {
     /// Copy its disks there too: to new files, or those of a waiting QEMU
     #[arg(long, help_heading = HOSTS, conflicts_with = "shared_disks")]
     pub(crate) with_disks: bool,
+    /// Compare each copied disk with the guest's before that goes on there; what it writes while it runs is
+    /// compared when it is stopped
+    #[arg(long, hide_short_help = true, help_heading = HOSTS, requires = "with_disks")]
+    pub(crate) verify_disks: bool,
     /// The guest's disks are the same on both hosts, also where that cannot be proven (block devices)
     #[arg(long, hide_short_help = true, help_heading = HOSTS)]
     pub(crate) shared_disks: bool,
@@ -68,7 +72,7 @@ impl HostArgs {
     }
 }
 
-/// Receive a guest for a towline of another host, on standard input and output: started by `ssh:` through
+/// Receive a guest for a towline of another host, or send it an image, on standard input and output: started by `ssh:` through
 /// OpenSSH, not by people
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\

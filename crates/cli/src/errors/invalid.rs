@@ -42,6 +42,9 @@ pub(super) fn text(invalid: &Invalid) -> String {
             format!("{found} destinations, at most {expected} at once")
         }
         Invalid::NamedTwice { destination } => format!("{destination} is named twice, and takes one guest"),
+        Invalid::DirectEnds => {
+            "a guest goes directly between a QEMU here and one of another host only: qmp: and ssh:HOST".into()
+        }
         Invalid::InspectedWithoutStream => "only a stream can be inspected".into(),
         Invalid::WithoutStores { location } => format!(
             "{location}: this towline was built without object stores (feature `store`); use one that has them"
@@ -90,11 +93,6 @@ fn postcopy(invalid: &InvalidPostcopy) -> String {
         InvalidPostcopy::LanesOfQemu { version, socket } => {
             return format!(
                 "--multifd-channels with --postcopy: QEMU {version} on {socket} has no lanes beside postcopy, which came with 10.1: leave the option out"
-            );
-        }
-        InvalidPostcopy::OtherRoot { socket } => {
-            return format!(
-                "--postcopy with QEMU on {socket}, which has another root directory (chroot) and connects by paths in it: leave --postcopy out"
             );
         }
         InvalidPostcopy::OfQemu => {

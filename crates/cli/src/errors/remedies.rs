@@ -2,6 +2,7 @@
 
 use std::error::Error;
 
+use towline_control::generations::Error as GenerationsError;
 use towline_control::in_place::Error as InPlaceError;
 use towline_control::plan::{BlockedBy, Error as PlanError};
 use towline_control::run::Error as RunError;
@@ -49,7 +50,16 @@ pub(super) fn worded(error: &(dyn Error + 'static)) -> Option<String> {
         .or_else(|| of(error, launch))
         .or_else(|| of(error, memory))
         .or_else(|| of(error, refused))
+        .or_else(|| of(error, generation))
         .or_else(|| of(error, |error: &NameError| Some(format!("{error}; choose another with --name"))))
+}
+
+fn generation(error: &GenerationsError) -> Option<String> {
+    let GenerationsError::Managed { name, .. } = error else { return None };
+    Some(format!(
+        "{error}; have the cluster do it (`crm_resource --move`), or have it look away first (`crm_resource --meta -r RESOURCE -p \
+         is-managed -v false`), and then `towline move --unmanaged` to ssh:HOST/{name} (docs/cluster.md)"
+    ))
 }
 
 fn plan(error: &PlanError) -> Option<String> {
@@ -197,7 +207,7 @@ fn migration(error: &MigrationError) -> Option<String> {
 
 fn converge(error: &CannotConverge) -> Option<String> {
     Some(format!(
-        "{error}; allow more with --downtime-limit or --max-bandwidth, or slow the guest down with --throttle"
+        "{error}; allow more with --downtime-limit or --max-bandwidth, or slow the guest down with --throttle; with --if-not-converging a move throttles it, or switches to postcopy"
     ))
 }
 

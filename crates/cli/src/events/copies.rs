@@ -6,7 +6,7 @@ use std::time::Duration;
 use schemars::JsonSchema;
 use serde::Serialize;
 use towline_control::plan::{
-    CopyReport, DestinationState, DiskProgress, PostcopyReport, Progress, SourceState,
+    ComparedDisks, CopyReport, DestinationState, DiskProgress, PostcopyReport, Progress, SourceState,
 };
 use towline_image::{Increment, Uploaded};
 use towline_memload::{CheckOutcome, ReceivedMemory};
@@ -57,6 +57,7 @@ objects! {
         destination_text: &'static str = report.destination.text(),
         /// Counters of QEMU's query-migrate.
         ram: Counters = report.moved.entries().into_iter().collect(),
+        compared_disks: Option<ComparedDisks> = report.compared_disks,
         postcopy: Option<Postcopy> = report.postcopy.as_ref().map(Postcopy::new),
         uploaded: Option<Uploaded> = report.uploaded,
         memory: Option<ReceivedMemory> = memory.map(Into::into),

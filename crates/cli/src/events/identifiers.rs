@@ -50,7 +50,7 @@ pub(crate) fn reason(error: &Error) -> Reason {
         Error::Remote(_) => "other-host",
         Error::NeedsCont { .. } => "source-postmigrate",
         Error::NoGuest { .. } => "source-without-guest",
-        Error::Migrating { .. } => "source-migrating",
+        Error::Migrating { .. } | Error::NotCleanedUp { .. } => "source-migrating",
         Error::Blocked { .. } | Error::Asleep { .. } => "source-blocked",
         Error::NotWaiting { .. } | Error::WaitsElsewhere { .. } | Error::UsedUp { .. } => {
             "destination-not-waiting"
@@ -69,13 +69,14 @@ pub(crate) fn reason(error: &Error) -> Reason {
             "source-unknown"
         }
         Error::PeerSilent { .. } => "peer-silent",
+        Error::PeerGaveUp => "peer-gave-up",
         Error::NotRunning { .. } => "destination-not-running",
         Error::SharedDrive { .. } => "shared-drive",
         Error::WritesDisk { .. }
         | Error::DisksNotKept { .. }
         | Error::DiskNotCopied { .. }
-        | Error::DisksNotForwarded { .. }
-        | Error::DisksOfOtherRoot { .. }
+        | Error::DiskNotCompared { .. }
+        | Error::DiskDiffers { .. }
         | Error::NoOverlayDirectory { .. }
         | Error::InPlace(
             InPlaceError::NoOverlay { .. }

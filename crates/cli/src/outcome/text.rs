@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use towline_control::plan::{CopyReport, PostcopyReport};
+use towline_control::plan::{ComparedDisks, CopyReport, PostcopyReport};
 use towline_image::Increment;
 use towline_image::checksum::CHUNK_BYTES;
 use towline_memload::{BlockHash, CheckOutcome};
@@ -40,6 +40,10 @@ pub(super) fn completed(
     let mut lines = vec![format!("{} {source} to {destination} in {seconds:.2} s", verb.name())];
     lines.extend(transfer(report));
     lines.extend(report.downtime_ms.map(|downtime_ms| format!("  downtime     {downtime_ms} ms")));
+    lines.extend(report.compared_disks.map(|ComparedDisks { bytes, again_bytes, pause_ms }| {
+        let (all, again) = (size(bytes), size(again_bytes));
+        format!("  disks        {all} compared; {again} of them while the guest was stopped, {pause_ms} ms")
+    }));
     lines.extend(report.postcopy.iter().flat_map(postcopy));
     lines.extend(memory.into_iter().flat_map(checked));
     lines.extend(report.increment.map(|Increment { stored, in_base }| {

@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::Result;
 use serde_json::{Value, json};
-use towline_control::plan::{CopyPhase, CopyReport, Failure, PostcopyReport, SourceState};
+use towline_control::plan::{CopyPhase, CopyReport, Failure, HostFacts, PostcopyReport, SourceState};
 use towline_migration::postcopy::LatencyRange;
 use towline_report::{Bar, ChartLine, Ink, Svg, bars, lines, page};
 
@@ -39,6 +39,11 @@ impl CopyPage<'_> {
 
     fn summary(&self) -> Value {
         let mut rows = vec![("time", seconds(self.total))];
+        let ends = ["source host", "destination host"].into_iter().zip(&self.recorded.hosts);
+        rows.extend(ends.map(|(end, HostFacts { name, kernel, qemu })| {
+            let qemu = qemu.as_ref().map(|qemu| format!(", QEMU {qemu}")).unwrap_or_default();
+            (end, format!("{name}, Linux {kernel}{qemu}"))
+        }));
         match self.copied {
             Ok(report) => {
                 let moved = &report.moved;

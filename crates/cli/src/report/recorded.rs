@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use towline_control::plan::{CopyPhase, CopyReport, Failure};
+use towline_control::plan::{CopyPhase, CopyReport, Failure, HostFacts};
 use towline_migration::LaneSends;
 
 use crate::progress::{Estimate, Estimator};
@@ -20,6 +20,8 @@ pub(super) struct CopyRecording {
     pub(super) samples: Samples,
     pub(super) lanes: Vec<LaneSends>,
     pub(super) notices: Vec<String>,
+    /// Source and destination; none of a copy on one host.
+    pub(super) hosts: Vec<HostFacts>,
 }
 
 /// Beginning of a phase.

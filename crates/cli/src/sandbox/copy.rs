@@ -8,7 +8,8 @@ use std::sync::Arc;
 use towline_channel::Address;
 use towline_control::in_place;
 use towline_control::journal::RuntimeDirectory;
-use towline_control::plan::{CopyRequest, Destination, Source, Tls, WritableDisks};
+use towline_control::plan::{ConnectingEnd, CopyRequest, Destination, Source, Tls, WritableDisks};
+use towline_launch::RuntimeRoot;
 
 use super::{AllowedPorts, Policy, parent_directory};
 
@@ -54,10 +55,17 @@ pub(crate) fn policy_of_copy(
     if matches!(source, Source::Qmp(_)) || destinations.iter().any(|one| matches!(one, Destination::Qmp(_))) {
         // Journals of QEMUs. A missing directory is reported where it is used.
         policy.write.extend(RuntimeDirectory::open().ok().map(|directory| directory.path().to_owned()));
+        // Which of them have generations.
+        policy.read.push(RuntimeRoot::of_user().path().to_owned());
+        policy.write.extend(permit_generations());
     }
-    permit_source(&mut policy, source)?;
+    let (from, to) = match request.connects {
+        ConnectingEnd::Source => (StreamDirection::Listen, StreamDirection::Connect),
+        ConnectingEnd::Destination => (StreamDirection::Connect, StreamDirection::Listen),
+    };
+    permit_source(&mut policy, source, from)?;
     for destination in destinations {
-        permit_destination(&mut policy, destination)?;
+        permit_destination(&mut policy, destination, to)?;
     }
     // Drives that two QEMUs share are found in their open files.
     let is_move = matches!((source, destinations), (Source::Qmp(_), [Destination::Qmp(_)]));
@@ -73,7 +81,7 @@ pub(crate) fn policy_of_copy(
     if let Some(base) = request.base() {
         permit_image(&mut policy, base);
     }
-    if let WritableDisks::Mirrored { to } = &request.disks {
+    if let WritableDisks::Mirrored { to, .. } = &request.disks {
         permit_stream(&mut policy, to, StreamDirection::Connect)?;
     }
     if let Some(Tls::Files { credentials, .. }) = &request.tls {
@@ -83,10 +91,16 @@ pub(crate) fn policy_of_copy(
     Some(policy)
 }
 
-fn permit_source(policy: &mut Policy, source: &Source) -> Option<()> {
+/// Directories of generations of this user's guests.
+fn permit_generations() -> impl Iterator<Item = PathBuf> {
+    let guests = RuntimeRoot::of_user().list().unwrap_or_default();
+    guests.into_iter().filter_map(|guest| Some(guest.generations?.directory))
+}
+
+fn permit_source(policy: &mut Policy, source: &Source, stream: StreamDirection) -> Option<()> {
     match source {
         Source::Image(path) => permit_image(policy, path),
-        Source::Stream(address) => permit_stream(policy, address, StreamDirection::Listen)?,
+        Source::Stream(address) => permit_stream(policy, address, stream)?,
         Source::Store(location) => permit_store(policy, location),
         Source::Qmp(_) | Source::Process(_) => {}
     }
@@ -119,10 +133,10 @@ pub(crate) fn policy_of_images(path: &Path) -> Policy {
     policy
 }
 
-fn permit_destination(policy: &mut Policy, destination: &Destination) -> Option<()> {
+fn permit_destination(policy: &mut Policy, destination: &Destination, stream: StreamDirection) -> Option<()> {
     match destination {
         Destination::Image(path) => policy.write.push(parent_directory(path)),
-        Destination::Stream(address) => permit_stream(policy, address, StreamDirection::Connect)?,
+        Destination::Stream(address) => permit_stream(policy, address, stream)?,
         Destination::Store(location) => permit_store(policy, location),
         Destination::Qmp(_) | Destination::Process(_) | Destination::Null => {}
     }

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use towline_channel::Cancel;
 use towline_control::plan::{
     AfterCopy, CopyPhase, CopyRequest, Destination, Error, GuestAfterFailure, Observer, Source,
-    SourceCategory, Task, TransferOptions, copy,
+    SourceCategory, Task, Throttling, TransferOptions, copy,
 };
 use towline_lab::{Qemu, Towline};
 
@@ -62,8 +62,11 @@ fn hooked_towline() {
     let orders: Value = serde_json::from_str(&orders).unwrap();
     let path = |name: &str| PathBuf::from(orders[name].as_str().unwrap());
     let lanes = orders["lanes"].as_u64().map(|lanes| lanes as usize);
-    let transfer =
-        TransferOptions { multifd_channels: lanes, max_bandwidth: Some(BANDWIDTH), throttle: false };
+    let transfer = TransferOptions {
+        multifd_channels: lanes,
+        max_bandwidth: Some(BANDWIDTH),
+        throttling: Throttling::Unchanged,
+    };
     let task = if orders["end-source"] == true {
         Task::Move { transfer, run: None, detach_vsock: false, devices: Vec::new() }
     } else {

@@ -1,0 +1,146 @@
+//! `towline record --verify-restore`: runs the newest image of a record, to see that it would run if it were needed.
+
+use std::fs::{self, DirBuilder, File};
+use std::io;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+use std::thread;
+
+use anyhow::{Context as _, Result, anyhow};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{FlockOperation, flock};
+use towline_channel::Cancel;
+use towline_control::record::{InstantChoice, Place};
+use towline_control::run::{CommandLineTrust, Disks, ImageLocation, Networks, RunOptions, Running};
+use towline_launch::{GuestName, HostArguments};
+use towline_qmp::commands::QueryStatus;
+use towline_qmp::{Client, Options};
+
+use crate::args::{Output, RecordArgs, StartArgs};
+use crate::console;
+use crate::endpoint::Endpoint;
+use crate::exit::Exit;
+use crate::progress::Reporter;
+use crate::report::ReportArgs;
+use crate::run::{QEMU, start, started};
+
+/// Runs the drill.
+pub(super) fn run(args: &RecordArgs, place: &Place) -> Result<Exit> {
+    let instants = place.instants(&Cancel::new()?)?;
+    let newest = InstantChoice::Newest.of(&instants);
+    let newest = newest.ok_or_else(|| anyhow!("{place}: nothing is recorded there (`towline record`)"))?;
+    let image = place.image(&newest)?;
+    let overlays = match place {
+        Place::Directory(path) => Some(OverlayDirectory::create(path, &args.name)?),
+        Place::Prefix(_) => None,
+    };
+    let Output { json, quiet } = args.output;
+    let started_by = StartArgs {
+        name: Some(args.name.clone()),
+        count: 1,
+        detach: false,
+        set: args.set.clone(),
+        qemu: args.qemu.clone(),
+        report: ReportArgs::default(),
+        output: Output { json, quiet },
+    };
+    let source = match &image {
+        ImageLocation::Store(location) => Endpoint::Store(location.clone()),
+        ImageLocation::File(path) | ImageLocation::Guest(path) => Endpoint::Image(path.clone()),
+    };
+    let options = || {
+        let base = started(&started_by, image.clone());
+        let binary = args.qemu.clone().unwrap_or_else(|| QEMU.into());
+        Ok(RunOptions {
+            disks: Disks::Overlays(overlays.as_ref().map(|directory| directory.path.clone())),
+            networks: Networks::Separate,
+            trust: if args.trust_command_line {
+                CommandLineTrust::Trusted
+            } else {
+                CommandLineTrust::Untrusted
+            },
+            host: HostArguments { binary, ..base.host },
+            ..base
+        })
+    };
+    let look_after = |running: Running, cancel: &Cancel, reporter: &Reporter| {
+        let exit = watch(running, cancel, reporter, args)?;
+        if exit == Exit::Done {
+            reporter.line(&format!("image {} of {} runs", newest.sequence, newest.at));
+        }
+        Ok(exit)
+    };
+    let exit = start(&source, &started_by, options, &look_after);
+    if let Some(OverlayDirectory { path, .. }) = overlays {
+        fs::remove_dir_all(&path).with_context(|| path.display().to_string())?;
+    }
+    exit
+}
+
+/// Ends the guest after its time. It must run until then.
+fn watch(mut running: Running, cancel: &Cancel, reporter: &Reporter, args: &RecordArgs) -> Result<Exit> {
+    let over = Cancel::new()?;
+    let mut has_ended = None;
+    thread::scope(|scope| -> Result<()> {
+        scope.spawn(|| {
+            let time = Timespec::try_from(args.run_for).ok();
+            // Cancelled, the guest ended, or it has run for its time.
+            let _ = poll(
+                &mut [PollFd::new(cancel, PollFlags::IN), PollFd::new(&over, PollFlags::IN)],
+                time.as_ref(),
+            );
+            over.cancel();
+        });
+        let supervised = running.supervise(&over, &mut |end| has_ended = Some(end.guest.qemu.log_tail()));
+        over.cancel();
+        Ok(supervised?)
+    })?;
+    if cancel.is_cancelled() {
+        return Ok(Exit::Failed);
+    }
+    if let Some(log) = has_ended {
+        console::error(&format!("the guest of the drill has ended: {log}"));
+        return Ok(Exit::Failed);
+    }
+    for guest in running.guests() {
+        let status = Client::connect(guest.qemu.qmp_path(), &Options::default())?.execute(&QueryStatus)?;
+        if !status.running {
+            console::error(&format!(
+                "the guest of the drill does not run: its state is `{}`",
+                status.status.as_str()
+            ));
+            return Ok(Exit::Failed);
+        }
+        reporter.line(&format!("{} has run for {} s", guest.start.name, args.run_for.as_secs()));
+    }
+    Ok(Exit::Done)
+}
+
+/// The directory of a drill's overlays, in that of the record.
+struct OverlayDirectory {
+    path: PathBuf,
+    /// Locked: of one drill.
+    _lock: File,
+}
+
+impl OverlayDirectory {
+    /// Creates it, or takes over that of a drill that was killed.
+    fn create(place: &Path, name: &GuestName) -> Result<Self> {
+        let path = place.join(format!(".{}.drill", name.as_str()));
+        let locked = || -> io::Result<File> {
+            // QEMU's user has to pass.
+            DirBuilder::new().recursive(true).mode(0o711).create(&path)?;
+            let lock = File::open(&path)?;
+            flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
+            fs::read_dir(&path)?.try_for_each(|entry| fs::remove_file(entry?.path()))?;
+            Ok(lock)
+        };
+        let lock = locked().map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => {
+                anyhow!("a drill named {name} runs already; give this one another --name")
+            }
+            _ => anyhow!("{}: {error}", path.display()),
+        })?;
+        Ok(Self { path, _lock: lock })
+    }
+}

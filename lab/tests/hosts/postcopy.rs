@@ -1,0 +1,125 @@
+//! Guests that run on the other host before all of their memory is there.
+
+use rustix::process::Signal;
+use serde_json::Value;
+use towline_lab::expect::{assert_ended, completed, wait_event};
+use towline_lab::{Towline, signal};
+
+use crate::disks::with_disks;
+use crate::support::{Hosts, MIB, WITHIN, WRITER, WRITTEN, assert_disk};
+
+/// Slow enough for a guest that writes this much to run there without a part of its memory for seconds.
+const SLOW: [&str; 5] = ["--json", "--max-bandwidth", "4M", "--peer-timeout", "3"];
+/// Bytes a second, of a range of which a pass takes longer than the allowed downtime.
+const TOO_FAST: u64 = 60 * MIB;
+
+/// Starts a move by postcopy to a QEMU that is started there.
+fn start(hosts: &Hosts, options: &[&str]) -> Towline {
+    let start = hosts.start_options();
+    let start: Vec<&str> = start.iter().map(String::as_str).collect();
+    hosts.start("move", "/web", &[&start[..], options].concat())
+}
+
+/// Waits until the source sends the rest of its memory.
+fn wait_following(hosts: &Hosts) {
+    hosts.source.qmp().wait_migration("postcopy-active", WITHIN).unwrap();
+}
+
+#[test]
+fn a_guest_goes_to_another_host_by_postcopy_with_its_memory() {
+    let Some(mut hosts) = Hosts::new("a_guest_goes_to_another_host_by_postcopy_with_its_memory") else {
+        return;
+    };
+    let tick = hosts.last_tick();
+    let moved = start(&hosts, &[&["--postcopy"], &SLOW[..3]].concat()).wait(WITHIN).unwrap();
+    let event = completed(&moved);
+    assert!(event["postcopy"]["faults"].is_object() || event["postcopy"]["faults"].is_number(), "{event}");
+    assert!(moved.stdout.contains("it is lost if either host fails"), "{}", moved.stdout);
+    hosts.source.wait_exit(WITHIN).unwrap();
+    hosts.assert_continues_there("web", tick);
+}
+
+#[test]
+fn a_guest_goes_to_another_host_by_postcopy_with_its_disk() {
+    let Some(mut hosts) = Hosts::new("a_guest_goes_to_another_host_by_postcopy_with_its_disk") else {
+        return;
+    };
+    let options = with_disks(&hosts);
+    let options: Vec<&str> = options.iter().map(String::as_str).chain(["--postcopy"]).collect();
+    hosts.guest.as_mut().unwrap().shell(WRITER, WITHIN).unwrap();
+    let tick = hosts.last_tick();
+    completed(&hosts.run("move", "/web", &options));
+    hosts.source.wait_exit(WITHIN).unwrap();
+    hosts.assert_continues_there("web", tick);
+    assert_disk(&mut hosts.agent_there());
+}
+
+#[test]
+fn a_postcopy_that_ends_before_its_switch_leaves_the_guest_where_it_is() {
+    let Some(mut hosts) = Hosts::new("a_postcopy_that_ends_before_its_switch_leaves_the_guest_where_it_is")
+    else {
+        return;
+    };
+    for end in ["user", "agent", "link"] {
+        let mut moving = start(&hosts, &[&["--postcopy"], &SLOW[..]].concat());
+        wait_event(&mut moving, "a part of memory", WITHIN, |event| event["bytes-rate"].as_u64() > Some(0));
+        match end {
+            "user" => signal(moving.pid(), Signal::INT),
+            "agent" => signal(hosts.there.agent().unwrap(), Signal::TERM),
+            _ => hosts.cut(),
+        }
+        let finished = moving.wait(WITHIN).unwrap();
+        if end == "link" {
+            hosts.mend();
+        }
+        assert_ended(&finished, 1, &["safe at its source"]);
+        hosts.assert_stays();
+    }
+}
+
+/// The guest there may hold its QEMU's main loop, with a page that it needs: only the source is looked at.
+#[test]
+fn a_postcopy_whose_hosts_lose_each_other_is_reported_and_runs_at_one_end() {
+    let Some(mut hosts) =
+        Hosts::new("a_postcopy_whose_hosts_lose_each_other_is_reported_and_runs_at_one_end")
+    else {
+        return;
+    };
+    hosts.last_tick();
+    let moving = start(&hosts, &[&["--postcopy"], &SLOW[..]].concat());
+    wait_following(&hosts);
+    hosts.cut();
+    let finished = moving.wait(WITHIN).unwrap();
+    hosts.mend();
+    assert_ended(&finished, 3, &["migrate-recover"]);
+    hosts.source.qmp().wait_migration("postcopy-paused", WITHIN).unwrap();
+    let record = hosts.towline(&["moves", "--json"]).wait(WITHIN).unwrap();
+    let event: Value = serde_json::from_str(record.stdout.lines().next().unwrap()).unwrap();
+    let id = event["id"].as_str().unwrap();
+    // A source that has switched is not run by a choice.
+    let refused = hosts.towline(&["resume", id, "--run-here"]).wait(WITHIN).unwrap();
+    assert!(!refused.status.success(), "{}", refused.stdout);
+    assert_ne!(hosts.source.qmp().execute("query-status", Value::Null).unwrap()["status"], "running");
+}
+
+#[test]
+fn a_guest_that_does_not_converge_goes_to_another_host_as_its_user_permits() {
+    let Some(mut hosts) =
+        Hosts::new("a_guest_that_does_not_converge_goes_to_another_host_as_its_user_permits")
+    else {
+        return;
+    };
+    let mut guest = hosts.guest.take().unwrap();
+    guest.stop_dirtying().unwrap();
+    guest.dirty(TOO_FAST, WRITTEN).unwrap();
+    hosts.guest = Some(guest);
+    let limits = ["--json", "--max-bandwidth", "24M", "--downtime-limit", "100", "--if-not-converging"];
+    let given_up = start(&hosts, &[&limits[..], &["give-up"]].concat()).wait(WITHIN).unwrap();
+    assert_ended(&given_up, 1, &["MiB/s get through", "safe at its source"]);
+    hosts.wait_for_guests_there(&[]);
+    let tick = hosts.last_tick();
+    let moved = start(&hosts, &[&limits[..], &["postcopy"]].concat()).wait(WITHIN).unwrap();
+    completed(&moved);
+    assert!(moved.stdout.contains("it is switched to postcopy"), "{}", moved.stdout);
+    hosts.assert_continues_there("web", tick);
+}
