@@ -50,7 +50,8 @@ pub(super) struct DiskMirrors {
     entry: Option<JournalEntry>,
     /// True once they have ended successfully.
     are_complete: bool,
-    forwarder: Forwarder,
+    /// Until they are to end.
+    forwarder: Option<Forwarder>,
     comparison: Option<Comparison>,
 }
 
@@ -82,7 +83,13 @@ impl DiskMirrors {
         // Of a towline that was killed.
         qemu.drop_mirrors(&jobs)?;
         let entry = qemu.record(&UndoRecord::Mirrors { jobs });
-        let this = begun.insert(Self { mirrors, entry, are_complete: false, forwarder, comparison: None });
+        let this = begun.insert(Self {
+            mirrors,
+            entry,
+            are_complete: false,
+            forwarder: Some(forwarder),
+            comparison: None,
+        });
         let (socket, speed) = (dir.join(MIRROR_SOCKET), speed(context, drives.len()));
         for (mirror, drive) in this.mirrors.iter().zip(&drives) {
             context.check_cancelled()?;
@@ -178,14 +185,18 @@ impl DiskMirrors {
         Ok(())
     }
 
-    /// Ends them in any state.
+    /// Closes their connections, for which jobs, writes of the guest and the end of its migration wait.
+    pub(super) fn disconnect(&mut self) {
+        self.forwarder = None;
+        self.comparison = None;
+    }
+
+    /// Ends them in any state, once they are disconnected.
     ///
     /// # Errors
     /// A job does not end; the journal still has it.
     pub(super) fn end(self, qemu: &mut Qemu) -> Result<(), Error> {
-        let Self { mirrors, entry, are_complete, forwarder, comparison } = self;
-        // A job waits for its connection.
-        drop((forwarder, comparison));
+        let Self { mirrors, entry, are_complete, .. } = self;
         if !are_complete {
             let jobs: Vec<_> = mirrors.into_iter().map(|mirror| mirror.job).collect();
             qemu.drop_mirrors(&jobs)?;

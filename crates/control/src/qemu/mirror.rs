@@ -7,12 +7,13 @@ use std::time::{Duration, Instant};
 
 use towline_qmp as qmp;
 use towline_qmp::commands::{
-    AddNbdNode, BlockdevMirror, CancelJob, DeleteNode, DismissJob, Empty, ExportNode, Job, MigrateContinue,
-    MigrationStatus, NbdAddress, NbdListenAddress, QueryExports, QueryJobs, SetJobSpeed, StartNbdServer,
-    StopNbdServer,
+    AddNbdNode, BlockdevMirror, CancelJob, Cont, DeleteNode, DismissJob, Empty, ExportNode, Job,
+    MigrateContinue, MigrationStatus, NbdAddress, NbdListenAddress, QueryExports, QueryJobs, RunState,
+    SetJobSpeed, StartNbdServer, Stop, StopNbdServer,
 };
 
 use super::{Drive, Error, Qemu};
+use crate::journal::{JournalEntry, UndoRecord};
 
 /// Name of the node, the job, the export and the bitmaps of each disk, before its number.
 pub(super) const NAME: &str = "towline-disk-";
@@ -23,6 +24,11 @@ const POLL_INTERVAL: Duration = Duration::from_millis(1);
 const READY: &str = "ready";
 /// Status of a job that has ended.
 const CONCLUDED: &str = "concluded";
+/// What a job does at an error. One that failed by itself would corrupt QEMU's memory if the guest writes at
+/// that moment (docs/upstream.md): it ends when the guest is stopped.
+const PAUSE: &str = "stop";
+/// State of the input and output of a job without errors.
+const OK: &str = "ok";
 /// Reason of a job that ended without an error.
 const ENDED_BY_OTHERS: &str = "another user of the monitor has ended its job";
 
@@ -76,11 +82,11 @@ impl MirrorProgress {
         let mut progress = Self::default();
         for mirror in mirrors {
             let job = mirror.of_jobs(jobs)?;
-            if job.status == CONCLUDED {
+            if job.status == CONCLUDED || job.io_status != OK {
                 return Err(mirror.failed(reason(job)));
             }
-            progress.copied_bytes += job.current_progress;
-            progress.total_bytes += job.total_progress;
+            progress.copied_bytes += job.offset;
+            progress.total_bytes += job.len;
             progress.pending += usize::from(job.status != READY);
         }
         Ok(progress)
@@ -94,9 +100,9 @@ impl MirrorProgress {
 pub(crate) fn is_complete(mirror: &Mirror, jobs: &[Job]) -> Result<bool, MirrorFailure> {
     let job = mirror.of_jobs(jobs)?;
     match (job.status.as_str(), &job.error) {
-        (CONCLUDED, None) => Ok(true),
-        (CONCLUDED, Some(_)) => Err(mirror.failed(reason(job))),
-        _ => Ok(false),
+        (_, Some(_)) => Err(mirror.failed(reason(job))),
+        _ if job.io_status != OK => Err(mirror.failed(reason(job))),
+        (status, None) => Ok(status == CONCLUDED),
     }
 }
 
@@ -122,6 +128,8 @@ impl Qemu {
             sync: "full",
             copy_mode: "write-blocking",
             speed: speed.unwrap_or(0),
+            on_target_error: PAUSE,
+            on_source_error: PAUSE,
             auto_dismiss: false,
         })?;
         Ok(())
@@ -154,24 +162,46 @@ impl Qemu {
     }
 
     /// Ends these jobs, whether they are there or not, and removes them with their nodes, and what compares their disks. The guest keeps
-    /// its own disks. Close the connections to the target before, for which a job waits.
+    /// its own disks, and is stopped for a moment. Close the connections to the target before, for which a job and the guest's writes wait;
+    /// and wait for the end of a migration, which may have the guest run on.
     ///
     /// # Errors
     /// [`Error::Qmp`]; [`Error::JobRuns`].
     pub(crate) fn drop_mirrors(&mut self, jobs: &[String]) -> Result<(), Error> {
-        for job in self.jobs()?.iter().filter(|found| jobs.contains(&found.id) && found.status != CONCLUDED) {
+        let is_running = |job: &&Job| jobs.contains(&job.id) && job.status != CONCLUDED;
+        if self.jobs()?.iter().any(|job| is_running(&job)) {
+            self.while_stopped(|qemu| qemu.cancel_jobs(is_running))?;
+        }
+        jobs.iter().try_for_each(|job| self.remove_mirror(job))?;
+        self.end_comparison()
+    }
+
+    /// Does this while the guest, if it runs, is stopped, with none of its writes on their way.
+    fn while_stopped(&mut self, act: impl FnOnce(&mut Self) -> Result<(), Error>) -> Result<(), Error> {
+        if self.status()?.status != RunState::RUNNING {
+            return act(self);
+        }
+        // A cancelled command does not leave it stopped.
+        self.wait_for_replies();
+        let entry = self.record(&UndoRecord::Stopped { overlays: Vec::new() });
+        let done = self.client().execute(&Stop).map_err(Error::from).and_then(|_| act(self));
+        self.client().execute(&Cont)?;
+        entry.iter().for_each(JournalEntry::done);
+        done
+    }
+
+    fn cancel_jobs(&mut self, is_running: impl Fn(&&Job) -> bool) -> Result<(), Error> {
+        for job in self.jobs()?.iter().filter(&is_running) {
             unless_refused(self.client().execute(&CancelJob { device: job.id.clone(), force: true }))?;
         }
         let deadline = Instant::now() + END_TIMEOUT;
-        let is_running = |job: &&Job| jobs.contains(&job.id) && job.status != CONCLUDED;
-        while let Some(job) = self.jobs()?.iter().find(is_running) {
+        while let Some(job) = self.jobs()?.iter().find(&is_running) {
             if Instant::now() >= deadline {
                 return Err(Error::JobRuns { socket: self.socket().to_owned(), job: job.id.clone() });
             }
             thread::sleep(POLL_INTERVAL);
         }
-        jobs.iter().try_for_each(|job| self.remove_mirror(job))?;
-        self.end_comparison()
+        Ok(())
     }
 
     /// Removes an ended job and its node, if they are there.
@@ -229,7 +259,12 @@ impl Qemu {
 }
 
 fn reason(job: &Job) -> String {
-    job.error.clone().unwrap_or_else(|| ENDED_BY_OTHERS.into())
+    match (&job.error, job.io_status.as_str()) {
+        (Some(error), _) => error.clone(),
+        (None, OK) => ENDED_BY_OTHERS.into(),
+        (None, "nospace") => "No space left on device".into(),
+        (None, _) => "an error of the connection, or of one of the disks".into(),
+    }
 }
 
 /// Accepts a refusal: there is nothing to end.

@@ -56,6 +56,10 @@ pub struct BlockdevMirror {
     pub copy_mode: &'static str,
     /// Bytes per second; 0 for unlimited.
     pub speed: u64,
+    /// What an error of the target does: `report` fails the job, `stop` pauses it.
+    pub on_target_error: &'static str,
+    /// The same of the node.
+    pub on_source_error: &'static str,
     /// False: a job that has ended stays until [`DismissJob`].
     pub auto_dismiss: bool,
 }
@@ -103,23 +107,26 @@ pub struct DismissJob {
 }
 command!(DismissJob, "job-dismiss", Empty);
 
-/// `query-jobs`.
-#[derive(Clone, Copy, Debug, Serialize)]
+/// `query-block-jobs`.
+#[derive(Clone, Debug, Serialize)]
 pub struct QueryJobs;
-command!(QueryJobs, "query-jobs", Vec<Job>);
+command!(QueryJobs, "query-block-jobs", Vec<Job>);
 
-/// A job.
+/// A job of the block layer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Job {
     /// Its id.
+    #[serde(rename = "device")]
     pub id: String,
     /// `running`, `ready`, `concluded` and others.
     pub status: String,
     /// Work that is done, in bytes of a mirror.
-    pub current_progress: u64,
-    /// All of the work, which grows while the guest writes.
-    pub total_progress: u64,
+    pub offset: u64,
+    /// All of the work, in bytes, which grows while the guest writes.
+    pub len: u64,
+    /// `ok`; `failed` or `nospace` of a job that an error has paused.
+    pub io_status: String,
     /// The reason for which it failed.
     #[serde(default)]
     pub error: Option<String>,

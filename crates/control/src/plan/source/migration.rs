@@ -353,8 +353,9 @@ impl QmpSource {
         action: GuestAction,
         end: CopyEnd,
     ) -> Result<RestoredSource, Error> {
-        let ended = self.end_mirrors();
+        self.mirrors.iter_mut().for_each(DiskMirrors::disconnect);
         let tidy = self.qemu.wait_migration_cleanup();
+        let ended = self.end_mirrors();
         let (downtime_ms, mut notes) = match tidy {
             Ok(is_clean) => (self.reported_downtime(), self.restore_settings_if_clean(is_clean)),
             Err(error) if end == CopyEnd::Failed => return Err(error.into()),
