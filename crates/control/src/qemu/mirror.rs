@@ -24,7 +24,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(1);
 const READY: &str = "ready";
 /// Status of a job that has ended.
 const CONCLUDED: &str = "concluded";
-/// What a job does at an error. One that failed by itself would corrupt QEMU's memory if the guest writes at
+/// Reaction of a job to an error: a pause. One that failed by itself would corrupt QEMU's memory if the guest writes at
 /// that moment (docs/upstream.md): it ends when the guest is stopped.
 const PAUSE: &str = "stop";
 /// State of the input and output of a job without errors.

@@ -56,7 +56,7 @@ pub struct BlockdevMirror {
     pub copy_mode: &'static str,
     /// Bytes per second; 0 for unlimited.
     pub speed: u64,
-    /// What an error of the target does: `report` fails the job, `stop` pauses it.
+    /// Reaction to an error of the target: `report` fails the job, `stop` pauses it.
     pub on_target_error: &'static str,
     /// The same of the node.
     pub on_source_error: &'static str,
