@@ -18,6 +18,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         is_postcopy: false,
         is_live: false,
         is_one_host: false,
+        copies_disks: false,
     });
     for (name, way) in [("by towline", ConfiguredBy::Towline), ("by hand", ConfiguredBy::ByHand)] {
         println!("migration configured {name}: {}", report.verdict(way));

@@ -122,6 +122,7 @@ mod testing {
             is_postcopy,
             is_live: true,
             is_one_host: true,
+            copies_disks: false,
         };
         let mut report = Report::default();
         (rule.run)(&pair, &mut Findings { rule: rule.id, report: &mut report });

@@ -18,6 +18,7 @@ pub fn facts(bytes: &[u8]) {
                 is_postcopy: true,
                 is_live: true,
                 is_one_host: true,
+                copies_disks: false,
             };
             let report = evaluate(&pair);
             let _ = (

@@ -119,6 +119,7 @@ pub fn check(source: &CheckEnd, destination: &CheckEnd, planned: PlannedTransfer
         is_postcopy: planned == PlannedTransfer::Postcopy,
         is_live,
         is_one_host,
+        copies_disks: false,
     });
     if let CheckEnd::Attribute(_) | CheckEnd::Control(_) = destination {
         let device_type = match &guest.subject {

@@ -19,7 +19,9 @@ use serde::{Deserialize, Serialize};
 use towline_launch::{GuestGenerations, RunningGuest, RuntimeError, RuntimeRoot};
 
 use crate::journal::now_ms;
+use crate::process::Process;
 use crate::procfs::of_kernel;
+use crate::qemu::Qemu;
 
 const PREFIX: &str = "generation.";
 const VERSION: u32 = 1;
@@ -165,6 +167,19 @@ impl ManagedGuest {
     pub fn of(guest: RunningGuest) -> Option<Self> {
         let place = guest.generations.clone()?;
         Some(Self { guest, place })
+    }
+
+    /// The guest in this QEMU, if it has generations.
+    ///
+    /// # Errors
+    /// [`Error::Guests`].
+    pub(crate) fn of_qemu(qemu: &Qemu) -> Result<Option<Self>, Error> {
+        let process = match qemu.process() {
+            Process::Known { pid, .. } => Some(*pid),
+            Process::Unknown { .. } => None,
+        };
+        let socket = Path::new(qemu.socket());
+        Self::find(process, &std::path::absolute(socket).unwrap_or_else(|_| socket.into()))
     }
 
     /// The guest of this user in the QEMU with this process, or with this monitor if its process is not known.

@@ -107,6 +107,14 @@ fn memory_is_never_older_than_the_disk_that_it_runs_with() {
     };
     all.expect(1, "start", DONE);
     wait_counting(&watch, "g", 1);
+    // Overlays in which the guest would continue are disks that no start finds.
+    let records = cluster.shared("records").display().to_string();
+    for words in [&["fork", "g"][..], &["record", "g", &records]] {
+        let refused = cluster.on(1, &[&["towline"], words].concat()).output().unwrap();
+        let said = String::from_utf8_lossy(&refused.stderr);
+        let is_it = said.contains("guest g is run by a cluster") && said.contains("its disks cannot be kept");
+        assert!(refused.status.code() == Some(1) && is_it, "{words:?}: {said}");
+    }
     write(&mut guest_at(1), "second");
     all.expect(1, "stop", DONE);
     // Its memory and its disk are of one instant.

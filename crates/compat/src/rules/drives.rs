@@ -1,4 +1,4 @@
-//! Drives, which are never moved: each may be shared, a different file, missing or locked.
+//! Drives: each may be shared, copied, a different file, missing or locked.
 
 use super::{Pair, Rule};
 use crate::facts::{Drive, Lock, Subject};
@@ -22,6 +22,10 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
             ),
             Some(other) if is_same(drive, other, pair.is_one_host) => findings
                 .note(format!("drive {} ({}, {}) is shared", drive.device, drive.file, drive.format), ""),
+            Some(other) if pair.copies_disks && !drive.read_only => {
+                findings
+                    .note(format!("drive {} ({}) is copied to {}", drive.device, drive.file, other.file), "");
+            }
             Some(other) => another(drive, other, findings),
         }
     }
@@ -77,7 +81,7 @@ fn is_same(a: &Drive, b: &Drive, one_host: bool) -> bool {
 mod tests {
     use super::super::testing::{between, of};
     use super::*;
-    use crate::facts::{ImageFacts, QemuFacts};
+    use crate::facts::{Facts, ImageFacts, QemuFacts};
     use crate::report::Severity;
 
     fn drive(file: &str, lock: Lock) -> Drive {
@@ -108,6 +112,24 @@ mod tests {
         assert!(found(vec![drive("a", Lock::Free)], Vec::new())[0].text.ends_with("is missing there"));
         let found = found(vec![drive("a", Lock::Free)], vec![drive("b", Lock::Free)]);
         assert!(found.iter().all(|found| found.severity == Severity::Note), "{found:?}");
+    }
+
+    #[test]
+    fn one_that_is_copied_needs_no_thought() {
+        let facts = |file| QemuFacts { drives: Some(vec![drive(file, Lock::Free)]), ..QemuFacts::default() };
+        let [source, destination] = ["a", "b"].map(|file| Facts::from(Subject::Qemu(Box::new(facts(file)))));
+        let pair = Pair {
+            source: &source,
+            destination: &destination,
+            lanes: None,
+            is_postcopy: false,
+            is_live: true,
+            is_one_host: false,
+            copies_disks: true,
+        };
+        let report = crate::evaluate(&pair);
+        let found: Vec<_> = report.findings().iter().filter(|found| found.rule == RULE.id).collect();
+        assert!(found.len() == 1 && found[0].text.ends_with("is copied to b"), "{found:?}");
     }
 
     #[test]

@@ -26,6 +26,8 @@ pub struct Pair<'a> {
     pub is_live: bool,
     /// True if both sides' facts are from this host, so files can be compared by identity.
     pub is_one_host: bool,
+    /// True if towline copies the guest's disks to those of the destination.
+    pub copies_disks: bool,
 }
 
 impl<'a> Pair<'a> {

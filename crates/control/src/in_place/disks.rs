@@ -10,6 +10,7 @@ use towline_launch::{CreatedDisk, HostArguments, Overlay};
 use towline_qmp as qmp;
 
 use super::Error;
+use crate::generations::ManagedGuest;
 use crate::lock::lock;
 use crate::qemu::{self, Drive, DriveSnapshot, Qemu};
 
@@ -80,8 +81,12 @@ impl GuestDisks {
     /// Plans overlays of all of them: those of `overlays`, which are of the disks in the guest's command line.
     ///
     /// # Errors
-    /// [`Error::LongChain`]; [`Error::NoOverlay`]: a drive has another file; [`Error::Overlay`].
+    /// [`Error::Managed`]; [`Error::LongChain`]; [`Error::NoOverlay`]: a drive has another file; [`Error::Overlay`].
     pub(crate) fn plan(&mut self, qemu: &Qemu, overlays: &[Overlay]) -> Result<(), Error> {
+        if let (true, Some(guest)) = (self.has_drives(), ManagedGuest::of_qemu(qemu)?) {
+            let (name, directory) = (guest.guest.name.clone(), guest.directory().to_owned());
+            return Err(Error::Managed { name, directory });
+        }
         let directory = qemu.working_directory();
         let directory = directory.as_deref().unwrap_or(Path::new("/"));
         for drive in &self.drives {

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::maps::FileId;
-use crate::qemu;
+use crate::{generations, qemu};
 
 /// Reason for which a block's memory is not proven to be at the destination, so its pages are sent.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -193,6 +193,21 @@ pub enum Error {
     /// A QEMU could not be asked.
     #[error("{0}")]
     Qemu(#[from] qemu::Error),
+    /// A cluster starts the guest from the disks that it has now.
+    #[error(
+        "guest {name} is run by a cluster, by its generations in {}: its disks cannot be kept, since the cluster would not find the \
+         overlays in which it continues, and start it from older disks; record or fork guests of no cluster, or without disks",
+        directory.display()
+    )]
+    Managed {
+        /// Name of the guest.
+        name: String,
+        /// Directory of its generations.
+        directory: PathBuf,
+    },
+    /// It is not known whether a cluster runs the guest.
+    #[error("{0}")]
+    Generations(#[from] generations::Error),
     /// A reflink cannot be read.
     #[error("{0}")]
     Image(#[from] towline_image::Error),

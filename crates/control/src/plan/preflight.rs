@@ -96,6 +96,7 @@ impl GuestFacts {
             is_postcopy: context.options.is_postcopy(),
             is_live,
             is_one_host: true,
+            copies_disks: false,
         });
         report_findings(&report, || format!("QEMU on {}", waiting.socket()), context.observer)
     }

@@ -185,7 +185,8 @@ impl Agent {
             Destination::Qmp(socket) => {
                 let WaitingQemu { facts, disks, cards: found } = WaitingQemu::of(socket)?;
                 cards = found;
-                let mut refusals = compare(&guest, &facts, request.lanes).reasons(ConfiguredBy::Towline);
+                let mut refusals =
+                    compare(&guest, &facts, request.lanes, false).reasons(ConfiguredBy::Towline);
                 refusals.extend(request.disks.refusals(&disks));
                 let json = serde_json::from_slice(&facts.to_json()).map_err(failed)?;
                 (Some(json), refusals)

@@ -36,6 +36,6 @@ impl Departure {
         let mut qemu = Qemu::inspect(socket, &qmp::Options::default())?;
         let here = Subject::Qemu(Box::new(qemu.compat_facts()?)).into();
         let name = || format!("QEMU on {}", socket.display());
-        plan::report_findings(&compare(guest, &here, lanes), name, observer)
+        plan::report_findings(&compare(guest, &here, lanes, false), name, observer)
     }
 }

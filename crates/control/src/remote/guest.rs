@@ -14,7 +14,7 @@ use towline_qmp::commands::Capability;
 use super::disks::{DiskPolicy, WrittenDisk};
 use super::frames::{Card, FramePassing};
 use super::{Error, NewGuest, Place};
-use crate::moves::MoveEnd;
+use crate::generations::ManagedGuest;
 use crate::plan::{self, CopyRequest, Direct, Observer, SHARED_CAPABILITIES};
 use crate::qemu::Qemu;
 use crate::upgrade::base_name;
@@ -148,7 +148,11 @@ impl DepartingGuest {
 
     /// The findings of both hosts on this guest and its place.
     pub fn compare(&self, there: &Fit, lanes: usize) -> Report {
-        let report = there.facts.as_ref().map(|there| compare(&self.facts, there, lanes)).unwrap_or_default();
+        let report = there
+            .facts
+            .as_ref()
+            .map(|there| compare(&self.facts, there, lanes, self.copies_disks()))
+            .unwrap_or_default();
         report.with_refusals(&there.refusals)
     }
 
@@ -198,14 +202,14 @@ fn with_own_values(given: NewGuest, map: Option<&HostMap>, qemu: &mut Qemu) -> R
     };
     let (binary, working_directory) =
         (given.binary.unwrap_or_else(|| qemu.program()), qemu.working_directory());
-    let managed = MoveEnd::qemu(qemu).managed()?;
+    let managed = ManagedGuest::of_qemu(qemu)?;
     let generations = managed.map(|guest| guest.next()).transpose()?;
     let binary = Some(binary);
     Ok(NewGuest { name, command_line, binary, working_directory, settings, generations, ..given })
 }
 
 /// Compares a guest with a QEMU on another host.
-pub(super) fn compare(source: &Facts, destination: &Facts, lanes: usize) -> Report {
+pub(super) fn compare(source: &Facts, destination: &Facts, lanes: usize, copies_disks: bool) -> Report {
     evaluate(&Pair {
         source,
         destination,
@@ -213,5 +217,6 @@ pub(super) fn compare(source: &Facts, destination: &Facts, lanes: usize) -> Repo
         is_postcopy: false,
         is_live: true,
         is_one_host: false,
+        copies_disks,
     })
 }

@@ -15,6 +15,7 @@ use towline_qmp::Options;
 use towline_qmp::commands::{MigrationStatus, RunState};
 
 use super::error::Error;
+use crate::generations::ManagedGuest;
 use crate::in_place::{self, GuestBackends};
 use crate::moves::{self, MoveEnd};
 use crate::plan;
@@ -61,7 +62,7 @@ impl OldQemu {
         let interrupt = Some(cancel.descriptor());
         let mut qemu = Qemu::inspect(path, &Options { interrupt, ..Options::default() })?;
         let socket = qemu.socket().to_owned();
-        if let Some(guest) = MoveEnd::qemu(&qemu).managed()? {
+        if let Some(guest) = ManagedGuest::of_qemu(&qemu)? {
             return Err(guest.refuse().into());
         }
         let pid = match qemu.process() {

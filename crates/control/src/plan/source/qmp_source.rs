@@ -19,6 +19,7 @@ use super::super::progress::Progress;
 use super::super::recorder::RecordedSource;
 use super::super::request::{CopyRequest, GenerationUse};
 use super::super::vsock::{self, DetachedVsocks};
+use crate::generations::ManagedGuest;
 use crate::moves::{self, MoveEnd};
 use crate::qemu::{AppliedSettings, Inventory, Qemu, is_disconnected};
 
@@ -312,7 +313,7 @@ fn check_generation(qemu: &Qemu, options: &CopyRequest) -> Result<(), Error> {
     if options.is_snapshot() {
         return Ok(());
     }
-    let Some(guest) = MoveEnd::qemu(qemu).managed()? else { return Ok(()) };
+    let Some(guest) = ManagedGuest::of_qemu(qemu)? else { return Ok(()) };
     match options.generations {
         GenerationUse::Refused => Err(guest.refuse().into()),
         GenerationUse::TakesPart => Ok(guest.enter()?),
