@@ -109,9 +109,22 @@ impl Side<'_> {
         assert_disk(&mut guest);
     }
 
+    /// Ends a QEMU that hangs, as a destination may whose lanes are cut: each later move would be refused.
+    fn kill_hanging(&self) {
+        let Ok(state) = std::fs::read(self.monitor.with_file_name("state.json")) else { return };
+        let state: Value = serde_json::from_slice(&state).unwrap();
+        let pid = u32::try_from(state["pid"].as_u64().unwrap()).unwrap();
+        // One that has ended has no program.
+        if std::fs::read_link(format!("/proc/{pid}/exe")).is_ok() {
+            println!("QEMU {pid} of {} hangs, and is killed", self.monitor.display());
+            kill(pid);
+        }
+    }
+
     fn end(&self) {
-        if let Ok(monitor) = Qmp::connect(&self.monitor, Duration::from_secs(2)) {
-            let _ = monitor.execute("quit", Value::Null);
+        match Qmp::connect(&self.monitor, Duration::from_secs(2)) {
+            Ok(monitor) => drop(monitor.execute("quit", Value::Null)),
+            Err(_) => self.kill_hanging(),
         }
         wait_until("the end of the guest", WITHIN, || Ok(self.status().is_none().then_some(()))).unwrap();
         self.resume(&["--forget"]);

@@ -3,6 +3,8 @@
 use std::process::ExitStatus;
 use std::time::Duration;
 
+use towline_launch::RuntimeError;
+
 /// Exit status of ssh for its own errors.
 pub(super) const SSH_FAILED: i32 = 255;
 
@@ -37,6 +39,13 @@ pub enum Error {
     Unexpected { host: String, found: String, expected: &'static str },
     #[error("{host} has not replied for {:.1} s", waited.as_secs_f64())]
     Silent { host: String, waited: Duration },
+    #[error(
+        "name {name} is taken by process {pid}, the QEMU of an earlier move, which hangs (its monitor does not answer): if the guest runs \
+         elsewhere, end it there (kill -9 {pid}); it is not known what it has"
+    )]
+    Hanging { name: String, pid: u32 },
+    #[error("{0}")]
+    Runtime(#[from] RuntimeError),
     #[error("the session with {host} was lost")]
     Lost { host: String },
     #[error(
