@@ -59,6 +59,7 @@ mod record;
 mod remote;
 mod repair;
 mod run;
+mod standby;
 mod status;
 mod store;
 mod transfer;
@@ -88,6 +89,7 @@ pub(crate) use record::RecordArgs;
 pub(crate) use remote::{AgentArgs, HostArgs, SshArgs};
 pub(crate) use repair::RepairArgs;
 pub(crate) use run::{PsArgs, RunArgs, StartArgs};
+pub(crate) use standby::StandbyArgs;
 pub(crate) use status::StatusArgs;
 pub(crate) use store::{CollectArgs, PlaceArgs, RemoveArgs, StoreArgs, StoreCommand};
 pub(crate) use transfer::TransferArgs;
@@ -117,6 +119,7 @@ pub(crate) enum Command {
     Run(RunArgs),
     Fork(ForkArgs),
     Record(RecordArgs),
+    Standby(StandbyArgs),
     Ps(PsArgs),
     Status(StatusArgs),
     Upgrade(UpgradeArgs),
@@ -156,6 +159,7 @@ impl Command {
             Self::Move(args) => args.output.json,
             Self::Run(RunArgs { start, .. }) | Self::Fork(ForkArgs { start, .. }) => start.output.json,
             Self::Record(args) => args.output.json,
+            Self::Standby(args) => args.output.json,
             Self::Ps(args) => args.output.json,
             Self::Status(args) => args.output.json,
             Self::Upgrade(args) => args.output.json,

@@ -124,6 +124,12 @@ pub(crate) enum InterimEvent<'a> {
     },
     /// `record` has stored an image.
     Instant(StoredInstant),
+    /// `standby` runs the guest from this image of a record, of an age in seconds by the clock of this host.
+    TakesOver {
+        sequence: u64,
+        at: String,
+        age: u64,
+    },
     /// Counters of `towline net`.
     Statistics(Statistics),
     Image(ListedImage<'a>),

@@ -43,6 +43,7 @@ mod sends;
 mod serve;
 mod signals;
 mod sockets;
+mod standby;
 mod state;
 mod status;
 mod store;
@@ -107,6 +108,7 @@ fn start() -> ExitCode {
         | Command::Run(_)
         | Command::Fork(_)
         | Command::Record(_)
+        | Command::Standby(_)
         | Command::Upgrade(_)
         | Command::Agent(_)
         | Command::Net(_)
@@ -170,6 +172,7 @@ fn run(command: &Command, request: Option<RequestId>) -> Result<Exit> {
         Command::Run(args) => run::run(args),
         Command::Fork(args) => run::fork(args),
         Command::Record(args) => record::run(args),
+        Command::Standby(args) => standby::run(args),
         Command::Ps(args) => ps::run(args),
         Command::Status(args) => status::run(args),
         Command::Upgrade(args) => upgrade::run(args, request),

@@ -30,7 +30,7 @@ pub(crate) fn run(args: &RecordArgs) -> Result<Exit> {
     }
 }
 
-fn place_of(endpoint: &Endpoint) -> Result<Place, UsageError> {
+pub(crate) fn place_of(endpoint: &Endpoint) -> Result<Place, UsageError> {
     match endpoint {
         Endpoint::Image(path) => Ok(Place::Directory(path.clone())),
         Endpoint::Store(prefix) => Ok(Place::Prefix(prefix.clone())),

@@ -28,7 +28,7 @@ use refusal::refused;
 use report::{RunReport, supervise};
 
 /// The QEMU that runs an image, unless another one is given.
-pub(crate) const QEMU: &str = "qemu-system-x86_64";
+const QEMU: &str = "qemu-system-x86_64";
 
 /// Runs `run`.
 pub(crate) fn run(args: &RunArgs) -> Result<Exit> {
@@ -60,7 +60,7 @@ pub(crate) fn fork(args: &ForkArgs) -> Result<Exit> {
 type LookAfter<'a> = dyn Fn(Running, &Cancel, &Reporter) -> Result<Exit> + 'a;
 
 /// Starts guests of `source`, and reports what becomes of them; `look_after` gets those that are not detached.
-pub(crate) fn start(
+fn start(
     source: &Endpoint,
     args: &StartArgs,
     options: impl FnOnce() -> Result<RunOptions, UsageError>,
@@ -107,8 +107,40 @@ fn attempt(
     Ok(reporter.result(FinalEvent::Run { guests: count }, ended.max(restored)))
 }
 
+/// A guest that is run from an image of a record.
+pub(crate) struct RecordedRun {
+    pub(crate) image: ImageLocation,
+    pub(crate) start: StartArgs,
+    pub(crate) is_trusted: bool,
+    pub(crate) disks: Disks,
+    pub(crate) networks: Networks,
+}
+
+impl RecordedRun {
+    /// Starts it, and reports what becomes of it.
+    pub(crate) fn start(&self, look_after: &LookAfter<'_>) -> Result<Exit> {
+        let Self { image, start: args, is_trusted, disks, networks } = self;
+        let source = match image {
+            ImageLocation::Store(location) => Endpoint::Store(location.clone()),
+            ImageLocation::File(path) | ImageLocation::Guest(path) => Endpoint::Image(path.clone()),
+        };
+        let options = || {
+            let base = started(args, image.clone());
+            let binary = args.qemu.clone().unwrap_or_else(|| QEMU.into());
+            Ok(RunOptions {
+                disks: disks.clone(),
+                networks: *networks,
+                trust: if *is_trusted { CommandLineTrust::Trusted } else { CommandLineTrust::Untrusted },
+                host: HostArguments { binary, ..base.host },
+                ..base
+            })
+        };
+        start(&source, args, options, look_after)
+    }
+}
+
 /// Options of guests that are started from this place.
-pub(crate) fn started(args: &StartArgs, image: ImageLocation) -> RunOptions {
+fn started(args: &StartArgs, image: ImageLocation) -> RunOptions {
     RunOptions {
         image,
         name: args.name.clone(),

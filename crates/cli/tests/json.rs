@@ -15,7 +15,7 @@ use tempfile::TempDir;
 
 const TIMEOUT: Duration = Duration::from_secs(120);
 /// Events that need a QEMU, a guest, a tap or an interrupted move; the lab has tests of them.
-const ELSEWHERE: [&str; 14] = [
+const ELSEWHERE: [&str; 15] = [
     "hosts",
     "move",
     "unreadable",
@@ -26,6 +26,7 @@ const ELSEWHERE: [&str; 14] = [
     "run",
     "instant",
     "recorded",
+    "takes-over",
     "resumed",
     "undecided",
     "statistics",

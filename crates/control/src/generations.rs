@@ -282,15 +282,9 @@ impl ManagedGuest {
 
     fn take(&self, number: u64) -> Result<(), Error> {
         let (path, holder) = (path_of(self.directory(), number), Holder::of(&self.guest));
-        // Of this process alone: another one may have linked its own.
-        let random = fastrand::u64(..);
-        let staging =
-            self.directory().join(format!(".{}-{}-{number}-{random:016x}", holder.host, holder.pid));
         let failed = |source| Error::Io { path: path.clone(), source };
         let json = serde_json::to_vec(&holder).map_err(|error| failed(error.into()))?;
-        let linked = write(&staging, &json).and_then(|()| fs::hard_link(&staging, &path));
-        let _ = fs::remove_file(&staging);
-        match linked {
+        match create_once(&path, &json) {
             Ok(()) => {}
             // A server may have done it, and its reply was lost.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
@@ -301,7 +295,6 @@ impl ManagedGuest {
             }
             Err(error) => return Err(failed(error)),
         }
-        sync(self.directory()).map_err(failed)?;
         tracing::info!(guest = self.guest.name, number, "took a generation");
         Ok(())
     }
@@ -314,13 +307,31 @@ impl Generation {
     }
 }
 
+/// Makes a file that has all of these bytes at every moment, durably, on storage of several hosts: one of many gets it.
+///
+/// # Errors
+/// `AlreadyExists`: it is there, and durable. A server may have made it for this call, and its reply was lost.
+pub(crate) fn create_once(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let (directory, name) = (path.parent().unwrap_or(Path::new("/")), path.file_name().unwrap_or_default());
+    // Of this process alone: another one may have linked its own.
+    let staging = format!(".{}-{:016x}", name.to_string_lossy(), fastrand::u64(..));
+    let staging = directory.join(staging);
+    let linked = write(&staging, bytes).and_then(|()| fs::hard_link(&staging, path));
+    let _ = fs::remove_file(&staging);
+    match linked {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
+        linked => sync(directory).and(linked),
+    }
+}
+
 fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = File::create_new(path)?;
     file.write_all(bytes)?;
     file.sync_all()
 }
 
-fn sync(directory: &Path) -> io::Result<()> {
+/// Has a directory on its storage.
+pub(crate) fn sync(directory: &Path) -> io::Result<()> {
     File::open(directory)?.sync_all()
 }
 

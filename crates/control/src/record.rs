@@ -20,6 +20,7 @@ mod guest;
 mod instants;
 mod place;
 mod retention;
+mod takeover;
 #[cfg(test)]
 mod tests;
 mod waits;
@@ -45,6 +46,8 @@ pub use place::Place;
 use place::{Record, merge};
 pub use retention::Keep;
 use retention::{mergeable, removable};
+pub use takeover::Takeover;
+use takeover::Takeovers;
 use waits::{Woken, wait};
 
 /// Images after which one is based on the guest's image alone. A chain has eight more at most.
@@ -137,6 +140,7 @@ pub fn record(
     let recorder = Recorder {
         clock: RecordClock::after(record.newest()),
         disks: disk_files(&record)?,
+        takeovers: Takeovers::of(record.directory())?,
         series: Series::default(),
         never: Cancel::new().map_err(plan::Error::from).map_err(|error| Error::Guest(Box::new(error)))?,
         merging: None,
@@ -190,6 +194,7 @@ struct Recorder<'a> {
     guest: RecordedGuest,
     record: Record,
     disks: Option<DiskFiles>,
+    takeovers: Takeovers,
     clock: RecordClock,
     series: Series,
     /// Cancels nothing: an image that is begun is completed.
@@ -225,6 +230,10 @@ impl Recorder<'_> {
                 Woken::Cancelled => break RecordEnd::Cancelled,
                 Woken::InTime if due > Instant::now() => continue,
                 Woken::InTime | Woken::Exited => {}
+            }
+            match self.takeovers.check(self.record.directory()) {
+                Err(error @ Error::TakenFromHere { .. }) => return Err(error),
+                checked => checked.or_else(|error| self.fail(error))?,
             }
             match self.guest.state(&self.request.socket, &cancel) {
                 Ok(GuestState::Ended) => break RecordEnd::GuestEnded,

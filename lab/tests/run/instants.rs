@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use towline_lab::expect::{number, qmp};
-use towline_lab::{Finished, Qemu, Version, require_lab};
+use towline_lab::{Finished, LinuxGuest, Qemu, Version, require_lab};
 
 use crate::forks::faults::wait_streamed;
 use crate::forks::{disk, disk_written, with_disk, with_disk_of};
@@ -23,6 +23,14 @@ pub(crate) const COUNTS: &str = "mkdir /disk; mount -t ext4 /dev/vda /disk || ex
 /// Ends that, and prints what was counted in memory, and on the disk up to the first gap.
 const COUNTED: &str = "touch /tmp/end; until [ -s /tmp/ended ]; do sleep 0.1; done; echo 3 > /proc/sys/vm/drop_caches; n=0; \
      while read m; do [ $m = $((n + 1)) ] || break; n=$m; done < /disk/n; cat /tmp/ended; echo $n; umount /disk && echo done";
+
+/// A guest that [`COUNTS`] has counted the same in memory and on its disk.
+pub(crate) fn assert_counted(guest: &mut LinuxGuest, what: &str) {
+    let said = guest.shell(COUNTED, WITHIN).unwrap();
+    let words: Vec<_> = said.split_whitespace().collect();
+    let [memory, disk, "done"] = words[..] else { panic!("{what}: {said}") };
+    assert!(memory == disk, "{what}: {memory} in memory, {disk} on the disk");
+}
 
 impl Saved {
     /// Stores a guest of this test in `name`, while it runs on.
@@ -308,10 +316,7 @@ impl Saved {
         assert!(run.status.success(), "{}", run.stderr);
         let mut guest = self.agent("then");
         assert_eq!(guest.check().unwrap(), 64 * MIB / 4096, "{image}");
-        let said = guest.shell(COUNTED, WITHIN).unwrap();
-        let words: Vec<_> = said.split_whitespace().collect();
-        let [memory, disk, "done"] = words[..] else { panic!("{image}: {said}") };
-        assert!(memory == disk, "{image}: {memory} in memory, {disk} on the disk");
+        assert_counted(&mut guest, image);
         drop(guest);
         self.quit("then");
         self.wait_for_guests(&["web"]);

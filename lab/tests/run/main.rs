@@ -16,6 +16,7 @@ mod memory;
 mod network;
 mod record;
 mod reflinks;
+mod standby;
 #[allow(dead_code, unused_imports, reason = "helpers of the tests of stores, of which these use a part")]
 #[path = "../store/support.rs"]
 mod store;

@@ -16,11 +16,11 @@ use crate::instants::COUNTS;
 use crate::support::{MIB, Saved, WITHIN};
 
 /// Directory of the record.
-const RECORD: &str = "record";
+pub(crate) const RECORD: &str = "record";
 
 impl Saved {
     /// Starts to record a guest of this test.
-    fn record(&self, guest: &str, place: &str, options: &[&str]) -> Towline {
+    pub(crate) fn record(&self, guest: &str, place: &str, options: &[&str]) -> Towline {
         let place = self.path(place).display().to_string();
         let words =
             ["record", guest, &place, "--json", "--log", "info"].into_iter().chain(options.iter().copied());
@@ -55,16 +55,21 @@ fn events(stdout: &str) -> impl Iterator<Item = Value> {
     stdout.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok())
 }
 
-fn stored(stdout: &str) -> Vec<Value> {
+pub(crate) fn stored(stdout: &str) -> Vec<Value> {
     events(stdout).filter(|event| event["event"] == "instant").collect()
 }
 
-fn wait_stored(record: &mut Towline, count: usize) {
+pub(crate) fn wait_stored(record: &mut Towline, count: usize) {
     let found = wait_until("images of a record", WITHIN, || {
         record.check()?;
         Ok((stored(&record.stdout()).len() >= count).then_some(()))
     });
     found.unwrap_or_else(|error| panic!("{error:#}: {}{}", record.stdout(), record.stderr()));
+}
+
+/// Makes a file system for [`COUNTS`].
+pub(crate) fn make_ext4(path: &Path) {
+    assert!(Command::new("mkfs.ext4").arg("-q").arg(path).status().unwrap().success());
 }
 
 fn interrupted(record: Towline) -> Finished {
@@ -109,9 +114,7 @@ fn instants_of_a_guest_that_writes_run_with_their_disks_also_after_a_kill() {
     if !require_lab("instants_of_a_guest_that_writes_run_with_their_disks_also_after_a_kill") {
         return;
     }
-    let saved = with_disk_of(|path| {
-        assert!(Command::new("mkfs.ext4").arg("-q").arg(path).status().unwrap().success());
-    });
+    let saved = with_disk_of(make_ext4);
     let mut web = saved.agent("web");
     web.shell(COUNTS, WITHIN).unwrap();
     web.dirty(4 * MIB, 64 * MIB).unwrap();

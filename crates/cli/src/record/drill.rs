@@ -11,18 +11,17 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FlockOperation, flock};
 use towline_channel::Cancel;
 use towline_control::record::{InstantChoice, Place};
-use towline_control::run::{CommandLineTrust, Disks, ImageLocation, Networks, RunOptions, Running};
-use towline_launch::{GuestName, HostArguments};
+use towline_control::run::{Disks, Networks, Running};
+use towline_launch::GuestName;
 use towline_qmp::commands::QueryStatus;
 use towline_qmp::{Client, Options};
 
 use crate::args::{Output, RecordArgs, StartArgs};
 use crate::console;
-use crate::endpoint::Endpoint;
 use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::report::ReportArgs;
-use crate::run::{QEMU, start, started};
+use crate::run::RecordedRun;
 
 /// Runs the drill.
 pub(super) fn run(args: &RecordArgs, place: &Place) -> Result<Exit> {
@@ -35,33 +34,20 @@ pub(super) fn run(args: &RecordArgs, place: &Place) -> Result<Exit> {
         Place::Prefix(_) => None,
     };
     let Output { json, quiet } = args.output;
-    let started_by = StartArgs {
-        name: Some(args.name.clone()),
-        count: 1,
-        detach: false,
-        set: args.set.clone(),
-        qemu: args.qemu.clone(),
-        report: ReportArgs::default(),
-        output: Output { json, quiet },
-    };
-    let source = match &image {
-        ImageLocation::Store(location) => Endpoint::Store(location.clone()),
-        ImageLocation::File(path) | ImageLocation::Guest(path) => Endpoint::Image(path.clone()),
-    };
-    let options = || {
-        let base = started(&started_by, image.clone());
-        let binary = args.qemu.clone().unwrap_or_else(|| QEMU.into());
-        Ok(RunOptions {
-            disks: Disks::Overlays(overlays.as_ref().map(|directory| directory.path.clone())),
-            networks: Networks::Separate,
-            trust: if args.trust_command_line {
-                CommandLineTrust::Trusted
-            } else {
-                CommandLineTrust::Untrusted
-            },
-            host: HostArguments { binary, ..base.host },
-            ..base
-        })
+    let run = RecordedRun {
+        image,
+        start: StartArgs {
+            name: Some(args.name.clone()),
+            count: 1,
+            detach: false,
+            set: args.set.clone(),
+            qemu: args.qemu.clone(),
+            report: ReportArgs::default(),
+            output: Output { json, quiet },
+        },
+        is_trusted: args.trust_command_line,
+        disks: Disks::Overlays(overlays.as_ref().map(|directory| directory.path.clone())),
+        networks: Networks::Separate,
     };
     let look_after = |running: Running, cancel: &Cancel, reporter: &Reporter| {
         let exit = watch(running, cancel, reporter, args)?;
@@ -70,7 +56,7 @@ pub(super) fn run(args: &RecordArgs, place: &Place) -> Result<Exit> {
         }
         Ok(exit)
     };
-    let exit = start(&source, &started_by, options, &look_after);
+    let exit = run.start(&look_after);
     if let Some(OverlayDirectory { path, .. }) = overlays {
         fs::remove_dir_all(&path).with_context(|| path.display().to_string())?;
     }

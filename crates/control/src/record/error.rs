@@ -28,6 +28,19 @@ pub enum Error {
     Location(#[from] towline_image::LocationError),
     #[error("{}: {source}", path.display())]
     Directory { path: PathBuf, source: io::Error },
+    #[error(
+        "{host} has taken the guest over, at {at} ({}): it runs there. If it does not, and its host is off, remove that file",
+        path.display()
+    )]
+    TakenOver { path: PathBuf, host: String, at: Timestamp },
+    #[error(
+        "{host} has taken the guest over, at {at} ({}), so this one is the older of two: end it (`towline ctl GUEST quit`), and find out why \
+         its host was said to be off",
+        path.display()
+    )]
+    TakenFromHere { path: PathBuf, host: String, at: Timestamp },
+    #[error("{place}: a guest is taken over from a record in a directory, on storage of both hosts")]
+    NoTakeover { place: String },
     #[error("{}: {holder} records into it; use another directory", path.display())]
     PlaceInUse { path: PathBuf, holder: String },
     #[error("the guest of QEMU on {} is recorded already{}", socket.display(), pid.map(|pid| format!(", by process {pid}")).unwrap_or_default())]

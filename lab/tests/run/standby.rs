@@ -1,0 +1,93 @@
+//! `towline standby`: a recorded guest whose host is off runs on, from its newest image, and once.
+
+use std::fs;
+use std::time::Instant;
+
+use rustix::process::{Pid, Signal, kill_process};
+use towline_lab::{Finished, Towline, require_lab, wait_until};
+
+use crate::forks::with_disk_of;
+use crate::instants::{COUNTS, assert_counted};
+use crate::record::{RECORD, make_ext4, stored, wait_stored};
+use crate::support::{Saved, WITHIN};
+
+impl Saved {
+    fn standby(&self, name: &str, options: &[&str]) -> Towline {
+        let place = self.path(RECORD).display().to_string();
+        let binary = self.binary();
+        let words = ["standby", &place, "--json", "--name", name, "--trust-command-line", "--qemu", &binary];
+        let words: Vec<_> = words.into_iter().chain(options.iter().copied()).map(str::to_owned).collect();
+        self.towline(words.into_iter().chain(self.set()))
+    }
+}
+
+fn assert_refused(finished: &Finished, text: &str) {
+    assert_eq!(finished.status.code(), Some(1), "{}", finished.stderr);
+    assert!(finished.stderr.contains(text), "{text:?}: {}", finished.stderr);
+}
+
+#[test]
+fn one_of_two_standbys_runs_the_guest_of_a_dead_host_from_its_newest_image() {
+    if !require_lab("one_of_two_standbys_runs_the_guest_of_a_dead_host_from_its_newest_image") {
+        return;
+    }
+    let saved = with_disk_of(make_ext4);
+    let mut web = saved.agent("web");
+    web.shell(COUNTS, WITHIN).unwrap();
+    let refused = saved.standby("early", &["--primary-is-dead"]).wait(WITHIN).unwrap();
+    assert_refused(&refused, "No such file");
+    let mut record = saved.record("web", RECORD, &["--every", "500ms"]);
+    wait_stored(&mut record, 3);
+    let [asked, fenced] = ["asked", "fenced"].map(|name| saved.path(name).display().to_string());
+    // A program that fails is asked again.
+    let arbiter = format!(
+        "exec:echo >> {asked}; [ -e {fenced} ] && exit 0; [ $(wc -l < {asked}) -gt 3 ] || {{ echo no link >&2; exit 9; }}; exit 1"
+    );
+    let options = ["--arbiter", &arbiter, "--every", "100ms"];
+    let mut standbys = ["s1", "s2"].map(|name| saved.standby(name, &options));
+    let asks = || fs::read_to_string(&asked).unwrap_or_default().lines().count();
+    let wait_asked =
+        |count| wait_until("the arbiter", WITHIN, || Ok((asks() >= count).then_some(()))).unwrap();
+    wait_asked(8);
+    let qemu = Pid::from_raw(i32::try_from(saved.pid("web")).unwrap()).unwrap();
+    kill_process(qemu, Signal::KILL).unwrap();
+    drop(web);
+    let record = record.wait(WITHIN).unwrap();
+    assert_eq!(record.status.code(), Some(7), "{}", record.stderr);
+    // A death is not enough.
+    wait_asked(asks() + 8);
+    assert_eq!(saved.guests(), [""; 0]);
+    standbys.iter_mut().for_each(|standby| standby.check().unwrap());
+    // One that cannot run does not keep others from it.
+    let failed = saved.standby("s0", &["--primary-is-dead", "--set", "drive.disk0.file=/missing"]);
+    assert_refused(&failed.wait(WITHIN).unwrap(), "/missing");
+    assert_eq!(fs::read_dir(saved.path(RECORD).join("takeovers")).unwrap().count(), 0);
+    fs::write(&fenced, "").unwrap();
+    let off = Instant::now();
+    let ended = standbys.map(|standby| standby.wait(WITHIN).unwrap());
+    let (won, lost): (Vec<_>, Vec<_>) = ended.iter().partition(|ended| ended.status.success());
+    assert_eq!((won.len(), lost.len()), (1, 1), "{ended:?}");
+    assert_refused(lost[0], "has taken the guest over");
+    let newest = stored(&record.stdout).last().unwrap()["sequence"].clone();
+    assert!(won[0].stdout.contains(&format!("\"sequence\":{newest}")), "{}", won[0].stdout);
+    for ended in &ended {
+        assert_eq!(ended.stdout.matches("no link; it is asked again").count(), 1, "{}", ended.stdout);
+    }
+    let guests = saved.guests();
+    assert_eq!(guests.len(), 1, "{guests:?}");
+    let mut guest = saved.agent(&guests[0]);
+    guest.wait_ticking(WITHIN).unwrap();
+    println!("it runs {} ms after its host was said to be off", off.elapsed().as_millis());
+    // It is recorded on; a takeover of a guest that runs, which its user has called dead, ends its record.
+    let mut record = saved.record(&guests[0], RECORD, &["--every", "500ms"]);
+    wait_stored(&mut record, 2);
+    let wrong = saved.standby("s3", &["--primary-is-dead"]).wait(WITHIN).unwrap();
+    assert!(wrong.status.success(), "{}{}", wrong.stdout, wrong.stderr);
+    assert_refused(&record.wait(WITHIN).unwrap(), "so this one is the older of two");
+    for name in [guests[0].as_str(), "s3"] {
+        drop(guest);
+        guest = saved.agent(name);
+        assert_counted(&mut guest, name);
+        saved.quit(name);
+    }
+}
