@@ -6,6 +6,7 @@
 
 use std::time::{Duration, Instant};
 
+use towline_migration::Snapshot;
 use towline_migration::convergence::{
     CannotConverge, ConvergencePolicy, Limits, MinWindow, PassDecision, Sample, Sampler,
 };
@@ -125,7 +126,22 @@ fn progress(migration: &MigrationInfo) -> Progress {
         remaining: Some(ram.remaining),
         throttle_percent: migration.cpu_throttle_percentage,
         expected_downtime: milliseconds(migration.expected_downtime),
+        moved: moved(migration),
         ..Progress::default()
+    }
+}
+
+/// Counters of QEMU's own migration.
+pub(super) fn moved(migration: &MigrationInfo) -> Snapshot {
+    let Some(ram) = &migration.ram else { return Snapshot::default() };
+    Snapshot {
+        total: ram.total,
+        transferred: ram.transferred,
+        normal: ram.normal,
+        duplicate: ram.duplicate,
+        normal_bytes: ram.normal_bytes,
+        dirty_sync_count: ram.dirty_sync_count,
+        ..Snapshot::default()
     }
 }
 

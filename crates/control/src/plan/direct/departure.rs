@@ -104,10 +104,10 @@ pub(super) fn copy(
     };
     let concluded = conclude(ends, directive)?;
     source.report_missed_zero_copy(context);
-    let (moved, requests) = source.counted();
+    let moved = source.counted();
     let postcopy = switchover.state().has_switched().then(|| {
         let mut postcopy = concluded.postcopy;
-        postcopy.faults.requests = requests;
+        postcopy.faults.requests = source.requested_pages();
         postcopy
     });
     let report = context.build_report(moved, concluded.source, concluded.destination);

@@ -83,9 +83,9 @@ pub(in super::super) fn migrate(
         error,
     };
     let concluded = conclude(ends, directive)?;
-    let (moved, requests) = source.counted();
+    let moved = source.counted();
     let mut postcopy = concluded.postcopy;
-    postcopy.faults.requests = requests;
+    postcopy.faults.requests = source.requested_pages();
     let report = context.build_report(moved, concluded.source, concluded.destination);
     Ok(CopyReport { downtime_ms: concluded.downtime_ms, postcopy: Some(postcopy), ..report })
 }

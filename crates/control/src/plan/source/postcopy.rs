@@ -10,6 +10,7 @@ use towline_qmp::commands::{
 };
 
 use super::super::context::Context;
+use super::super::convergence::moved;
 use super::super::error::{BlockedBy, Error};
 use super::super::progress::Observer;
 use super::super::request::{CopyRequest, PostcopySwitch, RequestedPages};
@@ -157,21 +158,15 @@ impl QmpSource {
         Ok(self.reconnect())
     }
 
-    /// Counters of QEMU's own migration, and the number of pages that its destination has requested.
-    pub(in super::super) fn counted(&self) -> (Snapshot, u64) {
-        let Some(ram) = self.last_migration.as_ref().and_then(|migration| migration.ram.as_ref()) else {
-            return (Snapshot::default(), 0);
-        };
-        let moved = Snapshot {
-            total: ram.total,
-            transferred: ram.transferred,
-            normal: ram.normal,
-            duplicate: ram.duplicate,
-            normal_bytes: ram.normal_bytes,
-            dirty_sync_count: ram.dirty_sync_count,
-            ..Snapshot::default()
-        };
-        (moved, ram.postcopy_requests)
+    /// Counters of QEMU's own migration.
+    pub(in super::super) fn counted(&self) -> Snapshot {
+        self.last_migration.as_ref().map(moved).unwrap_or_default()
+    }
+
+    /// Number of pages that the destination has requested.
+    pub(in super::super) fn requested_pages(&self) -> u64 {
+        let ram = self.last_migration.as_ref().and_then(|migration| migration.ram.as_ref());
+        ram.map_or(0, |ram| ram.postcopy_requests)
     }
 
     /// Queries the migration; `None` if QEMU does not reply now.
