@@ -1,6 +1,7 @@
 //! Exit status of the process.
 
 use std::process::ExitCode;
+use towline_control::record;
 
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -40,7 +41,12 @@ impl From<Exit> for ExitCode {
 impl Exit {
     /// Returns the exit status of a command that failed before it could report a result of its own.
     pub(crate) fn of_error(error: &anyhow::Error) -> Self {
-        if error.is::<UsageError>() { Self::Usage } else { Self::Failed }
+        match error.downcast_ref::<record::Error>() {
+            // Two guests may run.
+            Some(record::Error::TakenFromHere { .. }) => Self::NeedsAttention,
+            _ if error.is::<UsageError>() => Self::Usage,
+            _ => Self::Failed,
+        }
     }
 
     /// Returns the exit status.

@@ -1,18 +1,22 @@
 //! `towline standby`: runs the newest image of a record once its guest's host is off.
 
-use std::io::Read as _;
+use std::io::{self, Read as _};
+use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context as _, Result, anyhow};
+use rustix::process::{Pid, Signal, kill_process_group};
 use towline_channel::Cancel;
 use towline_control::plan::Observer as _;
-use towline_control::record::{InstantChoice, Place, RecordedInstant, Takeover};
+use towline_control::record::{
+    Begun, Error, InstantChoice, OtherTakeover, Place, RecordedInstant, Takeover, newest_takeover,
+};
 use towline_control::run::{Disks, Networks};
 
 use crate::args::{Output, StandbyArgs, StartArgs};
-use crate::errors;
 use crate::events::InterimEvent;
 use crate::exit::Exit;
 use crate::notify::Notifier;
@@ -20,11 +24,14 @@ use crate::progress::Reporter;
 use crate::record::place_of;
 use crate::report::ReportArgs;
 use crate::run::RecordedRun;
+use crate::{console, errors};
 
 /// Longest run of the program that is asked.
 const ANSWER_WITHIN: Duration = Duration::from_secs(30);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
-/// Time without a new image after which that is reported.
+/// Time for the message of a program that has ended.
+const MESSAGE_WITHIN: Duration = Duration::from_millis(100);
+/// Shortest time without a new image after which that is reported.
 const REPORTED_AFTER: Duration = Duration::from_secs(60);
 /// Bytes of the program's messages that are shown.
 const MESSAGE_MAX: u64 = 1 << 10;
@@ -33,27 +40,61 @@ const MESSAGE_MAX: u64 = 1 << 10;
 pub(crate) fn run(args: &StandbyArgs) -> Result<Exit> {
     let place = place_of(&args.place)?;
     let reporter = Reporter::new(&args.output);
-    if let Some(command) = &args.arbiter {
-        Standby { args, place: &place, reporter: &reporter }.wait(command)?;
-    }
-    // After its host is off: no later image comes.
     let newest = newest(&place)?;
-    let takeover = Takeover::begin(&place, &newest)?;
-    let age = SystemTime::now().duration_since(newest.at.into()).unwrap_or_default();
+    let mut standby = Standby {
+        args,
+        place: &place,
+        reporter: &reporter,
+        last: newest,
+        since: Instant::now(),
+        longest: Duration::ZERO,
+        said: [const { None }; 2],
+    };
+    let (takeover, newest) = standby.takeover()?;
+    let age = SystemTime::now().duration_since(newest.at.into());
     reporter.event(InterimEvent::TakesOver {
         sequence: newest.sequence,
         at: newest.at.to_string(),
-        age: age.as_secs(),
+        age: age.as_ref().map_or(0, Duration::as_secs),
+    });
+    let age = age.map_or("ahead of the clock of this host".into(), |age| {
+        format!("{} s ago by the clock of this host", age.as_secs())
     });
     reporter.line(&format!(
-        "taking over from image {} of {}, {} s ago by the clock of this host: what the guest has done since is lost",
-        newest.sequence,
-        newest.at,
-        age.as_secs()
+        "taking over from image {} of {}, {age}: what the guest has done since is lost",
+        newest.sequence, newest.at
     ));
+    let exit = run_from(args, &place, &takeover, &newest);
+    let marked = match exit {
+        Ok(Exit::Done) => takeover.runs(),
+        _ => takeover.withdraw(),
+    };
+    match marked {
+        Ok(()) => exit,
+        Err(error) => {
+            console::error(&errors::worded(&error));
+            exit.map(|_| Exit::NeedsAttention)
+        }
+    }
+}
+
+fn newest(place: &Place) -> Result<RecordedInstant> {
+    let instants = place.instants(&Cancel::new()?)?;
+    InstantChoice::Newest
+        .of(&instants)
+        .ok_or_else(|| anyhow!("{place}: nothing is recorded there (`towline record`)"))
+}
+
+/// Runs the guest, detached, on overlays of the disks of that instant.
+fn run_from(
+    args: &StandbyArgs,
+    place: &Place,
+    takeover: &Takeover,
+    newest: &RecordedInstant,
+) -> Result<Exit> {
     let Output { json, quiet } = args.output;
     let guest = RecordedRun {
-        image: place.image(&newest)?,
+        image: place.image(newest)?,
         start: StartArgs {
             name: args.name.clone(),
             count: 1,
@@ -64,23 +105,10 @@ pub(crate) fn run(args: &StandbyArgs) -> Result<Exit> {
             output: Output { json, quiet },
         },
         is_trusted: args.trust_command_line,
-        disks: Disks::Overlays(None),
+        disks: Disks::Overlays(Some(takeover.overlays())),
         networks: Networks::Same,
     };
-    let exit = guest.start(&|_, _, _| Ok(Exit::Done));
-    match exit {
-        Ok(Exit::Done | Exit::NeedsAttention) => {}
-        // It has not run here.
-        _ => takeover.withdraw()?,
-    }
-    exit
-}
-
-fn newest(place: &Place) -> Result<RecordedInstant> {
-    let instants = place.instants(&Cancel::new()?)?;
-    InstantChoice::Newest
-        .of(&instants)
-        .ok_or_else(|| anyhow!("{place}: nothing is recorded there (`towline record`)"))
+    guest.start(&|_, _, _| Ok(Exit::Done))
 }
 
 /// A standby that waits.
@@ -88,53 +116,106 @@ struct Standby<'a> {
     args: &'a StandbyArgs,
     place: &'a Place,
     reporter: &'a Reporter,
+    last: RecordedInstant,
+    /// The time at which that was found.
+    since: Instant,
+    /// Longest time between two images.
+    longest: Duration,
+    /// The last notice of the arbiter, and of the record; none is repeated.
+    said: [Option<String>; 2],
 }
 
 impl Standby<'_> {
-    /// Returns once the host of the guest is off.
-    fn wait(&self, command: &str) -> Result<()> {
-        let notifier = Notifier::from_environment();
-        let mut last = (newest(self.place)?, Instant::now());
+    /// Waits until the host of the guest is off, and takes it over with its newest image.
+    fn takeover(&mut self) -> Result<(Takeover, RecordedInstant)> {
+        let after = self.args.after;
+        if let Some(other) = newest_takeover(self.place, after)?.filter(|other| other.runs) {
+            return Err(taken_over(other).into());
+        }
         let ready = format!(
             "standing by for {}, whose newest image is {} of {}",
-            self.place, last.0.sequence, last.0.at
+            self.place, self.last.sequence, self.last.at
         );
-        notifier.ready(&ready);
+        Notifier::from_environment().ready(&ready);
         self.reporter.line(&ready);
-        let mut said = None;
         loop {
             let begun = Instant::now();
-            let mut problem = match ask(command, self.place, &last.0) {
-                Ok(true) => return Ok(()),
-                Ok(false) => None,
-                Err(error) => {
-                    Some(format!("the arbiter has not answered: {}; it is asked again", errors::text(&error)))
+            match self.begin() {
+                Ok(Some(takeover)) => return Ok(takeover),
+                Ok(None) => self.say(1, self.late()),
+                Err(error)
+                    if error.downcast_ref().is_some_and(|error| matches!(error, Error::TakenOver { .. })) =>
+                {
+                    return Err(error);
                 }
-            };
-            match newest(self.place) {
-                Ok(newest) if newest.sequence != last.0.sequence => last = (newest, Instant::now()),
-                Ok(_) if last.1.elapsed() < REPORTED_AFTER => {}
-                Ok(newest) => {
-                    let text = || {
-                        format!(
-                            "{}: no image since {} of {}; see its `towline record`",
-                            self.place, newest.sequence, newest.at
-                        )
-                    };
-                    problem = problem.or_else(|| Some(text()));
-                }
-                Err(error) => problem = Some(errors::text(&error)),
-            }
-            if problem != said {
-                problem.iter().for_each(|problem| self.reporter.notice(problem));
-                said = problem;
+                Err(error) => self.say(1, Some(errors::text(&error))),
             }
             thread::sleep(self.args.every.saturating_sub(begun.elapsed()));
         }
     }
+
+    /// Takes the guest over if its host is off.
+    fn begin(&mut self) -> Result<Option<(Takeover, RecordedInstant)>> {
+        let is_off = match &self.args.arbiter {
+            Some(command) => self.ask(command),
+            None => true,
+        };
+        if let Some(other) = newest_takeover(self.place, self.args.after)? {
+            return wait_for(other);
+        }
+        let newest = newest(self.place)?;
+        if newest.sequence != self.last.sequence {
+            self.longest = self.longest.max(self.since.elapsed());
+            (self.last, self.since) = (newest, Instant::now());
+        }
+        if !is_off {
+            return Ok(None);
+        }
+        match Takeover::begin(self.place, self.args.after)? {
+            Begun::Here(takeover) => Ok(Some((takeover, newest))),
+            Begun::There(other) => wait_for(other),
+        }
+    }
+
+    /// Notice of a record that makes no images.
+    fn late(&self) -> Option<String> {
+        let RecordedInstant { sequence, at, .. } = self.last;
+        let is_late = self.since.elapsed() >= REPORTED_AFTER.max(self.longest * 3);
+        is_late
+            .then(|| format!("{}: no image since {sequence} of {at}; see its `towline record`", self.place))
+    }
+
+    fn say(&mut self, of: usize, text: Option<String>) {
+        if self.said[of] != text {
+            text.iter().for_each(|text| self.reporter.notice(text));
+            self.said[of] = text;
+        }
+    }
+
+    /// Asks whether the host of the guest is off and stays off.
+    fn ask(&mut self, command: &str) -> bool {
+        let answer = ask(command, self.place, &self.last);
+        let problem = answer.as_ref().err().map(errors::text);
+        self.say(
+            0,
+            problem.map(|problem| format!("the arbiter has not answered: {problem}; it is asked again")),
+        );
+        answer.unwrap_or(false)
+    }
 }
 
-/// Asks whether the host of the guest is off and stays off.
+fn taken_over(OtherTakeover { path, host, at, .. }: OtherTakeover) -> Error {
+    Error::TakenOver { path, host, at }
+}
+
+/// Another one is quicker, and may fail yet.
+fn wait_for<T>(other: OtherTakeover) -> Result<Option<T>> {
+    let OtherTakeover { path, host, at, runs } = other;
+    Err(if runs { Error::TakenOver { path, host, at } } else { Error::TakeoverBegun { path, host, at } }
+        .into())
+}
+
+/// Runs a program, and all that it starts, for its answer.
 fn ask(command: &str, place: &Place, newest: &RecordedInstant) -> Result<bool> {
     let mut child = Command::new("sh")
         .args(["-c", command])
@@ -143,42 +224,49 @@ fn ask(command: &str, place: &Place, newest: &RecordedInstant) -> Result<bool> {
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
+        .process_group(0)
         .spawn()
         .context("sh")?;
-    let answer = answer_of(&mut child);
-    if answer.is_err() {
-        let _ = child.kill();
+    let (sender, message) = mpsc::channel();
+    if let Some(mut stderr) = child.stderr.take() {
+        thread::Builder::new().name("arbiter".into()).spawn(move || {
+            let mut text = Vec::new();
+            let _ = stderr.by_ref().take(MESSAGE_MAX).read_to_end(&mut text);
+            let _ = sender.send(text);
+            // A program that says more does not wait for a reader.
+            io::copy(&mut stderr, &mut io::sink())
+        })?;
+    }
+    let ended = wait(&mut child);
+    if let Ok(group) = i32::try_from(child.id())
+        && let Some(group) = Pid::from_raw(group)
+    {
+        let _ = kill_process_group(group, Signal::KILL);
+    }
+    if ended.is_err() {
         let _ = child.wait();
     }
-    answer
-}
-
-fn answer_of(child: &mut Child) -> Result<bool> {
-    let deadline = Instant::now() + ANSWER_WITHIN;
-    loop {
-        match child.try_wait()? {
-            None if Instant::now() >= deadline => {
-                return Err(anyhow!("no end within {} s", ANSWER_WITHIN.as_secs()));
-            }
-            None => thread::sleep(POLL_INTERVAL),
-            Some(status) => {
-                return match status.code() {
-                    Some(0) => Ok(true),
-                    Some(1) => Ok(false),
-                    _ => Err(anyhow!("{status}: {}", message(child))),
-                };
-            }
+    match ended? {
+        Some(0) => Ok(true),
+        Some(1) => Ok(false),
+        code => {
+            let text = message.recv_timeout(MESSAGE_WITHIN).unwrap_or_default();
+            let code = code.map_or("a signal".into(), |code| format!("exit status {code}"));
+            Err(anyhow!("{code}: {}", String::from_utf8_lossy(&text).trim()))
         }
     }
 }
 
-/// The end of what a program has said.
-fn message(child: &mut Child) -> String {
-    let mut text = Vec::new();
-    if let Some(stderr) = child.stderr.take() {
-        // Not from a process that the program has left.
-        let _ = rustix::io::ioctl_fionbio(&stderr, true);
-        let _ = stderr.take(MESSAGE_MAX).read_to_end(&mut text);
+/// Waits for the exit status of a program.
+fn wait(child: &mut Child) -> Result<Option<i32>> {
+    let deadline = Instant::now() + ANSWER_WITHIN;
+    loop {
+        match child.try_wait()? {
+            Some(status) => return Ok(status.code()),
+            None if Instant::now() >= deadline => {
+                return Err(anyhow!("no end within {} s", ANSWER_WITHIN.as_secs()));
+            }
+            None => thread::sleep(POLL_INTERVAL),
+        }
     }
-    String::from_utf8_lossy(&text).trim().to_owned()
 }

@@ -312,16 +312,29 @@ impl Generation {
 /// # Errors
 /// `AlreadyExists`: it is there, and durable. A server may have made it for this call, and its reply was lost.
 pub(crate) fn create_once(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let (directory, name) = (path.parent().unwrap_or(Path::new("/")), path.file_name().unwrap_or_default());
-    // Of this process alone: another one may have linked its own.
-    let staging = format!(".{}-{:016x}", name.to_string_lossy(), fastrand::u64(..));
-    let staging = directory.join(staging);
+    let (directory, staging) = (path.parent().unwrap_or(Path::new("/")), staging(path));
     let linked = write(&staging, bytes).and_then(|()| fs::hard_link(&staging, path));
     let _ = fs::remove_file(&staging);
     match linked {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
         linked => sync(directory).and(linked),
     }
+}
+
+/// Gives a file this content in one step, durably.
+pub(crate) fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let staging = staging(path);
+    let replaced = write(&staging, bytes).and_then(|()| fs::rename(&staging, path));
+    if replaced.is_err() {
+        let _ = fs::remove_file(&staging);
+    }
+    replaced.and_then(|()| path.parent().map_or(Ok(()), sync))
+}
+
+/// Name of a file beside this one, of this process alone.
+fn staging(path: &Path) -> PathBuf {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    path.with_file_name(format!(".{name}-{:016x}", fastrand::u64(..)))
 }
 
 fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {

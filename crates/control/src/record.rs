@@ -27,7 +27,7 @@ mod waits;
 
 use std::collections::BTreeSet;
 use std::panic::resume_unwind;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -46,8 +46,8 @@ pub use place::Place;
 use place::{Record, merge};
 pub use retention::Keep;
 use retention::{mergeable, removable};
-pub use takeover::Takeover;
-use takeover::Takeovers;
+pub use takeover::{Begun, OtherTakeover, Takeover, newest_takeover};
+use takeover::{Takeovers, overlay_directories};
 use waits::{Woken, wait};
 
 /// Images after which one is based on the guest's image alone. A chain has eight more at most.
@@ -135,12 +135,16 @@ pub fn record(
     observer: &dyn RecordObserver,
 ) -> Result<RecordSummary, Error> {
     let guest = RecordedGuest::connect(&request.socket, cancel)?;
+    let takeovers = match &request.place {
+        Place::Directory(path) => Takeovers::of(Some(path))?,
+        Place::Prefix(_) => Takeovers::of(None)?,
+    };
     let record = Record::open(&request.place, cancel)?;
     check_gap(&record, &request.keep)?;
     let recorder = Recorder {
         clock: RecordClock::after(record.newest()),
         disks: disk_files(&record)?,
-        takeovers: Takeovers::of(record.directory())?,
+        takeovers,
         series: Series::default(),
         never: Cancel::new().map_err(plan::Error::from).map_err(|error| Error::Guest(Box::new(error)))?,
         merging: None,
@@ -231,26 +235,11 @@ impl Recorder<'_> {
                 Woken::InTime if due > Instant::now() => continue,
                 Woken::InTime | Woken::Exited => {}
             }
-            match self.takeovers.check(self.record.directory()) {
-                Err(error @ Error::TakenFromHere { .. }) => return Err(error),
-                checked => checked.or_else(|error| self.fail(error))?,
+            match self.interval(&cancel) {
+                Ok(None) => {}
+                Ok(Some(end)) => break end,
+                Err(error) => return Err(error),
             }
-            match self.guest.state(&self.request.socket, &cancel) {
-                Ok(GuestState::Ended) => break RecordEnd::GuestEnded,
-                Ok(GuestState::Replaced) => self.find_again()?,
-                Ok(GuestState::Waits(reason)) => {
-                    self.idle(&reason);
-                    self.clean(None);
-                }
-                Ok(GuestState::Runs(drives)) => {
-                    let taken = self.take(&drives);
-                    self.clean(Some(&drives));
-                    taken?;
-                }
-                Err(_) if cancel.is_cancelled() => break RecordEnd::Cancelled,
-                Err(error) => self.fail(error.into())?,
-            }
-            self.merge();
             let late = Instant::now().saturating_duration_since(due).as_nanos() / interval.as_nanos();
             let late = u32::try_from(late).unwrap_or(u32::MAX);
             self.summary.late += u64::from(late);
@@ -262,6 +251,36 @@ impl Recorder<'_> {
         }
         self.summary.images = self.record.entries.len();
         Ok(self.summary)
+    }
+
+    /// Stores the guest if it runs; returns the reason for which the record ends.
+    fn interval(&mut self, cancel: &Cancel) -> Result<Option<RecordEnd>, Error> {
+        match self.takeovers.check() {
+            Ok(()) => {}
+            Err(error @ Error::TakenFromHere { .. }) => return Err(error),
+            Err(error) => {
+                let reason = self.observer.failure(&error);
+                self.idle(&reason);
+                return Ok(None);
+            }
+        }
+        match self.guest.state(&self.request.socket, cancel) {
+            Ok(GuestState::Ended) => return Ok(Some(RecordEnd::GuestEnded)),
+            Ok(GuestState::Replaced) => self.find_again()?,
+            Ok(GuestState::Waits(reason)) => {
+                self.idle(&reason);
+                self.clean(None);
+            }
+            Ok(GuestState::Runs(drives)) => {
+                let taken = self.take(&drives);
+                self.clean(Some(&drives));
+                taken?;
+            }
+            Err(_) if cancel.is_cancelled() => return Ok(Some(RecordEnd::Cancelled)),
+            Err(error) => self.fail(error.into())?,
+        }
+        self.merge();
+        Ok(None)
     }
 
     /// Stores the guest as it is now.
@@ -351,7 +370,10 @@ impl Recorder<'_> {
             return Err(error);
         }
         self.summary.failed += 1;
-        if let Err(error) = self.record.remove_partial_files() {
+        // Another host may record into it.
+        if self.takeovers.check().is_ok()
+            && let Err(error) = self.record.remove_partial_files()
+        {
             tracing::info!(%error, "what is left of an image stays");
         }
         self.say(format!("not recorded: {}; the next interval tries again", self.observer.failure(&error)));
@@ -367,6 +389,10 @@ impl Recorder<'_> {
 
     /// Removes what nothing needs, and joins disks. What fails is tried again later.
     fn clean(&mut self, drives: Option<&[Drive]>) {
+        // The guest of another host may need what this record does not know.
+        if self.takeovers.check().is_err() {
+            return;
+        }
         let mut needed = self.request.keep.kept(&self.record.entries);
         needed.extend(self.merging.as_ref().map(|merge| merge.sequence));
         let removal = self.record.remove(&removable(&self.record.entries, needed));
@@ -445,12 +471,10 @@ fn disk_files(record: &Record) -> Result<Option<DiskFiles>, Error> {
 
 /// Disks that instants need, and overlays in the directory of the record of guests that run from one.
 fn needed_disks(record: &Record) -> Vec<PathBuf> {
-    let overlays = record
-        .directory()
-        .and_then(|directory| std::fs::read_dir(directory).ok())
-        .into_iter()
-        .flatten()
-        .flatten();
+    let directory = record.directory();
+    let directories = directory.into_iter().map(Path::to_owned);
+    let directories = directories.chain(directory.map(overlay_directories).into_iter().flatten());
+    let overlays = directories.filter_map(|directory| std::fs::read_dir(directory).ok()).flatten().flatten();
     let overlays =
         overlays.map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|end| end == "qcow2"));
     let overlays = overlays.filter_map(|path| disks::backing_file(&path).ok()?);

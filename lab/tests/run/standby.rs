@@ -39,9 +39,10 @@ fn one_of_two_standbys_runs_the_guest_of_a_dead_host_from_its_newest_image() {
     let mut record = saved.record("web", RECORD, &["--every", "500ms"]);
     wait_stored(&mut record, 3);
     let [asked, fenced] = ["asked", "fenced"].map(|name| saved.path(name).display().to_string());
-    // A program that fails is asked again.
+    // A program that fails is asked again; one that says much, or leaves others, is no different.
     let arbiter = format!(
-        "exec:echo >> {asked}; [ -e {fenced} ] && exit 0; [ $(wc -l < {asked}) -gt 3 ] || {{ echo no link >&2; exit 9; }}; exit 1"
+        "exec:echo >> {asked}; [ -e {fenced} ] && exit 0; [ $(wc -l < {asked}) -gt 3 ] || {{ echo no link >&2; exit 9; }}; \
+         sleep 1000 & head -c 200000 /dev/zero >&2; exit 1"
     );
     let options = ["--arbiter", &arbiter, "--every", "100ms"];
     let mut standbys = ["s1", "s2"].map(|name| saved.standby(name, &options));
@@ -71,7 +72,12 @@ fn one_of_two_standbys_runs_the_guest_of_a_dead_host_from_its_newest_image() {
     let newest = stored(&record.stdout).last().unwrap()["sequence"].clone();
     assert!(won[0].stdout.contains(&format!("\"sequence\":{newest}")), "{}", won[0].stdout);
     for ended in &ended {
-        assert_eq!(ended.stdout.matches("no link; it is asked again").count(), 1, "{}", ended.stdout);
+        assert_eq!(
+            ended.stdout.matches("exit status 9: no link; it is asked again").count(),
+            1,
+            "{}",
+            ended.stdout
+        );
     }
     let guests = saved.guests();
     assert_eq!(guests.len(), 1, "{guests:?}");
@@ -81,9 +87,16 @@ fn one_of_two_standbys_runs_the_guest_of_a_dead_host_from_its_newest_image() {
     // It is recorded on; a takeover of a guest that runs, which its user has called dead, ends its record.
     let mut record = saved.record(&guests[0], RECORD, &["--every", "500ms"]);
     wait_stored(&mut record, 2);
-    let wrong = saved.standby("s3", &["--primary-is-dead"]).wait(WITHIN).unwrap();
+    assert_refused(
+        &saved.standby("s3", &["--primary-is-dead"]).wait(WITHIN).unwrap(),
+        "has taken the guest over",
+    );
+    // Of the same name as the first one: a guest's overlays are those of its takeover.
+    let wrong = saved.standby("s3", &["--primary-is-dead", "--after", "1"]).wait(WITHIN).unwrap();
     assert!(wrong.status.success(), "{}{}", wrong.stdout, wrong.stderr);
-    assert_refused(&record.wait(WITHIN).unwrap(), "so this one is the older of two");
+    let finished = record.wait(WITHIN).unwrap();
+    assert_eq!(finished.status.code(), Some(3), "{}", finished.stderr);
+    assert!(finished.stderr.contains("is the older of two"), "{}", finished.stderr);
     for name in [guests[0].as_str(), "s3"] {
         drop(guest);
         guest = saved.agent(name);

@@ -46,7 +46,7 @@ Examples:
     towline record qmp:/run/vm/a.qmp s3://BUCKET/vm/a --every 1min --keep 1d,30d
 
 Exit status: 0 ended by Ctrl-C (SIGINT, SIGTERM), after the image under way; 1 refused, or the first image was not
-stored, or the guest of a drill did not run; 2 usage; 7 the guest's QEMU has ended. The guest runs on in all cases but the last.")]
+stored, or the guest of a drill did not run; 2 usage; 3 a standby has taken the guest over; 7 the guest's QEMU has ended, else it runs on.")]
 pub(crate) struct RecordArgs {
     /// Guest that runs: its name (`towline ps`), or qmp:PATH
     #[arg(value_name = "GUEST", required_unless_present = "verify_restore")]

@@ -30,7 +30,7 @@ Examples:
     towline standby /srv/shared/web --primary-is-dead --name web --trust-command-line
 
 Exit status: 0 the guest runs here, detached; 1 it was taken over by another host, or cannot be run,
-or the record cannot be read; 2 usage; 3 the guest may have run here, and needs attention.")]
+or the record cannot be read; 2 usage; 3 what is in PLACE/takeovers is not so, as the message says.")]
 pub(crate) struct StandbyArgs {
     /// Directory of the record
     #[arg(value_name = "PLACE")]
@@ -41,6 +41,10 @@ pub(crate) struct StandbyArgs {
     /// The host of the guest is off and stays off, or its QEMU was ended: take it over now
     #[arg(long, conflicts_with = "arbiter")]
     pub(crate) primary_is_dead: bool,
+    /// Number of takeovers (PLACE/takeovers) that this one follows: 1 to stand by for the guest of the first one, with an arbiter that
+    /// speaks of that host
+    #[arg(long, value_name = "NUMBER", default_value_t = 0)]
+    pub(crate) after: u64,
     /// Time between two runs of the program
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = seconds)]
     pub(crate) every: Duration,

@@ -222,10 +222,10 @@ impl Qemu {
             UndoRecord::Device { path, add } => self.plug_again(path, add)?,
             UndoRecord::Migration { to, .. } => RecordOutcome::done(format!("migration to {to} has ended")),
             UndoRecord::Stopped { overlays } => self.run_on(overlays)?,
-            UndoRecord::Mirrors { jobs } => {
-                self.drop_mirrors(jobs)?;
-                RecordOutcome::done("copies of its disks ended".into())
-            }
+            UndoRecord::Mirrors { jobs } => match self.drop_mirrors(jobs) {
+                Err(error @ Error::JobRuns { .. }) => RecordOutcome::Left(error.to_string()),
+                dropped => dropped.map(|()| RecordOutcome::done("copies of its disks ended".into()))?,
+            },
             UndoRecord::Exports => {
                 self.end_exports()?;
                 RecordOutcome::done("its disks are not offered to others any more".into())

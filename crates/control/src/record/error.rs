@@ -29,13 +29,19 @@ pub enum Error {
     #[error("{}: {source}", path.display())]
     Directory { path: PathBuf, source: io::Error },
     #[error(
-        "{host} has taken the guest over, at {at} ({}): it runs there. If it does not, and its host is off, remove that file",
+        "{host} has taken the guest over, at {at} ({}), and runs it. Stand by for that guest with --after, and an arbiter that speaks of {host}; \
+         remove that file only if neither runs",
         path.display()
     )]
     TakenOver { path: PathBuf, host: String, at: Timestamp },
     #[error(
-        "{host} has taken the guest over, at {at} ({}), so this one is the older of two: end it (`towline ctl GUEST quit`), and find out why \
-         its host was said to be off",
+        "{host} takes the guest over since {at} ({}); if that has ended and the guest does not run there, remove that file",
+        path.display()
+    )]
+    TakeoverBegun { path: PathBuf, host: String, at: Timestamp },
+    #[error(
+        "{host} has taken the guest over, at {at} ({}). If it runs there, the guest here is the older of two: end it, and find out why its host \
+         was said to be off; if it does not run there, remove that file",
         path.display()
     )]
     TakenFromHere { path: PathBuf, host: String, at: Timestamp },

@@ -1,39 +1,43 @@
 //! Takeovers of a recorded guest: it runs on another host, from its newest image.
 //!
 //! ```text
-//!   PLACE/takeovers/42.json   the host that runs the guest from image 42, or is about to. One of many hosts gets that file
+//!   PLACE/takeovers/1.json   the host that takes the guest over, and then runs it. One of many hosts gets that file
+//!   PLACE/takeovers/1-…/     overlays of the disks of its image
 //! ```
-//! The file is durable before the guest runs. A record that finds one that was not there when it began ends: its guest is the older of two.
+//! The file is durable before the guest runs. Takeovers are numbered from 1, and a standby says which one it follows: what is true of
+//! the first host is not of the second. A record that finds one that was not there when it began ends once that guest runs: its own is the
+//! older of two.
 //!
 //! Out of scope: whether the host of the recorded guest is off. What takes over has been told so.
 
-use std::fs;
+use std::fs::{self, DirBuilder, Permissions};
 use std::io;
+use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use towline_image::manifest::Timestamp;
 
 use super::error::Error;
-use super::instants::RecordedInstant;
 use super::place::Place;
-use crate::generations::{create_once, sync};
+use crate::generations::{create_once, replace, sync};
 use crate::procfs::of_kernel;
 
 const DIRECTORY: &str = "takeovers";
 const VERSION: u32 = 1;
 
-/// A host that has taken over a guest.
+/// A host that takes over a guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct Holder {
     version: u32,
     host: String,
-    boot: String,
     pid: u32,
     at: Timestamp,
     /// Random: of this takeover alone.
     id: u64,
+    /// False until the guest runs there.
+    runs: bool,
 }
 
 /// The right to run a guest from an image of its record, which no other host has.
@@ -41,53 +45,137 @@ struct Holder {
 #[must_use]
 pub struct Takeover {
     path: PathBuf,
+    own: Holder,
+}
+
+/// A takeover by another host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OtherTakeover {
+    /// Its file.
+    pub path: PathBuf,
+    /// Name of the host.
+    pub host: String,
+    /// The time, by the clock of that host.
+    pub at: Timestamp,
+    /// False while the guest does not run there yet.
+    pub runs: bool,
+}
+
+/// Beginning of a takeover.
+#[derive(Debug)]
+pub enum Begun {
+    /// By this process.
+    Here(Takeover),
+    /// Another one was quicker.
+    There(OtherTakeover),
+}
+
+/// The takeover with the highest number, if that is above `after`.
+///
+/// # Errors
+/// [`Error::NoTakeover`]: the place is a store. [`Error::Directory`].
+pub fn newest_takeover(place: &Place, after: u64) -> Result<Option<OtherTakeover>, Error> {
+    let newest = numbers(directory_of(place)?)?.into_iter().max().filter(|number| *number > after);
+    newest.map(|number| other(&path_of(directory_of(place)?, number))).transpose()
 }
 
 impl Takeover {
-    /// Takes the guest over at this instant, which is the newest.
+    /// Takes the guest over that was taken over this number of times.
     ///
     /// # Errors
-    /// [`Error::TakenOver`]: another one has done so. [`Error::NoTakeover`]: the place is a store. [`Error::Directory`].
-    pub fn begin(place: &Place, newest: &RecordedInstant) -> Result<Self, Error> {
-        let Place::Directory(directory) = place else {
-            return Err(Error::NoTakeover { place: place.to_string() });
-        };
-        let directory = directory.join(DIRECTORY);
-        let path = directory.join(format!("{}.json", newest.sequence));
+    /// [`Error::NoTakeover`]: the place is a store. [`Error::Directory`].
+    pub fn begin(place: &Place, after: u64) -> Result<Begun, Error> {
+        let path = path_of(directory_of(place)?, after + 1);
         let failed = |source| Error::Directory { path: path.clone(), source };
-        match fs::create_dir(&directory) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(failed(error)),
-            _ => {}
-        }
-        let (host, boot) = (of_kernel("hostname"), of_kernel("random/boot_id"));
+        let directory = path.parent().unwrap_or(Path::new("/"));
+        make_directory(directory, 0o755).map_err(failed)?;
         let own = Holder {
             version: VERSION,
-            host,
-            boot,
+            host: of_kernel("hostname"),
             pid: std::process::id(),
             at: Timestamp::now(),
             id: fastrand::u64(..),
+            runs: false,
         };
         let json = serde_json::to_vec(&own).map_err(|error| failed(error.into()))?;
-        match create_once(&path, &json) {
-            Ok(()) => Ok(Self { path }),
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => match read(&path)? {
-                found if found == own => Ok(Self { path }),
-                Holder { host, at, .. } => Err(Error::TakenOver { path, host, at }),
-            },
-            Err(error) => Err(failed(error)),
+        let takeover = Self { path: path.clone(), own };
+        let created = create_once(&path, &json).and_then(|()| make_directory(&takeover.overlays(), 0o711));
+        match created {
+            Ok(()) => Ok(Begun::Here(takeover)),
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                // It may be there all the same.
+                let _ = takeover.withdraw();
+                Err(failed(error))
+            }
+            Err(_) if takeover.is_own()? => {
+                make_directory(&takeover.overlays(), 0o711).map_err(failed)?;
+                Ok(Begun::Here(takeover))
+            }
+            Err(_) => Ok(Begun::There(other(&path)?)),
         }
     }
 
-    /// Gives it up: the guest has not run here, and will not.
+    /// Directory of the overlays of this takeover alone. It is there.
+    #[must_use]
+    pub fn overlays(&self) -> PathBuf {
+        self.path.with_extension(format!("{:016x}", self.own.id))
+    }
+
+    /// Marks the guest as one that runs here.
+    ///
+    /// # Errors
+    /// [`Error::TakenFromHere`]: the file was removed or replaced. [`Error::Directory`].
+    pub fn runs(&self) -> Result<(), Error> {
+        let failed = |source| Error::Directory { path: self.path.clone(), source };
+        if !self.is_own()? {
+            let OtherTakeover { path, host, at, .. } = other(&self.path)?;
+            return Err(Error::TakenFromHere { path, host, at });
+        }
+        let json = serde_json::to_vec(&Holder { runs: true, ..self.own.clone() });
+        replace(&self.path, &json.map_err(|error| failed(error.into()))?).map_err(failed)
+    }
+
+    /// Gives it up: the guest does not run here, and will not. A file of another one stays.
     ///
     /// # Errors
     /// [`Error::Directory`]: the file stays.
     pub fn withdraw(self) -> Result<(), Error> {
-        let removed = fs::remove_file(&self.path);
+        let _ = fs::remove_dir(self.overlays());
+        if !self.path.exists() || !self.is_own()? {
+            return Ok(());
+        }
+        let removed = match fs::remove_file(&self.path) {
+            // A server may have done it, and its reply was lost.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            removed => removed,
+        };
         let synced = removed.and_then(|()| self.path.parent().map_or(Ok(()), sync));
         synced.map_err(|source| Error::Directory { path: self.path, source })
     }
+
+    fn is_own(&self) -> Result<bool, Error> {
+        Ok(read(&self.path)?.id == self.own.id)
+    }
+}
+
+fn make_directory(path: &Path, mode: u32) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(mode).create(path)?;
+    // Records of other users, and the users of QEMUs, have to pass, whatever the umask is.
+    fs::set_permissions(path, Permissions::from_mode(mode)).or_else(|error| match error.kind() {
+        io::ErrorKind::PermissionDenied => Ok(()),
+        _ => Err(error),
+    })
+}
+
+fn directory_of(place: &Place) -> Result<&Path, Error> {
+    match place {
+        Place::Directory(directory) => Ok(directory),
+        Place::Prefix(_) => Err(Error::NoTakeover { place: place.to_string() }),
+    }
+}
+
+fn path_of(directory: &Path, number: u64) -> PathBuf {
+    directory.join(DIRECTORY).join(format!("{number}.json"))
 }
 
 fn read(path: &Path) -> Result<Holder, Error> {
@@ -97,56 +185,79 @@ fn read(path: &Path) -> Result<Holder, Error> {
     holder.ok_or_else(|| failed(io::Error::new(io::ErrorKind::InvalidData, "it is of another version")))
 }
 
-/// The takeovers of a directory's guest.
-#[derive(Debug, Default)]
-pub(super) struct Takeovers {
-    known: Vec<PathBuf>,
+fn other(path: &Path) -> Result<OtherTakeover, Error> {
+    let Holder { host, at, runs, .. } = read(path)?;
+    Ok(OtherTakeover { path: path.to_owned(), host, at, runs })
 }
 
-impl Takeovers {
-    /// Those that are there.
-    pub(super) fn of(directory: Option<&Path>) -> Result<Self, Error> {
-        Ok(Self { known: directory.map_or(Ok(Vec::new()), files)? })
-    }
-
-    /// Refuses a guest that another host has taken over since.
-    pub(super) fn check(&self, directory: Option<&Path>) -> Result<(), Error> {
-        let found = directory.map_or(Ok(Vec::new()), files)?;
-        match found.into_iter().find(|path| !self.known.contains(path)) {
-            Some(path) => {
-                let Holder { host, at, .. } = read(&path)?;
-                Err(Error::TakenFromHere { path, host, at })
-            }
-            None => Ok(()),
-        }
-    }
-}
-
-fn files(directory: &Path) -> Result<Vec<PathBuf>, Error> {
+/// Numbers of the takeovers that were begun.
+fn numbers(directory: &Path) -> Result<Vec<u64>, Error> {
     let directory = directory.join(DIRECTORY);
+    let number = |name: std::ffi::OsString| name.to_str()?.strip_suffix(".json")?.parse().ok();
     let found = fs::read_dir(&directory).and_then(|entries| {
-        entries.map(|entry| entry.map(|entry| entry.path())).collect::<io::Result<Vec<_>>>()
+        let numbers = entries.map(|entry| entry.map(|entry| number(entry.file_name())));
+        numbers.collect::<io::Result<Vec<_>>>()
     });
     match found {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
         Err(source) => Err(Error::Directory { path: directory, source }),
-        // Not those that are being made.
-        Ok(found) => Ok(found
-            .into_iter()
-            .filter(|path| path.extension().is_some_and(|is| is == "json") && !is_hidden(path))
-            .collect()),
+        Ok(found) => Ok(found.into_iter().flatten().collect()),
     }
 }
 
-fn is_hidden(path: &Path) -> bool {
-    path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."))
+/// Directories of overlays of guests that were taken over.
+pub(super) fn overlay_directories(directory: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(directory.join(DIRECTORY)).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path()).filter(|path| path.is_dir()).collect()
+}
+
+/// The takeovers of the guest of a record, which is in a directory or not.
+#[derive(Debug)]
+pub(super) struct Takeovers {
+    directory: Option<PathBuf>,
+    /// Number of the one after which the recorded guest runs.
+    known: u64,
+}
+
+impl Takeovers {
+    /// Accepts those of this host, whose guest may be the recorded one.
+    ///
+    /// # Errors
+    /// [`Error::TakenFromHere`]: another host has the guest. [`Error::Directory`].
+    pub(super) fn of(directory: Option<&Path>) -> Result<Self, Error> {
+        let this = Self { directory: directory.map(Path::to_owned), known: 0 };
+        let known = this.numbers()?.into_iter().max().unwrap_or_default();
+        if let (1.., Some(directory)) = (known, directory) {
+            let OtherTakeover { path, host, at, .. } = other(&path_of(directory, known))?;
+            if host != of_kernel("hostname") {
+                return Err(Error::TakenFromHere { path, host, at });
+            }
+        }
+        Ok(Self { known, ..this })
+    }
+
+    /// Refuses a guest that is being taken over.
+    ///
+    /// # Errors
+    /// [`Error::TakenFromHere`]: it runs elsewhere. [`Error::TakeoverBegun`]; [`Error::Directory`]: it may.
+    pub(super) fn check(&self) -> Result<(), Error> {
+        let newest = self.numbers()?.into_iter().max().filter(|number| *number > self.known);
+        let (Some(newest), Some(directory)) = (newest, &self.directory) else { return Ok(()) };
+        match other(&path_of(directory, newest))? {
+            OtherTakeover { path, host, at, runs: true } => Err(Error::TakenFromHere { path, host, at }),
+            OtherTakeover { path, host, at, runs: false } => Err(Error::TakeoverBegun { path, host, at }),
+        }
+    }
+
+    fn numbers(&self) -> Result<Vec<u64>, Error> {
+        self.directory.as_deref().map_or(Ok(Vec::new()), numbers)
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use std::sync::Barrier;
     use std::thread;
-    use std::time::Duration;
 
     use super::*;
 
@@ -154,27 +265,53 @@ mod tests {
     fn one_of_many_takes_a_guest_over_and_its_record_ends() {
         let place = tempfile::tempdir().unwrap();
         let directory = Place::Directory(place.path().to_owned());
-        let newest = RecordedInstant { sequence: 42, elapsed: Duration::ZERO, at: Timestamp::now() };
         let before = Takeovers::of(Some(place.path())).unwrap();
-        before.check(Some(place.path())).unwrap();
+        before.check().unwrap();
         let barrier = Barrier::new(8);
         let begin = || {
             barrier.wait();
-            Takeover::begin(&directory, &newest)
+            Takeover::begin(&directory, 0).unwrap()
         };
         let begun = thread::scope(|scope| {
             let threads: Vec<_> = (0..8).map(|_| scope.spawn(begin)).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
         });
-        let (won, lost): (Vec<_>, Vec<_>) = begun.into_iter().partition(Result::is_ok);
-        assert_eq!((won.len(), lost.len()), (1, 7));
-        assert!(lost.iter().all(|lost| matches!(lost, Err(Error::TakenOver { .. }))), "{lost:?}");
-        assert!(matches!(before.check(Some(place.path())), Err(Error::TakenFromHere { .. })));
-        // The record of the guest that runs there now.
-        Takeovers::of(Some(place.path())).unwrap().check(Some(place.path())).unwrap();
-        won.into_iter().next().unwrap().unwrap().withdraw().unwrap();
-        before.check(Some(place.path())).unwrap();
-        Takeover::begin(&directory, &newest).unwrap().withdraw().unwrap();
+        let (mut here, there): (Vec<_>, Vec<_>) =
+            begun.into_iter().partition(|begun| matches!(begun, Begun::Here(_)));
+        assert_eq!((here.len(), there.len()), (1, 7));
+        let Some(Begun::Here(takeover)) = here.pop() else { panic!() };
+        assert!(takeover.overlays().is_dir());
+        // It may fail yet, and then all is as it was.
+        assert!(matches!(before.check(), Err(Error::TakeoverBegun { .. })));
+        takeover.withdraw().unwrap();
+        before.check().unwrap();
+        assert_eq!(newest_takeover(&directory, 0).unwrap(), None);
         assert_eq!(fs::read_dir(place.path().join(DIRECTORY)).unwrap().count(), 0);
+        let Begun::Here(takeover) = Takeover::begin(&directory, 0).unwrap() else { panic!() };
+        takeover.runs().unwrap();
+        assert!(matches!(before.check(), Err(Error::TakenFromHere { .. })));
+        assert!(newest_takeover(&directory, 0).unwrap().unwrap().runs);
+        // The record of the guest that runs here now, and a standby for that.
+        Takeovers::of(Some(place.path())).unwrap().check().unwrap();
+        assert_eq!(newest_takeover(&directory, 1).unwrap(), None);
+        assert!(matches!(Takeover::begin(&directory, 1).unwrap(), Begun::Here(_)));
+    }
+
+    #[test]
+    fn a_file_that_others_have_made_is_not_ours() {
+        let place = tempfile::tempdir().unwrap();
+        let directory = Place::Directory(place.path().to_owned());
+        let Begun::Here(takeover) = Takeover::begin(&directory, 0).unwrap() else { panic!() };
+        let other = Holder { host: "other".into(), id: takeover.own.id ^ 1, ..takeover.own.clone() };
+        fs::write(&takeover.path, serde_json::to_vec(&other).unwrap()).unwrap();
+        assert!(matches!(takeover.runs(), Err(Error::TakenFromHere { .. })));
+        takeover.withdraw().unwrap();
+        assert_eq!(newest_takeover(&directory, 0).unwrap().unwrap().host, "other");
+        // A record that is started again on the first host.
+        assert!(matches!(Takeovers::of(Some(place.path())), Err(Error::TakenFromHere { .. })));
+        fs::write(place.path().join(DIRECTORY).join("2.json"), "{}").unwrap();
+        assert!(Takeovers::of(Some(place.path())).is_err());
+        let store = Place::Prefix("store:/nowhere".parse().unwrap());
+        assert!(matches!(newest_takeover(&store, 0), Err(Error::NoTakeover { .. })));
     }
 }

@@ -40,8 +40,8 @@ pub enum Error {
     #[error("{host} has not replied for {:.1} s", waited.as_secs_f64())]
     Silent { host: String, waited: Duration },
     #[error(
-        "name {name} is taken by process {pid}, the QEMU of an earlier move, which hangs (its monitor does not answer): if the guest runs \
-         elsewhere, end it there (kill -9 {pid}); it is not known what it has"
+        "name {name} is taken by process {pid}, a QEMU whose monitor does not answer and whose towline has ended. It may run a guest: look at \
+         it first. If a move has left it, and its guest runs at its source, end it (kill -9 {pid} on this host)"
     )]
     Hanging { name: String, pid: u32 },
     #[error("{0}")]

@@ -355,7 +355,8 @@ impl QmpSource {
     ) -> Result<RestoredSource, Error> {
         self.mirrors.iter_mut().for_each(DiskMirrors::disconnect);
         let tidy = self.qemu.wait_migration_cleanup();
-        let ended = self.end_mirrors();
+        // One that is not cleaned up may have the guest run while jobs end: those are for the next towline.
+        let ended = if matches!(tidy, Ok(false)) { Ok(()) } else { self.end_mirrors() };
         let (downtime_ms, mut notes) = match tidy {
             Ok(is_clean) => (self.reported_downtime(), self.restore_settings_if_clean(is_clean)),
             Err(error) if end == CopyEnd::Failed => return Err(error.into()),
@@ -365,7 +366,15 @@ impl QmpSource {
                 (None, vec![error.to_string()])
             }
         };
-        notes.extend(ended.err().map(|error| format!("the copy of its disks was not ended: {error}")));
+        match ended {
+            Err(error @ Error::Qemu(crate::qemu::Error::JobRuns { .. })) => {
+                notes.push(format!("the copy of its disks was not ended: {error}"));
+            }
+            // The guest may be left stopped.
+            Err(error) if end == CopyEnd::Failed => return Err(error),
+            Err(error) => notes.push(error.to_string()),
+            Ok(()) => {}
+        }
         if end == CopyEnd::Failed {
             let attached = self.vsocks.attach(&mut self.qemu);
             notes.extend(attached.err().map(|error| error.to_string()));
