@@ -33,6 +33,9 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 const MESSAGE_WITHIN: Duration = Duration::from_millis(100);
 /// Shortest time without a new image after which that is reported.
 const REPORTED_AFTER: Duration = Duration::from_secs(60);
+/// Time for which a takeover that is complete is tried to be marked as such.
+const MARKED_WITHIN: Duration = Duration::from_secs(60);
+const MARK_INTERVAL: Duration = Duration::from_secs(1);
 /// Bytes of the program's messages that are shown.
 const MESSAGE_MAX: u64 = 1 << 10;
 
@@ -66,14 +69,39 @@ pub(crate) fn run(args: &StandbyArgs) -> Result<Exit> {
     ));
     let exit = run_from(args, &place, &takeover, &newest);
     let marked = match exit {
-        Ok(Exit::Done) => takeover.runs(),
+        Ok(Exit::Done) => mark(&takeover, &reporter),
         _ => takeover.withdraw(),
     };
     match marked {
         Ok(()) => exit,
         Err(error) => {
-            console::error(&errors::worded(&error));
+            let place =
+                if matches!(exit, Ok(Exit::Done)) { "the guest runs here" } else { "it does not run here" };
+            console::error(&format!(
+                "{place}, and PLACE/takeovers does not say so: {}",
+                errors::worded(&error)
+            ));
             exit.map(|_| Exit::NeedsAttention)
+        }
+    }
+}
+
+/// Marks the guest as one that runs here: others wait for that.
+fn mark(takeover: &Takeover, reporter: &Reporter) -> Result<(), Error> {
+    let begun = Instant::now();
+    let mut said = false;
+    loop {
+        match takeover.runs() {
+            Err(error @ Error::Directory { .. }) if begun.elapsed() < MARKED_WITHIN => {
+                if !std::mem::replace(&mut said, true) {
+                    let error = errors::worded(&error);
+                    reporter.notice(&format!(
+                        "the guest runs here, and others cannot see that: {error}; it is tried again"
+                    ));
+                }
+                thread::sleep(MARK_INTERVAL);
+            }
+            marked => return marked,
         }
     }
 }
@@ -244,7 +272,8 @@ fn ask(command: &str, place: &Place, newest: &RecordedInstant) -> Result<bool> {
         let _ = kill_process_group(group, Signal::KILL);
     }
     if ended.is_err() {
-        let _ = child.wait();
+        // It may be in the kernel for long.
+        thread::Builder::new().name("arbiter".into()).spawn(move || child.wait())?;
     }
     match ended? {
         Some(0) => Ok(true),

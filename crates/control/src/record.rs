@@ -26,8 +26,9 @@ mod tests;
 mod waits;
 
 use std::collections::BTreeSet;
+use std::io;
 use std::panic::resume_unwind;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -423,7 +424,7 @@ impl Recorder<'_> {
         }
         let joined = if is_long { disks::join(&mut qemu, directory, self.cancel) } else { Ok(()) };
         let Some(oldest) = self.record.entries.values().next() else { return joined };
-        let mut needed = needed_disks(&self.record);
+        let mut needed = needed_disks(&self.record).map_err(Error::Disks)?;
         needed.extend(qemu.drives()?.into_iter().flat_map(|drive| drive.files.chain).map(PathBuf::from));
         disks.remove_unneeded(needed, oldest.instant.at.into()).map_err(Error::Disks).and(joined)
     }
@@ -465,19 +466,28 @@ fn check_gap(record: &Record, keep: &Keep) -> Result<(), Error> {
 }
 
 fn disk_files(record: &Record) -> Result<Option<DiskFiles>, Error> {
-    let disks = record.disks().map(|directory| DiskFiles::of(directory, &needed_disks(record)));
-    disks.transpose().map_err(Error::Disks)
+    let Some(directory) = record.disks() else { return Ok(None) };
+    let needed = needed_disks(record).and_then(|needed| DiskFiles::of(directory, &needed));
+    needed.map(Some).map_err(Error::Disks)
 }
 
 /// Disks that instants need, and overlays in the directory of the record of guests that run from one.
-fn needed_disks(record: &Record) -> Vec<PathBuf> {
-    let directory = record.directory();
-    let directories = directory.into_iter().map(Path::to_owned);
-    let directories = directories.chain(directory.map(overlay_directories).into_iter().flatten());
-    let overlays = directories.filter_map(|directory| std::fs::read_dir(directory).ok()).flatten().flatten();
-    let overlays =
-        overlays.map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|end| end == "qcow2"));
-    let overlays = overlays.filter_map(|path| disks::backing_file(&path).ok()?);
-    let disks = record.entries.values().flat_map(|entry| entry.disks.iter().cloned());
-    disks.chain(overlays).collect::<BTreeSet<_>>().into_iter().collect()
+///
+/// # Errors
+/// A directory cannot be read, so it is not known what is needed.
+fn needed_disks(record: &Record) -> io::Result<Vec<PathBuf>> {
+    let mut needed: BTreeSet<_> =
+        record.entries.values().flat_map(|entry| entry.disks.iter().cloned()).collect();
+    if let Some(directory) = record.directory() {
+        for directory in [vec![directory.to_owned()], overlay_directories(directory)?].concat() {
+            for entry in std::fs::read_dir(directory)? {
+                let path = entry?.path();
+                if path.extension().is_some_and(|end| end == "qcow2") {
+                    // One that is being made has none.
+                    needed.extend(disks::backing_file(&path).ok().flatten());
+                }
+            }
+        }
+    }
+    Ok(needed.into_iter().collect())
 }

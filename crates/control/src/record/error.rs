@@ -45,6 +45,10 @@ pub enum Error {
         path.display()
     )]
     TakenFromHere { path: PathBuf, host: String, at: Timestamp },
+    #[error(
+        "{place} has no takeover {number}, which is to be followed: it has not happened, or --after is wrong"
+    )]
+    NoSuchTakeover { place: String, number: u64 },
     #[error("{place}: a guest is taken over from a record in a directory, on storage of both hosts")]
     NoTakeover { place: String },
     #[error("{}: {holder} records into it; use another directory", path.display())]

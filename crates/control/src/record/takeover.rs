@@ -83,9 +83,13 @@ impl Takeover {
     /// Takes the guest over that was taken over this number of times.
     ///
     /// # Errors
-    /// [`Error::NoTakeover`]: the place is a store. [`Error::Directory`].
+    /// [`Error::NoTakeover`]: the place is a store. [`Error::NoSuchTakeover`]: it was not yet. [`Error::Directory`].
     pub fn begin(place: &Place, after: u64) -> Result<Begun, Error> {
-        let path = path_of(directory_of(place)?, after + 1);
+        let number = after.saturating_add(1);
+        if after > 0 && !path_of(directory_of(place)?, after).exists() {
+            return Err(Error::NoSuchTakeover { place: place.to_string(), number: after });
+        }
+        let path = path_of(directory_of(place)?, number);
         let failed = |source| Error::Directory { path: path.clone(), source };
         let directory = path.parent().unwrap_or(Path::new("/"));
         make_directory(directory, 0o755).map_err(failed)?;
@@ -104,7 +108,7 @@ impl Takeover {
             Ok(()) => Ok(Begun::Here(takeover)),
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
                 // It may be there all the same.
-                let _ = takeover.withdraw();
+                takeover.withdraw()?;
                 Err(failed(error))
             }
             Err(_) if takeover.is_own()? => {
@@ -141,8 +145,10 @@ impl Takeover {
     /// [`Error::Directory`]: the file stays.
     pub fn withdraw(self) -> Result<(), Error> {
         let _ = fs::remove_dir(self.overlays());
-        if !self.path.exists() || !self.is_own()? {
-            return Ok(());
+        match self.is_own() {
+            Ok(true) => {}
+            Err(Error::Directory { source, .. }) if source.kind() == io::ErrorKind::NotFound => return Ok(()),
+            found => return found.map(drop),
         }
         let removed = match fs::remove_file(&self.path) {
             // A server may have done it, and its reply was lost.
@@ -206,9 +212,16 @@ fn numbers(directory: &Path) -> Result<Vec<u64>, Error> {
 }
 
 /// Directories of overlays of guests that were taken over.
-pub(super) fn overlay_directories(directory: &Path) -> Vec<PathBuf> {
-    let entries = fs::read_dir(directory.join(DIRECTORY)).into_iter().flatten().flatten();
-    entries.map(|entry| entry.path()).filter(|path| path.is_dir()).collect()
+pub(super) fn overlay_directories(directory: &Path) -> io::Result<Vec<PathBuf>> {
+    let entries = match fs::read_dir(directory.join(DIRECTORY)) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries?,
+    };
+    let directory = |entry: io::Result<fs::DirEntry>| {
+        let entry = entry?;
+        Ok(entry.file_type()?.is_dir().then(|| entry.path()))
+    };
+    entries.filter_map(|entry| directory(entry).transpose()).collect()
 }
 
 /// The takeovers of the guest of a record, which is in a directory or not.

@@ -356,6 +356,7 @@ impl QmpSource {
         self.mirrors.iter_mut().for_each(DiskMirrors::disconnect);
         let tidy = self.qemu.wait_migration_cleanup();
         // One that is not cleaned up may have the guest run while jobs end: those are for the next towline.
+        let is_left = matches!(tidy, Ok(false)) && self.copies_disks();
         let ended = if matches!(tidy, Ok(false)) { Ok(()) } else { self.end_mirrors() };
         let (downtime_ms, mut notes) = match tidy {
             Ok(is_clean) => (self.reported_downtime(), self.restore_settings_if_clean(is_clean)),
@@ -366,6 +367,11 @@ impl QmpSource {
                 (None, vec![error.to_string()])
             }
         };
+        if is_left {
+            notes.push(
+                "the copies of its disks are paused, and stay until its QEMU is restarted or upgraded, or its migration ends".into(),
+            );
+        }
         match ended {
             Err(error @ Error::Qemu(crate::qemu::Error::JobRuns { .. })) => {
                 notes.push(format!("the copy of its disks was not ended: {error}"));
