@@ -205,8 +205,8 @@ fn a_second_signal_ends_at_once() {
     assert_runs(&source);
 }
 
-/// Time limit of towline to end, from the signal on.
-const HEARD_WITHIN: Duration = Duration::from_millis(200);
+/// Time limit of towline to end, from the signal on, on a busy machine: a fifth of the time for which a monitor is waited for.
+const HEARD_WITHIN: Duration = Duration::from_secs(2);
 
 /// Starts towline so that it and this thread do not wait for a processor behind other tests, as they have a time limit.
 fn start_first(fixture: &Fixture, environment: &[&str], line: &str) -> Towline {
