@@ -1,10 +1,10 @@
 //! Exit status of the process.
 
 use std::process::ExitCode;
-use towline_control::record;
 
 use schemars::JsonSchema;
 use serde::Serialize;
+use towline_control::record;
 
 /// Identifier of the exit status, from the best result to the worst.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]

@@ -5,9 +5,11 @@ mod drill;
 use std::path::Path;
 
 use anyhow::{Result, anyhow};
+use towline_channel::Cancel;
 use towline_control::plan::Observer as _;
 use towline_control::record::{
-    self, Error, Place, RecordEnd, RecordObserver, RecordRequest, RecordSummary, Recorded, RecordedInstant,
+    self, Error, InstantChoice, Place, RecordEnd, RecordObserver, RecordRequest, RecordSummary, Recorded,
+    RecordedInstant,
 };
 use towline_launch::RuntimeRoot;
 
@@ -24,7 +26,10 @@ use crate::{ctl, errors};
 /// Runs the command.
 pub(crate) fn run(args: &RecordArgs) -> Result<Exit> {
     match (&args.verify_restore, &args.guest, &args.place) {
-        (Some(place), ..) => drill::run(args, &place_of(place)?),
+        (Some(place), ..) => {
+            let place = place_of(place)?;
+            drill::run(args, &place, &newest(&place)?)
+        }
         (None, Some(guest), Some(place)) => record_guest(args, guest, place_of(place)?),
         _ => Err(UsageError("a record needs GUEST and PLACE".into()).into()),
     }
@@ -37,6 +42,14 @@ pub(crate) fn place_of(endpoint: &Endpoint) -> Result<Place, UsageError> {
         Endpoint::Secret(why) => Err(UsageError(why.clone())),
         other => Err(UsageError(format!("{other}: expected a directory, or the prefix of a store"))),
     }
+}
+
+/// The newest image of a record.
+pub(crate) fn newest(place: &Place) -> Result<RecordedInstant> {
+    let instants = place.instants(&Cancel::new()?)?;
+    InstantChoice::Newest
+        .of(&instants)
+        .ok_or_else(|| anyhow!("{place}: nothing is recorded there (`towline record`)"))
 }
 
 fn record_guest(args: &RecordArgs, guest: &Path, place: Place) -> Result<Exit> {

@@ -4,6 +4,7 @@
 mod refusal;
 mod report;
 
+use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::Result;
@@ -13,15 +14,16 @@ use towline_control::run::{
     self, CommandLineTrust, Disks, Download, FirstState, GuestStart, ImageLocation, MemoryRequest, Networks,
     Notice, PrepareContext, RunOptions, Running,
 };
-use towline_launch::{HostArguments, Lifetime, RuntimeRoot};
+use towline_launch::{GuestName, HostArguments, Lifetime, RuntimeRoot, Setting};
 
-use crate::args::{ForkArgs, RunArgs, StartArgs};
+use crate::args::{ForkArgs, Output, RunArgs, StartArgs};
 use crate::command_line::quoted;
 use crate::ctl;
 use crate::endpoint::Endpoint;
 use crate::events::{FinalEvent, InterimEvent};
 use crate::exit::{Exit, UsageError};
 use crate::progress::Reporter;
+use crate::report::ReportArgs;
 use crate::signals::{SignalEffects, cancel_on_signals};
 use crate::units::size;
 use refusal::refused;
@@ -110,7 +112,11 @@ fn attempt(
 /// A guest that is run from an image of a record.
 pub(crate) struct RecordedRun {
     pub(crate) image: ImageLocation,
-    pub(crate) start: StartArgs,
+    pub(crate) name: Option<GuestName>,
+    pub(crate) detach: bool,
+    pub(crate) set: Vec<Setting>,
+    pub(crate) qemu: Option<PathBuf>,
+    pub(crate) output: Output,
     pub(crate) is_trusted: bool,
     pub(crate) disks: Disks,
     pub(crate) networks: Networks,
@@ -118,24 +124,25 @@ pub(crate) struct RecordedRun {
 
 impl RecordedRun {
     /// Starts it, and reports what becomes of it.
-    pub(crate) fn start(&self, look_after: &LookAfter<'_>) -> Result<Exit> {
-        let Self { image, start: args, is_trusted, disks, networks } = self;
-        let source = match image {
+    pub(crate) fn start(self, look_after: &LookAfter<'_>) -> Result<Exit> {
+        let Self { image, name, detach, set, qemu, output, is_trusted, disks, networks } = self;
+        let args = StartArgs { name, count: 1, detach, set, qemu, report: ReportArgs::default(), output };
+        let source = match &image {
             ImageLocation::Store(location) => Endpoint::Store(location.clone()),
             ImageLocation::File(path) | ImageLocation::Guest(path) => Endpoint::Image(path.clone()),
         };
         let options = || {
-            let base = started(args, image.clone());
+            let base = started(&args, image);
             let binary = args.qemu.clone().unwrap_or_else(|| QEMU.into());
             Ok(RunOptions {
-                disks: disks.clone(),
-                networks: *networks,
-                trust: if *is_trusted { CommandLineTrust::Trusted } else { CommandLineTrust::Untrusted },
+                disks,
+                networks,
+                trust: if is_trusted { CommandLineTrust::Trusted } else { CommandLineTrust::Untrusted },
                 host: HostArguments { binary, ..base.host },
                 ..base
             })
         };
-        start(&source, args, options, look_after)
+        start(&source, &args, options, look_after)
     }
 }
 

@@ -9,20 +9,18 @@ use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context as _, Result, anyhow};
 use rustix::process::{Pid, Signal, kill_process_group};
-use towline_channel::Cancel;
 use towline_control::plan::Observer as _;
 use towline_control::record::{
-    Begun, Error, InstantChoice, OtherTakeover, Place, RecordedInstant, Takeover, newest_takeover,
+    Begun, Error, OtherTakeover, Place, RecordedInstant, Takeover, newest_takeover,
 };
 use towline_control::run::{Disks, Networks};
 
-use crate::args::{Output, StandbyArgs, StartArgs};
+use crate::args::{Output, StandbyArgs};
 use crate::events::InterimEvent;
 use crate::exit::Exit;
 use crate::notify::Notifier;
 use crate::progress::Reporter;
-use crate::record::place_of;
-use crate::report::ReportArgs;
+use crate::record::{newest, place_of};
 use crate::run::RecordedRun;
 use crate::{console, errors};
 
@@ -106,13 +104,6 @@ fn mark(takeover: &Takeover, reporter: &Reporter) -> Result<(), Error> {
     }
 }
 
-fn newest(place: &Place) -> Result<RecordedInstant> {
-    let instants = place.instants(&Cancel::new()?)?;
-    InstantChoice::Newest
-        .of(&instants)
-        .ok_or_else(|| anyhow!("{place}: nothing is recorded there (`towline record`)"))
-}
-
 /// Runs the guest, detached, on overlays of the disks of that instant.
 fn run_from(
     args: &StandbyArgs,
@@ -123,15 +114,11 @@ fn run_from(
     let Output { json, quiet } = args.output;
     let guest = RecordedRun {
         image: place.image(newest)?,
-        start: StartArgs {
-            name: args.name.clone(),
-            count: 1,
-            detach: true,
-            set: args.set.clone(),
-            qemu: args.qemu.clone(),
-            report: ReportArgs::default(),
-            output: Output { json, quiet },
-        },
+        name: args.name.clone(),
+        detach: true,
+        set: args.set.clone(),
+        qemu: args.qemu.clone(),
+        output: Output { json, quiet },
         is_trusted: args.trust_command_line,
         disks: Disks::Overlays(Some(takeover.overlays())),
         networks: Networks::Same,

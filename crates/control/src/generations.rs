@@ -178,8 +178,7 @@ impl ManagedGuest {
             Process::Known { pid, .. } => Some(*pid),
             Process::Unknown { .. } => None,
         };
-        let socket = Path::new(qemu.socket());
-        Self::find(process, &std::path::absolute(socket).unwrap_or_else(|_| socket.into()))
+        Self::find(process, &qemu.socket_path())
     }
 
     /// The guest of this user in the QEMU with this process, or with this monitor if its process is not known.

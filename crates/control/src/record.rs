@@ -10,7 +10,7 @@
 //! set, so a chain has as many images as `n` has such bits: some are stored with little more than what was written in an interval, and
 //! every 256th is based on the guest's image alone.
 //!
-//! Whether an image is there is its name alone: there is no index that could differ. Retention is computed from the names.
+//! An image is there if a file has its name: there is no index to get out of step with the files. Retention uses the names.
 //!
 //! Out of scope: the command line and output. Limits: a monitor that another client holds skips an interval.
 
@@ -136,10 +136,7 @@ pub fn record(
     observer: &dyn RecordObserver,
 ) -> Result<RecordSummary, Error> {
     let guest = RecordedGuest::connect(&request.socket, cancel)?;
-    let takeovers = match &request.place {
-        Place::Directory(path) => Takeovers::of(Some(path))?,
-        Place::Prefix(_) => Takeovers::of(None)?,
-    };
+    let takeovers = Takeovers::of(request.place.directory())?;
     let record = Record::open(&request.place, cancel)?;
     check_gap(&record, &request.keep)?;
     let recorder = Recorder {
@@ -236,10 +233,8 @@ impl Recorder<'_> {
                 Woken::InTime if due > Instant::now() => continue,
                 Woken::InTime | Woken::Exited => {}
             }
-            match self.interval(&cancel) {
-                Ok(None) => {}
-                Ok(Some(end)) => break end,
-                Err(error) => return Err(error),
+            if let Some(end) = self.interval(&cancel)? {
+                break end;
             }
             let late = Instant::now().saturating_duration_since(due).as_nanos() / interval.as_nanos();
             let late = u32::try_from(late).unwrap_or(u32::MAX);

@@ -61,7 +61,8 @@ impl Saved {
     }
 }
 
-fn assert_refused(finished: &Finished, texts: &[&str]) {
+/// Refused, for reasons that have these texts.
+pub(crate) fn assert_refused(finished: &Finished, texts: &[&str]) {
     assert_eq!(finished.status.code(), Some(1), "{}", finished.stderr);
     for text in texts {
         assert!(finished.stderr.contains(text), "{text:?}: {}", finished.stderr);

@@ -33,7 +33,7 @@ Examples:
   Record a guest every second, and keep an hour, and the newest of each hour for a day:
     towline run guest.img --name web --detach
     towline record web /srv/records/web --every 1s --keep 1h,1d
-  Run it as it was 37 seconds before the newest image, or at a time:
+  Run an image from 37 seconds before the newest one, or from a given time:
     towline run /srv/records/web@-37s --name then --trust-command-line --overlay
     towline run /srv/records/web@2026-11-26T14:03:05 --name then --trust-command-line --overlay
   Copy one of them to a file of your own; its disks are still those in PLACE/disks, which retention removes:

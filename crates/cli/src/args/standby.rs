@@ -23,7 +23,7 @@ use crate::units::seconds;
 #[command(after_long_help = "\
 Examples:
   Stand by on a second host for a guest that node1 records (`towline record web /srv/shared/web`),
-  until somebody, or a fence agent, has switched node1 off:
+  until an operator or a fence agent has switched node1 off:
     towline standby /srv/shared/web --name web --trust-command-line --arbiter \\
       'exec:ipmitool -H node1-bmc -U admin -f /etc/bmc power status | grep -q \"is off\"'
   Take it over now, having switched its host off:

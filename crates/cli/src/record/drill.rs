@@ -10,25 +10,21 @@ use anyhow::{Context as _, Result, anyhow};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FlockOperation, flock};
 use towline_channel::Cancel;
-use towline_control::record::{InstantChoice, Place};
+use towline_control::record::{Place, RecordedInstant};
 use towline_control::run::{Disks, Networks, Running};
 use towline_launch::GuestName;
 use towline_qmp::commands::QueryStatus;
 use towline_qmp::{Client, Options};
 
-use crate::args::{Output, RecordArgs, StartArgs};
+use crate::args::{Output, RecordArgs};
 use crate::console;
 use crate::exit::Exit;
 use crate::progress::Reporter;
-use crate::report::ReportArgs;
 use crate::run::RecordedRun;
 
 /// Runs the drill.
-pub(super) fn run(args: &RecordArgs, place: &Place) -> Result<Exit> {
-    let instants = place.instants(&Cancel::new()?)?;
-    let newest = InstantChoice::Newest.of(&instants);
-    let newest = newest.ok_or_else(|| anyhow!("{place}: nothing is recorded there (`towline record`)"))?;
-    let image = place.image(&newest)?;
+pub(super) fn run(args: &RecordArgs, place: &Place, newest: &RecordedInstant) -> Result<Exit> {
+    let image = place.image(newest)?;
     let overlays = match place {
         Place::Directory(path) => Some(OverlayDirectory::create(path, &args.name)?),
         Place::Prefix(_) => None,
@@ -36,15 +32,11 @@ pub(super) fn run(args: &RecordArgs, place: &Place) -> Result<Exit> {
     let Output { json, quiet } = args.output;
     let run = RecordedRun {
         image,
-        start: StartArgs {
-            name: Some(args.name.clone()),
-            count: 1,
-            detach: false,
-            set: args.set.clone(),
-            qemu: args.qemu.clone(),
-            report: ReportArgs::default(),
-            output: Output { json, quiet },
-        },
+        name: Some(args.name.clone()),
+        detach: false,
+        set: args.set.clone(),
+        qemu: args.qemu.clone(),
+        output: Output { json, quiet },
         is_trusted: args.trust_command_line,
         disks: Disks::Overlays(overlays.as_ref().map(|directory| directory.path.clone())),
         networks: Networks::Separate,

@@ -106,12 +106,11 @@ pub enum MoveEnd {
 impl MoveEnd {
     /// A QEMU by its monitor and process.
     pub(crate) fn qemu(qemu: &Qemu) -> Self {
-        let socket = qemu.socket();
         let (pid, start_time) = match qemu.process() {
             Process::Known { pid, start_time, .. } => (Some(*pid), Some(*start_time)),
             Process::Unknown { .. } => (None, None),
         };
-        let socket = std::path::absolute(socket).unwrap_or_else(|_| socket.into());
+        let socket = qemu.socket_path();
         Self::Qemu { socket, pid, start_time }
     }
 

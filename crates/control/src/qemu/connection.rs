@@ -1,7 +1,7 @@
 //! A QEMU whose monitor is connected.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -164,6 +164,12 @@ impl Qemu {
     #[must_use]
     pub fn socket(&self) -> &str {
         self.client.socket()
+    }
+
+    /// Absolute path of the monitor's socket.
+    pub(crate) fn socket_path(&self) -> PathBuf {
+        let socket = Path::new(self.socket());
+        std::path::absolute(socket).unwrap_or_else(|_| socket.into())
     }
 
     /// QEMU's version with its package, for messages: `10.0.2 (Debian 1:10.0.2+ds-2)`.

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use towline_qmp as qmp;
 use towline_qmp::commands::{
-    AddNbdNode, BlockdevMirror, CancelJob, Cont, DeleteNode, DismissJob, Empty, ExportNode, Job,
-    MigrateContinue, MigrationStatus, NbdAddress, NbdListenAddress, QueryExports, QueryJobs, RunState,
-    SetJobSpeed, StartNbdServer, Stop, StopNbdServer,
+    AddNbdNode, BlockdevMirror, CancelJob, DeleteNode, DismissJob, Empty, ExportNode, Job, MigrateContinue,
+    MigrationStatus, NbdAddress, NbdListenAddress, QueryExports, QueryJobs, RunState, SetJobSpeed,
+    StartNbdServer, StopNbdServer,
 };
 
 use super::{Drive, Error, Qemu};
@@ -99,11 +99,10 @@ impl MirrorProgress {
 /// It has failed.
 pub(crate) fn is_complete(mirror: &Mirror, jobs: &[Job]) -> Result<bool, MirrorFailure> {
     let job = mirror.of_jobs(jobs)?;
-    match (job.status.as_str(), &job.error) {
-        (_, Some(_)) => Err(mirror.failed(reason(job))),
-        _ if job.io_status != OK => Err(mirror.failed(reason(job))),
-        (status, None) => Ok(status == CONCLUDED),
+    if job.error.is_some() || job.io_status != OK {
+        return Err(mirror.failed(reason(job)));
     }
+    Ok(job.status == CONCLUDED)
 }
 
 impl Qemu {
@@ -184,8 +183,8 @@ impl Qemu {
         // A cancelled command does not leave it stopped.
         self.wait_for_replies();
         let entry = self.record(&UndoRecord::Stopped { overlays: Vec::new() });
-        let done = self.client().execute(&Stop).map_err(Error::from).and_then(|_| act(self));
-        self.client().execute(&Cont)?;
+        let done = self.stop().and_then(|()| act(self));
+        self.cont()?;
         entry.iter().for_each(JournalEntry::done);
         done
     }

@@ -67,7 +67,7 @@ pub(super) fn is_long(drive: &Drive) -> bool {
     drive.files.chain.len() >= JOINED_FROM
 }
 
-/// Files of a drive that are to be joined.
+/// Files of a drive to join.
 struct Join {
     /// The file that stays the backing file.
     base: String,

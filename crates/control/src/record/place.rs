@@ -50,6 +50,15 @@ impl fmt::Display for Place {
 }
 
 impl Place {
+    /// The directory; `None`: a store.
+    #[must_use]
+    pub fn directory(&self) -> Option<&Path> {
+        match self {
+            Self::Directory(path) => Some(path),
+            Self::Prefix(_) => None,
+        }
+    }
+
     /// Instants of the record, in their order.
     ///
     /// # Errors
@@ -154,10 +163,7 @@ impl Record {
     }
 
     pub(super) fn directory(&self) -> Option<&Path> {
-        match &self.place {
-            Place::Directory(path) => Some(path),
-            Place::Prefix(_) => None,
-        }
+        self.place.directory()
     }
 
     /// The file of an instant in a directory.

@@ -103,20 +103,23 @@ impl Takeover {
         };
         let json = serde_json::to_vec(&own).map_err(|error| failed(error.into()))?;
         let takeover = Self { path: path.clone(), own };
-        let created = create_once(&path, &json).and_then(|()| make_directory(&takeover.overlays(), 0o711));
-        match created {
-            Ok(()) => Ok(Begun::Here(takeover)),
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                // It may be there all the same.
-                takeover.withdraw()?;
-                Err(failed(error))
+        match create_once(&path, &json) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                if !takeover.is_own()? {
+                    return Ok(Begun::There(other(&path)?));
+                }
             }
-            Err(_) if takeover.is_own()? => {
-                make_directory(&takeover.overlays(), 0o711).map_err(failed)?;
-                Ok(Begun::Here(takeover))
-            }
-            Err(_) => Ok(Begun::There(other(&path)?)),
+            created => takeover.or_withdraw(created)?,
         }
+        takeover.or_withdraw(make_directory(&takeover.overlays(), 0o711))?;
+        Ok(Begun::Here(takeover))
+    }
+
+    /// Withdraws a takeover that has failed, whose file may be there all the same.
+    fn or_withdraw(&self, done: io::Result<()>) -> Result<(), Error> {
+        let Err(source) = done else { return Ok(()) };
+        self.remove()?;
+        Err(Error::Directory { path: self.path.clone(), source })
     }
 
     /// Directory of the overlays of this takeover alone. It is there.
@@ -144,6 +147,10 @@ impl Takeover {
     /// # Errors
     /// [`Error::Directory`]: the file stays.
     pub fn withdraw(self) -> Result<(), Error> {
+        self.remove()
+    }
+
+    fn remove(&self) -> Result<(), Error> {
         let _ = fs::remove_dir(self.overlays());
         match self.is_own() {
             Ok(true) => {}
@@ -156,7 +163,7 @@ impl Takeover {
             removed => removed,
         };
         let synced = removed.and_then(|()| self.path.parent().map_or(Ok(()), sync));
-        synced.map_err(|source| Error::Directory { path: self.path, source })
+        synced.map_err(|source| Error::Directory { path: self.path.clone(), source })
     }
 
     fn is_own(&self) -> Result<bool, Error> {
@@ -174,10 +181,7 @@ fn make_directory(path: &Path, mode: u32) -> io::Result<()> {
 }
 
 fn directory_of(place: &Place) -> Result<&Path, Error> {
-    match place {
-        Place::Directory(directory) => Ok(directory),
-        Place::Prefix(_) => Err(Error::NoTakeover { place: place.to_string() }),
-    }
+    place.directory().ok_or_else(|| Error::NoTakeover { place: place.to_string() })
 }
 
 fn path_of(directory: &Path, number: u64) -> PathBuf {
@@ -294,7 +298,7 @@ mod tests {
         assert_eq!((here.len(), there.len()), (1, 7));
         let Some(Begun::Here(takeover)) = here.pop() else { panic!() };
         assert!(takeover.overlays().is_dir());
-        // It may fail yet, and then all is as it was.
+        // It can still fail; the record goes on then.
         assert!(matches!(before.check(), Err(Error::TakeoverBegun { .. })));
         takeover.withdraw().unwrap();
         before.check().unwrap();

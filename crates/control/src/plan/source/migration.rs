@@ -18,7 +18,7 @@ use super::super::error::Error;
 use super::super::progress::{Progress, SourceState};
 use super::super::request::{CopyRequest, Throttling};
 use super::qmp_source::QmpSource;
-use crate::qemu::{MIGRATION_CLEANUP_TIMEOUT, MigrationSettings, Qemu};
+use crate::qemu::{self, MIGRATION_CLEANUP_TIMEOUT, MigrationSettings, Qemu};
 use crate::switchover::{GuestRunState, SourceStatus};
 
 /// Interval of queries while memory is transferred.
@@ -79,9 +79,19 @@ impl QmpSource {
         Ok(self.qemu.continue_migration()?)
     }
 
-    /// Ends the copy of disks, of which the source keeps its own.
-    fn end_mirrors(&mut self) -> Result<(), Error> {
-        self.mirrors.take().map_or(Ok(()), |mirrors| mirrors.end(&mut self.qemu))
+    /// Ends the copies of disks, of which the source keeps its own. They stay, paused, while its migration has not been cleaned up, which
+    /// may have the guest run as they end. Returns a note on those that stay.
+    fn end_mirrors(&mut self, is_unclean: bool) -> Result<Option<String>, Error> {
+        if is_unclean {
+            let text = "the copies of its disks are paused, and stay until its QEMU is restarted or upgraded, or its migration ends";
+            return Ok(self.copies_disks().then(|| text.into()));
+        }
+        match self.mirrors.take().map_or(Ok(()), |mirrors| mirrors.end(&mut self.qemu)) {
+            Err(error @ Error::Qemu(qemu::Error::JobRuns { .. })) => {
+                Ok(Some(format!("the copy of its disks was not ended: {error}")))
+            }
+            ended => ended.map(|()| None),
+        }
     }
 
     /// Queries the state of its migration. A missing reply is no evidence; an exited process is.
@@ -355,9 +365,7 @@ impl QmpSource {
     ) -> Result<RestoredSource, Error> {
         self.mirrors.iter_mut().for_each(DiskMirrors::disconnect);
         let tidy = self.qemu.wait_migration_cleanup();
-        // One that is not cleaned up may have the guest run while jobs end: those are for the next towline.
-        let is_left = matches!(tidy, Ok(false)) && self.copies_disks();
-        let ended = if matches!(tidy, Ok(false)) { Ok(()) } else { self.end_mirrors() };
+        let ended = self.end_mirrors(matches!(tidy, Ok(false)));
         let (downtime_ms, mut notes) = match tidy {
             Ok(is_clean) => (self.reported_downtime(), self.restore_settings_if_clean(is_clean)),
             Err(error) if end == CopyEnd::Failed => return Err(error.into()),
@@ -367,19 +375,11 @@ impl QmpSource {
                 (None, vec![error.to_string()])
             }
         };
-        if is_left {
-            notes.push(
-                "the copies of its disks are paused, and stay until its QEMU is restarted or upgraded, or its migration ends".into(),
-            );
-        }
         match ended {
-            Err(error @ Error::Qemu(crate::qemu::Error::JobRuns { .. })) => {
-                notes.push(format!("the copy of its disks was not ended: {error}"));
-            }
+            Ok(note) => notes.extend(note),
             // The guest may be left stopped.
             Err(error) if end == CopyEnd::Failed => return Err(error),
             Err(error) => notes.push(error.to_string()),
-            Ok(()) => {}
         }
         if end == CopyEnd::Failed {
             let attached = self.vsocks.attach(&mut self.qemu);
