@@ -110,6 +110,22 @@ fn second_towline_is_refused() {
     }
 }
 
+/// A monitor lets in the next one when the one before leaves it.
+#[test]
+fn towlines_that_take_turns_at_one_monitor_are_not_refused() {
+    for binary in with_journals("towlines_that_take_turns_at_one_monitor_are_not_refused") {
+        let process = TestQemu::q35(&binary, &[]);
+        drop(process.client());
+        let path = process.path("qmp");
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope
+                    .spawn(|| (0..25).for_each(|_| drop(Qemu::connect(&path, &Options::default()).unwrap())));
+            }
+        });
+    }
+}
+
 #[test]
 fn unplugged_devices_are_plugged_again() {
     for binary in with_journals("unplugged_devices_are_plugged_again") {

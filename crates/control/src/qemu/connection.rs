@@ -28,6 +28,9 @@ const QUERY_TIMEOUT: Duration = Duration::from_millis(500);
 /// A QEMU whose monitor is connected.
 #[derive(Debug)]
 pub struct Qemu {
+    /// Dropped before the monitor's connection: the next towline is let in when that closes, and is not to find
+    /// it locked.
+    pub(super) journal: Option<Journal>,
     pub(super) client: Client,
     pub(super) process: Arc<Process>,
     pub(super) facts: QemuState,
@@ -37,7 +40,6 @@ pub struct Qemu {
     pub(super) image_facts: Option<QemuHardware>,
     /// True if the facts' settings are current: this process started QEMU and has held its monitor since.
     pub(super) has_current_settings: bool,
-    pub(super) journal: Option<Journal>,
     /// True if the journal has a time at which the migration was in progress.
     pub(super) has_seen_migration: bool,
     pub(super) repaired: Option<RepairReport>,
