@@ -72,7 +72,6 @@ pub(super) enum RecoveryState {
 /// A QEMU that waits for a guest.
 #[derive(Debug)]
 pub(super) struct QmpDestination {
-    qemu: Qemu,
     settings: Option<AppliedSettings>,
     dir: PrivateDir,
     /// The way of the stream to it.
@@ -86,6 +85,8 @@ pub(super) struct QmpDestination {
     loaded: Option<RunState>,
     /// Number of times that `migrate-recover` succeeded.
     recoveries: u32,
+    /// Last, so that its journal has no other owner when its monitor closes.
+    qemu: Qemu,
 }
 
 /// Guest at a destination that is rolled back.

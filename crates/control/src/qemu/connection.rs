@@ -28,8 +28,7 @@ const QUERY_TIMEOUT: Duration = Duration::from_millis(500);
 /// A QEMU whose monitor is connected.
 #[derive(Debug)]
 pub struct Qemu {
-    /// Dropped before the monitor's connection: the next towline is let in when that closes, and is not to find
-    /// it locked.
+    /// Declared first to be unlocked first: QEMU accepts the next towline as soon as `client` closes.
     pub(super) journal: Option<Journal>,
     pub(super) client: Client,
     pub(super) process: Arc<Process>,

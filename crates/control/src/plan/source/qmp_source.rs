@@ -32,7 +32,6 @@ pub(super) const STREAM_SOCKET: &str = "source.sock";
 /// A QEMU whose guest is copied.
 #[derive(Debug)]
 pub(in super::super) struct QmpSource {
-    pub(super) qemu: Qemu,
     pub(super) settings: Option<AppliedSettings>,
     /// The guest was running when we connected, or we will resume it for this copy.
     pub(in super::super) was_running: bool,
@@ -69,6 +68,8 @@ pub(in super::super) struct QmpSource {
     pub(in super::super) vsocks: DetachedVsocks,
     /// State that must be unchanged when the guest has stopped.
     pub(in super::super) required: Option<Required>,
+    /// Last, so that its journal has no other owner when its monitor closes.
+    pub(super) qemu: Qemu,
 }
 
 /// State that a new QEMU was compared with.
