@@ -13,13 +13,18 @@
 //! However this ends, the primary's guest may be stopped until `x-colo-lost-heartbeat`, which only its monitor
 //! takes. Out of scope: that, and the first copy ([`Incoming::run_first_copy`](crate::Incoming::run_first_copy)).
 
+mod pass_on;
+
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::mem;
 use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use towline_channel::{Channel, ChannelExt, IoBuf, IoBufMut, RecvFlags, SendFlags};
 use towline_protocol::colo::{Awaits, Checkpoint, CheckpointBuffer, FirstCopy, Progress};
+
+pub use pass_on::{pass_on, pass_on_first_copy};
 
 use crate::lock::lock;
 use crate::{ChannelId, Error, Pages, Result, Sink};
@@ -140,6 +145,24 @@ impl CheckpointQueue {
     /// [`Error::Cancelled`]: the queue is closed.
     pub fn buffer(&self) -> Result<CheckpointBuffer> {
         self.wait_for(|state| state.free.pop())
+    }
+
+    /// Waits until this time.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`]: the queue is closed.
+    pub fn wait_until(&self, time: Instant) -> Result<()> {
+        let mut state = lock(&self.state);
+        loop {
+            if state.is_closed {
+                return Err(Error::Cancelled);
+            }
+            let left = time.saturating_duration_since(Instant::now());
+            if left == Duration::ZERO {
+                return Ok(());
+            }
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 
     /// Adds a checkpoint, without waiting: for [`CheckpointSink::put`].

@@ -168,3 +168,78 @@ fn a_primary_that_ends_in_a_checkpoint_leaves_none() {
     queue.close();
     assert!(queue.next().is_err());
 }
+
+/// Passes a first copy on, and checkpoints of these values; returns the memory of the further secondary.
+fn passed_on(values: &[u8]) -> Memory {
+    let (primary, ferry) = pair(1 << 20);
+    let (passing, standby) = pair(1 << 20);
+    let [ferry, passing, standby]: [Arc<dyn Channel>; 3] =
+        [Arc::new(ferry), Arc::new(passing), Arc::new(standby)];
+    let memory = Memory::adopting(1 << 20);
+    let queue = CheckpointQueue::new(vec![CheckpointBuffer::new(1 << 20)]);
+    send(&primary, &first_stream());
+    thread::scope(|scope| {
+        let keeps = scope.spawn(|| {
+            let incoming = Incoming::new(
+                Arc::new(Session::default()),
+                Arc::new(Statistics::default()),
+                Options::default(),
+            );
+            let first = incoming.run_first_copy(&Connections::single(Arc::clone(&standby)), &memory).unwrap();
+            checkpoints::take(standby.as_ref(), first, &mut Applied { memory: &memory }).unwrap_err()
+        });
+        let first = checkpoints::pass_on_first_copy(&ferry, &passing).unwrap();
+        // Acknowledged once the further secondary has it, and awaits checkpoints.
+        expect(&primary, b"\0\x02\0\x04\0\0\0\x01\0\x01\0\x04\0\0\0\0");
+        let (marks, _marked) = channel();
+        let taken = scope.spawn({
+            let queue = &queue;
+            move || checkpoints::take(ferry.as_ref(), first, &mut Ferry { queue, marks })
+        });
+        expect(&primary, &[0, 0, 0, 0]);
+        for value in values {
+            send(&primary, &[0, 0, 0, 1]);
+            answer(&primary, *value);
+            let checkpoint = queue.next().unwrap();
+            checkpoints::pass_on(passing.as_ref(), &checkpoint).unwrap();
+            queue.release(checkpoint);
+        }
+        queue.close();
+        primary.shutdown(std::net::Shutdown::Both).unwrap();
+        assert!(taken.join().unwrap().is_err());
+        passing.shutdown(std::net::Shutdown::Both).unwrap();
+        assert!(matches!(keeps.join().unwrap(), Error::Ended { .. }));
+    });
+    memory
+}
+
+/// A secondary that writes checkpoints to its memory.
+struct Applied<'a> {
+    memory: &'a Memory,
+}
+
+impl CheckpointSink for Applied<'_> {
+    fn buffer(&mut self) -> Result<CheckpointBuffer, Error> {
+        Ok(CheckpointBuffer::new(1 << 20))
+    }
+
+    fn mark(&mut self, _number: u64) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn put(&mut self, checkpoint: Checkpoint) -> Result<(), Error> {
+        checkpoints::apply(&checkpoint, self.memory)
+    }
+}
+
+#[test]
+fn a_further_secondary_has_what_was_passed_on_to_it() {
+    let memory = passed_on(&[1, 2, 9]);
+    let page = |index: u64| {
+        let mut bytes = [0; PAGE];
+        memory.read(PageRef { block: BlockIndex(0), offset: index * PAGE as u64 }, &mut bytes);
+        bytes
+    };
+    // 9 is at the place of 1.
+    assert_eq!((page(1), page(2), page(3)), ([9; PAGE], [2; PAGE], [0; PAGE]));
+}

@@ -35,11 +35,13 @@
 mod buffer;
 mod checkpoint;
 mod message;
+mod pass_on;
 mod states;
 
 pub use buffer::CheckpointBuffer;
 pub use checkpoint::Checkpoint;
 pub use message::MESSAGE_BYTES;
+pub use pass_on::{REPLIES_BYTES, check_ready, check_replies};
 pub use states::{
     AwaitCheckpoint, AwaitRequest, AwaitStop, Awaits, FirstCopy, Progress, Received, Requested, Stopped,
 };
