@@ -59,6 +59,18 @@ impl Network {
         Ok(networks)
     }
 
+    /// Processes in this namespace, without the one that holds it.
+    pub fn processes(&self) -> Result<Vec<u32>> {
+        let holder = self.namespace.pid();
+        let network = |pid: u32| std::fs::read_link(format!("/proc/{pid}/ns/net")).ok();
+        let own = network(holder).context("the process that holds the network is gone")?;
+        let names =
+            std::fs::read_dir("/proc")?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        let pids = names.filter_map(|name| name.parse().ok());
+        // One that has ended, and was not waited for, is in no network.
+        Ok(pids.filter(|pid| *pid != holder && network(*pid).as_ref() == Some(&own)).collect())
+    }
+
     /// Bytes that were sent over an interface of this namespace, with all headers.
     pub fn sent_bytes(&self, interface: &str) -> Result<u64> {
         let table = self.enter(|| std::fs::read_to_string("/proc/thread-self/net/dev"))??;

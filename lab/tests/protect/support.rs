@@ -1,0 +1,294 @@
+//! Helpers of these tests: two hosts, their cards, the guest of one of them, and the death of that host.
+
+use std::fs::Permissions;
+use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use fastrand::Rng;
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use towline_lab::expect::{Scratch, qmp, wait_event};
+use towline_lab::{
+    Finished, LinuxGuest, MemoryBackend, Network, Qemu, Qmp, SshHost, Sshd, Towline, Version, require_qemu,
+    skip, wait_until,
+};
+
+use crate::clients::Clients;
+use crate::network::{self, GUEST, card, card_options, set_up};
+
+pub(crate) const WITHIN: Duration = network::WITHIN;
+const MIB: u64 = 1 << 20;
+/// Name of the guest on the other host.
+pub(crate) const NAME: &str = "web";
+/// Time between two checkpoints.
+const EPOCH: &str = "50ms";
+/// Addresses of the link between the hosts.
+const ADDRESSES: [&str; 2] = ["10.213.79.1", "10.213.79.2"];
+/// Memory that the guest writes round and round, and the bytes of it in a second.
+const WRITTEN: u64 = 16 * MIB;
+const RATE: u64 = 4 * MIB;
+/// Connections of the client.
+const CONNECTIONS: usize = 4;
+/// The tap of the guest, on each host.
+const TAP: &str = "vm0";
+/// The QEMU of both hosts.
+const PROGRAM: &str = "qemu-system-x86_64";
+/// Interfaces by which the guest's host is connected to all else.
+const LINKS: [&str; 2] = ["link0", "uplink"];
+/// Time in which a guest accepts a connection that it gets.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(1);
+/// Time in which a monitor greets that no one else has.
+const GREETS_WITHIN: Duration = Duration::from_secs(2);
+
+/// One of the hosts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Side {
+    Here,
+    There,
+}
+
+/// Connections of a host while it dies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Links {
+    /// The kernel lives for long enough to say that the processes are gone.
+    Stay,
+    /// Nothing more is received from it.
+    AreCut,
+}
+
+/// The picture of `main.rs`, with a guest that writes its memory.
+pub(crate) struct Hosts {
+    pub(crate) source: Qemu,
+    /// The guest in `source`.
+    pub(crate) guest: Option<LinuxGuest>,
+    /// Cards, here and there.
+    _cards: [Towline; 2],
+    pub(crate) there: SshHost,
+    here: Network,
+    hub: Network,
+    place: Scratch,
+}
+
+impl Hosts {
+    /// Boots the guest; `None`: the test is skipped.
+    pub(crate) fn new(test: &str) -> Option<Self> {
+        if !require_qemu(test, &[Version::Newest]) {
+            return None;
+        }
+        let sshd = Sshd::find(test)?;
+        let [here, there] = match Network::pair(ADDRESSES) {
+            Ok(networks) => networks,
+            Err(error) => {
+                skip(test, &format!("no network namespaces can be made here: {error:#}"));
+                return None;
+            }
+        };
+        let hub = network::network(test)?;
+        add_bridge(&hub);
+        network::give_addresses(&hub, "br0");
+        attach(&hub, &here, "host-a");
+        attach(&hub, &there, "host-b");
+        let there = SshHost::new(&sshd, there, ADDRESSES[1]).unwrap();
+        let place = Scratch::new();
+        for name in ["a", "b", "arbiter"] {
+            std::fs::create_dir(place.path(name)).unwrap();
+        }
+        let start = |network: &Network, side: Side| {
+            let (socket, control) = (socket(&place, side), control(&place, side));
+            card(network, &socket, &["--tap", TAP, "--hold", "--qmp", control.to_str().unwrap()])
+        };
+        let cards = [start(&here, Side::Here), start(there.network(), Side::There)];
+        // The newest QEMU has no `reconnect`.
+        let options = card_options(&socket(&place, Side::Here), 1, 4)
+            .map(|option| option.replace(",reconnect=1", ",reconnect-ms=1000"));
+        let builder = Qemu::builder(Version::Newest).linux().memory_mib(256);
+        let builder = builder.memory_backend(MemoryBackend::Memfd { prealloc: false }).args(options);
+        make_program(&place.path(PROGRAM));
+        let program = ["sh", "-c", "shift && exec \"$0\" \"$@\"", &place.text(PROGRAM)].map(str::to_owned);
+        let builder = builder.prefixed(here.prefix().into_iter().chain(program));
+        let (source, mut guest) = builder.boot(WITHIN).unwrap();
+        set_up(&mut guest);
+        guest.dirty(RATE, WRITTEN).unwrap();
+        guest.wait_ticking(WITHIN).unwrap();
+        Some(Self { source, guest: Some(guest), _cards: cards, there, here, hub, place })
+    }
+
+    /// Starts the client's connections to the guest.
+    pub(crate) fn clients(&self) -> Clients {
+        Clients::begin(&self.hub, network::guest_address(GUEST), CONNECTIONS)
+    }
+
+    /// Returns true if the guest accepts a connection.
+    pub(crate) fn answers(&self) -> bool {
+        let to = network::guest_address(GUEST);
+        self.hub.enter(|| TcpStream::connect_timeout(&to, ANSWERS_WITHIN).is_ok()).unwrap()
+    }
+
+    /// Starts to protect the guest.
+    pub(crate) fn protect(&self) -> Towline {
+        let path = |name: &str| self.place.text(name);
+        let (source, client, arbiter) = (qmp(&self.source), self.there.client(), path("arbiter"));
+        let settings = [
+            format!("chardev.net0.path={}", socket(&self.place, Side::There).display()),
+            format!("chardev.agent.path={}", path("b/agent")),
+            format!("serial.0=file:{}", path("b/console")),
+        ];
+        let qemu = path(PROGRAM);
+        let words = ["protect", "--json", "--arbiter", &arbiter, "--epoch", EPOCH, "--ssh", &client];
+        let guest = ["--name", NAME, "--trust-command-line", "--qemu", &qemu];
+        let settings = settings.iter().flat_map(|setting| ["--set", setting]);
+        let words = words.into_iter().chain(guest).chain(settings).chain([source.as_str(), "ssh:other"]);
+        Towline::start_after(&self.here.prefix(), &words.collect::<Vec<_>>()).unwrap()
+    }
+
+    /// Protects the guest, and waits until the other host has its first checkpoint.
+    pub(crate) fn protected(&self) -> Towline {
+        let mut protecting = self.protect();
+        wait_event(&mut protecting, "the protection", WITHIN, |event| event["event"] == "protected");
+        protecting
+    }
+
+    /// Asks the card of a host by `towline ctl`.
+    pub(crate) fn ask_card(&self, side: Side, words: &[&str]) -> Finished {
+        let control = control(&self.place, side).display().to_string();
+        towline_lab::towline([&["ctl", &control], words].concat()).unwrap().wait_done(WITHIN).unwrap()
+    }
+
+    /// Reply of a card to `query-held`.
+    pub(crate) fn held(&self, side: Side) -> Value {
+        let card = Qmp::connect(&control(&self.place, side), WITHIN).unwrap();
+        card.execute("query-held", Value::Null).unwrap()
+    }
+
+    /// Kills all processes of the guest's host, in a random order: towline and what it has started, QEMU, and the card. Returns their names
+    /// in that order.
+    pub(crate) fn kill_here(&self, links: Links, random: &mut Rng) -> Vec<String> {
+        if links == Links::AreCut {
+            for link in LINKS {
+                self.here.run(&["ip", "link", "set", link, "down"]).unwrap();
+            }
+        }
+        let mut killed = Vec::new();
+        wait_until("the death of a host", WITHIN, || {
+            let mut processes = self.here.processes()?;
+            random.shuffle(&mut processes);
+            let names: Vec<_> = processes.iter().map(|pid| name(*pid)).collect();
+            processes.iter().for_each(|pid| kill(*pid));
+            killed.extend(names);
+            // One that was being started is not among them.
+            Ok(self.here.processes()?.is_empty().then_some(()))
+        })
+        .unwrap();
+        killed
+    }
+
+    /// Generations that were claimed.
+    pub(crate) fn generations(&self) -> Vec<u64> {
+        let files = std::fs::read_dir(self.place.path("arbiter")).unwrap();
+        let names = files.filter_map(|file| file.unwrap().file_name().into_string().ok());
+        let mut generations: Vec<_> =
+            names.filter_map(|name| name.strip_prefix("generation.")?.parse().ok()).collect();
+        generations.sort_unstable();
+        generations
+    }
+
+    /// Waits until the guest runs on the other host.
+    pub(crate) fn wait_runs_there(&self) {
+        let runs = || {
+            // Until the guest runs its monitor is that of the towline there, and greets no one else.
+            let monitor = self.there.monitor(NAME, GREETS_WITHIN);
+            let status = monitor.and_then(|monitor| monitor.status());
+            Ok(status.is_ok_and(|status| status == "running").then_some(()))
+        };
+        wait_until("the guest on the other host", WITHIN, runs)
+            .unwrap_or_else(|error| panic!("{error}: {:?}, sshd: {}", self.there.guests(), self.there.log()));
+    }
+
+    /// The guest runs on the other host, with its memory.
+    pub(crate) fn assert_goes_on_there(&self, tick: u64) {
+        self.wait_runs_there();
+        assert_eq!(self.there.guests().unwrap(), [NAME]);
+        let mut guest = LinuxGuest::connect_at(&self.place.path("b/agent")).unwrap();
+        guest.wait_ready(WITHIN).unwrap();
+        assert_is_guest(&mut guest, tick);
+    }
+
+    /// The guest runs where it was, sends as before, and the other host has none.
+    pub(crate) fn assert_stays(&mut self, tick: u64) {
+        self.source.qmp().wait_status("running", WITHIN).unwrap();
+        assert_is_guest(self.guest.as_mut().unwrap(), tick);
+        assert_eq!(self.held(Side::Here)["holding"], false);
+        let none = || Ok(self.there.guests()?.is_empty().then_some(()));
+        wait_until("the end of the QEMU on the other host", WITHIN, none).unwrap();
+    }
+}
+
+/// It runs on after this tick, and what it wrote is as written.
+fn assert_is_guest(guest: &mut LinuxGuest, tick: u64) {
+    assert!(guest.wait_ticking(WITHIN).unwrap() > tick);
+    guest.stop_dirtying().unwrap();
+    assert_eq!(guest.check().unwrap(), WRITTEN / 4096);
+    let kernel = guest.shell("dmesg", WITHIN).unwrap();
+    assert!(!["Oops", "lockup", "NETDEV WATCHDOG"].iter().any(|text| kernel.contains(text)), "{kernel}");
+}
+
+/// Socket of the card of a host; its control socket is beside it.
+fn socket(place: &Scratch, side: Side) -> PathBuf {
+    place.path(match side {
+        Side::Here => "a/net0.sock",
+        Side::There => "b/net0.sock",
+    })
+}
+
+fn control(place: &Scratch, side: Side) -> PathBuf {
+    socket(place, side).with_extension("qmp")
+}
+
+/// Makes a program that becomes the newest QEMU, with the libraries of its Debian in place of this one's. By their dynamic linker, as the
+/// lab has it started, its command line is that of the linker, which towline does not record.
+fn make_program(path: &Path) {
+    let program = PathBuf::from(Version::Newest.command().get_program());
+    let tree = program.parent().unwrap().join("usr");
+    let script = format!(
+        "#!/bin/sh\nexec unshare --mount sh -c 'mount --bind \"$0/lib/x86_64-linux-gnu\" /usr/lib/x86_64-linux-gnu && \
+         exec \"$0/bin/qemu-system-x86_64\" -L \"$0/share/qemu\" -L \"$0/share/seabios\" \"$@\"' {} \"$@\"\n",
+        tree.display()
+    );
+    std::fs::write(path, script).unwrap();
+    std::fs::set_permissions(path, Permissions::from_mode(0o755)).unwrap();
+}
+
+/// A bridge that forwards from the start on, to all ports.
+fn add_bridge(network: &Network) {
+    let options = ["type", "bridge", "stp_state", "0", "forward_delay", "0", "mcast_snooping", "0"];
+    network.run(&[&["ip", "link", "add", "br0"][..], &options].concat()).unwrap();
+    network.run(&["ip", "link", "set", "br0", "up"]).unwrap();
+}
+
+/// Connects a host's bridge, with the tap of its guest, to that of the hub.
+fn attach(hub: &Network, host: &Network, port: &str) {
+    hub.connect(port, host, "uplink").unwrap();
+    hub.run(&["ip", "link", "set", port, "master", "br0"]).unwrap();
+    add_bridge(host);
+    host.run(&["ip", "tuntap", "add", "dev", TAP, "mode", "tap", "multi_queue", "vnet_hdr"]).unwrap();
+    for interface in ["uplink", TAP] {
+        host.run(&["ip", "link", "set", interface, "master", "br0", "up"]).unwrap();
+    }
+}
+
+fn name(pid: u32) -> String {
+    let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    name.trim().to_owned()
+}
+
+/// Kills a process, which may have ended.
+fn kill(pid: u32) {
+    let process = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("it is the number of a process");
+    match kill_process(process, Signal::KILL) {
+        Ok(()) | Err(Errno::SRCH) => {}
+        Err(error) => panic!("process {pid}: {error}"),
+    }
+}
