@@ -87,6 +87,32 @@ pub struct MemorySize {
     pub size_bytes_max: Option<u64>,
 }
 
+/// Options of glibc's dynamic loader that are followed by a value.
+const LOADER_VALUES: [&[u8]; 7] = [
+    b"--library-path",
+    b"--inhibit-rpath",
+    b"--audit",
+    b"--preload",
+    b"--argv0",
+    b"--glibc-hwcaps-prepend",
+    b"--glibc-hwcaps-mask",
+];
+
+/// Words after the program's name. A program that was started by the dynamic loader (`ld-linux-x86-64.so.2 --library-path DIR PROGRAM`)
+/// has the loader's words before its own.
+fn own_words<'a>(words: impl Iterator<Item = &'a [u8]>) -> impl Iterator<Item = &'a [u8]> {
+    let mut words = words.peekable();
+    let name = words.next().unwrap_or_default();
+    let name = name.rsplit(|byte| *byte == b'/').next().unwrap_or_default();
+    if name.starts_with(b"ld-linux") {
+        while let Some(option) = words.next_if(|word| word.starts_with(b"--")) {
+            words.next_if(|_| LOADER_VALUES.contains(&option));
+        }
+        words.next();
+    }
+    words
+}
+
 impl CommandLine {
     /// Parses the arguments of a QEMU, without the program's name.
     ///
@@ -138,7 +164,7 @@ impl CommandLine {
             return Err(ParseError::TooLong { found: cmdline.len() });
         }
         let words = cmdline.strip_suffix(b"\0").unwrap_or(cmdline);
-        Self::parse(words.split(|byte| *byte == 0).skip(1).map(OsStr::from_bytes))
+        Self::parse(own_words(words.split(|byte| *byte == 0)).map(OsStr::from_bytes))
     }
 
     /// Reads the command line of a running QEMU. Its working directory is not part of it: relative paths are

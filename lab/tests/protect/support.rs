@@ -1,9 +1,7 @@
 //! Helpers of these tests: two hosts, their cards, the guest of one of them, and the death of that host.
 
-use std::fs::Permissions;
 use std::net::TcpStream;
-use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use fastrand::Rng;
@@ -34,8 +32,6 @@ const RATE: u64 = 4 * MIB;
 const CONNECTIONS: usize = 4;
 /// The tap of the guest, on each host.
 const TAP: &str = "vm0";
-/// The QEMU of both hosts.
-const PROGRAM: &str = "qemu-system-x86_64";
 /// Interfaces by which the guest's host is connected to all else.
 const LINKS: [&str; 2] = ["link0", "uplink"];
 /// Time in which a guest accepts a connection that it gets.
@@ -106,9 +102,7 @@ impl Hosts {
             .map(|option| option.replace(",reconnect=1", ",reconnect-ms=1000"));
         let builder = Qemu::builder(Version::Newest).linux().memory_mib(256);
         let builder = builder.memory_backend(MemoryBackend::Memfd { prealloc: false }).args(options);
-        make_program(&place.path(PROGRAM));
-        let program = ["sh", "-c", "shift && exec \"$0\" \"$@\"", &place.text(PROGRAM)].map(str::to_owned);
-        let builder = builder.prefixed(here.prefix().into_iter().chain(program));
+        let builder = builder.within(&here);
         let (source, mut guest) = builder.boot(WITHIN).unwrap();
         set_up(&mut guest);
         guest.dirty(RATE, WRITTEN).unwrap();
@@ -136,11 +130,12 @@ impl Hosts {
             format!("chardev.agent.path={}", path("b/agent")),
             format!("serial.0=file:{}", path("b/console")),
         ];
-        let qemu = path(PROGRAM);
+        let qemu = Version::Newest.command().get_program().to_string_lossy().into_owned();
         let words = ["protect", "--json", "--arbiter", &arbiter, "--epoch", EPOCH, "--ssh", &client];
-        let guest = ["--name", NAME, "--trust-command-line", "--qemu", &qemu];
+        let guest = ["--trust-command-line", "--qemu", &qemu];
+        let destination = format!("ssh:other/{NAME}");
         let settings = settings.iter().flat_map(|setting| ["--set", setting]);
-        let words = words.into_iter().chain(guest).chain(settings).chain([source.as_str(), "ssh:other"]);
+        let words = words.into_iter().chain(guest).chain(settings).chain([source.as_str(), &destination]);
         Towline::start_after(&self.here.prefix(), &words.collect::<Vec<_>>()).unwrap()
     }
 
@@ -245,20 +240,6 @@ fn socket(place: &Scratch, side: Side) -> PathBuf {
 
 fn control(place: &Scratch, side: Side) -> PathBuf {
     socket(place, side).with_extension("qmp")
-}
-
-/// Makes a program that becomes the newest QEMU, with the libraries of its Debian in place of this one's. By their dynamic linker, as the
-/// lab has it started, its command line is that of the linker, which towline does not record.
-fn make_program(path: &Path) {
-    let program = PathBuf::from(Version::Newest.command().get_program());
-    let tree = program.parent().unwrap().join("usr");
-    let script = format!(
-        "#!/bin/sh\nexec unshare --mount sh -c 'mount --bind \"$0/lib/x86_64-linux-gnu\" /usr/lib/x86_64-linux-gnu && \
-         exec \"$0/bin/qemu-system-x86_64\" -L \"$0/share/qemu\" -L \"$0/share/seabios\" \"$@\"' {} \"$@\"\n",
-        tree.display()
-    );
-    std::fs::write(path, script).unwrap();
-    std::fs::set_permissions(path, Permissions::from_mode(0o755)).unwrap();
 }
 
 /// A bridge that forwards from the start on, to all ports.

@@ -80,7 +80,8 @@ impl OldQemu {
         let program = PathBuf::from(program_text.strip_suffix(DELETED).unwrap_or(&program_text));
         let program = Some(program).filter(|program| program.file_name().is_some_and(is_qemu));
         let words = read(pid, "cmdline")?;
-        let mut command_line = parse(&words).map_err(|source| Error::CommandLine { pid, source })?;
+        let mut command_line =
+            CommandLine::parse_proc(&words).map_err(|source| Error::CommandLine { pid, source })?;
         let working_directory = link(pid, "cwd")?;
         let drives: Vec<_> = qemu.drives()?.into_iter().map(|drive| drive.files).collect();
         command_line.use_current_files(&drives, &working_directory);
@@ -107,16 +108,6 @@ fn has_guest(facts: &QemuState) -> bool {
     let state = &facts.status.status;
     let is_sent = facts.migration.status == Some(MigrationStatus::COMPLETED);
     facts.status.running || *state == RunState::SUSPENDED || *state == RunState::PAUSED && !is_sent
-}
-
-/// Parses the words of a process that may have been started by a dynamic linker or an emulator, which precede
-/// QEMU.
-fn parse(words: &[u8]) -> Result<CommandLine, towline_launch::ParseError> {
-    let words = words.strip_suffix(b"\0").unwrap_or(words);
-    let words: Vec<&OsStr> = words.split(|byte| *byte == 0).map(OsStr::from_bytes).collect();
-    let is_program = |word: &&OsStr| Path::new(word).file_name().is_some_and(is_qemu);
-    let program = words.iter().position(is_program).unwrap_or(0);
-    CommandLine::parse(words.iter().skip(program + 1))
 }
 
 fn is_qemu(name: &OsStr) -> bool {
@@ -220,22 +211,4 @@ fn kill(guest: &RunningGuest) {
         tracing::debug!(pid = guest.pid, %errno, "it has ended");
     }
     names.iter().for_each(StagingName::remove);
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn words_before_the_program_are_not_its_arguments() {
-        for words in [
-            "/usr/bin/qemu-system-x86_64\0-S\0",
-            "/lib64/ld-linux-x86-64.so.2\0--library-path\0/a:/b\0/opt/qemu-system-x86_64\0-S\0",
-            "kvm\0-S\0",
-        ] {
-            let parsed = parse(words.as_bytes()).unwrap();
-            assert_eq!(parsed.to_arguments(), ["-S"], "{words:?}");
-        }
-        assert!(parse(b"qemu-kvm\0-no-such-option\0").is_err());
-    }
 }

@@ -33,6 +33,9 @@ fn contents_of_proc_are_parsed_without_the_program() {
     assert_eq!(line.to_arguments(), ["-S", "-append", "", "-m", "256"]);
     assert_eq!(line.memory_size().unwrap().unwrap().size_bytes, 256 << 20);
     assert_eq!(CommandLine::parse_proc(b""), Ok(CommandLine::default()));
+    // Started by the dynamic loader.
+    let loaded = b"/lib/ld-linux-x86-64.so.2\0--inhibit-cache\0--library-path\0/opt/lib\0/opt/qemu\0-S\0-append\0\0-m\x00256\0";
+    assert_eq!(CommandLine::parse_proc(loaded), Ok(line));
 }
 
 #[test]
