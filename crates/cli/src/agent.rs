@@ -12,7 +12,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use towline_channel::{Address, Cancel};
 use towline_control::plan::{self, CopyResult, Observer, SourceCategory};
-use towline_control::remote::{self, Agent, AgentCopy, Ended, FrameReceiver};
+use towline_control::protect::StandbyEnd;
+use towline_control::remote::{self, Agent, AgentCopy, AgentStandby, AgentTask, Ended, FrameReceiver};
 use towline_launch::RuntimeRoot;
 use towline_qmp::{Commands, Dialogue, Unreadable};
 
@@ -34,7 +35,14 @@ pub(crate) fn run() -> Result<Exit> {
     // A QEMU that it starts is ended with it.
     let held = HeldSignals::hold()?;
     let mut requests = Requests::new();
-    let Some(mut copy) = prepare(&mut requests, &held.arrived())? else { return Ok(Exit::Done) };
+    let mut copy = match prepare(&mut requests, &held.arrived())? {
+        Some(AgentTask::Copy(copy)) => *copy,
+        Some(AgentTask::StandBy(standby)) => {
+            drop(held);
+            return stand_by(requests, *standby);
+        }
+        _ => return Ok(Exit::Done),
+    };
     let destinations = std::slice::from_ref(&copy.destination);
     // One that has started a QEMU has a thread, which would not be confined with it.
     if !copy.has_started()
@@ -66,6 +74,39 @@ pub(crate) fn run() -> Result<Exit> {
         Err(failure) if failure.guest.needs_attention() => Exit::NeedsAttention,
         Err(_) => Exit::Failed,
     })
+}
+
+/// Stands by for a guest, also when the session has ended.
+fn stand_by(mut requests: Requests, standby: AgentStandby) -> Result<Exit> {
+    let (commands, released) = (standby.commands(), standby.commands());
+    let cancel = cancel_on_signals(SignalEffects {
+        first: "not standing by any more; the guest runs on at its host",
+        second: None,
+    })?;
+    thread::Builder::new().name("signals".into()).spawn(move || {
+        let mut fds = [PollFd::new(&cancel, PollFlags::IN)];
+        while !cancel.is_cancelled() {
+            let _ = poll(&mut fds, None);
+        }
+        released.release();
+    })?;
+    remote::listening(standby.address()).iter().for_each(|line| emit(line));
+    let answer = move || {
+        let send = |line: &str| {
+            emit(line);
+            Ok(())
+        };
+        while requests.answer_next(&commands, send).is_ok_and(|session| session == Session::Open) {}
+    };
+    thread::Builder::new().name("session".into()).spawn(answer)?;
+    let ended = standby.run(&|text| Events.notice(text));
+    let (error, exit) = match &ended {
+        Ok(StandbyEnd::Released | StandbyEnd::TakenOver(_)) => (None, Exit::Done),
+        Ok(StandbyEnd::Lost) => (Some("the guest runs on at its host".to_owned()), Exit::Failed),
+        Err(error) => (Some(error.to_string()), Exit::Failed),
+    };
+    emit(&remote::ended(&Ended { error, notes: Vec::new() }));
+    Ok(exit)
 }
 
 /// Requests of the other end.
@@ -113,7 +154,7 @@ impl Requests {
 }
 
 /// Executes requests until one has it receive or send a guest; `None`: the other end has none.
-fn prepare(requests: &mut Requests, interrupt: &OwnedFd) -> Result<Option<AgentCopy>> {
+fn prepare(requests: &mut Requests, interrupt: &OwnedFd) -> Result<Option<AgentTask>> {
     let agent = Agent::new(RuntimeRoot::of_user());
     let (input, mut output) = (io::stdin(), io::stdout().lock());
     let mut send = |line: &str| output.write_all(line.as_bytes()).and_then(|()| output.flush());
@@ -130,8 +171,8 @@ fn prepare(requests: &mut Requests, interrupt: &OwnedFd) -> Result<Option<AgentC
         if requests.answer_next(&agent, &mut send)? == Session::Ended {
             return Ok(None);
         }
-        if let Some(copy) = agent.copy() {
-            return Ok(Some(copy));
+        if let Some(task) = agent.task() {
+            return Ok(Some(task));
         }
     }
 }

@@ -55,6 +55,7 @@ mod move_guest;
 mod moves;
 mod net;
 mod ocf;
+mod protect;
 mod record;
 mod remote;
 mod repair;
@@ -85,6 +86,7 @@ pub(crate) use move_guest::MoveArgs;
 pub(crate) use moves::{EndArg, MovesArgs, OtherEndArg, ResumeArgs};
 pub(crate) use net::NetArgs;
 pub(crate) use ocf::OcfArgs;
+pub(crate) use protect::{FerryArgs, ProtectArgs};
 pub(crate) use record::RecordArgs;
 pub(crate) use remote::{AgentArgs, HostArgs, SshArgs};
 pub(crate) use repair::RepairArgs;
@@ -120,6 +122,7 @@ pub(crate) enum Command {
     Fork(ForkArgs),
     Record(RecordArgs),
     Standby(StandbyArgs),
+    Protect(Box<ProtectArgs>),
     Ps(PsArgs),
     Status(StatusArgs),
     Upgrade(UpgradeArgs),
@@ -130,6 +133,7 @@ pub(crate) enum Command {
     Moves(MovesArgs),
     Resume(ResumeArgs),
     Agent(AgentArgs),
+    Ferry(FerryArgs),
     Ocf(OcfArgs),
     Net(NetArgs),
     Ctl(CtlArgs),
@@ -160,6 +164,7 @@ impl Command {
             Self::Run(RunArgs { start, .. }) | Self::Fork(ForkArgs { start, .. }) => start.output.json,
             Self::Record(args) => args.output.json,
             Self::Standby(args) => args.output.json,
+            Self::Protect(args) => args.output.json,
             Self::Ps(args) => args.output.json,
             Self::Status(args) => args.output.json,
             Self::Upgrade(args) => args.output.json,
@@ -171,6 +176,7 @@ impl Command {
             Self::Resume(args) => args.output.json,
             Self::Net(args) => args.json,
             Self::Agent(_)
+            | Self::Ferry(_)
             | Self::Ocf(_)
             | Self::Ctl(_)
             | Self::Vsock(_)

@@ -42,6 +42,7 @@ use serde::Serialize;
 use towline_compat::{ConfiguredBy, Finding, Report, Verdict};
 use towline_control::moves;
 use towline_control::plan::{CopyPhase, GuestState, HostFacts};
+use towline_control::protect::Checkpoints;
 use towline_control::record::{RecordSummary, Recorded};
 use towline_image::leftover::Partial;
 
@@ -92,6 +93,20 @@ pub(crate) enum Event<'a> {
     },
 }
 
+/// End of a guest's protection.
+#[derive(Debug, Clone, Copy, Serialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum ProtectionEnd {
+    /// As requested; the guest runs on.
+    Cancelled,
+    /// The guest was shut down.
+    GuestEnded,
+    /// The guest's QEMU has died.
+    Died,
+    /// The other host has the guest.
+    TakenOver,
+}
+
 /// An event of a command that goes on.
 #[derive(Debug, Serialize, JsonSchema)]
 #[serde(tag = "event", rename_all = "kebab-case", rename_all_fields = "kebab-case")]
@@ -129,6 +144,15 @@ pub(crate) enum InterimEvent<'a> {
         sequence: u64,
         at: String,
         age: u64,
+    },
+    /// `protect`: the other host has the guest's first checkpoint of this generation.
+    Protected {
+        generation: u64,
+    },
+    Checkpoints(CheckpointsOf),
+    /// `protect`: the other host does not have the guest any more; it runs on, and will be protected again.
+    Unprotected {
+        reason: &'a str,
     },
     /// Counters of `towline net`.
     Statistics(Statistics),
@@ -215,6 +239,10 @@ pub(crate) enum FinalEvent<'a> {
     },
     /// End of `record`.
     Recorded(RecordEnded),
+    /// End of `protect`.
+    ProtectionEnded {
+        end: ProtectionEnd,
+    },
     /// End of the list of guests.
     Guests {
         guests: usize,
@@ -300,6 +328,19 @@ objects! {
         bytes: u64 = recorded.bytes,
         took_ms: u64 = recorded.took.as_millis() as u64,
         images: usize = recorded.images,
+    }
+
+    /// Checkpoints of the last second: number of the last one; pages and bytes of all; for how long the guest was stopped in microseconds,
+    /// median and longest; the time from then on until the other host had the checkpoint and the output was sent.
+    CheckpointsOf(checkpoints: &Checkpoints) {
+        epoch: u64 = checkpoints.epoch,
+        count: u64 = checkpoints.count,
+        pages: u64 = checkpoints.pages,
+        bytes: u64 = checkpoints.bytes,
+        pause_us: u64 = checkpoints.pause_us[0],
+        pause_max_us: u64 = checkpoints.pause_us[1],
+        latency_us: u64 = checkpoints.latency_us[0],
+        latency_max_us: u64 = checkpoints.latency_us[1],
     }
 
     /// Images that were stored and removed, intervals without one, and the images of the record.

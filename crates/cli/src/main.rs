@@ -31,6 +31,7 @@ mod observability;
 mod ocf;
 mod outcome;
 mod progress;
+mod protect;
 mod ps;
 mod record;
 mod remote;
@@ -109,6 +110,8 @@ fn start() -> ExitCode {
         | Command::Fork(_)
         | Command::Record(_)
         | Command::Standby(_)
+        | Command::Protect(_)
+        | Command::Ferry(_)
         | Command::Upgrade(_)
         | Command::Agent(_)
         | Command::Net(_)
@@ -173,6 +176,8 @@ fn run(command: &Command, request: Option<RequestId>) -> Result<Exit> {
         Command::Fork(args) => run::fork(args),
         Command::Record(args) => record::run(args),
         Command::Standby(args) => standby::run(args),
+        Command::Protect(args) => protect::run(args),
+        Command::Ferry(_) => protect::ferry(),
         Command::Ps(args) => ps::run(args),
         Command::Status(args) => status::run(args),
         Command::Upgrade(args) => upgrade::run(args, request),

@@ -1,14 +1,10 @@
 //! `towline standby`: runs the newest image of a record once its guest's host is off.
 
-use std::io::{self, Read as _};
-use std::os::unix::process::CommandExt as _;
-use std::process::{Child, Command, Stdio};
-use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
-use anyhow::{Context as _, Result, anyhow};
-use rustix::process::{Pid, Signal, kill_process_group};
+use anyhow::Result;
+use towline_control::arbiter::ask;
 use towline_control::plan::Observer as _;
 use towline_control::record::{
     Begun, Error, OtherTakeover, Place, RecordedInstant, Takeover, newest_takeover,
@@ -24,18 +20,11 @@ use crate::record::{newest, place_of};
 use crate::run::RecordedRun;
 use crate::{console, errors};
 
-/// Longest run of the program that is asked.
-const ANSWER_WITHIN: Duration = Duration::from_secs(30);
-const POLL_INTERVAL: Duration = Duration::from_millis(5);
-/// Time for the message of a program that has ended.
-const MESSAGE_WITHIN: Duration = Duration::from_millis(100);
 /// Shortest time without a new image after which that is reported.
 const REPORTED_AFTER: Duration = Duration::from_secs(60);
 /// Time for which a takeover that is complete is tried to be marked as such.
 const MARKED_WITHIN: Duration = Duration::from_secs(60);
 const MARK_INTERVAL: Duration = Duration::from_secs(1);
-/// Bytes of the program's messages that are shown.
-const MESSAGE_MAX: u64 = 1 << 10;
 
 /// Runs the command.
 pub(crate) fn run(args: &StandbyArgs) -> Result<Exit> {
@@ -209,13 +198,15 @@ impl Standby<'_> {
 
     /// Asks whether the host of the guest is off and stays off.
     fn ask(&mut self, command: &str) -> bool {
-        let answer = ask(command, self.place, &self.last);
-        let problem = answer.as_ref().err().map(errors::text);
+        let image = self.last.sequence.to_string();
+        let variables = [("TOWLINE_PLACE", self.place.to_string()), ("TOWLINE_IMAGE", image)];
+        let answer = ask(command, &variables);
+        let problem = answer.as_ref().err().map(ToString::to_string);
         self.say(
             0,
             problem.map(|problem| format!("the arbiter has not answered: {problem}; it is asked again")),
         );
-        answer.unwrap_or(false)
+        answer.is_ok_and(|answer| answer.is_yes)
     }
 }
 
@@ -228,61 +219,4 @@ fn wait_for<T>(other: OtherTakeover) -> Result<Option<T>> {
     let OtherTakeover { path, host, at, runs } = other;
     Err(if runs { Error::TakenOver { path, host, at } } else { Error::TakeoverBegun { path, host, at } }
         .into())
-}
-
-/// Runs a program, and all that it starts, for its answer.
-fn ask(command: &str, place: &Place, newest: &RecordedInstant) -> Result<bool> {
-    let mut child = Command::new("sh")
-        .args(["-c", command])
-        .env("TOWLINE_PLACE", place.to_string())
-        .env("TOWLINE_IMAGE", newest.sequence.to_string())
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .process_group(0)
-        .spawn()
-        .context("sh")?;
-    let (sender, message) = mpsc::channel();
-    if let Some(mut stderr) = child.stderr.take() {
-        thread::Builder::new().name("arbiter".into()).spawn(move || {
-            let mut text = Vec::new();
-            let _ = stderr.by_ref().take(MESSAGE_MAX).read_to_end(&mut text);
-            let _ = sender.send(text);
-            // A program that says more does not wait for a reader.
-            io::copy(&mut stderr, &mut io::sink())
-        })?;
-    }
-    let ended = wait(&mut child);
-    if let Ok(group) = i32::try_from(child.id())
-        && let Some(group) = Pid::from_raw(group)
-    {
-        let _ = kill_process_group(group, Signal::KILL);
-    }
-    if ended.is_err() {
-        // It may be in the kernel for long.
-        thread::Builder::new().name("arbiter".into()).spawn(move || child.wait())?;
-    }
-    match ended? {
-        Some(0) => Ok(true),
-        Some(1) => Ok(false),
-        code => {
-            let text = message.recv_timeout(MESSAGE_WITHIN).unwrap_or_default();
-            let code = code.map_or("a signal".into(), |code| format!("exit status {code}"));
-            Err(anyhow!("{code}: {}", String::from_utf8_lossy(&text).trim()))
-        }
-    }
-}
-
-/// Waits for the exit status of a program.
-fn wait(child: &mut Child) -> Result<Option<i32>> {
-    let deadline = Instant::now() + ANSWER_WITHIN;
-    loop {
-        match child.try_wait()? {
-            Some(status) => return Ok(status.code()),
-            None if Instant::now() >= deadline => {
-                return Err(anyhow!("no end within {} s", ANSWER_WITHIN.as_secs()));
-            }
-            None => thread::sleep(POLL_INTERVAL),
-        }
-    }
 }

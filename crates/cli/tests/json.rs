@@ -15,7 +15,7 @@ use tempfile::TempDir;
 
 const TIMEOUT: Duration = Duration::from_secs(120);
 /// Events that need a QEMU, a guest, a tap or an interrupted move; the lab has tests of them.
-const ELSEWHERE: [&str; 15] = [
+const ELSEWHERE: [&str; 19] = [
     "hosts",
     "move",
     "unreadable",
@@ -27,6 +27,10 @@ const ELSEWHERE: [&str; 15] = [
     "instant",
     "recorded",
     "takes-over",
+    "protected",
+    "checkpoints",
+    "unprotected",
+    "protection-ended",
     "resumed",
     "undecided",
     "statistics",

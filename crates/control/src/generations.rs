@@ -12,12 +12,13 @@
 //! next one without the word of the source knows that its host is off, or has ended it.
 
 use std::fs::{self, File};
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use towline_launch::{GuestGenerations, RunningGuest, RuntimeError, RuntimeRoot};
 
+use crate::durable::{create_once, sync};
 use crate::journal::now_ms;
 use crate::process::Process;
 use crate::procfs::of_kernel;
@@ -304,47 +305,6 @@ impl Generation {
         let Self { number, holder: Holder { host, pid, .. } } = self;
         Error::Taken { number, host, pid }
     }
-}
-
-/// Makes a file that has all of these bytes at every moment, durably, on storage of several hosts: one of many gets it.
-///
-/// # Errors
-/// `AlreadyExists`: it is there, and durable. A server may have made it for this call, and its reply was lost.
-pub(crate) fn create_once(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let (directory, staging) = (path.parent().unwrap_or(Path::new("/")), staging(path));
-    let linked = write(&staging, bytes).and_then(|()| fs::hard_link(&staging, path));
-    let _ = fs::remove_file(&staging);
-    match linked {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
-        linked => sync(directory).and(linked),
-    }
-}
-
-/// Gives a file this content in one step, durably.
-pub(crate) fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let staging = staging(path);
-    let replaced = write(&staging, bytes).and_then(|()| fs::rename(&staging, path));
-    if replaced.is_err() {
-        let _ = fs::remove_file(&staging);
-    }
-    replaced.and_then(|()| path.parent().map_or(Ok(()), sync))
-}
-
-/// Name of a file beside this one, of this process alone.
-fn staging(path: &Path) -> PathBuf {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    path.with_file_name(format!(".{name}-{:016x}", fastrand::u64(..)))
-}
-
-fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let mut file = File::create_new(path)?;
-    file.write_all(bytes)?;
-    file.sync_all()
-}
-
-/// Has a directory on its storage.
-pub(crate) fn sync(directory: &Path) -> io::Result<()> {
-    File::open(directory)?.sync_all()
 }
 
 #[cfg(test)]

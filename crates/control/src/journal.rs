@@ -34,7 +34,7 @@ use crate::lock::lock;
 use crate::process::{Process, ProcessState};
 use crate::procfs::start_time;
 
-pub use record::{ChangedValue, UndoRecord};
+pub use record::{ChangedValue, ProtectionRecord, UndoRecord};
 use record::{JournalContents, JournalHeader, JournalLine, VERSION};
 pub(crate) use record::{monotonic_ms, now_ms, pid_namespace};
 pub use runtime_directory::{RuntimeDirectory, RuntimeDirectoryError};

@@ -7,11 +7,13 @@
 //! plan            copies a guest from a source to a destination, with rollback
 //! run             starts QEMUs for the guests of an image, and supervises them
 //! record          an image of a running guest at each interval
+//! protect         another host goes on with a running guest when this one is lost
 //! remote          another host, whose towline is driven over OpenSSH
 //! upgrade         replaces the QEMU of a running guest, with the memory left where it is
 //! qemu            one QEMU: facts, process, settings that are restored afterwards
 //! generations     which place may continue a guest that several hosts run in turn
 //! moves           records of undecided moves, which are listed and finished later
+//! arbiter         which of two hosts may go on with a guest
 //! journal         changes of a QEMU, in a file that outlives a killed towline
 //! ```
 //!
@@ -20,8 +22,11 @@
 
 #![deny(unsafe_code)]
 
+pub mod arbiter;
+mod cards;
 pub mod check;
 pub mod device;
+mod durable;
 pub mod generations;
 mod hex;
 pub mod in_place;
@@ -30,6 +35,7 @@ pub mod moves;
 pub mod plan;
 mod process;
 mod procfs;
+pub mod protect;
 pub mod qemu;
 pub mod record;
 pub mod remote;

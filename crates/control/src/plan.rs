@@ -63,6 +63,7 @@ pub use error::{BlockedBy, Error, Failure};
 pub use invalid::{CopiedPages, Invalid, InvalidEnds, InvalidPostcopy, InvalidTls};
 pub use outcomes::{GuestAfterFailure, SourceCategory};
 pub(crate) use preflight::report_findings;
+pub(crate) use private_dir::PrivateDir;
 pub use progress::{
     ComparedDisks, CopyPhase, CopyReport, DestinationState, DiskProgress, HostFacts, Observer,
     PostcopyReport, Progress, SourceState,

@@ -4,6 +4,7 @@
 //! [`AppliedSettings`] changes capabilities and parameters and restores them. Out of scope: when to change
 //! them, and in which order.
 
+mod checkpoints;
 mod comparison;
 mod compatibility;
 mod connection;

@@ -29,7 +29,9 @@ mod frames;
 mod guest;
 mod host;
 mod new_disks;
+mod protection;
 mod room;
+mod waiting;
 
 use std::path::PathBuf;
 
@@ -41,7 +43,7 @@ use towline_migration::Compression;
 use towline_qmp::Command;
 use towline_qmp::commands::Capability;
 
-pub use agent::{Agent, AgentCopy, ended, greeting, listening, notice};
+pub use agent::{Agent, AgentCopy, AgentTask, ended, greeting, listening, notice};
 pub use departure::Departure;
 use disks::DisksToJudge;
 pub use disks::{CopiedDisk, DiskPolicy, DiskToken};
@@ -49,6 +51,8 @@ pub use error::Error;
 pub use frames::{FramePassing, FrameReceiver};
 pub use guest::{DepartingGuest, Fit};
 pub use host::{Arrival, RemoteHost, SessionTimeouts, SshTarget};
+pub(crate) use protection::NewStandby;
+pub use protection::{AgentStandby, StandbyCommands};
 
 /// Version of the commands of an agent.
 const SESSION: u64 = 2;
@@ -95,6 +99,9 @@ pub struct NewGuest {
     pub settings: Vec<String>,
     /// True if the command line is used unchanged, with its files and programs.
     pub is_trusted: bool,
+    /// Its memory is one that this agent writes: it stands by for a guest.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_standby: bool,
     /// Generations of the guest, of which it runs the next there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub generations: Option<GuestGenerations>,

@@ -38,6 +38,7 @@ use guests::PlannedGuests;
 use image::RunImage;
 use running::Guests;
 
+pub(crate) use guests::main_memory;
 pub use guests::{GuestStart, MemoryOrigin, Notice, recorded_command_line};
 pub use image::ImageChange;
 pub use options::{

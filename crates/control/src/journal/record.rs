@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use towline_qmp::commands::Capability;
 
+use crate::arbiter::{Arbiter, Claimant};
 use crate::process::Process;
 use crate::procfs::{own_process, start_time};
 
@@ -70,6 +71,8 @@ pub enum UndoRecord {
     },
     /// Disks that another QEMU may write.
     Exports,
+    /// A guest that another host protects.
+    Protection(ProtectionRecord),
     /// A temporary directory.
     Directory {
         /// Path of the directory.
@@ -79,6 +82,24 @@ pub enum UndoRecord {
         /// Inode of the file.
         inode: u64,
     },
+}
+
+/// A protection of a guest by another host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct ProtectionRecord {
+    /// Process that takes its checkpoints.
+    pub ferry_pid: i32,
+    /// Start time of that, in clock ticks since boot.
+    pub ferry_start_time: u64,
+    /// Control sockets of the guest's cards, which hold its output.
+    pub cards: Vec<PathBuf>,
+    /// The guest's generation.
+    pub generation: u64,
+    /// Arbiter, which decides who goes on with it.
+    pub arbiter: Arbiter,
+    /// Claimant of the generation.
+    pub claimant: Claimant,
 }
 
 impl UndoRecord {

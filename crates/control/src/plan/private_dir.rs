@@ -16,7 +16,7 @@ use crate::temporary_names::{self, LockedDir};
 
 /// A private directory; removed with its contents on drop.
 #[derive(Debug)]
-pub(super) struct PrivateDir {
+pub(crate) struct PrivateDir {
     made: LockedDir,
     /// Owner of the directory and its sockets, if it is not this process's user.
     owner: Option<FileOwner>,
@@ -26,7 +26,7 @@ pub(super) struct PrivateDir {
 impl PrivateDir {
     /// Creates a directory for `qemu`, which can enter it also as another user, and records it in its
     /// journal.
-    pub(super) fn for_qemu(qemu: &Qemu) -> Result<Self, Error> {
+    pub(crate) fn for_qemu(qemu: &Qemu) -> Result<Self, Error> {
         let place = temporary_names::temp_dir();
         let place = place.map_err(|source| Error::PrivateDir { path: std::env::temp_dir(), source })?;
         static SWEPT: Once = Once::new();
@@ -59,7 +59,7 @@ impl PrivateDir {
     }
 
     /// A path in the directory.
-    pub(super) fn join(&self, name: &str) -> PathBuf {
+    pub(crate) fn join(&self, name: &str) -> PathBuf {
         self.made.path.join(name)
     }
 }

@@ -48,6 +48,16 @@ pub enum Error {
         /// The job.
         job: String,
     },
+    /// Another host has its guest.
+    #[error(
+        "the guest of QEMU on {socket} goes on at the host that protected it, as generation {generation}: it was ended here"
+    )]
+    GoesOnElsewhere {
+        /// The socket.
+        socket: String,
+        /// The guest's generation there.
+        generation: u64,
+    },
     /// Another towline works on it, or its journal cannot be used.
     #[error("{0}")]
     Journal(#[from] journal::Error),

@@ -22,7 +22,8 @@ use super::facts::IncomingState;
 use super::migration::MIGRATION_CLEANUP_TIMEOUT;
 use super::settings::Change;
 use crate::journal::{
-    ChangedValue, Error as JournalError, Journal, RuntimeDirectory, UndoRecord, monotonic_ms, sweep,
+    ChangedValue, Error as JournalError, Journal, JournalEntry, RuntimeDirectory, UndoRecord, monotonic_ms,
+    sweep,
 };
 use crate::temporary_names;
 
@@ -37,11 +38,23 @@ const IN_PROGRESS: [MigrationStatus; 2] = [MigrationStatus::ACTIVE, MigrationSta
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Result of undoing one change.
-enum RecordOutcome {
+pub(super) enum RecordOutcome {
     /// Undone or obsolete, as these texts describe.
     Done(Vec<String>),
     /// Not undone, for this reason.
     Left(String),
+}
+
+impl RepairReport {
+    fn add(&mut self, entry: &JournalEntry, outcome: RecordOutcome) {
+        match outcome {
+            RecordOutcome::Done(done) => {
+                entry.done();
+                self.done.extend(done);
+            }
+            RecordOutcome::Left(left) => self.left.push(left),
+        }
+    }
 }
 
 impl RecordOutcome {
@@ -129,6 +142,14 @@ impl Qemu {
     }
 
     fn put_back(&mut self, journal: &Journal, owner: i32) -> Result<RepairReport, Error> {
+        let mut repaired =
+            RepairReport { socket: self.socket().to_owned(), owner, done: Vec::new(), left: Vec::new() };
+        // No setting can be restored while its checkpoints are taken.
+        for (entry, record) in journal.records() {
+            if let UndoRecord::Protection(protection) = &record {
+                repaired.add(&entry, self.end_protection(protection)?);
+            }
+        }
         let records = journal.records();
         let seen = records.iter().find_map(|(_, record)| match record {
             UndoRecord::Migration { seen_ms, .. } => *seen_ms,
@@ -137,22 +158,17 @@ impl Qemu {
         let has = |is_it: fn(&UndoRecord) -> bool| records.iter().any(|(_, record)| is_it(record));
         let pauses = has(pauses) && has(|record| matches!(record, UndoRecord::Migration { .. }));
         let busy = self.wait_until_idle(seen, pauses)?;
-        let mut repaired =
-            RepairReport { socket: self.socket().to_owned(), owner, done: Vec::new(), left: Vec::new() };
         for (entry, record) in records {
+            if matches!(record, UndoRecord::Protection(_)) {
+                continue;
+            }
             let outcome = match (&busy, record.remove_files()) {
                 (_, Some(Ok(done))) => RecordOutcome::done(done),
                 (_, Some(Err(error))) => RecordOutcome::Left(format!("{}: {error}", name(&record))),
                 (Some(text), None) => RecordOutcome::Left(format!("{}: {text}", name(&record))),
                 (None, None) => self.undo(&record)?,
             };
-            match outcome {
-                RecordOutcome::Done(done) => {
-                    entry.done();
-                    repaired.done.extend(done);
-                }
-                RecordOutcome::Left(left) => repaired.left.push(left),
-            }
+            repaired.add(&entry, outcome);
         }
         Ok(repaired)
     }
@@ -230,7 +246,7 @@ impl Qemu {
                 self.end_exports()?;
                 RecordOutcome::done("its disks are not offered to others any more".into())
             }
-            UndoRecord::Directory { .. } => RecordOutcome::Done(Vec::new()),
+            UndoRecord::Protection(_) | UndoRecord::Directory { .. } => RecordOutcome::Done(Vec::new()),
         })
     }
 
@@ -365,6 +381,7 @@ fn name(record: &UndoRecord) -> String {
         UndoRecord::Stopped { .. } => "run state".into(),
         UndoRecord::Mirrors { .. } => "copies of disks".into(),
         UndoRecord::Exports => "disks for others".into(),
+        UndoRecord::Protection(_) => "protection".into(),
         UndoRecord::Directory { path, .. } => path.display().to_string(),
     }
 }

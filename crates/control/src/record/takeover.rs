@@ -20,7 +20,7 @@ use towline_image::manifest::Timestamp;
 
 use super::error::Error;
 use super::place::Place;
-use crate::generations::{create_once, replace, sync};
+use crate::durable::{create_once, replace, sync};
 use crate::procfs::of_kernel;
 
 const DIRECTORY: &str = "takeovers";

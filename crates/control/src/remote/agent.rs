@@ -1,19 +1,18 @@
 //! The other end of the session: makes a place for a guest, and receives it; or sends an image.
 
-use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::thread;
 use std::time::Duration;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 use towline_channel::{Address, Listener, OneTimeCredentials, OneTimeKey};
-use towline_compat::{ConfiguredBy, Facts, facts::Subject};
+use towline_compat::facts::{BlockFacts, Subject};
+use towline_compat::{ConfiguredBy, Facts};
 use towline_launch::{
-    GuestDirectory, GuestIdentity, GuestName, HostArguments, IncomingOption, Launcher, Lifetime, Recorded,
-    RunningGuest, RunningQemu, RuntimeError, RuntimeRoot,
+    GuestDirectory, GuestIdentity, GuestName, HostArguments, IncomingOption, Launcher, Lifetime, QemuVersion,
+    Recorded, RunningGuest, RuntimeError, RuntimeRoot,
 };
 use towline_migration::Compression;
 use towline_qmp::commands::{Capability, QueryStatus, RunState};
@@ -24,30 +23,31 @@ use super::disks::{CopiedDisk, WrittenDisk};
 use super::frames::{Card, FrameReceiver};
 use super::guest::compare;
 use super::new_disks::NewDisks;
+use super::protection::{AgentStandby, NewStandby, StandsBy};
+use super::waiting::{END_TIMEOUT, StartedForGuest, failed, free_port, own_address, with_peer};
 use super::{
     ENDED, Ended, FRAMES, FRAMES_KEY, LISTENING, NewGuest, Place, Prepare, Prepared, Receive, ReceiveDirect,
     Receiving, SESSION, SESSION_KEY, SendImage, Sending, compression_of,
 };
 use crate::check::CheckEnd;
-use crate::hex::{from_hex, to_hex};
+use crate::hex::to_hex;
 use crate::lock::lock;
 use crate::plan::{
     self, AfterCopy, ConnectingEnd, CopyRequest, CopyResult, Destination, Direct, SHARED_CAPABILITIES,
     Source, Task, Tls, TransferOptions, WritableDisks, wait_for_socket,
 };
 use crate::procfs::of_kernel;
+use crate::protect::StandbyMemory;
 use crate::qemu::Qemu;
 
 /// Commands of an agent.
-const COMMANDS: [&str; 3] = [Prepare::NAME, Receive::NAME, SendImage::NAME];
+const COMMANDS: [&str; 4] = [Prepare::NAME, Receive::NAME, SendImage::NAME, NewStandby::NAME];
 /// Time for which a socket of a QEMU that is being started is waited for.
 const SOCKET_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for which the source may take to connect, once it knows where.
 const ACCEPT_TIMEOUT: Duration = Duration::from_secs(60);
 /// The same after its disks were copied; the end of the session ends it before.
 const DISKS_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
-/// Time in which a QEMU that is not needed ends; it is killed then.
-const END_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// An agent, which prepares one guest for its host. A QEMU that it has started is ended with it.
 #[derive(Debug)]
@@ -62,6 +62,7 @@ enum State {
     Begun,
     Prepared(Box<Ready>),
     Copies(Box<AgentCopy>),
+    StandsBy(Box<AgentStandby>),
 }
 
 /// A place that was made for a guest.
@@ -72,14 +73,25 @@ struct Ready {
     refusals: Vec<String>,
     copies_disks: bool,
     cards: Vec<Card>,
+    /// Memory of a standby.
+    memory: Option<StandbyMemory>,
 }
 
-/// A QEMU that waits for its guest, and ends with this value unless it is kept.
+/// A QEMU that was started, its monitor, and the memory of a standby.
+struct Started {
+    monitor: PathBuf,
+    memory: Option<StandbyMemory>,
+    started: StartedForGuest,
+}
+
+/// Task of an agent once its session has prepared it.
 #[derive(Debug)]
-struct StartedForGuest {
-    qemu: Option<RunningQemu>,
-    /// Disks that were made for it.
-    disks: NewDisks,
+#[non_exhaustive]
+pub enum AgentTask {
+    /// Receives or sends a guest.
+    Copy(Box<AgentCopy>),
+    /// Stands by for one.
+    StandBy(Box<AgentStandby>),
 }
 
 /// The guest that is received or sent next.
@@ -97,29 +109,6 @@ pub struct AgentCopy {
     started: Option<StartedForGuest>,
 }
 
-impl Drop for StartedForGuest {
-    fn drop(&mut self) {
-        if thread::panicking() {
-            // Where the guest is is not known.
-            return self.keep();
-        }
-        let Some(qemu) = self.qemu.take() else { return };
-        qemu.quit();
-        if qemu.wait(END_TIMEOUT).is_none() {
-            qemu.kill();
-            let _ = qemu.wait(END_TIMEOUT);
-        }
-    }
-}
-
-impl StartedForGuest {
-    /// Has them outlive this process.
-    fn keep(&mut self) {
-        drop(self.qemu.take());
-        self.disks.keep();
-    }
-}
-
 impl Commands for Agent {
     fn names(&self) -> &[&'static str] {
         &COMMANDS
@@ -130,6 +119,7 @@ impl Commands for Agent {
             Prepare::NAME => reply(&self.prepare(&parsed(arguments)?)?),
             Receive::NAME => reply(&self.receive(&parsed(arguments)?)?),
             SendImage::NAME => reply(&self.send(&parsed(arguments)?)?),
+            NewStandby::NAME => reply(&self.stand_by(&parsed(arguments)?)?),
             _ => Err(CommandError::NotFound),
         }
     }
@@ -143,21 +133,18 @@ fn reply(value: &impl Serialize) -> Result<Value, CommandError> {
     serde_json::to_value(value).map_err(|error| CommandError::generic(error.to_string()))
 }
 
-fn failed(error: impl std::fmt::Display) -> CommandError {
-    CommandError::generic(error.to_string())
-}
-
 impl Agent {
     /// An agent whose guests are below `root`.
     pub fn new(root: RuntimeRoot) -> Self {
         Self { root, state: Mutex::default() }
     }
 
-    /// The guest that is received or sent, once that was requested.
-    pub fn copy(&self) -> Option<AgentCopy> {
+    /// The next task, once that was requested.
+    pub fn task(&self) -> Option<AgentTask> {
         let mut state = self.state();
         match std::mem::take(&mut *state) {
-            State::Copies(copy) => Some(*copy),
+            State::Copies(copy) => Some(AgentTask::Copy(copy)),
+            State::StandsBy(standby) => Some(AgentTask::StandBy(standby)),
             other => {
                 *state = other;
                 None
@@ -171,11 +158,14 @@ impl Agent {
 
     fn prepare(&self, request: &Prepare) -> Result<Prepared, CommandError> {
         let guest = Facts::parse(request.facts.to_string().as_bytes()).map_err(failed)?;
+        let mut memory = None;
         let (destination, started) = match &request.place {
             Place::Qmp(path) => (Destination::Qmp(path.clone()), None),
-            Place::Guest(guest) => {
-                let (path, started) = self.start(guest, request.disks.copied())?;
-                (Destination::Qmp(path), Some(started))
+            Place::Guest(place) => {
+                let blocks = blocks(&guest).filter(|_| place.is_standby);
+                let started = self.start(place, request.disks.copied(), blocks)?;
+                memory = started.memory;
+                (Destination::Qmp(started.monitor), Some(started.started))
             }
             Place::File(path) => (Destination::Image(path.clone()), None),
             Place::Store(location) => (Destination::Store(location.parse().map_err(failed)?), None),
@@ -195,18 +185,19 @@ impl Agent {
         };
         let copies_disks = !request.disks.copied().is_empty();
         let names = cards.iter().map(|card| card.chardev().to_owned()).collect();
-        let ready = Ready { destination, started, refusals: refusals.clone(), copies_disks, cards };
+        let ready = Ready { destination, started, refusals: refusals.clone(), copies_disks, cards, memory };
         *self.state() = State::Prepared(Box::new(ready));
         Ok(Prepared { facts, refusals, cards: names })
     }
 
     /// Makes these disks, and starts a QEMU for this guest. Both outlive this process, which may be killed while the guest is there already.
-    /// Also returns its monitor.
+    /// `blocks`: those of a guest for which it stands by.
     fn start(
         &self,
         guest: &NewGuest,
         copied: &[CopiedDisk],
-    ) -> Result<(PathBuf, StartedForGuest), CommandError> {
+        blocks: Option<&[BlockFacts]>,
+    ) -> Result<Started, CommandError> {
         let recorded = Recorded::from_json(guest.command_line.as_bytes()).map_err(failed)?;
         let name: GuestName = guest.name.parse().map_err(failed)?;
         if self.root.ends_with_session() && !lingers() {
@@ -227,7 +218,12 @@ impl Agent {
         };
         let host = host.for_guest(GuestIdentity { n: 0, name: name.as_str() }).map_err(failed)?;
         let allowed = if guest.is_trusted { recorded.trust(&host) } else { recorded.allow(&host) };
-        let allowed = allowed.map_err(failed)?;
+        let mut allowed = allowed.map_err(failed)?;
+        let memory = blocks.map(|blocks| {
+            let version = QemuVersion::of_binary(&host).map_err(failed)?;
+            StandbyMemory::new(blocks, &mut allowed, version).map_err(failed)
+        });
+        let memory = memory.transpose()?;
         let directory = self.claim(&name).map_err(failed)?;
         let list = directory.path().join(NewDisks::FILE);
         let mut launcher = Launcher::new(directory);
@@ -237,7 +233,8 @@ impl Agent {
         let disks = NewDisks::make(copied, &allowed.whole(), &host, &list);
         let disks = disks.map_err(CommandError::generic)?;
         let qemu = launcher.start(&allowed, &host).map_err(failed)?;
-        Ok((qemu.qmp_path(), StartedForGuest { qemu: Some(qemu), disks }))
+        let monitor = qemu.qmp_path();
+        Ok(Started { monitor, memory, started: StartedForGuest { qemu: Some(qemu), disks } })
     }
 
     /// Takes the name, also from a QEMU that an agent which was killed has left without a guest, and removes the disks that it was given.
@@ -300,6 +297,30 @@ impl Agent {
         Ok(Receiving { certificate, disk_port, is_direct })
     }
 
+    fn stand_by(&self, request: &NewStandby) -> Result<StandsBy, CommandError> {
+        let mut state = self.state();
+        let State::Prepared(ready) = std::mem::take(&mut *state) else {
+            return Err(CommandError::generic("nothing is prepared"));
+        };
+        let Ready {
+            destination: Destination::Qmp(monitor),
+            started: Some(started),
+            memory: Some(memory),
+            refusals,
+            cards,
+            ..
+        } = *ready
+        else {
+            return Err(CommandError::generic("no standby is prepared"));
+        };
+        if !refusals.is_empty() {
+            return Err(CommandError::generic(refusals.join("; ")));
+        }
+        let (standby, reply) = AgentStandby::new(request, monitor, memory, &cards, started)?;
+        *state = State::StandsBy(Box::new(standby));
+        Ok(reply)
+    }
+
     fn send(&self, request: &SendImage) -> Result<Sending, CommandError> {
         let mut state = self.state();
         let (source, facts) = match (&*state, &request.place) {
@@ -341,11 +362,6 @@ impl Agent {
 }
 
 /// Keys of both ends, with the other's certificate in hexadecimal digits.
-fn with_peer(key: OneTimeKey, certificate: &str) -> Result<OneTimeCredentials, CommandError> {
-    let peer = from_hex(certificate);
-    Ok(key.with_peer(peer.ok_or_else(|| CommandError::generic("the certificate is not one"))?))
-}
-
 fn known_compression(method: &str, level: u8) -> Result<Compression, CommandError> {
     let known = compression_of(method, level);
     known.ok_or_else(|| CommandError::generic(format!("compression {method}:{level} is not known")))
@@ -360,11 +376,6 @@ fn direct_of(request: &ReceiveDirect) -> Result<Direct, CommandError> {
     Ok(Direct { is_encrypted: request.is_encrypted, capabilities: request.capabilities.clone() })
 }
 
-/// Any port of the address by which ssh has reached this host.
-fn free_port() -> Address {
-    Address::Tcp { host: own_address().map_or_else(String::new, |ip| ip.to_string()), port: 0 }
-}
-
 /// Has this copy receive disks first, however long they take. Returns the port.
 fn listen_for_disks(request: &mut CopyRequest) -> Result<u16, CommandError> {
     let options = plan::listen_options(request).map_err(failed)?;
@@ -374,6 +385,14 @@ fn listen_for_disks(request: &mut CopyRequest) -> Result<u16, CommandError> {
     };
     (request.disks, request.accept_timeout) = (WritableDisks::Exported { listener }, DISKS_TIMEOUT);
     Ok(port)
+}
+
+/// Memory of a guest, block by block.
+fn blocks(guest: &Facts) -> Option<&[BlockFacts]> {
+    match &guest.subject {
+        Subject::Qemu(qemu) => Some(&qemu.blocks),
+        _ => None,
+    }
 }
 
 /// Returns true while the towline that has started this QEMU lives.
@@ -447,11 +466,6 @@ pub fn greeting() -> String {
         "session": SESSION, "host": host, "kernel": kernel, "address": own_address(), FRAMES_KEY: FRAMES,
     });
     Dialogue::greeting(Map::from_iter([(SESSION_KEY.to_owned(), session)]))
-}
-
-/// Address by which ssh has reached this host: `SSH_CONNECTION` is the client's address and port, and the server's.
-fn own_address() -> Option<IpAddr> {
-    std::env::var("SSH_CONNECTION").ok()?.split(' ').nth(2)?.parse().ok()
 }
 
 /// The line of an agent that listens at this address.

@@ -36,6 +36,7 @@ const ANNOUNCED_WITHIN: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(super) struct Card {
     chardev: String,
+    control: PathBuf,
     client: Client,
 }
 
@@ -84,7 +85,12 @@ impl Card {
         let mut client = Client::connect(&control, &options).ok()?;
         let found = client.execute_raw("query-migration-version", None).ok()?;
         let chardev = chardev["label"].as_str()?.to_owned();
-        (found["type"] == "net").then_some(Self { chardev, client })
+        (found["type"] == "net").then_some(Self { chardev, control, client })
+    }
+
+    /// Its control socket.
+    pub(super) fn control(&self) -> &Path {
+        &self.control
     }
 
     pub(super) fn chardev(&self) -> &str {

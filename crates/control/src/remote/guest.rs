@@ -1,7 +1,7 @@
 //! The guest that goes to another host, and whether it would run there.
 
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::Value;
@@ -112,7 +112,13 @@ impl DepartingGuest {
         Ok(Direct { is_encrypted, capabilities })
     }
 
-    fn qemu(&self) -> Option<&QemuFacts> {
+    /// Control sockets of its cards.
+    pub(crate) fn card_controls(&self) -> Vec<PathBuf> {
+        self.cards.iter().map(|card| card.control().to_owned()).collect()
+    }
+
+    /// Facts about its QEMU.
+    pub(crate) fn qemu(&self) -> Option<&QemuFacts> {
         match &self.facts.subject {
             Subject::Qemu(qemu) => Some(qemu),
             _ => None,

@@ -344,7 +344,7 @@ impl RemoteHost {
     }
 
     /// Waits until it listens for the stream. Returns where.
-    fn await_listening(&mut self) -> Result<Address, Error> {
+    pub(super) fn await_listening(&mut self) -> Result<Address, Error> {
         let event = self.await_event(&[LISTENING, ENDED], REPLY_TIMEOUT, &|_| {});
         let event = event.map_err(|error| self.failed(error))?;
         let event = event.ok_or_else(|| self.unexpected("nothing".into(), "the port that it listens on"))?;
@@ -418,7 +418,13 @@ impl RemoteHost {
         result
     }
 
-    fn execute<C: qmp::Command>(&mut self, command: &C) -> Result<C::Return, Error> {
+    /// Has the session wait for each reply for this time.
+    pub(super) fn set_patience(&mut self, deadline: Duration) {
+        self.client.set_interrupt(None);
+        self.client.set_deadline(deadline);
+    }
+
+    pub(super) fn execute<C: qmp::Command>(&mut self, command: &C) -> Result<C::Return, Error> {
         self.client.execute(command).map_err(|error| self.failed(error))
     }
 

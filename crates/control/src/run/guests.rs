@@ -274,28 +274,35 @@ impl MappedGuest {
     }
 }
 
+/// Names of the blocks that are the guest's RAM, of blocks with these names and lengths.
+pub(crate) fn main_memory<'a>(
+    blocks: impl Iterator<Item = (&'a str, u64)> + Clone,
+    whole: &CommandLine,
+) -> Result<Vec<String>, String> {
+    let backends = backends(whole);
+    if backends.is_empty() {
+        // The machine's own memory is the largest block by far; others are firmware and video memory.
+        let main = blocks.max_by_key(|(_, length)| *length).filter(|(name, _)| name.ends_with(".ram"));
+        let (name, _) = main.ok_or("no block of the guest is the machine's memory")?;
+        return Ok(vec![name.to_owned()]);
+    }
+    match backends.iter().find(|id| !blocks.clone().any(|(name, _)| name == id.as_str())) {
+        Some(id) => Err(format!("the guest has no block of the memory backend {id}")),
+        None => Ok(backends),
+    }
+}
+
 /// The guest's memory, block by block, as ranges of `file`, which is the image or its reflink.
 fn blocks(image: &Image, whole: &CommandLine, file: &Path) -> Result<Vec<MappedBlock>, String> {
     let blocks = image.ram_blocks();
-    let backends = backends(whole);
-    let mapped: Vec<_> = if backends.is_empty() {
-        // The machine's own memory is the largest block by far; others are firmware and video memory.
-        let main =
-            blocks.iter().max_by_key(|block| block.length).filter(|block| block.name.ends_with(".ram"));
-        vec![main.ok_or("no block of the image is the machine's memory")?]
-    } else {
-        let find = |id: &String| {
-            let block = blocks.iter().find(|block| block.name == *id);
-            block.ok_or_else(|| format!("the image has no block of the memory backend {id}"))
-        };
-        backends.iter().map(find).collect::<Result<_, _>>()?
-    };
+    let main = main_memory(blocks.iter().map(|block| (block.name.as_str(), block.length)), whole)?;
+    let mapped = main.iter().filter_map(|name| blocks.iter().find(|block| block.name == *name));
     let range = |block: &RamBlock| {
         let position = block.mapped.ok_or("the image's blocks have no position")?;
         let (id, path) = (block.name.clone(), file.to_owned());
         Ok(MappedBlock { id, path, offset: position.pages_offset, length: block.length })
     };
-    mapped.into_iter().map(range).collect()
+    mapped.map(range).collect()
 }
 
 /// Ids of the backends that are the guest's memory: the machine's, and those of its NUMA nodes. Others belong

@@ -1,0 +1,153 @@
+//! `towline protect`, and `towline ferry`.
+
+use std::os::fd::AsFd as _;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use towline_control::plan::Observer as _;
+use towline_control::protect::{self, Checkpoints, Error, ProtectEnd, ProtectObserver, ProtectRequest};
+use towline_control::remote::{NewGuest, Place, SessionTimeouts};
+use towline_launch::{RuntimeRoot, Setting};
+
+use crate::args::ProtectArgs;
+use crate::ctl;
+use crate::endpoint::Endpoint;
+use crate::events::{CheckpointsOf, FinalEvent, InterimEvent, ProtectionEnd};
+use crate::exit::{Exit, UsageError};
+use crate::notify::Notifier;
+use crate::progress::Reporter;
+use crate::signals::{SignalEffects, cancel_on_signals};
+use crate::units::{counted, size};
+
+/// Time in which ssh connects.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Silence after which ssh takes the other host for lost. Checkpoints notice that earlier.
+const SESSION_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Program before those that end by this process alone. Ctrl-C is sent to all processes of a terminal, and a service manager's SIGTERM to all
+/// of a service.
+const IGNORING_SIGNALS: [&str; 2] = ["env", "--ignore-signal=HUP,INT,QUIT,TERM"];
+
+/// Runs the command.
+pub(crate) fn run(args: &ProtectArgs) -> Result<Exit> {
+    let request = request(args)?;
+    let reporter = Reporter::new(&args.output);
+    let cancel = cancel_on_signals(SignalEffects {
+        first: "ending the protection; the guest runs on",
+        second: Some("`towline repair` ends the protection; until then the guest's output is held"),
+    })?;
+    let output = Output {
+        reporter: &reporter,
+        notifier: Notifier::from_environment(),
+        name: args.destination.to_string(),
+    };
+    let end = match protect::protect(&request, &cancel, &output) {
+        Err(error @ Error::Undecided { .. }) => {
+            return Ok(reporter.failed(&error.to_string(), "other", Exit::NeedsAttention));
+        }
+        end => end?,
+    };
+    output.notifier.stopping();
+    let name = &output.name;
+    let (text, event, exit) = match end {
+        ProtectEnd::Cancelled => {
+            ("ended; the guest runs on, unprotected".to_owned(), ProtectionEnd::Cancelled, Exit::Done)
+        }
+        ProtectEnd::GuestEnded => {
+            ("the guest has ended, and so has its copy".to_owned(), ProtectionEnd::GuestEnded, Exit::Ended)
+        }
+        ProtectEnd::Died => (
+            format!("the guest's QEMU has died: {name} goes on with the guest"),
+            ProtectionEnd::Died,
+            Exit::Ended,
+        ),
+        ProtectEnd::TakenOver { generation, reason } => (
+            format!("{name} has the guest, as generation {generation} ({reason}): it was ended here"),
+            ProtectionEnd::TakenOver,
+            Exit::Ended,
+        ),
+        _ => unreachable!("all ends are known here"),
+    };
+    reporter.line(&text);
+    Ok(reporter.result(FinalEvent::ProtectionEnded { end: event }, exit))
+}
+
+fn request(args: &ProtectArgs) -> Result<ProtectRequest> {
+    let Endpoint::Ssh(end) = &args.destination else {
+        return Err(UsageError(format!("{}: expected ssh:HOST", args.destination)).into());
+    };
+    let Place::Guest(given) = &end.place else {
+        return Err(UsageError(format!(
+            "{end}: expected ssh:HOST, or ssh:HOST/NAME with the guest's name there"
+        ))
+        .into());
+    };
+    let settings = args.set.iter().map(|Setting { key, value }| format!("{key}={value}")).collect();
+    let guest = NewGuest {
+        binary: args.qemu.clone(),
+        settings,
+        is_trusted: args.trust_command_line,
+        is_standby: true,
+        ..given.clone()
+    };
+    let program = std::env::current_exe().context("the program of this process")?;
+    Ok(ProtectRequest {
+        socket: ctl::socket(&args.guest, &RuntimeRoot::of_user())?.into_owned(),
+        target: end.target.clone(),
+        ssh: format!("{} {}", IGNORING_SIGNALS.join(" "), args.ssh.ssh),
+        timeouts: SessionTimeouts { connect: CONNECT_TIMEOUT, peer: SESSION_TIMEOUT },
+        guest,
+        map: None,
+        arbiter: args.arbiter.clone(),
+        epoch: args.epoch,
+        peer_timeout: args.peer_timeout,
+        checkpoint_bytes_max: usize::try_from(args.max_checkpoint).unwrap_or(usize::MAX),
+        leaks_output: args.leak_output,
+        ferry: IGNORING_SIGNALS.iter().map(Into::into).chain([program.into(), "ferry".into()]).collect(),
+    })
+}
+
+/// Runs `towline ferry`.
+pub(crate) fn ferry() -> Result<Exit> {
+    let socket = std::io::stdin().as_fd().try_clone_to_owned().context("standard input")?;
+    protect::ferry(socket);
+    Ok(Exit::Done)
+}
+
+/// Receivers of what becomes of a protection.
+struct Output<'a> {
+    reporter: &'a Reporter,
+    notifier: Notifier,
+    name: String,
+}
+
+impl ProtectObserver for Output<'_> {
+    fn protected(&self, generation: u64) {
+        self.reporter.event(InterimEvent::Protected { generation });
+        let text = format!("protected: {} goes on with the guest if this host is lost", self.name);
+        self.notifier.ready(&text);
+        self.reporter.line(&text);
+    }
+
+    fn checkpoints(&self, checkpoints: &Checkpoints) {
+        self.reporter.event(InterimEvent::Checkpoints(CheckpointsOf::new(checkpoints)));
+        let [pause, longest] = checkpoints.pause_us.map(|us| us as f64 / 1e3);
+        let [latency, latest] = checkpoints.latency_us.map(|us| us as f64 / 1e3);
+        tracing::info!(
+            "{} to {}: {}; guest stopped for {pause:.1} ms ({longest:.1} at most), at the other host after {latency:.1} ms ({latest:.1})",
+            counted(checkpoints.count, "checkpoint"),
+            checkpoints.epoch,
+            size(checkpoints.bytes),
+        );
+    }
+
+    fn unprotected(&self, reason: &str) {
+        self.reporter.event(InterimEvent::Unprotected { reason });
+        self.reporter
+            .notice(&format!("NOT PROTECTED: {reason}; the guest runs on here, and will be protected again"));
+    }
+
+    fn notice(&self, text: &str) {
+        self.reporter.notice(text);
+    }
+}

@@ -1,0 +1,58 @@
+//! Cards of a protected guest, which hold the frames that it sends: `towline net`, by its control socket.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde_json::{Map, Value};
+use towline_qmp::{self as qmp, Client};
+
+/// Timeout of a command: the guest stands while a checkpoint is marked.
+const DEADLINE: Duration = Duration::from_secs(2);
+
+/// Control sockets of all cards of a guest, in one generation.
+#[derive(Debug)]
+pub(crate) struct HoldingCards {
+    clients: Vec<Client>,
+    generation: u64,
+}
+
+impl HoldingCards {
+    /// Connects to them for a generation, and has each hold from now on.
+    pub(crate) fn hold(paths: &[PathBuf], generation: u64) -> Result<Self, qmp::Error> {
+        let connect = |path: &PathBuf| connect(path);
+        let mut cards = Self { clients: paths.iter().map(connect).collect::<Result<_, _>>()?, generation };
+        cards.execute("hold", &[])?;
+        Ok(cards)
+    }
+
+    /// Closes the open epoch of each.
+    pub(crate) fn mark(&mut self, epoch: u64) -> Result<(), qmp::Error> {
+        self.execute("mark", &[("epoch", epoch.into())])
+    }
+
+    /// Sends what was held up to this epoch.
+    pub(crate) fn release(&mut self, epoch: u64) -> Result<(), qmp::Error> {
+        self.execute("release", &[("epoch", epoch.into())])
+    }
+
+    /// Sends all that is held, and holds no more.
+    pub(crate) fn pass(&mut self) -> Result<(), qmp::Error> {
+        self.execute("pass", &[])
+    }
+
+    fn execute(&mut self, name: &str, arguments: &[(&str, Value)]) -> Result<(), qmp::Error> {
+        let arguments = arguments.iter().map(|(key, value)| ((*key).to_owned(), value.clone()));
+        let generation = ("generation".to_owned(), self.generation.into());
+        let arguments: Map<_, _> = arguments.chain([generation]).collect();
+        for client in &mut self.clients {
+            client.execute_raw(name, Some(arguments.clone()))?;
+        }
+        Ok(())
+    }
+}
+
+/// Connects to the control socket of a card.
+fn connect(path: &Path) -> Result<Client, qmp::Error> {
+    let options = qmp::Options { deadline: DEADLINE, greeting_deadline: DEADLINE, ..qmp::Options::default() };
+    Client::connect(path, &options)
+}

@@ -1,0 +1,233 @@
+//! The process that takes checkpoints of a guest, and passes them on to its standby.
+//!
+//! ```text
+//!   QEMU ── COLO ──► take ── whole checkpoints, in this process's memory ──► pass on ── TLS ──► standby
+//!                     │ mark, while the guest is stopped                       │ release, once the standby has it
+//!                     └──────────────────────► cards ◄─────────────────────────┘
+//! ```
+//! The guest is stopped while a checkpoint is received from its QEMU, and never for the network: where the standby is late, the next
+//! checkpoint begins later.
+//!
+//! It holds no monitor, and may die at any moment: the keeper, another process, has the guest run on then. If the keeper dies, it goes on.
+
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use towline_channel::{
+    Address, Cancel, Channel, ConnectOptions, Listener, OneTimeKey, TlsClient, connect_with,
+};
+use towline_migration::Error;
+use towline_migration::checkpoints::{self, CheckpointQueue, CheckpointSink, pass_on, pass_on_first_copy};
+use towline_migration::incoming::gather;
+use towline_protocol::colo::{Checkpoint, CheckpointBuffer, FirstCopy};
+
+use super::messages::{FerryRequest, FromFerry, Link, Lost, Received, ToFerry};
+use crate::cards::HoldingCards;
+use crate::hex::{from_hex, to_hex};
+use crate::lock::lock;
+
+/// Checkpoints in memory: one is taken while the one before it is passed on.
+const BUFFERS: usize = 2;
+/// Time for each step before the first checkpoint.
+const STEP_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time for which the way to the standby stays open after the end, while the keeper decides what has ended.
+const DECIDED_WITHIN: Duration = Duration::from_secs(10);
+/// Interval of looks at a keeper that sends nothing.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+
+/// The end of a ferry.
+#[derive(Debug)]
+struct Failure {
+    lost: Lost,
+    reason: String,
+}
+
+impl Failure {
+    fn of(lost: Lost) -> impl Fn(&dyn std::fmt::Display) -> Self {
+        move |error| Self { lost, reason: error.to_string() }
+    }
+}
+
+/// Both ends of a ferry.
+struct Ends {
+    primary: Arc<dyn Channel>,
+    standby: Arc<dyn Channel>,
+    first: FirstCopy,
+}
+
+/// Works on what the keeper at the other end of this socket sends, and returns when the protection has ended.
+pub fn ferry(socket: OwnedFd) {
+    let link = Link::new(socket);
+    // Open until the keeper has decided.
+    let mut standby = None;
+    if let Err(Failure { lost, reason }) = carry(&link, &mut standby) {
+        link.send(&FromFerry::Ended { lost, reason });
+        let deadline = Instant::now() + DECIDED_WITHIN;
+        while link.receive(deadline.saturating_duration_since(Instant::now())) != Received::End
+            && Instant::now() < deadline
+        {}
+    }
+}
+
+fn carry(link: &Link<ToFerry>, open: &mut Option<Arc<dyn Channel>>) -> Result<(), Failure> {
+    let key = OneTimeKey::generate().map_err(|error| Failure::of(Lost::Standby)(&error))?;
+    link.send(&FromFerry::Certificate(to_hex(key.certificate())));
+    let Some(ToFerry::Begin(request)) = next(link) else { return Ok(()) };
+    let standby = connect(&request, key)?;
+    *open = Some(Arc::clone(&standby));
+    let ends = first_copy(&request, standby, link)?;
+    link.send(&FromFerry::Copied);
+    let Some(ToFerry::Go) = next(link) else { return Ok(()) };
+    pass_checkpoints(&request, ends, link)
+}
+
+/// The keeper's next message; `None`: it is gone.
+fn next(link: &Link<ToFerry>) -> Option<ToFerry> {
+    loop {
+        match link.receive(LOOK_INTERVAL) {
+            Received::Message(message) => return Some(message),
+            Received::Nothing => {}
+            Received::End => return None,
+        }
+    }
+}
+
+fn connect(request: &FerryRequest, key: OneTimeKey) -> Result<Arc<dyn Channel>, Failure> {
+    let failed = Failure::of(Lost::Standby);
+    let certificate = from_hex(&request.certificate).ok_or_else(|| failed(&"its certificate is not one"))?;
+    let address: Address = request.standby.parse().map_err(|error| failed(&error))?;
+    let timeout = Duration::from_millis(request.peer_timeout_ms);
+    let work = || {
+        let tls = Some(TlsClient::one_time(&key.with_peer(certificate))?);
+        let options = ConnectOptions { tls, peer_timeout: Some(timeout), ..ConnectOptions::default() };
+        let channel = connect_with(&address, Instant::now() + STEP_TIMEOUT, &Cancel::new()?, &options)?;
+        channel.set_timeouts(Some(STEP_TIMEOUT), Some(STEP_TIMEOUT))?;
+        Ok(channel.into())
+    };
+    work().map_err(|error: towline_channel::Error| failed(&error))
+}
+
+/// Passes the first copy on.
+fn first_copy(
+    request: &FerryRequest,
+    standby: Arc<dyn Channel>,
+    link: &Link<ToFerry>,
+) -> Result<Ends, Failure> {
+    let failed = Failure::of(Lost::Guest);
+    let listener = Listener::bind(&Address::Unix(request.socket.clone())).map_err(|error| failed(&error))?;
+    link.send(&FromFerry::Listening);
+    let cancel = Cancel::new().map_err(|error| failed(&error))?;
+    let gathered = gather(listener, 0, Instant::now() + STEP_TIMEOUT, STEP_TIMEOUT, &cancel);
+    let primary = gathered.map_err(|error| failed(&error))?.main_channel();
+    let first = pass_on_first_copy(&primary, &standby);
+    // Which end has failed is in the error, and makes no difference before the first checkpoint.
+    let first = first.map_err(|error| Failure::of(Lost::Standby)(&error))?;
+    Ok(Ends { primary, standby, first })
+}
+
+/// Takes checkpoints and passes them on, until an end is lost.
+fn pass_checkpoints(request: &FerryRequest, ends: Ends, link: &Link<ToFerry>) -> Result<(), Failure> {
+    let Ends { primary, standby, first } = ends;
+    let hold = || {
+        let held = HoldingCards::hold(&request.cards, request.generation);
+        held.map_err(|error| Failure::of(Lost::Card)(&error))
+    };
+    let (marks, releases) = (hold()?, hold()?);
+    let timeout = Some(Duration::from_millis(request.peer_timeout_ms));
+    standby.set_timeouts(timeout, timeout).map_err(|error| Failure::of(Lost::Standby)(&error))?;
+    let buffer = || CheckpointBuffer::new(request.checkpoint_bytes_max);
+    let queue = CheckpointQueue::new((0..BUFFERS).map(|_| buffer()).collect());
+    let mut taker = Taker {
+        link,
+        queue: &queue,
+        cards: marks,
+        interval: Duration::from_millis(request.epoch_ms),
+        next_at: Instant::now(),
+        begun: Instant::now(),
+        number: 0,
+        has_lost_card: false,
+    };
+    let passing = Mutex::new(None);
+    let failure = thread::scope(|scope| {
+        scope.spawn(|| {
+            let failure = pass(standby.as_ref(), &queue, releases, link);
+            *lock(&passing) = failure;
+            queue.close();
+        });
+        let Err(error) = checkpoints::take(primary.as_ref(), first, &mut taker);
+        queue.close();
+        let lost = if taker.has_lost_card { Lost::Card } else { Lost::Guest };
+        let failure = lock(&passing).take().unwrap_or_else(|| Failure::of(lost)(&error));
+        // Not after the other thread, which may wait for the standby.
+        link.send(&FromFerry::Ended { lost: failure.lost, reason: failure.reason.clone() });
+        failure
+    });
+    Err(failure)
+}
+
+/// Passes checkpoints on until that fails; `None`: there are no more.
+fn pass(
+    standby: &dyn Channel,
+    queue: &CheckpointQueue,
+    mut cards: HoldingCards,
+    link: &Link<ToFerry>,
+) -> Option<Failure> {
+    while let Ok(checkpoint) = queue.next() {
+        let (begun, epoch) = (Instant::now(), checkpoint.number());
+        if let Err(error) = pass_on(standby, &checkpoint) {
+            return Some(Failure::of(Lost::Standby)(&error));
+        }
+        if let Err(error) = cards.release(epoch) {
+            return Some(Failure::of(Lost::Card)(&error));
+        }
+        queue.release(checkpoint);
+        link.send(&FromFerry::Acknowledged { epoch, latency_us: micros(begun) });
+    }
+    None
+}
+
+fn micros(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
+}
+
+/// Takes checkpoints at an interval.
+struct Taker<'a> {
+    link: &'a Link<ToFerry>,
+    queue: &'a CheckpointQueue,
+    cards: HoldingCards,
+    interval: Duration,
+    next_at: Instant,
+    /// Time of the last reply, which stops the guest, and the checkpoint's number.
+    begun: Instant,
+    number: u64,
+    has_lost_card: bool,
+}
+
+impl CheckpointSink for Taker<'_> {
+    fn buffer(&mut self) -> Result<CheckpointBuffer, Error> {
+        let buffer = self.queue.buffer()?;
+        self.queue.wait_until(self.next_at)?;
+        self.number += 1;
+        self.link.send(&FromFerry::Stopping { epoch: self.number });
+        self.begun = Instant::now();
+        self.next_at = self.begun + self.interval;
+        Ok(buffer)
+    }
+
+    fn mark(&mut self, number: u64) -> Result<(), Error> {
+        self.cards.mark(number).map_err(|error| {
+            self.has_lost_card = true;
+            Error::Guest(Box::new(error))
+        })
+    }
+
+    fn put(&mut self, checkpoint: Checkpoint) -> Result<(), Error> {
+        let (epoch, bytes) = (checkpoint.number(), checkpoint.stream_bytes());
+        let pages = checkpoint.pages().len() as u64;
+        self.queue.put(checkpoint)?;
+        self.link.send(&FromFerry::Runs { epoch, pause_us: micros(self.begun), bytes, pages });
+        Ok(())
+    }
+}

@@ -1,0 +1,68 @@
+//! The process that keeps the monitor of a protected guest: begins and ends its protection.
+//!
+//! ```text
+//!   begin ─► first copy ─► protected ─┬─► cancelled: the standby is released, the guest runs on, and its output goes
+//!     ▲                               ├─► the guest has ended: the standby is released
+//!     │                               └─► the standby or the ferry is lost ─► claim ─┬─► won: output goes ─► begin again
+//!     └──────────────────────────────────────────────────────────────────────────────┤
+//!                                                                                    └─► lost: the guest is ended here
+//! ```
+
+mod attempt;
+mod checks;
+mod decision;
+mod process;
+mod report;
+mod request;
+
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use towline_channel::Cancel;
+
+use attempt::{Attempt, AttemptEnd};
+use decision::Keeper;
+pub use request::{Checkpoints, Error, ProtectEnd, ProtectObserver, ProtectRequest};
+
+/// Time before the guest is protected again, and its maximum.
+const RETRY: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(30)];
+
+/// Protects a guest until `cancel`, or until it has ended or goes on elsewhere.
+///
+/// # Errors
+/// The guest was never protected: it cannot be, or the other host refuses it. It runs on here, and its output goes. Once it was protected, a
+/// failure is reported to `observer`, and the guest is protected again. [`Error::Undecided`]: its output is held.
+pub fn protect(
+    request: &ProtectRequest,
+    cancel: &Cancel,
+    observer: &dyn ProtectObserver,
+) -> Result<ProtectEnd, Error> {
+    let mut keeper = Keeper::new(request, cancel, observer)?;
+    let (mut retry, mut has_protected) = (RETRY[0], false);
+    loop {
+        let begun = Instant::now();
+        let reason = match Attempt::begin(&mut keeper).and_then(Attempt::run) {
+            Ok(AttemptEnd::Done(end)) => return Ok(end),
+            Ok(AttemptEnd::Lost { reason }) => {
+                has_protected = true;
+                reason
+            }
+            Err(error) if !has_protected => return Err(error),
+            Err(error @ (Error::Undecided { .. } | Error::NotRunning { .. })) => return Err(error),
+            Err(error) => error.to_string(),
+        };
+        observer.unprotected(&reason);
+        retry = if begun.elapsed() > RETRY[1] { RETRY[0] } else { (retry * 2).min(RETRY[1]) };
+        if is_cancelled_within(cancel, retry) {
+            return Ok(ProtectEnd::Cancelled);
+        }
+    }
+}
+
+/// Waits for this time, or until `cancel`.
+fn is_cancelled_within(cancel: &Cancel, time: Duration) -> bool {
+    let mut fds = [PollFd::new(cancel, PollFlags::IN)];
+    // Interrupted by a signal: that cancels.
+    let _ = poll(&mut fds, Timespec::try_from(time).ok().as_ref());
+    cancel.is_cancelled()
+}

@@ -1,0 +1,38 @@
+//! Guests that cannot be protected, refused before anything is changed.
+
+use towline_compat::checkpoints::{DirtyLog, check};
+use towline_compat::facts::QemuFacts;
+
+use super::request::{Error, ProtectRequest};
+
+/// Refuses a guest that would be lost, or whose output would not be held. `cards`: how many of its cards have a control socket.
+pub(super) fn check_guest(guest: &QemuFacts, request: &ProtectRequest, cards: usize) -> Result<(), Error> {
+    check(guest, dirty_log(guest, &request.guest.command_line))?;
+    if guest.status != "running" {
+        return Err(Error::NotRunning { status: guest.status.clone() });
+    }
+    if let Some(drive) = guest.drives.iter().flatten().find(|drive| !drive.read_only) {
+        return Err(Error::WritableDisk { device: drive.device.clone(), file: drive.file.clone() });
+    }
+    if let Some(reason) = guest.blocked_reasons.first() {
+        return Err(Error::Blocked { reason: reason.clone() });
+    }
+    let networks = guest.netdevs.iter().flatten();
+    let (ours, others): (Vec<_>, Vec<_>) = networks.partition(|network| network.kind == "vhost-user");
+    let without = others.first().or_else(|| ours.get(cards));
+    match without {
+        Some(network) if !request.leaks_output => {
+            Err(Error::OutputNotHeld { id: network.id.clone(), kind: network.kind.clone() })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Tracker of the guest's writes, by its command line: a query that tells would change a capability.
+fn dirty_log(guest: &QemuFacts, command_line: &str) -> DirtyLog {
+    match guest.kvm {
+        Some(true) if command_line.contains("dirty-ring-size") => DirtyLog::KvmRing,
+        Some(true) => DirtyLog::KvmBitmap,
+        _ => DirtyLog::Emulation,
+    }
+}

@@ -1,0 +1,172 @@
+//! The request, and what is reported.
+
+use std::ffi::OsString;
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use towline_compat::checkpoints::CannotCheckpoint;
+use towline_launch::HostMap;
+use towline_qmp as qmp;
+
+use crate::arbiter::{Arbiter, ArbiterError};
+use crate::generations;
+use crate::plan;
+use crate::qemu;
+use crate::remote::{self, NewGuest, SessionTimeouts, SshTarget};
+
+/// A guest that is to be protected.
+#[derive(Debug)]
+pub struct ProtectRequest {
+    /// Monitor of its QEMU.
+    pub socket: PathBuf,
+    /// The other host.
+    pub target: SshTarget,
+    /// OpenSSH's client with its options.
+    pub ssh: String,
+    /// Timeouts of the session with that host.
+    pub timeouts: SessionTimeouts,
+    /// The QEMU that is started there.
+    pub guest: NewGuest,
+    /// Names of this host in the command line, and those there.
+    pub map: Option<HostMap>,
+    /// Arbiter, which decides who goes on with the guest.
+    pub arbiter: Arbiter,
+    /// Time from one checkpoint to the next.
+    pub epoch: Duration,
+    /// Silence after which the other host is lost.
+    pub peer_timeout: Duration,
+    /// Maximum size of a checkpoint.
+    pub checkpoint_bytes_max: usize,
+    /// Protects a guest with networks of others, whose output is not held.
+    pub leaks_output: bool,
+    /// Command that runs [`ferry`](super::super::ferry) on its standard input.
+    pub ferry: Vec<OsString>,
+}
+
+/// Receives what becomes of a protection.
+pub trait ProtectObserver: Sync {
+    /// The other host has the first checkpoint: the guest survives its own host from now on.
+    fn protected(&self, generation: u64);
+
+    /// The checkpoints since the last call, at least one.
+    fn checkpoints(&self, checkpoints: &Checkpoints);
+
+    /// The other host does not have the guest any more. It runs on here, its output goes, and it will be protected again.
+    fn unprotected(&self, reason: &str);
+
+    /// A notice for a person.
+    fn notice(&self, text: &str);
+}
+
+/// Checkpoints of some time.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Checkpoints {
+    /// Number of the last one.
+    pub epoch: u64,
+    /// Number of them.
+    pub count: u64,
+    /// Bytes of all.
+    pub bytes: u64,
+    /// Pages of all.
+    pub pages: u64,
+    /// Longest standstills of the guest in microseconds: the median, and the longest of all.
+    pub pause_us: [u64; 2],
+    /// Time from the end of a standstill until its output was sent, in microseconds: the same.
+    pub latency_us: [u64; 2],
+}
+
+/// End of a protection.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ProtectEnd {
+    /// As requested; the guest runs on.
+    Cancelled,
+    /// The guest was shut down, or its QEMU received `quit`.
+    GuestEnded,
+    /// The QEMU has died: the other host takes the guest over.
+    Died,
+    /// The other host has the guest, which was ended here.
+    TakenOver {
+        /// The guest's generation there.
+        generation: u64,
+        /// Reason of the loss.
+        reason: String,
+    },
+}
+
+/// Error of a protection.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "each variant's text says what it is")]
+pub enum Error {
+    #[error("{0}")]
+    Version(#[from] CannotCheckpoint),
+    #[error("the guest is {status}, expected running: only a running guest is protected")]
+    NotRunning { status: String },
+    #[error(
+        "drive {device} ({file}) is written by the guest: only its memory is protected, and a copy would run on another disk; attach it \
+         read-only, or detach it"
+    )]
+    WritableDisk { device: String, file: String },
+    #[error("QEMU cannot migrate this guest: {reason}")]
+    Blocked { reason: String },
+    #[error(
+        "network {id} is of type {kind}, whose output cannot be held: the network would see what the other host's copy has not done. Use a \
+         card of `towline net` with a control socket beside its own (net0.qmp beside net0.sock), or --leak-output"
+    )]
+    OutputNotHeld { id: String, kind: String },
+    #[error(
+        "generation {generation} of the guest was claimed by another towline at the same time; try again"
+    )]
+    Claimed { generation: u64 },
+    #[error(
+        "it is not decided who goes on with the guest: {source}. It runs here, and its output is held; `towline repair` decides"
+    )]
+    Undecided { source: ArbiterError },
+    #[error("{0}")]
+    Arbiter(#[from] ArbiterError),
+    #[error("{0}")]
+    Plan(Box<plan::Error>),
+    #[error("{0}")]
+    Remote(Box<remote::Error>),
+    #[error("{0}")]
+    Qemu(Box<qemu::Error>),
+    #[error("{0}")]
+    Settings(Box<qemu::ApplyError>),
+    #[error("{0}")]
+    Managed(Box<generations::Error>),
+    #[error("a card of the guest: {0}")]
+    Card(qmp::Error),
+    #[error("the process that takes checkpoints: {0}")]
+    Ferry(io::Error),
+    #[error("the guest is not protected: {reason}")]
+    NotProtected { reason: String },
+    #[error("cancelled")]
+    Cancelled,
+}
+
+/// Errors that are larger than the others.
+macro_rules! boxed {
+    ($($variant:ident: $error:ty,)*) => {$(
+        impl From<$error> for Error {
+            fn from(error: $error) -> Self {
+                Self::$variant(Box::new(error))
+            }
+        }
+    )*};
+}
+
+boxed! {
+    Plan: plan::Error,
+    Remote: remote::Error,
+    Qemu: qemu::Error,
+    Settings: qemu::ApplyError,
+    Managed: generations::Error,
+}
+
+impl From<qmp::Error> for Error {
+    fn from(error: qmp::Error) -> Self {
+        qemu::Error::from(error).into()
+    }
+}

@@ -1,0 +1,342 @@
+//! The other host of a protected guest: keeps its memory and its last device state, and runs it when its host is lost.
+//!
+//! ```text
+//!   first copy, checkpoints ──► memory in a file ── mapped by ──► a QEMU that waits
+//!                          └──► device state of the last one ── at the takeover ──┘
+//! ```
+//! A checkpoint is received whole before any of it is written to the memory, so a checkpoint that is cut off was none. After a loss it is no
+//! longer written: the guest goes on from the last one, or not at all.
+
+use std::net::Shutdown;
+use std::path::PathBuf;
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use towline_channel::{Address, Cancel, Channel, ConnectOptions, Listener};
+use towline_migration::checkpoints::{self, CheckpointSink};
+use towline_migration::incoming::{self, Connections, Incoming};
+use towline_migration::outgoing::{self, Outgoing};
+use towline_migration::{Error as MigrationError, GuestWithPresentBlocks, Memory, Session, Statistics};
+use towline_protocol::colo::{Checkpoint, CheckpointBuffer};
+use towline_protocol::device_state::DeviceState;
+use towline_qmp::commands::{MigrateIncoming, RunState, Stop};
+use towline_qmp::{self as qmp, CommandRequest};
+
+use super::memory::{StandbyMemory, StandbyMemoryError};
+use crate::arbiter::{Arbiter, Claimant, Verdict};
+use crate::cards::HoldingCards;
+use crate::lock::lock;
+use crate::qemu::{Error as QemuError, Qemu};
+
+/// Time for each step before the first checkpoint.
+const STEP_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time in which the guest's host may say that this was no death.
+const GRACE: Duration = Duration::from_millis(100);
+/// Interval of claims while the arbiter does not decide.
+const CLAIM_INTERVAL: Duration = Duration::from_millis(200);
+/// Time in which the waiting QEMU loads the device state.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
+
+/// A standby before its guest comes.
+#[derive(Debug)]
+pub(crate) struct Standby {
+    pub(crate) memory: StandbyMemory,
+    pub(crate) listener: Listener,
+    /// Monitor of the QEMU that waits for the guest.
+    pub(crate) qemu: PathBuf,
+    /// Socket to which it will be connected.
+    pub(crate) socket: PathBuf,
+    /// Control sockets of its cards.
+    pub(crate) cards: Vec<PathBuf>,
+    pub(crate) arbiter: Arbiter,
+    /// Generation of the guest at its host.
+    pub(crate) generation: u64,
+    pub(crate) peer_timeout: Duration,
+    pub(crate) checkpoint_bytes_max: usize,
+    pub(crate) control: Arc<StandbyControl>,
+}
+
+/// The guest's host ends a protection in order by this.
+#[derive(Debug)]
+pub(crate) struct StandbyControl {
+    phase: Mutex<Phase>,
+    changed: Condvar,
+    channel: OnceLock<Arc<dyn Channel>>,
+    /// Ends the wait for the guest's host.
+    cancel: Cancel,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Standing,
+    /// It may have the guest.
+    Deciding,
+    /// It never takes the guest over.
+    Released,
+}
+
+/// End of a standby.
+#[derive(Debug)]
+pub enum StandbyEnd {
+    /// The guest's host has ended the protection.
+    Released,
+    /// The guest runs on at its host.
+    Lost,
+    /// The guest runs here.
+    TakenOver(Takeover),
+}
+
+/// Times of a takeover in milliseconds since the loss.
+#[derive(Debug, Clone, Copy, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Takeover {
+    /// Generation of the guest here.
+    pub generation: u64,
+    /// Checkpoint from which it goes on.
+    pub epoch: u64,
+    /// The arbiter has decided.
+    pub won_ms: f64,
+    /// The QEMU has the device state.
+    pub loaded_ms: f64,
+    /// The guest runs.
+    pub runs_ms: f64,
+    /// Its cards send.
+    pub passes_ms: f64,
+}
+
+/// Reason for which a standby has ended without its guest.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StandbyError {
+    /// The guest has not come, or a checkpoint was not usable.
+    #[error("the guest's copy: {0}")]
+    Copy(#[from] MigrationError),
+    /// The way to its host.
+    #[error("the way to the guest's host: {0}")]
+    Channel(#[from] towline_channel::Error),
+    /// The waiting QEMU.
+    #[error("the QEMU that waits for the guest: {0}")]
+    Qemu(#[from] QemuError),
+    /// A card.
+    #[error("a card of the guest: {0}; the guest runs")]
+    Card(qmp::Error),
+    /// It was ended before the guest was protected.
+    #[error("the protection has ended before the first checkpoint")]
+    TooEarly,
+    /// Its memory.
+    #[error("{0}")]
+    Memory(String),
+    /// The state is loaded.
+    #[error("the guest is here and may not run: {0}; `cont` at its monitor runs it")]
+    NotRun(QemuError),
+    /// The QEMU does not load the state.
+    #[error("the QEMU that waits for the guest has not loaded it within {} s", LOAD_TIMEOUT.as_secs())]
+    NotLoaded,
+}
+
+impl StandbyError {
+    /// Returns true if the guest may be here all the same.
+    pub(crate) fn has_guest(&self) -> bool {
+        matches!(self, Self::Card(_) | Self::NotRun(_))
+    }
+}
+
+impl From<qmp::Error> for StandbyError {
+    fn from(error: qmp::Error) -> Self {
+        Self::Qemu(error.into())
+    }
+}
+
+impl From<StandbyMemoryError> for StandbyError {
+    fn from(error: StandbyMemoryError) -> Self {
+        Self::Memory(error.to_string())
+    }
+}
+
+impl StandbyControl {
+    pub(crate) fn new() -> Result<Self, towline_channel::Error> {
+        let (phase, changed, channel) = (Mutex::new(Phase::Standing), Condvar::new(), OnceLock::new());
+        Ok(Self { phase, changed, channel, cancel: Cancel::new()? })
+    }
+
+    /// Ends the standby: it never takes the guest over. False: it may do so already.
+    pub(crate) fn release(&self) -> bool {
+        let mut phase = lock(&self.phase);
+        if *phase == Phase::Standing {
+            *phase = Phase::Released;
+            self.changed.notify_all();
+            self.cancel.cancel();
+            // It is received from.
+            self.channel.get().map(|channel| channel.shutdown(Shutdown::Both));
+        }
+        *phase == Phase::Released
+    }
+
+    /// Begins to decide, unless it is released within the time of grace.
+    fn begins_to_decide(&self) -> bool {
+        let phase = lock(&self.phase);
+        let waited = self.changed.wait_timeout_while(phase, GRACE, |phase| *phase == Phase::Standing);
+        let mut phase = waited.unwrap_or_else(PoisonError::into_inner).0;
+        if *phase == Phase::Released {
+            return false;
+        }
+        *phase = Phase::Deciding;
+        true
+    }
+}
+
+/// Writes checkpoints to the memory.
+struct Applier<'a> {
+    memory: &'a Memory,
+    channel: &'a dyn Channel,
+    peer_timeout: Duration,
+    limit: usize,
+    buffer: Option<CheckpointBuffer>,
+    /// Number and device state of the last one that is whole.
+    last: Option<(u64, DeviceState)>,
+    /// The memory is that of no checkpoint.
+    is_torn: bool,
+}
+
+impl CheckpointSink for Applier<'_> {
+    fn buffer(&mut self) -> Result<CheckpointBuffer, MigrationError> {
+        Ok(self.buffer.take().unwrap_or_else(|| CheckpointBuffer::new(self.limit)))
+    }
+
+    fn mark(&mut self, _number: u64) -> Result<(), MigrationError> {
+        Ok(())
+    }
+
+    fn put(&mut self, checkpoint: Checkpoint) -> Result<(), MigrationError> {
+        self.is_torn = true;
+        checkpoints::apply(&checkpoint, self.memory)?;
+        self.is_torn = false;
+        if self.last.is_none() {
+            self.channel.set_timeouts(Some(self.peer_timeout), Some(self.peer_timeout))?;
+        }
+        self.last = Some((checkpoint.number(), checkpoint.device_state().clone()));
+        self.buffer = Some(checkpoint.into_buffer());
+        Ok(())
+    }
+}
+
+/// State from which a guest goes on.
+struct LastCheckpoint {
+    epoch: u64,
+    devices: DeviceState,
+    lost_at: Instant,
+}
+
+impl Standby {
+    /// Stands by for the guest until its host ends that, or is lost. `notice` gets what a person should know meanwhile.
+    ///
+    /// # Errors
+    /// [`StandbyError`]: the guest is not here.
+    pub(crate) fn run(self, notice: &dyn Fn(&str)) -> Result<StandbyEnd, StandbyError> {
+        let mut qemu = Qemu::inspect(&self.qemu, &qmp::Options::default())?;
+        self.listen(&mut qemu)?;
+        let memory = self.memory.sink()?;
+        let last = self.receive(&memory);
+        let last = match last {
+            // It may have come in order.
+            Err(_) if !self.control.begins_to_decide() => return Ok(StandbyEnd::Released),
+            last => last?,
+        };
+        if !self.control.begins_to_decide() {
+            return Ok(StandbyEnd::Released);
+        }
+        if !self.is_won(notice) {
+            return Ok(StandbyEnd::Lost);
+        }
+        self.take_over(&mut qemu, &memory, &last).map(StandbyEnd::TakenOver)
+    }
+
+    /// Has the QEMU wait for the device state. It loads it and stays paused.
+    fn listen(&self, qemu: &mut Qemu) -> Result<(), StandbyError> {
+        let incoming = MigrateIncoming::on_uri(Address::Unix(self.socket.clone()).to_string());
+        let requests = [CommandRequest::new(&Stop)?, CommandRequest::new(&incoming)?];
+        let replies = qemu.client().execute_all(&requests)?;
+        Ok(replies.into_iter().try_for_each(|reply| reply.value().map(|_| ()))?)
+    }
+
+    /// Receives checkpoints until the way to the guest's host ends. Returns the last one.
+    fn receive(&self, memory: &Memory) -> Result<LastCheckpoint, StandbyError> {
+        let channel = self.listener.accept(Instant::now() + STEP_TIMEOUT, &self.control.cancel)?;
+        let channel: Arc<dyn Channel> = channel.into();
+        let channel = self.control.channel.get_or_init(|| channel);
+        channel.set_timeouts(Some(STEP_TIMEOUT), Some(STEP_TIMEOUT))?;
+        let (session, statistics) = (Arc::new(Session::default()), Arc::new(Statistics::default()));
+        let incoming = Incoming::new(session, statistics, incoming::Options::default());
+        let first = incoming.run_first_copy(&Connections::single(Arc::clone(channel)), memory)?;
+        self.memory.check(memory)?;
+        let mut applier = Applier {
+            memory,
+            channel: channel.as_ref(),
+            peer_timeout: self.peer_timeout,
+            limit: self.checkpoint_bytes_max,
+            buffer: None,
+            last: None,
+            is_torn: false,
+        };
+        let Err(error) = checkpoints::take(channel.as_ref(), first, &mut applier);
+        let lost_at = Instant::now();
+        tracing::info!(%error, epoch = applier.last.as_ref().map(|(epoch, _)| epoch), "no more checkpoints");
+        match applier.last {
+            _ if applier.is_torn => Err(error.into()),
+            None => Err(StandbyError::TooEarly),
+            Some((epoch, devices)) => Ok(LastCheckpoint { epoch, devices, lost_at }),
+        }
+    }
+
+    /// Claims the guest until the arbiter decides.
+    fn is_won(&self, notice: &dyn Fn(&str)) -> bool {
+        let (claimant, mut said) = (Claimant::new(), None);
+        loop {
+            match self.arbiter.claim(self.generation + 1, &claimant) {
+                Verdict::Won => return true,
+                Verdict::Lost => return false,
+                Verdict::Unknown(error) => {
+                    let text = error.to_string();
+                    if said.as_ref() != Some(&text) {
+                        notice(&format!("not decided who goes on with the guest: {text}; it is tried again"));
+                        said = Some(text);
+                    }
+                    thread::sleep(CLAIM_INTERVAL);
+                }
+            }
+        }
+    }
+
+    /// Runs the guest from its last checkpoint.
+    fn take_over(
+        &self,
+        qemu: &mut Qemu,
+        memory: &Memory,
+        last: &LastCheckpoint,
+    ) -> Result<Takeover, StandbyError> {
+        let ms = || last.lost_at.elapsed().as_secs_f64() * 1e3;
+        let (generation, won_ms) = (self.generation + 1, ms());
+        // Held until the guest runs.
+        let cards = HoldingCards::hold(&self.cards, generation);
+        memory.set_device_state(last.devices.bytes().to_vec());
+        let deadline = Instant::now() + LOAD_TIMEOUT;
+        let (address, plain) = (Address::Unix(self.socket.clone()), ConnectOptions::default());
+        let connections = outgoing::connect(&address, 0, [0; 16], &plain, deadline, &Cancel::new()?)?;
+        let (session, statistics) = (Arc::new(Session::default()), Arc::new(Statistics::default()));
+        let guest = GuestWithPresentBlocks::new(memory, self.memory.present())?;
+        Outgoing::new(session, statistics, outgoing::Options::default()).run(&connections, &guest)?;
+        while qemu.status()?.status == RunState::INMIGRATE {
+            if Instant::now() >= deadline {
+                return Err(StandbyError::NotLoaded);
+            }
+            thread::sleep(POLL_INTERVAL);
+        }
+        let loaded_ms = ms();
+        qemu.cont().map_err(StandbyError::NotRun)?;
+        let runs_ms = ms();
+        cards.and_then(|mut cards| cards.pass()).map_err(StandbyError::Card)?;
+        Ok(Takeover { generation, epoch: last.epoch, won_ms, loaded_ms, runs_ms, passes_ms: ms() })
+    }
+}

@@ -1,0 +1,85 @@
+//! The end of a guest's protection, in its QEMU.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use towline_qmp as qmp;
+use towline_qmp::commands::MigrationStatus;
+
+use super::connection::Qemu;
+use super::error::Error;
+use super::repair::RecordOutcome;
+use crate::arbiter::Verdict;
+use crate::cards::HoldingCards;
+use crate::journal::ProtectionRecord;
+use crate::procfs::start_time;
+
+/// Time for the guest to run.
+const RUNS_WITHIN: Duration = Duration::from_secs(60);
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
+
+impl Qemu {
+    /// Ends the guest's checkpoints, or the copy before them: it runs when this returns. The way to its secondary is closed already, so that the
+    /// monitor replies.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub(crate) fn end_checkpoints(&mut self) -> Result<(), Error> {
+        let deadline = Instant::now() + RUNS_WITHIN;
+        loop {
+            let (migration, status) = self.migration_and_status()?;
+            let migration = migration.status.unwrap_or(MigrationStatus::NONE);
+            if migration.is_idle() && !self.cleans_up_migration()? {
+                return if status.running { Ok(()) } else { self.cont() };
+            }
+            if Instant::now() >= deadline {
+                let (socket, command) =
+                    (self.socket().to_owned(), format!("the end of checkpoints ({migration})"));
+                return Err(qmp::Error::Timeout { command, socket, waited: RUNS_WITHIN }.into());
+            }
+            if migration == MigrationStatus::COLO {
+                // Refused between two of its own states.
+                match self.client().execute_raw("x-colo-lost-heartbeat", None) {
+                    Ok(_) | Err(qmp::Error::Refusal { .. }) => {}
+                    Err(error) => return Err(error.into()),
+                }
+            } else if [MigrationStatus::SETUP, MigrationStatus::ACTIVE].contains(&migration) {
+                self.cancel_migration()?;
+            }
+            thread::sleep(POLL_INTERVAL);
+        }
+    }
+
+    /// Ends the protection of a keeper that was killed, and decides who goes on with the guest.
+    pub(super) fn end_protection(&mut self, record: &ProtectionRecord) -> Result<RecordOutcome, Error> {
+        // It has outlived its keeper.
+        if start_time(record.ferry_pid).is_ok_and(|found| found == record.ferry_start_time)
+            && let Some(pid) = Pid::from_raw(record.ferry_pid)
+        {
+            let _ = kill_process(pid, Signal::KILL);
+        }
+        self.end_checkpoints()?;
+        let generation = record.generation + 1;
+        match record.arbiter.claim(generation, &record.claimant) {
+            Verdict::Won => {}
+            Verdict::Lost => {
+                let socket = self.socket().to_owned();
+                self.quit()?;
+                return Err(Error::GoesOnElsewhere { socket, generation });
+            }
+            Verdict::Unknown(error) => {
+                let left =
+                    "the guest's output is held: it is not decided whether the host that protects it goes on";
+                return Ok(RecordOutcome::Left(format!("{left} ({error})")));
+            }
+        }
+        let passed = HoldingCards::hold(&record.cards, generation).and_then(|mut cards| cards.pass());
+        Ok(match passed {
+            Ok(()) => {
+                RecordOutcome::Done(vec!["the guest is not protected any more, and its output goes".into()])
+            }
+            Err(error) => RecordOutcome::Left(format!("the guest's output is held: {error}")),
+        })
+    }
+}
