@@ -139,8 +139,8 @@ impl<'a, 'k> Attempt<'a, 'k> {
                 }
             },
             Ok(Ending::Lost { reason }) => self.lose(reason),
+            Err(error) if self.may_be_taken => self.lose(error.to_string()),
             Err(error) => {
-                // It has had no checkpoint.
                 self.end()?;
                 Err(error)
             }
