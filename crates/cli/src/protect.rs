@@ -9,7 +9,7 @@ use towline_control::protect::{self, Checkpoints, Error, ProtectEnd, ProtectObse
 use towline_control::remote::{NewGuest, Place, SessionTimeouts};
 use towline_launch::{RuntimeRoot, Setting};
 
-use crate::args::ProtectArgs;
+use crate::args::{Epoch, ProtectArgs};
 use crate::ctl;
 use crate::endpoint::Endpoint;
 use crate::events::{CheckpointsOf, FinalEvent, InterimEvent, ProtectionEnd};
@@ -24,6 +24,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Silence after which ssh takes the other host for lost. Checkpoints notice that earlier.
 const SESSION_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// Longest epoch of a guest that sends nothing.
+const EPOCH_MAX: Duration = Duration::from_millis(50);
 /// Program before those that end by this process alone. Ctrl-C is sent to all processes of a terminal, and a service manager's SIGTERM to all
 /// of a service.
 const IGNORING_SIGNALS: [&str; 2] = ["env", "--ignore-signal=HUP,INT,QUIT,TERM"];
@@ -99,7 +101,11 @@ fn request(args: &ProtectArgs) -> Result<ProtectRequest> {
         guest,
         map: None,
         arbiter: args.arbiter.clone(),
-        epoch: args.epoch,
+        epoch: match args.epoch {
+            Epoch::Interval(time) => time,
+            Epoch::Output => EPOCH_MAX,
+        },
+        ends_on_output: args.epoch == Epoch::Output,
         peer_timeout: args.peer_timeout,
         checkpoint_bytes_max: usize::try_from(args.max_checkpoint).unwrap_or(usize::MAX),
         leaks_output: args.leak_output,

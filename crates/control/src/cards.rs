@@ -35,6 +35,19 @@ impl HoldingCards {
         self.execute("release", &[("epoch", epoch.into())])
     }
 
+    /// Waits for this time until a card holds a frame of its open epoch, or has no room. Returns whether one does.
+    pub(crate) fn wait_for_output(&mut self, within: Duration) -> Result<bool, qmp::Error> {
+        // All but one are looked at.
+        let (last, mut has_output) = (self.clients.len().saturating_sub(1), false);
+        for (index, client) in self.clients.iter_mut().enumerate() {
+            let wait = if index == last && !has_output { within.as_millis() as u64 } else { 0 };
+            let arguments = Map::from_iter([("wait-ms".to_owned(), wait.into())]);
+            let held = client.execute_raw("query-held", Some(arguments))?;
+            has_output |= held["open-frames"].as_u64().unwrap_or_default() > 0 || held["full"] == true;
+        }
+        Ok(has_output)
+    }
+
     /// Sends all that is held, and holds no more.
     pub(crate) fn pass(&mut self) -> Result<(), qmp::Error> {
         self.execute("pass", &[])

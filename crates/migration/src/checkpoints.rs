@@ -129,13 +129,16 @@ pub struct CheckpointQueue {
 struct QueueState {
     free: Vec<CheckpointBuffer>,
     whole: VecDeque<Checkpoint>,
+    /// A checkpoint should not wait for its time.
+    is_requested: bool,
     is_closed: bool,
 }
 
 impl CheckpointQueue {
     /// A queue with these buffers. With two, one checkpoint is taken while the one before it is sent.
     pub fn new(buffers: Vec<CheckpointBuffer>) -> Self {
-        let state = QueueState { free: buffers, whole: VecDeque::new(), is_closed: false };
+        let state =
+            QueueState { free: buffers, whole: VecDeque::new(), is_requested: false, is_closed: false };
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -147,22 +150,39 @@ impl CheckpointQueue {
         self.wait_for(|state| state.free.pop())
     }
 
-    /// Waits until this time.
+    /// Waits until `latest`, or for a [`Self::request`] and until `earliest`.
     ///
     /// # Errors
     /// [`Error::Cancelled`]: the queue is closed.
-    pub fn wait_until(&self, time: Instant) -> Result<()> {
+    pub fn wait_until_due(&self, earliest: Instant, latest: Instant) -> Result<()> {
         let mut state = lock(&self.state);
         loop {
             if state.is_closed {
                 return Err(Error::Cancelled);
             }
-            let left = time.saturating_duration_since(Instant::now());
+            let due = if state.is_requested { earliest } else { latest };
+            let left = due.saturating_duration_since(Instant::now());
             if left == Duration::ZERO {
                 return Ok(());
             }
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// Requests a checkpoint, and waits until its output is marked ([`Self::marked`]).
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`]: the queue is closed.
+    pub fn request(&self) -> Result<()> {
+        lock(&self.state).is_requested = true;
+        self.changed.notify_all();
+        self.wait_for(|state| (!state.is_requested).then_some(()))
+    }
+
+    /// The output of a checkpoint is marked: for [`CheckpointSink::mark`].
+    pub fn marked(&self) {
+        lock(&self.state).is_requested = false;
+        self.changed.notify_all();
     }
 
     /// Adds a checkpoint, without waiting: for [`CheckpointSink::put`].

@@ -30,6 +30,8 @@ Examples:
     towline protect web ssh:OTHER --arbiter /srv/shared/web --trust-command-line
   A shorter delay of what it sends, for more work on both hosts:
     towline protect qmp:/run/vm/a.qmp ssh:OTHER --arbiter /srv/shared/web --epoch 25ms --trust-command-line
+  The shortest delay, for a guest that answers requests:
+    towline protect web ssh:OTHER --arbiter /srv/shared/web --epoch output --trust-command-line
   Practise a failover: end the guest's QEMU, and see it at the other host:
     kill -9 $(pgrep -f name=guest=web); ssh OTHER towline ps
   End the protection of a guest whose towline was killed; the guest runs on:
@@ -48,9 +50,10 @@ pub(crate) struct ProtectArgs {
     /// Arbiter, which decides who goes on with the guest: an absolute path of a directory, or exec:COMMAND
     #[arg(long, value_name = "DIR|exec:COMMAND")]
     pub(crate) arbiter: Arbiter,
-    /// Time from one checkpoint to the next; what the guest sends is delayed by one
-    #[arg(long, value_name = "TIME", default_value = "50ms", value_parser = seconds, help_heading = LIMITS)]
-    pub(crate) epoch: Duration,
+    /// Time from one checkpoint to the next, by which replies of the guest are delayed; output: as soon as it sends something, at most
+    /// each 5 ms
+    #[arg(long, value_name = "TIME|output", default_value = "50ms", value_parser = epoch, help_heading = LIMITS)]
+    pub(crate) epoch: Epoch,
     /// Silence after which the other host is lost
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = seconds, help_heading = LIMITS)]
     pub(crate) peer_timeout: Duration,
@@ -73,6 +76,22 @@ pub(crate) struct ProtectArgs {
     pub(crate) trust_command_line: bool,
     #[command(flatten)]
     pub(crate) output: Output,
+}
+
+/// End of an epoch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Epoch {
+    /// After this time.
+    Interval(Duration),
+    /// When the guest sends something.
+    Output,
+}
+
+fn epoch(text: &str) -> Result<Epoch, String> {
+    match text {
+        "output" => Ok(Epoch::Output),
+        time => Ok(Epoch::Interval(seconds(time)?)),
+    }
 }
 
 /// Take checkpoints for `towline protect`, on standard input: started by it, not by people

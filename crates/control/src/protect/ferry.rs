@@ -30,6 +30,10 @@ use crate::lock::lock;
 
 /// Checkpoints in memory: one is taken while the one before it is passed on.
 const BUFFERS: usize = 2;
+/// Shortest time from one checkpoint to the next.
+const EPOCH_MIN: Duration = Duration::from_millis(5);
+/// Longest wait for a card's answer about output.
+const OUTPUT_WITHIN: Duration = Duration::from_millis(20);
 /// Time for each step before the first checkpoint.
 const STEP_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time for which the way to the standby stays open after the end, while the keeper decides what has ended.
@@ -135,16 +139,16 @@ fn pass_checkpoints(request: &FerryRequest, ends: Ends, link: &Link<ToFerry>) ->
         held.map_err(|error| Failure::of(Lost::Card)(&error))
     };
     let (marks, releases) = (hold()?, hold()?);
+    let watched = if request.ends_on_output && !request.cards.is_empty() { Some(hold()?) } else { None };
     let timeout = Some(Duration::from_millis(request.peer_timeout_ms));
     standby.set_timeouts(timeout, timeout).map_err(|error| Failure::of(Lost::Standby)(&error))?;
     let buffer = || CheckpointBuffer::new(request.checkpoint_bytes_max);
-    let queue = CheckpointQueue::new((0..BUFFERS).map(|_| buffer()).collect());
+    let queue = &CheckpointQueue::new((0..BUFFERS).map(|_| buffer()).collect());
     let mut taker = Taker {
         link,
-        queue: &queue,
+        queue,
         cards: marks,
         interval: Duration::from_millis(request.epoch_ms),
-        next_at: Instant::now(),
         begun: Instant::now(),
         number: 0,
         has_lost_card: false,
@@ -152,10 +156,13 @@ fn pass_checkpoints(request: &FerryRequest, ends: Ends, link: &Link<ToFerry>) ->
     let passing = Mutex::new(None);
     let failure = thread::scope(|scope| {
         scope.spawn(|| {
-            let failure = pass(standby.as_ref(), &queue, releases, link);
+            let failure = pass(standby.as_ref(), queue, releases, link);
             *lock(&passing) = failure;
             queue.close();
         });
+        if let Some(mut watched) = watched {
+            scope.spawn(move || request_on_output(&mut watched, queue));
+        }
         let Err(error) = checkpoints::take(primary.as_ref(), first, &mut taker);
         queue.close();
         let lost = if taker.has_lost_card { Lost::Card } else { Lost::Guest };
@@ -188,6 +195,17 @@ fn pass(
     None
 }
 
+/// Requests a checkpoint whenever the guest has sent something. Another thread notices what fails here.
+fn request_on_output(cards: &mut HoldingCards, queue: &CheckpointQueue) {
+    loop {
+        match cards.wait_for_output(OUTPUT_WITHIN) {
+            Ok(true) if queue.request().is_ok() => {}
+            Ok(false) if queue.wait_until_due(Instant::now(), Instant::now()).is_ok() => {}
+            _ => return,
+        }
+    }
+}
+
 fn micros(since: Instant) -> u64 {
     u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
 }
@@ -198,7 +216,6 @@ struct Taker<'a> {
     queue: &'a CheckpointQueue,
     cards: HoldingCards,
     interval: Duration,
-    next_at: Instant,
     /// Time of the last reply, which stops the guest, and the checkpoint's number.
     begun: Instant,
     number: u64,
@@ -208,11 +225,10 @@ struct Taker<'a> {
 impl CheckpointSink for Taker<'_> {
     fn buffer(&mut self) -> Result<CheckpointBuffer, Error> {
         let buffer = self.queue.buffer()?;
-        self.queue.wait_until(self.next_at)?;
+        self.queue.wait_until_due(self.begun + EPOCH_MIN, self.begun + self.interval)?;
         self.number += 1;
         self.link.send(&FromFerry::Stopping { epoch: self.number });
         self.begun = Instant::now();
-        self.next_at = self.begun + self.interval;
         Ok(buffer)
     }
 
@@ -220,7 +236,9 @@ impl CheckpointSink for Taker<'_> {
         self.cards.mark(number).map_err(|error| {
             self.has_lost_card = true;
             Error::Guest(Box::new(error))
-        })
+        })?;
+        self.queue.marked();
+        Ok(())
     }
 
     fn put(&mut self, checkpoint: Checkpoint) -> Result<(), Error> {

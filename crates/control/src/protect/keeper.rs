@@ -15,6 +15,8 @@ mod process;
 mod report;
 mod request;
 
+use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -48,15 +50,26 @@ pub fn protect(
                 reason
             }
             Err(error) if !has_protected => return Err(error),
-            Err(error @ (Error::Undecided { .. } | Error::NotRunning { .. })) => return Err(error),
+            Err(error @ Error::Undecided { .. }) => return Err(error),
+            Err(_) if cancel.is_cancelled() => return Ok(ProtectEnd::Cancelled),
+            Err(_) if has_ended(&request.socket) => return Ok(ProtectEnd::GuestEnded),
             Err(error) => error.to_string(),
         };
         observer.unprotected(&reason);
-        retry = if begun.elapsed() > RETRY[1] { RETRY[0] } else { (retry * 2).min(RETRY[1]) };
+        if begun.elapsed() > RETRY[1] {
+            retry = RETRY[0];
+        }
         if is_cancelled_within(cancel, retry) {
             return Ok(ProtectEnd::Cancelled);
         }
+        retry = (retry * 2).min(RETRY[1]);
     }
+}
+
+/// Returns true if no QEMU listens at this socket any more.
+fn has_ended(socket: &Path) -> bool {
+    use std::io::ErrorKind::{ConnectionRefused, NotFound};
+    UnixStream::connect(socket).is_err_and(|error| [ConnectionRefused, NotFound].contains(&error.kind()))
 }
 
 /// Waits for this time, or until `cancel`.

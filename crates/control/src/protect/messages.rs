@@ -39,6 +39,8 @@ pub(super) struct FerryRequest {
     pub(super) cards: Vec<PathBuf>,
     pub(super) generation: u64,
     pub(super) epoch_ms: u64,
+    /// An epoch ends earlier when the guest sends.
+    pub(super) ends_on_output: bool,
     /// Silence after which the standby is lost.
     pub(super) peer_timeout_ms: u64,
     /// Maximum size of a checkpoint.

@@ -8,11 +8,14 @@
 //! longer written: the guest goes on from the last one, or not at all.
 
 use std::net::Shutdown;
+use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
 use towline_channel::{Address, Cancel, Channel, ConnectOptions, Listener};
 use towline_migration::checkpoints::{self, CheckpointSink};
 use towline_migration::incoming::{self, Connections, Incoming};
@@ -159,6 +162,15 @@ impl StandbyControl {
     pub(crate) fn new() -> Result<Self, towline_channel::Error> {
         let (phase, changed, channel) = (Mutex::new(Phase::Standing), Condvar::new(), OnceLock::new());
         Ok(Self { phase, changed, channel, cancel: Cancel::new()? })
+    }
+
+    /// Waits for the end of the QEMU that waits for the guest: without it the guest cannot go on here, and its host learns that.
+    pub(crate) fn watch(&self, qemu: &impl AsFd, ended: &Cancel) {
+        let mut fds = [PollFd::new(qemu, PollFlags::IN), PollFd::new(ended, PollFlags::IN)];
+        while poll(&mut fds, None) == Err(Errno::INTR) {}
+        if !ended.is_cancelled() && self.release() {
+            tracing::warn!("the QEMU that waits for the guest has ended: not standing by any more");
+        }
     }
 
     /// Ends the standby: it never takes the guest over. False: it may do so already.

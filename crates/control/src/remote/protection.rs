@@ -2,10 +2,11 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use towline_channel::{Address, ListenOptions, Listener, OneTimeKey};
+use towline_channel::{Address, Cancel, ListenOptions, Listener, OneTimeKey};
 use towline_qmp::{Command, CommandError, Commands};
 
 use super::frames::Card;
@@ -139,7 +140,16 @@ impl AgentStandby {
     /// [`StandbyError`].
     pub fn run(mut self, notice: &dyn Fn(&str)) -> Result<StandbyEnd, StandbyError> {
         let takeover = self.standby.qemu.with_file_name("takeover.json");
-        let ended = self.standby.run(notice);
+        let (control, over) = (Arc::clone(&self.standby.control), Cancel::new()?);
+        let (standby, qemu) = (self.standby, &self.started.qemu);
+        let ended = thread::scope(|scope| {
+            if let Some(qemu) = qemu {
+                scope.spawn(|| control.watch(&qemu.pidfd(), &over));
+            }
+            let ended = standby.run(notice);
+            over.cancel();
+            ended
+        });
         match &ended {
             Ok(StandbyEnd::TakenOver(times)) => {
                 self.started.keep();

@@ -168,6 +168,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
             cards: self.cards.clone(),
             generation: self.keeper.generation,
             epoch_ms: millis(request.epoch),
+            ends_on_output: request.ends_on_output,
             peer_timeout_ms: millis(request.peer_timeout),
             checkpoint_bytes_max: request.checkpoint_bytes_max,
         }));
@@ -355,13 +356,15 @@ impl<'a, 'k> Attempt<'a, 'k> {
 
     /// Has the guest's output go, and restores QEMU's settings.
     fn finish(mut self) -> Result<(), Error> {
-        self.keeper.pass(&self.cards)?;
-        self.entry.iter().for_each(JournalEntry::done);
+        let passed = self.keeper.pass(&self.cards);
+        if passed.is_ok() {
+            self.entry.iter().for_each(JournalEntry::done);
+        }
         let restored = self.settings.take().map_or(Ok(()), |settings| settings.restore(&mut self.qemu));
         if let Err(error) = restored {
             self.keeper.observer.notice(&error.to_string());
         }
-        Ok(())
+        passed
     }
 
     /// Ends the checkpoints in QEMU: the guest runs afterwards.

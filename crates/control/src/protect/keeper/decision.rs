@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use towline_channel::Cancel;
 
@@ -12,6 +12,10 @@ use crate::cards::HoldingCards;
 
 /// Interval of claims while the arbiter does not decide.
 const CLAIM_INTERVAL: Duration = Duration::from_millis(200);
+
+/// Time for a card to answer, and the interval of attempts.
+const CARD_WITHIN: Duration = Duration::from_secs(10);
+const CARD_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The guest's host, as one of two claimants.
 pub(super) struct Keeper<'a> {
@@ -75,9 +79,15 @@ impl<'a> Keeper<'a> {
         }
     }
 
-    /// Has the cards send what they hold.
+    /// Has the cards send what they hold. One that has died may be started again meanwhile.
     pub(super) fn pass(&self, cards: &[PathBuf]) -> Result<(), Error> {
-        let held = HoldingCards::hold(cards, self.generation);
-        held.and_then(|mut cards| cards.pass()).map_err(Error::Card)
+        let deadline = Instant::now() + CARD_WITHIN;
+        loop {
+            let held = HoldingCards::hold(cards, self.generation);
+            match held.and_then(|mut cards| cards.pass()) {
+                Err(_) if Instant::now() < deadline => thread::sleep(CARD_INTERVAL),
+                passed => return passed.map_err(Error::Card),
+            }
+        }
     }
 }

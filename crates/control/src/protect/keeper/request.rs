@@ -32,8 +32,10 @@ pub struct ProtectRequest {
     pub map: Option<HostMap>,
     /// Arbiter, which decides who goes on with the guest.
     pub arbiter: Arbiter,
-    /// Time from one checkpoint to the next.
+    /// Time from one checkpoint to the next, at most.
     pub epoch: Duration,
+    /// The next one is taken as soon as the guest sends something.
+    pub ends_on_output: bool,
     /// Silence after which the other host is lost.
     pub peer_timeout: Duration,
     /// Maximum size of a checkpoint.
