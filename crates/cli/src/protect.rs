@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use towline_control::plan::Observer as _;
-use towline_control::protect::{self, Checkpoints, Error, ProtectEnd, ProtectObserver, ProtectRequest};
+use towline_control::protect::{self, Checkpoints, ProtectEnd, ProtectObserver, ProtectRequest};
 use towline_control::remote::{NewGuest, Place, SessionTimeouts};
 use towline_launch::{RuntimeRoot, Setting};
 
@@ -24,6 +24,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Silence after which ssh takes the other host for lost. Checkpoints notice that earlier.
 const SESSION_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// Least silence, beside two epochs, after which a host is lost.
+const PEER_TIMEOUT_MIN: Duration = Duration::from_millis(200);
 /// Longest epoch of a guest that sends nothing.
 const EPOCH_MAX: Duration = Duration::from_millis(50);
 /// Program before those that end by this process alone. Ctrl-C is sent to all processes of a terminal, and a service manager's SIGTERM to all
@@ -44,7 +46,7 @@ pub(crate) fn run(args: &ProtectArgs) -> Result<Exit> {
         name: args.destination.to_string(),
     };
     let end = match protect::protect(&request, &cancel, &output) {
-        Err(error @ Error::Undecided { .. }) => {
+        Err(error) if error.needs_attention() => {
             return Ok(reporter.failed(&error.to_string(), "other", Exit::NeedsAttention));
         }
         end => end?,
@@ -84,6 +86,17 @@ fn request(args: &ProtectArgs) -> Result<ProtectRequest> {
         ))
         .into());
     };
+    let (epoch, ends_on_output) = match args.epoch {
+        Epoch::Interval(time) => (time, false),
+        Epoch::Output => (EPOCH_MAX, true),
+    };
+    if args.peer_timeout < epoch * 2 + PEER_TIMEOUT_MIN {
+        let least = (epoch * 2 + PEER_TIMEOUT_MIN).as_millis();
+        let text = format!(
+            "--peer-timeout: the other host receives one checkpoint in an epoch; expected at least {least}ms"
+        );
+        return Err(UsageError(text).into());
+    }
     let settings = args.set.iter().map(|Setting { key, value }| format!("{key}={value}")).collect();
     let guest = NewGuest {
         binary: args.qemu.clone(),
@@ -99,13 +112,9 @@ fn request(args: &ProtectArgs) -> Result<ProtectRequest> {
         ssh: format!("{} {}", IGNORING_SIGNALS.join(" "), args.ssh.ssh),
         timeouts: SessionTimeouts { connect: CONNECT_TIMEOUT, peer: SESSION_TIMEOUT },
         guest,
-        map: None,
         arbiter: args.arbiter.clone(),
-        epoch: match args.epoch {
-            Epoch::Interval(time) => time,
-            Epoch::Output => EPOCH_MAX,
-        },
-        ends_on_output: args.epoch == Epoch::Output,
+        epoch,
+        ends_on_output,
         peer_timeout: args.peer_timeout,
         checkpoint_bytes_max: usize::try_from(args.max_checkpoint).unwrap_or(usize::MAX),
         leaks_output: args.leak_output,

@@ -1,86 +1,54 @@
 //! The host that may go on alone with a guest that two hosts protect.
 //!
 //! The guest has a generation, a number above 0. When one of two hosts loses the other, each claims the next one, and one of them gets it: the
-//! standby runs the guest then, or its host lets its output go. The one that loses ends its guest, or its copy. A claim may be made again, with the
-//! same result, since a reply can be lost.
+//! standby runs the guest then, or its host lets its output go. The one that loses ends its guest, or its copy. A claim may be made again, with
+//! the same result, since a reply can be lost.
 //!
 //! Nothing here depends on a clock, or on whether the other host lives: held output of a host that has lost was never sent.
 
+mod answer;
+mod claim;
+mod directory;
 mod program;
+mod store;
 
-use std::fs;
-use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
+use std::thread;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use towline_channel::Cancel;
+use towline_image::Location;
 
-use crate::durable::create_once;
-use crate::procfs::of_kernel;
+pub use answer::{Answer, NoAnswer, ask};
+use claim::name;
+pub use claim::{ArbiterError, Claimant, Verdict};
 
-pub use program::{Answer, NoAnswer, ask};
+/// Interval of claims while the arbiter does not decide.
+const CLAIM_INTERVAL: Duration = Duration::from_millis(200);
 
-const PREFIX: &str = "generation.";
-const VERSION: u32 = 1;
-
-/// Arbiter of a guest.
+/// Arbiter of guests, each of which has its generations there by its name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Arbiter {
     /// Files in a directory on storage of both hosts: the one that makes a file has its generation.
     Directory(PathBuf),
+    /// Objects in a store that has conditional writes: the one that makes an object has its generation.
+    Store(String),
     /// A program, run by a shell.
     Program(String),
 }
 
-/// One of those who claim a generation.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct Claimant {
-    version: u32,
-    /// Name of its host.
-    pub host: String,
-    id: String,
-}
-
-/// Result of a claim.
+/// Result of claims that are made until one is answered.
 #[derive(Debug)]
-pub enum Verdict {
+pub enum Decision {
     /// The claimant has the generation.
     Won,
     /// Another one has it.
     Lost,
-    /// It is not known who has it, or will have it.
-    Unknown(ArbiterError),
-}
-
-/// Reason for which an arbiter has not decided.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum ArbiterError {
-    /// The directory or a file in it.
-    #[error("{}: {source}; check the shared storage", path.display())]
-    Io {
-        /// The path.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
-    /// A file of another version.
-    #[error("{} is not one of version {VERSION}; use the same towline on both hosts", path.display())]
-    Format {
-        /// The file.
-        path: PathBuf,
-    },
-    /// The program has not answered.
-    #[error("the arbiter's program: {0}")]
-    Program(#[from] NoAnswer),
-    /// The program prints something else.
-    #[error("the arbiter's program printed {found:?} for TOWLINE_ACTION=newest, expected a number")]
-    NotANumber {
-        /// Its output.
-        found: String,
-    },
+    /// Cancelled before that was known.
+    Cancelled(ArbiterError),
 }
 
 impl FromStr for Arbiter {
@@ -90,89 +58,72 @@ impl FromStr for Arbiter {
         match text.strip_prefix("exec:") {
             Some(command) if !command.trim().is_empty() => Ok(Self::Program(command.to_owned())),
             None if text.starts_with('/') => Ok(Self::Directory(text.into())),
+            None if text.contains("://") || text.starts_with("store:") => text
+                .parse::<Location>()
+                .map(|_| Self::Store(text.to_owned()))
+                .map_err(|error| error.to_string()),
             _ => Err(format!(
-                "{text:?}: expected exec:COMMAND, or the absolute path of a directory on storage of both hosts"
+                "{text:?}: expected the absolute path of a directory on storage of both hosts, a prefix of an object store, or exec:COMMAND"
             )),
         }
     }
 }
 
-impl Claimant {
-    /// A new one on this host.
-    pub fn new() -> Self {
-        let id = format!("{:016x}{:016x}", fastrand::u64(..), fastrand::u64(..));
-        Self { version: VERSION, host: of_kernel("hostname"), id }
-    }
-}
-
-impl Default for Claimant {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 impl Arbiter {
-    /// The highest generation that was claimed; 0 for none.
+    /// The highest generation of this guest that was claimed; 0 for none.
     ///
     /// # Errors
     /// It is not known.
-    pub fn newest(&self) -> Result<u64, ArbiterError> {
+    pub fn newest(&self, guest: &str) -> Result<u64, ArbiterError> {
         match self {
-            Self::Directory(directory) => newest(directory),
-            Self::Program(command) => {
-                let found = ask(command, &[("TOWLINE_ACTION", "newest".into())])?.output;
-                found.parse().map_err(|_| ArbiterError::NotANumber { found })
-            }
+            Self::Directory(directory) => directory::newest(directory, guest),
+            Self::Store(place) => store::newest(place, guest),
+            Self::Program(command) => program::newest(command, guest),
         }
     }
 
-    /// Claims a generation.
-    pub fn claim(&self, generation: u64, claimant: &Claimant) -> Verdict {
-        match self {
+    /// Claims a generation of this guest.
+    pub fn claim(&self, guest: &str, generation: u64, claimant: &Claimant) -> Verdict {
+        let claimed = match self {
             Self::Directory(directory) => {
-                let path = directory.join(format!("{PREFIX}{generation}"));
-                make(&path, claimant).unwrap_or_else(Verdict::Unknown)
+                directory::claim(&directory.join(name(guest, generation)), claimant)
             }
-            Self::Program(command) => {
-                let variables = [
-                    ("TOWLINE_ACTION", "claim".into()),
-                    ("TOWLINE_GENERATION", generation.to_string()),
-                    ("TOWLINE_CLAIMANT", claimant.id.clone()),
-                    ("TOWLINE_HOST", claimant.host.clone()),
-                ];
-                match ask(command, &variables) {
-                    Ok(answer) if answer.is_yes => Verdict::Won,
-                    Ok(_) => Verdict::Lost,
-                    Err(error) => Verdict::Unknown(error.into()),
+            Self::Store(place) => store::claim(place, &name(guest, generation), claimant),
+            Self::Program(command) => program::claim(command, guest, generation, claimant),
+        };
+        claimed.unwrap_or_else(Verdict::Unknown)
+    }
+
+    /// Claims a generation until that is answered, or `cancel`. Each new reason for which it is not is given to `notice`.
+    pub fn decide(
+        &self,
+        guest: &str,
+        generation: u64,
+        claimant: &Claimant,
+        cancel: Option<&Cancel>,
+        notice: &dyn Fn(&str),
+    ) -> Decision {
+        let mut said = None;
+        loop {
+            match self.claim(guest, generation, claimant) {
+                Verdict::Won => return Decision::Won,
+                Verdict::Lost => return Decision::Lost,
+                Verdict::Unknown(error) if cancel.is_some_and(Cancel::is_cancelled) => {
+                    return Decision::Cancelled(error);
+                }
+                Verdict::Unknown(error) => {
+                    let text = error.to_string();
+                    if said.as_ref() != Some(&text) {
+                        notice(&format!(
+                            "not decided which host goes on with the guest, whose output is held: {text}; it is tried again"
+                        ));
+                        said = Some(text);
+                    }
+                    thread::sleep(CLAIM_INTERVAL);
                 }
             }
         }
     }
-}
-
-fn newest(directory: &Path) -> Result<u64, ArbiterError> {
-    let failed = |source| ArbiterError::Io { path: directory.to_owned(), source };
-    let mut newest = 0;
-    for entry in fs::read_dir(directory).map_err(failed)? {
-        let name = entry.map_err(failed)?.file_name();
-        let number = name.to_str().and_then(|name| name.strip_prefix(PREFIX)?.parse().ok());
-        newest = newest.max(number.unwrap_or_default());
-    }
-    Ok(newest)
-}
-
-fn make(path: &Path, claimant: &Claimant) -> Result<Verdict, ArbiterError> {
-    let failed = |source| ArbiterError::Io { path: path.to_owned(), source };
-    let json = serde_json::to_vec(claimant).map_err(|error| failed(error.into()))?;
-    match create_once(path, &json) {
-        Ok(()) => return Ok(Verdict::Won),
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-        Err(error) => return Err(failed(error)),
-    }
-    let found = serde_json::from_slice(&fs::read(path).map_err(failed)?).ok();
-    let found = found.filter(|found: &Claimant| found.version == VERSION);
-    let found = found.ok_or_else(|| ArbiterError::Format { path: path.to_owned() })?;
-    Ok(if found.id == claimant.id { Verdict::Won } else { Verdict::Lost })
 }
 
 #[cfg(test)]
@@ -180,9 +131,9 @@ mod tests {
     use super::*;
 
     fn one_of_many_wins(arbiter: &Arbiter) {
-        assert_eq!(arbiter.newest().unwrap(), 0);
+        assert_eq!(arbiter.newest("web").unwrap(), 0);
         let claimants: Vec<_> = (0..6).map(|_| Claimant::new()).collect();
-        let won = |claimant| matches!(arbiter.claim(3, claimant), Verdict::Won);
+        let won = |claimant| matches!(arbiter.claim("web", 3, claimant), Verdict::Won);
         let first: Vec<_> = std::thread::scope(|scope| {
             let won = &won;
             let threads: Vec<_> =
@@ -192,40 +143,71 @@ mod tests {
         assert_eq!(first.iter().filter(|won| **won).count(), 1, "{first:?}");
         // A claim is answered alike when it is made again.
         assert_eq!(claimants.iter().map(won).collect::<Vec<_>>(), first);
-        assert_eq!(arbiter.newest().unwrap(), 3);
+        assert_eq!(arbiter.newest("web").unwrap(), 3);
+        // Of another guest.
+        assert_eq!(arbiter.newest("we").unwrap(), 0);
+        assert!(matches!(arbiter.claim("we", 3, &claimants[0]), Verdict::Won));
+    }
+
+    /// A program that makes links in this directory.
+    fn linking(directory: &std::path::Path) -> Arbiter {
+        let links = format!("{}/$TOWLINE_GUEST", directory.display());
+        let program = format!(
+            "exec:case $TOWLINE_ACTION in
+             newest) mkdir -p {links} && ls {links} | sort -n | tail -n 1 | grep . || echo 0;;
+             claim) mkdir -p {links}; ln -s $TOWLINE_CLAIMANT {links}/$TOWLINE_GENERATION 2>/dev/null
+                    readlink {links}/$TOWLINE_GENERATION;; esac"
+        );
+        program.parse().unwrap()
     }
 
     #[test]
     fn one_of_many_has_a_generation() {
-        let place = tempfile::tempdir().unwrap();
-        one_of_many_wins(&Arbiter::Directory(place.path().to_owned()));
-        let place = tempfile::tempdir().unwrap();
-        let path = place.path().display();
-        let program = format!(
-            "exec:case $TOWLINE_ACTION in
-             newest) ls {path} | sort -n | tail -n 1 | grep . || echo 0;;
-             claim) ln -s $TOWLINE_CLAIMANT {path}/$TOWLINE_GENERATION 2>/dev/null
-                    test \"$(readlink {path}/$TOWLINE_GENERATION)\" = $TOWLINE_CLAIMANT;; esac"
-        );
-        one_of_many_wins(&program.parse().unwrap());
+        let place = || tempfile::tempdir().unwrap();
+        let (directory, program) = (place(), place());
+        one_of_many_wins(&Arbiter::Directory(directory.path().to_owned()));
+        one_of_many_wins(&linking(program.path()));
+        #[cfg(feature = "store")]
+        {
+            let store = place();
+            one_of_many_wins(&format!("store:{}", store.path().display()).parse().unwrap());
+        }
     }
 
     #[test]
     fn an_arbiter_that_does_not_decide_says_why() {
         let place = tempfile::tempdir().unwrap();
-        let text = |arbiter: &Arbiter| match arbiter.claim(1, &Claimant::new()) {
+        let text = |arbiter: &Arbiter| match arbiter.claim("web", 1, &Claimant::new()) {
             Verdict::Unknown(error) => error.to_string(),
             verdict => panic!("{verdict:?}"),
         };
         let missing = Arbiter::Directory(place.path().join("missing"));
         assert!(text(&missing).ends_with("check the shared storage"), "{}", text(&missing));
-        assert!(missing.newest().is_err());
-        fs::write(place.path().join("generation.1"), "{}").unwrap();
+        assert!(missing.newest("web").is_err());
+        std::fs::write(place.path().join("web.generation.1"), "{}").unwrap();
         assert!(text(&Arbiter::Directory(place.path().to_owned())).contains("version 1"));
-        let program = "exec:echo no quorum >&2; exit 7".parse().unwrap();
-        assert_eq!(text(&program), "the arbiter's program: exit status 7: no quorum");
-        let newest = "exec:echo many".parse::<Arbiter>().unwrap().newest();
-        assert!(newest.unwrap_err().to_string().contains("\"many\""));
+        let program = |text: &str| text.parse::<Arbiter>().unwrap();
+        let refused = text(&program("exec:echo no quorum >&2; exit 7"));
+        assert!(refused.starts_with("the arbiter's program: exit status 7: no quorum"), "{refused}");
+        // A failure of the shell is no word about another claimant, and neither is silence.
+        assert!(text(&program("exec:false")).contains("exit status 1"));
+        assert!(text(&program("exec:true")).contains("expected the claimant"));
+        assert!(program("exec:echo many").newest("web").unwrap_err().to_string().contains("\"many\""));
+        assert!(program("exec:echo 3; false").newest("web").is_err());
         assert!("relative".parse::<Arbiter>().is_err() && "exec: ".parse::<Arbiter>().is_err());
+    }
+
+    #[test]
+    fn claims_are_made_until_they_are_answered() {
+        let place = tempfile::tempdir().unwrap();
+        let (path, claimant, cancel) = (place.path().join("late"), Claimant::new(), Cancel::new().unwrap());
+        let arbiter = Arbiter::Directory(path.clone());
+        let appears = |_: &str| std::fs::create_dir(&path).unwrap();
+        let decided = arbiter.decide("web", 1, &claimant, Some(&cancel), &appears);
+        assert!(matches!(decided, Decision::Won), "{decided:?}");
+        cancel.cancel();
+        let missing = Arbiter::Directory(place.path().join("missing"));
+        let decided = missing.decide("web", 2, &claimant, Some(&cancel), &|_| {});
+        assert!(matches!(decided, Decision::Cancelled(_)), "{decided:?}");
     }
 }

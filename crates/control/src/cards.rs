@@ -1,13 +1,18 @@
 //! Cards of a protected guest, which hold the frames that it sends: `towline net`, by its control socket.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value};
 use towline_qmp::{self as qmp, Client};
 
 /// Timeout of a command: the guest stands while a checkpoint is marked.
 const DEADLINE: Duration = Duration::from_secs(2);
+
+/// Time for a card to answer, and the interval of attempts.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(10);
+const ANSWER_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Control sockets of all cards of a guest, in one generation.
 #[derive(Debug)]
@@ -23,6 +28,26 @@ impl HoldingCards {
         let mut cards = Self { clients: paths.iter().map(connect).collect::<Result<_, _>>()?, generation };
         cards.execute("hold", &[])?;
         Ok(cards)
+    }
+
+    /// Has all of these cards send what they hold, and hold no more. One that has died may be started again meanwhile.
+    pub(crate) fn pass_all(paths: &[PathBuf], generation: u64) -> Result<(), qmp::Error> {
+        let deadline = Instant::now() + ANSWERS_WITHIN;
+        loop {
+            match Self::hold(paths, generation).and_then(|mut cards| cards.execute("pass", &[])) {
+                Err(_) if Instant::now() < deadline => thread::sleep(ANSWER_INTERVAL),
+                passed => return passed,
+            }
+        }
+    }
+
+    /// The highest generation that one of these cards knows; 0 for none.
+    pub(crate) fn generation(paths: &[PathBuf]) -> Result<u64, qmp::Error> {
+        let known = paths.iter().map(|path| {
+            let held = connect(path)?.execute_raw("query-held", None)?;
+            Ok(held["generation"].as_u64().unwrap_or_default())
+        });
+        known.collect::<Result<Vec<_>, _>>().map(|known| known.into_iter().max().unwrap_or_default())
     }
 
     /// Closes the open epoch of each.
@@ -46,11 +71,6 @@ impl HoldingCards {
             has_output |= held["open-frames"].as_u64().unwrap_or_default() > 0 || held["full"] == true;
         }
         Ok(has_output)
-    }
-
-    /// Sends all that is held, and holds no more.
-    pub(crate) fn pass(&mut self) -> Result<(), qmp::Error> {
-        self.execute("pass", &[])
     }
 
     fn execute(&mut self, name: &str, arguments: &[(&str, Value)]) -> Result<(), qmp::Error> {

@@ -28,6 +28,7 @@ mod access;
 mod cache;
 mod catalog;
 mod chunk;
+mod claims;
 mod connector;
 mod credentials;
 mod error;
@@ -53,6 +54,7 @@ use std::time::Duration;
 
 pub use crate::location::{Location, LocationError, Scheme};
 pub use catalog::{Catalog, CatalogEntry, StoredImageSummary, image_names};
+pub use claims::{claim, claims};
 pub use error::{ChunkPosition, Error, MissingChunkCause, Result};
 pub use garbage::{ChunkTotals, Garbage, Object};
 pub use images::{IfInUse, ImageReader, is_image, read_index, readers, remove_image};

@@ -71,7 +71,11 @@ pub fn take(channel: &dyn Channel, first: FirstCopy, sink: &mut dyn CheckpointSi
         let stopped = receive(channel, stopping)?;
         sink.mark(stopped.number())?;
         let (checkpoint, next) = receive(channel, stopped.marked())?.loaded(&mut out);
-        sink.put(checkpoint)?;
+        if let Err(error) = sink.put(checkpoint) {
+            // It is not kept, and its guest runs on.
+            let _ = send(channel, &mut out);
+            return Err(error);
+        }
         waiting = next;
     }
 }

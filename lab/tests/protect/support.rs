@@ -185,7 +185,7 @@ impl Hosts {
         let files = std::fs::read_dir(self.place.path("arbiter")).unwrap();
         let names = files.filter_map(|file| file.unwrap().file_name().into_string().ok());
         let mut generations: Vec<_> =
-            names.filter_map(|name| name.strip_prefix("generation.")?.parse().ok()).collect();
+            names.filter_map(|name| name.strip_prefix("web.generation.")?.parse().ok()).collect();
         generations.sort_unstable();
         generations
     }

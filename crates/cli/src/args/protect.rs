@@ -18,11 +18,11 @@ use crate::units::{bytes, seconds};
 ///
 /// When one host loses the other, both claim the guest's next generation, and the arbiter gives it to one of them. The standby runs the
 /// guest then; or its host lets the output go and protects it again. The one that loses ends its own. The arbiter is a directory on storage of
-/// both hosts, or a program. Output stays held for as long as it does not decide.
+/// both hosts, a store, or a program. Output stays held for as long as it does not decide.
 ///
-/// exec:COMMAND is run by a shell on both hosts. With TOWLINE_ACTION=newest it prints the highest generation that was claimed, or 0. With
-/// TOWLINE_ACTION=claim it gives TOWLINE_GENERATION to TOWLINE_CLAIMANT (of TOWLINE_HOST) unless it was given to another one: exit status 0
-/// if that claimant has it, also from an earlier claim; 1 if another one has it; any other status, and no end within 30 seconds: not known.
+/// exec:COMMAND is run by a shell on both hosts. With TOWLINE_ACTION=newest it prints the highest generation of TOWLINE_GUEST that was
+/// claimed, or 0. With TOWLINE_ACTION=claim it gives TOWLINE_GENERATION to TOWLINE_CLAIMANT (of TOWLINE_HOST), unless it was given to another
+/// one, and prints the claimant that has it. Any other output, any exit status but 0, and no end within 30 seconds: that is not known.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:
@@ -47,8 +47,9 @@ pub(crate) struct ProtectArgs {
     /// The other host: ssh:[USER@]HOST[:PORT][/NAME], with the guest's name there
     #[arg(value_name = "DEST")]
     pub(crate) destination: Endpoint,
-    /// Arbiter, which decides who goes on with the guest: an absolute path of a directory, or exec:COMMAND
-    #[arg(long, value_name = "DIR|exec:COMMAND")]
+    /// Arbiter, which decides who goes on with the guest: an absolute path of a directory on storage of both hosts, a prefix of an object store
+    /// (s3://BUCKET/PREFIX), or exec:COMMAND
+    #[arg(long, value_name = "DIR|STORE|exec:COMMAND")]
     pub(crate) arbiter: Arbiter,
     /// Time from one checkpoint to the next, by which replies of the guest are delayed; output: as soon as it sends something, at most
     /// each 5 ms

@@ -94,7 +94,9 @@ pub struct ProtectionRecord {
     pub ferry_start_time: u64,
     /// Control sockets of the guest's cards, which hold its output.
     pub cards: Vec<PathBuf>,
-    /// The guest's generation.
+    /// The guest's name, and its generation.
+    pub guest: String,
+    /// Number of that.
     pub generation: u64,
     /// Arbiter, which decides who goes on with it.
     pub arbiter: Arbiter,

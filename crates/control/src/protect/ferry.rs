@@ -68,11 +68,11 @@ pub fn ferry(socket: OwnedFd) {
     let mut standby = None;
     if let Err(Failure { lost, reason }) = carry(&link, &mut standby) {
         link.send(&FromFerry::Ended { lost, reason });
-        let deadline = Instant::now() + DECIDED_WITHIN;
-        while link.receive(deadline.saturating_duration_since(Instant::now())) != Received::End
-            && Instant::now() < deadline
-        {}
     }
+    let deadline = Instant::now() + DECIDED_WITHIN;
+    while link.receive(deadline.saturating_duration_since(Instant::now())) != Received::End
+        && Instant::now() < deadline
+    {}
 }
 
 fn carry(link: &Link<ToFerry>, open: &mut Option<Arc<dyn Channel>>) -> Result<(), Failure> {
@@ -131,7 +131,7 @@ fn first_copy(
     Ok(Ends { primary, standby, first })
 }
 
-/// Takes checkpoints and passes them on, until an end is lost.
+/// Takes checkpoints and passes them on, until an end is lost, which is reported.
 fn pass_checkpoints(request: &FerryRequest, ends: Ends, link: &Link<ToFerry>) -> Result<(), Failure> {
     let Ends { primary, standby, first } = ends;
     let hold = || {
@@ -154,7 +154,7 @@ fn pass_checkpoints(request: &FerryRequest, ends: Ends, link: &Link<ToFerry>) ->
         has_lost_card: false,
     };
     let passing = Mutex::new(None);
-    let failure = thread::scope(|scope| {
+    thread::scope(|scope| {
         scope.spawn(|| {
             let failure = pass(standby.as_ref(), queue, releases, link);
             *lock(&passing) = failure;
@@ -165,13 +165,16 @@ fn pass_checkpoints(request: &FerryRequest, ends: Ends, link: &Link<ToFerry>) ->
         }
         let Err(error) = checkpoints::take(primary.as_ref(), first, &mut taker);
         queue.close();
-        let lost = if taker.has_lost_card { Lost::Card } else { Lost::Guest };
-        let failure = lock(&passing).take().unwrap_or_else(|| Failure::of(lost)(&error));
+        let lost = match &error {
+            _ if taker.has_lost_card => Lost::Card,
+            Error::Ended { .. } | Error::Channel(_) => Lost::Guest,
+            _ => Lost::Checkpoint,
+        };
+        let Failure { lost, reason } = lock(&passing).take().unwrap_or_else(|| Failure::of(lost)(&error));
         // Not after the other thread, which may wait for the standby.
-        link.send(&FromFerry::Ended { lost: failure.lost, reason: failure.reason.clone() });
-        failure
+        link.send(&FromFerry::Ended { lost, reason });
     });
-    Err(failure)
+    Ok(())
 }
 
 /// Passes checkpoints on until that fails; `None`: there are no more.

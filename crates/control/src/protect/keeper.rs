@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use towline_channel::Cancel;
 
+use crate::arbiter::Claimant;
 use attempt::{Attempt, AttemptEnd};
 use decision::Keeper;
 pub use request::{Checkpoints, Error, ProtectEnd, ProtectObserver, ProtectRequest};
@@ -32,28 +33,38 @@ const RETRY: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(30)];
 /// Protects a guest until `cancel`, or until it has ended or goes on elsewhere.
 ///
 /// # Errors
-/// The guest was never protected: it cannot be, or the other host refuses it. It runs on here, and its output goes. Once it was protected, a
-/// failure is reported to `observer`, and the guest is protected again. [`Error::Undecided`]: its output is held.
+/// The guest was never protected: it cannot be, or the other host refuses it. It runs on here, and its output goes, unless
+/// [`Error::needs_attention`]. Once it was protected, a failure is reported to `observer`, and the guest is protected again.
 pub fn protect(
     request: &ProtectRequest,
     cancel: &Cancel,
     observer: &dyn ProtectObserver,
 ) -> Result<ProtectEnd, Error> {
-    let mut keeper = Keeper::new(request, cancel, observer)?;
-    let (mut retry, mut has_protected) = (RETRY[0], false);
+    let (claimant, guest) = (Claimant::new(), String::new());
+    let mut keeper =
+        Keeper { request, cancel, observer, claimant, guest, generation: 0, has_protected: false };
+    let mut retry = RETRY[0];
     loop {
-        let begun = Instant::now();
-        let reason = match Attempt::begin(&mut keeper).and_then(Attempt::run) {
-            Ok(AttemptEnd::Done(end)) => return Ok(end),
-            Ok(AttemptEnd::Lost { reason }) => {
-                has_protected = true;
-                reason
+        let (begun, had_protected) = (Instant::now(), keeper.has_protected);
+        let ended = match Attempt::begin(&mut keeper) {
+            Ok(attempt) => attempt.run(),
+            Err(_) if had_protected && cancel.is_cancelled() => return Ok(ProtectEnd::Cancelled),
+            Err(_) if had_protected && has_ended(&request.socket) => {
+                return Ok(ProtectEnd::GuestEnded);
             }
-            Err(error) if !has_protected => return Err(error),
-            Err(error @ Error::Undecided { .. }) => return Err(error),
-            Err(_) if cancel.is_cancelled() => return Ok(ProtectEnd::Cancelled),
-            Err(_) if has_ended(&request.socket) => return Ok(ProtectEnd::GuestEnded),
-            Err(error) => error.to_string(),
+            Err(error) => Err(error),
+        };
+        let reason = match ended {
+            Ok(AttemptEnd::Done(end)) => return Ok(end),
+            Ok(AttemptEnd::Lost { reason }) => reason,
+            Err(error) => match error.goes_on_elsewhere() {
+                Some(generation) => {
+                    let reason = "the towline that protected it here was killed".into();
+                    return Ok(ProtectEnd::TakenOver { generation, reason });
+                }
+                None if !keeper.has_protected || error.needs_attention() => return Err(error),
+                None => error.to_string(),
+            },
         };
         observer.unprotected(&reason);
         if begun.elapsed() > RETRY[1] {

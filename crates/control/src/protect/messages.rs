@@ -77,6 +77,8 @@ pub(super) enum Lost {
     Standby,
     /// A card of the guest.
     Card,
+    /// A checkpoint that cannot be used, of a guest that lives.
+    Checkpoint,
 }
 
 /// One end of the socket pair, which receives messages of this kind.

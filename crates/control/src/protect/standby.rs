@@ -27,7 +27,7 @@ use towline_qmp::commands::{MigrateIncoming, RunState, Stop};
 use towline_qmp::{self as qmp, CommandRequest};
 
 use super::memory::{StandbyMemory, StandbyMemoryError};
-use crate::arbiter::{Arbiter, Claimant, Verdict};
+use crate::arbiter::{Arbiter, Claimant, Decision};
 use crate::cards::HoldingCards;
 use crate::lock::lock;
 use crate::qemu::{Error as QemuError, Qemu};
@@ -36,8 +36,6 @@ use crate::qemu::{Error as QemuError, Qemu};
 const STEP_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time in which the guest's host may say that this was no death.
 const GRACE: Duration = Duration::from_millis(100);
-/// Interval of claims while the arbiter does not decide.
-const CLAIM_INTERVAL: Duration = Duration::from_millis(200);
 /// Time in which the waiting QEMU loads the device state.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
@@ -54,7 +52,8 @@ pub(crate) struct Standby {
     /// Control sockets of its cards.
     pub(crate) cards: Vec<PathBuf>,
     pub(crate) arbiter: Arbiter,
-    /// Generation of the guest at its host.
+    /// The guest's name, and its generation at its host.
+    pub(crate) guest: String,
     pub(crate) generation: u64,
     pub(crate) peer_timeout: Duration,
     pub(crate) checkpoint_bytes_max: usize,
@@ -99,10 +98,10 @@ pub struct Takeover {
     pub generation: u64,
     /// Checkpoint from which it goes on.
     pub epoch: u64,
-    /// The arbiter has decided.
-    pub won_ms: f64,
     /// The QEMU has the device state.
     pub loaded_ms: f64,
+    /// The arbiter has decided.
+    pub won_ms: f64,
     /// The guest runs.
     pub runs_ms: f64,
     /// Its cards send.
@@ -123,7 +122,9 @@ pub enum StandbyError {
     #[error("the QEMU that waits for the guest: {0}")]
     Qemu(#[from] QemuError),
     /// A card.
-    #[error("a card of the guest: {0}; the guest runs")]
+    #[error(
+        "a card of the guest: {0}; the guest runs, and what it sends is held: see that the card runs, and have it pass (`towline ctl`)"
+    )]
     Card(qmp::Error),
     /// It was ended before the guest was protected.
     #[error("the protection has ended before the first checkpoint")]
@@ -259,10 +260,12 @@ impl Standby {
         if !self.control.begins_to_decide() {
             return Ok(StandbyEnd::Released);
         }
-        if !self.is_won(notice) {
-            return Ok(StandbyEnd::Lost);
+        let takeover = self.load(&mut qemu, &memory, &last)?;
+        let claimant = Claimant::new();
+        match self.arbiter.decide(&self.guest, self.generation + 1, &claimant, None, notice) {
+            Decision::Won => self.run_guest(&mut qemu, takeover, last.lost_at).map(StandbyEnd::TakenOver),
+            Decision::Lost | Decision::Cancelled(_) => Ok(StandbyEnd::Lost),
         }
-        self.take_over(&mut qemu, &memory, &last).map(StandbyEnd::TakenOver)
     }
 
     /// Has the QEMU wait for the device state. It loads it and stays paused.
@@ -302,36 +305,13 @@ impl Standby {
         }
     }
 
-    /// Claims the guest until the arbiter decides.
-    fn is_won(&self, notice: &dyn Fn(&str)) -> bool {
-        let (claimant, mut said) = (Claimant::new(), None);
-        loop {
-            match self.arbiter.claim(self.generation + 1, &claimant) {
-                Verdict::Won => return true,
-                Verdict::Lost => return false,
-                Verdict::Unknown(error) => {
-                    let text = error.to_string();
-                    if said.as_ref() != Some(&text) {
-                        notice(&format!("not decided who goes on with the guest: {text}; it is tried again"));
-                        said = Some(text);
-                    }
-                    thread::sleep(CLAIM_INTERVAL);
-                }
-            }
-        }
-    }
-
-    /// Runs the guest from its last checkpoint.
-    fn take_over(
+    /// Has the QEMU load the last checkpoint. It stays paused, and nothing of it leaves.
+    fn load(
         &self,
         qemu: &mut Qemu,
         memory: &Memory,
         last: &LastCheckpoint,
     ) -> Result<Takeover, StandbyError> {
-        let ms = || last.lost_at.elapsed().as_secs_f64() * 1e3;
-        let (generation, won_ms) = (self.generation + 1, ms());
-        // Held until the guest runs.
-        let cards = HoldingCards::hold(&self.cards, generation);
         memory.set_device_state(last.devices.bytes().to_vec());
         let deadline = Instant::now() + LOAD_TIMEOUT;
         let (address, plain) = (Address::Unix(self.socket.clone()), ConnectOptions::default());
@@ -345,10 +325,25 @@ impl Standby {
             }
             thread::sleep(POLL_INTERVAL);
         }
-        let loaded_ms = ms();
-        qemu.cont().map_err(StandbyError::NotRun)?;
-        let runs_ms = ms();
-        cards.and_then(|mut cards| cards.pass()).map_err(StandbyError::Card)?;
-        Ok(Takeover { generation, epoch: last.epoch, won_ms, loaded_ms, runs_ms, passes_ms: ms() })
+        let (generation, epoch, loaded_ms) = (self.generation + 1, last.epoch, millis_since(last.lost_at));
+        Ok(Takeover { generation, epoch, loaded_ms, won_ms: 0.0, runs_ms: 0.0, passes_ms: 0.0 })
     }
+
+    /// Runs the guest, which is loaded, and has its cards send.
+    fn run_guest(
+        &self,
+        qemu: &mut Qemu,
+        takeover: Takeover,
+        lost_at: Instant,
+    ) -> Result<Takeover, StandbyError> {
+        let won_ms = millis_since(lost_at);
+        qemu.cont().map_err(StandbyError::NotRun)?;
+        let runs_ms = millis_since(lost_at);
+        HoldingCards::pass_all(&self.cards, takeover.generation).map_err(StandbyError::Card)?;
+        Ok(Takeover { won_ms, runs_ms, passes_ms: millis_since(lost_at), ..takeover })
+    }
+}
+
+fn millis_since(time: Instant) -> f64 {
+    time.elapsed().as_secs_f64() * 1e3
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use towline_qmp as qmp;
-use towline_qmp::commands::MigrationStatus;
+use towline_qmp::commands::{MigrationStatus, RunState};
 
 use super::connection::Qemu;
 use super::error::Error;
@@ -31,7 +31,11 @@ impl Qemu {
             let (migration, status) = self.migration_and_status()?;
             let migration = migration.status.unwrap_or(MigrationStatus::NONE);
             if migration.is_idle() && !self.cleans_up_migration()? {
-                return if status.running { Ok(()) } else { self.cont() };
+                return if status.running || status.status == RunState::SHUTDOWN {
+                    Ok(())
+                } else {
+                    self.cont()
+                };
             }
             if Instant::now() >= deadline {
                 let (socket, command) =
@@ -61,7 +65,7 @@ impl Qemu {
         }
         self.end_checkpoints()?;
         let generation = record.generation + 1;
-        match record.arbiter.claim(generation, &record.claimant) {
+        match record.arbiter.claim(&record.guest, generation, &record.claimant) {
             Verdict::Won => {}
             Verdict::Lost => {
                 let socket = self.socket().to_owned();
@@ -74,12 +78,13 @@ impl Qemu {
                 return Ok(RecordOutcome::Left(format!("{left} ({error})")));
             }
         }
-        let passed = HoldingCards::hold(&record.cards, generation).and_then(|mut cards| cards.pass());
-        Ok(match passed {
+        Ok(match HoldingCards::pass_all(&record.cards, generation) {
             Ok(()) => {
                 RecordOutcome::Done(vec!["the guest is not protected any more, and its output goes".into()])
             }
-            Err(error) => RecordOutcome::Left(format!("the guest's output is held: {error}")),
+            Err(error) => {
+                RecordOutcome::Left(format!("the guest's output is held: {error}; see that its card runs"))
+            }
         })
     }
 }

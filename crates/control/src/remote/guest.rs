@@ -60,13 +60,22 @@ impl DepartingGuest {
         interrupt: Option<Arc<OwnedFd>>,
     ) -> Result<Self, plan::Error> {
         let options = qmp::Options { interrupt, ..qmp::Options::default() };
-        let mut qemu = Qemu::inspect(socket, &options)?;
+        Self::of_qemu(&mut Qemu::inspect(socket, &options)?, place, disk_policy, map)
+    }
+
+    /// As [`Self::of`], of a QEMU whose monitor is connected.
+    pub(crate) fn of_qemu(
+        qemu: &mut Qemu,
+        place: Place,
+        disk_policy: DiskPolicy,
+        map: Option<&HostMap>,
+    ) -> Result<Self, plan::Error> {
         let facts = Subject::Qemu(Box::new(qemu.compat_facts()?)).into();
         let place = match place {
-            Place::Guest(guest) => Place::Guest(with_own_values(guest, map, &mut qemu)?),
+            Place::Guest(guest) => Place::Guest(with_own_values(guest, map, qemu)?),
             place => place,
         };
-        let mut disks = WrittenDisk::of(&mut qemu)?;
+        let mut disks = WrittenDisk::of(qemu)?;
         if disk_policy == DiskPolicy::Copied {
             disks.iter().try_for_each(WrittenDisk::check_copy)?;
             if let Place::Guest(guest) = &place {
@@ -74,7 +83,7 @@ impl DepartingGuest {
                 disks.iter_mut().try_for_each(|disk| disk.find_setting(&of_line))?;
             }
         }
-        let cards = Card::of(&mut qemu);
+        let cards = Card::of(qemu);
         let has_own_network = qemu.process().has_own_network();
         Ok(Self { facts, disks, disk_policy, place, cards, has_own_network })
     }
@@ -110,6 +119,14 @@ impl DepartingGuest {
         let mut capabilities = self.shared_capabilities();
         capabilities.extend(request.is_postcopy().then_some(Capability::POSTCOPY_RAM));
         Ok(Direct { is_encrypted, capabilities })
+    }
+
+    /// Its name in the QEMU that is started for it.
+    pub(crate) fn name(&self) -> Option<&str> {
+        match &self.place {
+            Place::Guest(guest) => Some(&guest.name),
+            _ => None,
+        }
     }
 
     /// Control sockets of its cards.

@@ -13,12 +13,10 @@ use super::frames::Card;
 use super::waiting::{StartedForGuest, failed, free_port, with_peer};
 use super::{Error, RemoteHost};
 use crate::arbiter::Arbiter;
+use crate::cards::HoldingCards;
 use crate::hex::to_hex;
 use crate::plan::Tls;
 use crate::protect::{Standby, StandbyControl, StandbyEnd, StandbyError, StandbyMemory};
-
-/// Time for the other host's word that it does not take the guest over.
-const RELEASED_WITHIN: Duration = Duration::from_secs(2);
 
 /// Has the agent stand by for the guest for which it has made a place.
 #[derive(Debug, Serialize, Deserialize)]
@@ -26,7 +24,8 @@ const RELEASED_WITHIN: Duration = Duration::from_secs(2);
 pub(crate) struct NewStandby {
     /// Certificate of the end that connects, in hexadecimal digits of DER.
     pub(crate) certificate: String,
-    /// The guest's generation at its host.
+    /// The guest's name, and its generation at its host.
+    pub(crate) guest: String,
     pub(crate) generation: u64,
     pub(crate) arbiter: Arbiter,
     /// Silence after which the guest's host is lost.
@@ -76,9 +75,9 @@ impl RemoteHost {
         Ok(StandbyHost { address, certificate })
     }
 
-    /// Has the other host give the guest up. False: it may take it over, or has done so.
-    pub(crate) fn release_standby(&mut self) -> bool {
-        self.set_patience(RELEASED_WITHIN);
+    /// Has the other host give the guest up, within this time. False: it may take the guest over, or has done so.
+    pub(crate) fn release_standby(&mut self, within: Duration) -> bool {
+        self.set_patience(within);
         self.execute(&ReleaseStandby {}).is_ok_and(|released| released.is_released)
     }
 }
@@ -103,6 +102,17 @@ impl AgentStandby {
         cards: &[Card],
         started: StartedForGuest,
     ) -> Result<(Self, StandsBy), CommandError> {
+        // Else both hosts would win.
+        let (found, expected) = (request.arbiter.newest(&request.guest).map_err(failed)?, request.generation);
+        if found != expected {
+            return Err(CommandError::generic(format!(
+                "the arbiter has generation {found} of guest {} here, and {expected} at the guest's host: it must be the same one on both (a \
+                 directory that is not mounted is another one)",
+                request.guest
+            )));
+        }
+        let controls: Vec<_> = cards.iter().map(|card| card.control().to_owned()).collect();
+        HoldingCards::hold(&controls, request.generation).map_err(failed)?;
         let key = OneTimeKey::generate().map_err(failed)?;
         let certificate = to_hex(key.certificate());
         let tls = Tls::OneTime(with_peer(key, &request.certificate)?).server().map_err(failed)?;
@@ -114,8 +124,9 @@ impl AgentStandby {
             listener: Listener::bind_with(&free_port(), &options).map_err(failed)?,
             socket: monitor.with_file_name("state.sock"),
             qemu: monitor,
-            cards: cards.iter().map(|card| card.control().to_owned()).collect(),
+            cards: controls,
             arbiter: request.arbiter.clone(),
+            guest: request.guest.clone(),
             generation: request.generation,
             peer_timeout,
             checkpoint_bytes_max: request.checkpoint_bytes_max,

@@ -1,6 +1,7 @@
 //! Errors of stores and of the images in them.
 
 use std::io;
+use std::time::Duration;
 
 use crate::index;
 use crate::location::LocationError;
@@ -66,6 +67,22 @@ pub enum Error {
     Exists {
         /// The image.
         image: String,
+    },
+    /// The store makes an object that exists already, against the condition of the request.
+    #[error(
+        "{object}: the store ignores conditional writes (If-None-Match), so it cannot decide; use another one"
+    )]
+    Unconditional {
+        /// The object.
+        object: String,
+    },
+    /// The store does not answer.
+    #[error("{store}: no answer within {} s", waited.as_secs())]
+    Late {
+        /// The store.
+        store: String,
+        /// The time that was waited.
+        waited: Duration,
     },
     /// The index is invalid.
     #[error("{image}: {why}")]

@@ -40,6 +40,8 @@ pub(super) enum WriteMode {
     Replace,
     /// Fails if the object exists. A store without conditional writes replaces it.
     Create,
+    /// Fails if the object exists, or the store has no conditional writes.
+    CreateOnly,
     /// Fails unless the object has this version.
     Update(UpdateVersion),
 }
@@ -165,7 +167,7 @@ impl Objects {
         let path = self.path(key)?;
         let condition = match mode {
             WriteMode::Replace => PutMode::Overwrite,
-            WriteMode::Create => PutMode::Create,
+            WriteMode::Create | WriteMode::CreateOnly => PutMode::Create,
             WriteMode::Update(version) => PutMode::Update(version.clone()),
         };
         let refused = match (self.request(&path, bytes.clone(), condition).await, mode) {
@@ -174,7 +176,7 @@ impl Objects {
                 let done = self.request(&path, bytes, PutMode::Overwrite).await;
                 return done.map(|done| Some(done.into())).map_err(failed);
             }
-            (Err(Cause::AlreadyExists { .. }), WriteMode::Create) => {
+            (Err(Cause::AlreadyExists { .. }), WriteMode::Create | WriteMode::CreateOnly) => {
                 let object = self.object_name(key);
                 Error::Exists { image: object.strip_suffix(Location::SUFFIX).unwrap_or(&object).to_owned() }
             }
@@ -187,7 +189,7 @@ impl Objects {
         // After an attempt that arrived but whose response was lost, the next one finds its own object.
         match self.get(key, bytes.len() as u64).await {
             Ok(Some((found, meta))) if found == bytes => Ok(Some(version_of(&meta))),
-            Ok(None) if *mode == WriteMode::Create => Ok(None),
+            Ok(None) if [WriteMode::Create, WriteMode::CreateOnly].contains(mode) => Ok(None),
             _ => Err(refused),
         }
     }

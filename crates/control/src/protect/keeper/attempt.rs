@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use serde_json::Map;
@@ -11,10 +12,11 @@ use towline_qmp::commands::{Capability, Migrate, MigrationParameters, MigrationS
 
 use super::super::messages::{FerryRequest, FromFerry, Lost, Received, ToFerry};
 use super::checks::check_guest;
-use super::decision::{Decision, Keeper};
+use super::decision::Keeper;
 use super::process::FerryProcess;
 use super::report::Report;
 use super::request::{Error, ProtectEnd, ProtectObserver};
+use crate::cards::HoldingCards;
 use crate::generations::ManagedGuest;
 use crate::journal::{JournalEntry, ProtectionRecord, UndoRecord};
 use crate::plan::PrivateDir;
@@ -25,16 +27,26 @@ use crate::remote::{DepartingGuest, DiskPolicy, NewStandby, Place, RemoteHost};
 const STEP_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time for the first copy.
 const COPY_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
-/// Longest standstill for a checkpoint: then the ferry is taken for dead.
-const STANDSTILL_MAX: Duration = Duration::from_secs(1);
+/// Longest pause at the end of the first copy.
+const COPY_PAUSE_MAX: Duration = Duration::from_secs(5);
+/// Longest pause for a checkpoint: then the ferry is taken for dead.
+const PAUSE_MAX: Duration = Duration::from_secs(1);
+/// Time for a QEMU whose connection has ended to say why.
+const ENDS_WITHIN: Duration = Duration::from_millis(300);
 /// Time for which a ferry whose standby replies may say nothing.
 const SILENCE_BEYOND: Duration = Duration::from_secs(1);
 /// Interval of looks at the monitor.
 const LOOK_INTERVAL: Duration = Duration::from_millis(10);
+/// Interval of looks at a guest that is copied.
+const STATUS_INTERVAL: Duration = Duration::from_secs(1);
+/// Time for the other host's word that it does not take the guest over; of a guest that may stand.
+const RELEASED_WITHIN: [Duration; 2] = [Duration::from_secs(2), Duration::from_millis(100)];
 /// QEMU's interval of requests, in milliseconds: the ferry replies when the next checkpoint is due.
 const REQUEST_INTERVAL_MS: u64 = 5;
 /// Time for which QEMU may stop the guest at the end of the first copy, in milliseconds.
 const DOWNTIME_MS: u64 = 100;
+/// Time for a QEMU that is killed.
+const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Capabilities with which no checkpoints are taken here.
 const OFF: [Capability; 4] =
     [Capability::MULTIFD, Capability::XBZRLE, Capability::POSTCOPY_RAM, Capability::X_IGNORE_SHARED];
@@ -42,7 +54,7 @@ const OFF: [Capability; 4] =
 /// End of an attempt.
 pub(super) enum AttemptEnd {
     Done(ProtectEnd),
-    /// The guest runs on here, in a new generation, and its output goes.
+    /// The guest runs on here, and its output goes.
     Lost {
         reason: String,
     },
@@ -53,59 +65,76 @@ enum Ending {
     Cancelled,
     GuestEnded,
     Died,
-    Lost { reason: String },
+    /// The standby lives, as far as is known, or not.
+    Lost {
+        is_standby: bool,
+        reason: String,
+    },
+}
+
+impl Ending {
+    /// The loss of a part of this host.
+    fn here(reason: &str) -> Self {
+        Self::Lost { is_standby: false, reason: reason.to_owned() }
+    }
 }
 
 /// A protection under way.
 pub(super) struct Attempt<'a, 'k> {
+    /// Ended first, and then the session, which may take seconds.
+    ferry: FerryProcess,
     keeper: &'a mut Keeper<'k>,
     host: RemoteHost,
     cards: Vec<PathBuf>,
-    ferry: FerryProcess,
     settings: Option<AppliedSettings>,
     entry: Option<JournalEntry>,
     directory: PrivateDir,
     /// The standby may take the guest over.
     may_be_taken: bool,
+    /// It has had a checkpoint.
+    is_protected: bool,
     /// Emulation loses writes to the first pass of a guest that runs.
     is_emulated: bool,
     qemu: Qemu,
 }
 
 impl<'a, 'k> Attempt<'a, 'k> {
-    /// Prepares both hosts; nothing of the guest is changed.
+    /// Prepares both hosts; nothing of the guest is changed, but for what a killed towline has left.
     pub(super) fn begin(keeper: &'a mut Keeper<'k>) -> Result<Self, Error> {
         let request = keeper.request;
         let interrupt = Some(keeper.cancel.descriptor());
-        let place = Place::Guest(request.guest.clone());
-        let policy = DiskPolicy::VouchedFor;
-        let guest =
-            DepartingGuest::of(&request.socket, place, policy, request.map.as_ref(), interrupt.clone())?;
-        let cards = guest.card_controls();
-        guest.qemu().map_or(Ok(()), |qemu| check_guest(qemu, request, cards.len()))?;
-        let mut host =
-            RemoteHost::connect(&request.target, &request.ssh, request.timeouts, interrupt.clone())?;
-        let fit = host.prepare(&guest, 0)?;
-        guest.check(&fit, 0, &host.name(), &Notices(keeper.observer))?;
-        let is_emulated = guest.qemu().is_none_or(|qemu| qemu.kvm != Some(true));
-        drop(guest);
-        let options = qmp::Options { interrupt, ..qmp::Options::default() };
-        let qemu = Qemu::connect(&request.socket, &options)?;
+        let options = qmp::Options { interrupt: interrupt.clone(), ..qmp::Options::default() };
+        // Its journal is locked from here on: what follows is of one towline.
+        let mut qemu = Qemu::connect(&request.socket, &options)?;
+        if let Some(repaired) = qemu.repaired() {
+            keeper.observer.notice(&repaired.to_string());
+            if !repaired.left.is_empty() {
+                return Err(Error::LeftByOther { left: repaired.left.join("; ") });
+            }
+        }
         if let Some(managed) = ManagedGuest::of_qemu(&qemu)? {
             return Err(managed.refuse().into());
         }
-        let ferry = FerryProcess::start(&request.ferry)?;
-        let directory = PrivateDir::for_qemu(&qemu)?;
-        let (settings, entry) = (None, None);
+        let place = Place::Guest(request.guest.clone());
+        let guest = DepartingGuest::of_qemu(&mut qemu, place, DiskPolicy::VouchedFor, None)?;
+        let cards = guest.card_controls();
+        guest.qemu().map_or(Ok(()), |facts| check_guest(facts, request, cards.len()))?;
+        let mut host = RemoteHost::connect(&request.target, &request.ssh, request.timeouts, interrupt)?;
+        let fit = host.prepare(&guest, 0)?;
+        guest.check(&fit, 0, &host.name(), &Notices(keeper.observer))?;
+        keeper.claim_new(guest.name().unwrap_or_default(), &cards)?;
+        let is_emulated = guest.qemu().is_none_or(|facts| facts.kvm != Some(true));
+        drop(guest);
         Ok(Self {
+            ferry: FerryProcess::start(&request.ferry)?,
             keeper,
             host,
             cards,
-            ferry,
-            settings,
-            entry,
-            directory,
+            settings: None,
+            entry: None,
+            directory: PrivateDir::for_qemu(&qemu)?,
             may_be_taken: false,
+            is_protected: false,
             is_emulated,
             qemu,
         })
@@ -119,31 +148,24 @@ impl<'a, 'k> Attempt<'a, 'k> {
             Err(error) => Err(error),
         };
         match ending {
-            Ok(Ending::GuestEnded) => {
-                self.host.release_standby();
-                Ok(AttemptEnd::Done(ProtectEnd::GuestEnded))
-            }
-            Ok(Ending::Died) => {
-                // The standby sees that.
-                self.ferry.kill();
-                Ok(AttemptEnd::Done(ProtectEnd::Died))
-            }
-            Ok(Ending::Cancelled) => match self.host.release_standby() {
-                true => self.end().map(|()| AttemptEnd::Done(ProtectEnd::Cancelled)),
-                false => {
-                    let end = self.lose("the other host has not confirmed the end".into())?;
-                    Ok(match end {
-                        AttemptEnd::Lost { .. } => AttemptEnd::Done(ProtectEnd::Cancelled),
-                        end => end,
-                    })
+            Ok(Ending::GuestEnded) => self.guest_has_ended(),
+            Ok(Ending::Died) => self.died(),
+            Ok(Ending::Cancelled) => {
+                self.may_be_taken = !self.host.release_standby(RELEASED_WITHIN[0]);
+                match self.lose("the other host has not confirmed the end".into())? {
+                    AttemptEnd::Lost { .. } => Ok(AttemptEnd::Done(ProtectEnd::Cancelled)),
+                    end => Ok(end),
                 }
-            },
-            Ok(Ending::Lost { reason }) => self.lose(reason),
-            Err(error) if self.may_be_taken => self.lose(error.to_string()),
-            Err(error) => {
-                self.end()?;
-                Err(error)
             }
+            Ok(Ending::Lost { is_standby, reason }) => {
+                if !is_standby && self.host.release_standby(RELEASED_WITHIN[1]) {
+                    self.may_be_taken = false;
+                }
+                self.lose(reason)
+            }
+            Err(error) if self.may_be_taken => self.lose(error.to_string()),
+            // Never protected: it runs on, and its output goes.
+            Err(error) => self.lose(String::new()).and(Err(error)),
         }
     }
 
@@ -155,6 +177,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
         };
         let stands = self.host.stand_by(&NewStandby {
             certificate,
+            guest: self.keeper.guest.clone(),
             generation: self.keeper.generation,
             arbiter: request.arbiter.clone(),
             peer_timeout_ms: millis(request.peer_timeout),
@@ -173,16 +196,17 @@ impl<'a, 'k> Attempt<'a, 'k> {
             checkpoint_bytes_max: request.checkpoint_bytes_max,
         }));
         let FromFerry::Listening = self.ferry.expect(STEP_TIMEOUT)? else { return Err(out_of_turn()) };
-        self.record();
+        self.record()?;
         let settings = self.new_settings();
         self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
         if self.is_emulated {
             self.qemu.stop()?;
         }
-        let uri = format!("unix:{}", socket.display());
-        self.qemu.migrate(&Migrate::to_uri(uri))?;
+        self.qemu.migrate(&Migrate::to_uri(format!("unix:{}", socket.display())))?;
         self.await_copy()?;
         self.await_secondary()?;
+        // It may have a checkpoint from now on.
+        self.may_be_taken = true;
         self.ferry.send(&ToFerry::Go);
         Ok(())
     }
@@ -204,41 +228,51 @@ impl<'a, 'k> Attempt<'a, 'k> {
         MigrationSettings { capabilities, parameters }
     }
 
-    /// Records what another towline does if this process and the ferry are killed.
-    fn record(&mut self) {
+    /// Records the work of another towline if this process and the ferry are killed.
+    fn record(&mut self) -> Result<(), Error> {
         let (ferry_pid, ferry_start_time) = self.ferry.identity();
-        self.entry = self.qemu.record(&UndoRecord::Protection(ProtectionRecord {
+        let entry = self.qemu.record(&UndoRecord::Protection(ProtectionRecord {
             ferry_pid,
             ferry_start_time,
             cards: self.cards.clone(),
+            guest: self.keeper.guest.clone(),
             generation: self.keeper.generation,
             arbiter: self.keeper.request.arbiter.clone(),
             claimant: self.keeper.claimant.clone(),
         }));
+        self.entry = Some(entry.ok_or(Error::NoJournal)?);
+        Ok(())
     }
 
     /// Waits until the standby has the first copy.
     fn await_copy(&mut self) -> Result<(), Error> {
+        let not_protected = |reason: &str| Err(Error::NotProtected { reason: reason.to_owned() });
         let deadline = Instant::now() + COPY_TIMEOUT;
+        let (mut looked, mut runs) = (Instant::now(), Instant::now());
         loop {
             match self.ferry.link.receive(LOOK_INTERVAL) {
                 Received::Message(FromFerry::Copied) => return Ok(()),
-                Received::Message(FromFerry::Ended { reason, .. }) => {
-                    return Err(Error::NotProtected { reason });
-                }
+                Received::Message(FromFerry::Ended { reason, .. }) => return not_protected(&reason),
                 Received::Message(_) => return Err(out_of_turn()),
-                Received::End => {
-                    return Err(Error::NotProtected {
-                        reason: "the process that takes checkpoints has ended".into(),
-                    });
-                }
+                Received::End => return not_protected(FERRY_ENDED),
                 Received::Nothing => {}
             }
             if self.keeper.cancel.is_cancelled() {
                 return Err(Error::Cancelled);
             }
+            if !self.is_emulated && looked.elapsed() >= STATUS_INTERVAL {
+                looked = Instant::now();
+                if self.qemu.status()?.running {
+                    runs = looked;
+                }
+                if runs.elapsed() > COPY_PAUSE_MAX {
+                    return not_protected(
+                        "the end of the first copy takes too long, for which the guest is stopped",
+                    );
+                }
+            }
             if Instant::now() >= deadline {
-                return Err(Error::NotProtected { reason: "the first copy takes too long".into() });
+                return not_protected("the first copy takes too long");
             }
         }
     }
@@ -251,17 +285,21 @@ impl<'a, 'k> Attempt<'a, 'k> {
             if status == MigrationStatus::COLO {
                 return Ok(());
             }
+            if self.keeper.cancel.is_cancelled() {
+                return Err(Error::Cancelled);
+            }
             if status.is_idle() || Instant::now() >= deadline {
                 let reason = format!("QEMU's migration is {status} after the first copy, expected colo");
                 return Err(Error::NotProtected { reason });
             }
-            std::thread::sleep(LOOK_INTERVAL);
+            thread::sleep(LOOK_INTERVAL);
         }
     }
 
     /// Watches the checkpoints, until they end.
     fn watch(&mut self) -> Result<Ending, Error> {
-        let silence_max = self.keeper.request.peer_timeout + self.keeper.request.epoch * 2 + SILENCE_BEYOND;
+        let request = self.keeper.request;
+        let silence_max = request.peer_timeout + request.epoch * 2 + SILENCE_BEYOND;
         let (mut stopping, mut heard) = (None, Instant::now());
         let mut report = Report::default();
         loop {
@@ -269,30 +307,20 @@ impl<'a, 'k> Attempt<'a, 'k> {
                 Received::Message(message) => {
                     heard = Instant::now();
                     match message {
-                        FromFerry::Stopping { .. } => {
-                            self.may_be_taken = true;
-                            stopping = Some(heard);
-                        }
+                        FromFerry::Stopping { .. } => stopping = Some(heard),
                         FromFerry::Runs { pause_us, bytes, pages, epoch } => {
                             stopping = None;
                             report.took(epoch, pause_us, bytes, pages);
                         }
-                        FromFerry::Acknowledged { epoch, latency_us } => {
-                            if epoch == 1 {
-                                self.keeper.observer.protected(self.keeper.generation);
-                            }
+                        FromFerry::Acknowledged { latency_us, .. } => {
+                            self.has_checkpoint();
                             report.acknowledged(latency_us);
                         }
-                        FromFerry::Ended { lost: Lost::Guest, .. } => return Ok(self.guest_ended()),
-                        FromFerry::Ended { reason, .. } => return Ok(Ending::Lost { reason }),
+                        FromFerry::Ended { lost, reason } => return Ok(self.ferry_has_ended(lost, reason)),
                         _ => return Err(out_of_turn()),
                     }
                 }
-                Received::End => {
-                    return Ok(Ending::Lost {
-                        reason: "the process that takes checkpoints has ended".into(),
-                    });
-                }
+                Received::End => return Ok(Ending::here(FERRY_ENDED)),
                 Received::Nothing => {}
             }
             if let Some(checkpoints) = report.due() {
@@ -301,9 +329,9 @@ impl<'a, 'k> Attempt<'a, 'k> {
             if self.keeper.cancel.is_cancelled() {
                 return Ok(Ending::Cancelled);
             }
-            let is_stuck = stopping.is_some_and(|since: Instant| since.elapsed() > STANDSTILL_MAX);
+            let is_stuck = stopping.is_some_and(|since: Instant| since.elapsed() > PAUSE_MAX);
             if is_stuck || heard.elapsed() > silence_max {
-                return Ok(Ending::Lost { reason: "the process that takes checkpoints hangs".into() });
+                return Ok(Ending::here("the process that takes checkpoints, or QEMU, hangs"));
             }
             if let Some(ending) = self.read_events(Duration::ZERO)? {
                 return Ok(ending);
@@ -311,52 +339,122 @@ impl<'a, 'k> Attempt<'a, 'k> {
         }
     }
 
-    /// Reads what the monitor reports: of an end, or of each standstill.
+    /// The other host has had a checkpoint.
+    fn has_checkpoint(&mut self) {
+        if !self.is_protected {
+            (self.is_protected, self.keeper.has_protected) = (true, true);
+            self.keeper.observer.protected(self.keeper.generation);
+        }
+    }
+
+    /// Reads the monitor's events for this time: of an end, or of each pause.
     fn read_events(&mut self, within: Duration) -> Result<Option<Ending>, Error> {
+        let deadline = Instant::now() + within;
         loop {
-            match self.qemu.client().next_event(within) {
+            match self.qemu.client().next_event(deadline.saturating_duration_since(Instant::now())) {
                 Ok(None) => return Ok(None),
                 Ok(Some(event)) if event.name == "SHUTDOWN" => return Ok(Some(Ending::GuestEnded)),
                 Ok(Some(_)) => {}
-                Err(error) if error.is_disconnected() => return Ok(Some(Ending::Died)),
+                Err(error) if error.is_disconnected() && self.qemu.has_exited(ENDS_WITHIN) => {
+                    return Ok(Some(Ending::Died));
+                }
                 Err(error) => return Err(error.into()),
             }
         }
     }
 
-    /// The way to QEMU has ended: a guest that was shut down, and a QEMU that received `quit`, say so.
-    fn guest_ended(&mut self) -> Ending {
-        match self.read_events(STANDSTILL_MAX) {
-            Ok(Some(ending)) => ending,
-            // It lives, and its checkpoints have failed.
-            _ => Ending::Lost { reason: "QEMU takes no more checkpoints; its own log says why".into() },
+    /// The ferry takes no more checkpoints. A guest that was shut down, and a QEMU that received `quit`, say so.
+    fn ferry_has_ended(&mut self, lost: Lost, reason: String) -> Ending {
+        match lost {
+            Lost::Guest => match self.read_events(ENDS_WITHIN) {
+                Ok(Some(ending)) => ending,
+                _ => Ending::Lost { is_standby: false, reason },
+            },
+            Lost::Standby => Ending::Lost { is_standby: true, reason },
+            Lost::Card | Lost::Checkpoint => Ending::Lost { is_standby: false, reason },
         }
     }
 
-    /// The standby may take the guest over: decides that.
+    /// The guest was shut down. Its last output goes, unless the other host takes it for dead.
+    fn guest_has_ended(mut self) -> Result<AttemptEnd, Error> {
+        if !self.host.release_standby(RELEASED_WITHIN[1]) && self.may_be_taken && !self.keeper.decide()? {
+            return Ok(self.lost("the guest was shut down here at the same time".into()));
+        }
+        self.ferry.kill();
+        // A QEMU with -no-shutdown lives.
+        if !self.qemu.has_exited(ENDS_WITHIN) && self.qemu.end_checkpoints().is_ok() {
+            let settings = self.settings.take();
+            let _ = settings.map(|settings| settings.restore(&mut self.qemu));
+        }
+        self.leave_settings();
+        if let Err(error) = HoldingCards::pass_all(&self.cards, self.keeper.generation) {
+            self.keeper.observer.notice(&format!("the last output of the guest is held: {error}"));
+        }
+        self.entry.iter().for_each(JournalEntry::done);
+        Ok(AttemptEnd::Done(ProtectEnd::GuestEnded))
+    }
+
+    /// The QEMU has died, and the ferry's end tells the standby.
+    fn died(mut self) -> Result<AttemptEnd, Error> {
+        self.ferry.kill();
+        self.leave_settings();
+        match self.is_protected {
+            true => Ok(AttemptEnd::Done(ProtectEnd::Died)),
+            false => {
+                Err(Error::NotProtected { reason: "its QEMU has died before the first checkpoint".into() })
+            }
+        }
+    }
+
+    /// Ends a protection: decides which host goes on if the standby may take the guest over, and has it run on here if it is ours.
     fn lose(mut self, reason: String) -> Result<AttemptEnd, Error> {
         self.ferry.kill();
-        self.run_on()?;
-        if self.may_be_taken && self.keeper.decide()? == Decision::There {
-            self.qemu.quit()?;
-            self.settings.take().into_iter().for_each(AppliedSettings::leave_applied);
-            let generation = self.keeper.generation + 1;
-            return Ok(AttemptEnd::Done(ProtectEnd::TakenOver { generation, reason }));
+        if self.may_be_taken {
+            // Cards that were started again since may pass.
+            let _ = HoldingCards::hold(&self.cards, self.keeper.generation);
+        }
+        // First, since it may be stopped; whatever becomes of that, the other host may have it.
+        let mut runs = self.qemu.end_checkpoints();
+        if runs.is_err() && self.qemu.has_exited(ENDS_WITHIN) {
+            return self.died();
+        }
+        if self.may_be_taken && !self.keeper.decide()? {
+            return Ok(self.lost(reason));
+        }
+        while let Err(error) = runs {
+            self.keeper
+                .observer
+                .notice(&format!("the guest is ours, and may be stopped: {error}; it is tried again"));
+            if self.keeper.cancel.is_cancelled() {
+                return Err(error.into());
+            }
+            thread::sleep(STATUS_INTERVAL);
+            let connected = self.qemu.client().check_connected().is_ok();
+            let connected = if connected { Ok(()) } else { self.qemu.reconnect() };
+            runs = connected.and_then(|()| self.qemu.end_checkpoints());
+            if runs.is_err() && self.qemu.has_exited(Duration::ZERO) {
+                return Err(Error::NotProtected { reason: "its QEMU has died".into() });
+            }
         }
         self.finish()?;
         Ok(AttemptEnd::Lost { reason })
     }
 
-    /// Ends a protection that the standby has not, or not any more.
-    fn end(mut self) -> Result<(), Error> {
+    /// The other host has the guest: it is ended here.
+    fn lost(&mut self, reason: String) -> AttemptEnd {
         self.ferry.kill();
-        self.run_on()?;
-        self.finish()
+        if self.qemu.quit().is_err() && !self.qemu.process().kill(KILL_TIMEOUT) {
+            self.keeper
+                .observer
+                .notice("the guest's QEMU cannot be ended here; kill it: its output stays held");
+        }
+        self.leave_settings();
+        AttemptEnd::Done(ProtectEnd::TakenOver { generation: self.keeper.generation + 1, reason })
     }
 
     /// Has the guest's output go, and restores QEMU's settings.
     fn finish(mut self) -> Result<(), Error> {
-        let passed = self.keeper.pass(&self.cards);
+        let passed = HoldingCards::pass_all(&self.cards, self.keeper.generation);
         if passed.is_ok() {
             self.entry.iter().for_each(JournalEntry::done);
         }
@@ -364,18 +462,19 @@ impl<'a, 'k> Attempt<'a, 'k> {
         if let Err(error) = restored {
             self.keeper.observer.notice(&error.to_string());
         }
-        passed
+        passed.map_err(Error::Card)
     }
 
-    /// Ends the checkpoints in QEMU: the guest runs afterwards.
-    fn run_on(&mut self) -> Result<(), Error> {
-        self.qemu.end_checkpoints()?;
-        Ok(())
+    fn leave_settings(&mut self) {
+        self.settings.take().into_iter().for_each(AppliedSettings::leave_applied);
     }
 }
 
+/// Reason for the end of a ferry that says nothing.
+const FERRY_ENDED: &str = "the process that takes checkpoints has ended";
+
 fn out_of_turn() -> Error {
-    Error::NotProtected { reason: "the process that takes checkpoints is another version of towline".into() }
+    Error::NotProtected { reason: "a message of the process that takes checkpoints was not expected".into() }
 }
 
 fn millis(time: Duration) -> u64 {

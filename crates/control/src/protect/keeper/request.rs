@@ -6,7 +6,6 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use towline_compat::checkpoints::CannotCheckpoint;
-use towline_launch::HostMap;
 use towline_qmp as qmp;
 
 use crate::arbiter::{Arbiter, ArbiterError};
@@ -28,8 +27,6 @@ pub struct ProtectRequest {
     pub timeouts: SessionTimeouts,
     /// The QEMU that is started there.
     pub guest: NewGuest,
-    /// Names of this host in the command line, and those there.
-    pub map: Option<HostMap>,
     /// Arbiter, which decides who goes on with the guest.
     pub arbiter: Arbiter,
     /// Time from one checkpoint to the next, at most.
@@ -111,7 +108,7 @@ pub enum Error {
          read-only, or detach it"
     )]
     WritableDisk { device: String, file: String },
-    #[error("QEMU cannot migrate this guest: {reason}")]
+    #[error("QEMU cannot migrate this guest: {reason}; detach what it names")]
     Blocked { reason: String },
     #[error(
         "network {id} is of type {kind}, whose output cannot be held: the network would see what the other host's copy has not done. Use a \
@@ -138,14 +135,46 @@ pub enum Error {
     Settings(Box<qemu::ApplyError>),
     #[error("{0}")]
     Managed(Box<generations::Error>),
-    #[error("a card of the guest: {0}")]
+    #[error(
+        "a card of the guest: {0}; what the guest sends may be held: start the card again (with --hold), then `towline repair`"
+    )]
     Card(qmp::Error),
-    #[error("the process that takes checkpoints: {0}")]
+    #[error(
+        "the process that takes checkpoints cannot be started: {0}; see that this program's file is there"
+    )]
     Ferry(io::Error),
+    #[error(
+        "the journal of the guest's QEMU cannot be written: if this towline was killed, the guest could stand for ever; see \
+         the directory of journals (`towline repair --help`)"
+    )]
+    NoJournal,
+    #[error(
+        "changes of a towline that was killed are left in the guest's QEMU: {left}; `towline repair` tries again"
+    )]
+    LeftByOther { left: String },
     #[error("the guest is not protected: {reason}")]
     NotProtected { reason: String },
     #[error("cancelled")]
     Cancelled,
+}
+
+impl Error {
+    /// Generation of a guest that goes on at the other host.
+    pub(super) fn goes_on_elsewhere(&self) -> Option<u64> {
+        match self {
+            Self::Qemu(error) => match **error {
+                qemu::Error::GoesOnElsewhere { generation, .. } => Some(generation),
+                _ => None,
+            },
+            _ => None,
+        }
+    }
+
+    /// Returns true if the guest may be stopped, or its output be held.
+    #[must_use]
+    pub fn needs_attention(&self) -> bool {
+        matches!(self, Self::Undecided { .. } | Self::Card(_) | Self::LeftByOther { .. })
+    }
 }
 
 /// Errors that are larger than the others.

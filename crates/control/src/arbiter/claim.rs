@@ -1,0 +1,106 @@
+//! Claims of a guest's generations, and their results.
+
+use std::io;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::answer::NoAnswer;
+use crate::procfs::of_kernel;
+
+pub(super) const VERSION: u32 = 1;
+
+/// One of those who claim a generation.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Claimant {
+    version: u32,
+    /// Name of its host.
+    pub host: String,
+    pub(super) id: String,
+}
+
+/// Result of a claim.
+#[derive(Debug)]
+pub enum Verdict {
+    /// The claimant has the generation.
+    Won,
+    /// Another one has it.
+    Lost,
+    /// It is not known who has it, or will have it.
+    Unknown(ArbiterError),
+}
+
+/// Reason for which an arbiter has not decided.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ArbiterError {
+    /// The directory or a file in it.
+    #[error("{}: {source}; check the shared storage", path.display())]
+    Io {
+        /// The path.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// A file of another version.
+    #[error("{} is not one of version {VERSION}; use the same towline on both hosts", path.display())]
+    Format {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The store.
+    #[error("{place}: {reason}")]
+    Store {
+        /// The place in it.
+        place: String,
+        /// The reason.
+        reason: String,
+    },
+    /// The program has not answered.
+    #[error("the arbiter's program: {0}; see what it prints on this host")]
+    Program(#[from] NoAnswer),
+    /// The program prints something else.
+    #[error(
+        "the arbiter's program printed {found:?} for TOWLINE_ACTION={action}, expected {expected}; correct it"
+    )]
+    Output {
+        /// The action.
+        action: &'static str,
+        /// Its output.
+        found: String,
+        /// The right one.
+        expected: &'static str,
+    },
+}
+
+impl Claimant {
+    /// A new one on this host.
+    pub fn new() -> Self {
+        let id = format!("{:016x}{:016x}", fastrand::u64(..), fastrand::u64(..));
+        Self { version: VERSION, host: of_kernel("hostname"), id }
+    }
+
+    /// The verdict of a claim whose holder is this one; `None` if that cannot be read.
+    pub(super) fn compare(&self, holder: &[u8]) -> Option<Verdict> {
+        let holder = serde_json::from_slice(holder).ok().filter(|holder: &Self| holder.version == VERSION)?;
+        Some(if holder.id == self.id { Verdict::Won } else { Verdict::Lost })
+    }
+}
+
+impl Default for Claimant {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Name of a guest's generation.
+pub(super) fn name(guest: &str, generation: u64) -> String {
+    format!("{guest}.generation.{generation}")
+}
+
+/// The highest of those of a guest's generations that these names are of.
+pub(super) fn highest<'a>(names: impl Iterator<Item = &'a str>, guest: &str) -> u64 {
+    let number = |name: &str| name.strip_prefix(guest)?.strip_prefix(".generation.")?.parse().ok();
+    names.filter_map(number).max().unwrap_or_default()
+}

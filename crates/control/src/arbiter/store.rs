@@ -1,0 +1,47 @@
+//! Generations as objects of a store.
+
+use super::claim::{ArbiterError, Claimant, Verdict};
+
+#[cfg(feature = "store")]
+fn failed(place: &str) -> impl Fn(&dyn std::fmt::Display) -> ArbiterError {
+    move |error| ArbiterError::Store { place: place.to_owned(), reason: error.to_string() }
+}
+
+#[cfg(feature = "store")]
+pub(super) fn newest(place: &str, guest: &str) -> Result<u64, ArbiterError> {
+    let failed = failed(place);
+    let location = place.parse().map_err(|error: towline_image::LocationError| failed(&error))?;
+    let names = towline_image::store::claims(&location).map_err(|error| failed(&error))?;
+    Ok(super::claim::highest(names.iter().map(String::as_str), guest))
+}
+
+#[cfg(feature = "store")]
+pub(super) fn claim(place: &str, name: &str, claimant: &Claimant) -> Result<Verdict, ArbiterError> {
+    let failed = failed(place);
+    let location = place.parse().map_err(|error: towline_image::LocationError| failed(&error))?;
+    let json = serde_json::to_vec(claimant).map_err(|error| failed(&error))?;
+    let holder = towline_image::store::claim(&location, name, &json).map_err(|error| failed(&error))?;
+    let other = || {
+        failed(&format!(
+            "{name} is not one of version {}; use the same towline on both hosts",
+            super::claim::VERSION
+        ))
+    };
+    claimant.compare(&holder).ok_or_else(other)
+}
+
+#[cfg(not(feature = "store"))]
+pub(super) fn newest(place: &str, _guest: &str) -> Result<u64, ArbiterError> {
+    Err(absent(place))
+}
+
+#[cfg(not(feature = "store"))]
+pub(super) fn claim(place: &str, _name: &str, _claimant: &Claimant) -> Result<Verdict, ArbiterError> {
+    Err(absent(place))
+}
+
+#[cfg(not(feature = "store"))]
+fn absent(place: &str) -> ArbiterError {
+    let reason = "this towline was built without object stores; use one with them".into();
+    ArbiterError::Store { place: place.to_owned(), reason }
+}
