@@ -311,13 +311,30 @@ pub(crate) fn sweep(directory: &RuntimeDirectory) {
 
 /// Returns true if a killed towline has left changes in the QEMU of this process and start time.
 pub(crate) fn has_leftover_changes(directory: &RuntimeDirectory, pid: i32, start_time: u64) -> bool {
+    !leftover_changes(directory, pid, start_time).is_empty()
+}
+
+/// The protection that a killed towline has left in the QEMU of this process and start time.
+pub(crate) fn leftover_protection(
+    directory: &RuntimeDirectory,
+    pid: i32,
+    start_time: u64,
+) -> Option<ProtectionRecord> {
+    leftover_changes(directory, pid, start_time).into_values().find_map(|record| match record {
+        UndoRecord::Protection(protection) => Some(protection),
+        _ => None,
+    })
+}
+
+/// Records of a towline that was killed; none of one that lives.
+fn leftover_changes(directory: &RuntimeDirectory, pid: i32, start_time: u64) -> BTreeMap<u64, UndoRecord> {
     let name = record::name_of(pid, start_time);
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let Ok(fd) = openat(directory.fd(), &name, flags, Mode::empty()) else { return false };
+    let Ok(fd) = openat(directory.fd(), &name, flags, Mode::empty()) else { return BTreeMap::new() };
     let mut file = File::from(fd);
     let is_free = flock(&file, FlockOperation::NonBlockingLockShared).is_ok();
-    let records = read(&mut file).ok().and_then(|text| record::parse(&text).ok());
-    is_free && records.is_some_and(|contents| !contents.records.is_empty())
+    let contents = read(&mut file).ok().and_then(|text| record::parse(&text).ok());
+    contents.filter(|_| is_free).map(|contents| contents.records).unwrap_or_default()
 }
 
 fn remove_stale(directory: &RuntimeDirectory, name: &str) -> io::Result<()> {
