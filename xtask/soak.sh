@@ -44,6 +44,8 @@ kills) lab live kills::no_guest_is_lost_or_runs_twice TOWLINE_SOAK_KILLS=200 ;;
 host-kills) lab hosts kills::a_kill_at_any_moment_leaves_one_guest TOWLINE_SOAK_HOST_KILLS=150 ;;
 #: host-emptied: twelve guests that share a link of 1 Gbit/s (TOWLINE_SOAK_HOST_GUESTS): time and bytes, one by one and several at a time
 host-emptied) lab hosts all::guests_of_a_host_share_its_link TOWLINE_SOAK_HOST_GUESTS=12 ;;
+#: protected-deaths: 200 deaths of a protected guest's host, of all its processes or cut off (TOWLINE_SOAK_PROTECT_KILLS, TOWLINE_SOAK_SEED)
+protected-deaths) lab protect guests_survive_deaths_of_their_hosts_at_any_moment TOWLINE_SOAK_PROTECT_KILLS=200 ;;
 #: checkpoints: checkpoints of a stock QEMU, each compared with its memory (TOWLINE_SOAK_CHECKPOINTS)
 checkpoints) lab colo each_checkpoint_is_the_memory_of_the_primary_while_it_stands TOWLINE_SOAK_CHECKPOINTS=2000 ;;
 #: host-ways: a guest of 1 GiB over 1 Gbit/s by each way of `move` and by QEMU's own commands in turns: time, downtime, bytes, processors

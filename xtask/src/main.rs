@@ -75,7 +75,10 @@ enum Task {
         runs: Vec<test::fuzz::LongRun>,
     },
     /// Show a save, a damaged image, an instant restore and a live move of a Linux guest, with stock QEMU.
-    Demo,
+    Demo {
+        /// protect: a guest whose host dies, and whose connections go on; as root.
+        part: Option<DemoPart>,
+    },
     /// Draw the charts of README.md and record its demonstration, below docs/pictures.
     Pictures {
         /// Draw again what was recorded, without a run of the demonstration.
@@ -111,7 +114,8 @@ fn main() -> ExitCode {
         Task::Test => return test::run(Extent::Change),
         Task::Nightly => return test::run(Extent::Nightly),
         Task::Fuzz { runs } => test::fuzz::task(&runs),
-        Task::Demo => demo(),
+        Task::Demo { part: None } => demo(),
+        Task::Demo { part: Some(DemoPart::Protect) } => script("demo-protect.sh", []),
         Task::Pictures { drawn: true } => script("pictures.py", ["--drawn"]),
         Task::Pictures { drawn: false } => script("pictures.py", []),
         Task::Api => publish::api::write(),
@@ -126,6 +130,12 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Another demonstration.
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum DemoPart {
+    Protect,
 }
 
 /// Runs the benchmarks with these arguments, on release builds of towline and of themselves.

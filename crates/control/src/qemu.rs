@@ -13,6 +13,7 @@ mod drives;
 mod error;
 mod facts;
 mod inventory;
+mod left_ferry;
 mod migration;
 mod mirror;
 mod open_files;

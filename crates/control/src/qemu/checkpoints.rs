@@ -1,48 +1,22 @@
 //! The end of a guest's protection, in its QEMU.
 
-use std::os::unix::net::UnixStream;
-use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::net::sockopt::socket_peercred;
-use rustix::process::{Pid, Signal, kill_process};
 use towline_qmp as qmp;
 use towline_qmp::commands::{MigrationStatus, RunState};
 
 use super::connection::Qemu;
 use super::error::Error;
+use super::left_ferry::end_ferry;
 use super::repair::RecordOutcome;
 use crate::arbiter::Verdict;
 use crate::cards::HoldingCards;
-use crate::journal::{ProtectionRecord, RuntimeDirectory, leftover_protection};
-use crate::procfs::start_time;
+use crate::journal::ProtectionRecord;
 
 /// Time for the guest to run.
 const RUNS_WITHIN: Duration = Duration::from_secs(60);
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
-
-/// Ends the ferry of a keeper that was killed. A ferry that hangs while QEMU sends to it keeps QEMU's monitor from replying, so that its journal
-/// is found by the process that listens there.
-pub(super) fn end_left_ferry(monitor: &Path) {
-    let Ok(monitor) = UnixStream::connect(monitor) else { return };
-    let Ok(peer) = socket_peercred(&monitor) else { return };
-    let pid = peer.pid.as_raw_nonzero().get();
-    if let (Ok(started), Ok(directory)) = (start_time(pid), RuntimeDirectory::open())
-        && let Some(record) = leftover_protection(&directory, pid, started)
-    {
-        end_ferry(&record);
-    }
-}
-
-/// Ends a ferry that has outlived its keeper.
-fn end_ferry(record: &ProtectionRecord) {
-    if start_time(record.ferry_pid).is_ok_and(|found| found == record.ferry_start_time)
-        && let Some(pid) = Pid::from_raw(record.ferry_pid)
-    {
-        let _ = kill_process(pid, Signal::KILL);
-    }
-}
 
 impl Qemu {
     /// Ends the guest's checkpoints, or the copy before them: it runs when this returns. The way to its secondary is closed already, so that the

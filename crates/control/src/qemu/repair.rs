@@ -19,6 +19,7 @@ use super::connection::Qemu;
 use super::device_tree::qom_children;
 use super::error::{Error, RepairReport};
 use super::facts::IncomingState;
+use super::left_ferry::end_left_ferry;
 use super::migration::MIGRATION_CLEANUP_TIMEOUT;
 use super::settings::Change;
 use crate::journal::{
@@ -71,7 +72,7 @@ impl Qemu {
     /// As [`Qemu::connect`], and as its journal.
     pub fn repair(path: impl AsRef<Path>, options: &qmp::Options) -> Result<Option<RepairReport>, Error> {
         let path = path.as_ref();
-        super::checkpoints::end_left_ferry(path);
+        end_left_ferry(path);
         temporary_names::temp_dir().iter().for_each(|place| drop(temporary_names::remove_abandoned(place)));
         let mut qemu = Self::inspect(path, options)?;
         qemu.take_journal(path)?;
