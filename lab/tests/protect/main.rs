@@ -11,9 +11,12 @@
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 mod clients;
+mod deaths;
+mod losses;
 #[path = "../net/support.rs"]
 #[allow(dead_code, unused_imports, reason = "the tests of cards use the rest")]
 mod network;
+mod protected;
 mod support;
 
 use std::thread::sleep;

@@ -55,13 +55,30 @@ pub(crate) enum Links {
     AreCut,
 }
 
+/// A process of a protection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Part {
+    /// Of `towline protect`, which has the monitor.
+    Keeper,
+    /// It takes checkpoints.
+    Ferry,
+    /// OpenSSH's client.
+    Session,
+    /// The QEMU that runs the guest.
+    Guest,
+    /// Of the other host, which has the copy.
+    Agent,
+    /// The QEMU that waits.
+    Waiting,
+}
+
 /// The picture of `main.rs`, with a guest that writes its memory.
 pub(crate) struct Hosts {
     pub(crate) source: Qemu,
     /// The guest in `source`.
     pub(crate) guest: Option<LinuxGuest>,
     /// Cards, here and there.
-    _cards: [Towline; 2],
+    cards: [Towline; 2],
     pub(crate) there: SshHost,
     here: Network,
     hub: Network,
@@ -92,11 +109,7 @@ impl Hosts {
         for name in ["a", "b", "arbiter"] {
             std::fs::create_dir(place.path(name)).unwrap();
         }
-        let start = |network: &Network, side: Side| {
-            let (socket, control) = (socket(&place, side), control(&place, side));
-            card(network, &socket, &["--tap", TAP, "--hold", "--qmp", control.to_str().unwrap()])
-        };
-        let cards = [start(&here, Side::Here), start(there.network(), Side::There)];
+        let cards = [start_card(&here, &place, Side::Here), start_card(there.network(), &place, Side::There)];
         // The newest QEMU has no `reconnect`.
         let options = card_options(&socket(&place, Side::Here), 1, 4)
             .map(|option| option.replace(",reconnect=1", ",reconnect-ms=1000"));
@@ -107,7 +120,7 @@ impl Hosts {
         set_up(&mut guest);
         guest.dirty(RATE, WRITTEN).unwrap();
         guest.wait_ticking(WITHIN).unwrap();
-        Some(Self { source, guest: Some(guest), _cards: cards, there, here, hub, place })
+        Some(Self { source, guest: Some(guest), cards, there, here, hub, place })
     }
 
     /// Starts the client's connections to the guest.
@@ -180,6 +193,105 @@ impl Hosts {
         killed
     }
 
+    /// A process of the guest's protection, which lives.
+    pub(crate) fn part(&self, part: Part) -> u32 {
+        let network =
+            if matches!(part, Part::Agent | Part::Waiting) { self.there.network() } else { &self.here };
+        let is_it = |pid: u32| {
+            let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            let is_towline = name(pid) == "towline";
+            match part {
+                Part::Keeper => is_towline && line.contains("\0protect\0"),
+                Part::Ferry => is_towline && line.ends_with("\0ferry\0"),
+                Part::Session => name(pid) == "ssh",
+                Part::Guest => pid == self.source.pid(),
+                // The arguments of towline name the program, too.
+                Part::Waiting => !is_towline && line.contains("qemu-system"),
+                Part::Agent => Some(pid) == self.there.agent(),
+            }
+        };
+        let found = || Ok(network.processes()?.into_iter().find(|pid| is_it(*pid)));
+        wait_until(&format!("{part:?}"), WITHIN, found).unwrap()
+    }
+
+    /// Kills a process of the protection. Returns its number.
+    pub(crate) fn kill(&self, part: Part) -> u32 {
+        let pid = self.part(part);
+        kill(pid);
+        pid
+    }
+
+    /// The guest's card dies.
+    pub(crate) fn kill_card(&mut self) {
+        self.cards[0].kill().unwrap();
+    }
+
+    /// Another card is started in its place, as by a service manager.
+    pub(crate) fn restart_card(&mut self) {
+        self.cards[0] = start_card(&self.here, &self.place, Side::Here);
+    }
+
+    /// Cuts the link between the hosts, or mends it. What is sent over a link that is cut is lost, and neither end notices; the guest's network is
+    /// another one.
+    pub(crate) fn cut(&self, cut: bool) {
+        let (verb, address): (_, &[&str]) = match cut {
+            true => ("replace", &["lladdr", "02:00:00:00:00:01", "nud", "permanent"]),
+            false => ("delete", &[]),
+        };
+        for (network, other) in [(&self.here, ADDRESSES[1]), (self.there.network(), ADDRESSES[0])] {
+            network.run(&[&["ip", "neighbor", verb, other, "dev", "link0"][..], address].concat()).unwrap();
+        }
+    }
+
+    /// Runs `work`. Meanwhile at most one of both cards sends what its guest does.
+    pub(crate) fn watched<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
+        std::thread::scope(|scope| {
+            let worker = scope.spawn(work);
+            let mut looks = 0;
+            wait_until("the end of this step", 5 * WITHIN, || {
+                assert!(self.passing().len() < 2, "both hosts send what their guest does");
+                looks += 1;
+                Ok(worker.is_finished().then_some(()))
+            })
+            .unwrap();
+            assert!(looks > 0);
+            worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+
+    /// Hosts whose card sends what its guest does.
+    pub(crate) fn passing(&self) -> Vec<Side> {
+        let passes = |side: &Side| self.held(*side)["holding"] == false;
+        let passing: Vec<_> = [Side::Here, Side::There].into_iter().filter(passes).collect();
+        // The first may hold since.
+        passing.into_iter().filter(passes).collect()
+    }
+
+    /// Waits until one of both hosts has the guest for itself: it has the generation after this one.
+    pub(crate) fn wait_decided(&self, generation: u64) -> Side {
+        let decided = || {
+            let passing = self.passing();
+            Ok((self.generations().last() > Some(&generation)).then(|| passing.first().copied()).flatten())
+        };
+        wait_until("a decision between the hosts", WITHIN, decided).unwrap()
+    }
+
+    /// The other host has no guest, and no QEMU that waits for one.
+    pub(crate) fn wait_none_there(&self) {
+        let none = || Ok(self.there.guests()?.is_empty().then_some(()));
+        wait_until("the end of the QEMU on the other host", WITHIN, none).unwrap();
+    }
+
+    /// Renames the directory of the arbiter, which only exists for the hosts under its first name.
+    pub(crate) fn rename_arbiter(&self, from: &str, to: &str) {
+        std::fs::rename(self.place.path(from), self.place.path(to)).unwrap();
+    }
+
+    /// Starts towline on the guest's host.
+    pub(crate) fn run_here(&self, words: &[&str]) -> Towline {
+        Towline::start_after(&self.here.prefix(), words).unwrap()
+    }
+
     /// Generations that were claimed.
     pub(crate) fn generations(&self) -> Vec<u64> {
         let files = std::fs::read_dir(self.place.path("arbiter")).unwrap();
@@ -216,8 +328,7 @@ impl Hosts {
         self.source.qmp().wait_status("running", WITHIN).unwrap();
         assert_is_guest(self.guest.as_mut().unwrap(), tick);
         assert_eq!(self.held(Side::Here)["holding"], false);
-        let none = || Ok(self.there.guests()?.is_empty().then_some(()));
-        wait_until("the end of the QEMU on the other host", WITHIN, none).unwrap();
+        self.wait_none_there();
     }
 }
 
@@ -236,6 +347,11 @@ fn socket(place: &Scratch, side: Side) -> PathBuf {
         Side::Here => "a/net0.sock",
         Side::There => "b/net0.sock",
     })
+}
+
+fn start_card(network: &Network, place: &Scratch, side: Side) -> Towline {
+    let (socket, control) = (socket(place, side), control(place, side));
+    card(network, &socket, &["--tap", TAP, "--hold", "--qmp", control.to_str().unwrap()])
 }
 
 fn control(place: &Scratch, side: Side) -> PathBuf {
