@@ -80,6 +80,12 @@ pub(crate) fn start_time(pid: i32) -> io::Result<u64> {
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no start time in its field 22"))
 }
 
+/// Returns true if a process has exited, and its parent has not waited for it.
+pub(crate) fn is_zombie(pid: i32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('Z'))
+}
+
 /// The second field, the name in parentheses, may contain any characters.
 fn parse_start_time(stat: &str) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(") ")?;
@@ -173,6 +179,14 @@ mod tests {
         let stat = "7 (a) b 1 2) S 1 7 7 0 -1 4194560 0 0 0 0 1 2 3 4 20 0 1 0 4711 10 11";
         assert_eq!(parse_start_time(stat), Some(4711));
         assert!(start_time(getpid().as_raw_pid()).unwrap() > 0);
+        assert!(!is_zombie(getpid().as_raw_pid()));
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        while !is_zombie(pid) {
+            thread::yield_now();
+        }
+        child.wait().unwrap();
+        assert!(!is_zombie(pid));
     }
 
     #[test]

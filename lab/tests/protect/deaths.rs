@@ -22,7 +22,7 @@ fn dies_and_is_replaced(guest: &mut Protected, part: Part) {
     let (generation, begun) = (guest.generation(), Instant::now());
     guest.clients.forget_gaps();
     guest.hosts.kill(part);
-    assert_eq!(guest.hosts.wait_decided(generation), Side::Here);
+    assert_eq!(guest.hosts.wait_decided(), Side::Here);
     let gap = guest.goes_on();
     guest.is_protected_again(generation);
     let again = begun.elapsed();
@@ -32,7 +32,8 @@ fn dies_and_is_replaced(guest: &mut Protected, part: Part) {
     );
     assert!(gap < LONGEST_GAP, "{gap:?}");
     assert_eq!(guest.hosts.there.guests().unwrap().len(), 1);
-    assert_eq!(guest.generation(), generation + 1);
+    // One for the decision, unless the standby has given it up, and one for the next standby.
+    assert!((1..=2).contains(&(guest.generation() - generation)), "{generation}");
 }
 
 #[test]
@@ -83,12 +84,11 @@ fn repair_ends_the_protection_of_a_keeper_that_died() {
         guest.protecting.kill().unwrap();
         println!("  the keeper died: {:.0?} without a reply", guest.goes_on());
         assert!(guest.hosts.passing().is_empty(), "the ferry goes on");
-        let generation = guest.generation();
         let begun = Instant::now();
         let repaired = guest.repair();
         println!("  repair ended after {:.0?}: {}", begun.elapsed(), repaired.stdout.trim());
         assert_ended(&repaired, 0, &[]);
-        assert_eq!(guest.hosts.wait_decided(generation), Side::Here);
+        assert_eq!(guest.hosts.wait_decided(), Side::Here);
         println!("  repaired: {:.0?} without a reply", guest.goes_on());
         guest.hosts.wait_none_there();
         guest.protecting = guest.hosts.protected();
@@ -126,9 +126,9 @@ fn one_host_has_a_guest_whose_keeper_and_ferry_died() {
         let (side, repaired) = guest.hosts.watched(|| {
             // Else the two hosts contend for it.
             let is_late = seed % 2 == 0;
-            is_late.then(|| assert_eq!(guest.hosts.wait_decided(generation), Side::There));
+            is_late.then(|| assert_eq!(guest.hosts.wait_decided(), Side::There));
             let repaired = guest.repair();
-            (guest.hosts.wait_decided(generation), repaired)
+            (guest.hosts.wait_decided(), repaired)
         });
         println!(
             "  seed {seed}: {status} here; {side:?} after {:.0?}: {}",
@@ -160,7 +160,8 @@ fn a_guest_that_is_shut_down_stays_so() {
     assert_ended(&guest.protecting.wait(WITHIN).unwrap(), GONE, &[]);
     guest.hosts.wait_none_there();
     assert_eq!(guest.hosts.generations(), claimed);
-    assert!(guest.hosts.passing().is_empty());
+    // Its last output has gone.
+    assert_eq!(guest.hosts.passing(), [Side::Here]);
 }
 
 #[test]
@@ -187,7 +188,7 @@ fn a_guest_that_is_ended_stays_so_without_a_session() {
     assert_ended(&guest.protecting.wait(WITHIN).unwrap(), GONE, &[]);
     let ended = || Ok((guest.hosts.there.agent() != Some(agent)).then_some(()));
     wait_until("the end of the agent", WITHIN, ended).unwrap();
-    assert!(guest.hosts.passing().is_empty(), "the other host runs it");
+    assert_eq!(guest.hosts.passing(), [Side::Here], "the other host runs it");
     guest.hosts.wait_none_there();
 }
 
@@ -214,11 +215,10 @@ fn a_guest_survives_the_death_of_its_qemu_and_another_ferry() {
 fn its_qemu_dies(test: &str, before: &[Part], at_once: &[Part]) {
     let Some(mut guest) = Protected::new(test) else { return };
     before.iter().for_each(|part| dies_and_is_replaced(&mut guest, *part));
-    let generation = guest.generation();
     let pids: Vec<_> = at_once.iter().map(|part| guest.hosts.part(*part)).collect();
     guest.clients.forget_gaps();
     pids.into_iter().for_each(|pid| signal(pid, Signal::KILL));
-    guest.hosts.watched(|| assert_eq!(guest.hosts.wait_decided(generation), Side::There));
+    guest.hosts.watched(|| assert_eq!(guest.hosts.wait_decided(), Side::There));
     println!("  {at_once:?} died: {:.0?} without a reply", guest.goes_on());
     guest.has_gone_there();
 }
@@ -231,7 +231,6 @@ fn a_guest_is_protected_again_with_another_card() {
         let generation = guest.generation();
         guest.hosts.kill_card();
         if is_late {
-            wait_until("a decision", WITHIN, || Ok((guest.generation() > generation).then_some(()))).unwrap();
             let ended = || Ok((!guest.protecting.runs()?).then_some(()));
             wait_until("the end of the keeper", ENDS_WITHIN, ended).unwrap_err();
         }

@@ -27,7 +27,7 @@ fn one_host_has_the_guest_when_the_link_between_them_is_cut() {
         let generation = now.generation();
         now.clients.forget_gaps();
         now.hosts.cut(true);
-        let side = now.hosts.watched(|| now.hosts.wait_decided(generation));
+        let side = now.hosts.watched(|| now.hosts.wait_decided());
         println!("  seed {seed}: {side:?} after {:.0?} without a reply", now.goes_on());
         assert_eq!(now.generation(), generation + 1);
         if side == Side::There {
@@ -47,12 +47,11 @@ fn one_host_has_the_guest_when_the_link_between_them_is_cut() {
 #[test]
 fn a_keeper_that_is_late_ends_its_guest() {
     let Some(guest) = Protected::new("a_keeper_that_is_late_ends_its_guest") else { return };
-    let generation = guest.generation();
     let pid = guest.hosts.part(Part::Keeper);
     guest.hosts.watched(|| {
         signal(pid, Signal::STOP);
         guest.hosts.cut(true);
-        assert_eq!(guest.hosts.wait_decided(generation), Side::There);
+        assert_eq!(guest.hosts.wait_decided(), Side::There);
         println!("  the link was cut: {:.0?} without a reply", guest.goes_on());
         signal(pid, Signal::CONT);
         guest.hosts.source.wait_exit(WITHIN).unwrap();
@@ -74,7 +73,7 @@ fn stops_for_a_while(test: &str, part: Part) {
         let stopped = std::fs::metadata(format!("/proc/{pid}")).is_ok();
         stopped.then(|| signal(pid, Signal::CONT));
         let gap = guest.goes_on();
-        let side = is_decided().then(|| guest.hosts.wait_decided(generation));
+        let side = is_decided().then(|| guest.hosts.wait_decided());
         println!("  {part:?} stopped: {gap:.0?} without a reply, {side:?}");
         side
     });
@@ -122,7 +121,7 @@ fn an_arbiter_that_is_away_delays_the_decision() {
     guest.hosts.source.qmp().wait_status("running", WITHIN).unwrap();
     assert!(guest.hosts.passing().is_empty() && !guest.hosts.answers());
     guest.hosts.rename_arbiter("away", "arbiter");
-    let side = guest.hosts.watched(|| guest.hosts.wait_decided(generation));
+    let side = guest.hosts.watched(|| guest.hosts.wait_decided());
     println!("  {side:?} after {:.0?} without a reply", guest.goes_on());
     match side {
         Side::There => guest.has_gone_there(),

@@ -267,12 +267,9 @@ impl Hosts {
         passing.into_iter().filter(passes).collect()
     }
 
-    /// Waits until one of both hosts has the guest for itself: it has the generation after this one.
-    pub(crate) fn wait_decided(&self, generation: u64) -> Side {
-        let decided = || {
-            let passing = self.passing();
-            Ok((self.generations().last() > Some(&generation)).then(|| passing.first().copied()).flatten())
-        };
+    /// Waits until one of both hosts has the guest for itself, whose output was held until then.
+    pub(crate) fn wait_decided(&self) -> Side {
+        let decided = || Ok(self.passing().first().copied());
         wait_until("a decision between the hosts", WITHIN, decided).unwrap()
     }
 

@@ -13,7 +13,7 @@ use towline_qmp::commands::Capability;
 
 use crate::arbiter::{Arbiter, Claimant};
 use crate::process::Process;
-use crate::procfs::{own_process, start_time};
+use crate::procfs::{is_zombie, own_process, start_time};
 
 /// Version of the lines.
 pub(super) const VERSION: u32 = 1;
@@ -184,7 +184,8 @@ impl JournalHeader {
     /// Returns true if its owner runs. The lock is released a moment before the process has exited.
     pub(super) fn owner_lives(&self) -> bool {
         let is_other = own_process() != (self.pid, self.start_time);
-        is_other && self.is_of_our_namespace() && start_time(self.pid).is_ok_and(|now| now == self.start_time)
+        let is_there = start_time(self.pid).is_ok_and(|now| now == self.start_time) && !is_zombie(self.pid);
+        is_other && self.is_of_our_namespace() && is_there
     }
 
     pub(super) fn is_of_our_namespace(&self) -> bool {

@@ -62,7 +62,9 @@ pub fn protect(
                     let reason = "the towline that protected it here was killed".into();
                     return Ok(ProtectEnd::TakenOver { generation, reason });
                 }
-                None if !keeper.has_protected || error.needs_attention() => return Err(error),
+                None if !keeper.has_protected || matches!(error, Error::Undecided { .. }) => {
+                    return Err(error);
+                }
                 None => error.to_string(),
             },
         };

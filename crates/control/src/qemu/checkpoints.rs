@@ -8,7 +8,7 @@ use towline_qmp::commands::{MigrationStatus, RunState};
 
 use super::connection::Qemu;
 use super::error::Error;
-use super::left_ferry::end_ferry;
+use super::left_ferry::{end_ferry, ferry_lives};
 use super::repair::RecordOutcome;
 use crate::arbiter::Verdict;
 use crate::cards::HoldingCards;
@@ -56,10 +56,18 @@ impl Qemu {
 
     /// Ends the protection of a keeper that was killed, and decides who goes on with the guest.
     pub(super) fn end_protection(&mut self, record: &ProtectionRecord) -> Result<RecordOutcome, Error> {
+        let generation = record.generation + 1;
+        let claim = || record.arbiter.claim(&record.guest, generation, &record.claimant);
+        // While a ferry takes checkpoints the guest runs, and its standby has no reason to claim it.
+        let early = if ferry_lives(record) { Some(claim()) } else { None };
+        if let Some(Verdict::Unknown(error)) = &early {
+            let left =
+                "the guest is protected by another host on, since it is not decided whether that may end";
+            return Ok(RecordOutcome::Left(format!("{left} ({error})")));
+        }
         end_ferry(record);
         self.end_checkpoints()?;
-        let generation = record.generation + 1;
-        match record.arbiter.claim(&record.guest, generation, &record.claimant) {
+        match early.unwrap_or_else(claim) {
             Verdict::Won => {}
             Verdict::Lost => {
                 let socket = self.socket().to_owned();

@@ -7,7 +7,7 @@ use rustix::net::sockopt::socket_peercred;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::journal::{ProtectionRecord, RuntimeDirectory, leftover_protection};
-use crate::procfs::start_time;
+use crate::procfs::{is_zombie, start_time};
 
 /// Ends the ferry that a killed keeper has left in the QEMU of this monitor. A ferry that hangs while QEMU sends to it keeps QEMU's monitor from replying, so that its journal
 /// is found by the process that listens there.
@@ -22,9 +22,15 @@ pub(super) fn end_left_ferry(monitor: &Path) {
     }
 }
 
+/// Returns true if the ferry has outlived its keeper.
+pub(super) fn ferry_lives(record: &ProtectionRecord) -> bool {
+    start_time(record.ferry_pid).is_ok_and(|found| found == record.ferry_start_time)
+        && !is_zombie(record.ferry_pid)
+}
+
 /// Ends a ferry that has outlived its keeper.
 pub(super) fn end_ferry(record: &ProtectionRecord) {
-    if start_time(record.ferry_pid).is_ok_and(|found| found == record.ferry_start_time)
+    if ferry_lives(record)
         && let Some(pid) = Pid::from_raw(record.ferry_pid)
     {
         let _ = kill_process(pid, Signal::KILL);

@@ -152,20 +152,15 @@ impl<'a, 'k> Attempt<'a, 'k> {
             Ok(Ending::Died) => self.died(),
             Ok(Ending::Cancelled) => {
                 self.may_be_taken = !self.host.release_standby(RELEASED_WITHIN[0]);
-                match self.lose("the other host has not confirmed the end".into())? {
+                match self.lose(true, "the other host has not confirmed the end".into())? {
                     AttemptEnd::Lost { .. } => Ok(AttemptEnd::Done(ProtectEnd::Cancelled)),
                     end => Ok(end),
                 }
             }
-            Ok(Ending::Lost { is_standby, reason }) => {
-                if !is_standby && self.host.release_standby(RELEASED_WITHIN[1]) {
-                    self.may_be_taken = false;
-                }
-                self.lose(reason)
-            }
-            Err(error) if self.may_be_taken => self.lose(error.to_string()),
+            Ok(Ending::Lost { is_standby, reason }) => self.lose(is_standby, reason),
+            Err(error) if self.may_be_taken => self.lose(false, error.to_string()),
             // Never protected: it runs on, and its output goes.
-            Err(error) => self.lose(String::new()).and(Err(error)),
+            Err(error) => self.lose(true, String::new()).and(Err(error)),
         }
     }
 
@@ -407,7 +402,8 @@ impl<'a, 'k> Attempt<'a, 'k> {
     }
 
     /// Ends a protection: decides which host goes on if the standby may take the guest over, and has it run on here if it is ours.
-    fn lose(mut self, reason: String) -> Result<AttemptEnd, Error> {
+    /// A standby that is not lost may give it up.
+    fn lose(mut self, is_standby: bool, reason: String) -> Result<AttemptEnd, Error> {
         self.ferry.kill();
         if self.may_be_taken {
             // Cards that were started again since may pass.
@@ -417,6 +413,10 @@ impl<'a, 'k> Attempt<'a, 'k> {
         let mut runs = self.qemu.end_checkpoints();
         if runs.is_err() && self.qemu.has_exited(ENDS_WITHIN) {
             return self.died();
+        }
+        // Not of a QEMU that does not reply: it may be about to die, and the standby has its guest.
+        if self.may_be_taken && !is_standby && runs.is_ok() {
+            self.may_be_taken = !self.host.release_standby(RELEASED_WITHIN[1]);
         }
         if self.may_be_taken && !self.keeper.decide()? {
             return Ok(self.lost(reason));
