@@ -171,7 +171,7 @@ fn a_second_protection_is_refused() {
     let refused = guest.hosts.protect().wait(WITHIN).unwrap();
     println!("  refused: {}", refused.stderr.trim());
     assert_ended(&refused, 1, &["another"]);
-    assert_eq!(guest.hosts.generations(), claimed, "a generation of nobody");
+    assert_eq!(guest.hosts.generations(), claimed, "a generation that no host has");
     guest.takes_checkpoints();
     guest.goes_on();
     guest.survives_its_host(&mut Rng::with_seed(7));
