@@ -27,6 +27,8 @@ mod cards;
 pub mod check;
 pub mod device;
 mod durable;
+#[cfg(test)]
+mod explore;
 pub mod generations;
 mod hex;
 pub mod in_place;

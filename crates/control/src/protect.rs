@@ -23,6 +23,8 @@ mod ferry;
 mod keeper;
 mod memory;
 mod messages;
+#[cfg(test)]
+mod model;
 mod standby;
 
 pub use ferry::ferry;

@@ -5,9 +5,8 @@
 //!   QEMU ── link ── towline ── link ── QEMU                     one towline that drives both, or one of them
 //!   QEMU ── link ── towline ── link ── towline ── link ── QEMU    one at each end
 //! ```
-//! A breadth-first search over whole worlds: in each one every possible step of every party is tried, and
-//! each new world is kept. The search is our own: it needs a set, a queue and the way back to the start,
-//! which is less code than an integration with a library, and its worlds hold the real [`Switchover`]. QEMU
+//! A breadth-first search ([`explore`]) over whole worlds: in each one every possible step of every party is tried, and
+//! each new world is kept. Its worlds hold the real [`Switchover`]. QEMU
 //! is modelled as it behaves: a failed source has its guest back and resumes it by itself, an acknowledged
 //! one stops for good; a `qmp:` destination loads and stays paused; any other runs the guest with the last
 //! byte. Mishaps (a lost connection, an exit, a monitor without reply, an operator, a cancellation, a full
@@ -32,63 +31,27 @@
 mod invariants;
 mod world;
 
-use std::collections::{HashMap, VecDeque};
-
 use super::fault::{FaultSwitch, SwitchoverBug};
 use super::{
     DestinationKind, GuestRunState, MemorySharing, RunRequest, SourceAction, SourceKind, SwitchoverRequest,
 };
+use crate::explore::{Model, explore};
 use world::{Step, World};
 
-/// Result of a search.
-pub(super) struct Explored {
-    pub(super) states: usize,
-    pub(super) depth: usize,
-    /// The first violation, and the steps that lead to it.
-    pub(super) violation: Option<(String, Vec<Step>)>,
-}
+impl Model for World {
+    type Step = Step;
 
-/// Explores every world that can follow `start`.
-pub(super) fn explore(start: World) -> Explored {
-    let mut seen: HashMap<World, Option<(usize, Step)>> = HashMap::new();
-    let mut order = vec![(start, 0)];
-    let mut queue = VecDeque::from([0]);
-    seen.insert(start, None);
-    let mut depth = 0;
-    while let Some(index) = queue.pop_front() {
-        let (world, at) = order[index];
-        depth = depth.max(at);
-        if let Err(text) = invariants::check(&world) {
-            return Explored {
-                states: order.len(),
-                depth,
-                violation: Some((text, way(&seen, &order, world))),
-            };
-        }
-        for step in world.steps() {
-            let next = world.after(step);
-            if let std::collections::hash_map::Entry::Vacant(entry) = seen.entry(next) {
-                entry.insert(Some((index, step)));
-                order.push((next, at + 1));
-                queue.push_back(order.len() - 1);
-            }
-        }
+    fn check(&self) -> Result<(), String> {
+        invariants::check(self)
     }
-    Explored { states: order.len(), depth, violation: None }
-}
 
-fn way(
-    seen: &HashMap<World, Option<(usize, Step)>>,
-    order: &[(World, usize)],
-    mut world: World,
-) -> Vec<Step> {
-    let mut steps = Vec::new();
-    while let Some(Some((from, step))) = seen.get(&world) {
-        steps.push(*step);
-        world = order[*from].0;
+    fn steps(&self) -> Vec<Step> {
+        World::steps(self)
     }
-    steps.reverse();
-    steps
+
+    fn after(&self, step: Step) -> Self {
+        World::after(*self, step)
+    }
 }
 
 /// Number of mishaps in one run; the soak test sets more with `TOWLINE_MODEL_MISHAPS`.
