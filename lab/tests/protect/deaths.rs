@@ -42,6 +42,7 @@ fn a_guest_is_protected_again_after_the_death_of_the_ferry() {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn a_guest_is_protected_again_after_the_death_of_the_agent() {
     protected_again("a_guest_is_protected_again_after_the_death_of_the_agent", &[Part::Agent; 2]);
 }
@@ -62,6 +63,7 @@ fn protected_again(test: &str, parts: &[Part]) {
 
 /// The checkpoints have their own way. The next session is another one.
 #[test]
+#[ignore = "nightly"]
 fn checkpoints_go_on_after_the_death_of_the_session() {
     let Some(mut guest) = Protected::new("checkpoints_go_on_after_the_death_of_the_session") else { return };
     let generation = guest.generation();
@@ -78,6 +80,7 @@ fn checkpoints_go_on_after_the_death_of_the_session() {
 
 /// The ferry goes on without its keeper.
 #[test]
+#[ignore = "nightly"]
 fn repair_ends_the_protection_of_a_keeper_that_died() {
     let Some(mut guest) = Protected::new("repair_ends_the_protection_of_a_keeper_that_died") else { return };
     for _ in 0..3 {
@@ -111,6 +114,7 @@ fn a_second_protection_follows_a_keeper_that_died() {
 
 /// For the other host that is the death of the whole host.
 #[test]
+#[ignore = "nightly"]
 fn one_host_has_a_guest_whose_keeper_and_ferry_died() {
     let name = "one_host_has_a_guest_whose_keeper_and_ferry_died";
     let first = number("TOWLINE_SOAK_SEED", 1);
@@ -154,12 +158,10 @@ fn one_host_has_a_guest_whose_keeper_and_ferry_died() {
 #[test]
 fn a_guest_that_is_shut_down_stays_so() {
     let Some(mut guest) = Protected::new("a_guest_that_is_shut_down_stays_so") else { return };
-    let claimed = guest.hosts.generations();
     // Its agent does not answer any more.
     let _ = guest.hosts.guest.take().unwrap().shell("poweroff -f", Duration::from_secs(5));
     assert_ended(&guest.protecting.wait(WITHIN).unwrap(), GONE, &[]);
     guest.hosts.wait_none_there();
-    assert_eq!(guest.hosts.generations(), claimed);
     // Its last output has gone.
     assert_eq!(guest.hosts.passing(), [Side::Here]);
 }
@@ -193,6 +195,7 @@ fn a_guest_that_is_ended_stays_so_without_a_session() {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn a_guest_survives_the_death_of_its_qemu() {
     its_qemu_dies("a_guest_survives_the_death_of_its_qemu", &[], &[Part::Guest]);
 }
@@ -206,6 +209,7 @@ fn a_guest_survives_the_death_of_its_qemu_and_the_ferry() {
 
 /// As above, of a keeper that protects it for the second time.
 #[test]
+#[ignore = "nightly"]
 fn a_guest_survives_the_death_of_its_qemu_and_another_ferry() {
     let name = "a_guest_survives_the_death_of_its_qemu_and_another_ferry";
     its_qemu_dies(name, &[Part::Ferry], &[Part::Ferry, Part::Guest]);
@@ -225,6 +229,7 @@ fn its_qemu_dies(test: &str, before: &[Part], at_once: &[Part]) {
 
 /// QEMU connects to the next one. The keeper lives on without a card, too.
 #[test]
+#[ignore = "nightly"]
 fn a_guest_is_protected_again_with_another_card() {
     let Some(mut guest) = Protected::new("a_guest_is_protected_again_with_another_card") else { return };
     for is_late in [true, false] {

@@ -21,7 +21,7 @@ fn one_host_has_the_guest_when_the_link_between_them_is_cut() {
     let name = "one_host_has_the_guest_when_the_link_between_them_is_cut";
     let mut guest = None;
     let first = number("TOWLINE_SOAK_SEED", 1);
-    for seed in first..first + number("TOWLINE_SOAK_PROTECT_CUTS", 2) {
+    for seed in first..first + number("TOWLINE_SOAK_PROTECT_CUTS", 1) {
         let Some(mut now) = guest.take().or_else(|| Protected::new(name)) else { return };
         sleep(Duration::from_millis(Rng::with_seed(seed).u64(DIES_AFTER_MS)));
         let generation = now.generation();
@@ -45,6 +45,7 @@ fn one_host_has_the_guest_when_the_link_between_them_is_cut() {
 
 /// The standby has the guest then.
 #[test]
+#[ignore = "nightly"]
 fn a_keeper_that_is_late_ends_its_guest() {
     let Some(guest) = Protected::new("a_keeper_that_is_late_ends_its_guest") else { return };
     let pid = guest.hosts.part(Part::Keeper);
@@ -89,27 +90,32 @@ fn stops_for_a_while(test: &str, part: Part) {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn a_keeper_stops_for_a_while() {
     stops_for_a_while("a_keeper_stops_for_a_while", Part::Keeper);
 }
 
 #[test]
+#[ignore = "nightly"]
 fn a_ferry_stops_for_a_while() {
     stops_for_a_while("a_ferry_stops_for_a_while", Part::Ferry);
 }
 
 #[test]
+#[ignore = "nightly"]
 fn an_agent_stops_for_a_while() {
     stops_for_a_while("an_agent_stops_for_a_while", Part::Agent);
 }
 
 #[test]
+#[ignore = "nightly"]
 fn a_guest_stops_for_a_while() {
     stops_for_a_while("a_guest_stops_for_a_while", Part::Guest);
 }
 
 /// The guest runs meanwhile, and its output is held.
 #[test]
+#[ignore = "nightly"]
 fn an_arbiter_that_is_away_delays_the_decision() {
     let Some(mut guest) = Protected::new("an_arbiter_that_is_away_delays_the_decision") else { return };
     let generation = guest.generation();

@@ -144,7 +144,18 @@ impl Hosts {
             format!("serial.0=file:{}", path("b/console")),
         ];
         let qemu = Version::Newest.command().get_program().to_string_lossy().into_owned();
-        let words = ["protect", "--json", "--arbiter", &arbiter, "--epoch", EPOCH, "--ssh", &client];
+        let words = [
+            "protect",
+            "--json",
+            "--arbiter",
+            &arbiter,
+            "--epoch",
+            EPOCH,
+            "--peer-timeout",
+            "3s",
+            "--ssh",
+            &client,
+        ];
         let guest = ["--trust-command-line", "--qemu", &qemu];
         let destination = format!("ssh:other/{NAME}");
         let settings = settings.iter().flat_map(|setting| ["--set", setting]);

@@ -309,8 +309,7 @@ fn increments_of_a_guest_that_runs_have_what_it_wrote() {
     saved.assert_intact();
 }
 
-/// The newest QEMU in the lab is started by the dynamic linker of another Debian, so its command line is not recorded and its guests are
-/// not forked; they are stored and run.
+/// The newest QEMU in the lab is started by the dynamic linker of another Debian.
 #[test]
 fn a_guest_of_the_newest_qemu_that_writes_is_stored_at_one_instant() {
     let test = "a_guest_of_the_newest_qemu_that_writes_is_stored_at_one_instant";
@@ -318,7 +317,7 @@ fn a_guest_of_the_newest_qemu_that_writes_is_stored_at_one_instant() {
         return;
     }
     let saved = Saved::new(Version::Newest);
-    let mut run = saved.run_with_arguments(&["--name", "web", "--share"]);
+    let mut run = saved.run(&["--name", "web", "--share"], &saved.settings());
     saved.assert_runs(&mut run, "web");
     let mut web = saved.agent("web");
     web.dirty(1 << 30, 8 * MIB).unwrap();
@@ -329,7 +328,7 @@ fn a_guest_of_the_newest_qemu_that_writes_is_stored_at_one_instant() {
             ["copy", "--log", "info", "--resume", "--overwrite", "--base", &saved.image(), &source, &next];
         let copied = saved.towline(words.map(str::to_owned)).wait_done(WITHIN).unwrap();
         assert!(copied.stderr.contains("guest taken"), "{}", copied.stderr);
-        let mut run = saved.run_image_with_arguments(&next, &["--name", "next", "--share"]);
+        let mut run = saved.run_image(&next, &["--name", "next", "--share"]);
         saved.assert_runs(&mut run, "next");
         assert_eq!(saved.agent("next").check().unwrap(), 8 * MIB / 4096, "round {round}");
         saved.interrupt_one(run, "next");

@@ -122,13 +122,13 @@ fn memory_is_copied_on_request() {
 
 #[test]
 #[ignore = "nightly"]
-fn a_guest_of_the_newest_qemu_runs_by_the_users_arguments() {
-    let test = "a_guest_of_the_newest_qemu_runs_by_the_users_arguments";
+fn a_guest_of_the_newest_qemu_runs() {
+    let test = "a_guest_of_the_newest_qemu_runs";
     if !require_qemu(test, &[Version::Newest]) {
         return;
     }
     let saved = Saved::new(Version::Newest);
-    let mut run = saved.run_with_arguments(&["--name", "web", "--share"]);
+    let mut run = saved.run(&["--name", "web", "--share"], &saved.settings());
     saved.assert_runs(&mut run, "web");
     saved.interrupt(run);
     saved.assert_intact();

@@ -226,13 +226,8 @@ impl Saved {
         self.start(words.map(str::to_owned).collect())
     }
 
-    /// Starts `towline run` with all arguments of the guest.
+    /// Starts `towline run` of an image that has no command line, with all arguments of the guest.
     pub(crate) fn run_with_arguments(&self, options: &[&str]) -> Towline {
-        self.run_image_with_arguments(&self.image(), options)
-    }
-
-    /// As [`Saved::run_with_arguments`], of another image of the guest.
-    pub(crate) fn run_image_with_arguments(&self, image: &str, options: &[&str]) -> Towline {
         let socket = self.place.path().join("{name}.agent").display().to_string();
         let agent = format!("socket,id=agent,path={socket},server=on,wait=off");
         let memory = format!("{MEMORY_MIB}M");
@@ -259,7 +254,7 @@ impl Saved {
             "chardev:agent",
         ];
         let words = options.iter().chain(&own).map(|word| (*word).to_owned());
-        self.start_image(image, words.chain(self.kernel.iter().cloned()).collect())
+        self.start(words.chain(self.kernel.iter().cloned()).collect())
     }
 
     fn start(&self, words: Vec<String>) -> Towline {

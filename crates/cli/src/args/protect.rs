@@ -44,7 +44,7 @@ pub(crate) struct ProtectArgs {
     /// Guest that runs: its name (`towline ps`), or qmp:PATH
     #[arg(value_name = "GUEST")]
     pub(crate) guest: PathBuf,
-    /// The other host: ssh:[USER@]HOST[:PORT][/NAME], with the guest's name there
+    /// The other host: ssh:HOST, or ssh:USER@HOST:PORT/NAME with the name of the guest there
     #[arg(value_name = "DEST")]
     pub(crate) destination: Endpoint,
     /// Arbiter, which decides who goes on with the guest: an absolute path of a directory on storage of both hosts, a prefix of an object store

@@ -102,10 +102,9 @@ fn connect(request: &FerryRequest, key: OneTimeKey) -> Result<Arc<dyn Channel>, 
     let failed = Failure::of(Lost::Standby);
     let certificate = from_hex(&request.certificate).ok_or_else(|| failed(&"its certificate is not one"))?;
     let address: Address = request.standby.parse().map_err(|error| failed(&error))?;
-    let timeout = Duration::from_millis(request.peer_timeout_ms);
     let work = || {
         let tls = Some(TlsClient::one_time(&key.with_peer(certificate))?);
-        let options = ConnectOptions { tls, peer_timeout: Some(timeout), ..ConnectOptions::default() };
+        let options = ConnectOptions { tls, ..ConnectOptions::default() };
         let channel = connect_with(&address, Instant::now() + STEP_TIMEOUT, &Cancel::new()?, &options)?;
         channel.set_timeouts(Some(STEP_TIMEOUT), Some(STEP_TIMEOUT))?;
         Ok(channel.into())

@@ -169,8 +169,11 @@ impl StandbyControl {
     pub(crate) fn watch(&self, qemu: &impl AsFd, ended: &Cancel) {
         let mut fds = [PollFd::new(qemu, PollFlags::IN), PollFd::new(ended, PollFlags::IN)];
         while poll(&mut fds, None) == Err(Errno::INTR) {}
-        if !ended.is_cancelled() && self.release() {
+        if !ended.is_cancelled() {
             tracing::warn!("the QEMU that waits for the guest has ended: not standing by any more");
+            self.release();
+            // Nothing is claimed for it any more.
+            self.cancel.cancel();
         }
     }
 
@@ -262,7 +265,13 @@ impl Standby {
         }
         let takeover = self.load(&mut qemu, &memory, &last)?;
         let claimant = Claimant::new();
-        match self.arbiter.decide(&self.guest, self.generation + 1, &claimant, None, notice) {
+        match self.arbiter.decide(
+            &self.guest,
+            self.generation + 1,
+            &claimant,
+            Some(&self.control.cancel),
+            notice,
+        ) {
             Decision::Won => self.run_guest(&mut qemu, takeover, last.lost_at).map(StandbyEnd::TakenOver),
             Decision::Lost | Decision::Cancelled(_) => Ok(StandbyEnd::Lost),
         }

@@ -117,8 +117,7 @@ impl AgentStandby {
         let certificate = to_hex(key.certificate());
         let tls = Tls::OneTime(with_peer(key, &request.certificate)?).server().map_err(failed)?;
         let peer_timeout = Duration::from_millis(request.peer_timeout_ms);
-        let options =
-            ListenOptions { tls: Some(tls), peer_timeout: Some(peer_timeout), ..ListenOptions::default() };
+        let options = ListenOptions { tls: Some(tls), ..ListenOptions::default() };
         let standby = Standby {
             memory,
             listener: Listener::bind_with(&free_port(), &options).map_err(failed)?,

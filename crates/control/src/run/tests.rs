@@ -242,7 +242,7 @@ fn memory_is_mapped_or_the_reason_is_said() {
     let device = ["-object", "memory-backend-ram,id=more,size=8M"];
     assert_eq!(run(any, NEW, &device).unwrap().memory, MemoryOrigin::Mapped);
     let node = [&device[..], &["-numa", "node,memdev=more"]].concat();
-    assert_eq!(reason(run(any, NEW, &node)), "the image has no block of the memory backend more");
+    assert_eq!(reason(run(any, NEW, &node)), "the guest has no block of the memory backend more");
     let device = ["-chardev", "socket,id=c0,path=/nowhere", "-netdev", "vhost-user,id=n0,chardev=c0"];
     match run(MemoryRequest::Mapped, NEW, &device) {
         // The directory of temporary files has reflinks.

@@ -151,7 +151,9 @@ impl<'a, 'k> Attempt<'a, 'k> {
             Ok(Ending::GuestEnded) => self.guest_has_ended(),
             Ok(Ending::Died) => self.died(),
             Ok(Ending::Cancelled) => {
-                self.may_be_taken = !self.host.release_standby(RELEASED_WITHIN[0]);
+                // Not for a guest that has just died.
+                let is_there = self.qemu.status().is_ok();
+                self.may_be_taken = !(is_there && self.host.release_standby(RELEASED_WITHIN[0]));
                 match self.lose(true, "the other host has not confirmed the end".into())? {
                     AttemptEnd::Lost { .. } => Ok(AttemptEnd::Done(ProtectEnd::Cancelled)),
                     end => Ok(end),
@@ -409,32 +411,24 @@ impl<'a, 'k> Attempt<'a, 'k> {
             // Cards that were started again since may pass.
             let _ = HoldingCards::hold(&self.cards, self.keeper.generation);
         }
-        // First, since it may be stopped; whatever becomes of that, the other host may have it.
-        let mut runs = self.qemu.end_checkpoints();
-        if runs.is_err() && self.qemu.has_exited(ENDS_WITHIN) {
-            return self.died();
-        }
-        // Not of a QEMU that does not reply: it may be about to die, and the standby has its guest.
-        if self.may_be_taken && !is_standby && runs.is_ok() {
-            self.may_be_taken = !self.host.release_standby(RELEASED_WITHIN[1]);
-        }
-        if self.may_be_taken && !self.keeper.decide()? {
-            return Ok(self.lost(reason));
-        }
-        while let Err(error) = runs {
-            self.keeper
-                .observer
-                .notice(&format!("the guest is ours, and may be stopped: {error}; it is tried again"));
+        // Nothing is claimed or given up for a QEMU that does not reply: it may be about to die, and the standby has its guest.
+        while let Err(error) = self.qemu.end_checkpoints() {
+            let is_disconnected = self.qemu.client().check_connected().is_err();
+            if self.qemu.has_exited(ENDS_WITHIN) || is_disconnected && self.qemu.process().kill(KILL_TIMEOUT)
+            {
+                return self.died();
+            }
+            self.keeper.observer.notice(&format!("the guest may be stopped: {error}; it is tried again"));
             if self.keeper.cancel.is_cancelled() {
                 return Err(error.into());
             }
             thread::sleep(STATUS_INTERVAL);
-            let connected = self.qemu.client().check_connected().is_ok();
-            let connected = if connected { Ok(()) } else { self.qemu.reconnect() };
-            runs = connected.and_then(|()| self.qemu.end_checkpoints());
-            if runs.is_err() && self.qemu.has_exited(Duration::ZERO) {
-                return Err(Error::NotProtected { reason: "its QEMU has died".into() });
-            }
+        }
+        if self.may_be_taken && !is_standby {
+            self.may_be_taken = !self.host.release_standby(RELEASED_WITHIN[1]);
+        }
+        if self.may_be_taken && !self.keeper.decide()? {
+            return Ok(self.lost(reason));
         }
         self.finish()?;
         Ok(AttemptEnd::Lost { reason })
