@@ -121,10 +121,10 @@ impl DepartingGuest {
         Ok(Direct { is_encrypted, capabilities })
     }
 
-    /// Its name in the QEMU that is started for it.
-    pub(crate) fn name(&self) -> Option<&str> {
+    /// The QEMU that is started for it, with its own command line.
+    pub(crate) fn new_guest(&self) -> Option<&NewGuest> {
         match &self.place {
-            Place::Guest(guest) => Some(&guest.name),
+            Place::Guest(guest) => Some(guest),
             _ => None,
         }
     }

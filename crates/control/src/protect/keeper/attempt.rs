@@ -13,7 +13,7 @@ use towline_qmp::commands::{Capability, Migrate, MigrationParameters, MigrationS
 use super::super::messages::{FerryRequest, FromFerry, Lost, Received, ToFerry};
 use super::checks::check_guest;
 use super::decision::Keeper;
-use super::process::FerryProcess;
+use super::process::{FERRY_ENDED, FerryProcess};
 use super::report::Report;
 use super::request::{Error, ProtectEnd, ProtectObserver};
 use crate::cards::HoldingCards;
@@ -118,11 +118,14 @@ impl<'a, 'k> Attempt<'a, 'k> {
         let place = Place::Guest(request.guest.clone());
         let guest = DepartingGuest::of_qemu(&mut qemu, place, DiskPolicy::VouchedFor, None)?;
         let cards = guest.card_controls();
-        guest.qemu().map_or(Ok(()), |facts| check_guest(facts, request, cards.len()))?;
+        let (name, line) =
+            guest.new_guest().map(|guest| (guest.name.clone(), &*guest.command_line)).unwrap_or_default();
+        let check = |facts| check_guest(facts, line, cards.len(), request.leaks_output);
+        guest.qemu().map_or(Ok(()), check)?;
         let mut host = RemoteHost::connect(&request.target, &request.ssh, request.timeouts, interrupt)?;
         let fit = host.prepare(&guest, 0)?;
         guest.check(&fit, 0, &host.name(), &Notices(keeper.observer))?;
-        keeper.claim_new(guest.name().unwrap_or_default(), &cards)?;
+        keeper.claim_new(&name, &cards)?;
         let is_emulated = guest.qemu().is_none_or(|facts| facts.kvm != Some(true));
         drop(guest);
         Ok(Self {
@@ -463,9 +466,6 @@ impl<'a, 'k> Attempt<'a, 'k> {
         self.settings.take().into_iter().for_each(AppliedSettings::leave_applied);
     }
 }
-
-/// Reason for the end of a ferry that says nothing.
-const FERRY_ENDED: &str = "the process that takes checkpoints has ended";
 
 fn out_of_turn() -> Error {
     Error::NotProtected { reason: "a message of the process that takes checkpoints was not expected".into() }

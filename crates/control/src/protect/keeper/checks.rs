@@ -3,11 +3,16 @@
 use towline_compat::checkpoints::{DirtyLog, check};
 use towline_compat::facts::QemuFacts;
 
-use super::request::{Error, ProtectRequest};
+use super::request::Error;
 
-/// Refuses a guest that would be lost, or whose output would not be held. `cards`: how many of its cards have a control socket.
-pub(super) fn check_guest(guest: &QemuFacts, request: &ProtectRequest, cards: usize) -> Result<(), Error> {
-    check(guest, dirty_log(guest, &request.guest.command_line))?;
+/// Refuses a guest that would be lost, or whose output would not be held. `cards`: the number of its cards with a control socket.
+pub(super) fn check_guest(
+    guest: &QemuFacts,
+    command_line: &str,
+    cards: usize,
+    leaks_output: bool,
+) -> Result<(), Error> {
+    check(guest, dirty_log(guest, command_line))?;
     if guest.status != "running" {
         return Err(Error::NotRunning { status: guest.status.clone() });
     }
@@ -21,7 +26,7 @@ pub(super) fn check_guest(guest: &QemuFacts, request: &ProtectRequest, cards: us
     let (ours, others): (Vec<_>, Vec<_>) = networks.partition(|network| network.kind == "vhost-user");
     let without = others.first().or_else(|| ours.get(cards));
     match without {
-        Some(network) if !request.leaks_output => {
+        Some(network) if !leaks_output => {
             Err(Error::OutputNotHeld { id: network.id.clone(), kind: network.kind.clone() })
         }
         _ => Ok(()),
@@ -34,5 +39,19 @@ fn dirty_log(guest: &QemuFacts, command_line: &str) -> DirtyLog {
         Some(true) if command_line.contains("dirty-ring-size") => DirtyLog::KvmRing,
         Some(true) => DirtyLog::KvmBitmap,
         _ => DirtyLog::Emulation,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_log_of_writes_is_that_of_the_guests_own_command_line() {
+        let kvm = |kvm| QemuFacts { kvm: Some(kvm), ..QemuFacts::default() };
+        let ring = "-accel kvm,dirty-ring-size=4096";
+        assert_eq!(dirty_log(&kvm(true), ring), DirtyLog::KvmRing);
+        assert_eq!(dirty_log(&kvm(true), "-accel kvm"), DirtyLog::KvmBitmap);
+        assert_eq!(dirty_log(&kvm(false), ""), DirtyLog::Emulation);
     }
 }

@@ -8,6 +8,9 @@ use super::super::messages::{FromFerry, Link, Received, ToFerry};
 use super::request::Error;
 use crate::procfs::start_time;
 
+/// Reason for the end of a ferry that says nothing.
+pub(super) const FERRY_ENDED: &str = "the process that takes checkpoints has ended";
+
 /// A ferry, which is killed with this value. It outlives a keeper that is killed.
 #[derive(Debug)]
 pub(super) struct FerryProcess {
@@ -45,7 +48,7 @@ impl FerryProcess {
             match self.link.receive(left) {
                 Received::Message(FromFerry::Ended { reason, .. }) => return not_protected(reason),
                 Received::Message(message) => return Ok(message),
-                Received::End => return not_protected("the process that takes checkpoints has ended".into()),
+                Received::End => return not_protected(FERRY_ENDED.into()),
                 Received::Nothing if left > Duration::ZERO => {}
                 Received::Nothing => {
                     return not_protected(format!("no progress within {} s", within.as_secs()));
