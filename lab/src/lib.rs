@@ -54,7 +54,7 @@ pub use process::{is_asleep, signal};
 pub use proxy::{Action, Flow, Proxy, Trigger};
 pub use qemu::{BootSector, Builder, MemoryBackend, Qemu, Sweep, Version};
 pub use qmp::{Qmp, QmpError};
-pub use ssh::{SshHost, Sshd, ssh_key};
+pub use ssh::{SshHost, Sshd, host_networks, ssh_key};
 pub use terminal::Terminal;
 pub use towline::{Finished, Towline, towline, towline_binary};
 pub use wait::wait_until;

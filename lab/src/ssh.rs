@@ -21,6 +21,13 @@ const SSHD_USER: &str = "sshd:x:65533:65534::/run/sshd:/usr/sbin/nologin\n";
 /// A Debian sshd whose libraries, and those of the programs that it starts, are on this machine.
 pub struct Sshd(PathBuf);
 
+/// Networks of two hosts, as [`Network::pair`]; `None`: none can be made here, and the test is skipped.
+pub fn host_networks(test: &str, addresses: [&str; 2]) -> Option<[Network; 2]> {
+    Network::pair(addresses)
+        .inspect_err(|error| skip(test, &format!("no network namespaces can be made here: {error:#}")))
+        .ok()
+}
+
 impl Sshd {
     /// Finds it, or prints the skip of the test `name`.
     pub fn find(name: &str) -> Option<Self> {

@@ -100,7 +100,7 @@ impl Arbiter {
         guest: &str,
         generation: u64,
         claimant: &Claimant,
-        cancel: Option<&Cancel>,
+        cancel: &Cancel,
         notice: &dyn Fn(&str),
     ) -> Decision {
         let mut said = None;
@@ -108,7 +108,7 @@ impl Arbiter {
             match self.claim(guest, generation, claimant) {
                 Verdict::Won => return Decision::Won,
                 Verdict::Lost => return Decision::Lost,
-                Verdict::Unknown(error) if cancel.is_some_and(Cancel::is_cancelled) => {
+                Verdict::Unknown(error) if cancel.is_cancelled() => {
                     return Decision::Cancelled(error);
                 }
                 Verdict::Unknown(error) => {
@@ -203,11 +203,11 @@ mod tests {
         let (path, claimant, cancel) = (place.path().join("late"), Claimant::new(), Cancel::new().unwrap());
         let arbiter = Arbiter::Directory(path.clone());
         let appears = |_: &str| std::fs::create_dir(&path).unwrap();
-        let decided = arbiter.decide("web", 1, &claimant, Some(&cancel), &appears);
+        let decided = arbiter.decide("web", 1, &claimant, &cancel, &appears);
         assert!(matches!(decided, Decision::Won), "{decided:?}");
         cancel.cancel();
         let missing = Arbiter::Directory(place.path().join("missing"));
-        let decided = missing.decide("web", 2, &claimant, Some(&cancel), &|_| {});
+        let decided = missing.decide("web", 2, &claimant, &cancel, &|_| {});
         assert!(matches!(decided, Decision::Cancelled(_)), "{decided:?}");
     }
 }

@@ -217,6 +217,11 @@ impl CheckpointQueue {
         self.changed.notify_all();
     }
 
+    /// Returns true if it is closed.
+    pub fn is_closed(&self) -> bool {
+        lock(&self.state).is_closed
+    }
+
     /// Ends all waits, now and later.
     pub fn close(&self) {
         lock(&self.state).is_closed = true;

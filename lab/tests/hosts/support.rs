@@ -7,8 +7,8 @@ use std::time::Duration;
 use serde_json::Value;
 use towline_lab::expect::{Scratch, qmp};
 use towline_lab::{
-    Builder, Finished, LinuxGuest, Network, Qemu, SshHost, Sshd, Towline, Version, require_lab, skip,
-    wait_until,
+    Builder, Finished, LinuxGuest, Network, Qemu, SshHost, Sshd, Towline, Version, host_networks,
+    require_lab, wait_until,
 };
 
 /// Generous: two busy processors.
@@ -38,13 +38,7 @@ impl Hosts {
             return None;
         }
         let sshd = Sshd::find(test)?;
-        let [here, there] = match Network::pair(ADDRESSES) {
-            Ok(networks) => networks,
-            Err(error) => {
-                skip(test, &format!("no network namespaces can be made here: {error:#}"));
-                return None;
-            }
-        };
+        let [here, there] = host_networks(test, ADDRESSES)?;
         let there = SshHost::new(&sshd, there, ADDRESSES[1]).unwrap();
         let place = Scratch::new();
         File::create(place.path("disk.raw")).unwrap().set_len(DISK).unwrap();

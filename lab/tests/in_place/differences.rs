@@ -4,7 +4,7 @@ use std::fs;
 
 use serde_json::{Value, json};
 use towline_lab::expect::{Scratch, completed, qmp};
-use towline_lab::{LinuxGuest, Network, Qemu, Towline, Version, require_lab, skip, towline};
+use towline_lab::{LinuxGuest, Network, Qemu, Towline, Version, host_networks, require_lab, towline};
 
 use crate::support::{Backend, MEMORY_MIB, MIB, Saved, WITHIN, copy, notices};
 
@@ -80,10 +80,7 @@ fn a_move_between_two_hosts_that_have_the_image_sends_what_was_written() {
     if !require_lab(test) {
         return;
     }
-    let [here, there] = match Network::pair(["10.0.9.1", "10.0.9.2"]) {
-        Ok(hosts) => hosts,
-        Err(error) => return skip(test, &format!("{error:#}")),
-    };
+    let Some([here, there]) = host_networks(test, ["10.0.9.1", "10.0.9.2"]) else { return };
     let saved = Saved::new(Version::V10_0);
     let (source, mut linux) = running(&saved);
     linux.stop_dirtying().unwrap();

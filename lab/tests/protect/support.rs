@@ -10,8 +10,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use towline_lab::expect::{Scratch, qmp, wait_event};
 use towline_lab::{
-    Finished, LinuxGuest, MemoryBackend, Network, Qemu, Qmp, SshHost, Sshd, Towline, Version, require_qemu,
-    skip, wait_until,
+    Finished, LinuxGuest, MemoryBackend, Network, Qemu, Qmp, SshHost, Sshd, Towline, Version, host_networks,
+    require_qemu, wait_until,
 };
 
 use crate::clients::Clients;
@@ -92,13 +92,7 @@ impl Hosts {
             return None;
         }
         let sshd = Sshd::find(test)?;
-        let [here, there] = match Network::pair(ADDRESSES) {
-            Ok(networks) => networks,
-            Err(error) => {
-                skip(test, &format!("no network namespaces can be made here: {error:#}"));
-                return None;
-            }
-        };
+        let [here, there] = host_networks(test, ADDRESSES)?;
         let hub = network::network(test)?;
         add_bridge(&hub);
         network::give_addresses(&hub, "br0");

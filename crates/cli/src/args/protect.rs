@@ -99,7 +99,7 @@ fn epoch(text: &str) -> Result<Epoch, String> {
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:
-  It is a process of its own, so that the guest runs on when either ends:
+  It is a separate process, so the guest keeps running if either of the two exits:
     pgrep -fa 'towline ferry'
 ")]
 pub(crate) struct FerryArgs {}

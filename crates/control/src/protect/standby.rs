@@ -263,16 +263,11 @@ impl Standby {
         if !self.control.begins_to_decide() {
             return Ok(StandbyEnd::Released);
         }
-        let takeover = self.load(&mut qemu, &memory, &last)?;
+        self.load(&mut qemu, &memory, &last)?;
+        let loaded_ms = millis_since(last.lost_at);
         let claimant = Claimant::new();
-        match self.arbiter.decide(
-            &self.guest,
-            self.generation + 1,
-            &claimant,
-            Some(&self.control.cancel),
-            notice,
-        ) {
-            Decision::Won => self.run_guest(&mut qemu, takeover, last.lost_at).map(StandbyEnd::TakenOver),
+        match self.arbiter.decide(&self.guest, self.generation + 1, &claimant, &self.control.cancel, notice) {
+            Decision::Won => self.run_guest(&mut qemu, &last, loaded_ms).map(StandbyEnd::TakenOver),
             Decision::Lost | Decision::Cancelled(_) => Ok(StandbyEnd::Lost),
         }
     }
@@ -315,12 +310,7 @@ impl Standby {
     }
 
     /// Has the QEMU load the last checkpoint. It stays paused, and nothing of it leaves.
-    fn load(
-        &self,
-        qemu: &mut Qemu,
-        memory: &Memory,
-        last: &LastCheckpoint,
-    ) -> Result<Takeover, StandbyError> {
+    fn load(&self, qemu: &mut Qemu, memory: &Memory, last: &LastCheckpoint) -> Result<(), StandbyError> {
         memory.set_device_state(last.devices.bytes().to_vec());
         let deadline = Instant::now() + LOAD_TIMEOUT;
         let (address, plain) = (Address::Unix(self.socket.clone()), ConnectOptions::default());
@@ -334,22 +324,22 @@ impl Standby {
             }
             thread::sleep(POLL_INTERVAL);
         }
-        let (generation, epoch, loaded_ms) = (self.generation + 1, last.epoch, millis_since(last.lost_at));
-        Ok(Takeover { generation, epoch, loaded_ms, won_ms: 0.0, runs_ms: 0.0, passes_ms: 0.0 })
+        Ok(())
     }
 
     /// Runs the guest, which is loaded, and has its cards send.
     fn run_guest(
         &self,
         qemu: &mut Qemu,
-        takeover: Takeover,
-        lost_at: Instant,
+        last: &LastCheckpoint,
+        loaded_ms: f64,
     ) -> Result<Takeover, StandbyError> {
-        let won_ms = millis_since(lost_at);
+        let (generation, epoch, won_ms) = (self.generation + 1, last.epoch, millis_since(last.lost_at));
         qemu.cont().map_err(StandbyError::NotRun)?;
-        let runs_ms = millis_since(lost_at);
-        HoldingCards::pass_all(&self.cards, takeover.generation).map_err(StandbyError::Card)?;
-        Ok(Takeover { won_ms, runs_ms, passes_ms: millis_since(lost_at), ..takeover })
+        let runs_ms = millis_since(last.lost_at);
+        HoldingCards::pass_all(&self.cards, generation).map_err(StandbyError::Card)?;
+        let passes_ms = millis_since(last.lost_at);
+        Ok(Takeover { generation, epoch, loaded_ms, won_ms, runs_ms, passes_ms })
     }
 }
 

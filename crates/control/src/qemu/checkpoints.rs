@@ -42,7 +42,7 @@ impl Qemu {
                 return Err(qmp::Error::Timeout { command, socket, waited: RUNS_WITHIN }.into());
             }
             if migration == MigrationStatus::COLO {
-                // Refused between two of its own states.
+                // QEMU refuses it while its migration changes its state.
                 match self.client().execute_raw("x-colo-lost-heartbeat", None) {
                     Ok(_) | Err(qmp::Error::Refusal { .. }) => {}
                     Err(error) => return Err(error.into()),

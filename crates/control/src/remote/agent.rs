@@ -361,7 +361,6 @@ impl Agent {
     }
 }
 
-/// Keys of both ends, with the other's certificate in hexadecimal digits.
 fn known_compression(method: &str, level: u8) -> Result<Compression, CommandError> {
     let known = compression_of(method, level);
     known.ok_or_else(|| CommandError::generic(format!("compression {method}:{level} is not known")))

@@ -50,6 +50,7 @@ pub(super) fn failed(error: impl std::fmt::Display) -> CommandError {
     CommandError::generic(error.to_string())
 }
 
+/// Keys of both ends, with the other's certificate in hexadecimal digits.
 pub(super) fn with_peer(key: OneTimeKey, certificate: &str) -> Result<OneTimeCredentials, CommandError> {
     let peer = from_hex(certificate);
     Ok(key.with_peer(peer.ok_or_else(|| CommandError::generic("the certificate is not one"))?))

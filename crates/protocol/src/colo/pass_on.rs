@@ -43,7 +43,7 @@ impl Checkpoint {
         head
     }
 
-    /// Its stream as it was received, from the memory to the end of the device state.
+    /// The received stream, from the memory to the end of the device state.
     pub fn stream(&self) -> &[u8] {
         self.buffer.bytes(0, self.buffer.filled())
     }

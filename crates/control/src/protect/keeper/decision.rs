@@ -43,7 +43,7 @@ impl Keeper<'_> {
         let next = self.generation + 1;
         let notice = |text: &str| self.observer.notice(text);
         let arbiter = &self.request.arbiter;
-        match arbiter.decide(&self.guest, next, &self.claimant, Some(self.cancel), &notice) {
+        match arbiter.decide(&self.guest, next, &self.claimant, self.cancel, &notice) {
             Decision::Won => {
                 self.generation = next;
                 Ok(true)

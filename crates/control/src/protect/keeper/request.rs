@@ -14,7 +14,7 @@ use crate::plan;
 use crate::qemu;
 use crate::remote::{self, NewGuest, SessionTimeouts, SshTarget};
 
-/// A guest that is to be protected.
+/// Guest to protect, and the way to do it.
 #[derive(Debug)]
 pub struct ProtectRequest {
     /// Monitor of its QEMU.
