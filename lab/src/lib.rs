@@ -19,6 +19,7 @@
 
 #[cfg(feature = "certificates")]
 pub mod certificates;
+pub mod counting;
 pub mod demo;
 pub mod downtime;
 pub mod expect;

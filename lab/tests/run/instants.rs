@@ -6,6 +6,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use towline_lab::counting::{assert_clean, make_ext4};
 use towline_lab::expect::{number, qmp};
 use towline_lab::{Finished, LinuxGuest, Qemu, Version, require_lab};
 
@@ -17,21 +18,6 @@ use crate::support::{DISK, MIB, Saved, WITHIN};
 const INTERVAL: Duration = Duration::from_secs(2);
 /// Snapshots that are kept.
 const KEPT: usize = 20;
-/// Counts in memory, and into a file of the disk, until it is asked to end.
-pub(crate) const COUNTS: &str = "mkdir /disk; mount -t ext4 /dev/vda /disk || exit; n=0; \
-     { until [ -e /tmp/end ]; do n=$((n + 1)); echo $n >> /disk/n; sync; sleep 0.02; done; echo $n > /tmp/ended; } > /dev/null 2>&1 < /dev/null &";
-/// Ends that, and prints what was counted in memory, and on the disk up to the first gap.
-const COUNTED: &str = "touch /tmp/end; until [ -s /tmp/ended ]; do sleep 0.1; done; echo 3 > /proc/sys/vm/drop_caches; n=0; \
-     while read m; do [ $m = $((n + 1)) ] || break; n=$m; done < /disk/n; cat /tmp/ended; echo $n; umount /disk && echo done";
-
-/// A guest that [`COUNTS`] has counted the same in memory and on its disk.
-pub(crate) fn assert_counted(guest: &mut LinuxGuest, what: &str) {
-    let said = guest.shell(COUNTED, WITHIN).unwrap();
-    let words: Vec<_> = said.split_whitespace().collect();
-    let [memory, disk, "done"] = words[..] else { panic!("{what}: {said}") };
-    assert!(memory == disk, "{what}: {memory} in memory, {disk} on the disk");
-}
-
 impl Saved {
     /// Stores a guest of this test in `name`, while it runs on.
     fn store(&self, guest: &str, name: &str, options: &[&str]) -> Finished {
@@ -216,11 +202,9 @@ fn snapshots_of_a_guest_that_writes_each_run_on_the_disk_of_their_instant() {
     if !require_lab("snapshots_of_a_guest_that_writes_each_run_on_the_disk_of_their_instant") {
         return;
     }
-    let saved = with_disk_of(|path| {
-        assert!(Command::new("mkfs.ext4").arg("-q").arg(path).status().unwrap().success());
-    });
+    let saved = with_disk_of(make_ext4);
     let mut web = saved.agent("web");
-    web.shell(COUNTS, WITHIN).unwrap();
+    web.begin_to_count();
     web.dirty(4 * MIB, 64 * MIB).unwrap();
     let (base, mut kept, mut standstills) = (saved.image(), VecDeque::new(), Vec::new());
     let first = Instant::now();
@@ -317,7 +301,7 @@ impl Saved {
         assert!(run.status.success(), "{}", run.stderr);
         let mut guest = self.agent("then");
         assert_eq!(guest.check().unwrap(), 64 * MIB / 4096, "{image}");
-        assert_counted(&mut guest, image);
+        guest.assert_counted(image);
         drop(guest);
         self.quit("then");
         self.wait_for_guests(&["web"]);
@@ -325,8 +309,7 @@ impl Saved {
         let converted =
             Command::new("qemu-img").args(["convert", "-U", "-O", "raw"]).arg(&overlay).arg(&raw).status();
         assert!(converted.unwrap().success());
-        let checked = Command::new("e2fsck").arg("-fn").arg(&raw).output().unwrap();
-        assert!(checked.status.success(), "{image}: {}", String::from_utf8_lossy(&checked.stdout));
+        assert_clean(&raw);
         fs::remove_file(overlay).unwrap();
         fs::remove_file(raw).unwrap();
     }

@@ -3,16 +3,15 @@
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
+use towline_lab::counting::make_ext4;
 use towline_lab::expect::{number, qmp};
 use towline_lab::{Finished, Towline, Version, require_lab, signal, wait_until};
 
 use crate::forks::{with_disk, with_disk_of};
-use crate::instants::COUNTS;
 use crate::support::{MIB, Saved, WITHIN};
 
 /// Directory of the record.
@@ -67,11 +66,6 @@ pub(crate) fn wait_stored(record: &mut Towline, count: usize) {
     found.unwrap_or_else(|error| panic!("{error:#}: {}{}", record.stdout(), record.stderr()));
 }
 
-/// Makes a file system for [`COUNTS`].
-pub(crate) fn make_ext4(path: &Path) {
-    assert!(Command::new("mkfs.ext4").arg("-q").arg(path).status().unwrap().success());
-}
-
 fn interrupted(record: Towline) -> Finished {
     signal(record.pid(), Signal::INT);
     record.wait(WITHIN).unwrap()
@@ -116,7 +110,7 @@ fn instants_of_a_guest_that_writes_run_with_their_disks_also_after_a_kill() {
     }
     let saved = with_disk_of(make_ext4);
     let mut web = saved.agent("web");
-    web.shell(COUNTS, WITHIN).unwrap();
+    web.begin_to_count();
     web.dirty(4 * MIB, 64 * MIB).unwrap();
     let length = Duration::from_secs(number("TOWLINE_SOAK_RECORD_SECONDS", 20));
     let (begun, options) = (Instant::now(), ["--every", "1s", "--keep", "2min,20min"]);

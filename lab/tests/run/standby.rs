@@ -4,11 +4,12 @@ use std::fs;
 use std::time::Instant;
 
 use rustix::process::{Pid, Signal, kill_process};
+use towline_lab::counting::make_ext4;
 use towline_lab::{Towline, require_lab, wait_until};
 
 use crate::forks::with_disk_of;
-use crate::instants::{COUNTS, assert_counted, assert_refused};
-use crate::record::{RECORD, make_ext4, stored, wait_stored};
+use crate::instants::assert_refused;
+use crate::record::{RECORD, stored, wait_stored};
 use crate::support::{Saved, WITHIN};
 
 impl Saved {
@@ -28,7 +29,7 @@ fn one_of_two_standbys_runs_the_guest_of_a_dead_host_from_its_newest_image() {
     }
     let saved = with_disk_of(make_ext4);
     let mut web = saved.agent("web");
-    web.shell(COUNTS, WITHIN).unwrap();
+    web.begin_to_count();
     let refused = saved.standby("early", &["--primary-is-dead"]).wait(WITHIN).unwrap();
     assert_refused(&refused, &["No such file"]);
     let mut record = saved.record("web", RECORD, &["--every", "500ms"]);
@@ -95,7 +96,7 @@ fn one_of_two_standbys_runs_the_guest_of_a_dead_host_from_its_newest_image() {
     for name in [guests[0].as_str(), "s3"] {
         drop(guest);
         guest = saved.agent(name);
-        assert_counted(&mut guest, name);
+        guest.assert_counted(name);
         saved.quit(name);
     }
 }
