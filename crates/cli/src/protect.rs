@@ -4,7 +4,7 @@ use std::os::fd::AsFd as _;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
-use towline_control::plan::Observer as _;
+use towline_control::plan::{DiskProgress, Observer as _, Progress};
 use towline_control::protect::{self, Checkpoints, ProtectEnd, ProtectObserver, ProtectRequest};
 use towline_control::remote::{NewGuest, Place, SessionTimeouts};
 use towline_launch::{RuntimeRoot, Setting};
@@ -142,6 +142,10 @@ impl ProtectObserver for Output<'_> {
         let text = format!("protected: {} goes on with the guest if this host is lost", self.name);
         self.notifier.ready(&text);
         self.reporter.line(&text);
+    }
+
+    fn disks(&self, progress: &DiskProgress) {
+        self.reporter.progress(&Progress { disks: Some(*progress), ..Progress::default() });
     }
 
     fn checkpoints(&self, checkpoints: &Checkpoints) {

@@ -34,6 +34,7 @@ mod hex;
 pub mod in_place;
 pub mod journal;
 pub mod moves;
+mod nbd;
 pub mod plan;
 mod process;
 mod procfs;

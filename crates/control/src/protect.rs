@@ -17,8 +17,9 @@
 //! | the standby, the way to it, or the ferry | the keeper claims the next generation, and lets the output go; it protects the guest again |
 //! | a claim | the keeper ends its QEMU, whose output was never sent; the standby ends its own |
 //!
-//! Out of scope: disks that the guest writes, and cards of others, whose output is not held.
+//! Out of scope: cards of others, whose output is not held.
 
+mod disks;
 mod ferry;
 mod keeper;
 mod memory;
@@ -27,6 +28,7 @@ mod messages;
 mod model;
 mod standby;
 
+pub(crate) use disks::ProtectedDisk;
 pub use ferry::ferry;
 pub use keeper::{Checkpoints, Error, ProtectEnd, ProtectObserver, ProtectRequest, protect};
 pub(crate) use memory::StandbyMemory;

@@ -74,7 +74,7 @@ fn stops_for_a_while(test: &str, part: Part) {
         let stopped = std::fs::metadata(format!("/proc/{pid}")).is_ok();
         stopped.then(|| signal(pid, Signal::CONT));
         let gap = guest.goes_on();
-        let side = is_decided().then(|| guest.hosts.wait_decided());
+        let side = is_decided().then(|| guest.wait_decided(generation));
         println!("  {part:?} stopped: {gap:.0?} without a reply, {side:?}");
         side
     });

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use fastrand::Rng;
+use serde_json::Value;
 use towline_lab::expect::{assert_ended, events, qmp, wait_event};
 use towline_lab::{Finished, Towline, wait_until};
 
@@ -52,6 +53,17 @@ impl Protected {
         wait_event(&mut self.protecting, "another protection", WITHIN, |event| {
             event["event"] == "protected" && event["generation"].as_u64() > Some(generation)
         });
+    }
+
+    /// Waits until one of both hosts has the guest after this generation. The one that protects it again has it, too.
+    pub(crate) fn wait_decided(&self, generation: u64) -> Side {
+        let decided = || {
+            let protected = events(&self.protecting.stdout());
+            let is_later = |event: &Value| event["generation"].as_u64() > Some(generation);
+            let again = protected.iter().any(|event| event["event"] == "protected" && is_later(event));
+            Ok(if again { Some(Side::Here) } else { self.hosts.passing().first().copied() })
+        };
+        wait_until("a decision between the hosts", WITHIN, decided).unwrap()
     }
 
     /// Waits until further checkpoints are reported.

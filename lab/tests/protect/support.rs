@@ -8,6 +8,7 @@ use fastrand::Rng;
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
+use towline_lab::counting::{assert_clean, make_ext4};
 use towline_lab::expect::{Scratch, qmp, wait_event};
 use towline_lab::{
     Finished, LinuxGuest, MemoryBackend, Network, Qemu, Qmp, SshHost, Sshd, Towline, Version, host_networks,
@@ -28,6 +29,8 @@ const ADDRESSES: [&str; 2] = ["10.213.79.1", "10.213.79.2"];
 /// Memory that the guest writes round and round, and the bytes of it in a second.
 const WRITTEN: u64 = 16 * MIB;
 const RATE: u64 = 4 * MIB;
+/// Disk on which the guest counts.
+const DISK_BYTES: u64 = 32 * MIB;
 /// Connections of the client.
 const CONNECTIONS: usize = 4;
 /// The tap of the guest, on each host.
@@ -103,15 +106,21 @@ impl Hosts {
         for name in ["a", "b", "arbiter"] {
             std::fs::create_dir(place.path(name)).unwrap();
         }
+        let disk = place.path("a/disk.raw");
+        std::fs::File::create(&disk).unwrap().set_len(DISK_BYTES).unwrap();
+        make_ext4(&disk);
+        let drive = format!("file={},format=raw,if=none,id=disk0,file.locking=on", disk.display());
+        let disk = ["-drive", &drive, "-device", "virtio-blk-pci,drive=disk0,id=vda"];
         let cards = [start_card(&here, &place, Side::Here), start_card(there.network(), &place, Side::There)];
         // The newest QEMU has no `reconnect`.
         let options = card_options(&socket(&place, Side::Here), 1, 4)
             .map(|option| option.replace(",reconnect=1", ",reconnect-ms=1000"));
         let builder = Qemu::builder(Version::Newest).linux().memory_mib(256);
         let builder = builder.memory_backend(MemoryBackend::Memfd { prealloc: false }).args(options);
-        let builder = builder.within(&here);
+        let builder = builder.args(disk).within(&here);
         let (source, mut guest) = builder.boot(WITHIN).unwrap();
         set_up(&mut guest);
+        guest.begin_to_count();
         guest.dirty(RATE, WRITTEN).unwrap();
         guest.wait_ticking(WITHIN).unwrap();
         Some(Self { source, guest: Some(guest), cards, there, here, hub, place })
@@ -136,6 +145,7 @@ impl Hosts {
             format!("chardev.net0.path={}", socket(&self.place, Side::There).display()),
             format!("chardev.agent.path={}", path("b/agent")),
             format!("serial.0=file:{}", path("b/console")),
+            format!("drive.disk0.file={}", path("b/disk.raw")),
         ];
         let qemu = Version::Newest.command().get_program().to_string_lossy().into_owned();
         let words = [
@@ -323,14 +333,17 @@ impl Hosts {
         let mut guest = LinuxGuest::connect_at(&self.place.path("b/agent")).unwrap();
         guest.wait_ready(WITHIN).unwrap();
         assert_is_guest(&mut guest, tick);
+        assert_clean(&self.place.path("b/disk.raw"));
     }
 
     /// The guest runs where it was, sends as before, and the other host has none.
     pub(crate) fn assert_stays(&mut self, tick: u64) {
         self.source.qmp().wait_status("running", WITHIN).unwrap();
         assert_is_guest(self.guest.as_mut().unwrap(), tick);
+        assert_clean(&self.place.path("a/disk.raw"));
         assert_eq!(self.held(Side::Here)["holding"], false);
         self.wait_none_there();
+        assert!(!self.place.path("b/disk.raw").exists(), "a disk without its guest");
     }
 }
 
@@ -340,7 +353,11 @@ fn assert_is_guest(guest: &mut LinuxGuest, tick: u64) {
     guest.stop_dirtying().unwrap();
     assert_eq!(guest.check().unwrap(), WRITTEN / 4096);
     let kernel = guest.shell("dmesg", WITHIN).unwrap();
-    assert!(!["Oops", "lockup", "NETDEV WATCHDOG"].iter().any(|text| kernel.contains(text)), "{kernel}");
+    guest.assert_counted("the guest");
+    assert!(
+        !["Oops", "lockup", "NETDEV WATCHDOG", "EXT4-fs error"].iter().any(|text| kernel.contains(text)),
+        "{kernel}"
+    );
 }
 
 /// Socket of the card of a host; its control socket is beside it.

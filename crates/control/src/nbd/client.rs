@@ -1,4 +1,4 @@
-//! A client of QEMU's NBD server, which reads a disk and one of its bitmaps (the NBD protocol, "fixed newstyle", structured replies).
+//! A client of QEMU's NBD server, which reads a disk and one of its bitmaps, or writes it (structured replies).
 
 use std::io::{self, BufReader, Read as _, Write as _};
 use std::ops::Range;
@@ -6,24 +6,19 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-const GREETING: u64 = u64::from_be_bytes(*b"NBDMAGIC");
-const OPTION: u64 = u64::from_be_bytes(*b"IHAVEOPT");
-const OPTION_REPLY: u64 = 0x0003_e889_0455_65a9;
-const REQUEST: u32 = 0x2560_9513;
-const REPLY: u32 = 0x668e_33ef;
+use super::{
+    ACK, BLOCK_STATUS, FLUSH, GO, GREETING, INFO, INFO_EXPORT, OPTION, OPTION_ERROR, OPTION_REPLY, READ,
+    REPLY, REQUEST_BYTES, Request, SIMPLE_REPLY, take,
+};
+
 /// `NBD_FLAG_C_FIXED_NEWSTYLE` and `NBD_FLAG_C_NO_ZEROES`.
 const CLIENT_FLAGS: u32 = 3;
 
-const GO: u32 = 7;
 const STRUCTURED_REPLY: u32 = 8;
 const SET_META_CONTEXT: u32 = 10;
-const ACK: u32 = 1;
-/// Bit of the kinds of replies to options, and to requests, that are errors.
-const OPTION_ERROR: u32 = 1 << 31;
+/// Bit of the kinds of replies to requests that are errors.
 const ERROR: u16 = 1 << 15;
 
-const READ: u16 = 0;
-const BLOCK_STATUS: u16 = 7;
 const NONE: u16 = 0;
 const OFFSET_DATA: u16 = 1;
 const OFFSET_HOLE: u16 = 2;
@@ -42,6 +37,9 @@ const CHUNKS_MAX: usize = 1 << 16;
 /// Bytes whose status is queried at a time: a multiple of any bitmap's granularity.
 const STATUS_BYTES: u64 = 1 << 30;
 
+/// Writes whose replies are awaited together: as many as QEMU works on at a time.
+const WRITES_MAX: usize = 16;
+
 /// A part of a reply, whose content follows.
 #[derive(Debug, Clone, Copy)]
 struct Chunk {
@@ -51,10 +49,11 @@ struct Chunk {
 
 /// A connection to an export.
 #[derive(Debug)]
-pub(super) struct NbdClient {
+pub(crate) struct NbdClient {
     /// Buffered, as replies have small heads.
     stream: BufReader<UnixStream>,
     requests: u64,
+    disk_bytes: Option<u64>,
 }
 
 impl NbdClient {
@@ -62,7 +61,7 @@ impl NbdClient {
     ///
     /// # Errors
     /// The system's; the server has no such export or bitmap; `InvalidData` for what is not NBD.
-    pub(super) fn connect(
+    pub(crate) fn connect(
         socket: &Path,
         export: &str,
         bitmap: Option<&str>,
@@ -71,13 +70,17 @@ impl NbdClient {
         let stream = UnixStream::connect(socket)?;
         stream.set_read_timeout(Some(timeout))?;
         stream.set_write_timeout(Some(timeout))?;
-        let mut this = Self { stream: BufReader::new(stream), requests: 0 };
+        let mut this = Self { stream: BufReader::new(stream), requests: 0, disk_bytes: None };
         if (this.u64()?, this.u64()?) != (GREETING, OPTION) {
             return Err(unexpected("its greeting"));
         }
         let _flags = this.u16()?;
         this.send(&CLIENT_FLAGS.to_be_bytes())?;
-        this.option(STRUCTURED_REPLY, &[])?;
+        // A server that refuses it can still be written to.
+        match this.option(STRUCTURED_REPLY, &[]) {
+            Err(error) if error.kind() != io::ErrorKind::Other => return Err(error),
+            _ => {}
+        }
         let mut name = length(export.len()).to_vec();
         name.extend(export.as_bytes());
         if let Some(bitmap) = bitmap {
@@ -106,6 +109,12 @@ impl NbdClient {
             let data = self.bytes(bytes as usize)?;
             match kind {
                 ACK => return Ok(announced),
+                INFO => {
+                    let mut data = &data[..];
+                    if take(&mut data).map(u16::from_be_bytes) == Some(INFO_EXPORT) {
+                        self.disk_bytes = take(&mut data).map(u64::from_be_bytes);
+                    }
+                }
                 kind if kind & OPTION_ERROR != 0 => {
                     return Err(io::Error::other(format!(
                         "NBD option {option}: error {:#x}: {}",
@@ -119,11 +128,70 @@ impl NbdClient {
         Err(unexpected("many replies to an option"))
     }
 
+    /// Size of the disk; `None`: the server has not said it.
+    pub(crate) fn disk_bytes(&self) -> Option<u64> {
+        self.disk_bytes
+    }
+
+    /// Repeats requests of another client that have changed its disk, and returns when all are done; those of the same part in their order.
+    ///
+    /// # Errors
+    /// The system's; one is refused; `InvalidData`: they are not such requests, or not of this disk.
+    pub(crate) fn replay(&mut self, mut requests: &[u8]) -> io::Result<()> {
+        let disk_bytes = self.disk_bytes.unwrap_or_default();
+        let mut pending: Vec<Range<u64>> = Vec::with_capacity(WRITES_MAX);
+        while !requests.is_empty() {
+            let request = Request::decode(requests)?;
+            let whole = requests.split_at_checked(REQUEST_BYTES + request.content_bytes()?);
+            let (Some((whole, left)), Some(changed)) = (whole, request.changes(disk_bytes)) else {
+                return Err(io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    format!("a write of {} bytes at {} of {disk_bytes}", request.bytes, request.offset),
+                ));
+            };
+            let overlaps = |other: &Range<u64>| other.start < changed.end && changed.start < other.end;
+            if pending.len() == WRITES_MAX || pending.iter().any(overlaps) {
+                self.await_written(pending.len())?;
+                pending.clear();
+            }
+            self.send(whole)?;
+            pending.push(changed);
+            requests = left;
+        }
+        self.await_written(pending.len())
+    }
+
+    /// Returns when all that was written is on the storage.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn flush(&mut self) -> io::Result<()> {
+        self.send(&Request { flags: 0, kind: FLUSH, cookie: 0, offset: 0, bytes: 0 }.encode())?;
+        self.await_written(1)
+    }
+
+    /// Waits for this number of replies without content.
+    pub(super) fn await_written(&mut self, count: usize) -> io::Result<()> {
+        for _ in 0..count {
+            match self.u32()? {
+                SIMPLE_REPLY => {}
+                // QEMU describes errors.
+                REPLY => return Err(io::Error::other("a write is refused")),
+                _ => return Err(unexpected("another reply")),
+            }
+            let (error, _cookie) = (self.u32()?, self.u64()?);
+            if error != 0 {
+                return Err(io::Error::from_raw_os_error(error as i32));
+            }
+        }
+        Ok(())
+    }
+
     /// Reads the disk from this offset on.
     ///
     /// # Errors
     /// The system's; the disk cannot be read there.
-    pub(super) fn read(&mut self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+    pub(crate) fn read(&mut self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
         let mut left = buffer.len();
         self.request(READ, offset, buffer.len() as u32, &mut |this, Chunk { kind, bytes }| {
             let header = if kind == OFFSET_HOLE { 12 } else { 8 };
@@ -148,7 +216,7 @@ impl NbdClient {
     ///
     /// # Errors
     /// As of [`Self::read`].
-    pub(super) fn dirty(&mut self, disk_bytes: u64) -> io::Result<Vec<Range<u64>>> {
+    pub(crate) fn dirty(&mut self, disk_bytes: u64) -> io::Result<Vec<Range<u64>>> {
         let (mut offset, mut dirty) = (0, Vec::new());
         while offset < disk_bytes {
             let begin = offset;
@@ -184,10 +252,8 @@ impl NbdClient {
         each: &mut dyn FnMut(&mut Self, Chunk) -> io::Result<()>,
     ) -> io::Result<()> {
         self.requests += 1;
-        let (cookie, flags) = (self.requests, 0u16);
-        let head = [&REQUEST.to_be_bytes()[..], &flags.to_be_bytes(), &kind.to_be_bytes()].concat();
-        let place = [&cookie.to_be_bytes()[..], &offset.to_be_bytes(), &bytes.to_be_bytes()].concat();
-        self.send(&[head, place].concat())?;
+        let cookie = self.requests;
+        self.send(&Request { flags: 0, kind, cookie, offset, bytes }.encode())?;
         for _ in 0..CHUNKS_MAX {
             let (magic, flags, kind) = (self.u32()?, self.u16()?, self.u16()?);
             let (of, bytes) = (self.u64()?, self.u32()?);
@@ -207,7 +273,7 @@ impl NbdClient {
         Err(unexpected("a reply without an end"))
     }
 
-    fn send(&mut self, bytes: &[u8]) -> io::Result<()> {
+    pub(super) fn send(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.stream.get_mut().write_all(bytes)
     }
 

@@ -11,7 +11,6 @@
 
 mod compare;
 mod connection;
-mod nbd;
 
 use std::sync::{Arc, Mutex};
 use std::thread;

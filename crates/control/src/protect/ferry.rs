@@ -11,6 +11,7 @@
 //! It holds no monitor, and may die at any moment: the keeper, another process, has the guest run on then. If the keeper dies, it goes on.
 
 use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -23,6 +24,7 @@ use towline_migration::checkpoints::{self, CheckpointQueue, CheckpointSink, pass
 use towline_migration::incoming::gather;
 use towline_protocol::colo::{Checkpoint, CheckpointBuffer, FirstCopy};
 
+use super::disks::{self, DiskLog};
 use super::messages::{FerryRequest, FromFerry, Link, Lost, Received, ToFerry};
 use crate::cards::HoldingCards;
 use crate::hex::{from_hex, to_hex};
@@ -59,6 +61,7 @@ struct Ends {
     primary: Arc<dyn Channel>,
     standby: Arc<dyn Channel>,
     first: FirstCopy,
+    disks: Vec<Arc<DiskLog>>,
 }
 
 /// Works on what the keeper at the other end of this socket sends, and returns when the protection has ended.
@@ -79,9 +82,21 @@ fn carry(link: &Link<ToFerry>, open: &mut Option<Arc<dyn Channel>>) -> Result<()
     let key = OneTimeKey::generate().map_err(|error| Failure::of(Lost::Standby)(&error))?;
     link.send(&FromFerry::Certificate(to_hex(key.certificate())));
     let Some(ToFerry::Begin(request)) = next(link) else { return Ok(()) };
-    let standby = connect(&request, key)?;
+    let connect = connector(&request, key)?;
+    let disk = |_| {
+        let channel = connect()?;
+        // Else the standby may accept the next connection before this one.
+        disks::await_accepted(&*channel).map_err(|error| Failure::of(Lost::Standby)(&error))?;
+        Ok(channel)
+    };
+    let disks = serve_disks(&request, request.disks.iter().map(disk).collect::<Result<_, _>>()?)?;
+    let standby = connect()?;
     *open = Some(Arc::clone(&standby));
-    let ends = first_copy(&request, standby, link)?;
+    let failed = Failure::of(Lost::Guest);
+    let listener = Listener::bind(&Address::Unix(request.socket.clone())).map_err(|error| failed(&error))?;
+    link.send(&FromFerry::Listening);
+    let Some(ToFerry::Copy) = next(link) else { return Ok(()) };
+    let ends = first_copy(listener, standby, disks)?;
     link.send(&FromFerry::Copied);
     let Some(ToFerry::Go) = next(link) else { return Ok(()) };
     pass_checkpoints(&request, ends, link)
@@ -98,49 +113,64 @@ fn next(link: &Link<ToFerry>) -> Option<ToFerry> {
     }
 }
 
-fn connect(request: &FerryRequest, key: OneTimeKey) -> Result<Arc<dyn Channel>, Failure> {
+/// Connects to the standby, with each call once more.
+fn connector(
+    request: &FerryRequest,
+    key: OneTimeKey,
+) -> Result<impl Fn() -> Result<Arc<dyn Channel>, Failure> + use<>, Failure> {
     let failed = Failure::of(Lost::Standby);
     let certificate = from_hex(&request.certificate).ok_or_else(|| failed(&"its certificate is not one"))?;
     let address: Address = request.standby.parse().map_err(|error| failed(&error))?;
-    let work = || {
-        let tls = Some(TlsClient::one_time(&key.with_peer(certificate))?);
-        let options = ConnectOptions { tls, ..ConnectOptions::default() };
+    let tls = TlsClient::one_time(&key.with_peer(certificate)).map_err(|error| failed(&error))?;
+    let options = ConnectOptions { tls: Some(tls), ..ConnectOptions::default() };
+    let connect = move || {
         let channel = connect_with(&address, Instant::now() + STEP_TIMEOUT, &Cancel::new()?, &options)?;
         channel.set_timeouts(Some(STEP_TIMEOUT), Some(STEP_TIMEOUT))?;
         Ok(channel.into())
     };
-    work().map_err(|error: towline_channel::Error| failed(&error))
+    Ok(move || connect().map_err(|error: towline_channel::Error| failed(&error)))
+}
+
+/// Has QEMU mirror the disks to this process, whose standby is connected by these channels.
+fn serve_disks(
+    request: &FerryRequest,
+    channels: Vec<Arc<dyn Channel>>,
+) -> Result<Vec<Arc<DiskLog>>, Failure> {
+    let failed = Failure::of(Lost::Disk);
+    let listener = UnixListener::bind(&request.disk_socket).map_err(|error| failed(&error))?;
+    let logs = DiskLog::serve(&request.disks, channels, listener, request.checkpoint_bytes_max);
+    logs.map_err(|error| failed(&error))
 }
 
 /// Passes the first copy on.
 fn first_copy(
-    request: &FerryRequest,
+    listener: Listener,
     standby: Arc<dyn Channel>,
-    link: &Link<ToFerry>,
+    disks: Vec<Arc<DiskLog>>,
 ) -> Result<Ends, Failure> {
     let failed = Failure::of(Lost::Guest);
-    let listener = Listener::bind(&Address::Unix(request.socket.clone())).map_err(|error| failed(&error))?;
-    link.send(&FromFerry::Listening);
     let cancel = Cancel::new().map_err(|error| failed(&error))?;
     let gathered = gather(listener, 0, Instant::now() + STEP_TIMEOUT, STEP_TIMEOUT, &cancel);
     let primary = gathered.map_err(|error| failed(&error))?.main_channel();
     let first = pass_on_first_copy(&primary, &standby);
     // Which end has failed is in the error, and makes no difference before the first checkpoint.
     let first = first.map_err(|error| Failure::of(Lost::Standby)(&error))?;
-    Ok(Ends { primary, standby, first })
+    Ok(Ends { primary, standby, first, disks })
 }
 
 /// Takes checkpoints and passes them on, until an end is lost, which is reported.
 fn pass_checkpoints(request: &FerryRequest, ends: Ends, link: &Link<ToFerry>) -> Result<(), Failure> {
-    let Ends { primary, standby, first } = ends;
+    let Ends { primary, standby, first, disks } = ends;
     let hold = || {
         let held = HoldingCards::hold(&request.cards, request.generation);
         held.map_err(|error| Failure::of(Lost::Card)(&error))
     };
     let (marks, releases) = (hold()?, hold()?);
     let watched = if request.ends_on_output && !request.cards.is_empty() { Some(hold()?) } else { None };
-    let timeout = Some(Duration::from_millis(request.peer_timeout_ms));
-    standby.set_timeouts(timeout, timeout).map_err(|error| Failure::of(Lost::Standby)(&error))?;
+    let timeout = Duration::from_millis(request.peer_timeout_ms);
+    let set = standby.set_timeouts(Some(timeout), Some(timeout));
+    let set = set.and_then(|()| disks.iter().try_for_each(|disk| disk.set_timeout(timeout)));
+    set.map_err(|error| Failure::of(Lost::Standby)(&error))?;
     let buffer = || CheckpointBuffer::new(request.checkpoint_bytes_max);
     let queue = &CheckpointQueue::new((0..BUFFERS).map(|_| buffer()).collect());
     let mut taker = Taker {
@@ -149,13 +179,14 @@ fn pass_checkpoints(request: &FerryRequest, ends: Ends, link: &Link<ToFerry>) ->
         cards: marks,
         interval: Duration::from_millis(request.epoch_ms),
         begun: Instant::now(),
+        disks: &disks,
         number: 0,
-        has_lost_card: false,
+        lost: None,
     };
     let passing = Mutex::new(None);
     thread::scope(|scope| {
         scope.spawn(|| {
-            let failure = pass(standby.as_ref(), queue, releases, link);
+            let failure = pass(standby.as_ref(), queue, &disks, releases, link);
             *lock(&passing) = failure;
             queue.close();
         });
@@ -164,11 +195,12 @@ fn pass_checkpoints(request: &FerryRequest, ends: Ends, link: &Link<ToFerry>) ->
         }
         let Err(error) = checkpoints::take(primary.as_ref(), first, &mut taker);
         queue.close();
-        let lost = match &error {
-            _ if taker.has_lost_card => Lost::Card,
+        // Its writes do not wait for what comes next.
+        disks.iter().for_each(|disk| disk.close("there are no more checkpoints".into()));
+        let lost = taker.lost.unwrap_or(match &error {
             Error::Ended { .. } | Error::Channel(_) => Lost::Guest,
             _ => Lost::Checkpoint,
-        };
+        });
         let Failure { lost, reason } = lock(&passing).take().unwrap_or_else(|| Failure::of(lost)(&error));
         // Not after the other thread, which may wait for the standby.
         link.send(&FromFerry::Ended { lost, reason });
@@ -180,12 +212,15 @@ fn pass_checkpoints(request: &FerryRequest, ends: Ends, link: &Link<ToFerry>) ->
 fn pass(
     standby: &dyn Channel,
     queue: &CheckpointQueue,
+    disks: &[Arc<DiskLog>],
     mut cards: HoldingCards,
     link: &Link<ToFerry>,
 ) -> Option<Failure> {
     while let Ok(checkpoint) = queue.next() {
         let (begun, epoch) = (Instant::now(), checkpoint.number());
-        if let Err(error) = pass_on(standby, &checkpoint) {
+        // The standby keeps the writes until it has the checkpoint.
+        let passed = disks.iter().try_for_each(|disk| disk.pass_on(epoch)).map_err(Error::from);
+        if let Err(error) = passed.and_then(|()| pass_on(standby, &checkpoint)) {
             return Some(Failure::of(Lost::Standby)(&error));
         }
         if let Err(error) = cards.release(epoch) {
@@ -221,7 +256,9 @@ struct Taker<'a> {
     /// Time of the last reply, which stops the guest, and the checkpoint's number.
     begun: Instant,
     number: u64,
-    has_lost_card: bool,
+    disks: &'a [Arc<DiskLog>],
+    /// The part without which there are no more.
+    lost: Option<Lost>,
 }
 
 impl CheckpointSink for Taker<'_> {
@@ -230,15 +267,20 @@ impl CheckpointSink for Taker<'_> {
         self.queue.wait_until_due(self.begun + EPOCH_MIN, self.begun + self.interval)?;
         self.number += 1;
         self.link.send(&FromFerry::Stopping { epoch: self.number });
+        self.disks.iter().for_each(|disk| disk.stopping());
         self.begun = Instant::now();
         Ok(buffer)
     }
 
     fn mark(&mut self, number: u64) -> Result<(), Error> {
-        self.cards.mark(number).map_err(|error| {
-            self.has_lost_card = true;
-            Error::Guest(Box::new(error))
-        })?;
+        let lost = &mut self.lost;
+        let mut failed = |part, error| {
+            *lost = Some(part);
+            Error::Guest(error)
+        };
+        self.cards.mark(number).map_err(|error| failed(Lost::Card, Box::new(error)))?;
+        let cut = self.disks.iter().try_for_each(|disk| disk.cut());
+        cut.map_err(|error| failed(Lost::Disk, error.into()))?;
         self.queue.marked();
         Ok(())
     }

@@ -11,6 +11,7 @@
 mod attempt;
 mod checks;
 mod decision;
+mod mirrors;
 mod process;
 mod report;
 mod request;

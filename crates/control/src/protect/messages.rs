@@ -13,6 +13,8 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::disks::ProtectedDisk;
+
 /// Longest message.
 const BYTES_MAX: usize = 64 << 10;
 
@@ -22,6 +24,8 @@ const BYTES_MAX: usize = 64 << 10;
 pub(super) enum ToFerry {
     /// Connects both ends.
     Begin(FerryRequest),
+    /// QEMU is about to copy the guest; the disks are copied.
+    Copy,
     /// QEMU awaits its secondary.
     Go,
 }
@@ -35,6 +39,9 @@ pub(super) struct FerryRequest {
     pub(super) certificate: String,
     /// Socket that QEMU connects to.
     pub(super) socket: PathBuf,
+    /// Disks that the guest writes, and the socket to which QEMU mirrors them.
+    pub(super) disks: Vec<ProtectedDisk>,
+    pub(super) disk_socket: PathBuf,
     /// Control sockets of the guest's cards.
     pub(super) cards: Vec<PathBuf>,
     pub(super) generation: u64,
@@ -77,6 +84,8 @@ pub(super) enum Lost {
     Standby,
     /// A card of the guest.
     Card,
+    /// The copy of a disk.
+    Disk,
     /// A checkpoint that cannot be used, of a guest that lives.
     Checkpoint,
 }

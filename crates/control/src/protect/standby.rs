@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   first copy, checkpoints ──► memory in a file ── mapped by ──► a QEMU that waits
+//!                          ├──► writes to its disks ────────── by NBD ───────────────┤
 //!                          └──► device state of the last one ── at the takeover ──┘
 //! ```
 //! A checkpoint is received whole before any of it is written to the memory, so a checkpoint that is cut off was none. After a loss it is no
@@ -26,6 +27,7 @@ use towline_protocol::device_state::DeviceState;
 use towline_qmp::commands::{MigrateIncoming, RunState, Stop};
 use towline_qmp::{self as qmp, CommandRequest};
 
+use super::disks::{EpochWrites, ProtectedDisk, StandbyDisk};
 use super::memory::{StandbyMemory, StandbyMemoryError};
 use crate::arbiter::{Arbiter, Claimant, Decision};
 use crate::cards::HoldingCards;
@@ -34,6 +36,8 @@ use crate::qemu::{Error as QemuError, Qemu};
 
 /// Time for each step before the first checkpoint.
 const STEP_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time for the disks to be copied before; the end of the session ends it earlier.
+const DISKS_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 /// Time in which the guest's host may say that this was no death.
 const GRACE: Duration = Duration::from_millis(100);
 /// Time in which the waiting QEMU loads the device state.
@@ -49,6 +53,9 @@ pub(crate) struct Standby {
     pub(crate) qemu: PathBuf,
     /// Socket to which it will be connected.
     pub(crate) socket: PathBuf,
+    /// Disks that it gets from its host, and the socket of the QEMU's NBD server.
+    pub(crate) disks: Vec<ProtectedDisk>,
+    pub(crate) disk_socket: PathBuf,
     /// Control sockets of its cards.
     pub(crate) cards: Vec<PathBuf>,
     pub(crate) arbiter: Arbiter,
@@ -132,6 +139,14 @@ pub enum StandbyError {
     /// Its memory.
     #[error("{0}")]
     Memory(String),
+    /// A disk.
+    #[error("disk {name} of the guest here: {source}")]
+    Disk {
+        /// Its drive.
+        name: String,
+        /// Of its connection, or of NBD.
+        source: std::io::Error,
+    },
     /// The state is loaded.
     #[error("the guest is here and may not run: {0}; `cont` at its monitor runs it")]
     NotRun(QemuError),
@@ -203,16 +218,17 @@ impl StandbyControl {
     }
 }
 
-/// Writes checkpoints to the memory.
+/// Writes checkpoints to the memory, and to the disks.
 struct Applier<'a> {
     memory: &'a Memory,
+    disks: &'a [StandbyDisk],
     channel: &'a dyn Channel,
     peer_timeout: Duration,
     limit: usize,
     buffer: Option<CheckpointBuffer>,
     /// Number and device state of the last one that is whole.
     last: Option<(u64, DeviceState)>,
-    /// The memory is that of no checkpoint.
+    /// The memory or a disk is that of no checkpoint.
     is_torn: bool,
 }
 
@@ -226,8 +242,12 @@ impl CheckpointSink for Applier<'_> {
     }
 
     fn put(&mut self, checkpoint: Checkpoint) -> Result<(), MigrationError> {
+        let failed = |error| MigrationError::Guest(Box::new(error));
+        let writes =
+            EpochWrites::receive(self.disks, checkpoint.number(), self.peer_timeout).map_err(failed)?;
         self.is_torn = true;
         checkpoints::apply(&checkpoint, self.memory)?;
+        writes.write().map_err(failed)?;
         self.is_torn = false;
         if self.last.is_none() {
             self.channel.set_timeouts(Some(self.peer_timeout), Some(self.peer_timeout))?;
@@ -277,21 +297,30 @@ impl Standby {
         let incoming = MigrateIncoming::on_uri(Address::Unix(self.socket.clone()).to_string());
         let requests = [CommandRequest::new(&Stop)?, CommandRequest::new(&incoming)?];
         let replies = qemu.client().execute_all(&requests)?;
+        if !self.disks.is_empty() {
+            let drives = qemu.written_drives()?;
+            qemu.export_drives(&drives, &self.disk_socket)?;
+        }
         Ok(replies.into_iter().try_for_each(|reply| reply.value().map(|_| ()))?)
     }
 
     /// Receives checkpoints until the way to the guest's host ends. Returns the last one.
     fn receive(&self, memory: &Memory) -> Result<LastCheckpoint, StandbyError> {
+        let disks = self.receive_disks()?;
         let channel = self.listener.accept(Instant::now() + STEP_TIMEOUT, &self.control.cancel)?;
         let channel: Arc<dyn Channel> = channel.into();
         let channel = self.control.channel.get_or_init(|| channel);
         channel.set_timeouts(Some(STEP_TIMEOUT), Some(STEP_TIMEOUT))?;
         let (session, statistics) = (Arc::new(Session::default()), Arc::new(Statistics::default()));
         let incoming = Incoming::new(session, statistics, incoming::Options::default());
+        if !disks.is_empty() {
+            channel.set_timeouts(Some(DISKS_TIMEOUT), Some(STEP_TIMEOUT))?;
+        }
         let first = incoming.run_first_copy(&Connections::single(Arc::clone(channel)), memory)?;
         self.memory.check(memory)?;
         let mut applier = Applier {
             memory,
+            disks: &disks,
             channel: channel.as_ref(),
             peer_timeout: self.peer_timeout,
             limit: self.checkpoint_bytes_max,
@@ -309,8 +338,21 @@ impl Standby {
         }
     }
 
+    /// Accepts a connection for each disk.
+    fn receive_disks(&self) -> Result<Vec<StandbyDisk>, StandbyError> {
+        let disk = |disk: &ProtectedDisk| {
+            let channel = self.listener.accept(Instant::now() + STEP_TIMEOUT, &self.control.cancel)?;
+            let standby =
+                StandbyDisk::new(disk, &self.disk_socket, channel.into(), self.checkpoint_bytes_max);
+            standby.map_err(|source| StandbyError::Disk { name: disk.name.clone(), source })
+        };
+        self.disks.iter().map(disk).collect()
+    }
+
     /// Has the QEMU load the last checkpoint. It stays paused, and nothing of it leaves.
     fn load(&self, qemu: &mut Qemu, memory: &Memory, last: &LastCheckpoint) -> Result<(), StandbyError> {
+        // The disks are the guest's from here on.
+        qemu.end_exports()?;
         memory.set_device_state(last.devices.bytes().to_vec());
         let deadline = Instant::now() + LOAD_TIMEOUT;
         let (address, plain) = (Address::Unix(self.socket.clone()), ConnectOptions::default());

@@ -16,7 +16,7 @@ use super::{Drive, Error, Qemu};
 use crate::journal::{JournalEntry, UndoRecord};
 
 /// Name of the node, the job, the export and the bitmaps of each disk, before its number.
-pub(super) const NAME: &str = "towline-disk-";
+pub(crate) const NAME: &str = "towline-disk-";
 /// Timeout for jobs to end that are cancelled.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 const POLL_INTERVAL: Duration = Duration::from_millis(1);

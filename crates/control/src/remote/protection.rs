@@ -16,7 +16,7 @@ use crate::arbiter::Arbiter;
 use crate::cards::HoldingCards;
 use crate::hex::to_hex;
 use crate::plan::Tls;
-use crate::protect::{Standby, StandbyControl, StandbyEnd, StandbyError, StandbyMemory};
+use crate::protect::{ProtectedDisk, Standby, StandbyControl, StandbyEnd, StandbyError, StandbyMemory};
 
 /// Has the agent stand by for the guest for which it has made a place.
 #[derive(Debug, Serialize, Deserialize)]
@@ -31,6 +31,8 @@ pub(crate) struct NewStandby {
     /// Silence after which the guest's host is lost.
     pub(crate) peer_timeout_ms: u64,
     pub(crate) checkpoint_bytes_max: usize,
+    /// Disks of the guest, which it gets as well.
+    pub(crate) disks: Vec<ProtectedDisk>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -122,6 +124,8 @@ impl AgentStandby {
             memory,
             listener: Listener::bind_with(&free_port(), &options).map_err(failed)?,
             socket: monitor.with_file_name("state.sock"),
+            disks: request.disks.clone(),
+            disk_socket: monitor.with_file_name("disks.sock"),
             qemu: monitor,
             cards: controls,
             arbiter: request.arbiter.clone(),

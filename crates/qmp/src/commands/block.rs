@@ -127,6 +127,9 @@ pub struct Job {
     pub len: u64,
     /// `ok`; `failed` or `nospace` of a job that an error has paused.
     pub io_status: String,
+    /// True of a mirror whose target has each write before the guest's write is done; `None` before 8.2.
+    #[serde(default)]
+    pub actively_synced: Option<bool>,
     /// The reason for which it failed.
     #[serde(default)]
     pub error: Option<String>,

@@ -25,7 +25,7 @@ use super::super::error::Error;
 use super::super::private_dir::PrivateDir;
 use super::super::progress::{ComparedDisks, CopyPhase, DiskProgress, Progress};
 use super::connection::{Purpose, connected};
-use super::nbd::NbdClient;
+use crate::nbd::NbdClient;
 use crate::qemu::{ComparedDrive, Drive, Qemu};
 
 /// Socket of the source's QEMU.

@@ -13,6 +13,7 @@ use towline_qmp::commands::{Capability, Migrate, MigrationParameters, MigrationS
 use super::super::messages::{FerryRequest, FromFerry, Lost, Received, ToFerry};
 use super::checks::check_guest;
 use super::decision::Keeper;
+use super::mirrors::{DiskMirrors, is_lost};
 use super::process::{FERRY_ENDED, FerryProcess};
 use super::report::Report;
 use super::request::{Error, ProtectEnd, ProtectObserver};
@@ -86,6 +87,9 @@ pub(super) struct Attempt<'a, 'k> {
     keeper: &'a mut Keeper<'k>,
     host: RemoteHost,
     cards: Vec<PathBuf>,
+    mirrors: DiskMirrors,
+    /// Notices about disks that stay here when the guest goes.
+    disks_left: Vec<String>,
     settings: Option<AppliedSettings>,
     entry: Option<JournalEntry>,
     directory: PrivateDir,
@@ -116,7 +120,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
             return Err(managed.refuse().into());
         }
         let place = Place::Guest(request.guest.clone());
-        let guest = DepartingGuest::of_qemu(&mut qemu, place, DiskPolicy::VouchedFor, None)?;
+        let guest = DepartingGuest::of_qemu(&mut qemu, place, DiskPolicy::Copied, None)?;
         let cards = guest.card_controls();
         let (name, line) =
             guest.new_guest().map(|guest| (guest.name.clone(), &*guest.command_line)).unwrap_or_default();
@@ -127,12 +131,15 @@ impl<'a, 'k> Attempt<'a, 'k> {
         guest.check(&fit, 0, &host.name(), &Notices(keeper.observer))?;
         keeper.claim_new(&name, &cards)?;
         let is_emulated = guest.qemu().is_none_or(|facts| facts.kvm != Some(true));
+        let disks_left = guest.disks_left();
         drop(guest);
         Ok(Self {
             ferry: FerryProcess::start(&request.ferry)?,
             keeper,
             host,
             cards,
+            mirrors: DiskMirrors::of(&mut qemu)?,
+            disks_left,
             settings: None,
             entry: None,
             directory: PrivateDir::for_qemu(&qemu)?,
@@ -182,12 +189,15 @@ impl<'a, 'k> Attempt<'a, 'k> {
             arbiter: request.arbiter.clone(),
             peer_timeout_ms: millis(request.peer_timeout),
             checkpoint_bytes_max: request.checkpoint_bytes_max,
+            disks: self.mirrors.disks(),
         })?;
-        let socket = self.directory.join("checkpoints.sock");
+        let [socket, disk_socket] = ["checkpoints.sock", "disks.sock"].map(|name| self.directory.join(name));
         self.ferry.send(&ToFerry::Begin(FerryRequest {
             standby: stands.address.to_string(),
             certificate: stands.certificate,
             socket: socket.clone(),
+            disks: self.mirrors.disks(),
+            disk_socket: disk_socket.clone(),
             cards: self.cards.clone(),
             generation: self.keeper.generation,
             epoch_ms: millis(request.epoch),
@@ -196,12 +206,15 @@ impl<'a, 'k> Attempt<'a, 'k> {
             checkpoint_bytes_max: request.checkpoint_bytes_max,
         }));
         let FromFerry::Listening = self.ferry.expect(STEP_TIMEOUT)? else { return Err(out_of_turn()) };
+        let (cancel, observer) = (self.keeper.cancel, self.keeper.observer);
+        self.mirrors.start(&mut self.qemu, &disk_socket, cancel, observer)?;
         self.record()?;
         let settings = self.new_settings();
         self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
         if self.is_emulated {
             self.qemu.stop()?;
         }
+        self.ferry.send(&ToFerry::Copy);
         self.qemu.migrate(&Migrate::to_uri(format!("unix:{}", socket.display())))?;
         self.await_copy()?;
         self.await_secondary()?;
@@ -354,6 +367,9 @@ impl<'a, 'k> Attempt<'a, 'k> {
             match self.qemu.client().next_event(deadline.saturating_duration_since(Instant::now())) {
                 Ok(None) => return Ok(None),
                 Ok(Some(event)) if event.name == "SHUTDOWN" => return Ok(Some(Ending::GuestEnded)),
+                Ok(Some(event)) if is_lost(&event) => {
+                    return Ok(Some(Ending::here("a disk of the guest is not copied any more")));
+                }
                 Ok(Some(_)) => {}
                 Err(error) if error.is_disconnected() && self.qemu.has_exited(ENDS_WITHIN) => {
                     return Ok(Some(Ending::Died));
@@ -371,7 +387,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
                 _ => Ending::Lost { is_standby: false, reason },
             },
             Lost::Standby => Ending::Lost { is_standby: true, reason },
-            Lost::Card | Lost::Checkpoint => Ending::Lost { is_standby: false, reason },
+            Lost::Card | Lost::Disk | Lost::Checkpoint => Ending::Lost { is_standby: false, reason },
         }
     }
 
@@ -383,6 +399,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
         self.ferry.kill();
         // A QEMU with -no-shutdown lives.
         if !self.qemu.has_exited(ENDS_WITHIN) && self.qemu.end_checkpoints().is_ok() {
+            let _ = self.mirrors.end(&mut self.qemu);
             let settings = self.settings.take();
             let _ = settings.map(|settings| settings.restore(&mut self.qemu));
         }
@@ -446,12 +463,16 @@ impl<'a, 'k> Attempt<'a, 'k> {
                 .notice("the guest's QEMU cannot be ended here; kill it: its output stays held");
         }
         self.leave_settings();
+        self.disks_left.iter().for_each(|notice| self.keeper.observer.notice(notice));
         AttemptEnd::Done(ProtectEnd::TakenOver { generation: self.keeper.generation + 1, reason })
     }
 
     /// Has the guest's output go, and restores QEMU's settings.
     fn finish(mut self) -> Result<(), Error> {
         let passed = HoldingCards::pass_all(&self.cards, self.keeper.generation);
+        if let Err(error) = self.mirrors.end(&mut self.qemu) {
+            self.keeper.observer.notice(&format!("the guest's disks are still copied: {error}"));
+        }
         if passed.is_ok() {
             self.entry.iter().for_each(JournalEntry::done);
         }

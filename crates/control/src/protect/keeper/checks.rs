@@ -16,9 +16,6 @@ pub(super) fn check_guest(
     if guest.status != "running" {
         return Err(Error::NotRunning { status: guest.status.clone() });
     }
-    if let Some(drive) = guest.drives.iter().flatten().find(|drive| !drive.read_only) {
-        return Err(Error::WritableDisk { device: drive.device.clone(), file: drive.file.clone() });
-    }
     if let Some(reason) = guest.blocked_reasons.first() {
         return Err(Error::Blocked { reason: reason.clone() });
     }

@@ -10,7 +10,7 @@ use towline_qmp as qmp;
 
 use crate::arbiter::{Arbiter, ArbiterError};
 use crate::generations;
-use crate::plan;
+use crate::plan::{self, DiskProgress};
 use crate::qemu;
 use crate::remote::{self, NewGuest, SessionTimeouts, SshTarget};
 
@@ -47,6 +47,9 @@ pub struct ProtectRequest {
 pub trait ProtectObserver: Sync {
     /// The other host has the first checkpoint: the guest survives its own host from now on.
     fn protected(&self, generation: u64);
+
+    /// Its disks are being copied.
+    fn disks(&self, progress: &DiskProgress);
 
     /// The checkpoints since the last call, at least one.
     fn checkpoints(&self, checkpoints: &Checkpoints);
@@ -104,10 +107,9 @@ pub enum Error {
     #[error("the guest is {status}, expected running: only a running guest is protected")]
     NotRunning { status: String },
     #[error(
-        "drive {device} ({file}) is written by the guest: only its memory is protected, and a copy would run on another disk; attach it \
-         read-only, or detach it"
+        "disk {drive} is not copied: {text}; see that the other host has room for it, and that its messages (above) name no other reason"
     )]
-    WritableDisk { device: String, file: String },
+    DiskNotCopied { drive: String, text: String },
     #[error("QEMU cannot migrate this guest: {reason}; detach what it names")]
     Blocked { reason: String },
     #[error(

@@ -1,0 +1,124 @@
+//! The guest's disks, which its QEMU mirrors to the ferry.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use towline_channel::Cancel;
+use towline_qmp::Event;
+
+use super::super::disks::ProtectedDisk;
+use super::request::{Error, ProtectObserver};
+use crate::journal::{JournalEntry, UndoRecord};
+use crate::plan::DiskProgress;
+use crate::qemu::{self, Drive, Mirror, MirrorFailure, MirrorProgress, NAME, Qemu};
+
+/// Interval of looks at the jobs, and of reports.
+const LOOK_INTERVAL: Duration = Duration::from_millis(200);
+/// Time without progress after which the copy is given up.
+const STALLED_AFTER: Duration = Duration::from_secs(60);
+
+/// Disks of a guest that is protected.
+#[derive(Debug, Default)]
+pub(super) struct DiskMirrors {
+    drives: Vec<Drive>,
+    entry: Option<JournalEntry>,
+}
+
+impl DiskMirrors {
+    /// The drives that the guest of this QEMU writes.
+    pub(super) fn of(qemu: &mut Qemu) -> Result<Self, qemu::Error> {
+        Ok(Self { drives: qemu.written_drives()?, entry: None })
+    }
+
+    /// Their description for the ferry, and for the standby.
+    pub(super) fn disks(&self) -> Vec<ProtectedDisk> {
+        let disk = |Drive { name, bytes, .. }: &Drive| ProtectedDisk { name: name.clone(), bytes: *bytes };
+        self.drives.iter().map(disk).collect()
+    }
+
+    /// Has QEMU mirror them to this socket, and returns when the other host has all of them and gets each further write.
+    ///
+    /// # Errors
+    /// [`Error::DiskNotCopied`]; [`Error::Cancelled`]. The caller ends what was begun, by [`Self::end`].
+    pub(super) fn start(
+        &mut self,
+        qemu: &mut Qemu,
+        socket: &Path,
+        cancel: &Cancel,
+        observer: &dyn ProtectObserver,
+    ) -> Result<(), Error> {
+        if self.drives.is_empty() {
+            return Ok(());
+        }
+        let mirrors: Vec<_> = self.drives.iter().enumerate().map(|(n, drive)| Mirror::of(n, drive)).collect();
+        let jobs: Vec<_> = mirrors.iter().map(|mirror| mirror.job.clone()).collect();
+        // Of a towline that was killed.
+        qemu.drop_mirrors(&jobs)?;
+        self.entry = qemu.record(&UndoRecord::Mirrors { jobs });
+        for (mirror, drive) in mirrors.iter().zip(&self.drives) {
+            qemu.start_mirror(mirror, drive, socket, None)?;
+        }
+        await_ready(&mirrors, qemu, cancel, observer)
+    }
+
+    /// Ends them, once the ferry is dead, which they are connected to.
+    pub(super) fn end(&self, qemu: &mut Qemu) -> Result<(), qemu::Error> {
+        let Some(entry) = &self.entry else { return Ok(()) };
+        let jobs: Vec<_> = (0..self.drives.len()).map(|number| format!("{NAME}{number}")).collect();
+        qemu.drop_mirrors(&jobs)?;
+        entry.done();
+        Ok(())
+    }
+}
+
+/// Returns true if this event is of a disk that is not copied any more.
+pub(super) fn is_lost(event: &Event) -> bool {
+    ["BLOCK_JOB_ERROR", "BLOCK_JOB_COMPLETED", "BLOCK_JOB_CANCELLED"].contains(&event.name.as_str())
+        && event
+            .data
+            .get("device")
+            .and_then(|device| device.as_str())
+            .is_some_and(|job| job.starts_with(NAME))
+}
+
+fn await_ready(
+    mirrors: &[Mirror],
+    qemu: &mut Qemu,
+    cancel: &Cancel,
+    observer: &dyn ProtectObserver,
+) -> Result<(), Error> {
+    let mut last = (0, Instant::now());
+    loop {
+        let jobs = qemu.jobs()?;
+        let found = MirrorProgress::of(mirrors, &jobs)?;
+        observer.disks(&DiskProgress { copied: found.copied_bytes, total: found.total_bytes });
+        // Until then a write may be done before the copy has it.
+        let is_synced = |mirror: &Mirror| {
+            jobs.iter().any(|job| job.id == mirror.job && job.actively_synced == Some(true))
+        };
+        if found.pending == 0 && mirrors.iter().all(is_synced) {
+            return Ok(());
+        }
+        if cancel.is_cancelled() {
+            return Err(Error::Cancelled);
+        }
+        if found.copied_bytes != last.0 {
+            last = (found.copied_bytes, Instant::now());
+        }
+        if last.1.elapsed() >= STALLED_AFTER {
+            let text = match jobs.iter().any(|job| job.actively_synced.is_some()) {
+                true => format!("the other host has taken nothing for {} s", STALLED_AFTER.as_secs()),
+                false => "QEMU does not tell when all of it is there (8.2 and later do)".into(),
+            };
+            return Err(mirrors[0].failed(text).into());
+        }
+        // None, or a lost monitor, which the next query finds.
+        let _ = qemu.client().wait_event(|event| event.name == "BLOCK_JOB_READY", LOOK_INTERVAL);
+    }
+}
+
+impl From<MirrorFailure> for Error {
+    fn from(failure: MirrorFailure) -> Self {
+        Self::DiskNotCopied { drive: failure.drive, text: failure.text }
+    }
+}
