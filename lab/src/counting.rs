@@ -13,7 +13,7 @@ const COUNTS: &str = "mkdir /disk; mount -t ext4 /dev/vda /disk || exit; n=0; \
      { until [ -e /tmp/end ]; do n=$((n + 1)); echo $n >> /disk/n; sync; sleep 0.02; done; echo $n > /tmp/ended; } > /dev/null 2>&1 < /dev/null &";
 /// Ends that, and prints what was counted in memory, and on the disk up to the first gap.
 const COUNTED: &str = "touch /tmp/end; until [ -s /tmp/ended ]; do sleep 0.1; done; echo 3 > /proc/sys/vm/drop_caches; n=0; \
-     while read m; do [ $m = $((n + 1)) ] || break; n=$m; done < /disk/n; cat /tmp/ended; echo $n; umount /disk && echo done";
+     while read m; do [ $m = $((n + 1)) ] || break; n=$m; done < /disk/n; cat /tmp/ended; echo $n; until umount /disk 2>/dev/null; do sleep 0.1; done; echo done";
 
 /// Makes a file system in this file for a guest that counts.
 ///

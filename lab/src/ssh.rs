@@ -74,6 +74,21 @@ pub fn ssh_key(directory: &Path, name: &str) -> Result<String> {
     Ok(fs::read_to_string(file.with_extension("pub"))?)
 }
 
+/// Starts sshd, whose files are in `place`.
+fn start(sshd: &Sshd, network: &Network, place: &Path) -> Result<Child> {
+    let here = place.display();
+    let script = format!(
+        "mount -t tmpfs -o mode=755 tmpfs /run && mkdir /run/sshd && mount --bind {here}/passwd /etc/passwd && \
+         exec {} -D -e -f {here}/sshd_config",
+        sshd.path().display()
+    );
+    let prefix = network.prefix();
+    let mut command = Command::new(&prefix[0]);
+    command.args(&prefix[1..]).args(["unshare", "--mount", "sh", "-c", &script]);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(place.join("log"))?);
+    process::spawn(command).context("sshd")
+}
+
 /// A host with an sshd: a network, with a `/run` of its own. It shares all other files with this machine. `towline` is in its PATH.
 pub struct SshHost {
     network: Network,
@@ -105,19 +120,21 @@ impl SshHost {
              UserKnownHostsFile {here}/known\n  StrictHostKeyChecking accept-new\n  LogLevel ERROR\n"
         );
         fs::write(path("config"), client)?;
-        let script = format!(
-            "mount -t tmpfs -o mode=755 tmpfs /run && mkdir /run/sshd && mount --bind {here}/passwd /etc/passwd && \
-             exec {} -D -e -f {here}/sshd_config",
-            sshd.path().display()
-        );
-        let prefix = network.prefix();
-        let mut command = Command::new(&prefix[0]);
-        command.args(&prefix[1..]).args(["unshare", "--mount", "sh", "-c", &script]);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(path("log"))?);
-        let host = Self { sshd: process::spawn(command).context("sshd")?, network, place };
-        wait_until("sshd", STARTS_WITHIN, || Ok(host.log().contains("Server listening").then_some(())))
-            .with_context(|| host.log())?;
+        let host = Self { sshd: start(sshd, &network, place.path())?, network, place };
+        host.wait_listening()?;
         Ok(host)
+    }
+
+    /// Starts the sshd of a host whose processes have all died, with another `/run`.
+    pub fn restart(&mut self, sshd: &Sshd) -> Result<()> {
+        let _ = self.sshd.wait();
+        self.sshd = start(sshd, &self.network, self.place.path())?;
+        self.wait_listening()
+    }
+
+    fn wait_listening(&self) -> Result<()> {
+        wait_until("sshd", STARTS_WITHIN, || Ok(self.log().contains("Server listening").then_some(())))
+            .with_context(|| self.log())
     }
 
     /// Log of its sshd.

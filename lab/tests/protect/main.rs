@@ -10,8 +10,10 @@
 //! `TOWLINE_SOAK_PROTECT_KILLS` is the number of hosts that die, `TOWLINE_SOAK_SEED` the first seed.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
+mod chains;
 mod clients;
 mod deaths;
+mod disks;
 mod losses;
 #[path = "../net/support.rs"]
 #[allow(dead_code, unused_imports, reason = "the tests of cards use the rest")]

@@ -15,6 +15,7 @@ use towline_lab::{
     require_qemu, wait_until,
 };
 
+use crate::chains::{assert_has_guest, kill_all, protect, wait_runs};
 use crate::clients::Clients;
 use crate::network::{self, GUEST, card, card_options, set_up};
 
@@ -23,9 +24,9 @@ const MIB: u64 = 1 << 20;
 /// Name of the guest on the other host.
 pub(crate) const NAME: &str = "web";
 /// Time between two checkpoints.
-const EPOCH: &str = "50ms";
+pub(crate) const EPOCH: &str = "50ms";
 /// Addresses of the link between the hosts.
-const ADDRESSES: [&str; 2] = ["10.213.79.1", "10.213.79.2"];
+pub(crate) const ADDRESSES: [&str; 2] = ["10.213.79.1", "10.213.79.2"];
 /// Memory that the guest writes round and round, and the bytes of it in a second.
 const WRITTEN: u64 = 16 * MIB;
 const RATE: u64 = 4 * MIB;
@@ -40,13 +41,30 @@ const LINKS: [&str; 2] = ["link0", "uplink"];
 /// Time in which a guest accepts a connection that it gets.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(1);
 /// Time in which a monitor greets that no one else has.
-const GREETS_WITHIN: Duration = Duration::from_secs(2);
+pub(crate) const GREETS_WITHIN: Duration = Duration::from_secs(2);
 
 /// One of the hosts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Side {
     Here,
     There,
+}
+
+impl Side {
+    /// Directory of its files.
+    pub(crate) fn directory(self) -> &'static str {
+        match self {
+            Self::Here => "a",
+            Self::There => "b",
+        }
+    }
+
+    pub(crate) fn other(self) -> Self {
+        match self {
+            Self::Here => Self::There,
+            Self::There => Self::Here,
+        }
+    }
 }
 
 /// Connections of a host while it dies.
@@ -81,11 +99,11 @@ pub(crate) struct Hosts {
     /// The guest in `source`.
     pub(crate) guest: Option<LinuxGuest>,
     /// Cards, here and there.
-    cards: [Towline; 2],
+    pub(crate) cards: [Towline; 2],
     pub(crate) there: SshHost,
-    here: Network,
-    hub: Network,
-    place: Scratch,
+    pub(crate) here: Network,
+    pub(crate) hub: Network,
+    pub(crate) place: Scratch,
 }
 
 impl Hosts {
@@ -139,32 +157,9 @@ impl Hosts {
 
     /// Starts to protect the guest.
     pub(crate) fn protect(&self) -> Towline {
-        let path = |name: &str| self.place.text(name);
-        let (source, client, arbiter) = (qmp(&self.source), self.there.client(), path("arbiter"));
-        let settings = [
-            format!("chardev.net0.path={}", socket(&self.place, Side::There).display()),
-            format!("chardev.agent.path={}", path("b/agent")),
-            format!("serial.0=file:{}", path("b/console")),
-            format!("drive.disk0.file={}", path("b/disk.raw")),
-        ];
-        let qemu = Version::Newest.command().get_program().to_string_lossy().into_owned();
-        let words = [
-            "protect",
-            "--json",
-            "--arbiter",
-            &arbiter,
-            "--epoch",
-            EPOCH,
-            "--peer-timeout",
-            "3s",
-            "--ssh",
-            &client,
-        ];
-        let guest = ["--trust-command-line", "--qemu", &qemu];
-        let destination = format!("ssh:other/{NAME}");
-        let settings = settings.iter().flat_map(|setting| ["--set", setting]);
-        let words = words.into_iter().chain(guest).chain(settings).chain([source.as_str(), &destination]);
-        Towline::start_after(&self.here.prefix(), &words.collect::<Vec<_>>()).unwrap()
+        let words = protect(&self.place, &qmp(&self.source), &self.there, Side::There);
+        let words: Vec<_> = words.iter().map(String::as_str).collect();
+        Towline::start_after(&self.here.prefix(), &words).unwrap()
     }
 
     /// Protects the guest, and waits until the other host has its first checkpoint.
@@ -194,18 +189,7 @@ impl Hosts {
                 self.here.run(&["ip", "link", "set", link, "down"]).unwrap();
             }
         }
-        let mut killed = Vec::new();
-        wait_until("the death of a host", WITHIN, || {
-            let mut processes = self.here.processes()?;
-            random.shuffle(&mut processes);
-            let names: Vec<_> = processes.iter().map(|pid| name(*pid)).collect();
-            processes.iter().for_each(|pid| kill(*pid));
-            killed.extend(names);
-            // One that was being started is not among them.
-            Ok(self.here.processes()?.is_empty().then_some(()))
-        })
-        .unwrap();
-        killed
+        kill_all(&self.here, random)
     }
 
     /// A process of the guest's protection, which lives.
@@ -316,24 +300,12 @@ impl Hosts {
 
     /// Waits until the guest runs on the other host.
     pub(crate) fn wait_runs_there(&self) {
-        let runs = || {
-            // Until the guest runs its monitor is that of the towline there, and greets no one else.
-            let monitor = self.there.monitor(NAME, GREETS_WITHIN);
-            let status = monitor.and_then(|monitor| monitor.status());
-            Ok(status.is_ok_and(|status| status == "running").then_some(()))
-        };
-        wait_until("the guest on the other host", WITHIN, runs)
-            .unwrap_or_else(|error| panic!("{error}: {:?}, sshd: {}", self.there.guests(), self.there.log()));
+        wait_runs(&self.there);
     }
 
-    /// The guest runs on the other host, with its memory.
+    /// The guest runs on the other host, with its memory and its disk.
     pub(crate) fn assert_goes_on_there(&self, tick: u64) {
-        self.wait_runs_there();
-        assert_eq!(self.there.guests().unwrap(), [NAME]);
-        let mut guest = LinuxGuest::connect_at(&self.place.path("b/agent")).unwrap();
-        guest.wait_ready(WITHIN).unwrap();
-        assert_is_guest(&mut guest, tick);
-        assert_clean(&self.place.path("b/disk.raw"));
+        assert_has_guest(&self.there, Side::There, &self.place, tick);
     }
 
     /// The guest runs where it was, sends as before, and the other host has none.
@@ -348,7 +320,7 @@ impl Hosts {
 }
 
 /// It runs on after this tick, and what it wrote is as written.
-fn assert_is_guest(guest: &mut LinuxGuest, tick: u64) {
+pub(crate) fn assert_is_guest(guest: &mut LinuxGuest, tick: u64) {
     assert!(guest.wait_ticking(WITHIN).unwrap() > tick);
     guest.stop_dirtying().unwrap();
     assert_eq!(guest.check().unwrap(), WRITTEN / 4096);
@@ -361,14 +333,11 @@ fn assert_is_guest(guest: &mut LinuxGuest, tick: u64) {
 }
 
 /// Socket of the card of a host; its control socket is beside it.
-fn socket(place: &Scratch, side: Side) -> PathBuf {
-    place.path(match side {
-        Side::Here => "a/net0.sock",
-        Side::There => "b/net0.sock",
-    })
+pub(crate) fn socket(place: &Scratch, side: Side) -> PathBuf {
+    place.path(side.directory()).join("net0.sock")
 }
 
-fn start_card(network: &Network, place: &Scratch, side: Side) -> Towline {
+pub(crate) fn start_card(network: &Network, place: &Scratch, side: Side) -> Towline {
     let (socket, control) = (socket(place, side), control(place, side));
     card(network, &socket, &["--tap", TAP, "--hold", "--qmp", control.to_str().unwrap()])
 }
@@ -395,13 +364,13 @@ fn attach(hub: &Network, host: &Network, port: &str) {
     }
 }
 
-fn name(pid: u32) -> String {
+pub(crate) fn name(pid: u32) -> String {
     let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     name.trim().to_owned()
 }
 
 /// Kills a process, which may have ended.
-fn kill(pid: u32) {
+pub(crate) fn kill(pid: u32) {
     let process = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("it is the number of a process");
     match kill_process(process, Signal::KILL) {
         Ok(()) | Err(Errno::SRCH) => {}

@@ -175,8 +175,11 @@ impl NbdClient {
         for _ in 0..count {
             match self.u32()? {
                 SIMPLE_REPLY => {}
-                // QEMU describes errors.
-                REPLY => return Err(io::Error::other("a write is refused")),
+                // QEMU describes errors: flags, kind, cookie and length before the error.
+                REPLY => {
+                    let _head: [u8; 16] = self.array()?;
+                    return Err(io::Error::from_raw_os_error(self.u32()? as i32));
+                }
                 _ => return Err(unexpected("another reply")),
             }
             let (error, _cookie) = (self.u32()?, self.u64()?);

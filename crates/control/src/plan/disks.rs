@@ -92,7 +92,7 @@ impl DiskMirrors {
         let (socket, speed) = (dir.join(MIRROR_SOCKET), speed(context, drives.len()));
         for (mirror, drive) in this.mirrors.iter().zip(&drives) {
             context.check_cancelled()?;
-            qemu.start_mirror(mirror, drive, &socket, speed).map_err(|error| match error {
+            qemu.start_mirror(mirror, drive, &socket, speed, false).map_err(|error| match error {
                 qemu::Error::Qmp(qmp::Error::Refusal { desc, .. }) => mirror.failed(desc).into(),
                 error => Error::from(error),
             })?;

@@ -17,6 +17,8 @@ use crate::journal::{JournalEntry, UndoRecord};
 
 /// Name of the node, the job, the export and the bitmaps of each disk, before its number.
 pub(crate) const NAME: &str = "towline-disk-";
+/// The first QEMU that accepts that a mirror's target is all zeros.
+const TARGET_IS_ZERO_SINCE: (u32, u32) = (10, 1);
 /// Timeout for jobs to end that are cancelled.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
@@ -106,7 +108,8 @@ pub(crate) fn is_complete(mirror: &Mirror, jobs: &[Job]) -> Result<bool, MirrorF
 }
 
 impl Qemu {
-    /// Starts to copy a drive to the export of its name of the NBD server on this socket, at up to this many bytes per second.
+    /// Starts to copy a drive to the export of its name of the NBD server on this socket, at up to this many bytes per second. `is_zero`: it
+    /// is all zeros, of which that server does not tell.
     ///
     /// # Errors
     /// [`Error::Qmp`].
@@ -116,7 +119,10 @@ impl Qemu {
         drive: &Drive,
         server: &Path,
         speed: Option<u64>,
+        is_zero: bool,
     ) -> Result<(), Error> {
+        let version = &self.facts().version.qemu;
+        let target_is_zero = is_zero && (version.major, version.minor) >= TARGET_IS_ZERO_SINCE;
         let server = NbdAddress::Unix { path: server.to_owned() };
         let node = AddNbdNode { node_name: mirror.job.clone(), server, export: drive.name.clone() };
         self.client().execute(&node)?;
@@ -130,6 +136,7 @@ impl Qemu {
             on_target_error: PAUSE,
             on_source_error: PAUSE,
             auto_dismiss: false,
+            target_is_zero,
         })?;
         Ok(())
     }

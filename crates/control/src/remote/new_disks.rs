@@ -117,6 +117,11 @@ impl NewDisks {
         move || files.iter().flatten().for_each(MadeFile::remove)
     }
 
+    /// Number of files.
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
     /// Has them outlive this value.
     pub(super) fn keep(&mut self) {
         self.0.drain(..).for_each(CreatedDisk::keep);

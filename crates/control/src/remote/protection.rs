@@ -39,6 +39,8 @@ pub(crate) struct NewStandby {
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct StandsBy {
     certificate: String,
+    /// All of its disks were made for this guest.
+    disks_are_new: bool,
 }
 
 /// Has the agent give the guest up.
@@ -67,14 +69,16 @@ pub(crate) struct StandbyHost {
     pub(crate) address: Address,
     /// In hexadecimal digits of DER.
     pub(crate) certificate: String,
+    /// The disks there are all zeros.
+    pub(crate) disks_are_new: bool,
 }
 
 impl RemoteHost {
     /// Has the other host stand by for the guest for which it has made a place.
     pub(crate) fn stand_by(&mut self, standby: &NewStandby) -> Result<StandbyHost, Error> {
-        let StandsBy { certificate } = self.execute(standby)?;
+        let StandsBy { certificate, disks_are_new } = self.execute(standby)?;
         let address = self.await_listening()?;
-        Ok(StandbyHost { address, certificate })
+        Ok(StandbyHost { address, certificate, disks_are_new })
     }
 
     /// Has the other host give the guest up, within this time. False: it may take the guest over, or has done so.
@@ -135,7 +139,8 @@ impl AgentStandby {
             checkpoint_bytes_max: request.checkpoint_bytes_max,
             control: Arc::new(StandbyControl::new().map_err(failed)?),
         };
-        Ok((Self { standby, started }, StandsBy { certificate }))
+        let disks_are_new = started.disks.len() == request.disks.len();
+        Ok((Self { standby, started }, StandsBy { certificate, disks_are_new }))
     }
 
     /// Where it listens.

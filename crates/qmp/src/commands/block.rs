@@ -62,6 +62,9 @@ pub struct BlockdevMirror {
     pub on_source_error: &'static str,
     /// False: a job that has ended stays until [`DismissJob`].
     pub auto_dismiss: bool,
+    /// True: the target is all zeros, which are left as they are; since 10.1.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub target_is_zero: bool,
 }
 command!(BlockdevMirror, "blockdev-mirror", Empty);
 

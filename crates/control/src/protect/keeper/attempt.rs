@@ -207,7 +207,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
         }));
         let FromFerry::Listening = self.ferry.expect(STEP_TIMEOUT)? else { return Err(out_of_turn()) };
         let (cancel, observer) = (self.keeper.cancel, self.keeper.observer);
-        self.mirrors.start(&mut self.qemu, &disk_socket, cancel, observer)?;
+        self.mirrors.start(&mut self.qemu, &disk_socket, stands.disks_are_new, cancel, observer)?;
         self.record()?;
         let settings = self.new_settings();
         self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);

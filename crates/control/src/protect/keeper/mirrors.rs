@@ -36,7 +36,8 @@ impl DiskMirrors {
         self.drives.iter().map(disk).collect()
     }
 
-    /// Has QEMU mirror them to this socket, and returns when the other host has all of them and gets each further write.
+    /// Has QEMU mirror them to this socket, and returns when the other host has all of them and gets each further write. `are_new`: they are
+    /// all zeros there.
     ///
     /// # Errors
     /// [`Error::DiskNotCopied`]; [`Error::Cancelled`]. The caller ends what was begun, by [`Self::end`].
@@ -44,6 +45,7 @@ impl DiskMirrors {
         &mut self,
         qemu: &mut Qemu,
         socket: &Path,
+        are_new: bool,
         cancel: &Cancel,
         observer: &dyn ProtectObserver,
     ) -> Result<(), Error> {
@@ -56,7 +58,7 @@ impl DiskMirrors {
         qemu.drop_mirrors(&jobs)?;
         self.entry = qemu.record(&UndoRecord::Mirrors { jobs });
         for (mirror, drive) in mirrors.iter().zip(&self.drives) {
-            qemu.start_mirror(mirror, drive, socket, None)?;
+            qemu.start_mirror(mirror, drive, socket, None, are_new)?;
         }
         await_ready(&mirrors, qemu, cancel, observer)
     }

@@ -1,0 +1,77 @@
+//! The copy of a guest's disk: refused, written faster than it is stored, and out of room.
+
+use std::fs;
+use std::process::Command;
+
+use fastrand::Rng;
+use rustix::process::Signal;
+use towline_lab::expect::{assert_ended, qmp, wait_event};
+use towline_lab::{Towline, signal};
+
+use crate::chains::protect;
+use crate::ends_well;
+use crate::protected::Protected;
+use crate::support::{Hosts, Side, WITHIN};
+
+/// Directory of the other host that has room for what the guest has on its disk, and not for much more.
+const SMALL: &str = "/run/small";
+/// Writes most of the disk.
+const BULK: &str = "dd if=/dev/urandom of=/disk/bulk bs=1M count=18 2>/dev/null; sync";
+
+impl Hosts {
+    /// Starts to protect the guest, with its disk in this file of the other host.
+    fn protect_with_disk(&self, file: &str) -> Towline {
+        let mut words = protect(&self.place, &qmp(&self.source), &self.there, Side::There);
+        words.extend(["--set".to_owned(), format!("drive.disk0.file={file}")]);
+        let words: Vec<_> = words.iter().map(String::as_str).collect();
+        self.run_here(&words)
+    }
+}
+
+#[test]
+fn a_disk_without_room_there_leaves_the_guest_unprotected_and_running() {
+    let test = "a_disk_without_room_there_leaves_the_guest_unprotected_and_running";
+    let Some(mut hosts) = Hosts::new(test) else { return };
+    let tick = hosts.guest.as_mut().unwrap().tick().unwrap();
+    let taken = hosts.place.path("b/disk.raw");
+    fs::write(&taken, "other").unwrap();
+    assert_ended(&hosts.protect().wait(WITHIN).unwrap(), 1, &["disk disk0", "exists already"]);
+    assert_eq!(fs::read(&taken).unwrap(), b"other");
+    fs::remove_file(taken).unwrap();
+    let mount = format!("mkdir {SMALL} && mount -t tmpfs -o size=16m tmpfs {SMALL}");
+    let prefix = hosts.there.prefix();
+    let mounted = Command::new(&prefix[0]).args(&prefix[1..]).args(["sh", "-c", &mount]).status();
+    assert!(mounted.unwrap().success());
+    let mut protecting = hosts.protect_with_disk(&format!("{SMALL}/disk.raw"));
+    wait_event(&mut protecting, "the protection", WITHIN, |event| event["event"] == "protected");
+    let clients = hosts.clients();
+    clients.wait_more(2);
+    clients.forget_gaps();
+    hosts.guest.as_mut().unwrap().shell(BULK, WITHIN).unwrap();
+    wait_event(&mut protecting, "the loss", WITHIN, |event| event["event"] == "unprotected");
+    assert_eq!(hosts.wait_decided(), Side::Here);
+    clients.wait_more(2);
+    println!("{:.0?} without a reply", clients.snapshot().longest_gap());
+    signal(protecting.pid(), Signal::INT);
+    let ended = protecting.wait(WITHIN).unwrap();
+    println!("{}", ended.stderr);
+    assert_ended(&ended, 0, &[]);
+    hosts.wait_none_there();
+    hosts.assert_stays(tick);
+    ends_well(clients);
+}
+
+#[test]
+#[ignore = "nightly"]
+fn a_guest_that_writes_its_disk_at_full_rate_survives_its_host() {
+    let test = "a_guest_that_writes_its_disk_at_full_rate_survives_its_host";
+    let Some(mut guest) = Protected::new(test) else { return };
+    for _ in 0..5 {
+        guest.hosts.guest.as_mut().unwrap().shell(BULK, WITHIN).unwrap();
+        println!("  {:.0?} without a reply", guest.goes_on());
+    }
+    let writes = format!("(until [ -e /tmp/end ]; do {BULK}; done) > /dev/null 2>&1 < /dev/null &");
+    guest.hosts.guest.as_mut().unwrap().shell(&writes, WITHIN).unwrap();
+    guest.takes_checkpoints();
+    guest.survives_its_host(&mut Rng::with_seed(8));
+}
