@@ -33,7 +33,7 @@ pub(crate) use facts::is_disconnected;
 pub use facts::{IncomingState, QemuState};
 pub(crate) use inventory::Inventory;
 pub(crate) use migration::MIGRATION_CLEANUP_TIMEOUT;
-pub(crate) use mirror::{Mirror, MirrorFailure, MirrorProgress, NAME, is_complete};
+pub(crate) use mirror::{Mirror, MirrorFailure, MirrorProgress, is_complete};
 pub(crate) use open_files::OpenFiles;
 pub use ram_block::{RamBlockError, RamBlockInfo};
 pub use settings::{AppliedSettings, ApplyError, MigrationSettings, RestoreError};

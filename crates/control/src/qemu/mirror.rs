@@ -16,7 +16,7 @@ use super::{Drive, Error, Qemu};
 use crate::journal::{JournalEntry, UndoRecord};
 
 /// Name of the node, the job, the export and the bitmaps of each disk, before its number.
-pub(crate) const NAME: &str = "towline-disk-";
+pub(super) const NAME: &str = "towline-disk-";
 /// The first QEMU that accepts that a mirror's target is all zeros.
 const TARGET_IS_ZERO_SINCE: (u32, u32) = (10, 1);
 /// Timeout for jobs to end that are cancelled.

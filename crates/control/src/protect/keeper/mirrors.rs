@@ -10,7 +10,7 @@ use super::super::disks::ProtectedDisk;
 use super::request::{Error, ProtectObserver};
 use crate::journal::{JournalEntry, UndoRecord};
 use crate::plan::DiskProgress;
-use crate::qemu::{self, Drive, Mirror, MirrorFailure, MirrorProgress, NAME, Qemu};
+use crate::qemu::{self, Drive, Mirror, MirrorFailure, MirrorProgress, Qemu};
 
 /// Interval of looks at the jobs, and of reports.
 const LOOK_INTERVAL: Duration = Duration::from_millis(200);
@@ -52,7 +52,7 @@ impl DiskMirrors {
         if self.drives.is_empty() {
             return Ok(());
         }
-        let mirrors: Vec<_> = self.drives.iter().enumerate().map(|(n, drive)| Mirror::of(n, drive)).collect();
+        let mirrors = self.mirrors();
         let jobs: Vec<_> = mirrors.iter().map(|mirror| mirror.job.clone()).collect();
         // Of a towline that was killed.
         qemu.drop_mirrors(&jobs)?;
@@ -63,24 +63,29 @@ impl DiskMirrors {
         await_ready(&mirrors, qemu, cancel, observer)
     }
 
+    fn mirrors(&self) -> Vec<Mirror> {
+        self.drives.iter().enumerate().map(|(number, drive)| Mirror::of(number, drive)).collect()
+    }
+
+    /// Fails after this event if it is of a disk that is not copied any more.
+    ///
+    /// # Errors
+    /// [`Error::DiskNotCopied`].
+    pub(super) fn check_after(&self, event: &Event, qemu: &mut Qemu) -> Result<(), Error> {
+        if event.name.starts_with("BLOCK_JOB_") {
+            MirrorProgress::of(&self.mirrors(), &qemu.jobs()?)?;
+        }
+        Ok(())
+    }
+
     /// Ends them, once the ferry is dead, which they are connected to.
     pub(super) fn end(&self, qemu: &mut Qemu) -> Result<(), qemu::Error> {
         let Some(entry) = &self.entry else { return Ok(()) };
-        let jobs: Vec<_> = (0..self.drives.len()).map(|number| format!("{NAME}{number}")).collect();
+        let jobs: Vec<_> = self.mirrors().into_iter().map(|mirror| mirror.job).collect();
         qemu.drop_mirrors(&jobs)?;
         entry.done();
         Ok(())
     }
-}
-
-/// Returns true if this event is of a disk that is not copied any more.
-pub(super) fn is_lost(event: &Event) -> bool {
-    ["BLOCK_JOB_ERROR", "BLOCK_JOB_COMPLETED", "BLOCK_JOB_CANCELLED"].contains(&event.name.as_str())
-        && event
-            .data
-            .get("device")
-            .and_then(|device| device.as_str())
-            .is_some_and(|job| job.starts_with(NAME))
 }
 
 fn await_ready(
