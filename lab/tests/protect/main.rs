@@ -12,6 +12,7 @@
 
 mod chains;
 mod clients;
+mod cost;
 mod deaths;
 mod disks;
 mod losses;

@@ -20,7 +20,7 @@ use crate::clients::Clients;
 use crate::network::{self, GUEST, card, card_options, set_up};
 
 pub(crate) const WITHIN: Duration = network::WITHIN;
-const MIB: u64 = 1 << 20;
+pub(crate) const MIB: u64 = 1 << 20;
 /// Name of the guest on the other host.
 pub(crate) const NAME: &str = "web";
 /// Time between two checkpoints.
