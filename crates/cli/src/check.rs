@@ -1,6 +1,8 @@
 //! `towline check`.
 
+use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -9,7 +11,7 @@ use towline_compat::{ConfiguredBy, Finding, Report, Severity, Verdict};
 use towline_control::check::{self, CheckEnd, LANES_DEFAULT, PlannedTransfer};
 use towline_control::plan;
 use towline_control::plan::Observer as _;
-use towline_control::remote::{Place, SessionTimeouts};
+use towline_control::remote::{DiskPolicy, Place, SessionTimeouts};
 
 use crate::args::{CheckArgs, Via};
 use crate::endpoint::Endpoint;
@@ -27,12 +29,7 @@ const SOCKET_TIMEOUT: Duration = Duration::from_secs(10);
 /// Runs the command.
 pub(crate) fn run(args: &CheckArgs) -> Result<Exit> {
     let reporter = Reporter::new(&args.output).blocking();
-    let (cancel, notice) = (Cancel::new()?, |text: &str| console::notice(text));
-    for end in [Some(&args.source), args.destination.as_ref()].into_iter().flatten() {
-        if let Endpoint::Qmp(socket) = end {
-            plan::wait_for_socket(socket, SOCKET_TIMEOUT, &cancel, &notice)?;
-        }
-    }
+    wait_for_sockets(args)?;
     let source = match end(&args.source) {
         Ok(source) => source,
         Err(error) => return Ok(error.report(&reporter)),
@@ -62,14 +59,25 @@ pub(crate) fn run(args: &CheckArgs) -> Result<Exit> {
     }
 }
 
+/// Waits for a QEMU that is being started.
+pub(crate) fn wait_for_sockets(args: &CheckArgs) -> Result<()> {
+    let (cancel, notice) = (Cancel::new()?, |text: &str| console::notice(text));
+    for end in [Some(&args.source), args.destination.as_ref()].into_iter().flatten() {
+        if let Endpoint::Qmp(socket) = end {
+            plan::wait_for_socket(socket, SOCKET_TIMEOUT, &cancel, &notice)?;
+        }
+    }
+    Ok(())
+}
+
 /// Reason for the lack of a verdict.
-enum NoVerdict {
+pub(crate) enum NoVerdict {
     Usage(String),
     Unknown(String),
 }
 
 impl NoVerdict {
-    fn report(&self, reporter: &Reporter) -> Exit {
+    pub(crate) fn report(&self, reporter: &Reporter) -> Exit {
         let (exit, text) = match self {
             Self::Usage(text) => (Exit::Usage, text),
             Self::Unknown(text) => (Exit::CouldNotTell, text),
@@ -122,14 +130,7 @@ fn on_host(reporter: &Reporter, args: &CheckArgs, end: &SshEndpoint, socket: &Pa
     }
     // Files beside the disks, and the QEMU there, are removed.
     let held = HeldSignals::hold()?;
-    let options = PlaceOptions {
-        ssh: &args.host.ssh,
-        host: Some(&args.host),
-        lanes: LANES_DEFAULT,
-        via: Via::Auto,
-        timeouts: SessionTimeouts { connect: SOCKET_TIMEOUT, peer: PEER_TIMEOUT },
-        interrupt: held.arrived(),
-    };
+    let options = place_options(args, LANES_DEFAULT, args.host.disk_policy(), held.arrived());
     let prepared = match remote::prepare(end, &options, socket) {
         Ok(prepared) => prepared,
         Err(error) => return Ok(NoVerdict::Unknown(errors::worded(&error)).report(reporter)),
@@ -142,14 +143,28 @@ fn on_host(reporter: &Reporter, args: &CheckArgs, end: &SshEndpoint, socket: &Pa
     Ok(report_verdict(reporter, args, &Endpoint::Ssh(end.clone()), &report))
 }
 
+/// Options of the place that is checked.
+pub(crate) fn place_options(
+    args: &CheckArgs,
+    lanes: usize,
+    disks: DiskPolicy,
+    interrupt: Arc<OwnedFd>,
+) -> PlaceOptions<'_> {
+    PlaceOptions {
+        ssh: &args.host.ssh,
+        host: Some(&args.host),
+        lanes,
+        disks,
+        via: Via::Auto,
+        timeouts: SessionTimeouts { connect: SOCKET_TIMEOUT, peer: PEER_TIMEOUT },
+        interrupt,
+    }
+}
+
 /// Reports a verdict.
 fn report_verdict(reporter: &Reporter, args: &CheckArgs, to: &Endpoint, report: &Report) -> Exit {
     let (verdict, by_hand) = (report.verdict(ConfiguredBy::Towline), report.verdict(ConfiguredBy::ByHand));
-    let exit = match verdict {
-        Verdict::Yes | Verdict::YesWithNotes => Exit::Done,
-        Verdict::No => Exit::Failed,
-        Verdict::CouldNotTell => Exit::CouldNotTell,
-    };
+    let exit = exit(verdict);
     let compared = Checked::Compared(Compared::new([&args.source, to], report));
     reporter.result(FinalEvent::Checked(compared), exit);
     reporter.line(&format!("{} to {to}: {verdict}", args.source));
@@ -164,7 +179,17 @@ fn report_verdict(reporter: &Reporter, args: &CheckArgs, to: &Endpoint, report: 
     exit
 }
 
-fn line(reporter: &Reporter, finding: &Finding) {
+/// Exit status of a verdict.
+pub(crate) fn exit(verdict: Verdict) -> Exit {
+    match verdict {
+        Verdict::Yes | Verdict::YesWithNotes => Exit::Done,
+        Verdict::No => Exit::Failed,
+        Verdict::CouldNotTell => Exit::CouldNotTell,
+    }
+}
+
+/// Prints a finding.
+pub(crate) fn line(reporter: &Reporter, finding: &Finding) {
     let word = match finding.severity {
         Severity::No => "no",
         Severity::Unknown => "unknown",

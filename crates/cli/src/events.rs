@@ -42,10 +42,11 @@ use serde::Serialize;
 use towline_compat::{ConfiguredBy, Finding, Report, Verdict};
 use towline_control::moves;
 use towline_control::plan::{CopyPhase, GuestState, HostFacts};
-use towline_control::protect::Checkpoints;
+use towline_control::protect::{Checkpoints, EpochCost, Forecast};
 use towline_control::record::{RecordSummary, Recorded};
 use towline_image::leftover::Partial;
 
+use crate::endpoint::Endpoint;
 use crate::exit::Exit;
 pub(crate) use copies::{Completed, CopyProgress};
 pub(crate) use identifiers::{Reason, reason};
@@ -296,6 +297,7 @@ pub(crate) enum FailedPart<'a> {
 #[serde(untagged, rename_all_fields = "kebab-case")]
 pub(crate) enum Checked<'a> {
     Compared(Compared<'a>),
+    Protectable(Protectable<'a>),
     /// The old QEMU of an upgrade.
     Upgradable {
         source: String,
@@ -360,6 +362,29 @@ objects! {
         verdict: Verdict = report.verdict(ConfiguredBy::Towline),
         by_hand: Verdict = report.verdict(ConfiguredBy::ByHand),
         findings: &'a [Finding] = report.findings(),
+    }
+}
+
+objects! {
+    #![serde(rename_all = "kebab-case")]
+
+    /// A guest whose protection is planned; without a destination no other host was asked. No costs: what it writes is not known.
+    Protectable<'a>(source: &'a Endpoint, destination: Option<&'a Endpoint>, forecast: &'a Forecast) {
+        source: String = source.to_string(),
+        destination: Option<String> = destination.map(ToString::to_string),
+        verdict: Verdict = forecast.report.verdict(ConfiguredBy::Towline),
+        findings: &'a [Finding] = forecast.report.findings(),
+        costs: Vec<CostOf> = forecast.costs.iter().map(CostOf::new).collect(),
+    }
+
+    /// Estimate of an epoch, which is the delay of replies as well: size of a checkpoint, bytes in a second between the hosts, pause of the
+    /// guest, and its part of the time, in millionths: what a clock of KVM loses, in microseconds of each second.
+    CostOf(cost: &EpochCost) {
+        epoch_us: u64 = cost.epoch.as_micros() as u64,
+        bytes: u64 = cost.bytes,
+        bytes_per_second: u64 = cost.bandwidth(),
+        pause_us: u64 = cost.pause.as_micros() as u64,
+        stopped_ppm: u64 = (cost.stopped_share() * 1e6) as u64,
     }
 }
 

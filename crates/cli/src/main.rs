@@ -8,6 +8,7 @@ mod agent;
 mod args;
 mod backend;
 mod check;
+mod check_protection;
 mod command_line;
 mod console;
 mod copy;
@@ -181,6 +182,7 @@ fn run(command: &Command, request: Option<RequestId>) -> Result<Exit> {
         Command::Ps(args) => ps::run(args),
         Command::Status(args) => status::run(args),
         Command::Upgrade(args) => upgrade::run(args, request),
+        Command::Check(args) if args.protection.protect => check_protection::run(args),
         Command::Check(args) => check::run(args),
         Command::Inspect(args) => inspect::run(args),
         Command::Store(args) => store::run(args),

@@ -254,6 +254,7 @@ impl Agent {
             ssh: &host.ssh,
             host: Some(&host),
             lanes: *lanes,
+            disks: host.disk_policy(),
             via: Via::Auto,
             timeouts: towline_control::remote::SessionTimeouts {
                 connect: CONNECT_TIMEOUT,

@@ -38,6 +38,7 @@ pub(crate) struct PlaceOptions<'a> {
     /// `None` for an image.
     pub(crate) host: Option<&'a HostArgs>,
     pub(crate) lanes: usize,
+    pub(crate) disks: DiskPolicy,
     pub(crate) via: Via,
     pub(crate) timeouts: SessionTimeouts,
     /// Ends every wait.
@@ -54,7 +55,8 @@ impl<'a> PlaceOptions<'a> {
     ) -> Self {
         let lanes = transfer.multifd_channels.unwrap_or(LANES_DEFAULT);
         let timeouts = SessionTimeouts { connect: transfer.connect_timeout, peer: transfer.peer_timeout };
-        Self { ssh, host, lanes, via: Via::Auto, timeouts, interrupt }
+        let disks = host.map_or(DiskPolicy::VouchedFor, HostArgs::disk_policy);
+        Self { ssh, host, lanes, disks, via: Via::Auto, timeouts, interrupt }
     }
 
     /// Options for this move.
@@ -76,9 +78,8 @@ pub(crate) fn prepare(
         (Place::Guest(given), Some(args)) => Place::Guest(started(given, args)),
         (place, _) => place.clone(),
     };
-    let disks = options.host.map_or(DiskPolicy::VouchedFor, HostArgs::disk_policy);
     let map = options.host.and_then(|args| args.map.as_ref());
-    let guest = DepartingGuest::of(socket, place, disks, map, Some(Arc::clone(&options.interrupt)))?;
+    let guest = DepartingGuest::of(socket, place, options.disks, map, Some(Arc::clone(&options.interrupt)))?;
     let mut host = RemoteHost::connect(
         &end.target,
         &options.ssh.ssh,

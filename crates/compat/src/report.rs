@@ -138,6 +138,13 @@ impl Report {
         self
     }
 
+    /// Adds a finding of a rule that is not of two ends.
+    #[must_use]
+    pub fn with(mut self, finding: Finding) -> Self {
+        self.push(finding);
+        self
+    }
+
     /// Keeps a finding within the limit; findings worse than a note are always kept.
     pub(crate) fn push(&mut self, finding: Finding) {
         let is_full = self.findings.len() >= limits::FINDINGS_MAX;

@@ -19,6 +19,7 @@
 //!
 //! Out of scope: cards of others, whose output is not held.
 
+mod cost;
 mod disks;
 mod ferry;
 mod keeper;
@@ -28,9 +29,15 @@ mod messages;
 mod model;
 mod standby;
 
+use crate::remote::DiskPolicy;
+
+pub use cost::{CostRequest, EpochCost, Forecast, foresee};
 pub(crate) use disks::ProtectedDisk;
 pub use ferry::ferry;
 pub use keeper::{Checkpoints, Error, ProtectEnd, ProtectObserver, ProtectRequest, protect};
 pub(crate) use memory::StandbyMemory;
 pub(crate) use standby::{Standby, StandbyControl};
 pub use standby::{StandbyEnd, StandbyError, Takeover};
+
+/// Treatment of a protected guest's disks.
+pub const DISKS: DiskPolicy = DiskPolicy::Copied;

@@ -108,6 +108,13 @@ pub(crate) fn assert_has_guest(host: &SshHost, side: Side, place: &Scratch, tick
 
 /// Words that protect a guest by that host.
 pub(crate) fn protect(place: &Scratch, guest: &str, by: &SshHost, side: Side) -> Vec<String> {
+    let arbiter = place.text("arbiter");
+    let words = ["protect", "--json", "--arbiter", &arbiter, "--epoch", EPOCH, "--peer-timeout", "3s"];
+    words.map(str::to_owned).into_iter().chain(placed(place, guest, by, side)).collect()
+}
+
+/// Words for a guest and its place on that host.
+pub(crate) fn placed(place: &Scratch, guest: &str, by: &SshHost, side: Side) -> Vec<String> {
     let path = |name: &str| place.path(side.directory()).join(name).display().to_string();
     let settings = [
         format!("chardev.net0.path={}", socket(place, side).display()),
@@ -116,13 +123,11 @@ pub(crate) fn protect(place: &Scratch, guest: &str, by: &SshHost, side: Side) ->
         format!("drive.disk0.file={}", path("disk.raw")),
     ];
     let qemu = Version::Newest.command().get_program().to_string_lossy().into_owned();
-    let (arbiter, client) = (place.text("arbiter"), by.client());
-    let words = ["protect", "--json", "--arbiter", &arbiter, "--epoch", EPOCH, "--peer-timeout", "3s"];
+    let client = by.client();
     let how = ["--ssh", &client, "--trust-command-line", "--qemu", &qemu];
     let destination = format!("ssh:other/{NAME}");
     let settings = settings.iter().flat_map(|setting| ["--set", setting]);
-    let words = words.into_iter().chain(how).chain(settings).chain([guest, &destination]);
-    words.map(str::to_owned).collect()
+    how.into_iter().chain(settings).chain([guest, &destination]).map(str::to_owned).collect()
 }
 
 /// Kills all processes of a host, in a random order. Returns their names in that order.

@@ -11,6 +11,7 @@
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 mod chains;
+mod checks;
 mod clients;
 mod cost;
 mod deaths;

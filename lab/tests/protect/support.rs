@@ -15,7 +15,7 @@ use towline_lab::{
     require_qemu, wait_until,
 };
 
-use crate::chains::{assert_has_guest, kill_all, protect, wait_runs};
+use crate::chains::{assert_has_guest, kill_all, placed, protect, wait_runs};
 use crate::clients::Clients;
 use crate::network::{self, GUEST, card, card_options, set_up};
 
@@ -159,6 +159,13 @@ impl Hosts {
     pub(crate) fn protect(&self) -> Towline {
         let words = protect(&self.place, &qmp(&self.source), &self.there, Side::There);
         let words: Vec<_> = words.iter().map(String::as_str).collect();
+        Towline::start_after(&self.here.prefix(), &words).unwrap()
+    }
+
+    /// Starts a command about the guest and its place on the other host.
+    pub(crate) fn start(&self, command: &[&str]) -> Towline {
+        let placed = placed(&self.place, &qmp(&self.source), &self.there, Side::There);
+        let words: Vec<_> = command.iter().copied().chain(placed.iter().map(String::as_str)).collect();
         Towline::start_after(&self.here.prefix(), &words).unwrap()
     }
 

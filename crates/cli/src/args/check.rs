@@ -1,9 +1,12 @@
 //! `towline check`.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
-use super::{HostArgs, Output};
+use super::protect::CHECKPOINT_MAX;
+use super::{HostArgs, LIMITS, Output};
 use crate::endpoint::Endpoint;
+use crate::units::{bytes, seconds};
 
 /// Check whether a guest can be migrated to DEST, without moving anything
 ///
@@ -28,6 +31,8 @@ Examples:
     towline check qmp:/run/vm/a.qmp qmp:/run/vm/b.qmp
   On another host, with a QEMU that is started there for the check:
     towline check qmp:/run/vm/a.qmp ssh:OTHER
+  Could it be protected, and what would that cost it:
+    towline check --protect qmp:/run/vm/a.qmp ssh:OTHER --trust-command-line
   Between hosts without a connection:
     towline check --facts-out a.facts qmp:/run/vm/a.qmp       (then copy the file)
     towline check facts:a.facts qmp:/run/vm/b.qmp
@@ -45,7 +50,7 @@ pub(crate) struct CheckArgs {
     #[arg(value_name = "SOURCE")]
     pub(crate) source: Endpoint,
     /// Endpoint that would receive it
-    #[arg(value_name = "DEST", required_unless_present = "facts_out", conflicts_with = "facts_out")]
+    #[arg(value_name = "DEST", required_unless_present_any = ["facts_out", "protect"], conflicts_with = "facts_out")]
     pub(crate) destination: Option<Endpoint>,
     /// File for the facts of SOURCE, for a later check with facts:FILE
     #[arg(long, value_name = "FILE")]
@@ -54,7 +59,27 @@ pub(crate) struct CheckArgs {
     #[arg(long)]
     pub(crate) postcopy: bool,
     #[command(flatten)]
+    pub(crate) protection: ProtectionArgs,
+    #[command(flatten)]
     pub(crate) host: HostArgs,
     #[command(flatten)]
     pub(crate) output: Output,
+}
+
+/// Protection that is planned.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ProtectionArgs {
+    /// Check whether `protect` would take the guest, and estimate what that costs, from what the guest writes now. SOURCE is qmp:PATH,
+    /// DEST ssh:HOST[/NAME]; without it only this host is asked
+    #[arg(long, conflicts_with_all = ["postcopy", "facts_out", "with_disks", "shared_disks"])]
+    pub(crate) protect: bool,
+    /// Time from one checkpoint to the next, as for `protect` [default: 25ms, 50ms and 100ms are compared]
+    #[arg(long, value_name = "TIME", value_parser = seconds, requires = "protect", help_heading = LIMITS)]
+    pub(crate) epoch: Option<Duration>,
+    /// Maximum size of a checkpoint, as for `protect`
+    #[arg(long, value_name = "SIZE", default_value = CHECKPOINT_MAX, value_parser = bytes, hide_short_help = true, requires = "protect", help_heading = LIMITS)]
+    pub(crate) max_checkpoint: u64,
+    /// Permit other networks than cards of towline, as for `protect`
+    #[arg(long, requires = "protect")]
+    pub(crate) leak_output: bool,
 }

@@ -10,6 +10,9 @@ use super::{HOSTS, LIMITS, Output, SshArgs};
 use crate::endpoint::Endpoint;
 use crate::units::{bytes, seconds};
 
+/// Default of --max-checkpoint.
+pub(super) const CHECKPOINT_MAX: &str = "1G";
+
 /// Protect a running guest: another host goes on with it when this one is lost
 ///
 /// The other host gets the guest's memory and devices many times a second, by QEMU's COLO, and has a QEMU that waits with them. What the
@@ -59,7 +62,7 @@ pub(crate) struct ProtectArgs {
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = seconds, help_heading = LIMITS)]
     pub(crate) peer_timeout: Duration,
     /// Maximum size of a checkpoint, of which each host has up to two in memory; a guest that writes more in an epoch is not protected
-    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = bytes, hide_short_help = true, help_heading = LIMITS)]
+    #[arg(long, value_name = "SIZE", default_value = CHECKPOINT_MAX, value_parser = bytes, hide_short_help = true, help_heading = LIMITS)]
     pub(crate) max_checkpoint: u64,
     /// Protect a guest with other networks than cards of towline, too: what they send is not held, so it may be of a state that is lost
     #[arg(long)]

@@ -25,6 +25,7 @@ use towline_channel::Cancel;
 
 use crate::arbiter::Claimant;
 use attempt::{Attempt, AttemptEnd};
+pub(super) use checks::check_departing;
 use decision::Keeper;
 pub use request::{Checkpoints, Error, ProtectEnd, ProtectObserver, ProtectRequest};
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use towline_qmp as qmp;
 
 use super::super::messages::{FromFerry, Lost, Received};
-use super::checks::check_guest;
+use super::checks::check_departing;
 use super::decision::Keeper;
 use super::mirrors::DiskMirrors;
 use super::process::{FERRY_ENDED, FerryProcess};
@@ -19,8 +19,9 @@ use crate::cards::HoldingCards;
 use crate::generations::ManagedGuest;
 use crate::journal::JournalEntry;
 use crate::plan::PrivateDir;
+use crate::protect::DISKS;
 use crate::qemu::{AppliedSettings, Qemu};
-use crate::remote::{DepartingGuest, DiskPolicy, Place, RemoteHost};
+use crate::remote::{DepartingGuest, Place, RemoteHost};
 
 /// Longest pause for a checkpoint: then the ferry is taken for dead.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
@@ -105,12 +106,10 @@ impl<'a, 'k> Attempt<'a, 'k> {
             return Err(managed.refuse().into());
         }
         let place = Place::Guest(request.guest.clone());
-        let guest = DepartingGuest::of_qemu(&mut qemu, place, DiskPolicy::Copied, None)?;
+        let guest = DepartingGuest::of_qemu(&mut qemu, place, DISKS, None)?;
         let cards = guest.card_controls();
-        let (name, line) =
-            guest.new_guest().map(|guest| (guest.name.clone(), &*guest.command_line)).unwrap_or_default();
-        let check = |facts| check_guest(facts, line, cards.len(), request.leaks_output);
-        guest.qemu().map_or(Ok(()), check)?;
+        let name = guest.new_guest().map(|guest| guest.name.clone()).unwrap_or_default();
+        check_departing(&guest, request.leaks_output)?;
         let mut host = RemoteHost::connect(&request.target, &request.ssh, request.timeouts, interrupt)?;
         let fit = host.prepare(&guest, 0)?;
         guest.check(&fit, 0, &host.name(), &Notices(keeper.observer))?;

@@ -4,14 +4,17 @@ use towline_compat::checkpoints::{DirtyLog, check};
 use towline_compat::facts::QemuFacts;
 
 use super::request::Error;
+use crate::remote::DepartingGuest;
 
-/// Refuses a guest that would be lost, or whose output would not be held. `cards`: the number of its cards with a control socket.
-pub(super) fn check_guest(
-    guest: &QemuFacts,
-    command_line: &str,
-    cards: usize,
-    leaks_output: bool,
-) -> Result<(), Error> {
+/// Refuses a guest that would be lost, or whose output would not be held.
+pub(crate) fn check_departing(guest: &DepartingGuest, leaks_output: bool) -> Result<(), Error> {
+    let line = guest.new_guest().map(|guest| &*guest.command_line).unwrap_or_default();
+    let cards = guest.card_controls().len();
+    guest.qemu().map_or(Ok(()), |facts| check_guest(facts, line, cards, leaks_output))
+}
+
+/// `cards`: the number of its cards with a control socket.
+fn check_guest(guest: &QemuFacts, command_line: &str, cards: usize, leaks_output: bool) -> Result<(), Error> {
     check(guest, dirty_log(guest, command_line))?;
     if guest.status != "running" {
         return Err(Error::NotRunning { status: guest.status.clone() });

@@ -1,0 +1,111 @@
+//! `towline check --protect`.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use towline_compat::{ConfiguredBy, Finding, Report, Severity};
+use towline_control::plan::Observer as _;
+use towline_control::protect::{CostRequest, DISKS, EpochCost, Forecast, foresee};
+use towline_control::remote::{DepartingGuest, NewGuest, Place};
+
+use crate::args::CheckArgs;
+use crate::check::{self, NoVerdict, line, place_options};
+use crate::endpoint::Endpoint;
+use crate::endpoint::ssh::SshEndpoint;
+use crate::errors;
+use crate::events::{Checked, FinalEvent, Protectable};
+use crate::exit::Exit;
+use crate::progress::Reporter;
+use crate::remote;
+use crate::signals::HeldSignals;
+use crate::units::size;
+
+/// Epochs that are compared.
+const EPOCHS_MS: [u64; 3] = [25, 50, 100];
+
+/// Runs the command.
+pub(crate) fn run(args: &CheckArgs) -> Result<Exit> {
+    let reporter = &Reporter::new(&args.output).blocking();
+    check::wait_for_sockets(args)?;
+    let usage = |end: &Endpoint, expected| {
+        Ok(NoVerdict::Usage(format!("{end}: expected {expected}")).report(reporter))
+    };
+    let Endpoint::Qmp(socket) = &args.source else {
+        return usage(&args.source, "qmp:PATH of a running guest");
+    };
+    let there = match &args.destination {
+        None => None,
+        Some(Endpoint::Ssh(SshEndpoint { target, place: Place::Guest(given) })) => {
+            // Its memory is one that the other host writes, as `protect` has it.
+            let place = Place::Guest(NewGuest { is_standby: true, ..given.clone() });
+            Some(SshEndpoint { target: target.clone(), place })
+        }
+        Some(end) => return usage(end, "ssh:HOST, or ssh:HOST/NAME with the guest's name there"),
+    };
+    let planned = &args.protection;
+    let request = CostRequest {
+        epochs: planned
+            .epoch
+            .map_or_else(|| EPOCHS_MS.map(Duration::from_millis).into(), |epoch| vec![epoch]),
+        checkpoint_bytes_max: planned.max_checkpoint,
+        leaks_output: planned.leak_output,
+    };
+    // The QEMU there is ended.
+    let held = HeldSignals::hold()?;
+    let options = place_options(args, 0, DISKS, held.arrived());
+    let prepared = match &there {
+        Some(end) => remote::prepare(end, &options, socket).map(|prepared| {
+            reporter.hosts(&prepared.host.hosts_of(&prepared.guest, &prepared.fit));
+            let report = prepared.guest.compare(&prepared.fit, options.lanes);
+            (prepared.guest, report)
+        }),
+        None => {
+            let place = Place::Guest(NewGuest::default());
+            DepartingGuest::of(socket, place, DISKS, None, Some(held.arrived()))
+                .map(|guest| (guest, Report::default().with(not_asked())))
+                .map_err(Box::new)
+        }
+    };
+    let (guest, report) = match prepared {
+        Ok(prepared) => prepared,
+        Err(error) => return Ok(NoVerdict::Unknown(errors::worded(&error)).report(reporter)),
+    };
+    match foresee(socket, &guest, report, &request) {
+        Ok(forecast) => Ok(report_forecast(reporter, args, &forecast)),
+        Err(error) => Ok(NoVerdict::Unknown(error.to_string()).report(reporter)),
+    }
+}
+
+fn not_asked() -> Finding {
+    Finding {
+        rule: "other-host",
+        severity: Severity::Note,
+        configured_by: None,
+        text: "no other host was asked".into(),
+        remedy: "name one: ssh:HOST".into(),
+    }
+}
+
+fn report_forecast(reporter: &Reporter, args: &CheckArgs, forecast: &Forecast) -> Exit {
+    let (to, verdict) = (args.destination.as_ref(), forecast.report.verdict(ConfiguredBy::Towline));
+    let exit = check::exit(verdict);
+    let protectable = Protectable::new(&args.source, to, forecast);
+    reporter.result(FinalEvent::Checked(Checked::Protectable(protectable)), exit);
+    let to = to.map(|to| format!(" to {to}")).unwrap_or_default();
+    reporter.line(&format!("protection of {}{to}: {verdict}", args.source));
+    forecast.report.of(ConfiguredBy::Towline).for_each(|finding| line(reporter, finding));
+    if !forecast.costs.is_empty() {
+        reporter.line(
+            "estimated by what the guest writes now, for each epoch, by which its replies are delayed:",
+        );
+    }
+    for cost @ EpochCost { epoch, bytes, pause } in &forecast.costs {
+        let (bandwidth, share) = (size(cost.bandwidth()), cost.stopped_share() * 100.0);
+        reporter.line(&format!(
+            "  {epoch:<8?} checkpoint {}, link {bandwidth}/s; guest stopped {:.1} ms ({share:.1} % of the time)",
+            size(*bytes),
+            pause.as_secs_f64() * 1e3,
+        ));
+    }
+    exit
+}
