@@ -247,7 +247,7 @@ impl Device for Net {
         self.set_link(state.link_up);
         // The source may have more pairs; those beyond ours are ignored.
         for (counters, source) in self.shared.counters.iter().zip(&state.counters) {
-            counters.iter().zip(source).for_each(|(counters, source)| counters.add_source(source));
+            counters.iter().zip(source).for_each(|(counters, source)| counters.add(source));
         }
         Ok(())
     }

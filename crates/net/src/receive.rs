@@ -275,7 +275,7 @@ impl Receiver {
         // A full window: the ring may have more chains.
         let window_full = self.batch.len() == self.window;
         let can_grow = window_full && self.window < *WINDOW.end();
-        let (mut used, mut unpublished, mut published_bytes) = (0, 0, counted.bytes);
+        let (mut used, mut unpublished, mut published_bytes) = (0, 0, counted.since.bytes);
         while *left > 0 && used < self.batch.len() {
             let short = if used > 0 || can_grow { ShortBatch::Refill } else { ShortBatch::Use };
             match self.receive(ring, tap, counted, used, short) {
@@ -286,9 +286,9 @@ impl Receiver {
             }
             *left -= 1;
             unpublished += 1;
-            if unpublished == FRAMES_PER_BATCH || counted.bytes - published_bytes >= PUBLISHED_BYTES {
+            if unpublished == FRAMES_PER_BATCH || counted.since.bytes - published_bytes >= PUBLISHED_BYTES {
                 ring.publish();
-                (unpublished, published_bytes) = (0, counted.bytes);
+                (unpublished, published_bytes) = (0, counted.since.bytes);
             }
         }
         Filled { chains: used, tap_empty: false }
@@ -343,7 +343,7 @@ impl Receiver {
             return Received::Dropped;
         }
         if overflow > 0 {
-            counted.copied += 1;
+            counted.since.copied += 1;
             let next = gathered.first + gathered.chains;
             if !write_chains(&self.batch, next, &self.overflow[..overflow]) {
                 mark_written(ring, &self.batch, gathered);

@@ -201,11 +201,19 @@ impl Counters {
         add(&self.bytes, bytes as u64);
     }
 
-    /// Adds the counters of the same queue on a migration's source.
-    pub(crate) fn add_source(&self, source: &QueueStatistics) {
-        add(&self.packets, source.packets);
-        add(&self.bytes, source.bytes);
-        self.drops.iter().zip(source.drops).for_each(|(drops, source)| add(drops, source));
+    /// Adds those of a batch, or of the same queue on a migration's source; [`QueueStatistics::pending`] is not a sum.
+    pub(crate) fn add(&self, more: &QueueStatistics) {
+        add(&self.packets, more.packets);
+        add(&self.bytes, more.bytes);
+        add(&self.batches, more.batches);
+        add(&self.notifications, more.notifications);
+        add(&self.notifications_suppressed, more.notifications_suppressed);
+        add(&self.kicks, more.kicks);
+        add(&self.copied, more.copied);
+        self.copies.iter().zip(more.copies).for_each(|(counter, copies)| add(counter, copies));
+        add(&self.zero_copy, more.zero_copy);
+        add(&self.referenced, more.referenced);
+        self.drops.iter().zip(more.drops).for_each(|(counter, drops)| add(counter, drops));
     }
 
     pub(crate) fn snapshot(&self) -> QueueStatistics {
@@ -236,15 +244,8 @@ pub(crate) struct Volume {
 /// Counters of the queue's thread that are not yet in its shared [`Counters`].
 #[derive(Debug, Default)]
 pub(crate) struct BatchCounters {
-    pub(crate) packets: u64,
-    pub(crate) bytes: u64,
-    pub(crate) copied: u64,
-    copies: [u64; CopyReason::ALL.len()],
-    pub(crate) zero_copy: u64,
-    pub(crate) referenced: u64,
-    /// Current level, not a sum.
-    pub(crate) pending: u64,
-    drops: [u64; DropReason::ALL.len()],
+    /// Those since the last flush, and the current level of [`QueueStatistics::pending`].
+    pub(crate) since: QueueStatistics,
     /// Statistics of the ring at the last flush.
     ring: RingStatistics,
 }
@@ -252,20 +253,20 @@ pub(crate) struct BatchCounters {
 impl BatchCounters {
     /// Counts a frame of this length, its virtio header not included.
     pub(crate) fn add_frame(&mut self, bytes: usize) {
-        self.packets += 1;
-        self.bytes += bytes as u64;
+        self.since.packets += 1;
+        self.since.bytes += bytes as u64;
     }
 
     /// Counts a discarded frame.
     pub(crate) fn add_drop(&mut self, reason: DropReason) {
-        self.drops[reason as usize] += 1;
+        self.since.drops[reason as usize] += 1;
     }
 
     /// Counts frames of AF_XDP that were copied.
     #[cfg(feature = "af-xdp")]
     pub(crate) fn add_copies(&mut self, reason: CopyReason, frames: u64) {
-        self.copied += frames;
-        self.copies[reason as usize] += frames;
+        self.since.copied += frames;
+        self.since.copies[reason as usize] += frames;
     }
 
     /// Adds everything since the last flush to the shared counters, with the statistics of the ring.
@@ -274,27 +275,16 @@ impl BatchCounters {
         let before = std::mem::replace(&mut self.ring, now);
         // A ring that was started again counts from 0.
         let before = if now.batches < before.batches { RingStatistics::default() } else { before };
-        add(&counters.batches, now.batches - before.batches);
-        add(&counters.notifications, now.notifications.saturating_sub(before.notifications));
-        add(
-            &counters.notifications_suppressed,
-            now.notifications_suppressed.saturating_sub(before.notifications_suppressed),
-        );
-        add(&counters.kicks, now.kicks.saturating_sub(before.kicks));
-        let volume =
-            Volume { packets: std::mem::take(&mut self.packets), bytes: std::mem::take(&mut self.bytes) };
-        add(&counters.packets, volume.packets);
-        add(&counters.bytes, volume.bytes);
-        add(&counters.copied, std::mem::take(&mut self.copied));
-        for (counter, copies) in counters.copies.iter().zip(&mut self.copies) {
-            add(counter, std::mem::take(copies));
-        }
-        add(&counters.zero_copy, std::mem::take(&mut self.zero_copy));
-        add(&counters.referenced, std::mem::take(&mut self.referenced));
-        counters.pending.store(self.pending, Relaxed);
-        for (counter, drops) in counters.drops.iter().zip(&mut self.drops) {
-            add(counter, std::mem::take(drops));
-        }
+        let since = &mut self.since;
+        since.batches = now.batches - before.batches;
+        since.notifications = now.notifications.saturating_sub(before.notifications);
+        since.notifications_suppressed =
+            now.notifications_suppressed.saturating_sub(before.notifications_suppressed);
+        since.kicks = now.kicks.saturating_sub(before.kicks);
+        counters.add(since);
+        counters.pending.store(since.pending, Relaxed);
+        let volume = Volume { packets: since.packets, bytes: since.bytes };
+        *since = QueueStatistics { pending: since.pending, ..QueueStatistics::default() };
         volume
     }
 }

@@ -87,9 +87,9 @@ impl XdpTransmitter {
             self.ensure_queue(ring, counted);
         }
         let Some(queue) = &mut self.queue else {
-            let before = counted.packets;
+            let before = counted.since.packets;
             let next = transmitter.run(ring, tap, None, counted);
-            counted.add_copies(CopyReason::Tap, counted.packets - before);
+            counted.add_copies(CopyReason::Tap, counted.since.packets - before);
             return next;
         };
         transmitter.blocked = false;
@@ -98,7 +98,7 @@ impl XdpTransmitter {
             Ok(TxRun { next, tap_full }) => {
                 transmitter.blocked = tap_full;
                 let left = queue.descriptors_in_flight();
-                counted.pending = queue.chains_in_flight().into();
+                counted.since.pending = queue.chains_in_flight().into();
                 if left > 0 {
                     self.timer.arm(if left < before {
                         CompletionProgress::Some
@@ -125,7 +125,7 @@ impl XdpTransmitter {
         let Some(queue) = &mut self.queue else { return };
         match queue.wake_up().and_then(|()| queue.reap(ring.as_deref_mut())) {
             Ok(progress) => {
-                counted.pending = queue.chains_in_flight().into();
+                counted.since.pending = queue.chains_in_flight().into();
                 if queue.descriptors_in_flight() > 0 {
                     self.timer.arm(progress);
                 }
@@ -148,7 +148,7 @@ impl XdpTransmitter {
         self.inherit(ring.as_deref_mut(), counted);
         if let Some(queue) = &mut self.queue {
             match queue.drain(ring.as_deref_mut(), deadline, DrainScope::Chains) {
-                Ok(Drained::Yes) => counted.pending = 0,
+                Ok(Drained::Yes) => counted.since.pending = 0,
                 Ok(Drained::No) => {
                     let frames = queue.chains_in_flight();
                     tracing::warn!(
@@ -275,7 +275,7 @@ impl XdpTransmitter {
             "not sending frames again that were in flight before"
         );
         self.orphaned.inherit(heads);
-        counted.pending = self.orphaned.len() as u64;
+        counted.since.pending = self.orphaned.len() as u64;
     }
 
     /// Closes the socket. Its chains stay in flight until the queue is free.
@@ -283,7 +283,7 @@ impl XdpTransmitter {
         let Some(queue) = self.queue.take() else { return };
         self.set_mode(TransmitMode::Tap);
         self.orphaned.add(queue.close());
-        counted.pending = self.orphaned.len() as u64;
+        counted.since.pending = self.orphaned.len() as u64;
     }
 
     /// Checks if the queue of a closed socket is free, and then completes its chains.
@@ -307,7 +307,7 @@ impl XdpTransmitter {
     fn complete_orphans(&mut self, ring: Option<&mut Ring>, counted: &mut BatchCounters) {
         let heads = self.orphaned.take();
         let Some(ring) = ring.filter(|_| !heads.is_empty()) else { return };
-        counted.pending = 0;
+        counted.since.pending = 0;
         for head in heads {
             counted.add_drop(DropReason::Refused);
             ring.complete_head(head);

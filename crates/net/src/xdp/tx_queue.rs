@@ -225,11 +225,11 @@ impl TxQueue {
         match outcome {
             BuildOutcome::NoRoom => return SendOutcome::NoRoom,
             BuildOutcome::Unsupported => {
-                let before = counted.packets;
+                let before = counted.since.packets;
                 if send_frame(chain, tap, &mut Vec::new(), counted) == Sent::TapFull {
                     return SendOutcome::TapFull;
                 }
-                counted.add_copies(CopyReason::Tap, counted.packets - before);
+                counted.add_copies(CopyReason::Tap, counted.since.packets - before);
                 ring.complete(chain, 0);
             }
             BuildOutcome::TooLong => {
@@ -238,9 +238,9 @@ impl TxQueue {
             }
             BuildOutcome::Referenced => {
                 counted.add_frame(frame_bytes);
-                counted.referenced += 1;
+                counted.since.referenced += 1;
                 if self.socket.zero_copy {
-                    counted.zero_copy += 1;
+                    counted.since.zero_copy += 1;
                 } else {
                     counted.add_copies(CopyReason::CopyMode, 1);
                 }
