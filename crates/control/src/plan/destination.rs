@@ -248,11 +248,15 @@ impl QmpDestination {
         Ok(())
     }
 
-    fn listen(&mut self, uri: String) -> Result<(), Error> {
+    /// The command that has it listen; from 9.1 on it stays after a failure.
+    fn migrate_incoming(&self, uri: String) -> MigrateIncoming {
         let version = &self.facts().version.qemu;
         let stays = (version.major, version.minor) >= (9, 1);
-        let command =
-            MigrateIncoming { exit_on_error: stays.then_some(false), ..MigrateIncoming::on_uri(uri) };
+        MigrateIncoming { exit_on_error: stays.then_some(false), ..MigrateIncoming::on_uri(uri) }
+    }
+
+    fn listen(&mut self, uri: String) -> Result<(), Error> {
+        let command = self.migrate_incoming(uri);
         // `stop` is sent while it waits, so it loads and stays paused: until the source is done, the guest
         // may run only there. A QEMU that listens and refused it is not connected to.
         let requests = [qmp::CommandRequest::new(&Stop)?, qmp::CommandRequest::new(&command)?];

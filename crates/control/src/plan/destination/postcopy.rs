@@ -7,17 +7,15 @@ use towline_migration::Compression;
 use towline_protocol::RamBlock;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_qmp as qmp;
-use towline_qmp::commands::{
-    Capability, MigrateIncoming, MigratePause, MigrateRecover, MigrationParameters, MigrationStatus, RunState,
-};
+use towline_qmp::commands::{Capability, MigratePause, MigrateRecover, MigrationStatus, RunState};
 
-use super::super::context::{Context, compression_parameters};
+use super::super::context::Context;
 use super::super::error::Error;
 use super::super::error_origin;
 use super::super::request::RequestedPages;
 use super::super::validate::check_multifd_with_postcopy;
 use super::{QmpDestination, RecoveryState};
-use crate::qemu::{self, AppliedSettings, MigrationSettings, Qemu};
+use crate::qemu::{self, AppliedSettings, Qemu};
 use crate::switchover::{FinalRunState, StartResult};
 
 /// Number of queries without a reply after which a QEMU is taken for blocked.
@@ -85,27 +83,10 @@ impl QmpDestination {
     ) -> Result<Address, Error> {
         self.check_capabilities(requested_pages)?;
         let preempt = requested_pages == RequestedPages::PreemptChannel;
-        let known = &self.facts().capabilities;
-        let mut settings = MigrationSettings {
-            capabilities: super::basic_capabilities(known).collect(),
-            parameters: MigrationParameters {
-                multifd_channels: (lanes > 0).then(|| u8::try_from(lanes).unwrap_or(u8::MAX)),
-                tls_creds: Some(String::new()),
-                mode: self.facts().normal_mode(),
-                ..compression_parameters(compression, lanes)
-            },
-        };
-        for name in [Capability::MULTIFD, Capability::MAPPED_RAM] {
-            if known.contains_key(&name) {
-                settings.capabilities.insert(name, false);
-            }
-        }
-        if lanes > 0 {
-            settings.capabilities.insert(Capability::MULTIFD, true);
-        }
+        let mut settings = self.settings(lanes, false, compression);
         settings.capabilities.insert(Capability::POSTCOPY_RAM, true);
         settings.capabilities.insert(Capability::EVENTS, true);
-        if preempt || known.contains_key(&Capability::POSTCOPY_PREEMPT) {
+        if preempt || self.facts().capabilities.contains_key(&Capability::POSTCOPY_PREEMPT) {
             settings.capabilities.insert(Capability::POSTCOPY_PREEMPT, preempt);
         }
         self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
@@ -114,11 +95,7 @@ impl QmpDestination {
             FinalRunState::Running => self.qemu.cont()?,
             FinalRunState::Paused => self.qemu.stop()?,
         }
-        let version = &self.facts().version.qemu;
-        let stays = (version.major, version.minor) >= (9, 1);
-        let uri = self.link.uri.clone();
-        let command =
-            MigrateIncoming { exit_on_error: stays.then_some(false), ..MigrateIncoming::on_uri(uri) };
+        let command = self.migrate_incoming(self.link.uri.clone());
         self.is_incoming_started = true;
         self.qemu.client().execute(&command)?;
         Ok(self.link.address.clone())
