@@ -4,9 +4,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::maps::{
-    Detail, FileId, MapSharing, MapsEntry, has_shared, overlaps_shared, range_at, shared_parts,
-};
+use super::maps::{Detail, FileId, MapSharing, has_shared, overlaps_shared, range_at, shared_parts};
 use super::process::Mappings;
 use super::proof::{BackendObject, Backends, ExpectedMapping, check_backend, prove};
 use super::{BackendPurpose, Error, Mapped, MappingKind, Presence, TransferReason};
@@ -234,34 +232,29 @@ fn locate(
     }
     let mappings = process.get()?;
     let descriptors = process.files()?;
+    let path_of = |is_it: &dyn Fn(&fs::Metadata) -> bool| {
+        let open = descriptors.iter().find(|(_, found)| is_it(found));
+        let path = named(backend, process, open.map(|(_, found)| found));
+        path.or_else(|| open.map(|(path, _)| path.clone())).ok_or(TransferReason::Anonymous)
+    };
     if let Some(address) = address {
         let range = range_at(mappings, address, backend.bytes).map_err(|_| TransferReason::Anonymous)?;
         if range.sharing != MapSharing::Shared {
             return Err(TransferReason::Private);
         }
-        let is_it = |(_, found): &&(PathBuf, fs::Metadata)| file_id(found) == range.file;
-        let open = descriptors.iter().find(is_it);
-        let path = named(backend, process, open.map(|(_, found)| found));
         // On some filesystems the numbers of a file differ from those of its mappings, so only its name
         // identifies it.
-        let path = path.or_else(|| open.map(|(path, _)| path.clone())).ok_or(TransferReason::Anonymous)?;
-        return Ok((path, range.offset));
+        return Ok((path_of(&|found| file_id(found) == range.file)?, range.offset));
     }
     // QEMU before 8.2 reports no addresses, and maps files from their beginning.
     if !backends.has_unique_size(backend) {
         return Err(TransferReason::NoAddress { found: "before 8.2".into() });
     }
-    let is_it = |(_, found): &&(PathBuf, fs::Metadata)| {
-        found.is_file() && found.len() == backend.bytes && is_mapped(mappings, found, backend.bytes)
+    let is_it = |found: &fs::Metadata| {
+        let bytes = backend.bytes;
+        found.is_file() && found.len() == bytes && has_shared(mappings, file_id(found), 0, bytes)
     };
-    let open = descriptors.iter().find(is_it);
-    let path = named(backend, process, open.map(|(_, found)| found));
-    let path = path.or_else(|| open.map(|(path, _)| path.clone())).ok_or(TransferReason::Anonymous)?;
-    Ok((path, 0))
-}
-
-fn is_mapped(mappings: &[MapsEntry], file: &fs::Metadata, bytes: u64) -> bool {
-    has_shared(mappings, file_id(file), 0, bytes)
+    Ok((path_of(&is_it)?, 0))
 }
 
 /// The file's own name, if it still leads to the file that QEMU has open.
