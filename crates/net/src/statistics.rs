@@ -4,38 +4,47 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use towline_vhost_user::{Ring, RingStatistics};
 
-/// Reason for discarding a frame.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DropReason {
-    /// The host's interface is down.
-    InterfaceDown,
-    /// The kernel does not accept the frame or its virtio header.
-    Malformed,
-    /// Longer than the guest's buffers, or than any frame.
-    TooLong,
-    /// The kernel had no memory for it, or the interface no room.
-    NoRoom,
-    /// The tap is gone, or returns another error.
-    Refused,
-    /// The card's link is down ([`Net::set_link`](crate::Net::set_link)).
-    LinkDown,
+/// An enumeration of reasons, with their names in statistics.
+macro_rules! reasons {
+    (
+        $(#[$about:meta])*
+        pub enum $name:ident in $counters:literal {
+            $($(#[$about_reason:meta])* $reason:ident = $text:literal,)*
+        }
+    ) => {
+        $(#[$about])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub enum $name {
+            $($(#[$about_reason])* $reason,)*
+        }
+
+        impl $name {
+            #[doc = concat!("All reasons, in the order of [`QueueStatistics::", $counters, "`].")]
+            pub const ALL: [Self; [$($text),*].len()] = [$(Self::$reason),*];
+
+            /// Name in statistics.
+            pub fn name(self) -> &'static str {
+                [$($text),*][self as usize]
+            }
+        }
+    };
 }
 
-impl DropReason {
-    /// All reasons, in the order of [`QueueStatistics::drops`].
-    pub const ALL: [Self; 6] =
-        [Self::InterfaceDown, Self::Malformed, Self::TooLong, Self::NoRoom, Self::Refused, Self::LinkDown];
-
-    /// Name in statistics.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::InterfaceDown => "interface-down",
-            Self::Malformed => "malformed",
-            Self::TooLong => "too-long",
-            Self::NoRoom => "no-room",
-            Self::Refused => "refused",
-            Self::LinkDown => "link-down",
-        }
+reasons! {
+    /// Reason for discarding a frame.
+    pub enum DropReason in "drops" {
+        /// The host's interface is down.
+        InterfaceDown = "interface-down",
+        /// The kernel does not accept the frame or its virtio header.
+        Malformed = "malformed",
+        /// Longer than the guest's buffers, or than any frame.
+        TooLong = "too-long",
+        /// The kernel had no memory for it, or the interface no room.
+        NoRoom = "no-room",
+        /// The tap is gone, or returns another error.
+        Refused = "refused",
+        /// The card's link is down ([`Net::set_link`](crate::Net::set_link)).
+        LinkDown = "link-down",
     }
 }
 
@@ -70,61 +79,30 @@ impl TransmitMode {
     }
 }
 
-/// Reason for copying a frame of a card that sends by AF_XDP, instead of referring to guest memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CopyReason {
-    /// So short that a copy is cheaper.
-    Short,
-    /// More descriptors needed than the driver accepts: the packet is in several buffers, or its headers must
-    /// be changed.
-    Buffers,
-    /// As `Buffers`: a buffer crosses a boundary of pages, which need not be contiguous.
-    Pages,
-    /// A buffer is outside of the memory that could be registered.
-    Unregistered,
-    /// Many frames are in flight.
-    InFlight,
-    /// The driver refused many frames.
-    Errors,
-    /// Too many segments, or no room for their headers.
-    NoRoom,
-    /// The driver has no zero-copy.
-    CopyMode,
-    /// Sent by the tap.
-    Tap,
-    /// References are disabled.
-    Setting,
-}
-
-impl CopyReason {
-    /// All reasons, in the order of [`QueueStatistics::copies`].
-    pub const ALL: [Self; 10] = [
-        Self::Short,
-        Self::Buffers,
-        Self::Pages,
-        Self::Unregistered,
-        Self::InFlight,
-        Self::Errors,
-        Self::NoRoom,
-        Self::CopyMode,
-        Self::Tap,
-        Self::Setting,
-    ];
-
-    /// Name in statistics.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Short => "short",
-            Self::Buffers => "buffers",
-            Self::Pages => "pages",
-            Self::Unregistered => "unregistered",
-            Self::InFlight => "in-flight",
-            Self::Errors => "errors",
-            Self::NoRoom => "no-room",
-            Self::CopyMode => "copy-mode",
-            Self::Tap => "tap",
-            Self::Setting => "setting",
-        }
+reasons! {
+    /// Reason for copying a frame of a card that sends by AF_XDP, instead of referring to guest memory.
+    pub enum CopyReason in "copies" {
+        /// So short that a copy is cheaper.
+        Short = "short",
+        /// More descriptors needed than the driver accepts: the packet is in several buffers, or its headers must
+        /// be changed.
+        Buffers = "buffers",
+        /// As `Buffers`: a buffer crosses a boundary of pages, which need not be contiguous.
+        Pages = "pages",
+        /// A buffer is outside of the memory that could be registered.
+        Unregistered = "unregistered",
+        /// Many frames are in flight.
+        InFlight = "in-flight",
+        /// The driver refused many frames.
+        Errors = "errors",
+        /// Too many segments, or no room for their headers.
+        NoRoom = "no-room",
+        /// The driver has no zero-copy.
+        CopyMode = "copy-mode",
+        /// Sent by the tap.
+        Tap = "tap",
+        /// References are disabled.
+        Setting = "setting",
     }
 }
 
