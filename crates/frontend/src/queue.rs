@@ -194,11 +194,6 @@ impl Queue {
         self.seen
     }
 
-    /// The available index, including unpublished entries.
-    pub fn staged_avail_idx(&self) -> u16 {
-        self.staged
-    }
-
     /// Number of chains that the device has.
     pub fn in_flight(&self) -> u16 {
         self.staged.wrapping_sub(self.seen)
