@@ -2,8 +2,7 @@
 
 use super::limit_mut;
 use crate::channel::forward_channel;
-use crate::{Channel, IoBuf, IoBufMut, RecvFlags, Result, SendFlags, gather, scatter, total_len_mut};
-use std::os::fd::{BorrowedFd, OwnedFd};
+use crate::{Channel, IoBufMut, RecvFlags, Result, gather, scatter, total_len_mut};
 use std::sync::Mutex;
 
 /// Changes bits of one received byte, like a faulty network card that computes the checksums itself. Bytes
@@ -24,11 +23,7 @@ impl FlipReceived {
 }
 
 impl Channel for FlipReceived {
-    forward_channel!(inner: peer, calls, capabilities, flush, zero_copy_ticket, zero_copy_statistics, shutdown, reset, set_timeouts, wait_recv, as_fd, finish);
-
-    fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
-        self.inner.send(bufs, flags)
-    }
+    forward_channel!(inner: peer, calls, send, send_fds, recv_fds, capabilities, flush, zero_copy_ticket, zero_copy_statistics, shutdown, reset, set_timeouts, wait_recv, as_fd, finish);
 
     fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
         let room = total_len_mut(bufs);
@@ -47,13 +42,5 @@ impl Channel for FlipReceived {
             *before = left;
         }
         Ok(received)
-    }
-
-    fn send_fds(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<usize> {
-        self.inner.send_fds(bytes, fds)
-    }
-
-    fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize> {
-        self.inner.recv_fds(bytes, fds)
     }
 }
