@@ -222,7 +222,7 @@ impl CommandLine {
     /// last one given.
     #[must_use]
     pub fn merged_value(&self, name: &str, key: &str) -> Option<String> {
-        self.named(name).rev().find_map(|option| option.properties()?.value(key))
+        self.named(name).rev().find_map(|option| option.property(key))
     }
 
     /// Returns the machine type, if there is one.
@@ -343,6 +343,12 @@ impl QemuOption {
         }
     }
 
+    /// The value of a property; `None` without it.
+    #[must_use]
+    pub fn property(&self, key: &str) -> Option<String> {
+        self.properties()?.value(key)
+    }
+
     /// The properties, for changes.
     pub fn properties_mut(&mut self) -> Option<&mut Properties> {
         match &mut self.value {
@@ -355,7 +361,7 @@ impl QemuOption {
     #[must_use]
     pub fn id(&self) -> Option<String> {
         let key = if self.name.as_str() == "blockdev" { "node-name" } else { "id" };
-        self.properties()?.value(key)
+        self.property(key)
     }
 }
 

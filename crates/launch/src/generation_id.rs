@@ -25,7 +25,7 @@ impl Recorded {
 }
 
 fn is_generation_id(option: &QemuOption) -> bool {
-    let driver = option.properties().and_then(|properties| properties.value("driver"));
+    let driver = option.property("driver");
     option.name.as_str() == "device" && driver.as_deref() == Some("vmgenid")
 }
 

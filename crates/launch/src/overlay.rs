@@ -408,7 +408,7 @@ fn written_node(line: &CommandLine, index: usize, direct: &BTreeSet<String>) -> 
     let mut users =
         line.options().iter().filter(|other| other.name.as_str() == "blockdev").filter(is_user).peekable();
     let is_read_only = |user: &QemuOption| {
-        let driver = user.properties().and_then(|of| of.value("driver")).unwrap_or_default();
+        let driver = user.property("driver").unwrap_or_default();
         let is_read_only = user.properties().is_some_and(|of| of.is_on("read-only"));
         FORMAT_DRIVERS.contains(&driver.as_str()) && is_read_only
     };
@@ -530,7 +530,7 @@ fn empty_drive(properties: &Properties, setting: &str) -> Result<Option<Disk>, O
 }
 
 fn is_file_node(option: &QemuOption, name: &str) -> bool {
-    let driver = option.properties().and_then(|properties| properties.value("driver")).unwrap_or_default();
+    let driver = option.property("driver").unwrap_or_default();
     option.name.as_str() == "blockdev"
         && option.id().as_deref() == Some(name)
         && FILE_DRIVERS.contains(&driver.as_str())

@@ -182,7 +182,7 @@ fn assemble_command_line(
 
 /// Fails if an option would detach the QEMU from the launcher.
 fn check_supervised(option: &QemuOption) -> Result<(), Refused> {
-    let has = |key| option.properties().is_some_and(|properties| properties.value(key).is_some());
+    let has = |key| option.property(key).is_some();
     let (name, reason) = match option.name.as_str() {
         "daemonize" => {
             ("-daemonize", "the process that the launcher supervises would end at once; leave it out")
@@ -344,7 +344,7 @@ fn unused_memory(candidates: &[Candidate], user_arguments: &CommandLine, refusal
         options().any(|other| !std::ptr::eq(other, object) && other.properties().is_some_and(refers))
     };
     for Candidate { option, address, origin } in candidates {
-        let kind = option.properties().and_then(|properties| properties.value("qom-type"));
+        let kind = option.property("qom-type");
         let is_memory =
             option.name.as_str() == "object" && kind.is_some_and(|kind| kind.starts_with("memory-backend-"));
         if let (true, ValueOrigin::Image(_), Some(id)) = (is_memory, origin, option.id())

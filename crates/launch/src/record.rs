@@ -226,14 +226,14 @@ fn forget_image(option: &mut QemuOption) {
 
 /// Monitors are objects too, from QEMU 11.1 on.
 fn is_process_option(option: &QemuOption) -> bool {
-    let kind = || option.properties().and_then(|properties| properties.value("qom-type"));
+    let kind = || option.property("qom-type");
     option.name.is_of_process()
         || option.name.as_str() == "object" && kind().is_some_and(|kind| kind.starts_with("monitor-"))
 }
 
 /// Options that have no effect alone.
 fn is_auxiliary(option: &QemuOption) -> bool {
-    let kind = option.properties().and_then(|properties| properties.value("qom-type")).unwrap_or_default();
+    let kind = option.property("qom-type").unwrap_or_default();
     match option.name.as_str() {
         "chardev" => true,
         "object" => ["tls-creds-", "authz-", "secret"].iter().any(|prefix| kind.starts_with(prefix)),

@@ -309,7 +309,7 @@ fn blocks(image: &Image, whole: &CommandLine, file: &Path) -> Result<Vec<MappedB
 /// to devices.
 fn backends(command_line: &CommandLine) -> Vec<String> {
     let main = command_line.merged_value("machine", "memory-backend");
-    let nodes = command_line.named("numa").filter_map(|option| option.properties()?.value("memdev"));
+    let nodes = command_line.named("numa").filter_map(|option| option.property("memdev"));
     main.into_iter().chain(nodes).collect()
 }
 
@@ -352,7 +352,7 @@ fn notices(options: &RunOptions, starts: &[GuestStart], memory: &MemoryOrigin) -
 /// Returns true if the guest has a network card with a network.
 fn has_card(guest: &AllowedCommandLine) -> bool {
     guest.whole().options().iter().any(|option| match option.name.as_str() {
-        "device" => option.properties().is_some_and(|properties| properties.value("netdev").is_some()),
+        "device" => option.property("netdev").is_some(),
         "nic" => option.value_text().as_deref() != Some("none"),
         _ => false,
     })
@@ -363,8 +363,7 @@ fn has_card(guest: &AllowedCommandLine) -> bool {
 fn isolated_networks(guest: &AllowedCommandLine) -> Vec<Option<String>> {
     let line = guest.command_line();
     let is_isolated = |option: &QemuOption| {
-        let value =
-            |key| option.properties().and_then(|properties| properties.value(key)).unwrap_or_default();
+        let value = |key| option.property(key).unwrap_or_default();
         option.name.is_network() && value("type") == "user" && value("restrict") == "on"
     };
     let keys = line.options().iter().zip(line.setting_keys()).filter(|(option, _)| is_isolated(option));
@@ -373,6 +372,6 @@ fn isolated_networks(guest: &AllowedCommandLine) -> Vec<Option<String>> {
 
 /// Returns true if the guest has a balloon.
 fn has_balloon(guest: &AllowedCommandLine) -> bool {
-    let driver = |option: &QemuOption| option.properties()?.value("driver");
+    let driver = |option: &QemuOption| option.property("driver");
     guest.command_line().named("device").filter_map(driver).any(|driver| driver.starts_with("virtio-balloon"))
 }

@@ -182,7 +182,7 @@ fn set_machine(command_line: &mut CommandLine, machine: &str) {
 fn chardevs(command_line: &CommandLine, rewrite: Rewrite) -> BTreeSet<String> {
     let options = command_line.named("device").chain(command_line.named("netdev"));
     let options = options.filter(|option| option.rewrite() == rewrite);
-    options.filter_map(|option| option.properties()?.value("chardev")).collect()
+    options.filter_map(|option| option.property("chardev")).collect()
 }
 
 fn option(name: &str, value: &str) -> Option<QemuOption> {
@@ -248,7 +248,7 @@ impl Rewriter<'_> {
         }
         let kind = option.type_name().unwrap_or(text);
         let mut changed = option.clone();
-        if let Some(log) = option.properties().and_then(|properties| properties.value("logfile")) {
+        if let Some(log) = option.property("logfile") {
             // QEMU would truncate it at its start.
             changed.properties_mut()?.set_switch("logappend", true);
             if !self.has_known_path(&log, key) {
@@ -323,7 +323,7 @@ impl Rewriter<'_> {
         names: &str,
         key: &str,
     ) -> Option<QemuOption> {
-        let value = |name| option.properties()?.value(name);
+        let value = |name| option.property(name);
         let Some((name, value)) = names.split(' ').find_map(|name| Some((name, value(name)?))) else {
             return Some(option);
         };

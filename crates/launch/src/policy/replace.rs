@@ -52,8 +52,7 @@ pub(super) fn preallocation(candidates: &mut Vec<Candidate>) {
 }
 
 fn names_accelerator(option: &QemuOption) -> bool {
-    let has_accelerator =
-        || option.properties().is_some_and(|properties| properties.value("accel").is_some());
+    let has_accelerator = || option.property("accel").is_some();
     match option.name.as_str() {
         "accel" | "enable-kvm" => true,
         "machine" => has_accelerator(),
@@ -107,7 +106,7 @@ pub(super) fn networks(candidates: &mut Vec<Candidate>, user_arguments: &Command
 
 /// Returns true if it is a network of the host's tap.
 pub(super) fn is_tap(option: &QemuOption) -> bool {
-    let kind = || option.properties().and_then(|properties| properties.value("type"));
+    let kind = || option.property("type");
     option.name.as_str() == "netdev" && kind().as_deref() == Some("tap")
 }
 

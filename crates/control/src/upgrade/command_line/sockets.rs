@@ -87,7 +87,7 @@ impl Rewriter<'_> {
 
     /// Has a socket listen at its staging name, without waiting for a client.
     fn listening(&mut self, mut socket: QemuOption, key: &str) -> Option<QemuOption> {
-        let path = socket.properties()?.value("path")?;
+        let path = socket.property("path")?;
         let staged = self.staged(&path, key)?;
         let properties = socket.properties_mut()?;
         properties.set("path", &staged);
