@@ -169,6 +169,12 @@ impl Executor<'_> {
         }
     }
 
+    /// Keeps an error as the reason, unless there is one already; the switchover goes on with `input`.
+    fn fail(&mut self, error: Error, input: Input) -> Input {
+        self.ends.error.get_or_insert(error);
+        input
+    }
+
     fn waited(&self) -> Duration {
         self.wait.since.elapsed()
     }
@@ -190,10 +196,7 @@ impl Executor<'_> {
             Directive::RestoreSource => self.restore(GuestAction::Leave),
             Directive::ResumeSource => match self.end_in_shared_memory() {
                 Ok(()) => self.restore(GuestAction::Resume),
-                Err(error) => {
-                    self.ends.error.get_or_insert(error);
-                    Input::NotDone
-                }
+                Err(error) => self.fail(error, Input::NotDone),
             },
             Directive::ResumeSourceFirst => self.restore(GuestAction::Resume),
             Directive::QuitSource => self.quit(),
@@ -240,17 +243,13 @@ impl Executor<'_> {
                         || self.waited() >= PEER_REPORT_TIMEOUT && !self.has_switched() =>
                 {
                     let waited = if silence >= silence_max { silence } else { self.waited() };
-                    self.ends.error.get_or_insert(Error::PeerSilent { waited });
-                    return Input::TimedOut;
+                    return self.fail(Error::PeerSilent { waited }, Input::TimedOut);
                 }
                 PeerReply::Nothing => match stuck {
                     Some(input) => return input,
                     None => self.handle_cancel(),
                 },
-                PeerReply::Lost(error) => {
-                    self.ends.error.get_or_insert(error);
-                    return Input::PeerLost;
-                }
+                PeerReply::Lost(error) => return self.fail(error, Input::PeerLost),
             }
         }
     }
@@ -277,20 +276,14 @@ impl Executor<'_> {
                 }
                 Input::Done
             }
-            Err(error) => {
-                self.ends.error.get_or_insert(error);
-                Input::NotDone
-            }
+            Err(error) => self.fail(error, Input::NotDone),
         }
     }
 
     fn record(&mut self, decision: Decision) -> Input {
         match self.ends.switchover.record(decision) {
             Ok(()) => Input::Recorded,
-            Err(error) => {
-                self.ends.error.get_or_insert(error);
-                Input::NotRecorded
-            }
+            Err(error) => self.fail(error, Input::NotRecorded),
         }
     }
 

@@ -39,8 +39,7 @@ impl Executor<'_> {
         let is_over = self.wait.since.elapsed() >= limit;
         if matches!(view, SourceStatus::Migrating | SourceStatus::Unknown) && is_over {
             let error = source.not_completed(limit);
-            self.ends.error.get_or_insert(error);
-            return Input::TimedOut;
+            return self.fail(error, Input::TimedOut);
         }
         if view == SourceStatus::Migrating {
             source.await_event(POLL_INTERVAL);
@@ -49,8 +48,7 @@ impl Executor<'_> {
         if matches!(view, SourceStatus::Migrating | SourceStatus::Unknown)
             && let Some(error) = self.lost_peer()
         {
-            self.ends.error.get_or_insert(error);
-            return Input::TimedOut;
+            return self.fail(error, Input::TimedOut);
         }
         Input::Source(view)
     }

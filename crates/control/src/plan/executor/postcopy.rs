@@ -51,8 +51,7 @@ impl Executor<'_> {
             return None;
         }
         let error = source.not_completed(self.wait.since.elapsed());
-        self.ends.error.get_or_insert(error);
-        Some(Input::Source(status))
+        Some(self.fail(error, Input::Source(status)))
     }
 
     /// Returns the input for a destination whose guest lacks memory if the towline of its source is lost, which forwards that.
@@ -69,8 +68,7 @@ impl Executor<'_> {
             PeerReply::Message(message) => peer.unexpected(&message),
             PeerReply::Lost(error) => error,
         };
-        self.ends.error.get_or_insert(error);
-        Some(Input::PeerLost)
+        Some(self.fail(error, Input::PeerLost))
     }
 
     pub(super) fn set_running(&mut self) {
@@ -85,10 +83,7 @@ impl Executor<'_> {
         self.ends.context.observer.phase(CopyPhase::Switchover);
         match source.switch_to_postcopy() {
             Ok(()) => Input::Done,
-            Err(error) if error_origin::is_refusal(&error) => {
-                self.ends.error.get_or_insert(error);
-                Input::NotDone
-            }
+            Err(error) if error_origin::is_refusal(&error) => self.fail(error, Input::NotDone),
             Err(error) => {
                 tracing::debug!(%error, "it is not known whether the source switches to postcopy");
                 Input::TimedOut
@@ -100,10 +95,7 @@ impl Executor<'_> {
         let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::TimedOut };
         let status = match source.follow(self.ends.context.options) {
             Ok(status) => status,
-            Err(error) => {
-                self.ends.error.get_or_insert(error);
-                return Input::TimedOut;
-            }
+            Err(error) => return self.fail(error, Input::TimedOut),
         };
         self.ends.context.observer.progress(&source.progress);
         match status {
@@ -151,8 +143,7 @@ impl Executor<'_> {
             match to.qmp.recovery_state() {
                 Ok(RecoveryState::Completed) => return Input::Destination(to.qmp.query_status()),
                 Ok(RecoveryState::Failed(error)) => {
-                    self.ends.error.get_or_insert(error);
-                    return Input::Destination(DestinationStatus::Failed);
+                    return self.fail(error, Input::Destination(DestinationStatus::Failed));
                 }
                 Ok(RecoveryState::Listening(address)) => match source.resume_to(&address) {
                     Ok(()) => {
@@ -178,7 +169,6 @@ impl Executor<'_> {
             }
             thread::sleep(RECOVER_INTERVAL);
         }
-        self.ends.error.get_or_insert(Error::NotConnectedAgain { waited: started.elapsed() });
-        Input::NotDone
+        self.fail(Error::NotConnectedAgain { waited: started.elapsed() }, Input::NotDone)
     }
 }
