@@ -30,10 +30,30 @@ fn supervise<T: Send>(
     poll: &mut dyn FnMut() -> Result<(), towline_migration::Error>,
     work: impl FnOnce() -> T + Send,
 ) -> T {
+    let mut cancel_handled = false;
+    watch(work, |done| {
+        thread::park_timeout(WATCH_INTERVAL);
+        if done.load(Ordering::Acquire) {
+            return;
+        }
+        if cancel.is_cancelled() && !cancel_handled {
+            cancel_handled = true;
+            // Not if the guest may already run at its destination.
+            if switchover.cancel() {
+                session.fail(towline_migration::Error::Cancelled);
+            }
+        }
+        if let Err(error) = poll() {
+            session.fail(error);
+        }
+    })
+}
+
+/// Runs `work` in another thread. Until it is done this one looks again and again, and parks, from which it is woken.
+pub(super) fn watch<T: Send>(work: impl FnOnce() -> T + Send, mut look: impl FnMut(&AtomicBool)) -> T {
     let watcher = thread::current();
     // Not the thread's end, which comes a moment after its notification.
     let done = AtomicBool::new(false);
-    let mut cancel_handled = false;
     thread::scope(|scope| {
         let worker = scope.spawn(|| {
             let result = work();
@@ -42,20 +62,7 @@ fn supervise<T: Send>(
             result
         });
         while !done.load(Ordering::Acquire) && !worker.is_finished() {
-            thread::park_timeout(WATCH_INTERVAL);
-            if done.load(Ordering::Acquire) {
-                break;
-            }
-            if cancel.is_cancelled() && !cancel_handled {
-                cancel_handled = true;
-                // Not if the guest may already run at its destination.
-                if switchover.cancel() {
-                    session.fail(towline_migration::Error::Cancelled);
-                }
-            }
-            if let Err(error) = poll() {
-                session.fail(error);
-            }
+            look(&done);
         }
         match worker.join() {
             Ok(result) => result,

@@ -12,7 +12,6 @@ mod target;
 mod unreadable;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -27,7 +26,7 @@ use super::context::{Context, connect_options};
 use super::destination::RecoveryState;
 use super::endpoint::{self, SourceControl};
 use super::ends::{Destination, Source};
-use super::engine::run_supervised;
+use super::engine::{run_supervised, watch};
 use super::error::{Error, Failure};
 use super::error_origin;
 use super::executor::{BREAK_AFTER, RECOVER_TIMEOUT, SwitchoverEnds, SwitchoverReport, conclude};
@@ -249,24 +248,15 @@ impl<'a> Restore<'a> {
 
     /// Sends memory, and watches the guest.
     fn watch(&mut self, running: Running<'a>) -> Result<(), ConnectionLost> {
-        let (watcher, done, started) = (thread::current(), AtomicBool::new(false), Instant::now());
-        thread::scope(|scope| {
-            let worker = scope.spawn(|| {
-                let served = running.serve();
-                done.store(true, Ordering::Release);
-                watcher.unpark();
-                served
-            });
-            while !done.load(Ordering::Acquire) && !worker.is_finished() {
+        let started = Instant::now();
+        watch(
+            || running.serve(),
+            |_| {
                 self.poll();
                 let closely = self.is_starting() && started.elapsed() < START_POLL_TIME;
                 thread::park_timeout(if closely { START_POLL_INTERVAL } else { POLL_INTERVAL });
-            }
-            match worker.join() {
-                Ok(served) => served,
-                Err(panic) => std::panic::resume_unwind(panic),
-            }
-        })
+            },
+        )
     }
 
     /// Returns true if the guest will run and was not seen to run yet.
