@@ -6,11 +6,11 @@ use std::time::Duration;
 use towline_channel::Address;
 use towline_control::check::LANES_DEFAULT;
 use towline_control::plan::{
-    AfterCopy, ConnectingEnd, CopyRequest, Destination, GenerationUse, PostcopyStart, PostcopySwitch,
-    RequestedPages, Source, Task, Throttling, TransferOptions, WritableDisks,
+    AfterCopy, CopyRequest, Destination, GenerationUse, PostcopyStart, PostcopySwitch, RequestedPages,
+    Source, Task, Throttling, TransferOptions, WritableDisks,
 };
 use towline_control::remote::Place;
-use towline_migration::{Compression, Tuning};
+use towline_migration::Compression;
 
 use crate::args::{
     CopyArgs, IfNotConverging, MoveArgs, OnOff, OnOffAuto, StoredSourceArgs, TransferArgs, Via,
@@ -264,25 +264,16 @@ fn run(args: &TransferArgs) -> Option<bool> {
 
 fn request(args: &TransferArgs, task: Task) -> CopyRequest {
     CopyRequest {
-        task,
         compression: args.compression,
         zero_copy_send: args.zero_copy_send.into(),
         tls: args.tls.tls(),
-        peer_name: None,
-        connects: ConnectingEnd::Source,
         downtime_limit: Duration::from_millis(args.downtime_limit),
-        verify: false,
         return_path: args.return_path == OnOff::On,
-        stream: false,
-        requires_mapped_memory: false,
-        direct: None,
-        disks: WritableDisks::default(),
         overwrite: args.overwrite,
         connect_timeout: args.connect_timeout,
         accept_timeout: args.accept_timeout,
         peer_timeout: args.peer_timeout,
-        generations: GenerationUse::Refused,
-        tuning: Tuning::default(),
+        ..CopyRequest::new(task)
     }
 }
 
