@@ -32,7 +32,7 @@ pub use flip::FlipReceived;
 pub use short_io::ShortIo;
 pub use throttle::Throttle;
 
-use crate::sys::iobuf::limit_mut;
+use crate::sys::iobuf::{limit, limit_mut};
 use fastrand::Rng;
 use std::sync::Mutex;
 
@@ -44,6 +44,51 @@ pub enum Direction {
     /// Received bytes.
     Recv,
 }
+
+/// A call that transfers bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Transfer {
+    Send,
+    Recv,
+    /// Receives, and leaves the bytes to the next call.
+    Peek,
+}
+
+impl Transfer {
+    fn direction(self) -> Direction {
+        match self {
+            Self::Send => Direction::Send,
+            Self::Recv | Self::Peek => Direction::Recv,
+        }
+    }
+}
+
+/// The transfers of a layer, whose method `pass` gets each with its length, makes it with that length or less, and
+/// returns its result.
+macro_rules! pass_transfers {
+    () => {
+        fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
+            let send = |len| self.inner.send(&limit(bufs, len), flags);
+            self.pass(Transfer::Send, total_len(bufs), send)
+        }
+
+        fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
+            let peeks = flags.contains(RecvFlags::PEEK);
+            let transfer = if peeks { Transfer::Peek } else { Transfer::Recv };
+            let len = total_len_mut(bufs);
+            self.pass(transfer, len, |len| self.inner.recv(&mut limit_mut(bufs, len), flags))
+        }
+
+        fn send_fds(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<usize> {
+            self.pass(Transfer::Send, bytes.len(), |len| self.inner.send_fds(&bytes[..len], fds))
+        }
+
+        fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize> {
+            self.pass(Transfer::Recv, bytes.len(), |len| self.inner.recv_fds(&mut bytes[..len], fds))
+        }
+    };
+}
+use pass_transfers;
 
 /// A generator for each direction.
 #[derive(Debug)]

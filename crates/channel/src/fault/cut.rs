@@ -1,8 +1,7 @@
 //! A connection that ends.
 
-use super::{Direction, limit_mut};
+use super::{Direction, Transfer, limit, limit_mut, pass_transfers};
 use crate::channel::forward_channel;
-use crate::sys::iobuf::limit;
 use crate::{Channel, Error, IoBuf, IoBufMut, RecvFlags, Result, SendFlags, total_len, total_len_mut};
 use std::net::Shutdown;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -34,31 +33,25 @@ impl Cut {
         cut
     }
 
-    fn send_counted(&self, len: usize, send: impl FnOnce(usize) -> Result<usize>) -> Result<usize> {
-        if self.direction != Direction::Send || len == 0 {
-            return send(len);
+    fn pass(
+        &self,
+        transfer: Transfer,
+        len: usize,
+        run: impl FnOnce(usize) -> Result<usize>,
+    ) -> Result<usize> {
+        if transfer.direction() != self.direction || len == 0 {
+            return run(len);
         }
         let mut left = self.left();
-        match budget(*left, len) {
-            0 => Err(Error::Fault {
+        match (budget(*left, len), transfer) {
+            (0, Transfer::Send) => Err(Error::Fault {
                 peer: self.peer().to_owned(),
                 what: format!("the connection was cut after {} bytes sent", self.after),
             }),
-            allowed => send(allowed).inspect(|sent| self.count(&mut left, *sent)),
-        }
-    }
-
-    fn recv_counted(&self, len: usize, recv: impl FnOnce(usize) -> Result<(usize, usize)>) -> Result<usize> {
-        if self.direction != Direction::Recv || len == 0 {
-            return recv(len).map(|(received, _)| received);
-        }
-        let mut left = self.left();
-        match budget(*left, len) {
-            0 => Ok(0),
-            allowed => {
-                let (received, counted) = recv(allowed)?;
-                self.count(&mut left, counted);
-                Ok(received)
+            (0, Transfer::Recv | Transfer::Peek) => Ok(0),
+            (allowed, Transfer::Peek) => run(allowed),
+            (allowed, Transfer::Send | Transfer::Recv) => {
+                run(allowed).inspect(|bytes| self.count(&mut left, *bytes))
             }
         }
     }
@@ -83,24 +76,7 @@ impl Cut {
 impl Channel for Cut {
     forward_channel!(inner: peer, calls, capabilities, flush, zero_copy_ticket, zero_copy_statistics, shutdown, reset, set_timeouts, wait_recv, as_fd, has_buffered, finish);
 
-    fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
-        self.send_counted(total_len(bufs), |len| self.inner.send(&limit(bufs, len), flags))
-    }
-
-    fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
-        self.recv_counted(total_len_mut(bufs), |len| {
-            let received = self.inner.recv(&mut limit_mut(bufs, len), flags)?;
-            Ok((received, if flags.contains(RecvFlags::PEEK) { 0 } else { received }))
-        })
-    }
-
-    fn send_fds(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<usize> {
-        self.send_counted(bytes.len(), |len| self.inner.send_fds(&bytes[..len], fds))
-    }
-
-    fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize> {
-        self.recv_counted(bytes.len(), |len| self.inner.recv_fds(&mut bytes[..len], fds).map(|n| (n, n)))
-    }
+    pass_transfers!();
 }
 
 fn budget(left: u64, len: usize) -> usize {

@@ -1,9 +1,9 @@
 //! A slow answerer.
 
 use super::pause::Pause;
-use super::{Direction, FaultRng};
+use super::{FaultRng, Transfer, limit, limit_mut, pass_transfers};
 use crate::channel::forward_channel;
-use crate::{Channel, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
+use crate::{Channel, IoBuf, IoBufMut, RecvFlags, Result, SendFlags, total_len, total_len_mut};
 use std::net::Shutdown;
 use std::ops::RangeInclusive;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -29,39 +29,28 @@ impl Delay {
         Self { inner, nanoseconds: shortest..=longest, rng: FaultRng::new(seed), pause: Pause::default() }
     }
 
-    fn wait(&self, direction: Direction) {
+    fn pass(
+        &self,
+        transfer: Transfer,
+        len: usize,
+        run: impl FnOnce(usize) -> Result<usize>,
+    ) -> Result<usize> {
+        let direction = transfer.direction();
         let time = self.rng.draw(direction, |rng| rng.u64(self.nanoseconds.clone()));
         self.pause.until(Instant::now() + Duration::from_nanos(time), direction);
+        run(len)
     }
 }
 
 impl Channel for Delay {
     forward_channel!(inner: peer, calls, capabilities, flush, zero_copy_ticket, zero_copy_statistics, reset, set_timeouts, wait_recv, as_fd, has_buffered, finish);
 
-    fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
-        self.wait(Direction::Send);
-        self.inner.send(bufs, flags)
-    }
-
-    fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
-        self.wait(Direction::Recv);
-        self.inner.recv(bufs, flags)
-    }
+    pass_transfers!();
 
     fn shutdown(&self, how: Shutdown) -> Result<()> {
         // In this order: a woken thread must find the channel shut down.
         let result = self.inner.shutdown(how);
         self.pause.end(how);
         result
-    }
-
-    fn send_fds(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<usize> {
-        self.wait(Direction::Send);
-        self.inner.send_fds(bytes, fds)
-    }
-
-    fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize> {
-        self.wait(Direction::Recv);
-        self.inner.recv_fds(bytes, fds)
     }
 }

@@ -1,9 +1,8 @@
 //! Transfers that stop early.
 
-use super::{Direction, FaultRng, limit_mut};
+use super::{FaultRng, Transfer, limit, limit_mut, pass_transfers};
 use crate::channel::forward_channel;
-use crate::sys::iobuf::limit;
-use crate::{Channel, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
+use crate::{Channel, IoBuf, IoBufMut, RecvFlags, Result, SendFlags, total_len, total_len_mut};
 use std::num::NonZeroUsize;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
@@ -22,29 +21,19 @@ impl ShortIo {
         Self { inner, most, rng: FaultRng::new(seed) }
     }
 
-    fn size(&self, direction: Direction) -> usize {
-        self.rng.draw(direction, |rng| rng.usize(1..=self.most.get()))
+    fn pass(
+        &self,
+        transfer: Transfer,
+        len: usize,
+        run: impl FnOnce(usize) -> Result<usize>,
+    ) -> Result<usize> {
+        let most = self.rng.draw(transfer.direction(), |rng| rng.usize(1..=self.most.get()));
+        run(most.min(len))
     }
 }
 
 impl Channel for ShortIo {
     forward_channel!(inner: peer, calls, capabilities, flush, zero_copy_ticket, zero_copy_statistics, shutdown, reset, set_timeouts, wait_recv, as_fd, has_buffered, finish);
 
-    fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
-        self.inner.send(&limit(bufs, self.size(Direction::Send)), flags)
-    }
-
-    fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
-        self.inner.recv(&mut limit_mut(bufs, self.size(Direction::Recv)), flags)
-    }
-
-    fn send_fds(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<usize> {
-        let len = self.size(Direction::Send).min(bytes.len());
-        self.inner.send_fds(&bytes[..len], fds)
-    }
-
-    fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize> {
-        let len = self.size(Direction::Recv).min(bytes.len());
-        self.inner.recv_fds(&mut bytes[..len], fds)
-    }
+    pass_transfers!();
 }

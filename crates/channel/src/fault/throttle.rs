@@ -1,10 +1,9 @@
 //! A narrow line.
 
 use super::pause::Pause;
-use super::{Direction, limit_mut};
+use super::{Direction, Transfer, limit, limit_mut, pass_transfers};
 use crate::channel::forward_channel;
 use crate::lock::lock;
-use crate::sys::iobuf::limit;
 use crate::{Channel, IoBuf, IoBufMut, RecvFlags, Result, SendFlags, total_len, total_len_mut};
 use std::net::Shutdown;
 use std::num::NonZeroU64;
@@ -37,10 +36,14 @@ impl Throttle {
     /// Waits for the line, transfers at most one piece of `len` and books it.
     fn pass(
         &self,
-        direction: Direction,
+        transfer: Transfer,
         len: usize,
-        transfer: impl FnOnce(usize) -> Result<usize>,
+        run: impl FnOnce(usize) -> Result<usize>,
     ) -> Result<usize> {
+        if transfer == Transfer::Peek {
+            return run(len);
+        }
+        let direction = transfer.direction();
         let free = match direction {
             Direction::Send => &self.send_free,
             Direction::Recv => &self.recv_free,
@@ -50,7 +53,7 @@ impl Throttle {
             self.pause.until(end, direction);
         }
         let piece = (self.bytes_per_second.get() / PIECES_PER_SECOND).max(1);
-        let bytes = transfer(usize::try_from(piece).unwrap_or(usize::MAX).min(len))?;
+        let bytes = run(usize::try_from(piece).unwrap_or(usize::MAX).min(len))?;
         let mut free = lock(free);
         let begin = free.map_or_else(Instant::now, |free| free.max(Instant::now()));
         *free = Some(begin + self.time_of(bytes));
@@ -66,31 +69,12 @@ impl Throttle {
 impl Channel for Throttle {
     forward_channel!(inner: peer, calls, capabilities, flush, zero_copy_ticket, zero_copy_statistics, reset, set_timeouts, wait_recv, as_fd, has_buffered, finish);
 
-    fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
-        self.pass(Direction::Send, total_len(bufs), |len| self.inner.send(&limit(bufs, len), flags))
-    }
-
-    fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
-        if flags.contains(RecvFlags::PEEK) {
-            return self.inner.recv(bufs, flags);
-        }
-        self.pass(Direction::Recv, total_len_mut(bufs), |len| {
-            self.inner.recv(&mut limit_mut(bufs, len), flags)
-        })
-    }
+    pass_transfers!();
 
     fn shutdown(&self, how: Shutdown) -> Result<()> {
         // In this order: a woken thread must find the channel shut down.
         let result = self.inner.shutdown(how);
         self.pause.end(how);
         result
-    }
-
-    fn send_fds(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<usize> {
-        self.pass(Direction::Send, bytes.len(), |len| self.inner.send_fds(&bytes[..len], fds))
-    }
-
-    fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize> {
-        self.pass(Direction::Recv, bytes.len(), |len| self.inner.recv_fds(&mut bytes[..len], fds))
     }
 }
