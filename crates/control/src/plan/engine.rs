@@ -64,10 +64,7 @@ pub(super) fn watch<T: Send>(work: impl FnOnce() -> T + Send, mut look: impl FnM
         while !done.load(Ordering::Acquire) && !worker.is_finished() {
             look(&done);
         }
-        match worker.join() {
-            Ok(result) => result,
-            Err(panic) => std::panic::resume_unwind(panic),
-        }
+        worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     })
 }
 

@@ -222,10 +222,8 @@ impl QemuDestination {
                 loaded = loaded || self.qmp.has_loaded_file(context.cancel)?;
                 thread::park_timeout(LOAD_INTERVAL);
             }
-            match verifier.map(thread::ScopedJoinHandle::join) {
-                Some(Ok(result)) => result?,
-                Some(Err(panic)) => std::panic::resume_unwind(panic),
-                None => {}
+            if let Some(verifier) = verifier {
+                verifier.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
             }
             Ok(image.qemu_load_statistics())
         })
