@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use towline_lab::counting::{assert_clean, make_ext4};
 use towline_lab::expect::{number, qmp};
-use towline_lab::{Finished, LinuxGuest, Qemu, Version, require_lab};
+use towline_lab::{Finished, Qemu, Version, require_lab};
 
 use crate::forks::faults::wait_streamed;
 use crate::forks::{disk, disk_written, with_disk, with_disk_of};
