@@ -8,7 +8,7 @@ use std::io;
 use std::ops::Range;
 
 pub(crate) use client::NbdClient;
-pub(crate) use server::{Export, NbdServer};
+pub(crate) use server::{Change, Export, NbdServer};
 
 const GREETING: u64 = u64::from_be_bytes(*b"NBDMAGIC");
 const OPTION: u64 = u64::from_be_bytes(*b"IHAVEOPT");

@@ -173,13 +173,18 @@ impl CheckpointQueue {
         }
     }
 
+    /// Requests a checkpoint.
+    pub fn hasten(&self) {
+        lock(&self.state).is_requested = true;
+        self.changed.notify_all();
+    }
+
     /// Requests a checkpoint, and waits until its output is marked ([`Self::marked`]).
     ///
     /// # Errors
     /// [`Error::Cancelled`]: the queue is closed.
     pub fn request(&self) -> Result<()> {
-        lock(&self.state).is_requested = true;
-        self.changed.notify_all();
+        self.hasten();
         self.wait_for(|state| (!state.is_requested).then_some(()))
     }
 

@@ -84,6 +84,15 @@ fn a_guest_survives_the_death_of_its_host() {
     survives(&mut hosts, Links::Stay, &mut Rng::with_seed(number("TOWLINE_SOAK_SEED", 1)));
 }
 
+/// Its sockets are those of that user, on both hosts.
+#[test]
+#[ignore = "nightly"]
+fn a_guest_of_a_qemu_that_became_another_user_survives_its_host() {
+    let test = "a_guest_of_a_qemu_that_became_another_user_survives_its_host";
+    let Some(mut hosts) = Hosts::with_options(test, &["-run-with", "user=daemon"]) else { return };
+    survives(&mut hosts, Links::Stay, &mut Rng::with_seed(1));
+}
+
 /// Each time of another guest.
 #[test]
 #[ignore = "nightly"]

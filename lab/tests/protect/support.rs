@@ -109,6 +109,11 @@ pub(crate) struct Hosts {
 impl Hosts {
     /// Boots the guest; `None`: the test is skipped.
     pub(crate) fn new(test: &str) -> Option<Self> {
+        Self::with_options(test, &[])
+    }
+
+    /// The same, with further options for QEMU.
+    pub(crate) fn with_options(test: &str, further: &[&str]) -> Option<Self> {
         if !require_qemu(test, &[Version::Newest]) {
             return None;
         }
@@ -135,7 +140,7 @@ impl Hosts {
             .map(|option| option.replace(",reconnect=1", ",reconnect-ms=1000"));
         let builder = Qemu::builder(Version::Newest).linux().memory_mib(256);
         let builder = builder.memory_backend(MemoryBackend::Memfd { prealloc: false }).args(options);
-        let builder = builder.args(disk).within(&here);
+        let builder = builder.args(disk).args(further.iter().copied()).within(&here);
         let (source, mut guest) = builder.boot(WITHIN).unwrap();
         set_up(&mut guest);
         guest.begin_to_count();

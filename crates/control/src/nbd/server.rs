@@ -20,13 +20,21 @@ const OPTION_BYTES_MAX: u32 = 8192;
 const OPTIONS_MAX: usize = 64;
 /// Flag of a write of zeros that keeps its space allocated: the one that is kept.
 const NO_HOLE: u16 = 1 << 1;
-const EINVAL: u32 = 22;
 
 /// A disk that is offered.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Export {
     pub(crate) name: String,
     pub(crate) bytes: u64,
+}
+
+/// Request of a client that changes its disk, or flushes it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Change<'a> {
+    /// A request that changes this number of its bytes, as [`NbdClient::replay`](super::NbdClient::replay) repeats it.
+    Write { request: &'a [u8], bytes: u32 },
+    /// All before it is to be on the storage.
+    Flush,
 }
 
 /// A connection to one of the exports.
@@ -80,14 +88,11 @@ impl NbdServer {
         Err(unexpected("many options"))
     }
 
-    /// Serves requests until the client disconnects. `write` gets each one that changes the disk, as [`NbdClient::replay`] repeats it, and is
-    /// done with it when it returns; a flush is answered at once.
+    /// Serves requests until the client disconnects. `change` is done with each one when it returns.
     ///
     /// # Errors
-    /// Of `write`; the connection ends; `InvalidData`.
-    ///
-    /// [`NbdClient::replay`]: super::NbdClient::replay
-    pub(crate) fn serve(&mut self, write: &mut dyn FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
+    /// Of `change`; the connection ends; `InvalidData`, and `InvalidInput` for a request that was refused.
+    pub(crate) fn serve(&mut self, change: &mut dyn FnMut(Change<'_>) -> io::Result<()>) -> io::Result<()> {
         let mut whole = Vec::new();
         loop {
             let head: [u8; REQUEST_BYTES] = self.array()?;
@@ -100,19 +105,15 @@ impl NbdServer {
             whole.extend(kept.encode());
             whole.resize(REQUEST_BYTES + request.content_bytes()?, 0);
             self.stream.read_exact(&mut whole[REQUEST_BYTES..])?;
-            let error = match request.kind {
-                FLUSH => 0,
+            // A client whose request is not done has another disk than this one: it gets no reply, and no further one.
+            match request.kind {
+                FLUSH => change(Change::Flush)?,
                 WRITE | TRIM | WRITE_ZEROES if request.changes(self.disk_bytes).is_some() => {
-                    write(&whole)?;
-                    0
+                    change(Change::Write { request: &whole, bytes: request.bytes })?;
                 }
-                _ => {
-                    tracing::warn!(?request, "refused");
-                    EINVAL
-                }
-            };
-            let head = [SIMPLE_REPLY.to_be_bytes(), error.to_be_bytes()].concat();
-            self.send(&[&head[..], &request.cookie.to_be_bytes()].concat())?;
+                _ => return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("{request:?}"))),
+            }
+            self.send(&[&SIMPLE_REPLY.to_be_bytes()[..], &[0; 4], &request.cookie.to_be_bytes()].concat())?;
         }
     }
 
@@ -167,7 +168,8 @@ mod tests {
                 let (number, mut server) =
                     NbdServer::negotiate(listener.accept().unwrap().0, &exports)?.unwrap();
                 assert_eq!(number, 1);
-                server.serve(&mut |request| {
+                server.serve(&mut |change| {
+                    let Change::Write { request, .. } = change else { return Ok(()) };
                     let (head, content) = request.split_at(REQUEST_BYTES);
                     let head = Request::decode(head)?;
                     let range = head.offset as usize..(head.offset + u64::from(head.bytes)) as usize;
@@ -244,13 +246,14 @@ mod tests {
             let (served, ()) = serving(&mut disk, |client| client.send(sent).unwrap());
             assert_eq!(served.unwrap_err().kind(), io::ErrorKind::InvalidData);
         }
-        // Reads, and what is beyond the end, are refused.
+        // Reads, and what is beyond the end, are not done.
         for refused in [request(super::super::READ, 0, 1), request(TRIM, DISK_BYTES, 1)] {
-            let (_, replied) = serving(&mut disk, |client| {
+            let (served, replied) = serving(&mut disk, |client| {
                 client.send(&refused.encode()).unwrap();
                 client.await_written(1)
             });
-            assert_eq!(replied.unwrap_err().raw_os_error(), Some(EINVAL as i32));
+            assert_eq!(served.unwrap_err().kind(), io::ErrorKind::InvalidInput);
+            assert_eq!(replied.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
         }
     }
 }

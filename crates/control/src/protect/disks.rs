@@ -9,7 +9,8 @@
 //! once it is in the ferry's memory: what waits for the other host is the output that follows it.
 //!
 //! Between the hosts each disk has a connection, which the standby confirms by a byte. Then come the number of an epoch, the length of its
-//! writes, and these as requests of NBD.
+//! writes, and these as requests of NBD. Before the first checkpoint the number is 0, and a length of 0 has the standby flush, and confirm
+//! that by a byte: all that was written until then is on its storage, and the first checkpoint does not wait for it.
 
 use std::collections::VecDeque;
 use std::io;
@@ -24,18 +25,26 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use towline_channel::{Channel, ChannelExt as _, IoBuf, IoBufMut, SendFlags};
+use towline_migration::checkpoints::CheckpointQueue;
 
 use crate::lock::lock;
-use crate::nbd::{Export, NbdClient, NbdServer};
+use crate::nbd::{Change, Export, NbdClient, NbdServer};
 
 /// Epoch of writes before the first checkpoint.
 const BEFORE: u64 = 0;
 /// Length of the writes of an epoch from which on the guest waits for the next one.
 const OPEN_BYTES: usize = 16 << 20;
-/// Byte of the standby for a disk that it has.
-const ACCEPTED: u8 = 1;
-/// Time for the other host to take what a guest without a checkpoint writes.
-const SEND_TIMEOUT: Duration = Duration::from_secs(10);
+/// Byte of the standby for a disk that it has, and for a flush.
+const DONE: u8 = 1;
+/// Bytes of a disk that are changed before the first checkpoint without a flush, and in one epoch before the guest waits. Zeros may be written
+/// as such.
+const CHANGED_BYTES: u64 = 64 << 20;
+/// Time for the other host to store what a guest without a checkpoint writes.
+const STORED_WITHIN: Duration = Duration::from_secs(60);
+/// Time for which a write waits for the next checkpoint at most.
+const WRITE_WAITS: Duration = Duration::from_millis(500);
+/// Maximum length of the writes of an epoch.
+const LOG_BYTES_MAX: usize = 256 << 20;
 /// Time for a write, and a flush, of the waiting QEMU.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -54,6 +63,10 @@ pub(super) struct DiskLog {
     disk: String,
     /// The standby.
     channel: Arc<dyn Channel>,
+    /// Bytes that were changed since the last flush, before the first checkpoint.
+    unflushed: Mutex<u64>,
+    /// Checkpoints that are taken.
+    queue: Arc<CheckpointQueue>,
     /// Maximum length of the writes of an epoch.
     limit: usize,
     state: Mutex<LogState>,
@@ -68,13 +81,14 @@ struct LogState {
     is_stopping: bool,
     /// Writes since the last checkpoint, and of the checkpoints before it that were not passed on.
     open: Vec<u8>,
+    changed_bytes: u64,
     cut: VecDeque<Vec<u8>>,
     /// Reason for which there are no more.
     ended: Option<String>,
 }
 
-/// Waits until the standby has the disk of this connection.
-pub(super) fn await_accepted(channel: &dyn Channel) -> towline_channel::Result<()> {
+/// Waits until the standby has the disk of this connection, or what was written to it on its storage.
+pub(super) fn await_done(channel: &dyn Channel) -> towline_channel::Result<()> {
     channel.recv_exact(&mut [IoBufMut::from(&mut [0; 1][..])])
 }
 
@@ -84,12 +98,20 @@ impl DiskLog {
         disks: &[ProtectedDisk],
         channels: Vec<Arc<dyn Channel>>,
         listener: UnixListener,
+        queue: &Arc<CheckpointQueue>,
         limit: usize,
     ) -> towline_channel::Result<Vec<Arc<Self>>> {
         let log = |(disk, channel): (&ProtectedDisk, Arc<dyn Channel>)| {
-            channel.set_timeouts(Some(SEND_TIMEOUT), Some(SEND_TIMEOUT))?;
-            let (state, changed) = (Mutex::default(), Condvar::new());
-            Ok(Arc::new(Self { disk: disk.name.clone(), channel, limit, state, changed }))
+            channel.set_timeouts(Some(STORED_WITHIN), Some(STORED_WITHIN))?;
+            Ok(Arc::new(Self {
+                disk: disk.name.clone(),
+                channel,
+                unflushed: Mutex::default(),
+                queue: Arc::clone(queue),
+                limit: limit.min(LOG_BYTES_MAX),
+                state: Mutex::default(),
+                changed: Condvar::new(),
+            }))
         };
         let logs: Vec<_> = disks.iter().zip(channels).map(log).collect::<towline_channel::Result<_>>()?;
         let (of_thread, disks) = (logs.clone(), disks.to_vec());
@@ -100,7 +122,7 @@ impl DiskLog {
                 match NbdServer::negotiate(stream, &exports) {
                     Ok(Some((number, mut server))) => {
                         let log = Arc::clone(&of_thread[number]);
-                        thread::spawn(move || log.end(server.serve(&mut |request| log.write(request))));
+                        thread::spawn(move || log.end(server.serve(&mut |change| log.change(change))));
                     }
                     Ok(None) => {}
                     Err(error) => tracing::warn!(%error, "a connection for disks"),
@@ -115,17 +137,53 @@ impl DiskLog {
         self.channel.set_timeouts(Some(timeout), Some(timeout))
     }
 
+    fn change(&self, change: Change<'_>) -> io::Result<()> {
+        match change {
+            Change::Write { request, bytes } => self.write(request, bytes.into()),
+            // QEMU flushes in each stop, before the checkpoint with what it flushes.
+            Change::Flush if lock(&self.state).keeps => Ok(()),
+            Change::Flush => self.flush().map_err(io::Error::other),
+        }
+    }
+
+    /// Has the standby store all writes before the first checkpoint.
+    pub(super) fn flush(&self) -> towline_channel::Result<()> {
+        let mut unflushed = lock(&self.unflushed);
+        self.send(BEFORE, &[])?;
+        await_done(&*self.channel)?;
+        *unflushed = 0;
+        Ok(())
+    }
+
+    /// A write before the first checkpoint.
+    fn write_early(&self, request: &[u8], bytes: u64) -> towline_channel::Result<()> {
+        let mut unflushed = lock(&self.unflushed);
+        self.send(BEFORE, request)?;
+        *unflushed += bytes;
+        if *unflushed < CHANGED_BYTES {
+            return Ok(());
+        }
+        drop(unflushed);
+        self.flush()
+    }
+
     /// A write of the guest is done once this returns.
-    fn write(&self, request: &[u8]) -> io::Result<()> {
-        let mut state = lock(&self.state);
+    fn write(&self, request: &[u8], bytes: u64) -> io::Result<()> {
+        let state = lock(&self.state);
         if !state.keeps {
             drop(state);
-            return self.send(BEFORE, request).map_err(io::Error::other);
+            return self.write_early(request, bytes).map_err(io::Error::other);
         }
-        // A standby that is late delays the guest's writes, and not its checkpoints.
-        while state.open.len() >= OPEN_BYTES && !state.is_stopping && state.ended.is_none() {
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        let is_full = |state: &LogState| {
+            state.open.len() >= OPEN_BYTES.min(self.limit / 2) || state.changed_bytes >= CHANGED_BYTES
+        };
+        if is_full(&state) {
+            self.queue.hasten();
         }
+        // A standby that is late delays the guest's writes, and not its checkpoints; nor does a write that QEMU waits for delay QEMU for long.
+        let waits = |state: &mut LogState| is_full(state) && !state.is_stopping && state.ended.is_none();
+        let waited = self.changed.wait_timeout_while(state, WRITE_WAITS, waits);
+        let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
         if state.ended.is_some() {
             return Err(io::ErrorKind::BrokenPipe.into());
         }
@@ -136,6 +194,7 @@ impl DiskLog {
             )));
         }
         state.open.extend_from_slice(request);
+        state.changed_bytes += bytes;
         Ok(())
     }
 
@@ -151,7 +210,7 @@ impl DiskLog {
         if let Some(reason) = &state.ended {
             return Err(format!("disk {}: {reason}", self.disk));
         }
-        (state.keeps, state.is_stopping) = (true, false);
+        (state.keeps, state.is_stopping, state.changed_bytes) = (true, false, 0);
         let open = mem::take(&mut state.open);
         state.cut.push_back(open);
         Ok(())
@@ -210,15 +269,15 @@ impl StandbyDisk {
             let (found, expected) = (client.disk_bytes().unwrap_or_default(), disk.bytes);
             return Err(io::Error::other(format!("it has {found} bytes, expected {expected}")));
         }
-        let accepted = channel.send_all(&[IoBuf::from(&[ACCEPTED][..])], SendFlags::empty());
-        accepted.map_err(io::Error::other)?;
+        done(&*channel)?;
         let client = Arc::new(Mutex::new(client));
         let (sender, received) = mpsc::sync_channel(0);
         let (early, name) = (Arc::clone(&client), disk.name.clone());
         thread::spawn(move || {
             loop {
                 let writes = match receive(&*channel, limit) {
-                    Ok(Writes { epoch: BEFORE, requests }) => match lock(&early).replay(&requests) {
+                    Ok(Writes { epoch: BEFORE, requests }) => match write_early(&early, &requests, &*channel)
+                    {
                         Ok(()) => continue,
                         Err(error) => Err(error),
                     },
@@ -279,6 +338,21 @@ impl<'a> EpochWrites<'a> {
 
 fn named(disk: &StandbyDisk, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("disk {}: {error}", disk.name))
+}
+
+/// Confirms a disk, or a flush.
+fn done(channel: &dyn Channel) -> io::Result<()> {
+    channel.send_all(&[IoBuf::from(&[DONE][..])], SendFlags::empty()).map_err(io::Error::other)
+}
+
+/// Does what was written before the first checkpoint.
+fn write_early(client: &Mutex<NbdClient>, requests: &[u8], channel: &dyn Channel) -> io::Result<()> {
+    let mut client = lock(client);
+    if !requests.is_empty() {
+        return client.replay(requests);
+    }
+    client.flush()?;
+    done(channel)
 }
 
 /// Receives the writes of an epoch.

@@ -11,13 +11,16 @@
 //! It holds no monitor, and may die at any moment: the keeper, another process, has the guest run on then. If the keeper dies, it goes on.
 
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixListener;
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_channel::{
-    Address, Cancel, Channel, ConnectOptions, Listener, OneTimeKey, TlsClient, connect_with,
+    Address, Cancel, Channel, ConnectOptions, FileOwner, Listener, OneTimeKey, TlsClient, connect_with,
+    with_file_owner,
 };
 use towline_migration::Error;
 use towline_migration::checkpoints::{self, CheckpointQueue, CheckpointSink, pass_on, pass_on_first_copy};
@@ -86,20 +89,25 @@ fn carry(link: &Link<ToFerry>, open: &mut Option<Arc<dyn Channel>>) -> Result<()
     let disk = |_| {
         let channel = connect()?;
         // Else the standby may accept the next connection before this one.
-        disks::await_accepted(&*channel).map_err(|error| Failure::of(Lost::Standby)(&error))?;
+        disks::await_done(&*channel).map_err(|error| Failure::of(Lost::Standby)(&error))?;
         Ok(channel)
     };
-    let disks = serve_disks(&request, request.disks.iter().map(disk).collect::<Result<_, _>>()?)?;
+    let buffer = || CheckpointBuffer::new(request.checkpoint_bytes_max);
+    let queue = Arc::new(CheckpointQueue::new((0..BUFFERS).map(|_| buffer()).collect()));
+    let disks = request.disks.iter().map(disk).collect::<Result<_, _>>()?;
+    let disks = serve_disks(&request, disks, &queue)?;
     let standby = connect()?;
     *open = Some(Arc::clone(&standby));
-    let failed = Failure::of(Lost::Guest);
-    let listener = Listener::bind(&Address::Unix(request.socket.clone())).map_err(|error| failed(&error))?;
+    let address = Address::Unix(request.socket.clone());
+    let listener = for_qemu(&request.socket, || Listener::bind(&address))?;
+    let listener = listener.map_err(|error| Failure::of(Lost::Guest)(&error))?;
     link.send(&FromFerry::Listening);
     let Some(ToFerry::Copy) = next(link) else { return Ok(()) };
+    flush(&disks)?;
     let ends = first_copy(listener, standby, disks)?;
     link.send(&FromFerry::Copied);
     let Some(ToFerry::Go) = next(link) else { return Ok(()) };
-    pass_checkpoints(&request, ends, link)
+    pass_checkpoints(&request, ends, &queue, link)
 }
 
 /// The keeper's next message; `None`: it is gone.
@@ -135,11 +143,32 @@ fn connector(
 fn serve_disks(
     request: &FerryRequest,
     channels: Vec<Arc<dyn Channel>>,
+    queue: &Arc<CheckpointQueue>,
 ) -> Result<Vec<Arc<DiskLog>>, Failure> {
     let failed = Failure::of(Lost::Disk);
-    let listener = UnixListener::bind(&request.disk_socket).map_err(|error| failed(&error))?;
-    let logs = DiskLog::serve(&request.disks, channels, listener, request.checkpoint_bytes_max);
+    let listener = for_qemu(&request.disk_socket, || UnixListener::bind(&request.disk_socket))?;
+    let listener = listener.map_err(|error| failed(&error))?;
+    let logs = DiskLog::serve(&request.disks, channels, listener, queue, request.checkpoint_bytes_max);
     logs.map_err(|error| failed(&error))
+}
+
+/// Has the standby store what was written before the first checkpoint, which would wait for that.
+fn flush(disks: &[Arc<DiskLog>]) -> Result<(), Failure> {
+    disks.iter().try_for_each(|disk| disk.flush()).map_err(|error| Failure::of(Lost::Standby)(&error))
+}
+
+/// Binds a socket to this path, for the user that its directory belongs to: that of QEMU.
+fn for_qemu<T>(path: &Path, bind: impl FnOnce() -> T) -> Result<T, Failure> {
+    let bind = || {
+        let directory = std::fs::metadata(path.parent().unwrap_or(path))?;
+        let owner = FileOwner { uid: directory.uid(), gid: directory.gid() };
+        if owner.uid == rustix::process::getuid().as_raw() {
+            Ok(bind())
+        } else {
+            with_file_owner(owner, bind)
+        }
+    };
+    bind().map_err(|error: std::io::Error| Failure::of(Lost::Guest)(&error))
 }
 
 /// Passes the first copy on.
@@ -159,7 +188,12 @@ fn first_copy(
 }
 
 /// Takes checkpoints and passes them on, until an end is lost, which is reported.
-fn pass_checkpoints(request: &FerryRequest, ends: Ends, link: &Link<ToFerry>) -> Result<(), Failure> {
+fn pass_checkpoints(
+    request: &FerryRequest,
+    ends: Ends,
+    queue: &CheckpointQueue,
+    link: &Link<ToFerry>,
+) -> Result<(), Failure> {
     let Ends { primary, standby, first, disks } = ends;
     let hold = || {
         let held = HoldingCards::hold(&request.cards, request.generation);
@@ -168,11 +202,11 @@ fn pass_checkpoints(request: &FerryRequest, ends: Ends, link: &Link<ToFerry>) ->
     let (marks, releases) = (hold()?, hold()?);
     let watched = if request.ends_on_output && !request.cards.is_empty() { Some(hold()?) } else { None };
     let timeout = Duration::from_millis(request.peer_timeout_ms);
-    let set = standby.set_timeouts(Some(timeout), Some(timeout));
-    let set = set.and_then(|()| disks.iter().try_for_each(|disk| disk.set_timeout(timeout)));
+    // The guest stands; little was written since the last time.
+    flush(&disks)?;
+    let set = disks.iter().try_for_each(|disk| disk.set_timeout(timeout));
+    let set = set.and_then(|()| standby.set_timeouts(Some(timeout), Some(timeout)));
     set.map_err(|error| Failure::of(Lost::Standby)(&error))?;
-    let buffer = || CheckpointBuffer::new(request.checkpoint_bytes_max);
-    let queue = &CheckpointQueue::new((0..BUFFERS).map(|_| buffer()).collect());
     let mut taker = Taker {
         link,
         queue,
@@ -189,6 +223,8 @@ fn pass_checkpoints(request: &FerryRequest, ends: Ends, link: &Link<ToFerry>) ->
             let failure = pass(standby.as_ref(), queue, &disks, releases, link);
             *lock(&passing) = failure;
             queue.close();
+            // QEMU may wait for a write before it requests the next checkpoint.
+            disks.iter().for_each(|disk| disk.close("there are no more checkpoints".into()));
         });
         if let Some(mut watched) = watched {
             scope.spawn(move || request_on_output(&mut watched, queue));

@@ -10,7 +10,7 @@
 
 use std::net::Shutdown;
 use std::os::fd::AsFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -32,11 +32,12 @@ use super::memory::{StandbyMemory, StandbyMemoryError};
 use crate::arbiter::{Arbiter, Claimant, Decision};
 use crate::cards::HoldingCards;
 use crate::lock::lock;
+use crate::plan::PrivateDir;
 use crate::qemu::{Error as QemuError, Qemu};
 
 /// Time for each step before the first checkpoint.
 const STEP_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time for the disks to be copied before; the end of the session ends it earlier.
+/// Time for the disks to be copied before; the end of the way to the guest's host ends it earlier.
 const DISKS_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 /// Time in which the guest's host may say that this was no death.
 const GRACE: Duration = Duration::from_millis(100);
@@ -51,11 +52,8 @@ pub(crate) struct Standby {
     pub(crate) listener: Listener,
     /// Monitor of the QEMU that waits for the guest.
     pub(crate) qemu: PathBuf,
-    /// Socket to which it will be connected.
-    pub(crate) socket: PathBuf,
-    /// Disks that it gets from its host, and the socket of the QEMU's NBD server.
+    /// Disks that it gets from its host.
     pub(crate) disks: Vec<ProtectedDisk>,
-    pub(crate) disk_socket: PathBuf,
     /// Control sockets of its cards.
     pub(crate) cards: Vec<PathBuf>,
     pub(crate) arbiter: Arbiter,
@@ -272,9 +270,13 @@ impl Standby {
     /// [`StandbyError`]: the guest is not here.
     pub(crate) fn run(self, notice: &dyn Fn(&str)) -> Result<StandbyEnd, StandbyError> {
         let mut qemu = Qemu::inspect(&self.qemu, &qmp::Options::default())?;
-        self.listen(&mut qemu)?;
+        let directory =
+            PrivateDir::for_qemu(&qemu).map_err(|error| StandbyError::Memory(error.to_string()))?;
+        let state = Address::Unix(directory.join("state.sock"));
+        let disks = directory.join("disks.sock");
+        self.listen(&mut qemu, &state, &disks)?;
         let memory = self.memory.sink()?;
-        let last = self.receive(&memory);
+        let last = self.receive(&memory, &disks);
         let last = match last {
             // It may have come in order.
             Err(_) if !self.control.begins_to_decide() => return Ok(StandbyEnd::Released),
@@ -283,7 +285,7 @@ impl Standby {
         if !self.control.begins_to_decide() {
             return Ok(StandbyEnd::Released);
         }
-        self.load(&mut qemu, &memory, &last)?;
+        self.load(&mut qemu, &state, &memory, &last)?;
         let loaded_ms = millis_since(last.lost_at);
         let claimant = Claimant::new();
         match self.arbiter.decide(&self.guest, self.generation + 1, &claimant, &self.control.cancel, notice) {
@@ -293,20 +295,20 @@ impl Standby {
     }
 
     /// Has the QEMU wait for the device state. It loads it and stays paused.
-    fn listen(&self, qemu: &mut Qemu) -> Result<(), StandbyError> {
-        let incoming = MigrateIncoming::on_uri(Address::Unix(self.socket.clone()).to_string());
+    fn listen(&self, qemu: &mut Qemu, state: &Address, disks: &Path) -> Result<(), StandbyError> {
+        let incoming = MigrateIncoming::on_uri(state.to_string());
         let requests = [CommandRequest::new(&Stop)?, CommandRequest::new(&incoming)?];
         let replies = qemu.client().execute_all(&requests)?;
         if !self.disks.is_empty() {
             let drives = qemu.written_drives()?;
-            qemu.export_drives(&drives, &self.disk_socket)?;
+            qemu.export_drives(&drives, disks)?;
         }
         Ok(replies.into_iter().try_for_each(|reply| reply.value().map(|_| ()))?)
     }
 
     /// Receives checkpoints until the way to the guest's host ends. Returns the last one.
-    fn receive(&self, memory: &Memory) -> Result<LastCheckpoint, StandbyError> {
-        let disks = self.receive_disks()?;
+    fn receive(&self, memory: &Memory, disks: &Path) -> Result<LastCheckpoint, StandbyError> {
+        let disks = self.receive_disks(disks)?;
         let channel = self.listener.accept(Instant::now() + STEP_TIMEOUT, &self.control.cancel)?;
         let channel: Arc<dyn Channel> = channel.into();
         let channel = self.control.channel.get_or_init(|| channel);
@@ -339,24 +341,29 @@ impl Standby {
     }
 
     /// Accepts a connection for each disk.
-    fn receive_disks(&self) -> Result<Vec<StandbyDisk>, StandbyError> {
+    fn receive_disks(&self, server: &Path) -> Result<Vec<StandbyDisk>, StandbyError> {
         let disk = |disk: &ProtectedDisk| {
             let channel = self.listener.accept(Instant::now() + STEP_TIMEOUT, &self.control.cancel)?;
-            let standby =
-                StandbyDisk::new(disk, &self.disk_socket, channel.into(), self.checkpoint_bytes_max);
+            let standby = StandbyDisk::new(disk, server, channel.into(), self.checkpoint_bytes_max);
             standby.map_err(|source| StandbyError::Disk { name: disk.name.clone(), source })
         };
         self.disks.iter().map(disk).collect()
     }
 
     /// Has the QEMU load the last checkpoint. It stays paused, and nothing of it leaves.
-    fn load(&self, qemu: &mut Qemu, memory: &Memory, last: &LastCheckpoint) -> Result<(), StandbyError> {
+    fn load(
+        &self,
+        qemu: &mut Qemu,
+        state: &Address,
+        memory: &Memory,
+        last: &LastCheckpoint,
+    ) -> Result<(), StandbyError> {
         // The disks are the guest's from here on.
         qemu.end_exports()?;
         memory.set_device_state(last.devices.bytes().to_vec());
         let deadline = Instant::now() + LOAD_TIMEOUT;
-        let (address, plain) = (Address::Unix(self.socket.clone()), ConnectOptions::default());
-        let connections = outgoing::connect(&address, 0, [0; 16], &plain, deadline, &Cancel::new()?)?;
+        let plain = ConnectOptions::default();
+        let connections = outgoing::connect(state, 0, [0; 16], &plain, deadline, &Cancel::new()?)?;
         let (session, statistics) = (Arc::new(Session::default()), Arc::new(Statistics::default()));
         let guest = GuestWithPresentBlocks::new(memory, self.memory.present())?;
         Outgoing::new(session, statistics, outgoing::Options::default()).run(&connections, &guest)?;

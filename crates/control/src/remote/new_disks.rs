@@ -48,7 +48,7 @@ impl CopiedDisk {
         }
         let new = NewDisk { path, format, bytes: *bytes };
         new.create(host).map(Some).map_err(|error| {
-            format!("disk {drive}: {error}; remove it if a former move has left it, or name another by {setting}.file")
+            format!("disk {drive}: {error}; remove it if a former move or protection has left it, or name another by {setting}.file")
         })
     }
 }

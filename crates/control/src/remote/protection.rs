@@ -127,9 +127,7 @@ impl AgentStandby {
         let standby = Standby {
             memory,
             listener: Listener::bind_with(&free_port(), &options).map_err(failed)?,
-            socket: monitor.with_file_name("state.sock"),
             disks: request.disks.clone(),
-            disk_socket: monitor.with_file_name("disks.sock"),
             qemu: monitor,
             cards: controls,
             arbiter: request.arbiter.clone(),

@@ -252,7 +252,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
         self.ferry.kill();
         // A QEMU with -no-shutdown lives.
         if !self.qemu.has_exited(ENDS_WITHIN) && self.qemu.end_checkpoints().is_ok() {
-            let _ = self.mirrors.end(&mut self.qemu);
+            self.end_mirrors();
             let settings = self.settings.take();
             let _ = settings.map(|settings| settings.restore(&mut self.qemu));
         }
@@ -284,8 +284,9 @@ impl<'a, 'k> Attempt<'a, 'k> {
             // Cards that were started again since may pass.
             let _ = HoldingCards::hold(&self.cards, self.keeper.generation);
         }
-        // Nothing is claimed or given up for a QEMU that does not reply: it may be about to die, and the standby has its guest.
-        while let Err(error) = self.qemu.end_checkpoints() {
+        // Nothing is claimed or given up for a QEMU that does not reply: it may be about to die, and the standby has its guest. Before the
+        // copy of its memory the guest may be stopped by its user.
+        while let Some(Err(error)) = self.entry.is_some().then(|| self.qemu.end_checkpoints()) {
             let is_disconnected = self.qemu.client().check_connected().is_err();
             if self.qemu.has_exited(ENDS_WITHIN) || is_disconnected && self.qemu.process().kill(KILL_TIMEOUT)
             {
@@ -297,6 +298,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
             }
             thread::sleep(STATUS_INTERVAL);
         }
+        self.end_mirrors();
         if self.may_be_taken && !is_standby {
             self.may_be_taken = !self.host.release_standby(RELEASED_WITHIN[1]);
         }
@@ -323,9 +325,6 @@ impl<'a, 'k> Attempt<'a, 'k> {
     /// Has the guest's output go, and restores QEMU's settings.
     fn finish(mut self) -> Result<(), Error> {
         let passed = HoldingCards::pass_all(&self.cards, self.keeper.generation);
-        if let Err(error) = self.mirrors.end(&mut self.qemu) {
-            self.keeper.observer.notice(&format!("the guest's disks are still copied: {error}"));
-        }
         if passed.is_ok() {
             self.entry.iter().for_each(JournalEntry::done);
         }
@@ -334,6 +333,12 @@ impl<'a, 'k> Attempt<'a, 'k> {
             self.keeper.observer.notice(&error.to_string());
         }
         passed.map_err(Error::Card)
+    }
+
+    fn end_mirrors(&mut self) {
+        if let Err(error) = self.mirrors.end(&mut self.qemu) {
+            self.keeper.observer.notice(&format!("the guest's disks may still be copied: {error}"));
+        }
     }
 
     fn leave_settings(&mut self) {

@@ -15,12 +15,13 @@ use crate::qemu::{self, Drive, Mirror, MirrorFailure, MirrorProgress, Qemu};
 /// Interval of looks at the jobs, and of reports.
 const LOOK_INTERVAL: Duration = Duration::from_millis(200);
 /// Time without progress after which the copy is given up.
-const STALLED_AFTER: Duration = Duration::from_secs(60);
+const STALLED_AFTER: Duration = Duration::from_secs(120);
 
 /// Disks of a guest that is protected.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct DiskMirrors {
     drives: Vec<Drive>,
+    /// Of mirrors that were begun.
     entry: Option<JournalEntry>,
 }
 
@@ -56,7 +57,7 @@ impl DiskMirrors {
         let jobs: Vec<_> = mirrors.iter().map(|mirror| mirror.job.clone()).collect();
         // Of a towline that was killed.
         qemu.drop_mirrors(&jobs)?;
-        self.entry = qemu.record(&UndoRecord::Mirrors { jobs });
+        self.entry = Some(qemu.record(&UndoRecord::Mirrors { jobs }).ok_or(Error::NoJournal)?);
         for (mirror, drive) in mirrors.iter().zip(&self.drives) {
             qemu.start_mirror(mirror, drive, socket, None, are_new)?;
         }
@@ -67,23 +68,29 @@ impl DiskMirrors {
         self.drives.iter().enumerate().map(|(number, drive)| Mirror::of(number, drive)).collect()
     }
 
-    /// Fails after this event if it is of a disk that is not copied any more.
+    /// Finds a disk that is not copied any more.
     ///
     /// # Errors
     /// [`Error::DiskNotCopied`].
-    pub(super) fn check_after(&self, event: &Event, qemu: &mut Qemu) -> Result<(), Error> {
-        if event.name.starts_with("BLOCK_JOB_") {
+    pub(super) fn check(&self, qemu: &mut Qemu) -> Result<(), Error> {
+        if self.entry.is_some() {
             MirrorProgress::of(&self.mirrors(), &qemu.jobs()?)?;
         }
         Ok(())
     }
 
-    /// Ends them, once the ferry is dead, which they are connected to.
-    pub(super) fn end(&self, qemu: &mut Qemu) -> Result<(), qemu::Error> {
-        let Some(entry) = &self.entry else { return Ok(()) };
-        let jobs: Vec<_> = self.mirrors().into_iter().map(|mirror| mirror.job).collect();
-        qemu.drop_mirrors(&jobs)?;
-        entry.done();
+    /// As [`Self::check`], if this event may be of that.
+    pub(super) fn check_after(&self, event: &Event, qemu: &mut Qemu) -> Result<(), Error> {
+        if event.name.starts_with("BLOCK_JOB_") { self.check(qemu) } else { Ok(()) }
+    }
+
+    /// Ends them, once the ferry is dead, which they are connected to: QEMU reports each further write as an error.
+    pub(super) fn end(&mut self, qemu: &mut Qemu) -> Result<(), qemu::Error> {
+        if let Some(entry) = self.entry.take() {
+            let jobs: Vec<_> = self.mirrors().into_iter().map(|mirror| mirror.job).collect();
+            qemu.drop_mirrors(&jobs)?;
+            entry.done();
+        }
         Ok(())
     }
 }
@@ -98,6 +105,12 @@ fn await_ready(
     loop {
         let jobs = qemu.jobs()?;
         let found = MirrorProgress::of(mirrors, &jobs)?;
+        let is_silent =
+            |mirror: &Mirror| jobs.iter().any(|job| job.id == mirror.job && job.actively_synced.is_none());
+        if let Some(mirror) = mirrors.iter().find(|mirror| is_silent(mirror)) {
+            let text = "its QEMU does not tell when all of it is there; 8.2 and later do";
+            return Err(mirror.failed(text).into());
+        }
         observer.disks(&DiskProgress { copied: found.copied_bytes, total: found.total_bytes });
         // Until then a write may be done before the copy has it.
         let is_synced = |mirror: &Mirror| {
@@ -113,10 +126,7 @@ fn await_ready(
             last = (found.copied_bytes, Instant::now());
         }
         if last.1.elapsed() >= STALLED_AFTER {
-            let text = match jobs.iter().any(|job| job.actively_synced.is_some()) {
-                true => format!("the other host has taken nothing for {} s", STALLED_AFTER.as_secs()),
-                false => "QEMU does not tell when all of it is there (8.2 and later do)".into(),
-            };
+            let text = format!("the other host has taken nothing for {} s", STALLED_AFTER.as_secs());
             return Err(mirrors[0].failed(text).into());
         }
         // None, or a lost monitor, which the next query finds.

@@ -73,6 +73,7 @@ impl Attempt<'_, '_> {
         self.qemu.migrate(&Migrate::to_uri(format!("unix:{}", socket.display())))?;
         self.await_copy()?;
         self.await_secondary()?;
+        self.mirrors.check(&mut self.qemu)?;
         // It may have a checkpoint from now on.
         self.may_be_taken = true;
         self.ferry.send(&ToFerry::Go);
