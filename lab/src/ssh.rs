@@ -6,6 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
+use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
 use crate::wait::wait_until;
@@ -210,5 +211,12 @@ impl Drop for SshHost {
         }
         let _ = self.sshd.kill();
         let _ = self.sshd.wait();
+        // Sessions of a client that was cut off would never end.
+        for pid in self.network.processes().unwrap_or_default() {
+            let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+            if let (true, Ok(pid)) = (name.starts_with("sshd"), i32::try_from(pid)) {
+                let _ = Pid::from_raw(pid).map(|pid| kill_process(pid, Signal::KILL));
+            }
+        }
     }
 }
