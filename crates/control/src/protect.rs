@@ -32,7 +32,6 @@ mod standby;
 use crate::remote::DiskPolicy;
 
 pub use cost::{CostRequest, EpochCost, Forecast, foresee};
-pub(crate) use disks::ProtectedDisk;
 pub use ferry::ferry;
 pub use keeper::{Checkpoints, Error, ProtectEnd, ProtectObserver, ProtectRequest, protect};
 pub(crate) use memory::StandbyMemory;

@@ -3,10 +3,9 @@
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use towline_lab::expect::{events, qmp, wait_event};
-use towline_lab::{LinuxGuest, Towline};
+use towline_lab::LinuxGuest;
+use towline_lab::expect::{events, wait_event};
 
-use crate::chains::protect;
 use crate::support::{Hosts, MIB, Part, Side, WITHIN};
 
 /// Time for which each case is measured, and of a computation of the guest at the beginning and at the end.
@@ -48,14 +47,6 @@ fn processor_seconds(pids: &[u32]) -> f64 {
 }
 
 impl Hosts {
-    fn protect_by_epochs(&self, epoch: &str) -> Towline {
-        let mut words = protect(&self.place, &qmp(&self.source), &self.there, Side::There);
-        let at = words.iter().position(|word| word == "--epoch").unwrap();
-        words[at + 1] = epoch.to_owned();
-        let words: Vec<_> = words.iter().map(String::as_str).collect();
-        self.run_here(&words)
-    }
-
     fn measure(&mut self, with_requests: bool) -> Measured {
         let mut guest = self.guest.take().unwrap();
         let clients = with_requests.then(|| self.clients());
@@ -103,7 +94,10 @@ fn the_cost_of_a_protection() {
         }
         let (before, mut passes) = (hosts.measure(with_requests), None);
         for epoch in EPOCHS {
-            let mut protecting = hosts.protect_by_epochs(epoch);
+            let mut protecting = hosts.protect_by(|words| {
+                let at = words.iter().position(|word| word == "--epoch").unwrap();
+                words[at + 1] = epoch.to_owned();
+            });
             wait_event(&mut protecting, "the protection", WITHIN, |event| event["event"] == "protected");
             let pids = [Part::Keeper, Part::Ferry, Part::Agent].map(|part| hosts.part(part));
             let (used, began) = (processor_seconds(&pids), Instant::now());

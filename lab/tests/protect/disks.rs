@@ -5,10 +5,9 @@ use std::process::Command;
 
 use fastrand::Rng;
 use rustix::process::Signal;
-use towline_lab::expect::{assert_ended, qmp, wait_event};
-use towline_lab::{Towline, signal};
+use towline_lab::expect::{assert_ended, wait_event};
+use towline_lab::signal;
 
-use crate::chains::protect;
 use crate::ends_well;
 use crate::protected::Protected;
 use crate::support::{Hosts, Side, WITHIN};
@@ -17,16 +16,6 @@ use crate::support::{Hosts, Side, WITHIN};
 const SMALL: &str = "/run/small";
 /// Writes most of the disk.
 const BULK: &str = "dd if=/dev/urandom of=/disk/bulk bs=1M count=18 2>/dev/null; sync";
-
-impl Hosts {
-    /// Starts to protect the guest, with its disk in this file of the other host.
-    fn protect_with_disk(&self, file: &str) -> Towline {
-        let mut words = protect(&self.place, &qmp(&self.source), &self.there, Side::There);
-        words.extend(["--set".to_owned(), format!("drive.disk0.file={file}")]);
-        let words: Vec<_> = words.iter().map(String::as_str).collect();
-        self.run_here(&words)
-    }
-}
 
 #[test]
 fn a_disk_without_room_there_leaves_the_guest_unprotected_and_running() {
@@ -42,7 +31,9 @@ fn a_disk_without_room_there_leaves_the_guest_unprotected_and_running() {
     let prefix = hosts.there.prefix();
     let mounted = Command::new(&prefix[0]).args(&prefix[1..]).args(["sh", "-c", &mount]).status();
     assert!(mounted.unwrap().success());
-    let mut protecting = hosts.protect_with_disk(&format!("{SMALL}/disk.raw"));
+    let mut protecting = hosts.protect_by(|words| {
+        words.extend(["--set".to_owned(), format!("drive.disk0.file={SMALL}/disk.raw")]);
+    });
     wait_event(&mut protecting, "the protection", WITHIN, |event| event["event"] == "protected");
     let clients = hosts.clients();
     clients.wait_more(2);

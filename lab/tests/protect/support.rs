@@ -162,16 +162,21 @@ impl Hosts {
 
     /// Starts to protect the guest.
     pub(crate) fn protect(&self) -> Towline {
-        let words = protect(&self.place, &qmp(&self.source), &self.there, Side::There);
-        let words: Vec<_> = words.iter().map(String::as_str).collect();
-        Towline::start_after(&self.here.prefix(), &words).unwrap()
+        self.protect_by(|_| {})
+    }
+
+    /// The same, by words that are changed before.
+    pub(crate) fn protect_by(&self, change: impl FnOnce(&mut Vec<String>)) -> Towline {
+        let mut words = protect(&self.place, &qmp(&self.source), &self.there, Side::There);
+        change(&mut words);
+        self.run_here(&words.iter().map(String::as_str).collect::<Vec<_>>())
     }
 
     /// Starts a command about the guest and its place on the other host.
     pub(crate) fn start(&self, command: &[&str]) -> Towline {
         let placed = placed(&self.place, &qmp(&self.source), &self.there, Side::There);
-        let words: Vec<_> = command.iter().copied().chain(placed.iter().map(String::as_str)).collect();
-        Towline::start_after(&self.here.prefix(), &words).unwrap()
+        let words = command.iter().copied().chain(placed.iter().map(String::as_str));
+        self.run_here(&words.collect::<Vec<_>>())
     }
 
     /// Protects the guest, and waits until the other host has its first checkpoint.

@@ -3,6 +3,8 @@
 use std::io::{self, BufReader, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 
+use serde::{Deserialize, Serialize};
+
 use super::{
     ACK, DISCONNECT, FLUSH, GO, GREETING, INFO, INFO_EXPORT, OPTION, OPTION_ERROR, OPTION_REPLY,
     REQUEST_BYTES, Request, SIMPLE_REPLY, TRIM, WRITE, WRITE_ZEROES,
@@ -22,7 +24,8 @@ const OPTIONS_MAX: usize = 64;
 const NO_HOLE: u16 = 1 << 1;
 
 /// A disk that is offered.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub(crate) struct Export {
     pub(crate) name: String,
     pub(crate) bytes: u64,

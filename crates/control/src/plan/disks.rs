@@ -75,9 +75,8 @@ impl DiskMirrors {
             .collect::<Result<_, _>>()?;
         let far = FarEnds::Connected(Mutex::new(far));
         let forwarder = Forwarder::start(Arc::new(dir.listen(MIRROR_SOCKET)?), far, None)?;
-        let mirrors: Vec<_> =
-            drives.iter().enumerate().map(|(number, drive)| Mirror::of(number, drive)).collect();
-        let jobs: Vec<_> = mirrors.iter().map(|mirror| mirror.job.clone()).collect();
+        let mirrors = Mirror::of(&drives);
+        let jobs = Mirror::jobs(&mirrors);
         qemu.wait_for_replies();
         // Of a towline that was killed.
         qemu.drop_mirrors(&jobs)?;
@@ -197,8 +196,7 @@ impl DiskMirrors {
     pub(super) fn end(self, qemu: &mut Qemu) -> Result<(), Error> {
         let Self { mirrors, entry, are_complete, .. } = self;
         if !are_complete {
-            let jobs: Vec<_> = mirrors.into_iter().map(|mirror| mirror.job).collect();
-            qemu.drop_mirrors(&jobs)?;
+            qemu.drop_mirrors(&Mirror::jobs(&mirrors))?;
         }
         entry.iter().for_each(JournalEntry::done);
         Ok(())

@@ -23,7 +23,6 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
 use towline_channel::{Channel, ChannelExt as _, IoBuf, IoBufMut, SendFlags};
 use towline_migration::checkpoints::CheckpointQueue;
 
@@ -48,15 +47,6 @@ const LOG_BYTES_MAX: usize = 256 << 20;
 /// Time for a write, and a flush, of the waiting QEMU.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A disk that a protected guest writes.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) struct ProtectedDisk {
-    /// Of its drive, and of the export that is written.
-    pub(crate) name: String,
-    pub(crate) bytes: u64,
-}
-
 /// Writes of a disk, by epochs.
 #[derive(Debug)]
 pub(super) struct DiskLog {
@@ -79,9 +69,10 @@ struct LogState {
     keeps: bool,
     /// The guest is being stopped, for which its writes must end.
     is_stopping: bool,
-    /// Writes since the last checkpoint, and of the checkpoints before it that were not passed on.
+    /// Writes since the last checkpoint, and the bytes of the disk that they change.
     open: Vec<u8>,
     changed_bytes: u64,
+    /// Writes of each checkpoint that was not passed on.
     cut: VecDeque<Vec<u8>>,
     /// Reason for which there are no more.
     ended: Option<String>,
@@ -95,13 +86,13 @@ pub(super) fn await_done(channel: &dyn Channel) -> towline_channel::Result<()> {
 impl DiskLog {
     /// Logs of these disks, whose standby is connected by these channels. QEMU connects to the listener.
     pub(super) fn serve(
-        disks: &[ProtectedDisk],
+        disks: &[Export],
         channels: Vec<Arc<dyn Channel>>,
         listener: UnixListener,
         queue: &Arc<CheckpointQueue>,
         limit: usize,
     ) -> towline_channel::Result<Vec<Arc<Self>>> {
-        let log = |(disk, channel): (&ProtectedDisk, Arc<dyn Channel>)| {
+        let log = |(disk, channel): (&Export, Arc<dyn Channel>)| {
             channel.set_timeouts(Some(STORED_WITHIN), Some(STORED_WITHIN))?;
             Ok(Arc::new(Self {
                 disk: disk.name.clone(),
@@ -114,10 +105,8 @@ impl DiskLog {
             }))
         };
         let logs: Vec<_> = disks.iter().zip(channels).map(log).collect::<towline_channel::Result<_>>()?;
-        let (of_thread, disks) = (logs.clone(), disks.to_vec());
+        let (of_thread, exports) = (logs.clone(), disks.to_vec());
         thread::spawn(move || {
-            let exports: Vec<_> =
-                disks.into_iter().map(|ProtectedDisk { name, bytes }| Export { name, bytes }).collect();
             for stream in listener.incoming().take_while(Result::is_ok).flatten() {
                 match NbdServer::negotiate(stream, &exports) {
                     Ok(Some((number, mut server))) => {
@@ -259,7 +248,7 @@ pub(super) struct StandbyDisk {
 impl StandbyDisk {
     /// The disk that this NBD server has, whose writes come by this channel.
     pub(super) fn new(
-        disk: &ProtectedDisk,
+        disk: &Export,
         server: &Path,
         channel: Arc<dyn Channel>,
         limit: usize,
@@ -283,12 +272,13 @@ impl StandbyDisk {
                     },
                     writes => writes,
                 };
-                let is_last = writes.as_ref().err().map(|error| {
+                let is_last = writes.is_err();
+                if let Err(error) = &writes {
                     tracing::warn!(disk = name, %error, "no more writes");
                     // Its host sees it at the next write.
                     let _ = channel.shutdown(Shutdown::Both);
-                });
-                if sender.send(writes).is_err() || is_last.is_some() {
+                }
+                if sender.send(writes).is_err() || is_last {
                     return;
                 }
             }

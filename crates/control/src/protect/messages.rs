@@ -13,7 +13,7 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::disks::ProtectedDisk;
+use crate::nbd::Export;
 
 /// Longest message.
 const BYTES_MAX: usize = 64 << 10;
@@ -40,7 +40,7 @@ pub(super) struct FerryRequest {
     /// Socket that QEMU connects to.
     pub(super) socket: PathBuf,
     /// Disks that the guest writes, and the socket to which QEMU mirrors them.
-    pub(super) disks: Vec<ProtectedDisk>,
+    pub(super) disks: Vec<Export>,
     pub(super) disk_socket: PathBuf,
     /// Control sockets of the guest's cards.
     pub(super) cards: Vec<PathBuf>,

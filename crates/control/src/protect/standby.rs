@@ -27,12 +27,13 @@ use towline_protocol::device_state::DeviceState;
 use towline_qmp::commands::{MigrateIncoming, RunState, Stop};
 use towline_qmp::{self as qmp, CommandRequest};
 
-use super::disks::{EpochWrites, ProtectedDisk, StandbyDisk};
+use super::disks::{EpochWrites, StandbyDisk};
 use super::memory::{StandbyMemory, StandbyMemoryError};
 use crate::arbiter::{Arbiter, Claimant, Decision};
 use crate::cards::HoldingCards;
 use crate::lock::lock;
-use crate::plan::PrivateDir;
+use crate::nbd::Export;
+use crate::plan::{self, PrivateDir};
 use crate::qemu::{Error as QemuError, Qemu};
 
 /// Time for each step before the first checkpoint.
@@ -53,7 +54,7 @@ pub(crate) struct Standby {
     /// Monitor of the QEMU that waits for the guest.
     pub(crate) qemu: PathBuf,
     /// Disks that it gets from its host.
-    pub(crate) disks: Vec<ProtectedDisk>,
+    pub(crate) disks: Vec<Export>,
     /// Control sockets of its cards.
     pub(crate) cards: Vec<PathBuf>,
     pub(crate) arbiter: Arbiter,
@@ -137,6 +138,9 @@ pub enum StandbyError {
     /// Its memory.
     #[error("{0}")]
     Memory(String),
+    /// A directory for its sockets.
+    #[error("{0}")]
+    Sockets(#[from] Box<plan::Error>),
     /// A disk.
     #[error("disk {name} of the guest here: {source}")]
     Disk {
@@ -270,8 +274,7 @@ impl Standby {
     /// [`StandbyError`]: the guest is not here.
     pub(crate) fn run(self, notice: &dyn Fn(&str)) -> Result<StandbyEnd, StandbyError> {
         let mut qemu = Qemu::inspect(&self.qemu, &qmp::Options::default())?;
-        let directory =
-            PrivateDir::for_qemu(&qemu).map_err(|error| StandbyError::Memory(error.to_string()))?;
+        let directory = PrivateDir::for_qemu(&qemu).map_err(Box::new)?;
         let state = Address::Unix(directory.join("state.sock"));
         let disks = directory.join("disks.sock");
         self.listen(&mut qemu, &state, &disks)?;
@@ -342,7 +345,7 @@ impl Standby {
 
     /// Accepts a connection for each disk.
     fn receive_disks(&self, server: &Path) -> Result<Vec<StandbyDisk>, StandbyError> {
-        let disk = |disk: &ProtectedDisk| {
+        let disk = |disk: &Export| {
             let channel = self.listener.accept(Instant::now() + STEP_TIMEOUT, &self.control.cancel)?;
             let standby = StandbyDisk::new(disk, server, channel.into(), self.checkpoint_bytes_max);
             standby.map_err(|source| StandbyError::Disk { name: disk.name.clone(), source })

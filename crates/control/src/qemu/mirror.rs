@@ -50,6 +50,8 @@ pub(crate) struct MirrorProgress {
     pub(crate) total_bytes: u64,
     /// Number of jobs whose target does not have everything yet.
     pub(crate) pending: usize,
+    /// Number of those whose target may get a write after it is done; `None`: QEMU does not tell.
+    pub(crate) unsynced: Option<usize>,
 }
 
 /// A disk that is not copied.
@@ -60,9 +62,18 @@ pub(crate) struct MirrorFailure {
 }
 
 impl Mirror {
-    /// The mirror of the drive with this number.
-    pub(crate) fn of(number: usize, drive: &Drive) -> Self {
-        Self { drive: drive.name.clone(), job: format!("{NAME}{number}") }
+    /// The mirrors of these drives.
+    pub(crate) fn of(drives: &[Drive]) -> Vec<Self> {
+        let mirror = |(number, drive): (usize, &Drive)| Self {
+            drive: drive.name.clone(),
+            job: format!("{NAME}{number}"),
+        };
+        drives.iter().enumerate().map(mirror).collect()
+    }
+
+    /// The jobs of these mirrors.
+    pub(crate) fn jobs(mirrors: &[Self]) -> Vec<String> {
+        mirrors.iter().map(|mirror| mirror.job.clone()).collect()
     }
 
     pub(crate) fn failed(&self, text: impl Into<String>) -> MirrorFailure {
@@ -81,7 +92,7 @@ impl MirrorProgress {
     /// # Errors
     /// The first that has ended.
     pub(crate) fn of(mirrors: &[Mirror], jobs: &[Job]) -> Result<Self, MirrorFailure> {
-        let mut progress = Self::default();
+        let mut progress = Self { unsynced: Some(0), ..Self::default() };
         for mirror in mirrors {
             let job = mirror.of_jobs(jobs)?;
             if job.status == CONCLUDED || job.io_status != OK {
@@ -90,6 +101,8 @@ impl MirrorProgress {
             progress.copied_bytes += job.offset;
             progress.total_bytes += job.len;
             progress.pending += usize::from(job.status != READY);
+            let unsynced = job.actively_synced.map(|is_synced| usize::from(!is_synced));
+            progress.unsynced = progress.unsynced.zip(unsynced).map(|(others, this)| others + this);
         }
         Ok(progress)
     }

@@ -15,8 +15,9 @@ use super::{Error, RemoteHost};
 use crate::arbiter::Arbiter;
 use crate::cards::HoldingCards;
 use crate::hex::to_hex;
+use crate::nbd::Export;
 use crate::plan::Tls;
-use crate::protect::{ProtectedDisk, Standby, StandbyControl, StandbyEnd, StandbyError, StandbyMemory};
+use crate::protect::{Standby, StandbyControl, StandbyEnd, StandbyError, StandbyMemory};
 
 /// Has the agent stand by for the guest for which it has made a place.
 #[derive(Debug, Serialize, Deserialize)]
@@ -32,7 +33,7 @@ pub(crate) struct NewStandby {
     pub(crate) peer_timeout_ms: u64,
     pub(crate) checkpoint_bytes_max: usize,
     /// Disks of the guest, which it gets as well.
-    pub(crate) disks: Vec<ProtectedDisk>,
+    pub(crate) disks: Vec<Export>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]

@@ -44,10 +44,9 @@ impl Protected {
     fn new() -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
-        let disk = ProtectedDisk { name: "disk0".into(), bytes: DISK_BYTES as u64 };
+        let disk = Export { name: "disk0".into(), bytes: DISK_BYTES as u64 };
         let there = Arc::new(Mutex::new(vec![0; DISK_BYTES]));
-        let (waiting, exports) =
-            (Arc::clone(&there), [Export { name: disk.name.clone(), bytes: disk.bytes }]);
+        let (waiting, exports) = (Arc::clone(&there), [disk.clone()]);
         let server = UnixListener::bind(path("waiting")).unwrap();
         thread::spawn(move || {
             let stream = server.accept().unwrap().0;
@@ -181,7 +180,7 @@ fn a_mirror_that_ends_ends_the_log() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("ferry");
     let listener = UnixListener::bind(&socket).unwrap();
-    let disk = ProtectedDisk { name: "disk0".into(), bytes: 1 << 20 };
+    let disk = Export { name: "disk0".into(), bytes: 1 << 20 };
     let (one, _other) = pair(LIMIT);
     let logs = DiskLog::serve(&[disk], vec![Arc::new(one)], listener, &queue(), LIMIT).unwrap();
     // Another client ends nothing.

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use towline_channel::Cancel;
 use towline_qmp::Event;
 
-use super::super::disks::ProtectedDisk;
 use super::request::{Error, ProtectObserver};
 use crate::journal::{JournalEntry, UndoRecord};
+use crate::nbd::Export;
 use crate::plan::DiskProgress;
 use crate::qemu::{self, Drive, Mirror, MirrorFailure, MirrorProgress, Qemu};
 
@@ -32,8 +32,8 @@ impl DiskMirrors {
     }
 
     /// Their description for the ferry, and for the standby.
-    pub(super) fn disks(&self) -> Vec<ProtectedDisk> {
-        let disk = |Drive { name, bytes, .. }: &Drive| ProtectedDisk { name: name.clone(), bytes: *bytes };
+    pub(super) fn disks(&self) -> Vec<Export> {
+        let disk = |Drive { name, bytes, .. }: &Drive| Export { name: name.clone(), bytes: *bytes };
         self.drives.iter().map(disk).collect()
     }
 
@@ -53,8 +53,8 @@ impl DiskMirrors {
         if self.drives.is_empty() {
             return Ok(());
         }
-        let mirrors = self.mirrors();
-        let jobs: Vec<_> = mirrors.iter().map(|mirror| mirror.job.clone()).collect();
+        let mirrors = Mirror::of(&self.drives);
+        let jobs = Mirror::jobs(&mirrors);
         // Of a towline that was killed.
         qemu.drop_mirrors(&jobs)?;
         self.entry = Some(qemu.record(&UndoRecord::Mirrors { jobs }).ok_or(Error::NoJournal)?);
@@ -64,17 +64,13 @@ impl DiskMirrors {
         await_ready(&mirrors, qemu, cancel, observer)
     }
 
-    fn mirrors(&self) -> Vec<Mirror> {
-        self.drives.iter().enumerate().map(|(number, drive)| Mirror::of(number, drive)).collect()
-    }
-
     /// Finds a disk that is not copied any more.
     ///
     /// # Errors
     /// [`Error::DiskNotCopied`].
     pub(super) fn check(&self, qemu: &mut Qemu) -> Result<(), Error> {
         if self.entry.is_some() {
-            MirrorProgress::of(&self.mirrors(), &qemu.jobs()?)?;
+            MirrorProgress::of(&Mirror::of(&self.drives), &qemu.jobs()?)?;
         }
         Ok(())
     }
@@ -87,8 +83,7 @@ impl DiskMirrors {
     /// Ends them, once the ferry is dead, which they are connected to: QEMU reports each further write as an error.
     pub(super) fn end(&mut self, qemu: &mut Qemu) -> Result<(), qemu::Error> {
         if let Some(entry) = self.entry.take() {
-            let jobs: Vec<_> = self.mirrors().into_iter().map(|mirror| mirror.job).collect();
-            qemu.drop_mirrors(&jobs)?;
+            qemu.drop_mirrors(&Mirror::jobs(&Mirror::of(&self.drives)))?;
             entry.done();
         }
         Ok(())
@@ -103,20 +98,14 @@ fn await_ready(
 ) -> Result<(), Error> {
     let mut last = (0, Instant::now());
     loop {
-        let jobs = qemu.jobs()?;
-        let found = MirrorProgress::of(mirrors, &jobs)?;
-        let is_silent =
-            |mirror: &Mirror| jobs.iter().any(|job| job.id == mirror.job && job.actively_synced.is_none());
-        if let Some(mirror) = mirrors.iter().find(|mirror| is_silent(mirror)) {
+        let found = MirrorProgress::of(mirrors, &qemu.jobs()?)?;
+        // Until none is unsynced a write may be done before the copy has it.
+        let Some(unsynced) = found.unsynced else {
             let text = "its QEMU does not tell when all of it is there; 8.2 and later do";
-            return Err(mirror.failed(text).into());
-        }
-        observer.disks(&DiskProgress { copied: found.copied_bytes, total: found.total_bytes });
-        // Until then a write may be done before the copy has it.
-        let is_synced = |mirror: &Mirror| {
-            jobs.iter().any(|job| job.id == mirror.job && job.actively_synced == Some(true))
+            return Err(mirrors[0].failed(text).into());
         };
-        if found.pending == 0 && mirrors.iter().all(is_synced) {
+        observer.disks(&DiskProgress { copied: found.copied_bytes, total: found.total_bytes });
+        if found.pending + unsynced == 0 {
             return Ok(());
         }
         if cancel.is_cancelled() {
