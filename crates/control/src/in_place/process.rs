@@ -2,6 +2,7 @@
 
 use std::cell::OnceCell;
 use std::fs::{self, File, Metadata};
+use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -91,14 +92,22 @@ impl Mappings {
     /// The descriptors of the process, as files of `/proc`, and what they refer to.
     fn descriptors(&self) -> Result<Vec<(PathBuf, Metadata)>, TransferReason> {
         let directory = Proc::default().directory(&self.process.clone()?.to_string()).join("fd");
-        let unreadable = |error: std::io::Error| TransferReason::Unreadable {
-            path: directory.clone(),
+        let unreadable = |path: &Path, error: io::Error| TransferReason::Unreadable {
+            path: path.to_owned(),
             text: error.to_string(),
         };
         let entries = fs::read_dir(&directory).and_then(Iterator::collect::<Result<Vec<_>, _>>);
-        let paths = entries.map_err(unreadable)?.into_iter().map(|entry| entry.path());
-        // A descriptor that has since been closed is left out.
-        Ok(paths.filter_map(|path| fs::metadata(&path).ok().map(|metadata| (path, metadata))).collect())
+        let entries = entries.map_err(|error| unreadable(&directory, error))?;
+        let mut files = Vec::with_capacity(entries.len());
+        for path in entries.into_iter().map(|entry| entry.path()) {
+            match fs::metadata(&path) {
+                Ok(metadata) => files.push((path, metadata)),
+                // It was closed since.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(unreadable(&path, error)),
+            }
+        }
+        Ok(files)
     }
 }
 
