@@ -158,6 +158,9 @@ impl Switchover {
                 let state = GuestState::new(AtSource::HasIt, AtDestination::MayRun, ToDo::EndOne);
                 Directive::End(SwitchoverOutcome::Unresolved(state))
             }
+            Input::NotDone | Input::PeerLost | Input::TimedOut | Input::Source(_) if self.has_switched() => {
+                self.reconnect()
+            }
             _ if self.has_switched() => self.disconnected(),
             // Its operator may run it at the source now, whose record must not prove that the source is done.
             Input::Peer(PeerMessage::NotRun) => self.retract(AfterRetraction::EndAsReported),

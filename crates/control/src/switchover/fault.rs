@@ -74,6 +74,8 @@ pub(super) enum SwitchoverBug {
     TakesAnyCompletion,
     /// A destination runs a guest without its next generation, which the source may have taken to run it again.
     RunsWithoutGeneration,
+    /// A source that is not connected again to the other host gets its guest back.
+    RegainsDisconnected,
     /// A guest that was left paused at its source counts as one that has not run at its destination.
     LeftHasNotRun,
 }

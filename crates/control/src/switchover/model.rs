@@ -250,6 +250,7 @@ fn injected_faults_of_connected_qemus_are_found() {
         SwitchoverBug::CompletesWithoutMemory,
         SwitchoverBug::RunsWithoutMemory,
         SwitchoverBug::ReportsNotRunUnseen,
+        SwitchoverBug::RegainsDisconnected,
     ];
     for fault in of_postcopy {
         find(fault, [with_fault(MemorySharing::ConnectedPostcopy, fault)].into_iter());

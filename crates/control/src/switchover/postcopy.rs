@@ -227,7 +227,14 @@ impl Switchover {
     }
 
     /// The source holds memory that it cannot send, or cannot be queried.
-    fn judged_unseen(&self, destination: DestinationStatus) -> Directive {
+    fn judged_unseen(&mut self, destination: DestinationStatus) -> Directive {
+        if self.may_switch() && matches!(destination, DestinationStatus::LacksMemory(_)) {
+            return self.reconnect();
+        }
+        self.not_seen(destination)
+    }
+
+    fn not_seen(&self, destination: DestinationStatus) -> Directive {
         let has_stopped = self.switch >= SwitchProgress::Switched;
         let source = if has_stopped { AtSource::Paused } else { AtSource::Unknown };
         let (destination, to_do) = match destination {
@@ -273,13 +280,14 @@ impl Switchover {
         }
     }
 
-    fn reconnect(&mut self) -> Directive {
+    pub(super) fn reconnect(&mut self) -> Directive {
         self.stage = SwitchoverState::Reconnecting;
         Directive::Recover
     }
 
     pub(super) fn reconnecting(&mut self, input: Input) -> Directive {
         match input {
+            _ if self.may_switch() => self.reconnected(input),
             Input::Done if self.is_direct() => self.follow(),
             Input::Done => {
                 self.switch = SwitchProgress::Switched;
@@ -293,6 +301,33 @@ impl Switchover {
             Input::MemoryLost(loss) => self.abandon(loss.cause),
             _ if self.is_direct() => self.judge(SourceStatus::FollowingPaused),
             _ => self.abandon(LossCause::Connection),
+        }
+    }
+
+    /// The towlines of two hosts, whose QEMUs have switched, are connected again, or not.
+    fn reconnected(&mut self, input: Input) -> Directive {
+        let is_source = self.request.destination == DestinationKind::Towline;
+        match input {
+            // The destination's may have it already.
+            Input::Done if is_source => self.report_completed(),
+            Input::Done if self.has_switched() => self.arrive(),
+            Input::Done => {
+                self.stage = SwitchoverState::Acknowledged;
+                Directive::AwaitPeer
+            }
+            Input::Source(SourceStatus::Exited) => {
+                self.source_exited = true;
+                self.unresolved(AtDestination::Unknown, ToDo::LookAtDestination)
+            }
+            Input::Destination(status) if !self.has_switched() => self.not_seen(status),
+            Input::Destination(
+                DestinationStatus::Loaded
+                | DestinationStatus::Running
+                | DestinationStatus::Failed
+                | DestinationStatus::Exited,
+            ) => self.arriving(input),
+            _ if is_source && self.has_fault(SwitchoverBug::RegainsDisconnected) => self.restore(false),
+            _ => self.disconnected(),
         }
     }
 
@@ -346,8 +381,11 @@ impl Switchover {
     }
 
     pub(super) fn arriving(&mut self, input: Input) -> Directive {
-        let Input::Destination(status) = input else {
-            return if self.has_switched() { self.disconnected() } else { self.not_arrived() };
+        let status = match input {
+            Input::Destination(status) => status,
+            Input::PeerLost if self.has_switched() => return self.reconnect(),
+            _ if self.has_switched() => return self.disconnected(),
+            _ => return self.not_arrived(),
         };
         match (status, self.final_run_state()) {
             (DestinationStatus::Running, FinalRunState::Running) => self.finalize(Placement::Running),

@@ -63,15 +63,18 @@ impl Switchover {
                 (self.sent, self.stage) = (true, SwitchoverState::Acknowledged);
                 Directive::Proceed
             }
-            Decision::Complete => {
-                self.stage = SwitchoverState::Reporting;
-                Directive::Send(PeerMessage::Completed(self.request.run))
-            }
+            Decision::Complete => self.report_completed(),
             Decision::Run | Decision::Left => {
                 self.stage = SwitchoverState::Starting;
                 Directive::RunDestination
             }
         }
+    }
+
+    /// The source is done with the guest, which the towline at its destination is sent.
+    pub(super) fn report_completed(&mut self) -> Directive {
+        self.stage = SwitchoverState::Reporting;
+        Directive::Send(PeerMessage::Completed(self.request.run))
     }
 
     /// A point of no return is not passed: the stream is to fail.

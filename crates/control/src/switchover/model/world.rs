@@ -170,6 +170,8 @@ pub(in super::super) enum Step {
     /// A source that is connected to its destination has stopped its guest, and waits until it may complete.
     SourceWaits,
     EngineFails(usize),
+    /// Two towlines that have lost each other in a postcopy, and their QEMUs, are connected again.
+    Reconnect,
     SourceConverges,
     SourceSwitches,
     DevicesLoad,
@@ -348,6 +350,7 @@ impl World {
                 self.wires[1].all = self.wires[1].open;
             }
             Step::EngineFails(index) => self.fail(index, Input::Failed),
+            Step::Reconnect => self.reconnect(),
             Step::SourceConverges
             | Step::SourceSwitches
             | Step::DevicesLoad

@@ -75,6 +75,7 @@ impl World {
     }
 
     pub(super) fn set(&mut self, index: usize, directive: Directive) {
+        let reconnects = directive == Directive::Recover && self.connects_qemus();
         let towline = self.towline(index);
         match directive {
             Directive::End(outcome) => {
@@ -84,6 +85,9 @@ impl World {
                 self.hang_up(index);
             }
             directive => towline.todo = Some(directive),
+        }
+        if reconnects {
+            self.hang_up(index);
         }
     }
 
@@ -137,6 +141,7 @@ impl World {
             }
             Directive::StartPostcopy => self.start_postcopy(reply),
             Directive::RunEarly => self.run_early(reply),
+            Directive::Recover if self.connects_qemus() => self.not_reconnected(index, reply),
             Directive::Recover => self.recover(reply),
             Directive::ServeMemory => self.serve(reply),
             Directive::QuerySource | Directive::FollowSource => Input::Source(self.source_view()),

@@ -7,8 +7,8 @@
 //! A source that has stopped its guest waits until it may complete (`shut` of wire 0), and notices nothing of a lost connection until then. It
 //! completes when the destination has confirmed that it loaded the guest.
 
-use super::super::super::MemorySharing;
-use super::{Destination, Engine, Source, Step, Towline, World};
+use super::super::super::{DestinationStatus, Directive, Input, MemorySharing};
+use super::{Destination, Engine, FRESH, Reply, Source, Step, Towline, World};
 
 impl World {
     /// Returns true if the QEMUs of two towlines are connected to each other.
@@ -69,6 +69,47 @@ impl World {
         }
         if self.destination == Destination::Loading {
             self.destination = Destination::Failed;
+        }
+    }
+
+    /// Returns true if both towlines connect again, and their QEMUs can be.
+    pub(super) fn can_reconnect(&self) -> bool {
+        let connects = |towline: &Option<Towline>| {
+            towline.is_some_and(|towline| towline.alive && towline.todo == Some(Directive::Recover))
+        };
+        self.connects_qemus()
+            && self.towlines.iter().all(connects)
+            && matches!(self.source, Source::FollowingPaused | Source::Completed)
+            && matches!(self.destination, Destination::Loaded | Destination::Running)
+    }
+
+    pub(super) fn reconnect(&mut self) {
+        self.wires[1] = FRESH;
+        if self.lacks_memory && self.source == Source::FollowingPaused {
+            (self.source, self.wires[0].open) = (Source::Following, true);
+        }
+        for index in 0..2 {
+            self.towline(index).todo = None;
+            let next = self.handle(index, Input::Done);
+            self.set(index, next);
+        }
+    }
+
+    /// Returns true if this towline waits without result to be connected again.
+    pub(super) fn cannot_reconnect(&self, index: usize) -> bool {
+        let is_own_lost = match index {
+            0 => self.source == Source::Exited,
+            _ => matches!(self.destination, Destination::Failed | Destination::Exited),
+        };
+        is_own_lost || self.is_left(1 - index)
+    }
+
+    pub(super) fn not_reconnected(&self, index: usize, reply: Reply) -> Input {
+        match index {
+            0 if self.source == Source::Exited => Input::Source(self.source_view()),
+            0 => Input::NotDone,
+            _ if reply == Reply::Silent => Input::Destination(DestinationStatus::Unknown),
+            _ => Input::Destination(self.destination_view()),
         }
     }
 }

@@ -45,6 +45,7 @@ impl World {
             add(restores, Step::KillInRestore(index));
         }
         add(self.serves() && self.lacks_memory, Step::MemoryArrives);
+        add(self.can_reconnect(), Step::Reconnect);
         if self.is_direct() {
             self.add_direct_steps(&mut steps);
         }
@@ -163,6 +164,9 @@ impl World {
                 };
                 let is_over = message.is_some() || !open || self.is_source_stuck(index);
                 those(&[(is_over, Reply::True), (mishap, Reply::TimedOut)])
+            }
+            Directive::Recover if self.connects_qemus() => {
+                those(&[(self.cannot_reconnect(index), Reply::True), (mishap, Reply::Silent)])
             }
             Directive::StartPostcopy
             | Directive::FollowSource
