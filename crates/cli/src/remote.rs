@@ -154,6 +154,9 @@ impl RemoteCopy {
         let arrival = host.receive(&guest, request, place.lanes);
         let arrival = arrival.map_err(|error| refused(Error::from(error).into()))?;
         (request.tls, request.peer_name) = (Some(arrival.tls), Some(end.to_string()));
+        if !arrival.recovers {
+            request.recover_timeout = Duration::ZERO;
+        }
         if let Some(to) = arrival.disks {
             request.disks =
                 WritableDisks::Mirrored { to, compare: place.host.is_some_and(|host| host.verify_disks) };

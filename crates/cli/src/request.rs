@@ -273,6 +273,7 @@ fn request(args: &TransferArgs, task: Task) -> CopyRequest {
         connect_timeout: args.connect_timeout,
         accept_timeout: args.accept_timeout,
         peer_timeout: args.peer_timeout,
+        recover_timeout: args.postcopy.recover_timeout,
         ..CopyRequest::new(task)
     }
 }

@@ -49,7 +49,7 @@ fn the_long_help_is_complete_and_the_short_one_is_short() {
         assert!(long.lines().all(|line| line.chars().count() <= 100), "{command} --help has long lines");
     }
     let long = help(Some("move"));
-    for option in ["--verify ", "--verify\n", "--stream", "--recover"] {
+    for option in ["--verify ", "--verify\n", "--stream", "--recover\n"] {
         assert!(!long.contains(option), "move has {option}, which is for images");
     }
 }

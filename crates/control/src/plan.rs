@@ -30,6 +30,7 @@ mod executor;
 #[cfg(test)]
 pub(crate) mod fake_qemu;
 mod forward;
+mod frames;
 mod invalid;
 mod outcomes;
 mod peer;
@@ -44,6 +45,7 @@ mod source;
 mod upgrade;
 mod validate;
 mod vsock;
+mod way;
 
 pub use crate::switchover::{AtDestination, AtSource, GuestState, ToDo};
 pub use captured::prepare_disks;

@@ -154,6 +154,9 @@ struct Receive {
 struct ReceiveDirect {
     is_encrypted: bool,
     capabilities: Vec<Capability>,
+    /// Time for which the hosts are connected again after a switch to postcopy; 0: they are not.
+    #[serde(default)]
+    recover_timeout_ms: u64,
 }
 
 /// Has the agent listen for the destination of an image.
@@ -189,6 +192,9 @@ struct Receiving {
     /// True if the QEMU there is connected to from this one.
     #[serde(default)]
     is_direct: bool,
+    /// True if it connects again to a host that it has lost after a switch to postcopy.
+    #[serde(default)]
+    recovers: bool,
 }
 
 /// Result of the agent's part.

@@ -71,6 +71,9 @@ pub(crate) struct PostcopyArgs {
     /// Run the guest at DEST at once, and load its memory on demand (docs/instant-restore.md)
     #[arg(long, help_heading = POSTCOPY)]
     pub(crate) postcopy: bool,
+    /// Time in seconds for which a guest that runs at DEST without all of its memory, and whose connection was lost, is connected again
+    #[arg(long, value_name = "SECONDS", default_value = "300", value_parser = seconds, hide_short_help = true, help_heading = POSTCOPY)]
+    pub(crate) recover_timeout: std::time::Duration,
     /// Send requested pages on a separate channel; the other QEMU needs the same postcopy-preempt
     #[arg(long, requires = "postcopy", hide_short_help = true, help_heading = POSTCOPY)]
     pub(crate) postcopy_preempt: bool,

@@ -208,6 +208,7 @@ pub(super) fn transfer_to(
         source: source.control(),
         destination: to,
         session: None,
+        way: None,
         context,
         error,
     };
@@ -261,6 +262,7 @@ fn dropped(
         source: source.control(),
         destination: to,
         session: None,
+        way: None,
         context,
         error: Some(error),
     };

@@ -29,6 +29,7 @@ use super::request::CopyRequest;
 use super::vsock::DetachedVsocks;
 use crate::qemu::{AppliedSettings, IncomingState, MigrationSettings, Qemu, QemuState, StartedQemu};
 use crate::switchover::{DestinationStatus, FinalRunState, StartResult};
+pub(super) use postcopy::BREAK_AFTER;
 
 /// Timeout for a QEMU that has everything to leave `inmigrate`.
 const LOADED_TIMEOUT: Duration = Duration::from_secs(60);

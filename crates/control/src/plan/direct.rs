@@ -11,7 +11,6 @@
 
 mod arrival;
 mod departure;
-mod session;
 
 use super::context::Context;
 use super::ends::{Destination, Source};

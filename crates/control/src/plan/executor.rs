@@ -26,11 +26,11 @@ use super::peer::{PeerReply, PeerSession};
 use super::progress::{DestinationState, PostcopyReport, SourceState};
 use super::shared_switchover::SharedSwitchover;
 use super::source::GuestAction;
+use super::way::Way;
 use crate::switchover::{
     Decision, DestinationKind, Directive, GuestRunState, GuestState, Input, MemorySharing, PeerMessage,
     Placement, SourceAction, SourceKind, SwitchoverOutcome, ToDo,
 };
-pub(super) use postcopy::{BREAK_AFTER, RECOVER_TIMEOUT};
 
 /// Timeout for the message of another towline that still sends heartbeats: longer than every timeout there.
 const PEER_REPORT_TIMEOUT: Duration = Duration::from_secs(150);
@@ -42,6 +42,8 @@ pub(super) struct SwitchoverEnds<'a> {
     pub(super) destination: &'a mut dyn DestinationEndpoint,
     /// The session with another towline, if it has begun.
     pub(super) session: Option<PeerSession>,
+    /// The way between two hosts, if it can be made again.
+    pub(super) way: Option<Way<'a>>,
     pub(super) context: &'a Context<'a>,
     /// The first error, if one occurred.
     pub(super) error: Option<Error>,

@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use towline_migration::silence_max;
 
-use super::super::context::Context;
-use super::super::error::Error;
-use super::super::peer::{PeerReply, PeerSession};
+use super::context::Context;
+use super::error::Error;
+use super::peer::{PeerReply, PeerSession};
 
 /// Time in which the other towline has a QEMU listen, and records that it awaits the guest.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
@@ -36,6 +36,15 @@ pub(super) fn glance<T>(
     receive: impl Fn(&mut PeerSession) -> PeerReply<T>,
 ) -> Result<Option<T>, Error> {
     context.check_cancelled()?;
+    received(peer, context, receive)
+}
+
+/// As [`glance`], of a copy that cannot be cancelled any more.
+pub(super) fn received<T>(
+    peer: &mut PeerSession,
+    context: &Context<'_>,
+    receive: impl Fn(&mut PeerSession) -> PeerReply<T>,
+) -> Result<Option<T>, Error> {
     match receive(peer) {
         PeerReply::Message(frame) => Ok(Some(frame)),
         PeerReply::Lost(error) => Err(error),

@@ -23,13 +23,14 @@ use towline_migration::postcopy::{
 use towline_migration::{Postcopy, Session, Statistics};
 
 use super::context::{Context, connect_options};
+use super::destination::BREAK_AFTER;
 use super::destination::RecoveryState;
 use super::endpoint::{self, SourceControl};
 use super::ends::{Destination, Source};
 use super::engine::{run_supervised, watch};
 use super::error::{Error, Failure};
 use super::error_origin;
-use super::executor::{BREAK_AFTER, RECOVER_TIMEOUT, SwitchoverEnds, SwitchoverReport, conclude};
+use super::executor::{SwitchoverEnds, SwitchoverReport, conclude};
 use super::progress::{CopyPhase, CopyReport, DestinationState, PostcopyReport, Progress};
 use super::request::{PostcopyOptions, RequestedPages};
 use super::shared_switchover::SharedSwitchover;
@@ -317,7 +318,8 @@ impl<'a> Restore<'a> {
                 was_notified = true;
                 self.target.reconnect_manually(&self.reason, self.context);
             }
-            let is_over = self.target.is_driven() && started.elapsed() >= RECOVER_TIMEOUT;
+            let is_over =
+                self.target.is_driven() && started.elapsed() >= self.context.options.recover_timeout;
             if is_over || self.context.cancel.is_cancelled() && started.elapsed() >= BREAK_AFTER {
                 return self.not_recovered(Some(started.elapsed()));
             }
@@ -375,8 +377,15 @@ impl<'a> Restore<'a> {
         let Self { statistics, context, target, switchover, mut report, error, .. } = self;
         let mut destination = target.into_endpoint();
         let (source, destination) = (SourceControl::Stored, destination.as_mut());
-        let ends =
-            SwitchoverEnds { switchover: &switchover, source, destination, session: None, context, error };
+        let ends = SwitchoverEnds {
+            switchover: &switchover,
+            source,
+            destination,
+            session: None,
+            way: None,
+            context,
+            error,
+        };
         let SwitchoverReport { source, destination, .. } = conclude(ends, directive)?;
         if destination == DestinationState::Running && report.running_after.is_none() {
             report.running_after = Some(context.elapsed());

@@ -51,6 +51,8 @@ pub struct CopyRequest {
     pub accept_timeout: Duration,
     /// Silence of the other end of a `tcp:` stream after which it is taken for lost.
     pub peer_timeout: Duration,
+    /// Time for which the ends of a guest that runs before all of its memory is there are connected again after they were lost.
+    pub recover_timeout: Duration,
     /// Use of the generations of a guest that several hosts run in turn.
     pub generations: GenerationUse,
     /// Changes of rate and downtime while the copy runs.
@@ -346,6 +348,7 @@ impl CopyRequest {
             connect_timeout: Duration::from_secs(10),
             accept_timeout: Duration::from_secs(600),
             peer_timeout: towline_channel::PEER_TIMEOUT,
+            recover_timeout: Duration::from_secs(300),
             generations: GenerationUse::default(),
             tuning: Tuning::default(),
         }

@@ -294,7 +294,7 @@ impl Agent {
             started: ready.started,
         };
         *state = State::Copies(Box::new(reception));
-        Ok(Receiving { certificate, disk_port, is_direct })
+        Ok(Receiving { certificate, disk_port, is_direct, recovers: true })
     }
 
     fn stand_by(&self, request: &NewStandby) -> Result<StandsBy, CommandError> {
@@ -408,6 +408,9 @@ fn received(request: &Receive, credentials: OneTimeCredentials) -> CopyRequest {
         overwrite: request.overwrite,
         accept_timeout: ACCEPT_TIMEOUT,
         peer_timeout: Duration::from_millis(request.peer_timeout_ms),
+        recover_timeout: Duration::from_millis(
+            request.direct.as_ref().map_or(0, |direct| direct.recover_timeout_ms),
+        ),
         ..CopyRequest::new(task)
     }
 }

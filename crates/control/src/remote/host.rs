@@ -108,6 +108,8 @@ pub struct Arrival {
     pub tls: Tls,
     /// Where it receives the content of disks that are copied.
     pub disks: Option<Address>,
+    /// True if it connects again to a host that it has lost after a switch to postcopy.
+    pub recovers: bool,
 }
 
 impl FromStr for SshTarget {
@@ -289,10 +291,11 @@ impl RemoteHost {
             compression_level: level(request.compression),
             run: request.run(),
             overwrite: request.overwrite,
-            peer_timeout_ms: u64::try_from(request.peer_timeout.as_millis()).unwrap_or(u64::MAX),
+            peer_timeout_ms: milliseconds(request.peer_timeout),
             direct: request.direct.as_ref().map(|direct| ReceiveDirect {
                 is_encrypted: direct.is_encrypted,
                 capabilities: direct.capabilities.clone(),
+                recover_timeout_ms: milliseconds(request.recover_timeout),
             }),
         })?;
         if request.direct.is_some() && !receiving.is_direct {
@@ -305,7 +308,7 @@ impl RemoteHost {
         let tls = self.tls(key, &receiving.certificate)?;
         let address = self.await_listening()?;
         let disks = receiving.disk_port.map(|port| self.at(port));
-        Ok(Arrival { address, tls, disks })
+        Ok(Arrival { address, tls, disks, recovers: receiving.recovers })
     }
 
     /// Has it send the image at this place by this request, once this end connects to it.
@@ -322,7 +325,7 @@ impl RemoteHost {
             compression_level: level(request.compression),
             max_bandwidth: request.transfer_options().max_bandwidth,
             verify: request.verify,
-            peer_timeout_ms: u64::try_from(request.peer_timeout.as_millis()).unwrap_or(u64::MAX),
+            peer_timeout_ms: milliseconds(request.peer_timeout),
         })?;
         let tls = self.tls(key, &sending.certificate)?;
         let facts = self.facts(sending.facts, "facts about its image")?;
@@ -438,6 +441,10 @@ impl RemoteHost {
     fn unexpected(&self, found: String, expected: &'static str) -> Error {
         Error::Unexpected { host: self.name(), found, expected }
     }
+}
+
+fn milliseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 impl Ssh {

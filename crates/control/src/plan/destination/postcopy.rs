@@ -1,6 +1,8 @@
 //! A waiting QEMU that receives a guest by postcopy: configures, queries and recovers it.
 
 use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use towline_channel::Address;
 use towline_migration::Compression;
@@ -18,6 +20,10 @@ use super::{QmpDestination, RecoveryState};
 use crate::qemu::{self, AppliedSettings, Qemu};
 use crate::switchover::{FinalRunState, StartResult};
 
+/// Delay before a QEMU that has not noticed the loss of its connection is notified.
+pub(in super::super) const BREAK_AFTER: Duration = Duration::from_secs(1);
+/// Interval of attempts to recover.
+const RECOVER_INTERVAL: Duration = Duration::from_millis(20);
 /// Number of queries without a reply after which a QEMU is taken for blocked.
 const BLOCKED_QUERIES: usize = 6;
 
@@ -138,19 +144,17 @@ impl QmpDestination {
     /// Determines the state after the connection was lost, and has QEMU listen again if it can.
     pub(in super::super) fn recovery_state(&mut self) -> Result<RecoveryState, Error> {
         // Out of band: the main loop may wait for a page, and nothing else gets a reply then.
-        let path = self.dir.join(&format!("recover-{}.sock", self.recoveries + 1));
-        let uri = format!("unix:{}", path.display());
-        match self.qemu.client().execute_out_of_band(&MigrateRecover { uri }) {
+        let address = self.recovery_address(self.recoveries + 1);
+        match self.qemu.client().execute_out_of_band(&MigrateRecover { uri: address.to_string() }) {
             Ok(_) => {
                 self.recoveries += 1;
-                return Ok(RecoveryState::Listening(Address::Unix(path)));
+                return Ok(RecoveryState::Listening(address));
             }
             // A QEMU that got `migrate-recover` and no connection since continues to listen at that address.
             Err(qmp::Error::Refusal { desc, .. })
                 if desc.contains("triggered already") && self.recoveries > 0 =>
             {
-                let path = self.dir.join(&format!("recover-{}.sock", self.recoveries));
-                return Ok(RecoveryState::Listening(Address::Unix(path)));
+                return Ok(RecoveryState::Listening(self.recovery_address(self.recoveries)));
             }
             Err(qmp::Error::Refusal { desc, .. }) => tracing::debug!(desc, "no recovery yet"),
             Err(qmp::Error::Timeout { .. }) => return Ok(RecoveryState::NotReady),
@@ -167,6 +171,28 @@ impl QmpDestination {
             }
             _ => RecoveryState::NotReady,
         })
+    }
+
+    /// As [`Self::recovery_state`], until it listens or cannot, for this time at most. A QEMU that has not noticed the loss of its connection
+    /// is notified.
+    pub(in super::super) fn listen_again(&mut self, within: Duration) -> Result<RecoveryState, Error> {
+        let begun = Instant::now();
+        let mut is_notified = false;
+        loop {
+            match self.recovery_state()? {
+                RecoveryState::NotReady if begun.elapsed() < within => {}
+                state => return Ok(state),
+            }
+            if begun.elapsed() >= BREAK_AFTER && !is_notified {
+                is_notified = true;
+                self.pause_migration();
+            }
+            thread::sleep(RECOVER_INTERVAL);
+        }
+    }
+
+    fn recovery_address(&self, recovery: u32) -> Address {
+        Address::Unix(self.dir.join(&format!("recover-{recovery}.sock")))
     }
 
     /// Notifies QEMU of a connection that only this side knows to be lost.

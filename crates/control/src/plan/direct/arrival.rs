@@ -14,6 +14,7 @@ use super::super::endpoint::{DestinationEndpoint as _, QemuDestination, SourceCo
 use super::super::error::{Error, Failure};
 use super::super::executor::{SwitchoverEnds, conclude};
 use super::super::forward::{FarEnds, Forwarder};
+use super::super::frames::{ANSWER_TIMEOUT, await_frame};
 use super::super::invalid::Invalid;
 use super::super::outcomes::GuestAfterFailure;
 use super::super::peer::PeerSession;
@@ -21,14 +22,15 @@ use super::super::progress::{CopyPhase, CopyReport};
 use super::super::recorder::{RecordedEnds, RecordedSource};
 use super::super::request::Direct;
 use super::super::shared_switchover::SharedSwitchover;
-use super::session::{ANSWER_TIMEOUT, await_frame};
+use super::super::way::{ArrivingWay, Way};
 use crate::moves::MoveEnd;
 use crate::procfs::VcpuThreads;
 use crate::switchover::{DestinationKind, Directive, Input, SourceKind};
 
 /// Connections from the other host.
 #[derive(Default)]
-struct Way {
+struct FromOtherHost {
+    listener: Option<Arc<Listener>>,
     channel: Option<Arc<dyn Channel>>,
     session: Option<PeerSession>,
     /// The way of an encrypted stream.
@@ -54,7 +56,7 @@ pub(super) fn copy(
     let mut destination = QemuDestination::of(target);
     let kinds = (SourceKind::Towline, DestinationKind::Qemu);
     let switchover = SharedSwitchover::with_memory(kinds.0, kinds.1, how.memory(), context.options);
-    let mut way = Way::default();
+    let mut way = FromOtherHost::default();
     let received = receive(at, &mut way, &mut destination, how, &switchover, context);
     let (directive, error) = match received {
         Ok(directive) => (directive, None),
@@ -70,11 +72,17 @@ pub(super) fn copy(
         }
     };
     let is_reached = way.channel.is_some();
+    let recovers = how.permits_postcopy() && !context.options.recover_timeout.is_zero();
+    let FromOtherHost { listener, channel, session, mut forwarder } = way;
+    // Without it the forwarder stays until the guest is there all the same.
+    let way = listener.filter(|_| recovers);
+    let way = way.map(|listener| ArrivingWay { listener, forwarder: forwarder.take() });
     let ends = SwitchoverEnds {
         switchover: &switchover,
-        source: way.channel.map_or(SourceControl::Stored, SourceControl::Stream),
+        source: channel.map_or(SourceControl::Stored, SourceControl::Stream),
         destination: &mut destination,
-        session: way.session,
+        session,
+        way: way.map(Way::Arrival),
         context,
         error,
     };
@@ -89,14 +97,15 @@ pub(super) fn copy(
 /// Has the QEMU receive the guest until its source may complete; returns the directive that follows.
 fn receive(
     at: &Address,
-    way: &mut Way,
+    way: &mut FromOtherHost,
     destination: &mut QemuDestination,
     how: &Direct,
     switchover: &Arc<SharedSwitchover>,
     context: &Context<'_>,
 ) -> Result<Directive, Error> {
     context.observer.phase(CopyPhase::Connect);
-    let listener = Listener::bind_with(at, &listen_options(context.options)?)?;
+    let listener = Arc::new(Listener::bind_with(at, &listen_options(context.options)?)?);
+    way.listener = Some(Arc::clone(&listener));
     context.observer.listening(listener.local_address());
     let deadline = Instant::now() + context.options.accept_timeout;
     let channel: Arc<dyn Channel> = Arc::from(listener.accept(deadline, context.cancel)?);
@@ -114,7 +123,7 @@ fn receive(
             return Err(Invalid::DirectEnds.into());
         };
         let near = destination.qmp.start_forwarded(context.lanes(), how, context)?;
-        way.forwarder = Some(Forwarder::start(Arc::new(listener), FarEnds::to(near), None)?);
+        way.forwarder = Some(Forwarder::start(listener, FarEnds::to(near), None)?);
         port
     } else {
         destination.qmp.start_direct(at, context.lanes(), how, context)?

@@ -13,13 +13,15 @@ use super::super::endpoint::{DestinationEndpoint, SourceControl, query_failed};
 use super::super::error::{Error, Failure};
 use super::super::executor::{SwitchoverEnds, conclude};
 use super::super::forward::{FarEnds, Forwarder};
+use super::super::frames::{ANSWER_TIMEOUT, await_frame, glance};
 use super::super::peer::PeerSession;
 use super::super::progress::{CopyPhase, CopyReport, DestinationState};
 use super::super::recorder::RecordedEnds;
 use super::super::request::Direct;
 use super::super::shared_switchover::SharedSwitchover;
 use super::super::source::QmpSource;
-use super::session::{ANSWER_TIMEOUT, await_frame, glance};
+use super::super::way::{DepartingWay, SharedForwarder, Way, at_port};
+use crate::lock::lock;
 use crate::moves::MoveEnd;
 use crate::switchover::{DestinationKind, Directive, GuestRunState, Input, SourceKind};
 
@@ -29,8 +31,7 @@ struct OtherHost {
     name: String,
     channel: Option<Arc<dyn Channel>>,
     session: Option<PeerSession>,
-    /// The way of an encrypted stream.
-    forwarder: Option<Forwarder>,
+    forwarder: SharedForwarder,
 }
 
 impl DestinationEndpoint for OtherHost {
@@ -48,7 +49,7 @@ impl DestinationEndpoint for OtherHost {
 
     /// The source's migration fails then.
     fn disconnect(&mut self) {
-        self.forwarder = None;
+        lock(&self.forwarder).take();
     }
 
     fn channel(&self) -> Option<Arc<dyn Channel>> {
@@ -76,7 +77,7 @@ pub(super) fn copy(
         context.require_paths(source.qemu()).map_err(Failure::untouched)?;
     }
     let name = context.options.peer_name.clone().unwrap_or_else(|| to.to_string());
-    let mut there = OtherHost { name, channel: None, session: None, forwarder: None };
+    let mut there = OtherHost { name, channel: None, session: None, forwarder: SharedForwarder::default() };
     let kinds = (SourceKind::Qemu, there.kind());
     let switchover = SharedSwitchover::with_memory(kinds.0, kinds.1, how.memory(), context.options);
     let sent = send(&mut source, &mut there, to, how, &switchover, context);
@@ -94,11 +95,14 @@ pub(super) fn copy(
         }
     };
     let session = there.session.take();
+    let recovers = how.permits_postcopy() && !context.options.recover_timeout.is_zero();
+    let way = DepartingWay { to, forwarder: Arc::clone(&there.forwarder) };
     let ends = SwitchoverEnds {
         switchover: &switchover,
         source: SourceControl::Qemu(&mut source),
         destination: &mut there,
         session,
+        way: recovers.then_some(Way::Departure(way)),
         context,
         error,
     };
@@ -141,7 +145,7 @@ fn send(
     if how.is_encrypted {
         let far = FarEnds::At { address: address.clone(), options: connect_options(context.options)? };
         let (listener, near) = source.listen()?;
-        there.forwarder = Some(Forwarder::start(Arc::new(listener), far, None)?);
+        *lock(&there.forwarder) = Some(Forwarder::start(Arc::new(listener), far, None)?);
         source.start_direct(&near, context.lanes(), how, context)?;
     } else {
         source.start_direct(&address, context.lanes(), how, context)?;
@@ -183,13 +187,5 @@ fn follow(
         if let Some(frame) = glance(peer, context, PeerSession::glance_at_destination)? {
             return Err(peer.unexpected(&frame));
         }
-    }
-}
-
-/// The same host at this port.
-fn at_port(address: &Address, port: u16) -> Address {
-    match address {
-        Address::Tcp { host, .. } => Address::Tcp { host: host.clone(), port },
-        other => other.clone(),
     }
 }

@@ -11,13 +11,10 @@ use super::super::error::Error;
 use super::super::error_origin;
 use super::super::peer::PeerReply;
 use super::super::progress::CopyPhase;
-use super::Executor;
-use crate::switchover::{DestinationStatus, Input, MemorySharing, SourceStatus, StartResult};
+use super::super::way::{NotReconnected, Way};
+use super::{Executor, SwitchoverEnds};
+use crate::switchover::{DestinationStatus, Input, MemorySharing, PeerMessage, SourceStatus, StartResult};
 
-/// Time for which a lost connection is made again.
-pub(in super::super) const RECOVER_TIMEOUT: Duration = Duration::from_secs(60);
-/// Delay before a destination that has not noticed the loss of its connection is notified.
-pub(in super::super) const BREAK_AFTER: Duration = Duration::from_secs(1);
 /// Time in which a destination that has all memory reports it after its QEMU has closed the connection.
 const LAST_REPORT_TIME: Duration = Duration::from_secs(2);
 /// Interval of attempts to recover.
@@ -65,6 +62,11 @@ impl Executor<'_> {
         let error = match peer.receive_outcome() {
             PeerReply::Nothing if peer.silence() < silence_max => return Some(Input::Destination(status)),
             PeerReply::Nothing => Error::PeerSilent { waited: peer.silence() },
+            // Once more, of a source that is connected again.
+            PeerReply::Message(PeerMessage::Completed(_)) => {
+                peer.beat_until_report();
+                return Some(Input::Destination(status));
+            }
             PeerReply::Message(message) => peer.unexpected(&message),
             PeerReply::Lost(error) => error,
         };
@@ -132,15 +134,18 @@ impl Executor<'_> {
 
     /// Has the destination listen again, and the source connect to it.
     pub(super) fn recover(&mut self) -> Input {
-        let started = Instant::now();
-        let mut was_told = false;
         self.postcopy.recoveries += 1;
+        if self.ends.way.is_some() {
+            return self.reconnect();
+        }
+        let started = Instant::now();
         let (SourceControl::Qemu(source), Some(to)) = (&mut self.ends.source, self.ends.destination.qemu())
         else {
             return Input::NotDone;
         };
-        while started.elapsed() < RECOVER_TIMEOUT {
-            match to.qmp.recovery_state() {
+        loop {
+            let within = self.ends.context.options.recover_timeout.saturating_sub(started.elapsed());
+            match to.qmp.listen_again(within) {
                 Ok(RecoveryState::Completed) => return Input::Destination(to.qmp.query_status()),
                 Ok(RecoveryState::Failed(error)) => {
                     return self.fail(error, Input::Destination(DestinationStatus::Failed));
@@ -154,10 +159,6 @@ impl Executor<'_> {
                     Err(error) if error_origin::is_monitor_lost(&error) => return Input::Done,
                     Err(error) => tracing::debug!(%error, "the source does not resume yet"),
                 },
-                Ok(RecoveryState::NotReady) if started.elapsed() >= BREAK_AFTER && !was_told => {
-                    was_told = true;
-                    to.qmp.pause_migration();
-                }
                 Ok(RecoveryState::NotReady) => {}
                 Err(error) => {
                     let status = to.qmp.query_status();
@@ -167,8 +168,40 @@ impl Executor<'_> {
                     return Input::Destination(status);
                 }
             }
+            if within.is_zero() {
+                return self.fail(Error::NotConnectedAgain { waited: started.elapsed() }, Input::NotDone);
+            }
             thread::sleep(RECOVER_INTERVAL);
         }
-        self.fail(Error::NotConnectedAgain { waited: started.elapsed() }, Input::NotDone)
+    }
+
+    /// Connects the two hosts again.
+    fn reconnect(&mut self) -> Input {
+        let SwitchoverEnds { way, source, destination, switchover, context, error, .. } = &mut self.ends;
+        let reason = error.take().map(|error| format!(" ({error})")).unwrap_or_default();
+        let within = context.options.recover_timeout.as_secs_f64();
+        context.observer.notice(&format!(
+            "lost the other host{reason} while the guest, which is there, lacks memory; connecting again for {within:.0} s"
+        ));
+        (self.source_peer, self.destination_peer) = (None, None);
+        let begun = Instant::now();
+        let connected = match (way, source, destination.qemu()) {
+            (Some(Way::Departure(way)), SourceControl::Qemu(source), _) => {
+                way.reconnect(source, switchover.id(), context).map(|peer| self.destination_peer = Some(peer))
+            }
+            (Some(Way::Arrival(way)), _, Some(to)) => {
+                way.reconnect(&mut to.qmp, switchover.id(), context).map(|peer| self.source_peer = Some(peer))
+            }
+            _ => return Input::NotDone,
+        };
+        match connected {
+            Ok(()) => {
+                self.stuck_since = None;
+                let after = begun.elapsed().as_secs_f64();
+                context.observer.notice(&format!("connected again after {after:.1} s"));
+                Input::Done
+            }
+            Err(NotReconnected { error, input }) => self.fail(*error, input),
+        }
     }
 }

@@ -118,7 +118,15 @@ impl Case {
         };
         let (source, destination) = (SourceControl::Qemu(&mut qemu), &mut self.destination);
         conclude(
-            SwitchoverEnds { switchover: &switchover, source, destination, session: None, context, error },
+            SwitchoverEnds {
+                switchover: &switchover,
+                source,
+                destination,
+                session: None,
+                way: None,
+                context,
+                error,
+            },
             first,
         )
     }

@@ -79,6 +79,7 @@ pub(in super::super) fn migrate(
         source: control,
         destination,
         session: None,
+        way: None,
         context,
         error,
     };

@@ -149,7 +149,7 @@ impl QmpSource {
     }
 
     /// Status of its migration in the last reply.
-    pub(super) fn last_status(&self) -> Option<&MigrationStatus> {
+    pub(in super::super) fn last_status(&self) -> Option<&MigrationStatus> {
         self.last_migration.as_ref()?.status.as_ref()
     }
 

@@ -6,11 +6,13 @@ use std::time::{Duration, Instant};
 use towline_channel::Address;
 use towline_migration::Snapshot;
 use towline_qmp::commands::{
-    Capability, Migrate, MigrateStartPostcopy, MigrationInfo, MigrationStatus, RamStats, RunState,
+    Capability, Migrate, MigratePause, MigrateStartPostcopy, MigrationInfo, MigrationStatus, RamStats,
+    RunState,
 };
 
 use super::super::context::Context;
 use super::super::convergence::moved;
+use super::super::destination::BREAK_AFTER;
 use super::super::error::{BlockedBy, Error};
 use super::super::progress::Observer;
 use super::super::request::{CopyRequest, PostcopySwitch, RequestedPages};
@@ -191,6 +193,29 @@ impl QmpSource {
     pub(in super::super) fn switch_to_postcopy(&mut self) -> Result<(), Error> {
         self.qemu.client().execute(&MigrateStartPostcopy)?;
         Ok(())
+    }
+
+    /// Waits until its connection is lost, of which it is notified if it has not noticed.
+    pub(in super::super) fn await_pause(
+        &mut self,
+        within: Duration,
+        options: &CopyRequest,
+    ) -> Result<(), Error> {
+        let begun = Instant::now();
+        let mut is_notified = false;
+        loop {
+            match self.follow(options)? {
+                SourceStatus::FollowingPaused => return Ok(()),
+                _ if begun.elapsed() >= within => return Err(self.not_completed(begun.elapsed())),
+                _ if begun.elapsed() >= BREAK_AFTER && !is_notified => {
+                    is_notified = true;
+                    if let Err(error) = self.qemu.client().execute(&MigratePause) {
+                        tracing::debug!(%error, "migrate-pause");
+                    }
+                }
+                _ => {}
+            }
+        }
     }
 
     /// Resumes an interrupted postcopy over another connection.

@@ -1,0 +1,238 @@
+//! The way between two hosts, made again when it is lost after a switch to postcopy.
+//!
+//! ```text
+//!   source                                            destination
+//!   ends its connections; connects, again and again   ends its own; `migrate-recover`; accepts
+//!                          ── HELLO of this move ──►
+//!                          ◄── LISTENS; AWAITS if it has all memory
+//!   `migrate` with `resume`
+//! ```
+//! Nothing about the guest is decided here: each end has done what it was to do before, and does the rest afterwards.
+
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use towline_channel::{Address, Cancel, Channel, Listener, connect_with};
+use towline_protocol::session::{FromDestination, FromSource, MoveId};
+use towline_qmp::commands::MigrationStatus;
+
+use super::context::{Context, connect_options};
+use super::destination::{QmpDestination, RecoveryState};
+use super::error::Error;
+use super::forward::{FarEnds, Forwarder};
+use super::frames::{ANSWER_TIMEOUT, received};
+use super::peer::PeerSession;
+use super::source::QmpSource;
+use crate::lock::lock;
+use crate::switchover::{DestinationStatus, Input, SourceStatus};
+
+/// Interval of attempts.
+const INTERVAL: Duration = Duration::from_millis(200);
+/// Timeout of one attempt to connect, or to be connected to.
+const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time in which a source resumes over another connection.
+const RESUME_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time in which one that is to resume may still be paused: QEMU before 9.1 connects first.
+const STARTS_WITHIN: Duration = Duration::from_secs(2);
+
+/// The way of a stream, which is encrypted if the guest may be switched to postcopy.
+pub(super) type SharedForwarder = Arc<Mutex<Option<Forwarder>>>;
+
+/// A way to another host that can be made again.
+pub(super) enum Way<'a> {
+    /// To the guest's destination.
+    Departure(DepartingWay<'a>),
+    /// From its source.
+    Arrival(ArrivingWay),
+}
+
+/// The source's end.
+pub(super) struct DepartingWay<'a> {
+    pub(super) to: &'a Address,
+    pub(super) forwarder: SharedForwarder,
+}
+
+/// The destination's end.
+pub(super) struct ArrivingWay {
+    pub(super) listener: Arc<Listener>,
+    pub(super) forwarder: Option<Forwarder>,
+}
+
+/// The ends are not connected again.
+pub(super) struct NotReconnected {
+    pub(super) error: Box<Error>,
+    pub(super) input: Input,
+}
+
+impl NotReconnected {
+    fn new(error: Error, input: Input) -> Self {
+        Self { error: Box::new(error), input }
+    }
+}
+
+impl DepartingWay<'_> {
+    /// Connects to the destination again, and has the source send the rest of its memory. A cancellation that comes meanwhile ends that.
+    pub(super) fn reconnect(
+        &mut self,
+        source: &mut QmpSource,
+        id: MoveId,
+        context: &Context<'_>,
+    ) -> Result<PeerSession, NotReconnected> {
+        lock(&self.forwarder).take();
+        let begun = Instant::now();
+        let was_cancelled = context.cancel.is_cancelled();
+        loop {
+            match self.attempt(source, id, context) {
+                Ok(peer) => return Ok(peer),
+                Err(error) => tracing::debug!(%error, "the hosts are not connected again yet"),
+            }
+            if source.has_exited() {
+                let error = Error::SourceEnded { socket: source.socket().to_owned() };
+                return Err(NotReconnected::new(error, Input::Source(SourceStatus::Exited)));
+            }
+            let waited = begun.elapsed();
+            let is_cancelled = !was_cancelled && context.cancel.is_cancelled();
+            if is_cancelled || waited >= context.options.recover_timeout {
+                return Err(NotReconnected::new(Error::NotConnectedAgain { waited }, Input::NotDone));
+            }
+            thread::sleep(INTERVAL);
+        }
+    }
+
+    fn attempt(
+        &mut self,
+        source: &mut QmpSource,
+        id: MoveId,
+        context: &Context<'_>,
+    ) -> Result<PeerSession, Error> {
+        let until = Instant::now() + ATTEMPT_TIMEOUT;
+        // That of the copy may be cancelled: it was too late.
+        let channel = connect_with(self.to, until, &Cancel::new()?, &connect_options(context.options)?)?;
+        let mut peer = PeerSession::new(Arc::from(channel));
+        peer.send_outcome(FromSource::Hello(id))?;
+        peer.beat_until_outcome();
+        let begun = Instant::now();
+        let frame = loop {
+            match received(&mut peer, context, PeerSession::receive_from_destination)? {
+                Some(frame) => break frame,
+                None if begun.elapsed() >= ANSWER_TIMEOUT => {
+                    return Err(Error::PeerSilent { waited: begun.elapsed() });
+                }
+                None => {}
+            }
+        };
+        match frame {
+            FromDestination::Awaits => {}
+            FromDestination::Listens(port) => self.resume(source, port, context)?,
+            other => return Err(peer.unexpected(&other)),
+        }
+        Ok(peer)
+    }
+
+    /// Has the source, whose connection is lost, resume over another one.
+    fn resume(&self, source: &mut QmpSource, port: u16, context: &Context<'_>) -> Result<(), Error> {
+        source.await_pause(RESUME_TIMEOUT, context.options)?;
+        let far = FarEnds::At { address: at_port(self.to, port), options: connect_options(context.options)? };
+        let mut forwarder = lock(&self.forwarder);
+        // It had the same socket.
+        forwarder.take();
+        let (listener, near) = source.listen()?;
+        *forwarder = Some(Forwarder::start(Arc::new(listener), far, None)?);
+        source.resume_to(&near)?;
+        let begun = Instant::now();
+        loop {
+            let status = source.follow(context.options)?;
+            match source.last_status() {
+                Some(last) if *last == MigrationStatus::POSTCOPY_ACTIVE => return Ok(()),
+                _ if status == SourceStatus::Completed => return Ok(()),
+                _ => {}
+            }
+            let is_paused = status == SourceStatus::FollowingPaused && begun.elapsed() >= STARTS_WITHIN;
+            if is_paused || begun.elapsed() >= RESUME_TIMEOUT {
+                return Err(source.not_completed(begun.elapsed()));
+            }
+        }
+    }
+}
+
+impl ArrivingWay {
+    /// Has the QEMU listen again, and waits for its source. The session that the copy was requested in may have ended, which does not end
+    /// this.
+    pub(super) fn reconnect(
+        &mut self,
+        to: &mut QmpDestination,
+        id: MoveId,
+        context: &Context<'_>,
+    ) -> Result<PeerSession, NotReconnected> {
+        self.forwarder = None;
+        let begun = Instant::now();
+        let within = context.options.recover_timeout;
+        let listening = match to.listen_again(within) {
+            Ok(RecoveryState::Listening(address)) => Some(address),
+            Ok(RecoveryState::Completed) => None,
+            Ok(RecoveryState::Failed(error)) => {
+                return Err(NotReconnected::new(error, Input::Destination(DestinationStatus::Failed)));
+            }
+            Ok(RecoveryState::NotReady) => return Err(not_accepted(to, begun)),
+            Err(error) => return Err(NotReconnected::new(error, Input::Destination(to.query_status()))),
+        };
+        loop {
+            match self.accept(listening.as_ref(), id, context) {
+                Ok(peer) => return Ok(peer),
+                Err(error) => tracing::debug!(%error, "its source has not connected again yet"),
+            }
+            let has_exited = to.query_status() == DestinationStatus::Exited;
+            if has_exited || begun.elapsed() >= within {
+                return Err(not_accepted(to, begun));
+            }
+        }
+    }
+
+    fn accept(
+        &mut self,
+        listening: Option<&Address>,
+        id: MoveId,
+        context: &Context<'_>,
+    ) -> Result<PeerSession, Error> {
+        let until = Instant::now() + ATTEMPT_TIMEOUT;
+        let channel: Arc<dyn Channel> = Arc::from(self.listener.accept(until, &Cancel::new()?)?);
+        let mut peer = PeerSession::new(channel);
+        let hello = loop {
+            match received(&mut peer, context, PeerSession::receive_from_source)? {
+                Some(frame) => break frame,
+                None if Instant::now() >= until => {
+                    return Err(Error::PeerSilent { waited: ATTEMPT_TIMEOUT });
+                }
+                None => {}
+            }
+        };
+        if hello != FromSource::Hello(id) {
+            return Err(peer.unexpected(&hello));
+        }
+        let report = match (listening, self.listener.local_address()) {
+            (Some(near), Address::Tcp { port, .. }) => {
+                let far = FarEnds::to(near.clone());
+                self.forwarder = Some(Forwarder::start(Arc::clone(&self.listener), far, None)?);
+                FromDestination::Listens(*port)
+            }
+            _ => FromDestination::Awaits,
+        };
+        peer.send_report(&report)?;
+        peer.beat_until_report();
+        Ok(peer)
+    }
+}
+
+/// The same host at this port.
+pub(super) fn at_port(address: &Address, port: u16) -> Address {
+    match address {
+        Address::Tcp { host, .. } => Address::Tcp { host: host.clone(), port },
+        other => other.clone(),
+    }
+}
+
+fn not_accepted(to: &mut QmpDestination, begun: Instant) -> NotReconnected {
+    let error = Error::NotConnectedAgain { waited: begun.elapsed() };
+    NotReconnected::new(error, Input::Destination(to.query_status()))
+}
