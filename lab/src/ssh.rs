@@ -203,19 +203,12 @@ impl SshHost {
 
 impl Drop for SshHost {
     fn drop(&mut self) {
-        // Guests that outlive their towline.
-        for guest in self.guests().unwrap_or_default() {
-            if let Ok(monitor) = self.monitor(&guest, STARTS_WITHIN) {
-                let _ = monitor.execute("quit", serde_json::Value::Null);
-            }
-        }
         let _ = self.sshd.kill();
         let _ = self.sshd.wait();
-        // Sessions of a client that was cut off would never end.
+        // Guests, also those that wait for a page, and sessions of a client that was cut off outlive it.
         for pid in self.network.processes().unwrap_or_default() {
-            let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-            if let (true, Ok(pid)) = (name.starts_with("sshd"), i32::try_from(pid)) {
-                let _ = Pid::from_raw(pid).map(|pid| kill_process(pid, Signal::KILL));
+            if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
+                let _ = kill_process(pid, Signal::KILL);
             }
         }
     }
