@@ -64,9 +64,35 @@ impl OneTimeKey {
         &self.certificate
     }
 
+    /// One that was made before, in DER (PKCS #8).
+    ///
+    /// # Errors
+    /// [`Error::TlsOneTime`]: it is not a key.
+    pub fn from_der(certificate: Vec<u8>, key: Vec<u8>) -> Result<Self> {
+        let key = PrivateKeyDer::try_from(key).map_err(|why| Error::TlsOneTime { why: why.to_owned() })?;
+        Ok(Self { certificate: certificate.into(), key })
+    }
+
+    /// Its secret key, in DER (PKCS #8).
+    pub fn secret(&self) -> &[u8] {
+        self.key.secret_der()
+    }
+
     /// Credentials for a connection with the end that has this certificate, in DER.
     pub fn with_peer(self, certificate: Vec<u8>) -> OneTimeCredentials {
         OneTimeCredentials { own: Arc::new(self), peer: certificate.into() }
+    }
+}
+
+impl OneTimeCredentials {
+    /// The key of this end.
+    pub fn own(&self) -> &OneTimeKey {
+        &self.own
+    }
+
+    /// The certificate of the other end, in DER.
+    pub fn peer(&self) -> &[u8] {
+        &self.peer
     }
 }
 
