@@ -188,7 +188,7 @@ fn run(command: &Command, request: Option<RequestId>) -> Result<Exit> {
         Command::Store(args) => store::run(args),
         Command::Repair(args) => Ok(repair::run(args)),
         Command::Moves(args) => moves::run(args),
-        Command::Resume(args) => Ok(moves::resume(args)),
+        Command::Resume(args) => moves::resume(args),
         Command::Agent(_) => agent::run(),
         Command::Ocf(_) => unreachable!("its exit statuses are those of OCF"),
         Command::Net(args) => net::run(args),

@@ -1,13 +1,23 @@
 //! `towline moves` and `towline resume`: moves that were interrupted at their switchover.
 
+use std::time::Duration;
+
 use anyhow::Result;
-use towline_control::moves::{self, Finding, ListedMove, OtherEnd, ResumeChoice, Resumed, Role};
+use towline_control::moves::{
+    self, Finding, InterruptedPostcopy, ListedMove, OtherEnd, ResumeChoice, Resumed, Role,
+};
+use towline_control::plan;
 
 use crate::args::{EndArg, MovesArgs, OtherEndArg, ResumeArgs};
 use crate::console;
+use crate::errors;
 use crate::events::{FailedPart, FinalEvent, InterimEvent, UndecidedMove};
 use crate::exit::Exit;
 use crate::progress::Reporter;
+use crate::signals::{SignalEffects, cancel_on_signals};
+
+/// Time for which the other host of an interrupted postcopy is connected to.
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Runs `moves`.
 pub(crate) fn run(args: &MovesArgs) -> Result<Exit> {
@@ -49,9 +59,20 @@ fn print(reporter: &Reporter, listed: &ListedMove) {
 }
 
 /// Runs `resume`.
-pub(crate) fn resume(args: &ResumeArgs) -> Exit {
+pub(crate) fn resume(args: &ResumeArgs) -> Result<Exit> {
     let reporter = Reporter::new(&args.output);
-    match moves::resume(&args.id, chosen(args)) {
+    let resumed = match chosen(args) {
+        None => match moves::interrupted(&args.id) {
+            Ok(Some(interrupted)) => match go_on(interrupted, &reporter)? {
+                Some(resumed) => Ok(resumed),
+                None => moves::resume(&args.id, None),
+            },
+            Ok(None) => moves::resume(&args.id, None),
+            Err(error) => Err(error),
+        },
+        chosen => moves::resume(&args.id, chosen),
+    };
+    Ok(match resumed {
         Ok(resumed) => report(&reporter, &resumed),
         Err(error) => {
             let exit = match error {
@@ -63,7 +84,26 @@ pub(crate) fn resume(args: &ResumeArgs) -> Exit {
             };
             reporter.failed_with(FailedPart::Move { id: &args.id }, &error.to_string(), reason(&error), exit)
         }
-    }
+    })
+}
+
+/// Sends the rest of a guest that lacks memory on another host; `None`: that failed.
+fn go_on(interrupted: InterruptedPostcopy, reporter: &Reporter) -> Result<Option<Resumed>> {
+    let id = interrupted.id();
+    let cancel = cancel_on_signals(SignalEffects {
+        first: "no further attempt to connect to the other host",
+        second: None,
+    })?;
+    Ok(match plan::go_on(interrupted, RECONNECT_TIMEOUT, &cancel, reporter) {
+        Ok(_) => {
+            let done = "the rest of the guest's memory is at its destination, and its source is ended";
+            Some(Resumed::new(id, vec![done.to_owned()], Finding::AtDestination))
+        }
+        Err(failure) => {
+            console::error(&errors::failure_text(&failure));
+            None
+        }
+    })
 }
 
 fn chosen(args: &ResumeArgs) -> Option<ResumeChoice> {

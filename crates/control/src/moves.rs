@@ -16,6 +16,7 @@
 
 mod record;
 mod record_file;
+mod recorded_way;
 mod resume;
 mod text;
 
@@ -28,7 +29,8 @@ pub use crate::switchover::OtherEnd;
 pub use record::{GuestPlan, Id, ListedMove, MoveEnd, MoveRecord, Role, Stage};
 pub use record_file::Error;
 pub(crate) use record_file::{RecordFile, record_left_source};
-pub use resume::{Finding, ResumeChoice, Resumed, resume};
+pub(crate) use recorded_way::RecordedWay;
+pub use resume::{Finding, InterruptedPostcopy, ResumeChoice, Resumed, interrupted, resume};
 pub(crate) use text::notice;
 
 /// Records of this user on this host, the oldest first, and errors of those that cannot be read.

@@ -59,6 +59,7 @@ pub use command_line::CommandLineRecordError;
 pub(crate) use command_line::record_command_line;
 pub(crate) use context::listen_options;
 pub use copy::{copy, inspect_stream, wait_for_socket};
+pub use direct::go_on;
 pub use endpoint::{DiscardSink, StreamSummary};
 pub use ends::{Destination, ProcessDestination, ProcessGuest, ProcessSource, Source};
 pub use error::{BlockedBy, Error, Failure};
@@ -78,3 +79,4 @@ pub use request::{
 pub use upgrade::{UpgradeRequest, check_upgrade, upgrade};
 pub(crate) use validate::is_same_file;
 pub(crate) use vsock::chardevs as vsock_chardevs;
+pub(crate) use way::recovers;

@@ -34,6 +34,7 @@ mod fault;
 mod machine;
 mod outcome;
 mod postcopy;
+mod reconnect;
 mod recording;
 mod resume;
 mod rollback;

@@ -1,9 +1,12 @@
 //! Guests that run on the other host before all of their memory is there.
 
+use std::path::Path;
+use std::time::{Duration, Instant};
+
 use rustix::process::Signal;
 use serde_json::Value;
 use towline_lab::expect::{assert_ended, completed, wait_event};
-use towline_lab::{Towline, signal};
+use towline_lab::{Towline, signal, wait_until};
 
 use crate::disks::with_disks;
 use crate::support::{Hosts, MIB, WITHIN, WRITER, WRITTEN, assert_disk};
@@ -20,9 +23,14 @@ fn start(hosts: &Hosts, options: &[&str]) -> Towline {
     hosts.start("move", "/web", &[&start[..], options].concat())
 }
 
-/// Waits until the source sends the rest of its memory.
+/// Waits until the source sends the rest of its memory, also pages that the guest there has requested: it has its devices then.
 fn wait_following(hosts: &Hosts) {
-    hosts.source.qmp().wait_migration("postcopy-active", WITHIN).unwrap();
+    let follows = || {
+        let migration = hosts.source.qmp().execute("query-migrate", Value::Null)?;
+        let requests = migration["ram"]["postcopy-requests"].as_u64();
+        Ok((migration["status"] == "postcopy-active" && requests > Some(0)).then_some(()))
+    };
+    wait_until("a guest that runs without all of its memory", WITHIN, follows).unwrap();
 }
 
 #[test]
@@ -86,6 +94,16 @@ fn cut_off(hosts: &Hosts, options: &[&str]) -> Towline {
     moving
 }
 
+/// Id of the move of this guest, by the record of its source.
+fn undecided(hosts: &Hosts) -> Option<String> {
+    let listed = hosts.towline(&["moves", "--json"]).wait(WITHIN).unwrap();
+    let socket = hosts.source.qmp_path();
+    let events = listed.stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let is_of =
+        |event: &Value| event["source"]["socket"].as_str().is_some_and(|path| socket == Path::new(path));
+    events.filter(is_of).find_map(|event| Some(event["id"].as_str()?.to_owned()))
+}
+
 #[test]
 fn a_postcopy_whose_hosts_lose_each_other_goes_on_once_they_are_connected_again() {
     let Some(mut hosts) =
@@ -112,6 +130,23 @@ fn a_postcopy_whose_hosts_lose_each_other_goes_on_once_they_are_connected_again(
     hosts.assert_continues_there("web", tick);
 }
 
+/// Another party at the source's monitor has only the QEMUs lose each other.
+#[test]
+fn a_postcopy_whose_qemus_lose_each_other_goes_on() {
+    let Some(mut hosts) = Hosts::new("a_postcopy_whose_qemus_lose_each_other_goes_on") else { return };
+    let tick = hosts.last_tick();
+    let moving = start(&hosts, &["--postcopy", "--json", "--max-bandwidth", "8M"]);
+    wait_following(&hosts);
+    let interrupted = Instant::now();
+    hosts.source.qmp().execute("migrate-pause", Value::Null).unwrap();
+    let event = completed(&moving.wait(WITHIN).unwrap());
+    // Both towlines have noticed that, before either could count as silent.
+    assert!(interrupted.elapsed() < Duration::from_secs(30), "{:?}", interrupted.elapsed());
+    assert_eq!(event["postcopy"]["recoveries"], 1, "{event}");
+    hosts.source.wait_exit(WITHIN).unwrap();
+    hosts.assert_continues_there("web", tick);
+}
+
 /// The guest there may hold its QEMU's main loop, with a page that it needs: only the source is looked at.
 #[test]
 fn a_postcopy_whose_hosts_are_not_connected_again_is_reported_and_runs_at_one_end() {
@@ -125,13 +160,49 @@ fn a_postcopy_whose_hosts_are_not_connected_again_is_reported_and_runs_at_one_en
     hosts.mend();
     assert_ended(&finished, 3, &["migrate-recover"]);
     hosts.source.qmp().wait_migration("postcopy-paused", WITHIN).unwrap();
-    let record = hosts.towline(&["moves", "--json"]).wait(WITHIN).unwrap();
-    let event: Value = serde_json::from_str(record.stdout.lines().next().unwrap()).unwrap();
-    let id = event["id"].as_str().unwrap();
+    let id = &undecided(&hosts).expect("a record of the move");
     // A source that has switched is not run by a choice.
     let refused = hosts.towline(&["resume", id, "--run-here"]).wait(WITHIN).unwrap();
     assert!(!refused.status.success(), "{}", refused.stdout);
     assert_ne!(hosts.source.qmp().execute("query-status", Value::Null).unwrap()["status"], "running");
+}
+
+/// The source does not wait for a towline that has ended, whose host refuses connections.
+#[test]
+#[ignore = "nightly"]
+fn a_postcopy_whose_agent_is_killed_ends_without_a_long_wait() {
+    let Some(mut hosts) = Hosts::new("a_postcopy_whose_agent_is_killed_ends_without_a_long_wait") else {
+        return;
+    };
+    hosts.last_tick();
+    let moving = start(&hosts, &["--postcopy", "--json", "--max-bandwidth", "4M"]);
+    wait_following(&hosts);
+    let killed = Instant::now();
+    signal(hosts.there.agent().unwrap(), Signal::KILL);
+    assert_ended(&moving.wait(WITHIN).unwrap(), 3, &["migrate-recover"]);
+    assert!(killed.elapsed() < Duration::from_secs(60), "{:?}", killed.elapsed());
+}
+
+/// Its towline is killed, or gives up while the hosts are cut off: the one there still waits.
+#[test]
+fn a_postcopy_whose_source_lost_its_towline_is_resumed() {
+    let Some(mut hosts) = Hosts::new("a_postcopy_whose_source_lost_its_towline_is_resumed") else { return };
+    let tick = hosts.last_tick();
+    let moving = cut_off(&hosts, &[]);
+    signal(moving.pid(), Signal::INT);
+    assert_ended(&moving.wait(WITHIN).unwrap(), 3, &["`towline resume`"]);
+    hosts.mend();
+    let id = &undecided(&hosts).expect("a record of the move");
+    let killed = hosts.towline(&["resume", id]);
+    wait_following(&hosts);
+    signal(killed.pid(), Signal::KILL);
+    killed.wait(WITHIN).unwrap();
+    hosts.source.qmp().wait_migration("postcopy-paused", WITHIN).unwrap();
+    let resumed = hosts.towline(&["resume", id]).wait(WITHIN).unwrap();
+    assert!(resumed.status.success() && resumed.stdout.contains("finished"), "{}", resumed.stderr);
+    hosts.source.wait_exit(WITHIN).unwrap();
+    hosts.assert_continues_there("web", tick);
+    assert_eq!(undecided(&hosts), None);
 }
 
 #[test]

@@ -26,12 +26,12 @@ pub(crate) struct MovesArgs {
 
 /// Finish a move that was interrupted at its switchover
 ///
-/// Queries the QEMUs on this host: process, run state, migration. If these and the record leave no doubt, the
-/// move is finished: the guest runs at DEST and the SOURCE of a `move` is ended, or the guest stays at
-/// SOURCE. Otherwise nothing is changed, the message says what to check, and the exit status is 3; decide
-/// with --run-here or --discard. A choice that contradicts the state found is refused: a guest that runs
-/// twice destroys its disks. Exit status: 0 finished; 1 refused, nothing was changed; 2 usage, or an unknown
-/// id; 3 still undecided.
+/// Queries the QEMUs on this host: process, run state, migration. If these and the record leave no doubt,
+/// the move is finished: the guest runs at DEST and the SOURCE of a `move` is ended, or the guest stays at
+/// SOURCE. A guest that lacks memory on another host gets the rest from a SOURCE here. Otherwise nothing is
+/// changed, the message says what to check, and the exit status is 3; decide with --run-here or --discard.
+/// A choice that contradicts the state found is refused: a guest that runs twice destroys its disks. Exit
+/// status: 0 finished; 1 refused, nothing was changed; 2 usage, or an unknown id; 3 still undecided.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:

@@ -60,7 +60,8 @@ pub(crate) fn reason(error: &Error) -> Reason {
         Error::NothingToRecover { .. }
         | Error::BlockedMonitor { .. }
         | Error::NotRecovered { .. }
-        | Error::NotConnectedAgain { .. } => "recovery",
+        | Error::NotConnectedAgain { .. }
+        | Error::ConnectionOfQemus => "recovery",
         Error::NotDetached { .. } | Error::NotAttached { .. } => "device",
         Error::SourceEnded { .. } => "source-exited",
         Error::SourceFailed { .. } => "source-failed",

@@ -10,8 +10,9 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use towline_protocol::session::MoveId;
 
+use super::recorded_way::RecordedWay;
 use crate::generations::{self, ManagedGuest};
-use crate::hex::to_hex;
+use crate::hex::{from_hex, to_hex};
 use crate::journal::{UndoRecord, now_ms, pid_namespace};
 use crate::process::Process;
 use crate::procfs::{own_process, start_time};
@@ -34,6 +35,12 @@ pub struct Id(String);
 impl Id {
     pub(crate) fn of(id: MoveId) -> Self {
         Self(to_hex(&id))
+    }
+
+    /// The id between two towlines.
+    pub(crate) fn to_move_id(&self) -> MoveId {
+        // A record is parsed with 32 digits only.
+        from_hex(&self.0).and_then(|bytes| bytes.try_into().ok()).unwrap_or_default()
     }
 
     /// All of its digits.
@@ -285,6 +292,9 @@ pub struct MoveRecord {
     /// Devices that were detached at the source.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) devices: Vec<UndoRecord>,
+    /// The way to the other host, of a guest that may be switched to postcopy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) way: Option<RecordedWay>,
     /// Time of the first decision, in milliseconds since 1970.
     pub begun_ms: u64,
     /// Time of the last decision, in milliseconds since 1970.
@@ -319,6 +329,7 @@ impl MoveRecord {
             destination,
             source_vcpu_switches: None,
             devices: Vec::new(),
+            way: None,
             begun_ms,
             changed_ms,
             owner,

@@ -3,6 +3,7 @@
 //! Every record of the move is locked first, so that no other towline works on it, and each action on a guest
 //! is recorded before it is done.
 
+mod interrupted;
 mod recorded_qemu;
 
 use std::thread;
@@ -19,6 +20,7 @@ use crate::switchover::{
     ResumeAction, RunFailure, Side, SourceStatus, ToDo,
 };
 use crate::temporary_names;
+pub use interrupted::{InterruptedPostcopy, interrupted};
 use recorded_qemu::{NotRun, RecordedQemu};
 
 /// Time for which an end that is busy or does not reply is queried.
@@ -49,6 +51,14 @@ pub struct Resumed {
     pub done: Vec<String>,
     /// State of the guest, or the reason for which it is undecided.
     pub finding: Finding,
+}
+
+impl Resumed {
+    /// A move that was finished by other means.
+    #[must_use]
+    pub fn new(id: Id, done: Vec<String>, finding: Finding) -> Self {
+        Self { id, done, finding }
+    }
 }
 
 /// Result for the guest of a move.

@@ -86,6 +86,8 @@ pub(super) struct QmpDestination {
     loaded: Option<RunState>,
     /// Number of times that `migrate-recover` succeeded.
     recoveries: u32,
+    /// By the last query, its postcopy has lost its connection.
+    is_interrupted: bool,
     /// Last, so that its journal has no other owner when its monitor closes.
     qemu: Qemu,
 }
@@ -140,6 +142,7 @@ impl QmpDestination {
             is_incoming_started: false,
             loaded: None,
             recoveries: 0,
+            is_interrupted: false,
         })
     }
 
@@ -307,7 +310,11 @@ impl QmpDestination {
 
     /// Queries the state of the guest. A missing reply is no evidence; an exited process is.
     pub(super) fn query_status(&mut self) -> DestinationStatus {
-        match self.qemu.try_query(Qemu::migration_and_status) {
+        let found = self.qemu.try_query(Qemu::migration_and_status);
+        if let Ok(Some((migration, _))) = &found {
+            self.is_interrupted = migration.status == Some(MigrationStatus::POSTCOPY_PAUSED);
+        }
+        match found {
             Ok(None) => DestinationStatus::Unknown,
             Ok(Some((migration, _))) if migration.status == Some(MigrationStatus::FAILED) => {
                 DestinationStatus::Failed

@@ -12,18 +12,53 @@
 mod arrival;
 mod departure;
 
+use std::time::Duration;
+
+use towline_channel::Cancel;
+
 use super::context::Context;
 use super::ends::{Destination, Source};
 use super::error::Failure;
 use super::invalid::Invalid;
-use super::progress::CopyReport;
-use super::request::Direct;
+use super::progress::{CopyReport, Observer};
+use super::request::{CopyRequest, Direct, Task, Tls, TransferOptions};
+use crate::moves::InterruptedPostcopy;
 use crate::switchover::MemorySharing;
 
 impl Direct {
     /// Memory of the guest at the two ends.
     fn memory(&self) -> MemorySharing {
         if self.permits_postcopy() { MemorySharing::ConnectedPostcopy } else { MemorySharing::Connected }
+    }
+}
+
+/// Sends the rest of a guest that was switched to postcopy and lacks memory at another host, to the towline that waits for it there.
+///
+/// # Errors
+/// [`Failure`]: nothing is changed, or the guest lacks memory as before.
+pub fn go_on(
+    interrupted: InterruptedPostcopy,
+    within: Duration,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<CopyReport, Failure> {
+    let task = Task::Move {
+        transfer: TransferOptions::default(),
+        run: None,
+        detach_vsock: false,
+        devices: Vec::new(),
+    };
+    let (address, credentials) = (interrupted.way.address(), interrupted.way.credentials());
+    let options = CopyRequest {
+        tls: credentials.map(Tls::OneTime),
+        peer_name: Some(interrupted.file.record().destination.to_string()),
+        recover_timeout: within,
+        ..CopyRequest::new(task)
+    };
+    let context = Context::new(&options, 0, cancel, observer);
+    match address {
+        Some(to) if options.tls.is_some() => departure::go_on(interrupted, &to, &context),
+        _ => Err(Failure::untouched(Invalid::DirectEnds)),
     }
 }
 

@@ -112,6 +112,8 @@ pub enum Error {
     NotRecovered { source: towline_migration::Error, waited: Duration },
     #[error("the QEMUs lost their connection, which could not be restored within {:.1} s", waited.as_secs_f64())]
     NotConnectedAgain { waited: Duration },
+    #[error("the QEMUs lost their connection")]
+    ConnectionOfQemus,
     #[error("{device} cannot be detached from the guest of QEMU on {socket}: {text}")]
     NotDetached { socket: String, device: String, text: String },
     #[error("{device} is not attached to the guest of QEMU on {socket} again: {text}")]

@@ -20,6 +20,12 @@ pub(super) fn is_from(error: &Error, monitor: &str, stream: &Address) -> bool {
     }
 }
 
+/// Returns true if the other host has refused a connection.
+pub(super) fn is_connection_refused(error: &Error) -> bool {
+    let Error::Channel(ChannelError::Io { source, .. }) = error else { return false };
+    source.kind() == std::io::ErrorKind::ConnectionRefused
+}
+
 /// Returns true if the monitor is disconnected.
 pub(super) fn is_monitor_lost(error: &Error) -> bool {
     matches!(error, Error::Qemu(qemu::Error::Qmp(error)) if error.is_disconnected())

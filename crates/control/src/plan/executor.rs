@@ -78,8 +78,14 @@ struct Executor<'a> {
     source_peer: Option<PeerSession>,
     cancel_handled: bool,
     is_cut_over: bool,
-    /// The source cannot send the rest of its memory since then.
+    /// The QEMUs have not been connected to each other since then.
     stuck_since: Option<Instant>,
+    /// The destination has reported that it lacks nothing.
+    is_all_there: bool,
+    /// Time at which the hosts were connected again.
+    reconnected_at: Option<Instant>,
+    /// Number of connections in a row that were lost soon after that.
+    brief_connections: u32,
 }
 
 /// Carries out directives from `first` until the end of the command.
@@ -116,6 +122,9 @@ pub(super) fn conclude(mut ends: SwitchoverEnds<'_>, first: Directive) -> Result
         cancel_handled,
         is_cut_over: false,
         stuck_since: None,
+        is_all_there: false,
+        reconnected_at: None,
+        brief_connections: 0,
     }
     .run(first)
 }
@@ -275,6 +284,9 @@ impl Executor<'_> {
                 // The rest of the memory takes as long as it takes.
                 if let Some(peer) = self.destination_peer.as_mut().filter(|_| is_following) {
                     peer.beat_until_outcome();
+                }
+                if let PeerMessage::Placed(placement) = message {
+                    self.confirm_placed(placement);
                 }
                 Input::Done
             }

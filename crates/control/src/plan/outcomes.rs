@@ -185,7 +185,7 @@ fn to_do_by_postcopy(to_do: ToDo) -> &'static str {
             "it lacks a part of its memory, and stops where it needs that (postcopy-paused): if the image can be made whole again (a missing chunk or a file's content put back), run `towline copy --postcopy --recover` with it and the same destination, which sends the rest; else end the destination, and restore another image of the guest"
         }
         ToDo::Reconnect => {
-            "it lacks a part of its memory, which the source holds: do not run it there; if both QEMUs still run, `migrate-recover` at the destination and `migrate` with resume at the source connect them"
+            "it lacks a part of its memory, which the source holds: do not run it there; if both QEMUs still run, they can be connected: of two hosts, by `towline resume` at the source while the other towline waits for that, else by `migrate-recover` at the destination and `migrate` with resume at the source"
         }
         _ => "its vsock could not be attached there: attach it (`device_add`)",
     }

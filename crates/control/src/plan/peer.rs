@@ -1,5 +1,6 @@
 //! Session with a towline at the other end, after the end of the stream: frames over its main channel.
 
+use std::net::Shutdown;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -71,6 +72,13 @@ impl PeerSession {
         self.heartbeat = Some(Heartbeat::start(move || {
             Ok(channel.send_all(&[IoBuf::from(&frame[..])], SendFlags::empty())?)
         }));
+    }
+
+    /// Closes the connection, also for other owners of its channel.
+    pub(super) fn close(self) {
+        if let Err(error) = self.channel.shutdown(Shutdown::Both) {
+            tracing::debug!(%error, "closing a session");
+        }
     }
 
     /// Sends the outcome to the destination's towline.

@@ -9,7 +9,7 @@ use super::error::Error;
 use crate::generations::ManagedGuest;
 use crate::journal::{RuntimeDirectory, UndoRecord};
 use crate::lock::lock;
-use crate::moves::{self, GuestPlan, Id, MoveEnd, MoveRecord, RecordFile, Stage};
+use crate::moves::{self, GuestPlan, Id, MoveEnd, MoveRecord, RecordFile, RecordedWay, Stage};
 use crate::procfs::VcpuThreads;
 use crate::switchover::{Decision, GuestRunState, GuestState, Switchover, SwitchoverOutcome};
 
@@ -35,6 +35,8 @@ pub(super) struct RecordedSource {
     pub(super) vcpus: VcpuThreads,
     /// Devices that were detached from it.
     pub(super) devices: Vec<UndoRecord>,
+    /// The way to its destination, of a guest that may be switched to postcopy.
+    pub(super) way: Option<RecordedWay>,
 }
 
 /// Both ends of a move.
@@ -73,6 +75,11 @@ impl Recorder {
         let managed = ends.destination.managed()?;
         *self.state() = State { directory, ends: Some(ends), managed, file: None };
         Ok(())
+    }
+
+    /// Goes on with the record of an earlier towline.
+    pub(super) fn go_on(&self, ends: RecordedEnds, file: RecordFile) {
+        *self.state() = State { directory: None, ends: Some(ends), managed: None, file: Some(file) };
     }
 
     /// Makes a decision durable. A guest with generations runs at its destination only in the next one.
@@ -155,7 +162,7 @@ impl State {
         let (ends, directory) = (self.ends.clone()?, self.directory.clone()?);
         let RecordedEnds { source, destination } = ends;
         let mut record = MoveRecord::new(Id::of(id), source.end, destination, stage, guest_plan(machine));
-        record.devices = source.devices;
+        (record.devices, record.way) = (source.devices, source.way);
         Some(RecordFile::new(directory, record))
     }
 
@@ -209,7 +216,7 @@ pub(super) mod tests {
     /// A recorder of a move between two QEMUs, whose records are below this directory.
     pub(in super::super) fn recorder(place: &TempDir) -> Recorder {
         let vcpus = VcpuThreads::of_files(vec!["/proc/thread-self/status".into()]);
-        let source = RecordedSource { end: end("/run/a.qmp"), vcpus, devices: Vec::new() };
+        let source = RecordedSource { end: end("/run/a.qmp"), vcpus, devices: Vec::new(), way: None };
         let ends = Some(RecordedEnds { source, destination: end("/run/b.qmp") });
         let directory = Some(RuntimeDirectory::below(place.path()).unwrap());
         Recorder(Mutex::new(State { directory, ends, managed: None, file: None }))

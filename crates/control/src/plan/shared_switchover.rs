@@ -10,6 +10,7 @@ use towline_protocol::session::{MoveId, ReceiverMode};
 use towline_protocol::{Error as ProtocolError, PeerMisbehaved};
 
 use crate::lock::lock;
+use crate::moves::RecordFile;
 use crate::switchover::{
     Decision, DestinationKind, Directive, GuestRunState, Input, MemorySharing, RunRequest, SourceAction,
     SourceKind, SourceLink, Switchover, SwitchoverOutcome, SwitchoverRequest,
@@ -76,6 +77,24 @@ impl SharedSwitchover {
         let (id, not_recorded, failed) = (OnceLock::new(), Mutex::new(None), OnceLock::new());
         let peer_timeout = options.peer_timeout;
         Arc::new(Self { machine, id, recorder, link, not_recorded, failed, peer_timeout })
+    }
+
+    /// That of a source here which an earlier towline has switched to postcopy, by the record of that.
+    pub(super) fn going_on(
+        file: RecordFile,
+        ends: RecordedEnds,
+        options: &request::CopyRequest,
+    ) -> Arc<Self> {
+        let (id, plan) = (file.record().id.to_move_id(), file.record().guest_plan);
+        let memory = MemorySharing::ConnectedPostcopy;
+        let going_on = Self::with_memory(SourceKind::Qemu, DestinationKind::Towline, memory, options);
+        let run = if plan.run { RunRequest::Run } else { RunRequest::Pause };
+        let request = SwitchoverRequest { run, ..going_on.state().request() };
+        let guest = if plan.live { GuestRunState::Running } else { GuestRunState::Stopped };
+        *going_on.machine() = Switchover::going_on(request, guest);
+        going_on.id.get_or_init(|| id);
+        going_on.recorder.go_on(ends, file);
+        going_on
     }
 
     /// Starts to record the decisions of a move between these ends.

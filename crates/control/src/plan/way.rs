@@ -15,11 +15,12 @@ use std::time::{Duration, Instant};
 
 use towline_channel::{Address, Cancel, Channel, Listener, connect_with};
 use towline_protocol::session::{FromDestination, FromSource, MoveId};
-use towline_qmp::commands::MigrationStatus;
+use towline_qmp::commands::VersionTriple;
 
 use super::context::{Context, connect_options};
 use super::destination::{QmpDestination, RecoveryState};
 use super::error::Error;
+use super::error_origin;
 use super::forward::{FarEnds, Forwarder};
 use super::frames::{ANSWER_TIMEOUT, received};
 use super::peer::PeerSession;
@@ -31,10 +32,12 @@ use crate::switchover::{DestinationStatus, Input, SourceStatus};
 const INTERVAL: Duration = Duration::from_millis(200);
 /// Timeout of one attempt to connect, or to be connected to.
 const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time in which a source resumes over another connection.
-const RESUME_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time in which one that is to resume may still be paused: QEMU before 9.1 connects first.
-const STARTS_WITHIN: Duration = Duration::from_secs(2);
+/// Time in which a source notices that its connection is lost.
+const PAUSE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time for which the other host may refuse connections: its towline, which listens as long as it waits, has ended then.
+const REFUSED_MAX: Duration = Duration::from_secs(10);
+/// The first QEMU that takes up its former state if a recovery fails; before, it ends.
+const RECOVERS_SINCE: (u32, u32) = (8, 2);
 
 /// The way of a stream, which is encrypted if the guest may be switched to postcopy.
 pub(super) type SharedForwarder = Arc<Mutex<Option<Forwarder>>>;
@@ -59,6 +62,13 @@ pub(super) struct ArrivingWay {
     pub(super) forwarder: Option<Forwarder>,
 }
 
+/// A new session.
+pub(super) struct Reconnected {
+    pub(super) peer: PeerSession,
+    /// The destination lacks nothing, and reports that next.
+    pub(super) has_everything: bool,
+}
+
 /// The ends are not connected again.
 pub(super) struct NotReconnected {
     pub(super) error: Box<Error>,
@@ -78,22 +88,39 @@ impl DepartingWay<'_> {
         source: &mut QmpSource,
         id: MoveId,
         context: &Context<'_>,
-    ) -> Result<PeerSession, NotReconnected> {
-        lock(&self.forwarder).take();
+    ) -> Result<Reconnected, NotReconnected> {
         let begun = Instant::now();
-        let was_cancelled = context.cancel.is_cancelled();
+        let mut refused_since = None;
+        // That of the copy, unless it has been refused as too late.
+        let fresh = Cancel::new().map_err(|error| NotReconnected::new(error.into(), Input::NotDone))?;
+        let cancel = if context.cancel.is_cancelled() { &fresh } else { context.cancel };
         loop {
-            match self.attempt(source, id, context) {
-                Ok(peer) => return Ok(peer),
-                Err(error) => tracing::debug!(%error, "the hosts are not connected again yet"),
-            }
-            if source.has_exited() {
-                let error = Error::SourceEnded { socket: source.socket().to_owned() };
-                return Err(NotReconnected::new(error, Input::Source(SourceStatus::Exited)));
-            }
+            lock(&self.forwarder).take();
+            let error = match self.attempt(source, id, context, cancel) {
+                Ok(reconnected) => return Ok(reconnected),
+                Err(error) => error,
+            };
+            tracing::debug!(%error, "the hosts are not connected again yet");
             let waited = begun.elapsed();
-            let is_cancelled = !was_cancelled && context.cancel.is_cancelled();
-            if is_cancelled || waited >= context.options.recover_timeout {
+            let is_refused = error_origin::is_connection_refused(&error);
+            refused_since = if is_refused { refused_since.or(Some(waited)) } else { None };
+            match source.query_status(context.options) {
+                SourceStatus::Exited => {
+                    let error = Error::SourceEnded { socket: source.socket().to_owned() };
+                    return Err(NotReconnected::new(error, Input::Source(SourceStatus::Exited)));
+                }
+                SourceStatus::Completed => {
+                    return Err(NotReconnected::new(error, Input::Source(SourceStatus::Completed)));
+                }
+                _ => {}
+            }
+            if cancel.is_cancelled() {
+                return Err(NotReconnected::new(Error::Cancelled, Input::NotDone));
+            }
+            if refused_since.is_some_and(|since| waited - since >= REFUSED_MAX) {
+                return Err(NotReconnected::new(error, Input::NotDone));
+            }
+            if waited >= context.options.recover_timeout {
                 return Err(NotReconnected::new(Error::NotConnectedAgain { waited }, Input::NotDone));
             }
             thread::sleep(INTERVAL);
@@ -101,14 +128,15 @@ impl DepartingWay<'_> {
     }
 
     fn attempt(
-        &mut self,
+        &self,
         source: &mut QmpSource,
         id: MoveId,
         context: &Context<'_>,
-    ) -> Result<PeerSession, Error> {
+        cancel: &Cancel,
+    ) -> Result<Reconnected, Error> {
+        source.await_pause(PAUSE_TIMEOUT, context.options)?;
         let until = Instant::now() + ATTEMPT_TIMEOUT;
-        // That of the copy may be cancelled: it was too late.
-        let channel = connect_with(self.to, until, &Cancel::new()?, &connect_options(context.options)?)?;
+        let channel = connect_with(self.to, until, cancel, &connect_options(context.options)?)?;
         let mut peer = PeerSession::new(Arc::from(channel));
         peer.send_outcome(FromSource::Hello(id))?;
         peer.beat_until_outcome();
@@ -119,40 +147,25 @@ impl DepartingWay<'_> {
                 None if begun.elapsed() >= ANSWER_TIMEOUT => {
                     return Err(Error::PeerSilent { waited: begun.elapsed() });
                 }
-                None => {}
+                None => cancel.check()?,
             }
         };
         match frame {
-            FromDestination::Awaits => {}
-            FromDestination::Listens(port) => self.resume(source, port, context)?,
-            other => return Err(peer.unexpected(&other)),
+            FromDestination::Awaits => Ok(Reconnected { peer, has_everything: true }),
+            FromDestination::Listens(port) => {
+                self.resume(source, port, context)?;
+                Ok(Reconnected { peer, has_everything: false })
+            }
+            other => Err(peer.unexpected(&other)),
         }
-        Ok(peer)
     }
 
-    /// Has the source, whose connection is lost, resume over another one.
+    /// Has the source, whose connection is lost, resume over another one. It is followed afterwards as before.
     fn resume(&self, source: &mut QmpSource, port: u16, context: &Context<'_>) -> Result<(), Error> {
-        source.await_pause(RESUME_TIMEOUT, context.options)?;
         let far = FarEnds::At { address: at_port(self.to, port), options: connect_options(context.options)? };
-        let mut forwarder = lock(&self.forwarder);
-        // It had the same socket.
-        forwarder.take();
         let (listener, near) = source.listen()?;
-        *forwarder = Some(Forwarder::start(Arc::new(listener), far, None)?);
-        source.resume_to(&near)?;
-        let begun = Instant::now();
-        loop {
-            let status = source.follow(context.options)?;
-            match source.last_status() {
-                Some(last) if *last == MigrationStatus::POSTCOPY_ACTIVE => return Ok(()),
-                _ if status == SourceStatus::Completed => return Ok(()),
-                _ => {}
-            }
-            let is_paused = status == SourceStatus::FollowingPaused && begun.elapsed() >= STARTS_WITHIN;
-            if is_paused || begun.elapsed() >= RESUME_TIMEOUT {
-                return Err(source.not_completed(begun.elapsed()));
-            }
-        }
+        *lock(&self.forwarder) = Some(Forwarder::start(Arc::new(listener), far, None)?);
+        source.resume_to(&near)
     }
 }
 
@@ -164,7 +177,7 @@ impl ArrivingWay {
         to: &mut QmpDestination,
         id: MoveId,
         context: &Context<'_>,
-    ) -> Result<PeerSession, NotReconnected> {
+    ) -> Result<Reconnected, NotReconnected> {
         self.forwarder = None;
         let begun = Instant::now();
         let within = context.options.recover_timeout;
@@ -179,13 +192,14 @@ impl ArrivingWay {
         };
         loop {
             match self.accept(listening.as_ref(), id, context) {
-                Ok(peer) => return Ok(peer),
+                Ok(peer) => return Ok(Reconnected { peer, has_everything: listening.is_none() }),
                 Err(error) => tracing::debug!(%error, "its source has not connected again yet"),
             }
             let has_exited = to.query_status() == DestinationStatus::Exited;
             if has_exited || begun.elapsed() >= within {
                 return Err(not_accepted(to, begun));
             }
+            thread::sleep(INTERVAL);
         }
     }
 
@@ -195,6 +209,7 @@ impl ArrivingWay {
         id: MoveId,
         context: &Context<'_>,
     ) -> Result<PeerSession, Error> {
+        self.forwarder = None;
         let until = Instant::now() + ATTEMPT_TIMEOUT;
         let channel: Arc<dyn Channel> = Arc::from(self.listener.accept(until, &Cancel::new()?)?);
         let mut peer = PeerSession::new(channel);
@@ -210,18 +225,23 @@ impl ArrivingWay {
         if hello != FromSource::Hello(id) {
             return Err(peer.unexpected(&hello));
         }
-        let report = match (listening, self.listener.local_address()) {
+        match (listening, self.listener.local_address()) {
             (Some(near), Address::Tcp { port, .. }) => {
+                // What connects next is a QEMU.
+                peer.send_report(&FromDestination::Listens(*port))?;
                 let far = FarEnds::to(near.clone());
                 self.forwarder = Some(Forwarder::start(Arc::clone(&self.listener), far, None)?);
-                FromDestination::Listens(*port)
             }
-            _ => FromDestination::Awaits,
-        };
-        peer.send_report(&report)?;
+            _ => peer.send_report(&FromDestination::Awaits)?,
+        }
         peer.beat_until_report();
         Ok(peer)
     }
+}
+
+/// Returns true if a destination of this version can be connected again.
+pub(crate) fn recovers(version: &VersionTriple) -> bool {
+    (version.major, version.minor) >= RECOVERS_SINCE
 }
 
 /// The same host at this port.

@@ -75,6 +75,8 @@ struct Ready {
     cards: Vec<Card>,
     /// Memory of a standby.
     memory: Option<StandbyMemory>,
+    /// The QEMU can be connected again after it has lost its source in a postcopy.
+    recovers: bool,
 }
 
 /// A QEMU that was started, its monitor, and the memory of a standby.
@@ -170,11 +172,11 @@ impl Agent {
             Place::File(path) => (Destination::Image(path.clone()), None),
             Place::Store(location) => (Destination::Store(location.parse().map_err(failed)?), None),
         };
-        let mut cards = Vec::new();
+        let (mut cards, mut recovers) = (Vec::new(), false);
         let (facts, refusals) = match &destination {
             Destination::Qmp(socket) => {
-                let WaitingQemu { facts, disks, cards: found } = WaitingQemu::of(socket)?;
-                cards = found;
+                let WaitingQemu { facts, disks, cards: found, recovers: can } = WaitingQemu::of(socket)?;
+                (cards, recovers) = (found, can);
                 let mut refusals =
                     compare(&guest, &facts, request.lanes, false).reasons(ConfiguredBy::Towline);
                 refusals.extend(request.disks.refusals(&disks));
@@ -185,7 +187,8 @@ impl Agent {
         };
         let copies_disks = !request.disks.copied().is_empty();
         let names = cards.iter().map(|card| card.chardev().to_owned()).collect();
-        let ready = Ready { destination, started, refusals: refusals.clone(), copies_disks, cards, memory };
+        let ready =
+            Ready { destination, started, refusals: refusals.clone(), copies_disks, cards, memory, recovers };
         *self.state() = State::Prepared(Box::new(ready));
         Ok(Prepared { facts, refusals, cards: names })
     }
@@ -294,7 +297,7 @@ impl Agent {
             started: ready.started,
         };
         *state = State::Copies(Box::new(reception));
-        Ok(Receiving { certificate, disk_port, is_direct, recovers: true })
+        Ok(Receiving { certificate, disk_port, is_direct, recovers: ready.recovers })
     }
 
     fn stand_by(&self, request: &NewStandby) -> Result<StandsBy, CommandError> {
@@ -420,6 +423,7 @@ struct WaitingQemu {
     facts: Facts,
     disks: Vec<WrittenDisk>,
     cards: Vec<Card>,
+    recovers: bool,
 }
 
 impl WaitingQemu {
@@ -430,7 +434,8 @@ impl WaitingQemu {
         let facts = qemu.compat_facts().map_err(failed)?;
         let disks = WrittenDisk::of(&mut qemu).map_err(failed)?;
         let cards = Card::of(&mut qemu);
-        Ok(Self { facts: Subject::Qemu(Box::new(facts)).into(), disks, cards })
+        let recovers = plan::recovers(&qemu.facts().version.qemu);
+        Ok(Self { facts: Subject::Qemu(Box::new(facts)).into(), disks, cards, recovers })
     }
 }
 

@@ -180,6 +180,8 @@ impl Switchover {
             StartResult::Exited | StartResult::ExitedBefore if self.has_switched() => {
                 self.destination_lost(false)
             }
+            // It may wait for a page, which may have to be sent over another connection.
+            StartResult::Unknown if self.has_switched() => return self.arrive(),
             _ if self.has_switched() => return self.disconnected(),
             StartResult::Live => return self.finalize(Placement::Running),
             StartResult::StoppedAgain => self.stopped_again(),

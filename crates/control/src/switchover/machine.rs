@@ -123,6 +123,13 @@ impl Switchover {
         }
     }
 
+    /// That of a source which an earlier towline has switched to postcopy, with its destination on another host: it is to be connected again
+    /// ([`Directive::Recover`]).
+    pub(crate) fn going_on(request: SwitchoverRequest, guest: GuestRunState) -> Self {
+        let (stage, switch) = (SwitchoverState::Reconnecting, SwitchProgress::Accepted);
+        Self { stage, switch, guest, sent: true, ..Self::new(request) }
+    }
+
     /// Kind of the destination, as far as it is known.
     pub(crate) fn destination(&self) -> DestinationKind {
         self.request.destination

@@ -62,13 +62,6 @@ impl Switchover {
         self.arrive()
     }
 
-    /// The rest of the memory cannot be sent: the hosts are not connected.
-    pub(super) fn disconnected(&self) -> Directive {
-        let runs = self.switch == SwitchProgress::Runs;
-        let destination = if runs { AtDestination::Runs } else { AtDestination::Unknown };
-        self.unresolved(destination, ToDo::Reconnect)
-    }
-
     fn final_run_state(&self) -> FinalRunState {
         FinalRunState::requested(self.request.run, self.guest)
     }
@@ -112,7 +105,7 @@ impl Switchover {
         self.follow()
     }
 
-    fn follow(&mut self) -> Directive {
+    pub(super) fn follow(&mut self) -> Directive {
         self.stage = SwitchoverState::Following;
         Directive::FollowSource
     }
@@ -227,14 +220,14 @@ impl Switchover {
     }
 
     /// The source holds memory that it cannot send, or cannot be queried.
-    fn judged_unseen(&mut self, destination: DestinationStatus) -> Directive {
+    pub(super) fn judged_unseen(&mut self, destination: DestinationStatus) -> Directive {
         if self.may_switch() && matches!(destination, DestinationStatus::LacksMemory(_)) {
             return self.reconnect();
         }
         self.not_seen(destination)
     }
 
-    fn not_seen(&self, destination: DestinationStatus) -> Directive {
+    pub(super) fn not_seen(&self, destination: DestinationStatus) -> Directive {
         let has_stopped = self.switch >= SwitchProgress::Switched;
         let source = if has_stopped { AtSource::Paused } else { AtSource::Unknown };
         let (destination, to_do) = match destination {
@@ -280,59 +273,8 @@ impl Switchover {
         }
     }
 
-    pub(super) fn reconnect(&mut self) -> Directive {
-        self.stage = SwitchoverState::Reconnecting;
-        Directive::Recover
-    }
-
-    pub(super) fn reconnecting(&mut self, input: Input) -> Directive {
-        match input {
-            _ if self.may_switch() => self.reconnected(input),
-            Input::Done if self.is_direct() => self.follow(),
-            Input::Done => {
-                self.switch = SwitchProgress::Switched;
-                self.serve()
-            }
-            Input::Destination(DestinationStatus::Loaded | DestinationStatus::Running) => self.arrive(),
-            Input::Destination(status) if self.is_direct() => self.judged_unseen(status),
-            Input::Destination(status @ (DestinationStatus::Failed | DestinationStatus::Exited)) => {
-                self.abandoned(LossCause::Connection, status)
-            }
-            Input::MemoryLost(loss) => self.abandon(loss.cause),
-            _ if self.is_direct() => self.judge(SourceStatus::FollowingPaused),
-            _ => self.abandon(LossCause::Connection),
-        }
-    }
-
-    /// The towlines of two hosts, whose QEMUs have switched, are connected again, or not.
-    fn reconnected(&mut self, input: Input) -> Directive {
-        let is_source = self.request.destination == DestinationKind::Towline;
-        match input {
-            // The destination's may have it already.
-            Input::Done if is_source => self.report_completed(),
-            Input::Done if self.has_switched() => self.arrive(),
-            Input::Done => {
-                self.stage = SwitchoverState::Acknowledged;
-                Directive::AwaitPeer
-            }
-            Input::Source(SourceStatus::Exited) => {
-                self.source_exited = true;
-                self.unresolved(AtDestination::Unknown, ToDo::LookAtDestination)
-            }
-            Input::Destination(status) if !self.has_switched() => self.not_seen(status),
-            Input::Destination(
-                DestinationStatus::Loaded
-                | DestinationStatus::Running
-                | DestinationStatus::Failed
-                | DestinationStatus::Exited,
-            ) => self.arriving(input),
-            _ if is_source && self.has_fault(SwitchoverBug::RegainsDisconnected) => self.restore(false),
-            _ => self.disconnected(),
-        }
-    }
-
     /// The rest of a stored guest's memory is not sent.
-    fn abandon(&mut self, cause: LossCause) -> Directive {
+    pub(super) fn abandon(&mut self, cause: LossCause) -> Directive {
         if self.request.destination != DestinationKind::Qemu {
             return self.abandoned(cause, DestinationStatus::Unknown);
         }
@@ -348,7 +290,7 @@ impl Switchover {
         }
     }
 
-    fn abandoned(&mut self, cause: LossCause, destination: DestinationStatus) -> Directive {
+    pub(super) fn abandoned(&mut self, cause: LossCause, destination: DestinationStatus) -> Directive {
         let has_loaded = self.switch >= SwitchProgress::Switched;
         let state = match (destination, cause) {
             _ if !has_loaded && self.has_fault(SwitchoverBug::UnloadedIsSafe) => {
@@ -372,7 +314,7 @@ impl Switchover {
     }
 
     /// All memory was sent.
-    fn arrive(&mut self) -> Directive {
+    pub(super) fn arrive(&mut self) -> Directive {
         if self.is_direct() && self.has_fault(SwitchoverBug::DecidesAgain) {
             return self.complete();
         }

@@ -195,6 +195,11 @@ impl QmpDestination {
         Address::Unix(self.dir.join(&format!("recover-{recovery}.sock")))
     }
 
+    /// Returns true if its connection was lost, by the last query.
+    pub(in super::super) fn is_interrupted(&self) -> bool {
+        self.is_interrupted
+    }
+
     /// Notifies QEMU of a connection that only this side knows to be lost.
     pub(in super::super) fn pause_migration(&mut self) {
         if let Err(error) = self.qemu.client().execute_out_of_band(&MigratePause) {

@@ -22,7 +22,7 @@ use super::super::progress::{CopyPhase, CopyReport};
 use super::super::recorder::{RecordedEnds, RecordedSource};
 use super::super::request::Direct;
 use super::super::shared_switchover::SharedSwitchover;
-use super::super::way::{ArrivingWay, Way};
+use super::super::way::{ArrivingWay, Way, recovers};
 use crate::moves::MoveEnd;
 use crate::procfs::VcpuThreads;
 use crate::switchover::{DestinationKind, Directive, Input, SourceKind};
@@ -72,7 +72,9 @@ pub(super) fn copy(
         }
     };
     let is_reached = way.channel.is_some();
-    let recovers = how.permits_postcopy() && !context.options.recover_timeout.is_zero();
+    let recovers = how.permits_postcopy()
+        && !context.options.recover_timeout.is_zero()
+        && recovers(&destination.qmp.facts().version.qemu);
     let FromOtherHost { listener, channel, session, mut forwarder } = way;
     // Without it the forwarder stays until the guest is there all the same.
     let way = listener.filter(|_| recovers);
@@ -111,7 +113,7 @@ fn receive(
     let channel: Arc<dyn Channel> = Arc::from(listener.accept(deadline, context.cancel)?);
     way.channel = Some(Arc::clone(&channel));
     let end = MoveEnd::Peer { address: channel.peer().to_owned() };
-    let source = RecordedSource { end, vcpus: VcpuThreads::default(), devices: Vec::new() };
+    let source = RecordedSource { end, vcpus: VcpuThreads::default(), devices: Vec::new(), way: None };
     switchover.keep_record(RecordedEnds { source, destination: destination.move_end() }, context)?;
     let peer = way.session.insert(PeerSession::new(channel));
     let hello = await_frame(peer, Some(ANSWER_TIMEOUT), context, PeerSession::receive_from_source)?;

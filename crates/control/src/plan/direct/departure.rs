@@ -11,18 +11,18 @@ use towline_protocol::session::{FromDestination, FromSource};
 use super::super::context::{Context, connect_options};
 use super::super::endpoint::{DestinationEndpoint, SourceControl, query_failed};
 use super::super::error::{Error, Failure};
-use super::super::executor::{SwitchoverEnds, conclude};
+use super::super::executor::{SwitchoverEnds, SwitchoverReport, conclude};
 use super::super::forward::{FarEnds, Forwarder};
 use super::super::frames::{ANSWER_TIMEOUT, await_frame, glance};
 use super::super::peer::PeerSession;
 use super::super::progress::{CopyPhase, CopyReport, DestinationState};
-use super::super::recorder::RecordedEnds;
-use super::super::request::Direct;
+use super::super::recorder::{RecordedEnds, RecordedSource};
+use super::super::request::{Direct, Tls};
 use super::super::shared_switchover::SharedSwitchover;
 use super::super::source::QmpSource;
 use super::super::way::{DepartingWay, SharedForwarder, Way, at_port};
 use crate::lock::lock;
-use crate::moves::MoveEnd;
+use crate::moves::{InterruptedPostcopy, MoveEnd, RecordedWay};
 use crate::switchover::{DestinationKind, Directive, GuestRunState, Input, SourceKind};
 
 /// The other host's towline, and by it the QEMU there.
@@ -32,6 +32,13 @@ struct OtherHost {
     channel: Option<Arc<dyn Channel>>,
     session: Option<PeerSession>,
     forwarder: SharedForwarder,
+}
+
+impl OtherHost {
+    fn new(to: &Address, context: &Context<'_>) -> Self {
+        let name = context.options.peer_name.clone().unwrap_or_else(|| to.to_string());
+        Self { name, channel: None, session: None, forwarder: SharedForwarder::default() }
+    }
 }
 
 impl DestinationEndpoint for OtherHost {
@@ -76,8 +83,7 @@ pub(super) fn copy(
     if how.is_encrypted {
         context.require_paths(source.qemu()).map_err(Failure::untouched)?;
     }
-    let name = context.options.peer_name.clone().unwrap_or_else(|| to.to_string());
-    let mut there = OtherHost { name, channel: None, session: None, forwarder: SharedForwarder::default() };
+    let mut there = OtherHost::new(to, context);
     let kinds = (SourceKind::Qemu, there.kind());
     let switchover = SharedSwitchover::with_memory(kinds.0, kinds.1, how.memory(), context.options);
     let sent = send(&mut source, &mut there, to, how, &switchover, context);
@@ -94,9 +100,9 @@ pub(super) fn copy(
             (switchover.failed(&error), Some(error))
         }
     };
-    let session = there.session.take();
     let recovers = how.permits_postcopy() && !context.options.recover_timeout.is_zero();
     let way = DepartingWay { to, forwarder: Arc::clone(&there.forwarder) };
+    let session = there.session.take();
     let ends = SwitchoverEnds {
         switchover: &switchover,
         source: SourceControl::Qemu(&mut source),
@@ -108,14 +114,48 @@ pub(super) fn copy(
     };
     let concluded = conclude(ends, directive)?;
     source.report_missed_zero_copy(context);
-    let moved = source.counted();
+    Ok(report(&source, &concluded, &switchover, context))
+}
+
+/// Sends the rest of a guest whose source an earlier towline has switched to postcopy, to the host of which the towline waits for it.
+pub(super) fn go_on(
+    InterruptedPostcopy { file, socket, .. }: InterruptedPostcopy,
+    to: &Address,
+    context: &Context<'_>,
+) -> Result<CopyReport, Failure> {
+    let mut source = QmpSource::following(&socket, context).map_err(query_failed)?;
+    let record = file.record();
+    let recorded = RecordedSource { way: record.way.clone(), ..source.recorded() };
+    let ends = RecordedEnds { source: recorded, destination: record.destination.clone() };
+    let mut there = OtherHost::new(to, context);
+    let switchover = SharedSwitchover::going_on(file, ends, context.options);
+    let way = DepartingWay { to, forwarder: Arc::clone(&there.forwarder) };
+    let ends = SwitchoverEnds {
+        switchover: &switchover,
+        source: SourceControl::Qemu(&mut source),
+        destination: &mut there,
+        session: None,
+        way: Some(Way::Departure(way)),
+        context,
+        error: None,
+    };
+    let concluded = conclude(ends, Directive::Recover)?;
+    Ok(report(&source, &concluded, &switchover, context))
+}
+
+fn report(
+    source: &QmpSource,
+    concluded: &SwitchoverReport,
+    switchover: &SharedSwitchover,
+    context: &Context<'_>,
+) -> CopyReport {
     let postcopy = switchover.state().has_switched().then(|| {
         let mut postcopy = concluded.postcopy;
         postcopy.faults.requests = source.requested_pages();
         postcopy
     });
-    let report = context.build_report(moved, concluded.source, concluded.destination);
-    Ok(CopyReport { downtime_ms: concluded.downtime_ms, postcopy, ..report })
+    let report = context.build_report(source.counted(), concluded.source, concluded.destination);
+    CopyReport { downtime_ms: concluded.downtime_ms, postcopy, ..report }
 }
 
 /// Has the source send its guest until it may complete; returns the directive that follows.
@@ -134,8 +174,12 @@ fn send(
     let channel = connect_with(to, deadline, context.cancel, &connect_options(context.options)?)?;
     let channel: Arc<dyn Channel> = Arc::from(channel);
     there.channel = Some(Arc::clone(&channel));
-    switchover
-        .keep_record(RecordedEnds { source: source.recorded(), destination: there.move_end() }, context)?;
+    let way = match &context.options.tls {
+        Some(Tls::OneTime(credentials)) if how.permits_postcopy() => Some(RecordedWay::new(to, credentials)),
+        _ => None,
+    };
+    let recorded = RecordedSource { way, ..source.recorded() };
+    switchover.keep_record(RecordedEnds { source: recorded, destination: there.move_end() }, context)?;
     let peer = there.session.insert(PeerSession::new(channel));
     peer.send_outcome(FromSource::Hello(switchover.id()))?;
     peer.beat_until_outcome();

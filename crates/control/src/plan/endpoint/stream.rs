@@ -115,7 +115,7 @@ impl SourceEndpoint for StreamSource {
     fn recorded(&self) -> Option<RecordedSource> {
         let peer = self.main_channel()?.peer().to_owned();
         let end = MoveEnd::Peer { address: self.name.clone().unwrap_or(peer) };
-        Some(RecordedSource { end, vcpus: VcpuThreads::default(), devices: Vec::new() })
+        Some(RecordedSource { end, vcpus: VcpuThreads::default(), devices: Vec::new(), way: None })
     }
 
     fn main_channel(&self) -> Option<Arc<dyn Channel>> {

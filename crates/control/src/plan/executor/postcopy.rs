@@ -4,6 +4,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_migration::silence_max;
+use towline_protocol::session::FromDestination;
 
 use super::super::destination::RecoveryState;
 use super::super::endpoint::SourceControl;
@@ -13,10 +14,18 @@ use super::super::peer::PeerReply;
 use super::super::progress::CopyPhase;
 use super::super::way::{NotReconnected, Way};
 use super::{Executor, SwitchoverEnds};
-use crate::switchover::{DestinationStatus, Input, MemorySharing, PeerMessage, SourceStatus, StartResult};
+use crate::switchover::{
+    DestinationStatus, Input, MemorySharing, PeerMessage, Placement, SourceStatus, StartResult,
+};
 
 /// Time in which a destination that has all memory reports it after its QEMU has closed the connection.
 const LAST_REPORT_TIME: Duration = Duration::from_secs(2);
+/// Time for which a destination on this host may take to listen again, in one attempt.
+const LISTEN_TIME: Duration = Duration::from_secs(1);
+/// Connections that last less are brief.
+const BRIEF: Duration = Duration::from_secs(5);
+/// Brief connections in a row after which there is no further one.
+const BRIEF_CONNECTIONS_MAX: u32 = 16;
 /// Interval of attempts to recover.
 const RECOVER_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -40,6 +49,10 @@ impl Executor<'_> {
             self.downtime_ms = source.reported_downtime();
         }
         if matches!(status, SourceStatus::Completed | SourceStatus::Following | SourceStatus::Unknown) {
+            self.stuck_since = None;
+            return None;
+        }
+        if status == SourceStatus::FollowingPaused && self.is_all_there {
             return None;
         }
         // A destination that has everything has reported that, or does so now.
@@ -57,9 +70,15 @@ impl Executor<'_> {
         if !self.has_switched() || !is_open {
             return None;
         }
+        let is_interrupted = self.ends.destination.qemu().is_some_and(|to| to.qmp.is_interrupted());
+        let since = *self.stuck_since.get_or_insert_with(Instant::now);
+        self.stuck_since = Some(since).filter(|_| is_interrupted);
+        // Its source sees that, too.
+        let is_stuck = is_interrupted && since.elapsed() >= LAST_REPORT_TIME;
         let silence_max = silence_max(self.ends.context.options.peer_timeout);
         let peer = self.source_peer.as_mut()?;
         let error = match peer.receive_outcome() {
+            PeerReply::Nothing if is_stuck => Error::ConnectionOfQemus,
             PeerReply::Nothing if peer.silence() < silence_max => return Some(Input::Destination(status)),
             PeerReply::Nothing => Error::PeerSilent { waited: peer.silence() },
             // Once more, of a source that is connected again.
@@ -134,18 +153,18 @@ impl Executor<'_> {
 
     /// Has the destination listen again, and the source connect to it.
     pub(super) fn recover(&mut self) -> Input {
-        self.postcopy.recoveries += 1;
         if self.ends.way.is_some() {
             return self.reconnect();
         }
-        let started = Instant::now();
+        let (begun, cancel) = (Instant::now(), self.ends.context.cancel);
+        let was_cancelled = cancel.is_cancelled();
         let (SourceControl::Qemu(source), Some(to)) = (&mut self.ends.source, self.ends.destination.qemu())
         else {
             return Input::NotDone;
         };
+        self.postcopy.recoveries += 1;
         loop {
-            let within = self.ends.context.options.recover_timeout.saturating_sub(started.elapsed());
-            match to.qmp.listen_again(within) {
+            match to.qmp.listen_again(LISTEN_TIME) {
                 Ok(RecoveryState::Completed) => return Input::Destination(to.qmp.query_status()),
                 Ok(RecoveryState::Failed(error)) => {
                     return self.fail(error, Input::Destination(DestinationStatus::Failed));
@@ -168,40 +187,88 @@ impl Executor<'_> {
                     return Input::Destination(status);
                 }
             }
-            if within.is_zero() {
-                return self.fail(Error::NotConnectedAgain { waited: started.elapsed() }, Input::NotDone);
+            if cancel.is_cancelled() && !was_cancelled {
+                self.cancel_handled = true;
+                return self.fail(Error::Cancelled, Input::NotDone);
+            }
+            if begun.elapsed() >= self.ends.context.options.recover_timeout {
+                return self.fail(Error::NotConnectedAgain { waited: begun.elapsed() }, Input::NotDone);
             }
             thread::sleep(RECOVER_INTERVAL);
         }
     }
 
-    /// Connects the two hosts again.
+    /// Waits until the source of a postcopy has this report and closes the connection; it is sent once more if that is lost before.
+    pub(super) fn confirm_placed(&mut self, placement: Placement) {
+        if !self.has_switched() || !matches!(self.ends.way, Some(Way::Arrival(_))) {
+            return;
+        }
+        let silence_max = silence_max(self.ends.context.options.peer_timeout);
+        while let Some(peer) = &mut self.source_peer {
+            match peer.receive_outcome() {
+                PeerReply::Lost(_) => return,
+                PeerReply::Nothing if peer.silence() >= silence_max => {}
+                PeerReply::Nothing | PeerReply::Message(_) => continue,
+            }
+            if self.reconnect() != Input::Done {
+                self.ends.error = None;
+                return;
+            }
+            let report = FromDestination::Placed(placement);
+            let sent = self.source_peer.as_mut().map(|peer| peer.send_report(&report));
+            if let Some(Err(error)) = sent {
+                tracing::debug!(%error, "the report is sent once more");
+            }
+        }
+    }
+
+    /// Connects the two hosts again, unless that lasts for a moment only, again and again.
     fn reconnect(&mut self) -> Input {
+        let is_brief = self.reconnected_at.is_some_and(|at| at.elapsed() < BRIEF);
+        self.brief_connections = if is_brief { self.brief_connections + 1 } else { 0 };
+        if self.brief_connections >= BRIEF_CONNECTIONS_MAX {
+            return Input::NotDone;
+        }
+        for peer in [self.source_peer.take(), self.destination_peer.take()].into_iter().flatten() {
+            peer.close();
+        }
+        self.stuck_since = None;
         let SwitchoverEnds { way, source, destination, switchover, context, error, .. } = &mut self.ends;
         let reason = error.take().map(|error| format!(" ({error})")).unwrap_or_default();
         let within = context.options.recover_timeout.as_secs_f64();
-        context.observer.notice(&format!(
-            "lost the other host{reason} while the guest, which is there, lacks memory; connecting again for {within:.0} s"
-        ));
-        (self.source_peer, self.destination_peer) = (None, None);
         let begun = Instant::now();
+        let notice = |what: &str| {
+            context
+                .observer
+                .notice(&format!("{what}{reason}; it is connected to again within {within:.0} s"));
+        };
         let connected = match (way, source, destination.qemu()) {
             (Some(Way::Departure(way)), SourceControl::Qemu(source), _) => {
-                way.reconnect(source, switchover.id(), context).map(|peer| self.destination_peer = Some(peer))
+                notice("lost the other host before it had all of the guest's memory");
+                let connected = way.reconnect(source, switchover.id(), context);
+                connected.map(|again| (Some(again.peer), None, again.has_everything))
             }
             (Some(Way::Arrival(way)), _, Some(to)) => {
-                way.reconnect(&mut to.qmp, switchover.id(), context).map(|peer| self.source_peer = Some(peer))
+                notice("lost the guest's source, which has a part of its memory");
+                let connected = way.reconnect(&mut to.qmp, switchover.id(), context);
+                connected.map(|again| (None, Some(again.peer), again.has_everything))
             }
             _ => return Input::NotDone,
         };
         match connected {
-            Ok(()) => {
-                self.stuck_since = None;
+            Ok((destination_peer, source_peer, has_everything)) => {
+                (self.destination_peer, self.source_peer) = (destination_peer, source_peer);
+                self.is_all_there |= has_everything;
+                self.reconnected_at = Some(Instant::now());
+                self.postcopy.recoveries += 1;
                 let after = begun.elapsed().as_secs_f64();
                 context.observer.notice(&format!("connected again after {after:.1} s"));
                 Input::Done
             }
-            Err(NotReconnected { error, input }) => self.fail(*error, input),
+            Err(NotReconnected { error, input }) => {
+                self.cancel_handled |= matches!(*error, Error::Cancelled);
+                self.fail(*error, input)
+            }
         }
     }
 }

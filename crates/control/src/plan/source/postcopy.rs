@@ -206,14 +206,14 @@ impl QmpSource {
         loop {
             match self.follow(options)? {
                 SourceStatus::FollowingPaused => return Ok(()),
-                _ if begun.elapsed() >= within => return Err(self.not_completed(begun.elapsed())),
-                _ if begun.elapsed() >= BREAK_AFTER && !is_notified => {
-                    is_notified = true;
-                    if let Err(error) = self.qemu.client().execute(&MigratePause) {
-                        tracing::debug!(%error, "migrate-pause");
-                    }
+                SourceStatus::Following | SourceStatus::Unknown if begun.elapsed() < within => {}
+                _ => return Err(self.not_completed(begun.elapsed())),
+            }
+            if begun.elapsed() >= BREAK_AFTER && !is_notified {
+                is_notified = true;
+                if let Err(error) = self.qemu.client().execute(&MigratePause) {
+                    tracing::debug!(%error, "migrate-pause");
                 }
-                _ => {}
             }
         }
     }

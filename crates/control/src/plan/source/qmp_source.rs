@@ -116,22 +116,32 @@ impl QmpSource {
         check_known_faults(&mut qemu)?;
         let was_running = qemu.facts().status.running || resumes;
         context.adapt_lanes(&qemu);
-        let dir = PrivateDir::for_qemu(&qemu)?;
-        let (queried_at, progress) = (Instant::now(), Progress::default());
-        let convergence = Convergence::new(options, qemu.facts());
-        let tuning = options.tuning.clone();
         let vsocks = if options.detaches_vsock() {
             DetachedVsocks::find(&mut qemu)?
         } else {
             DetachedVsocks::default()
         };
+        Ok(Self { was_running, resumes, vsocks, ..Self::new(qemu, options)? })
+    }
+
+    /// Connects to one that was switched to postcopy by an earlier towline, and sends the rest of its memory.
+    pub(in super::super) fn following(path: &Path, context: &Context<'_>) -> Result<Self, Error> {
+        let qemu = Qemu::connect(path, &context.monitor())?;
+        Ok(Self { started: true, ..Self::new(qemu, context.options)? })
+    }
+
+    fn new(qemu: Qemu, options: &CopyRequest) -> Result<Self, Error> {
+        let dir = PrivateDir::for_qemu(&qemu)?;
+        let (queried_at, progress) = (Instant::now(), Progress::default());
+        let convergence = Convergence::new(options, qemu.facts());
+        let tuning = options.tuning.clone();
         Ok(Self {
             qemu,
             settings: None,
             relaxed_limit: options.is_upgrade().then_some(options.downtime_limit),
             downtime_reserve: if options.resumes() { SYNC_TIME } else { Duration::ZERO },
-            was_running,
-            resumes,
+            was_running: false,
+            resumes: false,
             resumed: false,
             started: false,
             last_migration: None,
@@ -146,7 +156,7 @@ impl QmpSource {
             mirrors: None,
             waits_for_peer: false,
             is_asked_to_switch: false,
-            vsocks,
+            vsocks: DetachedVsocks::default(),
             required: None,
         })
     }
@@ -214,6 +224,7 @@ impl QmpSource {
             end: MoveEnd::qemu(&self.qemu),
             vcpus: self.qemu.vcpu_threads(),
             devices: self.vsocks.records(),
+            way: None,
         }
     }
 

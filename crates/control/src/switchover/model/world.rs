@@ -172,6 +172,8 @@ pub(in super::super) enum Step {
     EngineFails(usize),
     /// Two towlines that have lost each other in a postcopy, and their QEMUs, are connected again.
     Reconnect,
+    /// A later towline of a source that was switched to postcopy connects it again.
+    GoOn,
     SourceConverges,
     SourceSwitches,
     DevicesLoad,
@@ -351,6 +353,7 @@ impl World {
             }
             Step::EngineFails(index) => self.fail(index, Input::Failed),
             Step::Reconnect => self.reconnect(),
+            Step::GoOn => self.go_on(),
             Step::SourceConverges
             | Step::SourceSwitches
             | Step::DevicesLoad

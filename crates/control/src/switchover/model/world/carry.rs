@@ -105,10 +105,11 @@ impl World {
     }
 
     pub(super) fn carry(&mut self, index: usize, reply: Reply) {
-        if matches!(reply, Reply::Silent | Reply::Unanswered | Reply::Refused | Reply::Crashed) {
+        let directive = self.towline(index).todo.take().expect("there is one");
+        let is_silent = reply == Reply::TimedOut && directive == Directive::Recover;
+        if is_silent || matches!(reply, Reply::Silent | Reply::Unanswered | Reply::Refused | Reply::Crashed) {
             self.spend();
         }
-        let directive = self.towline(index).todo.take().expect("there is one");
         let input = self.carried_out(index, directive, reply);
         let next = self.handle(index, input);
         let engine = self.towline(index).engine;
@@ -122,7 +123,7 @@ impl World {
     }
 
     pub(super) fn carried_out(&mut self, index: usize, directive: Directive, reply: Reply) -> Input {
-        if reply == Reply::TimedOut {
+        if reply == Reply::TimedOut && directive != Directive::Recover {
             return self.timed_out(directive);
         }
         let done = if reply == Reply::True { Input::Done } else { Input::NotDone };

@@ -7,7 +7,7 @@
 //! A source that has stopped its guest waits until it may complete (`shut` of wire 0), and notices nothing of a lost connection until then. It
 //! completes when the destination has confirmed that it loaded the guest.
 
-use super::super::super::{DestinationStatus, Directive, Input, MemorySharing};
+use super::super::super::{DestinationStatus, Directive, Input, MemorySharing, Switchover};
 use super::{Destination, Engine, FRESH, Reply, Source, Step, Towline, World};
 
 impl World {
@@ -79,7 +79,7 @@ impl World {
         };
         self.connects_qemus()
             && self.towlines.iter().all(connects)
-            && matches!(self.source, Source::FollowingPaused | Source::Completed)
+            && self.source == Source::FollowingPaused
             && matches!(self.destination, Destination::Loaded | Destination::Running)
     }
 
@@ -95,10 +95,34 @@ impl World {
         }
     }
 
+    /// Returns true if a later towline finds a source that was switched to postcopy.
+    pub(super) fn can_go_on(&self) -> bool {
+        self.may_switch()
+            && self.is_left(0)
+            && self.record(0).is_some()
+            && self.source == Source::FollowingPaused
+    }
+
+    pub(super) fn go_on(&mut self) {
+        let carried = self.carried;
+        let towline = self.towline(0);
+        let machine = Switchover { fault: towline.fault, ..Switchover::going_on(towline.request, carried) };
+        *towline = Towline {
+            machine,
+            engine: Engine::Ended,
+            todo: None,
+            alive: true,
+            outcome: None,
+            cancelled: false,
+            ..*towline
+        };
+        self.set(0, Directive::Recover);
+    }
+
     /// Returns true if this towline waits without result to be connected again.
     pub(super) fn cannot_reconnect(&self, index: usize) -> bool {
         let is_own_lost = match index {
-            0 => self.source == Source::Exited,
+            0 => matches!(self.source, Source::Exited | Source::Completed),
             _ => matches!(self.destination, Destination::Failed | Destination::Exited),
         };
         is_own_lost || self.is_left(1 - index)
@@ -106,8 +130,11 @@ impl World {
 
     pub(super) fn not_reconnected(&self, index: usize, reply: Reply) -> Input {
         match index {
-            0 if self.source == Source::Exited => Input::Source(self.source_view()),
+            0 if matches!(self.source, Source::Exited | Source::Completed) => {
+                Input::Source(self.source_view())
+            }
             0 => Input::NotDone,
+            _ if reply == Reply::TimedOut => Input::NotDone,
             _ if reply == Reply::Silent => Input::Destination(DestinationStatus::Unknown),
             _ => Input::Destination(self.destination_view()),
         }

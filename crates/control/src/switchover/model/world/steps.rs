@@ -46,6 +46,7 @@ impl World {
         }
         add(self.serves() && self.lacks_memory, Step::MemoryArrives);
         add(self.can_reconnect(), Step::Reconnect);
+        add(self.can_go_on(), Step::GoOn);
         if self.is_direct() {
             self.add_direct_steps(&mut steps);
         }
@@ -165,9 +166,11 @@ impl World {
                 let is_over = message.is_some() || !open || self.is_source_stuck(index);
                 those(&[(is_over, Reply::True), (mishap, Reply::TimedOut)])
             }
-            Directive::Recover if self.connects_qemus() => {
-                those(&[(self.cannot_reconnect(index), Reply::True), (mishap, Reply::Silent)])
-            }
+            Directive::Recover if self.connects_qemus() => those(&[
+                (self.cannot_reconnect(index), Reply::True),
+                (mishap, Reply::Silent),
+                (mishap, Reply::TimedOut),
+            ]),
             Directive::StartPostcopy
             | Directive::FollowSource
             | Directive::RunEarly
