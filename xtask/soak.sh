@@ -42,6 +42,8 @@ kills) lab live kills::no_guest_is_lost_or_runs_twice TOWLINE_SOAK_KILLS=200 ;;
 #: host-kills: 150 moves to another host in which a process of theirs is killed, or the link between the hosts is cut
 #:   (TOWLINE_SOAK_HOST_KILLS, TOWLINE_SOAK_SEED)
 host-kills) lab hosts kills::a_kill_at_any_moment_leaves_one_guest TOWLINE_SOAK_HOST_KILLS=150 ;;
+#: host-postcopy: 50 moves by postcopy to another host with mishaps after the switch (TOWLINE_SOAK_POSTCOPY_MOVES, TOWLINE_SOAK_SEED)
+host-postcopy) lab hosts postcopy::a_postcopy_arrives_through_mishaps_at_random_moments TOWLINE_SOAK_POSTCOPY_MOVES=50 ;;
 #: host-emptied: twelve guests that share a link of 1 Gbit/s (TOWLINE_SOAK_HOST_GUESTS): time and bytes, one by one and several at a time
 host-emptied) lab hosts all::guests_of_a_host_share_its_link TOWLINE_SOAK_HOST_GUESTS=12 ;;
 #: protected-deaths: 200 deaths of a protected guest's host, of all its processes or cut off (TOWLINE_SOAK_PROTECT_KILLS, TOWLINE_SOAK_SEED)

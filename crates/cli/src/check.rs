@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use towline_channel::{Address, Cancel, PEER_TIMEOUT};
 use towline_compat::{ConfiguredBy, Finding, Report, Severity, Verdict};
-use towline_control::check::{self, CheckEnd, LANES_DEFAULT, PlannedTransfer};
+use towline_control::check::{self, CheckEnd, PlannedTransfer};
 use towline_control::plan;
 use towline_control::plan::Observer as _;
 use towline_control::remote::{DiskPolicy, Place, SessionTimeouts};
@@ -52,7 +52,7 @@ pub(crate) fn run(args: &CheckArgs) -> Result<Exit> {
         Ok(destination) => destination,
         Err(error) => return Ok(error.report(&reporter)),
     };
-    let planned = if args.postcopy { PlannedTransfer::Postcopy } else { PlannedTransfer::Precopy };
+    let planned = PlannedTransfer::postcopy_if(args.postcopy);
     match check::check(&source, &destination, planned) {
         Ok(report) => Ok(report_verdict(&reporter, args, to, &report)),
         Err(error) => Ok(NoVerdict::Unknown(errors::worded(&error)).report(&reporter)),
@@ -122,7 +122,6 @@ fn end(endpoint: &Endpoint) -> Result<CheckEnd, NoVerdict> {
 fn on_host(reporter: &Reporter, args: &CheckArgs, end: &SshEndpoint, socket: &Path) -> Result<Exit> {
     let refused = match end.place {
         Place::File(_) | Place::Store(_) => "an image takes any guest: there is nothing to check",
-        _ if args.postcopy => "--postcopy needs two QEMUs of one host; leave it out",
         Place::Qmp(_) | Place::Guest(_) => "",
     };
     if !refused.is_empty() {
@@ -130,7 +129,11 @@ fn on_host(reporter: &Reporter, args: &CheckArgs, end: &SshEndpoint, socket: &Pa
     }
     // Files beside the disks, and the QEMU there, are removed.
     let held = HeldSignals::hold()?;
-    let options = place_options(args, LANES_DEFAULT, args.host.disk_policy(), held.arrived());
+    let planned = PlannedTransfer::postcopy_if(args.postcopy);
+    let options = PlaceOptions {
+        planned,
+        ..place_options(args, planned.lanes(), args.host.disk_policy(), held.arrived())
+    };
     let prepared = match remote::prepare(end, &options, socket) {
         Ok(prepared) => prepared,
         Err(error) => return Ok(NoVerdict::Unknown(errors::worded(&error)).report(reporter)),
@@ -156,6 +159,7 @@ pub(crate) fn place_options(
         lanes,
         disks,
         via: Via::Auto,
+        planned: PlannedTransfer::Precopy,
         timeouts: SessionTimeouts { connect: SOCKET_TIMEOUT, peer: PEER_TIMEOUT },
         interrupt,
     }

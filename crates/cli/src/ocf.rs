@@ -20,6 +20,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_channel::Cancel;
+use towline_control::check::PlannedTransfer;
 use towline_control::moves::ListedMove;
 use towline_control::plan::{self, CopyRequest, Destination, GenerationUse, Source, Task, TransferOptions};
 use towline_control::remote::{NewGuest, Place};
@@ -255,6 +256,7 @@ impl Agent {
             host: Some(&host),
             lanes: *lanes,
             disks: host.disk_policy(),
+            planned: PlannedTransfer::Precopy,
             via: Via::Auto,
             timeouts: towline_control::remote::SessionTimeouts {
                 connect: CONNECT_TIMEOUT,

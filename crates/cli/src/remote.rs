@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use towline_channel::Address;
-use towline_control::check::LANES_DEFAULT;
+use towline_control::check::{LANES_DEFAULT, PlannedTransfer};
 use towline_control::plan::{
     ConnectingEnd, CopyRequest, CopyResult, Destination, Direct, Error, Failure, GuestAfterFailure, Observer,
     WritableDisks,
@@ -40,6 +40,7 @@ pub(crate) struct PlaceOptions<'a> {
     pub(crate) lanes: usize,
     pub(crate) disks: DiskPolicy,
     pub(crate) via: Via,
+    pub(crate) planned: PlannedTransfer,
     pub(crate) timeouts: SessionTimeouts,
     /// Ends every wait.
     pub(crate) interrupt: Arc<OwnedFd>,
@@ -56,7 +57,8 @@ impl<'a> PlaceOptions<'a> {
         let lanes = transfer.multifd_channels.unwrap_or(LANES_DEFAULT);
         let timeouts = SessionTimeouts { connect: transfer.connect_timeout, peer: transfer.peer_timeout };
         let disks = host.map_or(DiskPolicy::VouchedFor, HostArgs::disk_policy);
-        Self { ssh, host, lanes, disks, via: Via::Auto, timeouts, interrupt }
+        let planned = PlannedTransfer::Precopy;
+        Self { ssh, host, lanes, disks, via: Via::Auto, planned, timeouts, interrupt }
     }
 
     /// Options for this move.
@@ -64,7 +66,8 @@ impl<'a> PlaceOptions<'a> {
         let place = Self::of(&args.transfer, &args.host.ssh, Some(&args.host), interrupt);
         let lanes =
             args.transfer.multifd_channels.unwrap_or(if args.permits_postcopy() { 0 } else { place.lanes });
-        Self { via: args.via, lanes, ..place }
+        let planned = PlannedTransfer::postcopy_if(args.permits_postcopy());
+        Self { via: args.via, lanes, planned, ..place }
     }
 }
 
@@ -79,7 +82,8 @@ pub(crate) fn prepare(
         (place, _) => place.clone(),
     };
     let map = options.host.and_then(|args| args.map.as_ref());
-    let guest = DepartingGuest::of(socket, place, options.disks, map, Some(Arc::clone(&options.interrupt)))?;
+    let guest = DepartingGuest::of(socket, place, options.disks, map, Some(Arc::clone(&options.interrupt)))?
+        .planned(options.planned);
     let mut host = RemoteHost::connect(
         &end.target,
         &options.ssh.ssh,

@@ -23,6 +23,7 @@ mod netdev_link;
 mod netdev_user;
 mod page_size;
 mod parameters;
+mod postcopy;
 mod prealloc;
 mod qemu_version;
 mod ram_blocks;
@@ -45,6 +46,7 @@ pub const RULES: &[Rule] = &[
     machine_type::RULE,
     ram_blocks::RULE,
     page_size::RULE,
+    postcopy::RULE,
     uuid::RULE,
     cpu_count::RULE,
     cpu_features::RULE,

@@ -55,7 +55,15 @@ pub enum PlannedTransfer {
 }
 
 impl PlannedTransfer {
-    fn lanes(self) -> usize {
+    /// Postcopy if the condition is true.
+    #[must_use]
+    pub fn postcopy_if(is_postcopy: bool) -> Self {
+        if is_postcopy { Self::Postcopy } else { Self::Precopy }
+    }
+
+    /// Number of lanes by default.
+    #[must_use]
+    pub fn lanes(self) -> usize {
         match self {
             Self::Precopy => LANES_DEFAULT,
             Self::Postcopy => LANES_OF_POSTCOPY,

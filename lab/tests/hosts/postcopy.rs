@@ -1,14 +1,17 @@
 //! Guests that run on the other host before all of their memory is there.
 
 use std::path::Path;
+use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use rustix::process::Signal;
 use serde_json::Value;
-use towline_lab::expect::{assert_ended, completed, wait_event};
+use towline_lab::expect::{assert_ended, completed, number, wait_event};
 use towline_lab::{Towline, signal, wait_until};
 
 use crate::disks::with_disks;
+use crate::faults::child;
 use crate::support::{Hosts, MIB, WITHIN, WRITER, WRITTEN, assert_disk};
 
 /// Slow enough for a guest that writes this much to run there without a part of its memory for seconds.
@@ -31,6 +34,20 @@ fn wait_following(hosts: &Hosts) {
         Ok((migration["status"] == "postcopy-active" && requests > Some(0)).then_some(()))
     };
     wait_until("a guest that runs without all of its memory", WITHIN, follows).unwrap();
+}
+
+/// A guest with more lanes than its version has by postcopy: the verdict is that of the move.
+#[test]
+fn a_postcopy_to_another_host_is_checked() {
+    let Some(hosts) = Hosts::new("a_postcopy_to_another_host_is_checked") else { return };
+    let options = hosts.start_options();
+    let options: Vec<&str> = options.iter().map(String::as_str).chain(["--postcopy", "--json"]).collect();
+    let checked = hosts.run("check", "/web", &options);
+    assert_ended(&checked, 0, &[]);
+    hosts.wait_for_guests_there(&[]);
+    let lanes = hosts.run("move", "/web", &[&options[..], &["--multifd-channels", "2"]].concat());
+    assert_ended(&lanes, 1, &["no lanes in a migration that may become postcopy", "--multifd-channels 0"]);
+    hosts.wait_for_guests_there(&[]);
 }
 
 #[test]
@@ -203,6 +220,83 @@ fn a_postcopy_whose_source_lost_its_towline_is_resumed() {
     hosts.source.wait_exit(WITHIN).unwrap();
     hosts.assert_continues_there("web", tick);
     assert_eq!(undecided(&hosts), None);
+}
+
+/// A mishap of a move whose guest has switched.
+#[derive(Debug, Clone, Copy)]
+enum Mishap {
+    /// The hosts are cut off from each other for this time.
+    Cut(Duration),
+    /// Another party at the source's monitor has the QEMUs lose each other.
+    Pause,
+    /// Its ssh is killed.
+    Ssh,
+    /// The source's towline is killed, and `resume` goes on.
+    Kill,
+}
+
+impl Mishap {
+    fn random(rng: &mut Rng) -> Self {
+        match rng.u8(..6) {
+            0..3 => Self::Cut(Duration::from_millis(rng.u64(200..6000))),
+            3 => Self::Pause,
+            4 => Self::Ssh,
+            _ => Self::Kill,
+        }
+    }
+
+    /// Has it happen to the move, which is returned.
+    fn happen(self, hosts: &Hosts, moving: Towline) -> Towline {
+        match self {
+            Self::Cut(time) => {
+                hosts.cut();
+                sleep(time);
+                hosts.mend();
+            }
+            Self::Pause => drop(hosts.source.qmp().execute("migrate-pause", Value::Null)),
+            Self::Ssh => child(moving.pid(), "ssh").into_iter().for_each(|pid| signal(pid, Signal::KILL)),
+            Self::Kill => {
+                let id = undecided(hosts).expect("a record of the move");
+                signal(moving.pid(), Signal::KILL);
+                moving.wait(WITHIN).unwrap();
+                return hosts.towline(&["resume", &id]);
+            }
+        }
+        moving
+    }
+}
+
+/// `TOWLINE_SOAK_POSTCOPY_MOVES` is the number of moves, `TOWLINE_SOAK_SEED` the first seed.
+#[test]
+#[ignore = "nightly"]
+fn a_postcopy_arrives_through_mishaps_at_random_moments() {
+    let (runs, first) = (number("TOWLINE_SOAK_POSTCOPY_MOVES", 2), number("TOWLINE_SOAK_SEED", 1));
+    for seed in first..first + runs {
+        let Some(mut hosts) = Hosts::new("a_postcopy_arrives_through_mishaps_at_random_moments") else {
+            return;
+        };
+        let mut rng = Rng::with_seed(seed);
+        let tick = hosts.last_tick();
+        let mut moving = start(&hosts, &[&["--postcopy"], &SLOW[..]].concat());
+        wait_following(&hosts);
+        let mut happened = Vec::new();
+        for _ in 0..rng.u8(1..4) {
+            sleep(Duration::from_millis(rng.u64(..1500)));
+            if !moving.runs().unwrap() {
+                break;
+            }
+            let mishap = Mishap::random(&mut rng);
+            happened.push(mishap);
+            moving = mishap.happen(&hosts, moving);
+        }
+        let begun = Instant::now();
+        let finished = moving.wait(WITHIN).unwrap();
+        println!("{seed} {happened:?}: {} after {:.1} s", finished.status, begun.elapsed().as_secs_f64());
+        assert_ended(&finished, 0, &[]);
+        hosts.source.wait_exit(WITHIN).unwrap();
+        hosts.assert_continues_there("web", tick);
+        assert_eq!(undecided(&hosts), None);
+    }
 }
 
 #[test]

@@ -21,7 +21,7 @@ use towline_qmp::{self as qmp, Client, Command, CommandError, Commands, Dialogue
 use super::Error;
 use super::disks::{CopiedDisk, WrittenDisk};
 use super::frames::{Card, FrameReceiver};
-use super::guest::compare;
+use super::guest::{HostPair, compare};
 use super::new_disks::NewDisks;
 use super::protection::{AgentStandby, NewStandby, StandsBy};
 use super::waiting::{END_TIMEOUT, StartedForGuest, failed, free_port, own_address, with_peer};
@@ -178,7 +178,8 @@ impl Agent {
                 let WaitingQemu { facts, disks, cards: found, recovers: can } = WaitingQemu::of(socket)?;
                 (cards, recovers) = (found, can);
                 let mut refusals =
-                    compare(&guest, &facts, request.lanes, false).reasons(ConfiguredBy::Towline);
+                    compare(&guest, &facts, HostPair { lanes: request.lanes, ..HostPair::default() })
+                        .reasons(ConfiguredBy::Towline);
                 refusals.extend(request.disks.refusals(&disks));
                 let json = serde_json::from_slice(&facts.to_json()).map_err(failed)?;
                 (Some(json), refusals)

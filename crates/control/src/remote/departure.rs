@@ -5,7 +5,7 @@ use towline_compat::Facts;
 use towline_compat::facts::Subject;
 use towline_qmp as qmp;
 
-use super::guest::compare;
+use super::guest::{HostPair, compare};
 use crate::plan::{self, Destination, Observer, Tls};
 use crate::qemu::Qemu;
 
@@ -36,6 +36,10 @@ impl Departure {
         let mut qemu = Qemu::inspect(socket, &qmp::Options::default())?;
         let here = Subject::Qemu(Box::new(qemu.compat_facts()?)).into();
         let name = || format!("QEMU on {}", socket.display());
-        plan::report_findings(&compare(guest, &here, lanes, false), name, observer)
+        plan::report_findings(
+            &compare(guest, &here, HostPair { lanes, ..HostPair::default() }),
+            name,
+            observer,
+        )
     }
 }

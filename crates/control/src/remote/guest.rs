@@ -14,6 +14,7 @@ use towline_qmp::commands::Capability;
 use super::disks::{DiskPolicy, WrittenDisk};
 use super::frames::{Card, FramePassing};
 use super::{Error, NewGuest, Place};
+use crate::check::PlannedTransfer;
 use crate::generations::ManagedGuest;
 use crate::plan::{self, CopyRequest, Direct, Observer, SHARED_CAPABILITIES};
 use crate::qemu::Qemu;
@@ -32,6 +33,7 @@ pub struct DepartingGuest {
     cards: Vec<Card>,
     /// Its QEMU is in another network namespace than this process.
     has_own_network: bool,
+    planned: PlannedTransfer,
 }
 
 /// Opinion of the other host on a place for a guest.
@@ -85,7 +87,14 @@ impl DepartingGuest {
         }
         let cards = Card::of(qemu);
         let has_own_network = qemu.process().has_own_network();
-        Ok(Self { facts, disks, disk_policy, place, cards, has_own_network })
+        let planned = PlannedTransfer::default();
+        Ok(Self { facts, disks, disk_policy, place, cards, has_own_network, planned })
+    }
+
+    /// The same, to be sent like this.
+    #[must_use]
+    pub fn planned(self, planned: PlannedTransfer) -> Self {
+        Self { planned, ..self }
     }
 
     /// Returns true if it has disks that are copied.
@@ -174,7 +183,10 @@ impl DepartingGuest {
         let report = there
             .facts
             .as_ref()
-            .map(|there| compare(&self.facts, there, lanes, self.copies_disks()))
+            .map(|there| {
+                let pair = HostPair { lanes, copies_disks: self.copies_disks(), planned: self.planned };
+                compare(&self.facts, there, pair)
+            })
             .unwrap_or_default();
         report.with_refusals(&there.refusals)
     }
@@ -231,13 +243,22 @@ fn with_own_values(given: NewGuest, map: Option<&HostMap>, qemu: &mut Qemu) -> R
     Ok(NewGuest { name, command_line, binary, working_directory, settings, generations, ..given })
 }
 
+/// The transfer between two hosts.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct HostPair {
+    pub(super) lanes: usize,
+    pub(super) copies_disks: bool,
+    pub(super) planned: PlannedTransfer,
+}
+
 /// Compares a guest with a QEMU on another host.
-pub(super) fn compare(source: &Facts, destination: &Facts, lanes: usize, copies_disks: bool) -> Report {
+pub(super) fn compare(source: &Facts, destination: &Facts, pair: HostPair) -> Report {
+    let HostPair { lanes, copies_disks, planned } = pair;
     evaluate(&Pair {
         source,
         destination,
         lanes: Some(lanes),
-        is_postcopy: false,
+        is_postcopy: planned == PlannedTransfer::Postcopy,
         is_live: true,
         is_one_host: false,
         copies_disks,
