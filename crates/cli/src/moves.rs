@@ -6,7 +6,7 @@ use anyhow::Result;
 use towline_control::moves::{
     self, Finding, InterruptedPostcopy, ListedMove, OtherEnd, ResumeChoice, Resumed, Role,
 };
-use towline_control::plan;
+use towline_control::plan::{self, SourceCategory};
 
 use crate::args::{EndArg, MovesArgs, OtherEndArg, ResumeArgs};
 use crate::console;
@@ -91,8 +91,8 @@ pub(crate) fn resume(args: &ResumeArgs) -> Result<Exit> {
 fn go_on(interrupted: InterruptedPostcopy, reporter: &Reporter) -> Result<Option<Resumed>> {
     let id = interrupted.id();
     let cancel = cancel_on_signals(SignalEffects {
-        first: "no further attempt to connect to the other host",
-        second: None,
+        first: "no further attempt to connect to the other host, unless it is connected to: then the rest is sent",
+        second: Some("the guest waits for the rest of its memory"),
     })?;
     Ok(match plan::go_on(interrupted, RECONNECT_TIMEOUT, &cancel, reporter) {
         Ok(_) => {
@@ -101,7 +101,9 @@ fn go_on(interrupted: InterruptedPostcopy, reporter: &Reporter) -> Result<Option
         }
         Err(failure) => {
             console::error(&errors::failure_text(&failure));
-            None
+            let text = failure.guest.sentence(SourceCategory::Qemu);
+            let finding = Finding::Undecided { state: failure.guest.state(SourceCategory::Qemu), text };
+            failure.guest.needs_attention().then(|| Resumed::new(id, Vec::new(), finding))
         }
     })
 }

@@ -156,9 +156,10 @@ fn a_postcopy_whose_qemus_lose_each_other_goes_on() {
     wait_following(&hosts);
     let interrupted = Instant::now();
     hosts.source.qmp().execute("migrate-pause", Value::Null).unwrap();
-    let event = completed(&moving.wait(WITHIN).unwrap());
+    let moved = moving.wait(WITHIN).unwrap();
+    let event = completed(&moved);
     // Both towlines have noticed that, before either could count as silent.
-    assert!(interrupted.elapsed() < Duration::from_secs(30), "{:?}", interrupted.elapsed());
+    assert!(interrupted.elapsed() < Duration::from_secs(30), "{:?}: {}", interrupted.elapsed(), moved.stdout);
     assert_eq!(event["postcopy"]["recoveries"], 1, "{event}");
     hosts.source.wait_exit(WITHIN).unwrap();
     hosts.assert_continues_there("web", tick);

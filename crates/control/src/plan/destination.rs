@@ -311,9 +311,10 @@ impl QmpDestination {
     /// Queries the state of the guest. A missing reply is no evidence; an exited process is.
     pub(super) fn query_status(&mut self) -> DestinationStatus {
         let found = self.qemu.try_query(Qemu::migration_and_status);
-        if let Ok(Some((migration, _))) = &found {
-            self.is_interrupted = migration.status == Some(MigrationStatus::POSTCOPY_PAUSED);
-        }
+        // Without a reply it is not known to be.
+        let status =
+            found.as_ref().ok().and_then(Option::as_ref).and_then(|(found, _)| found.status.as_ref());
+        self.is_interrupted = status == Some(&MigrationStatus::POSTCOPY_PAUSED);
         match found {
             Ok(None) => DestinationStatus::Unknown,
             Ok(Some((migration, _))) if migration.status == Some(MigrationStatus::FAILED) => {

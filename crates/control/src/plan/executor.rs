@@ -290,7 +290,13 @@ impl Executor<'_> {
                 }
                 Input::Done
             }
-            Err(error) => self.fail(error, Input::NotDone),
+            Err(error) => {
+                let is_sent = match message {
+                    PeerMessage::Placed(placement) => self.confirm_placed(placement),
+                    _ => false,
+                };
+                if is_sent { Input::Done } else { self.fail(error, Input::NotDone) }
+            }
         }
     }
 
@@ -327,6 +333,10 @@ impl Executor<'_> {
     }
 
     fn end(mut self, outcome: SwitchoverOutcome) -> Result<SwitchoverReport, Failure> {
+        // The destination of a postcopy waits for that.
+        if let Some(peer) = self.destination_peer.take().filter(|_| self.ends.way.is_some()) {
+            peer.close();
+        }
         let message = match outcome {
             SwitchoverOutcome::Unresolved(unresolved) => {
                 self.unresolved_state(unresolved).sentence(self.category())

@@ -35,6 +35,8 @@ pub(super) struct PeerSession {
     heartbeat: Option<Heartbeat>,
     /// Reason for which the destination's towline could not run the guest.
     pub(super) not_run: Option<String>,
+    /// The other towline has ended it in order, after it had received everything.
+    pub(super) is_ended: bool,
 }
 
 /// Result of waiting for a message.
@@ -50,7 +52,14 @@ pub(super) enum PeerReply<T = PeerMessage> {
 impl PeerSession {
     /// A session over this channel, the main one of a migration that has ended.
     pub(super) fn new(channel: Arc<dyn Channel>) -> Self {
-        Self { channel, input: Vec::new(), heard: Instant::now(), heartbeat: None, not_run: None }
+        Self {
+            channel,
+            input: Vec::new(),
+            heard: Instant::now(),
+            heartbeat: None,
+            not_run: None,
+            is_ended: false,
+        }
     }
 
     /// Tells the destination's towline every second that this one is at work, until the outcome.
@@ -203,7 +212,10 @@ impl PeerSession {
         self.channel.set_timeouts(Some(time), Some(SEND_TIMEOUT))?;
         let mut bytes = [0; INPUT_BYTES];
         match self.channel.recv(&mut [IoBufMut::from(&mut bytes[..])], RecvFlags::empty())? {
-            0 => Err(ChannelError::Cut { peer: self.channel.peer().to_owned() }),
+            0 => {
+                self.is_ended = true;
+                Err(ChannelError::Cut { peer: self.channel.peer().to_owned() })
+            }
             received => {
                 self.input.extend_from_slice(&bytes[..received]);
                 Ok(())

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use towline_channel::{Address, Cancel, Channel, Listener, connect_with};
 use towline_protocol::session::{FromDestination, FromSource, MoveId};
-use towline_qmp::commands::VersionTriple;
+use towline_qmp::commands::{MigrationStatus, VersionTriple};
 
 use super::context::{Context, connect_options};
 use super::destination::{QmpDestination, RecoveryState};
@@ -54,6 +54,8 @@ pub(super) enum Way<'a> {
 pub(super) struct DepartingWay<'a> {
     pub(super) to: &'a Address,
     pub(super) forwarder: SharedForwarder,
+    /// The source's connection may be interrupted: it is this one.
+    pub(super) is_own: bool,
 }
 
 /// The destination's end.
@@ -109,21 +111,24 @@ impl DepartingWay<'_> {
                     let error = Error::SourceEnded { socket: source.socket().to_owned() };
                     return Err(NotReconnected::new(error, Input::Source(SourceStatus::Exited)));
                 }
-                SourceStatus::Completed => {
-                    return Err(NotReconnected::new(error, Input::Source(SourceStatus::Completed)));
+                status @ (SourceStatus::HasGuest | SourceStatus::CompletedThenResumed) => {
+                    return Err(NotReconnected::new(error, Input::Source(status)));
                 }
                 _ => {}
             }
-            if cancel.is_cancelled() {
-                return Err(NotReconnected::new(Error::Cancelled, Input::NotDone));
-            }
-            if refused_since.is_some_and(|since| waited - since >= REFUSED_MAX) {
-                return Err(NotReconnected::new(error, Input::NotDone));
-            }
-            if waited >= context.options.recover_timeout {
-                return Err(NotReconnected::new(Error::NotConnectedAgain { waited }, Input::NotDone));
-            }
-            thread::sleep(INTERVAL);
+            let given_up = if cancel.is_cancelled() {
+                Error::Cancelled
+            } else if refused_since.is_some_and(|since| waited - since >= REFUSED_MAX) {
+                error
+            } else if waited >= context.options.recover_timeout {
+                Error::NotConnectedAgain { waited }
+            } else {
+                thread::sleep(INTERVAL);
+                continue;
+            };
+            let has_completed = source.last_status() == Some(&MigrationStatus::COMPLETED);
+            let input = if has_completed { Input::Source(SourceStatus::Completed) } else { Input::NotDone };
+            return Err(NotReconnected::new(given_up, input));
         }
     }
 
@@ -134,7 +139,10 @@ impl DepartingWay<'_> {
         context: &Context<'_>,
         cancel: &Cancel,
     ) -> Result<Reconnected, Error> {
-        source.await_pause(PAUSE_TIMEOUT, context.options)?;
+        // One that has completed only lacks the report of the destination.
+        if source.query_status(context.options) != SourceStatus::Completed {
+            source.await_pause(PAUSE_TIMEOUT, self.is_own, context.options)?;
+        }
         let until = Instant::now() + ATTEMPT_TIMEOUT;
         let channel = connect_with(self.to, until, cancel, &connect_options(context.options)?)?;
         let mut peer = PeerSession::new(Arc::from(channel));

@@ -5,7 +5,7 @@ use super::events::{
 };
 use super::fault::SwitchoverBug;
 use super::machine::{Switchover, SwitchoverState};
-use super::outcome::{AtDestination, ToDo};
+use super::outcome::{AtDestination, AtSource, GuestState, SwitchoverOutcome, ToDo};
 
 impl Switchover {
     /// The rest of the memory cannot be sent: the hosts are not connected.
@@ -62,6 +62,10 @@ impl Switchover {
             // The destination has everything, and may have reported that.
             Input::Source(SourceStatus::Completed) => {
                 self.unresolved(AtDestination::MayRun, ToDo::KeepDestination)
+            }
+            Input::Source(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed) => {
+                let state = GuestState::new(AtSource::HasIt, AtDestination::MayRun, ToDo::EndOne);
+                Directive::End(SwitchoverOutcome::Unresolved(state))
             }
             Input::Destination(status) if !self.has_switched() => self.not_seen(status),
             _ if !is_source && !self.has_switched() => self.not_seen(DestinationStatus::Unknown),

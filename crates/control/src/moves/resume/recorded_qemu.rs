@@ -116,13 +116,6 @@ impl RecordedQemu {
         Some(view)
     }
 
-    /// Returns true if it sends the rest of a guest's memory, or waits to.
-    pub(super) fn is_in_postcopy(&mut self) -> bool {
-        let Self::Qemu(qemu) = self else { return false };
-        let migration = qemu.try_query(Qemu::migration).ok().flatten();
-        migration.and_then(|migration| migration.status).is_some_and(|status| status.is_postcopy())
-    }
-
     /// Number of times that the threads of its vCPUs have been scheduled, if that is known.
     pub(super) fn vcpu_switches(&self) -> Option<u64> {
         match self {

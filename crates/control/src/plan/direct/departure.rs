@@ -101,7 +101,7 @@ pub(super) fn copy(
         }
     };
     let recovers = how.permits_postcopy() && !context.options.recover_timeout.is_zero();
-    let way = DepartingWay { to, forwarder: Arc::clone(&there.forwarder) };
+    let way = DepartingWay { to, forwarder: Arc::clone(&there.forwarder), is_own: true };
     let session = there.session.take();
     let ends = SwitchoverEnds {
         switchover: &switchover,
@@ -129,7 +129,7 @@ pub(super) fn go_on(
     let ends = RecordedEnds { source: recorded, destination: record.destination.clone() };
     let mut there = OtherHost::new(to, context);
     let switchover = SharedSwitchover::going_on(file, ends, context.options);
-    let way = DepartingWay { to, forwarder: Arc::clone(&there.forwarder) };
+    let way = DepartingWay { to, forwarder: Arc::clone(&there.forwarder), is_own: false };
     let ends = SwitchoverEnds {
         switchover: &switchover,
         source: SourceControl::Qemu(&mut source),

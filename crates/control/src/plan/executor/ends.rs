@@ -90,6 +90,10 @@ impl Executor<'_> {
     }
 
     pub(super) fn query_destination(&mut self) -> Input {
+        // First: a QEMU whose main loop waits for a page takes its time to not reply.
+        if let Some(input) = self.watch_forwarding_peer() {
+            return input;
+        }
         let view = self.destination_status();
         if let Some(input) = self.watch_memory(view) {
             return input;

@@ -20,8 +20,17 @@ use crate::switchover::{
 
 /// Time in which a destination that has all memory reports it after its QEMU has closed the connection.
 const LAST_REPORT_TIME: Duration = Duration::from_secs(2);
+/// Loss for which two hosts are connected again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Loss {
+    /// A part of the guest's memory, or the report that its source has switched.
+    OfMemory,
+    /// The confirmation of the report that it is at its destination.
+    OfReport,
+}
+
 /// Time for which a destination on this host may take to listen again, in one attempt.
-const LISTEN_TIME: Duration = Duration::from_secs(1);
+const LISTEN_TIME: Duration = Duration::from_secs(2);
 /// Connections that last less are brief.
 const BRIEF: Duration = Duration::from_secs(5);
 /// Brief connections in a row after which there is no further one.
@@ -64,32 +73,41 @@ impl Executor<'_> {
         Some(self.fail(error, Input::Source(status)))
     }
 
-    /// Returns the input for a destination whose guest lacks memory if the towline of its source is lost, which forwards that.
-    pub(super) fn watch_memory(&mut self, status: DestinationStatus) -> Option<Input> {
-        let is_open = matches!(status, DestinationStatus::LacksMemory(_) | DestinationStatus::Unknown);
-        if !self.has_switched() || !is_open {
+    /// Returns the input for a destination whose source has switched if the towline of that is lost, which forwards memory.
+    pub(super) fn watch_forwarding_peer(&mut self) -> Option<Input> {
+        if !self.has_switched() {
             return None;
         }
-        let is_interrupted = self.ends.destination.qemu().is_some_and(|to| to.qmp.is_interrupted());
-        let since = *self.stuck_since.get_or_insert_with(Instant::now);
-        self.stuck_since = Some(since).filter(|_| is_interrupted);
-        // Its source sees that, too.
-        let is_stuck = is_interrupted && since.elapsed() >= LAST_REPORT_TIME;
         let silence_max = silence_max(self.ends.context.options.peer_timeout);
         let peer = self.source_peer.as_mut()?;
         let error = match peer.receive_outcome() {
-            PeerReply::Nothing if is_stuck => Error::ConnectionOfQemus,
-            PeerReply::Nothing if peer.silence() < silence_max => return Some(Input::Destination(status)),
+            PeerReply::Nothing if peer.silence() < silence_max => return None,
             PeerReply::Nothing => Error::PeerSilent { waited: peer.silence() },
             // Once more, of a source that is connected again.
             PeerReply::Message(PeerMessage::Completed(_)) => {
                 peer.beat_until_report();
-                return Some(Input::Destination(status));
+                return None;
             }
             PeerReply::Message(message) => peer.unexpected(&message),
             PeerReply::Lost(error) => error,
         };
         Some(self.fail(error, Input::PeerLost))
+    }
+
+    /// Returns the input for a destination that was queried and lacks memory: its source sends that, however long it takes, unless the
+    /// QEMUs have lost each other, which its source sees, too.
+    pub(super) fn watch_memory(&mut self, status: DestinationStatus) -> Option<Input> {
+        let is_open = matches!(status, DestinationStatus::LacksMemory(_) | DestinationStatus::Unknown);
+        if !self.has_switched() || !is_open || self.source_peer.is_none() {
+            return None;
+        }
+        let is_interrupted = self.ends.destination.qemu().is_some_and(|to| to.qmp.is_interrupted());
+        let since = *self.stuck_since.get_or_insert_with(Instant::now);
+        self.stuck_since = Some(since).filter(|_| is_interrupted);
+        if is_interrupted && since.elapsed() >= LAST_REPORT_TIME {
+            return Some(self.fail(Error::ConnectionOfQemus, Input::PeerLost));
+        }
+        Some(Input::Destination(status))
     }
 
     pub(super) fn set_running(&mut self) {
@@ -154,7 +172,7 @@ impl Executor<'_> {
     /// Has the destination listen again, and the source connect to it.
     pub(super) fn recover(&mut self) -> Input {
         if self.ends.way.is_some() {
-            return self.reconnect();
+            return self.reconnect(Loss::OfMemory);
         }
         let (begun, cancel) = (Instant::now(), self.ends.context.cancel);
         let was_cancelled = cancel.is_cancelled();
@@ -198,21 +216,23 @@ impl Executor<'_> {
         }
     }
 
-    /// Waits until the source of a postcopy has this report and closes the connection; it is sent once more if that is lost before.
-    pub(super) fn confirm_placed(&mut self, placement: Placement) {
+    /// Waits until the source of a postcopy has this report, which was sent, and has ended the session; it is sent once more if that is
+    /// lost before. Returns true if the source has it.
+    pub(super) fn confirm_placed(&mut self, placement: Placement) -> bool {
         if !self.has_switched() || !matches!(self.ends.way, Some(Way::Arrival(_))) {
-            return;
+            return false;
         }
         let silence_max = silence_max(self.ends.context.options.peer_timeout);
         while let Some(peer) = &mut self.source_peer {
             match peer.receive_outcome() {
-                PeerReply::Lost(_) => return,
+                PeerReply::Lost(_) if peer.is_ended => return true,
                 PeerReply::Nothing if peer.silence() >= silence_max => {}
+                PeerReply::Lost(_) => {}
                 PeerReply::Nothing | PeerReply::Message(_) => continue,
             }
-            if self.reconnect() != Input::Done {
+            if self.reconnect(Loss::OfReport) != Input::Done {
                 self.ends.error = None;
-                return;
+                return false;
             }
             let report = FromDestination::Placed(placement);
             let sent = self.source_peer.as_mut().map(|peer| peer.send_report(&report));
@@ -220,10 +240,11 @@ impl Executor<'_> {
                 tracing::debug!(%error, "the report is sent once more");
             }
         }
+        false
     }
 
     /// Connects the two hosts again, unless that lasts for a moment only, again and again.
-    fn reconnect(&mut self) -> Input {
+    fn reconnect(&mut self, loss: Loss) -> Input {
         let is_brief = self.reconnected_at.is_some_and(|at| at.elapsed() < BRIEF);
         self.brief_connections = if is_brief { self.brief_connections + 1 } else { 0 };
         if self.brief_connections >= BRIEF_CONNECTIONS_MAX {
@@ -249,7 +270,10 @@ impl Executor<'_> {
                 connected.map(|again| (Some(again.peer), None, again.has_everything))
             }
             (Some(Way::Arrival(way)), _, Some(to)) => {
-                notice("lost the guest's source, which has a part of its memory");
+                notice(match loss {
+                    Loss::OfMemory => "lost the guest's source, which has a part of its memory",
+                    Loss::OfReport => "the guest is here, and its source has not confirmed that it knows",
+                });
                 let connected = way.reconnect(&mut to.qmp, switchover.id(), context);
                 connected.map(|again| (None, Some(again.peer), again.has_everything))
             }

@@ -195,14 +195,15 @@ impl QmpSource {
         Ok(())
     }
 
-    /// Waits until its connection is lost, of which it is notified if it has not noticed.
+    /// Waits until its connection is lost, of which it is notified if it has not noticed and that is this process's own.
     pub(in super::super) fn await_pause(
         &mut self,
         within: Duration,
+        is_own: bool,
         options: &CopyRequest,
     ) -> Result<(), Error> {
         let begun = Instant::now();
-        let mut is_notified = false;
+        let mut is_notified = !is_own;
         loop {
             match self.follow(options)? {
                 SourceStatus::FollowingPaused => return Ok(()),

@@ -79,7 +79,7 @@ impl World {
         };
         self.connects_qemus()
             && self.towlines.iter().all(connects)
-            && self.source == Source::FollowingPaused
+            && matches!(self.source, Source::FollowingPaused | Source::Completed)
             && matches!(self.destination, Destination::Loaded | Destination::Running)
     }
 
@@ -122,7 +122,7 @@ impl World {
     /// Returns true if this towline waits without result to be connected again.
     pub(super) fn cannot_reconnect(&self, index: usize) -> bool {
         let is_own_lost = match index {
-            0 => matches!(self.source, Source::Exited | Source::Completed),
+            0 => matches!(self.source, Source::Exited | Source::RunAgain),
             _ => matches!(self.destination, Destination::Failed | Destination::Exited),
         };
         is_own_lost || self.is_left(1 - index)
@@ -130,7 +130,7 @@ impl World {
 
     pub(super) fn not_reconnected(&self, index: usize, reply: Reply) -> Input {
         match index {
-            0 if matches!(self.source, Source::Exited | Source::Completed) => {
+            0 if matches!(self.source, Source::Exited | Source::Completed | Source::RunAgain) => {
                 Input::Source(self.source_view())
             }
             0 => Input::NotDone,
