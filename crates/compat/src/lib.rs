@@ -30,7 +30,7 @@ mod size;
 
 pub use facts::{Error, Facts, Subject};
 pub use report::{ConfiguredBy, Finding, Report, Severity, Verdict};
-pub use rules::{Pair, RULES, Rule, evaluate};
+pub use rules::{Pair, RULES, Rule, evaluate, postcopy};
 
 /// The example of the README, as a test.
 #[cfg(doctest)]

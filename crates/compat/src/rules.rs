@@ -23,7 +23,7 @@ mod netdev_link;
 mod netdev_user;
 mod page_size;
 mod parameters;
-mod postcopy;
+pub mod postcopy;
 mod prealloc;
 mod qemu_version;
 mod ram_blocks;

@@ -7,32 +7,33 @@ use crate::report::{ConfiguredBy, Findings, Severity};
 pub(super) const RULE: Rule = Rule { id: "postcopy", run };
 
 /// The first version that reads the dirty log twice before it sends anything: what an emulated guest writes between is lost.
-const READS_DIRTY_LOG_TWICE_SINCE: [u32; 2] = [10, 1];
+pub const READS_DIRTY_LOG_TWICE_SINCE: (u32, u32) = (10, 1);
 /// The first version with lanes in a migration that may become postcopy.
-const HAS_LANES_SINCE: [u32; 2] = [10, 1];
+pub const HAS_LANES_SINCE: (u32, u32) = (10, 1);
 /// The first source that runs its guest again after a cancellation before the switch.
-const CANCELS_SINCE: [u32; 1] = [9];
+pub const CANCELS_SINCE: (u32, u32) = (9, 0);
 /// The first destination that can be connected again whatever happens meanwhile.
-const RECOVERS_SINCE: [u32; 2] = [8, 2];
+pub const RECOVERS_SINCE: (u32, u32) = (8, 2);
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus().filter(|_| pair.is_postcopy) else { return };
-    let is_older = |version: &str, first: &[u32]| {
-        let version = version_numbers(version);
-        !version.is_empty() && version.as_slice() < first
+    let is_older = |version: &str, first: (u32, u32)| match version_numbers(version)[..] {
+        [] => false,
+        [major] => (major, 0) < first,
+        [major, minor, ..] => (major, minor) < first,
     };
     let mut add = |severity, text: String, remedy: &str| {
         findings.add(severity, Some(ConfiguredBy::Towline), text, remedy.to_owned());
     };
     let (here, there) = (source.version.as_str(), destination.version.as_str());
     let is_emulated = source.kvm == Some(false) && source.status == "running";
-    if is_emulated && !is_older(here, &READS_DIRTY_LOG_TWICE_SINCE) {
+    if is_emulated && !is_older(here, READS_DIRTY_LOG_TWICE_SINCE) {
         let text = format!("QEMU {here} loses writes of an emulated guest (TCG) in a postcopy");
         add(Severity::No, text, "leave --postcopy out, or pause the guest first");
     }
     let has_lanes = pair.lanes.is_some_and(|lanes| lanes > 0);
     for (side, version) in [("source", here), ("destination", there)] {
-        if has_lanes && is_older(version, &HAS_LANES_SINCE) {
+        if has_lanes && is_older(version, HAS_LANES_SINCE) {
             let text =
                 format!("QEMU {version} at the {side} has no lanes in a migration that may become postcopy");
             add(Severity::No, text, "--multifd-channels 0");
@@ -41,13 +42,13 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     if pair.is_one_host {
         return;
     }
-    if is_older(here, &CANCELS_SINCE) {
+    if is_older(here, CANCELS_SINCE) {
         let text = format!(
             "QEMU {here} at the source leaves its guest stopped if a switch to postcopy is cancelled"
         );
         add(Severity::No, text, "leave --postcopy out");
     }
-    if is_older(there, &RECOVERS_SINCE) {
+    if is_older(there, RECOVERS_SINCE) {
         let text = format!(
             "QEMU {there} at the destination is not connected again if the hosts lose each other after the switch"
         );

@@ -4,6 +4,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use towline_channel::{Address, check_zero_copy};
+use towline_compat::postcopy::HAS_LANES_SINCE;
 use towline_migration::{Compression, ZeroCopySend};
 
 use super::context::{connect_options, listen_options};
@@ -14,8 +15,6 @@ use super::request::{CopyRequest, Throttling};
 use crate::check::{LANES_DEFAULT, LANES_OF_POSTCOPY};
 use crate::qemu::Qemu;
 
-/// The first QEMU that has lanes in a migration that may become postcopy.
-const LANES_BESIDE_POSTCOPY_SINCE: (u32, u32) = (10, 1);
 /// Maximum of QEMU's parameter.
 const LANES_MAX: usize = towline_protocol::limits::LANES_MAX;
 
@@ -78,7 +77,7 @@ fn lanes(source: &Source, destination: &Destination, options: &CopyRequest) -> R
 /// Refuses a QEMU that has no lanes in a migration that may become postcopy, at either end.
 pub(super) fn check_multifd_with_postcopy(qemu: &Qemu) -> Result<(), Invalid> {
     let version = &qemu.facts().version.qemu;
-    if (version.major, version.minor) >= LANES_BESIDE_POSTCOPY_SINCE {
+    if (version.major, version.minor) >= HAS_LANES_SINCE {
         return Ok(());
     }
     Err(InvalidPostcopy::LanesOfQemu { version: qemu.version_text(), socket: qemu.socket().to_owned() }

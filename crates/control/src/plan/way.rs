@@ -14,6 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_channel::{Address, Cancel, Channel, Listener, connect_with};
+use towline_compat::postcopy::RECOVERS_SINCE;
 use towline_protocol::session::{FromDestination, FromSource, MoveId};
 use towline_qmp::commands::{MigrationStatus, VersionTriple};
 
@@ -36,8 +37,6 @@ const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(5);
 const PAUSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for which the other host may refuse connections: its towline, which listens as long as it waits, has ended then.
 const REFUSED_MAX: Duration = Duration::from_secs(10);
-/// The first QEMU that takes up its former state if a recovery fails; before, it ends.
-const RECOVERS_SINCE: (u32, u32) = (8, 2);
 
 /// The way of a stream, which is encrypted if the guest may be switched to postcopy.
 pub(super) type SharedForwarder = Arc<Mutex<Option<Forwarder>>>;
@@ -247,7 +246,7 @@ impl ArrivingWay {
     }
 }
 
-/// Returns true if a destination of this version can be connected again.
+/// Returns true if a destination of this version can be connected again: an older one may end if that fails.
 pub(crate) fn recovers(version: &VersionTriple) -> bool {
     (version.major, version.minor) >= RECOVERS_SINCE
 }

@@ -4,6 +4,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_channel::Address;
+use towline_compat::postcopy::{CANCELS_SINCE, READS_DIRTY_LOG_TWICE_SINCE};
 use towline_migration::Snapshot;
 use towline_qmp::commands::{
     Capability, Migrate, MigratePause, MigrateStartPostcopy, MigrationInfo, MigrationStatus, RamStats,
@@ -21,11 +22,6 @@ use super::migration::BANDWIDTH_UNLIMITED;
 use super::qmp_source::{QmpSource, blocked};
 use crate::qemu::{AppliedSettings, Qemu};
 use crate::switchover::{GuestRunState, SourceStatus};
-
-/// The first QEMU that reads the dirty log twice before it sends anything: 10.0 does not, 11.1 does.
-const READS_DIRTY_LOG_TWICE_SINCE: (u32, u32) = (10, 1);
-/// The first QEMU that runs its guest again after a cancellation before the switchover to postcopy.
-const CANCELS_SWITCH_SINCE: u32 = 9;
 
 /// Time for which a lost monitor of the source is connected to again.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -75,10 +71,11 @@ impl QmpSource {
     /// Refuses a guest that cannot be switched to postcopy, and says what that risks.
     pub(in super::super) fn prepare_switch(&mut self, context: &Context<'_>) -> Result<(), Error> {
         self.check_postcopy()?;
-        if self.qemu.facts().version.qemu.major < CANCELS_SWITCH_SINCE {
-            let version = self.version_text();
+        let qemu = &self.qemu.facts().version.qemu;
+        if (qemu.major, qemu.minor) < CANCELS_SINCE {
+            let (version, first) = (self.version_text(), CANCELS_SINCE.0);
             let reason = format!(
-                "QEMU {version} leaves its guest stopped if a switch to postcopy is cancelled: the source needs {CANCELS_SWITCH_SINCE}.0"
+                "QEMU {version} leaves its guest stopped if a switch to postcopy is cancelled: the source needs {first}.0"
             );
             return Err(blocked(&self.qemu, BlockedBy::Qemu(reason)));
         }
