@@ -16,8 +16,8 @@ use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::signals::{SignalEffects, cancel_on_signals};
 
-/// Time for which the other host of an interrupted postcopy is connected to.
-const RECONNECT_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time for which the other host of an interrupted postcopy is connected to: its towline may wait for a minute for a guest that it starts.
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Runs `moves`.
 pub(crate) fn run(args: &MovesArgs) -> Result<Exit> {

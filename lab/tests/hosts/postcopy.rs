@@ -4,6 +4,7 @@ use std::path::Path;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use anyhow::ensure;
 use fastrand::Rng;
 use rustix::process::Signal;
 use serde_json::Value;
@@ -27,16 +28,17 @@ fn start(hosts: &Hosts, options: &[&str]) -> Towline {
 }
 
 /// Waits until the source sends the rest of its memory, also pages that the guest there has requested: it has its devices then.
-fn wait_following(hosts: &Hosts) {
+fn wait_following(hosts: &Hosts, moving: &mut Towline) {
     let follows = || {
+        ensure!(moving.runs()?, "towline has ended");
         let migration = hosts.source.qmp().execute("query-migrate", Value::Null)?;
         let requests = migration["ram"]["postcopy-requests"].as_u64();
         Ok((migration["status"] == "postcopy-active" && requests > Some(0)).then_some(()))
     };
-    wait_until("a guest that runs without all of its memory", WITHIN, follows).unwrap();
+    let followed = wait_until("a guest that runs without all of its memory", WITHIN, follows);
+    followed.unwrap_or_else(|error| panic!("{error:#}: {} {}", moving.stdout(), moving.stderr()));
 }
 
-/// A guest with more lanes than its version has by postcopy: the verdict is that of the move.
 #[test]
 fn a_postcopy_to_another_host_is_checked() {
     let Some(hosts) = Hosts::new("a_postcopy_to_another_host_is_checked") else { return };
@@ -104,8 +106,8 @@ fn a_postcopy_that_ends_before_its_switch_leaves_the_guest_where_it_is() {
 
 /// Starts a move by postcopy whose source follows it, and cuts the hosts off until both QEMUs wait for each other.
 fn cut_off(hosts: &Hosts, options: &[&str]) -> Towline {
-    let moving = start(hosts, &[&["--postcopy"], &SLOW[..], options].concat());
-    wait_following(hosts);
+    let mut moving = start(hosts, &[&["--postcopy"], &SLOW[..], options].concat());
+    wait_following(hosts, &mut moving);
     hosts.cut();
     hosts.source.qmp().wait_migration("postcopy-paused", WITHIN).unwrap();
     moving
@@ -134,7 +136,7 @@ fn a_postcopy_whose_hosts_lose_each_other_goes_on_once_they_are_connected_again(
         |event: &Value| event["text"].as_str().is_some_and(|text| text.contains("lost the other host"));
     wait_event(&mut moving, "the loss", WITHIN, is_lost);
     hosts.mend();
-    wait_following(&hosts);
+    wait_following(&hosts, &mut moving);
     // Once more, as it is resumed.
     hosts.cut();
     hosts.source.qmp().wait_migration("postcopy-paused", WITHIN).unwrap();
@@ -152,8 +154,8 @@ fn a_postcopy_whose_hosts_lose_each_other_goes_on_once_they_are_connected_again(
 fn a_postcopy_whose_qemus_lose_each_other_goes_on() {
     let Some(mut hosts) = Hosts::new("a_postcopy_whose_qemus_lose_each_other_goes_on") else { return };
     let tick = hosts.last_tick();
-    let moving = start(&hosts, &["--postcopy", "--json", "--max-bandwidth", "8M"]);
-    wait_following(&hosts);
+    let mut moving = start(&hosts, &["--postcopy", "--json", "--max-bandwidth", "8M"]);
+    wait_following(&hosts, &mut moving);
     let interrupted = Instant::now();
     hosts.source.qmp().execute("migrate-pause", Value::Null).unwrap();
     let moved = moving.wait(WITHIN).unwrap();
@@ -193,8 +195,8 @@ fn a_postcopy_whose_agent_is_killed_ends_without_a_long_wait() {
         return;
     };
     hosts.last_tick();
-    let moving = start(&hosts, &["--postcopy", "--json", "--max-bandwidth", "4M"]);
-    wait_following(&hosts);
+    let mut moving = start(&hosts, &["--postcopy", "--json", "--max-bandwidth", "4M"]);
+    wait_following(&hosts, &mut moving);
     let killed = Instant::now();
     signal(hosts.there.agent().unwrap(), Signal::KILL);
     assert_ended(&moving.wait(WITHIN).unwrap(), 3, &["migrate-recover"]);
@@ -211,8 +213,8 @@ fn a_postcopy_whose_source_lost_its_towline_is_resumed() {
     assert_ended(&moving.wait(WITHIN).unwrap(), 3, &["`towline resume`"]);
     hosts.mend();
     let id = &undecided(&hosts).expect("a record of the move");
-    let killed = hosts.towline(&["resume", id]);
-    wait_following(&hosts);
+    let mut killed = hosts.towline(&["resume", id]);
+    wait_following(&hosts, &mut killed);
     signal(killed.pid(), Signal::KILL);
     killed.wait(WITHIN).unwrap();
     hosts.source.qmp().wait_migration("postcopy-paused", WITHIN).unwrap();
@@ -279,7 +281,7 @@ fn a_postcopy_arrives_through_mishaps_at_random_moments() {
         let mut rng = Rng::with_seed(seed);
         let tick = hosts.last_tick();
         let mut moving = start(&hosts, &[&["--postcopy"], &SLOW[..]].concat());
-        wait_following(&hosts);
+        wait_following(&hosts, &mut moving);
         let mut happened = Vec::new();
         for _ in 0..rng.u8(1..4) {
             sleep(Duration::from_millis(rng.u64(..1500)));

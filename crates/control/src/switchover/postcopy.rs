@@ -221,7 +221,12 @@ impl Switchover {
 
     /// The source holds memory that it cannot send, or cannot be queried.
     pub(super) fn judged_unseen(&mut self, destination: DestinationStatus) -> Directive {
-        if self.may_switch() && matches!(destination, DestinationStatus::LacksMemory(_)) {
+        // One whose main loop waits for a page does not reply.
+        let may_lack_memory = matches!(
+            destination,
+            DestinationStatus::LacksMemory(_) | DestinationStatus::Blocked | DestinationStatus::Unknown
+        );
+        if self.may_switch() && may_lack_memory {
             return self.reconnect();
         }
         self.not_seen(destination)
