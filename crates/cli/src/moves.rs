@@ -61,16 +61,12 @@ fn print(reporter: &Reporter, listed: &ListedMove) {
 /// Runs `resume`.
 pub(crate) fn resume(args: &ResumeArgs) -> Result<Exit> {
     let reporter = Reporter::new(&args.output);
-    let resumed = match chosen(args) {
-        None => match moves::interrupted(&args.id) {
-            Ok(Some(interrupted)) => match go_on(interrupted, &reporter)? {
-                Some(resumed) => Ok(resumed),
-                None => moves::resume(&args.id, None),
-            },
-            Ok(None) => moves::resume(&args.id, None),
-            Err(error) => Err(error),
-        },
-        chosen => moves::resume(&args.id, chosen),
+    let chosen = chosen(args);
+    let interrupted = if chosen.is_none() { moves::interrupted(&args.id) } else { Ok(None) };
+    let resumed = match interrupted {
+        Ok(Some(found)) => go_on(found, &reporter)?.map_or_else(|| moves::resume(&args.id, None), Ok),
+        Ok(None) => moves::resume(&args.id, chosen),
+        Err(error) => Err(error),
     };
     Ok(match resumed {
         Ok(resumed) => report(&reporter, &resumed),

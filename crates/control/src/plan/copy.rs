@@ -18,7 +18,7 @@ use super::endpoint::{self, DestinationEndpoint, DiscardSink, SourceEndpoint, St
 use super::ends::{Destination, Source};
 use super::engine::IncomingStream;
 use super::error::{Error, Failure};
-use super::executor::{SwitchoverEnds, SwitchoverReport, conclude};
+use super::executor::{HostLink, SwitchoverEnds, SwitchoverReport, conclude};
 use super::invalid::Invalid;
 use super::outcomes::GuestAfterFailure;
 use super::postcopy;
@@ -207,8 +207,7 @@ pub(super) fn transfer_to(
         switchover: &switchover,
         source: source.control(),
         destination: to,
-        session: None,
-        way: None,
+        link: HostLink::default(),
         context,
         error,
     };
@@ -261,8 +260,7 @@ fn dropped(
         switchover,
         source: source.control(),
         destination: to,
-        session: None,
-        way: None,
+        link: HostLink::default(),
         context,
         error: Some(error),
     };

@@ -40,13 +40,19 @@ pub(super) struct SwitchoverEnds<'a> {
     pub(super) switchover: &'a SharedSwitchover,
     pub(super) source: SourceControl<'a>,
     pub(super) destination: &'a mut dyn DestinationEndpoint,
-    /// The session with another towline, if it has begun.
-    pub(super) session: Option<PeerSession>,
-    /// The way between two hosts, if it can be made again.
-    pub(super) way: Option<Way<'a>>,
+    pub(super) link: HostLink<'a>,
     pub(super) context: &'a Context<'a>,
     /// The first error, if one occurred.
     pub(super) error: Option<Error>,
+}
+
+/// Connection of two hosts whose QEMUs are connected to each other; none of others.
+#[derive(Default)]
+pub(super) struct HostLink<'a> {
+    /// The session with the other towline, if it has begun.
+    pub(super) session: Option<PeerSession>,
+    /// The way, if it can be made again.
+    pub(super) way: Option<Way<'a>>,
 }
 
 /// Result for a guest that is at its destination.
@@ -97,7 +103,7 @@ pub(super) fn conclude(mut ends: SwitchoverEnds<'_>, first: Directive) -> Result
     if let Some(to) = ends.destination.qemu() {
         to.qmp.qemu_mut().wait_for_replies();
     }
-    let mut begun = ends.session.take();
+    let mut begun = ends.link.session.take();
     let mut session = |channel: Arc<dyn Channel>| begun.take().unwrap_or_else(|| PeerSession::new(channel));
     let source_peer = match &ends.source {
         SourceControl::Stream(channel) => Some(session(Arc::clone(channel))),
@@ -334,7 +340,7 @@ impl Executor<'_> {
 
     fn end(mut self, outcome: SwitchoverOutcome) -> Result<SwitchoverReport, Failure> {
         // The destination of a postcopy waits for that.
-        if let Some(peer) = self.destination_peer.take().filter(|_| self.ends.way.is_some()) {
+        if let Some(peer) = self.destination_peer.take().filter(|_| self.ends.link.way.is_some()) {
             peer.close();
         }
         let message = match outcome {

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use towline_channel::Cancel;
 use towline_migration::silence_max;
 
 use super::context::Context;
@@ -18,9 +19,23 @@ pub(super) fn await_frame<T>(
     context: &Context<'_>,
     receive: impl Fn(&mut PeerSession) -> PeerReply<T>,
 ) -> Result<T, Error> {
+    await_frame_unless(context.cancel, peer, within, context, receive)
+}
+
+/// As [`await_frame`], with another cancellation than that of the copy.
+pub(super) fn await_frame_unless<T>(
+    cancel: &Cancel,
+    peer: &mut PeerSession,
+    within: Option<Duration>,
+    context: &Context<'_>,
+    receive: impl Fn(&mut PeerSession) -> PeerReply<T>,
+) -> Result<T, Error> {
     let begun = Instant::now();
     loop {
-        if let Some(frame) = glance(peer, context, &receive)? {
+        if cancel.is_cancelled() {
+            return Err(Error::Cancelled);
+        }
+        if let Some(frame) = received(peer, context, &receive)? {
             return Ok(frame);
         }
         if within.is_some_and(|within| begun.elapsed() >= within) {
@@ -39,8 +54,7 @@ pub(super) fn glance<T>(
     received(peer, context, receive)
 }
 
-/// As [`glance`], of a copy that cannot be cancelled any more.
-pub(super) fn received<T>(
+fn received<T>(
     peer: &mut PeerSession,
     context: &Context<'_>,
     receive: impl Fn(&mut PeerSession) -> PeerReply<T>,

@@ -30,7 +30,7 @@ use super::ends::{Destination, Source};
 use super::engine::{run_supervised, watch};
 use super::error::{Error, Failure};
 use super::error_origin;
-use super::executor::{SwitchoverEnds, SwitchoverReport, conclude};
+use super::executor::{HostLink, SwitchoverEnds, SwitchoverReport, conclude};
 use super::progress::{CopyPhase, CopyReport, DestinationState, PostcopyReport, Progress};
 use super::request::{PostcopyOptions, RequestedPages};
 use super::shared_switchover::SharedSwitchover;
@@ -381,8 +381,7 @@ impl<'a> Restore<'a> {
             switchover: &switchover,
             source,
             destination,
-            session: None,
-            way: None,
+            link: HostLink::default(),
             context,
             error,
         };

@@ -39,6 +39,13 @@ pub(super) struct RecordedSource {
     pub(super) way: Option<RecordedWay>,
 }
 
+impl RecordedSource {
+    /// One that is not driven here.
+    pub(super) fn elsewhere(end: MoveEnd) -> Self {
+        Self { end, vcpus: VcpuThreads::default(), devices: Vec::new(), way: None }
+    }
+}
+
 /// Both ends of a move.
 #[derive(Clone, Debug)]
 pub(super) struct RecordedEnds {

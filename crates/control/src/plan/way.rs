@@ -23,7 +23,7 @@ use super::destination::{QmpDestination, RecoveryState};
 use super::error::Error;
 use super::error_origin;
 use super::forward::{FarEnds, Forwarder};
-use super::frames::{ANSWER_TIMEOUT, received};
+use super::frames::{ANSWER_TIMEOUT, await_frame_unless};
 use super::peer::PeerSession;
 use super::source::QmpSource;
 use crate::lock::lock;
@@ -139,24 +139,14 @@ impl DepartingWay<'_> {
         cancel: &Cancel,
     ) -> Result<Reconnected, Error> {
         // One that has completed only lacks the report of the destination.
-        if source.query_status(context.options) != SourceStatus::Completed {
-            source.await_pause(PAUSE_TIMEOUT, self.is_own, context.options)?;
-        }
+        source.await_pause(PAUSE_TIMEOUT, self.is_own, context.options)?;
         let until = Instant::now() + ATTEMPT_TIMEOUT;
         let channel = connect_with(self.to, until, cancel, &connect_options(context.options)?)?;
         let mut peer = PeerSession::new(Arc::from(channel));
         peer.send_outcome(FromSource::Hello(id))?;
         peer.beat_until_outcome();
-        let begun = Instant::now();
-        let frame = loop {
-            match received(&mut peer, context, PeerSession::receive_from_destination)? {
-                Some(frame) => break frame,
-                None if begun.elapsed() >= ANSWER_TIMEOUT => {
-                    return Err(Error::PeerSilent { waited: begun.elapsed() });
-                }
-                None => cancel.check()?,
-            }
-        };
+        let receive = PeerSession::receive_from_destination;
+        let frame = await_frame_unless(cancel, &mut peer, Some(ANSWER_TIMEOUT), context, receive)?;
         match frame {
             FromDestination::Awaits => Ok(Reconnected { peer, has_everything: true }),
             FromDestination::Listens(port) => {
@@ -218,17 +208,11 @@ impl ArrivingWay {
     ) -> Result<PeerSession, Error> {
         self.forwarder = None;
         let until = Instant::now() + ATTEMPT_TIMEOUT;
-        let channel: Arc<dyn Channel> = Arc::from(self.listener.accept(until, &Cancel::new()?)?);
+        let never = Cancel::new()?;
+        let channel: Arc<dyn Channel> = Arc::from(self.listener.accept(until, &never)?);
         let mut peer = PeerSession::new(channel);
-        let hello = loop {
-            match received(&mut peer, context, PeerSession::receive_from_source)? {
-                Some(frame) => break frame,
-                None if Instant::now() >= until => {
-                    return Err(Error::PeerSilent { waited: ATTEMPT_TIMEOUT });
-                }
-                None => {}
-            }
-        };
+        let left = Some(until.saturating_duration_since(Instant::now()));
+        let hello = await_frame_unless(&never, &mut peer, left, context, PeerSession::receive_from_source)?;
         if hello != FromSource::Hello(id) {
             return Err(peer.unexpected(&hello));
         }

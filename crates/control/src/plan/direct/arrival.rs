@@ -12,7 +12,7 @@ use super::super::context::{Context, listen_options};
 use super::super::destination::QmpDestination;
 use super::super::endpoint::{DestinationEndpoint as _, QemuDestination, SourceControl};
 use super::super::error::{Error, Failure};
-use super::super::executor::{SwitchoverEnds, conclude};
+use super::super::executor::{HostLink, SwitchoverEnds, conclude};
 use super::super::forward::{FarEnds, Forwarder};
 use super::super::frames::{ANSWER_TIMEOUT, await_frame};
 use super::super::invalid::Invalid;
@@ -24,7 +24,6 @@ use super::super::request::Direct;
 use super::super::shared_switchover::SharedSwitchover;
 use super::super::way::{ArrivingWay, Way, recovers};
 use crate::moves::MoveEnd;
-use crate::procfs::VcpuThreads;
 use crate::switchover::{DestinationKind, Directive, Input, SourceKind};
 
 /// Connections from the other host.
@@ -83,8 +82,7 @@ pub(super) fn copy(
         switchover: &switchover,
         source: channel.map_or(SourceControl::Stored, SourceControl::Stream),
         destination: &mut destination,
-        session,
-        way: way.map(Way::Arrival),
+        link: HostLink { session, way: way.map(Way::Arrival) },
         context,
         error,
     };
@@ -113,7 +111,7 @@ fn receive(
     let channel: Arc<dyn Channel> = Arc::from(listener.accept(deadline, context.cancel)?);
     way.channel = Some(Arc::clone(&channel));
     let end = MoveEnd::Peer { address: channel.peer().to_owned() };
-    let source = RecordedSource { end, vcpus: VcpuThreads::default(), devices: Vec::new(), way: None };
+    let source = RecordedSource::elsewhere(end);
     switchover.keep_record(RecordedEnds { source, destination: destination.move_end() }, context)?;
     let peer = way.session.insert(PeerSession::new(channel));
     let hello = await_frame(peer, Some(ANSWER_TIMEOUT), context, PeerSession::receive_from_source)?;

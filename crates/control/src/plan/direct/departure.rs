@@ -11,7 +11,7 @@ use towline_protocol::session::{FromDestination, FromSource};
 use super::super::context::{Context, connect_options};
 use super::super::endpoint::{DestinationEndpoint, SourceControl, query_failed};
 use super::super::error::{Error, Failure};
-use super::super::executor::{SwitchoverEnds, SwitchoverReport, conclude};
+use super::super::executor::{HostLink, SwitchoverEnds, SwitchoverReport, conclude};
 use super::super::forward::{FarEnds, Forwarder};
 use super::super::frames::{ANSWER_TIMEOUT, await_frame, glance};
 use super::super::peer::PeerSession;
@@ -107,8 +107,7 @@ pub(super) fn copy(
         switchover: &switchover,
         source: SourceControl::Qemu(&mut source),
         destination: &mut there,
-        session,
-        way: recovers.then_some(Way::Departure(way)),
+        link: HostLink { session, way: recovers.then_some(Way::Departure(way)) },
         context,
         error,
     };
@@ -134,8 +133,7 @@ pub(super) fn go_on(
         switchover: &switchover,
         source: SourceControl::Qemu(&mut source),
         destination: &mut there,
-        session: None,
-        way: Some(Way::Departure(way)),
+        link: HostLink { session: None, way: Some(Way::Departure(way)) },
         context,
         error: None,
     };

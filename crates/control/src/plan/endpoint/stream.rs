@@ -23,7 +23,6 @@ use super::driven::{GuestDescription, LocalGuest, RelaySink};
 use super::traits::{DestinationEndpoint, Rollback, SourceControl, SourceEndpoint, receiver};
 use crate::in_place;
 use crate::moves::MoveEnd;
-use crate::procfs::VcpuThreads;
 use crate::switchover::{DestinationKind, SourceKind};
 
 /// No block is at the destination in whole.
@@ -115,7 +114,7 @@ impl SourceEndpoint for StreamSource {
     fn recorded(&self) -> Option<RecordedSource> {
         let peer = self.main_channel()?.peer().to_owned();
         let end = MoveEnd::Peer { address: self.name.clone().unwrap_or(peer) };
-        Some(RecordedSource { end, vcpus: VcpuThreads::default(), devices: Vec::new(), way: None })
+        Some(RecordedSource::elsewhere(end))
     }
 
     fn main_channel(&self) -> Option<Arc<dyn Channel>> {

@@ -20,15 +20,6 @@ use crate::switchover::{
 
 /// Time in which a destination that has all memory reports it after its QEMU has closed the connection.
 const LAST_REPORT_TIME: Duration = Duration::from_secs(2);
-/// Loss for which two hosts are connected again.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Loss {
-    /// A part of the guest's memory, or the report that its source has switched.
-    OfMemory,
-    /// The confirmation of the report that it is at its destination.
-    OfReport,
-}
-
 /// Time for which a destination on this host may take to listen again, in one attempt.
 const LISTEN_TIME: Duration = Duration::from_secs(2);
 /// Connections that last less are brief.
@@ -37,6 +28,15 @@ const BRIEF: Duration = Duration::from_secs(5);
 const BRIEF_CONNECTIONS_MAX: u32 = 16;
 /// Interval of attempts to recover.
 const RECOVER_INTERVAL: Duration = Duration::from_millis(20);
+
+/// Loss for which two hosts are connected again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Loss {
+    /// A part of the guest's memory, or the report that its source has switched.
+    OfMemory,
+    /// The confirmation of the report that it is at its destination.
+    OfReport,
+}
 
 impl Executor<'_> {
     pub(super) fn is_postcopy(&self) -> bool {
@@ -171,7 +171,7 @@ impl Executor<'_> {
 
     /// Has the destination listen again, and the source connect to it.
     pub(super) fn recover(&mut self) -> Input {
-        if self.ends.way.is_some() {
+        if self.ends.link.way.is_some() {
             return self.reconnect(Loss::OfMemory);
         }
         let (begun, cancel) = (Instant::now(), self.ends.context.cancel);
@@ -219,7 +219,7 @@ impl Executor<'_> {
     /// Waits until the source of a postcopy has this report, which was sent, and has ended the session; it is sent once more if that is
     /// lost before. Returns true if the source has it.
     pub(super) fn confirm_placed(&mut self, placement: Placement) -> bool {
-        if !self.has_switched() || !matches!(self.ends.way, Some(Way::Arrival(_))) {
+        if !self.has_switched() || !matches!(self.ends.link.way, Some(Way::Arrival(_))) {
             return false;
         }
         let silence_max = silence_max(self.ends.context.options.peer_timeout);
@@ -254,7 +254,7 @@ impl Executor<'_> {
             peer.close();
         }
         self.stuck_since = None;
-        let SwitchoverEnds { way, source, destination, switchover, context, error, .. } = &mut self.ends;
+        let SwitchoverEnds { link, source, destination, switchover, context, error } = &mut self.ends;
         let reason = error.take().map(|error| format!(" ({error})")).unwrap_or_default();
         let within = context.options.recover_timeout.as_secs_f64();
         let begun = Instant::now();
@@ -263,26 +263,24 @@ impl Executor<'_> {
                 .observer
                 .notice(&format!("{what}{reason}; it is connected to again within {within:.0} s"));
         };
-        let connected = match (way, source, destination.qemu()) {
+        let (connected, peer) = match (&mut link.way, source, destination.qemu()) {
             (Some(Way::Departure(way)), SourceControl::Qemu(source), _) => {
                 notice("lost the other host before it had all of the guest's memory");
-                let connected = way.reconnect(source, switchover.id(), context);
-                connected.map(|again| (Some(again.peer), None, again.has_everything))
+                (way.reconnect(source, switchover.id(), context), &mut self.destination_peer)
             }
             (Some(Way::Arrival(way)), _, Some(to)) => {
                 notice(match loss {
                     Loss::OfMemory => "lost the guest's source, which has a part of its memory",
                     Loss::OfReport => "the guest is here, and its source has not confirmed that it knows",
                 });
-                let connected = way.reconnect(&mut to.qmp, switchover.id(), context);
-                connected.map(|again| (None, Some(again.peer), again.has_everything))
+                (way.reconnect(&mut to.qmp, switchover.id(), context), &mut self.source_peer)
             }
             _ => return Input::NotDone,
         };
         match connected {
-            Ok((destination_peer, source_peer, has_everything)) => {
-                (self.destination_peer, self.source_peer) = (destination_peer, source_peer);
-                self.is_all_there |= has_everything;
+            Ok(again) => {
+                *peer = Some(again.peer);
+                self.is_all_there |= again.has_everything;
                 self.reconnected_at = Some(Instant::now());
                 self.postcopy.recoveries += 1;
                 let after = begun.elapsed().as_secs_f64();

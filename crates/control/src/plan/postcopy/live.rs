@@ -20,7 +20,7 @@ use super::super::context::Context;
 use super::super::destination::QmpDestination;
 use super::super::endpoint::{DestinationEndpoint, QemuDestination, SourceControl, query_failed};
 use super::super::error::{Error, Failure};
-use super::super::executor::{SwitchoverEnds, conclude};
+use super::super::executor::{HostLink, SwitchoverEnds, conclude};
 use super::super::preflight::FactsExtent;
 use super::super::progress::{CopyPhase, CopyReport};
 use super::super::recorder::RecordedEnds;
@@ -78,8 +78,7 @@ pub(in super::super) fn migrate(
         switchover: &switchover,
         source: control,
         destination,
-        session: None,
-        way: None,
+        link: HostLink::default(),
         context,
         error,
     };

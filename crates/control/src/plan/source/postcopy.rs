@@ -192,7 +192,7 @@ impl QmpSource {
         Ok(())
     }
 
-    /// Waits until its connection is lost, of which it is notified if it has not noticed and that is this process's own.
+    /// Waits until it has completed, or its connection is lost, of which it is notified if it has not noticed and that is this process's own.
     pub(in super::super) fn await_pause(
         &mut self,
         within: Duration,
@@ -203,7 +203,7 @@ impl QmpSource {
         let mut is_notified = !is_own;
         loop {
             match self.follow(options)? {
-                SourceStatus::FollowingPaused => return Ok(()),
+                SourceStatus::FollowingPaused | SourceStatus::Completed => return Ok(()),
                 SourceStatus::Following | SourceStatus::Unknown if begun.elapsed() < within => {}
                 _ => return Err(self.not_completed(begun.elapsed())),
             }
