@@ -103,8 +103,9 @@ impl Parent {
 
     /// Takes the guest, which was prepared, with its disks of the same instant.
     pub(super) fn take(&mut self, origin: Origin) -> Result<TakenGuest, in_place::Error> {
-        let prepared =
+        let mut prepared =
             self.prepared.take().expect("prepared before its forks' QEMUs were started, and taken once");
+        prepared.read(&self.qemu)?;
         let Capture { guest, standstill } = prepared.take(&mut self.qemu, &mut self.disks, origin)?;
         let parted = Parted { standstill, overlays: self.disks.overlays() };
         Ok(TakenGuest { guest, parted })
