@@ -25,12 +25,16 @@ pub enum Kernel {
     Newest,
 }
 
-/// Returns the kernel image, if the set-up has installed it.
+/// Returns the kernel image, unpacked where the set-up could, if the set-up has installed it.
 pub fn kernel(lab: &Path, kernel: Kernel) -> Option<PathBuf> {
     let tree = match kernel {
         Kernel::Debian12 => lab.join("kernel"),
         Kernel::Newest => lab.join("kernel-newest"),
     };
+    let unpacked = tree.join("vmlinux");
+    if unpacked.is_file() {
+        return Some(unpacked);
+    }
     let is_kernel =
         |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz-"));
     std::fs::read_dir(tree.join("boot")).ok()?.flatten().map(|entry| entry.path()).find(is_kernel)
