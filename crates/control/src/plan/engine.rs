@@ -178,13 +178,14 @@ impl IncomingStream {
             publication,
         };
         let engine = Incoming::new(Arc::clone(session), Arc::clone(statistics), options);
+        let mut last = Progress::default();
         let result = run_supervised(
             context,
             session,
             switchover,
             &mut || {
-                let progress = poll()?;
-                context.report_progress(statistics, progress);
+                last = poll()?;
+                context.report_progress(statistics, last);
                 Ok(())
             },
             || {
@@ -196,7 +197,7 @@ impl IncomingStream {
                 })
             },
         );
-        context.report_progress(statistics, Progress::default());
+        context.report_progress(statistics, last);
         result
     }
 
