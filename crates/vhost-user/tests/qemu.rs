@@ -171,8 +171,14 @@ fn a_guest_is_migrated_with_its_disk() {
             let next = Process::start("disk", socket, &[&size]);
             let destination = disk(version, socket).incoming_defer().start().unwrap();
             let qmp = |qemu: &Qemu| format!("qmp:{}", qemu.qmp_path().display());
+            if !version.tracks_emulated_writes() {
+                source.qmp().execute("stop", Value::Null).unwrap();
+            }
             let copy = towline(["copy", "--json", &qmp(&source), &qmp(&destination)]).unwrap();
             copy.wait_done(WITHIN).unwrap();
+            if !version.tracks_emulated_writes() {
+                destination.qmp().execute("cont", Value::Null).unwrap();
+            }
             let mut guest = destination.linux(WITHIN).unwrap();
             wait_reads(&mut guest, &hash, 2);
             assert!(!shell(&mut guest, "dmesg").contains("I/O error"));
