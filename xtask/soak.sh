@@ -48,8 +48,17 @@ host-postcopy) lab hosts postcopy::a_postcopy_arrives_through_mishaps_at_random_
 host-emptied) lab hosts all::guests_of_a_host_share_its_link TOWLINE_SOAK_HOST_GUESTS=12 ;;
 #: protected-deaths: 200 deaths of a protected guest's host, of all its processes or cut off (TOWLINE_SOAK_PROTECT_KILLS, TOWLINE_SOAK_SEED)
 protected-deaths) lab protect guests_survive_deaths_of_their_hosts_at_any_moment TOWLINE_SOAK_PROTECT_KILLS=200 ;;
-#: checkpoints: checkpoints of a stock QEMU, each compared with its memory (TOWLINE_SOAK_CHECKPOINTS)
-checkpoints) lab colo each_checkpoint_is_the_memory_of_the_primary_while_it_stands TOWLINE_SOAK_CHECKPOINTS=2000 ;;
+#: protected-disturbances: 100 times a link between the hosts of a protected guest that is cut for a while, or a process that is stopped
+#:   (TOWLINE_SOAK_PROTECT_DISTURBANCES, TOWLINE_SOAK_SEED)
+protected-disturbances)
+  lab protect losses::one_host_has_a_guest_whose_protection_is_disturbed_at_any_moment TOWLINE_SOAK_PROTECT_DISTURBANCES=100
+  ;;
+#: checkpoints: checkpoints of a stock QEMU, each compared with its memory, which its card and its disk write, too, the second time
+#:   (TOWLINE_SOAK_CHECKPOINTS)
+checkpoints)
+  lab colo each_checkpoint_is_the_memory_of_the_primary_while_it_stands TOWLINE_SOAK_CHECKPOINTS=2000
+  lab colo each_checkpoint_is_the_memory_of_a_primary_whose_card_and_disk_write_it
+  ;;
 #: host-ways: a guest of 1 GiB over 1 Gbit/s by each way of `move` and by QEMU's own commands in turns: time, downtime, bytes, processors
 host-ways) lab hosts ways::a_guest_goes_to_another_host_by_each_way TOWLINE_SOAK_WAYS=15 ;;
 #: host-disks: a guest with a disk of 512 MiB moved by towline and by QEMU's own commands in turns: time and downtime

@@ -153,6 +153,11 @@ impl SshHost {
         format!("ssh -F {}", self.place.path().join("config").display())
     }
 
+    /// Files that the client needs, for a guest, which has none of this machine.
+    pub fn client_files(&self) -> [PathBuf; 2] {
+        ["config", "user"].map(|name| self.place.path().join(name))
+    }
+
     /// The directory of the programs in its PATH.
     pub fn programs(&self) -> PathBuf {
         self.place.path().join("bin")

@@ -4,6 +4,7 @@
 //! (`docs/testing.md`). COLO starts it.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
+mod busy;
 mod primary;
 
 use std::time::{Duration, Instant};
@@ -15,9 +16,10 @@ use towline_compat::facts::QemuFacts;
 use towline_lab::expect::number;
 use towline_lab::{Qemu, Version, require_qemu, wait_until};
 use towline_migration::{Error, checkpoints};
-use towline_protocol::colo::{Checkpoint, CheckpointBuffer};
+use towline_protocol::colo::{Checkpoint, CheckpointBuffer, FirstCopy};
 use towline_protocol::device_state::DeviceState;
 
+use crate::busy::Busy;
 use crate::primary::{Primary, WITHIN};
 
 /// Maximum size of a checkpoint: more than the guest's memory.
@@ -82,8 +84,33 @@ fn each_checkpoint_is_the_memory_of_the_primary_while_it_stands() {
         return;
     }
     let (mut primary, first) = Primary::protected();
+    compare(&primary, first);
+    primary.end();
+    primary.prove_alive();
+}
+
+#[test]
+#[ignore = "nightly"]
+fn each_checkpoint_is_the_memory_of_a_primary_whose_card_and_disk_write_it() {
+    let name = "each_checkpoint_is_the_memory_of_a_primary_whose_card_and_disk_write_it";
+    if !require_qemu(name, &[Version::Newest]) {
+        return;
+    }
+    let Some(mut busy) = Busy::new(name) else { return };
+    let (mut primary, first) = Primary::protected_with(Some(&mut busy));
+    let before = busy.echoed();
+    compare(&primary, first);
+    println!("{} MiB came back meanwhile", (busy.echoed() - before) >> 20);
+    assert!(busy.echoed() > before);
+    primary.end();
+    primary.prove_alive();
+    busy.end(primary.guest.as_mut().unwrap());
+}
+
+/// Takes checkpoints, and compares them.
+fn compare(primary: &Primary, first: FirstCopy) {
     let mut compared = Compared {
-        primary: &primary,
+        primary,
         buffer: None,
         checkpoints: 0,
         wanted: number("TOWLINE_SOAK_CHECKPOINTS", CHECKPOINTS),
@@ -99,8 +126,6 @@ fn each_checkpoint_is_the_memory_of_the_primary_while_it_stands() {
     );
     assert_eq!((compared.checkpoints, &compared.different[..]), (compared.wanted, &[][..]));
     assert!(compared.pages > compared.wanted * 8, "the guest writes: {} pages", compared.pages);
-    primary.end();
-    primary.prove_alive();
 }
 
 /// A place in a checkpoint's course.

@@ -14,9 +14,11 @@ use towline_migration::{Memory, Session, Statistics};
 use towline_protocol::colo::FirstCopy;
 use towline_protocol::device_state::DeviceState;
 
+use crate::busy::Busy;
+
 pub(crate) const WITHIN: Duration = Duration::from_secs(120);
 const MEMORY_MIB: u64 = 256;
-const MIB: u64 = 1 << 20;
+pub(crate) const MIB: u64 = 1 << 20;
 /// Bytes that the guest writes round and round, and per second.
 const WRITTEN: u64 = 16 * MIB;
 const RATE: u64 = 24 * MIB;
@@ -40,9 +42,21 @@ pub(crate) struct Primary {
 impl Primary {
     /// Boots a Linux that writes, and copies it.
     pub(crate) fn protected() -> (Self, FirstCopy) {
+        Self::protected_with(None)
+    }
+
+    /// With a card and a disk.
+    pub(crate) fn protected_with(mut busy: Option<&mut Busy>) -> (Self, FirstCopy) {
         let backend = MemoryBackend::Memfd { prealloc: false };
-        let builder = Qemu::builder(Version::Newest).linux().memory_mib(MEMORY_MIB).memory_backend(backend);
+        let mut builder =
+            Qemu::builder(Version::Newest).linux().memory_mib(MEMORY_MIB).memory_backend(backend);
+        if let Some(busy) = &busy {
+            builder = busy.added_to(builder);
+        }
         let (qemu, mut guest) = builder.boot(WITHIN).unwrap();
+        if let Some(busy) = &mut busy {
+            busy.begin(&mut guest);
+        }
         guest.dirty(RATE, WRITTEN).unwrap();
         guest.wait_ticking(WITHIN).unwrap();
         let capabilities = ["x-colo", "return-path"].map(|name| json!({ "capability": name, "state": true }));

@@ -113,6 +113,7 @@ fn emptied(hosts: &Hosts, image: &str, count: u64, parallel: Option<&str>) {
 
 /// `cargo xtask soak host-emptied` has twelve of them.
 #[test]
+#[ignore = "nightly"]
 fn guests_of_a_host_share_its_link() {
     let Some(hosts) = Hosts::new("guests_of_a_host_share_its_link") else { return };
     let image = hosts.place.path("many.img").display().to_string();

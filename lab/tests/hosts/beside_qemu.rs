@@ -27,6 +27,7 @@ struct Times {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn a_disk_and_memory_go_to_another_qemu() {
     let Some(hosts) = Hosts::new("a_disk_and_memory_go_to_another_qemu") else { return };
     hosts.source.kill().unwrap();

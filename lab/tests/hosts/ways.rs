@@ -12,8 +12,8 @@ use towline_lab::{Qemu, Qmp};
 
 use crate::support::{Hosts, MIB, WITHIN, with_disk};
 
-/// Content of the guest's memory that is sent once, in MiB, and what it writes each second, and where.
-const CONTENT_MIB: u64 = 300;
+/// Content of the guest's memory of 1 GiB that is sent once, and what it writes each second, and where.
+const CONTENT: u64 = 800 * MIB;
 const RATE: u64 = 4 * MIB;
 const RANGE: u64 = 16 * MIB;
 const ADDRESS: &str = "10.213.78.2";
@@ -79,9 +79,7 @@ fn moved(hosts: &Hosts, way: Way) -> Figures {
     let disk = hosts.place.path("disk.raw");
     let builder = with_disk(&disk).memory_mib(1024);
     let (source, mut guest) = builder.clone().within(hosts.network()).boot(WITHIN).unwrap();
-    guest
-        .shell(&format!("dd if=/dev/urandom of=/tmp/content 2>/dev/null bs=1M count={CONTENT_MIB}"), WITHIN)
-        .unwrap();
+    guest.fill(CONTENT, 1).unwrap();
     guest.dirty(RATE, RANGE).unwrap();
     let tick = guest.wait_ticking(WITHIN).unwrap();
     drop(guest);

@@ -6,10 +6,10 @@
 //!    └─ veth ── host b  br0 10.7.0.12, sshd ── tap0 ── towline net ── QEMU b ◄┘ towline move, in host a
 //! ```
 
-use std::fs;
+use std::fs::{self, File};
 use std::net::UdpSocket;
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
+use towline_lab::counting::{assert_clean, make_ext4};
 use towline_lab::expect::{assert_ended, completed, qmp, wait_event};
 use towline_lab::{Builder, Network, Qemu, SshHost, Sshd, Towline, Version, require_lab, signal, wait_until};
 
@@ -67,9 +68,13 @@ impl Host {
 
     /// Starts the move of a guest of this host to another one.
     fn moves(&self, source: &Qemu, to: &Self, destination: &Qemu) -> Towline {
+        self.moves_with(&[], source, to, destination)
+    }
+
+    fn moves_with(&self, options: &[&str], source: &Qemu, to: &Self, destination: &Qemu) -> Towline {
         let (place, client) = (format!("ssh:other/{}", qmp(destination)), to.host.client());
         let words = ["move", "--json", "--ssh", &client, &qmp(source), &place];
-        Towline::start_after(&self.host.prefix(), &words).unwrap()
+        Towline::start_after(&self.host.prefix(), &[&words[..], options].concat()).unwrap()
     }
 }
 
@@ -157,6 +162,11 @@ struct Scene {
 
 impl Scene {
     fn new(test: &str, queues: usize) -> Option<Self> {
+        Self::of(test, queues, |builder, _| builder)
+    }
+
+    /// With a guest that has more than its card.
+    fn of(test: &str, queues: usize, with: impl FnOnce(Builder, &TempDir) -> Builder) -> Option<Self> {
         if !require_lab(test) {
             return None;
         }
@@ -164,7 +174,7 @@ impl Scene {
         let scratch = scratch();
         let mut hosts = [("host-a", "10.7.0.11"), ("host-b", "10.7.0.12")]
             .map(|(name, address)| Host::new(&sshd, &hub, name, address, queues));
-        let (source, mut guest) = hosts[0].builder(&scratch).boot(WITHIN).unwrap();
+        let (source, mut guest) = with(hosts[0].builder(&scratch), &scratch).boot(WITHIN).unwrap();
         // The backlog of a pause comes at once.
         shell(
             &mut guest,
@@ -222,6 +232,61 @@ fn move_to_and_fro(test: &str, queues: usize) -> Option<Counts> {
 fn a_move_loses_no_frame() {
     let counts = move_to_and_fro("a_move_loses_no_frame", 1);
     assert!(counts.is_none_or(|counts| counts == Counts { lost: 0, twice: 0, late: 0 }));
+}
+
+/// Bytes of the disk of a whole guest, and MiB of its memory and of what is written to each before the move.
+const DISK: u64 = 2 << 30;
+const MEMORY_MIB: u64 = 1024;
+const CONTENT_MIB: u64 = 256;
+/// Of the link of each host.
+const LINK: [&str; 11] =
+    ["tc", "qdisc", "add", "dev", "uplink", "root", "tbf", "rate", "1gbit", "burst", "512k"];
+
+fn with_disk(builder: Builder, disk: &Path) -> Builder {
+    File::options().create(true).append(true).open(disk).unwrap().set_len(DISK).unwrap();
+    let drive = format!("file={},format=raw,if=none,id=disk0", disk.display());
+    builder.memory_mib(MEMORY_MIB).args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk0,id=vda"])
+}
+
+#[test]
+#[ignore = "nightly"]
+fn a_guest_goes_to_another_host_with_its_disk_and_its_card() {
+    let test = "a_guest_goes_to_another_host_with_its_disk_and_its_card";
+    for via in ["relay", "direct"] {
+        let scene = Scene::of(test, 1, |builder, scratch| {
+            let builder = with_disk(builder, &path(scratch, "here.raw"));
+            make_ext4(&path(scratch, "here.raw"));
+            builder
+        });
+        let Some(Scene { hub, mut hosts, scratch, source }) = scene else { return };
+        for host in &hosts {
+            host.host.network().run(&[&LINK[..], &["latency", "50ms"]].concat()).unwrap();
+        }
+        let mut guest = source.linux(WITHIN).unwrap();
+        guest.begin_to_count();
+        let content = format!(
+            "dd if=/dev/urandom of=/disk/content bs=1M count={CONTENT_MIB} 2>/dev/null; sync; sha256sum /disk/content"
+        );
+        let sum = shell(&mut guest, &content);
+        guest.fill(CONTENT_MIB << 20, 7).unwrap();
+        let hash = guest.hash().unwrap();
+        let traffic = Traffic::begin(&hub);
+        traffic.flows();
+        let disk = path(&scratch, "there.raw");
+        let destination = with_disk(hosts[1].builder(&scratch), &disk).incoming_defer().start().unwrap();
+        let begun = Instant::now();
+        let options = ["--with-disks", "--verify-disks", "--via", via];
+        let moved = hosts[0].moves_with(&options, &source, &hosts[1], &destination).wait(WITHIN).unwrap();
+        let downtime = completed(&moved)["downtime"].clone();
+        println!("{via}: {:?}, downtime {downtime} ms", begun.elapsed());
+        assert_eq!(traffic.end(test), Counts { lost: 0, twice: 0, late: 0 });
+        let mut guest = destination.linux(WITHIN).unwrap();
+        assert_eq!(guest.hash().unwrap(), hash);
+        assert_eq!(shell(&mut guest, "echo 3 > /proc/sys/vm/drop_caches; sha256sum /disk/content"), sum);
+        guest.assert_counted(via);
+        destination.kill().unwrap();
+        assert_clean(&disk);
+    }
 }
 
 /// Queues of a guest overtake each other, also without a move.

@@ -10,7 +10,7 @@ use towline_lab::signal;
 
 use crate::DIES_AFTER_MS;
 use crate::protected::Protected;
-use crate::support::{Part, Side, WITHIN};
+use crate::support::{Hosts, Part, Side, WITHIN};
 
 /// Time for which a part is stopped: longer than the silence that means a loss.
 const STOPPED_FOR: Duration = Duration::from_secs(3);
@@ -60,33 +60,92 @@ fn a_keeper_that_is_late_ends_its_guest() {
     guest.has_gone_there();
 }
 
-/// A part is stopped and runs on: it may have been replaced meanwhile, and must not disturb its successor.
-fn stops_for_a_while(test: &str, part: Part) {
-    let Some(mut guest) = Protected::new(test) else { return };
-    sleep(Duration::from_millis(Rng::with_seed(part as u64).u64(DIES_AFTER_MS)));
-    let (generation, pid) = (guest.generation(), guest.hosts.part(part));
+/// Event that lasts for a while, and disturbs a protection.
+#[derive(Debug, Clone, Copy)]
+enum Disturbance {
+    /// Both hosts live, and neither receives anything from the other one.
+    Cut,
+    /// A part is stopped and runs on: it may have been replaced meanwhile, and must not disturb its successor.
+    Stop(Part),
+}
+
+impl Disturbance {
+    fn random(random: &mut Rng) -> Self {
+        let parts = [Part::Keeper, Part::Ferry, Part::Session, Part::Guest, Part::Agent, Part::Waiting];
+        random.choice(parts).filter(|_| random.bool()).map_or(Self::Cut, Self::Stop)
+    }
+
+    /// Lasts for this time.
+    fn happen(self, hosts: &Hosts, lasts: Duration) {
+        match self {
+            Self::Cut => {
+                hosts.cut(true);
+                sleep(lasts);
+                hosts.cut(false);
+            }
+            Self::Stop(part) => {
+                let pid = hosts.part(part);
+                signal(pid, Signal::STOP);
+                sleep(lasts);
+                // One that was replaced may have been killed.
+                let is_there = std::fs::metadata(format!("/proc/{pid}")).is_ok();
+                is_there.then(|| signal(pid, Signal::CONT));
+            }
+        }
+    }
+}
+
+/// Disturbs a protection. Returns it if the guest is still here, protected as before or again.
+fn disturbed(mut guest: Protected, what: Disturbance, lasts: Duration) -> Option<Protected> {
+    let generation = guest.generation();
     guest.clients.forget_gaps();
-    let is_decided = || guest.generation() > generation;
     let side = guest.hosts.watched(|| {
-        signal(pid, Signal::STOP);
-        sleep(STOPPED_FOR);
-        // One that was replaced may have been killed.
-        let stopped = std::fs::metadata(format!("/proc/{pid}")).is_ok();
-        stopped.then(|| signal(pid, Signal::CONT));
+        what.happen(&guest.hosts, lasts);
         let gap = guest.goes_on();
-        let side = is_decided().then(|| guest.wait_decided(generation));
-        println!("  {part:?} stopped: {gap:.0?} without a reply, {side:?}");
+        let side = guest.settled(generation);
+        println!("  {what:?} for {lasts:.1?}: {gap:.1?} without a reply, {side:?}");
         side
     });
     match side {
-        Some(Side::There) => return guest.has_gone_there(),
+        Some(Side::There) => {
+            guest.has_gone_there();
+            return None;
+        }
         Some(Side::Here) => guest.is_protected_again(generation),
         None => {}
     }
     guest.takes_checkpoints();
     guest.goes_on();
     assert_eq!(guest.hosts.there.guests().unwrap().len(), 1);
-    guest.survives_its_host(&mut Rng::with_seed(6));
+    Some(guest)
+}
+
+fn stops_for_a_while(test: &str, part: Part) {
+    let Some(guest) = Protected::new(test) else { return };
+    sleep(Duration::from_millis(Rng::with_seed(part as u64).u64(DIES_AFTER_MS)));
+    if let Some(guest) = disturbed(guest, Disturbance::Stop(part), STOPPED_FOR) {
+        guest.survives_its_host(&mut Rng::with_seed(6));
+    }
+}
+
+/// Times in milliseconds for which a random disturbance lasts: around the silence that means a loss.
+const LASTS_MS: std::ops::Range<u64> = 100..6000;
+
+#[test]
+#[ignore = "nightly"]
+fn one_host_has_a_guest_whose_protection_is_disturbed_at_any_moment() {
+    let name = "one_host_has_a_guest_whose_protection_is_disturbed_at_any_moment";
+    let mut guest = None;
+    let first = number("TOWLINE_SOAK_SEED", 1);
+    for seed in first..first + number("TOWLINE_SOAK_PROTECT_DISTURBANCES", 3) {
+        let Some(now) = guest.take().or_else(|| Protected::new(name)) else { return };
+        let mut random = Rng::with_seed(seed);
+        sleep(Duration::from_millis(random.u64(DIES_AFTER_MS)));
+        print!("  seed {seed}:");
+        let what = Disturbance::random(&mut random);
+        guest = disturbed(now, what, Duration::from_millis(random.u64(LASTS_MS)));
+    }
+    guest.into_iter().for_each(|guest| guest.survives_its_host(&mut Rng::with_seed(9)));
 }
 
 #[test]

@@ -66,15 +66,30 @@ impl Protected {
         wait_until("a decision between the hosts", WITHIN, decided).unwrap()
     }
 
+    /// Reports of checkpoints so far.
+    fn reports(&self) -> usize {
+        let events = events(&self.protecting.stdout());
+        events.iter().filter(|event| event["event"] == "checkpoints").count()
+    }
+
     /// Waits until further checkpoints are reported.
     pub(crate) fn takes_checkpoints(&mut self) {
-        let count = |text: &str| events(text).iter().filter(|event| event["event"] == "checkpoints").count();
-        let before = count(&self.protecting.stdout());
+        let before = self.reports();
         wait_until("further checkpoints", WITHIN, || {
             self.protecting.check()?;
-            Ok((count(&self.protecting.stdout()) > before).then_some(()))
+            Ok((self.reports() > before).then_some(()))
         })
         .unwrap();
+    }
+
+    /// Waits until the guest is protected on, or it was decided after this generation which host has it. Returns that host.
+    pub(crate) fn settled(&self, generation: u64) -> Option<Side> {
+        let before = self.reports();
+        wait_until("an end of the disturbance", WITHIN, || {
+            Ok((self.generation() > generation || self.reports() > before + 1).then_some(()))
+        })
+        .unwrap();
+        (self.generation() > generation).then(|| self.wait_decided(generation))
     }
 
     /// The guest's host dies, and the guest goes on at the other one.
