@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 use std::collections::hash_map::{Entry, HashMap};
-use std::hash::Hash;
+use std::hash::{Hash, Hasher};
 
 /// A state, the steps that are possible in it, and what must be true of it.
 pub(crate) trait Model: Copy + Eq + Hash {
@@ -21,6 +21,30 @@ pub(crate) trait Model: Copy + Eq + Hash {
     fn after(&self, step: Self::Step) -> Self;
 }
 
+/// Identifies states by 128 bits of a hash of their bytes. `Hasher`s that calculate take most of the time of a search without
+/// optimisation.
+#[derive(Default)]
+struct Hashed(Vec<u8>);
+
+impl Hashed {
+    fn of(&mut self, state: &impl Hash) -> u128 {
+        self.0.clear();
+        state.hash(self);
+        let hash = blake3::hash(&self.0);
+        u128::from_le_bytes(*hash.as_bytes().first_chunk().expect("it has 32 bytes"))
+    }
+}
+
+impl Hasher for Hashed {
+    fn write(&mut self, bytes: &[u8]) {
+        self.0.extend_from_slice(bytes);
+    }
+
+    fn finish(&self) -> u64 {
+        unreachable!("the bytes are hashed at once")
+    }
+}
+
 /// Result of a search.
 pub(crate) struct Explored<S> {
     pub(crate) states: usize,
@@ -31,10 +55,11 @@ pub(crate) struct Explored<S> {
 
 /// Explores every state that can follow `start`.
 pub(crate) fn explore<M: Model>(start: M) -> Explored<M::Step> {
-    let mut seen: HashMap<M, Option<(usize, M::Step)>> = HashMap::new();
+    let mut seen: HashMap<u128, Option<(usize, M::Step)>> = HashMap::new();
     let mut order = vec![(start, 0)];
     let mut queue = VecDeque::from([0]);
-    seen.insert(start, None);
+    let mut hashed = Hashed::default();
+    seen.insert(hashed.of(&start), None);
     let mut depth = 0;
     while let Some(index) = queue.pop_front() {
         let (state, at) = order[index];
@@ -48,7 +73,7 @@ pub(crate) fn explore<M: Model>(start: M) -> Explored<M::Step> {
         }
         for step in state.steps() {
             let next = state.after(step);
-            if let Entry::Vacant(entry) = seen.entry(next) {
+            if let Entry::Vacant(entry) = seen.entry(hashed.of(&next)) {
                 entry.insert(Some((index, step)));
                 order.push((next, at + 1));
                 queue.push_back(order.len() - 1);
@@ -59,12 +84,13 @@ pub(crate) fn explore<M: Model>(start: M) -> Explored<M::Step> {
 }
 
 fn way<M: Model>(
-    seen: &HashMap<M, Option<(usize, M::Step)>>,
+    seen: &HashMap<u128, Option<(usize, M::Step)>>,
     order: &[(M, usize)],
     mut state: M,
 ) -> Vec<M::Step> {
     let mut steps = Vec::new();
-    while let Some(Some((from, step))) = seen.get(&state) {
+    let mut hashed = Hashed::default();
+    while let Some(Some((from, step))) = seen.get(&hashed.of(&state)) {
         steps.push(*step);
         state = order[*from].0;
     }
