@@ -43,18 +43,17 @@ impl PreparedCapture {
         let socket = qemu.socket().to_owned();
         let not_based =
             |reason| Error::NotBased { socket: socket.clone(), image: image.path().to_owned(), reason };
-        let based = BasedGuest::of(qemu, image).map_err(not_based)?;
-        let mut prepared = Self { based, devices: DeviceFile::open(qemu)? };
-        prepared.read(qemu)?;
-        Ok(prepared)
+        let mut based = BasedGuest::of(qemu, image).map_err(not_based)?;
+        based.capture().map_err(|source| Error::NotCaptured { socket, source })?;
+        Ok(Self { based, devices: DeviceFile::open(qemu)? })
     }
 
-    /// Reads the guest's memory while it runs. To take it soon afterwards stops it for a shorter time: some 10 ms for 64 MiB where it
-    /// is 50 in one of ten times if QEMUs were started meanwhile, and took the memory and the processors of this host.
+    /// Reads the guest's memory once more, while it runs. A guest that is taken soon afterwards is stopped for a shorter time: some
+    /// 10 ms for 64 MiB. Without that, one stop in ten takes 50 ms if QEMUs were started since the last reading.
     ///
     /// # Errors
     /// [`Error::NotCaptured`].
-    pub(crate) fn read(&mut self, qemu: &Qemu) -> Result<(), Error> {
+    pub(crate) fn read_again(&mut self, qemu: &Qemu) -> Result<(), Error> {
         self.based.capture().map_err(|source| Error::NotCaptured { socket: qemu.socket().to_owned(), source })
     }
 

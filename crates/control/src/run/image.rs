@@ -348,7 +348,8 @@ impl RunImage {
 
     /// Takes the guest, and brings it into the QEMUs.
     fn fork(&self, parent: &mut Parent, clones: &Clones<'_>) -> Result<Vec<CopyResult>, Failure> {
-        let taken = parent.take(self.origin.clone().unwrap_or_default());
+        let read = parent.read_again();
+        let taken = read.and_then(|()| parent.take(self.origin.clone().unwrap_or_default()));
         if taken.is_err() {
             parent.used_overlays().for_each(|overlay| clones.observer.notice(&continues_in(overlay)));
         }

@@ -101,11 +101,15 @@ impl Parent {
         Ok(self.prepared.insert(prepared))
     }
 
+    /// Reads the guest, which was prepared, once more after its forks' QEMUs were started.
+    pub(super) fn read_again(&mut self) -> Result<(), in_place::Error> {
+        self.prepared.as_mut().map_or(Ok(()), |prepared| prepared.read_again(&self.qemu))
+    }
+
     /// Takes the guest, which was prepared, with its disks of the same instant.
     pub(super) fn take(&mut self, origin: Origin) -> Result<TakenGuest, in_place::Error> {
-        let mut prepared =
+        let prepared =
             self.prepared.take().expect("prepared before its forks' QEMUs were started, and taken once");
-        prepared.read(&self.qemu)?;
         let Capture { guest, standstill } = prepared.take(&mut self.qemu, &mut self.disks, origin)?;
         let parted = Parted { standstill, overlays: self.disks.overlays() };
         Ok(TakenGuest { guest, parted })
