@@ -197,6 +197,10 @@ impl IncomingStream {
                 })
             },
         );
+        if result.is_ok() {
+            // Nothing remains, and no rates are those of the end.
+            last = Progress { pass: last.pass, ..Progress::default() };
+        }
         context.report_progress(statistics, last);
         result
     }

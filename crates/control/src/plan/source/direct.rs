@@ -89,8 +89,8 @@ impl QmpSource {
     /// Reports passes for which zero-copy sends were requested, and the kernel copied.
     pub(in super::super) fn report_missed_zero_copy(&self, context: &Context<'_>) {
         let ram = self.last_migration.as_ref().and_then(|migration| migration.ram.as_ref());
-        let missed = ram.map_or(0, |ram| ram.dirty_sync_missed_zero_copy);
-        if context.options.zero_copy_send == ZeroCopySend::On {
+        if let Some(ram) = ram.filter(|_| context.options.zero_copy_send == ZeroCopySend::On) {
+            let missed = ram.dirty_sync_missed_zero_copy;
             context
                 .observer
                 .notice(&format!("passes over memory in which the kernel copied all the same: {missed}"));
