@@ -49,6 +49,12 @@ impl Network {
         other.run(&["ip", "link", "set", other_name, "up"])
     }
 
+    /// Limits what an interface sends to this rate, as `tc` has it.
+    pub fn limit(&self, interface: &str, rate: &str) -> Result<()> {
+        let limit = ["root", "tbf", "rate", rate, "burst", "512k", "latency", "50ms"];
+        self.run(&[&["tc", "qdisc", "add", "dev", interface][..], &limit].concat())
+    }
+
     /// Creates two namespaces with one link between them, `link0` in both, and these addresses, as `10.0.2.1`.
     pub fn pair(addresses: [&str; 2]) -> Result<[Self; 2]> {
         let networks = [Self::new()?, Self::new()?];

@@ -89,11 +89,7 @@ impl Hosts {
 
     /// Limits the link to this rate, as `tc` has it.
     pub(crate) fn limit(&self, rate: &str) {
-        let shaped = [
-            "tc", "qdisc", "add", "dev", "link0", "root", "tbf", "rate", rate, "burst", "512k", "latency",
-            "50ms",
-        ];
-        self.here.run(&shaped).unwrap();
+        self.here.limit("link0", rate).unwrap();
     }
 
     /// Bytes that the guest's host has sent over the link, with all headers.

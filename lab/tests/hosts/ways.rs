@@ -12,7 +12,8 @@ use towline_lab::{Qemu, Qmp};
 
 use crate::support::{Hosts, MIB, WITHIN, with_disk};
 
-/// Content of the guest's memory of 1 GiB that is sent once, and what it writes each second, and where.
+/// Random bytes in the guest's 1 GiB, which are sent once; bytes that it writes each second, and the size of the range that it writes
+/// round and round.
 const CONTENT: u64 = 800 * MIB;
 const RATE: u64 = 4 * MIB;
 const RANGE: u64 = 16 * MIB;

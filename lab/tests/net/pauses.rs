@@ -234,13 +234,10 @@ fn a_move_loses_no_frame() {
     assert!(counts.is_none_or(|counts| counts == Counts { lost: 0, twice: 0, late: 0 }));
 }
 
-/// Bytes of the disk of a whole guest, and MiB of its memory and of what is written to each before the move.
+/// Size of the disk; MiB of memory, and MiB that are written to memory and disk before the move.
 const DISK: u64 = 2 << 30;
 const MEMORY_MIB: u64 = 1024;
 const CONTENT_MIB: u64 = 256;
-/// Of the link of each host.
-const LINK: [&str; 11] =
-    ["tc", "qdisc", "add", "dev", "uplink", "root", "tbf", "rate", "1gbit", "burst", "512k"];
 
 fn with_disk(builder: Builder, disk: &Path) -> Builder {
     File::options().create(true).append(true).open(disk).unwrap().set_len(DISK).unwrap();
@@ -260,7 +257,7 @@ fn a_guest_goes_to_another_host_with_its_disk_and_its_card() {
         });
         let Some(Scene { hub, mut hosts, scratch, source }) = scene else { return };
         for host in &hosts {
-            host.host.network().run(&[&LINK[..], &["latency", "50ms"]].concat()).unwrap();
+            host.host.network().limit("uplink", "1gbit").unwrap();
         }
         let mut guest = source.linux(WITHIN).unwrap();
         guest.begin_to_count();

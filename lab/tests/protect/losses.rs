@@ -10,10 +10,10 @@ use towline_lab::signal;
 
 use crate::DIES_AFTER_MS;
 use crate::protected::Protected;
-use crate::support::{Hosts, Part, Side, WITHIN};
+use crate::support::{Hosts, Part, Side, WITHIN, send};
 
 /// Time for which a part is stopped: longer than the silence that means a loss.
-const STOPPED_FOR: Duration = Duration::from_secs(3);
+const STOPPED_FOR: Duration = Duration::from_secs(5);
 
 /// Both hosts live and are connected to the guest's network, but not to each other.
 #[test]
@@ -75,7 +75,7 @@ impl Disturbance {
         random.choice(parts).filter(|_| random.bool()).map_or(Self::Cut, Self::Stop)
     }
 
-    /// Lasts for this time.
+    /// Disturbs the protection for this time.
     fn happen(self, hosts: &Hosts, lasts: Duration) {
         match self {
             Self::Cut => {
@@ -88,8 +88,7 @@ impl Disturbance {
                 signal(pid, Signal::STOP);
                 sleep(lasts);
                 // One that was replaced may have been killed.
-                let is_there = std::fs::metadata(format!("/proc/{pid}")).is_ok();
-                is_there.then(|| signal(pid, Signal::CONT));
+                send(pid, Signal::CONT);
             }
         }
     }
@@ -120,6 +119,7 @@ fn disturbed(mut guest: Protected, what: Disturbance, lasts: Duration) -> Option
     Some(guest)
 }
 
+/// Stops a part for a while; then the guest's host dies.
 fn stops_for_a_while(test: &str, part: Part) {
     let Some(guest) = Protected::new(test) else { return };
     sleep(Duration::from_millis(Rng::with_seed(part as u64).u64(DIES_AFTER_MS)));

@@ -7,7 +7,8 @@
 //! ```
 //! A host is a network with all processes in it. Every byte that comes back is compared.
 //!
-//! `TOWLINE_SOAK_PROTECT_KILLS` is the number of hosts that die, `TOWLINE_SOAK_SEED` the first seed.
+//! `TOWLINE_SOAK_PROTECT_KILLS` is the number of hosts that die, `TOWLINE_SOAK_PROTECT_CUTS` that of links that are cut,
+//! `TOWLINE_SOAK_PROTECT_DISTURBANCES` that of random disturbances, `TOWLINE_SOAK_SEED` the first seed.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 mod chains;

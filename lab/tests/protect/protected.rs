@@ -82,7 +82,7 @@ impl Protected {
         .unwrap();
     }
 
-    /// Waits until the guest is protected on, or it was decided after this generation which host has it. Returns that host.
+    /// Waits until the protection goes on, or a later generation has decided which host has the guest. Returns that host.
     pub(crate) fn settled(&self, generation: u64) -> Option<Side> {
         let before = self.reports();
         wait_until("an end of the disturbance", WITHIN, || {

@@ -389,8 +389,13 @@ pub(crate) fn name(pid: u32) -> String {
 
 /// Kills a process, which may have ended.
 pub(crate) fn kill(pid: u32) {
+    send(pid, Signal::KILL);
+}
+
+/// Sends a signal to a process, which may have ended.
+pub(crate) fn send(pid: u32, signal: Signal) {
     let process = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("it is the number of a process");
-    match kill_process(process, Signal::KILL) {
+    match kill_process(process, signal) {
         Ok(()) | Err(Errno::SRCH) => {}
         Err(error) => panic!("process {pid}: {error}"),
     }

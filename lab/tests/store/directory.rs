@@ -50,8 +50,9 @@ fn a_stream_is_stored_while_it_is_written() {
         })
         .unwrap();
         // The load dirties pages that were sent already, at a rate that converges even if the host is busy.
-        let mem = "mem:48M,dirty=4M,seed=9";
-        fixture.done(&["copy", "--multifd-channels", lanes, "--max-bandwidth", "60M", mem, &socket]);
+        // With the same content as before no chunk would be sent.
+        let mem = format!("mem:48M,dirty=4M,seed=9{lanes}");
+        fixture.done(&["copy", "--multifd-channels", lanes, "--max-bandwidth", "60M", &mem, &socket]);
         let stored = last_event(&receiver.wait_done(WITHIN).unwrap());
         assert!(uploaded(&stored, "sent-chunks") > 0, "{stored}");
         let out = fixture.done(&["copy", &image, "mem:"]);
