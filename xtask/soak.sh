@@ -48,12 +48,12 @@ host-postcopy) lab hosts postcopy::a_postcopy_arrives_through_mishaps_at_random_
 host-emptied) lab hosts all::guests_of_a_host_share_its_link TOWLINE_SOAK_HOST_GUESTS=12 ;;
 #: protected-deaths: 200 deaths of a protected guest's host, of all its processes or cut off (TOWLINE_SOAK_PROTECT_KILLS, TOWLINE_SOAK_SEED)
 protected-deaths) lab protect guests_survive_deaths_of_their_hosts_at_any_moment TOWLINE_SOAK_PROTECT_KILLS=200 ;;
-#: protected-disturbances: 100 times a link between the hosts of a protected guest that is cut for a while, or a process that is stopped
+#: protected-disturbances: 100 disturbances of a protected guest: the link between its hosts is cut for a while, or a process is stopped
 #:   (TOWLINE_SOAK_PROTECT_DISTURBANCES, TOWLINE_SOAK_SEED)
 protected-disturbances)
   lab protect losses::one_host_has_a_guest_whose_protection_is_disturbed_at_any_moment TOWLINE_SOAK_PROTECT_DISTURBANCES=100
   ;;
-#: checkpoints: checkpoints of a stock QEMU, each compared with its memory, which its card and its disk write, too, the second time
+#: checkpoints: checkpoints of a stock QEMU, each compared with its memory; then the same while a card and a disk write to it
 #:   (TOWLINE_SOAK_CHECKPOINTS)
 checkpoints)
   lab colo each_checkpoint_is_the_memory_of_the_primary_while_it_stands TOWLINE_SOAK_CHECKPOINTS=2000
