@@ -1,10 +1,9 @@
 //! Search through every state of a model, for tests.
 //!
-//! Breadth first, so that a violation comes with one of the shortest ways to it. It needs a set, a queue and the way back to the start, which is
+//! Breadth first, so that a violation comes with one of the shortest ways to it. It needs a set, a list and the way back to the start, which is
 //! less code than an integration with a library.
 
-use std::collections::VecDeque;
-use std::collections::hash_map::{Entry, HashMap};
+use std::collections::HashSet;
 use std::hash::{Hash, Hasher};
 
 /// A state, the steps that are possible in it, and what must be true of it.
@@ -53,46 +52,42 @@ pub(crate) struct Explored<S> {
     pub(crate) violation: Option<(String, Vec<S>)>,
 }
 
+/// A state that was found.
+struct Found<M: Model> {
+    state: M,
+    depth: usize,
+    /// Index of the state before it, and the step from there.
+    from: Option<(usize, M::Step)>,
+}
+
 /// Explores every state that can follow `start`.
 pub(crate) fn explore<M: Model>(start: M) -> Explored<M::Step> {
-    let mut seen: HashMap<u128, Option<(usize, M::Step)>> = HashMap::new();
-    let mut order = vec![(start, 0)];
-    let mut queue = VecDeque::from([0]);
     let mut hashed = Hashed::default();
-    seen.insert(hashed.of(&start), None);
-    let mut depth = 0;
-    while let Some(index) = queue.pop_front() {
-        let (state, at) = order[index];
+    let mut seen = HashSet::from([hashed.of(&start)]);
+    let mut found = vec![Found { state: start, depth: 0, from: None }];
+    let (mut index, mut depth) = (0, 0);
+    while let Some(&Found { state, depth: at, .. }) = found.get(index) {
         depth = depth.max(at);
         if let Err(text) = state.check() {
-            return Explored {
-                states: order.len(),
-                depth,
-                violation: Some((text, way(&seen, &order, state))),
-            };
+            return Explored { states: found.len(), depth, violation: Some((text, way(&found, index))) };
         }
         for step in state.steps() {
             let next = state.after(step);
-            if let Entry::Vacant(entry) = seen.entry(hashed.of(&next)) {
-                entry.insert(Some((index, step)));
-                order.push((next, at + 1));
-                queue.push_back(order.len() - 1);
+            if seen.insert(hashed.of(&next)) {
+                found.push(Found { state: next, depth: at + 1, from: Some((index, step)) });
             }
         }
+        index += 1;
     }
-    Explored { states: order.len(), depth, violation: None }
+    Explored { states: found.len(), depth, violation: None }
 }
 
-fn way<M: Model>(
-    seen: &HashMap<u128, Option<(usize, M::Step)>>,
-    order: &[(M, usize)],
-    mut state: M,
-) -> Vec<M::Step> {
+/// Steps from the start to the state with this index.
+fn way<M: Model>(found: &[Found<M>], mut index: usize) -> Vec<M::Step> {
     let mut steps = Vec::new();
-    let mut hashed = Hashed::default();
-    while let Some(Some((from, step))) = seen.get(&hashed.of(&state)) {
-        steps.push(*step);
-        state = order[*from].0;
+    while let Some((from, step)) = found[index].from {
+        steps.push(step);
+        index = from;
     }
     steps.reverse();
     steps
