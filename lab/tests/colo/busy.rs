@@ -1,14 +1,14 @@
 //! A card and a disk of a primary, which write its memory.
 //!
 //! ```text
-//!   network of its own   a client of the guest's echo, TCP ── tap0 ── towline net ── card ┐
+//!   separate network     a client of the guest's echo, TCP ── tap0 ── towline net ── card ┐
 //!                                                       disk.raw, ext4 ── virtio-blk ─────┴─ QEMU, guest
 //! ```
 
 use std::fs::File;
 
 use towline_lab::counting::make_ext4;
-use towline_lab::{Builder, LinuxGuest, Towline};
+use towline_lab::{Builder, LinuxGuest, Towline, Version};
 
 use crate::network::{BulkClient, Fixture, GUEST, add_tap, card, card_options, guest_address, path, set_up};
 use crate::primary::MIB;
@@ -37,9 +37,7 @@ impl Busy {
     /// Adds both to a QEMU.
     pub(crate) fn added_to(&self, builder: Builder) -> Builder {
         let Fixture { network, scratch } = &self.fixture;
-        // The newest QEMU has no `reconnect`.
-        let card = card_options(&path(scratch, "card"), 1, 4)
-            .map(|option| option.replace(",reconnect=1", ",reconnect-ms=1000"));
+        let card = card_options(Version::Newest, &path(scratch, "card"), 1, 4);
         let drive = format!("file={},format=raw,if=none,id=disk0", path(scratch, "disk.raw").display());
         let disk = ["-drive", &drive, "-device", "virtio-blk-pci,drive=disk0"];
         builder.args(card).args(disk).within(network)
@@ -52,8 +50,8 @@ impl Busy {
         self.client = Some(BulkClient::begin(&self.fixture.network, guest_address(GUEST)));
     }
 
-    /// Ends this. Asserts that each byte came back as it was sent, and that the guest has counted the same in memory and on its disk.
-    /// Returns the number of these bytes.
+    /// Stops both. Returns the number of bytes that were echoed, each of which must be right; the guest must have counted the same in
+    /// memory and on its disk.
     pub(crate) fn end(self, guest: &mut LinuxGuest) -> u64 {
         let bytes = self.client.unwrap().end();
         guest.assert_counted("the primary");

@@ -127,14 +127,16 @@ pub(crate) fn builder_with(version: Version, socket: &Path, queues: usize, vecto
         .linux()
         .memory_backend(MemoryBackend::Memfd { prealloc: false })
         .processors(u32::try_from(queues.max(2)).unwrap())
-        .args(card_options(socket, queues, vectors))
+        .args(card_options(version, socket, queues, vectors))
 }
 
 /// QEMU's options for the card on this socket.
-pub(crate) fn card_options(socket: &Path, queues: usize, vectors: usize) -> [String; 6] {
+pub(crate) fn card_options(version: Version, socket: &Path, queues: usize, vectors: usize) -> [String; 6] {
+    // The newest has only the other name, which 7.2 lacks.
+    let reconnect = if version == Version::Newest { "reconnect-ms=1000" } else { "reconnect=1" };
     [
         "-chardev".to_owned(),
-        format!("socket,id=net0,path={},reconnect=1", socket.display()),
+        format!("socket,id=net0,path={},{reconnect}", socket.display()),
         "-netdev".to_owned(),
         format!("vhost-user,id=n0,chardev=net0,queues={queues}"),
         "-device".to_owned(),

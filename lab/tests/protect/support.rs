@@ -135,9 +135,7 @@ impl Hosts {
         let drive = format!("file={},format=raw,if=none,id=disk0,file.locking=on", disk.display());
         let disk = ["-drive", &drive, "-device", "virtio-blk-pci,drive=disk0,id=vda"];
         let cards = [start_card(&here, &place, Side::Here), start_card(there.network(), &place, Side::There)];
-        // The newest QEMU has no `reconnect`.
-        let options = card_options(&socket(&place, Side::Here), 1, 4)
-            .map(|option| option.replace(",reconnect=1", ",reconnect-ms=1000"));
+        let options = card_options(Version::Newest, &socket(&place, Side::Here), 1, 4);
         let builder = Qemu::builder(Version::Newest).linux().memory_mib(256);
         let builder = builder.memory_backend(MemoryBackend::Memfd { prealloc: false }).args(options);
         let builder = builder.args(disk).args(further.iter().copied()).within(&here);

@@ -42,7 +42,7 @@ impl SavedWithCard {
         let card = card(&network, &socket, &["--tap", "tap0"]);
         let memory = format!("memory-backend-memfd,id=pc.ram,size={MEMORY_MIB}M,share=on");
         let memory = ["-object", &memory, "-machine", "memory-backend=pc.ram"].map(str::to_owned);
-        let arguments = [&memory[..], &card_options(&socket, 1, 4)].concat();
+        let arguments = [&memory[..], &card_options(Recipe::default().version, &socket, 1, 4)].concat();
         let line = "ip link set eth0 up";
         let saved = Saved::in_place(place, &Recipe { arguments: &arguments, line, ..Recipe::default() });
         for file in [saved.image(), format!("{}.manifest.json", saved.image())] {

@@ -83,12 +83,7 @@ impl Scene {
         let card = card(&network, &socket, &["--tap", "tap0", "--queues", &queues.to_string()]);
         let guest = Guest::boot(|place| {
             let builder = Qemu::builder(version).cpu("Nehalem").linux().processors(2);
-            let options = card_options(&socket, queues, 2 * queues + 2);
-            // 11.1 has only the other name, which 7.2 lacks.
-            let options = options.map(|option| match version {
-                Version::Newest => option.replace(",reconnect=1", ",reconnect-ms=1000"),
-                _ => option,
-            });
+            let options = card_options(version, &socket, queues, 2 * queues + 2);
             named_file(builder, Version::V10_0.machine(), place, mib).args(options)
         });
         set_up(&mut guest.linux());

@@ -28,11 +28,13 @@ const PAGES: u64 = 160 << 8;
 /// Packets for these pages.
 const PACKETS: u64 = PAGES / 128;
 
-/// A network with a tap for a guest's card.
-fn network() -> anyhow::Result<Network> {
-    let network = Network::new()?;
-    network.add_tap("tap0", "10.0.2.2/24")?;
-    Ok(network)
+/// A network with a tap for a guest's card; `None`: the test `name` is skipped.
+fn network(name: &str) -> Option<Network> {
+    let made = Network::new().and_then(|network| {
+        network.add_tap("tap0", "10.0.2.2/24")?;
+        Ok(network)
+    });
+    made.inspect_err(|error| skip(name, &format!("no separate network: {error:#}"))).ok()
 }
 
 /// Starts a Linux with a network card on a network of this host, and these programs in it.
@@ -126,10 +128,7 @@ fn zero_copy_happens_on_a_virtio_card_and_not_on_loopback() {
     if !require_lab(name) {
         return;
     }
-    let network = match network() {
-        Ok(network) => network,
-        Err(error) => return skip(name, &format!("no separate network: {error:#}")),
-    };
+    let Some(network) = network(name) else { return };
     let (_qemu, mut guest) = guest(&network, &[&towline_binary().unwrap()]);
     // Plain sends first, as the base of the comparison.
     let off = over_the_card(&network, &mut guest, "off");
