@@ -17,13 +17,20 @@ const LONGEST_GAP: Duration = Duration::from_secs(5);
 /// Time in which a keeper ends that does not live on.
 const ENDS_WITHIN: Duration = Duration::from_secs(2);
 
-/// A part dies, and the guest is protected again.
-fn dies_and_is_replaced(guest: &mut Protected, part: Part) {
+/// A part dies, and the guest is protected again. A ferry that died was the only sign of life for the other host, which may win on a busy
+/// machine: returns `false`, then the guest is there.
+#[must_use]
+fn dies_and_is_replaced(guest: &mut Protected, part: Part) -> bool {
     let (generation, begun) = (guest.generation(), Instant::now());
     guest.clients.forget_gaps();
     guest.hosts.kill(part);
-    assert_eq!(guest.hosts.wait_decided(), Side::Here);
+    let side = guest.wait_decided(generation);
     let gap = guest.goes_on();
+    if side == Side::There && part == Part::Ferry {
+        println!("  {part:?} died: {gap:.0?} without a reply; the other host won");
+        return false;
+    }
+    assert_eq!(side, Side::Here);
     guest.is_protected_again(generation);
     let again = begun.elapsed();
     let copied = guest.goes_on();
@@ -34,6 +41,7 @@ fn dies_and_is_replaced(guest: &mut Protected, part: Part) {
     assert_eq!(guest.hosts.there.guests().unwrap().len(), 1);
     // One for the decision, unless the standby has given it up, and one for the next standby.
     assert!((1..=2).contains(&(guest.generation() - generation)), "{generation}");
+    true
 }
 
 #[test]
@@ -56,7 +64,9 @@ fn a_guest_is_protected_again_after_the_death_of_the_qemu_that_waits() {
 /// These parts die in turn. Then the guest's host dies.
 fn protected_again(test: &str, parts: &[Part]) {
     let Some(mut guest) = Protected::new(test) else { return };
-    parts.iter().for_each(|part| dies_and_is_replaced(&mut guest, *part));
+    if !parts.iter().all(|part| dies_and_is_replaced(&mut guest, *part)) {
+        return guest.has_gone_there();
+    }
     guest.takes_checkpoints();
     guest.survives_its_host(&mut Rng::with_seed(1));
 }
@@ -72,7 +82,9 @@ fn checkpoints_go_on_after_the_death_of_the_session() {
     guest.takes_checkpoints();
     guest.takes_checkpoints();
     assert_eq!(guest.generation(), generation);
-    dies_and_is_replaced(&mut guest, Part::Ferry);
+    if !dies_and_is_replaced(&mut guest, Part::Ferry) {
+        return guest.has_gone_there();
+    }
     guest.hosts.kill(Part::Session);
     guest.takes_checkpoints();
     guest.survives_its_host(&mut Rng::with_seed(2));
@@ -218,7 +230,7 @@ fn a_guest_survives_the_death_of_its_qemu_and_another_ferry() {
 /// Parts die one after the other, which changes nothing for the guest, and then others at once.
 fn its_qemu_dies(test: &str, before: &[Part], at_once: &[Part]) {
     let Some(mut guest) = Protected::new(test) else { return };
-    before.iter().for_each(|part| dies_and_is_replaced(&mut guest, *part));
+    assert!(before.iter().all(|part| dies_and_is_replaced(&mut guest, *part)), "{before:?}");
     let pids: Vec<_> = at_once.iter().map(|part| guest.hosts.part(*part)).collect();
     guest.clients.forget_gaps();
     pids.into_iter().for_each(|pid| signal(pid, Signal::KILL));
