@@ -102,6 +102,9 @@ pub struct NewGuest {
     /// Its memory is one that this agent writes: it stands by for a guest.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_standby: bool,
+    /// Unique id of the protection that it stands by for: files with this id, which a former standby has left, are replaced.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub protection: Option<String>,
     /// Generations of the guest, of which it runs the next there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub generations: Option<GuestGenerations>,

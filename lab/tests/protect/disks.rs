@@ -6,7 +6,7 @@ use std::process::Command;
 use fastrand::Rng;
 use rustix::process::Signal;
 use towline_lab::expect::{assert_ended, wait_event};
-use towline_lab::signal;
+use towline_lab::{Sshd, signal};
 
 use crate::ends_well;
 use crate::protected::Protected;
@@ -50,6 +50,24 @@ fn a_disk_without_room_there_leaves_the_guest_unprotected_and_running() {
     hosts.wait_none_there();
     hosts.assert_stays(tick);
     ends_well(clients);
+}
+
+/// The copy that the host had is replaced.
+#[test]
+fn a_guest_is_protected_again_by_a_host_that_has_crashed() {
+    let test = "a_guest_is_protected_again_by_a_host_that_has_crashed";
+    let (Some(mut guest), Some(sshd)) = (Protected::new(test), Sshd::find(test)) else { return };
+    let (generation, random) = (guest.generation(), &mut Rng::with_seed(3));
+    // It may have the inode of the former one.
+    let made =
+        |guest: &Protected| fs::metadata(guest.hosts.place.path("b/disk.raw")).unwrap().created().unwrap();
+    let before = made(&guest);
+    guest.hosts.restart_there(&sshd, random);
+    assert_eq!(guest.wait_decided(generation), Side::Here);
+    guest.is_protected_again(generation);
+    println!("  the other host crashed: {:.0?} without a reply", guest.goes_on());
+    assert_ne!(made(&guest), before);
+    guest.survives_its_host(random);
 }
 
 #[test]

@@ -245,6 +245,13 @@ impl Hosts {
         self.cards[0] = start_card(&self.here, &self.place, Side::Here);
     }
 
+    /// All processes of the other host die, and it comes back with its files.
+    pub(crate) fn restart_there(&mut self, sshd: &Sshd, random: &mut Rng) {
+        kill_all(self.there.network(), random);
+        self.cards[1] = start_card(self.there.network(), &self.place, Side::There);
+        self.there.restart(sshd).unwrap();
+    }
+
     /// Cuts the link between the hosts, or mends it. What is sent over a link that is cut is lost, and neither end notices; the guest's network is
     /// another one.
     pub(crate) fn cut(&self, cut: bool) {

@@ -81,6 +81,11 @@ impl Claimant {
         Self { version: VERSION, host: of_kernel("hostname"), id }
     }
 
+    /// Its unique id.
+    pub(crate) fn id(&self) -> &str {
+        &self.id
+    }
+
     /// The verdict of a claim whose holder is this one; `None` if that cannot be read.
     pub(super) fn compare(&self, holder: &[u8]) -> Option<Verdict> {
         let holder = serde_json::from_slice(holder).ok().filter(|holder: &Self| holder.version == VERSION)?;

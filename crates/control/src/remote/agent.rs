@@ -234,7 +234,7 @@ impl Agent {
         launcher.incoming = IncomingOption::Defer;
         launcher.lifetime = Lifetime::Detached;
         launcher.generations.clone_from(&guest.generations);
-        let disks = NewDisks::make(copied, &allowed.whole(), &host, &list);
+        let disks = NewDisks::make(copied, &allowed.whole(), &host, guest.protection.as_deref(), &list);
         let disks = disks.map_err(CommandError::generic)?;
         let qemu = launcher.start(&allowed, &host).map_err(failed)?;
         let monitor = qemu.qmp_path();

@@ -5,17 +5,25 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{XattrFlags, fsetxattr, lgetxattr};
 use serde::{Deserialize, Serialize};
-use towline_launch::{CommandLine, CreatedDisk, HostArguments, NewDisk, Overlay};
+use towline_launch::{CommandLine, CreatedDisk, HostArguments, NewDisk, Overlay, OverlayError};
 
 use super::disks::{CopiedDisk, DiskToken};
 
 /// Formats of disks that are made.
 const MADE: [&str; 2] = ["raw", "qcow2"];
+/// Attribute of a file that is a copy for a protected guest: the protection's id, and the disk's name. It outlives a crash of this host.
+const COPY: &str = "user.towline.copy";
 
 impl CopiedDisk {
     /// Its file, for a guest with these disks in its command line; `None`: a block device, which is there already.
-    fn make(&self, there: &[Overlay], host: &HostArguments) -> Result<Option<CreatedDisk>, String> {
+    fn make(
+        &self,
+        there: &[Overlay],
+        host: &HostArguments,
+        protection: Option<&str>,
+    ) -> Result<Option<CreatedDisk>, String> {
         let Self { token: DiskToken { drive, .. }, format, bytes, setting, .. } = self;
         let disk = there.iter().find(|disk| Some(&disk.setting) == setting.as_ref());
         let disk = disk.ok_or_else(|| format!("disk {drive} is not in the guest's command line"))?;
@@ -47,10 +55,28 @@ impl CopiedDisk {
             _ => {}
         }
         let new = NewDisk { path, format, bytes: *bytes };
-        new.create(host).map(Some).map_err(|error| {
+        let made = match protection {
+            Some(protection) => create_copy(&new, host, &format!("{protection} {drive}")),
+            None => new.create(host),
+        };
+        made.map(Some).map_err(|error| {
             format!("disk {drive}: {error}; remove it if a former move or protection has left it, or name another by {setting}.file")
         })
     }
+}
+
+/// Makes the file of a copy, also in the place of one that was the same copy. Its guest never ran there: it would be protected no more.
+fn create_copy(new: &NewDisk<'_>, host: &HostArguments, copy: &str) -> Result<CreatedDisk, OverlayError> {
+    let mut found = vec![0; copy.len()];
+    if lgetxattr(new.path, COPY, &mut found).is_ok_and(|length| found[..length] == *copy.as_bytes()) {
+        let removed = fs::remove_file(new.path);
+        tracing::info!(path = %new.path.display(), ?removed, "the copy of a former standby");
+    }
+    let made = new.create(host)?;
+    if let Err(error) = fsetxattr(&made, COPY, copy.as_bytes(), XattrFlags::empty()) {
+        tracing::info!(path = %new.path.display(), %error, "a crash of this host would leave a copy that is not known as one");
+    }
+    Ok(made)
 }
 
 /// A file that was made, in the list of those of a guest.
@@ -87,7 +113,8 @@ impl NewDisks {
     /// another agent if this one was killed.
     pub(super) const FILE: &str = "new-disks.json";
 
-    /// Makes the files of these disks for a guest with this command line, and keeps `list` of them.
+    /// Makes the files of these disks for a guest with this command line, and keeps `list` of them. They replace those that were made for the
+    /// same `protection`.
     ///
     /// # Errors
     /// The reason, with the name of the disk.
@@ -95,13 +122,14 @@ impl NewDisks {
         disks: &[CopiedDisk],
         line: &CommandLine,
         host: &HostArguments,
+        protection: Option<&str>,
         list: &Path,
     ) -> Result<Self, String> {
         let directory = host.working_directory.as_deref().unwrap_or(Path::new("/"));
         let there = line.written_disks(directory, None);
         let mut made = Self::default();
         for disk in disks {
-            made.0.extend(disk.make(&there, host)?);
+            made.0.extend(disk.make(&there, host, protection)?);
             let files: Vec<_> = made.0.iter().filter_map(MadeFile::of).collect();
             let written = serde_json::to_vec(&files).map_err(io::Error::from);
             let written = written.and_then(|files| fs::write(list, files));

@@ -21,7 +21,7 @@ use crate::journal::JournalEntry;
 use crate::plan::PrivateDir;
 use crate::protect::DISKS;
 use crate::qemu::{AppliedSettings, Qemu};
-use crate::remote::{DepartingGuest, Place, RemoteHost};
+use crate::remote::{DepartingGuest, NewGuest, Place, RemoteHost};
 
 /// Longest pause for a checkpoint: then the ferry is taken for dead.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
@@ -105,7 +105,8 @@ impl<'a, 'k> Attempt<'a, 'k> {
         if let Some(managed) = ManagedGuest::of_qemu(&qemu)? {
             return Err(managed.refuse().into());
         }
-        let place = Place::Guest(request.guest.clone());
+        let protection = Some(keeper.claimant.id().to_owned());
+        let place = Place::Guest(NewGuest { protection, ..request.guest.clone() });
         let guest = DepartingGuest::of_qemu(&mut qemu, place, DISKS, None)?;
         let cards = guest.card_controls();
         let name = guest.new_guest().map(|guest| guest.name.clone()).unwrap_or_default();
