@@ -133,6 +133,9 @@ record)
   lab run record::instants_of_a_guest_that_writes_run_with_their_disks_also_after_a_kill TOWLINE_SOAK_RECORD_SECONDS=3600 \
     TOWLINE_SOAK_RECORD_RUNS=60
   ;;
+#: standby-disturbances: 100 takeovers of a recorded guest by one of three standbys, of which one or two stop for a while or die
+#:   (TOWLINE_SOAK_STANDBYS, TOWLINE_SOAK_SEED)
+standby-disturbances) lab run disturbed::a_guest_runs_once_whatever_happens_to_its_standbys TOWLINE_SOAK_STANDBYS=100 ;;
 #: restores: 1,000 instant restores of a small guest, each half of them with a preempt channel (TOWLINE_SOAK_RESTORES: of each)
 restores)
   lab postcopy restores::a_guest_runs_at_once_and_gets_each_page_once TOWLINE_SOAK_RESTORES=500

@@ -251,18 +251,19 @@ impl Recorder<'_> {
 
     /// Stores the guest if it runs; returns the reason for which the record ends.
     fn interval(&mut self, cancel: &Cancel) -> Result<Option<RecordEnd>, Error> {
-        match self.takeovers.check() {
-            Ok(()) => {}
+        let takeover = match self.takeovers.check() {
+            Ok(()) => None,
             Err(error @ Error::TakenFromHere { .. }) => return Err(error),
-            Err(error) => {
-                let reason = self.observer.failure(&error);
-                self.idle(&reason);
-                return Ok(None);
-            }
-        }
+            Err(error) => Some(self.observer.failure(&error)),
+        };
         match self.guest.state(&self.request.socket, cancel) {
             Ok(GuestState::Ended) => return Ok(Some(RecordEnd::GuestEnded)),
             Ok(GuestState::Replaced) => self.find_again()?,
+            Ok(_) if takeover.is_some() => {
+                // The other host may need what a merge removes.
+                self.idle(&takeover.unwrap_or_default());
+                return Ok(None);
+            }
             Ok(GuestState::Waits(reason)) => {
                 self.idle(&reason);
                 self.clean(None);

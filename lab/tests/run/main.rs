@@ -5,6 +5,7 @@ mod changed;
 mod clones;
 mod detached;
 mod disks;
+mod disturbed;
 mod faults;
 mod filesystem;
 mod forks;

@@ -13,7 +13,7 @@ use crate::record::{RECORD, stored, wait_stored};
 use crate::support::{Saved, WITHIN};
 
 impl Saved {
-    fn standby(&self, name: &str, options: &[&str]) -> Towline {
+    pub(crate) fn standby(&self, name: &str, options: &[&str]) -> Towline {
         let place = self.path(RECORD).display().to_string();
         let binary = self.binary();
         let words = ["standby", &place, "--json", "--name", name, "--trust-command-line", "--qemu", &binary];
