@@ -169,7 +169,7 @@ fn confine(
         Some(mut policy) => {
             sandbox::permit_mapped_images(&mut policy, source, destinations, options, &held.arrived());
             policy.child = remote.map(RemoteCopy::ssh_pid);
-            args.observability.metrics.iter().for_each(|address| policy.bind.add(address.port()));
+            args.observability.metrics.extend_policy(&mut policy);
             policy.write.extend(args.report.report.as_deref().map(sandbox::parent_directory));
             if let WritableDisks::Kept(disks) = &options.disks {
                 // Unused overlays are removed.

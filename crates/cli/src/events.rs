@@ -339,10 +339,10 @@ objects! {
         count: u64 = checkpoints.count,
         pages: u64 = checkpoints.pages,
         bytes: u64 = checkpoints.bytes,
-        pause_us: u64 = checkpoints.pause_us[0],
-        pause_max_us: u64 = checkpoints.pause_us[1],
-        latency_us: u64 = checkpoints.latency_us[0],
-        latency_max_us: u64 = checkpoints.latency_us[1],
+        pause_us: u64 = checkpoints.pause.median_us,
+        pause_max_us: u64 = checkpoints.pause.longest_us,
+        latency_us: u64 = checkpoints.latency.median_us,
+        latency_max_us: u64 = checkpoints.latency.longest_us,
     }
 
     /// Images that were stored and removed, intervals without one, and the images of the record.

@@ -1,6 +1,7 @@
 //! Observation of a running command: its control socket (`--qmp`) and its metrics (`--metrics`).
 
 mod net;
+mod protection;
 mod vsock;
 
 use std::net::SocketAddr;
@@ -21,6 +22,7 @@ use crate::sandbox::Policy;
 use crate::sockets::private;
 
 pub(crate) use net::{card, counters};
+pub(crate) use protection::ProtectionCounters;
 pub(crate) use vsock::guest;
 
 /// Addresses to listen on.
@@ -29,9 +31,16 @@ pub(crate) struct ObservabilityArgs {
     /// Unix socket of a QMP server, for `towline ctl`, `towline check ctl:PATH` and QEMU's own tools
     #[arg(long, value_name = "PATH", help_heading = crate::args::PROCESS)]
     pub(crate) qmp: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) metrics: MetricsArgs,
+}
+
+/// Address of metrics.
+#[derive(Debug, Default, clap::Args)]
+pub(crate) struct MetricsArgs {
     /// TCP address of Prometheus metrics, without authentication (http://ADDRESS:PORT/metrics)
-    #[arg(long, value_name = "ADDRESS:PORT", help_heading = crate::args::PROCESS)]
-    pub(crate) metrics: Option<SocketAddr>,
+    #[arg(long = "metrics", value_name = "ADDRESS:PORT", help_heading = crate::args::PROCESS)]
+    pub(crate) address: Option<SocketAddr>,
 }
 
 /// Running servers, which end when this is dropped.
@@ -44,13 +53,13 @@ pub(crate) struct Observers {
 impl ObservabilityArgs {
     /// Returns true if either is requested.
     pub(crate) fn is_requested(&self) -> bool {
-        self.qmp.is_some() || self.metrics.is_some()
+        self.qmp.is_some() || self.metrics.address.is_some()
     }
 
     /// Permits the sockets.
     pub(crate) fn extend_policy(&self, policy: &mut Policy) {
         self.qmp.iter().for_each(|path| policy.listens_unix(path));
-        self.metrics.iter().for_each(|address| policy.bind.add(address.port()));
+        self.metrics.extend_policy(policy);
     }
 
     /// Starts the servers of these devices; their QMP command `quit` calls the function.
@@ -96,9 +105,20 @@ impl ObservabilityArgs {
 
     /// Starts the metrics, beside a running QMP server.
     fn with_server(&self, server: Option<Server>, counting: &Arc<dyn StatsSource>) -> Result<Observers> {
-        let metrics = self
-            .metrics
-            .map(|address| Metrics::start(address, counting).with_context(|| format!("--metrics {address}")));
-        Ok(Observers { _server: server, _metrics: metrics.transpose()? })
+        Ok(Observers { _server: server, _metrics: self.metrics.start(counting)? })
+    }
+}
+
+impl MetricsArgs {
+    /// Permits the socket.
+    pub(crate) fn extend_policy(&self, policy: &mut Policy) {
+        self.address.iter().for_each(|address| policy.bind.add(address.port()));
+    }
+
+    /// Serves the metrics until the result is dropped.
+    pub(crate) fn start(&self, counting: &Arc<dyn StatsSource>) -> Result<Option<Metrics>> {
+        let start =
+            |address| Metrics::start(address, counting).with_context(|| format!("--metrics {address}"));
+        self.address.map(start).transpose()
     }
 }

@@ -1,12 +1,14 @@
 //! `towline protect`, and `towline ferry`.
 
 use std::os::fd::AsFd as _;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use towline_control::plan::{DiskProgress, Observer as _, Progress};
 use towline_control::protect::{self, Checkpoints, ProtectEnd, ProtectObserver, ProtectRequest};
 use towline_control::remote::{NewGuest, Place, SessionTimeouts};
+use towline_control::statistics::StatsSource;
 use towline_launch::{RuntimeRoot, Setting};
 
 use crate::args::{Epoch, ProtectArgs};
@@ -15,6 +17,7 @@ use crate::endpoint::Endpoint;
 use crate::events::{CheckpointsOf, FinalEvent, InterimEvent, ProtectionEnd};
 use crate::exit::{Exit, UsageError};
 use crate::notify::Notifier;
+use crate::observability::ProtectionCounters;
 use crate::progress::Reporter;
 use crate::signals::{SignalEffects, cancel_on_signals};
 use crate::units::{counted, size};
@@ -44,7 +47,9 @@ pub(crate) fn run(args: &ProtectArgs) -> Result<Exit> {
         reporter: &reporter,
         notifier: Notifier::from_environment(),
         name: args.destination.to_string(),
+        counters: Arc::new(ProtectionCounters::new(&args.destination)),
     };
+    let _metrics = args.metrics.start(&(Arc::clone(&output.counters) as Arc<dyn StatsSource>))?;
     let end = match protect::protect(&request, &cancel, &output) {
         Err(error) if error.needs_attention() => {
             return Ok(reporter.failed(&error.to_string(), "other", Exit::NeedsAttention));
@@ -134,10 +139,12 @@ struct Output<'a> {
     reporter: &'a Reporter,
     notifier: Notifier,
     name: String,
+    counters: Arc<ProtectionCounters>,
 }
 
 impl ProtectObserver for Output<'_> {
     fn protected(&self, generation: u64) {
+        self.counters.protected(generation);
         self.reporter.event(InterimEvent::Protected { generation });
         let text = format!("protected: {} goes on with the guest if this host is lost", self.name);
         self.notifier.ready(&text);
@@ -150,17 +157,23 @@ impl ProtectObserver for Output<'_> {
 
     fn checkpoints(&self, checkpoints: &Checkpoints) {
         self.reporter.event(InterimEvent::Checkpoints(CheckpointsOf::new(checkpoints)));
-        let [pause, longest] = checkpoints.pause_us.map(|us| us as f64 / 1e3);
-        let [latency, latest] = checkpoints.latency_us.map(|us| us as f64 / 1e3);
+        self.counters.add(checkpoints);
+        let ms = |us: u64| us as f64 / 1e3;
+        let Checkpoints { pause, latency, .. } = checkpoints;
         tracing::info!(
-            "{} to {}: {}; guest stopped for {pause:.1} ms ({longest:.1} at most), at the other host after {latency:.1} ms ({latest:.1})",
+            "{} to {}: {}; guest stopped for {:.1} ms ({:.1} at most), at the other host after {:.1} ms ({:.1})",
             counted(checkpoints.count, "checkpoint"),
             checkpoints.epoch,
             size(checkpoints.bytes),
+            ms(pause.median_us),
+            ms(pause.longest_us),
+            ms(latency.median_us),
+            ms(latency.longest_us),
         );
     }
 
     fn unprotected(&self, reason: &str) {
+        self.counters.lost();
         self.reporter.event(InterimEvent::Unprotected { reason });
         self.reporter
             .notice(&format!("NOT PROTECTED: {reason}; the guest runs on here, and will be protected again"));

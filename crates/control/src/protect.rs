@@ -33,7 +33,7 @@ use crate::remote::DiskPolicy;
 
 pub use cost::{CostRequest, EpochCost, Forecast, foresee};
 pub use ferry::ferry;
-pub use keeper::{Checkpoints, Error, ProtectEnd, ProtectObserver, ProtectRequest, protect};
+pub use keeper::{Checkpoints, Error, ProtectEnd, ProtectObserver, ProtectRequest, Times, protect};
 pub(crate) use memory::StandbyMemory;
 pub(crate) use standby::{Standby, StandbyControl};
 pub use standby::{StandbyEnd, StandbyError, Takeover};

@@ -16,7 +16,7 @@ const PROVIDER: &str = "towline";
 /// An object, and its metrics.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StatsObject {
-    /// Kind, in lower case with hyphens: one of `migration`, `migration-lane`, `net`, `net-queue`, `vsock`,
+    /// Kind, in lower case with hyphens: one of `migration`, `migration-lane`, `net`, `net-queue`, `protection`, `vsock`,
     /// `vsock-connection`.
     pub kind: &'static str,
     /// Labels that identify it among its kind.

@@ -14,8 +14,25 @@ use crate::support::{Hosts, Side, WITHIN};
 
 /// Directory of the other host that has room for what the guest has on its disk, and not for much more.
 const SMALL: &str = "/run/small";
+/// Where metrics are served, and a request for them.
+const METRICS: &str = "127.0.0.1:9110";
+const SCRAPE: &str =
+    r"exec 3<>/dev/tcp/127.0.0.1/9110; printf 'GET /metrics HTTP/1.1\r\n\r\n' >&3; exec cat <&3";
 /// Writes most of the disk.
 const BULK: &str = "dd if=/dev/urandom of=/disk/bulk bs=1M count=18 2>/dev/null; sync";
+
+/// The metrics of the protection, by their names.
+fn metrics(hosts: &Hosts) -> impl Fn(&str) -> f64 + use<> {
+    let prefix = hosts.here.prefix();
+    let scraped = Command::new(&prefix[0]).args(&prefix[1..]).args(["bash", "-c", SCRAPE]).output().unwrap();
+    let text = String::from_utf8(scraped.stdout).unwrap();
+    move |name| {
+        let line =
+            text.lines().find(|line| line.starts_with(&format!("towline_protection_{name}{{destination=")));
+        let value = line.and_then(|line| line.rsplit(' ').next()).unwrap_or_else(|| panic!("{name}: {text}"));
+        value.parse().unwrap()
+    }
+}
 
 #[test]
 fn a_disk_without_room_there_leaves_the_guest_unprotected_and_running() {
@@ -33,14 +50,23 @@ fn a_disk_without_room_there_leaves_the_guest_unprotected_and_running() {
     assert!(mounted.unwrap().success());
     let mut protecting = hosts.protect_by(|words| {
         words.extend(["--set".to_owned(), format!("drive.disk0.file={SMALL}/disk.raw")]);
+        words.extend(["--metrics", METRICS].map(str::to_owned));
     });
     wait_event(&mut protecting, "the protection", WITHIN, |event| event["event"] == "protected");
+    let before = metrics(&hosts);
+    assert_eq!((before("protected"), before("losses_total")), (1.0, 0.0));
     let clients = hosts.clients();
     clients.wait_more(2);
     clients.forget_gaps();
     hosts.guest.as_mut().unwrap().shell(BULK, WITHIN).unwrap();
     wait_event(&mut protecting, "the loss", WITHIN, |event| event["event"] == "unprotected");
     assert_eq!(hosts.wait_decided(), Side::Here);
+    let after = metrics(&hosts);
+    assert_eq!((after("protected"), after("losses_total")), (0.0, 1.0));
+    assert!(after("checkpoints_total") > 0.0 && after("generation") == before("generation"));
+    // In seconds: each stop takes some milliseconds, and the latency of its output is longer.
+    let pause = after("pause_seconds_total") / after("checkpoints_total");
+    assert!((1e-4..0.5).contains(&pause) && after("latency_seconds_total") > 0.0, "{pause}");
     clients.wait_more(2);
     println!("{:.0?} without a reply", clients.snapshot().longest_gap());
     signal(protecting.pid(), Signal::INT);

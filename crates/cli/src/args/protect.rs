@@ -8,6 +8,7 @@ use towline_launch::Setting;
 
 use super::{HOSTS, LIMITS, Output, SshArgs};
 use crate::endpoint::Endpoint;
+use crate::observability::MetricsArgs;
 use crate::units::{bytes, seconds};
 
 /// Default of --max-checkpoint.
@@ -75,6 +76,8 @@ pub(crate) struct ProtectArgs {
     /// The QEMU to start there [default: the guest's, by its name in PATH]
     #[arg(long, value_name = "BINARY", hide_short_help = true, help_heading = HOSTS)]
     pub(crate) qemu: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) metrics: MetricsArgs,
     /// Start it with the guest's own command line, files and programs
     #[arg(long, help_heading = HOSTS)]
     pub(crate) trust_command_line: bool,

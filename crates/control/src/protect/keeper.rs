@@ -27,7 +27,7 @@ use crate::arbiter::Claimant;
 use attempt::{Attempt, AttemptEnd};
 pub(super) use checks::check_departing;
 use decision::Keeper;
-pub use request::{Checkpoints, Error, ProtectEnd, ProtectObserver, ProtectRequest};
+pub use request::{Checkpoints, Error, ProtectEnd, ProtectObserver, ProtectRequest, Times};
 
 /// Time before the guest is protected again, and its maximum.
 const RETRY: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(30)];

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::request::Checkpoints;
+use super::request::{Checkpoints, Times};
 
 /// Interval of reports.
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
@@ -40,13 +40,18 @@ impl Report {
             return None;
         }
         let Self { mut all, pauses, latencies, .. } = std::mem::take(self);
-        (all.pause_us, all.latency_us) = (median_and_longest(pauses), median_and_longest(latencies));
+        (all.pause, all.latency) = (Times::of(pauses), Times::of(latencies));
         Some(all)
     }
 }
 
-fn median_and_longest(mut times: Vec<u64>) -> [u64; 2] {
-    times.sort_unstable();
-    let median = times.get(times.len() / 2).copied().unwrap_or_default();
-    [median, times.last().copied().unwrap_or_default()]
+impl Times {
+    fn of(mut us: Vec<u64>) -> Self {
+        us.sort_unstable();
+        Self {
+            median_us: us.get(us.len() / 2).copied().unwrap_or_default(),
+            longest_us: us.last().copied().unwrap_or_default(),
+            total_us: us.iter().sum(),
+        }
+    }
 }

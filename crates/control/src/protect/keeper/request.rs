@@ -72,10 +72,21 @@ pub struct Checkpoints {
     pub bytes: u64,
     /// Pages of all.
     pub pages: u64,
-    /// Longest standstills of the guest in microseconds: the median, and the longest of all.
-    pub pause_us: [u64; 2],
-    /// Time from the end of a standstill until its output was sent, in microseconds: the same.
-    pub latency_us: [u64; 2],
+    /// Standstills of the guest.
+    pub pause: Times,
+    /// From the end of a standstill until its output was sent.
+    pub latency: Times,
+}
+
+/// Times of several checkpoints, in microseconds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Times {
+    /// The median.
+    pub median_us: u64,
+    /// The longest.
+    pub longest_us: u64,
+    /// All of them.
+    pub total_us: u64,
 }
 
 /// End of a protection.
