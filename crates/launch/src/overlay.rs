@@ -336,10 +336,16 @@ impl AsFd for CreatedDisk {
 
 impl Drop for CreatedDisk {
     fn drop(&mut self) {
-        if let Some(path) = self.path.take()
-            && let Err(error) = fs::remove_file(&path)
-            && error.kind() != io::ErrorKind::NotFound
-        {
+        let Some(path) = self.path.take() else { return };
+        // Another file may have the name now.
+        let removed = match (fs::symlink_metadata(&path), self.file.metadata()) {
+            (Ok(named), Ok(own)) if (named.dev(), named.ino()) == (own.dev(), own.ino()) => {
+                fs::remove_file(&path)
+            }
+            (Ok(_), Err(error)) => Err(error),
+            _ => Ok(()),
+        };
+        if let Err(error) = removed {
             tracing::warn!(path = %path.display(), %error, "an overlay is left");
         }
     }

@@ -34,6 +34,8 @@ impl Drop for StartedForGuest {
             qemu.kill();
             let _ = qemu.wait(END_TIMEOUT);
         }
+        // While the guest's name is taken.
+        drop(std::mem::take(&mut self.disks));
     }
 }
 
