@@ -88,7 +88,7 @@ fn a_guest_is_protected_again_by_a_host_that_has_crashed() {
     let made =
         |guest: &Protected| fs::metadata(guest.hosts.place.path("b/disk.raw")).unwrap().created().unwrap();
     let before = made(&guest);
-    guest.hosts.restart_there(&sshd, random);
+    guest.hosts.restart_there(&sshd, random, |hosts| assert!(hosts.place.path("b/disk.raw").exists()));
     assert_eq!(guest.wait_decided(generation), Side::Here);
     guest.is_protected_again(generation);
     println!("  the other host crashed: {:.0?} without a reply", guest.goes_on());

@@ -245,9 +245,10 @@ impl Hosts {
         self.cards[0] = start_card(&self.here, &self.place, Side::Here);
     }
 
-    /// All processes of the other host die, and it comes back with its files.
-    pub(crate) fn restart_there(&mut self, sshd: &Sshd, random: &mut Rng) {
+    /// All processes of the other host die, and it comes back with its files, after this has looked at them.
+    pub(crate) fn restart_there(&mut self, sshd: &Sshd, random: &mut Rng, look: impl FnOnce(&Self)) {
         kill_all(self.there.network(), random);
+        look(self);
         self.cards[1] = start_card(self.there.network(), &self.place, Side::There);
         self.there.restart(sshd).unwrap();
     }

@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{XattrFlags, fsetxattr, lgetxattr};
+use rustix::fs::{FlockOperation, Mode, OFlags, XattrFlags, fcntl_lock, fgetxattr, fsetxattr, open};
 use serde::{Deserialize, Serialize};
 use towline_launch::{CommandLine, CreatedDisk, HostArguments, NewDisk, Overlay, OverlayError};
 
@@ -65,10 +65,10 @@ impl CopiedDisk {
     }
 }
 
-/// Makes the file of a copy, also in the place of one that was the same copy. Its guest never ran there: it would be protected no more.
+/// Makes the file of a copy, also in the place of one that was the same copy and that no process has in use. Its guest never ran there: it
+/// would be protected no more.
 fn create_copy(new: &NewDisk<'_>, host: &HostArguments, copy: &str) -> Result<CreatedDisk, OverlayError> {
-    let mut found = vec![0; copy.len()];
-    if lgetxattr(new.path, COPY, &mut found).is_ok_and(|length| found[..length] == *copy.as_bytes()) {
+    if is_left(new.path, copy) {
         let removed = fs::remove_file(new.path);
         tracing::info!(path = %new.path.display(), ?removed, "the copy of a former standby");
     }
@@ -77,6 +77,16 @@ fn create_copy(new: &NewDisk<'_>, host: &HostArguments, copy: &str) -> Result<Cr
         tracing::info!(path = %new.path.display(), %error, "a crash of this host would leave a copy that is not known as one");
     }
     Ok(made)
+}
+
+/// Returns true for a file that is that copy, and that no QEMU has locked.
+fn is_left(path: &Path, copy: &str) -> bool {
+    let mut found = vec![0; copy.len()];
+    let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    open(path, flags, Mode::empty()).is_ok_and(|file| {
+        fgetxattr(&file, COPY, &mut found).is_ok_and(|length| found[..length] == *copy.as_bytes())
+            && fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive).is_ok()
+    })
 }
 
 /// A file that was made, in the list of those of a guest.

@@ -19,6 +19,7 @@ use crate::cards::HoldingCards;
 use crate::generations::ManagedGuest;
 use crate::journal::JournalEntry;
 use crate::plan::PrivateDir;
+use crate::process::Process;
 use crate::protect::DISKS;
 use crate::qemu::{AppliedSettings, Qemu};
 use crate::remote::{DepartingGuest, NewGuest, Place, RemoteHost};
@@ -105,7 +106,13 @@ impl<'a, 'k> Attempt<'a, 'k> {
         if let Some(managed) = ManagedGuest::of_qemu(&qemu)? {
             return Err(managed.refuse().into());
         }
-        let protection = Some(keeper.claimant.id().to_owned());
+        // Of this QEMU: another one of the same monitor may have an older guest.
+        let protection = match qemu.process() {
+            Process::Known { pid, start_time, .. } => {
+                Some(format!("{}-{pid}-{start_time}", keeper.claimant.id()))
+            }
+            Process::Unknown { .. } => None,
+        };
         let place = Place::Guest(NewGuest { protection, ..request.guest.clone() });
         let guest = DepartingGuest::of_qemu(&mut qemu, place, DISKS, None)?;
         let cards = guest.card_controls();
