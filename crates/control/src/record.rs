@@ -225,16 +225,22 @@ impl Observer for Logged {
 impl Recorder<'_> {
     fn run(mut self) -> Result<RecordSummary, Error> {
         let (cancel, interval) = (self.cancel.clone(), self.request.interval);
-        let mut due = Instant::now();
+        let (mut due, mut has_exited) = (Instant::now(), false);
         self.summary.end = loop {
             let left = due.saturating_duration_since(Instant::now());
-            match wait(&cancel, Some(&self.guest.process), left) {
+            let woken = wait(&cancel, (!has_exited).then_some(&self.guest.process), left);
+            match woken {
                 Woken::Cancelled => break RecordEnd::Cancelled,
                 Woken::InTime if due > Instant::now() => continue,
                 Woken::InTime | Woken::Exited => {}
             }
             if let Some(end) = self.interval(&cancel)? {
                 break end;
+            }
+            // It is asked once more at the end of the interval.
+            has_exited = woken == Woken::Exited;
+            if has_exited {
+                continue;
             }
             let late = Instant::now().saturating_duration_since(due).as_nanos() / interval.as_nanos();
             let late = u32::try_from(late).unwrap_or(u32::MAX);
@@ -251,19 +257,20 @@ impl Recorder<'_> {
 
     /// Stores the guest if it runs; returns the reason for which the record ends.
     fn interval(&mut self, cancel: &Cancel) -> Result<Option<RecordEnd>, Error> {
-        let takeover = match self.takeovers.check() {
-            Ok(()) => None,
+        match self.takeovers.check() {
+            Ok(()) => {}
             Err(error @ Error::TakenFromHere { .. }) => return Err(error),
-            Err(error) => Some(self.observer.failure(&error)),
-        };
+            Err(error) => {
+                // Nothing else is done with a guest that the other host may have.
+                let reason = self.observer.failure(&error);
+                self.idle(&reason);
+                let has_ended = self.guest.has_ended(&self.request.socket, cancel);
+                return Ok(has_ended.then_some(RecordEnd::GuestEnded));
+            }
+        }
         match self.guest.state(&self.request.socket, cancel) {
             Ok(GuestState::Ended) => return Ok(Some(RecordEnd::GuestEnded)),
             Ok(GuestState::Replaced) => self.find_again()?,
-            Ok(_) if takeover.is_some() => {
-                // The other host may need what a merge removes.
-                self.idle(&takeover.unwrap_or_default());
-                return Ok(None);
-            }
             Ok(GuestState::Waits(reason)) => {
                 self.idle(&reason);
                 self.clean(None);

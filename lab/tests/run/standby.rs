@@ -5,12 +5,15 @@ use std::time::Instant;
 
 use rustix::process::{Pid, Signal, kill_process};
 use towline_lab::counting::make_ext4;
-use towline_lab::{Towline, require_lab, wait_until};
+use towline_lab::{Towline, require_lab, signal, wait_until};
 
 use crate::forks::with_disk_of;
 use crate::instants::assert_refused;
 use crate::record::{RECORD, stored, wait_stored};
 use crate::support::{Saved, WITHIN};
+
+/// A takeover whose guest does not run yet.
+const BEGUN: &str = r#"{"version":1,"host":"other","pid":1,"at":"2026-01-01T00:00:00Z","id":1,"runs":false}"#;
 
 impl Saved {
     pub(crate) fn standby(&self, name: &str, options: &[&str]) -> Towline {
@@ -99,4 +102,22 @@ fn one_of_two_standbys_runs_the_guest_of_a_dead_host_from_its_newest_image() {
         guest.assert_counted(name);
         saved.quit(name);
     }
+}
+
+#[test]
+fn a_record_ends_with_its_guest_also_while_another_host_takes_it_over() {
+    if !require_lab("a_record_ends_with_its_guest_also_while_another_host_takes_it_over") {
+        return;
+    }
+    let saved = with_disk_of(make_ext4);
+    let mut record = saved.record("web", RECORD, &["--every", "500ms"]);
+    wait_stored(&mut record, 1);
+    let begun = saved.path(RECORD).join("takeovers/1.json");
+    fs::create_dir_all(begun.parent().unwrap()).unwrap();
+    fs::write(&begun, BEGUN).unwrap();
+    let says = || Ok(record.stdout().contains("other takes the guest over").then_some(()));
+    wait_until("its notice", WITHIN, says).unwrap();
+    signal(u32::try_from(saved.pid("web")).unwrap(), Signal::KILL);
+    let record = record.wait(WITHIN).unwrap();
+    assert_eq!(record.status.code(), Some(7), "{}{}", record.stdout, record.stderr);
 }

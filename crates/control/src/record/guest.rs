@@ -13,7 +13,7 @@ use towline_qmp::commands::RunState;
 use super::error::Error;
 use crate::in_place;
 use crate::journal;
-use crate::process::Process;
+use crate::process::{Process, ProcessState};
 use crate::qemu::{self, Drive, Qemu};
 
 /// The QEMU of a guest that is recorded.
@@ -47,6 +47,15 @@ impl RecordedGuest {
         let image =
             in_place::mapped_image(&mut qemu).map_err(|error| Error::Guest(Box::new(error.into())))?;
         Ok(Self { process, image, _lock: lock })
+    }
+
+    /// Returns true if its QEMU has exited, and no other one has its monitor.
+    pub(super) fn has_ended(&self, socket: &Path, cancel: &Cancel) -> bool {
+        self.process.state() == ProcessState::Exited
+            && matches!(
+                inspect(socket, cancel),
+                Err(qemu::Error::Qmp(qmp::Error::Missing { .. } | qmp::Error::Refused { .. }))
+            )
     }
 
     /// The guest's state.
