@@ -172,8 +172,11 @@ impl ProtectObserver for Output<'_> {
         );
     }
 
-    fn unprotected(&self, reason: &str) {
+    fn losing(&self) {
         self.counters.lost();
+    }
+
+    fn unprotected(&self, reason: &str) {
         self.reporter.event(InterimEvent::Unprotected { reason });
         self.reporter
             .notice(&format!("NOT PROTECTED: {reason}; the guest runs on here, and will be protected again"));

@@ -9,7 +9,8 @@ use serde_json::{Map, Value, json};
 use towline_qmp::CommandError;
 
 /// All kinds of objects.
-const KINDS: [&str; 6] = ["migration", "migration-lane", "net", "net-queue", "vsock", "vsock-connection"];
+const KINDS: [&str; 7] =
+    ["migration", "migration-lane", "net", "net-queue", "protection", "vsock", "vsock-connection"];
 /// Name of the provider; QEMU's own are `kvm` and `cryptodev`.
 const PROVIDER: &str = "towline";
 

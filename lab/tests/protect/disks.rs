@@ -64,7 +64,7 @@ fn a_disk_without_room_there_leaves_the_guest_unprotected_and_running() {
     let after = metrics(&hosts);
     assert_eq!((after("protected"), after("losses_total")), (0.0, 1.0));
     assert!(after("checkpoints_total") > 0.0 && after("generation") == before("generation"));
-    // In seconds: each stop takes some milliseconds, and the latency of its output is longer.
+    // In seconds: a stop takes milliseconds.
     let pause = after("pause_seconds_total") / after("checkpoints_total");
     assert!((1e-4..0.5).contains(&pause) && after("latency_seconds_total") > 0.0, "{pause}");
     clients.wait_more(2);

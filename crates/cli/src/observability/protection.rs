@@ -36,10 +36,11 @@ impl ProtectionCounters {
         (state.is_protected, state.generation) = (true, generation);
     }
 
-    /// It does not have it any more.
+    /// It may not have it any more.
     pub(crate) fn lost(&self) {
         let mut state = lock(&self.state);
         state.losses += u64::from(std::mem::take(&mut state.is_protected));
+        (state.all.pause.longest_us, state.all.latency.longest_us) = (0, 0);
     }
 
     /// Adds these checkpoints.
@@ -71,7 +72,7 @@ impl StatsSource for ProtectionCounters {
                 (*is_protected).into(),
             ),
             Metric::gauge("generation", "generation of the guest that was protected last", *generation),
-            Metric::counter("losses", "protections that were lost while the guest ran on", *losses),
+            Metric::counter("losses", "protections that were lost", *losses),
             Metric::counter("checkpoints", "checkpoints of the guest", all.count),
             Metric::byte_counter("bytes", "bytes of all checkpoints", all.bytes),
             Metric::counter("pages", "pages of all checkpoints", all.pages),

@@ -170,10 +170,16 @@ impl<'a, 'k> Attempt<'a, 'k> {
 
     /// Watches the checkpoints, until they end.
     fn watch(&mut self) -> Result<Ending, Error> {
+        let mut report = Report::default();
+        let ending = self.watch_until(&mut report);
+        report.rest().iter().for_each(|checkpoints| self.keeper.observer.checkpoints(checkpoints));
+        ending
+    }
+
+    fn watch_until(&mut self, report: &mut Report) -> Result<Ending, Error> {
         let request = self.keeper.request;
         let silence_max = request.peer_timeout + request.epoch * 2 + SILENCE_BEYOND;
         let (mut stopping, mut heard) = (None, Instant::now());
-        let mut report = Report::default();
         loop {
             match self.ferry.link.receive(LOOK_INTERVAL) {
                 Received::Message(message) => {
@@ -287,6 +293,9 @@ impl<'a, 'k> Attempt<'a, 'k> {
     /// Ends a protection: decides which host goes on if the standby may take the guest over, and has it run on here if it is ours.
     /// A standby that is not lost may give it up.
     fn lose(mut self, is_standby: bool, reason: String) -> Result<AttemptEnd, Error> {
+        if self.is_protected {
+            self.keeper.observer.losing();
+        }
         self.ferry.kill();
         if self.may_be_taken {
             // Cards that were started again since may pass.

@@ -36,7 +36,12 @@ impl Report {
 
     /// The report, if it is time.
     pub(super) fn due(&mut self) -> Option<Checkpoints> {
-        if self.since.elapsed() < REPORT_INTERVAL || self.pauses.is_empty() {
+        if self.since.elapsed() < REPORT_INTERVAL { None } else { self.rest() }
+    }
+
+    /// The report; `None` for no checkpoint.
+    pub(super) fn rest(&mut self) -> Option<Checkpoints> {
+        if self.pauses.is_empty() {
             return None;
         }
         let Self { mut all, pauses, latencies, .. } = std::mem::take(self);

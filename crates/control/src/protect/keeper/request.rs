@@ -54,6 +54,9 @@ pub trait ProtectObserver: Sync {
     /// The checkpoints since the last call, at least one.
     fn checkpoints(&self, checkpoints: &Checkpoints);
 
+    /// The other host may not have the guest any more, and what the guest sends is held until that is decided.
+    fn losing(&self);
+
     /// The other host does not have the guest any more. It runs on here, its output goes, and it will be protected again.
     fn unprotected(&self, reason: &str);
 
