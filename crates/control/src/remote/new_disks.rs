@@ -81,7 +81,7 @@ fn create_copy(new: &NewDisk<'_>, host: &HostArguments, copy: &str) -> Result<Cr
 
 /// Returns true for a file that is that copy, and that no QEMU has locked.
 fn is_left(path: &Path, copy: &str) -> bool {
-    let mut found = vec![0; copy.len()];
+    let mut found = vec![0; copy.len() + 1];
     let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     open(path, flags, Mode::empty()).is_ok_and(|file| {
         fgetxattr(&file, COPY, &mut found).is_ok_and(|length| found[..length] == *copy.as_bytes())
@@ -163,5 +163,37 @@ impl NewDisks {
     /// Has them outlive this value.
     pub(super) fn keep(&mut self) {
         self.0.drain(..).for_each(CreatedDisk::keep);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::io::Errno;
+
+    use super::*;
+
+    #[test]
+    fn only_the_same_copy_is_left() {
+        let directory = tempfile::tempdir().unwrap();
+        let [copy, link, other] = ["copy", "link", "other"].map(|name| directory.path().join(name));
+        let file = fs::File::create_new(&copy).unwrap();
+        match fsetxattr(&file, COPY, b"1 disk0", XattrFlags::empty()) {
+            Err(Errno::OPNOTSUPP) => return eprintln!("SKIPPED: no extended attributes in {directory:?}"),
+            set => set.unwrap(),
+        }
+        std::os::unix::fs::symlink(&copy, &link).unwrap();
+        fs::write(&other, "").unwrap();
+        assert!(is_left(&copy, "1 disk0"));
+        for (path, id) in [
+            (&copy, "1 disk"),
+            (&copy, "1 disk00"),
+            (&copy, "2 disk0"),
+            (&copy, ""),
+            (&link, "1 disk0"),
+            (&other, "1 disk0"),
+            (&directory.path().join("none"), "1 disk0"),
+        ] {
+            assert!(!is_left(path, id), "{} {id}", path.display());
+        }
     }
 }
