@@ -130,10 +130,13 @@ pub(crate) fn start_time(pid: u32) -> io::Result<u64> {
 fn parse_start_time(stat: &str) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(") ")?;
     let mut fields = rest.split(' ');
-    if matches!(fields.next()?, "Z" | "X") {
+    let state = fields.next()?;
+    let threads: u64 = fields.nth(20 - 4)?.parse().ok()?;
+    // A process whose first thread has ended has its files and locks until the last one has.
+    if state == "X" || state == "Z" && threads <= 1 {
         return None;
     }
-    fields.nth(22 - 4)?.trim().parse().ok()
+    fields.nth(22 - 21)?.trim().parse().ok()
 }
 
 #[cfg(test)]
@@ -144,6 +147,8 @@ mod tests {
     fn start_time_follows_any_name_and_not_a_zombie() {
         let stat = "7 (a) b 1 2) S 1 7 7 0 -1 4194560 0 0 0 0 1 2 3 4 20 0 1 0 4711 10 11";
         assert_eq!(parse_start_time(stat), Some(4711));
-        assert_eq!(parse_start_time(&stat.replace(") S", ") Z")), None);
+        let zombie = stat.replace(") S", ") Z");
+        assert_eq!(parse_start_time(&zombie), None);
+        assert_eq!(parse_start_time(&zombie.replace(" 20 0 1 0 ", " 20 0 2 0 ")), Some(4711));
     }
 }
