@@ -10,10 +10,11 @@ const RATE: u64 = 60_000_000;
 /// A pass over it takes longer than the allowed downtime.
 const RANGE: u64 = 16 * MIB;
 /// Without lanes, with which QEMU exceeds its bandwidth limit by up to a packet each.
-const SLOW: &str = "--multifd-channels 0 --max-bandwidth 24M --downtime-limit 100";
+const SLOW: &str = "--multifd-channels 0 --max-bandwidth 24M";
+const DOWNTIME_MS: u64 = 100;
 /// In the 10 ms of each second that QEMU's strongest throttle leaves it, the guest writes up to 3 MB: 120 ms at this rate. Not throttled, it
 /// writes the whole range, which takes 700 ms.
-const SLOW_AND_THROTTLED: &str = "--multifd-channels 0 --max-bandwidth 24M --downtime-limit 200";
+const DOWNTIME_THROTTLED_MS: u64 = 200;
 
 fn auto_converge(qemu: &Qemu) -> bool {
     let capabilities = qemu.qmp().execute("query-migrate-capabilities", Value::Null).unwrap();
@@ -31,7 +32,11 @@ fn a_guest_that_writes_too_fast_gets_a_verdict_and_runs_on() {
     let tick = guest.tick().unwrap();
     drop(guest);
     let destination = waiting(&builder);
-    let finished = run(&format!("move --json {SLOW} {} {}", qmp(&source), qmp(&destination)));
+    let finished = run(&format!(
+        "move --json {SLOW} --downtime-limit {DOWNTIME_MS} {} {}",
+        qmp(&source),
+        qmp(&destination)
+    ));
     let texts = [
         "the guest writes ",
         " MiB/s of pages while ",
@@ -66,8 +71,11 @@ fn throttle_slows_a_guest_down_until_it_converges() {
     let tick = guest.tick().unwrap();
     drop(guest);
     let destination = waiting(&builder);
-    let finished =
-        run(&format!("copy --json --throttle {SLOW_AND_THROTTLED} {} {}", qmp(&source), qmp(&destination)));
+    let finished = run(&format!(
+        "copy --json --throttle {SLOW} --downtime-limit {DOWNTIME_THROTTLED_MS} {} {}",
+        qmp(&source),
+        qmp(&destination)
+    ));
     completed(&finished);
     let slowed =
         events(&finished.stdout).iter().filter_map(|event| event["cpu-throttle-percentage"].as_u64()).max();
@@ -95,7 +103,9 @@ fn moved_all_the_same(how: &str) -> Option<String> {
     drop(guest);
     let destination = waiting(&builder);
     let (from, to) = (qmp(&source), qmp(&destination));
-    let finished = run(&format!("move --json --if-not-converging {how} {SLOW_AND_THROTTLED} {from} {to}"));
+    let finished = run(&format!(
+        "move --json --if-not-converging {how} {SLOW} --downtime-limit {DOWNTIME_THROTTLED_MS} {from} {to}"
+    ));
     completed(&finished);
     prove_alive(&destination, RANGE, tick);
     Some(finished.stdout)

@@ -52,7 +52,7 @@ impl Chain {
         if is_late {
             signal(record.pid(), Signal::STOP);
         }
-        signal(u32::try_from(self.saved.pid(&self.guest)).unwrap(), Signal::KILL);
+        self.saved.kill(&self.guest);
         self.saved.wait_for_guests(&[]);
         fs::write(&off, "").unwrap();
         let happened = disturb(&mut standbys, random);

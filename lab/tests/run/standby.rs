@@ -3,9 +3,8 @@
 use std::fs;
 use std::time::Instant;
 
-use rustix::process::{Pid, Signal, kill_process};
 use towline_lab::counting::make_ext4;
-use towline_lab::{Towline, require_lab, signal, wait_until};
+use towline_lab::{Towline, require_lab, wait_until};
 
 use crate::forks::with_disk_of;
 use crate::instants::assert_refused;
@@ -49,8 +48,7 @@ fn one_of_two_standbys_runs_the_guest_of_a_dead_host_from_its_newest_image() {
     let wait_asked =
         |count| wait_until("the arbiter", WITHIN, || Ok((asks() >= count).then_some(()))).unwrap();
     wait_asked(8);
-    let qemu = Pid::from_raw(i32::try_from(saved.pid("web")).unwrap()).unwrap();
-    kill_process(qemu, Signal::KILL).unwrap();
+    saved.kill("web");
     drop(web);
     let record = record.wait(WITHIN).unwrap();
     assert_eq!(record.status.code(), Some(7), "{}", record.stderr);
@@ -117,7 +115,7 @@ fn a_record_ends_with_its_guest_also_while_another_host_takes_it_over() {
     fs::write(&begun, BEGUN).unwrap();
     let says = || Ok(record.stdout().contains("other takes the guest over").then_some(()));
     wait_until("its notice", WITHIN, says).unwrap();
-    signal(u32::try_from(saved.pid("web")).unwrap(), Signal::KILL);
+    saved.kill("web");
     let record = record.wait(WITHIN).unwrap();
     assert_eq!(record.status.code(), Some(7), "{}{}", record.stdout, record.stderr);
 }

@@ -385,6 +385,11 @@ impl Saved {
         wait_until("the end of guests", WITHIN, || Ok((self.guests() == names).then_some(()))).unwrap();
     }
 
+    /// Kills the QEMU of a guest.
+    pub(crate) fn kill(&self, name: &str) {
+        signal(u32::try_from(self.pid(name)).unwrap(), Signal::KILL);
+    }
+
     /// Ends a guest by its monitor.
     pub(crate) fn quit(&self, name: &str) {
         self.monitor(name).execute("quit", Value::Null).unwrap();
