@@ -100,6 +100,17 @@ impl RunningGuest {
     /// Ends it: lets it quit for up to `quit`, and then kills it and waits for up to `killed`. Returns true if it has ended.
     #[must_use]
     pub fn end(&self, quit: Duration, killed: Duration) -> bool {
+        self.send(&[(Signal::TERM, quit), (Signal::KILL, killed)])
+    }
+
+    /// Kills it, and waits for up to `within`. Returns true if it has ended.
+    #[must_use]
+    pub fn kill(&self, within: Duration) -> bool {
+        self.send(&[(Signal::KILL, within)])
+    }
+
+    /// Sends signals, each of which may take this time, until it has ended.
+    fn send(&self, signals: &[(Signal, Duration)]) -> bool {
         let process = match self.process() {
             Ok(Some(process)) => process,
             Ok(None) => return true,
@@ -108,7 +119,7 @@ impl RunningGuest {
                 return false;
             }
         };
-        [(Signal::TERM, quit), (Signal::KILL, killed)].into_iter().any(|(signal, within)| {
+        signals.iter().any(|&(signal, within)| {
             let sent = pidfd_send_signal(&process, signal);
             let within = Timespec::try_from(within).ok();
             let ended = poll(&mut [PollFd::new(&process, PollFlags::IN)], within.as_ref());
