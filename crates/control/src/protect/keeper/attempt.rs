@@ -119,9 +119,10 @@ impl<'a, 'k> Attempt<'a, 'k> {
         let name = guest.new_guest().map(|guest| guest.name.clone()).unwrap_or_default();
         check_departing(&guest, request.leaks_output)?;
         let mut host = RemoteHost::connect(&request.target, &request.ssh, request.timeouts, interrupt)?;
+        // A cluster ends what waits for the guest before it gives it a generation.
+        keeper.claim_new(&name, &cards)?;
         let fit = host.prepare(&guest, 0)?;
         guest.check(&fit, 0, &host.name(), &Notices(keeper.observer))?;
-        keeper.claim_new(&name, &cards)?;
         let is_emulated = guest.qemu().is_none_or(|facts| facts.kvm != Some(true));
         let disks_left = guest.disks_left();
         drop(guest);
