@@ -97,7 +97,7 @@ END
 dpkg-deb --root-owner-group --build -Zxz "$tree" "$package" >/dev/null
 
 # The resource agent of Pacemaker, which hosts without a cluster do without.
-install -D -m 755 packaging/pacemaker/guest "$agent/usr/lib/ocf/resource.d/towline/guest"
+install -D -m 755 -t "$agent/usr/lib/ocf/resource.d/towline" packaging/pacemaker/{guest,protected}
 install -D -m 644 -t "$agent/usr/share/doc/towline-pacemaker" "$doc/copyright" "$doc/changelog.gz"
 mkdir "$agent/DEBIAN"
 cat >"$agent/DEBIAN/control" <<END
@@ -110,10 +110,11 @@ Depends: towline (= $version), pacemaker, openssh-client, openssh-server
 Section: admin
 Priority: optional
 Homepage: $homepage
-Description: resource agent for QEMU guests that towline moves
+Description: resource agents for QEMU guests that towline moves and protects
  ocf:towline:guest, by which Pacemaker starts, stops and monitors guests, moves
  them live to another host, and restarts those of a dead host from their newest
- state.
+ state; ocf:towline:protected, by which it decides which of two hosts goes on
+ with a guest of towline protect.
 END
 (cd "$agent" && find usr -type f | sort | xargs -d '\n' md5sum >DEBIAN/md5sums)
 dpkg-deb --root-owner-group --build -Zxz "$agent" "$agent_package" >/dev/null
@@ -125,8 +126,10 @@ mkdir -p "$root"/var/lib/dpkg/{info,updates}
 log=$(in_root --install "$package" 2>&1) || die "$log"
 [[ $("$root/usr/bin/towline" --version) == "towline $version" ]] || die "--version does not print towline $version"
 log=$(in_root --install "$agent_package" 2>&1) || die "$log"
-PATH=$root/usr/bin:$PATH "$root/usr/lib/ocf/resource.d/towline/guest" meta-data | grep -F '<resource-agent name="guest"' >/dev/null ||
-  die "the resource agent has no meta-data"
+for type in guest protected; do
+  PATH=$root/usr/bin:$PATH "$root/usr/lib/ocf/resource.d/towline/$type" meta-data | grep -F "<resource-agent name=\"$type\"" >/dev/null ||
+    die "the resource agent $type has no meta-data"
+done
 for descriptor in "$root"/usr/share/qemu/vhost-user/*; do
   kind=$(sed -n 's/.*"type": "\(.*\)".*/\1/p' "$descriptor")
   backend=$root$(sed -n 's/.*"binary": "\(.*\)".*/\1/p' "$descriptor")

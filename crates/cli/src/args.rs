@@ -85,7 +85,7 @@ pub(crate) use inspect::InspectArgs;
 pub(crate) use move_guest::MoveArgs;
 pub(crate) use moves::{EndArg, MovesArgs, OtherEndArg, ResumeArgs};
 pub(crate) use net::NetArgs;
-pub(crate) use ocf::OcfArgs;
+pub(crate) use ocf::{OcfAgent, OcfArgs};
 pub(crate) use protect::{Epoch, FerryArgs, ProtectArgs};
 pub(crate) use record::RecordArgs;
 pub(crate) use remote::{AgentArgs, HostArgs, SshArgs};

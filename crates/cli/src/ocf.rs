@@ -11,6 +11,7 @@
 
 mod here;
 mod parameters;
+mod protected;
 mod refusal;
 mod start;
 mod state;
@@ -25,22 +26,20 @@ use towline_control::moves::ListedMove;
 use towline_control::plan::{self, CopyRequest, Destination, GenerationUse, Source, Task, TransferOptions};
 use towline_control::remote::{NewGuest, Place};
 
-use crate::args::{HostArgs, OcfArgs, Output, SshArgs, Via};
-use crate::console::{self, OverflowPolicy};
+use crate::args::{HostArgs, OcfAgent, OcfArgs, Output, SshArgs, Via};
+use crate::console;
 use crate::endpoint::ssh::SshEndpoint;
 use crate::errors;
 use crate::progress::Reporter;
 use crate::remote::{PlaceOptions, RemoteCopy};
 use crate::signals::{SignalEffects, cancel_on_signals};
 use here::{Decided, GuestState, Here};
-use parameters::{Parameters, Reading};
-use refusal::{Code, Outcome, Refusal, say};
+use parameters::{Parameters, Reading, TIMEOUT_MIN};
+use refusal::{Code, Outcome, Refusal, answer, say};
 use state::{GuestLine, SharedState};
 
 /// Part of a stop's time that is left to end a QEMU when its guest could not be saved.
 const END_TIMEOUT: Duration = Duration::from_secs(15);
-/// Shortest time for what an action does, and for what it does when that has failed.
-const TIMEOUT_MIN: Duration = Duration::from_secs(5);
 /// Interval of attempts to save a guest whose monitor another client has.
 const SAVE_INTERVAL: Duration = Duration::from_millis(500);
 /// Time in which ssh connects.
@@ -53,22 +52,26 @@ fn is_left(listed: &ListedMove) -> bool {
 
 /// Runs the command. Returns the exit status.
 pub(crate) fn run(args: &OcfArgs) -> u8 {
-    let done = catch_unwind(AssertUnwindSafe(|| act(&args.action)));
+    let done = catch_unwind(AssertUnwindSafe(|| match args.agent {
+        OcfAgent::Guest => act(&args.action),
+        OcfAgent::Protected => protected::act(&args.action),
+    }));
     let refusal = match done {
         Ok(Ok(())) => return Code::Done as u8,
         Ok(Err(refusal)) => refusal,
         Err(_) => Refusal::failed("internal error, please report it"),
     };
     if let Some(reason) = refusal.reason {
-        let text = format!("ocf-exit-reason:{}", console::printable(&reason));
-        console::plain_error(&text);
+        // What `arbitrate` prints is for people.
+        let prefix = if args.action == "arbitrate" { "" } else { "ocf-exit-reason:" };
+        console::plain_error(&format!("{prefix}{}", console::printable(&reason)));
     }
     refusal.code as u8
 }
 
 fn act(action: &str) -> Outcome {
     if action == "meta-data" {
-        console::print(OverflowPolicy::Always, parameters::meta_data().trim_end());
+        answer(&parameters::meta_data(&parameters::GUEST));
         return Ok(());
     }
     // Of what these may say no to, the host would be fenced.

@@ -28,6 +28,10 @@ pub use claim::{ArbiterError, Claimant, Verdict};
 /// Interval of claims while the arbiter does not decide.
 const CLAIM_INTERVAL: Duration = Duration::from_millis(200);
 
+/// Name of the arbiter that is the cluster of both hosts, and the program that asks it.
+const PACEMAKER: &str = "pacemaker";
+const PACEMAKER_PROGRAM: &str = "towline ocf arbitrate protected";
+
 /// Arbiter of guests, each of which has its generations there by its name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -57,13 +61,15 @@ impl FromStr for Arbiter {
     fn from_str(text: &str) -> Result<Self, String> {
         match text.strip_prefix("exec:") {
             Some(command) if !command.trim().is_empty() => Ok(Self::Program(command.to_owned())),
+            None if text == PACEMAKER => Ok(Self::Program(PACEMAKER_PROGRAM.into())),
             None if text.starts_with('/') => Ok(Self::Directory(text.into())),
             None if text.contains("://") || text.starts_with("store:") => text
                 .parse::<Location>()
                 .map(|_| Self::Store(text.to_owned()))
                 .map_err(|error| error.to_string()),
             _ => Err(format!(
-                "{text:?}: expected the absolute path of a directory on storage of both hosts, a prefix of an object store, or exec:COMMAND"
+                "{text:?}: expected the absolute path of a directory on storage of both hosts, a prefix of an object store, {PACEMAKER}, or \
+                 exec:COMMAND"
             )),
         }
     }

@@ -52,8 +52,8 @@ pub(crate) struct ProtectArgs {
     #[arg(value_name = "DEST")]
     pub(crate) destination: Endpoint,
     /// Arbiter, which decides who goes on with the guest: an absolute path of a directory on storage of both hosts, a prefix of an object store
-    /// (s3://BUCKET/PREFIX), or exec:COMMAND
-    #[arg(long, value_name = "DIR|STORE|exec:COMMAND")]
+    /// (s3://BUCKET/PREFIX), pacemaker for the cluster of both hosts, or exec:COMMAND
+    #[arg(long, value_name = "DIR|STORE|pacemaker|exec:COMMAND")]
     pub(crate) arbiter: Arbiter,
     /// Time from one checkpoint to the next, by which replies of the guest are delayed; output: as soon as it sends something, at most
     /// each 5 ms

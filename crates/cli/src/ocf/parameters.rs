@@ -10,15 +10,16 @@ use towline_launch::{GuestName, Setting};
 use super::refusal::{Code, Refusal, say};
 use crate::units;
 
+/// Shortest time for what an action does, and for what it does when that has failed.
+pub(super) const TIMEOUT_MIN: Duration = Duration::from_secs(5);
 /// Limit of an action without one.
 const TIMEOUT: Duration = Duration::from_secs(60);
 const PEER_TIMEOUT_SECONDS: u64 = 5;
 const LANES_MAX: usize = 64;
 /// Actions, as `name timeout`, with the seconds that are right for small guests.
-const ACTIONS: [(&str, u32); 8] = [
+const ACTIONS: [(&str, u32); 7] = [
     ("start", 60),
     ("stop", 120),
-    ("monitor", 20),
     ("migrate_to", 120),
     ("migrate_from", 60),
     ("reload-agent", 10),
@@ -27,7 +28,7 @@ const ACTIONS: [(&str, u32); 8] = [
 ];
 
 /// A parameter, as the meta-data describes it.
-struct Parameter {
+pub(super) struct Parameter {
     name: &'static str,
     kind: &'static str,
     /// `None`: it has no fixed one.
@@ -85,7 +86,11 @@ const PARAMETERS: [Parameter; 13] = [
     ),
 ];
 
-const fn fixed(name: &'static str, default: Option<&'static str>, about: &'static str) -> Parameter {
+pub(super) const fn fixed(
+    name: &'static str,
+    default: Option<&'static str>,
+    about: &'static str,
+) -> Parameter {
     Parameter { name, kind: "string", default, is_reloadable: false, about }
 }
 
@@ -142,10 +147,6 @@ impl Reading {
 impl Parameters {
     /// Reads the environment.
     pub(super) fn read(reading: Reading) -> Result<Self, Refusal> {
-        let resource = std::env::var("OCF_RESOURCE_INSTANCE").unwrap_or_default();
-        // `ID:N` of a clone.
-        let resource = resource.split(':').next().unwrap_or_default();
-        let name = value("name").unwrap_or_else(|_| resource.to_owned());
         let settings = value("set").and_then(|set| {
             let setting = |text: &str| text.parse().map_err(|error| unusable("set", &error));
             set.split_whitespace().map(setting).collect::<Result<Vec<Setting>, _>>()
@@ -153,7 +154,7 @@ impl Parameters {
         let bandwidth = number("bandwidth", |text| if text == "0" { Ok(0) } else { units::bytes(text) });
         let timeout = reading.of(number("peer_timeout", units::number::<u64>), PEER_TIMEOUT_SECONDS)?;
         Ok(Self {
-            name: name.parse().map_err(|error| unusable("name", &error))?,
+            name: name()?,
             image: reading.of(path("image"), PathBuf::new())?,
             state: reading.of(path("state"), PathBuf::new())?,
             settings: reading.of(settings, Vec::new())?,
@@ -173,6 +174,15 @@ impl Parameters {
     pub(super) fn target(&self, node: &str) -> String {
         self.target.replace("{node}", node)
     }
+}
+
+/// The guest's name.
+pub(super) fn name() -> Result<GuestName, Refusal> {
+    let resource = std::env::var("OCF_RESOURCE_INSTANCE").unwrap_or_default();
+    // `ID:N` of a clone.
+    let resource = resource.split(':').next().unwrap_or_default();
+    let name = value("name").unwrap_or_else(|_| resource.to_owned());
+    name.parse().map_err(|error| unusable("name", &error))
 }
 
 /// Time that Pacemaker gives this action.
@@ -214,20 +224,42 @@ fn unusable(name: &str, reason: &dyn std::fmt::Display) -> Refusal {
     Refusal::new(Code::Configured, format!("parameter {name}: {reason}"))
 }
 
-/// The meta-data of the agent (OCF 1.1).
-pub(super) fn meta_data() -> String {
-    let mut xml = String::from(
+/// An agent, as its meta-data describes it.
+pub(super) struct AgentAbout {
+    pub(super) name: &'static str,
+    pub(super) short: &'static str,
+    pub(super) long: &'static str,
+    pub(super) parameters: &'static [Parameter],
+    /// As `name timeout`, in seconds.
+    pub(super) actions: &'static [(&'static str, u32)],
+    /// Roles in which it is monitored, each with the seconds between.
+    pub(super) monitored: &'static [(&'static str, u32)],
+}
+
+/// The agent of a guest.
+pub(super) const GUEST: AgentAbout = AgentAbout {
+    name: "guest",
+    short: "QEMU guest, moved live by towline",
+    long: "Runs a QEMU guest from an image on shared storage by towline, moves it live to another host, saves it when it is stopped, and \
+           starts it from its newest state. See cluster.md in towline's documentation.",
+    parameters: &PARAMETERS,
+    actions: &ACTIONS,
+    monitored: &[("Started", 10)],
+};
+
+/// The meta-data of an agent (OCF 1.1).
+pub(super) fn meta_data(agent: &AgentAbout) -> String {
+    let AgentAbout { name, short, long, parameters, actions, monitored } = *agent;
+    let mut xml = format!(
         "<?xml version=\"1.0\"?>\n<!DOCTYPE resource-agent SYSTEM \"ra-api-1.dtd\">\n\
-         <resource-agent name=\"guest\" version=\"1.0\">\n<version>1.1</version>\n\
-         <longdesc lang=\"en\">Runs a QEMU guest from an image on shared storage by towline, moves it live to another host, saves it \
-         when it is stopped, and starts it from its newest state. See cluster.md in towline's documentation.</longdesc>\n\
-         <shortdesc lang=\"en\">QEMU guest, moved live by towline</shortdesc>\n<parameters>\n",
+         <resource-agent name=\"{name}\" version=\"1.0\">\n<version>1.1</version>\n<longdesc lang=\"en\">{long}</longdesc>\n\
+         <shortdesc lang=\"en\">{short}</shortdesc>\n<parameters>\n"
     );
-    for Parameter { name, kind, default, is_reloadable, about } in PARAMETERS {
+    for Parameter { name, kind, default, is_reloadable, about } in parameters {
         let default =
             default.map_or_else(String::new, |default| format!(" default=\"{}\"", escaped(default)));
-        let (unique, required) = (u8::from(name == "name"), u8::from(matches!(name, "image" | "state")));
-        let reloadable = u8::from(is_reloadable);
+        let (unique, required) = (u8::from(*name == "name"), u8::from(matches!(*name, "image" | "state")));
+        let reloadable = u8::from(*is_reloadable);
         let _ = writeln!(
             xml,
             "<parameter name=\"{name}\" unique=\"{unique}\" required=\"{required}\" reloadable=\"{reloadable}\">\
@@ -237,9 +269,14 @@ pub(super) fn meta_data() -> String {
         );
     }
     xml.push_str("</parameters>\n<actions>\n");
-    for (name, seconds) in ACTIONS {
-        let interval = if name == "monitor" { " interval=\"10s\" depth=\"0\"" } else { "" };
-        let _ = writeln!(xml, "<action name=\"{name}\" timeout=\"{seconds}s\"{interval}/>");
+    for (name, seconds) in actions {
+        let _ = writeln!(xml, "<action name=\"{name}\" timeout=\"{seconds}s\"/>");
+    }
+    for (role, seconds) in monitored {
+        let _ = writeln!(
+            xml,
+            "<action name=\"monitor\" timeout=\"20s\" interval=\"{seconds}s\" depth=\"0\" role=\"{role}\"/>"
+        );
     }
     xml.push_str("</actions>\n</resource-agent>\n");
     xml
@@ -273,7 +310,7 @@ mod tests {
         assert_eq!(number("peer_timeout", units::number::<u64>).unwrap(), PEER_TIMEOUT_SECONDS);
         assert_eq!(number("lanes", units::number::<usize>).unwrap(), LANES_DEFAULT);
         assert!(!boolean("trust").unwrap() && boolean("save").unwrap() && !boolean("shared_disks").unwrap());
-        let meta_data = meta_data();
+        let meta_data = meta_data(&GUEST);
         for text in [
             "<parameter name=\"bandwidth\" unique=\"0\" required=\"0\" reloadable=\"1\">",
             "<action name=\"migrate_to\"",

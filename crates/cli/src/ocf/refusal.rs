@@ -2,7 +2,8 @@
 
 use std::error::Error as StdError;
 
-use crate::{console, errors};
+use crate::console::{self, OverflowPolicy};
+use crate::errors;
 
 /// An exit status of OCF.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,13 +17,15 @@ pub(super) enum Code {
     /// Not usable on any host.
     Configured = 6,
     NotRunning = 7,
+    Promoted = 8,
+    FailedPromoted = 9,
 }
 
 /// An action that was not done, or whose answer is no.
 #[derive(Debug)]
 pub(super) struct Refusal {
     pub(super) code: Code,
-    /// The reason; `None`: a guest that does not run here has none.
+    /// The reason; `None`: the status says all.
     pub(super) reason: Option<String>,
 }
 
@@ -30,6 +33,8 @@ pub(super) type Outcome = Result<(), Refusal>;
 
 impl Refusal {
     pub(super) const NOT_RUNNING: Self = Self { code: Code::NotRunning, reason: None };
+    /// An instance that runs, and is promoted.
+    pub(super) const PROMOTED: Self = Self { code: Code::Promoted, reason: None };
 
     pub(super) fn new(code: Code, reason: impl Into<String>) -> Self {
         Self { code, reason: Some(reason.into()) }
@@ -48,6 +53,11 @@ impl<T: StdError + 'static> From<T> for Refusal {
     fn from(error: T) -> Self {
         Self::of(Code::Failed, &error)
     }
+}
+
+/// Prints what was asked for.
+pub(super) fn answer(text: &str) {
+    console::print(OverflowPolicy::Always, text.trim_end());
 }
 
 /// A line for the cluster's log.

@@ -1,0 +1,121 @@
+//! `ocf:towline:protected`: Pacemaker decides which of two hosts goes on with a guest that `towline protect` protects.
+//!
+//! ```text
+//!   instance of the guest's host   started ─ promote ─► promoted ─ demote: its QEMU is killed ─► started
+//!   instance of the other host     started ─ stop: the QEMU that waits is killed ─► stopped
+//! ```
+//! A claim is answered by what the cluster has done, and by nothing that it has only written down: its configuration is no compare-and-set.
+//!
+//! | claimant | has the generation once |
+//! |---|---|
+//! | the guest's host | it is promoted, and the instances of all other hosts were stopped, or their hosts fenced: no QEMU waits there any more |
+//! | the other host | it is promoted, which the cluster does after the guest's host was demoted, stopped or fenced: the guest is dead there |
+//!
+//! A host that waits has no promotion score until it claims; that is when it has lost the guest's host, and its QEMU
+//! has loaded the last checkpoint. The roles are files, which a full file system does not keep from being removed.
+
+mod claim;
+mod cluster;
+mod instance;
+
+use std::time::{Duration, Instant};
+
+use super::parameters::{self, AgentAbout, Parameter, TIMEOUT_MIN};
+use super::refusal::{Code, Outcome, Refusal, answer};
+use instance::{Instance, Qemu};
+
+/// Promotion score of a host on which the guest runs.
+const SCORE: u32 = 100;
+const PARAMETERS: [Parameter; 1] =
+    [parameters::fixed("name", None, "Name of the guest, the same on all hosts; that of the resource")];
+const ACTIONS: [(&str, u32); 6] =
+    [("start", 20), ("stop", 30), ("promote", 20), ("demote", 30), ("meta-data", 10), ("validate-all", 20)];
+const PROTECTED: AgentAbout = AgentAbout {
+    name: "protected",
+    short: "Host that goes on with a protected QEMU guest",
+    long: "Decides which host goes on with a guest that `towline protect --arbiter pacemaker` protects. A promotable clone, whose promoted \
+           instance is that of the guest's host. See protect.md in towline's documentation.",
+    parameters: &PARAMETERS,
+    actions: &ACTIONS,
+    monitored: &[("Promoted", 1), ("Unpromoted", 10)],
+};
+
+/// Does an action of the agent.
+pub(super) fn act(action: &str) -> Outcome {
+    match action {
+        "meta-data" => {
+            answer(&parameters::meta_data(&PROTECTED));
+            return Ok(());
+        }
+        "arbitrate" => return claim::arbitrate(),
+        _ => {}
+    }
+    let begun = Instant::now();
+    let instance = Instance::of(parameters::name()?);
+    let left = || parameters::timeout().saturating_sub(begun.elapsed()).max(TIMEOUT_MIN);
+    match action {
+        "start" => start(&instance),
+        "stop" => stop(&instance, left()),
+        "promote" => promote(&instance),
+        "demote" => demote(&instance, left()),
+        "monitor" | "status" => monitor(&instance),
+        "validate-all" => Ok(()),
+        _ => Err(Refusal::new(Code::Unimplemented, format!("no action {action:?}"))),
+    }
+}
+
+fn start(instance: &Instance) -> Outcome {
+    // Left by a cluster that ended without its resources.
+    instance.set_demoted()?;
+    cluster::mark_start(&instance.guest)?;
+    instance.set_started()?;
+    set_score(instance)
+}
+
+/// Ends the QEMU that waits. A guest was ended by the demotion before, or is not the cluster's.
+fn stop(instance: &Instance, within: Duration) -> Outcome {
+    instance.set_stopped()?;
+    // It has the same effect as a stop without a score.
+    let _ = cluster::set_score(&instance.guest, None);
+    match instance.qemu()? {
+        Some(Qemu::Waiting(waiting)) => instance.kill(&waiting, within),
+        _ => Ok(()),
+    }
+}
+
+fn promote(instance: &Instance) -> Outcome {
+    match instance.qemu()? {
+        Some(_) => Ok(instance.set_promoted()?),
+        None => Err(Refusal::failed(format!("guest {} is not here", instance.guest))),
+    }
+}
+
+/// Kills the guest, so that the other host goes on with it: `quit` would be an end, which ends the protection too.
+fn demote(instance: &Instance, within: Duration) -> Outcome {
+    instance.set_demoted()?;
+    match instance.qemu()? {
+        Some(Qemu::Guest(guest)) => instance.kill(&guest, within),
+        _ => Ok(()),
+    }
+}
+
+fn monitor(instance: &Instance) -> Outcome {
+    if !instance.is_started() {
+        return Err(Refusal::NOT_RUNNING);
+    }
+    set_score(instance)?;
+    match instance.is_promoted() {
+        false => Ok(()),
+        true if instance.qemu()?.is_some() => Err(Refusal::PROMOTED),
+        true => Err(Refusal::new(Code::FailedPromoted, format!("guest {} has ended", instance.guest))),
+    }
+}
+
+/// Sets the promotion score of a host that has the guest, and removes that of one that has nothing. One that waits has set it, or will.
+fn set_score(instance: &Instance) -> Outcome {
+    match instance.qemu()? {
+        Some(Qemu::Guest(_)) => cluster::set_score(&instance.guest, Some(SCORE)),
+        Some(Qemu::Waiting(_)) => Ok(()),
+        None => cluster::set_score(&instance.guest, None),
+    }
+}
