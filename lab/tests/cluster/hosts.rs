@@ -13,7 +13,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use towline_lab::expect::Scratch;
-use towline_lab::{Network, Sshd, paths, require_lab, skip, ssh_key, towline_binary, wait_until};
+use towline_lab::{Network, Sshd, Towline, paths, require_lab, skip, ssh_key, towline_binary, wait_until};
 
 /// Generous: two busy processors.
 pub(crate) const WITHIN: Duration = Duration::from_secs(120);
@@ -193,7 +193,12 @@ impl Cluster {
             fs::write(&path, text).unwrap();
             fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
         };
-        script("usr/lib/ocf/resource.d/towline/guest", include_str!("../../../packaging/pacemaker/guest"));
+        for (agent, text) in [
+            ("guest", include_str!("../../../packaging/pacemaker/guest")),
+            ("protected", include_str!("../../../packaging/pacemaker/protected")),
+        ] {
+            script(&format!("usr/lib/ocf/resource.d/towline/{agent}"), text);
+        }
         let agent = include_str!("fence_lab.sh").replace("@GROUPS@", &self.groups.0.display().to_string());
         script(
             "usr/sbin/fence_lab",
@@ -271,9 +276,32 @@ impl Cluster {
         self.networks[node - 1].sent_bytes("link0").unwrap()
     }
 
+    /// Has all processes of a host stand, or go on.
+    pub(crate) fn freeze(&self, node: usize, freezes: bool) {
+        fs::write(self.groups.of(node).join("cgroup.freeze"), if freezes { "1" } else { "0" }).unwrap();
+    }
+
     /// Cuts a host's link.
     pub(crate) fn cut(&self, node: usize) {
         self.set_link(node, "down");
+    }
+
+    /// Mends it.
+    pub(crate) fn mend(&self, node: usize) {
+        self.set_link(node, "up");
+    }
+
+    /// Has two hosts lose what they send to each other, or mends that. Others reach both.
+    pub(crate) fn part(&self, nodes: [usize; 2], are_apart: bool) {
+        let (verb, address): (_, &[&str]) = match are_apart {
+            true => ("replace", &["lladdr", "02:00:00:00:00:01", "nud", "permanent"]),
+            false => ("delete", &[]),
+        };
+        for [node, other] in [nodes, [nodes[1], nodes[0]]] {
+            let other = format!("{NET}.{other}");
+            let line = [&["ip", "neighbor", verb, &other, "dev", "link0"][..], address].concat();
+            self.networks[node - 1].run(&line).unwrap();
+        }
     }
 
     fn set_link(&self, node: usize, state: &str) {
@@ -283,6 +311,15 @@ impl Cluster {
     /// Returns true while a process of the host lives.
     pub(crate) fn is_on(&self, node: usize) -> bool {
         self.groups.is_populated(node)
+    }
+
+    /// Processes of a host with such a name and command line, by their ids here.
+    pub(crate) fn processes(&self, node: usize, is_it: impl Fn(&str, &str) -> bool) -> Vec<u32> {
+        let processes = fs::read_to_string(self.groups.of(node).join("cgroup.procs")).unwrap_or_default();
+        let read =
+            |pid: &u32, file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
+        let is_it = |pid: &u32| is_it(read(pid, "comm").trim(), &read(pid, "cmdline"));
+        processes.lines().filter_map(|pid| pid.parse().ok()).filter(is_it).collect()
     }
 
     /// The host's first process, by its id here.
@@ -296,16 +333,31 @@ impl Cluster {
         processes.lines().find(is_first).map(str::to_owned)
     }
 
-    /// A command on a host.
-    pub(crate) fn on(&self, node: usize, words: &[&str]) -> Command {
+    /// Words after which a command runs on a host.
+    fn prefix(&self, node: usize) -> Vec<String> {
         let pid = self.first_process(node).unwrap_or_else(|| panic!("node{node} is off"));
         // What is started there is fenced with it.
         let enter = format!("echo $$ > {}/cgroup.procs && exec \"$@\"", self.groups.of(node).display());
-        let mut command = Command::new("sh");
-        command.args(["-c", &enter, "sh", "nsenter", "-t", &pid, "-m", "-u", "-i", "-n", "-p", "--"]);
-        command.args(["env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LANG=C.UTF-8"]);
-        command.args(words).stdin(Stdio::null());
+        let enter = ["sh", "-c", &enter, "sh", "nsenter", "-t", &pid, "-m", "-u", "-i", "-n", "-p", "--"];
+        let clean = ["env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LANG=C.UTF-8"];
+        [&enter[..], &clean].concat().into_iter().map(str::to_owned).collect()
+    }
+
+    /// A command on a host.
+    pub(crate) fn on(&self, node: usize, words: &[&str]) -> Command {
+        let prefix = self.prefix(node);
+        let mut command = Command::new(&prefix[0]);
+        command.args(&prefix[1..]).args(words).stdin(Stdio::null());
         command
+    }
+
+    /// Starts towline on a host.
+    pub(crate) fn start(&self, node: usize, words: &[&str]) -> Towline {
+        Towline::start_after(&self.prefix(node), words).unwrap()
+    }
+
+    pub(crate) fn network(&self, node: usize) -> &Network {
+        &self.networks[node - 1]
     }
 
     /// Standard output of a command on a host, which must succeed.

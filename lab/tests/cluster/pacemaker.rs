@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use towline_lab::expect::{assert_ended, qmp};
 use towline_lab::{Finished, LinuxGuest, Qemu, Version, towline, wait_until};
 
+use crate::configuration::{configure, monitor, operation, values, wait_members};
 use crate::hosts::{Cluster, Membership, NODES, WITHIN};
 use crate::lives::Watch;
 
@@ -33,28 +34,8 @@ pub(crate) fn save(cluster: &Cluster, disk: Option<&Path>, image: &str) {
     towline(["move", &qmp(&source), &image]).unwrap().wait_done(WITHIN).unwrap();
 }
 
-/// The first configuration of the cluster: its guests, and a power switch for each host.
-fn configuration(cluster: &Cluster) -> String {
-    let values = |id: &str, values: &[(&str, &str)]| {
-        let value = |(name, value): &(&str, &str)| {
-            format!("<nvpair id=\"{id}-{name}\" name=\"{name}\" value=\"{value}\"/>")
-        };
-        values.iter().map(value).collect::<String>()
-    };
-    let options = values(
-        "options",
-        &[
-            ("stonith-enabled", "true"),
-            ("stonith-action", "off"),
-            ("dc-deadtime", "2s"),
-            // One after another otherwise, on a busy machine.
-            ("load-threshold", "0%"),
-            ("no-quorum-policy", "stop"),
-        ],
-    );
-    let operation = |guest: &str, name: &str, seconds: u32, interval: u32| {
-        format!("<op id=\"{guest}-{name}\" name=\"{name}\" interval=\"{interval}s\" timeout=\"{seconds}s\"/>")
-    };
+/// The guests of the cluster.
+fn guests(cluster: &Cluster) -> String {
     let guest = |guest: &&str| {
         let qemu = Version::V10_0.command().get_program().to_str().unwrap().to_owned();
         let disk = cluster.shared("disk.raw").display().to_string();
@@ -77,15 +58,11 @@ fn configuration(cluster: &Cluster) -> String {
                 ("set", &set),
             ],
         );
-        let operations = [
-            ("start", 60, 0),
-            ("stop", 60, 0),
-            ("monitor", 20, 2),
-            ("migrate_to", 60, 0),
-            ("migrate_from", 60, 0),
-        ]
-        .map(|(name, seconds, interval)| operation(guest, name, seconds, interval))
-        .concat();
+        let operations = ["start", "stop", "migrate_to", "migrate_from"]
+            .map(|name| operation(guest, name, 60))
+            .into_iter()
+            .chain([monitor(guest, 2, "Started")])
+            .collect::<String>();
         format!(
             "<primitive id=\"{guest}\" class=\"ocf\" provider=\"towline\" type=\"guest\"><meta_attributes id=\"{guest}-meta\">{}\
              </meta_attributes><instance_attributes id=\"{guest}-attributes\">{attributes}</instance_attributes>\
@@ -93,27 +70,7 @@ fn configuration(cluster: &Cluster) -> String {
             values(&format!("{guest}-meta"), &[("allow-migrate", "true")])
         )
     };
-    let fence =
-        values("fence", &[("pcmk_host_check", "static-list"), ("pcmk_host_list", "node1 node2 node3")]);
-    format!(
-        "<cib crm_feature_set=\"3.1.0\" validate-with=\"pacemaker-3.2\" admin_epoch=\"0\" epoch=\"1\" num_updates=\"0\"><configuration>\
-         <crm_config><cluster_property_set id=\"options\">{options}</cluster_property_set></crm_config><nodes/><resources>\
-         <primitive id=\"fence\" class=\"stonith\" type=\"fence_lab\"><instance_attributes id=\"fence-attributes\">{fence}\
-         </instance_attributes></primitive>{}</resources><constraints/>\
-         <rsc_defaults><meta_attributes id=\"defaults\"><nvpair id=\"defaults-stickiness\" name=\"resource-stickiness\" value=\"100\"/>\
-         </meta_attributes></rsc_defaults></configuration><status/></cib>\n",
-        GUESTS.iter().map(guest).collect::<String>()
-    )
-}
-
-/// Hosts that are members, as one of them sees it.
-fn online(cluster: &Cluster) -> usize {
-    let output = cluster.on(cluster.any(), &["crm_mon", "-1", "--output-as=xml"]).output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let is_online = |line: &&str| {
-        line.contains("<node name=") && line.contains("online=\"true\"") && line.contains("pending=\"false\"")
-    };
-    text.lines().filter(is_online).count()
+    GUESTS.iter().map(guest).collect()
 }
 
 /// The host of a guest, as the cluster sees it.
@@ -149,7 +106,7 @@ pub(crate) fn wait_counting(watch: &Watch, guest: &str, node: usize) {
     .unwrap_or_else(|error| panic!("{guest} on node{node}: {error:#} {:?}", watch.lives(guest)));
 }
 
-fn settle(cluster: &Cluster) {
+pub(crate) fn settle(cluster: &Cluster) {
     cluster.run(cluster.any(), &["crm_resource", "--wait", "--timeout=100"]);
 }
 
@@ -164,11 +121,11 @@ fn a_cluster_runs_each_guest_once_and_never_twice() {
         scope.spawn(|| save(&cluster, None, "first.img"));
         save(&cluster, Some(&disk), "disk.img");
     });
-    fs::write(cluster.shared("cib.xml"), configuration(&cluster)).unwrap();
+    configure(&cluster, &guests(&cluster), "");
     said("images are saved");
     NODES.into_iter().for_each(|node| cluster.boot(node, Membership::Managed));
     let watch = Watch::start(&cluster.place.path(""), &GUESTS);
-    wait_until("three members", WITHIN, || Ok((online(&cluster) == 3).then_some(()))).unwrap();
+    wait_members(&cluster);
     said("three hosts are members");
     wait_elsewhere(&cluster, &watch, None);
     said("three guests run");
@@ -263,7 +220,7 @@ fn a_host_dies(cluster: &mut Cluster, watch: &Watch) {
     assert!(said.iter().any(|line| line.contains("no memory of that was saved")), "{said:?}");
     assert!(cluster.fenced()[0].starts_with(&format!("node{node} is off")), "{:?}", cluster.fenced());
     cluster.boot(node, Membership::Managed);
-    wait_until("three members", WITHIN, || Ok((online(cluster) == 3).then_some(()))).unwrap();
+    wait_members(cluster);
     settle(cluster);
 }
 

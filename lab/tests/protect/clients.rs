@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use towline_lab::{Network, wait_until};
 
-use crate::support::WITHIN;
+use crate::network::WITHIN;
 
 /// Time in which a request is answered, also while the guest goes to its other host.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(90);

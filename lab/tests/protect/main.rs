@@ -11,6 +11,7 @@
 //! `TOWLINE_SOAK_PROTECT_DISTURBANCES` that of random disturbances, `TOWLINE_SOAK_SEED` the first seed.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
+mod bridges;
 mod chains;
 mod checks;
 mod clients;

@@ -15,6 +15,7 @@ use towline_lab::{
     require_qemu, wait_until,
 };
 
+use crate::bridges::{TAP, add_bridge, attach};
 use crate::chains::{assert_has_guest, kill_all, placed, protect, wait_runs};
 use crate::clients::Clients;
 use crate::network::{self, GUEST, card, card_options, set_up};
@@ -34,8 +35,6 @@ const RATE: u64 = 4 * MIB;
 const DISK_BYTES: u64 = 32 * MIB;
 /// Connections of the client.
 const CONNECTIONS: usize = 4;
-/// The tap of the guest, on each host.
-const TAP: &str = "vm0";
 /// Interfaces by which the guest's host is connected to all else.
 const LINKS: [&str; 2] = ["link0", "uplink"];
 /// Time in which a guest accepts a connection that it gets.
@@ -368,24 +367,6 @@ pub(crate) fn start_card(network: &Network, place: &Scratch, side: Side) -> Towl
 
 fn control(place: &Scratch, side: Side) -> PathBuf {
     socket(place, side).with_extension("qmp")
-}
-
-/// A bridge that forwards from the start on, to all ports.
-fn add_bridge(network: &Network) {
-    let options = ["type", "bridge", "stp_state", "0", "forward_delay", "0", "mcast_snooping", "0"];
-    network.run(&[&["ip", "link", "add", "br0"][..], &options].concat()).unwrap();
-    network.run(&["ip", "link", "set", "br0", "up"]).unwrap();
-}
-
-/// Connects a host's bridge, with the tap of its guest, to that of the hub.
-fn attach(hub: &Network, host: &Network, port: &str) {
-    hub.connect(port, host, "uplink").unwrap();
-    hub.run(&["ip", "link", "set", port, "master", "br0"]).unwrap();
-    add_bridge(host);
-    host.run(&["ip", "tuntap", "add", "dev", TAP, "mode", "tap", "multi_queue", "vnet_hdr"]).unwrap();
-    for interface in ["uplink", TAP] {
-        host.run(&["ip", "link", "set", interface, "master", "br0", "up"]).unwrap();
-    }
 }
 
 pub(crate) fn name(pid: u32) -> String {
