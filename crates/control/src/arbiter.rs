@@ -23,7 +23,7 @@ use towline_image::Location;
 
 pub use answer::{Answer, NoAnswer, ask};
 use claim::name;
-pub use claim::{ArbiterError, Claimant, Verdict};
+pub use claim::{ArbiterError, Claim, Claimant, Stake, Verdict};
 
 /// Interval of claims while the arbiter does not decide.
 const CLAIM_INTERVAL: Duration = Duration::from_millis(200);
@@ -88,14 +88,13 @@ impl Arbiter {
         }
     }
 
-    /// Claims a generation of this guest.
-    pub fn claim(&self, guest: &str, generation: u64, claimant: &Claimant) -> Verdict {
+    /// Claims a generation of a guest.
+    pub fn claim(&self, claim: &Claim<'_>, claimant: &Claimant) -> Verdict {
+        let name = name(claim.guest, claim.generation);
         let claimed = match self {
-            Self::Directory(directory) => {
-                directory::claim(&directory.join(name(guest, generation)), claimant)
-            }
-            Self::Store(place) => store::claim(place, &name(guest, generation), claimant),
-            Self::Program(command) => program::claim(command, guest, generation, claimant),
+            Self::Directory(directory) => directory::claim(&directory.join(name), claimant),
+            Self::Store(place) => store::claim(place, &name, claimant),
+            Self::Program(command) => program::claim(command, claim, claimant),
         };
         claimed.unwrap_or_else(Verdict::Unknown)
     }
@@ -103,15 +102,14 @@ impl Arbiter {
     /// Claims a generation until that is answered, or `cancel`. Each new reason for which it is not is given to `notice`.
     pub fn decide(
         &self,
-        guest: &str,
-        generation: u64,
+        claim: &Claim<'_>,
         claimant: &Claimant,
         cancel: &Cancel,
         notice: &dyn Fn(&str),
     ) -> Decision {
         let mut said = None;
         loop {
-            match self.claim(guest, generation, claimant) {
+            match self.claim(claim, claimant) {
                 Verdict::Won => return Decision::Won,
                 Verdict::Lost => return Decision::Lost,
                 Verdict::Unknown(error) if cancel.is_cancelled() => {
@@ -136,10 +134,14 @@ impl Arbiter {
 mod tests {
     use super::*;
 
+    fn claim(guest: &str, generation: u64) -> Claim<'_> {
+        Claim { guest, generation, stake: Stake::Guest }
+    }
+
     fn one_of_many_wins(arbiter: &Arbiter) {
         assert_eq!(arbiter.newest("web").unwrap(), 0);
         let claimants: Vec<_> = (0..6).map(|_| Claimant::new()).collect();
-        let won = |claimant| matches!(arbiter.claim("web", 3, claimant), Verdict::Won);
+        let won = |claimant| matches!(arbiter.claim(&claim("web", 3), claimant), Verdict::Won);
         let first: Vec<_> = std::thread::scope(|scope| {
             let won = &won;
             let threads: Vec<_> =
@@ -152,7 +154,7 @@ mod tests {
         assert_eq!(arbiter.newest("web").unwrap(), 3);
         // Of another guest.
         assert_eq!(arbiter.newest("we").unwrap(), 0);
-        assert!(matches!(arbiter.claim("we", 3, &claimants[0]), Verdict::Won));
+        assert!(matches!(arbiter.claim(&claim("we", 3), &claimants[0]), Verdict::Won));
     }
 
     /// A program that makes links in this directory.
@@ -183,7 +185,7 @@ mod tests {
     #[test]
     fn an_arbiter_that_does_not_decide_says_why() {
         let place = tempfile::tempdir().unwrap();
-        let text = |arbiter: &Arbiter| match arbiter.claim("web", 1, &Claimant::new()) {
+        let text = |arbiter: &Arbiter| match arbiter.claim(&claim("web", 1), &Claimant::new()) {
             Verdict::Unknown(error) => error.to_string(),
             verdict => panic!("{verdict:?}"),
         };
@@ -209,11 +211,11 @@ mod tests {
         let (path, claimant, cancel) = (place.path().join("late"), Claimant::new(), Cancel::new().unwrap());
         let arbiter = Arbiter::Directory(path.clone());
         let appears = |_: &str| std::fs::create_dir(&path).unwrap();
-        let decided = arbiter.decide("web", 1, &claimant, &cancel, &appears);
+        let decided = arbiter.decide(&claim("web", 1), &claimant, &cancel, &appears);
         assert!(matches!(decided, Decision::Won), "{decided:?}");
         cancel.cancel();
         let missing = Arbiter::Directory(place.path().join("missing"));
-        let decided = missing.decide("web", 2, &claimant, &cancel, &|_| {});
+        let decided = missing.decide(&claim("web", 2), &claimant, &cancel, &|_| {});
         assert!(matches!(decided, Decision::Cancelled(_)), "{decided:?}");
     }
 }

@@ -20,6 +20,28 @@ pub struct Claimant {
     pub(super) id: String,
 }
 
+/// A claim of a guest's generation.
+#[derive(Debug, Clone, Copy)]
+pub struct Claim<'a> {
+    /// The guest's name.
+    pub guest: &'a str,
+    /// The generation.
+    pub generation: u64,
+    /// What the claimant has.
+    pub stake: Stake,
+}
+
+/// What a claimant has of its guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stake {
+    /// The guest, which runs.
+    Guest,
+    /// A copy of it, which can run.
+    Copy,
+    /// What it has sent before it was shut down.
+    LastOutput,
+}
+
 /// Result of a claim.
 #[derive(Debug)]
 pub enum Verdict {

@@ -1,7 +1,7 @@
 //! Generations that a program gives.
 
 use super::answer::{Answer, NoAnswer, ask};
-use super::claim::{ArbiterError, Claimant, Verdict};
+use super::claim::{ArbiterError, Claim, Claimant, Stake, Verdict};
 
 pub(super) fn newest(command: &str, guest: &str) -> Result<u64, ArbiterError> {
     let action = "newest";
@@ -10,19 +10,20 @@ pub(super) fn newest(command: &str, guest: &str) -> Result<u64, ArbiterError> {
 }
 
 /// The program prints the claimant that has the generation.
-pub(super) fn claim(
-    command: &str,
-    guest: &str,
-    generation: u64,
-    claimant: &Claimant,
-) -> Result<Verdict, ArbiterError> {
+pub(super) fn claim(command: &str, claim: &Claim<'_>, claimant: &Claimant) -> Result<Verdict, ArbiterError> {
     let action = "claim";
+    let stake = match claim.stake {
+        Stake::Guest => "guest",
+        Stake::Copy => "copy",
+        Stake::LastOutput => "last-output",
+    };
     let found = output(
         command,
         &[
             ("TOWLINE_ACTION", action.into()),
-            ("TOWLINE_GUEST", guest.into()),
-            ("TOWLINE_GENERATION", generation.to_string()),
+            ("TOWLINE_GUEST", claim.guest.into()),
+            ("TOWLINE_GENERATION", claim.generation.to_string()),
+            ("TOWLINE_STAKE", stake.into()),
             ("TOWLINE_CLAIMANT", claimant.id.clone()),
             ("TOWLINE_HOST", claimant.host.clone()),
         ],

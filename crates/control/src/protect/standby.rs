@@ -29,7 +29,7 @@ use towline_qmp::{self as qmp, CommandRequest};
 
 use super::disks::{EpochWrites, StandbyDisk};
 use super::memory::{StandbyMemory, StandbyMemoryError};
-use crate::arbiter::{Arbiter, Claimant, Decision};
+use crate::arbiter::{Arbiter, Claim, Claimant, Decision, Stake};
 use crate::cards::HoldingCards;
 use crate::lock::lock;
 use crate::nbd::Export;
@@ -291,7 +291,8 @@ impl Standby {
         self.load(&mut qemu, &state, &memory, &last)?;
         let loaded_ms = millis_since(last.lost_at);
         let claimant = Claimant::new();
-        match self.arbiter.decide(&self.guest, self.generation + 1, &claimant, &self.control.cancel, notice) {
+        let claim = Claim { guest: &self.guest, generation: self.generation + 1, stake: Stake::Copy };
+        match self.arbiter.decide(&claim, &claimant, &self.control.cancel, notice) {
             Decision::Won => self.run_guest(&mut qemu, &last, loaded_ms).map(StandbyEnd::TakenOver),
             Decision::Lost | Decision::Cancelled(_) => Ok(StandbyEnd::Lost),
         }

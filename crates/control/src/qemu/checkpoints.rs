@@ -10,7 +10,7 @@ use super::connection::Qemu;
 use super::error::Error;
 use super::left_ferry::{end_ferry, ferry_lives};
 use super::repair::RecordOutcome;
-use crate::arbiter::Verdict;
+use crate::arbiter::{Claim, Stake, Verdict};
 use crate::cards::HoldingCards;
 use crate::journal::ProtectionRecord;
 
@@ -57,7 +57,8 @@ impl Qemu {
     /// Ends the protection of a keeper that was killed, and decides who goes on with the guest.
     pub(super) fn end_protection(&mut self, record: &ProtectionRecord) -> Result<RecordOutcome, Error> {
         let generation = record.generation + 1;
-        let claim = || record.arbiter.claim(&record.guest, generation, &record.claimant);
+        let claim = Claim { guest: &record.guest, generation, stake: Stake::Guest };
+        let claim = || record.arbiter.claim(&claim, &record.claimant);
         // While a ferry takes checkpoints the guest runs, and its standby has no reason to claim it.
         let early = if ferry_lives(record) { Some(claim()) } else { None };
         if let Some(Verdict::Unknown(error)) = &early {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::super::refusal::{Code, Outcome, Refusal, answer};
 use super::cluster;
-use super::instance::{Instance, Qemu};
+use super::instance::Instance;
 
 /// Time for the cluster to start an instance that a claim has had stopped.
 const STARTED_WITHIN: Duration = Duration::from_secs(20);
@@ -25,7 +25,7 @@ pub(super) fn arbitrate() -> Outcome {
         "newest" => newest(&instance)?.to_string(),
         "claim" => {
             let generation = variable("TOWLINE_GENERATION")?.parse()?;
-            claim(&instance, generation, &variable("TOWLINE_CLAIMANT")?)?
+            claim(&instance, generation, &variable("TOWLINE_CLAIMANT")?, &variable("TOWLINE_STAKE")?)?
         }
         other => {
             let text = format!("TOWLINE_ACTION={other}: expected newest or claim");
@@ -53,38 +53,70 @@ fn newest(instance: &Instance) -> Result<u64, Refusal> {
 }
 
 /// Returns the claimant that has this generation on this host.
-fn claim(instance: &Instance, generation: u64, claimant: &str) -> Result<String, Refusal> {
-    let guest = &instance.guest;
+fn claim(instance: &Instance, generation: u64, claimant: &str, stake: &str) -> Result<String, Refusal> {
     if !instance.is_started() {
         // What there was to win was ended with it.
         return Ok(NONE.into());
     }
-    let qemu = instance.qemu()?;
-    if !instance.is_promoted() {
-        if matches!(qemu, Some(Qemu::Waiting(_))) {
-            cluster::set_score(guest, Some(SCORE))?;
-        } else if cluster::is_promoted_elsewhere(guest)? {
-            return Ok(NONE.into());
-        }
-        return Err(Refusal::failed(format!("the cluster has not promoted {guest} on this host")));
-    }
-    let Some(qemu) = qemu else {
-        // A demotion would not find it.
-        let text =
-            format!("no guest {guest} runs here; start it by that name, as by towline run --name {guest}");
-        return Err(Refusal::failed(text));
-    };
     let path = instance.claim_path(generation);
     if !path.is_symlink() {
-        cluster::check_authority()?;
-        if let Qemu::Guest(_) = qemu {
-            cluster::stop_others(guest)?;
+        match stake {
+            "copy" => check_copy(instance)?,
+            "guest" => {
+                if instance.qemu()?.is_none() && !instance.is_promoted() {
+                    // It was killed by a demotion.
+                    return Ok(NONE.into());
+                }
+                cluster::check_authority()?;
+                let others = cluster::Others::find(&instance.guest)?;
+                // One that has just died goes on elsewhere.
+                check_guest(instance)?;
+                others.stop()?;
+            }
+            // It goes on nowhere, and needs no promotion.
+            "last-output" => {
+                cluster::check_authority()?;
+                cluster::Others::find(&instance.guest)?.stop()?;
+            }
+            other => {
+                let text = format!("TOWLINE_STAKE={other}: expected guest, copy or last-output");
+                return Err(Refusal::new(Code::Arguments, text));
+            }
         }
-        cluster::record(guest, generation)?;
+        cluster::record(&instance.guest, generation)?;
         match symlink(claimant, &path) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error.into()),
             _ => {}
         }
     }
     Ok(fs::read_link(&path)?.to_string_lossy().into_owned())
+}
+
+/// Refuses a guest that a demotion would not find, or one whose host is not promoted.
+fn check_guest(instance: &Instance) -> Outcome {
+    let guest = &instance.guest;
+    if instance.qemu()?.is_none() {
+        let text =
+            format!("guest {guest} is not here; start it by that name, as by towline run --name {guest}");
+        return Err(Refusal::failed(text));
+    }
+    check_promoted(instance)
+}
+
+/// Lets the cluster promote a host that can go on with the guest.
+fn check_copy(instance: &Instance) -> Outcome {
+    if !instance.is_promoted() {
+        cluster::set_score(&instance.guest, Some(SCORE))?;
+    }
+    cluster::check_authority()?;
+    check_promoted(instance)
+}
+
+fn check_promoted(instance: &Instance) -> Outcome {
+    match instance.is_promoted() {
+        true => Ok(()),
+        false => {
+            Err(Refusal::failed(format!("the cluster has not promoted {} on this host", instance.guest)))
+        }
+    }
 }

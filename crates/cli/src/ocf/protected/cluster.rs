@@ -1,6 +1,6 @@
 //! The cluster, by Pacemaker's own commands.
 
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -50,55 +50,64 @@ pub(super) fn check_authority() -> Outcome {
     }
 }
 
+/// Instances of other hosts that run, or may run.
+pub(super) struct Others<'a> {
+    guest: &'a GuestName,
+    others: Vec<Other>,
+}
+
 /// An instance of another host, and the start of it that is to have ended.
 struct Other {
     node: String,
     start: String,
 }
 
-/// Has the instances of all other hosts stopped, by having the cluster recover them: it starts them again.
-///
-/// Nothing is written down that could have this effect later, as a constraint could, which a part of the cluster without quorum keeps until it is
-/// joined to the rest.
-///
-/// # Errors
-/// One of them is not known to be stopped.
-pub(super) fn stop_others(guest: &GuestName) -> Outcome {
-    let (own, deadline) = (output(&["crm_node", "--name"])?, Instant::now() + STOPPED_WITHIN);
-    let mut others = Vec::new();
-    for node in instances(guest)?.into_iter().filter(|node| *node != own) {
-        others.push(Other { start: start_of(guest, &node)?, node });
+/// A command that waits for a host which does not answer.
+struct Request(Child);
+
+impl Drop for Request {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
     }
-    let mut failure = String::new();
-    for Other { node, .. } in &others {
-        let fail = ["crm_resource", "--fail", "--resource", guest.as_str(), "--node", node];
-        // That of a host which is about to be fenced cannot be.
-        if let Err(refusal) = output(&fail) {
-            failure = refusal.reason.unwrap_or_default();
-        }
+}
+
+impl<'a> Others<'a> {
+    pub(super) fn find(guest: &'a GuestName) -> Result<Self, Refusal> {
+        let own = output(&["crm_node", "--name"])?;
+        let others = instances(guest)?.into_iter().filter(|node| *node != own);
+        let other = |node: String| Ok(Other { start: start_of(guest, &node)?, node });
+        Ok(Self { guest, others: others.map(other).collect::<Result<_, Refusal>>()? })
     }
-    loop {
-        let now = instances(guest)?;
-        let mut still = Vec::new();
-        for other in others {
-            if now.contains(&other.node) && start_of(guest, &other.node)? == other.start {
-                still.push(other);
+
+    /// Has them stopped, by having the cluster recover them: it starts them again.
+    ///
+    /// Nothing is written down that could have this effect later, as a constraint could, which a part of the cluster without quorum keeps
+    /// until it is joined to the rest.
+    ///
+    /// # Errors
+    /// One of them is not known to be stopped.
+    pub(super) fn stop(mut self) -> Outcome {
+        let _requests = self.others.iter().map(|other| self.recover(other)).collect::<Result<Vec<_>, _>>()?;
+        let deadline = Instant::now() + STOPPED_WITHIN;
+        while let Some(Other { node, start }) = self.others.last() {
+            if !instances(self.guest)?.contains(node) || start_of(self.guest, node)? != *start {
+                self.others.pop();
+            } else if Instant::now() >= deadline {
+                let text = format!("the cluster has not stopped {} on {node}, or fenced that", self.guest);
+                return Err(Refusal::failed(text));
+            } else {
+                thread::sleep(LOOK_INTERVAL);
             }
         }
-        others = still;
-        if others.is_empty() {
-            return Ok(());
-        }
-        if Instant::now() >= deadline {
-            let nodes: Vec<_> = others.iter().map(|other| other.node.as_str()).collect();
-            let text = format!("the cluster has not stopped {guest} on {}, or fenced that", nodes.join(", "));
-            return Err(Refusal::failed(if failure.is_empty() {
-                text
-            } else {
-                format!("{text}; {failure}")
-            }));
-        }
-        thread::sleep(LOOK_INTERVAL);
+        Ok(())
+    }
+
+    fn recover(&self, other: &Other) -> Result<Request, Refusal> {
+        let mut command = Command::new("crm_resource");
+        command.args(["--fail", "--resource", self.guest.as_str(), "--node", &other.node]);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        Ok(Request(command.spawn()?))
     }
 }
 
@@ -123,14 +132,6 @@ fn start_name(guest: &GuestName) -> String {
 fn instances(guest: &GuestName) -> Result<Vec<String>, Refusal> {
     let located = output(&["crm_resource", "--locate", "--quiet", "--resource", guest.as_str()])?;
     Ok(located.lines().filter_map(|line| line.split_whitespace().next()).map(str::to_owned).collect())
-}
-
-/// Returns true if the cluster has promoted the instance of another host.
-pub(super) fn is_promoted_elsewhere(guest: &GuestName) -> Result<bool, Refusal> {
-    let here = format!(" {} Promoted", output(&["crm_node", "--name"])?);
-    let located = output(&["crm_resource", "--locate", "--resource", guest.as_str()])?;
-    let is_promoted = |line: &str| line.trim_end().ends_with(" Promoted") && !line.contains(&here);
-    Ok(located.lines().any(is_promoted))
 }
 
 /// The highest generation of the guest that was recorded in the cluster; 0 for none.

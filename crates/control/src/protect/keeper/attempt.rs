@@ -15,6 +15,7 @@ use super::mirrors::DiskMirrors;
 use super::process::{FERRY_ENDED, FerryProcess};
 use super::report::Report;
 use super::request::{Error, ProtectEnd, ProtectObserver};
+use crate::arbiter::Stake;
 use crate::cards::HoldingCards;
 use crate::generations::ManagedGuest;
 use crate::journal::JournalEntry;
@@ -261,7 +262,8 @@ impl<'a, 'k> Attempt<'a, 'k> {
 
     /// The guest was shut down. Its last output goes, unless the other host takes it for dead.
     fn guest_has_ended(mut self) -> Result<AttemptEnd, Error> {
-        if !self.host.release_standby(RELEASED_WITHIN[1]) && self.may_be_taken && !self.keeper.decide()? {
+        let is_released = self.host.release_standby(RELEASED_WITHIN[1]);
+        if !is_released && self.may_be_taken && !self.keeper.decide(Stake::LastOutput)? {
             return Ok(self.lost("the guest was shut down here at the same time".into()));
         }
         self.ferry.kill();
@@ -320,7 +322,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
         if self.may_be_taken && !is_standby {
             self.may_be_taken = !self.host.release_standby(RELEASED_WITHIN[1]);
         }
-        if self.may_be_taken && !self.keeper.decide()? {
+        if self.may_be_taken && !self.keeper.decide(Stake::Guest)? {
             return Ok(self.lost(reason));
         }
         self.finish()?;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use towline_channel::Cancel;
 
 use super::request::{Error, ProtectObserver, ProtectRequest};
-use crate::arbiter::{Claimant, Decision, Verdict};
+use crate::arbiter::{Claim, Claimant, Decision, Stake, Verdict};
 use crate::cards::HoldingCards;
 
 /// The guest's host, as one of two claimants.
@@ -27,7 +27,7 @@ impl Keeper<'_> {
         let arbiter = &self.request.arbiter;
         let of_cards = HoldingCards::generation(cards).map_err(Error::Card)?;
         let generation = arbiter.newest(guest)?.max(of_cards) + 1;
-        match arbiter.claim(guest, generation, &self.claimant) {
+        match arbiter.claim(&Claim { guest, generation, stake: Stake::Guest }, &self.claimant) {
             Verdict::Won => (self.guest, self.generation) = (guest.to_owned(), generation),
             Verdict::Lost => return Err(Error::Claimed { generation }),
             Verdict::Unknown(error) => return Err(error.into()),
@@ -39,11 +39,12 @@ impl Keeper<'_> {
     ///
     /// # Errors
     /// [`Error::Undecided`]: cancelled before the arbiter has decided.
-    pub(super) fn decide(&mut self) -> Result<bool, Error> {
+    pub(super) fn decide(&mut self, stake: Stake) -> Result<bool, Error> {
         let next = self.generation + 1;
         let notice = |text: &str| self.observer.notice(text);
         let arbiter = &self.request.arbiter;
-        match arbiter.decide(&self.guest, next, &self.claimant, self.cancel, &notice) {
+        let claim = Claim { guest: &self.guest, generation: next, stake };
+        match arbiter.decide(&claim, &self.claimant, self.cancel, &notice) {
             Decision::Won => {
                 self.generation = next;
                 Ok(true)
