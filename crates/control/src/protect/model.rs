@@ -20,6 +20,7 @@
 //!
 //! A model of frames needs no more than the epoch in which each was sent: it keeps the highest one.
 
+mod cluster;
 mod effects;
 mod invariants;
 mod mishaps;
@@ -81,6 +82,17 @@ enum Rule {
     StandbyClaimsForLivingGuest,
     /// A QEMU whose monitor is closed is seen to have exited.
     ExitIsSeen,
+    // Those of a cluster as the arbiter.
+    /// The guest's host has a generation once the other host's instance was stopped.
+    ClusterStopsOthers,
+    /// A stop ends the QEMU that waits.
+    StopEndsWaiting,
+    /// The standby has a generation once it is promoted.
+    ClusterPromotes,
+    /// A demotion kills the guest.
+    DemotionKills,
+    /// What a host has asked for before it was demoted is not done later.
+    RequestsAreNotKept,
 }
 
 /// A rule, the least world in which it is needed, and what is violated there without it.
@@ -148,6 +160,14 @@ impl Model for World {
     }
 }
 
+const CLUSTER_NEEDS: [Need; 5] = [
+    Need::new(Rule::ClusterStopsOthers, 1, OUTPUT),
+    Need::new(Rule::StopEndsWaiting, 1, OUTPUT),
+    Need::new(Rule::ClusterPromotes, 1, OUTPUT),
+    Need::new(Rule::DemotionKills, 2, "the guest's output is held for ever"),
+    Need::new(Rule::RequestsAreNotKept, 2, LOST),
+];
+
 /// Number of mishaps; the soak test sets more with `TOWLINE_MODEL_MISHAPS`.
 fn budget() -> u8 {
     std::env::var("TOWLINE_MODEL_MISHAPS").ok().and_then(|text| text.parse().ok()).unwrap_or(2)
@@ -176,11 +196,23 @@ fn a_guest_that_is_protected_again_runs_once() {
     assert!(explored.states > 10_000 && explored.depth > 40);
 }
 
+#[test]
+fn a_guest_of_which_a_cluster_decides_runs_once() {
+    for (epochs, may_retry) in [(2, false), (1, true)] {
+        let world = World::of_cluster(budget(), epochs, may_retry, None);
+        let explored = explore_whole("a cluster", world);
+        assert!(explored.states > 10_000 && explored.depth > 30);
+    }
+}
+
 /// Without any one of them, a property is violated.
 #[test]
 fn each_rule_is_needed() {
-    for need in NEEDS {
-        let (rule, explored) = (need.rule, explore(need.world()));
+    let own = NEEDS.map(|need| (need.world(), need));
+    let of_cluster =
+        CLUSTER_NEEDS.map(|need| (World { cluster: Some(cluster::Cluster::NEW), ..need.world() }, need));
+    for (world, need) in own.into_iter().chain(of_cluster) {
+        let (rule, explored) = (need.rule, explore(world));
         let (text, steps) =
             explored.violation.unwrap_or_else(|| panic!("without {rule:?} nothing is violated"));
         println!("without {rule:?}: {text}, after {} steps: {steps:?}", steps.len());

@@ -30,6 +30,7 @@ impl World {
             | Step::StandbyClaims(index)
             | Step::Runs(index)
             | Step::Sends(index) => self.step_standby(index, step),
+            Step::Cluster(step) => self.step_cluster(step),
             Step::Mishap(mishap) => self.suffer(mishap),
             step => {
                 self.step_ferry(step);
@@ -222,6 +223,10 @@ impl World {
         if self.guest == Guest::Dead && self.keeps(Rule::KeeperClaimsForLivingGuest) {
             return self.end(Why::Died);
         }
+        if self.is_demoted() {
+            self.keeper.phase = KeeperPhase::Quits;
+            return;
+        }
         self.keeper.phase = match self.claim(self.keeper.generation + 1, self.keeper.claimant) {
             true => {
                 self.keeper.generation += 1;
@@ -239,6 +244,7 @@ impl World {
     }
 
     fn protect_again(&mut self) {
+        self.clear_there();
         let owners = self.arbiter.owners;
         let newest = owners.iter().rposition(|owner| *owner != Owner::Unclaimed).unwrap_or_default();
         let generation = newest + 1;

@@ -17,6 +17,7 @@ impl World {
                 self.kill_keeper();
                 (self.card.is_alive, self.ferry.phase) = (false, FerryPhase::Gone);
                 self.session.request = false;
+                self.fence_here();
             }
             Mishap::KillAgent => {
                 self.session.is_open = false;
@@ -53,6 +54,13 @@ impl World {
                 self.is_excused |= self.guest == Guest::Dead;
                 self.standbys[usize::from(self.current)].phase = StandbyPhase::Ended;
             }
+            Mishap::Demote => self.demote(),
+            Mishap::FenceOther => {
+                self.session.is_open = false;
+                self.kill_other_qemu();
+                self.lose_standby();
+                self.fence_there();
+            }
         }
         let is_apart = matches!(
             mishap,
@@ -68,7 +76,7 @@ impl World {
     }
 
     /// The guest is lost if no standby can go on with it, or if one is about to be released.
-    fn kill_guest(&mut self) {
+    pub(super) fn kill_guest(&mut self) {
         use StandbyPhase::{Runs, Sends, Won};
         if self.has_exited() {
             return;
@@ -76,6 +84,7 @@ impl World {
         self.guest = Guest::Dead;
         let is_there = self.standbys.iter().any(|standby| matches!(standby.phase, Won | Runs | Sends));
         let can = (0..=self.current).any(|index| self.can_take_over(index)) && !self.session.request;
+        let can = can && !self.is_to_stop();
         self.is_excused |= !is_there && !can;
     }
 

@@ -1,6 +1,7 @@
 //! Steps that are possible in a world.
 
 use super::Rule;
+use super::cluster::{ClusterStep, Role};
 use super::world::{FerryPhase, Guest, KeeperPhase, Lost, StandbyPhase, Why, World};
 
 /// Step of one party, or a mishap.
@@ -47,6 +48,7 @@ pub(super) enum Step {
     StandbyClaims(u8),
     Runs(u8),
     Sends(u8),
+    Cluster(ClusterStep),
     Mishap(Mishap),
 }
 
@@ -78,9 +80,13 @@ pub(super) enum Mishap {
     /// A checkpoint is not written whole.
     ApplyFails,
     LoadFails,
+    /// The cluster demotes the guest's host, which is to be empty, or has lost its quorum.
+    Demote,
+    /// It fences the other host.
+    FenceOther,
 }
 
-const MISHAPS: [Mishap; 21] = [
+const MISHAPS: [Mishap; 23] = [
     Mishap::KillQemu,
     Mishap::KillCard,
     Mishap::KillFerry,
@@ -102,6 +108,8 @@ const MISHAPS: [Mishap; 21] = [
     Mishap::StandbyLosesAnswer,
     Mishap::ApplyFails,
     Mishap::LoadFails,
+    Mishap::Demote,
+    Mishap::FenceOther,
 ];
 
 impl World {
@@ -119,6 +127,7 @@ impl World {
         for index in 0..=self.current {
             self.add_standby_steps(index, &mut add);
         }
+        steps.extend(self.cluster_steps());
         steps
     }
 
@@ -188,7 +197,7 @@ impl World {
             Phase::EndsCheckpoints(_) => drop(add(true, Step::EndsCheckpoints)),
             Phase::Decides(why) => {
                 let gives_up = matches!(why, Why::Cancelled | Why::Repaired);
-                add(self.arbiter.answers, Step::KeeperClaims);
+                add(self.arbiter.answers && self.answers_keeper(), Step::KeeperClaims);
                 add(!self.arbiter.answers && gives_up, Step::GivesUp);
             }
             Phase::Passes(_) => {
@@ -204,7 +213,8 @@ impl World {
         }
         let is_lost = matches!(self.keeper.phase, Phase::Done(Why::Here | Why::Standby | Why::Repaired));
         let is_left = self.keeper.phase == Phase::Dead && !self.keeps(Rule::RepairsFirst);
-        let can_begin = self.may_retry && self.arbiter.answers && self.guest == Guest::Runs;
+        let has_places = self.cluster.is_none_or(|cluster| cluster.can_protect());
+        let can_begin = self.may_retry && self.arbiter.answers && self.guest == Guest::Runs && has_places;
         add(can_begin && (is_lost || is_left), Step::ProtectsAgain);
     }
 
@@ -233,7 +243,10 @@ impl World {
                 add(!standby.has_qemu, Step::SeesQemuEnd(index));
             }
             Phase::Deciding => drop(add(true, Step::Loads(index))),
-            Phase::Loaded => drop(add(self.arbiter.answers, Step::StandbyClaims(index))),
+            Phase::Loaded => {
+                let is_answered = self.arbiter.answers && self.answers_standby();
+                add(is_answered, Step::StandbyClaims(index));
+            }
             Phase::Won => drop(add(true, Step::Runs(index))),
             Phase::Runs => drop(add(self.has_other_card, Step::Sends(index))),
             Phase::Sends | Phase::Released | Phase::Ended => {}
@@ -278,6 +291,8 @@ impl World {
                 true => standby.phase == Deciding,
                 false => standby.phase == Won,
             },
+            Mishap::Demote => self.cluster.is_some_and(|cluster| cluster.here == Role::Promoted),
+            Mishap::FenceOther => self.cluster.is_some_and(|cluster| cluster.there != Role::Off) && is_there,
         }
     }
 }

@@ -1,6 +1,7 @@
 //! State of a protection: both hosts, the way between them, and the arbiter.
 
 use super::Rule;
+use super::cluster::Cluster;
 
 /// Number of generations, from 0.
 const GENERATIONS: usize = 6;
@@ -32,6 +33,8 @@ pub(super) struct World {
     /// The card of the other host lives.
     pub(super) has_other_card: bool,
     pub(super) arbiter: Arbiter,
+    /// The cluster of both hosts, if that is the arbiter.
+    pub(super) cluster: Option<Cluster>,
     /// Highest epoch of a frame that has left the card in this attempt.
     pub(super) sent: u8,
     /// A frame has left it since the second attempt began.
@@ -232,11 +235,17 @@ impl World {
             current: 0,
             has_other_card: true,
             arbiter: Arbiter { answers: true, owners },
+            cluster: None,
             sent: 0,
             has_sent_again: false,
             is_excused: false,
             is_unaware: false,
         }
+    }
+
+    /// The same with a cluster as the arbiter.
+    pub(super) fn of_cluster(mishaps: u8, epochs: u8, may_retry: bool, broken: Option<Rule>) -> Self {
+        Self { cluster: Some(Cluster::NEW), ..Self::new(mishaps, epochs, may_retry, broken) }
     }
 
     /// Returns true if this rule is kept.
@@ -259,7 +268,8 @@ impl World {
         let standby = &self.standbys[usize::from(index)];
         let stands = matches!(standby.phase, Stands | Grace | Deciding | Loaded);
         let owner = self.arbiter.owners[usize::from(standby.generation) + 1];
-        let is_open = owner == Owner::Unclaimed || owner == Owner::Standby(index);
+        // A cluster does not compare claims of two hosts.
+        let is_open = self.cluster.is_some() || [Owner::Unclaimed, Owner::Standby(index)].contains(&owner);
         stands && standby.has_qemu && standby.last > 0 && !standby.is_torn && is_open
     }
 
@@ -270,6 +280,9 @@ impl World {
 
     /// Claims a generation; `None`: the arbiter does not answer. Returns whether the claimant has it.
     pub(super) fn claim(&mut self, generation: u8, claimant: Owner) -> bool {
+        if self.cluster.is_some() && matches!(claimant, Owner::Standby(_)) {
+            return true;
+        }
         let owner = &mut self.arbiter.owners[usize::from(generation)];
         let is_again = *owner == claimant && self.broken != Some(Rule::ClaimsAreIdempotent);
         let is_won = *owner == Owner::Unclaimed || is_again;
