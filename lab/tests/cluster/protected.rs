@@ -46,7 +46,7 @@ pub(crate) struct Protected {
     pub(crate) at: usize,
     protecting: Option<Towline>,
     pub(crate) clients: Clients,
-    one_sends: OneSends,
+    _one_sends: OneSends,
     _hub: Network,
 }
 
@@ -88,6 +88,31 @@ impl Drop for OneSends {
             thread::panicking() || !self.have_both.load(Ordering::Relaxed),
             "both hosts send what their guest does"
         );
+    }
+}
+
+impl Drop for Protected {
+    fn drop(&mut self) {
+        if !thread::panicking() {
+            return;
+        }
+        let shown = "date +%T.%N; crm_mon -1 | tail -n 12; ls -l --full-time /run/towline/cluster/web; towline ps; \
+                     cat /run/towline/guests/web/takeover.json; tail -n 5 /run/towline/guests/web/qemu.log; \
+                     ps -e -o pid,stat,etimes,args | grep -v kworker | cut -c1-150 | tail -n 40";
+        for node in NODES.into_iter().filter(|node| self.cluster.is_on(*node)) {
+            let output = self.cluster.on(node, &["sh", "-c", shown]).output();
+            eprintln!(
+                "node{node}: {}",
+                output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default()
+            );
+        }
+        if let Some(protecting) = &self.protecting {
+            eprintln!(
+                "{}\n{}",
+                protecting.stderr(),
+                protecting.stdout().lines().rev().take(20).collect::<Vec<_>>().join("\n")
+            );
+        }
     }
 }
 
@@ -164,8 +189,8 @@ impl Protected {
         let clients = Clients::begin(&hub, guest_address(ADDRESS), CONNECTIONS);
         clients.wait_more(2);
         clients.forget_gaps();
-        let one_sends = OneSends::watch(&cluster);
-        Some(Self { cluster, cards, at: 1, protecting: Some(protecting), clients, one_sends, _hub: hub })
+        let _one_sends = OneSends::watch(&cluster);
+        Some(Self { cluster, cards, at: 1, protecting: Some(protecting), clients, _one_sends, _hub: hub })
     }
 
     pub(crate) fn other(&self) -> usize {
@@ -224,17 +249,16 @@ impl Protected {
     }
 
     /// The guest is right, in its memory and on its disk.
-    pub(crate) fn ends_well(self) {
-        let Self { cluster, clients, one_sends, at, protecting, .. } = self;
-        let mut guest = LinuxGuest::connect_at(&cluster.path(at, "/run/lab/agent")).unwrap();
+    pub(crate) fn ends_well(mut self) {
+        let mut guest = LinuxGuest::connect_at(&self.cluster.path(self.at, "/run/lab/agent")).unwrap();
         guest.wait_ready(WITHIN).unwrap();
         guest.stop_dirtying().unwrap();
         assert_eq!(guest.check().unwrap(), WRITTEN / 4096);
         guest.assert_counted("the guest");
-        assert_clean(&cluster.place.path(&format!("node{at}/disk.raw")));
-        let ended = clients.end();
+        assert_clean(&self.cluster.place.path(&format!("node{}/disk.raw", self.at)));
+        self.clients.stop();
+        let ended = self.clients.snapshot();
         assert!(ended.errors.is_empty(), "{ended:?}");
-        drop((one_sends, protecting));
     }
 }
 

@@ -96,7 +96,7 @@ impl Clients {
         self.snapshot()
     }
 
-    fn stop(&mut self) {
+    pub(crate) fn stop(&mut self) {
         self.stop.store(true, SeqCst);
         for thread in self.threads.drain(..) {
             thread.join().expect("a connection does not panic");
