@@ -27,18 +27,18 @@ pub struct Claim<'a> {
     pub guest: &'a str,
     /// The generation.
     pub generation: u64,
-    /// What the claimant has.
+    /// That of the claimant.
     pub stake: Stake,
 }
 
-/// What a claimant has of its guest.
+/// Part of a guest that its claimant has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stake {
     /// The guest, which runs.
     Guest,
     /// A copy of it, which can run.
     Copy,
-    /// What it has sent before it was shut down.
+    /// Frames that it has sent before it was shut down.
     LastOutput,
 }
 

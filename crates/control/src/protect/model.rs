@@ -91,7 +91,7 @@ enum Rule {
     ClusterPromotes,
     /// A demotion kills the guest.
     DemotionKills,
-    /// What a host has asked for before it was demoted is not done later.
+    /// A request of a host before it was demoted is not carried out later.
     RequestsAreNotKept,
 }
 
