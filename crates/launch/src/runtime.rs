@@ -6,6 +6,7 @@
 //!   NAME/qmp.sock    QEMU's monitor
 //!   NAME/qemu.log    standard output and error of QEMU, bounded
 //!   NAME/state.json  for `towline ps`
+//!   NAME/waiting     there while QEMU waits for the guest of another host
 //! ```
 //! Root and directory belong to the user alone (0700) and are not symbolic links. What a guest that has ended
 //! leaves is removed by the next one of its name, or a day later by the next one of any name. Lock, socket
@@ -262,6 +263,17 @@ impl RuntimeRoot {
             name: name.clone(),
             holder: "processes that start and end at this moment".into(),
         })
+    }
+
+    /// The guest of this name that runs.
+    ///
+    /// # Errors
+    /// Its state cannot be read: it may run.
+    pub fn find(&self, name: &GuestName) -> Result<Option<RunningGuest>, RuntimeError> {
+        let path = self.path.join(name.as_str()).join(STATE);
+        let found = RunningGuest::read(&path);
+        let found = found.map_err(|source| RuntimeError::Io { path, operation: "read it", source })?;
+        Ok(found.filter(RunningGuest::is_running))
     }
 
     /// Returns the guests that run, by name.

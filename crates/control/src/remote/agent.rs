@@ -230,6 +230,7 @@ impl Agent {
         let memory = memory.transpose()?;
         let directory = self.claim(&name).map_err(failed)?;
         let list = directory.path().join(NewDisks::FILE);
+        std::fs::write(RunningGuest::waiting_path(&directory.qmp_path()), "").map_err(failed)?;
         let mut launcher = Launcher::new(directory);
         launcher.incoming = IncomingOption::Defer;
         launcher.lifetime = Lifetime::Detached;

@@ -5,7 +5,7 @@ use std::thread;
 use std::time::Duration;
 
 use towline_channel::{Address, OneTimeCredentials, OneTimeKey};
-use towline_launch::RunningQemu;
+use towline_launch::{RunningGuest, RunningQemu};
 use towline_qmp::CommandError;
 
 use super::new_disks::NewDisks;
@@ -42,7 +42,9 @@ impl Drop for StartedForGuest {
 impl StartedForGuest {
     /// Has them outlive this process.
     pub(super) fn keep(&mut self) {
-        drop(self.qemu.take());
+        if let Some(qemu) = self.qemu.take() {
+            let _ = std::fs::remove_file(RunningGuest::waiting_path(&qemu.qmp_path()));
+        }
         self.disks.keep();
     }
 }

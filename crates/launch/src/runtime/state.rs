@@ -86,6 +86,18 @@ impl RunningGuest {
         start_time(self.pid).is_ok_and(|start_time| start_time == self.start_time)
     }
 
+    /// File that is there while it waits for the guest of another host.
+    #[must_use]
+    pub fn waiting_path(monitor: &Path) -> PathBuf {
+        monitor.with_file_name("waiting")
+    }
+
+    /// Returns true while it waits for the guest of another host.
+    #[must_use]
+    pub fn is_waiting(&self) -> bool {
+        Self::waiting_path(&self.qmp).exists()
+    }
+
     /// A descriptor of its process; `None`: it has ended.
     ///
     /// # Errors
