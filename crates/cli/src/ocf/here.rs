@@ -105,7 +105,8 @@ impl Here {
 
     /// Returns true while the agent of another host's move works on it.
     fn is_agent_working(&self) -> bool {
-        is_agent_working(self.guest())
+        let words = std::fs::read(format!("/proc/{}/cmdline", self.guest().owner_pid)).unwrap_or_default();
+        words.ends_with(b"\0agent\0")
     }
 
     /// Waits for the agent of another host's move, which ends once that host is silent.
@@ -217,12 +218,6 @@ impl Here {
         }
         has_ended
     }
-}
-
-/// Returns true while the agent of another host that has started this QEMU works on it.
-pub(super) fn is_agent_working(guest: &RunningGuest) -> bool {
-    let words = std::fs::read(format!("/proc/{}/cmdline", guest.owner_pid)).unwrap_or_default();
-    words.ends_with(b"\0agent\0")
 }
 
 /// Has a move finished, whose end in this `role` is here; `None`: that leaves it open.

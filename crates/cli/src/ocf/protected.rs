@@ -17,15 +17,16 @@
 mod claim;
 mod cluster;
 mod instance;
+mod status;
 
 use std::time::{Duration, Instant};
 
 use super::parameters::{self, AgentAbout, Parameter, TIMEOUT_MIN};
-use super::refusal::{Code, Outcome, Refusal, answer};
-use instance::{Instance, Qemu};
+use super::refusal::{Code, Outcome, Refusal, answer, say};
+use instance::Instance;
 
-/// Promotion score of a host on which the guest runs.
-const SCORE: u32 = 100;
+/// Promotion score of a host on which the guest runs: above all preferences of users, which are added to it, and below Pacemaker's infinity.
+const SCORE: u32 = 900_000;
 const PARAMETERS: [Parameter; 1] =
     [parameters::fixed("name", None, "Name of the guest, the same on all hosts; that of the resource")];
 const ACTIONS: [(&str, u32); 6] =
@@ -51,13 +52,19 @@ pub(super) fn act(action: &str) -> Outcome {
         _ => {}
     }
     let begun = Instant::now();
-    let instance = Instance::of(parameters::name()?);
+    let instance = match (parameters::name(), action) {
+        (Ok(name), _) => Instance::of(name),
+        // Nothing was started without a name, and a host is not fenced for one.
+        (Err(_), "stop") => return Ok(()),
+        (Err(_), "monitor" | "status") => return Err(Refusal::NOT_RUNNING),
+        (Err(refusal), _) => return Err(refusal),
+    };
     let left = || parameters::timeout().saturating_sub(begun.elapsed()).max(TIMEOUT_MIN);
     match action {
         "start" => start(&instance),
-        "stop" => stop(&instance, left()),
+        "stop" => stop(&instance, left),
         "promote" => promote(&instance),
-        "demote" => demote(&instance, left()),
+        "demote" => demote(&instance, left),
         "monitor" | "status" => monitor(&instance),
         "validate-all" => Ok(()),
         _ => Err(Refusal::new(Code::Unimplemented, format!("no action {action:?}"))),
@@ -69,18 +76,18 @@ fn start(instance: &Instance) -> Outcome {
     instance.set_demoted()?;
     cluster::mark_start(&instance.guest)?;
     instance.set_started()?;
-    set_score(instance)
+    set_score(instance);
+    Ok(())
 }
 
-/// Ends the QEMU that waits. A guest was ended by the demotion before, or is not the cluster's.
-fn stop(instance: &Instance, within: Duration) -> Outcome {
+/// Ends the QEMU that waits, or a guest whose demotion has failed.
+fn stop(instance: &Instance, left: impl Fn() -> Duration) -> Outcome {
     instance.set_stopped()?;
-    // It has the same effect as a stop without a score.
+    instance.await_claims(left() / 2)?;
+    instance.kill(left())?;
+    // Without it nothing that is not started is promoted either.
     let _ = cluster::set_score(&instance.guest, None);
-    match instance.qemu()? {
-        Some(Qemu::Waiting(waiting)) => instance.kill(&waiting, within),
-        _ => Ok(()),
-    }
+    Ok(())
 }
 
 fn promote(instance: &Instance) -> Outcome {
@@ -91,31 +98,37 @@ fn promote(instance: &Instance) -> Outcome {
 }
 
 /// Kills the guest, so that the other host goes on with it: `quit` would be an end, which ends the protection too.
-fn demote(instance: &Instance, within: Duration) -> Outcome {
+fn demote(instance: &Instance, left: impl Fn() -> Duration) -> Outcome {
     instance.set_demoted()?;
-    match instance.qemu()? {
-        Some(Qemu::Guest(guest)) => instance.kill(&guest, within),
-        _ => Ok(()),
-    }
+    instance.await_claims(left() / 2)?;
+    instance.kill(left())
 }
 
 fn monitor(instance: &Instance) -> Outcome {
     if !instance.is_started() {
         return Err(Refusal::NOT_RUNNING);
     }
-    set_score(instance)?;
+    set_score(instance);
+    // One whose state cannot be read may run.
+    let is_here = !matches!(instance.qemu(), Ok(None));
     match instance.is_promoted() {
         false => Ok(()),
-        true if instance.qemu()?.is_some() => Err(Refusal::PROMOTED),
+        true if is_here => Err(Refusal::PROMOTED),
         true => Err(Refusal::new(Code::FailedPromoted, format!("guest {} has ended", instance.guest))),
     }
 }
 
-/// Sets the promotion score of a host that has the guest, and removes that of one that has nothing. One that waits has set it, or will.
-fn set_score(instance: &Instance) -> Outcome {
-    match instance.qemu()? {
-        Some(Qemu::Guest(_)) => cluster::set_score(&instance.guest, Some(SCORE)),
-        Some(Qemu::Waiting(_)) => Ok(()),
-        None => cluster::set_score(&instance.guest, None),
+/// Sets the promotion score of a host that has the guest, and removes that of one that has nothing. One that waits sets it when it claims.
+///
+/// A guest is not killed because the cluster does not take its score for a while.
+fn set_score(instance: &Instance) {
+    let set = match instance.qemu() {
+        Ok(Some(qemu)) if qemu.is_waiting() => Ok(()),
+        Ok(Some(_)) => cluster::set_score(&instance.guest, Some(SCORE)),
+        Ok(None) => cluster::set_score(&instance.guest, None),
+        Err(refusal) => Err(refusal),
+    };
+    if let Err(refusal) = set {
+        say(&format!("the promotion score is not set: {}", refusal.reason.unwrap_or_default()));
     }
 }

@@ -1,20 +1,19 @@
 //! `towline ocf arbitrate protected`: the program of `--arbiter pacemaker`.
 
-use std::fs;
-use std::io;
-use std::os::unix::fs::symlink;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use super::super::refusal::{Code, Outcome, Refusal, answer};
-use super::cluster;
+use super::cluster::{self, Cluster, Recorded};
 use super::instance::Instance;
 
-/// Time for the cluster to start an instance that a claim has had stopped.
-const STARTED_WITHIN: Duration = Duration::from_secs(20);
+/// Time for the cluster to start the instance of this host, or to promote it.
+const READY_WITHIN: Duration = Duration::from_secs(15);
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+/// Time for which a host claims with a copy while another one is promoted, whose guest is taken for hanging then.
+const HANGS_AFTER: Duration = Duration::from_secs(10);
 /// Promotion score of a host that has the guest's state, and has lost its host.
-const SCORE: u32 = 50;
+const SCORE: u32 = 1;
 /// Claimant of what no claimant here can have any more.
 const NONE: &str = "00000000000000000000000000000000";
 
@@ -22,10 +21,19 @@ const NONE: &str = "00000000000000000000000000000000";
 pub(super) fn arbitrate() -> Outcome {
     let instance = Instance::of(variable("TOWLINE_GUEST")?.parse()?);
     let found = match variable("TOWLINE_ACTION")?.as_str() {
-        "newest" => newest(&instance)?.to_string(),
+        "newest" => {
+            let is_ready = await_ready(|| Ok(instance.is_started()))?;
+            if !is_ready {
+                let guest = &instance.guest;
+                let text = format!("the cluster has not started resource {guest} on this host; see crm_mon");
+                return Err(Refusal::failed(text));
+            }
+            Recorded::read(&instance.guest)?.generation.to_string()
+        }
         "claim" => {
             let generation = variable("TOWLINE_GENERATION")?.parse()?;
-            claim(&instance, generation, &variable("TOWLINE_CLAIMANT")?, &variable("TOWLINE_STAKE")?)?
+            let claimed = Recorded { generation, claimant: variable("TOWLINE_CLAIMANT")? };
+            claim(&instance, claimed, &variable("TOWLINE_STAKE")?)?
         }
         other => {
             let text = format!("TOWLINE_ACTION={other}: expected newest or claim");
@@ -40,62 +48,62 @@ fn variable(name: &str) -> Result<String, Refusal> {
     std::env::var(name).map_err(|error| Refusal::new(Code::Arguments, format!("{name}: {error}")))
 }
 
-fn newest(instance: &Instance) -> Result<u64, Refusal> {
-    let deadline = Instant::now() + STARTED_WITHIN;
-    while !instance.is_started() {
+/// Waits for a state of this host. Returns whether it has it.
+fn await_ready(is_ready: impl Fn() -> Result<bool, Refusal>) -> Result<bool, Refusal> {
+    let deadline = Instant::now() + READY_WITHIN;
+    while !is_ready()? {
         if Instant::now() >= deadline {
-            let guest = &instance.guest;
-            return Err(Refusal::failed(format!("the cluster has not started resource {guest} here")));
+            return Ok(false);
         }
         thread::sleep(LOOK_INTERVAL);
     }
-    cluster::recorded(&instance.guest)
+    Ok(true)
 }
 
-/// Returns the claimant that has this generation on this host.
-fn claim(instance: &Instance, generation: u64, claimant: &str, stake: &str) -> Result<String, Refusal> {
+/// Returns the claimant that has this generation, or a higher one.
+fn claim(instance: &Instance, claimed: Recorded, stake: &str) -> Result<String, Refusal> {
+    if stake == "guest" {
+        // A guest that was just started is promoted soon.
+        await_ready(|| Ok(instance.is_promoted() || !instance.is_started() || instance.qemu()?.is_none()))?;
+    }
     if !instance.is_started() {
         // What there was to win was ended with it.
         return Ok(NONE.into());
     }
-    let path = instance.claim_path(generation);
-    if !path.is_symlink() {
-        match stake {
-            "copy" => check_copy(instance)?,
-            "guest" => {
-                if instance.qemu()?.is_none() && !instance.is_promoted() {
-                    // It was killed by a demotion.
-                    return Ok(NONE.into());
-                }
-                cluster::check_authority()?;
-                let others = cluster::Others::find(&instance.guest)?;
-                // One that has just died goes on elsewhere.
-                check_guest(instance)?;
-                others.stop()?;
-            }
-            // It goes on nowhere, and needs no promotion.
-            "last-output" => {
-                cluster::check_authority()?;
-                cluster::Others::find(&instance.guest)?.stop()?;
-            }
-            other => {
-                let text = format!("TOWLINE_STAKE={other}: expected guest, copy or last-output");
-                return Err(Refusal::new(Code::Arguments, text));
-            }
+    // It keeps a demotion, and a stop, from being done meanwhile.
+    let _claiming = instance.claiming()?;
+    if !instance.is_started() {
+        return Ok(NONE.into());
+    }
+    let recorded = Recorded::read(&instance.guest)?;
+    if recorded.generation >= claimed.generation {
+        let is_ours = recorded == claimed;
+        return Ok(if is_ours { claimed.claimant } else { NONE.into() });
+    }
+    let cluster = Cluster::of(&instance.guest)?;
+    match stake {
+        "copy" => check_copy(instance, &cluster)?,
+        "guest" if instance.qemu()?.is_none() && !instance.is_promoted() => {
+            // It was killed by a demotion.
+            return Ok(NONE.into());
         }
-        cluster::record(&instance.guest, generation)?;
-        match symlink(claimant, &path) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error.into()),
-            _ => {}
+        // One that has just died goes on elsewhere.
+        "guest" => cluster.stop_others(|| check_guest(instance))?,
+        // It goes on nowhere, and needs no promotion.
+        "last-output" => cluster.stop_others(|| Ok(()))?,
+        other => {
+            let text = format!("TOWLINE_STAKE={other}: expected guest, copy or last-output");
+            return Err(Refusal::new(Code::Arguments, text));
         }
     }
-    Ok(fs::read_link(&path)?.to_string_lossy().into_owned())
+    claimed.write(&instance.guest)?;
+    Ok(claimed.claimant)
 }
 
 /// Refuses a guest that a demotion would not find, or one whose host is not promoted.
 fn check_guest(instance: &Instance) -> Outcome {
-    let guest = &instance.guest;
     if instance.qemu()?.is_none() {
+        let guest = &instance.guest;
         let text =
             format!("guest {guest} is not here; start it by that name, as by towline run --name {guest}");
         return Err(Refusal::failed(text));
@@ -104,19 +112,24 @@ fn check_guest(instance: &Instance) -> Outcome {
 }
 
 /// Lets the cluster promote a host that can go on with the guest.
-fn check_copy(instance: &Instance) -> Outcome {
+fn check_copy(instance: &Instance, cluster: &Cluster<'_>) -> Outcome {
     if !instance.is_promoted() {
         cluster::set_score(&instance.guest, Some(SCORE))?;
+        if instance.has_claimed_for(HANGS_AFTER)? {
+            // The guest's host would have had this copy ended by now.
+            cluster.recover_promoted()?;
+        }
+        return check_promoted(instance);
     }
-    cluster::check_authority()?;
-    check_promoted(instance)
+    cluster.status().map(drop)
 }
 
 fn check_promoted(instance: &Instance) -> Outcome {
     match instance.is_promoted() {
         true => Ok(()),
-        false => {
-            Err(Refusal::failed(format!("the cluster has not promoted {} on this host", instance.guest)))
-        }
+        false => Err(Refusal::failed(format!(
+            "the cluster has not promoted {} on this host; see crm_mon",
+            instance.guest
+        ))),
     }
 }

@@ -7,17 +7,22 @@ use std::time::{Duration, Instant};
 use towline_launch::GuestName;
 
 use super::super::refusal::{Outcome, Refusal};
+use super::status::{Node, Status, start_name};
 
+/// Longest run of a command, in seconds, as for timeout(1).
+const COMMAND_SECONDS: &str = "8";
 /// Time in which the instances of other hosts are to be stopped in one claim. Their hosts may have to be fenced first, in further ones.
-const STOPPED_WITHIN: Duration = Duration::from_secs(20);
+const STOPPED_WITHIN: Duration = Duration::from_secs(10);
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+const STATUS: [&str; 4] =
+    ["crm_mon", "--one-shot", "--output-as=xml", "--include=none,nodes,resources,attributes,dc,options"];
 
 /// Runs a command of Pacemaker. Returns its output.
 fn output(words: &[&str]) -> Result<String, Refusal> {
     let failed = |reason: &dyn std::fmt::Display| {
-        Refusal::failed(format!("{}: {reason}; is this host a member of the cluster?", words.join(" ")))
+        Refusal::failed(format!("{}: {reason}; see that Pacemaker runs on this host", words.join(" ")))
     };
-    let ran = Command::new(words[0]).args(&words[1..]).stdin(Stdio::null()).output();
+    let ran = Command::new("timeout").arg(COMMAND_SECONDS).args(words).stdin(Stdio::null()).output();
     let ran = ran.map_err(|error| failed(&error))?;
     if !ran.status.success() {
         let said = String::from_utf8_lossy(&ran.stderr);
@@ -36,33 +41,20 @@ pub(super) fn set_score(guest: &GuestName, score: Option<u32>) -> Outcome {
     output(&[&["crm_attribute", &promotion, "--lifetime=reboot"], &change[..]].concat()).map(drop)
 }
 
-/// Refuses what Pacemaker says of other hosts where that may not be true: without a quorum, or without fencing.
-pub(super) fn check_authority() -> Outcome {
-    if output(&["crm_node", "--quorum"])? != "1" {
-        return Err(Refusal::failed("this part of the cluster has no quorum"));
-    }
-    let option = ["--type=crm_config", "--name=stonith-enabled", "--query", "--quiet", "--default=true"];
-    match output(&[&["crm_attribute"], &option[..]].concat())?.as_str() {
-        "true" | "yes" | "on" | "1" => Ok(()),
-        found => Err(Refusal::failed(format!(
-            "stonith-enabled={found}: without fencing, a host that is cut off would run the guest too; enable it"
-        ))),
-    }
+/// Marks a start of the instance of this host.
+pub(super) fn mark_start(guest: &GuestName) -> Outcome {
+    let (name, value) =
+        (format!("--name={}", start_name(guest)), format!("--update={:016x}", fastrand::u64(..)));
+    output(&["crm_attribute", "--lifetime=reboot", &name, &value]).map(drop)
 }
 
-/// Instances of other hosts that run, or may run.
-pub(super) struct Others<'a> {
+/// The cluster as this host sees it.
+pub(super) struct Cluster<'a> {
     guest: &'a GuestName,
-    others: Vec<Other>,
+    own: String,
 }
 
-/// An instance of another host, and the start of it that is to have ended.
-struct Other {
-    node: String,
-    start: String,
-}
-
-/// A command that waits for a host which does not answer.
+/// A request that waits for a host which may not answer.
 struct Request(Child);
 
 impl Drop for Request {
@@ -72,81 +64,168 @@ impl Drop for Request {
     }
 }
 
-impl<'a> Others<'a> {
-    pub(super) fn find(guest: &'a GuestName) -> Result<Self, Refusal> {
-        let own = output(&["crm_node", "--name"])?;
-        let others = instances(guest)?.into_iter().filter(|node| *node != own);
-        let other = |node: String| Ok(Other { start: start_of(guest, &node)?, node });
-        Ok(Self { guest, others: others.map(other).collect::<Result<_, Refusal>>()? })
+/// An instance of another host that is to be stopped.
+struct Other {
+    node: String,
+    /// Mark of the start that is to end, if it is known.
+    start: Option<String>,
+}
+
+impl<'a> Cluster<'a> {
+    pub(super) fn of(guest: &'a GuestName) -> Result<Self, Refusal> {
+        Ok(Self { guest, own: output(&["crm_node", "--name"])? })
     }
 
-    /// Has them stopped, by having the cluster recover them: it starts them again.
+    /// Its state, if what it says of other hosts can be relied on: with a quorum, and with fencing.
+    pub(super) fn status(&self) -> Result<Status, Refusal> {
+        let status = Status::parse(&output(&STATUS)?, self.guest)
+            .map_err(|reason| Refusal::failed(format!("the state of the cluster (crm_mon): {reason}")))?;
+        if !status.fences {
+            return Err(Refusal::failed(
+                "stonith-enabled is not true: without fencing, a host that is cut off would run the guest too; enable it",
+            ));
+        }
+        if !status.has_quorum {
+            return Err(Refusal::failed(
+                "this part of the cluster has no quorum; connect this host to the others again",
+            ));
+        }
+        Ok(status)
+    }
+
+    /// Hosts but this one.
+    fn others<'s>(&self, status: &'s Status) -> impl Iterator<Item = (&'s String, &'s Node)> {
+        let own = self.own.clone();
+        status.nodes.iter().filter(move |(name, _)| **name != own)
+    }
+
+    /// Has the instances of all other hosts stopped, by having the cluster recover them: it starts them again. `may_ask` is asked last.
     ///
-    /// Nothing is written down that could have this effect later, as a constraint could, which a part of the cluster without quorum keeps
-    /// until it is joined to the rest.
+    /// Nothing is written down that could have this effect later, as a constraint could, which a part of the cluster without quorum keeps until it
+    /// is joined to the rest. That a host is not seen, or its instance not known, is no stop.
     ///
     /// # Errors
     /// One of them is not known to be stopped.
-    pub(super) fn stop(mut self) -> Outcome {
-        let _requests = self.others.iter().map(|other| self.recover(other)).collect::<Result<Vec<_>, _>>()?;
-        let deadline = Instant::now() + STOPPED_WITHIN;
-        while let Some(Other { node, start }) = self.others.last() {
-            if !instances(self.guest)?.contains(node) || start_of(self.guest, node)? != *start {
-                self.others.pop();
-            } else if Instant::now() >= deadline {
-                let text = format!("the cluster has not stopped {} on {node}, or fenced that", self.guest);
-                return Err(Refusal::failed(text));
-            } else {
-                thread::sleep(LOOK_INTERVAL);
+    pub(super) fn stop_others(&self, may_ask: impl Fn() -> Outcome) -> Outcome {
+        let status = self.status()?;
+        let mut others = Vec::new();
+        for (name, node) in self.others(&status) {
+            if !self.is_known_to_be_over(name, node)? {
+                others.push(Other { node: name.clone(), start: node.start.clone() });
             }
         }
-        Ok(())
+        may_ask()?;
+        let online =
+            others.iter().filter(|other| status.node(&other.node).is_some_and(|node| node.is_online));
+        let mut requests = online.map(|other| self.recover(&other.node)).collect::<Result<Vec<_>, _>>()?;
+        let deadline = Instant::now() + STOPPED_WITHIN;
+        loop {
+            let status = self.status()?;
+            may_ask()?;
+            let mut left = Vec::new();
+            for mut other in others {
+                let start = status.node(&other.node).and_then(|node| node.start.clone());
+                if other.start.is_none() && start.is_some() {
+                    // It may be the start before that.
+                    other.start = start;
+                    requests.push(self.recover(&other.node)?);
+                }
+                if !self.has_stopped(&other, &status)? {
+                    left.push(other);
+                }
+            }
+            others = left;
+            let Some(Other { node, .. }) = others.first() else { return Ok(()) };
+            if Instant::now() >= deadline {
+                return Err(Refusal::failed(format!(
+                    "the cluster has not stopped {} on {node}, or fenced that host; see crm_mon",
+                    self.guest
+                )));
+            }
+            thread::sleep(LOOK_INTERVAL);
+        }
     }
 
-    fn recover(&self, other: &Other) -> Result<Request, Refusal> {
+    /// Returns true if no instance runs on a host: it was seen there not to run, or the host is off.
+    fn is_known_to_be_over(&self, name: &str, node: &Node) -> Result<bool, Refusal> {
+        match (node.has_instance, node.is_online) {
+            (true, _) => Ok(false),
+            (false, true) => self.has_history(name),
+            (false, false) => Ok(!node.is_unclean),
+        }
+    }
+
+    /// Returns true if an instance was stopped since it was to be recovered.
+    fn has_stopped(&self, other: &Other, status: &Status) -> Result<bool, Refusal> {
+        let Some(node) = status.node(&other.node) else { return Ok(false) };
+        match (&other.start, &node.start) {
+            (Some(before), Some(now)) if node.has_instance && node.is_online => Ok(before != now),
+            _ => self.is_known_to_be_over(&other.node, node),
+        }
+    }
+
+    /// Returns true if the cluster knows of a host whether the instance runs there: one that has just joined it was not asked yet.
+    fn has_history(&self, node: &str) -> Result<bool, Refusal> {
+        let path =
+            format!("//node_state[@uname='{node}']/lrm/lrm_resources/lrm_resource[@id='{}']", self.guest);
+        let query = ["cibadmin", "--query", "--local", "--xpath", &path];
+        let ran = Command::new("timeout").arg(COMMAND_SECONDS).args(query).stdin(Stdio::null()).output()?;
+        Ok(ran.status.success())
+    }
+
+    /// Has the cluster recover the instance of a host.
+    fn recover(&self, node: &str) -> Result<Request, Refusal> {
         let mut command = Command::new("crm_resource");
-        command.args(["--fail", "--resource", self.guest.as_str(), "--node", &other.node]);
+        command.args(["--fail", "--resource", self.guest.as_str(), "--node", node]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         Ok(Request(command.spawn()?))
     }
+
+    /// Has the cluster recover the promoted instance of another host, whose guest does not go on.
+    pub(super) fn recover_promoted(&self) -> Outcome {
+        let status = self.status()?;
+        let promoted = self.others(&status).find(|(_, node)| node.is_online && node.is_promoted);
+        let Some((node, _)) = promoted else { return Ok(()) };
+        let mut request = self.recover(node)?;
+        let deadline = Instant::now() + STOPPED_WITHIN;
+        while Instant::now() < deadline && request.0.try_wait()?.is_none() {
+            thread::sleep(LOOK_INTERVAL);
+        }
+        Ok(())
+    }
 }
 
-/// Marks a start of the instance of this host.
-pub(super) fn mark_start(guest: &GuestName) -> Outcome {
-    let value = format!("--update={:016x}", fastrand::u64(..));
-    output(&["crm_attribute", "--lifetime=reboot", &start_name(guest), &value]).map(drop)
+/// Generation of a guest that a claimant has, as it is recorded in the cluster.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Recorded {
+    /// 0: none.
+    pub(super) generation: u64,
+    pub(super) claimant: String,
 }
 
-/// The last start of the instance of a host.
-fn start_of(guest: &GuestName, node: &str) -> Result<String, Refusal> {
-    let query =
-        ["crm_attribute", "--lifetime=reboot", "--query", "--quiet", "--default=none", "--node", node];
-    output(&[&query[..], &[&start_name(guest)]].concat())
-}
+impl Recorded {
+    pub(super) fn read(guest: &GuestName) -> Result<Self, Refusal> {
+        let name = format!("--name={}", property(guest));
+        let found =
+            output(&["crm_attribute", "--type=crm_config", &name, "--query", "--quiet", "--default=0"])?;
+        let (generation, claimant) = found.split_once(' ').unwrap_or((&found, ""));
+        let generation = generation.parse().map_err(|_| {
+            let text = format!(
+                "property {} of the cluster is {found:?}, expected a number and a claimant",
+                property(guest)
+            );
+            Refusal::failed(text)
+        })?;
+        Ok(Self { generation, claimant: claimant.to_owned() })
+    }
 
-fn start_name(guest: &GuestName) -> String {
-    format!("--name=towline-start-{guest}")
-}
-
-/// Hosts on which the resource has an instance that runs, or may run.
-fn instances(guest: &GuestName) -> Result<Vec<String>, Refusal> {
-    let located = output(&["crm_resource", "--locate", "--quiet", "--resource", guest.as_str()])?;
-    Ok(located.lines().filter_map(|line| line.split_whitespace().next()).map(str::to_owned).collect())
-}
-
-/// The highest generation of the guest that was recorded in the cluster; 0 for none.
-pub(super) fn recorded(guest: &GuestName) -> Result<u64, Refusal> {
-    let name = format!("--name={}", property(guest));
-    let found = output(&["crm_attribute", "--type=crm_config", &name, "--query", "--quiet", "--default=0"])?;
-    found
-        .parse()
-        .map_err(|_| Refusal::failed(format!("property {}: {found:?} is no number", property(guest))))
-}
-
-/// Records a generation of the guest, so that another host can see that it is in the same cluster.
-pub(super) fn record(guest: &GuestName, generation: u64) -> Outcome {
-    let (name, value) = (format!("--name={}", property(guest)), format!("--update={generation}"));
-    output(&["crm_attribute", "--type=crm_config", &name, &value]).map(drop)
+    pub(super) fn write(&self, guest: &GuestName) -> Outcome {
+        let (name, value) = (
+            format!("--name={}", property(guest)),
+            format!("--update={} {}", self.generation, self.claimant),
+        );
+        output(&["crm_attribute", "--type=crm_config", &name, &value]).map(drop)
+    }
 }
 
 fn property(guest: &GuestName) -> String {

@@ -1,31 +1,30 @@
 //! The instance of a guest's resource on this host, and the QEMU that it is about.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use rustix::time::{ClockId, clock_gettime};
 use towline_launch::{GuestName, RunningGuest, RuntimeRoot};
 
-use super::super::here;
 use super::super::refusal::{Outcome, Refusal};
 
 const STARTED: &str = "started";
 const PROMOTED: &str = "promoted";
+/// Locked by a claim.
+const CLAIMING: &str = "claiming";
+/// Time of the first claim with a copy, since boot.
+const CLAIMED_SINCE: &str = "claimed-since";
+const LOCK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// An instance, whose role and claims are files.
 pub(super) struct Instance {
     pub(super) guest: GuestName,
     directory: PathBuf,
-}
-
-/// QEMU of the guest on this host.
-#[derive(Debug)]
-pub(super) enum Qemu {
-    /// It has the guest.
-    Guest(RunningGuest),
-    /// It waits for the guest of another host.
-    Waiting(RunningGuest),
 }
 
 impl Instance {
@@ -45,6 +44,8 @@ impl Instance {
 
     pub(super) fn set_started(&self) -> io::Result<()> {
         fs::create_dir_all(&self.directory)?;
+        remove(self.directory.join(CLAIMED_SINCE))?;
+        File::create(self.directory.join(CLAIMING))?;
         fs::write(self.directory.join(STARTED), "")
     }
 
@@ -62,27 +63,59 @@ impl Instance {
         remove(self.directory.join(STARTED))
     }
 
-    /// File that names the claimant of a generation on this host.
-    pub(super) fn claim_path(&self, generation: u64) -> PathBuf {
-        self.directory.join(format!("generation.{generation}"))
-    }
-
+    /// Keeps a demotion from being done until it is dropped, or this process ends.
+    ///
     /// # Errors
-    /// A guest whose state cannot be read may be this one.
-    pub(super) fn qemu(&self) -> Result<Option<Qemu>, Refusal> {
-        let guests = RuntimeRoot::of_user().list()?;
-        let found = guests.into_iter().find(|guest| guest.name == self.guest.as_str());
-        let kind = |found| match here::is_agent_working(&found) {
-            true => Qemu::Waiting(found),
-            false => Qemu::Guest(found),
-        };
-        Ok(found.map(kind))
+    /// Another claim has it.
+    pub(super) fn claiming(&self) -> Result<File, Refusal> {
+        let file = File::open(self.directory.join(CLAIMING))?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(file),
+            Err(Errno::WOULDBLOCK) => Err(Refusal::failed("another claim is made on this host; wait for it")),
+            Err(error) => Err(error.into()),
+        }
     }
 
-    pub(super) fn kill(&self, qemu: &RunningGuest, within: Duration) -> Outcome {
-        match qemu.kill(within) {
-            true => Ok(()),
-            false => Err(Refusal::failed(format!("the QEMU of {} cannot be killed", self.guest))),
+    /// Waits until no claim is made here that was begun before.
+    pub(super) fn await_claims(&self, within: Duration) -> Outcome {
+        let deadline = Instant::now() + within;
+        while self.directory.join(CLAIMING).exists() {
+            match self.claiming() {
+                Err(refusal) if Instant::now() >= deadline => return Err(refusal),
+                Err(_) => thread::sleep(LOCK_INTERVAL),
+                Ok(_) => break,
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns true once claims were made with a copy for this time. It is counted from then on again.
+    pub(super) fn has_claimed_for(&self, time: Duration) -> Result<bool, Refusal> {
+        let (path, now) = (self.directory.join(CLAIMED_SINCE), clock_gettime(ClockId::Boottime).tv_sec);
+        let since = fs::read_to_string(&path).ok().and_then(|text| text.parse::<i64>().ok());
+        let is_long = since.is_some_and(|since| now - since >= time.as_secs().cast_signed());
+        if since.is_none() || is_long {
+            fs::write(&path, now.to_string())?;
+        }
+        Ok(is_long)
+    }
+
+    /// The guest's QEMU on this host, or one that waits for the guest.
+    ///
+    /// # Errors
+    /// Its state cannot be read: it may run.
+    pub(super) fn qemu(&self) -> Result<Option<RunningGuest>, Refusal> {
+        Ok(RuntimeRoot::of_user().find(&self.guest)?)
+    }
+
+    /// Kills whatever has the guest here, or waits for it.
+    pub(super) fn kill(&self, within: Duration) -> Outcome {
+        match self.qemu()? {
+            Some(qemu) if !qemu.kill(within) => Err(Refusal::failed(format!(
+                "the QEMU of {} (process {}) cannot be killed",
+                self.guest, qemu.pid
+            ))),
+            _ => Ok(()),
         }
     }
 }
