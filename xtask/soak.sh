@@ -53,6 +53,11 @@ protected-deaths) lab protect guests_survive_deaths_of_their_hosts_at_any_moment
 protected-disturbances)
   lab protect losses::one_host_has_a_guest_whose_protection_is_disturbed_at_any_moment TOWLINE_SOAK_PROTECT_DISTURBANCES=100
   ;;
+#: cluster-disturbances: 100 disturbances of a guest of whose hosts a cluster decides: hosts die, are cut off or stand, processes stop or die
+#:   (TOWLINE_SOAK_CLUSTER_DISTURBANCES, TOWLINE_SOAK_SEED)
+cluster-disturbances)
+  lab cluster disturbed::a_cluster_decides_while_anything_is_disturbed TOWLINE_SOAK_CLUSTER_DISTURBANCES=100
+  ;;
 #: checkpoints: checkpoints of a stock QEMU, each compared with its memory; then the same while a card and a disk write to it
 #:   (TOWLINE_SOAK_CHECKPOINTS)
 checkpoints)

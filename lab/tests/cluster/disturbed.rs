@@ -18,19 +18,33 @@ use crate::protected::{HOSTS, Protected, start_card};
 #[derive(Debug, Clone, Copy)]
 enum Disturbance {
     /// All processes of a host die.
-    Dies(usize),
+    Dies(Host),
     /// All processes of a host stand for a while.
-    Freezes(usize),
+    Freezes(Host),
     /// A host has no connection to the others for a while, but for that to the guest's network.
-    IsCut(usize),
+    IsCut(Host),
     /// Both hosts have none to each other for a while, but to the third.
     AreApart,
     /// A process of a host stands for a while, or dies.
     Stops(Part),
     Kills(Part),
+    /// The guest's QEMU stands for ever.
+    Hangs,
     /// The guest's host is to be empty.
     Standby,
 }
+
+/// A host of the cluster.
+#[derive(Debug, Clone, Copy)]
+enum Host {
+    /// That of the guest.
+    Guest,
+    /// That of its copy.
+    Copy,
+    Third,
+}
+
+const HOSTS_ALL: [Host; 3] = [Host::Guest, Host::Copy, Host::Third];
 
 /// A process of a protection, or of the cluster.
 #[derive(Debug, Clone, Copy)]
@@ -46,12 +60,30 @@ pub(crate) enum Part {
     Corosync,
 }
 
-impl Part {
-    /// Its host, of those of the guest and of its copy.
-    fn node(self, at: usize, other: usize) -> usize {
-        if matches!(self, Self::Agent | Self::Waiting) { other } else { at }
-    }
+const PARTS: [Part; 8] = [
+    Part::Keeper,
+    Part::Ferry,
+    Part::Guest,
+    Part::Agent,
+    Part::Waiting,
+    Part::Controller,
+    Part::Executor,
+    Part::Corosync,
+];
+/// Those whose death the protection survives.
+const MORTAL: [Part; 4] = [Part::Ferry, Part::Guest, Part::Agent, Part::Waiting];
 
+impl Host {
+    fn node(self, guest: &Protected) -> usize {
+        match self {
+            Self::Guest => guest.at,
+            Self::Copy => guest.other(),
+            Self::Third => 3,
+        }
+    }
+}
+
+impl Part {
     fn is(self, name: &str, line: &str) -> bool {
         match self {
             Self::Keeper => name == "towline" && line.contains("\0protect\0"),
@@ -68,22 +100,27 @@ impl Part {
 }
 
 impl Disturbance {
-    fn random(random: &mut Rng, at: usize, other: usize) -> Self {
-        use Part::{Agent, Controller, Corosync, Executor, Ferry, Guest, Keeper, Waiting};
-        let of_three = random.usize(1..=3);
+    /// Each kind.
+    fn all() -> Vec<Self> {
+        let of_hosts = HOSTS_ALL.map(|host| [Self::IsCut(host), Self::Freezes(host)]).concat();
+        let deaths = [Self::Dies(Host::Guest), Self::Dies(Host::Copy)];
+        let of_parts = PARTS.map(Self::Stops).into_iter().chain(MORTAL.map(Self::Kills));
+        let others = [Self::AreApart, Self::Standby, Self::Hangs];
+        of_hosts.into_iter().chain(deaths).chain(of_parts).chain(others).collect()
+    }
+
+    fn random(random: &mut Rng) -> Self {
+        let host = random.choice(HOSTS_ALL).unwrap();
         match random.u32(..16) {
-            0 | 1 => Self::Dies(at),
-            2 => Self::Dies(other),
-            3 | 4 => Self::IsCut(of_three),
+            0 | 1 => Self::Dies(Host::Guest),
+            2 => Self::Dies(Host::Copy),
+            3 | 4 => Self::IsCut(host),
             5 | 6 => Self::AreApart,
-            7 => Self::Freezes(of_three),
+            7 => Self::Freezes(host),
             8 => Self::Standby,
-            9 | 10 => Self::Kills(random.choice([Ferry, Guest, Agent, Waiting]).unwrap()),
-            _ => Self::Stops(
-                random
-                    .choice([Keeper, Ferry, Guest, Agent, Waiting, Controller, Executor, Corosync])
-                    .unwrap(),
-            ),
+            9 | 10 => Self::Kills(random.choice(MORTAL).unwrap()),
+            11 => Self::Hangs,
+            _ => Self::Stops(random.choice(PARTS).unwrap()),
         }
     }
 }
@@ -93,13 +130,15 @@ impl Protected {
     fn happens(&self, what: Disturbance, lasts: Duration) {
         let cluster = &self.cluster;
         match what {
-            Disturbance::Dies(node) => cluster.kill(node),
-            Disturbance::Freezes(node) => {
+            Disturbance::Dies(host) => cluster.kill(host.node(self)),
+            Disturbance::Freezes(host) => {
+                let node = host.node(self);
                 cluster.freeze(node, true);
                 thread::sleep(lasts);
                 cluster.freeze(node, false);
             }
-            Disturbance::IsCut(node) => {
+            Disturbance::IsCut(host) => {
+                let node = host.node(self);
                 cluster.cut(node);
                 thread::sleep(lasts);
                 cluster.mend(node);
@@ -116,6 +155,7 @@ impl Protected {
                 // One that was fenced has ended.
                 found.iter().for_each(|pid| send(*pid, Signal::CONT));
             }
+            Disturbance::Hangs => self.part(Part::Guest).into_iter().for_each(|pid| send(pid, Signal::STOP)),
             Disturbance::Kills(part) => self.part(part).into_iter().for_each(kill),
             Disturbance::Standby => {
                 let node = format!("node{}", self.at);
@@ -129,7 +169,7 @@ impl Protected {
 
     /// Processes of a part.
     pub(crate) fn part(&self, part: Part) -> Vec<u32> {
-        let node = part.node(self.at, self.other());
+        let node = if matches!(part, Part::Agent | Part::Waiting) { self.other() } else { self.at };
         let found = self.cluster.processes(node, |name, line| part.is(name, line));
         assert!(!found.is_empty(), "{part:?}");
         found
@@ -196,32 +236,40 @@ const LASTS_MS: std::ops::Range<u64> = 100..6000;
 /// Time for which the guest was protected before, in milliseconds.
 const HAPPENS_AFTER_MS: std::ops::Range<u64> = 0..2000;
 
+/// Disturbs a guest. Prints what became of it.
+fn disturb(guest: &mut Protected, what: Disturbance, lasts: Duration) {
+    let (at, fenced) = (guest.at, guest.cluster.fenced().len());
+    println!("  {what:?}, {lasts:.1?}, the guest at node{at}");
+    guest.clients.forget_gaps();
+    guest.happens(what, lasts);
+    let gap = guest.goes_on();
+    let to = guest.settles();
+    let fenced = guest.cluster.fenced().len() - fenced;
+    println!("    the guest at node{to}, {fenced} hosts fenced, {gap:.1?} without a reply");
+}
+
+/// Time for which each of them lasts: longer than that after which a host, or a process, is taken for dead.
+const LASTS: Duration = Duration::from_secs(5);
+
+#[test]
+#[ignore = "nightly"]
+fn a_guest_survives_each_disturbance() {
+    let Some(mut guest) = Protected::new("a_guest_survives_each_disturbance") else { return };
+    Disturbance::all().into_iter().for_each(|what| disturb(&mut guest, what, LASTS));
+    guest.ends_well();
+}
+
 #[test]
 #[ignore = "nightly"]
 fn a_cluster_decides_while_anything_is_disturbed() {
-    let mut guest: Option<Protected> = None;
+    let Some(mut guest) = Protected::new("a_cluster_decides_while_anything_is_disturbed") else { return };
     let first = number("TOWLINE_SOAK_SEED", 1);
     for seed in first..first + number("TOWLINE_SOAK_CLUSTER_DISTURBANCES", 3) {
-        let Some(mut now) =
-            guest.take().or_else(|| Protected::new("a_cluster_decides_while_anything_is_disturbed"))
-        else {
-            return;
-        };
         let mut random = Rng::with_seed(seed);
         thread::sleep(Duration::from_millis(random.u64(HAPPENS_AFTER_MS)));
-        let (what, at) = (Disturbance::random(&mut random, now.at, now.other()), now.at);
-        let (lasts, fenced) = (Duration::from_millis(random.u64(LASTS_MS)), now.cluster.fenced().len());
-        println!("  seed {seed}: {what:?}, {lasts:.1?}, the guest at node{at}");
-        now.clients.forget_gaps();
-        now.happens(what, lasts);
-        let gap = now.goes_on();
-        let to = now.settles();
-        println!(
-            "    the guest at node{to}, {} hosts fenced, {:.1?} without a reply",
-            now.cluster.fenced().len() - fenced,
-            gap
-        );
-        guest = Some(now);
+        print!("  seed {seed}:");
+        let what = Disturbance::random(&mut random);
+        disturb(&mut guest, what, Duration::from_millis(random.u64(LASTS_MS)));
     }
-    guest.into_iter().for_each(Protected::ends_well);
+    guest.ends_well();
 }

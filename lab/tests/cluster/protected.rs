@@ -6,9 +6,10 @@
 //!    └─ node3          Pacemaker, for the quorum
 //! ```
 
+use std::collections::HashMap;
 use std::fs;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -50,33 +51,42 @@ pub(crate) struct Protected {
     _hub: Network,
 }
 
-/// Watches both cards: at most one of them sends what its guest does.
+/// Watches both cards: at most one of them sends what its guest does, and each generation is sent by one host.
 struct OneSends {
     is_over: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
-    have_both: Arc<AtomicBool>,
+    violation: Arc<OnceLock<String>>,
 }
 
 impl OneSends {
     fn watch(cluster: &Cluster) -> Self {
         let controls = HOSTS.map(|node| cluster.place.path(&format!("node{node}/net0.qmp")));
-        let (is_over, have_both) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
-        let (over, both) = (Arc::clone(&is_over), Arc::clone(&have_both));
-        let passes = move |control: &std::path::PathBuf| {
-            let card = Qmp::connect(control, Duration::from_secs(1));
-            let held = card.and_then(|card| card.execute("query-held", Value::Null));
-            held.is_ok_and(|held| held["holding"] == false)
+        let (is_over, violation) = (Arc::<AtomicBool>::default(), Arc::<OnceLock<String>>::default());
+        let (over, violated) = (Arc::clone(&is_over), Arc::clone(&violation));
+        // The generation of a card that passes.
+        let passes = move |host: usize| {
+            let card = Qmp::connect(&controls[host], Duration::from_secs(1)).ok()?;
+            let held = card.execute("query-held", Value::Null).ok()?;
+            (held["holding"] == false).then(|| held["generation"].as_u64()).flatten()
         };
         let watch = move || {
+            let mut senders: HashMap<u64, usize> = HashMap::new();
             while !over.load(Ordering::Relaxed) {
+                let first = passes(0);
                 // The first may hold since.
-                if passes(&controls[0]) && passes(&controls[1]) && passes(&controls[0]) {
-                    both.store(true, Ordering::Relaxed);
+                if first.is_some() && passes(1).is_some() && passes(0).is_some() {
+                    let _ = violated.set("both hosts send what their guest does".into());
+                }
+                for (host, generation) in [(0, first), (1, passes(1))] {
+                    let Some(generation) = generation.filter(|generation| *generation > 0) else { continue };
+                    if *senders.entry(generation).or_insert(host) != host {
+                        let _ = violated.set(format!("both hosts send generation {generation}"));
+                    }
                 }
                 thread::sleep(LOOK_INTERVAL);
             }
         };
-        Self { is_over, have_both, thread: Some(thread::spawn(watch)) }
+        Self { is_over, violation, thread: Some(thread::spawn(watch)) }
     }
 }
 
@@ -84,10 +94,7 @@ impl Drop for OneSends {
     fn drop(&mut self) {
         self.is_over.store(true, Ordering::Relaxed);
         self.thread.take().into_iter().for_each(|thread| thread.join().unwrap());
-        assert!(
-            thread::panicking() || !self.have_both.load(Ordering::Relaxed),
-            "both hosts send what their guest does"
-        );
+        assert!(thread::panicking() || self.violation.get().is_none(), "{:?}", self.violation.get());
     }
 }
 
