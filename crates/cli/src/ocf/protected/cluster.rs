@@ -14,6 +14,8 @@ const COMMAND_SECONDS: &str = "8";
 /// Time in which the instances of other hosts are to be stopped in one claim. Their hosts may have to be fenced first, in further ones.
 const STOPPED_WITHIN: Duration = Duration::from_secs(10);
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+/// Time after which they are to be recovered once more.
+const ASK_INTERVAL: Duration = Duration::from_secs(2);
 const STATUS: [&str; 4] =
     ["crm_mon", "--one-shot", "--output-as=xml", "--include=none,nodes,resources,attributes,dc,options"];
 
@@ -114,23 +116,17 @@ impl<'a> Cluster<'a> {
                 others.push(Other { node: name.clone(), start: node.start.clone() });
             }
         }
-        may_ask()?;
-        let online =
-            others.iter().filter(|other| status.node(&other.node).is_some_and(|node| node.is_online));
-        let mut requests = online.map(|other| self.recover(&other.node)).collect::<Result<Vec<_>, _>>()?;
+        let (mut requests, mut asked) = (Vec::new(), None::<Instant>);
         let deadline = Instant::now() + STOPPED_WITHIN;
         loop {
             let status = self.status()?;
             may_ask()?;
             let mut left = Vec::new();
             for mut other in others {
-                let start = status.node(&other.node).and_then(|node| node.start.clone());
-                if other.start.is_none() && start.is_some() {
-                    // It may be the start before that.
-                    other.start = start;
-                    requests.push(self.recover(&other.node)?);
-                }
                 if !self.has_stopped(&other, &status)? {
+                    // It may be the start before that.
+                    let start = status.node(&other.node).and_then(|node| node.start.clone());
+                    other.start = other.start.or(start);
                     left.push(other);
                 }
             }
@@ -141,6 +137,14 @@ impl<'a> Cluster<'a> {
                     "the cluster has not stopped {} on {node}, or fenced that host; see crm_mon",
                     self.guest
                 )));
+            }
+            // One in the second of a start counts as before that.
+            if asked.is_none_or(|asked| asked.elapsed() > ASK_INTERVAL) {
+                let is_online = |other: &&Other| status.node(&other.node).is_some_and(|node| node.is_online);
+                for other in others.iter().filter(is_online) {
+                    requests.push(self.recover(&other.node)?);
+                }
+                asked = Some(Instant::now());
             }
             thread::sleep(LOOK_INTERVAL);
         }
