@@ -65,8 +65,14 @@ pub(crate) fn run(args: &ProtectArgs) -> Result<Exit> {
         ProtectEnd::GuestEnded => {
             ("the guest has ended, and so has its copy".to_owned(), ProtectionEnd::GuestEnded, Exit::Ended)
         }
-        ProtectEnd::Died => (
-            format!("the guest's QEMU has died: {name} goes on with the guest"),
+        ProtectEnd::Died { is_confirmed } => (
+            match is_confirmed {
+                true => format!("the guest's QEMU has died: {name} goes on with the guest"),
+                false => format!(
+                    "the guest's QEMU has died: {name} goes on with the guest if it has the first checkpoint, which it had not confirmed; \
+                     see towline ps there"
+                ),
+            },
             ProtectionEnd::Died,
             Exit::Ended,
         ),

@@ -285,8 +285,9 @@ impl<'a, 'k> Attempt<'a, 'k> {
     fn died(mut self) -> Result<AttemptEnd, Error> {
         self.ferry.kill();
         self.leave_settings();
-        match self.is_protected {
-            true => Ok(AttemptEnd::Done(ProtectEnd::Died)),
+        // It may have a checkpoint that it has not confirmed.
+        match self.is_protected || self.may_be_taken {
+            true => Ok(AttemptEnd::Done(ProtectEnd::Died { is_confirmed: self.is_protected })),
             false => {
                 Err(Error::NotProtected { reason: "its QEMU has died before the first checkpoint".into() })
             }

@@ -101,7 +101,10 @@ pub enum ProtectEnd {
     /// The guest was shut down, or its QEMU received `quit`.
     GuestEnded,
     /// The QEMU has died: the other host takes the guest over.
-    Died,
+    Died {
+        /// It has confirmed a checkpoint; else it may have none.
+        is_confirmed: bool,
+    },
     /// The other host has the guest, which was ended here.
     TakenOver {
         /// The guest's generation there.
