@@ -26,8 +26,8 @@ pub(crate) fn monitor(resource: &str, interval: u32, role: &str) -> String {
     )
 }
 
-/// Gives the cluster these resources before its hosts are booted.
-pub(crate) fn configure(cluster: &Cluster, resources: &str, constraints: &str) {
+/// Gives the cluster these resources before its hosts are booted, and its policy of a part without quorum.
+pub(crate) fn configure(cluster: &Cluster, resources: &str, constraints: &str, no_quorum: &str) {
     let options = values(
         "options",
         &[
@@ -36,7 +36,7 @@ pub(crate) fn configure(cluster: &Cluster, resources: &str, constraints: &str) {
             ("dc-deadtime", "2s"),
             // One after another otherwise, on a busy machine.
             ("load-threshold", "0%"),
-            ("no-quorum-policy", "stop"),
+            ("no-quorum-policy", no_quorum),
         ],
     );
     let fence =

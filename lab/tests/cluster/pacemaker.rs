@@ -121,7 +121,7 @@ fn a_cluster_runs_each_guest_once_and_never_twice() {
         scope.spawn(|| save(&cluster, None, "first.img"));
         save(&cluster, Some(&disk), "disk.img");
     });
-    configure(&cluster, &guests(&cluster), "");
+    configure(&cluster, &guests(&cluster), "", "stop");
     said("images are saved");
     NODES.into_iter().for_each(|node| cluster.boot(node, Membership::Managed));
     let watch = Watch::start(&cluster.place.path(""), &GUESTS);

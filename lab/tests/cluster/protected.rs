@@ -182,7 +182,7 @@ impl Protected {
         network::give_addresses(&hub, "br0");
         HOSTS.into_iter().for_each(|node| attach(&hub, cluster.network(node), &format!("host{node}")));
         let [resource, place] = resource();
-        configure(&cluster, &resource, &place);
+        configure(&cluster, &resource, &place, "freeze");
         NODES.into_iter().for_each(|node| cluster.boot(node, Membership::Managed));
         let cards = HOSTS.map(|node| start_card(&cluster, node));
         let image = save(&cluster);

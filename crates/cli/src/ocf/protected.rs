@@ -19,14 +19,17 @@ mod cluster;
 mod instance;
 mod status;
 
+use std::thread;
 use std::time::{Duration, Instant};
 
 use super::parameters::{self, AgentAbout, Parameter, TIMEOUT_MIN};
 use super::refusal::{Code, Outcome, Refusal, answer, say};
+use cluster::Cluster;
 use instance::Instance;
 
 /// Promotion score of a host on which the guest runs: above all preferences of users, which are added to it, and below Pacemaker's infinity.
 const SCORE: u32 = 900_000;
+const SCORE_INTERVAL: Duration = Duration::from_millis(200);
 const PARAMETERS: [Parameter; 1] =
     [parameters::fixed("name", None, "Name of the guest, the same on all hosts; that of the resource")];
 const ACTIONS: [(&str, u32); 6] =
@@ -63,7 +66,7 @@ pub(super) fn act(action: &str) -> Outcome {
     match action {
         "start" => start(&instance),
         "stop" => stop(&instance, left),
-        "promote" => promote(&instance),
+        "promote" => promote(&instance, left() / 2),
         "demote" => demote(&instance, left),
         "monitor" | "status" => monitor(&instance),
         "validate-all" => Ok(()),
@@ -90,11 +93,24 @@ fn stop(instance: &Instance, left: impl Fn() -> Duration) -> Outcome {
     Ok(())
 }
 
-fn promote(instance: &Instance) -> Outcome {
-    match instance.qemu()? {
-        Some(_) => Ok(instance.set_promoted()?),
-        None => Err(Refusal::failed(format!("guest {} is not here", instance.guest))),
+fn promote(instance: &Instance, within: Duration) -> Outcome {
+    if instance.qemu()?.is_none() {
+        return Err(Refusal::failed(format!("guest {} is not here", instance.guest)));
     }
+    let take_scores = || {
+        cluster::set_score(&instance.guest, Some(SCORE))?;
+        Cluster::of(&instance.guest)?.take_scores()
+    };
+    let deadline = Instant::now() + within;
+    // A host that has died would be preferred once it is back. A promotion that fails would have the copy here ended.
+    while let Err(refusal) = take_scores() {
+        if Instant::now() >= deadline {
+            say(&format!("scores of other hosts are not removed: {}", refusal.reason.unwrap_or_default()));
+            break;
+        }
+        thread::sleep(SCORE_INTERVAL);
+    }
+    Ok(instance.set_promoted()?)
 }
 
 /// Kills the guest, so that the other host goes on with it: `quit` would be an end, which ends the protection too.

@@ -114,8 +114,10 @@ fn check_guest(instance: &Instance) -> Outcome {
 /// Lets the cluster promote a host that can go on with the guest.
 fn check_copy(instance: &Instance, cluster: &Cluster<'_>) -> Outcome {
     if !instance.is_promoted() {
-        cluster::set_score(&instance.guest, Some(SCORE))?;
-        if instance.has_claimed_for(HANGS_AFTER)? {
+        let is_promoted_elsewhere = cluster.is_promoted_elsewhere()?;
+        if !is_promoted_elsewhere {
+            cluster::set_score(&instance.guest, Some(SCORE))?;
+        } else if instance.has_claimed_for(HANGS_AFTER)? {
             // The guest's host would have had this copy ended by now.
             cluster.recover_promoted()?;
         }

@@ -1,12 +1,13 @@
 //! The cluster, by Pacemaker's own commands.
 
+use std::collections::BTreeSet;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_launch::GuestName;
 
-use super::super::refusal::{Outcome, Refusal};
+use super::super::refusal::{Outcome, Refusal, say};
 use super::status::{Node, Status, start_name};
 
 /// Longest run of a command, in seconds, as for timeout(1).
@@ -33,14 +34,18 @@ fn output(words: &[&str]) -> Result<String, Refusal> {
     Ok(String::from_utf8_lossy(&ran.stdout).trim().to_owned())
 }
 
-/// Sets the promotion score of this host, or removes it.
+/// Sets the promotion score of this host, or removes it. It does not vanish with the host's membership: it may only be cut off for a moment.
 pub(super) fn set_score(guest: &GuestName, score: Option<u32>) -> Outcome {
+    change_score(guest, score, &[])
+}
+
+fn change_score(guest: &GuestName, score: Option<u32>, of: &[&str]) -> Outcome {
     let (promotion, value) = (format!("--promotion={guest}"), score.map(|score| score.to_string()));
     let change = match &value {
         Some(value) => ["--update", value.as_str()],
         None => ["--delete", "--quiet"],
     };
-    output(&[&["crm_attribute", &promotion, "--lifetime=reboot"], &change[..]].concat()).map(drop)
+    output(&[&["crm_attribute", &promotion, "--lifetime=forever"], &change[..], of].concat()).map(drop)
 }
 
 /// Marks a start of the instance of this host.
@@ -116,7 +121,7 @@ impl<'a> Cluster<'a> {
                 others.push(Other { node: name.clone(), start: node.start.clone() });
             }
         }
-        let (mut requests, mut asked) = (Vec::new(), None::<Instant>);
+        let (mut requests, mut asked, mut recovered) = (Vec::new(), None::<Instant>, BTreeSet::new());
         let deadline = Instant::now() + STOPPED_WITHIN;
         loop {
             let status = self.status()?;
@@ -131,7 +136,7 @@ impl<'a> Cluster<'a> {
                 }
             }
             others = left;
-            let Some(Other { node, .. }) = others.first() else { return Ok(()) };
+            let Some(Other { node, .. }) = others.first() else { break };
             if Instant::now() >= deadline {
                 return Err(Refusal::failed(format!(
                     "the cluster has not stopped {} on {node}, or fenced that host; see crm_mon",
@@ -143,10 +148,22 @@ impl<'a> Cluster<'a> {
                 let is_online = |other: &&Other| status.node(&other.node).is_some_and(|node| node.is_online);
                 for other in others.iter().filter(is_online) {
                     requests.push(self.recover(&other.node)?);
+                    recovered.insert(other.node.clone());
                 }
                 asked = Some(Instant::now());
             }
             thread::sleep(LOOK_INTERVAL);
+        }
+        drop(requests);
+        recovered.iter().for_each(|node| self.forget_failure(node));
+        Ok(())
+    }
+
+    /// Has the cluster forget that an instance was to be recovered: it may go on with that as long as it remembers.
+    fn forget_failure(&self, node: &str) {
+        let cleanup = ["crm_resource", "--cleanup", "--resource", self.guest.as_str(), "--node", node];
+        if let Err(refusal) = output(&cleanup) {
+            say(&refusal.reason.unwrap_or_default());
         }
     }
 
@@ -183,6 +200,19 @@ impl<'a> Cluster<'a> {
         command.args(["--fail", "--resource", self.guest.as_str(), "--node", node]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         Ok(Request(command.spawn()?))
+    }
+
+    /// Returns true if another host is promoted, as far as is known, and may go on with its guest.
+    pub(super) fn is_promoted_elsewhere(&self) -> Result<bool, Refusal> {
+        let status = self.status()?;
+        Ok(self.others(&status).any(|(_, node)| node.is_promoted && !node.is_unclean))
+    }
+
+    /// Removes the promotion scores of all other hosts: this one has the guest.
+    pub(super) fn take_scores(&self) -> Outcome {
+        let status = self.status()?;
+        let mut others = self.others(&status);
+        others.try_for_each(|(node, _)| change_score(self.guest, None, &["--node", node]))
     }
 
     /// Has the cluster recover the promoted instance of another host, whose guest does not go on.
