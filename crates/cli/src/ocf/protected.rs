@@ -29,7 +29,7 @@ use instance::Instance;
 
 /// Promotion score of a host on which the guest runs: above all preferences of users, which are added to it, and below Pacemaker's infinity.
 const SCORE: u32 = 900_000;
-const SCORE_INTERVAL: Duration = Duration::from_millis(200);
+const RETRY_INTERVAL: Duration = Duration::from_millis(200);
 const PARAMETERS: [Parameter; 1] =
     [parameters::fixed("name", None, "Name of the guest, the same on all hosts; that of the resource")];
 const ACTIONS: [(&str, u32); 6] =
@@ -64,7 +64,7 @@ pub(super) fn act(action: &str) -> Outcome {
     };
     let left = || parameters::timeout().saturating_sub(begun.elapsed()).max(TIMEOUT_MIN);
     match action {
-        "start" => start(&instance),
+        "start" => start(&instance, left() / 2),
         "stop" => stop(&instance, left),
         "promote" => promote(&instance, left() / 2),
         "demote" => demote(&instance, left),
@@ -74,10 +74,11 @@ pub(super) fn act(action: &str) -> Outcome {
     }
 }
 
-fn start(instance: &Instance) -> Outcome {
+fn start(instance: &Instance, within: Duration) -> Outcome {
     // Left by a cluster that ended without its resources.
     instance.set_demoted()?;
-    cluster::mark_start(&instance.guest)?;
+    // One that fails is not tried again by the cluster.
+    within_time(within, || cluster::mark_start(&instance.guest))?;
     instance.set_started()?;
     set_score(instance);
     Ok(())
@@ -101,16 +102,22 @@ fn promote(instance: &Instance, within: Duration) -> Outcome {
         cluster::set_score(&instance.guest, Some(SCORE))?;
         Cluster::of(&instance.guest)?.take_scores()
     };
-    let deadline = Instant::now() + within;
     // A host that has died would be preferred once it is back. A promotion that fails would have the copy here ended.
-    while let Err(refusal) = take_scores() {
-        if Instant::now() >= deadline {
-            say(&format!("scores of other hosts are not removed: {}", refusal.reason.unwrap_or_default()));
-            break;
-        }
-        thread::sleep(SCORE_INTERVAL);
+    if let Err(refusal) = within_time(within, take_scores) {
+        say(&format!("scores of other hosts are not removed: {}", refusal.reason.unwrap_or_default()));
     }
     Ok(instance.set_promoted()?)
+}
+
+/// Does something until it succeeds, for this time.
+fn within_time(within: Duration, action: impl Fn() -> Outcome) -> Outcome {
+    let deadline = Instant::now() + within;
+    loop {
+        match action() {
+            Err(_) if Instant::now() < deadline => thread::sleep(RETRY_INTERVAL),
+            done => return done,
+        }
+    }
 }
 
 /// Kills the guest, so that the other host goes on with it: `quit` would be an end, which ends the protection too.
