@@ -66,7 +66,7 @@ pub(super) fn act(action: &str) -> Outcome {
     match action {
         "start" => start(&instance, left() / 2),
         "stop" => stop(&instance, left),
-        "promote" => promote(&instance, left() / 2),
+        "promote" => promote(&instance, left() / 4),
         "demote" => demote(&instance, left),
         "monitor" | "status" => monitor(&instance),
         "validate-all" => Ok(()),
@@ -77,8 +77,9 @@ pub(super) fn act(action: &str) -> Outcome {
 fn start(instance: &Instance, within: Duration) -> Outcome {
     // Left by a cluster that ended without its resources.
     instance.set_demoted()?;
+    let mark = instance.new_mark()?;
     // One that fails is not tried again by the cluster.
-    within_time(within, || cluster::mark_start(&instance.guest))?;
+    within_time(within, || cluster::mark_start(&instance.guest, &mark))?;
     instance.set_started()?;
     set_score(instance);
     Ok(())
@@ -86,11 +87,15 @@ fn start(instance: &Instance, within: Duration) -> Outcome {
 
 /// Ends the QEMU that waits, or a guest whose demotion has failed.
 fn stop(instance: &Instance, left: impl Fn() -> Duration) -> Outcome {
-    instance.set_stopped()?;
+    instance.set_demoted()?;
     instance.await_claims(left() / 2)?;
     instance.kill(left())?;
-    // Without it nothing that is not started is promoted either.
+    instance.set_stopped()?;
+    // An instance that is not started is not promoted either, and a claim that does not see the mark is made again.
     let _ = cluster::set_score(&instance.guest, None);
+    if let Ok(mark) = instance.new_mark() {
+        let _ = cluster::mark_start(&instance.guest, &mark);
+    }
     Ok(())
 }
 
@@ -98,15 +103,19 @@ fn promote(instance: &Instance, within: Duration) -> Outcome {
     if instance.qemu()?.is_none() {
         return Err(Refusal::failed(format!("guest {} is not here", instance.guest)));
     }
-    let take_scores = || {
-        cluster::set_score(&instance.guest, Some(SCORE))?;
-        Cluster::of(&instance.guest)?.take_scores()
-    };
-    // A host that has died would be preferred once it is back. A promotion that fails would have the copy here ended.
-    if let Err(refusal) = within_time(within, take_scores) {
+    instance.set_promoted()?;
+    // A promotion that fails would have the copy here ended.
+    if let Err(refusal) = within_time(within, || take_scores(instance)) {
         say(&format!("scores of other hosts are not removed: {}", refusal.reason.unwrap_or_default()));
     }
-    Ok(instance.set_promoted()?)
+    Ok(())
+}
+
+/// Has this host alone preferred for the guest: one that has died would be, once it is back.
+fn take_scores(instance: &Instance) -> Outcome {
+    cluster::set_score(&instance.guest, Some(SCORE))?;
+    Cluster::of(&instance.guest)?.take_scores()?;
+    Ok(instance.set_scores_taken()?)
 }
 
 /// Does something until it succeeds, for this time.
@@ -132,6 +141,12 @@ fn monitor(instance: &Instance) -> Outcome {
         return Err(Refusal::NOT_RUNNING);
     }
     set_score(instance);
+    if !instance.is_promoted() {
+        // The cluster forgets it when some of its processes start again.
+        let _ = instance.mark().map(|mark| cluster::mark_start(&instance.guest, &mark));
+    } else if instance.has_scores_left() {
+        let _ = take_scores(instance);
+    }
     // One whose state cannot be read may run.
     let is_here = !matches!(instance.qemu(), Ok(None));
     match instance.is_promoted() {

@@ -91,7 +91,7 @@ enum Rule {
     ClusterPromotes,
     /// A demotion kills the guest.
     DemotionKills,
-    /// A request of a host before it was demoted is not carried out later.
+    /// A request of a host that has lost its quorum is not carried out later.
     RequestsAreNotKept,
 }
 

@@ -248,7 +248,7 @@ impl Agent {
             Err(taken @ RuntimeError::Taken { .. }) => taken,
             claimed => return Ok(claimed?),
         };
-        let left = self.root.list()?.into_iter().find(|guest| guest.name == name.as_str());
+        let left = self.root.find(name)?;
         let Some(left) = left.filter(|left| !has_owner(left)) else { return Err(taken.into()) };
         let status = Client::connect(&left.qmp, &qmp::Options::default())
             .and_then(|mut client| client.execute(&QueryStatus));

@@ -87,14 +87,30 @@ fn claim(instance: &Instance, claimed: Recorded, stake: &str) -> Result<String, 
             // It was killed by a demotion.
             return Ok(NONE.into());
         }
-        // One that has just died goes on elsewhere.
-        "guest" => cluster.stop_others(|| check_guest(instance))?,
+        "guest" => cluster.stop_others(|cluster, status| {
+            if cluster.own(status).is_none_or(|own| own.is_failed) {
+                // Both would be ended.
+                return Err(Refusal::failed(
+                    "the cluster is about to recover the resource on this host; see crm_mon",
+                ));
+            }
+            // One that has just died goes on elsewhere.
+            check_guest(instance)
+        })?,
         // It goes on nowhere, and needs no promotion.
-        "last-output" => cluster.stop_others(|| Ok(()))?,
+        "last-output" => {
+            cluster.stop_others(|cluster, status| match cluster.is_promoted_elsewhere(status) {
+                true => Err(Refusal::failed("the cluster has promoted another host; see crm_mon")),
+                false => Ok(()),
+            })?;
+        }
         other => {
             let text = format!("TOWLINE_STAKE={other}: expected guest, copy or last-output");
             return Err(Refusal::new(Code::Arguments, text));
         }
+    }
+    if Recorded::read(&instance.guest)?.generation >= claimed.generation {
+        return Ok(NONE.into());
     }
     claimed.write(&instance.guest)?;
     Ok(claimed.claimant)
@@ -113,17 +129,16 @@ fn check_guest(instance: &Instance) -> Outcome {
 
 /// Lets the cluster promote a host that can go on with the guest.
 fn check_copy(instance: &Instance, cluster: &Cluster<'_>) -> Outcome {
+    let status = cluster.status()?;
     if !instance.is_promoted() {
-        let is_promoted_elsewhere = cluster.is_promoted_elsewhere()?;
-        if !is_promoted_elsewhere {
+        if !cluster.is_promoted_elsewhere(&status) {
             cluster::set_score(&instance.guest, Some(SCORE))?;
         } else if instance.has_claimed_for(HANGS_AFTER)? {
             // The guest's host would have had this copy ended by now.
             cluster.recover_promoted()?;
         }
-        return check_promoted(instance);
     }
-    cluster.status().map(drop)
+    check_promoted(instance)
 }
 
 fn check_promoted(instance: &Instance) -> Outcome {

@@ -1,13 +1,12 @@
 //! The cluster, by Pacemaker's own commands.
 
-use std::collections::BTreeSet;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_launch::GuestName;
 
-use super::super::refusal::{Outcome, Refusal, say};
+use super::super::refusal::{Outcome, Refusal};
 use super::status::{Node, Status, start_name};
 
 /// Longest run of a command, in seconds, as for timeout(1).
@@ -25,7 +24,11 @@ fn output(words: &[&str]) -> Result<String, Refusal> {
     let failed = |reason: &dyn std::fmt::Display| {
         Refusal::failed(format!("{}: {reason}; see that Pacemaker runs on this host", words.join(" ")))
     };
-    let ran = Command::new("timeout").arg(COMMAND_SECONDS).args(words).stdin(Stdio::null()).output();
+    let ran = Command::new("timeout")
+        .args(["--foreground", COMMAND_SECONDS])
+        .args(words)
+        .stdin(Stdio::null())
+        .output();
     let ran = ran.map_err(|error| failed(&error))?;
     if !ran.status.success() {
         let said = String::from_utf8_lossy(&ran.stderr);
@@ -48,10 +51,9 @@ fn change_score(guest: &GuestName, score: Option<u32>, of: &[&str]) -> Outcome {
     output(&[&["crm_attribute", &promotion, "--lifetime=forever"], &change[..], of].concat()).map(drop)
 }
 
-/// Marks a start of the instance of this host.
-pub(super) fn mark_start(guest: &GuestName) -> Outcome {
-    let (name, value) =
-        (format!("--name={}", start_name(guest)), format!("--update={:016x}", fastrand::u64(..)));
+/// Marks a start, or a stop, of the instance of this host.
+pub(super) fn mark_start(guest: &GuestName, mark: &str) -> Outcome {
+    let (name, value) = (format!("--name={}", start_name(guest)), format!("--update={mark}"));
     output(&["crm_attribute", "--lifetime=reboot", &name, &value]).map(drop)
 }
 
@@ -76,6 +78,7 @@ struct Other {
     node: String,
     /// Mark of the start that is to end, if it is known.
     start: Option<String>,
+    asked: Option<Instant>,
 }
 
 impl<'a> Cluster<'a> {
@@ -100,6 +103,11 @@ impl<'a> Cluster<'a> {
         Ok(status)
     }
 
+    /// This host.
+    pub(super) fn own<'s>(&self, status: &'s Status) -> Option<&'s Node> {
+        status.node(&self.own)
+    }
+
     /// Hosts but this one.
     fn others<'s>(&self, status: &'s Status) -> impl Iterator<Item = (&'s String, &'s Node)> {
         let own = self.own.clone();
@@ -113,19 +121,19 @@ impl<'a> Cluster<'a> {
     ///
     /// # Errors
     /// One of them is not known to be stopped.
-    pub(super) fn stop_others(&self, may_ask: impl Fn() -> Outcome) -> Outcome {
+    pub(super) fn stop_others(&self, may_ask: impl Fn(&Self, &Status) -> Outcome) -> Outcome {
         let status = self.status()?;
         let mut others = Vec::new();
         for (name, node) in self.others(&status) {
             if !self.is_known_to_be_over(name, node)? {
-                others.push(Other { node: name.clone(), start: node.start.clone() });
+                others.push(Other { node: name.clone(), start: node.start.clone(), asked: None });
             }
         }
-        let (mut requests, mut asked, mut recovered) = (Vec::new(), None::<Instant>, BTreeSet::new());
+        let mut requests = Vec::new();
         let deadline = Instant::now() + STOPPED_WITHIN;
         loop {
             let status = self.status()?;
-            may_ask()?;
+            may_ask(self, &status)?;
             let mut left = Vec::new();
             for mut other in others {
                 if !self.has_stopped(&other, &status)? {
@@ -136,34 +144,21 @@ impl<'a> Cluster<'a> {
                 }
             }
             others = left;
-            let Some(Other { node, .. }) = others.first() else { break };
+            let Some(Other { node, .. }) = others.first() else { return Ok(()) };
             if Instant::now() >= deadline {
                 return Err(Refusal::failed(format!(
                     "the cluster has not stopped {} on {node}, or fenced that host; see crm_mon",
                     self.guest
                 )));
             }
-            // One in the second of a start counts as before that.
-            if asked.is_none_or(|asked| asked.elapsed() > ASK_INTERVAL) {
-                let is_online = |other: &&Other| status.node(&other.node).is_some_and(|node| node.is_online);
-                for other in others.iter().filter(is_online) {
+            for other in &mut others {
+                let may_recover = status.node(&other.node).is_some_and(Node::can_be_recovered);
+                if may_recover && other.asked.is_none_or(|asked| asked.elapsed() > ASK_INTERVAL) {
                     requests.push(self.recover(&other.node)?);
-                    recovered.insert(other.node.clone());
+                    other.asked = Some(Instant::now());
                 }
-                asked = Some(Instant::now());
             }
             thread::sleep(LOOK_INTERVAL);
-        }
-        drop(requests);
-        recovered.iter().for_each(|node| self.forget_failure(node));
-        Ok(())
-    }
-
-    /// Has the cluster forget that an instance was to be recovered: it may go on with that as long as it remembers.
-    fn forget_failure(&self, node: &str) {
-        let cleanup = ["crm_resource", "--cleanup", "--resource", self.guest.as_str(), "--node", node];
-        if let Err(refusal) = output(&cleanup) {
-            say(&refusal.reason.unwrap_or_default());
         }
     }
 
@@ -171,6 +166,7 @@ impl<'a> Cluster<'a> {
     fn is_known_to_be_over(&self, name: &str, node: &Node) -> Result<bool, Refusal> {
         match (node.has_instance, node.is_online) {
             (true, _) => Ok(false),
+            (false, _) if node.is_guest => Ok(true),
             (false, true) => self.has_history(name),
             (false, false) => Ok(!node.is_unclean),
         }
@@ -180,17 +176,24 @@ impl<'a> Cluster<'a> {
     fn has_stopped(&self, other: &Other, status: &Status) -> Result<bool, Refusal> {
         let Some(node) = status.node(&other.node) else { return Ok(false) };
         match (&other.start, &node.start) {
-            (Some(before), Some(now)) if node.has_instance && node.is_online => Ok(before != now),
+            (Some(before), Some(now)) if node.is_online => Ok(before != now),
+            (Some(_), None) if node.is_online => Ok(false),
             _ => self.is_known_to_be_over(&other.node, node),
         }
     }
 
     /// Returns true if the cluster knows of a host whether the instance runs there: one that has just joined it was not asked yet.
     fn has_history(&self, node: &str) -> Result<bool, Refusal> {
-        let path =
-            format!("//node_state[@uname='{node}']/lrm/lrm_resources/lrm_resource[@id='{}']", self.guest);
+        let path = format!(
+            "//node_state[@uname='{node}']/lrm/lrm_resources/lrm_resource[@id='{}'][lrm_rsc_op][not(lrm_rsc_op[@op-status='-1'])]",
+            self.guest
+        );
         let query = ["cibadmin", "--query", "--local", "--xpath", &path];
-        let ran = Command::new("timeout").arg(COMMAND_SECONDS).args(query).stdin(Stdio::null()).output()?;
+        let ran = Command::new("timeout")
+            .args(["--foreground", COMMAND_SECONDS])
+            .args(query)
+            .stdin(Stdio::null())
+            .output()?;
         Ok(ran.status.success())
     }
 
@@ -203,22 +206,26 @@ impl<'a> Cluster<'a> {
     }
 
     /// Returns true if another host is promoted, as far as is known, and may go on with its guest.
-    pub(super) fn is_promoted_elsewhere(&self) -> Result<bool, Refusal> {
-        let status = self.status()?;
-        Ok(self.others(&status).any(|(_, node)| node.is_promoted && !node.is_unclean))
+    pub(super) fn is_promoted_elsewhere(&self, status: &Status) -> bool {
+        self.others(status).any(|(_, node)| node.is_promoted && !node.is_unclean)
     }
 
     /// Removes the promotion scores of all other hosts: this one has the guest.
     pub(super) fn take_scores(&self) -> Outcome {
         let status = self.status()?;
-        let mut others = self.others(&status);
-        others.try_for_each(|(node, _)| change_score(self.guest, None, &["--node", node]))
+        let taken = self.others(&status).map(|(node, _)| change_score(self.guest, None, &["--node", node]));
+        taken.fold(Ok(()), Outcome::and)
     }
 
     /// Has the cluster recover the promoted instance of another host, whose guest does not go on.
     pub(super) fn recover_promoted(&self) -> Outcome {
         let status = self.status()?;
-        let promoted = self.others(&status).find(|(_, node)| node.is_online && node.is_promoted);
+        if self.own(&status).is_none_or(|own| own.is_failed || own.is_changing) {
+            // Both would be ended.
+            return Ok(());
+        }
+        let mut others = self.others(&status);
+        let promoted = others.find(|(_, node)| node.is_promoted && node.can_be_recovered());
         let Some((node, _)) = promoted else { return Ok(()) };
         let mut request = self.recover(node)?;
         let deadline = Instant::now() + STOPPED_WITHIN;

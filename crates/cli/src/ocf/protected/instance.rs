@@ -1,13 +1,14 @@
 //! The instance of a guest's resource on this host, and the QEMU that it is about.
 
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Write as _};
 use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
+use rustix::process::{Pid, Signal, kill_process};
 use rustix::time::{ClockId, clock_gettime};
 use towline_launch::{GuestName, RunningGuest, RuntimeRoot};
 
@@ -17,8 +18,16 @@ const STARTED: &str = "started";
 const PROMOTED: &str = "promoted";
 /// Locked by a claim.
 const CLAIMING: &str = "claiming";
-/// Time of the first claim with a copy, since boot.
+/// Times of the first claim with a copy, and of the last one, in seconds since boot.
 const CLAIMED_SINCE: &str = "claimed-since";
+/// Seconds between two claims, at most, of those that are made without a pause.
+const PAUSE_MAX: i64 = 3;
+/// There until the scores of other hosts are removed.
+const SCORES_LEFT: &str = "scores-left";
+/// Mark of the last start.
+const MARK: &str = "mark";
+/// Time for a claim, which may be killed at any moment.
+const CLAIM_ENDS_WITHIN: Duration = Duration::from_secs(2);
 const LOCK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// An instance, whose role and claims are files.
@@ -43,14 +52,22 @@ impl Instance {
     }
 
     pub(super) fn set_started(&self) -> io::Result<()> {
-        fs::create_dir_all(&self.directory)?;
         remove(self.directory.join(CLAIMED_SINCE))?;
         File::create(self.directory.join(CLAIMING))?;
         fs::write(self.directory.join(STARTED), "")
     }
 
     pub(super) fn set_promoted(&self) -> io::Result<()> {
+        fs::write(self.directory.join(SCORES_LEFT), "")?;
         fs::write(self.directory.join(PROMOTED), "")
+    }
+
+    pub(super) fn has_scores_left(&self) -> bool {
+        self.directory.join(SCORES_LEFT).exists()
+    }
+
+    pub(super) fn set_scores_taken(&self) -> io::Result<()> {
+        remove(self.directory.join(SCORES_LEFT))
     }
 
     /// Removing a file needs no room on a file system that is full.
@@ -59,44 +76,70 @@ impl Instance {
     }
 
     pub(super) fn set_stopped(&self) -> io::Result<()> {
-        self.set_demoted()?;
         remove(self.directory.join(STARTED))
     }
 
-    /// Keeps a demotion from being done until it is dropped, or this process ends.
+    /// A mark of a new start.
+    pub(super) fn new_mark(&self) -> io::Result<String> {
+        fs::create_dir_all(&self.directory)?;
+        let mark = format!("{:016x}", fastrand::u64(..));
+        fs::write(self.directory.join(MARK), &mark)?;
+        Ok(mark)
+    }
+
+    /// That of the last start.
+    pub(super) fn mark(&self) -> io::Result<String> {
+        fs::read_to_string(self.directory.join(MARK))
+    }
+
+    /// Keeps a demotion, and a stop, from being done until it is dropped, or this process ends.
     ///
     /// # Errors
     /// Another claim has it.
     pub(super) fn claiming(&self) -> Result<File, Refusal> {
-        let file = File::open(self.directory.join(CLAIMING))?;
+        let mut file = File::options().read(true).write(true).open(self.directory.join(CLAIMING))?;
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(file),
-            Err(Errno::WOULDBLOCK) => Err(Refusal::failed("another claim is made on this host; wait for it")),
-            Err(error) => Err(error.into()),
+            Ok(()) => {}
+            Err(Errno::WOULDBLOCK) => {
+                return Err(Refusal::failed("another claim is made on this host; wait for it"));
+            }
+            Err(error) => return Err(error.into()),
         }
+        file.set_len(0)?;
+        write!(file, "{}", std::process::id())?;
+        Ok(file)
     }
 
-    /// Waits until no claim is made here that was begun before.
+    /// Waits until no claim is made here that was begun before. One that takes long, or was stopped, is killed.
     pub(super) fn await_claims(&self, within: Duration) -> Outcome {
-        let deadline = Instant::now() + within;
-        while self.directory.join(CLAIMING).exists() {
+        let (begun, path) = (Instant::now(), self.directory.join(CLAIMING));
+        while path.exists() {
             match self.claiming() {
-                Err(refusal) if Instant::now() >= deadline => return Err(refusal),
-                Err(_) => thread::sleep(LOCK_INTERVAL),
                 Ok(_) => break,
+                Err(refusal) if begun.elapsed() >= within => return Err(refusal),
+                Err(_) if begun.elapsed() >= CLAIM_ENDS_WITHIN => {
+                    let claim = fs::read_to_string(&path).ok().and_then(|text| text.parse().ok());
+                    if let Some(claim) = claim.and_then(Pid::from_raw) {
+                        let _ = kill_process(claim, Signal::KILL);
+                    }
+                }
+                Err(_) => {}
             }
+            thread::sleep(LOCK_INTERVAL);
         }
         Ok(())
     }
 
-    /// Returns true once claims were made with a copy for this time. It is counted from then on again.
+    /// Returns true once claims were made with a copy for this time, without a pause. It is counted from then on again.
     pub(super) fn has_claimed_for(&self, time: Duration) -> Result<bool, Refusal> {
         let (path, now) = (self.directory.join(CLAIMED_SINCE), clock_gettime(ClockId::Boottime).tv_sec);
-        let since = fs::read_to_string(&path).ok().and_then(|text| text.parse::<i64>().ok());
-        let is_long = since.is_some_and(|since| now - since >= time.as_secs().cast_signed());
-        if since.is_none() || is_long {
-            fs::write(&path, now.to_string())?;
-        }
+        let times = fs::read_to_string(&path).ok();
+        let times = times.as_deref().and_then(|text| text.split_once(' '));
+        let times =
+            times.and_then(|(since, last)| Some((since.parse::<i64>().ok()?, last.parse::<i64>().ok()?)));
+        let since = times.filter(|(_, last)| now - last <= PAUSE_MAX).map_or(now, |(since, _)| since);
+        let is_long = now - since >= time.as_secs().cast_signed();
+        fs::write(&path, format!("{} {now}", if is_long { now } else { since }))?;
         Ok(is_long)
     }
 

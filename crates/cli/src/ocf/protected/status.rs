@@ -27,8 +27,25 @@ pub(super) struct Node {
     /// An instance runs there, or may run.
     pub(super) has_instance: bool,
     pub(super) is_promoted: bool,
+    /// An action is carried out there.
+    pub(super) is_changing: bool,
+    /// It is about to be recovered.
+    pub(super) is_failed: bool,
+    /// The cluster looks away.
+    pub(super) is_unmanaged: bool,
+    /// A host that the cluster does not run on itself, as a container.
+    pub(super) is_guest: bool,
     /// Mark of its last start; a host that has left the cluster, or has just joined it, has none.
     pub(super) start: Option<String>,
+}
+
+impl Node {
+    /// Returns true if the cluster recovers an instance there when that is reported to have failed. One that is only about to start would be recovered
+    /// over and over: its failure counts as later than all of its starts.
+    pub(super) fn can_be_recovered(&self) -> bool {
+        let is_known = self.is_online && self.has_instance && self.start.is_some();
+        is_known && !self.is_changing && !self.is_failed && !self.is_unmanaged
+    }
 }
 
 /// Name of the attribute with the mark of the last start of an instance.
@@ -42,8 +59,8 @@ impl Status {
         let (mut status, start_name) = (Self::default(), start_name(guest));
         let mut reader = Reader::from_str(xml);
         let mut path: Vec<String> = Vec::new();
-        // Of the node in the list of attributes, and the role of the instance that is described.
-        let (mut of_node, mut role) = (String::new(), None);
+        // Of the node in the list of attributes, and the instance that is described.
+        let (mut of_node, mut instance) = (String::new(), None);
         loop {
             let event = reader.read_event().map_err(|error| error.to_string())?;
             let (element, is_open) = match &event {
@@ -68,14 +85,26 @@ impl Status {
                     let node = status.nodes.entry(value("name").to_owned()).or_default();
                     (node.is_online, node.is_unclean) =
                         (value("online") == "true", value("unclean") != "false");
+                    node.is_guest = value("type") != "member";
                 }
                 (_, "resource") => {
-                    role = (value("id") == guest.as_str()).then(|| value("role").to_owned());
+                    let is_promoted = ["Promoted", "Master"].contains(&value("role"));
+                    let found = Node { has_instance: true, is_promoted, ..Node::default() };
+                    let found = Node {
+                        is_changing: values.contains_key("pending"),
+                        is_failed: value("failed") == "true",
+                        is_unmanaged: value("managed") == "false",
+                        ..found
+                    };
+                    instance = (value("id") == guest.as_str()).then_some(found);
                 }
                 ("resource", "node") => {
-                    if let (Some(role), Some(node)) = (&role, status.nodes.get_mut(value("name"))) {
-                        (node.has_instance, node.is_promoted) =
-                            (true, ["Promoted", "Master"].contains(&role.as_str()));
+                    if let (Some(found), Some(node)) = (&instance, status.nodes.get_mut(value("name"))) {
+                        node.has_instance = true;
+                        node.is_promoted |= found.is_promoted;
+                        node.is_changing |= found.is_changing;
+                        node.is_failed |= found.is_failed;
+                        node.is_unmanaged |= found.is_unmanaged;
                     }
                 }
                 ("node_attributes", "node") => of_node = value("name").to_owned(),
@@ -128,7 +157,7 @@ mod tests {
       <node name="node3" id="3" cached="true"/>
     </resource>
     <clone id="web-clone" multi_state="true" unique="false" managed="true">
-      <resource id="web" resource_agent="ocf:towline:protected" role="Unpromoted" active="true" nodes_running_on="1">
+      <resource id="web" resource_agent="ocf:towline:protected" role="Unpromoted" active="true" managed="true" failed="true" pending="Stopping" nodes_running_on="1">
         <node name="node2" id="2" cached="true"/>
       </resource>
       <resource id="web" resource_agent="ocf:towline:protected" role="Promoted" active="true" nodes_running_on="1">
@@ -153,7 +182,14 @@ mod tests {
         let start = Some("3c00c673594078d1".to_owned());
         let here = Node { is_online: true, has_instance: true, is_promoted: true, start, ..Node::default() };
         assert_eq!(status.node("node1"), Some(&here));
-        let cut = Node { is_unclean: true, has_instance: true, ..Node::default() };
+        assert!(here.can_be_recovered());
+        let cut = Node {
+            is_unclean: true,
+            has_instance: true,
+            is_failed: true,
+            is_changing: true,
+            ..Node::default()
+        };
         assert_eq!(status.node("node2"), Some(&cut));
         assert_eq!(status.node("node3"), Some(&Node { is_online: true, ..Node::default() }));
         assert_eq!(status.node("node4"), None);
@@ -161,7 +197,7 @@ mod tests {
 
     #[test]
     fn a_reply_that_is_cut_off_says_nothing() {
-        for end in [0, 10, 700, 2000, XML.len() - 5] {
+        for end in [0, 10, 700, 1500, XML.len() - 5] {
             assert!(Status::parse(&XML[..end], &"web".parse().unwrap()).is_err(), "{end}");
         }
     }
