@@ -243,6 +243,8 @@ impl Protected {
             // Its card holds what the guest has not sent: another one is started for the next guest.
             let is_card = |name: &str, line: &str| name == "towline" && line.contains("\0net\0");
             self.cluster.processes(left, is_card).into_iter().for_each(kill);
+            let has_ended = || Ok(self.cluster.processes(left, is_card).is_empty().then_some(()));
+            wait_until("the end of a card", WITHIN, has_ended).unwrap();
         } else {
             self.cluster.boot(left, Membership::Managed);
             wait_members(&self.cluster);
