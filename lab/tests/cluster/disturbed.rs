@@ -86,7 +86,8 @@ impl Host {
 impl Part {
     fn is(self, name: &str, line: &str) -> bool {
         match self {
-            Self::Keeper => name == "towline" && line.contains("\0protect\0"),
+            // With the process that waits for it, which stands as long as it does.
+            Self::Keeper => ["towline", "nsenter"].contains(&name) && line.contains("\0protect\0"),
             Self::Ferry => name == "towline" && line.ends_with("\0ferry\0"),
             Self::Agent => name == "towline" && line.ends_with("\0agent\0"),
             Self::Guest | Self::Waiting => {
