@@ -153,8 +153,8 @@ impl Protected {
                 let found = self.part(part);
                 found.iter().for_each(|pid| send(*pid, Signal::STOP));
                 thread::sleep(lasts);
-                // One that was fenced has ended.
-                found.iter().for_each(|pid| send(*pid, Signal::CONT));
+                // One that was fenced has ended. The process that waits for another one stops again if that still stands.
+                found.iter().chain(&found).for_each(|pid| send(*pid, Signal::CONT));
             }
             Disturbance::Hangs => self.part(Part::Guest).into_iter().for_each(|pid| send(pid, Signal::STOP)),
             Disturbance::Kills(part) => self.part(part).into_iter().for_each(kill),
