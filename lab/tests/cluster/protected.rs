@@ -298,7 +298,8 @@ fn save(cluster: &Cluster) -> String {
 fn protect(cluster: &Cluster, node: usize) -> Towline {
     let (ssh, places) = (cluster.ssh(), places());
     let destination = format!("ssh:node{}", HOSTS.into_iter().find(|other| *other != node).unwrap());
-    let words = ["protect", "--json", "--arbiter", "pacemaker", "--epoch", "50ms", "--ssh", &ssh];
+    let timing = ["--epoch", "50ms", "--peer-timeout", "3s"];
+    let words = [&["protect", "--json", "--arbiter", "pacemaker", "--ssh", &ssh][..], &timing].concat();
     let words = words.into_iter().chain(places.iter().map(String::as_str)).chain([GUEST, &destination]);
     cluster.start(node, &words.collect::<Vec<_>>())
 }
@@ -340,6 +341,7 @@ fn a_cluster_decides_which_host_goes_on_with_a_guest() {
     guest.protecting = Some(protecting);
     said(&format!("protected again: {:.1?} without a reply", guest.goes_on()));
     // Its QEMU dies, and its host lives.
+    guest.is_protected();
     guest.part(Part::Guest).into_iter().for_each(kill);
     said(&format!("its QEMU died: {:.1?} without a reply", guest.goes_on()));
     guest.has_gone();
