@@ -1,6 +1,7 @@
 //! The cluster, by Pacemaker's own commands.
 
-use std::process::{Child, Command, Stdio};
+use std::io;
+use std::process::{Child, Command, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -19,17 +20,18 @@ const ASK_INTERVAL: Duration = Duration::from_secs(2);
 const STATUS: [&str; 4] =
     ["crm_mon", "--one-shot", "--output-as=xml", "--include=none,nodes,resources,attributes,dc,options"];
 
-/// Runs a command of Pacemaker. Returns its output.
+/// Runs a command of Pacemaker for a bounded time.
+fn run(words: &[&str]) -> io::Result<Output> {
+    let mut command = Command::new("timeout");
+    command.args(["--foreground", COMMAND_SECONDS]).args(words).stdin(Stdio::null()).output()
+}
+
+/// Output of a command of Pacemaker, which has succeeded.
 fn output(words: &[&str]) -> Result<String, Refusal> {
     let failed = |reason: &dyn std::fmt::Display| {
         Refusal::failed(format!("{}: {reason}; see that Pacemaker runs on this host", words.join(" ")))
     };
-    let ran = Command::new("timeout")
-        .args(["--foreground", COMMAND_SECONDS])
-        .args(words)
-        .stdin(Stdio::null())
-        .output();
-    let ran = ran.map_err(|error| failed(&error))?;
+    let ran = run(words).map_err(|error| failed(&error))?;
     if !ran.status.success() {
         let said = String::from_utf8_lossy(&ran.stderr);
         return Err(failed(&format_args!("{}: {}", ran.status, said.trim())));
@@ -73,7 +75,7 @@ impl Drop for Request {
     }
 }
 
-/// An instance of another host that is to be stopped.
+/// An instance on another host, which must stop.
 struct Other {
     node: String,
     /// Mark of the start that is to end, if it is known.
@@ -114,7 +116,8 @@ impl<'a> Cluster<'a> {
         status.nodes.iter().filter(move |(name, _)| **name != own)
     }
 
-    /// Has the instances of all other hosts stopped, by having the cluster recover them: it starts them again. `may_ask` is asked last.
+    /// Has the instances of all other hosts stopped, by having the cluster recover them: it starts them again. `may_ask` is called before each
+    /// request, and may refuse.
     ///
     /// Nothing is written down that could have this effect later, as a constraint could, which a part of the cluster without quorum keeps until it
     /// is joined to the rest. That a host is not seen, or its instance not known, is no stop.
@@ -188,13 +191,7 @@ impl<'a> Cluster<'a> {
             "//node_state[@uname='{node}']/lrm/lrm_resources/lrm_resource[@id='{}'][lrm_rsc_op][not(lrm_rsc_op[@op-status='-1'])]",
             self.guest
         );
-        let query = ["cibadmin", "--query", "--local", "--xpath", &path];
-        let ran = Command::new("timeout")
-            .args(["--foreground", COMMAND_SECONDS])
-            .args(query)
-            .stdin(Stdio::null())
-            .output()?;
-        Ok(ran.status.success())
+        Ok(run(&["cibadmin", "--query", "--local", "--xpath", &path])?.status.success())
     }
 
     /// Has the cluster recover the instance of a host.
@@ -237,7 +234,7 @@ impl<'a> Cluster<'a> {
 }
 
 /// Generation of a guest that a claimant has, as it is recorded in the cluster.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(PartialEq, Eq)]
 pub(super) struct Recorded {
     /// 0: none.
     pub(super) generation: u64,
