@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 use towline_lab::expect::Scratch;
 use towline_lab::{Network, Sshd, Towline, paths, require_lab, skip, ssh_key, towline_binary, wait_until};
 
+use crate::bridges::set_apart;
+
 /// Generous: two busy processors.
 pub(crate) const WITHIN: Duration = Duration::from_secs(120);
 pub(crate) const NODES: [usize; 3] = [1, 2, 3];
@@ -293,15 +295,9 @@ impl Cluster {
 
     /// Has two hosts lose what they send to each other, or mends that. Others reach both.
     pub(crate) fn part(&self, nodes: [usize; 2], are_apart: bool) {
-        let (verb, address): (_, &[&str]) = match are_apart {
-            true => ("replace", &["lladdr", "02:00:00:00:00:01", "nud", "permanent"]),
-            false => ("delete", &[]),
-        };
-        for [node, other] in [nodes, [nodes[1], nodes[0]]] {
-            let other = format!("{NET}.{other}");
-            let line = [&["ip", "neighbor", verb, &other, "dev", "link0"][..], address].concat();
-            self.networks[node - 1].run(&line).unwrap();
-        }
+        let [a, b] = nodes;
+        set_apart(self.network(a), &format!("{NET}.{b}"), are_apart);
+        set_apart(self.network(b), &format!("{NET}.{a}"), are_apart);
     }
 
     fn set_link(&self, node: usize, state: &str) {

@@ -22,3 +22,12 @@ pub(crate) fn attach(hub: &Network, host: &Network, port: &str) {
         host.run(&["ip", "link", "set", interface, "master", "br0", "up"]).unwrap();
     }
 }
+
+/// Has a host lose what it sends to this address of the link between hosts, or mends that.
+pub(crate) fn set_apart(host: &Network, other: &str, are_apart: bool) {
+    let (verb, address): (_, &[&str]) = match are_apart {
+        true => ("replace", &["lladdr", "02:00:00:00:00:01", "nud", "permanent"]),
+        false => ("delete", &[]),
+    };
+    host.run(&[&["ip", "neighbor", verb, other, "dev", "link0"][..], address].concat()).unwrap();
+}

@@ -15,7 +15,7 @@ use towline_lab::{
     require_qemu, wait_until,
 };
 
-use crate::bridges::{TAP, add_bridge, attach};
+use crate::bridges::{TAP, add_bridge, attach, set_apart};
 use crate::chains::{assert_has_guest, kill_all, placed, protect, wait_runs};
 use crate::clients::Clients;
 use crate::network::{self, GUEST, card, card_options, set_up};
@@ -255,13 +255,8 @@ impl Hosts {
     /// Cuts the link between the hosts, or mends it. What is sent over a link that is cut is lost, and neither end notices; the guest's network is
     /// another one.
     pub(crate) fn cut(&self, cut: bool) {
-        let (verb, address): (_, &[&str]) = match cut {
-            true => ("replace", &["lladdr", "02:00:00:00:00:01", "nud", "permanent"]),
-            false => ("delete", &[]),
-        };
-        for (network, other) in [(&self.here, ADDRESSES[1]), (self.there.network(), ADDRESSES[0])] {
-            network.run(&[&["ip", "neighbor", verb, other, "dev", "link0"][..], address].concat()).unwrap();
-        }
+        set_apart(&self.here, ADDRESSES[1], cut);
+        set_apart(self.there.network(), ADDRESSES[0], cut);
     }
 
     /// Runs `work`. Meanwhile at most one of both cards sends what its guest does.
