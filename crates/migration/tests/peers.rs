@@ -25,10 +25,11 @@ use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::machine::BarrierForm;
 use towline_protocol::multifd::{HEADER_BYTES, Init, Packet};
-use towline_protocol::ram::{self, RecordWriter};
+use towline_protocol::ram;
 use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::section::{SectionHeader, SectionType, put_footer};
 use towline_protocol::source::{RamOptions, Setup};
+use towline_protocol::wire::put_counted;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 fn ram_blocks() -> Vec<RamBlock> {
@@ -294,7 +295,9 @@ fn a_relay_refuses_pages_in_the_first_section() {
     header.encode(SectionType::Start, &mut bytes);
     ram::put_total(32 * PAGE as u64, &mut bytes);
     ram::put_block(&ram_blocks()[0], &mut bytes);
-    RecordWriter::default().zero(at(0, 0), &ram_blocks(), &mut bytes);
+    bytes.extend_from_slice(&ram::RamFlags::ZERO.bits().to_be_bytes());
+    put_counted(&mut bytes, ram_blocks()[0].name.as_bytes());
+    bytes.push(0);
     ram::put_flag(ram::RamFlags::EOS, &mut bytes);
     put_footer(&mut bytes, 2);
     let (source, main) = pair(1 << 20);

@@ -99,48 +99,6 @@ impl RamBlock {
     }
 }
 
-/// Writes records of one channel, and remembers the block of the last one.
-#[derive(Debug, Default)]
-pub struct RecordWriter {
-    last: Option<BlockIndex>,
-}
-
-impl RecordWriter {
-    /// Appends the record of a page; the page's bytes follow it.
-    pub fn page(&mut self, page: PageRef, blocks: &[RamBlock], out: &mut Vec<u8>) {
-        self.named(RamFlags::PAGE, page, blocks, out);
-    }
-
-    /// Appends the record of a zero page.
-    pub fn zero(&mut self, page: PageRef, blocks: &[RamBlock], out: &mut Vec<u8>) {
-        self.named(RamFlags::ZERO, page, blocks, out);
-        out.push(0);
-    }
-
-    /// Returns true if the last record named a page of `block`, so the next one may continue it.
-    pub fn continues(&self, block: BlockIndex) -> bool {
-        self.last == Some(block)
-    }
-
-    /// Appends a page in XBZRLE form.
-    pub fn xbzrle(&mut self, page: PageRef, data: &[u8], blocks: &[RamBlock], out: &mut Vec<u8>) {
-        self.named(RamFlags::XBZRLE, page, blocks, out);
-        out.push(1);
-        crate::wire::put16(out, u16::try_from(data.len()).expect("no longer than a page"));
-        out.extend_from_slice(data);
-    }
-
-    fn named(&mut self, flags: RamFlags, page: PageRef, blocks: &[RamBlock], out: &mut Vec<u8>) {
-        if self.last == Some(page.block) {
-            put64(out, page.offset | (flags | RamFlags::CONTINUE).bits());
-        } else {
-            put64(out, page.offset | flags.bits());
-            put_counted(out, blocks[page.block.index()].name.as_bytes());
-            self.last = Some(page.block);
-        }
-    }
-}
-
 /// Appends the block list's beginning: the sum of all lengths.
 pub fn put_total(total: u64, out: &mut Vec<u8>) {
     put64(out, total | RamFlags::MEM_SIZE.bits());

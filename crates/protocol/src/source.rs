@@ -12,11 +12,11 @@ use alloc::vec::Vec;
 
 use crate::configuration::Configuration;
 use crate::machine::BarrierForm;
-use crate::ram::{self, BlockIndex, PageRef, RamBlock, RamFlags, RecordWriter};
+use crate::ram::{self, BlockIndex, PageRef, RamBlock, RamFlags};
 use crate::return_path::ReturnPathMessage;
 use crate::section::{SectionHeader, SectionType, VmCommand, put_footer};
 use crate::session::{self, FromDestination, ReceiverMode};
-use crate::wire::put32;
+use crate::wire::{put_counted, put16, put32, put64};
 use crate::{PeerMisbehaved, Result};
 
 /// The first PING, sent with the return path's opening: its PONG shows that the destination read the stream's
@@ -129,43 +129,57 @@ impl End {
     }
 }
 
-/// Writes records of an open section.
+/// Writes records of one channel, and remembers the block of the last one.
 #[derive(Debug)]
 pub struct RamWriter {
     options: RamOptions,
     blocks: Vec<RamBlock>,
-    records: RecordWriter,
+    last: Option<BlockIndex>,
 }
 
 impl RamWriter {
     pub(crate) fn new(options: RamOptions, blocks: Vec<RamBlock>) -> Self {
-        Self { options, blocks, records: RecordWriter::default() }
+        Self { options, blocks, last: None }
     }
 
     /// The same, which has written no record yet.
     pub(crate) fn renewed(self) -> Self {
-        Self { records: RecordWriter::default(), ..self }
+        Self { last: None, ..self }
     }
 
     /// Appends the record of a page, whose bytes the caller sends next.
     pub fn page(&mut self, page: PageRef, out: &mut Vec<u8>) {
-        self.records.page(page, &self.blocks, out);
+        self.named(RamFlags::PAGE, page, out);
     }
 
     /// Appends the record of a zero page.
     pub fn zero(&mut self, page: PageRef, out: &mut Vec<u8>) {
-        self.records.zero(page, &self.blocks, out);
+        self.named(RamFlags::ZERO, page, out);
+        out.push(0);
     }
 
     /// Returns true if the last record named a page of `block`: records received that continue it can be sent
     /// as they are.
     pub fn continues(&self, block: BlockIndex) -> bool {
-        self.records.continues(block)
+        self.last == Some(block)
     }
 
     /// Appends a page in XBZRLE form.
     pub fn xbzrle(&mut self, page: PageRef, data: &[u8], out: &mut Vec<u8>) {
-        self.records.xbzrle(page, data, &self.blocks, out);
+        self.named(RamFlags::XBZRLE, page, out);
+        out.push(1);
+        put16(out, u16::try_from(data.len()).expect("no longer than a page"));
+        out.extend_from_slice(data);
+    }
+
+    fn named(&mut self, flags: RamFlags, page: PageRef, out: &mut Vec<u8>) {
+        if self.continues(page.block) {
+            put64(out, page.offset | (flags | RamFlags::CONTINUE).bits());
+        } else {
+            put64(out, page.offset | flags.bits());
+            put_counted(out, self.blocks[page.block.index()].name.as_bytes());
+            self.last = Some(page.block);
+        }
     }
 
     /// Writes the barrier, after every lane has sent SYNC.
