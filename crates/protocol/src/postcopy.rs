@@ -61,6 +61,11 @@ fn command(kind: CommandKind, data: Vec<u8>, out: &mut Vec<u8>) {
     VmCommand::Other { kind, data }.encode(out);
 }
 
+fn writer(section_id: u32, blocks: &[PostcopyBlock]) -> RamWriter {
+    let blocks = blocks.iter().map(|block| block.ram.clone()).collect();
+    RamWriter::new(RamOptions { section_id, barrier: None }, blocks)
+}
+
 impl Setup {
     /// Writes the header, the configuration, the return path's opening and ADVISE.
     pub fn advise(
@@ -95,10 +100,7 @@ impl Advised {
                 put64(out, block.page_bytes);
             }
         }
-        let mut writer = RamWriter::new(
-            RamOptions { section_id, barrier: None },
-            blocks.iter().map(|block| block.ram.clone()).collect(),
-        );
+        let mut writer = writer(section_id, blocks);
         writer.close(out);
         Loading(writer)
     }
@@ -225,9 +227,8 @@ pub struct Preempt(RamWriter);
 impl Preempt {
     /// A channel on which nothing was written yet.
     pub fn new(blocks: &[PostcopyBlock]) -> Self {
-        let blocks = blocks.iter().map(|block| block.ram.clone()).collect();
         // Its records are outside of sections.
-        Self(RamWriter::new(RamOptions { section_id: 0, barrier: None }, blocks))
+        Self(writer(0, blocks))
     }
 
     /// Ends the preempt channel: no further page is requested. Destinations up to QEMU 7.2 wait for that.
@@ -253,8 +254,7 @@ impl Recovery {
             put_counted(&mut data, block.ram.name.as_bytes());
             command(CommandKind::RECV_BITMAP, data, out);
         }
-        let blocks = blocks.iter().map(|block| block.ram.clone()).collect();
-        Self(RamWriter::new(RamOptions { section_id, barrier: None }, blocks))
+        Self(writer(section_id, blocks))
     }
 
     /// Sends RESUME after all bitmaps were received. The preempt channel, if there is one, is connected
