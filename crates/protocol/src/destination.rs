@@ -86,7 +86,7 @@ impl StreamDecoder {
     }
 
     /// Decodes one item. `None` in the result: `input` ends inside it, and nothing was consumed.
-    pub fn handle<'a>(self, input: &mut Reader<'a>) -> Step<'a> {
+    pub fn handle(self, input: &mut Reader<'_>) -> Step {
         match self {
             Self::Header(state) => state.handle(input),
             Self::Machine(state) => state.handle(input),
@@ -132,7 +132,7 @@ impl StreamDecoder {
 }
 
 impl AwaitHeader {
-    fn handle<'a>(self, input: &mut Reader<'a>) -> Step<'a> {
+    fn handle(self, input: &mut Reader<'_>) -> Step {
         match configuration::decode_header(input)? {
             None => Ok((StreamDecoder::Header(self), None)),
             Some(()) => AwaitMachine { kind: self.kind }.handle(input),
@@ -141,7 +141,7 @@ impl AwaitHeader {
 }
 
 impl AwaitMachine {
-    fn handle<'a>(self, input: &mut Reader<'a>) -> Step<'a> {
+    fn handle(self, input: &mut Reader<'_>) -> Step {
         let start = input.position();
         let Ok(kind) = input.u8() else { return Ok((StreamDecoder::Machine(self), None)) };
         const EXPECTED: &str = "the configuration section";
@@ -158,7 +158,7 @@ impl AwaitMachine {
 }
 
 impl AwaitSubsection {
-    fn handle<'a>(mut self, input: &mut Reader<'a>) -> Step<'a> {
+    fn handle(mut self, input: &mut Reader<'_>) -> Step {
         loop {
             let start = input.position();
             let Ok(kind) = input.u8() else { return Ok((StreamDecoder::Subsections(self), None)) };
@@ -178,7 +178,7 @@ impl AwaitSubsection {
         }
     }
 
-    fn complete<'a>(self) -> Step<'a> {
+    fn complete(self) -> Step {
         let mut configuration = self.configuration;
         if configuration.target_page_bits.is_some_and(|bits| bits != PAGE_SIZE.trailing_zeros()) {
             let what = "a target page size other than 4096 bytes";
@@ -198,7 +198,7 @@ impl AwaitSubsection {
 }
 
 impl AwaitSection {
-    fn handle<'a>(mut self, input: &mut Reader<'a>) -> Step<'a> {
+    fn handle(mut self, input: &mut Reader<'_>) -> Step {
         let start = input.position();
         let Ok(kind) = input.u8() else { return Ok((StreamDecoder::Sections(self), None)) };
         let expected = if self.ram.is_some() { "a `ram` section or a command" } else { "`ram` or a command" };

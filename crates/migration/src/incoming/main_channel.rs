@@ -154,33 +154,17 @@ impl<'a> MainChannel<'a> {
             let peer = self.input.channel.peer();
             let (next, event) = state.handle(&mut reader).map_err(Error::protocol(peer))?;
             state = next;
-            let taken = reader.position();
+            self.input.start += reader.position();
             let Some(event) = event else {
-                self.input.start += taken;
                 self.deliver_batch()?;
                 state = self.receive_run_or_more(state)?;
                 continue;
             };
             self.is_behind_page = matches!(event, StreamItem::Page(_));
             match event {
-                StreamItem::Page(page) => {
-                    self.input.start += taken;
-                    self.batch_received_page(page)?;
-                }
-                StreamItem::ZeroPage(page) => {
-                    self.input.start += taken;
-                    self.batch(page, None)?;
-                }
-                StreamItem::Xbzrle { page, data } => {
-                    let data = data.to_vec();
-                    self.input.start += taken;
-                    self.deliver_batch()?;
-                    self.xbzrle(page, &data)?;
-                }
-                StreamItem::DeviceState => self.input.start += taken,
+                StreamItem::Page(page) => self.batch_received_page(page)?,
+                StreamItem::ZeroPage(page) => self.batch(page, None)?,
                 event => {
-                    let event = owned(event);
-                    self.input.start += taken;
                     self.deliver_batch()?;
                     self.apply(&event, &state)?;
                 }
@@ -188,7 +172,7 @@ impl<'a> MainChannel<'a> {
         }
     }
 
-    fn apply(&mut self, event: &StreamItem<'static>, state: &StreamDecoder) -> Result<()> {
+    fn apply(&mut self, event: &StreamItem, state: &StreamDecoder) -> Result<()> {
         let sink = self.shared.sink;
         match event {
             StreamItem::Configuration(configuration) => {
@@ -230,10 +214,10 @@ impl<'a> MainChannel<'a> {
             }
             StreamItem::SectionEnd(section) => self.section_end(section.kind),
             // An entry of the list before the last one, or an event that `sections` has handled.
+            StreamItem::Xbzrle { page, data } => self.xbzrle(*page, data),
             StreamItem::Block(_)
             | StreamItem::Page(_)
             | StreamItem::ZeroPage(_)
-            | StreamItem::Xbzrle { .. }
             | StreamItem::DeviceState => Ok(()),
         }
     }
@@ -482,23 +466,6 @@ fn receive_between(
 /// once more.
 fn takes_runs(main: &dyn Channel, sink: &dyn Sink) -> bool {
     sink.splices_records(main) || main.splice_fd().is_some()
-}
-
-/// Makes an event independent of the input it was read from.
-fn owned(event: StreamItem<'_>) -> StreamItem<'static> {
-    match event {
-        StreamItem::Configuration(configuration) => StreamItem::Configuration(configuration),
-        StreamItem::Command(command) => StreamItem::Command(command),
-        StreamItem::SectionStart(section) => StreamItem::SectionStart(section),
-        StreamItem::Total(total) => StreamItem::Total(total),
-        StreamItem::Block(block) => StreamItem::Block(block),
-        StreamItem::Page(page) => StreamItem::Page(page),
-        StreamItem::ZeroPage(page) => StreamItem::ZeroPage(page),
-        StreamItem::Xbzrle { page, .. } => StreamItem::Xbzrle { page, data: &[] },
-        StreamItem::Flush => StreamItem::Flush,
-        StreamItem::SectionEnd(section) => StreamItem::SectionEnd(section),
-        StreamItem::DeviceState => StreamItem::DeviceState,
-    }
 }
 
 impl InputBuffer<'_> {

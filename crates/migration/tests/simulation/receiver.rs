@@ -184,7 +184,7 @@ impl Receiver {
                 Some(Deed::Step)
             }
             Some(StreamItem::ZeroPage(page)) => Some(Deed::Zero(page)),
-            Some(StreamItem::Xbzrle { page, data }) => Some(Deed::Xbzrle(page, data.to_vec())),
+            Some(StreamItem::Xbzrle { page, data }) => Some(Deed::Xbzrle(page, data)),
             Some(StreamItem::Configuration(configuration)) => Some(Deed::Configuration(configuration)),
             Some(StreamItem::Command(command)) => Some(Deed::Command(command)),
             Some(StreamItem::SectionStart(section)) => Some(Deed::SectionStart(section)),

@@ -308,7 +308,7 @@ enum Step {
     Frame,
 }
 
-fn step_of(item: StreamItem<'_>, is_announced: bool) -> Result<Step> {
+fn step_of(item: StreamItem, is_announced: bool) -> Result<Step> {
     let unexpected = |found: String| {
         let expected = "the END section of a checkpoint's memory";
         Err(PeerMisbehaved::Unexpected { found, expected }.into())

@@ -17,7 +17,7 @@ use crate::wire::{Incomplete, Reader, lossy};
 use crate::{InvalidMessage, PeerIncompatible, PeerMisbehaved, Result};
 
 impl AwaitBlock {
-    pub(super) fn handle<'a>(mut self, input: &mut Reader<'a>) -> Step<'a> {
+    pub(super) fn handle(mut self, input: &mut Reader<'_>) -> Step {
         let start = input.position();
         let event = match self.left {
             None => match input.be64() {
@@ -39,7 +39,7 @@ impl AwaitBlock {
         Ok((StreamDecoder::Blocks(self), Some(event)))
     }
 
-    fn total<'a>(&mut self, word: u64) -> Result<StreamItem<'a>> {
+    fn total(&mut self, word: u64) -> Result<StreamItem> {
         let flags = RamFlags::from_bits_retain(word & (PAGE_SIZE - 1));
         let total = word & !(PAGE_SIZE - 1);
         if flags != RamFlags::MEM_SIZE {
@@ -137,7 +137,7 @@ impl RamState {
 }
 
 impl AwaitRecord {
-    pub(super) fn handle<'a>(mut self, input: &mut Reader<'a>) -> Step<'a> {
+    pub(super) fn handle(mut self, input: &mut Reader<'_>) -> Step {
         let start = input.position();
         match self.record(input)? {
             Ok(StreamItem::SectionEnd(section)) => {
@@ -152,7 +152,7 @@ impl AwaitRecord {
         }
     }
 
-    fn record<'a>(&mut self, input: &mut Reader<'a>) -> Result<Result<StreamItem<'a>, Incomplete>> {
+    fn record(&mut self, input: &mut Reader<'_>) -> Result<Result<StreamItem, Incomplete>> {
         let Ok(word) = input.be64() else { return Ok(Err(Incomplete)) };
         let flags = RamFlags::from_bits_retain(word & (PAGE_SIZE - 1));
         let offset = word & !(PAGE_SIZE - 1);
@@ -185,7 +185,7 @@ impl AwaitRecord {
         Ok(event)
     }
 
-    fn zero<'a>(&self, page: PageRef, input: &mut Reader<'_>) -> Result<Result<StreamItem<'a>, Incomplete>> {
+    fn zero(&self, page: PageRef, input: &mut Reader<'_>) -> Result<Result<StreamItem, Incomplete>> {
         match input.u8() {
             Err(Incomplete) => Ok(Err(Incomplete)),
             Ok(0) => Ok(Ok(StreamItem::ZeroPage(page))),
@@ -197,7 +197,7 @@ impl AwaitRecord {
     }
 }
 
-fn xbzrle<'a>(page: PageRef, input: &mut Reader<'a>) -> Result<Result<StreamItem<'a>, Incomplete>> {
+fn xbzrle(page: PageRef, input: &mut Reader<'_>) -> Result<Result<StreamItem, Incomplete>> {
     let head = input.u8().and_then(|kind| Ok((kind, input.be16()?)));
     let Ok((kind, length)) = head else { return Ok(Err(Incomplete)) };
     if kind != 1 {
@@ -207,11 +207,11 @@ fn xbzrle<'a>(page: PageRef, input: &mut Reader<'a>) -> Result<Result<StreamItem
         let (found, limit) = (length.into(), PAGE_SIZE);
         return Err(InvalidMessage::TooLong { what: "XBZRLE page", found, limit }.into());
     }
-    Ok(input.take(length.into()).map(|data| StreamItem::Xbzrle { page, data }))
+    Ok(input.take(length.into()).map(|data| StreamItem::Xbzrle { page, data: data.into() }))
 }
 
 impl AwaitFooter {
-    pub(super) fn handle<'a>(self, input: &mut Reader<'a>) -> Step<'a> {
+    pub(super) fn handle(self, input: &mut Reader<'_>) -> Step {
         let start = input.position();
         let footer = input.u8().and_then(|kind| Ok((kind, input.be32()?)));
         let Ok((kind, found)) = footer else {

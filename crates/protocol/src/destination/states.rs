@@ -13,7 +13,7 @@ use crate::section::VmCommand;
 
 /// One item of the stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum StreamItem<'a> {
+pub enum StreamItem {
     /// The stream's beginning, complete.
     Configuration(Configuration),
     /// A command between sections.
@@ -33,7 +33,7 @@ pub enum StreamItem<'a> {
         /// The page.
         page: PageRef,
         /// The changes.
-        data: &'a [u8],
+        data: Vec<u8>,
     },
     /// A `MULTIFD_FLUSH` record: wait for the SYNC of every lane.
     Flush,
@@ -146,7 +146,7 @@ pub struct AwaitSection {
 }
 
 /// Result of a step: the next state, and the item unless more bytes are needed.
-pub type Step<'a> = Result<(StreamDecoder, Option<StreamItem<'a>>)>;
+pub type Step = Result<(StreamDecoder, Option<StreamItem>)>;
 
 /// Waits for an entry of the block list, or for its total.
 #[derive(Debug)]

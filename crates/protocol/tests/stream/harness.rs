@@ -111,7 +111,7 @@ fn read_pieces(mut machine: StreamDecoder, stream: &[u8], mut piece: impl FnMut(
     outcome
 }
 
-fn check_event(event: &StreamItem<'_>, machine: &StreamDecoder) {
+fn check_event(event: &StreamItem, machine: &StreamDecoder) {
     let (page, data) = match event {
         StreamItem::Page(page) | StreamItem::ZeroPage(page) => (page, 0),
         StreamItem::Xbzrle { page, data } => (page, data.len() as u64),
@@ -270,7 +270,7 @@ pub fn mapped_ram(data: &[u8]) {
     }
 }
 
-fn event_names_page(event: &StreamItem<'_>, machine: &StreamDecoder) -> bool {
+fn event_names_page(event: &StreamItem, machine: &StreamDecoder) -> bool {
     let mapped = machine.blocks().first().is_some_and(|block| block.mapped.is_some());
     let named = matches!(
         event,

@@ -55,7 +55,7 @@ pub(crate) enum Item {
 }
 
 impl Item {
-    pub(crate) fn of(event: StreamItem<'_>) -> Self {
+    pub(crate) fn of(event: StreamItem) -> Self {
         match event {
             StreamItem::Configuration(configuration) => Self::Configuration(configuration),
             StreamItem::Command(command) => Self::Command(command),
@@ -64,7 +64,7 @@ impl Item {
             StreamItem::Block(block) => Self::Block(block),
             StreamItem::Page(page) => Self::Page(page, Vec::new()),
             StreamItem::ZeroPage(page) => Self::Zero(page),
-            StreamItem::Xbzrle { page, data } => Self::Xbzrle(page, data.into()),
+            StreamItem::Xbzrle { page, data } => Self::Xbzrle(page, data),
             StreamItem::Flush => Self::Flush,
             StreamItem::SectionEnd(section) => Self::SectionEnd(section),
             StreamItem::DeviceState => Self::DeviceState,
