@@ -143,7 +143,7 @@ impl Incoming {
             end_lanes(&connections.lanes);
             received
         });
-        match received.and_then(|state| main.deliver(state)) {
+        match received.and_then(|(memory, state)| main.deliver(memory, state)) {
             Ok(copy) => {
                 self.session.succeed();
                 Ok(copy)

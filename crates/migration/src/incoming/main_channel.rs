@@ -61,12 +61,6 @@ pub(super) struct MainChannel<'a> {
     barriers: Barriers,
 }
 
-/// A stream without its memory's content.
-pub(super) struct ReceivedStream {
-    memory: Complete,
-    state: DeviceState,
-}
-
 /// Data received and not yet consumed: `bytes[start..end]`.
 struct InputBuffer<'a> {
     channel: &'a Arc<dyn Channel>,
@@ -105,16 +99,14 @@ impl<'a> MainChannel<'a> {
     }
 
     /// Receives the stream to its end.
-    pub(super) fn receive(&mut self, begin: StreamDecoder) -> Result<ReceivedStream> {
-        let (memory, tail) = self.sections(begin)?;
-        let state = self.device_state(tail)?;
-        Ok(ReceivedStream { memory, state })
+    pub(super) fn receive(&mut self, begin: StreamDecoder) -> Result<(Complete, DeviceState)> {
+        let memory = self.sections(begin)?;
+        Ok((memory, self.device_state()?))
     }
 
     /// The lanes have ended as well: commits the guest and acknowledges it to the source.
-    pub(super) fn deliver(&mut self, received: ReceivedStream) -> Result<FirstCopy> {
+    pub(super) fn deliver(&mut self, memory: Complete, state: DeviceState) -> Result<FirstCopy> {
         self.shared.session.check()?;
-        let ReceivedStream { memory, state } = received;
         let copy = FirstCopy::new(memory, &state);
         // A connection that was still on its way at the stream's beginning is here by now.
         self.connections.refuse_extra(Duration::ZERO)?;
@@ -143,12 +135,12 @@ impl<'a> MainChannel<'a> {
         }
     }
 
-    /// Takes everything up to the device state; returns the memory's last state, and the first bytes of that.
-    fn sections(&mut self, begin: StreamDecoder) -> Result<(Complete, Collector)> {
+    /// Takes everything up to the device state; returns the memory's last state.
+    fn sections(&mut self, begin: StreamDecoder) -> Result<Complete> {
         let mut state = begin;
         loop {
             if let StreamDecoder::DeviceState(memory) = state {
-                return Ok((memory, self.begin_device_state()?));
+                return Ok(memory);
             }
             let mut reader = Reader::new(&self.input.bytes[self.input.start..self.input.end]);
             let peer = self.input.channel.peer();
@@ -422,31 +414,20 @@ impl<'a> MainChannel<'a> {
         Ok(())
     }
 
-    fn begin_device_state(&mut self) -> Result<Collector> {
-        self.deliver_batch()?;
+    /// Collects the device state, up to the end of the stream.
+    fn device_state(&mut self) -> Result<DeviceState> {
         let mut collector = Collector::default();
-        self.collect(&mut collector)?;
-        Ok(collector)
-    }
-
-    fn collect(&mut self, collector: &mut Collector) -> Result<()> {
-        let bytes = &self.input.bytes[self.input.start..self.input.end];
-        collector.push(bytes).map_err(Error::protocol(self.input.channel.peer()))?;
-        self.input.start = self.input.end;
-        Ok(())
-    }
-
-    fn device_state(&mut self, mut collector: Collector) -> Result<DeviceState> {
         loop {
-            let state = collector.complete().map_err(Error::protocol(self.input.channel.peer()))?;
-            if let Some(state) = state {
+            let failed = Error::protocol(self.input.channel.peer());
+            collector.push(&self.input.bytes[self.input.start..self.input.end]).map_err(&failed)?;
+            self.input.start = self.input.end;
+            if let Some(state) = collector.complete().map_err(failed)? {
                 return Ok(state);
             }
             self.receive_more(
                 "the device state's end (its description; suppress-vmdesc must be off at the source)",
                 BUFFER_BYTES,
             )?;
-            self.collect(&mut collector)?;
         }
     }
 }
