@@ -7,10 +7,10 @@
 use alloc::string::String;
 use alloc::vec::Vec;
 
+use crate::InvalidMessage;
 use crate::limits;
 use crate::section::SectionType;
-use crate::wire::{Incomplete, Reader, lossy, put_counted, put32};
-use crate::{InvalidMessage, Result};
+use crate::wire::{Reader, Stop, lossy, put_counted, put32};
 
 /// "QEVM".
 pub const MAGIC: u32 = 0x5145_564d;
@@ -74,75 +74,64 @@ fn subsection(out: &mut Vec<u8>, name: &[u8]) {
     put32(out, SUBSECTION_VERSION);
 }
 
-/// Reads the file header. `Ok(None)`: more bytes are needed.
-pub fn decode_header(input: &mut Reader<'_>) -> Result<Option<()>> {
-    let start = input.position();
-    let Ok(magic) = input.be32() else { return Ok(None) };
-    if magic != MAGIC {
-        return Err(InvalidMessage::Magic { found: magic }.into());
+/// Reads the file header.
+pub(crate) fn decode_header(input: &mut Reader<'_>) -> Result<(), Stop> {
+    match input.be32()? {
+        MAGIC => {}
+        found => return Err(InvalidMessage::Magic { found }.into()),
     }
-    let Ok(version) = input.be32() else {
-        input.rewind(start);
-        return Ok(None);
-    };
-    if version != VERSION {
-        return Err(InvalidMessage::Version { found: version }.into());
+    match input.be32()? {
+        VERSION => Ok(()),
+        found => Err(InvalidMessage::Version { found }.into()),
     }
-    Ok(Some(()))
 }
 
-/// Reads the section, whose type byte was consumed, up to the end of the machine name.
-pub(crate) fn decode_machine(input: &mut Reader<'_>) -> Result<Result<String, Incomplete>> {
-    let Ok(length) = input.be32() else { return Ok(Err(Incomplete)) };
-    let limit = limits::MACHINE_NAME_BYTES_MAX;
+/// Reads the section up to the end of the machine name.
+pub(crate) fn decode_machine(input: &mut Reader<'_>) -> Result<String, Stop> {
+    const EXPECTED: &str = "the configuration section";
+    let kind = input.u8()?;
+    if SectionType::decode(kind, EXPECTED)? != SectionType::Configuration {
+        return Err(InvalidMessage::SectionType { found: kind, expected: EXPECTED }.into());
+    }
+    let (length, limit) = (input.be32()?, limits::MACHINE_NAME_BYTES_MAX);
     if length as usize > limit {
         let (found, limit) = (u64::from(length), limit as u64);
         return Err(InvalidMessage::TooLong { what: "machine type name", found, limit }.into());
     }
-    let Ok(name) = input.take(length as usize) else { return Ok(Err(Incomplete)) };
+    let name = input.take(length as usize)?;
     match core::str::from_utf8(name) {
-        Ok(name) => Ok(Ok(name.into())),
+        Ok(name) => Ok(name.into()),
         Err(_) => Err(InvalidMessage::Text { what: "machine type name", shown: lossy(name) }.into()),
     }
 }
 
-/// Reads one subsection, whose type byte was consumed, into `configuration`.
+/// Reads one subsection, whose type byte was seen, into `configuration`.
 pub(crate) fn decode_subsection(
     input: &mut Reader<'_>,
     configuration: &mut Configuration,
-) -> Result<Result<(), Incomplete>> {
-    let head = input.counted().and_then(|name| Ok((name, input.be32()?)));
-    let Ok((name, version)) = head else { return Ok(Err(Incomplete)) };
+) -> Result<(), Stop> {
+    input.u8()?;
+    let (name, version) = (input.counted()?, input.be32()?);
     if version != SUBSECTION_VERSION {
-        return Err(unknown(name));
+        return Err(unknown(name).into());
     }
     match name {
-        CAPABILITIES => decode_capabilities(input, configuration),
-        UUID => Ok(input.array().map(|uuid| configuration.uuid = Some(uuid))),
-        PAGE_BITS => Ok(input.be32().map(|bits| configuration.target_page_bits = Some(bits))),
-        _ => Err(unknown(name)),
+        CAPABILITIES => configuration.capabilities = decode_capabilities(input)?,
+        UUID => configuration.uuid = Some(input.array()?),
+        PAGE_BITS => configuration.target_page_bits = Some(input.be32()?),
+        _ => return Err(unknown(name).into()),
     }
+    Ok(())
 }
 
-fn unknown(name: &[u8]) -> crate::Error {
-    InvalidMessage::Text { what: "configuration subsection (unknown)", shown: lossy(name) }.into()
+fn unknown(name: &[u8]) -> InvalidMessage {
+    InvalidMessage::Text { what: "configuration subsection (unknown)", shown: lossy(name) }
 }
 
-fn decode_capabilities(
-    input: &mut Reader<'_>,
-    configuration: &mut Configuration,
-) -> Result<Result<(), Incomplete>> {
-    let Ok(count) = input.be32() else { return Ok(Err(Incomplete)) };
-    let limit = limits::CAPABILITIES_MAX as u64;
-    if u64::from(count) > limit {
-        let found = u64::from(count);
-        return Err(InvalidMessage::TooLong { what: "capability list", found, limit }.into());
+fn decode_capabilities(input: &mut Reader<'_>) -> Result<Vec<String>, Stop> {
+    let (count, limit) = (u64::from(input.be32()?), limits::CAPABILITIES_MAX as u64);
+    if count > limit {
+        return Err(InvalidMessage::TooLong { what: "capability list", found: count, limit }.into());
     }
-    let mut names = Vec::new();
-    for _ in 0..count {
-        let Ok(name) = input.counted() else { return Ok(Err(Incomplete)) };
-        names.push(lossy(name));
-    }
-    configuration.capabilities = names;
-    Ok(Ok(()))
+    (0..count).map(|_| Ok(lossy(input.counted()?))).collect()
 }

@@ -27,7 +27,7 @@ use crate::machine::BarrierForm;
 use crate::ram::{self, PAGE_SIZE, RamBlock};
 use crate::section::{CommandKind, SectionHeader, SectionType, VmCommand};
 use crate::session;
-use crate::wire::{Incomplete, Reader};
+use crate::wire::{Reader, Stop};
 use crate::{InvalidMessage, PeerIncompatible, PeerMisbehaved, Result};
 
 mod memory;
@@ -133,7 +133,7 @@ impl StreamDecoder {
 
 impl AwaitHeader {
     fn handle(self, input: &mut Reader<'_>) -> Step {
-        match configuration::decode_header(input)? {
+        match input.whole(configuration::decode_header)? {
             None => Ok((StreamDecoder::Header(self), None)),
             Some(()) => AwaitMachine { kind: self.kind }.handle(input),
         }
@@ -142,14 +142,7 @@ impl AwaitHeader {
 
 impl AwaitMachine {
     fn handle(self, input: &mut Reader<'_>) -> Step {
-        let start = input.position();
-        let Ok(kind) = input.u8() else { return Ok((StreamDecoder::Machine(self), None)) };
-        const EXPECTED: &str = "the configuration section";
-        if SectionType::decode(kind, EXPECTED)? != SectionType::Configuration {
-            return Err(InvalidMessage::SectionType { found: kind, expected: EXPECTED }.into());
-        }
-        let Ok(machine_type) = configuration::decode_machine(input)? else {
-            input.rewind(start);
+        let Some(machine_type) = input.whole(configuration::decode_machine)? else {
             return Ok((StreamDecoder::Machine(self), None));
         };
         let configuration = Configuration { machine_type, ..Configuration::default() };
@@ -159,23 +152,21 @@ impl AwaitMachine {
 
 impl AwaitSubsection {
     fn handle(mut self, input: &mut Reader<'_>) -> Step {
-        loop {
-            let start = input.position();
-            let Ok(kind) = input.u8() else { return Ok((StreamDecoder::Subsections(self), None)) };
+        while let Some(&kind) = input.rest().first() {
             if kind != SectionType::Subsection as u8 {
-                input.rewind(start);
                 return self.complete();
             }
             if self.count == limits::SUBSECTIONS_MAX {
                 let found = format!("configuration subsection {}", self.count + 1);
                 return Err(PeerMisbehaved::Unexpected { found, expected: "`ram` or a command" }.into());
             }
-            if configuration::decode_subsection(input, &mut self.configuration)?.is_err() {
-                input.rewind(start);
-                return Ok((StreamDecoder::Subsections(self), None));
+            let configuration = &mut self.configuration;
+            if input.whole(|input| configuration::decode_subsection(input, configuration))?.is_none() {
+                break;
             }
             self.count += 1;
         }
+        Ok((StreamDecoder::Subsections(self), None))
     }
 
     fn complete(self) -> Step {
@@ -199,41 +190,40 @@ impl AwaitSubsection {
 
 impl AwaitSection {
     fn handle(mut self, input: &mut Reader<'_>) -> Step {
+        match input.whole(|input| self.item(input))? {
+            Some((Some(next), item)) => Ok((next, Some(item))),
+            Some((None, item)) => Ok((StreamDecoder::Sections(self), Some(item))),
+            None => Ok((StreamDecoder::Sections(self), None)),
+        }
+    }
+
+    /// The next item, and the state behind it if it is another one.
+    fn item(&mut self, input: &mut Reader<'_>) -> Result<(Option<StreamDecoder>, StreamItem), Stop> {
         let start = input.position();
-        let Ok(kind) = input.u8() else { return Ok((StreamDecoder::Sections(self), None)) };
+        let kind = input.u8()?;
         let expected = if self.ram.is_some() { "a `ram` section or a command" } else { "`ram` or a command" };
-        let next = match SectionType::decode(kind, expected)? {
-            SectionType::Command => match VmCommand::decode(input)? {
-                Ok(command) => {
-                    self.check_command(&command)?;
-                    return Ok((StreamDecoder::Sections(self), Some(StreamItem::Command(command))));
-                }
-                Err(Incomplete) => None,
-            },
-            SectionType::Start if self.ram.is_none() => match SectionHeader::decode(input) {
-                Ok(header) => Some(self.start(header)?),
-                Err(Incomplete) => None,
-            },
+        let (section, next) = match SectionType::decode(kind, expected)? {
+            SectionType::Command => {
+                let command = VmCommand::decode(input)?;
+                self.check_command(&command)?;
+                return Ok((None, StreamItem::Command(command)));
+            }
+            SectionType::Start if self.ram.is_none() => self.start(SectionHeader::decode(input)?)?,
             SectionType::Full if self.ram.as_ref().is_some_and(|ram| ram.is_complete_snapshot()) => {
                 input.rewind(start);
                 let ram = self.ram.take().expect("just seen");
-                return Ok((StreamDecoder::DeviceState(Complete { ram }), Some(StreamItem::DeviceState)));
+                return Ok((Some(StreamDecoder::DeviceState(Complete { ram })), StreamItem::DeviceState));
             }
-            SectionType::Start | SectionType::Full => match SectionHeader::decode(input) {
-                Ok(header) => return Err(foreign_section(header, kind).into()),
-                Err(Incomplete) => None,
-            },
-            SectionType::Part | SectionType::End if self.ram.is_some() => match input.be32() {
-                Ok(id) => Some(resume(self.ram.take().expect("just seen"), kind, id)?),
-                Err(Incomplete) => None,
-            },
+            SectionType::Start | SectionType::Full => {
+                return Err(foreign_section(SectionHeader::decode(input)?, kind).into());
+            }
+            SectionType::Part | SectionType::End if self.ram.is_some() => {
+                let id = input.be32()?;
+                resume(self.ram.take().expect("just seen"), kind, id)?
+            }
             _ => return Err(InvalidMessage::SectionType { found: kind, expected }.into()),
         };
-        let Some((section, state)) = next else {
-            input.rewind(start);
-            return Ok((StreamDecoder::Sections(self), None));
-        };
-        Ok((state, Some(StreamItem::SectionStart(section))))
+        Ok((Some(next), StreamItem::SectionStart(section)))
     }
 
     fn check_command(&mut self, command: &VmCommand) -> Result<()> {

@@ -80,7 +80,7 @@ impl DeviceState {
     pub fn of_saved(file: &[u8], known: &Self) -> Result<Self> {
         let truncated = InvalidMessage::Truncated { what: "the saved device state" };
         let mut input = Reader::new(file);
-        decode_header(&mut input)?.ok_or_else(|| truncated.clone())?;
+        input.whole(decode_header)?.ok_or_else(|| truncated.clone())?;
         let sections = file[input.position()..].strip_suffix(&[SectionType::Eof as u8]).ok_or(truncated)?;
         Self::of_sections(sections, &known.devices)
     }

@@ -377,28 +377,18 @@ fn request(blocks: &[PostcopyBlock], index: BlockIndex, start: u64, length: u64)
 /// # Errors
 /// The bitmap is not as long as the block's, or its end mark is missing.
 pub fn decode_bitmap(input: &mut Reader<'_>, block: &PostcopyBlock) -> Result<Option<Vec<u8>>> {
-    let start = input.position();
-    let expected = block.ram.pages().div_ceil(8).next_multiple_of(8);
-    let Ok(found) = input.be64() else {
-        input.rewind(start);
-        return Ok(None);
+    let bytes = block.ram.pages().div_ceil(8).next_multiple_of(8);
+    let check = |what, found, expected| {
+        let block = &block.ram.name;
+        let wrong = || InvalidMessage::Bitmap { block: block.clone(), what, found, expected };
+        if found == expected { Ok(()) } else { Err(wrong()) }
     };
-    let name = || block.ram.name.clone();
-    if found != expected {
-        return Err(InvalidMessage::Bitmap { block: name(), what: "its bytes are", found, expected }.into());
-    }
-    let bits = input.take(expected as usize).map(<[u8]>::to_vec);
-    match bits.and_then(|bits| Ok((bits, input.be64()?))) {
-        Err(_) => {
-            input.rewind(start);
-            Ok(None)
-        }
-        Ok((bits, BITMAP_END)) => Ok(Some(bits)),
-        Ok((_, found)) => {
-            let (what, expected) = ("its end mark is", BITMAP_END);
-            Err(InvalidMessage::Bitmap { block: name(), what, found, expected }.into())
-        }
-    }
+    input.whole(|input| {
+        check("its bytes are", input.be64()?, bytes)?;
+        let bits = input.take(bytes as usize)?;
+        check("its end mark is", input.be64()?, BITMAP_END)?;
+        Ok(bits.to_vec())
+    })
 }
 
 /// Appends such a bitmap, for a destination.

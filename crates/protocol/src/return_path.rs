@@ -85,25 +85,18 @@ impl ReturnPathMessage {
 
     /// Reads a message; `Ok(None)` and nothing consumed where more bytes are needed.
     pub fn decode(input: &mut Reader<'_>) -> Result<Option<Self>> {
-        let start = input.position();
-        let head = input.be16().and_then(|kind| Ok((kind, input.be16()?)));
-        let Ok((kind, length)) = head else {
-            input.rewind(start);
-            return Ok(None);
-        };
-        let (length, limit) = (usize::from(length), limits::RETURN_PATH_BYTES_MAX);
-        if TLS_RECORDS.contains(&kind) {
-            return Err(InvalidMessage::Tls.into());
-        }
-        if length > limit {
-            let (found, limit) = (length as u64, limit as u64);
-            return Err(InvalidMessage::TooLong { what: "return-path message", found, limit }.into());
-        }
-        let Ok(data) = input.take(length) else {
-            input.rewind(start);
-            return Ok(None);
-        };
-        decode_data(kind, data).map(Some)
+        input.whole(|input| {
+            let (kind, length) = (input.be16()?, usize::from(input.be16()?));
+            if TLS_RECORDS.contains(&kind) {
+                return Err(InvalidMessage::Tls.into());
+            }
+            let limit = limits::RETURN_PATH_BYTES_MAX;
+            if length > limit {
+                let (found, limit) = (length as u64, limit as u64);
+                return Err(InvalidMessage::TooLong { what: "return-path message", found, limit }.into());
+            }
+            Ok(decode_data(kind, input.take(length)?)?)
+        })
     }
 }
 

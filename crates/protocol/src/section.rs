@@ -3,7 +3,7 @@
 use alloc::string::String;
 use alloc::vec::Vec;
 
-use crate::wire::{Incomplete, Reader, lossy, put_counted, put16, put32};
+use crate::wire::{Incomplete, Reader, Stop, lossy, put_counted, put16, put32};
 use crate::{InvalidMessage, Result};
 
 /// The byte that begins everything on the main channel.
@@ -136,25 +136,19 @@ impl VmCommand {
     }
 
     /// Parses a command whose section type byte was consumed.
-    pub(crate) fn decode(input: &mut Reader<'_>) -> Result<Result<Self, Incomplete>> {
-        let head = input.be16().and_then(|kind| Ok((CommandKind(kind), input.be16()?)));
-        let Ok((kind, length)) = head else { return Ok(Err(Incomplete)) };
-        let Ok(data) = input.take(usize::from(length)) else { return Ok(Err(Incomplete)) };
-        let fixed = |expected: usize| {
-            if data.len() == expected {
-                Ok(())
-            } else {
-                Err(InvalidMessage::CommandLength { command: kind.0, found: data.len(), expected })
-            }
-        };
-        Ok(Ok(match kind {
-            CommandKind::OPEN_RETURN_PATH => fixed(0).map(|()| Self::OpenReturnPath)?,
-            CommandKind::SWITCHOVER_START => fixed(0).map(|()| Self::SwitchoverStart)?,
-            CommandKind::PING => {
-                fixed(4)?;
-                Self::Ping(u32::from_be_bytes([data[0], data[1], data[2], data[3]]))
-            }
-            _ => Self::Other { kind, data: data.into() },
-        }))
+    pub(crate) fn decode(input: &mut Reader<'_>) -> Result<Self, Stop> {
+        let (kind, length) = (CommandKind(input.be16()?), input.be16()?);
+        let data = input.take(usize::from(length))?;
+        let wrong = |expected| InvalidMessage::CommandLength { command: kind.0, found: data.len(), expected };
+        match kind {
+            CommandKind::OPEN_RETURN_PATH if data.is_empty() => Ok(Self::OpenReturnPath),
+            CommandKind::SWITCHOVER_START if data.is_empty() => Ok(Self::SwitchoverStart),
+            CommandKind::OPEN_RETURN_PATH | CommandKind::SWITCHOVER_START => Err(wrong(0).into()),
+            CommandKind::PING => match data.try_into() {
+                Ok(value) => Ok(Self::Ping(u32::from_be_bytes(value))),
+                Err(_) => Err(wrong(4).into()),
+            },
+            _ => Ok(Self::Other { kind, data: data.into() }),
+        }
     }
 }

@@ -180,19 +180,15 @@ impl FromSource {
     /// # Errors
     /// The data is not a valid frame.
     pub fn decode(input: &mut Reader<'_>) -> Result<Option<Self>> {
-        let start = input.position();
-        let Ok(first) = input.u8() else { return Ok(None) };
-        if first != SectionType::Command as u8 {
-            let found = alloc::format!("a byte {first:#04x} after the stream");
-            return Err(PeerMisbehaved::Unexpected { found, expected: "the outcome of the move" }.into());
-        }
-        let Ok(command) = VmCommand::decode(input)? else {
-            input.rewind(start);
-            return Ok(None);
-        };
-        Self::of(&command).map(Some).ok_or_else(|| {
-            let found = alloc::format!("{command:?}");
-            PeerMisbehaved::Unexpected { found, expected: "the outcome of the move" }.into()
+        let unexpected = |found| PeerMisbehaved::Unexpected { found, expected: "the outcome of the move" };
+        input.whole(|input| {
+            let first = input.u8()?;
+            if first != SectionType::Command as u8 {
+                return Err(unexpected(alloc::format!("a byte {first:#04x} after the stream")).into());
+            }
+            let command = VmCommand::decode(input)?;
+            let frame = Self::of(&command);
+            frame.ok_or_else(|| unexpected(alloc::format!("{command:?}")).into())
         })
     }
 

@@ -1,14 +1,37 @@
 //! Reading and writing the stream's primitives.
 //!
 //! A [`Reader`] fails in one way only, [`Incomplete`]: the bytes so far are a proper prefix. The decoder of
-//! an item saves the position before it and rewinds to it, so an item is either consumed whole or not at all.
+//! an item runs in `Reader::whole`, so an item is either consumed whole or not at all.
 
 use alloc::string::String;
 use alloc::vec::Vec;
 
+use crate::Error;
+
 /// The input ends inside an item.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Incomplete;
+
+/// Reason why an item was not decoded.
+#[derive(Debug)]
+pub(crate) enum Stop {
+    /// More bytes are needed.
+    Incomplete,
+    /// It is refused.
+    Refused(Error),
+}
+
+impl From<Incomplete> for Stop {
+    fn from(_: Incomplete) -> Self {
+        Self::Incomplete
+    }
+}
+
+impl<E: Into<Error>> From<E> for Stop {
+    fn from(error: E) -> Self {
+        Self::Refused(error.into())
+    }
+}
 
 /// A cursor over received bytes.
 #[derive(Debug, Clone)]
@@ -31,6 +54,22 @@ impl<'a> Reader<'a> {
     /// Seeks to a position that [`Self::position`] returned.
     pub fn rewind(&mut self, position: usize) {
         self.position = position.min(self.bytes.len());
+    }
+
+    /// Decodes an item. `None`, and nothing consumed: more bytes are needed.
+    pub(crate) fn whole<T>(
+        &mut self,
+        decode: impl FnOnce(&mut Self) -> Result<T, Stop>,
+    ) -> Result<Option<T>, Error> {
+        let start = self.position;
+        match decode(self) {
+            Ok(item) => Ok(Some(item)),
+            Err(Stop::Incomplete) => {
+                self.rewind(start);
+                Ok(None)
+            }
+            Err(Stop::Refused(error)) => Err(error),
+        }
     }
 
     /// The remaining bytes.

@@ -13,30 +13,20 @@ use crate::mapped_ram::MappedRamHeader;
 use crate::multifd::check_offset;
 use crate::ram::{BlockIndex, PAGE_SIZE, PageRef, RamBlock, RamFlags};
 use crate::section::SectionType;
-use crate::wire::{Incomplete, Reader, lossy};
+use crate::wire::{Reader, Stop, lossy};
 use crate::{InvalidMessage, PeerIncompatible, PeerMisbehaved, Result};
 
 impl AwaitBlock {
     pub(super) fn handle(mut self, input: &mut Reader<'_>) -> Step {
-        let start = input.position();
-        let event = match self.left {
-            None => match input.be64() {
-                Ok(word) => self.total(word)?,
-                Err(Incomplete) => return Ok((StreamDecoder::Blocks(self), None)),
-            },
+        let item = match self.left {
+            None => input.be64().ok().map(|word| self.total(word)).transpose()?,
             Some(0) => {
                 let section = RamSection { kind: SectionKind::Start, id: self.ram.id };
                 return AwaitRecord { ram: self.ram, section }.handle(input);
             }
-            Some(left) => match self.block(input, left)? {
-                Ok(block) => StreamItem::Block(block),
-                Err(Incomplete) => {
-                    input.rewind(start);
-                    return Ok((StreamDecoder::Blocks(self), None));
-                }
-            },
+            Some(left) => input.whole(|input| self.block(input, left))?.map(StreamItem::Block),
         };
-        Ok((StreamDecoder::Blocks(self), Some(event)))
+        Ok((StreamDecoder::Blocks(self), item))
     }
 
     fn total(&mut self, word: u64) -> Result<StreamItem> {
@@ -52,23 +42,15 @@ impl AwaitBlock {
         Ok(StreamItem::Total(total))
     }
 
-    fn block(&mut self, input: &mut Reader<'_>, left: u64) -> Result<Result<RamBlock, Incomplete>> {
+    fn block(&mut self, input: &mut Reader<'_>, left: u64) -> Result<RamBlock, Stop> {
         let start = input.position();
-        let head = input.counted().and_then(|name| Ok((name, input.be64()?)));
-        let Ok((name, length)) = head else { return Ok(Err(Incomplete)) };
-        // A destination of the same machine type has the block at the same address.
-        if self.has_addresses && input.be64().is_err() {
-            return Ok(Err(Incomplete));
+        let (name, length) = (input.counted()?, input.be64()?);
+        if self.has_addresses {
+            // A destination of the same machine type has the block at the same address.
+            input.be64()?;
         }
         let header_offset = self.file_offset + (input.position() - start) as u64;
-        let header = if self.mapped_ram {
-            match MappedRamHeader::decode(input) {
-                Ok(header) => Some(header),
-                Err(Incomplete) => return Ok(Err(Incomplete)),
-            }
-        } else {
-            None
-        };
+        let header = if self.mapped_ram { Some(MappedRamHeader::decode(input)?) } else { None };
         let Ok(name) = core::str::from_utf8(name) else {
             return Err(InvalidMessage::Text { what: "block name", shown: lossy(name) }.into());
         };
@@ -79,7 +61,7 @@ impl AwaitBlock {
         let block = RamBlock { name: name.into(), length, mapped: header.map(|(_, header)| header) };
         self.ram.add(block.clone())?;
         self.left = Some(left - length);
-        Ok(Ok(block))
+        Ok(block)
     }
 }
 
@@ -118,51 +100,42 @@ impl RamState {
     }
 
     /// The page that a record names; consumes the block name unless it continues.
-    fn page(
-        &mut self,
-        flags: RamFlags,
-        offset: u64,
-        input: &mut Reader<'_>,
-    ) -> Result<Result<PageRef, Incomplete>> {
+    fn page(&mut self, flags: RamFlags, offset: u64, input: &mut Reader<'_>) -> Result<PageRef, Stop> {
         let block = if flags.contains(RamFlags::CONTINUE) {
             self.last.ok_or(InvalidMessage::NothingToContinue)?
         } else {
-            let Ok(name) = input.counted() else { return Ok(Err(Incomplete)) };
+            let name = input.counted()?;
             let known = core::str::from_utf8(name).ok().and_then(|name| self.by_name.get(name));
             *known.ok_or_else(|| PeerMisbehaved::UnknownBlock { name: lossy(name) })?
         };
         check_offset(offset, &self.blocks[block.index()])?;
-        Ok(Ok(PageRef { block, offset }))
+        Ok(PageRef { block, offset })
     }
 }
 
 impl AwaitRecord {
     pub(super) fn handle(mut self, input: &mut Reader<'_>) -> Step {
-        let start = input.position();
-        match self.record(input)? {
-            Ok(StreamItem::SectionEnd(section)) => {
-                let next = AwaitFooter { ram: self.ram, section };
-                Ok((StreamDecoder::Footer(next), Some(StreamItem::SectionEnd(section))))
+        let item = input.whole(|input| self.record(input))?;
+        let next = match item {
+            Some(StreamItem::SectionEnd(section)) => {
+                StreamDecoder::Footer(AwaitFooter { ram: self.ram, section })
             }
-            Ok(event) => Ok((StreamDecoder::Records(self), Some(event))),
-            Err(Incomplete) => {
-                input.rewind(start);
-                Ok((StreamDecoder::Records(self), None))
-            }
-        }
+            _ => StreamDecoder::Records(self),
+        };
+        Ok((next, item))
     }
 
-    fn record(&mut self, input: &mut Reader<'_>) -> Result<Result<StreamItem, Incomplete>> {
-        let Ok(word) = input.be64() else { return Ok(Err(Incomplete)) };
+    fn record(&mut self, input: &mut Reader<'_>) -> Result<StreamItem, Stop> {
+        let word = input.be64()?;
         let flags = RamFlags::from_bits_retain(word & (PAGE_SIZE - 1));
         let offset = word & !(PAGE_SIZE - 1);
         let kind = flags.difference(RamFlags::CONTINUE);
         match kind {
             RamFlags::EOS if offset == 0 && flags == kind => {
-                return Ok(Ok(StreamItem::SectionEnd(self.section)));
+                return Ok(StreamItem::SectionEnd(self.section));
             }
             RamFlags::MULTIFD_FLUSH if offset == 0 && flags == kind && !self.ram.mapped => {
-                return Ok(Ok(StreamItem::Flush));
+                return Ok(StreamItem::Flush);
             }
             RamFlags::PAGE | RamFlags::ZERO | RamFlags::XBZRLE if !self.ram.mapped => {}
             RamFlags::HOOK => {
@@ -173,23 +146,20 @@ impl AwaitRecord {
             }
             _ => return Err(InvalidMessage::RecordFlags { flags: flags.bits(), offset }.into()),
         }
-        let Ok(page) = self.ram.page(flags, offset, input)? else { return Ok(Err(Incomplete)) };
-        let event = match kind {
-            RamFlags::PAGE => Ok(StreamItem::Page(page)),
-            RamFlags::ZERO => self.zero(page, input)?,
+        let page = self.ram.page(flags, offset, input)?;
+        let item = match kind {
+            RamFlags::PAGE => StreamItem::Page(page),
+            RamFlags::ZERO => self.zero(page, input.u8()?)?,
             _ => xbzrle(page, input)?,
         };
-        if event.is_ok() {
-            self.ram.last = Some(page.block);
-        }
-        Ok(event)
+        self.ram.last = Some(page.block);
+        Ok(item)
     }
 
-    fn zero(&self, page: PageRef, input: &mut Reader<'_>) -> Result<Result<StreamItem, Incomplete>> {
-        match input.u8() {
-            Err(Incomplete) => Ok(Err(Incomplete)),
-            Ok(0) => Ok(Ok(StreamItem::ZeroPage(page))),
-            Ok(found) => {
+    fn zero(&self, page: PageRef, fill: u8) -> Result<StreamItem> {
+        match fill {
+            0 => Ok(StreamItem::ZeroPage(page)),
+            found => {
                 let block = self.ram.blocks[page.block.index()].name.clone();
                 Err(InvalidMessage::FillByte { block, found }.into())
             }
@@ -197,9 +167,8 @@ impl AwaitRecord {
     }
 }
 
-fn xbzrle(page: PageRef, input: &mut Reader<'_>) -> Result<Result<StreamItem, Incomplete>> {
-    let head = input.u8().and_then(|kind| Ok((kind, input.be16()?)));
-    let Ok((kind, length)) = head else { return Ok(Err(Incomplete)) };
+fn xbzrle(page: PageRef, input: &mut Reader<'_>) -> Result<StreamItem, Stop> {
+    let (kind, length) = (input.u8()?, input.be16()?);
     if kind != 1 {
         return Err(InvalidMessage::Xbzrle("an encoding other than 1").into());
     }
@@ -207,15 +176,12 @@ fn xbzrle(page: PageRef, input: &mut Reader<'_>) -> Result<Result<StreamItem, In
         let (found, limit) = (length.into(), PAGE_SIZE);
         return Err(InvalidMessage::TooLong { what: "XBZRLE page", found, limit }.into());
     }
-    Ok(input.take(length.into()).map(|data| StreamItem::Xbzrle { page, data: data.into() }))
+    Ok(StreamItem::Xbzrle { page, data: input.take(length.into())?.into() })
 }
 
 impl AwaitFooter {
     pub(super) fn handle(self, input: &mut Reader<'_>) -> Step {
-        let start = input.position();
-        let footer = input.u8().and_then(|kind| Ok((kind, input.be32()?)));
-        let Ok((kind, found)) = footer else {
-            input.rewind(start);
+        let Some((kind, found)) = input.whole(|input| Ok((input.u8()?, input.be32()?)))? else {
             return Ok((StreamDecoder::Footer(self), None));
         };
         if kind != SectionType::Footer as u8 {
