@@ -192,10 +192,6 @@ impl Sink for Checked {
         Ok(())
     }
 
-    fn receives_in_place(&self) -> bool {
-        self.memory.receives_in_place()
-    }
-
     fn buffer_for(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
         self.memory.buffer_for(page, length)
     }

@@ -225,12 +225,6 @@ pub trait Sink: Sync {
         None
     }
 
-    /// Returns true if [`Self::buffer_for`] has memory for most pages: worth looking ahead on the main
-    /// channel.
-    fn receives_in_place(&self) -> bool {
-        false
-    }
-
     /// Pages whose contents were received into [`Self::buffer_for`].
     ///
     /// # Errors

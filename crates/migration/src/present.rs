@@ -295,10 +295,6 @@ impl<P: Deref<Target: Sink> + Sync> Sink for SinkWithPresentBlocks<P> {
         }
     }
 
-    fn receives_in_place(&self) -> bool {
-        self.sink.receives_in_place()
-    }
-
     fn buffer_for(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
         // Nothing is received into memory that the destination already has.
         if self.inspects(page.block) { None } else { self.sink.buffer_for(page, length) }

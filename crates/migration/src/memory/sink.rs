@@ -44,10 +44,6 @@ impl Sink for Memory {
         Some(ram.span(page).io_buf_mut(offset_in_block(page), usize::try_from(length).ok()?))
     }
 
-    fn receives_in_place(&self) -> bool {
-        true
-    }
-
     fn pages(&self, _stream: ChannelId, pages: &Pages<'_>) -> Result<()> {
         let ram = self.ram.get().ok_or(MemoryError::NoBlocks)?;
         let contents = pages.contents.iter().flat_map(|slice| slice.chunks(PAGE));
