@@ -39,13 +39,6 @@ struct Watch {
     which: Vec<PageSelection>,
 }
 
-/// A block of the guest, by its number, and its memory.
-#[derive(Debug, Clone, Copy)]
-struct TrackedBlock<'a> {
-    number: usize,
-    span: &'a Span<'a>,
-}
-
 impl WriteProtect {
     /// A tracker for private memory. Checks that the kernel supports it.
     ///
@@ -98,7 +91,8 @@ impl WriteProtect {
     fn find(
         &self,
         which: PageSelection,
-        block: TrackedBlock<'_>,
+        block: usize,
+        span: &Span<'_>,
         report: &mut dyn FnMut(usize, usize),
     ) -> Result<(), TrackerError> {
         let mut reported = 0;
@@ -106,22 +100,21 @@ impl WriteProtect {
             reported = offset + length;
             report(offset, length);
         };
-        let found = self.pagemap.find(block.span.address(), 0..block.span.length(), which, &mut note);
-        found.map_err(|source| TrackerError::Scan { block: block.number, offset: reported, source })
+        let found = self.pagemap.find(span.address(), 0..span.length(), which, &mut note);
+        found.map_err(|source| TrackerError::Scan { block, offset: reported, source })
     }
 
     fn protect(&self, watch: &Watch, block: usize, span: &Span<'_>) -> Result<(), TrackerError> {
-        let (address, length) = (span.address(), span.length());
-        let failed = |source| TrackerError::Register { block, address, length, source };
-        watch.userfault.register(span).map_err(failed)?;
+        let (length, failed) = (span.length(), cannot_watch(block, span));
+        watch.userfault.register(span).map_err(&failed)?;
         match watch.which[block] {
             // Absent pages need no mark: they are unprotected when they are created.
             PageSelection::WrittenThere => {
-                self.find(PageSelection::WrittenThere, TrackedBlock { number: block, span }, &mut |_, _| {})
+                self.find(PageSelection::WrittenThere, block, span, &mut |_, _| {})
             }
             _ => {
                 let protect = |offset| {
-                    watch.userfault.protect(span, offset, STEP_BYTES.min(length - offset)).map_err(failed)
+                    watch.userfault.protect(span, offset, STEP_BYTES.min(length - offset)).map_err(&failed)
                 };
                 (0..length).step_by(STEP_BYTES).try_for_each(protect)
             }
@@ -131,20 +124,21 @@ impl WriteProtect {
     /// Reports the absent pages of a block of private memory that is protected.
     fn gaps(
         &self,
-        block: TrackedBlock<'_>,
+        block: usize,
+        span: &Span<'_>,
         untouched: &mut dyn FnMut(PageRef, u64),
     ) -> Result<(), TrackerError> {
         let mut next = 0;
         let mut gap = |next: usize, end: usize| {
             if next < end {
-                untouched(page(block.number, next), (end - next) as u64);
+                untouched(page(block, next), (end - next) as u64);
             }
         };
-        self.find(PageSelection::There, block, &mut |offset, length| {
+        self.find(PageSelection::There, block, span, &mut |offset, length| {
             gap(next, offset);
             next = offset + length;
         })?;
-        gap(next, block.span.length());
+        gap(next, span.length());
         Ok(())
     }
 }
@@ -166,7 +160,7 @@ impl DirtyTracker for WriteProtect {
         }
         for (block, span) in memory.iter().enumerate() {
             if watch.which[block] == PageSelection::WrittenThere {
-                self.gaps(TrackedBlock { number: block, span }, untouched)?;
+                self.gaps(block, span, untouched)?;
             }
         }
         *slot = Some(watch);
@@ -178,7 +172,7 @@ impl DirtyTracker for WriteProtect {
         let watch = slot.as_ref().ok_or(TrackerError::NotStarted)?;
         for (block, span) in memory.iter().enumerate() {
             let mut report = |offset, length: usize| report(page(block, offset), length as u64);
-            self.find(watch.which[block], TrackedBlock { number: block, span }, &mut report)?;
+            self.find(watch.which[block], block, span, &mut report)?;
         }
         Ok(())
     }
@@ -186,9 +180,7 @@ impl DirtyTracker for WriteProtect {
     fn stop(&self, memory: &[Span<'_>]) -> Result<(), TrackerError> {
         let Some(watch) = lock(&self.watch).take() else { return Ok(()) };
         for (block, span) in memory.iter().enumerate() {
-            let (address, length) = (span.address(), span.length());
-            let failed = |source| TrackerError::Register { block, address, length, source };
-            watch.userfault.unregister(span).map_err(failed)?;
+            watch.userfault.unregister(span).map_err(cannot_watch(block, span))?;
         }
         Ok(())
     }
@@ -197,6 +189,11 @@ impl DirtyTracker for WriteProtect {
 fn page(block: usize, offset: usize) -> PageRef {
     let block = BlockIndex(u32::try_from(block).expect("bounded by BLOCKS_MAX"));
     PageRef { block, offset: offset as u64 }
+}
+
+fn cannot_watch(block: usize, span: &Span<'_>) -> impl Fn(io::Error) -> TrackerError + use<> {
+    let (address, length) = (span.address(), span.length());
+    move |source| TrackerError::Register { block, address, length, source }
 }
 
 fn refused(what: &'static str) -> impl Fn(io::Error) -> TrackerError {
