@@ -77,8 +77,8 @@ pub fn gather(
     let main = main.expect("complete");
     let lanes = lanes.into_iter().map(|lane| lane.expect("complete")).collect();
     // A single channel has no others.
-    let others = listener.as_fd().is_some().then_some(());
-    let others = others.map(|()| NonLaneChannels { listener, unknown: Mutex::new(candidates) });
+    let is_single = listener.as_fd().is_none();
+    let others = (!is_single).then(|| NonLaneChannels { listener, unknown: Mutex::new(candidates) });
     Ok(Connections { main, lanes, uuid: registry.uuid(), others, refused: Mutex::new(refused) })
 }
 

@@ -44,16 +44,14 @@ pub enum Publication {
 
 impl Default for Options {
     fn default() -> Self {
-        let (receiver, shared_memory) = (ReceiverMode::RunsByItself, SharedMemory::Refused);
-        let (compression, publication) = (Compression::None, Publication::default());
         Self {
             require_return_path: true,
-            compression,
+            compression: Compression::None,
             is_snapshot: false,
-            shared_memory,
+            shared_memory: SharedMemory::Refused,
             max_bandwidth: None,
-            receiver,
-            publication,
+            receiver: ReceiverMode::RunsByItself,
+            publication: Publication::BeforeAcknowledgement,
         }
     }
 }

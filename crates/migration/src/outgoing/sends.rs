@@ -99,21 +99,19 @@ impl PacketSender {
         }
         // Contents that lie in memory cannot be spliced.
         let method = match self.policy.method(bytes) {
-            SendMethod::ZeroCopy => SendMethod::ZeroCopy,
-            SendMethod::Plain | SendMethod::Splice => SendMethod::Plain,
-        };
-        match method {
+            SendMethod::ZeroCopy => {
+                self.channel.send_all(&[IoBuf::from(header)], SendFlags::MORE)?;
+                self.send_zero_copy(contents)?;
+                SendMethod::ZeroCopy
+            }
             SendMethod::Plain | SendMethod::Splice => {
                 let mut buffers = Vec::with_capacity(1 + contents.len());
                 buffers.push(IoBuf::from(header));
                 buffers.extend_from_slice(contents);
                 self.channel.send_all(&buffers, SendFlags::empty())?;
+                SendMethod::Plain
             }
-            SendMethod::ZeroCopy => {
-                self.channel.send_all(&[IoBuf::from(header)], SendFlags::MORE)?;
-                self.send_zero_copy(contents)?;
-            }
-        }
+        };
         self.end(bytes, method);
         Ok(())
     }

@@ -68,14 +68,7 @@ impl SentMap {
 
     /// Claims the page that contains `page`: true for one caller only.
     pub(super) fn claim(&self, page: PageRef) -> bool {
-        let block = &self.blocks[page.block.index()];
-        let index = page.offset / block.page_bytes;
-        let bit = 1 << (index % WORD_BITS);
-        let is_ours = block.words[(index / WORD_BITS) as usize].fetch_or(bit, Ordering::AcqRel) & bit == 0;
-        if is_ours {
-            self.claimed_bytes.fetch_add(block.bytes(index, 1), Ordering::AcqRel);
-        }
-        is_ours
+        self.claim_run(page, 1, |_, _| {}) > 0
     }
 
     /// Claims the unclaimed pages that begin in `length` bytes from `page` on, and reports each run of them:
