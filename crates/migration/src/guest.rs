@@ -10,6 +10,7 @@ use towline_channel::{Channel, ChannelExt, IoBuf, IoBufMut, SendFlags, ZeroCopyT
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::{RamSection, SectionKind};
 use towline_protocol::device_state::DeviceState;
+use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
@@ -191,6 +192,13 @@ pub struct Pages<'a> {
     pub offsets: &'a [u64],
     /// The contents in the same order; each slice holds one page or several.
     pub contents: &'a [&'a [u8]],
+}
+
+/// Runs of consecutive pages among these of a block: the first page and the length in bytes.
+pub(crate) fn runs_of(block: BlockIndex, offsets: &[u64]) -> impl Iterator<Item = (PageRef, u64)> + '_ {
+    offsets
+        .chunk_by(|first, second| first.checked_add(PAGE_SIZE) == Some(*second))
+        .map(move |run| (PageRef { block, offset: run[0] }, run.len() as u64 * PAGE_SIZE))
 }
 
 /// Receiver of a guest. Methods that name pages are called from every lane's thread at once; between two

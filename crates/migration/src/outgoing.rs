@@ -19,7 +19,6 @@ mod records;
 mod return_path;
 mod sends;
 
-use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -172,16 +171,7 @@ impl Outgoing {
             limiter: Limiter::new(self.options.max_bandwidth),
             lanes_carry_zero: machine::lanes_carry_zero_pages(machine_type),
         };
-        let packets = Arc::new(AtomicU64::new(0));
-        let statistics = &self.statistics;
-        let mut lanes: Vec<LaneWriter> = connections
-            .lanes
-            .iter()
-            .map(|lane| {
-                let (packets, statistics) = (Arc::clone(&packets), Arc::clone(statistics));
-                LaneWriter::new(Arc::clone(lane), packets, statistics, self.options.lanes())
-            })
-            .collect::<Result<_>>()?;
+        let mut lanes = connections.lane_writers(&self.statistics, self.options.lanes())?;
         let answers = self.begin(connections, &shared)?;
         self.setup(connections, &shared, &mut lanes, form)?;
         if let Some(answers) = &answers {

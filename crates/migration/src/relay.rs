@@ -14,7 +14,6 @@
 //! decompressed and compressed again: a lane's stream depends on all its packets before, and the relay splits
 //! packets with both zero pages and others.
 
-use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
@@ -74,17 +73,12 @@ impl Relay {
         check_zero_copy(options.zero_copy_send, options.compression, &connections.lanes)?;
         let statistics = Arc::new(Statistics::default());
         connections.watch(&session, &statistics);
-        let packets = Arc::new(AtomicU64::new(0));
-        let writer = |lane: &Arc<dyn Channel>| {
-            let (packets, statistics) = (Arc::clone(&packets), Arc::clone(&statistics));
-            LaneWriter::new(Arc::clone(lane), packets, statistics, options).map(Mutex::new)
-        };
-        let lanes = connections.lanes.iter().map(writer).collect::<Result<_>>()?;
+        let lanes = connections.lane_writers(&statistics, options)?;
         let forwarding = Forwarding::Buffered(Vec::new());
         let answers = ReturnPath::start(Arc::clone(&connections.main), Arc::clone(&session), forwarding);
         Ok(Self {
             main: Mutex::new(MainWriter::new(Arc::clone(&connections.main), Arc::clone(&statistics))),
-            lanes,
+            lanes: lanes.into_iter().map(Mutex::new).collect(),
             blocks: OnceLock::new(),
             section: OnceLock::new(),
             form: OnceLock::new(),

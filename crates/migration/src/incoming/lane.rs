@@ -8,13 +8,14 @@ use std::time::Instant;
 use towline_channel::{Channel, ChannelExt, Error as ChannelError, IoBufMut};
 use towline_protocol::multifd::{HEADER_BYTES, Method, Packet};
 use towline_protocol::ram::PAGE_SIZE;
-use towline_protocol::{BlockIndex, PageRef, PeerMisbehaved};
+use towline_protocol::{BlockIndex, PeerMisbehaved};
 use towline_protocol::{limits, machine};
 
 use super::refuse::{REFUSE_TIMEOUT, drain};
 use super::shared::{Shared, ended};
 use crate::buffer::Buffers;
 use crate::compression::Decompressor;
+use crate::guest::runs_of;
 use crate::session::Released;
 use crate::statistics::Statistics;
 use crate::{ChannelId, Error, Pages, Result};
@@ -129,9 +130,8 @@ impl<'a> Lane<'a> {
             self.shared.statistics.count_spliced(offsets.len() as u64, length as u64, passed?);
             return Ok(());
         }
-        let rooms: Option<Vec<_>> = runs(offsets)
-            .map(|(offset, length)| sink.buffer_for(PageRef { block, offset }, length))
-            .collect();
+        let runs = runs_of(block, offsets);
+        let rooms: Option<Vec<_>> = runs.map(|(page, length)| sink.buffer_for(page, length)).collect();
         let pages = offsets.len() as u64;
         if let Some(mut rooms) = rooms {
             // Memory that nothing uses before the migration has completed.
@@ -166,11 +166,4 @@ impl<'a> Lane<'a> {
         self.shared.statistics.count_content_pages(pages as u64, compressed as u64);
         Ok(())
     }
-}
-
-/// Runs of consecutive pages: first offset and length in bytes.
-fn runs(offsets: &[u64]) -> impl Iterator<Item = (u64, u64)> + '_ {
-    offsets
-        .chunk_by(|first, second| first.checked_add(PAGE_SIZE) == Some(*second))
-        .map(|run| (run[0], run.len() as u64 * PAGE_SIZE))
 }

@@ -3,6 +3,7 @@
 
 use std::iter;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use towline_channel::{
@@ -10,7 +11,7 @@ use towline_channel::{
     SendFlags, connect_with,
 };
 
-use super::lane::init;
+use super::lane::{LaneOptions, LaneWriter, init};
 use crate::incoming::ConnectionKind;
 use crate::{Error, Result, Session, Statistics};
 
@@ -40,6 +41,19 @@ impl Connections {
             session.watch(channel);
             statistics.count_sends_of(channel.as_ref());
         }
+    }
+
+    /// Writers of the lanes, which number their packets together.
+    pub(crate) fn lane_writers(
+        &self,
+        statistics: &Arc<Statistics>,
+        options: LaneOptions,
+    ) -> Result<Vec<LaneWriter>> {
+        let packets = Arc::new(AtomicU64::new(0));
+        let writer = |lane: &Arc<dyn Channel>| {
+            LaneWriter::new(Arc::clone(lane), Arc::clone(&packets), Arc::clone(statistics), options)
+        };
+        self.lanes.iter().map(writer).collect()
     }
 
     /// After a failure, when all channels are shut down: returns when the kernel no longer reads memory that

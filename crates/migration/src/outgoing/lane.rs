@@ -7,10 +7,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use towline_channel::{Channel, IoBuf, ZeroCopySend, total_len};
 use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, Method, PACKET_PAGES, Packet};
 use towline_protocol::ram::PAGE_SIZE;
-use towline_protocol::{BlockIndex, PageRef, RamBlock};
+use towline_protocol::{BlockIndex, RamBlock};
 
 use super::sends::PacketSender;
 use crate::compression::{Compression, Compressor};
+use crate::guest::runs_of;
 use crate::statistics::Statistics;
 use crate::{Guest, Result};
 
@@ -81,9 +82,7 @@ impl LaneWriter {
     pub(crate) fn send(&mut self, guest: &dyn Guest, blocks: &[RamBlock]) -> Result<u64> {
         let packet = &self.out.packet;
         let Some(block) = packet.block else { return Ok(0) };
-        let run = |run: &[u64]| (PageRef { block, offset: run[0] }, run.len() as u64 * PAGE_SIZE);
-        let runs = packet.normal.chunk_by(|first, second| first + PAGE_SIZE == *second).map(run);
-        let runs: Vec<_> = runs.collect();
+        let runs: Vec<_> = runs_of(block, &packet.normal).collect();
         match &mut self.compressor {
             Some(compressor) if !runs.is_empty() => {
                 let contents = compressor.compress_memory(guest, &runs)?;
