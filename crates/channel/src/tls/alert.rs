@@ -20,8 +20,8 @@ pub(super) fn plain(peer: &str, what: &str) -> Error {
 
 pub(super) fn at_client(peer: &str, tls: &TlsClient, error: &TlsError) -> Error {
     let text = match error {
-        error if tls.origin().is_one_time() && is_about_certificates(error) => NOT_THE_PEER.into(),
-        TlsError::InvalidCertificate(error) => certificate(tls.origin(), "server", error),
+        error if tls.origin.is_one_time() && is_about_certificates(error) => NOT_THE_PEER.into(),
+        TlsError::InvalidCertificate(error) => certificate(&tls.origin, "server", error),
         TlsError::AlertReceived(alert) => refused(*alert, &own_client(tls)),
         TlsError::InvalidMessage(_) => {
             "it does not answer with TLS: turn TLS on there (tls-creds at the destination's QEMU), or off here (--tls-creds)".into()
@@ -32,13 +32,13 @@ pub(super) fn at_client(peer: &str, tls: &TlsClient, error: &TlsError) -> Error 
 }
 
 pub(super) fn at_server(peer: &str, tls: &TlsServer, error: &TlsError) -> Error {
-    let own = tls.origin().file(SERVER_CERT);
+    let own = tls.origin.file(SERVER_CERT);
     let text = match error {
-        error if tls.origin().is_one_time() && is_about_certificates(error) => NOT_THE_PEER.into(),
-        TlsError::InvalidCertificate(error) => certificate(tls.origin(), "client", error),
+        error if tls.origin.is_one_time() && is_about_certificates(error) => NOT_THE_PEER.into(),
+        TlsError::InvalidCertificate(error) => certificate(&tls.origin, "client", error),
         TlsError::NoCertificatesPresented => format!(
             "it sent no client certificate, and every client needs one: put {CLIENT_CERT} and its key into its directory, signed by the CA of {}",
-            tls.origin().file(CA_CERT)
+            tls.origin.file(CA_CERT)
         ),
         TlsError::AlertReceived(alert) => refused(*alert, &own),
         error => other(error),
@@ -56,11 +56,11 @@ pub(super) fn ended_at_client(peer: &str, tls: &TlsClient) -> Error {
 }
 
 pub(super) fn ended_at_server(peer: &str, tls: &TlsServer, first: &[u8]) -> Error {
-    let own = tls.origin().file(SERVER_CERT);
+    let own = tls.origin.file(SERVER_CERT);
     let text = match (describe_plain(first), first) {
         (Some("TLS"), _) => format!(
             "it ended the connection in the handshake: it may not accept {own}{}; its own log says why",
-            tls.origin().doubts()
+            tls.origin.doubts()
         ),
         (Some(what), _) => return plain(peer, what),
         (None, []) => "it closed the connection without sending anything".into(),
@@ -72,7 +72,7 @@ pub(super) fn ended_at_server(peer: &str, tls: &TlsServer, first: &[u8]) -> Erro
 /// Hint for a connection that the server closes before it has sent anything.
 pub(super) fn doubt_at_client(tls: &TlsClient) -> String {
     let text = "it ended the connection right after the handshake:";
-    if tls.has_certificate() {
+    if tls.has_certificate {
         format!("{text} it may not accept {}; its own log says why", own_client(tls))
     } else {
         format!("{text} it may want a client certificate, and there is {}", own_client(tls))
@@ -83,8 +83,8 @@ pub(super) fn doubt_at_client(tls: &TlsClient) -> String {
 pub(super) fn doubt_at_server(tls: &TlsServer) -> String {
     format!(
         "it ended the connection right after the handshake: it may not accept {}{}; its own log says why",
-        tls.origin().file(SERVER_CERT),
-        tls.origin().doubts()
+        tls.origin.file(SERVER_CERT),
+        tls.origin.doubts()
     )
 }
 
@@ -113,8 +113,8 @@ fn is_about_certificates(error: &TlsError) -> bool {
 }
 
 fn own_client(tls: &TlsClient) -> String {
-    let path = tls.origin().file(CLIENT_CERT);
-    if tls.has_certificate() { path } else { format!("no {path}") }
+    let path = tls.origin.file(CLIENT_CERT);
+    if tls.has_certificate { path } else { format!("no {path}") }
 }
 
 fn certificate(origin: &CredentialsOrigin, of: &str, error: &CertificateError) -> String {

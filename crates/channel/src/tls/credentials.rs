@@ -50,13 +50,11 @@ impl OneTimeKey {
     /// # Errors
     /// [`Error::TlsOneTime`]: the system has no randomness.
     pub fn generate() -> Result<Self> {
-        let failed = |error: rcgen::Error| Error::TlsOneTime { why: error.to_string() };
-        let key = rcgen::KeyPair::generate().map_err(failed)?;
-        let certificate = rcgen::CertificateParams::new([ONE_TIME_NAME.to_owned()]).map_err(failed)?;
-        let certificate = certificate.self_signed(&key).map_err(failed)?.der().clone();
-        let key = PrivateKeyDer::try_from(key.serialize_der());
-        let key = key.map_err(|why| Error::TlsOneTime { why: why.to_owned() })?;
-        Ok(Self { certificate, key })
+        let key = rcgen::KeyPair::generate().map_err(one_time_error)?;
+        let certificate =
+            rcgen::CertificateParams::new([ONE_TIME_NAME.to_owned()]).map_err(one_time_error)?;
+        let certificate = certificate.self_signed(&key).map_err(one_time_error)?;
+        Self::from_der(certificate.der().to_vec(), key.serialize_der())
     }
 
     /// Its certificate, in DER, for the other end.
@@ -69,7 +67,7 @@ impl OneTimeKey {
     /// # Errors
     /// [`Error::TlsOneTime`]: it is not a key.
     pub fn from_der(certificate: Vec<u8>, key: Vec<u8>) -> Result<Self> {
-        let key = PrivateKeyDer::try_from(key).map_err(|why| Error::TlsOneTime { why: why.to_owned() })?;
+        let key = PrivateKeyDer::try_from(key).map_err(one_time_error)?;
         Ok(Self { certificate: certificate.into(), key })
     }
 
@@ -131,17 +129,17 @@ impl CredentialsOrigin {
 /// Credentials of a TLS server. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct TlsServer {
-    config: Arc<ServerConfig>,
-    origin: CredentialsOrigin,
+    pub(super) config: Arc<ServerConfig>,
+    pub(super) origin: CredentialsOrigin,
 }
 
 /// Credentials of a TLS client. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct TlsClient {
-    config: Arc<ClientConfig>,
-    origin: CredentialsOrigin,
+    pub(super) config: Arc<ClientConfig>,
+    pub(super) origin: CredentialsOrigin,
     hostname: Option<String>,
-    has_certificate: bool,
+    pub(super) has_certificate: bool,
 }
 
 impl TlsServer {
@@ -172,14 +170,13 @@ impl TlsServer {
     /// # Errors
     /// [`Error::TlsOneTime`]: the other end's certificate is not one.
     pub fn one_time(credentials: &OneTimeCredentials) -> Result<Self> {
-        let failed = |why: &dyn fmt::Display| Error::TlsOneTime { why: why.to_string() };
         let (provider, roots) = (provider(), credentials.roots()?);
         let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&provider)).build();
-        let verifier = verifier.map_err(|error| failed(&error))?;
+        let verifier = verifier.map_err(one_time_error)?;
         let config = ServerConfig::builder_with_provider(provider).with_protocol_versions(&[&TLS13]);
         let config = config.expect("the provider has the version").with_client_cert_verifier(verifier);
         let (chain, key) = credentials.pair();
-        let config = config.with_single_cert(chain, key).map_err(|error| failed(&error))?;
+        let config = config.with_single_cert(chain, key).map_err(one_time_error)?;
         Ok(Self::new(config, CredentialsOrigin::OneTime))
     }
 
@@ -190,14 +187,6 @@ impl TlsServer {
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.enable_secret_extraction = true;
         Self { config: Arc::new(config), origin }
-    }
-
-    pub(super) fn config(&self) -> &Arc<ServerConfig> {
-        &self.config
-    }
-
-    pub(super) fn origin(&self) -> &CredentialsOrigin {
-        &self.origin
     }
 }
 
@@ -240,8 +229,7 @@ impl TlsClient {
         let config =
             config.expect("the provider has the version").with_root_certificates(credentials.roots()?);
         let (chain, key) = credentials.pair();
-        let config = config.with_client_auth_cert(chain, key);
-        let config = config.map_err(|error| Error::TlsOneTime { why: error.to_string() })?;
+        let config = config.with_client_auth_cert(chain, key).map_err(one_time_error)?;
         Ok(Self::new(config, CredentialsOrigin::OneTime, Some(ONE_TIME_NAME)))
     }
 
@@ -256,24 +244,12 @@ impl TlsClient {
     pub fn hostname(&self) -> Option<&str> {
         self.hostname.as_deref()
     }
-
-    pub(super) fn config(&self) -> &Arc<ClientConfig> {
-        &self.config
-    }
-
-    pub(super) fn origin(&self) -> &CredentialsOrigin {
-        &self.origin
-    }
-
-    pub(super) fn has_certificate(&self) -> bool {
-        self.has_certificate
-    }
 }
 
 impl OneTimeCredentials {
     fn roots(&self) -> Result<Arc<RootCertStore>> {
         let mut roots = RootCertStore::empty();
-        roots.add(self.peer.clone()).map_err(|error| Error::TlsOneTime { why: error.to_string() })?;
+        roots.add(self.peer.clone()).map_err(one_time_error)?;
         Ok(Arc::new(roots))
     }
 
@@ -283,6 +259,10 @@ impl OneTimeCredentials {
 }
 
 /// The ciphers of TLS 1.3 in the order of their speed here.
+fn one_time_error(why: impl fmt::Display) -> Error {
+    Error::TlsOneTime { why: why.to_string() }
+}
+
 fn provider() -> Arc<CryptoProvider> {
     let mut provider = aws_lc_rs::default_provider();
     provider.cipher_suites.retain(|suite| suite.tls13().is_some());

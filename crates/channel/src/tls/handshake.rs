@@ -44,7 +44,7 @@ pub(super) fn client(
     deadline: &Deadline<'_>,
 ) -> Result<Handshaken> {
     let explain = |error: &rustls::Error| alert::at_client(channel.peer(), tls, error);
-    let connection = UnbufferedClientConnection::new(Arc::clone(tls.config()), name);
+    let connection = UnbufferedClientConnection::new(Arc::clone(&tls.config), name);
     let mut connection = connection.map_err(|error| explain(&error))?;
     let mut flights = Flights::new(channel, deadline);
     match flights.exchange(&mut connection) {
@@ -59,7 +59,7 @@ pub(super) fn client(
 
 pub(super) fn server(channel: &dyn Channel, tls: &TlsServer, deadline: &Deadline<'_>) -> Result<Handshaken> {
     let explain = |error: &rustls::Error| alert::at_server(channel.peer(), tls, error);
-    let connection = UnbufferedServerConnection::new(Arc::clone(tls.config()));
+    let connection = UnbufferedServerConnection::new(Arc::clone(&tls.config));
     let mut connection = connection.map_err(|error| explain(&error))?;
     let mut flights = Flights::new(channel, deadline);
     match flights.exchange(&mut connection) {
