@@ -165,17 +165,18 @@ impl Drop for IoCursorMut<'_, '_> {
     }
 }
 
-/// The buffers of one call: no empty buffers at the head, at most [`IOV_MAX`].
-pub(super) fn window<'s, 'a>(bufs: &'s [IoBuf<'a>]) -> &'s [IoBuf<'a>] {
-    let start = bufs.iter().position(|buf| !buf.is_empty()).unwrap_or(bufs.len());
-    &bufs[start..bufs.len().min(start + IOV_MAX)]
+/// The buffers of one call: no empty buffers at the head, at most [`IOV_MAX`]. `None`: there is nothing to
+/// transfer.
+pub(super) fn window<'s, 'a>(bufs: &'s [IoBuf<'a>]) -> Option<&'s [IoBuf<'a>]> {
+    let start = bufs.iter().position(|buf| !buf.is_empty())?;
+    Some(&bufs[start..bufs.len().min(start + IOV_MAX)])
 }
 
 /// As [`window`], to receive.
-pub(super) fn window_mut<'s, 'a>(bufs: &'s mut [IoBufMut<'a>]) -> &'s mut [IoBufMut<'a>] {
-    let start = bufs.iter().position(|buf| !buf.is_empty()).unwrap_or(bufs.len());
+pub(super) fn window_mut<'s, 'a>(bufs: &'s mut [IoBufMut<'a>]) -> Option<&'s mut [IoBufMut<'a>]> {
+    let start = bufs.iter().position(|buf| !buf.is_empty())?;
     let end = bufs.len().min(start + IOV_MAX);
-    &mut bufs[start..end]
+    Some(&mut bufs[start..end])
 }
 
 #[cfg(test)]

@@ -9,10 +9,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 /// `sendmsg(2)`, never with a `SIGPIPE`. With `ZERO_COPY` (`MSG_ZEROCOPY`) the kernel reads the buffers after
 /// the call too; that they stay mapped until then is not a matter of safety, as it pins their pages.
 pub(crate) fn sendmsg(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>], how: SendFlags) -> io::Result<usize> {
-    let bufs = window(bufs);
-    if bufs.is_empty() {
-        return Ok(0);
-    }
+    let Some(bufs) = window(bufs) else { return Ok(0) };
     let flag = |asked, flag| if how.contains(asked) { flag } else { 0 };
     let flags = libc::MSG_NOSIGNAL
         | flag(SendFlags::MORE, libc::MSG_MORE)
@@ -25,10 +22,7 @@ pub(crate) fn sendmsg(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>], how: SendFlags) ->
 
 /// `recvmsg(2)` without ancillary data.
 pub(crate) fn recvmsg(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>], how: RecvFlags) -> io::Result<usize> {
-    let bufs = window_mut(bufs);
-    if bufs.is_empty() {
-        return Ok(0);
-    }
+    let Some(bufs) = window_mut(bufs) else { return Ok(0) };
     let peek = if how.contains(RecvFlags::PEEK) { libc::MSG_PEEK } else { 0 };
     let flags = libc::MSG_CMSG_CLOEXEC | peek;
     let mut message = header(bufs.as_mut_ptr().cast(), bufs.len());
@@ -57,10 +51,7 @@ unsafe fn direct(
 /// # Errors
 /// The call's own.
 pub fn writev(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>]) -> io::Result<usize> {
-    let bufs = window(bufs);
-    if bufs.is_empty() {
-        return Ok(0);
-    }
+    let Some(bufs) = window(bufs) else { return Ok(0) };
     // SAFETY: as in `sendmsg`; `window` keeps the count within `IOV_MAX`. One buffer needs no array to be
     // copied.
     retry(|| unsafe {
@@ -76,10 +67,7 @@ pub fn writev(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>]) -> io::Result<usize> {
 /// # Errors
 /// The call's own.
 pub fn readv(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>]) -> io::Result<usize> {
-    let bufs = window_mut(bufs);
-    if bufs.is_empty() {
-        return Ok(0);
-    }
+    let Some(bufs) = window_mut(bufs) else { return Ok(0) };
     // SAFETY: as in `recvmsg`; `window_mut` keeps the count within `IOV_MAX`. As in `writev`.
     retry(|| unsafe {
         match &mut *bufs {
@@ -91,10 +79,7 @@ pub fn readv(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>]) -> io::Result<usize>
 
 /// `pwritev(2)`.
 pub(crate) fn pwritev(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>], offset: u64) -> io::Result<usize> {
-    let bufs = window(bufs);
-    if bufs.is_empty() {
-        return Ok(0);
-    }
+    let Some(bufs) = window(bufs) else { return Ok(0) };
     let offset = file_offset(offset)?;
     // SAFETY: as in `sendmsg`; `window` keeps the count within `IOV_MAX`.
     retry(|| unsafe {
@@ -104,10 +89,7 @@ pub(crate) fn pwritev(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>], offset: u64) -> io
 
 /// `preadv(2)`.
 pub(crate) fn preadv(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>], offset: u64) -> io::Result<usize> {
-    let bufs = window_mut(bufs);
-    if bufs.is_empty() {
-        return Ok(0);
-    }
+    let Some(bufs) = window_mut(bufs) else { return Ok(0) };
     let offset = file_offset(offset)?;
     let count = bufs.len() as libc::c_int;
     // SAFETY: as in `recvmsg`; `window_mut` keeps the count within `IOV_MAX`.
