@@ -5,6 +5,7 @@
 //! kernel's `Documentation/networking/msg_zerocopy.rst` and `ip(7)`.
 
 use super::io::{header, retry};
+use libc::sock_extended_err;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -16,22 +17,12 @@ pub(crate) const CODE_COPIED: u8 = 1;
 /// Room for control messages: several times what a completion takes (64 bytes with an IPv6 address).
 const CONTROL: usize = 512;
 
-/// Fields of `struct sock_extended_err`; their meaning depends on `origin`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct ExtendedError {
-    pub(crate) errno: u32,
-    pub(crate) origin: u8,
-    pub(crate) code: u8,
-    pub(crate) info: u32,
-    pub(crate) data: u32,
-}
-
 #[repr(C, align(8))]
 struct Control([u8; CONTROL]);
 
 /// Reads one entry from the queue, without waiting: `None` if it is empty, `Some(None)` for an entry of
 /// another shape.
-pub(crate) fn read_entry(fd: BorrowedFd<'_>) -> io::Result<Option<Option<ExtendedError>>> {
+pub(crate) fn read_entry(fd: BorrowedFd<'_>) -> io::Result<Option<Option<sock_extended_err>>> {
     let mut control = Control([0; CONTROL]);
     let mut message = header(std::ptr::null_mut(), 0);
     message.msg_control = control.0.as_mut_ptr().cast();
@@ -47,7 +38,7 @@ pub(crate) fn read_entry(fd: BorrowedFd<'_>) -> io::Result<Option<Option<Extende
 }
 
 /// The report among the control messages of a filled `message`.
-fn find(message: &libc::msghdr) -> Option<ExtendedError> {
+fn find(message: &libc::msghdr) -> Option<sock_extended_err> {
     // SAFETY: `msg_control` and `msg_controllen` describe memory that the kernel filled; the macros stay
     // inside it.
     let mut next = unsafe { libc::CMSG_FIRSTHDR(message) };
@@ -59,17 +50,10 @@ fn find(message: &libc::msghdr) -> Option<ExtendedError> {
             (libc::SOL_IP, libc::IP_RECVERR) | (libc::SOL_IPV6, libc::IPV6_RECVERR)
         );
         // SAFETY: a length without data; nothing is read.
-        let whole = unsafe { libc::CMSG_LEN(size_of::<libc::sock_extended_err>() as u32) } as usize;
+        let whole = unsafe { libc::CMSG_LEN(size_of::<sock_extended_err>() as u32) } as usize;
         if is_error && found.cmsg_len as usize >= whole {
             // SAFETY: the payload is large enough (just compared); any bytes are a valid `sock_extended_err`.
-            let error = unsafe { libc::CMSG_DATA(next).cast::<libc::sock_extended_err>().read_unaligned() };
-            return Some(ExtendedError {
-                errno: error.ee_errno,
-                origin: error.ee_origin,
-                code: error.ee_code,
-                info: error.ee_info,
-                data: error.ee_data,
-            });
+            return Some(unsafe { libc::CMSG_DATA(next).cast::<sock_extended_err>().read_unaligned() });
         }
         // SAFETY: as for the first one.
         next = unsafe { libc::CMSG_NXTHDR(message, next) };

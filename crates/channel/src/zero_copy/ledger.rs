@@ -12,7 +12,8 @@
 //! Reports of numbers outside `finished..issued` are counted and otherwise ignored.
 
 use crate::Flushed;
-use crate::sys::error_queue::{CODE_COPIED, ExtendedError, ORIGIN_ZERO_COPY};
+use crate::sys::error_queue::{CODE_COPIED, ORIGIN_ZERO_COPY};
+use libc::sock_extended_err;
 use std::collections::BTreeMap;
 
 /// Zero-copy sends of one socket: issued, finished, in flight.
@@ -69,9 +70,9 @@ impl SendLedger {
     }
 
     /// Books an entry of the error queue.
-    pub(super) fn book(&mut self, report: Option<ExtendedError>) {
+    pub(super) fn book(&mut self, report: Option<sock_extended_err>) {
         match report {
-            Some(report) if report.origin == ORIGIN_ZERO_COPY => self.complete(&report),
+            Some(report) if report.ee_origin == ORIGIN_ZERO_COPY => self.complete(&report),
             _ => self.statistics.foreign += 1,
         }
     }
@@ -83,16 +84,16 @@ impl SendLedger {
         if all_copied { Flushed::AllCopied } else { Flushed::Done }
     }
 
-    fn complete(&mut self, report: &ExtendedError) {
-        let start = self.finished + u64::from(report.info.wrapping_sub(self.finished as u32));
-        let end = start + u64::from(report.data.wrapping_sub(report.info)) + 1;
+    fn complete(&mut self, report: &sock_extended_err) {
+        let start = self.finished + u64::from(report.ee_info.wrapping_sub(self.finished as u32));
+        let end = start + u64::from(report.ee_data.wrapping_sub(report.ee_info)) + 1;
         if end > self.open_end() || self.overlaps(start, end) {
             self.statistics.foreign += 1;
             return;
         }
-        if report.errno != 0 {
-            self.failure.get_or_insert(report.errno as i32);
-        } else if report.code & CODE_COPIED != 0 {
+        if report.ee_errno != 0 {
+            self.failure.get_or_insert(report.ee_errno as i32);
+        } else if report.ee_code & CODE_COPIED != 0 {
             self.copied = true;
             self.statistics.copied += end - start;
         } else {
@@ -141,17 +142,20 @@ mod tests {
         }
     }
 
-    fn report(first: u64, last: u64) -> ExtendedError {
-        ExtendedError {
-            origin: ORIGIN_ZERO_COPY,
-            info: first as u32,
-            data: last as u32,
-            ..ExtendedError::default()
+    fn report(first: u64, last: u64) -> sock_extended_err {
+        sock_extended_err {
+            ee_errno: 0,
+            ee_origin: ORIGIN_ZERO_COPY,
+            ee_type: 0,
+            ee_code: 0,
+            ee_pad: 0,
+            ee_info: first as u32,
+            ee_data: last as u32,
         }
     }
 
-    fn copied(first: u64, last: u64) -> ExtendedError {
-        ExtendedError { code: CODE_COPIED, ..report(first, last) }
+    fn copied(first: u64, last: u64) -> sock_extended_err {
+        sock_extended_err { ee_code: CODE_COPIED, ..report(first, last) }
     }
 
     /// A ledger after `number` finished calls.
@@ -189,7 +193,11 @@ mod tests {
         let mut ledger = at(7);
         issue(&mut ledger, 4);
         ledger.book(None);
-        ledger.book(Some(ExtendedError { origin: libc::SO_EE_ORIGIN_ICMP, errno: 113, ..report(7, 10) }));
+        ledger.book(Some(sock_extended_err {
+            ee_origin: libc::SO_EE_ORIGIN_ICMP,
+            ee_errno: 113,
+            ..report(7, 10)
+        }));
         for (first, last) in [(11, 11), (10, 11), (6, 6), (6, 7), (9, 8), (0, u64::from(u32::MAX))] {
             ledger.book(Some(report(first, last)));
         }
@@ -218,8 +226,8 @@ mod tests {
     fn a_send_that_failed_later_is_finished_and_remembered() {
         let mut ledger = SendLedger::default();
         issue(&mut ledger, 2);
-        ledger.book(Some(ExtendedError { errno: 5, ..report(0, 0) }));
-        ledger.book(Some(ExtendedError { errno: 6, ..report(1, 1) }));
+        ledger.book(Some(sock_extended_err { ee_errno: 5, ..report(0, 0) }));
+        ledger.book(Some(sock_extended_err { ee_errno: 6, ..report(1, 1) }));
         assert_eq!((ledger.finished(), ledger.failure()), (2, Some(5)));
     }
 
@@ -240,7 +248,7 @@ mod tests {
             fastrand::Rng::with_seed(seed).shuffle(&mut reports);
             for (info, data, origin, code) in noise {
                 let origin = if origin == ORIGIN_ZERO_COPY { 0 } else { origin };
-                ledger.book(Some(ExtendedError { errno: 1, origin, code, info, data }));
+                ledger.book(Some(sock_extended_err { ee_errno: 1, ee_origin: origin, ee_code: code, ee_info: info, ee_data: data, ..report(0, 0) }));
             }
             for report in reports {
                 ledger.book(Some(report));
