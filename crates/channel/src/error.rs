@@ -218,6 +218,11 @@ impl Error {
         Self::Tls { peer: peer.to_owned(), why: why.into() }
     }
 
+    #[cfg(feature = "websocket")]
+    pub(crate) fn websocket(peer: &str, why: impl Into<String>) -> Self {
+        Self::WebSocket { peer: peer.to_owned(), why: why.into() }
+    }
+
     pub(crate) fn timeout(op: &'static str, peer: &str, after: Duration) -> Self {
         Self::Timeout { op, peer: peer.to_owned(), after }
     }

@@ -13,7 +13,6 @@
 //! Limits: no extensions (compression), no subprotocols, no redirects; text messages are refused. A frame has
 //! at most [`frame::PAYLOAD_BYTES_MAX`] bytes; messages are not put together, so they may be of any length.
 
-mod error;
 mod frame;
 mod handshake;
 

@@ -1,6 +1,5 @@
 //! Frames (RFC 6455, section 5): encodes and decodes them.
 
-use super::error::error;
 use crate::framed::{Pack, Unpack, Unpacked};
 use crate::lock::lock;
 use crate::{Error, IoCursor, Result, gather};
@@ -188,10 +187,10 @@ impl Unpack for FrameReader {
         }
         let mut cursor = Cursor::new(&*bytes);
         let parsed = FrameHeader::parse(&mut cursor)
-            .map_err(|fault| error(peer, format!("it sent an invalid frame: {fault}")))?;
+            .map_err(|fault| Error::websocket(peer, format!("it sent an invalid frame: {fault}")))?;
         let start = cursor.position() as usize;
         let Some((header, length)) = parsed else { return Ok(Unpacked::Incomplete) };
-        self.check(&header, length).map_err(|why| error(peer, why))?;
+        self.check(&header, length).map_err(|why| Error::websocket(peer, why))?;
         match header.opcode {
             OpCode::Control(control) => Ok(self.control(control, start, length as usize, bytes, header.mask)),
             OpCode::Data(_) => {
@@ -202,7 +201,7 @@ impl Unpack for FrameReader {
     }
 
     fn fault(peer: &str, why: String) -> Error {
-        error(peer, why)
+        Error::websocket(peer, why)
     }
 }
 

@@ -1,6 +1,5 @@
 //! The handshake: an HTTP request and its response, which tungstenite encodes and decodes.
 
-use super::error::error;
 use crate::wait::Deadline;
 use crate::{Channel, ChannelExt, Error, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
 use rustix::event::PollFlags;
@@ -20,7 +19,9 @@ pub(super) fn client(channel: &dyn Channel, host: &str, path: &str, deadline: &D
     match tungstenite::client::client(url.as_str(), &mut words) {
         Ok(_) => Ok(()),
         Err(HandshakeError::Failure(failure)) => Err(words.explain(&failure)),
-        Err(HandshakeError::Interrupted(_)) => Err(error(channel.peer(), "the handshake was interrupted")),
+        Err(HandshakeError::Interrupted(_)) => {
+            Err(Error::websocket(channel.peer(), "the handshake was interrupted"))
+        }
     }
 }
 
@@ -45,10 +46,10 @@ pub(super) fn server(channel: &dyn Channel, path: &str, deadline: &Deadline<'_>)
     match (refused, asked) {
         (Ok(()), _) => Ok(()),
         (Err(_), Some(asked)) => {
-            Err(error(channel.peer(), format!("it requested the path {asked}, expected {path}")))
+            Err(Error::websocket(channel.peer(), format!("it requested the path {asked}, expected {path}")))
         }
         (Err(Some(failure)), None) => Err(words.explain(&failure)),
-        (Err(None), None) => Err(error(channel.peer(), "the handshake was interrupted")),
+        (Err(None), None) => Err(Error::websocket(channel.peer(), "the handshake was interrupted")),
     }
 }
 
@@ -88,7 +89,7 @@ impl<'a> Words<'a> {
             }
             failure => format!("it does not speak WebSocket: {failure}"),
         };
-        error(peer, why)
+        Error::websocket(peer, why)
     }
 
     fn wait(&self, events: PollFlags) -> Result<()> {
@@ -98,7 +99,7 @@ impl<'a> Words<'a> {
 
     fn try_read(&mut self, room: &mut [u8]) -> Result<usize> {
         if self.head.len() >= HEAD_BYTES_MAX || self.head.ends_with(HEAD_END) {
-            return Err(error(self.channel.peer(), "its part of the handshake has no end"));
+            return Err(Error::websocket(self.channel.peer(), "its part of the handshake has no end"));
         }
         if !self.channel.has_buffered() {
             self.wait(PollFlags::IN)?;
