@@ -14,6 +14,7 @@
 //! SIGKILL. Background processes of a command that has already exited are left alone.
 
 use crate::channel::forward_channel;
+use crate::lock::lock;
 use crate::pipe::PipeChannel;
 use crate::wait::{Woken, wait};
 use crate::{Channel, Error, IoBuf, IoBufMut, RecvFlags, Result, SendFlags, total_len_mut};
@@ -140,7 +141,7 @@ impl ChildProcess {
     fn wait(&self, deadline: Instant) -> std::io::Result<Option<ExitStatus>> {
         match wait(self.pidfd.as_fd(), PollFlags::IN, None, Some(deadline))? {
             Woken::TimedOut => Ok(None),
-            _ => self.child.lock().expect("no panic while it is held").wait().map(Some),
+            _ => lock(&self.child).wait().map(Some),
         }
     }
 
@@ -157,6 +158,6 @@ impl Drop for ChildProcess {
             self.has_ended_within(TERM_GRACE);
             let _ = kill_process_group(self.group, Signal::KILL);
         }
-        let _ = self.child.lock().expect("no panic while it is held").wait();
+        let _ = lock(&self.child).wait();
     }
 }

@@ -32,6 +32,7 @@ pub use flip::FlipReceived;
 pub use short_io::ShortIo;
 pub use throttle::Throttle;
 
+use crate::lock::lock;
 use crate::sys::iobuf::{limit, limit_mut};
 use fastrand::Rng;
 use std::sync::Mutex;
@@ -108,6 +109,6 @@ impl FaultRng {
             Direction::Send => &self.send,
             Direction::Recv => &self.recv,
         };
-        draw(&mut rng.lock().expect("drawing a number does not panic"))
+        draw(&mut lock(&rng))
     }
 }

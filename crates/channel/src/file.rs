@@ -7,6 +7,7 @@
 //! alignment). A file never waits for a peer, so timeouts have no effect.
 
 use crate::flags::{check_recv, check_send, check_timeouts};
+use crate::lock::lock;
 use crate::sys::io;
 use crate::{
     CallCounters, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags,
@@ -83,10 +84,6 @@ impl FileChannel {
         let (calls, cursor) = (Arc::default(), Mutex::new(offset));
         Ok(Self { file, peer, capabilities, calls, cursor, recv_ended, send_ended })
     }
-
-    fn cursor(&self) -> std::sync::MutexGuard<'_, u64> {
-        self.cursor.lock().expect("no panic while it is held")
-    }
 }
 
 impl Channel for FileChannel {
@@ -103,7 +100,7 @@ impl Channel for FileChannel {
         if self.send_ended.load(Ordering::Acquire) {
             return Err(Error::io("send", &self.peer, rustix::io::Errno::PIPE));
         }
-        let mut cursor = self.cursor();
+        let mut cursor = lock(&self.cursor);
         self.calls.count_send(bufs.len());
         let sent = io::pwritev(self.file.as_fd(), bufs, *cursor)
             .map_err(|source| Error::io("send", &self.peer, source))?;
@@ -116,7 +113,7 @@ impl Channel for FileChannel {
         if self.recv_ended.load(Ordering::Acquire) {
             return Ok(0);
         }
-        let mut cursor = self.cursor();
+        let mut cursor = lock(&self.cursor);
         self.calls.count_receive(bufs.len());
         let received = io::preadv(self.file.as_fd(), bufs, *cursor)
             .map_err(|source| Error::io("recv", &self.peer, source))?;

@@ -3,6 +3,7 @@
 use crate::exec::ExecChannel;
 use crate::file::FileChannel;
 use crate::layers;
+use crate::lock::lock;
 use crate::pending_handshakes::{HandshakeFunction, PendingHandshakes};
 use crate::tcp::{self, TcpChannel};
 use crate::tls::TlsServer;
@@ -230,7 +231,7 @@ fn handshake_for(address: &Address, options: &ListenOptions) -> Option<Arc<Hands
 }
 
 fn open_single(single: &Mutex<Option<Single>>, until: &Deadline<'_>) -> Result<Box<dyn Channel>> {
-    match single.lock().expect("no panic while it is held").take() {
+    match lock(&single).take() {
         Some(Single::Open(channel)) => Ok(channel),
         Some(Single::Command(command)) => Ok(Box::new(ExecChannel::spawn(&command)?)),
         None => Err(Error::unsupported(until.peer(), "a second connection; use tcp: or unix:")),

@@ -4,6 +4,7 @@
 //! lock. Each direction holds at most `capacity` bytes; a sender blocks until the other end has read.
 
 use crate::flags::{check_recv, check_send, check_timeouts};
+use crate::lock::lock;
 use crate::socket::STREAM;
 use crate::{
     CallCounters, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags,
@@ -76,7 +77,7 @@ impl Channel for PairChannel {
             return Ok(0);
         }
         self.calls.count_send(bufs.len());
-        let timeout = self.timeouts().send;
+        let timeout = lock(&self.timeouts).send;
         let full = |state: &State| {
             state.bytes.len() >= self.output.capacity && !state.writer_ended && !state.reader_ended
         };
@@ -100,7 +101,7 @@ impl Channel for PairChannel {
             return Ok(0);
         }
         self.calls.count_receive(bufs.len());
-        let timeout = self.timeouts().recv;
+        let timeout = lock(&self.timeouts).recv;
         let empty = |state: &State| state.bytes.is_empty() && !state.writer_ended && !state.reader_ended;
         let mut state = self
             .input
@@ -130,7 +131,7 @@ impl Channel for PairChannel {
 
     fn set_timeouts(&self, recv: Option<Duration>, send: Option<Duration>) -> Result<()> {
         check_timeouts(self.peer, [recv, send])?;
-        *self.timeouts.lock().expect("no panic while it is held") = Timeouts { recv, send };
+        *lock(&self.timeouts) = Timeouts { recv, send };
         Ok(())
     }
 
@@ -140,12 +141,6 @@ impl Channel for PairChannel {
 
     fn as_fd(&self) -> Option<BorrowedFd<'_>> {
         None
-    }
-}
-
-impl PairChannel {
-    fn timeouts(&self) -> Timeouts {
-        *self.timeouts.lock().expect("no panic while it is held")
     }
 }
 
@@ -164,7 +159,7 @@ impl Half {
         busy: impl Fn(&State) -> bool,
     ) -> Result<MutexGuard<'_, State>, Duration> {
         let began = Instant::now();
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         while busy(&state) {
             state = match timeout {
                 None => self.changed.wait(state).expect("no panic while it is held"),
@@ -178,11 +173,7 @@ impl Half {
     }
 
     fn end(&self, how: impl FnOnce(&mut State)) {
-        how(&mut self.lock());
+        how(&mut lock(&self.state));
         self.changed.notify_all();
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("no panic while it is held")
     }
 }

@@ -16,6 +16,7 @@
 
 use crate::cancel::{event, raise};
 use crate::flags::{check_recv, check_send, check_timeouts};
+use crate::lock::lock;
 use crate::sys::{fd, io};
 use crate::wait::{Woken, wait};
 use crate::{
@@ -125,7 +126,7 @@ impl Channel for PipeChannel {
         check_timeouts(&self.peer, [recv, send])?;
         for (end, timeout) in [(&self.input, recv), (&self.output, send)] {
             if let Some(end) = end {
-                *end.timeout.lock().expect("no panic while it is held") = timeout;
+                *lock(&end.timeout) = timeout;
             }
         }
         Ok(())
@@ -164,9 +165,7 @@ impl PipeEnd {
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
                 result => return result.map_err(|source| Error::io(op, peer, source)),
             }
-            let (timeout, began) = *limit.get_or_insert_with(|| {
-                (*self.timeout.lock().expect("no panic while it is held"), Instant::now())
-            });
+            let (timeout, began) = *limit.get_or_insert_with(|| (*lock(&self.timeout), Instant::now()));
             let deadline = timeout.and_then(|timeout| began.checked_add(timeout));
             match wait(self.fd.as_fd(), events, Some(self.stop.as_fd()), deadline) {
                 Ok(Woken::TimedOut) => return Err(Error::timeout(op, peer, timeout.unwrap_or_default())),

@@ -23,6 +23,7 @@ mod mode;
 pub use ledger::ZeroCopyStatistics;
 pub use mode::ZeroCopySend;
 
+use crate::lock::lock;
 use crate::socket::Socket;
 use crate::sys::error_queue;
 use crate::sys::iobuf::limit;
@@ -34,7 +35,7 @@ use rustix::io::Errno;
 use rustix::net::sockopt::Timeout;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Maximum time for which a send waits for the kernel's memory without a completion. A shorter send timeout
@@ -102,12 +103,12 @@ impl ZeroCopy {
     }
 
     pub(crate) fn statistics(&self) -> ZeroCopyStatistics {
-        self.ledger().statistics
+        lock(&self.ledger).statistics
     }
 
     pub(crate) fn zero_copy_ticket(self: &Arc<Self>) -> ZeroCopyTicket {
         let (issued, finished) = {
-            let ledger = self.ledger();
+            let ledger = lock(&self.ledger);
             (ledger.issued(), ledger.finished())
         };
         ZeroCopyTicket((finished < issued).then(|| (Arc::clone(self), issued)))
@@ -119,9 +120,9 @@ impl ZeroCopy {
     }
 
     pub(crate) fn flush(&self) -> Result<Flushed> {
-        let issued = self.ledger().issued();
+        let issued = lock(&self.ledger).issued();
         self.wait(issued, &Until::Idle(self.socket.timeout(Timeout::Send)))?;
-        let mut ledger = self.ledger();
+        let mut ledger = lock(&self.ledger);
         match ledger.failure() {
             Some(errno) => {
                 Err(Error::io("flush", self.socket.peer(), std::io::Error::from_raw_os_error(errno)))
@@ -135,7 +136,7 @@ impl ZeroCopy {
         if most == 0 {
             return Ok(0);
         }
-        let _turn = self.turn.lock().expect("no panic while it is held");
+        let _turn = lock(&self.turn);
         let (mut finished, _) = self.drain()?;
         let timeout = self.socket.timeout(Timeout::Send).map_or(MEMORY_TIMEOUT, |t| t.min(MEMORY_TIMEOUT));
         let mut hungry_since = None;
@@ -145,9 +146,9 @@ impl ZeroCopy {
                 Err(source) if source.raw_os_error() == Some(libc::ENOBUFS) => source,
                 Err(source) => return Err(self.socket.failed("send", Timeout::Send, source)),
             };
-            self.ledger().statistics.no_memory += 1;
+            lock(&self.ledger).statistics.no_memory += 1;
             let (now_finished, _) = self.drain()?;
-            let outstanding = now_finished < self.ledger().issued();
+            let outstanding = now_finished < lock(&self.ledger).issued();
             if now_finished > finished {
                 (finished, hungry_since) = (now_finished, None);
             } else if !outstanding && most > SHORTEST {
@@ -161,9 +162,9 @@ impl ZeroCopy {
     }
 
     fn call(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> std::io::Result<usize> {
-        self.ledger().begin();
+        lock(&self.ledger).begin();
         let result = self.socket.send_once(bufs, flags);
-        self.ledger().end(result.as_ref().ok().copied());
+        lock(&self.ledger).end(result.as_ref().ok().copied());
         result
     }
 
@@ -172,7 +173,7 @@ impl ZeroCopy {
     fn drain(&self) -> Result<(u64, bool)> {
         // Read and recorded under one lock: a thread that finds the queue empty must find the entries
         // recorded.
-        let mut ledger = self.ledger();
+        let mut ledger = lock(&self.ledger);
         let found = read(&mut ledger, self.socket.fd())
             .map_err(|source| Error::io("read completions", self.socket.peer(), source))?;
         Ok((ledger.finished(), found))
@@ -217,10 +218,6 @@ impl ZeroCopy {
     fn doze(&self, at_most: Duration) -> Result<Woken> {
         wait(self.socket.fd().as_fd(), PollFlags::empty(), None, Some(Instant::now() + at_most))
             .map_err(|errno| Error::io("wait for completions", self.socket.peer(), errno))
-    }
-
-    fn ledger(&self) -> MutexGuard<'_, SendLedger> {
-        self.ledger.lock().expect("no panic while it is held")
     }
 }
 

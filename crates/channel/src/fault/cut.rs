@@ -2,10 +2,11 @@
 
 use super::{Direction, Transfer, limit, limit_mut, pass_transfers};
 use crate::channel::forward_channel;
+use crate::lock::lock;
 use crate::{Channel, Error, IoBuf, IoBufMut, RecvFlags, Result, SendFlags, total_len, total_len_mut};
 use std::net::Shutdown;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::Mutex;
 
 /// Ends the connection exactly after byte N of one direction, for any division into transfers.
 ///
@@ -42,7 +43,7 @@ impl Cut {
         if transfer.direction() != self.direction || len == 0 {
             return run(len);
         }
-        let mut left = self.left();
+        let mut left = lock(&self.left);
         match (budget(*left, len), transfer) {
             (0, Transfer::Send) => Err(Error::Fault {
                 peer: self.peer().to_owned(),
@@ -66,10 +67,6 @@ impl Cut {
     fn end(&self) {
         // Where the channel inside cannot be shut down, our own count still ends it.
         let _ = self.inner.shutdown(Shutdown::Both);
-    }
-
-    fn left(&self) -> MutexGuard<'_, u64> {
-        self.left.lock().expect("channels do not panic")
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::limit_mut;
 use crate::channel::forward_channel;
+use crate::lock::lock;
 use crate::{Channel, IoBufMut, RecvFlags, Result, gather, scatter, total_len_mut};
 use std::sync::Mutex;
 
@@ -27,7 +28,7 @@ impl Channel for FlipReceived {
 
     fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
         let room = total_len_mut(bufs);
-        let mut before = self.before.lock().expect("channels do not panic");
+        let mut before = lock(&self.before);
         let received = self.inner.recv(&mut limit_mut(bufs, room), flags)?;
         let Some(at) = *before else { return Ok(received) };
         let left = at.checked_sub(received as u64);

@@ -1,5 +1,6 @@
 //! A sleep that a shutdown ends.
 
+use crate::lock::lock;
 use std::net::Shutdown;
 use std::sync::{Condvar, Mutex};
 use std::time::{Duration, Instant};
@@ -15,7 +16,7 @@ pub(super) struct Pause {
 impl Pause {
     /// Sleeps until `end`, or until the direction is shut down.
     pub(super) fn until(&self, end: Instant, direction: super::Direction) {
-        let mut ended = self.ended.lock().expect("no panic while it is held");
+        let mut ended = lock(&self.ended);
         loop {
             let is_over = match direction {
                 super::Direction::Send => ended.0,
@@ -31,7 +32,7 @@ impl Pause {
 
     /// Wakes the sleepers of the directions that are shut down.
     pub(super) fn end(&self, how: Shutdown) {
-        let mut ended = self.ended.lock().expect("no panic while it is held");
+        let mut ended = lock(&self.ended);
         ended.0 |= how != Shutdown::Read;
         ended.1 |= how != Shutdown::Write;
         self.changed.notify_all();

@@ -1,6 +1,7 @@
 //! Key updates on an established connection: rustls derives the keys, the halves request them.
 
 use super::record::Protection;
+use crate::lock::lock;
 use crate::{Error, Result};
 use rustls::client::ClientConnectionData;
 use rustls::kernel::KernelConnection;
@@ -34,7 +35,7 @@ impl Keys {
     }
 
     pub(super) fn next_to_send(&self, peer: &str) -> Result<Protection> {
-        let next = match &mut *self.connection.lock().expect("no panic while it is held") {
+        let next = match &mut *lock(&self.connection) {
             TlsConnection::Client(connection) => connection.update_tx_secret(),
             TlsConnection::Server(connection) => connection.update_tx_secret(),
         };
@@ -42,7 +43,7 @@ impl Keys {
     }
 
     pub(super) fn next_to_receive(&self, peer: &str) -> Result<Protection> {
-        let next = match &mut *self.connection.lock().expect("no panic while it is held") {
+        let next = match &mut *lock(&self.connection) {
             TlsConnection::Client(connection) => connection.update_rx_secret(),
             TlsConnection::Server(connection) => connection.update_rx_secret(),
         };
