@@ -68,7 +68,9 @@ impl FromStr for Address {
             "unix" if rest.is_empty() => Err(bad("the path is missing: unix:PATH")),
             "unix" => Ok(Self::Unix(rest.into())),
             "ws" | "wss" => websocket(rest, scheme == "wss").map_err(bad),
-            "fd" => fd(rest).ok_or_else(|| bad("expected the number of an open descriptor, such as fd:3")),
+            "fd" => digits(rest)
+                .map(Self::Fd)
+                .ok_or_else(|| bad("expected the number of an open descriptor, such as fd:3")),
             "exec" if rest.trim().is_empty() => Err(bad("the command is missing: exec:COMMAND")),
             "exec" => Ok(Self::Exec(rest.to_owned())),
             "file" => file(rest).map_err(bad),
@@ -170,10 +172,6 @@ fn websocket(rest: &str, secure: bool) -> Result<Address, &'static str> {
         Address::Tcp { host, port } => Ok(Address::WebSocket { secure, host, port, path: path.to_owned() }),
         _ => Err("expected ws://HOST[:PORT][/PATH]"),
     }
-}
-
-fn fd(rest: &str) -> Option<Address> {
-    digits::<RawFd>(rest).map(Address::Fd)
 }
 
 fn file(rest: &str) -> Result<Address, &'static str> {

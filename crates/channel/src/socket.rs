@@ -48,11 +48,11 @@ impl Socket {
         io::sendmsg(self.fd(), bufs, flags)
     }
 
-    /// The timeout that is set for one direction.
     pub(crate) fn peer(&self) -> &str {
         &self.peer
     }
 
+    /// The timeout that is set for one direction.
     pub(crate) fn timeout(&self, id: Timeout) -> Option<Duration> {
         socket_timeout(&self.fd, id).ok().flatten()
     }
