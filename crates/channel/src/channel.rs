@@ -23,6 +23,7 @@ pub const FDS_MAX: usize = 16;
 /// that sends, one that receives and a third that shuts down. If two threads send at once, the bytes of one
 /// call stay together only if the operating system keeps them together. A call interrupted by a signal is
 /// resumed.
+#[expect(unused_variables, reason = "defaults need none of their arguments")]
 pub trait Channel: Debug + Send + Sync {
     /// Name of the other end in messages, for instance `tcp:127.0.0.1:4444`.
     fn peer(&self) -> &str;
@@ -109,7 +110,6 @@ pub trait Channel: Debug + Send + Sync {
     /// [`Error::Unsupported`] without [`Capabilities::FD_PASSING`] or with nothing to attach them to,
     /// [`Error::TooManyFds`], otherwise those of `send`.
     fn send_fds(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<usize> {
-        let _ = (bytes, fds);
         Err(Error::unsupported(self.peer(), "sending file descriptors; use a Unix socket"))
     }
 
@@ -121,7 +121,6 @@ pub trait Channel: Debug + Send + Sync {
     /// [`Error::Unsupported`] without [`Capabilities::FD_PASSING`], [`Error::FdsTruncated`] if some were lost
     /// (the bytes are lost too, so the channel is unusable), otherwise those of `recv`.
     fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize> {
-        let _ = (bytes, fds);
         Err(Error::unsupported(self.peer(), "receiving file descriptors; use a Unix socket"))
     }
 
@@ -164,7 +163,6 @@ pub trait Channel: Debug + Send + Sync {
     /// # Errors
     /// [`Error::Command`] with the status, [`Error::Timeout`] if it still runs at `deadline`.
     fn finish(&self, deadline: Instant) -> Result<()> {
-        let _ = deadline;
         Ok(())
     }
 }

@@ -37,18 +37,15 @@ pub enum LinkState {
 }
 
 /// Decides about the points of no return (see the module). Called from the engine's threads, one at a time.
+#[expect(unused_variables, reason = "defaults need none of their arguments")]
 pub trait SwitchoverGate: Debug + Send + Sync {
     /// Reports the kind of destination: a towline and its use of the guest, or a QEMU. Called before any page
     /// is sent.
-    fn destination(&self, receiver: Option<ReceiverMode>) {
-        let _ = receiver;
-    }
+    fn destination(&self, receiver: Option<ReceiverMode>) {}
 
     /// Reports that a towline is at the source, and will send the outcome of this move. Called before the
     /// first page arrives.
-    fn source_reports(&self, id: MoveId) {
-        let _ = id;
-    }
+    fn source_reports(&self, id: MoveId) {}
 
     /// The name of this move, for a towline at the destination that waits for the outcome.
     fn move_id(&self) -> MoveId {
@@ -70,20 +67,17 @@ pub trait SwitchoverGate: Debug + Send + Sync {
     /// Decides whether the last bytes may be sent. `run_state`: the guest's run state when it was stopped, in
     /// QEMU's words.
     fn commit(&self, run_state: Option<&str>) -> Commit {
-        let _ = run_state;
         Commit::Reversible
     }
 
     /// The destination holds the guest: may the source be acknowledged?
     fn acknowledge(&self, run_state: Option<&str>, source: LinkState) -> bool {
-        let _ = (run_state, source);
         true
     }
 
     /// Returns true if the source must be acknowledged, so it stops for good, although the stream failed
     /// after a [`Commit::Final`].
     fn must_acknowledge_after(&self, error: &Error) -> bool {
-        let _ = error;
         false
     }
 }

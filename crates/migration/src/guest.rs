@@ -24,6 +24,7 @@ pub(crate) const RAM_SECTION_ID: u32 = 2;
 pub type BaseId = [u8; towline_protocol::session::BASE_ID_BYTES];
 
 /// A guest to be read. Methods that name pages are called from every lane's thread at once.
+#[expect(unused_variables, reason = "defaults need none of their arguments")]
 pub trait Guest: Sync {
     /// Machine type, and the other fields that begin the stream.
     fn configuration(&self) -> &Configuration;
@@ -42,14 +43,12 @@ pub trait Guest: Sync {
     /// [`Self::difference`] are named, prepared or sent. Constant during a migration; refused by postcopy,
     /// whose destination discards what it has.
     fn is_present(&self, block: BlockIndex) -> bool {
-        let _ = block;
         false
     }
 
     /// Ranges of a block, in bytes, whole pages in ascending order, that differ from the image that the guest is
     /// based on: a destination that has mapped the image lacks these alone. A guest that is its image has none.
     fn difference(&self, block: BlockIndex) -> &[Range<u64>] {
-        let _ = block;
         &[]
     }
 
@@ -74,9 +73,7 @@ pub trait Guest: Sync {
     fn extent(&self, page: PageRef) -> Extent;
 
     /// Starts [`Self::prepare`] without waiting for it. In postcopy that call follows, for the same bytes.
-    fn request(&self, page: PageRef, length: u64) {
-        let _ = (page, length);
-    }
+    fn request(&self, page: PageRef, length: u64) {}
 
     /// Announces that `length` bytes from `page` on are about to be sent: a guest that has to fetch or verify
     /// them does it now. In precopy a unit: 2 MiB, or less at the block's end (a live guest's later passes:
@@ -86,7 +83,6 @@ pub trait Guest: Sync {
     /// # Errors
     /// The memory cannot be fetched or fails its verification; the migration ends.
     fn prepare(&self, page: PageRef, length: u64) -> Result<()> {
-        let _ = (page, length);
         Ok(())
     }
 
@@ -97,9 +93,7 @@ pub trait Guest: Sync {
 
     /// Releases prepared bytes; they are not read again without being prepared again, so a cache of fetched
     /// memory can drop them. Postcopy releases each unit; precopy, which reads once, does not.
-    fn release(&self, page: PageRef, length: u64) {
-        let _ = (page, length);
-    }
+    fn release(&self, page: PageRef, length: u64) {}
 
     /// The memory of `length` bytes from `page` on, within one block and not across a multiple of 2 MiB of
     /// it, so each such unit may be in another place. With zero-copy sends the kernel reads it after the call
@@ -110,13 +104,11 @@ pub trait Guest: Sync {
     /// The same memory, if nothing can change it while it is read: it is compressed in place; other memory is
     /// copied first.
     fn immutable(&self, page: PageRef, length: u64) -> Option<&[u8]> {
-        let _ = (page, length);
         None
     }
 
     /// Returns true if a page of an [`ExtentKind::Unknown`] extent is zero now.
     fn is_zero(&self, page: PageRef) -> bool {
-        let _ = page;
         false
     }
 
@@ -126,7 +118,6 @@ pub trait Guest: Sync {
     /// # Errors
     /// The tracker failed; pages may have been missed, so the migration ends.
     fn harvest_dirty(&self, report: &mut dyn FnMut(PageRef, u64)) -> Result<()> {
-        let _ = report;
         Ok(())
     }
 
@@ -203,6 +194,7 @@ pub(crate) fn runs_of(block: BlockIndex, offsets: &[u64]) -> impl Iterator<Item 
 
 /// Receiver of a guest. Methods that name pages are called from every lane's thread at once; between two
 /// barriers a page comes at most once, or on one stream only.
+#[expect(unused_variables, reason = "defaults need none of their arguments")]
 pub trait Sink: Sync {
     /// The stream's beginning.
     ///
@@ -229,7 +221,6 @@ pub trait Sink: Sync {
     /// has authenticated them, and when that fails, and the migration with it, they hold bytes that the
     /// source did not send.
     fn buffer_for(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
-        let _ = (page, length);
         None
     }
 
@@ -238,7 +229,6 @@ pub trait Sink: Sync {
     /// # Errors
     /// As [`Self::pages`].
     fn pages_received_in_place(&self, stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> Result<()> {
-        let _ = (stream, block, offsets);
         Ok(())
     }
 
@@ -254,14 +244,12 @@ pub trait Sink: Sync {
         block: BlockIndex,
         offsets: &[u64],
     ) -> Option<Result<u64>> {
-        let _ = (stream, from, block, offsets);
         None
     }
 
     /// Returns true if [`Self::splice_records`] may be called for pages that come on `from`, the main
     /// channel.
     fn splices_records(&self, from: &dyn Channel) -> bool {
-        let _ = from;
         false
     }
 
@@ -271,7 +259,6 @@ pub trait Sink: Sync {
     /// # Errors
     /// As [`Self::pages`].
     fn splice_records(&self, from: &dyn Channel, block: BlockIndex, offsets: &[u64]) -> Option<Result<u64>> {
-        let _ = (from, block, offsets);
         None
     }
 
@@ -284,7 +271,6 @@ pub trait Sink: Sync {
     /// Ticket of the contents that were given to [`Self::pages`] on this stream and are read without a copy:
     /// their buffer is not reused before it is done. The default is done from the beginning.
     fn zero_copy_ticket(&self, stream: ChannelId) -> ZeroCopyTicket {
-        let _ = stream;
         ZeroCopyTicket::default()
     }
 
@@ -314,7 +300,6 @@ pub trait Sink: Sync {
     /// # Errors
     /// The migration ends.
     fn section_start(&self, section: RamSection) -> Result<()> {
-        let _ = section;
         Ok(())
     }
 
@@ -323,7 +308,6 @@ pub trait Sink: Sync {
     /// # Errors
     /// The migration ends.
     fn section_end(&self, kind: SectionKind) -> Result<()> {
-        let _ = kind;
         Ok(())
     }
 

@@ -21,6 +21,7 @@ pub(crate) trait Pack: Debug + Send {
 }
 
 /// Takes packets apart.
+#[expect(unused_variables, reason = "defaults need none of their arguments")]
 pub(crate) trait Unpack: Debug + Send {
     /// Maximum number of bytes that must be received before a packet, or its next piece, can be decoded.
     const PACKET_BYTES_MAX: usize;
@@ -42,7 +43,6 @@ pub(crate) trait Unpack: Debug + Send {
         room: &mut [IoBufMut<'_>],
         peer: &str,
     ) -> Result<Option<UnpackedInto>> {
-        let _ = (bytes, room, peer);
         Ok(None)
     }
 
