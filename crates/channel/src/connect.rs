@@ -50,7 +50,7 @@ pub fn connect_with(
     options: &ConnectOptions,
 ) -> Result<Box<dyn Channel>> {
     address.check_tls(options.tls.is_some())?;
-    let until = Deadline::new("connect", address, deadline, cancel);
+    let until = Deadline::new("connect", address.to_string(), deadline, cancel);
     loop {
         cancel.check()?;
         match once(address, &until, options) {

@@ -143,7 +143,7 @@ impl Listener {
     /// [`Error::Io`], which may be temporary ([`is_out_of_resources`]).
     pub fn accept(&self, deadline: Instant, cancel: &Cancel) -> Result<Box<dyn Channel>> {
         cancel.check()?;
-        let until = Deadline::new("accept", &self.address, deadline, cancel);
+        let until = Deadline::new("accept", self.address.to_string(), deadline, cancel);
         if let ListenerKind::Single(single) = &self.kind {
             let channel = open_single(single, &until)?;
             return match &self.options.tls {

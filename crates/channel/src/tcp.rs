@@ -91,20 +91,11 @@ impl TcpChannel {
             return Ok(());
         }
         let failed = |errno| Error::io("setsockopt(SO_ZEROCOPY)", self.peer(), errno);
+        let unsupported = |what| Err(Error::unsupported(self.peer(), what));
         match sys::zero_copy::enable(self.socket.fd()).map_err(failed)? {
             Enabled::Now => {}
-            Enabled::Before => {
-                return Err(Error::unsupported(
-                    self.peer(),
-                    "zero-copy: SO_ZEROCOPY was set by its former owner",
-                ));
-            }
-            Enabled::Never => {
-                return Err(Error::unsupported(
-                    self.peer(),
-                    "zero-copy: this kernel has no SO_ZEROCOPY for it",
-                ));
-            }
+            Enabled::Before => return unsupported("zero-copy: SO_ZEROCOPY was set by its former owner"),
+            Enabled::Never => return unsupported("zero-copy: this kernel has no SO_ZEROCOPY for it"),
         }
         self.zero_copy = Some(Arc::new(ZeroCopy::new(Arc::clone(&self.socket))));
         Ok(())

@@ -67,7 +67,7 @@ impl TlsChannel {
         deadline: Instant,
         cancel: &Cancel,
     ) -> Result<Self> {
-        let deadline = Deadline::of_peer("TLS handshake", inner.peer().to_owned(), deadline, cancel);
+        let deadline = Deadline::new("TLS handshake", inner.peer().to_owned(), deadline, cancel);
         let name = ServerName::try_from(host.to_owned()).map_err(|_| {
             let why =
                 format!("\"{host}\" is not a name that a certificate can be for; give one with tls-hostname");
@@ -88,7 +88,7 @@ impl TlsChannel {
         deadline: Instant,
         cancel: &Cancel,
     ) -> Result<Self> {
-        let deadline = Deadline::of_peer("TLS handshake", inner.peer().to_owned(), deadline, cancel);
+        let deadline = Deadline::new("TLS handshake", inner.peer().to_owned(), deadline, cancel);
         can_carry(inner.as_ref())?;
         let done = handshake::server(inner.as_ref(), tls, &deadline)?;
         Ok(Self::new(inner, done))
@@ -201,7 +201,7 @@ mod tests {
             (TlsClient::load(directory, None).unwrap(), TlsServer::load(directory).unwrap());
         let cancel = Cancel::new().unwrap();
         let deadline = Instant::now() + Duration::from_secs(20);
-        let deadline = |peer: &str| Deadline::of_peer("TLS handshake", peer.to_owned(), deadline, &cancel);
+        let deadline = |peer: &str| Deadline::new("TLS handshake", peer.to_owned(), deadline, &cancel);
         let worn = |inner, done: Handshaken| {
             TlsChannel::new(inner, Handshaken { tx: done.tx.wears_out_after(records), ..done })
         };

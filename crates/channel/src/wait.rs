@@ -1,6 +1,6 @@
 //! The one place where this crate waits for a descriptor: `poll(2)` with a deadline and a stop descriptor.
 
-use crate::{Address, Cancel, Error, Result};
+use crate::{Cancel, Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -52,12 +52,7 @@ pub(crate) struct Deadline<'a> {
 }
 
 impl<'a> Deadline<'a> {
-    pub(crate) fn new(op: &'static str, address: &Address, deadline: Instant, cancel: &'a Cancel) -> Self {
-        Self::of_peer(op, address.to_string(), deadline, cancel)
-    }
-
-    /// For an established connection.
-    pub(crate) fn of_peer(op: &'static str, peer: String, deadline: Instant, cancel: &'a Cancel) -> Self {
+    pub(crate) fn new(op: &'static str, peer: String, deadline: Instant, cancel: &'a Cancel) -> Self {
         Self { op, peer, started: Instant::now(), deadline, cancel }
     }
 

@@ -45,7 +45,7 @@ impl WebSocketChannel {
         deadline: Instant,
         cancel: &Cancel,
     ) -> Result<Self> {
-        let deadline = Deadline::of_peer("WebSocket handshake", inner.peer().to_owned(), deadline, cancel);
+        let deadline = Deadline::new("WebSocket handshake", inner.peer().to_owned(), deadline, cancel);
         handshake::client(inner.as_ref(), host, path, &deadline)?;
         Ok(Self::new(inner, WebSocketRole::Client))
     }
@@ -56,7 +56,7 @@ impl WebSocketChannel {
     /// # Errors
     /// As [`Self::client`].
     pub fn server(inner: Box<dyn Channel>, path: &str, deadline: Instant, cancel: &Cancel) -> Result<Self> {
-        let deadline = Deadline::of_peer("WebSocket handshake", inner.peer().to_owned(), deadline, cancel);
+        let deadline = Deadline::new("WebSocket handshake", inner.peer().to_owned(), deadline, cancel);
         handshake::server(inner.as_ref(), path, &deadline)?;
         Ok(Self::new(inner, WebSocketRole::Server))
     }
