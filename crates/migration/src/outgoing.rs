@@ -135,22 +135,13 @@ impl Outgoing {
         let _guard = self.session.guard();
         connections.watch(&self.session, &self.statistics);
         let mut stopped = false;
-        let possible =
-            check_zero_copy(self.options.zero_copy_send, self.options.compression, &connections.lanes);
-        let result = possible.and_then(|()| guest.start_tracking());
-        let result = result.and_then(|()| self.phases(connections, guest, &mut stopped));
-        let result = match result {
-            Ok(()) => {
-                self.session.succeed();
-                Ok(())
-            }
+        let result = self.phases(connections, guest, &mut stopped);
+        let result = result.map_err(|error| {
             // The destination learns it before the guest runs again.
-            Err(error) => {
-                let error = self.session.end(error);
-                connections.drain_zero_copy();
-                Err(error)
-            }
-        };
+            let error = self.session.end(error);
+            connections.drain_zero_copy();
+            error
+        });
         if let Err(error) = guest.stop_tracking() {
             tracing::warn!(%error, "the guest's memory may still be tracked");
         }
@@ -162,6 +153,8 @@ impl Outgoing {
     }
 
     fn phases(&self, connections: &Connections, guest: &dyn Guest, stopped: &mut bool) -> Result<()> {
+        check_zero_copy(self.options.zero_copy_send, self.options.compression, &connections.lanes)?;
+        guest.start_tracking()?;
         let machine_type = &guest.configuration().machine_type;
         let form = BarrierForm::of(machine_type);
         let shared = Shared {
@@ -184,9 +177,11 @@ impl Outgoing {
         let state = self.complete(&shared, &mut lanes, left)?;
         self.send_state(&mut lock(&shared.main), answers.as_ref(), &state)?;
         match answers {
-            Some(answers) => answers.wait_shut(&self.session),
-            None => lock(&shared.main).shutdown_and_wait(),
+            Some(answers) => answers.wait_shut(&self.session)?,
+            None => lock(&shared.main).shutdown_and_wait()?,
         }
+        self.session.succeed();
+        Ok(())
     }
 
     /// A state that is not QEMU's is sent unchanged.
@@ -205,15 +200,9 @@ impl Outgoing {
     fn begin(&self, connections: &Connections, shared: &Shared<'_>) -> Result<Option<ReturnPath>> {
         self.statistics.set_total(Pass::full(shared.guest).bytes());
         lock(&shared.main).begin(shared.guest.configuration(), self.options.return_path)?;
-        Ok(if self.options.return_path {
-            Some(ReturnPath::start(
-                Arc::clone(&connections.main),
-                Arc::clone(&self.session),
-                Forwarding::Disabled,
-            ))
-        } else {
-            None
-        })
+        let channel = Arc::clone(&connections.main);
+        let start = || ReturnPath::start(channel, Arc::clone(&self.session), Forwarding::Disabled);
+        Ok(self.options.return_path.then(start))
     }
 
     /// The lanes' init packets and START.
