@@ -38,7 +38,6 @@ const MEASURE: u32 = 16;
 /// State of the policy for one lane.
 #[derive(Debug)]
 pub(super) struct SendPolicy {
-    setting: Setting,
     phase: Phase,
     /// The method chosen last; plain before the first choice.
     method: SendMethod,
@@ -52,15 +51,10 @@ pub(super) struct SendPolicy {
     copies: bool,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Setting {
-    /// Decided in advance.
-    Fixed(SendMethod, SendReason),
-    Auto,
-}
-
 #[derive(Debug)]
 enum Phase {
+    /// Decided in advance.
+    Fixed(SendMethod, SendReason),
     Ask,
     Answer,
     Compare(Vec<MethodTrial>),
@@ -78,15 +72,14 @@ struct MethodTrial {
 impl SendPolicy {
     /// Policy of a lane; `can`: its channel has zero-copy sends.
     pub(super) fn new(asked: ZeroCopySend, can: Result<(), SendReason>) -> Self {
-        let setting = match (asked, can) {
-            (ZeroCopySend::Off, _) => Setting::Fixed(SendMethod::Plain, SendReason::Asked),
-            (ZeroCopySend::On, _) => Setting::Fixed(SendMethod::ZeroCopy, SendReason::Asked),
-            (ZeroCopySend::Auto, Err(reason)) => Setting::Fixed(SendMethod::Plain, reason),
-            (ZeroCopySend::Auto, Ok(())) => Setting::Auto,
+        let phase = match (asked, can) {
+            (ZeroCopySend::Off, _) => Phase::Fixed(SendMethod::Plain, SendReason::Asked),
+            (ZeroCopySend::On, _) => Phase::Fixed(SendMethod::ZeroCopy, SendReason::Asked),
+            (ZeroCopySend::Auto, Err(reason)) => Phase::Fixed(SendMethod::Plain, reason),
+            (ZeroCopySend::Auto, Ok(())) => Phase::Ask,
         };
         Self {
-            setting,
-            phase: Phase::Ask,
+            phase,
             method: SendMethod::Plain,
             packets: 0,
             evaluated: ZeroCopyStatistics::default(),
@@ -101,38 +94,37 @@ impl SendPolicy {
     }
 
     pub(super) fn is_auto(&self) -> bool {
-        self.setting == Setting::Auto
+        !matches!(self.phase, Phase::Fixed(..))
     }
 
     /// The method for the next packet, which has `bytes` bytes.
     pub(super) fn method(&self, bytes: usize) -> SendMethod {
-        match (self.setting, &self.phase) {
-            (Setting::Fixed(method, _), _) => method,
-            (Setting::Auto, _) if bytes < LARGE_BYTES => SendMethod::Plain,
-            (Setting::Auto, Phase::Ask) => SendMethod::ZeroCopy,
-            (Setting::Auto, Phase::Answer) => SendMethod::Plain,
-            (Setting::Auto, Phase::Compare(candidates)) => candidates
+        match &self.phase {
+            Phase::Fixed(method, _) => *method,
+            _ if bytes < LARGE_BYTES => SendMethod::Plain,
+            Phase::Ask => SendMethod::ZeroCopy,
+            Phase::Answer => SendMethod::Plain,
+            Phase::Compare(candidates) => candidates
                 .iter()
                 .min_by_key(|candidate| candidate.samples.len())
                 .map_or(SendMethod::Plain, |candidate| candidate.method),
-            (Setting::Auto, Phase::Chosen(method, _)) => *method,
+            Phase::Chosen(method, _) => *method,
         }
     }
 
     /// Returns true if the next packet's cost is wanted.
     pub(super) fn measures(&self, bytes: usize) -> bool {
-        let compares = self.is_auto() && matches!(self.phase, Phase::Compare(_));
+        let compares = matches!(self.phase, Phase::Compare(_));
         bytes >= LARGE_BYTES && (compares || self.packets.is_multiple_of(MEASURE))
     }
 
     /// Returns true if [`Self::evaluate`] needs the channel's statistics before the next packet.
     pub(super) fn needs_statistics(&self) -> bool {
-        self.is_auto()
-            && match self.phase {
-                Phase::Answer => true,
-                Phase::Chosen(SendMethod::ZeroCopy, _) => self.packets.is_multiple_of(EVALUATE_EVERY_PACKETS),
-                _ => false,
-            }
+        match self.phase {
+            Phase::Answer => true,
+            Phase::Chosen(SendMethod::ZeroCopy, _) => self.packets.is_multiple_of(EVALUATE_EVERY_PACKETS),
+            _ => false,
+        }
     }
 
     /// Evaluates the totals of the channel's sends so far.
@@ -160,12 +152,12 @@ impl SendPolicy {
     /// measured.
     pub(super) fn sent(&mut self, bytes: usize, method: SendMethod, cost: Option<Duration>) {
         self.packets = self.packets.wrapping_add(1);
-        if !self.is_auto() || bytes < LARGE_BYTES {
+        if bytes < LARGE_BYTES {
             return;
         }
         match &mut self.phase {
             Phase::Ask => self.enter(Phase::Answer),
-            Phase::Answer => {}
+            Phase::Fixed(..) | Phase::Answer => {}
             Phase::Compare(candidates) => {
                 let measured = candidates.iter_mut().find(|candidate| candidate.method == method);
                 if let Some(candidate) = measured.filter(|candidate| candidate.samples.len() < SAMPLES) {
@@ -191,10 +183,9 @@ impl SendPolicy {
 
     /// The current method and its reason.
     pub(super) fn state(&self) -> (SendMethod, SendReason) {
-        match (self.setting, &self.phase) {
-            (Setting::Fixed(method, reason), _) => (method, reason),
-            (Setting::Auto, Phase::Chosen(method, reason)) => (*method, *reason),
-            (Setting::Auto, _) => (SendMethod::Plain, SendReason::Undecided),
+        match self.phase {
+            Phase::Fixed(method, reason) | Phase::Chosen(method, reason) => (method, reason),
+            _ => (SendMethod::Plain, SendReason::Undecided),
         }
     }
 
