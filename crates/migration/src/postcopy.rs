@@ -54,7 +54,7 @@ use crate::{Error, Guest, Result, Session, Statistics, present};
 use connection::{GuestRef, PostcopyConnection};
 use faults::Faults;
 use inbox::Inbox;
-use scheduler::{BackgroundOrder, RUN_BYTES, SendScheduler};
+use scheduler::{RUN_BYTES, SendScheduler};
 use sent_map::SentMap;
 use units::Units;
 
@@ -274,7 +274,7 @@ impl<'g> Postcopy<'g> {
     fn scheduler(&self) -> SendScheduler {
         let (working_set, needed) = (&self.options.working_set, self.head().len());
         let background = self.options.background;
-        SendScheduler::new(&self.blocks, BackgroundOrder { working_set, needed, background })
+        SendScheduler::new(&self.blocks, working_set, needed, background)
     }
 }
 

@@ -89,24 +89,21 @@ struct State {
     closed: bool,
 }
 
-/// Order of the background, but for neighbours of faults.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct BackgroundOrder<'a> {
-    /// The runs that an earlier restore needed, in their order.
-    pub(super) working_set: &'a [BlockRange],
-    /// Number of these runs that are needed at once.
-    pub(super) needed: usize,
-    pub(super) background: Background,
-}
-
 impl SendScheduler {
-    pub(super) fn new(blocks: &[PostcopyBlock], order: BackgroundOrder<'_>) -> Self {
-        let plan = SendOrder::new(blocks, order.working_set, order.needed);
+    /// For memory of these blocks: first the runs of `working_set`, which an earlier restore needed, in their
+    /// order; the first `needed` of them are needed at once.
+    pub(super) fn new(
+        blocks: &[PostcopyBlock],
+        working_set: &[BlockRange],
+        needed: usize,
+        background: Background,
+    ) -> Self {
+        let plan = SendOrder::new(blocks, working_set, needed);
         let (fault_around, neighbours, ready) = (VecDeque::new(), VecDeque::new(), VecDeque::new());
-        let demand = Demand::new(order.background, Instant::now());
+        let demand = Demand::new(background, Instant::now());
         let state = State { plan, fault_around, neighbours, ready, preparing: 0, demand, closed: false };
         let (filled, taken) = (Condvar::new(), Condvar::new());
-        Self { background: order.background, state: Mutex::new(state), filled, taken }
+        Self { background, state: Mutex::new(state), filled, taken }
     }
 
     /// Number of preparing threads.
@@ -307,15 +304,11 @@ mod tests {
         PageRef { block: BlockIndex(block), offset }
     }
 
-    fn order(working_set: &[BlockRange], needed: usize, background: Background) -> BackgroundOrder<'_> {
-        BackgroundOrder { working_set, needed, background }
-    }
-
     #[test]
     fn what_is_needed_is_prepared_beside_a_request_and_the_rest_behind_it() {
         let blocks = [block(2 * RUN_BYTES)];
         let needed = [(page(0, RUN_BYTES), 4096)];
-        let scheduler = SendScheduler::new(&blocks, order(&needed, 1, Background::AfterFaults));
+        let scheduler = SendScheduler::new(&blocks, &needed, 1, Background::AfterFaults);
         let map = SentMap::new(&blocks);
         scheduler.request_received();
         assert_eq!(scheduler.next_to_prepare(&map), Some(Item { run: needed[0], kind: ItemKind::Needed }));
@@ -334,7 +327,7 @@ mod tests {
     fn units_around_the_newest_fault_are_prepared_next_and_what_fails_comes_with_the_rest() {
         let blocks = [block(RUN_BYTES)];
         let (scheduler, map) =
-            (SendScheduler::new(&blocks, order(&[], 0, Background::AfterFaults)), SentMap::new(&blocks));
+            (SendScheduler::new(&blocks, &[], 0, Background::AfterFaults), SentMap::new(&blocks));
         let unit = |index: u64| (page(0, index * 4096), 4096);
         scheduler.request_received();
         let many = FAULT_AROUND_MAX as u64;
@@ -358,7 +351,7 @@ mod tests {
     fn the_working_set_comes_first_and_then_everything() {
         let blocks = [block(3 * RUN_BYTES + 4096), block(8192)];
         let working_set = [(page(0, RUN_BYTES - 4096), 8192), (page(1, 4096), 4096)];
-        let scheduler = SendScheduler::new(&blocks, order(&working_set, 1, Background::AtOnce));
+        let scheduler = SendScheduler::new(&blocks, &working_set, 1, Background::AtOnce);
         let map = SentMap::new(&blocks);
         let mut items = Vec::new();
         while let Some(item) = scheduler.next_to_prepare(&map) {
@@ -385,7 +378,7 @@ mod tests {
     fn neighbours_come_before_what_is_ready_and_the_newest_of_them_first() {
         let blocks = [block(2 * RUN_BYTES)];
         let (scheduler, map) =
-            (SendScheduler::new(&blocks, order(&[], 0, Background::AtOnce)), SentMap::new(&blocks));
+            (SendScheduler::new(&blocks, &[], 0, Background::AtOnce), SentMap::new(&blocks));
         let first = scheduler.next_to_prepare(&map).unwrap();
         scheduler.prepared(first);
         let neighbours = |index: u64| (page(0, RUN_BYTES + index * 4096), 4096);
