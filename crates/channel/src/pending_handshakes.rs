@@ -86,7 +86,13 @@ impl PendingHandshakes {
 
     /// Takes the result of a completed handshake, successful or not.
     pub(crate) fn pop_ready(&self) -> Option<Result<Box<dyn Channel>>> {
-        self.done.pop_ready()
+        let mut results = lock(&self.done.results);
+        let first = results.pop_front();
+        if results.is_empty() {
+            // The eventfd may not be readable yet: there is nothing to drain then.
+            let _ = rustix::io::read(&self.done.ready, &mut [0; 8]);
+        }
+        first
     }
 }
 
@@ -108,15 +114,5 @@ impl FinishedHandshake {
         let mut results = lock(&self.results);
         results.push_back(opened);
         raise(self.ready.as_fd());
-    }
-
-    fn pop_ready(&self) -> Option<Result<Box<dyn Channel>>> {
-        let mut results = lock(&self.results);
-        let first = results.pop_front();
-        if results.is_empty() {
-            // The eventfd may not be readable yet: there is nothing to drain then.
-            let _ = rustix::io::read(&self.ready, &mut [0; 8]);
-        }
-        first
     }
 }

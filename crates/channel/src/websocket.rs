@@ -20,7 +20,7 @@ use crate::channel::forward_channel;
 use crate::framed::Framed;
 use crate::wait::Deadline;
 use crate::{Cancel, Channel, Result};
-use frame::{FrameReader, FrameWriter, Pings, WebSocketRole};
+use frame::{FrameReader, FrameWriter, UnansweredPing, WebSocketRole};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -62,9 +62,9 @@ impl WebSocketChannel {
     }
 
     fn new(inner: Box<dyn Channel>, side: WebSocketRole) -> Self {
-        let pings = Arc::new(Pings::default());
-        let writer = FrameWriter::new(side, Arc::clone(&pings));
-        let framed = Framed::new(inner, writer, frame::BATCH_BYTES, FrameReader::new(side, pings), &[], &[]);
+        let ping = Arc::new(UnansweredPing::default());
+        let writer = FrameWriter::new(side, Arc::clone(&ping));
+        let framed = Framed::new(inner, writer, frame::BATCH_BYTES, FrameReader::new(side, ping), &[], &[]);
         Self { framed }
     }
 }

@@ -8,11 +8,11 @@ use crate::guess::describe_plain;
 use crate::wait::Deadline;
 use crate::{Channel, Error, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
 use rustix::event::PollFlags;
-use rustls::ExtractedSecrets;
 use rustls::client::UnbufferedClientConnection;
 use rustls::pki_types::ServerName;
 use rustls::server::UnbufferedServerConnection;
 use rustls::unbuffered::{ConnectionState, EncodeError};
+use rustls::{CommonState, ExtractedSecrets};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
@@ -87,34 +87,22 @@ enum HandshakeStep {
 
 /// Common interface of rustls' two kinds of connection.
 trait Stepping {
-    /// Returns the number of bytes of `incoming` to discard; appends to `outgoing` and `contents`.
-    fn step(
-        &mut self,
-        incoming: &mut [u8],
-        outgoing: &mut Vec<u8>,
-        contents: &mut Vec<u8>,
-    ) -> (usize, Result<HandshakeStep, rustls::Error>);
+    /// Takes from what was received; appends to what is sent, and to the contents.
+    fn step(&mut self, flights: &mut Flights<'_>) -> Result<HandshakeStep, rustls::Error>;
 
-    fn is_through(&self) -> bool;
-
-    fn has_outgoing(&self) -> bool;
+    fn state(&self) -> &CommonState;
 }
 
 macro_rules! stepping {
     ($($connection:ty),*) => {$(
         impl Stepping for $connection {
-            fn step(
-                &mut self,
-                incoming: &mut [u8],
-                outgoing: &mut Vec<u8>,
-                contents: &mut Vec<u8>,
-            ) -> (usize, Result<HandshakeStep, rustls::Error>) {
-                let status = self.process_tls_records(incoming);
+            fn step(&mut self, flights: &mut Flights<'_>) -> Result<HandshakeStep, rustls::Error> {
+                let status = self.process_tls_records(&mut flights.incoming);
                 let mut discard = status.discard;
                 let step = match status.state {
                     Err(error) => Err(error),
                     Ok(ConnectionState::EncodeTlsData(mut encode)) => {
-                        append(outgoing, |room| match encode.encode(room) {
+                        append(&mut flights.outgoing, |room| match encode.encode(room) {
                             Ok(length) => Ok(length),
                             Err(EncodeError::InsufficientSize(need)) => Err(need.required_size),
                             Err(EncodeError::AlreadyEncoded) => Ok(0),
@@ -131,7 +119,7 @@ macro_rules! stepping {
                             match record {
                                 Ok(record) => {
                                     discard += record.discard;
-                                    contents.extend_from_slice(record.payload);
+                                    flights.contents.extend_from_slice(record.payload);
                                 }
                                 Err(error) => {
                                     read = Err(error);
@@ -146,15 +134,12 @@ macro_rules! stepping {
                     }
                     Ok(_) => Err(rustls::Error::HandshakeNotComplete),
                 };
-                (discard, step)
+                flights.incoming.drain(..discard);
+                step
             }
 
-            fn is_through(&self) -> bool {
-                !self.is_handshaking()
-            }
-
-            fn has_outgoing(&self) -> bool {
-                self.wants_write()
+            fn state(&self) -> &CommonState {
+                self
             }
         }
     )*};
@@ -213,14 +198,12 @@ impl<'a> Flights<'a> {
 
     fn exchange(&mut self, connection: &mut impl Stepping) -> Result<(), Broken> {
         for _ in 0..STEPS_MAX {
-            let (discard, step) = connection.step(&mut self.incoming, &mut self.outgoing, &mut self.contents);
-            self.incoming.drain(..discard);
-            match step {
+            match connection.step(self) {
                 Ok(HandshakeStep::Again) => {}
                 Ok(HandshakeStep::Transmit) => self.transmit()?,
                 Ok(HandshakeStep::Receive) => {
                     self.transmit()?;
-                    if connection.is_through() {
+                    if !connection.state().is_handshaking() {
                         return Ok(());
                     }
                     self.receive()?;
@@ -237,10 +220,8 @@ impl<'a> Flights<'a> {
     /// Sends the pending alert, if the peer still receives.
     fn send_alert(&mut self, connection: &mut impl Stepping) {
         // Only while it has data to send: it must not process the same bytes again.
-        while connection.has_outgoing() {
-            let (discard, step) = connection.step(&mut self.incoming, &mut self.outgoing, &mut self.contents);
-            self.incoming.drain(..discard);
-            if !matches!(step, Ok(HandshakeStep::Again)) {
+        while connection.state().wants_write() {
+            if !matches!(connection.step(self), Ok(HandshakeStep::Again)) {
                 break;
             }
         }

@@ -32,29 +32,18 @@ pub(super) enum WebSocketRole {
 }
 
 /// The last ping received and not answered; earlier ones need no answer.
-#[derive(Debug, Default)]
-pub(super) struct Pings(Mutex<Option<Vec<u8>>>);
-
-impl Pings {
-    fn record_ping(&self, payload: &[u8]) {
-        *lock(&self.0) = Some(payload.to_vec());
-    }
-
-    fn take_ping(&self) -> Option<Vec<u8>> {
-        lock(&self.0).take()
-    }
-}
+pub(super) type UnansweredPing = Mutex<Option<Vec<u8>>>;
 
 /// The sending half.
 #[derive(Debug)]
 pub(super) struct FrameWriter {
     side: WebSocketRole,
-    pings: Arc<Pings>,
+    ping: Arc<UnansweredPing>,
 }
 
 impl FrameWriter {
-    pub(super) fn new(side: WebSocketRole, pings: Arc<Pings>) -> Self {
-        Self { side, pings }
+    pub(super) fn new(side: WebSocketRole, ping: Arc<UnansweredPing>) -> Self {
+        Self { side, ping }
     }
 
     /// Builds a frame around the payload after the space for the longest header; returns its range.
@@ -79,7 +68,7 @@ impl FrameWriter {
 
 impl Pack for FrameWriter {
     fn due(&mut self, room: &mut [u8], _peer: &str) -> Result<Option<Range<usize>>> {
-        Ok(self.pings.take_ping().map(|payload| self.control(Control::Pong, &payload, room)))
+        Ok(lock(&self.ping).take().map(|payload| self.control(Control::Pong, &payload, room)))
     }
 
     fn pack(&mut self, data: &mut IoCursor<'_, '_>, room: &mut [u8]) -> Range<usize> {
@@ -101,7 +90,7 @@ impl Pack for FrameWriter {
 #[derive(Debug)]
 pub(super) struct FrameReader {
     side: WebSocketRole,
-    pings: Arc<Pings>,
+    ping: Arc<UnansweredPing>,
     /// Outstanding bytes of the present data frame.
     left: u64,
     /// For the next of them.
@@ -111,8 +100,8 @@ pub(super) struct FrameReader {
 }
 
 impl FrameReader {
-    pub(super) fn new(side: WebSocketRole, pings: Arc<Pings>) -> Self {
-        Self { side, pings, left: 0, mask: None, in_message: false }
+    pub(super) fn new(side: WebSocketRole, ping: Arc<UnansweredPing>) -> Self {
+        Self { side, ping, left: 0, mask: None, in_message: false }
     }
 
     fn payload(&mut self, bytes: &mut [u8]) -> Unpacked {
@@ -139,7 +128,7 @@ impl FrameReader {
             Control::Close => return Unpacked::End,
             Control::Ping => {
                 apply(mask.unwrap_or_default(), payload);
-                self.pings.record_ping(payload);
+                *lock(&self.ping) = Some(payload.to_vec());
             }
             _ => {}
         }
@@ -256,14 +245,14 @@ mod tests {
             client: bool,
         ) {
             let (from, to) = if client { (WebSocketRole::Client, WebSocketRole::Server) } else { (WebSocketRole::Server, WebSocketRole::Client) };
-            let pings = Arc::new(Pings::default());
-            let mut writer = FrameWriter::new(from, Arc::clone(&pings));
+            let ping = Arc::new(UnansweredPing::default());
+            let mut writer = FrameWriter::new(from, Arc::clone(&ping));
             let (mut room, mut bytes) = (vec![0; BATCH_BYTES], Vec::new());
             for content in &contents {
                 let bufs = [IoBuf::from(&content[..])];
                 let frame = writer.pack(&mut IoCursor::new(&bufs), &mut room);
                 bytes.extend_from_slice(&room[frame]);
-                pings.record_ping(b"ping");
+                *lock(&ping) = Some(b"ping".to_vec());
                 let pong = writer.due(&mut room, "peer").unwrap().unwrap();
                 bytes.extend_from_slice(&room[pong]);
             }
