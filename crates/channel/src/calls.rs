@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// System calls with which a channel has sent and received, failed ones too. Not those that wait, read the
-/// error queue or splice ([`SpliceCost`](crate::SpliceCost)). A pair in memory, which makes none, counts each
-/// send and receive.
+/// error queue or splice ([`Splice::move_exact`](crate::Splice::move_exact)). A pair in memory, which makes
+/// none, counts each send and receive.
 #[derive(Debug, Default)]
 pub struct CallCounters {
     sent: DirectionCounters,

@@ -103,7 +103,7 @@ pub use flags::{Capabilities, Flushed, RecvFlags, SendFlags};
 pub use guess::describe_plain;
 pub use listen::{ListenOptions, Listener, is_out_of_resources};
 pub use pair::{PairChannel, pair};
-pub use splice::{Splice, SpliceCost};
+pub use splice::Splice;
 pub use sys::cursor::{IOV_MAX, IoCursor, IoCursorMut};
 pub use sys::fd::take_over;
 pub use sys::file_owner::{FileOwner, with_file_owner};

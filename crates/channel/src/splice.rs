@@ -25,14 +25,6 @@ pub struct Splice {
     write: OwnedFd,
 }
 
-/// Cost of [`Splice::move_exact`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct SpliceCost {
-    /// Number of system calls.
-    pub system_calls: u64,
-}
-
 impl Splice {
     /// Creates a pipe.
     ///
@@ -51,8 +43,8 @@ impl Splice {
         from.splice_fd().is_some() && to.splice_fd().is_some()
     }
 
-    /// Moves `length` bytes; returns the cost. After an error some bytes may be lost in the pipe, which is
-    /// unusable then.
+    /// Moves `length` bytes; returns the number of system calls. After an error some bytes may be lost in the
+    /// pipe, which is unusable then.
     ///
     /// Sending raises `SIGPIPE` where a plain send does not: it must be ignored, which Rust programs do by
     /// default.
@@ -60,7 +52,7 @@ impl Splice {
     /// # Errors
     /// [`Error::Closed`] if `from` ends before, [`Error::Unsupported`] for a channel that has no descriptor
     /// for this, otherwise as [`Channel::recv`] of `from` and [`Channel::send`] of `to`.
-    pub fn move_exact(&self, from: &dyn Channel, to: &dyn Channel, length: usize) -> Result<SpliceCost> {
+    pub fn move_exact(&self, from: &dyn Channel, to: &dyn Channel, length: usize) -> Result<u64> {
         let what = "splicing; receive into memory and send from there";
         let unsupported = |channel: &dyn Channel| Error::unsupported(channel.peer(), what);
         let source = from.splice_fd().ok_or_else(|| unsupported(from))?;
@@ -83,7 +75,7 @@ impl Splice {
             }
             done += taken;
         }
-        Ok(SpliceCost { system_calls })
+        Ok(system_calls)
     }
 }
 

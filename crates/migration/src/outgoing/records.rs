@@ -122,7 +122,7 @@ impl RecordSender {
         }
         let Some(splice) = &self.splice else { return Ok(None) };
         let bytes = pages * RECORD_AND_PAGE_BYTES;
-        let calls = splice.move_exact(from, self.channel.as_ref(), bytes)?.system_calls;
+        let calls = splice.move_exact(from, self.channel.as_ref(), bytes)?;
         self.statistics.count_spliced(pages as u64, bytes as u64, calls);
         Ok(Some(calls))
     }

@@ -138,9 +138,9 @@ impl PacketSender {
     pub(crate) fn splice(&mut self, header: &[u8], from: &dyn Channel, bytes: usize) -> Result<u64> {
         let splice = self.splice.as_ref().expect("checked by `splices_from`");
         self.channel.send_all(&[IoBuf::from(header)], SendFlags::MORE)?;
-        let cost = splice.move_exact(from, self.channel.as_ref(), bytes)?;
+        let calls = splice.move_exact(from, self.channel.as_ref(), bytes)?;
         self.end(bytes, SendMethod::Splice);
-        Ok(cost.system_calls)
+        Ok(calls)
     }
 
     /// A packet with these bytes of pages is next.
