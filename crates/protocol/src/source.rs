@@ -262,25 +262,21 @@ impl ReturnPathReader {
         match message {
             ReturnPathMessage::Shut(0) if !self.awaits_shut => {
                 let found = "SHUT before the stream's end".into();
-                Err(PeerMisbehaved::Unexpected { found, expected: "PONG" }.into())
+                return Err(PeerMisbehaved::Unexpected { found, expected: "PONG" }.into());
             }
             ReturnPathMessage::Shut(0) => {
                 self.shut = true;
-                Ok(Answer::Shut)
+                return Ok(Answer::Shut);
             }
+            ReturnPathMessage::Pong(PING_SETUP) => self.pong = true,
+            ReturnPathMessage::Pong(PING_LOADED) => self.loaded = true,
             message => {
                 check_return_path(message)?;
-                match message {
-                    ReturnPathMessage::Pong(PING_SETUP) => self.pong = true,
-                    ReturnPathMessage::Pong(PING_LOADED) => self.loaded = true,
-                    ReturnPathMessage::Pong(value) => {
-                        self.receiver = session::decode_pong(*value).or(self.receiver);
-                    }
-                    _ => return Ok(Answer::Other),
-                }
-                Ok(Answer::Pong)
+                let ReturnPathMessage::Pong(value) = message else { return Ok(Answer::Other) };
+                self.receiver = session::decode_pong(*value).or(self.receiver);
             }
         }
+        Ok(Answer::Pong)
     }
 
     /// Returns true if the first PING was answered.
@@ -306,18 +302,13 @@ impl ReturnPathReader {
 
 /// Checks a message that may come at any time before SHUT.
 pub fn check_return_path(message: &ReturnPathMessage) -> Result<()> {
+    if let Some(FromDestination::Alive | FromDestination::Base(_)) = FromDestination::of(message) {
+        return Ok(());
+    }
     match message {
         ReturnPathMessage::Pong(PING_SETUP | PING_LOADED) | ReturnPathMessage::SwitchoverAck => Ok(()),
         ReturnPathMessage::Pong(value)
             if *value == session::ping() || session::decode_pong(*value).is_some() =>
-        {
-            Ok(())
-        }
-        message
-            if matches!(
-                FromDestination::of(message),
-                Some(FromDestination::Alive | FromDestination::Base(_))
-            ) =>
         {
             Ok(())
         }
