@@ -146,7 +146,7 @@ fn pages_behind_the_last_barrier_are_refused_before_the_commit() {
     packet(&lane, &Packet::sync(1));
     let normal = vec![0, 8192];
     let data_bytes = 8192;
-    packet(&lane, &Packet { block: Some(BlockIndex(0)), normal, data_bytes, ..Packet::empty() });
+    packet(&lane, &Packet { block: Some(BlockIndex(0)), normal, data_bytes, ..Packet::default() });
     send(&source, &stream(1, &ram_blocks()));
     let sink = sink();
     let error = receive(Box::new(main), vec![arriving], sink.clone(), &Arc::default()).unwrap_err();
@@ -171,7 +171,7 @@ fn an_empty_packet_behind_the_last_barrier_is_harmless() {
     let connections = incoming::Connections::connected(Arc::new(main), &arriving, WATCHDOG).unwrap();
     let incoming = Incoming::new(Arc::default(), Arc::default(), incoming::Options::default());
     incoming.run(&connections, &*sink()).unwrap();
-    packet(&lane, &Packet::empty());
+    packet(&lane, &Packet::default());
     drop(source);
     connections.linger(WATCHDOG);
 }
@@ -258,7 +258,7 @@ fn a_sink_that_panics_on_a_lane_or_in_the_end_blocks_no_thread() {
         let ((source, main), (lane, arriving)) = (pair(1 << 20), lane());
         packet(&lane, &Packet::sync(0));
         let (normal, data_bytes) = (vec![0], 4096);
-        packet(&lane, &Packet { block: Some(BlockIndex(0)), normal, data_bytes, ..Packet::empty() });
+        packet(&lane, &Packet { block: Some(BlockIndex(0)), normal, data_bytes, ..Packet::default() });
         packet(&lane, &Packet::sync(1));
         send(&source, &stream(1, &ram_blocks()));
         let session = Arc::default();
@@ -316,7 +316,7 @@ fn a_relay_refuses_pages_in_the_first_section() {
 fn a_relay_with_fewer_lanes_is_reported() {
     let ((source, main), (lane, arriving)) = (pair(1 << 20), lane());
     packet(&lane, &Packet::sync(0));
-    packet(&lane, &Packet { block: Some(BlockIndex(0)), zero: vec![0], ..Packet::empty() });
+    packet(&lane, &Packet { block: Some(BlockIndex(0)), zero: vec![0], ..Packet::default() });
     packet(&lane, &Packet::sync(1));
     send(&source, &stream(1, &ram_blocks()));
     let (to, destination) = pair(1 << 20);

@@ -115,9 +115,10 @@ pub fn uuid_text(uuid: &[u8; 16]) -> String {
 }
 
 /// Compression of a packet's pages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[allow(missing_docs, reason = "QEMU's `multifd-compression` values")]
 pub enum Method {
+    #[default]
     None = 0x00,
     Zlib = 0x02,
     Zstd = 0x04,
@@ -146,7 +147,7 @@ impl Method {
 }
 
 /// A packet, without its pages' contents.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Packet {
     /// The lane's part of the pass ends after this packet's pages.
     pub sync: bool,
@@ -169,21 +170,7 @@ pub struct Packet {
 impl Packet {
     /// A packet that only ends a pass.
     pub fn sync(packet_num: u64) -> Self {
-        Self { sync: true, packet_num, ..Self::empty() }
-    }
-
-    /// An empty packet.
-    pub fn empty() -> Self {
-        Self {
-            sync: false,
-            method: Method::None,
-            block: None,
-            data_bytes: 0,
-            packet_num: 0,
-            pages_alloc: 0,
-            normal: Vec::new(),
-            zero: Vec::new(),
-        }
+        Self { sync: true, packet_num, ..Self::default() }
     }
 
     /// Writes the header.

@@ -69,7 +69,7 @@ fn a_peer_cannot_make_the_decoders_allocate_more_than_the_limits() {
     let mut header = [0; HEADER_BYTES];
     let block = Some(towline_protocol::BlockIndex(0));
     let zero = vec![0; PACKET_PAGES];
-    Packet { block, zero, ..Packet::empty() }.encode(&packet_blocks, &mut header);
+    Packet { block, zero, ..Packet::default() }.encode(&packet_blocks, &mut header);
     assert!(peak(|| drop(Packet::decode(&header, &packet_blocks))) < 4096);
 
     assert!(peak(|| drop(ReturnPathMessage::decode(&mut Reader::new(&[0, 9, 0xff, 0xff])))) < 4096);

@@ -43,7 +43,7 @@ impl LaneWriter {
     ) -> Result<Self> {
         let LaneOptions { compression, zero_copy_send } = options;
         let sender = PacketSender::new(channel, Arc::clone(&statistics), zero_copy_send, compression);
-        let (packet, header) = (Packet::empty(), Box::new([0; HEADER_BYTES]));
+        let (packet, header) = (Packet::default(), Box::new([0; HEADER_BYTES]));
         let method = compression.method();
         let out = PacketWriter { sender, packets, statistics, method, packet, header };
         let compressor = Compressor::new(compression)?;

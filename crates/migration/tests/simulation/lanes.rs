@@ -42,5 +42,5 @@ impl LaneOut {
 pub(crate) fn packet(block: BlockIndex, normal: Vec<u64>, zero: Vec<u64>) -> Packet {
     let data_bytes = (normal.len() * PAGE) as u32;
     let pages_alloc = PACKET_PAGES as u32;
-    Packet { block: Some(block), data_bytes, pages_alloc, normal, zero, ..Packet::empty() }
+    Packet { block: Some(block), data_bytes, pages_alloc, normal, zero, ..Packet::default() }
 }

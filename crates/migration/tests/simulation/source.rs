@@ -350,7 +350,7 @@ impl Source {
             self.records(|records, out| records.barrier(out));
         }
         for lane in self.lanes.iter_mut().filter(|lane| lane.trails) {
-            lane.header(&Packet::empty(), &self.guest.layout.blocks);
+            lane.header(&Packet::default(), &self.guest.layout.blocks);
             lane.trails = false;
         }
         if self.phase == Phase::Pass {

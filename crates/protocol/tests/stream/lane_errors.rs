@@ -15,7 +15,7 @@ fn header_with(change: impl Fn(&mut [u8])) -> Result<Packet, Error> {
         normal: vec![0],
         zero: vec![0x1000],
         data_bytes: 4096,
-        ..Packet::empty()
+        ..Packet::default()
     };
     let mut header = [0; HEADER_BYTES];
     packet.encode(&lane_blocks(), &mut header);

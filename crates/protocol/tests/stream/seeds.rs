@@ -93,7 +93,8 @@ fn full_packets() -> Vec<(String, Vec<u8>)> {
     let zero: Vec<u64> = (100..PACKET_PAGES as u64).map(|page| page * PAGE_SIZE).collect();
     let seed = |(method, data_bytes): (Method, u32)| {
         let (block, normal, zero) = (Some(BlockIndex(0)), normal.clone(), zero.clone());
-        let packet = Packet { method, block, data_bytes, pages_alloc: 128, normal, zero, ..Packet::empty() };
+        let packet =
+            Packet { method, block, data_bytes, pages_alloc: 128, normal, zero, ..Packet::default() };
         let mut header = [0; HEADER_BYTES];
         packet.encode(&lane_blocks(), &mut header);
         let init = Init { uuid: [0; 16], id: 3 };
