@@ -36,14 +36,11 @@ use base::BaseBlock;
 
 pub use base::{Base, BasePresence};
 
-/// Blocks by their index.
-type Flags = Vec<bool>;
-
 /// A guest with blocks whose memory the destination already has, but for the guest's [`Guest::difference`].
 #[derive(Debug)]
 pub struct GuestWithPresentBlocks<P> {
     guest: P,
-    is_present: Flags,
+    is_present: Vec<bool>,
     /// Of each block, in place of the guest's own.
     difference: Option<Vec<Vec<Range<u64>>>>,
 }
@@ -78,17 +75,13 @@ pub(crate) fn first(guest: &dyn Guest) -> Option<&RamBlock> {
 }
 
 /// The blocks that have these names; a block of each name must exist.
-fn flags(blocks: &[RamBlock], names: &BTreeSet<String>) -> Result<Flags> {
+fn flags(blocks: &[RamBlock], names: &BTreeSet<String>) -> Result<Vec<bool>> {
     let is_missing = |name: &&String| !blocks.iter().any(|block| block.name == **name);
     if let Some(name) = names.iter().find(is_missing) {
         let found = blocks.iter().map(|block| block.name.clone()).collect();
         return Err(Error::NoSuchBlock { block: name.clone(), found });
     }
     Ok(blocks.iter().map(|block| names.contains(&block.name)).collect())
-}
-
-fn is_set(flags: &[bool], block: BlockIndex) -> bool {
-    flags.get(block.index()).copied().unwrap_or_default()
 }
 
 impl<P: Deref<Target: Guest>> GuestWithPresentBlocks<P> {
@@ -130,7 +123,7 @@ impl<P: Deref<Target: Guest> + Sync> Guest for GuestWithPresentBlocks<P> {
     }
 
     fn is_present(&self, block: BlockIndex) -> bool {
-        is_set(&self.is_present, block) || self.guest.is_present(block)
+        self.is_present.get(block.index()) == Some(&true) || self.guest.is_present(block)
     }
 
     fn difference(&self, block: BlockIndex) -> &[Range<u64>] {
