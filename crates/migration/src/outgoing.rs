@@ -322,7 +322,7 @@ pub(crate) fn send_device_state(
     answers.wait_loaded(session)?;
     session.commit(run_state)?;
     answers.expect_shut();
-    main.tail(&state.bytes()[state.sections().len()..])
+    main.send(&state.bytes()[state.sections().len()..])
 }
 
 /// One lane's part of a pass.

@@ -4,7 +4,7 @@ use std::net::Shutdown;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use towline_channel::{Channel, ChannelExt, IoBuf, SendFlags};
+use towline_channel::{Channel, IoBuf, SendFlags};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::section::VmCommand;
 use towline_protocol::session::{self, FromSource};
@@ -145,21 +145,15 @@ impl MainWriter {
         self.flush()
     }
 
-    /// Sends the end of the stream, after [`Self::devices`].
-    pub(crate) fn tail(&mut self, tail: &[u8]) -> Result<()> {
-        self.send(tail)
-    }
-
     /// Closes END and sends the device state: the stream is complete.
     pub(crate) fn finish(&mut self, device_state: &[u8]) -> Result<()> {
         self.close_section()?;
         self.send(device_state)
     }
 
-    fn send(&mut self, bytes: &[u8]) -> Result<()> {
-        self.writer.channel().send_all(&[IoBuf::from(bytes)], SendFlags::empty())?;
-        Statistics::add(&self.writer.statistics().transferred, bytes.len() as u64);
-        Ok(())
+    /// Sends a part of the device state, after END: the last one follows [`Self::devices`].
+    pub(crate) fn send(&self, bytes: &[u8]) -> Result<()> {
+        self.writer.send_bytes(bytes, SendFlags::empty())
     }
 
     /// Ends a stream without acknowledgement: sends the end, and waits for a command that reads it.

@@ -42,10 +42,6 @@ impl RecordSender {
         self.channel.as_ref()
     }
 
-    pub(crate) fn statistics(&self) -> &Statistics {
-        &self.statistics
-    }
-
     /// The pending bytes of the channel, to be appended to.
     pub(crate) fn pending(&mut self) -> &mut Vec<u8> {
         &mut self.pending
@@ -140,9 +136,15 @@ impl RecordSender {
         Ok(())
     }
 
+    /// Sends bytes that are no records.
+    pub(crate) fn send_bytes(&self, bytes: &[u8], flags: SendFlags) -> Result<()> {
+        self.channel.send_all(&[IoBuf::from(bytes)], flags)?;
+        Statistics::add(&self.statistics.transferred, bytes.len() as u64);
+        Ok(())
+    }
+
     fn send_pending(&mut self, flags: SendFlags) -> Result<()> {
-        self.channel.send_all(&[IoBuf::from(&self.pending[..])], flags)?;
-        Statistics::add(&self.statistics.transferred, self.pending.len() as u64);
+        self.send_bytes(&self.pending, flags)?;
         self.pending.clear();
         Ok(())
     }
