@@ -82,6 +82,12 @@ pub trait SwitchoverGate: Debug + Send + Sync {
     }
 }
 
+/// The gate of a session that has none.
+#[derive(Debug)]
+pub(crate) struct NoGate;
+
+impl SwitchoverGate for NoGate {}
+
 /// Checks the state of a connection on which no further data is expected. Data is left unread.
 pub fn probe_link(channel: &dyn Channel) -> LinkState {
     if channel.as_fd().is_none() || !would_receive(channel) {

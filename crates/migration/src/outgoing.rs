@@ -294,9 +294,9 @@ impl Outgoing {
 /// outcome.
 pub(crate) fn greet(session: &Session, main: &mut MainWriter, answers: &ReturnPath) -> Result<()> {
     let receiver = answers.receiver();
-    session.found_destination(receiver);
+    session.gate().destination(receiver);
     match receiver {
-        Some(ReceiverMode::Waits) => main.send_session_frame(FromSource::Hello(session.move_id())),
+        Some(ReceiverMode::Waits) => main.send_session_frame(FromSource::Hello(session.gate().move_id())),
         _ => Ok(()),
     }
 }
@@ -310,7 +310,7 @@ pub(crate) fn send_device_state(
     state: &DeviceState,
     run_state: Option<&str>,
 ) -> Result<()> {
-    let confirming = answers.filter(|_| session.confirms_loading());
+    let confirming = answers.filter(|_| session.gate().confirms_loading());
     let Some(answers) = confirming else {
         session.commit(run_state)?;
         if let Some(answers) = answers {

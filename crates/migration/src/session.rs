@@ -16,11 +16,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use towline_channel::{Channel, PEER_TIMEOUT};
+use towline_channel::Channel;
 
-use towline_protocol::session::{MoveId, ReceiverMode};
-
-use crate::gate::{Commit, LinkState, SwitchoverGate};
+use crate::gate::{Commit, LinkState, NoGate, SwitchoverGate};
 use crate::heartbeat::silence_max;
 use crate::lock::lock;
 use crate::{Error, Result, Tuning};
@@ -80,28 +78,13 @@ impl Session {
         self.gate.get_or_init(|| gate);
     }
 
-    pub(crate) fn found_destination(&self, receiver: Option<ReceiverMode>) {
-        if let Some(gate) = self.gate.get() {
-            gate.destination(receiver);
-        }
-    }
-
-    pub(crate) fn found_source(&self, id: MoveId) {
-        if let Some(gate) = self.gate.get() {
-            gate.source_reports(id);
-        }
-    }
-
-    pub(crate) fn move_id(&self) -> MoveId {
-        self.gate.get().map(|gate| gate.move_id()).unwrap_or_default()
+    /// The gate, or one that lets everything pass.
+    pub(crate) fn gate(&self) -> &dyn SwitchoverGate {
+        self.gate.get().map_or(&NoGate, Arc::as_ref)
     }
 
     pub(crate) fn silence_max(&self) -> Duration {
-        silence_max(self.gate.get().map_or(PEER_TIMEOUT, |gate| gate.peer_timeout()))
-    }
-
-    pub(crate) fn confirms_loading(&self) -> bool {
-        self.gate.get().is_some_and(|gate| gate.confirms_loading())
+        silence_max(self.gate().peer_timeout())
     }
 
     /// Asks the gate before the last bytes are sent.
@@ -111,7 +94,7 @@ impl Session {
     pub(crate) fn commit(&self, run_state: Option<&str>) -> Result<()> {
         let _state = lock(&self.state);
         self.check()?;
-        match self.gate.get().map_or(Commit::Reversible, |gate| gate.commit(run_state)) {
+        match self.gate().commit(run_state) {
             Commit::Refused => return Err(Error::Cancelled),
             Commit::Reversible => {}
             Commit::Final => self.committed.store(true, Ordering::Release),
@@ -127,7 +110,7 @@ impl Session {
         let _state = lock(&self.state);
         self.check()?;
         let link = crate::gate::probe_link(source);
-        if self.gate.get().is_some_and(|gate| !gate.acknowledge(run_state, link)) {
+        if !self.gate().acknowledge(run_state, link) {
             return Err(match link {
                 LinkState::Open => Error::Cancelled,
                 LinkState::Closed | LinkState::Reset => Error::SourceGone { peer: source.peer().to_owned() },
@@ -139,7 +122,7 @@ impl Session {
 
     /// Returns true if the source must be acknowledged although the migration failed with `error`.
     pub(crate) fn must_acknowledge_after(&self, error: &Error) -> bool {
-        self.is_committed() && self.gate.get().is_some_and(|gate| gate.must_acknowledge_after(error))
+        self.is_committed() && self.gate().must_acknowledge_after(error)
     }
 
     fn is_committed(&self) -> bool {

@@ -257,7 +257,7 @@ impl<'a> MainChannel<'a> {
             }
             VmCommand::Other { .. } => {
                 if let Some(FromSource::Hello(id)) = FromSource::of(command) {
-                    self.shared.session.found_source(id);
+                    self.shared.session.gate().source_reports(id);
                     self.heartbeat = self.return_path.clone().map(|writer| {
                         Heartbeat::start(move || writer.send(&FromDestination::Alive.to_message()))
                     });
