@@ -9,9 +9,7 @@
 use crate::flags::{check_recv, check_send, check_timeouts};
 use crate::lock::lock;
 use crate::sys::io;
-use crate::{
-    CallCounters, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags,
-};
+use crate::{CallCounters, Capabilities, Channel, Error, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
 use rustix::fs::{OFlags, fcntl_getfl};
 use std::fs::{File, OpenOptions};
 use std::net::Shutdown;
@@ -121,10 +119,6 @@ impl Channel for FileChannel {
             *cursor += received as u64;
         }
         Ok(received)
-    }
-
-    fn flush(&self) -> Result<Flushed> {
-        Ok(Flushed::Done)
     }
 
     fn shutdown(&self, how: Shutdown) -> Result<()> {

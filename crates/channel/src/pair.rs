@@ -7,8 +7,8 @@ use crate::flags::{check_recv, check_send, check_timeouts};
 use crate::lock::lock;
 use crate::socket::STREAM;
 use crate::{
-    CallCounters, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags,
-    gather, scatter, total_len, total_len_mut,
+    CallCounters, Capabilities, Channel, Error, IoBuf, IoBufMut, RecvFlags, Result, SendFlags, gather,
+    scatter, total_len, total_len_mut,
 };
 use std::collections::VecDeque;
 use std::net::Shutdown;
@@ -113,10 +113,6 @@ impl Channel for PairChannel {
             self.input.changed.notify_all();
         }
         Ok(received)
-    }
-
-    fn flush(&self) -> Result<Flushed> {
-        Ok(Flushed::Done)
     }
 
     fn shutdown(&self, how: Shutdown) -> Result<()> {

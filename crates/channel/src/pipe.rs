@@ -19,9 +19,7 @@ use crate::flags::{check_recv, check_send, check_timeouts};
 use crate::lock::lock;
 use crate::sys::{fd, io};
 use crate::wait::{Woken, wait};
-use crate::{
-    CallCounters, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags,
-};
+use crate::{CallCounters, Capabilities, Channel, Error, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
 use rustix::event::PollFlags;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::pipe::{PipeFlags, pipe_with};
@@ -105,10 +103,6 @@ impl Channel for PipeChannel {
             self.calls.count_receive(bufs.len());
             io::readv(fd, bufs)
         })
-    }
-
-    fn flush(&self) -> Result<Flushed> {
-        Ok(Flushed::Done)
     }
 
     fn shutdown(&self, how: Shutdown) -> Result<()> {

@@ -11,9 +11,7 @@ use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use super::Socket;
 use crate::flags::{check_recv, check_send, check_timeouts};
 use crate::sys::io;
-use crate::{
-    CallCounters, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags,
-};
+use crate::{CallCounters, Capabilities, Channel, Error, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
 
 impl Channel for Socket {
     fn peer(&self) -> &str {
@@ -33,10 +31,6 @@ impl Channel for Socket {
         check_recv(&self.peer, self.capabilities, flags)?;
         self.calls.count_receive(bufs.len());
         io::recvmsg(self.fd(), bufs, flags).map_err(|source| self.failed("recv", Timeout::Recv, source))
-    }
-
-    fn flush(&self) -> Result<Flushed> {
-        Ok(Flushed::Done)
     }
 
     fn shutdown(&self, how: Shutdown) -> Result<()> {
