@@ -8,6 +8,7 @@ use alloc::string::String;
 use alloc::vec::Vec;
 
 use crate::InvalidMessage;
+use crate::error::check_length;
 use crate::limits;
 use crate::section::SectionType;
 use crate::wire::{Reader, Stop, lossy, put_counted, put32};
@@ -93,11 +94,8 @@ pub(crate) fn decode_machine(input: &mut Reader<'_>) -> Result<String, Stop> {
     if SectionType::decode(kind, EXPECTED)? != SectionType::Configuration {
         return Err(InvalidMessage::SectionType { found: kind, expected: EXPECTED }.into());
     }
-    let (length, limit) = (input.be32()?, limits::MACHINE_NAME_BYTES_MAX);
-    if length as usize > limit {
-        let (found, limit) = (u64::from(length), limit as u64);
-        return Err(InvalidMessage::TooLong { what: "machine type name", found, limit }.into());
-    }
+    let length = input.be32()?;
+    check_length("machine type name", length.into(), limits::MACHINE_NAME_BYTES_MAX)?;
     let name = input.take(length as usize)?;
     match core::str::from_utf8(name) {
         Ok(name) => Ok(name.into()),
@@ -129,9 +127,7 @@ fn unknown(name: &[u8]) -> InvalidMessage {
 }
 
 fn decode_capabilities(input: &mut Reader<'_>) -> Result<Vec<String>, Stop> {
-    let (count, limit) = (u64::from(input.be32()?), limits::CAPABILITIES_MAX as u64);
-    if count > limit {
-        return Err(InvalidMessage::TooLong { what: "capability list", found: count, limit }.into());
-    }
+    let count = input.be32()?;
+    check_length("capability list", count.into(), limits::CAPABILITIES_MAX)?;
     (0..count).map(|_| Ok(lossy(input.counted()?))).collect()
 }

@@ -24,6 +24,7 @@ use serde::{Deserialize, Deserializer};
 use serde_json::json;
 
 use crate::configuration::decode_header;
+use crate::error::check_length;
 use crate::limits;
 use crate::ram::PAGE_SIZE;
 use crate::section::{SectionHeader, SectionType, put_footer};
@@ -192,10 +193,8 @@ pub struct Collector {
 impl Collector {
     /// Takes more bytes.
     pub fn push(&mut self, bytes: &[u8]) -> Result<()> {
-        let (found, limit) = ((self.bytes.len() + bytes.len()) as u64, limits::DEVICE_STATE_BYTES_MAX as u64);
-        if found > limit {
-            return Err(InvalidMessage::TooLong { what: "device state", found, limit }.into());
-        }
+        let length = (self.bytes.len() + bytes.len()) as u64;
+        check_length("device state", length, limits::DEVICE_STATE_BYTES_MAX)?;
         self.bytes.extend_from_slice(bytes);
         self.search();
         Ok(())

@@ -151,3 +151,9 @@ pub enum PeerIncompatible {
     )]
     NoReturnPath,
 }
+
+/// Refuses what is longer than its limit.
+pub(crate) fn check_length(what: &'static str, found: u64, limit: usize) -> Result<(), InvalidMessage> {
+    let limit = limit as u64;
+    if found > limit { Err(InvalidMessage::TooLong { what, found, limit }) } else { Ok(()) }
+}

@@ -22,6 +22,7 @@
 use alloc::string::String;
 use alloc::vec::Vec;
 
+use crate::error::check_length;
 use crate::ram::{self, BlockIndex, PAGE_SIZE, PageRef, RamBlock, RamFlags};
 use crate::return_path::ReturnPathMessage;
 use crate::section::{CommandKind, SectionHeader, SectionType, VmCommand};
@@ -160,10 +161,7 @@ impl Discarded {
     /// # Errors
     /// The sections are longer than a destination accepts.
     pub fn package(self, sections: &[u8], out: &mut Vec<u8>) -> Result<Packaged> {
-        let (found, limit) = (sections.len() as u64, limits::DEVICE_STATE_BYTES_MAX as u64);
-        if found > limit {
-            return Err(InvalidMessage::TooLong { what: "device state", found, limit }.into());
-        }
+        check_length("device state", sections.len() as u64, limits::DEVICE_STATE_BYTES_MAX)?;
         VmCommand::Ping(PING_PACKAGE).encode(out);
         let mut package = Vec::with_capacity(sections.len() + 32);
         command(CommandKind::POSTCOPY_LISTEN, Vec::new(), &mut package);

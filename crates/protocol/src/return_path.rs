@@ -3,6 +3,7 @@
 use alloc::string::String;
 use alloc::vec::Vec;
 
+use crate::error::check_length;
 use crate::limits;
 use crate::wire::{Reader, lossy, put_counted, put16, put32, put64};
 use crate::{InvalidMessage, Result};
@@ -90,11 +91,7 @@ impl ReturnPathMessage {
             if TLS_RECORDS.contains(&kind) {
                 return Err(InvalidMessage::Tls.into());
             }
-            let limit = limits::RETURN_PATH_BYTES_MAX;
-            if length > limit {
-                let (found, limit) = (length as u64, limit as u64);
-                return Err(InvalidMessage::TooLong { what: "return-path message", found, limit }.into());
-            }
+            check_length("return-path message", length as u64, limits::RETURN_PATH_BYTES_MAX)?;
             Ok(decode_data(kind, input.take(length)?)?)
         })
     }

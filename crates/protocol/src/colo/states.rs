@@ -10,6 +10,7 @@ use super::checkpoint::Checkpoint;
 use super::message::{Message, PartialMessage};
 use crate::destination::{Complete, RamSection, SectionKind, StreamDecoder, StreamItem};
 use crate::device_state::{DeviceSection, DeviceState};
+use crate::error::check_length;
 use crate::limits;
 use crate::ram::PAGE_SIZE;
 use crate::section::{SectionType, VmCommand};
@@ -334,21 +335,20 @@ fn step_of(item: StreamItem, is_announced: bool) -> Result<Step> {
 /// Decodes EOF, the message and the size of the device state; `None`: more bytes are needed.
 fn decode_size(buffer: &mut CheckpointBuffer) -> Result<Option<usize>> {
     let mut input = buffer.reader().expect("no page is outstanding");
-    let Ok(eof) = input.u8() else { return Ok(None) };
-    if eof != SectionType::Eof as u8 {
-        let expected = "the end of a checkpoint's memory";
-        return Err(InvalidMessage::SectionType { found: eof, expected }.into());
-    }
-    let Ok(message) = input.be32() else { return Ok(None) };
-    Message::VmstateSize.expect(message)?;
-    let Ok(found) = input.be64() else { return Ok(None) };
-    let limit = limits::DEVICE_STATE_BYTES_MAX as u64;
-    let size = usize::try_from(found).ok().filter(|_| found <= limit);
-    let what = "device state of a checkpoint";
-    let size = size.ok_or(InvalidMessage::TooLong { what, found, limit })?;
+    let size = input.whole(|input| {
+        let eof = input.u8()?;
+        if eof != SectionType::Eof as u8 {
+            let expected = "the end of a checkpoint's memory";
+            return Err(InvalidMessage::SectionType { found: eof, expected }.into());
+        }
+        Message::VmstateSize.expect(input.be32()?)?;
+        let size = input.be64()?;
+        check_length("device state of a checkpoint", size, limits::DEVICE_STATE_BYTES_MAX)?;
+        Ok(size as usize)
+    })?;
     let taken = input.position();
     buffer.decoded(taken);
-    Ok(Some(size))
+    Ok(size)
 }
 
 /// Checks the device state, of `size` bytes, which nothing may follow: all `known` devices are in it.

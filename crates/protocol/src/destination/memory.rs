@@ -8,6 +8,7 @@ use super::states::{
     AwaitBlock, AwaitFooter, AwaitRecord, AwaitSection, Checkpoints, Complete, RamSection, RamState,
     SectionKind, Step, StreamDecoder, StreamItem,
 };
+use crate::error::check_length;
 use crate::limits;
 use crate::mapped_ram::MappedRamHeader;
 use crate::multifd::check_offset;
@@ -172,10 +173,7 @@ fn xbzrle(page: PageRef, input: &mut Reader<'_>) -> Result<StreamItem, Stop> {
     if kind != 1 {
         return Err(InvalidMessage::Xbzrle("an encoding other than 1").into());
     }
-    if u64::from(length) > PAGE_SIZE {
-        let (found, limit) = (length.into(), PAGE_SIZE);
-        return Err(InvalidMessage::TooLong { what: "XBZRLE page", found, limit }.into());
-    }
+    check_length("XBZRLE page", length.into(), PAGE_SIZE as usize)?;
     Ok(StreamItem::Xbzrle { page, data: input.take(length.into())?.into() })
 }
 
