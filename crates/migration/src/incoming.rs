@@ -108,7 +108,7 @@ impl Incoming {
             statistics: &self.statistics,
             sink,
             lanes: connections.lanes.len(),
-            compression: self.options.compression,
+            options: self.options,
             watch,
             blocks: OnceLock::new(),
             machine_type: OnceLock::new(),
@@ -122,7 +122,7 @@ impl Incoming {
             self.statistics.count_receives_of(lane.as_ref());
         }
         self.statistics.count_lane(INIT_BYTES * connections.lanes.len());
-        let mut main = MainChannel::new(connections, &shared, self.options);
+        let mut main = MainChannel::new(connections, &shared);
         // Every lane has ended before the guest is committed, so nothing changes it afterwards.
         let received = thread::scope(|scope| {
             let _guard = self.session.guard();

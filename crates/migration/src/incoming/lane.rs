@@ -46,7 +46,7 @@ struct Lane<'a> {
 impl<'a> Lane<'a> {
     fn new(index: usize, channel: &'a dyn Channel, shared: &'a Shared<'a>) -> Result<Self> {
         let buffers = Buffers::new(limits::PACKET_DATA_BYTES_MAX, shared.lanes)?;
-        let decompressor = Decompressor::new(shared.compression)?;
+        let decompressor = Decompressor::new(shared.options.compression)?;
         Ok(Self { index, channel, shared, buffers, decompressor, outstanding: false })
     }
 
@@ -105,7 +105,7 @@ impl<'a> Lane<'a> {
 
     /// A packet without pages need not have a method: SYNC packets have none.
     fn check_method(&self, packet: &Packet) -> Result<()> {
-        let (found, expected) = (packet.method, self.shared.compression.method());
+        let (found, expected) = (packet.method, self.shared.options.compression.method());
         if found == expected || (packet.block.is_none() && found == Method::None) {
             return Ok(());
         }
@@ -121,18 +121,21 @@ impl<'a> Lane<'a> {
             return Ok(());
         }
         let (sink, stream) = (self.shared.sink, ChannelId::Lane(self.index));
-        let length = offsets.len() * PAGE_SIZE as usize;
-        if self.decompressor.is_some() {
-            self.decompress(packet)?;
+        let (pages, length) = (offsets.len() as u64, offsets.len() * PAGE_SIZE as usize);
+        if let Some(decompressor) = &mut self.decompressor {
+            let compressed = packet.data_bytes as usize;
+            self.channel.recv_exact_unauthenticated(&mut [decompressor.receive(compressed)])?;
+            let decompressed = decompressor.decompress(compressed, self.buffers.current.bytes_mut(length));
+            decompressed.map_err(Error::protocol(self.channel.peer()))?;
+            self.shared.statistics.count_content_pages(pages, compressed as u64);
             return self.deliver(block, offsets, length);
         }
         if let Some(passed) = sink.splice_from(stream, self.channel, block, offsets) {
-            self.shared.statistics.count_spliced(offsets.len() as u64, length as u64, passed?);
+            self.shared.statistics.count_spliced(pages, length as u64, passed?);
             return Ok(());
         }
         let runs = runs_of(block, offsets);
         let rooms: Option<Vec<_>> = runs.map(|(page, length)| sink.buffer_for(page, length)).collect();
-        let pages = offsets.len() as u64;
         if let Some(mut rooms) = rooms {
             // Memory that nothing uses before the migration has completed.
             self.channel.recv_exact_unauthenticated(&mut rooms)?;
@@ -150,20 +153,5 @@ impl<'a> Lane<'a> {
         let contents = [self.buffers.current.bytes(length)];
         sink.pages(stream, &Pages { block, offsets, contents: &contents })?;
         self.buffers.rotate(sink.zero_copy_ticket(stream), self.shared.session)
-    }
-
-    /// Receives a compressed packet's pages into the buffer.
-    fn decompress(&mut self, packet: &Packet) -> Result<()> {
-        let (compressed, pages) = (packet.data_bytes as usize, packet.normal.len());
-        // Taken out while it is used together with the lane.
-        let Some(mut decompressor) = self.decompressor.take() else { return Ok(()) };
-        self.channel.recv_exact_unauthenticated(&mut [decompressor.receive(compressed)])?;
-        let contents = self.buffers.current.bytes_mut(pages * PAGE_SIZE as usize);
-        decompressor
-            .decompress(compressed, contents)
-            .map_err(|error| Error::protocol(self.channel.peer())(error))?;
-        self.decompressor = Some(decompressor);
-        self.shared.statistics.count_content_pages(pages as u64, compressed as u64);
-        Ok(())
     }
 }

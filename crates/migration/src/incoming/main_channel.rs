@@ -18,7 +18,7 @@ use towline_protocol::{BlockIndex, PageRef, PeerIncompatible, RamBlock, Reader, 
 
 use super::connect::{Connections, EXTRA_TIMEOUT};
 use super::records_ahead::{LOOK_MAX, RecordsAhead};
-use super::shared::{IncomingStage, Options, Publication, Shared, ended};
+use super::shared::{IncomingStage, Publication, Shared, ended};
 use crate::buffer::AlignedBuffer;
 use crate::guest::ReturnPathWriter;
 use crate::heartbeat::Heartbeat;
@@ -42,7 +42,6 @@ const _: () = assert!(BUFFER_BYTES > ITEM_BYTES_MAX + PAGE);
 pub(super) struct MainChannel<'a> {
     connections: &'a Connections,
     shared: &'a Shared<'a>,
-    options: Options,
     input: InputBuffer<'a>,
     batch: PageBatch,
     /// State of the search for runs of pages; see [`Self::receive_run`].
@@ -80,11 +79,10 @@ struct PageBatch {
 }
 
 impl<'a> MainChannel<'a> {
-    pub(super) fn new(connections: &'a Connections, shared: &'a Shared<'a>, options: Options) -> Self {
+    pub(super) fn new(connections: &'a Connections, shared: &'a Shared<'a>) -> Self {
         Self {
             connections,
             shared,
-            options,
             input: InputBuffer { channel: &connections.main, bytes: vec![0; BUFFER_BYTES], start: 0, end: 0 },
             batch: PageBatch::default(),
             ahead: takes_runs(connections.main.as_ref(), shared.sink).then(RecordsAhead::new),
@@ -115,7 +113,7 @@ impl<'a> MainChannel<'a> {
         self.shared.sink.commit()?;
         (self.shared.watch)(IncomingStage::Committed);
         self.shared.session.acknowledge(run_state.as_deref(), self.input.channel.as_ref())?;
-        if self.options.publication == Publication::BeforeAcknowledgement {
+        if self.shared.options.publication == Publication::BeforeAcknowledgement {
             self.shared.sink.publish()?;
         }
         self.heartbeat = None;
@@ -183,7 +181,7 @@ impl<'a> MainChannel<'a> {
                 self.blocks(state.blocks())
             }
             StreamItem::SectionStart(section) => {
-                if self.options.require_return_path && self.return_path.is_none() {
+                if self.shared.options.require_return_path && self.return_path.is_none() {
                     let error = PeerIncompatible::NoReturnPath;
                     return Err(Error::protocol(self.input.channel.peer())(error.into()));
                 }
@@ -252,7 +250,8 @@ impl<'a> MainChannel<'a> {
                         writer.send(&FromDestination::Base(id).to_message())?;
                     }
                 }
-                let answer = version.map_or(*value, |version| session::pong(version, self.options.receiver));
+                let answer =
+                    version.map_or(*value, |version| session::pong(version, self.shared.options.receiver));
                 writer.send(&ReturnPathMessage::Pong(answer))
             }
             VmCommand::Other { .. } => {

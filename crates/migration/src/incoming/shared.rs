@@ -71,7 +71,7 @@ pub(super) struct Shared<'a> {
     pub(super) statistics: &'a Statistics,
     pub(super) sink: &'a dyn Sink,
     pub(super) lanes: usize,
-    pub(super) compression: Compression,
+    pub(super) options: Options,
     pub(super) watch: &'a (dyn Fn(IncomingStage) + Sync),
     pub(super) blocks: OnceLock<Vec<RamBlock>>,
     /// The block list of the guest, once the main channel has received it.
