@@ -109,6 +109,6 @@ impl FaultRng {
             Direction::Send => &self.send,
             Direction::Recv => &self.recv,
         };
-        draw(&mut lock(&rng))
+        draw(&mut lock(rng))
     }
 }

@@ -178,7 +178,7 @@ impl Listener {
             Ok(fd) => fd,
             // Or the peer gave up before we came.
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED | Errno::PROTO) => return Ok(None),
-            Err(errno) => return Err(Error::io(until.op(), until.peer(), errno)),
+            Err(errno) => return Err(until.io(errno)),
         };
         Ok(Some(match &self.kind {
             ListenerKind::Tcp(_) => {
@@ -231,7 +231,7 @@ fn handshake_for(address: &Address, options: &ListenOptions) -> Option<Arc<Hands
 }
 
 fn open_single(single: &Mutex<Option<Single>>, until: &Deadline<'_>) -> Result<Box<dyn Channel>> {
-    match lock(&single).take() {
+    match lock(single).take() {
         Some(Single::Open(channel)) => Ok(channel),
         Some(Single::Command(command)) => Ok(Box::new(ExecChannel::spawn(&command)?)),
         None => Err(Error::unsupported(until.peer(), "a second connection; use tcp: or unix:")),

@@ -56,10 +56,6 @@ impl<'a> Deadline<'a> {
         Self { op, peer, started: Instant::now(), deadline, cancel }
     }
 
-    pub(crate) fn op(&self) -> &'static str {
-        self.op
-    }
-
     pub(crate) fn peer(&self) -> &str {
         &self.peer
     }
