@@ -38,22 +38,14 @@ const AES_GCM_RECORDS_MAX: u64 = 1 << 24;
 /// Decoded content of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RecordContent {
-    Alert,
-    Handshake,
-    Data,
+    Alert = 21,
+    Handshake = 22,
+    Data = 23,
 }
 
 impl RecordContent {
-    fn byte(self) -> u8 {
-        match self {
-            Self::Alert => 21,
-            Self::Handshake => 22,
-            Self::Data => 23,
-        }
-    }
-
     fn of(byte: u8) -> Option<Self> {
-        [Self::Alert, Self::Handshake, Self::Data].into_iter().find(|content| content.byte() == byte)
+        [Self::Alert, Self::Handshake, Self::Data].into_iter().find(|content| *content as u8 == byte)
     }
 }
 
@@ -121,13 +113,13 @@ impl Protection {
 
     /// Seals the next bytes of `data` into `record`, as many as fit between header and trailer.
     pub(super) fn seal(&mut self, data: &mut IoCursor<'_, '_>, record: &mut [u8], content: RecordContent) {
-        self.seal_as(data, record, content.byte());
+        self.seal_as(data, record, content as u8);
     }
 
     fn seal_as(&mut self, data: &mut IoCursor<'_, '_>, record: &mut [u8], content: u8) {
         let payload = record.len() - HEADER_BYTES;
         let length = u16::try_from(payload).expect("at most CONTENT_BYTES_MAX and a trailer").to_be_bytes();
-        let header = [RecordContent::Data.byte(), 3, 3, length[0], length[1]];
+        let header = [RecordContent::Data as u8, 3, 3, length[0], length[1]];
         let (head, body) = record.split_at_mut(HEADER_BYTES);
         head.copy_from_slice(&header);
         let nonce = self.take_nonce();
@@ -168,7 +160,7 @@ impl Protection {
         }
         let mut kind = [0];
         self.direct.open(&nonce, header, sealed, room, &mut kind).map_err(|_| RecordRejection::Forged)?;
-        if kind[0] != RecordContent::Data.byte() {
+        if kind[0] != RecordContent::Data as u8 {
             return Ok(None);
         }
         self.take_nonce();
@@ -203,17 +195,11 @@ fn has_room(room: &[IoBufMut<'_>], length: usize) -> bool {
 
 /// The length of the record that `bytes` begin with; `None` if its header is not whole.
 pub(super) fn record_length(bytes: &[u8]) -> Result<Option<usize>, RecordRejection> {
-    let Some(&[kind, _, _, high, low]) = bytes.first_chunk::<HEADER_BYTES>() else {
-        return match bytes.first() {
-            Some(&kind) if kind != RecordContent::Data.byte() => {
-                Err(RecordRejection::NoRecord { found: kind })
-            }
-            _ => Ok(None),
-        };
-    };
-    if kind != RecordContent::Data.byte() {
-        return Err(RecordRejection::NoRecord { found: kind });
+    let Some(&found) = bytes.first() else { return Ok(None) };
+    if found != RecordContent::Data as u8 {
+        return Err(RecordRejection::NoRecord { found });
     }
+    let Some(&[.., high, low]) = bytes.first_chunk::<HEADER_BYTES>() else { return Ok(None) };
     match usize::from(u16::from_be_bytes([high, low])) {
         found if found > PAYLOAD_BYTES_MAX => Err(RecordRejection::TooLong { found }),
         payload => Ok(Some(HEADER_BYTES + payload)),
@@ -242,7 +228,7 @@ mod tests {
     }
 
     fn sealed(protection: &mut Protection, content: &[u8]) -> Vec<u8> {
-        sealed_as(protection, content, RecordContent::Data.byte())
+        sealed_as(protection, content, RecordContent::Data as u8)
     }
 
     fn sealed_as(protection: &mut Protection, content: &[u8], kind: u8) -> Vec<u8> {
@@ -429,10 +415,10 @@ mod tests {
         let (mut there, mut here) = pair(0);
         let ticket = bytes(DIRECT_BYTES_MIN);
         let mut padded = bytes(DIRECT_BYTES_MIN);
-        padded.extend([RecordContent::Data.byte(), 0, 0]);
+        padded.extend([RecordContent::Data as u8, 0, 0]);
         let mut memory = vec![0; 2 * DIRECT_BYTES_MIN];
         let mut records = [
-            sealed_as(&mut there, &ticket, RecordContent::Handshake.byte()),
+            sealed_as(&mut there, &ticket, RecordContent::Handshake as u8),
             sealed_as(&mut there, &padded, 0),
             sealed(&mut there, &bytes(2 * DIRECT_BYTES_MIN + 1)),
         ];
