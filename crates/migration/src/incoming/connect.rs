@@ -422,7 +422,6 @@ impl UnidentifiedConnection {
     /// Handles a connection that ended, failed, or sent other bytes.
     fn classify_unrelated(&mut self, peeked: Result<usize, ChannelError>, first: &[u8]) -> Classified {
         self.why = match peeked {
-            Ok(0) => None,
             Ok(_) if describe_plain(first) == Some("TLS") => Some(
                 "it begins with TLS: turn TLS on here, or off there (tls-creds at the source's QEMU)".into(),
             ),
