@@ -51,41 +51,38 @@ pub fn connect_with(
 ) -> Result<Box<dyn Channel>> {
     address.check_tls(options.tls.is_some())?;
     let until = Deadline::new("connect", address.to_string(), deadline, cancel);
-    loop {
+    let channel = loop {
         cancel.check()?;
         match once(address, &until, options) {
+            Ok(channel) => break channel,
             Err(error)
                 if options.retry && is_not_listening_yet(address, &error) && !until.remaining().is_zero() =>
             {
                 until.pause(RETRY_INTERVAL)?;
             }
-            Ok(channel) => {
-                let channel = secured(channel, address, options, deadline, cancel)?;
-                return upgraded(channel, address, deadline, cancel);
-            }
             Err(error) => return Err(error),
         }
+    };
+    let channel = match &options.tls {
+        Some(tls) => layers::tls_client(channel, tls, server_name(tls, address)?, deadline, cancel)?,
+        None => channel,
+    };
+    match (address, address.authority()) {
+        (Address::WebSocket { path, .. }, Some(host)) => {
+            layers::websocket_client(channel, &host, path, deadline, cancel)
+        }
+        _ => Ok(channel),
     }
 }
 
-/// Does the TLS handshake, if TLS is used.
-fn secured(
-    channel: Box<dyn Channel>,
-    address: &Address,
-    options: &ConnectOptions,
-    deadline: Instant,
-    cancel: &Cancel,
-) -> Result<Box<dyn Channel>> {
-    let Some(tls) = &options.tls else { return Ok(channel) };
-    let host = match (tls.hostname(), address) {
-        (Some(name), _) => name,
-        (None, Address::Tcp { host, .. }) if host.is_empty() => "localhost",
-        (None, Address::Tcp { host, .. } | Address::WebSocket { host, .. }) => host,
-        (None, _) => {
-            return Err(address.bad("it names no host; give the name in its certificate"));
-        }
-    };
-    layers::tls_client(channel, tls, host, deadline, cancel)
+/// The name that the server's certificate must be for.
+fn server_name<'a>(tls: &'a TlsClient, address: &'a Address) -> Result<&'a str> {
+    match (tls.hostname(), address) {
+        (Some(name), _) => Ok(name),
+        (None, Address::Tcp { host, .. }) if host.is_empty() => Ok("localhost"),
+        (None, Address::Tcp { host, .. } | Address::WebSocket { host, .. }) => Ok(host),
+        (None, _) => Err(address.bad("it names no host; give the name in its certificate")),
+    }
 }
 
 fn once(address: &Address, until: &Deadline<'_>, options: &ConnectOptions) -> Result<Box<dyn Channel>> {
@@ -102,19 +99,6 @@ fn once(address: &Address, until: &Deadline<'_>, options: &ConnectOptions) -> Re
         Address::Exec(command) => Box::new(ExecChannel::spawn(command)?),
         Address::File { path, offset } => Box::new(FileChannel::create(path, *offset)?),
     })
-}
-
-/// Wraps the channel in a WebSocket, if the address asks for one.
-fn upgraded(
-    channel: Box<dyn Channel>,
-    address: &Address,
-    deadline: Instant,
-    cancel: &Cancel,
-) -> Result<Box<dyn Channel>> {
-    let (Address::WebSocket { path, .. }, Some(host)) = (address, address.authority()) else {
-        return Ok(channel);
-    };
-    layers::websocket_client(channel, &host, path, deadline, cancel)
 }
 
 /// Returns true for the error of an address that no process listens on yet.
