@@ -214,11 +214,7 @@ impl Connections {
                 }
             }
             for mut candidate in std::mem::take(&mut *unknown) {
-                match if ready.has(&candidate.channel) {
-                    candidate.peek_first_bytes()?
-                } else {
-                    Classified::Unknown
-                } {
+                match candidate.peek_first_bytes(&ready)? {
                     Classified::Lane(init) => return Err(self.too_many(candidate.channel, &init)),
                     Classified::Unknown => unknown.push(candidate),
                     Classified::Main | Classified::Unrelated => unrelated.add(&candidate),
@@ -372,11 +368,11 @@ impl Gathering {
 
     fn read_lane(&mut self, channel: &Arc<dyn Channel>, timeout: Duration) -> Result<()> {
         let init = receive_init(channel.as_ref(), timeout)?;
-        channel.set_timeouts(None, None)?;
         self.register(channel, &init)
     }
 
     fn register(&mut self, channel: &Arc<dyn Channel>, init: &Init) -> Result<()> {
+        channel.set_timeouts(None, None)?;
         if usize::from(init.id) >= self.lanes.len() {
             self.refused.push(Arc::clone(channel));
             return Err(Error::LaneTooMany { id: init.id, expected: self.lanes.len() });
@@ -389,19 +385,12 @@ impl Gathering {
     /// Classifies the candidates that are readable.
     fn sort(&mut self, ready: &Ready) -> Result<()> {
         for mut candidate in std::mem::take(&mut self.candidates) {
-            if !ready.has(&candidate.channel) {
-                self.candidates.push(candidate);
-                continue;
-            }
-            match candidate.peek_first_bytes()? {
+            match candidate.peek_first_bytes(ready)? {
                 Classified::Main if self.main.is_none() => {
                     candidate.channel.set_timeouts(None, None)?;
                     self.main = Some(candidate.channel);
                 }
-                Classified::Lane(init) => {
-                    candidate.channel.set_timeouts(None, None)?;
-                    self.register(&candidate.channel, &init)?;
-                }
+                Classified::Lane(init) => self.register(&candidate.channel, &init)?,
                 Classified::Main | Classified::Unrelated => self.unrelated.add(&candidate),
                 Classified::Unknown => self.candidates.push(candidate),
             }
@@ -435,9 +424,9 @@ impl UnidentifiedConnection {
         (&self.channel, self.next_peek)
     }
 
-    /// Peeks at the received bytes; does not wait.
-    fn peek_first_bytes(&mut self) -> Result<Classified> {
-        if !would_receive(self.channel.as_ref()) {
+    /// Peeks at the received bytes of a connection that is ready; does not wait.
+    fn peek_first_bytes(&mut self, ready: &Ready) -> Result<Classified> {
+        if !ready.has(&self.channel) || !would_receive(self.channel.as_ref()) {
             return Ok(Classified::Unknown);
         }
         if self.init.is_empty() {
