@@ -175,7 +175,7 @@ impl Outgoing {
         guest.stop()?;
         *stopped = true;
         let state = self.complete(&shared, &mut lanes, left)?;
-        self.send_state(&mut lock(&shared.main), answers.as_ref(), &state)?;
+        self.send_state(&mut lock(&shared.main), answers.as_deref(), &state)?;
         match answers {
             Some(answers) => answers.wait_shut(&self.session)?,
             None => lock(&shared.main).shutdown_and_wait()?,
@@ -197,7 +197,7 @@ impl Outgoing {
     }
 
     /// Header and configuration; opens the return path.
-    fn begin(&self, connections: &Connections, shared: &Shared<'_>) -> Result<Option<ReturnPath>> {
+    fn begin(&self, connections: &Connections, shared: &Shared<'_>) -> Result<Option<Arc<ReturnPath>>> {
         self.statistics.set_total(Pass::full(shared.guest).bytes());
         lock(&shared.main).begin(shared.guest.configuration(), self.options.return_path)?;
         let channel = Arc::clone(&connections.main);

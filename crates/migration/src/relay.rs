@@ -48,7 +48,7 @@ pub struct Relay {
     section: OnceLock<u32>,
     form: OnceLock<BarrierForm>,
     sent: OnceLock<()>,
-    answers: ReturnPath,
+    answers: Arc<ReturnPath>,
     statistics: Arc<Statistics>,
     pauses: bool,
 }
@@ -252,7 +252,7 @@ impl Sink for Relay {
         if self.pauses {
             state.pause();
         }
-        let (mut main, answers) = (lock(&self.main), Some(&self.answers));
+        let (mut main, answers) = (lock(&self.main), Some(&*self.answers));
         send_device_state(&self.session, &mut main, answers, &state, run_state.as_deref())?;
         self.sent.get_or_init(|| ());
         Ok(())

@@ -29,14 +29,9 @@ const WAITING_MAX: usize = 16;
 const BASES_MAX: usize = 64;
 
 /// State of the return path, which has its own reader thread.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(crate) struct ReturnPath {
     peer: String,
-    shared: Arc<Shared>,
-}
-
-#[derive(Debug)]
-struct Shared {
     /// A thread that panics leaves flags, all consistent at each step.
     state: Mutex<ReturnPathState>,
     changed: Condvar,
@@ -55,10 +50,9 @@ struct ReturnPathState {
 }
 
 /// Forwarding of the destination's messages.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) enum Forwarding {
     /// None: irrelevant messages are dropped.
-    #[default]
     Disabled,
     /// A relay's source, which has not opened its return path; these messages are kept for it.
     Buffered(Vec<ReturnPathMessage>),
@@ -68,32 +62,30 @@ pub(crate) enum Forwarding {
 
 impl ReturnPath {
     /// Starts listening. The thread ends with the connection, which `session` shuts down on failure.
-    pub(crate) fn start(channel: Arc<dyn Channel>, session: Arc<Session>, forwarding: Forwarding) -> Self {
-        let answers = ReturnPathReader::default();
-        let state = Mutex::new(ReturnPathState {
-            answers,
-            heard: Instant::now(),
-            bases: Vec::new(),
-            ended: false,
-            forwarding,
-        });
-        let shared = Arc::new(Shared { state, changed: Condvar::new() });
-        let path = Self { peer: channel.peer().to_owned(), shared };
-        let listener = path.clone();
+    pub(crate) fn start(
+        channel: Arc<dyn Channel>,
+        session: Arc<Session>,
+        forwarding: Forwarding,
+    ) -> Arc<Self> {
+        let (answers, bases) = (ReturnPathReader::default(), Vec::new());
+        let state = ReturnPathState { answers, heard: Instant::now(), bases, ended: false, forwarding };
+        let (peer, changed) = (channel.peer().to_owned(), Condvar::new());
+        let path = Arc::new(Self { peer, state: Mutex::new(state), changed });
+        let listener = Arc::clone(&path);
         thread::spawn(move || {
             let _guard = session.guard();
             if let Err(error) = listener.listen(channel.as_ref()) {
                 session.fail(error);
             }
-            lock(&listener.shared.state).ended = true;
-            listener.shared.changed.notify_all();
+            lock(&listener.state).ended = true;
+            listener.changed.notify_all();
         });
         path
     }
 
     /// Forwards the messages that are meant for the source.
     pub(crate) fn forward_to(&self, source: ReturnPathWriter) -> Result<()> {
-        let mut state = lock(&self.shared.state);
+        let mut state = lock(&self.state);
         if let Forwarding::Buffered(messages) = &state.forwarding {
             for message in messages {
                 source.send(message)?;
@@ -105,7 +97,7 @@ impl ReturnPath {
 
     /// Allows SHUT from here on. Call it before the last bytes are sent.
     pub(crate) fn expect_shut(&self) {
-        lock(&self.shared.state).answers.expect_shut();
+        lock(&self.state).answers.expect_shut();
     }
 
     /// Waits until the destination has loaded everything but the end of the stream.
@@ -115,12 +107,12 @@ impl ReturnPath {
 
     /// Use of the guest by a towline at the destination; `None` of a QEMU. Known after [`Self::wait_pong`].
     pub(crate) fn receiver(&self) -> Option<ReceiverMode> {
-        lock(&self.shared.state).answers.receiver()
+        lock(&self.state).answers.receiver()
     }
 
     /// Blocks of images that the destination's memory is. Known after [`Self::wait_pong`].
     pub(crate) fn bases(&self) -> Vec<BaseId> {
-        lock(&self.shared.state).bases.clone()
+        lock(&self.state).bases.clone()
     }
 
     /// Waits for the answer to the first PING.
@@ -146,7 +138,7 @@ impl ReturnPath {
         done: impl Fn(&ReturnPathState) -> bool,
     ) -> Result<bool> {
         let (mut last_words_until, mut polled) = (None, Instant::now());
-        let mut state = lock(&self.shared.state);
+        let mut state = lock(&self.state);
         while !done(&state) {
             if state.ended {
                 return Err(Error::Cancelled);
@@ -169,7 +161,7 @@ impl ReturnPath {
             if deadline.is_some_and(|deadline| now >= deadline) {
                 return Ok(false);
             }
-            let waited = self.shared.changed.wait_timeout(state, POLL_INTERVAL);
+            let waited = self.changed.wait_timeout(state, POLL_INTERVAL);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         Ok(true)
@@ -199,7 +191,7 @@ impl ReturnPath {
 
     /// Processes a message; true after the last one.
     fn process_message(&self, message: ReturnPathMessage) -> Result<bool> {
-        let mut state = lock(&self.shared.state);
+        let mut state = lock(&self.state);
         state.heard = Instant::now();
         let answer = state.answers.handle(&message).map_err(Error::protocol(&self.peer))?;
         let frame = FromDestination::of(&message);
@@ -214,7 +206,11 @@ impl ReturnPath {
             match &mut state.forwarding {
                 Forwarding::Disabled => {}
                 Forwarding::Buffered(messages) if messages.len() < WAITING_MAX => messages.push(message),
-                Forwarding::Buffered(_) => return Err(self.unexpected("one message after the other")),
+                Forwarding::Buffered(_) => {
+                    let (found, expected) = ("one message after the other".to_owned(), "PONG");
+                    let error = PeerMisbehaved::Unexpected { found, expected };
+                    return Err(Error::protocol(&self.peer)(error.into()));
+                }
                 Forwarding::Source(source) => {
                     // Not under the lock: a source that does not read would block the waiting threads.
                     let source = source.clone();
@@ -224,12 +220,7 @@ impl ReturnPath {
                 }
             }
         }
-        self.shared.changed.notify_all();
+        self.changed.notify_all();
         Ok(state.answers.has_shut())
-    }
-
-    fn unexpected(&self, found: &str) -> Error {
-        let (found, expected) = (found.to_owned(), "PONG");
-        Error::protocol(&self.peer)(PeerMisbehaved::Unexpected { found, expected }.into())
     }
 }
