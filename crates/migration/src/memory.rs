@@ -103,11 +103,8 @@ impl Memory {
     /// # Errors
     /// A block has an invalid length, name or file; or the kernel refuses memory.
     pub fn new(configuration: Configuration, blocks: &[MemoryBlock<'_>]) -> Result<Self, MemoryError> {
-        let memory = Self::empty(None);
-        memory.configuration.get_or_init(|| configuration);
-        let ram = KnownBlocks::map(blocks)?;
-        memory.ram.get_or_init(|| ram);
-        Ok(memory)
+        let (configuration, ram) = (configuration.into(), KnownBlocks::map(blocks)?.into());
+        Ok(Self { configuration, ram, ..Self::empty(None) })
     }
 
     /// A sink that takes any guest of at most `limit` bytes and allocates anonymous memory for it when it

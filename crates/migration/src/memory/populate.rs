@@ -75,16 +75,15 @@ impl Memory {
 }
 
 fn chunks(ram: &KnownBlocks) -> Vec<PopulateRange<'_>> {
-    let of = |(block, place)| {
-        let (block, span): (&str, Span<'_>) = (block, place);
-        let length = span.length();
-        (0..length).step_by(CHUNK_BYTES).map(move |offset| {
-            let length = CHUNK_BYTES.min(length - offset);
-            PopulateRange { block, span, offset, length }
-        })
-    };
-    let names = ram.blocks.iter().map(|block| block.name.as_str());
-    names.zip(ram.mapped.iter().map(|mapped| mapped.region.span())).flat_map(of).collect()
+    let mut chunks = Vec::new();
+    for (block, mapped) in ram.blocks.iter().zip(&ram.mapped) {
+        let span = mapped.region.span();
+        for offset in (0..span.length()).step_by(CHUNK_BYTES) {
+            let length = CHUNK_BYTES.min(span.length() - offset);
+            chunks.push(PopulateRange { block: &block.name, span, offset, length });
+        }
+    }
+    chunks
 }
 
 impl PopulateRange<'_> {
