@@ -3,8 +3,8 @@
 use std::io;
 use std::ops::Range;
 
-/// Kind of a range of addresses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Kind of a range of addresses: the last one of its mappings'.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum RangeKind {
     /// Private memory that belongs to no file, of small or transparent huge pages.
     Anonymous,
@@ -25,11 +25,7 @@ fn kind(range: &Range<usize>, mappings: &[(Range<usize>, RangeKind)]) -> RangeKi
     let within =
         mappings.iter().filter(|(mapping, _)| mapping.start < range.end && range.start < mapping.end);
     // Registration of an unmapped range fails.
-    within.fold(RangeKind::Anonymous, |kind, (_, other)| match (kind, other) {
-        (RangeKind::Shared, _) | (_, RangeKind::Shared) => RangeKind::Shared,
-        (RangeKind::Private, _) | (_, RangeKind::Private) => RangeKind::Private,
-        _ => RangeKind::Anonymous,
-    })
+    within.map(|(_, kind)| *kind).max().unwrap_or(RangeKind::Anonymous)
 }
 
 /// `7f00-7f80 rw-p 00000000 00:00 0   name`
