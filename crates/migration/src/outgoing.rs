@@ -23,11 +23,11 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use towline_protocol::PageRef;
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::machine::{self, BarrierForm};
 use towline_protocol::session::{FromSource, ReceiverMode};
 use towline_protocol::source::RamOptions;
-use towline_protocol::{PageRef, RamBlock};
 
 pub use connect::{Connections, accept, connect};
 pub use lane::LaneOptions;
@@ -156,7 +156,6 @@ impl Outgoing {
         check_zero_copy(self.options.zero_copy_send, self.options.compression, &connections.lanes)?;
         guest.start_tracking()?;
         let machine_type = &guest.configuration().machine_type;
-        let form = BarrierForm::of(machine_type);
         let shared = Shared {
             session: &self.session,
             guest,
@@ -166,7 +165,7 @@ impl Outgoing {
         };
         let mut lanes = connections.lane_writers(&self.statistics, self.options.lanes())?;
         let answers = self.begin(connections, &shared)?;
-        self.setup(connections, &shared, &mut lanes, form)?;
+        self.setup(connections, &shared, &mut lanes)?;
         if let Some(answers) = &answers {
             answers.wait_pong(&self.session, self.options.answer_timeout, lanes.len())?;
             greet(&self.session, &mut lock(&shared.main), answers)?;
@@ -206,13 +205,7 @@ impl Outgoing {
     }
 
     /// The lanes' init packets and START.
-    fn setup(
-        &self,
-        connections: &Connections,
-        shared: &Shared<'_>,
-        lanes: &mut [LaneWriter],
-        form: BarrierForm,
-    ) -> Result<()> {
+    fn setup(&self, connections: &Connections, shared: &Shared<'_>, lanes: &mut [LaneWriter]) -> Result<()> {
         for (index, lane) in lanes.iter_mut().enumerate() {
             lane.init(index, connections.uuid, connections.introduced).map_err(Error::lane(index))?;
         }
@@ -220,6 +213,7 @@ impl Outgoing {
         for (index, lane) in lanes.iter_mut().enumerate() {
             lane.sync(shared.guest.blocks()).map_err(Error::lane(index))?;
         }
+        let form = BarrierForm::of(&shared.guest.configuration().machine_type);
         let barrier = (!lanes.is_empty()).then_some(form);
         let options = RamOptions { section_id: shared.guest.ram_section_id(), barrier };
         lock(&shared.main).write_ram_start(options, shared.guest.blocks())
@@ -327,28 +321,21 @@ pub(crate) fn send_device_state(
 
 /// One lane's part of a pass.
 fn send_units(shared: &Shared<'_>, lane: &mut LaneWriter, pass: &Pass) -> Result<()> {
-    let blocks = shared.guest.blocks();
     while let Some((page, length)) = pass.next() {
         shared.session.check()?;
         shared.limiter.reserve(length, shared.session)?;
         shared.guest.prepare(page, length)?;
-        let sent = send_unit(shared, lane, blocks, page, length)?;
+        let sent = send_unit(shared, lane, page, length)?;
         // Incompressible data becomes a little longer.
         shared.limiter.refund(length.saturating_sub(sent));
     }
-    lane.sync(blocks)?;
+    lane.sync(shared.guest.blocks())?;
     // The last page is already on its way, so the network is not idle.
     lane.flush()
 }
 
 /// Returns the number of bytes that the contents of its pages took.
-fn send_unit(
-    shared: &Shared<'_>,
-    lane: &mut LaneWriter,
-    blocks: &[RamBlock],
-    page: PageRef,
-    length: u64,
-) -> Result<u64> {
+fn send_unit(shared: &Shared<'_>, lane: &mut LaneWriter, page: PageRef, length: u64) -> Result<u64> {
     let (mut zeros, mut sent) = (Vec::new(), 0);
     for (offset, zero) in classify(shared.guest, page, length) {
         match (zero, shared.lanes_carry_zero) {
@@ -357,10 +344,10 @@ fn send_unit(
             (false, _) => lane.page(page.block, offset),
         }
         if lane.is_full() {
-            sent += lane.send(shared.guest, blocks)?;
+            sent += lane.send(shared.guest)?;
         }
     }
-    sent += lane.send(shared.guest, blocks)?;
+    sent += lane.send(shared.guest)?;
     if !zeros.is_empty() {
         lock(&shared.main).zero(page.block, &zeros)?;
     }

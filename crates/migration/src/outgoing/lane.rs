@@ -79,18 +79,18 @@ impl LaneWriter {
 
     /// Sends the named pages, if any, with their contents from the guest's memory. Returns the bytes of the
     /// contents.
-    pub(crate) fn send(&mut self, guest: &dyn Guest, blocks: &[RamBlock]) -> Result<u64> {
+    pub(crate) fn send(&mut self, guest: &dyn Guest) -> Result<u64> {
         let packet = &self.out.packet;
         let Some(block) = packet.block else { return Ok(0) };
         let runs: Vec<_> = runs_of(block, &packet.normal).collect();
         match &mut self.compressor {
             Some(compressor) if !runs.is_empty() => {
                 let contents = compressor.compress_memory(guest, &runs)?;
-                self.out.send(&[IoBuf::from(contents)], blocks)
+                self.out.send(&[IoBuf::from(contents)], guest.blocks())
             }
             _ => {
                 let contents = runs.iter().map(|&(page, length)| guest.memory(page, length));
-                self.out.send(&contents.collect::<Vec<_>>(), blocks)
+                self.out.send(&contents.collect::<Vec<_>>(), guest.blocks())
             }
         }
     }
