@@ -23,10 +23,9 @@ use super::context::{Context, compression_parameters};
 use super::disks::DiskExports;
 use super::error::Error;
 use super::error_origin;
-use super::preflight::{GuestFacts, uuid_bytes};
+use super::preflight::uuid_bytes;
 use super::private_dir::{PrivateDir, QemuLink};
 use super::request::CopyRequest;
-use super::vsock::DetachedVsocks;
 use crate::qemu::{AppliedSettings, IncomingState, MigrationSettings, Qemu, QemuState, StartedQemu};
 use crate::switchover::{DestinationStatus, FinalRunState, StartResult};
 pub(super) use postcopy::BREAK_AFTER;
@@ -87,9 +86,9 @@ pub(super) struct QmpDestination {
     /// Number of times that `migrate-recover` succeeded.
     recoveries: u32,
     /// By the last query, its postcopy has lost its connection.
-    is_interrupted: bool,
+    pub(super) is_interrupted: bool,
     /// Last, so that its journal has no other owner when its monitor closes.
-    qemu: Qemu,
+    pub(super) qemu: Qemu,
 }
 
 /// Guest at a destination that is rolled back.
@@ -146,34 +145,9 @@ impl QmpDestination {
         })
     }
 
-    /// The QEMU.
-    pub(super) fn qemu(&self) -> &Qemu {
-        &self.qemu
-    }
-
-    /// The QEMU, for queries.
-    pub(super) fn qemu_mut(&mut self) -> &mut Qemu {
-        &mut self.qemu
-    }
-
     /// The facts.
     pub(super) fn facts(&self) -> &QemuState {
         self.qemu.facts()
-    }
-
-    /// Refuses a guest that would not run in this QEMU.
-    pub(super) fn check(&mut self, guest: &GuestFacts, context: &Context<'_>) -> Result<(), Error> {
-        guest.check(&mut self.qemu, context)
-    }
-
-    /// Refuses devices that could not be attached here.
-    pub(super) fn check_vsocks(&mut self, vsocks: &DetachedVsocks) -> Result<(), Error> {
-        vsocks.check(&mut self.qemu)
-    }
-
-    /// Attaches the devices.
-    pub(super) fn attach_vsocks(&mut self, vsocks: &DetachedVsocks) -> Result<(), Error> {
-        vsocks.attach(&mut self.qemu)
     }
 
     /// Ends QEMU, which does not run its guest: it is killed if it does not end by itself.

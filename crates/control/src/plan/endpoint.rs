@@ -19,7 +19,7 @@ use super::invalid::Invalid;
 use super::progress::Observer;
 use super::request::CopyRequest;
 
-pub(super) use driven::{DrivenGuest, GuestDescription, QemuDestination};
+pub(super) use driven::{GuestDescription, QemuDestination};
 pub(super) use image::{StoredSource, explain_truncation, notice_missing_manifest};
 pub use process::{DiscardSink, StreamSummary};
 pub(super) use qemu::{QemuSource, query_failed, record_process};

@@ -98,10 +98,10 @@ struct Executor<'a> {
 pub(super) fn conclude(mut ends: SwitchoverEnds<'_>, first: Directive) -> Result<SwitchoverReport, Failure> {
     // A cancellation that came before a QEMU was changed does not end these queries: they tell where the guest is.
     if let SourceControl::Qemu(source) = &mut ends.source {
-        source.qemu_mut().wait_for_replies();
+        source.qemu.wait_for_replies();
     }
     if let Some(to) = ends.destination.qemu() {
-        to.qmp.qemu_mut().wait_for_replies();
+        to.qmp.qemu.wait_for_replies();
     }
     let mut begun = ends.link.session.take();
     let mut session = |channel: Arc<dyn Channel>| begun.take().unwrap_or_else(|| PeerSession::new(channel));
@@ -389,7 +389,7 @@ impl Executor<'_> {
 
     fn unresolved_state(&self, state: GuestState) -> GuestAfterFailure {
         match &self.ends.source {
-            SourceControl::Qemu(source) => GuestAfterFailure::unresolved_at(state, source.socket()),
+            SourceControl::Qemu(source) => GuestAfterFailure::unresolved_at(state, source.qemu.socket()),
             SourceControl::Stored | SourceControl::Stream(_) => GuestAfterFailure::unresolved(state),
         }
     }

@@ -108,10 +108,10 @@ fn prove(
     to: &mut QemuDestination,
     request: &UpgradeRequest,
 ) -> Result<Presence, Error> {
-    let shared = in_place::shared_blocks(source.qemu_mut())?;
-    let mut presence = in_place::of_running(to.qemu_mut(), source.qemu_mut())?;
+    let shared = in_place::shared_blocks(&mut source.qmp.qemu)?;
+    let mut presence = in_place::of_running(&mut to.qmp.qemu, &mut source.qmp.qemu)?;
     if let Some(image) = &request.image {
-        presence.add_base(image, to.qemu_mut())?;
+        presence.add_base(image, &mut to.qmp.qemu)?;
     }
     let is_left_out = |sent: &in_place::TransferredBlock| match request.memory {
         UpgradeMemory::InPlace => shared.contains(&sent.block),
@@ -120,7 +120,7 @@ fn prove(
     let is_needed = |sent: &&in_place::TransferredBlock| sent.is_unexpected || is_left_out(sent);
     if let Some(sent) = presence.sent().iter().find(is_needed) {
         let (block, reason) = (sent.block.clone(), sent.reason.clone());
-        return Err(Error::NotInPlace { socket: to.qemu_mut().socket().to_owned(), block, reason });
+        return Err(Error::NotInPlace { socket: to.qmp.qemu.socket().to_owned(), block, reason });
     }
     Ok(presence)
 }
@@ -128,14 +128,14 @@ fn prove(
 /// Refuses a new QEMU that lacks what the old one has. Open files of the old one are checked again before the
 /// guest runs in the new one. Vsocks that are detached for the upgrade are ignored.
 fn compare(source: &mut QemuSource, to: &mut QemuDestination, request: &UpgradeRequest) -> Result<(), Error> {
-    let (mut old, mut new) = (source.qemu_mut().inventory()?, to.qemu_mut().inventory()?);
+    let (mut old, mut new) = (source.qmp.qemu.inventory()?, to.qmp.qemu.inventory()?);
     if request.detach_vsock {
-        let chardevs = vsock::chardevs(source.qemu_mut());
+        let chardevs = vsock::chardevs(&mut source.qmp.qemu);
         (old, new) = (old.without(&chardevs, vsock::KIND), new.without(&chardevs, vsock::KIND));
     }
     let differences = old.differences(&new, ["in the old QEMU", "in the new one"]);
     if !differences.is_empty() {
-        return Err(Error::NotCarried { socket: to.qemu_mut().socket().to_owned(), differences });
+        return Err(Error::NotCarried { socket: to.qmp.qemu.socket().to_owned(), differences });
     }
     source.require_unchanged(request.card_chardevs.clone())
 }

@@ -75,13 +75,13 @@ fn lanes(source: &Source, destination: &Destination, options: &CopyRequest) -> R
 }
 
 /// Refuses a QEMU that has no lanes in a migration that may become postcopy, at either end.
-pub(super) fn check_multifd_with_postcopy(qemu: &Qemu) -> Result<(), Invalid> {
+pub(super) fn check_multifd_with_postcopy(qemu: &Qemu) -> Result<(), Error> {
     let version = &qemu.facts().version.qemu;
     if (version.major, version.minor) >= HAS_LANES_SINCE {
         return Ok(());
     }
-    Err(InvalidPostcopy::LanesOfQemu { version: qemu.version_text(), socket: qemu.socket().to_owned() }
-        .into())
+    let (version, socket) = (qemu.version_text(), qemu.socket().to_owned());
+    Err(InvalidPostcopy::LanesOfQemu { version, socket }.into())
 }
 
 /// Refuses a source and a destination between which no transfer is possible.

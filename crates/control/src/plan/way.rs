@@ -107,7 +107,7 @@ impl DepartingWay<'_> {
             refused_since = if is_refused { refused_since.or(Some(waited)) } else { None };
             match source.query_status(context.options) {
                 SourceStatus::Exited => {
-                    let error = Error::SourceEnded { socket: source.socket().to_owned() };
+                    let error = Error::SourceEnded { socket: source.qemu.socket().to_owned() };
                     return Err(NotReconnected::new(error, Input::Source(SourceStatus::Exited)));
                 }
                 status @ (SourceStatus::HasGuest | SourceStatus::CompletedThenResumed) => {

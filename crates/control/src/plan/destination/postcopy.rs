@@ -15,7 +15,6 @@ use super::super::context::Context;
 use super::super::error::Error;
 use super::super::error_origin;
 use super::super::request::RequestedPages;
-use super::super::validate::check_multifd_with_postcopy;
 use super::{QmpDestination, RecoveryState};
 use crate::qemu::{self, AppliedSettings, Qemu};
 use crate::switchover::{FinalRunState, StartResult};
@@ -64,11 +63,6 @@ impl QmpDestination {
         }
     }
 
-    /// Returns true if a guest ran here when it was connected to.
-    pub(in super::super) fn was_running(&self) -> bool {
-        self.facts().status.running
-    }
-
     /// Page sizes of the memory that backs each of these blocks here.
     pub(in super::super) fn page_bytes(&self, blocks: &[RamBlock]) -> Vec<u64> {
         let of = |block: &RamBlock| {
@@ -105,11 +99,6 @@ impl QmpDestination {
         self.is_incoming_started = true;
         self.qemu.client().execute(&command)?;
         Ok(self.link.address.clone())
-    }
-
-    /// Refuses a QEMU that has no lanes in a migration that may become postcopy.
-    pub(in super::super) fn check_multifd_with_postcopy(&self) -> Result<(), Error> {
-        Ok(check_multifd_with_postcopy(&self.qemu)?)
     }
 
     fn check_capabilities(&self, requested_pages: RequestedPages) -> Result<(), Error> {
@@ -193,11 +182,6 @@ impl QmpDestination {
 
     fn recovery_address(&self, recovery: u32) -> Address {
         Address::Unix(self.dir.join(&format!("recover-{recovery}.sock")))
-    }
-
-    /// Returns true if its connection was lost, by the last query.
-    pub(in super::super) fn is_interrupted(&self) -> bool {
-        self.is_interrupted
     }
 
     /// Notifies QEMU of a connection that only this side knows to be lost.

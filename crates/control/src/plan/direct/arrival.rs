@@ -22,6 +22,7 @@ use super::super::progress::{CopyPhase, CopyReport};
 use super::super::recorder::{RecordedEnds, RecordedSource};
 use super::super::request::Direct;
 use super::super::shared_switchover::SharedSwitchover;
+use super::super::validate::check_multifd_with_postcopy;
 use super::super::way::{ArrivingWay, Way, recovers};
 use crate::moves::MoveEnd;
 use crate::switchover::{DestinationKind, Directive, Input, SourceKind};
@@ -44,13 +45,13 @@ pub(super) fn copy(
     context: &Context<'_>,
 ) -> Result<CopyReport, Failure> {
     let target = QmpDestination::prepare(to, context).map_err(Failure::untouched)?;
-    context.report_repair(target.qemu());
+    context.report_repair(&target.qemu);
     if how.permits_postcopy() && context.lanes() > 0 {
-        target.check_multifd_with_postcopy().map_err(Failure::untouched)?;
+        check_multifd_with_postcopy(&target.qemu).map_err(Failure::untouched)?;
     }
     if how.is_encrypted {
         // Before its disks are offered, which needs the same.
-        context.require_paths(target.qemu()).map_err(Failure::untouched)?;
+        context.require_paths(&target.qemu).map_err(Failure::untouched)?;
     }
     let mut destination = QemuDestination::of(target);
     let kinds = (SourceKind::Towline, DestinationKind::Qemu);

@@ -76,12 +76,12 @@ pub(super) fn copy(
     context: &Context<'_>,
 ) -> Result<CopyReport, Failure> {
     let mut source = QmpSource::prepare(from, context).map_err(query_failed)?;
-    context.report_repair(source.qemu());
+    context.report_repair(&source.qemu);
     if how.permits_postcopy() {
         source.prepare_switch(context).map_err(Failure::untouched)?;
     }
     if how.is_encrypted {
-        context.require_paths(source.qemu()).map_err(Failure::untouched)?;
+        context.require_paths(&source.qemu).map_err(Failure::untouched)?;
     }
     let mut there = OtherHost::new(to, context);
     let kinds = (SourceKind::Qemu, there.kind());
@@ -166,7 +166,7 @@ fn send(
     context: &Context<'_>,
 ) -> Result<Directive, Error> {
     source.mirror_disks(context)?;
-    source.detach_unmigratable_devices(context.cancel)?;
+    source.vsocks.detach(&mut source.qemu, context.cancel)?;
     context.observer.phase(CopyPhase::Connect);
     let deadline = Instant::now() + context.options.connect_timeout;
     let channel = connect_with(to, deadline, context.cancel, &connect_options(context.options)?)?;

@@ -10,15 +10,15 @@ use towline_image::{Image, Origin as ImageOrigin};
 use towline_migration::{Guest, Relay, Sink, SinkWithPresentBlocks, Snapshot};
 
 use super::super::context::Context;
-use super::super::destination::{QmpDestination, StartFailure};
+use super::super::destination::QmpDestination;
 use super::super::engine::send;
 use super::super::error::Error;
 use super::super::preflight;
 use super::super::progress::CopyPhase;
 use super::super::shared_switchover::TransferContext;
 use crate::in_place::{self, IfUnmapped, MappedImage, Presence, UnusedReflink, Verify};
-use crate::qemu::{Process, Qemu};
-use crate::switchover::{DestinationStatus, MemorySharing, StartResult};
+use crate::qemu::Process;
+use crate::switchover::MemorySharing;
 use crate::temporary_names;
 
 /// Threads that compare an image with its manifest while QEMU loads it.
@@ -57,21 +57,6 @@ impl LocalGuest<'_> {
     pub(in super::super) fn lanes(&self, context: &Context<'_>) -> usize {
         if self.is_stored { 0 } else { context.lanes() }
     }
-}
-
-/// The guest at a destination that is driven.
-pub(in super::super) trait DrivenGuest {
-    /// Queries its state.
-    fn query_status(&mut self) -> DestinationStatus;
-
-    /// Starts it and checks that it runs.
-    fn start(&mut self) -> Result<StartResult, StartFailure>;
-
-    /// Ends a destination that maps the source's memory, and does not run it: the source is resumed next.
-    ///
-    /// # Errors
-    /// It has not ended.
-    fn end(&mut self) -> Result<(), Error>;
 }
 
 /// A QEMU that waits for a guest.
@@ -121,9 +106,9 @@ impl QemuDestination {
         context: &Context<'_>,
     ) -> Result<Self, Error> {
         let mut qemu = QmpDestination::prepare(path, context)?;
-        context.report_repair(qemu.qemu());
+        context.report_repair(&qemu.qemu);
         if let Some(guest) = &description.guest {
-            qemu.check(guest, context)?;
+            guest.check(&mut qemu.qemu, context)?;
         }
         Ok(Self::of(qemu))
     }
@@ -139,11 +124,6 @@ impl QemuDestination {
         }
     }
 
-    /// The QEMU, for queries.
-    pub(in super::super) fn qemu_mut(&mut self) -> &mut Qemu {
-        self.qmp.qemu_mut()
-    }
-
     /// Memory of the guest, compared with the source's.
     pub(in super::super) fn memory(&self) -> MemorySharing {
         self.memory
@@ -151,7 +131,7 @@ impl QemuDestination {
 
     /// Gives the sockets of the new QEMU of an upgrade their final names: the old one has exited.
     pub(in super::super) fn publish_sockets(&self) {
-        if let Process::Known { pid, .. } = self.qmp.qemu().process() {
+        if let Process::Known { pid, .. } = self.qmp.qemu.process() {
             temporary_names::publish_staging_names(pid.cast_unsigned());
         }
     }
@@ -176,14 +156,14 @@ impl QemuDestination {
         let notice = |text: &str| context.observer.notice(text);
         let reflink = context.reflink.and_then(UnusedReflink::take);
         let mapped = MappedImage { image, reflink, verify, if_unmapped };
-        let presence = in_place::find_mapped_memory(self.qmp.qemu_mut(), mapped, context.cancel, &notice)?;
+        let presence = in_place::find_mapped_memory(&mut self.qmp.qemu, mapped, context.cancel, &notice)?;
         context.check_cancelled()?;
         Ok(presence)
     }
 
     /// Number of lanes into memory that may have content, which only the main channel clears; `None`: it is zeros.
     pub(super) fn lanes_into_old_memory(&mut self, context: &Context<'_>) -> Result<Option<usize>, Error> {
-        let old = in_place::old_memory(self.qmp.qemu_mut())?;
+        let old = in_place::old_memory(&mut self.qmp.qemu)?;
         old.iter().for_each(|old| context.observer.notice(&old.to_string()));
         Ok((!old.is_empty()).then_some(0))
     }
@@ -227,22 +207,5 @@ impl QemuDestination {
             }
             Ok(image.qemu_load_statistics())
         })
-    }
-}
-
-impl DrivenGuest for QemuDestination {
-    fn query_status(&mut self) -> DestinationStatus {
-        self.qmp.query_status()
-    }
-
-    fn start(&mut self) -> Result<StartResult, StartFailure> {
-        if let Err(error) = self.presence.as_ref().map_or(Ok(()), Presence::check_unchanged) {
-            return Err(StartFailure { started: StartResult::NotSent, error: Box::new(error.into()) });
-        }
-        self.qmp.start_guest()
-    }
-
-    fn end(&mut self) -> Result<(), Error> {
-        self.qmp.end()
     }
 }

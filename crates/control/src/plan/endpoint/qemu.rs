@@ -11,21 +11,24 @@ use towline_qmp::commands::SetLink;
 
 use super::super::command_line::{CommandLineRecordError, record_command_line};
 use super::super::context::Context;
+use super::super::destination::StartFailure;
 use super::super::engine::IncomingStream;
 use super::super::error::{Error, Failure};
 use super::super::error_origin;
 use super::super::outcomes::GuestAfterFailure;
-use super::super::preflight::FactsExtent;
+use super::super::preflight::{FactsExtent, GuestFacts};
 use super::super::progress::{CopyPhase, DestinationState, SourceState};
 use super::super::recorder::RecordedSource;
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::super::source::{QmpSource, Required};
-use super::driven::{DrivenGuest, GuestDescription, LocalGuest, QemuDestination, RelaySink};
+use super::driven::{GuestDescription, LocalGuest, QemuDestination, RelaySink};
 use super::traits::{DestinationEndpoint, Rollback, SourceControl, SourceEndpoint, receiver};
 use crate::in_place::{self, OldMemory, Presence};
 use crate::moves::MoveEnd;
 use crate::qemu::Qemu;
-use crate::switchover::{DestinationKind, Directive, GuestRunState, SourceKind};
+use crate::switchover::{
+    DestinationKind, DestinationStatus, Directive, GuestRunState, SourceKind, StartResult,
+};
 
 /// Failure of a query; QEMU was not changed.
 pub(in super::super) fn query_failed(error: Error) -> Failure {
@@ -47,29 +50,24 @@ pub(in super::super) fn record_process(qemu: &mut Qemu, context: &Context<'_>) -
 
 /// A QEMU that runs a guest.
 pub(in super::super) struct QemuSource {
-    qemu: QmpSource,
+    pub(in super::super) qmp: QmpSource,
     incoming: IncomingStream,
 }
 
 impl QemuSource {
     /// Connects to it, and checks that its guest can be copied.
     pub(in super::super) fn new(path: &Path, context: &Context<'_>) -> Result<Self, Failure> {
-        let qemu = QmpSource::prepare(path, context).map_err(query_failed)?;
-        context.report_repair(qemu.qemu());
-        Ok(Self { qemu, incoming: IncomingStream::default() })
-    }
-
-    /// The QEMU, for queries.
-    pub(in super::super) fn qemu_mut(&mut self) -> &mut Qemu {
-        self.qemu.qemu_mut()
+        let qmp = QmpSource::prepare(path, context).map_err(query_failed)?;
+        context.report_repair(&qmp.qemu);
+        Ok(Self { qmp, incoming: IncomingStream::default() })
     }
 
     /// Requires that the cards of these chardevs are connected, now and before the guest runs elsewhere, and that its drives have the
     /// files then that they have now.
     pub(in super::super) fn require_unchanged(&mut self, card_chardevs: Vec<String>) -> Result<(), Error> {
-        let blocks = self.qemu.qemu_mut().block_inventory()?;
-        self.qemu.required = Some(Required { card_chardevs, blocks });
-        self.qemu.check_unchanged()
+        let blocks = self.qmp.qemu.block_inventory()?;
+        self.qmp.required = Some(Required { card_chardevs, blocks });
+        self.qmp.check_unchanged()
     }
 
     /// Detaches devices that cannot be migrated, and connects both ends: the source last, because a destination
@@ -80,12 +78,12 @@ impl QemuSource {
         session: &Arc<Session>,
         context: &Context<'_>,
     ) -> Result<Connections, Error> {
-        to.qemu().map_or(Ok(()), |to| to.qmp.check_vsocks(&self.qemu.vsocks))?;
-        self.qemu.mirror_disks(context)?;
-        self.qemu.detach_unmigratable_devices(context.cancel)?;
+        to.qemu().map_or(Ok(()), |to| self.qmp.vsocks.check(&mut to.qmp.qemu))?;
+        self.qmp.mirror_disks(context)?;
+        self.qmp.vsocks.detach(&mut self.qmp.qemu, context.cancel)?;
         context.observer.phase(CopyPhase::Connect);
         to.connect(session, context)?;
-        self.qemu.start(context.lanes(), context.options, context.cancel)
+        self.qmp.start(context.lanes(), context.options, context.cancel)
     }
 }
 
@@ -100,14 +98,14 @@ impl SourceEndpoint for QemuSource {
         context: &Context<'_>,
     ) -> Result<GuestDescription<'_>, Failure> {
         // Before a device is detached nothing has changed, so that nothing has to be restored.
-        let guest = self.qemu.guest(extent).map_err(query_failed)?;
+        let guest = GuestFacts::of_qemu(&mut self.qmp.qemu, extent).map_err(query_failed)?;
         let guest = if context.options.detaches_vsock() { guest.without_vsocks() } else { guest };
         let how = if context.options.is_snapshot() { "qmp (background-snapshot)" } else { "qmp" };
-        let qemu = Some(self.qemu.version_text());
+        let qemu = Some(self.qmp.qemu.version_text());
         let process =
-            (extent == FactsExtent::Stored).then(|| record_process(self.qemu.qemu_mut(), context)).flatten();
+            (extent == FactsExtent::Stored).then(|| record_process(&mut self.qmp.qemu, context)).flatten();
         let origin = ImageOrigin { source: how.into(), qemu, process, ..ImageOrigin::default() };
-        let image = (extent == FactsExtent::Identity).then(|| in_place::mapped_image(self.qemu.qemu_mut()));
+        let image = (extent == FactsExtent::Identity).then(|| in_place::mapped_image(&mut self.qmp.qemu));
         let base = image.and_then(|image| Image::open(&image.ok()??).ok()).map(Arc::new);
         Ok(GuestDescription { guest: Some(guest), origin, file: None, base })
     }
@@ -124,19 +122,19 @@ impl SourceEndpoint for QemuSource {
     }
 
     fn transfer(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {
-        let Self { qemu, incoming } = self;
+        let Self { qmp, incoming } = self;
         let resumes = run.context.options.resumes() && !run.context.options.is_snapshot();
         let publication = if resumes { to.defer_publication() } else { Publication::default() };
         let end: &dyn DestinationEndpoint = to;
         let poll = &mut || {
-            let progress = qemu.poll(run.context)?;
+            let progress = qmp.poll(run.context)?;
             Ok(end.upload_progress(run.context).unwrap_or(progress))
         };
         let received = incoming.receive(end.sink(), receiver(end.kind()), publication, run, poll);
         // Queried before anything is closed, while the failed end still has the best reason.
         received.map_err(|error| match to.qemu() {
             Some(to) if to.qmp.is_error_origin(&error) => error,
-            _ => self.qemu.explain(error),
+            _ => self.qmp.explain(error),
         })
     }
 
@@ -145,7 +143,7 @@ impl SourceEndpoint for QemuSource {
     }
 
     fn recorded(&self) -> Option<RecordedSource> {
-        Some(self.qemu.recorded())
+        Some(self.qmp.recorded())
     }
 
     fn main_channel(&self) -> Option<Arc<dyn Channel>> {
@@ -159,11 +157,11 @@ impl SourceEndpoint for QemuSource {
     }
 
     fn control(&mut self) -> SourceControl<'_> {
-        SourceControl::Qemu(&mut self.qemu)
+        SourceControl::Qemu(&mut self.qmp)
     }
 
     fn state_after_discard(&self) -> SourceState {
-        if self.qemu.was_running { SourceState::Running } else { SourceState::Paused }
+        if self.qmp.was_running { SourceState::Running } else { SourceState::Paused }
     }
 
     fn close_after_switchover(&mut self) {
@@ -177,24 +175,20 @@ impl DestinationEndpoint for QemuDestination {
     }
 
     fn move_end(&self) -> MoveEnd {
-        MoveEnd::qemu(self.qmp.qemu())
+        MoveEnd::qemu(&self.qmp.qemu)
     }
 
     fn qemu(&mut self) -> Option<&mut QemuDestination> {
         Some(self)
     }
 
-    fn driven(&mut self) -> Option<&mut dyn DrivenGuest> {
-        Some(self)
-    }
-
     fn connect(&mut self, session: &Arc<Session>, context: &Context<'_>) -> Result<(), Error> {
         if self.presence.is_none() {
             let notice = |text: &str| context.observer.notice(text);
-            self.presence = Some(in_place::of_arriving(self.qmp.qemu_mut(), &notice)?);
+            self.presence = Some(in_place::of_arriving(&mut self.qmp.qemu, &notice)?);
         }
         // QEMU does not reply while it waits for lanes.
-        let old = if context.lanes() > 0 { in_place::old_memory(self.qmp.qemu_mut())? } else { Vec::new() };
+        let old = if context.lanes() > 0 { in_place::old_memory(&mut self.qmp.qemu)? } else { Vec::new() };
         let connections = self.qmp.start(context.lanes(), context.options, context.cancel)?;
         let relay = Box::new(context.relay(session, connections)?.arriving_paused());
         let presence = self.presence.as_ref().filter(|presence| !presence.is_empty() || !old.is_empty());
@@ -234,7 +228,7 @@ impl DestinationEndpoint for QemuDestination {
         let moved = match (&presence, file) {
             (Some(presence), _) => {
                 let guest = presence.guest(local.guest)?;
-                let is_written = context.is_own && presence.write_difference(self.qmp.qemu(), local.guest);
+                let is_written = context.is_own && presence.write_difference(&self.qmp.qemu, local.guest);
                 self.stream(&if is_written { guest.with_difference() } else { guest }, lanes, run)?
             }
             (None, Some(file)) => self.load(file, context)?,
@@ -252,6 +246,21 @@ impl DestinationEndpoint for QemuDestination {
         switchover.loaded(GuestRunState::from_state(run_state))
     }
 
+    fn query_status(&mut self) -> DestinationStatus {
+        self.qmp.query_status()
+    }
+
+    fn start_guest(&mut self) -> Result<StartResult, StartFailure> {
+        if let Err(error) = self.presence.as_ref().map_or(Ok(()), Presence::check_unchanged) {
+            return Err(StartFailure { started: StartResult::NotSent, error: Box::new(error.into()) });
+        }
+        self.qmp.start_guest()
+    }
+
+    fn end(&mut self) -> Result<(), Error> {
+        self.qmp.end()
+    }
+
     fn disconnect(&mut self) {
         self.relay = None;
     }
@@ -260,7 +269,7 @@ impl DestinationEndpoint for QemuDestination {
         self.qmp.wait_loaded()?;
         for name in context.links_down {
             let down = SetLink { name: name.clone(), up: false };
-            self.qmp.qemu_mut().client().execute(&down)?;
+            self.qmp.qemu.client().execute(&down)?;
         }
         self.qmp.restore_settings()
     }

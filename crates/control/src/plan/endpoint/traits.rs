@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   source       prepare ─────────► start ─► transfer ─────────► disconnect ─► control ─► close
-//!   destination     └─► (opened) ─► connect ─► sink · receive_guest ─► driven: query_status ─► start ─► finalize
+//!   destination     └─► (opened) ─► connect ─► sink · receive_guest ─► query_status ─► start_guest ─► finalize
 //!                                                                       after a failure: roll_back ◄─┘
 //! ```
 
@@ -14,7 +14,7 @@ use towline_migration::{Session, Sink, Snapshot};
 use towline_protocol::session::ReceiverMode;
 
 use super::super::context::Context;
-use super::super::destination::HeldGuest;
+use super::super::destination::{HeldGuest, StartFailure};
 use super::super::engine;
 use super::super::error::{Error, Failure};
 use super::super::preflight::FactsExtent;
@@ -22,9 +22,9 @@ use super::super::progress::{DestinationState, Progress, SourceState};
 use super::super::recorder::RecordedSource;
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::super::source::QmpSource;
-use super::driven::{DrivenGuest, GuestDescription, LocalGuest, QemuDestination};
+use super::driven::{GuestDescription, LocalGuest, QemuDestination};
 use crate::moves::MoveEnd;
-use crate::switchover::{DestinationKind, Directive, Input, SourceKind};
+use crate::switchover::{DestinationKind, DestinationStatus, Directive, Input, SourceKind, StartResult};
 
 /// Source of a guest.
 pub(in super::super) trait SourceEndpoint {
@@ -117,11 +117,6 @@ pub(in super::super) trait DestinationEndpoint {
         None
     }
 
-    /// The guest of a driven QEMU.
-    fn driven(&mut self) -> Option<&mut dyn DrivenGuest> {
-        None
-    }
-
     /// Has the destination listen, and connects to it. `session` is that of the incoming migration.
     fn connect(&mut self, session: &Arc<Session>, context: &Context<'_>) -> Result<(), Error> {
         let _ = (session, context);
@@ -160,6 +155,24 @@ pub(in super::super) trait DestinationEndpoint {
     /// Returns true if a complete guest was discarded.
     fn has_discarded(&self) -> bool {
         false
+    }
+
+    /// Queries the state of a guest that has arrived.
+    fn query_status(&mut self) -> DestinationStatus {
+        DestinationStatus::Loaded
+    }
+
+    /// Starts it, if this end is driven, and checks that it runs.
+    fn start_guest(&mut self) -> Result<StartResult, StartFailure> {
+        Ok(StartResult::Live)
+    }
+
+    /// Ends a destination that maps the source's memory, and does not run it: the source is resumed next.
+    ///
+    /// # Errors
+    /// It has not ended.
+    fn end(&mut self) -> Result<(), Error> {
+        Ok(())
     }
 
     /// Closes a failed stream.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use towline_migration::{probe_link, silence_max};
 
 use super::super::destination::StartFailure;
-use super::super::endpoint::{DestinationEndpoint, DrivenGuest, SourceControl};
+use super::super::endpoint::{DestinationEndpoint, SourceControl};
 use super::super::error::Error;
 use super::super::peer::PeerReply;
 use super::super::progress::CopyPhase;
@@ -86,7 +86,7 @@ impl Executor<'_> {
     }
 
     pub(super) fn destination_status(&mut self) -> DestinationStatus {
-        self.ends.destination.driven().map_or(DestinationStatus::Loaded, DrivenGuest::query_status)
+        self.ends.destination.query_status()
     }
 
     pub(super) fn query_destination(&mut self) -> Input {
@@ -127,8 +127,7 @@ impl Executor<'_> {
             return Input::Started(StartResult::NotSent);
         }
         self.cut_over();
-        let started = self.ends.destination.driven().map_or(Ok(StartResult::Live), DrivenGuest::start);
-        let started = match started {
+        let started = match self.ends.destination.start_guest() {
             Ok(started) => started,
             Err(StartFailure { started, error }) => {
                 self.ends.error = Some(*error);
@@ -214,7 +213,7 @@ impl Executor<'_> {
                 self.notes.extend(released.notes);
                 let is_done = action == requested;
                 if !is_done {
-                    let socket = source.socket().to_owned();
+                    let socket = source.qemu.socket().to_owned();
                     self.ends.error.get_or_insert(Error::Asleep { socket });
                 }
                 if is_done { Input::Done } else { Input::NotDone }
@@ -234,7 +233,7 @@ impl Executor<'_> {
         if self.ends.switchover.state().request().memory != MemorySharing::Shared {
             return Ok(());
         }
-        self.ends.destination.driven().map_or(Ok(()), DrivenGuest::end)?;
+        self.ends.destination.end()?;
         tracing::debug!("ended the new QEMU");
         Ok(())
     }
@@ -269,5 +268,5 @@ impl Executor<'_> {
 
 /// Attaches devices that were detached at the source.
 fn attach_vsocks(destination: &mut dyn DestinationEndpoint, source: &QmpSource) -> Result<(), Error> {
-    destination.qemu().map_or(Ok(()), |to| to.qmp.attach_vsocks(&source.vsocks))
+    destination.qemu().map_or(Ok(()), |to| source.vsocks.attach(&mut to.qmp.qemu))
 }

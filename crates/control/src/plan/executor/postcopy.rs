@@ -101,7 +101,7 @@ impl Executor<'_> {
         if !self.has_switched() || !is_open || self.source_peer.is_none() {
             return None;
         }
-        let is_interrupted = self.ends.destination.qemu().is_some_and(|to| to.qmp.is_interrupted());
+        let is_interrupted = self.ends.destination.qemu().is_some_and(|to| to.qmp.is_interrupted);
         let since = *self.stuck_since.get_or_insert_with(Instant::now);
         self.stuck_since = Some(since).filter(|_| is_interrupted);
         if is_interrupted && since.elapsed() >= LAST_REPORT_TIME {
@@ -146,7 +146,7 @@ impl Executor<'_> {
                 self.ends.error.get_or_insert(source.failed());
             }
             SourceStatus::Exited => {
-                let socket = source.socket().to_owned();
+                let socket = source.qemu.socket().to_owned();
                 self.ends.error.get_or_insert(Error::SourceEnded { socket });
             }
             _ => {}

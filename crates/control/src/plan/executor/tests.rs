@@ -3,7 +3,7 @@ use towline_channel::{Address, Cancel};
 use towline_migration::Sink;
 
 use super::super::destination::StartFailure;
-use super::super::endpoint::{DestinationEndpoint, DrivenGuest};
+use super::super::endpoint::DestinationEndpoint;
 use super::super::fake_qemu::{FakeQemu, Silent, in_copy};
 use super::super::recorder::tests::stage;
 use super::super::request::{AfterCopy, CopyRequest, RequestedPages, Task, TransferOptions};
@@ -36,21 +36,15 @@ impl DestinationEndpoint for Destination {
         unreachable!("nothing is sent")
     }
 
-    fn driven(&mut self) -> Option<&mut dyn DrivenGuest> {
-        Some(self)
-    }
-
     fn stored_state(&self) -> DestinationState {
         unreachable!("it is not stored")
     }
-}
 
-impl DrivenGuest for Destination {
     fn query_status(&mut self) -> DestinationStatus {
         self.status
     }
 
-    fn start(&mut self) -> Result<StartResult, StartFailure> {
+    fn start_guest(&mut self) -> Result<StartResult, StartFailure> {
         self.done.push("cont");
         match self.started.expect("it is not to be started") {
             StartResult::Live => Ok(StartResult::Live),

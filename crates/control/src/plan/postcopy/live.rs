@@ -21,12 +21,13 @@ use super::super::destination::QmpDestination;
 use super::super::endpoint::{DestinationEndpoint, QemuDestination, SourceControl, query_failed};
 use super::super::error::{Error, Failure};
 use super::super::executor::{HostLink, SwitchoverEnds, conclude};
-use super::super::preflight::FactsExtent;
+use super::super::preflight::{FactsExtent, GuestFacts};
 use super::super::progress::{CopyPhase, CopyReport};
 use super::super::recorder::RecordedEnds;
 use super::super::request::{PostcopyOptions, PostcopySwitch};
 use super::super::shared_switchover::SharedSwitchover;
 use super::super::source::QmpSource;
+use super::super::validate::check_multifd_with_postcopy;
 use crate::switchover::{
     DestinationKind, Directive, FinalRunState, GuestRunState, MemorySharing, SourceKind,
 };
@@ -42,9 +43,9 @@ pub(in super::super) fn migrate(
     context: &Context<'_>,
 ) -> Result<CopyReport, Failure> {
     let mut source = QmpSource::prepare(from, context).map_err(query_failed)?;
-    context.report_repair(source.qemu());
+    context.report_repair(&source.qemu);
     let mut target = prepare(to, &mut source, context).map_err(Failure::untouched)?;
-    context.report_repair(target.qemu());
+    context.report_repair(&target.qemu);
     let kinds = (SourceKind::Qemu, DestinationKind::Qemu);
     let switchover =
         SharedSwitchover::with_memory(kinds.0, kinds.1, MemorySharing::Postcopy, context.options);
@@ -92,13 +93,13 @@ pub(in super::super) fn migrate(
 
 fn prepare(path: &Path, source: &mut QmpSource, context: &Context<'_>) -> Result<QmpDestination, Error> {
     source.check_postcopy()?;
-    context.require_paths(source.qemu())?;
+    context.require_paths(&source.qemu)?;
     let mut target = QmpDestination::prepare_postcopy(path, context)?;
     if context.lanes() > 0 {
-        source.check_multifd_with_postcopy()?;
-        target.check_multifd_with_postcopy()?;
+        check_multifd_with_postcopy(&source.qemu)?;
+        check_multifd_with_postcopy(&target.qemu)?;
     }
-    target.check(&source.guest(FactsExtent::Compared)?, context)?;
+    GuestFacts::of_qemu(&mut source.qemu, FactsExtent::Compared)?.check(&mut target.qemu, context)?;
     Ok(target)
 }
 

@@ -45,9 +45,9 @@ impl Target {
         } else {
             QmpDestination::prepare_postcopy(path, context)?
         };
-        context.report_repair(qemu.qemu());
+        context.report_repair(&qemu.qemu);
         let machine_type = &image.configuration().machine_type;
-        qemu.check(&GuestFacts::of_blocks(machine_type, image.blocks()), context)?;
+        GuestFacts::of_blocks(machine_type, image.blocks()).check(&mut qemu.qemu, context)?;
         let expected = qemu.requested_pages();
         if options.recover && expected != options.requested_pages {
             return Err(InvalidPostcopy::OtherChannel { expected }.into());
@@ -70,7 +70,7 @@ impl Target {
     /// Returns true if the guest ran when it was connected to.
     pub(super) fn was_running(&self) -> bool {
         match self {
-            Self::Driven(qemu) => qemu.was_running(),
+            Self::Driven(qemu) => qemu.facts().status.running,
             Self::Address(_) => true,
         }
     }

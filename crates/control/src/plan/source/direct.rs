@@ -55,7 +55,7 @@ impl QmpSource {
         if let Some(limit) = limit.filter(|&limit| limit < memory) {
             context.observer.notice(&format!(
                 "QEMU on {} may lock {limit} bytes of memory (RLIMIT_MEMLOCK), and its guest has {memory}: if the migration fails, raise the limit (prlimit --memlock) or give it CAP_IPC_LOCK",
-                self.socket()
+                self.qemu.socket()
             ));
         }
     }

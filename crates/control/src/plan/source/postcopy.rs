@@ -65,7 +65,7 @@ impl QmpSource {
         {
             return Ok(());
         }
-        Err(blocked(&self.qemu, BlockedBy::EmulatedPostcopy { version: self.version_text() }))
+        Err(blocked(&self.qemu, BlockedBy::EmulatedPostcopy { version: self.qemu.version_text() }))
     }
 
     /// Refuses a guest that cannot be switched to postcopy, and says what that risks.
@@ -73,24 +73,19 @@ impl QmpSource {
         self.check_postcopy()?;
         let qemu = &self.qemu.facts().version.qemu;
         if (qemu.major, qemu.minor) < CANCELS_SINCE {
-            let (version, first) = (self.version_text(), CANCELS_SINCE.0);
+            let (version, first) = (self.qemu.version_text(), CANCELS_SINCE.0);
             let reason = format!(
                 "QEMU {version} leaves its guest stopped if a switch to postcopy is cancelled: the source needs {first}.0"
             );
             return Err(blocked(&self.qemu, BlockedBy::Qemu(reason)));
         }
         if context.lanes() > 0 {
-            self.check_multifd_with_postcopy()?;
+            check_multifd_with_postcopy(&self.qemu)?;
         }
         context.observer.notice(
             "once the guest is switched to postcopy, it is lost if either host fails before all of its memory has arrived",
         );
         Ok(())
-    }
-
-    /// Refuses a QEMU that has no lanes in a migration that may become postcopy.
-    pub(in super::super) fn check_multifd_with_postcopy(&self) -> Result<(), Error> {
-        Ok(check_multifd_with_postcopy(&self.qemu)?)
     }
 
     /// Returns true if QEMU is to switch to postcopy, by a reply to `query-migrate`.

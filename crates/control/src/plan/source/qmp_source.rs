@@ -3,7 +3,6 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use towline_channel::Cancel;
 use towline_image::SYNC_TIME;
 use towline_migration::Tuning;
 use towline_qmp::commands::{MigrationInfo, MigrationStatus, RunState};
@@ -13,7 +12,6 @@ use super::super::convergence::Convergence;
 use super::super::disks::DiskMirrors;
 use super::super::error::{ABORTS_ASLEEP, BlockedBy, Error};
 use super::super::error_origin;
-use super::super::preflight::{FactsExtent, GuestFacts};
 use super::super::private_dir::{PrivateDir, QemuLink};
 use super::super::progress::Progress;
 use super::super::recorder::RecordedSource;
@@ -69,7 +67,7 @@ pub(in super::super) struct QmpSource {
     /// State that must be unchanged when the guest has stopped.
     pub(in super::super) required: Option<Required>,
     /// Last, so that its journal has no other owner when its monitor closes.
-    pub(super) qemu: Qemu,
+    pub(in super::super) qemu: Qemu,
 }
 
 /// State that a new QEMU was compared with.
@@ -193,29 +191,9 @@ impl QmpSource {
         }
     }
 
-    /// Facts about its guest.
-    pub(in super::super) fn guest(&mut self, extent: FactsExtent) -> Result<GuestFacts, Error> {
-        GuestFacts::of_qemu(&mut self.qemu, extent)
-    }
-
-    /// Detaches devices that QEMU does not migrate.
-    pub(in super::super) fn detach_unmigratable_devices(&mut self, cancel: &Cancel) -> Result<(), Error> {
-        self.vsocks.detach(&mut self.qemu, cancel)
-    }
-
     /// Copies the disks that go with the guest; returns when the other end has them, and gets what the guest writes.
     pub(in super::super) fn mirror_disks(&mut self, context: &Context<'_>) -> Result<(), Error> {
         DiskMirrors::start(&mut self.qemu, &self.dir, context, &mut self.mirrors)
-    }
-
-    /// The QEMU.
-    pub(in super::super) fn qemu(&self) -> &Qemu {
-        &self.qemu
-    }
-
-    /// The QEMU, for queries.
-    pub(in super::super) fn qemu_mut(&mut self) -> &mut Qemu {
-        &mut self.qemu
     }
 
     /// The source in a record of the move.
@@ -226,16 +204,6 @@ impl QmpSource {
             devices: self.vsocks.records(),
             way: None,
         }
-    }
-
-    /// The monitor's socket.
-    pub(in super::super) fn socket(&self) -> &str {
-        self.qemu.socket()
-    }
-
-    /// QEMU's version with its package.
-    pub(in super::super) fn version_text(&self) -> String {
-        self.qemu.version_text()
     }
 
     /// Returns true if QEMU is known to have exited, and the guest with it.
