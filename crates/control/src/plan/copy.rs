@@ -18,7 +18,7 @@ use super::endpoint::{self, DestinationEndpoint, DiscardSink, SourceEndpoint, St
 use super::ends::{Destination, Source};
 use super::engine::IncomingStream;
 use super::error::{Error, Failure};
-use super::executor::{HostLink, SwitchoverEnds, SwitchoverReport, conclude};
+use super::executor::Executor;
 use super::invalid::Invalid;
 use super::outcomes::GuestAfterFailure;
 use super::postcopy;
@@ -193,28 +193,22 @@ pub(super) fn transfer_to(
     if moved.is_err() && to.has_discarded() {
         return dropped(source, to, &switchover, context);
     }
-    let (directive, error) = match moved {
+    let ended = match moved {
         Ok(()) => {
             context.observer.phase(CopyPhase::Release);
-            (source.delivered(to, &switchover), None)
+            Ok(source.delivered(to, &switchover))
         }
-        Err(error) => (switchover.failed(&error), Some(error)),
+        Err(error) => {
+            if switchover.failed(&error) != Directive::AcknowledgeUnconfirmed {
+                source.disconnect(to);
+            }
+            Err(error)
+        }
     };
-    if error.is_some() && directive != Directive::AcknowledgeUnconfirmed {
-        source.disconnect(to);
-    }
-    let ends = SwitchoverEnds {
-        switchover: &switchover,
-        source: source.control(),
-        destination: to,
-        link: HostLink::default(),
-        context,
-        error,
-    };
-    let concluded = conclude(ends, directive);
+    let concluded = Executor::new(&switchover, source.control(), to, context).conclude(ended);
     source.close_after_switchover();
     match concluded {
-        Ok(concluded) => Ok(report(source, to, &concluded, context)),
+        Ok(report) => Ok(with_counters(report, source, to)),
         Err(failure) => Err(source.explain(failure)),
     }
 }
@@ -235,15 +229,13 @@ fn record(
     Ok(())
 }
 
-fn report(
+fn with_counters(
+    report: CopyReport,
     source: &dyn SourceEndpoint,
     to: &mut dyn DestinationEndpoint,
-    concluded: &SwitchoverReport,
-    context: &Context<'_>,
 ) -> CopyReport {
-    let SwitchoverReport { source: origin, destination, downtime_ms, .. } = *concluded;
     let loaded_by_qemu = to.qemu().is_some_and(|to| to.is_loaded_by_qemu);
-    CopyReport { downtime_ms, loaded_by_qemu, ..context.build_report(source.moved(), origin, destination) }
+    CopyReport { moved: source.moved(), loaded_by_qemu, ..report }
 }
 
 /// The destination has counted and discarded the guest: the source's stream fails, and its guest runs on.
@@ -254,21 +246,13 @@ fn dropped(
     context: &Context<'_>,
 ) -> Result<CopyReport, Failure> {
     source.disconnect(to);
-    let error = Error::Cancelled;
-    let directive = switchover.failed(&error);
-    let ends = SwitchoverEnds {
-        switchover,
-        source: source.control(),
-        destination: to,
-        link: HostLink::default(),
-        context,
-        error: Some(error),
-    };
-    let failure = match conclude(ends, directive) {
-        Ok(concluded) => return Ok(report(source, to, &concluded, context)),
+    let concluded = Executor::new(switchover, source.control(), to, context).conclude(Err(Error::Cancelled));
+    let failure = match concluded {
+        Ok(report) => return Ok(with_counters(report, source, to)),
         Err(failure) if !failure.guest.is_safe() => return Err(failure),
         Err(failure) => failure,
     };
     failure.notes.iter().for_each(|note| context.observer.notice(note));
-    Ok(context.build_report(source.moved(), source.state_after_discard(), DestinationState::Dropped))
+    let report = context.build_report(source.state_after_discard(), DestinationState::Dropped);
+    Ok(CopyReport { moved: source.moved(), ..report })
 }

@@ -13,7 +13,6 @@ mod postcopy;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use towline_channel::Channel;
 use towline_migration::silence_max;
 use towline_protocol::session::{FromDestination, FromSource};
 
@@ -23,7 +22,7 @@ use super::endpoint::{DestinationEndpoint, Rollback, SourceControl};
 use super::error::{ABORTS_ASLEEP, Error, Failure};
 use super::outcomes::{GuestAfterFailure, SourceCategory};
 use super::peer::{PeerReply, PeerSession};
-use super::progress::{DestinationState, PostcopyReport, SourceState};
+use super::progress::{CopyReport, DestinationState, PostcopyReport, SourceState};
 use super::shared_switchover::SharedSwitchover;
 use super::source::GuestAction;
 use super::way::Way;
@@ -35,53 +34,26 @@ use crate::switchover::{
 /// Timeout for the message of another towline that still sends heartbeats: longer than every timeout there.
 const PEER_REPORT_TIMEOUT: Duration = Duration::from_secs(150);
 
-/// Both ends, and the error so far.
-pub(super) struct SwitchoverEnds<'a> {
-    pub(super) switchover: &'a SharedSwitchover,
-    pub(super) source: SourceControl<'a>,
-    pub(super) destination: &'a mut dyn DestinationEndpoint,
-    pub(super) link: HostLink<'a>,
-    pub(super) context: &'a Context<'a>,
+/// Both ends of a command, which are brought to its end.
+pub(super) struct Executor<'a> {
+    switchover: &'a SharedSwitchover,
+    source: SourceControl<'a>,
+    destination: &'a mut dyn DestinationEndpoint,
+    context: &'a Context<'a>,
     /// The first error, if one occurred.
     pub(super) error: Option<Error>,
-}
-
-/// Connection of two hosts whose QEMUs are connected to each other; none of others.
-#[derive(Default)]
-pub(super) struct HostLink<'a> {
-    /// The session with the other towline, if it has begun.
-    pub(super) session: Option<PeerSession>,
-    /// The way, if it can be made again.
+    /// Sessions with the towlines at the other ends.
+    pub(super) source_peer: Option<PeerSession>,
+    pub(super) destination_peer: Option<PeerSession>,
+    /// The way between two hosts, if it can be made again.
     pub(super) way: Option<Way<'a>>,
-}
-
-/// Result for a guest that is at its destination.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct SwitchoverReport {
-    pub(super) source: SourceState,
-    pub(super) destination: DestinationState,
-    /// Downtime in milliseconds, as the source's QEMU reports it.
-    pub(super) downtime_ms: Option<u64>,
-    /// Statistics of postcopy between two QEMUs.
-    pub(super) postcopy: PostcopyReport,
-}
-
-/// The current directive, and since when it has been repeated.
-struct DirectiveWait {
-    directive: Directive,
+    /// The current directive has been repeated since then.
     since: Instant,
-}
-
-struct Executor<'a> {
-    ends: SwitchoverEnds<'a>,
-    wait: DirectiveWait,
     notes: Vec<String>,
     downtime_ms: Option<u64>,
     postcopy: PostcopyReport,
     /// Error because of which the vsocks could not be attached.
     not_attached: Option<Error>,
-    destination_peer: Option<PeerSession>,
-    source_peer: Option<PeerSession>,
     cancel_handled: bool,
     is_cut_over: bool,
     /// The QEMUs have not been connected to each other since then.
@@ -94,72 +66,90 @@ struct Executor<'a> {
     brief_connections: u32,
 }
 
-/// Carries out directives from `first` until the end of the command.
-pub(super) fn conclude(mut ends: SwitchoverEnds<'_>, first: Directive) -> Result<SwitchoverReport, Failure> {
-    // A cancellation that came before a QEMU was changed does not end these queries: they tell where the guest is.
-    if let SourceControl::Qemu(source) = &mut ends.source {
-        source.qemu.wait_for_replies();
+impl<'a> Executor<'a> {
+    /// For these ends, between which the stream is complete, or has failed.
+    pub(super) fn new(
+        switchover: &'a SharedSwitchover,
+        source: SourceControl<'a>,
+        destination: &'a mut dyn DestinationEndpoint,
+        context: &'a Context<'a>,
+    ) -> Self {
+        let source_peer = match &source {
+            SourceControl::Stream(channel) => Some(PeerSession::new(Arc::clone(channel))),
+            _ => None,
+        };
+        let destination_peer = destination.channel().map(PeerSession::new);
+        Self {
+            switchover,
+            source,
+            destination,
+            context,
+            error: None,
+            source_peer,
+            destination_peer,
+            way: None,
+            since: Instant::now(),
+            notes: Vec::new(),
+            downtime_ms: None,
+            postcopy: PostcopyReport::default(),
+            not_attached: None,
+            cancel_handled: false,
+            is_cut_over: false,
+            stuck_since: None,
+            is_all_there: false,
+            reconnected_at: None,
+            brief_connections: 0,
+        }
     }
-    if let Some(to) = ends.destination.qemu() {
-        to.qmp.qemu.wait_for_replies();
-    }
-    let mut begun = ends.link.session.take();
-    let mut session = |channel: Arc<dyn Channel>| begun.take().unwrap_or_else(|| PeerSession::new(channel));
-    let source_peer = match &ends.source {
-        SourceControl::Stream(channel) => Some(session(Arc::clone(channel))),
-        _ => None,
-    };
-    let destination_peer = ends.destination.channel().map(session);
-    // A command that has failed does not report that it is too late to cancel. An image's memory was sent before.
-    let request = ends.switchover.state().request();
-    let is_served = request.memory == MemorySharing::Postcopy && request.source == SourceKind::Stored;
-    let cancel_handled = ends.error.is_some() || is_served;
-    let wait = DirectiveWait { directive: first, since: Instant::now() };
-    let (notes, downtime_ms) = (Vec::new(), None);
-    Executor {
-        ends,
-        wait,
-        notes,
-        downtime_ms,
-        postcopy: PostcopyReport::default(),
-        not_attached: None,
-        destination_peer,
-        source_peer,
-        cancel_handled,
-        is_cut_over: false,
-        stuck_since: None,
-        is_all_there: false,
-        reconnected_at: None,
-        brief_connections: 0,
-    }
-    .run(first)
-}
 
-impl Executor<'_> {
-    fn run(mut self, first: Directive) -> Result<SwitchoverReport, Failure> {
+    /// Carries out the directive that followed the stream, or its failure, and all others until the end of the command. The report
+    /// lacks counters of the transfer.
+    pub(super) fn conclude(mut self, ended: Result<Directive, Error>) -> Result<CopyReport, Failure> {
+        let first = ended.unwrap_or_else(|error| {
+            let directive = self.switchover.failed(&error);
+            self.error = Some(error);
+            directive
+        });
+        self.run(first)
+    }
+
+    /// Carries out directives from `first` until the end of the command; the report as that of [`Self::conclude`].
+    pub(super) fn run(mut self, first: Directive) -> Result<CopyReport, Failure> {
+        // A cancellation that came before a QEMU was changed does not end these queries: they tell where the guest is.
+        if let SourceControl::Qemu(source) = &mut self.source {
+            source.qemu.wait_for_replies();
+        }
+        if let Some(to) = self.destination.qemu() {
+            to.qmp.qemu.wait_for_replies();
+        }
+        // A command that has failed does not report that it is too late to cancel. An image's memory was sent before.
+        let request = self.switchover.state().request();
+        let is_served = request.memory == MemorySharing::Postcopy && request.source == SourceKind::Stored;
+        self.cancel_handled = self.error.is_some() || is_served;
         self.beat_until_outcome();
-        let mut directive = first;
+        let (mut directive, mut last) = (first, first);
+        self.since = Instant::now();
         loop {
             if let Directive::End(outcome) = directive {
                 return self.end(outcome);
             }
-            if directive != self.wait.directive {
-                self.wait = DirectiveWait { directive, since: Instant::now() };
+            if directive != last {
+                (last, self.since) = (directive, Instant::now());
             }
             let input = self.carry_out(directive);
             if input == Input::TimedOut {
-                self.wait.since = Instant::now();
+                self.since = Instant::now();
             }
             self.handle_cancel();
-            directive = self.ends.switchover.handle(input);
+            directive = self.switchover.handle(input);
         }
     }
 
     /// Sends heartbeats to a towline at the destination, which holds the guest until it has the outcome, or to one at a source whose
     /// QEMU completes by itself.
     fn beat_until_outcome(&mut self) {
-        if self.ends.error.is_none()
-            && self.ends.switchover.state().destination() == DestinationKind::Towline
+        if self.error.is_none()
+            && self.switchover.state().destination() == DestinationKind::Towline
             && let Some(peer) = &mut self.destination_peer
         {
             peer.beat_until_outcome();
@@ -174,26 +164,26 @@ impl Executor<'_> {
 
     fn are_qemus_connected(&self) -> bool {
         matches!(
-            self.ends.switchover.state().request().memory,
+            self.switchover.state().request().memory,
             MemorySharing::Connected | MemorySharing::ConnectedPostcopy
         )
     }
 
     fn handle_cancel(&mut self) {
-        if !self.cancel_handled && self.ends.context.cancel.is_cancelled() {
+        if !self.cancel_handled && self.context.cancel.is_cancelled() {
             self.cancel_handled = true;
-            self.ends.switchover.cancel_late(self.ends.context.observer);
+            self.switchover.cancel_late(self.context.observer);
         }
     }
 
     /// Keeps an error as the reason, unless there is one already; the switchover goes on with `input`.
     fn fail(&mut self, error: Error, input: Input) -> Input {
-        self.ends.error.get_or_insert(error);
+        self.error.get_or_insert(error);
         input
     }
 
     fn waited(&self) -> Duration {
-        self.wait.since.elapsed()
+        self.since.elapsed()
     }
 
     fn carry_out(&mut self, directive: Directive) -> Input {
@@ -233,16 +223,16 @@ impl Executor<'_> {
 
     /// Waits for the other towline; returns only after an event.
     fn await_peer(&mut self) -> Input {
-        let silence_max = silence_max(self.ends.context.options.peer_timeout);
+        let silence_max = silence_max(self.context.options.peer_timeout);
         loop {
             let stuck = self.watch_following_source();
-            let awaits_outcome = self.ends.switchover.state().awaits_source_outcome();
+            let awaits_outcome = self.switchover.state().awaits_source_outcome();
             let (reply, silence) = match (&mut self.source_peer, &mut self.destination_peer) {
                 (Some(peer), _) if awaits_outcome => (peer.receive_outcome(), peer.silence()),
                 (_, Some(peer)) => {
                     let reply = peer.receive_report();
                     let reason = peer.not_run.take().map(|reason| Error::PeerDidNotRun { reason });
-                    self.ends.error = self.ends.error.take().or(reason);
+                    self.error = self.error.take().or(reason);
                     (reply, peer.silence())
                 }
                 _ => return Input::PeerLost,
@@ -280,7 +270,7 @@ impl Executor<'_> {
                 peer.send_report(&FromDestination::Placed(placement))
             }
             (PeerMessage::NotRun, Some(peer), _) => {
-                let reason = self.ends.error.as_ref().map(Error::to_string).unwrap_or_default();
+                let reason = self.error.as_ref().map(Error::to_string).unwrap_or_default();
                 peer.send_report(&FromDestination::NotRun(reason))
             }
             _ => Ok(()),
@@ -307,14 +297,14 @@ impl Executor<'_> {
     }
 
     fn record(&mut self, decision: Decision) -> Input {
-        match self.ends.switchover.record(decision) {
+        match self.switchover.record(decision) {
             Ok(()) => Input::Recorded,
             Err(error) => self.fail(error, Input::NotRecorded),
         }
     }
 
     fn retract(&mut self) -> Input {
-        match self.ends.switchover.retract() {
+        match self.switchover.retract() {
             Ok(()) => {
                 tracing::debug!("withdrew the decision to run the guest");
                 Input::Recorded
@@ -328,9 +318,9 @@ impl Executor<'_> {
 
     /// Notes that a guest that runs on was stopped for longer than its downtime limit.
     fn note_downtime(&mut self) {
-        let limit = self.ends.context.options.tuning.downtime_limit();
-        let limit = limit.unwrap_or(self.ends.context.options.downtime_limit).as_millis();
-        let resumes = self.ends.switchover.state().request().after == SourceAction::Resume;
+        let limit = self.context.options.tuning.downtime_limit();
+        let limit = limit.unwrap_or(self.context.options.downtime_limit).as_millis();
+        let resumes = self.switchover.state().request().after == SourceAction::Resume;
         if let Some(found) = self.downtime_ms.filter(|&found| resumes && u128::from(found) > limit) {
             self.notes.push(format!(
                 "the guest was stopped for {found} ms, longer than its downtime limit of {limit} ms"
@@ -338,9 +328,9 @@ impl Executor<'_> {
         }
     }
 
-    fn end(mut self, outcome: SwitchoverOutcome) -> Result<SwitchoverReport, Failure> {
+    fn end(mut self, outcome: SwitchoverOutcome) -> Result<CopyReport, Failure> {
         // The destination of a postcopy waits for that.
-        if let Some(peer) = self.destination_peer.take().filter(|_| self.ends.link.way.is_some()) {
+        if let Some(peer) = self.destination_peer.take().filter(|_| self.way.is_some()) {
             peer.close();
         }
         let message = match outcome {
@@ -349,7 +339,7 @@ impl Executor<'_> {
             }
             SwitchoverOutcome::Completed(_) | SwitchoverOutcome::Safe => String::new(),
         };
-        self.notes.extend(self.ends.switchover.ended(outcome, &message));
+        self.notes.extend(self.switchover.ended(outcome, &message));
         let placement = match outcome {
             SwitchoverOutcome::Completed(placement) => placement,
             SwitchoverOutcome::Safe => return Err(self.failure(GuestAfterFailure::SAFE)),
@@ -358,44 +348,45 @@ impl Executor<'_> {
                 return Err(self.failure(guest));
             }
         };
-        let exited = self.ends.switchover.state().has_source_exited();
-        let source = match &mut self.ends.source {
+        let exited = self.switchover.state().has_source_exited();
+        let source = match &mut self.source {
             SourceControl::Qemu(source) => {
-                source.state_after(self.ends.context.options, exited, self.ends.switchover.state().guest())
+                source.state_after(self.context.options, exited, self.switchover.state().guest())
             }
             SourceControl::Stream(_) => SourceState::UpToSender,
             SourceControl::Stored => SourceState::Unchanged,
         };
-        if source == SourceState::Paused && self.ends.switchover.state().guest() == GuestRunState::Suspended {
+        if source == SourceState::Paused && self.switchover.state().guest() == GuestRunState::Suspended {
             self.notes.push(format!("the guest sleeps, and {ABORTS_ASLEEP}: run it at its destination only"));
         }
         if let Some(error) = self.not_attached.take() {
-            self.ends.error = Some(error);
+            self.error = Some(error);
             let state = GuestState::new(source.into(), placement.into(), ToDo::AttachVsock);
             return Err(self.failure(GuestAfterFailure::unresolved(state)));
         }
         self.note_downtime();
-        self.notes.iter().for_each(|note| self.ends.context.observer.notice(note));
+        self.notes.iter().for_each(|note| self.context.observer.notice(note));
         let destination = match placement {
             Placement::Running => DestinationState::Running,
             Placement::Paused => DestinationState::Paused,
-            Placement::Loaded if self.ends.context.options.return_path => DestinationState::Loaded,
+            Placement::Loaded if self.context.options.return_path => DestinationState::Loaded,
             Placement::Loaded => DestinationState::Sent,
-            Placement::Stored => self.ends.destination.stored_state(),
+            Placement::Stored => self.destination.stored_state(),
         };
-        let (downtime_ms, postcopy) = (self.downtime_ms, self.postcopy);
-        Ok(SwitchoverReport { source, destination, downtime_ms, postcopy })
+        let postcopy = self.report_of_postcopy();
+        let report = self.context.build_report(source, destination);
+        Ok(CopyReport { downtime_ms: self.downtime_ms, postcopy, ..report })
     }
 
     fn unresolved_state(&self, state: GuestState) -> GuestAfterFailure {
-        match &self.ends.source {
+        match &self.source {
             SourceControl::Qemu(source) => GuestAfterFailure::unresolved_at(state, source.qemu.socket()),
             SourceControl::Stored | SourceControl::Stream(_) => GuestAfterFailure::unresolved(state),
         }
     }
 
     fn category(&self) -> SourceCategory {
-        match &self.ends.source {
+        match &self.source {
             SourceControl::Stored => SourceCategory::Image,
             SourceControl::Qemu(_) | SourceControl::Stream(_) => SourceCategory::Qemu,
         }
@@ -403,20 +394,20 @@ impl Executor<'_> {
 
     /// The reason of a failure of which there is no error.
     fn reason(&mut self, guest: &GuestAfterFailure) -> Error {
-        let qemu = self.ends.destination.qemu().filter(|_| guest.needs_attention());
+        let qemu = self.destination.qemu().filter(|_| guest.needs_attention());
         qemu.and_then(|to| to.qmp.check_running().err()).unwrap_or(Error::Cancelled)
     }
 
     fn failure(mut self, guest: GuestAfterFailure) -> Failure {
-        let error = self.ends.switchover.not_recorded().or(self.ends.error.take());
+        let error = self.switchover.not_recorded().or(self.error.take());
         let error = error.unwrap_or_else(|| self.reason(&guest));
         let held = if guest.needs_attention() { HeldGuest::MayBeOnlyCopy } else { HeldGuest::Incomplete };
         // A guest that runs before its memory is there has been loaded.
         let is_early = (self.is_postcopy() || self.has_switched()) && guest.needs_attention();
         let undo = Rollback { is_cut_over: self.is_cut_over || is_early, held };
-        let (error, notes) = self.ends.destination.roll_back(error, self.ends.context, undo);
+        let (error, notes) = self.destination.roll_back(error, self.context, undo);
         self.notes.extend(notes);
-        if let (SourceControl::Qemu(source), true) = (&mut self.ends.source, guest.needs_attention()) {
+        if let (SourceControl::Qemu(source), true) = (&mut self.source, guest.needs_attention()) {
             source.keep_settings();
         }
         Failure { error: Box::new(error), guest, notes: self.notes }

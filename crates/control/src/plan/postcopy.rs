@@ -30,7 +30,7 @@ use super::ends::{Destination, Source};
 use super::engine::{run_supervised, watch};
 use super::error::{Error, Failure};
 use super::error_origin;
-use super::executor::{HostLink, SwitchoverEnds, SwitchoverReport, conclude};
+use super::executor::Executor;
 use super::progress::{CopyPhase, CopyReport, DestinationState, PostcopyReport, Progress};
 use super::request::{PostcopyOptions, RequestedPages};
 use super::shared_switchover::SharedSwitchover;
@@ -376,21 +376,13 @@ impl<'a> Restore<'a> {
     fn conclude(self, directive: Directive) -> Result<CopyReport, Failure> {
         let Self { statistics, context, target, switchover, mut report, error, .. } = self;
         let mut destination = target.into_endpoint();
-        let (source, destination) = (SourceControl::Stored, destination.as_mut());
-        let ends = SwitchoverEnds {
-            switchover: &switchover,
-            source,
-            destination,
-            link: HostLink::default(),
-            context,
-            error,
-        };
-        let SwitchoverReport { source, destination, .. } = conclude(ends, directive)?;
-        if destination == DestinationState::Running && report.running_after.is_none() {
+        let mut executor = Executor::new(&switchover, SourceControl::Stored, destination.as_mut(), context);
+        executor.error = error;
+        let concluded = executor.run(directive)?;
+        if concluded.destination == DestinationState::Running && report.running_after.is_none() {
             report.running_after = Some(context.elapsed());
             context.observer.phase(CopyPhase::Running);
         }
-        let built = context.build_report(statistics.snapshot(), source, destination);
-        Ok(CopyReport { postcopy: Some(report), ..built })
+        Ok(CopyReport { moved: statistics.snapshot(), postcopy: Some(report), ..concluded })
     }
 }

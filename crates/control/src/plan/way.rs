@@ -9,7 +9,7 @@
 //! ```
 //! Nothing about the guest is decided here: each end has done what it was to do before, and does the rest afterwards.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -26,7 +26,6 @@ use super::forward::{FarEnds, Forwarder};
 use super::frames::{ANSWER_TIMEOUT, await_frame_unless};
 use super::peer::PeerSession;
 use super::source::QmpSource;
-use crate::lock::lock;
 use crate::switchover::{DestinationStatus, Input, SourceStatus};
 
 /// Interval of attempts.
@@ -37,9 +36,6 @@ const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(5);
 const PAUSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for which the other host may refuse connections: its towline, which listens as long as it waits, has ended then.
 const REFUSED_MAX: Duration = Duration::from_secs(10);
-
-/// The way of a stream, which is encrypted if the guest may be switched to postcopy.
-pub(super) type SharedForwarder = Arc<Mutex<Option<Forwarder>>>;
 
 /// A way to another host that can be made again.
 pub(super) enum Way<'a> {
@@ -52,7 +48,8 @@ pub(super) enum Way<'a> {
 /// The source's end.
 pub(super) struct DepartingWay<'a> {
     pub(super) to: &'a Address,
-    pub(super) forwarder: SharedForwarder,
+    /// That of its stream, which is encrypted.
+    pub(super) forwarder: Option<Forwarder>,
     /// The source's connection may be interrupted: it is this one.
     pub(super) is_own: bool,
 }
@@ -96,7 +93,7 @@ impl DepartingWay<'_> {
         let fresh = Cancel::new().map_err(|error| NotReconnected::new(error.into(), Input::NotDone))?;
         let cancel = if context.cancel.is_cancelled() { &fresh } else { context.cancel };
         loop {
-            lock(&self.forwarder).take();
+            self.forwarder = None;
             let error = match self.attempt(source, id, context, cancel) {
                 Ok(reconnected) => return Ok(reconnected),
                 Err(error) => error,
@@ -132,7 +129,7 @@ impl DepartingWay<'_> {
     }
 
     fn attempt(
-        &self,
+        &mut self,
         source: &mut QmpSource,
         id: MoveId,
         context: &Context<'_>,
@@ -158,10 +155,10 @@ impl DepartingWay<'_> {
     }
 
     /// Has the source, whose connection is lost, resume over another one. It is followed afterwards as before.
-    fn resume(&self, source: &mut QmpSource, port: u16, context: &Context<'_>) -> Result<(), Error> {
+    fn resume(&mut self, source: &mut QmpSource, port: u16, context: &Context<'_>) -> Result<(), Error> {
         let far = FarEnds::At { address: at_port(self.to, port), options: connect_options(context.options)? };
         let (listener, near) = source.listen()?;
-        *lock(&self.forwarder) = Some(Forwarder::start(Arc::new(listener), far, None)?);
+        self.forwarder = Some(Forwarder::start(Arc::new(listener), far, None)?);
         source.resume_to(&near)
     }
 }

@@ -12,7 +12,7 @@ use super::super::context::{Context, listen_options};
 use super::super::destination::QmpDestination;
 use super::super::endpoint::{DestinationEndpoint as _, QemuDestination, SourceControl};
 use super::super::error::{Error, Failure};
-use super::super::executor::{HostLink, SwitchoverEnds, conclude};
+use super::super::executor::Executor;
 use super::super::forward::{FarEnds, Forwarder};
 use super::super::frames::{ANSWER_TIMEOUT, await_frame};
 use super::super::invalid::Invalid;
@@ -58,19 +58,16 @@ pub(super) fn copy(
     let switchover = SharedSwitchover::with_memory(kinds.0, kinds.1, how.memory(), context.options);
     let mut way = FromOtherHost::default();
     let received = receive(at, &mut way, &mut destination, how, &switchover, context);
-    let (directive, error) = match received {
-        Ok(directive) => (directive, None),
-        Err(error) => {
-            // The source only sees that its connections break.
-            let reason = destination.qmp.failed_to_load().unwrap_or(error);
-            // The source continues then. Otherwise it would go on sending.
-            way.forwarder = None;
-            if !switchover.state().awaits_source_outcome() {
-                destination.qmp.break_connection();
-            }
-            (switchover.failed(&reason), Some(reason))
+    let received = received.map_err(|error| {
+        // The source only sees that its connections break.
+        let reason = destination.qmp.failed_to_load().unwrap_or(error);
+        // The source continues then. Otherwise it would go on sending.
+        way.forwarder = None;
+        if !switchover.state().awaits_source_outcome() {
+            destination.qmp.break_connection();
         }
-    };
+        reason
+    });
     let is_reached = way.channel.is_some();
     let recovers = how.permits_postcopy()
         && !context.options.recover_timeout.is_zero()
@@ -79,20 +76,14 @@ pub(super) fn copy(
     // Without it the forwarder stays until the guest is there all the same.
     let way = listener.filter(|_| recovers);
     let way = way.map(|listener| ArrivingWay { listener, forwarder: forwarder.take() });
-    let ends = SwitchoverEnds {
-        switchover: &switchover,
-        source: channel.map_or(SourceControl::Stored, SourceControl::Stream),
-        destination: &mut destination,
-        link: HostLink { session, way: way.map(Way::Arrival) },
-        context,
-        error,
-    };
-    let concluded = conclude(ends, directive).map_err(|failure| match is_reached {
+    let source = channel.map_or(SourceControl::Stored, SourceControl::Stream);
+    let mut executor = Executor::new(&switchover, source, &mut destination, context);
+    executor.source_peer = session.or(executor.source_peer);
+    executor.way = way.map(Way::Arrival);
+    executor.conclude(received).map_err(|failure| match is_reached {
         false if failure.guest.is_safe() => Failure { guest: GuestAfterFailure::NOT_REACHED, ..failure },
         _ => failure,
-    })?;
-    let moved = towline_migration::Snapshot::default();
-    Ok(context.build_report(moved, concluded.source, concluded.destination))
+    })
 }
 
 /// Has the QEMU receive the guest until its source may complete; returns the directive that follows.

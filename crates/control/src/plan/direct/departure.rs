@@ -11,7 +11,7 @@ use towline_protocol::session::{FromDestination, FromSource};
 use super::super::context::{Context, connect_options};
 use super::super::endpoint::{DestinationEndpoint, SourceControl, query_failed};
 use super::super::error::{Error, Failure};
-use super::super::executor::{HostLink, SwitchoverEnds, SwitchoverReport, conclude};
+use super::super::executor::Executor;
 use super::super::forward::{FarEnds, Forwarder};
 use super::super::frames::{ANSWER_TIMEOUT, await_frame, glance};
 use super::super::peer::PeerSession;
@@ -20,8 +20,7 @@ use super::super::recorder::{RecordedEnds, RecordedSource};
 use super::super::request::{Direct, Tls};
 use super::super::shared_switchover::SharedSwitchover;
 use super::super::source::QmpSource;
-use super::super::way::{DepartingWay, SharedForwarder, Way, at_port};
-use crate::lock::lock;
+use super::super::way::{DepartingWay, Way, at_port};
 use crate::moves::{InterruptedPostcopy, MoveEnd, RecordedWay};
 use crate::switchover::{DestinationKind, Directive, GuestRunState, Input, SourceKind};
 
@@ -31,13 +30,14 @@ struct OtherHost {
     name: String,
     channel: Option<Arc<dyn Channel>>,
     session: Option<PeerSession>,
-    forwarder: SharedForwarder,
+    /// The way of an encrypted stream.
+    forwarder: Option<Forwarder>,
 }
 
 impl OtherHost {
     fn new(to: &Address, context: &Context<'_>) -> Self {
         let name = context.options.peer_name.clone().unwrap_or_else(|| to.to_string());
-        Self { name, channel: None, session: None, forwarder: SharedForwarder::default() }
+        Self { name, channel: None, session: None, forwarder: None }
     }
 }
 
@@ -52,11 +52,6 @@ impl DestinationEndpoint for OtherHost {
 
     fn sink(&self) -> &dyn Sink {
         unreachable!("its QEMU receives the stream")
-    }
-
-    /// The source's migration fails then.
-    fn disconnect(&mut self) {
-        lock(&self.forwarder).take();
     }
 
     fn channel(&self) -> Option<Arc<dyn Channel>> {
@@ -87,33 +82,26 @@ pub(super) fn copy(
     let kinds = (SourceKind::Qemu, there.kind());
     let switchover = SharedSwitchover::with_memory(kinds.0, kinds.1, how.memory(), context.options);
     let sent = send(&mut source, &mut there, to, how, &switchover, context);
-    let (directive, error) = match sent {
-        Ok(directive) => {
-            context.observer.phase(CopyPhase::Release);
-            (directive, None)
-        }
-        Err(error) => {
-            there.disconnect();
+    match &sent {
+        Ok(_) => context.observer.phase(CopyPhase::Release),
+        Err(_) => {
+            there.forwarder = None;
             if let Err(error) = source.cancel_migration() {
                 tracing::debug!(%error, "the migration is cancelled later");
             }
-            (switchover.failed(&error), Some(error))
         }
-    };
+    }
     let recovers = how.permits_postcopy() && !context.options.recover_timeout.is_zero();
-    let way = DepartingWay { to, forwarder: Arc::clone(&there.forwarder), is_own: true };
     let session = there.session.take();
-    let ends = SwitchoverEnds {
-        switchover: &switchover,
-        source: SourceControl::Qemu(&mut source),
-        destination: &mut there,
-        link: HostLink { session, way: recovers.then_some(Way::Departure(way)) },
-        context,
-        error,
-    };
-    let concluded = conclude(ends, directive)?;
+    // Without it the forwarder stays until the guest is there all the same.
+    let way = recovers.then(|| DepartingWay { to, forwarder: there.forwarder.take(), is_own: true });
+    let control = SourceControl::Qemu(&mut source);
+    let mut executor = Executor::new(&switchover, control, &mut there, context);
+    executor.destination_peer = session.or(executor.destination_peer);
+    executor.way = way.map(Way::Departure);
+    let report = executor.conclude(sent)?;
     source.report_missed_zero_copy(context);
-    Ok(report(&source, &concluded, &switchover, context))
+    Ok(CopyReport { moved: source.counted(), ..report })
 }
 
 /// Sends the rest of a guest whose source an earlier towline has switched to postcopy, to the host of which the towline waits for it.
@@ -128,32 +116,11 @@ pub(super) fn go_on(
     let ends = RecordedEnds { source: recorded, destination: record.destination.clone() };
     let mut there = OtherHost::new(to, context);
     let switchover = SharedSwitchover::going_on(file, ends, context.options);
-    let way = DepartingWay { to, forwarder: Arc::clone(&there.forwarder), is_own: false };
-    let ends = SwitchoverEnds {
-        switchover: &switchover,
-        source: SourceControl::Qemu(&mut source),
-        destination: &mut there,
-        link: HostLink { session: None, way: Some(Way::Departure(way)) },
-        context,
-        error: None,
-    };
-    let concluded = conclude(ends, Directive::Recover)?;
-    Ok(report(&source, &concluded, &switchover, context))
-}
-
-fn report(
-    source: &QmpSource,
-    concluded: &SwitchoverReport,
-    switchover: &SharedSwitchover,
-    context: &Context<'_>,
-) -> CopyReport {
-    let postcopy = switchover.state().has_switched().then(|| {
-        let mut postcopy = concluded.postcopy;
-        postcopy.faults.requests = source.requested_pages();
-        postcopy
-    });
-    let report = context.build_report(source.counted(), concluded.source, concluded.destination);
-    CopyReport { downtime_ms: concluded.downtime_ms, postcopy, ..report }
+    let control = SourceControl::Qemu(&mut source);
+    let mut executor = Executor::new(&switchover, control, &mut there, context);
+    executor.way = Some(Way::Departure(DepartingWay { to, forwarder: None, is_own: false }));
+    let report = executor.conclude(Ok(Directive::Recover))?;
+    Ok(CopyReport { moved: source.counted(), ..report })
 }
 
 /// Has the source send its guest until it may complete; returns the directive that follows.
@@ -187,7 +154,7 @@ fn send(
     if how.is_encrypted {
         let far = FarEnds::At { address: address.clone(), options: connect_options(context.options)? };
         let (listener, near) = source.listen()?;
-        *lock(&there.forwarder) = Some(Forwarder::start(Arc::new(listener), far, None)?);
+        there.forwarder = Some(Forwarder::start(Arc::new(listener), far, None)?);
         source.start_direct(&near, context.lanes(), how, context)?;
     } else {
         source.start_direct(&address, context.lanes(), how, context)?;

@@ -29,14 +29,14 @@ const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 impl Executor<'_> {
     pub(super) fn query_source(&mut self) -> Input {
-        let limit = if self.ends.switchover.state().cancels_next() {
+        let limit = if self.switchover.state().cancels_next() {
             STREAM_FAILURE_TIMEOUT
         } else {
             SOURCE_COMPLETION_TIMEOUT
         };
-        let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::Failed };
-        let view = source.query_status(self.ends.context.options);
-        let is_over = self.wait.since.elapsed() >= limit;
+        let SourceControl::Qemu(source) = &mut self.source else { return Input::Failed };
+        let view = source.query_status(self.context.options);
+        let is_over = self.since.elapsed() >= limit;
         if matches!(view, SourceStatus::Migrating | SourceStatus::Unknown) && is_over {
             let error = source.not_completed(limit);
             return self.fail(error, Input::TimedOut);
@@ -55,10 +55,10 @@ impl Executor<'_> {
 
     /// The reason for which the towline of the other host does not drive the QEMU there any more, to which this one sends.
     fn lost_peer(&mut self) -> Option<Error> {
-        if !self.are_qemus_connected() || !self.ends.switchover.state().awaits_source_outcome() {
+        if !self.are_qemus_connected() || !self.switchover.state().awaits_source_outcome() {
             return None;
         }
-        let silence_max = silence_max(self.ends.context.options.peer_timeout);
+        let silence_max = silence_max(self.context.options.peer_timeout);
         let peer = self.destination_peer.as_mut()?;
         match peer.glance_at_destination() {
             PeerReply::Lost(error) => Some(error),
@@ -68,17 +68,17 @@ impl Executor<'_> {
     }
 
     pub(super) fn probe_link(&mut self) -> Input {
-        let SourceControl::Stream(channel) = &self.ends.source else { return Input::Failed };
+        let SourceControl::Stream(channel) = &self.source else { return Input::Failed };
         let found = source_link(probe_link(channel.as_ref()));
         let peer = channel.peer().to_owned();
         match found {
             SourceLink::Open if self.waited() >= SOURCE_CLOSE_TIMEOUT => {
-                self.ends.error = Some(Error::SourceNotDone { peer, waited: SOURCE_CLOSE_TIMEOUT });
+                self.error = Some(Error::SourceNotDone { peer, waited: SOURCE_CLOSE_TIMEOUT });
                 return Input::TimedOut;
             }
             SourceLink::Open => thread::sleep(POLL_INTERVAL.min(self.waited() / 4)),
             SourceLink::Reset => {
-                self.ends.error = Some(Error::SourceReset { peer });
+                self.error = Some(Error::SourceReset { peer });
             }
             SourceLink::Closed => {}
         }
@@ -86,7 +86,7 @@ impl Executor<'_> {
     }
 
     pub(super) fn destination_status(&mut self) -> DestinationStatus {
-        self.ends.destination.query_status()
+        self.destination.query_status()
     }
 
     pub(super) fn query_destination(&mut self) -> Input {
@@ -102,14 +102,13 @@ impl Executor<'_> {
             DestinationStatus::Loading | DestinationStatus::Unknown | DestinationStatus::LacksMemory(_)
                 if self.waited() >= LOADED_TIMEOUT =>
             {
-                if let Some(to) = self.ends.destination.qemu() {
-                    self.ends.error.get_or_insert(to.qmp.not_completed(LOADED_TIMEOUT));
+                if let Some(to) = self.destination.qemu() {
+                    self.error.get_or_insert(to.qmp.not_completed(LOADED_TIMEOUT));
                 }
                 return Input::TimedOut;
             }
             DestinationStatus::Unknown
-                if self.is_postcopy()
-                    && self.ends.destination.qemu().is_some_and(|to| to.qmp.is_blocked()) =>
+                if self.is_postcopy() && self.destination.qemu().is_some_and(|to| to.qmp.is_blocked()) =>
             {
                 return Input::Destination(DestinationStatus::Blocked);
             }
@@ -123,14 +122,14 @@ impl Executor<'_> {
 
     pub(super) fn start_destination(&mut self) -> Input {
         if let Err(error) = self.check_unchanged() {
-            self.ends.error = Some(error);
+            self.error = Some(error);
             return Input::Started(StartResult::NotSent);
         }
         self.cut_over();
-        let started = match self.ends.destination.start_guest() {
+        let started = match self.destination.start_guest() {
             Ok(started) => started,
             Err(StartFailure { started, error }) => {
-                self.ends.error = Some(*error);
+                self.error = Some(*error);
                 started
             }
         };
@@ -142,8 +141,8 @@ impl Executor<'_> {
 
     /// Refuses to run a guest whose link is down or whose files were replaced, while its source can still run it.
     fn check_unchanged(&mut self) -> Result<(), Error> {
-        let state = self.ends.switchover.state();
-        let SourceControl::Qemu(source) = &mut self.ends.source else { return Ok(()) };
+        let state = self.switchover.state();
+        let SourceControl::Qemu(source) = &mut self.source else { return Ok(()) };
         match source.check_unchanged() {
             Err(error) if state.has_source_exited() => {
                 self.notes.push(format!("{error}; it runs there: raise its link with `set_link`"));
@@ -156,24 +155,24 @@ impl Executor<'_> {
     /// Reports that the source is done with the guest.
     pub(super) fn cut_over(&mut self) {
         if !std::mem::replace(&mut self.is_cut_over, true) {
-            self.ends.context.observer.phase(CopyPhase::CutOver);
+            self.context.observer.phase(CopyPhase::CutOver);
         }
     }
 
     pub(super) fn finalize(&mut self) -> Input {
-        if !matches!(self.ends.source, SourceControl::Stored) {
+        if !matches!(self.source, SourceControl::Stored) {
             self.cut_over();
         }
-        match self.ends.destination.finalize(self.ends.context) {
+        match self.destination.finalize(self.context) {
             Ok(notes) => {
-                notes.iter().for_each(|note| self.ends.context.observer.notice(note));
+                notes.iter().for_each(|note| self.context.observer.notice(note));
                 // Of one host, both may be connected to one device process, which serves the old one until that ends.
-                let is_upgrade = self.ends.context.options.is_upgrade();
-                let has_source_exited = self.ends.switchover.state().has_source_exited();
-                match &self.ends.source {
+                let is_upgrade = self.context.options.is_upgrade();
+                let has_source_exited = self.switchover.state().has_source_exited();
+                match &self.source {
                     SourceControl::Qemu(_) if is_upgrade && has_source_exited => self.take_over(),
                     SourceControl::Qemu(source) if !is_upgrade => {
-                        self.not_attached = attach_vsocks(self.ends.destination, source).err();
+                        self.not_attached = attach_vsocks(self.destination, source).err();
                     }
                     _ => {}
                 }
@@ -182,7 +181,7 @@ impl Executor<'_> {
             Err(error) => {
                 // Of an upload, which can be cancelled when the switchover cannot.
                 self.cancel_handled |= matches!(error, Error::Cancelled);
-                self.ends.error.get_or_insert(error);
+                self.error.get_or_insert(error);
                 match self.destination_status() {
                     DestinationStatus::Exited => Input::Destination(DestinationStatus::Exited),
                     _ => Input::NotDone,
@@ -192,7 +191,7 @@ impl Executor<'_> {
     }
 
     pub(super) fn with_source(&mut self, act: impl FnOnce(&mut QmpSource) -> Result<(), Error>) -> Input {
-        let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::Done };
+        let SourceControl::Qemu(source) = &mut self.source else { return Input::Done };
         match act(source) {
             Ok(()) => Input::Done,
             Err(error) => {
@@ -203,10 +202,10 @@ impl Executor<'_> {
     }
 
     pub(super) fn restore(&mut self, requested: GuestAction) -> Input {
-        let end = if self.ends.error.is_some() { CopyEnd::Failed } else { CopyEnd::Complete };
-        let is_asleep = self.ends.switchover.state().guest() == GuestRunState::Suspended;
+        let end = if self.error.is_some() { CopyEnd::Failed } else { CopyEnd::Complete };
+        let is_asleep = self.switchover.state().guest() == GuestRunState::Suspended;
         let action = if is_asleep { GuestAction::Leave } else { requested };
-        let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::Done };
+        let SourceControl::Qemu(source) = &mut self.source else { return Input::Done };
         match source.restore(action, end) {
             Ok(released) => {
                 self.downtime_ms = released.downtime_ms.or(self.downtime_ms);
@@ -214,13 +213,13 @@ impl Executor<'_> {
                 let is_done = action == requested;
                 if !is_done {
                     let socket = source.qemu.socket().to_owned();
-                    self.ends.error.get_or_insert(Error::Asleep { socket });
+                    self.error.get_or_insert(Error::Asleep { socket });
                 }
                 if is_done { Input::Done } else { Input::NotDone }
             }
             Err(error) => {
                 let exited = source.has_exited();
-                self.ends.error.get_or_insert(error);
+                self.error.get_or_insert(error);
                 if exited { Input::Source(SourceStatus::Exited) } else { Input::NotDone }
             }
         }
@@ -230,36 +229,36 @@ impl Executor<'_> {
     /// change the memory. The decision that it is to run the guest is withdrawn by then: with it and without this QEMU a later `resume`
     /// would have to assume that the guest has run there.
     pub(super) fn end_in_shared_memory(&mut self) -> Result<(), Error> {
-        if self.ends.switchover.state().request().memory != MemorySharing::Shared {
+        if self.switchover.state().request().memory != MemorySharing::Shared {
             return Ok(());
         }
-        self.ends.destination.end()?;
+        self.destination.end()?;
         tracing::debug!("ended the new QEMU");
         Ok(())
     }
 
     /// The old QEMU of an upgrade has exited: the new one gets what that had, while the record of the move still exists.
     fn take_over(&mut self) {
-        if let Some(to) = self.ends.destination.qemu() {
+        if let Some(to) = self.destination.qemu() {
             to.publish_sockets();
         }
-        if let SourceControl::Qemu(source) = &self.ends.source {
-            self.not_attached = attach_vsocks(self.ends.destination, source).err();
+        if let SourceControl::Qemu(source) = &self.source {
+            self.not_attached = attach_vsocks(self.destination, source).err();
         }
     }
 
     pub(super) fn quit(&mut self) -> Input {
-        let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::Done };
+        let SourceControl::Qemu(source) = &mut self.source else { return Input::Done };
         match source.quit() {
             Ok(downtime_ms) => {
                 self.downtime_ms = downtime_ms.or(self.downtime_ms);
-                if self.ends.context.options.is_upgrade() {
+                if self.context.options.is_upgrade() {
                     self.take_over();
                 }
                 Input::Done
             }
             Err(error) => {
-                self.ends.error = Some(error);
+                self.error = Some(error);
                 Input::NotDone
             }
         }

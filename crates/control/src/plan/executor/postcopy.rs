@@ -11,9 +11,9 @@ use super::super::endpoint::SourceControl;
 use super::super::error::Error;
 use super::super::error_origin;
 use super::super::peer::PeerReply;
-use super::super::progress::CopyPhase;
+use super::super::progress::{CopyPhase, PostcopyReport};
 use super::super::way::{NotReconnected, Way};
-use super::{Executor, SwitchoverEnds};
+use super::Executor;
 use crate::switchover::{
     DestinationStatus, Input, MemorySharing, PeerMessage, Placement, SourceStatus, StartResult,
 };
@@ -40,20 +40,20 @@ enum Loss {
 
 impl Executor<'_> {
     pub(super) fn is_postcopy(&self) -> bool {
-        self.ends.switchover.state().request().memory == MemorySharing::Postcopy
+        self.switchover.state().request().memory == MemorySharing::Postcopy
     }
 
     /// Returns true if the source was switched, and the other end is another host's.
     pub(super) fn has_switched(&self) -> bool {
-        self.ends.switchover.state().has_switched()
+        self.switchover.state().has_switched()
     }
 
     /// Queries a source that sends the rest of its memory to another host. Returns what ends that early.
     pub(super) fn watch_following_source(&mut self) -> Option<Input> {
         let has_switched = self.has_switched();
-        let SourceControl::Qemu(source) = &mut self.ends.source else { return None };
-        let status = if has_switched { source.follow(self.ends.context.options).ok()? } else { return None };
-        self.ends.context.observer.progress(&source.progress);
+        let SourceControl::Qemu(source) = &mut self.source else { return None };
+        let status = if has_switched { source.follow(self.context.options).ok()? } else { return None };
+        self.context.observer.progress(&source.progress);
         if status == SourceStatus::Completed {
             self.downtime_ms = source.reported_downtime();
         }
@@ -69,7 +69,7 @@ impl Executor<'_> {
         if since.elapsed() < LAST_REPORT_TIME {
             return None;
         }
-        let error = source.not_completed(self.wait.since.elapsed());
+        let error = source.not_completed(self.since.elapsed());
         Some(self.fail(error, Input::Source(status)))
     }
 
@@ -78,7 +78,7 @@ impl Executor<'_> {
         if !self.has_switched() {
             return None;
         }
-        let silence_max = silence_max(self.ends.context.options.peer_timeout);
+        let silence_max = silence_max(self.context.options.peer_timeout);
         let peer = self.source_peer.as_mut()?;
         let error = match peer.receive_outcome() {
             PeerReply::Nothing if peer.silence() < silence_max => return None,
@@ -101,7 +101,7 @@ impl Executor<'_> {
         if !self.has_switched() || !is_open || self.source_peer.is_none() {
             return None;
         }
-        let is_interrupted = self.ends.destination.qemu().is_some_and(|to| to.qmp.is_interrupted);
+        let is_interrupted = self.destination.qemu().is_some_and(|to| to.qmp.is_interrupted);
         let since = *self.stuck_since.get_or_insert_with(Instant::now);
         self.stuck_since = Some(since).filter(|_| is_interrupted);
         if is_interrupted && since.elapsed() >= LAST_REPORT_TIME {
@@ -110,16 +110,24 @@ impl Executor<'_> {
         Some(Input::Destination(status))
     }
 
+    /// Statistics of a postcopy from a QEMU.
+    pub(super) fn report_of_postcopy(&self) -> Option<PostcopyReport> {
+        let SourceControl::Qemu(source) = &self.source else { return None };
+        let mut report = self.postcopy;
+        report.faults.requests = source.requested_pages();
+        (self.is_postcopy() || self.has_switched()).then_some(report)
+    }
+
     pub(super) fn set_running(&mut self) {
         if self.postcopy.running_after.is_none() {
-            self.postcopy.running_after = Some(self.ends.context.elapsed());
-            self.ends.context.observer.phase(CopyPhase::Running);
+            self.postcopy.running_after = Some(self.context.elapsed());
+            self.context.observer.phase(CopyPhase::Running);
         }
     }
 
     pub(super) fn start_postcopy(&mut self) -> Input {
-        let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::NotDone };
-        self.ends.context.observer.phase(CopyPhase::Switchover);
+        let SourceControl::Qemu(source) = &mut self.source else { return Input::NotDone };
+        self.context.observer.phase(CopyPhase::Switchover);
         match source.switch_to_postcopy() {
             Ok(()) => Input::Done,
             Err(error) if error_origin::is_refusal(&error) => self.fail(error, Input::NotDone),
@@ -131,23 +139,23 @@ impl Executor<'_> {
     }
 
     pub(super) fn follow_source(&mut self) -> Input {
-        let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::TimedOut };
-        let status = match source.follow(self.ends.context.options) {
+        let SourceControl::Qemu(source) = &mut self.source else { return Input::TimedOut };
+        let status = match source.follow(self.context.options) {
             Ok(status) => status,
             Err(error) => return self.fail(error, Input::TimedOut),
         };
-        self.ends.context.observer.progress(&source.progress);
+        self.context.observer.progress(&source.progress);
         match status {
             SourceStatus::Completed => {
                 self.downtime_ms = source.reported_downtime();
-                self.ends.context.observer.phase(CopyPhase::Release);
+                self.context.observer.phase(CopyPhase::Release);
             }
             SourceStatus::HasGuest => {
-                self.ends.error.get_or_insert(source.failed());
+                self.error.get_or_insert(source.failed());
             }
             SourceStatus::Exited => {
                 let socket = source.qemu.socket().to_owned();
-                self.ends.error.get_or_insert(Error::SourceEnded { socket });
+                self.error.get_or_insert(Error::SourceEnded { socket });
             }
             _ => {}
         }
@@ -157,8 +165,7 @@ impl Executor<'_> {
     /// Starts the guest as soon as the destination has its devices.
     pub(super) fn run_early(&mut self) -> Input {
         self.cut_over();
-        let started =
-            self.ends.destination.qemu().map_or(Ok(StartResult::NotSent), |to| to.qmp.start_if_loaded());
+        let started = self.destination.qemu().map_or(Ok(StartResult::NotSent), |to| to.qmp.start_if_loaded());
         let started = started.unwrap_or_else(|error| {
             tracing::debug!(%error, "the destination does not run the guest yet");
             StartResult::Unknown
@@ -171,13 +178,12 @@ impl Executor<'_> {
 
     /// Has the destination listen again, and the source connect to it.
     pub(super) fn recover(&mut self) -> Input {
-        if self.ends.link.way.is_some() {
+        if self.way.is_some() {
             return self.reconnect(Loss::OfMemory);
         }
-        let (begun, cancel) = (Instant::now(), self.ends.context.cancel);
+        let (begun, cancel) = (Instant::now(), self.context.cancel);
         let was_cancelled = cancel.is_cancelled();
-        let (SourceControl::Qemu(source), Some(to)) = (&mut self.ends.source, self.ends.destination.qemu())
-        else {
+        let (SourceControl::Qemu(source), Some(to)) = (&mut self.source, self.destination.qemu()) else {
             return Input::NotDone;
         };
         self.postcopy.recoveries += 1;
@@ -189,7 +195,7 @@ impl Executor<'_> {
                 }
                 Ok(RecoveryState::Listening(address)) => match source.resume_to(&address) {
                     Ok(()) => {
-                        self.ends.context.observer.notice("the QEMUs lost their connection; connected again");
+                        self.context.observer.notice("the QEMUs lost their connection; connected again");
                         return Input::Done;
                     }
                     // It is queried next.
@@ -200,7 +206,7 @@ impl Executor<'_> {
                 Err(error) => {
                     let status = to.qmp.query_status();
                     if !matches!(status, DestinationStatus::Loaded | DestinationStatus::Running) {
-                        self.ends.error.get_or_insert(error);
+                        self.error.get_or_insert(error);
                     }
                     return Input::Destination(status);
                 }
@@ -209,7 +215,7 @@ impl Executor<'_> {
                 self.cancel_handled = true;
                 return self.fail(Error::Cancelled, Input::NotDone);
             }
-            if begun.elapsed() >= self.ends.context.options.recover_timeout {
+            if begun.elapsed() >= self.context.options.recover_timeout {
                 return self.fail(Error::NotConnectedAgain { waited: begun.elapsed() }, Input::NotDone);
             }
             thread::sleep(RECOVER_INTERVAL);
@@ -219,10 +225,10 @@ impl Executor<'_> {
     /// Waits until the source of a postcopy has this report, which was sent, and has ended the session; it is sent once more if that is
     /// lost before. Returns true if the source has it.
     pub(super) fn confirm_placed(&mut self, placement: Placement) -> bool {
-        if !self.has_switched() || !matches!(self.ends.link.way, Some(Way::Arrival(_))) {
+        if !self.has_switched() || !matches!(self.way, Some(Way::Arrival(_))) {
             return false;
         }
-        let silence_max = silence_max(self.ends.context.options.peer_timeout);
+        let silence_max = silence_max(self.context.options.peer_timeout);
         while let Some(peer) = &mut self.source_peer {
             match peer.receive_outcome() {
                 PeerReply::Lost(_) if peer.is_ended => return true,
@@ -231,7 +237,7 @@ impl Executor<'_> {
                 PeerReply::Nothing | PeerReply::Message(_) => continue,
             }
             if self.reconnect(Loss::OfReport) != Input::Done {
-                self.ends.error = None;
+                self.error = None;
                 return false;
             }
             let report = FromDestination::Placed(placement);
@@ -254,8 +260,8 @@ impl Executor<'_> {
             peer.close();
         }
         self.stuck_since = None;
-        let SwitchoverEnds { link, source, destination, switchover, context, error } = &mut self.ends;
-        let reason = error.take().map(|error| format!(" ({error})")).unwrap_or_default();
+        let (context, id) = (self.context, self.switchover.id());
+        let reason = self.error.take().map(|error| format!(" ({error})")).unwrap_or_default();
         let within = context.options.recover_timeout.as_secs_f64();
         let begun = Instant::now();
         let notice = |what: &str| {
@@ -263,17 +269,17 @@ impl Executor<'_> {
                 .observer
                 .notice(&format!("{what}{reason}; it is connected to again within {within:.0} s"));
         };
-        let (connected, peer) = match (&mut link.way, source, destination.qemu()) {
+        let (connected, peer) = match (&mut self.way, &mut self.source, self.destination.qemu()) {
             (Some(Way::Departure(way)), SourceControl::Qemu(source), _) => {
                 notice("lost the other host before it had all of the guest's memory");
-                (way.reconnect(source, switchover.id(), context), &mut self.destination_peer)
+                (way.reconnect(source, id, context), &mut self.destination_peer)
             }
             (Some(Way::Arrival(way)), _, Some(to)) => {
                 notice(match loss {
                     Loss::OfMemory => "lost the guest's source, which has a part of its memory",
                     Loss::OfReport => "the guest is here, and its source has not confirmed that it knows",
                 });
-                (way.reconnect(&mut to.qmp, switchover.id(), context), &mut self.source_peer)
+                (way.reconnect(&mut to.qmp, id, context), &mut self.source_peer)
             }
             _ => return Input::NotDone,
         };

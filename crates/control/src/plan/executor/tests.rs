@@ -6,7 +6,7 @@ use super::super::destination::StartFailure;
 use super::super::endpoint::DestinationEndpoint;
 use super::super::fake_qemu::{FakeQemu, Silent, in_copy};
 use super::super::recorder::tests::stage;
-use super::super::request::{AfterCopy, CopyRequest, RequestedPages, Task, TransferOptions};
+use super::super::request::{CopyRequest, RequestedPages};
 use super::super::shared_switchover::tests::recording;
 use super::super::source::QmpSource;
 use super::*;
@@ -90,9 +90,8 @@ impl Case {
         &mut self,
         source: (&'static str, &'static str),
         is_delivered: bool,
-    ) -> Result<SwitchoverReport, Failure> {
-        let transfer = TransferOptions::default();
-        let options = CopyRequest::new(Task::Copy { transfer, after: AfterCopy::default(), base: None });
+    ) -> Result<CopyReport, Failure> {
+        let options = CopyRequest::default();
         let cancel = Cancel::new().unwrap();
         let context = &Context::new(&options, 0, &cancel, &Silent);
         let mut qemu = self.sent(context);
@@ -102,26 +101,16 @@ impl Case {
         let switchover = recording(switchover, &self.place);
         let guest = GuestRunState::Running;
         assert_eq!(switchover.handle(Input::CommitRequested(guest)), Directive::Proceed);
-        let (first, error) = if is_delivered {
+        let ended = if is_delivered {
             let input = Input::AcknowledgeRequested { guest, source: SourceLink::Open };
             assert_eq!(switchover.handle(input), Directive::Record(Decision::Acknowledge));
             assert_eq!(switchover.handle(Input::Recorded), Directive::Proceed);
-            (switchover.handle(Input::Delivered), None)
+            Ok(switchover.handle(Input::Delivered))
         } else {
-            (switchover.failed(&Error::Cancelled), Some(Error::Cancelled))
+            Err(Error::Cancelled)
         };
         let (source, destination) = (SourceControl::Qemu(&mut qemu), &mut self.destination);
-        conclude(
-            SwitchoverEnds {
-                switchover: &switchover,
-                source,
-                destination,
-                link: HostLink::default(),
-                context,
-                error,
-            },
-            first,
-        )
+        Executor::new(&switchover, source, destination, context).conclude(ended)
     }
 
     fn outcome(&mut self, source: (&'static str, &'static str), is_delivered: bool) -> GuestState {

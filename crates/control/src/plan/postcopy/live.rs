@@ -20,7 +20,7 @@ use super::super::context::Context;
 use super::super::destination::QmpDestination;
 use super::super::endpoint::{DestinationEndpoint, QemuDestination, SourceControl, query_failed};
 use super::super::error::{Error, Failure};
-use super::super::executor::{HostLink, SwitchoverEnds, conclude};
+use super::super::executor::Executor;
 use super::super::preflight::{FactsExtent, GuestFacts};
 use super::super::progress::{CopyPhase, CopyReport};
 use super::super::recorder::RecordedEnds;
@@ -70,25 +70,9 @@ pub(in super::super) fn migrate(
         source.start_postcopy(&address, options.requested_pages, context.lanes(), context.options)
     });
     let passed = started.and_then(|()| pass(&mut source, guest, options.switch, &switchover, context));
-    let (directive, error) = match passed {
-        Ok(directive) => (directive, None),
-        Err(error) => (switchover.failed(&error), Some(error)),
-    };
-    let (control, destination) = (SourceControl::Qemu(&mut source), &mut destination);
-    let ends = SwitchoverEnds {
-        switchover: &switchover,
-        source: control,
-        destination,
-        link: HostLink::default(),
-        context,
-        error,
-    };
-    let concluded = conclude(ends, directive)?;
-    let moved = source.counted();
-    let mut postcopy = concluded.postcopy;
-    postcopy.faults.requests = source.requested_pages();
-    let report = context.build_report(moved, concluded.source, concluded.destination);
-    Ok(CopyReport { downtime_ms: concluded.downtime_ms, postcopy: Some(postcopy), ..report })
+    let control = SourceControl::Qemu(&mut source);
+    let report = Executor::new(&switchover, control, &mut destination, context).conclude(passed)?;
+    Ok(CopyReport { moved: source.counted(), ..report })
 }
 
 fn prepare(path: &Path, source: &mut QmpSource, context: &Context<'_>) -> Result<QmpDestination, Error> {
