@@ -153,7 +153,8 @@ impl<'a> Context<'a> {
         session: &Arc<Session>,
         connections: outgoing::Connections,
     ) -> Result<Box<Relay>, Error> {
-        let options = lane_options(self.options);
+        let &CopyRequest { compression, zero_copy_send, .. } = self.options;
+        let options = LaneOptions { compression, zero_copy_send };
         let relay = Relay::with_options(Arc::clone(session), connections, options)?;
         self.set_sending(relay.statistics());
         Ok(Box::new(relay))
@@ -227,19 +228,16 @@ pub(super) fn wants_zero_copy(options: &CopyRequest) -> bool {
     options.zero_copy_send != ZeroCopySend::Off && !copied
 }
 
-/// Send options of lanes.
-fn lane_options(options: &CopyRequest) -> LaneOptions {
-    LaneOptions { compression: options.compression, zero_copy_send: options.zero_copy_send }
-}
-
-/// Migration parameters for this compression.
-pub(super) fn compression_parameters(compression: Compression, lanes: usize) -> MigrationParameters {
+/// Migration parameters of these lanes and their connections, which have no TLS of QEMU.
+pub(super) fn lane_parameters(compression: Compression, lanes: usize) -> MigrationParameters {
     let (zlib, zstd) = match compression {
         Compression::None => (None, None),
         Compression::Zlib { level } => (Some(level), None),
         Compression::Zstd { level } => (None, Some(level)),
     };
     MigrationParameters {
+        multifd_channels: (lanes > 0).then(|| u8::try_from(lanes).unwrap_or(u8::MAX)),
+        tls_creds: Some(String::new()),
         multifd_compression: (lanes > 0).then(|| compression.method().name().into()),
         multifd_zlib_level: zlib,
         multifd_zstd_level: zstd,

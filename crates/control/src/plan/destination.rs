@@ -19,13 +19,12 @@ use towline_qmp::commands::{
     Status, Stop,
 };
 
-use super::context::{Context, compression_parameters};
+use super::context::{Context, lane_parameters};
 use super::disks::DiskExports;
 use super::error::Error;
 use super::error_origin;
 use super::preflight::uuid_bytes;
 use super::private_dir::{PrivateDir, QemuLink};
-use super::request::CopyRequest;
 use crate::qemu::{AppliedSettings, IncomingState, MigrationSettings, Qemu, QemuState, StartedQemu};
 use crate::switchover::{DestinationStatus, FinalRunState, StartResult};
 pub(super) use postcopy::BREAK_AFTER;
@@ -164,24 +163,19 @@ impl QmpDestination {
     }
 
     /// Configures QEMU, has it load the guest and stay paused, and connects to it.
-    pub(super) fn start(
-        &mut self,
-        lanes: usize,
-        options: &CopyRequest,
-        cancel: &Cancel,
-    ) -> Result<Connections, Error> {
+    pub(super) fn start(&mut self, lanes: usize, context: &Context<'_>) -> Result<Connections, Error> {
         if let Some(exports) = &self.exports {
             exports.expect_ends();
         }
-        self.apply_settings(lanes, false, options.compression)?;
+        self.apply_settings(lanes, false, context.options.compression)?;
         if self.qemu.process().has_own_root() {
             self.link = QemuLink::pass(&mut self.qemu)?;
         }
         self.listen(self.link.uri.clone())?;
         let uuid = uuid_bytes(&self.facts().uuid);
-        let deadline = Instant::now() + options.connect_timeout;
+        let deadline = Instant::now() + context.options.connect_timeout;
         let plain = ConnectOptions::default();
-        Ok(connect(&self.link.address, lanes, uuid, &plain, deadline, cancel)?)
+        Ok(connect(&self.link.address, lanes, uuid, &plain, deadline, context.cancel)?)
     }
 
     /// Returns true if this QEMU can load the file of an image itself.
@@ -206,12 +200,8 @@ impl QmpDestination {
         if known.contains_key(&Capability::MAPPED_RAM) {
             capabilities.insert(Capability::MAPPED_RAM, mapped_ram);
         }
-        let parameters = MigrationParameters {
-            multifd_channels: (lanes > 0).then(|| u8::try_from(lanes).unwrap_or(u8::MAX)),
-            tls_creds: Some(String::new()),
-            mode: self.facts().normal_mode(),
-            ..compression_parameters(compression, lanes)
-        };
+        let parameters =
+            MigrationParameters { mode: self.facts().normal_mode(), ..lane_parameters(compression, lanes) };
         MigrationSettings { capabilities, parameters }
     }
 
@@ -255,15 +245,18 @@ impl QmpDestination {
 
     fn see_loaded(&mut self, migration: MigrationInfo, status: Status) -> Result<bool, Error> {
         match migration.status {
-            Some(status) if status == MigrationStatus::FAILED => {
-                let text = migration.error_desc.unwrap_or_else(|| "its own log says why".into());
-                Err(Error::DestinationFailed { socket: self.qemu.socket().into(), text })
-            }
+            Some(status) if status == MigrationStatus::FAILED => Err(self.failed(migration.error_desc)),
             _ => {
                 self.loaded = Some(status.status).filter(|state| *state != RunState::INMIGRATE);
                 Ok(self.loaded.is_some())
             }
         }
+    }
+
+    /// An error with QEMU's own reason, if it has one.
+    fn failed(&self, reason: Option<String>) -> Error {
+        let text = reason.unwrap_or_else(|| "its own log says why".into());
+        Error::DestinationFailed { socket: self.qemu.socket().into(), text }
     }
 
     /// Returns an error if it failed to load the guest; a missing reply is not a failure.
@@ -350,18 +343,17 @@ impl QmpDestination {
         if !self.is_error_origin(&error) {
             return error;
         }
-        let socket = self.qemu.socket().to_owned();
-        let text = match self.qemu.migration().map_err(Error::from) {
+        let reason = match self.qemu.migration().map_err(Error::from) {
             Ok(migration) if migration.status.as_ref().is_some_and(MigrationStatus::has_failed) => {
-                migration.error_desc.unwrap_or_else(|| "its own log says why".into())
+                migration.error_desc
             }
             Err(gone) if error_origin::is_monitor_lost(&gone) => {
-                "it ended while it loaded; its own log says why".into()
+                Some("it ended while it loaded; its own log says why".into())
             }
             _ => return error,
         };
         tracing::debug!(%error, "the destination failed");
-        Error::DestinationFailed { socket, text }
+        self.failed(reason)
     }
 }
 

@@ -21,11 +21,10 @@ impl QmpDestination {
     /// Configures QEMU, and has it listen on a socket of its directory, load the guest and stay paused. Returns the address.
     pub(in super::super) fn start_forwarded(
         &mut self,
-        lanes: usize,
         how: &Direct,
         context: &Context<'_>,
     ) -> Result<Address, Error> {
-        self.apply_direct(lanes, how, context)?;
+        self.apply_direct(how, context)?;
         self.listen(self.link.uri.clone())?;
         Ok(self.link.address.clone())
     }
@@ -34,11 +33,10 @@ impl QmpDestination {
     pub(in super::super) fn start_direct(
         &mut self,
         at: &Address,
-        lanes: usize,
         how: &Direct,
         context: &Context<'_>,
     ) -> Result<u16, Error> {
-        self.apply_direct(lanes, how, context)?;
+        self.apply_direct(how, context)?;
         let any_port = match at {
             Address::Tcp { host, .. } => Address::Tcp { host: host.clone(), port: 0 },
             other => other.clone(),
@@ -49,11 +47,11 @@ impl QmpDestination {
         port.ok_or_else(|| Error::NoPort { socket: self.qemu.socket().to_owned() })
     }
 
-    fn apply_direct(&mut self, lanes: usize, how: &Direct, context: &Context<'_>) -> Result<(), Error> {
+    fn apply_direct(&mut self, how: &Direct, context: &Context<'_>) -> Result<(), Error> {
         if let Some(exports) = &self.exports {
             exports.expect_ends();
         }
-        let mut settings = self.settings(lanes, false, context.options.compression);
+        let mut settings = self.settings(context.lanes(), false, context.options.compression);
         settings.capabilities.extend(how.capabilities.iter().map(|name| (name.clone(), true)));
         self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
         Ok(())

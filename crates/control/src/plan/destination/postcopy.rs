@@ -155,8 +155,7 @@ impl QmpDestination {
         Ok(match migration.status {
             Some(status) if status == MigrationStatus::COMPLETED => RecoveryState::Completed,
             Some(status) if status == MigrationStatus::FAILED => {
-                let text = migration.error_desc.unwrap_or_else(|| "its own log says why".into());
-                RecoveryState::Failed(Error::DestinationFailed { socket: self.qemu.socket().into(), text })
+                RecoveryState::Failed(self.failed(migration.error_desc))
             }
             _ => RecoveryState::NotReady,
         })

@@ -114,11 +114,11 @@ fn receive(
         let Address::Tcp { port, .. } = *listener.local_address() else {
             return Err(Invalid::DirectEnds.into());
         };
-        let near = destination.qmp.start_forwarded(context.lanes(), how, context)?;
+        let near = destination.qmp.start_forwarded(how, context)?;
         way.forwarder = Some(Forwarder::start(listener, FarEnds::to(near), None)?);
         port
     } else {
-        destination.qmp.start_direct(at, context.lanes(), how, context)?
+        destination.qmp.start_direct(at, how, context)?
     };
     peer.send_report(&FromDestination::Listens(port))?;
     peer.beat_until_report();

@@ -155,9 +155,9 @@ fn send(
         let far = FarEnds::At { address: address.clone(), options: connect_options(context.options)? };
         let (listener, near) = source.listen()?;
         there.forwarder = Some(Forwarder::start(Arc::new(listener), far, None)?);
-        source.start_direct(&near, context.lanes(), how, context)?;
+        source.start_direct(&near, how, context)?;
     } else {
-        source.start_direct(&address, context.lanes(), how, context)?;
+        source.start_direct(&address, how, context)?;
     }
     context.observer.phase(CopyPhase::Transfer);
     let guest = follow(source, &address, peer, context)?;

@@ -175,7 +175,7 @@ impl QemuDestination {
         run: TransferContext<'_>,
     ) -> Result<Snapshot, Error> {
         let context = run.context;
-        let connections = self.qmp.start(lanes, context.options, context.cancel)?;
+        let connections = self.qmp.start(lanes, context)?;
         let mut queried_at = Instant::now();
         send(guest, &connections, run, &mut || {
             if queried_at.elapsed() > SEND_INTERVAL {

@@ -83,7 +83,7 @@ impl QemuSource {
         self.qmp.vsocks.detach(&mut self.qmp.qemu, context.cancel)?;
         context.observer.phase(CopyPhase::Connect);
         to.connect(session, context)?;
-        self.qmp.start(context.lanes(), context.options, context.cancel)
+        self.qmp.start(context)
     }
 }
 
@@ -189,7 +189,7 @@ impl DestinationEndpoint for QemuDestination {
         }
         // QEMU does not reply while it waits for lanes.
         let old = if context.lanes() > 0 { in_place::old_memory(&mut self.qmp.qemu)? } else { Vec::new() };
-        let connections = self.qmp.start(context.lanes(), context.options, context.cancel)?;
+        let connections = self.qmp.start(context.lanes(), context)?;
         let relay = Box::new(context.relay(session, connections)?.arriving_paused());
         let presence = self.presence.as_ref().filter(|presence| !presence.is_empty() || !old.is_empty());
         self.relay = Some(match presence {

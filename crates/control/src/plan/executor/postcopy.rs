@@ -151,7 +151,7 @@ impl Executor<'_> {
                 self.context.observer.phase(CopyPhase::Release);
             }
             SourceStatus::HasGuest => {
-                self.error.get_or_insert(source.failed());
+                self.error.get_or_insert(source.failure());
             }
             SourceStatus::Exited => {
                 let socket = source.qemu.socket().to_owned();

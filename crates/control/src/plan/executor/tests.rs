@@ -78,7 +78,7 @@ impl Case {
     fn sent(&self, context: &Context<'_>) -> QmpSource {
         let mut qemu = QmpSource::prepare(&self.source.path(), context).unwrap();
         let nowhere = Address::Unix("/nowhere".into());
-        qemu.start_postcopy(&nowhere, RequestedPages::MainChannel, 0, context.options).unwrap();
+        qemu.start_postcopy(&nowhere, RequestedPages::MainChannel, context).unwrap();
         qemu
     }
 

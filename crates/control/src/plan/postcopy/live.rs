@@ -67,7 +67,7 @@ pub(in super::super) fn migrate(
         if !switchover.may_acknowledge(guest) {
             return Err(Error::Cancelled);
         }
-        source.start_postcopy(&address, options.requested_pages, context.lanes(), context.options)
+        source.start_postcopy(&address, options.requested_pages, context)
     });
     let passed = started.and_then(|()| pass(&mut source, guest, options.switch, &switchover, context));
     let control = SourceControl::Qemu(&mut source);
@@ -103,7 +103,7 @@ fn pass(
         match &migration.status {
             Some(status) if status.is_idle() && cancelled => return Err(Error::Cancelled),
             Some(status) if *status == MigrationStatus::COMPLETED => return Ok(switchover.loaded(guest)),
-            Some(status) if status.is_idle() => return Err(source.failed()),
+            Some(status) if status.is_idle() => return Err(source.failure()),
             Some(status) if *status == MigrationStatus::ACTIVE && !cancelled => {
                 guest = source.guest_state()?.unwrap_or(guest);
                 let passed = source.is_to_switch(&migration, switch, context.observer)?;

@@ -23,12 +23,11 @@ impl QmpSource {
     pub(in super::super) fn start_direct(
         &mut self,
         address: &Address,
-        lanes: usize,
         how: &Direct,
         context: &Context<'_>,
     ) -> Result<(), Error> {
         let options = context.options;
-        let mut settings = self.migration_settings(lanes, options);
+        let mut settings = self.migration_settings(context);
         settings.capabilities.insert(Capability::PAUSE_BEFORE_SWITCHOVER, true);
         settings.capabilities.extend(how.capabilities.iter().map(|name| (name.clone(), true)));
         if how.permits_postcopy() {
@@ -67,7 +66,7 @@ impl QmpSource {
     pub(in super::super) fn is_at_switchover(&self) -> Result<bool, Error> {
         match self.last_status() {
             Some(status) if STOPPED.contains(status) || status.is_postcopy() => Ok(!self.copies_disks()),
-            Some(status) if status.is_idle() => Err(self.failed()),
+            Some(status) if status.is_idle() => Err(self.failure()),
             _ => Ok(false),
         }
     }

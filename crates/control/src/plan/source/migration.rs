@@ -6,13 +6,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_channel::Cancel;
+use towline_image::SYNC_TIME;
 use towline_migration::convergence::CannotConverge;
 use towline_qmp::Event;
 use towline_qmp::commands::{
     Capability, MigrationInfo, MigrationParameters, MigrationStatus, RunState, Status,
 };
 
-use super::super::context::{Context, compression_parameters};
+use super::super::context::{Context, lane_parameters};
 use super::super::disks::DiskMirrors;
 use super::super::error::Error;
 use super::super::progress::{Progress, SourceState};
@@ -33,19 +34,18 @@ impl QmpSource {
     /// Queries the progress at intervals.
     pub(in super::super) fn poll(&mut self, context: &Context<'_>) -> Result<Progress, Error> {
         let cancel = context.cancel;
-        self.apply_tuning();
+        self.apply_tuning(context.options);
         if self.sees_switchover() || self.queried_at.elapsed() >= QUERY_INTERVAL {
             self.queried_at = Instant::now();
             // A QEMU that is completing does not reply for as long as that takes.
             let Some(migration) = self.qemu.watch_migration(Some(cancel))? else { return Ok(self.progress) };
             if migration.status == Some(MigrationStatus::FAILED) {
-                let text = migration.error_desc.unwrap_or_else(|| "QEMU reports no reason".into());
-                return Err(Error::SourceFailed { socket: self.qemu.socket().into(), text });
+                return Err(self.failed(migration.error_desc));
             }
             self.progress = self.convergence.progress(&migration);
             self.observe(&migration, context)?;
             self.follow_mirrors(&migration, cancel)?;
-            self.relax_downtime(&migration);
+            relax_downtime(&migration, context.options);
             self.last_migration = Some(migration);
         }
         Ok(self.progress)
@@ -187,7 +187,7 @@ const UPGRADE_DOWNTIME: Duration = Duration::from_millis(2);
 /// QEMU's lowest `max-cpu-throttle`, with which auto-converge is on and has no effect, in percent.
 const THROTTLE_PERCENT_MIN: u8 = 1;
 /// A rate that no host reaches, as QEMU has no value for unlimited.
-pub(super) const BANDWIDTH_UNLIMITED: u64 = 1 << 40;
+const BANDWIDTH_UNLIMITED: u64 = 1 << 40;
 /// Capabilities with which the stream cannot be received here, or would stop midway.
 const UNSUPPORTED_CAPABILITIES: [Capability; 11] = [
     Capability::XBZRLE,
@@ -213,7 +213,8 @@ const UNSUPPORTED_WITH_SNAPSHOT: [Capability; 4] = [
 ];
 
 impl QmpSource {
-    pub(super) fn migration_settings(&self, lanes: usize, options: &CopyRequest) -> MigrationSettings {
+    pub(super) fn migration_settings(&self, context: &Context<'_>) -> MigrationSettings {
+        let (lanes, options) = (context.lanes(), context.options);
         let known = &self.qemu.facts().capabilities;
         let mut capabilities: BTreeMap<_, _> = UNSUPPORTED_CAPABILITIES
             .into_iter()
@@ -242,30 +243,14 @@ impl QmpSource {
             capabilities.insert(Capability::BACKGROUND_SNAPSHOT, true);
         }
         let parameters = MigrationParameters {
-            multifd_channels: (lanes > 0).then(|| u8::try_from(lanes).unwrap_or(u8::MAX)),
             max_bandwidth: Some(options.transfer_options().max_bandwidth.unwrap_or(BANDWIDTH_UNLIMITED)),
-            downtime_limit: Some(self.downtime_for_qemu(match self.relaxed_limit {
-                Some(limit) => limit.min(UPGRADE_DOWNTIME),
-                None => options.downtime_limit,
-            })),
-            tls_creds: Some(String::new()),
+            downtime_limit: Some(downtime_for_qemu(first_downtime(options), options)),
             cpu_throttle_initial: throttle_now,
             max_cpu_throttle: throttle_now,
             mode: self.qemu.facts().normal_mode(),
-            ..compression_parameters(options.compression, lanes)
+            ..lane_parameters(options.compression, lanes)
         };
         MigrationSettings { capabilities, parameters }
-    }
-
-    /// Doubles the downtime limit of an upgrade, up to the user's, if QEMU has passed over memory more than once: its guest writes faster
-    /// than the limit allows.
-    fn relax_downtime(&mut self, migration: &MigrationInfo) {
-        let Some(limit) = self.relaxed_limit else { return };
-        let passes = migration.ram.as_ref().map_or(0, |ram| ram.dirty_sync_count);
-        let now = self.tuning.downtime_limit().unwrap_or(UPGRADE_DOWNTIME.min(limit));
-        if passes > 1 && now < limit {
-            self.tuning.set_downtime_limit((now * 2).min(limit));
-        }
     }
 
     /// Evaluates the progress, and has QEMU throttle its guest or switch it to postcopy.
@@ -300,33 +285,50 @@ impl QmpSource {
         Ok(settings.change(&mut self.qemu, parameters)?)
     }
 
-    /// The milliseconds in which QEMU may send what is left: at least half of the limit.
-    fn downtime_for_qemu(&self, limit: Duration) -> u64 {
-        let limit = limit - self.downtime_reserve.min(limit / 2);
-        u64::try_from(limit.as_millis()).unwrap_or(u64::MAX)
-    }
-
     /// Applies changed limits. They are restored with all other settings. A refused limit does not end the
     /// copy.
-    fn apply_tuning(&mut self) {
-        let changes = self.tuning.changes();
+    fn apply_tuning(&mut self, options: &CopyRequest) {
+        let tuning = &options.tuning;
+        let changes = tuning.changes();
         if std::mem::replace(&mut self.applied_changes, changes) == changes {
             return;
         }
-        let bandwidth = self.tuning.max_bandwidth().map(|rate| rate.unwrap_or(BANDWIDTH_UNLIMITED));
+        let bandwidth = tuning.max_bandwidth().map(|rate| rate.unwrap_or(BANDWIDTH_UNLIMITED));
         let parameters = MigrationParameters {
             max_bandwidth: bandwidth,
-            downtime_limit: self.tuning.downtime_limit().map(|limit| self.downtime_for_qemu(limit)),
+            downtime_limit: tuning.downtime_limit().map(|limit| downtime_for_qemu(limit, options)),
             ..MigrationParameters::default()
         };
         let Some(settings) = &mut self.settings else { return };
         if let Err(error) = settings.change(&mut self.qemu, parameters) {
             tracing::warn!(%error, "the source refused changed limits");
         }
-        if let Some(limit) = self.tuning.downtime_limit() {
+        if let Some(limit) = tuning.downtime_limit() {
             self.convergence.set_downtime(limit);
         }
     }
+}
+
+/// Doubles the downtime limit of an upgrade, up to the user's, if QEMU has passed over memory more than once: its guest writes faster
+/// than the limit allows.
+fn relax_downtime(migration: &MigrationInfo, options: &CopyRequest) {
+    let passes = migration.ram.as_ref().map_or(0, |ram| ram.dirty_sync_count);
+    let now = options.tuning.downtime_limit().unwrap_or(first_downtime(options));
+    if options.is_upgrade() && passes > 1 && now < options.downtime_limit {
+        options.tuning.set_downtime_limit((now * 2).min(options.downtime_limit));
+    }
+}
+
+/// Downtime limit at the beginning.
+fn first_downtime(options: &CopyRequest) -> Duration {
+    if options.is_upgrade() { options.downtime_limit.min(UPGRADE_DOWNTIME) } else { options.downtime_limit }
+}
+
+/// The milliseconds in which QEMU may send what is left: at least half of the limit. The last sync of an image whose guest runs on takes
+/// the rest.
+fn downtime_for_qemu(limit: Duration, options: &CopyRequest) -> u64 {
+    let limit = if options.resumes() { limit - SYNC_TIME.min(limit / 2) } else { limit };
+    u64::try_from(limit.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// Action on the source's guest once its settings are restored.

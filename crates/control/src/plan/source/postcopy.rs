@@ -18,7 +18,6 @@ use super::super::error::{BlockedBy, Error};
 use super::super::progress::Observer;
 use super::super::request::{CopyRequest, PostcopySwitch, RequestedPages};
 use super::super::validate::check_multifd_with_postcopy;
-use super::migration::BANDWIDTH_UNLIMITED;
 use super::qmp_source::{QmpSource, blocked};
 use crate::qemu::{AppliedSettings, Qemu};
 use crate::switchover::{GuestRunState, SourceStatus};
@@ -34,19 +33,16 @@ impl QmpSource {
         &mut self,
         address: &Address,
         requested_pages: RequestedPages,
-        lanes: usize,
-        options: &CopyRequest,
+        context: &Context<'_>,
     ) -> Result<(), Error> {
-        let mut settings = self.migration_settings(lanes, options);
+        let mut settings = self.migration_settings(context);
         settings.capabilities.insert(Capability::POSTCOPY_RAM, true);
         if requested_pages == RequestedPages::PreemptChannel {
             settings.capabilities.insert(Capability::POSTCOPY_PREEMPT, true);
         }
-        settings.parameters.max_bandwidth =
-            Some(options.transfer_options().max_bandwidth.unwrap_or(BANDWIDTH_UNLIMITED));
         // The same rate for background pages; 0 is unlimited.
         settings.parameters.max_postcopy_bandwidth =
-            Some(options.transfer_options().max_bandwidth.unwrap_or(0));
+            Some(context.options.transfer_options().max_bandwidth.unwrap_or(0));
         self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
         self.start_migration(&Migrate::to_uri(address.to_string()))
     }
@@ -218,9 +214,13 @@ impl QmpSource {
         Ok(())
     }
 
-    /// An error with QEMU's own text.
-    pub(in super::super) fn failed(&self) -> Error {
-        let reason = self.last_migration.as_ref().and_then(|migration| migration.error_desc.clone());
+    /// The error of the migration in the last reply.
+    pub(in super::super) fn failure(&self) -> Error {
+        self.failed(self.last_migration.as_ref().and_then(|migration| migration.error_desc.clone()))
+    }
+
+    /// An error with QEMU's own text, if it has one.
+    pub(super) fn failed(&self, reason: Option<String>) -> Error {
         let text = reason.unwrap_or_else(|| "QEMU reports no reason".into());
         Error::SourceFailed { socket: self.qemu.socket().into(), text }
     }

@@ -3,8 +3,6 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use towline_image::SYNC_TIME;
-use towline_migration::Tuning;
 use towline_qmp::commands::{MigrationInfo, MigrationStatus, RunState};
 
 use super::super::context::Context;
@@ -49,13 +47,8 @@ pub(in super::super) struct QmpSource {
     pub(super) queried_at: Instant,
     pub(in super::super) progress: Progress,
     pub(super) convergence: Convergence,
-    pub(super) tuning: Tuning,
     /// Number of tuning changes that QEMU has.
     pub(super) applied_changes: u64,
-    /// Downtime limit of an upgrade, which begins with a lower one.
-    pub(super) relaxed_limit: Option<Duration>,
-    /// Part of the downtime limit that is kept from QEMU: for the last sync of an image whose guest runs on.
-    pub(super) downtime_reserve: Duration,
     /// Disks that are copied.
     pub(super) mirrors: Option<DiskMirrors>,
     /// With a stopped guest, its migration waits for the towline of another host.
@@ -132,12 +125,9 @@ impl QmpSource {
         let dir = PrivateDir::for_qemu(&qemu)?;
         let (queried_at, progress) = (Instant::now(), Progress::default());
         let convergence = Convergence::new(options, qemu.facts());
-        let tuning = options.tuning.clone();
         Ok(Self {
             qemu,
             settings: None,
-            relaxed_limit: options.is_upgrade().then_some(options.downtime_limit),
-            downtime_reserve: if options.resumes() { SYNC_TIME } else { Duration::ZERO },
             was_running: false,
             resumes: false,
             resumed: false,
@@ -149,7 +139,6 @@ impl QmpSource {
             queried_at,
             progress,
             convergence,
-            tuning,
             applied_changes: 0,
             mirrors: None,
             waits_for_peer: false,

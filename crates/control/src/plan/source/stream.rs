@@ -10,9 +10,9 @@ use towline_migration::incoming::{Connections, gather};
 use towline_qmp::commands::{Migrate, MigrationStatus};
 use towline_qmp::{self as qmp, Client};
 
+use super::super::context::Context;
 use super::super::error::Error;
 use super::super::private_dir::QemuLink;
-use super::super::request::CopyRequest;
 use super::qmp_source;
 use super::qmp_source::{QmpSource, STREAM_SOCKET};
 use crate::qemu::{self, AppliedSettings};
@@ -26,13 +26,8 @@ const CONNECT_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 impl QmpSource {
     /// Configures QEMU and has it migrate to this process.
-    pub(in super::super) fn start(
-        &mut self,
-        lanes: usize,
-        options: &CopyRequest,
-        cancel: &Cancel,
-    ) -> Result<Connections, Error> {
-        let settings = self.migration_settings(lanes, options);
+    pub(in super::super) fn start(&mut self, context: &Context<'_>) -> Result<Connections, Error> {
+        let settings = self.migration_settings(context);
         self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
         let listener = if self.qemu.process().has_own_root() {
             self.link = QemuLink::pass(&mut self.qemu)?;
@@ -40,13 +35,10 @@ impl QmpSource {
         } else {
             self.dir.listen(STREAM_SOCKET)?
         };
-        qmp_source::check_run_state(&mut self.qemu, options)?;
-        if cancel.is_cancelled() {
-            return Err(Error::Cancelled);
-        }
+        qmp_source::check_run_state(&mut self.qemu, context.options)?;
+        context.check_cancelled()?;
         self.start_migration(&Migrate::to_uri(&self.link.uri))?;
-        let deadline = Instant::now() + options.connect_timeout;
-        self.accept_connections(listener, lanes, deadline, cancel).map_err(|error| self.explain(error))
+        self.accept_connections(listener, context).map_err(|error| self.explain(error))
     }
 
     /// Resumes a guest that an earlier copy has paused, and has QEMU migrate it.
@@ -72,13 +64,12 @@ impl QmpSource {
     ///
     /// A cancellation waits for them too: a QEMU (10.0) whose connections break while it makes them may never
     /// complete that migration, and accepts no other.
-    pub(super) fn accept_connections(
+    fn accept_connections(
         &mut self,
         listener: Listener,
-        lanes: usize,
-        deadline: Instant,
-        cancel: &Cancel,
+        context: &Context<'_>,
     ) -> Result<Connections, Error> {
+        let (lanes, deadline) = (context.lanes(), Instant::now() + context.options.connect_timeout);
         let ends = &Cancel::new()?;
         let (returns, returned) = mpsc::channel::<()>();
         thread::scope(|scope| {
@@ -91,7 +82,7 @@ impl QmpSource {
                 if reason.is_none() && !ends.is_cancelled() {
                     reason = self.check_not_failed().err();
                 }
-                if cancel.is_cancelled() {
+                if context.cancel.is_cancelled() {
                     cancelled.get_or_insert_with(Instant::now);
                 }
                 if reason.is_some() || cancelled.is_some_and(|at| at.elapsed() >= CANCELLED_CONNECT_TIMEOUT) {
@@ -115,12 +106,12 @@ impl QmpSource {
         if !reports_failure(self.qemu.client()).map_err(qemu::Error::from)? {
             return Ok(());
         }
-        let Some(migration) = self.qemu.try_query(|qemu| qemu.migration())? else { return Ok(()) };
-        if migration.status == Some(MigrationStatus::FAILED) {
-            let text = migration.error_desc.unwrap_or_else(|| "QEMU reports no reason".into());
-            return Err(Error::SourceFailed { socket: self.qemu.socket().into(), text });
+        match self.qemu.try_query(|qemu| qemu.migration())? {
+            Some(found) if found.status == Some(MigrationStatus::FAILED) => {
+                Err(self.failed(found.error_desc))
+            }
+            _ => Ok(()),
         }
-        Ok(())
     }
 }
 
