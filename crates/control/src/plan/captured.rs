@@ -101,15 +101,15 @@ pub(super) fn take(
 
 /// Returns true if the guest's memory can be sent all the same.
 fn is_sent_instead(error: &Error) -> bool {
-    match error {
-        // The latter is a device that cannot be saved.
+    // The last is a device that cannot be saved.
+    matches!(
+        error,
         Error::InPlace(
             in_place::Error::NotBased { .. }
-            | in_place::Error::OtherState { .. }
-            | in_place::Error::Qemu(qemu::Error::Qmp(qmp::Error::Refusal { .. })),
-        ) => true,
-        _ => false,
-    }
+                | in_place::Error::OtherState { .. }
+                | in_place::Error::Qemu(qemu::Error::Qmp(qmp::Error::Refusal { .. })),
+        )
+    )
 }
 
 /// Opens the destination, and closes it again: a guest whose disks are kept has other disks once it was taken.

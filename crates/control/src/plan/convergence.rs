@@ -75,7 +75,19 @@ impl Convergence {
 
     /// Progress from a reply to `query-migrate`.
     pub(super) fn progress(&self, migration: &MigrationInfo) -> Progress {
-        Progress { downtime_limit: Some(self.downtime_limit), ..progress(migration) }
+        let downtime_limit = Some(self.downtime_limit);
+        let Some(ram) = &migration.ram else { return Progress { downtime_limit, ..Progress::default() } };
+        Progress {
+            pass: Some(ram.dirty_sync_count),
+            rate: Some((ram.mbps * MEGABIT_BYTES) as u64),
+            dirty_rate: Some(ram.dirty_pages_rate * ram.page_size),
+            remaining: Some(ram.remaining),
+            throttle_percent: migration.cpu_throttle_percentage,
+            expected_downtime: milliseconds(migration.expected_downtime),
+            moved: moved(migration),
+            downtime_limit,
+            ..Progress::default()
+        }
     }
 
     /// Evaluates a reply to `query-migrate`. Returns the reason for which the guest is to be throttled from now on, if it is.
@@ -114,20 +126,6 @@ impl Convergence {
             }
             Throttle::On { .. } => Err(Error::CannotConverge { why, throttle: Some(now) }),
         }
-    }
-}
-
-fn progress(migration: &MigrationInfo) -> Progress {
-    let Some(ram) = &migration.ram else { return Progress::default() };
-    Progress {
-        pass: Some(ram.dirty_sync_count),
-        rate: Some((ram.mbps * MEGABIT_BYTES) as u64),
-        dirty_rate: Some(ram.dirty_pages_rate * ram.page_size),
-        remaining: Some(ram.remaining),
-        throttle_percent: migration.cpu_throttle_percentage,
-        expected_downtime: milliseconds(migration.expected_downtime),
-        moved: moved(migration),
-        ..Progress::default()
     }
 }
 

@@ -150,7 +150,8 @@ pub fn inspect_stream(
     };
     let lanes = validate_stream(source, options).map_err(Failure::untouched)?;
     let context = Context::new(options, lanes, cancel, observer);
-    let switchover = SharedSwitchover::new(SourceKind::Stream, DestinationKind::Stored, options);
+    let switchover =
+        SharedSwitchover::new(SourceKind::Stream, DestinationKind::Stored, MemorySharing::Copied, options);
     observer.phase(CopyPhase::Connect);
     let mut incoming = IncomingStream::default();
     incoming.connected(
@@ -182,9 +183,8 @@ pub(super) fn transfer_to(
     to: &mut dyn DestinationEndpoint,
     context: &Context<'_>,
 ) -> Result<CopyReport, Failure> {
-    let kinds = (source.kind(), to.kind());
     let memory = to.qemu().map_or(MemorySharing::Copied, |to| to.memory());
-    let switchover = SharedSwitchover::with_memory(kinds.0, kinds.1, memory, context.options);
+    let switchover = SharedSwitchover::new(source.kind(), to.kind(), memory, context.options);
     let run = TransferContext { switchover: &switchover, context };
     let moved = source.start(to, run).and_then(|()| {
         record(source, to, &switchover, context)?;

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use towline_channel::{Address, Cancel, Channel, ConnectOptions, Listener, connect_with, pair};
+use towline_channel::{Address, Channel, ConnectOptions, Listener, connect_with, pair};
 use towline_migration::incoming::{self, Connections, IncomingStage, Publication};
 use towline_migration::{Guest, Incoming, Outgoing, Session, Sink, Snapshot, Statistics, outgoing};
 use towline_protocol::destination::SharedMemory;
@@ -20,34 +20,6 @@ use super::shared_switchover::{SharedSwitchover, TransferContext};
 
 /// Interval at which the watcher polls.
 const WATCH_INTERVAL: Duration = Duration::from_millis(50);
-
-/// Runs `work` and calls `poll` at intervals until it is done. A cancellation or an error of `poll` fails the
-/// session, which ends `work`.
-fn supervise<T: Send>(
-    session: &Session,
-    switchover: &SharedSwitchover,
-    cancel: &Cancel,
-    poll: &mut dyn FnMut() -> Result<(), towline_migration::Error>,
-    work: impl FnOnce() -> T + Send,
-) -> T {
-    let mut cancel_handled = false;
-    watch(work, |done| {
-        thread::park_timeout(WATCH_INTERVAL);
-        if done.load(Ordering::Acquire) {
-            return;
-        }
-        if cancel.is_cancelled() && !cancel_handled {
-            cancel_handled = true;
-            // Not if the guest may already run at its destination.
-            if switchover.cancel() {
-                session.fail(towline_migration::Error::Cancelled);
-            }
-        }
-        if let Err(error) = poll() {
-            session.fail(error);
-        }
-    })
-}
 
 /// Runs `work` in another thread. Until it is done this one looks again and again, and parks, from which it is woken.
 pub(super) fn watch<T: Send>(work: impl FnOnce() -> T + Send, mut look: impl FnMut(&AtomicBool)) -> T {
@@ -68,7 +40,8 @@ pub(super) fn watch<T: Send>(work: impl FnOnce() -> T + Send, mut look: impl FnM
     })
 }
 
-/// Runs the engine under supervision.
+/// Runs the engine and calls `poll` at intervals until it is done. A cancellation or an error of `poll` fails the session, which ends the
+/// engine.
 pub(super) fn run_supervised<T: Send>(
     context: &Context<'_>,
     session: &Session,
@@ -77,8 +50,23 @@ pub(super) fn run_supervised<T: Send>(
     work: impl FnOnce() -> Result<T, towline_migration::Error> + Send,
 ) -> Result<T, Error> {
     session.set_tuning(&context.options.tuning);
-    let mut poll = || poll().map_err(towline_migration::Error::guest);
-    let result = supervise(session, switchover, context.cancel, &mut poll, work);
+    let mut cancel_handled = false;
+    let result = watch(work, |done| {
+        thread::park_timeout(WATCH_INTERVAL);
+        if done.load(Ordering::Acquire) {
+            return;
+        }
+        if context.cancel.is_cancelled() && !cancel_handled {
+            cancel_handled = true;
+            // Not if the guest may already run at its destination.
+            if switchover.cancel() {
+                session.fail(towline_migration::Error::Cancelled);
+            }
+        }
+        if let Err(error) = poll() {
+            session.fail(towline_migration::Error::guest(error));
+        }
+    });
     result.map_err(|error| match error {
         towline_migration::Error::Cancelled => Error::Cancelled,
         towline_migration::Error::Guest(error) => match error.downcast::<Error>() {

@@ -114,7 +114,7 @@ impl PeerSession {
 
     /// Receives a message from the source's towline.
     pub(super) fn receive_outcome(&mut self) -> PeerReply {
-        self.receive(FromSource::decode, |frame| match frame {
+        self.receive(RECEIVE_TIME, FromSource::decode, |frame| match frame {
             FromSource::Alive => None,
             FromSource::Completed(run) => Some(PeerMessage::Completed(run)),
             // What precedes the outcome carries none, and no towline sends it a second time.
@@ -124,17 +124,19 @@ impl PeerSession {
 
     /// Receives a frame that precedes the outcome from the source's towline.
     pub(super) fn receive_from_source(&mut self) -> PeerReply<FromSource> {
-        self.receive(FromSource::decode, |frame| Some(frame).filter(|frame| *frame != FromSource::Alive))
+        self.receive(RECEIVE_TIME, FromSource::decode, |frame| {
+            Some(frame).filter(|frame| *frame != FromSource::Alive)
+        })
     }
 
     /// Receives a frame that precedes the report from the destination's towline.
     pub(super) fn receive_from_destination(&mut self) -> PeerReply<FromDestination> {
-        self.receive(ReturnPathMessage::decode, |message| without_heartbeat(&message))
+        self.receive(RECEIVE_TIME, ReturnPathMessage::decode, |message| without_heartbeat(&message))
     }
 
     /// As [`Self::receive_from_destination`], without waiting.
     pub(super) fn glance_at_destination(&mut self) -> PeerReply<FromDestination> {
-        self.receive_within(GLANCE_TIME, ReturnPathMessage::decode, |message| without_heartbeat(&message))
+        self.receive(GLANCE_TIME, ReturnPathMessage::decode, |message| without_heartbeat(&message))
     }
 
     /// The error of a frame that was not to be sent now.
@@ -147,8 +149,8 @@ impl PeerSession {
     /// Receives a message from the destination's towline. Other frames, which a relay forwards, are skipped.
     pub(super) fn receive_report(&mut self) -> PeerReply {
         let mut not_run = None;
-        let report =
-            self.receive(ReturnPathMessage::decode, |message| match FromDestination::of(&message)? {
+        let report = self.receive(RECEIVE_TIME, ReturnPathMessage::decode, |message| {
+            match FromDestination::of(&message)? {
                 FromDestination::Alive
                 | FromDestination::Base(_)
                 | FromDestination::Listens(_)
@@ -158,20 +160,13 @@ impl PeerSession {
                     not_run = Some(reason);
                     Some(PeerMessage::NotRun)
                 }
-            });
+            }
+        });
         self.not_run = not_run;
         report
     }
 
     fn receive<F, T>(
-        &mut self,
-        decode: impl Fn(&mut Reader<'_>) -> towline_protocol::Result<Option<F>>,
-        message: impl FnMut(F) -> Option<T>,
-    ) -> PeerReply<T> {
-        self.receive_within(RECEIVE_TIME, decode, message)
-    }
-
-    fn receive_within<F, T>(
         &mut self,
         time: Duration,
         decode: impl Fn(&mut Reader<'_>) -> towline_protocol::Result<Option<F>>,

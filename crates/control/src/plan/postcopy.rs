@@ -107,7 +107,7 @@ fn restore_stored(
         options,
         context,
         target,
-        switchover: SharedSwitchover::with_memory(SourceKind::Stored, kind, memory, context.options),
+        switchover: SharedSwitchover::new(SourceKind::Stored, kind, memory, context.options),
         guest: if is_live { GuestRunState::Running } else { GuestRunState::Stopped },
         report,
         running: None,

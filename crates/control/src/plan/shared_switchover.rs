@@ -45,23 +45,14 @@ pub(super) struct TransferContext<'a> {
 }
 
 impl SharedSwitchover {
-    /// The switchover of a command between these kinds of ends.
+    /// The switchover of a command between these kinds of ends, with this memory.
     pub(super) fn new(
-        source: SourceKind,
-        destination: DestinationKind,
-        options: &request::CopyRequest,
-    ) -> Arc<Self> {
-        Self::with_memory(source, destination, MemorySharing::Copied, options)
-    }
-
-    /// As [`Self::new`], between ends with this memory.
-    pub(super) fn with_memory(
         source: SourceKind,
         destination: DestinationKind,
         memory: MemorySharing,
         options: &request::CopyRequest,
     ) -> Arc<Self> {
-        let after = match (options.ends_source(), options.resumes() && !options.is_snapshot()) {
+        let after = match (options.ends_source(), options.resumes()) {
             (true, _) => SourceAction::Quit,
             (false, true) => SourceAction::Resume,
             (false, false) => SourceAction::KeepPaused,
@@ -87,7 +78,7 @@ impl SharedSwitchover {
     ) -> Arc<Self> {
         let (id, plan) = (file.record().id.to_move_id(), file.record().guest_plan);
         let memory = MemorySharing::ConnectedPostcopy;
-        let going_on = Self::with_memory(SourceKind::Qemu, DestinationKind::Towline, memory, options);
+        let going_on = Self::new(SourceKind::Qemu, DestinationKind::Towline, memory, options);
         let run = if plan.run { RunRequest::Run } else { RunRequest::Pause };
         let request = SwitchoverRequest { run, ..going_on.state().request() };
         let guest = if plan.live { GuestRunState::Running } else { GuestRunState::Stopped };
@@ -204,8 +195,12 @@ impl SharedSwitchover {
 
     /// Reports a failure; returns the next directive. The engine may have reported it before.
     pub(super) fn failed(&self, error: &Error) -> Directive {
-        let refused = matches!(error, Error::Migration(error) if is_refusal(error));
-        *self.failed.get_or_init(|| self.handle(failure(refused)))
+        self.failed_by(matches!(error, Error::Migration(error) if is_refusal(error)))
+    }
+
+    fn failed_by(&self, is_refused: bool) -> Directive {
+        let input = if is_refused { Input::DestinationRefused } else { Input::Failed };
+        *self.failed.get_or_init(|| self.handle(input))
     }
 
     /// A copy of the machine's state.
@@ -222,10 +217,6 @@ impl SharedSwitchover {
         // Every input leaves the machine consistent.
         lock(&self.machine)
     }
-}
-
-fn failure(refused: bool) -> Input {
-    if refused { Input::DestinationRefused } else { Input::Failed }
 }
 
 /// Returns true if the destination reported that it could not load the guest.
@@ -281,8 +272,7 @@ impl SwitchoverGate for SharedSwitchover {
     }
 
     fn must_acknowledge_after(&self, error: &EngineError) -> bool {
-        *self.failed.get_or_init(|| self.handle(failure(is_refusal(error))))
-            == Directive::AcknowledgeUnconfirmed
+        self.failed_by(is_refusal(error)) == Directive::AcknowledgeUnconfirmed
     }
 }
 
@@ -304,10 +294,14 @@ pub(super) mod tests {
     use super::super::request::{AfterCopy, CopyRequest, Task, TransferOptions};
     use super::*;
 
+    fn copied(from: SourceKind, to: DestinationKind, options: &CopyRequest) -> Arc<SharedSwitchover> {
+        SharedSwitchover::new(from, to, MemorySharing::Copied, options)
+    }
+
     fn switchover(destination: DestinationKind) -> (Arc<SharedSwitchover>, UnixChannel) {
         let transfer = TransferOptions::default();
         let options = CopyRequest::new(Task::Copy { transfer, after: AfterCopy::default(), base: None });
-        let switchover = SharedSwitchover::new(SourceKind::Qemu, destination, &options);
+        let switchover = copied(SourceKind::Qemu, destination, &options);
         let (here, there) = UnixChannel::pair().unwrap();
         switchover.connected(Arc::new(here));
         (switchover, there)
@@ -329,7 +323,7 @@ pub(super) mod tests {
             (Task::Snapshot { base: None }, RunRequest::AsItWas, SourceAction::KeepPaused),
         ] {
             let options = CopyRequest::new(task);
-            let switchover = SharedSwitchover::new(SourceKind::Qemu, DestinationKind::Qemu, &options);
+            let switchover = copied(SourceKind::Qemu, DestinationKind::Qemu, &options);
             let request = switchover.state().request();
             assert_eq!((request.run, request.after), (run, after), "{:?}", options.task);
         }
@@ -350,7 +344,7 @@ pub(super) mod tests {
     fn a_source_is_not_acknowledged_if_that_cannot_be_recorded() {
         for is_lost in [false, true] {
             let (place, options) = (TempDir::new().unwrap(), CopyRequest::default());
-            let switchover = SharedSwitchover::new(SourceKind::Stream, DestinationKind::Qemu, &options);
+            let switchover = copied(SourceKind::Stream, DestinationKind::Qemu, &options);
             let switchover = recording(switchover, &place);
             switchover.source_reports([3; 16]);
             assert_eq!(switchover.commit(None), Commit::Reversible);
@@ -394,7 +388,7 @@ pub(super) mod tests {
     fn a_source_whose_connection_is_gone_is_not_acknowledged() {
         for link in [LinkState::Closed, LinkState::Reset] {
             let options = CopyRequest::default();
-            let switchover = SharedSwitchover::new(SourceKind::Stream, DestinationKind::Qemu, &options);
+            let switchover = copied(SourceKind::Stream, DestinationKind::Qemu, &options);
             switchover.source_reports([3; 16]);
             assert_eq!(switchover.move_id(), [3; 16]);
             assert_eq!(switchover.commit(None), Commit::Reversible);

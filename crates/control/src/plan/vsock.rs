@@ -18,6 +18,7 @@ use serde_json::{Map, Value, json};
 use towline_channel::Cancel;
 use towline_compat::facts;
 use towline_qmp as qmp;
+use towline_qmp::commands::QomGet;
 
 use super::error::{BlockedBy, Error};
 use crate::journal::{JournalEntry, UndoRecord};
@@ -139,7 +140,7 @@ impl DetachedVsocks {
                 return Err(refused(text.into(), qemu));
             }
             let entry = qemu.record(&vsock.record());
-            match qemu.client().execute_raw("device_del", Some(one("id", &vsock.path))) {
+            match qemu.client().execute_raw("device_del", Some(id(&vsock.path))) {
                 Ok(_) => self.entries.extend(entry),
                 Err(qmp::Error::Refusal { desc, .. }) => {
                     entry.iter().for_each(JournalEntry::done);
@@ -248,13 +249,11 @@ impl std::fmt::Display for VsockDevice {
 }
 
 fn get(qemu: &mut Qemu, path: &str, property: &str) -> Result<Value, qmp::Error> {
-    let mut arguments = one("path", path);
-    arguments.insert("property".into(), property.into());
-    qemu.client().execute_raw("qom-get", Some(arguments))
+    qemu.client().execute(&QomGet { path: path.into(), property: property.into() })
 }
 
-fn one(key: &str, value: &str) -> Map<String, Value> {
-    Map::from_iter([(key.to_owned(), json!(value))])
+fn id(value: &str) -> Map<String, Value> {
+    Map::from_iter([("id".to_owned(), json!(value))])
 }
 
 #[cfg(test)]

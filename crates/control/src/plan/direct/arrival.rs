@@ -54,8 +54,8 @@ pub(super) fn copy(
         context.require_paths(&target.qemu).map_err(Failure::untouched)?;
     }
     let mut destination = QemuDestination::of(target);
-    let kinds = (SourceKind::Towline, DestinationKind::Qemu);
-    let switchover = SharedSwitchover::with_memory(kinds.0, kinds.1, how.memory(), context.options);
+    let (from, to) = (SourceKind::Towline, DestinationKind::Qemu);
+    let switchover = SharedSwitchover::new(from, to, how.memory(), context.options);
     let mut way = FromOtherHost::default();
     let received = receive(at, &mut way, &mut destination, how, &switchover, context);
     let received = received.map_err(|error| {

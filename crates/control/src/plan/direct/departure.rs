@@ -79,8 +79,7 @@ pub(super) fn copy(
         context.require_paths(&source.qemu).map_err(Failure::untouched)?;
     }
     let mut there = OtherHost::new(to, context);
-    let kinds = (SourceKind::Qemu, there.kind());
-    let switchover = SharedSwitchover::with_memory(kinds.0, kinds.1, how.memory(), context.options);
+    let switchover = SharedSwitchover::new(SourceKind::Qemu, there.kind(), how.memory(), context.options);
     let sent = send(&mut source, &mut there, to, how, &switchover, context);
     match &sent {
         Ok(_) => context.observer.phase(CopyPhase::Release),

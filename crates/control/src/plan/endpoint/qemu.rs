@@ -123,8 +123,8 @@ impl SourceEndpoint for QemuSource {
 
     fn transfer(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {
         let Self { qmp, incoming } = self;
-        let resumes = run.context.options.resumes() && !run.context.options.is_snapshot();
-        let publication = if resumes { to.defer_publication() } else { Publication::default() };
+        let publication =
+            if run.context.options.resumes() { to.defer_publication() } else { Publication::default() };
         let end: &dyn DestinationEndpoint = to;
         let poll = &mut || {
             let progress = qmp.poll(run.context)?;

@@ -39,8 +39,7 @@ pub(in super::super) trait SourceEndpoint {
     ) -> Result<GuestDescription<'_>, Failure>;
 
     /// Connects the destination and starts the migration.
-    fn start(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {
-        let _ = (to, run);
+    fn start(&mut self, _to: &mut dyn DestinationEndpoint, _run: TransferContext<'_>) -> Result<(), Error> {
         Ok(())
     }
 
@@ -61,15 +60,12 @@ pub(in super::super) trait SourceEndpoint {
     }
 
     /// Reports to the switchover that the stream is complete; returns its directive.
-    fn delivered(&self, to: &dyn DestinationEndpoint, switchover: &SharedSwitchover) -> Directive {
-        let _ = to;
+    fn delivered(&self, _to: &dyn DestinationEndpoint, switchover: &SharedSwitchover) -> Directive {
         switchover.handle(Input::Delivered)
     }
 
     /// Closes a failed stream, at both ends where the source is to see that.
-    fn disconnect(&mut self, to: &mut dyn DestinationEndpoint) {
-        let _ = to;
-    }
+    fn disconnect(&mut self, _to: &mut dyn DestinationEndpoint) {}
 
     /// Handle by which the switchover's directives are carried out.
     fn control(&mut self) -> SourceControl<'_> {
@@ -118,8 +114,7 @@ pub(in super::super) trait DestinationEndpoint {
     }
 
     /// Has the destination listen, and connects to it. `session` is that of the incoming migration.
-    fn connect(&mut self, session: &Arc<Session>, context: &Context<'_>) -> Result<(), Error> {
-        let _ = (session, context);
+    fn connect(&mut self, _session: &Arc<Session>, _context: &Context<'_>) -> Result<(), Error> {
         Ok(())
     }
 
@@ -140,15 +135,13 @@ pub(in super::super) trait DestinationEndpoint {
     }
 
     /// Progress of an upload that the source waits for.
-    fn upload_progress(&self, context: &Context<'_>) -> Option<Progress> {
-        let _ = context;
+    fn upload_progress(&self, _context: &Context<'_>) -> Option<Progress> {
         None
     }
 
     /// Reports to the switchover that a guest of this process, in this run state, has arrived; returns its
     /// directive.
-    fn delivered(&self, run_state: Option<&str>, switchover: &SharedSwitchover) -> Directive {
-        let _ = run_state;
+    fn delivered(&self, _run_state: Option<&str>, switchover: &SharedSwitchover) -> Directive {
         switchover.handle(Input::Delivered)
     }
 
@@ -185,8 +178,7 @@ pub(in super::super) trait DestinationEndpoint {
 
     /// Restores the settings of a destination whose guest is in its final state; publishes an image whose
     /// publication was deferred. Returns notices.
-    fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error> {
-        let _ = context;
+    fn finalize(&mut self, _context: &Context<'_>) -> Result<Vec<String>, Error> {
         Ok(Vec::new())
     }
 
@@ -194,8 +186,7 @@ pub(in super::super) trait DestinationEndpoint {
     fn stored_state(&self) -> DestinationState;
 
     /// Rolls back after a failure. Returns the error, or QEMU's own reason if that is better, and notices.
-    fn roll_back(&mut self, error: Error, context: &Context<'_>, undo: Rollback) -> (Error, Vec<String>) {
-        let _ = (context, undo);
+    fn roll_back(&mut self, error: Error, _context: &Context<'_>, _undo: Rollback) -> (Error, Vec<String>) {
         (error, Vec::new())
     }
 }

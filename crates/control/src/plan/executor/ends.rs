@@ -6,7 +6,7 @@ use std::time::Duration;
 use towline_migration::{probe_link, silence_max};
 
 use super::super::destination::StartFailure;
-use super::super::endpoint::{DestinationEndpoint, SourceControl};
+use super::super::endpoint::SourceControl;
 use super::super::error::Error;
 use super::super::peer::PeerReply;
 use super::super::progress::CopyPhase;
@@ -169,12 +169,10 @@ impl Executor<'_> {
                 // Of one host, both may be connected to one device process, which serves the old one until that ends.
                 let is_upgrade = self.context.options.is_upgrade();
                 let has_source_exited = self.switchover.state().has_source_exited();
-                match &self.source {
-                    SourceControl::Qemu(_) if is_upgrade && has_source_exited => self.take_over(),
-                    SourceControl::Qemu(source) if !is_upgrade => {
-                        self.not_attached = attach_vsocks(self.destination, source).err();
-                    }
-                    _ => {}
+                if !is_upgrade {
+                    self.attach_vsocks();
+                } else if has_source_exited {
+                    self.take_over();
                 }
                 Input::Done
             }
@@ -242,8 +240,13 @@ impl Executor<'_> {
         if let Some(to) = self.destination.qemu() {
             to.publish_sockets();
         }
-        if let SourceControl::Qemu(source) = &self.source {
-            self.not_attached = attach_vsocks(self.destination, source).err();
+        self.attach_vsocks();
+    }
+
+    /// Attaches devices that were detached at the source.
+    fn attach_vsocks(&mut self) {
+        if let (SourceControl::Qemu(source), Some(to)) = (&self.source, self.destination.qemu()) {
+            self.not_attached = source.vsocks.attach(&mut to.qmp.qemu).err();
         }
     }
 
@@ -263,9 +266,4 @@ impl Executor<'_> {
             }
         }
     }
-}
-
-/// Attaches devices that were detached at the source.
-fn attach_vsocks(destination: &mut dyn DestinationEndpoint, source: &QmpSource) -> Result<(), Error> {
-    destination.qemu().map_or(Ok(()), |to| source.vsocks.attach(&mut to.qmp.qemu))
 }

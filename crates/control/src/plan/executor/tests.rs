@@ -97,7 +97,7 @@ impl Case {
         let mut qemu = self.sent(context);
         self.script(source);
         let switchover =
-            SharedSwitchover::with_memory(SourceKind::Qemu, DestinationKind::Qemu, self.memory, &options);
+            SharedSwitchover::new(SourceKind::Qemu, DestinationKind::Qemu, self.memory, &options);
         let switchover = recording(switchover, &self.place);
         let guest = GuestRunState::Running;
         assert_eq!(switchover.handle(Input::CommitRequested(guest)), Directive::Proceed);

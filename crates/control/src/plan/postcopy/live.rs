@@ -47,8 +47,7 @@ pub(in super::super) fn migrate(
     let mut target = prepare(to, &mut source, context).map_err(Failure::untouched)?;
     context.report_repair(&target.qemu);
     let kinds = (SourceKind::Qemu, DestinationKind::Qemu);
-    let switchover =
-        SharedSwitchover::with_memory(kinds.0, kinds.1, MemorySharing::Postcopy, context.options);
+    let switchover = SharedSwitchover::new(kinds.0, kinds.1, MemorySharing::Postcopy, context.options);
     context.observer.phase(CopyPhase::Connect);
     // It stays paused until the source has switched to postcopy, or completes without it.
     let started = target.start_postcopy(
