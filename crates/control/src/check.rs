@@ -10,7 +10,7 @@
 
 mod sources;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use towline_compat::facts::{BlockFacts, ImageFacts, Section, Subject};
 use towline_compat::{Facts, Pair, Report, attribute as judged, evaluate};
@@ -19,7 +19,7 @@ use towline_qmp as qmp;
 
 use crate::qemu::Qemu;
 
-pub use sources::{Error, RecordedError};
+pub use sources::{Error, RecordedError, write_facts};
 
 /// Default number of lanes if both ends can be configured: enough to fill a fast link, few enough for a small
 /// host.
@@ -174,14 +174,6 @@ fn blocks(ram_blocks: &[towline_protocol::RamBlock]) -> Vec<BlockFacts> {
         max_bytes: block.length,
     };
     ram_blocks.iter().map(block).collect()
-}
-
-/// Writes facts to a file for [`CheckEnd::Facts`].
-///
-/// # Errors
-/// The file cannot be written, or exists.
-pub fn write_facts(path: &Path, facts: &Facts) -> std::io::Result<()> {
-    sources::write_file(path, facts)
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 
 use rustix::fs::OFlags;
 use serde_json::{Map, Value};
@@ -39,23 +39,17 @@ pub(super) fn of_command(command: &str) -> Result<Facts, RecordedError> {
     let mut child =
         Command::new("/bin/sh").args(["-c", command]).stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
     let read = child.stdout.take().map_or_else(|| Ok(Vec::new()), bounded);
-    let ended = end(&mut child, &read)?;
-    match read {
-        // It was ended because it printed too much.
-        Ok(bytes) if bytes.len() > limits::FACTS_BYTES_MAX => Ok(Facts::parse(&bytes)?),
-        Ok(_) if !ended.success() => Err(RecordedError::Command(ended)),
-        Ok(bytes) => Ok(Facts::parse(&bytes)?),
-        Err(error) => Err(error.into()),
-    }
-}
-
-/// A command that printed too much may never stop.
-fn end(child: &mut Child, read: &io::Result<Vec<u8>>) -> io::Result<std::process::ExitStatus> {
-    let too_much = read.as_ref().map_or(true, |bytes| bytes.len() > limits::FACTS_BYTES_MAX);
-    if too_much {
+    // A command that printed too much may never stop.
+    let is_ended_here = read.as_ref().map_or(true, |bytes| bytes.len() > limits::FACTS_BYTES_MAX);
+    if is_ended_here {
         child.kill()?;
     }
-    child.wait()
+    let ended = child.wait()?;
+    let bytes = read?;
+    if !is_ended_here && !ended.success() {
+        return Err(RecordedError::Command(ended));
+    }
+    Ok(Facts::parse(&bytes)?)
 }
 
 /// Reads one byte more than the limit, so an excess is noticed.
@@ -65,7 +59,11 @@ fn bounded(from: impl Read) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-pub(super) fn write_file(path: &Path, facts: &Facts) -> io::Result<()> {
+/// Writes facts to a file for [`CheckEnd::Facts`](super::CheckEnd::Facts).
+///
+/// # Errors
+/// The file cannot be written.
+pub fn write_facts(path: &Path, facts: &Facts) -> io::Result<()> {
     let mut file = File::create(path)?;
     file.write_all(&facts.to_json())?;
     file.sync_all()
@@ -196,7 +194,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("facts.json");
         let facts: Facts = Subject::Image(ImageFacts { machine: "m".into(), ..ImageFacts::default() }).into();
-        write_file(&path, &facts).unwrap();
+        write_facts(&path, &facts).unwrap();
         assert_eq!(of_file(&path).unwrap(), facts);
         assert_eq!(of_command(&format!("cat {}", path.display())).unwrap(), facts);
     }
