@@ -195,14 +195,7 @@ fn clones(
     let recipients: Vec<_> = destinations
         .iter()
         .zip(&reporters)
-        .map(|(destination, reporter)| CloneTarget {
-            destination,
-            observer: reporter,
-            started: None,
-            reflink: None,
-            links_down: &[],
-            is_own: false,
-        })
+        .map(|(destination, reporter)| CloneTarget { destination, observer: reporter, own: None })
         .collect();
     // The worst result.
     let exit = Mutex::new(Exit::Done);

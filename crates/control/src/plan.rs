@@ -57,6 +57,7 @@ pub use clones::{
 pub(crate) use clones::{copy_captured_to_all, store_captured};
 pub use command_line::CommandLineRecordError;
 pub(crate) use command_line::record_command_line;
+pub use context::OwnQemu;
 pub(crate) use context::listen_options;
 pub use copy::{copy, inspect_stream, wait_for_socket};
 pub use direct::go_on;

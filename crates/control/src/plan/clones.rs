@@ -22,7 +22,7 @@ use std::thread;
 use towline_channel::Cancel;
 use towline_image::{Image, StoredGuest};
 
-use super::context::Context;
+use super::context::{Context, OwnQemu};
 use super::copy::copy_stored;
 use super::endpoint;
 use super::ends::{Destination, Source};
@@ -31,8 +31,7 @@ use super::invalid::Invalid;
 use super::progress::{CopyPhase, CopyReport, Observer};
 use super::request::{AfterCopy, CopyRequest, Task, TransferOptions};
 use super::validate::validate;
-use crate::in_place::{CapturedGuest, UnusedReflink};
-use crate::qemu::StartedQemu;
+use crate::in_place::CapturedGuest;
 
 /// Maximum number of copies in progress. Each has about ten threads and a descriptor for each lane.
 pub const CLONES_AT_ONCE: usize = 32;
@@ -46,14 +45,8 @@ pub struct CloneTarget<'a> {
     pub destination: &'a Destination,
     /// Observer of this copy.
     pub observer: &'a dyn Observer,
-    /// The destination's QEMU, if this process has started it for this copy and is connected to its monitor.
-    pub started: Option<&'a StartedQemu>,
-    /// The reflink of the image that the destination's QEMU was given as its memory.
-    pub reflink: Option<&'a UnusedReflink>,
-    /// Networks of the destination whose link is down when the guest begins to run.
-    pub links_down: &'a [String],
-    /// True if this process may write into the memory of the destination's QEMU, and no sandbox forbids it.
-    pub is_own: bool,
+    /// The destination's QEMU, if this process has started it, so that it may write into its memory, and no sandbox forbids that.
+    pub own: Option<OwnQemu<'a>>,
 }
 
 /// Copies of one image to several destinations.
@@ -71,12 +64,6 @@ pub struct Clones<'a> {
     pub ended: &'a (dyn Fn(usize, &CopyResult) + Sync),
 }
 
-/// A copy that is possible.
-struct Planned<'a> {
-    target: CloneTarget<'a>,
-    lanes: usize,
-}
-
 /// Result of one copy.
 pub type CopyResult = Result<CopyReport, Failure>;
 
@@ -88,10 +75,10 @@ pub fn copy_to_all(source: &Source, clones: &Clones<'_>) -> Result<Vec<CopyResul
     if !source.is_image() {
         return Err(Failure::untouched(Invalid::SeveralDestinations));
     }
-    let planned = validate_all(source, clones).map_err(Failure::untouched)?;
+    let lanes = validate_all(source, clones).map_err(Failure::untouched)?;
     let image =
         endpoint::open(source, clones.options, clones.cancel, clones.observer).map_err(Failure::untouched)?;
-    Ok(copy_as_planned(image.as_ref(), &planned, clones))
+    Ok(copy_as_planned(image.as_ref(), &lanes, clones))
 }
 
 /// As [`copy_to_all`], of an open image: the guests are those of this file, even if another file has its name
@@ -101,9 +88,9 @@ pub fn copy_to_all(source: &Source, clones: &Clones<'_>) -> Result<Vec<CopyResul
 /// Nothing was touched: one of the copies is not possible.
 pub fn copy_image_to_all(image: &Image, clones: &Clones<'_>) -> Result<Vec<CopyResult>, Failure> {
     let source = Source::Image(image.path().to_owned());
-    let planned = validate_all(&source, clones).map_err(Failure::untouched)?;
+    let lanes = validate_all(&source, clones).map_err(Failure::untouched)?;
     endpoint::notice_missing_manifest(image, clones.observer);
-    Ok(copy_as_planned(image, &planned, clones))
+    Ok(copy_as_planned(image, &lanes, clones))
 }
 
 /// As [`copy_to_all`], of a guest that was taken while it ran on an image.
@@ -115,8 +102,8 @@ pub(crate) fn copy_captured_to_all(
     clones: &Clones<'_>,
 ) -> Result<Vec<CopyResult>, Failure> {
     let source = Source::Image(guest.base().map_or_else(PathBuf::new, |image| image.path().to_owned()));
-    let planned = validate_all(&source, clones).map_err(Failure::untouched)?;
-    Ok(copy_as_planned(guest, &planned, clones))
+    let lanes = validate_all(&source, clones).map_err(Failure::untouched)?;
+    Ok(copy_as_planned(guest, &lanes, clones))
 }
 
 struct Unobserved;
@@ -150,22 +137,22 @@ pub fn copy_stored_image_to_all(
     open: impl FnOnce() -> towline_image::store::Result<towline_image::store::StoredImage>,
     clones: &Clones<'_>,
 ) -> Result<Vec<CopyResult>, Failure> {
-    let planned = validate_all(&Source::Store(location.clone()), clones).map_err(Failure::untouched)?;
+    let lanes = validate_all(&Source::Store(location.clone()), clones).map_err(Failure::untouched)?;
     let image = open().map_err(|error| Failure::untouched(endpoint::store_failed(error)))?;
     let image = endpoint::prepared(image, clones.options, clones.observer);
-    Ok(copy_as_planned(&image, &planned, clones))
+    Ok(copy_as_planned(&image, &lanes, clones))
 }
 
-/// Copies to all targets at once.
+/// Copies to all targets at once, over these numbers of lanes.
 fn copy_as_planned(
     image: &(dyn StoredGuest + 'static),
-    planned: &[Planned<'_>],
+    lanes: &[usize],
     clones: &Clones<'_>,
 ) -> Vec<CopyResult> {
-    let monitors: Vec<_> = planned.iter().map(|copy| copy.target.destination.monitor()).collect();
+    let monitors: Vec<_> = clones.targets.iter().map(|target| target.destination.monitor()).collect();
     let found = conflicts::find(&monitors);
     found.notes.iter().for_each(|note| clones.observer.notice(note));
-    let outcomes: Vec<OnceLock<CopyResult>> = planned.iter().map(|_| OnceLock::new()).collect();
+    let outcomes: Vec<OnceLock<CopyResult>> = lanes.iter().map(|_| OnceLock::new()).collect();
     let end = |index: usize, outcome: CopyResult| {
         (clones.ended)(index, &outcome);
         outcomes[index].get_or_init(|| outcome);
@@ -173,14 +160,13 @@ fn copy_as_planned(
     for (index, error) in found.refused {
         end(index, Err(Failure::untouched(error)));
     }
-    let queue: Vec<_> = (0..planned.len()).filter(|&index| outcomes[index].get().is_none()).collect();
+    let queue: Vec<_> = (0..lanes.len()).filter(|&index| outcomes[index].get().is_none()).collect();
     let next = AtomicUsize::new(0);
     let worker = || {
         while let Some(&index) = queue.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let Planned { target, lanes } = &planned[index];
-            let mut context = Context::new(clones.options, *lanes, clones.cancel, target.observer);
-            (context.started, context.reflink) = (target.started, target.reflink);
-            (context.links_down, context.is_own) = (target.links_down, target.is_own);
+            let target = &clones.targets[index];
+            let mut context = Context::new(clones.options, lanes[index], clones.cancel, target.observer);
+            context.own = target.own;
             end(index, copy_one(image, target, &context));
         }
     };
@@ -203,8 +189,8 @@ fn copy_one(
     copy_stored(image, target.destination, context)
 }
 
-/// Refuses impossible copies before anything is touched: all of them, since they are one command.
-fn validate_all<'a>(source: &Source, clones: &Clones<'a>) -> Result<Vec<Planned<'a>>, Error> {
+/// Refuses impossible copies before anything is touched: all of them, since they are one command. Returns their numbers of lanes.
+fn validate_all(source: &Source, clones: &Clones<'_>) -> Result<Vec<usize>, Error> {
     let Clones { targets, options, .. } = clones;
     if targets.len() > CLONES_MAX {
         let found = targets.len();
@@ -215,8 +201,5 @@ fn validate_all<'a>(source: &Source, clones: &Clones<'a>) -> Result<Vec<Planned<
     if let Some(CloneTarget { destination, .. }) = again {
         return Err(Invalid::NamedTwice { destination: destination.to_string() }.into());
     }
-    let plan = |target: &CloneTarget<'a>| {
-        Ok(Planned { target: *target, lanes: validate(source, target.destination, options)? })
-    };
-    targets.iter().map(plan).collect()
+    targets.iter().map(|target| validate(source, target.destination, options)).collect()
 }

@@ -12,12 +12,23 @@ use towline_migration::{Compression, Relay, Session, Snapshot, Statistics, ZeroC
 use towline_qmp as qmp;
 use towline_qmp::commands::MigrationParameters;
 
-use super::error::Error;
+use super::error::{Error, check_cancelled};
 use super::error_origin;
 use super::progress::{ComparedDisks, CopyReport, DestinationState, Observer, Progress, SourceState};
 use super::request::{ConnectingEnd, CopyRequest, Tls};
 use crate::in_place::UnusedReflink;
 use crate::qemu::{Qemu, StartedQemu};
+
+/// A destination's QEMU that this process has started for a copy.
+#[derive(Clone, Copy)]
+pub struct OwnQemu<'a> {
+    /// The connection to its monitor.
+    pub started: Option<&'a StartedQemu>,
+    /// The reflink of the image that it was given as its memory.
+    pub reflink: Option<&'a UnusedReflink>,
+    /// Networks whose link is down when the guest begins to run.
+    pub links_down: &'a [String],
+}
 
 /// Context of one copy.
 pub(super) struct Context<'a> {
@@ -25,14 +36,8 @@ pub(super) struct Context<'a> {
     lanes: AtomicUsize,
     pub(super) cancel: &'a Cancel,
     pub(super) observer: &'a dyn Observer,
-    /// The destination's QEMU, if this process has started it.
-    pub(super) started: Option<&'a StartedQemu>,
-    /// The reflink of the image that the destination's QEMU maps, if it was given one.
-    pub(super) reflink: Option<&'a UnusedReflink>,
-    /// Networks of the destination whose link is down when the guest begins to run.
-    pub(super) links_down: &'a [String],
-    /// True if this process may write into the memory of the destination's QEMU.
-    pub(super) is_own: bool,
+    /// The destination's QEMU, if this process has started it and may write into its memory.
+    pub(super) own: Option<OwnQemu<'a>>,
     /// True if an image takes the chunks of its base into itself, and needs no base afterwards.
     pub(super) takes_base: bool,
     begun: Instant,
@@ -55,10 +60,7 @@ impl<'a> Context<'a> {
             lanes: AtomicUsize::new(lanes),
             cancel,
             observer,
-            started: None,
-            reflink: None,
-            links_down: &[],
-            is_own: false,
+            own: None,
             takes_base: false,
             begun: Instant::now(),
             uploaded: OnceLock::new(),
@@ -174,7 +176,7 @@ impl<'a> Context<'a> {
 
     /// Returns an error if the command was cancelled.
     pub(super) fn check_cancelled(&self) -> Result<(), Error> {
-        if self.cancel.is_cancelled() { Err(Error::Cancelled) } else { Ok(()) }
+        check_cancelled(self.cancel)
     }
 
     /// Reports the progress of the memory to the observer.

@@ -17,7 +17,7 @@ use super::direct;
 use super::endpoint::{self, DestinationEndpoint, DiscardSink, SourceEndpoint, StoredSource};
 use super::ends::{Destination, Source};
 use super::engine::IncomingStream;
-use super::error::{Error, Failure};
+use super::error::{Error, Failure, check_cancelled};
 use super::executor::Executor;
 use super::invalid::Invalid;
 use super::outcomes::GuestAfterFailure;
@@ -101,9 +101,7 @@ pub fn wait_for_socket(
     ));
     let deadline = Instant::now() + timeout;
     while !socket.exists() && Instant::now() < deadline {
-        if cancel.is_cancelled() {
-            return Err(Error::Cancelled);
-        }
+        check_cancelled(cancel)?;
         thread::park_timeout(SOCKET_INTERVAL);
     }
     Ok(())

@@ -25,7 +25,7 @@ use super::error::Error;
 use super::error_origin;
 use super::preflight::uuid_bytes;
 use super::private_dir::{PrivateDir, QemuLink};
-use crate::qemu::{AppliedSettings, IncomingState, MigrationSettings, Qemu, QemuState, StartedQemu};
+use crate::qemu::{AppliedSettings, IncomingState, MigrationSettings, Qemu, QemuState};
 use crate::switchover::{DestinationStatus, FinalRunState, StartResult};
 pub(super) use postcopy::BREAK_AFTER;
 
@@ -103,7 +103,7 @@ impl QmpDestination {
     /// Connects, or takes the connection to a QEMU of this process, and checks that it waits for
     /// `migrate-incoming`.
     pub(super) fn prepare(path: &Path, context: &Context<'_>) -> Result<Self, Error> {
-        let mut prepared = Self::of(match context.started.and_then(StartedQemu::take) {
+        let mut prepared = Self::of(match context.own.and_then(|own| own.started?.take()) {
             Some(started) => started?,
             None => Qemu::connect(path, &context.monitor())?,
         })?;

@@ -21,7 +21,7 @@ use towline_qmp as qmp;
 use towline_qmp::commands::{MigrationInfo, MigrationStatus};
 
 use super::context::Context;
-use super::error::Error;
+use super::error::{Error, check_cancelled};
 use super::forward::{FarEnds, Forwarder};
 use super::private_dir::PrivateDir;
 use super::progress::{CopyPhase, DiskProgress, Progress};
@@ -166,9 +166,7 @@ impl DiskMirrors {
             let complete = self.mirrors.iter().map(|mirror| is_complete(mirror, &jobs));
             let complete: Vec<bool> = complete.collect::<Result<_, _>>()?;
             let Some(pending) = complete.iter().position(|complete| !complete) else { break };
-            if cancel.is_cancelled() {
-                return Err(Error::Cancelled);
-            }
+            check_cancelled(cancel)?;
             if begun.elapsed() >= FLUSH_TIMEOUT {
                 let text = format!("the last writes are not on its disk after {} s", FLUSH_TIMEOUT.as_secs());
                 return Err(self.mirrors[pending].failed(text).into());

@@ -59,7 +59,7 @@ pub(super) fn destination(
             Box::new(stream.named(context.options.peer_name.as_deref()))
         }
         Destination::Image(path) => {
-            Box::new(image::ImageDestination::new(path, description.origin, context)?)
+            Box::new(image::ImageDestination(context.image_writer(path, description.origin)?))
         }
         #[cfg(feature = "store")]
         Destination::Store(location) => {
@@ -67,7 +67,7 @@ pub(super) fn destination(
         }
         #[cfg(not(feature = "store"))]
         Destination::Store(location) => return Err(without_stores(location)),
-        Destination::Process(process) => Box::new(process::LocalDestination::new(process.as_ref())?),
+        Destination::Process(process) => Box::new(process::LocalDestination(process.create()?)),
         Destination::Null => Box::new(process::NullDestination::default()),
     })
 }

@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use towline_channel::Cancel;
 use towline_qmp as qmp;
 use towline_qmp::commands::RunState;
 
@@ -267,6 +268,11 @@ impl From<qmp::Error> for Error {
     fn from(error: qmp::Error) -> Self {
         qemu::Error::from(error).into()
     }
+}
+
+/// Returns an error if the command was cancelled.
+pub(super) fn check_cancelled(cancel: &Cancel) -> Result<(), Error> {
+    if cancel.is_cancelled() { Err(Error::Cancelled) } else { Ok(()) }
 }
 
 /// A copy that failed.

@@ -6,7 +6,7 @@ use towline_channel::Cancel;
 use towline_migration::silence_max;
 
 use super::context::Context;
-use super::error::Error;
+use super::error::{Error, check_cancelled};
 use super::peer::{PeerReply, PeerSession};
 
 /// Time in which the other towline has a QEMU listen, and records that it awaits the guest.
@@ -32,9 +32,7 @@ pub(super) fn await_frame_unless<T>(
 ) -> Result<T, Error> {
     let begun = Instant::now();
     loop {
-        if cancel.is_cancelled() {
-            return Err(Error::Cancelled);
-        }
+        check_cancelled(cancel)?;
         if let Some(frame) = received(peer, context, &receive)? {
             return Ok(frame);
         }

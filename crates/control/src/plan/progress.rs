@@ -9,7 +9,7 @@ use towline_image::{Increment, Uploaded};
 use towline_migration::postcopy::FaultCounts;
 use towline_migration::{Compression, LaneSends, Snapshot, ZeroCopySend};
 
-use crate::switchover::{AtSource, FinalRunState};
+use crate::switchover::AtSource;
 
 /// Phase of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
@@ -274,15 +274,6 @@ pub enum DestinationState {
     /// It was counted and discarded.
     #[serde(rename = "discarded")]
     Dropped,
-}
-
-impl From<FinalRunState> for DestinationState {
-    fn from(state: FinalRunState) -> Self {
-        match state {
-            FinalRunState::Running => Self::Running,
-            FinalRunState::Paused => Self::Paused,
-        }
-    }
 }
 
 /// Statistics of a postcopy.

@@ -20,7 +20,7 @@ use towline_compat::facts;
 use towline_qmp as qmp;
 use towline_qmp::commands::QomGet;
 
-use super::error::{BlockedBy, Error};
+use super::error::{BlockedBy, Error, check_cancelled};
 use crate::journal::{JournalEntry, UndoRecord};
 use crate::qemu::{DEVICE_CONTAINERS, Qemu, QomChild, if_known, qom_children};
 
@@ -152,9 +152,7 @@ impl DetachedVsocks {
             self.unplugged += 1;
             let deadline = Instant::now() + UNPLUG_TIMEOUT;
             while vsock.is_there(qemu)? {
-                if cancel.is_cancelled() {
-                    return Err(Error::Cancelled);
-                }
+                check_cancelled(cancel)?;
                 if Instant::now() >= deadline {
                     let text = format!(
                         "its kernel has not released it within {} s, and may still do so",

@@ -16,7 +16,8 @@ use super::guests::{GuestStart, MemoryOrigin};
 use super::image::{ImageChange, RunImage};
 use super::options::Error;
 use crate::plan::{
-    CloneTarget, Clones, CopyPhase, CopyRequest, CopyResult, Destination, Failure, Observer, Progress,
+    CloneTarget, Clones, CopyPhase, CopyRequest, CopyResult, Destination, Failure, Observer, OwnQemu,
+    Progress,
 };
 use crate::qemu::StartedQemu;
 
@@ -138,10 +139,11 @@ impl GuestRestore<'_> {
         CloneTarget {
             destination: &self.destination,
             observer: self,
-            started: self.guest.monitor.as_ref(),
-            reflink: self.guest.start.reflink.as_ref(),
-            links_down: &self.guest.start.links_down,
-            is_own: true,
+            own: Some(OwnQemu {
+                started: self.guest.monitor.as_ref(),
+                reflink: self.guest.start.reflink.as_ref(),
+                links_down: &self.guest.start.links_down,
+            }),
         }
     }
 }

@@ -21,7 +21,7 @@ use towline_channel::{
 };
 
 use super::super::context::Context;
-use super::super::error::Error;
+use super::super::error::{Error, check_cancelled};
 use super::super::private_dir::PrivateDir;
 use super::super::progress::{ComparedDisks, CopyPhase, DiskProgress, Progress};
 use super::connection::{Purpose, connected};
@@ -226,9 +226,7 @@ impl ComparedDisk {
                 awaited.push_back(part);
             }
             let Some(part) = awaited.pop_front() else { return Ok(differing) };
-            if cancel.is_cancelled() {
-                return Err(Error::Cancelled);
-            }
+            check_cancelled(cancel)?;
             progress(part.end - part.start);
             if self.differs(&part).map_err(|error| not_compared(&self.drive, error))? {
                 differing.push(part);

@@ -16,7 +16,7 @@ use super::super::error::Error;
 use super::super::preflight;
 use super::super::progress::CopyPhase;
 use super::super::shared_switchover::TransferContext;
-use crate::in_place::{self, IfUnmapped, MappedImage, Presence, UnusedReflink, Verify};
+use crate::in_place::{self, IfUnmapped, MappedImage, Presence, Verify};
 use crate::qemu::Process;
 use crate::switchover::MemorySharing;
 use crate::temporary_names;
@@ -74,27 +74,20 @@ pub(in super::super) struct QemuDestination {
 }
 
 /// A relay to a QEMU, which may have a part of the guest's memory.
-pub(super) enum RelaySink {
-    /// It is sent everything.
-    Whole(Box<Relay>),
-    /// Pages of memory that it has are dropped.
-    Present(SinkWithPresentBlocks<Box<Relay>>),
+pub(super) struct RelaySink {
+    pub(super) main_channel: Arc<dyn Channel>,
+    pub(super) sink: Box<dyn Sink>,
 }
 
 impl RelaySink {
-    pub(super) fn sink(&self) -> &dyn Sink {
-        match self {
-            Self::Whole(relay) => relay.as_ref(),
-            Self::Present(sink) => sink,
-        }
+    /// A relay that sends everything.
+    pub(super) fn whole(relay: Box<Relay>) -> Self {
+        Self { main_channel: relay.main_channel(), sink: relay }
     }
 
-    /// The relay's main channel.
-    pub(super) fn main_channel(&self) -> Arc<dyn Channel> {
-        match self {
-            Self::Whole(relay) => relay.main_channel(),
-            Self::Present(sink) => sink.inner().main_channel(),
-        }
+    /// A relay that drops pages of memory that the QEMU has.
+    pub(super) fn present(sink: SinkWithPresentBlocks<Box<Relay>>) -> Self {
+        Self { main_channel: sink.inner().main_channel(), sink: Box::new(sink) }
     }
 }
 
@@ -154,7 +147,7 @@ impl QemuDestination {
         let if_unmapped =
             if context.options.requires_mapped_memory { IfUnmapped::Refuse } else { IfUnmapped::Send };
         let notice = |text: &str| context.observer.notice(text);
-        let reflink = context.reflink.and_then(UnusedReflink::take);
+        let reflink = context.own.and_then(|own| own.reflink?.take());
         let mapped = MappedImage { image, reflink, verify, if_unmapped };
         let presence = in_place::find_mapped_memory(&mut self.qmp.qemu, mapped, context.cancel, &notice)?;
         context.check_cancelled()?;

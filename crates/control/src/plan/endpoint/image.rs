@@ -99,14 +99,7 @@ pub(in super::super) fn explain_truncation(image: &dyn StoredGuest, failure: Fai
 }
 
 /// An image to be written.
-pub(in super::super) struct ImageDestination(ImageWriter);
-
-impl ImageDestination {
-    /// Starts to write the image `path`.
-    pub(in super::super) fn new(path: &Path, origin: Origin, context: &Context<'_>) -> Result<Self, Error> {
-        Ok(Self(context.image_writer(path, origin)?))
-    }
-}
+pub(super) struct ImageDestination(pub(super) ImageWriter);
 
 impl DestinationEndpoint for ImageDestination {
     fn sink(&self) -> &dyn Sink {

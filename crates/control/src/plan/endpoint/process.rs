@@ -9,7 +9,7 @@ use towline_protocol::device_state::DeviceState;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::super::context::Context;
-use super::super::ends::{ProcessDestination, ProcessGuest, ProcessSource};
+use super::super::ends::{ProcessGuest, ProcessSource};
 use super::super::error::{Error, Failure};
 use super::super::preflight::FactsExtent;
 use super::super::progress::DestinationState;
@@ -64,14 +64,7 @@ impl SourceEndpoint for LocalSource {
 }
 
 /// A sink of this process.
-pub(in super::super) struct LocalDestination(Arc<dyn Sink>);
-
-impl LocalDestination {
-    /// Creates the sink.
-    pub(in super::super) fn new(destination: &dyn ProcessDestination) -> Result<Self, Error> {
-        Ok(Self(destination.create()?))
-    }
-}
+pub(super) struct LocalDestination(pub(super) Arc<dyn Sink>);
 
 impl DestinationEndpoint for LocalDestination {
     fn sink(&self) -> &dyn Sink {

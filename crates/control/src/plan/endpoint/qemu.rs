@@ -193,14 +193,14 @@ impl DestinationEndpoint for QemuDestination {
         let relay = Box::new(context.relay(session, connections)?.arriving_paused());
         let presence = self.presence.as_ref().filter(|presence| !presence.is_empty() || !old.is_empty());
         self.relay = Some(match presence {
-            Some(presence) => RelaySink::Present(presence.sink(relay).over_old(OldMemory::blocks(&old))),
-            None => RelaySink::Whole(relay),
+            Some(presence) => RelaySink::present(presence.sink(relay).over_old(OldMemory::blocks(&old))),
+            None => RelaySink::whole(relay),
         });
         Ok(())
     }
 
     fn sink(&self) -> &dyn Sink {
-        self.relay.as_ref().expect("connected by `connect`").sink()
+        &*self.relay.as_ref().expect("connected by `connect`").sink
     }
 
     fn receive_guest(&mut self, local: &LocalGuest<'_>, run: TransferContext<'_>) -> Result<Snapshot, Error> {
@@ -228,7 +228,8 @@ impl DestinationEndpoint for QemuDestination {
         let moved = match (&presence, file) {
             (Some(presence), _) => {
                 let guest = presence.guest(local.guest)?;
-                let is_written = context.is_own && presence.write_difference(&self.qmp.qemu, local.guest);
+                let is_written =
+                    context.own.is_some() && presence.write_difference(&self.qmp.qemu, local.guest);
                 self.stream(&if is_written { guest.with_difference() } else { guest }, lanes, run)?
             }
             (None, Some(file)) => self.load(file, context)?,
@@ -267,7 +268,7 @@ impl DestinationEndpoint for QemuDestination {
 
     fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error> {
         self.qmp.wait_loaded()?;
-        for name in context.links_down {
+        for name in context.own.iter().flat_map(|own| own.links_down) {
             let down = SetLink { name: name.clone(), up: false };
             self.qmp.qemu.client().execute(&down)?;
         }

@@ -188,14 +188,14 @@ impl DestinationEndpoint for StreamDestination {
         let relay = context.relay(session, context.connect(&self.address, self.uuid)?)?;
         let base = self.base.as_ref().map(|image| in_place::as_base(image, BasePresence::IfReported));
         self.relay = Some(match base {
-            Some(Ok(base)) => RelaySink::Present(SinkWithPresentBlocks::new(relay, NO_NAMES).based_on(base)),
-            Some(Err(_)) | None => RelaySink::Whole(relay),
+            Some(Ok(base)) => RelaySink::present(SinkWithPresentBlocks::new(relay, NO_NAMES).based_on(base)),
+            Some(Err(_)) | None => RelaySink::whole(relay),
         });
         Ok(())
     }
 
     fn sink(&self) -> &dyn Sink {
-        self.relay.as_ref().expect("connected by `connect`").sink()
+        &*self.relay.as_ref().expect("connected by `connect`").sink
     }
 
     fn receive_guest(&mut self, local: &LocalGuest<'_>, run: TransferContext<'_>) -> Result<Snapshot, Error> {
@@ -214,7 +214,7 @@ impl DestinationEndpoint for StreamDestination {
 
     fn channel(&self) -> Option<Arc<dyn Channel>> {
         match (&self.relay, &self.sent) {
-            (Some(relay), _) => Some(relay.main_channel()),
+            (Some(relay), _) => Some(Arc::clone(&relay.main_channel)),
             (None, Some(connections)) => Some(Arc::clone(&connections.main)),
             (None, None) => None,
         }
