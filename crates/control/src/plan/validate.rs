@@ -29,13 +29,8 @@ pub(super) fn validate(
     check_tls(source, destination, options)?;
     check_zero_copy_send(source, destination, options, lanes)?;
     check_return_path(source, destination, options)?;
-    check_throttle(source, options)?;
-    check_end(source, destination, options)?;
-    check_vsock(source, destination, options)?;
-    check_base(destination, options)?;
-    check_snapshot(source, destination, options)?;
+    check_ends(source, destination, options)?;
     check_pair(source, destination, options)?;
-    check_one_guest(source, destination, options)?;
     Ok(lanes)
 }
 
@@ -113,61 +108,36 @@ pub(crate) fn is_same_file(a: &Path, b: &Path) -> bool {
     identity(a).is_some_and(|found| identity(b) == Some(found))
 }
 
-/// Prevents a copy that could end with two running guests.
-fn check_one_guest(source: &Source, destination: &Destination, options: &CopyRequest) -> Result<(), Invalid> {
-    match (source, destination) {
+/// Refuses ends that the task does not have.
+fn check_ends(source: &Source, destination: &Destination, options: &CopyRequest) -> Result<(), Invalid> {
+    let is_throttled = options.transfer_options().throttling != Throttling::Unchanged;
+    let (is_ended, from_qemu) = (options.ends_source(), source.monitor().is_some());
+    let reason = match (source, destination) {
+        (Source::Stream(_) | Source::Image(_) | Source::Store(_), _) if is_throttled => {
+            InvalidEnds::ThrottledWithoutQemu
+        }
+        // A source is ended only if its guest continues elsewhere, or is stored.
+        _ if is_ended && !from_qemu => InvalidEnds::EndedWithoutQemu,
+        (_, Destination::Process(process)) if is_ended => {
+            InvalidEnds::EndedToProcess { destination: process.to_string() }
+        }
+        (_, Destination::Null) if is_ended => InvalidEnds::EndedToNull,
+        // A detached device must be attached somewhere.
+        _ if options.detaches_vsock() && !(from_qemu && destination.monitor().is_some()) => {
+            InvalidEnds::DetachedWithoutQemu
+        }
+        (_, to) if options.base().is_some() && !matches!(to, Destination::Image(_)) => {
+            InvalidEnds::BaseWithoutImage
+        }
+        // QEMU's background-snapshot goes from a QEMU to an image.
+        _ if options.is_snapshot() && !(from_qemu && destination.is_image()) => InvalidEnds::Snapshot,
+        // It could end with two running guests.
         (Source::Qmp(_), Destination::Stream(address)) if options.resumes() => {
-            Err(InvalidEnds::ResumedTo { address: address.clone() }.into())
+            InvalidEnds::ResumedTo { address: address.clone() }
         }
-        _ => Ok(()),
-    }
-}
-
-fn check_throttle(source: &Source, options: &CopyRequest) -> Result<(), Invalid> {
-    match source {
-        Source::Qmp(_) | Source::Process(_) => Ok(()),
-        _ if options.transfer_options().throttling != Throttling::Unchanged => {
-            Err(InvalidEnds::ThrottledWithoutQemu.into())
-        }
-        _ => Ok(()),
-    }
-}
-
-/// A source is ended only if its guest continues elsewhere, or is stored.
-fn check_end(source: &Source, destination: &Destination, options: &CopyRequest) -> Result<(), Invalid> {
-    match (source, destination) {
-        _ if !options.ends_source() => Ok(()),
-        (source, _) if source.monitor().is_none() => Err(InvalidEnds::EndedWithoutQemu.into()),
-        (_, Destination::Process(process)) => {
-            Err(InvalidEnds::EndedToProcess { destination: process.to_string() }.into())
-        }
-        (_, Destination::Null) => Err(InvalidEnds::EndedToNull.into()),
-        _ => Ok(()),
-    }
-}
-
-/// A detached device must be attached somewhere.
-fn check_vsock(source: &Source, destination: &Destination, options: &CopyRequest) -> Result<(), Invalid> {
-    match (source.monitor(), destination.monitor()) {
-        (None, _) | (_, None) if options.detaches_vsock() => Err(InvalidEnds::DetachedWithoutQemu.into()),
-        _ => Ok(()),
-    }
-}
-
-fn check_base(destination: &Destination, options: &CopyRequest) -> Result<(), Invalid> {
-    match (options.base(), destination) {
-        (None, _) | (Some(_), Destination::Image(_)) => Ok(()),
-        (Some(_), _) => Err(InvalidEnds::BaseWithoutImage.into()),
-    }
-}
-
-/// QEMU's background-snapshot goes from a QEMU to an image.
-fn check_snapshot(source: &Source, destination: &Destination, options: &CopyRequest) -> Result<(), Invalid> {
-    match (source, destination) {
-        (Source::Qmp(_), Destination::Image(_) | Destination::Store(_)) => Ok(()),
-        _ if !options.is_snapshot() => Ok(()),
-        _ => Err(InvalidEnds::Snapshot.into()),
-    }
+        _ => return Ok(()),
+    };
+    Err(reason.into())
 }
 
 fn check_return_path(
