@@ -209,7 +209,7 @@ impl<'a> Executor<'a> {
             Directive::QuitSource => self.quit(),
             Directive::Record(decision) => self.record(decision),
             Directive::Retract => self.retract(),
-            Directive::LookAtDestination => Input::Destination(self.destination_status()),
+            Directive::LookAtDestination => Input::Destination(self.destination.query_status()),
             // Directives of an engine, which has already acknowledged a source whose guest is unconfirmed.
             Directive::AcknowledgeUnconfirmed
             | Directive::Proceed
@@ -333,21 +333,18 @@ impl<'a> Executor<'a> {
         if let Some(peer) = self.destination_peer.take().filter(|_| self.way.is_some()) {
             peer.close();
         }
-        let message = match outcome {
-            SwitchoverOutcome::Unresolved(unresolved) => {
-                self.unresolved_state(unresolved).sentence(self.category())
-            }
-            SwitchoverOutcome::Completed(_) | SwitchoverOutcome::Safe => String::new(),
-        };
-        self.notes.extend(self.switchover.ended(outcome, &message));
-        let placement = match outcome {
-            SwitchoverOutcome::Completed(placement) => placement,
-            SwitchoverOutcome::Safe => return Err(self.failure(GuestAfterFailure::SAFE)),
+        let (guest, message) = match outcome {
             SwitchoverOutcome::Unresolved(unresolved) => {
                 let guest = self.unresolved_state(unresolved);
-                return Err(self.failure(guest));
+                let message = guest.sentence(self.category());
+                (guest, message)
+            }
+            SwitchoverOutcome::Completed(_) | SwitchoverOutcome::Safe => {
+                (GuestAfterFailure::SAFE, String::new())
             }
         };
+        self.notes.extend(self.switchover.ended(outcome, &message));
+        let SwitchoverOutcome::Completed(placement) = outcome else { return Err(self.failure(guest)) };
         let exited = self.switchover.state().has_source_exited();
         let source = match &mut self.source {
             SourceControl::Qemu(source) => {

@@ -85,16 +85,12 @@ impl Executor<'_> {
         Input::SourceLink(found)
     }
 
-    pub(super) fn destination_status(&mut self) -> DestinationStatus {
-        self.destination.query_status()
-    }
-
     pub(super) fn query_destination(&mut self) -> Input {
         // First: a QEMU whose main loop waits for a page takes its time to not reply.
         if let Some(input) = self.watch_forwarding_peer() {
             return input;
         }
-        let view = self.destination_status();
+        let view = self.destination.query_status();
         if let Some(input) = self.watch_memory(view) {
             return input;
         }
@@ -180,7 +176,7 @@ impl Executor<'_> {
                 // Of an upload, which can be cancelled when the switchover cannot.
                 self.cancel_handled |= matches!(error, Error::Cancelled);
                 self.error.get_or_insert(error);
-                match self.destination_status() {
+                match self.destination.query_status() {
                     DestinationStatus::Exited => Input::Destination(DestinationStatus::Exited),
                     _ => Input::NotDone,
                 }
@@ -208,18 +204,14 @@ impl Executor<'_> {
             Ok(released) => {
                 self.downtime_ms = released.downtime_ms.or(self.downtime_ms);
                 self.notes.extend(released.notes);
-                let is_done = action == requested;
-                if !is_done {
-                    let socket = source.qemu.socket().to_owned();
-                    self.error.get_or_insert(Error::Asleep { socket });
+                if action == requested {
+                    return Input::Done;
                 }
-                if is_done { Input::Done } else { Input::NotDone }
+                let socket = source.qemu.socket().to_owned();
+                self.fail(Error::Asleep { socket }, Input::NotDone)
             }
-            Err(error) => {
-                let exited = source.has_exited();
-                self.error.get_or_insert(error);
-                if exited { Input::Source(SourceStatus::Exited) } else { Input::NotDone }
-            }
+            Err(error) if source.has_exited() => self.fail(error, Input::Source(SourceStatus::Exited)),
+            Err(error) => self.fail(error, Input::NotDone),
         }
     }
 
