@@ -101,10 +101,14 @@ impl<'a> Context<'a> {
         qmp::Options { interrupt, out_of_band: self.options.direct.is_some(), ..qmp::Options::default() }
     }
 
+    /// What becomes of an image that exists already.
+    pub(super) fn existing(&self) -> Existing {
+        if self.options.overwrite { Existing::Replace } else { Existing::Refuse }
+    }
+
     /// Starts to write the image `path`.
     pub(super) fn image_writer(&self, path: &Path, origin: Origin) -> Result<ImageWriter, Error> {
-        let existing = if self.options.overwrite { Existing::Replace } else { Existing::Refuse };
-        let writer = ImageWriter::create(path, existing, origin)?;
+        let writer = ImageWriter::create(path, self.existing(), origin)?;
         Ok(match self.options.base() {
             Some(base) if self.takes_base => writer.based_on(base)?.taking_base(),
             Some(base) => writer.based_on(base)?,

@@ -20,7 +20,6 @@ use super::engine::IncomingStream;
 use super::error::{Error, Failure, check_cancelled};
 use super::executor::Executor;
 use super::invalid::Invalid;
-use super::outcomes::GuestAfterFailure;
 use super::postcopy;
 use super::preflight::{self, FactsExtent};
 use super::progress::{CopyPhase, CopyReport, DestinationState, Observer, Progress, SourceState};
@@ -60,12 +59,12 @@ pub fn copy(
     observer.phase(CopyPhase::Prepare);
     for socket in [source.monitor(), destination.monitor()].into_iter().flatten() {
         // No QEMU has been asked for its guest yet.
-        let guest = match source.monitor() {
-            Some(_) => GuestAfterFailure::NOT_REACHED,
-            None => GuestAfterFailure::SAFE,
+        let failed = |error| match source.monitor() {
+            Some(_) => Failure::not_reached(error),
+            None => Failure::untouched(error),
         };
         wait_for_socket(socket, options.connect_timeout, cancel, &|text| observer.notice(text))
-            .map_err(|error| Failure { guest, ..Failure::untouched(error) })?;
+            .map_err(failed)?;
     }
     preflight::check_devices(options.devices(), observer).map_err(Failure::untouched)?;
     if let Some(how) = &options.direct {
@@ -181,7 +180,7 @@ pub(super) fn transfer_to(
     to: &mut dyn DestinationEndpoint,
     context: &Context<'_>,
 ) -> Result<CopyReport, Failure> {
-    let memory = to.qemu().map_or(MemorySharing::Copied, |to| to.memory());
+    let memory = to.qemu().map_or(MemorySharing::Copied, |to| to.memory);
     let switchover = SharedSwitchover::new(source.kind(), to.kind(), memory, context.options);
     let run = TransferContext { switchover: &switchover, context };
     let moved = source.start(to, run).and_then(|()| {

@@ -276,13 +276,7 @@ type InProcessConnections = (outgoing::Connections, (Shared, Vec<Shared>));
 fn connect_to_self(lanes: usize, context: &Context<'_>) -> Result<InProcessConnections, Error> {
     if lanes == 0 {
         let (left, right) = pair(PAIR_BYTES);
-        let out = outgoing::Connections {
-            main: Arc::new(left),
-            lanes: Vec::new(),
-            uuid: [0; 16],
-            introduced: false,
-        };
-        return Ok((out, (Arc::new(right), Vec::new())));
+        return Ok((sending(Arc::new(left), Vec::new()), (Arc::new(right), Vec::new())));
     }
     let loopback = Address::Tcp { host: "127.0.0.1".into(), port: 0 };
     let listener = Listener::bind(&loopback)?;
@@ -293,14 +287,11 @@ fn connect_to_self(lanes: usize, context: &Context<'_>) -> Result<InProcessConne
         Ok((Arc::from(out), Arc::from(listener.accept(deadline, context.cancel)?)))
     };
     let (main, arriving) = one(false)?;
-    let (mut out_lanes, mut in_lanes) = (Vec::new(), Vec::new());
-    for _ in 0..lanes {
-        let (out, into) = one(wants_zero_copy(context.options))?;
-        out_lanes.push(out);
-        in_lanes.push(into);
-    }
-    Ok((
-        outgoing::Connections { main, lanes: out_lanes, uuid: [0; 16], introduced: false },
-        (arriving, in_lanes),
-    ))
+    let lanes = (0..lanes).map(|_| one(wants_zero_copy(context.options)));
+    let (out_lanes, in_lanes) = lanes.collect::<Result<(Vec<_>, Vec<_>), _>>()?;
+    Ok((sending(main, out_lanes), (arriving, in_lanes)))
+}
+
+fn sending(main: Shared, lanes: Vec<Shared>) -> outgoing::Connections {
+    outgoing::Connections { main, lanes, uuid: [0; 16], introduced: false }
 }

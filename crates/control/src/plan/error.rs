@@ -297,12 +297,15 @@ impl Failure {
         Self { error: Box::new(error), guest, notes: Vec::new() }
     }
 
+    /// A failure before the QEMU or the image of the source was reached, or anything was touched.
+    pub(super) fn not_reached(error: impl Into<Error>) -> Self {
+        Self { guest: GuestAfterFailure::NOT_REACHED, ..Self::untouched(error) }
+    }
+
     /// A failure to open the source's image.
     pub(super) fn unopened(error: impl Into<Error>) -> Self {
         let error = error.into();
-        let guest =
-            if has_no_image(&error) { GuestAfterFailure::NOT_REACHED } else { GuestAfterFailure::SAFE };
-        Self { error: Box::new(error), guest, notes: Vec::new() }
+        if has_no_image(&error) { Self::not_reached(error) } else { Self::untouched(error) }
     }
 }
 

@@ -12,7 +12,7 @@ use towline_qmp::{CommandError, Commands, Server};
 
 use super::context::Context;
 use super::progress::Observer;
-use super::request::{AfterCopy, CopyRequest, Task, TransferOptions};
+use super::request::CopyRequest;
 use crate::lock::lock;
 
 const NAMES: [&str; 21] = [
@@ -48,9 +48,7 @@ impl Observer for Silent {}
 
 /// Runs `test` in the context of a copy that nothing cancels.
 pub(super) fn in_copy<T>(test: impl FnOnce(&Context<'_>) -> T) -> T {
-    let transfer = TransferOptions::default();
-    let request = CopyRequest::new(Task::Copy { transfer, after: AfterCopy::default(), base: None });
-    test(&Context::new(&request, 0, &Cancel::new().unwrap(), &Silent))
+    test(&Context::new(&CopyRequest::default(), 0, &Cancel::new().unwrap(), &Silent))
 }
 
 /// Replies of the QEMU.

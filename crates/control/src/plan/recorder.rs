@@ -139,7 +139,7 @@ impl State {
         let switches = self.ends.as_ref().filter(|_| runs).and_then(|ends| ends.source.vcpus.switches());
         if let Some(file) = &mut self.file {
             let mut record = file.record().at_stage(stage);
-            record.guest_plan = guest_plan(machine);
+            record.guest_plan = GuestPlan::of(machine.guest(), machine.request());
             record.source_vcpu_switches = switches;
             return file.write(record);
         }
@@ -168,7 +168,8 @@ impl State {
     fn file(&self, id: MoveId, stage: Stage, machine: &Switchover) -> Option<RecordFile> {
         let (ends, directory) = (self.ends.clone()?, self.directory.clone()?);
         let RecordedEnds { source, destination } = ends;
-        let mut record = MoveRecord::new(Id::of(id), source.end, destination, stage, guest_plan(machine));
+        let plan = GuestPlan::of(machine.guest(), machine.request());
+        let mut record = MoveRecord::new(Id::of(id), source.end, destination, stage, plan);
         (record.devices, record.way) = (source.devices, source.way);
         Some(RecordFile::new(directory, record))
     }
@@ -191,12 +192,6 @@ impl State {
         }
         self.file.as_mut().map_or(Ok(()), moves::record_left_source)
     }
-}
-
-/// The request for the guest, and its run state as far as it is known.
-fn guest_plan(machine: &Switchover) -> GuestPlan {
-    let request = machine.request();
-    GuestPlan::of(machine.guest(), request)
 }
 
 #[cfg(test)]

@@ -23,7 +23,7 @@ use super::context::Context;
 use super::copy::transfer_to;
 use super::endpoint::{QemuDestination, QemuSource, SourceEndpoint as _};
 use super::error::{Error, Failure};
-use super::preflight::{self, FactsExtent};
+use super::preflight::FactsExtent;
 use super::progress::{CopyPhase, CopyReport, Observer};
 use super::request::{CopyRequest, Task, UpgradeMemory};
 use super::vsock;
@@ -90,7 +90,6 @@ fn prepare(
     context: &Context<'_>,
 ) -> Result<(QemuSource, QemuDestination), Failure> {
     context.observer.phase(CopyPhase::Prepare);
-    preflight::check_devices(context.options.devices(), context.observer).map_err(Failure::untouched)?;
     let mut source = QemuSource::new(&request.old, context)?;
     let description = source.describe_guest(FactsExtent::Compared, context)?;
     let opened = QemuDestination::new(&request.new, &description, context);

@@ -69,8 +69,8 @@ pub(in super::super) struct QemuDestination {
     pub(in super::super) is_loaded_by_qemu: bool,
     /// Memory that it maps, whose image is locked.
     pub(super) presence: Option<Presence>,
-    /// It replaces the source's QEMU on this host.
-    memory: MemorySharing,
+    /// Memory of the guest, compared with the source's: it may replace the source's QEMU on this host.
+    pub(in super::super) memory: MemorySharing,
 }
 
 /// A relay to a QEMU, which may have a part of the guest's memory.
@@ -115,11 +115,6 @@ impl QemuDestination {
             presence: None,
             memory: MemorySharing::Copied,
         }
-    }
-
-    /// Memory of the guest, compared with the source's.
-    pub(in super::super) fn memory(&self) -> MemorySharing {
-        self.memory
     }
 
     /// Gives the sockets of the new QEMU of an upgrade their final names: the old one has exited.

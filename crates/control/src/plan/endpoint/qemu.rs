@@ -15,7 +15,6 @@ use super::super::destination::StartFailure;
 use super::super::engine::IncomingStream;
 use super::super::error::{Error, Failure};
 use super::super::error_origin;
-use super::super::outcomes::GuestAfterFailure;
 use super::super::preflight::{FactsExtent, GuestFacts};
 use super::super::progress::{CopyPhase, DestinationState, SourceState};
 use super::super::recorder::RecordedSource;
@@ -33,7 +32,7 @@ use crate::switchover::{
 /// Failure of a query; QEMU was not changed.
 pub(in super::super) fn query_failed(error: Error) -> Failure {
     if error_origin::is_monitor_unreachable(&error) {
-        return Failure { guest: GuestAfterFailure::NOT_REACHED, ..Failure::untouched(error) };
+        return Failure::not_reached(error);
     }
     Failure::untouched(error)
 }

@@ -4,8 +4,8 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use towline_channel::Cancel;
+use towline_image::Image;
 use towline_image::store::{self, Location, StoreWriter, StoredImage};
-use towline_image::{Existing, Image};
 use towline_migration::incoming::Publication;
 use towline_migration::{Guest as _, Sink, Snapshot};
 use towline_protocol::ram::PAGE_SIZE;
@@ -68,7 +68,7 @@ impl StoreDestination {
         if description.file.is_some() {
             return Ok(Self::File(location.clone()));
         }
-        let writer = StoreWriter::create(location, existing(context), description.origin, context.cancel);
+        let writer = StoreWriter::create(location, context.existing(), description.origin, context.cancel);
         Ok(Self::Writer { writer: Box::new(writer.map_err(failed)?), phase: Once::new() })
     }
 }
@@ -140,7 +140,7 @@ fn upload(image: &Image, location: &Location, context: &Context<'_>) -> Result<S
     context.observer.phase(CopyPhase::Transfer);
     let total = image.blocks().iter().map(|block| block.length).sum();
     let progress = report_upload(total, context);
-    let stored = store::store_image(image, location, existing(context), context.cancel, &progress);
+    let stored = store::store_image(image, location, context.existing(), context.cancel, &progress);
     let (moved, uploaded) = stored.map_err(failed)?;
     context.set_uploaded(uploaded);
     Ok(moved)
@@ -155,10 +155,6 @@ fn report_upload<'a>(total: u64, context: &'a Context<'_>) -> impl Fn(u64) + Syn
         let moved = Snapshot { total, normal, transferred: uploaded, ..Snapshot::default() };
         observer.progress(&Progress { moved, ..Progress::default() });
     }
-}
-
-fn existing(context: &Context<'_>) -> Existing {
-    if context.options.overwrite { Existing::Replace } else { Existing::Refuse }
 }
 
 pub(in super::super) fn failed(error: store::Error) -> Error {
