@@ -203,11 +203,9 @@ pub(super) fn transfer_to(
         }
     };
     let concluded = Executor::new(&switchover, source.control(), to, context).conclude(ended);
+    let concluded = concluded.map_err(|failure| source.explain(failure));
     source.close_after_switchover();
-    match concluded {
-        Ok(report) => Ok(with_counters(report, source, to)),
-        Err(failure) => Err(source.explain(failure)),
-    }
+    Ok(with_counters(concluded?, source, to))
 }
 
 /// Starts to record the decisions of the switchover.

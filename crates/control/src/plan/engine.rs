@@ -113,7 +113,6 @@ pub(super) fn send(
 #[derive(Debug, Default)]
 pub(super) struct IncomingStream {
     stream: Option<ConnectedStream>,
-    was_connected: bool,
     statistics: Arc<Statistics>,
 }
 
@@ -127,7 +126,6 @@ impl IncomingStream {
     /// Sets the connections to the source. `session` is that of the incoming migration.
     pub(super) fn connected(&mut self, session: Arc<Session>, connections: Connections) {
         self.stream = Some(ConnectedStream { session, connections });
-        self.was_connected = true;
     }
 
     /// Receives the guest into a sink, and calls `poll` at intervals. `receiver` is reported to a towline at
@@ -196,11 +194,6 @@ impl IncomingStream {
     /// Counters of the transfer so far.
     pub(super) fn moved(&self) -> Snapshot {
         self.statistics.snapshot()
-    }
-
-    /// Returns true if a source has connected, also after it was disconnected.
-    pub(super) fn was_connected(&self) -> bool {
-        self.was_connected
     }
 
     /// The main channel, while it is connected.

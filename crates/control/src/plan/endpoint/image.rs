@@ -13,12 +13,12 @@ use super::super::context::Context;
 use super::super::engine;
 use super::super::error::{Error, Failure};
 use super::super::preflight::{FactsExtent, GuestFacts};
-use super::super::progress::{DestinationState, Observer};
+use super::super::progress::Observer;
 use super::super::request::CopyRequest;
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::driven::{GuestDescription, LocalGuest};
 use super::traits::{DestinationEndpoint, Rollback, SourceEndpoint};
-use crate::switchover::{Directive, SourceKind};
+use crate::switchover::Directive;
 
 /// Opens the image at `path`, which any number of copies may read.
 pub(in super::super) fn open(
@@ -52,10 +52,6 @@ impl<P> StoredSource<P> {
 }
 
 impl<P: Deref<Target = dyn StoredGuest>> SourceEndpoint for StoredSource<P> {
-    fn kind(&self) -> SourceKind {
-        SourceKind::Stored
-    }
-
     fn describe_guest(
         &mut self,
         extent: FactsExtent,
@@ -128,10 +124,6 @@ impl DestinationEndpoint for ImageDestination {
         }
         context.set_increment(&self.0);
         Ok(Vec::new())
-    }
-
-    fn stored_state(&self) -> DestinationState {
-        DestinationState::Stored
     }
 
     fn roll_back(&mut self, error: Error, _: &Context<'_>, _: Rollback) -> (Error, Vec<String>) {

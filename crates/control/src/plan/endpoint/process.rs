@@ -17,7 +17,6 @@ use super::super::shared_switchover::TransferContext;
 use super::driven::{GuestDescription, LocalGuest};
 use super::traits::{DestinationEndpoint, SourceEndpoint};
 use crate::lock::lock;
-use crate::switchover::SourceKind;
 
 /// A guest of this process, which ends when this is dropped.
 pub(in super::super) struct LocalSource {
@@ -35,10 +34,6 @@ impl LocalSource {
 }
 
 impl SourceEndpoint for LocalSource {
-    fn kind(&self) -> SourceKind {
-        SourceKind::Stored
-    }
-
     fn describe_guest(
         &mut self,
         _: FactsExtent,

@@ -16,7 +16,7 @@ use super::super::engine::IncomingStream;
 use super::super::error::{Error, Failure};
 use super::super::error_origin;
 use super::super::preflight::{FactsExtent, GuestFacts};
-use super::super::progress::{CopyPhase, DestinationState, SourceState};
+use super::super::progress::{CopyPhase, SourceState};
 use super::super::recorder::RecordedSource;
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::super::source::{QmpSource, Required};
@@ -272,10 +272,6 @@ impl DestinationEndpoint for QemuDestination {
             self.qmp.qemu.client().execute(&down)?;
         }
         self.qmp.restore_settings()
-    }
-
-    fn stored_state(&self) -> DestinationState {
-        DestinationState::Stored
     }
 
     fn roll_back(&mut self, error: Error, context: &Context<'_>, undo: Rollback) -> (Error, Vec<String>) {

@@ -13,7 +13,7 @@ use towline_protocol::ram::PAGE_SIZE;
 use super::super::context::Context;
 use super::super::engine;
 use super::super::error::Error;
-use super::super::progress::{CopyPhase, DestinationState, Observer, Progress};
+use super::super::progress::{CopyPhase, Observer, Progress};
 use super::super::request::CopyRequest;
 use super::super::shared_switchover::TransferContext;
 use super::driven::{GuestDescription, LocalGuest};
@@ -113,10 +113,6 @@ impl DestinationEndpoint for StoreDestination {
         let remaining = Some(writer.upload_remaining()?);
         phase.call_once(|| context.observer.phase(CopyPhase::Upload));
         Some(Progress { remaining, ..Progress::default() })
-    }
-
-    fn stored_state(&self) -> DestinationState {
-        DestinationState::Stored
     }
 
     fn roll_back(&mut self, error: Error, _: &Context<'_>, _: Rollback) -> (Error, Vec<String>) {

@@ -135,7 +135,7 @@ impl SourceEndpoint for StreamSource {
     }
 
     fn explain(&self, failure: Failure) -> Failure {
-        let is_unreached = !self.incoming.was_connected() && is_listened_on(&self.address);
+        let is_unreached = self.main_channel().is_none() && is_listened_on(&self.address);
         if failure.guest.is_safe() && is_unreached {
             return Failure { guest: GuestAfterFailure::NOT_REACHED, ..failure };
         }

@@ -26,10 +26,12 @@ use super::driven::{GuestDescription, LocalGuest, QemuDestination};
 use crate::moves::MoveEnd;
 use crate::switchover::{DestinationKind, DestinationStatus, Directive, Input, SourceKind, StartResult};
 
-/// Source of a guest.
+/// Source of a guest. The defaults are those of a guest that is stored, or in this process.
 pub(in super::super) trait SourceEndpoint {
     /// Kind of the source, for the switchover.
-    fn kind(&self) -> SourceKind;
+    fn kind(&self) -> SourceKind {
+        SourceKind::Stored
+    }
 
     /// Describes the guest; nothing is changed.
     fn describe_guest(
@@ -77,13 +79,13 @@ pub(in super::super) trait SourceEndpoint {
         SourceState::Unchanged
     }
 
-    /// Closes the stream after the switchover.
-    fn close_after_switchover(&mut self) {}
-
     /// Replaces the reason of a failure by one that only the source knows.
     fn explain(&self, failure: Failure) -> Failure {
         failure
     }
+
+    /// Closes the stream after the switchover.
+    fn close_after_switchover(&mut self) {}
 }
 
 /// Means to drive a source after its stream.
@@ -183,7 +185,9 @@ pub(in super::super) trait DestinationEndpoint {
     }
 
     /// State of a guest that is stored here.
-    fn stored_state(&self) -> DestinationState;
+    fn stored_state(&self) -> DestinationState {
+        DestinationState::Stored
+    }
 
     /// Rolls back after a failure. Returns the error, or QEMU's own reason if that is better, and notices.
     fn roll_back(&mut self, error: Error, _context: &Context<'_>, _undo: Rollback) -> (Error, Vec<String>) {
