@@ -81,9 +81,8 @@ pub(super) fn of_control(path: &Path) -> Result<Facts, Error> {
 
 /// Passes the source's version to the device; the error is its reply.
 pub(super) fn control_accepts(path: &Path, device_type: &str, version: &str) -> Result<(), String> {
-    let arguments = [("type", device_type), ("version", version)];
     let arguments: Map<String, Value> =
-        arguments.into_iter().map(|(key, value)| (key.into(), value.into())).collect();
+        [("type".into(), device_type.into()), ("version".into(), version.into())].into_iter().collect();
     let answer = Client::connect(path, &qmp::Options::default())
         .and_then(|mut client| client.execute_raw("check-migration-version", Some(arguments)));
     match answer {

@@ -167,7 +167,12 @@ fn copy_as_planned(
             let target = &clones.targets[index];
             let mut context = Context::new(clones.options, lanes[index], clones.cancel, target.observer);
             context.own = target.own;
-            end(index, copy_one(image, target, &context));
+            // It may have waited for a free slot.
+            let copied = context.check_cancelled().map_err(Failure::untouched).and_then(|()| {
+                target.observer.phase(CopyPhase::Prepare);
+                copy_stored(image, target.destination, &context)
+            });
+            end(index, copied);
         }
     };
     thread::scope(|scope| {
@@ -176,17 +181,6 @@ fn copy_as_planned(
         }
     });
     outcomes.into_iter().map(|outcome| outcome.into_inner().expect("each was refused or copied")).collect()
-}
-
-fn copy_one(
-    image: &(dyn StoredGuest + 'static),
-    target: &CloneTarget<'_>,
-    context: &Context<'_>,
-) -> CopyResult {
-    // It may have waited for a free slot.
-    context.check_cancelled().map_err(Failure::untouched)?;
-    target.observer.phase(CopyPhase::Prepare);
-    copy_stored(image, target.destination, context)
 }
 
 /// Refuses impossible copies before anything is touched: all of them, since they are one command. Returns their numbers of lanes.

@@ -41,11 +41,6 @@ pub(super) fn is_refusal(error: &Error) -> bool {
     matches!(error, Error::Qemu(qemu::Error::Qmp(qmp::Error::Refusal { .. })))
 }
 
-/// Returns true if the guest could not be read.
-pub(super) fn is_guest_error(error: &MigrationError) -> bool {
-    matches!(error, MigrationError::Guest(_))
-}
-
 /// Returns true if the guest could not be read from its store, and may be readable later.
 pub(super) fn may_pass(error: &MigrationError) -> bool {
     let MigrationError::Guest(error) = error else { return false };

@@ -199,7 +199,7 @@ impl<'a> Executor<'a> {
             Directive::RunDestination => self.start_destination(),
             Directive::Send(message) => self.send(message),
             Directive::FinalizeDestination => self.finalize(),
-            Directive::CancelMigration => self.with_source(|source| source.cancel_migration()),
+            Directive::CancelMigration => self.cancel_migration(),
             Directive::RestoreSource => self.restore(GuestAction::Leave),
             Directive::ResumeSource => match self.end_in_shared_memory() {
                 Ok(()) => self.restore(GuestAction::Resume),

@@ -159,6 +159,14 @@ impl Forwarding {
     }
 }
 
+/// The same host at this port.
+pub(super) fn at_port(address: &Address, port: u16) -> Address {
+    match address {
+        Address::Tcp { host, .. } => Address::Tcp { host: host.clone(), port },
+        other => other.clone(),
+    }
+}
+
 impl fmt::Debug for Forwarder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Forwarder")

@@ -43,16 +43,10 @@ pub(super) fn await_frame_unless<T>(
 }
 
 /// The frame that the other towline has sent, if any.
-pub(super) fn glance<T>(
-    peer: &mut PeerSession,
-    context: &Context<'_>,
-    receive: impl Fn(&mut PeerSession) -> PeerReply<T>,
-) -> Result<Option<T>, Error> {
-    context.check_cancelled()?;
-    received(peer, context, receive)
-}
-
-fn received<T>(
+///
+/// # Errors
+/// It is lost, or silent.
+pub(super) fn received<T>(
     peer: &mut PeerSession,
     context: &Context<'_>,
     receive: impl Fn(&mut PeerSession) -> PeerReply<T>,

@@ -29,7 +29,6 @@ use super::endpoint::{self, SourceControl};
 use super::ends::{Destination, Source};
 use super::engine::{run_supervised, watch};
 use super::error::{Error, Failure};
-use super::error_origin;
 use super::executor::Executor;
 use super::progress::{CopyPhase, CopyReport, DestinationState, PostcopyReport, Progress};
 use super::request::{PostcopyOptions, RequestedPages};
@@ -232,7 +231,7 @@ impl<'a> Restore<'a> {
         };
         let has_progressed = self.engine.remaining() < self.left;
         self.left = self.engine.remaining();
-        let is_unreadable = error_origin::is_guest_error(&error);
+        let is_unreadable = matches!(error, towline_migration::Error::Guest(_));
         let is_read_again =
             (has_loaded || !is_unreadable) && self.attempts.wait(&error, has_progressed, self.context);
         if is_unreadable && !is_read_again {

@@ -22,7 +22,7 @@ use super::context::{Context, connect_options};
 use super::destination::{QmpDestination, RecoveryState};
 use super::error::Error;
 use super::error_origin;
-use super::forward::{FarEnds, Forwarder};
+use super::forward::{FarEnds, Forwarder, at_port};
 use super::frames::{ANSWER_TIMEOUT, await_frame_unless};
 use super::peer::PeerSession;
 use super::source::QmpSource;
@@ -230,14 +230,6 @@ impl ArrivingWay {
 /// Returns true if a destination of this version can be connected again: an older one may end if that fails.
 pub(crate) fn recovers(version: &VersionTriple) -> bool {
     (version.major, version.minor) >= RECOVERS_SINCE
-}
-
-/// The same host at this port.
-pub(super) fn at_port(address: &Address, port: u16) -> Address {
-    match address {
-        Address::Tcp { host, .. } => Address::Tcp { host: host.clone(), port },
-        other => other.clone(),
-    }
 }
 
 fn not_accepted(to: &mut QmpDestination, begun: Instant) -> NotReconnected {

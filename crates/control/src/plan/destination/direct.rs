@@ -8,6 +8,7 @@ use towline_channel::Address;
 
 use super::super::context::Context;
 use super::super::error::Error;
+use super::super::forward::at_port;
 use super::super::request::Direct;
 use super::QmpDestination;
 use crate::qemu::{AppliedSettings, Qemu};
@@ -37,11 +38,7 @@ impl QmpDestination {
         context: &Context<'_>,
     ) -> Result<u16, Error> {
         self.apply_direct(how, context)?;
-        let any_port = match at {
-            Address::Tcp { host, .. } => Address::Tcp { host: host.clone(), port: 0 },
-            other => other.clone(),
-        };
-        self.listen(any_port.to_string())?;
+        self.listen(at_port(at, 0).to_string())?;
         let migration = self.qemu.migration()?;
         let port = migration.socket_address.iter().find_map(port_of);
         port.ok_or_else(|| Error::NoPort { socket: self.qemu.socket().to_owned() })

@@ -102,20 +102,16 @@ impl QmpDestination {
     }
 
     fn check_capabilities(&self, requested_pages: RequestedPages) -> Result<(), Error> {
-        let (facts, socket) = (self.facts(), self.qemu.socket());
-        let unknown = |capability| {
-            let version = self.qemu.version_text();
-            Err(qemu::Error::UnknownCapability { capability, socket: socket.to_owned(), version }.into())
-        };
-        if !facts.capabilities.contains_key(&Capability::POSTCOPY_RAM) {
-            return unknown(Capability::POSTCOPY_RAM);
+        let preempts = requested_pages == RequestedPages::PreemptChannel;
+        let needed = [Some(Capability::POSTCOPY_RAM), preempts.then_some(Capability::POSTCOPY_PREEMPT)];
+        let known = &self.facts().capabilities;
+        match needed.into_iter().flatten().find(|capability| !known.contains_key(capability)) {
+            None => Ok(()),
+            Some(capability) => {
+                let (socket, version) = (self.qemu.socket().to_owned(), self.qemu.version_text());
+                Err(qemu::Error::UnknownCapability { capability, socket, version }.into())
+            }
         }
-        if requested_pages == RequestedPages::PreemptChannel
-            && !facts.capabilities.contains_key(&Capability::POSTCOPY_PREEMPT)
-        {
-            return unknown(Capability::POSTCOPY_PREEMPT);
-        }
-        Ok(())
     }
 
     /// Returns true if the guest runs; `None` if QEMU does not reply now, as when its main loop waits for a

@@ -12,15 +12,15 @@ use super::super::context::{Context, connect_options};
 use super::super::endpoint::{DestinationEndpoint, SourceControl, query_failed};
 use super::super::error::{Error, Failure};
 use super::super::executor::Executor;
-use super::super::forward::{FarEnds, Forwarder};
-use super::super::frames::{ANSWER_TIMEOUT, await_frame, glance};
+use super::super::forward::{FarEnds, Forwarder, at_port};
+use super::super::frames::{ANSWER_TIMEOUT, await_frame, received};
 use super::super::peer::PeerSession;
 use super::super::progress::{CopyPhase, CopyReport, DestinationState};
 use super::super::recorder::{RecordedEnds, RecordedSource};
 use super::super::request::{Direct, Tls};
 use super::super::shared_switchover::SharedSwitchover;
 use super::super::source::QmpSource;
-use super::super::way::{DepartingWay, Way, at_port};
+use super::super::way::{DepartingWay, Way};
 use crate::moves::{InterruptedPostcopy, MoveEnd, RecordedWay};
 use crate::switchover::{DestinationKind, Directive, GuestRunState, Input, SourceKind};
 
@@ -192,7 +192,8 @@ fn follow(
         if begun.elapsed() >= context.options.connect_timeout && source.is_connecting() {
             return Err(Error::NotConnected { address: address.to_string(), waited: begun.elapsed() });
         }
-        if let Some(frame) = glance(peer, context, PeerSession::glance_at_destination)? {
+        context.check_cancelled()?;
+        if let Some(frame) = received(peer, context, PeerSession::glance_at_destination)? {
             return Err(peer.unexpected(&frame));
         }
     }

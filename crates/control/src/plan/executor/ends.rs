@@ -11,7 +11,7 @@ use super::super::error::Error;
 use super::super::peer::PeerReply;
 use super::super::progress::CopyPhase;
 use super::super::shared_switchover::source_link;
-use super::super::source::{CopyEnd, GuestAction, QmpSource};
+use super::super::source::{CopyEnd, GuestAction};
 use super::Executor;
 use crate::switchover::{
     DestinationStatus, GuestRunState, Input, MemorySharing, SourceLink, SourceStatus, StartResult,
@@ -184,9 +184,9 @@ impl Executor<'_> {
         }
     }
 
-    pub(super) fn with_source(&mut self, act: impl FnOnce(&mut QmpSource) -> Result<(), Error>) -> Input {
+    pub(super) fn cancel_migration(&mut self) -> Input {
         let SourceControl::Qemu(source) = &mut self.source else { return Input::Done };
-        match act(source) {
+        match source.cancel_migration() {
             Ok(()) => Input::Done,
             Err(error) => {
                 tracing::debug!(%error, "the source");
