@@ -19,13 +19,12 @@ impl Switchover {
             // The acknowledgement could not be sent or its connection broke: it is not known whether it
             // arrived.
             Input::Failed | Input::NotDone => self.undecided(),
-            Input::Source(SourceStatus::Completed) if unresolved => {
+            Input::Source(SourceStatus::Completed) | Input::SourceLink(SourceLink::Closed) if unresolved => {
                 self.unresolved(AtDestination::MayRun, ToDo::LookAtDestination)
             }
-            Input::Source(SourceStatus::Completed) => self.complete(),
+            Input::Source(SourceStatus::Completed) | Input::SourceLink(SourceLink::Closed) => self.complete(),
             Input::Source(SourceStatus::CompletedThenResumed) => {
-                let state = GuestState::new(AtSource::HasIt, AtDestination::Holds, ToDo::RunOne);
-                Directive::End(SwitchoverOutcome::Unresolved(state))
+                Directive::unresolved(AtSource::HasIt, AtDestination::Holds, ToDo::RunOne)
             }
             Input::Source(SourceStatus::HasGuest) => self.source_has_guest(),
             Input::Source(SourceStatus::Following | SourceStatus::FollowingPaused) if self.may_switch() => {
@@ -40,17 +39,12 @@ impl Switchover {
                     self.complete_exited()
                 }
             }
-            Input::Source(SourceStatus::Migrating) => Directive::QuerySource,
             Input::Source(SourceStatus::Unknown) if self.has_fault(SwitchoverBug::TimeoutIsExit) => {
                 self.source_exited = true;
                 self.complete()
             }
-            Input::Source(SourceStatus::Unknown) => Directive::QuerySource,
+            Input::Source(SourceStatus::Migrating | SourceStatus::Unknown) => Directive::QuerySource,
             Input::SourceLink(SourceLink::Open) => Directive::ProbeSourceLink,
-            Input::SourceLink(SourceLink::Closed) if unresolved => {
-                self.unresolved(AtDestination::MayRun, ToDo::LookAtDestination)
-            }
-            Input::SourceLink(SourceLink::Closed) => self.complete(),
             Input::SourceLink(SourceLink::Reset) if self.has_fault(SwitchoverBug::IgnoresLink) => {
                 self.complete()
             }
@@ -85,8 +79,7 @@ impl Switchover {
         }
         match (self.request.destination, self.stage) {
             (to, _) if to.runs_by_itself() => {
-                let state = GuestState::new(AtSource::HasIt, AtDestination::MayRun, ToDo::EndOne);
-                Directive::End(SwitchoverOutcome::Unresolved(state))
+                Directive::unresolved(AtSource::HasIt, AtDestination::MayRun, ToDo::EndOne)
             }
             (DestinationKind::Towline, SwitchoverState::Acknowledged) => self.withdraw(),
             _ => self.restore(false),
@@ -95,21 +88,15 @@ impl Switchover {
 
     /// Neither end is started: it is not known whether the source is done with the guest.
     pub(super) fn undecided(&mut self) -> Directive {
-        let state = match self.request.destination {
+        match self.request.destination {
             // It awaits the guest, and may not hold it.
-            DestinationKind::Qemu if self.are_qemus_connected() => return self.judge(SourceStatus::Unknown),
-            _ if self.stage == SwitchoverState::AcknowledgedUnconfirmed => {
-                self.state(AtDestination::MayRun, ToDo::LookAtDestination)
+            DestinationKind::Qemu if self.are_qemus_connected() => self.judge(SourceStatus::Unknown),
+            to if to.runs_by_itself() || self.stage == SwitchoverState::AcknowledgedUnconfirmed => {
+                self.unresolved(AtDestination::MayRun, ToDo::LookAtDestination)
             }
-            DestinationKind::Stream | DestinationKind::Relayed => {
-                self.state(AtDestination::MayRun, ToDo::LookAtDestination)
-            }
-            DestinationKind::Stored => GuestState::source_unknown(AtDestination::None),
-            DestinationKind::Towline | DestinationKind::Qemu => {
-                GuestState::new(AtSource::Unknown, AtDestination::Holds, ToDo::LookAtSource)
-            }
-        };
-        Directive::End(SwitchoverOutcome::Unresolved(state))
+            DestinationKind::Stored => Directive::source_unknown(AtDestination::None),
+            _ => Directive::unresolved(AtSource::Unknown, AtDestination::Holds, ToDo::LookAtSource),
+        }
     }
 
     /// The source has exited after it was acknowledged. One that may have switched to postcopy may not have sent all memory.
@@ -155,8 +142,7 @@ impl Switchover {
                 self.unresolved(AtDestination::Unknown, ToDo::LookAtDestination)
             }
             Input::Source(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed) => {
-                let state = GuestState::new(AtSource::HasIt, AtDestination::MayRun, ToDo::EndOne);
-                Directive::End(SwitchoverOutcome::Unresolved(state))
+                Directive::unresolved(AtSource::HasIt, AtDestination::MayRun, ToDo::EndOne)
             }
             Input::NotDone | Input::PeerLost | Input::TimedOut | Input::Source(_) if self.has_switched() => {
                 self.reconnect()
@@ -172,7 +158,7 @@ impl Switchover {
         let Input::Started(started) = input else {
             return self.end_unresolved(self.not_known_to_run());
         };
-        if self.is_memory_shared() && !self.is_source_gone() && self.has_not_run(started) {
+        if self.is_memory_shared() && !self.source_exited && self.has_not_run(started) {
             return self.retract(AfterRetraction::Resume);
         }
         let unresolved = match started {
@@ -213,13 +199,13 @@ impl Switchover {
 
     /// The destination has exited. `changed`: it may have run the guest in the memory of its source.
     pub(super) fn destination_lost(&self, changed: bool) -> GuestState {
-        let is_lost = changed || self.is_source_gone();
+        let is_lost = changed || self.source_exited;
         let to_do = if is_lost { ToDo::StartAgain } else { ToDo::RunSourceUnlessItRan };
         self.state(AtDestination::Ended, to_do)
     }
 
     fn not_known_to_run(&self) -> GuestState {
-        let is_older = (self.is_memory_shared() || self.may_have_switched()) && !self.is_source_gone();
+        let is_older = (self.is_memory_shared() || self.may_have_switched()) && !self.source_exited;
         let to_do = if is_older { ToDo::KeepDestination } else { ToDo::LookAtDestination };
         self.state(AtDestination::Unknown, to_do)
     }
@@ -238,11 +224,6 @@ impl Switchover {
         self.request.memory == MemorySharing::Shared
     }
 
-    /// Returns true if no QEMU at the source holds the guest.
-    pub(super) fn is_source_gone(&self) -> bool {
-        self.source_exited
-    }
-
     pub(super) fn finalize(&mut self, placement: Placement) -> Directive {
         self.stage = SwitchoverState::Finalizing(placement);
         Directive::FinalizeDestination
@@ -254,7 +235,7 @@ impl Switchover {
                 let lost = self.destination_lost(self.has_run_in_shared_memory(placement));
                 Directive::End(SwitchoverOutcome::Unresolved(lost))
             }
-            Input::NotDone if self.is_source_gone() => {
+            Input::NotDone if self.source_exited => {
                 self.unresolved(AtDestination::MayRun, ToDo::LookAtDestination)
             }
             Input::NotDone if self.may_have_switched() || self.has_run_in_shared_memory(placement) => {
@@ -316,7 +297,7 @@ impl Switchover {
             (Input::NotDone, SwitchoverOutcome::Unresolved(GuestState::STORED_ONLY)) => {
                 SwitchoverOutcome::Unresolved(GuestState::UNPUBLISHED)
             }
-            (Input::NotDone, SwitchoverOutcome::Completed(_)) if self.is_source_gone() => {
+            (Input::NotDone, SwitchoverOutcome::Completed(_)) if self.source_exited => {
                 SwitchoverOutcome::Unresolved(GuestState::UNPUBLISHED)
             }
             (Input::NotDone, SwitchoverOutcome::Completed(_)) => SwitchoverOutcome::Safe,

@@ -1,6 +1,9 @@
 //! Request, inputs and directives of the switchover.
 
-use super::outcome::{Placement, SwitchoverOutcome};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::outcome::{AtDestination, AtSource, GuestState, Placement, SwitchoverOutcome, ToDo};
 
 pub(crate) use towline_protocol::session::{GuestRunState, RunRequest};
 
@@ -313,9 +316,23 @@ pub(crate) enum Directive {
     End(SwitchoverOutcome),
 }
 
-/// A decision, in the order in which they are taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) enum Decision {
+impl Directive {
+    /// The end of a guest that an operator must look at.
+    pub(super) fn unresolved(source: AtSource, destination: AtDestination, to_do: ToDo) -> Self {
+        Self::End(SwitchoverOutcome::Unresolved(GuestState::new(source, destination, to_do)))
+    }
+
+    /// The end if the source does not reply or could not be restored.
+    pub(super) fn source_unknown(destination: AtDestination) -> Self {
+        Self::End(SwitchoverOutcome::Unresolved(GuestState::source_unknown(destination)))
+    }
+}
+
+/// A decision, in the order in which they are taken: the stage of a move in its record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+#[schemars(rename = "Stage", description = "Last recorded stage of a move.")]
+pub enum Decision {
     /// A destination that runs the guest by itself is sent the last bytes.
     Commit,
     /// The destination holds the guest; its source is acknowledged and may complete.

@@ -154,7 +154,7 @@ impl Switchover {
             SourceStatus::FollowingPaused => self.reconnect(),
             SourceStatus::Completed => self.arrive(),
             SourceStatus::CompletedThenResumed | SourceStatus::CompletedByOthers => {
-                end(AtSource::HasIt, AtDestination::MayRun, ToDo::EndOne)
+                Directive::unresolved(AtSource::HasIt, AtDestination::MayRun, ToDo::EndOne)
             }
             SourceStatus::HasGuest => self.judge(status),
             SourceStatus::Exited => {
@@ -193,12 +193,12 @@ impl Switchover {
     fn judged_with_guest(&mut self, destination: DestinationStatus) -> Directive {
         match destination {
             DestinationStatus::Running | DestinationStatus::LacksMemory(FinalRunState::Running) => {
-                end(AtSource::HasIt, AtDestination::Runs, ToDo::EndOne)
+                Directive::unresolved(AtSource::HasIt, AtDestination::Runs, ToDo::EndOne)
             }
             DestinationStatus::Unknown | DestinationStatus::Blocked
                 if self.switch >= SwitchProgress::MayRun =>
             {
-                end(AtSource::HasIt, AtDestination::Unknown, ToDo::EndOne)
+                Directive::unresolved(AtSource::HasIt, AtDestination::Unknown, ToDo::EndOne)
             }
             _ => self.restore(false),
         }
@@ -216,7 +216,7 @@ impl Switchover {
             DestinationStatus::Exited => (AtDestination::Ended, ToDo::StartAgain),
             _ => (AtDestination::Unknown, ToDo::LookAtDestination),
         };
-        end(AtSource::Ended, destination, to_do)
+        Directive::unresolved(AtSource::Ended, destination, to_do)
     }
 
     /// The source holds memory that it cannot send, or cannot be queried.
@@ -251,7 +251,7 @@ impl Switchover {
             _ if has_stopped => (AtDestination::Unknown, ToDo::Reconnect),
             _ => (AtDestination::Unknown, ToDo::LookAtSource),
         };
-        end(source, destination, to_do)
+        Directive::unresolved(source, destination, to_do)
     }
 
     /// The devices of a stored guest were sent: from here on it may run at its destination.
@@ -332,7 +332,7 @@ impl Switchover {
             Input::Destination(status) => status,
             Input::PeerLost if self.has_switched() => return self.reconnect(),
             _ if self.has_switched() => return self.disconnected(),
-            _ => return self.not_arrived(),
+            _ => return self.unresolved(AtDestination::MayRun, self.keep_destination()),
         };
         match (status, self.final_run_state()) {
             (DestinationStatus::Running, FinalRunState::Running) => self.finalize(Placement::Running),
@@ -368,10 +368,6 @@ impl Switchover {
         self.request.source == SourceKind::Stored
     }
 
-    fn not_arrived(&self) -> Directive {
-        self.unresolved(AtDestination::MayRun, self.keep_destination())
-    }
-
     /// The destination's state of the guest is the newest, if a source has one.
     pub(super) fn keep_destination(&self) -> ToDo {
         match self.source_end() {
@@ -379,9 +375,4 @@ impl Switchover {
             _ => ToDo::LookAtDestination,
         }
     }
-}
-
-/// The end in this state.
-fn end(source: AtSource, destination: AtDestination, to_do: ToDo) -> Directive {
-    Directive::End(SwitchoverOutcome::Unresolved(GuestState::new(source, destination, to_do)))
 }

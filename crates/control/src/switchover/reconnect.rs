@@ -5,7 +5,7 @@ use super::events::{
 };
 use super::fault::SwitchoverBug;
 use super::machine::{Switchover, SwitchoverState};
-use super::outcome::{AtDestination, AtSource, GuestState, SwitchoverOutcome, ToDo};
+use super::outcome::{AtDestination, AtSource, ToDo};
 
 impl Switchover {
     /// The rest of the memory cannot be sent: the hosts are not connected.
@@ -64,8 +64,7 @@ impl Switchover {
                 self.unresolved(AtDestination::MayRun, ToDo::KeepDestination)
             }
             Input::Source(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed) => {
-                let state = GuestState::new(AtSource::HasIt, AtDestination::MayRun, ToDo::EndOne);
-                Directive::End(SwitchoverOutcome::Unresolved(state))
+                Directive::unresolved(AtSource::HasIt, AtDestination::MayRun, ToDo::EndOne)
             }
             Input::Destination(status) if !self.has_switched() => self.not_seen(status),
             _ if !is_source && !self.has_switched() => self.not_seen(DestinationStatus::Unknown),

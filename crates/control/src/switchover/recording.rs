@@ -85,7 +85,7 @@ impl Switchover {
 
     /// The guest is not started at its destination, which holds it. A source that shares its memory gets its guest back.
     fn not_run(&mut self) -> Directive {
-        if self.is_memory_shared() && !self.is_source_gone() {
+        if self.is_memory_shared() && !self.source_exited {
             return self.retract(AfterRetraction::Resume);
         }
         self.end_unresolved(self.not_started())

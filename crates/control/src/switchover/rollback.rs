@@ -6,7 +6,7 @@ use super::events::{
 };
 use super::fault::SwitchoverBug;
 use super::machine::{Restoration, Switchover, SwitchoverState};
-use super::outcome::{AtDestination, AtSource, GuestState, SwitchoverOutcome, ToDo};
+use super::outcome::{AtDestination, AtSource, SwitchoverOutcome, ToDo};
 
 impl Switchover {
     /// The stream failed before the source was acknowledged: the source has its guest or gets it back.
@@ -47,7 +47,7 @@ impl Switchover {
                 Directive::QuerySource
             }
             Input::TimedOut if !cancelled => self.cancel_source(),
-            _ => self.source_unknown(),
+            _ => Directive::source_unknown(self.unseen()),
         }
     }
 
@@ -97,11 +97,7 @@ impl Switchover {
                 Directive::QueryDestination
             }
             Input::Destination(DestinationStatus::Exited) if !self.source_exited => {
-                Directive::End(SwitchoverOutcome::Unresolved(GuestState::new(
-                    AtSource::Unknown,
-                    AtDestination::Ended,
-                    ToDo::LookAtSource,
-                )))
+                Directive::unresolved(AtSource::Unknown, AtDestination::Ended, ToDo::LookAtSource)
             }
             Input::Destination(DestinationStatus::Exited) => {
                 self.unresolved(AtDestination::Ended, ToDo::StartAgain)
@@ -179,12 +175,12 @@ impl Switchover {
             SourceKind::Stored => ToDo::LookAtDestination,
             _ => ToDo::EndOne,
         };
-        Directive::End(match input {
+        match input {
             Input::Destination(
                 DestinationStatus::Running | DestinationStatus::LacksMemory(FinalRunState::Running),
-            ) => SwitchoverOutcome::Unresolved(GuestState::new(AtSource::HasIt, AtDestination::Runs, to_do)),
-            _ => SwitchoverOutcome::Safe,
-        })
+            ) => Directive::unresolved(AtSource::HasIt, AtDestination::Runs, to_do),
+            _ => Directive::End(SwitchoverOutcome::Safe),
+        }
     }
 
     pub(super) fn restoring(&mut self, input: Input, restoration: Restoration) -> Directive {
@@ -195,19 +191,14 @@ impl Switchover {
             Input::NotDone if restoration == Restoration::Guest && self.is_memory_shared() => {
                 self.unresolved(AtDestination::None, ToDo::RunSource)
             }
-            Input::NotDone => self.source_unknown(),
+            Input::NotDone => Directive::source_unknown(self.unseen()),
             // It ran on: the destination's state of it is older.
-            Input::Source(SourceStatus::Exited) => Directive::End(SwitchoverOutcome::Unresolved(
-                GuestState::new(AtSource::Ended, self.unseen(), ToDo::StartAgain),
-            )),
+            Input::Source(SourceStatus::Exited) => {
+                Directive::unresolved(AtSource::Ended, self.unseen(), ToDo::StartAgain)
+            }
             _ if restoration != Restoration::Settings => Directive::End(SwitchoverOutcome::Safe),
             _ => self.confirm(),
         }
-    }
-
-    /// The source does not reply, or could not be restored.
-    fn source_unknown(&self) -> Directive {
-        Directive::End(SwitchoverOutcome::Unresolved(GuestState::source_unknown(self.unseen())))
     }
 
     /// The other towline is sent that before the source is restored, even if that does not arrive: without another message it does not start
