@@ -25,8 +25,8 @@ use crate::qemu::Qemu;
 use record_file::{is_locked, names_of};
 use towline_qmp::commands::RunState;
 
-pub use crate::switchover::OtherEnd;
-pub use record::{GuestPlan, Id, ListedMove, MoveEnd, MoveRecord, Role, Stage};
+pub use crate::switchover::{Decision, OtherEnd};
+pub use record::{GuestPlan, Id, ListedMove, MoveEnd, MoveRecord, Role};
 pub use record_file::Error;
 pub(crate) use record_file::{RecordFile, record_left_source};
 pub(crate) use recorded_way::RecordedWay;
@@ -68,7 +68,7 @@ pub fn undecided_of(qemu: &Qemu) -> Vec<Id> {
     let end = MoveEnd::qemu(qemu);
     let (records, _) = record_file::list(&directory);
     let of_qemu = records.into_iter().filter(|record| {
-        record.stage != Stage::Left
+        record.stage != Decision::Left
             && (record.source.is_same_qemu(&end) || record.destination.is_same_qemu(&end))
     });
     of_qemu.map(|record| record.id).collect()
@@ -97,7 +97,7 @@ pub(crate) fn check_source(qemu: &Qemu) -> Result<(), Error> {
 /// Returns true if this record keeps the guest of a QEMU from being sent. One that only says that its source was left paused
 /// is out of date when the guest runs again.
 fn forbids(record: &MoveRecord, source: &MoveEnd, is_paused_since: bool) -> bool {
-    record.source.may_be_same_qemu(source) && (is_paused_since || record.stage != Stage::Left)
+    record.source.may_be_same_qemu(source) && (is_paused_since || record.stage != Decision::Left)
 }
 
 /// Removes records that are over: of left sources whose QEMUs have exited, or whose guest has been resumed,
@@ -109,7 +109,7 @@ pub(crate) fn sweep(directory: &RuntimeDirectory, source: &MoveEnd) {
             records.iter().any(|other| other.id == record.id && end(other))
         };
         match record.stage {
-            Stage::Left => record.has_exited(&record.source) || record.source.is_same_qemu(source),
+            Decision::Left => record.has_exited(&record.source) || record.source.is_same_qemu(source),
             _ => {
                 is_gone(&|one| one.has_exited(&one.source))
                     && is_gone(&|one| one.has_exited(&one.destination))

@@ -42,8 +42,9 @@ mod rollback;
 #[cfg(test)]
 mod model;
 
+pub use events::Decision;
 pub(crate) use events::{
-    Decision, DestinationKind, DestinationStatus, Directive, FinalRunState, GuestRunState, Input, LossCause,
+    DestinationKind, DestinationStatus, Directive, FinalRunState, GuestRunState, Input, LossCause,
     MemoryLoss, MemorySharing, PeerMessage, RunRequest, SourceAction, SourceKind, SourceLink, SourceStatus,
     StartResult, SwitchoverRequest,
 };

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use schemars::JsonSchema;
 use serde::Serialize;
-use towline_control::moves::{ListedMove, MoveEnd, MoveRecord, Role, Stage};
+use towline_control::moves::{Decision, ListedMove, MoveEnd, MoveRecord, Role};
 use towline_control::run::{MemoryOrigin, Running, StartedGuest};
 use towline_image::manifest::Timestamp;
 use towline_launch::RunningGuest;
@@ -17,7 +17,7 @@ objects! {
     UndecidedMove<'a>(listed: &'a ListedMove) {
         id: String = listed.record.id.to_string(),
         role: Role = listed.record.role,
-        stage: Stage = listed.record.stage,
+        stage: Decision = listed.record.stage,
         source: End = End::new(&listed.record, &listed.record.source),
         destination: End = End::new(&listed.record, &listed.record.destination),
         undecided: String = listed.undecided(),

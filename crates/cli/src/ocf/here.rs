@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use towline_control::generations::{self, ManagedGuest};
 use towline_control::moves::{
-    self, Finding, ListedMove, MoveEnd, MoveRecord, OtherEnd, ResumeChoice, Role, Stage,
+    self, Decision, Finding, ListedMove, MoveEnd, MoveRecord, OtherEnd, ResumeChoice, Role,
 };
 use towline_launch::{RunningGuest, RuntimeRoot};
 use towline_qmp::commands::{QueryStatus, RunState};
@@ -123,7 +123,7 @@ impl Here {
     /// A record cannot be read: it may be one of them.
     pub(super) fn undecided(&self) -> Result<Vec<ListedMove>, moves::Error> {
         let (mut listed, bad) = moves::list()?;
-        listed.retain(|one| one.record.stage != Stage::Left && self.role(&one.record).is_some());
+        listed.retain(|one| one.record.stage != Decision::Left && self.role(&one.record).is_some());
         bad.into_iter().next().map_or(Ok(listed), Err)
     }
 

@@ -179,45 +179,6 @@ impl fmt::Display for MoveEnd {
     }
 }
 
-/// Last recorded stage of a move.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum Stage {
-    /// A destination that runs the guest by itself is sent the last bytes.
-    Commit,
-    /// The destination holds the guest; its source is acknowledged and may complete.
-    Acknowledge,
-    /// The source is done; the towline at the destination is sent the outcome.
-    Complete,
-    /// The source is done; the guest is started at its destination.
-    Run,
-    /// The move is over. The source keeps an older state of the guest, which a later copy must not resume.
-    Left,
-}
-
-impl Stage {
-    pub(crate) fn of(decision: Decision) -> Self {
-        match decision {
-            Decision::Commit => Self::Commit,
-            Decision::Acknowledge => Self::Acknowledge,
-            Decision::Complete => Self::Complete,
-            Decision::Run => Self::Run,
-            Decision::Left => Self::Left,
-        }
-    }
-
-    /// The decision of this stage.
-    pub(crate) fn decision(self) -> Decision {
-        match self {
-            Self::Commit => Decision::Commit,
-            Self::Acknowledge => Decision::Acknowledge,
-            Self::Complete => Decision::Complete,
-            Self::Run => Decision::Run,
-            Self::Left => Decision::Left,
-        }
-    }
-}
-
 /// Requested result for the guest, and its run state before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -274,7 +235,7 @@ pub struct MoveRecord {
     /// Ends that are driven here.
     pub role: Role,
     /// The last decision.
-    pub stage: Stage,
+    pub stage: Decision,
     /// Final message of the recording towline; `None` if it was killed.
     #[serde(alias = "said")]
     pub message: Option<String>,
@@ -308,7 +269,7 @@ impl MoveRecord {
         id: Id,
         source: MoveEnd,
         destination: MoveEnd,
-        stage: Stage,
+        stage: Decision,
         guest_plan: GuestPlan,
     ) -> Self {
         let role = match (&source, &destination) {
@@ -342,7 +303,7 @@ impl MoveRecord {
     }
 
     /// The same record at another stage, by this process.
-    pub(crate) fn at_stage(&self, stage: Stage) -> Self {
+    pub(crate) fn at_stage(&self, stage: Decision) -> Self {
         Self { stage, changed_ms: now_ms(), owner: Owner::this(), ..self.clone() }
     }
 

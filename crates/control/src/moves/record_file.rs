@@ -21,9 +21,10 @@ use rustix::fs::{
 use rustix::io::Errno;
 use rustix::process::{geteuid, getpid};
 
-use super::record::{self, Id, MoveRecord, Stage};
+use super::record::{self, Id, MoveRecord};
 use crate::journal::{RuntimeDirectory, RuntimeDirectoryError, is_named, read};
 use crate::qemu;
+use crate::switchover::Decision;
 
 /// Maximum number of attempts to open a record that its owner is replacing.
 const ATTEMPTS_MAX: u32 = 16;
@@ -238,12 +239,12 @@ pub(super) fn names_of(directory: &RuntimeDirectory, id: &Id) -> Vec<String> {
 
 /// Records that the source of a completed copy holds a guest which a later copy must not resume.
 pub(crate) fn record_left_source(file: &mut RecordFile) -> Result<(), Error> {
-    let record = file.record().at_stage(Stage::Left);
+    let record = file.record().at_stage(Decision::Left);
     // It replaces other records of this kind of the same QEMU.
     let directory = RuntimeDirectory::open()?;
     let (records, _) = list(&directory);
     for older in records.iter().filter(|older| {
-        older.stage == Stage::Left && older.source.is_same_qemu(&record.source) && older.id != record.id
+        older.stage == Decision::Left && older.source.is_same_qemu(&record.source) && older.id != record.id
     }) {
         for name in names_of(&directory, &older.id) {
             RecordFile::open(&directory, &name)?.remove()?;

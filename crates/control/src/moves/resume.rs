@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::record::{MoveEnd, MoveRecord, Stage};
+use super::record::{MoveEnd, MoveRecord};
 use super::{Error, Id, RecordFile, record_file, text};
 use crate::generations::ManagedGuest;
 use crate::journal::RuntimeDirectory;
 use crate::switchover::{
-    Choice, FinalRunState, GuestState, InterruptedMove, MemorySharing, OtherEnd, Placement, Refusal,
-    ResumeAction, RunFailure, Side, SourceStatus, ToDo,
+    Choice, Decision, FinalRunState, GuestState, InterruptedMove, MemorySharing, OtherEnd, Placement,
+    Refusal, ResumeAction, RunFailure, Side, SourceStatus, ToDo,
 };
 use crate::temporary_names;
 pub use interrupted::{InterruptedPostcopy, interrupted};
@@ -244,7 +244,7 @@ impl Resume {
 
     fn examine(&mut self) -> InterruptedMove {
         let run_state = FinalRunState::running_if(self.record.guest_plan.run);
-        let mut case = InterruptedMove::new(self.record.stage.decision(), run_state);
+        let mut case = InterruptedMove::new(self.record.stage, run_state);
         if self.record.guest_plan.shared_memory {
             case.memory = MemorySharing::Shared;
         }
@@ -260,7 +260,7 @@ impl Resume {
     fn is_completion_ours(&self) -> bool {
         let MoveRecord { stage, guest_plan, source_vcpu_switches, .. } = &self.record;
         match (*stage, guest_plan.live) {
-            (Stage::Left, _) => true,
+            (Decision::Left, _) => true,
             (_, false) => !guest_plan.run,
             (_, true) => {
                 source_vcpu_switches.is_some() && *source_vcpu_switches == self.source.vcpu_switches()
@@ -269,7 +269,7 @@ impl Resume {
     }
 
     /// Makes the stage durable in every record on this host.
-    fn write(&mut self, stage: Stage) -> Result<(), Error> {
+    fn write(&mut self, stage: Decision) -> Result<(), Error> {
         for file in &mut self.files {
             let record = file.record().at_stage(stage);
             file.write(record)?;
@@ -280,14 +280,14 @@ impl Resume {
 
     fn run_destination(&mut self, case: &InterruptedMove) -> Result<(), Error> {
         let managed = self.record.destination.managed()?;
-        self.write(Stage::Run)?;
+        self.write(Decision::Run)?;
         // One that may have run keeps that stage: it has the generation then.
         if let Some(Err(error)) = managed.as_ref().map(ManagedGuest::enter) {
-            self.write(Stage::of(case.decision_after(RunFailure::Refused)))?;
+            self.write(case.decision_after(RunFailure::Refused))?;
             return Err(error.into());
         }
         if let Err(NotRun { failure, error }) = self.destination.run() {
-            self.write(Stage::of(case.decision_after(failure)))?;
+            self.write(case.decision_after(failure))?;
             return Err(error);
         }
         self.done.push(format!("{} runs the guest", self.record.destination));
@@ -392,7 +392,7 @@ impl Resume {
         } else {
             format!("what {destination} holds of it must not run: there, `towline resume {id} --discard`")
         };
-        if self.record.stage != Stage::Left {
+        if self.record.stage != Decision::Left {
             self.done.push(older);
         }
         self.finish(Finding::AtSource)

@@ -52,7 +52,7 @@ pub(super) fn peer() -> MoveEnd {
 
 pub(super) fn record(source: MoveEnd, destination: MoveEnd) -> MoveRecord {
     let guest_plan = GuestPlan { live: true, run: true, quit: true, shared_memory: false };
-    MoveRecord::new(Id::of(ID), source, destination, Stage::Acknowledge, guest_plan)
+    MoveRecord::new(Id::of(ID), source, destination, Decision::Acknowledge, guest_plan)
 }
 
 fn sleeper() -> Child {
@@ -71,11 +71,11 @@ fn record_exists_until_it_is_removed() {
     file.write(file.record().clone()).unwrap();
     let path = place.path(file.record());
     assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o600);
-    file.write(file.record().at_stage(Stage::Run)).unwrap();
+    file.write(file.record().at_stage(Decision::Run)).unwrap();
     let (records, bad) = list(&place.directory());
     assert!(bad.is_empty(), "{bad:?}");
     assert_eq!(records, [file.record().clone()]);
-    assert_eq!((records[0].role, records[0].stage), (Role::Destination, Stage::Run));
+    assert_eq!((records[0].role, records[0].stage), (Role::Destination, Decision::Run));
     assert_eq!(place.file_names(), [format!("move-{}-destination.json", "ab".repeat(16))]);
     file.remove().unwrap();
     assert_eq!(place.file_names(), [""; 0]);
@@ -98,7 +98,7 @@ fn record_in_use_is_refused_with_its_owner() {
     file.write(file.record().clone()).unwrap();
     let name = file.record().name();
     // Each later state is locked as well.
-    for stage in [Stage::Acknowledge, Stage::Run] {
+    for stage in [Decision::Acknowledge, Decision::Run] {
         file.write(file.record().at_stage(stage)).unwrap();
         assert!(is_locked(&place.directory(), &name));
         let error = RecordFile::open(&place.directory(), &name).unwrap_err();
@@ -118,7 +118,7 @@ fn record_in_use_is_refused_with_its_owner() {
             opened => break opened.unwrap(),
         }
     };
-    assert_eq!(opened.record().stage, Stage::Run);
+    assert_eq!(opened.record().stage, Decision::Run);
 }
 
 /// A host that lost its power may leave one.
@@ -230,12 +230,12 @@ fn without_room(place: &TestDirectory) {
     let mut file = place.file(record(peer(), running()));
     file.write(file.record().clone()).unwrap();
     fill(&place.directory());
-    let error = file.write(file.record().at_stage(Stage::Run)).unwrap_err();
+    let error = file.write(file.record().at_stage(Decision::Run)).unwrap_err();
     assert!(matches!(&error, Error::Io { source, .. } if source.raw_os_error() == Some(28)), "{error}");
     let (records, bad) = list(&place.directory());
     assert!(bad.is_empty(), "{bad:?}");
-    assert_eq!(records[0].stage, Stage::Acknowledge);
-    assert_eq!(file.record().stage, Stage::Acknowledge);
+    assert_eq!(records[0].stage, Decision::Acknowledge);
+    assert_eq!(file.record().stage, Decision::Acknowledge);
     // Nothing without a name is left, and it is locked as before.
     assert_eq!(place.file_names(), ["filler".to_owned(), file.record().name()]);
     assert!(is_locked(&place.directory(), &file.record().name()));
@@ -246,11 +246,11 @@ fn without_room(place: &TestDirectory) {
 fn a_guest_that_is_part_of_an_undecided_move_is_not_sent() {
     let (source, other) = (running(), peer());
     for (stage, is_paused_since, expected) in [
-        (Stage::Acknowledge, false, true),
-        (Stage::Run, false, true),
-        (Stage::Run, true, true),
-        (Stage::Left, false, false),
-        (Stage::Left, true, true),
+        (Decision::Acknowledge, false, true),
+        (Decision::Run, false, true),
+        (Decision::Run, true, true),
+        (Decision::Left, false, false),
+        (Decision::Left, true, true),
     ] {
         let record = record(source.clone(), other.clone()).at_stage(stage);
         assert_eq!(forbids(&record, &source, is_paused_since), expected, "{stage:?} {is_paused_since}");
@@ -265,7 +265,7 @@ fn record_of_a_left_source_is_removed_with_its_qemu() {
     let pid = i32::try_from(child.id()).unwrap();
     let source = MoveEnd::Qemu { socket: "a".into(), pid: Some(pid), start_time: start_time(pid).ok() };
     let mut file = place.file(record(source.clone(), peer()));
-    file.write(file.record().at_stage(Stage::Left)).unwrap();
+    file.write(file.record().at_stage(Decision::Left)).unwrap();
     drop(file);
     let other = running();
     sweep_all(&place, &other);
@@ -352,12 +352,12 @@ fn process_ids_of_another_pid_namespace_are_no_evidence() {
 fn second_move_with_the_same_id_is_refused_and_keeps_the_first() {
     let place = TestDirectory::new();
     let mut first = place.file(record(peer(), running()));
-    first.write(first.record().at_stage(Stage::Acknowledge)).unwrap();
+    first.write(first.record().at_stage(Decision::Acknowledge)).unwrap();
     let mut second = RecordFile::new(place.directory(), record(peer(), running()));
-    assert!(second.write(record(peer(), running()).at_stage(Stage::Run)).is_err());
+    assert!(second.write(record(peer(), running()).at_stage(Decision::Run)).is_err());
     second.remove().unwrap();
     let (records, _) = list(&place.directory());
-    assert_eq!(records.iter().map(|record| record.stage).collect::<Vec<_>>(), [Stage::Acknowledge]);
+    assert_eq!(records.iter().map(|record| record.stage).collect::<Vec<_>>(), [Decision::Acknowledge]);
 }
 
 #[test]

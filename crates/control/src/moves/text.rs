@@ -1,35 +1,35 @@
 //! Texts about records: the open decision, and the remedy.
 
-use super::{ListedMove, MoveEnd, MoveRecord, Role, Stage};
+use super::{Decision, ListedMove, MoveEnd, MoveRecord, Role};
 use crate::switchover::{AtDestination, AtSource, Choice, GuestState, Refusal, Side, ToDo};
 
 /// Describes what is undecided of a move, by its record.
 pub(super) fn undecided(record: &MoveRecord) -> String {
     let (source, destination) = (&record.source, &record.destination);
     match (record.stage, record.role) {
-        (Stage::Commit, _) => format!(
+        (Decision::Commit, _) => format!(
             "{destination} was sent everything, and may run the guest; {source} is stopped, or has it back if its migration failed"
         ),
-        (Stage::Acknowledge, Role::Destination) => format!(
+        (Decision::Acknowledge, Role::Destination) => format!(
             "{destination} holds the guest, paused; it is not known whether its source, reached by {source}, is done with it"
         ),
-        (Stage::Acknowledge, Role::Source) => format!(
+        (Decision::Acknowledge, Role::Source) => format!(
             "{destination} holds the guest, paused, and did not get the outcome; {source} is done with it, or has it back if its migration failed"
         ),
-        (Stage::Acknowledge, Role::Both) => {
+        (Decision::Acknowledge, Role::Both) => {
             format!(
                 "{destination} holds the guest, paused; it is not known yet whether {source} is done with it"
             )
         }
-        (Stage::Complete, _) => format!(
+        (Decision::Complete, _) => format!(
             "{source} is done with the guest, and the towline at {destination} is sent that: it is not known whether it runs there"
         ),
-        (Stage::Run, _) => {
+        (Decision::Run, _) => {
             format!(
                 "{source} is done with the guest, and {destination} is being started: it is not known whether it runs"
             )
         }
-        (Stage::Left, _) => left(record),
+        (Decision::Left, _) => left(record),
     }
 }
 
@@ -54,11 +54,11 @@ pub(crate) fn notice(record: &MoveRecord, guest: GuestState) -> String {
 pub(super) fn left(record: &MoveRecord) -> String {
     let MoveRecord { id, source, destination, .. } = record;
     match record.stage {
-        Stage::Left if record.guest_plan.run => format!(
+        Decision::Left if record.guest_plan.run => format!(
             "the guest of {source} was copied to {destination} and made to run there (move {id}): to run it here too would run it twice; end \
              this QEMU, or, if it does not run there, `towline resume {id} --run-here=source`"
         ),
-        Stage::Left => format!(
+        Decision::Left => format!(
             "the guest of {source} was paused when it was copied to {destination} (move {id}), and QEMU sends it again only after it was resumed: \
              resume it first (`cont`), if it may run"
         ),
@@ -66,29 +66,6 @@ pub(super) fn left(record: &MoveRecord) -> String {
             "the guest of {source} is part of a move to {destination} that is undecided: `towline resume {id}` first"
         ),
     }
-}
-
-/// Commands to run, and other advice.
-pub(super) fn advice(listed: &ListedMove) -> Vec<String> {
-    let id = &listed.record.id;
-    let mut advice = Vec::new();
-    match (listed.owner, listed.record.stage) {
-        (Some(pid), _) => advice.push(format!("wait: towline (process {pid}) works on it")),
-        (None, Stage::Left) => {
-            advice.push(format!(
-                "nothing: the record keeps a later copy from running {}, and goes with that QEMU",
-                listed.record.source
-            ));
-        }
-        (None, _) => advice.push(format!("towline resume {id}")),
-    }
-    let changed = |end: &String| {
-        format!("towline repair {end}   (its settings are left changed; `resume` does this too)")
-    };
-    if listed.owner.is_none() {
-        advice.extend(listed.changed.iter().map(changed));
-    }
-    advice
 }
 
 const WARNING: &str = ". TWO GUESTS ON ONE DISK DESTROY IT";
@@ -203,7 +180,21 @@ impl ListedMove {
     /// Commands to run, and other advice.
     #[must_use]
     pub fn advice(&self) -> Vec<String> {
-        advice(self)
+        let Self { record, owner, changed, .. } = self;
+        if let Some(pid) = owner {
+            return vec![format!("wait: towline (process {pid}) works on it")];
+        }
+        let finish = match record.stage {
+            Decision::Left => format!(
+                "nothing: the record keeps a later copy from running {}, and goes with that QEMU",
+                record.source
+            ),
+            _ => format!("towline resume {}", record.id),
+        };
+        let repair = |end: &String| {
+            format!("towline repair {end}   (its settings are left changed; `resume` does this too)")
+        };
+        std::iter::once(finish).chain(changed.iter().map(repair)).collect()
     }
 }
 
@@ -214,13 +205,15 @@ mod tests {
 
     #[test]
     fn description_of_an_undecided_move_names_both_ends_and_the_remedy() {
-        for stage in [Stage::Commit, Stage::Acknowledge, Stage::Complete, Stage::Run, Stage::Left] {
+        for stage in
+            [Decision::Commit, Decision::Acknowledge, Decision::Complete, Decision::Run, Decision::Left]
+        {
             let record = record(running(), peer()).at_stage(stage);
             let text = undecided(&record);
             assert!(text.contains("qmp:/run/vm/b.qmp") && text.contains("tcp:10.0.0.1:4444"), "{text}");
             let listed = ListedMove { record, owner: None, exited: Vec::new(), changed: Vec::new() };
             let expected = match stage {
-                Stage::Left => {
+                Decision::Left => {
                     "nothing: the record keeps a later copy from running qmp:/run/vm/b.qmp, and goes with that QEMU".into()
                 }
                 _ => format!("towline resume {}", "ab".repeat(16)),

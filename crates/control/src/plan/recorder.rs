@@ -9,7 +9,7 @@ use super::error::Error;
 use crate::generations::ManagedGuest;
 use crate::journal::{RuntimeDirectory, UndoRecord};
 use crate::lock::lock;
-use crate::moves::{self, GuestPlan, Id, MoveEnd, MoveRecord, RecordFile, RecordedWay, Stage};
+use crate::moves::{self, GuestPlan, Id, MoveEnd, MoveRecord, RecordFile, RecordedWay};
 use crate::procfs::VcpuThreads;
 use crate::switchover::{Decision, GuestRunState, GuestState, Switchover, SwitchoverOutcome};
 
@@ -133,17 +133,16 @@ impl Recorder {
 
 impl State {
     fn record(&mut self, id: MoveId, decision: Decision, machine: &Switchover) -> Result<(), moves::Error> {
-        let stage = Stage::of(decision);
         // A guest that sleeps may wake up by itself, and one that is stopped does not run after a failed migration either.
         let runs = machine.guest() == GuestRunState::Running;
         let switches = self.ends.as_ref().filter(|_| runs).and_then(|ends| ends.source.vcpus.switches());
         if let Some(file) = &mut self.file {
-            let mut record = file.record().at_stage(stage);
+            let mut record = file.record().at_stage(decision);
             record.guest_plan = GuestPlan::of(machine.guest(), machine.request());
             record.source_vcpu_switches = switches;
             return file.write(record);
         }
-        let Some(mut file) = self.file(id, stage, machine) else { return Ok(()) };
+        let Some(mut file) = self.file(id, decision, machine) else { return Ok(()) };
         let mut record = file.record().clone();
         record.source_vcpu_switches = switches;
         let written = file.write(record);
@@ -153,10 +152,10 @@ impl State {
     }
 
     fn retract(&mut self) -> Result<(), moves::Error> {
-        let Some(file) = self.file.as_mut().filter(|file| file.record().stage > Stage::Acknowledge) else {
+        let Some(file) = self.file.as_mut().filter(|file| file.record().stage > Decision::Acknowledge) else {
             return Ok(());
         };
-        let written = file.write(file.record().at_stage(Stage::Acknowledge));
+        let written = file.write(file.record().at_stage(Decision::Acknowledge));
         // A full disk still removes it. Without a record nothing is run by it.
         if let Err(error) = written {
             file.remove().map_err(|_| error)?;
@@ -165,7 +164,7 @@ impl State {
         Ok(())
     }
 
-    fn file(&self, id: MoveId, stage: Stage, machine: &Switchover) -> Option<RecordFile> {
+    fn file(&self, id: MoveId, stage: Decision, machine: &Switchover) -> Option<RecordFile> {
         let (ends, directory) = (self.ends.clone()?, self.directory.clone()?);
         let RecordedEnds { source, destination } = ends;
         let plan = GuestPlan::of(machine.guest(), machine.request());
@@ -188,7 +187,7 @@ impl State {
     /// Records that the source keeps a guest which a later copy must not resume.
     fn leave(&mut self, id: MoveId, machine: &Switchover) -> Result<(), moves::Error> {
         if self.file.is_none() {
-            self.file = self.file(id, Stage::Left, machine);
+            self.file = self.file(id, Decision::Left, machine);
         }
         self.file.as_mut().map_or(Ok(()), moves::record_left_source)
     }

@@ -337,12 +337,12 @@ pub enum Decision {
     Commit,
     /// The destination holds the guest; its source is acknowledged and may complete.
     Acknowledge,
-    /// The source is done with the guest; the towline at its destination is sent the outcome.
+    /// The source is done; the towline at the destination is sent the outcome.
     Complete,
-    /// The source is done with the guest; the guest is started at its destination.
+    /// The source is done; the guest is started at its destination.
     Run,
-    /// The move is over, and its source stays with an older state of the guest. Only a record has this one:
-    /// nothing is decided.
+    // Only a record has this one: nothing is decided.
+    /// The move is over. The source keeps an older state of the guest, which a later copy must not resume.
     Left,
 }
 

@@ -109,7 +109,7 @@ fn resumed_in(
     }
 }
 
-fn record(source: MoveEnd, destination: MoveEnd, stage: Stage) -> MoveRecord {
+fn record(source: MoveEnd, destination: MoveEnd, stage: Decision) -> MoveRecord {
     let plan = GuestPlan { live: true, run: true, quit: false, shared_memory: false };
     MoveRecord::new(Id::of(ID), source, destination, stage, plan)
 }
@@ -125,7 +125,7 @@ fn undecided(record: &MoveRecord) -> String {
 #[test]
 fn a_completed_migration_is_that_of_the_move_if_the_guest_has_not_run_since() {
     let qemu = OneQemu::start("postmigrate", Some("completed"));
-    let mut record = record(qemu.end(), peer(), Stage::Acknowledge);
+    let mut record = record(qemu.end(), peer(), Decision::Acknowledge);
     let unproven = "is postmigrate, but not provably by this move";
     assert!(undecided(&record).contains(unproven), "of an earlier version, or of a guest that slept");
     record.source_vcpu_switches = qemu.switches();
@@ -155,7 +155,7 @@ fn a_guest_gets_its_detached_devices_where_it_is_run() {
         if is_there {
             qemu.fake.script().devices.push("v0");
         }
-        let mut record = record(peer(), qemu.end(), Stage::Run);
+        let mut record = record(peer(), qemu.end(), Decision::Run);
         record.devices.push(device.clone());
         let resumed = resumed(&record, None).unwrap();
         assert_eq!(resumed.finding, Finding::AtDestination);
@@ -171,7 +171,7 @@ fn a_guest_gets_its_detached_devices_where_it_is_run() {
 #[test]
 fn a_guest_that_was_left_at_its_destination_is_not_taken_from_there() {
     let qemu = OneQemu::start("paused", Some("completed"));
-    let record = record(peer(), qemu.end(), Stage::Run);
+    let record = record(peer(), qemu.end(), Decision::Run);
     let refused = resumed(&record, Some(ResumeChoice::Discard(None))).unwrap_err();
     assert!(refused.to_string().contains("may have run there, because"), "{refused}");
     assert_eq!(qemu.fake.commands(), [""; 0]);
@@ -190,7 +190,7 @@ fn the_state_of_the_other_end_finishes_a_move_where_it_leaves_no_doubt() {
         (Fenced, &[], None),
     ] {
         let qemu = OneQemu::start("paused", Some("completed"));
-        let found = finished(&record(peer(), qemu.end(), Stage::Acknowledge), other);
+        let found = finished(&record(peer(), qemu.end(), Decision::Acknowledge), other);
         assert_eq!(expected.is_none(), matches!(found, Finding::Undecided { .. }), "{found:?}");
         assert!(expected.is_none_or(|expected| expected == found));
         assert_eq!(qemu.fake.commands(), commands, "destination, {other:?}");
@@ -201,7 +201,7 @@ fn the_state_of_the_other_end_finishes_a_move_where_it_leaves_no_doubt() {
         (Fenced, &[], None),
     ] {
         let qemu = OneQemu::start("postmigrate", Some("completed"));
-        let mut record = record(qemu.end(), peer(), Stage::Complete);
+        let mut record = record(qemu.end(), peer(), Decision::Complete);
         record.source_vcpu_switches = qemu.switches();
         let found = finished(&record, other);
         assert_eq!(expected.is_none(), matches!(found, Finding::Undecided { .. }), "{found:?}");
@@ -209,7 +209,7 @@ fn the_state_of_the_other_end_finishes_a_move_where_it_leaves_no_doubt() {
         assert_eq!(qemu.fake.commands(), commands, "source, {other:?}");
     }
     let qemu = OneQemu::start("paused", Some("completed"));
-    let both = record(qemu.end(), qemu.end(), Stage::Acknowledge);
+    let both = record(qemu.end(), qemu.end(), Decision::Acknowledge);
     let refused = resumed(&both, Some(ResumeChoice::OtherEnd(Done))).unwrap_err();
     assert!(refused.to_string().contains("both ends are on this host"), "{refused}");
 }
@@ -217,7 +217,7 @@ fn the_state_of_the_other_end_finishes_a_move_where_it_leaves_no_doubt() {
 /// The former towline may have done its last action.
 #[test]
 fn a_start_that_is_refused_leaves_the_former_decision() {
-    for stage in [Stage::Acknowledge, Stage::Run] {
+    for stage in [Decision::Acknowledge, Decision::Run] {
         let place = TempDir::new().unwrap();
         let directory = RuntimeDirectory::below(place.path()).unwrap();
         let qemu = OneQemu::start("paused", Some("completed"));
@@ -234,7 +234,7 @@ fn a_start_that_is_refused_leaves_the_former_decision() {
 fn of_several_at_once_one_finishes_the_move_and_the_others_find_it_in_use_or_finished() {
     let place = TempDir::new().unwrap();
     let directory = RuntimeDirectory::below(place.path()).unwrap();
-    let record = record(peer(), peer(), Stage::Acknowledge);
+    let record = record(peer(), peer(), Decision::Acknowledge);
     for _ in 0..50 {
         let mut file = RecordFile::new(directory.clone(), record.clone());
         file.write(record.clone()).unwrap();
