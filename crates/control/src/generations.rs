@@ -20,7 +20,6 @@ use towline_launch::{GuestGenerations, RunningGuest, RuntimeError, RuntimeRoot};
 
 use crate::durable::{create_once, sync};
 use crate::journal::now_ms;
-use crate::process::Process;
 use crate::procfs::of_kernel;
 use crate::qemu::Qemu;
 
@@ -175,11 +174,7 @@ impl ManagedGuest {
     /// # Errors
     /// [`Error::Guests`].
     pub(crate) fn of_qemu(qemu: &Qemu) -> Result<Option<Self>, Error> {
-        let process = match qemu.process() {
-            Process::Known { pid, .. } => Some(*pid),
-            Process::Unknown { .. } => None,
-        };
-        Self::find(process, &qemu.socket_path())
+        Self::find(qemu.process().identity().map(|(pid, _)| pid), &qemu.socket_path())
     }
 
     /// The guest of this user in the QEMU with this process, or with this monitor if its process is not known.

@@ -36,7 +36,7 @@ use crate::procfs::start_time;
 
 pub use record::{ChangedValue, ProtectionRecord, UndoRecord};
 use record::{JournalContents, JournalHeader, JournalLine, VERSION};
-pub(crate) use record::{monotonic_ms, now_ms, pid_namespace};
+pub(crate) use record::{Owner, monotonic_ms, now_ms};
 pub use runtime_directory::{RuntimeDirectory, RuntimeDirectoryError};
 
 /// Maximum size of a journal that is read.
@@ -146,12 +146,9 @@ impl Journal {
             if !is_named(&file, directory, &name) {
                 continue;
             }
-            let JournalContents { owner, records } = record::parse(&text).map_err(|bad| Error::Format {
-                path: path.clone(),
-                line: bad.line,
-                reason: bad.reason,
-            })?;
-            if owner.as_ref().is_some_and(JournalHeader::owner_lives) {
+            let JournalContents { header: found, records } = record::parse(&text)
+                .map_err(|bad| Error::Format { path: path.clone(), line: bad.line, reason: bad.reason })?;
+            if found.as_ref().is_some_and(|header| header.owner.lives()) {
                 return Err(in_use(socket, &path, &text));
             }
             let state = State {
@@ -164,7 +161,7 @@ impl Journal {
                 records,
                 process: Arc::clone(process),
             };
-            return state.take_over(owner, text.ends_with('\n'));
+            return state.take_over(found, text.ends_with('\n'));
         }
         Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, "it is removed and created repeatedly")))
     }
@@ -254,7 +251,7 @@ impl State {
     ) -> Result<(Journal, Option<i32>), Error> {
         let left_by = before
             .filter(|found| !self.records.is_empty() && self.header.is_same_qemu(found, &self.process))
-            .map(|found| found.pid);
+            .map(|found| found.owner.pid);
         if left_by.is_some() {
             // Ends a truncated line.
             let separator = if is_whole { "" } else { "\n" };
@@ -342,9 +339,9 @@ fn remove_stale(directory: &RuntimeDirectory, name: &str) -> io::Result<()> {
     let mut file = File::from(openat(directory.fd(), name, flags, Mode::empty())?);
     flock(&file, FlockOperation::NonBlockingLockExclusive)?;
     let text = read(&mut file)?;
-    let Ok(JournalContents { owner: Some(header), records }) = record::parse(&text) else { return Ok(()) };
+    let Ok(JournalContents { header: Some(header), records }) = record::parse(&text) else { return Ok(()) };
     // That QEMU may live under this id in another pid namespace.
-    if !header.is_of_our_namespace() || header.owner_lives() {
+    if !header.owner.is_of_this_namespace() || header.owner.lives() {
         return Ok(());
     }
     records.values().filter_map(UndoRecord::remove_files).for_each(drop);
@@ -379,7 +376,7 @@ pub(crate) fn is_named(file: &File, directory: &RuntimeDirectory, name: &str) ->
 }
 
 fn in_use(socket: &Path, path: &Path, text: &str) -> Error {
-    let pid = record::parse(text).ok().and_then(|contents| contents.owner).map(|owner| owner.pid);
+    let pid = record::parse(text).ok().and_then(|contents| contents.header).map(|header| header.owner.pid);
     tracing::debug!(path = %path.display(), "the journal is locked");
     Error::InUse { socket: socket.display().to_string(), pid }
 }

@@ -133,6 +133,14 @@ impl Process {
         Self::Unknown { reason }
     }
 
+    /// Its id and start time; `None` if it is not known.
+    pub(crate) fn identity(&self) -> Option<(i32, u64)> {
+        match self {
+            Self::Known { pid, start_time, .. } => Some((*pid, *start_time)),
+            Self::Unknown { .. } => None,
+        }
+    }
+
     /// The current state.
     #[must_use]
     pub fn state(&self) -> ProcessState {

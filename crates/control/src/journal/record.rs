@@ -130,16 +130,42 @@ impl UndoRecord {
     }
 }
 
+/// The process that owns a journal, or works on the record of a move.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Owner {
+    pub(crate) pid: i32,
+    start_time: u64,
+    /// Namespace of the process ids; `None` if it cannot be read.
+    pid_namespace: Option<PathBuf>,
+}
+
+impl Owner {
+    pub(crate) fn this() -> Self {
+        let (pid, start_time) = own_process();
+        Self { pid, start_time, pid_namespace: pid_namespace() }
+    }
+
+    /// Returns true if process ids that it has written are of this process's namespace.
+    pub(crate) fn is_of_this_namespace(&self) -> bool {
+        self.pid_namespace.is_some() && self.pid_namespace == pid_namespace()
+    }
+
+    /// Returns true if it is another process, which runs. The lock is released a moment before the process has exited.
+    pub(super) fn lives(&self) -> bool {
+        let is_other = own_process() != (self.pid, self.start_time);
+        let is_there = start_time(self.pid).is_ok_and(|now| now == self.start_time) && !is_zombie(self.pid);
+        is_other && self.is_of_this_namespace() && is_there
+    }
+}
+
 /// Owner of a journal, and its QEMU.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) struct JournalHeader {
     version: u32,
-    /// The owner.
-    pub(super) pid: i32,
-    start_time: u64,
-    /// Namespace of the process ids; `None` if it cannot be read.
-    pid_namespace: Option<PathBuf>,
+    #[serde(flatten)]
+    pub(super) owner: Owner,
     /// The monitor's socket.
     socket: PathBuf,
     device: u64,
@@ -150,15 +176,12 @@ pub(super) struct JournalHeader {
 
 impl JournalHeader {
     pub(super) fn of(socket: &Path) -> io::Result<Self> {
-        let (pid, start_time) = own_process();
         let socket = std::path::absolute(socket)?;
         let metadata = fs::metadata(&socket)?;
         let created = metadata.created().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
         Ok(Self {
             version: VERSION,
-            pid,
-            start_time,
-            pid_namespace: pid_namespace(),
+            owner: Owner::this(),
             device: metadata.dev(),
             inode: metadata.ino(),
             created: created.and_then(|since| u64::try_from(since.as_nanos()).ok()),
@@ -180,17 +203,6 @@ impl JournalHeader {
         let key = |header: &Self| (header.socket.clone(), header.device, header.inode, header.created);
         process.is_known() || key(self) == key(found)
     }
-
-    /// Returns true if its owner runs. The lock is released a moment before the process has exited.
-    pub(super) fn owner_lives(&self) -> bool {
-        let is_other = own_process() != (self.pid, self.start_time);
-        let is_there = start_time(self.pid).is_ok_and(|now| now == self.start_time) && !is_zombie(self.pid);
-        is_other && self.is_of_our_namespace() && is_there
-    }
-
-    pub(super) fn is_of_our_namespace(&self) -> bool {
-        self.pid_namespace.is_some() && self.pid_namespace == pid_namespace()
-    }
 }
 
 /// Milliseconds since 1970.
@@ -206,7 +218,7 @@ pub(crate) fn monotonic_ms() -> u64 {
 }
 
 /// The pid namespace of this process; `None` where it cannot be read.
-pub(crate) fn pid_namespace() -> Option<PathBuf> {
+fn pid_namespace() -> Option<PathBuf> {
     fs::read_link("/proc/self/ns/pid").ok()
 }
 
@@ -233,8 +245,8 @@ pub(super) enum JournalLine {
 /// Contents of a journal.
 #[derive(Debug, Default)]
 pub(super) struct JournalContents {
-    /// The last owner.
-    pub(super) owner: Option<JournalHeader>,
+    /// That of the last owner.
+    pub(super) header: Option<JournalHeader>,
     /// Records that are not done, by id.
     pub(super) records: BTreeMap<u64, UndoRecord>,
 }
@@ -253,7 +265,7 @@ pub(super) fn parse(text: &str) -> Result<JournalContents, BadLine> {
     for (index, line) in text.lines().enumerate() {
         let bad = |reason| Err(BadLine { line: index + 1, reason });
         match serde_json::from_str(line) {
-            Ok(JournalLine::Begun(found)) if found.version == VERSION => contents.owner = Some(found),
+            Ok(JournalLine::Begun(found)) if found.version == VERSION => contents.header = Some(found),
             Ok(JournalLine::Begun(found)) => return bad(format!("version {}", found.version)),
             Ok(JournalLine::Record { id, record }) => _ = contents.records.insert(id, record),
             Ok(JournalLine::Done { id }) => _ = contents.records.remove(&id),

@@ -13,9 +13,8 @@ use towline_protocol::session::MoveId;
 use super::recorded_way::RecordedWay;
 use crate::generations::{self, ManagedGuest};
 use crate::hex::{from_hex, to_hex};
-use crate::journal::{UndoRecord, now_ms, pid_namespace};
-use crate::process::Process;
-use crate::procfs::{own_process, start_time};
+use crate::journal::{Owner, UndoRecord, now_ms};
+use crate::procfs::start_time;
 use crate::qemu::Qemu;
 use crate::switchover::{
     Decision, FinalRunState, GuestRunState, MemorySharing, SourceAction, SwitchoverRequest,
@@ -113,12 +112,8 @@ pub enum MoveEnd {
 impl MoveEnd {
     /// A QEMU by its monitor and process.
     pub(crate) fn qemu(qemu: &Qemu) -> Self {
-        let (pid, start_time) = match qemu.process() {
-            Process::Known { pid, start_time, .. } => (Some(*pid), Some(*start_time)),
-            Process::Unknown { .. } => (None, None),
-        };
-        let socket = qemu.socket_path();
-        Self::Qemu { socket, pid, start_time }
+        let (pid, start_time) = qemu.process().identity().unzip();
+        Self::Qemu { socket: qemu.socket_path(), pid, start_time }
     }
 
     /// The guest in it, if that has generations.
@@ -209,22 +204,6 @@ impl GuestPlan {
     }
 }
 
-/// The process that works on a record.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(super) struct Owner {
-    pub(super) pid: i32,
-    start_time: u64,
-    pid_namespace: Option<PathBuf>,
-}
-
-impl Owner {
-    fn this() -> Self {
-        let (pid, start_time) = own_process();
-        Self { pid, start_time, pid_namespace: pid_namespace() }
-    }
-}
-
 /// The record of one move.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
@@ -260,6 +239,7 @@ pub struct MoveRecord {
     pub begun_ms: u64,
     /// Time of the last decision, in milliseconds since 1970.
     pub changed_ms: u64,
+    /// The process that works on it.
     pub(super) owner: Owner,
 }
 
@@ -277,14 +257,13 @@ impl MoveRecord {
             (MoveEnd::Qemu { .. }, _) => Role::Source,
             _ => Role::Destination,
         };
-        let (begun_ms, owner) = (now_ms(), Owner::this());
-        let (version, message, changed_ms) = (VERSION, None, begun_ms);
+        let begun_ms = now_ms();
         Self {
-            version,
+            version: VERSION,
             id,
             role,
             stage,
-            message,
+            message: None,
             guest_plan,
             source,
             destination,
@@ -292,8 +271,8 @@ impl MoveRecord {
             devices: Vec::new(),
             way: None,
             begun_ms,
-            changed_ms,
-            owner,
+            changed_ms: begun_ms,
+            owner: Owner::this(),
         }
     }
 
@@ -314,7 +293,7 @@ impl MoveRecord {
 
     /// Returns true if its process ids are of this process's namespace.
     pub(super) fn is_of_this_namespace(&self) -> bool {
-        self.owner.pid_namespace.is_some() && self.owner.pid_namespace == pid_namespace()
+        self.owner.is_of_this_namespace()
     }
 
     /// Returns true if the QEMU of this end is known to have exited.

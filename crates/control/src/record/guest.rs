@@ -114,9 +114,9 @@ fn options(cancel: &Cancel) -> qmp::Options {
 
 /// Binds the name of the guest, which the kernel releases with this process.
 fn lock(process: &Process, socket: &Path) -> Result<UnixListener, Error> {
-    let guest = match process {
-        Process::Known { pid, start_time, .. } => format!("{pid}-{start_time}"),
-        Process::Unknown { .. } => socket.display().to_string(),
+    let guest = match process.identity() {
+        Some((pid, start_time)) => format!("{pid}-{start_time}"),
+        None => socket.display().to_string(),
     };
     let failed = |source| Error::Lock { socket: socket.to_owned(), source };
     let name = SocketAddr::from_abstract_name(format!("towline-record-{guest}")).map_err(failed)?;

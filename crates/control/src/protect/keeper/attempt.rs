@@ -20,7 +20,6 @@ use crate::cards::HoldingCards;
 use crate::generations::ManagedGuest;
 use crate::journal::JournalEntry;
 use crate::plan::PrivateDir;
-use crate::process::Process;
 use crate::protect::DISKS;
 use crate::qemu::{AppliedSettings, Qemu};
 use crate::remote::{DepartingGuest, NewGuest, Place, RemoteHost};
@@ -108,12 +107,9 @@ impl<'a, 'k> Attempt<'a, 'k> {
             return Err(managed.refuse().into());
         }
         // Of this QEMU: another one of the same monitor may have an older guest.
-        let protection = match qemu.process() {
-            Process::Known { pid, start_time, .. } => {
-                Some(format!("{}-{pid}-{start_time}", keeper.claimant.id()))
-            }
-            Process::Unknown { .. } => None,
-        };
+        let process = qemu.process().identity();
+        let protection =
+            process.map(|(pid, start_time)| format!("{}-{pid}-{start_time}", keeper.claimant.id()));
         let place = Place::Guest(NewGuest { protection, ..request.guest.clone() });
         let guest = DepartingGuest::of_qemu(&mut qemu, place, DISKS, None)?;
         let cards = guest.card_controls();
