@@ -29,6 +29,17 @@ pub(super) enum RecordedQemu {
     Elsewhere,
 }
 
+/// Reply to a query of a QEMU.
+enum Reply {
+    States {
+        migration: Option<MigrationStatus>,
+        guest: Status,
+    },
+    Exited,
+    /// There is none.
+    Unknown,
+}
+
 /// A guest that could not be started.
 #[derive(Debug)]
 pub(super) struct NotRun {
@@ -89,31 +100,40 @@ impl RecordedQemu {
         }
     }
 
-    pub(super) fn source_view(&mut self) -> Option<SourceStatus> {
+    /// Queries its migration and its guest; `None`: it is elsewhere.
+    fn query(&mut self) -> Option<Reply> {
         let qemu = match self {
             Self::Qemu(qemu) => qemu,
-            Self::Exited => return Some(SourceStatus::Exited),
-            Self::Unknown(_) => return Some(SourceStatus::Unknown),
+            Self::Exited => return Some(Reply::Exited),
+            Self::Unknown(_) => return Some(Reply::Unknown),
             Self::Elsewhere => return None,
         };
-        let view = match qemu.try_query(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
-            Ok(None) => SourceStatus::Unknown,
-            Err(_) if qemu.has_exited(ENDED_TIMEOUT) => SourceStatus::Exited,
+        Some(match qemu.try_query(|qemu| Ok((qemu.migration()?.status, qemu.status()?))) {
+            Ok(Some((migration, guest))) => Reply::States { migration, guest },
+            Ok(None) => Reply::Unknown,
+            Err(_) if qemu.has_exited(ENDED_TIMEOUT) => Reply::Exited,
             Err(error) => {
                 *self = Self::Unknown(error.to_string());
-                return Some(SourceStatus::Unknown);
+                Reply::Unknown
             }
-            Ok(Some((_, status))) if status.status == RunState::FINISH_MIGRATE => SourceStatus::Migrating,
-            Ok(Some((migration, status))) => match migration.status {
-                Some(done) if done == MigrationStatus::COMPLETED => match status.status {
-                    state if state == RunState::POSTMIGRATE => SourceStatus::Completed,
-                    _ => SourceStatus::CompletedThenResumed,
-                },
-                Some(under_way) if !under_way.is_idle() => SourceStatus::Migrating,
-                _ => SourceStatus::HasGuest,
-            },
+        })
+    }
+
+    pub(super) fn source_view(&mut self) -> Option<SourceStatus> {
+        let (migration, guest) = match self.query()? {
+            Reply::States { migration, guest } => (migration, guest.status),
+            Reply::Exited => return Some(SourceStatus::Exited),
+            Reply::Unknown => return Some(SourceStatus::Unknown),
         };
-        Some(view)
+        Some(match migration {
+            _ if guest == RunState::FINISH_MIGRATE => SourceStatus::Migrating,
+            Some(done) if done == MigrationStatus::COMPLETED => match guest {
+                state if state == RunState::POSTMIGRATE => SourceStatus::Completed,
+                _ => SourceStatus::CompletedThenResumed,
+            },
+            Some(under_way) if !under_way.is_idle() => SourceStatus::Migrating,
+            _ => SourceStatus::HasGuest,
+        })
     }
 
     /// Number of times that the threads of its vCPUs have been scheduled, if that is known.
@@ -125,39 +145,29 @@ impl RecordedQemu {
     }
 
     pub(super) fn destination_view(&mut self) -> Option<DestinationStatus> {
-        let qemu = match self {
-            Self::Qemu(qemu) => qemu,
-            Self::Exited => return Some(DestinationStatus::Exited),
-            Self::Unknown(_) => return Some(DestinationStatus::Unknown),
-            Self::Elsewhere => return None,
+        let (migration, guest) = match self.query()? {
+            Reply::States { migration, guest } => (migration, guest),
+            Reply::Exited => return Some(DestinationStatus::Exited),
+            Reply::Unknown => return Some(DestinationStatus::Unknown),
         };
-        let view = match qemu.try_query(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
-            Ok(None) => DestinationStatus::Unknown,
-            Err(_) if qemu.has_exited(ENDED_TIMEOUT) => DestinationStatus::Exited,
-            Err(error) => {
-                *self = Self::Unknown(error.to_string());
-                return Some(DestinationStatus::Unknown);
-            }
-            Ok(Some((migration, status)))
-                if (is_live(&status) || is_ready(&status))
-                    && migration.status.as_ref().is_some_and(MigrationStatus::is_postcopy) =>
-            {
-                DestinationStatus::LacksMemory(FinalRunState::running_if(is_live(&status)))
-            }
-            // A guest that runs may have been migrated again since, and that may have failed.
-            Ok(Some((_, status))) if is_live(&status) => DestinationStatus::Running,
-            Ok(Some((migration, status))) if status.status == RunState::INMIGRATE => {
-                if migration.status == Some(MigrationStatus::FAILED) {
-                    DestinationStatus::Failed
-                } else {
-                    DestinationStatus::Loading
-                }
-            }
-            Ok(Some((_, status))) if is_ready(&status) => DestinationStatus::Loaded,
-            // It is being migrated, or was, or has stopped by itself.
-            Ok(Some(_)) => DestinationStatus::Stopped,
-        };
-        Some(view)
+        let is_live = is_live(&guest);
+        Some(
+            if (is_live || is_ready(&guest)) && migration.as_ref().is_some_and(MigrationStatus::is_postcopy) {
+                DestinationStatus::LacksMemory(FinalRunState::running_if(is_live))
+            } else if is_live {
+                // It may have been migrated again since, and that may have failed.
+                DestinationStatus::Running
+            } else if guest.status == RunState::INMIGRATE && migration == Some(MigrationStatus::FAILED) {
+                DestinationStatus::Failed
+            } else if guest.status == RunState::INMIGRATE {
+                DestinationStatus::Loading
+            } else if is_ready(&guest) {
+                DestinationStatus::Loaded
+            } else {
+                // It is being migrated, or was, or has stopped by itself.
+                DestinationStatus::Stopped
+            },
+        )
     }
 
     /// Starts the guest and checks that it runs.
@@ -172,18 +182,17 @@ impl RecordedQemu {
         let started = Instant::now();
         loop {
             let status = qemu.try_query(Qemu::status)?;
-            match status {
-                Some(status) if is_live(&status) => return Ok(()),
-                Some(status) if started.elapsed() >= RUN_TIMEOUT => {
-                    let (socket, status) = (qemu.socket().to_owned(), status.status.as_str().to_owned());
-                    return Err(Error::NotRunning { socket, status });
-                }
-                None if started.elapsed() >= RUN_TIMEOUT => {
-                    let (socket, status) = (qemu.socket().to_owned(), "nothing".to_owned());
-                    return Err(Error::NotRunning { socket, status });
-                }
-                _ => thread::sleep(POLL_INTERVAL),
+            if status.as_ref().is_some_and(is_live) {
+                return Ok(());
             }
+            if started.elapsed() >= RUN_TIMEOUT {
+                let status = status.as_ref().map_or("nothing", |status| status.status.as_str());
+                return Err(Error::NotRunning {
+                    socket: qemu.socket().to_owned(),
+                    status: status.to_owned(),
+                });
+            }
+            thread::sleep(POLL_INTERVAL);
         }
     }
 
