@@ -11,14 +11,14 @@
 //! Out of scope: which host is alive. A QEMU resumes a guest by itself whose migration failed, in the generation that it has; what takes the
 //! next one without the word of the source knows that its host is off, or has ended it.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use towline_launch::{GuestGenerations, RunningGuest, RuntimeError, RuntimeRoot};
 
-use crate::durable::{create_once, sync};
+use crate::durable::{self, create_once};
 use crate::journal::now_ms;
 use crate::procfs::of_kernel;
 use crate::qemu::Qemu;
@@ -132,12 +132,8 @@ pub fn saved_image(directory: &Path, number: u64) -> PathBuf {
 /// # Errors
 /// The directory, or the file of the generation, cannot be read.
 pub fn newest(directory: &Path) -> Result<Option<Generation>, Error> {
-    let failed = |source| Error::Io { path: directory.to_owned(), source };
-    let mut newest = None;
-    for entry in fs::read_dir(directory).map_err(failed)? {
-        let name = entry.map_err(failed)?.file_name();
-        newest = newest.max(name.to_str().and_then(|name| name.strip_prefix(PREFIX)?.parse::<u64>().ok()));
-    }
+    let newest = durable::highest(directory, |name| name.strip_prefix(PREFIX)?.parse().ok());
+    let newest = newest.map_err(|source| Error::Io { path: directory.to_owned(), source })?;
     newest.map(|number| Ok(Generation { number, holder: read(&path_of(directory, number))? })).transpose()
 }
 
@@ -262,12 +258,7 @@ impl ManagedGuest {
             Err(error) => return Err(error),
         };
         let path = path_of(self.directory(), number);
-        let removed = match fs::remove_file(&path) {
-            // A server may have done it, and its reply was lost.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            removed => removed,
-        };
-        removed.and_then(|()| sync(self.directory())).map_err(|source| Error::Io { path, source })
+        durable::remove(&path).map_err(|source| Error::Io { path, source })
     }
 
     fn lost(&self, found: u64) -> Error {
@@ -277,9 +268,7 @@ impl ManagedGuest {
 
     fn take(&self, number: u64) -> Result<(), Error> {
         let (path, holder) = (path_of(self.directory(), number), Holder::of(&self.guest));
-        let failed = |source| Error::Io { path: path.clone(), source };
-        let json = serde_json::to_vec(&holder).map_err(|error| failed(error.into()))?;
-        match create_once(&path, &json) {
+        match create_once(&path, &holder) {
             Ok(()) => {}
             // A server may have done it, and its reply was lost.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
@@ -288,7 +277,7 @@ impl ManagedGuest {
                     return Err(Generation { number, holder }.taken());
                 }
             }
-            Err(error) => return Err(failed(error)),
+            Err(source) => return Err(Error::Io { path, source }),
         }
         tracing::info!(guest = self.guest.name, number, "took a generation");
         Ok(())
@@ -304,6 +293,7 @@ impl Generation {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::sync::Barrier;
     use std::thread;
 

@@ -126,8 +126,7 @@ pub(super) fn name(guest: &str, generation: u64) -> String {
     format!("{guest}.generation.{generation}")
 }
 
-/// The highest of those of a guest's generations that these names are of.
-pub(super) fn highest<'a>(names: impl Iterator<Item = &'a str>, guest: &str) -> u64 {
-    let number = |name: &str| name.strip_prefix(guest)?.strip_prefix(".generation.")?.parse().ok();
-    names.filter_map(number).max().unwrap_or_default()
+/// The generation of a guest that has this name.
+pub(super) fn generation(name: &str, guest: &str) -> Option<u64> {
+    name.strip_prefix(guest)?.strip_prefix(".generation.")?.parse().ok()
 }

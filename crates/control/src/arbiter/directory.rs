@@ -4,21 +4,18 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use super::claim::{ArbiterError, Claimant, Verdict, highest};
-use crate::durable::create_once;
+use super::claim::{ArbiterError, Claimant, Verdict, generation};
+use crate::durable::{create_once, highest};
 
 pub(super) fn newest(directory: &Path, guest: &str) -> Result<u64, ArbiterError> {
-    let failed = |source| ArbiterError::Io { path: directory.to_owned(), source };
-    let names = fs::read_dir(directory)
-        .and_then(|entries| entries.map(|entry| Ok(entry?.file_name())).collect::<io::Result<Vec<_>>>());
-    let names = names.map_err(failed)?;
-    Ok(highest(names.iter().filter_map(|name| name.to_str()), guest))
+    let newest = highest(directory, |name| generation(name, guest));
+    let newest = newest.map_err(|source| ArbiterError::Io { path: directory.to_owned(), source })?;
+    Ok(newest.unwrap_or_default())
 }
 
 pub(super) fn claim(path: &Path, claimant: &Claimant) -> Result<Verdict, ArbiterError> {
     let failed = |source| ArbiterError::Io { path: path.to_owned(), source };
-    let json = serde_json::to_vec(claimant).map_err(|error| failed(error.into()))?;
-    match create_once(path, &json) {
+    match create_once(path, claimant) {
         Ok(()) => return Ok(Verdict::Won),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         Err(error) => return Err(failed(error)),

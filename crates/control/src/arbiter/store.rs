@@ -12,7 +12,7 @@ pub(super) fn newest(place: &str, guest: &str) -> Result<u64, ArbiterError> {
     let failed = failed(place);
     let location = place.parse().map_err(|error: towline_image::LocationError| failed(&error))?;
     let names = towline_image::store::claims(&location).map_err(|error| failed(&error))?;
-    Ok(super::claim::highest(names.iter().map(String::as_str), guest))
+    Ok(names.iter().filter_map(|name| super::claim::generation(name, guest)).max().unwrap_or_default())
 }
 
 #[cfg(feature = "store")]

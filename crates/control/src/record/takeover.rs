@@ -20,7 +20,7 @@ use towline_image::manifest::Timestamp;
 
 use super::error::Error;
 use super::place::Place;
-use crate::durable::{create_once, replace, sync};
+use crate::durable::{create_once, highest, remove, replace};
 use crate::procfs::of_kernel;
 
 const DIRECTORY: &str = "takeovers";
@@ -75,8 +75,11 @@ pub enum Begun {
 /// # Errors
 /// [`Error::NoTakeover`]: the place is a store. [`Error::Directory`].
 pub fn newest_takeover(place: &Place, after: u64) -> Result<Option<OtherTakeover>, Error> {
-    let newest = numbers(directory_of(place)?)?.into_iter().max().filter(|number| *number > after);
-    newest.map(|number| other(&path_of(directory_of(place)?, number))).transpose()
+    let directory = directory_of(place)?;
+    match newest(directory)? {
+        number if number > after => other(&path_of(directory, number)).map(Some),
+        _ => Ok(None),
+    }
 }
 
 impl Takeover {
@@ -90,9 +93,8 @@ impl Takeover {
             return Err(Error::NoSuchTakeover { place: place.to_string(), number: after });
         }
         let path = path_of(directory_of(place)?, number);
-        let failed = |source| Error::Directory { path: path.clone(), source };
         let directory = path.parent().unwrap_or(Path::new("/"));
-        make_directory(directory, 0o755).map_err(failed)?;
+        make_directory(directory, 0o755).map_err(|source| Error::Directory { path: path.clone(), source })?;
         let own = Holder {
             version: VERSION,
             host: of_kernel("hostname"),
@@ -101,9 +103,8 @@ impl Takeover {
             id: fastrand::u64(..),
             runs: false,
         };
-        let json = serde_json::to_vec(&own).map_err(|error| failed(error.into()))?;
         let takeover = Self { path: path.clone(), own };
-        match create_once(&path, &json) {
+        match create_once(&path, &takeover.own) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 if !takeover.is_own()? {
                     return Ok(Begun::There(other(&path)?));
@@ -133,13 +134,12 @@ impl Takeover {
     /// # Errors
     /// [`Error::TakenFromHere`]: the file was removed or replaced. [`Error::Directory`].
     pub fn runs(&self) -> Result<(), Error> {
-        let failed = |source| Error::Directory { path: self.path.clone(), source };
         if !self.is_own()? {
             let OtherTakeover { path, host, at, .. } = other(&self.path)?;
             return Err(Error::TakenFromHere { path, host, at });
         }
-        let json = serde_json::to_vec(&Holder { runs: true, ..self.own.clone() });
-        replace(&self.path, &json.map_err(|error| failed(error.into()))?).map_err(failed)
+        replace(&self.path, &Holder { runs: true, ..self.own.clone() })
+            .map_err(|source| Error::Directory { path: self.path.clone(), source })
     }
 
     /// Gives it up: the guest does not run here, and will not. A file of another one stays.
@@ -157,13 +157,7 @@ impl Takeover {
             Err(Error::Directory { source, .. }) if source.kind() == io::ErrorKind::NotFound => return Ok(()),
             found => return found.map(drop),
         }
-        let removed = match fs::remove_file(&self.path) {
-            // A server may have done it, and its reply was lost.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            removed => removed,
-        };
-        let synced = removed.and_then(|()| self.path.parent().map_or(Ok(()), sync));
-        synced.map_err(|source| Error::Directory { path: self.path.clone(), source })
+        remove(&self.path).map_err(|source| Error::Directory { path: self.path.clone(), source })
     }
 
     fn is_own(&self) -> Result<bool, Error> {
@@ -200,18 +194,13 @@ fn other(path: &Path) -> Result<OtherTakeover, Error> {
     Ok(OtherTakeover { path: path.to_owned(), host, at, runs })
 }
 
-/// Numbers of the takeovers that were begun.
-fn numbers(directory: &Path) -> Result<Vec<u64>, Error> {
+/// Number of the newest takeover that was begun; 0 for none.
+fn newest(directory: &Path) -> Result<u64, Error> {
     let directory = directory.join(DIRECTORY);
-    let number = |name: std::ffi::OsString| name.to_str()?.strip_suffix(".json")?.parse().ok();
-    let found = fs::read_dir(&directory).and_then(|entries| {
-        let numbers = entries.map(|entry| entry.map(|entry| number(entry.file_name())));
-        numbers.collect::<io::Result<Vec<_>>>()
-    });
-    match found {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+    match highest(&directory, |name| name.strip_suffix(".json")?.parse().ok()) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(0),
         Err(source) => Err(Error::Directory { path: directory, source }),
-        Ok(found) => Ok(found.into_iter().flatten().collect()),
+        Ok(highest) => Ok(highest.unwrap_or_default()),
     }
 }
 
@@ -242,15 +231,15 @@ impl Takeovers {
     /// # Errors
     /// [`Error::TakenFromHere`]: another host has the guest. [`Error::Directory`].
     pub(super) fn of(directory: Option<&Path>) -> Result<Self, Error> {
-        let this = Self { directory: directory.map(Path::to_owned), known: 0 };
-        let known = this.numbers()?.into_iter().max().unwrap_or_default();
-        if let (1.., Some(directory)) = (known, directory) {
+        let Some(directory) = directory else { return Ok(Self { directory: None, known: 0 }) };
+        let known = newest(directory)?;
+        if known > 0 {
             let OtherTakeover { path, host, at, .. } = other(&path_of(directory, known))?;
             if host != of_kernel("hostname") {
                 return Err(Error::TakenFromHere { path, host, at });
             }
         }
-        Ok(Self { known, ..this })
+        Ok(Self { directory: Some(directory.to_owned()), known })
     }
 
     /// Refuses a guest that is being taken over.
@@ -258,16 +247,15 @@ impl Takeovers {
     /// # Errors
     /// [`Error::TakenFromHere`]: it runs elsewhere. [`Error::TakeoverBegun`]; [`Error::Directory`]: it may.
     pub(super) fn check(&self) -> Result<(), Error> {
-        let newest = self.numbers()?.into_iter().max().filter(|number| *number > self.known);
-        let (Some(newest), Some(directory)) = (newest, &self.directory) else { return Ok(()) };
+        let Some(directory) = &self.directory else { return Ok(()) };
+        let newest = newest(directory)?;
+        if newest <= self.known {
+            return Ok(());
+        }
         match other(&path_of(directory, newest))? {
             OtherTakeover { path, host, at, runs: true } => Err(Error::TakenFromHere { path, host, at }),
             OtherTakeover { path, host, at, runs: false } => Err(Error::TakeoverBegun { path, host, at }),
         }
-    }
-
-    fn numbers(&self) -> Result<Vec<u64>, Error> {
-        self.directory.as_deref().map_or(Ok(Vec::new()), numbers)
     }
 }
 
