@@ -60,28 +60,28 @@ impl Request {
         bytes
     }
 
-    fn decode(mut bytes: &[u8]) -> io::Result<Self> {
-        let magic = take(&mut bytes).map(u32::from_be_bytes);
-        let (flags, kind) = (take(&mut bytes), take(&mut bytes));
-        let (cookie, offset, count) = (take(&mut bytes), take(&mut bytes), take(&mut bytes));
-        match (magic, flags, kind, cookie, offset, count) {
-            (Some(REQUEST), Some(flags), Some(kind), Some(cookie), Some(offset), Some(count)) => Ok(Self {
-                flags: u16::from_be_bytes(flags),
-                kind: u16::from_be_bytes(kind),
-                cookie: u64::from_be_bytes(cookie),
-                offset: u64::from_be_bytes(offset),
-                bytes: u32::from_be_bytes(count),
-            }),
-            _ => Err(io::Error::new(io::ErrorKind::InvalidData, "not an NBD request")),
+    fn decode(bytes: &[u8]) -> io::Result<Self> {
+        Self::parse(bytes).ok_or_else(|| invalid("not an NBD request"))
+    }
+
+    fn parse(mut bytes: &[u8]) -> Option<Self> {
+        if u32::from_be_bytes(take(&mut bytes)?) != REQUEST {
+            return None;
         }
+        Some(Self {
+            flags: u16::from_be_bytes(take(&mut bytes)?),
+            kind: u16::from_be_bytes(take(&mut bytes)?),
+            cookie: u64::from_be_bytes(take(&mut bytes)?),
+            offset: u64::from_be_bytes(take(&mut bytes)?),
+            bytes: u32::from_be_bytes(take(&mut bytes)?),
+        })
     }
 
     /// Length of the content that follows it.
     fn content_bytes(&self) -> io::Result<usize> {
         match self.kind {
             WRITE if self.bytes > CONTENT_BYTES_MAX => {
-                let text = format!("an NBD write of {} bytes", self.bytes);
-                Err(io::Error::new(io::ErrorKind::InvalidData, text))
+                Err(invalid(format!("an NBD write of {} bytes", self.bytes)))
             }
             WRITE => Ok(self.bytes as usize),
             _ => Ok(0),
@@ -93,6 +93,10 @@ impl Request {
         let end = self.offset.checked_add(self.bytes.into()).filter(|end| *end <= disk_bytes)?;
         [WRITE, TRIM, WRITE_ZEROES].contains(&self.kind).then_some(self.offset..end)
     }
+}
+
+fn invalid(text: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, text.into())
 }
 
 /// Takes the next bytes.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::{
     ACK, BLOCK_STATUS, FLUSH, GO, GREETING, INFO, INFO_EXPORT, OPTION, OPTION_ERROR, OPTION_REPLY, READ,
-    REPLY, REQUEST_BYTES, Request, SIMPLE_REPLY, take,
+    REPLY, REQUEST_BYTES, Request, SIMPLE_REPLY, invalid, take,
 };
 
 /// `NBD_FLAG_C_FIXED_NEWSTYLE` and `NBD_FLAG_C_NO_ZEROES`.
@@ -144,10 +144,8 @@ impl NbdClient {
             let request = Request::decode(requests)?;
             let whole = requests.split_at_checked(REQUEST_BYTES + request.content_bytes()?);
             let (Some((whole, left)), Some(changed)) = (whole, request.changes(disk_bytes)) else {
-                return Err(io::Error::new(
-                    io::ErrorKind::InvalidData,
-                    format!("a write of {} bytes at {} of {disk_bytes}", request.bytes, request.offset),
-                ));
+                let Request { bytes, offset, .. } = request;
+                return Err(invalid(format!("a write of {bytes} bytes at {offset} of {disk_bytes}")));
             };
             let overlaps = |other: &Range<u64>| other.start < changed.end && changed.start < other.end;
             if pending.len() == WRITES_MAX || pending.iter().any(overlaps) {
@@ -310,5 +308,5 @@ fn length(count: usize) -> [u8; 4] {
 }
 
 fn unexpected(what: &str) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, format!("QEMU's NBD server sent {what}"))
+    invalid(format!("QEMU's NBD server sent {what}"))
 }

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     ACK, DISCONNECT, FLUSH, GO, GREETING, INFO, INFO_EXPORT, OPTION, OPTION_ERROR, OPTION_REPLY,
-    REQUEST_BYTES, Request, SIMPLE_REPLY, TRIM, WRITE, WRITE_ZEROES,
+    REQUEST_BYTES, Request, SIMPLE_REPLY, TRIM, WRITE, WRITE_ZEROES, invalid,
 };
 
 /// `NBD_FLAG_FIXED_NEWSTYLE` and `NBD_FLAG_NO_ZEROES`.
@@ -144,7 +144,7 @@ fn is_named(data: &[u8], name: &str) -> bool {
 }
 
 fn unexpected(what: &str) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, format!("QEMU's NBD client sent {what} that is not expected"))
+    invalid(format!("QEMU's NBD client sent {what} that is not expected"))
 }
 
 #[cfg(test)]
