@@ -48,6 +48,7 @@ pub mod status_server;
 mod switchover;
 mod temporary_names;
 pub mod upgrade;
+mod waits;
 
 use towline_channel::lock;
 

@@ -23,7 +23,6 @@ mod retention;
 mod takeover;
 #[cfg(test)]
 mod tests;
-mod waits;
 
 use std::collections::BTreeSet;
 use std::io;
@@ -38,6 +37,7 @@ use crate::plan::{
     self, AfterCopy, CopyReport, CopyRequest, Observer, Source, Task, TransferOptions, WritableDisks,
 };
 use crate::qemu::Drive;
+use crate::waits::{Woken, wait};
 use disks::DiskFiles;
 pub use error::Error;
 use guest::{GuestState, RecordedGuest, inspect};
@@ -49,7 +49,6 @@ pub use retention::Keep;
 use retention::{mergeable, removable};
 pub use takeover::{Begun, OtherTakeover, Takeover, newest_takeover};
 use takeover::{Takeovers, overlay_directories};
-use waits::{Woken, wait};
 
 /// Images after which one is based on the guest's image alone. A chain has eight more at most.
 const SERIES: u64 = 256;
@@ -224,17 +223,17 @@ impl Observer for Logged {
 
 impl Recorder<'_> {
     fn run(mut self) -> Result<RecordSummary, Error> {
-        let (cancel, interval) = (self.cancel.clone(), self.request.interval);
+        let interval = self.request.interval;
         let (mut due, mut has_exited) = (Instant::now(), false);
         self.summary.end = loop {
             let left = due.saturating_duration_since(Instant::now());
-            let woken = wait(&cancel, (!has_exited).then_some(&self.guest.process), left);
+            let woken = wait(self.cancel, (!has_exited).then_some(&self.guest.process), left);
             match woken {
                 Woken::Cancelled => break RecordEnd::Cancelled,
                 Woken::InTime if due > Instant::now() => continue,
                 Woken::InTime | Woken::Exited => {}
             }
-            if let Some(end) = self.interval(&cancel)? {
+            if let Some(end) = self.interval()? {
                 break end;
             }
             // It is asked once more at the end of the interval.
@@ -256,7 +255,7 @@ impl Recorder<'_> {
     }
 
     /// Stores the guest if it runs; returns the reason for which the record ends.
-    fn interval(&mut self, cancel: &Cancel) -> Result<Option<RecordEnd>, Error> {
+    fn interval(&mut self) -> Result<Option<RecordEnd>, Error> {
         match self.takeovers.check() {
             Ok(()) => {}
             Err(error @ Error::TakenFromHere { .. }) => return Err(error),
@@ -264,11 +263,11 @@ impl Recorder<'_> {
                 // Nothing else is done with a guest that the other host may have.
                 let reason = self.observer.failure(&error);
                 self.idle(&reason);
-                let has_ended = self.guest.has_ended(&self.request.socket, cancel);
+                let has_ended = self.guest.has_ended(&self.request.socket, self.cancel);
                 return Ok(has_ended.then_some(RecordEnd::GuestEnded));
             }
         }
-        match self.guest.state(&self.request.socket, cancel) {
+        match self.guest.state(&self.request.socket, self.cancel) {
             Ok(GuestState::Ended) => return Ok(Some(RecordEnd::GuestEnded)),
             Ok(GuestState::Replaced) => self.find_again()?,
             Ok(GuestState::Waits(reason)) => {
@@ -280,7 +279,7 @@ impl Recorder<'_> {
                 self.clean(Some(&drives));
                 taken?;
             }
-            Err(_) if cancel.is_cancelled() => return Ok(Some(RecordEnd::Cancelled)),
+            Err(_) if self.cancel.is_cancelled() => return Ok(Some(RecordEnd::Cancelled)),
             Err(error) => self.fail(error.into())?,
         }
         self.merge();

@@ -20,10 +20,10 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use towline_channel::Cancel;
 
 use crate::arbiter::Claimant;
+use crate::waits::{Woken, wait};
 use attempt::{Attempt, AttemptEnd};
 pub(super) use checks::check_departing;
 use decision::Keeper;
@@ -74,7 +74,7 @@ pub fn protect(
         if begun.elapsed() > RETRY[1] {
             retry = RETRY[0];
         }
-        if is_cancelled_within(cancel, retry) {
+        if wait(cancel, None, retry) == Woken::Cancelled {
             return Ok(ProtectEnd::Cancelled);
         }
         retry = (retry * 2).min(RETRY[1]);
@@ -85,12 +85,4 @@ pub fn protect(
 fn has_ended(socket: &Path) -> bool {
     use std::io::ErrorKind::{ConnectionRefused, NotFound};
     UnixStream::connect(socket).is_err_and(|error| [ConnectionRefused, NotFound].contains(&error.kind()))
-}
-
-/// Waits for this time, or until `cancel`.
-fn is_cancelled_within(cancel: &Cancel, time: Duration) -> bool {
-    let mut fds = [PollFd::new(cancel, PollFlags::IN)];
-    // Interrupted by a signal: that cancels.
-    let _ = poll(&mut fds, Timespec::try_from(time).ok().as_ref());
-    cancel.is_cancelled()
 }

@@ -18,8 +18,8 @@ use towline_qmp::commands::{BlockStream, QueryJobs};
 
 use super::error::Error;
 use super::place::check_room;
-use super::waits::{Woken, wait};
 use crate::qemu::{self, Drive, Qemu};
+use crate::waits::{Woken, wait};
 
 /// Files of a drive from which on they are joined. QEMU's limit here is 64.
 const JOINED_FROM: usize = 24;

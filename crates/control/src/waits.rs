@@ -1,4 +1,4 @@
-//! Waits of a record: for the next interval, a cancellation, or the end of its guest's QEMU.
+//! Waits for a time, a cancellation, or the end of a QEMU.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::process::Process;
 
 /// End of a wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Woken {
+pub(crate) enum Woken {
     /// The time has passed, or a part of it.
     InTime,
     Cancelled,
@@ -18,7 +18,7 @@ pub(super) enum Woken {
 }
 
 /// Waits for at most this time.
-pub(super) fn wait(cancel: &Cancel, process: Option<&Process>, time: Duration) -> Woken {
+pub(crate) fn wait(cancel: &Cancel, process: Option<&Process>, time: Duration) -> Woken {
     let mut fds = vec![PollFd::new(cancel, PollFlags::IN)];
     if let Some(Process::Known { pidfd, .. }) = process {
         fds.push(PollFd::new(pidfd, PollFlags::IN));
