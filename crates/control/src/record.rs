@@ -97,16 +97,17 @@ pub trait RecordObserver: Sync {
 }
 
 /// Reason for which a record has ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum RecordEnd {
     /// On request.
+    #[default]
     Cancelled,
     /// The guest's QEMU has ended.
     GuestEnded,
 }
 
 /// A record that has ended.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct RecordSummary {
     /// Images that were stored.
     pub recorded: u64,
@@ -146,15 +147,7 @@ pub fn record(
         never: Cancel::new().map_err(plan::Error::from).map_err(|error| Error::Guest(Box::new(error)))?,
         merging: None,
         said: None,
-        summary: RecordSummary {
-            recorded: 0,
-            late: 0,
-            idle: 0,
-            failed: 0,
-            removed: 0,
-            images: 0,
-            end: RecordEnd::Cancelled,
-        },
+        summary: RecordSummary::default(),
         request,
         cancel,
         observer,
