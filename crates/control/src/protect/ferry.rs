@@ -54,7 +54,7 @@ struct Failure {
 }
 
 impl Failure {
-    fn of(lost: Lost) -> impl Fn(&dyn std::fmt::Display) -> Self {
+    fn of<E: std::fmt::Display>(lost: Lost) -> impl FnOnce(E) -> Self {
         move |error| Self { lost, reason: error.to_string() }
     }
 }
@@ -82,14 +82,14 @@ pub fn ferry(socket: OwnedFd) {
 }
 
 fn carry(link: &Link<ToFerry>, open: &mut Option<Arc<dyn Channel>>) -> Result<(), Failure> {
-    let key = OneTimeKey::generate().map_err(|error| Failure::of(Lost::Standby)(&error))?;
+    let key = OneTimeKey::generate().map_err(Failure::of(Lost::Standby))?;
     link.send(&FromFerry::Certificate(to_hex(key.certificate())));
     let Some(ToFerry::Begin(request)) = next(link) else { return Ok(()) };
     let connect = connector(&request, key)?;
     let disk = |_| {
         let channel = connect()?;
         // Else the standby may accept the next connection before this one.
-        disks::await_done(&*channel).map_err(|error| Failure::of(Lost::Standby)(&error))?;
+        disks::await_done(&*channel).map_err(Failure::of(Lost::Standby))?;
         Ok(channel)
     };
     let buffer = || CheckpointBuffer::new(request.checkpoint_bytes_max);
@@ -99,8 +99,8 @@ fn carry(link: &Link<ToFerry>, open: &mut Option<Arc<dyn Channel>>) -> Result<()
     let standby = connect()?;
     *open = Some(Arc::clone(&standby));
     let address = Address::Unix(request.socket.clone());
-    let listener = for_qemu(&request.socket, || Listener::bind(&address))?;
-    let listener = listener.map_err(|error| Failure::of(Lost::Guest)(&error))?;
+    let listener =
+        for_qemu(&request.socket, || Listener::bind(&address))?.map_err(Failure::of(Lost::Guest))?;
     link.send(&FromFerry::Listening);
     let Some(ToFerry::Copy) = next(link) else { return Ok(()) };
     flush(&disks)?;
@@ -126,17 +126,17 @@ fn connector(
     request: &FerryRequest,
     key: OneTimeKey,
 ) -> Result<impl Fn() -> Result<Arc<dyn Channel>, Failure> + use<>, Failure> {
-    let failed = Failure::of(Lost::Standby);
-    let certificate = from_hex(&request.certificate).ok_or_else(|| failed(&"its certificate is not one"))?;
-    let address: Address = request.standby.parse().map_err(|error| failed(&error))?;
-    let tls = TlsClient::one_time(&key.with_peer(certificate)).map_err(|error| failed(&error))?;
+    let certificate = from_hex(&request.certificate).ok_or("its certificate is not one");
+    let certificate = certificate.map_err(Failure::of(Lost::Standby))?;
+    let address: Address = request.standby.parse().map_err(Failure::of(Lost::Standby))?;
+    let tls = TlsClient::one_time(&key.with_peer(certificate)).map_err(Failure::of(Lost::Standby))?;
     let options = ConnectOptions { tls: Some(tls), ..ConnectOptions::default() };
-    let connect = move || {
+    let connect = move || -> towline_channel::Result<Arc<dyn Channel>> {
         let channel = connect_with(&address, Instant::now() + STEP_TIMEOUT, &Cancel::new()?, &options)?;
         channel.set_timeouts(Some(STEP_TIMEOUT), Some(STEP_TIMEOUT))?;
         Ok(channel.into())
     };
-    Ok(move || connect().map_err(|error: towline_channel::Error| failed(&error)))
+    Ok(move || connect().map_err(Failure::of(Lost::Standby)))
 }
 
 /// Has QEMU mirror the disks to this process, whose standby is connected by these channels.
@@ -145,16 +145,15 @@ fn serve_disks(
     channels: Vec<Arc<dyn Channel>>,
     queue: &Arc<CheckpointQueue>,
 ) -> Result<Vec<Arc<DiskLog>>, Failure> {
-    let failed = Failure::of(Lost::Disk);
-    let listener = for_qemu(&request.disk_socket, || UnixListener::bind(&request.disk_socket))?;
-    let listener = listener.map_err(|error| failed(&error))?;
-    let logs = DiskLog::serve(&request.disks, channels, listener, queue, request.checkpoint_bytes_max);
-    logs.map_err(|error| failed(&error))
+    let listener = for_qemu(&request.disk_socket, || UnixListener::bind(&request.disk_socket))?
+        .map_err(Failure::of(Lost::Disk))?;
+    DiskLog::serve(&request.disks, channels, listener, queue, request.checkpoint_bytes_max)
+        .map_err(Failure::of(Lost::Disk))
 }
 
 /// Has the standby store what was written before the first checkpoint, which would wait for that.
 fn flush(disks: &[Arc<DiskLog>]) -> Result<(), Failure> {
-    disks.iter().try_for_each(|disk| disk.flush()).map_err(|error| Failure::of(Lost::Standby)(&error))
+    disks.iter().try_for_each(|disk| disk.flush()).map_err(Failure::of(Lost::Standby))
 }
 
 /// Binds a socket to this path, for the user that its directory belongs to: that of QEMU.
@@ -168,7 +167,7 @@ fn for_qemu<T>(path: &Path, bind: impl FnOnce() -> T) -> Result<T, Failure> {
             with_file_owner(owner, bind)
         }
     };
-    bind().map_err(|error: std::io::Error| Failure::of(Lost::Guest)(&error))
+    bind().map_err(Failure::of(Lost::Guest))
 }
 
 /// Passes the first copy on.
@@ -177,13 +176,11 @@ fn first_copy(
     standby: Arc<dyn Channel>,
     disks: Vec<Arc<DiskLog>>,
 ) -> Result<Ends, Failure> {
-    let failed = Failure::of(Lost::Guest);
-    let cancel = Cancel::new().map_err(|error| failed(&error))?;
+    let cancel = Cancel::new().map_err(Failure::of(Lost::Guest))?;
     let gathered = gather(listener, 0, Instant::now() + STEP_TIMEOUT, STEP_TIMEOUT, &cancel);
-    let primary = gathered.map_err(|error| failed(&error))?.main_channel();
-    let first = pass_on_first_copy(&primary, &standby);
+    let primary = gathered.map_err(Failure::of(Lost::Guest))?.main_channel();
     // Which end has failed is in the error, and makes no difference before the first checkpoint.
-    let first = first.map_err(|error| Failure::of(Lost::Standby)(&error))?;
+    let first = pass_on_first_copy(&primary, &standby).map_err(Failure::of(Lost::Standby))?;
     Ok(Ends { primary, standby, first, disks })
 }
 
@@ -195,10 +192,7 @@ fn pass_checkpoints(
     link: &Link<ToFerry>,
 ) -> Result<(), Failure> {
     let Ends { primary, standby, first, disks } = ends;
-    let hold = || {
-        let held = HoldingCards::hold(&request.cards, request.generation);
-        held.map_err(|error| Failure::of(Lost::Card)(&error))
-    };
+    let hold = || HoldingCards::hold(&request.cards, request.generation).map_err(Failure::of(Lost::Card));
     let (marks, releases) = (hold()?, hold()?);
     let watched = if request.ends_on_output && !request.cards.is_empty() { Some(hold()?) } else { None };
     let timeout = Duration::from_millis(request.peer_timeout_ms);
@@ -206,7 +200,7 @@ fn pass_checkpoints(
     flush(&disks)?;
     let set = disks.iter().try_for_each(|disk| disk.set_timeout(timeout));
     let set = set.and_then(|()| standby.set_timeouts(Some(timeout), Some(timeout)));
-    set.map_err(|error| Failure::of(Lost::Standby)(&error))?;
+    set.map_err(Failure::of(Lost::Standby))?;
     let mut taker = Taker {
         link,
         queue,
@@ -237,7 +231,7 @@ fn pass_checkpoints(
             Error::Ended { .. } | Error::Channel(_) => Lost::Guest,
             _ => Lost::Checkpoint,
         });
-        let Failure { lost, reason } = lock(&passing).take().unwrap_or_else(|| Failure::of(lost)(&error));
+        let Failure { lost, reason } = lock(&passing).take().unwrap_or_else(|| Failure::of(lost)(error));
         // Not after the other thread, which may wait for the standby.
         link.send(&FromFerry::Ended { lost, reason });
     });
@@ -257,10 +251,10 @@ fn pass(
         // The standby keeps the writes until it has the checkpoint.
         let passed = disks.iter().try_for_each(|disk| disk.pass_on(epoch)).map_err(Error::from);
         if let Err(error) = passed.and_then(|()| pass_on(standby, &checkpoint)) {
-            return Some(Failure::of(Lost::Standby)(&error));
+            return Some(Failure::of(Lost::Standby)(error));
         }
         if let Err(error) = cards.release(epoch) {
-            return Some(Failure::of(Lost::Card)(&error));
+            return Some(Failure::of(Lost::Card)(error));
         }
         queue.release(checkpoint);
         link.send(&FromFerry::Acknowledged { epoch, latency_us: micros(begun) });

@@ -143,11 +143,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
     /// Protects the guest until an end is lost, or `cancel`.
     pub(super) fn run(mut self) -> Result<AttemptEnd, Error> {
         self.qemu.client().set_interrupt(None);
-        let ending = match self.copy() {
-            Ok(()) => self.watch(),
-            Err(error) => Err(error),
-        };
-        match ending {
+        match self.copy().and_then(|()| self.watch()) {
             Ok(Ending::GuestEnded) => self.guest_has_ended(),
             Ok(Ending::Died) => self.died(),
             Ok(Ending::Cancelled) => {
@@ -246,14 +242,12 @@ impl<'a, 'k> Attempt<'a, 'k> {
 
     /// The ferry takes no more checkpoints. A guest that was shut down, and a QEMU that received `quit`, say so.
     fn ferry_has_ended(&mut self, lost: Lost, reason: String) -> Ending {
-        match lost {
-            Lost::Guest => match self.read_events(ENDS_WITHIN) {
-                Ok(Some(ending)) => ending,
-                _ => Ending::Lost { is_standby: false, reason },
-            },
-            Lost::Standby => Ending::Lost { is_standby: true, reason },
-            Lost::Card | Lost::Disk | Lost::Checkpoint => Ending::Lost { is_standby: false, reason },
+        if lost == Lost::Guest
+            && let Ok(Some(ending)) = self.read_events(ENDS_WITHIN)
+        {
+            return ending;
         }
+        Ending::Lost { is_standby: lost == Lost::Standby, reason }
     }
 
     /// The guest was shut down. Its last output goes, unless the other host takes it for dead.
