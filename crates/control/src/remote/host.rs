@@ -77,26 +77,8 @@ pub struct RemoteHost {
     ssh: Ssh,
     /// Address by which ssh has reached it.
     address: Option<IpAddr>,
-    /// By its greeting.
-    names: HostNames,
-}
-
-/// Names that a host has for itself.
-#[derive(Debug)]
-struct HostNames {
-    host: String,
-    kernel: String,
-}
-
-impl HostNames {
-    /// This host, with a QEMU of this version.
-    fn own(qemu: Option<String>) -> HostFacts {
-        HostFacts { name: of_kernel("hostname"), kernel: of_kernel("osrelease"), qemu }
-    }
-
-    fn with_qemu(&self, qemu: Option<String>) -> HostFacts {
-        HostFacts { name: self.host.clone(), kernel: self.kernel.clone(), qemu }
-    }
+    /// By its greeting, without a QEMU.
+    facts: HostFacts,
 }
 
 /// Where another host receives a guest.
@@ -229,8 +211,8 @@ impl RemoteHost {
             let text = greeting[SESSION_KEY][key].as_str().unwrap_or_default();
             text.chars().take(NAME_MAX).collect()
         };
-        let names = HostNames { host: name("host"), kernel: name("kernel") };
-        Ok(Self { target: target.clone(), client, ssh, address, names })
+        let facts = HostFacts { name: name("host"), kernel: name("kernel"), qemu: None };
+        Ok(Self { target: target.clone(), client, ssh, address, facts })
     }
 
     /// The host, as its user named it.
@@ -241,12 +223,12 @@ impl RemoteHost {
     /// Source and destination of a guest that goes there.
     pub fn hosts_of(&self, guest: &DepartingGuest, fit: &Fit) -> [HostFacts; 2] {
         let there = fit.facts.as_ref().and_then(qemu_version);
-        [HostNames::own(qemu_version(&guest.facts)), self.names.with_qemu(there)]
+        [own_facts(qemu_version(&guest.facts)), HostFacts { qemu: there, ..self.facts.clone() }]
     }
 
     /// Source and destination of an image that comes from there.
     pub fn hosts_of_image(&self) -> [HostFacts; 2] {
-        [self.names.with_qemu(None), HostNames::own(None)]
+        [self.facts.clone(), own_facts(None)]
     }
 
     /// The process of its ssh.
@@ -267,7 +249,7 @@ impl RemoteHost {
         let disks = tokens.to_judge(&guest.disks, policy);
         let prepared =
             self.execute(&Prepare { place: guest.place.clone(), facts: guest.facts_json(), lanes, disks })?;
-        let facts = self.facts(prepared.facts, "facts about its QEMU")?;
+        let facts = self.parse_facts(prepared.facts, "facts about its QEMU")?;
         let takes_frames = self.client.greeting().other[SESSION_KEY][FRAMES_KEY] == FRAMES;
         let cards = if takes_frames { prepared.cards } else { Vec::new() };
         Ok(Fit { facts, refusals: prepared.refusals, cards })
@@ -328,7 +310,7 @@ impl RemoteHost {
             peer_timeout_ms: milliseconds(request.peer_timeout),
         })?;
         let tls = self.tls(key, &sending.certificate)?;
-        let facts = self.facts(sending.facts, "facts about its image")?;
+        let facts = self.parse_facts(sending.facts, "facts about its image")?;
         let address = self.await_listening()?;
         Ok(Departure { address, tls, facts })
     }
@@ -341,7 +323,7 @@ impl RemoteHost {
     }
 
     /// Facts that it has sent.
-    fn facts(&self, sent: Option<Value>, expected: &'static str) -> Result<Option<Facts>, Error> {
+    fn parse_facts(&self, sent: Option<Value>, expected: &'static str) -> Result<Option<Facts>, Error> {
         let facts = sent.map(|facts| Facts::parse(facts.to_string().as_bytes())).transpose();
         facts.map_err(|error| self.unexpected(error.to_string(), expected))
     }
@@ -414,8 +396,7 @@ impl RemoteHost {
             return work();
         }
         // What takes longer does not come in time; a cancelled move has its own end.
-        self.client.set_interrupt(None);
-        self.client.set_deadline(frames::DEADLINE);
+        self.set_patience(frames::DEADLINE);
         let result = frames.during(|give| self.execute(give), work, has_arrived);
         self.client.set_deadline(REPLY_TIMEOUT);
         result
@@ -441,6 +422,11 @@ impl RemoteHost {
     fn unexpected(&self, found: String, expected: &'static str) -> Error {
         Error::Unexpected { host: self.name(), found, expected }
     }
+}
+
+/// This host, with a QEMU of this version.
+fn own_facts(qemu: Option<String>) -> HostFacts {
+    HostFacts { name: of_kernel("hostname"), kernel: of_kernel("osrelease"), qemu }
 }
 
 fn milliseconds(time: Duration) -> u64 {
