@@ -51,7 +51,6 @@ pub use error::Error;
 pub use frames::{FramePassing, FrameReceiver};
 pub use guest::{DepartingGuest, Fit};
 pub use host::{Arrival, RemoteHost, SessionTimeouts, SshTarget};
-pub(crate) use protection::NewStandby;
 pub use protection::{AgentStandby, StandbyCommands};
 
 /// Version of the commands of an agent.

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
 use towline_channel::{Address, Cancel, Channel, ConnectOptions, Listener};
 use towline_migration::checkpoints::{self, CheckpointSink};
 use towline_migration::incoming::{self, Connections, Incoming};
@@ -46,23 +47,33 @@ const GRACE: Duration = Duration::from_millis(100);
 const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
+/// Request of a guest's host to stand by for the guest, for which this host has made a place.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct StandbyRequest {
+    /// Certificate of the end that connects, in hexadecimal digits of DER.
+    pub(crate) certificate: String,
+    /// The guest's name, and its generation at its host.
+    pub(crate) guest: String,
+    pub(crate) generation: u64,
+    pub(crate) arbiter: Arbiter,
+    /// Silence after which the guest's host is lost.
+    pub(crate) peer_timeout_ms: u64,
+    pub(crate) checkpoint_bytes_max: usize,
+    /// Disks of the guest, which it gets as well.
+    pub(crate) disks: Vec<Export>,
+}
+
 /// A standby before its guest comes.
 #[derive(Debug)]
 pub(crate) struct Standby {
+    pub(crate) request: StandbyRequest,
     pub(crate) memory: StandbyMemory,
     pub(crate) listener: Listener,
     /// Monitor of the QEMU that waits for the guest.
     pub(crate) qemu: PathBuf,
-    /// Disks that it gets from its host.
-    pub(crate) disks: Vec<Export>,
     /// Control sockets of its cards.
     pub(crate) cards: Vec<PathBuf>,
-    pub(crate) arbiter: Arbiter,
-    /// The guest's name, and its generation at its host.
-    pub(crate) guest: String,
-    pub(crate) generation: u64,
-    pub(crate) peer_timeout: Duration,
-    pub(crate) checkpoint_bytes_max: usize,
     pub(crate) control: Arc<StandbyControl>,
 }
 
@@ -97,7 +108,7 @@ pub enum StandbyEnd {
 }
 
 /// Times of a takeover in milliseconds since the loss.
-#[derive(Debug, Clone, Copy, serde::Serialize)]
+#[derive(Debug, Clone, Copy, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Takeover {
     /// Generation of the guest here.
@@ -137,7 +148,7 @@ pub enum StandbyError {
     TooEarly,
     /// Its memory.
     #[error("{0}")]
-    Memory(String),
+    Memory(#[from] StandbyMemoryError),
     /// A directory for its sockets.
     #[error("{0}")]
     Sockets(#[from] Box<plan::Error>),
@@ -167,12 +178,6 @@ impl StandbyError {
 impl From<qmp::Error> for StandbyError {
     fn from(error: qmp::Error) -> Self {
         Self::Qemu(error.into())
-    }
-}
-
-impl From<StandbyMemoryError> for StandbyError {
-    fn from(error: StandbyMemoryError) -> Self {
-        Self::Memory(error.to_string())
     }
 }
 
@@ -291,8 +296,9 @@ impl Standby {
         self.load(&mut qemu, &state, &memory, &last)?;
         let loaded_ms = millis_since(last.lost_at);
         let claimant = Claimant::new();
-        let claim = Claim { guest: &self.guest, generation: self.generation + 1, stake: Stake::Copy };
-        match self.arbiter.decide(&claim, &claimant, &self.control.cancel, notice) {
+        let StandbyRequest { arbiter, guest, generation, .. } = &self.request;
+        let claim = Claim { guest, generation: generation + 1, stake: Stake::Copy };
+        match arbiter.decide(&claim, &claimant, &self.control.cancel, notice) {
             Decision::Won => self.run_guest(&mut qemu, &last, loaded_ms).map(StandbyEnd::TakenOver),
             Decision::Lost | Decision::Cancelled(_) => Ok(StandbyEnd::Lost),
         }
@@ -303,7 +309,7 @@ impl Standby {
         let incoming = MigrateIncoming::on_uri(state.to_string());
         let requests = [CommandRequest::new(&Stop)?, CommandRequest::new(&incoming)?];
         let replies = qemu.client().execute_all(&requests)?;
-        if !self.disks.is_empty() {
+        if !self.request.disks.is_empty() {
             let drives = qemu.written_drives()?;
             qemu.export_drives(&drives, disks)?;
         }
@@ -328,8 +334,8 @@ impl Standby {
             memory,
             disks: &disks,
             channel: channel.as_ref(),
-            peer_timeout: self.peer_timeout,
-            limit: self.checkpoint_bytes_max,
+            peer_timeout: Duration::from_millis(self.request.peer_timeout_ms),
+            limit: self.request.checkpoint_bytes_max,
             buffer: None,
             last: None,
             is_torn: false,
@@ -348,10 +354,10 @@ impl Standby {
     fn receive_disks(&self, server: &Path) -> Result<Vec<StandbyDisk>, StandbyError> {
         let disk = |disk: &Export| {
             let channel = self.listener.accept(Instant::now() + STEP_TIMEOUT, &self.control.cancel)?;
-            let standby = StandbyDisk::new(disk, server, channel.into(), self.checkpoint_bytes_max);
+            let standby = StandbyDisk::new(disk, server, channel.into(), self.request.checkpoint_bytes_max);
             standby.map_err(|source| StandbyError::Disk { name: disk.name.clone(), source })
         };
-        self.disks.iter().map(disk).collect()
+        self.request.disks.iter().map(disk).collect()
     }
 
     /// Has the QEMU load the last checkpoint. It stays paused, and nothing of it leaves.
@@ -387,7 +393,8 @@ impl Standby {
         last: &LastCheckpoint,
         loaded_ms: f64,
     ) -> Result<Takeover, StandbyError> {
-        let (generation, epoch, won_ms) = (self.generation + 1, last.epoch, millis_since(last.lost_at));
+        let (generation, epoch, won_ms) =
+            (self.request.generation + 1, last.epoch, millis_since(last.lost_at));
         qemu.cont().map_err(StandbyError::NotRun)?;
         let runs_ms = millis_since(last.lost_at);
         HoldingCards::pass_all(&self.cards, generation).map_err(StandbyError::Card)?;

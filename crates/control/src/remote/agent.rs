@@ -4,12 +4,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use serde::Serialize;
-use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
-use towline_channel::{Address, Listener, OneTimeCredentials, OneTimeKey};
+use towline_channel::{Address, Listener, OneTimeCredentials};
 use towline_compat::facts::{BlockFacts, Subject};
-use towline_compat::{ConfiguredBy, Facts};
+use towline_compat::{ConfiguredBy, Facts, evaluate};
 use towline_launch::{
     GuestDirectory, GuestIdentity, GuestName, HostArguments, IncomingOption, Launcher, Lifetime, QemuVersion,
     Recorded, RunningGuest, RuntimeError, RuntimeRoot,
@@ -21,10 +19,12 @@ use towline_qmp::{self as qmp, Client, Command, CommandError, Commands, Dialogue
 use super::Error;
 use super::disks::{CopiedDisk, WrittenDisk};
 use super::frames::{Card, FrameReceiver};
-use super::guest::{HostPair, compare};
+use super::guest::of_two_hosts;
 use super::new_disks::NewDisks;
-use super::protection::{AgentStandby, NewStandby, StandsBy};
-use super::waiting::{END_TIMEOUT, StartedForGuest, failed, free_port, own_address, with_peer};
+use super::protection::{AgentStandby, StandsBy};
+use super::waiting::{
+    END_TIMEOUT, StartedForGuest, failed, free_port, one_time_credentials, own_address, parsed, reply,
+};
 use super::{
     ENDED, Ended, FRAMES, FRAMES_KEY, LISTENING, NewGuest, Place, Prepare, Prepared, Receive, ReceiveDirect,
     Receiving, SESSION, SESSION_KEY, SendImage, Sending, compression_of,
@@ -37,11 +37,11 @@ use crate::plan::{
     Source, Task, Tls, TransferOptions, WritableDisks, wait_for_socket,
 };
 use crate::procfs::of_kernel;
-use crate::protect::StandbyMemory;
+use crate::protect::{StandbyMemory, StandbyRequest};
 use crate::qemu::Qemu;
 
 /// Commands of an agent.
-const COMMANDS: [&str; 4] = [Prepare::NAME, Receive::NAME, SendImage::NAME, NewStandby::NAME];
+const COMMANDS: [&str; 4] = [Prepare::NAME, Receive::NAME, SendImage::NAME, StandbyRequest::NAME];
 /// Time for which a socket of a QEMU that is being started is waited for.
 const SOCKET_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for which the source may take to connect, once it knows where.
@@ -61,8 +61,7 @@ enum State {
     #[default]
     Begun,
     Prepared(Box<Ready>),
-    Copies(Box<AgentCopy>),
-    StandsBy(Box<AgentStandby>),
+    Requested(AgentTask),
 }
 
 /// A place that was made for a guest.
@@ -73,17 +72,8 @@ struct Ready {
     refusals: Vec<String>,
     copies_disks: bool,
     cards: Vec<Card>,
-    /// Memory of a standby.
-    memory: Option<StandbyMemory>,
     /// The QEMU can be connected again after it has lost its source in a postcopy.
     recovers: bool,
-}
-
-/// A QEMU that was started, its monitor, and the memory of a standby.
-struct Started {
-    monitor: PathBuf,
-    memory: Option<StandbyMemory>,
-    started: StartedForGuest,
 }
 
 /// Task of an agent once its session has prepared it.
@@ -121,18 +111,10 @@ impl Commands for Agent {
             Prepare::NAME => reply(&self.prepare(&parsed(arguments)?)?),
             Receive::NAME => reply(&self.receive(&parsed(arguments)?)?),
             SendImage::NAME => reply(&self.send(&parsed(arguments)?)?),
-            NewStandby::NAME => reply(&self.stand_by(&parsed(arguments)?)?),
+            StandbyRequest::NAME => reply(&self.stand_by(parsed(arguments)?)?),
             _ => Err(CommandError::NotFound),
         }
     }
-}
-
-fn parsed<T: DeserializeOwned>(arguments: &Map<String, Value>) -> Result<T, CommandError> {
-    serde_json::from_value(arguments.clone().into()).map_err(|error| CommandError::generic(error.to_string()))
-}
-
-fn reply(value: &impl Serialize) -> Result<Value, CommandError> {
-    serde_json::to_value(value).map_err(|error| CommandError::generic(error.to_string()))
 }
 
 impl Agent {
@@ -145,8 +127,7 @@ impl Agent {
     pub fn task(&self) -> Option<AgentTask> {
         let mut state = self.state();
         match std::mem::take(&mut *state) {
-            State::Copies(copy) => Some(AgentTask::Copy(copy)),
-            State::StandsBy(standby) => Some(AgentTask::StandBy(standby)),
+            State::Requested(task) => Some(task),
             other => {
                 *state = other;
                 None
@@ -160,48 +141,47 @@ impl Agent {
 
     fn prepare(&self, request: &Prepare) -> Result<Prepared, CommandError> {
         let guest = Facts::parse(request.facts.to_string().as_bytes()).map_err(failed)?;
-        let mut memory = None;
         let (destination, started) = match &request.place {
             Place::Qmp(path) => (Destination::Qmp(path.clone()), None),
             Place::Guest(place) => {
                 let blocks = blocks(&guest).filter(|_| place.is_standby);
-                let started = self.start(place, request.disks.copied(), blocks)?;
-                memory = started.memory;
-                (Destination::Qmp(started.monitor), Some(started.started))
+                let (monitor, started) = self.start(place, request.disks.copied(), blocks)?;
+                (Destination::Qmp(monitor), Some(started))
             }
             Place::File(path) => (Destination::Image(path.clone()), None),
             Place::Store(location) => (Destination::Store(location.parse().map_err(failed)?), None),
         };
-        let (mut cards, mut recovers) = (Vec::new(), false);
-        let (facts, refusals) = match &destination {
-            Destination::Qmp(socket) => {
-                let WaitingQemu { facts, disks, cards: found, recovers: can } = WaitingQemu::of(socket)?;
-                (cards, recovers) = (found, can);
-                let mut refusals =
-                    compare(&guest, &facts, HostPair { lanes: request.lanes, ..HostPair::default() })
-                        .reasons(ConfiguredBy::Towline);
-                refusals.extend(request.disks.refusals(&disks));
-                let json = serde_json::from_slice(&facts.to_json()).map_err(failed)?;
-                (Some(json), refusals)
-            }
-            _ => (None, Vec::new()),
+        let mut ready = Ready {
+            destination,
+            started,
+            refusals: Vec::new(),
+            copies_disks: !request.disks.copied().is_empty(),
+            cards: Vec::new(),
+            recovers: false,
         };
-        let copies_disks = !request.disks.copied().is_empty();
-        let names = cards.iter().map(|card| card.chardev().to_owned()).collect();
-        let ready =
-            Ready { destination, started, refusals: refusals.clone(), copies_disks, cards, memory, recovers };
+        let mut facts = None;
+        if let Destination::Qmp(socket) = &ready.destination {
+            let waiting = WaitingQemu::of(socket)?;
+            let report = evaluate(&of_two_hosts(&guest, &waiting.facts, request.lanes));
+            ready.refusals = report.reasons(ConfiguredBy::Towline);
+            ready.refusals.extend(request.disks.refusals(&waiting.disks));
+            facts = Some(reply(&waiting.facts)?);
+            (ready.cards, ready.recovers) = (waiting.cards, waiting.recovers);
+        }
+        let cards = ready.cards.iter().map(|card| card.chardev.clone()).collect();
+        let prepared = Prepared { facts, refusals: ready.refusals.clone(), cards };
         *self.state() = State::Prepared(Box::new(ready));
-        Ok(Prepared { facts, refusals, cards: names })
+        Ok(prepared)
     }
 
     /// Makes these disks, and starts a QEMU for this guest. Both outlive this process, which may be killed while the guest is there already.
-    /// `blocks`: those of a guest for which it stands by.
+    /// `blocks`: those of a guest for which it stands by. Returns the monitor, too.
     fn start(
         &self,
         guest: &NewGuest,
         copied: &[CopiedDisk],
         blocks: Option<&[BlockFacts]>,
-    ) -> Result<Started, CommandError> {
+    ) -> Result<(PathBuf, StartedForGuest), CommandError> {
         let recorded = Recorded::from_json(guest.command_line.as_bytes()).map_err(failed)?;
         let name: GuestName = guest.name.parse().map_err(failed)?;
         if self.root.ends_with_session() && !lingers() {
@@ -238,8 +218,7 @@ impl Agent {
         let disks = NewDisks::make(copied, &allowed.whole(), &host, guest.protection.as_deref(), &list);
         let disks = disks.map_err(CommandError::generic)?;
         let qemu = launcher.start(&allowed, &host).map_err(failed)?;
-        let monitor = qemu.qmp_path();
-        Ok(Started { monitor, memory, started: StartedForGuest { qemu: Some(qemu), disks } })
+        Ok((qemu.qmp_path(), StartedForGuest { qemu: Some(qemu), disks, memory }))
     }
 
     /// Takes the name, also from a QEMU that an agent which was killed has left without a guest, and removes the disks that it was given.
@@ -271,15 +250,9 @@ impl Agent {
 
     fn receive(&self, request: &Receive) -> Result<Receiving, CommandError> {
         let mut state = self.state();
-        let State::Prepared(ready) = std::mem::take(&mut *state) else {
-            return Err(CommandError::generic("nothing is prepared"));
-        };
-        if !ready.refusals.is_empty() {
-            return Err(CommandError::generic(ready.refusals.join("; ")));
-        }
-        let key = OneTimeKey::generate().map_err(failed)?;
-        let certificate = to_hex(key.certificate());
-        let credentials = with_peer(key, &request.certificate)?;
+        let ready = state.take_prepared()?;
+        let credentials = one_time_credentials(&request.certificate)?;
+        let certificate = to_hex(credentials.own().certificate());
         let compression = known_compression(&request.compression, request.compression_level)?;
         let direct = request.direct.as_ref().map(direct_of).transpose()?;
         if let (Some(Direct { is_encrypted: false, .. }), Destination::Qmp(socket)) =
@@ -298,31 +271,19 @@ impl Agent {
             frames: FrameReceiver::of(ready.cards),
             started: ready.started,
         };
-        *state = State::Copies(Box::new(reception));
+        *state = State::Requested(AgentTask::Copy(Box::new(reception)));
         Ok(Receiving { certificate, disk_port, is_direct, recovers: ready.recovers })
     }
 
-    fn stand_by(&self, request: &NewStandby) -> Result<StandsBy, CommandError> {
+    fn stand_by(&self, request: StandbyRequest) -> Result<StandsBy, CommandError> {
         let mut state = self.state();
-        let State::Prepared(ready) = std::mem::take(&mut *state) else {
-            return Err(CommandError::generic("nothing is prepared"));
-        };
-        let Ready {
-            destination: Destination::Qmp(monitor),
-            started: Some(started),
-            memory: Some(memory),
-            refusals,
-            cards,
-            ..
-        } = *ready
+        let Ready { destination: Destination::Qmp(monitor), started: Some(started), cards, .. } =
+            state.take_prepared()?
         else {
             return Err(CommandError::generic("no standby is prepared"));
         };
-        if !refusals.is_empty() {
-            return Err(CommandError::generic(refusals.join("; ")));
-        }
-        let (standby, reply) = AgentStandby::new(request, monitor, memory, &cards, started)?;
-        *state = State::StandsBy(Box::new(standby));
+        let (standby, reply) = AgentStandby::new(request, monitor, &cards, started)?;
+        *state = State::Requested(AgentTask::StandBy(Box::new(standby)));
         Ok(reply)
     }
 
@@ -331,17 +292,15 @@ impl Agent {
         let (source, facts) = match (&*state, &request.place) {
             (State::Begun, Place::File(path)) => {
                 let facts = CheckEnd::Image(path.clone()).facts().map_err(failed)?;
-                let facts = serde_json::from_slice(&facts.to_json()).map_err(failed)?;
-                (Source::Image(path.clone()), Some(facts))
+                (Source::Image(path.clone()), Some(reply(&facts)?))
             }
             (State::Begun, Place::Store(location)) => {
                 (Source::Store(location.parse().map_err(failed)?), None)
             }
             _ => return Err(CommandError::generic("only an image can be sent")),
         };
-        let key = OneTimeKey::generate().map_err(failed)?;
-        let certificate = to_hex(key.certificate());
-        let credentials = with_peer(key, &request.certificate)?;
+        let credentials = one_time_credentials(&request.certificate)?;
+        let certificate = to_hex(credentials.own().certificate());
         let (multifd_channels, max_bandwidth) = (Some(request.lanes), request.max_bandwidth);
         let transfer = TransferOptions { multifd_channels, max_bandwidth, ..TransferOptions::default() };
         let task = Task::Copy { transfer, after: AfterCopy::default(), base: None };
@@ -354,15 +313,27 @@ impl Agent {
             peer_timeout: Duration::from_millis(request.peer_timeout_ms),
             ..CopyRequest::new(task)
         };
-        let destination = Destination::Stream(free_port());
-        *state = State::Copies(Box::new(AgentCopy {
+        *state = State::Requested(AgentTask::Copy(Box::new(AgentCopy {
             source,
-            destination,
+            destination: Destination::Stream(free_port()),
             request,
             frames: FrameReceiver::default(),
             started: None,
-        }));
+        })));
         Ok(Sending { certificate, facts })
+    }
+}
+
+impl State {
+    /// The place that was prepared, against which this host has nothing.
+    fn take_prepared(&mut self) -> Result<Ready, CommandError> {
+        let Self::Prepared(ready) = std::mem::take(self) else {
+            return Err(CommandError::generic("nothing is prepared"));
+        };
+        if !ready.refusals.is_empty() {
+            return Err(CommandError::generic(ready.refusals.join("; ")));
+        }
+        Ok(*ready)
     }
 }
 

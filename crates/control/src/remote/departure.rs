@@ -1,11 +1,11 @@
 //! An image that another host sends, and whether its guest would run here.
 
 use towline_channel::Address;
-use towline_compat::Facts;
 use towline_compat::facts::Subject;
+use towline_compat::{Facts, evaluate};
 use towline_qmp as qmp;
 
-use super::guest::{HostPair, compare};
+use super::guest::of_two_hosts;
 use crate::plan::{self, Destination, Observer, Tls};
 use crate::qemu::Qemu;
 
@@ -36,10 +36,6 @@ impl Departure {
         let mut qemu = Qemu::inspect(socket, &qmp::Options::default())?;
         let here = Subject::Qemu(Box::new(qemu.compat_facts()?)).into();
         let name = || format!("QEMU on {}", socket.display());
-        plan::report_findings(
-            &compare(guest, &here, HostPair { lanes, ..HostPair::default() }),
-            name,
-            observer,
-        )
+        plan::report_findings(&evaluate(&of_two_hosts(guest, &here, lanes)), name, observer)
     }
 }

@@ -18,6 +18,7 @@ use serde_json::{Map, Value, json};
 use towline_qmp::{self as qmp, Client, Command, CommandError, Commands};
 
 use super::Error;
+use super::waiting::{failed, parsed};
 use crate::lock::lock;
 use crate::qemu::Qemu;
 
@@ -35,8 +36,8 @@ const ANNOUNCED_WITHIN: Duration = Duration::from_secs(1);
 /// The control socket of a guest's card.
 #[derive(Debug)]
 pub(super) struct Card {
-    chardev: String,
-    control: PathBuf,
+    pub(super) chardev: String,
+    pub(super) control: PathBuf,
     client: Client,
 }
 
@@ -88,15 +89,6 @@ impl Card {
         (found["type"] == "net").then_some(Self { chardev, control, client })
     }
 
-    /// Its control socket.
-    pub(super) fn control(&self) -> &Path {
-        &self.control
-    }
-
-    pub(super) fn chardev(&self) -> &str {
-        &self.chardev
-    }
-
     fn take(&mut self, wait_ms: u64) -> Result<Value, qmp::Error> {
         self.client.execute_raw("take-frames", Some(Map::from_iter([("wait-ms".into(), wait_ms.into())])))
     }
@@ -121,21 +113,13 @@ struct DepartingCard {
     card: Card,
     has_stopped: bool,
     announced: Option<Instant>,
-    stage: Stage,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stage {
-    Passing,
-    /// The other card has the last frame.
-    Passed,
-    Failed,
+    /// The other card has the last frame, or gets no more.
+    is_over: bool,
 }
 
 impl FramePassing {
     pub(super) fn of(cards: impl IntoIterator<Item = Card>) -> Self {
-        let departing =
-            |card| DepartingCard { card, has_stopped: false, announced: None, stage: Stage::Passing };
+        let departing = |card| DepartingCard { card, has_stopped: false, announced: None, is_over: false };
         Self { cards: cards.into_iter().map(departing).collect() }
     }
 
@@ -164,7 +148,7 @@ impl FramePassing {
 
     fn pass(&mut self, give: Give<'_>, ended: &Receiver<bool>) {
         let mut arrived: Option<Instant> = None;
-        while self.cards.iter().any(|card| card.stage == Stage::Passing) {
+        while self.cards.iter().any(|card| !card.is_over) {
             match ended.try_recv() {
                 Ok(true) => arrived = Some(Instant::now()),
                 Err(TryRecvError::Disconnected) if arrived.is_some() => {}
@@ -173,10 +157,10 @@ impl FramePassing {
                 Ok(false) | Err(TryRecvError::Disconnected) => return,
             }
             let is_late = arrived.is_some_and(|arrived| arrived.elapsed() >= ANNOUNCED_WITHIN);
-            for card in self.cards.iter_mut().filter(|card| card.stage == Stage::Passing) {
+            for card in self.cards.iter_mut().filter(|card| !card.is_over) {
                 card.pass_next(give, is_late).unwrap_or_else(|reason| {
                     tracing::warn!(card = card.card.chardev, reason, "frames of the pause are not passed on");
-                    card.stage = Stage::Failed;
+                    card.is_over = true;
                 });
             }
         }
@@ -191,19 +175,17 @@ impl FramePassing {
 impl DepartingCard {
     /// Passes the next frames on, or the last ones.
     fn pass_next(&mut self, give: Give<'_>, is_late: bool) -> Result<(), String> {
-        let is_over = is_late || self.announced.is_some_and(|announced| announced.elapsed() >= GRACE);
-        let wait_ms = if is_over { 0 } else { WAIT_MS[usize::from(self.has_stopped)] };
+        let is_last = is_late || self.announced.is_some_and(|announced| announced.elapsed() >= GRACE);
+        let wait_ms = if is_last { 0 } else { WAIT_MS[usize::from(self.has_stopped)] };
         let passed = self.card.take(wait_ms).map_err(|error| error.to_string())?;
         self.has_stopped = passed["stopped"] == true;
-        let last = is_over && passed["frames"] == "";
+        let last = is_last && passed["frames"] == "";
         let request = GiveFrames { card: self.card.chardev.clone(), passed, last };
         let Given { announced } = give(&request).map_err(|error| error.to_string())?;
         if announced {
             self.announced.get_or_insert_with(Instant::now);
         }
-        if last {
-            self.stage = Stage::Passed;
-        }
+        self.is_over = last;
         Ok(())
     }
 }
@@ -241,12 +223,10 @@ impl Commands for FrameReceiver {
         if name != GiveFrames::NAME {
             return Err(CommandError::NotFound);
         }
-        let failed = |error: &dyn std::fmt::Display| CommandError::generic(error.to_string());
-        let request: GiveFrames =
-            serde_json::from_value(arguments.clone().into()).map_err(|error| failed(&error))?;
+        let request: GiveFrames = parsed(arguments)?;
         let mut cards = lock(&self.0);
         let card = cards.iter_mut().find(|card| card.chardev == request.card);
-        let card = card.ok_or_else(|| failed(&"no such card"))?;
-        card.give(request.passed, request.last).map_err(|error| failed(&error))
+        let card = card.ok_or_else(|| failed("no such card"))?;
+        card.give(request.passed, request.last).map_err(failed)
     }
 }

@@ -140,7 +140,7 @@ impl DepartingGuest {
 
     /// Control sockets of its cards.
     pub(crate) fn card_controls(&self) -> Vec<PathBuf> {
-        self.cards.iter().map(|card| card.control().to_owned()).collect()
+        self.cards.iter().map(|card| card.control.clone()).collect()
     }
 
     /// Facts about its QEMU.
@@ -170,7 +170,7 @@ impl DepartingGuest {
 
     /// Its cards whose frames go with it.
     pub fn into_frame_passing(self, there: &Fit) -> FramePassing {
-        let is_there = |card: &Card| there.cards.iter().any(|chardev| chardev == card.chardev());
+        let is_there = |card: &Card| there.cards.iter().any(|chardev| *chardev == card.chardev);
         FramePassing::of(self.cards.into_iter().filter(is_there))
     }
 
@@ -180,15 +180,14 @@ impl DepartingGuest {
 
     /// The findings of both hosts on this guest and its place.
     pub fn compare(&self, there: &Fit, lanes: usize) -> Report {
-        let report = there
-            .facts
-            .as_ref()
-            .map(|there| {
-                let pair = HostPair { lanes, copies_disks: self.copies_disks(), planned: self.planned };
-                compare(&self.facts, there, pair)
+        let compare = |there| {
+            evaluate(&Pair {
+                is_postcopy: self.planned == PlannedTransfer::Postcopy,
+                copies_disks: self.copies_disks(),
+                ..of_two_hosts(&self.facts, there, lanes)
             })
-            .unwrap_or_default();
-        report.with_refusals(&there.refusals)
+        };
+        there.facts.as_ref().map(compare).unwrap_or_default().with_refusals(&there.refusals)
     }
 
     /// Refuses a guest that would not run there, and passes other findings on as notices.
@@ -243,24 +242,15 @@ fn with_own_values(given: NewGuest, map: Option<&HostMap>, qemu: &mut Qemu) -> R
     Ok(NewGuest { name, command_line, binary, working_directory, settings, generations, ..given })
 }
 
-/// The transfer between two hosts.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct HostPair {
-    pub(super) lanes: usize,
-    pub(super) copies_disks: bool,
-    pub(super) planned: PlannedTransfer,
-}
-
-/// Compares a guest with a QEMU on another host.
-pub(super) fn compare(source: &Facts, destination: &Facts, pair: HostPair) -> Report {
-    let HostPair { lanes, copies_disks, planned } = pair;
-    evaluate(&Pair {
+/// A guest and a QEMU on another host.
+pub(super) fn of_two_hosts<'a>(source: &'a Facts, destination: &'a Facts, lanes: usize) -> Pair<'a> {
+    Pair {
         source,
         destination,
         lanes: Some(lanes),
-        is_postcopy: planned == PlannedTransfer::Postcopy,
+        is_postcopy: false,
         is_live: true,
         is_one_host: false,
-        copies_disks,
-    })
+        copies_disks: false,
+    }
 }

@@ -6,35 +6,16 @@ use std::thread;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use towline_channel::{Address, Cancel, ListenOptions, Listener, OneTimeKey};
+use towline_channel::{Address, Cancel, ListenOptions, Listener};
 use towline_qmp::{Command, CommandError, Commands};
 
 use super::frames::Card;
-use super::waiting::{StartedForGuest, failed, free_port, with_peer};
+use super::waiting::{StartedForGuest, failed, free_port, one_time_credentials, reply};
 use super::{Error, RemoteHost};
-use crate::arbiter::Arbiter;
 use crate::cards::HoldingCards;
 use crate::hex::to_hex;
-use crate::nbd::Export;
 use crate::plan::Tls;
-use crate::protect::{Standby, StandbyControl, StandbyEnd, StandbyError, StandbyMemory};
-
-/// Has the agent stand by for the guest for which it has made a place.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) struct NewStandby {
-    /// Certificate of the end that connects, in hexadecimal digits of DER.
-    pub(crate) certificate: String,
-    /// The guest's name, and its generation at its host.
-    pub(crate) guest: String,
-    pub(crate) generation: u64,
-    pub(crate) arbiter: Arbiter,
-    /// Silence after which the guest's host is lost.
-    pub(crate) peer_timeout_ms: u64,
-    pub(crate) checkpoint_bytes_max: usize,
-    /// Disks of the guest, which it gets as well.
-    pub(crate) disks: Vec<Export>,
-}
+use crate::protect::{Standby, StandbyControl, StandbyEnd, StandbyError, StandbyRequest};
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -55,7 +36,7 @@ struct Released {
     is_released: bool,
 }
 
-impl Command for NewStandby {
+impl Command for StandbyRequest {
     const NAME: &'static str = "stand-by";
     type Return = StandsBy;
 }
@@ -76,8 +57,8 @@ pub(crate) struct StandbyHost {
 
 impl RemoteHost {
     /// Has the other host stand by for the guest for which it has made a place.
-    pub(crate) fn stand_by(&mut self, standby: &NewStandby) -> Result<StandbyHost, Error> {
-        let StandsBy { certificate, disks_are_new } = self.execute(standby)?;
+    pub(crate) fn stand_by(&mut self, request: &StandbyRequest) -> Result<StandbyHost, Error> {
+        let StandsBy { certificate, disks_are_new } = self.execute(request)?;
         let address = self.await_listening()?;
         Ok(StandbyHost { address, certificate, disks_are_new })
     }
@@ -103,12 +84,12 @@ pub struct StandbyCommands(Arc<StandbyControl>);
 impl AgentStandby {
     /// A standby in the QEMU with this monitor. Also returns the reply to the request.
     pub(super) fn new(
-        request: &NewStandby,
+        request: StandbyRequest,
         monitor: PathBuf,
-        memory: StandbyMemory,
         cards: &[Card],
-        started: StartedForGuest,
+        mut started: StartedForGuest,
     ) -> Result<(Self, StandsBy), CommandError> {
+        let memory = started.memory.take().ok_or_else(|| failed("no standby is prepared"))?;
         // Else both hosts would win.
         let (found, expected) = (request.arbiter.newest(&request.guest).map_err(failed)?, request.generation);
         if found != expected {
@@ -118,27 +99,21 @@ impl AgentStandby {
                 request.guest
             )));
         }
-        let controls: Vec<_> = cards.iter().map(|card| card.control().to_owned()).collect();
+        let controls: Vec<_> = cards.iter().map(|card| card.control.clone()).collect();
         HoldingCards::hold(&controls, request.generation).map_err(failed)?;
-        let key = OneTimeKey::generate().map_err(failed)?;
-        let certificate = to_hex(key.certificate());
-        let tls = Tls::OneTime(with_peer(key, &request.certificate)?).server().map_err(failed)?;
-        let peer_timeout = Duration::from_millis(request.peer_timeout_ms);
+        let credentials = one_time_credentials(&request.certificate)?;
+        let certificate = to_hex(credentials.own().certificate());
+        let disks_are_new = started.disks.len() == request.disks.len();
+        let tls = Tls::OneTime(credentials).server().map_err(failed)?;
         let options = ListenOptions { tls: Some(tls), ..ListenOptions::default() };
         let standby = Standby {
+            request,
             memory,
             listener: Listener::bind_with(&free_port(), &options).map_err(failed)?,
-            disks: request.disks.clone(),
             qemu: monitor,
             cards: controls,
-            arbiter: request.arbiter.clone(),
-            guest: request.guest.clone(),
-            generation: request.generation,
-            peer_timeout,
-            checkpoint_bytes_max: request.checkpoint_bytes_max,
             control: Arc::new(StandbyControl::new().map_err(failed)?),
         };
-        let disks_are_new = started.disks.len() == request.disks.len();
         Ok((Self { standby, started }, StandsBy { certificate, disks_are_new }))
     }
 
@@ -203,7 +178,6 @@ impl Commands for StandbyCommands {
         if name != ReleaseStandby::NAME {
             return Err(CommandError::NotFound);
         }
-        let released = Released { is_released: self.release() };
-        serde_json::to_value(released).map_err(failed)
+        reply(&Released { is_released: self.release() })
     }
 }

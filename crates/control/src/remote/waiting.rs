@@ -4,12 +4,16 @@ use std::net::IpAddr;
 use std::thread;
 use std::time::Duration;
 
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
 use towline_channel::{Address, OneTimeCredentials, OneTimeKey};
 use towline_launch::{RunningGuest, RunningQemu};
 use towline_qmp::CommandError;
 
 use super::new_disks::NewDisks;
 use crate::hex::from_hex;
+use crate::protect::StandbyMemory;
 
 /// Time in which a QEMU that is not needed ends; it is killed then.
 pub(super) const END_TIMEOUT: Duration = Duration::from_secs(5);
@@ -20,6 +24,8 @@ pub(super) struct StartedForGuest {
     pub(super) qemu: Option<RunningQemu>,
     /// Disks that were made for it.
     pub(super) disks: NewDisks,
+    /// Memory of a standby.
+    pub(super) memory: Option<StandbyMemory>,
 }
 
 impl Drop for StartedForGuest {
@@ -49,15 +55,25 @@ impl StartedForGuest {
     }
 }
 
+/// Arguments of a command.
+pub(super) fn parsed<T: DeserializeOwned>(arguments: &Map<String, Value>) -> Result<T, CommandError> {
+    serde_json::from_value(arguments.clone().into()).map_err(failed)
+}
+
+/// Its reply.
+pub(super) fn reply(value: &impl Serialize) -> Result<Value, CommandError> {
+    serde_json::to_value(value).map_err(failed)
+}
+
 /// The error of a command.
 pub(super) fn failed(error: impl std::fmt::Display) -> CommandError {
     CommandError::generic(error.to_string())
 }
 
-/// Keys of both ends, with the other's certificate in hexadecimal digits.
-pub(super) fn with_peer(key: OneTimeKey, certificate: &str) -> Result<OneTimeCredentials, CommandError> {
-    let peer = from_hex(certificate);
-    Ok(key.with_peer(peer.ok_or_else(|| CommandError::generic("the certificate is not one"))?))
+/// A key for one session with the other end, whose certificate is in hexadecimal digits.
+pub(super) fn one_time_credentials(certificate: &str) -> Result<OneTimeCredentials, CommandError> {
+    let peer = from_hex(certificate).ok_or_else(|| failed("the certificate is not one"))?;
+    Ok(OneTimeKey::generate().map_err(failed)?.with_peer(peer))
 }
 
 /// Any port of the address by which ssh has reached this host.

@@ -13,8 +13,8 @@ use super::super::process::FERRY_ENDED;
 use super::super::request::Error;
 use super::{Attempt, LOOK_INTERVAL, STATUS_INTERVAL, out_of_turn};
 use crate::journal::{ProtectionRecord, UndoRecord};
+use crate::protect::StandbyRequest;
 use crate::qemu::{AppliedSettings, MigrationSettings};
-use crate::remote::NewStandby;
 
 /// Time for a step of the ferry, but for the first copy.
 const STEP_TIMEOUT: Duration = Duration::from_secs(60);
@@ -37,7 +37,7 @@ impl Attempt<'_, '_> {
         let FromFerry::Certificate(certificate) = self.ferry.expect(STEP_TIMEOUT)? else {
             return Err(out_of_turn());
         };
-        let stands = self.host.stand_by(&NewStandby {
+        let stands = self.host.stand_by(&StandbyRequest {
             certificate,
             guest: self.keeper.guest.clone(),
             generation: self.keeper.generation,
