@@ -44,17 +44,6 @@ pub enum Arbiter {
     Program(String),
 }
 
-/// Result of claims that are made until one is answered.
-#[derive(Debug)]
-pub enum Decision {
-    /// The claimant has the generation.
-    Won,
-    /// Another one has it.
-    Lost,
-    /// Cancelled before that was known.
-    Cancelled(ArbiterError),
-}
-
 impl FromStr for Arbiter {
     type Err = String;
 
@@ -99,23 +88,19 @@ impl Arbiter {
         claimed.unwrap_or_else(Verdict::Unknown)
     }
 
-    /// Claims a generation until that is answered, or `cancel`. Each new reason for which it is not is given to `notice`.
+    /// Claims a generation until that is answered, or `cancel`: only then the verdict is [`Verdict::Unknown`]. Each new reason for which it is
+    /// not is given to `notice`.
     pub fn decide(
         &self,
         claim: &Claim<'_>,
         claimant: &Claimant,
         cancel: &Cancel,
         notice: &dyn Fn(&str),
-    ) -> Decision {
+    ) -> Verdict {
         let mut said = None;
         loop {
             match self.claim(claim, claimant) {
-                Verdict::Won => return Decision::Won,
-                Verdict::Lost => return Decision::Lost,
-                Verdict::Unknown(error) if cancel.is_cancelled() => {
-                    return Decision::Cancelled(error);
-                }
-                Verdict::Unknown(error) => {
+                Verdict::Unknown(error) if !cancel.is_cancelled() => {
                     let text = error.to_string();
                     if said.as_ref() != Some(&text) {
                         notice(&format!(
@@ -125,6 +110,7 @@ impl Arbiter {
                     }
                     thread::sleep(CLAIM_INTERVAL);
                 }
+                verdict => return verdict,
             }
         }
     }
@@ -212,10 +198,10 @@ mod tests {
         let arbiter = Arbiter::Directory(path.clone());
         let appears = |_: &str| std::fs::create_dir(&path).unwrap();
         let decided = arbiter.decide(&claim("web", 1), &claimant, &cancel, &appears);
-        assert!(matches!(decided, Decision::Won), "{decided:?}");
+        assert!(matches!(decided, Verdict::Won), "{decided:?}");
         cancel.cancel();
         let missing = Arbiter::Directory(place.path().join("missing"));
         let decided = missing.decide(&claim("web", 2), &claimant, &cancel, &|_| {});
-        assert!(matches!(decided, Decision::Cancelled(_)), "{decided:?}");
+        assert!(matches!(decided, Verdict::Unknown(_)), "{decided:?}");
     }
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use towline_channel::Cancel;
 
 use super::request::{Error, ProtectObserver, ProtectRequest};
-use crate::arbiter::{Claim, Claimant, Decision, Stake, Verdict};
+use crate::arbiter::{Claim, Claimant, Stake, Verdict};
 use crate::cards::HoldingCards;
 
 /// The guest's host, as one of two claimants.
@@ -45,12 +45,12 @@ impl Keeper<'_> {
         let arbiter = &self.request.arbiter;
         let claim = Claim { guest: &self.guest, generation: next, stake };
         match arbiter.decide(&claim, &self.claimant, self.cancel, &notice) {
-            Decision::Won => {
+            Verdict::Won => {
                 self.generation = next;
                 Ok(true)
             }
-            Decision::Lost => Ok(false),
-            Decision::Cancelled(source) => Err(Error::Undecided { source }),
+            Verdict::Lost => Ok(false),
+            Verdict::Unknown(source) => Err(Error::Undecided { source }),
         }
     }
 }
