@@ -134,7 +134,7 @@ impl Standby<'_> {
     fn takeover(&mut self) -> Result<(Takeover, RecordedInstant)> {
         let after = self.args.after;
         if let Some(other) = newest_takeover(self.place, after)?.filter(|other| other.runs) {
-            return Err(taken_over(other).into());
+            return Err(Error::TakenOver(other).into());
         }
         let ready = format!(
             "standing by for {}, whose newest image is {} of {}",
@@ -210,13 +210,7 @@ impl Standby<'_> {
     }
 }
 
-fn taken_over(OtherTakeover { path, host, at, .. }: OtherTakeover) -> Error {
-    Error::TakenOver { path, host, at }
-}
-
 /// Another one is quicker, and may fail yet.
 fn wait_for<T>(other: OtherTakeover) -> Result<Option<T>> {
-    let OtherTakeover { path, host, at, runs } = other;
-    Err(if runs { Error::TakenOver { path, host, at } } else { Error::TakeoverBegun { path, host, at } }
-        .into())
+    Err(if other.runs { Error::TakenOver(other) } else { Error::TakeoverBegun(other) }.into())
 }

@@ -39,7 +39,7 @@ use crate::plan::{
 use crate::qemu::Drive;
 use crate::waits::{Woken, wait};
 use disks::DiskFiles;
-pub use error::Error;
+pub use error::{Error, OtherTakeover};
 use guest::{GuestState, RecordedGuest, inspect};
 use instants::RecordClock;
 pub use instants::{InstantChoice, RecordedInstant};
@@ -47,7 +47,7 @@ pub use place::Place;
 use place::{Record, merge};
 pub use retention::Keep;
 use retention::{mergeable, removable};
-pub use takeover::{Begun, OtherTakeover, Takeover, newest_takeover};
+pub use takeover::{Begun, Takeover, newest_takeover};
 use takeover::{Takeovers, overlay_directories};
 
 /// Images after which one is based on the guest's image alone. A chain has eight more at most.

@@ -11,6 +11,19 @@ use super::instants::RecordedInstant;
 use crate::plan::{self, Failure};
 use crate::qemu;
 
+/// A takeover by another host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OtherTakeover {
+    /// Its file.
+    pub path: PathBuf,
+    /// Name of the host.
+    pub host: String,
+    /// The time, by the clock of that host.
+    pub at: Timestamp,
+    /// False while the guest does not run there yet.
+    pub runs: bool,
+}
+
 /// Error of a record.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -31,20 +44,26 @@ pub enum Error {
     #[error(
         "{host} has taken the guest over, at {at} ({}), and runs it. Stand by for that guest with --after, and an arbiter that speaks of {host}; \
          remove that file only if neither runs",
-        path.display()
+        .0.path.display(),
+        host = .0.host,
+        at = .0.at
     )]
-    TakenOver { path: PathBuf, host: String, at: Timestamp },
+    TakenOver(OtherTakeover),
     #[error(
         "{host} takes the guest over since {at} ({}); if that has ended and the guest does not run there, remove that file",
-        path.display()
+        .0.path.display(),
+        host = .0.host,
+        at = .0.at
     )]
-    TakeoverBegun { path: PathBuf, host: String, at: Timestamp },
+    TakeoverBegun(OtherTakeover),
     #[error(
         "{host} has taken the guest over, at {at} ({}). If it runs there, the guest here is the older of two: end it, and find out why its host \
          was said to be off; if it does not run there, remove that file",
-        path.display()
+        .0.path.display(),
+        host = .0.host,
+        at = .0.at
     )]
-    TakenFromHere { path: PathBuf, host: String, at: Timestamp },
+    TakenFromHere(OtherTakeover),
     #[error(
         "{place} has no takeover {number}, which is to be followed: it has not happened, or --after is wrong"
     )]

@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use towline_image::manifest::Timestamp;
 
-use super::error::Error;
+use super::error::{Error, OtherTakeover};
 use super::place::Place;
 use crate::durable::{create_once, highest, remove, replace};
 use crate::procfs::of_kernel;
@@ -46,19 +46,6 @@ struct Holder {
 pub struct Takeover {
     path: PathBuf,
     own: Holder,
-}
-
-/// A takeover by another host.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct OtherTakeover {
-    /// Its file.
-    pub path: PathBuf,
-    /// Name of the host.
-    pub host: String,
-    /// The time, by the clock of that host.
-    pub at: Timestamp,
-    /// False while the guest does not run there yet.
-    pub runs: bool,
 }
 
 /// Beginning of a takeover.
@@ -135,8 +122,7 @@ impl Takeover {
     /// [`Error::TakenFromHere`]: the file was removed or replaced. [`Error::Directory`].
     pub fn runs(&self) -> Result<(), Error> {
         if !self.is_own()? {
-            let OtherTakeover { path, host, at, .. } = other(&self.path)?;
-            return Err(Error::TakenFromHere { path, host, at });
+            return Err(Error::TakenFromHere(other(&self.path)?));
         }
         replace(&self.path, &Holder { runs: true, ..self.own.clone() })
             .map_err(|source| Error::Directory { path: self.path.clone(), source })
@@ -234,9 +220,9 @@ impl Takeovers {
         let Some(directory) = directory else { return Ok(Self { directory: None, known: 0 }) };
         let known = newest(directory)?;
         if known > 0 {
-            let OtherTakeover { path, host, at, .. } = other(&path_of(directory, known))?;
-            if host != of_kernel("hostname") {
-                return Err(Error::TakenFromHere { path, host, at });
+            let newest = other(&path_of(directory, known))?;
+            if newest.host != of_kernel("hostname") {
+                return Err(Error::TakenFromHere(newest));
             }
         }
         Ok(Self { directory: Some(directory.to_owned()), known })
@@ -252,10 +238,8 @@ impl Takeovers {
         if newest <= self.known {
             return Ok(());
         }
-        match other(&path_of(directory, newest))? {
-            OtherTakeover { path, host, at, runs: true } => Err(Error::TakenFromHere { path, host, at }),
-            OtherTakeover { path, host, at, runs: false } => Err(Error::TakeoverBegun { path, host, at }),
-        }
+        let other = other(&path_of(directory, newest))?;
+        Err(if other.runs { Error::TakenFromHere(other) } else { Error::TakeoverBegun(other) })
     }
 }
 
