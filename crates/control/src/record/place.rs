@@ -134,16 +134,15 @@ pub(super) struct Record {
 impl Record {
     /// Opens a record, which may not exist yet, and removes what a killed process has left of an instant.
     pub(super) fn open(place: &Place, cancel: &Cancel) -> Result<Self, Error> {
-        let lock = match place {
-            Place::Directory(path) => Some(lock_directory(path)?),
-            Place::Prefix(_) => None,
-        };
-        // Names of the disks are compared with those that QEMU has.
-        let place = match place {
-            Place::Directory(path) => Place::Directory(
-                path.canonicalize().map_err(|source| Error::Directory { path: path.clone(), source })?,
-            ),
-            Place::Prefix(_) => place.clone(),
+        let (place, lock) = match place {
+            Place::Directory(path) => {
+                let lock = lock_directory(path)?;
+                // Names of the disks are compared with those that QEMU has.
+                let real = path.canonicalize();
+                let real = real.map_err(|source| Error::Directory { path: path.clone(), source })?;
+                (Place::Directory(real), Some(lock))
+            }
+            Place::Prefix(_) => (place.clone(), None),
         };
         let mut record = Self { place, entries: Entries::new(), removed: 0, _lock: lock };
         record.remove_partial_files()?;
@@ -265,19 +264,16 @@ impl Record {
             Place::Directory(directory) => directory,
             Place::Prefix(_prefix) => {
                 #[cfg(feature = "store")]
-                towline_image::store::remove_unsent(_prefix, &|name| name.parse::<RecordedInstant>().is_ok());
+                towline_image::store::remove_unsent(_prefix, &is_instant);
                 return Ok(());
             }
         };
         for partial in leftover::list(directory)? {
-            let name = partial
-                .path
-                .file_name()
-                .and_then(|name| name.to_str()?.strip_prefix('.')?.strip_suffix(".partial"));
-            let of = name
-                .and_then(|name| name.split_once('.'))
-                .filter(|(stem, _)| stem.parse::<RecordedInstant>().is_ok());
-            if let Some((stem, _)) = of {
+            let name = partial.path.file_name().and_then(|name| name.to_str());
+            let name = name.and_then(|name| name.strip_prefix('.')?.strip_suffix(".partial"));
+            if let Some((stem, _)) = name.and_then(|name| name.split_once('.'))
+                && is_instant(stem)
+            {
                 leftover::remove(&directory.join(format!("{stem}.{EXTENSION}")))?;
             }
         }
@@ -286,15 +282,18 @@ impl Record {
         for name in &names {
             let image =
                 name.strip_suffix(".manifest.json.new").or_else(|| name.strip_suffix(".manifest.json"));
-            let stem = image.and_then(|image| image.strip_suffix(".img"));
-            let is_instant = stem.is_some_and(|stem| stem.parse::<RecordedInstant>().is_ok());
-            if is_instant && image.is_some_and(|image| !names.contains(image)) {
+            let is_of_instant = |image: &str| image.strip_suffix(".img").is_some_and(is_instant);
+            if image.is_some_and(|image| is_of_instant(image) && !names.contains(image)) {
                 let path = directory.join(name);
                 fs::remove_file(&path).map_err(|source| Error::Directory { path, source })?;
             }
         }
         Ok(())
     }
+}
+
+fn is_instant(name: &str) -> bool {
+    name.parse::<RecordedInstant>().is_ok()
 }
 
 /// Result of a removal.
