@@ -306,11 +306,6 @@ pub(crate) fn sweep(directory: &RuntimeDirectory) {
     }
 }
 
-/// Returns true if a killed towline has left changes in the QEMU of this process and start time.
-pub(crate) fn has_leftover_changes(directory: &RuntimeDirectory, pid: i32, start_time: u64) -> bool {
-    !leftover_changes(directory, pid, start_time).is_empty()
-}
-
 /// The protection that a killed towline has left in the QEMU of this process and start time.
 pub(crate) fn leftover_protection(
     directory: &RuntimeDirectory,
@@ -323,8 +318,12 @@ pub(crate) fn leftover_protection(
     })
 }
 
-/// Records of a towline that was killed; none of one that lives.
-fn leftover_changes(directory: &RuntimeDirectory, pid: i32, start_time: u64) -> BTreeMap<u64, UndoRecord> {
+/// Changes that a killed towline has left in the QEMU of this process and start time; none of one that lives.
+pub(crate) fn leftover_changes(
+    directory: &RuntimeDirectory,
+    pid: i32,
+    start_time: u64,
+) -> BTreeMap<u64, UndoRecord> {
     let name = record::name_of(pid, start_time);
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let Ok(fd) = openat(directory.fd(), &name, flags, Mode::empty()) else { return BTreeMap::new() };

@@ -20,7 +20,7 @@ mod recorded_way;
 mod resume;
 mod text;
 
-use crate::journal::{RuntimeDirectory, has_leftover_changes};
+use crate::journal::{RuntimeDirectory, leftover_changes};
 use crate::qemu::Qemu;
 use record_file::{is_locked, names_of};
 use towline_qmp::commands::RunState;
@@ -56,7 +56,7 @@ pub fn list() -> Result<(Vec<ListedMove>, Vec<Error>), Error> {
 fn is_changed(directory: &RuntimeDirectory, end: &MoveEnd) -> bool {
     match end {
         MoveEnd::Qemu { pid: Some(pid), start_time: Some(start_time), .. } => {
-            has_leftover_changes(directory, *pid, *start_time)
+            !leftover_changes(directory, *pid, *start_time).is_empty()
         }
         _ => false,
     }

@@ -185,13 +185,8 @@ pub struct GuestPlan {
     /// True for a move: the source is ended when the guest is at its destination.
     pub quit: bool,
     /// Both QEMUs map the same memory: an upgrade.
-    #[serde(default, skip_serializing_if = "is_false")]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub shared_memory: bool,
-}
-
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
-fn is_false(value: &bool) -> bool {
-    !*value
 }
 
 impl GuestPlan {
@@ -216,10 +211,8 @@ pub struct MoveRecord {
     /// The last decision.
     pub stage: Decision,
     /// Final message of the recording towline; `None` if it was killed.
-    #[serde(alias = "said")]
     pub message: Option<String>,
     /// Requested result for the guest.
-    #[serde(alias = "wanted")]
     pub guest_plan: GuestPlan,
     /// Source of the guest.
     pub source: MoveEnd,

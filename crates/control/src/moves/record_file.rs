@@ -13,7 +13,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use rustix::fs::{
     AtFlags, FlockOperation, Mode, OFlags, RenameFlags, flock, openat, renameat, renameat_with, unlinkat,
@@ -201,16 +201,13 @@ fn parse(file: &mut File, directory: &RuntimeDirectory, name: &str) -> Result<Mo
 
 /// Removes the file of a towline that was killed before the rename.
 fn remove_unnamed(directory: &RuntimeDirectory, name: &str) {
-    let is_unnamed = name.strip_prefix('.').is_some_and(|rest| rest.starts_with("move-"));
-    if !is_unnamed {
+    if !name.starts_with(".move-") {
         return;
     }
     let Ok(file) = open(directory, name) else { return };
-    let age = file.metadata().and_then(|found| found.modified()).ok();
-    let age = age.and_then(|at| SystemTime::now().duration_since(at).ok());
+    let age = file.metadata().ok().and_then(|found| found.modified().ok()?.elapsed().ok());
     // A newer file is about to be locked by its owner.
-    let is_old = age.is_some_and(|age| age > UNNAMED_MAX);
-    if is_old {
+    if age > Some(UNNAMED_MAX) {
         remove_unlocked(directory, name, &file);
     }
 }
