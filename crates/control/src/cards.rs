@@ -85,7 +85,7 @@ impl HoldingCards {
 }
 
 /// Connects to the control socket of a card.
-fn connect(path: &Path) -> Result<Client, qmp::Error> {
+pub(crate) fn connect(path: &Path) -> Result<Client, qmp::Error> {
     let options = qmp::Options { deadline: DEADLINE, greeting_deadline: DEADLINE, ..qmp::Options::default() };
     Client::connect(path, &options)
 }

@@ -37,11 +37,12 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use towline_compat::{Facts, facts::Subject};
+use towline_compat::Facts;
+use towline_compat::facts::{QemuFacts, Subject};
 use towline_launch::GuestGenerations;
 use towline_migration::Compression;
-use towline_qmp::Command;
 use towline_qmp::commands::Capability;
+use towline_qmp::{Command, CommandError};
 
 pub use agent::{Agent, AgentCopy, AgentTask, ended, greeting, listening, notice};
 pub use departure::Departure;
@@ -233,19 +234,19 @@ fn level(compression: Compression) -> u8 {
     }
 }
 
-fn compression_of(method: &str, level: u8) -> Option<Compression> {
+fn compression_of(method: &str, level: u8) -> Result<Compression, CommandError> {
     match (method, level) {
-        ("none", _) => Some(Compression::None),
-        ("zlib", level @ 0..=Compression::ZLIB_LEVEL_MAX) => Some(Compression::Zlib { level }),
-        ("zstd", level @ 0..=Compression::ZSTD_LEVEL_MAX) => Some(Compression::Zstd { level }),
-        _ => None,
+        ("none", _) => Ok(Compression::None),
+        ("zlib", level @ 0..=Compression::ZLIB_LEVEL_MAX) => Ok(Compression::Zlib { level }),
+        ("zstd", level @ 0..=Compression::ZSTD_LEVEL_MAX) => Ok(Compression::Zstd { level }),
+        _ => Err(CommandError::generic(format!("compression {method}:{level} is not known"))),
     }
 }
 
-/// Version of the QEMU that these facts are about.
-fn qemu_version(facts: &Facts) -> Option<String> {
+/// The QEMU that these facts are about.
+fn qemu_of(facts: &Facts) -> Option<&QemuFacts> {
     match &facts.subject {
-        Subject::Qemu(qemu) => Some(qemu.version.clone()),
+        Subject::Qemu(qemu) => Some(qemu),
         _ => None,
     }
 }
@@ -259,8 +260,8 @@ mod tests {
         for compression in [Compression::None, Compression::Zlib { level: 9 }, Compression::Zstd { level: 0 }]
         {
             let method = compression.method().name();
-            assert_eq!(compression_of(method, level(compression)), Some(compression));
+            assert_eq!(compression_of(method, level(compression)).ok(), Some(compression));
         }
-        assert_eq!((compression_of("zstd", 99), compression_of("qpl", 1)), (None, None));
+        assert!(compression_of("zstd", 99).is_err() && compression_of("qpl", 1).is_err());
     }
 }

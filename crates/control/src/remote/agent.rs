@@ -12,7 +12,6 @@ use towline_launch::{
     GuestDirectory, GuestIdentity, GuestName, HostArguments, IncomingOption, Launcher, Lifetime, QemuVersion,
     Recorded, RunningGuest, RuntimeError, RuntimeRoot,
 };
-use towline_migration::Compression;
 use towline_qmp::commands::{Capability, QueryStatus, RunState};
 use towline_qmp::{self as qmp, Client, Command, CommandError, Commands, Dialogue};
 
@@ -27,7 +26,7 @@ use super::waiting::{
 };
 use super::{
     ENDED, Ended, FRAMES, FRAMES_KEY, LISTENING, NewGuest, Place, Prepare, Prepared, Receive, ReceiveDirect,
-    Receiving, SESSION, SESSION_KEY, SendImage, Sending, compression_of,
+    Receiving, SESSION, SESSION_KEY, SendImage, Sending, compression_of, qemu_of,
 };
 use crate::check::CheckEnd;
 use crate::hex::to_hex;
@@ -144,7 +143,7 @@ impl Agent {
         let (destination, started) = match &request.place {
             Place::Qmp(path) => (Destination::Qmp(path.clone()), None),
             Place::Guest(place) => {
-                let blocks = blocks(&guest).filter(|_| place.is_standby);
+                let blocks = qemu_of(&guest).filter(|_| place.is_standby).map(|qemu| &qemu.blocks[..]);
                 let (monitor, started) = self.start(place, request.disks.copied(), blocks)?;
                 (Destination::Qmp(monitor), Some(started))
             }
@@ -253,7 +252,7 @@ impl Agent {
         let ready = state.take_prepared()?;
         let credentials = one_time_credentials(&request.certificate)?;
         let certificate = to_hex(credentials.own().certificate());
-        let compression = known_compression(&request.compression, request.compression_level)?;
+        let compression = compression_of(&request.compression, request.compression_level)?;
         let direct = request.direct.as_ref().map(direct_of).transpose()?;
         if let (Some(Direct { is_encrypted: false, .. }), Destination::Qmp(socket)) =
             (&direct, &ready.destination)
@@ -306,7 +305,7 @@ impl Agent {
         let task = Task::Copy { transfer, after: AfterCopy::default(), base: None };
         let request = CopyRequest {
             connects: ConnectingEnd::Destination,
-            compression: known_compression(&request.compression, request.compression_level)?,
+            compression: compression_of(&request.compression, request.compression_level)?,
             verify: request.verify,
             tls: Some(Tls::OneTime(credentials)),
             accept_timeout: ACCEPT_TIMEOUT,
@@ -337,11 +336,6 @@ impl State {
     }
 }
 
-fn known_compression(method: &str, level: u8) -> Result<Compression, CommandError> {
-    let known = compression_of(method, level);
-    known.ok_or_else(|| CommandError::generic(format!("compression {method}:{level} is not known")))
-}
-
 /// Options of QEMUs that are connected to each other.
 fn direct_of(request: &ReceiveDirect) -> Result<Direct, CommandError> {
     let is_known = |name| SHARED_CAPABILITIES.contains(name) || *name == Capability::POSTCOPY_RAM;
@@ -360,14 +354,6 @@ fn listen_for_disks(request: &mut CopyRequest) -> Result<u16, CommandError> {
     };
     (request.disks, request.accept_timeout) = (WritableDisks::Exported { listener }, DISKS_TIMEOUT);
     Ok(port)
-}
-
-/// Memory of a guest, block by block.
-fn blocks(guest: &Facts) -> Option<&[BlockFacts]> {
-    match &guest.subject {
-        Subject::Qemu(qemu) => Some(&qemu.blocks),
-        _ => None,
-    }
 }
 
 /// Returns true while the towline that has started this QEMU lives.

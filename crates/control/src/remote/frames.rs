@@ -19,6 +19,7 @@ use towline_qmp::{self as qmp, Client, Command, CommandError, Commands};
 
 use super::Error;
 use super::waiting::{failed, parsed};
+use crate::cards;
 use crate::lock::lock;
 use crate::qemu::Qemu;
 
@@ -81,9 +82,7 @@ impl Card {
         if !path.is_absolute() || control == path || !control.exists() || listens(&control) {
             return None;
         }
-        let options =
-            qmp::Options { deadline: DEADLINE, greeting_deadline: DEADLINE, ..qmp::Options::default() };
-        let mut client = Client::connect(&control, &options).ok()?;
+        let mut client = cards::connect(&control).ok()?;
         let found = client.execute_raw("query-migration-version", None).ok()?;
         let chardev = chardev["label"].as_str()?.to_owned();
         (found["type"] == "net").then_some(Self { chardev, control, client })

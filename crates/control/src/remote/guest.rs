@@ -13,7 +13,7 @@ use towline_qmp::commands::Capability;
 
 use super::disks::{DiskPolicy, WrittenDisk};
 use super::frames::{Card, FramePassing};
-use super::{Error, NewGuest, Place};
+use super::{Error, NewGuest, Place, qemu_of};
 use crate::check::PlannedTransfer;
 use crate::generations::ManagedGuest;
 use crate::plan::{self, CopyRequest, Direct, Observer, SHARED_CAPABILITIES};
@@ -145,10 +145,7 @@ impl DepartingGuest {
 
     /// Facts about its QEMU.
     pub(crate) fn qemu(&self) -> Option<&QemuFacts> {
-        match &self.facts.subject {
-            Subject::Qemu(qemu) => Some(qemu),
-            _ => None,
-        }
+        qemu_of(&self.facts)
     }
 
     /// Capabilities that are set, and that the other QEMU needs as well.
