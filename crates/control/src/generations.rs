@@ -170,7 +170,7 @@ impl ManagedGuest {
     /// # Errors
     /// [`Error::Guests`].
     pub(crate) fn of_qemu(qemu: &Qemu) -> Result<Option<Self>, Error> {
-        Self::find(qemu.process().identity().map(|(pid, _)| pid), &qemu.socket_path())
+        Self::find(qemu.process().pid(), &qemu.socket_path())
     }
 
     /// The guest of this user in the QEMU with this process, or with this monitor if its process is not known.

@@ -210,10 +210,7 @@ impl Process {
     /// Process id, if it is identified.
     #[must_use]
     pub fn pid(&self) -> Option<i32> {
-        match self {
-            Self::Known { pid, .. } => Some(*pid),
-            Self::Unknown { .. } => None,
-        }
+        self.identity().map(|(pid, _)| pid)
     }
 
     /// Returns true if the process is identified.

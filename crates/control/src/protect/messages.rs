@@ -3,7 +3,7 @@
 
 use std::io;
 use std::marker::PhantomData;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -148,12 +148,6 @@ impl<T: DeserializeOwned> Link<T> {
             Ok(message) => Received::Message(message),
             Err(_) => Received::End,
         }
-    }
-}
-
-impl<T> AsFd for Link<T> {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
     }
 }
 
