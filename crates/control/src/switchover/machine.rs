@@ -142,11 +142,6 @@ impl Switchover {
         }
     }
 
-    /// Returns true if the source is a QEMU whose monitor is connected.
-    pub(crate) fn drives_source(&self) -> bool {
-        self.request.source == SourceKind::Qemu
-    }
-
     /// The request, with the kinds of ends that were found.
     pub(crate) fn request(&self) -> SwitchoverRequest {
         self.request
@@ -239,7 +234,7 @@ impl Switchover {
         let runs_there = matches!(placement, Placement::Running | Placement::Loaded)
             && (is_live || self.request.run == RunRequest::Run);
         let stays = self.request.after != SourceAction::Quit && !self.source_exited;
-        self.drives_source() && stays && (runs_there || !is_live)
+        self.request.source == SourceKind::Qemu && stays && (runs_there || !is_live)
     }
 
     /// Returns true if the model has injected this fault; never outside of tests.
