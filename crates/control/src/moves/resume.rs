@@ -335,7 +335,7 @@ impl Resume {
             "holds the guest, paused, as requested"
         };
         if placement == Placement::Paused {
-            self.destination.activate_drives()?;
+            self.destination.qemu()?.activate_drives()?;
         }
         let text = format!("{} {state}", self.record.destination);
         if self.done.last() != Some(&text) {
@@ -371,7 +371,7 @@ impl Resume {
     fn plug_in_devices(&mut self, side: Side) -> Result<(), Error> {
         let opened = if side == Side::Source { &mut self.source } else { &mut self.destination };
         for device in &self.record.devices {
-            self.done.extend(opened.plug_in(device)?);
+            self.done.extend(opened.qemu()?.plug_in(device)?);
         }
         Ok(())
     }

@@ -7,7 +7,6 @@ use towline_qmp as qmp;
 use towline_qmp::commands::{MigrationStatus, RunState, Status};
 
 use super::super::{Error, MoveEnd, MoveRecord};
-use crate::journal::UndoRecord;
 use crate::qemu::{self, Qemu};
 use crate::switchover::{DestinationStatus, FinalRunState, RunFailure, SourceStatus};
 
@@ -196,16 +195,6 @@ impl RecordedQemu {
         }
     }
 
-    /// Activates the drives of a guest that stays paused here.
-    pub(super) fn activate_drives(&mut self) -> Result<(), Error> {
-        Ok(self.qemu()?.activate_drives()?)
-    }
-
-    /// Plugs in a device that was detached for the move; returns what was done, or what is left to do.
-    pub(super) fn plug_in(&mut self, device: &UndoRecord) -> Result<Vec<String>, Error> {
-        Ok(self.qemu()?.plug_in(device)?)
-    }
-
     /// Ends QEMU.
     pub(super) fn quit(&mut self) -> Result<(), Error> {
         self.qemu()?.quit()?;
@@ -213,7 +202,8 @@ impl RecordedQemu {
         Ok(())
     }
 
-    fn qemu(&mut self) -> Result<&mut Qemu, qemu::Error> {
+    /// The QEMU, for an action on its guest.
+    pub(super) fn qemu(&mut self) -> Result<&mut Qemu, qemu::Error> {
         match self {
             Self::Qemu(qemu) => Ok(qemu),
             _ => Err(qemu::Error::OtherProcess { socket: "a QEMU that is not connected".into() }),
