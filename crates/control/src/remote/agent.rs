@@ -160,12 +160,15 @@ impl Agent {
         };
         let mut facts = None;
         if let Destination::Qmp(socket) = &ready.destination {
-            let waiting = WaitingQemu::of(socket)?;
-            let report = evaluate(&of_two_hosts(&guest, &waiting.facts, request.lanes));
+            let mut qemu = waiting_qemu(socket)?;
+            let there = Subject::Qemu(Box::new(qemu.compat_facts().map_err(failed)?)).into();
+            let disks = WrittenDisk::of(&mut qemu).map_err(failed)?;
+            ready.cards = Card::of(&mut qemu);
+            ready.recovers = plan::recovers(&qemu.facts().version.qemu);
+            let report = evaluate(&of_two_hosts(&guest, &there, request.lanes));
             ready.refusals = report.reasons(ConfiguredBy::Towline);
-            ready.refusals.extend(request.disks.refusals(&waiting.disks));
-            facts = Some(reply(&waiting.facts)?);
-            (ready.cards, ready.recovers) = (waiting.cards, waiting.recovers);
+            ready.refusals.extend(request.disks.refusals(&disks));
+            facts = Some(reply(&there)?);
         }
         let cards = ready.cards.iter().map(|card| card.chardev.clone()).collect();
         let prepared = Prepared { facts, refusals: ready.refusals.clone(), cards };
@@ -377,25 +380,11 @@ fn received(request: &Receive, credentials: OneTimeCredentials) -> CopyRequest {
     }
 }
 
-/// A QEMU that waits for a guest.
-struct WaitingQemu {
-    facts: Facts,
-    disks: Vec<WrittenDisk>,
-    cards: Vec<Card>,
-    recovers: bool,
-}
-
-impl WaitingQemu {
-    fn of(socket: &Path) -> Result<Self, CommandError> {
-        let cancel = towline_channel::Cancel::new().map_err(failed)?;
-        wait_for_socket(socket, SOCKET_TIMEOUT, &cancel, &|_| {}).map_err(failed)?;
-        let mut qemu = Qemu::inspect(socket, &qmp::Options::default()).map_err(failed)?;
-        let facts = qemu.compat_facts().map_err(failed)?;
-        let disks = WrittenDisk::of(&mut qemu).map_err(failed)?;
-        let cards = Card::of(&mut qemu);
-        let recovers = plan::recovers(&qemu.facts().version.qemu);
-        Ok(Self { facts: Subject::Qemu(Box::new(facts)).into(), disks, cards, recovers })
-    }
+/// Connects to a QEMU that waits for a guest, and that may just have been started.
+fn waiting_qemu(socket: &Path) -> Result<Qemu, CommandError> {
+    let cancel = towline_channel::Cancel::new().map_err(failed)?;
+    wait_for_socket(socket, SOCKET_TIMEOUT, &cancel, &|_| {}).map_err(failed)?;
+    Qemu::inspect(socket, &qmp::Options::default()).map_err(failed)
 }
 
 /// The program at this path, or else of this name in PATH.

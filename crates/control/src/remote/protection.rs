@@ -20,9 +20,10 @@ use crate::protect::{Standby, StandbyControl, StandbyEnd, StandbyError, StandbyR
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct StandsBy {
-    certificate: String,
-    /// All of its disks were made for this guest.
-    disks_are_new: bool,
+    /// In hexadecimal digits of DER.
+    pub(crate) certificate: String,
+    /// All of its disks were made for this guest: they are all zeros.
+    pub(crate) disks_are_new: bool,
 }
 
 /// Has the agent give the guest up.
@@ -46,21 +47,11 @@ impl Command for ReleaseStandby {
     type Return = Released;
 }
 
-/// Where another host stands by for a guest.
-pub(crate) struct StandbyHost {
-    pub(crate) address: Address,
-    /// In hexadecimal digits of DER.
-    pub(crate) certificate: String,
-    /// The disks there are all zeros.
-    pub(crate) disks_are_new: bool,
-}
-
 impl RemoteHost {
-    /// Has the other host stand by for the guest for which it has made a place.
-    pub(crate) fn stand_by(&mut self, request: &StandbyRequest) -> Result<StandbyHost, Error> {
-        let StandsBy { certificate, disks_are_new } = self.execute(request)?;
-        let address = self.await_listening()?;
-        Ok(StandbyHost { address, certificate, disks_are_new })
+    /// Has the other host stand by for the guest for which it has made a place. Returns where it listens, too.
+    pub(crate) fn stand_by(&mut self, request: &StandbyRequest) -> Result<(Address, StandsBy), Error> {
+        let stands_by = self.execute(request)?;
+        Ok((self.await_listening()?, stands_by))
     }
 
     /// Has the other host give the guest up, within this time. False: it may take the guest over, or has done so.

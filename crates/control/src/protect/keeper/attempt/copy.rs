@@ -37,7 +37,7 @@ impl Attempt<'_, '_> {
         let FromFerry::Certificate(certificate) = self.ferry.expect(STEP_TIMEOUT)? else {
             return Err(out_of_turn());
         };
-        let stands = self.host.stand_by(&StandbyRequest {
+        let (address, stands_by) = self.host.stand_by(&StandbyRequest {
             certificate,
             guest: self.keeper.guest.clone(),
             generation: self.keeper.generation,
@@ -48,8 +48,8 @@ impl Attempt<'_, '_> {
         })?;
         let [socket, disk_socket] = ["checkpoints.sock", "disks.sock"].map(|name| self.directory.join(name));
         self.ferry.send(&ToFerry::Begin(FerryRequest {
-            standby: stands.address.to_string(),
-            certificate: stands.certificate,
+            standby: address.to_string(),
+            certificate: stands_by.certificate,
             socket: socket.clone(),
             disks: self.mirrors.disks(),
             disk_socket: disk_socket.clone(),
@@ -62,7 +62,7 @@ impl Attempt<'_, '_> {
         }));
         let FromFerry::Listening = self.ferry.expect(STEP_TIMEOUT)? else { return Err(out_of_turn()) };
         let (cancel, observer) = (self.keeper.cancel, self.keeper.observer);
-        self.mirrors.start(&mut self.qemu, &disk_socket, stands.disks_are_new, cancel, observer)?;
+        self.mirrors.start(&mut self.qemu, &disk_socket, stands_by.disks_are_new, cancel, observer)?;
         self.record()?;
         let settings = self.new_settings();
         self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
