@@ -3,31 +3,25 @@
 use super::claim::{ArbiterError, Claimant, Verdict};
 
 #[cfg(feature = "store")]
-fn failed(place: &str) -> impl Fn(&dyn std::fmt::Display) -> ArbiterError {
+fn failed<E: std::fmt::Display>(place: &str) -> impl FnOnce(E) -> ArbiterError {
     move |error| ArbiterError::Store { place: place.to_owned(), reason: error.to_string() }
 }
 
 #[cfg(feature = "store")]
 pub(super) fn newest(place: &str, guest: &str) -> Result<u64, ArbiterError> {
-    let failed = failed(place);
-    let location = place.parse().map_err(|error: towline_image::LocationError| failed(&error))?;
-    let names = towline_image::store::claims(&location).map_err(|error| failed(&error))?;
+    let location = place.parse::<towline_image::Location>().map_err(failed(place))?;
+    let names = towline_image::store::claims(&location).map_err(failed(place))?;
     Ok(names.iter().filter_map(|name| super::claim::generation(name, guest)).max().unwrap_or_default())
 }
 
 #[cfg(feature = "store")]
 pub(super) fn claim(place: &str, name: &str, claimant: &Claimant) -> Result<Verdict, ArbiterError> {
-    let failed = failed(place);
-    let location = place.parse().map_err(|error: towline_image::LocationError| failed(&error))?;
-    let json = serde_json::to_vec(claimant).map_err(|error| failed(&error))?;
-    let holder = towline_image::store::claim(&location, name, &json).map_err(|error| failed(&error))?;
-    let other = || {
-        failed(&format!(
-            "{name} is not one of version {}; use the same towline on both hosts",
-            super::claim::VERSION
-        ))
-    };
-    claimant.compare(&holder).ok_or_else(other)
+    let location = place.parse::<towline_image::Location>().map_err(failed(place))?;
+    let json = serde_json::to_vec(claimant).map_err(failed(place))?;
+    let holder = towline_image::store::claim(&location, name, &json).map_err(failed(place))?;
+    let version = super::claim::VERSION;
+    let other = || format!("{name} is not one of version {version}; use the same towline on both hosts");
+    claimant.compare(&holder).ok_or_else(other).map_err(failed(place))
 }
 
 #[cfg(not(feature = "store"))]
