@@ -285,14 +285,11 @@ impl Standby {
         self.listen(&mut qemu, &state, &disks)?;
         let memory = self.memory.sink()?;
         let last = self.receive(&memory, &disks);
-        let last = match last {
-            // It may have come in order.
-            Err(_) if !self.control.begins_to_decide() => return Ok(StandbyEnd::Released),
-            last => last?,
-        };
+        // Its host may have ended the way in order.
         if !self.control.begins_to_decide() {
             return Ok(StandbyEnd::Released);
         }
+        let last = last?;
         self.load(&mut qemu, &state, &memory, &last)?;
         let loaded_ms = millis_since(last.lost_at);
         let claimant = Claimant::new();
