@@ -36,7 +36,7 @@ use crate::procfs::start_time;
 
 pub use record::{ChangedValue, ProtectionRecord, UndoRecord};
 use record::{JournalContents, JournalHeader, JournalLine, VERSION};
-pub(crate) use record::{Owner, monotonic_ms, now_ms};
+pub(crate) use record::{Owner, milliseconds, monotonic_ms, now_ms};
 pub use runtime_directory::{RuntimeDirectory, RuntimeDirectoryError};
 
 /// Maximum size of a journal that is read.

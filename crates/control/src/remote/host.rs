@@ -23,6 +23,7 @@ use super::{
     Receive, ReceiveDirect, SESSION, SESSION_KEY, SendImage, level, qemu_of,
 };
 use crate::hex::{from_hex, to_hex};
+use crate::journal::milliseconds;
 use crate::plan::{CopyRequest, HostFacts, Tls};
 use crate::procfs::of_kernel;
 
@@ -428,10 +429,6 @@ impl RemoteHost {
 /// This host, with a QEMU of this version.
 fn own_facts(qemu: Option<String>) -> HostFacts {
     HostFacts { name: of_kernel("hostname"), kernel: of_kernel("osrelease"), qemu }
-}
-
-fn milliseconds(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 impl Ssh {

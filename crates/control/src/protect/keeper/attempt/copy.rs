@@ -12,7 +12,7 @@ use super::super::super::messages::{FerryRequest, FromFerry, Received, ToFerry};
 use super::super::process::FERRY_ENDED;
 use super::super::request::Error;
 use super::{Attempt, LOOK_INTERVAL, STATUS_INTERVAL, out_of_turn};
-use crate::journal::{ProtectionRecord, UndoRecord};
+use crate::journal::{ProtectionRecord, UndoRecord, milliseconds};
 use crate::protect::StandbyRequest;
 use crate::qemu::{AppliedSettings, MigrationSettings};
 
@@ -42,7 +42,7 @@ impl Attempt<'_, '_> {
             guest: self.keeper.guest.clone(),
             generation: self.keeper.generation,
             arbiter: request.arbiter.clone(),
-            peer_timeout_ms: millis(request.peer_timeout),
+            peer_timeout_ms: milliseconds(request.peer_timeout),
             checkpoint_bytes_max: request.checkpoint_bytes_max,
             disks: self.mirrors.disks(),
         })?;
@@ -55,9 +55,9 @@ impl Attempt<'_, '_> {
             disk_socket: disk_socket.clone(),
             cards: self.cards.clone(),
             generation: self.keeper.generation,
-            epoch_ms: millis(request.epoch),
+            epoch_ms: milliseconds(request.epoch),
             ends_on_output: request.ends_on_output,
-            peer_timeout_ms: millis(request.peer_timeout),
+            peer_timeout_ms: milliseconds(request.peer_timeout),
             checkpoint_bytes_max: request.checkpoint_bytes_max,
         }));
         let FromFerry::Listening = self.ferry.expect(STEP_TIMEOUT)? else { return Err(out_of_turn()) };
@@ -164,8 +164,4 @@ impl Attempt<'_, '_> {
             thread::sleep(LOOK_INTERVAL);
         }
     }
-}
-
-fn millis(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
