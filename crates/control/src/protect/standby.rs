@@ -317,14 +317,11 @@ impl Standby {
     fn receive(&self, memory: &Memory, disks: &Path) -> Result<LastCheckpoint, StandbyError> {
         let disks = self.receive_disks(disks)?;
         let channel = self.listener.accept(Instant::now() + STEP_TIMEOUT, &self.control.cancel)?;
-        let channel: Arc<dyn Channel> = channel.into();
-        let channel = self.control.channel.get_or_init(|| channel);
-        channel.set_timeouts(Some(STEP_TIMEOUT), Some(STEP_TIMEOUT))?;
+        let channel = self.control.channel.get_or_init(|| channel.into());
+        let patience = if disks.is_empty() { STEP_TIMEOUT } else { DISKS_TIMEOUT };
+        channel.set_timeouts(Some(patience), Some(STEP_TIMEOUT))?;
         let (session, statistics) = (Arc::new(Session::default()), Arc::new(Statistics::default()));
         let incoming = Incoming::new(session, statistics, incoming::Options::default());
-        if !disks.is_empty() {
-            channel.set_timeouts(Some(DISKS_TIMEOUT), Some(STEP_TIMEOUT))?;
-        }
         let first = incoming.run_first_copy(&Connections::single(Arc::clone(channel)), memory)?;
         self.memory.check(memory)?;
         let mut applier = Applier {
