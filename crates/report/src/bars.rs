@@ -9,7 +9,7 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use crate::Error;
-use crate::svg::Svg;
+use crate::svg::{Drawn, Svg};
 
 const MARGIN: i32 = 12;
 /// Height of a line of text and of a bar with the space around it.
@@ -38,40 +38,25 @@ pub struct Bar {
 pub fn bars(unit: &str, bars: &[Bar]) -> Result<Option<Svg>, Error> {
     match bars.iter().map(|bar| bar.count).max() {
         None | Some(0) => Ok(None),
-        Some(top) => Svg::for_any_width(|width| chart(unit, bars, top, width as i32)).map(Some),
+        Some(top) => Svg::for_any_width(|svg, width| draw(svg, width as i32, unit, bars, top)).map(Some),
     }
 }
 
-/// Draws them in this width, of which labels have less than half.
-fn chart(unit: &str, bars: &[Bar], top: u64, width: i32) -> Result<String, Error> {
+fn draw(svg: &mut String, width: i32, unit: &str, bars: &[Bar], top: u64) -> Drawn {
     let longest = bars.iter().map(|bar| bar.label.chars().count()).max().unwrap_or(0);
-    let label = ((longest as f64 * LETTER) as i32 + MARGIN).min(width * 12 / 25);
+    // Less than half of the width.
+    let labels = ((longest as f64 * LETTER) as i32 + MARGIN).min(width * 12 / 25);
     let height = 2 * MARGIN + (bars.len() as i32 + 1) * ROW;
-    let mut svg = String::new();
-    let layout = BarLayout { label, scale: f64::from(width - 2 * MARGIN - label - FIGURE) / top as f64 };
-    let size = (width as u32, height as u32);
-    draw(SVGBackend::with_string(&mut svg, size), unit, bars, &layout).map_err(Error::of)?;
-    Ok(svg)
-}
-
-struct BarLayout {
-    /// Width of the labels.
-    label: i32,
-    /// Pixels for each unit.
-    scale: f64,
-}
-
-type DrawResult<'a> = Result<(), DrawingAreaErrorKind<<SVGBackend<'a> as DrawingBackend>::ErrorType>>;
-
-fn draw<'a>(backend: SVGBackend<'a>, unit: &str, bars: &[Bar], layout: &BarLayout) -> DrawResult<'a> {
-    let area = backend.into_drawing_area();
+    // Pixels for each unit.
+    let scale = f64::from(width - 2 * MARGIN - labels - FIGURE) / top as f64;
+    let area = SVGBackend::with_string(svg, (width as u32, height as u32)).into_drawing_area();
     let plain = TextStyle::from(("sans-serif", FONT).into_font()).pos(Pos::new(HPos::Left, VPos::Center));
     let right = plain.pos(Pos::new(HPos::Right, VPos::Center));
-    let begin = MARGIN + layout.label;
+    let begin = MARGIN + labels;
     let mut y = MARGIN;
     for Bar { label, count } in bars {
-        let (middle, end) = (y + ROW / 2, begin + (*count as f64 * layout.scale).round() as i32);
-        let label = shortened(label, layout.label);
+        let (middle, end) = (y + ROW / 2, begin + (*count as f64 * scale).round() as i32);
+        let label = shortened(label, labels);
         area.draw(&Text::new(label, (begin - MARGIN, middle), right.clone()))?;
         let corners = [(begin, middle - BAR / 2), (end, middle + BAR / 2)];
         area.draw(&Rectangle::new(corners, COLOR.filled()))?;
@@ -80,7 +65,8 @@ fn draw<'a>(backend: SVGBackend<'a>, unit: &str, bars: &[Bar], layout: &BarLayou
     }
     area.draw(&PathElement::new(vec![(begin, MARGIN), (begin, y)], BLACK))?;
     area.draw(&Text::new(unit, (begin, y + ROW / 2), plain))?;
-    area.present()
+    area.present()?;
+    Ok(())
 }
 
 /// Cuts a label to the width of the labels.

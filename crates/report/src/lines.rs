@@ -3,7 +3,7 @@
 use plotters::prelude::*;
 
 use crate::Error;
-use crate::svg::Svg;
+use crate::svg::{Drawn, Svg};
 
 const HEIGHT: u32 = 260;
 const MARGIN: u32 = 10;
@@ -54,21 +54,10 @@ pub fn lines(unit: &str, lines: &[ChartLine]) -> Result<Option<Svg>, Error> {
         return Ok(None);
     }
     let top = top * (1.0 + HEADROOM);
-    Svg::for_any_width(|width| {
-        let mut svg = String::new();
-        draw(&mut svg, width, unit, lines, [end, top]).map_err(Error::of)?;
-        Ok(svg)
-    })
-    .map(Some)
+    Svg::for_any_width(|svg, width| draw(svg, width, unit, lines, [end, top])).map(Some)
 }
 
-fn draw(
-    svg: &mut String,
-    width: u32,
-    unit: &str,
-    lines: &[ChartLine],
-    [end, top]: [f64; 2],
-) -> Result<(), Box<dyn std::error::Error>> {
+fn draw(svg: &mut String, width: u32, unit: &str, lines: &[ChartLine], [end, top]: [f64; 2]) -> Drawn {
     let area = SVGBackend::with_string(svg, (width, HEIGHT)).into_drawing_area();
     let mut chart = ChartBuilder::on(&area)
         .margin(MARGIN)

@@ -7,14 +7,20 @@ pub(crate) const STYLE: &str = include_str!("style.css");
 /// text's size.
 const WIDTHS: [(&str, u32); 2] = [("wide", 880), ("narrow", 360)];
 
+pub(crate) type Drawn = Result<(), Box<dyn std::error::Error>>;
+
 /// A chart in all widths. Its texts are escaped.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Svg(String);
 
 impl Svg {
     /// Draws a chart in all widths.
-    pub(crate) fn for_any_width(draw: impl Fn(u32) -> Result<String, Error>) -> Result<Self, Error> {
-        let one = |(class, width)| Ok(draw(width)?.replacen("<svg", &format!("<svg class=\"{class}\""), 1));
+    pub(crate) fn for_any_width(draw: impl Fn(&mut String, u32) -> Drawn) -> Result<Self, Error> {
+        let one = |(class, width)| {
+            let mut svg = String::new();
+            draw(&mut svg, width).map_err(Error::of)?;
+            Ok(svg.replacen("<svg", &format!("<svg class=\"{class}\""), 1))
+        };
         Ok(Self(WIDTHS.into_iter().map(one).collect::<Result<_, Error>>()?))
     }
 
