@@ -152,10 +152,8 @@ fn upgrade(error: &UpgradeError) -> Option<String> {
 }
 
 fn in_place(error: &InPlaceError) -> Option<String> {
-    match error {
-        InPlaceError::NotMapped { .. } => Some(format!("{error}; leave --share out, and it is copied")),
-        _ => None,
-    }
+    matches!(error, InPlaceError::NotMapped { .. })
+        .then(|| format!("{error}; leave --share out, and it is copied"))
 }
 
 fn image(error: &ImageError) -> Option<String> {
@@ -169,22 +167,14 @@ fn image(error: &ImageError) -> Option<String> {
 }
 
 fn file(error: &FileError) -> Option<String> {
-    match error {
-        FileError::Exists { .. } => {
-            Some(format!("{error}; choose another name, remove it, or pass --overwrite"))
-        }
-        _ => None,
-    }
+    matches!(error, FileError::Exists { .. })
+        .then(|| format!("{error}; choose another name, remove it, or pass --overwrite"))
 }
 
 #[cfg(feature = "store")]
 fn store(error: &towline_image::store::Error) -> Option<String> {
-    match error {
-        towline_image::store::Error::Exists { .. } => {
-            Some(format!("{error}; give another name, or --overwrite"))
-        }
-        _ => None,
-    }
+    matches!(error, towline_image::store::Error::Exists { .. })
+        .then(|| format!("{error}; give another name, or --overwrite"))
 }
 
 fn migration(error: &MigrationError) -> Option<String> {
@@ -218,22 +208,17 @@ fn invalid_message(error: &InvalidMessage) -> Option<String> {
 }
 
 fn misbehaved(error: &PeerMisbehaved) -> Option<String> {
-    match error {
-        PeerMisbehaved::Compression { found, expected } => Some(format!(
-            "compression method {found} on a lane, expected {expected} (multifd-compression differs between the two ends; here it is \
-             --compression)"
-        )),
-        _ => None,
-    }
+    let PeerMisbehaved::Compression { found, expected } = error else { return None };
+    Some(format!(
+        "compression method {found} on a lane, expected {expected} (multifd-compression differs between the two ends; here it is \
+         --compression)"
+    ))
 }
 
 fn incompatible(error: &PeerIncompatible) -> Option<String> {
-    match error {
-        PeerIncompatible::NoReturnPath => Some(format!(
-            "{error}, or, if the stream comes from a file, use `towline copy --return-path off`"
-        )),
-        _ => None,
-    }
+    matches!(error, PeerIncompatible::NoReturnPath).then(|| {
+        format!("{error}, or, if the stream comes from a file, use `towline copy --return-path off`")
+    })
 }
 
 fn runtime(error: &RuntimeError) -> Option<String> {
@@ -261,19 +246,12 @@ fn overlay(error: &OverlayError) -> Option<String> {
 }
 
 fn launch(error: &LaunchError) -> Option<String> {
-    match error {
-        LaunchError::Binary { .. } | LaunchError::Version { .. } => {
-            Some(format!("{error}; name another with --qemu"))
-        }
-        _ => None,
-    }
+    matches!(error, LaunchError::Binary { .. } | LaunchError::Version { .. })
+        .then(|| format!("{error}; name another with --qemu"))
 }
 
 fn memory(error: &MemoryFileError) -> Option<String> {
-    match error {
-        MemoryFileError::Version { property: "rom", .. } => Some(format!("{error}, or --copy")),
-        _ => None,
-    }
+    matches!(error, MemoryFileError::Version { property: "rom", .. }).then(|| format!("{error}, or --copy"))
 }
 
 /// Formats the refusals of a command line, with the command that has a setting for each option that is
