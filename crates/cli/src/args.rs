@@ -67,7 +67,7 @@ mod transfer;
 mod upgrade;
 mod vsock;
 
-use clap::{Parser, Subcommand};
+use clap::{ArgMatches, Parser, Subcommand};
 
 use crate::sandbox::SandboxArgs;
 pub(crate) use check::CheckArgs;
@@ -155,33 +155,10 @@ impl Command {
             _ => None,
         }
     }
+}
 
-    /// Returns true if its result is events (`--json`).
-    pub(crate) fn writes_events(&self) -> bool {
-        match self {
-            Self::Copy(args) => args.output.json,
-            Self::Move(args) => args.output.json,
-            Self::Run(RunArgs { start, .. }) | Self::Fork(ForkArgs { start, .. }) => start.output.json,
-            Self::Record(args) => args.output.json,
-            Self::Standby(args) => args.output.json,
-            Self::Protect(args) => args.output.json,
-            Self::Ps(args) => args.output.json,
-            Self::Status(args) => args.output.json,
-            Self::Upgrade(args) => args.output.json,
-            Self::Check(args) => args.output.json,
-            Self::Inspect(args) => args.output.json,
-            Self::Store(args) => args.command.output().json,
-            Self::Repair(args) => args.output.json,
-            Self::Moves(args) => args.output.json,
-            Self::Resume(args) => args.output.json,
-            Self::Net(args) => args.json,
-            Self::Agent(_)
-            | Self::Ferry(_)
-            | Self::Ocf(_)
-            | Self::Ctl(_)
-            | Self::Vsock(_)
-            | Self::Completions(_)
-            | Self::Man(_) => false,
-        }
-    }
+/// Returns true if the result of the command is events (`--json`).
+pub(crate) fn writes_events(matches: &ArgMatches) -> bool {
+    matches!(matches.try_get_one::<bool>("json"), Ok(Some(true)))
+        || matches.subcommand().is_some_and(|(_, command)| writes_events(command))
 }

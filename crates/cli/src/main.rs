@@ -58,12 +58,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 
 use anyhow::Result;
-use clap::Parser;
+use clap::{CommandFactory as _, FromArgMatches as _};
 use towline_channel::lock;
 
-use args::{Args, Command};
+use args::{Args, Command, writes_events};
 use console::{Flush, OverflowPolicy};
-use events::Event;
+use events::{Event, Reason};
 use exit::{Exit, UsageError};
 use log::RequestId;
 
@@ -90,8 +90,10 @@ fn start() -> ExitCode {
         console::print(OverflowPolicy::Always, &text);
         return end(Exit::Done, Flush::All);
     }
-    let args = match Args::try_parse_from(&words) {
-        Ok(args) => args,
+    let matches = Args::command().try_get_matches_from(&words);
+    let parsed = matches.and_then(|matches| Ok((Args::from_arg_matches(&matches)?, writes_events(&matches))));
+    let (args, writes_events) = match parsed {
+        Ok(parsed) => parsed,
         Err(error) => return unparsed(&error, &words),
     };
     if let Command::Ocf(ocf_args) = &args.command {
@@ -123,9 +125,16 @@ fn start() -> ExitCode {
         log::init(args.log.as_deref(), request).map_err(|error| UsageError(errors::text(&error)))?;
         run(&args.command, request)
     });
+    // The last event of a command that has not reported its result itself.
+    let report = |text: &str, exit| {
+        if writes_events {
+            let event = Event::failed(text, reason(&args.command, exit), exit);
+            console::print(OverflowPolicy::Always, &event.line());
+        }
+    };
     let exit = catch_unwind(run).unwrap_or_else(|_| {
         console::error(INTERNAL_ERROR);
-        failed_event(&args.command, INTERNAL_ERROR, Exit::NeedsAttention);
+        report(INTERNAL_ERROR, Exit::NeedsAttention);
         Ok(Exit::NeedsAttention)
     });
     let exit = exit.unwrap_or_else(|error| {
@@ -133,7 +142,7 @@ fn start() -> ExitCode {
         console::error(&text);
         let notes = errors::notes(error.as_ref(), args.command.sandbox());
         notes.iter().for_each(|note| console::error(&format!("note: {note}")));
-        failed_event(&args.command, &text, exit);
+        report(&text, exit);
         exit
     });
     end(exit, flush)
@@ -151,15 +160,12 @@ fn unparsed(error: &clap::Error, words: &[OsString]) -> ExitCode {
     error.exit()
 }
 
-/// Writes the last event of a command with `--json` that has not reported its result itself.
-fn failed_event(command: &Command, text: &str, exit: Exit) {
-    let reason = match (command, exit) {
+/// Returns the identifier of the reason for a failure that the command has not reported itself.
+fn reason(command: &Command, exit: Exit) -> Reason {
+    match (command, exit) {
         (_, Exit::Usage) => "usage",
         (Command::Store(_), _) => "image",
         _ => "other",
-    };
-    if command.writes_events() {
-        console::print(OverflowPolicy::Always, &Event::failed(text, reason, exit).line());
     }
 }
 

@@ -64,14 +64,6 @@ impl StoreCommand {
             Self::Rm(_) | Self::Gc(_) => None,
         }
     }
-
-    pub(crate) fn output(&self) -> &Output {
-        match self {
-            Self::Ls(args) | Self::Du(args) | Self::Verify(args) => &args.output,
-            Self::Rm(args) => &args.output,
-            Self::Gc(args) => &args.output,
-        }
-    }
 }
 
 #[derive(Debug, clap::Args)]
