@@ -37,12 +37,6 @@ pub(crate) fn requested_capabilities(words: &[OsString]) -> Option<String> {
     words[2..].iter().any(|word| word == OPTION).then(|| json!({ "type": backend }).to_string())
 }
 
-/// Returns an error if neither the command line nor a service manager provides a socket.
-pub(crate) fn missing_socket(socket: Option<&Path>, fd: Option<i32>) -> Option<&'static str> {
-    let is_present = socket.is_some() || fd.is_some() || std::env::var_os("LISTEN_FDS").is_some();
-    (!is_present).then_some("no socket: give --socket PATH or --fd N, or use socket activation (LISTEN_FDS)")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -10,7 +10,7 @@ use towline_net::{CopyReason, DropReason, Net, Options, QueueStatistics, Taps, X
 use towline_vhost_user::{Cancel, Device, DeviceWord, FrontendSource};
 
 use crate::args::{NetArgs, OnOff};
-use crate::backend::{NO_ACTIVATION, missing_socket};
+use crate::backend::NO_ACTIVATION;
 use crate::console::{self, OverflowPolicy};
 use crate::events::{Event, FinalEvent, InterimEvent, Statistics};
 use crate::exit::{Exit, UsageError};
@@ -31,7 +31,9 @@ const SIGNAL_EFFECTS: SignalEffects = SignalEffects {
 
 /// Runs the command.
 pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
-    if let Some(text) = usage_error(args) {
+    args.access.check(args.socket.as_deref(), args.fd)?;
+    if args.sandbox.is_requested() && args.af_xdp.is_some() {
+        let text = format!("--sandbox on cannot be used with {UNCONFINED}: leave one of them out");
         return Err(UsageError(text).into());
     }
     // First, as it fails while another process serves the card: nothing of that one's tap is changed.
@@ -83,16 +85,6 @@ fn end_with_tap(net: &Arc<Net>, cancel: &Cancel) -> Result<()> {
     };
     thread::Builder::new().name("tap-watch".into()).spawn(watch)?;
     Ok(())
-}
-
-/// Returns the reason to refuse the options.
-fn usage_error(args: &NetArgs) -> Option<String> {
-    let missing = missing_socket(args.socket.as_deref(), args.fd);
-    if let Some(text) = missing.or_else(|| args.access.without_path(args.socket.as_deref())) {
-        return Some(text.into());
-    }
-    (args.sandbox.is_requested() && args.af_xdp.is_some())
-        .then(|| format!("--sandbox on cannot be used with {UNCONFINED}: leave one of them out"))
 }
 
 fn options(args: &NetArgs, word: DeviceWord) -> Options {

@@ -1,13 +1,19 @@
-//! Permissions of the Unix sockets of this process.
+//! Unix sockets of this process: their permissions, and descriptors that are sent on one.
 
-use std::os::fd::AsRawFd as _;
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
 use rustix::fs::{AtFlags, CWD, Gid, Mode, OFlags};
+use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use rustix::process::umask;
 use towline_channel::{Address, Listener};
+
+use crate::exit::UsageError;
 
 /// Permissions with `--socket-group`.
 const GROUP_MODE: Mode = Mode::from_raw_mode(0o660);
@@ -21,10 +27,17 @@ pub(crate) struct SocketArgs {
 }
 
 impl SocketArgs {
-    /// Returns the reason to refuse the group without a path to listen on.
-    pub(crate) fn without_path(&self, path: Option<&Path>) -> Option<&'static str> {
-        (self.socket_group.is_some() && path.is_none())
-            .then_some("--socket-group is for a socket at --socket PATH; an inherited one has its owner's")
+    /// Refuses a device for which neither the command line nor a service manager provides a socket, and the group without a path to
+    /// listen on.
+    pub(crate) fn check(&self, path: Option<&Path>, fd: Option<i32>) -> Result<(), UsageError> {
+        let text = if path.is_none() && fd.is_none() && std::env::var_os("LISTEN_FDS").is_none() {
+            "no socket: give --socket PATH or --fd N, or use socket activation (LISTEN_FDS)"
+        } else if self.socket_group.is_some() && path.is_none() {
+            "--socket-group is for a socket at --socket PATH; an inherited one has its owner's"
+        } else {
+            return Ok(());
+        };
+        Err(UsageError(text.into()))
     }
 
     /// Listens at a path. At no moment does the socket have wider permissions than requested.
@@ -47,8 +60,18 @@ pub(crate) fn private<T>(create: impl FnOnce() -> Result<T>) -> Result<T> {
     created
 }
 
+/// Sends bytes with a descriptor.
+pub(crate) fn send_with(socket: impl AsFd, bytes: &[u8], descriptor: BorrowedFd<'_>) -> Result<(), Errno> {
+    let fds = [descriptor];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fits = control.push(SendAncillaryMessage::ScmRights(&fds));
+    assert!(fits, "the space is for one descriptor");
+    sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL).map(drop)
+}
+
 /// Changes the group of an existing socket, and then its permissions.
-fn open_to_group(path: &Path, gid: Gid) -> Result<(), rustix::io::Errno> {
+fn open_to_group(path: &Path, gid: Gid) -> Result<(), Errno> {
     // By a descriptor, so both apply to the same file, and symbolic links are not followed.
     let file =
         rustix::fs::openat(CWD, path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;

@@ -2,17 +2,15 @@
 //! (`sd_notify(3)`).
 
 use std::ffi::OsStr;
-use std::io::IoSlice;
-use std::mem::MaybeUninit;
 use std::os::fd::AsFd;
 use std::path::Path;
 
 use anyhow::{Context, Result};
 use rustix::fs::{Mode, OFlags};
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use towline_vhost_user::{InFlightRecord, RECORD_FD_NAME};
 
 use crate::notify;
+use crate::sockets::send_with;
 
 /// Value of `--state` for the service manager's store.
 pub(crate) const STORE: &str = "fd-store";
@@ -48,13 +46,6 @@ fn stored(queues: usize) -> Result<InFlightRecord> {
 /// Sends the record to the manager's store. With a unit without `FileDescriptorStoreMax=` it is dropped
 /// silently.
 fn store(manager: &OsStr, record: &InFlightRecord) -> std::io::Result<()> {
-    let socket = notify::connected(manager)?;
-    let fds = [record.as_fd()];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    let fits = ancillary.push(SendAncillaryMessage::ScmRights(&fds));
-    assert!(fits, "the space is for one descriptor");
     let text = format!("FDSTORE=1\nFDNAME={RECORD_FD_NAME}\nFDPOLL=0");
-    sendmsg(&socket, &[IoSlice::new(text.as_bytes())], &mut ancillary, SendFlags::NOSIGNAL)?;
-    Ok(())
+    Ok(send_with(notify::connected(manager)?, text.as_bytes(), record.as_fd())?)
 }

@@ -14,7 +14,7 @@ use towline_vhost_user::{FrontendSource, InFlightRecord};
 use towline_vsock::{ConnectionLimits, ForwardingRule, HostAddress, LocalGuests, Settings, Vsock};
 
 use crate::args::{GuestSpec, VsockArgs, VsockCommand, read_guests};
-use crate::backend::{NO_ACTIVATION, missing_socket};
+use crate::backend::NO_ACTIVATION;
 use crate::console;
 use crate::exit::Exit;
 use crate::notify::Notifier;
@@ -34,13 +34,8 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
     if let Some(VsockCommand::Connect(args)) = &args.command {
         return connect::run(args);
     }
-    let is_one = args.guest.is_empty() && args.config.is_none();
-    if is_one {
-        let missing = missing_socket(args.socket.as_deref(), args.fd);
-        if let Some(text) = missing.or_else(|| args.access.without_path(args.socket.as_deref())) {
-            console::error(text);
-            return Ok(Exit::Usage);
-        }
+    if args.guest.is_empty() && args.config.is_none() {
+        args.access.check(args.socket.as_deref(), args.fd)?;
     }
     let descriptors = towline_vsock::raise_descriptor_limit();
     let local_guests = Arc::new(LocalGuests::default());

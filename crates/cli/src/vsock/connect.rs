@@ -7,8 +7,7 @@
 //! The process ends when both directions have ended, or when the guest has closed the connection. With
 //! `--pass-fd` it ends at once, and its parent has the socket.
 
-use std::io::{self, ErrorKind, IoSlice, Read, Write};
-use std::mem::MaybeUninit;
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -20,12 +19,13 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, anyhow, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, sendmsg, shutdown};
+use rustix::net::{Shutdown, shutdown};
 use towline_channel::inherit;
 
 use crate::args::{ConnectArgs, ConnectTarget};
 use crate::console::{wait_for, write_all};
 use crate::exit::{Exit, UsageError};
+use crate::sockets::send_with;
 
 /// Time limit of a device for its reply. Its guest may take 10 seconds of them.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
@@ -131,13 +131,8 @@ fn read_reply(stream: &mut UnixStream) -> io::Result<Option<String>> {
 
 /// Sends the socket over standard output.
 fn pass(connection: &OwnedFd) -> Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    let fds = [connection.as_fd()];
-    control.push(SendAncillaryMessage::ScmRights(&fds));
-    let sent = sendmsg(io::stdout(), &[IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL);
-    sent.context("--pass-fd: standard output accepts no socket; with ssh, set `ProxyUseFdpass yes`")?;
-    Ok(())
+    send_with(io::stdout(), &[0], connection.as_fd())
+        .context("--pass-fd: standard output accepts no socket; with ssh, set `ProxyUseFdpass yes`")
 }
 
 /// Copies both directions until they have ended.
