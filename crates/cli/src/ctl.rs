@@ -13,18 +13,11 @@ use towline_launch::{GuestName, RuntimeRoot};
 use towline_qmp::{Client, Options};
 
 use crate::args::CtlArgs;
-use crate::console;
-use crate::exit::Exit;
+use crate::exit::{Exit, UsageError};
 
 /// Runs `ctl`.
 pub(crate) fn run(args: &CtlArgs) -> Result<Exit> {
-    let arguments = match arguments(&args.arguments) {
-        Ok(arguments) => arguments,
-        Err(text) => {
-            console::error(&text);
-            return Ok(Exit::Usage);
-        }
-    };
+    let arguments = arguments(&args.arguments).map_err(UsageError)?;
     let mut client = connect(&socket(&args.socket, &RuntimeRoot::of_user())?)?;
     // A slow command is not an error, and Ctrl-C ends the wait.
     client.set_deadline(Duration::MAX);

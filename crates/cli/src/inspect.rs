@@ -35,10 +35,7 @@ const VERIFY_THREADS: usize = 4;
 /// Runs the command.
 pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
     let reporter = Reporter::new(&args.output).blocking();
-    let source = match args.source.source() {
-        Ok(source) => source,
-        Err(text) => return Err(UsageError(text).into()),
-    };
+    let source = args.source.source().map_err(UsageError)?;
     if args.verify && !source.is_image() {
         return Err(UsageError(format!("{}: --verify needs an image", args.source)).into());
     }
