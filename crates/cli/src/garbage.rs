@@ -5,11 +5,11 @@ use std::time::Duration;
 use anyhow::Result;
 use towline_image::store::{ConditionalWrites, Garbage, Location};
 
-use crate::events::{FinalEvent, Inspected, InspectedStore, InterimEvent, Object};
+use crate::events::{FinalEvent, Inspected, InspectedStore, Object};
 use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::signals::{SignalEffects, cancel_on_signals};
-use crate::store::Action;
+use crate::store::{Action, report_garbage};
 use crate::units::{counted, size};
 
 /// Lists or removes the garbage of a prefix.
@@ -20,11 +20,9 @@ pub(crate) fn collect(reporter: &Reporter, prefix: &Location, action: Action, ag
         second: None,
     })?);
     let report = |object: &towline_image::store::Object| {
-        let (key, age) = (&object.key, object.age.as_secs());
-        let (what, event): (_, fn(_) -> _) =
-            if removes { ("removed", InterimEvent::Removed) } else { ("garbage", InterimEvent::Garbage) };
-        reporter.event(event(Object::new(key, object.bytes, age)));
-        reporter.line(&format!("  {what} {key} {:>11}, {} h old", size(object.bytes), age / 3600));
+        let age = object.age.as_secs();
+        let found = Object::new(&object.key, object.bytes, age);
+        report_garbage(reporter, action, found, &format!(", {} h old", age / 3600));
     };
     let found = if removes {
         Garbage::remove(prefix, age, cancel, &mut |object| report(object))?

@@ -16,10 +16,12 @@ use crate::args::{CollectArgs, PlaceArgs, RemoveArgs, StoreArgs, StoreCommand};
 use crate::endpoint::Endpoint;
 use crate::errors;
 use crate::events::{DiskSpace, FailedPart, InterimEvent};
-use crate::exit::Exit;
+use crate::exit::{Exit, UsageError};
 use crate::progress::Reporter;
 use crate::sandbox::policy_of_images;
 pub(crate) use common::Action;
+#[cfg(feature = "store")]
+pub(crate) use common::report_garbage;
 use common::{Removed, View, end};
 
 /// Minimum age of garbage in a store, without `--min-age`.
@@ -72,17 +74,11 @@ fn is_store(path: &Path) -> bool {
         || has(&path.join("chunks"), &|name| name.len() == 2 && u8::from_str_radix(name, 16).is_ok())
 }
 
-/// Reports an unusable command line.
-fn usage(reporter: &Reporter, text: &str) -> Result<Exit> {
-    Ok(reporter.failed(text, "usage", Exit::Usage))
-}
-
 /// Shows the images of a place, or verifies them without a view.
 fn inspect(args: &PlaceArgs, view: Option<View>) -> Result<Exit> {
     let reporter = Reporter::new(&args.output).blocking();
-    match place(&args.place) {
-        Err(text) => usage(&reporter, &text),
-        Ok(ImageLocation::Directory(path)) => {
+    match place(&args.place).map_err(UsageError)? {
+        ImageLocation::Directory(path) => {
             args.sandbox.confine(policy_of_images(&path));
             match view {
                 Some(view) => files::show(&reporter, &path, view),
@@ -90,7 +86,7 @@ fn inspect(args: &PlaceArgs, view: Option<View>) -> Result<Exit> {
             }
         }
         #[cfg(feature = "store")]
-        Ok(ImageLocation::Prefix(prefix)) => {
+        ImageLocation::Prefix(prefix) => {
             args.sandbox.confine(crate::sandbox::policy_of_store(&prefix));
             match view {
                 Some(view) => objects::show(&reporter, &prefix, view),
@@ -103,11 +99,7 @@ fn inspect(args: &PlaceArgs, view: Option<View>) -> Result<Exit> {
 fn remove(args: &RemoveArgs) -> Result<Exit> {
     let reporter = Reporter::new(&args.output);
     // All of them first: nothing is removed by a command line with an error.
-    let places: Result<Vec<ImageLocation>, String> = args.images.iter().map(place).collect();
-    let places = match places {
-        Ok(places) => places,
-        Err(text) => return usage(&reporter, &text),
-    };
+    let places = args.images.iter().map(place).collect::<Result<Vec<_>, _>>().map_err(UsageError)?;
     let mut failed = 0;
     for (image, place) in args.images.iter().zip(&places) {
         let removed = match place {
@@ -134,15 +126,15 @@ fn remove(args: &RemoveArgs) -> Result<Exit> {
 fn collect(args: &CollectArgs) -> Result<Exit> {
     let reporter = Reporter::new(&args.output).blocking();
     let action = if args.dry_run { Action::List } else { Action::Remove };
-    match place(&args.place) {
-        Err(text) => usage(&reporter, &text),
-        Ok(ImageLocation::Directory(_)) if args.min_age.is_some() => usage(
-            &reporter,
-            "--min-age: a partial file without a writer has no minimum age; leave it out for a directory",
-        ),
-        Ok(ImageLocation::Directory(path)) => files::collect(&reporter, &path, action),
+    match place(&args.place).map_err(UsageError)? {
+        ImageLocation::Directory(_) if args.min_age.is_some() => {
+            let text =
+                "--min-age: a partial file without a writer has no minimum age; leave it out for a directory";
+            Err(UsageError(text.into()).into())
+        }
+        ImageLocation::Directory(path) => files::collect(&reporter, &path, action),
         #[cfg(feature = "store")]
-        Ok(ImageLocation::Prefix(prefix)) => {
+        ImageLocation::Prefix(prefix) => {
             let age = args.min_age.unwrap_or(GARBAGE_AGE);
             crate::garbage::collect(&reporter, &prefix, action, age)
         }

@@ -1,9 +1,10 @@
 //! Types and output that the commands on directories and on stores share.
 
 use crate::console;
-use crate::events::{DiskSpace, FinalEvent, InterimEvent};
+use crate::events::{DiskSpace, FinalEvent, InterimEvent, Object};
 use crate::exit::Exit;
 use crate::progress::Reporter;
+use crate::units::size;
 
 /// Columns to show.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,6 +18,21 @@ pub(super) enum View {
 pub(crate) enum Action {
     List,
     Remove,
+}
+
+/// Reports garbage, or its removal; `of`: what is known about it for people.
+pub(crate) fn report_garbage(reporter: &Reporter, action: Action, garbage: Object<'_>, of: &str) {
+    let line = format!("{} {:>11}{of}", garbage.object, size(garbage.bytes));
+    match action {
+        Action::List => {
+            reporter.event(InterimEvent::Garbage(garbage));
+            reporter.line(&format!("  garbage {line}"));
+        }
+        Action::Remove => {
+            reporter.event(InterimEvent::Removed(garbage));
+            reporter.line(&format!("  removed {line}"));
+        }
+    }
 }
 
 /// A removed image.

@@ -7,9 +7,9 @@ use towline_image::Image;
 use towline_image::directory::{self, ImageEntry};
 use towline_image::leftover::{self, Partial};
 
-use super::common::{Action, Removed, View, end};
-use super::row::{Row, print_heading};
-use crate::events::{DiskSpace, ImageContent, InterimEvent, Object};
+use super::common::{Action, Removed, View, end, nothing_to_verify, report_garbage, report_verified};
+use super::row::{Row, report_rows};
+use crate::events::{DiskSpace, ImageContent, Object};
 use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::units::{counted, size};
@@ -21,12 +21,8 @@ const VERIFY_THREADS: usize = 4;
 /// Lists the images.
 pub(super) fn show(reporter: &Reporter, path: &Path, view: View) -> Result<Exit> {
     let entries = directory::list(path)?;
-    if !entries.is_empty() {
-        print_heading(reporter, view);
-    }
     let rows: Vec<Row> = entries.iter().map(row).collect();
-    rows.iter().for_each(|row| row.report(reporter, view));
-    let bad = rows.iter().filter(|row| !row.is_whole()).count();
+    let bad = report_rows(reporter, view, &rows);
     let allocated: u64 = entries.iter().map(|entry| entry.allocated).sum();
     let images = counted(rows.len() as u64, "image");
     reporter.line(&format!("{}: {images} in {}", path.display(), size(allocated)));
@@ -65,13 +61,13 @@ pub(super) fn verify(reporter: &Reporter, path: &Path) -> Result<Exit> {
         vec![path.to_owned()]
     };
     if paths.is_empty() {
-        return Ok(super::common::nothing_to_verify(reporter, &path.display().to_string()));
+        return Ok(nothing_to_verify(reporter, &path.display().to_string()));
     }
     let mut bad = 0;
     for image in &paths {
         let verified = Image::open(image).and_then(|image| image.verify(VERIFY_THREADS, &|_| {}));
         let error = verified.err().map(|error| errors::text(&error.into()));
-        super::common::report_verified(reporter, &image.display().to_string(), error.as_deref());
+        report_verified(reporter, &image.display().to_string(), error.as_deref());
         bad += usize::from(error.is_some());
     }
     Ok(end(reporter, path.display().to_string(), paths.len(), bad, DiskSpace::Unknown {}))
@@ -89,24 +85,15 @@ pub(super) fn collect(reporter: &Reporter, path: &Path, action: Action) -> Resul
     let (mut count, mut bytes, mut failed) = (0, 0, 0);
     for partial in &partials {
         let file = partial.path.display().to_string();
-        let swept = match action {
+        let writer = match action {
             Action::Remove => remove_partial(partial),
-            Action::List => Ok(PartialFileState::of(partial.writer.clone())),
+            Action::List => Ok(partial.writer.clone()),
         };
-        match swept {
-            Ok(PartialFileState::Written(writer)) => {
-                reporter.line(&format!("  kept {file}: {writer} writes it"));
-            }
-            Ok(PartialFileState::Garbage) => {
+        match writer {
+            Ok(Some(writer)) => reporter.line(&format!("  kept {file}: {writer} writes it")),
+            Ok(None) => {
                 (count, bytes) = (count + 1, bytes + partial.allocated);
-                let list = action == Action::List;
-                let (name, event): (_, fn(_) -> _) = if list {
-                    ("garbage", InterimEvent::Garbage)
-                } else {
-                    ("removed", InterimEvent::Removed)
-                };
-                reporter.event(event(Object::new(&file, partial.allocated, 0)));
-                reporter.line(&format!("  {name} {file} {:>11}", size(partial.allocated)));
+                report_garbage(reporter, action, Object::new(&file, partial.allocated, 0), "");
             }
             Err(error) => {
                 failed += 1;
@@ -119,28 +106,14 @@ pub(super) fn collect(reporter: &Reporter, path: &Path, action: Action) -> Resul
     Ok(end(reporter, path.display().to_string(), 0, failed, DiskSpace::Directory { bytes }))
 }
 
-/// State of a partial file.
-enum PartialFileState {
-    /// No writer.
-    Garbage,
-    /// Written by this process.
-    Written(String),
-}
-
-impl PartialFileState {
-    fn of(writer: Option<String>) -> Self {
-        writer.map_or(Self::Garbage, Self::Written)
-    }
-}
-
-/// Removes a partial file, unless a writer has it now.
-fn remove_partial(partial: &Partial) -> Result<PartialFileState> {
-    if let Some(writer) = &partial.writer {
-        return Ok(PartialFileState::Written(writer.clone()));
+/// Removes a partial file, unless a writer has it now; returns that one.
+fn remove_partial(partial: &Partial) -> Result<Option<String>> {
+    if partial.writer.is_some() {
+        return Ok(partial.writer.clone());
     }
     let found = leftover::remove(&image_of(&partial.path)?)?;
     let now = found.into_iter().find(|found| found.path == partial.path);
-    Ok(PartialFileState::of(now.and_then(|found| found.writer)))
+    Ok(now.and_then(|found| found.writer))
 }
 
 /// Returns the path of the file that a partial file was to become.

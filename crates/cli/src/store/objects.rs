@@ -7,8 +7,8 @@ use towline_image::store::{
     Catalog, CatalogEntry, Error, IfInUse, Location, StoredImage, VerifiedChunks, is_image, remove_image,
 };
 
-use super::common::{Removed, View, end, report_verified};
-use super::row::{Row, print_heading};
+use super::common::{Removed, View, end, nothing_to_verify, report_verified};
+use super::row::{Row, report_rows};
 use crate::errors;
 use crate::events::{DiskSpace, ImageContent};
 use crate::exit::Exit;
@@ -20,11 +20,8 @@ use crate::units::{counted, size};
 pub(super) fn show(reporter: &Reporter, prefix: &Location, view: View) -> Result<Exit> {
     let cancel = cancel_on_signals(SignalEffects::OF_READING)?;
     let catalog = Catalog::read(prefix, Some(cancel))?;
-    if !catalog.images.is_empty() {
-        print_heading(reporter, view);
-    }
     let rows: Vec<Row> = catalog.images.iter().map(row).collect();
-    rows.iter().for_each(|row| row.report(reporter, view));
+    let bad = report_rows(reporter, view, &rows);
     let Catalog { used, unreferenced, uploads, .. } = &catalog;
     reporter.line(&format!(
         "{prefix}: {}, {} in {}",
@@ -39,7 +36,7 @@ pub(super) fn show(reporter: &Reporter, prefix: &Location, view: View) -> Result
             size(unreferenced.bytes)
         ));
     }
-    let bad = rows.iter().filter(|row| !row.is_whole()).count();
+
     let space = DiskSpace::Store { bytes: used.bytes, unreferenced: unreferenced.bytes, uploads: *uploads };
     Ok(end(reporter, prefix.to_string(), rows.len(), bad, space))
 }
@@ -67,7 +64,7 @@ pub(super) fn verify(reporter: &Reporter, place: &Location) -> Result<Exit> {
     let cancel = cancel_on_signals(SignalEffects::OF_READING)?;
     let names = names(reporter, place, &cancel)?;
     if names.is_empty() {
-        return Ok(super::common::nothing_to_verify(reporter, &place.to_string()));
+        return Ok(nothing_to_verify(reporter, &place.to_string()));
     }
     let (known, mut bad) = (VerifiedChunks::default(), 0);
     for name in &names {

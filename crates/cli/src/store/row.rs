@@ -17,22 +17,21 @@ pub(super) struct Row {
     pub(super) readers: Vec<String>,
 }
 
-/// Prints the heading of a listing.
-pub(super) fn print_heading(reporter: &Reporter, view: View) {
-    reporter.line(&match view {
-        View::List => format!("{:<28} {:>11} {:>8}  {}", "IMAGE", "MEMORY", "AGE", "SOURCE"),
-        View::Usage => format!("{:<28} {:>11} {:>11} {:>11}", "IMAGE", "ALONE", "OWN", "SHARED"),
-    });
+/// Reports a listing. Returns the number of images that cannot be read, according to it.
+pub(super) fn report_rows(reporter: &Reporter, view: View, rows: &[Row]) -> usize {
+    if !rows.is_empty() {
+        reporter.line(&match view {
+            View::List => format!("{:<28} {:>11} {:>8}  {}", "IMAGE", "MEMORY", "AGE", "SOURCE"),
+            View::Usage => format!("{:<28} {:>11} {:>11} {:>11}", "IMAGE", "ALONE", "OWN", "SHARED"),
+        });
+    }
+    rows.iter().for_each(|row| row.report(reporter, view));
+    let is_whole = |row: &&Row| row.content.as_ref().is_ok_and(|content| content.missing == 0);
+    rows.len() - rows.iter().filter(is_whole).count()
 }
 
 impl Row {
-    /// Returns true if the image can be read, according to the listing.
-    pub(super) fn is_whole(&self) -> bool {
-        self.content.as_ref().is_ok_and(|content| content.missing == 0)
-    }
-
-    /// Reports the image.
-    pub(super) fn report(&self, reporter: &Reporter, view: View) {
+    fn report(&self, reporter: &Reporter, view: View) {
         let content = self.content.as_ref();
         reporter.event(InterimEvent::Image(ListedImage::new(
             &self.name,
