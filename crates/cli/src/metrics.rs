@@ -8,7 +8,7 @@
 //! [`CLIENTS_MAX`] connections at a time, of which the oldest ends when there is another one;
 //! [`REQUEST_BYTES_MAX`] for a request; [`CLIENT_TIMEOUT`] for a request, and for the whole response.
 
-use std::fmt::{self, Write as _};
+use std::fmt::Write as _;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -32,7 +32,6 @@ const RETRY_DELAY: Duration = Duration::from_millis(100);
 const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// A listener and its threads, which end when this is dropped.
-#[derive(Debug)]
 pub(crate) struct Metrics {
     server: Arc<MetricsServer>,
     acceptor: Option<JoinHandle<()>>,
@@ -52,16 +51,10 @@ struct Client {
     thread: JoinHandle<()>,
 }
 
-impl fmt::Debug for MetricsServer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MetricsServer").field("listener", &self.listener).finish_non_exhaustive()
-    }
-}
-
 impl Metrics {
     /// Starts to listen.
-    pub(crate) fn start(address: SocketAddr, counting: &Arc<dyn StatsSource>) -> io::Result<Self> {
-        let (listener, counting) = (TcpListener::bind(address)?, Arc::clone(counting));
+    pub(crate) fn start(address: SocketAddr, counting: Arc<dyn StatsSource>) -> io::Result<Self> {
+        let listener = TcpListener::bind(address)?;
         let (stop, clients) = (AtomicBool::new(false), Mutex::default());
         let server = Arc::new(MetricsServer { listener, counting, stop, clients });
         let accepts = Arc::clone(&server);
@@ -301,7 +294,7 @@ towline_net_queue_packets_total{tap=\"a\\\"b\\\\\",queue=\"1\"} 7
     #[test]
     fn other_requests_than_a_scrape_are_errors() {
         let counting: Arc<dyn StatsSource> = Arc::new(Fixed);
-        let metrics = Metrics::start("127.0.0.1:0".parse().unwrap(), &counting).unwrap();
+        let metrics = Metrics::start("127.0.0.1:0".parse().unwrap(), counting).unwrap();
         let address = metrics.server.listener.local_addr().unwrap();
         let silent = TcpStream::connect(address).unwrap();
         let response = get(address, "GET /metrics?x=1 HTTP/1.1\r\nHost: a\r\n\r\n");
@@ -332,7 +325,7 @@ towline_net_queue_packets_total{tap=\"a\\\"b\\\\\",queue=\"1\"} 7
     #[test]
     fn clients_that_do_not_read_delay_neither_others_nor_the_end() {
         let counting: Arc<dyn StatsSource> = Arc::new(Large);
-        let metrics = Metrics::start("127.0.0.1:0".parse().unwrap(), &counting).unwrap();
+        let metrics = Metrics::start("127.0.0.1:0".parse().unwrap(), counting).unwrap();
         let address = metrics.server.listener.local_addr().unwrap();
         let slow = || {
             let mut stream = TcpStream::connect(address).unwrap();

@@ -21,7 +21,6 @@ const STOPPING_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The service manager, if there is one. Notifications are queued: a manager that does not read delays only
 /// the end.
-#[derive(Debug)]
 pub(crate) struct Notifier(Option<QueueHandle>);
 
 impl Notifier {

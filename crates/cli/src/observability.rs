@@ -5,7 +5,7 @@ mod protection;
 mod vsock;
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
@@ -44,7 +44,6 @@ pub(crate) struct MetricsArgs {
 }
 
 /// Running servers, which end when this is dropped.
-#[derive(Debug)]
 pub(crate) struct Observers {
     _server: Option<Server>,
     _metrics: Option<Metrics>,
@@ -69,15 +68,8 @@ impl ObservabilityArgs {
         quit: impl Fn() + Send + Sync + 'static,
     ) -> Result<Observers> {
         let monitor = Arc::new(DeviceCommands::new(devices, quit));
-        let server = match &self.qmp {
-            Some(path) => {
-                let commands = Arc::clone(&monitor) as Arc<dyn Commands>;
-                let start = || Ok(Server::start(path, commands)?);
-                Some(private(start).with_context(|| format!("--qmp {}", path.display()))?)
-            }
-            None => None,
-        };
-        self.with_server(server, &(monitor as Arc<dyn StatsSource>))
+        let commands = Arc::clone(&monitor) as Arc<dyn Commands>;
+        self.start(|path| Ok(Server::start(path, commands)?), monitor)
     }
 
     /// Runs `copy` with the servers of a copy, by which others observe and cancel it.
@@ -92,19 +84,22 @@ impl ObservabilityArgs {
             return Ok(copy(observer));
         }
         let monitor = Arc::new(StatusServer::new(options, cancel));
-        let serve = |path: &PathBuf| {
-            private(|| Ok(monitor.serve(path)?)).with_context(|| format!("--qmp {}", path.display()))
-        };
-        let server = self.qmp.as_ref().map(serve).transpose()?;
-        let observers = self.with_server(server, &(Arc::clone(&monitor) as Arc<dyn StatsSource>))?;
+        let observers = self.start(|path| Ok(monitor.serve(path)?), monitor.clone())?;
         let copied = copy(&(observer, &*monitor));
         monitor.ended(copied.as_ref().map_err(|failure| errors::worded(failure)));
         drop(observers);
         Ok(copied)
     }
 
-    /// Starts the metrics, beside a running QMP server.
-    fn with_server(&self, server: Option<Server>, counting: &Arc<dyn StatsSource>) -> Result<Observers> {
+    /// Starts the QMP server by `serve`, and the metrics.
+    fn start(
+        &self,
+        serve: impl FnOnce(&Path) -> Result<Server>,
+        counting: Arc<dyn StatsSource>,
+    ) -> Result<Observers> {
+        let start =
+            |path: &PathBuf| private(|| serve(path)).with_context(|| format!("--qmp {}", path.display()));
+        let server = self.qmp.as_ref().map(start).transpose()?;
         Ok(Observers { _server: server, _metrics: self.metrics.start(counting)? })
     }
 }
@@ -116,7 +111,7 @@ impl MetricsArgs {
     }
 
     /// Serves the metrics until the result is dropped.
-    pub(crate) fn start(&self, counting: &Arc<dyn StatsSource>) -> Result<Option<Metrics>> {
+    pub(crate) fn start(&self, counting: Arc<dyn StatsSource>) -> Result<Option<Metrics>> {
         let start =
             |address| Metrics::start(address, counting).with_context(|| format!("--metrics {address}"));
         self.address.map(start).transpose()

@@ -49,7 +49,8 @@ pub(crate) fn run(args: &ProtectArgs) -> Result<Exit> {
         name: args.destination.to_string(),
         counters: Arc::new(ProtectionCounters::new(&args.destination)),
     };
-    let _metrics = args.metrics.start(&(Arc::clone(&output.counters) as Arc<dyn StatsSource>))?;
+    let counters: Arc<dyn StatsSource> = output.counters.clone();
+    let _metrics = args.metrics.start(counters)?;
     let end = match protect::protect(&request, &cancel, &output) {
         Err(error) if error.needs_attention() => {
             return Ok(reporter.failed(&error.to_string(), "other", Exit::NeedsAttention));

@@ -28,7 +28,7 @@ pub(crate) enum OverflowPolicy {
 }
 
 /// Destination of lines.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(super) enum LineSink {
     Stdout,
     Stderr,
@@ -40,12 +40,6 @@ pub(super) enum LineSink {
 pub(crate) struct QueueHandle {
     sink: LineSink,
     shared: Arc<Shared>,
-}
-
-impl std::fmt::Debug for QueueHandle {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("QueueHandle").field("sink", &self.sink).finish_non_exhaustive()
-    }
 }
 
 struct Shared {
