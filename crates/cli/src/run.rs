@@ -4,7 +4,6 @@
 mod refusal;
 mod report;
 
-use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::Result;
@@ -14,16 +13,15 @@ use towline_control::run::{
     self, CommandLineTrust, Disks, Download, FirstState, GuestStart, ImageLocation, MemoryRequest, Networks,
     Notice, PrepareContext, RunOptions, Running,
 };
-use towline_launch::{GuestName, HostArguments, Lifetime, RuntimeRoot, Setting};
+use towline_launch::{HostArguments, Lifetime, RuntimeRoot};
 
-use crate::args::{ForkArgs, Output, RunArgs, StartArgs};
+use crate::args::{ForkArgs, RunArgs, StartArgs};
 use crate::command_line::quoted;
 use crate::ctl;
 use crate::endpoint::Endpoint;
 use crate::events::{FinalEvent, InterimEvent};
 use crate::exit::{Exit, UsageError};
 use crate::progress::Reporter;
-use crate::report::ReportArgs;
 use crate::signals::{SignalEffects, cancel_on_signals};
 use crate::units::size;
 use refusal::refused;
@@ -39,8 +37,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<Exit> {
 
 /// Runs `fork`.
 pub(crate) fn fork(args: &ForkArgs) -> Result<Exit> {
-    let root = RuntimeRoot::of_user();
-    let socket = ctl::socket(&args.guest, &root)?.into_owned();
+    let socket = ctl::socket(&args.guest, &RuntimeRoot::of_user())?.into_owned();
     let options = || {
         let base = started(&args.start, ImageLocation::Guest(socket.clone()));
         let fork = || format!("{}-fork", args.guest.to_str()?).parse().ok();
@@ -51,7 +48,6 @@ pub(crate) fn fork(args: &ForkArgs) -> Result<Exit> {
             state: if args.paused { FirstState::Paused } else { FirstState::Running },
             // It is the command line of a QEMU that runs on this host.
             trust: CommandLineTrust::Trusted,
-            root: root.clone(),
             ..base
         })
     };
@@ -112,11 +108,7 @@ fn attempt(
 /// A guest that is run from an image of a record.
 pub(crate) struct RecordedRun {
     pub(crate) image: ImageLocation,
-    pub(crate) name: Option<GuestName>,
-    pub(crate) detach: bool,
-    pub(crate) set: Vec<Setting>,
-    pub(crate) qemu: Option<PathBuf>,
-    pub(crate) output: Output,
+    pub(crate) start: StartArgs,
     pub(crate) is_trusted: bool,
     pub(crate) disks: Disks,
     pub(crate) networks: Networks,
@@ -125,22 +117,14 @@ pub(crate) struct RecordedRun {
 impl RecordedRun {
     /// Starts it, and reports what becomes of it.
     pub(crate) fn start(self, look_after: &LookAfter<'_>) -> Result<Exit> {
-        let Self { image, name, detach, set, qemu, output, is_trusted, disks, networks } = self;
-        let args = StartArgs { name, count: 1, detach, set, qemu, report: ReportArgs::default(), output };
+        let Self { image, start: args, is_trusted, disks, networks } = self;
         let source = match &image {
             ImageLocation::Store(location) => Endpoint::Store(location.clone()),
             ImageLocation::File(path) | ImageLocation::Guest(path) => Endpoint::Image(path.clone()),
         };
         let options = || {
-            let base = started(&args, image);
-            let binary = args.qemu.clone().unwrap_or_else(|| QEMU.into());
-            Ok(RunOptions {
-                disks,
-                networks,
-                trust: if is_trusted { CommandLineTrust::Trusted } else { CommandLineTrust::Untrusted },
-                host: HostArguments { binary, ..base.host },
-                ..base
-            })
+            let trust = if is_trusted { CommandLineTrust::Trusted } else { CommandLineTrust::Untrusted };
+            Ok(RunOptions { disks, networks, trust, ..started(&args, image) })
         };
         start(&source, &args, options, look_after)
     }
@@ -148,24 +132,37 @@ impl RecordedRun {
 
 /// Options of guests that are started from this place.
 fn started(args: &StartArgs, image: ImageLocation) -> RunOptions {
+    // A fork has that of its guest.
+    let qemu = if matches!(image, ImageLocation::Guest(_)) { "" } else { QEMU };
     RunOptions {
-        image,
         name: args.name.clone(),
         count: args.count,
-        memory: MemoryRequest::MappedOrCopied,
         lifetime: if args.detach { Lifetime::Detached } else { Lifetime::WithOwner },
-        disks: Disks::Own,
-        networks: Networks::Same,
-        state: FirstState::Running,
-        cache_directory: None,
-        trust: CommandLineTrust::Untrusted,
         host: HostArguments {
-            binary: args.qemu.clone().unwrap_or_default(),
+            binary: args.qemu.clone().unwrap_or_else(|| qemu.into()),
             // Of relative paths of the user's arguments.
             working_directory: std::env::current_dir().ok(),
             settings: args.set.clone(),
             ..HostArguments::default()
         },
+        ..of_one(image)
+    }
+}
+
+/// Options of one guest, as far as nothing is said about it.
+pub(crate) fn of_one(image: ImageLocation) -> RunOptions {
+    RunOptions {
+        image,
+        name: None,
+        count: 1,
+        memory: MemoryRequest::MappedOrCopied,
+        lifetime: Lifetime::WithOwner,
+        disks: Disks::Own,
+        networks: Networks::Same,
+        state: FirstState::Running,
+        cache_directory: None,
+        trust: CommandLineTrust::Untrusted,
+        host: HostArguments::default(),
         root: RuntimeRoot::of_user(),
         generations: None,
     }
@@ -200,11 +197,7 @@ fn of_image(args: &RunArgs) -> Result<RunOptions, UsageError> {
         disks: if args.overlay { Disks::Overlays(args.overlay_dir.clone()) } else { Disks::Own },
         cache_directory: args.cache_dir.clone(),
         trust: if args.trust_command_line { CommandLineTrust::Trusted } else { CommandLineTrust::Untrusted },
-        host: HostArguments {
-            binary: args.start.qemu.clone().unwrap_or_else(|| QEMU.into()),
-            arguments: args.arguments.clone(),
-            ..base.host
-        },
+        host: HostArguments { arguments: args.arguments.clone(), ..base.host },
         ..base
     })
 }

@@ -11,7 +11,7 @@ use towline_control::record::{
 };
 use towline_control::run::{Disks, Networks};
 
-use crate::args::{Output, StandbyArgs};
+use crate::args::{StandbyArgs, StartArgs};
 use crate::events::InterimEvent;
 use crate::exit::Exit;
 use crate::notify::Notifier;
@@ -100,14 +100,14 @@ fn run_from(
     takeover: &Takeover,
     newest: &RecordedInstant,
 ) -> Result<Exit> {
-    let Output { json, quiet } = args.output;
     let guest = RecordedRun {
         image: place.image(newest)?,
-        name: args.name.clone(),
-        detach: true,
-        set: args.set.clone(),
-        qemu: args.qemu.clone(),
-        output: Output { json, quiet },
+        start: StartArgs {
+            detach: true,
+            set: args.set.clone(),
+            qemu: args.qemu.clone(),
+            ..StartArgs::one(args.name.clone(), args.output)
+        },
         is_trusted: args.trust_command_line,
         disks: Disks::Overlays(Some(takeover.overlays())),
         networks: Networks::Same,
@@ -165,7 +165,7 @@ impl Standby<'_> {
             None => true,
         };
         if let Some(other) = newest_takeover(self.place, self.args.after)? {
-            return wait_for(other);
+            return Err(too_late(other).into());
         }
         let newest = newest(self.place)?;
         if newest.sequence != self.last.sequence {
@@ -177,7 +177,7 @@ impl Standby<'_> {
         }
         match Takeover::begin(self.place, self.args.after)? {
             Begun::Here(takeover) => Ok(Some((takeover, newest))),
-            Begun::There(other) => wait_for(other),
+            Begun::There(other) => Err(too_late(other).into()),
         }
     }
 
@@ -211,6 +211,6 @@ impl Standby<'_> {
 }
 
 /// Another one is quicker, and may fail yet.
-fn wait_for<T>(other: OtherTakeover) -> Result<Option<T>> {
-    Err(if other.runs { Error::TakenOver(other) } else { Error::TakeoverBegun(other) }.into())
+fn too_late(other: OtherTakeover) -> Error {
+    if other.runs { Error::TakenOver(other) } else { Error::TakeoverBegun(other) }
 }

@@ -40,7 +40,7 @@ impl TlsArgs {
 }
 
 /// Form of the output.
-#[derive(Debug, clap::Args)]
+#[derive(Debug, Clone, Copy, clap::Args)]
 pub(crate) struct Output {
     /// One JSON object per event on standard output (docs/json.md)
     #[arg(long, help_heading = OUTPUT)]

@@ -104,6 +104,14 @@ pub(crate) struct StartArgs {
     pub(crate) output: Output,
 }
 
+impl StartArgs {
+    /// Options of one guest.
+    pub(crate) fn one(name: Option<GuestName>, output: Output) -> Self {
+        let (set, report) = (Vec::new(), ReportArgs::default());
+        Self { name, count: 1, detach: false, set, qemu: None, report, output }
+    }
+}
+
 /// List the guests that `towline run` has started on this host
 ///
 /// Covers the guests of this user that run, supervised or detached. Exit status: 0, also if there are none; 1

@@ -6,8 +6,7 @@ use std::time::Duration;
 use towline_control::generations::ManagedGuest;
 use towline_control::plan::Observer;
 use towline_control::run::{
-    self, CommandLineTrust, Disks, FirstState, ImageLocation, MemoryRequest, Networks, PrepareContext,
-    RestoreObserver, RunOptions,
+    self, CommandLineTrust, ImageLocation, PrepareContext, RestoreObserver, RunOptions,
 };
 use towline_launch::{GuestGenerations, Launcher, Lifetime, RuntimeRoot};
 use towline_qmp::commands::Cont;
@@ -19,6 +18,7 @@ use super::refusal::{Outcome, Refusal, say};
 use super::state::{GuestLine, Origin, host_arguments};
 use super::{Agent, TIMEOUT_MIN};
 use crate::errors;
+use crate::run::of_one;
 
 impl Agent {
     pub(super) fn start(&self) -> Outcome {
@@ -62,19 +62,12 @@ impl Agent {
     fn start_from(&self, image: &Path, newest: u64) -> Outcome {
         let Parameters { name, is_trusted, .. } = &self.parameters;
         let options = RunOptions {
-            image: ImageLocation::File(image.to_owned()),
             name: Some(name.clone()),
-            count: 1,
-            memory: MemoryRequest::MappedOrCopied,
             lifetime: Lifetime::Detached,
-            disks: Disks::Own,
-            networks: Networks::Same,
-            state: FirstState::Running,
-            cache_directory: None,
             trust: if *is_trusted { CommandLineTrust::Trusted } else { CommandLineTrust::Untrusted },
             host: host_arguments(&self.parameters),
-            root: RuntimeRoot::of_user(),
             generations: Some(self.generations(newest)),
+            ..of_one(ImageLocation::File(image.to_owned()))
         };
         let cancel = self.cancel(self.left(TIMEOUT_MIN))?;
         let context = PrepareContext { cancel: &cancel, observer: &self.reporter, downloading: &|_| {} };

@@ -16,7 +16,7 @@ use towline_launch::GuestName;
 use towline_qmp::commands::QueryStatus;
 use towline_qmp::{Client, Options};
 
-use crate::args::{Output, RecordArgs};
+use crate::args::{RecordArgs, StartArgs};
 use crate::console;
 use crate::exit::Exit;
 use crate::progress::Reporter;
@@ -29,14 +29,13 @@ pub(super) fn run(args: &RecordArgs, place: &Place, newest: &RecordedInstant) ->
         Place::Directory(path) => Some(OverlayDirectory::create(path, &args.name)?),
         Place::Prefix(_) => None,
     };
-    let Output { json, quiet } = args.output;
     let run = RecordedRun {
         image,
-        name: Some(args.name.clone()),
-        detach: false,
-        set: args.set.clone(),
-        qemu: args.qemu.clone(),
-        output: Output { json, quiet },
+        start: StartArgs {
+            set: args.set.clone(),
+            qemu: args.qemu.clone(),
+            ..StartArgs::one(Some(args.name.clone()), args.output)
+        },
         is_trusted: args.trust_command_line,
         disks: Disks::Overlays(overlays.as_ref().map(|directory| directory.path.clone())),
         networks: Networks::Separate,
