@@ -91,14 +91,7 @@ fn stand_by(mut requests: Requests, standby: AgentStandby) -> Result<Exit> {
         released.release();
     })?;
     remote::listening(standby.address()).iter().for_each(|line| emit(line));
-    let answer = move || {
-        let send = |line: &str| {
-            emit(line);
-            Ok(())
-        };
-        while requests.answer_next(&commands, send).is_ok_and(|session| session == Session::Open) {}
-    };
-    thread::Builder::new().name("session".into()).spawn(answer)?;
+    thread::Builder::new().name("session".into()).spawn(move || requests.answer_all(&commands))?;
     let ended = standby.run(&|text| Events.notice(text));
     let (error, exit) = match &ended {
         Ok(StandbyEnd::Released | StandbyEnd::TakenOver(_)) => (None, Exit::Done),
@@ -151,6 +144,15 @@ impl Requests {
         }
         Ok(session)
     }
+
+    /// Answers requests until the session ends.
+    fn answer_all(&mut self, commands: &dyn Commands) {
+        let send = |line: &str| {
+            emit(line);
+            Ok(())
+        };
+        while self.answer_next(commands, send).is_ok_and(|session| session == Session::Open) {}
+    }
 }
 
 /// Executes requests until one has it receive or send a guest; `None`: the other end has none.
@@ -182,12 +184,7 @@ fn follow(mut requests: Requests, frames: FrameReceiver, cancel: Cancel) -> Resu
     let (end, ended) = mpsc::channel();
     let wait = move || {
         let _end = end;
-        let send = |line: &str| {
-            emit(line);
-            Ok(())
-        };
-        let mut answer = || requests.answer_next(&frames, send);
-        while answer().is_ok_and(|session| session == Session::Open) {}
+        requests.answer_all(&frames);
         cancel.cancel();
         frames.end();
     };

@@ -46,10 +46,8 @@ fn header(path: &Path) -> Option<Vec<u8>> {
         return None;
     }
     let mut header = Vec::new();
-    match File::open(path).and_then(|file| file.take(HEADER_BYTES as u64).read_to_end(&mut header)) {
-        Ok(_) => Some(header),
-        Err(_) => None,
-    }
+    File::open(path).ok()?.take(HEADER_BYTES as u64).read_to_end(&mut header).ok()?;
+    Some(header)
 }
 
 /// Returns the offset of the stream. `None`: it is another file.

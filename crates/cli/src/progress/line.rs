@@ -6,7 +6,6 @@
 //!   transfer pass 14: 12.3 MiB left, 77.2 MiB/s, not converging
 //! ```
 
-use std::fmt::Write as _;
 use std::time::Duration;
 
 use term::{measure_text_width, truncate_str};
@@ -70,12 +69,8 @@ fn parts(estimate: &Estimate) -> Vec<LinePart> {
         push(3, format!("dirtied {}/s", short_size(rate)));
     }
     if let Some(downtime) = estimate.downtime {
-        let limit = estimate.downtime_limit.map(|limit| format!(" of {}", milliseconds(limit)));
-        let text = match limit {
-            Some(limit) => format!("downtime {}{limit} ms", milliseconds(downtime)),
-            None => format!("downtime {} ms", milliseconds(downtime)),
-        };
-        push(4, text);
+        let limit = estimate.downtime_limit.map(|limit| format!(" of {}", limit.as_millis()));
+        push(4, format!("downtime {}{} ms", downtime.as_millis(), limit.unwrap_or_default()));
     }
     if let Some(percent) = estimate.throttle_percent {
         push(5, format!("throttled by {percent} %"));
@@ -86,10 +81,6 @@ fn parts(estimate: &Estimate) -> Vec<LinePart> {
         push(1, format!("{} left", time_text(time)));
     }
     parts
-}
-
-fn milliseconds(time: Duration) -> String {
-    time.as_millis().to_string()
 }
 
 /// Formats a size with one decimal.
@@ -108,13 +99,11 @@ fn short_size(bytes: u64) -> String {
 /// Formats a time in its two largest units.
 fn time_text(time: Duration) -> String {
     let seconds = time.as_secs_f64().ceil() as u64;
-    let mut text = String::new();
-    let _ = match seconds {
-        0..60 => write!(text, "{seconds} s"),
-        60..3600 => write!(text, "{} min {} s", seconds / 60, seconds % 60),
-        _ => write!(text, "{} h {} min", seconds / 3600, seconds % 3600 / 60),
-    };
-    text
+    match seconds {
+        0..60 => format!("{seconds} s"),
+        60..3600 => format!("{} min {} s", seconds / 60, seconds % 60),
+        _ => format!("{} h {} min", seconds / 3600, seconds % 3600 / 60),
+    }
 }
 
 #[cfg(test)]
