@@ -30,15 +30,13 @@ const SOCKET_TIMEOUT: Duration = Duration::from_secs(10);
 pub(crate) fn run(args: &CheckArgs) -> Result<Exit> {
     let reporter = Reporter::new(&args.output).blocking();
     wait_for_sockets(args)?;
-    let source = match end(&args.source) {
-        Ok(source) => source,
-        Err(error) => return Ok(error.report(&reporter)),
-    };
+    NoVerdict::reported(&reporter, compare(&reporter, args))
+}
+
+fn compare(reporter: &Reporter, args: &CheckArgs) -> Result<Exit> {
+    let source = end(&args.source)?;
     if let Some(path) = &args.facts_out {
-        let facts = match source.facts() {
-            Ok(facts) => facts,
-            Err(error) => return Ok(NoVerdict::Unknown(errors::worded(&error)).report(&reporter)),
-        };
+        let facts = source.facts().map_err(|error| NoVerdict::of(&error))?;
         check::write_facts(path, &facts).with_context(|| path.display().to_string())?;
         let (source, file) = (args.source.to_string(), path.display().to_string());
         reporter.line(&format!("{source}: facts written to {file}"));
@@ -46,17 +44,11 @@ pub(crate) fn run(args: &CheckArgs) -> Result<Exit> {
     }
     let Some(to) = &args.destination else { return Ok(Exit::Usage) };
     if let (Endpoint::Qmp(socket), Endpoint::Ssh(end)) = (&args.source, to) {
-        return on_host(&reporter, args, end, socket);
+        return on_host(reporter, args, end, socket);
     }
-    let destination = match end(to) {
-        Ok(destination) => destination,
-        Err(error) => return Ok(error.report(&reporter)),
-    };
     let planned = PlannedTransfer::postcopy_if(args.postcopy);
-    match check::check(&source, &destination, planned) {
-        Ok(report) => Ok(report_verdict(&reporter, args, to, &report)),
-        Err(error) => Ok(NoVerdict::Unknown(errors::worded(&error)).report(&reporter)),
-    }
+    let report = check::check(&source, &end(to)?, planned).map_err(|error| NoVerdict::of(&error))?;
+    Ok(report_verdict(reporter, args, to, &report))
 }
 
 /// Waits for a QEMU that is being started.
@@ -71,13 +63,24 @@ pub(crate) fn wait_for_sockets(args: &CheckArgs) -> Result<()> {
 }
 
 /// Reason for the lack of a verdict.
+#[derive(Debug, thiserror::Error)]
+#[error("no verdict")]
 pub(crate) enum NoVerdict {
     Usage(String),
     Unknown(String),
 }
 
 impl NoVerdict {
-    pub(crate) fn report(&self, reporter: &Reporter) -> Exit {
+    pub(crate) fn of(error: &(dyn std::error::Error + 'static)) -> Self {
+        Self::Unknown(errors::worded(error))
+    }
+
+    /// Reports the lack of a verdict, if that is the result of a check.
+    pub(crate) fn reported(reporter: &Reporter, checked: Result<Exit>) -> Result<Exit> {
+        checked.or_else(|error| Ok(error.downcast::<Self>()?.report(reporter)))
+    }
+
+    fn report(&self, reporter: &Reporter) -> Exit {
         let (exit, text) = match self {
             Self::Usage(text) => (Exit::Usage, text),
             Self::Unknown(text) => (Exit::CouldNotTell, text),
@@ -120,12 +123,9 @@ fn end(endpoint: &Endpoint) -> Result<CheckEnd, NoVerdict> {
 
 /// Checks a guest and its place on another host.
 fn on_host(reporter: &Reporter, args: &CheckArgs, end: &SshEndpoint, socket: &Path) -> Result<Exit> {
-    let refused = match end.place {
-        Place::File(_) | Place::Store(_) => "an image takes any guest: there is nothing to check",
-        Place::Qmp(_) | Place::Guest(_) => "",
-    };
-    if !refused.is_empty() {
-        return Ok(NoVerdict::Usage(format!("{end}: {refused}")).report(reporter));
+    if let Place::File(_) | Place::Store(_) = end.place {
+        let text = format!("{end}: an image takes any guest: there is nothing to check");
+        return Err(NoVerdict::Usage(text).into());
     }
     // Files beside the disks, and the QEMU there, are removed.
     let held = HeldSignals::hold()?;
@@ -134,10 +134,7 @@ fn on_host(reporter: &Reporter, args: &CheckArgs, end: &SshEndpoint, socket: &Pa
         planned,
         ..place_options(args, planned.lanes(), args.host.disk_policy(), held.arrived())
     };
-    let prepared = match remote::prepare(end, &options, socket) {
-        Ok(prepared) => prepared,
-        Err(error) => return Ok(NoVerdict::Unknown(errors::worded(&error)).report(reporter)),
-    };
+    let prepared = remote::prepare(end, &options, socket).map_err(|error| NoVerdict::of(&error))?;
     let report = prepared.guest.compare(&prepared.fit, options.lanes);
     reporter.hosts(&prepared.host.hosts_of(&prepared.guest, &prepared.fit));
     remote::disk_remedy(&prepared.fit, args.host.disk_policy()).iter().for_each(|text| reporter.notice(text));

@@ -12,7 +12,6 @@ use crate::args::CheckArgs;
 use crate::check::{self, NoVerdict, line, place_options};
 use crate::endpoint::Endpoint;
 use crate::endpoint::ssh::SshEndpoint;
-use crate::errors;
 use crate::events::{Checked, FinalEvent, Protectable};
 use crate::exit::Exit;
 use crate::progress::Reporter;
@@ -25,11 +24,14 @@ const EPOCHS_MS: [u64; 3] = [25, 50, 100];
 
 /// Runs the command.
 pub(crate) fn run(args: &CheckArgs) -> Result<Exit> {
-    let reporter = &Reporter::new(&args.output).blocking();
+    let reporter = Reporter::new(&args.output).blocking();
     check::wait_for_sockets(args)?;
-    let usage = |end: &Endpoint, expected| {
-        Ok(NoVerdict::Usage(format!("{end}: expected {expected}")).report(reporter))
-    };
+    NoVerdict::reported(&reporter, estimate(&reporter, args))
+}
+
+fn estimate(reporter: &Reporter, args: &CheckArgs) -> Result<Exit> {
+    let usage =
+        |end: &Endpoint, expected| Err(NoVerdict::Usage(format!("{end}: expected {expected}")).into());
     let Endpoint::Qmp(socket) = &args.source else {
         return usage(&args.source, "qmp:PATH of a running guest");
     };
@@ -53,27 +55,22 @@ pub(crate) fn run(args: &CheckArgs) -> Result<Exit> {
     // The QEMU there is ended.
     let held = HeldSignals::hold()?;
     let options = place_options(args, 0, DISKS, held.arrived());
-    let prepared = match &there {
-        Some(end) => remote::prepare(end, &options, socket).map(|prepared| {
+    let (guest, report) = match &there {
+        Some(end) => {
+            let prepared = remote::prepare(end, &options, socket).map_err(|error| NoVerdict::of(&error))?;
             reporter.hosts(&prepared.host.hosts_of(&prepared.guest, &prepared.fit));
             let report = prepared.guest.compare(&prepared.fit, options.lanes);
             (prepared.guest, report)
-        }),
+        }
         None => {
             let place = Place::Guest(NewGuest::default());
-            DepartingGuest::of(socket, place, DISKS, None, Some(held.arrived()))
-                .map(|guest| (guest, Report::default().with(not_asked())))
-                .map_err(Box::new)
+            let guest = DepartingGuest::of(socket, place, DISKS, None, Some(held.arrived()));
+            (guest.map_err(|error| NoVerdict::of(&error))?, Report::default().with(not_asked()))
         }
     };
-    let (guest, report) = match prepared {
-        Ok(prepared) => prepared,
-        Err(error) => return Ok(NoVerdict::Unknown(errors::worded(&error)).report(reporter)),
-    };
-    match foresee(socket, &guest, report, &request) {
-        Ok(forecast) => Ok(report_forecast(reporter, args, &forecast)),
-        Err(error) => Ok(NoVerdict::Unknown(error.to_string()).report(reporter)),
-    }
+    let forecast = foresee(socket, &guest, report, &request);
+    let forecast = forecast.map_err(|error| NoVerdict::Unknown(error.to_string()))?;
+    Ok(report_forecast(reporter, args, &forecast))
 }
 
 fn not_asked() -> Finding {
