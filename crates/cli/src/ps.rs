@@ -4,14 +4,13 @@ use std::time::Duration;
 
 use anyhow::Result;
 use towline_launch::{RunningGuest, RuntimeRoot};
-use towline_qmp::commands::QueryStatus;
-use towline_qmp::{Client, Options};
 
 use crate::args::PsArgs;
 use crate::console;
 use crate::events::{FinalEvent, InterimEvent, ListedGuest};
 use crate::exit::Exit;
 use crate::progress::Reporter;
+use crate::status::query;
 use crate::units::{age, size};
 
 /// Time limit of a guest's QEMU for its state.
@@ -39,7 +38,9 @@ fn report(guest: &RunningGuest, reporter: &Reporter) {
     if reporter.is_quiet() {
         return console::print_blocking(name);
     }
-    let (state, since, resident) = (state(guest), since(guest), resident(pid));
+    // None if another client holds the monitor, or QEMU is busy.
+    let state = query(&guest.qmp, STATE_TIMEOUT).ok().map(|status| status.status.to_string());
+    let (since, resident) = (since(guest), resident(pid));
     let listed = ListedGuest::new(guest, state.as_deref(), since, resident);
     let image = listed.image.clone().unwrap_or_default();
     reporter.event(InterimEvent::Guest(listed));
@@ -47,13 +48,6 @@ fn report(guest: &RunningGuest, reporter: &Reporter) {
     let (state, age) = (state.as_deref().unwrap_or("busy"), since.map(age).unwrap_or_default());
     let memory = resident.map(size).unwrap_or_default();
     reporter.line(&format!("{name:<20} {pid:>8}  {state:<14} {age:>7} {memory:>11}  {image}{detached}"));
-}
-
-/// Run state; `None` if another client holds the monitor, or QEMU is busy.
-fn state(guest: &RunningGuest) -> Option<String> {
-    let options = Options { deadline: STATE_TIMEOUT, greeting_deadline: STATE_TIMEOUT, ..Options::default() };
-    let status = Client::connect(&guest.qmp, &options).and_then(|mut client| client.execute(&QueryStatus));
-    status.ok().map(|status| status.status.to_string())
 }
 
 /// Time since its QEMU was started.

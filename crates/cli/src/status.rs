@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::Result;
 use towline_control::moves;
 use towline_launch::RuntimeRoot;
-use towline_qmp::commands::{QueryStatus, RunState};
+use towline_qmp::commands::{QueryStatus, RunState, Status};
 use towline_qmp::{Client, Error, Options};
 
 use crate::args::StatusArgs;
@@ -45,12 +45,15 @@ pub(crate) fn run(args: &StatusArgs) -> Result<Exit> {
     Ok(status.exit)
 }
 
+/// Asks a monitor, which has this time for its greeting, and again for its reply.
+pub(crate) fn query(socket: &Path, timeout: Duration) -> Result<Status, Error> {
+    let options = Options { deadline: timeout, greeting_deadline: timeout, ..Options::default() };
+    Client::connect(socket, &options)?.execute(&QueryStatus)
+}
+
 /// State of the QEMU at a monitor.
 fn of(socket: &Path) -> Result<GuestStatus> {
-    let options =
-        Options { deadline: MONITOR_TIMEOUT, greeting_deadline: MONITOR_TIMEOUT, ..Options::default() };
-    let asked = Client::connect(socket, &options).and_then(|mut client| client.execute(&QueryStatus));
-    let status = match asked {
+    let status = match query(socket, MONITOR_TIMEOUT) {
         Ok(status) => status,
         Err(Error::Missing { .. }) => return Ok(no_guest("there is no QMP socket")),
         Err(Error::Refused { .. } | Error::Disconnected { .. }) => {

@@ -9,13 +9,13 @@ use towline_control::moves::{
     self, Decision, Finding, ListedMove, MoveEnd, MoveRecord, OtherEnd, ResumeChoice, Role,
 };
 use towline_launch::{RunningGuest, RuntimeRoot};
-use towline_qmp::commands::{QueryStatus, RunState};
-use towline_qmp::{Client, Options};
+use towline_qmp::commands::RunState;
 
 use super::parameters::Parameters;
-use super::refusal::{Code, Refusal, say};
+use super::refusal::{Refusal, say};
 use super::state::SharedState;
 use crate::errors;
+use crate::status::query;
 
 /// Deadline of the monitor's greeting and of its reply, each.
 const MONITOR_TIMEOUT: Duration = Duration::from_secs(1);
@@ -56,7 +56,7 @@ pub(super) enum Decided {
 impl Here {
     /// Finds it; a guest of this name that does not have the cluster's generations is another one.
     pub(super) fn find(parameters: &Parameters) -> Result<Option<Self>, Refusal> {
-        let guests = RuntimeRoot::of_user().list().map_err(|error| Refusal::of(Code::Failed, &error))?;
+        let guests = RuntimeRoot::of_user().list()?;
         let directory = parameters.state.join(parameters.name.as_str());
         let guests = guests.into_iter().filter(|guest| guest.name == parameters.name.as_str());
         let mut managed = guests.filter_map(ManagedGuest::of);
@@ -73,11 +73,7 @@ impl Here {
 
     /// State of the guest: by its process first, so one that has ended is not waited for.
     pub(super) fn state(&self) -> GuestState {
-        let options =
-            Options { deadline: MONITOR_TIMEOUT, greeting_deadline: MONITOR_TIMEOUT, ..Options::default() };
-        let status =
-            Client::connect(self.qmp(), &options).and_then(|mut client| client.execute(&QueryStatus));
-        let Ok(status) = status else {
+        let Ok(status) = query(self.qmp(), MONITOR_TIMEOUT) else {
             // The agent that has started it brings the guest; one that has its generation is there.
             let is_elsewhere = || matches!(self.0.held(), Err(generations::Error::Taken { .. }));
             return if self.is_agent_working() && is_elsewhere() {
@@ -149,10 +145,11 @@ impl Here {
             }
         };
         for ListedMove { record, .. } in undecided {
-            let decided = match self.role(&record) {
-                Some(Role::Source) => self.decide_source(&record),
-                _ => self.decide_destination(&record, shared, has_ended, has_disks),
-            };
+            let (id, role) = (record.id.as_str(), self.role(&record).unwrap_or(Role::Destination));
+            let decided = resumed(id, None, role).unwrap_or_else(|| match role {
+                Role::Source => self.decide_source(id),
+                _ => self.decide_destination(id, shared, has_ended, has_disks),
+            });
             say(&format!("move {} at {:?}: {decided:?}", record.id, record.stage));
             if decided != Decided::Here {
                 return decided;
@@ -165,11 +162,8 @@ impl Here {
     }
 
     /// It was sent, and is continued here unless it has been there: the generation decides that.
-    fn decide_source(&self, record: &MoveRecord) -> Decided {
-        let (id, role) = (record.id.as_str(), Role::Source);
-        if let Some(decided) = resumed(id, None, role) {
-            return decided;
-        }
+    fn decide_source(&self, id: &str) -> Decided {
+        let role = Role::Source;
         match self.0.held() {
             Ok(_) => resumed(id, Some(ResumeChoice::RunHere(Some(role))), role).unwrap_or(Decided::Open),
             Err(generations::Error::Taken { .. }) => {
@@ -181,15 +175,12 @@ impl Here {
 
     fn decide_destination(
         &self,
-        record: &MoveRecord,
+        id: &str,
         shared: &SharedState,
         has_ended: bool,
         has_disks: bool,
     ) -> Decided {
-        let (id, role) = (record.id.as_str(), Role::Destination);
-        if let Some(decided) = resumed(id, None, role) {
-            return decided;
-        }
+        let role = Role::Destination;
         let run_here = || resumed(id, Some(ResumeChoice::RunHere(Some(role))), role);
         let newest = match self.0.held() {
             // Taken because the source was done.
