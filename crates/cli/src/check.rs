@@ -151,7 +151,7 @@ pub(crate) fn place_options(
     interrupt: Arc<OwnedFd>,
 ) -> PlaceOptions<'_> {
     PlaceOptions {
-        ssh: &args.host.ssh,
+        ssh: &args.host.ssh.ssh,
         host: Some(&args.host),
         lanes,
         disks,

@@ -24,14 +24,14 @@ use towline_channel::Cancel;
 use towline_control::check::PlannedTransfer;
 use towline_control::moves::ListedMove;
 use towline_control::plan::{self, CopyRequest, Destination, GenerationUse, Source, Task, TransferOptions};
-use towline_control::remote::{NewGuest, Place};
+use towline_control::remote::{DiskPolicy, NewGuest, Place, SessionTimeouts};
 
-use crate::args::{HostArgs, OcfAgent, OcfArgs, Output, SshArgs, Via};
+use crate::args::{OcfAgent, OcfArgs, Output, Via};
 use crate::console;
 use crate::endpoint::ssh::SshEndpoint;
 use crate::errors;
 use crate::progress::Reporter;
-use crate::remote::{PlaceOptions, RemoteCopy};
+use crate::remote::{self, PlaceOptions, RemoteCopy};
 use crate::signals::{SignalEffects, cancel_on_signals};
 use here::{Decided, GuestState, Here};
 use parameters::{Parameters, Reading, TIMEOUT_MIN};
@@ -92,6 +92,12 @@ fn act(action: &str) -> Outcome {
         "reload-agent" | "reload" => Ok(()),
         _ => Err(Refusal::new(Code::Unimplemented, format!("no action {action:?}"))),
     }
+}
+
+/// The request of a move, or of a stop that stores the guest.
+fn request(transfer: TransferOptions) -> CopyRequest {
+    let task = Task::Move { transfer, run: None, detach_vsock: false, devices: Vec::new() };
+    CopyRequest::new(task)
 }
 
 /// The agent of one guest, for one action.
@@ -196,15 +202,9 @@ impl Agent {
         let deadline = Instant::now() + self.left(END_TIMEOUT);
         loop {
             let cancel = self.cancel(deadline.saturating_duration_since(Instant::now()))?;
-            let task = Task::Move {
-                transfer: TransferOptions::default(),
-                run: None,
-                detach_vsock: false,
-                devices: Vec::new(),
-            };
             // It may have been interrupted before.
             let generations = GenerationUse::Stored;
-            let request = CopyRequest { overwrite: true, generations, ..CopyRequest::new(task) };
+            let request = CopyRequest { overwrite: true, generations, ..request(TransferOptions::default()) };
             let source = Source::Qmp(here.qmp().to_owned());
             match plan::copy(&source, &Destination::Image(image.clone()), &request, &cancel, &self.reporter) {
                 Ok(_) => {
@@ -234,51 +234,34 @@ impl Agent {
             max_bandwidth: *bandwidth,
             ..TransferOptions::default()
         };
-        let task = Task::Move { transfer, run: None, detach_vsock: false, devices: Vec::new() };
-        let mut request = CopyRequest {
+        let request = CopyRequest {
             connect_timeout: CONNECT_TIMEOUT,
             peer_timeout: *peer_timeout,
             generations: GenerationUse::TakesPart,
-            ..CopyRequest::new(task)
+            ..request(transfer)
         };
-        let place = Place::Guest(NewGuest { name: name.to_string(), ..NewGuest::default() });
-        let end = SshEndpoint { target, place };
-        let host = HostArgs {
-            ssh: SshArgs { ssh: self.parameters.ssh.clone() },
-            set: self.parameters.settings.clone(),
-            map: None,
-            qemu: Some(self.parameters.qemu.clone()),
-            trust_command_line: self.parameters.is_trusted,
-            with_disks: false,
-            verify_disks: false,
-            shared_disks: self.parameters.has_shared_disks,
+        let guest = NewGuest {
+            name: name.to_string(),
+            binary: Some(self.parameters.qemu.clone()),
+            settings: remote::texts(&self.parameters.settings),
+            is_trusted: self.parameters.is_trusted,
+            ..NewGuest::default()
         };
+        let end = SshEndpoint { target, place: Place::Guest(guest) };
+        let shares_disks = self.parameters.has_shared_disks;
         let cancel = self.cancel(self.left(TIMEOUT_MIN))?;
         let place = PlaceOptions {
-            ssh: &host.ssh,
-            host: Some(&host),
+            ssh: &self.parameters.ssh,
+            host: None,
             lanes: *lanes,
-            disks: host.disk_policy(),
+            disks: if shares_disks { DiskPolicy::VouchedFor } else { DiskPolicy::Proven },
             planned: PlannedTransfer::Precopy,
             via: Via::Auto,
-            timeouts: towline_control::remote::SessionTimeouts {
-                connect: CONNECT_TIMEOUT,
-                peer: *peer_timeout,
-            },
+            timeouts: SessionTimeouts { connect: CONNECT_TIMEOUT, peer: *peer_timeout },
             interrupt: cancel.descriptor(),
         };
-        let opened = RemoteCopy::open(&end, &place, here.qmp(), &mut request, &self.reporter);
-        let moved = match opened {
-            Ok(mut remote) => {
-                let source = Source::Qmp(here.qmp().to_owned());
-                let to = Destination::Stream(remote.address.clone());
-                let copied = remote.copy(|| Ok(plan::copy(&source, &to, &request, &cancel, &self.reporter)));
-                let mut moved = copied.map_err(|error| Refusal::failed(errors::text(&error)))?;
-                remote.close(&mut moved, &self.reporter);
-                moved
-            }
-            Err(failure) => Err(failure),
-        };
+        let moved = RemoteCopy::move_guest(&end, &place, here.qmp(), request, &cancel, &self.reporter);
+        let moved = moved.map_err(|error| Refusal::failed(errors::text(&error)))?;
         moved.map(drop).map_err(|failure| {
             failure.notes.iter().for_each(|note| say(note));
             Refusal::failed(errors::failure_text(&failure))

@@ -9,7 +9,7 @@ use towline_control::plan::{DiskProgress, Observer as _, Progress};
 use towline_control::protect::{self, Checkpoints, ProtectEnd, ProtectObserver, ProtectRequest};
 use towline_control::remote::{NewGuest, Place, SessionTimeouts};
 use towline_control::statistics::StatsSource;
-use towline_launch::{RuntimeRoot, Setting};
+use towline_launch::RuntimeRoot;
 
 use crate::args::{Epoch, ProtectArgs};
 use crate::ctl;
@@ -19,6 +19,7 @@ use crate::exit::{Exit, UsageError};
 use crate::notify::Notifier;
 use crate::observability::ProtectionCounters;
 use crate::progress::Reporter;
+use crate::remote;
 use crate::signals::{SignalEffects, cancel_on_signals};
 use crate::units::{counted, size};
 
@@ -109,10 +110,9 @@ fn request(args: &ProtectArgs) -> Result<ProtectRequest> {
         );
         return Err(UsageError(text).into());
     }
-    let settings = args.set.iter().map(|Setting { key, value }| format!("{key}={value}")).collect();
     let guest = NewGuest {
         binary: args.qemu.clone(),
-        settings,
+        settings: remote::texts(&args.set),
         is_trusted: args.trust_command_line,
         is_standby: true,
         ..given.clone()

@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
-use towline_channel::Address;
+use towline_channel::{Address, Cancel};
 use towline_control::check::{LANES_DEFAULT, PlannedTransfer};
 use towline_control::plan::{
-    ConnectingEnd, CopyRequest, CopyResult, Destination, Direct, Error, Failure, GuestAfterFailure, Observer,
-    WritableDisks,
+    self, ConnectingEnd, CopyRequest, CopyResult, Destination, Direct, Error, Failure, GuestAfterFailure,
+    Observer, Source, WritableDisks,
 };
 use towline_control::remote::{
     self, DepartingGuest, DiskPolicy, Fit, FramePassing, NewGuest, Place, RemoteHost, SessionTimeouts,
@@ -34,7 +34,7 @@ pub(crate) struct PreparedPlace {
 
 /// Options of a place.
 pub(crate) struct PlaceOptions<'a> {
-    pub(crate) ssh: &'a SshArgs,
+    pub(crate) ssh: &'a str,
     /// `None` for an image.
     pub(crate) host: Option<&'a HostArgs>,
     pub(crate) lanes: usize,
@@ -58,7 +58,7 @@ impl<'a> PlaceOptions<'a> {
         let timeouts = SessionTimeouts { connect: transfer.connect_timeout, peer: transfer.peer_timeout };
         let disks = host.map_or(DiskPolicy::VouchedFor, HostArgs::disk_policy);
         let planned = PlannedTransfer::Precopy;
-        Self { ssh, host, lanes, disks, via: Via::Auto, planned, timeouts, interrupt }
+        Self { ssh: &ssh.ssh, host, lanes, disks, via: Via::Auto, planned, timeouts, interrupt }
     }
 
     /// Options for this move.
@@ -84,15 +84,14 @@ pub(crate) fn prepare(
     let map = options.host.and_then(|args| args.map.as_ref());
     let guest = DepartingGuest::of(socket, place, options.disks, map, Some(Arc::clone(&options.interrupt)))?
         .planned(options.planned);
-    let mut host = RemoteHost::connect(
-        &end.target,
-        &options.ssh.ssh,
-        options.timeouts,
-        Some(Arc::clone(&options.interrupt)),
-    )
-    .map_err(Error::from)?;
+    let mut host = connect(end, options).map_err(Error::from)?;
     let fit = host.prepare(&guest, options.lanes).map_err(Error::from)?;
     Ok(PreparedPlace { host, guest, fit })
+}
+
+fn connect(end: &SshEndpoint, options: &PlaceOptions<'_>) -> Result<RemoteHost, remote::Error> {
+    let interrupt = Arc::clone(&options.interrupt);
+    RemoteHost::connect(&end.target, options.ssh, options.timeouts, Some(interrupt))
 }
 
 /// Chooses the way of the guest; `None`: through both towlines.
@@ -120,10 +119,15 @@ fn direct(
 fn started(given: &NewGuest, args: &HostArgs) -> NewGuest {
     NewGuest {
         binary: args.qemu.clone(),
-        settings: args.set.iter().map(|Setting { key, value }| format!("{key}={value}")).collect(),
+        settings: texts(&args.set),
         is_trusted: args.trust_command_line,
         ..given.clone()
     }
+}
+
+/// Settings, as another host reads them.
+pub(crate) fn texts(settings: &[Setting]) -> Vec<String> {
+    settings.iter().map(|Setting { key, value }| format!("{key}={value}")).collect()
 }
 
 /// A guest's place on another host, where it is received, or is an image that is sent.
@@ -148,11 +152,8 @@ impl RemoteCopy {
         let PreparedPlace { mut host, guest, fit } = prepare(end, place, socket).map_err(refused)?;
         observer.hosts(&host.hosts_of(&guest, &fit));
         let checked = guest.check(&fit, place.lanes, &end.to_string(), observer);
-        let notes = place.host.and_then(|args| disk_remedy(&fit, args.disk_policy()));
-        checked.map_err(|error| Failure {
-            notes: notes.into_iter().map(str::to_owned).collect(),
-            ..refused(error.into())
-        })?;
+        let notes = disk_remedy(&fit, place.disks).into_iter().map(str::to_owned).collect();
+        checked.map_err(|error| Failure { notes, ..refused(error.into()) })?;
         let direct = direct(&guest, place.via, request, observer);
         request.direct = direct.map_err(|error| refused(Error::from(error).into()))?;
         let arrival = host.receive(&guest, request, place.lanes);
@@ -175,6 +176,25 @@ impl RemoteCopy {
         self.host.pass_frames(&mut self.frames, copy, |copied| matches!(copied, Ok(Ok(_))))
     }
 
+    /// Moves the guest of a QEMU, without a sandbox.
+    pub(crate) fn move_guest(
+        end: &SshEndpoint,
+        place: &PlaceOptions<'_>,
+        socket: &Path,
+        mut request: CopyRequest,
+        cancel: &Cancel,
+        reporter: &Reporter,
+    ) -> Result<CopyResult> {
+        let mut remote = match Self::open(end, place, socket, &mut request, reporter) {
+            Ok(remote) => remote,
+            Err(failure) => return Ok(Err(failure)),
+        };
+        let (from, to) = (Source::Qmp(socket.to_owned()), Destination::Stream(remote.address.clone()));
+        let mut moved = remote.copy(|| Ok(plan::copy(&from, &to, &request, cancel, reporter)))?;
+        remote.close(&mut moved, reporter);
+        Ok(moved)
+    }
+
     /// Has the other host send an image, after this one has judged whether its guest would run here.
     pub(crate) fn open_source(
         end: &SshEndpoint,
@@ -183,10 +203,8 @@ impl RemoteCopy {
         request: &mut CopyRequest,
         observer: &dyn Observer,
     ) -> Result<Self, Failure> {
-        let interrupt = Some(Arc::clone(&place.interrupt));
         let failed = |error: remote::Error| refused(Box::new(error.into()));
-        let host = RemoteHost::connect(&end.target, &place.ssh.ssh, place.timeouts, interrupt);
-        let mut host = host.map_err(failed)?;
+        let mut host = connect(end, place).map_err(failed)?;
         observer.hosts(&host.hosts_of_image());
         let departure = host.send(&end.place, request, place.lanes).map_err(failed)?;
         let checked = departure.check(destination, place.lanes, observer);
