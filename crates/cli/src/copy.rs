@@ -12,7 +12,7 @@ use crate::exit::{Exit, UsageError};
 use crate::lock::lock;
 use crate::log::RequestId;
 use crate::notify::Notifier;
-use crate::outcome::{Destinations, Results, Verb};
+use crate::outcome::{Destinations, Results};
 use crate::progress::Reporter;
 use crate::remote::{PlaceOptions, RemoteCopy};
 use crate::report::ReportRecorder;
@@ -21,10 +21,9 @@ use crate::{move_all, request, sandbox};
 
 /// Runs `copy`.
 pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
-    let reporter = Reporter::new(&args.output);
-    reporter.report_start(request);
-    let results = Results::of(Verb::Copied, &reporter, &args.source);
-    let results = Results { sandbox: Some(&args.transfer.sandbox), ..results };
+    let reporter = Reporter::of_copy(&args.output, request);
+    let results = Results::of("copied", &reporter, &args.source);
+    let transfer = Transfer::new(&args.transfer, results, &args.destinations);
     let source = match args.source.source() {
         // Its address is known once that host listens.
         _ if matches!(args.source, Endpoint::Ssh(_)) => {
@@ -38,12 +37,9 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
         Err(text) => return Err(UsageError(text).into()),
     };
     check_several(args, &source)?;
-    let is_elsewhere = matches!(args.destinations[..], [Endpoint::Ssh(_)]);
-    let destinations = args.destinations.iter().filter(|_| !is_elsewhere).map(Endpoint::destination);
-    let destinations: Vec<_> = destinations.collect::<Result<_, _>>().map_err(UsageError)?;
+    let destinations = transfer.destinations().map_err(UsageError)?;
     let mut options = request::of_copy(args, &source, &destinations).map_err(UsageError)?;
-    let ends: Vec<&Endpoint> = std::iter::once(&args.source).chain(&args.destinations).collect();
-    args.transfer.report.check(&ends).map_err(UsageError)?;
+    args.transfer.report.check(&transfer.ends()).map_err(UsageError)?;
     let notifier = Notifier::from_environment();
     // Until they are handled, which needs a thread.
     let held = HeldSignals::hold()?;
@@ -51,43 +47,36 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
         // By a program, which a confined process cannot start.
         match plan::prepare_disks(socket, overlay_dir.as_deref(), &held.arrived(), &reporter) {
             Ok(disks) => options.disks = WritableDisks::Kept(disks),
-            Err(failure) => return Ok(results.failed(&args.destinations[0], &failure)),
+            Err(failure) => return Ok(transfer.results.failed(&args.destinations[0], &failure)),
         }
     }
-    let mut ends_of_copy = CopyEnds { source, destinations };
-    let recorder = ReportRecorder::new();
-    let opened = open_other_host(args, &mut ends_of_copy, &mut options, &held, &(&reporter, &recorder));
-    let remote = match opened {
-        Ok(remote) => remote,
-        Err(error) => {
-            let failure = error.downcast()?;
-            recorder.write(&args.transfer.report, [&args.source, &args.destinations[0]], Err(&failure));
-            return Ok(results.failed(&args.destinations[0], &failure));
-        }
-    };
-    let CopyEnds { source, destinations } = ends_of_copy;
-    confine(&args.transfer, &source, &destinations, &options, remote.as_ref(), &held);
-    let cancel = cancel_on_signals(SignalEffects::of_copy(&args.transfer, &ends))?;
-    drop(held);
-    if destinations.len() > 1 {
-        return Ok(clones(&results, args, &source, &destinations, &options, &cancel));
+    let place = PlaceOptions::of(&args.transfer, &args.ssh, None, held.arrived());
+    transfer.run(CopyEnds { source, destinations }, options, &place, held, &notifier)
+}
+
+/// Runs `move`.
+pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Exit> {
+    if let Some(all) = &args.all {
+        return move_all::run(args, all);
     }
-    let (Some(endpoint), Some(destination)) = (args.destinations.first(), destinations.first()) else {
-        return Err(UsageError("a copy needs a destination".into()).into());
+    let (Some(from), Some(to)) = (&args.source, &args.destination) else {
+        return Err(UsageError("a move needs SOURCE and DEST, or --all".into()).into());
     };
-    let observer = (&(&reporter, &notifier), &recorder);
-    memory::check(&source, destination, &options)?;
-    let copy = |observer: &dyn Observer| plan::copy(&source, destination, &options, &cancel, observer);
-    let copied = args.transfer.observability.observe(&options, &cancel, &observer, copy);
-    notifier.stopping();
-    let mut copied = copied?;
-    if let Some(remote) = remote {
-        remote.close(&mut copied, &reporter);
+    let reporter = Reporter::of_copy(&args.output, request);
+    let results = Results::of("moved", &reporter, from);
+    let transfer = Transfer::new(&args.transfer, results, std::slice::from_ref(to));
+    let source = from.source().map_err(UsageError)?;
+    if !matches!(source, Source::Qmp(_)) {
+        let text =
+            format!("move ends the QEMU at its SOURCE, and so needs a qmp: endpoint; for {from} use `copy`");
+        return Err(UsageError(text).into());
     }
-    reporter.finish();
-    let exit = report(&results, endpoint, &copied);
-    recorder.write(&args.transfer.report, [&args.source, endpoint], copied.as_ref());
-    Ok(exit)
+    let options = request::of_move(args, to).map_err(UsageError)?;
+    args.transfer.report.check(&transfer.ends()).map_err(UsageError)?;
+    let held = HeldSignals::hold()?;
+    let destinations = transfer.destinations().map_err(UsageError)?;
+    let place = PlaceOptions::of_move(args, held.arrived());
+    transfer.run(CopyEnds { source, destinations }, options, &place, held, &Notifier::NONE)
 }
 
 /// Refuses options of several destinations that are for one.
@@ -116,161 +105,156 @@ struct CopyEnds {
     destinations: Vec<Destination>,
 }
 
-/// Has another host send or receive the guest, if it is an end of the copy. The error is a [`UsageError`] or a
-/// [`Failure`](plan::Failure).
-fn open_other_host(
-    args: &CopyArgs,
-    ends: &mut CopyEnds,
-    options: &mut CopyRequest,
-    held: &HeldSignals,
-    observer: &dyn Observer,
-) -> Result<Option<RemoteCopy>> {
-    let place = PlaceOptions::of(&args.transfer, &args.ssh, None, held.arrived());
-    Ok(Some(match (&args.source, &args.destinations[..]) {
-        (Endpoint::Ssh(end), _) => {
-            let remote = RemoteCopy::open_source(end, &place, &ends.destinations[0], options, observer)?;
-            ends.source = Source::Stream(remote.address.clone());
-            remote
-        }
-        (_, [Endpoint::Ssh(end)]) => {
-            let Source::Qmp(socket) = &ends.source else {
-                let text = format!("{end} as DEST needs a qmp: SOURCE; copy an image there as a file (scp)");
-                return Err(UsageError(text).into());
-            };
-            let remote = RemoteCopy::open(end, &place, socket, options, observer)?;
-            ends.destinations.push(Destination::Stream(remote.address.clone()));
-            remote
-        }
-        _ => return Ok(None),
-    }))
+/// A copy or move by its command line.
+struct Transfer<'a> {
+    args: &'a TransferArgs,
+    results: Results<'a>,
+    destinations: &'a [Endpoint],
 }
 
-/// Reports the result of a copy to one destination.
-fn report(results: &Results<'_>, destination: &Endpoint, copied: &plan::CopyResult) -> Exit {
-    match copied {
-        Ok(report) => {
-            results.done(destination, report);
-            Exit::Done
-        }
-        Err(failure) => results.failed(destination, failure),
+impl<'a> Transfer<'a> {
+    fn new(args: &'a TransferArgs, results: Results<'a>, destinations: &'a [Endpoint]) -> Self {
+        let results = Results { sandbox: Some(&args.sandbox), ..results };
+        Self { args, results, destinations }
     }
-}
 
-/// Confines this process to what a copy between these endpoints needs.
-fn confine(
-    args: &TransferArgs,
-    source: &Source,
-    destinations: &[Destination],
-    options: &CopyRequest,
-    remote: Option<&RemoteCopy>,
-    held: &HeldSignals,
-) {
-    match sandbox::policy_of_copy(source, destinations, options, args.observability.qmp.as_deref()) {
-        Some(mut policy) => {
-            sandbox::permit_mapped_images(&mut policy, source, destinations, options, &held.arrived());
-            policy.child = remote.map(RemoteCopy::ssh_pid);
-            args.observability.metrics.extend_policy(&mut policy);
-            policy.write.extend(args.report.report.as_deref().map(sandbox::parent_directory));
-            if let WritableDisks::Kept(disks) = &options.disks {
-                // Unused overlays are removed.
-                policy.write.extend(disks.overlays().iter().map(|path| sandbox::parent_directory(path)));
+    fn ends(&self) -> Vec<&'a Endpoint> {
+        std::iter::once(self.results.source).chain(self.destinations).collect()
+    }
+
+    /// Its destinations; none of another host, whose address is known once that listens.
+    fn destinations(&self) -> Result<Vec<Destination>, String> {
+        match self.destinations {
+            [Endpoint::Ssh(_)] => Ok(Vec::new()),
+            endpoints => endpoints.iter().map(Endpoint::destination).collect(),
+        }
+    }
+
+    /// Copies the guest, and reports that.
+    fn run(
+        &self,
+        mut ends: CopyEnds,
+        mut options: CopyRequest,
+        place: &PlaceOptions<'_>,
+        held: HeldSignals,
+        notifier: &Notifier,
+    ) -> Result<Exit> {
+        let (Results { reporter, source, .. }, to) = (&self.results, &self.destinations[0]);
+        let recorder = ReportRecorder::new();
+        let opened = self.open_other_host(&mut ends, &mut options, place, &(*reporter, &recorder));
+        let mut remote = match opened {
+            Ok(remote) => remote,
+            Err(error) => {
+                let failure = error.downcast()?;
+                recorder.write(&self.args.report, [source, to], Err(&failure));
+                return Ok(self.results.failed(to, &failure));
             }
-            args.sandbox.confine(policy);
+        };
+        self.confine(&ends, &options, remote.as_ref(), &held);
+        let cancel = cancel_on_signals(SignalEffects::of_copy(self.args, &self.ends()))?;
+        drop(held);
+        let [destination] = &ends.destinations[..] else {
+            return Ok(self.clones(&ends, &options, &cancel));
+        };
+        memory::check(&ends.source, destination, &options)?;
+        let observer = (&(*reporter, notifier), &recorder);
+        let copy =
+            |observer: &dyn Observer| plan::copy(&ends.source, destination, &options, &cancel, observer);
+        let observed = || self.args.observability.observe(&options, &cancel, &observer, copy);
+        let copied = match &mut remote {
+            Some(remote) => remote.copy(observed),
+            None => observed(),
+        };
+        notifier.stopping();
+        let mut copied = copied?;
+        if let Some(remote) = remote {
+            remote.close(&mut copied, reporter);
         }
-        None => args.sandbox.log_unconfined(sandbox::EXEC_UNCONFINED),
+        reporter.finish();
+        let exit = self.results.report(to, &copied);
+        recorder.write(&self.args.report, [source, to], copied.as_ref());
+        Ok(exit)
     }
-}
 
-/// Copies to several destinations at once.
-fn clones(
-    results: &Results<'_>,
-    args: &CopyArgs,
-    source: &Source,
-    destinations: &[Destination],
-    options: &CopyRequest,
-    cancel: &Cancel,
-) -> Exit {
-    let reporters = Reporter::several(&args.output, &args.destinations);
-    let results = Results { destinations: Destinations::Several, ..*results };
-    let recipients: Vec<_> = destinations
-        .iter()
-        .zip(&reporters)
-        .map(|(destination, reporter)| CloneTarget { destination, observer: reporter, own: None })
-        .collect();
-    // The worst result.
-    let exit = Mutex::new(Exit::Done);
-    let ended = |index: usize, copied: &plan::CopyResult| {
-        reporters[index].finish();
-        // Locked during the report, so the lines of one destination are together.
-        let mut exit = lock(&exit);
-        *exit = (*exit).max(report(&results, &args.destinations[index], copied));
-    };
-    let clones =
-        plan::Clones { targets: &recipients, options, cancel, observer: results.reporter, ended: &ended };
-    match plan::copy_to_all(source, &clones) {
-        Ok(outcomes) => {
-            let exit = *lock(&exit);
-            results.all(&outcomes, exit);
-            exit
-        }
-        Err(failure) => results.refused(&failure),
-    }
-}
-
-/// Runs `move`.
-pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Exit> {
-    if let Some(all) = &args.all {
-        return move_all::run(args, all);
-    }
-    let (Some(from), Some(to)) = (&args.source, &args.destination) else {
-        return Err(UsageError("a move needs SOURCE and DEST, or --all".into()).into());
-    };
-    let reporter = Reporter::new(&args.output);
-    reporter.report_start(request);
-    let results = Results::of(Verb::Moved, &reporter, from);
-    let results = Results { sandbox: Some(&args.transfer.sandbox), ..results };
-    let source = from.source().map_err(UsageError)?;
-    let Source::Qmp(socket) = &source else {
-        let text = format!(
-            "move ends the QEMU at its SOURCE, and so needs a qmp: endpoint; for {} use `copy`",
-            from
-        );
-        return Err(UsageError(text).into());
-    };
-    let mut options = request::of_move(args, to).map_err(UsageError)?;
-    args.transfer.report.check(&[from, to]).map_err(UsageError)?;
-    let held = HeldSignals::hold()?;
-    let recorder = ReportRecorder::new();
-    let observer = (&reporter, &recorder);
-    let (destination, mut remote) = match to {
-        Endpoint::Ssh(end) => {
-            let place = PlaceOptions::of_move(args, held.arrived());
-            match RemoteCopy::open(end, &place, socket, &mut options, &observer) {
-                Ok(remote) => (Destination::Stream(remote.address.clone()), Some(remote)),
-                Err(failure) => {
-                    recorder.write(&args.transfer.report, [from, to], Err(&failure));
-                    return Ok(results.failed(to, &failure));
-                }
+    /// Has another host send or receive the guest, if it is an end of the copy. The error is a [`UsageError`]
+    /// or a [`Failure`](plan::Failure).
+    fn open_other_host(
+        &self,
+        ends: &mut CopyEnds,
+        options: &mut CopyRequest,
+        place: &PlaceOptions<'_>,
+        observer: &dyn Observer,
+    ) -> Result<Option<RemoteCopy>> {
+        Ok(Some(match (self.results.source, self.destinations) {
+            (Endpoint::Ssh(end), _) => {
+                let remote = RemoteCopy::open_source(end, place, &ends.destinations[0], options, observer)?;
+                ends.source = Source::Stream(remote.address.clone());
+                remote
             }
-        }
-        other => (other.destination().map_err(UsageError)?, None),
-    };
-    let destinations = std::slice::from_ref(&destination);
-    confine(&args.transfer, &source, destinations, &options, remote.as_ref(), &held);
-    let cancel = cancel_on_signals(SignalEffects::of_copy(&args.transfer, &[from, to]))?;
-    drop(held);
-    memory::check(&source, &destination, &options)?;
-    let copy = |observer: &dyn Observer| plan::copy(&source, &destination, &options, &cancel, observer);
-    let observed = || args.transfer.observability.observe(&options, &cancel, &observer, copy);
-    let mut moved = match &mut remote {
-        Some(remote) => remote.copy(observed)?,
-        None => observed()?,
-    };
-    if let Some(remote) = remote {
-        remote.close(&mut moved, &reporter);
+            (_, [Endpoint::Ssh(end)]) => {
+                let Source::Qmp(socket) = &ends.source else {
+                    let text =
+                        format!("{end} as DEST needs a qmp: SOURCE; copy an image there as a file (scp)");
+                    return Err(UsageError(text).into());
+                };
+                let remote = RemoteCopy::open(end, place, socket, options, observer)?;
+                ends.destinations.push(Destination::Stream(remote.address.clone()));
+                remote
+            }
+            _ => return Ok(None),
+        }))
     }
-    reporter.finish();
-    let exit = report(&results, to, &moved);
-    recorder.write(&args.transfer.report, [from, to], moved.as_ref());
-    Ok(exit)
+
+    /// Confines this process to what a copy between these endpoints needs.
+    fn confine(
+        &self,
+        CopyEnds { source, destinations }: &CopyEnds,
+        options: &CopyRequest,
+        remote: Option<&RemoteCopy>,
+        held: &HeldSignals,
+    ) {
+        let args = self.args;
+        let Some(mut policy) =
+            sandbox::policy_of_copy(source, destinations, options, args.observability.qmp.as_deref())
+        else {
+            return args.sandbox.log_unconfined(sandbox::EXEC_UNCONFINED);
+        };
+        sandbox::permit_mapped_images(&mut policy, source, destinations, options, &held.arrived());
+        policy.child = remote.map(RemoteCopy::ssh_pid);
+        args.observability.metrics.extend_policy(&mut policy);
+        policy.write.extend(args.report.report.as_deref().map(sandbox::parent_directory));
+        if let WritableDisks::Kept(disks) = &options.disks {
+            // Unused overlays are removed.
+            policy.write.extend(disks.overlays().iter().map(|path| sandbox::parent_directory(path)));
+        }
+        args.sandbox.confine(policy);
+    }
+
+    /// Copies to several destinations at once.
+    fn clones(&self, ends: &CopyEnds, options: &CopyRequest, cancel: &Cancel) -> Exit {
+        let reporters = Reporter::several(&self.results.reporter.output, self.destinations);
+        let results = Results { destinations: Destinations::Several, ..self.results };
+        let targets = ends.destinations.iter().zip(&reporters);
+        let targets: Vec<_> = targets
+            .map(|(destination, reporter)| CloneTarget { destination, observer: reporter, own: None })
+            .collect();
+        // The worst result.
+        let exit = Mutex::new(Exit::Done);
+        let ended = |index: usize, copied: &plan::CopyResult| {
+            reporters[index].finish();
+            // Locked during the report, so the lines of one destination are together.
+            let mut exit = lock(&exit);
+            *exit = (*exit).max(results.report(&self.destinations[index], copied));
+        };
+        let clones =
+            plan::Clones { targets: &targets, options, cancel, observer: results.reporter, ended: &ended };
+        match plan::copy_to_all(&ends.source, &clones) {
+            Ok(outcomes) => {
+                let exit = *lock(&exit);
+                results.all(&outcomes, exit);
+                exit
+            }
+            Err(failure) => results.refused(&failure),
+        }
+    }
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use towline_channel::Cancel;
-use towline_control::plan::{self, CopyRequest, CopyResult, Destination};
+use towline_control::plan::CopyRequest;
 use towline_control::remote::{NewGuest, Place};
 use towline_launch::{RunningGuest, RuntimeRoot};
 use towline_migration::Tuning;
@@ -17,7 +17,7 @@ use crate::endpoint::ssh::SshEndpoint;
 use crate::events::FinalEvent;
 use crate::exit::{Exit, UsageError};
 use crate::lock::lock;
-use crate::outcome::{Destinations, Results, Verb};
+use crate::outcome::{Destinations, Results};
 use crate::progress::Reporter;
 use crate::remote::{PlaceOptions, RemoteCopy};
 use crate::signals::{SignalEffects, cancel_on_signals};
@@ -29,9 +29,7 @@ const UNCONFINED: &str = "ssh would be confined with this process";
 /// A guest that is moved.
 struct Departure<'a> {
     guest: &'a RunningGuest,
-    source: Endpoint,
     end: SshEndpoint,
-    destination: Endpoint,
     reporter: &'a Reporter,
 }
 
@@ -97,14 +95,10 @@ pub(crate) fn run(args: &MoveArgs, all: &Endpoint) -> Result<Exit> {
     };
     let ends: Vec<SshEndpoint> = guests.iter().map(to).collect();
     let reporters = Reporter::several(&args.output, &ends);
-    let departures = guests.iter().zip(ends).zip(&reporters).map(|((guest, end), reporter)| Departure {
-        guest,
-        source: Endpoint::Qmp(guest.qmp.clone()),
-        destination: Endpoint::Ssh(end.clone()),
-        end,
-        reporter,
-    });
-    let rows = move_each(args, &options, &departures.collect::<Vec<_>>(), &cancel);
+    let departures = guests.iter().zip(ends).zip(&reporters);
+    let departures: Vec<_> =
+        departures.map(|((guest, end), reporter)| Departure { guest, end, reporter }).collect();
+    let rows = move_each(args, &options, &departures, &cancel);
     Ok(report(&Reporter::new(&args.output), all, &rows))
 }
 
@@ -139,39 +133,26 @@ fn move_each<'a>(
 /// Moves a guest, and reports that. Returns its exit status, and a text for the table.
 fn move_one(
     args: &MoveArgs,
-    mut options: CopyRequest,
+    options: CopyRequest,
     departure: &Departure<'_>,
     cancel: &Cancel,
 ) -> Result<(Exit, String)> {
-    let Departure { guest, source, end, destination, reporter } = departure;
+    let Departure { guest, end, reporter } = departure;
     if cancel.is_cancelled() {
         return Ok((Exit::Failed, "not begun: cancelled".into()));
     }
-    let results =
-        Results { destinations: Destinations::Several, ..Results::of(Verb::Moved, reporter, source) };
     let place = PlaceOptions::of_move(args, cancel.descriptor());
-    let opened = RemoteCopy::open(end, &place, &guest.qmp, &mut options, *reporter);
-    let moved: CopyResult = match opened {
-        Ok(mut remote) => {
-            let from = source.source().map_err(UsageError)?;
-            let to = Destination::Stream(remote.address.clone());
-            let mut moved = remote.copy(|| Ok(plan::copy(&from, &to, &options, cancel, *reporter)))?;
-            remote.close(&mut moved, reporter);
-            moved
-        }
-        Err(failure) => Err(failure),
-    };
+    let moved = RemoteCopy::move_guest(end, &place, &guest.qmp, options, cancel, reporter)?;
     reporter.finish();
-    Ok(match &moved {
+    let (source, destination) = (Endpoint::Qmp(guest.qmp.clone()), Endpoint::Ssh(end.clone()));
+    let results = Results { destinations: Destinations::Several, ..Results::of("moved", reporter, &source) };
+    let text = match &moved {
         Ok(report) => {
-            results.done(destination, report);
-            (
-                Exit::Done,
-                report.downtime_ms.map_or_else(String::new, |downtime| format!("downtime {downtime} ms")),
-            )
+            report.downtime_ms.map_or_else(String::new, |downtime| format!("downtime {downtime} ms"))
         }
-        Err(failure) => (results.failed(destination, failure), errors::failure_text(failure)),
-    })
+        Err(failure) => errors::failure_text(failure),
+    };
+    Ok((results.report(&destination, &moved), text))
 }
 
 /// Reports all moves.

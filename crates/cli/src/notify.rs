@@ -24,10 +24,13 @@ const STOPPING_TIMEOUT: Duration = Duration::from_secs(1);
 pub(crate) struct Notifier(Option<QueueHandle>);
 
 impl Notifier {
+    /// Of a command that notifies no one.
+    pub(crate) const NONE: Self = Self(None);
+
     /// Connects to the manager that started this process.
     pub(crate) fn from_environment() -> Self {
         let Some(address) = std::env::var_os("NOTIFY_SOCKET").filter(|address| !address.is_empty()) else {
-            return Self(None);
+            return Self::NONE;
         };
         let socket = connected(&address);
         if let Err(error) = &socket {

@@ -3,7 +3,7 @@
 mod text;
 
 use towline_channel::Address;
-use towline_control::plan::{self, CopyReport, Error, Failure, SourceCategory};
+use towline_control::plan::{CopyReport, CopyResult, Error, Failure, SourceCategory};
 
 use crate::endpoint::Endpoint;
 use crate::events::{self, Completed, FailedPart, FinalEvent};
@@ -11,7 +11,6 @@ use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::sandbox::SandboxArgs;
 use crate::{console, errors, sends};
-pub(crate) use text::Verb;
 
 /// Location of a synthetic guest after a failure.
 const SYNTHETIC_GONE: &str = "gone: a synthetic guest ends with its process";
@@ -20,7 +19,8 @@ const SYNTHETIC_GONE: &str = "gone: a synthetic guest ends with its process";
 pub(crate) struct Results<'a> {
     pub(crate) reporter: &'a Reporter,
     pub(crate) source: &'a Endpoint,
-    pub(crate) verb: Verb,
+    /// What was done to the guest, for people.
+    pub(crate) verb: &'static str,
     pub(crate) destinations: Destinations,
     pub(crate) sandbox: Option<&'a SandboxArgs>,
 }
@@ -33,8 +33,19 @@ pub(crate) enum Destinations {
 }
 
 impl<'a> Results<'a> {
-    pub(crate) fn of(verb: Verb, reporter: &'a Reporter, source: &'a Endpoint) -> Self {
+    pub(crate) fn of(verb: &'static str, reporter: &'a Reporter, source: &'a Endpoint) -> Self {
         Self { reporter, source, verb, destinations: Destinations::One, sandbox: None }
+    }
+
+    /// Reports the result of a copy to one destination.
+    pub(crate) fn report(&self, destination: &Endpoint, copied: &CopyResult) -> Exit {
+        match copied {
+            Ok(report) => {
+                self.done(destination, report);
+                Exit::Done
+            }
+            Err(failure) => self.failed(destination, failure),
+        }
     }
 
     /// Reports a success.
@@ -70,7 +81,7 @@ impl<'a> Results<'a> {
         let (to, state) = (destination.to_string(), failure.guest.state(keeper));
         let about =
             FailedPart::Copy { destination: to, guest: &guest, guest_state: state, notes: &failure.notes };
-        self.report(failure, about, exit);
+        self.failure(failure, about, exit);
         let prefix = match self.destinations {
             Destinations::One => String::new(),
             Destinations::Several => format!("{destination}: "),
@@ -89,26 +100,26 @@ impl<'a> Results<'a> {
         if matches!(failure.error.as_ref(), Error::Invalid(_)) {
             return self.reporter.failed(&errors::worded(failure), "usage", Exit::Usage);
         }
-        let exit = self.report(failure, FailedPart::Notes { notes: &failure.notes }, Exit::Failed);
+        let exit = self.failure(failure, FailedPart::Notes { notes: &failure.notes }, Exit::Failed);
         console::error(&errors::failure_text(failure));
         exit
     }
 
     /// Writes the event of a failure.
-    fn report(&self, failure: &Failure, about: FailedPart<'_>, exit: Exit) -> Exit {
+    fn failure(&self, failure: &Failure, about: FailedPart<'_>, exit: Exit) -> Exit {
         let (error, reason) = (&errors::worded(failure), events::reason(&failure.error));
         self.reporter.result(FinalEvent::Failed { error, reason, about }, exit)
     }
 
     /// Reports the end of all copies.
-    pub(crate) fn all(&self, outcomes: &[plan::CopyResult], exit: Exit) {
+    pub(crate) fn all(&self, outcomes: &[CopyResult], exit: Exit) {
         let done = outcomes.iter().filter(|outcome| outcome.is_ok()).count();
         let failed = outcomes.len() - done;
         self.reporter.result(FinalEvent::All { completed: done, failed }, exit);
         let rest = if failed > 0 { format!(", {failed} failed") } else { String::new() };
         self.reporter.line(&format!(
             "{} {} to {done} of {} destinations{rest}",
-            self.verb.name(),
+            self.verb,
             self.source,
             outcomes.len()
         ));

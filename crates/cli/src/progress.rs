@@ -31,8 +31,7 @@ const JSON_INTERVAL: Duration = Duration::from_millis(500);
 /// [`Reporter::event`] of one that is [`Reporter::blocking`].
 #[derive(Debug)]
 pub(crate) struct Reporter {
-    json: bool,
-    quiet: bool,
+    pub(crate) output: Output,
     is_blocking: bool,
     bar: Option<TerminalBar>,
     /// Beginning of the copy.
@@ -102,10 +101,8 @@ impl Reporter {
         bars: Option<&MultiProgress>,
         destination: Option<String>,
     ) -> Self {
-        let (json, quiet) = (output.json, output.quiet);
         Self {
-            json,
-            quiet,
+            output: *output,
             is_blocking: false,
             bar: bars.map(TerminalBar::new),
             started: Instant::now(),
@@ -121,16 +118,13 @@ impl Reporter {
         Self { is_blocking: true, ..self }
     }
 
-    /// Returns true with `--quiet`, with which a list is its names.
-    pub(crate) fn is_quiet(&self) -> bool {
-        self.quiet
-    }
-
-    /// Writes the first event of a copy, with the id that its log lines begin with.
-    pub(crate) fn report_start(&self, request: Option<RequestId>) {
+    /// Returns the reporter of a copy, whose first event has the id that its log lines begin with.
+    pub(crate) fn of_copy(output: &Output, request: Option<RequestId>) -> Self {
+        let reporter = Self::new(output);
         if let Some(request) = request {
-            self.event(InterimEvent::Begun { request: request.to_string() });
+            reporter.event(InterimEvent::Begun { request: request.to_string() });
         }
+        reporter
     }
 
     /// Reports the failure of a command that has no more to report.
@@ -157,22 +151,22 @@ impl Reporter {
     }
 
     fn write(&self, event: &Event<'_>) {
-        if self.json && self.is_blocking {
+        if self.output.json && self.is_blocking {
             console::print_blocking(&event.line());
-        } else if self.json {
+        } else if self.output.json {
             console::print(OverflowPolicy::Always, &event.line());
         }
     }
 
     fn queue(&self, keep: OverflowPolicy, event: CopyEvent<'_>) {
-        if self.json {
+        if self.output.json {
             console::print(keep, &Event::OfCopy { event, destination: self.destination.as_deref() }.line());
         }
     }
 
     /// Writes a line for people, without control characters.
     pub(crate) fn line(&self, text: &str) {
-        if self.json || self.quiet {
+        if self.output.json || self.output.quiet {
             return;
         }
         let text = console::printable(text);
@@ -248,7 +242,7 @@ impl Observer for Reporter {
             bar.draw(self.key);
         }
         let mut reported = lock(&self.reported);
-        if self.json && reported.is_none_or(|at| at.elapsed() >= JSON_INTERVAL) {
+        if self.output.json && reported.is_none_or(|at| at.elapsed() >= JSON_INTERVAL) {
             *reported = Some(Instant::now());
             let event = CopyEvent::Progress(Box::new(CopyProgress::new(progress, &estimate)));
             self.queue(OverflowPolicy::Latest(self.key), event);
@@ -258,7 +252,7 @@ impl Observer for Reporter {
     fn notice(&self, text: &str) {
         tracing::debug!(text, "notice");
         self.queue(OverflowPolicy::Limited, CopyEvent::Notice { text });
-        if !self.json && !self.quiet {
+        if !self.output.json && !self.output.quiet {
             let prefix =
                 self.destination.as_ref().map(|destination| format!("{destination}: ")).unwrap_or_default();
             console::notice(&format!("{prefix}{text}"));

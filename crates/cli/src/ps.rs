@@ -35,7 +35,7 @@ pub(crate) fn run(args: &PsArgs) -> Result<Exit> {
 
 fn report(guest: &RunningGuest, reporter: &Reporter) {
     let (name, pid) = (&guest.name, guest.pid);
-    if reporter.is_quiet() {
+    if reporter.output.quiet {
         return console::print_blocking(name);
     }
     // None if another client holds the monitor, or QEMU is busy.

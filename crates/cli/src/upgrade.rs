@@ -7,9 +7,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use towline_compat::Verdict;
-use towline_control::plan::{
-    Destination, Failure, GuestAfterFailure, Observer, Source, SourceCategory, UpgradeMemory,
-};
+use towline_control::plan::{Failure, GuestAfterFailure, Observer, Source, SourceCategory, UpgradeMemory};
 use towline_control::upgrade::{self, Cards, Prepared, Reversible, UpgradeOptions, Upgraded, Vsocks};
 use towline_launch::RuntimeRoot;
 
@@ -21,16 +19,15 @@ use crate::errors;
 use crate::events::{Checked, FailedPart, FinalEvent};
 use crate::exit::{Exit, UsageError};
 use crate::log::RequestId;
-use crate::outcome::{Results, Verb};
+use crate::outcome::Results;
 use crate::progress::Reporter;
 use crate::report::ReportRecorder;
 use crate::signals::{SignalEffects, cancel_on_signals};
 
 /// Runs the command.
 pub(crate) fn run(args: &UpgradeArgs, request: Option<RequestId>) -> Result<Exit> {
-    let reporter = Reporter::new(&args.output);
-    reporter.report_start(request);
-    let results = Results::of(Verb::Upgraded, &reporter, &args.old);
+    let reporter = Reporter::of_copy(&args.output, request);
+    let results = Results::of("upgraded", &reporter, &args.old);
     let Ok(Source::Qmp(old)) = args.old.source() else {
         let text = format!("upgrade replaces a running QEMU, and so needs a qmp: endpoint, not {}", args.old);
         return Err(UsageError(text).into());
@@ -70,8 +67,7 @@ pub(crate) fn run(args: &UpgradeArgs, request: Option<RequestId>) -> Result<Exit
     let recorder = ReportRecorder::new();
     let upgraded = new.switch_over(&cancel, &(&reporter, &recorder));
     reporter.finish();
-    write_report(&recorder, args, &upgraded);
-    Ok(report(&results, args, upgraded))
+    Ok(report(&results, &recorder, args, upgraded))
 }
 
 /// Prints the command, and starts it.
@@ -97,22 +93,22 @@ fn refused(reporter: &Reporter, error: &upgrade::Error, old: &Path) -> Exit {
     exit
 }
 
-/// Writes the page of `--report`.
-fn write_report(recorder: &ReportRecorder, args: &UpgradeArgs, upgraded: &Result<Upgraded, Failure>) {
-    match upgraded {
-        Ok(upgraded) => {
-            let new = Destination::Qmp(upgraded.monitor.clone());
-            recorder.write(&args.report, [&args.old, &new], Ok(&upgraded.report));
-        }
-        Err(failure) => recorder.write(&args.report, [&args.old, &"a new QEMU"], Err(failure)),
-    }
-}
-
-fn report(results: &Results<'_>, args: &UpgradeArgs, upgraded: Result<Upgraded, Failure>) -> Exit {
+/// Reports an upgrade, and writes the page of `--report`.
+fn report(
+    results: &Results<'_>,
+    recorder: &ReportRecorder,
+    args: &UpgradeArgs,
+    upgraded: Result<Upgraded, Failure>,
+) -> Exit {
     let upgraded = match upgraded {
         Ok(upgraded) => upgraded,
-        Err(failure) => return results.failed(&args.old, &failure),
+        Err(failure) => {
+            recorder.write(&args.report, [&args.old, &"a new QEMU"], Err(&failure));
+            return results.failed(&args.old, &failure);
+        }
     };
+    let new = Endpoint::Qmp(upgraded.monitor);
+    recorder.write(&args.report, [&args.old, &new], Ok(&upgraded.report));
     let observer: &dyn Observer = results.reporter;
     for path in &upgraded.published {
         // A pidfile has none.
@@ -123,9 +119,7 @@ fn report(results: &Results<'_>, args: &UpgradeArgs, upgraded: Result<Upgraded, 
     for text in &upgraded.not_published {
         observer.notice(&format!("a socket or pidfile of the new QEMU could not be renamed: {text}"));
     }
-    let monitor = Destination::Qmp(upgraded.monitor.clone());
-    let endpoint = Endpoint::Qmp(upgraded.monitor);
-    results.done(&endpoint, &upgraded.report);
-    results.reporter.line(&format!("  new QEMU     {} (process {}), {monitor}", upgraded.name, upgraded.pid));
+    results.done(&new, &upgraded.report);
+    results.reporter.line(&format!("  new QEMU     {} (process {}), {new}", upgraded.name, upgraded.pid));
     Exit::Done
 }

@@ -11,33 +11,15 @@ use crate::endpoint::Endpoint;
 use crate::progress::faults_text;
 use crate::units::{count, counted, size};
 
-/// Operation on the guest.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Verb {
-    Copied,
-    Moved,
-    Upgraded,
-}
-
-impl Verb {
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Copied => "copied",
-            Self::Moved => "moved",
-            Self::Upgraded => "upgraded",
-        }
-    }
-}
-
 /// Returns the report; `memory`: the check of a guest that was received into memory (`mem:`).
 pub(super) fn completed(
-    verb: Verb,
+    verb: &str,
     [source, destination]: [&Endpoint; 2],
     report: &CopyReport,
     memory: Option<&CheckOutcome>,
 ) -> Vec<String> {
     let seconds = report.total_time.as_secs_f64();
-    let mut lines = vec![format!("{} {source} to {destination} in {seconds:.2} s", verb.name())];
+    let mut lines = vec![format!("{verb} {source} to {destination} in {seconds:.2} s")];
     lines.extend(transfer(report));
     lines.extend(report.downtime_ms.map(|downtime_ms| format!("  downtime     {downtime_ms} ms")));
     lines.extend(report.compared_disks.map(|ComparedDisks { bytes, again_bytes, pause_ms }| {

@@ -12,7 +12,7 @@ use crate::console;
 use crate::endpoint::Endpoint;
 use crate::events::{GuestRuns, InterimEvent};
 use crate::exit::Exit;
-use crate::outcome::{Destinations, Results, Verb};
+use crate::outcome::{Destinations, Results};
 use crate::progress::Reporter;
 use crate::report::{GuestReport, ReportRecorder, write_several};
 
@@ -26,42 +26,35 @@ pub(super) struct RunReport<'a> {
     pub(super) begun: Instant,
 }
 
-/// Reports of one guest while it is restored.
-struct GuestOutput {
-    reporter: Reporter,
-    recorder: ReportRecorder,
-}
-
 impl RunReport<'_> {
     /// Restores the image into all QEMUs, runs the guests, and writes the page of `--report`.
     pub(super) fn restore(&self, running: &Running, cancel: &Cancel) -> Result<Vec<CopyResult>, Failure> {
         let names: Vec<_> = running.guests().iter().map(|guest| &guest.start.name).collect();
         let reporters = Reporter::several(&self.args.output, &names);
-        let output = |reporter| GuestOutput { reporter, recorder: ReportRecorder::of_started(self.begun) };
-        let outputs: Vec<_> = reporters.into_iter().map(output).collect();
-        let both: Vec<_> = outputs.iter().map(|output| (&output.reporter, &output.recorder)).collect();
+        let recorders: Vec<_> = names.iter().map(|_| ReportRecorder::of_started(self.begun)).collect();
+        let both: Vec<_> = reporters.iter().zip(&recorders).collect();
         let observer = RestoreObserver {
             guests: &both.iter().map(|both| both as &dyn Observer).collect::<Vec<_>>(),
             all: self.reporter,
             running: &|guest| self.running(running, guest),
-            ended: &|index, _| outputs[index].reporter.finish(),
+            ended: &|index, _| reporters[index].finish(),
         };
         let copied = running.restore(observer, cancel)?;
-        self.write_page(running, &outputs, &copied);
+        self.write_page(running, &recorders, &copied);
         Ok(copied)
     }
 
     /// Writes the page of `--report`.
-    fn write_page(&self, running: &Running, outputs: &[GuestOutput], copied: &[CopyResult]) {
+    fn write_page(&self, running: &Running, recorders: &[ReportRecorder], copied: &[CopyResult]) {
         let page = &self.args.report;
-        if let ([guest], [output], [copied]) = (running.guests(), outputs, copied) {
+        if let ([guest], [recorder], [copied]) = (running.guests(), recorders, copied) {
             let to = Endpoint::Qmp(guest.qemu.qmp_path());
-            return output.recorder.write(page, [self.source, &to], copied.as_ref());
+            return recorder.write(page, [self.source, &to], copied.as_ref());
         }
-        let guests = running.guests().iter().zip(outputs).zip(copied);
-        let guests = guests.map(|((guest, output), copied)| GuestReport {
+        let guests = running.guests().iter().zip(recorders).zip(copied);
+        let guests = guests.map(|((guest, recorder), copied)| GuestReport {
             name: guest.start.name.as_str(),
-            recorder: &output.recorder,
+            recorder,
             copied: copied.as_ref(),
         });
         write_several(page, self.source, self.begun.elapsed(), &guests.collect::<Vec<_>>());
@@ -69,7 +62,7 @@ impl RunReport<'_> {
 
     /// Reports the results of the restores. Returns the worst.
     pub(super) fn restored(&self, running: &Running, copied: &Result<Vec<CopyResult>, Failure>) -> Exit {
-        let results = Results::of(Verb::Copied, self.reporter, self.source);
+        let results = Results::of("copied", self.reporter, self.source);
         let results = Results { destinations: Destinations::Several, ..results };
         let copied = match copied {
             Ok(copied) => copied,

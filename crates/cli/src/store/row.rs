@@ -40,7 +40,7 @@ impl Row {
             &self.readers,
         )));
         let name = &self.name;
-        if view == View::List && reporter.is_quiet() {
+        if view == View::List && reporter.output.quiet {
             return console::print_blocking(&console::printable(name));
         }
         let content = match content {
