@@ -154,10 +154,8 @@ impl RemoteCopy {
         let checked = guest.check(&fit, place.lanes, &end.to_string(), observer);
         let notes = disk_remedy(&fit, place.disks).into_iter().map(str::to_owned).collect();
         checked.map_err(|error| Failure { notes, ..refused(error.into()) })?;
-        let direct = direct(&guest, place.via, request, observer);
-        request.direct = direct.map_err(|error| refused(Error::from(error).into()))?;
-        let arrival = host.receive(&guest, request, place.lanes);
-        let arrival = arrival.map_err(|error| refused(Error::from(error).into()))?;
+        request.direct = direct(&guest, place.via, request, observer).map_err(failed)?;
+        let arrival = host.receive(&guest, request, place.lanes).map_err(failed)?;
         (request.tls, request.peer_name) = (Some(arrival.tls), Some(end.to_string()));
         if !arrival.recovers {
             request.recover_timeout = Duration::ZERO;
@@ -203,7 +201,6 @@ impl RemoteCopy {
         request: &mut CopyRequest,
         observer: &dyn Observer,
     ) -> Result<Self, Failure> {
-        let failed = |error: remote::Error| refused(Box::new(error.into()));
         let mut host = connect(end, place).map_err(failed)?;
         observer.hosts(&host.hosts_of_image());
         let departure = host.send(&end.place, request, place.lanes).map_err(failed)?;
@@ -238,6 +235,10 @@ impl RemoteCopy {
             Err(failure) => failure.notes.extend(texts),
         }
     }
+}
+
+fn failed(error: remote::Error) -> Failure {
+    refused(Error::from(error).into())
 }
 
 /// The failure of a copy that has not begun.
