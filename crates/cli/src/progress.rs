@@ -10,7 +10,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 pub(crate) use estimate::{Estimate, Estimator, Outlook};
-use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use indicatif::{ProgressBar, ProgressStyle};
 use term::{Term, truncate_str};
 use towline_channel::Address;
 use towline_control::plan::{CopyPhase, HostFacts, Observer, Progress};
@@ -82,29 +82,23 @@ impl Shown {
 
 impl Reporter {
     pub(crate) fn new(output: &Output) -> Self {
-        let bars = bars(output);
-        Self::with_bar(output, 0, bars, None)
+        Self::with_key(output, 0, None)
     }
 
     /// Returns a reporter for each of several destinations, with bars below each other.
     pub(crate) fn several<T: Display>(output: &Output, destinations: &[T]) -> Vec<Self> {
-        let bars = bars(output);
         let one = |(index, destination): (usize, &T)| {
-            Self::with_bar(output, index + 1, bars, Some(destination.to_string()))
+            Self::with_key(output, index + 1, Some(destination.to_string()))
         };
         destinations.iter().enumerate().map(one).collect()
     }
 
-    fn with_bar(
-        output: &Output,
-        key: usize,
-        bars: Option<&MultiProgress>,
-        destination: Option<String>,
-    ) -> Self {
+    fn with_key(output: &Output, key: usize, destination: Option<String>) -> Self {
+        let draws = !output.json && !output.quiet && std::io::stderr().is_terminal();
         Self {
             output: *output,
             is_blocking: false,
-            bar: bars.map(TerminalBar::new),
+            bar: draws.then(TerminalBar::new),
             started: Instant::now(),
             estimator: Mutex::default(),
             reported: Mutex::new(None),
@@ -186,16 +180,10 @@ impl Reporter {
     }
 }
 
-/// Returns the bars on standard error, if that is a terminal.
-fn bars(output: &Output) -> Option<&'static MultiProgress> {
-    let draws = !output.json && !output.quiet && std::io::stderr().is_terminal();
-    draws.then(console::bars)
-}
-
 impl TerminalBar {
-    fn new(bars: &MultiProgress) -> Self {
+    fn new() -> Self {
         let style = ProgressStyle::with_template("{msg}");
-        let bar = bars.add(ProgressBar::no_length());
+        let bar = console::bars().add(ProgressBar::no_length());
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
         Self { bar: ManuallyDrop::new(bar), shown: Mutex::default() }
     }
