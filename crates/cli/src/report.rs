@@ -46,10 +46,8 @@ impl ReportArgs {
     /// The text for the user.
     pub(crate) fn check(&self, ends: &[&Endpoint]) -> Result<(), String> {
         let Some(path) = &self.report else { return Ok(()) };
-        let is_same = |end: &&&Endpoint| match end {
-            Endpoint::Image(image) => place_of(image) == place_of(path),
-            _ => false,
-        };
+        let is_same =
+            |end: &&&Endpoint| matches!(end, Endpoint::Image(image) if place_of(image) == place_of(path));
         if let Some(end) = ends.iter().find(is_same) {
             return Err(format!(
                 "--report {}: it is an endpoint of this copy ({end}); choose another name",

@@ -3,7 +3,6 @@
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd};
-use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
@@ -82,13 +81,8 @@ fn open_to_group(path: &Path, gid: Gid) -> Result<(), Errno> {
 
 /// Finds a group by name or number.
 fn gid(group: &str) -> Result<Gid> {
-    let number = match group.parse() {
-        Ok(number) => Some(number),
-        Err(_) => {
-            uzers::get_group_by_name(std::ffi::OsStr::from_bytes(group.as_bytes())).map(|group| group.gid())
-        }
-    };
-    let number = number.filter(|number| *number != u32::MAX);
+    let by_name = || Some(uzers::get_group_by_name(group)?.gid());
+    let number = group.parse().ok().or_else(by_name).filter(|number| *number != u32::MAX);
     number.map(Gid::from_raw).with_context(|| format!("--socket-group {group}: no such group"))
 }
 

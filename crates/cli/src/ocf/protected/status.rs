@@ -88,13 +88,12 @@ impl Status {
                     node.is_guest = value("type") != "member";
                 }
                 (_, "resource") => {
-                    let is_promoted = ["Promoted", "Master"].contains(&value("role"));
-                    let found = Node { has_instance: true, is_promoted, ..Node::default() };
                     let found = Node {
+                        is_promoted: ["Promoted", "Master"].contains(&value("role")),
                         is_changing: values.contains_key("pending"),
                         is_failed: value("failed") == "true",
                         is_unmanaged: value("managed") == "false",
-                        ..found
+                        ..Node::default()
                     };
                     instance = (value("id") == guest.as_str()).then_some(found);
                 }
