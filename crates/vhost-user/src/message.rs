@@ -52,9 +52,9 @@ impl MessageHeader {
     /// [`MessageError::Version`], [`MessageError::ReplyAsRequest`], [`MessageError::TooLong`]. The stream
     /// cannot be read further.
     pub fn parse(bytes: &[u8; HEADER_BYTES]) -> Result<Self, MessageError> {
-        let RawHeader { code, flags, length } =
-            RawHeader::read_from_bytes(bytes).expect("HEADER_BYTES are a header");
-        let (code, flags, length) = (RequestCode(code.get()), flags.get(), length.get());
+        let words: [U32; 3] = zerocopy::transmute!(*bytes);
+        let [code, flags, length] = words.map(U32::get);
+        let code = RequestCode(code);
         if flags & VERSION_MASK != VERSION {
             return Err(MessageError::Version { code, found: flags & VERSION_MASK });
         }
@@ -71,128 +71,76 @@ impl MessageHeader {
     /// Encodes the header of a request.
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let need_reply = if self.need_reply { FLAG_NEED_REPLY } else { 0 };
-        RawHeader::bytes(self.code, VERSION | need_reply, self.length)
+        header_bytes(self.code, VERSION | need_reply, self.length)
     }
 }
 
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(C)]
-pub(crate) struct RawHeader {
-    code: U32,
-    flags: U32,
-    length: U32,
+/// Encodes the header of a request or reply.
+pub(crate) fn header_bytes(code: RequestCode, flags: u32, length: usize) -> [u8; HEADER_BYTES] {
+    let length = u32::try_from(length).expect("a payload has at most PAYLOAD_BYTES_MAX bytes");
+    zerocopy::transmute!([code.0, flags, length].map(U32::new))
 }
 
-impl RawHeader {
-    pub(crate) fn bytes(code: RequestCode, flags: u32, length: usize) -> [u8; HEADER_BYTES] {
-        let length = u32::try_from(length).expect("a payload has at most PAYLOAD_BYTES_MAX bytes");
-        let header = Self { code: code.0.into(), flags: flags.into(), length: length.into() };
-        zerocopy::transmute!(header)
+/// A region of guest memory (`VhostUserMemoryRegion`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RegionInfo {
+    /// Guest address.
+    pub guest_address: u64,
+    /// Length in bytes.
+    pub size: u64,
+    /// Address in the frontend's process, which is also used for rings.
+    pub user_address: u64,
+    /// Offset in the file of its descriptor.
+    pub mmap_offset: u64,
+}
+
+impl RegionInfo {
+    pub(crate) fn from_wire(fields: RawRegion) -> Self {
+        let [guest_address, size, user_address, mmap_offset] = fields.map(U64::get);
+        Self { guest_address, size, user_address, mmap_offset }
+    }
+
+    pub(crate) fn to_wire(self) -> RawRegion {
+        [self.guest_address, self.size, self.user_address, self.mmap_offset].map(U64::new)
     }
 }
 
-/// Declares a structure with plain integers, and its layout in messages.
-macro_rules! structure {
-    (
-        $(#[$doc:meta])*
-        $name:ident, $raw:ident { $($(#[$field_doc:meta])* $field:ident: $integer:ty as $wire:ty,)* }
-    ) => {
-        $(#[$doc])*
-        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-        pub struct $name {
-            $($(#[$field_doc])* pub $field: $integer,)*
-        }
-
-        #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-        #[repr(C)]
-        pub(crate) struct $raw {
-            $($field: $wire,)*
-        }
-
-        impl From<$raw> for $name {
-            fn from(raw: $raw) -> Self {
-                Self { $($field: raw.$field.get(),)* }
-            }
-        }
-
-        impl From<$name> for $raw {
-            fn from(value: $name) -> Self {
-                Self { $($field: value.$field.into(),)* }
-            }
-        }
-    };
+/// User addresses of the parts of a ring (`vhost_vring_addr`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct VringAddress {
+    /// Number of the ring.
+    pub index: u32,
+    /// Bit 0: writes to the used ring are logged, at `log`.
+    pub flags: u32,
+    /// The descriptor table.
+    pub descriptors: u64,
+    /// The used ring.
+    pub used: u64,
+    /// The available ring.
+    pub available: u64,
+    /// Guest address of the used ring, for the log.
+    pub log: u64,
 }
 
-structure! {
-    /// A region of guest memory (`VhostUserMemoryRegion`).
-    RegionInfo, RawRegion {
-        /// Guest address.
-        guest_address: u64 as U64,
-        /// Length in bytes.
-        size: u64 as U64,
-        /// Address in the frontend's process, which is also used for rings.
-        user_address: u64 as U64,
-        /// Offset in the file of its descriptor.
-        mmap_offset: u64 as U64,
-    }
+/// A ring and a number: its size, index, or enabled state (`vhost_vring_state`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct VringState {
+    /// Number of the ring.
+    pub index: u32,
+    /// The number.
+    pub number: u32,
 }
 
-structure! {
-    /// User addresses of the parts of a ring (`vhost_vring_addr`).
-    VringAddress, RawVringAddress {
-        /// Number of the ring.
-        index: u32 as U32,
-        /// Bit 0: writes to the used ring are logged, at `log`.
-        flags: u32 as U32,
-        /// The descriptor table.
-        descriptors: u64 as U64,
-        /// The used ring.
-        used: u64 as U64,
-        /// The available ring.
-        available: u64 as U64,
-        /// Guest address of the used ring, for the log.
-        log: u64 as U64,
-    }
-}
+// Fields of structures, in the order of the wire.
 
-structure! {
-    /// A ring and a number: its size, index, or enabled state (`vhost_vring_state`).
-    VringState, RawVringState {
-        /// Number of the ring.
-        index: u32 as U32,
-        /// The number.
-        number: u32 as U32,
-    }
-}
-
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(C)]
-pub(crate) struct RawLog {
-    pub(crate) size: U64,
-    pub(crate) offset: U64,
-}
-
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(C)]
-pub(crate) struct RawConfig {
-    pub(crate) offset: U32,
-    pub(crate) size: U32,
-    pub(crate) flags: U32,
-}
-
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(C)]
-pub(crate) struct RawTable {
-    pub(crate) regions: U32,
-    pub(crate) padding: U32,
-}
-
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(C)]
-pub(crate) struct RawStateTransfer {
-    pub(crate) direction: U32,
-    pub(crate) phase: U32,
-}
+/// [`RegionInfo`].
+pub(crate) type RawRegion = [U64; 4];
+/// [`VringState`].
+pub(crate) type RawVringState = [U32; 2];
+/// Before a part of the configuration space: offset, size, flags (`VhostUserConfig`).
+pub(crate) type RawConfig = [U32; 3];
+/// Before the regions of a table: their number, padding (`VhostUserMemory`).
+pub(crate) type RawTable = [U32; 2];
 
 /// A descriptor of a ring (`struct virtq_desc`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]

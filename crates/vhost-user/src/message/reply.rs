@@ -1,10 +1,11 @@
 //! Replies of the backend. Descriptors of replies are the session's.
 
 use zerocopy::IntoBytes;
+use zerocopy::byteorder::little_endian::U32;
 
 use super::{
-    CONFIG_BYTES_MAX, FLAG_REPLY, RawConfig, RawHeader, RawRegion, RawTable, RawVringState, RegionInfo,
-    RequestCode, VERSION, VringState,
+    CONFIG_BYTES_MAX, FLAG_REPLY, RawConfig, RawTable, RawVringState, RegionInfo, RequestCode, VERSION,
+    VringState, header_bytes,
 };
 
 /// A reply.
@@ -43,23 +44,25 @@ impl Reply {
             Self::Empty => Vec::new(),
             Self::Table(regions) => {
                 let count = u32::try_from(regions.len()).expect("at most REGIONS_MAX");
-                let head = RawTable { regions: count.into(), padding: 0.into() };
-                regions.iter().fold(head.as_bytes().to_vec(), |mut table, region| {
-                    table.extend_from_slice(RawRegion::from(*region).as_bytes());
-                    table
-                })
+                let head: RawTable = [count, 0].map(U32::new);
+                let mut table = head.as_bytes().to_vec();
+                regions.iter().for_each(|region| table.extend(region.to_wire().as_bytes()));
+                table
             }
-            Self::Region(region) => [&[0; 8], RawRegion::from(*region).as_bytes()].concat(),
-            Self::VringBase(state) => RawVringState::from(*state).as_bytes().to_vec(),
+            Self::Region(region) => [&[0; 8], region.to_wire().as_bytes()].concat(),
+            Self::VringBase(VringState { index, number }) => {
+                let state: RawVringState = [*index, *number].map(U32::new);
+                state.as_bytes().to_vec()
+            }
             Self::Config { offset, flags, bytes } => {
                 assert!(bytes.len() <= CONFIG_BYTES_MAX, "{} bytes of configuration", bytes.len());
                 let size = u32::try_from(bytes.len()).expect("at most CONFIG_BYTES_MAX");
-                let head = RawConfig { offset: (*offset).into(), size: size.into(), flags: (*flags).into() };
+                let head: RawConfig = [*offset, size, *flags].map(U32::new);
                 // A frontend interprets a reply without a payload as a refusal.
                 if bytes.is_empty() { Vec::new() } else { [head.as_bytes(), bytes].concat() }
             }
         };
-        let header = RawHeader::bytes(code, VERSION | FLAG_REPLY, payload.len());
+        let header = header_bytes(code, VERSION | FLAG_REPLY, payload.len());
         [&header[..], &payload].concat()
     }
 }

@@ -2,12 +2,12 @@
 
 use std::os::fd::OwnedFd;
 
-use zerocopy::byteorder::little_endian::U64;
+use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
 use super::{
-    CONFIG_BYTES_MAX, MessageError, NO_FD, RawConfig, RawLog, RawRegion, RawStateTransfer, RawTable,
-    RawVringAddress, RawVringState, RegionInfo, RequestCode, TABLE_REGIONS_MAX, VringAddress, VringState,
+    CONFIG_BYTES_MAX, MessageError, NO_FD, RawConfig, RawRegion, RawTable, RawVringState, RegionInfo,
+    RequestCode, TABLE_REGIONS_MAX, VringAddress, VringState,
 };
 
 /// A decoded request with valid lengths and descriptors. The session checks that its state permits it.
@@ -137,8 +137,8 @@ impl Request {
         let request = match code {
             RequestCode::SET_MEM_TABLE => return Self::table(payload, fds),
             RequestCode::SET_LOG_BASE => {
-                let RawLog { size, offset } = parse_exact(code, payload)?;
-                Self::SetLogBase(LogMemory { size: size.get(), offset: offset.get(), fd: fds.one()? })
+                let [size, offset] = parse_exact::<[U64; 2]>(code, payload)?.map(U64::get);
+                Self::SetLogBase(LogMemory { size, offset, fd: fds.one()? })
             }
             RequestCode::SET_LOG_FD => {
                 let number = parse_exact::<U64>(code, payload)?.get();
@@ -168,7 +168,10 @@ impl Request {
     /// Decodes requests without descriptors and of a fixed length.
     fn plain(code: RequestCode, payload: &[u8]) -> Result<Self, MessageError> {
         let number = || parse_exact::<U64>(code, payload).map(U64::get);
-        let state = || parse_exact::<RawVringState>(code, payload).map(VringState::from);
+        let state = || {
+            let [index, number] = parse_exact::<RawVringState>(code, payload)?.map(U32::get);
+            Ok(VringState { index, number })
+        };
         let nothing = |request| parse_exact::<[u8; 0]>(code, payload).map(|_| request);
         match code {
             RequestCode::GET_FEATURES => nothing(Self::GetFeatures),
@@ -177,8 +180,11 @@ impl Request {
             RequestCode::RESET_OWNER => nothing(Self::ResetOwner),
             RequestCode::SET_VRING_NUM => state().map(Self::SetVringNum),
             RequestCode::SET_VRING_ADDR => {
-                let address = parse_exact::<RawVringAddress>(code, payload)?;
-                Ok(Self::SetVringAddress(address.into()))
+                let RawVringAddress { ring, addresses } = parse_exact(code, payload)?;
+                let ([index, flags], addresses) = (ring.map(U32::get), addresses.map(U64::get));
+                let [descriptors, used, available, log] = addresses;
+                let address = VringAddress { index, flags, descriptors, used, available, log };
+                Ok(Self::SetVringAddress(address))
             }
             RequestCode::SET_VRING_BASE => state().map(Self::SetVringBase),
             RequestCode::GET_VRING_BASE => state().map(Self::GetVringBase),
@@ -206,12 +212,12 @@ impl Request {
     fn table(payload: &[u8], mut fds: Fds) -> Result<Self, MessageError> {
         let code = RequestCode::SET_MEM_TABLE;
         let wrong = |expected| MessageError::Length { code, found: payload.len(), expected };
-        let (table, rest) = RawTable::read_from_prefix(payload).map_err(|_| wrong(size_of::<RawTable>()))?;
-        let count = table.regions.get();
-        if count as usize > TABLE_REGIONS_MAX {
-            return Err(MessageError::Regions { found: count });
+        let (head, rest) = RawTable::read_from_prefix(payload).map_err(|_| wrong(size_of::<RawTable>()))?;
+        let [found, _] = head.map(U32::get);
+        let count = found as usize;
+        if count > TABLE_REGIONS_MAX {
+            return Err(MessageError::Regions { found });
         }
-        let count = count as usize;
         let bytes = count * size_of::<RawRegion>();
         // A frontend may send its whole array.
         if rest.len() < bytes || rest.len() > TABLE_REGIONS_MAX * size_of::<RawRegion>() {
@@ -222,7 +228,8 @@ impl Request {
             return Err(MessageError::Descriptors { code, found, expected: count });
         }
         let regions = rest[..bytes].chunks_exact(size_of::<RawRegion>());
-        let region = |bytes| RawRegion::read_from_bytes(bytes).expect("a chunk has this length").into();
+        let fields = |bytes| RawRegion::read_from_bytes(bytes).expect("a chunk has this length");
+        let region = |bytes| RegionInfo::from_wire(fields(bytes));
         Ok(Self::SetMemTable(regions.map(region).zip(fds.fds.drain(..)).collect()))
     }
 }
@@ -276,53 +283,50 @@ fn parse_exact<T: FromBytes + KnownLayout + Immutable + Unaligned>(
 }
 
 fn single_region(code: RequestCode, payload: &[u8]) -> Result<RegionInfo, MessageError> {
-    parse_exact::<SingleRegion>(code, payload).map(|both| both.region.into())
+    let [_padding, fields @ ..] = parse_exact::<[U64; 5]>(code, payload)?;
+    Ok(RegionInfo::from_wire(fields))
 }
 
+/// Fields of a [`VringAddress`], in the order of the wire.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-struct SingleRegion {
-    _padding: U64,
-    region: RawRegion,
+struct RawVringAddress {
+    ring: [U32; 2],
+    addresses: [U64; 4],
 }
 
 fn direction(code: RequestCode, payload: &[u8]) -> Result<TransferDirection, MessageError> {
-    let RawStateTransfer { direction, phase } = parse_exact(code, payload)?;
-    if phase.get() != 0 {
-        let (what, found) = ("its phase", phase.get().into());
-        return Err(MessageError::Value { code, what, found, expected: "0, the device being stopped" });
-    }
-    match direction.get() {
-        0 => Ok(TransferDirection::Save),
-        1 => Ok(TransferDirection::Load),
-        found => {
-            let expected = "0 to save or 1 to load";
-            Err(MessageError::Value { code, what: "its direction", found: found.into(), expected })
-        }
+    let [direction, phase] = parse_exact::<[U32; 2]>(code, payload)?.map(U32::get);
+    let wrong =
+        |what, found: u32, expected| MessageError::Value { code, what, found: found.into(), expected };
+    match (direction, phase) {
+        (_, 1..) => Err(wrong("its phase", phase, "0, the device being stopped")),
+        (0, _) => Ok(TransferDirection::Save),
+        (1, _) => Ok(TransferDirection::Load),
+        _ => Err(wrong("its direction", direction, "0 to save or 1 to load")),
     }
 }
 
 fn config(code: RequestCode, payload: &[u8]) -> Result<Request, MessageError> {
     let wrong = |expected| MessageError::Length { code, found: payload.len(), expected };
     let (head, bytes) = RawConfig::read_from_prefix(payload).map_err(|_| wrong(size_of::<RawConfig>()))?;
-    let (offset, size, flags) = (head.offset.get(), head.size.get(), head.flags.get());
+    let [offset, size, flags] = head.map(U32::get);
     let bounded = size as usize <= CONFIG_BYTES_MAX && offset as usize <= CONFIG_BYTES_MAX - size as usize;
     if !bounded {
         let found = u64::from(offset) + u64::from(size);
         let expected = "at most 256";
         return Err(MessageError::Value { code, what: "the end of the range", found, expected });
     }
-    if code == RequestCode::GET_CONFIG {
-        // A frontend may send a buffer for the reply.
-        if !bytes.is_empty() && bytes.len() != size as usize {
-            return Err(wrong(size_of::<RawConfig>() + size as usize));
-        }
-        return Ok(Request::GetConfig { offset, size, flags });
-    }
-    if bytes.len() != size as usize {
+    let is_read = code == RequestCode::GET_CONFIG;
+    // A frontend may send a buffer for the reply.
+    if bytes.len() != size as usize && !(is_read && bytes.is_empty()) {
         return Err(wrong(size_of::<RawConfig>() + size as usize));
     }
-    Ok(Request::SetConfig { offset, flags, bytes: bytes.to_vec() })
+    Ok(if is_read {
+        Request::GetConfig { offset, size, flags }
+    } else {
+        Request::SetConfig { offset, flags, bytes: bytes.to_vec() }
+    })
 }
 
 /// The feature that an unsupported request belongs to.
