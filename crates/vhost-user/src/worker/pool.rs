@@ -12,7 +12,7 @@ use towline_channel::guard::faults as memory_faults;
 
 use super::slot::{QueuePolicy, QueueSlot};
 use super::thread::{WorkerCommand, WorkerThread};
-use crate::device::{Device, Worker};
+use crate::device::Device;
 use crate::eventfd::Eventfd;
 use crate::hangup::Hangup;
 use crate::kick::Kick;
@@ -35,14 +35,6 @@ pub(crate) struct WorkerPool {
     workers: Vec<WorkerHandle>,
     queues_per_worker: usize,
     cancel: Option<Cancel>,
-}
-
-/// Parts of a thread that depend on its device.
-struct WorkerSetup {
-    worker: Box<dyn Worker>,
-    slots: Vec<QueueSlot>,
-    hangup: Arc<Hangup>,
-    orphans: Arc<OrphanedThreads>,
 }
 
 /// The pool's end of a thread.
@@ -68,7 +60,6 @@ impl WorkerPool {
     ) -> Result<Self, SessionError> {
         let (count, each) = (device.queue_count(), device.queues_per_worker().max(1));
         let start = |index: usize| {
-            let worker = device.worker(index).map_err(|reason| SessionError::Worker { index, reason })?;
             let queues = index * each..count.min((index + 1) * each);
             let slot = |queue| {
                 let policy = QueuePolicy {
@@ -77,11 +68,7 @@ impl WorkerPool {
                 };
                 QueueSlot::new(queue, policy, record)
             };
-            let slots = queues.map(slot).collect();
-            let (hangup, orphans) = (Arc::clone(hangup), Arc::clone(orphans));
-            let setup = WorkerSetup { worker, slots, hangup, orphans };
-            WorkerHandle::start(index, device.name(), setup)
-                .map_err(|source| SessionError::Thread { index, source })
+            WorkerHandle::start(index, device, queues.map(slot).collect(), hangup, orphans)
         };
         let workers = (0..count.div_ceil(each)).map(start).collect::<Result<_, _>>()?;
         Ok(Self { workers, queues_per_worker: each, cancel: None })
@@ -150,7 +137,11 @@ impl Rings for WorkerPool {
     }
 
     fn set_call(&mut self, ring: usize, fd: Option<OwnedFd>) -> Result<(), SessionError> {
-        self.call(ring, |thread, queue| thread.set_call(queue, fd))
+        self.call(ring, |thread, queue| {
+            if let Some(ring) = &mut thread.slots[queue].ring {
+                ring.set_call(fd);
+            }
+        })
     }
 
     fn set_err(&mut self, ring: usize, fd: Option<OwnedFd>) -> Result<(), SessionError> {
@@ -158,7 +149,7 @@ impl Rings for WorkerPool {
     }
 
     fn set_address(&mut self, ring: usize, address: VringAddress) -> Result<(), SessionError> {
-        self.call(ring, move |thread, queue| thread.set_address(queue, address))
+        self.call(ring, move |thread, queue| thread.slots[queue].remap(None, Some(address)))
     }
 
     fn set_memory(&mut self, memory: &Arc<GuestMemory>) -> Result<(), SessionError> {
@@ -169,7 +160,7 @@ impl Rings for WorkerPool {
     fn set_log(&mut self, log: Option<&Arc<DirtyLog>>) -> Result<(), SessionError> {
         let log = log.cloned();
         self.call_all(move |thread| {
-            thread.set_log(log.as_ref());
+            thread.slots.iter_mut().for_each(|slot| slot.set_log(log.as_ref()));
             Ok(())
         })
     }
@@ -180,24 +171,32 @@ impl Rings for WorkerPool {
 }
 
 impl WorkerHandle {
-    fn start(index: usize, device: &str, setup: WorkerSetup) -> std::io::Result<Self> {
-        let wake = Arc::new(Eventfd::new()?);
+    fn start(
+        index: usize,
+        device: &dyn Device,
+        slots: Vec<QueueSlot>,
+        hangup: &Arc<Hangup>,
+        orphans: &Arc<OrphanedThreads>,
+    ) -> Result<Self, SessionError> {
+        let failed = |source| SessionError::Thread { index, source };
+        let worker = device.worker(index).map_err(|reason| SessionError::Worker { index, reason })?;
+        let wake = Arc::new(Eventfd::new().map_err(failed)?);
         let (commands, received) = channel();
         let (alive, ended) = channel();
         let thread = WorkerThread {
-            worker: setup.worker,
-            slots: setup.slots,
+            worker,
+            slots,
             discard_batch: Batch::new(),
             commands: received,
             wake: Arc::clone(&wake),
-            hangup: setup.hangup,
+            hangup: Arc::clone(hangup),
             state_left: None,
             memory_faults: memory_faults(),
             _alive: alive,
         };
-        let name = format!("{device}-{index}");
-        let thread = std::thread::Builder::new().name(name).spawn(|| thread.run())?;
-        let orphans = setup.orphans;
+        let name = format!("{}-{index}", device.name());
+        let thread = std::thread::Builder::new().name(name).spawn(|| thread.run()).map_err(failed)?;
+        let orphans = Arc::clone(orphans);
         Ok(Self { index, commands: Some(commands), wake, ended, thread: Some(thread), orphans })
     }
 
@@ -239,16 +238,7 @@ impl WorkerHandle {
             }
         }
     }
-}
 
-impl Drop for WorkerHandle {
-    fn drop(&mut self) {
-        self.close();
-        self.join(Instant::now() + END_WITHIN);
-    }
-}
-
-impl WorkerHandle {
     /// Waits once until the thread has ended. At the deadline the thread is leaked.
     fn join(&mut self, deadline: Instant) {
         let Some(thread) = self.thread.take() else { return };
@@ -267,10 +257,17 @@ impl WorkerHandle {
     }
 }
 
+impl Drop for WorkerHandle {
+    fn drop(&mut self) {
+        self.close();
+        self.join(Instant::now() + END_WITHIN);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::{BackendError, Next};
+    use crate::device::{BackendError, Next, Worker};
     use crate::worker::Queues;
 
     /// A device of three queues, two of which share a worker.

@@ -147,10 +147,9 @@ impl QueueSlot {
         // Distinguishes chains of this ring from those of its predecessors and of other rings.
         let epoch = self.number as u64 | self.starts << 16;
         let mut ring = Ring::new(setup, memory, epoch).inspect_err(|fault| self.report(fault))?;
-        let record = self.record.clone();
-        if let Some(chains @ 1..) =
-            record.and_then(|record| ring.resume(record, self.policy.completes_in_order))
-        {
+        let resumed =
+            self.record.clone().and_then(|record| ring.resume(record, self.policy.completes_in_order));
+        if let Some(chains @ 1..) = resumed {
             tracing::info!(
                 ring = self.number,
                 chains,

@@ -1,7 +1,6 @@
 //! The thread of one worker.
 
 use std::convert::Infallible;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
@@ -17,10 +16,8 @@ use crate::device::{BackendError, Next, Worker};
 use crate::eventfd::Eventfd;
 use crate::hangup::Hangup;
 use crate::kick::{self, Kick};
-use crate::log::DirtyLog;
 use crate::mailbox::{self, Mailbox};
 use crate::memory::GuestMemory;
-use crate::message::VringAddress;
 use crate::poll::{PollFlags, PollSet};
 use crate::ring::{Batch, Ring, RingFault, RingSetup};
 use crate::session::{RingFds, SessionError};
@@ -196,16 +193,6 @@ impl WorkerThread {
         Ok(Some(stop.base))
     }
 
-    pub(super) fn set_call(&mut self, queue: usize, fd: Option<OwnedFd>) {
-        if let Some(ring) = &mut self.slots[queue].ring {
-            ring.set_call(fd);
-        }
-    }
-
-    pub(super) fn set_address(&mut self, queue: usize, address: VringAddress) {
-        self.slots[queue].remap(None, Some(address));
-    }
-
     pub(super) fn set_memory(&mut self, memory: &Arc<GuestMemory>) -> Result<(), SessionError> {
         let deadline = Instant::now() + DRAIN_WITHIN;
         let released = self.worker.release(&mut Queues::new(&mut self.slots), deadline);
@@ -213,10 +200,6 @@ impl WorkerThread {
         released.map_err(|reason| self.keep_in_flight(0, reason))?;
         self.slots.iter_mut().for_each(|slot| slot.remap(Some(memory), None));
         Ok(())
-    }
-
-    pub(super) fn set_log(&mut self, log: Option<&Arc<DirtyLog>>) {
-        self.slots.iter_mut().for_each(|slot| slot.set_log(log));
     }
 
     /// Drops the rings without stopping them, because chains may still be accessed: none returns to the
