@@ -86,19 +86,8 @@ impl ConnectionResources {
 }
 
 impl<C: Deref<Target = dyn Channel>> FrontendConnection<C> {
-    /// The connection of a frontend that has just connected.
-    pub(crate) fn new(
-        channel: C,
-        device: &Arc<dyn Device>,
-        record: Option<&InFlightRecord>,
-        orphans: &Arc<OrphanedThreads>,
-    ) -> Result<Self, ServeError> {
-        let resources = ConnectionResources::new(&*channel, device, record, orphans)?;
-        Ok(Self::with(channel, device, resources))
-    }
-
     /// The connection of a frontend that has just connected, with its resources.
-    pub(crate) fn with(channel: C, device: &Arc<dyn Device>, resources: ConnectionResources) -> Self {
+    pub(crate) fn new(channel: C, device: &Arc<dyn Device>, resources: ConnectionResources) -> Self {
         let ConnectionResources { workers, hangup, orphans } = resources;
         let session = Session::new(Arc::clone(device), orphans, workers);
         Self { channel, session, hangup, incoming: IncomingMessage::default(), cancel: None }

@@ -84,6 +84,23 @@ impl FrontendSource {
         check_queues(device.as_ref())?;
         Service::new(self).serve(device, &InFlightRecord::new(device.queue_count())?, cancel)
     }
+
+    /// Waits for the next frontend to connect, or connects to it.
+    fn next(&self, cancel: &Cancel) -> Result<Box<dyn Channel>, ServeError> {
+        retry_while(ServeError::is_out_of_resources, cancel, || self.attempt(cancel))
+    }
+
+    fn attempt(&self, cancel: &Cancel) -> Result<Box<dyn Channel>, ServeError> {
+        Ok(match self {
+            Self::Connected(_) => unreachable!("a connected frontend is not waited for"),
+            Self::Listen(listener) => retry_timeouts(|until| listener.accept(until, cancel))?,
+            Self::Connect(address) => {
+                let options = ConnectOptions { retry: true, ..ConnectOptions::default() };
+                retry_timeouts(|until| connect_with(address, until, cancel, &options))?
+            }
+            Self::Inherited(socket) => Box::new(accept(socket, cancel)?),
+        })
+    }
 }
 
 /// A device's frontends, and the connected one. Serving can be interrupted and resumed.
@@ -187,31 +204,12 @@ impl Service {
             let retries = |error: &ServeError| error.is_out_of_resources() || only && error.is_temporary();
             let create = || ConnectionResources::new(&*channel, device, Some(record), &self.orphans);
             let resources = retry_while(retries, cancel, create)?;
-            self.connection = Some(FrontendConnection::with(channel, device, resources));
+            self.connection = Some(FrontendConnection::new(channel, device, resources));
         }
         if self.allows_standby(device.as_ref()) {
             return self.serve_pair(device, record, cancel);
         }
         self.connection.as_mut().map_or(Ok(()), |connection| connection.serve(cancel))
-    }
-}
-
-impl FrontendSource {
-    /// Waits for the next frontend to connect, or connects to it.
-    fn next(&self, cancel: &Cancel) -> Result<Box<dyn Channel>, ServeError> {
-        retry_while(ServeError::is_out_of_resources, cancel, || self.attempt(cancel))
-    }
-
-    fn attempt(&self, cancel: &Cancel) -> Result<Box<dyn Channel>, ServeError> {
-        Ok(match self {
-            Self::Connected(_) => unreachable!("a connected frontend is not waited for"),
-            Self::Listen(listener) => retry_timeouts(|until| listener.accept(until, cancel))?,
-            Self::Connect(address) => {
-                let options = ConnectOptions { retry: true, ..ConnectOptions::default() };
-                retry_timeouts(|until| connect_with(address, until, cancel, &options))?
-            }
-            Self::Inherited(socket) => Box::new(accept(socket, cancel)?),
-        })
     }
 }
 
@@ -289,7 +287,8 @@ pub fn serve(
     cancel: &Cancel,
 ) -> Result<(), ServeError> {
     check_queues(device.as_ref())?;
-    FrontendConnection::new(channel, device, None, &Arc::default())?.serve(cancel)
+    let resources = ConnectionResources::new(channel, device, None, &Arc::default())?;
+    FrontendConnection::new(channel, device, resources).serve(cancel)
 }
 
 fn check_queues(device: &dyn Device) -> Result<(), ServeError> {

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
+use rustix::io::retry_on_intr;
 use towline_channel::{Cancel, Channel};
 
 use super::{FrontendSource, Service, descriptor_error};
@@ -118,13 +118,7 @@ impl Service {
         let until = self.standby.as_ref().map_or(retry_at, FrontendConnection::complete_until);
         let left = until.map(|at| at.saturating_duration_since(Instant::now()));
         let timeout = left.map(|left| Timespec::try_from(left).expect("a few seconds at most"));
-        loop {
-            match poll(&mut polled, timeout.as_ref()) {
-                Err(Errno::INTR) => {}
-                Err(errno) => return Err(descriptor_error(errno)),
-                Ok(_) => break,
-            }
-        }
+        retry_on_intr(|| poll(&mut polled, timeout.as_ref())).map_err(descriptor_error)?;
         let ready = fds.iter().zip(&polled).find(|(_, polled)| !polled.revents().is_empty());
         Ok(ready.map_or(FrontendEvent::Timeout, |((event, _), _)| *event))
     }
@@ -182,7 +176,7 @@ impl Service {
             _ => return Ok(()),
         };
         let resources = ConnectionResources::new(&*channel, device, Some(record), &self.orphans)?;
-        let mut standby = FrontendConnection::with(channel, device, resources);
+        let mut standby = FrontendConnection::new(channel, device, resources);
         standby.set_cancel(cancel);
         standby.set_reply_timeout(STANDBY_REPLY_WITHIN)?;
         tracing::info!(device = device.name(), "a second frontend has connected");
