@@ -23,7 +23,7 @@ const PAGE_BYTES_MAX: u64 = 64 << 10;
 #[derive(Debug)]
 pub(crate) struct Mapping {
     /// Dropped before the region that it guards.
-    guard: Option<MappingGuard>,
+    guard: MappingGuard,
     region: MmapRegion<()>,
     file_id: FileId,
     /// Offset of the mapping in its file: a multiple of the page size.
@@ -61,24 +61,9 @@ pub(crate) struct Area {
 }
 
 impl Mapping {
-    /// As [`Self::new`], for a file that another process may truncate: an access that faults then (SIGBUS)
-    /// reads zeros, and the mapping is lost.
+    /// Maps `len` bytes of the file from `offset` on, shared, for reading and writing. Another process may
+    /// truncate the file: an access that faults then (SIGBUS) reads zeros, and the mapping is lost.
     pub(crate) fn guarded(fd: OwnedFd, offset: u64, len: u64) -> Result<Self, MemoryTableError> {
-        let mapping = Self::new(fd, offset, len)?;
-        // SAFETY: the range is this mapping, of which no reference is ever made, and the guard is dropped
-        // first. Shared memory may have any contents at any time, so zeros as well.
-        let guard =
-            unsafe { MappingGuard::new(mapping.region.as_ptr(), mapping.region.size(), Zeros::Mapping) };
-        Ok(Self { guard: Some(guard.map_err(MemoryTableError::Map)?), ..mapping })
-    }
-
-    /// Returns true if it was replaced by zeros after a fault.
-    pub(crate) fn is_lost(&self) -> bool {
-        self.guard.as_ref().is_some_and(MappingGuard::is_lost)
-    }
-
-    /// Maps `len` bytes of the file from `offset` on, shared, for reading and writing.
-    pub(crate) fn new(fd: OwnedFd, offset: u64, len: u64) -> Result<Self, MemoryTableError> {
         let end = offset.checked_add(len).filter(|end| *end <= isize::MAX as u64);
         let end = end.ok_or(MemoryTableError::TooLarge { offset, size: len })?;
         let file = File::from(fd);
@@ -98,8 +83,17 @@ impl Mapping {
             tracing::debug!(%error, "mmap failed");
             MemoryTableError::Map(std::io::Error::other(error.to_string()))
         })?;
+        // SAFETY: the range is this mapping, of which no reference is ever made, and the guard is dropped
+        // first. Shared memory may have any contents at any time, so zeros as well.
+        let guard = unsafe { MappingGuard::new(region.as_ptr(), region.size(), Zeros::Mapping) };
+        let guard = guard.map_err(MemoryTableError::Map)?;
         let (start, lead) = (len_of(start), len_of(offset - start));
-        Ok(Self { guard: None, region, file_id, start, lead, len: len_of(len) })
+        Ok(Self { guard, region, file_id, start, lead, len: len_of(len) })
+    }
+
+    /// Returns true if it was replaced by zeros after a fault.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.guard.is_lost()
     }
 
     /// Length of the mapping.
@@ -319,10 +313,11 @@ mod tests {
             let (_file, _mapping) = mapped(4096);
             let file = File::from(memfd_create("other", MemfdFlags::CLOEXEC).unwrap());
             ftruncate(&file, 4096).unwrap();
-            let other = Mapping::new(file.try_clone().unwrap().into(), 0, 4096).unwrap();
+            let part = FileOffset::new(file.try_clone().unwrap(), 0);
+            let other = MmapRegion::<()>::from_file(part, 4096).unwrap();
             ftruncate(&file, 0).unwrap();
-            let area = Area::new(&Arc::new(other), 0, 8, 8).unwrap();
-            println!("read {}", area.load_64(0, Ordering::Relaxed));
+            // SAFETY: it is mapped; this very read ends the process.
+            println!("read {}", unsafe { other.as_ptr().read_volatile() });
             return;
         }
         let mut child = Command::new(std::env::current_exe().unwrap());
