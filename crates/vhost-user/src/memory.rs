@@ -40,33 +40,21 @@ pub struct GuestMemory {
     regions: Vec<Region>,
 }
 
-/// A part of a region, which it identifies within its [`GuestMemory`].
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Segment {
-    region: u16,
-    pub(crate) len: u32,
-    offset: u64,
-}
-
 /// A part of one region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GuestRange {
     /// Index in [`GuestMemory::regions`].
-    pub region: usize,
+    pub region: u16,
     /// Offset in the region.
     pub offset: u64,
     /// Length in bytes.
     pub len: u32,
 }
 
-impl Segment {
-    pub(crate) fn range(&self) -> GuestRange {
-        GuestRange { region: self.region.into(), offset: self.offset, len: self.len }
-    }
-
-    /// The segment without its first `len` bytes.
+impl GuestRange {
+    /// The range without its first `len` bytes.
     pub(crate) fn skip(&self, len: usize) -> Self {
-        let skipped = u32::try_from(len).expect("a segment is shorter than 4 GiB");
+        let skipped = u32::try_from(len).expect("a range is shorter than 4 GiB");
         Self { len: self.len - skipped, offset: self.offset + u64::from(skipped), ..*self }
     }
 }
@@ -203,7 +191,7 @@ impl GuestMemory {
 
     /// Appends the segments of `len` bytes at a guest address, several if they cross adjacent regions.
     /// Returns false if a byte is outside all regions.
-    pub(crate) fn append_segments(&self, guest: u64, len: u32, segments: &mut Vec<Segment>) -> bool {
+    pub(crate) fn append_segments(&self, guest: u64, len: u32, segments: &mut Vec<GuestRange>) -> bool {
         let (mut guest, mut left) = (guest, u64::from(len));
         while left > 0 {
             let Some(index) = self.region_at(guest) else { return false };
@@ -212,7 +200,7 @@ impl GuestMemory {
             let here = left.min(region.size - offset);
             let index = u16::try_from(index).expect("at most REGIONS_MAX");
             let len = u32::try_from(here).expect("at most `len`");
-            segments.push(Segment { region: index, len, offset });
+            segments.push(GuestRange { region: index, len, offset });
             left -= here;
             match guest.checked_add(here) {
                 Some(next) => guest = next,
@@ -222,21 +210,21 @@ impl GuestMemory {
         true
     }
 
-    pub(crate) fn guest_address(&self, segment: &Segment) -> u64 {
+    pub(crate) fn guest_address(&self, segment: &GuestRange) -> u64 {
         self.regions[usize::from(segment.region)].guest + segment.offset
     }
 
-    pub(crate) fn io_buf(&self, segment: &Segment) -> IoBuf<'_> {
+    pub(crate) fn io_buf(&self, segment: &GuestRange) -> IoBuf<'_> {
         let (mapping, offset) = self.locate(segment);
         mapping.io_buf(offset, segment.len as usize)
     }
 
-    pub(crate) fn io_buf_mut(&self, segment: &Segment) -> IoBufMut<'_> {
+    pub(crate) fn io_buf_mut(&self, segment: &GuestRange) -> IoBufMut<'_> {
         let (mapping, offset) = self.locate(segment);
         mapping.io_buf_mut(offset, segment.len as usize)
     }
 
-    fn locate(&self, segment: &Segment) -> (&Mapping, usize) {
+    fn locate(&self, segment: &GuestRange) -> (&Mapping, usize) {
         let offset = usize::try_from(segment.offset).expect("a mapping is shorter than isize::MAX");
         (&self.regions[usize::from(segment.region)].mapping, offset)
     }

@@ -143,7 +143,7 @@ impl Umem {
 
     /// Translates a range of guest memory.
     pub(super) fn range(&self, guest: GuestRange) -> UmemRange {
-        let slot = self.regions.get(guest.region).copied().flatten();
+        let slot = self.regions.get(usize::from(guest.region)).copied().flatten();
         let page = slot.map_or(PAGE_BYTES, |slot| slot.page);
         UmemRange { offset: slot.map(|slot| slot.offset + guest.offset), len: guest.len, page }
     }

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use towline_channel::{IoBuf, IoBufMut, gather, scatter};
 
 use super::BATCH_SEGMENTS_MAX;
-use crate::memory::{GuestMemory, GuestRange, Segment};
+use crate::memory::{GuestMemory, GuestRange};
 
 /// Popped chains, and a reference to the guest memory that they are in. Reusable.
 #[derive(Debug, Default)]
 pub struct Batch {
     pub(super) memory: Arc<GuestMemory>,
-    pub(super) segments: Vec<Segment>,
+    pub(super) segments: Vec<GuestRange>,
     pub(super) chains: Vec<ChainLayout>,
     pub(super) epoch: u64,
 }
@@ -82,11 +82,6 @@ impl Batch {
         self.chains.iter().map(|layout| Chain { batch: self, layout })
     }
 
-    /// Memory of the buffers, for uses that outlive the batch.
-    pub fn memory(&self) -> &Arc<GuestMemory> {
-        &self.memory
-    }
-
     pub(super) fn begin(&mut self, memory: &Arc<GuestMemory>, epoch: u64) {
         if !Arc::ptr_eq(&self.memory, memory) {
             self.memory = Arc::clone(memory);
@@ -115,7 +110,7 @@ impl<'b> Chain<'b> {
 
     /// Positions of [`Self::readable`] in the batch's memory.
     pub fn readable_ranges(&self) -> impl ExactSizeIterator<Item = GuestRange> + use<'b> {
-        self.batch.segments[self.layout.start..self.layout.writable_start].iter().map(Segment::range)
+        self.batch.segments[self.layout.start..self.layout.writable_start].iter().copied()
     }
 
     /// Number of bytes in [`Self::readable`].
@@ -165,7 +160,7 @@ impl<'b> Chain<'b> {
         ChainHead { index: self.layout.head, epoch: self.batch.epoch }
     }
 
-    pub(super) fn writable_segments(&self) -> &'b [Segment] {
+    pub(super) fn writable_segments(&self) -> &'b [GuestRange] {
         &self.batch.segments[self.layout.writable_start..self.layout.end]
     }
 }

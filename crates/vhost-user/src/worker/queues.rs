@@ -19,11 +19,6 @@ impl<'a> Queues<'a> {
         Self { slots }
     }
 
-    /// Number of the first of them among all queues of the device.
-    pub fn first(&self) -> usize {
-        self.slots.first().map_or(0, |slot| slot.number)
-    }
-
     /// Number of queues.
     pub fn len(&self) -> usize {
         self.slots.len()
