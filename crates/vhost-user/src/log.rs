@@ -95,9 +95,7 @@ impl DirtyLog {
         let words = Area::new(&mapping, 0, len, 8).ok_or(MemoryTableError::TooLarge { offset, size })?;
         Ok(Self { words, pages: size / 8 * 64 })
     }
-}
 
-impl DirtyLog {
     /// Sets bits of a word. Returns false if it is outside the log.
     fn set(&self, word: u64, bits: u64) -> bool {
         let inside = word < self.pages / 64;

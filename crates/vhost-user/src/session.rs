@@ -148,7 +148,11 @@ impl<R: Rings> Session<R> {
 
     /// Sets the device up as negotiated here, because it was another session's.
     pub(crate) fn take_device(&mut self) -> Result<(), SessionError> {
-        let Some(accepted) = self.negotiated.features else { return Ok(()) };
+        self.negotiated.features.map_or(Ok(()), |accepted| self.acknowledge(accepted))
+    }
+
+    /// Passes the driver's part of these features to the device.
+    fn acknowledge(&self, accepted: u64) -> Result<(), SessionError> {
         let acknowledged = self.device.acknowledge(accepted & !features::NOT_OF_THE_DRIVER);
         acknowledged.map_err(|reason| SessionError::refused("SET_FEATURES", reason))
     }
@@ -255,8 +259,7 @@ impl<R: Rings> Session<R> {
             if let Some(ring) = self.vrings.iter().position(|vring| vring.running) {
                 return Err(SessionError::FeaturesWhileRunning { ring });
             }
-            let acknowledged = self.device.acknowledge(of_driver(accepted));
-            acknowledged.map_err(|reason| SessionError::refused("SET_FEATURES", reason))?;
+            self.acknowledge(accepted)?;
         }
         self.negotiated.features = Some(accepted);
         let log_changes = before.unwrap_or(0) & features::LOG_ALL != accepted & features::LOG_ALL;
@@ -280,17 +283,12 @@ impl<R: Rings> Session<R> {
     }
 
     fn set_protocol_features(&mut self, bits: u64) -> Result<(), SessionError> {
-        let offered = self.offered_protocol();
-        match ProtocolFeatures::from_bits(bits).filter(|accepted| offered.contains(*accepted)) {
-            Some(accepted) => {
-                self.negotiated.protocol = accepted;
-                Ok(())
-            }
-            None => {
-                let unknown = bits & !offered.bits();
-                Err(SessionError::ProtocolFeatures { unknown, offered: offered.bits() })
-            }
+        let offered = self.offered_protocol().bits();
+        if bits & !offered != 0 {
+            return Err(SessionError::ProtocolFeatures { unknown: bits & !offered, offered });
         }
+        self.negotiated.protocol = ProtocolFeatures::from_bits_retain(bits);
+        Ok(())
     }
 
     fn set_mem_table(&mut self, regions: Vec<(RegionInfo, OwnedFd)>) -> Result<Option<Reply>, SessionError> {
