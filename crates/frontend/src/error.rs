@@ -60,6 +60,6 @@ pub enum Error {
 /// Result of this crate's calls.
 pub type Result<T> = std::result::Result<T, Error>;
 
-pub(crate) fn system(what: &'static str) -> impl FnOnce(rustix::io::Errno) -> Error {
-    move |errno| Error::System { what, source: errno.into() }
+pub(crate) fn system<E: Into<std::io::Error>>(what: &'static str) -> impl Fn(E) -> Error + Copy {
+    move |error| Error::System { what, source: error.into() }
 }

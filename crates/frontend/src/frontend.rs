@@ -48,8 +48,8 @@ impl Frontend {
         loop {
             match UnixStream::connect(path) {
                 Ok(stream) => return Self::new(stream),
-                Err(source) if Instant::now() > until => {
-                    return Err(Error::System { what: "connecting to the backend", source });
+                Err(error) if Instant::now() > until => {
+                    return Err(system("connecting to the backend")(error));
                 }
                 // The kernel has no event for a socket that starts to listen.
                 Err(_) => std::thread::sleep(CONNECT_INTERVAL),
@@ -62,8 +62,7 @@ impl Frontend {
     /// # Errors
     /// The kernel's.
     pub fn accept(listener: &UnixListener) -> Result<Self> {
-        let accepted = listener.accept();
-        let (stream, _) = accepted.map_err(|source| Error::System { what: "accept", source })?;
+        let (stream, _) = listener.accept().map_err(system("accept"))?;
         Self::new(stream)
     }
 
@@ -72,9 +71,8 @@ impl Frontend {
     /// # Errors
     /// The kernel's.
     pub fn new(stream: UnixStream) -> Result<Self> {
-        let failed = |source| Error::System { what: "timeouts", source };
-        stream.set_read_timeout(Some(REPLY_TIMEOUT)).map_err(failed)?;
-        stream.set_write_timeout(Some(REPLY_TIMEOUT)).map_err(failed)?;
+        stream.set_read_timeout(Some(REPLY_TIMEOUT)).map_err(system("timeouts"))?;
+        stream.set_write_timeout(Some(REPLY_TIMEOUT)).map_err(system("timeouts"))?;
         Ok(Self { stream, negotiated: Negotiated::default() })
     }
 
@@ -97,17 +95,10 @@ impl Frontend {
         self.send_unacked(RequestCode::SET_OWNER, &[], &[])?;
         let offered = self.number(RequestCode::GET_FEATURES)?;
         let needed = needed | feature::VERSION_1;
-        let missing = needed & !offered;
-        if missing != 0 {
-            return Err(Error::Features { what: "features", wanted: needed, missing, offered });
-        }
+        check_offered("features", needed, offered)?;
         if offered & feature::PROTOCOL_FEATURES != 0 {
             let offered = self.number(RequestCode::GET_PROTOCOL_FEATURES)?;
-            let missing = needed_protocol & !offered;
-            if missing != 0 {
-                let (what, wanted) = ("protocol features", needed_protocol);
-                return Err(Error::Features { what, wanted, missing, offered });
-            }
+            check_offered("protocol features", needed_protocol, offered)?;
             let wanted = protocol::MQ | protocol::REPLY_ACK | protocol::MEM_SLOTS | protocol::CONFIG;
             let taken = offered & (needed_protocol | wanted | protocol::LOG_SHMFD);
             self.send_unacked(RequestCode::SET_PROTOCOL_FEATURES, &encode_u64s(&[taken]), &[])?;
@@ -195,10 +186,9 @@ impl Frontend {
     pub fn stop(&mut self, index: u32) -> Result<u16> {
         let reply = self.query(RequestCode::GET_VRING_BASE, &encode_u32_pair(index, 0), &[])?;
         let base = reply.get(4..8).map(|bytes| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));
-        base.and_then(|base| u16::try_from(base).ok()).ok_or_else(|| Error::Reply {
-            request: RequestCode::GET_VRING_BASE.0,
-            found: format!("{reply:?}"),
-            expected: "a ring and a number of 16 bits".into(),
+        base.and_then(|base| u16::try_from(base).ok()).ok_or_else(|| {
+            let expected = "a ring and a number of 16 bits";
+            unexpected(RequestCode::GET_VRING_BASE, format!("{reply:?}"), expected)
         })
     }
 
@@ -207,7 +197,7 @@ impl Frontend {
     /// # Errors
     /// As [`Frontend::query`]; or the state cannot be saved.
     pub fn save(&mut self) -> Result<Vec<u8>> {
-        let failed = |source| Error::System { what: "a pipe for the state", source };
+        let failed = system("a pipe for the state");
         let (mut reader, writer) = std::io::pipe().map_err(failed)?;
         let reply =
             self.query(RequestCode::SET_DEVICE_STATE_FD, &encode_u32_pair(0, 0), &[writer.as_fd()])?;
@@ -217,11 +207,10 @@ impl Frontend {
         reader.read_to_end(&mut state).map_err(failed)?;
         match (reply.first(), self.number(RequestCode::CHECK_DEVICE_STATE)?) {
             (Some(0), 0) => Ok(state),
-            (_, found) => Err(Error::Reply {
-                request: RequestCode::CHECK_DEVICE_STATE.0,
-                found: format!("{reply:?} and {found}"),
-                expected: "a state".into(),
-            }),
+            (_, found) => {
+                let found = format!("{reply:?} and {found}");
+                Err(unexpected(RequestCode::CHECK_DEVICE_STATE, found, "a state"))
+            }
         }
     }
 
@@ -230,7 +219,7 @@ impl Frontend {
     /// # Errors
     /// As [`Frontend::query`].
     pub fn load(&mut self, state: &[u8]) -> Result<bool> {
-        let failed = |source| Error::System { what: "a pipe for the state", source };
+        let failed = system("a pipe for the state");
         let (reader, mut writer) = std::io::pipe().map_err(failed)?;
         let reply =
             self.query(RequestCode::SET_DEVICE_STATE_FD, &encode_u32_pair(1, 0), &[reader.as_fd()])?;
@@ -255,11 +244,7 @@ impl Frontend {
     pub fn number(&mut self, code: RequestCode) -> Result<u64> {
         let reply = self.query(code, &[], &[])?;
         let number = <[u8; 8]>::try_from(&reply[..]).map(u64::from_le_bytes);
-        number.map_err(|_| Error::Reply {
-            request: code.0,
-            found: format!("{} bytes", reply.len()),
-            expected: "8".into(),
-        })
+        number.map_err(|_| unexpected(code, format!("{} bytes", reply.len()), "8"))
     }
 
     /// A request without a specific reply. If REPLY_ACK was negotiated, it has taken effect when this
@@ -273,11 +258,7 @@ impl Frontend {
         }
         self.send(&wire::acknowledged_request(code, payload), code, fds)?;
         let reply = self.reply(code)?;
-        if reply == [0; 8] {
-            return Ok(());
-        }
-        let expected = "0".into();
-        Err(Error::Reply { request: code.0, found: format!("{reply:?}"), expected })
+        if reply == [0; 8] { Ok(()) } else { Err(unexpected(code, format!("{reply:?}"), "0")) }
     }
 
     /// Sends a request without requesting a reply.
@@ -323,8 +304,7 @@ impl Frontend {
         let (found, is_reply, length) = wire::decode_reply_header(&header);
         if found != code.1 || !is_reply || length > REPLY_BYTES_MAX {
             let found = format!("request {found}, reply {is_reply}, {length} bytes");
-            let expected = format!("a reply to {}", code.1);
-            return Err(Error::Reply { request: code.0, found, expected });
+            return Err(unexpected(code, found, &format!("a reply to {}", code.1)));
         }
         let mut payload = vec![0; length];
         self.fill(&mut payload, code)?;
@@ -338,7 +318,18 @@ impl Frontend {
             ErrorKind::WouldBlock => {
                 Error::Timeout { what: "an answer of the backend", seconds: REPLY_TIMEOUT.as_secs() }
             }
-            _ => Error::System { what: "reading an answer", source },
+            _ => system("reading an answer")(source),
         })
     }
+}
+
+fn check_offered(what: &'static str, wanted: u64, offered: u64) -> Result<()> {
+    match wanted & !offered {
+        0 => Ok(()),
+        missing => Err(Error::Features { what, wanted, missing, offered }),
+    }
+}
+
+fn unexpected(code: RequestCode, found: String, expected: &str) -> Error {
+    Error::Reply { request: code.0, found, expected: expected.into() }
 }

@@ -64,8 +64,7 @@ impl MemoryArena {
     fn in_file(flags: MemfdFlags, region: u64, region_count: u64) -> Result<Self> {
         let fd = memfd_create("guest", flags).map_err(system("memfd_create"))?;
         ftruncate(&fd, region * region_count).map_err(system("ftruncate"))?;
-        let map = MmapOptions::new().populate().map_raw(&fd);
-        let map = map.map_err(|source| crate::Error::System { what: "mmap", source })?;
+        let map = MmapOptions::new().populate().map_raw(&fd).map_err(system("mmap"))?;
         Ok(Self { fd, shared: Shared::new(map), region, regions: region_count, next: AtomicU64::new(0) })
     }
 

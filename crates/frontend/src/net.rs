@@ -230,7 +230,7 @@ impl DriverPair {
     /// Transmits header and frame, `len` bytes in all, with the current content of the buffer. False if there
     /// is no free buffer. Published by [`DriverPair::flush`].
     pub fn transmit_any(&mut self, len: usize) -> bool {
-        let Some(slot) = self.free.pop() else { return false };
+        let Some(&slot) = self.free.last() else { return false };
         let guest = self.slot(slot);
         // Without checksum offload Linux has no frames of several parts.
         let added = if self.options.features & feature::CSUM == 0 {
@@ -240,10 +240,9 @@ impl DriverPair {
             self.tx.add(PageDescriptors::new(guest, len).all(), &[], slot.into())
         };
         if added {
-            return true;
+            self.free.pop();
         }
-        self.free.push(slot);
-        false
+        added
     }
 
     /// Transmits this header and frame. False if there is no free buffer.

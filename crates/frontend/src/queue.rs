@@ -13,7 +13,7 @@ use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use rustix::io::Errno;
+use rustix::io::retry_on_intr;
 
 use crate::memory::MemoryArena;
 use crate::wire::feature;
@@ -228,14 +228,8 @@ impl Queue {
             }
             self.free.pop();
             let len = u32::try_from(count).expect("it is small") * 16;
-            descriptor(
-                &self.memory,
-                self.places.table,
-                head,
-                QueueBuffer { guest: table, len },
-                INDIRECT,
-                None,
-            );
+            let whole = QueueBuffer { guest: table, len };
+            descriptor(&self.memory, self.places.table, head, whole, INDIRECT, None);
             self.links[usize::from(head)] = None;
         } else {
             let mut here = self.free.pop();
@@ -416,13 +410,8 @@ pub fn needs_event(event: u16, new: u16, old: u16) -> bool {
 pub fn wait_any(fds: &[BorrowedFd<'_>], within: Duration) -> Result<bool> {
     let mut fds: Vec<_> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
     let within = Timespec::try_from(within).unwrap_or(Timespec { tv_sec: i64::MAX, tv_nsec: 0 });
-    loop {
-        match poll(&mut fds, Some(&within)) {
-            Ok(count) => return Ok(count > 0),
-            Err(Errno::INTR) => {}
-            Err(errno) => return Err(system("poll")(errno)),
-        }
-    }
+    let ready = retry_on_intr(|| poll(&mut fds, Some(&within)));
+    ready.map(|count| count > 0).map_err(system("poll"))
 }
 
 #[cfg(test)]

@@ -400,24 +400,28 @@ impl VsockGuest {
     /// Puts a packet into the ring unchanged, even if invalid; its payload is the slot's content. False if
     /// there is no free slot.
     pub fn put(&mut self, header: &PacketHeader, len: usize) -> bool {
-        let Some(slot) = self.tx_free.pop() else { return false };
+        let Some(&slot) = self.tx_free.last() else { return false };
         let guest = self.slot(slot);
         self.memory.write(guest, &header.encode());
         let head = QueueBuffer { guest, len: HEADER_BYTES as u32 };
         let payload = QueueBuffer { guest: guest + 64, len: u32::try_from(len).expect("a payload is short") };
         let parts = [head, payload];
-        let parts = if len == 0 { &parts[..1] } else { &parts[..] };
-        if self.tx.add(parts, &[], slot.into()) {
-            return true;
+        self.add(slot, if len == 0 { &parts[..1] } else { &parts })
+    }
+
+    /// Adds a chain in the next free slot. False if there are not enough descriptors.
+    fn add(&mut self, slot: u16, parts: &[QueueBuffer]) -> bool {
+        let added = self.tx.add(parts, &[], slot.into());
+        if added {
+            self.tx_free.pop();
         }
-        self.tx_free.push(slot);
-        false
+        added
     }
 
     /// As [`VsockGuest::put`], with header and payload in pieces: the header and the first `each` bytes, then
     /// `each` bytes a piece. With more pieces than a ring has, indirect descriptors must be negotiated.
     pub fn put_in_pieces(&mut self, header: &PacketHeader, payload: &[u8], each: usize) -> bool {
-        let Some(slot) = self.tx_free.pop() else { return false };
+        let Some(&slot) = self.tx_free.last() else { return false };
         let guest = self.slot(slot);
         self.memory.write(guest, &header.encode());
         self.memory.write(guest + HEADER_BYTES as u64, payload);
@@ -428,11 +432,7 @@ impl VsockGuest {
             guest: guest + (HEADER_BYTES + index * each) as u64,
             len: len(piece.len()),
         }));
-        if self.tx.add(&parts, &[], slot.into()) {
-            return true;
-        }
-        self.tx_free.push(slot);
-        false
+        self.add(slot, &parts)
     }
 
     fn slot(&self, slot: u16) -> u64 {
@@ -442,20 +442,22 @@ impl VsockGuest {
     /// Requests a stream from `ports.0` to `ports.1`; an [`VsockEvent::Connected`] or [`VsockEvent::Reset`]
     /// follows.
     pub fn request(&mut self, ports: PortPair) {
-        self.streams.insert(ports, StreamCredit { kind: STREAM, ..StreamCredit::default() });
-        self.control(ports, op::REQUEST, 0);
+        self.request_with(ports, StreamCredit { kind: STREAM, ..StreamCredit::default() });
     }
 
     /// As [`VsockGuest::request`], of another guest.
     pub fn request_of(&mut self, peer_cid: u64, ports: PortPair) {
         let peer_cid = Some(peer_cid);
-        self.streams.insert(ports, StreamCredit { kind: STREAM, peer_cid, ..StreamCredit::default() });
-        self.control(ports, op::REQUEST, 0);
+        self.request_with(ports, StreamCredit { kind: STREAM, peer_cid, ..StreamCredit::default() });
     }
 
     /// As [`VsockGuest::request`], for seqpacket.
     pub fn request_seqpacket(&mut self, ports: PortPair) {
-        self.streams.insert(ports, StreamCredit { kind: 2, ..StreamCredit::default() });
+        self.request_with(ports, StreamCredit { kind: 2, ..StreamCredit::default() });
+    }
+
+    fn request_with(&mut self, ports: PortPair, credit: StreamCredit) {
+        self.streams.insert(ports, credit);
         self.control(ports, op::REQUEST, 0);
     }
 
