@@ -217,18 +217,15 @@ impl Host {
         let now_ms = self.read_clock();
         self.handshakes.expire(now_ms, HANDSHAKE_TIMEOUT_MS);
         self.resume_accepts();
-        let is_retry = |pending: &PendingConnect| matches!(pending, PendingConnect::Retry(..));
-        let retries: Vec<ConnectionId> =
-            self.pending.iter().filter(|(_, pending)| is_retry(pending)).map(|(id, _)| *id).collect();
-        for id in retries {
-            if let Some(PendingConnect::Retry(address, kind)) = self.pending.remove(&id) {
-                match self.connect_address(id, &address, kind) {
-                    ConnectOutcome::Connected(socket) => {
-                        self.events.push_back(SocketEvent::Connected(id, Some(socket)));
-                    }
-                    ConnectOutcome::Refused => self.events.push_back(SocketEvent::Connected(id, None)),
-                    ConnectOutcome::InProgress => {}
+        let retries = self.pending.extract_if(|_, pending| matches!(pending, PendingConnect::Retry(..)));
+        for (id, pending) in retries.collect::<Vec<_>>() {
+            let PendingConnect::Retry(address, kind) = pending else { continue };
+            match self.connect_address(id, &address, kind) {
+                ConnectOutcome::Connected(socket) => {
+                    self.events.push_back(SocketEvent::Connected(id, Some(socket)));
                 }
+                ConnectOutcome::Refused => self.events.push_back(SocketEvent::Connected(id, None)),
+                ConnectOutcome::InProgress => {}
             }
         }
     }
@@ -299,13 +296,7 @@ impl Host {
     }
 
     fn incoming(&mut self, socket: HostSocket, port: u32) {
-        let kind = socket.kind();
-        self.events.push_back(SocketEvent::Incoming(IncomingConnection {
-            port,
-            kind,
-            cid: HOST_CID,
-            socket,
-        }));
+        self.events.push_back(SocketEvent::Incoming(IncomingConnection { port, cid: HOST_CID, socket }));
     }
 
     fn continue_handshake(&mut self, slot: usize) {

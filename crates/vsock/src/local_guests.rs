@@ -9,14 +9,12 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::host::socket::HostSocket;
 use crate::lock::lock;
-use crate::packet::SocketType;
 
 /// A connection to a port of the guest that waits to be opened.
 #[derive(Debug)]
 pub(crate) struct IncomingConnection {
     /// Port of the guest.
     pub(crate) port: u32,
-    pub(crate) kind: SocketType,
     /// CID of the peer.
     pub(crate) cid: u64,
     pub(crate) socket: HostSocket,
@@ -128,6 +126,7 @@ impl LocalGuests {
 mod tests {
     use super::*;
     use crate::host::socket::HostSocket;
+    use crate::packet::SocketType;
 
     const CAPACITY: usize = 100;
 
@@ -142,7 +141,7 @@ mod tests {
         assert_eq!(share, CAPACITY / 2 / 5);
         let push = |cid| {
             let (_ours, socket) = HostSocket::pair(SocketType::Stream).unwrap();
-            queues[0].push(IncomingConnection { port: 1, kind: SocketType::Stream, cid, socket }, share)
+            queues[0].push(IncomingConnection { port: 1, cid, socket }, share)
         };
         assert_eq!((0..2 * share).filter(|_| push(4)).count(), share);
         assert!(push(5), "another guest's share is full too");

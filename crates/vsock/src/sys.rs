@@ -42,24 +42,28 @@ pub(crate) fn receive(
         message.msg_controllen = size_of::<ControlSpace>() as _;
     }
     let flags = libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC;
+    // SAFETY: `message` points to an array of `iovec` (the layout of `IoBufMut`) that lives across the call,
+    // each of memory that is writable, as `IoBufMut` guarantees, and to the space for ancillary data, or to
+    // none.
+    let call = || unsafe { libc::syscall(libc::SYS_recvmsg, fd.as_raw_fd(), &raw mut message, flags) };
+    let bytes = uninterrupted(call)?;
+    if let Some(passed) = passed {
+        take_descriptors(&message, passed);
+    }
+    if message.msg_flags & libc::MSG_TRUNC != 0 {
+        let text = format!("a message exceeds the {room} bytes of its buffers");
+        return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+    }
+    // A read stops where descriptors were sent with the data.
+    let has_stopped = message.msg_flags & libc::MSG_CTRUNC != 0;
+    Ok(ReceiveOutcome { bytes, more: has_stopped || bytes == room, eor: false })
+}
+
+/// Repeats a call that a signal has interrupted. Returns the number of bytes that it reports.
+fn uninterrupted(mut call: impl FnMut() -> libc::c_long) -> io::Result<usize> {
     loop {
-        // SAFETY: `message` points to an array of `iovec` (the layout of `IoBufMut`) that lives across the
-        // call, each of memory that is writable, as `IoBufMut` guarantees, and to the space for ancillary
-        // data, or to none.
-        let done = unsafe { libc::syscall(libc::SYS_recvmsg, fd.as_raw_fd(), &raw mut message, flags) };
-        if let Ok(bytes) = usize::try_from(done) {
-            if let Some(passed) = passed {
-                take_descriptors(&message, passed);
-            }
-            if message.msg_flags & libc::MSG_TRUNC != 0 {
-                return Err(io::Error::new(
-                    io::ErrorKind::InvalidData,
-                    format!("a message exceeds the {room} bytes of its buffers"),
-                ));
-            }
-            // A read stops where descriptors were sent with the data.
-            let has_stopped = message.msg_flags & libc::MSG_CTRUNC != 0;
-            return Ok(ReceiveOutcome { bytes, more: has_stopped || bytes == room, eor: false });
+        if let Ok(bytes) = usize::try_from(call()) {
+            return Ok(bytes);
         }
         let error = io::Error::last_os_error();
         if error.kind() != io::ErrorKind::Interrupted {
@@ -92,18 +96,9 @@ pub(crate) fn send(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>]) -> io::Result<usize> 
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = bufs.as_ptr().cast_mut().cast();
     message.msg_iovlen = bufs.len().min(IOV_MAX) as _;
-    loop {
-        // SAFETY: `message` points to an array of `iovec` (the layout of `IoBuf`) that lives across the call,
-        // each of memory that is readable, as `IoBuf` guarantees; the kernel only reads both.
-        let done = unsafe { libc::syscall(libc::SYS_sendmsg, fd.as_raw_fd(), &raw const message, FLAGS) };
-        if let Ok(bytes) = usize::try_from(done) {
-            return Ok(bytes);
-        }
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
-        }
-    }
+    // SAFETY: `message` points to an array of `iovec` (the layout of `IoBuf`) that lives across the call,
+    // each of memory that is readable, as `IoBuf` guarantees; the kernel only reads both.
+    uninterrupted(|| unsafe { libc::syscall(libc::SYS_sendmsg, fd.as_raw_fd(), &raw const message, FLAGS) })
 }
 
 /// An address of AF_VSOCK (`sockaddr_vm`).

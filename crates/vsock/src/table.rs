@@ -265,15 +265,13 @@ impl ConnectionTable {
         while self.by_key.contains_key(&key) {
             key.peer_port = self.allocate_port();
         }
-        let id = self.add(key, kind, Initiator::Peer).map(|(id, _)| id);
-        match id {
-            Some(id) => {
-                *self.connections_initiated_by.entry(peer_cid).or_default() += 1;
-                self.queue_control(id, ControlPackets::REQUEST);
-            }
-            None => self.statistics.refused_by_limit += 1,
-        }
-        id
+        let Some((id, _)) = self.add(key, kind, Initiator::Peer) else {
+            self.statistics.refused_by_limit += 1;
+            return None;
+        };
+        *self.connections_initiated_by.entry(peer_cid).or_default() += 1;
+        self.queue_control(id, ControlPackets::REQUEST);
+        Some(id)
     }
 
     /// Returns the number of connections that this peer initiated.

@@ -152,14 +152,14 @@ impl VsockWorker {
         }
     }
 
-    fn open(&mut self, IncomingConnection { port, kind, cid, socket }: IncomingConnection) {
+    fn open(&mut self, IncomingConnection { port, cid, socket }: IncomingConnection) {
         let connections = self.limits.connections;
         let share = || self.engine.sockets().share_of_peer(connections);
         if cid != HOST_CID && self.engine.table().connections_initiated_by(cid) >= share() {
             self.engine.refuse(socket);
             return;
         }
-        if let Err(socket) = self.engine.open(port, kind, cid, socket) {
+        if let Err(socket) = self.engine.open(port, socket.kind(), cid, socket) {
             self.engine.sockets_mut().close(socket, CloseMode::Reset);
         }
     }
@@ -198,18 +198,7 @@ impl VsockWorker {
             }
         }
     }
-}
 
-/// Next step of a worker after a pass over its sockets and rings.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum AfterPass {
-    /// Returns to its thread.
-    Return(Next),
-    /// Busy-polls: another pass.
-    Poll,
-}
-
-impl VsockWorker {
     /// While the worker busy-polls for the guest's response, checks the ring for it first, which takes no
     /// system call. Returns true if there was one; then it is the host's turn in the next pass.
     fn has_response(&mut self, queues: &mut Queues<'_>) -> bool {
@@ -223,8 +212,9 @@ impl VsockWorker {
         self.engine.traffic().from_guest != packets
     }
 
-    /// Processes events of the host and both rings once.
-    fn pass(&mut self, queues: &mut Queues<'_>) -> AfterPass {
+    /// Processes events of the host and both rings once. Returns what the thread does next, or `None` while the
+    /// worker busy-polls: another pass follows.
+    fn pass(&mut self, queues: &mut Queues<'_>) -> Option<Next> {
         if !self.has_response(queues) {
             self.process_host_events();
         }
@@ -251,46 +241,33 @@ impl VsockWorker {
         self.engine.sockets_mut().set_timer(interval);
         let polls = self.poller.should_poll(self.engine.traffic(), Instant::now);
         if polls && !again {
-            return AfterPass::Poll;
+            return None;
         }
         self.engine.sockets_mut().watch_handshakes();
-        AfterPass::Return(if again { Next::Again } else { Next::Wait })
+        Some(if again { Next::Again } else { Next::Wait })
     }
-
-    /// Publishes what a pass has completed. The guest is not interrupted for the ends of connections alone:
-    /// while the worker busy-polls, a packet that a program waits for follows at once, or the thread notifies
-    /// the guest.
-    fn publish(queues: &mut Queues<'_>, awaited: Awaited) {
-        if let Some(ring) = queues.ring(TRANSMIT) {
-            ring.publish();
-        }
-        if let Some(ring) = queues.ring(RECEIVE) {
-            match awaited {
-                Awaited::Yes => {
-                    ring.publish();
-                }
-                Awaited::No => ring.publish_quietly(),
-            }
-        }
-    }
-}
-
-/// Urgency of the packets of a pass: programs of the guest may wait for them, or not.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Awaited {
-    Yes,
-    No,
 }
 
 impl Worker for VsockWorker {
     fn run(&mut self, queues: &mut Queues<'_>) -> Next {
         for _ in 0..POLLED_PASSES_MAX {
             let packets = self.engine.traffic().to_guest;
-            if let AfterPass::Return(next) = self.pass(queues) {
+            if let Some(next) = self.pass(queues) {
                 return next;
             }
-            let awaited = if self.engine.traffic().to_guest == packets { Awaited::No } else { Awaited::Yes };
-            Self::publish(queues, awaited);
+            if let Some(ring) = queues.ring(TRANSMIT) {
+                ring.publish();
+            }
+            // The guest is not interrupted for the ends of connections alone: while the worker busy-polls, a
+            // packet that a program waits for follows at once, or the thread notifies the guest.
+            let is_awaited = self.engine.traffic().to_guest != packets;
+            match queues.ring(RECEIVE) {
+                Some(ring) if is_awaited => {
+                    ring.publish();
+                }
+                Some(ring) => ring.publish_quietly(),
+                None => {}
+            }
             // A call to epoll costs less than the thread's own wait for all descriptors.
             self.host_is_ready = true;
         }

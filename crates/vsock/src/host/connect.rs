@@ -144,7 +144,7 @@ impl Host {
         if let Some(queue) = config.local_guests.accept_queue(config.cid, key.peer_cid) {
             let Ok((ours, theirs)) = HostSocket::pair(kind) else { return ConnectOutcome::Refused };
             let share = config.local_guests.share(key.peer_cid, queue.capacity());
-            let incoming = IncomingConnection { port: key.peer_port, kind, cid: config.cid, socket: theirs };
+            let incoming = IncomingConnection { port: key.peer_port, cid: config.cid, socket: theirs };
             if !queue.push(incoming, share) {
                 return ConnectOutcome::Refused;
             }

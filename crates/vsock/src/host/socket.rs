@@ -41,7 +41,8 @@ pub(crate) struct HostSocket {
     /// guest's.
     buffered: RefCell<Vec<u8>>,
     framing: Framing,
-    send_buffer: Cell<SendBuffer>,
+    /// The kernel's send buffer can be enlarged, and was not.
+    may_enlarge: Cell<bool>,
 }
 
 /// Family of a socket.
@@ -50,15 +51,6 @@ pub(super) enum Family {
     Tcp,
     /// Unix or AF_VSOCK.
     Other,
-}
-
-/// Size of the kernel's send buffer of a socket.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum SendBuffer {
-    /// Can be enlarged.
-    Default,
-    /// Was enlarged, or must not be.
-    Fixed,
 }
 
 /// Framing of messages.
@@ -106,12 +98,12 @@ impl HostSocket {
             let _ = sockopt::set_socket_send_buffer_size(&fd, WINDOW_FIRST_MAX as usize);
         }
         // TCP sizes its buffers itself, and a message needs a buffer for all of it.
-        let is_fixed = family == Family::Tcp || kind == SocketType::Seqpacket;
+        let may_enlarge = family != Family::Tcp && kind != SocketType::Seqpacket;
         Self {
             fd,
             kind,
             family,
-            send_buffer: Cell::new(if is_fixed { SendBuffer::Fixed } else { SendBuffer::Default }),
+            may_enlarge: Cell::new(may_enlarge),
             expects_ok: false,
             buffered: RefCell::default(),
             framing: Framing::Plain,
@@ -123,7 +115,7 @@ impl HostSocket {
         Self { expects_ok: true, ..self }
     }
 
-    pub(super) fn kind(&self) -> SocketType {
+    pub(crate) fn kind(&self) -> SocketType {
         self.kind
     }
 
@@ -260,7 +252,7 @@ impl HostSocket {
 
     /// Enlarges the send buffer, once, so the peer has something to read until the guest has sent more.
     pub(super) fn enlarge_send_buffer(&self) {
-        if self.send_buffer.replace(SendBuffer::Fixed) == SendBuffer::Fixed {
+        if !self.may_enlarge.replace(false) {
             return;
         }
         // The kernel reports the doubled size.
