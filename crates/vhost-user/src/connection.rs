@@ -132,18 +132,16 @@ impl<C: Deref<Target = dyn Channel>> FrontendConnection<C> {
         rest: Rest,
         claim: impl FnOnce() -> Result<Claim, SessionError>,
     ) -> Result<Peer, ServeError> {
-        let message = loop {
+        let (MessageHeader { code, need_reply, .. }, request) = loop {
             match self.incoming.receive(&*self.channel)? {
-                Arrival::Message(message) => break message,
+                Arrival::Message(header, request) => break (header, request),
                 Arrival::End => return Ok(Peer::Disconnected),
                 Arrival::Part if rest == Rest::Later => return Ok(Peer::Connected),
                 Arrival::Part => self.incoming.wait(&*self.channel, self.cancel.as_ref())?,
             }
         };
-        let ReceivedMessage { header: MessageHeader { code, need_reply, .. }, payload, fds } = message;
         tracing::debug!(%code, need_reply, "request");
-        let request = Request::decode(code, &payload, fds).map_err(SessionError::from);
-        let outcome = request.and_then(|request| {
+        let outcome = request.map_err(SessionError::from).and_then(|request| {
             if self.session.concerns_device(&request) && claim()? == Claim::Taken {
                 self.session.take_device()?;
             }
@@ -211,13 +209,6 @@ pub(crate) fn send(channel: &dyn Channel, bytes: &[u8], fds: &[BorrowedFd<'_>]) 
     Ok(channel.send_all(&[IoBuf::from(&bytes[sent..])], SendFlags::empty())?)
 }
 
-/// A message as received.
-struct ReceivedMessage {
-    header: MessageHeader,
-    payload: Vec<u8>,
-    fds: Vec<OwnedFd>,
-}
-
 /// The next message, of which a part may have arrived. Descriptors that are not accepted stay in it, so they
 /// are closed with the connection.
 #[derive(Default)]
@@ -230,7 +221,7 @@ struct IncomingMessage {
 
 /// Part of a message that has arrived.
 enum Arrival {
-    Message(ReceivedMessage),
+    Message(MessageHeader, Result<Request, MessageError>),
     Part,
     End,
 }
@@ -271,7 +262,8 @@ impl IncomingMessage {
         match header {
             Some(header) if got == HEADER_BYTES + header.length => {
                 let Self { bytes, fds, .. } = std::mem::take(self);
-                Ok(Arrival::Message(ReceivedMessage { header, payload: bytes[HEADER_BYTES..].to_vec(), fds }))
+                let request = Request::decode(header.code, &bytes[HEADER_BYTES..], fds);
+                Ok(Arrival::Message(header, request))
             }
             _ => Ok(Arrival::Part),
         }
