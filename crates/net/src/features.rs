@@ -40,42 +40,29 @@ const ALWAYS: u64 = MRG_RXBUF
     | bit(virtio::VIRTIO_NET_F_GUEST_ANNOUNCE)
     | bit(VIRTIO_F_ANY_LAYOUT);
 
-/// Features with which the guest receives frames with offloads of the tap.
-const FROM_TAP: [(u64, Offloads); 7] = [
-    (bit(virtio::VIRTIO_NET_F_GUEST_CSUM), Offloads::CSUM),
-    (bit(virtio::VIRTIO_NET_F_GUEST_TSO4), Offloads::TSO4),
-    (bit(virtio::VIRTIO_NET_F_GUEST_TSO6), Offloads::TSO6),
-    (bit(virtio::VIRTIO_NET_F_GUEST_ECN), Offloads::ECN),
-    (bit(virtio::VIRTIO_NET_F_GUEST_UFO), Offloads::UFO),
-    (bit(virtio::VIRTIO_NET_F_GUEST_USO4), Offloads::USO),
-    (bit(virtio::VIRTIO_NET_F_GUEST_USO6), Offloads::USO),
+/// Features with which the guest receives frames with offloads of the tap, and their names.
+const FROM_TAP: [(u64, Offloads, &str); 7] = [
+    (bit(virtio::VIRTIO_NET_F_GUEST_CSUM), Offloads::CSUM, "VIRTIO_NET_F_GUEST_CSUM"),
+    (bit(virtio::VIRTIO_NET_F_GUEST_TSO4), Offloads::TSO4, "VIRTIO_NET_F_GUEST_TSO4"),
+    (bit(virtio::VIRTIO_NET_F_GUEST_TSO6), Offloads::TSO6, "VIRTIO_NET_F_GUEST_TSO6"),
+    (bit(virtio::VIRTIO_NET_F_GUEST_ECN), Offloads::ECN, "VIRTIO_NET_F_GUEST_ECN"),
+    (bit(virtio::VIRTIO_NET_F_GUEST_UFO), Offloads::UFO, "VIRTIO_NET_F_GUEST_UFO"),
+    (bit(virtio::VIRTIO_NET_F_GUEST_USO4), Offloads::USO, "VIRTIO_NET_F_GUEST_USO4"),
+    (bit(virtio::VIRTIO_NET_F_GUEST_USO6), Offloads::USO, "VIRTIO_NET_F_GUEST_USO6"),
 ];
 
-/// Features with which the guest sends frames with offloads that the tap supports.
-const TO_TAP: [(u64, Offloads); 6] = [
-    (bit(virtio::VIRTIO_NET_F_CSUM), Offloads::CSUM),
-    (bit(virtio::VIRTIO_NET_F_HOST_TSO4), Offloads::TSO4),
-    (bit(virtio::VIRTIO_NET_F_HOST_TSO6), Offloads::TSO6),
-    (bit(virtio::VIRTIO_NET_F_HOST_ECN), Offloads::ECN),
-    (bit(virtio::VIRTIO_NET_F_HOST_UFO), Offloads::UFO),
-    (bit(virtio::VIRTIO_NET_F_HOST_USO), Offloads::USO),
+/// Features with which the guest sends frames with offloads that the tap supports, and their names.
+const TO_TAP: [(u64, Offloads, &str); 6] = [
+    (bit(virtio::VIRTIO_NET_F_CSUM), Offloads::CSUM, "VIRTIO_NET_F_CSUM"),
+    (bit(virtio::VIRTIO_NET_F_HOST_TSO4), Offloads::TSO4, "VIRTIO_NET_F_HOST_TSO4"),
+    (bit(virtio::VIRTIO_NET_F_HOST_TSO6), Offloads::TSO6, "VIRTIO_NET_F_HOST_TSO6"),
+    (bit(virtio::VIRTIO_NET_F_HOST_ECN), Offloads::ECN, "VIRTIO_NET_F_HOST_ECN"),
+    (bit(virtio::VIRTIO_NET_F_HOST_UFO), Offloads::UFO, "VIRTIO_NET_F_HOST_UFO"),
+    (bit(virtio::VIRTIO_NET_F_HOST_USO), Offloads::USO, "VIRTIO_NET_F_HOST_USO"),
 ];
 
-/// Names of the features in the virtio specification, with those of the rings.
-const NAMES: [(u64, &str); 25] = [
-    (bit(virtio::VIRTIO_NET_F_GUEST_CSUM), "VIRTIO_NET_F_GUEST_CSUM"),
-    (bit(virtio::VIRTIO_NET_F_GUEST_TSO4), "VIRTIO_NET_F_GUEST_TSO4"),
-    (bit(virtio::VIRTIO_NET_F_GUEST_TSO6), "VIRTIO_NET_F_GUEST_TSO6"),
-    (bit(virtio::VIRTIO_NET_F_GUEST_ECN), "VIRTIO_NET_F_GUEST_ECN"),
-    (bit(virtio::VIRTIO_NET_F_GUEST_UFO), "VIRTIO_NET_F_GUEST_UFO"),
-    (bit(virtio::VIRTIO_NET_F_GUEST_USO4), "VIRTIO_NET_F_GUEST_USO4"),
-    (bit(virtio::VIRTIO_NET_F_GUEST_USO6), "VIRTIO_NET_F_GUEST_USO6"),
-    (bit(virtio::VIRTIO_NET_F_CSUM), "VIRTIO_NET_F_CSUM"),
-    (bit(virtio::VIRTIO_NET_F_HOST_TSO4), "VIRTIO_NET_F_HOST_TSO4"),
-    (bit(virtio::VIRTIO_NET_F_HOST_TSO6), "VIRTIO_NET_F_HOST_TSO6"),
-    (bit(virtio::VIRTIO_NET_F_HOST_ECN), "VIRTIO_NET_F_HOST_ECN"),
-    (bit(virtio::VIRTIO_NET_F_HOST_UFO), "VIRTIO_NET_F_HOST_UFO"),
-    (bit(virtio::VIRTIO_NET_F_HOST_USO), "VIRTIO_NET_F_HOST_USO"),
+/// Names of the other features in the virtio specification, with those of the rings.
+const OTHER_NAMES: [(u64, &str); 12] = [
     (bit(virtio::VIRTIO_NET_F_MRG_RXBUF), "VIRTIO_NET_F_MRG_RXBUF"),
     (bit(virtio::VIRTIO_NET_F_MQ), "VIRTIO_NET_F_MQ"),
     (bit(virtio::VIRTIO_NET_F_MTU), "VIRTIO_NET_F_MTU"),
@@ -94,24 +81,26 @@ const NAMES: [(u64, &str); 25] = [
 pub fn feature_names(features: u64) -> impl Iterator<Item = String> {
     let set = (0..u64::BITS).filter(move |number| features & 1 << number != 0);
     set.map(|number| {
-        let known = NAMES.iter().find(|(feature, _)| *feature == 1 << number);
+        let of_tap = FROM_TAP.iter().chain(&TO_TAP).map(|(feature, _, name)| (feature, name));
+        let mut names = of_tap.chain(OTHER_NAMES.iter().map(|(feature, name)| (feature, name)));
+        let known = names.find(|(feature, _)| **feature == 1 << number);
         known.map_or_else(|| format!("feature {number}"), |(_, name)| (*name).to_owned())
     })
 }
 
 /// Features of a card on a tap with these offloads.
 pub(crate) fn offered(offloads: Offloads, pairs: usize) -> u64 {
-    let known = FROM_TAP.iter().chain(&TO_TAP).filter(|(_, offload)| offloads.contains(*offload));
+    let known = FROM_TAP.iter().chain(&TO_TAP).filter(|(_, offload, _)| offloads.contains(*offload));
     let multiqueue = if pairs > 1 { MQ } else { 0 };
-    known.fold(ALWAYS | multiqueue, |features, (feature, _)| features | feature)
+    known.fold(ALWAYS | multiqueue, |features, (feature, ..)| features | feature)
 }
 
 /// Offloads of frames for a guest that negotiated these features. The tap has one switch for both kinds of
 /// USO, so the guest must have both.
 pub(crate) fn offloads(features: u64) -> Offloads {
     let offloads_of = |negotiated: bool| {
-        let features = FROM_TAP.iter().filter(|(feature, _)| (features & feature != 0) == negotiated);
-        features.fold(Offloads::empty(), |all, (_, offload)| all | *offload)
+        let features = FROM_TAP.iter().filter(|(feature, ..)| (features & feature != 0) == negotiated);
+        features.fold(Offloads::empty(), |all, (_, offload, _)| all | *offload)
     };
     let supported = offloads_of(true) - offloads_of(false);
     // The other offloads imply a checksum that is not computed yet.
@@ -120,7 +109,7 @@ pub(crate) fn offloads(features: u64) -> Offloads {
 
 /// The features that the format of a received frame follows.
 pub(crate) fn of_received_frames(features: u64) -> u64 {
-    features & FROM_TAP.iter().fold(VERSION_1 | MRG_RXBUF, |all, (feature, _)| all | feature)
+    features & FROM_TAP.iter().fold(VERSION_1 | MRG_RXBUF, |all, (feature, ..)| all | feature)
 }
 
 /// Length of the virtio header: that of a legacy driver without mergeable buffers has no `num_buffers`.
