@@ -210,26 +210,20 @@ impl Taps {
     /// [`TapError::Set`].
     pub fn from_fds(fds: Vec<OwnedFd>) -> Result<Self, TapError> {
         check_count(fds.len())?;
-        let mut first: Option<(String, i32)> = None;
-        for fd in &fds {
-            let (number, first_number) = (fd.as_raw_fd(), fds[0].as_raw_fd());
+        let interface = |fd: &OwnedFd| {
+            let number = fd.as_raw_fd();
             let (name, flags) =
                 tap::interface(fd.as_fd()).map_err(|source| TapError::NotTap { number, source })?;
-            check_flags(number, &name, flags, fds.len())?;
-            match &first {
-                Some((known, _)) if *known != name => {
-                    return Err(TapError::MixedInterfaces {
-                        first_number,
-                        first: known.clone(),
-                        number,
-                        found: name,
-                    });
-                }
-                Some(_) => {}
-                None => first = Some((name, flags)),
+            check_flags(number, &name, flags, fds.len()).map(|()| (name, flags))
+        };
+        let (name, flags) = interface(&fds[0])?;
+        for fd in &fds[1..] {
+            let (found, _) = interface(fd)?;
+            if found != name {
+                let (first_number, number) = (fds[0].as_raw_fd(), fd.as_raw_fd());
+                return Err(TapError::MixedInterfaces { first_number, first: name, number, found });
             }
         }
-        let (name, flags) = first.ok_or(TapError::QueueCount { found: 0 })?;
         // The previous process may have detached some. Attached queues return an error, which is ignored.
         for fd in &fds {
             let _ = tap::set_queue(fd.as_fd(), true);
