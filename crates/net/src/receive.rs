@@ -82,15 +82,6 @@ enum Received {
     TooFewChains,
 }
 
-/// Handling of a batch whose remaining chains are fewer than recent frames took.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum ShortBatch {
-    /// Pop another batch first.
-    Refill,
-    /// Read into those that there are.
-    Use,
-}
-
 /// A batch into which frames were received.
 struct Filled {
     /// Number of chains that were used.
@@ -277,8 +268,9 @@ impl Receiver {
         let can_grow = window_full && self.window < *WINDOW.end();
         let (mut used, mut unpublished, mut published_bytes) = (0, 0, counted.since.bytes);
         while *left > 0 && used < self.batch.len() {
-            let short = if used > 0 || can_grow { ShortBatch::Refill } else { ShortBatch::Use };
-            match self.receive(ring, tap, counted, used, short) {
+            // Too few chains for frames like the recent ones are used if another batch would have no more.
+            let least = if used > 0 || can_grow { self.lengths.expected } else { 0 };
+            match self.receive(ring, tap, counted, used, least) {
                 Received::Frame { chains } => used += chains,
                 Received::Dropped => {}
                 Received::TapEmpty => return Filled { chains: used, tap_empty: true },
@@ -294,19 +286,19 @@ impl Receiver {
         Filled { chains: used, tap_empty: false }
     }
 
-    /// Receives one frame into the chains from `first` on.
+    /// Receives one frame into the chains from `first` on, unless they have less than `least` bytes.
     fn receive(
         &mut self,
         ring: &mut Ring,
         tap: TapContext<'_>,
         counted: &mut BatchCounters,
         first: usize,
-        short: ShortBatch,
+        least: usize,
     ) -> Received {
         let (format, expected) = (tap.format, self.lengths.expected);
         let mut bufs: Vec<IoBufMut<'_>> = std::mem::take(&mut self.bufs);
         let gathered = gather_chains(&self.batch, first, format, expected, &mut bufs);
-        if gathered.bytes < expected && format.mergeable && short == ShortBatch::Refill {
+        if gathered.bytes < least && format.mergeable {
             self.bufs = recycled(bufs);
             return Received::TooFewChains;
         }
