@@ -23,10 +23,7 @@ impl Timer {
         let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
         // 0 would disarm it.
         let delay = delay.max(Duration::from_nanos(1));
-        let it_value = Timespec {
-            tv_sec: i64::try_from(delay.as_secs()).expect("a delay is far below 2^63 seconds"),
-            tv_nsec: delay.subsec_nanos().into(),
-        };
+        let it_value = Timespec::try_from(delay).expect("a delay is far below 2^63 seconds");
         let value = Itimerspec { it_interval: zero, it_value };
         let set = timerfd_settime(&self.0, TimerfdTimerFlags::empty(), &value);
         set.expect("the delay is a valid time");

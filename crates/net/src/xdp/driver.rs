@@ -54,27 +54,15 @@ struct Attribute<'v> {
     value: &'v [u8],
 }
 
-/// A socket for requests of the `netdev` family.
-struct Netdev {
-    socket: OwnedFd,
-    family: u16,
-}
-
-impl Netdev {
-    fn open() -> io::Result<Self> {
-        let flags = SocketFlags::CLOEXEC;
-        let socket = socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, Some(netlink::GENERIC))?;
-        let name = Attribute { kind: FAMILY_NAME, value: b"netdev\0" };
-        let family = find(&request(&socket, CONTROL, GET_FAMILY, &[name])?, FAMILY_ID);
-        let family = family.ok_or(io::ErrorKind::Unsupported)?;
-        let family = u16::try_from(family).map_err(|_| io::ErrorKind::InvalidData)?;
-        Ok(Self { socket, family })
-    }
-
-    /// Returns the attributes of the reply.
-    fn request(&self, command: u8, attributes: &[Attribute<'_>]) -> io::Result<Vec<u8>> {
-        request(&self.socket, self.family, command, attributes)
-    }
+/// Sends a request to the `netdev` family. Returns the attributes of the reply.
+fn request_netdev(command: u8, attributes: &[Attribute<'_>]) -> io::Result<Vec<u8>> {
+    let flags = SocketFlags::CLOEXEC;
+    let socket = socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, Some(netlink::GENERIC))?;
+    let name = Attribute { kind: FAMILY_NAME, value: b"netdev\0" };
+    let family = find(&request(&socket, CONTROL, GET_FAMILY, &[name])?, FAMILY_ID);
+    let family = family.ok_or(io::ErrorKind::Unsupported)?;
+    let family = u16::try_from(family).map_err(|_| io::ErrorKind::InvalidData)?;
+    request(&socket, family, command, attributes)
 }
 
 /// Returns true if an AF_XDP socket is bound to a queue, as far as the kernel reports it (Linux 6.15 and
@@ -86,7 +74,7 @@ pub(super) fn has_socket(interface: u32, queue: u32) -> io::Result<bool> {
         Attribute { kind: QUEUE_INTERFACE, value: &interface },
         Attribute { kind: QUEUE_TYPE, value: &kind },
     ];
-    let reply = Netdev::open()?.request(QUEUE_GET, &attributes)?;
+    let reply = request_netdev(QUEUE_GET, &attributes)?;
     Ok(find(&reply, QUEUE_XSK).is_some())
 }
 
@@ -94,7 +82,7 @@ impl DriverFeatures {
     /// Queries the features of an interface, by its index.
     pub(super) fn query(interface: u32) -> io::Result<Self> {
         let interface = Attribute { kind: INTERFACE, value: &interface.to_ne_bytes() };
-        let reply = Netdev::open()?.request(DEV_GET, &[interface])?;
+        let reply = request_netdev(DEV_GET, &[interface])?;
         let number = |attribute| find(&reply, attribute).unwrap_or(0);
         Ok(Self {
             zero_copy: number(XDP_FEATURES) & ZERO_COPY != 0,
