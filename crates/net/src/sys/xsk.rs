@@ -14,13 +14,6 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::net::xdp::{XdpDesc, XdpDescOptions, XdpRingOffset};
 
-/// Kind of a ring.
-#[derive(Debug, Clone, Copy)]
-enum RingKind {
-    Tx,
-    Completion,
-}
-
 /// A mapped ring.
 #[derive(Debug)]
 struct RingMapping {
@@ -49,13 +42,10 @@ pub(crate) struct CompletionRing {
 }
 
 impl RingMapping {
-    fn map(fd: BorrowedFd<'_>, kind: RingKind, offsets: XdpRingOffset, size: u32) -> io::Result<Self> {
-        let (page, entry) = match kind {
-            RingKind::Tx => (libc::XDP_PGOFF_TX_RING as u64, size_of::<XdpDesc>()),
-            RingKind::Completion => (libc::XDP_UMEM_PGOFF_COMPLETION_RING, size_of::<u64>()),
-        };
+    /// Maps the ring at this offset of the socket, which has `size` entries of type `T`.
+    fn map<T>(fd: BorrowedFd<'_>, page: u64, offsets: XdpRingOffset, size: u32) -> io::Result<Self> {
         let entries = usize::try_from(offsets.desc).map_err(|_| io::ErrorKind::InvalidData)?;
-        let len = entries + entry * size as usize;
+        let len = entries + size_of::<T>() * size as usize;
         let words = [Some(offsets.producer), Some(offsets.consumer), offsets.flags];
         let fits = |word: &u64| word.is_multiple_of(4) && *word + 4 <= offsets.desc;
         if !words.iter().flatten().all(fits) || !entries.is_multiple_of(8) {
@@ -104,7 +94,8 @@ impl Drop for RingMapping {
 
 impl TxRing {
     pub(crate) fn map(fd: BorrowedFd<'_>, offsets: XdpRingOffset, size: u32) -> io::Result<Self> {
-        Ok(Self { ring: RingMapping::map(fd, RingKind::Tx, offsets, size)?, produced: 0, consumed: 0 })
+        let ring = RingMapping::map::<XdpDesc>(fd, libc::XDP_PGOFF_TX_RING as u64, offsets, size)?;
+        Ok(Self { ring, produced: 0, consumed: 0 })
     }
 
     /// Number of free entries.
@@ -147,7 +138,8 @@ impl TxRing {
 
 impl CompletionRing {
     pub(crate) fn map(fd: BorrowedFd<'_>, offsets: XdpRingOffset, size: u32) -> io::Result<Self> {
-        Ok(Self { ring: RingMapping::map(fd, RingKind::Completion, offsets, size)?, consumed: 0 })
+        let page = libc::XDP_UMEM_PGOFF_COMPLETION_RING;
+        Ok(Self { ring: RingMapping::map::<u64>(fd, page, offsets, size)?, consumed: 0 })
     }
 
     /// Consumes all completions. Returns their number.

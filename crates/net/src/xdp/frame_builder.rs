@@ -181,27 +181,24 @@ impl FrameBuilder {
             }
         }
         let mut buffer = [0; HEADERS_BYTES_MAX];
-        match &frame.offload {
+        let checksum = match &frame.offload {
             // Receivers parse the headers, and expect them in the first descriptor.
             Offload::None if self.parts[0].len >= FIRST_BYTES => {
-                self.reference_packet(&mut [], None, 0..frame.bytes)
+                return self.reference_packet(&mut [], None, 0..frame.bytes);
             }
-            Offload::None => {
-                let prefix = &mut buffer[..frame.headers.len()];
-                prefix.copy_from_slice(frame.headers);
-                self.reference_packet(prefix, None, frame.headers.len()..frame.bytes)
+            Offload::None => None,
+            Offload::Checksum(checksum) => Some(*checksum),
+            Offload::Segmentation(segments) => {
+                return (0..segments.count()).try_for_each(|index| {
+                    let prefix = &mut buffer[..segments.header_bytes()];
+                    let checksum = segments.write(index, prefix);
+                    self.reference_packet(prefix, Some(checksum), segments.payload(index))
+                });
             }
-            Offload::Checksum(checksum) => {
-                let prefix = &mut buffer[..frame.headers.len()];
-                prefix.copy_from_slice(frame.headers);
-                self.reference_packet(prefix, Some(*checksum), frame.headers.len()..frame.bytes)
-            }
-            Offload::Segmentation(segments) => (0..segments.count()).try_for_each(|index| {
-                let prefix = &mut buffer[..segments.header_bytes()];
-                let checksum = segments.write(index, prefix);
-                self.reference_packet(prefix, Some(checksum), segments.payload(index))
-            }),
-        }
+        };
+        let prefix = &mut buffer[..frame.headers.len()];
+        prefix.copy_from_slice(frame.headers);
+        self.reference_packet(prefix, checksum, frame.headers.len()..frame.bytes)
     }
 
     /// Appends a packet: `prefix`, which is copied to the arena, and a range of the frame.
