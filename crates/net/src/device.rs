@@ -5,10 +5,8 @@ mod pair;
 mod passing;
 mod shared;
 
-use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use towline_vhost_user::{BackendError, Device, ProtocolFeatures, Worker};
 
@@ -16,9 +14,8 @@ use self::pair::{QueuePair, RECEIVE, TRANSMIT};
 pub use self::shared::Options;
 pub(crate) use self::shared::Shared;
 use crate::features;
-use crate::hold::{HoldError, HoldStatus};
 use crate::lock::lock;
-use crate::pause::{PassError, PassedFrames, Pause};
+use crate::pause::Pause;
 use crate::state::State;
 use crate::statistics::{Counters, DropReason, QueueStatistics, TransmitMode};
 use crate::tap::{CarrierState, TapError, Taps};
@@ -112,67 +109,9 @@ impl Net {
             // Frames that stayed in the tap because the receive ring was empty.
             counters[0][RECEIVE].add_drops(DropReason::LinkDown, taps.discard());
         }
-        self.shared.set_link(up);
-    }
-
-    /// Returns what the tap has received since the receive rings have stopped, for the host that the guest goes to, as soon as there
-    /// is some, or after `wait`, less than a second. The card keeps a copy, for a guest that goes on here.
-    ///
-    /// # Errors
-    /// [`PassError::Expected`]: it waits for a guest itself.
-    pub fn take_frames(&self, wait: Duration) -> Result<PassedFrames, PassError> {
-        self.shared.take_frames(wait)
-    }
-
-    /// Drops those copies, once the guest runs at the other host.
-    pub fn drop_frames(&self) {
-        self.shared.drop_frames();
-    }
-
-    /// Takes frames from the guest's former host, which it gets before those of the tap. The first call, without any, precedes the
-    /// guest; `is_last` ends the wait for more. Returns true once the guest has sent a frame here.
-    ///
-    /// # Errors
-    /// [`PassError`].
-    pub fn give_frames(&self, passed: &PassedFrames, is_last: bool) -> Result<bool, PassError> {
-        self.shared.give_frames(passed, is_last)
-    }
-
-    /// Holds frames of the guest from now on, for this generation. Those of a former generation are still held.
-    ///
-    /// # Errors
-    /// [`HoldError::Stale`], [`HoldError::Busy`].
-    pub fn hold(&self, generation: NonZeroU64) -> Result<HoldStatus, HoldError> {
-        self.shared.start_holding(generation)
-    }
-
-    /// Closes the open epoch under this number, above that of the last one, while no transmit ring runs.
-    ///
-    /// # Errors
-    /// [`HoldError`].
-    pub fn mark(&self, generation: NonZeroU64, epoch: u64) -> Result<HoldStatus, HoldError> {
-        self.shared.mark(generation, epoch)
-    }
-
-    /// Sends the frames of the epochs up to this one, in their order.
-    ///
-    /// # Errors
-    /// [`HoldError`]. Frames that were not sent are still held.
-    pub fn release(&self, generation: NonZeroU64, epoch: u64) -> Result<HoldStatus, HoldError> {
-        self.shared.release(generation, epoch)
-    }
-
-    /// Sends all held frames, and holds no more. Announces a guest with this address first.
-    ///
-    /// # Errors
-    /// [`HoldError`]. Frames that were not sent are still held.
-    pub fn pass(&self, generation: NonZeroU64, announced: Option<[u8; 6]>) -> Result<HoldStatus, HoldError> {
-        self.shared.pass_held(generation, announced)
-    }
-
-    /// Returns the number of held frames, as soon as the open epoch has some or a ring waits for room, or after `wait`.
-    pub fn held(&self, wait: Duration) -> HoldStatus {
-        self.shared.hold.wait(wait)
+        let state = self.shared.hold.lock();
+        link_up.store(up, Relaxed);
+        self.shared.store_word(&state);
     }
 
     /// Returns true if the link is up.

@@ -13,6 +13,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use towline_channel::IoBuf;
 use towline_vhost_user::BackendError;
 
+use super::Net;
 use super::pair::TRANSMIT;
 use super::shared::Shared;
 use crate::hold::{HeldFrame, HeldPair, HoldError, HoldStatus};
@@ -27,59 +28,82 @@ const RUN_INTERVAL: Duration = Duration::from_micros(50);
 /// Time for which a tap may have no room for held frames, in all: workers may wait for this.
 const ROOM_WITHIN: Duration = Duration::from_secs(1);
 
-impl Shared {
-    pub(super) fn start_holding(&self, generation: NonZeroU64) -> Result<HoldStatus, HoldError> {
-        let _sending = lock(&self.hold.sending);
-        let _transmitters = self.lock_transmitters()?;
-        let mut state = self.hold.lock();
+impl Net {
+    /// Holds frames of the guest from now on, for this generation. Those of a former generation are still held.
+    ///
+    /// # Errors
+    /// [`HoldError::Stale`], [`HoldError::Busy`].
+    pub fn hold(&self, generation: NonZeroU64) -> Result<HoldStatus, HoldError> {
+        let shared = &*self.shared;
+        let _sending = lock(&shared.hold.sending);
+        let _transmitters = shared.lock_transmitters()?;
+        let mut state = shared.hold.lock();
         state.hold(generation)?;
-        self.hold.set_holding(&mut state, true);
-        self.store_word(&state);
-        Ok(self.hold.status(&state))
+        shared.hold.set_holding(&mut state, true);
+        shared.store_word(&state);
+        Ok(shared.hold.status(&state))
     }
 
-    pub(super) fn mark(&self, generation: NonZeroU64, epoch: u64) -> Result<HoldStatus, HoldError> {
-        let transmitters = self.lock_transmitters()?;
-        let mut state = self.hold.lock();
+    /// Closes the open epoch under this number, above that of the last one, while no transmit ring runs.
+    ///
+    /// # Errors
+    /// [`HoldError`].
+    pub fn mark(&self, generation: NonZeroU64, epoch: u64) -> Result<HoldStatus, HoldError> {
+        let shared = &*self.shared;
+        let transmitters = shared.lock_transmitters()?;
+        let mut state = shared.hold.lock();
         state.check(generation)?;
-        if !self.hold.is_holding() {
+        if !shared.hold.is_holding() {
             return Err(HoldError::Passing);
         }
         if let Some(pair) = transmitters.iter().position(|transmitter| transmitter.is_some()) {
             return Err(HoldError::Running { ring: 2 * pair + TRANSMIT });
         }
         state.mark(epoch)?;
-        Ok(self.hold.status(&state))
+        Ok(shared.hold.status(&state))
     }
 
-    pub(super) fn release(&self, generation: NonZeroU64, epoch: u64) -> Result<HoldStatus, HoldError> {
-        let _sending = lock(&self.hold.sending);
-        let state = self.hold.lock();
+    /// Sends the frames of the epochs up to this one, in their order.
+    ///
+    /// # Errors
+    /// [`HoldError`]. Frames that were not sent are still held.
+    pub fn release(&self, generation: NonZeroU64, epoch: u64) -> Result<HoldStatus, HoldError> {
+        let shared = &*self.shared;
+        let _sending = lock(&shared.hold.sending);
+        let state = shared.hold.lock();
         state.check(generation)?;
         let end = state.end(epoch)?;
         drop(state);
-        self.send_up_to(end)?;
-        Ok(self.hold.status(&self.hold.lock()))
+        shared.send_up_to(end)?;
+        Ok(shared.hold.status(&shared.hold.lock()))
     }
 
-    pub(super) fn pass_held(
-        &self,
-        generation: NonZeroU64,
-        announced: Option<[u8; 6]>,
-    ) -> Result<HoldStatus, HoldError> {
-        let _sending = lock(&self.hold.sending);
-        self.hold.lock().check(generation)?;
-        let _transmitters = self.lock_transmitters()?;
+    /// Sends all held frames, and holds no more. Announces a guest with this address first.
+    ///
+    /// # Errors
+    /// [`HoldError`]. Frames that were not sent are still held.
+    pub fn pass(&self, generation: NonZeroU64, announced: Option<[u8; 6]>) -> Result<HoldStatus, HoldError> {
+        let shared = &*self.shared;
+        let _sending = lock(&shared.hold.sending);
+        shared.hold.lock().check(generation)?;
+        let _transmitters = shared.lock_transmitters()?;
         if let Some(mac) = announced {
-            self.announce(mac).map_err(HoldError::Announcement)?;
+            shared.announce(mac).map_err(HoldError::Announcement)?;
         }
-        self.send_up_to(u64::MAX)?;
-        let mut state = self.hold.lock();
-        self.hold.set_holding(&mut state, false);
-        self.store_word(&state);
-        Ok(self.hold.status(&state))
+        shared.send_up_to(u64::MAX)?;
+        let mut state = shared.hold.lock();
+        shared.hold.set_holding(&mut state, false);
+        shared.store_word(&state);
+        Ok(shared.hold.status(&state))
     }
 
+    /// Returns the number of held frames, as soon as the open epoch has some or a ring waits for room, or after `wait`.
+    pub fn held(&self, wait: Duration) -> HoldStatus {
+        self.shared.hold.wait(wait)
+    }
+}
+
+impl Shared {
     /// Announces the guest, in the open epoch if frames are held.
     pub(super) fn send_announcement(&self, mac: [u8; 6]) -> Result<(), BackendError> {
         let failed = |error: HoldError| BackendError::temporary(error.to_string());

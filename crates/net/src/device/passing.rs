@@ -7,22 +7,23 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use towline_channel::IoBufMut;
 
+use super::Net;
 use super::shared::Shared;
 use crate::FRAME_BYTES_MAX;
 use crate::lock::lock;
 use crate::pause::{Arrival, Frame, LEASE, PassError, PassedFrames, Role, State, decode};
 use crate::tap::CarrierState;
 
-impl Shared {
-    /// Returns true while a receive ring runs.
-    fn receives(&self) -> bool {
-        self.receivers.iter().any(|pair| lock(pair).is_some())
-    }
-
-    /// Frames for the other host, after this time at most: those that the tap has received since the receive rings have stopped. They
-    /// are kept, and the rings get them if they run again. None are returned while a ring runs.
-    pub(super) fn take_frames(&self, wait: Duration) -> Result<PassedFrames, PassError> {
-        let pause = &self.pause;
+impl Net {
+    /// Returns what the tap has received since the receive rings have stopped, for the host that the guest goes to, as soon as there
+    /// is some, or after `wait`, less than a second. None are returned while a ring runs. The card keeps a copy, which the rings get if
+    /// they run again.
+    ///
+    /// # Errors
+    /// [`PassError::Expected`]: it waits for a guest itself.
+    pub fn take_frames(&self, wait: Duration) -> Result<PassedFrames, PassError> {
+        let shared = &*self.shared;
+        let pause = &shared.pause;
         let mut state = pause.lock();
         match state.role {
             Role::Source { .. } => {}
@@ -32,17 +33,17 @@ impl Shared {
             _ => state.clear(Role::Source { taken: 0, has_stopped: false }),
         }
         state.until = Some(Instant::now() + LEASE);
-        let waited = pause.stopped.wait_timeout_while(state, wait, |_| self.receives());
+        let waited = pause.stopped.wait_timeout_while(state, wait, |_| shared.receives());
         state = waited.unwrap_or_else(PoisonError::into_inner).0;
         let is_all_taken = matches!(state.role, Role::Source { taken, .. } if taken == state.frames.len());
-        if is_all_taken && !self.receives() {
+        if is_all_taken && !shared.receives() {
             let has_room = state.has_room();
             drop(state);
-            self.wait_for_frames(wait, has_room);
+            shared.wait_for_frames(wait, has_room);
             state = pause.lock();
         }
-        let is_stopped = self.read_stopped(&mut state);
-        let (series, features) = (state.series, self.features.load(Relaxed));
+        let is_stopped = shared.read_stopped(&mut state);
+        let (series, features) = (state.series, shared.features.load(Relaxed));
         let mut frames = Vec::new();
         if let (true, &Role::Source { mut taken, .. }) = (is_stopped, &state.role) {
             frames = state.encode(&mut taken);
@@ -51,9 +52,67 @@ impl Shared {
         Ok(PassedFrames { series, is_stopped, features, frames })
     }
 
-    /// Drops the frames: the guest has gone on at the other host.
-    pub(super) fn drop_frames(&self) {
-        self.pause.clear(&mut self.pause.lock());
+    /// Drops those copies, once the guest runs at the other host.
+    pub fn drop_frames(&self) {
+        self.shared.pause.clear(&mut self.shared.pause.lock());
+    }
+
+    /// Takes frames from the guest's former host, which it gets before those of the tap. The first call, without any, precedes the
+    /// guest; `is_last` ends the wait for more: if no ring runs then, the guest does not come. Returns true once the guest has sent a
+    /// frame here.
+    ///
+    /// # Errors
+    /// [`PassError`].
+    pub fn give_frames(&self, passed: &PassedFrames, is_last: bool) -> Result<bool, PassError> {
+        let shared = &*self.shared;
+        let frames = decode(passed)?;
+        let mut state = shared.pause.lock();
+        let receives = shared.receives();
+        let is_awaited = matches!(state.role, Role::Destination(_)) && !state.has_expired();
+        if !is_awaited && receives {
+            return Err(PassError::NotAwaited);
+        }
+        if is_last && !receives {
+            shared.pause.clear(&mut state);
+            return Ok(false);
+        }
+        if !is_awaited || (state.series != passed.series && !is_last) {
+            state.clear(Role::Destination(Arrival::default()));
+            state.series = passed.series;
+        }
+        state.until = Some(Instant::now() + LEASE);
+        shared.pause.activate();
+        let State { role: Role::Destination(arrival), .. } = &mut *state else {
+            return Err(PassError::NotAwaited);
+        };
+        if !arrival.is_expected() {
+            return Err(PassError::NotAwaited);
+        }
+        if !frames.is_empty() {
+            arrival.features = passed.features;
+        }
+        // Until now the other host's rings have taken what both taps have received.
+        if passed.is_stopped && !std::mem::replace(&mut arrival.has_stopped, true) && !receives {
+            shared.taps.discard();
+        }
+        arrival.is_complete |= is_last;
+        arrival.note(&frames);
+        let is_announced = arrival.is_announced;
+        for Frame { pair, bytes } in frames {
+            if !state.has_room() {
+                return Err(PassError::TooMany);
+            }
+            // A pair that this card does not have is not used by the guest either.
+            state.push(pair.min(shared.receivers.len() - 1), bytes);
+        }
+        Ok(is_announced)
+    }
+}
+
+impl Shared {
+    /// Returns true while a receive ring runs.
+    fn receives(&self) -> bool {
+        self.receivers.iter().any(|pair| lock(pair).is_some())
     }
 
     /// Waits for frames of the tap.
@@ -81,51 +140,5 @@ impl Shared {
             }
         }
         true
-    }
-
-    /// Takes frames of the other host, whose guest will run here. They are the last ones if `is_last`; if no ring runs then, it does not
-    /// come. Returns true once the guest has sent a frame from here.
-    pub(super) fn give_frames(&self, passed: &PassedFrames, is_last: bool) -> Result<bool, PassError> {
-        let frames = decode(passed)?;
-        let mut state = self.pause.lock();
-        let receives = self.receives();
-        let is_awaited = matches!(state.role, Role::Destination(_)) && !state.has_expired();
-        if !is_awaited && receives {
-            return Err(PassError::NotAwaited);
-        }
-        if is_last && !receives {
-            self.pause.clear(&mut state);
-            return Ok(false);
-        }
-        if !is_awaited || (state.series != passed.series && !is_last) {
-            state.clear(Role::Destination(Arrival::default()));
-            state.series = passed.series;
-        }
-        state.until = Some(Instant::now() + LEASE);
-        self.pause.activate();
-        let State { role: Role::Destination(arrival), .. } = &mut *state else {
-            return Err(PassError::NotAwaited);
-        };
-        if !arrival.is_expected() {
-            return Err(PassError::NotAwaited);
-        }
-        if !frames.is_empty() {
-            arrival.features = passed.features;
-        }
-        // Until now the other host's rings have taken what both taps have received.
-        if passed.is_stopped && !std::mem::replace(&mut arrival.has_stopped, true) && !receives {
-            self.taps.discard();
-        }
-        arrival.is_complete |= is_last;
-        arrival.note(&frames);
-        let is_announced = arrival.is_announced;
-        for Frame { pair, bytes } in frames {
-            if !state.has_room() {
-                return Err(PassError::TooMany);
-            }
-            // A pair that this card does not have is not used by the guest either.
-            state.push(pair.min(self.receivers.len() - 1), bytes);
-        }
-        Ok(is_announced)
     }
 }

@@ -91,12 +91,6 @@ impl Options {
 }
 
 impl Shared {
-    pub(super) fn set_link(&self, up: bool) {
-        let state = self.hold.lock();
-        self.link_up.store(up, Relaxed);
-        self.store_word(&state);
-    }
-
     /// Keeps the state for the next process.
     pub(super) fn store_word(&self, state: &hold::State) {
         let Some(word) = &self.options.word else { return };
