@@ -5,7 +5,7 @@ mod pair;
 mod passing;
 mod shared;
 
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
 use towline_vhost_user::{BackendError, Device, ProtocolFeatures, Worker};
@@ -44,23 +44,20 @@ impl Net {
 
     fn with(taps: Taps, xdp: Option<Xdp>, options: Options) -> Self {
         let pairs = taps.queues().len();
-        let flags = |value| (0..pairs).map(|_| AtomicBool::new(value)).collect();
         let shared = Shared {
             taps,
-            xdp,
+            xdp: xdp.map(Arc::new),
             features: AtomicU64::new(0),
             link_up: AtomicBool::new(options.link_was_up()),
             hold: options.first_hold(),
             options,
             counters: (0..pairs).map(|_| <[Counters; 2]>::default()).collect(),
-            modes: (0..pairs).map(|_| AtomicU8::new(TransmitMode::Tap as u8)).collect(),
+            modes: (0..pairs).map(|_| Mutex::default()).collect(),
             receivers: (0..pairs).map(|_| Mutex::default()).collect(),
             transmitters: (0..pairs).map(|_| Mutex::default()).collect(),
             pause: Pause::default(),
             workers: AtomicUsize::new(0),
             next_worker: AtomicU64::new(0),
-            unused: flags(true),
-            orphaned: flags(false),
         };
         Self { shared: Arc::new(shared) }
     }
@@ -88,7 +85,7 @@ impl Net {
 
     /// Current transmit mode of each pair.
     pub fn transmit_modes(&self) -> Vec<TransmitMode> {
-        self.shared.modes.iter().map(|mode| TransmitMode::from_number(mode.load(Relaxed))).collect()
+        self.shared.modes.iter().map(|mode| *lock(mode)).collect()
     }
 
     /// Features that the driver negotiated; none before a driver has.
@@ -196,10 +193,9 @@ impl Device for Net {
     }
 
     fn worker(&self, index: usize) -> Result<Box<dyn Worker>, BackendError> {
-        self.shared.wait_for_previous_process(index);
-        self.shared.check_orphaned(index)?;
+        let pair = QueuePair::new(index, Arc::clone(&self.shared))?;
         self.shared.pause.forget();
-        Ok(Box::new(QueuePair::new(index, Arc::clone(&self.shared))?))
+        Ok(Box::new(pair))
     }
 
     /// Not with AF_XDP, whose socket of a pair has one worker.

@@ -49,10 +49,11 @@ reasons! {
 }
 
 /// Current way of transmission.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TransmitMode {
     /// By the tap.
+    #[default]
     Tap,
     /// By AF_XDP with a copy in the kernel, as the driver has no zero-copy.
     Copy,
@@ -61,14 +62,6 @@ pub enum TransmitMode {
 }
 
 impl TransmitMode {
-    /// Converts from its discriminant.
-    pub(crate) fn from_number(number: u8) -> Self {
-        [Self::Tap, Self::Copy, Self::ZeroCopy]
-            .into_iter()
-            .find(|mode| *mode as u8 == number)
-            .unwrap_or(Self::Tap)
-    }
-
     /// Name in statistics.
     pub fn name(self) -> &'static str {
         match self {

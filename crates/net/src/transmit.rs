@@ -42,6 +42,8 @@ pub(crate) enum Sent {
     Done,
     /// The tap has no room; send the frame again later.
     TapFull,
+    /// The same for the queue of AF_XDP.
+    QueueFull,
 }
 
 /// Reason why a frame was not written.
@@ -215,34 +217,19 @@ fn copy(chain: Chain<'_>, header_bytes: usize) -> Box<[u8]> {
     bytes.into_boxed_slice()
 }
 
-/// Sends one frame, or drops it. `bufs` is kept by the caller for its allocation.
+/// Sends one frame, or drops it.
 #[cfg(feature = "af-xdp")]
-pub(crate) fn send_frame<'b>(
-    chain: Chain<'b>,
-    tap: TapContext<'_>,
-    bufs: &mut Vec<IoBuf<'b>>,
-    counted: &mut BatchCounters,
-) -> Sent {
-    match write_frame(chain, tap, bufs) {
+pub(crate) fn send_frame(chain: Chain<'_>, tap: TapContext<'_>, counted: &mut BatchCounters) -> Sent {
+    let written = check(chain, tap).and_then(|bytes| {
+        tap.queue.write(&chain.readable().collect::<Vec<_>>())?;
+        Ok(bytes)
+    });
+    match written {
         Ok(bytes) => counted.add_frame(bytes),
         Err(WriteError::Dropped(reason)) => counted.add_drop(reason),
         Err(WriteError::TapFull) => return Sent::TapFull,
     }
     Sent::Done
-}
-
-/// Writes one frame to the tap. Returns its length without the virtio header.
-#[cfg(feature = "af-xdp")]
-fn write_frame<'b>(
-    chain: Chain<'b>,
-    tap: TapContext<'_>,
-    bufs: &mut Vec<IoBuf<'b>>,
-) -> Result<usize, WriteError> {
-    let bytes = check(chain, tap)?;
-    bufs.clear();
-    bufs.extend(chain.readable());
-    tap.queue.write(bufs)?;
-    Ok(bytes)
 }
 
 /// Returns the length of a frame without the virtio header, or the reason for not writing it.

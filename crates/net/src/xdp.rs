@@ -36,6 +36,7 @@ use rustix::net::{AddressFamily, sockopt};
 use towline_channel::ZeroCopySend;
 use towline_vhost_user::GuestMemory;
 
+use crate::PAIRS_MAX;
 use crate::features;
 use crate::lock::lock;
 use crate::statistics::CopyReason;
@@ -102,6 +103,12 @@ pub struct Xdp {
     pages_scattered: AtomicBool,
     /// The registered memory, while a pair uses it.
     umem: Mutex<Weak<Umem>>,
+    /// True for each pair that no connection of this process has used yet: a process that was killed may have
+    /// left frames.
+    unused: [AtomicBool; PAIRS_MAX],
+    /// True for each pair whose last connection ended with frames in flight, until its queue is known to be
+    /// free.
+    orphaned: [AtomicBool; PAIRS_MAX],
 }
 
 /// Use of AF_XDP's copy mode.
@@ -146,6 +153,8 @@ impl Xdp {
             zero_copy_send: ZeroCopySend::Auto,
             pages_scattered: AtomicBool::new(false),
             umem: Mutex::default(),
+            unused: [const { AtomicBool::new(true) }; PAIRS_MAX],
+            orphaned: [const { AtomicBool::new(false) }; PAIRS_MAX],
         })
     }
 
@@ -195,7 +204,7 @@ impl Xdp {
     ///
     /// # Errors
     /// The state of the queue cannot be determined, for instance because no socket can be opened.
-    pub(crate) fn is_free(&self, pair: usize) -> io::Result<bool> {
+    fn is_free(&self, pair: usize) -> io::Result<bool> {
         socket::is_free(self.queue(pair))
     }
 
@@ -203,7 +212,7 @@ impl Xdp {
     ///
     /// # Errors
     /// EBUSY: there still is one.
-    pub(crate) fn wait_until_free(&self, pair: usize, timeout: Duration) -> io::Result<()> {
+    fn wait_until_free(&self, pair: usize, timeout: Duration) -> io::Result<()> {
         socket::wait_until_free(self.queue(pair), timeout)
     }
 
@@ -289,7 +298,7 @@ impl Xdp {
             }
         };
         let bound = register(&mut socket).and_then(|(umem, umem_use)| {
-            socket.bind(&umem, umem_use, self.bind_modes(), self.queue(pair), busy_timeout)?;
+            socket.bind(&umem, umem_use, self.bind_mode(), self.queue(pair), busy_timeout)?;
             Ok((umem, umem_use))
         });
         let (umem, umem_use) = match bound {
@@ -318,11 +327,10 @@ impl Xdp {
         TxQueue::new(umem, socket, pair, &options).map(Some)
     }
 
-    /// Modes to bind with, the best one first.
-    fn bind_modes(&self) -> &'static [SocketAddrXdpFlags] {
+    fn bind_mode(&self) -> SocketAddrXdpFlags {
         match self.copy_mode {
-            CopyMode::Refused => &[SocketAddrXdpFlags::XDP_ZEROCOPY],
-            CopyMode::Required => &[SocketAddrXdpFlags::XDP_COPY],
+            CopyMode::Refused => SocketAddrXdpFlags::XDP_ZEROCOPY,
+            CopyMode::Required => SocketAddrXdpFlags::XDP_COPY,
         }
     }
 

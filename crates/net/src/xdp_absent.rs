@@ -1,9 +1,8 @@
 //! In place of `xdp`, without the feature `af-xdp`: types without values, so a card is built without it.
 
-use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use towline_vhost_user::{BackendError, Next, Ring};
 
@@ -17,23 +16,9 @@ pub(crate) enum Xdp {}
 
 pub(crate) enum XdpTransmitter {}
 
-impl Xdp {
-    pub(crate) fn name(&self) -> &str {
-        match *self {}
-    }
-
-    pub(crate) fn is_free(&self, _: usize) -> io::Result<bool> {
-        match *self {}
-    }
-
-    pub(crate) fn wait_until_free(&self, _: usize, _: Duration) -> io::Result<()> {
-        match *self {}
-    }
-}
-
 impl XdpTransmitter {
-    pub(crate) fn new(_: usize, _: Arc<Shared>) -> io::Result<Self> {
-        Err(io::ErrorKind::Unsupported.into())
+    pub(crate) fn new(_: usize, _: Arc<Xdp>, _: Arc<Shared>) -> Result<Self, BackendError> {
+        unreachable!("`Xdp` has no values")
     }
 
     pub(crate) fn run(

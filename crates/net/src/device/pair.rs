@@ -1,6 +1,5 @@
 //! A queue pair: a receive and a transmit ring with a queue of the tap, on one thread.
 
-use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
@@ -55,8 +54,8 @@ pub(crate) struct QueuePair {
 }
 
 impl QueuePair {
-    pub(crate) fn new(index: usize, shared: Arc<Shared>) -> io::Result<Self> {
-        let xdp = shared.xdp.is_some().then(|| XdpTransmitter::new(index, Arc::clone(&shared)));
+    pub(crate) fn new(index: usize, shared: Arc<Shared>) -> Result<Self, BackendError> {
+        let xdp = shared.xdp.clone().map(|xdp| XdpTransmitter::new(index, xdp, Arc::clone(&shared)));
         let poller = AdaptivePoller::new(shared.options.busy_poll);
         let (xdp, timer) = (xdp.transpose()?, Arc::new(Timer::new()?));
         if shared.workers.fetch_add(1, Relaxed) == 0 {
@@ -184,15 +183,13 @@ impl QueuePair {
         let held = HeldPair { hold: &shared.hold, pair: self.index, timer: Some(&self.timer) };
         let held = Some(held).filter(|held| held.hold.is_holding());
         let bypassed = held.is_some() || tap.link == CarrierState::Down;
-        if let Some(xdp) = self.xdp.as_mut().filter(|_| bypassed) {
+        let is_stopped = queues.ring(TRANSMIT).is_none();
+        if let Some(xdp) = self.xdp.as_mut().filter(|_| bypassed || is_stopped) {
             xdp.reap_while_stopped(queues.started_ring(TRANSMIT), counted);
         }
         let Some(ring) = queues.ring(TRANSMIT) else {
             // Without frames to send it does not wait for room in the tap, which is usually writable.
             self.transmitter.blocked = false;
-            if let Some(xdp) = &mut self.xdp {
-                xdp.reap_while_stopped(queues.started_ring(TRANSMIT), counted);
-            }
             return (Next::Wait, Volume::default());
         };
         let next = match &mut self.xdp {

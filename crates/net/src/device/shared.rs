@@ -1,20 +1,17 @@
 //! Settings of a card, and the state that its session and its workers share.
 
 use std::num::NonZeroU64;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use towline_vhost_user::{BackendError, DeviceWord};
+use towline_vhost_user::DeviceWord;
 
 use crate::hold::{self, Hold};
 use crate::pause::Pause;
-use crate::statistics::Counters;
+use crate::statistics::{Counters, TransmitMode};
 use crate::tap::{CarrierState, Taps};
 use crate::xdp::Xdp;
-
-/// Time limit for the queue of a process that was killed.
-const PREVIOUS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Settings of a card.
 #[derive(Debug, Clone, Default)]
@@ -38,15 +35,15 @@ pub struct Options {
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) taps: Taps,
-    pub(crate) xdp: Option<Xdp>,
+    pub(crate) xdp: Option<Arc<Xdp>>,
     pub(crate) options: Options,
     /// Features that the driver negotiated.
     pub(crate) features: AtomicU64,
     pub(super) link_up: AtomicBool,
     /// Counters of each pair: receiving, transmitting.
     pub(crate) counters: Vec<[Counters; 2]>,
-    /// [`TransmitMode`] of each pair.
-    pub(crate) modes: Vec<AtomicU8>,
+    /// Current transmit mode of each pair.
+    pub(crate) modes: Vec<Mutex<TransmitMode>>,
     /// Worker of each pair whose receive ring runs.
     pub(crate) receivers: Vec<Mutex<Option<u64>>>,
     /// Worker that has started the transmit ring, of each pair. Locked while it sends.
@@ -59,12 +56,6 @@ pub(crate) struct Shared {
     pub(crate) workers: AtomicUsize,
     /// Number of the next worker.
     pub(crate) next_worker: AtomicU64,
-    /// True for each pair that no connection of this process has used yet: a process that was killed may have
-    /// left frames.
-    pub(super) unused: Vec<AtomicBool>,
-    /// True for each pair whose last connection ended with AF_XDP frames in flight, until its queue is known
-    /// to be free.
-    pub(crate) orphaned: Vec<AtomicBool>,
 }
 
 /// Bits of [`Options::word`]: the link is down; frames are held. The generation follows.
@@ -102,44 +93,5 @@ impl Shared {
 
     pub(crate) fn link(&self) -> CarrierState {
         if self.link_up.load(Relaxed) { CarrierState::Up } else { CarrierState::Down }
-    }
-
-    /// Before the first connection, waits until the queue of a process that was killed is free, for
-    /// [`PREVIOUS_TIMEOUT`] at most, as a queue that another program uses looks the same.
-    pub(super) fn wait_for_previous_process(&self, pair: usize) {
-        let Some(xdp) = self.xdp.as_ref().filter(|_| self.unused[pair].swap(false, Relaxed)) else { return };
-        if let Err(error) = xdp.wait_until_free(pair, PREVIOUS_TIMEOUT) {
-            tracing::warn!(pair, interface = xdp.name(), %error, "the queue of AF_XDP is in use");
-        }
-    }
-
-    /// Refuses a new connection while frames of the previous one may still be sent. The restarted ring may
-    /// contain their chains again, which would be completed while the network card still reads them.
-    pub(super) fn check_orphaned(&self, pair: usize) -> Result<(), BackendError> {
-        let Some(xdp) = self.xdp.as_ref().filter(|_| self.orphaned[pair].load(Relaxed)) else {
-            return Ok(());
-        };
-        match xdp.is_free(pair) {
-            Ok(true) => {}
-            Ok(false) => {
-                let name = xdp.name();
-                return Err(BackendError::temporary(format!(
-                    "{name} may still send frames of the previous connection: its queue is busy; check the link and the driver \
-                     of {name}, and that no other program uses the queue"
-                )));
-            }
-            // Without the right to open a socket this is never known. Other errors may be temporary.
-            Err(error) if error.kind() != std::io::ErrorKind::PermissionDenied => {
-                let name = xdp.name();
-                return Err(BackendError::temporary(format!(
-                    "cannot determine if {name} still sends frames of the previous connection: {error}"
-                )));
-            }
-            Err(error) => {
-                tracing::warn!(pair, %error, "cannot determine if frames of the previous connection are still in flight");
-            }
-        }
-        self.orphaned[pair].store(false, Relaxed);
-        Ok(())
     }
 }

@@ -5,9 +5,15 @@
 //! whole network namespace, so the checks become rarer.
 
 use std::io;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-use towline_vhost_user::ChainHead;
+use towline_vhost_user::{BackendError, ChainHead};
+
+use super::Xdp;
+
+/// Time limit for the queue of a process that was killed.
+const PREVIOUS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Interval of the first checks, and of those that are waited for.
 pub(super) const FREE_INTERVAL: Duration = Duration::from_millis(5);
@@ -105,5 +111,46 @@ impl OrphanedChains {
             Ok(false) => OrphanState::InFlight,
             Err(_) => OrphanState::Unknown,
         }
+    }
+}
+
+impl Xdp {
+    /// Before the first connection, waits until the queue of a process that was killed is free, for
+    /// [`PREVIOUS_TIMEOUT`] at most, as a queue that another program uses looks the same.
+    pub(super) fn wait_for_previous_process(&self, pair: usize) {
+        if self.unused[pair].swap(false, Relaxed)
+            && let Err(error) = self.wait_until_free(pair, PREVIOUS_TIMEOUT)
+        {
+            tracing::warn!(pair, interface = self.name(), %error, "the queue of AF_XDP is in use");
+        }
+    }
+
+    /// Refuses a new connection while frames of the previous one may still be sent. The restarted ring may
+    /// contain their chains again, which would be completed while the network card still reads them.
+    pub(super) fn check_orphaned(&self, pair: usize) -> Result<(), BackendError> {
+        if !self.orphaned[pair].load(Relaxed) {
+            return Ok(());
+        }
+        let name = self.name();
+        match self.is_free(pair) {
+            Ok(true) => {}
+            Ok(false) => {
+                return Err(BackendError::temporary(format!(
+                    "{name} may still send frames of the previous connection: its queue is busy; check the link and the driver \
+                     of {name}, and that no other program uses the queue"
+                )));
+            }
+            // Without the right to open a socket this is never known. Other errors may be temporary.
+            Err(error) if error.kind() != io::ErrorKind::PermissionDenied => {
+                return Err(BackendError::temporary(format!(
+                    "cannot determine if {name} still sends frames of the previous connection: {error}"
+                )));
+            }
+            Err(error) => {
+                tracing::warn!(pair, %error, "cannot determine if frames of the previous connection are still in flight");
+            }
+        }
+        self.orphaned[pair].store(false, Relaxed);
+        Ok(())
     }
 }

@@ -108,13 +108,12 @@ impl UnboundSocket {
         Ok(Arc::clone(self.umem.insert(Arc::new(umem))))
     }
 
-    /// Binds the socket to a queue, in the first of `modes` that the driver supports. Retries while the queue
-    /// is busy, for `busy_timeout` at most.
+    /// Binds the socket to a queue, in this mode. Retries while the queue is busy, for `busy_timeout` at most.
     pub(super) fn bind(
         &mut self,
         umem: &Arc<Umem>,
         umem_use: UmemUse,
-        modes: &[SocketAddrXdpFlags],
+        mode: SocketAddrXdpFlags,
         queue: QueueId,
         busy_timeout: Duration,
     ) -> io::Result<()> {
@@ -125,7 +124,7 @@ impl UnboundSocket {
             self.has_rings = true;
         }
         if umem_use == UmemUse::Registers {
-            umem.scatter_gather.store(bind_best_mode(&self.fd, modes, queue, busy_timeout)?, Relaxed);
+            umem.scatter_gather.store(bind_in_mode(&self.fd, mode, queue, busy_timeout)?, Relaxed);
             return Ok(());
         }
         let addr = SocketAddrXdp::new(SocketAddrXdpFlags::XDP_SHARED_UMEM, queue.interface, queue.queue);
@@ -224,18 +223,17 @@ pub(super) fn wait_until_free(queue: QueueId, timeout: Duration) -> io::Result<(
     Ok(retry_while_busy(timeout, probe)?)
 }
 
-/// Binds in the first mode that the driver supports. Returns true if it supports several descriptors per
-/// packet.
-fn bind_best_mode(
+/// Binds in this mode. Returns true if the driver supports several descriptors per packet.
+fn bind_in_mode(
     fd: &OwnedFd,
-    modes: &[SocketAddrXdpFlags],
+    mode: SocketAddrXdpFlags,
     queue: QueueId,
     busy_timeout: Duration,
 ) -> io::Result<bool> {
     use SocketAddrXdpFlags as F;
     let mut failed = io::Error::from_raw_os_error(libc::EOPNOTSUPP);
     // Without several descriptors: some drivers, and kernels before 6.6.
-    for (mode, scatter_gather) in modes.iter().flat_map(|mode| [(*mode, true), (*mode, false)]) {
+    for scatter_gather in [true, false] {
         let flags = mode | if scatter_gather { F::XDP_USE_SG } else { F::empty() } | F::XDP_USE_NEED_WAKEUP;
         let address = SocketAddrXdp::new(flags, queue.interface, queue.queue);
         match retry_while_busy(busy_timeout, || bind(fd, &address)) {

@@ -13,9 +13,10 @@ use towline_vhost_user::{BackendError, Batch, GuestMemory, Next, Ring};
 use super::orphans::{FREE_INTERVAL, OrphanState, OrphanedChains};
 use super::references::PageCrossing;
 use super::timer::{CompletionProgress, CompletionTimer};
-use super::tx_queue::{DrainScope, Drained, TxError, TxQueue, TxRun};
+use super::tx_queue::{DrainScope, TxError, TxQueue, TxRun};
 use super::{Xdp, is_temporary};
 use crate::device::Shared;
+use crate::lock::lock;
 use crate::statistics::{BatchCounters, CopyReason, DropReason, TransmitMode};
 use crate::tap::TapContext;
 use crate::transmit::Transmitter;
@@ -33,6 +34,7 @@ const CLOSED_TIMEOUT: Duration = Duration::from_secs(1);
 /// See the module.
 pub(crate) struct XdpTransmitter {
     pair: usize,
+    xdp: Arc<Xdp>,
     shared: Arc<Shared>,
     batch: Batch,
     queue: Option<TxQueue>,
@@ -51,9 +53,14 @@ struct BindFailure {
 }
 
 impl XdpTransmitter {
-    pub(crate) fn new(pair: usize, shared: Arc<Shared>) -> io::Result<Self> {
+    /// # Errors
+    /// Frames of the previous connection may still be sent.
+    pub(crate) fn new(pair: usize, xdp: Arc<Xdp>, shared: Arc<Shared>) -> Result<Self, BackendError> {
+        xdp.wait_for_previous_process(pair);
+        xdp.check_orphaned(pair)?;
         Ok(Self {
             pair,
+            xdp,
             shared,
             batch: Batch::new(),
             queue: None,
@@ -148,8 +155,8 @@ impl XdpTransmitter {
         self.inherit(ring.as_deref_mut(), counted);
         if let Some(queue) = &mut self.queue {
             match queue.drain(ring.as_deref_mut(), deadline, DrainScope::Chains) {
-                Ok(Drained::Yes) => counted.since.pending = 0,
-                Ok(Drained::No) => {
+                Ok(true) => counted.since.pending = 0,
+                Ok(false) => {
                     let frames = queue.chains_in_flight();
                     tracing::warn!(
                         pair = self.pair,
@@ -182,9 +189,7 @@ impl XdpTransmitter {
             }
             self.close_queue(counted);
         }
-        if let Some(xdp) = &self.shared.xdp {
-            xdp.release_memory();
-        }
+        self.xdp.release_memory();
         self.wait_for_orphans(ring, counted)
     }
 
@@ -206,9 +211,7 @@ impl XdpTransmitter {
         {
             return;
         }
-        let shared = Arc::clone(&self.shared);
-        let Some(xdp) = &shared.xdp else { return };
-        if !xdp.suits(shared.features.load(Relaxed)) {
+        if !self.xdp.suits(self.shared.features.load(Relaxed)) {
             let reason = "the guest's driver has offloads, which a tap takes as they are; start the guest with csum=off, or \
                           use --zero-copy-send on";
             self.record_failure(&memory, Retry::Never, reason);
@@ -219,12 +222,12 @@ impl XdpTransmitter {
         let first = self.failure.is_none() && (self.orphaned.is_empty() || inherited);
         let busy_timeout = if first { BUSY_TIMEOUT } else { Duration::ZERO };
         let started = Instant::now();
-        match xdp.bind(self.pair, shared.taps.queues().len(), &memory, busy_timeout) {
+        match self.xdp.bind(self.pair, self.shared.taps.queues().len(), &memory, busy_timeout) {
             Ok(None) => {}
             Ok(Some(queue)) => {
                 let took_ms = started.elapsed().as_millis();
                 tracing::info!(
-                    pair = self.pair, interface = xdp.name(), mode = ?queue.mode(), took_ms, "AF_XDP"
+                    pair = self.pair, interface = self.xdp.name(), mode = ?queue.mode(), took_ms, "AF_XDP"
                 );
                 self.set_mode(queue.mode());
                 (self.queue, self.failure) = (Some(queue), None);
@@ -244,7 +247,7 @@ impl XdpTransmitter {
         self.close_queue(counted);
         let retry = match error {
             TxError::Invalid { crossing: PageCrossing::WithinHugePages, .. } => {
-                self.shared.xdp.iter().for_each(Xdp::split_at_pages);
+                self.xdp.split_at_pages();
                 Retry::Later
             }
             TxError::MemoryRemoved | TxError::Invalid { .. } => Retry::Never,
@@ -288,9 +291,8 @@ impl XdpTransmitter {
 
     /// Checks if the queue of a closed socket is free, and then completes its chains.
     fn check_orphans(&mut self, ring: Option<&mut Ring>, counted: &mut BatchCounters) -> OrphanState {
-        let Some(xdp) = &self.shared.xdp else { return OrphanState::None };
         let is_free = || {
-            xdp.is_free(self.pair).inspect_err(|error| {
+            self.xdp.is_free(self.pair).inspect_err(|error| {
                 tracing::debug!(pair = self.pair, %error, "cannot determine if the queue is free");
             })
         };
@@ -326,7 +328,7 @@ impl XdpTransmitter {
         self.orphaned.check_soon();
         while self.check_orphans(ring.as_deref_mut(), counted) != OrphanState::None {
             if Instant::now() >= deadline {
-                let (frames, name) = (self.orphaned.len(), self.shared.xdp.as_ref().map_or("", Xdp::name));
+                let (frames, name) = (self.orphaned.len(), self.xdp.name());
                 return Err(BackendError::new(format!(
                     "{name} may still send {frames} frames: its queue is busy {} s after the socket was closed; check the link \
                      and the driver of {name}, and that no other program uses the queue",
@@ -340,7 +342,7 @@ impl XdpTransmitter {
     }
 
     fn set_mode(&self, mode: TransmitMode) {
-        self.shared.modes[self.pair].store(mode as u8, Relaxed);
+        *lock(&self.shared.modes[self.pair]) = mode;
     }
 }
 
@@ -354,11 +356,9 @@ impl Drop for XdpTransmitter {
         }
         let in_flight = self.queue.as_ref().is_some_and(|queue| queue.chains_in_flight() > 0);
         if in_flight || !self.orphaned.is_empty() {
-            self.shared.orphaned[self.pair].store(true, Relaxed);
+            self.xdp.orphaned[self.pair].store(true, Relaxed);
         }
-        if let Some(xdp) = &self.shared.xdp {
-            xdp.release_memory();
-        }
+        self.xdp.release_memory();
         // The mode is not reset: statistics that are read now describe the past.
     }
 }

@@ -94,23 +94,6 @@ pub(super) enum DrainScope {
     Everything,
 }
 
-/// State after a drain.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Drained {
-    Yes,
-    /// The deadline has passed.
-    No,
-}
-
-/// Result of an attempt to send a frame.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum SendOutcome {
-    /// The frame was sent, or dropped and counted.
-    Done,
-    NoRoom,
-    TapFull,
-}
-
 impl TxQueue {
     /// A queue of a pair, with a bound socket.
     pub(super) fn new(
@@ -182,8 +165,8 @@ impl TxQueue {
             let (mut sent, mut tap_full) = (popped, false);
             for (index, chain) in batch.chains().enumerate() {
                 let outcome = self.send(chain, ring, tap, counted);
-                if outcome != SendOutcome::Done {
-                    (sent, tap_full) = (index, outcome == SendOutcome::TapFull);
+                if outcome != Sent::Done {
+                    (sent, tap_full) = (index, outcome == Sent::TapFull);
                     break;
                 }
             }
@@ -215,7 +198,7 @@ impl TxQueue {
         ring: &mut Ring,
         tap: TapContext<'_>,
         counted: &mut BatchCounters,
-    ) -> SendOutcome {
+    ) -> Sent {
         let virtio_bytes = tap.format.header_bytes;
         let frame_bytes = (chain.readable_bytes() as usize).saturating_sub(virtio_bytes);
         let outcome = self.build(chain, virtio_bytes, self.references(ring.size()));
@@ -223,11 +206,11 @@ impl TxQueue {
             self.commit((outcome == BuildOutcome::Referenced).then(|| chain.head()));
         }
         match outcome {
-            BuildOutcome::NoRoom => return SendOutcome::NoRoom,
+            BuildOutcome::NoRoom => return Sent::QueueFull,
             BuildOutcome::Unsupported => {
                 let before = counted.since.packets;
-                if send_frame(chain, tap, &mut Vec::new(), counted) == Sent::TapFull {
-                    return SendOutcome::TapFull;
+                if send_frame(chain, tap, counted) == Sent::TapFull {
+                    return Sent::TapFull;
                 }
                 counted.add_copies(CopyReason::Tap, counted.since.packets - before);
                 ring.complete(chain, 0);
@@ -252,7 +235,7 @@ impl TxQueue {
             }
         }
         self.check |= self.budget.count_frame();
-        SendOutcome::Done
+        Sent::Done
     }
 
     /// Decides if a frame may refer to guest memory.
@@ -365,13 +348,13 @@ impl TxQueue {
         }
     }
 
-    /// Waits until no frame of the scope is in flight, or until the deadline.
+    /// Waits until no frame of the scope is in flight. Returns false at the deadline.
     pub(super) fn drain(
         &mut self,
         mut ring: Option<&mut Ring>,
         deadline: Instant,
         scope: DrainScope,
-    ) -> Result<Drained, TxError> {
+    ) -> Result<bool, TxError> {
         loop {
             self.wake_up()?;
             self.reap(ring.as_deref_mut())?;
@@ -380,10 +363,10 @@ impl TxQueue {
                 DrainScope::Everything => self.in_flight.descriptors(),
             };
             if left == 0 {
-                return Ok(Drained::Yes);
+                return Ok(true);
             }
             if Instant::now() >= deadline {
-                return Ok(Drained::No);
+                return Ok(false);
             }
             // No event reports completions. A signal only shortens the interval.
             let _ = poll(&mut [], Some(&DRAIN_INTERVAL));
