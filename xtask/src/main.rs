@@ -102,9 +102,9 @@ enum Task {
 
 fn main() -> ExitCode {
     let outcome = match Arguments::parse().task {
-        Task::Setup { newer: true, .. } => script("setup.sh", ["newer"]),
-        Task::Setup { system: true, .. } => script("setup.sh", ["system"]),
-        Task::Setup { .. } => script("setup.sh", []),
+        Task::Setup { system, newer } => {
+            script("setup.sh", newer.then_some("newer").or(system.then_some("system")))
+        }
         Task::Bench { arguments } => bench(&arguments),
         Task::Peers => script("peers.sh", []),
         Task::Lint { quick: true } => lint::quick(),
@@ -116,11 +116,9 @@ fn main() -> ExitCode {
         Task::Fuzz { runs } => test::fuzz::task(&runs),
         Task::Demo { part: None } => demo(),
         Task::Demo { part: Some(DemoPart::Protect) } => script("demo-protect.sh", []),
-        Task::Pictures { drawn: true } => script("pictures.py", ["--drawn"]),
-        Task::Pictures { drawn: false } => script("pictures.py", []),
+        Task::Pictures { drawn } => script("pictures.py", drawn.then_some("--drawn")),
         Task::Api => publish::api::write(),
-        Task::Deb { debug: true } => script("deb.sh", ["--debug"]),
-        Task::Deb { debug: false } => script("deb.sh", []),
+        Task::Deb { debug } => script("deb.sh", debug.then_some("--debug")),
         Task::Soak { name } => script("soak.sh", name.as_deref()),
     };
     match outcome {

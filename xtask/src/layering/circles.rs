@@ -79,25 +79,13 @@ fn graph(files: &Files) -> Graph {
 /// Returns the file that declares the item to which a path in `module` leads. `None`: it is outside of the
 /// crate, of the file itself, or a module, whose items count where they are named.
 fn resolve(files: &Files, module: &Module, path: &[String], steps: usize) -> Option<Module> {
-    let (first, mut rest) = path.split_first()?;
-    let mut at = match first.as_str() {
-        "crate" => Vec::new(),
-        "self" => module.clone(),
-        "super" => {
-            let mut at = module.clone();
-            at.pop()?;
-            while let Some((_, further)) = rest.split_first().filter(|(name, _)| *name == "super") {
-                at.pop()?;
-                rest = further;
-            }
-            at
-        }
-        _ => {
-            rest = path;
-            module.clone()
-        }
+    let supers = path.iter().take_while(|name| *name == "super").count();
+    let (depth, roots) = match path.first()?.as_str() {
+        "crate" => (0, 1),
+        "self" => (module.len(), 1),
+        _ => (module.len().checked_sub(supers)?, supers),
     };
-    let is_relative = rest.len() == path.len();
+    let (mut at, mut rest, is_relative) = (module[..depth].to_vec(), &path[roots..], roots == 0);
     while let Some((name, further)) = rest.split_first() {
         if files.contains_key(&child(&at, name)) && !(is_relative && further.is_empty()) {
             at.push(name.clone());

@@ -20,33 +20,27 @@ pub(crate) struct Counts {
 impl Counts {
     /// Adds the counts of one line.
     pub(crate) fn read(&mut self, line: &str) {
-        if let Some(result) = line.strip_prefix("test result: ") {
-            // A test that skips itself returns early, and the harness takes that for a pass.
-            let passed = number_before(result, " passed");
-            self.passed += passed.saturating_sub(std::mem::take(&mut self.returned_early));
-            self.failed += number_before(result, " failed");
-        } else if let Some(name) =
-            line.strip_prefix("test ").and_then(|rest| rest.strip_suffix(" ... FAILED"))
-        {
-            self.failures.push(name.to_owned());
-        } else if let Some((name, reason)) =
-            line.strip_prefix("test ").and_then(|rest| rest.split_once(" ... ignored"))
-        {
-            if reason == ", nightly" {
-                self.nightly += 1;
-            } else {
-                self.skipped += 1;
-                self.skips.push(format!("{name}{}", reason.replacen(", ", ": ", 1)));
-            }
-        } else if let Some(skip) = line.strip_prefix("SKIPPED ").filter(|skip| skip.contains(": ")) {
+        if let Some(skip) = line.strip_prefix("SKIPPED ").filter(|skip| skip.contains(": ")) {
             self.skips.push(skip.to_owned());
             self.skipped += 1;
             self.returned_early += 1;
         }
+        let Some(test) = line.strip_prefix("test ") else { return };
+        if let Some(result) = test.strip_prefix("result: ") {
+            // A test that skips itself returns early, and the harness takes that for a pass.
+            let passed = number_before(result, " passed");
+            self.passed += passed.saturating_sub(std::mem::take(&mut self.returned_early));
+            self.failed += number_before(result, " failed");
+        } else if let Some(name) = test.strip_suffix(" ... FAILED") {
+            self.failures.push(name.to_owned());
+        } else if let Some((_, ", nightly")) = test.split_once(" ... ignored") {
+            self.nightly += 1;
+        } else if let Some((name, reason)) = test.split_once(" ... ignored") {
+            self.skipped += 1;
+            self.skips.push(format!("{name}{}", reason.replacen(", ", ": ", 1)));
+        }
     }
-}
 
-impl Counts {
     /// Adds those of one step.
     pub(crate) fn add(&mut self, other: &Self) {
         self.passed += other.passed;
