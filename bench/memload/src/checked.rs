@@ -2,9 +2,7 @@
 //! other the memory's hashes are reported.
 
 use std::num::NonZeroUsize;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::thread;
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use schemars::JsonSchema;
@@ -20,10 +18,9 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::ledger::Ledger;
+use crate::parts::find_in_parts;
 use crate::pattern::{PAGE_BYTES, WrongPage};
 
-/// Pages that a thread compares at a time: 8 MiB.
-const COMPARE_PAGES: usize = 2048;
 /// Bytes hashed at a time.
 const HASH_BYTES: usize = 1 << 20;
 
@@ -128,29 +125,10 @@ impl Checked {
     fn compare(&self, ledger: &Ledger) -> Result<u64> {
         let pages = self.memory.blocks().iter().map(RamBlock::pages).sum();
         ledger.check_pages(pages).map_err(Error::guest)?;
-        let (next, is_over) = (AtomicUsize::new(0), AtomicBool::new(false));
-        let wrong = Mutex::new(None);
-        thread::scope(|scope| {
-            for _ in 0..self.threads.get() {
-                scope.spawn(|| {
-                    while !is_over.load(Ordering::Relaxed) {
-                        let first = next.fetch_add(COMPARE_PAGES, Ordering::Relaxed);
-                        let end = ledger.generations.len().min(first.saturating_add(COMPARE_PAGES));
-                        if first >= end {
-                            break;
-                        }
-                        if let Some(found) = (first..end).find_map(|page| self.wrong_page(ledger, page)) {
-                            is_over.store(true, Ordering::Relaxed);
-                            *lock(&wrong) = Some(found);
-                        }
-                    }
-                });
-            }
+        let wrong = find_in_parts(ledger.generations.len(), self.threads, |mut part| {
+            part.find_map(|page| self.wrong_page(ledger, page))
         });
-        match wrong.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            Some(wrong) => Err(Error::guest(wrong)),
-            None => Ok(pages),
-        }
+        wrong.map_or(Ok(pages), |wrong| Err(Error::guest(wrong)))
     }
 
     fn wrong_page(&self, ledger: &Ledger, page: usize) -> Option<WrongPage> {

@@ -17,13 +17,15 @@ mod checked;
 mod ledger;
 mod load;
 mod options;
+mod parts;
 mod pattern;
 mod shape;
 
+use std::convert::Infallible;
 use std::fmt;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -40,15 +42,13 @@ pub use pattern::{WrongContent, WrongPage};
 pub use shape::{Backing, Shape};
 
 use load::LoadThreads;
+use parts::find_in_parts;
 use pattern::PAGE_BYTES;
 
 /// The RAM block's name.
 pub const BLOCK_NAME: &str = "mem.ram";
 /// The machine type in the stream, so no QEMU accepts the guest.
 pub const MACHINE_TYPE: &str = "towline-mem";
-
-/// Pages that a thread fills at a time: 8 MiB.
-const FILL_PAGES: usize = 2048;
 
 /// A synthetic guest: memory with a checked pattern, and threads that write to it.
 pub struct Synthetic {
@@ -138,24 +138,15 @@ impl Synthetic {
     }
 
     fn fill(&self) {
-        let next = AtomicUsize::new(0);
-        thread::scope(|scope| {
-            for _ in 0..thread::available_parallelism().map_or(1, usize::from) {
-                scope.spawn(|| {
-                    let mut content = [0; PAGE_BYTES];
-                    loop {
-                        let first = next.fetch_add(FILL_PAGES, Ordering::Relaxed);
-                        for page in first..self.shape.pages().min(first + FILL_PAGES) {
-                            self.shape.pattern().fill(page as u64, 0, &mut content);
-                            // Zero pages too: like those of a real guest they are allocated.
-                            self.span().write(page * PAGE_BYTES, &content);
-                        }
-                        if first >= self.shape.pages() {
-                            break;
-                        }
-                    }
-                });
+        let threads = thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
+        find_in_parts(self.shape.pages(), threads, |pages| -> Option<Infallible> {
+            let mut content = [0; PAGE_BYTES];
+            for page in pages {
+                self.shape.pattern().fill(page as u64, 0, &mut content);
+                // Zero pages too: like those of a real guest they are allocated.
+                self.span().write(page * PAGE_BYTES, &content);
             }
+            None
         });
     }
 }
@@ -175,32 +166,21 @@ fn map(shape: &Shape) -> Result<RamMapping, MemoryError> {
         return Err(MemoryError::Length { block, found });
     }
     let Ok(length) = usize::try_from(found) else { return Err(MemoryError::Length { block, found }) };
-    let shared = |pages| memfd(found, pages).and_then(|file| RamMapping::shared(file.as_fd(), 0, length));
     let mapped = match shape.backing {
         Backing::Private => RamMapping::anonymous(length),
-        Backing::Memfd => shared(MemfdPages::Base),
-        Backing::HugeTlb => shared(MemfdPages::Huge),
+        backing => memfd(found, backing).and_then(|file| RamMapping::shared(file.as_fd(), 0, length)),
     };
     mapped.map_err(|source| MemoryError::Map { block, length: found, source })
 }
 
-/// Pages of a memfd.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MemfdPages {
-    /// Pages of 4 KiB, or transparent huge pages.
-    Base,
-    /// Reserved huge pages of 2 MiB.
-    Huge,
-}
-
-/// A memfd of `length` bytes.
+/// A memfd of `length` bytes, for a backing that is not private.
 ///
 /// # Errors
 /// The kernel has no memory; or the length is not a multiple of the huge pages' size.
-pub fn memfd(length: u64, pages: MemfdPages) -> std::io::Result<OwnedFd> {
-    let huge = match pages {
-        MemfdPages::Base => MemfdFlags::empty(),
-        MemfdPages::Huge => MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
+pub fn memfd(length: u64, backing: Backing) -> std::io::Result<OwnedFd> {
+    let huge = match backing {
+        Backing::HugeTlb => MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
+        Backing::Memfd | Backing::Private => MemfdFlags::empty(),
     };
     let file = memfd_create("towline-mem", MemfdFlags::CLOEXEC | huge)?;
     ftruncate(&file, length)?;

@@ -8,10 +8,12 @@ use towline_migration::{Memory, MemoryError};
 
 use crate::checked::Checked;
 use crate::shape::{Backing, Shape};
-use crate::{BLOCK_NAME, MemfdPages, memfd, populate};
+use crate::{BLOCK_NAME, memfd, populate};
 
 /// Maximum number of threads of a load.
 const THREADS_MAX: usize = 64;
+/// Options that a destination does not have.
+const SOURCE_KEYS: [&str; 4] = ["dirty", "zero", "seed", "threads"];
 const KEYS: &str = "dirty=BYTES, zero=PERCENT, seed=N, threads=N, backing=private|memfd|hugetlb";
 
 /// Parses a number of bytes with the suffixes of the command line.
@@ -23,21 +25,19 @@ pub struct MemOptions {
     /// Original text.
     text: String,
     length: Option<u64>,
-    zero_percent: Option<u8>,
-    seed: Option<u64>,
-    dirty_rate: Option<u64>,
-    threads: Option<NonZeroUsize>,
-    backing: Option<Backing>,
+    /// The guest, but for its length.
+    shape: Shape,
+    /// Keys of the options that were given.
+    given: Vec<String>,
 }
 
 /// Memory of a destination.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Room {
     /// Bytes to allocate and populate before the source is queried; `None` to allocate as many as the guest
     /// has once that is known.
     length: Option<u64>,
-    /// In reserved huge pages; needs a length.
-    is_huge: bool,
+    backing: Backing,
 }
 
 impl MemOptions {
@@ -56,8 +56,8 @@ impl MemOptions {
                 "mem:{text}: {length} bytes is not a multiple of the page size: expected a multiple of 4K"
             ));
         }
-        let (zero_percent, seed, dirty_rate, threads, backing) = (None, None, None, None, None);
-        let mut memory = Self { text: text.into(), length, zero_percent, seed, dirty_rate, threads, backing };
+        let shape = Shape::of_length(length.unwrap_or_default());
+        let mut memory = Self { text: text.into(), length, shape, given: Vec::new() };
         for part in parts {
             memory.set(part, bytes).map_err(|error| format!("mem:{text}: {error}"))?;
         }
@@ -69,16 +69,8 @@ impl MemOptions {
     /// # Errors
     /// The text for the user: an option is missing.
     pub fn shape(&self) -> Result<Shape, String> {
-        let length = self.length.ok_or("mem: as SOURCE needs a size, such as mem:2G")?;
-        let default = Shape::of_length(length);
-        Ok(Shape {
-            length,
-            seed: self.seed.unwrap_or(default.seed),
-            zero_percent: self.zero_percent.unwrap_or(default.zero_percent),
-            dirty_rate: self.dirty_rate.unwrap_or(default.dirty_rate),
-            threads: self.threads.unwrap_or(default.threads),
-            backing: self.backing.unwrap_or(default.backing),
-        })
+        self.length.ok_or("mem: as SOURCE needs a size, such as mem:2G")?;
+        Ok(self.shape)
     }
 
     /// Returns the memory of a destination.
@@ -86,23 +78,18 @@ impl MemOptions {
     /// # Errors
     /// The text for the user: an option is for a source, or is missing.
     pub fn room(&self) -> Result<Room, String> {
-        let source_only = [
-            ("dirty", self.dirty_rate.is_some()),
-            ("zero", self.zero_percent.is_some()),
-            ("seed", self.seed.is_some()),
-            ("threads", self.threads.is_some()),
-        ];
-        if let Some((key, _)) = source_only.iter().find(|(_, is_set)| *is_set) {
+        let is_given = |key: &str| self.given.iter().any(|given| given == key);
+        if let Some(key) = SOURCE_KEYS.into_iter().find(|key| is_given(key)) {
             return Err(format!("mem:{}: {key} is for a SOURCE: leave it out", self.text));
         }
-        match (self.length, self.backing) {
-            (length, None) => Ok(Room { length, is_huge: false }),
+        match (self.length, is_given("backing").then_some(self.shape.backing)) {
+            (length, None) => Ok(Room { length, backing: Backing::Memfd }),
             (None, Some(_)) => Err(format!("mem:{}: backing needs a size, such as mem:2G", self.text)),
             (_, Some(Backing::Private)) => Err(format!(
                 "mem:{}: a DEST with a size is a memfd: leave the size out for private memory",
                 self.text
             )),
-            (length, Some(backing)) => Ok(Room { length, is_huge: backing == Backing::HugeTlb }),
+            (length, Some(backing)) => Ok(Room { length, backing }),
         }
     }
 
@@ -114,25 +101,26 @@ impl MemOptions {
             _ => Err(format!("{key}={value}: expected a number up to {max}")),
         };
         match key {
-            "dirty" if value == "0" => self.dirty_rate = Some(0),
-            "dirty" => self.dirty_rate = Some(bytes(value)?),
-            "zero" => self.zero_percent = Some(number(100)? as u8),
-            "seed" => self.seed = Some(number(u64::MAX)?),
+            "dirty" if value == "0" => self.shape.dirty_rate = 0,
+            "dirty" => self.shape.dirty_rate = bytes(value)?,
+            "zero" => self.shape.zero_percent = number(100)? as u8,
+            "seed" => self.shape.seed = number(u64::MAX)?,
             "threads" => {
                 let threads = NonZeroUsize::new(number(THREADS_MAX as u64)? as usize);
-                self.threads =
-                    Some(threads.ok_or("threads=0: expected at least 1; use dirty=0 for no writes")?);
+                let threads = threads.ok_or("threads=0: expected at least 1; use dirty=0 for no writes")?;
+                self.shape.threads = threads;
             }
             "backing" => {
-                self.backing = Some(match value {
+                self.shape.backing = match value {
                     "private" => Backing::Private,
                     "memfd" => Backing::Memfd,
                     "hugetlb" => Backing::HugeTlb,
                     _ => return Err(unknown()),
-                });
+                };
             }
             _ => return Err(unknown()),
         }
+        self.given.push(key.to_owned());
         Ok(())
     }
 }
@@ -147,8 +135,7 @@ impl Room {
         let memory = match self.length {
             None => Memory::adopting(available_bytes()),
             Some(length) => {
-                let pages = if self.is_huge { MemfdPages::Huge } else { MemfdPages::Base };
-                let file = memfd(length, pages).map_err(|source| MemoryError::Map {
+                let file = memfd(length, self.backing).map_err(|source| MemoryError::Map {
                     block: BLOCK_NAME.to_owned(),
                     length,
                     source,
@@ -206,8 +193,9 @@ mod tests {
 
     #[test]
     fn a_destination_has_a_size_or_adopts_the_sources() {
-        assert_eq!(memory("").room(), Ok(Room::default()));
-        assert_eq!(memory("1G,backing=hugetlb").room(), Ok(Room { length: Some(1 << 30), is_huge: true }));
+        assert_eq!(memory("").room(), Ok(Room { length: None, backing: Backing::Memfd }));
+        let huge = Room { length: Some(1 << 30), backing: Backing::HugeTlb };
+        assert_eq!(memory("1G,backing=hugetlb").room(), Ok(huge));
         assert!(memory("1G,dirty=1M").room().unwrap_err().contains("dirty is for a SOURCE"));
         assert!(memory(",backing=memfd").room().unwrap_err().contains("backing needs a size"));
     }

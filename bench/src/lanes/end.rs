@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use towline_channel::{
     Address, Cancel, Channel, ConnectOptions, ListenOptions, Listener, TlsClient, TlsServer, connect_with,
 };
-use towline_memload::{BLOCK_NAME, Backing, Checked, MemfdPages, Shape, Synthetic, configuration, memfd};
+use towline_memload::{BLOCK_NAME, Backing, Checked, Shape, Synthetic, configuration, memfd};
 use towline_migration::memory::{self, BlockBacking, MemoryBlock};
 use towline_migration::outgoing::ZeroCopySend;
 use towline_migration::{Guest, Incoming, Outgoing, Session, Sink, Statistics, incoming, outgoing};
@@ -181,7 +181,7 @@ fn send(guest: &dyn Guest, request: &Request) -> Result<Sent> {
 
 fn destination(length: u64) -> Result<()> {
     let threads = thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
-    let file = memfd(length, MemfdPages::Base)?;
+    let file = memfd(length, Backing::Memfd)?;
     let backing = BlockBacking::Shared { file: file.as_fd(), offset: 0 };
     let warm = memory::Memory::new(configuration(), &[MemoryBlock { name: BLOCK_NAME, length, backing }])?;
     warm.populate(threads)?;

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use common::*;
 use towline_channel::{IoBuf, IoBufMut};
-use towline_memload::{Backing, Checked, MemfdPages, Shape, Synthetic, memfd};
+use towline_memload::{Backing, Checked, Shape, Synthetic, memfd};
 use towline_migration::tracker::WriteProtect;
 use towline_migration::{
     ChannelId, Compression, Error, Extent, Guest, Incoming, Memory, Outgoing, Pages, Result, Session, Sink,
@@ -91,7 +91,7 @@ fn a_guest_that_writes_is_verified_page_by_page() {
 #[test]
 fn preallocated_memory_accepts_only_a_guest_of_its_size() {
     let take = |length: u64| {
-        let file = memfd(LENGTH, MemfdPages::Base).unwrap();
+        let file = memfd(LENGTH, Backing::Memfd).unwrap();
         let sink = Checked::new(Memory::adopting_into(file, LENGTH), NonZeroUsize::MIN);
         let source = Synthetic::new(Shape::of_length(length)).unwrap();
         source.run(|guest| send(guest, &sink, 1, Compression::None)).unwrap().1
