@@ -191,7 +191,6 @@ impl LinuxGuest {
 
     /// Starts writing `length` bytes of further memory, round and round, at `rate` bytes per second.
     pub fn dirty(&mut self, rate: u64, length: u64) -> Result<()> {
-        ensure!(rate > 0, "a rate of 0 is `stop_dirtying`");
         self.request(&format!("dirty {rate} {length}"), WORK_WITHIN).map(drop)
     }
 
@@ -202,7 +201,7 @@ impl LinuxGuest {
 
     /// Stops writing; the range can still be checked. Returns the pages written.
     pub fn stop_dirtying(&mut self) -> Result<u64> {
-        self.number("dirty 0", REPLY_TIMEOUT)
+        self.number("stop", REPLY_TIMEOUT)
     }
 
     /// Checks every page that `dirty` writes; the error names those that are torn or stale. Returns their
@@ -211,20 +210,14 @@ impl LinuxGuest {
         self.number("check", WORK_WITHIN)
     }
 
-    /// Returns the guest's facts as `KEY=VALUE` pairs: uptime_s, memory_kib, free_kib, kernel, processors,
-    /// tick_address (guest-physical, for [`Qemu::read_u64`]).
-    pub fn info(&mut self) -> Result<Vec<(String, String)>> {
-        let message = self.request("info", REPLY_TIMEOUT)?;
-        let pair = |word: &str| word.split_once('=').map(|(key, value)| (key.to_owned(), value.to_owned()));
-        Ok(message.split(' ').filter_map(pair).collect())
+    /// Returns the release of its kernel, as `6.1.0-37-amd64`.
+    pub fn kernel(&mut self) -> Result<String> {
+        Ok(self.shell("cat /proc/sys/kernel/osrelease", REPLY_TIMEOUT)?.trim().to_owned())
     }
 
-    /// Returns the guest-physical address of the counter that the agent increments.
+    /// Returns the guest-physical address of the counter that the agent increments, for [`Qemu::read_u64`].
     pub fn tick_address(&mut self) -> Result<u64> {
-        let info = self.info()?;
-        let address =
-            info.iter().find(|(key, _)| key == "tick_address").context("no tick_address in the facts")?;
-        address.1.parse().with_context(|| format!("tick_address {:?} is not a number", address.1))
+        self.number("tick_address", REPLY_TIMEOUT)
     }
 
     /// Runs a line of busybox shell in the guest; fails unless it exits with 0. Returns its output.

@@ -1,6 +1,5 @@
 //! The commands, one function each.
 
-use std::fs;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
@@ -11,8 +10,6 @@ use crate::net;
 use crate::pattern::Memory;
 use crate::tick::Tick;
 
-/// Bytes that `dirty` writes by default.
-const DIRTY_LENGTH: usize = 64 << 20;
 /// Maximum number of pages of each kind that `check` names.
 const PAGES_NAMED_MAX: usize = 8;
 
@@ -48,11 +45,18 @@ impl Agent {
                 self.replace(|| Memory::zeroed(usize::try_from(length)?))
             }
             ("hash", []) => Ok(format!("{:016x}", self.filled()?.hash())),
-            ("dirty", [rate]) => self.dirty(number(rate)?, DIRTY_LENGTH),
-            ("dirty", [rate, length]) => self.dirty(number(rate)?, usize::try_from(number(length)?)?),
+            ("dirty", [rate, length]) => {
+                self.load = None;
+                self.load = Some(Load::start(usize::try_from(number(length)?)?, number(rate)?)?);
+                Ok(String::new())
+            }
             ("dirtied", []) => Ok(self.loaded()?.pages_written().to_string()),
+            ("stop", []) => {
+                self.loaded()?.stop();
+                Ok(self.loaded()?.pages_written().to_string())
+            }
             ("check", []) => self.check(),
-            ("info", []) => self.info(),
+            ("tick_address", []) => Ok(self.tick.physical_address()?.to_string()),
             ("sh", [_, ..]) => shell(rest),
             ("echo", [port]) => net::echo(port.parse()?).map(|()| String::new()),
             ("talk", [address, bytes, times]) => {
@@ -75,23 +79,11 @@ impl Agent {
         self.memory.as_ref().context("nothing is filled; ask for `fill` or `zero` first")
     }
 
-    fn loaded(&self) -> Result<&Load> {
-        self.load.as_ref().context("nothing was dirtied; ask for `dirty` first")
+    fn loaded(&mut self) -> Result<&mut Load> {
+        self.load.as_mut().context("nothing was dirtied; ask for `dirty` first")
     }
 
-    /// A rate of 0 ends the load and keeps its range for `check`.
-    fn dirty(&mut self, rate: u64, length: usize) -> Result<String> {
-        if rate == 0 {
-            let load = self.load.as_mut().context("no load to end")?;
-            load.stop();
-            return Ok(load.pages_written().to_string());
-        }
-        self.load = None;
-        self.load = Some(Load::start(length, rate)?);
-        Ok(length.to_string())
-    }
-
-    fn check(&self) -> Result<String> {
+    fn check(&mut self) -> Result<String> {
         let verdict = self.loaded()?.check();
         if verdict.torn.is_empty() && verdict.stale.is_empty() {
             return Ok(verdict.pages.to_string());
@@ -105,26 +97,6 @@ impl Agent {
             verdict.stale.len(),
             named(&verdict.stale)
         )
-    }
-
-    /// `KEY=VALUE` pairs, units in the keys.
-    fn info(&self) -> Result<String> {
-        let uptime = fs::read_to_string("/proc/uptime")?;
-        let memory = fs::read_to_string("/proc/meminfo")?;
-        let kib = |name: &str| {
-            let line = memory.lines().find_map(|line| line.strip_prefix(name));
-            line.and_then(|rest| rest.split_whitespace().nth(1)).unwrap_or("0").to_owned()
-        };
-        let kernel = fs::read_to_string("/proc/sys/kernel/osrelease")?;
-        Ok(format!(
-            "uptime_s={} memory_kib={} free_kib={} kernel={} processors={} tick_address={}",
-            uptime.split_whitespace().next().unwrap_or("0"),
-            kib("MemTotal"),
-            kib("MemFree"),
-            kernel.trim(),
-            std::thread::available_parallelism()?,
-            self.tick.physical_address()?
-        ))
     }
 }
 

@@ -188,7 +188,7 @@ fn a_linux_7_moves_between_10_0_and_the_newest_qemu() {
         (Version::V10_0, Version::Newest)
     };
     let (mut qemu, mut guest) = builder(first).boot(WITHIN).unwrap();
-    let kernel = guest.info().unwrap().into_iter().find(|(key, _)| key == "kernel").unwrap().1;
+    let kernel = guest.kernel().unwrap();
     assert!(kernel.split('.').next().unwrap().parse::<u32>().unwrap() >= 7, "{kernel}");
     let before = dirtying(&mut guest);
     let mut tick = guest.wait_ticking(WITHIN).unwrap();

@@ -141,8 +141,7 @@ impl Saved {
         recipe.interval.iter().for_each(|interval| linux.set_interval(*interval).unwrap());
         linux.fill(FILLED, 5).unwrap();
         let (hash, tick) = (linux.hash().unwrap(), linux.wait_ticking(WITHIN).unwrap());
-        let info = linux.info().unwrap();
-        let address = info.iter().find(|(key, _)| key == "tick_address").unwrap().1.parse().unwrap();
+        let address = linux.tick_address().unwrap();
         let kernel = kernel(source.pid());
         let mut saved = Self { place, version, kernel, hash, tick, counter: address };
         towline(["copy", &qmp(&source), &saved.image()]).unwrap().wait_done(WITHIN).unwrap();

@@ -117,8 +117,7 @@ fn cases(directory: &str) -> Vec<String> {
 }
 
 fn kernel(guest: &mut LinuxGuest) -> KernelVersion {
-    let info = guest.info().unwrap();
-    let (_, version) = info.iter().find(|(key, _)| key == "kernel").unwrap();
+    let version = guest.kernel().unwrap();
     let mut numbers = version.split('.').map(|number| number.parse().unwrap());
     linux(numbers.next().unwrap(), numbers.next().unwrap())
 }
