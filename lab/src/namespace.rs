@@ -6,19 +6,19 @@
 //! ```
 //! Limits: needs root.
 
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::process;
+use crate::process::{self, KilledChild};
 use crate::wait::wait_until;
 
 const MADE_WITHIN: Duration = Duration::from_secs(60);
 
 /// A namespace; see the module's picture.
 pub struct Namespace {
-    holder: Child,
+    holder: KilledChild,
     /// Options of nsenter.
     entered_by: &'static [&'static str],
 }
@@ -41,7 +41,7 @@ impl Namespace {
         let holder = process::spawn(command).context("unshare cannot be started")?;
         let mut namespace = Self { holder, entered_by };
         wait_until("namespace", MADE_WITHIN, || {
-            let ended = namespace.holder.try_wait()?;
+            let ended = namespace.holder.0.try_wait()?;
             ensure!(ended.is_none(), "`{script}` fails in `unshare {option}` (root is needed)");
             Ok(is_made(namespace.pid()).then_some(()))
         })?;
@@ -50,7 +50,7 @@ impl Namespace {
 
     /// A process in it.
     pub fn pid(&self) -> u32 {
-        self.holder.id()
+        self.holder.0.id()
     }
 
     /// Command that runs a program in this namespace; the program and its arguments follow.
@@ -68,13 +68,5 @@ impl Namespace {
         let message = String::from_utf8_lossy(&output.stderr);
         ensure!(output.status.success(), "`{}` fails: {}", line.join(" "), message.trim());
         Ok(())
-    }
-}
-
-impl Drop for Namespace {
-    fn drop(&mut self) {
-        // The process may have exited already, and a destructor cannot return an error.
-        let _ = self.holder.kill();
-        let _ = self.holder.wait();
     }
 }

@@ -8,30 +8,44 @@ use std::process::{Child, Command};
 use std::sync::OnceLock;
 use std::sync::mpsc::{Sender, channel};
 
+use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::sys::die_with_parent;
 
+/// A child. Dropping it kills it.
+pub(crate) struct KilledChild(pub(crate) Child);
+
+impl KilledChild {
+    /// Kills it (SIGKILL) and waits until it has exited.
+    pub(crate) fn kill(&mut self) -> io::Result<()> {
+        self.0.kill()?;
+        self.0.wait().map(drop)
+    }
+}
+
+impl Drop for KilledChild {
+    fn drop(&mut self) {
+        // It may have exited already, and a destructor cannot return an error.
+        let _ = self.kill();
+    }
+}
+
 struct Request {
     command: Command,
-    answer: Sender<io::Result<Child>>,
+    answer: Sender<io::Result<KilledChild>>,
 }
 
 /// Starts `command`; the child is killed when this process ends.
-pub(crate) fn spawn(command: Command) -> io::Result<Child> {
+pub(crate) fn spawn(command: Command) -> io::Result<KilledChild> {
     static SPAWNER: OnceLock<Sender<Request>> = OnceLock::new();
     let spawner = SPAWNER.get_or_init(|| {
         let (sender, requests) = channel::<Request>();
         std::thread::spawn(move || {
             for mut request in requests {
                 let child = die_with_parent(&mut request.command).spawn();
-                // If the requesting thread has ended, its child is not needed.
-                if let Err(unwanted) = request.answer.send(child)
-                    && let Ok(mut child) = unwanted.0
-                {
-                    let _ = child.kill();
-                    let _ = child.wait();
-                }
+                // If the requesting thread has ended, its child is not needed, and is killed here.
+                let _ = request.answer.send(child.map(KilledChild));
             }
         });
         sender
@@ -46,9 +60,31 @@ pub(crate) fn spawn(command: Command) -> io::Result<Child> {
 /// # Panics
 /// If it cannot be sent.
 pub fn signal(pid: u32, signal: Signal) {
+    send(pid, signal).unwrap_or_else(|error| panic!("{signal:?} to process {pid}: {error}"));
+}
+
+/// Sends a signal to a process, which may have ended.
+///
+/// # Panics
+/// If it cannot be sent for another reason.
+pub fn signal_if_any(pid: u32, signal: Signal) {
+    match send(pid, signal) {
+        Ok(()) | Err(Errno::SRCH) => {}
+        Err(error) => panic!("{signal:?} to process {pid}: {error}"),
+    }
+}
+
+/// Kills a process, which may have ended.
+///
+/// # Panics
+/// If it cannot be killed.
+pub fn kill(pid: u32) {
+    signal_if_any(pid, Signal::KILL);
+}
+
+fn send(pid: u32, signal: Signal) -> Result<(), Errno> {
     let process = i32::try_from(pid).ok().and_then(Pid::from_raw);
-    let process = process.unwrap_or_else(|| panic!("{pid} is no process"));
-    kill_process(process, signal).unwrap_or_else(|error| panic!("{signal:?} to process {pid}: {error}"));
+    kill_process(process.unwrap_or_else(|| panic!("{pid} is no process")), signal)
 }
 
 /// Returns true if all threads of a process sleep. On a busy host one that has done nothing for a while may

@@ -9,7 +9,7 @@ use std::io::ErrorKind;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::{LazyLock, Mutex, PoisonError};
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -19,6 +19,7 @@ pub use boot_sector::{BootSector, Sweep};
 
 use crate::network::Network;
 use crate::paths::Kernel;
+use crate::process::KilledChild;
 use crate::qmp::Qmp;
 use crate::wait::wait_until;
 use crate::{guest_programs, paths, process};
@@ -92,22 +93,17 @@ pub struct Builder {
     directory: Option<PathBuf>,
 }
 
-/// Directory of a QEMU's sockets and files.
-struct Files {
-    path: PathBuf,
-    /// `None`: the directory is the caller's, and stays.
-    _temporary: Option<TempDir>,
-}
-
 /// A running QEMU. Dropping it kills the process and removes its files; it dies with this process as well.
 pub struct Qemu {
+    child: Mutex<KilledChild>,
     qmp: Qmp,
-    child: Mutex<Child>,
     pid: u32,
     version: Version,
     guest: Guest,
-    // Last, so the process is gone when its directory goes.
-    files: Files,
+    /// Its sockets and files.
+    directory: PathBuf,
+    // Last, so the process is gone when its directory goes. `None`: the directory is the caller's, and stays.
+    _temporary: Option<TempDir>,
 }
 
 impl Version {
@@ -278,40 +274,34 @@ impl Builder {
 
     /// Makes its files, starts it and waits until its monitor answers.
     pub fn start(self) -> Result<Qemu> {
-        let files = match &self.directory {
+        let (directory, temporary) = match &self.directory {
             Some(path) => {
                 std::fs::create_dir_all(path).with_context(|| path.display().to_string())?;
-                Files { path: path.clone(), _temporary: None }
+                (path.clone(), None)
             }
             None => {
                 let temporary = tempfile::Builder::new().prefix("towline-lab-").tempdir()?;
-                Files { path: temporary.path().to_owned(), _temporary: Some(temporary) }
+                (temporary.path().to_owned(), Some(temporary))
             }
         };
-        let mut command = self.command(&files.path)?;
+        let mut command = self.command(&directory)?;
         let Self { version, guest, .. } = self;
-        let stderr = files.path.join("stderr");
+        let stderr = directory.join("stderr");
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&stderr)?);
         let program = command.get_program().to_owned();
         let child = process::spawn(command);
         let mut child = child.with_context(|| {
             format!("{} cannot be started; run `cargo xtask setup`", program.to_string_lossy())
         })?;
-        let socket = files.path.join("lab.qmp");
-        let qmp = match connect(&mut child, &socket, &stderr) {
-            Ok(qmp) => qmp,
-            Err(error) => {
-                // Even if it is blocked, it must not outlive this call.
-                let _ = child.kill();
-                let _ = child.wait();
-                let text = std::fs::read_to_string(&stderr).unwrap_or_default();
-                return Err(error.context(format!("QEMU did not start; it wrote: {}", text.trim())));
-            }
-        };
-        let pid = child.id();
+        let qmp = connect(&mut child.0, &directory.join("lab.qmp"), &stderr).with_context(|| {
+            let text = std::fs::read_to_string(&stderr).unwrap_or_default();
+            format!("QEMU did not start; it wrote: {}", text.trim())
+        })?;
+        let pid = child.0.id();
         let child = Mutex::new(child);
-        Ok(Qemu { qmp, child, pid, version, guest, files })
+        Ok(Qemu { child, qmp, pid, version, guest, directory, _temporary: temporary })
     }
+
     /// Command that starts it with its files in this directory, some of which are made.
     pub(crate) fn command(&self, directory: &Path) -> Result<Command> {
         let mut command = self.version.command();
@@ -406,17 +396,17 @@ impl Qemu {
 
     /// Path of a second QMP socket, free for towline or a test. QEMU serves one client at a time on it.
     pub fn qmp_path(&self) -> PathBuf {
-        self.files.path.join("qmp")
+        self.directory.join("qmp")
     }
 
     /// Path of the serial port that the agent listens on.
     pub fn serial_path(&self) -> PathBuf {
-        self.files.path.join("serial")
+        self.directory.join("serial")
     }
 
     /// Directory of its files, which is removed with this QEMU unless the builder named it.
     pub fn directory(&self) -> &Path {
-        &self.files.path
+        &self.directory
     }
 
     /// Process ID of the emulator.
@@ -431,18 +421,18 @@ impl Qemu {
 
     /// QEMU's standard error so far.
     pub fn stderr(&self) -> String {
-        std::fs::read_to_string(self.files.path.join("stderr")).unwrap_or_default()
+        std::fs::read_to_string(self.directory.join("stderr")).unwrap_or_default()
     }
 
     /// Console output of the guest's kernel so far.
     pub fn console(&self) -> String {
-        let console = std::fs::read(self.files.path.join("console")).unwrap_or_default();
+        let console = std::fs::read(self.directory.join("console")).unwrap_or_default();
         String::from_utf8_lossy(&console).into_owned()
     }
 
     /// Exit status, if it has exited.
     pub fn exited(&self) -> Result<Option<ExitStatus>> {
-        Ok(self.child.lock().unwrap_or_else(PoisonError::into_inner).try_wait()?)
+        Ok(self.child().0.try_wait()?)
     }
 
     /// Waits until it exits without being ended.
@@ -452,17 +442,11 @@ impl Qemu {
 
     /// Kills it (SIGKILL) and waits until it has exited.
     pub fn kill(&self) -> Result<()> {
-        let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
-        child.kill()?;
-        child.wait()?;
-        Ok(())
+        Ok(self.child().kill()?)
     }
-}
 
-impl Drop for Qemu {
-    fn drop(&mut self) {
-        // It may have exited already, and a destructor cannot return an error.
-        let _ = self.kill();
+    fn child(&self) -> MutexGuard<'_, KilledChild> {
+        self.child.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

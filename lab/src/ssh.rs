@@ -2,13 +2,13 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
+use crate::process::KilledChild;
 use crate::wait::wait_until;
 use crate::{Network, Qmp, paths, process, skip, towline_binary};
 
@@ -76,7 +76,7 @@ pub fn ssh_key(directory: &Path, name: &str) -> Result<String> {
 }
 
 /// Starts sshd, whose files are in `place`.
-fn start(sshd: &Sshd, network: &Network, place: &Path) -> Result<Child> {
+fn start(sshd: &Sshd, network: &Network, place: &Path) -> Result<KilledChild> {
     let here = place.display();
     let script = format!(
         "mount -t tmpfs -o mode=755 tmpfs /run && mkdir /run/sshd && mount --bind {here}/passwd /etc/passwd && \
@@ -93,7 +93,7 @@ fn start(sshd: &Sshd, network: &Network, place: &Path) -> Result<Child> {
 /// A host with an sshd: a network, with a `/run` of its own. It shares all other files with this machine. `towline` is in its PATH.
 pub struct SshHost {
     network: Network,
-    sshd: Child,
+    sshd: KilledChild,
     place: TempDir,
 }
 
@@ -128,7 +128,7 @@ impl SshHost {
 
     /// Starts the sshd of a host whose processes have all died, with another `/run`.
     pub fn restart(&mut self, sshd: &Sshd) -> Result<()> {
-        let _ = self.sshd.wait();
+        let _ = self.sshd.0.wait();
         self.sshd = start(sshd, &self.network, self.place.path())?;
         self.wait_listening()
     }
@@ -165,19 +165,19 @@ impl SshHost {
 
     /// This path of the host, as this machine reaches it.
     pub fn path(&self, path: &str) -> PathBuf {
-        PathBuf::from(format!("/proc/{}/root{path}", self.sshd.id()))
+        PathBuf::from(format!("/proc/{}/root{path}", self.sshd.0.id()))
     }
 
     /// Words that run a program on this host; the program and its arguments follow.
     pub fn prefix(&self) -> Vec<String> {
-        let pid = self.sshd.id().to_string();
+        let pid = self.sshd.0.id().to_string();
         ["/usr/bin/nsenter", "--target", &pid, "--mount", "--net", "--"].map(str::to_owned).into()
     }
 
     /// The towline on this host that is driven from another one: one runs at a time.
     pub fn agent(&self) -> Option<u32> {
         let namespace = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/mnt")).ok();
-        let own = namespace(&self.sshd.id().to_string())?;
+        let own = namespace(&self.sshd.0.id().to_string())?;
         let is_agent = |pid: &String| {
             let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
             // The writer of a QEMU's log is a child of the one that started it.
@@ -209,12 +209,9 @@ impl SshHost {
 impl Drop for SshHost {
     fn drop(&mut self) {
         let _ = self.sshd.kill();
-        let _ = self.sshd.wait();
         // Guests, also those that wait for a page, and sessions of a client that was cut off outlive it.
         for pid in self.network.processes().unwrap_or_default() {
-            if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
-                let _ = kill_process(pid, Signal::KILL);
-            }
+            process::kill(pid);
         }
     }
 }

@@ -2,25 +2,27 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
+use std::io;
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use tempfile::TempDir;
 
+use crate::process::{self, KilledChild};
 #[cfg(feature = "schema")]
 use crate::schema::EventSchema;
 use crate::wait::wait_until;
-use crate::{paths, process, sys};
+use crate::{paths, sys};
 
 /// Number of lines of output in an error.
 const OUTPUT_LINES: usize = 5;
 
 /// A running towline. Dropping it kills it.
 pub struct Towline {
-    child: Child,
+    child: KilledChild,
     line: String,
     /// True if its standard output is events.
     writes_events: bool,
@@ -69,14 +71,19 @@ impl Towline {
 
     /// Starts towline after the words of a program that it replaces, as those of a network.
     pub fn start_after(prefix: &[String], words: &[&str]) -> Result<Self> {
-        let program = towline_binary()?.display().to_string();
-        let line: Vec<&str> = prefix
-            .iter()
-            .map(String::as_str)
-            .chain([program.as_str()])
-            .chain(words.iter().copied())
-            .collect();
-        Self::start(line[0].as_ref(), &line[1..])
+        Self::start_within(prefix, &towline_binary()?, words)
+    }
+
+    /// Starts a program after such words.
+    pub fn start_within<I: IntoIterator<Item: AsRef<OsStr>>>(
+        prefix: &[String],
+        program: &Path,
+        arguments: I,
+    ) -> Result<Self> {
+        let mut line: Vec<OsString> = prefix[1..].iter().map(OsString::from).collect();
+        line.push(program.into());
+        line.extend(arguments.into_iter().map(|argument| argument.as_ref().to_owned()));
+        Self::start(prefix[0].as_ref(), line)
     }
 
     /// As [`Towline::start`], with descriptors that stay open in the process under their numbers here.
@@ -85,11 +92,7 @@ impl Towline {
         arguments: I,
         descriptors: &[BorrowedFd<'_>],
     ) -> Result<Self> {
-        // Files, not pipes, and no files of a disk: towline never blocks on a write.
-        let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir_in("/dev/shm")?;
-        let file = |name: &str| File::create(directory.path().join(name)).map(Stdio::from);
-        let output = [file("stdout")?, file("stderr")?];
-        Self::spawn(binary, arguments, (directory, output), descriptors)
+        Self::spawn(binary, arguments, None, descriptors)
     }
 
     /// As [`Towline::start`], with the caller's standard output and standard error, whose content is not in
@@ -99,16 +102,20 @@ impl Towline {
         arguments: I,
         output: [Stdio; 2],
     ) -> Result<Self> {
-        let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir()?;
-        Self::spawn(binary, arguments, (directory, output), &[])
+        Self::spawn(binary, arguments, Some(output), &[])
     }
 
     fn spawn<I: IntoIterator<Item: AsRef<OsStr>>>(
         binary: &Path,
         arguments: I,
-        (directory, [stdout, stderr]): (TempDir, [Stdio; 2]),
+        output: Option<[Stdio; 2]>,
         descriptors: &[BorrowedFd<'_>],
     ) -> Result<Self> {
+        // Files, not pipes, and no files of a disk: towline never blocks on a write.
+        let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir_in("/dev/shm")?;
+        let file = |name: &str| File::create(directory.path().join(name)).map(Stdio::from);
+        let [stdout, stderr] =
+            output.map_or_else(|| Ok::<_, io::Error>([file("stdout")?, file("stderr")?]), Ok)?;
         let arguments: Vec<OsString> = arguments.into_iter().map(|one| one.as_ref().to_owned()).collect();
         let writes_events = arguments.iter().any(|argument| argument == "--json");
         let mut command = Command::new(binary);
@@ -121,7 +128,7 @@ impl Towline {
 
     /// Process ID.
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.child.0.id()
     }
 
     /// Returns the process's private memory in bytes: resident, and backed by no file (`RssAnon` and
@@ -152,7 +159,7 @@ impl Towline {
 
     /// Returns true if the process is running.
     pub fn runs(&mut self) -> Result<bool> {
-        Ok(self.child.try_wait()?.is_none())
+        Ok(self.child.0.try_wait()?.is_none())
     }
 
     /// Fails with the end of its output if it has exited.
@@ -178,15 +185,13 @@ impl Towline {
 
     /// Kills it (SIGKILL), as a crash would.
     pub fn kill(&mut self) -> Result<()> {
-        self.child.kill()?;
-        self.child.wait()?;
-        Ok(())
+        Ok(self.child.kill()?)
     }
 
     /// Waits until it exits, with any exit status. With `--json`, each event is validated by the schema of
     /// events.
     pub fn wait(mut self, within: Duration) -> Result<Finished> {
-        let status = wait_until("end of towline", within, || Ok(self.child.try_wait()?));
+        let status = wait_until("end of towline", within, || Ok(self.child.0.try_wait()?));
         let status =
             status.with_context(|| format!("{} wrote: {}{}", self.line, self.stdout(), self.stderr()))?;
         let finished = Finished { status, stdout: self.stdout(), stderr: self.stderr() };
@@ -226,13 +231,6 @@ impl Finished {
 impl Finished {
     fn check_events(&self) -> Result<()> {
         Ok(())
-    }
-}
-
-impl Drop for Towline {
-    fn drop(&mut self) {
-        // The process may have exited already, and a destructor cannot return an error.
-        let _ = self.kill();
     }
 }
 

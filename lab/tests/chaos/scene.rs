@@ -11,10 +11,10 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use towline_lab::expect::{Scratch, Settings, events, qmp, settings};
-use towline_lab::{Finished, Flow, Proxy, Qemu, Towline, towline_binary, wait_until};
+use towline_lab::{Finished, Flow, Proxy, Qemu, Towline, signal_if_any, towline_binary, wait_until};
 
 use crate::case::{Case, Fault, Kind, Moment, Victim};
 use crate::guests::{GuestState, Guests, WITHIN, builder, counting};
@@ -76,7 +76,7 @@ pub(crate) fn play(case: &Case) -> Result<String, String> {
             // A listener waits for its source until its user ends it.
             let may_listen = case.kind.has_link() && begun.elapsed() > LISTEN_WITHIN;
             if !is_ended && may_listen && listens_without_source(towlines) {
-                signal(towlines[0].pid(), Signal::TERM);
+                signal_if_any(towlines[0].pid(), Signal::TERM);
                 is_ended = true;
             }
             std::thread::sleep(POLL_INTERVAL);
@@ -416,11 +416,11 @@ impl FaultTargets<'_> {
             | Fault::UnreadOutput
             | Fault::ClosedOutput
             | Fault::HiddenProc => {}
-            Fault::Kill(victim) => signal(self.pid(victim), Signal::KILL),
+            Fault::Kill(victim) => signal_if_any(self.pid(victim), Signal::KILL),
             Fault::Suspend(victim, time) => {
-                signal(self.pid(victim), Signal::STOP);
+                signal_if_any(self.pid(victim), Signal::STOP);
                 std::thread::sleep(time);
-                signal(self.pid(victim), Signal::CONT);
+                signal_if_any(self.pid(victim), Signal::CONT);
             }
             Fault::Cut => self.link.unwrap().cut(),
             Fault::Delay(time) => self.delay(time),
@@ -439,10 +439,10 @@ impl FaultTargets<'_> {
             }
             Fault::Signal(towline, name, again) => {
                 let name = if name == "INT" { Signal::INT } else { Signal::TERM };
-                signal(self.towlines[towline], name);
+                signal_if_any(self.towlines[towline], name);
                 if let Some(time) = again {
                     std::thread::sleep(time);
-                    signal(self.towlines[towline], name);
+                    signal_if_any(self.towlines[towline], name);
                 }
             }
         }
@@ -468,14 +468,6 @@ impl FaultTargets<'_> {
         std::thread::sleep(time);
         link.release();
     }
-}
-
-/// Sends a signal to a child of this test, which may have exited but is not reaped, so its process ID is
-/// valid.
-fn signal(pid: u32, signal: Signal) {
-    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).unwrap();
-    // It may have exited already.
-    let _ = kill_process(pid, signal);
 }
 
 /// Runs an operator's command at the source, which may have exited or may refuse it.

@@ -4,10 +4,9 @@ use std::thread;
 use std::time::Duration;
 
 use fastrand::Rng;
-use rustix::io::Errno;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use towline_lab::expect::number;
-use towline_lab::wait_until;
+use towline_lab::{kill, signal_if_any, wait_until};
 
 use crate::configuration::wait_members;
 use crate::hosts::{Cluster, Membership, NODES, WITHIN};
@@ -151,12 +150,14 @@ impl Protected {
             }
             Disturbance::Stops(part) => {
                 let found = self.part(part);
-                found.iter().for_each(|pid| send(*pid, Signal::STOP));
+                found.iter().for_each(|pid| signal_if_any(*pid, Signal::STOP));
                 thread::sleep(lasts);
                 // One that was fenced has ended. The process that waits for another one stops again if that still stands.
-                found.iter().chain(&found).for_each(|pid| send(*pid, Signal::CONT));
+                found.iter().chain(&found).for_each(|pid| signal_if_any(*pid, Signal::CONT));
             }
-            Disturbance::Hangs => self.part(Part::Guest).into_iter().for_each(|pid| send(pid, Signal::STOP)),
+            Disturbance::Hangs => {
+                self.part(Part::Guest).into_iter().for_each(|pid| signal_if_any(pid, Signal::STOP))
+            }
             Disturbance::Kills(part) => self.part(part).into_iter().for_each(kill),
             Disturbance::Standby => {
                 let node = format!("node{}", self.at);
@@ -217,19 +218,6 @@ fn settle_any(cluster: &Cluster) {
         Ok(rests.output()?.status.success().then_some(()))
     })
     .unwrap();
-}
-
-/// Sends a signal to a process, which may have ended.
-fn send(pid: u32, signal: Signal) {
-    let process = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("it is the number of a process");
-    match kill_process(process, signal) {
-        Ok(()) | Err(Errno::SRCH) => {}
-        Err(error) => panic!("process {pid}: {error}"),
-    }
-}
-
-pub(crate) fn kill(pid: u32) {
-    send(pid, Signal::KILL);
 }
 
 /// Times in milliseconds for which a disturbance lasts: around those after which a host, or a process, is taken for dead.

@@ -16,12 +16,14 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use towline_lab::counting::{assert_clean, make_ext4};
 use towline_lab::expect::{assert_ended, events, qmp, wait_event};
-use towline_lab::{LinuxGuest, MemoryBackend, Network, Qemu, Qmp, Towline, Version, towline, wait_until};
+use towline_lab::{
+    LinuxGuest, MemoryBackend, Network, Qemu, Qmp, Towline, Version, kill, towline, wait_until,
+};
 
 use crate::bridges::{TAP, add_bridge, attach};
 use crate::clients::Clients;
 use crate::configuration::{configure, monitor, operation, values, wait_members};
-use crate::disturbed::{Part, kill};
+use crate::disturbed::Part;
 use crate::hosts::{Cluster, Membership, NODES, WITHIN};
 use crate::network::{self, GUEST as ADDRESS, card_options, guest_address, set_up};
 use crate::pacemaker::settle;

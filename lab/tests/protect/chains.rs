@@ -3,12 +3,12 @@
 use fastrand::Rng;
 use towline_lab::counting::assert_clean;
 use towline_lab::expect::{Scratch, wait_event};
-use towline_lab::{LinuxGuest, Network, SshHost, Sshd, Towline, Version, wait_until};
+use towline_lab::{LinuxGuest, Network, SshHost, Sshd, Towline, Version, kill, wait_until};
 
 use crate::clients::Clients;
 use crate::ends_well;
 use crate::support::{
-    ADDRESSES, EPOCH, GREETS_WITHIN, Hosts, Links, NAME, Side, WITHIN, assert_is_guest, kill, name, socket,
+    ADDRESSES, EPOCH, GREETS_WITHIN, Hosts, Links, NAME, Side, WITHIN, assert_is_guest, name, socket,
     start_card,
 };
 

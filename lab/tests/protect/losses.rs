@@ -6,11 +6,11 @@ use std::time::Duration;
 use fastrand::Rng;
 use rustix::process::Signal;
 use towline_lab::expect::{number, wait_event};
-use towline_lab::signal;
+use towline_lab::{signal, signal_if_any};
 
 use crate::DIES_AFTER_MS;
 use crate::protected::Protected;
-use crate::support::{Hosts, Part, Side, WITHIN, send};
+use crate::support::{Hosts, Part, Side, WITHIN};
 
 /// Time for which a part is stopped: longer than the silence that means a loss.
 const STOPPED_FOR: Duration = Duration::from_secs(5);
@@ -88,7 +88,7 @@ impl Disturbance {
                 signal(pid, Signal::STOP);
                 sleep(lasts);
                 // One that was replaced may have been killed.
-                send(pid, Signal::CONT);
+                signal_if_any(pid, Signal::CONT);
             }
         }
     }

@@ -5,14 +5,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use fastrand::Rng;
-use rustix::io::Errno;
-use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use towline_lab::counting::{assert_clean, make_ext4};
 use towline_lab::expect::{Scratch, qmp, wait_event};
 use towline_lab::{
     Finished, LinuxGuest, MemoryBackend, Network, Qemu, Qmp, SshHost, Sshd, Towline, Version, host_networks,
-    require_qemu, wait_until,
+    kill, require_qemu, wait_until,
 };
 
 use crate::bridges::{TAP, add_bridge, attach, set_apart};
@@ -367,18 +365,4 @@ fn control(place: &Scratch, side: Side) -> PathBuf {
 pub(crate) fn name(pid: u32) -> String {
     let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     name.trim().to_owned()
-}
-
-/// Kills a process, which may have ended.
-pub(crate) fn kill(pid: u32) {
-    send(pid, Signal::KILL);
-}
-
-/// Sends a signal to a process, which may have ended.
-pub(crate) fn send(pid: u32, signal: Signal) {
-    let process = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("it is the number of a process");
-    match kill_process(process, signal) {
-        Ok(()) | Err(Errno::SRCH) => {}
-        Err(error) => panic!("process {pid}: {error}"),
-    }
 }
