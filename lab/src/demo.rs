@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 
+use crate::expect::qmp;
 use crate::linux::LinuxGuest;
 use crate::paths;
 use crate::qemu::{Builder, MemoryBackend, Qemu, Version};
@@ -75,13 +76,7 @@ pub fn run(towline: &Path) -> Result<()> {
     println!("  $ export PATH=$PWD/{}:$PATH", relative_path(build));
     let builder = Qemu::builder(Version::V10_0).linux().memory_mib(MEMORY_MIB).processors(2);
     let builder = builder.memory_backend(MemoryBackend::Memfd { prealloc: false });
-    let hub = match Hub::new() {
-        Ok(hub) => Some(hub),
-        Err(error) => {
-            fact(&format!("the guest has no network card: {error:#}"));
-            None
-        }
-    };
+    let hub = Hub::new().inspect_err(|error| fact(&format!("the guest has no network card: {error:#}"))).ok();
     let mut demo = Demo { towline, directory, builder, hub };
 
     heading("A guest: Linux in a stock QEMU, with a network card by towline");
@@ -231,10 +226,6 @@ fn content(image: &File) -> Result<u64> {
         }
     }
     anyhow::bail!("the image has no content after {CONTENT_FROM:#x}")
-}
-
-fn qmp(qemu: &Qemu) -> String {
-    format!("qmp:{}", qemu.qmp_path().display())
 }
 
 fn state(guest: &mut LinuxGuest) -> Result<State> {

@@ -1,8 +1,9 @@
 //! The guest's memory as QEMU itself reports it.
 
+use std::ops::Range;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use serde_json::json;
 
 use crate::qemu::{Qemu, RAM_NAME};
@@ -22,12 +23,6 @@ pub struct RamBlock {
     pub max_length: u64,
 }
 
-/// A range of guest-physical addresses that is RAM.
-struct Range {
-    address: u64,
-    length: u64,
-}
-
 impl Qemu {
     /// BLAKE3 of all of the guest's RAM in the order of its addresses, below and above 4 GiB. The guest must
     /// be stopped: a hash of changing memory means nothing.
@@ -38,12 +33,11 @@ impl Qemu {
             "the guest runs ({status}); `stop` it before its memory is hashed"
         );
         let mut hasher = blake3::Hasher::new();
-        for range in self.ram_ranges()? {
-            let mut done = 0;
-            while done < range.length {
-                let length = CHUNK_SIZE.min(range.length - done);
-                hasher.update(&self.read_memory(range.address + done, length)?);
-                done += length;
+        let ranges = ram_ranges(&self.qmp().hmp("info mtree -f")?);
+        ensure!(!ranges.is_empty(), "`info mtree -f` names no {RAM_NAME}");
+        for range in ranges {
+            for address in range.clone().step_by(CHUNK_SIZE as usize) {
+                hasher.update(&self.read_memory(address, CHUNK_SIZE.min(range.end - address))?);
             }
         }
         Ok(hasher.finalize())
@@ -73,15 +67,6 @@ impl Qemu {
         let blocks: Option<Vec<RamBlock>> = table.lines().skip(1).map(ram_block).collect();
         blocks.with_context(|| format!("`info ramblock` says `{table}`"))
     }
-
-    fn ram_ranges(&self) -> Result<Vec<Range>> {
-        let tree = self.qmp().hmp("info mtree -f")?;
-        let ranges = ram_ranges(&tree);
-        if ranges.is_empty() {
-            bail!("`info mtree -f` names no {RAM_NAME}");
-        }
-        Ok(ranges)
-    }
 }
 
 /// Parses `  pc.ram    4 KiB  0x0000000000000000 0x0000000008000000 0x0000000008000000 …`: name, page size, offset,
@@ -94,14 +79,14 @@ fn ram_block(line: &str) -> Option<RamBlock> {
     Some(RamBlock { name, used_length, max_length })
 }
 
-/// Ranges of the guest's main memory in the flat view of the address space `memory`.
-fn ram_ranges(tree: &str) -> Vec<Range> {
+/// Guest-physical addresses of the guest's main memory in the flat view of the address space `memory`.
+fn ram_ranges(tree: &str) -> Vec<Range<u64>> {
     let view = tree.split("FlatView #").find(|view| view.contains("AS \"memory\"")).unwrap_or_default();
     view.lines().filter_map(ram_range).collect()
 }
 
 /// Parses `  0000000000000000-00000000000bffff (prio 0, ram): pc.ram @0000000000000000 KVM`.
-fn ram_range(line: &str) -> Option<Range> {
+fn ram_range(line: &str) -> Option<Range<u64>> {
     let (range, rest) = line.trim().split_once(" (prio ")?;
     let (kind, name) = rest.split_once("): ")?;
     let in_ram = name.split_whitespace().next() == Some(RAM_NAME);
@@ -111,7 +96,7 @@ fn ram_range(line: &str) -> Option<Range> {
     }
     let (first, last) = range.split_once('-')?;
     let (first, last) = (u64::from_str_radix(first, 16).ok()?, u64::from_str_radix(last, 16).ok()?);
-    Some(Range { address: first, length: last - first + 1 })
+    Some(first..last + 1)
 }
 
 #[cfg(test)]
@@ -128,8 +113,7 @@ mod tests {
                     \x20 00000000fed00000-00000000fed003ff (prio 0, i/o): hpet\n\
                     \x20 00000000fffc0000-00000000ffffffff (prio 0, rom): pc.bios\n\
                     \x20 0000000100000000-000000013fffffff (prio 0, ram): pc.ram @0000000080000000\n";
-        let ranges: Vec<_> = ram_ranges(tree).iter().map(|range| (range.address, range.length)).collect();
-        assert_eq!(ranges, [(0, 0xc_0000), (0xc_0000, 0x4000), (1 << 32, 1 << 30)]);
+        assert_eq!(ram_ranges(tree), [0..0xc_0000, 0xc_0000..0xc_4000, 1 << 32..5 << 30]);
     }
 
     #[test]

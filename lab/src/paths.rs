@@ -25,12 +25,19 @@ pub enum Kernel {
     Newest,
 }
 
+impl Kernel {
+    /// End of the names of its parts in the lab.
+    fn suffix(self) -> &'static str {
+        match self {
+            Self::Debian12 => "",
+            Self::Newest => "-newest",
+        }
+    }
+}
+
 /// Returns the kernel image, unpacked where the set-up could, if the set-up has installed it.
 pub fn kernel(lab: &Path, kernel: Kernel) -> Option<PathBuf> {
-    let tree = match kernel {
-        Kernel::Debian12 => lab.join("kernel"),
-        Kernel::Newest => lab.join("kernel-newest"),
-    };
+    let tree = lab.join(format!("kernel{}", kernel.suffix()));
     let unpacked = tree.join("vmlinux");
     if unpacked.is_file() {
         return Some(unpacked);
@@ -42,10 +49,7 @@ pub fn kernel(lab: &Path, kernel: Kernel) -> Option<PathBuf> {
 
 /// Initramfs of Linux guests with the modules of that kernel.
 pub fn initramfs(lab: &Path, kernel: Kernel) -> PathBuf {
-    match kernel {
-        Kernel::Debian12 => lab.join("initramfs"),
-        Kernel::Newest => lab.join("initramfs-newest"),
-    }
+    lab.join(format!("initramfs{}", kernel.suffix()))
 }
 
 /// The installed emulator from the backports.

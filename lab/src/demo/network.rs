@@ -66,11 +66,7 @@ impl Hub {
         let socket_text = socket.display().to_string();
         let words = ["net", "--socket", &socket_text, "--tap", &tap];
         shown::command(["towline"].into_iter().chain(words).chain(["&"]));
-        let prefix = self.network.prefix();
-        let (program, arguments) = prefix.split_first().context("a command")?;
-        let towline = towline.display().to_string();
-        let line = arguments.iter().map(String::as_str).chain([towline.as_str()]).chain(words);
-        let mut process = Towline::start(Path::new(program), line)?;
+        let mut process = Towline::start_within(&self.network.prefix(), towline, words)?;
         wait_until("the card's socket", LISTENS_WITHIN, || {
             process.check()?;
             Ok(socket.exists().then_some(()))

@@ -80,9 +80,7 @@ pub(super) fn relative_path(path: &Path) -> String {
 
 fn command_text(words: &[String]) -> String {
     let first = format!("{COMMAND_INDENT}$ ");
-    let mut lines = folded(&with_values(words), &first, CONTINUED_INDENT, " \\").join("\n");
-    lines.push('\n');
-    lines
+    folded(&with_values(words), &first, CONTINUED_INDENT, " \\").join("\n") + "\n"
 }
 
 /// Joins each option with its value, which stay in one line.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use towline_lab::{Finished, Network, Towline, scrape, skip, towline, towline_binary, wait_until};
+use towline_lab::{Finished, Network, Towline, scrape, skip, towline, wait_until};
 
 const WITHIN: Duration = Duration::from_secs(60);
 
@@ -24,11 +24,9 @@ impl Fixture {
     /// Starts a device with the control socket `NAME.qmp`, and waits for that.
     fn start(&self, name: &str, arguments: &[&str]) -> Towline {
         let (socket, qmp) = (self.path(&format!("{name}.sock")), self.path(&format!("{name}.qmp")));
-        let (prefix, binary) = (self.network.prefix(), towline_binary().unwrap());
         let command = [arguments[0], "--socket", &socket, "--qmp", &qmp];
-        let line = prefix[1..].iter().map(String::as_str).chain([binary.to_str().unwrap()]).chain(command);
-        let line = line.chain(arguments[1..].iter().copied());
-        let mut device = Towline::start(Path::new(&prefix[0]), line).unwrap();
+        let words = [&command[..], &arguments[1..]].concat();
+        let mut device = Towline::start_after(&self.network.prefix(), &words).unwrap();
         wait_until("a control socket", WITHIN, || {
             assert!(device.runs()?, "it ended: {}", device.stderr());
             Ok(Path::new(&qmp).exists().then_some(()))

@@ -1,8 +1,6 @@
 //! Facilities for managers of guests: taps and a connection that they opened, processors for the threads,
 //! QEMU's `set_link`, and guests with a driver from before virtio 1.0.
 
-use std::path::Path;
-
 use serde_json::json;
 use towline_lab::{Finished, Network, Towline, Version, paths, towline_binary, wait_until};
 
@@ -44,14 +42,13 @@ const GOOD: u16 = TAP | NO_PI | VNET_HDR | MULTI_QUEUE;
 /// Starts a card of which a manager opened the taps, and accepted the connection at `socket` if it is not
 /// empty.
 fn managed(network: &Network, socket: &str, taps: &[(&str, u16)], arguments: &[&str]) -> Towline {
-    let (prefix, towline) = (network.prefix(), towline_binary().unwrap());
+    let towline = towline_binary().unwrap();
     let python = paths::lab_directory().join("python/bin/python");
-    let mut line = prefix[1..].to_vec();
-    line.extend([python.display().to_string(), "-c".into(), MANAGER.into(), socket.into()]);
+    let mut line = vec!["-c".to_owned(), MANAGER.into(), socket.into()];
     line.extend(taps.iter().map(|(name, flags)| format!("{name}={flags:#x}")));
     line.extend(["--".into(), towline.display().to_string(), "net".into(), "--json".into()]);
     line.extend(arguments.iter().copied().map(str::to_owned));
-    Towline::start(Path::new(&prefix[0]), line).unwrap()
+    Towline::start_within(&network.prefix(), &python, line).unwrap()
 }
 
 /// Processors that each thread of a queue pair may use.

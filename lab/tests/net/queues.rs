@@ -1,9 +1,7 @@
 //! Queues and taps of every kind, and refusals.
 
-use std::path::Path;
-
 use serde_json::json;
-use towline_lab::{Finished, Network, Qemu, Towline, Version, require_lab, towline_binary};
+use towline_lab::{Finished, Network, Qemu, Towline, Version, require_lab};
 
 use crate::support::{
     EchoClient, Fixture, GUEST, MAC, VERSIONS, WITHIN, add_tap, boot, builder, card, end, give_addresses,
@@ -11,12 +9,8 @@ use crate::support::{
 };
 
 fn refused(network: &Network, arguments: &[&str]) -> Finished {
-    let (prefix, towline) = (network.prefix(), towline_binary().unwrap());
-    let line = prefix[1..].iter().map(String::as_str).chain([towline.to_str().unwrap(), "net"]);
-    Towline::start(Path::new(&prefix[0]), line.chain(arguments.iter().copied()))
-        .unwrap()
-        .wait(WITHIN)
-        .unwrap()
+    let words = [&["net"][..], arguments].concat();
+    Towline::start_after(&network.prefix(), &words).unwrap().wait(WITHIN).unwrap()
 }
 
 #[test]

@@ -12,8 +12,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 pub(crate) use towline_lab::expect::number;
 use towline_lab::{
-    Builder, LinuxGuest, MemoryBackend, Network, Qemu, Towline, Version, require_lab, skip, towline_binary,
-    wait_until,
+    Builder, LinuxGuest, MemoryBackend, Network, Qemu, Towline, Version, require_lab, skip, wait_until,
 };
 
 /// Timeout of anything that must happen. Generous: emulated guests on two busy processors.
@@ -80,10 +79,8 @@ pub(crate) fn give_addresses(network: &Network, interface: &str) {
 
 /// Starts `towline net` in a network.
 pub(crate) fn start_card(network: &Network, socket: &Path, arguments: &[&str]) -> Towline {
-    let (prefix, towline) = (network.prefix(), towline_binary().unwrap());
     let net = ["net", "--json", "--socket", socket.to_str().unwrap()];
-    let line = prefix[1..].iter().map(String::as_str).chain([towline.to_str().unwrap()]);
-    Towline::start(Path::new(&prefix[0]), line.chain(net).chain(arguments.iter().copied())).unwrap()
+    Towline::start_after(&network.prefix(), &[&net[..], arguments].concat()).unwrap()
 }
 
 /// Starts `towline net` in a network, and waits until it listens.

@@ -124,10 +124,8 @@ fn a_guests_settings_change_while_it_sends() {
     // A monitor that does not read blocks nothing.
     let packets = std::process::Command::new("tcpdump").arg("--version").output();
     if packets.is_ok_and(|output| output.status.success()) {
-        let prefix = network.prefix();
-        let dump = ["tcpdump", "-i", "tap0", "-w", "/dev/null"];
-        let line = prefix[1..].iter().map(String::as_str).chain(dump);
-        let dump = towline_lab::Towline::start(std::path::Path::new(&prefix[0]), line).unwrap();
+        let (tcpdump, words) = ("tcpdump".as_ref(), ["-i", "tap0", "-w", "/dev/null"]);
+        let dump = towline_lab::Towline::start_within(&network.prefix(), tcpdump, words).unwrap();
         towline_lab::wait_until("tcpdump that listens", WITHIN, || {
             Ok(dump.stderr().contains("listening on").then_some(()))
         })

@@ -72,10 +72,8 @@ struct Receiver {
 impl Receiver {
     /// Starts it, and waits until it listens.
     fn start(network: &Network, destination: &str) -> Self {
-        let (prefix, towline) = (network.prefix(), towline_binary().unwrap());
         let receive = ["copy", "--json", "--multifd-channels", LANES, "tcp:10.0.2.2:0", destination];
-        let line = prefix[1..].iter().map(String::as_str).chain([towline.to_str().unwrap()]).chain(receive);
-        let mut towline = Towline::start(Path::new(&prefix[0]), line).unwrap();
+        let mut towline = Towline::start_after(&network.prefix(), &receive).unwrap();
         let port = wait_until("towline that listens", WITHIN, || {
             let stdout = towline.stdout();
             let port = stdout.split_once("listening on tcp:10.0.2.2:").map(|(_, rest)| rest.to_owned());
