@@ -16,15 +16,15 @@ use std::time::Instant;
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
-use towline_lab::{LinuxGuest, Qmp, Towline, Version};
+use towline_lab::{LinuxGuest, Qmp, Towline};
 
 use crate::guest::WITHIN;
 use crate::machine::MIB;
 use crate::options::Bench;
 use crate::run::{Running, arguments};
-use crate::stats::quantile;
-use crate::stored::{Shape, Stored};
-use crate::table::{self, Column, Contender, Entry, Figures, Results, Row, Table};
+use crate::stats::quantiles;
+use crate::stored::{self, Shape, Stored};
+use crate::table::{Column, Contender, Entry, Figures, Row, Table};
 
 const SIZES_MIB: [u64; 2] = [512, 4096];
 const WRITTEN_MIB: [u64; 4] = [1, 16, 64, 256];
@@ -78,14 +78,9 @@ const COLUMNS: [Column<Written, Method>; 5] = [
 pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
     let of_size = |size_mib| WRITTEN_MIB.map(|mib| Written { size_mib, mib });
     let rows = bench.sizes_mib(&SIZES_MIB).into_iter().flat_map(of_size);
-    let all = bench.chosen(Entry::all(rows, &CONTENDERS))?;
-    let mut results = Results::none();
-    for of_size in all.chunk_by(|one, other| one.row.size_mib == other.row.size_mib) {
-        let memory_mib = of_size[0].row.size_mib;
-        let shape = Shape { version: Version::V10_0, memory_mib, data_percent: DATA_PERCENT };
-        let forks = Forks { bench, stored: Stored::new(bench, shape)? };
-        results.extend(table::measure(bench, of_size.iter().copied(), |it| forks.run(it))?);
-    }
+    let shape = |row: Written| Shape::of(row.size_mib, DATA_PERCENT);
+    let all = Entry::all(rows, &CONTENDERS);
+    let results = stored::measure(bench, all, shape, |stored, it| Forks { bench, stored }.run(it))?;
     let title = "A running Linux guest that is forked or stored, by what it has written since its start";
     let table = results.table("fork", title, &COLUMNS, |_| true).with_notes([
         &*format!("one round: {FORKS} forks, {SAMPLES} increments, or one save; p50 and p99 are of these"),
@@ -96,7 +91,7 @@ pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
 
 struct Forks<'a> {
     bench: &'a Bench,
-    stored: Stored,
+    stored: &'a Stored,
 }
 
 /// The guest that is forked.
@@ -139,7 +134,7 @@ impl Forks<'_> {
         // That of the guest before, which was killed.
         let agent = self.path("agent.sock");
         let _ = std::fs::remove_file(&agent);
-        let mut words = arguments(&self.stored);
+        let mut words = arguments(self.stored);
         words.extend(self.agent_of("agent.sock"));
         if it.contender.kind == Method::Savevm {
             let disk = self.path("state.qcow2");
@@ -155,7 +150,7 @@ impl Forks<'_> {
                 format!("if=none,format=qcow2,file={}", disk.display()),
             ]);
         }
-        let running = Running::start(self.bench, &self.stored, words)?;
+        let running = Running::start(self.bench, self.stored, words)?;
         let mut agent = LinuxGuest::connect_at(&agent)?;
         agent.wait_ready(WITHIN)?;
         let line = format!(
@@ -181,13 +176,13 @@ impl Forks<'_> {
             words.extend(self.agent_of("fork.sock"));
             let started = Instant::now();
             let _ = std::fs::remove_file(self.path("fork.sock"));
-            let fork = Running::start(self.bench, &self.stored, words)?;
+            let fork = Running::start(self.bench, self.stored, words)?;
             fork.counter.tick(self.bench, fork.counter.read()?)?;
             ticks.push(started.elapsed().as_secs_f64() * 1e3);
             stops.push(stop(&fork.towline.stderr())?);
         }
         let mut figures = figures(&stops);
-        figures.extend(at("command to first tick ms", ticks, 0.5));
+        figures.extend(quantiles(ticks, [("command to first tick ms", 0.5)]));
         Ok(figures)
     }
 
@@ -236,14 +231,8 @@ fn stop(log: &str) -> Result<Stop> {
 }
 
 fn figures(stops: &[Stop]) -> Figures {
-    let ms = || stops.iter().map(|stop| stop.ms).collect();
+    let ms = stops.iter().map(|stop| stop.ms).collect();
     let copied = stops.iter().map(|stop| stop.copied_mib).collect();
-    let figures = [at("stopped p50 ms", ms(), 0.5), at("p99 ms", ms(), 0.99), at("MiB copied", copied, 0.5)];
-    figures.into_iter().flatten().collect()
-}
-
-/// A quantile of these values as a figure.
-fn at(name: &'static str, mut values: Vec<f64>, share: f64) -> Option<(&'static str, f64)> {
-    values.sort_by(f64::total_cmp);
-    Some((name, quantile(&values, share)?))
+    let times = quantiles(ms, [("stopped p50 ms", 0.5), ("p99 ms", 0.99)]);
+    times.into_iter().chain(quantiles(copied, [("MiB copied", 0.5)])).collect()
 }

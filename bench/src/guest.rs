@@ -136,11 +136,6 @@ pub(crate) struct Machine {
     pub(crate) counter: Counter,
 }
 
-/// Address of a QEMU for towline.
-pub(crate) fn endpoint(qemu: &Qemu) -> String {
-    format!("qmp:{}", qemu.qmp_path().display())
-}
-
 /// Address of a file for towline and QEMU.
 pub(crate) fn file(path: &Path) -> String {
     format!("file:{}", path.display())

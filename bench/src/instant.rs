@@ -16,13 +16,13 @@ use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use serde_json::{Value, json};
-use towline_lab::Version;
+use towline_lab::expect::qmp;
 
-use crate::guest::{Copying, Counter, Machine, WITHIN, configure, endpoint, file, incoming, listen};
+use crate::guest::{Copying, Counter, Machine, WITHIN, configure, file, incoming, listen};
 use crate::machine::{self, Cache, MIB};
 use crate::options::Bench;
-use crate::stored::{KERNEL_MIB, Shape, Stored};
-use crate::table::{self, Column, Contender, Entry, Figures, Results, Row, Table};
+use crate::stored::{self, KERNEL_MIB, Shape, Stored};
+use crate::table::{Column, Contender, Entry, Figures, Row, Table};
 
 const SIZES_MIB: [u64; 3] = [1024, 4096, 8192];
 /// Share of a guest's memory that is random.
@@ -125,21 +125,15 @@ pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
     let rows = bench.sizes_mib(&SIZES_MIB).into_iter().flat_map(of_size);
     let mut all = Entry::all(rows, &CONTENDERS);
     all.retain(|it| it.row.cache == Cache::Cached || !matches!(it.contender.kind, Method::Live(_)));
-    let all = bench.chosen(all)?;
-    let mut results = Results::none();
-    for of_size in all.chunk_by(|one, other| one.row.size_mib == other.row.size_mib) {
-        let memory_mib = of_size[0].row.size_mib;
-        let shape = Shape { version: Version::V10_0, memory_mib, data_percent: DATA_PERCENT };
-        let restores = Restores { bench, stored: Stored::new(bench, shape)? };
-        results.extend(table::measure(bench, of_size.iter().copied(), |it| restores.run(it))?);
-    }
+    let shape = |row: Conditions| Shape::of(row.size_mib, DATA_PERCENT);
+    let results = stored::measure(bench, all, shape, |stored, it| Restores { bench, stored }.run(it))?;
     let title = format!("Restore of a Linux guest, {DATA_PERCENT} % of it random, into cold memory");
     Ok(vec![results.table("instant", &title, &COLUMNS, |_| true).with_notes(NOTES)])
 }
 
 struct Restores<'a> {
     bench: &'a Bench,
-    stored: Stored,
+    stored: &'a Stored,
 }
 
 impl Restores<'_> {
@@ -175,7 +169,7 @@ impl Restores<'_> {
 
     /// Starts a copy of the image to a waiting QEMU.
     fn copy(&self, waiting: &Machine, options: &[&str]) -> Result<Copying> {
-        let (image, to) = (self.stored.path().display().to_string(), endpoint(&waiting.qemu));
+        let (image, to) = (self.stored.path().display().to_string(), qmp(&waiting.qemu));
         self.bench.copy([&*image, &to].iter().chain(options).copied())
     }
 
@@ -233,7 +227,7 @@ impl Restores<'_> {
     /// Migrates from a QEMU with the guest, which is paused until then so that it does not use the processors.
     fn live(&self, preempt: Preempt) -> Result<Figures> {
         let needed = 2 * (self.stored.shape.data_mib() + KERNEL_MIB) + SPARE_MIB;
-        let available = machine::available_memory()? / MIB;
+        let available = machine::memory("MemAvailable:")? / MIB;
         ensure!(needed <= available, "two guests need {needed} MiB, and {available} MiB are available");
         let source = self.waiting()?;
         self.copy(&source, &["--paused"])?.wait(self.bench)?;

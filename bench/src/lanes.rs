@@ -155,7 +155,8 @@ impl<'a> Ends<'a> {
         let row = it.row;
         let cost = match it.contender.kind {
             Method::Towline(mode) => {
-                let (certificates, address) = (self.certificates.path().into(), String::new());
+                let certificates = (mode == Mode::Tls).then(|| self.certificates.path().into());
+                let address = String::new();
                 let request = Request { conditions: row, mode, certificates, address };
                 return self.source.send(&mut self.destination, request);
             }

@@ -15,9 +15,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
 use serde_json::{Value, json};
+use towline_lab::expect::qmp;
 use towline_lab::{Builder, Qemu, Version};
 
-use crate::guest::{Counter, WITHIN, configure, endpoint, listen, number};
+use crate::guest::{Counter, WITHIN, configure, listen, number};
 use crate::machine::{self, MIB};
 use crate::options::Bench;
 use crate::table::{self, Bound, Column, Contender, Entry, Figures, Row, Table};
@@ -239,7 +240,7 @@ impl Guest {
 
     /// Moves by towline. Returns the time until it ends, and its CPU time in seconds.
     fn through(&self, bench: &Bench, destination: &Self, lanes: usize) -> Result<(Duration, f64)> {
-        let (from, to) = (endpoint(&self.qemu), endpoint(&destination.qemu));
+        let (from, to) = (qmp(&self.qemu), qmp(&destination.qemu));
         let lanes = format!("--multifd-channels={lanes}");
         let downtime = format!("--downtime-limit={DOWNTIME_LIMIT_MS}");
         let copied = bench.copy([&*from, &to, &lanes, &downtime])?.wait(bench)?;

@@ -39,12 +39,8 @@ pub(crate) fn describe() -> Vec<String> {
     ]
 }
 
-/// Returns the memory that is free or in the page cache, in bytes.
-pub(crate) fn available_memory() -> Result<u64> {
-    memory("MemAvailable:")
-}
-
-fn memory(key: &str) -> Result<u64> {
+/// Returns the value of this line of `/proc/meminfo`, in bytes.
+pub(crate) fn memory(key: &str) -> Result<u64> {
     let text = fs::read_to_string("/proc/meminfo")?;
     let kib = text.lines().find_map(|line| line.strip_prefix(key)?.split_whitespace().next());
     let kib: u64 = kib.with_context(|| format!("/proc/meminfo has no {key}"))?.parse()?;

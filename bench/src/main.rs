@@ -24,6 +24,7 @@ mod sandbox;
 mod stats;
 mod stored;
 mod table;
+mod threads;
 mod vhost;
 mod vsock;
 

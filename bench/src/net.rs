@@ -31,7 +31,7 @@ use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use towline_frontend::net::FRAME_BYTES_MAX;
 use towline_lab::{Network, Towline as Process, wait_until};
 
@@ -73,8 +73,8 @@ fn tables(bench: &Bench, all: Vec<Run>) -> Result<Vec<Table>> {
         let hosts = Hosts { bench, run, outside: host()?, signals: Arc::default() };
         match (run.row.work, run.contender.kind) {
             (Work::Tcp(traffic), _) => hosts.tcp(traffic),
-            (_, Carrier::Tap) => hosts.tap(),
-            _ => hosts.frames(),
+            (Work::Frames(direction, len), Carrier::Tap) => hosts.tap(direction, len),
+            (Work::Frames(direction, len), _) => hosts.frames(direction, len),
         }
     })?;
     Ok(vec![
@@ -92,7 +92,7 @@ impl Hosts<'_> {
     }
 
     /// Measures frames through a backend.
-    fn frames(&self) -> Result<Figures> {
+    fn frames(&self, direction: Direction, len: usize) -> Result<Figures> {
         let directory = self.bench.directory()?;
         let is_xdp = self.run.contender.kind == Carrier::Xdp;
         if is_xdp {
@@ -100,16 +100,15 @@ impl Hosts<'_> {
             self.outside.run(&["ip", "link", "set", XDP_PEER, "up"])?;
             self.outside.run(&["ip", "link", "set", XDP, "up"])?;
         }
-        let (len, receives) = self.frame()?;
         let mut backend = self.backend(directory.path())?;
         let socket = directory.path().join(backends::SOCKET);
         let started = (|| {
             let card = Card::start(connect(&mut backend, &socket)?, Setup::of(len))?;
             self.tap_is_up()?;
-            if receives {
-                return Ok((card.receive(&self.signals), Some(self.inject(len)?)));
-            }
-            Ok((card.transmit(len, &self.signals), None))
+            Ok(match direction {
+                Direction::ToGuest => (card.receive(&self.signals), Some(self.inject(len)?)),
+                Direction::FromGuest => (card.transmit(len, &self.signals), None),
+            })
         })();
         let (card, injector) = match started {
             Ok(started) => started,
@@ -129,20 +128,11 @@ impl Hosts<'_> {
         }
         let mut window = measured?;
         ended?;
-        if !receives {
+        if direction == Direction::FromGuest {
             // Completed frames count only if the other end has received them.
             window.units *= (taken?? as f64 / total).min(1.0);
         }
         Ok(frame_figures(&window, len, window.backend_percent / 100.0 / window.rate()))
-    }
-
-    /// Returns the length of the frames, and whether the driver receives them.
-    fn frame(&self) -> Result<(usize, bool)> {
-        match self.run.row.work {
-            Work::Transmit(len) => Ok((len, false)),
-            Work::Receive(len) => Ok((len, true)),
-            Work::Tcp(_) => bail!("TCP is measured elsewhere"),
-        }
     }
 
     /// Waits for the backend's tap, and configures it.
@@ -178,11 +168,11 @@ impl Hosts<'_> {
     }
 
     /// Measures frames through the tap, by calls in a loop.
-    fn tap(&self) -> Result<Figures> {
+    fn tap(&self, direction: Direction, len: usize) -> Result<Figures> {
         let mut tap = self.outside.enter(|| sys::tap(TAP, 1, sys::Offloads::On))??;
         self.tap_is_up()?;
         let signals = Arc::clone(&self.signals);
-        let (len, receives) = self.frame()?;
+        let receives = direction == Direction::ToGuest;
         let injector = receives.then(|| self.inject(len)).transpose()?;
         let thread = std::thread::spawn(move || -> Result<f64> {
             let (mut bytes, mut frames) = (card::frame(len), 0.0);

@@ -19,8 +19,8 @@ use towline_lab::{Towline, Version, require_qemu, wait_until};
 use crate::guest::{Counter, WITHIN, number};
 use crate::machine::{self, Cache};
 use crate::options::Bench;
-use crate::stored::{Shape, Stored};
-use crate::table::{self, Column, Contender, Entry, Figures, Results, Row, Table};
+use crate::stored::{self, Shape, Stored};
+use crate::table::{Column, Contender, Entry, Figures, Row, Table};
 
 const SIZES_MIB: [u64; 4] = [512, 1024, 4096, 8192];
 /// Share of a guest's memory that is random.
@@ -63,19 +63,13 @@ pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
     let of_size = |size_mib| versions.iter().map(move |&version| Place { size_mib, version });
     let rows = bench.sizes_mib(&SIZES_MIB).into_iter().flat_map(of_size);
     let contenders = Cache::BOTH.map(|cache| Contender::new(cache.name(), cache));
-    let all = bench.chosen(Entry::all(rows, &contenders))?;
-    let mut results = Results::none();
-    for group in all.chunk_by(|one, other| one.row == other.row) {
-        let Place { size_mib, version } = group[0].row;
-        let shape = Shape { version, memory_mib: size_mib, data_percent: DATA_PERCENT };
-        let stored = Stored::new(bench, shape)?;
-        let of_group = table::measure(bench, group.iter().copied(), |it| {
-            // Twice, as the first time from the disk leaves the host of a virtual machine busy with its memory.
-            (0..2).try_for_each(|_| it.contender.kind.prepare(&stored.path()))?;
-            run(bench, &stored)
-        })?;
-        results.extend(of_group);
-    }
+    let shape =
+        |row: Place| Shape { version: row.version, memory_mib: row.size_mib, data_percent: DATA_PERCENT };
+    let results = stored::measure(bench, Entry::all(rows, &contenders), shape, |stored, it| {
+        // Twice, as the first time from the disk leaves the host of a virtual machine busy with its memory.
+        (0..2).try_for_each(|_| it.contender.kind.prepare(&stored.path()))?;
+        run(bench, stored)
+    })?;
     let title =
         format!("towline run: a Linux guest from an image, {DATA_PERCENT} % of it random, memory mapped, ms");
     let table = results.table("run", &title, &COLUMNS, |_| true).with_notes([

@@ -38,10 +38,14 @@ impl fmt::Display for Summary {
     }
 }
 
-/// Returns the one of these sorted values that this share of them (0 to 1) does not exceed; `None` without any.
-pub(crate) fn quantile(sorted: &[f64], share: f64) -> Option<f64> {
-    let last = sorted.len().checked_sub(1)?;
-    Some(sorted[((last as f64) * share).round() as usize])
+/// Returns those of these values that these shares of them (0 to 1) do not exceed, by their names; nothing without values.
+pub(crate) fn quantiles<const N: usize>(
+    mut values: Vec<f64>,
+    shares: [(&'static str, f64); N],
+) -> Vec<(&'static str, f64)> {
+    values.sort_by(f64::total_cmp);
+    let Some(last) = values.len().checked_sub(1) else { return Vec::new() };
+    shares.map(|(name, share)| (name, values[((last as f64) * share).round() as usize])).into()
 }
 
 #[cfg(test)]
@@ -74,8 +78,9 @@ mod tests {
 
     #[test]
     fn quantiles_are_measured_values() {
-        assert_eq!(quantile(&[], 0.5), None);
-        let values: Vec<f64> = (1..=101).map(f64::from).collect();
-        assert_eq!([0.0, 0.99, 1.0].map(|share| quantile(&values, share)), [1.0, 100.0, 101.0].map(Some));
+        assert_eq!(quantiles(Vec::new(), [("p50", 0.5)]), []);
+        let values: Vec<f64> = (1..=101).rev().map(f64::from).collect();
+        let found = quantiles(values, [("p0", 0.0), ("p99", 0.99), ("p100", 1.0)]);
+        assert_eq!(found, [("p0", 1.0), ("p99", 100.0), ("p100", 101.0)]);
     }
 }

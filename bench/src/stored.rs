@@ -4,11 +4,13 @@ use std::path::PathBuf;
 
 use anyhow::{Context as _, Result};
 use tempfile::TempDir;
+use towline_lab::expect::qmp;
 use towline_lab::{Builder, Qemu, Version};
 
-use crate::guest::{Counter, WITHIN, endpoint, file};
+use crate::guest::{Counter, WITHIN, file};
 use crate::machine::MIB;
 use crate::options::Bench;
+use crate::table::{self, Entry, Figures, Results, Row};
 
 /// Memory of the guest's kernel in MiB.
 pub(crate) const KERNEL_MIB: u64 = 128;
@@ -16,7 +18,7 @@ pub(crate) const KERNEL_MIB: u64 = 128;
 const KERNEL: [&str; 3] = ["-kernel", "-initrd", "-append"];
 
 /// Content of a stored image.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Shape {
     pub(crate) version: Version,
     pub(crate) memory_mib: u64,
@@ -38,7 +40,30 @@ pub(crate) struct Stored {
     pub(crate) kernel: Vec<String>,
 }
 
+/// Measures the chosen entries, and stores a guest of this shape for those that follow each other and have the same one.
+///
+/// # Errors
+/// None is chosen, a guest does not start, or the run was cancelled.
+pub(crate) fn measure<R: Row, K: Copy + PartialEq>(
+    bench: &Bench,
+    entries: Vec<Entry<R, K>>,
+    shape: impl Fn(R) -> Shape,
+    mut run: impl FnMut(&Stored, Entry<R, K>) -> Result<Figures>,
+) -> Result<Results<R, K>> {
+    let mut results = Results::none();
+    for group in bench.chosen(entries)?.chunk_by(|one, other| shape(one.row) == shape(other.row)) {
+        let stored = Stored::new(bench, shape(group[0].row))?;
+        results.extend(table::measure(bench, group.iter().copied(), |it| run(&stored, it))?);
+    }
+    Ok(results)
+}
+
 impl Shape {
+    /// One of QEMU 10.0.
+    pub(crate) fn of(memory_mib: u64, data_percent: u64) -> Self {
+        Self { version: Version::V10_0, memory_mib, data_percent }
+    }
+
     pub(crate) fn builder(self) -> Builder {
         let builder = Qemu::builder(self.version).machine(Version::V10_0.machine()).cpu("Nehalem");
         builder.linux().memory_mib(self.memory_mib)
@@ -62,7 +87,7 @@ impl Stored {
         drop(agent);
         let kernel = kernel(&source)?;
         let mut stored = Self { shape, directory, tick: 0, tick_address, hash, kernel };
-        bench.copy([&*endpoint(&source), &file(&stored.path())])?.wait(bench)?;
+        bench.copy([&*qmp(&source), &file(&stored.path())])?.wait(bench)?;
         // The guest is paused since it was saved.
         stored.tick = Counter::at(&source, tick_address)?.read()?;
         Ok(stored)

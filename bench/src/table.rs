@@ -272,16 +272,13 @@ impl<R: Row, K: Copy + PartialEq> Results<R, K> {
     }
 
     fn cell(&self, of: &Measured<R, K>, column: &Column<R, K>) -> String {
-        let summary = match column.form {
-            Form::Ratio(_) => self.ratio(of, column),
-            Form::Spread(_) | Form::Median(_) => Summary::of(of.values(column.figure)),
+        let summary = || Summary::of(of.values(column.figure));
+        let cell = match column.form {
+            Form::Spread(digits) => summary().map(|it| format!("{it:.digits$}")),
+            Form::Median(digits) => summary().map(|it| format!("{:.digits$}", it.median)),
+            Form::Ratio(_) => self.ratio(of, column).map(|it| it.to_string()),
         };
-        match (summary, column.form) {
-            (None, _) => "–".into(),
-            (Some(summary), Form::Spread(digits)) => format!("{summary:.digits$}"),
-            (Some(summary), Form::Median(digits)) => format!("{:.digits$}", summary.median),
-            (Some(summary), Form::Ratio(_)) => summary.to_string(),
-        }
+        cell.unwrap_or_else(|| "–".into())
     }
 
     /// Returns the table of those entries that are wanted; empty without any.

@@ -16,7 +16,7 @@ use towline_frontend::Frontend;
 use towline_lab::Towline as Process;
 
 use crate::machine::{all_seconds, own_seconds, thread_seconds};
-use crate::stats::quantile;
+use crate::stats::quantiles;
 use crate::table::Figures;
 
 /// Time before a window, in which rings fill, socket buffers grow and memory is touched.
@@ -89,10 +89,8 @@ impl Window {
 }
 
 /// Figures of latencies, if there are any.
-pub(crate) fn latencies(mut of: Vec<f64>) -> Figures {
-    of.sort_by(f64::total_cmp);
-    let quantiles = [("p50 µs", 0.5), ("p99 µs", 0.99)];
-    quantiles.into_iter().filter_map(|(name, share)| Some((name, quantile(&of, share)?))).collect()
+pub(crate) fn latencies(of: Vec<f64>) -> Figures {
+    Figures::from_iter(quantiles(of, [("p50 µs", 0.5), ("p99 µs", 0.99)]))
 }
 
 /// Measures a window after a warm-up.

@@ -7,6 +7,7 @@ use aws_lc_rs::aead::{AES_128_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 
 use super::transfer::Cost;
 use crate::machine;
+use crate::threads::at_once;
 
 /// Contents of a TLS record.
 const RECORD_BYTES: usize = 16 << 10;
@@ -15,12 +16,8 @@ const RECORD_BYTES: usize = 16 << 10;
 pub(super) fn run(lanes: usize, bytes: u64) -> Result<Cost> {
     let records = bytes / RECORD_BYTES as u64 / lanes as u64;
     let (started, cpu_before) = (Instant::now(), machine::own_seconds());
-    std::thread::scope(|scope| {
-        let threads =
-            (0..lanes).flat_map(|_| [scope.spawn(move || seal(records)), scope.spawn(move || open(records))]);
-        let threads: Vec<_> = threads.collect();
-        threads.into_iter().try_for_each(|thread| thread.join().expect("the thread does not panic"))
-    })?;
+    let works = (0..lanes).flat_map(|_| [seal as fn(u64) -> Result<()>, open]);
+    at_once(works.map(|work| move || work(records)))?;
     Ok(Cost {
         seconds: started.elapsed().as_secs_f64(),
         cpu_seconds: machine::own_seconds() - cpu_before,

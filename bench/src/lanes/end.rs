@@ -43,16 +43,10 @@ type Reply<T> = Result<T, String>;
 pub(super) struct Request {
     pub(super) conditions: Conditions,
     pub(super) mode: Mode,
-    /// Directory of the certificates for TLS.
-    pub(super) certificates: PathBuf,
+    /// Directory of the certificates, for TLS.
+    pub(super) certificates: Option<PathBuf>,
     /// The destination's; empty until it listens.
     pub(super) address: String,
-}
-
-impl Request {
-    fn certificates(&self) -> Option<&std::path::Path> {
-        (self.mode == Mode::Tls).then_some(&self.certificates)
-    }
 }
 
 /// Reply of the source.
@@ -66,7 +60,7 @@ struct Sent {
 /// An end as seen by the benchmark, which ends when this is dropped.
 pub(super) struct End {
     child: Child,
-    input: Option<ChildStdin>,
+    input: ChildStdin,
     output: BufReader<ChildStdout>,
 }
 
@@ -77,7 +71,7 @@ impl End {
         command.args([END, role, &bytes.to_string()]).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child =
             command.spawn().with_context(|| format!("{} cannot be started", bench.own.display()))?;
-        let input = child.stdin.take();
+        let input = child.stdin.take().context("standard input")?;
         let output = BufReader::new(child.stdout.take().context("standard output")?);
         let mut end = Self { child, input, output };
         end.receive::<()>()?;
@@ -98,9 +92,7 @@ impl End {
     }
 
     fn request(&mut self, request: &Request) -> Result<()> {
-        let input = self.input.as_mut().context("standard input is closed")?;
-        writeln!(input, "{}", serde_json::to_string(request)?)?;
-        Ok(input.flush()?)
+        Ok(writeln!(self.input, "{}", serde_json::to_string(request)?)?)
     }
 
     fn receive<T: DeserializeOwned>(&mut self) -> Result<T> {
@@ -115,8 +107,6 @@ impl End {
 
 impl Drop for End {
     fn drop(&mut self) {
-        // It exits at the end of its input; a hanging one is killed.
-        drop(self.input.take());
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -142,9 +132,8 @@ fn serve_requests<T: Serialize>(mut work: impl FnMut(&Request) -> Result<T>) -> 
 }
 
 fn reply(reply: &Reply<impl Serialize>) -> Result<()> {
-    let mut out = std::io::stdout().lock();
-    writeln!(out, "{}", serde_json::to_string(reply)?)?;
-    Ok(out.flush()?)
+    // Standard output is flushed at each end of a line.
+    Ok(writeln!(std::io::stdout(), "{}", serde_json::to_string(reply)?)?)
 }
 
 fn source(length: u64) -> Result<()> {
@@ -158,7 +147,7 @@ fn send(guest: &dyn Guest, request: &Request) -> Result<Sent> {
     let address: Address = request.address.parse()?;
     let statistics = Arc::<Statistics>::default();
     let (cancel, begun, cpu) = (Cancel::new()?, Instant::now(), machine::own_seconds());
-    let tls = request.certificates().map(|directory| TlsClient::load(directory, None)).transpose()?;
+    let tls = request.certificates.as_ref().map(|directory| TlsClient::load(directory, None)).transpose()?;
     let one = |zero_copy| -> Result<Arc<dyn Channel>> {
         let options = ConnectOptions { zero_copy, tls: tls.clone(), ..ConnectOptions::default() };
         Ok(Arc::from(connect_with(&address, Instant::now() + WITHIN, &cancel, &options)?))
@@ -205,7 +194,7 @@ fn destination(length: u64) -> Result<()> {
 /// Receives the guest. Returns the CPU time in seconds.
 fn receive(sink: &dyn Sink, request: &Request) -> Result<f64> {
     let cancel = Cancel::new()?;
-    let tls = request.certificates().map(TlsServer::load).transpose()?;
+    let tls = request.certificates.as_deref().map(TlsServer::load).transpose()?;
     let options = ListenOptions { tls, ..ListenOptions::default() };
     let listener = Listener::bind_with(&Address::Tcp { host: "127.0.0.1".into(), port: 0 }, &options)?;
     reply(&Ok(listener.local_address().to_string()))?;

@@ -50,9 +50,6 @@ impl Hosts<'_> {
             )),
             Carrier::Loop | Carrier::Tap | Carrier::Veth => bail!("the limit has no backend"),
         }?;
-        let [nsenter, options @ ..] = &self.outside.prefix()[..] else { bail!("no command") };
-        let program = program.display().to_string();
-        let words = options.iter().map(String::as_str).chain([&*program]).chain(line.split_whitespace());
-        Process::start(Path::new(nsenter), words)
+        Process::start_within(&self.outside.prefix(), &program, line.split_whitespace())
     }
 }

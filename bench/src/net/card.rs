@@ -16,6 +16,7 @@ use towline_frontend::wire::feature;
 use towline_frontend::{Frontend, MemoryArena, wait_any};
 
 use super::sys::Offloads;
+use crate::threads::at_once;
 use crate::vhost::Signals;
 
 /// Entries of each ring: QEMU's default.
@@ -144,14 +145,8 @@ impl Card {
         let signals = Arc::clone(signals);
         std::thread::spawn(move || {
             let _frontend = &self.frontend;
-            std::thread::scope(|scope| {
-                let pumps = self.pairs.into_iter().zip(taps).map(|(pair, tap)| {
-                    let signals = &signals;
-                    scope.spawn(move || pump(pair, &tap, signals))
-                });
-                let pumps: Vec<_> = pumps.collect();
-                pumps.into_iter().try_for_each(|pump| pump.join().expect("the thread does not panic"))
-            })
+            let signals = &signals;
+            at_once(self.pairs.into_iter().zip(taps).map(|(pair, tap)| move || pump(pair, &tap, signals)))
         })
     }
 }

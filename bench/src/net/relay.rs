@@ -12,20 +12,16 @@ use towline_frontend::net::{FRAME_BYTES_MAX, HEADER_BYTES};
 use towline_frontend::wait_any;
 
 use super::card::SLEEP;
+use crate::threads::at_once;
 use crate::vhost::Signals;
 
 /// Forwards frames between two taps until the end, with a thread for each direction.
 pub(super) fn relay(taps: [File; 2], signals: &Arc<Signals>) -> JoinHandle<Result<()>> {
     let signals = Arc::clone(signals);
     std::thread::spawn(move || {
-        let [outside, inside] = &taps;
-        std::thread::scope(|scope| {
-            let to_guest = scope.spawn(|| forward(outside, inside, &signals));
-            let from_guest = scope.spawn(|| forward(inside, outside, &signals));
-            [to_guest, from_guest]
-                .into_iter()
-                .try_for_each(|thread| thread.join().expect("the thread does not panic"))
-        })
+        let ([outside, inside], signals) = (&taps, &signals);
+        let ways = [(outside, inside), (inside, outside)];
+        at_once(ways.map(|(from, to)| move || forward(from, to, signals)))
     })
 }
 

@@ -35,8 +35,7 @@ const LARGE: usize = 64 << 10;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Work {
     /// Frames of this length, with their Ethernet header and without their checksum.
-    Transmit(usize),
-    Receive(usize),
+    Frames(Direction, usize),
     Tcp(Traffic),
 }
 
@@ -89,8 +88,8 @@ impl Row for Path {
     fn name(&self) -> String {
         let many = |count: usize, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
         let Traffic { kind, size, sessions } = match self.work {
-            Work::Transmit(len) => return format!("transmit, {len} B"),
-            Work::Receive(len) => return format!("receive, {len} B"),
+            Work::Frames(Direction::FromGuest, len) => return format!("transmit, {len} B"),
+            Work::Frames(Direction::ToGuest, len) => return format!("receive, {len} B"),
             Work::Tcp(traffic) => traffic,
         };
         let what = match kind {
@@ -106,7 +105,8 @@ impl Row for Path {
 impl Path {
     /// The rows of one queue.
     pub(super) fn single() -> Vec<Run> {
-        let works = [64, 1514].into_iter().flat_map(|len| [Work::Transmit(len), Work::Receive(len)]);
+        let ways = [Direction::FromGuest, Direction::ToGuest];
+        let works = [64, 1514].into_iter().flat_map(|len| ways.map(|way| Work::Frames(way, len)));
         let streams = [32, 64, 256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 512 << 10];
         let tcp = [Traffic::streams(&streams, &[1]), Traffic::requests(&[64], &[1])].concat();
         let works = works.chain(tcp.into_iter().map(Work::Tcp));
@@ -131,7 +131,7 @@ impl Path {
             Carrier::Veth | Carrier::Loop | Carrier::Passt => is_single && is_tcp,
             // Busy-polling matters for requests only, and its effect does not depend on the number of queues.
             Carrier::Sleeping => is_single && self.is_request(),
-            Carrier::Xdp => matches!(self.work, Work::Transmit(_)),
+            Carrier::Xdp => matches!(self.work, Work::Frames(Direction::FromGuest, _)),
             Carrier::Towline | Carrier::VhostUserNet | Carrier::Testpmd => true,
         }
     }
@@ -210,8 +210,8 @@ pub(super) const NOTES: [&str; 2] = [
 
 fn against_peer(run: Run) -> Option<Bound> {
     let least = match run.row.work {
-        Work::Transmit(_) => TRANSMIT_MIN,
-        Work::Receive(_) => RECEIVE_MIN,
+        Work::Frames(Direction::FromGuest, _) => TRANSMIT_MIN,
+        Work::Frames(Direction::ToGuest, _) => RECEIVE_MIN,
         Work::Tcp(Traffic { kind, size, .. }) => match kind {
             Kind::Stream(_) if size < LARGE => return None,
             Kind::Stream(Direction::ToGuest) => TO_GUEST_MIN,
@@ -231,8 +231,8 @@ fn against_limit(run: Run) -> Option<Bound> {
     const LARGE_TO_GUEST: Traffic =
         Traffic { kind: Kind::Stream(Direction::ToGuest), size: LARGE, sessions: 1 };
     let least = match run.row.work {
-        Work::Transmit(..=64) | Work::Receive(..=64) => TAP_MIN,
-        Work::Transmit(_) | Work::Receive(_) => TAP_LONG_MIN,
+        Work::Frames(_, ..=64) => TAP_MIN,
+        Work::Frames(..) => TAP_LONG_MIN,
         Work::Tcp(LARGE_TO_GUEST) if run.row.queues == 1 => VETH_MIN,
         Work::Tcp(_) => return None,
     };

@@ -11,17 +11,10 @@ use rustix::net::{
     AddressFamily, MMsgHdr, SendAncillaryBuffer, SendFlags, SocketFlags, SocketType, sendmmsg, socket_with,
 };
 
-/// `TUNSETIFF`, `TUNSETOFFLOAD`, `TUNSETVNETHDRSZ` (`linux/if_tun.h`).
-const TUNSETIFF: libc::c_ulong = 0x4004_54ca;
-const TUNSETOFFLOAD: libc::c_ulong = 0x4004_54d0;
-const TUNSETVNETHDRSZ: libc::c_ulong = 0x4004_54d8;
 /// Checksums and TCP super-frames over both.
 const OFFLOADS: libc::c_ulong = 1 | 2 | 4;
 /// `struct virtio_net_hdr_mrg_rxbuf`.
 const HEADER_BYTES: libc::c_int = 12;
-/// `PACKET_VNET_HDR` and `PACKET_QDISC_BYPASS` (`linux/if_packet.h`).
-const PACKET_VNET_HDR: libc::c_int = 15;
-const PACKET_QDISC_BYPASS: libc::c_int = 20;
 
 /// Segmentation and checksums that the kernel leaves to the reader of a tap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,9 +39,9 @@ pub(super) fn tap(name: &str, queues: usize, offloads: Offloads) -> Result<File>
     let outcome = unsafe {
         let fd = file.as_raw_fd();
         let calls = [
-            libc::ioctl(fd, TUNSETIFF, &raw const request),
-            libc::ioctl(fd, TUNSETVNETHDRSZ, &raw const size),
-            libc::ioctl(fd, TUNSETOFFLOAD, if offloads == Offloads::On { OFFLOADS } else { 0 }),
+            libc::ioctl(fd, libc::TUNSETIFF, &raw const request),
+            libc::ioctl(fd, libc::TUNSETVNETHDRSZ, &raw const size),
+            libc::ioctl(fd, libc::TUNSETOFFLOAD, if offloads == Offloads::On { OFFLOADS } else { 0 }),
         ];
         calls.into_iter().min()
     };
@@ -69,7 +62,7 @@ impl Injector {
     pub(super) fn new(interface: &str) -> Result<Self> {
         let fd = socket_with(AddressFamily::PACKET, SocketType::RAW, SocketFlags::CLOEXEC, None)
             .context("packet socket (needs root)")?;
-        for option in [PACKET_VNET_HDR, PACKET_QDISC_BYPASS] {
+        for option in [libc::PACKET_VNET_HDR, libc::PACKET_QDISC_BYPASS] {
             let on: libc::c_int = 1;
             let len = size_of::<libc::c_int>() as libc::socklen_t;
             // SAFETY: the option's value is an int.

@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 use towline_lab::Qemu;
+use towline_lab::expect::qmp;
 
 use super::guests::{Guests, LANES, Memory, PREFAULTED, use_mapped_ram};
-use crate::guest::{Counter, Machine, configure, endpoint, file, incoming, listen, stop};
+use crate::guest::{Counter, Machine, configure, file, incoming, listen, stop};
 use crate::machine::Cache;
 use crate::table::{self, Bound, Column, Contender, Entry, Figures, Row, Table};
 
@@ -108,7 +109,7 @@ struct Restores<'a> {
 pub(super) fn measure(guests: &Guests<'_>, source: &Qemu) -> Result<Vec<Table>> {
     let (counter, image) = (Counter::of_small(source)?, guests.path("guest.img"));
     source.qmp().execute("cont", Value::Null)?;
-    guests.bench.copy([&*endpoint(source), &file(&image)])?.wait(guests.bench)?;
+    guests.bench.copy([&*qmp(source), &file(&image)])?.wait(guests.bench)?;
     let saved = counter.read()?;
     ensure!(saved > 0, "the counter of the saved guest is 0, expected more");
     stop(source)?;
@@ -145,7 +146,7 @@ impl Restores<'_> {
     }
 
     fn by_towline(&self, destination: &Machine, options: &[&str]) -> Result<Duration> {
-        let (image, to, lanes) = (file(&self.image), endpoint(&destination.qemu), LANES.to_string());
+        let (image, to, lanes) = (file(&self.image), qmp(&destination.qemu), LANES.to_string());
         self.guests.prefault()?;
         let arguments = [&*image, &to, "--multifd-channels", &lanes];
         let mut copying = self.guests.bench.copy(arguments.iter().chain(options).copied())?;

@@ -7,10 +7,12 @@ use std::time::Instant;
 
 use anyhow::Result;
 use towline_lab::Qemu;
+use towline_lab::expect::qmp;
 
 use super::guests::{Guests, LANES, Memory, PREFAULTED, Sources, use_mapped_ram};
-use crate::guest::{endpoint, file, stop};
+use crate::guest::{file, stop};
 use crate::table::{self, Column, Contender, Entry, Figures, Row, Table};
+use crate::threads::at_once;
 
 /// Bytes of each write of [`Method::Disk`].
 const BLOCK_BYTES: usize = 512 << 10;
@@ -93,7 +95,7 @@ fn save(guests: &Guests<'_>, source: &Qemu, method: Method) -> Result<Figures> {
         Method::Qemu { .. } => drop(guests.bench.migrate(source, &file(&path))?),
         Method::Towline => {
             let lanes = LANES.to_string();
-            let arguments = [&*endpoint(source), &file(&path), "--multifd-channels", &lanes];
+            let arguments = [&*qmp(source), &file(&path), "--multifd-channels", &lanes];
             guests.bench.copy(arguments)?.wait(guests.bench)?;
         }
         Method::Disk => write(&path, guests.data_bytes())?,
@@ -111,19 +113,15 @@ fn save(guests: &Guests<'_>, source: &Qemu, method: Method) -> Result<Figures> {
 fn write(path: &Path, bytes: u64) -> Result<()> {
     let file = OpenOptions::new().write(true).create_new(true).custom_flags(libc::O_DIRECT).open(path)?;
     let part = bytes / LANES as u64;
-    std::thread::scope(|scope| {
-        let writers = (0..LANES as u64).map(|thread| {
-            let file = &file;
-            scope.spawn(move || -> Result<()> {
-                let buffer = vec![0x5a_u8; BLOCK_BYTES + PAGE_BYTES];
-                let block = &buffer[buffer.as_ptr().align_offset(PAGE_BYTES)..][..BLOCK_BYTES];
-                for at in (thread * part..(thread + 1) * part).step_by(BLOCK_BYTES) {
-                    file.write_all_at(block, at)?;
-                }
-                Ok(())
-            })
-        });
-        let writers: Vec<_> = writers.collect();
-        writers.into_iter().try_for_each(|writer| writer.join().expect("the thread does not panic"))
-    })
+    at_once((0..LANES as u64).map(|thread| {
+        let file = &file;
+        move || {
+            let buffer = vec![0x5a_u8; BLOCK_BYTES + PAGE_BYTES];
+            let block = &buffer[buffer.as_ptr().align_offset(PAGE_BYTES)..][..BLOCK_BYTES];
+            for at in (thread * part..(thread + 1) * part).step_by(BLOCK_BYTES) {
+                file.write_all_at(block, at)?;
+            }
+            Ok(())
+        }
+    }))
 }
