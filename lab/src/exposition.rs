@@ -7,20 +7,14 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 
+/// Beginning of a family of metrics.
+const HELP: &str = "# HELP ";
+
 /// Metrics of one scrape.
 #[derive(Debug, Default)]
 pub struct Exposition {
     /// Values by name and labels, as written.
     samples: BTreeMap<String, f64>,
-}
-
-/// A family of metrics whose lines are being read.
-#[derive(Default)]
-struct Family {
-    name: String,
-    kind: Option<String>,
-    help: bool,
-    samples: usize,
 }
 
 /// Requests `/metrics` from this address and refuses all that a strict reader would.
@@ -47,16 +41,13 @@ impl Exposition {
     /// # Errors
     /// The line that is not valid.
     pub fn parse(text: &str) -> Result<Self> {
-        let lines = text.strip_suffix('\n').context("the last line has no end")?;
-        let (mut this, mut family, mut seen) = (Self::default(), Family::default(), BTreeSet::new());
-        for line in lines.split_terminator('\n') {
-            let read = match line.strip_prefix("# ") {
-                Some(rest) => metadata(rest, &mut family, &mut seen),
-                None => this.sample(line, &mut family),
-            };
-            read.with_context(|| format!("{line:?}"))?;
+        let lines: Vec<_> =
+            text.strip_suffix('\n').context("the last line has no end")?.split('\n').collect();
+        let (mut this, mut seen) = (Self::default(), BTreeSet::new());
+        for family in lines.chunk_by(|_, next| !next.starts_with(HELP)) {
+            let name = this.family(family).with_context(|| format!("{family:?}"))?;
+            ensure!(seen.insert(name), "{name} in two places");
         }
-        family.close()?;
         Ok(this)
     }
 
@@ -71,50 +62,33 @@ impl Exposition {
         self.samples.keys().filter(of).map(|sample| self.samples[sample]).sum()
     }
 
-    fn sample(&mut self, line: &str, family: &mut Family) -> Result<()> {
+    /// Reads a family of metrics: its HELP, its TYPE and its samples. Returns its name.
+    fn family<'a>(&mut self, lines: &[&'a str]) -> Result<&'a str> {
+        let [help, kind, samples @ ..] = lines else { bail!("a family without HELP or TYPE") };
+        let help = help.strip_prefix(HELP).context("a family without HELP")?;
+        let (name, _) = help.split_once(' ').context("a HELP without a text")?;
+        is_name(name)?;
+        let kind = kind.strip_prefix(&format!("# TYPE {name} ")).context("a family without TYPE")?;
+        ensure!(["counter", "gauge"].contains(&kind), "an unexpected type");
+        ensure!(name.ends_with("_total") == (kind == "counter"), "a {kind} called so");
+        ensure!(!samples.is_empty(), "a family without samples");
+        for line in samples {
+            self.sample(line, name, kind).with_context(|| format!("{line:?}"))?;
+        }
+        Ok(name)
+    }
+
+    fn sample(&mut self, line: &str, family: &str, kind: &str) -> Result<()> {
         let (series, value) = line.rsplit_once(' ').context("no value")?;
         let (name, labels) = match series.split_once('{') {
             Some((name, labels)) => (name, labels.strip_suffix('}').context("labels without an end")?),
             None => (series, ""),
         };
-        let kind = family.kind.as_deref().context("a sample before its TYPE")?;
-        ensure!(name == family.name, "a sample of another family");
-        ensure!(name.ends_with("_total") == (kind == "counter"), "a {kind} called so");
+        ensure!(name == family, "a sample of another family");
         check_labels(labels)?;
         let value: f64 = value.parse().context("no number")?;
         ensure!(value.is_finite() && (kind != "counter" || value >= 0.0), "such a {kind}");
         ensure!(self.samples.insert(series.to_owned(), value).is_none(), "twice");
-        family.samples += 1;
-        Ok(())
-    }
-}
-
-fn metadata(rest: &str, family: &mut Family, seen: &mut BTreeSet<String>) -> Result<()> {
-    let mut words = rest.splitn(3, ' ');
-    let mut word = || words.next().context("a word is missing");
-    let (what, name, text) = (word()?, word()?, word()?);
-    if name != family.name {
-        family.close()?;
-        is_name(name)?;
-        ensure!(seen.insert(name.to_owned()), "a family in two places");
-        *family = Family { name: name.to_owned(), ..Family::default() };
-    }
-    ensure!(family.samples == 0, "metadata after samples");
-    match what {
-        "HELP" => ensure!(!std::mem::replace(&mut family.help, true), "twice"),
-        "TYPE" => {
-            ensure!(["counter", "gauge"].contains(&text), "an unexpected type");
-            ensure!(family.kind.replace(text.to_owned()).is_none(), "twice");
-        }
-        _ => bail!("no such metadata"),
-    }
-    Ok(())
-}
-
-impl Family {
-    fn close(&self) -> Result<()> {
-        let whole = self.name.is_empty() || (self.help && self.kind.is_some() && self.samples > 0);
-        ensure!(whole, "{} has no HELP, no TYPE or no samples", self.name);
         Ok(())
     }
 }
