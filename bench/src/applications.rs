@@ -133,7 +133,8 @@ impl Applications {
         Self { signals, threads: Vec::new(), streams: Arc::default(), latencies: Arc::default() }
     }
 
-    fn spawn(&mut self, body: impl FnOnce(&Signals) -> Result<()> + Send + 'static) {
+    /// Runs this in a thread, which returns at the end of the measurement.
+    pub(crate) fn spawn(&mut self, body: impl FnOnce(&Signals) -> Result<()> + Send + 'static) {
         let signals = Arc::clone(&self.signals);
         self.threads.push(std::thread::spawn(move || match body(&signals) {
             Err(_) if signals.is_over() => Ok(()),

@@ -41,7 +41,7 @@ use crate::options::Bench;
 use crate::table::{self, Figures, Table};
 use crate::vhost::{Window, connect, latencies, window};
 use card::{Card, Setup};
-use hosts::{GUEST_TAP, INSIDE, OUTSIDE, TAP, XDP, XDP_PEER, dial, host, received_frames, serve};
+use hosts::{GUEST_TAP, INSIDE, OUTSIDE, TAP, XDP, XDP_PEER, dial, host, serve};
 use rows::{Carrier, Hosts, Path, Run, Work};
 
 /// Timeout of the creation of a backend's tap.
@@ -102,35 +102,28 @@ impl Hosts<'_> {
         }
         let mut backend = self.backend(directory.path())?;
         let socket = directory.path().join(backends::SOCKET);
+        let mut movers = Applications::new(&self.signals);
         let started = (|| {
             let card = Card::start(connect(&mut backend, &socket)?, Setup::of(len))?;
             self.tap_is_up()?;
-            Ok(match direction {
-                Direction::ToGuest => (card.receive(&self.signals), Some(self.inject(len)?)),
-                Direction::FromGuest => (card.transmit(len, &self.signals), None),
-            })
-        })();
-        let (card, injector) = match started {
-            Ok(started) => started,
-            Err(error) => {
-                self.signals.stop.store(true, Ordering::Relaxed);
-                return Err(backend.check().err().unwrap_or(error));
+            if direction == Direction::FromGuest {
+                movers.spawn(move |signals| card.transmit(len, signals));
+                return Ok(());
             }
-        };
-        let measured = self.window(Some(&mut backend));
+            movers.spawn(move |signals| card.receive(signals));
+            self.inject(len, &mut movers)
+        })();
+        let started = started.map_err(|error| backend.check().err().unwrap_or(error));
+        let measured = started.and_then(|()| self.window(Some(&mut backend)));
         // Read before the driver ends, as a backend may end with it and remove its tap.
         let total = self.signals.units.load(Ordering::Relaxed) as f64;
-        let taken = self.outside.enter(|| received_frames(if is_xdp { XDP_PEER } else { TAP }));
-        self.signals.stop.store(true, Ordering::Relaxed);
-        let ended = card.join().expect("the thread does not panic");
-        if let Some(injector) = injector {
-            injector.join().expect("the thread does not panic")?;
-        }
+        let taken = self.outside.received_packets(if is_xdp { XDP_PEER } else { TAP });
+        let ended = movers.end();
         let mut window = measured?;
         ended?;
         if direction == Direction::FromGuest {
             // Completed frames count only if the other end has received them.
-            window.units *= (taken?? as f64 / total).min(1.0);
+            window.units *= (taken? as f64 / total).min(1.0);
         }
         Ok(frame_figures(&window, len, window.backend_percent / 100.0 / window.rate()))
     }
@@ -147,24 +140,22 @@ impl Hosts<'_> {
     }
 
     /// Sends frames from the kernel into the tap at its full rate.
-    fn inject(&self, len: usize) -> Result<JoinHandle<Result<()>>> {
-        let signals = Arc::clone(&self.signals);
-        self.outside.enter(|| {
-            let injector = sys::Injector::new(TAP)?;
-            let mut bytes = card::frame(len);
-            // A packet socket's header does not have the number of buffers.
-            bytes.drain(10..12);
-            Ok(std::thread::spawn(move || {
-                while !signals.is_over() {
-                    match injector.send(&bytes, INJECT_BATCH) {
-                        Ok(INJECT_BATCH) => {}
-                        // Full: the reader may need this processor.
-                        _ => std::thread::yield_now(),
-                    }
+    fn inject(&self, len: usize, movers: &mut Applications) -> Result<()> {
+        let injector = self.outside.enter(|| sys::Injector::new(TAP))??;
+        let mut bytes = card::frame(len);
+        // A packet socket's header does not have the number of buffers.
+        bytes.drain(10..12);
+        movers.spawn(move |signals| {
+            while !signals.is_over() {
+                match injector.send(&bytes, INJECT_BATCH) {
+                    Ok(INJECT_BATCH) => {}
+                    // Full: the reader may need this processor.
+                    _ => std::thread::yield_now(),
                 }
-                Ok(())
-            }))
-        })?
+            }
+            Ok(())
+        });
+        Ok(())
     }
 
     /// Measures frames through the tap, by calls in a loop.
@@ -172,8 +163,10 @@ impl Hosts<'_> {
         let mut tap = self.outside.enter(|| sys::tap(TAP, 1, sys::Offloads::On))??;
         self.tap_is_up()?;
         let signals = Arc::clone(&self.signals);
-        let receives = direction == Direction::ToGuest;
-        let injector = receives.then(|| self.inject(len)).transpose()?;
+        let (receives, mut movers) = (direction == Direction::ToGuest, Applications::new(&self.signals));
+        if receives {
+            self.inject(len, &mut movers)?;
+        }
         let thread = std::thread::spawn(move || -> Result<f64> {
             let (mut bytes, mut frames) = (card::frame(len), 0.0);
             while !signals.is_over() {
@@ -192,11 +185,9 @@ impl Hosts<'_> {
             Ok(machine::own_thread_seconds() / frames)
         });
         let measured = self.window(None);
-        self.signals.stop.store(true, Ordering::Relaxed);
+        let injected = movers.end();
         let ended = thread.join().expect("the thread does not panic");
-        if let Some(injector) = injector {
-            injector.join().expect("the thread does not panic")?;
-        }
+        injected?;
         Ok(frame_figures(&measured?, len, ended?))
     }
 

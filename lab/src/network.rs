@@ -79,11 +79,21 @@ impl Network {
 
     /// Bytes that were sent over an interface of this namespace, with all headers.
     pub fn sent_bytes(&self, interface: &str) -> Result<u64> {
+        self.counter(interface, 8)
+    }
+
+    /// Packets that were received by an interface of this namespace.
+    pub fn received_packets(&self, interface: &str) -> Result<u64> {
+        self.counter(interface, 1)
+    }
+
+    /// This column of `/proc/net/dev`.
+    fn counter(&self, interface: &str, column: usize) -> Result<u64> {
         let table = self.enter(|| std::fs::read_to_string("/proc/thread-self/net/dev"))??;
         let columns =
             table.split_once(&format!("{interface}:")).map(|(_, columns)| columns.split_whitespace());
-        let sent = columns.and_then(|mut columns| columns.nth(8)).context("no such interface")?;
-        Ok(sent.parse()?)
+        let count = columns.and_then(|mut columns| columns.nth(column));
+        Ok(count.with_context(|| format!("no interface {interface}"))?.parse()?)
     }
 
     /// Runs `work` in this namespace, on a separate thread: the sockets that it creates belong to this

@@ -102,42 +102,34 @@ impl Card {
     }
 
     /// Sends frames of this length from the first queue until the end.
-    pub(super) fn transmit(mut self, len: usize, signals: &Arc<Signals>) -> JoinHandle<Result<()>> {
-        let (signals, bytes) = (Arc::clone(signals), frame(len));
-        std::thread::spawn(move || {
-            let _frontend = &self.frontend;
-            let pair = &mut self.pairs[0];
-            pair.fill_transmit_buffers(&bytes);
-            while !signals.is_over() {
-                let back = pair.reclaim()?;
-                signals.add(back as u64);
-                let sent = (0..BATCH).take_while(|_| pair.transmit_any(bytes.len())).count();
-                pair.flush();
-                if sent == 0 && back == 0 {
-                    pair.wait_room(ROOM_WITHIN)?;
-                }
+    pub(super) fn transmit(mut self, len: usize, signals: &Signals) -> Result<()> {
+        let (bytes, pair) = (frame(len), &mut self.pairs[0]);
+        pair.fill_transmit_buffers(&bytes);
+        while !signals.is_over() {
+            let back = pair.reclaim()?;
+            signals.add(back as u64);
+            let sent = (0..BATCH).take_while(|_| pair.transmit_any(bytes.len())).count();
+            pair.flush();
+            if sent == 0 && back == 0 {
+                pair.wait_room(ROOM_WITHIN)?;
             }
-            Ok(())
-        })
+        }
+        Ok(())
     }
 
     /// Receives on the first queue until the end.
-    pub(super) fn receive(mut self, signals: &Arc<Signals>) -> JoinHandle<Result<()>> {
-        let signals = Arc::clone(signals);
-        std::thread::spawn(move || {
-            let _frontend = &self.frontend;
-            let pair = &mut self.pairs[0];
-            while !signals.is_over() {
-                let count = pair.receive(|_| ())?;
-                signals.add(count as u64);
-                if count == 0 && !pair.rx().enable_callback(1) {
-                    wait_any(&[pair.rx().call_fd()], SLEEP)?;
-                    pair.rx().drain_call();
-                }
-                pair.rx().disable_callback();
+    pub(super) fn receive(mut self, signals: &Signals) -> Result<()> {
+        let pair = &mut self.pairs[0];
+        while !signals.is_over() {
+            let count = pair.receive(|_| ())?;
+            signals.add(count as u64);
+            if count == 0 && !pair.rx().enable_callback(1) {
+                wait_any(&[pair.rx().call_fd()], SLEEP)?;
+                pair.rx().drain_call();
             }
-            Ok(())
-        })
+            pair.rx().disable_callback();
+        }
+        Ok(())
     }
 
     /// Connects each pair to a queue of a tap.

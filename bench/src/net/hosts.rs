@@ -12,7 +12,7 @@ use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Result, ensure};
 use rustix::net::sockopt::{Timeout, set_socket_linger, set_socket_timeout, set_tcp_nodelay};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
 use towline_lab::Network;
@@ -38,14 +38,6 @@ pub(super) fn host() -> Result<Network> {
     let host = Network::new()?;
     host.run(&["sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1", "net.ipv6.conf.default.disable_ipv6=1"])?;
     Ok(host)
-}
-
-/// Returns the received frames of an interface of this thread's namespace.
-pub(super) fn received_frames(interface: &str) -> Result<u64> {
-    let text = std::fs::read_to_string("/proc/thread-self/net/dev")?;
-    let line = text.lines().find_map(|line| line.trim().strip_prefix(interface)?.strip_prefix(':'));
-    let number = line.and_then(|line| line.split_whitespace().nth(1));
-    Ok(number.with_context(|| format!("no interface {interface}"))?.parse()?)
 }
 
 /// Serves the clients of this traffic at [`PORT`] of a host.
