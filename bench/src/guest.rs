@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
+use towline_lab::expect::events;
 use towline_lab::{BootSector, Builder, MemoryBackend, Qemu, Towline, Version};
 
 use crate::machine;
@@ -20,8 +21,6 @@ const POLL_INTERVAL: Duration = Duration::from_micros(200);
 const QUERY_INTERVAL: Duration = Duration::from_millis(2);
 /// Practically unlimited; QEMU's default is 128 MiB/s.
 const BANDWIDTH_UNLIMITED: u64 = 1 << 40;
-/// The counter of the lab's smallest guest, see its module documentation.
-const COUNTER_ADDRESS: u64 = 0x11_0008;
 /// Random words that fill a page.
 const WORDS_PER_PAGE: u32 = 1024;
 
@@ -181,8 +180,7 @@ impl Copying {
         if !finished.status.success() {
             bail!("{}", finished.stderr.lines().next().unwrap_or("towline failed without an error"));
         }
-        let mut events = finished.stdout.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-        let event = events.find(|event| event["event"] == "completed");
+        let event = events(&finished.stdout).into_iter().find(|event| event["event"] == "completed");
         let event = event.context("towline ended without the event `completed`")?;
         Ok(Copied { took, cpu_seconds, event })
     }
@@ -195,17 +193,9 @@ pub(crate) struct Counter {
 }
 
 impl Counter {
-    /// Opens the counter of the lab's smallest guest.
-    pub(crate) fn of_small(qemu: &Qemu) -> Result<Self> {
-        Self::at(qemu, COUNTER_ADDRESS)
-    }
-
     /// Opens the counter at this guest-physical address, which QEMU translates (`gpa2hva`).
     pub(crate) fn at(qemu: &Qemu, guest_address: u64) -> Result<Self> {
-        let reply = qemu.qmp().hmp(&format!("gpa2hva {guest_address:#x}"))?;
-        let address = reply.split_whitespace().last().and_then(|word| word.strip_prefix("0x"));
-        let address = address.and_then(|digits| u64::from_str_radix(digits, 16).ok());
-        let address = address.with_context(|| format!("gpa2hva: unexpected reply `{}`", reply.trim()))?;
+        let address = qemu.qmp().hmp_number(&format!("gpa2hva {guest_address:#x}"))?;
         Self::open(qemu.pid().into(), address)
     }
 

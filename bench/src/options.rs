@@ -111,14 +111,11 @@ impl Bench {
     /// Finds a peer's program: an option's, that of `cargo xtask peers`, or one in `PATH`.
     pub(crate) fn peer(&self, name: &str) -> Result<PathBuf> {
         let configured = self.options.peers.iter().find(|(known, _)| known == name);
+        let configured = configured.map(|(_, path)| path.clone());
         let path = std::env::var_os("PATH").unwrap_or_default();
-        let candidates = std::iter::once(PEERS.into()).chain(std::env::split_paths(&path));
-        let mut candidates = configured
-            .map(|(_, path)| path.clone())
-            .into_iter()
-            .chain(candidates.map(|directory| directory.join(name)));
-        let found = candidates.find(|path| path.is_file());
-        found.with_context(|| {
+        let directories = std::iter::once(PEERS.into()).chain(std::env::split_paths(&path));
+        let mut candidates = configured.into_iter().chain(directories.map(|directory| directory.join(name)));
+        candidates.find(|path| path.is_file()).with_context(|| {
             format!("{name} is missing; run `cargo xtask peers`, or give --peer {name}=PATH")
         })
     }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use tempfile::TempDir;
 use towline_lab::expect::qmp;
 use towline_lab::{Builder, Qemu, Version};
@@ -14,8 +14,6 @@ use crate::table::{self, Entry, Figures, Results, Row};
 
 /// Memory of the guest's kernel in MiB.
 pub(crate) const KERNEL_MIB: u64 = 128;
-/// Options of QEMU that name the guest's kernel.
-const KERNEL: [&str; 3] = ["-kernel", "-initrd", "-append"];
 
 /// Content of a stored image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -85,7 +83,7 @@ impl Stored {
         agent.fill(shape.data_mib() * MIB, 1)?;
         let (hash, tick_address) = (agent.hash()?, agent.tick_address()?);
         drop(agent);
-        let kernel = kernel(&source)?;
+        let kernel = source.kernel_options()?;
         let mut stored = Self { shape, directory, tick: 0, tick_address, hash, kernel };
         bench.copy([&*qmp(&source), &file(&stored.path())])?.wait(bench)?;
         // The guest is paused since it was saved.
@@ -97,18 +95,4 @@ impl Stored {
     pub(crate) fn path(&self) -> PathBuf {
         self.directory.path().join("guest.img")
     }
-}
-
-/// The options of a QEMU that name its kernel, each with its value.
-fn kernel(qemu: &Qemu) -> Result<Vec<String>> {
-    let bytes = std::fs::read(format!("/proc/{}/cmdline", qemu.pid()))?;
-    let words = bytes.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned());
-    let words: Vec<_> = words.collect();
-    let mut found = Vec::new();
-    for option in KERNEL {
-        let at = words.iter().position(|word| word == option);
-        let at = at.with_context(|| format!("the guest has no {option}"))?;
-        found.extend_from_slice(&words[at..at + 2]);
-    }
-    Ok(found)
 }

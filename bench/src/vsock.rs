@@ -14,7 +14,7 @@ pub(crate) mod linux;
 mod sys;
 
 use std::fs::File;
-use std::io::{Read as _, Write as _};
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -197,13 +197,10 @@ impl Sockets {
             // In one write: vhost-device-vsock refuses a request in several.
             stream.write_all(format!("CONNECT {port}\n").as_bytes())?;
             // Nothing follows it, as the guest sends only after a request.
-            let (mut reply, mut len) = ([0; REPLY_BYTES_MAX], 0);
-            while !reply[..len].ends_with(b"\n") {
-                let count = stream.read(&mut reply[len..])?;
-                ensure!(count > 0, "the backend refused a connection to port {port}");
-                len += count;
-            }
-            let reply = String::from_utf8_lossy(&reply[..len]);
+            let mut reply = String::new();
+            let bounded = (&stream).take(REPLY_BYTES_MAX as u64);
+            BufReader::with_capacity(REPLY_BYTES_MAX, bounded).read_line(&mut reply)?;
+            ensure!(!reply.is_empty(), "the backend refused a connection to port {port}");
             ensure!(reply.starts_with("OK "), "unexpected reply {reply:?}");
             Ok(stream)
         })

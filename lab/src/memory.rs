@@ -55,10 +55,7 @@ impl Qemu {
 
     /// Reads eight bytes of guest-physical memory as a number (HMP `xp`), cheap enough for polling.
     pub fn read_u64(&self, address: u64) -> Result<u64> {
-        let output = self.qmp().hmp(&format!("xp /1gx {address:#x}"))?;
-        let word = output.split_whitespace().last().and_then(|word| word.strip_prefix("0x"));
-        let word = word.with_context(|| format!("`xp` says `{}`", output.trim()))?;
-        u64::from_str_radix(word, 16).with_context(|| format!("`xp` says `{}`", output.trim()))
+        self.qmp().hmp_number(&format!("xp /1gx {address:#x}"))
     }
 
     /// Returns QEMU's RAM blocks (HMP `info ramblock`).

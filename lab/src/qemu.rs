@@ -419,6 +419,19 @@ impl Qemu {
         self.version
     }
 
+    /// The options of a Linux guest's kernel, each with its value.
+    pub fn kernel_options(&self) -> Result<Vec<String>> {
+        let line = std::fs::read_to_string(format!("/proc/{}/cmdline", self.pid))?;
+        let words: Vec<String> = line.split('\0').map(str::to_owned).collect();
+        let mut found = Vec::new();
+        for option in ["-kernel", "-initrd", "-append"] {
+            let at = words.iter().position(|word| word == option);
+            let at = at.with_context(|| format!("the guest has no {option}"))?;
+            found.extend_from_slice(&words[at..at + 2]);
+        }
+        Ok(found)
+    }
+
     /// QEMU's standard error so far.
     pub fn stderr(&self) -> String {
         std::fs::read_to_string(self.directory.join("stderr")).unwrap_or_default()

@@ -86,6 +86,14 @@ impl Qmp {
         Ok(output.as_str().context("the human monitor answers with text")?.to_owned())
     }
 
+    /// Runs a command of the human monitor and returns the hexadecimal number that ends its text.
+    pub fn hmp_number(&self, line: &str) -> Result<u64> {
+        let output = self.hmp(line)?;
+        let digits = output.split_whitespace().last().and_then(|word| word.strip_prefix("0x"));
+        let number = digits.and_then(|digits| u64::from_str_radix(digits, 16).ok());
+        number.with_context(|| format!("`{line}` says `{}`, expected a number", output.trim()))
+    }
+
     /// Returns the next event of that name, kept or to come. Events before it stay kept.
     pub fn wait_event(&self, name: &str, within: Duration) -> Result<Value> {
         let deadline = Instant::now() + within;

@@ -30,7 +30,7 @@ use std::thread;
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use towline_migration::tracker::{DirtyLogTracker, DirtyTracker, WriteProtect};
-use towline_migration::{LiveBlock, Memory, MemoryError, RamMapping, Result, SourceMemory, Span, memory};
+use towline_migration::{LiveBlock, Memory, MemoryError, RamMapping, Result, SourceMemory, memory};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, limits};
@@ -116,15 +116,11 @@ impl Synthetic {
         Ledger { pattern: self.shape.pattern(), generations: generations.collect() }
     }
 
-    fn span(&self) -> Span<'_> {
-        self.region.span()
-    }
-
     /// Writes the next generation of a page; only one thread at a time does that for the same page.
     fn rewrite(&self, page: usize, content: &mut [u8; PAGE_BYTES]) {
         let generation = self.generations[page].load(Ordering::Relaxed).wrapping_add(1);
         self.shape.pattern().fill(page as u64, generation, content);
-        self.span().write(page * PAGE_BYTES, content);
+        self.region.span().write(page * PAGE_BYTES, content);
         self.generations[page].store(generation, Ordering::Relaxed);
     }
 
@@ -144,7 +140,7 @@ impl Synthetic {
             for page in pages {
                 self.shape.pattern().fill(page as u64, 0, &mut content);
                 // Zero pages too: like those of a real guest they are allocated.
-                self.span().write(page * PAGE_BYTES, &content);
+                self.region.span().write(page * PAGE_BYTES, &content);
             }
             None
         });

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
-use towline_lab::Qemu;
 use towline_lab::expect::qmp;
+use towline_lab::{BootSector, Qemu};
 
 use super::guests::{Guests, LANES, Memory, PREFAULTED, use_mapped_ram};
 use crate::guest::{Counter, Machine, configure, file, incoming, listen, stop};
@@ -107,7 +107,7 @@ struct Restores<'a> {
 
 /// Saves `source` once while it runs, and measures all restores.
 pub(super) fn measure(guests: &Guests<'_>, source: &Qemu) -> Result<Vec<Table>> {
-    let (counter, image) = (Counter::of_small(source)?, guests.path("guest.img"));
+    let (counter, image) = (Counter::at(source, BootSector::COUNTER_ADDRESS)?, guests.path("guest.img"));
     source.qmp().execute("cont", Value::Null)?;
     guests.bench.copy([&*qmp(source), &file(&image)])?.wait(guests.bench)?;
     let saved = counter.read()?;
@@ -129,7 +129,7 @@ impl Restores<'_> {
         let started = Instant::now();
         let qemu = self.guests.builder(row.memory).incoming_defer().start()?;
         let start = started.elapsed().as_secs_f64();
-        let destination = Machine { counter: Counter::of_small(&qemu)?, qemu };
+        let destination = Machine { counter: Counter::at(&qemu, BootSector::COUNTER_ADDRESS)?, qemu };
         let took = match contender.kind {
             Method::Qemu => self.by_qemu(&destination),
             Method::Live => self.live(&destination),

@@ -73,6 +73,8 @@ impl Default for BootSector {
 impl BootSector {
     /// Guest-physical address of the filled range.
     pub const FILL_ADDRESS: u64 = 0x20_0000;
+    /// Guest-physical address of the counter.
+    pub const COUNTER_ADDRESS: u64 = 0x11_0008;
 
     /// Pages of the filled range.
     pub fn pages(&self) -> u64 {

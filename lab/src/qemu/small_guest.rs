@@ -9,7 +9,6 @@ use super::{Guest, Qemu};
 use crate::wait::wait_until;
 
 const READY_ADDRESS: u64 = 0x11_0000;
-const COUNTER_ADDRESS: u64 = 0x11_0008;
 const READY: u64 = u64::from_le_bytes(*b"EADYRAND");
 
 impl Qemu {
@@ -20,7 +19,7 @@ impl Qemu {
 
     /// Reads the small guest's counter.
     pub fn counter(&self) -> Result<u64> {
-        self.read_u64(COUNTER_ADDRESS)
+        self.read_u64(BootSector::COUNTER_ADDRESS)
     }
 
     /// Waits until the small guest has filled its memory and its counter advances; returns the counter.

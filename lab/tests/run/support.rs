@@ -142,7 +142,7 @@ impl Saved {
         linux.fill(FILLED, 5).unwrap();
         let (hash, tick) = (linux.hash().unwrap(), linux.wait_ticking(WITHIN).unwrap());
         let address = linux.tick_address().unwrap();
-        let kernel = kernel(source.pid());
+        let kernel = source.kernel_options().unwrap();
         let mut saved = Self { place, version, kernel, hash, tick, counter: address };
         towline(["copy", &qmp(&source), &saved.image()]).unwrap().wait_done(WITHIN).unwrap();
         // It has been paused since it was saved.
@@ -446,19 +446,4 @@ pub(crate) fn ram_pss_in(pid: u64, file: &str) -> u64 {
     }
     assert!(kib > 0, "process {pid} maps no image");
     kib << 10
-}
-
-/// The options of a QEMU that name its kernel: `-kernel`, `-initrd`, `-append`, each with its value.
-fn kernel(pid: u32) -> Vec<String> {
-    let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap();
-    let words: Vec<String> =
-        bytes.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect();
-    let options = ["-kernel", "-initrd", "-append"];
-    options
-        .iter()
-        .flat_map(|option| {
-            let at = words.iter().position(|word| word == option).unwrap();
-            words[at..at + 2].to_vec()
-        })
-        .collect()
 }
