@@ -147,14 +147,9 @@ impl Demo<'_> {
         let mut card = None;
         if let Some(hub) = &mut self.hub {
             let started = hub.start_card(self.towline, &self.directory.join(format!("{name}-net.sock")))?;
-            builder = builder.args([
-                "-chardev".to_owned(),
-                format!("socket,id=net0,path={},reconnect=1", started.socket.display()),
-                "-netdev".to_owned(),
-                "vhost-user,id=n0,chardev=net0".to_owned(),
-                "-device".to_owned(),
-                "virtio-net-pci,id=card,netdev=n0,mac=52:54:00:07:00:02".to_owned(),
-            ]);
+            let chardev = format!("socket,id=net0,path={},reconnect=1", started.socket.display());
+            builder = builder.args(["-chardev", &chardev, "-netdev", "vhost-user,id=n0,chardev=net0"]);
+            builder = builder.args(["-device", "virtio-net-pci,id=card,netdev=n0,mac=52:54:00:07:00:02"]);
             card = Some(started);
         }
         shown::background(&builder.command(&directory)?);

@@ -10,7 +10,7 @@ use std::time::Duration;
 use serde_json::{Map, Value};
 use tempfile::TempDir;
 
-use crate::{Finished, Qemu, Towline, wait_until};
+use crate::{Builder, Finished, Qemu, Towline, wait_until};
 
 /// A directory for images and sockets, removed with the test.
 pub struct Scratch(TempDir);
@@ -62,6 +62,14 @@ pub fn number(name: &str, default: u64) -> u64 {
 /// Endpoint of a QEMU's QMP socket.
 pub fn qmp(qemu: &Qemu) -> String {
     format!("qmp:{}", qemu.qmp_path().display())
+}
+
+/// Starts a QEMU that waits for a guest of this kind.
+///
+/// # Panics
+/// If it does not start.
+pub fn waiting(builder: &Builder) -> Qemu {
+    builder.clone().incoming_defer().start().unwrap()
 }
 
 /// Lifts the rate limit of a copy that listens at `--qmp CONTROL`.

@@ -63,7 +63,7 @@ impl Namespace {
     /// Runs a command in this namespace, as `["ip", "link"]`.
     pub fn run(&self, line: &[&str]) -> Result<()> {
         let prefix = self.prefix();
-        let output = Command::new(&prefix[0]).args(&prefix[1..]).args(line).output();
+        let output = process::command_after(&prefix).args(line).output();
         let output = output.with_context(|| format!("{prefix:?} cannot be started"))?;
         let message = String::from_utf8_lossy(&output.stderr);
         ensure!(output.status.success(), "`{}` fails: {}", line.join(" "), message.trim());

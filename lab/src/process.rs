@@ -55,6 +55,13 @@ pub(crate) fn spawn(command: Command) -> io::Result<KilledChild> {
     child.recv().map_err(|_| io::Error::other("the spawning thread is gone"))?
 }
 
+/// Command that begins with these words, as those of a network; the program and its arguments follow.
+pub fn command_after(prefix: &[String]) -> Command {
+    let mut command = Command::new(&prefix[0]);
+    command.args(&prefix[1..]);
+    command
+}
+
 /// Sends a signal to a process that this test started.
 ///
 /// # Panics
@@ -85,6 +92,14 @@ pub fn kill(pid: u32) {
 fn send(pid: u32, signal: Signal) -> Result<(), Errno> {
     let process = i32::try_from(pid).ok().and_then(Pid::from_raw);
     kill_process(process.unwrap_or_else(|| panic!("{pid} is no process")), signal)
+}
+
+/// The first child of a process with this name.
+pub fn child(pid: u32, name: &str) -> Option<u32> {
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
+    let has_name =
+        |pid: &u32| std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|it| it.trim() == name);
+    children.split_whitespace().filter_map(|pid| pid.parse().ok()).find(has_name)
 }
 
 /// Returns true if all threads of a process sleep. On a busy host one that has done nothing for a while may

@@ -1,7 +1,6 @@
 //! A TCP proxy in front of a destination: a link that a test slows down, holds, or cuts at a chosen point.
 
-use std::collections::VecDeque;
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -69,7 +68,7 @@ struct Shared {
 struct Direction {
     flow: Flow,
     /// Bytes that are received and not yet forwarded.
-    pending: VecDeque<u8>,
+    pending: Vec<u8>,
     /// Number of those bytes that may be forwarded before the trigger's action, once its bytes are found.
     action: Option<(usize, Action)>,
     /// The last bytes received, which may be the beginning of the trigger's.
@@ -202,7 +201,7 @@ impl Shared {
 
 impl Direction {
     fn new(flow: Flow) -> Self {
-        let (pending, tail) = (VecDeque::new(), Vec::new());
+        let (pending, tail) = (Vec::new(), Vec::new());
         Self { flow, pending, action: None, tail, ended: false, closed: false, next: Instant::now() }
     }
 
@@ -212,11 +211,7 @@ impl Direction {
             return Ok(false);
         }
         let mut buffer = [0; BUFFER_BYTES];
-        let received = match from.read(&mut buffer) {
-            Ok(received) => received,
-            Err(error) if is_timeout(error.kind()) => return Ok(false),
-            Err(error) => return Err(error.into()),
-        };
+        let Some(received) = if_ready(from.read(&mut buffer))? else { return Ok(false) };
         self.ended = received == 0;
         self.pending.extend(&buffer[..received]);
         self.look_for(shared, &buffer[..received]);
@@ -264,13 +259,8 @@ impl Direction {
         if Instant::now() < self.next {
             return Ok(false);
         }
-        let bytes = self.pending.make_contiguous();
-        let may = self.action.map_or(bytes.len(), |(left, _)| left);
-        let sent = match to.write(&bytes[..may]) {
-            Ok(sent) => sent,
-            Err(error) if is_timeout(error.kind()) => return Ok(false),
-            Err(error) => return Err(error.into()),
-        };
+        let may = self.action.map_or(self.pending.len(), |(left, _)| left);
+        let Some(sent) = if_ready(to.write(&self.pending[..may]))? else { return Ok(false) };
         self.pending.drain(..sent);
         if let Some((left, _)) = &mut self.action {
             *left -= sent;
@@ -283,6 +273,14 @@ impl Direction {
             self.next = Instant::now() + Duration::from_secs_f64(sent as f64 / rate as f64);
         }
         Ok(true)
+    }
+}
+
+/// `None` if the socket was not ready.
+fn if_ready(moved: io::Result<usize>) -> io::Result<Option<usize>> {
+    match moved {
+        Err(error) if is_timeout(error.kind()) => Ok(None),
+        moved => moved.map(Some),
     }
 }
 

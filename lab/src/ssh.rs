@@ -83,9 +83,8 @@ fn start(sshd: &Sshd, network: &Network, place: &Path) -> Result<KilledChild> {
          exec {} -D -e -f {here}/sshd_config",
         sshd.path().display()
     );
-    let prefix = network.prefix();
-    let mut command = Command::new(&prefix[0]);
-    command.args(&prefix[1..]).args(["unshare", "--mount", "sh", "-c", &script]);
+    let mut command = process::command_after(&network.prefix());
+    command.args(["unshare", "--mount", "sh", "-c", &script]);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(place.join("log"))?);
     process::spawn(command).context("sshd")
 }
@@ -197,10 +196,8 @@ impl SshHost {
 
     /// Names of the guests that towline runs there.
     pub fn guests(&self) -> Result<Vec<String>> {
-        let prefix = self.prefix();
-        let mut command = Command::new(&prefix[0]);
-        command.args(&prefix[1..]).arg(towline_binary()?).args(["ps", "--quiet"]);
-        let output = command.output()?;
+        let mut command = process::command_after(&self.prefix());
+        let output = command.arg(towline_binary()?).args(["ps", "--quiet"]).output()?;
         ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         Ok(String::from_utf8(output.stdout)?.lines().map(str::to_owned).collect())
     }

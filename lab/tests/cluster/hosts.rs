@@ -13,7 +13,9 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use towline_lab::expect::Scratch;
-use towline_lab::{Network, Sshd, Towline, paths, require_lab, skip, ssh_key, towline_binary, wait_until};
+use towline_lab::{
+    Network, Sshd, Towline, command_after, paths, require_lab, skip, ssh_key, towline_binary, wait_until,
+};
 
 use crate::bridges::set_apart;
 
@@ -341,9 +343,8 @@ impl Cluster {
 
     /// A command on a host.
     pub(crate) fn on(&self, node: usize, words: &[&str]) -> Command {
-        let prefix = self.prefix(node);
-        let mut command = Command::new(&prefix[0]);
-        command.args(&prefix[1..]).args(words).stdin(Stdio::null());
+        let mut command = command_after(&self.prefix(node));
+        command.args(words).stdin(Stdio::null());
         command
     }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
-pub(crate) use towline_lab::expect::qmp;
+pub(crate) use towline_lab::expect::{qmp, waiting};
 pub(crate) use towline_lab::signal;
 use towline_lab::{
     BootSector, Builder, Finished, Qemu, Towline, Version, expect, towline_binary, wait_until,
@@ -160,11 +160,6 @@ pub(crate) fn counting(builder: Builder) -> Qemu {
     let qemu = builder.start().unwrap();
     qemu.wait_counting(WITHIN).unwrap();
     qemu
-}
-
-/// Starts a QEMU that waits for such a guest.
-pub(crate) fn waiting(builder: &Builder) -> Qemu {
-    builder.clone().incoming_defer().start().unwrap()
 }
 
 /// Asserts that the guest runs and counts.

@@ -9,9 +9,8 @@ use std::process::Command;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use towline_lab::expect::{assert_ended, completed, qmp, wait_event};
-use towline_lab::{Qmp, Version, require_qemu, signal};
+use towline_lab::{Qmp, Version, child, command_after, require_qemu, signal};
 
-use crate::faults::child;
 use crate::support::{Hosts, MIB, WITHIN, WRITER, assert_disk, last, with_disk, with_disk_of};
 
 /// Where the guest's disk is on the other host, whose files in `/run` are its own.
@@ -307,8 +306,7 @@ fn grow(hosts: &Hosts) {
 }
 
 fn shell(hosts: &Hosts, script: &str) {
-    let prefix = hosts.there.prefix();
-    let status = Command::new(&prefix[0]).args(&prefix[1..]).args(["sh", "-c", script]).status();
+    let status = command_after(&hosts.there.prefix()).args(["sh", "-c", script]).status();
     assert!(status.unwrap().success());
 }
 

@@ -2,21 +2,12 @@
 
 use rustix::process::Signal;
 use towline_lab::expect::wait_event;
-use towline_lab::signal;
+use towline_lab::{child, signal};
 
 use crate::support::{Hosts, MIB, WITHIN, last};
 
 /// Slow enough for a signal in the transfer.
 const SLOW: [&str; 5] = ["--json", "--max-bandwidth", "4M", "--peer-timeout", "3"];
-
-/// The only child of a process with this name.
-pub(crate) fn child(pid: u32, name: &str) -> Option<u32> {
-    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
-    let is_it = |pid: &u32| {
-        std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim() == name)
-    };
-    children.split_whitespace().map(|pid| pid.parse().unwrap()).find(is_it)
-}
 
 #[test]
 fn a_move_whose_session_or_user_ends_it_leaves_the_guest_where_it_is() {

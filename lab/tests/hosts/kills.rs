@@ -11,10 +11,9 @@ use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use towline_lab::expect::{assert_ended, completed, events, number, qmp};
-use towline_lab::{Qmp, Towline, wait_until};
+use towline_lab::{Qmp, Towline, child, wait_until};
 
 use crate::disks::DISK_THERE;
-use crate::faults::child;
 use crate::support::{Hosts, WITHIN, WRITER, WRITTEN, assert_disk};
 
 const RUNS: u64 = 6;

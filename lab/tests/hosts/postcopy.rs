@@ -9,10 +9,9 @@ use fastrand::Rng;
 use rustix::process::Signal;
 use serde_json::Value;
 use towline_lab::expect::{assert_ended, completed, number, wait_event};
-use towline_lab::{Towline, signal, wait_until};
+use towline_lab::{Towline, child, signal, wait_until};
 
 use crate::disks::with_disks;
-use crate::faults::child;
 use crate::support::{Hosts, MIB, WITHIN, WRITER, WRITTEN, assert_disk};
 
 /// Slow enough for a guest that writes this much to run there without a part of its memory for seconds.

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use serde_json::Value;
-pub(crate) use towline_lab::expect::{Scratch, assert_ended, completed, events, number, qmp, settings};
+pub(crate) use towline_lab::expect::{
+    Scratch, assert_ended, completed, events, number, qmp, settings, waiting,
+};
 use towline_lab::{BootSector, Builder, Finished, LinuxGuest, Qemu, Towline, Version, expect, towline};
 
 /// Timeout of anything that must happen. Generous: two busy processors.
@@ -35,10 +37,6 @@ pub(crate) fn counting() -> Qemu {
     let qemu = small().start().unwrap();
     qemu.wait_counting(WITHIN).unwrap();
     qemu
-}
-
-pub(crate) fn waiting(builder: &Builder) -> Qemu {
-    builder.clone().incoming_defer().start().unwrap()
 }
 
 /// A Linux of two processors.

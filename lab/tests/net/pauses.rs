@@ -10,7 +10,6 @@ use std::fs::{self, File};
 use std::net::UdpSocket;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::thread::{self, JoinHandle};
@@ -21,7 +20,10 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use towline_lab::counting::{assert_clean, make_ext4};
 use towline_lab::expect::{assert_ended, completed, qmp, wait_event};
-use towline_lab::{Builder, Network, Qemu, SshHost, Sshd, Towline, Version, require_lab, signal, wait_until};
+use towline_lab::{
+    Builder, Network, Qemu, SshHost, Sshd, Towline, Version, child, command_after, require_lab, signal,
+    wait_until,
+};
 
 use crate::moves::{bridged, hub};
 use crate::support::{
@@ -57,8 +59,7 @@ impl Host {
 
     /// Runs a command on this host.
     fn run(&self, words: &[&str]) {
-        let prefix = self.host.prefix();
-        assert!(Command::new(&prefix[0]).args(&prefix[1..]).args(words).status().unwrap().success());
+        assert!(command_after(&self.host.prefix()).args(words).status().unwrap().success());
     }
 
     /// Builder of a QEMU with a new card.
@@ -374,13 +375,4 @@ fn no_frame_is_delivered_twice_by_a_move_whose_session_is_killed() {
     let counts = traffic.end(test);
     assert_eq!((counts.twice, counts.late), (0, 0));
     assert!(arrived > 0 || counts.lost == 0, "{counts:?}");
-}
-
-/// The only child of a process with this name.
-fn child(pid: u32, name: &str) -> Option<u32> {
-    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
-    let mut children = children.split_whitespace().filter_map(|pid| pid.parse().ok());
-    children.find(|pid: &u32| {
-        fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim() == name)
-    })
 }

@@ -2,12 +2,11 @@
 //! frames.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::Value;
-use towline_lab::{Network, Towline, paths, require_lab, signal, skip, wait_until};
+use towline_lab::{Network, Towline, command_after, paths, require_lab, signal, skip, wait_until};
 
 use crate::support::{
     GUEST, MAC, WITHIN, add_tap, card, datagram, end, guest_address, network, number, path, scratch, sum,
@@ -111,10 +110,8 @@ fn swap(network: &Network, program: &Path, mode: &str, traffic: impl FnOnce() + 
 
 /// Counts frames that the host has sent to the tap and the card has read, and frames that were returned.
 fn counters(network: &Network) -> [u64; 2] {
-    let prefix = network.prefix();
-    let mut command = Command::new(&prefix[0]);
-    let output =
-        command.args(&prefix[1..]).args(["ip", "-json", "-statistics", "link", "show", "tap0"]).output();
+    let words = ["ip", "-json", "-statistics", "link", "show", "tap0"];
+    let output = command_after(&network.prefix()).args(words).output();
     let links: Value = serde_json::from_slice(&output.unwrap().stdout).unwrap();
     ["tx", "rx"].map(|way| links[0]["stats64"][way]["packets"].as_u64().unwrap())
 }

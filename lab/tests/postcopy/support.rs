@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use serde_json::{Value, json};
-pub(crate) use towline_lab::expect::{Scratch, assert_ended, completed, events, number, qmp};
+pub(crate) use towline_lab::expect::{Scratch, assert_ended, completed, events, number, qmp, waiting};
 use towline_lab::{BootSector, Builder, Finished, Qemu, Towline, Version, expect, towline};
 
 /// Timeout of anything that must happen. Generous: two busy processors.
@@ -74,10 +74,6 @@ impl Stored {
         wait_running(&mut towline);
         (destination, towline)
     }
-}
-
-pub(crate) fn waiting(builder: &Builder) -> Qemu {
-    builder.clone().incoming_defer().start().unwrap()
 }
 
 /// Statuses in QEMU's migration events since the last call.

@@ -1,12 +1,11 @@
 //! The copy of a guest's disk: refused, written faster than it is stored, and out of room.
 
 use std::fs;
-use std::process::Command;
 
 use fastrand::Rng;
 use rustix::process::Signal;
 use towline_lab::expect::{assert_ended, wait_event};
-use towline_lab::{Sshd, signal};
+use towline_lab::{Sshd, command_after, signal};
 
 use crate::ends_well;
 use crate::protected::Protected;
@@ -23,8 +22,7 @@ const BULK: &str = "dd if=/dev/urandom of=/disk/bulk bs=1M count=18 2>/dev/null;
 
 /// The metrics of the protection, by their names.
 fn metrics(hosts: &Hosts) -> impl Fn(&str) -> f64 + use<> {
-    let prefix = hosts.here.prefix();
-    let scraped = Command::new(&prefix[0]).args(&prefix[1..]).args(["bash", "-c", SCRAPE]).output().unwrap();
+    let scraped = command_after(&hosts.here.prefix()).args(["bash", "-c", SCRAPE]).output().unwrap();
     let text = String::from_utf8(scraped.stdout).unwrap();
     move |name| {
         let line =
@@ -45,8 +43,7 @@ fn a_disk_without_room_there_leaves_the_guest_unprotected_and_running() {
     assert_eq!(fs::read(&taken).unwrap(), b"other");
     fs::remove_file(taken).unwrap();
     let mount = format!("mkdir {SMALL} && mount -t tmpfs -o size=16m tmpfs {SMALL}");
-    let prefix = hosts.there.prefix();
-    let mounted = Command::new(&prefix[0]).args(&prefix[1..]).args(["sh", "-c", &mount]).status();
+    let mounted = command_after(&hosts.there.prefix()).args(["sh", "-c", &mount]).status();
     assert!(mounted.unwrap().success());
     let mut protecting = hosts.protect_by(|words| {
         words.extend(["--set".to_owned(), format!("drive.disk0.file={SMALL}/disk.raw")]);

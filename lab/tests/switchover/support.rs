@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
-pub(crate) use towline_lab::expect::{Scratch, assert_ended, qmp};
+pub(crate) use towline_lab::expect::{Scratch, assert_ended, qmp, waiting};
 pub(crate) use towline_lab::signal;
 use towline_lab::{
     BootSector, Builder, Finished, Flow, Proxy, Qemu, Towline, Version, expect, is_asleep, towline,
@@ -61,11 +61,6 @@ pub(crate) fn counting(builder: &Builder) -> Qemu {
     let qemu = builder.clone().start().unwrap();
     qemu.wait_counting(WITHIN).unwrap();
     qemu
-}
-
-/// Starts a QEMU that waits for such a guest, to be driven by a towline.
-pub(crate) fn waiting(builder: &Builder) -> Qemu {
-    builder.clone().incoming_defer().start().unwrap()
 }
 
 /// Starts a stock QEMU that listens for such a guest, and runs it on its own.
