@@ -289,6 +289,7 @@ fn a_guest_goes_to_another_host_with_its_disk_and_its_card() {
 
 /// Queues of a guest overtake each other, also without a move.
 #[test]
+#[ignore = "nightly"]
 fn a_move_loses_no_frame_of_several_queues() {
     let counts = move_to_and_fro("a_move_loses_no_frame_of_several_queues", 2);
     assert!(counts.is_none_or(|Counts { lost, twice, .. }| (lost, twice) == (0, 0)));

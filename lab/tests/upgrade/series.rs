@@ -127,6 +127,7 @@ fn upgrades_in_a_row_under_a_load_lose_nothing() {
 
 /// One virtual processor, which never stops to make random bytes and to write them into new pages.
 #[test]
+#[ignore = "nightly"]
 fn upgrades_in_a_row_of_a_guest_that_writes_files_keep_its_memory() {
     if !require_lab("upgrades_in_a_row_of_a_guest_that_writes_files_keep_its_memory") {
         return;

@@ -85,6 +85,7 @@ fn many_forks_run_and_share_the_image_of_their_guest() {
 
 /// Their image has what the guest wrote, and shares the rest with the guest's image.
 #[test]
+#[ignore = "nightly"]
 fn many_forks_on_a_filesystem_with_reflinks_store_what_the_guest_wrote() {
     let test = "many_forks_on_a_filesystem_with_reflinks_store_what_the_guest_wrote";
     if !require_lab(test) {
