@@ -53,6 +53,16 @@ pub enum ChunkHash {
     Data([u8; 32]),
 }
 
+impl ChunkHash {
+    /// The BLAKE3; `None` for zeros.
+    pub fn data(self) -> Option<[u8; 32]> {
+        match self {
+            Self::Zero => None,
+            Self::Data(hash) => Some(hash),
+        }
+    }
+}
+
 impl fmt::Display for ChunkHash {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -156,10 +156,7 @@ impl Index {
         content.extend_from_slice(&length.to_le_bytes());
         content.extend_from_slice(&head);
         for name in self.names.iter().flatten() {
-            content.extend_from_slice(&match name {
-                ChunkHash::Zero => [0; NAME_BYTES],
-                ChunkHash::Data(name) => *name,
-            });
+            content.extend_from_slice(&name.data().unwrap_or_default());
         }
         let found = content.len() as u64;
         if head.len() > HEAD_BYTES_MAX || found > CONTENT_BYTES_MAX {
@@ -252,10 +249,7 @@ impl Index {
 
     /// All names, of memory and device state.
     pub fn all_names(&self) -> impl Iterator<Item = [u8; 32]> + '_ {
-        self.names.iter().flatten().filter_map(|name| match name {
-            ChunkHash::Zero => None,
-            ChunkHash::Data(name) => Some(*name),
-        })
+        self.names.iter().flatten().filter_map(|name| name.data())
     }
 
     /// Time at which the image was made.

@@ -84,10 +84,7 @@ pub(super) mod chunks {
         hashes: &[ChunkHash],
         serializer: S,
     ) -> Result<S::Ok, S::Error> {
-        serializer.collect_seq(hashes.iter().map(|hash| match hash {
-            ChunkHash::Zero => None,
-            ChunkHash::Data(hash) => Some(Digest(*hash)),
-        }))
+        serializer.collect_seq(hashes.iter().map(|hash| hash.data().map(Digest)))
     }
 
     pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
