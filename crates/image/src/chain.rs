@@ -20,7 +20,7 @@ use towline_protocol::{PageRef, RamBlock};
 
 use crate::checksum::{CHUNK_BYTES, ChunkHash};
 use crate::layer::Layer;
-use crate::manifest::{Base, StoredBlock, base_of, named_by, sidecar_path};
+use crate::manifest::{Base, StoredBlock, named_by, sidecar_path};
 use crate::sidecar::staged_path;
 use crate::{Error, Result};
 
@@ -179,21 +179,13 @@ pub(crate) struct NamedBases {
 /// As [`base_paths`], with the error of a manifest that cannot be read.
 pub(crate) fn named_bases(image: &Path) -> NamedBases {
     let mut named = NamedBases::default();
-    let mut read = 0;
-    while named.paths.len() < LAYERS_MAX {
-        let last = match read {
-            0 => image.to_owned(),
-            read => match named.paths.get(read - 1) {
-                Some(path) => path.clone(),
-                None => break,
-            },
-        };
-        read += 1;
+    let (mut next, mut read) = (Some(image.to_owned()), 0);
+    while let Some(last) = next.filter(|_| named.paths.len() < LAYERS_MAX) {
         // Both manifests are read, whichever of them belongs to the image.
         for manifest in [sidecar_path(&last), staged_path(&last)] {
-            match base_of(&manifest) {
-                Ok(base) => {
-                    let base = base.map(|base| resolve_base(&last, &base));
+            match named_by(&manifest) {
+                Ok(found) => {
+                    let base = found.base.map(|base| resolve_base(&last, &base));
                     let new = base.filter(|base| !named.paths.contains(base));
                     named.paths.extend(new);
                 }
@@ -202,6 +194,8 @@ pub(crate) fn named_bases(image: &Path) -> NamedBases {
                 }
             }
         }
+        next = named.paths.get(read).cloned();
+        read += 1;
     }
     named
 }

@@ -18,7 +18,7 @@ use towline_protocol::ram::{self, RamFlags};
 use towline_protocol::section::{SectionType, put_footer};
 use towline_protocol::{BlockIndex, PageRef, RamBlock, Reader};
 
-use crate::manifest::{Base, BitmapSummary, Digest, ImageProperties, Manifest, sidecar_path};
+use crate::manifest::{Base, ImageProperties, Manifest, sidecar_path};
 use crate::regular_file::open_regular;
 use crate::sidecar::{self, ManifestName};
 use crate::sys::Mapping;
@@ -149,13 +149,7 @@ impl Layer {
         for (index, block) in self.blocks.iter().enumerate() {
             let mapped = block.mapped.expect("every block of a mapped-ram file has a position");
             let (at, length) = (mapped.bitmap_offset as usize, bitmap_bytes(block.length, mapped.page_size));
-            let bytes = &self.map[at..at + length as usize];
-            let plain_pages = bytes.iter().map(|byte| u64::from(byte.count_ones())).sum();
-            manifest.check_bitmap(
-                &self.path,
-                index,
-                BitmapSummary { blake3: Digest::of(bytes), plain_pages },
-            )?;
+            manifest.check_bitmap(&self.path, index, &self.map[at..at + length as usize])?;
         }
         let expected = memory_end(self.section_id);
         let at = (self.device_state_offset as usize).saturating_sub(expected.len());

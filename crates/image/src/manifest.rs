@@ -64,7 +64,6 @@ use towline_protocol::{BlockIndex, RamBlock};
 use crate::checksum::{CHUNK_BYTES, ChunkHash, chunk_count};
 use crate::regular_file::open_regular;
 
-pub(crate) use check::BitmapSummary;
 pub use error::{Error, Result};
 pub use identity::Digest;
 pub use text::Timestamp;
@@ -323,33 +322,34 @@ impl Manifest {
     /// If `plain_pages`, `hashes` or `bitmaps` do not have one entry per block, or the device state is longer
     /// than the file.
     pub fn new(contents: ManifestContents<'_>) -> Self {
-        let ManifestContents { origin, machine_type, blocks, plain_pages, hashes, device_state, .. } =
-            contents;
-        let ManifestContents { image_bytes, head, bitmaps, seal, base, .. } = contents;
+        let ManifestContents {
+            blocks, plain_pages, hashes, device_state, image_bytes, bitmaps, base, ..
+        } = contents;
         let lengths = [plain_pages.len(), hashes.len(), bitmaps.len()];
         assert!(lengths == [blocks.len(); 3], "one entry per block");
-        let mut chunks = hashes.into_iter();
-        let block = |((block, pages_plain), bitmap): ((&RamBlock, u64), Digest)| StoredBlock {
+        let stored = blocks.iter().zip(plain_pages).zip(bitmaps).zip(hashes);
+        let stored = stored.map(|(((block, pages_plain), bitmap), chunks)| StoredBlock {
             name: block.name.clone(),
             length: block.length,
             pages_plain,
             pages_zero: (block.length / PAGE_SIZE).saturating_sub(pages_plain),
             bitmap: Some(bitmap),
-            chunks: chunks.next().unwrap_or_default(),
-        };
+            chunks,
+        });
         let bytes = device_state.bytes();
         let blake3 = Digest::of(bytes);
+        let identity = Digest::identity(contents.head, blocks, blake3);
         Self {
             format: FORMAT.into(),
             version: if base.is_some() { VERSION } else { VERSION_WHOLE },
-            machine_type: machine_type.into(),
+            machine_type: contents.machine_type.into(),
             created: Timestamp::now(),
             created_by: format!("towline {}", env!("CARGO_PKG_VERSION")),
-            origin: origin.clone(),
+            origin: contents.origin.clone(),
             base,
-            image: ImageFile { length: image_bytes, identity: Digest::identity(head, blocks, blake3), seal },
+            image: ImageFile { length: image_bytes, identity, seal: contents.seal },
             chunk_size: CHUNK_BYTES,
-            blocks: blocks.iter().zip(plain_pages).zip(bitmaps).map(block).collect(),
+            blocks: stored.collect(),
             device_state: StoredState {
                 offset: image_bytes
                     .checked_sub(bytes.len() as u64)
@@ -523,11 +523,6 @@ fn devices(state: &DeviceState) -> Vec<StoredDevice> {
 
 /// Maximum length of a manifest whose blocks are not known: enough for a guest of several TiB.
 const ANY_BYTES_MAX: u64 = 256 << 20;
-
-/// The base that the manifest at `path` names; `None` also if there is no manifest.
-pub(crate) fn base_of(path: &Path) -> Result<Option<Base>> {
-    Ok(named_by(path)?.base)
-}
 
 /// Files that a manifest names.
 #[derive(Debug, Default, Deserialize)]

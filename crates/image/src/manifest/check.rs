@@ -14,15 +14,6 @@ use super::{
 use crate::checksum::{CHUNK_BYTES, chunk_count};
 use crate::journal::{self, PublicationBug};
 
-/// Hash and page count of a page bitmap.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct BitmapSummary {
-    /// Hash of its bytes.
-    pub(crate) blake3: Digest,
-    /// Number of set bits.
-    pub(crate) plain_pages: u64,
-}
-
 impl Manifest {
     /// Checks that the manifest belongs to `image` with these properties, and that the device state is the
     /// stored one.
@@ -71,26 +62,17 @@ impl Manifest {
     ///
     /// # Errors
     /// [`Error::Bitmap`], [`Error::PageCount`].
-    pub(crate) fn check_bitmap(&self, image: &Path, block: usize, found: BitmapSummary) -> Result<()> {
+    pub(crate) fn check_bitmap(&self, image: &Path, block: usize, bitmap: &[u8]) -> Result<()> {
         let stored = &self.blocks[block];
-        let (path, name) = (sidecar_path(image), stored.name.clone());
-        match stored.bitmap {
-            Some(expected) if expected != found.blake3 => {
-                let found = Box::new(found.blake3);
-                Err(Error::Bitmap {
-                    path,
-                    image: image.into(),
-                    block: name,
-                    found,
-                    expected: Box::new(expected),
-                })
-            }
-            _ if found.plain_pages != stored.pages_plain => {
-                let (found, expected) = (found.plain_pages, stored.pages_plain);
-                Err(Error::PageCount { path, image: image.into(), block: name, found, expected })
-            }
-            _ => Ok(()),
+        let (path, image, block) = (sidecar_path(image), image.into(), stored.name.clone());
+        let found = Digest::of(bitmap);
+        if let Some(expected) = stored.bitmap.filter(|expected| *expected != found) {
+            let (found, expected) = (Box::new(found), Box::new(expected));
+            return Err(Error::Bitmap { path, image, block, found, expected });
         }
+        let found = bitmap.iter().map(|byte| u64::from(byte.count_ones())).sum();
+        let expected = stored.pages_plain;
+        if found == expected { Ok(()) } else { Err(Error::PageCount { path, image, block, found, expected }) }
     }
 
     /// Compares the hash of the device state with that of `bytes`.
