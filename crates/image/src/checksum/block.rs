@@ -75,19 +75,9 @@ pub struct BlockHasher {
 enum ChunkState {
     /// No page arrived: zero.
     Missing,
-    Zero,
-    Data([u8; 32]),
+    Done(ChunkHash),
     Open(OpenChunk),
     Stale,
-}
-
-impl ChunkState {
-    fn done(hash: ChunkHash) -> Self {
-        match hash {
-            ChunkHash::Zero => Self::Zero,
-            ChunkHash::Data(hash) => Self::Data(hash),
-        }
-    }
 }
 
 impl BlockHasher {
@@ -141,7 +131,7 @@ impl BlockHasher {
     /// # Panics
     /// If the block does not have the chunk.
     pub fn set_known(&self, chunk: usize, hash: ChunkHash) {
-        *self.chunk(chunk) = ChunkState::done(hash);
+        *self.chunk(chunk) = ChunkState::Done(hash);
     }
 
     /// Number of chunks that [`finish`](Self::finish) would read again.
@@ -167,8 +157,8 @@ impl BlockHasher {
         let mut hashes = Vec::with_capacity(self.chunks.len());
         for (index, chunk) in mem::take(&mut self.chunks).into_iter().enumerate() {
             hashes.push(match chunk.into_inner().unwrap_or_else(PoisonError::into_inner) {
-                ChunkState::Missing | ChunkState::Zero => ChunkHash::Zero,
-                ChunkState::Data(hash) => ChunkHash::Data(hash),
+                ChunkState::Missing => ChunkHash::Zero,
+                ChunkState::Done(hash) => hash,
                 ChunkState::Open(open) => {
                     self.budget.release(open.bytes());
                     open.close()
@@ -207,7 +197,7 @@ impl BlockHasher {
     /// Returns false if the run has no effect because its chunk will be read again.
     fn is_needed(&self, run: &ChunkPages) -> bool {
         let mut chunk = self.chunk(run.chunk);
-        if !run.is_whole() && matches!(*chunk, ChunkState::Data(_)) {
+        if !run.is_whole() && matches!(*chunk, ChunkState::Done(ChunkHash::Data(_))) {
             *chunk = ChunkState::Stale;
         }
         run.is_whole() || !matches!(*chunk, ChunkState::Stale)
@@ -225,18 +215,18 @@ impl BlockHasher {
                 }
                 open
             }
-            ChunkState::Zero if nodes.iter().all(Node::is_zero) => {
-                *chunk = ChunkState::Zero;
+            ChunkState::Done(ChunkHash::Zero) if nodes.iter().all(Node::is_zero) => {
+                *chunk = before;
                 return;
             }
-            ChunkState::Data(_) | ChunkState::Stale if !run.is_whole() => return,
+            ChunkState::Done(ChunkHash::Data(_)) | ChunkState::Stale if !run.is_whole() => return,
             _ => OpenChunk::new(run.pages),
         };
         if nodes.iter().try_for_each(|node| open.insert(*node)).is_err() {
             return;
         }
         if let Some(hash) = open.root() {
-            *chunk = ChunkState::done(hash);
+            *chunk = ChunkState::Done(hash);
         } else if self.budget.reserve(open.bytes()) {
             *chunk = ChunkState::Open(open);
         } else if open.is_zero() {
