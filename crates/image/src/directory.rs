@@ -13,21 +13,15 @@ mod removal;
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::Read as _;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 pub use removal::{is_in_use, remove, remove_leaf};
 use rustix::fs::OFlags;
-use towline_protocol::BlockIndex;
 use towline_protocol::configuration::MAGIC;
-use towline_protocol::ram::PAGE_SIZE;
 
 use crate::manifest::Timestamp;
-use crate::regular_file::open_regular;
+use crate::regular_file::{allocated, open_regular};
 use crate::{Error, Image, Result, base_paths};
-
-/// Unit of a file's block count in `stat`.
-const BLOCK_BYTES: u64 = 512;
 
 /// An image file of a directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -115,21 +109,19 @@ fn entry(path: &Path) -> Option<ImageEntry> {
         return None;
     }
     let summary = opened.map(|image| {
-        let blocks = image.ram_blocks().len();
-        let plain =
-            |index| image.count_pages(BlockIndex(u32::try_from(index).expect("bounded by BLOCKS_MAX"))).plain;
+        let pages = image.qemu_load_statistics();
         let origin = image.manifest().map(crate::Manifest::origin);
         ImageSummary {
             source: origin.map(|origin| origin.source.clone()),
             qemu: origin.and_then(|origin| origin.qemu.clone()),
-            memory_bytes: image.ram_blocks().iter().map(|block| block.length).sum(),
-            content_bytes: (0..blocks).map(plain).sum::<u64>() * PAGE_SIZE,
+            memory_bytes: pages.total,
+            content_bytes: pages.normal_bytes,
         }
     });
     Some(ImageEntry {
         path: path.into(),
         modified: metadata.modified().unwrap_or(std::time::UNIX_EPOCH).into(),
-        allocated: metadata.blocks() * BLOCK_BYTES,
+        allocated: allocated(&metadata),
         bases: base_paths(path),
         increments: Vec::new(),
         summary: summary.map_err(|error| error.to_string()),

@@ -4,17 +4,14 @@
 //! locked is left over. The next writer of the same name takes it over; this module lists and removes them.
 
 use std::fs;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use crate::atomic_file::{DirectoryEntry, FoundPartial};
 use crate::manifest::sidecar_path;
+use crate::regular_file::allocated;
 use crate::sidecar::staged_path;
 use crate::working_set::path_beside;
 use crate::{Error, Result};
-
-/// Unit of a file's block count in `stat`.
-const BLOCK_BYTES: u64 = 512;
 
 /// A partial file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -70,7 +67,7 @@ pub fn remove(path: &Path) -> Result<Vec<Partial>> {
 }
 
 fn partial(left: FoundPartial) -> Partial {
-    let allocated = left.file.metadata().map_or(0, |metadata| metadata.blocks() * BLOCK_BYTES);
+    let allocated = left.file.metadata().as_ref().map_or(0, allocated);
     Partial { path: left.path, allocated, writer: left.writer }
 }
 

@@ -1,9 +1,9 @@
 //! Files by names where another program may have put anything: which file it is, and how it is opened.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
 use std::os::fd::AsFd;
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::Path;
 
 use rustix::fs::{self, OFlags, Stat};
@@ -34,6 +34,13 @@ impl FileId {
     pub(crate) fn named(path: &Path) -> Option<Self> {
         fs::lstat(path).ok().as_ref().map(Self::of)
     }
+}
+
+/// Disk space of a file in bytes.
+pub(crate) fn allocated(metadata: &Metadata) -> u64 {
+    /// Unit of a file's block count in `stat`.
+    const BLOCK_BYTES: u64 = 512;
+    metadata.blocks() * BLOCK_BYTES
 }
 
 /// Opens a file to read it; `None` if it is not a regular one.

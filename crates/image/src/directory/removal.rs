@@ -10,16 +10,15 @@
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 
-use super::{BLOCK_BYTES, canonical, image_paths, is_image, is_partial_name, open};
+use super::{canonical, image_paths, is_image, is_partial_name, open};
 use crate::chain::named_bases;
 use crate::manifest::sidecar_path;
-use crate::regular_file::FileId;
+use crate::regular_file::{FileId, allocated};
 use crate::sidecar::staged_path;
 use crate::working_set::path_beside;
 use crate::{Error, Image, Result};
@@ -71,13 +70,14 @@ fn remove_unless(path: &Path, check: &dyn Fn(&Path) -> Result<()>) -> Result<u64
     if FileId::named(&own) != FileId::of_file(&file.0) {
         return Err(replaced(path));
     }
-    let mut freed = allocated(&own);
+    let space_of = |path: &Path| path.symlink_metadata().as_ref().map_or(0, allocated);
+    let mut freed = space_of(&own);
     fs::remove_file(&own).map_err(|source| Error::Write { path: own.clone(), source })?;
     for (known, part) in parts.iter().filter(|(known, _)| known.is_some()) {
         if FileId::named(part) != *known {
             continue;
         }
-        let space = allocated(part);
+        let space = space_of(part);
         match fs::remove_file(part) {
             Err(source) if source.kind() != io::ErrorKind::NotFound => {
                 return Err(Error::PartRemains { path: path.into(), part: part.clone(), source });
@@ -174,10 +174,6 @@ fn images_with_manifests(directory: &Path) -> Result<Vec<PathBuf>> {
     images.sort();
     images.dedup();
     Ok(images)
-}
-
-fn allocated(path: &Path) -> u64 {
-    fs::symlink_metadata(path).map_or(0, |metadata| metadata.blocks() * BLOCK_BYTES)
 }
 
 /// Processes that have the file open or mapped, except for this one, where `/proc` shows them.
