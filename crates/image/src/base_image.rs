@@ -166,20 +166,17 @@ impl BaseImage {
         check_blocks(image, blocks, self.chain.top())
     }
 
-    /// Ranges of a block whose chunks equal the base's, and the number of chunks in them and outside.
+    /// Ranges of a block of `length` bytes whose chunks equal the base's. Counts the chunks in them and outside.
     pub(crate) fn unchanged_ranges(
         &self,
-        block: usize,
+        block: BlockIndex,
         length: u64,
         hashes: &[ChunkHash],
-    ) -> (Vec<Range<u64>>, Increment) {
-        let manifest = self.chain.top().manifest.as_ref();
-        let base = manifest.and_then(|manifest| manifest.blocks().get(block));
-        let base = base.map_or(&[][..], |block| &block.chunks);
-        let mut increment = Increment { stored: 0, in_base: 0 };
-        let runs = chunk_runs(length, |chunk| match hashes[chunk] {
+        increment: &mut Increment,
+    ) -> Vec<Range<u64>> {
+        chunk_runs(length, |chunk| match hashes[chunk] {
             ChunkHash::Zero => false,
-            hash if base.get(chunk) == Some(&hash) => {
+            hash if self.chunk_hash(block, chunk) == hash => {
                 increment.in_base += 1;
                 true
             }
@@ -187,8 +184,7 @@ impl BaseImage {
                 increment.stored += 1;
                 false
             }
-        });
-        (runs, increment)
+        })
     }
 }
 

@@ -273,6 +273,12 @@ pub enum Error {
     },
 }
 
+impl From<Error> for towline_migration::Error {
+    fn from(error: Error) -> Self {
+        Self::guest(error)
+    }
+}
+
 #[cfg(not(feature = "store"))]
 impl Error {
     /// Returns true if the same read may succeed later: never without object stores.

@@ -288,12 +288,9 @@ impl ImageWriter {
         hashes: &[Vec<ChunkHash>],
     ) -> Result<()> {
         let mut total = Increment { stored: 0, in_base: 0 };
-        for (index, (block, hashes)) in layout.frame.blocks().iter().zip(hashes).enumerate() {
+        for ((index, block), hashes) in (0..).map(BlockIndex).zip(layout.frame.blocks()).zip(hashes) {
             let pages_offset = block.mapped.expect("laid out").pages_offset;
-            let (runs, increment) = base.unchanged_ranges(index, block.length, hashes);
-            total.stored += increment.stored;
-            total.in_base += increment.in_base;
-            for run in runs {
+            for run in base.unchanged_ranges(index, block.length, hashes, &mut total) {
                 let (at, length) = (pages_offset + run.start, run.end - run.start);
                 self.with_file(|file| match file.punch(at, length) {
                     Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(()),
@@ -463,7 +460,7 @@ impl Sink for ImageWriter {
     }
 
     fn blocks(&self, blocks: &[RamBlock]) -> towline_migration::Result<()> {
-        let layout = self.plan_layout(blocks).map_err(towline_migration::Error::guest)?;
+        let layout = self.plan_layout(blocks)?;
         let budget = OpenBudget::default();
         let hashers: Vec<_> =
             blocks.iter().map(|block| BlockHasher::with_budget(block.length, budget.clone())).collect();
@@ -474,40 +471,6 @@ impl Sink for ImageWriter {
     }
 
     fn pages(&self, _stream: ChannelId, pages: &Pages<'_>) -> towline_migration::Result<()> {
-        self.store_pages(pages).map_err(towline_migration::Error::guest)
-    }
-
-    fn zero(&self, _stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> towline_migration::Result<()> {
-        self.store_zero(block, offsets).map_err(towline_migration::Error::guest)
-    }
-
-    fn current(&self, page: PageRef, content: &mut [u8]) -> towline_migration::Result<()> {
-        let mut read = || {
-            let pages_offset =
-                self.layout()?.frame.blocks()[page.block.index()].mapped.expect("laid out").pages_offset;
-            self.with_file(|file| file.file().read_exact_at(content, pages_offset + page.offset))
-        };
-        read().map_err(towline_migration::Error::guest)
-    }
-
-    fn device_state(&self, state: DeviceState) -> towline_migration::Result<()> {
-        *lock(&self.device_state) = Some(state);
-        Ok(())
-    }
-
-    fn commit(&self) -> towline_migration::Result<()> {
-        self.complete().map_err(towline_migration::Error::guest)
-    }
-
-    fn publish(&self) -> towline_migration::Result<()> {
-        self.rename().map_err(towline_migration::Error::guest)?;
-        self.published.store(true, Ordering::Relaxed);
-        Ok(())
-    }
-}
-
-impl ImageWriter {
-    fn store_pages(&self, pages: &Pages<'_>) -> Result<()> {
         let layout = self.layout()?;
         let block = &layout.frame.blocks()[pages.block.index()];
         let hashers = lock_shared(&self.hashers);
@@ -522,7 +485,7 @@ impl ImageWriter {
         Ok(())
     }
 
-    fn store_zero(&self, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+    fn zero(&self, _stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> towline_migration::Result<()> {
         let layout = self.layout()?;
         let bitmap = &layout.bitmaps[block.index()];
         let hashers = lock_shared(&self.hashers);
@@ -534,6 +497,27 @@ impl ImageWriter {
                 }
             }
         }
+        Ok(())
+    }
+
+    fn current(&self, page: PageRef, content: &mut [u8]) -> towline_migration::Result<()> {
+        let block = &self.layout()?.frame.blocks()[page.block.index()];
+        let at = block.mapped.expect("laid out").pages_offset + page.offset;
+        Ok(self.with_file(|file| file.file().read_exact_at(content, at))?)
+    }
+
+    fn device_state(&self, state: DeviceState) -> towline_migration::Result<()> {
+        *lock(&self.device_state) = Some(state);
+        Ok(())
+    }
+
+    fn commit(&self) -> towline_migration::Result<()> {
+        Ok(self.complete()?)
+    }
+
+    fn publish(&self) -> towline_migration::Result<()> {
+        self.rename()?;
+        self.published.store(true, Ordering::Relaxed);
         Ok(())
     }
 }
