@@ -152,30 +152,26 @@ impl Cache {
     ) -> Result<Option<Acquired>> {
         let mut state = lock(&self.state);
         loop {
-            match state.chunks.get_mut(&number) {
-                // Evicted, or its failure was returned to another thread.
-                None => return Ok(None),
-                Some(Chunk::Resident { users }) => {
-                    *users += 1;
+            // Evicted, or its failure was returned to another thread.
+            let Some(chunk) = state.chunks.get_mut(&number) else { return Ok(None) };
+            match std::mem::replace(chunk, Chunk::Filling) {
+                Chunk::Resident { users } => {
+                    *chunk = Chunk::Resident { users: users + 1 };
                     if let Some(thread) = thread {
                         state.used.entry(thread).or_default().push(number);
                     }
                     return Ok(Some(Acquired::Resident));
                 }
-                Some(chunk @ Chunk::Fetched(_)) => {
-                    let Chunk::Fetched(bytes) = std::mem::replace(chunk, Chunk::Filling) else {
-                        unreachable!("just matched");
-                    };
+                Chunk::Fetched(bytes) => {
                     state.outstanding -= 1;
                     return Ok(Some(Acquired::MustFill(bytes)));
                 }
-                Some(Chunk::Failed(_)) => {
-                    let Some(Chunk::Failed(error)) = state.chunks.remove(&number) else {
-                        unreachable!("just matched");
-                    };
+                Chunk::Failed(error) => {
+                    state.chunks.remove(&number);
                     return Err(error);
                 }
-                Some(Chunk::Fetching | Chunk::Filling) => {
+                pending @ (Chunk::Fetching | Chunk::Filling) => {
+                    *chunk = pending;
                     state = runtime.wait_for_change(&self.changed, &self.state, state);
                     check_cancelled()?;
                 }

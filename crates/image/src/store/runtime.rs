@@ -74,7 +74,14 @@ impl Runtime {
         work: impl Future<Output = T> + Send + 'static,
     ) -> Started<T> {
         match self {
-            Self::Thread(worker) => worker.begin(work),
+            Self::Thread(worker) => {
+                let (sender, result) = mpsc::sync_channel(1);
+                let task = worker.handle.spawn(async move {
+                    // The receiver is gone if the wait was cancelled.
+                    let _ = sender.send(work.await);
+                });
+                Started::Task(Task { result, abort: task.abort_handle() })
+            }
             #[cfg(test)]
             Self::Simulated(_) => Started::Simulated(Box::pin(work)),
         }
@@ -129,17 +136,6 @@ impl Runtime {
                 crate::lock::lock(mutex)
             }
         }
-    }
-}
-
-impl RuntimeThread {
-    fn begin<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> Started<T> {
-        let (sender, result) = mpsc::sync_channel(1);
-        let task = self.handle.spawn(async move {
-            // The receiver is gone if the wait was cancelled.
-            let _ = sender.send(work.await);
-        });
-        Started::Task(Task { result, abort: task.abort_handle() })
     }
 }
 
