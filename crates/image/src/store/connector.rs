@@ -16,7 +16,7 @@ use object_store::client::{
     HttpResponse, HttpResponseBody, HttpService,
 };
 
-use super::error::CutListing;
+use super::error::{CutListing, xml_field};
 use super::lease_state::LeaseGuard;
 
 /// Timeout of a connection attempt.
@@ -58,10 +58,7 @@ struct ResponseTimeout;
 /// Some servers ignore `list-type=2`, or have no token: their list ends after a thousand objects, and seems
 /// complete.
 fn is_whole(response: &str) -> bool {
-    let field = |name: &str| {
-        let (_, rest) = response.split_once(&format!("<{name}>"))?;
-        rest.split_once("</").map(|(value, _)| value.trim()).filter(|value| !value.is_empty())
-    };
+    let field = |name| xml_field(response, name);
     let is_last = field("IsTruncated") == Some("false") && field("NextMarker").is_none();
     field("NextContinuationToken").is_some() || is_last
 }

@@ -395,11 +395,7 @@ fn cause_text(error: &object_store::Error) -> String {
     if !text.contains("Server returned") {
         return text;
     }
-    let field = |name: &str| {
-        let (_, rest) = text.split_once(&format!("<{name}>"))?;
-        rest.split_once("</").map(|(value, _)| value.trim()).filter(|value| !value.is_empty())
-    };
-    match (error, field("Code")) {
+    match (error, xml_field(&text, "Code")) {
         (_, Some(NO_BUCKET)) => "there is no such bucket; create it, or correct the name".into(),
         (Cause::NotFound { .. }, _) => "it does not exist; correct the name".into(),
         (_, Some(SKEWED)) => {
@@ -410,11 +406,18 @@ fn cause_text(error: &object_store::Error) -> String {
             format!("the credentials are not accepted ({})", code.unwrap_or("401"))
         }
         (_, Some(code)) => {
-            let message = field("Message").map(|message| format!(", {message}")).unwrap_or_default();
+            let message =
+                xml_field(&text, "Message").map(|message| format!(", {message}")).unwrap_or_default();
             format!("the store responds with {code}{message}")
         }
         (_, None) => text,
     }
+}
+
+/// The text of the first element of this name in a response, unless it is empty.
+pub(super) fn xml_field<'a>(response: &'a str, name: &str) -> Option<&'a str> {
+    let (_, rest) = response.split_once(&format!("<{name}>"))?;
+    rest.split_once("</").map(|(value, _)| value.trim()).filter(|value| !value.is_empty())
 }
 
 /// Returns true if the bucket is missing, not only the object.
