@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt};
-use object_store::ObjectMeta;
+use object_store::{ObjectMeta, UpdateVersion};
 use tokio::sync::Semaphore;
 use towline_channel::Cancel;
 
@@ -42,11 +42,21 @@ impl Deref for Store {
 
 impl Store {
     /// Opens the prefix without sending a request. `cancel` ends every wait.
-    pub(super) fn open(prefix: &Location, cancel: Option<Cancel>) -> Result<Self> {
+    pub(super) fn open(prefix: &Location, cancel: Option<Cancel>) -> Result<Arc<Self>> {
         let runtime = Runtime::start().map_err(|why| Error::Host { what: "the store's thread", why })?;
         let guard = LeaseGuard::default();
         let objects = Objects::new(service::open(prefix, &guard)?, prefix, Clock::System, guard)?;
-        Ok(Self { objects, runtime, cancel, is_committed: AtomicBool::new(false) })
+        Ok(Arc::new(Self { objects, runtime, cancel, is_committed: AtomicBool::new(false) }))
+    }
+
+    /// As [`Self::open`]. Refuses a directory that does not exist, which opening the store would create.
+    pub(super) fn open_existing(prefix: &Location, cancel: Option<Cancel>) -> Result<Arc<Self>> {
+        if prefix.scheme() == Scheme::Directory && !prefix.directory().is_dir() {
+            let directory = prefix.directory();
+            let text = format!("{prefix}: {} is not a directory; correct the path", directory.display());
+            return Err(Error::Location { text });
+        }
+        Self::open(prefix, cancel)
     }
 
     /// For a simulated participant.
@@ -145,15 +155,15 @@ impl Store {
         async move { objects.get(&key, limit).await }
     }
 
-    /// Puts an object, as a future.
+    /// Puts an object and returns its version, as a future.
     pub(super) fn put_future(
         &self,
         key: &str,
         bytes: Bytes,
         mode: WriteMode,
-    ) -> impl Future<Output = Result<()>> + Send + use<> {
+    ) -> impl Future<Output = Result<UpdateVersion>> + Send + use<> {
         let (objects, key) = (self.objects.clone(), key.to_owned());
-        async move { objects.put(&key, bytes, mode).await.map(drop) }
+        async move { objects.put(&key, bytes, mode).await }
     }
 
     /// Metadata of an object; `None` if it does not exist.
@@ -207,13 +217,4 @@ impl Store {
             }
         }
     }
-}
-
-/// Refuses a directory that does not exist, which opening the store would create.
-pub(super) fn check_directory(prefix: &Location) -> Result<()> {
-    if prefix.scheme() == Scheme::Directory && !prefix.directory().is_dir() {
-        let text = format!("{prefix}: {} is not a directory; correct the path", prefix.directory().display());
-        return Err(Error::Location { text });
-    }
-    Ok(())
 }

@@ -5,12 +5,11 @@
 //! the same time may be missing or have missing chunks.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
 use std::time::SystemTime;
 
 use towline_channel::Cancel;
 
-use super::access::{Store, check_directory};
+use super::access::Store;
 use super::garbage::{ChunkTotals, image_keys};
 use super::lease::{LeaseEntry, LeaseKind, LeaseOwner, leases};
 use super::{Error, Result, chunk};
@@ -82,8 +81,8 @@ impl Catalog {
                 format!("{prefix}: a web server has no list of images; name the store that it publishes");
             return Err(Error::Location { text });
         }
-        check_directory(prefix)?;
-        read(&Arc::new(Store::open(prefix, cancel)?))
+        let store = Store::open_existing(prefix, cancel)?;
+        read(&store)
     }
 }
 
@@ -92,12 +91,12 @@ impl Catalog {
 /// # Errors
 /// As [`Catalog::read`].
 pub fn image_names(prefix: &Location, cancel: Option<Cancel>) -> Result<Vec<String>> {
-    check_directory(prefix)?;
-    let keys = image_keys(&Store::open(prefix, cancel)?)?;
+    let store = Store::open_existing(prefix, cancel)?;
+    let keys = image_keys(&store)?;
     Ok(keys.iter().map(|key| key.strip_suffix(Location::SUFFIX).unwrap_or(key).to_owned()).collect())
 }
 
-fn read(store: &Arc<Store>) -> Result<Catalog> {
+fn read(store: &Store) -> Result<Catalog> {
     let mut chunks = HashMap::new();
     store.list(chunk::DIRECTORY, &mut |object| {
         if let Some(name) = chunk::name(&store.key(&object)) {
@@ -110,25 +109,22 @@ fn read(store: &Arc<Store>) -> Result<Catalog> {
     let mut indexes = Vec::new();
     for key in image_keys(store)? {
         let name = key.strip_suffix(Location::SUFFIX).unwrap_or(&key).to_owned();
-        let bytes = match store.get(&key, INDEX_BYTES_MAX) {
-            Ok(Some(bytes)) => bytes,
+        let summary = match store.get(&key, INDEX_BYTES_MAX) {
+            Ok(Some(bytes)) => {
+                let owner = u32::try_from(catalog.images.len()).unwrap_or(u32::MAX);
+                indexes.push(Some((key, Digest::of(&bytes))));
+                let index = Index::parse(&bytes).map_err(|error| error.to_string());
+                index.map(|index| summarize(&index, bytes.len() as u64, owner, &mut chunks))
+            }
             // The image has since been removed.
             Ok(None) => continue,
             Err(error) if error.is_of_object() => {
                 // In the order of the images.
                 indexes.push(None);
-                let summary = Err(error.to_string());
-                catalog.images.push(CatalogEntry { name, summary, readers: Vec::new() });
-                continue;
+                Err(error.to_string())
             }
             Err(error) => return Err(error),
         };
-        let owner = u32::try_from(catalog.images.len()).unwrap_or(u32::MAX);
-        let summary = Index::parse(&bytes).map(|index| summarize(&index, owner, &mut chunks));
-        let summary =
-            summary.map(|summary| StoredImageSummary { index_bytes: bytes.len() as u64, ..summary });
-        let summary = summary.map_err(|error| error.to_string());
-        indexes.push(Some((key, Digest::of(&bytes))));
         catalog.images.push(CatalogEntry { name, summary, readers: Vec::new() });
     }
     for stored in chunks.values() {
@@ -155,7 +151,12 @@ fn read(store: &Arc<Store>) -> Result<Catalog> {
 }
 
 /// Counts the references of an image's index. Its own chunks are only known after the last image.
-fn summarize(index: &Index, owner: u32, chunks: &mut HashMap<[u8; 32], Stored>) -> StoredImageSummary {
+fn summarize(
+    index: &Index,
+    index_bytes: u64,
+    owner: u32,
+    chunks: &mut HashMap<[u8; 32], Stored>,
+) -> StoredImageSummary {
     let (mut all, mut missing) = (ChunkTotals::default(), 0);
     let names: HashSet<_> = index.all_names().collect();
     for name in &names {
@@ -175,7 +176,7 @@ fn summarize(index: &Index, owner: u32, chunks: &mut HashMap<[u8; 32], Stored>) 
         source: index.origin().source.clone(),
         qemu: index.origin().qemu.clone(),
         memory_bytes: index.blocks().iter().map(|block| block.length).sum(),
-        index_bytes: 0,
+        index_bytes,
         chunks: all,
         own: ChunkTotals::default(),
         missing,

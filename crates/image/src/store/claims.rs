@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::access::{Store, check_directory};
+use super::access::Store;
 use super::objects::WriteMode;
 use super::{Error, Result};
 use crate::location::Location;
@@ -23,7 +23,7 @@ const WITHIN: Duration = Duration::from_secs(10);
 /// [`Error::Unconditional`]: the store does not enforce it. Else it is not known whether the object was made.
 pub fn claim(place: &Location, name: &str, content: &[u8]) -> Result<Vec<u8>> {
     let (content, other) = (Bytes::copy_from_slice(content), Bytes::from([content, b" "].concat()));
-    let (store, name) = (open(place)?, name.to_owned());
+    let (store, name) = (Store::open_existing(place, None)?, name.to_owned());
     let objects = store.objects().clone();
     store.wait(within(place, async move {
         match objects.put(&name, content.clone(), WriteMode::CreateOnly).await {
@@ -49,18 +49,13 @@ pub fn claim(place: &Location, name: &str, content: &[u8]) -> Result<Vec<u8>> {
 /// # Errors
 /// The store is unreachable, or refuses access.
 pub fn claims(place: &Location) -> Result<Vec<String>> {
-    let store = open(place)?;
+    let store = Store::open_existing(place, None)?;
     let objects = store.objects().clone();
     store.wait(within(place, async move {
         let failed = Error::store("cannot be listed", objects.location().to_string());
         let listed = objects.list_top().await.map_err(failed)?;
         Ok(listed.iter().map(|object| objects.key(object)).collect())
     }))
-}
-
-fn open(place: &Location) -> Result<Store> {
-    check_directory(place)?;
-    Store::open(place, None)
 }
 
 fn within<T, W: Future<Output = Result<T>>>(

@@ -282,6 +282,15 @@ impl From<Error> for crate::Error {
     }
 }
 
+impl From<Error> for towline_migration::Error {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Cancelled => Self::Cancelled,
+            error => crate::Error::from(error).into(),
+        }
+    }
+}
+
 impl crate::Error {
     /// Returns true if the same read may succeed later: a store is unreachable, overloaded, or refuses
     /// credentials that expired.
@@ -303,14 +312,6 @@ impl Error {
                 return Self::CutListing { object };
             }
             Self::Store { op, object, error: Box::new(error) }
-        }
-    }
-
-    /// The same error as one of the engine.
-    pub(super) fn into_migration(self) -> towline_migration::Error {
-        match self {
-            Self::Cancelled => towline_migration::Error::Cancelled,
-            error => towline_migration::Error::guest(crate::Error::from(error)),
         }
     }
 

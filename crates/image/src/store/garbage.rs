@@ -1,7 +1,6 @@
 //! Collection of chunks that no index references: remains of interrupted uploads and of removed images.
 
-use std::collections::hash_map::Entry;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -9,10 +8,11 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use towline_channel::Cancel;
 
-use super::access::{Store, check_directory};
+use super::access::Store;
 use super::fault::StoreBug;
 use super::images::{RETIRED, is_retired_key, retired_key};
-use super::lease::{Lease, LeaseEntry, LeaseKind, age, leases};
+use super::lease::{Lease, LeaseEntry, LeaseKind, leases};
+use super::objects::Object;
 use super::{ConditionalWrites, Error, Result, chunk};
 use crate::index::{INDEX_BYTES_MAX, Index};
 use crate::location::Location;
@@ -20,17 +20,6 @@ use crate::manifest::Digest;
 
 /// Maximum number of images of a prefix.
 const IMAGES_MAX: usize = 100_000;
-
-/// An object that is not needed.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Object {
-    /// Key below the prefix.
-    pub key: String,
-    /// Length in bytes.
-    pub bytes: u64,
-    /// Time since it was put, by the store's clock.
-    pub age: Duration,
-}
 
 /// A number of chunks and their length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, JsonSchema)]
@@ -78,9 +67,7 @@ impl Garbage {
     /// # Errors
     /// The store is unreachable or refuses access, or an index cannot be read.
     pub fn find(prefix: &Location, age_min: Duration, cancel: Option<Cancel>) -> Result<Self> {
-        check_directory(prefix)?;
-        let store = Arc::new(Store::open(prefix, cancel)?);
-        find(&store, age_min, SystemTime::now())
+        find(&Store::open_existing(prefix, cancel)?, age_min, SystemTime::now())
     }
 
     /// Removes the objects that [`Self::find`] would find, unless an upload or another collection is active;
@@ -99,8 +86,7 @@ impl Garbage {
             let text = format!("{prefix}: http:// and https:// are read-only");
             return Err(Error::Location { text });
         }
-        check_directory(prefix)?;
-        Self::remove_in(&Arc::new(Store::open(prefix, cancel)?), age_min, removed)
+        Self::remove_in(&Store::open_existing(prefix, cancel)?, age_min, removed)
     }
 
     /// As [`Self::remove`], in an open store.
@@ -127,11 +113,6 @@ impl Garbage {
         }
         Ok(found)
     }
-
-    fn add_expired(&mut self, lease: LeaseEntry) {
-        let LeaseEntry { key, bytes, age } = lease;
-        self.objects.push(Object { key, bytes, age });
-    }
 }
 
 /// Chunks and indexes referenced by the images of a prefix.
@@ -157,18 +138,18 @@ struct ReaderNeeds {
 fn find(store: &Arc<Store>, age_min: Duration, now: SystemTime) -> Result<Garbage> {
     let mut chunks = Vec::new();
     store.list(chunk::DIRECTORY, &mut |object| {
-        if let Some(name) = chunk::name(&store.key(&object)) {
-            chunks.push((name, object.size, age(object.last_modified.into(), now)));
+        let Object { key, bytes, age } = store.object(&object, now);
+        if let Some(name) = chunk::name(&key) {
+            chunks.push((name, bytes, age));
         }
         Ok(())
     })?;
     let mut garbage = Garbage::default();
     let mut copies = Vec::new();
     store.list(RETIRED, &mut |object| {
-        let key = store.key(&object);
-        if is_retired_key(&key) {
-            let age = age(object.last_modified.into(), now);
-            copies.push(Object { key, bytes: object.size, age });
+        let object = store.object(&object, now);
+        if is_retired_key(&object.key) {
+            copies.push(object);
         }
         Ok(())
     })?;
@@ -183,7 +164,7 @@ fn find(store: &Arc<Store>, age_min: Duration, now: SystemTime) -> Result<Garbag
         };
         let (alive, expired): (Vec<_>, Vec<_>) = found.into_iter().partition(LeaseEntry::is_alive);
         // Leases are removed before any chunk, so an owner that is considered dead detects it first.
-        expired.into_iter().for_each(|lease| garbage.add_expired(lease));
+        garbage.objects.extend(expired.into_iter().map(|lease| lease.0));
         match kind {
             LeaseKind::Upload => garbage.uploads = alive.len(),
             LeaseKind::Reader => readers = alive,
@@ -219,8 +200,6 @@ fn reader_needs(
     if store.has_fault(StoreBug::ReadersIgnored) {
         return Ok(needs);
     }
-    // Each copy is read once, even if it has several readers.
-    let mut copies: HashMap<Digest, Option<Index>> = HashMap::new();
     for lease in readers {
         let owner = match lease.owner(store)? {
             None => continue,
@@ -233,13 +212,9 @@ fn reader_needs(
         garbage.kept_for.push(lease.describe_owner(store));
         let copy = match index {
             None => None,
-            Some(index) => {
-                needs.indexes.insert(index);
-                match copies.entry(index) {
-                    Entry::Occupied(known) => known.into_mut().as_ref(),
-                    Entry::Vacant(new) => new.insert(load_retired_index(store, index)?).as_ref(),
-                }
-            }
+            // Each copy is read once, even if it has several readers.
+            Some(index) if !needs.indexes.insert(index) => continue,
+            Some(index) => load_retired_index(store, index)?,
         };
         match copy {
             Some(copy) => needs.chunks.extend(copy.all_names()),

@@ -17,11 +17,11 @@ use bytes::Bytes;
 use object_store::ObjectMeta;
 use towline_channel::Cancel;
 
-use super::access::{Store, check_directory};
+use super::access::Store;
 use super::fault::StoreBug;
 use super::lease::{Lease, LeaseKind, leases};
 use super::objects::{WriteMode, version_of};
-use super::{Error, Result};
+use super::{ConditionalWrites, Error, Result};
 use crate::Existing;
 use crate::index::{INDEX_BYTES_MAX, Index};
 use crate::location::Location;
@@ -55,7 +55,7 @@ pub struct ImageReader {
 /// # Errors
 /// The store is unreachable or refuses access.
 pub fn readers(image: &Location, cancel: Option<Cancel>) -> Result<Vec<ImageReader>> {
-    let store = Arc::new(Store::open(&image.parent(), cancel)?);
+    let store = Store::open(&image.parent(), cancel)?;
     readers_in(&store, &key(image)?)
 }
 
@@ -65,8 +65,7 @@ pub fn readers(image: &Location, cancel: Option<Cancel>) -> Result<Vec<ImageRead
 /// The store is unreachable or refuses access.
 pub fn is_image(location: &Location, cancel: Option<Cancel>) -> Result<bool> {
     let Ok(key) = key(location) else { return Ok(false) };
-    check_directory(&location.parent())?;
-    Ok(Store::open(&location.parent(), cancel)?.find(&key)?.is_some())
+    Ok(Store::open_existing(&location.parent(), cancel)?.find(&key)?.is_some())
 }
 
 /// Removes an image; chunks that only it references become garbage. Returns the readers for which they are
@@ -79,8 +78,7 @@ pub fn remove_image(image: &Location, in_use: IfInUse, cancel: Option<Cancel>) -
     if !image.scheme().is_writable() {
         return Err(Error::Location { text: format!("{image}: http:// and https:// are read-only") });
     }
-    check_directory(&image.parent())?;
-    let store = Arc::new(Store::open(&image.parent(), cancel)?);
+    let store = Store::open_existing(&image.parent(), cancel)?;
     remove_in(&store, &image.to_string(), &key(image)?, in_use)
 }
 
@@ -163,28 +161,9 @@ pub(super) fn publish(
     existing: Existing,
 ) -> Result<()> {
     for _ in 0..ATTEMPTS_MAX {
-        let (found, readers) = match existing {
-            Existing::Refuse => (None, Vec::new()),
-            Existing::Replace => {
-                let found = store.wait_uncancelled(store.head_future(key))?;
-                let readers =
-                    if found.is_some() { retire(store, key, IfInUse::KeepChunks)? } else { Vec::new() };
-                (found, readers)
-            }
-        };
-        for reader in readers {
-            tracing::info!(
-                reader = reader.description,
-                image = key,
-                "keeping the chunks of the replaced image for its reader"
-            );
-        }
-        let mode = match (existing, found) {
-            (Existing::Refuse, _) => WriteMode::Create,
-            (Existing::Replace, Some(found)) if lease.writes() == super::ConditionalWrites::All => {
-                WriteMode::Update(version_of(&found))
-            }
-            (Existing::Replace, _) => WriteMode::Replace,
+        let mode = match existing {
+            Existing::Refuse => WriteMode::Create,
+            Existing::Replace => replacement(store, lease, key)?,
         };
         match put_index(store, lease, key, bytes, mode) {
             Err(Error::Changed { .. }) => {}
@@ -192,6 +171,22 @@ pub(super) fn publish(
         }
     }
     Err(Error::Changed { object: store.object_name(key) })
+}
+
+/// Keeps the chunks of an image that is replaced for its readers. Returns how its index is replaced.
+fn replacement(store: &Arc<Store>, lease: &Lease, key: &str) -> Result<WriteMode> {
+    let Some(found) = store.wait_uncancelled(store.head_future(key))? else { return Ok(WriteMode::Replace) };
+    for reader in retire(store, key, IfInUse::KeepChunks)? {
+        tracing::info!(
+            reader = reader.description,
+            image = key,
+            "keeping the chunks of the replaced image for its reader"
+        );
+    }
+    Ok(match lease.writes() {
+        ConditionalWrites::All => WriteMode::Update(version_of(&found)),
+        ConditionalWrites::Create | ConditionalWrites::None => WriteMode::Replace,
+    })
 }
 
 /// Puts an index, and reads it again if the result is unknown.
@@ -212,70 +207,71 @@ fn put_index(store: &Arc<Store>, lease: &Lease, key: &str, bytes: &Bytes, mode: 
     }
 }
 
-/// An index, and the lease that protects its chunks.
+/// An image of which only the index was read: everything else may be removed at any time.
 #[derive(Debug)]
-pub(super) struct LeasedIndex {
-    /// The index.
+pub struct UnopenedImage {
+    pub(super) store: Arc<Store>,
+    pub(super) image: String,
+    key: String,
     pub(super) index: Index,
-    /// Length of its object.
-    pub(super) bytes: u64,
-    /// The lease, or the error of a store that is read-only for this process.
-    pub(super) lease: Result<Lease, String>,
-}
-
-/// An index that was read, whose chunks nothing protects: they may be removed at any time.
-#[derive(Debug)]
-pub(super) struct UnleasedIndex {
-    pub(super) index: Index,
-    bytes: Bytes,
+    pub(super) bytes: Bytes,
     meta: ObjectMeta,
 }
 
 /// Reads the index of an image by one request. Its chunks are not protected: they may be removed at any time.
 ///
 /// # Errors
-/// [`Error::NoImage`]; the index is damaged; the store is unreachable or refuses access.
+/// As [`UnopenedImage::read`].
 pub fn read_index(location: &Location, cancel: Option<Cancel>) -> Result<Index> {
-    let store = Store::open(&location.parent(), cancel)?;
-    Ok(UnleasedIndex::read(&store, &location.to_string(), &key(location)?)?.index)
+    Ok(UnopenedImage::read(location, cancel)?.index)
 }
 
-impl UnleasedIndex {
-    /// Reads the index with this key by one request.
+impl UnopenedImage {
+    /// Reads the index by one request. `cancel` ends every wait for the store.
     ///
     /// # Errors
-    /// [`Error::NoImage`]; it is damaged; the store is unreachable or refuses access.
-    pub(super) fn read(store: &Store, image: &str, key: &str) -> Result<Self> {
-        let found = store.wait(store.get_with_meta_future(key, INDEX_BYTES_MAX))?;
-        let none = || Error::NoImage { image: image.into(), object: store.object_name(key) };
-        let (bytes, meta) = found.ok_or_else(none)?;
-        let index = Index::parse(&bytes).map_err(|why| Error::Index { image: image.into(), why })?;
-        Ok(Self { index, bytes, meta })
+    /// [`Error::NoImage`]; the index is damaged; the store is unreachable or refuses access.
+    pub fn read(location: &Location, cancel: Option<Cancel>) -> Result<Self> {
+        let store = Store::open(&location.parent(), cancel)?;
+        Self::read_in(store, location.to_string(), key(location)?)
     }
 
-    /// Protects its chunks by a lease.
+    /// As [`Self::read`], in an open store.
+    pub(super) fn read_in(store: Arc<Store>, image: String, key: String) -> Result<Self> {
+        let Some((bytes, meta)) = store.wait(store.get_with_meta_future(&key, INDEX_BYTES_MAX))? else {
+            return Err(Error::NoImage { image, object: store.object_name(&key) });
+        };
+        match Index::parse(&bytes) {
+            Ok(index) => Ok(Self { store, image, key, index, bytes, meta }),
+            Err(why) => Err(Error::Index { image, why }),
+        }
+    }
+
+    /// The index.
+    pub fn index(&self) -> &Index {
+        &self.index
+    }
+
+    /// Protects the chunks that the index references by a lease, or returns the error of a store that is read-only for this process.
     ///
     /// # Errors
     /// [`Error::Changed`]: the image was replaced or removed in between. Or the store is unreachable or refuses access.
-    pub(super) fn leased(self, store: &Arc<Store>, key: &str) -> Result<LeasedIndex> {
+    pub(super) fn lease(&self) -> Result<Result<Lease, String>> {
+        let (store, key) = (&self.store, &self.key);
         if !store.location().scheme().is_writable() {
-            return Ok(self.with(Err("http:// and https:// are read-only".into())));
+            return Ok(Err("http:// and https:// are read-only".into()));
         }
         let lease = match Lease::reader(store, key, Digest::of(&self.bytes)) {
             Ok(lease) => lease,
-            Err(error) if error.is_read_only() => return Ok(self.with(Err(error.to_string()))),
+            Err(error) if error.is_read_only() => return Ok(Err(error.to_string())),
             Err(error) => return Err(error),
         };
         // A process that replaced or removed the index before the lease existed did not see the lease.
         if store.has_fault(StoreBug::ReaderUnconfirmed) || is_current(store, key, &self.meta, &self.bytes)? {
-            Ok(self.with(Ok(lease)))
+            Ok(Ok(lease))
         } else {
             Err(Error::Changed { object: store.object_name(key) })
         }
-    }
-
-    fn with(self, lease: Result<Lease, String>) -> LeasedIndex {
-        LeasedIndex { index: self.index, bytes: self.bytes.len() as u64, lease }
     }
 }
 

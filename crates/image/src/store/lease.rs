@@ -20,7 +20,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use bytes::Bytes;
 use object_store::UpdateVersion;
@@ -30,7 +30,7 @@ use serde::{Deserialize, Serialize};
 use super::access::Store;
 use super::fault::StoreBug;
 use super::lease_state::LeaseState;
-use super::objects::{Objects, WriteMode, version_of};
+use super::objects::{Object, Objects, WriteMode, version_of};
 use super::{Error, LEASE_AGE_MAX, LEASE_INTERVAL, LEASE_RETRY_INTERVAL, Result};
 use crate::manifest::{Digest, Timestamp};
 
@@ -123,26 +123,19 @@ impl LeaseOwner {
     }
 }
 
-/// A lease found in the store.
+/// A lease found in the store, whose age is the time since its last renewal.
 #[derive(Debug, Clone)]
-pub(super) struct LeaseEntry {
-    /// Key of the lease.
-    pub(super) key: String,
-    /// Length in bytes.
-    pub(super) bytes: u64,
-    /// Time since the last renewal.
-    pub(super) age: Duration,
-}
+pub(super) struct LeaseEntry(pub(super) Object);
 
 impl LeaseEntry {
     /// Returns true if its owner may be alive.
     pub(super) fn is_alive(&self) -> bool {
-        self.age < LEASE_AGE_MAX
+        self.0.age < LEASE_AGE_MAX
     }
 
     /// Content of the lease; `None` if it has since been removed, the error's text if it is invalid.
     pub(super) fn owner(&self, store: &Store) -> Result<Option<Result<LeaseOwner, String>>> {
-        match store.get(&self.key, LEASE_BYTES_MAX) {
+        match store.get(&self.0.key, LEASE_BYTES_MAX) {
             Ok(bytes) => {
                 Ok(bytes.map(|bytes| serde_json::from_slice(&bytes).map_err(|error| error.to_string())))
             }
@@ -157,7 +150,7 @@ impl LeaseEntry {
             Ok(Some(Ok(owner))) => owner.describe(),
             _ => "an unknown process".to_owned(),
         };
-        format!("{owner} ({})", store.object_name(&self.key))
+        format!("{owner} ({})", store.object_name(&self.0.key))
     }
 }
 
@@ -165,10 +158,9 @@ impl LeaseEntry {
 pub(super) fn leases(store: &Store, kind: LeaseKind, now: SystemTime) -> Result<Vec<LeaseEntry>> {
     let mut found = Vec::new();
     store.list(kind.directory(), &mut |object| {
-        let key = store.key(&object);
-        if kind.is_key(&key) {
-            let age = age(object.last_modified.into(), now);
-            found.push(LeaseEntry { key, bytes: object.size, age });
+        let object = store.object(&object, now);
+        if kind.is_key(&object.key) {
+            found.push(LeaseEntry(object));
         }
         Ok(())
     })?;
@@ -241,12 +233,7 @@ impl Lease {
         let key = if shared { kind.key(0) } else { kind.key(fastrand::u128(..)) };
         let sent_at = store.clock().now();
         let mode = if shared { WriteMode::Replace } else { WriteMode::Create };
-        let (objects, bytes) = (store.objects().clone(), owner.bytes()?);
-        let put = {
-            let key = key.clone();
-            async move { objects.put(&key, bytes, mode).await }
-        };
-        let version = store.wait(put)?;
+        let version = store.wait(store.put_future(&key, owner.bytes()?, mode))?;
         let lease_state =
             LeaseState::new(store.location().to_string(), store.clock().clone(), sent_at, store.fault());
         let renewal = Arc::new(Renewal {
@@ -435,16 +422,11 @@ impl Renewal {
 /// Fails if uploads or collections are active, besides that with the lease `own`.
 fn refuse_others(store: &Store, kind: LeaseKind, now: SystemTime, own: &str) -> Result<()> {
     let found = leases(store, kind, now)?;
-    let mut alive = found.iter().filter(|found| found.is_alive() && found.key != own);
+    let mut alive = found.iter().filter(|found| found.is_alive() && found.0.key != own);
     let Some(first) = alive.next() else { return Ok(()) };
     let (store, owner) = (store.location().to_string(), first.describe_owner(store));
     Err(match kind {
         LeaseKind::Collection => Error::Collecting { store, owner },
         _ => Error::Uploading { store, count: 1 + alive.count(), owner },
     })
-}
-
-/// Age of an object with this time; never negative.
-pub(super) fn age(time: SystemTime, now: SystemTime) -> Duration {
-    now.duration_since(time).unwrap_or_default()
 }

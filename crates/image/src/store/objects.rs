@@ -1,7 +1,7 @@
 //! The objects of a prefix, and requests for them.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use bytes::{Bytes, BytesMut};
 use futures_util::{StreamExt, TryStreamExt};
@@ -31,6 +31,17 @@ pub(super) struct Objects {
     clock: Clock,
     guard: LeaseGuard,
     fault: Option<StoreBug>,
+}
+
+/// An object that was found in a store.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Object {
+    /// Key below the prefix.
+    pub key: String,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// Time since it was put, by the store's clock.
+    pub age: Duration,
 }
 
 /// Condition of a write.
@@ -98,6 +109,12 @@ impl Objects {
     /// Name of an object of the prefix, for messages.
     pub(super) fn object_name(&self, key: &str) -> String {
         self.location.object_name(key)
+    }
+
+    /// An object of a listing, with its age at this time, which is never negative.
+    pub(super) fn object(&self, meta: &ObjectMeta, now: SystemTime) -> Object {
+        let age = now.duration_since(meta.last_modified.into()).unwrap_or_default();
+        Object { key: self.key(meta), bytes: meta.size, age }
     }
 
     /// Key of an object within the prefix.

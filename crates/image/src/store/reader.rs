@@ -27,7 +27,7 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::access::Store;
 use super::cache::{Acquired, Cache, ChunkNumber, FetchLimits};
-use super::images::{self, LeasedIndex, UnleasedIndex};
+use super::images::{self, UnopenedImage};
 use super::lease::Lease;
 use super::runtime::Started;
 use super::upload::{first_error, threads};
@@ -45,10 +45,7 @@ const UNLIMITED: FetchLimits = FetchLimits { chunks: usize::MAX, requests: usize
 /// An open image in a store.
 #[derive(Debug)]
 pub struct StoredImage {
-    image: String,
-    /// Protects the chunks that the index references; or the reason for which there is no lease.
-    lease: Result<Lease, String>,
-    store: Arc<Store>,
+    image: LeasedImage,
     index: Index,
     /// Copied from the index.
     configuration: Configuration,
@@ -65,54 +62,97 @@ pub struct StoredImage {
     retains_until_release: bool,
 }
 
-/// An image of which only the index was read: everything else may be removed at any time.
+/// An image in a store.
 #[derive(Debug)]
-pub struct UnopenedImage {
+struct LeasedImage {
+    name: String,
+    /// Protects the chunks that the index references; or the reason for which there is no lease.
+    lease: Result<Lease, String>,
     store: Arc<Store>,
-    image: String,
-    key: String,
-    unleased: UnleasedIndex,
+}
+
+impl LeasedImage {
+    fn missing(&self, name: &[u8; 32], position: ChunkPosition) -> Error {
+        let absence = match &self.lease {
+            Err(why) => MissingChunkCause::Unleased { why: why.clone() },
+            Ok(lease) => match lease.state().loss() {
+                None => MissingChunkCause::Leased,
+                Some(why) => MissingChunkCause::LeaseLost { why },
+            },
+        };
+        let chunk = self.store.object_name(&chunk::key(name));
+        Error::Missing { image: self.name.clone(), position, chunk, absence }
+    }
+
+    fn damaged(&self, name: &[u8; 32], position: ChunkPosition, why: String) -> Error {
+        let chunk = self.store.object_name(&chunk::key(name));
+        Error::Damaged { image: self.name.clone(), position, chunk, why }
+    }
+
+    /// Waits for the device state, and checks it.
+    fn device_state(&self, index: &Index, requested: ChunkRequests) -> Result<DeviceState> {
+        let (length, hash) = index.device_state();
+        let objects = self.store.finish(requested)?;
+        let mut bytes = Vec::with_capacity(length as usize);
+        for (name, object) in index.device_state_names().iter().zip(objects) {
+            let left = index.chunk_bytes().min(length - bytes.len() as u64);
+            let ChunkHash::Data(name) = name else {
+                bytes.resize(bytes.len() + left as usize, 0);
+                continue;
+            };
+            let position = ChunkPosition { block: None, offset: bytes.len() as u64 };
+            let Some(object) = object else { return Err(self.missing(name, position)) };
+            let part = chunk::decompress(&object, name, left);
+            bytes.extend(part.map_err(|why| self.damaged(name, position, why))?);
+        }
+        let wrong = |why: String| Error::DeviceState { image: self.name.clone(), why };
+        let found = crate::manifest::Digest::of(&bytes);
+        if found != hash {
+            return Err(wrong(format!("its BLAKE3 is {found}, the index says {hash}")));
+        }
+        DeviceState::parse(&bytes).map_err(|error| wrong(error.to_string()))
+    }
 }
 
 impl UnopenedImage {
-    /// Reads the index by one request. `cancel` ends every wait for the store.
-    ///
-    /// # Errors
-    /// The image does not exist, its index is damaged, or the store is unreachable or refuses access.
-    pub fn read(location: &Location, cancel: Option<Cancel>) -> Result<Self> {
-        let store = Arc::new(Store::open(&location.parent(), cancel)?);
-        Self::read_in(store, location.to_string(), images::key(location)?)
-    }
-
-    fn read_in(store: Arc<Store>, image: String, key: String) -> Result<Self> {
-        let unleased = UnleasedIndex::read(&store, &image, &key)?;
-        Ok(Self { store, image, key, unleased })
-    }
-
-    /// The index.
-    pub fn index(&self) -> &Index {
-        &self.unleased.index
-    }
-
     /// Protects the chunks by a lease and fetches the device state, at the same time.
     ///
     /// # Errors
     /// [`Error::Changed`]: the image was replaced or removed in between. Or it is damaged, or the store is unreachable or refuses access.
     pub fn open(self) -> Result<StoredImage> {
-        let Self { store, image, key, unleased } = self;
-        let requested = request_device_state(&store, &unleased.index);
-        let leased = unleased.leased(&store, &key)?;
-        let opened = OpenedImage { store, image, key };
-        let device_state = device_state(&opened, &leased, requested)?;
-        StoredImage::new(opened, leased, device_state)
+        let requested = request_device_state(&self.store, &self.index);
+        let lease = self.lease()?;
+        let Self { store, image: name, index, bytes, .. } = self;
+        let image = LeasedImage { name, lease, store };
+        let device_state = image.device_state(&index, requested)?;
+        let blocks = index.blocks();
+        let (mut first_chunks, mut next) = (Vec::with_capacity(blocks.len()), 0);
+        let mut memory = Vec::with_capacity(blocks.len());
+        for (number, block) in (0..).map(BlockIndex).zip(&blocks) {
+            first_chunks.push(next);
+            next += index.chunk_names(number).len();
+            let reserved = |length| {
+                let what = "address space for the guest's memory";
+                RamMapping::reserved(length).map_err(|why| Error::Host { what, why })
+            };
+            memory.push(match block.length {
+                0 => None,
+                length => Some(reserved(length as usize)?),
+            });
+        }
+        Ok(StoredImage {
+            image,
+            configuration: index.configuration(),
+            index,
+            blocks,
+            device_state,
+            index_bytes: bytes.len() as u64,
+            first_chunks,
+            memory,
+            cache: Arc::default(),
+            retains_until_release: false,
+        })
     }
-}
-
-/// Place of an image.
-struct OpenedImage {
-    store: Arc<Store>,
-    image: String,
-    key: String,
 }
 
 /// Chunks of a prefix that were fetched and compared with their names and lengths.
@@ -135,7 +175,7 @@ impl StoredImage {
     /// # Errors
     /// The image does not exist or is damaged, or the store is unreachable or refuses access.
     pub fn open(location: &Location, cancel: Option<Cancel>) -> Result<Self> {
-        let store = Arc::new(Store::open(&location.parent(), cancel)?);
+        let store = Store::open(&location.parent(), cancel)?;
         Self::open_in(&store, &location.to_string(), &images::key(location)?)
     }
 
@@ -150,51 +190,12 @@ impl StoredImage {
         Err(Error::Changed { object: store.object_name(key) })
     }
 
-    fn new(opened: OpenedImage, leased: LeasedIndex, device_state: DeviceState) -> Result<Self> {
-        let OpenedImage { store, image, key } = opened;
-        let LeasedIndex { index, bytes: index_bytes, lease } = leased;
-        let blocks = index.blocks();
-        let (mut first_chunks, mut next) = (Vec::with_capacity(blocks.len()), 0);
-        let mut memory = Vec::with_capacity(blocks.len());
-        for (number, block) in blocks.iter().enumerate() {
-            first_chunks.push(next);
-            next +=
-                index.chunk_names(BlockIndex(u32::try_from(number).expect("bounded by BLOCKS_MAX"))).len();
-            memory.push(match usize::try_from(block.length) {
-                Ok(0) => None,
-                Ok(length) => Some(
-                    RamMapping::reserved(length)
-                        .map_err(|why| Error::Host { what: "address space for the guest's memory", why })?,
-                ),
-                Err(_) => {
-                    return Err(Error::TooLong { object: store.object_name(&key), limit: usize::MAX as u64 });
-                }
-            });
-        }
-        let configuration = index.configuration();
-        let cache = Arc::default();
-        Ok(Self {
-            image,
-            lease,
-            store,
-            index,
-            configuration,
-            blocks,
-            device_state,
-            index_bytes,
-            first_chunks,
-            memory,
-            cache,
-            retains_until_release: false,
-        })
-    }
-
     /// For postcopy: keeps prepared memory until [`Guest::release`], for any thread, and no wait for it can
     /// be cancelled, since the running guest needs it.
     #[must_use]
     pub fn retained_until_release(mut self) -> Self {
         self.retains_until_release = true;
-        self.store.ignore_cancellation();
+        self.image.store.ignore_cancellation();
         self
     }
 
@@ -217,9 +218,10 @@ impl StoredImage {
         first_error(parallel::for_each(&numbers, count, |(block, index)| {
             let (name, length, position) = self.chunk(block, index);
             let Some(name) = name.filter(|name| !known.contains(*name, length)) else { return Ok(()) };
-            let object = self.store.get(&chunk::key(&name), chunk::object_bytes_max(length))?;
-            let object = object.ok_or_else(|| self.missing(&name, position.clone()))?;
-            chunk::decompress(&object, &name, length).map_err(|why| self.damaged(&name, position, why))?;
+            let object = self.image.store.get(&chunk::key(&name), chunk::object_bytes_max(length))?;
+            let object = object.ok_or_else(|| self.image.missing(&name, position.clone()))?;
+            chunk::decompress(&object, &name, length)
+                .map_err(|why| self.image.damaged(&name, position, why))?;
             known.insert(name, length);
             progress(length);
             Ok(())
@@ -230,12 +232,12 @@ impl StoredImage {
     /// A notice for the user if no lease protects the image's chunks because this process has no write
     /// permission.
     pub fn notice(&self) -> Option<String> {
-        let why = self.lease.as_ref().err()?;
+        let why = self.image.lease.as_ref().err()?;
         Some(format!(
             "{} is read without a lease ({why}): garbage collection does not know of this reader, so the image must not be replaced \
              or removed until it has finished; for a lease, read it with credentials that may also write objects below readers/ of its \
              prefix (docs/store.md)",
-            self.image
+            self.image.name
         ))
     }
 
@@ -262,8 +264,7 @@ impl StoredImage {
     }
 
     fn data_chunks(&self) -> impl Iterator<Item = (BlockIndex, usize)> + '_ {
-        (0..self.blocks.len()).flat_map(|block| {
-            let block = BlockIndex(u32::try_from(block).expect("bounded by BLOCKS_MAX"));
+        (0..).map(BlockIndex).take(self.blocks.len()).flat_map(|block| {
             let names = self.index.chunk_names(block).iter().enumerate();
             names.filter(|(_, name)| **name != ChunkHash::Zero).map(move |(index, _)| (block, index))
         })
@@ -273,10 +274,7 @@ impl StoredImage {
     fn chunk(&self, block: BlockIndex, index: usize) -> (Option<[u8; 32]>, u64, ChunkPosition) {
         let held = &self.blocks[block.index()];
         let offset = index as u64 * self.index.chunk_bytes();
-        let name = match self.index.chunk_names(block)[index] {
-            ChunkHash::Zero => None,
-            ChunkHash::Data(name) => Some(name),
-        };
+        let name = self.index.chunk_names(block)[index].data();
         let position = ChunkPosition { block: Some(held.name.clone()), offset };
         (name, self.index.chunk_bytes().min(held.length - offset), position)
     }
@@ -293,25 +291,15 @@ impl StoredImage {
         (BlockIndex(u32::try_from(block).expect("bounded by BLOCKS_MAX")), number - self.first_chunks[block])
     }
 
-    fn missing(&self, name: &[u8; 32], position: ChunkPosition) -> Error {
-        let (image, chunk) = (self.image.clone(), self.store.object_name(&chunk::key(name)));
-        Error::Missing { image, position, chunk, absence: absence(&self.lease) }
-    }
-
-    fn damaged(&self, name: &[u8; 32], position: ChunkPosition, why: String) -> Error {
-        let chunk = self.store.object_name(&chunk::key(name));
-        Error::Damaged { image: self.image.clone(), position, chunk, why }
-    }
-
     /// Requests a chunk unless it is present or in flight, or a limit is reached. Returns true if it was
     /// requested.
     fn request_chunk(&self, block: BlockIndex, index: usize, limits: FetchLimits) -> bool {
         let (name, length, position) = self.chunk(block, index);
         let number = self.number(block, index);
         let Some(name) = name.filter(|_| self.cache.claim(number, limits)) else { return false };
-        let get = self.store.get_future(&chunk::key(&name), chunk::object_bytes_max(length));
-        let (cache, missing) = (Arc::clone(&self.cache), self.missing(&name, position));
-        self.store.spawn(async move {
+        let get = self.image.store.get_future(&chunk::key(&name), chunk::object_bytes_max(length));
+        let (cache, missing) = (Arc::clone(&self.cache), self.image.missing(&name, position));
+        self.image.store.spawn(async move {
             let result = get.await.and_then(|found| found.ok_or(missing));
             cache.fetched(number, result);
         });
@@ -340,41 +328,32 @@ impl StoredImage {
         let (Some(name), length, position) = self.chunk(block, index) else { return Ok(()) };
         let thread = (!self.retains_until_release).then(|| thread::current().id());
         let number = self.number(block, index);
-        let check_cancelled = || self.store.check_cancelled();
+        let check_cancelled = || self.image.store.check_cancelled();
         let object = loop {
             self.request_chunk(block, index, UNLIMITED);
-            let acquired = self.cache.acquire(thread, number, self.store.runtime(), &check_cancelled);
-            // The lease may have been lost since the request was sent.
-            let is_missing = matches!(acquired, Err(Error::Missing { .. }));
-            match acquired
-                .map_err(|error| if is_missing { self.missing(&name, position.clone()) } else { error })?
-            {
-                None => {}
-                Some(Acquired::Resident) => return Ok(()),
-                Some(Acquired::MustFill(object)) => break object,
+            match self.cache.acquire(thread, number, self.image.store.runtime(), &check_cancelled) {
+                Ok(None) => {}
+                Ok(Some(Acquired::Resident)) => return Ok(()),
+                Ok(Some(Acquired::MustFill(object))) => break object,
+                // The lease may have been lost since the request was sent.
+                Err(Error::Missing { .. }) => return Err(self.image.missing(&name, position)),
+                Err(error) => return Err(error),
             }
         };
-        let filled = self.fill(block, position.offset, &object, &name, length);
-        if let Err(why) = filled {
-            self.cache.fill_failed(number);
-            return Err(self.damaged(&name, position, why));
+        match chunk::decompress(&object, &name, length) {
+            Ok(bytes) => self.memory_of(block).span().write(position.offset as usize, &bytes),
+            Err(why) => {
+                self.cache.fill_failed(number);
+                return Err(self.image.damaged(&name, position, why));
+            }
         }
         self.cache.filled(thread, number);
         Ok(())
     }
 
-    fn fill(
-        &self,
-        block: BlockIndex,
-        offset: u64,
-        object: &Bytes,
-        name: &[u8; 32],
-        length: u64,
-    ) -> Result<(), String> {
-        let bytes = chunk::decompress(object, name, length)?;
-        let memory = self.memory[block.index()].as_ref().ok_or("its block has no pages")?;
-        memory.span().write(offset as usize, &bytes);
-        Ok(())
+    /// The memory of a block that has chunks.
+    fn memory_of(&self, block: BlockIndex) -> &RamMapping {
+        self.memory[block.index()].as_ref().expect("a block with pages has memory")
     }
 
     pub(super) fn prepare_chunks(&self, page: PageRef, length: u64) -> Result<()> {
@@ -404,15 +383,13 @@ impl StoredImage {
     fn evict(&self, number: ChunkNumber) {
         let (block, index) = self.chunk_at(number);
         let (_, length, position) = self.chunk(block, index);
-        if let Some(memory) = &self.memory[block.index()] {
-            memory.discard(position.offset as usize, length as usize);
-        }
+        self.memory_of(block).discard(position.offset as usize, length as usize);
     }
 }
 
 impl StoredGuest for StoredImage {
     fn name(&self) -> String {
-        self.image.clone()
+        self.image.name.clone()
     }
 
     fn devices(&self) -> &DeviceState {
@@ -459,7 +436,7 @@ impl Guest for StoredImage {
     }
 
     fn prepare(&self, page: PageRef, length: u64) -> towline_migration::Result<()> {
-        self.prepare_chunks(page, length).map_err(Error::into_migration)
+        Ok(self.prepare_chunks(page, length)?)
     }
 
     fn release(&self, page: PageRef, length: u64) {
@@ -475,33 +452,18 @@ impl Guest for StoredImage {
             let here = is_zero || self.cache.is_resident(self.number(page.block, index));
             assert!(here, "pages must be prepared by the thread that sends them");
         }
-        let memory = self.memory[page.block.index()].as_ref().expect("a block with pages has memory");
-        memory.span().io_buf(page.offset as usize, length as usize)
+        self.memory_of(page.block).span().io_buf(page.offset as usize, length as usize)
     }
 
     /// A page that is not resident may have content.
     fn is_zero(&self, page: PageRef) -> bool {
         let index = (page.offset / self.index.chunk_bytes()) as usize;
-        match &self.memory[page.block.index()] {
-            Some(memory) if self.cache.is_resident(self.number(page.block, index)) => {
-                memory.span().is_zero(page.offset as usize, PAGE_SIZE as usize)
-            }
-            _ => false,
-        }
+        self.cache.is_resident(self.number(page.block, index))
+            && self.memory_of(page.block).span().is_zero(page.offset as usize, PAGE_SIZE as usize)
     }
 
     fn device_state(&self) -> towline_migration::Result<Vec<u8>> {
         Ok(self.device_state.bytes().to_vec())
-    }
-}
-
-/// Possible reason for which a chunk is missing.
-fn absence(lease: &Result<Lease, String>) -> MissingChunkCause {
-    match lease {
-        Err(why) => MissingChunkCause::Unleased { why: why.clone() },
-        Ok(lease) => {
-            lease.state().loss().map_or(MissingChunkCause::Leased, |why| MissingChunkCause::LeaseLost { why })
-        }
     }
 }
 
@@ -513,10 +475,7 @@ fn request_device_state(store: &Store, index: &Index) -> ChunkRequests {
     let (length, _) = index.device_state();
     let request = |(number, name): (usize, &ChunkHash)| {
         let left = index.chunk_bytes().min(length - number as u64 * index.chunk_bytes());
-        let get = match name {
-            ChunkHash::Zero => None,
-            ChunkHash::Data(name) => Some(store.get_future(&chunk::key(name), chunk::object_bytes_max(left))),
-        };
+        let get = name.data().map(|name| store.get_future(&chunk::key(&name), chunk::object_bytes_max(left)));
         async move {
             match get {
                 Some(get) => get.await,
@@ -526,40 +485,4 @@ fn request_device_state(store: &Store, index: &Index) -> ChunkRequests {
     };
     let requests: Vec<_> = index.device_state_names().iter().enumerate().map(request).collect();
     store.runtime().begin(stream::iter(requests).buffered(REQUESTS_MAX).try_collect())
-}
-
-/// Waits for the device state, and checks it.
-fn device_state(opened: &OpenedImage, leased: &LeasedIndex, requested: ChunkRequests) -> Result<DeviceState> {
-    let (store, image, index) = (&opened.store, &opened.image, &leased.index);
-    let (length, hash) = index.device_state();
-    let objects = store.finish(requested)?;
-    let mut bytes = Vec::with_capacity(length as usize);
-    for (name, object) in index.device_state_names().iter().zip(objects) {
-        let left = index.chunk_bytes().min(length - bytes.len() as u64);
-        let ChunkHash::Data(name) = name else {
-            bytes.resize(bytes.len() + left as usize, 0);
-            continue;
-        };
-        let position = || ChunkPosition { block: None, offset: bytes.len() as u64 };
-        let chunk = || store.object_name(&chunk::key(name));
-        let object = object.ok_or_else(|| Error::Missing {
-            image: image.clone(),
-            position: position(),
-            chunk: chunk(),
-            absence: absence(&leased.lease),
-        })?;
-        let part = chunk::decompress(&object, name, left).map_err(|why| Error::Damaged {
-            image: image.clone(),
-            position: position(),
-            chunk: chunk(),
-            why,
-        })?;
-        bytes.extend_from_slice(&part);
-    }
-    let wrong = |why: String| Error::DeviceState { image: image.clone(), why };
-    let found = crate::manifest::Digest::of(&bytes);
-    if found != hash {
-        return Err(wrong(format!("its BLAKE3 is {found}, the index says {hash}")));
-    }
-    DeviceState::parse(&bytes).map_err(|error| wrong(error.to_string()))
 }

@@ -94,7 +94,7 @@ impl Upload {
             return Err(Error::Location { text });
         }
         let key = images::key(image)?;
-        let store = Arc::new(Store::open(&image.parent(), Some(cancel))?);
+        let store = Store::open(&image.parent(), Some(cancel))?;
         Self::begin_in(store, image.to_string(), key, existing)
     }
 

@@ -135,7 +135,7 @@ impl Sink for StoreWriter {
     }
 
     fn blocks(&self, blocks: &[RamBlock]) -> towline_migration::Result<()> {
-        spool::check_room(self.file.path(), blocks).map_err(Error::into_migration)?;
+        spool::check_room(self.file.path(), blocks)?;
         self.file.blocks(blocks)
     }
 
@@ -158,13 +158,12 @@ impl Sink for StoreWriter {
     fn commit(&self) -> towline_migration::Result<()> {
         self.file.commit()?;
         if !self.is_deferred.load(Ordering::Relaxed) {
-            let index = self.send(&|_| {}).map_err(Error::into_migration)?;
-            *lock(&self.index) = Some(index);
+            *lock(&self.index) = Some(self.send(&|_| {})?);
         }
         Ok(())
     }
 
     fn publish(&self) -> towline_migration::Result<()> {
-        self.publish_with(&|_| {}).map_err(Error::into_migration)
+        Ok(self.publish_with(&|_| {})?)
     }
 }
