@@ -117,7 +117,7 @@ impl Image {
     /// from it.
     pub fn verify(&self, threads: usize, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
         self.top().verify_frame()?;
-        let chunks: Vec<_> = self.chunks().collect();
+        let chunks: Vec<_> = self.chunks(CHUNK_BYTES).collect();
         let verified = parallel::for_each(&chunks, threads.max(1), |(page, length)| {
             self.verify_chunk(page)?;
             progress(length);
@@ -218,16 +218,15 @@ impl Image {
         PageCount { plain: plain.min(pages), zero: pages.saturating_sub(plain) }
     }
 
-    /// Content of `length` bytes of a block, within one chunk; `None` if they are zero. Verified after
+    /// Content of `length` bytes from `page` on, within one chunk; `None` if they are zero. Verified after
     /// [`Image::verify_on_read`].
     ///
     /// # Errors
     /// The chunk differs from the manifest.
     #[cfg(feature = "store")]
-    pub(crate) fn content(&self, block: BlockIndex, offset: u64, length: u64) -> Result<Option<Vec<u8>>> {
-        let page = PageRef { block, offset };
+    pub(crate) fn content(&self, page: PageRef, length: u64) -> Result<Option<Vec<u8>>> {
         if self.verify {
-            self.verify_chunk(PageRef { offset: offset - offset % CHUNK_BYTES, ..page })?;
+            self.verify_chunk(PageRef { offset: page.offset - page.offset % CHUNK_BYTES, ..page })?;
         }
         let runs = self.runs(page, length);
         if runs.iter().all(|run| !run.has_content) {
@@ -241,29 +240,27 @@ impl Image {
 
     /// Statistics of a migration in which QEMU loaded the file itself: its pages, none of which towline read.
     pub fn qemu_load_statistics(&self) -> Snapshot {
-        let count =
-            |index| self.count_pages(BlockIndex(u32::try_from(index).expect("bounded by BLOCKS_MAX")));
-        let counts = || (0..self.ram_blocks().len()).map(count);
-        let normal: u64 = counts().map(|count| count.plain).sum();
-        Snapshot {
-            total: self.ram_blocks().iter().map(|block| block.length).sum(),
-            normal,
-            duplicate: counts().map(|count| count.zero).sum(),
-            normal_bytes: normal * PAGE_SIZE,
-            ..Snapshot::default()
+        let mut loaded = Snapshot::default();
+        for (index, block) in (0..).map(BlockIndex).zip(self.ram_blocks()) {
+            let PageCount { plain, zero } = self.count_pages(index);
+            loaded.total += block.length;
+            loaded.normal += plain;
+            loaded.normal_bytes += plain * PAGE_SIZE;
+            loaded.duplicate += zero;
         }
+        loaded
     }
 
     fn top(&self) -> &Layer {
         self.chain.top()
     }
 
-    fn chunks(&self) -> impl Iterator<Item = (PageRef, u64)> + '_ {
-        self.ram_blocks().iter().enumerate().flat_map(|(index, block)| {
-            let index = BlockIndex(u32::try_from(index).expect("bounded by BLOCKS_MAX"));
-            (0..block.length)
-                .step_by(CHUNK_BYTES as usize)
-                .map(move |offset| (PageRef { block: index, offset }, CHUNK_BYTES.min(block.length - offset)))
+    /// The memory in chunks of this length: the first page of each, and its length.
+    pub(crate) fn chunks(&self, chunk_bytes: u64) -> impl Iterator<Item = (PageRef, u64)> + '_ {
+        (0..).map(BlockIndex).zip(self.ram_blocks()).flat_map(move |(block, ram)| {
+            (0..ram.length)
+                .step_by(chunk_bytes as usize)
+                .map(move |offset| (PageRef { block, offset }, chunk_bytes.min(ram.length - offset)))
         })
     }
 
@@ -371,7 +368,7 @@ impl Guest for Image {
             let layer = self.chain.layer_of(page);
             layer.populate(page, length);
             if layer.map.is_lost() {
-                layer.check_not_truncated().map_err(towline_migration::Error::guest)?;
+                layer.check_not_truncated()?;
             }
         }
         if !self.verify {
@@ -379,10 +376,8 @@ impl Guest for Image {
         }
         // Whole chunks, even for a part of one.
         let first = page.offset - page.offset % CHUNK_BYTES;
-        (first..page.offset + length)
-            .step_by(CHUNK_BYTES as usize)
-            .try_for_each(|offset| self.verify_chunk(PageRef { offset, ..page }))
-            .map_err(towline_migration::Error::guest)
+        let mut chunks = (first..page.offset + length).step_by(CHUNK_BYTES as usize);
+        Ok(chunks.try_for_each(|offset| self.verify_chunk(PageRef { offset, ..page }))?)
     }
 
     fn memory(&self, page: PageRef, length: u64) -> IoBuf<'_> {
@@ -395,7 +390,7 @@ impl Guest for Image {
 
     fn device_state(&self) -> towline_migration::Result<Vec<u8>> {
         // All memory was sent. This check keeps a guest from running with zeros instead of lost pages.
-        self.check_not_truncated().map_err(towline_migration::Error::guest)?;
+        self.check_not_truncated()?;
         Ok(self.devices().bytes().to_vec())
     }
 }

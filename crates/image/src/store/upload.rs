@@ -4,14 +4,14 @@
 
 use std::collections::HashSet;
 use std::num::NonZeroUsize;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 
 use tokio::sync::Semaphore;
 use towline_channel::Cancel;
 use towline_migration::{Guest as _, Snapshot};
-use towline_protocol::BlockIndex;
+use towline_protocol::RamBlock;
 
 use super::access::Store;
 use super::images;
@@ -37,7 +37,7 @@ pub(super) struct Upload {
     key: String,
     existing: Existing,
     in_flight: Arc<InFlight>,
-    counters: Counters,
+    uploaded: Mutex<Uploaded>,
     known: Mutex<Known>,
     /// Limits requests to a store in a directory: it has few threads, and requests queued for them cannot be
     /// cancelled.
@@ -73,15 +73,6 @@ struct InFlight {
 struct InFlightState {
     count: usize,
     failed: Option<Error>,
-}
-
-#[derive(Debug, Default)]
-struct Counters {
-    sent_chunks: AtomicU64,
-    sent_bytes: AtomicU64,
-    sent_memory_bytes: AtomicU64,
-    known_chunks: AtomicU64,
-    zero_chunks: AtomicU64,
 }
 
 impl Upload {
@@ -121,9 +112,9 @@ impl Upload {
             }
             Ok(())
         })?;
-        let (in_flight, counters, known) = (Arc::default(), Counters::default(), Mutex::new(known));
+        let (in_flight, uploaded, known) = (Arc::default(), Mutex::default(), Mutex::new(known));
         let (slots, is_cancelled) = (store.file_slots(), Arc::default());
-        Ok(Self { store, image, key, existing, in_flight, counters, known, slots, is_cancelled, lease })
+        Ok(Self { store, image, key, existing, in_flight, uploaded, known, slots, is_cancelled, lease })
     }
 
     /// Name of the image, for messages.
@@ -133,32 +124,27 @@ impl Upload {
 
     /// Statistics of the upload so far.
     pub(super) fn uploaded(&self) -> Uploaded {
-        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        Uploaded {
-            sent_chunks: read(&self.counters.sent_chunks),
-            sent_bytes: read(&self.counters.sent_bytes),
-            sent_memory_bytes: read(&self.counters.sent_memory_bytes),
-            known_chunks: read(&self.counters.known_chunks),
-            zero_chunks: read(&self.counters.zero_chunks),
-        }
+        *lock(&self.uploaded)
     }
 
     /// Sends a chunk (`None`: zeros) unless the store has it, and returns its name.
     pub(super) fn store_chunk(&self, bytes: Option<&[u8]>) -> Result<ChunkHash> {
         let hash = bytes.map_or(ChunkHash::Zero, chunk::hash);
         let (ChunkHash::Data(name), Some(bytes)) = (hash, bytes) else {
-            self.counters.zero_chunks.fetch_add(1, Ordering::Relaxed);
+            lock(&self.uploaded).zero_chunks += 1;
             return Ok(hash);
         };
         if self.is_known(name)? {
-            self.counters.known_chunks.fetch_add(1, Ordering::Relaxed);
+            lock(&self.uploaded).known_chunks += 1;
             return Ok(hash);
         }
         let object = chunk::compress(bytes);
         self.reserve_request()?;
-        self.counters.sent_chunks.fetch_add(1, Ordering::Relaxed);
-        self.counters.sent_bytes.fetch_add(object.len() as u64, Ordering::Relaxed);
-        self.counters.sent_memory_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        let mut uploaded = lock(&self.uploaded);
+        uploaded.sent_chunks += 1;
+        uploaded.sent_bytes += object.len() as u64;
+        uploaded.sent_memory_bytes += bytes.len() as u64;
+        drop(uploaded);
         let put = self.store.put_future(&chunk::key(&name), object, WriteMode::Replace);
         let in_flight = Arc::clone(&self.in_flight);
         let (slots, is_cancelled) = (self.slots.clone(), Arc::clone(&self.is_cancelled));
@@ -186,13 +172,7 @@ impl Upload {
 
     /// Waits until all chunks are in the store.
     pub(super) fn flush(&self) -> Result<()> {
-        let mut state = lock(&self.in_flight.state);
-        while state.count > 0 && state.failed.is_none() {
-            self.store.check_cancelled()?;
-            state =
-                self.store.runtime().wait_for_change(&self.in_flight.changed, &self.in_flight.state, state);
-        }
-        match state.failed.take() {
+        match self.at_most_in_flight(0)?.failed.take() {
             // Without a lease no request is sent, so its loss is the reason.
             Some(error) => self.lease.state().check().and(Err(error)),
             None => Ok(()),
@@ -218,14 +198,20 @@ impl Upload {
         Ok(is_incomplete && self.store.find(&chunk::key(&name))?.is_some())
     }
 
+    /// Waits until no more requests than these are in flight, or one has failed.
+    fn at_most_in_flight(&self, count: usize) -> Result<MutexGuard<'_, InFlightState>> {
+        let InFlight { state: mutex, changed } = &*self.in_flight;
+        let mut state = lock(mutex);
+        while state.count > count && state.failed.is_none() {
+            self.store.check_cancelled()?;
+            state = self.store.runtime().wait_for_change(changed, mutex, state);
+        }
+        Ok(state)
+    }
+
     /// Waits until another request may be sent.
     fn reserve_request(&self) -> Result<()> {
-        let mut state = lock(&self.in_flight.state);
-        while state.count >= REQUESTS_MAX && state.failed.is_none() {
-            self.store.check_cancelled()?;
-            state =
-                self.store.runtime().wait_for_change(&self.in_flight.changed, &self.in_flight.state, state);
-        }
+        let mut state = self.at_most_in_flight(REQUESTS_MAX - 1)?;
         self.store.check_cancelled()?;
         if let Some(error) = state.failed.take() {
             // Other threads must fail too.
@@ -263,25 +249,18 @@ pub fn store_image(
 /// Uploads the chunks of an image file; returns its index, which is not published.
 pub(super) fn upload_image(upload: &Upload, image: &Image, progress: &(dyn Fn(u64) + Sync)) -> Result<Index> {
     let blocks = image.ram_blocks();
-    let counts: Vec<usize> = blocks.iter().map(|block| block.length.div_ceil(CHUNK_BYTES) as usize).collect();
-    let places: Vec<(usize, usize)> = counts
-        .iter()
-        .enumerate()
-        .flat_map(|(block, &count)| (0..count).map(move |chunk| (block, chunk)))
-        .collect();
+    let chunks: Vec<_> = image.chunks(CHUNK_BYTES).collect();
     // The first error is the reason; later ones may only report cancellation.
-    let done = first_error(parallel::for_each(&places, threads(), |(block, chunk)| {
-        let offset = chunk as u64 * CHUNK_BYTES;
-        let length = CHUNK_BYTES.min(blocks[block].length - offset);
-        let index = BlockIndex(u32::try_from(block).expect("bounded by BLOCKS_MAX"));
-        let bytes = image.content(index, offset, length).map_err(|error| Error::Image(Box::new(error)))?;
+    let done = first_error(parallel::for_each(&chunks, threads(), |(page, length)| {
+        let bytes = image.content(page, length).map_err(|error| Error::Image(Box::new(error)))?;
         let hash = upload.store_chunk(bytes.as_deref())?;
         progress(length);
-        Ok(((block, chunk), hash))
+        Ok((page, hash))
     }))?;
-    let mut names: Vec<_> = counts.iter().map(|&count| vec![ChunkHash::Zero; count]).collect();
-    for ((block, chunk), hash) in done.into_iter().flatten() {
-        names[block][chunk] = hash;
+    let zeros = |block: &RamBlock| vec![ChunkHash::Zero; block.length.div_ceil(CHUNK_BYTES) as usize];
+    let mut names: Vec<_> = blocks.iter().map(zeros).collect();
+    for (page, hash) in done.into_iter().flatten() {
+        names[page.block.index()][(page.offset / CHUNK_BYTES) as usize] = hash;
     }
     let device_state = image.devices().bytes();
     let device_state_names = upload.store_bytes(device_state)?;
