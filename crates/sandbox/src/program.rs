@@ -34,53 +34,36 @@ pub(super) struct Silent<'c> {
     pub(super) errno: libc::c_int,
 }
 
-/// A call that is permitted without certain flags, which are in the low half of an argument. With them the
+/// Verdict on a call without certain flags, which are in the low half of an argument. With any of them the
 /// other rules decide.
 pub(super) struct FlagRule {
     pub(super) call: Sysno,
     /// Number of the argument, from 0.
     pub(super) argument: u8,
-    pub(super) refused: u32,
+    pub(super) flags: u32,
+    pub(super) verdict: u32,
 }
 
-/// A call that fails with an error number, without a report, unless it has a flag, which is in the low half
-/// of its first argument. With it the other rules decide.
-pub(super) struct RequiredFlag {
-    pub(super) call: Sysno,
-    pub(super) flag: u32,
-    pub(super) errno: libc::c_int,
-}
-
-/// Rules in front of a filter.
-#[derive(Default)]
-pub(super) struct Front<'f> {
-    pub(super) flags: Vec<FlagRule>,
-    pub(super) required: &'f [RequiredFlag],
-    pub(super) silent: &'f [Silent<'f>],
+/// Verdict by which a call fails with an error number, without a report.
+pub(super) const fn failing(errno: libc::c_int) -> u32 {
+    libc::SECCOMP_RET_ERRNO | errno.unsigned_abs()
 }
 
 /// Returns a program that decides by the rules in front, and otherwise as `others` does.
-pub(super) fn in_front_of(others: BpfProgram, front: &Front<'_>) -> BpfProgram {
+pub(super) fn in_front_of(others: BpfProgram, flag_rules: &[FlagRule], silent: &[Silent<'_>]) -> BpfProgram {
     let mut rules = vec![instruction(LOAD, NUMBER)];
     // Calls with flags come first, because they are on the data path.
-    for FlagRule { call, argument, refused } in &front.flags {
+    for FlagRule { call, argument, flags, verdict } in flag_rules {
         rules.push(jump(JUMP_IF_EQUAL, number(*call), 0, 4));
         rules.push(instruction(LOAD, ARGUMENTS + ARGUMENT_BYTES * u32::from(*argument)));
-        rules.push(jump(JUMP_IF_ANY_BIT, *refused, 1, 0));
-        rules.push(instruction(RETURN, libc::SECCOMP_RET_ALLOW));
+        rules.push(jump(JUMP_IF_ANY_BIT, *flags, 1, 0));
+        rules.push(instruction(RETURN, *verdict));
         rules.push(instruction(LOAD, NUMBER));
     }
-    for RequiredFlag { call, flag, errno } in front.required {
-        rules.push(jump(JUMP_IF_EQUAL, number(*call), 0, 4));
-        rules.push(instruction(LOAD, ARGUMENTS));
-        rules.push(jump(JUMP_IF_ANY_BIT, *flag, 1, 0));
-        rules.push(failing(*errno));
-        rules.push(instruction(LOAD, NUMBER));
-    }
-    for Silent { calls, errno } in front.silent {
+    for Silent { calls, errno } in silent {
         for call in *calls {
             rules.push(jump(JUMP_IF_EQUAL, number(*call), 0, 1));
-            rules.push(failing(*errno));
+            rules.push(instruction(RETURN, failing(*errno)));
         }
     }
     let length = u32::try_from(rules.len()).expect("some calls");
@@ -97,10 +80,6 @@ pub(super) fn in_front_of(others: BpfProgram, front: &Front<'_>) -> BpfProgram {
 
 fn number(call: Sysno) -> u32 {
     call.id().unsigned_abs()
-}
-
-fn failing(errno: libc::c_int) -> sock_filter {
-    instruction(RETURN, libc::SECCOMP_RET_ERRNO | errno.unsigned_abs())
 }
 
 fn instruction(code: u16, k: u32) -> sock_filter {
@@ -130,18 +109,15 @@ mod tests {
             Silent { calls: &[Sysno::clone3], errno: libc::ENOSYS },
             Silent { calls: &[Sysno::execve, Sysno::execveat], errno: libc::EPERM },
         ];
-        let flags = [FlagRule { call: Sysno::sendmsg, argument: 2, refused: 0x2000_0000 }];
-        let required = [RequiredFlag {
-            call: Sysno::clone,
-            flag: libc::CLONE_THREAD.unsigned_abs(),
-            errno: libc::EAGAIN,
-        }];
-        let front = Front { flags: flags.into(), required: &required, silent: &silent };
-        let program = in_front_of(vec![instruction(RETURN, REFUSED)], &front);
+        let rule = |call, argument, flags, verdict| FlagRule { call, argument, flags, verdict };
+        let flag_rules = [
+            rule(Sysno::sendmsg, 2, 0x2000_0000, libc::SECCOMP_RET_ALLOW),
+            rule(Sysno::clone, 0, libc::CLONE_THREAD.unsigned_abs(), failing(libc::EAGAIN)),
+        ];
+        let program = in_front_of(vec![instruction(RETURN, REFUSED)], &flag_rules, &silent);
         let of = |call, flags| verdict(&program, OWN_ARCHITECTURE, call, flags);
         assert_eq!(of(Sysno::sendmsg, 0x4040), libc::SECCOMP_RET_ALLOW);
         assert_eq!(of(Sysno::sendmsg, 0x2000_0040), REFUSED);
-        let failing = |errno: libc::c_int| libc::SECCOMP_RET_ERRNO | errno.unsigned_abs();
         assert_eq!(of(Sysno::clone3, 0), failing(libc::ENOSYS));
         assert_eq!(of(Sysno::clone, !libc::CLONE_THREAD.unsigned_abs()), failing(libc::EAGAIN));
         assert_eq!(of(Sysno::clone, libc::CLONE_THREAD.unsigned_abs()), REFUSED);

@@ -13,7 +13,7 @@ use seccompiler::{
 };
 use syscalls::Sysno;
 
-use super::program::{self, FlagRule, Front, RequiredFlag, Silent};
+use super::program::{self, FlagRule, Silent};
 use super::{AllowedPorts, Policy, sys};
 use calls::{BASIC, CREATE, EXECUTE, FCNTL_SIGNALS, IOCTLS, OPEN, PRCTLS, REMOVE, UFFDIO};
 
@@ -24,8 +24,12 @@ type Built<T> = Result<T, seccompiler::BackendError>;
 
 /// `clone` creates threads and no processes. It fails silently, because the C library blocks signals during
 /// the call: the kernel would end the process for a report.
-const THREADS_ONLY: RequiredFlag =
-    RequiredFlag { call: Sysno::clone, flag: libc::CLONE_THREAD.unsigned_abs(), errno: libc::EPERM };
+const THREADS_ONLY: FlagRule = FlagRule {
+    call: Sysno::clone,
+    argument: 0,
+    flags: libc::CLONE_THREAD.unsigned_abs(),
+    verdict: program::failing(libc::EPERM),
+};
 
 /// Flags that `clone` must not have: it creates no namespaces.
 const NAMESPACES: libc::c_int = libc::CLONE_NEWNS
@@ -80,8 +84,9 @@ fn filters(policy: &Policy, paths: Option<&[u64]>) -> Built<Vec<BpfProgram>> {
         Silent { calls: EXECUTE, errno: libc::EPERM },
         Silent { calls: if policy.opens { &[] } else { OPEN }, errno: libc::EACCES },
     ];
-    let front = Front { flags: sends(policy), required: &[THREADS_ONLY], silent: &silent };
-    filters.push(program::in_front_of(listed.try_into()?, &front));
+    let mut flag_rules = sends(policy);
+    flag_rules.push(THREADS_ONLY);
+    filters.push(program::in_front_of(listed.try_into()?, &flag_rules, &silent));
     Ok(filters)
 }
 
@@ -138,8 +143,7 @@ fn listed(policy: &Policy) -> Built<Rules> {
         ioctls.append(&mut any(1, &[libc::SIOCSIFMTU])?);
     }
     rules.insert(Sysno::ioctl.id().into(), ioctls);
-    let prctls: Vec<u64> = PRCTLS.iter().map(|option| u64::from(option.unsigned_abs())).collect();
-    rules.insert(Sysno::prctl.id().into(), any(0, &prctls)?);
+    rules.insert(Sysno::prctl.id().into(), any(0, &PRCTLS.map(number))?);
     let namespaces = u64::from(NAMESPACES.cast_unsigned());
     rules.insert(Sysno::clone.id().into(), vec![rule(&[(0, masked(namespaces), 0)])?]);
     let own = u64::from(std::process::id());
@@ -158,7 +162,7 @@ fn listed(policy: &Policy) -> Built<Rules> {
     }
     let priority = |who: u64| rule(&[(0, equal.clone(), libc::PRIO_PROCESS.into()), (1, equal.clone(), who)]);
     rules.insert(Sysno::setpriority.id().into(), vec![priority(0)?, priority(own)?]);
-    let signalling = FCNTL_SIGNALS.map(|command| (1, SeccompCmpOp::Ne, u64::from(command.unsigned_abs())));
+    let signalling = FCNTL_SIGNALS.map(|command| (1, SeccompCmpOp::Ne, number(command)));
     rules.insert(Sysno::fcntl.id().into(), vec![rule(&signalling)?]);
     if !checks_fast_open(policy) {
         rules.append(&mut always(&[Sysno::sendto, Sysno::sendmmsg, Sysno::sendmsg]));
@@ -169,7 +173,7 @@ fn listed(policy: &Policy) -> Built<Rules> {
         let conditions = if policy.resolves_names {
             Vec::new()
         } else {
-            vec![rule(&[(2, masked(u64::from(libc::PROT_EXEC.unsigned_abs())), 0)])?]
+            vec![rule(&[(2, masked(number(libc::PROT_EXEC)), 0)])?]
         };
         rules.insert(call.id().into(), conditions);
     }
@@ -183,8 +187,8 @@ fn sends(policy: &Policy) -> Vec<FlagRule> {
     }
     // In the order of their use by lanes.
     let calls = [(Sysno::sendmsg, 2), (Sysno::sendto, 3), (Sysno::sendmmsg, 3)];
-    let refused = libc::MSG_FASTOPEN.unsigned_abs();
-    calls.into_iter().map(|(call, argument)| FlagRule { call, argument, refused }).collect()
+    let (flags, verdict) = (libc::MSG_FASTOPEN.unsigned_abs(), libc::SECCOMP_RET_ALLOW);
+    calls.into_iter().map(|(call, argument)| FlagRule { call, argument, flags, verdict }).collect()
 }
 
 /// `MSG_FASTOPEN` connects by sending, which landlock's rules for ports do not cover. Where no socket can do
@@ -215,12 +219,8 @@ fn creates_tcp_sockets(policy: &Policy) -> bool {
 
 /// Rules for socket pairs. Datagram sockets are refused: they could send to any Unix socket by its path.
 fn socket_pairs() -> Built<Vec<SeccompRule>> {
-    let number = |number: libc::c_int| u64::from(number.unsigned_abs());
-    let kinds = [libc::SOCK_STREAM, libc::SOCK_SEQPACKET].map(|kind| {
-        let kind = (1, SeccompCmpOp::MaskedEq(SOCKET_TYPE), number(kind));
-        rule(&[(0, SeccompCmpOp::Eq, number(libc::AF_UNIX)), kind])
-    });
-    kinds.into_iter().collect()
+    let kinds = [libc::SOCK_STREAM, libc::SOCK_SEQPACKET];
+    kinds.into_iter().map(|kind| socket_rule(libc::AF_UNIX, kind, None)).collect()
 }
 
 /// Rules for `socket`. Internet streams are TCP only: landlock's rules for ports do not cover others, such as
@@ -249,14 +249,20 @@ fn sockets(policy: &Policy) -> Built<Vec<SeccompRule>> {
         kinds.extend([libc::AF_INET, libc::AF_INET6, libc::AF_UNIX].map(|family| (family, datagrams, None)));
         kinds.extend([libc::SOCK_RAW, datagrams].map(|kind| (libc::AF_NETLINK, kind, None)));
     }
-    let number = |number: libc::c_int| u64::from(number.unsigned_abs());
-    let kinds = kinds.into_iter().map(|(family, kind, protocol)| {
-        let kind = (1, SeccompCmpOp::MaskedEq(SOCKET_TYPE), number(kind));
-        let mut conditions = vec![(0, SeccompCmpOp::Eq, number(family)), kind];
-        conditions.extend(protocol.map(|protocol| (2, SeccompCmpOp::Eq, number(protocol))));
-        rule(&conditions)
-    });
-    kinds.collect()
+    kinds.into_iter().map(|(family, kind, protocol)| socket_rule(family, kind, protocol)).collect()
+}
+
+/// Rule for sockets of a family and kind, of this protocol or of any.
+fn socket_rule(family: libc::c_int, kind: libc::c_int, protocol: Option<libc::c_int>) -> Built<SeccompRule> {
+    let kind = (1, SeccompCmpOp::MaskedEq(SOCKET_TYPE), number(kind));
+    let mut conditions = vec![(0, SeccompCmpOp::Eq, number(family)), kind];
+    conditions.extend(protocol.map(|protocol| (2, SeccompCmpOp::Eq, number(protocol))));
+    rule(&conditions)
+}
+
+/// A positive constant of the C library, as an argument.
+fn number(constant: libc::c_int) -> u64 {
+    constant.unsigned_abs().into()
 }
 
 fn always(calls: &[Sysno]) -> Rules {

@@ -136,7 +136,7 @@ const PAGEMAP_SCAN: u64 = 0xc060_6610;
 pub(super) const UFFDIO: u64 = 0xaa00;
 
 /// Options of `prctl` that only concern the caller.
-pub(super) const PRCTLS: &[libc::c_int] = &[
+pub(super) const PRCTLS: [libc::c_int; 11] = [
     libc::PR_SET_NAME,
     libc::PR_GET_NAME,
     PR_SET_VMA,
