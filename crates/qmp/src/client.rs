@@ -15,7 +15,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::{Map, Value, json};
 
-use crate::codec::{Decoder, Event, Greeting, Message, excerpt};
+use crate::codec::{CodecError, Decoder, Event, Greeting, Message, excerpt};
 use crate::connection::{FDS_MAX, Interruption, MonitorConnection, PeerCredentials};
 use crate::error::{DisconnectReason, Error};
 use crate::events::{EVENTS_MAX, Events};
@@ -90,10 +90,7 @@ impl Client {
     /// [`Error::Missing`], [`Error::Refused`], [`Error::Busy`] and [`Error::Connect`] before the connection
     /// is established; then as [`Client::from_stream`].
     pub fn connect(path: impl AsRef<Path>, options: &Options) -> Result<Self, Error> {
-        let path = path.as_ref();
-        let connection =
-            MonitorConnection::connect(path, options.greeting_deadline, options.interrupt.clone())?;
-        Self::negotiate(connection, path.display().to_string(), options)
+        Self::open(path.as_ref(), options)?.negotiate(options)
     }
 
     /// Negotiates on a connected stream; errors name it `name`.
@@ -106,7 +103,8 @@ impl Client {
         name: impl Into<String>,
         options: &Options,
     ) -> Result<Self, Error> {
-        Self::negotiate(MonitorConnection::new(stream, options.interrupt.clone()), name.into(), options)
+        let connection = MonitorConnection::new(stream, options.interrupt.clone());
+        Self::new(connection, name.into(), options).negotiate(options)
     }
 
     /// Connects to the monitor of a QEMU that is being started, and sends it these commands before its
@@ -123,11 +121,8 @@ impl Client {
         options: &Options,
         requests: &[CommandRequest],
     ) -> Result<(Self, Submitted), Error> {
-        let path = path.as_ref();
         let started = Instant::now();
-        let connection =
-            MonitorConnection::connect(path, options.greeting_deadline, options.interrupt.clone())?;
-        let mut client = Self::new(connection, path.display().to_string(), options);
+        let mut client = Self::open(path.as_ref(), options)?;
         // It is the first client of this QEMU, which reads byte by byte.
         client.next_id = 1;
         let negotiate = CommandRequest::raw(NEGOTIATE, None);
@@ -155,6 +150,13 @@ impl Client {
         Ok(replies)
     }
 
+    /// Connects to the monitor at `path`, without its greeting.
+    fn open(path: &Path, options: &Options) -> Result<Self, Error> {
+        let connection =
+            MonitorConnection::connect(path, options.greeting_deadline, options.interrupt.clone())?;
+        Ok(Self::new(connection, path.display().to_string(), options))
+    }
+
     fn new(connection: MonitorConnection, socket: String, options: &Options) -> Self {
         Self {
             socket,
@@ -170,14 +172,13 @@ impl Client {
         }
     }
 
-    fn negotiate(connection: MonitorConnection, socket: String, options: &Options) -> Result<Self, Error> {
-        let mut client = Self::new(connection, socket, options);
-        client.greeting = client.await_greeting(options.greeting_deadline)?;
-        let is_offered = client.greeting.capabilities.iter().any(|name| name == "oob");
-        client.out_of_band = options.out_of_band && is_offered;
-        let enable = client.out_of_band.then(|| Map::from_iter([("enable".into(), json!(["oob"]))]));
-        client.execute_raw(NEGOTIATE, enable)?;
-        Ok(client)
+    fn negotiate(mut self, options: &Options) -> Result<Self, Error> {
+        self.greeting = self.await_greeting(options.greeting_deadline)?;
+        let is_offered = self.greeting.capabilities.iter().any(|name| name == "oob");
+        self.out_of_band = options.out_of_band && is_offered;
+        let enable = self.out_of_band.then(|| Map::from_iter([("enable".into(), json!(["oob"]))]));
+        self.execute_raw(NEGOTIATE, enable)?;
+        Ok(self)
     }
 
     /// Waits for the greeting. Before it QEMU may send an event, and the last replies to a former client that
@@ -185,33 +186,25 @@ impl Client {
     fn await_greeting(&mut self, within: Duration) -> Result<Greeting, Error> {
         let started = Instant::now();
         for _ in 0..=BEFORE_GREETING_MAX {
-            match self.message_before_commands(started, within)? {
-                Message::Greeting(greeting) => return Ok(greeting),
-                other @ Message::Other(_) => return Err(self.no_qmp(&other)),
-                early => self.queue(early),
+            let socket = self.socket.clone();
+            match self.message("the greeting", after(started, within)) {
+                Ok(Some(Message::Greeting(greeting))) => return Ok(greeting),
+                Ok(Some(other @ Message::Other(_))) => {
+                    return Err(not_qmp(socket, excerpt(format!("{other:?}").as_bytes())));
+                }
+                Ok(Some(early)) => self.queue(early),
+                Ok(None) => return Err(Error::NoGreeting { socket, waited: started.elapsed() }),
+                Err(Error::Disconnected { by: DisconnectReason::InvalidData(error), .. }) => {
+                    let found = match error {
+                        CodecError::NotJson { excerpt } => excerpt,
+                        other => other.to_string(),
+                    };
+                    return Err(not_qmp(socket, found));
+                }
+                Err(other) => return Err(other),
             }
         }
         Err(not_qmp(self.socket.clone(), format!("{BEFORE_GREETING_MAX} other messages")))
-    }
-
-    fn no_qmp(&self, found: &Message) -> Error {
-        not_qmp(self.socket.clone(), excerpt(format!("{found:?}").as_bytes()))
-    }
-
-    fn message_before_commands(&mut self, started: Instant, within: Duration) -> Result<Message, Error> {
-        let socket = self.socket.clone();
-        match self.message("the greeting", after(started, within)) {
-            Ok(Some(message)) => Ok(message),
-            Ok(None) => Err(Error::NoGreeting { socket, waited: started.elapsed() }),
-            Err(Error::Disconnected { by: DisconnectReason::InvalidData(error), .. }) => {
-                let found = match error {
-                    crate::codec::CodecError::NotJson { excerpt } => excerpt,
-                    other => other.to_string(),
-                };
-                Err(not_qmp(socket, found))
-            }
-            Err(other) => Err(other),
-        }
     }
 
     /// Runs a command within the client's deadline.
@@ -387,20 +380,7 @@ impl Client {
     /// # Errors
     /// [`Error::Disconnected`], after the last unread event was returned.
     pub fn next_event(&mut self, within: Duration) -> Result<Option<Event>, Error> {
-        if let Some(event) = self.events.pop() {
-            return Ok(Some(event));
-        }
-        let until = after(Instant::now(), within);
-        loop {
-            match self.message("waiting for events", until)? {
-                Some(Message::Event(event)) => return Ok(Some(event)),
-                Some(other) => self.queue(other),
-                None => return Ok(None),
-            }
-            if Instant::now() >= until {
-                return Ok(None);
-            }
-        }
+        self.find_event("waiting for events", |_| true, after(Instant::now(), within))
     }
 
     /// Waits for an event that `wanted` accepts; others stay unread, in order.
@@ -409,23 +389,33 @@ impl Client {
     /// [`Error::NoEvent`] after `within`, [`Error::Cancelled`], [`Error::Disconnected`].
     pub fn wait_event(
         &mut self,
-        mut wanted: impl FnMut(&Event) -> bool,
+        wanted: impl FnMut(&Event) -> bool,
         within: Duration,
     ) -> Result<Event, Error> {
         let started = Instant::now();
-        let until = after(started, within);
+        let found = self.find_event("waiting for an event", wanted, after(started, within))?;
+        found.ok_or_else(|| Error::NoEvent { socket: self.socket.clone(), waited: started.elapsed() })
+    }
+
+    /// The first event that `wanted` accepts; `None` if there is none until then.
+    fn find_event(
+        &mut self,
+        during: &str,
+        mut wanted: impl FnMut(&Event) -> bool,
+        until: Instant,
+    ) -> Result<Option<Event>, Error> {
         if let Some(event) = self.events.take(&mut wanted) {
-            return Ok(event);
+            return Ok(Some(event));
         }
         loop {
             let now = Instant::now();
-            match self.message("waiting for an event", until)? {
-                Some(Message::Event(event)) if wanted(&event) => return Ok(event),
+            match self.message(during, until)? {
+                Some(Message::Event(event)) if wanted(&event) => return Ok(Some(event)),
                 Some(other) => self.queue(other),
-                None => {}
+                None => return Ok(None),
             }
             if now >= until {
-                return Err(Error::NoEvent { socket: self.socket.clone(), waited: started.elapsed() });
+                return Ok(None);
             }
         }
     }

@@ -33,10 +33,6 @@ impl Events {
         self.queue.push_back(event);
     }
 
-    pub(crate) fn pop(&mut self) -> Option<Event> {
-        self.queue.pop_front()
-    }
-
     /// Removes the first event that `wanted` accepts and leaves the others in order.
     pub(crate) fn take(&mut self, mut wanted: impl FnMut(&Event) -> bool) -> Option<Event> {
         let at = self.queue.iter().position(&mut wanted)?;
