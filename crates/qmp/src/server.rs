@@ -14,7 +14,7 @@
 use std::net::Shutdown;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::{self, JoinHandle};
@@ -84,7 +84,6 @@ struct Shared {
     stop: Cancel,
     clients: Mutex<Vec<Arc<ConnectedClient>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
-    served: AtomicUsize,
 }
 
 struct ConnectedClient {
@@ -98,7 +97,7 @@ struct ConnectedClient {
 
 impl std::fmt::Debug for Shared {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Shared").field("served", &self.served).finish_non_exhaustive()
+        f.debug_struct("Shared").field("clients", &lock(&self.clients).len()).finish_non_exhaustive()
     }
 }
 
@@ -114,7 +113,7 @@ impl Server {
             tracing::warn!(%error, path = %path.display(), "control socket: cannot restrict access to its owner");
         }
         let (clients, threads) = (Mutex::default(), Mutex::default());
-        let shared = Arc::new(Shared { commands, stop, clients, threads, served: AtomicUsize::new(0) });
+        let shared = Arc::new(Shared { commands, stop, clients, threads });
         let acceptor = thread::spawn({
             let shared = Arc::clone(&shared);
             move || shared.accept(&listener)
@@ -191,8 +190,7 @@ impl Shared {
 
     /// Starts a client's threads, which end with its connection.
     fn serve(self: &Arc<Self>, channel: Box<dyn Channel>) {
-        if self.served.fetch_add(1, Ordering::AcqRel) >= CLIENTS_MAX {
-            self.served.fetch_sub(1, Ordering::AcqRel);
+        if lock(&self.clients).len() >= CLIENTS_MAX {
             tracing::warn!("control socket: too many clients (max {CLIENTS_MAX})");
             return;
         }
@@ -215,7 +213,6 @@ impl Shared {
                 client.finish();
             });
             lock(&shared.clients).retain(|other| !Arc::ptr_eq(other, &client));
-            shared.served.fetch_sub(1, Ordering::AcqRel);
         }));
     }
 }
