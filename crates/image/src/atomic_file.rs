@@ -28,6 +28,7 @@ use std::fs::File;
 use std::io::{self, IoSlice};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::Arc;
 
 use rustix::fs::{self, FallocateFlags, SeekFrom};
 use rustix::io::{Errno, pwritev};
@@ -46,7 +47,7 @@ const COPIED_BYTES: usize = 1 << 20;
 /// A file being written, under the name `.NAME.partial` until [`commit`](Self::commit).
 #[derive(Debug)]
 pub struct AtomicFile {
-    entry: DirectoryEntry,
+    entry: Arc<DirectoryEntry>,
     file: File,
     direct: Option<File>,
     existing: Existing,
@@ -64,7 +65,7 @@ impl AtomicFile {
     /// The final name exists ([`Error::Exists`], with [`Existing::Refuse`]), is in use ([`Error::InUse`]) or
     /// not a regular file; another writer is active; the file cannot be created.
     pub fn open(path: &Path, existing: Existing) -> Result<Self> {
-        let entry = DirectoryEntry::open(path)?;
+        let entry = Arc::new(DirectoryEntry::open(path)?);
         entry.check_final(existing)?;
         let node = journal::next_file_number();
         let file = entry.lock_partial(node)?;
@@ -81,18 +82,13 @@ impl AtomicFile {
         &self.file
     }
 
-    /// Returns true if the filesystem supports writes past the page cache (`O_DIRECT`).
-    pub fn has_direct(&self) -> bool {
-        self.direct.is_some()
-    }
-
     /// The final name.
     pub fn path(&self) -> &Path {
         &self.entry.path
     }
 
     /// The final and temporary names, and their directory.
-    pub(crate) fn entry(&self) -> &DirectoryEntry {
+    pub(crate) fn entry(&self) -> &Arc<DirectoryEntry> {
         &self.entry
     }
 
@@ -113,7 +109,7 @@ impl AtomicFile {
         Ok(journal::step(op, || write_all_vectored_at(&self.file, contents, at))?)
     }
 
-    /// Writes `bytes` past the page cache; `None` without [`has_direct`](Self::has_direct).
+    /// Writes `bytes` past the page cache (`O_DIRECT`); `None` if the filesystem does not support that.
     ///
     /// # Errors
     /// `InvalidInput` if memory, offset or length are not aligned for the device; else the kernel's error.

@@ -24,7 +24,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, OnceLock, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, RwLock};
 
 use towline_migration::{ChannelId, Pages, Sink};
 use towline_protocol::configuration::Configuration;
@@ -75,6 +75,7 @@ pub struct ImageWriter {
     arriving: OnceLock<Vec<Vec<Range<u64>>>>,
     /// `None` once it is published.
     file: RwLock<Option<AtomicFile>>,
+    /// Long runs are written past the page cache, where the filesystem supports that.
     direct: AtomicBool,
     /// Of the stream.
     configuration: OnceLock<Configuration>,
@@ -124,7 +125,6 @@ impl ImageWriter {
         let is_staged = || Layer::open(path).is_ok_and(|layer| layer.manifest_name == ManifestName::Staged);
         sidecar::complete_interrupted(path, file.entry(), is_staged)?;
         let previous_manifest = sidecar::current_manifest(path, file.entry())?;
-        let direct = AtomicBool::new(file.has_direct());
         Ok(Self {
             path: path.into(),
             origin,
@@ -133,7 +133,7 @@ impl ImageWriter {
             increment: OnceLock::new(),
             arriving: OnceLock::new(),
             file: RwLock::new(Some(file)),
-            direct,
+            direct: AtomicBool::new(true),
             configuration: OnceLock::new(),
             section_id: OnceLock::new(),
             device_state: Mutex::default(),
@@ -413,7 +413,7 @@ impl ImageWriter {
             crate::atomic_file::write_sidecar(&sidecar_path(&self.path), &manifest, Existing::Replace)?;
             return Ok(file.commit()?);
         }
-        let entry = file.entry().try_clone()?;
+        let entry = Arc::clone(file.entry());
         let staged = StagedManifest::write(&self.path, self.previous_manifest, &manifest)?;
         // As late as possible: the base's chunks are in no other file from here on, or were taken from it.
         let needs_base = kind == ImageKind::Incremental || self.takes_base;
@@ -463,7 +463,7 @@ impl Sink for ImageWriter {
         let layout = self.plan_layout(blocks)?;
         let budget = OpenBudget::default();
         let hashers: Vec<_> =
-            blocks.iter().map(|block| BlockHasher::with_budget(block.length, budget.clone())).collect();
+            blocks.iter().map(|block| BlockHasher::new(block.length, budget.clone())).collect();
         self.take_from_base(&layout, &hashers);
         *lock_exclusive(&self.hashers) = hashers;
         self.layout.get_or_init(|| layout);

@@ -76,16 +76,6 @@ impl DirectoryEntry {
         Ok(Self { path: path.into(), directory, name: name.into(), partial })
     }
 
-    /// Duplicates the descriptor of the directory.
-    pub(crate) fn try_clone(&self) -> Result<Self> {
-        let directory = self.directory.try_clone();
-        let directory = directory.map_err(|error| {
-            failed("open the directory", &self.path, Errno::from_io_error(&error).unwrap_or(Errno::IO))
-        })?;
-        let (path, name, partial) = (self.path.clone(), self.name.clone(), self.partial.clone());
-        Ok(Self { path, directory, name, partial })
-    }
-
     #[cfg(test)]
     pub(super) fn directory(&self) -> &OwnedFd {
         &self.directory

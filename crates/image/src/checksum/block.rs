@@ -28,7 +28,8 @@ impl OpenBudget {
     }
 
     /// Remaining bytes.
-    pub fn bytes_left(&self) -> usize {
+    #[cfg(test)]
+    pub(super) fn bytes_left(&self) -> usize {
         self.bytes_left.load(Ordering::Relaxed)
     }
 
@@ -81,16 +82,11 @@ enum ChunkState {
 }
 
 impl BlockHasher {
-    /// A hasher for a block of `length` bytes, with its own budget.
+    /// A hasher for a block of `length` bytes, with a budget that several blocks can share.
     ///
     /// # Panics
     /// If `length` is not a multiple of [`PAGE_SIZE`]; the protocol refuses such blocks.
-    pub fn new(length: u64) -> Self {
-        Self::with_budget(length, OpenBudget::default())
-    }
-
-    /// As [`new`](Self::new), with a budget that several blocks can share.
-    pub fn with_budget(length: u64, budget: OpenBudget) -> Self {
+    pub fn new(length: u64, budget: OpenBudget) -> Self {
         assert!(length.is_multiple_of(PAGE_SIZE), "a block of {length} bytes is not made of whole pages");
         let chunks = (0..chunk_count(length)).map(|_| Mutex::new(ChunkState::Missing)).collect();
         Self { length, chunks, budget }

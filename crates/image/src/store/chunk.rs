@@ -2,8 +2,6 @@
 
 use bytes::Bytes;
 
-use crate::ChunkHash;
-
 /// zstd level that keeps up with a fast link on one core.
 const LEVEL: i32 = 1;
 /// Maximum length of the object of a chunk of `length` bytes: incompressible data grows slightly.
@@ -26,11 +24,6 @@ pub(super) fn name(key: &str) -> Option<[u8; 32]> {
     let hash = blake3::Hash::from_hex(hex.strip_suffix(".zst")?).ok()?;
     let name = *hash.as_bytes();
     (hex.starts_with(directory) && self::key(&name) == key).then_some(name)
-}
-
-/// Name of a chunk with this content.
-pub(super) fn hash(bytes: &[u8]) -> ChunkHash {
-    crate::checksum::hash_chunk(bytes)
 }
 
 /// Encodes the object of a chunk.
@@ -56,11 +49,12 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "tests")]
 
     use super::*;
+    use crate::checksum::hash_chunk;
 
     #[test]
     fn a_chunk_is_decoded_unchanged_or_is_an_error() {
         let bytes: Vec<u8> = (0..=255).cycle().take(70_000).collect();
-        let ChunkHash::Data(hash) = hash(&bytes) else { panic!("not zero") };
+        let hash = hash_chunk(&bytes).data().unwrap();
         let object = compress(&bytes);
         assert_eq!(decompress(&object, &hash, 70_000).unwrap(), bytes);
         assert!(decompress(&object, &hash, 69_999).unwrap_err().contains("not a zstd frame of 69999 bytes"));

@@ -18,6 +18,7 @@ use super::images;
 use super::lease::Lease;
 use super::objects::WriteMode;
 use super::{CHUNK_BYTES, Error, REQUESTS_MAX, Result, chunk};
+use crate::checksum::hash_chunk;
 use crate::index::{Index, IndexContents};
 use crate::location::Location;
 use crate::lock::lock;
@@ -129,7 +130,7 @@ impl Upload {
 
     /// Sends a chunk (`None`: zeros) unless the store has it, and returns its name.
     pub(super) fn store_chunk(&self, bytes: Option<&[u8]>) -> Result<ChunkHash> {
-        let hash = bytes.map_or(ChunkHash::Zero, chunk::hash);
+        let hash = bytes.map_or(ChunkHash::Zero, hash_chunk);
         let (ChunkHash::Data(name), Some(bytes)) = (hash, bytes) else {
             lock(&self.uploaded).zero_chunks += 1;
             return Ok(hash);
