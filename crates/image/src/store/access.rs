@@ -114,7 +114,7 @@ impl Store {
         &self,
         work: impl Future<Output = Result<T>> + Send + 'static,
     ) -> Result<T> {
-        self.runtime.wait(self.cancel(), work)?
+        self.finish(self.runtime.begin(work))
     }
 
     /// Waits for the result of work that was started, or for cancellation.
@@ -127,7 +127,7 @@ impl Store {
         &self,
         work: impl Future<Output = Result<T>> + Send + 'static,
     ) -> Result<T> {
-        self.runtime.wait(None, work)?
+        self.runtime.finish(None, self.runtime.begin(work))?
     }
 
     /// An object's bytes, at most `limit`; `None` if it does not exist.

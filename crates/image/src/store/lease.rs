@@ -289,7 +289,7 @@ impl Lease {
     /// Key of the lease. Waits for a renewal in flight.
     pub(super) fn key(&self) -> String {
         let renewal = Arc::clone(&self.renewal);
-        let key = self.store.runtime().wait(None, async move { renewal.object.lock().await.key.clone() });
+        let key = self.store.wait_uncancelled(async move { Ok(renewal.object.lock().await.key.clone()) });
         key.unwrap_or_default()
     }
 }

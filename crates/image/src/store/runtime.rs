@@ -105,18 +105,6 @@ impl Runtime {
         }
     }
 
-    /// Runs `work` and waits for its result.
-    ///
-    /// # Errors
-    /// [`Error::Cancelled`]; `work` is dropped.
-    pub(super) fn wait<T: Send + 'static>(
-        &self,
-        cancel: Option<&Cancel>,
-        work: impl Future<Output = T> + Send + 'static,
-    ) -> Result<T, Error> {
-        self.finish(cancel, self.begin(work))
-    }
-
     /// Waits until `changed` is notified, or for a short time.
     pub(super) fn wait_for_change<'a, T>(
         &self,
