@@ -93,8 +93,7 @@ impl BaseImage {
         if let Some(layer) = chain.layers().iter().find(is_replaced) {
             return Err(Error::OwnBase { path: image.into(), base: layer.path.clone() });
         }
-        let missing = || Error::NoManifest { path: base.into(), sidecar: sidecar_path(base) };
-        let content = chain.top().manifest.as_ref().ok_or_else(missing)?.content();
+        let content = chain.top().required_manifest()?.content();
         chain.layers().iter().try_for_each(Layer::lock)?;
         let reference = Base { path: reference(image, base)?, content };
         let (image_path, base_path) = (image.to_owned(), base.to_owned());

@@ -453,5 +453,6 @@ fn a_staged_manifest_is_found_and_renamed_by_the_next_writer() {
     image.verify(1, &|_| {}).unwrap();
     assert_eq!(image.manifest_path(), Some(sidecar_path(&path)));
     assert!(!pending.exists());
-    assert_eq!(Manifest::load(&path, &TestGuest::blocks()).unwrap().as_ref(), image.manifest());
+    let (manifest, _) = Manifest::load(&sidecar_path(&path), &TestGuest::blocks()).unwrap().unwrap();
+    assert_eq!(Some(&manifest), image.manifest());
 }

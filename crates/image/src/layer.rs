@@ -108,6 +108,15 @@ impl Layer {
         }
     }
 
+    /// The manifest.
+    ///
+    /// # Errors
+    /// [`Error::NoManifest`].
+    pub(crate) fn required_manifest(&self) -> Result<&Manifest> {
+        let missing = || Error::NoManifest { path: self.path.clone(), sidecar: sidecar_path(&self.path) };
+        self.manifest.as_ref().ok_or_else(missing)
+    }
+
     /// The base as recorded in the manifest.
     pub(crate) fn base(&self) -> Option<&Base> {
         self.manifest.as_ref()?.base()
@@ -139,9 +148,7 @@ impl Layer {
     /// # Errors
     /// The manifest is missing, or one of these differs.
     pub(crate) fn verify_frame(&self) -> Result<()> {
-        let missing = || Error::NoManifest { path: self.path.clone(), sidecar: sidecar_path(&self.path) };
-        let manifest = self.manifest.as_ref().ok_or_else(missing)?;
-        let verified = self.verify_against(manifest);
+        let verified = self.verify_against(self.required_manifest()?);
         self.check_not_truncated().and(verified)
     }
 

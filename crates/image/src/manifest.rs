@@ -40,7 +40,7 @@
 //! it. The first manifests had none of these three.
 //! Unknown fields are ignored, an unknown version is refused.
 //!
-//! A manifest is untrusted. [`Manifest::load`] reads no more bytes than the image's block list requires, and
+//! A manifest is untrusted. `Manifest::load` reads no more bytes than the image's block list requires, and
 //! its result is consistent: hashes match lengths, offsets are within the file, names and counts are within
 //! the protocol's limits.
 
@@ -369,17 +369,12 @@ impl Manifest {
         })
     }
 
-    /// Reads the manifest beside `image`, whose block list is `blocks`; `None` if there is none.
+    /// Reads the manifest at `path` of an image with these blocks, and hashes its text; `None` if there is none.
     ///
     /// # Errors
     /// The manifest cannot be read, is too long, malformed, of a newer version or inconsistent.
     /// [`check`](Self::check) compares it with the image.
-    pub fn load(image: &Path, blocks: &[RamBlock]) -> Result<Option<Self>> {
-        Ok(Self::load_from(&sidecar_path(image), blocks)?.map(|(manifest, _)| manifest))
-    }
-
-    /// Reads the manifest at `path`, and hashes its text.
-    pub(crate) fn load_from(path: &Path, blocks: &[RamBlock]) -> Result<Option<(Self, Digest)>> {
+    pub(crate) fn load(path: &Path, blocks: &[RamBlock]) -> Result<Option<(Self, Digest)>> {
         let bytes = read(path, Self::bytes_max(blocks))?;
         bytes.map(|bytes| Ok((Self::parse(path, &bytes)?, Digest::of(&bytes)))).transpose()
     }
@@ -387,7 +382,7 @@ impl Manifest {
     /// Parses a manifest; `path` is for errors only. The caller limits the length.
     ///
     /// # Errors
-    /// As [`load`](Self::load).
+    /// The manifest is malformed, of a newer version or inconsistent.
     pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
         /// First fields of every version.
         #[derive(Deserialize)]

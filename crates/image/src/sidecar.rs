@@ -51,7 +51,7 @@ pub(crate) fn find(
     found: &ImageProperties<'_>,
 ) -> manifest::Result<Option<(Manifest, ManifestName)>> {
     let fitting = |path: PathBuf, name| {
-        let Some((manifest, text)) = Manifest::load_from(&path, found.blocks)? else { return Ok(None) };
+        let Some((manifest, text)) = Manifest::load(&path, found.blocks)? else { return Ok(None) };
         manifest.check(image, found)?;
         manifest.check_seal(image, &path, text, found)?;
         Ok(Some((manifest, name)))

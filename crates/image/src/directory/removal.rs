@@ -16,7 +16,7 @@ use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 
 use super::{canonical, image_paths, is_image, is_partial_name, open};
-use crate::chain::named_bases;
+use crate::chain::{has_manifest, named_bases};
 use crate::manifest::sidecar_path;
 use crate::regular_file::{FileId, allocated};
 use crate::sidecar::staged_path;
@@ -145,8 +145,7 @@ fn check_increments(own: &Path) -> Result<()> {
     if !increments.is_empty() {
         return Err(Error::NeededBy { path: own.into(), increments });
     }
-    let without = |other: &PathBuf| !sidecar_path(other).exists() && !staged_path(other).exists();
-    for other in image_paths(directory)?.into_iter().filter(|other| other != own).filter(without) {
+    for other in image_paths(directory)?.into_iter().filter(|other| other != own && !has_manifest(other)) {
         if let Err(error @ Error::NoBase { .. }) = Image::open(&other) {
             return Err(Error::UnknownBases { path: own.into(), other, why: error.to_string() });
         }

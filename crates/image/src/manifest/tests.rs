@@ -86,11 +86,12 @@ fn refused(pointer: &str, value: Value) -> String {
 fn a_manifest_is_stored_and_loaded() {
     let directory = tempfile::TempDir::new().unwrap();
     let image = directory.path().join("guest.img");
-    assert_eq!(Manifest::load(&image, &blocks()).unwrap(), None);
+    let path = sidecar_path(&image);
+    assert_eq!(Manifest::load(&path, &blocks()).unwrap(), None);
     let mut manifest = manifest();
-    let text = manifest.to_json(&sidecar_path(&image)).unwrap();
-    write_sidecar(&sidecar_path(&image), &text, Existing::Refuse).unwrap();
-    assert_eq!(Manifest::load(&image, &blocks()).unwrap().as_ref(), Some(&manifest));
+    let text = manifest.to_json(&path).unwrap();
+    write_sidecar(&path, &text, Existing::Refuse).unwrap();
+    assert_eq!(Manifest::load(&path, &blocks()).unwrap(), Some((manifest.clone(), Digest::of(&text))));
     let text = std::fs::read_to_string(directory.path().join("guest.img.manifest.json")).unwrap();
     assert!(text.contains("\"format\": \"towline-image\",\n  \"version\": 1,"), "{text}");
     assert!(text.contains("null,\n"), "{text}");
@@ -262,7 +263,7 @@ fn only_regular_files_within_the_limit_are_read() {
     let directory = tempfile::TempDir::new().unwrap();
     let image = directory.path().join("guest.img");
     let path = sidecar_path(&image);
-    let load = || Manifest::load(&image, &blocks());
+    let load = || Manifest::load(&path, &blocks());
     std::fs::create_dir(&path).unwrap();
     assert!(matches!(load(), Err(Error::NotRegular { .. })));
     std::fs::remove_dir(&path).unwrap();
