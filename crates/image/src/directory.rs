@@ -10,7 +10,6 @@
 
 mod removal;
 
-use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -72,16 +71,19 @@ pub fn list(directory: &Path) -> Result<Vec<ImageEntry>> {
 
 /// Returns the paths of all images in a directory, sorted.
 fn image_paths(directory: &Path) -> Result<Vec<PathBuf>> {
+    let mut paths = paths_in(directory)?;
+    // A partial file begins like an image.
+    paths.retain(|path| !is_partial_name(path) && open(path).is_ok_and(|mut file| is_image(&mut file)));
+    Ok(paths)
+}
+
+/// Returns the paths of all files in a directory, sorted.
+pub(crate) fn paths_in(directory: &Path) -> Result<Vec<PathBuf>> {
     let failed = |source| Error::Read { path: directory.into(), source };
-    let mut paths = BTreeSet::new();
-    for entry in fs::read_dir(directory).map_err(failed)? {
-        let path = entry.map_err(failed)?.path();
-        // A partial file begins like an image.
-        if !is_partial_name(&path) && open(&path).is_ok_and(|mut file| is_image(&mut file)) {
-            paths.insert(path);
-        }
-    }
-    Ok(paths.into_iter().collect())
+    let entries = fs::read_dir(directory).map_err(failed)?;
+    let mut paths: Vec<_> = entries.map(|entry| Ok(entry.map_err(failed)?.path())).collect::<Result<_>>()?;
+    paths.sort();
+    Ok(paths)
 }
 
 fn is_partial_name(path: &Path) -> bool {

@@ -3,10 +3,11 @@
 //! A writer has its partial locked while it runs ([`atomic_file`](crate::atomic_file)), so one that can be
 //! locked is left over. The next writer of the same name takes it over; this module lists and removes them.
 
-use std::fs;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use crate::atomic_file::{DirectoryEntry, FoundPartial};
+use crate::directory::paths_in;
 use crate::manifest::sidecar_path;
 use crate::regular_file::allocated;
 use crate::sidecar::staged_path;
@@ -30,11 +31,10 @@ pub struct Partial {
 /// # Errors
 /// The directory cannot be read.
 pub fn list(directory: &Path) -> Result<Vec<Partial>> {
-    let failed = |source| Error::Read { path: directory.into(), source };
     let mut found = Vec::new();
-    for entry in fs::read_dir(directory).map_err(failed)? {
-        let name = entry.map_err(failed)?.file_name();
-        let stem = name.to_str().and_then(|name| name.strip_prefix('.')?.strip_suffix(".partial"));
+    for path in paths_in(directory)? {
+        let name = path.file_name().and_then(OsStr::to_str);
+        let stem = name.and_then(|name| name.strip_prefix('.')?.strip_suffix(".partial"));
         // `.` and `..` cannot be names of files.
         let Some(stem) = stem.filter(|stem| !matches!(*stem, "" | "." | "..")) else { continue };
         match DirectoryEntry::open(&directory.join(stem)).and_then(|entry| entry.find_partial()) {
@@ -42,7 +42,6 @@ pub fn list(directory: &Path) -> Result<Vec<Partial>> {
             Err(error) => tracing::warn!(%error, "skipped a partial file"),
         }
     }
-    found.sort_by(|one, other| one.path.cmp(&other.path));
     Ok(found)
 }
 
@@ -73,6 +72,8 @@ fn partial(left: FoundPartial) -> Partial {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
     use crate::atomic_file::{AtomicFile, Existing};
 

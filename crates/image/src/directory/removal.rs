@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 
-use super::{canonical, image_paths, is_image, is_partial_name, open};
+use super::{canonical, image_paths, is_image, is_partial_name, open, paths_in};
 use crate::chain::{has_manifest, named_bases};
 use crate::manifest::sidecar_path;
 use crate::regular_file::{FileId, allocated};
@@ -156,10 +156,8 @@ fn check_increments(own: &Path) -> Result<()> {
 /// Existing files of a directory that have a manifest, sorted: only those can name a base. They need not be
 /// readable.
 fn images_with_manifests(directory: &Path) -> Result<Vec<PathBuf>> {
-    let failed = |source| Error::Read { path: directory.into(), source };
     let mut images = Vec::new();
-    for entry in fs::read_dir(directory).map_err(failed)? {
-        let path = entry.map_err(failed)?.path();
+    for path in paths_in(directory)? {
         let Some(name) = path.file_name().and_then(OsStr::to_str).filter(|_| !is_partial_name(&path)) else {
             continue;
         };
