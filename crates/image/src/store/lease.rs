@@ -112,10 +112,8 @@ impl LeaseOwner {
         Self { image, index, host, process: std::process::id(), began: Timestamp::now(), renewals: 0 }
     }
 
-    fn bytes(&self) -> Result<Bytes> {
-        let bytes = serde_json::to_vec(self);
-        let bytes = bytes.map_err(|error| Error::Host { what: "the text of a lease", why: error.into() })?;
-        Ok(bytes.into())
+    fn bytes(&self) -> Bytes {
+        serde_json::to_vec(self).expect("texts and numbers").into()
     }
 
     fn describe(&self) -> String {
@@ -233,7 +231,7 @@ impl Lease {
         let key = if shared { kind.key(0) } else { kind.key(fastrand::u128(..)) };
         let sent_at = store.clock().now();
         let mode = if shared { WriteMode::Replace } else { WriteMode::Create };
-        let version = store.wait(store.put_future(&key, owner.bytes()?, mode))?;
+        let version = store.wait(store.put_future(&key, owner.bytes(), mode))?;
         let lease_state =
             LeaseState::new(store.location().to_string(), store.clock().clone(), sent_at, store.fault());
         let renewal = Arc::new(Renewal {
@@ -322,7 +320,7 @@ impl Renewal {
     async fn probe(&self) -> Result<ConditionalWrites> {
         let mut object = self.object.lock().await;
         object.owner.renewals += 1;
-        let bytes = object.owner.bytes()?;
+        let bytes = object.owner.bytes();
         let wrong = UpdateVersion { e_tag: Some("\"0\"".into()), version: Some("1".into()) };
         let mut put = self.objects.put(&object.key, bytes.clone(), WriteMode::Update(wrong)).await;
         if put.as_ref().is_err_and(Error::is_unsupported) {
@@ -372,7 +370,7 @@ impl Renewal {
     /// Renews the lease if it exists, else marks it as lost.
     async fn renew(&self, object: &mut LeaseObject) -> Result<()> {
         object.owner.renewals += 1;
-        let bytes = object.owner.bytes()?;
+        let bytes = object.owner.bytes();
         for _ in 0..RENEWAL_ATTEMPTS_MAX {
             if self.writes() != ConditionalWrites::All {
                 match self.objects.head(&object.key).await? {
@@ -412,7 +410,7 @@ impl Renewal {
     async fn replace(&self, object: &mut LeaseObject) -> Result<()> {
         let key = self.kind.key(fastrand::u128(..));
         let sent_at = self.objects.clock().now();
-        object.version = self.objects.put(&key, object.owner.bytes()?, WriteMode::Create).await?;
+        object.version = self.objects.put(&key, object.owner.bytes(), WriteMode::Create).await?;
         object.key = key;
         self.lease_state.mark_replaced(sent_at);
         Ok(())
