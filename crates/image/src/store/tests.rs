@@ -158,6 +158,15 @@ fn filled(lengths: &[usize], random: &mut fastrand::Rng) -> Vec<Vec<u8>> {
     lengths.iter().map(&mut of_length).collect()
 }
 
+/// A store in a directory with an image of one page.
+fn stored_page(seed: u64) -> (tempfile::TempDir, Location, fastrand::Rng) {
+    let directory = tempfile::tempdir().unwrap();
+    let location = location(&directory);
+    let mut random = fastrand::Rng::with_seed(seed);
+    store(&location, &filled(&[PAGE], &mut random), &mut random);
+    (directory, location, random)
+}
+
 /// Paths of all objects of a store in a directory.
 fn objects(directory: &std::path::Path) -> Vec<std::path::PathBuf> {
     let (mut found, mut left) = (Vec::new(), vec![directory.to_owned()]);
@@ -234,10 +243,7 @@ fn a_flipped_bit_of_any_object_is_found_or_changes_nothing() {
 
 #[test]
 fn a_second_collection_is_refused_and_names_the_first() {
-    let directory = tempfile::tempdir().unwrap();
-    let location = location(&directory);
-    let mut random = fastrand::Rng::with_seed(9);
-    store(&location, &filled(&[PAGE], &mut random), &mut random);
+    let (directory, location, _) = stored_page(9);
     std::fs::remove_file(directory.path().join("vm/a.towline")).unwrap();
     let prefix = location.parent();
     let mut others = Vec::new();
@@ -291,10 +297,7 @@ fn an_image_that_is_read_is_removed_only_if_its_chunks_may_stay() {
 
 #[test]
 fn an_image_that_is_replaced_after_its_index_was_read_is_not_opened() {
-    let directory = tempfile::tempdir().unwrap();
-    let location = location(&directory);
-    let mut random = fastrand::Rng::with_seed(12);
-    store(&location, &filled(&[PAGE], &mut random), &mut random);
+    let (directory, location, mut random) = stored_page(12);
     let (unopened, same) =
         (UnopenedImage::read(&location, None).unwrap(), UnopenedImage::read(&location, None).unwrap());
     assert_eq!(same.open().unwrap().index(), unopened.index());
@@ -310,10 +313,7 @@ fn an_image_that_is_replaced_after_its_index_was_read_is_not_opened() {
 
 #[test]
 fn an_object_that_is_too_long_is_an_error_of_its_own() {
-    let directory = tempfile::tempdir().unwrap();
-    let location = location(&directory);
-    let mut random = fastrand::Rng::with_seed(15);
-    store(&location, &filled(&[PAGE], &mut random), &mut random);
+    let (directory, location, _) = stored_page(15);
     let vm = directory.path().join("vm");
     // Without allocating its blocks.
     std::fs::File::create(vm.join("0.towline")).unwrap().set_len(INDEX_BYTES_MAX + 1).unwrap();
@@ -335,10 +335,7 @@ fn an_object_that_is_too_long_is_an_error_of_its_own() {
 
 #[test]
 fn a_chunk_that_another_image_was_verified_with_has_to_have_the_length_of_this_one() {
-    let directory = tempfile::tempdir().unwrap();
-    let location = location(&directory);
-    let mut random = fastrand::Rng::with_seed(14);
-    store(&location, &filled(&[PAGE], &mut random), &mut random);
+    let (directory, location, _) = stored_page(14);
     let whole = StoredImage::open(&location, None).unwrap();
     // An index whose block has the same chunk, and another length.
     let blocks = blocks(&[2 * PAGE_SIZE]);
@@ -369,10 +366,7 @@ fn age(object: &std::path::Path) {
 
 #[test]
 fn a_collection_keeps_every_object_that_is_not_of_towline() {
-    let directory = tempfile::tempdir().unwrap();
-    let location = location(&directory);
-    let mut random = fastrand::Rng::with_seed(12);
-    store(&location, &filled(&[PAGE], &mut random), &mut random);
+    let (directory, location, _) = stored_page(12);
     let prefix = directory.path().join("vm");
     let (hash, id) = ("5".repeat(64), "5".repeat(32));
     let mut foreign = Vec::new();
@@ -410,10 +404,7 @@ fn a_collection_keeps_every_object_that_is_not_of_towline() {
 
 #[test]
 fn chunks_of_an_index_with_any_name_are_kept() {
-    let directory = tempfile::tempdir().unwrap();
-    let location = location(&directory);
-    let mut random = fastrand::Rng::with_seed(13);
-    store(&location, &filled(&[PAGE], &mut random), &mut random);
+    let (directory, location, _) = stored_page(13);
     for name in ["a~1", "a#b", "50%", "50%25", "é", "a b", "a*?"] {
         let index = directory.path().join(format!("vm/{name}.towline"));
         std::fs::rename(directory.path().join("vm/a.towline"), &index).unwrap();
