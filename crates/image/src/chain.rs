@@ -94,11 +94,8 @@ impl LayerChain {
 
 /// Checks that a guest with these blocks can be stored on `base`.
 pub(crate) fn check_blocks(path: &Path, blocks: &[RamBlock], base: &Layer) -> Result<()> {
-    let list = |blocks: &[RamBlock]| {
-        let one = |block: &RamBlock| format!("{:?} of {} bytes", block.name, block.length);
-        blocks.iter().map(one).collect::<Vec<_>>()
-    };
-    let (found, expected) = (list(blocks), list(&base.blocks));
+    let shown = |block: &RamBlock| format!("{:?} of {} bytes", block.name, block.length);
+    let [found, expected] = [blocks, &base.blocks].map(|list| list.iter().map(shown).collect::<Vec<_>>());
     if found == expected {
         return Ok(());
     }

@@ -103,7 +103,7 @@ impl ImageFrame {
 
     /// Position and bytes of the seal for a manifest with this text.
     pub(crate) fn seal(&self, manifest: &[u8]) -> Option<OffsetBytes> {
-        Some((self.seal_offset()?, seal::encode(Digest::of(manifest)).to_vec()))
+        Some((self.seal_offset()?, seal::encode(Digest::of(manifest))))
     }
 
     /// Offset of the seal.

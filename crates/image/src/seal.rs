@@ -27,11 +27,8 @@ pub(crate) fn offset(blocks: &[RamBlock]) -> Option<u64> {
 }
 
 /// Encodes a seal.
-pub(crate) fn encode(manifest: Digest) -> [u8; BYTES] {
-    let mut bytes = [0; BYTES];
-    bytes[..MAGIC.len()].copy_from_slice(&MAGIC);
-    bytes[MAGIC.len()..].copy_from_slice(&manifest.0);
-    bytes
+pub(crate) fn encode(manifest: Digest) -> Vec<u8> {
+    [&MAGIC[..], &manifest.0].concat()
 }
 
 /// Reads the seal of an image file, if it has one.
