@@ -2,7 +2,7 @@
 
 use crate::command_line::QemuOption;
 use crate::record::Recorded;
-use crate::settings::{Setting, addressed, addresses};
+use crate::settings::{Setting, addressed};
 
 /// Value of `guid` for which QEMU makes a new id.
 const NEW_ID: &str = "auto";
@@ -12,13 +12,14 @@ impl Recorded {
     /// They precede the user's own, which replace them.
     #[must_use]
     pub fn new_generation_ids(&self) -> Vec<Setting> {
-        let options = self.command_line().options().iter().zip(addresses(self.command_line())).enumerate();
+        let line = self.command_line();
+        let options = line.options().iter().zip(line.setting_keys()).enumerate();
         options
             .filter(|(_, (option, _))| is_generation_id(option))
             .map(|(index, (_, address))| (index, format!("{address}.guid")))
             // The key of a device without an id may be the address of another one, which the image's maker
             // calls `guid`.
-            .filter(|(index, key)| addressed(self.command_line(), key) == Some(*index))
+            .filter(|(index, key)| addressed(line, key) == Some(*index))
             .map(|(_, key)| Setting { key, value: NEW_ID.into() })
             .collect()
     }

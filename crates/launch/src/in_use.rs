@@ -10,9 +10,8 @@ use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-use crate::command_line::{CommandLine, Properties, QemuOption};
+use crate::command_line::{Properties, QemuOption};
 use crate::policy::AllowedCommandLine;
-use crate::settings::addresses;
 
 /// Processes that are examined to find the one that has a tap.
 const PROCESSES_MAX: usize = 32_768;
@@ -104,7 +103,9 @@ struct Use {
 pub fn check_in_use(starts: &[Start<'_>]) -> Result<(), InUse> {
     let mut seen: BTreeMap<Resource, &str> = BTreeMap::new();
     for start in starts {
-        for Use { resource, setting } in uses(&start.command_line.whole()) {
+        let line = start.command_line.whole();
+        let options = line.options().iter().zip(line.setting_keys());
+        for Use { resource, setting } in options.flat_map(|(option, key)| uses_of(option, &key)) {
             if let Some(first) = seen.get(&resource) {
                 let (first, second) = ((*first).to_owned(), start.name.to_owned());
                 return Err(InUse::Shared { what: resource.describe(), first, second, setting });
@@ -117,11 +118,6 @@ pub fn check_in_use(starts: &[Start<'_>]) -> Result<(), InUse> {
         }
     }
     Ok(())
-}
-
-fn uses(command_line: &CommandLine) -> Vec<Use> {
-    let options = command_line.options().iter().zip(addresses(command_line));
-    options.flat_map(|(option, address)| uses_of(option, &address)).collect()
 }
 
 fn uses_of(option: &QemuOption, address: &str) -> Vec<Use> {
@@ -241,14 +237,10 @@ fn tap_holder(interface: &str) -> Option<String> {
         return None;
     }
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten().take(PROCESSES_MAX);
-    for process in processes {
-        let Some(pid) = process.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else {
-            continue;
-        };
-        if has_tap(pid, interface) {
-            let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-            return Some(format!("process {pid} ({})", name.trim()));
-        }
+    let mut pids = processes.filter_map(|process| process.file_name().to_str()?.parse::<u32>().ok());
+    if let Some(pid) = pids.find(|pid| has_tap(*pid, interface)) {
+        let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        return Some(format!("process {pid} ({})", name.trim()));
     }
     let has_carrier =
         fs::read_to_string(directory.join("carrier")).is_ok_and(|carrier| carrier.trim() == "1");
@@ -272,6 +264,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
+    use crate::command_line::CommandLine;
     use crate::host::HostArguments;
 
     fn allowed(words: &str) -> AllowedCommandLine {

@@ -11,9 +11,9 @@
 use std::fs;
 use std::path::Path;
 
-use crate::command_line::{Properties, QemuOption};
+use crate::command_line::QemuOption;
 use crate::record::Recorded;
-use crate::settings::{Setting, SettingError, ValueOrigin, addresses, apply};
+use crate::settings::{Setting, SettingError, ValueOrigin, apply};
 
 /// Types of networks that nothing outside of their QEMU is in.
 const OWN_NETWORKS: [&str; 4] = ["user", "none", "nic", "hubport"];
@@ -66,7 +66,7 @@ impl Recorded {
     /// [`SharedNetwork`].
     pub fn separate_networks(&self, settings: &[Setting]) -> Result<SeparateNetworks, SharedNetwork> {
         let line = self.command_line();
-        let keys = addresses(line);
+        let keys = line.setting_keys();
         let mut separate = SeparateNetworks::default();
         for candidate in
             apply(line, settings)?.into_iter().filter(|candidate| candidate.option.name.is_network())
@@ -115,13 +115,11 @@ fn unconnected(mut network: QemuOption) -> String {
 /// The bridge in which a network is, as far as it is known.
 fn bridge(network: &QemuOption) -> Option<String> {
     let properties = network.properties()?;
-    let value = |properties: &Properties, key: &str| properties.value(key).filter(|value| !value.is_empty());
-    let is_helped =
-        value(properties, "type").as_deref() == Some("bridge") || value(properties, "helper").is_some();
-    if is_helped {
-        return value(properties, "br").or_else(|| Some(DEFAULT_BRIDGE.into()));
+    let value = |key: &str| properties.value(key).filter(|value| !value.is_empty());
+    if value("type").as_deref() == Some("bridge") || value("helper").is_some() {
+        return value("br").or_else(|| Some(DEFAULT_BRIDGE.into()));
     }
-    let interface = value(properties, "ifname")?;
+    let interface = value("ifname")?;
     let master = fs::read_link(Path::new("/sys/class/net").join(interface).join("master")).ok()?;
     Some(master.file_name()?.to_str()?.to_owned())
 }

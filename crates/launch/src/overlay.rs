@@ -26,7 +26,6 @@ use crate::command_line::{CommandLine, ParseError, Properties, QemuOption, Rewri
 use crate::host::HostArguments;
 use crate::policy::AllowedCommandLine;
 use crate::runtime::GuestName;
-use crate::settings::addresses;
 
 mod current;
 
@@ -194,13 +193,10 @@ impl AllowedCommandLine {
 /// Refuses two disks whose overlays would have one name: an id of the image and one of the user's arguments.
 fn refuse_equal_paths(overlays: &[Overlay]) -> Result<(), OverlayError> {
     let mut seen = BTreeSet::new();
-    for overlay in overlays {
-        if !seen.insert(&overlay.path) {
-            let found = "a disk with the same id as another one".into();
-            return Err(OverlayError::Unsupported { setting: overlay.setting.clone(), found });
-        }
+    match overlays.iter().find(|overlay| !seen.insert(&overlay.path)) {
+        Some(overlay) => Err(unsupported(&overlay.setting, "a disk with the same id as another one".into())),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 impl Overlay {
@@ -366,7 +362,7 @@ fn replace_disks(
     plan: &OverlayPlan<'_>,
     direct: &BTreeSet<String>,
 ) -> Result<Vec<Overlay>, OverlayError> {
-    let settings = addresses(command_line);
+    let settings = command_line.setting_keys();
     let mut overlays = Vec::new();
     let mut files = BTreeSet::new();
     for (index, setting) in settings.iter().cloned().enumerate() {
@@ -506,28 +502,19 @@ impl Disk {
             // The file of another node, or nothing that a guest writes to.
             return Ok(None);
         }
+        let names_file =
+            FILE_DRIVERS.contains(&value("file.driver").as_str()) && !value("file.filename").is_empty();
+        let (node, file_key, driver_key) = if names_file {
+            (Some(index), "file.filename", "file.driver")
+        } else {
+            let node = line.options().iter().position(|option| is_file_node(option, &value("file")));
+            (node, "filename", "driver")
+        };
+        let named = node.and_then(|node| Some((node, line.options()[node].property(file_key)?)));
+        let (file_option, file) =
+            named.ok_or_else(|| unsupported(setting, "a node whose file has no name".into()))?;
         let (format_key, format_alias) = ("driver", "format");
-        if FILE_DRIVERS.contains(&value("file.driver").as_str()) && !value("file.filename").is_empty() {
-            let (file, file_key, driver_key) = (value("file.filename"), "file.filename", "file.driver");
-            return Ok(Some(Self {
-                file,
-                format,
-                format_key,
-                format_alias,
-                file_option: index,
-                file_key,
-                driver_key,
-            }));
-        }
-        let node = line.options().iter().position(|option| is_file_node(option, &value("file")));
-        let file = node.and_then(|node| line.options()[node].properties()?.value("filename"));
-        match (node, file) {
-            (Some(file_option), Some(file)) => {
-                let (file_key, driver_key) = ("filename", "driver");
-                Ok(Some(Self { file, format, format_key, format_alias, file_option, file_key, driver_key }))
-            }
-            _ => Err(unsupported(setting, "a node whose file has no name".into())),
-        }
+        Ok(Some(Self { file, format, format_key, format_alias, file_option, file_key, driver_key }))
     }
 }
 

@@ -18,9 +18,10 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::command_line::{CommandLine, OptionName, OptionValue, ParseError, Properties, QemuOption, Syntax};
+use crate::command_line::{
+    CommandLine, OptionName, OptionValue, ParseError, Properties, QemuOption, Syntax, excerpt,
+};
 use crate::limits::{COMMAND_LINE_BYTES_MAX, LEFT_OUT_MAX, NAME_BYTES_MAX, OPTIONS_MAX};
-use crate::settings::addresses;
 
 /// Version of the format.
 const VERSION: u32 = 1;
@@ -62,9 +63,8 @@ impl CommandLine {
 
     /// Returns it without secrets.
     pub(crate) fn without_secrets(&self) -> Result<Recorded, ParseError> {
-        let addresses = addresses(self);
         let mut recorded = Recorded { command_line: Self::default(), left_out: Vec::new() };
-        for (option, address) in self.options().iter().zip(addresses) {
+        for (option, address) in self.options().iter().zip(self.setting_keys()) {
             let mut option = option.clone();
             let left_out = &mut recorded.left_out;
             let is_kept = match &mut option.value {
@@ -165,8 +165,7 @@ impl TryFrom<Format> for Recorded {
             return Err(ParseError::TooManyLeftOut);
         }
         if let Some(key) = format.left_out.iter().find(|key| !is_redactable(key)) {
-            let reason =
-                format!("left-out has {:?}, which is not a secret", crate::command_line::excerpt(key));
+            let reason = format!("left-out has {:?}, which is not a secret", excerpt(key));
             return Err(ParseError::Recorded { reason });
         }
         let mut command_line = CommandLine::default();
@@ -177,7 +176,7 @@ impl TryFrom<Format> for Recorded {
                 return Err(ParseError::TooLong { found: bytes });
             }
             let name = OptionName::find(&option)
-                .ok_or_else(|| ParseError::UnknownOption { option: crate::command_line::excerpt(&option) })?;
+                .ok_or_else(|| ParseError::UnknownOption { option: excerpt(&option) })?;
             command_line.push(QemuOption::parse(name, value.as_deref())?)?;
         }
         Ok(Self { command_line, left_out: format.left_out })
@@ -226,9 +225,9 @@ fn forget_image(option: &mut QemuOption) {
 
 /// Monitors are objects too, from QEMU 11.1 on.
 fn is_process_option(option: &QemuOption) -> bool {
-    let kind = || option.property("qom-type");
+    let is_monitor = |kind: String| kind.starts_with("monitor-");
     option.name.is_of_process()
-        || option.name.as_str() == "object" && kind().is_some_and(|kind| kind.starts_with("monitor-"))
+        || option.name.as_str() == "object" && option.property("qom-type").is_some_and(is_monitor)
 }
 
 /// Options that have no effect alone.
@@ -297,10 +296,7 @@ fn is_secret_text(text: &str) -> bool {
     {
         return true;
     }
-    if text.starts_with("rbd:") && text.contains(":key=") {
-        return true;
-    }
-    if text.contains("password=") {
+    if text.starts_with("rbd:") && text.contains(":key=") || text.contains("password=") {
         return true;
     }
     let json = text.strip_prefix("json:").unwrap_or(text);

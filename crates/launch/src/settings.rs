@@ -111,14 +111,12 @@ pub(crate) fn apply(
     command_line: &CommandLine,
     settings: &[Setting],
 ) -> Result<Vec<Candidate>, SettingError> {
-    let addresses = addresses(command_line);
-    let options = command_line.options().iter().zip(&addresses);
-    let mut candidates: Vec<Option<Candidate>> = options
-        .map(|(option, address)| {
-            let origin = ValueOrigin::Image(BTreeSet::new());
-            Some(Candidate { option: option.clone(), address: address.clone(), origin })
-        })
-        .collect();
+    let candidate = |(option, address): (&QemuOption, String)| {
+        let origin = ValueOrigin::Image(BTreeSet::new());
+        Some(Candidate { option: option.clone(), address, origin })
+    };
+    let options = command_line.options().iter().zip(command_line.setting_keys());
+    let mut candidates: Vec<Option<Candidate>> = options.map(candidate).collect();
     for setting in command_line.canonical(settings) {
         apply_one(&mut candidates, &setting)?;
     }
@@ -128,8 +126,7 @@ pub(crate) fn apply(
 fn apply_one(candidates: &mut Vec<Option<Candidate>>, setting: &Setting) -> Result<(), SettingError> {
     let Setting { key, value } = setting;
     let (name, rest) = key.split_once('.').map_or((key.as_str(), None), |(name, rest)| (name, Some(rest)));
-    let found = OptionName::find(name);
-    let Some(name) = found else {
+    let Some(name) = OptionName::find(name) else {
         return Err(SettingError::UnknownOption { key: key.clone(), option: excerpt(name) });
     };
     let Some((index, property)) = find(candidates, name, key) else {
@@ -200,24 +197,14 @@ fn add(
 /// The option that a key addresses, and the property if it has one: the longest address counts, since ids may
 /// contain dots.
 fn find(candidates: &[Option<Candidate>], name: OptionName, key: &str) -> Option<(usize, Option<String>)> {
-    let mut best: Option<(usize, usize, Option<String>)> = None;
-    for (index, candidate) in candidates.iter().enumerate() {
-        let Some(candidate) = candidate else { continue };
-        if candidate.option.name != name {
-            continue;
-        }
-        let Some(rest) = key.strip_prefix(&candidate.address) else { continue };
-        let property = match rest.strip_prefix('.') {
-            Some(property) => Some(property.to_owned()),
-            None if rest.is_empty() => None,
-            None => continue,
-        };
-        let length = candidate.address.len();
-        if best.as_ref().is_none_or(|(_, best, _)| *best <= length) {
-            best = Some((index, length, property));
-        }
-    }
-    best.map(|(index, _, property)| (index, property))
+    let fits = candidates.iter().enumerate().filter_map(|(index, candidate)| {
+        let Candidate { address, .. } =
+            candidate.as_ref().filter(|candidate| candidate.option.name == name)?;
+        let rest = key.strip_prefix(address)?;
+        let property = if rest.is_empty() { None } else { Some(rest.strip_prefix('.')?.to_owned()) };
+        Some((address.len(), index, property))
+    });
+    fits.max_by_key(|(length, ..)| *length).map(|(_, index, property)| (index, property))
 }
 
 fn is_repeated(name: OptionName, as_expected: Repeated) -> bool {
@@ -225,22 +212,43 @@ fn is_repeated(name: OptionName, as_expected: Repeated) -> bool {
 }
 
 impl CommandLine {
-    /// The key that addresses each option in a [`Setting`], in the options' order.
+    /// The key that addresses each option in a [`Setting`], in the options' order: with its id, with a number if several have none, or its
+    /// name alone. Of options that are merged, the last has the name alone, because its values count.
     #[must_use]
     pub fn setting_keys(&self) -> Vec<String> {
-        addresses(self)
+        let options = self.options();
+        let ids: Vec<Option<String>> = options
+            .iter()
+            .map(|option| option.id().filter(|id| is_repeated(option.name, Repeated::ById) && is_id(id)))
+            .collect();
+        let is_same = |a: usize, b: usize| options[a].name == options[b].name && ids[b].is_none();
+        let key = |(index, option): (usize, &QemuOption)| {
+            let name = option.name.as_str();
+            if let Some(id) = &ids[index] {
+                return format!("{name}.{id}");
+            }
+            let before = (0..index).filter(|other| is_same(index, *other)).count();
+            let after = (index + 1..options.len()).filter(|other| is_same(index, *other)).count();
+            let is_merged = is_repeated(option.name, Repeated::Merged);
+            if is_merged && after == 0 || !is_merged && before + after == 0 {
+                name.to_owned()
+            } else {
+                format!("{name}.{before}")
+            }
+        };
+        options.iter().enumerate().map(key).collect()
     }
 
     /// The settings by the keys that this command line has: the number of a sole option (`serial.0`) is left
     /// out.
     #[must_use]
     pub fn canonical(&self, settings: &[Setting]) -> Vec<Setting> {
-        let addresses = addresses(self);
+        let keys = self.setting_keys();
         let key = |key: &str| {
             let (name, rest) = key.split_once('.')?;
             let rest = rest.strip_prefix('0').filter(|rest| rest.is_empty() || rest.starts_with('.'))?;
-            let is_numbered = addresses.contains(&format!("{name}.0"));
-            (!is_numbered && addresses.iter().any(|address| address == name)).then(|| format!("{name}{rest}"))
+            let is_numbered = keys.contains(&format!("{name}.0"));
+            (!is_numbered && keys.iter().any(|key| key == name)).then(|| format!("{name}{rest}"))
         };
         let canonical = |setting: &Setting| Setting {
             key: key(&setting.key).unwrap_or_else(|| setting.key.clone()),
@@ -248,34 +256,6 @@ impl CommandLine {
         };
         settings.iter().map(canonical).collect()
     }
-}
-
-/// The key that addresses each option: with its id, with a number if several have none, or its name alone. Of
-/// options that are merged, the last has the name alone, because its values count.
-pub(crate) fn addresses(command_line: &CommandLine) -> Vec<String> {
-    let options = command_line.options();
-    let ids: Vec<Option<String>> = options
-        .iter()
-        .map(|option| option.id().filter(|id| is_repeated(option.name, Repeated::ById) && is_id(id)))
-        .collect();
-    let is_same = |a: usize, b: usize| options[a].name == options[b].name && ids[b].is_none();
-    let mut addresses = Vec::with_capacity(options.len());
-    for (index, option) in options.iter().enumerate() {
-        let name = option.name.as_str();
-        if let Some(id) = &ids[index] {
-            addresses.push(format!("{name}.{id}"));
-            continue;
-        }
-        let before = (0..index).filter(|other| is_same(index, *other)).count();
-        let after = (index + 1..options.len()).filter(|other| is_same(index, *other)).count();
-        let is_merged = is_repeated(option.name, Repeated::Merged);
-        if is_merged && after == 0 || !is_merged && before + after == 0 {
-            addresses.push(name.to_owned());
-        } else {
-            addresses.push(format!("{name}.{before}"));
-        }
-    }
-    addresses
 }
 
 /// Returns true if QEMU accepts the id; another could not be written in a key. Source: `id_wellformed` of
@@ -310,7 +290,7 @@ mod tests {
             line("-M q35 -machine smm=off -device e1000,id=pci.1 -device e1000 -serial none -serial null -S");
         let wanted = ["machine.0", "machine", "device.pci.1", "device", "serial.0", "serial.1", "S"]
             .map(str::to_owned);
-        assert_eq!(addresses(&line), wanted);
+        assert_eq!(line.setting_keys(), wanted);
     }
 
     #[test]

@@ -5,7 +5,6 @@ use std::path::Path;
 
 use super::{Disk, Overlay, absolute};
 use crate::command_line::CommandLine;
-use crate::settings::addresses;
 
 /// Overlays of one disk that one directory can have.
 const OVERLAYS_MAX: u32 = 10_000;
@@ -30,7 +29,7 @@ impl DriveFiles {
 impl CommandLine {
     /// Names the files that the drives have now in place of those that they were started with, if those are backing files now.
     pub fn use_current_files(&mut self, drives: &[DriveFiles], working_directory: &Path) {
-        for (index, setting) in addresses(self).iter().enumerate() {
+        for (index, setting) in self.setting_keys().iter().enumerate() {
             // A disk without a format has no snapshot that could be named.
             let Ok(Some(disk)) = Disk::of(self, index, setting) else { continue };
             let started_with = absolute(&disk.file, working_directory);
@@ -46,9 +45,7 @@ impl CommandLine {
             }
         }
     }
-}
 
-impl CommandLine {
     /// The disks that a guest with this command line writes to, each as an overlay that has no name yet ([`Overlay::of_present_guest`]): in
     /// `directory`, or beside the disk. Left out is what no overlay is possible of.
     #[must_use]
@@ -59,7 +56,7 @@ impl CommandLine {
             let path = directory.map_or_else(|| base.clone().into(), |directory| directory.join("disk"));
             Some(Overlay { setting, base, format: disk.format, path })
         };
-        addresses(self).into_iter().enumerate().filter_map(overlay).collect()
+        self.setting_keys().into_iter().enumerate().filter_map(overlay).collect()
     }
 }
 
