@@ -35,7 +35,7 @@ use crate::host::HostArguments;
 use crate::log::Log;
 use crate::memory::QemuVersion;
 use crate::policy::AllowedCommandLine;
-use crate::runtime::{GuestDirectory, GuestGenerations, GuestOrigin, Lifetime, RuntimeError, new_state};
+use crate::runtime::{GuestDirectory, GuestGenerations, Lifetime, RuntimeError, io_error};
 use process::{ProcessExit, Spawned, ToSpawn, spawn};
 
 /// Default time limit until the monitor answers.
@@ -93,13 +93,6 @@ pub struct Launcher {
     pub descriptors: Vec<OwnedFd>,
     /// The confinement that it gets, where this process may give it.
     pub confinement: Option<Confinement>,
-}
-
-/// Options of a QEMU that is started.
-struct Prepared {
-    command: Command,
-    listener: UnixListener,
-    log: Log,
 }
 
 /// A QEMU that was started, and whose monitor has answered.
@@ -193,27 +186,20 @@ impl Launcher {
     /// # Errors
     /// As [`Launcher::start`].
     pub fn start_with<T>(
-        self,
+        mut self,
         guest: &AllowedCommandLine,
         host: &HostArguments,
         connect: impl FnOnce(&RunningQemu, &Options) -> Result<T, towline_qmp::Error>,
     ) -> Result<(RunningQemu, T), LaunchError> {
         let started = Instant::now();
-        let Prepared { command, listener, log } = self.prepare(guest, host)?;
-        let confinement = self.confinement.as_ref().map(Confinement::give);
-        let Self { directory, lifetime, start_timeout, descriptors: mut inherited, .. } = self;
-        inherited.push(listener.into());
-        let lock = directory.lock().try_clone_to_owned();
-        let origin = GuestOrigin { image: self.image, generations: self.generations };
+        let process = self.prepare(guest, host)?;
+        let Self { directory, lifetime, start_timeout, image, generations, .. } = self;
         let mut recorded = Ok(());
-        let spawned = lock.and_then(|lock| {
-            inherited.push(lock);
-            let process = ToSpawn { command, descriptors: inherited, lifetime, confinement, log };
-            // Before it is QEMU: one whose launcher is killed at any moment is listed.
-            spawn(process, |pid| {
-                recorded = write_state(&directory, pid, lifetime, origin);
-                recorded.is_ok()
-            })
+        // Before it is QEMU: one whose launcher is killed at any moment is listed.
+        let spawned = spawn(process, |pid| {
+            let state = directory.new_state(pid, lifetime, image, generations);
+            recorded = state.and_then(|state| directory.write_state(&state));
+            recorded.is_ok()
         });
         recorded?;
         let Spawned { pid, pidfd, exit } =
@@ -230,7 +216,7 @@ impl Launcher {
     }
 
     /// Makes the socket, the log and the command.
-    fn prepare(&self, guest: &AllowedCommandLine, host: &HostArguments) -> Result<Prepared, LaunchError> {
+    fn prepare(&mut self, guest: &AllowedCommandLine, host: &HostArguments) -> Result<ToSpawn, LaunchError> {
         let listener = self.listen()?;
         let arguments = self.arguments(guest, host, listener.as_fd());
         log_start(&self.directory, &host.binary, &arguments);
@@ -239,7 +225,10 @@ impl Launcher {
         let output = || log.output.try_clone().map_err(failed);
         let mut command = command(host);
         command.args(&arguments).stdout(output()?).stderr(output()?);
-        Ok(Prepared { command, listener, log })
+        let confinement = self.confinement.as_ref().map(Confinement::give);
+        let mut descriptors = std::mem::take(&mut self.descriptors);
+        descriptors.extend([listener.into(), self.directory.lock().try_clone_to_owned().map_err(failed)?]);
+        Ok(ToSpawn { command, descriptors, lifetime: self.lifetime, confinement, log })
     }
 
     fn listen(&self) -> Result<UnixListener, RuntimeError> {
@@ -248,11 +237,7 @@ impl Launcher {
         if found > SOCKET_PATH_BYTES_MAX {
             return Err(RuntimeError::PathTooLong { path, found, expected: SOCKET_PATH_BYTES_MAX });
         }
-        UnixListener::bind(&path).map_err(|source| RuntimeError::Io {
-            path,
-            operation: "listen on it",
-            source,
-        })
+        UnixListener::bind(&path).map_err(|error| io_error(&path, "listen on it", error))
     }
 
     /// The launcher's own options precede the guest's, whose order is kept; the user's come last.
@@ -370,21 +355,6 @@ impl RunningQemu {
     }
 }
 
-/// Writes the state of a process that becomes a guest's QEMU.
-fn write_state(
-    directory: &GuestDirectory,
-    pid: u32,
-    lifetime: Lifetime,
-    origin: GuestOrigin,
-) -> Result<(), RuntimeError> {
-    let state = new_state(directory, pid, lifetime, origin).map_err(|source| RuntimeError::Io {
-        path: directory.path().to_owned(),
-        operation: "examine QEMU's process for it",
-        source,
-    })?;
-    directory.write_state(&state)
-}
-
 impl Drop for RunningQemu {
     fn drop(&mut self) {
         if self.lifetime == Lifetime::WithOwner {
@@ -437,10 +407,7 @@ fn parse_version(text: &str) -> Option<QemuVersion> {
 /// Logs the command line without its secrets.
 fn log_start(directory: &GuestDirectory, binary: &Path, arguments: &[OsString]) {
     let words = CommandLine::parse(arguments).and_then(|command_line| command_line.without_secrets());
-    let words = match words {
-        Ok(recorded) => recorded.command_line().to_arguments(),
-        Err(_) => Vec::new(),
-    };
+    let words = words.map_or_else(|_| Vec::new(), |recorded| recorded.command_line().to_arguments());
     tracing::info!(name = %directory.name(), binary = %binary.display(), arguments = ?words, "starting QEMU");
 }
 

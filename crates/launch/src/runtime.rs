@@ -271,8 +271,7 @@ impl RuntimeRoot {
     /// Its state cannot be read: it may run.
     pub fn find(&self, name: &GuestName) -> Result<Option<RunningGuest>, RuntimeError> {
         let path = self.path.join(name.as_str()).join(STATE);
-        let found = RunningGuest::read(&path);
-        let found = found.map_err(|source| RuntimeError::Io { path, operation: "read it", source })?;
+        let found = RunningGuest::read(&path).map_err(|error| io_error(&path, "read it", error))?;
         Ok(found.filter(RunningGuest::is_running))
     }
 
@@ -281,19 +280,17 @@ impl RuntimeRoot {
     /// # Errors
     /// A root or a guest in it that cannot be read, or a root that others could write to. A root that does not exist has no guests.
     pub fn list(&self) -> Result<Vec<RunningGuest>, RuntimeError> {
-        let failed =
-            |path: &Path, source| RuntimeError::Io { path: path.to_owned(), operation: "read it", source };
         let entries = match std::fs::read_dir(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-            other => other.map_err(|source| failed(&self.path, source))?,
+            other => other.map_err(|error| io_error(&self.path, "read it", error))?,
         };
         open_private(CWD, &self.path, &self.path)?;
         let mut guests = Vec::new();
         for entry in entries.take(GUESTS_MAX) {
-            let entry = entry.map_err(|source| failed(&self.path, source))?;
+            let entry = entry.map_err(|error| io_error(&self.path, "read it", error))?;
             let Some(Ok(_)) = entry.file_name().to_str().map(str::parse::<GuestName>) else { continue };
             let path = entry.path().join(STATE);
-            let guest = RunningGuest::read(&path).map_err(|source| failed(&path, source))?;
+            let guest = RunningGuest::read(&path).map_err(|error| io_error(&path, "read it", error))?;
             guests.extend(guest.filter(RunningGuest::is_running));
         }
         guests.sort_by(|a, b| a.name.cmp(&b.name));
@@ -338,11 +335,33 @@ impl GuestDirectory {
         file.map(File::from).map_err(|errno| io_error(&self.log_path(), "create it", errno))
     }
 
+    /// Returns the state that its guest has at its start, in this process.
+    pub(crate) fn new_state(
+        &self,
+        pid: u32,
+        lifetime: Lifetime,
+        image: Option<PathBuf>,
+        generations: Option<GuestGenerations>,
+    ) -> Result<RunningGuest, RuntimeError> {
+        let start_time = state::start_time(pid);
+        Ok(RunningGuest {
+            name: self.name.0.clone(),
+            pid,
+            start_time: start_time
+                .map_err(|error| io_error(&self.path, "examine QEMU's process for it", error))?,
+            owner_pid: std::process::id(),
+            is_detached: lifetime == Lifetime::Detached,
+            qmp: self.qmp_path(),
+            // The state is UTF-8, which a path need not be. It is shown and not opened.
+            image: image.map(|image| image.to_string_lossy().into_owned().into()),
+            generations,
+        })
+    }
+
     /// Writes the state of the guest for [`RuntimeRoot::list`].
     pub(crate) fn write_state(&self, state: &RunningGuest) -> Result<(), RuntimeError> {
         let path = self.path.join(STATE);
-        let error =
-            |source: io::Error| RuntimeError::Io { path: path.clone(), operation: "write it", source };
+        let error = |source| io_error(&path, "write it", source);
         let staging = self.path.join(STATE_STAGING);
         std::fs::write(&staging, state.to_json().map_err(error)?).map_err(error)?;
         std::fs::rename(&staging, &path).map_err(error)
@@ -379,14 +398,6 @@ impl Drop for GuestDirectory {
     }
 }
 
-/// Origin of a guest.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct GuestOrigin {
-    /// The image that it is started from.
-    pub(crate) image: Option<PathBuf>,
-    pub(crate) generations: Option<GuestGenerations>,
-}
-
 /// Creates a directory if it does not exist, opens it, and checks that it belongs to this user alone.
 fn open_private(at: BorrowedFd<'_>, name: &Path, path: &Path) -> Result<OwnedFd, RuntimeError> {
     match mkdirat(at, name, Mode::RWXU) {
@@ -409,8 +420,8 @@ fn open_private(at: BorrowedFd<'_>, name: &Path, path: &Path) -> Result<OwnedFd,
     Ok(directory)
 }
 
-fn io_error(path: &Path, operation: &'static str, errno: Errno) -> RuntimeError {
-    RuntimeError::Io { path: path.to_owned(), operation, source: errno.into() }
+pub(crate) fn io_error(path: &Path, operation: &'static str, source: impl Into<io::Error>) -> RuntimeError {
+    RuntimeError::Io { path: path.to_owned(), operation, source: source.into() }
 }
 
 /// The process that has a name, according to its state.
@@ -419,27 +430,6 @@ fn holder(path: &Path) -> String {
         Ok(Some(state)) => format!("process {} (started by process {})", state.pid, state.owner_pid),
         Ok(None) | Err(_) => "a guest that is being started".into(),
     }
-}
-
-/// Returns the state that a guest has at its start.
-pub(crate) fn new_state(
-    directory: &GuestDirectory,
-    pid: u32,
-    lifetime: Lifetime,
-    origin: GuestOrigin,
-) -> io::Result<RunningGuest> {
-    let GuestOrigin { image, generations } = origin;
-    Ok(RunningGuest {
-        name: directory.name.0.clone(),
-        pid,
-        start_time: state::start_time(pid)?,
-        owner_pid: std::process::id(),
-        is_detached: lifetime == Lifetime::Detached,
-        qmp: directory.qmp_path(),
-        // The state is UTF-8, which a path need not be. It is shown and not opened.
-        image: image.map(|image| image.to_string_lossy().into_owned().into()),
-        generations,
-    })
 }
 
 #[cfg(test)]

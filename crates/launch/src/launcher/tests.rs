@@ -105,14 +105,14 @@ fn relative_paths_are_those_of_the_working_directory() {
     let canonical = directory.path().canonicalize().unwrap();
     let parent = tempfile::tempdir().unwrap();
     let root = RuntimeRoot::at(parent.path().join("run"));
-    let launcher = Launcher::new(root.claim(&"web".parse().unwrap()).unwrap());
+    let mut launcher = Launcher::new(root.claim(&"web".parse().unwrap()).unwrap());
     let host = HostArguments {
         binary: "/bin/true".into(),
         working_directory: Some(canonical.clone()),
         ..HostArguments::default()
     };
     let guest = CommandLine::default().trust(&host).unwrap();
-    let Prepared { command, .. } = launcher.prepare(&guest, &host).unwrap();
+    let ToSpawn { command, .. } = launcher.prepare(&guest, &host).unwrap();
     assert_eq!(command.get_current_dir(), Some(canonical.as_path()));
 }
 

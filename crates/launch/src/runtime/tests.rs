@@ -88,13 +88,7 @@ fn only_guests_that_run_are_listed() {
     assert_eq!(root.list().unwrap(), []);
     let directory = root.claim(&name("a")).unwrap();
     let image = Some(PathBuf::from("/srv/a.img"));
-    let state = new_state(
-        &directory,
-        std::process::id(),
-        Lifetime::Detached,
-        GuestOrigin { image, ..GuestOrigin::default() },
-    )
-    .unwrap();
+    let state = directory.new_state(std::process::id(), Lifetime::Detached, image, None).unwrap();
     directory.write_state(&state).unwrap();
     let ended = root.claim(&name("b")).unwrap();
     let other = RunningGuest { name: "b".into(), start_time: state.start_time + 1, ..state.clone() };
@@ -118,13 +112,7 @@ fn the_state_of_an_image_whose_path_is_not_utf_8_is_listed() {
     let (_parent, root) = root();
     let directory = root.claim(&name("a")).unwrap();
     let image = PathBuf::from(std::ffi::OsString::from_vec(b"/srv/\xff/a.img".to_vec()));
-    let state = new_state(
-        &directory,
-        std::process::id(),
-        Lifetime::Detached,
-        GuestOrigin { image: Some(image), ..GuestOrigin::default() },
-    )
-    .unwrap();
+    let state = directory.new_state(std::process::id(), Lifetime::Detached, Some(image), None).unwrap();
     directory.write_state(&state).unwrap();
     let listed = root.list().unwrap();
     assert_eq!(listed.len(), 1);
