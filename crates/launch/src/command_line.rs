@@ -135,18 +135,15 @@ impl CommandLine {
             let name = name.strip_prefix('-').unwrap_or(name);
             let name = OptionName::find(name).filter(|name| *name != DISK_FILE);
             let name = name.ok_or_else(|| ParseError::UnknownOption { option: excerpt(word) })?;
-            let value = match name.syntax() {
-                Syntax::Flag => None,
-                _ => {
-                    let Some((position, value)) = words.next() else {
-                        return Err(ParseError::MissingValue { option: name.to_string() });
-                    };
-                    let value = text(value.as_ref(), position + 1)?.to_owned();
-                    bytes += value.len() + 1;
-                    Some(value)
-                }
-            };
-            command_line.push(QemuOption::parse(name, value.as_deref())?)?;
+            if name.syntax() == Syntax::Flag {
+                command_line.push(QemuOption::parse(name, None)?)?;
+                continue;
+            }
+            let value = words.next().ok_or_else(|| ParseError::MissingValue { option: name.to_string() })?;
+            let (position, value) = value;
+            let value = text(value.as_ref(), position + 1)?;
+            bytes += value.len() + 1;
+            command_line.push(QemuOption::parse(name, Some(value))?)?;
         }
         if bytes > COMMAND_LINE_BYTES_MAX {
             return Err(ParseError::TooLong { found: bytes });
@@ -225,10 +222,12 @@ impl CommandLine {
         self.named(name).rev().find_map(|option| option.property(key))
     }
 
-    /// Returns the machine type, if there is one.
+    /// Returns the ids of the backends that are the guest's memory: the machine's, and those of its NUMA nodes. Others belong to devices.
     #[must_use]
-    pub fn machine_type(&self) -> Option<String> {
-        self.merged_value("machine", "type")
+    pub fn memory_backends(&self) -> Vec<String> {
+        let main = self.merged_value("machine", "memory-backend");
+        let nodes = self.named("numa").filter_map(|option| option.property("memdev"));
+        main.into_iter().chain(nodes).collect()
     }
 
     /// Returns the size of the guest's memory; `None` for QEMU's default.
@@ -386,11 +385,8 @@ impl Global {
         if let Some((driver, property)) = before.split_once('.')
             && !before.contains(',')
         {
-            return Ok(Self {
-                driver: driver.to_owned(),
-                property: property.to_owned(),
-                value: value.to_owned(),
-            });
+            let (driver, property) = (driver.to_owned(), property.to_owned());
+            return Ok(Self { driver, property, value: value.to_owned() });
         }
         let properties = Properties::parse(text, None)?;
         let field = |key| properties.value(key).ok_or_else(fault);
@@ -402,13 +398,9 @@ impl Global {
         if is_plain(&self.driver) && is_plain(&self.property) {
             return format!("{}.{}={}", self.driver, self.property, self.value);
         }
-        let escape = |text: &str| text.replace(',', ",,");
-        format!(
-            "driver={},property={},value={}",
-            escape(&self.driver),
-            escape(&self.property),
-            escape(&self.value)
-        )
+        let [driver, property, value] =
+            [&self.driver, &self.property, &self.value].map(|text| text.replace(',', ",,"));
+        format!("driver={driver},property={property},value={value}")
     }
 }
 

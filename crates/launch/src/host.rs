@@ -3,7 +3,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use crate::settings::Setting;
 
@@ -68,31 +68,24 @@ impl HostArguments {
     /// # Errors
     /// The first variable that is not known.
     pub fn for_guest(&self, guest: GuestIdentity<'_>) -> Result<Self, HostError> {
-        let path = |path: &Path| Ok(PathBuf::from(substitute_os(path.as_os_str(), guest)?));
-        let optional = |value: &Option<PathBuf>| value.as_deref().map(path).transpose();
-        let variable = |variable: &EnvironmentVariable| {
-            let value = substitute_os(&variable.value, guest)?;
-            Ok(EnvironmentVariable { name: variable.name.clone(), value })
+        let argument = |value: &OsString| substitute_os(value, guest);
+        let path = |path: &PathBuf| substitute_os(path.as_os_str(), guest).map(PathBuf::from);
+        let optional = |value: &Option<PathBuf>| value.as_ref().map(path).transpose();
+        let variable = |EnvironmentVariable { name, value }: &EnvironmentVariable| {
+            let (name, value) = (name.clone(), substitute_os(value, guest)?);
+            Ok(EnvironmentVariable { name, value })
         };
-        let setting = |setting: &Setting| {
-            Ok(Setting { key: setting.key.clone(), value: substitute(&setting.value, guest)? })
+        let setting = |Setting { key, value }: &Setting| {
+            Ok(Setting { key: key.clone(), value: substitute(value, guest)? })
         };
         Ok(Self {
             binary: self.binary.clone(),
-            firmware_directories: self
-                .firmware_directories
-                .iter()
-                .map(|directory| path(directory))
-                .collect::<Result<_, HostError>>()?,
+            firmware_directories: self.firmware_directories.iter().map(path).collect::<Result<_, _>>()?,
             environment: self.environment.iter().map(variable).collect::<Result<_, HostError>>()?,
             working_directory: optional(&self.working_directory)?,
             console_directory: optional(&self.console_directory)?,
             settings: self.settings.iter().map(setting).collect::<Result<_, HostError>>()?,
-            arguments: self
-                .arguments
-                .iter()
-                .map(|argument| substitute_os(argument, guest))
-                .collect::<Result<_, HostError>>()?,
+            arguments: self.arguments.iter().map(argument).collect::<Result<_, _>>()?,
         })
     }
 }

@@ -217,9 +217,7 @@ impl MappedMemory {
         block: &MappedBlock,
         changed: &mut CommandLine,
     ) -> Result<(), MemoryFileError> {
-        let main = changed.merged_value("machine", "memory-backend");
-        let nodes = changed.named("numa").filter_map(|option| option.property("memdev"));
-        let others: Vec<String> = main.into_iter().chain(nodes).collect();
+        let others = changed.memory_backends();
         if !others.is_empty() {
             return Err(MemoryFileError::NoBackend { id: block.id.clone(), expected: others.join(", ") });
         }

@@ -70,10 +70,7 @@ impl Recorded {
     /// A secret that was left out and not set; a setting or an argument of `host` that is at fault.
     pub fn trust(&self, host: &HostArguments) -> Result<AllowedCommandLine, Refused> {
         let refusals = self.missing_secrets(host);
-        if !refusals.is_empty() {
-            return Err(Refused::Image(refusals));
-        }
-        trust(self.command_line(), host)
+        if refusals.is_empty() { self.command_line().trust(host) } else { Err(Refused::Image(refusals)) }
     }
 
     fn missing_secrets(&self, host: &HostArguments) -> Vec<Refusal> {
@@ -104,7 +101,13 @@ impl CommandLine {
     /// # Errors
     /// A setting or an argument of `host` that is at fault.
     pub fn trust(&self, host: &HostArguments) -> Result<AllowedCommandLine, Refused> {
-        trust(self, host)
+        let mut candidates = settings::apply(&self.without_process_options(), &host.settings)?;
+        // Those of the host alone: a port of a trusted image keeps the other end that the image names.
+        candidates.retain(|candidate| {
+            candidate.origin == ValueOrigin::Host || !candidate.option.name.is_of_process()
+        });
+        let user_arguments = CommandLine::parse(&host.arguments).map_err(Refused::Argument)?;
+        assemble_command_line(candidates, host, &user_arguments)
     }
 }
 
@@ -139,16 +142,6 @@ impl AllowedCommandLine {
     }
 }
 
-fn trust(command_line: &CommandLine, host: &HostArguments) -> Result<AllowedCommandLine, Refused> {
-    let guest = command_line.without_process_options();
-    let mut candidates = settings::apply(&guest, &host.settings)?;
-    // Those of the host alone: a port of a trusted image keeps the other end that the image names.
-    candidates
-        .retain(|candidate| candidate.origin == ValueOrigin::Host || !candidate.option.name.is_of_process());
-    let user_arguments = CommandLine::parse(&host.arguments).map_err(Refused::Argument)?;
-    assemble_command_line(candidates, host, &user_arguments)
-}
-
 fn assemble_command_line(
     candidates: Vec<Candidate>,
     host: &HostArguments,
@@ -158,15 +151,15 @@ fn assemble_command_line(
     for candidate in candidates {
         command_line.push(candidate.option).map_err(Refused::Argument)?;
     }
-    command_line.options().iter().chain(user_arguments.options()).try_for_each(check_supervised)?;
+    let mut options = command_line.options().iter().chain(user_arguments.options());
+    options.clone().try_for_each(check_supervised)?;
     // Without an option for it, QEMU opens a window or listens for VNC.
     let is_display =
         |option: &QemuOption| ["display", "nographic", "vnc", "spice"].contains(&option.name.as_str());
-    if !command_line.options().iter().chain(user_arguments.options()).any(is_display)
-        && let Some(name) = OptionName::find("display")
+    if !options.any(is_display)
+        && let Some(display) = replace::parse("display", "none")
     {
-        let option = QemuOption::parse(name, Some("none")).map_err(Refused::Argument)?;
-        command_line.push(option).map_err(Refused::Argument)?;
+        command_line.push(display).map_err(Refused::Argument)?;
     }
     if command_line.options().len() + user_arguments.options().len() > OPTIONS_MAX {
         return Err(Refused::Argument(ParseError::TooManyOptions));

@@ -27,6 +27,12 @@ pub enum Properties {
     Json(Map<String, Value>),
 }
 
+impl Property {
+    fn text(&self) -> String {
+        self.value.clone().unwrap_or_else(|| "on".to_owned())
+    }
+}
+
 impl Properties {
     /// Parses the form `key=value,…`; `implied` is the key of a first word without one.
     pub(crate) fn parse(text: &str, implied: Option<&'static str>) -> Result<Self, ValueError> {
@@ -39,22 +45,19 @@ impl Properties {
             let word = rest.find([',', '=']).unwrap_or(rest.len());
             let is_pair = rest[word..].starts_with('=');
             let implied = implied.filter(|_| properties.is_empty() && !is_pair);
-            let (key, value) = if let Some(key) = implied {
-                let (value, length) = unescape(rest);
-                rest = &rest[length..];
-                (key.to_owned(), Some(value))
-            } else if is_pair {
-                let key = rest[..word].to_owned();
-                let (value, length) = unescape(&rest[word + 1..]);
-                rest = &rest[word + 1 + length..];
-                (key, Some(value))
-            } else {
-                let key = rest[..word].to_owned();
-                rest = &rest[word..];
-                (key, None)
+            let (key, begin) = match implied {
+                Some(key) => (key, 0),
+                None => (&rest[..word], word + usize::from(is_pair)),
             };
-            check_key(&key)?;
-            properties.push(Property { key, value });
+            check_key(key)?;
+            rest = &rest[begin..];
+            let mut value = None;
+            if implied.is_some() || is_pair {
+                let (unescaped, length) = unescape(rest);
+                rest = &rest[length..];
+                value = Some(unescaped);
+            }
+            properties.push(Property { key: key.to_owned(), value });
             if let Some(next) = rest.strip_prefix(',') {
                 if next.is_empty() {
                     return Err(ValueError::TrailingComma);
@@ -109,8 +112,7 @@ impl Properties {
     pub fn value(&self, key: &str) -> Option<String> {
         match self {
             Self::KeyValue(properties) => {
-                let property = properties.iter().rfind(|property| property.key == key)?;
-                Some(property.value.clone().unwrap_or_else(|| "on".to_owned()))
+                properties.iter().rfind(|property| property.key == key).map(Property::text)
             }
             Self::Json(map) => map.get(key).map(scalar_text),
         }
@@ -126,12 +128,9 @@ impl Properties {
     /// JSON is kept as written.
     pub fn pairs(&self) -> Vec<(&str, String)> {
         match self {
-            Self::KeyValue(properties) => properties
-                .iter()
-                .map(|property| {
-                    (property.key.as_str(), property.value.clone().unwrap_or_else(|| "on".to_owned()))
-                })
-                .collect(),
+            Self::KeyValue(properties) => {
+                properties.iter().map(|property| (property.key.as_str(), property.text())).collect()
+            }
             Self::Json(map) => {
                 map.iter().flat_map(|(key, value)| texts(value).map(|text| (key.as_str(), text))).collect()
             }
@@ -142,18 +141,11 @@ impl Properties {
     pub fn set(&mut self, key: &str, value: &str) {
         match self {
             Self::KeyValue(properties) => {
-                let new = Property { key: key.to_owned(), value: Some(value.to_owned()) };
+                // Where the first one was.
                 let at = properties.iter().position(|property| property.key == key);
-                if let Some(at) = at {
-                    properties[at] = new;
-                    let mut index = 0;
-                    properties.retain(|property| {
-                        index += 1;
-                        index - 1 <= at || property.key != key
-                    });
-                } else {
-                    properties.push(new);
-                }
+                properties.retain(|property| property.key != key);
+                let new = Property { key: key.to_owned(), value: Some(value.to_owned()) };
+                properties.insert(at.unwrap_or(properties.len()), new);
             }
             Self::Json(map) => {
                 // JSON keeps types: a number or a boolean is written with the type of the former value.

@@ -20,7 +20,7 @@ fn command_line_is_written_as_it_was_read() {
     let wanted = text.replace("-M ", "-machine ").replace("--cpu", "-cpu");
     assert_eq!(words(&line), wanted);
     assert_eq!(parse(&wanted).unwrap(), line);
-    assert_eq!(line.machine_type().as_deref(), Some("pc-q35-10.0"));
+    assert_eq!(line.merged_value("machine", "type").as_deref(), Some("pc-q35-10.0"));
     let size = MemorySize { size_bytes: 1 << 30, slots: 2, size_bytes_max: Some(4 << 30) };
     assert_eq!(line.memory_size(), Ok(Some(size)));
     assert!(line.object("ram0").is_some());
@@ -56,7 +56,7 @@ fn global_has_two_forms() {
 fn properties_of_several_machines_are_merged() {
     let line = parse("-machine q35,smm=on -machine smm=off,type=pc").unwrap();
     assert_eq!(line.merged_value("machine", "smm").as_deref(), Some("off"));
-    assert_eq!(line.machine_type().as_deref(), Some("pc"));
+    assert_eq!(line.merged_value("machine", "type").as_deref(), Some("pc"));
 }
 
 #[test]

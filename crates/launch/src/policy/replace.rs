@@ -52,10 +52,9 @@ pub(super) fn preallocation(candidates: &mut Vec<Candidate>) {
 }
 
 fn names_accelerator(option: &QemuOption) -> bool {
-    let has_accelerator = || option.property("accel").is_some();
     match option.name.as_str() {
         "accel" | "enable-kvm" => true,
-        "machine" => has_accelerator(),
+        "machine" => option.property("accel").is_some(),
         _ => false,
     }
 }
@@ -106,8 +105,7 @@ pub(super) fn networks(candidates: &mut Vec<Candidate>, user_arguments: &Command
 
 /// Returns true if it is a network of the host's tap.
 pub(super) fn is_tap(option: &QemuOption) -> bool {
-    let kind = || option.property("type");
-    option.name.as_str() == "netdev" && kind().as_deref() == Some("tap")
+    option.name.as_str() == "netdev" && option.property("type").as_deref() == Some("tap")
 }
 
 /// The other end of consoles.
@@ -197,6 +195,6 @@ fn free_id(ids: &mut BTreeSet<String>, port: usize) -> String {
     id
 }
 
-fn parse(name: &str, value: &str) -> Option<QemuOption> {
+pub(super) fn parse(name: &str, value: &str) -> Option<QemuOption> {
     QemuOption::parse(OptionName::find(name)?, Some(value)).ok()
 }
