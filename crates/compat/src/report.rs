@@ -84,11 +84,9 @@ impl fmt::Display for Finding {
 }
 
 /// All that the rules found.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Report {
     findings: Vec<Finding>,
-    /// Number of findings left out above the limit.
-    left_out: usize,
 }
 
 impl Report {
@@ -147,16 +145,12 @@ impl Report {
 
     /// Keeps a finding within the limit; findings worse than a note are always kept.
     pub(crate) fn push(&mut self, finding: Finding) {
-        let is_full = self.findings.len() >= limits::FINDINGS_MAX;
-        match self.findings.iter().rposition(|kept| kept.severity < finding.severity) {
-            _ if !is_full => self.findings.push(finding),
-            Some(at) => {
-                self.findings.remove(at);
-                self.findings.push(finding);
-                self.left_out += 1;
-            }
-            None => self.left_out += 1,
+        if self.findings.len() >= limits::FINDINGS_MAX {
+            let less = self.findings.iter().rposition(|kept| kept.severity < finding.severity);
+            let Some(at) = less else { return };
+            self.findings.remove(at);
         }
+        self.findings.push(finding);
     }
 }
 
@@ -226,6 +220,6 @@ mod tests {
         (0..limits::FINDINGS_MAX + 5).for_each(|_| findings.note("n", ""));
         findings.no("x", "");
         assert_eq!(report.findings().len(), limits::FINDINGS_MAX);
-        assert_eq!((report.left_out, report.verdict(ConfiguredBy::Towline)), (6, Verdict::No));
+        assert_eq!(report.verdict(ConfiguredBy::Towline), Verdict::No);
     }
 }

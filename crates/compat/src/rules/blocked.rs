@@ -10,22 +10,20 @@ pub(super) const RULE: Rule = Rule { id: "blocked", run };
 const VSOCK: &str = "vhost-user-vsock";
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
-    if let Subject::Qemu(source) = &pair.source.subject {
-        for reason in &source.blocked_reasons {
-            let remedy = if reason.contains(VSOCK) {
-                "`towline move --detach-vsock` takes it out, and puts it in again there"
-            } else {
-                "take that device out of the guest, or end what blocks it"
-            };
-            findings.no(format!("QEMU cannot send this guest: {reason}"), remedy);
-        }
-    }
-    let from_source = |reason: &String| match &pair.source.subject {
-        Subject::Qemu(source) => source.blocked_reasons.contains(reason),
-        _ => false,
+    let of_source: &[String] = match &pair.source.subject {
+        Subject::Qemu(source) => &source.blocked_reasons,
+        _ => &[],
     };
+    for reason in of_source {
+        let remedy = if reason.contains(VSOCK) {
+            "`towline move --detach-vsock` takes it out, and puts it in again there"
+        } else {
+            "take that device out of the guest, or end what blocks it"
+        };
+        findings.no(format!("QEMU cannot send this guest: {reason}"), remedy);
+    }
     if let Some(destination) = pair.destination_qemu() {
-        for reason in destination.blocked_reasons.iter().filter(|reason| !from_source(reason)) {
+        for reason in destination.blocked_reasons.iter().filter(|reason| !of_source.contains(reason)) {
             findings.note(format!("it could not be moved on from there: {reason}"), "");
         }
     }
