@@ -10,7 +10,7 @@ use std::sync::Mutex;
 
 use serde_json::{Map, Value, json};
 use towline_compat::facts::{self, BlockFacts, Cpu, FeatureWord, Netdev, QemuDevice, Virtio};
-use towline_qmp::commands::{CpuFast, HumanMonitorCommand, QueryCpusFast};
+use towline_qmp::commands::{CpuFast, HumanMonitorCommand, QomGet, QueryCpusFast};
 use towline_qmp::{self as qmp, Client, CommandRequest, Options, Submitted};
 
 use super::connection::Qemu;
@@ -82,10 +82,9 @@ impl Qemu {
         let mut devices = self.human_command("info qtree")?.map(|text| device_tree::parse(&text));
         let network = self.human_command("info network")?;
         let mut netdevs = network.as_deref().map(netdevs);
-        self.mark_disconnected(
-            netdevs.as_deref_mut().unwrap_or_default(),
-            network.as_deref().unwrap_or_default(),
-        )?;
+        if let (Some(netdevs), Some(network)) = (&mut netdevs, &network) {
+            self.mark_disconnected(netdevs, network)?;
+        }
         if let Some(devices) = &mut devices {
             self.virtio(devices, netdevs.as_deref().unwrap_or_default())?;
         }
@@ -94,10 +93,7 @@ impl Qemu {
             None => None,
         };
         let mut known = facts::QemuFacts { devices, netdevs, cpu_features, ..self.basic_facts() };
-        known.cpus = match cpus {
-            Some(cpus) => Some(self.cpus(&cpus)?),
-            None => None,
-        };
+        known.cpus = cpus.map(|cpus| self.cpus(&cpus)).transpose()?;
         known.kvm = self.query_raw("query-kvm", None)?.and_then(|reply| reply["enabled"].as_bool());
         known.memory_backends = self.query_raw("query-memdev", None)?.map(|reply| memory_backends(&reply));
         let pid = self.process().pid();
@@ -125,12 +121,7 @@ impl Qemu {
             Some(found) => found,
             None => image_facts(self.client.execute_all(&image_requests()?)?, self.process().pid())?,
         };
-        let cpu = |cpu: &CpuFast| Cpu {
-            index: cpu.cpu_index,
-            model: String::new(),
-            apic_id: None,
-            topology: BTreeMap::new(),
-        };
+        let cpu = |cpu: &CpuFast| Cpu { index: cpu.cpu_index, ..Cpu::default() };
         Ok(facts::QemuFacts {
             cpus: self.cpus.as_ref().map(|cpus| cpus.iter().map(cpu).collect()),
             devices: found.devices,
@@ -161,8 +152,8 @@ impl Qemu {
     }
 
     fn property(&mut self, path: &str, property: &str) -> Result<Option<Value>, Error> {
-        let Value::Object(arguments) = json!({ "path": path, "property": property }) else { return Ok(None) };
-        self.query_raw("qom-get", Some(arguments))
+        let get = QomGet { path: path.into(), property: property.into() };
+        Ok(if_known(self.client.execute(&get))?)
     }
 
     fn machine_properties(&mut self) -> Result<BTreeMap<String, Value>, Error> {
@@ -183,11 +174,8 @@ impl Qemu {
                 Some(model) => model,
                 None => self.cpu_model(cpu)?,
             };
-            let apic_id = if index < APIC_IDS_MAX {
-                self.property(&cpu.qom_path, "apic-id")?.and_then(|id| id.as_u64())
-            } else {
-                None
-            };
+            let apic_id = if index < APIC_IDS_MAX { self.property(&cpu.qom_path, "apic-id")? } else { None };
+            let apic_id = apic_id.and_then(|id| id.as_u64());
             let props = cpu.other.get("props").and_then(Value::as_object);
             let topology =
                 props.into_iter().flatten().filter_map(|(name, id)| Some((name.clone(), id.as_u64()?)));
@@ -197,8 +185,8 @@ impl Qemu {
     }
 
     fn cpu_model(&mut self, cpu: &CpuFast) -> Result<String, Error> {
-        let kind = self.property(&cpu.qom_path, "type")?;
-        let kind = kind.as_ref().and_then(Value::as_str).unwrap_or_default();
+        let kind = self.property(&cpu.qom_path, "type")?.unwrap_or_default();
+        let kind = kind.as_str().unwrap_or_default();
         let suffix = format!("-{}{CPU_SUFFIX}", cpu.target);
         Ok(kind.strip_suffix(suffix.as_str()).unwrap_or(kind).to_owned())
     }
@@ -242,11 +230,8 @@ impl Qemu {
         for _ in 0..BUSES_MAX {
             let Some(address) = self.property(&device, "addr")?.as_ref().and_then(pci_address) else { break };
             addresses.push(address);
-            let bus = self.property(&device, "parent_bus")?;
-            let Some((parent, _)) = bus.as_ref().and_then(Value::as_str).and_then(|bus| bus.rsplit_once('/'))
-            else {
-                break;
-            };
+            let bus = self.property(&device, "parent_bus")?.unwrap_or_default();
+            let Some((parent, _)) = bus.as_str().and_then(|bus| bus.rsplit_once('/')) else { break };
             device = parent.to_owned();
         }
         addresses.reverse();

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use towline_channel::Cancel;
+use towline_compat::facts::QemuFacts;
 use towline_qmp::commands::{
     Capability, Cont, CpuFast, MigrationInfo, MigrationParameters, QueryCpusFast, QueryMigrate,
     QueryMigrateParameters, QueryStatus, Quit, Status, Stop,
@@ -13,7 +14,7 @@ use towline_qmp::commands::{
 use towline_qmp::{self as qmp, Client, CommandReply, CommandRequest, Options};
 
 use super::error::{Error, RepairReport};
-use super::facts::{self, QemuHardware, QemuState};
+use super::facts::{self, QemuState};
 use crate::journal::{self, Journal, JournalEntry, UndoRecord};
 use crate::process::{Process, ProcessState};
 use crate::procfs::VcpuThreads;
@@ -36,7 +37,7 @@ pub struct Qemu {
     /// The vCPUs; `None` if QEMU does not report them.
     pub(super) cpus: Option<Vec<CpuFast>>,
     /// Facts for an image that were queried ahead.
-    pub(super) image_facts: Option<QemuHardware>,
+    pub(super) image_facts: Option<QemuFacts>,
     /// True if the facts' settings are current: this process started QEMU and has held its monitor since.
     pub(super) has_current_settings: bool,
     /// True if the journal has a time at which the migration was in progress.
@@ -266,10 +267,7 @@ impl Qemu {
     /// # Errors
     /// [`Error::Qmp`].
     pub(crate) fn migration_and_status(&mut self) -> Result<(MigrationInfo, Status), Error> {
-        let requests = [CommandRequest::new(&QueryMigrate)?, CommandRequest::new(&QueryStatus)?];
-        let mut replies = self.client.execute_all(&requests)?.into_iter();
-        let mut next = || replies.next().expect("one reply for each request");
-        Ok((next().of::<QueryMigrate>()?, next().of::<QueryStatus>()?))
+        Ok(facts::execute_both(&mut self.client, &QueryMigrate, &QueryStatus)?)
     }
 
     /// Pauses the guest; a QEMU that waits for a guest leaves it paused.
@@ -295,13 +293,8 @@ impl Qemu {
     /// # Errors
     /// [`Error::Qmp`].
     pub(crate) fn cont_and_status(&mut self) -> Result<Status, Error> {
-        let mut replies = self
-            .client
-            .execute_all(&[CommandRequest::new(&Cont)?, CommandRequest::new(&QueryStatus)?])?
-            .into_iter();
-        let mut next = || replies.next().expect("one reply for each request");
-        next().of::<Cont>()?;
-        Ok(next().of::<QueryStatus>()?)
+        let (_, status) = facts::execute_both(&mut self.client, &Cont, &QueryStatus)?;
+        Ok(status)
     }
 
     /// The process, identified when the monitor was connected.
@@ -350,25 +343,26 @@ impl Qemu {
     /// [`Error::Qmp`], with a timeout if that takes longer than the client's deadline.
     pub fn quit(&mut self) -> Result<(), Error> {
         let started = Instant::now();
-        let mut result = self.client.execute(&Quit).map(|_| ());
+        let (deadline, socket) = (self.client.deadline(), self.socket().to_owned());
+        let left = || deadline.saturating_sub(started.elapsed());
+        let timeout = |step: &str| {
+            let (command, socket) = (format!("quit ({step})"), socket.clone());
+            qmp::Error::Timeout { command, socket, waited: started.elapsed() }
+        };
+        let mut result = self.client.execute(&Quit).map(drop);
         while result.is_ok() {
-            let left = self.client.deadline().saturating_sub(started.elapsed());
-            if left == Duration::ZERO {
-                let socket = self.client.socket().to_owned();
-                let command = "quit (closing the monitor)".to_owned();
-                return Err(qmp::Error::Timeout { command, socket, waited: started.elapsed() }.into());
+            if left() == Duration::ZERO {
+                return Err(timeout("closing the monitor").into());
             }
-            result = self.client.next_event(left).map(|_| ());
+            result = self.client.next_event(left()).map(drop);
         }
-        match result {
-            Err(error) if !error.is_disconnected() => return Err(error.into()),
-            _ => {}
+        if let Err(error) = result
+            && !error.is_disconnected()
+        {
+            return Err(error.into());
         }
-        let left = self.client.deadline().saturating_sub(started.elapsed());
-        if self.process.is_known() && !self.has_exited(left) {
-            let socket = self.client.socket().to_owned();
-            let command = "quit (its process's end)".to_owned();
-            return Err(qmp::Error::Timeout { command, socket, waited: started.elapsed() }.into());
+        if self.process.is_known() && !self.has_exited(left()) {
+            return Err(timeout("its process's end").into());
         }
         if let Some(journal) = &self.journal {
             journal.clear();

@@ -40,79 +40,63 @@ const ADDRESSES: [(&str, &[&str]); 4] = [
 ];
 
 struct Bus {
-    indent: usize,
     kind: String,
     /// The device that has this bus.
     device: Option<usize>,
 }
 
 struct QomEntry {
-    indent: usize,
     bus: Option<usize>,
     device: QemuDevice,
     /// Port on a USB bus.
     port: Option<String>,
 }
 
+/// A bus or a device in whose part of the text a line is, by its index.
+#[derive(Clone, Copy)]
 enum Open {
     Bus(usize),
     Device(usize),
 }
 
+struct OpenPart {
+    indent: usize,
+    open: Open,
+}
+
 /// Parses the text. Unknown lines are skipped.
 pub(super) fn parse(text: &str) -> Vec<QemuDevice> {
     let (mut buses, mut entries): (Vec<Bus>, Vec<QomEntry>) = (Vec::new(), Vec::new());
-    let mut open: Vec<Open> = Vec::new();
+    let mut parts: Vec<OpenPart> = Vec::new();
     for line in text.lines() {
         let content = line.trim_start_matches(' ');
         let indent = line.len() - content.len();
-        let head = ["bus: ", "dev: "].iter().find(|head| content.starts_with(**head));
-        if head.is_some() {
-            while open.last().is_some_and(|last| indent_of(last, &buses, &entries) >= indent) {
-                open.pop();
-            }
+        let (is_bus, device) = (content.starts_with("bus: "), content.strip_prefix("dev: "));
+        if is_bus || device.is_some() {
+            while parts.pop_if(|last| last.indent >= indent).is_some() {}
         }
-        match (head, open.last()) {
-            (Some(&"bus: "), parent) => {
-                let device = parent.and_then(|parent| match parent {
-                    Open::Device(device) => Some(*device),
-                    Open::Bus(_) => None,
-                });
-                buses.push(Bus { indent, kind: String::new(), device });
-                open.push(Open::Bus(buses.len() - 1));
-            }
-            (Some(_), parent) => {
-                let bus = parent.and_then(|parent| match parent {
-                    Open::Bus(bus) => Some(*bus),
-                    Open::Device(_) => None,
-                });
-                entries.push(QomEntry { indent, bus, device: device(content), port: None });
-                open.push(Open::Device(entries.len() - 1));
-            }
-            (None, Some(Open::Bus(bus))) => {
-                if let Some(kind) = content.strip_prefix("type ") {
-                    kind.clone_into(&mut buses[*bus].kind);
-                }
-            }
-            (None, Some(Open::Device(device))) => entries[*device].detail(content),
-            (None, None) => {}
+        let parent = parts.last().map(|part| part.open);
+        if is_bus {
+            let device = if let Some(Open::Device(device)) = parent { Some(device) } else { None };
+            parts.push(OpenPart { indent, open: Open::Bus(buses.len()) });
+            buses.push(Bus { kind: String::new(), device });
+        } else if let Some(described) = device {
+            let bus = if let Some(Open::Bus(bus)) = parent { Some(bus) } else { None };
+            parts.push(OpenPart { indent, open: Open::Device(entries.len()) });
+            entries.push(QomEntry { bus, device: self::device(described), port: None });
+        } else if let (Some(Open::Bus(bus)), Some(kind)) = (parent, content.strip_prefix("type ")) {
+            kind.clone_into(&mut buses[bus].kind);
+        } else if let Some(Open::Device(device)) = parent {
+            entries[device].detail(content);
         }
     }
     places(&buses, &mut entries);
     entries.into_iter().map(|entry| entry.device).collect()
 }
 
-fn indent_of(open: &Open, buses: &[Bus], entries: &[QomEntry]) -> usize {
-    match open {
-        Open::Bus(bus) => buses[*bus].indent,
-        Open::Device(device) => entries[*device].indent,
-    }
-}
-
-/// `dev: virtio-net-pci, id "net0"`.
-fn device(content: &str) -> QemuDevice {
-    let rest = content.strip_prefix("dev: ").unwrap_or(content);
-    let (kind, id) = rest.split_once(", id ").unwrap_or((rest, ""));
+/// `virtio-net-pci, id "net0"`.
+fn device(described: &str) -> QemuDevice {
+    let (kind, id) = described.split_once(", id ").unwrap_or((described, ""));
     QemuDevice { kind: kind.into(), id: unquoted(id).into(), ..QemuDevice::default() }
 }
 

@@ -4,13 +4,13 @@
 use std::collections::BTreeMap;
 
 use serde_json::Value;
-use towline_compat::facts::{self, MemoryBackend, Netdev, QemuDevice};
+use towline_compat::facts::{MemoryBackend, Netdev, QemuFacts};
 use towline_qmp::commands::{
     Capability, CapabilityState, HumanMonitorCommand, MigrationInfo, MigrationParameters, MigrationStatus,
     QomGet, QueryMigrate, QueryMigrateCapabilities, QueryMigrateParameters, QueryStatus, QueryUuid,
     QueryVersion, RunState, Status, Version,
 };
-use towline_qmp::{self as qmp, Client, CommandReply, CommandRequest, PeerCredentials};
+use towline_qmp::{self as qmp, Client, Command, CommandReply, CommandRequest, PeerCredentials};
 
 use super::device_tree::if_known;
 use super::error::Error;
@@ -158,10 +158,8 @@ pub(super) fn of_replies(
 }
 
 fn machine(found: Value, socket: &str) -> Result<String, Error> {
-    match found.as_str().and_then(|text| text.strip_suffix(MACHINE_SUFFIX)) {
-        Some(name) => Ok(name.to_owned()),
-        None => Err(Error::Machine { socket: socket.to_owned(), found }),
-    }
+    let name = found.as_str().and_then(|text| text.strip_suffix(MACHINE_SUFFIX)).map(str::to_owned);
+    name.ok_or_else(|| Error::Machine { socket: socket.to_owned(), found })
 }
 
 fn ram_blocks(text: &str, version: &Version, socket: &str) -> Result<Vec<RamBlockInfo>, Error> {
@@ -176,11 +174,20 @@ fn ram_blocks(text: &str, version: &Version, socket: &str) -> Result<Vec<RamBloc
 pub(super) fn settings(
     client: &mut Client,
 ) -> Result<(BTreeMap<Capability, bool>, MigrationParameters), Error> {
-    let requests =
-        [CommandRequest::new(&QueryMigrateCapabilities)?, CommandRequest::new(&QueryMigrateParameters)?];
+    let (states, parameters) = execute_both(client, &QueryMigrateCapabilities, &QueryMigrateParameters)?;
+    Ok((by_name(states), parameters))
+}
+
+/// Executes two commands with one round trip.
+pub(super) fn execute_both<A: Command, B: Command>(
+    client: &mut Client,
+    first: &A,
+    second: &B,
+) -> Result<(A::Return, B::Return), qmp::Error> {
+    let requests = [CommandRequest::new(first)?, CommandRequest::new(second)?];
     let mut replies = client.execute_all(&requests)?.into_iter();
     let mut next = || replies.next().expect("one reply for each request");
-    Ok((by_name(next().of::<QueryMigrateCapabilities>()?), next().of::<QueryMigrateParameters>()?))
+    Ok((next().of::<A>()?, next().of::<B>()?))
 }
 
 fn by_name(states: Vec<CapabilityState>) -> BTreeMap<Capability, bool> {
@@ -201,17 +208,7 @@ pub(super) const VHOST_USER: &str = "vhost-user";
 /// Number of [`image_requests`].
 pub(super) const IMAGE_REQUESTS: usize = 4;
 
-/// Facts that rules compare with an image, beyond the [`QemuState`] of a QEMU.
-/// `None`: QEMU does not report it.
-#[derive(Debug)]
-pub(super) struct QemuHardware {
-    pub(super) devices: Option<Vec<QemuDevice>>,
-    pub(super) netdevs: Option<Vec<Netdev>>,
-    pub(super) memory_backends: Option<Vec<MemoryBackend>>,
-    pub(super) drives: Option<Vec<facts::Drive>>,
-}
-
-/// The queries of [`QemuHardware`].
+/// The queries of facts that rules compare with an image, beyond the [`QemuState`] of a QEMU.
 pub(super) fn image_requests() -> Result<[CommandRequest; IMAGE_REQUESTS], qmp::Error> {
     Ok([
         CommandRequest::new(&HumanMonitorCommand { command_line: "info qtree".into() })?,
@@ -221,18 +218,18 @@ pub(super) fn image_requests() -> Result<[CommandRequest; IMAGE_REQUESTS], qmp::
     ])
 }
 
-/// The facts in the replies to [`image_requests`] of the QEMU of this process.
+/// The facts in the replies to [`image_requests`] of the QEMU of this process, and no others.
 pub(super) fn image_facts(
     replies: impl IntoIterator<Item = CommandReply>,
     pid: Option<i32>,
-) -> Result<QemuHardware, Error> {
+) -> Result<QemuFacts, Error> {
     let mut replies = replies.into_iter();
     let mut next = || replies.next().expect("one reply for each request");
     let devices = if_known(next().of::<HumanMonitorCommand>())?.map(|text| device_tree::parse(&text));
     let netdevs = if_known(next().of::<HumanMonitorCommand>())?.map(|text| netdevs(&text));
     let memory_backends = if_known(next().value())?.map(|reply| memory_backends(&reply));
     let drives = if_known(next().value())?.map(|reply| open_files::drives(&reply, pid));
-    Ok(QemuHardware { devices, netdevs, memory_backends, drives })
+    Ok(QemuFacts { devices, netdevs, memory_backends, drives, ..QemuFacts::default() })
 }
 
 /// Backends in the reply to `query-memdev`.
