@@ -30,6 +30,7 @@ mod capture;
 mod difference;
 mod disks;
 mod error;
+mod file_id;
 mod fresh;
 mod image_file;
 mod maps;
@@ -40,7 +41,6 @@ mod stored;
 #[cfg(test)]
 mod tests;
 
-use std::fs::File;
 use std::ops::Deref;
 
 use image_file::Unchanged;
@@ -53,13 +53,12 @@ pub(crate) use capture::{Capture, PreparedCapture};
 pub use disks::PreparedDisks;
 pub(crate) use disks::{GuestDisks, continues_in};
 pub use error::{Error, TransferReason};
+pub use file_id::FileId;
 pub use fresh::{OldMemory, old_memory};
+pub(crate) use image_file::locked;
 pub use image_file::{Reflink, UnusedReflink};
-pub use maps::FileId;
 pub(crate) use running::mapped_image;
 pub use running::{GuestBackends, PrivateBlock, SharedBlock, guest_backends, of_running, shared_blocks};
-pub(crate) use stored::locked;
-
 pub use stored::{IfUnmapped, MappedImage, Verify, find_mapped_memory, may_map, of_image, of_reflink};
 
 /// Relation of a block's memory to the file that it is mapped from.
@@ -105,23 +104,12 @@ pub struct TransferredBlock {
 pub struct Presence {
     mapped: Vec<Mapped>,
     sent: Vec<TransferredBlock>,
-    /// The image, locked as its readers do.
-    _lock: Option<File>,
     /// The image, if it must not be written.
     unchanged: Option<Unchanged>,
     /// The guest's own file, which no other guest gets.
     _reflink: Option<Reflink>,
     /// The image, if the guest is another one than the image's: its pages are compared.
     base: Option<Base>,
-}
-
-/// Purpose of a backend, by its file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum BackendPurpose {
-    /// The guest's memory is mapped from it.
-    Mapped,
-    /// Any other memory.
-    Other,
 }
 
 impl Presence {
@@ -184,13 +172,12 @@ impl Presence {
         self.mapped.iter().map(|mapped| mapped.block.as_str())
     }
 
-    fn add(&mut self, block: &str, outcome: Result<Mapped, TransferReason>, purpose: BackendPurpose) {
+    fn add(&mut self, outcome: Result<Mapped, TransferredBlock>) {
         match outcome {
             Ok(mapped) => self.mapped.push(mapped),
-            Err(reason) => {
-                tracing::debug!(block, %reason, "pages are sent");
-                let is_unexpected = purpose == BackendPurpose::Mapped;
-                self.sent.push(TransferredBlock { block: block.to_owned(), reason, is_unexpected });
+            Err(sent) => {
+                tracing::debug!(block = sent.block, reason = %sent.reason, "pages are sent");
+                self.sent.push(sent);
             }
         }
     }

@@ -12,7 +12,7 @@ use towline_qmp as qmp;
 
 use super::image_file::Unchanged;
 use super::running::mapped_image;
-use super::stored::{LOOK_DEADLINE, locked, of_image};
+use super::stored::{LOOK_DEADLINE, of_image};
 use super::{Error, Presence, TransferReason, TransferredBlock};
 use crate::qemu::Qemu;
 
@@ -55,12 +55,8 @@ pub(crate) fn as_base(image: &Arc<Image>, presence: BasePresence) -> Result<Base
     let id = |block| image.manifest().map(|manifest| manifest.block_memory(block).0);
     let blocks = (0..).map(BlockIndex).zip(image.ram_blocks());
     let blocks: BTreeMap<_, _> = blocks.map(|(index, block)| (block.name.clone(), id(index))).collect();
-    let (lock, unchanged) = (locked(image)?, Unchanged::of(image)?);
-    let check = move || {
-        // Held for as long as it may be asked.
-        let _ = &lock;
-        unchanged.check().map_err(towline_migration::Error::guest)
-    };
+    let unchanged = Unchanged::of(image)?.locked()?;
+    let check = move || unchanged.check().map_err(towline_migration::Error::guest);
     Ok(Base { guest: Arc::<Image>::clone(image), blocks, presence, check: Arc::new(check) })
 }
 
@@ -80,7 +76,7 @@ impl Presence {
         };
         self.sent.extend(found.sent.into_iter().filter(is_unexpected));
         self.mapped.extend(found.mapped);
-        (self._lock, self.unchanged) = (found._lock, found.unchanged);
+        self.unchanged = found.unchanged;
         self.base = Some(base).filter(|base| !base.blocks.is_empty());
         Ok(())
     }

@@ -10,8 +10,6 @@
 //! Limits: Linux 6.7, QEMU 8.2 (`info ramblock` with addresses), the rights of a debugger.
 
 use std::cell::OnceCell;
-use std::fmt;
-use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd as _;
@@ -27,9 +25,9 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::image_file::Unchanged;
-use super::maps::{Detail, NotOneRange, range_at};
+use super::maps::{Detail, range_at};
 use super::process::{Mappings, OpenMode};
-use super::stored::{ImageBlock, locked};
+use super::stored::ImageBlock;
 use super::{MappingKind, TransferReason};
 use crate::qemu::Qemu;
 
@@ -40,7 +38,6 @@ pub(crate) struct BasedGuest {
     memory: ProcessMemory,
     blocks: Vec<BasedBlock>,
     unchanged: Unchanged,
-    _lock: File,
 }
 
 #[derive(Debug)]
@@ -69,27 +66,22 @@ impl BasedGuest {
     pub(crate) fn of(qemu: &Qemu, image: &Arc<Image>) -> Result<Self, TransferReason> {
         check_blocks(qemu, image)?;
         let (process, own) = (Mappings::of(qemu, Detail::Mappings), OnceCell::new());
-        let unreadable = |error: io::Error| TransferReason::File {
-            path: image.path().to_owned(),
-            text: error.to_string(),
-        };
+        let unreadable = |error: io::Error| TransferReason::file(image.path(), error);
         let metadata = image.file().metadata().map_err(unreadable)?;
         if process.open_mode(&metadata)? == Some(OpenMode::Writable) {
             return Err(TransferReason::WritableImage);
         }
-        let (lock, unchanged) = (locked(image)?, Unchanged::of(image)?);
+        let unchanged = Unchanged::of(image)?.locked()?;
         let mut blocks = Vec::new();
         for (index, block) in (0..).map(BlockIndex).zip(image.ram_blocks()) {
             let stored = ImageBlock { image, own: &own, index, block, kind: MappingKind::Written };
-            let version = || qemu.facts().version.qemu.to_string();
-            let address = qemu.facts().address_of(&block.name);
-            let address = address.ok_or_else(|| TransferReason::NoAddress { found: version() })?;
+            let address = stored.address_in(qemu)?;
             let length = usize::try_from(block.length).expect("a block fits the address space");
             let (base, view) = match range_at(process.get()?, address, block.length) {
-                Err(NotOneRange::Anonymous) => (BlockBase::Nothing, RamMapping::anonymous(length)),
+                Err(TransferReason::Anonymous) => (BlockBase::Nothing, RamMapping::anonymous(length)),
                 found => {
                     let range = stored.own_range()?;
-                    stored.prove_range(found, &range, &process)?;
+                    stored.prove_range(found?, &range, &process)?;
                     let view = RamMapping::copy_on_write(image.file().as_fd(), range.offset, length);
                     (BlockBase::Image, view)
                 }
@@ -100,7 +92,7 @@ impl BasedGuest {
             return Err(TransferReason::NoBackend);
         }
         let memory = open_memory(&process)?;
-        Ok(Self { image: Arc::clone(image), memory, blocks, unchanged, _lock: lock })
+        Ok(Self { image: Arc::clone(image), memory, blocks, unchanged })
     }
 
     /// Copies what the guest has written. It is stopped, or its pages are a mixture: then the call only makes room for the next one,
@@ -151,13 +143,17 @@ impl BasedGuest {
         based.map(count).sum()
     }
 
-    /// The captured guest, with its device state of the same instant.
+    /// The captured guest, with its device state of the same instant and this origin.
     ///
     /// # Errors
     /// The image was written meanwhile.
-    pub(crate) fn into_guest(self, devices: DeviceState) -> Result<CapturedGuest, super::Error> {
+    pub(crate) fn into_guest(
+        self,
+        devices: DeviceState,
+        origin: Origin,
+    ) -> Result<CapturedGuest, super::Error> {
         self.unchanged.check()?;
-        Ok(CapturedGuest { based: self, devices, origin: Origin::default() })
+        Ok(CapturedGuest { based: self, devices, origin })
     }
 }
 
@@ -198,32 +194,19 @@ fn check_blocks(qemu: &Qemu, image: &Image) -> Result<(), TransferReason> {
 
 fn open_memory(process: &Mappings) -> Result<ProcessMemory, TransferReason> {
     let pid = process.pid()?;
-    ProcessMemory::open(pid).map_err(|error| TransferReason::Unreadable {
-        path: format!("/proc/{pid}/pagemap").into(),
-        text: error.to_string(),
-    })
+    let unreadable = |error| TransferReason::unreadable(format!("/proc/{pid}/pagemap").into(), error);
+    ProcessMemory::open(pid).map_err(unreadable)
 }
 
 /// A guest at the instant of its stop.
+#[derive(Debug)]
 pub(crate) struct CapturedGuest {
     based: BasedGuest,
     devices: DeviceState,
     origin: Origin,
 }
 
-impl fmt::Debug for CapturedGuest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let written_bytes = self.based.written_bytes();
-        f.debug_struct("CapturedGuest").field("written_bytes", &written_bytes).finish_non_exhaustive()
-    }
-}
-
 impl CapturedGuest {
-    /// The guest with this origin.
-    pub(crate) fn with_origin(self, origin: Origin) -> Self {
-        Self { origin, ..self }
-    }
-
     /// Bytes that differ from the image.
     pub(crate) fn written_bytes(&self) -> u64 {
         self.based.written_bytes()

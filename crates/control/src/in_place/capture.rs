@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{MemfdFlags, memfd_create};
 use towline_image::{Image, Origin};
 use towline_protocol::device_state::DeviceState;
-use towline_qmp::commands::{AddFd, Cont, QueryMigrate, RemoveFd, RunState, Stop, XenSaveDevicesState};
+use towline_qmp::commands::{AddFd, RemoveFd, RunState, XenSaveDevicesState};
 
 use super::{BasedGuest, CapturedGuest, Error, GuestDisks};
 use crate::journal::{JournalEntry, UndoRecord};
@@ -85,7 +85,7 @@ impl PreparedCapture {
         qemu.wait_for_replies();
         let entry = ran.then(|| qemu.record(&UndoRecord::Stopped { overlays: disks.overlays() })).flatten();
         let begun = Instant::now();
-        let stopped = if ran { qemu.client().execute(&Stop).map(drop).map_err(qemu_error) } else { Ok(()) };
+        let stopped = if ran { qemu.stop().map_err(Error::from) } else { Ok(()) };
         let taken = stopped.and_then(|()| {
             thread::scope(|scope| {
                 let memory = scope.spawn(|| based.capture());
@@ -105,13 +105,13 @@ impl PreparedCapture {
         let state = closed.map_err(not_captured)?;
         let state = DeviceState::of_saved(&state, based.image().devices())
             .map_err(|error| not_captured(io::Error::other(error.to_string())))?;
-        let guest = based.into_guest(state)?;
-        let (written, standstill_us) = (guest.written_bytes(), standstill.as_micros());
-        tracing::info!(written, standstill_us, socket = qemu.socket(), "guest taken");
         if let Some(process) = &mut origin.process {
             process.disks = disks.stored();
         }
-        Ok(Capture { guest: guest.with_origin(origin), standstill })
+        let guest = based.into_guest(state, origin)?;
+        let (written, standstill_us) = (guest.written_bytes(), standstill.as_micros());
+        tracing::info!(written, standstill_us, socket = qemu.socket(), "guest taken");
+        Ok(Capture { guest, standstill })
     }
 }
 
@@ -121,8 +121,7 @@ impl PreparedCapture {
 /// [`Error::OtherState`]: it is neither, or is being migrated.
 fn running(qemu: &mut Qemu) -> Result<bool, Error> {
     let status = qemu.status()?.status;
-    let migration = qemu.client().execute(&QueryMigrate).map_err(qemu_error)?.status;
-    let state = match migration.filter(|migration| !migration.is_idle()) {
+    let state = match qemu.migration()?.status.filter(|migration| !migration.is_idle()) {
         Some(migration) => format!("being migrated ({})", migration.as_str()),
         None if status == RunState::RUNNING => return Ok(true),
         None if status == RunState::PAUSED => return Ok(false),
@@ -134,14 +133,10 @@ fn running(qemu: &mut Qemu) -> Result<bool, Error> {
 /// Runs the guest on, also one that may not have been stopped. Returns the time at which it ran.
 fn run_on(qemu: &mut Qemu, entry: Option<&JournalEntry>) -> Result<Instant, Error> {
     // The record stays if this fails, and the next command runs it on.
-    qemu.client().execute(&Cont).map_err(qemu_error)?;
+    qemu.cont()?;
     let at = Instant::now();
     entry.into_iter().for_each(JournalEntry::done);
     Ok(at)
-}
-
-fn qemu_error(error: towline_qmp::Error) -> Error {
-    Error::Qemu(error.into())
 }
 
 /// A file in memory that QEMU writes the state of the devices to.
@@ -162,13 +157,13 @@ impl DeviceFile {
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         let writer = File::options().write(true).open(path).map_err(failed)?;
         let add = AddFd { fdset_id: None, opaque: Some("towline devices".into()) };
-        let set = qemu.client().execute_with_fds(&add, &[writer.as_fd()]).map_err(qemu_error)?.fdset_id;
+        let set = qemu.client().execute_with_fds(&add, &[writer.as_fd()])?.fdset_id;
         Ok(Self { file, set })
     }
 
     fn save(&self, qemu: &mut Qemu) -> Result<(), Error> {
         let filename = format!("/dev/fdset/{}", self.set);
-        qemu.client().execute(&XenSaveDevicesState { filename, live: false }).map_err(qemu_error)?;
+        qemu.client().execute(&XenSaveDevicesState { filename, live: false })?;
         Ok(())
     }
 

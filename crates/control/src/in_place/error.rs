@@ -1,8 +1,9 @@
 //! Reasons for which memory is sent, and for which a copy is refused.
 
-use std::path::PathBuf;
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
 
-use super::maps::FileId;
+use super::file_id::FileId;
 use crate::{generations, qemu};
 
 /// Reason for which a block's memory is not proven to be at the destination, so its pages are sent.
@@ -184,6 +185,18 @@ pub enum TransferReason {
         /// Text of the error.
         text: String,
     },
+}
+
+impl TransferReason {
+    /// A file cannot be examined.
+    pub(super) fn file(path: &Path, error: impl Display) -> Self {
+        Self::File { path: path.to_owned(), text: error.to_string() }
+    }
+
+    /// A file of a process cannot be read.
+    pub(super) fn unreadable(path: PathBuf, error: impl Display) -> Self {
+        Self::Unreadable { path, text: error.to_string() }
+    }
 }
 
 /// Reason for which a copy, or an upgrade, is refused: it would damage memory that is in use.

@@ -66,7 +66,7 @@ pub fn old_memory(qemu: &mut Qemu) -> Result<Vec<OldMemory>, Error> {
 
 /// Returns true if the backend has a file that seems to have no content.
 pub(super) fn may_be_new_file(backend: &BackendObject) -> bool {
-    let named = backend.path.as_ref().filter(|_| backend.maps_file()).map(fs::metadata);
+    let named = backend.file().map(fs::metadata);
     matches!(named, Some(Ok(named)) if named.is_file() && named.blocks() == 0)
 }
 
@@ -79,8 +79,8 @@ fn check(backend: &BackendObject, process: &Mappings) -> Result<(), TransferReas
     }
     let file = process.open_file(&named)?.ok_or_else(|| TransferReason::NotOpen { path: path.clone() })?;
     let begin = backend.offset.unwrap_or_default();
-    let failed = |error: std::io::Error| TransferReason::File { path: path.clone(), text: error.to_string() };
-    if let Some(offset) = first_data(&file, &named, begin).map_err(failed)?
+    let first = first_data(&file, &named, begin).map_err(|error| TransferReason::file(&path, error))?;
+    if let Some(offset) = first
         && offset < begin.saturating_add(backend.bytes)
     {
         return Err(TransferReason::OldContent { path, offset });
@@ -95,11 +95,10 @@ fn check(backend: &BackendObject, process: &Mappings) -> Result<(), TransferReas
 /// The file that QEMU was given, resolved as by QEMU where possible.
 fn metadata(path: &Path, process: &Mappings) -> Result<Metadata, TransferReason> {
     let seen = process.seen(path).and_then(|seen| fs::metadata(seen).ok());
-    let failed = |text: String| TransferReason::File { path: path.to_owned(), text };
     match seen {
         Some(metadata) => Ok(metadata),
-        None if path.is_absolute() => fs::metadata(path).map_err(|error| failed(error.to_string())),
-        None => Err(failed("a path of QEMU's directory, which is not known".into())),
+        None if path.is_absolute() => fs::metadata(path).map_err(|error| TransferReason::file(path, error)),
+        None => Err(TransferReason::file(path, "a path of QEMU's directory, which is not known")),
     }
 }
 

@@ -14,7 +14,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use rustix::fs::{OFlags, SeekFrom, seek};
+use rustix::fs::{FlockOperation, OFlags, SeekFrom, flock, seek};
 use rustix::io::Errno;
 use towline_channel::Cancel;
 use towline_image::Image;
@@ -107,6 +107,11 @@ pub(super) fn verify_block(image: &Image, name: &str, cancel: &Cancel) -> Result
     Ok(())
 }
 
+/// The image with a reader's lock, so no towline replaces it.
+pub(crate) fn locked(image: &Image) -> Result<File, TransferReason> {
+    Ok(Unchanged::of(image)?.locked()?.file)
+}
+
 /// The image of a proof, with the attributes that show a later write. Writes through a mapping may show with
 /// a delay.
 #[derive(Debug)]
@@ -134,11 +139,17 @@ impl FileVersion {
 impl Unchanged {
     /// The present state of the image.
     pub(super) fn of(image: &Image) -> Result<Self, TransferReason> {
-        let path = image.path().to_owned();
-        let opened = image.file().try_clone().and_then(|file| Ok((FileVersion::of(&file.metadata()?), file)));
-        match opened {
-            Ok((state, file)) => Ok(Self { path, file, state }),
-            Err(error) => Err(TransferReason::File { path, text: error.to_string() }),
+        let file = image.reopen().map_err(|error| TransferReason::file(image.path(), error))?;
+        let found = file.metadata().map_err(|error| TransferReason::file(image.path(), error))?;
+        Ok(Self { path: image.path().to_owned(), file, state: FileVersion::of(&found) })
+    }
+
+    /// Takes a reader's lock, so no towline replaces the image while this value lives.
+    pub(super) fn locked(self) -> Result<Self, TransferReason> {
+        match flock(&self.file, FlockOperation::NonBlockingLockShared) {
+            Err(Errno::WOULDBLOCK) => Err(TransferReason::Locked { path: self.path }),
+            // A filesystem without locks has none to violate.
+            _ => Ok(self),
         }
     }
 

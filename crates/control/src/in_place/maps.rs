@@ -8,16 +8,15 @@
 
 use std::fs;
 use std::io;
-use std::path::PathBuf;
+use std::path::Path;
+
+use super::error::TransferReason;
+use super::file_id::FileId;
 
 /// Unit of the sizes in `smaps`.
 const KIB: u64 = 1024;
 /// Fields of `smaps` that count pages which are no longer the file's.
 const PRIVATE_FIELDS: [&str; 2] = ["Anonymous", "Swap"];
-
-/// A mounted `/proc`.
-#[derive(Debug, Clone)]
-pub(super) struct Proc(PathBuf);
 
 /// The file to read of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,17 +25,6 @@ pub(super) enum Detail {
     Mappings,
     /// The mappings with the private copies in each. It takes time for memory that is in use.
     PrivateCopies,
-}
-
-/// A file, as the kernel identifies it in a list of mappings.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct FileId {
-    /// Major number of its device.
-    pub major: u32,
-    /// Minor number of its device.
-    pub minor: u32,
-    /// Inode; 0 for memory without a file.
-    pub inode: u64,
 }
 
 /// Destination of writes to a mapping.
@@ -70,77 +58,48 @@ pub(super) struct FileRange {
     pub(super) private_bytes: Option<u64>,
 }
 
-/// Reason for which memory is not one range of a file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum NotOneRange {
-    /// A part of it is not mapped.
-    Hole,
-    /// A part of it is of no file.
-    Anonymous,
-    /// The parts belong to several files, or are not in the file's order.
-    Scattered,
-}
-
-impl std::fmt::Display for FileId {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{:x}:{:x} inode {}", self.major, self.minor, self.inode)
+impl Detail {
+    /// Name of the file.
+    pub(super) fn file_name(self) -> &'static str {
+        match self {
+            Self::Mappings => "maps",
+            Self::PrivateCopies => "smaps",
+        }
     }
 }
 
-impl Default for Proc {
-    fn default() -> Self {
-        Self(PathBuf::from("/proc"))
-    }
-}
-
-impl Proc {
-    #[cfg(test)]
-    pub(super) fn at(path: &std::path::Path) -> Self {
-        Self(path.to_owned())
-    }
-
-    /// The directory of a process.
-    pub(super) fn directory(&self, process: &str) -> PathBuf {
-        self.0.join(process)
-    }
-
-    /// The file with the mappings of a process, given by its id or `self`.
-    pub(super) fn path(&self, process: &str, detail: Detail) -> PathBuf {
-        self.0.join(process).join(match detail {
-            Detail::Mappings => "maps",
-            Detail::PrivateCopies => "smaps",
-        })
-    }
-
-    /// The mappings of a process, by address.
-    pub(super) fn mappings(&self, process: &str, detail: Detail) -> io::Result<Vec<MapsEntry>> {
-        // Names of files may contain any bytes.
-        let bytes = fs::read(self.path(process, detail))?;
-        Ok(parse(&String::from_utf8_lossy(&bytes)))
-    }
+/// The mappings of a process, given by its directory in `/proc`, by address.
+pub(super) fn mappings(process: &Path, detail: Detail) -> io::Result<Vec<MapsEntry>> {
+    // Names of files may contain any bytes.
+    let bytes = fs::read(process.join(detail.file_name()))?;
+    Ok(parse(&String::from_utf8_lossy(&bytes)))
 }
 
 /// The range of a file that is mapped at `length` bytes from `address` on.
-pub(super) fn range_at(mappings: &[MapsEntry], address: u64, length: u64) -> Result<FileRange, NotOneRange> {
-    let end = address.checked_add(length).ok_or(NotOneRange::Hole)?;
+pub(super) fn range_at(
+    mappings: &[MapsEntry],
+    address: u64,
+    length: u64,
+) -> Result<FileRange, TransferReason> {
+    let end = address.checked_add(length).ok_or(TransferReason::NotMapped)?;
     let mut found: Option<FileRange> = None;
     let mut at = address;
     while at < end {
         let mapping = mappings.iter().find(|mapping| (mapping.start..mapping.end).contains(&at));
-        let mapping = mapping.ok_or(NotOneRange::Hole)?;
+        let mapping = mapping.ok_or(TransferReason::NotMapped)?;
         if mapping.range.file.inode == 0 {
-            return Err(NotOneRange::Anonymous);
+            return Err(TransferReason::Anonymous);
         }
         let offset = mapping.range.offset + (at - mapping.start);
         found = Some(match found {
             None => FileRange { offset, ..mapping.range.clone() },
             Some(before) => {
-                before.joined(&mapping.range, offset, at - address).ok_or(NotOneRange::Scattered)?
+                before.joined(&mapping.range, offset, at - address).ok_or(TransferReason::NotContiguous)?
             }
         });
         at = mapping.end;
     }
-    found.ok_or(NotOneRange::Hole)
+    found.ok_or(TransferReason::NotMapped)
 }
 
 /// Returns true if `length` bytes of a file from `offset` on are mapped shared at any address.
@@ -276,7 +235,7 @@ Anonymous:             0 kB
 7ffd00000000-7ffd00021000 rw-p 00000000 00:00 0                          [stack]
 ";
 
-    fn range(address: u64, length: u64) -> Result<FileRange, NotOneRange> {
+    fn range(address: u64, length: u64) -> Result<FileRange, TransferReason> {
         range_at(&parse(TEXT), address, length)
     }
 
@@ -321,23 +280,23 @@ Anonymous:             0 kB
 
     #[test]
     fn other_memory_is_not_a_range() {
-        assert_eq!(range(0x7f2a_0000_0000, 5 << 20), Err(NotOneRange::Anonymous));
-        assert_eq!(range(0x7f2a_0040_0000, 1 << 20), Err(NotOneRange::Anonymous));
-        assert_eq!(range(0x7f2a_0060_0000, 2 << 20), Err(NotOneRange::Hole));
-        assert_eq!(range(0x7f2a_0050_0000, 1 << 20), Err(NotOneRange::Hole));
-        assert_eq!(range(0x7f2a_0000_0000, 0), Err(NotOneRange::Hole));
-        assert_eq!(range(u64::MAX, 2), Err(NotOneRange::Hole));
-        assert_eq!(range(0, u64::MAX), Err(NotOneRange::Hole));
+        assert_eq!(range(0x7f2a_0000_0000, 5 << 20), Err(TransferReason::Anonymous));
+        assert_eq!(range(0x7f2a_0040_0000, 1 << 20), Err(TransferReason::Anonymous));
+        assert_eq!(range(0x7f2a_0060_0000, 2 << 20), Err(TransferReason::NotMapped));
+        assert_eq!(range(0x7f2a_0050_0000, 1 << 20), Err(TransferReason::NotMapped));
+        assert_eq!(range(0x7f2a_0000_0000, 0), Err(TransferReason::NotMapped));
+        assert_eq!(range(u64::MAX, 2), Err(TransferReason::NotMapped));
+        assert_eq!(range(0, u64::MAX), Err(TransferReason::NotMapped));
     }
 
     #[test]
     fn parts_out_of_order_are_not_a_range() {
         let swapped = "1000-2000 rw-p 00001000 fe:00 5 /a\n2000-3000 rw-p 00000000 fe:00 5 /a\n";
-        assert_eq!(range_at(&parse(swapped), 0x1000, 0x2000), Err(NotOneRange::Scattered));
+        assert_eq!(range_at(&parse(swapped), 0x1000, 0x2000), Err(TransferReason::NotContiguous));
         let mixed = "1000-2000 rw-p 00000000 fe:00 5 /a\n2000-3000 rw-s 00001000 fe:00 5 /a\n";
-        assert_eq!(range_at(&parse(mixed), 0x1000, 0x2000), Err(NotOneRange::Scattered));
+        assert_eq!(range_at(&parse(mixed), 0x1000, 0x2000), Err(TransferReason::NotContiguous));
         let other = "1000-2000 rw-p 00000000 fe:00 5 /a\n2000-3000 rw-p 00001000 fe:00 6 /a\n";
-        assert_eq!(range_at(&parse(other), 0x1000, 0x2000), Err(NotOneRange::Scattered));
+        assert_eq!(range_at(&parse(other), 0x1000, 0x2000), Err(TransferReason::NotContiguous));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::TransferReason;
-use super::maps::{Detail, MapsEntry, Proc};
+use super::maps::{self, Detail, MapsEntry};
 use crate::qemu::{Process, Qemu};
 
 /// The mappings of a QEMU's process, once read.
@@ -31,13 +31,18 @@ impl Mappings {
     }
 
     pub(super) fn get(&self) -> Result<&[MapsEntry], TransferReason> {
-        let read = || read_mappings(&self.process.clone()?.to_string(), self.detail);
+        let read = || read_mappings(&self.directory()?, self.detail);
         self.read.get_or_init(read).as_deref().map_err(Clone::clone)
+    }
+
+    /// The directory of the process in `/proc`.
+    fn directory(&self) -> Result<PathBuf, TransferReason> {
+        Ok(format!("/proc/{}", self.pid()?).into())
     }
 
     /// A path of QEMU's as this process reaches it, if QEMU's process is known.
     pub(super) fn seen(&self, path: &Path) -> Option<PathBuf> {
-        let process = Proc::default().directory(&self.process.as_ref().ok()?.to_string());
+        let process = self.directory().ok()?;
         Some(match path.strip_prefix("/") {
             Ok(path) => process.join("root").join(path),
             Err(_) => process.join("cwd").join(path),
@@ -46,24 +51,17 @@ impl Mappings {
 
     /// The file that `wanted` describes, opened for reading, if QEMU has it open.
     pub(super) fn open_file(&self, wanted: &Metadata) -> Result<Option<File>, TransferReason> {
-        let is_wanted = |found: &Metadata| (found.dev(), found.ino()) == (wanted.dev(), wanted.ino());
-        let found = self.descriptors()?.into_iter().find(|(_, found)| found.is_file() && is_wanted(found));
-        let open = |path: PathBuf| {
-            File::open(&path).map_err(|error| TransferReason::Unreadable { path, text: error.to_string() })
-        };
+        let is_wanted = |found: &Metadata| Numbers::of(found) == Numbers::of(wanted);
+        let found = self.files()?.into_iter().find(|(_, found)| is_wanted(found));
+        let open = |path: PathBuf| File::open(&path).map_err(|error| TransferReason::unreadable(path, error));
         found.map(|(path, _)| open(path)).transpose()
     }
 
     /// Refuses a process that does not have this file open, or has another one with the same numbers in its
     /// mappings: on btrfs files of several subvolumes share them.
     pub(super) fn check_open(&self, path: &Path, file: &Metadata) -> Result<(), TransferReason> {
-        let files = self.descriptors()?;
-        let files = files.iter().filter(|(_, found)| found.is_file()).map(|(_, found)| Numbers::of(found));
-        match Numbers::of(file).among(files) {
-            Among::Alone => Ok(()),
-            Among::Missing => Err(TransferReason::NotOpen { path: path.to_owned() }),
-            Among::Ambiguous => Err(TransferReason::Ambiguous { path: path.to_owned() }),
-        }
+        let open: Vec<_> = self.files()?.iter().map(|(_, found)| Numbers::of(found)).collect();
+        Numbers::of(file).check_among(&open, path)
     }
 
     /// The files that the process has open, as files of `/proc`.
@@ -75,7 +73,7 @@ impl Mappings {
 
     /// The directory to which relative paths of QEMU are relative.
     pub(super) fn working_directory(&self) -> Option<PathBuf> {
-        fs::read_link(Proc::default().directory(&self.process.as_ref().ok()?.to_string()).join("cwd")).ok()
+        fs::read_link(self.directory().ok()?.join("cwd")).ok()
     }
 
     /// Returns how the process has this file open, by all of its descriptors; `None` if it does not have it
@@ -91,20 +89,16 @@ impl Mappings {
 
     /// The descriptors of the process, as files of `/proc`, and what they refer to.
     fn descriptors(&self) -> Result<Vec<(PathBuf, Metadata)>, TransferReason> {
-        let directory = Proc::default().directory(&self.process.clone()?.to_string()).join("fd");
-        let unreadable = |path: &Path, error: io::Error| TransferReason::Unreadable {
-            path: path.to_owned(),
-            text: error.to_string(),
-        };
+        let directory = self.directory()?.join("fd");
         let entries = fs::read_dir(&directory).and_then(Iterator::collect::<Result<Vec<_>, _>>);
-        let entries = entries.map_err(|error| unreadable(&directory, error))?;
+        let entries = entries.map_err(|error| TransferReason::unreadable(directory, error))?;
         let mut files = Vec::with_capacity(entries.len());
         for path in entries.into_iter().map(|entry| entry.path()) {
             match fs::metadata(&path) {
                 Ok(metadata) => files.push((path, metadata)),
                 // It was closed since.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) => return Err(unreadable(&path, error)),
+                Err(error) => return Err(TransferReason::unreadable(path, error)),
             }
         }
         Ok(files)
@@ -125,43 +119,29 @@ struct Numbers {
     inode: u64,
 }
 
-/// Result of the search for a file among others.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Among {
-    /// Found, and no other file has its inode number.
-    Alone,
-    /// Not found.
-    Missing,
-    /// Another file, of another device, has its inode number.
-    Ambiguous,
-}
-
 impl Numbers {
     fn of(file: &Metadata) -> Self {
         Self { device: file.dev(), inode: file.ino() }
     }
 
-    fn among(self, files: impl IntoIterator<Item = Self>) -> Among {
-        let alike = files.into_iter().filter(|file| file.inode == self.inode);
-        alike.fold(Among::Missing, |found, file| match found {
-            Among::Ambiguous => Among::Ambiguous,
-            _ if file.device != self.device => Among::Ambiguous,
-            _ => Among::Alone,
-        })
+    /// Checks that it is among these, and no file of another device with its inode number. `path` is its name.
+    fn check_among(self, files: &[Self], path: &Path) -> Result<(), TransferReason> {
+        let path = path.to_owned();
+        if files.iter().any(|file| file.inode == self.inode && file.device != self.device) {
+            return Err(TransferReason::Ambiguous { path });
+        }
+        if files.contains(&self) { Ok(()) } else { Err(TransferReason::NotOpen { path }) }
     }
 }
 
 /// The mappings of this process.
 pub(super) fn own_mappings() -> Result<Vec<MapsEntry>, TransferReason> {
-    read_mappings("self", Detail::Mappings)
+    read_mappings(Path::new("/proc/self"), Detail::Mappings)
 }
 
-fn read_mappings(process: &str, detail: Detail) -> Result<Vec<MapsEntry>, TransferReason> {
-    let proc = Proc::default();
-    proc.mappings(process, detail).map_err(|error| TransferReason::Unreadable {
-        path: proc.path(process, detail),
-        text: error.to_string(),
-    })
+fn read_mappings(process: &Path, detail: Detail) -> Result<Vec<MapsEntry>, TransferReason> {
+    let unreadable = |error| TransferReason::unreadable(process.join(detail.file_name()), error);
+    maps::mappings(process, detail).map_err(unreadable)
 }
 
 #[cfg(test)]
@@ -172,12 +152,14 @@ mod tests {
     fn a_file_is_found_if_no_other_has_its_inode_number() {
         let file = |device, inode| Numbers { device, inode };
         let image = file(40, 257);
-        assert_eq!(image.among([file(1, 9), image, image]), Among::Alone);
-        assert_eq!(image.among([file(1, 9)]), Among::Missing);
+        let check = |files: &[Numbers]| image.check_among(files, Path::new("/a"));
+        assert_eq!(check(&[file(1, 9), image, image]), Ok(()));
+        assert_eq!(check(&[file(1, 9)]), Err(TransferReason::NotOpen { path: "/a".into() }));
         // The first file of another subvolume, with or without the image open.
-        assert_eq!(image.among([file(41, 257)]), Among::Ambiguous);
-        assert_eq!(image.among([file(41, 257), image]), Among::Ambiguous);
-        assert_eq!(image.among([image, file(41, 257)]), Among::Ambiguous);
+        let ambiguous = Err(TransferReason::Ambiguous { path: "/a".into() });
+        assert_eq!(check(&[file(41, 257)]), ambiguous);
+        assert_eq!(check(&[file(41, 257), image]), ambiguous);
+        assert_eq!(check(&[image, file(41, 257)]), ambiguous);
     }
 
     #[test]

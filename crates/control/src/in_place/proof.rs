@@ -1,12 +1,15 @@
 //! Memory backends of a QEMU, as it describes them over QMP, and the proof itself, which compares that
 //! description and the kernel's list of QEMU's mappings with the requirements.
 
+use std::path::Path;
+
 use serde_json::{Map, Value};
 use towline_qmp::commands::{Memdev, QomGet, QueryMemdev};
 use towline_qmp::{self as qmp, Client, CommandRequest};
 
 use super::error::TransferReason;
-use super::maps::{FileId, FileRange, MapSharing, NotOneRange};
+use super::file_id::FileId;
+use super::maps::{FileRange, MapSharing};
 use super::{Mapped, MappingKind};
 use crate::qemu::if_known;
 
@@ -61,15 +64,7 @@ pub(super) fn may_change_file(backend: &BackendObject) -> bool {
 }
 
 /// Compares the mapping of a block with the expected one.
-pub(super) fn prove(
-    wanted: &ExpectedMapping<'_>,
-    found: Result<FileRange, NotOneRange>,
-) -> Result<Mapped, TransferReason> {
-    let found = found.map_err(|reason| match reason {
-        NotOneRange::Hole => TransferReason::NotMapped,
-        NotOneRange::Anonymous => TransferReason::Anonymous,
-        NotOneRange::Scattered => TransferReason::NotContiguous,
-    })?;
+pub(super) fn prove(wanted: &ExpectedMapping<'_>, found: FileRange) -> Result<Mapped, TransferReason> {
     if found.file != wanted.file {
         let (path, found, expected) = (found.path, found.file, wanted.file);
         return Err(TransferReason::OtherFile { path, found, expected });
@@ -144,6 +139,11 @@ impl BackendObject {
     /// Returns true if it maps a given file.
     pub(super) fn maps_file(&self) -> bool {
         self.kind == FILE_BACKEND
+    }
+
+    /// The given file that it maps, by its name.
+    pub(super) fn file(&self) -> Option<&Path> {
+        self.path.as_deref().filter(|_| self.maps_file()).map(Path::new)
     }
 
     /// A backend with these [`PROPERTIES`], null where QEMU does not have one.

@@ -2,12 +2,13 @@
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use super::maps::{Detail, FileId, MapSharing, has_shared, overlaps_shared, range_at, shared_parts};
+use super::file_id::FileId;
+use super::maps::{Detail, MapSharing, has_shared, overlaps_shared, range_at, shared_parts};
 use super::process::Mappings;
 use super::proof::{BackendObject, Backends, ExpectedMapping, check_backend, prove};
-use super::{BackendPurpose, Error, Mapped, MappingKind, Presence, TransferReason};
+use super::{Error, Mapped, MappingKind, Presence, TransferReason, TransferredBlock};
 use crate::qemu::Qemu;
 
 /// Proves which blocks of the guest in `old` are the same memory in the waiting `new`.
@@ -22,20 +23,18 @@ pub fn of_running(new: &mut Qemu, old: &mut Qemu) -> Result<Presence, Error> {
     };
     let mut presence = Presence::default();
     for block in old.facts().migrated_blocks() {
-        let outcome = ends.block(&block.name, block.used_bytes);
-        match &outcome {
+        let proven = ends.block(&block.name, block.used_bytes);
+        match &proven {
             Ok(_) => {
-                ends.new.check_discards(&block.name)?;
-                ends.old.check_discards(&block.name)?;
+                for end in [&ends.new, &ends.old] {
+                    end.backends.of_block(&block.name).map_or(Ok(()), |one| check_discards(one, end.qemu))?;
+                }
             }
             Err(reason) => ends.check_foreign(&block.name, block.used_bytes, reason)?,
         }
-        let is_file = there.of_block(&block.name).is_some_and(BackendObject::maps_file);
-        presence.add(
-            &block.name,
-            outcome,
-            if is_file { BackendPurpose::Mapped } else { BackendPurpose::Other },
-        );
+        let is_unexpected = there.of_block(&block.name).is_some_and(BackendObject::maps_file);
+        let sent = |reason| TransferredBlock { block: block.name.clone(), reason, is_unexpected };
+        presence.add(proven.map_err(sent));
     }
     Ok(presence)
 }
@@ -55,17 +54,15 @@ impl MappedQemu<'_> {
     fn address_of(&self, block: &str) -> Option<u64> {
         self.qemu.facts().address_of(block)
     }
+}
 
-    /// The exit of one QEMU must leave the memory to the other.
-    fn check_discards(&self, block: &str) -> Result<(), Error> {
-        match self.backends.of_block(block) {
-            Some(backend) if backend.discard_data => {
-                let (socket, backend) = (self.qemu.socket().to_owned(), backend.id.clone());
-                Err(Error::DiscardsData { socket, backend })
-            }
-            _ => Ok(()),
-        }
+/// The exit of one QEMU must leave the memory to the other.
+fn check_discards(backend: &BackendObject, qemu: &Qemu) -> Result<(), Error> {
+    if backend.discard_data {
+        let (socket, backend) = (qemu.socket().to_owned(), backend.id.clone());
+        return Err(Error::DiscardsData { socket, backend });
     }
+    Ok(())
 }
 
 /// The QEMU that waits, and the one that runs the guest.
@@ -85,7 +82,7 @@ impl QemuPair<'_> {
         let new = range_at(self.new.process.get()?, address, bytes);
         let mappings = self.old.process.get()?;
         let old = match (self.old.address_of(block), &new) {
-            (Some(address), _) => range_at(mappings, address, bytes),
+            (Some(address), _) => range_at(mappings, address, bytes)?,
             (None, _) if !self.old.backends.has_unique_size(backend) => {
                 return Err(no_address(&self.old));
             }
@@ -93,17 +90,13 @@ impl QemuPair<'_> {
                 let (path, found) = (range.path.clone(), range.file);
                 return Err(TransferReason::NotSharedWithSource { path, found });
             }
-            (None, _) => new.clone(),
+            (None, _) => new.clone()?,
         };
-        let wanted =
-            |file, offset| ExpectedMapping { block, bytes, kind: MappingKind::Running, file, offset };
+        let (kind, file, offset) = (MappingKind::Running, old.file, old.offset);
+        let wanted = ExpectedMapping { block, bytes, kind, file, offset };
         // The old QEMU's side first: it must write into the file as well.
-        let (file, offset) = match &old {
-            Ok(range) => (range.file, range.offset),
-            Err(_) => return prove(&wanted(FileId::default(), 0), old),
-        };
-        prove(&wanted(file, offset), old)?;
-        prove(&wanted(file, offset), new)
+        prove(&wanted, old)?;
+        prove(&wanted, new?)
     }
 
     /// Refuses memory of this block that is another memory of the guest, or may be: its pages would need to
@@ -190,10 +183,7 @@ pub fn guest_backends(qemu: &mut Qemu) -> Result<GuestBackends, Error> {
     let mut found = GuestBackends::default();
     for block in qemu.facts().migrated_blocks() {
         let Some(backend) = backends.of_block(&block.name) else { continue };
-        if backend.discard_data {
-            let (socket, backend) = (qemu.socket().to_owned(), backend.id.clone());
-            return Err(Error::DiscardsData { socket, backend });
-        }
+        check_discards(backend, qemu)?;
         match locate(backend, block.address, &backends, &process) {
             Ok((path, offset)) => {
                 let (backend, bytes) = (backend.id.clone(), block.used_bytes);
@@ -259,7 +249,7 @@ fn locate(
 
 /// The file's own name, if it still leads to the file that QEMU has open.
 fn named(backend: &BackendObject, process: &Mappings, open: Option<&fs::Metadata>) -> Option<PathBuf> {
-    let path = Path::new(backend.path.as_ref().filter(|_| backend.maps_file())?);
+    let path = backend.file()?;
     let path = if path.is_absolute() { path.to_owned() } else { process.working_directory()?.join(path) };
     // A descriptor of a process that may end is not a name.
     if path.starts_with("/proc") {

@@ -6,8 +6,6 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Duration;
 
-use rustix::fs::{FlockOperation, flock};
-use rustix::io::Errno;
 use towline_channel::Cancel;
 use towline_image::Image;
 use towline_migration::Guest as _;
@@ -17,10 +15,10 @@ use towline_qmp::{self as qmp, Client};
 
 use super::fresh::may_be_new_file;
 use super::image_file::{Unchanged, stale_page, verify_block};
-use super::maps::{Detail, FileRange, MapsEntry, NotOneRange, range_at};
+use super::maps::{Detail, FileRange, MapsEntry, range_at};
 use super::process::{Mappings, OpenMode, own_mappings};
 use super::proof::{BackendObject, Backends, ExpectedMapping, check_backend, may_change_file, prove};
-use super::{BackendPurpose, Error, Mapped, MappingKind, Presence, Reflink, TransferReason};
+use super::{Error, Mapped, MappingKind, Presence, Reflink, TransferReason, TransferredBlock};
 use crate::qemu::Qemu;
 
 /// `f_type` of overlayfs.
@@ -155,22 +153,18 @@ fn of_kernel(qemu: &Qemu, image: &Image) -> Option<Presence> {
         let kind = MappingKind::CopyOnWrite;
         let stored = ImageBlock { image, own: &own, index, block, kind };
         let address = qemu.facts().address_of(&block.name)?;
-        let found = range_at(process.get().ok()?, address, block.length);
-        match found {
-            Err(NotOneRange::Anonymous) => {
-                presence.add(&block.name, Err(TransferReason::NoBackend), BackendPurpose::Other);
+        presence.add(match range_at(process.get().ok()?, address, block.length) {
+            Err(TransferReason::Anonymous) => {
+                let (block, reason) = (block.name.clone(), TransferReason::NoBackend);
+                Err(TransferredBlock { block, reason, is_unexpected: false })
             }
-            found => {
-                let mapped = stored.prove_range(found, &stored.own_range().ok()?, &process).ok()?;
-                presence.add(&block.name, Ok(mapped), BackendPurpose::Mapped);
-            }
-        }
+            found => Ok(stored.prove_range(found.ok()?, &stored.own_range().ok()?, &process).ok()?),
+        });
     }
     if presence.is_empty() {
         return None;
     }
-    presence._lock = Some(locked(image).ok()?);
-    presence.unchanged = Some(unchanged);
+    presence.unchanged = Some(unchanged.locked().ok()?);
     Some(presence)
 }
 
@@ -181,34 +175,25 @@ fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: MappingKind)
     let mut presence = Presence::default();
     for (index, block) in (0..).map(BlockIndex).zip(image.ram_blocks()) {
         let stored = ImageBlock { image, own: &own, index, block, kind };
-        let outcome = match backends.of_block(&block.name) {
-            None => Err(TransferReason::NoBackend),
-            Some(backend) => stored.prove(qemu, backend, qemu.facts().address_of(&block.name), &process),
-        };
-        if let (Err(TransferReason::WritableImage), Some(backend)) =
-            (&outcome, backends.of_block(&block.name))
-        {
+        let backend = backends.of_block(&block.name);
+        let proven = backend.ok_or(TransferReason::NoBackend);
+        let proven = proven.and_then(|backend| stored.prove(qemu, backend, &process));
+        if let (Err(TransferReason::WritableImage), Some(backend)) = (&proven, backend) {
             return Err(image_writable(qemu, &backend.id, image));
         }
-        let is_named = backends.of_block(&block.name).is_some_and(|backend| is_file(backend, image));
-        presence.add(
-            &block.name,
-            outcome,
-            if is_named { BackendPurpose::Mapped } else { BackendPurpose::Other },
-        );
+        let is_unexpected = backend.is_some_and(|backend| is_file(backend, image));
+        let sent = |reason| TransferredBlock { block: block.name.clone(), reason, is_unexpected };
+        presence.add(proven.map_err(sent));
     }
-    if !presence.is_empty() {
-        match locked(image).and_then(|lock| Ok((lock, unchanged?))) {
-            Ok((lock, unchanged)) => {
-                presence._lock = Some(lock);
-                // A reflink is the guest's to write.
-                presence.unchanged = Some(unchanged).filter(|_| kind == MappingKind::CopyOnWrite);
-            }
-            Err(reason) => {
-                let mapped = std::mem::take(&mut presence.mapped);
-                mapped.iter().for_each(|mapped| {
-                    presence.add(&mapped.block, Err(reason.clone()), BackendPurpose::Mapped);
-                });
+    if presence.is_empty() {
+        return Ok(presence);
+    }
+    match unchanged.and_then(Unchanged::locked) {
+        // A reflink is the guest's to write.
+        Ok(unchanged) => presence.unchanged = Some(unchanged).filter(|_| kind == MappingKind::CopyOnWrite),
+        Err(reason) => {
+            for Mapped { block, .. } in std::mem::take(&mut presence.mapped) {
+                presence.add(Err(TransferredBlock { block, reason: reason.clone(), is_unexpected: true }));
             }
         }
     }
@@ -230,26 +215,31 @@ impl ImageBlock<'_> {
         &self,
         qemu: &Qemu,
         backend: &BackendObject,
-        address: Option<u64>,
         process: &Mappings,
     ) -> Result<Mapped, TransferReason> {
-        let (bytes, version) = (self.block.length, &qemu.facts().version);
-        check_backend(backend, bytes, version)?;
-        let address = address.ok_or_else(|| TransferReason::NoAddress { found: version.qemu.to_string() })?;
+        let bytes = self.block.length;
+        check_backend(backend, bytes, &qemu.facts().version)?;
+        let address = self.address_in(qemu)?;
         let own = self.own_range()?;
-        let found = range_at(process.get()?, address, bytes);
-        let is_image = found.as_ref().is_ok_and(|range| range.file == own.file);
+        let found = range_at(process.get()?, address, bytes)?;
+        let is_image = found.file == own.file;
         if is_image && self.kind == MappingKind::CopyOnWrite && may_change_file(backend) {
             return Err(TransferReason::WritableImage);
         }
         self.prove_range(found, &own, process)
     }
 
+    /// Address of the block in this QEMU's process.
+    pub(super) fn address_in(&self, qemu: &Qemu) -> Result<u64, TransferReason> {
+        let no_address = || TransferReason::NoAddress { found: qemu.facts().version.qemu.to_string() };
+        qemu.facts().address_of(&self.block.name).ok_or_else(no_address)
+    }
+
     /// Compares the mapping of the block with the block in this process's mapping, and the file with the
     /// image.
     pub(super) fn prove_range(
         &self,
-        found: Result<FileRange, NotOneRange>,
+        found: FileRange,
         own: &FileRange,
         process: &Mappings,
     ) -> Result<Mapped, TransferReason> {
@@ -281,21 +271,17 @@ impl ImageBlock<'_> {
         if is_overlay(self.image.file()) {
             return Err(TransferReason::Overlay { path: path.to_owned() });
         }
-        let file = self.image.file().metadata();
-        let file =
-            file.map_err(|error| TransferReason::File { path: path.to_owned(), text: error.to_string() })?;
+        let file = self.image.file().metadata().map_err(|error| TransferReason::file(path, error))?;
         process.check_open(path, &file)
     }
 
     fn check_content(&self, begin: u64) -> Result<(), TransferReason> {
-        let path = || self.image.path().to_owned();
-        let failed =
-            |error: &dyn std::fmt::Display| TransferReason::File { path: path(), text: error.to_string() };
-        let file = self.image.reopen().map_err(|error| failed(&error))?;
-        match stale_page(self.image, &file, self.index, begin) {
-            Ok(None) => Ok(()),
-            Ok(Some(offset)) => Err(TransferReason::StaleContent { path: path(), offset }),
-            Err(error) => Err(failed(&error)),
+        let path = self.image.path();
+        let file = self.image.reopen().map_err(|error| TransferReason::file(path, error))?;
+        let stale = stale_page(self.image, &file, self.index, begin);
+        match stale.map_err(|error| TransferReason::file(path, error))? {
+            None => Ok(()),
+            Some(offset) => Err(TransferReason::StaleContent { path: path.to_owned(), offset }),
         }
     }
 }
@@ -310,15 +296,13 @@ fn is_overlay(file: &File) -> bool {
 /// another file.
 fn is_file(backend: &BackendObject, image: &Image) -> bool {
     let resolved = |path: &Path| path.canonicalize().ok();
-    let has_path = || match (backend.path.as_ref().filter(|_| backend.maps_file()), resolved(image.path())) {
-        (Some(path), Some(image)) => resolved(Path::new(path)) == Some(image),
-        _ => false,
-    };
-    image.file().metadata().is_ok_and(|metadata| is_same(backend, &metadata)) || has_path()
+    let path = || resolved(backend.file()?);
+    image.file().metadata().is_ok_and(|metadata| is_same(backend, &metadata))
+        || path().is_some_and(|path| Some(path) == resolved(image.path()))
 }
 
 fn is_same(backend: &BackendObject, file: &Metadata) -> bool {
-    let named = backend.path.as_ref().filter(|_| backend.maps_file()).map(std::fs::metadata);
+    let named = backend.file().map(std::fs::metadata);
     matches!(named, Some(Ok(named)) if (named.dev(), named.ino()) == (file.dev(), file.ino()))
 }
 
@@ -366,17 +350,4 @@ fn may_share_file(backend: &BackendObject) -> bool {
 fn image_writable(qemu: &Qemu, backend: &str, image: &Image) -> Error {
     let (socket, backend) = (qemu.socket().to_owned(), backend.to_owned());
     Error::ImageWritable { socket, backend, path: image.path().to_owned() }
-}
-
-/// The image with a reader's lock, so no towline replaces it.
-pub(crate) fn locked(image: &Image) -> Result<File, TransferReason> {
-    let path = image.path().to_owned();
-    let file = image
-        .reopen()
-        .map_err(|error| TransferReason::File { path: path.clone(), text: error.to_string() })?;
-    match flock(&file, FlockOperation::NonBlockingLockShared) {
-        Err(Errno::WOULDBLOCK) => Err(TransferReason::Locked { path }),
-        // A filesystem without locks has none to violate.
-        _ => Ok(file),
-    }
 }

@@ -4,7 +4,8 @@ use serde_json::json;
 use tempfile::TempDir;
 use towline_qmp::commands::Version;
 
-use super::maps::{Detail, FileId, Proc, has_shared, range_at};
+use super::file_id::FileId;
+use super::maps::{Detail, MapsEntry, has_shared, mappings, range_at};
 use super::proof::{BackendObject, ExpectedMapping, check_backend, may_change_file, prove};
 use super::{Mapped, MappingKind, TransferReason};
 
@@ -41,8 +42,11 @@ impl FakeProc {
         address: u64,
         detail: Detail,
     ) -> Result<Mapped, TransferReason> {
-        let mappings = Proc::at(self.0.path()).mappings("99", detail).unwrap();
-        prove(wanted, range_at(&mappings, address, wanted.bytes))
+        prove(wanted, range_at(&self.mappings(detail), address, wanted.bytes)?)
+    }
+
+    fn mappings(&self, detail: Detail) -> Vec<MapsEntry> {
+        mappings(&self.0.path().join("99"), detail).unwrap()
     }
 
     fn prove(&self, wanted: &ExpectedMapping<'_>) -> Result<Mapped, TransferReason> {
@@ -210,13 +214,13 @@ fn blocks_in_another_order_are_not_proven() {
 fn memory_without_an_address_is_found_by_its_file() {
     let memfd = "00:01 9 /memfd:memory-backend-memfd (deleted)";
     let old = FakeProc::new(&mapping(ADDRESS, BYTES, "rw-s", 0, memfd));
-    let mappings = Proc::at(old.0.path()).mappings("99", Detail::Mappings).unwrap();
+    let mappings = old.mappings(Detail::Mappings);
     let file = FileId { major: 0, minor: 1, inode: 9 };
     assert!(has_shared(&mappings, file, 0, BYTES));
     assert!(!has_shared(&mappings, FileId { inode: 10, ..file }, 0, BYTES));
     assert!(!has_shared(&mappings, file, 4096, BYTES));
     let private = FakeProc::new(&mapping(ADDRESS, BYTES, "rw-p", 0, memfd));
-    let mappings = Proc::at(private.0.path()).mappings("99", Detail::Mappings).unwrap();
+    let mappings = private.mappings(Detail::Mappings);
     assert!(!has_shared(&mappings, file, 0, BYTES));
 }
 
