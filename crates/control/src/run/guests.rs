@@ -255,14 +255,9 @@ impl MappedGuest {
         let image = image.whole();
         // The user's own arguments too: they may bring a backend or such a device.
         let whole = guest.whole();
-        let reflink = match whole.options().iter().any(is_vhost_user) {
-            true => {
-                let made = Reflink::create(image);
-                let why = "vhost-user devices share the guest's memory, which needs its own file";
-                Some(made.map_err(|error| format!("{why}: {error}"))?)
-            }
-            false => None,
-        };
+        let made = whole.options().iter().any(is_vhost_user).then(|| Reflink::create(image));
+        let why = "vhost-user devices share the guest's memory, which needs its own file";
+        let reflink = made.transpose().map_err(|error| format!("{why}: {error}"))?;
         let (path, sharing) = match &reflink {
             Some(reflink) => (reflink.path().to_owned(), Sharing::Shared),
             None => (image.path().canonicalize()?, Sharing::CopyOnWrite),
@@ -279,7 +274,7 @@ pub(crate) fn main_memory<'a>(
     blocks: impl Iterator<Item = (&'a str, u64)> + Clone,
     whole: &CommandLine,
 ) -> Result<Vec<String>, String> {
-    let backends = backends(whole);
+    let backends = whole.memory_backends();
     if backends.is_empty() {
         // The machine's own memory is the largest block by far; others are firmware and video memory.
         let main = blocks.max_by_key(|(_, length)| *length).filter(|(name, _)| name.ends_with(".ram"));
@@ -305,14 +300,6 @@ fn blocks(image: &Image, whole: &CommandLine, file: &Path) -> Result<Vec<MappedB
     mapped.map(range).collect()
 }
 
-/// Ids of the backends that are the guest's memory: the machine's, and those of its NUMA nodes. Others belong
-/// to devices.
-fn backends(command_line: &CommandLine) -> Vec<String> {
-    let main = command_line.merged_value("machine", "memory-backend");
-    let nodes = command_line.named("numa").filter_map(|option| option.property("memdev"));
-    main.into_iter().chain(nodes).collect()
-}
-
 pub(super) fn is_vhost_user(option: &QemuOption) -> bool {
     let Some(properties) = option.properties() else { return false };
     let value = |key: &str| properties.value(key).unwrap_or_default();
@@ -325,14 +312,12 @@ pub(super) fn is_vhost_user(option: &QemuOption) -> bool {
 
 /// Notices for the user of these guests.
 fn notices(options: &RunOptions, starts: &[GuestStart], memory: &MemoryOrigin) -> Vec<Notice> {
-    let Some(GuestStart { command_line, .. }) = starts.first() else { return Vec::new() };
+    let Some(GuestStart { command_line, links_down, .. }) = starts.first() else { return Vec::new() };
     let mut notices = Vec::new();
-    match starts.first() {
-        Some(GuestStart { links_down, .. }) if !links_down.is_empty() => {
-            notices.push(Notice::LinksDown(links_down.clone()));
-        }
-        _ if starts.len() == 1 && has_card(command_line) => notices.push(Notice::NetworkCard),
-        _ => {}
+    if !links_down.is_empty() {
+        notices.push(Notice::LinksDown(links_down.clone()));
+    } else if starts.len() == 1 && has_card(command_line) {
+        notices.push(Notice::NetworkCard);
     }
     if let MemoryOrigin::Copied(Some(reason)) = memory {
         notices.push(Notice::MemoryIsCopied(reason.clone()));

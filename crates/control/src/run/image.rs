@@ -137,6 +137,25 @@ pub struct ImageChange {
     pub difference: String,
 }
 
+impl ImageFile {
+    fn open(image: Image) -> Result<Box<Self>, Error> {
+        // Guests map that file.
+        let whole = image.whole();
+        let lock = whole.reopen()?;
+        if flock(&lock, FlockOperation::NonBlockingLockShared) == Err(Errno::WOULDBLOCK) {
+            return Err(Error::BeingReplaced { image: whole.path().to_owned() });
+        }
+        // A filesystem without locks has none that would be violated.
+        let opened = lock.metadata().ok();
+        Ok(Box::new(Self { image: Arc::new(image), lock, opened }))
+    }
+
+    /// Its absolute path.
+    fn name(&self) -> PathBuf {
+        self.image.path().canonicalize().unwrap_or_else(|_| self.image.path().to_owned())
+    }
+}
+
 impl RunImage {
     /// Opens the image. One in a store is copied to a file of this host first, unless there is such a file or
     /// its guests are to run at once.
@@ -161,19 +180,9 @@ impl RunImage {
     }
 
     fn of_file(image: Image, stem: String, directory: PathBuf) -> Result<Self, Error> {
-        // Guests map that file.
-        let whole = image.whole();
-        let lock = whole.reopen()?;
-        match flock(&lock, FlockOperation::NonBlockingLockShared) {
-            Err(Errno::WOULDBLOCK) => Err(Error::BeingReplaced { image: whole.path().to_owned() }),
-            // A filesystem without locks has none that would be violated.
-            _ => {
-                let name = image.path().canonicalize().unwrap_or_else(|_| image.path().to_owned());
-                let (origin, opened) = (image.origin().cloned(), lock.metadata().ok());
-                let file = ImageFile { image: Arc::new(image), lock, opened };
-                Ok(Self { stem, name, directory, origin, kind: OpenImage::File(Box::new(file)) })
-            }
-        }
+        let file = ImageFile::open(image)?;
+        let (name, origin) = (file.name(), file.image.origin().cloned());
+        Ok(Self { stem, name, directory, origin, kind: OpenImage::File(file) })
     }
 
     /// The image that the guest of a QEMU maps.
@@ -183,10 +192,10 @@ impl RunImage {
         let origin = Some(parent.origin()?);
         let stem = format!("{}-fork", path.file_stem().unwrap_or_default().to_string_lossy());
         let directory = path.parent().unwrap_or(Path::new("/")).to_owned();
-        let image = Self::of_file(Image::open(&path)?, stem, directory)?;
-        let OpenImage::File(file) = image.kind else { unreachable!("of a file") };
+        let file = ImageFile::open(Image::open(&path)?)?;
+        let name = file.name();
         let kind = OpenImage::Guest { file, parent: Box::new(Mutex::new(parent)) };
-        Ok(Self { origin, kind, ..image })
+        Ok(Self { stem, name, directory, origin, kind })
     }
 
     /// The guest that is forked.
@@ -200,16 +209,16 @@ impl RunImage {
     /// The host's arguments for the guests. Forks are in the directory of their guest, and in its QEMU unless another one is given.
     pub(super) fn host(&self, given: &HostArguments) -> HostArguments {
         let Some(parent) = self.parent() else { return given.clone() };
-        let working_directory = parent.working_directory().or_else(|| given.working_directory.clone());
+        let working_directory = parent.qemu.working_directory().or_else(|| given.working_directory.clone());
         let is_given = !given.binary.as_os_str().is_empty();
-        let binary = if is_given { given.binary.clone() } else { parent.program() };
+        let binary = if is_given { given.binary.clone() } else { parent.qemu.program() };
         HostArguments { binary, working_directory, ..given.clone() }
     }
 
     /// Version of the QEMU of forks.
     pub(super) fn version(&self, host: &HostArguments) -> Option<Result<QemuVersion, LaunchError>> {
         let parent = self.parent()?;
-        let is_own = parent.program() == host.binary;
+        let is_own = parent.qemu.program() == host.binary;
         Some(if is_own { Ok(parent.version()) } else { QemuVersion::of_binary(host) })
     }
 
@@ -327,10 +336,7 @@ impl RunImage {
             Error::NotStored { path: path.clone(), overlays, source: failure.error }
         })?;
         let made = MadeImage { path: path.clone(), is_kept: AtomicBool::new(false) };
-        let OpenImage::File(file) = Self::of_file(Image::open(&path)?, String::new(), PathBuf::new())?.kind
-        else {
-            unreachable!("of a file")
-        };
+        let file = ImageFile::open(Image::open(&path)?)?;
         (self.name, self.kind) = (path, OpenImage::Stored { file, made, parted: taken.parted });
         Ok(true)
     }
@@ -351,7 +357,7 @@ impl RunImage {
         let read = parent.read_again();
         let taken = read.and_then(|()| parent.take(self.origin.clone().unwrap_or_default()));
         if taken.is_err() {
-            parent.used_overlays().for_each(|overlay| clones.observer.notice(&continues_in(overlay)));
+            parent.disks.used_overlays().for_each(|overlay| clones.observer.notice(&continues_in(overlay)));
         }
         let taken = taken.map_err(Failure::untouched)?;
         Ok(taken.parted.report(plan::copy_captured_to_all(&taken.guest, clones)?, clones))

@@ -18,8 +18,8 @@ use crate::qemu::Qemu;
 /// The guest, and the disks that it and its forks continue with.
 #[derive(Debug)]
 pub(super) struct Parent {
-    qemu: Qemu,
-    disks: GuestDisks,
+    pub(super) qemu: Qemu,
+    pub(super) disks: GuestDisks,
     prepared: Option<PreparedCapture>,
 }
 
@@ -61,20 +61,10 @@ impl Parent {
         Ok(Origin { source, qemu: Some(self.qemu.version_text()), process, ..Origin::default() })
     }
 
-    /// Program of its QEMU.
-    pub(super) fn program(&self) -> PathBuf {
-        self.qemu.program()
-    }
-
     /// Version of its QEMU.
     pub(super) fn version(&self) -> QemuVersion {
         let VersionTriple { major, minor, .. } = self.qemu.facts().version.qemu;
         QemuVersion { major, minor }
-    }
-
-    /// Directory to which its files are relative.
-    pub(super) fn working_directory(&self) -> Option<PathBuf> {
-        self.qemu.working_directory()
     }
 
     /// Plans overlays in which the guest continues, since its disks become backing files of the forks' `overlays`.
@@ -85,11 +75,6 @@ impl Parent {
     /// Makes the overlays, which are removed with this value unless the guest continues in them.
     pub(super) fn make_overlays(&mut self, host: &HostArguments) -> Result<(), Error> {
         Ok(self.disks.make_overlays(&self.qemu, host)?)
-    }
-
-    /// Overlays in which the guest continues, also if it could not be taken.
-    pub(super) fn used_overlays(&self) -> impl Iterator<Item = &Path> {
-        self.disks.used_overlays()
     }
 
     /// Prepares the guest, which runs on `image`, to be taken.
