@@ -208,9 +208,7 @@ impl Prepared {
         let pid = new.pid();
         let started = Reversible { request, new: Some(new), names };
         // It has given up what its options say by the time that its monitor answers.
-        let found = Confinement::of(pid);
-        let found = found.map_err(|source| Error::Proc { path: format!("/proc/{pid}").into(), source })?;
-        let differences = confinement.differences(&found);
+        let differences = confinement.differences(&old::confinement(pid)?);
         if differences.is_empty() { Ok(started) } else { Err(Error::Confinement(differences)) }
     }
 }

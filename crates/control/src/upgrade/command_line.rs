@@ -142,29 +142,24 @@ pub(super) fn rewrite(
         card_chardevs: chardevs(old, Rewrite::Card),
         is_daemon: old.named("daemonize").next().is_some(),
         keys: keys.clone(),
-        names: Vec::new(),
-        cards: Vec::new(),
+        rewritten: Rewritten::default(),
         added: Vec::new(),
         refusals: Vec::new(),
     };
-    let mut rewritten = Rewritten::default();
     for (option, key) in old.options().iter().zip(keys) {
         if option.rewrite() == Rewrite::Name {
-            rewritten.name = option.value_text();
-            continue;
-        }
-        if let Some(option) = rewriter.option(option, &key) {
-            rewritten.command_line.options_mut().push(option);
+            rewriter.rewritten.name = option.value_text();
+        } else if let Some(option) = rewriter.option(option, &key) {
+            rewriter.rewritten.command_line.options_mut().push(option);
         }
     }
-    rewritten.command_line.options_mut().append(&mut rewriter.added);
+    let Rewriter { mut rewritten, mut added, refusals, .. } = rewriter;
+    rewritten.command_line.options_mut().append(&mut added);
     set_machine(&mut rewritten.command_line, context.machine);
     let chardevs =
         rewritten.command_line.options_mut().iter_mut().filter(|option| option.name.as_str() == "chardev");
     chardevs.filter_map(QemuOption::properties_mut).for_each(|chardev| context.set_reconnect(chardev));
-    rewritten.names = rewriter.names;
-    rewritten.cards = rewriter.cards;
-    if rewriter.refusals.is_empty() { Ok(rewritten) } else { Err(rewriter.refusals) }
+    if refusals.is_empty() { Ok(rewritten) } else { Err(refusals) }
 }
 
 /// Replaces an alias by the machine type that the guest has.
@@ -208,8 +203,7 @@ struct Rewriter<'a> {
     is_daemon: bool,
     /// Keys of the settings of all options.
     keys: Vec<String>,
-    names: Vec<StagingName>,
-    cards: Vec<SharedCard>,
+    rewritten: Rewritten,
     added: Vec<QemuOption>,
     refusals: Vec<IncompatibleSetting>,
 }
@@ -227,16 +221,17 @@ impl Rewriter<'_> {
         }
         // The user's value follows. The rest of the option is changed like any other, unless that would be
         // refused.
-        let (refusals, names, added) = (self.refusals.len(), self.names.len(), self.added.len());
+        let (refusals, added) = (self.refusals.len(), self.added.len());
+        let names = self.rewritten.names.len();
         let rewritten = self.rewrite(option, key);
         if self.is_set_by_user(&format!("{key}.path")) {
-            self.names.truncate(names);
+            self.rewritten.names.truncate(names);
         }
         if rewritten.is_some() {
             return rewritten;
         }
         self.refusals.truncate(refusals);
-        self.names.truncate(names);
+        self.rewritten.names.truncate(names);
         self.added.truncate(added);
         Some(option.clone())
     }

@@ -71,9 +71,7 @@ impl OldQemu {
                 return Err(Error::UnknownProcess { socket, reason: reason.clone() });
             }
         };
-        let confinement = Confinement::of(pid.cast_unsigned());
-        let confinement =
-            confinement.map_err(|source| Error::Proc { path: format!("/proc/{pid}").into(), source })?;
+        let confinement = confinement(pid.cast_unsigned())?;
         check_user(pid, &confinement)?;
         NAMESPACES.into_iter().try_for_each(|namespace| check_namespace(pid, namespace))?;
         let program_text = link(pid, "exe")?.to_string_lossy().into_owned();
@@ -112,6 +110,11 @@ fn has_guest(facts: &QemuState) -> bool {
 
 fn is_qemu(name: &OsStr) -> bool {
     name.as_bytes().starts_with(b"qemu")
+}
+
+/// Confinement of a process.
+pub(super) fn confinement(pid: u32) -> Result<Confinement, Error> {
+    Confinement::of(pid).map_err(|source| Error::Proc { path: format!("/proc/{pid}").into(), source })
 }
 
 /// The new QEMU must have no other rights than the old one.

@@ -77,7 +77,8 @@ impl Rewriter<'_> {
         match properties.value("path").filter(|_| is_plain("server") && is_plain("abstract")) {
             Some(path) if self.has_known_path(&path, key) => {
                 let chardev = properties.value("id").unwrap_or_default();
-                self.cards.push(SharedCard { chardev, socket: self.context.working_directory.join(path) });
+                let socket = self.context.working_directory.join(path);
+                self.rewritten.cards.push(SharedCard { chardev, socket });
                 Some(option)
             }
             Some(_) => None,
@@ -159,7 +160,7 @@ impl Rewriter<'_> {
             self.refuse(key, path, &reason);
             return None;
         }
-        self.names.push(name);
+        self.rewritten.names.push(name);
         Some(staged)
     }
 }
@@ -168,16 +169,16 @@ impl OldQemuFacts<'_> {
     /// Sets the time until a chardev connects again by the property that this version of QEMU has.
     pub(super) fn set_reconnect(&self, chardev: &mut Properties) {
         let value = |name| chardev.value(name).and_then(|value| value.parse::<u64>().ok());
-        if self.version >= RECONNECT_MS_SINCE {
-            let Some(milliseconds) = value(RECONNECT).and_then(|seconds| seconds.checked_mul(1000)) else {
-                return;
-            };
-            chardev.remove(RECONNECT);
-            chardev.set(RECONNECT_MS, &milliseconds.to_string());
+        let (former, name, time) = if self.version >= RECONNECT_MS_SINCE {
+            let milliseconds = value(RECONNECT).and_then(|seconds| seconds.checked_mul(1000));
+            (RECONNECT, RECONNECT_MS, milliseconds)
         } else {
-            let Some(milliseconds) = value(RECONNECT_MS) else { return };
-            chardev.remove(RECONNECT_MS);
-            chardev.set(RECONNECT, &milliseconds.div_ceil(1000).to_string());
+            let seconds = value(RECONNECT_MS).map(|milliseconds| milliseconds.div_ceil(1000));
+            (RECONNECT_MS, RECONNECT, seconds)
+        };
+        if let Some(time) = time {
+            chardev.remove(former);
+            chardev.set(name, &time.to_string());
         }
     }
 }
