@@ -10,7 +10,7 @@
 
 use std::collections::BTreeMap;
 
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use super::connection::Qemu;
 use super::device_tree::{DEVICE_CONTAINERS, QomChild, qom_children};
@@ -121,7 +121,8 @@ impl Qemu {
         let mut found = Inventory::default();
         let files = OpenFiles::of(self.process().pid());
         let block = self.list("query-block", None)?;
-        let nodes = self.list("query-named-block-nodes", Some(arguments(&json!({ "flat": true }))))?;
+        let flat = Map::from_iter([("flat".to_owned(), true.into())]);
+        let nodes = self.list("query-named-block-nodes", Some(flat))?;
         found.add_drives(&block, &nodes, &files);
         Ok(found)
     }
@@ -176,10 +177,6 @@ impl Qemu {
     }
 }
 
-fn arguments(value: &Value) -> Map<String, Value> {
-    value.as_object().cloned().unwrap_or_default()
-}
-
 fn entries(value: &Value) -> impl Iterator<Item = &Value> {
     value.as_array().into_iter().flatten()
 }
@@ -231,6 +228,8 @@ fn identify(value: &mut Value, files: &OpenFiles, found: &mut Vec<String>) {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     const UPGRADE: [&str; 2] = ["in the old QEMU", "in the new one"];

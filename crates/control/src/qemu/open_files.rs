@@ -68,35 +68,29 @@ struct OpenFile {
 /// See the module's text.
 #[derive(Debug)]
 pub(crate) struct OpenFiles {
-    process: Option<InspectedProcess>,
-}
-
-#[derive(Debug)]
-struct InspectedProcess {
-    pid: i32,
+    /// `None`: it is not known, or may not be inspected.
+    pid: Option<i32>,
     files: Vec<OpenFile>,
 }
 
 impl OpenFiles {
     /// The open files of a process; `None` if it is not known.
     pub(crate) fn of(pid: Option<i32>) -> Self {
-        let process = pid.and_then(|pid| {
-            let entries = fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
-            let file = |path: &Path| {
-                let identity = FileIdentity::of(&fs::metadata(path).ok()?)?;
-                Some(OpenFile { identity, name: fs::read_link(path).ok()? })
-            };
-            let files = entries.flatten().filter_map(|entry| file(&entry.path())).collect();
-            Some(InspectedProcess { pid, files })
-        });
-        Self { process }
+        let entries = pid.and_then(|pid| fs::read_dir(format!("/proc/{pid}/fd")).ok());
+        let pid = pid.filter(|_| entries.is_some());
+        let file = |path: &Path| {
+            let identity = FileIdentity::of(&fs::metadata(path).ok()?)?;
+            Some(OpenFile { identity, name: fs::read_link(path).ok()? })
+        };
+        let entries = entries.into_iter().flatten().flatten();
+        Self { pid, files: entries.filter_map(|entry| file(&entry.path())).collect() }
     }
 
     /// The file that QEMU has open under this name; `None` if there is none, or if that is unknown.
     pub(crate) fn identify(&self, name: &str) -> Option<FileIdentity> {
         let path = Path::new(name);
         let at = |path: PathBuf| FileIdentity::of(&fs::metadata(path).ok()?);
-        let Some(InspectedProcess { pid, files }) = &self.process else {
+        let Self { pid: Some(pid), files } = self else {
             return path.is_absolute().then(|| at(path.to_owned()))?;
         };
         let own = PathBuf::from(format!("/proc/{pid}"));
