@@ -64,8 +64,6 @@ pub enum IncomingOption {
 pub enum ProcessSandbox {
     /// Refuses everything that QEMU can do without.
     Strict,
-    /// As `Strict`, but it may start programs: scripts of taps, helpers of bridges.
-    AllowSpawn,
     /// None, for a QEMU that was built without it.
     Off,
 }
@@ -251,14 +249,8 @@ impl Launcher {
         for directory in &host.firmware_directories {
             arguments.extend(["-L".into(), directory.into()]);
         }
-        let sandbox = match self.sandbox {
-            ProcessSandbox::Strict => Some("deny"),
-            ProcessSandbox::AllowSpawn => Some("allow"),
-            ProcessSandbox::Off => None,
-        };
-        if let Some(spawn) = sandbox {
-            let sandbox =
-                format!("on,obsolete=deny,elevateprivileges=deny,spawn={spawn},resourcecontrol=deny");
+        if self.sandbox == ProcessSandbox::Strict {
+            let sandbox = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
             arguments.extend(["-sandbox".into(), sandbox.into()]);
         }
         let chardev = format!("socket,id=towline-qmp,fd={},server=on,wait=off", listener.as_raw_fd());

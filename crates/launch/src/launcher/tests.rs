@@ -55,12 +55,11 @@ fn own_options_precede_the_guests() {
     let error = start("echo \"$@\"; exit 1", |launcher| {
         launcher.incoming = IncomingOption::Defer;
         launcher.is_paused = true;
-        launcher.sandbox = ProcessSandbox::AllowSpawn;
     });
     let words: Vec<&str> = log(&error).split(' ').map(|word| word.split("fd=").next().unwrap()).collect();
     assert_eq!(
         words.join(" "),
-        "-sandbox on,obsolete=deny,elevateprivileges=deny,spawn=allow,resourcecontrol=deny -chardev socket,id=towline-qmp, \
+        "-sandbox on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny -chardev socket,id=towline-qmp, \
          -mon chardev=towline-qmp,mode=control -monitor none -incoming defer -S -machine q35 -display none -name guest=web,debug-threads=on"
     );
 }
