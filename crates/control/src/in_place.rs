@@ -40,6 +40,7 @@ mod running;
 mod stored;
 #[cfg(test)]
 mod tests;
+mod transfer_reason;
 
 use std::ops::Deref;
 
@@ -52,7 +53,7 @@ pub(crate) use based::{BasedGuest, CapturedGuest};
 pub(crate) use capture::{Capture, PreparedCapture};
 pub use disks::PreparedDisks;
 pub(crate) use disks::{GuestDisks, continues_in};
-pub use error::{Error, TransferReason};
+pub use error::Error;
 pub use file_id::FileId;
 pub use fresh::{OldMemory, old_memory};
 pub(crate) use image_file::locked;
@@ -60,6 +61,7 @@ pub use image_file::{Reflink, UnusedReflink};
 pub(crate) use running::mapped_image;
 pub use running::{GuestBackends, PrivateBlock, SharedBlock, guest_backends, of_running, shared_blocks};
 pub use stored::{IfUnmapped, MappedImage, Verify, find_mapped_memory, may_map, of_image, of_reflink};
+pub use transfer_reason::TransferReason;
 
 /// Relation of a block's memory to the file that it is mapped from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

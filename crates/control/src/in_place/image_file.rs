@@ -22,7 +22,8 @@ use towline_migration::{ExtentKind, Guest as _};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef};
 
-use super::error::{Error, TransferReason};
+use super::error::Error;
+use super::transfer_reason::TransferReason;
 use crate::lock::lock;
 
 /// Number of threads that compare an image with its manifest.

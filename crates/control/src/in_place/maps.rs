@@ -10,8 +10,8 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use super::error::TransferReason;
 use super::file_id::FileId;
+use super::transfer_reason::TransferReason;
 
 /// Unit of the sizes in `smaps`.
 const KIB: u64 = 1024;

@@ -7,9 +7,9 @@ use serde_json::{Map, Value};
 use towline_qmp::commands::{Memdev, QomGet, QueryMemdev};
 use towline_qmp::{self as qmp, Client, CommandRequest};
 
-use super::error::TransferReason;
 use super::file_id::FileId;
 use super::maps::{FileRange, MapSharing};
+use super::transfer_reason::TransferReason;
 use super::{Mapped, MappingKind};
 use crate::qemu::if_known;
 

@@ -146,11 +146,9 @@ impl ImageFile {
             return Err(Error::BeingReplaced { image: whole.path().to_owned() });
         }
         // A filesystem without locks has none that would be violated.
-        let opened = lock.metadata().ok();
-        Ok(Box::new(Self { image: Arc::new(image), lock, opened }))
+        Ok(Box::new(Self { opened: lock.metadata().ok(), image: Arc::new(image), lock }))
     }
 
-    /// Its absolute path.
     fn name(&self) -> PathBuf {
         self.image.path().canonicalize().unwrap_or_else(|_| self.image.path().to_owned())
     }
@@ -193,9 +191,8 @@ impl RunImage {
         let stem = format!("{}-fork", path.file_stem().unwrap_or_default().to_string_lossy());
         let directory = path.parent().unwrap_or(Path::new("/")).to_owned();
         let file = ImageFile::open(Image::open(&path)?)?;
-        let name = file.name();
-        let kind = OpenImage::Guest { file, parent: Box::new(Mutex::new(parent)) };
-        Ok(Self { stem, name, directory, origin, kind })
+        let (name, parent) = (file.name(), Box::new(Mutex::new(parent)));
+        Ok(Self { stem, name, directory, origin, kind: OpenImage::Guest { file, parent } })
     }
 
     /// The guest that is forked.
@@ -324,9 +321,8 @@ impl RunImage {
         let device = |path: Option<&Path>| path?.metadata().ok().map(|found| found.dev());
         let is_beside = device(Some(file.image.path())) == device(path.parent());
         let has_reflinks = is_beside && Reflink::create(&file.image).is_ok();
-        let data = if has_reflinks { 0 } else { data };
-        let is_less = data + chunks < written * u64::from(options.count);
-        if !is_less || !has_room(&path, data + chunks) {
+        let stored = if has_reflinks { chunks } else { data + chunks };
+        if stored >= written * u64::from(options.count) || !has_room(&path, stored) {
             return Ok(false);
         }
         let taken = parent.take(self.origin.clone().unwrap_or_default())?;
@@ -383,9 +379,7 @@ impl RunImage {
 impl Parted {
     /// Reports to the user where the guest continues, and adds its standstill to the results of its forks.
     fn report(&self, mut copied: Vec<CopyResult>, clones: &Clones<'_>) -> Vec<CopyResult> {
-        for overlay in &self.overlays {
-            clones.observer.notice(&continues_in(overlay));
-        }
+        self.overlays.iter().for_each(|overlay| clones.observer.notice(&continues_in(overlay)));
         for report in copied.iter_mut().flatten() {
             report.downtime_ms = u64::try_from(self.standstill.as_millis()).ok();
         }
