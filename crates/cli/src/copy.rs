@@ -8,6 +8,7 @@ use towline_control::plan::{self, CloneTarget, CopyRequest, Destination, Observe
 
 use crate::args::{CopyArgs, DiskArgs, MoveArgs, TransferArgs};
 use crate::endpoint::{Endpoint, memory};
+use crate::events::Reason;
 use crate::exit::{Exit, UsageError};
 use crate::lock::lock;
 use crate::log::RequestId;
@@ -32,7 +33,7 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
         Ok(source) => source,
         // A file of `virsh save`.
         Err(text) if args.source.is_image() => {
-            return Ok(reporter.failed(&text, "image", Exit::Failed));
+            return Ok(reporter.failed(&text, Reason::Image, Exit::Failed));
         }
         Err(text) => return Err(UsageError(text).into()),
     };
@@ -113,8 +114,8 @@ struct Transfer<'a> {
 }
 
 impl<'a> Transfer<'a> {
-    fn new(args: &'a TransferArgs, results: Results<'a>, destinations: &'a [Endpoint]) -> Self {
-        let results = Results { sandbox: Some(&args.sandbox), ..results };
+    fn new(args: &'a TransferArgs, mut results: Results<'a>, destinations: &'a [Endpoint]) -> Self {
+        results.sandbox = Some(&args.sandbox);
         Self { args, results, destinations }
     }
 

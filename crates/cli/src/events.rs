@@ -202,16 +202,6 @@ pub(crate) enum FinalEvent<'a> {
     /// A command has failed.
     Failed {
         error: &'a str,
-        #[schemars(extend("enum" = [
-            "channel", "image", "migration", "qemu", "settings", "check", "undecided-move", "usage",
-            "source-postmigrate", "source-without-guest", "source-migrating", "source-blocked",
-            "destination-not-waiting", "incompatible", "lanes", "recovery", "device", "source-exited",
-            "source-failed", "destination-failed", "source-unknown", "peer-silent",
-            "destination-not-running", "shared-drive", "other-host", "disk", "not-converging", "private-directory",
-            "command-line", "memory-not-in-place", "other-drive", "not-carried", "card-disconnected",
-            "upgrade-refused", "cancelled", "unknown-id", "ambiguous-id", "in-use", "refused", "record",
-            "other"
-        ]))]
         reason: Reason,
         #[serde(flatten)]
         about: FailedPart<'a>,

@@ -154,7 +154,7 @@ fn unparsed(error: &clap::Error, words: &[OsString]) -> ExitCode {
         let text = error.to_string();
         let text = text.lines().next().unwrap_or_default();
         let text = text.strip_prefix("error: ").unwrap_or(text);
-        console::print(OverflowPolicy::Always, &Event::failed(text, "usage", Exit::Usage).line());
+        console::print(OverflowPolicy::Always, &Event::failed(text, Reason::Usage, Exit::Usage).line());
         console::finish(Flush::All);
     }
     error.exit()
@@ -163,9 +163,9 @@ fn unparsed(error: &clap::Error, words: &[OsString]) -> ExitCode {
 /// Returns the identifier of the reason for a failure that the command has not reported itself.
 fn reason(command: &Command, exit: Exit) -> Reason {
     match (command, exit) {
-        (_, Exit::Usage) => "usage",
-        (Command::Store(_), _) => "image",
-        _ => "other",
+        (_, Exit::Usage) => Reason::Usage,
+        (Command::Store(_), _) => Reason::Image,
+        _ => Reason::Other,
     }
 }
 

@@ -11,7 +11,7 @@ use towline_control::plan::{self, SourceCategory};
 use crate::args::{EndArg, MovesArgs, OtherEndArg, ResumeArgs};
 use crate::console;
 use crate::errors;
-use crate::events::{FailedPart, FinalEvent, InterimEvent, UndecidedMove};
+use crate::events::{FailedPart, FinalEvent, InterimEvent, Reason, UndecidedMove};
 use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::signals::{SignalEffects, cancel_on_signals};
@@ -124,16 +124,16 @@ fn chosen(args: &ResumeArgs) -> Option<ResumeChoice> {
 }
 
 /// Returns the identifier of the reason for a failed `resume`.
-fn reason(error: &moves::Error) -> &'static str {
+fn reason(error: &moves::Error) -> Reason {
     match error {
-        moves::Error::Unknown { .. } => "unknown-id",
-        moves::Error::Ambiguous { .. } => "ambiguous-id",
-        moves::Error::InUse { .. } => "in-use",
-        moves::Error::Refused { .. } => "refused",
-        moves::Error::NotRunning { .. } => "destination-not-running",
-        moves::Error::Qemu(_) => "qemu",
-        moves::Error::Io { .. } | moves::Error::Format { .. } | moves::Error::Directory(_) => "record",
-        _ => "other",
+        moves::Error::Unknown { .. } => Reason::UnknownId,
+        moves::Error::Ambiguous { .. } => Reason::AmbiguousId,
+        moves::Error::InUse { .. } => Reason::InUse,
+        moves::Error::Refused { .. } => Reason::Refused,
+        moves::Error::NotRunning { .. } => Reason::DestinationNotRunning,
+        moves::Error::Qemu(_) => Reason::Qemu,
+        moves::Error::Io { .. } | moves::Error::Format { .. } | moves::Error::Directory(_) => Reason::Record,
+        _ => Reason::Other,
     }
 }
 

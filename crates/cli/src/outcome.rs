@@ -6,7 +6,7 @@ use towline_channel::Address;
 use towline_control::plan::{CopyReport, CopyResult, Error, Failure, SourceCategory};
 
 use crate::endpoint::Endpoint;
-use crate::events::{self, Completed, FailedPart, FinalEvent};
+use crate::events::{self, Completed, FailedPart, FinalEvent, Reason};
 use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::sandbox::SandboxArgs;
@@ -19,7 +19,7 @@ const SYNTHETIC_GONE: &str = "gone: a synthetic guest ends with its process";
 pub(crate) struct Results<'a> {
     pub(crate) reporter: &'a Reporter,
     pub(crate) source: &'a Endpoint,
-    /// What was done to the guest, for people.
+    /// Participle for what was done to the guest.
     pub(crate) verb: &'static str,
     pub(crate) destinations: Destinations,
     pub(crate) sandbox: Option<&'a SandboxArgs>,
@@ -98,7 +98,7 @@ impl<'a> Results<'a> {
     /// Reports that none of several copies was started.
     pub(crate) fn refused(&self, failure: &Failure) -> Exit {
         if matches!(failure.error.as_ref(), Error::Invalid(_)) {
-            return self.reporter.failed(&errors::worded(failure), "usage", Exit::Usage);
+            return self.reporter.failed(&errors::worded(failure), Reason::Usage, Exit::Usage);
         }
         let exit = self.failure(failure, FailedPart::Notes { notes: &failure.notes }, Exit::Failed);
         console::error(&errors::failure_text(failure));

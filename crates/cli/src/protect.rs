@@ -14,7 +14,7 @@ use towline_launch::RuntimeRoot;
 use crate::args::{Epoch, ProtectArgs};
 use crate::ctl;
 use crate::endpoint::Endpoint;
-use crate::events::{CheckpointsOf, FinalEvent, InterimEvent, ProtectionEnd};
+use crate::events::{CheckpointsOf, FinalEvent, InterimEvent, ProtectionEnd, Reason};
 use crate::exit::{Exit, UsageError};
 use crate::notify::Notifier;
 use crate::observability::ProtectionCounters;
@@ -54,7 +54,7 @@ pub(crate) fn run(args: &ProtectArgs) -> Result<Exit> {
     let _metrics = args.metrics.start(counters)?;
     let end = match protect::protect(&request, &cancel, &output) {
         Err(error) if error.needs_attention() => {
-            return Ok(reporter.failed(&error.to_string(), "other", Exit::NeedsAttention));
+            return Ok(reporter.failed(&error.to_string(), Reason::Other, Exit::NeedsAttention));
         }
         end => end?,
     };

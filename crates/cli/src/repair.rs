@@ -10,7 +10,7 @@ use towline_qmp::Options;
 
 use crate::args::RepairArgs;
 use crate::console;
-use crate::events::{FailedPart, FinalEvent, PartialFile, Repaired};
+use crate::events::{FailedPart, FinalEvent, PartialFile, Reason, Repaired};
 use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::units::size;
@@ -24,9 +24,9 @@ pub(crate) fn run(args: &RepairArgs) -> Exit {
         Ok(_) => {
             let text =
                 format!("{}: expected a QEMU (qmp:PATH), an image or a directory of images", args.target);
-            return reporter.failed(&text, "usage", Exit::Usage);
+            return reporter.failed(&text, Reason::Usage, Exit::Usage);
         }
-        Err(text) => return reporter.failed(&text, "usage", Exit::Usage),
+        Err(text) => return reporter.failed(&text, Reason::Usage, Exit::Usage),
     };
     let socket = path.display().to_string();
     note_undecided_moves(&path);
@@ -40,7 +40,7 @@ pub(crate) fn run(args: &RepairArgs) -> Exit {
         Ok(Some(repaired)) => report(&reporter, &repaired),
         Err(error) => {
             let about = FailedPart::Monitor { socket: &socket };
-            reporter.failed_with(about, &error.to_string(), "qemu", Exit::Failed)
+            reporter.failed_with(about, &error.to_string(), Reason::Qemu, Exit::Failed)
         }
     }
 }
@@ -81,7 +81,7 @@ fn partials(reporter: &Reporter, path: &Path) -> Exit {
         Ok(found) => found,
         Err(error) => {
             let about = FailedPart::File { path: shown };
-            return reporter.failed_with(about, &error.to_string(), "image", Exit::Failed);
+            return reporter.failed_with(about, &error.to_string(), Reason::Image, Exit::Failed);
         }
     };
     let state = |partial: &Partial| match partial.writer {

@@ -15,7 +15,7 @@ use anyhow::Result;
 use crate::args::{CollectArgs, PlaceArgs, RemoveArgs, StoreArgs, StoreCommand};
 use crate::endpoint::Endpoint;
 use crate::errors;
-use crate::events::{DiskSpace, FailedPart, InterimEvent};
+use crate::events::{DiskSpace, FailedPart, InterimEvent, Reason};
 use crate::exit::{Exit, UsageError};
 use crate::progress::Reporter;
 use crate::sandbox::policy_of_images;
@@ -115,7 +115,7 @@ fn remove(args: &RemoveArgs) -> Result<Exit> {
             Err(error) => {
                 failed += 1;
                 let about = FailedPart::File { path: image.to_string() };
-                reporter.failed_with(about, &errors::text(&error), "image", Exit::Failed);
+                reporter.failed_with(about, &errors::text(&error), Reason::Image, Exit::Failed);
             }
         }
     }

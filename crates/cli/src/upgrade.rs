@@ -16,7 +16,7 @@ use crate::command_line::quoted;
 use crate::console;
 use crate::endpoint::Endpoint;
 use crate::errors;
-use crate::events::{Checked, FailedPart, FinalEvent};
+use crate::events::{Checked, FailedPart, FinalEvent, Reason};
 use crate::exit::{Exit, UsageError};
 use crate::log::RequestId;
 use crate::outcome::Results;
@@ -88,7 +88,7 @@ fn refused(reporter: &Reporter, error: &upgrade::Error, old: &Path) -> Exit {
     let guest = if is_unreached { GuestAfterFailure::NOT_REACHED } else { GuestAfterFailure::SAFE };
     let (state, guest) = (guest.state(SourceCategory::Qemu), guest.sentence(SourceCategory::Qemu));
     let about = FailedPart::Guest { guest: &guest, guest_state: state, notes: &[] };
-    let exit = reporter.failed_with(about, &text, "upgrade-refused", Exit::Failed);
+    let exit = reporter.failed_with(about, &text, Reason::UpgradeRefused, Exit::Failed);
     console::error(&format!("the guest: {guest}"));
     exit
 }

@@ -2,12 +2,60 @@
 
 use std::collections::BTreeMap;
 
+use schemars::JsonSchema;
+use serde::Serialize;
 use towline_control::in_place::Error as InPlaceError;
 use towline_control::plan::Error;
 use towline_migration::{SendReason, ZeroCopySend};
 
 /// Reason for a failure.
-pub(crate) type Reason = &'static str;
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+#[schemars(inline)]
+pub(crate) enum Reason {
+    Channel,
+    Image,
+    Migration,
+    Qemu,
+    Settings,
+    Check,
+    UndecidedMove,
+    Usage,
+    SourcePostmigrate,
+    SourceWithoutGuest,
+    SourceMigrating,
+    SourceBlocked,
+    DestinationNotWaiting,
+    Incompatible,
+    Lanes,
+    Recovery,
+    Device,
+    SourceExited,
+    SourceFailed,
+    DestinationFailed,
+    SourceUnknown,
+    PeerSilent,
+    PeerGaveUp,
+    DestinationNotRunning,
+    SharedDrive,
+    OtherHost,
+    Disk,
+    NotConverging,
+    PrivateDirectory,
+    CommandLine,
+    MemoryNotInPlace,
+    OtherDrive,
+    NotCarried,
+    CardDisconnected,
+    UpgradeRefused,
+    Cancelled,
+    UnknownId,
+    AmbiguousId,
+    InUse,
+    Refused,
+    Record,
+    Other,
+}
 
 /// Numbers by name, as those of `query-migrate`.
 pub(crate) type Counters = BTreeMap<String, u64>;
@@ -39,40 +87,40 @@ pub(crate) fn zero_copy_send(setting: ZeroCopySend) -> &'static str {
 /// Returns the identifier of the reason for a failure.
 pub(crate) fn reason(error: &Error) -> Reason {
     match error {
-        Error::Channel(_) => "channel",
-        Error::Image(_) => "image",
-        Error::Migration(_) => "migration",
-        Error::Qemu(_) => "qemu",
-        Error::Settings(_) => "settings",
-        Error::Check(_) => "check",
-        Error::Move(_) => "undecided-move",
-        Error::Invalid(_) => "usage",
-        Error::Remote(_) => "other-host",
-        Error::NeedsCont { .. } => "source-postmigrate",
-        Error::NoGuest { .. } => "source-without-guest",
-        Error::Migrating { .. } | Error::NotCleanedUp { .. } => "source-migrating",
-        Error::Blocked { .. } | Error::Asleep { .. } => "source-blocked",
+        Error::Channel(_) => Reason::Channel,
+        Error::Image(_) => Reason::Image,
+        Error::Migration(_) => Reason::Migration,
+        Error::Qemu(_) => Reason::Qemu,
+        Error::Settings(_) => Reason::Settings,
+        Error::Check(_) => Reason::Check,
+        Error::Move(_) => Reason::UndecidedMove,
+        Error::Invalid(_) => Reason::Usage,
+        Error::Remote(_) => Reason::OtherHost,
+        Error::NeedsCont { .. } => Reason::SourcePostmigrate,
+        Error::NoGuest { .. } => Reason::SourceWithoutGuest,
+        Error::Migrating { .. } | Error::NotCleanedUp { .. } => Reason::SourceMigrating,
+        Error::Blocked { .. } | Error::Asleep { .. } => Reason::SourceBlocked,
         Error::NotWaiting { .. } | Error::WaitsElsewhere { .. } | Error::UsedUp { .. } => {
-            "destination-not-waiting"
+            Reason::DestinationNotWaiting
         }
-        Error::DoesNotFit { .. } => "incompatible",
-        Error::LaneLost { .. } | Error::LanesNotTaken { .. } => "lanes",
+        Error::DoesNotFit { .. } => Reason::Incompatible,
+        Error::LaneLost { .. } | Error::LanesNotTaken { .. } => Reason::Lanes,
         Error::NothingToRecover { .. }
         | Error::BlockedMonitor { .. }
         | Error::NotRecovered { .. }
         | Error::NotConnectedAgain { .. }
-        | Error::ConnectionOfQemus => "recovery",
-        Error::NotDetached { .. } | Error::NotAttached { .. } => "device",
-        Error::SourceEnded { .. } => "source-exited",
-        Error::SourceFailed { .. } => "source-failed",
-        Error::DestinationFailed { .. } => "destination-failed",
+        | Error::ConnectionOfQemus => Reason::Recovery,
+        Error::NotDetached { .. } | Error::NotAttached { .. } => Reason::Device,
+        Error::SourceEnded { .. } => Reason::SourceExited,
+        Error::SourceFailed { .. } => Reason::SourceFailed,
+        Error::DestinationFailed { .. } => Reason::DestinationFailed,
         Error::NotCompleted { .. } | Error::SourceNotDone { .. } | Error::SourceReset { .. } => {
-            "source-unknown"
+            Reason::SourceUnknown
         }
-        Error::PeerSilent { .. } => "peer-silent",
-        Error::PeerGaveUp => "peer-gave-up",
-        Error::NotRunning { .. } => "destination-not-running",
-        Error::SharedDrive { .. } => "shared-drive",
+        Error::PeerSilent { .. } => Reason::PeerSilent,
+        Error::PeerGaveUp => Reason::PeerGaveUp,
+        Error::NotRunning { .. } => Reason::DestinationNotRunning,
+        Error::SharedDrive { .. } => Reason::SharedDrive,
         Error::WritesDisk { .. }
         | Error::DisksNotKept { .. }
         | Error::DiskNotCopied { .. }
@@ -85,14 +133,14 @@ pub(crate) fn reason(error: &Error) -> Reason {
             | InPlaceError::Overlay(_)
             | InPlaceError::Owner { .. }
             | InPlaceError::DriveChanged { .. },
-        ) => "disk",
-        Error::NotInPlace { .. } => "memory-not-in-place",
-        Error::NotCarried { .. } => "not-carried",
-        Error::DrivesChanged { .. } => "other-drive",
-        Error::CardDisconnected { .. } => "card-disconnected",
-        Error::CannotConverge { .. } => "not-converging",
-        Error::PrivateDir { .. } => "private-directory",
-        Error::Cancelled => "cancelled",
-        _ => "other",
+        ) => Reason::Disk,
+        Error::NotInPlace { .. } => Reason::MemoryNotInPlace,
+        Error::NotCarried { .. } => Reason::NotCarried,
+        Error::DrivesChanged { .. } => Reason::OtherDrive,
+        Error::CardDisconnected { .. } => Reason::CardDisconnected,
+        Error::CannotConverge { .. } => Reason::NotConverging,
+        Error::PrivateDir { .. } => Reason::PrivateDirectory,
+        Error::Cancelled => Reason::Cancelled,
+        _ => Reason::Other,
     }
 }

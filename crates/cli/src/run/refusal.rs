@@ -3,6 +3,7 @@
 use towline_control::run::Error;
 
 use crate::errors;
+use crate::events::Reason;
 use crate::exit::Exit;
 use crate::progress::Reporter;
 
@@ -13,16 +14,16 @@ pub(super) fn refused(reporter: &Reporter, error: &Error) -> Exit {
 }
 
 /// Returns the exit status, and the identifier of the reason.
-fn classified(error: &Error) -> (Exit, &'static str) {
+fn classified(error: &Error) -> (Exit, Reason) {
     match error {
         Error::NoCommandLine { .. }
         | Error::NoCacheDirectory
         | Error::NoStores { .. }
         | Error::Name(_)
-        | Error::Variable(_) => (Exit::Usage, "usage"),
-        Error::Image(_) => (Exit::Failed, "image"),
-        Error::CommandLine(_) | Error::Refused(_) => (Exit::Failed, "command-line"),
-        _ => (Exit::Failed, "other"),
+        | Error::Variable(_) => (Exit::Usage, Reason::Usage),
+        Error::Image(_) => (Exit::Failed, Reason::Image),
+        Error::CommandLine(_) | Error::Refused(_) => (Exit::Failed, Reason::CommandLine),
+        _ => (Exit::Failed, Reason::Other),
     }
 }
 
