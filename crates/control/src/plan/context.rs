@@ -101,7 +101,7 @@ impl<'a> Context<'a> {
         qmp::Options { interrupt, out_of_band: self.options.direct.is_some(), ..qmp::Options::default() }
     }
 
-    /// What becomes of an image that exists already.
+    /// Treatment of an image that exists already.
     pub(super) fn existing(&self) -> Existing {
         if self.options.overwrite { Existing::Replace } else { Existing::Refuse }
     }

@@ -167,7 +167,7 @@ impl DepartingGuest {
 
     /// Its cards whose frames go with it.
     pub fn into_frame_passing(self, there: &Fit) -> FramePassing {
-        let is_there = |card: &Card| there.cards.iter().any(|chardev| *chardev == card.chardev);
+        let is_there = |card: &Card| there.cards.contains(&card.chardev);
         FramePassing::of(self.cards.into_iter().filter(is_there))
     }
 
