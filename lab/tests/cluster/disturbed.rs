@@ -156,7 +156,7 @@ impl Protected {
                 found.iter().chain(&found).for_each(|pid| signal_if_any(*pid, Signal::CONT));
             }
             Disturbance::Hangs => {
-                self.part(Part::Guest).into_iter().for_each(|pid| signal_if_any(pid, Signal::STOP))
+                self.part(Part::Guest).into_iter().for_each(|pid| signal_if_any(pid, Signal::STOP));
             }
             Disturbance::Kills(part) => self.part(part).into_iter().for_each(kill),
             Disturbance::Standby => {
