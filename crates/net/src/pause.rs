@@ -278,9 +278,11 @@ impl Pause {
                     backlog.held.retain(|frame| !arrival.forget_copy(frame));
                 }
                 let is_alike = features::of_received_frames(arrival.features ^ now_features) == 0;
+                let before = backlog.frames.len();
                 state.move_to(pair, &mut backlog.frames);
                 if !is_alike {
-                    backlog.frames.clear();
+                    // Those before are of its own tap, or wait for buffers.
+                    backlog.frames.truncate(before);
                 }
                 return if holds { TapGate::Held } else { TapGate::Open };
             }

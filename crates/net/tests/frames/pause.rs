@@ -70,6 +70,19 @@ fn frames_of_a_pause_precede_those_of_the_tap_where_the_rings_run() {
     }
 }
 
+/// An idle guest's former host passes none, and the rings wait for them as long as they may.
+#[test]
+fn frames_of_its_own_tap_wait_for_buffers_where_none_were_passed() {
+    let name = "frames_of_its_own_tap_wait_for_buffers_where_none_were_passed";
+    let Some(mut there) = Bench::new(name, 1536, 64, feature::MRG_RXBUF) else { return };
+    let base = there.stop_receiving();
+    there.net.give_frames(&none(0), false).unwrap();
+    let own = datagrams(200, 100);
+    there.send(&own);
+    there.start_receiving(base);
+    there.expect(&own);
+}
+
 #[test]
 fn frames_that_are_dropped_or_come_late_are_given_to_nobody() {
     let name = "frames_that_are_dropped_or_come_late_are_given_to_nobody";
