@@ -134,7 +134,11 @@ fn on_host(reporter: &Reporter, args: &CheckArgs, end: &SshEndpoint, socket: &Pa
         planned,
         ..place_options(args, planned.lanes(), args.host.disk_policy(), held.arrived())
     };
-    let prepared = remote::prepare(end, &options, socket).map_err(|error| NoVerdict::of(&error))?;
+    let prepared = match remote::prepare(end, &options, socket) {
+        Ok(prepared) => prepared,
+        // Also of a cancellation: reported before its signal, which is still held, ends the process.
+        Err(error) => return Ok(NoVerdict::of(&error).report(reporter)),
+    };
     let report = prepared.guest.compare(&prepared.fit, options.lanes);
     reporter.hosts(&prepared.host.hosts_of(&prepared.guest, &prepared.fit));
     remote::disk_remedy(&prepared.fit, args.host.disk_policy()).iter().for_each(|text| reporter.notice(text));

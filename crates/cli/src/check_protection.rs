@@ -26,10 +26,12 @@ const EPOCHS_MS: [u64; 3] = [25, 50, 100];
 pub(crate) fn run(args: &CheckArgs) -> Result<Exit> {
     let reporter = Reporter::new(&args.output).blocking();
     check::wait_for_sockets(args)?;
-    NoVerdict::reported(&reporter, estimate(&reporter, args))
+    // The QEMU there is ended, and a cancellation reported, before a signal ends this process.
+    let held = HeldSignals::hold()?;
+    NoVerdict::reported(&reporter, estimate(&reporter, args, &held))
 }
 
-fn estimate(reporter: &Reporter, args: &CheckArgs) -> Result<Exit> {
+fn estimate(reporter: &Reporter, args: &CheckArgs, held: &HeldSignals) -> Result<Exit> {
     let usage =
         |end: &Endpoint, expected| Err(NoVerdict::Usage(format!("{end}: expected {expected}")).into());
     let Endpoint::Qmp(socket) = &args.source else {
@@ -52,8 +54,6 @@ fn estimate(reporter: &Reporter, args: &CheckArgs) -> Result<Exit> {
         checkpoint_bytes_max: planned.max_checkpoint,
         leaks_output: planned.leak_output,
     };
-    // The QEMU there is ended.
-    let held = HeldSignals::hold()?;
     let options = place_options(args, 0, DISKS, held.arrived());
     let (guest, report) = match &there {
         Some(end) => {
