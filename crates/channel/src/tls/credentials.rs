@@ -258,11 +258,11 @@ impl OneTimeCredentials {
     }
 }
 
-/// The ciphers of TLS 1.3 in the order of their speed here.
 fn one_time_error(why: impl fmt::Display) -> Error {
     Error::TlsOneTime { why: why.to_string() }
 }
 
+/// The ciphers of TLS 1.3 in the order of their speed here.
 fn provider() -> Arc<CryptoProvider> {
     let mut provider = aws_lc_rs::default_provider();
     provider.cipher_suites.retain(|suite| suite.tls13().is_some());

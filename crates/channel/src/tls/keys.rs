@@ -1,13 +1,12 @@
 //! Key updates on an established connection: rustls derives the keys, the halves request them.
 
 use super::record::Protection;
-use crate::lock::lock;
 use crate::{Error, Result};
 use rustls::client::ClientConnectionData;
 use rustls::kernel::KernelConnection;
 use rustls::server::ServerConnectionData;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard};
 
 /// The secrets of a finished handshake, from which the next keys are derived.
 pub(super) struct Keys {
@@ -34,8 +33,13 @@ impl Keys {
         self.requested.load(Ordering::Acquire) && self.requested.swap(false, Ordering::AcqRel)
     }
 
+    /// The secrets. A panic under the lock leaves them undefined: no key is derived from them again.
+    fn connection(&self) -> MutexGuard<'_, TlsConnection> {
+        self.connection.lock().expect("no panic while it is held")
+    }
+
     pub(super) fn next_to_send(&self, peer: &str) -> Result<Protection> {
-        let next = match &mut *lock(&self.connection) {
+        let next = match &mut *self.connection() {
             TlsConnection::Client(connection) => connection.update_tx_secret(),
             TlsConnection::Server(connection) => connection.update_tx_secret(),
         };
@@ -43,7 +47,7 @@ impl Keys {
     }
 
     pub(super) fn next_to_receive(&self, peer: &str) -> Result<Protection> {
-        let next = match &mut *lock(&self.connection) {
+        let next = match &mut *self.connection() {
             TlsConnection::Client(connection) => connection.update_rx_secret(),
             TlsConnection::Server(connection) => connection.update_rx_secret(),
         };

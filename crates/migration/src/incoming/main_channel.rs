@@ -203,8 +203,8 @@ impl<'a> MainChannel<'a> {
                 self.lead()
             }
             StreamItem::SectionEnd(section) => self.section_end(section.kind),
-            // An entry of the list before the last one, or an event that `sections` has handled.
             StreamItem::Xbzrle { page, data } => self.xbzrle(*page, data),
+            // An entry of the list before the last one, or an event that `sections` has handled.
             StreamItem::Block(_)
             | StreamItem::Page(_)
             | StreamItem::ZeroPage(_)
