@@ -45,9 +45,10 @@ fn dies_and_is_replaced(guest: &mut Protected, part: Part) -> bool {
 }
 
 #[test]
-fn a_guest_is_protected_again_after_the_deaths_of_the_ferry_and_of_the_qemu_that_waits() {
-    let name = "a_guest_is_protected_again_after_the_deaths_of_the_ferry_and_of_the_qemu_that_waits";
-    protected_again(name, &[Part::Ferry, Part::Waiting]);
+fn a_guest_is_protected_again_after_the_deaths_of_the_qemu_that_waits_and_of_the_ferry() {
+    let name = "a_guest_is_protected_again_after_the_deaths_of_the_qemu_that_waits_and_of_the_ferry";
+    // The other host may win when the ferry dies.
+    protected_again(name, &[Part::Waiting, Part::Ferry]);
 }
 
 #[test]

@@ -305,7 +305,6 @@ fn the_newest_image_runs_in_a_drill_that_leaves_nothing() {
 }
 
 #[test]
-#[ignore = "nightly"]
 fn a_record_in_a_store_is_kept_and_run_like_one_in_a_directory() {
     if !require_lab("a_record_in_a_store_is_kept_and_run_like_one_in_a_directory") {
         return;
