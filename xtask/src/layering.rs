@@ -24,7 +24,9 @@ const PURE: [&str; 2] = ["#![no_std]", "#![forbid(unsafe_code)]"];
 pub(crate) fn run() -> Result<()> {
     let packages = packages()?;
     let read = |name| std::fs::read_to_string(root().join(name)).context(name);
-    let mut faults = faults(&packages, &read(ARCHITECTURE)?);
+    let table = read(ARCHITECTURE)?;
+    let mut faults = faults(&packages, &table);
+    faults.extend(unknown(&packages, &table));
     let source = read(PURE_CRATE)?;
     let lacking = PURE.iter().filter(|attribute| !source.lines().any(|line| line == **attribute));
     faults.extend(lacking.map(|attribute| format!("{PURE_CRATE} lacks {attribute}")));
@@ -54,6 +56,16 @@ fn faults(packages: &[Value], table: &str) -> Vec<String> {
         }
     }
     faults
+}
+
+/// Names in the last column that no crate has: one after `all but` would allow what it should forbid.
+fn unknown(packages: &[Value], table: &str) -> Vec<String> {
+    let names: Vec<_> = packages.iter().filter_map(|package| package["name"].as_str()).collect();
+    let is_known = |name: &&str| *name == "–" || names.iter().any(|known| short(known) == *name);
+    let rows = names.iter().filter_map(|user| may_use(table, user));
+    let listed = rows.flat_map(|may_use| may_use.trim_start_matches("all but ").split(", "));
+    let unknown = listed.filter(|name| !is_known(name));
+    unknown.map(|name| format!("{name} in {ARCHITECTURE} is not a crate")).collect()
 }
 
 /// The last column of a crate's row in the table.
@@ -109,6 +121,11 @@ mod tests {
             let wanted = format!("{user} uses {used}, which the table does not have");
             assert_eq!(found(user, used, &kind), [wanted]);
         }
+        let bench = [json!({ "name": "towline-bench" }), json!({ "name": "towline-cli" })];
+        assert_eq!(
+            unknown(&bench, "| `bench` | x | all but clii, cli |"),
+            ["clii in ARCHITECTURE.md is not a crate"]
+        );
         let wanted = "towline-new is not in the table; add it to ARCHITECTURE.md";
         assert_eq!(faults(&[json!({ "name": "towline-new", "dependencies": [] })], &table()), [wanted]);
     }
