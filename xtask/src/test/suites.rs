@@ -21,28 +21,32 @@ use crate::times::Usage;
 /// Suites that take longest, in this order; the others follow as cargo names them.
 const FIRST: [&str; 15] = [
     DOCUMENTATION,
-    "lab/net",
-    "lab/run",
-    "lab/store",
-    "lab/switchover",
-    "lab/upgrade",
-    "lab/matrix",
-    "lab/faults",
-    "lab/postcopy",
-    "lab/pairs",
-    "lab/live",
-    "lab/images",
     "lab/hosts",
+    "lab/run",
+    "lab/net",
     "lab/cluster",
-    "lab/zero_copy",
-];
-/// Suites that allocate huge pages, or expect a number of them: only one of these runs at a time.
-const HUGE_PAGES: [&str; 5] = [
-    "lab/postcopy",
+    "lab/switchover",
+    "lab/protect",
+    "lab/store",
     "lab/upgrade",
-    "crates/migration (lib)",
-    "crates/vhost-user (lib)",
-    "crates/vhost-user/hostile",
+    "lab/live",
+    "lab/faults",
+    "lab/zero_copy",
+    "lab/pairs",
+    "lab/matrix",
+    "lab/images",
+];
+/// Suites of which only one runs at a time: those that allocate huge pages, or expect a number of them; those of
+/// several hosts, which take each other for lost after seconds without processors.
+const ONE_AT_A_TIME: [&[&str]; 2] = [
+    &[
+        "lab/postcopy",
+        "lab/upgrade",
+        "crates/migration (lib)",
+        "crates/vhost-user (lib)",
+        "crates/vhost-user/hostile",
+    ],
+    &["lab/hosts", "lab/cluster", "lab/protect"],
 ];
 /// Tests of times and rates that other tests would take from them, by their suites: they run before all others.
 const ALONE: [(&str, &str); 2] = [
@@ -172,8 +176,9 @@ fn suite(message: &Value, root: &Path) -> Option<Suite> {
 }
 
 impl Suite {
-    fn has_huge_pages(&self) -> bool {
-        HUGE_PAGES.contains(&self.name.as_str())
+    /// Which of [`ONE_AT_A_TIME`] it is of.
+    fn group(&self) -> Option<usize> {
+        ONE_AT_A_TIME.iter().position(|suites| suites.contains(&self.name.as_str()))
     }
 
     /// Command that runs it.
@@ -209,7 +214,8 @@ pub(super) fn run(
     let (alone, others): (Vec<_>, Vec<_>) =
         suites.iter().partition(|suite| matches!(suite.part, Part::Alone(_)));
     let ended: Vec<_> = alone.iter().map(|suite| run_one(suite, extent, deadline, &|| ())).collect();
-    let (queue, ended) = (Mutex::new(Queue { waiting: others.into(), huge_pages: false }), Mutex::new(ended));
+    let (queue, ended) =
+        (Mutex::new(Queue { waiting: others.into(), running: Default::default() }), Mutex::new(ended));
     scope(|scope| {
         // One more than processors: tests wait for their guests about half of the time, and have time limits.
         for _ in 0..=available_parallelism().map_or(1, usize::from) {
@@ -229,21 +235,21 @@ pub(super) fn run(
 /// Suites that wait.
 struct Queue<'a> {
     waiting: VecDeque<&'a Suite>,
-    /// One of [`HUGE_PAGES`] runs.
-    huge_pages: bool,
+    /// One of each of [`ONE_AT_A_TIME`] runs.
+    running: [bool; ONE_AT_A_TIME.len()],
 }
 
 impl<'a> Queue<'a> {
-    /// The first that may run beside those that run. Who runs one of [`HUGE_PAGES`] takes the others afterwards.
+    /// The first that may run beside those that run. Who runs one of a group takes the others afterwards.
     fn next(&mut self) -> Option<&'a Suite> {
-        let fits = |suite: &&Suite| !(self.huge_pages && suite.has_huge_pages());
+        let fits = |suite: &&Suite| suite.group().is_none_or(|group| !self.running[group]);
         let suite = self.waiting.iter().position(fits).and_then(|index| self.waiting.remove(index))?;
-        self.huge_pages |= suite.has_huge_pages();
+        suite.group().into_iter().for_each(|group| self.running[group] = true);
         Some(suite)
     }
 
     fn done(&mut self, suite: &Suite) {
-        self.huge_pages &= !suite.has_huge_pages();
+        suite.group().into_iter().for_each(|group| self.running[group] = false);
     }
 }
 
@@ -307,22 +313,23 @@ mod tests {
     }
 
     #[test]
-    fn suites_with_huge_pages_follow_each_other() {
+    fn suites_of_a_group_follow_each_other() {
         let named = |name: &&str| Suite {
             name: name.to_string(),
             program: None,
             package: "/".into(),
             part: Part::All,
         };
-        let suites: Vec<_> = [HUGE_PAGES[0], HUGE_PAGES[1], "lab/net"].iter().map(named).collect();
-        let mut queue = Queue { waiting: suites.iter().collect(), huge_pages: false };
+        let suites: Vec<_> =
+            [ONE_AT_A_TIME[0][0], ONE_AT_A_TIME[0][1], "lab/net"].iter().map(named).collect();
+        let mut queue = Queue { waiting: suites.iter().collect(), running: Default::default() };
         let mut next = |done: Option<usize>| {
             done.iter().for_each(|index| queue.done(&suites[*index]));
             queue.next().map(|suite| suite.name.clone())
         };
-        assert_eq!(next(None).as_deref(), Some(HUGE_PAGES[0]));
+        assert_eq!(next(None).as_deref(), Some(ONE_AT_A_TIME[0][0]));
         assert_eq!(next(None).as_deref(), Some("lab/net"));
         assert_eq!(next(Some(2)), None);
-        assert_eq!(next(Some(0)).as_deref(), Some(HUGE_PAGES[1]));
+        assert_eq!(next(Some(0)).as_deref(), Some(ONE_AT_A_TIME[0][1]));
     }
 }
