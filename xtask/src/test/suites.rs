@@ -196,6 +196,10 @@ impl Suite {
             Part::Others => drop(command.args(ALONE.iter().flat_map(|(_, test)| ["--skip", test]))),
         }
         command.env("TOWLINE_BIN", shipped_program()?);
+        if self.name.starts_with("lab/") {
+            // Each test has several QEMUs, of which each could use a processor.
+            command.env("RUST_TEST_THREADS", "1");
+        }
         // As cargo does.
         command.current_dir(&self.package).env("CARGO_MANIFEST_DIR", &self.package);
         built(&mut command)?;
