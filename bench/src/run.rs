@@ -125,25 +125,14 @@ impl Drop for Running {
     }
 }
 
-/// Arguments of `towline run`. The command line of a QEMU that another program starts is not recorded, and is given as a whole.
+/// Arguments of `towline run`: the image has the command line, without what comes from this host only.
 pub(crate) fn arguments(stored: &Stored) -> Vec<String> {
-    let version = stored.shape.version;
-    let binary = version.command().get_program().to_string_lossy().into_owned();
+    let binary = stored.shape.version.command().get_program().to_string_lossy().into_owned();
     let mut words = ["run", "--json", "--share", "--name", "bench", "--qemu"].map(str::to_owned).to_vec();
     words.extend([binary, stored.path().display().to_string()]);
-    if version == Version::V10_0 {
-        for option in stored.kernel.chunks_exact(2) {
-            words.extend(["--set".into(), format!("{}={}", option[0].trim_start_matches('-'), option[1])]);
-        }
-        return words;
+    for option in stored.kernel.chunks_exact(2) {
+        words.extend(["--set".into(), format!("{}={}", option[0].trim_start_matches('-'), option[1])]);
     }
-    let line = format!(
-        "-- -nodefaults -no-user-config -no-reboot -machine {} -accel tcg,thread=multi -cpu Nehalem -m {}M -smp 1 \
-         -serial null -serial null",
-        Version::V10_0.machine(),
-        stored.shape.memory_mib
-    );
-    words.extend(line.split(' ').map(str::to_owned).chain(stored.kernel.iter().cloned()));
     words
 }
 
