@@ -145,26 +145,7 @@ fn started(args: &StartArgs, image: ImageLocation) -> RunOptions {
             settings: args.set.clone(),
             ..HostArguments::default()
         },
-        ..of_one(image)
-    }
-}
-
-/// Options of one guest, as far as nothing is said about it.
-pub(crate) fn of_one(image: ImageLocation) -> RunOptions {
-    RunOptions {
-        image,
-        name: None,
-        count: 1,
-        memory: MemoryRequest::MappedOrCopied,
-        lifetime: Lifetime::WithOwner,
-        disks: Disks::Own,
-        networks: Networks::Same,
-        state: FirstState::Running,
-        cache_directory: None,
-        trust: CommandLineTrust::Untrusted,
-        host: HostArguments::default(),
-        root: RuntimeRoot::of_user(),
-        generations: None,
+        ..RunOptions::of_one(image)
     }
 }
 

@@ -18,7 +18,6 @@ use super::refusal::{Outcome, Refusal, say};
 use super::state::{GuestLine, Origin, host_arguments};
 use super::{Agent, TIMEOUT_MIN};
 use crate::errors;
-use crate::run::of_one;
 
 impl Agent {
     pub(super) fn start(&self) -> Outcome {
@@ -67,7 +66,7 @@ impl Agent {
             trust: if *is_trusted { CommandLineTrust::Trusted } else { CommandLineTrust::Untrusted },
             host: host_arguments(&self.parameters),
             generations: Some(self.generations(newest)),
-            ..of_one(ImageLocation::File(image.to_owned()))
+            ..RunOptions::of_one(ImageLocation::File(image.to_owned()))
         };
         let cancel = self.cancel(self.left(TIMEOUT_MIN))?;
         let context = PrepareContext { cancel: &cancel, observer: &self.reporter, downloading: &|_| {} };

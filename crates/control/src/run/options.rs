@@ -44,6 +44,27 @@ pub struct RunOptions {
     pub generations: Option<GuestGenerations>,
 }
 
+impl RunOptions {
+    /// Options of one guest of this user, as far as nothing is said about it.
+    pub fn of_one(image: ImageLocation) -> Self {
+        Self {
+            image,
+            name: None,
+            count: 1,
+            memory: MemoryRequest::MappedOrCopied,
+            lifetime: Lifetime::WithOwner,
+            disks: Disks::Own,
+            networks: Networks::Same,
+            state: FirstState::Running,
+            cache_directory: None,
+            trust: CommandLineTrust::Untrusted,
+            host: HostArguments::default(),
+            root: RuntimeRoot::of_user(),
+            generations: None,
+        }
+    }
+}
+
 /// Place of an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ImageLocation {

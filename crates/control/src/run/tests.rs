@@ -2,9 +2,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use towline_channel::Cancel;
-use towline_launch::{
-    AllowedCommandLine, CommandLine, HostArguments, Lifetime, QemuVersion, Recorded, RuntimeRoot,
-};
+use towline_launch::{AllowedCommandLine, CommandLine, HostArguments, QemuVersion, Recorded, RuntimeRoot};
 use towline_memload::{Shape, Synthetic};
 use towline_migration::Guest;
 
@@ -52,19 +50,9 @@ fn planned(
 /// Options of one guest of this image.
 fn options(image: &Path) -> RunOptions {
     RunOptions {
-        image: ImageLocation::File(image.to_owned()),
-        name: None,
-        count: 1,
-        memory: MemoryRequest::MappedOrCopied,
-        lifetime: Lifetime::WithOwner,
-        disks: Disks::Own,
-        networks: Networks::Same,
-        state: FirstState::Running,
-        cache_directory: None,
-        trust: CommandLineTrust::Untrusted,
         host: HostArguments { binary: "qemu".into(), ..HostArguments::default() },
-        generations: None,
         root: RuntimeRoot::at("/nowhere".into()),
+        ..RunOptions::of_one(ImageLocation::File(image.to_owned()))
     }
 }
 
