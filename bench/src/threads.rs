@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-/// Does each of these in a thread of its own. Returns the first error.
+/// Runs each of these in its own thread. Returns the first error.
 pub(crate) fn at_once<W: FnOnce() -> Result<()> + Send>(works: impl IntoIterator<Item = W>) -> Result<()> {
     std::thread::scope(|scope| {
         let threads: Vec<_> = works.into_iter().map(|work| scope.spawn(work)).collect();

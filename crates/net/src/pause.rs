@@ -281,7 +281,7 @@ impl Pause {
                 let before = backlog.frames.len();
                 state.move_to(pair, &mut backlog.frames);
                 if !is_alike {
-                    // Those before are of its own tap, or wait for buffers.
+                    // Earlier frames are from the card's own tap, or were accepted before and wait for buffers.
                     backlog.frames.truncate(before);
                 }
                 return if holds { TapGate::Held } else { TapGate::Open };
