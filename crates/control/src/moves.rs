@@ -26,7 +26,7 @@ use record_file::{is_locked, names_of};
 use towline_qmp::commands::RunState;
 
 pub use crate::switchover::{Decision, OtherEnd};
-pub use record::{GuestPlan, Id, ListedMove, MoveEnd, MoveRecord, Role};
+pub use record::{GuestPlan, Id, ListedMove, MoveEnd, MoveRecord, RecordedEnds, Role};
 pub use record_file::Error;
 pub(crate) use record_file::{RecordFile, record_left_source};
 pub(crate) use recorded_way::RecordedWay;
@@ -85,7 +85,8 @@ pub(crate) fn check_source(qemu: &Qemu) -> Result<(), Error> {
     let Ok(directory) = RuntimeDirectory::open() else { return Ok(()) };
     let end = MoveEnd::qemu(qemu);
     let (records, bad) = record_file::list(&directory);
-    if let Some(error) = bad.into_iter().next().filter(|_| is_paused_since) {
+    let may_be_of_it = |error: &Error| error.may_be_of(|recorded| recorded.may_be_same_qemu(&end));
+    if let Some(error) = bad.into_iter().find(|error| is_paused_since && may_be_of_it(error)) {
         return Err(error);
     }
     match records.iter().find(|record| forbids(record, &end, is_paused_since)) {

@@ -330,6 +330,31 @@ fn a_paused_guest_that_is_copied_twice_is_not_run() {
     source.qmp().wait_status("running", WITHIN).unwrap();
 }
 
+/// It may be of the guest that it names, and is of no other one.
+#[test]
+fn a_record_of_another_version_keeps_only_its_own_guest_from_being_sent() {
+    if !has_hosts("a_record_of_another_version_keeps_only_its_own_guest_from_being_sent") {
+        return;
+    }
+    let (host, builder) = (Host::new(), small(Version::V10_0));
+    let sources = [counting(&builder), counting(&builder)];
+    let image = |name: &str| host.0.text(name);
+    sources[0].qmp().execute("stop", Value::Null).unwrap();
+    for (source, name) in sources.iter().zip(["1.img", "2.img"]) {
+        assert_ended(&host.run(&format!("copy {} {}", qmp(source), image(name))), 0, &[]);
+        source.qmp().wait_status("postmigrate", WITHIN).unwrap();
+    }
+    // Of the second there is none: it ran until it was copied.
+    let path = host.0.path(&format!("run/towline/journal/move-{}-source.json", id(&host.only())));
+    let record = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, record.replacen("\"version\":1", "\"version\":2,\"added\":true", 1)).unwrap();
+    let again = |source: &Qemu| host.run(&format!("copy --resume {} {}", qmp(source), image("3.img")));
+    assert_ended(&again(&sources[0]), 1, &["expected a record of version 1", "version 2"]);
+    assert_ended(&again(&sources[1]), 0, &[]);
+    sources[1].qmp().wait_status("running", WITHIN).unwrap();
+    assert_ended(&host.run("moves"), 1, &["version 2", "run the guest at one of them only"]);
+}
+
 /// The destination runs: a later copy must not run the source too.
 #[test]
 fn a_source_whose_guest_runs_elsewhere_is_not_run_by_a_later_copy() {

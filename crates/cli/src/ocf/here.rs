@@ -116,16 +116,19 @@ impl Here {
     /// Undecided moves that it is an end of.
     ///
     /// # Errors
-    /// A record cannot be read: it may be one of them.
+    /// A record that cannot be read may be one of them.
     pub(super) fn undecided(&self) -> Result<Vec<ListedMove>, moves::Error> {
         let (mut listed, bad) = moves::list()?;
         listed.retain(|one| one.record.stage != Decision::Left && self.role(&one.record).is_some());
-        bad.into_iter().next().map_or(Ok(listed), Err)
+        bad.into_iter().find(|error| error.may_be_of(|end| self.is_it(end))).map_or(Ok(listed), Err)
+    }
+
+    fn is_it(&self, end: &MoveEnd) -> bool {
+        matches!(end, MoveEnd::Qemu { pid: Some(pid), .. } if i64::from(*pid) == i64::from(self.guest().pid))
     }
 
     fn role(&self, record: &MoveRecord) -> Option<Role> {
-        let is_it = |end: &MoveEnd| matches!(end, MoveEnd::Qemu { pid: Some(pid), .. } if i64::from(*pid) == i64::from(self.guest().pid));
-        match (is_it(&record.source), is_it(&record.destination)) {
+        match (self.is_it(&record.source), self.is_it(&record.destination)) {
             (true, _) => Some(Role::Source),
             (_, true) => Some(Role::Destination),
             _ => None,

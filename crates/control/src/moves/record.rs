@@ -174,6 +174,19 @@ impl fmt::Display for MoveEnd {
     }
 }
 
+/// Ends of a move in a record of any version: `source` and `destination` have this form in all of them.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+pub struct RecordedEnds {
+    pub(super) source: MoveEnd,
+    pub(super) destination: MoveEnd,
+}
+
+impl RecordedEnds {
+    pub(super) fn of(record: &str) -> Option<Box<Self>> {
+        serde_json::from_str(record).ok()
+    }
+}
+
 /// Requested result for the guest, and its run state before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

@@ -21,7 +21,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 use rustix::process::{geteuid, getpid};
 
-use super::record::{self, Id, MoveRecord};
+use super::record::{self, Id, MoveEnd, MoveRecord, RecordedEnds};
 use crate::journal::{RuntimeDirectory, RuntimeDirectoryError, is_named, read};
 use crate::qemu;
 use crate::switchover::Decision;
@@ -185,14 +185,19 @@ fn parse(file: &mut File, directory: &RuntimeDirectory, name: &str) -> Result<Mo
     let path: PathBuf = directory.path().join(name);
     let failed = |source| Error::Io { path: path.clone(), source };
     let metadata = file.metadata().map_err(failed)?;
-    let refused = |reason: String| Error::Format { path: path.clone(), reason };
+    let refused = |reason: String| Error::Format { path: path.clone(), reason, ends: None };
     if metadata.uid() != geteuid().as_raw() {
         return Err(refused(format!("it belongs to user {}", metadata.uid())));
     }
     if !metadata.is_file() || metadata.mode() & 0o022 != 0 {
         return Err(refused("it is not a file that only its owner can write".into()));
     }
-    let record = MoveRecord::parse(&read(file).map_err(failed)?).map_err(refused)?;
+    let text = read(file).map_err(failed)?;
+    let record = MoveRecord::parse(&text).map_err(|reason| Error::Format {
+        path: path.clone(),
+        reason,
+        ends: RecordedEnds::of(&text),
+    })?;
     if record.name() != name {
         return Err(refused(format!("it is of move {}", record.id)));
     }
@@ -276,6 +281,8 @@ pub enum Error {
         path: PathBuf,
         /// The difference.
         reason: String,
+        /// Its ends, of which those of other versions can be read, too.
+        ends: Option<Box<RecordedEnds>>,
     },
     /// A towline works on the move.
     #[error("another towline (process {pid}) works on move {id}: wait until it has ended, or end it first")]
@@ -325,6 +332,16 @@ pub enum Error {
         /// The record, and what can be done.
         text: String,
     },
+}
+
+impl Error {
+    /// Returns true if the record that cannot be read may be of an end for which `is_it` is true.
+    pub fn may_be_of(&self, is_it: impl Fn(&MoveEnd) -> bool) -> bool {
+        match self {
+            Self::Format { ends: Some(ends), .. } => is_it(&ends.source) || is_it(&ends.destination),
+            _ => true,
+        }
+    }
 }
 
 fn shown(ids: &[Id]) -> String {

@@ -144,14 +144,16 @@ fn truncated_and_foreign_records_are_refused_and_kept() {
     file.write(file.record().clone()).unwrap();
     let path = place.path(file.record());
     let text = fs::read_to_string(&path).unwrap();
-    let reason = |text: &str| {
+    let error = |text: &str| {
         fs::write(&path, text).unwrap();
         let (records, bad) = list(&place.directory());
         assert!(records.is_empty(), "{records:?}");
-        match <[Error; 1]>::try_from(bad).unwrap() {
-            [Error::Format { reason, .. }] => reason,
-            [other] => panic!("{other}"),
-        }
+        let [error] = <[Error; 1]>::try_from(bad).unwrap();
+        error
+    };
+    let reason = |text: &str| match error(text) {
+        Error::Format { reason, .. } => reason,
+        other => panic!("{other}"),
     };
     for cut in [1, text.len() / 2, text.len() - 2] {
         let found = reason(&text[..cut]);
@@ -159,6 +161,12 @@ fn truncated_and_foreign_records_are_refused_and_kept() {
     }
     assert_eq!(reason(&text.replace("\"version\":1", "\"version\":2")), "version 2");
     assert!(reason(&text.replace("\"stage\"", "\"stadium\"")).contains("stadium"));
+    // Those of other versions are of the QEMU that they name; one that ends early may be of any.
+    let newer = error(&text.replace("\"version\":1", "\"version\":2,\"added\":[]"));
+    let is_of = |error: &Error, end: &MoveEnd| error.may_be_of(|recorded| recorded.may_be_same_qemu(end));
+    let another = MoveEnd::Qemu { socket: "/run/vm/c.qmp".into(), pid: Some(1), start_time: Some(0) };
+    assert!(is_of(&newer, &running()) && !is_of(&newer, &another));
+    assert!(is_of(&error(&text[..text.len() / 2]), &another));
     let other = "cd".repeat(16);
     assert_eq!(reason(&text.replace(&"ab".repeat(16), &other)), format!("it is of move {other}"));
     assert!(reason(&text.replace(&"ab".repeat(16), "../x")).contains("32 hexadecimal digits"));

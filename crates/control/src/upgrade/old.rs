@@ -190,11 +190,11 @@ fn is_useless(guest: &RunningGuest, old: &OldQemu) -> bool {
     }
 }
 
-/// Returns true if the record of a move names this process, or cannot be read.
+/// Returns true if the record of a move names this process, or may do so, as it cannot be read.
 fn may_be_recorded(pid: u32) -> bool {
     let Ok((moves, bad)) = moves::list() else { return true };
     let is_it = |end: &MoveEnd| matches!(end, MoveEnd::Qemu { pid: Some(recorded), .. } if recorded.cast_unsigned() == pid);
-    !bad.is_empty()
+    bad.iter().any(|error| error.may_be_of(is_it))
         || moves.iter().any(|listed| is_it(&listed.record.source) || is_it(&listed.record.destination))
 }
 
