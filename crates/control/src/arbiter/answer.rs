@@ -1,21 +1,22 @@
 //! A program of the user's that decides what towline cannot know.
 
 use std::io::{self, Read};
+use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::io::ioctl_fionbio;
 use rustix::process::{Pid, Signal, kill_process_group};
 
 /// Longest run of the program.
 const ANSWER_WITHIN: Duration = Duration::from_secs(30);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
-/// Time for the output of a program that has ended.
-const OUTPUT_WITHIN: Duration = Duration::from_millis(100);
-/// Bytes of its output that are read.
-const OUTPUT_MAX: u64 = 1 << 10;
+/// Bytes of its output that are kept.
+const OUTPUT_MAX: usize = 1 << 10;
+/// Bytes that a pipe has at most (pipe(7)).
+const PIPE_BYTES: usize = 64 << 10;
 
 /// Answer of a program.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -61,8 +62,11 @@ pub fn ask(command: &str, variables: &[(&str, String)]) -> Result<Answer, NoAnsw
         .stderr(Stdio::piped())
         .process_group(0)
         .spawn()?;
-    let outputs = (child.stdout.take().map(beginning), child.stderr.take().map(beginning));
-    let ended = wait(&mut child);
+    let (mut output, mut message) = (Output::of(child.stdout.take())?, Output::of(child.stderr.take())?);
+    let ended = wait(&mut child, || {
+        output.read();
+        message.read();
+    });
     if let Ok(group) = i32::try_from(child.id())
         && let Some(group) = Pid::from_raw(group)
     {
@@ -72,41 +76,73 @@ pub fn ask(command: &str, variables: &[(&str, String)]) -> Result<Answer, NoAnsw
         // It may be in the kernel for long.
         thread::Builder::new().name("program".into()).spawn(move || child.wait())?;
     }
-    let text = |output: Option<io::Result<Receiver<Vec<u8>>>>| -> String {
-        let bytes = output.and_then(Result::ok).and_then(|output| output.recv_timeout(OUTPUT_WITHIN).ok());
-        String::from_utf8_lossy(&bytes.unwrap_or_default()).trim().to_owned()
-    };
     match ended? {
         Some(code @ (0 | 1)) => {
-            Ok(Answer { is_yes: code == 0, output: text(outputs.0), message: text(outputs.1) })
+            Ok(Answer { is_yes: code == 0, output: output.text(), message: message.text() })
         }
         code => {
             let status = code.map_or("a signal".into(), |code| format!("exit status {code}"));
-            Err(NoAnswer::Status { status, message: text(outputs.1) })
+            Err(NoAnswer::Status { status, message: message.text() })
         }
     }
 }
 
-/// Reads the beginning of an output, and drops the rest: a program that says more does not wait for a reader.
-fn beginning(mut output: impl Read + Send + 'static) -> io::Result<Receiver<Vec<u8>>> {
-    let (sender, beginning) = mpsc::channel();
-    thread::Builder::new().name("output".into()).spawn(move || {
-        let mut text = Vec::new();
-        let _ = output.by_ref().take(OUTPUT_MAX).read_to_end(&mut text);
-        let _ = sender.send(text);
-        io::copy(&mut output, &mut io::sink())
-    })?;
-    Ok(beginning)
+/// Output of a program. What is not of its beginning is dropped: a program that says more does not wait for a reader.
+struct Output<P> {
+    pipe: Option<P>,
+    beginning: Vec<u8>,
 }
 
-/// Waits for the exit status of a program.
-fn wait(child: &mut Child) -> Result<Option<i32>, NoAnswer> {
+impl<P: Read + AsFd> Output<P> {
+    fn of(pipe: Option<P>) -> io::Result<Self> {
+        pipe.as_ref().map(|pipe| ioctl_fionbio(pipe, true)).transpose()?;
+        Ok(Self { pipe, beginning: Vec::new() })
+    }
+
+    /// Reads what is in the pipe. After the end of the program that is all it has written, even if another process holds the other end.
+    fn read(&mut self) {
+        let mut part = [0; PIPE_BYTES];
+        let read = self.pipe.as_mut().and_then(|pipe| pipe.read(&mut part).ok()).unwrap_or(0);
+        let kept = read.min(OUTPUT_MAX - self.beginning.len());
+        self.beginning.extend_from_slice(&part[..kept]);
+    }
+
+    fn text(&self) -> String {
+        String::from_utf8_lossy(&self.beginning).trim().to_owned()
+    }
+}
+
+/// Waits for the exit status of a program, and calls `read` at times, and once more at the end.
+fn wait(child: &mut Child, mut read: impl FnMut()) -> Result<Option<i32>, NoAnswer> {
     let deadline = Instant::now() + ANSWER_WITHIN;
     loop {
-        match child.try_wait()? {
+        let status = child.try_wait()?;
+        read();
+        match status {
             Some(status) => return Ok(status.code()),
             None if Instant::now() >= deadline => return Err(NoAnswer::Late),
             None => thread::sleep(POLL_INTERVAL),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn output(command: &str) -> String {
+        ask(command, &[]).unwrap().output
+    }
+
+    #[test]
+    fn an_output_is_complete_when_the_program_has_ended() {
+        assert_eq!(
+            output("setsid sleep 1 & echo 7"),
+            "7",
+            "its end of the pipe is held by a process that it leaves"
+        );
+        assert_eq!(output("yes | head -c 1000000; echo 7").len(), OUTPUT_MAX - 1, "trimmed");
+        let answer = ask("echo why >&2; exit 1", &[]).unwrap();
+        assert_eq!(answer, Answer { is_yes: false, output: String::new(), message: "why".into() });
     }
 }
