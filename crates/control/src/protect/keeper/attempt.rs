@@ -24,8 +24,9 @@ use crate::protect::DISKS;
 use crate::qemu::{AppliedSettings, Qemu};
 use crate::remote::{DepartingGuest, NewGuest, Place, RemoteHost};
 
-/// Longest pause for a checkpoint: then the ferry is taken for dead.
-const PAUSE_MAX: Duration = Duration::from_secs(1);
+/// A pause for a checkpoint is taken for the ferry's death this long before the other host does so, and not sooner than that after it
+/// began: the guest then runs on here.
+const PAUSE_MARGIN: Duration = Duration::from_secs(1);
 /// Time for a QEMU whose connection has ended to say why.
 const ENDS_WITHIN: Duration = Duration::from_millis(300);
 /// Time for which a ferry whose standby replies may say nothing.
@@ -173,6 +174,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
     fn watch_until(&mut self, report: &mut Report) -> Result<Ending, Error> {
         let request = self.keeper.request;
         let silence_max = request.peer_timeout + request.epoch * 2 + SILENCE_BEYOND;
+        let pause_max = request.peer_timeout.saturating_sub(PAUSE_MARGIN).max(PAUSE_MARGIN);
         let (mut stopping, mut heard) = (None, Instant::now());
         loop {
             match self.ferry.link.receive(LOOK_INTERVAL) {
@@ -201,7 +203,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
             if self.keeper.cancel.is_cancelled() {
                 return Ok(Ending::Cancelled);
             }
-            let is_stuck = stopping.is_some_and(|since: Instant| since.elapsed() > PAUSE_MAX);
+            let is_stuck = stopping.is_some_and(|since: Instant| since.elapsed() > pause_max);
             if is_stuck || heard.elapsed() > silence_max {
                 return Ok(Ending::here("the process that takes checkpoints, or QEMU, hangs"));
             }
