@@ -15,8 +15,15 @@ pub(super) fn built(command: &mut Command) -> Result<&mut Command> {
     lint::with_clippy(command.env("CARGO_INCREMENTAL", "0"))
 }
 
-/// Runs `command` and gives each line of its standard output to `look`. Past `within` it is killed by coreutils' timeout, with all
-/// that it started. Returns how it ended, and what it took.
+/// Runs the command in its arguments with a separate, empty /run/towline, as tests list the records there: those that other tests leave,
+/// or earlier runs have left, must not be among them. Users without mount namespaces run it as it is.
+const WITHOUT_RECORDS: &str = r#"
+unshare --mount true 2> /dev/null || exec "$0" "$@"
+mkdir -p /run/towline
+exec unshare --mount sh -c 'mount -t tmpfs -o mode=755 tmpfs /run/towline && exec "$0" "$@"' "$0" "$@""#;
+
+/// Runs `command` [without records](WITHOUT_RECORDS) and gives each line of its standard output to `look`. Past `within` it is killed by
+/// coreutils' timeout, with all that it started. Returns how it ended, and what it took.
 pub(super) fn watched(
     command: &Command,
     within: Duration,
@@ -24,7 +31,7 @@ pub(super) fn watched(
 ) -> Result<(Result<()>, Usage)> {
     let started = Instant::now();
     let mut limited = Command::new("timeout");
-    limited.args(["--signal=KILL", &within.as_secs().max(1).to_string()]);
+    limited.args(["--signal=KILL", &within.as_secs().max(1).to_string(), "sh", "-c", WITHOUT_RECORDS]);
     like(command, &mut limited);
     limited.stdout(Stdio::piped());
     let mut child = limited.spawn().with_context(|| format!("{} cannot be started", shown(&limited)))?;
