@@ -30,7 +30,7 @@ impl Extent {
     /// Time limit of all tests together.
     fn within(self) -> Duration {
         match self {
-            Self::Change => Duration::from_secs(40 * 60),
+            Self::Check | Self::Change => Duration::from_secs(40 * 60),
             Self::Nightly => Duration::from_secs(3 * 60 * 60),
         }
     }
@@ -42,7 +42,7 @@ pub(crate) fn check() -> ExitCode {
     report.step("lint", |_| lint::quick());
     let mut built = Vec::new();
     if report.step("build", |_| suites::build_units().map(|suites| built = suites)) {
-        report.step("tests", |report| tests(report, Extent::Change, &built, &|| ()));
+        report.step("tests", |report| tests(report, Extent::Check, &built, &|| ()));
     }
     report.end()
 }

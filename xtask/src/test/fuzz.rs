@@ -76,7 +76,7 @@ pub(crate) fn build(names: &[String]) -> Command {
 pub(crate) fn run(counts: &mut Counts, extent: Extent) -> Result<()> {
     let names = build_all()?;
     let seconds = match extent {
-        Extent::Change => 2,
+        Extent::Check | Extent::Change => 2,
         Extent::Nightly => 60,
     };
     let option = format!("-max_total_time={seconds}");
