@@ -9,12 +9,14 @@ use std::process::Command;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use towline_lab::expect::{assert_ended, completed, qmp, wait_event};
-use towline_lab::{Qmp, Version, child, command_after, require_qemu, signal};
+use towline_lab::{Qmp, Version, child, command_after, require_qemu, signal, wait_until};
 
 use crate::support::{Hosts, MIB, WITHIN, WRITER, assert_disk, last, with_disk, with_disk_of};
 
 /// Where the guest's disk is on the other host, whose files in `/run` are its own.
 pub(crate) const DISK_THERE: &str = "/run/web.raw";
+/// Bytes that QEMU copies at once, at least.
+const PART: usize = 64 << 10;
 
 /// Options for a guest that moves to a QEMU that is started there, with a disk of its own.
 pub(crate) fn with_disks(hosts: &Hosts) -> Vec<String> {
@@ -218,14 +220,23 @@ fn a_disk_that_differs_from_its_copy_keeps_its_guest() {
     let verify = ["--verify-disks", "--max-bandwidth", "4M", "--downtime-limit", "20000"].map(str::to_owned);
     let options: Vec<_> = with_disks(&hosts).into_iter().chain(verify).collect();
     // Neither is in a page that the guest writes to.
-    for (phase, offset) in [("disks", 549_u64), ("transfer", 7 * MIB + 8193)] {
+    for (phase, offset) in [("disks", MIB + 549), ("transfer", 7 * MIB + 8193)] {
         let mut moving = hosts.start("move", "/web", &words(&options));
         let is_phase = |event: &Value| match phase {
             "disks" => event["disks"]["copied"].as_u64() >= Some(MIB),
             _ => event["ram"]["transferred"].as_u64() >= Some(MIB),
         };
         wait_event(&mut moving, phase, WITHIN, is_phase);
+        let here = fs::File::open(hosts.place.path("disk.raw")).unwrap();
         let there = fs::File::options().read(true).write(true).open(hosts.there.path(DISK_THERE)).unwrap();
+        // Parts are copied side by side: one that is in flight would undo the change.
+        wait_until("this part of the copy", WITHIN, || {
+            let [mut original, mut copy] = [[0; PART]; 2];
+            here.read_exact_at(&mut original, offset / PART as u64 * PART as u64)?;
+            there.read_exact_at(&mut copy, offset / PART as u64 * PART as u64)?;
+            Ok((original == copy).then_some(()))
+        })
+        .unwrap();
         let mut byte = [0];
         there.read_exact_at(&mut byte, offset).unwrap();
         there.write_all_at(&[!byte[0]], offset).unwrap();
