@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use fastrand::Rng;
 use rustix::process::Signal;
-use serde_json::Value;
+use serde_json::{Value, json};
 use towline_lab::expect::{assert_ended, completed, number, wait_event};
 use towline_lab::{Towline, child, signal, wait_until};
 
@@ -220,6 +220,9 @@ fn a_postcopy_whose_source_lost_its_towline_is_resumed() {
     signal(killed.pid(), Signal::KILL);
     killed.wait(WITHIN).unwrap();
     hosts.source.qmp().wait_migration("postcopy-paused", WITHIN).unwrap();
+    // What is left may be sent quickly.
+    let unlimited = json!({ "max-postcopy-bandwidth": 0 });
+    hosts.source.qmp().execute("migrate-set-parameters", unlimited).unwrap();
     let resumed = hosts.towline(&["resume", id]).wait(WITHIN).unwrap();
     assert!(resumed.status.success() && resumed.stdout.contains("finished"), "{}", resumed.stderr);
     hosts.source.wait_exit(WITHIN).unwrap();
