@@ -6,6 +6,8 @@ use std::error::Error as StdError;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::stream;
+use http_body_util::{BodyExt as _, StreamBody};
 use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector as TcpConnector;
@@ -21,8 +23,12 @@ use super::lease_state::LeaseGuard;
 
 /// Timeout of a connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Timeout of a response after its request was sent.
+/// Timeout of a response after its request was sent, and of each part of its body after the previous one.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Rate at which a request is sent at least: others, also of other processes, are sent over the same link.
+const SENT_BYTES_PER_SECOND_MIN: u64 = 4 << 10;
+/// Maximum time for sending a request.
+const SENDING_TIMEOUT: Duration = Duration::from_secs(10 * 60);
 /// Parameter of the requests that list objects.
 const LISTING: &str = "list-type=2";
 /// Time for which an idle connection is kept.
@@ -32,25 +38,38 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(30);
 #[derive(Debug)]
 pub(super) struct Connector {
     guard: LeaseGuard,
+    timeout: Duration,
 }
 
 impl Connector {
     /// A connector whose clients check modifying requests with `guard`.
     pub(super) fn new(guard: LeaseGuard) -> Self {
-        Self { guard }
+        Self { guard, timeout: RESPONSE_TIMEOUT }
     }
 }
 
 #[derive(Debug)]
 struct Service {
     guard: LeaseGuard,
+    timeout: Duration,
     client: Client<HttpsConnector<TcpConnector>, HttpRequestBody>,
 }
 
 /// Error of a server that does not respond.
 #[derive(Debug, thiserror::Error)]
-#[error("no response within {} s", RESPONSE_TIMEOUT.as_secs())]
-struct ResponseTimeout;
+#[error("no response within {} s", .0.as_secs())]
+struct ResponseTimeout(Duration);
+
+/// Waits for a part of a response.
+async fn within<T>(limit: Duration, part: impl Future<Output = T>) -> Result<T, HttpError> {
+    let timed_out = |_| HttpError::new(HttpErrorKind::Timeout, ResponseTimeout(limit));
+    tokio::time::timeout(limit, part).await.map_err(timed_out)
+}
+
+/// Time that may pass while a request of this length is sent.
+fn sending_time(bytes: usize) -> Duration {
+    Duration::from_secs(bytes as u64 / SENT_BYTES_PER_SECOND_MIN).min(SENDING_TIMEOUT)
+}
 
 /// Returns true if a response of S3's ListObjectsV2, which Google's stores have too, is the last one and says
 /// so, or names the next one.
@@ -87,7 +106,7 @@ impl HttpConnector for Connector {
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(IDLE_TIMEOUT)
             .build(https);
-        Ok(HttpClient::new(Service { guard: self.guard.clone(), client }))
+        Ok(HttpClient::new(Service { guard: self.guard.clone(), timeout: self.timeout, client }))
     }
 }
 
@@ -99,15 +118,20 @@ impl HttpService for Service {
             self.guard.check().map_err(|lost| HttpError::new(HttpErrorKind::Unknown, lost))?;
         }
         let is_listing = request.uri().query().is_some_and(|query| query.contains(LISTING));
-        let response = tokio::time::timeout(RESPONSE_TIMEOUT, self.client.request(request)).await;
-        let response = response.map_err(|_| HttpError::new(HttpErrorKind::Timeout, ResponseTimeout))?;
-        let response = response.map_err(|error| {
+        let limit = self.timeout + sending_time(request.body().content_length());
+        let response = within(limit, self.client.request(request)).await?.map_err(|error| {
             let kind = if error.is_connect() { HttpErrorKind::Connect } else { kind(&error) };
             HttpError::new(kind, error)
         })?;
         let (parts, body) = response.into_parts();
-        let body = http_body_util::BodyExt::map_err(body, |error| HttpError::new(kind(&error), error));
-        let body = HttpResponseBody::new(body);
+        // A connection that is dead without a reset would be waited for without end.
+        let limit = self.timeout;
+        let body = stream::try_unfold(body, move |mut body| async move {
+            let part = within(limit, body.frame()).await?.transpose();
+            let part = part.map_err(|error| HttpError::new(kind(&error), error))?;
+            Ok(part.map(|part| (part, body)))
+        });
+        let body = HttpResponseBody::new(StreamBody::new(body));
         if !is_listing || !parts.status.is_success() {
             return Ok(HttpResponse::from_parts(parts, body));
         }
@@ -175,6 +199,52 @@ mod tests {
             cause = error.source();
         }
         text
+    }
+
+    /// Requests of a client that waits for 200 ms, to a server that reads this many bytes, responds after a pause and does not close its
+    /// connection.
+    async fn response_of(method: hyper::Method, sent: usize, pause: Duration) -> Result<usize, HttpError> {
+        use std::io::{Read as _, Write as _};
+
+        let server = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let uri = format!("http://{}/vm/a", server.local_addr().unwrap());
+        let (ended, end) = std::sync::mpsc::channel::<()>();
+        let serving = std::thread::spawn(move || {
+            let (mut client, _) = server.accept().unwrap();
+            let (mut read, mut buffer) = (Vec::new(), [0; 4096]);
+            while !read.windows(4).any(|end| end == b"\r\n\r\n") || read.len() < sent {
+                let length = client.read(&mut buffer).unwrap();
+                read.extend_from_slice(&buffer[..length]);
+            }
+            std::thread::sleep(pause);
+            let content = if sent > 0 { "first part" } else { "first" };
+            let response = format!("HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n{content}");
+            client.write_all(response.as_bytes()).unwrap();
+            end.recv().unwrap_err();
+        });
+        let connector = Connector { guard: LeaseGuard::default(), timeout: Duration::from_millis(200) };
+        let client = connector.connect(&ClientOptions::new().with_allow_http(true)).unwrap();
+        let request = hyper::Request::builder().method(method).uri(uri).body(vec![7; sent].into()).unwrap();
+        let response = async { client.execute(request).await?.into_body().bytes().await };
+        let response = tokio::time::timeout(Duration::from_secs(60), response).await;
+        drop(ended);
+        serving.join().unwrap();
+        response.expect("the client does not wait without end").map(|bytes| bytes.len())
+    }
+
+    #[test]
+    fn a_response_that_stops_is_an_error() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let stopped = runtime.block_on(response_of(hyper::Method::GET, 0, Duration::ZERO)).unwrap_err();
+        assert_eq!(stopped.kind(), HttpErrorKind::Timeout, "{stopped}");
+    }
+
+    #[test]
+    fn a_request_has_the_time_that_sending_it_takes() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let slow = response_of(hyper::Method::PUT, 256 << 10, Duration::from_millis(600));
+        assert_eq!(runtime.block_on(slow).unwrap(), 10);
+        assert_eq!(sending_time(256 << 20), SENDING_TIMEOUT);
     }
 
     #[test]
