@@ -138,13 +138,15 @@ fn hash(runs: &[(u32, u64, u64)]) -> Digest {
     Digest::of(&runs.iter().flat_map(bytes).collect::<Vec<u8>>())
 }
 
-/// The runs that are within their block.
+/// The runs that are within their block, and together not longer than all blocks: each page is recorded once.
 fn valid_runs(stored: &[(u32, u64, u64)], blocks: &[RamBlock]) -> Vec<(PageRef, u64)> {
+    let mut left: u64 = blocks.iter().map(RamBlock::pages).sum();
     let run = |&(block, page, pages): &(u32, u64, u64)| {
         let all = blocks.get(block as usize)?.pages();
         let is_within = pages > 0 && page.checked_add(pages).is_some_and(|end| end <= all);
         let first = PageRef { block: BlockIndex(block), offset: page.checked_mul(PAGE_SIZE)? };
-        is_within.then(|| (first, pages * PAGE_SIZE))
+        left = left.checked_sub(pages).filter(|_| is_within)?;
+        Some((first, pages * PAGE_SIZE))
     };
     stored.iter().take(RUNS_MAX).filter_map(run).collect()
 }
@@ -196,6 +198,13 @@ mod tests {
             std::fs::write(&path, text).unwrap();
             assert_eq!(WorkingSet::load(&image, &blocks, b"devices").runs(), []);
         }
+        std::fs::write(&path, text("[0,0,60],[0,10,60],[0,60,40]")).unwrap();
+        let once = [(page(0), 60 * PAGE_SIZE), (page(60), 40 * PAGE_SIZE)];
+        assert_eq!(
+            WorkingSet::load(&image, &blocks, b"devices").runs(),
+            once,
+            "more pages than the guest has"
+        );
         std::fs::write(&path, text("[0,98,2]")).unwrap();
         assert_eq!(WorkingSet::load(&image, &blocks, b"devices").runs(), [(page(98), 2 * PAGE_SIZE)]);
     }
