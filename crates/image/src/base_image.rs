@@ -45,18 +45,13 @@ pub struct Increment {
 #[derive(Debug)]
 pub(crate) struct BaseImage {
     chain: LayerChain,
-    reference: Base,
+    /// Entry for the image's manifest.
+    pub(crate) reference: Base,
     image_path: PathBuf,
-    base_path: PathBuf,
-    /// Files of the chain and their manifests when the chain was opened.
-    opened: Vec<FileIdentity>,
-}
-
-/// Path and identity of a file; `None` if it does not exist.
-#[derive(Debug, PartialEq, Eq)]
-struct FileIdentity {
-    path: PathBuf,
-    state: Option<FileState>,
+    /// Path of the base as given.
+    pub(crate) path: PathBuf,
+    /// Files of the chain and their manifests when the chain was opened; `None` for one that did not exist.
+    opened: Vec<Option<FileState>>,
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -68,16 +63,16 @@ struct FileState {
     changed: (i64, i64),
 }
 
-impl FileIdentity {
-    fn of(path: &Path) -> Self {
-        let state = |found: std::fs::Metadata| FileState {
+impl FileState {
+    fn at(path: &Path) -> Option<Self> {
+        let found = std::fs::metadata(path).ok()?;
+        Some(Self {
             device: found.dev(),
             inode: found.ino(),
             length: found.len(),
             modified: (found.mtime(), found.mtime_nsec()),
             changed: (found.ctime(), found.ctime_nsec()),
-        };
-        Self { path: path.into(), state: std::fs::metadata(path).ok().map(state) }
+        })
     }
 }
 
@@ -85,21 +80,21 @@ impl BaseImage {
     /// Opens the image at `base` as the base of a new one at `image`.
     pub(crate) fn open(image: &Path, base: &Path) -> Result<Self> {
         let chain = LayerChain::open(base)?;
-        if chain.layers().len() == LAYERS_MAX {
+        if chain.layers.len() == LAYERS_MAX {
             return Err(Error::ChainTooLong { path: image.into(), limit: LAYERS_MAX });
         }
         let replaced = FileId::at(image);
         let is_replaced = |layer: &&Layer| replaced.is_some() && FileId::of_file(&layer.file) == replaced;
-        if let Some(layer) = chain.layers().iter().find(is_replaced) {
+        if let Some(layer) = chain.layers.iter().find(is_replaced) {
             return Err(Error::OwnBase { path: image.into(), base: layer.path.clone() });
         }
         let content = chain.top().required_manifest()?.content();
-        chain.layers().iter().try_for_each(Layer::lock)?;
+        chain.layers.iter().try_for_each(Layer::lock)?;
         let reference = Base { path: reference(image, base)?, content };
-        let (image_path, base_path) = (image.to_owned(), base.to_owned());
-        let mut base_image = Self { chain, reference, image_path, base_path, opened: Vec::new() };
+        let (image_path, path) = (image.to_owned(), base.to_owned());
+        let mut base_image = Self { chain, reference, image_path, path, opened: Vec::new() };
         // Taken before the base is opened a second time: every later change is detected.
-        base_image.opened = base_image.identities();
+        base_image.opened = base_image.states();
         if base_image.content_matches() {
             Ok(base_image)
         } else {
@@ -110,22 +105,16 @@ impl BaseImage {
     /// Returns true if the image will be readable: its base has not changed and is still in its place.
     pub(crate) fn is_unchanged(&self) -> bool {
         journal::is_on(PublicationBug::BaseNotRechecked)
-            || self.identities() == self.opened
+            || self.states() == self.opened
             || self.content_matches()
     }
 
-    /// Path of the base as given.
-    pub(crate) fn path(&self) -> &Path {
-        &self.base_path
-    }
-
-    /// Identities of all files through which the image will be read.
-    fn identities(&self) -> Vec<FileIdentity> {
-        let layers = self.chain.layers().iter().map(|layer| layer.path.clone());
+    /// States of all files through which the image will be read.
+    fn states(&self) -> Vec<Option<FileState>> {
+        let layers = self.chain.layers.iter().map(|layer| layer.path.clone());
         let layers = layers.chain([resolve_base(&self.image_path, &self.reference)]);
         layers
-            .flat_map(|path| [sidecar_path(&path), staged_path(&path), path])
-            .map(|path| FileIdentity::of(&path))
+            .flat_map(|path| [sidecar_path(&path), staged_path(&path), path].map(|path| FileState::at(&path)))
             .collect()
     }
 
@@ -153,11 +142,6 @@ impl BaseImage {
         let layer = self.chain.layer_of(page);
         let pages_offset = layer.blocks[page.block.index()].mapped.expect("stored").pages_offset;
         (&layer.file, pages_offset + page.offset)
-    }
-
-    /// Entry for the image's manifest.
-    pub(crate) fn reference(&self) -> &Base {
-        &self.reference
     }
 
     /// Refuses a guest whose RAM blocks differ from the base's.

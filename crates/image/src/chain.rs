@@ -31,7 +31,7 @@ pub const LAYERS_MAX: usize = 16;
 #[derive(Debug)]
 pub(crate) struct LayerChain {
     /// The image itself first, the whole image last.
-    layers: Vec<Layer>,
+    pub(crate) layers: Vec<Layer>,
     /// Index of the layer of each chunk, by block; empty for a single layer.
     layer_indexes: Vec<Vec<u8>>,
 }
@@ -62,11 +62,6 @@ impl LayerChain {
     /// The image itself.
     pub(crate) fn top(&self) -> &Layer {
         self.layers.first().expect("a chain has a layer")
-    }
-
-    /// All layers, the whole image last.
-    pub(crate) fn layers(&self) -> &[Layer] {
-        &self.layers
     }
 
     /// The layer that stores the chunk of this page.

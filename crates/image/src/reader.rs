@@ -86,7 +86,7 @@ impl Image {
     pub fn open(path: &Path) -> Result<Self> {
         let chain = LayerChain::open(path)?;
         let verified = Verified::new(&chain.top().blocks);
-        let whole = match chain.layers() {
+        let whole = match &chain.layers[..] {
             [_] => None,
             [top, .., last] => Some(WholeBase::open(top, &last.path)?),
             [] => unreachable!("a chain has a layer"),
@@ -182,12 +182,12 @@ impl Image {
 
     /// Returns true if a part of the memory is in other images, so QEMU cannot load the image itself.
     pub fn is_incremental(&self) -> bool {
-        self.chain.layers().len() > 1
+        self.chain.layers.len() > 1
     }
 
     /// The file and those of its base images, the whole image last.
     pub fn layers(&self) -> impl Iterator<Item = LayerInfo<'_>> {
-        self.chain.layers().iter().enumerate().map(|(index, layer)| LayerInfo {
+        self.chain.layers.iter().enumerate().map(|(index, layer)| LayerInfo {
             path: &layer.path,
             file: &layer.file,
             manifest: layer.manifest.as_ref(),

@@ -322,7 +322,7 @@ impl ImageWriter {
             head: &frame.up_to_bitmap(),
             bitmaps: bitmaps.iter().map(|bitmap| Digest::of(&bitmap.to_bytes())).collect(),
             seal: frame.seal_offset(),
-            base: base.map(|base| base.reference().clone()),
+            base: base.map(|base| base.reference.clone()),
         }))
     }
 
@@ -336,9 +336,9 @@ impl ImageWriter {
             return Ok(Some(base));
         }
         if self.arriving.get().is_some() {
-            return Err(Error::BaseChanged { path: self.path.clone(), base: base.path().into() });
+            return Err(Error::BaseChanged { path: self.path.clone(), base: base.path.clone() });
         }
-        let (path, base) = (self.path.display(), base.path().display());
+        let (path, base) = (self.path.display(), base.path.display());
         self.notice(format!(
             "{base} was replaced, changed or moved while {path} was stored, so {path} is a whole image that needs no base"
         ));
@@ -421,7 +421,7 @@ impl ImageWriter {
             && !base.is_unchanged()
         {
             staged.discard(&entry);
-            return Err(Error::BaseChanged { path: self.path.clone(), base: base.path().into() });
+            return Err(Error::BaseChanged { path: self.path.clone(), base: base.path.clone() });
         }
         let renamed = match file.rename() {
             Ok(renamed) => renamed,
