@@ -30,11 +30,11 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use rustix::fs::{self, FallocateFlags, SeekFrom};
+use rustix::fs::{self, FallocateFlags, FlockOperation, SeekFrom};
 use rustix::io::{Errno, pwritev};
 
-pub use directory_entry::Existing;
-pub(crate) use directory_entry::{DirectoryEntry, FoundPartial};
+pub(crate) use directory_entry::{DirectoryEntry, LockedFile};
+pub use directory_entry::{Existing, Partial};
 pub use error::{Error, Result};
 
 use crate::journal::{self, FileNumber, Op};
@@ -52,7 +52,7 @@ pub struct AtomicFile {
     direct: Option<File>,
     existing: Existing,
     /// The file to be replaced, locked.
-    replaced: Option<File>,
+    replaced: Option<LockedFile>,
     node: FileNumber,
     /// True if the partial must be removed on drop.
     is_partial: bool,
@@ -188,7 +188,7 @@ impl AtomicFile {
     /// Locks the file that is about to be replaced.
     fn lock_replaced(&mut self) -> Result<()> {
         if self.existing == Existing::Replace {
-            self.replaced = self.entry.lock_final(self.replaced.as_ref())?;
+            self.replaced = self.entry.lock_final(self.replaced.take())?;
         }
         Ok(())
     }
@@ -200,6 +200,8 @@ impl Drop for AtomicFile {
         if self.is_partial && matches!(self.entry.is_partial(&self.file), Ok(true)) {
             let _ = self.entry.unlink_partial();
         }
+        // Explicitly, as a process that is being started may have a copy of the descriptor.
+        let _ = fs::flock(&self.file, FlockOperation::Unlock);
     }
 }
 

@@ -15,6 +15,7 @@ use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{FlockOperation, flock};
 use schemars::JsonSchema;
 use serde::Serialize;
 use towline_protocol::ram::PAGE_SIZE;
@@ -171,6 +172,15 @@ impl BaseImage {
     }
 }
 
+impl Drop for BaseImage {
+    fn drop(&mut self) {
+        // Explicitly, as a process that is being started may have copies of the descriptors.
+        for layer in &self.chain.layers {
+            let _ = flock(&*layer.file, FlockOperation::Unlock);
+        }
+    }
+}
+
 /// A base in the image's own directory is recorded by its name alone, so the directory can be moved as a
 /// whole.
 fn reference(image: &Path, base: &Path) -> Result<String> {
@@ -186,4 +196,26 @@ fn reference(image: &Path, base: &Path) -> Result<String> {
         &base
     };
     path.to_str().map(str::to_owned).ok_or_else(|| Error::BasePath { path: base.clone() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Existing;
+    use crate::atomic_file::AtomicFile;
+    use crate::testing::{TestGuest, directory};
+
+    #[test]
+    fn a_base_is_free_although_a_process_that_is_being_started_has_its_descriptors() {
+        let place = directory();
+        let [image, base] = ["image", "base"].map(|name| place.path().join(name));
+        TestGuest::new(3, 1).store(&base, Existing::Refuse, None).unwrap();
+        let opened = BaseImage::open(&image, &base).unwrap();
+        let inherited: Vec<_> = opened.chain.layers.iter().map(|layer| layer.file.try_clone()).collect();
+        let error = AtomicFile::open(&base, Existing::Replace).unwrap_err();
+        assert!(matches!(error, crate::atomic_file::Error::InUse { .. }), "{error}");
+        drop(opened);
+        AtomicFile::open(&base, Existing::Replace).unwrap();
+        drop(inherited);
+    }
 }

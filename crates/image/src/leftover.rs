@@ -4,26 +4,17 @@
 //! locked is left over. The next writer of the same name takes it over; this module lists and removes them.
 
 use std::ffi::OsStr;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use crate::atomic_file::{DirectoryEntry, FoundPartial};
+use rustix::fs::FlockOperation;
+
+use crate::atomic_file::DirectoryEntry;
+pub use crate::atomic_file::Partial;
 use crate::directory::paths_in;
 use crate::manifest::sidecar_path;
-use crate::regular_file::allocated;
 use crate::sidecar::staged_path;
 use crate::working_set::path_beside;
 use crate::{Error, Result};
-
-/// A partial file.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Partial {
-    /// The file.
-    pub path: PathBuf,
-    /// Disk space of the file in bytes.
-    pub allocated: u64,
-    /// The process that writes it, if known; `None` if it is left over.
-    pub writer: Option<String>,
-}
 
 /// Lists the partial files in a directory, of all images. Files of such names that are not regular, or that
 /// this user cannot open, are logged and omitted.
@@ -37,8 +28,10 @@ pub fn list(directory: &Path) -> Result<Vec<Partial>> {
         let stem = name.and_then(|name| name.strip_prefix('.')?.strip_suffix(".partial"));
         // `.` and `..` cannot be names of files.
         let Some(stem) = stem.filter(|stem| !matches!(*stem, "" | "." | "..")) else { continue };
-        match DirectoryEntry::open(&directory.join(stem)).and_then(|entry| entry.find_partial()) {
-            Ok(left) => found.extend(left.map(partial)),
+        match DirectoryEntry::open(&directory.join(stem))
+            .and_then(|entry| entry.find_partial(FlockOperation::NonBlockingLockShared))
+        {
+            Ok(left) => found.extend(left.map(|(partial, _)| partial)),
             Err(error) => tracing::warn!(%error, "skipped a partial file"),
         }
     }
@@ -54,20 +47,16 @@ pub fn remove(path: &Path) -> Result<Vec<Partial>> {
     let mut found = Vec::new();
     for part in [path.to_owned(), sidecar_path(path), staged_path(path), path_beside(path)] {
         let entry = DirectoryEntry::open(&part)?;
-        let Some(left) = entry.find_partial()? else { continue };
-        if left.writer.is_none() {
+        let locked = entry.find_partial(FlockOperation::NonBlockingLockExclusive)?;
+        let Some((partial, _file)) = locked else { continue };
+        if partial.writer.is_none() {
             // Still locked by this process.
             let removed = entry.unlink_partial();
-            removed.map_err(|errno| Error::Write { path: left.path.clone(), source: errno.into() })?;
+            removed.map_err(|errno| Error::Write { path: partial.path.clone(), source: errno.into() })?;
         }
-        found.push(partial(left));
+        found.push(partial);
     }
     Ok(found)
-}
-
-fn partial(left: FoundPartial) -> Partial {
-    let allocated = left.file.metadata().as_ref().map_or(0, allocated);
-    Partial { path: left.path, allocated, writer: left.writer }
 }
 
 #[cfg(test)]
@@ -143,6 +132,23 @@ mod tests {
         });
         let failed: Vec<_> = opened.iter().filter_map(|outcome| outcome.as_ref().err()).collect();
         assert!(failed.is_empty(), "{} of {ROUNDS}: {}", failed.len(), failed[0]);
+    }
+
+    #[test]
+    fn a_list_that_a_busy_host_holds_up_is_no_writer() {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join("guest.img");
+        fs::write(directory.path().join(".guest.img.partial"), b"left").unwrap();
+        let entry = DirectoryEntry::open(&image).unwrap();
+        let listed = entry.find_partial(FlockOperation::NonBlockingLockShared).unwrap().unwrap();
+        assert_eq!(list(directory.path()).unwrap()[0].writer, None);
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                std::thread::sleep(std::time::Duration::from_millis(300));
+                drop(listed);
+            });
+            AtomicFile::open(&image, Existing::Refuse).unwrap();
+        });
     }
 
     #[test]

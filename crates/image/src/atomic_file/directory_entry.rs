@@ -14,13 +14,14 @@ use super::error::failed;
 use super::{Error, Result};
 use crate::journal::{self, FileNumber, Op};
 use crate::lock_holder::lock_holder;
-use crate::regular_file::FileId;
+use crate::regular_file::{FileId, allocated};
 
 /// Number of attempts if other writers rename the file between opening and locking it.
 const TAKE_OVER_ATTEMPTS_MAX: usize = 16;
-/// Attempts that find the file locked before another writer is assumed: listing partials locks each for a
-/// moment.
-const LOCKED_ATTEMPTS_MAX: usize = 5;
+/// Attempts that find the file locked by a writer before that is believed: a removal of partials locks each for a moment.
+const WRITER_ATTEMPTS_MAX: usize = 5;
+/// Attempts in all: a list of partials has each locked for a moment, or for as long as a busy host lets it.
+const LOCKED_ATTEMPTS_MAX: usize = 2000;
 /// Pause before each of them; the release of a lock is not notified.
 const LOCKED_PAUSE: Duration = Duration::from_millis(5);
 
@@ -43,12 +44,26 @@ pub(crate) struct DirectoryEntry {
     pub(super) partial: OsString,
 }
 
-/// A partial file. If it has no writer it is locked until this is dropped.
+/// A locked file. The lock is released explicitly, as a process that is being started may have a copy of the
+/// descriptor.
 #[derive(Debug)]
-pub(crate) struct FoundPartial {
-    pub(crate) path: PathBuf,
-    pub(crate) file: File,
-    pub(crate) writer: Option<String>,
+pub(crate) struct LockedFile(pub(super) File);
+
+impl Drop for LockedFile {
+    fn drop(&mut self) {
+        let _ = fs::flock(&self.0, FlockOperation::Unlock);
+    }
+}
+
+/// A partial file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Partial {
+    /// The file.
+    pub path: PathBuf,
+    /// Disk space of the file in bytes.
+    pub allocated: u64,
+    /// The process that writes it, if known; `None` if it is left over.
+    pub writer: Option<String>,
 }
 
 impl DirectoryEntry {
@@ -109,11 +124,11 @@ impl DirectoryEntry {
         let busy = || Error::Busy { path: self.path.clone(), partial: partial.clone() };
         // Without NONBLOCK, opening a FIFO of that name would block.
         let flags = OFlags::CREATE | OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        for attempt in 0..TAKE_OVER_ATTEMPTS_MAX {
+        for _ in 0..TAKE_OVER_ATTEMPTS_MAX {
             let op = || Op::Open { name: text(&self.partial), node };
             let open = || fs::openat(&self.directory, &self.partial, flags, Mode::RUSR | Mode::WUSR);
             let file = match journal::step(op, open) {
-                Ok(file) => file,
+                Ok(file) => File::from(file),
                 Err(errno @ (Errno::LOOP | Errno::ISDIR | Errno::NXIO)) => {
                     let stat = self.stat(&self.partial)?;
                     stat.map_or(Ok(()), |stat| check_regular(&partial, &stat))?;
@@ -123,25 +138,44 @@ impl DirectoryEntry {
             };
             let stat = fs::fstat(&file).map_err(|errno| failed("stat", &partial, errno))?;
             check_regular(&partial, &stat)?;
-            match fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                Ok(()) => {}
-                Err(Errno::WOULDBLOCK) if attempt < LOCKED_ATTEMPTS_MAX => {
-                    sleep(LOCKED_PAUSE);
-                    continue;
-                }
-                Err(Errno::WOULDBLOCK) => return Err(busy()),
-                Err(errno) => return Err(Error::NoLocks { path: partial, source: errno.into() }),
+            if !self.try_lock(&file, FlockOperation::NonBlockingLockExclusive)? {
+                return Err(busy());
             }
             // The previous writer may have renamed or removed the file before we locked it.
             if self.is_partial(&file)? {
-                return Ok(file.into());
+                return Ok(file);
             }
         }
         Err(busy())
     }
 
-    /// Opens the partial, if it exists, and locks it unless a writer has.
-    pub(crate) fn find_partial(&self) -> Result<Option<FoundPartial>> {
+    /// Locks a partial. Returns false if a writer has it.
+    fn try_lock(&self, partial: &File, operation: FlockOperation) -> Result<bool> {
+        let mut writers = 0;
+        for _ in 0..LOCKED_ATTEMPTS_MAX {
+            match fs::flock(partial, operation) {
+                Err(Errno::WOULDBLOCK) => {}
+                done => {
+                    let failed =
+                        |errno: Errno| Error::NoLocks { path: self.partial_path(), source: errno.into() };
+                    return done.map(|()| true).map_err(failed);
+                }
+            }
+            // Those who have it locked shared are no writers.
+            match fs::flock(partial, FlockOperation::NonBlockingLockShared) {
+                Ok(()) => {
+                    let _ = fs::flock(partial, FlockOperation::Unlock);
+                }
+                Err(_) if writers == WRITER_ATTEMPTS_MAX => return Ok(false),
+                Err(_) => writers += 1,
+            }
+            sleep(LOCKED_PAUSE);
+        }
+        Ok(false)
+    }
+
+    /// Opens the partial, if it exists, and locks it, shared or not, until the file is dropped, unless a writer has.
+    pub(crate) fn find_partial(&self, operation: FlockOperation) -> Result<Option<(Partial, File)>> {
         let path = self.partial_path();
         let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = match fs::openat(&self.directory, &self.partial, flags, Mode::empty()) {
@@ -155,13 +189,10 @@ impl DirectoryEntry {
         };
         let stat = fs::fstat(&file).map_err(|errno| failed("stat", &path, errno))?;
         check_regular(&path, &stat)?;
-        let writer = match fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => None,
-            Err(Errno::WOULDBLOCK) => Some(lock_holder(&file)),
-            Err(errno) => return Err(Error::NoLocks { path, source: errno.into() }),
-        };
+        let writer = (!self.try_lock(&file, operation)?).then(|| lock_holder(&file));
         // Its writer may have renamed it in between.
-        Ok(self.is_partial(&file)?.then_some(FoundPartial { path, file, writer }))
+        let allocated = file.metadata().as_ref().map_or(0, allocated);
+        Ok(self.is_partial(&file)?.then_some((Partial { path, allocated, writer }, file)))
     }
 
     /// Removes the partial, which the caller has locked.
@@ -242,17 +273,20 @@ impl DirectoryEntry {
 
     /// Opens and locks the file under the final name, if it exists, unless it is `locked` already. A file
     /// that cannot be opened, or is on a filesystem without locks, is not locked.
-    pub(super) fn lock_final(&self, locked: Option<&File>) -> Result<Option<File>> {
+    ///
+    /// # Errors
+    /// [`Error::InUse`], [`Error::Busy`].
+    pub(crate) fn lock_final(&self, locked: Option<LockedFile>) -> Result<Option<LockedFile>> {
         let mut in_use = None;
         for _ in 0..TAKE_OVER_ATTEMPTS_MAX {
             let Some(named) = self.stat(&self.name)? else { return Ok(None) };
             let is_named = |file: &File| FileId::of_file(file) == Some(FileId::of(&named));
-            if let Some(locked) = locked.filter(|file| is_named(file)) {
-                return Ok(locked.try_clone().ok());
+            if locked.as_ref().is_some_and(|locked| is_named(&locked.0)) {
+                return Ok(locked);
             }
             let Some(file) = self.open_final() else { return Ok(None) };
             match fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                Ok(()) if is_named(&file) => return Ok(Some(file)),
+                Ok(()) if is_named(&file) => return Ok(Some(LockedFile(file))),
                 // Another process has just replaced it.
                 Ok(()) => {}
                 Err(Errno::WOULDBLOCK) => match fs::flock(&file, FlockOperation::NonBlockingLockShared) {

@@ -5,7 +5,7 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
-use rustix::fs::{FileType, FlockOperation, Mode};
+use rustix::fs::{FileType, Mode};
 use tempfile::TempDir;
 
 use super::*;
@@ -61,6 +61,19 @@ fn a_second_writer_is_refused_while_the_first_is_active() {
     assert!(matches!(&error, Error::Busy { path: busy, .. } if *busy == path), "{error}");
     drop(first);
     AtomicFile::open(&path, Existing::Refuse).unwrap().commit().unwrap();
+}
+
+#[test]
+fn a_file_is_free_although_a_process_that_is_being_started_has_its_descriptor() {
+    let (_directory, path) = directory();
+    let first = AtomicFile::open(&path, Existing::Refuse).unwrap();
+    let inherited = first.file().try_clone().unwrap();
+    first.commit().unwrap();
+    let second = AtomicFile::open(&path, Existing::Replace).unwrap();
+    let also_inherited = second.replaced.as_ref().unwrap().0.try_clone().unwrap();
+    drop(second);
+    AtomicFile::open(&path, Existing::Replace).unwrap();
+    drop((inherited, also_inherited));
 }
 
 #[test]

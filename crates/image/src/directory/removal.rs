@@ -12,19 +12,15 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, OFlags, flock};
-use rustix::io::Errno;
-
 use super::{canonical, image_paths, is_image, is_partial_name, open, paths_in};
+use crate::atomic_file::{self, DirectoryEntry};
 use crate::chain::{has_manifest, named_bases};
+use crate::lock_holder::{lock_holder, process_text};
 use crate::manifest::sidecar_path;
 use crate::regular_file::{FileId, allocated};
 use crate::sidecar::staged_path;
 use crate::working_set::path_beside;
 use crate::{Error, Image, Result};
-
-/// Attempts if other processes replace the file between opening and locking it.
-const ATTEMPTS_MAX: usize = 16;
 
 /// Removes an image with its manifest and its working set. Returns the freed disk space in bytes.
 ///
@@ -57,18 +53,29 @@ fn remove_unless(path: &Path, check: &dyn Fn(&Path) -> Result<()>) -> Result<u64
     if fs::symlink_metadata(path).map_err(failed)?.is_symlink() {
         return Err(Error::SymbolicLink { path: path.into() });
     }
-    let file = open_locked(path)?;
+    let mut file = open(path)?;
+    if !is_image(&mut file) {
+        return Err(Error::NotAnImage { path: path.into(), found: "it is another kind of file".into() });
+    }
+    // A filesystem without locks is not an error.
+    let _locked = DirectoryEntry::open(path)?.lock_final(None).map_err(|error| match error {
+        atomic_file::Error::InUse { path, .. } | atomic_file::Error::Busy { path, .. } => {
+            Error::InUse { path, users: vec![lock_holder(&file)] }
+        }
+        error => error.into(),
+    })?;
     let own = path.canonicalize().map_err(failed)?;
     check(&own)?;
-    let users = users(&file.0);
+    let users = users(&file);
     if !users.is_empty() {
         return Err(Error::InUse { path: path.into(), users });
     }
     let parts = [sidecar_path(&own), staged_path(&own), path_beside(&own)];
     // The name is free as soon as the image is removed, and a new image may have parts at once.
     let parts = parts.map(|part| (FileId::named(&part), part));
-    if FileId::named(&own) != FileId::of_file(&file.0) {
-        return Err(replaced(path));
+    if FileId::named(&own) != FileId::of_file(&file) {
+        let users = vec!["another process, which has just replaced it".into()];
+        return Err(Error::InUse { path: path.into(), users });
     }
     let space_of = |path: &Path| path.symlink_metadata().as_ref().map_or(0, allocated);
     let mut freed = space_of(&own);
@@ -86,48 +93,6 @@ fn remove_unless(path: &Path, check: &dyn Fn(&Path) -> Result<()>) -> Result<u64
         }
     }
     Ok(freed)
-}
-
-/// A locked file. The lock is released explicitly, as a process that is being started may have a copy of the
-/// descriptor.
-struct LockedFile(File);
-
-impl Drop for LockedFile {
-    fn drop(&mut self) {
-        let _ = flock(&self.0, FlockOperation::Unlock);
-    }
-}
-
-/// Opens the image that has this name, and locks it. A filesystem without locks is not an error.
-fn open_locked(path: &Path) -> Result<LockedFile> {
-    for _ in 0..ATTEMPTS_MAX {
-        let mut file = open(path)?;
-        if !is_image(&mut file) {
-            return Err(Error::NotAnImage { path: path.into(), found: "it is another kind of file".into() });
-        }
-        let file = writable(path, file);
-        if let Err(Errno::WOULDBLOCK) = flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            let users = vec![crate::lock_holder::lock_holder(&file)];
-            return Err(Error::InUse { path: path.into(), users });
-        }
-        let file = LockedFile(file);
-        // Before it was locked, a writer may have replaced it.
-        if FileId::named(path) == FileId::of_file(&file.0) {
-            return Ok(file);
-        }
-    }
-    Err(replaced(path))
-}
-
-/// Network filesystems require a writable descriptor for an exclusive lock.
-fn writable(path: &Path, file: File) -> File {
-    let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let opened = rustix::fs::open(path, flags, rustix::fs::Mode::empty()).map(File::from);
-    opened.ok().filter(|opened| FileId::of_file(opened) == FileId::of_file(&file)).unwrap_or(file)
-}
-
-fn replaced(path: &Path) -> Error {
-    Error::InUse { path: path.into(), users: vec!["another process, which has just replaced it".into()] }
 }
 
 /// Refuses the removal of an image on which another one of its directory is based, or may be.
@@ -188,7 +153,7 @@ fn users(file: &File) -> Vec<String> {
         is_linked
             || fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|maps| is_mapped(&maps, wanted))
     };
-    pids.filter(|pid| *pid != own).filter(uses).map(crate::lock_holder::process_text).collect()
+    pids.filter(|pid| *pid != own).filter(uses).map(process_text).collect()
 }
 
 /// Returns true if `/proc/PID/maps` contains the file: `7f00-7f10 r--s 00000000 fe:01 131073 /srv/a.img`.
@@ -207,10 +172,12 @@ mod tests {
     use std::os::unix::fs::{PermissionsExt as _, symlink};
     use std::process::{Command, Stdio};
 
+    use rustix::fs::{FlockOperation, flock};
+    use rustix::io::Errno;
     use towline_protocol::configuration::MAGIC;
 
     use super::*;
-    use crate::atomic_file::{self, AtomicFile, Existing};
+    use crate::atomic_file::{AtomicFile, Existing};
 
     /// Writes the beginning of an image, with this text as its manifest.
     fn put(path: &Path, manifest: Option<&str>) {
