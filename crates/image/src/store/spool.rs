@@ -16,7 +16,8 @@ use towline_protocol::RamBlock;
 
 use super::{Error, Location, Result};
 use crate::manifest::sidecar_path;
-use crate::{Existing, ImageWriter, Origin, directory, leftover};
+use crate::regular_file::FileId;
+use crate::{Existing, Image, ImageWriter, Origin, directory, leftover};
 
 /// Default without TMPDIR; /tmp is a tmpfs on many hosts.
 const DIRECTORY: &str = "/var/tmp";
@@ -87,8 +88,12 @@ pub(super) fn check_room(path: &Path, blocks: &[RamBlock]) -> Result<()> {
     Ok(())
 }
 
-/// Removes the file and its manifest.
-pub(super) fn remove(path: &Path) -> io::Result<()> {
+/// Removes the file of an image and its manifest, unless another process has replaced it by a newer one.
+pub(super) fn remove(image: &Image) -> io::Result<()> {
+    let path = image.path();
+    if FileId::named(path) != FileId::of_file(image.file()) {
+        return Ok(());
+    }
     std::fs::remove_file(path)?;
     std::fs::remove_file(sidecar_path(path))
 }

@@ -1,6 +1,6 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-use std::sync::Mutex;
+use std::sync::{Barrier, Mutex};
 use std::time::Duration;
 
 use towline_channel::{Cancel, gather};
@@ -29,10 +29,21 @@ fn location(directory: &tempfile::TempDir) -> Location {
     format!("store:{}/vm/a", directory.path().display()).parse().unwrap()
 }
 
-/// Stores this memory page by page in random order, some pages with other content first.
+/// Stores this memory.
 fn store(location: &Location, memory: &[Vec<u8>], random: &mut fastrand::Rng) {
-    let writer =
-        StoreWriter::create(location, Existing::Refuse, Origin::default(), &Cancel::new().unwrap()).unwrap();
+    let writer = write(location, Existing::Refuse, memory, random);
+    writer.commit().unwrap();
+    writer.publish().unwrap();
+}
+
+/// Writes this memory page by page in random order, some pages with other content first.
+fn write(
+    location: &Location,
+    existing: Existing,
+    memory: &[Vec<u8>],
+    random: &mut fastrand::Rng,
+) -> StoreWriter {
+    let writer = StoreWriter::create(location, existing, Origin::default(), &Cancel::new().unwrap()).unwrap();
     let lengths: Vec<u64> = memory.iter().map(|block| block.len() as u64).collect();
     let machine_type = "pc-q35-10.0".to_owned();
     writer.configuration(&Configuration { machine_type, ..Configuration::default() }).unwrap();
@@ -60,8 +71,7 @@ fn store(location: &Location, memory: &[Vec<u8>], random: &mut fastrand::Rng) {
     }
     let state = device_state::encode(&[("device", 1, &[1, 2, 3])]);
     writer.device_state(DeviceState::parse(&state).unwrap()).unwrap();
-    writer.commit().unwrap();
-    writer.publish().unwrap();
+    writer
 }
 
 fn memory(lengths: &[usize], random: &mut fastrand::Rng) -> Vec<Vec<u8>> {
@@ -239,6 +249,38 @@ fn a_flipped_bit_of_any_object_is_found_or_changes_nothing() {
         std::fs::write(&object, &whole).unwrap();
     }
     assert!(delivered(&location).unwrap() == expected);
+}
+
+#[test]
+fn an_upload_that_ends_leaves_the_file_of_a_newer_one_of_the_same_image() {
+    let directory = tempfile::tempdir().unwrap();
+    let (location, mut random) = (location(&directory), fastrand::Rng::with_seed(16));
+    let mut write_page = || {
+        let writer = write(&location, Existing::Replace, &filled(&[PAGE], &mut random), &mut random);
+        writer.defer_upload();
+        writer.commit().unwrap();
+        writer
+    };
+    let first = write_page();
+    let [first_uploads, second_uploads, first_ended] = [(); 3].map(|()| Barrier::new(2));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let while_uploading = |_| {
+                first_uploads.wait();
+                second_uploads.wait();
+            };
+            first.publish_with(&while_uploading).unwrap();
+            first_ended.wait();
+        });
+        first_uploads.wait();
+        let second = write_page();
+        let while_uploading = |_| {
+            second_uploads.wait();
+            first_ended.wait();
+            assert!(second.kept_file().unwrap().exists());
+        };
+        second.publish_with(&while_uploading).unwrap();
+    });
 }
 
 #[test]

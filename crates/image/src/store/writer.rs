@@ -40,8 +40,8 @@ pub struct StoreWriter {
     is_deferred: AtomicBool,
     /// Bytes of memory that are not uploaded yet; 0 before the upload.
     remaining: AtomicU64,
-    /// Index whose chunks are all stored.
-    index: Mutex<Option<Index>>,
+    /// The image file whose chunks are all stored, and its index.
+    sent: Mutex<Option<(Image, Index)>>,
     published: AtomicBool,
 }
 
@@ -55,8 +55,8 @@ impl StoreWriter {
         let upload = Upload::begin(to, existing, cancel.clone())?;
         let file = spool::create(upload.image(), origin)?;
         let (is_deferred, published) = (AtomicBool::new(false), AtomicBool::new(false));
-        let (remaining, index) = (AtomicU64::new(0), Mutex::default());
-        Ok(Self { upload, file, is_deferred, remaining, index, published })
+        let (remaining, sent) = (AtomicU64::new(0), Mutex::default());
+        Ok(Self { upload, file, is_deferred, remaining, sent, published })
     }
 
     /// Leaves the upload to [`Self::publish_with`]: [`Sink::commit`] returns as soon as the image file is
@@ -100,18 +100,18 @@ impl StoreWriter {
     /// # Errors
     /// The image is not in the store; [`Self::kept_file`] is its file, if that is complete.
     pub fn publish_with(&self, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
-        let uploaded = lock(&self.index).take();
-        let index = uploaded.map_or_else(|| self.send(progress), Ok)?;
+        let sent = lock(&self.sent).take();
+        let (image, index) = sent.map_or_else(|| self.send(progress), Ok)?;
         self.upload.publish(&index)?;
         self.published.store(true, Ordering::Relaxed);
-        if let Err(error) = spool::remove(self.file.path()) {
+        if let Err(error) = spool::remove(&image) {
             tracing::warn!(%error, path = %self.file.path().display(), "the uploaded file is not removed");
         }
         Ok(())
     }
 
     /// Completes the image file and uploads it.
-    fn send(&self, progress: &(dyn Fn(u64) + Sync)) -> Result<Index> {
+    fn send(&self, progress: &(dyn Fn(u64) + Sync)) -> Result<(Image, Index)> {
         let failed = |error: crate::Error| Error::Image(Box::new(error));
         Sink::publish(&self.file).map_err(Error::from_migration)?;
         let image = Image::open(self.file.path()).map_err(failed)?;
@@ -121,7 +121,8 @@ impl StoreWriter {
             self.remaining.fetch_sub(bytes, Ordering::Relaxed);
             progress(bytes);
         };
-        upload_image(&self.upload, &image, &count)
+        let index = upload_image(&self.upload, &image, &count)?;
+        Ok((image, index))
     }
 }
 
@@ -158,7 +159,7 @@ impl Sink for StoreWriter {
     fn commit(&self) -> towline_migration::Result<()> {
         self.file.commit()?;
         if !self.is_deferred.load(Ordering::Relaxed) {
-            *lock(&self.index) = Some(self.send(&|_| {})?);
+            *lock(&self.sent) = Some(self.send(&|_| {})?);
         }
         Ok(())
     }
