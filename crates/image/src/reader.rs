@@ -118,12 +118,8 @@ impl Image {
     pub fn verify(&self, threads: usize, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
         self.top().verify_frame()?;
         let chunks: Vec<_> = self.chunks(CHUNK_BYTES).collect();
-        let verified = parallel::for_each(&chunks, threads.max(1), |(page, length)| {
-            self.verify_chunk(page)?;
-            progress(length);
-            Ok::<(), Error>(())
-        });
-        verified.into_iter().try_for_each(|thread| thread.map(drop))?;
+        let verify = |(page, length)| self.verify_chunk(page).map(|()| progress(length));
+        parallel::for_each(&chunks, threads, || verify)?;
         self.check_not_truncated()
     }
 

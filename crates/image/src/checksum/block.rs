@@ -1,15 +1,16 @@
 //! Computes a block's checksums while its pages arrive.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::mem;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::{mem, thread};
 
+use towline_channel::lock::lock;
 use towline_protocol::ram::PAGE_SIZE;
 
 use super::open_chunk::{Node, OpenChunk};
 use super::subtree::{Subtree, subtrees};
-use super::{CHUNK_BYTES, ChunkHash, chunk_count, hash_chunk};
-use crate::lock::lock;
+use super::{CHUNK_BYTES, ChunkHash, hash_chunk};
+use crate::parallel;
 
 /// Default memory for open chunks in an [`OpenBudget`]: some 27,000 chunks with a run of pages missing (53
 /// GiB of guest memory), or 1,700 chunks of which every second page has arrived.
@@ -88,7 +89,7 @@ impl BlockHasher {
     /// If `length` is not a multiple of [`PAGE_SIZE`]; the protocol refuses such blocks.
     pub fn new(length: u64, budget: OpenBudget) -> Self {
         assert!(length.is_multiple_of(PAGE_SIZE), "a block of {length} bytes is not made of whole pages");
-        let chunks = (0..chunk_count(length)).map(|_| Mutex::new(ChunkState::Missing)).collect();
+        let chunks = (0..length.div_ceil(CHUNK_BYTES)).map(|_| Mutex::new(ChunkState::Missing)).collect();
         Self { length, chunks, budget }
     }
 
@@ -144,15 +145,15 @@ impl BlockHasher {
     ///
     /// # Errors
     /// The first error of `reread`, after which reading stops.
-    pub fn finish<E, F>(mut self, threads: usize, reread: F) -> Result<Vec<ChunkHash>, E>
-    where
-        E: Send,
-        F: Fn(u64, &mut [u8]) -> Result<(), E> + Sync,
-    {
+    pub fn finish<E: Send>(
+        &self,
+        threads: usize,
+        reread: impl Fn(u64, &mut [u8]) -> Result<(), E> + Sync,
+    ) -> Result<Vec<ChunkHash>, E> {
         let mut stale = Vec::new();
         let mut hashes = Vec::with_capacity(self.chunks.len());
-        for (index, chunk) in mem::take(&mut self.chunks).into_iter().enumerate() {
-            hashes.push(match chunk.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        for index in 0..self.chunks.len() {
+            hashes.push(match mem::replace(&mut *self.chunk(index), ChunkState::Missing) {
                 ChunkState::Missing => ChunkHash::Zero,
                 ChunkState::Done(hash) => hash,
                 ChunkState::Open(open) => {
@@ -165,7 +166,17 @@ impl BlockHasher {
                 }
             });
         }
-        for (index, hash) in rehash(&stale, self.length, threads, reread)? {
+        let rehashed = parallel::for_each(&stale, threads, || {
+            let mut buffer = Buffer::new();
+            let reread = &reread;
+            move |index| {
+                let offset = index as u64 * CHUNK_BYTES;
+                let bytes = buffer.first((self.length - offset).min(CHUNK_BYTES) as usize);
+                reread(offset, bytes)?;
+                Ok((index, hash_chunk(bytes)))
+            }
+        });
+        for (index, hash) in rehashed? {
             hashes[index] = hash;
         }
         Ok(hashes)
@@ -275,35 +286,6 @@ pub(super) fn memory_per_chunk() -> usize {
 
 fn pages(bytes: u64) -> u16 {
     u16::try_from(bytes / PAGE_SIZE).expect("a chunk has 512 pages at most")
-}
-
-/// Reads and hashes the chunks `stale` of a block of `length` bytes.
-fn rehash<E, F>(stale: &[usize], length: u64, threads: usize, reread: F) -> Result<Vec<(usize, ChunkHash)>, E>
-where
-    E: Send,
-    F: Fn(u64, &mut [u8]) -> Result<(), E> + Sync,
-{
-    let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
-    let work = || {
-        let mut hashes = Vec::new();
-        let mut buffer = Buffer::new();
-        while !failed.load(Ordering::Relaxed) {
-            let Some(&index) = stale.get(next.fetch_add(1, Ordering::Relaxed)) else { break };
-            let offset = index as u64 * CHUNK_BYTES;
-            let bytes = buffer.first((length - offset).min(CHUNK_BYTES) as usize);
-            reread(offset, bytes).inspect_err(|_| failed.store(true, Ordering::Relaxed))?;
-            hashes.push((index, hash_chunk(bytes)));
-        }
-        Ok(hashes)
-    };
-    thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads.max(1).min(stale.len())).map(|_| scope.spawn(work)).collect();
-        let mut hashes = Vec::with_capacity(stale.len());
-        for worker in workers {
-            hashes.extend(worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?);
-        }
-        Ok(hashes)
-    })
 }
 
 /// A page-aligned buffer for a chunk.

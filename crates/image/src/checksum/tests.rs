@@ -54,7 +54,7 @@ fn expected(block: &[u8]) -> Vec<ChunkHash> {
     block.chunks(CHUNK_BYTES as usize).map(hash).collect()
 }
 
-fn finish(hasher: BlockHasher, threads: usize, block: &[u8]) -> Vec<ChunkHash> {
+fn finish(hasher: &BlockHasher, threads: usize, block: &[u8]) -> Vec<ChunkHash> {
     let reread = |offset: u64, buffer: &mut [u8]| {
         assert!((buffer.as_ptr().addr() as u64).is_multiple_of(PAGE_SIZE));
         buffer.copy_from_slice(&block[offset as usize..][..buffer.len()]);
@@ -109,7 +109,7 @@ proptest! {
                 }
             });
         }
-        prop_assert_eq!(finish(hasher, threads, &block), expected(&block));
+        prop_assert_eq!(finish(&hasher, threads, &block), expected(&block));
     }
 
     /// Overlapping writes of all sizes, one after another.
@@ -125,7 +125,7 @@ proptest! {
             write.apply(&hasher);
             write.apply_to(&mut block);
         }
-        prop_assert_eq!(finish(hasher, 1, &block), expected(&block));
+        prop_assert_eq!(finish(&hasher, 1, &block), expected(&block));
     }
 }
 

@@ -30,7 +30,7 @@ use super::cache::{Acquired, Cache, ChunkNumber, FetchLimits};
 use super::images::{self, UnopenedImage};
 use super::lease::Lease;
 use super::runtime::Started;
-use super::upload::{first_error, threads};
+use super::upload::threads;
 use super::{
     CACHE_BYTES, ChunkPosition, Error, MissingChunkCause, PREFETCH_BYTES, REQUESTS_MAX, Result, chunk,
 };
@@ -215,7 +215,7 @@ impl StoredImage {
         let numbers: Vec<_> = self.data_chunks().collect();
         // More threads than processors: some fetch while others compare.
         let count = REQUESTS_MAX.min(4 * threads());
-        first_error(parallel::for_each(&numbers, count, |(block, index)| {
+        let verify = |(block, index)| {
             let (name, length, position) = self.chunk(block, index);
             let Some(name) = name.filter(|name| !known.contains(*name, length)) else { return Ok(()) };
             let object = self.image.store.get(&chunk::key(&name), chunk::object_bytes_max(length))?;
@@ -225,8 +225,8 @@ impl StoredImage {
             known.insert(name, length);
             progress(length);
             Ok(())
-        }))
-        .map(drop)
+        };
+        parallel::for_each(&numbers, count, || verify).map(drop)
     }
 
     /// A notice for the user if no lease protects the image's chunks because this process has no write

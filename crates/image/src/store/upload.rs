@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 
+use object_store::ObjectMeta;
 use tokio::sync::Semaphore;
 use towline_channel::Cancel;
 use towline_migration::{Guest as _, Snapshot};
@@ -196,7 +197,8 @@ impl Upload {
             }
             known.is_incomplete
         };
-        Ok(is_incomplete && self.store.find(&chunk::key(&name))?.is_some())
+        let is_whole = |found: ObjectMeta| found.size > 0;
+        Ok(is_incomplete && self.store.find(&chunk::key(&name))?.is_some_and(is_whole))
     }
 
     /// Waits until no more requests than these are in flight, or one has failed.
@@ -210,14 +212,12 @@ impl Upload {
         Ok(state)
     }
 
-    /// Waits until another request may be sent.
+    /// Waits until another request may be sent. [`Error::Cancelled`] if one has failed, whose error [`Self::flush`] returns.
     fn reserve_request(&self) -> Result<()> {
         let mut state = self.at_most_in_flight(REQUESTS_MAX - 1)?;
         self.store.check_cancelled()?;
-        if let Some(error) = state.failed.take() {
-            // Other threads must fail too.
-            state.failed = Some(Error::Cancelled);
-            return Err(error);
+        if state.failed.is_some() {
+            return Err(Error::Cancelled);
         }
         state.count += 1;
         Ok(())
@@ -251,21 +251,26 @@ pub fn store_image(
 pub(super) fn upload_image(upload: &Upload, image: &Image, progress: &(dyn Fn(u64) + Sync)) -> Result<Index> {
     let blocks = image.ram_blocks();
     let chunks: Vec<_> = image.chunks(CHUNK_BYTES).collect();
-    // The first error is the reason; later ones may only report cancellation.
-    let done = first_error(parallel::for_each(&chunks, threads(), |(page, length)| {
+    let send = |(page, length)| {
         let bytes = image.content(page, length).map_err(|error| Error::Image(Box::new(error)))?;
         let hash = upload.store_chunk(bytes.as_deref())?;
         progress(length);
         Ok((page, hash))
-    }))?;
+    };
+    let device_state = image.devices().bytes();
+    let sent = parallel::for_each(&chunks, threads(), || send)
+        .and_then(|sent| Ok((sent, upload.store_bytes(device_state)?)));
+    let (sent, device_state_names) = match sent {
+        // A request that failed is the reason.
+        Err(Error::Cancelled) => return upload.flush().and(Err(Error::Cancelled)),
+        sent => sent?,
+    };
+    upload.flush()?;
     let zeros = |block: &RamBlock| vec![ChunkHash::Zero; block.length.div_ceil(CHUNK_BYTES) as usize];
     let mut names: Vec<_> = blocks.iter().map(zeros).collect();
-    for (page, hash) in done.into_iter().flatten() {
+    for (page, hash) in sent {
         names[page.block.index()][(page.offset / CHUNK_BYTES) as usize] = hash;
     }
-    let device_state = image.devices().bytes();
-    let device_state_names = upload.store_bytes(device_state)?;
-    upload.flush()?;
     let from = Origin { source: format!("image {}", image.path().display()), ..Origin::default() };
     let origin = image.manifest().map_or(from, |manifest| manifest.origin().clone());
     Ok(Index::new(IndexContents {
@@ -280,15 +285,40 @@ pub(super) fn upload_image(upload: &Upload, image: &Image, progress: &(dyn Fn(u6
     }))
 }
 
-/// All values, or the first error that is not a cancellation.
-pub(super) fn first_error<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
-    let (mut values, mut reason) = (Vec::new(), None);
-    for result in results {
-        match (result, &reason) {
-            (Ok(value), _) => values.push(value),
-            (Err(error), None | Some(Error::Cancelled)) => reason = Some(error),
-            (Err(_), Some(_)) => {}
-        }
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+
+    use super::*;
+
+    /// An upload into a store in a directory.
+    fn upload(directory: &tempfile::TempDir) -> Upload {
+        let location: Location = format!("store:{}/a", directory.path().display()).parse().unwrap();
+        Upload::begin(&location, Existing::Refuse, Cancel::new().unwrap()).unwrap()
     }
-    reason.map_or(Ok(values), Err)
+
+    #[test]
+    fn an_empty_object_is_not_a_chunk_of_a_store_with_more_chunks_than_are_remembered() {
+        let directory = tempfile::tempdir().unwrap();
+        let (bytes, upload) = ([7; 4096], upload(&directory));
+        let object = directory.path().join(chunk::key(&hash_chunk(&bytes).data().unwrap()));
+        std::fs::create_dir_all(object.parent().unwrap()).unwrap();
+        std::fs::write(&object, b"").unwrap();
+        lock(&upload.known).is_incomplete = true;
+        upload.store_chunk(Some(&bytes)).unwrap();
+        upload.flush().unwrap();
+        assert!(object.metadata().unwrap().len() > 0);
+    }
+
+    #[test]
+    fn the_reason_of_a_failed_upload_is_the_request_that_failed() {
+        let (directory, place) = (tempfile::tempdir().unwrap(), crate::testing::directory());
+        let (path, upload) = (place.path().join("a"), upload(&directory));
+        crate::testing::TestGuest::new(3, 1).store(&path, Existing::Refuse, None).unwrap();
+        let image = Image::open(&path).unwrap();
+        // No object can be put there.
+        std::fs::write(directory.path().join(chunk::DIRECTORY), b"").unwrap();
+        let error = upload_image(&upload, &image, &|_| {}).unwrap_err();
+        assert!(matches!(error, Error::Store { .. }), "{error}");
+    }
 }
