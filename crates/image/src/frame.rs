@@ -25,9 +25,10 @@ pub(crate) struct ImageFrame {
     /// Header, configuration, section header and total.
     head: Vec<u8>,
     section_id: u32,
-    blocks: Vec<RamBlock>,
+    /// With their positions in the file.
+    pub(crate) blocks: Vec<RamBlock>,
     /// End of the last page.
-    end: u64,
+    pub(crate) end: u64,
 }
 
 /// Bytes and their offset in the file.
@@ -62,19 +63,9 @@ impl ImageFrame {
         Self { head, blocks, ..self.clone() }
     }
 
-    /// The blocks with their positions in the file.
-    pub(crate) fn blocks(&self) -> &[RamBlock] {
-        &self.blocks
-    }
-
     /// Length of the memory in bytes.
     pub(crate) fn total(&self) -> u64 {
         total(&self.blocks)
-    }
-
-    /// End of the memory in the file.
-    pub(crate) fn end(&self) -> u64 {
-        self.end
     }
 
     /// The file's bytes up to the first block's bitmap.

@@ -83,7 +83,6 @@ pub struct ImageWriter {
     section_id: OnceLock<u32>,
     device_state: Mutex<Option<DeviceState>>,
     layout: OnceLock<ImageLayout>,
-    hashers: RwLock<Vec<BlockHasher>>,
     /// The manifest under the final name when writing began.
     previous_manifest: Option<FileId>,
     write_back: WriteBack,
@@ -99,16 +98,17 @@ struct ImageLayout {
     frame: ImageFrame,
     /// A bit for each page that has content.
     bitmaps: Vec<Bitmap>,
+    hashers: Vec<BlockHasher>,
 }
 
 /// A complete and synced image without its final name.
 #[derive(Debug)]
-struct FinishedImage {
+struct FinishedImage<'a> {
     file: AtomicFile,
     /// Text of the manifest.
     manifest: Vec<u8>,
-    /// Kind of the image after the base was checked again.
-    kind: ImageKind,
+    /// The base that the image needs, or whose chunks it took.
+    base: Option<&'a BaseImage>,
 }
 
 impl ImageWriter {
@@ -138,7 +138,6 @@ impl ImageWriter {
             section_id: OnceLock::new(),
             device_state: Mutex::default(),
             layout: OnceLock::new(),
-            hashers: RwLock::default(),
             previous_manifest,
             write_back: WriteBack::default(),
             complete: Mutex::default(),
@@ -228,9 +227,11 @@ impl ImageWriter {
             return Err(Error::TooLarge { path: self.path.clone(), found, limit: RAM_BYTES_MAX });
         }
         // Fails on a filesystem with too little space before memory is allocated for it.
-        self.with_file(|file| file.set_length(frame.end()))?;
-        let bitmaps = frame.blocks().iter().map(|block| Bitmap::new(block.pages())).collect();
-        Ok(ImageLayout { frame, bitmaps })
+        self.with_file(|file| file.set_length(frame.end))?;
+        let bitmaps = frame.blocks.iter().map(|block| Bitmap::new(block.pages())).collect();
+        let budget = OpenBudget::default();
+        let hashers = blocks.iter().map(|block| BlockHasher::new(block.length, budget.clone())).collect();
+        Ok(ImageLayout { frame, bitmaps, hashers })
     }
 
     /// Writes consecutive pages of a block.
@@ -270,14 +271,13 @@ impl ImageWriter {
 
     /// Hashes of all chunks, after re-reading those whose pages were sent again.
     fn hashes(&self, layout: &ImageLayout) -> Result<Vec<Vec<ChunkHash>>> {
-        let hashers = std::mem::take(&mut *lock_exclusive(&self.hashers));
-        let finish = |(hasher, block): (BlockHasher, &RamBlock)| {
+        let finish = |(hasher, block): (&BlockHasher, &RamBlock)| {
             let pages_offset = block.mapped.expect("laid out").pages_offset;
             hasher.finish(REREAD_THREADS, |offset, buffer| {
                 self.with_file(|file| file.file().read_exact_at(buffer, pages_offset + offset))
             })
         };
-        hashers.into_iter().zip(layout.frame.blocks()).map(finish).collect()
+        layout.hashers.iter().zip(&layout.frame.blocks).map(finish).collect()
     }
 
     /// Deallocates the chunks that equal the base's. On a filesystem without holes they stay, unread.
@@ -288,7 +288,7 @@ impl ImageWriter {
         hashes: &[Vec<ChunkHash>],
     ) -> Result<()> {
         let mut total = Increment { stored: 0, in_base: 0 };
-        for ((index, block), hashes) in (0..).map(BlockIndex).zip(layout.frame.blocks()).zip(hashes) {
+        for ((index, block), hashes) in (0..).map(BlockIndex).zip(&layout.frame.blocks).zip(hashes) {
             let pages_offset = block.mapped.expect("laid out").pages_offset;
             for run in base.unchanged_ranges(index, block.length, hashes, &mut total) {
                 let (at, length) = (pages_offset + run.start, run.end - run.start);
@@ -314,7 +314,7 @@ impl ImageWriter {
         Ok(Manifest::new(ManifestContents {
             origin: &self.origin.clone().with_run_state(device_state),
             machine_type: &self.configuration()?.machine_type,
-            blocks: frame.blocks(),
+            blocks: &frame.blocks,
             plain_pages: bitmaps.iter().map(Bitmap::count).collect(),
             hashes,
             device_state,
@@ -376,26 +376,23 @@ impl ImageWriter {
     }
 
     /// Adds checksums and seal to the committed image, and syncs it.
-    fn finish(&self) -> Result<FinishedImage> {
+    fn finish(&self) -> Result<FinishedImage<'_>> {
         let layout = self.layout()?;
         let device_state = lock(&self.complete).take();
         let device_state = device_state.ok_or_else(|| self.order_error("the image was not committed"))?;
         let hashes = self.hashes(layout)?;
         let base = self.unchanged_base()?;
-        let (frame, kind) = match (base, &self.base) {
-            (Some(base), _) if self.takes_base => {
-                self.take_chunks(base, layout, &hashes)?;
-                (self.make_whole(layout, &device_state)?, ImageKind::Whole)
-            }
-            (Some(base), _) => {
-                self.punch_unchanged(base, layout, &hashes)?;
-                (layout.frame.clone(), ImageKind::Incremental)
-            }
-            (None, Some(_)) => (self.make_whole(layout, &device_state)?, ImageKind::Whole),
-            (None, None) => (layout.frame.clone(), ImageKind::Whole),
+        let needed = base.filter(|_| !self.takes_base);
+        match (base, needed) {
+            (_, Some(base)) => self.punch_unchanged(base, layout, &hashes)?,
+            (Some(base), None) => self.take_chunks(base, layout, &hashes)?,
+            (None, None) => {}
+        }
+        let frame = match (needed, &self.base) {
+            (None, Some(_)) => &self.make_whole(layout, &device_state)?,
+            _ => &layout.frame,
         };
-        let base = base.filter(|_| kind == ImageKind::Incremental);
-        let manifest = self.manifest(&frame, &layout.bitmaps, hashes, &device_state, base)?;
+        let manifest = self.manifest(frame, &layout.bitmaps, hashes, &device_state, needed)?;
         let manifest = manifest.to_json(&sidecar_path(&self.path))?;
         if let Some((at, seal)) = frame.seal(&manifest) {
             self.with_file(|file| file.write_all_at(&seal, at))?;
@@ -403,11 +400,11 @@ impl ImageWriter {
         self.with_file(AtomicFile::sync)?;
         let file = lock_exclusive(&self.file).take();
         let file = file.ok_or_else(|| self.order_error("the image was published twice"))?;
-        Ok(FinishedImage { file, manifest, kind })
+        Ok(FinishedImage { file, manifest, base })
     }
 
     fn rename(&self) -> Result<()> {
-        let FinishedImage { file, manifest, kind } = self.finish()?;
+        let FinishedImage { file, manifest, base } = self.finish()?;
         #[cfg(test)]
         if crate::journal::is_on(crate::journal::PublicationBug::ManifestFirst) {
             crate::atomic_file::write_sidecar(&sidecar_path(&self.path), &manifest, Existing::Replace)?;
@@ -416,10 +413,7 @@ impl ImageWriter {
         let entry = Arc::clone(file.entry());
         let staged = StagedManifest::write(&self.path, self.previous_manifest, &manifest)?;
         // As late as possible: the base's chunks are in no other file from here on, or were taken from it.
-        let needs_base = kind == ImageKind::Incremental || self.takes_base;
-        if let Some(base) = self.base.as_ref().filter(|_| needs_base)
-            && !base.is_unchanged()
-        {
+        if let Some(base) = base.filter(|base| !base.is_unchanged()) {
             staged.discard(&entry);
             return Err(Error::BaseChanged { path: self.path.clone(), base: base.path.clone() });
         }
@@ -461,23 +455,18 @@ impl Sink for ImageWriter {
 
     fn blocks(&self, blocks: &[RamBlock]) -> towline_migration::Result<()> {
         let layout = self.plan_layout(blocks)?;
-        let budget = OpenBudget::default();
-        let hashers: Vec<_> =
-            blocks.iter().map(|block| BlockHasher::new(block.length, budget.clone())).collect();
-        self.take_from_base(&layout, &hashers);
-        *lock_exclusive(&self.hashers) = hashers;
+        self.take_from_base(&layout);
         self.layout.get_or_init(|| layout);
         Ok(())
     }
 
     fn pages(&self, _stream: ChannelId, pages: &Pages<'_>) -> towline_migration::Result<()> {
         let layout = self.layout()?;
-        let block = &layout.frame.blocks()[pages.block.index()];
-        let hashers = lock_shared(&self.hashers);
+        let block = &layout.frame.blocks[pages.block.index()];
         for run in page_runs(pages) {
             self.write_run(block, run.offset, &run.contents)?;
             for (offset, slice) in run.slices() {
-                hashers[pages.block.index()].data(offset, slice);
+                layout.hashers[pages.block.index()].data(offset, slice);
             }
             let first = run.offset / PAGE_SIZE;
             (first..first + run.pages).for_each(|page| layout.bitmaps[pages.block.index()].set(page));
@@ -488,12 +477,11 @@ impl Sink for ImageWriter {
     fn zero(&self, _stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> towline_migration::Result<()> {
         let layout = self.layout()?;
         let bitmap = &layout.bitmaps[block.index()];
-        let hashers = lock_shared(&self.hashers);
         for run in offsets.chunk_by(|first, second| first + PAGE_SIZE == *second) {
-            hashers[block.index()].zero(run[0], run.len() as u64 * PAGE_SIZE);
+            layout.hashers[block.index()].zero(run[0], run.len() as u64 * PAGE_SIZE);
             for &offset in run {
                 if bitmap.clear(offset / PAGE_SIZE) {
-                    self.clear(&layout.frame.blocks()[block.index()], offset, PAGE_SIZE)?;
+                    self.clear(&layout.frame.blocks[block.index()], offset, PAGE_SIZE)?;
                 }
             }
         }
@@ -501,7 +489,7 @@ impl Sink for ImageWriter {
     }
 
     fn current(&self, page: PageRef, content: &mut [u8]) -> towline_migration::Result<()> {
-        let block = &self.layout()?.frame.blocks()[page.block.index()];
+        let block = &self.layout()?.frame.blocks[page.block.index()];
         let at = block.mapped.expect("laid out").pages_offset + page.offset;
         Ok(self.with_file(|file| file.file().read_exact_at(content, at))?)
     }

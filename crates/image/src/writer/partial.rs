@@ -18,7 +18,7 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::{ImageLayout, ImageWriter};
 use crate::base_image::BaseImage;
-use crate::checksum::{BlockHasher, CHUNK_BYTES, ChunkHash, chunk_runs};
+use crate::checksum::{CHUNK_BYTES, ChunkHash, chunk_runs};
 use crate::{Image, Result};
 
 /// Ranges of a block that arrive: whole chunks, in ascending order.
@@ -57,7 +57,7 @@ impl ImageWriter {
         layout: &ImageLayout,
         hashes: &[Vec<ChunkHash>],
     ) -> Result<()> {
-        let blocks = (0..).map(BlockIndex).zip(layout.frame.blocks());
+        let blocks = (0..).map(BlockIndex).zip(&layout.frame.blocks);
         for ((block, ram), arriving) in blocks.zip(self.arriving.get().map_or(&[][..], Vec::as_slice)) {
             let pages_offset = ram.mapped.expect("laid out").pages_offset;
             for (chunk, hash) in hashes[block.index()].iter().enumerate() {
@@ -77,27 +77,21 @@ impl ImageWriter {
     }
 
     /// Takes what does not arrive from the base: its checksums, and which of its pages have content.
-    pub(super) fn take_from_base(&self, layout: &ImageLayout, hashers: &[BlockHasher]) {
+    pub(super) fn take_from_base(&self, layout: &ImageLayout) {
         let (Some(base), Some(arriving)) = (&self.base, self.arriving.get()) else { return };
-        for (block, hasher) in (0..).map(BlockIndex).zip(hashers) {
-            take_block(base, block, layout, hasher, &arriving[block.index()]);
+        for (block, arriving) in (0..).map(BlockIndex).zip(arriving) {
+            take_block(base, block, layout, arriving);
         }
     }
 }
 
-fn take_block(
-    base: &BaseImage,
-    block: BlockIndex,
-    layout: &ImageLayout,
-    hasher: &BlockHasher,
-    arriving: &[Range<u64>],
-) {
-    let (length, bitmap) = (layout.frame.blocks()[block.index()].length, &layout.bitmaps[block.index()]);
+fn take_block(base: &BaseImage, block: BlockIndex, layout: &ImageLayout, arriving: &[Range<u64>]) {
+    let (length, bitmap) = (layout.frame.blocks[block.index()].length, &layout.bitmaps[block.index()]);
     for (chunk, start) in (0..length).step_by(CHUNK_BYTES as usize).enumerate() {
         if overlaps(arriving, &(start..start + 1)) {
             continue;
         }
-        hasher.set_known(chunk, base.chunk_hash(block, chunk));
+        layout.hashers[block.index()].set_known(chunk, base.chunk_hash(block, chunk));
         for offset in (start..(start + CHUNK_BYTES).min(length)).step_by(PAGE_SIZE as usize) {
             if base.has_content(PageRef { block, offset }) {
                 bitmap.set(offset / PAGE_SIZE);
