@@ -43,7 +43,6 @@ mod journal;
 mod layer;
 pub mod leftover;
 mod location;
-mod lock;
 mod lock_holder;
 pub mod manifest;
 mod page_runs;

@@ -3,11 +3,11 @@
 
 use std::sync::Mutex;
 
+use towline_channel::lock::lock;
 use towline_protocol::{BlockIndex, RamBlock};
 
 use crate::bitmap::Bitmap;
 use crate::checksum::chunk_count;
-use crate::lock::lock;
 
 /// Maximum number of chunks compared at the same time; chunks that share a lock wait for each other.
 const LOCKS: usize = 64;

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
-use crate::lock::lock;
+use towline_channel::lock::lock;
 
 /// Intended time of one sync of an image file, hence of the last one before its guest may run on.
 pub const SYNC_TIME: Duration = Duration::from_millis(50);

@@ -24,8 +24,9 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
+use towline_channel::lock::lock;
 use towline_migration::{ChannelId, Pages, Sink};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::{RamSection, SectionKind};
@@ -39,7 +40,6 @@ use crate::bitmap::Bitmap;
 use crate::checksum::{BlockHasher, ChunkHash, OpenBudget};
 use crate::frame::{ImageFrame, ImageKind};
 use crate::layer::Layer;
-use crate::lock::{lock, lock_exclusive, lock_shared};
 use crate::manifest::{Digest, Manifest, ManifestContents, Origin, sidecar_path};
 use crate::page_runs::page_runs;
 use crate::reader::write_error;
@@ -200,7 +200,7 @@ impl ImageWriter {
     }
 
     fn with_file<T>(&self, work: impl FnOnce(&AtomicFile) -> io::Result<T>) -> Result<T> {
-        let file = lock_shared(&self.file);
+        let file = self.file.read().unwrap_or_else(PoisonError::into_inner);
         let file =
             file.as_ref().ok_or_else(|| self.order_error("pages arrived after the end of the stream"))?;
         work(file).map_err(write_error(&self.path))
@@ -398,7 +398,7 @@ impl ImageWriter {
             self.with_file(|file| file.write_all_at(&seal, at))?;
         }
         self.with_file(AtomicFile::sync)?;
-        let file = lock_exclusive(&self.file).take();
+        let file = self.file.write().unwrap_or_else(PoisonError::into_inner).take();
         let file = file.ok_or_else(|| self.order_error("the image was published twice"))?;
         Ok(FinishedImage { file, manifest, base })
     }

@@ -12,9 +12,9 @@ use std::sync::{Condvar, Mutex};
 use std::thread::ThreadId;
 
 use bytes::Bytes;
+use towline_channel::lock::lock;
 
 use super::{Error, Result, Runtime};
-use crate::lock::lock;
 
 /// Index of a chunk among those of all blocks.
 pub(super) type ChunkNumber = usize;

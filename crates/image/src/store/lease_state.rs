@@ -3,10 +3,11 @@
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
+use towline_channel::lock::lock;
+
 use super::fault::StoreBug;
 use super::runtime::Clock;
 use super::{Error, LEASE_GAP_MAX, Result};
-use crate::lock::lock;
 
 /// The owner's view of its lease. A lost lease stays lost.
 #[derive(Debug)]

@@ -18,6 +18,7 @@ use std::thread;
 
 use bytes::Bytes;
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+use towline_channel::lock::lock;
 use towline_channel::{Cancel, IoBuf};
 use towline_migration::{Extent, ExtentKind, Guest, RamMapping};
 use towline_protocol::configuration::Configuration;
@@ -36,7 +37,6 @@ use super::{
 };
 use crate::index::Index;
 use crate::location::Location;
-use crate::lock::lock;
 use crate::{ChunkHash, PageCount, StoredGuest, parallel};
 
 /// Needed chunks are requested regardless of others.

@@ -121,7 +121,7 @@ impl Runtime {
             Self::Simulated(actor) => {
                 drop(guard);
                 actor.pause();
-                crate::lock::lock(mutex)
+                towline_channel::lock::lock(mutex)
             }
         }
     }

@@ -11,6 +11,7 @@ use std::thread;
 use object_store::ObjectMeta;
 use tokio::sync::Semaphore;
 use towline_channel::Cancel;
+use towline_channel::lock::lock;
 use towline_migration::{Guest as _, Snapshot};
 use towline_protocol::RamBlock;
 
@@ -22,7 +23,6 @@ use super::{CHUNK_BYTES, Error, REQUESTS_MAX, Result, chunk};
 use crate::checksum::hash_chunk;
 use crate::index::{Index, IndexContents};
 use crate::location::Location;
-use crate::lock::lock;
 use crate::{ChunkHash, Existing, Image, Origin, Uploaded, parallel};
 
 /// Maximum number of the store's chunks that are remembered, at 32 bytes each; others are looked up one by

@@ -18,6 +18,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use towline_channel::Cancel;
+use towline_channel::lock::lock;
 use towline_migration::{ChannelId, Pages, Sink};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::RamSection;
@@ -28,7 +29,6 @@ use super::upload::{Upload, upload_image};
 use super::{Error, Result, spool};
 use crate::index::Index;
 use crate::location::Location;
-use crate::lock::lock;
 use crate::{Existing, Image, ImageWriter, Origin, Uploaded};
 
 /// A guest that is being stored.

@@ -9,10 +9,10 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
+use towline_channel::lock::lock;
 
 use super::super::Error;
 use super::world::{Slot, World};
-use crate::lock::lock;
 
 /// A participant. Clones are the same one.
 #[derive(Clone)]

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use fastrand::Rng;
 use object_store::PutMode;
+use towline_channel::lock::lock;
 
 use super::super::fault::StoreBug;
 use super::super::lease_state::LeaseGuard;
@@ -21,7 +22,6 @@ use super::actor::Actor;
 use super::model::{self, Conditions, Model, StoreReply, StoreRequest, Stored};
 use super::scenario::{Chaos, Scenario};
 use crate::index::Index;
-use crate::lock::lock;
 
 /// Slot for the result of an operation.
 pub(super) type Slot<T> = Arc<Mutex<Option<T>>>;
