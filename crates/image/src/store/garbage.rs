@@ -115,16 +115,9 @@ impl Garbage {
     }
 }
 
-/// Chunks and indexes referenced by the images of a prefix.
+/// Chunks and indexes that images reference, or that their readers need.
 #[derive(Default)]
 struct Referenced {
-    chunks: HashSet<[u8; 32]>,
-    indexes: HashSet<Digest>,
-}
-
-/// Further chunks and indexes that readers need.
-#[derive(Default)]
-struct ReaderNeeds {
     chunks: HashSet<[u8; 32]>,
     indexes: HashSet<Digest>,
     /// The index of a reader is missing, so it may need any chunk.
@@ -189,14 +182,14 @@ fn find(store: &Arc<Store>, age_min: Duration, now: SystemTime) -> Result<Garbag
     Ok(garbage)
 }
 
-/// Unreferenced chunks that live readers need.
+/// Unreferenced chunks, and indexes of no image, that live readers need.
 fn reader_needs(
     store: &Arc<Store>,
     referenced: &Referenced,
     readers: &[LeaseEntry],
     garbage: &mut Garbage,
-) -> Result<ReaderNeeds> {
-    let mut needs = ReaderNeeds::default();
+) -> Result<Referenced> {
+    let mut needs = Referenced::default();
     if store.has_fault(StoreBug::ReadersIgnored) {
         return Ok(needs);
     }

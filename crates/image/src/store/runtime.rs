@@ -3,7 +3,6 @@
 
 use std::future::Future;
 use std::io;
-use std::sync::mpsc;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -12,7 +11,7 @@ use futures_util::future::BoxFuture;
 use rustix::time::{ClockId, clock_gettime};
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
-use tokio::task::AbortHandle;
+use tokio::task::JoinSet;
 use towline_channel::Cancel;
 
 use super::Error;
@@ -75,12 +74,9 @@ impl Runtime {
     ) -> Started<T> {
         match self {
             Self::Thread(worker) => {
-                let (sender, result) = mpsc::sync_channel(1);
-                let task = worker.handle.spawn(async move {
-                    // The receiver is gone if the wait was cancelled.
-                    let _ = sender.send(work.await);
-                });
-                Started::Task(Task { result, abort: task.abort_handle() })
+                let mut task = JoinSet::new();
+                task.spawn_on(work, &worker.handle);
+                Started::Task(task)
             }
             #[cfg(test)]
             Self::Simulated(_) => Started::Simulated(Box::pin(work)),
@@ -97,11 +93,19 @@ impl Runtime {
         started: Started<T>,
     ) -> Result<T, Error> {
         match (self, started) {
-            (_, Started::Task(task)) => task.finish(cancel),
+            (Self::Thread(worker), Started::Task(mut task)) => worker.handle.block_on(async {
+                loop {
+                    match tokio::time::timeout(CANCEL_CHECK_INTERVAL, task.join_next()).await {
+                        Ok(Some(Ok(value))) => return Ok(value),
+                        Err(_) if !cancel.is_some_and(Cancel::is_cancelled) => {}
+                        _ => return Err(Error::Cancelled),
+                    }
+                }
+            }),
             #[cfg(test)]
             (Self::Simulated(actor), Started::Simulated(work)) => actor.wait(work),
             #[cfg(test)]
-            (Self::Thread(_), Started::Simulated(_)) => unreachable!("started by a simulated runtime"),
+            _ => unreachable!("started by another kind of runtime"),
         }
     }
 
@@ -130,37 +134,10 @@ impl Runtime {
 /// Work that was started. It ends without a result if this is dropped.
 pub(super) enum Started<T> {
     /// In the runtime's thread.
-    Task(Task<T>),
+    Task(JoinSet<T>),
     /// Not begun: a simulated participant does one thing at a time.
     #[cfg(test)]
     Simulated(std::pin::Pin<Box<dyn Future<Output = T> + Send>>),
-}
-
-/// A task of the runtime's thread.
-pub(super) struct Task<T> {
-    result: mpsc::Receiver<T>,
-    abort: AbortHandle,
-}
-
-impl<T> Task<T> {
-    fn finish(self, cancel: Option<&Cancel>) -> Result<T, Error> {
-        loop {
-            match self.result.recv_timeout(CANCEL_CHECK_INTERVAL) {
-                Ok(value) => return Ok(value),
-                Err(mpsc::RecvTimeoutError::Disconnected) => return Err(Error::Cancelled),
-                Err(mpsc::RecvTimeoutError::Timeout) if cancel.is_some_and(Cancel::is_cancelled) => {
-                    return Err(Error::Cancelled);
-                }
-                Err(mpsc::RecvTimeoutError::Timeout) => {}
-            }
-        }
-    }
-}
-
-impl<T> Drop for Task<T> {
-    fn drop(&mut self) {
-        self.abort.abort();
-    }
 }
 
 impl Drop for RuntimeThread {
