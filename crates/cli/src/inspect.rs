@@ -193,7 +193,7 @@ fn stored_image(
     reporter.line(&format!(
         "  chunks        {} of {}, named by an index of {}: {}",
         count(chunks as u64),
-        size(index.chunk_bytes()),
+        size(index.chunk_bytes),
         size(image.index_bytes()),
         if checksums == Checksums::Compared {
             "complete, and every checksum matches"
@@ -201,8 +201,8 @@ fn stored_image(
             "not compared (--verify)"
         }
     ));
-    let qemu = index.origin().qemu.as_ref().map(|qemu| format!(" (QEMU {qemu})")).unwrap_or_default();
-    reporter.line(&format!("  created       {}, from {}{qemu}", index.created(), index.origin().source));
+    let qemu = index.origin.qemu.as_ref().map(|qemu| format!(" (QEMU {qemu})")).unwrap_or_default();
+    reporter.line(&format!("  created       {}, from {}{qemu}", index.created, index.origin.source));
     command_line::print(reporter, image.origin());
     print_blocks(reporter, &blocks);
     print_devices(reporter, devices.devices(), devices.bytes().len());

@@ -55,11 +55,30 @@ const LEVEL: i32 = 3;
 /// Length of a name.
 const NAME_BYTES: usize = 32;
 
-/// An image's index.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// An image's index; as JSON, its head.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Index {
-    head: Head,
+    machine_type: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    target_page_bits: Option<u32>,
+    #[serde(default)]
+    capabilities: Vec<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    uuid: Option<[u8; 16]>,
+    /// Section id of the stream's `ram` sections.
+    pub section_id: u32,
+    /// Time at which the image was made.
+    pub created: Timestamp,
+    created_by: String,
+    /// Origin of the guest.
+    pub origin: Origin,
+    /// Chunk size; the last chunk of a block may be shorter.
+    #[serde(rename = "chunk_size")]
+    pub chunk_bytes: u64,
+    blocks: Vec<IndexBlock>,
+    device_state: State,
     /// By block, then those of the device state.
+    #[serde(skip)]
     names: Vec<Vec<ChunkHash>>,
 }
 
@@ -85,24 +104,6 @@ pub struct IndexContents<'a> {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Head {
-    machine_type: String,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    target_page_bits: Option<u32>,
-    #[serde(default)]
-    capabilities: Vec<String>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    uuid: Option<[u8; 16]>,
-    section_id: u32,
-    created: Timestamp,
-    created_by: String,
-    origin: Origin,
-    chunk_size: u64,
-    blocks: Vec<IndexBlock>,
-    device_state: State,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct IndexBlock {
     name: String,
     length: u64,
@@ -121,7 +122,9 @@ impl Index {
     /// If the number of names differs from that of the chunks.
     pub fn new(contents: IndexContents<'_>) -> Self {
         let IndexContents { configuration, blocks, device_state, .. } = contents;
-        let head = Head {
+        let mut names = contents.names;
+        names.push(contents.device_state_names);
+        let index = Self {
             machine_type: configuration.machine_type.clone(),
             target_page_bits: configuration.target_page_bits,
             capabilities: configuration.capabilities.clone(),
@@ -130,18 +133,17 @@ impl Index {
             created: Timestamp::now(),
             created_by: format!("towline {}", env!("CARGO_PKG_VERSION")),
             origin: contents.origin.clone(),
-            chunk_size: contents.chunk_bytes,
+            chunk_bytes: contents.chunk_bytes,
             blocks: blocks
                 .iter()
                 .map(|block| IndexBlock { name: block.name.clone(), length: block.length })
                 .collect(),
             device_state: State { length: device_state.len() as u64, blake3: Digest::of(device_state) },
+            names,
         };
-        let mut names = contents.names;
-        names.push(contents.device_state_names);
-        let lengths: Vec<_> = names.iter().map(|names| names.len() as u64).collect();
-        assert_eq!(lengths, head.counts(), "a name for each chunk");
-        Self { head, names }
+        let lengths: Vec<_> = index.names.iter().map(|names| names.len() as u64).collect();
+        assert_eq!(lengths, index.counts(), "a name for each chunk");
+        index
     }
 
     /// Encodes the index.
@@ -149,7 +151,7 @@ impl Index {
     /// # Errors
     /// The index is larger than any reader accepts.
     pub fn encode(&self) -> Result<Vec<u8>, Error> {
-        let head = serde_json::to_vec(&self.head).map_err(|error| Error::Head { why: error.to_string() })?;
+        let head = serde_json::to_vec(self).map_err(|error| Error::Head { why: error.to_string() })?;
         let count: usize = self.names.iter().map(Vec::len).sum();
         let mut content = Vec::with_capacity(4 + head.len() + NAME_BYTES * count);
         let length = u32::try_from(head.len()).unwrap_or(u32::MAX);
@@ -186,10 +188,10 @@ impl Index {
             return Err(Error::Head { why });
         }
         let (head, table) = rest.split_at_checked(length).ok_or_else(truncated)?;
-        let head: Head =
+        let mut index: Self =
             serde_json::from_slice(head).map_err(|error| Error::Head { why: error.to_string() })?;
-        head.check()?;
-        let counts = head.counts();
+        index.check()?;
+        let counts = index.counts();
         let expected = counts.iter().fold(0_u64, |sum, count| sum.saturating_add(*count));
         let (table, more) = table.as_chunks::<NAME_BYTES>();
         if table.len() as u64 != expected || !more.is_empty() {
@@ -197,35 +199,25 @@ impl Index {
         }
         let mut left = table.iter();
         let take = |count: u64| left.by_ref().take(count as usize).map(name).collect();
-        let names = counts.into_iter().map(take).collect();
-        Ok(Self { head, names })
+        index.names = counts.into_iter().map(take).collect();
+        Ok(index)
     }
 
     /// Header of the stream.
     pub fn configuration(&self) -> Configuration {
         Configuration {
-            machine_type: self.head.machine_type.clone(),
-            target_page_bits: self.head.target_page_bits,
-            capabilities: self.head.capabilities.clone(),
-            uuid: self.head.uuid,
+            machine_type: self.machine_type.clone(),
+            target_page_bits: self.target_page_bits,
+            capabilities: self.capabilities.clone(),
+            uuid: self.uuid,
         }
-    }
-
-    /// Section id of the stream's `ram` sections.
-    pub fn section_id(&self) -> u32 {
-        self.head.section_id
     }
 
     /// The block list.
     pub fn blocks(&self) -> Vec<RamBlock> {
         let block =
             |block: &IndexBlock| RamBlock { name: block.name.clone(), length: block.length, mapped: None };
-        self.head.blocks.iter().map(block).collect()
-    }
-
-    /// Chunk size; the last chunk of a block may be shorter.
-    pub fn chunk_bytes(&self) -> u64 {
-        self.head.chunk_size
+        self.blocks.iter().map(block).collect()
     }
 
     /// Names of a block's chunks.
@@ -233,7 +225,7 @@ impl Index {
     /// # Panics
     /// If there is no such block.
     pub fn chunk_names(&self, block: BlockIndex) -> &[ChunkHash] {
-        assert!(block.index() < self.head.blocks.len(), "no block {}", block.0);
+        assert!(block.index() < self.blocks.len(), "no block {}", block.0);
         &self.names[block.index()]
     }
 
@@ -244,7 +236,7 @@ impl Index {
 
     /// Length of the device state in bytes, and its BLAKE3.
     pub fn device_state(&self) -> (u64, Digest) {
-        (self.head.device_state.length, self.head.device_state.blake3)
+        (self.device_state.length, self.device_state.blake3)
     }
 
     /// All names, of memory and device state.
@@ -252,29 +244,17 @@ impl Index {
         self.names.iter().flatten().filter_map(|name| name.data())
     }
 
-    /// Time at which the image was made.
-    pub fn created(&self) -> Timestamp {
-        self.head.created
-    }
-
-    /// Origin of the guest.
-    pub fn origin(&self) -> &Origin {
-        &self.head.origin
-    }
-}
-
-impl Head {
     /// Numbers of chunks of each block and of the device state.
     fn counts(&self) -> Vec<u64> {
         let lengths = self.blocks.iter().map(|block| block.length).chain([self.device_state.length]);
-        lengths.map(|length| length.div_ceil(self.chunk_size)).collect()
+        lengths.map(|length| length.div_ceil(self.chunk_bytes)).collect()
     }
 
     fn check(&self) -> Result<(), Error> {
         let bad = |field: &str, found: u64, expected: String| {
             Err(Error::Field { field: field.into(), found, expected })
         };
-        let size = self.chunk_size;
+        let size = self.chunk_bytes;
         if !size.is_power_of_two() || !(CHUNK_BYTES_MIN..=CHUNK_BYTES_MAX).contains(&size) {
             let expected = format!("a power of two from {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}");
             return bad("chunk_size", size, expected);

@@ -57,7 +57,7 @@ pub use catalog::{Catalog, CatalogEntry, StoredImageSummary, image_names};
 pub use claims::{claim, claims};
 pub use error::{ChunkPosition, Error, MissingChunkCause, Result};
 pub use garbage::{ChunkTotals, Garbage};
-pub use images::{IfInUse, ImageReader, UnopenedImage, is_image, read_index, readers, remove_image};
+pub use images::{IfInUse, ImageReader, UnopenedImage, is_image, readers, remove_image};
 pub use lease::ConditionalWrites;
 pub use objects::Object;
 pub use reader::{StoredImage, VerifiedChunks};

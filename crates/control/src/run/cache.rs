@@ -24,7 +24,7 @@ use rustix::process::geteuid;
 use towline_channel::Cancel;
 use towline_image::index::Index;
 use towline_image::manifest::{Digest, StoredBlock, sidecar_path};
-use towline_image::store::{StoredImage, read_index};
+use towline_image::store::{StoredImage, UnopenedImage};
 use towline_image::{Image, Location};
 use towline_migration::Guest as _;
 use towline_protocol::ram::PAGE_SIZE;
@@ -122,8 +122,8 @@ impl CacheFile {
     /// between, it may be the other one, and is removed.
     fn publish(&self, index: &Index) -> Result<Image, Error> {
         let (file, manifest) = (self.unchecked(), sidecar_path(&self.unchecked()));
-        let now = read_index(&self.location, None);
-        if now.as_ref().is_ok_and(|now| now == index) {
+        let now = UnopenedImage::read(&self.location, None);
+        if now.as_ref().is_ok_and(|now| now.index == *index) {
             // The image last: its name says that all is there.
             let named = fs::rename(manifest, sidecar_path(&self.path));
             named.and_then(|()| fs::rename(file, &self.path)).map_err(|error| self.failed(error))?;

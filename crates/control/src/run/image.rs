@@ -247,13 +247,13 @@ impl RunImage {
         let stem = text.rsplit(['/', ':']).next().unwrap_or_default().to_owned();
         let directory = working_directory(options);
         let image = UnopenedImage::read(location, Some(context.cancel.clone()))?;
-        let cache = CacheFile::of(image.index(), location, options.cache_directory.as_deref())?;
+        let cache = CacheFile::of(&image.index, location, options.cache_directory.as_deref())?;
         // A file that is there already needs nothing else of the store.
-        if let Some(file) = cache.find(image.index(), context.observer)? {
+        if let Some(file) = cache.find(&image.index, context.observer)? {
             return Self::of_file(file, stem, directory);
         }
         if options.memory == MemoryRequest::Postcopy {
-            let origin = Some(image.index().origin().clone());
+            let origin = Some(image.index.origin.clone());
             let image = OpeningImage::start(image);
             let kind = OpenImage::Store { image, location: location.clone() };
             return Ok(Self { stem, name: text.into(), directory, origin, kind });

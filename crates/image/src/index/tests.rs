@@ -84,11 +84,11 @@ fn the_number_of_names_must_match_the_lengths() {
     let error = Index::parse(&odd.encode().unwrap()).unwrap_err();
     assert!(matches!(error, Error::Names { found: 5, expected: 6 }), "{error}");
     let mut odd = index();
-    odd.head.chunk_size = 1000;
+    odd.chunk_bytes = 1000;
     let error = Index::parse(&odd.encode().unwrap()).unwrap_err();
     assert!(matches!(error, Error::Field { found: 1000, .. }), "{error}");
     let mut odd = index();
-    odd.head.blocks[0].length += 1;
+    odd.blocks[0].length += 1;
     assert!(matches!(Index::parse(&odd.encode().unwrap()), Err(Error::Field { .. })));
 }
 

@@ -172,9 +172,9 @@ fn summarize(
         }
     }
     StoredImageSummary {
-        created: index.created(),
-        source: index.origin().source.clone(),
-        qemu: index.origin().qemu.clone(),
+        created: index.created,
+        source: index.origin.source.clone(),
+        qemu: index.origin.qemu.clone(),
         memory_bytes: index.blocks().iter().map(|block| block.length).sum(),
         index_bytes,
         chunks: all,

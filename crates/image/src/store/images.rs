@@ -213,17 +213,10 @@ pub struct UnopenedImage {
     pub(super) store: Arc<Store>,
     pub(super) image: String,
     key: String,
-    pub(super) index: Index,
+    /// The index.
+    pub index: Index,
     pub(super) bytes: Bytes,
     meta: ObjectMeta,
-}
-
-/// Reads the index of an image by one request. Its chunks are not protected: they may be removed at any time.
-///
-/// # Errors
-/// As [`UnopenedImage::read`].
-pub fn read_index(location: &Location, cancel: Option<Cancel>) -> Result<Index> {
-    Ok(UnopenedImage::read(location, cancel)?.index)
 }
 
 impl UnopenedImage {
@@ -245,11 +238,6 @@ impl UnopenedImage {
             Ok(index) => Ok(Self { store, image, key, index, bytes, meta }),
             Err(why) => Err(Error::Index { image, why }),
         }
-    }
-
-    /// The index.
-    pub fn index(&self) -> &Index {
-        &self.index
     }
 
     /// Protects the chunks that the index references by a lease, or returns the error of a store that is read-only for this process.

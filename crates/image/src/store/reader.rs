@@ -95,7 +95,7 @@ impl LeasedImage {
         let objects = self.store.finish(requested)?;
         let mut bytes = Vec::with_capacity(length as usize);
         for (name, object) in index.device_state_names().iter().zip(objects) {
-            let left = index.chunk_bytes().min(length - bytes.len() as u64);
+            let left = index.chunk_bytes.min(length - bytes.len() as u64);
             let ChunkHash::Data(name) = name else {
                 bytes.resize(bytes.len() + left as usize, 0);
                 continue;
@@ -254,7 +254,7 @@ impl StoredImage {
     /// Numbers of a block's pages in stored chunks and in chunks of zeros; the former may include zero pages.
     pub fn count_pages(&self, block: BlockIndex) -> PageCount {
         let length = self.blocks[block.index()].length;
-        let bytes = self.index.chunk_bytes();
+        let bytes = self.index.chunk_bytes;
         let stored = |(index, name): (usize, &ChunkHash)| match name {
             ChunkHash::Zero => 0,
             ChunkHash::Data(_) => bytes.min(length - index as u64 * bytes),
@@ -273,10 +273,10 @@ impl StoredImage {
     /// Name of a chunk unless it is zero, its length and position.
     fn chunk(&self, block: BlockIndex, index: usize) -> (Option<[u8; 32]>, u64, ChunkPosition) {
         let held = &self.blocks[block.index()];
-        let offset = index as u64 * self.index.chunk_bytes();
+        let offset = index as u64 * self.index.chunk_bytes;
         let name = self.index.chunk_names(block)[index].data();
         let position = ChunkPosition { block: Some(held.name.clone()), offset };
-        (name, self.index.chunk_bytes().min(held.length - offset), position)
+        (name, self.index.chunk_bytes.min(held.length - offset), position)
     }
 
     fn number(&self, block: BlockIndex, index: usize) -> ChunkNumber {
@@ -308,7 +308,7 @@ impl StoredImage {
 
     /// Prefetches the following chunks.
     fn prefetch(&self, block: BlockIndex, end: usize) {
-        let limit = (PREFETCH_BYTES / self.index.chunk_bytes()) as usize;
+        let limit = (PREFETCH_BYTES / self.index.chunk_bytes) as usize;
         // Bounded by the number of chunks that may be prefetched, since skipping zeros costs time too.
         let (mut block, mut index) = (block, end);
         for _ in 0..limit {
@@ -357,7 +357,7 @@ impl StoredImage {
     }
 
     pub(super) fn prepare_chunks(&self, page: PageRef, length: u64) -> Result<()> {
-        let chunk_bytes = self.index.chunk_bytes();
+        let chunk_bytes = self.index.chunk_bytes;
         let limit = (CACHE_BYTES / chunk_bytes) as usize;
         if !self.retains_until_release {
             self.cache.release_thread(thread::current().id(), limit, |number| self.evict(number));
@@ -375,7 +375,7 @@ impl StoredImage {
 
     /// Chunks that these bytes are in.
     fn chunks_of(&self, page: PageRef, length: u64) -> Range<usize> {
-        let chunk_bytes = self.index.chunk_bytes();
+        let chunk_bytes = self.index.chunk_bytes;
         (page.offset / chunk_bytes) as usize..(page.offset + length).div_ceil(chunk_bytes) as usize
     }
 
@@ -397,7 +397,7 @@ impl StoredGuest for StoredImage {
     }
 
     fn origin(&self) -> Option<&crate::Origin> {
-        Some(self.index().origin())
+        Some(&self.index.origin)
     }
 }
 
@@ -411,11 +411,11 @@ impl Guest for StoredImage {
     }
 
     fn ram_section_id(&self) -> u32 {
-        self.index.section_id()
+        self.index.section_id
     }
 
     fn extent(&self, page: PageRef) -> Extent {
-        let (names, chunk_bytes) = (self.index.chunk_names(page.block), self.index.chunk_bytes());
+        let (names, chunk_bytes) = (self.index.chunk_names(page.block), self.index.chunk_bytes);
         let first = (page.offset / chunk_bytes) as usize;
         let is_zero = |name: &ChunkHash| *name == ChunkHash::Zero;
         let alike = names[first..].iter().take_while(|name| is_zero(name) == is_zero(&names[first])).count();
@@ -426,7 +426,7 @@ impl Guest for StoredImage {
 
     /// A chunk is fetched as a whole.
     fn unit_bytes(&self) -> u64 {
-        self.index.chunk_bytes()
+        self.index.chunk_bytes
     }
 
     fn request(&self, page: PageRef, length: u64) {
@@ -457,7 +457,7 @@ impl Guest for StoredImage {
 
     /// A page that is not resident may have content.
     fn is_zero(&self, page: PageRef) -> bool {
-        let index = (page.offset / self.index.chunk_bytes()) as usize;
+        let index = (page.offset / self.index.chunk_bytes) as usize;
         self.cache.is_resident(self.number(page.block, index))
             && self.memory_of(page.block).span().is_zero(page.offset as usize, PAGE_SIZE as usize)
     }
@@ -474,7 +474,7 @@ type ChunkRequests = Started<Result<Vec<Option<Bytes>>>>;
 fn request_device_state(store: &Store, index: &Index) -> ChunkRequests {
     let (length, _) = index.device_state();
     let request = |(number, name): (usize, &ChunkHash)| {
-        let left = index.chunk_bytes().min(length - number as u64 * index.chunk_bytes());
+        let left = index.chunk_bytes.min(length - number as u64 * index.chunk_bytes);
         let get = name.data().map(|name| store.get_future(&chunk::key(&name), chunk::object_bytes_max(left)));
         async move {
             match get {

@@ -342,7 +342,7 @@ fn an_image_that_is_replaced_after_its_index_was_read_is_not_opened() {
     let (directory, location, mut random) = stored_page(12);
     let (unopened, same) =
         (UnopenedImage::read(&location, None).unwrap(), UnopenedImage::read(&location, None).unwrap());
-    assert_eq!(same.open().unwrap().index(), unopened.index());
+    assert_eq!(*same.open().unwrap().index(), unopened.index);
     std::fs::remove_file(directory.path().join("vm/a.towline")).unwrap();
     let memory = filled(&[PAGE], &mut random);
     store(&location, &memory, &mut random);
@@ -385,7 +385,7 @@ fn a_chunk_that_another_image_was_verified_with_has_to_have_the_length_of_this_o
     let index = Index::new(IndexContents {
         configuration: whole.configuration(),
         section_id: 2,
-        origin: whole.index().origin(),
+        origin: &whole.index().origin,
         chunk_bytes: CHUNK_BYTES,
         blocks: &blocks,
         names: vec![name],
