@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt};
-use object_store::{ObjectMeta, UpdateVersion};
+use object_store::ObjectMeta;
 use tokio::sync::Semaphore;
 use towline_channel::Cancel;
 
 use super::lease_state::LeaseGuard;
-use super::objects::{Objects, WriteMode};
+use super::objects::Objects;
 use super::runtime::{Clock, FILE_THREADS, Started};
 use super::{Error, Result, Runtime, service};
 use crate::location::{Location, Scheme};
@@ -25,8 +25,9 @@ type ObjectVisitor<'a> = &'a mut dyn FnMut(ObjectMeta) -> Result<()>;
 /// An open prefix.
 #[derive(Debug)]
 pub(super) struct Store {
-    objects: Objects,
-    runtime: Runtime,
+    pub(super) objects: Objects,
+    /// Executor of requests.
+    pub(super) runtime: Runtime,
     cancel: Option<Cancel>,
     /// From now on nothing can be cancelled.
     is_committed: AtomicBool,
@@ -66,16 +67,6 @@ impl Store {
         Self { objects, runtime, cancel: None, is_committed: AtomicBool::new(false) }
     }
 
-    /// The objects, for requests in the background.
-    pub(super) fn objects(&self) -> &Objects {
-        &self.objects
-    }
-
-    /// Executor of requests.
-    pub(super) fn runtime(&self) -> &Runtime {
-        &self.runtime
-    }
-
     /// Fails if the operation was cancelled.
     pub(super) fn check_cancelled(&self) -> Result<()> {
         #[cfg(test)]
@@ -100,13 +91,8 @@ impl Store {
     /// not be cancelled there.
     pub(super) fn file_slots(&self) -> Option<Arc<Semaphore>> {
         let is_real = matches!(self.runtime, Runtime::Thread(_));
-        let is_directory = self.location().scheme() == Scheme::Directory;
+        let is_directory = self.location.scheme() == Scheme::Directory;
         (is_real && is_directory).then(|| Arc::new(Semaphore::new(FILE_THREADS)))
-    }
-
-    /// Runs `work` in the background.
-    pub(super) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
-        self.runtime.spawn(work);
     }
 
     /// Runs `work` and waits for its result or for cancellation.
@@ -132,52 +118,12 @@ impl Store {
 
     /// An object's bytes, at most `limit`; `None` if it does not exist.
     pub(super) fn get(&self, key: &str, limit: u64) -> Result<Option<Bytes>> {
-        self.wait(self.get_future(key, limit))
-    }
-
-    /// As [`Self::get`], as a future.
-    pub(super) fn get_future(
-        &self,
-        key: &str,
-        limit: u64,
-    ) -> impl Future<Output = Result<Option<Bytes>>> + Send + use<> {
-        let found = self.get_with_meta_future(key, limit);
-        async move { Ok(found.await?.map(|(bytes, _)| bytes)) }
-    }
-
-    /// As [`Self::get_future`], with the object's metadata.
-    pub(super) fn get_with_meta_future(
-        &self,
-        key: &str,
-        limit: u64,
-    ) -> impl Future<Output = Result<Option<(Bytes, ObjectMeta)>>> + Send + use<> {
-        let (objects, key) = (self.objects.clone(), key.to_owned());
-        async move { objects.get(&key, limit).await }
-    }
-
-    /// Puts an object and returns its version, as a future.
-    pub(super) fn put_future(
-        &self,
-        key: &str,
-        bytes: Bytes,
-        mode: WriteMode,
-    ) -> impl Future<Output = Result<UpdateVersion>> + Send + use<> {
-        let (objects, key) = (self.objects.clone(), key.to_owned());
-        async move { objects.put(&key, bytes, mode).await }
+        Ok(self.wait(self.objects.get(key, limit))?.map(|(bytes, _)| bytes))
     }
 
     /// Metadata of an object; `None` if it does not exist.
     pub(super) fn find(&self, key: &str) -> Result<Option<ObjectMeta>> {
-        self.wait(self.head_future(key))
-    }
-
-    /// As [`Self::find`], as a future.
-    pub(super) fn head_future(
-        &self,
-        key: &str,
-    ) -> impl Future<Output = Result<Option<ObjectMeta>>> + Send + use<> {
-        let (objects, key) = (self.objects.clone(), key.to_owned());
-        async move { objects.head(&key).await }
+        self.wait(self.objects.head(key))
     }
 
     /// Removes an object if it exists. Ignores cancellation.
@@ -190,7 +136,7 @@ impl Store {
     pub(super) fn list(&self, directory: &str, visit: ObjectVisitor<'_>) -> Result<()> {
         let failed = |name: String| move |error| Error::store("cannot be listed", name)(error);
         if directory.is_empty() {
-            let (objects, name) = (self.objects.clone(), self.location().to_string());
+            let (objects, name) = (self.objects.clone(), self.location.to_string());
             let listed = self.wait(async move { objects.list_top().await.map_err(failed(name)) })?;
             return listed.into_iter().try_for_each(visit);
         }

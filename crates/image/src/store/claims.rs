@@ -24,7 +24,7 @@ const WITHIN: Duration = Duration::from_secs(10);
 pub fn claim(place: &Location, name: &str, content: &[u8]) -> Result<Vec<u8>> {
     let (content, other) = (Bytes::copy_from_slice(content), Bytes::from([content, b" "].concat()));
     let (store, name) = (Store::open_existing(place, None)?, name.to_owned());
-    let objects = store.objects().clone();
+    let objects = store.objects.clone();
     store.wait(within(place, async move {
         match objects.put(&name, content.clone(), WriteMode::CreateOnly).await {
             Ok(_) => {}
@@ -50,9 +50,9 @@ pub fn claim(place: &Location, name: &str, content: &[u8]) -> Result<Vec<u8>> {
 /// The store is unreachable, or refuses access.
 pub fn claims(place: &Location) -> Result<Vec<String>> {
     let store = Store::open_existing(place, None)?;
-    let objects = store.objects().clone();
+    let objects = store.objects.clone();
     store.wait(within(place, async move {
-        let failed = Error::store("cannot be listed", objects.location().to_string());
+        let failed = Error::store("cannot be listed", objects.location.to_string());
         let listed = objects.list_top().await.map_err(failed)?;
         Ok(listed.iter().map(|object| objects.key(object)).collect())
     }))

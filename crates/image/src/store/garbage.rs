@@ -100,7 +100,7 @@ impl Garbage {
         found.conditional_writes = Some(lease.writes());
         for object in &found.objects {
             store.check_cancelled()?;
-            let (objects, key) = (store.objects().clone(), object.key.clone());
+            let (objects, key) = (store.objects.clone(), object.key.clone());
             let done = store.wait_uncancelled(async move { objects.remove_with_lease(&key).await });
             if let Err(error) = done {
                 if !error.is_final() && !store.has_fault(StoreBug::LateRemovalIgnored) {
@@ -237,7 +237,7 @@ pub(super) fn image_keys(store: &Store) -> Result<Vec<String>> {
         }
         if keys.len() > IMAGES_MAX {
             Err(Error::Location {
-                text: format!("{}: more than {IMAGES_MAX} images; use several prefixes", store.location()),
+                text: format!("{}: more than {IMAGES_MAX} images; use several prefixes", store.location),
             })
         } else {
             Ok(())

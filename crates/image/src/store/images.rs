@@ -131,7 +131,7 @@ fn retire(store: &Arc<Store>, key: &str, in_use: IfInUse) -> Result<Vec<ImageRea
         return Err(Error::InUse { image, readers });
     }
     if !readers.is_empty() {
-        store.wait(store.put_future(&retired_key(index), bytes, WriteMode::Replace))?;
+        store.wait(store.put(&retired_key(index), bytes, WriteMode::Replace))?;
     }
     Ok(readers)
 }
@@ -175,7 +175,7 @@ pub(super) fn publish(
 
 /// Keeps the chunks of an image that is replaced for its readers. Returns how its index is replaced.
 fn replacement(store: &Arc<Store>, lease: &Lease, key: &str) -> Result<WriteMode> {
-    let Some(found) = store.wait_uncancelled(store.head_future(key))? else { return Ok(WriteMode::Replace) };
+    let Some(found) = store.wait_uncancelled(store.head(key))? else { return Ok(WriteMode::Replace) };
     for reader in retire(store, key, IfInUse::KeepChunks)? {
         tracing::info!(
             reader = reader.description,
@@ -191,7 +191,7 @@ fn replacement(store: &Arc<Store>, lease: &Lease, key: &str) -> Result<WriteMode
 
 /// Puts an index, and reads it again if the result is unknown.
 fn put_index(store: &Arc<Store>, lease: &Lease, key: &str, bytes: &Bytes, mode: WriteMode) -> Result<()> {
-    let (objects, owned_key, content) = (store.objects().clone(), key.to_owned(), bytes.clone());
+    let (objects, owned_key, content) = (store.objects.clone(), key.to_owned(), bytes.clone());
     let request = async move { objects.put_with_lease(&owned_key, content, mode).await };
     let error = match store.wait_uncancelled(request) {
         Ok(_) => return Ok(()),
@@ -201,8 +201,8 @@ fn put_index(store: &Arc<Store>, lease: &Lease, key: &str, bytes: &Bytes, mode: 
     if !store.has_fault(StoreBug::LateIndexIgnored) {
         lease.keep_in_store();
     }
-    match store.wait_uncancelled(store.get_future(key, bytes.len() as u64)) {
-        Ok(Some(found)) if found == *bytes => Ok(()),
+    match store.wait_uncancelled(store.objects.get(key, bytes.len() as u64)) {
+        Ok(Some((found, _))) if found == *bytes => Ok(()),
         _ => Err(error),
     }
 }
@@ -231,7 +231,7 @@ impl UnopenedImage {
 
     /// As [`Self::read`], in an open store.
     pub(super) fn read_in(store: Arc<Store>, image: String, key: String) -> Result<Self> {
-        let Some((bytes, meta)) = store.wait(store.get_with_meta_future(&key, INDEX_BYTES_MAX))? else {
+        let Some((bytes, meta)) = store.wait(store.objects.get(&key, INDEX_BYTES_MAX))? else {
             return Err(Error::NoImage { image, object: store.object_name(&key) });
         };
         match Index::parse(&bytes) {
@@ -246,7 +246,7 @@ impl UnopenedImage {
     /// [`Error::Changed`]: the image was replaced or removed in between. Or the store is unreachable or refuses access.
     pub(super) fn lease(&self) -> Result<Result<Lease, String>> {
         let (store, key) = (&self.store, &self.key);
-        if !store.location().scheme().is_writable() {
+        if !store.location.scheme().is_writable() {
             return Ok(Err("http:// and https:// are read-only".into()));
         }
         let lease = match Lease::reader(store, key, Digest::of(&self.bytes)) {

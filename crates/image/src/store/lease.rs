@@ -229,13 +229,13 @@ impl Lease {
     fn create(store: &Arc<Store>, kind: LeaseKind, owner: LeaseOwner) -> Result<Self> {
         let shared = kind == LeaseKind::Collection && store.has_fault(StoreBug::SharedCollection);
         let key = if shared { kind.key(0) } else { kind.key(fastrand::u128(..)) };
-        let sent_at = store.clock().now();
+        let sent_at = store.clock.now();
         let mode = if shared { WriteMode::Replace } else { WriteMode::Create };
-        let version = store.wait(store.put_future(&key, owner.bytes(), mode))?;
+        let version = store.wait(store.put(&key, owner.bytes(), mode))?;
         let lease_state =
-            LeaseState::new(store.location().to_string(), store.clock().clone(), sent_at, store.fault());
+            LeaseState::new(store.location.to_string(), store.clock.clone(), sent_at, store.fault);
         let renewal = Arc::new(Renewal {
-            objects: store.objects().clone(),
+            objects: store.objects.clone(),
             lease_state: Arc::new(lease_state),
             object: tokio::sync::Mutex::new(LeaseObject { key, owner, version }),
             writes: OnceLock::new(),
@@ -247,12 +247,12 @@ impl Lease {
             Self { store: Arc::clone(store), renewal, alive: Some(alive), is_kept: AtomicBool::new(false) };
         if kind != LeaseKind::Reader {
             // A reader modifies only its own lease.
-            store.guard().require(&lease.renewal.lease_state);
+            store.guard.require(&lease.renewal.lease_state);
             let renewal = Arc::clone(&lease.renewal);
             let writes = store.wait(async move { renewal.probe().await })?;
             lease.renewal.writes.get_or_init(|| writes);
         }
-        store.spawn(renewing);
+        store.runtime.spawn(renewing);
         Ok(lease)
     }
 
@@ -342,12 +342,12 @@ impl Renewal {
     async fn run(self: Arc<Self>, alive: Weak<()>) {
         let mut interval = LEASE_INTERVAL;
         loop {
-            self.objects.clock().sleep(interval).await;
+            self.objects.clock.sleep(interval).await;
             let mut object = self.object.lock().await;
             if alive.strong_count() == 0 {
                 return;
             }
-            let sent_at = self.objects.clock().now();
+            let sent_at = self.objects.clock.now();
             let heals = self.objects.has_fault(StoreBug::GapHeals);
             let renewed = match self.lease_state.check() {
                 Err(_) if self.kind == LeaseKind::Reader => self.replace(&mut object).await,
@@ -409,7 +409,7 @@ impl Renewal {
     /// A reader whose lease was lost continues while its chunks exist, and protects them by a new lease.
     async fn replace(&self, object: &mut LeaseObject) -> Result<()> {
         let key = self.kind.key(fastrand::u128(..));
-        let sent_at = self.objects.clock().now();
+        let sent_at = self.objects.clock.now();
         object.version = self.objects.put(&key, object.owner.bytes(), WriteMode::Create).await?;
         object.key = key;
         self.lease_state.mark_replaced(sent_at);
@@ -422,7 +422,7 @@ fn refuse_others(store: &Store, kind: LeaseKind, now: SystemTime, own: &str) -> 
     let found = leases(store, kind, now)?;
     let mut alive = found.iter().filter(|found| found.is_alive() && found.0.key != own);
     let Some(first) = alive.next() else { return Ok(()) };
-    let (store, owner) = (store.location().to_string(), first.describe_owner(store));
+    let (store, owner) = (store.location.to_string(), first.describe_owner(store));
     Err(match kind {
         LeaseKind::Collection => Error::Collecting { store, owner },
         _ => Error::Uploading { store, count: 1 + alive.count(), owner },

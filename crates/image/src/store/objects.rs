@@ -27,10 +27,13 @@ const CONFLICT_PAUSE: Duration = Duration::from_millis(50);
 pub(super) struct Objects {
     objects: Arc<dyn ObjectStore>,
     prefix: Path,
-    location: Location,
-    clock: Clock,
-    guard: LeaseGuard,
-    fault: Option<StoreBug>,
+    pub(super) location: Location,
+    /// Of leases.
+    pub(super) clock: Clock,
+    /// Of all modifying requests.
+    pub(super) guard: LeaseGuard,
+    /// The enabled bug.
+    pub(super) fault: Option<StoreBug>,
 }
 
 /// An object that was found in a store.
@@ -81,29 +84,9 @@ impl Objects {
         Self { fault, ..self }
     }
 
-    /// The enabled bug.
-    pub(super) fn fault(&self) -> Option<StoreBug> {
-        self.fault
-    }
-
     /// Returns true if this bug is enabled; never outside of tests.
     pub(super) fn has_fault(&self, fault: StoreBug) -> bool {
         self.fault == Some(fault)
-    }
-
-    /// The clock of leases.
-    pub(super) fn clock(&self) -> &Clock {
-        &self.clock
-    }
-
-    /// Guard of all modifying requests.
-    pub(super) fn guard(&self) -> &LeaseGuard {
-        &self.guard
-    }
-
-    /// The prefix.
-    pub(super) fn location(&self) -> &Location {
-        &self.location
     }
 
     /// Name of an object of the prefix, for messages.
@@ -125,35 +108,44 @@ impl Objects {
     }
 
     /// An object's bytes, at most `limit`, and its metadata; `None` if it does not exist.
-    pub(super) async fn get(&self, key: &str, limit: u64) -> Result<Option<(Bytes, ObjectMeta)>> {
-        let object = self.object_name(key);
-        let found = match self.objects.get(&self.path(key)?).await {
-            Err(error @ object_store::Error::NotFound { .. }) if !is_bucket_missing(&error) => {
-                return Ok(None);
-            }
-            found => found.map_err(Error::store("cannot be read", &object))?,
-        };
-        let meta = found.meta.clone();
-        if meta.size > limit {
-            return Err(Error::TooLong { object, limit });
-        }
-        let mut bytes = BytesMut::with_capacity(meta.size as usize);
-        let mut parts = found.into_stream();
-        while let Some(part) = parts.next().await {
-            bytes.extend_from_slice(&part.map_err(Error::store("cannot be read", &object))?);
-            // A server may send more than it announced.
-            if bytes.len() as u64 > limit {
+    pub(super) fn get(
+        &self,
+        key: &str,
+        limit: u64,
+    ) -> impl Future<Output = Result<Option<(Bytes, ObjectMeta)>>> + Send + use<> {
+        let (objects, object, path) = (Arc::clone(&self.objects), self.object_name(key), self.path(key));
+        async move {
+            let found = match objects.get(&path?).await {
+                Err(error @ object_store::Error::NotFound { .. }) if !is_bucket_missing(&error) => {
+                    return Ok(None);
+                }
+                found => found.map_err(Error::store("cannot be read", &object))?,
+            };
+            let meta = found.meta.clone();
+            if meta.size > limit {
                 return Err(Error::TooLong { object, limit });
             }
+            let mut bytes = BytesMut::with_capacity(meta.size as usize);
+            let mut parts = found.into_stream();
+            while let Some(part) = parts.next().await {
+                bytes.extend_from_slice(&part.map_err(Error::store("cannot be read", &object))?);
+                // A server may send more than it announced.
+                if bytes.len() as u64 > limit {
+                    return Err(Error::TooLong { object, limit });
+                }
+            }
+            Ok(Some((bytes.freeze(), meta)))
         }
-        Ok(Some((bytes.freeze(), meta)))
     }
 
     /// Metadata of an object; `None` if it does not exist.
-    pub(super) async fn head(&self, key: &str) -> Result<Option<ObjectMeta>> {
-        match self.objects.head(&self.path(key)?).await {
-            Err(object_store::Error::NotFound { .. }) => Ok(None),
-            found => Ok(Some(found.map_err(Error::store("cannot be read", self.object_name(key)))?)),
+    pub(super) fn head(&self, key: &str) -> impl Future<Output = Result<Option<ObjectMeta>>> + Send + use<> {
+        let (objects, object, path) = (Arc::clone(&self.objects), self.object_name(key), self.path(key));
+        async move {
+            match objects.head(&path?).await {
+                Err(object_store::Error::NotFound { .. }) => Ok(None),
+                found => Ok(Some(found.map_err(Error::store("cannot be read", object))?)),
+            }
         }
     }
 
@@ -163,16 +155,23 @@ impl Objects {
     /// [`Error::Exists`] and [`Error::Changed`] if the condition of `mode` was not met, [`Error::Conflict`]
     /// if the store reports other requests again and again, else [`Error::Store`]; the object may have been
     /// written unless [`Error::is_final`].
-    pub(super) async fn put(&self, key: &str, bytes: Bytes, mode: WriteMode) -> Result<UpdateVersion> {
-        let mut pause = CONFLICT_PAUSE;
-        for _ in 0..CONFLICTS_MAX {
-            if let Some(version) = self.try_put(key, bytes.clone(), &mode).await? {
-                return Ok(version);
+    pub(super) fn put(
+        &self,
+        key: &str,
+        bytes: Bytes,
+        mode: WriteMode,
+    ) -> impl Future<Output = Result<UpdateVersion>> + Send + use<> {
+        let (this, key, mut pause) = (self.clone(), key.to_owned(), CONFLICT_PAUSE);
+        async move {
+            for _ in 0..CONFLICTS_MAX {
+                if let Some(version) = this.try_put(&key, bytes.clone(), &mode).await? {
+                    return Ok(version);
+                }
+                this.clock.sleep(pause).await;
+                pause *= 2;
             }
-            self.clock.sleep(pause).await;
-            pause *= 2;
+            Err(Error::Conflict { object: this.object_name(&key) })
         }
-        Err(Error::Conflict { object: self.object_name(key) })
     }
 
     /// As [`Self::put`]; `None` after a conflict with another request (409), which `object_store` takes for

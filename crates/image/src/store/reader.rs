@@ -297,11 +297,11 @@ impl StoredImage {
         let (name, length, position) = self.chunk(block, index);
         let number = self.number(block, index);
         let Some(name) = name.filter(|_| self.cache.claim(number, limits)) else { return false };
-        let get = self.image.store.get_future(&chunk::key(&name), chunk::object_bytes_max(length));
+        let get = self.image.store.objects.get(&chunk::key(&name), chunk::object_bytes_max(length));
         let (cache, missing) = (Arc::clone(&self.cache), self.image.missing(&name, position));
-        self.image.store.spawn(async move {
+        self.image.store.runtime.spawn(async move {
             let result = get.await.and_then(|found| found.ok_or(missing));
-            cache.fetched(number, result);
+            cache.fetched(number, result.map(|(bytes, _)| bytes));
         });
         true
     }
@@ -331,7 +331,7 @@ impl StoredImage {
         let check_cancelled = || self.image.store.check_cancelled();
         let object = loop {
             self.request_chunk(block, index, UNLIMITED);
-            match self.cache.acquire(thread, number, self.image.store.runtime(), &check_cancelled) {
+            match self.cache.acquire(thread, number, &self.image.store.runtime, &check_cancelled) {
                 Ok(None) => {}
                 Ok(Some(Acquired::Resident)) => return Ok(()),
                 Ok(Some(Acquired::MustFill(object))) => break object,
@@ -475,14 +475,15 @@ fn request_device_state(store: &Store, index: &Index) -> ChunkRequests {
     let (length, _) = index.device_state();
     let request = |(number, name): (usize, &ChunkHash)| {
         let left = index.chunk_bytes.min(length - number as u64 * index.chunk_bytes);
-        let get = name.data().map(|name| store.get_future(&chunk::key(&name), chunk::object_bytes_max(left)));
+        let limit = chunk::object_bytes_max(left);
+        let get = name.data().map(|name| store.objects.get(&chunk::key(&name), limit));
         async move {
             match get {
-                Some(get) => get.await,
+                Some(get) => Ok(get.await?.map(|(bytes, _)| bytes)),
                 None => Ok(None),
             }
         }
     };
     let requests: Vec<_> = index.device_state_names().iter().enumerate().map(request).collect();
-    store.runtime().begin(stream::iter(requests).buffered(REQUESTS_MAX).try_collect())
+    store.runtime.begin(stream::iter(requests).buffered(REQUESTS_MAX).try_collect())
 }

@@ -147,10 +147,10 @@ impl Upload {
         uploaded.sent_bytes += object.len() as u64;
         uploaded.sent_memory_bytes += bytes.len() as u64;
         drop(uploaded);
-        let put = self.store.put_future(&chunk::key(&name), object, WriteMode::Replace);
+        let put = self.store.put(&chunk::key(&name), object, WriteMode::Replace);
         let in_flight = Arc::clone(&self.in_flight);
         let (slots, is_cancelled) = (self.slots.clone(), Arc::clone(&self.is_cancelled));
-        self.store.spawn(async move {
+        self.store.runtime.spawn(async move {
             let _slot = match slots {
                 Some(slots) => slots.acquire_owned().await.ok(),
                 None => None,
@@ -207,7 +207,7 @@ impl Upload {
         let mut state = lock(mutex);
         while state.count > count && state.failed.is_none() {
             self.store.check_cancelled()?;
-            state = self.store.runtime().wait_for_change(changed, mutex, state);
+            state = self.store.runtime.wait_for_change(changed, mutex, state);
         }
         Ok(state)
     }
