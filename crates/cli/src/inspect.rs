@@ -132,9 +132,9 @@ fn print_manifest(reporter: &Reporter, image: &Image, checksums: Checksums) {
     };
     reporter.line(&format!(
         "  manifest      {}, from {}{}: {}",
-        manifest.created(),
-        manifest.origin().source,
-        manifest.origin().qemu.as_ref().map(|qemu| format!(" (QEMU {qemu})")).unwrap_or_default(),
+        manifest.created,
+        manifest.origin.source,
+        manifest.origin.qemu.as_ref().map(|qemu| format!(" (QEMU {qemu})")).unwrap_or_default(),
         if checksums == Checksums::Compared { "every checksum matches" } else { "not compared (--verify)" }
     ));
     if !image.is_sealed() {

@@ -155,7 +155,7 @@ pub(crate) fn image(image: &dyn StoredGuest) -> Facts {
             .image()
             .filter(|image| !image.is_incremental())
             .and_then(Image::manifest)
-            .and_then(|manifest| manifest.origin().qemu.clone()),
+            .and_then(|manifest| manifest.origin.qemu.clone()),
     };
     Subject::Image(facts).into()
 }

@@ -74,7 +74,7 @@ impl LayerChain {
     /// Number of chunks that are read from this layer; chunks of zeros are not read.
     pub(crate) fn chunks_in(&self, layer: usize) -> usize {
         let manifest = self.top().manifest.as_ref();
-        let blocks = manifest.map(crate::Manifest::blocks).unwrap_or_default();
+        let blocks = manifest.map(|manifest| &manifest.blocks[..]).unwrap_or_default();
         let is_in_layer = |block: usize, chunk: usize| match self.layer_indexes.get(block) {
             Some(indexes) => usize::from(indexes[chunk]) == layer,
             None => layer == 0,
@@ -205,7 +205,7 @@ pub(crate) fn resolve_base(image: &Path, base: &Base) -> PathBuf {
 /// Index of the layer of each chunk of a block.
 fn layer_indexes(layers: &[Layer], block: usize) -> Vec<u8> {
     let manifests = layers.iter().filter_map(|layer| layer.manifest.as_ref());
-    let lists: Vec<&[ChunkHash]> = manifests.map(|manifest| &manifest.blocks()[block].chunks[..]).collect();
+    let lists: Vec<&[ChunkHash]> = manifests.map(|manifest| &manifest.blocks[block].chunks[..]).collect();
     let index = |chunk: usize| {
         if lists[0][chunk] == ChunkHash::Zero {
             // A hole of the image itself.

@@ -112,7 +112,7 @@ fn entry(path: &Path) -> Option<ImageEntry> {
     }
     let summary = opened.map(|image| {
         let pages = image.qemu_load_statistics();
-        let origin = image.manifest().map(crate::Manifest::origin);
+        let origin = image.manifest().map(|manifest| &manifest.origin);
         ImageSummary {
             source: origin.map(|origin| origin.source.clone()),
             qemu: origin.and_then(|origin| origin.qemu.clone()),

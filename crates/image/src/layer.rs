@@ -119,7 +119,7 @@ impl Layer {
 
     /// The base as recorded in the manifest.
     pub(crate) fn base(&self) -> Option<&Base> {
-        self.manifest.as_ref()?.base()
+        self.manifest.as_ref()?.base.as_ref()
     }
 
     /// The file's bytes of these pages.

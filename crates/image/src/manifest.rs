@@ -97,16 +97,24 @@ pub const CHUNK_HASH_BYTES_MAX: u64 = 96;
 pub struct Manifest {
     format: String,
     version: u32,
-    machine_type: String,
-    created: Timestamp,
-    created_by: String,
-    origin: Origin,
+    /// QEMU's machine type with its version.
+    pub machine_type: String,
+    /// Time at which the image was made.
+    pub created: Timestamp,
+    /// Program that made it, with its version.
+    pub created_by: String,
+    /// Origin of the guest.
+    pub origin: Origin,
+    /// The base of an incremental image; `None` for a whole one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    base: Option<Base>,
-    image: ImageFile,
+    pub base: Option<Base>,
+    /// The image file.
+    pub image: ImageFile,
     chunk_size: u64,
-    blocks: Vec<StoredBlock>,
-    device_state: StoredState,
+    /// The blocks in the block list's order.
+    pub blocks: Vec<StoredBlock>,
+    /// The device state.
+    pub device_state: StoredState,
 }
 
 /// Values from which a manifest is made.
@@ -414,38 +422,13 @@ impl Manifest {
         Ok(bytes)
     }
 
-    /// QEMU's machine type with its version.
-    pub fn machine_type(&self) -> &str {
-        &self.machine_type
-    }
-
-    /// Time at which the image was made.
-    pub fn created(&self) -> Timestamp {
-        self.created
-    }
-
-    /// Program that made it, with its version.
-    pub fn created_by(&self) -> &str {
-        &self.created_by
-    }
-
-    /// Origin of the guest.
-    pub fn origin(&self) -> &Origin {
-        &self.origin
-    }
-
-    /// The base of an incremental image; `None` for a whole one.
-    pub fn base(&self) -> Option<&Base> {
-        self.base.as_ref()
-    }
-
     /// Hash of the image's identity, of all its chunks' hashes, and of its base's content: images with the same content store the same guest at the same instant, in
     /// the same file layout and on the same base.
     pub fn content(&self) -> Digest {
         let mut hasher = blake3::Hasher::new_derive_key(CONTENT_CONTEXT);
-        hasher.update(&self.image().identity.0);
-        self.blocks().iter().for_each(|block| hash_chunks(&mut hasher, &block.chunks));
-        hasher.update(self.base().map_or(&[][..], |base| &base.content.0[..]));
+        hasher.update(&self.image.identity.0);
+        self.blocks.iter().for_each(|block| hash_chunks(&mut hasher, &block.chunks));
+        hasher.update(self.base.as_ref().map_or(&[][..], |base| &base.content.0[..]));
         Digest(*hasher.finalize().as_bytes())
     }
 
@@ -459,21 +442,6 @@ impl Manifest {
         hasher.update(&length.to_be_bytes()).update(name.as_bytes());
         hash_chunks(&mut hasher, chunks);
         Digest(*hasher.finalize().as_bytes())
-    }
-
-    /// The image file.
-    pub fn image(&self) -> ImageFile {
-        self.image
-    }
-
-    /// The blocks in the block list's order.
-    pub fn blocks(&self) -> &[StoredBlock] {
-        &self.blocks
-    }
-
-    /// The device state.
-    pub fn device_state(&self) -> &StoredState {
-        &self.device_state
     }
 
     /// The hash of chunk `chunk` of a block.

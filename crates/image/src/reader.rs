@@ -134,7 +134,7 @@ impl Image {
     /// Returns true if the file has the hash of its manifest's text, so comparing with the manifest verifies
     /// that too. Images of earlier versions have none.
     pub fn is_sealed(&self) -> bool {
-        self.manifest().is_some_and(|manifest| manifest.image().seal.is_some())
+        self.manifest().is_some_and(|manifest| manifest.image.seal.is_some())
     }
 
     /// Path of the manifest, if there is one: `NAME.manifest.json`, or the staged one after a crash.

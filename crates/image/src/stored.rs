@@ -5,7 +5,7 @@ use serde::Serialize;
 use towline_migration::Guest;
 use towline_protocol::device_state::DeviceState;
 
-use crate::{Image, Manifest, Origin, Result};
+use crate::{Image, Origin, Result};
 
 /// A stored guest that can be restored.
 pub trait StoredGuest: Guest {
@@ -70,7 +70,7 @@ impl StoredGuest for Image {
     }
 
     fn origin(&self) -> Option<&Origin> {
-        self.manifest().map(Manifest::origin)
+        self.manifest().map(|manifest| &manifest.origin)
     }
 
     fn image(&self) -> Option<&Image> {

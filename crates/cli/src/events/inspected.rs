@@ -98,9 +98,9 @@ objects! {
 
     /// A manifest.
     ManifestSummary<'a>(image: &'a Image, manifest: &'a Manifest) {
-        created: String = manifest.created().to_string(),
-        source: &'a str = &manifest.origin().source,
-        qemu: Option<&'a str> = manifest.origin().qemu.as_deref(),
+        created: String = manifest.created.to_string(),
+        source: &'a str = &manifest.origin.source,
+        qemu: Option<&'a str> = manifest.origin.qemu.as_deref(),
         path: Option<String> = image.manifest_path().map(|path| path.display().to_string()),
         sealed: bool = image.is_sealed(),
     }
@@ -117,7 +117,7 @@ objects! {
     /// An image of a chain.
     Layer(layer: &LayerInfo<'_>, allocated: u64) {
         path: String = layer.path.display().to_string(),
-        created: Option<String> = layer.manifest.map(|manifest| manifest.created().to_string()),
+        created: Option<String> = layer.manifest.map(|manifest| manifest.created.to_string()),
         content: Option<String> = layer.manifest.map(|manifest| manifest.content().to_string()),
         chunks_read: usize = layer.chunks,
         allocated: u64 = allocated,

@@ -73,9 +73,9 @@ fn summary(image: &Image, base: Option<&Image>) -> Value {
         ("device state", size(image.devices().bytes().len() as u64)),
     ];
     rows.extend(
-        image.manifest().map(|manifest| {
-            ("created", format!("{}, from {}", manifest.created(), manifest.origin().source))
-        }),
+        image
+            .manifest()
+            .map(|manifest| ("created", format!("{}, from {}", manifest.created, manifest.origin.source))),
     );
     if let Some(base) = base {
         rows.push(("compared with", base.path().display().to_string()));
@@ -98,8 +98,8 @@ fn maps(manifest: &Manifest, base: Option<&Manifest>) -> [Value; 2] {
         None => &[CellState::Zero, CellState::Plain],
     };
     let (mut maps, mut small) = (Vec::new(), Vec::new());
-    for block in manifest.blocks() {
-        let there = base.map(|base| base.blocks().iter().find(|other| other.name == block.name));
+    for block in &manifest.blocks {
+        let there = base.map(|base| base.blocks.iter().find(|other| other.name == block.name));
         let chunks = chunks(block, there.map(|block| block.map_or(&[][..], |block| &block.chunks)));
         match chunks.as_slice() {
             [chunk] => small.push(format!("{}: {}, {}", block.name, size(block.length), chunk.class())),

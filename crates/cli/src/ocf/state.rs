@@ -60,7 +60,7 @@ impl GuestLine {
     /// The command line that is recorded in the guest's first image.
     pub(super) fn of(parameters: &Parameters) -> Result<Self, Refusal> {
         let image = Image::open(&parameters.image).map_err(|error| Refusal::of(Code::Installed, &error))?;
-        let recorded = image.manifest().map(|manifest| recorded_command_line(manifest.origin()));
+        let recorded = image.manifest().map(|manifest| recorded_command_line(&manifest.origin));
         let recorded = recorded.transpose().map_err(|error| Refusal::of(Code::Configured, &error))?.flatten();
         let recorded = recorded.ok_or_else(|| {
             Refusal::new(Code::Configured, format!("{} has no command line", parameters.image.display()))

@@ -173,10 +173,10 @@ impl CacheFile {
 fn open_if_of(path: &Path, index: &Index) -> Result<Image, String> {
     let file = Image::open(path).map_err(|error| error.to_string())?;
     let manifest = file.manifest().ok_or("it has no manifest")?;
-    if manifest.base().is_some() || !file.is_sealed() {
+    if manifest.base.is_some() || !file.is_sealed() {
         return Err("it is incremental, or its seal is missing".into());
     }
-    let state = manifest.device_state();
+    let state = &manifest.device_state;
     if (state.length, state.blake3) != index.device_state() {
         return Err("it has another device state".into());
     }
@@ -184,7 +184,7 @@ fn open_if_of(path: &Path, index: &Index) -> Result<Image, String> {
     let is_same = |(block, stored): (&RamBlock, &StoredBlock)| {
         block.name == stored.name && block.length == stored.length
     };
-    if blocks.len() != manifest.blocks().len() || !blocks.iter().zip(manifest.blocks()).all(is_same) {
+    if blocks.len() != manifest.blocks.len() || !blocks.iter().zip(&manifest.blocks).all(is_same) {
         return Err("it has other blocks of memory".into());
     }
     Ok(file)

@@ -102,13 +102,13 @@ fn a_manifest_is_stored_and_loaded() {
 #[test]
 fn a_manifest_has_the_values_from_which_it_was_made() {
     let (origin, device_state, manifest) = (origin(), device_state(), manifest());
-    assert_eq!((manifest.machine_type(), manifest.origin()), ("pc-q35-10.0", &origin));
-    assert_eq!(manifest.created_by(), format!("towline {}", env!("CARGO_PKG_VERSION")));
-    assert!(manifest.created() <= Timestamp::now());
-    assert_eq!((manifest.blocks()[0].pages_plain, manifest.blocks()[0].pages_zero), (1000, 25));
+    assert_eq!((&*manifest.machine_type, &manifest.origin), ("pc-q35-10.0", &origin));
+    assert_eq!(manifest.created_by, format!("towline {}", env!("CARGO_PKG_VERSION")));
+    assert!(manifest.created <= Timestamp::now());
+    assert_eq!((manifest.blocks[0].pages_plain, manifest.blocks[0].pages_zero), (1000, 25));
     assert_eq!(manifest.chunk_hash(BlockIndex(0), 2), ChunkHash::Data([0xab; 32]));
-    let state = manifest.device_state();
-    assert_eq!(state.offset + state.length, manifest.image().length);
+    let state = &manifest.device_state;
+    assert_eq!(state.offset + state.length, manifest.image.length);
     let names: Vec<_> = state.devices.iter().map(|device| (device.name.as_str(), device.offset)).collect();
     assert_eq!(names, [("timer", 0), ("cpu", device_state.devices()[1].offset as u64)]);
 }
@@ -240,7 +240,7 @@ fn differences_from_the_image_are_named() {
     let mut bytes = state.bytes().to_vec();
     let offset = state.devices()[1].offset;
     bytes[offset + 19] ^= 1;
-    let at = manifest.device_state().offset + offset as u64;
+    let at = manifest.device_state.offset + offset as u64;
     let one = format!(
         "guest.img: the device state, in device \"cpu\" (instance 0, from byte {at:#x} of the file): its"
     );
@@ -377,10 +377,10 @@ fn recorded_process_is_optional_and_bounded() {
         disks: vec![StoredDisk::of("/srv/a.raw")],
     };
     let parsed = Manifest::parse(path, &with(Some(process.clone())).unwrap()).unwrap();
-    assert_eq!(parsed.origin().process, Some(process));
+    assert_eq!(parsed.origin.process, Some(process));
     let without = with(None).unwrap();
     assert!(!String::from_utf8_lossy(&without).contains("process"));
-    assert_eq!(Manifest::parse(path, &without).unwrap().origin().process, None);
+    assert_eq!(Manifest::parse(path, &without).unwrap().origin.process, None);
     let command_line = "x".repeat(COMMAND_LINE_BYTES_MAX + 1);
     let error = with(Some(QemuProcess { command_line, working_directory: None, disks: Vec::new() }));
     let error = error.unwrap_err().to_string();

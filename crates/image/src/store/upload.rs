@@ -272,7 +272,7 @@ pub(super) fn upload_image(upload: &Upload, image: &Image, progress: &(dyn Fn(u6
         names[page.block.index()][(page.offset / CHUNK_BYTES) as usize] = hash;
     }
     let from = Origin { source: format!("image {}", image.path().display()), ..Origin::default() };
-    let origin = image.manifest().map_or(from, |manifest| manifest.origin().clone());
+    let origin = image.manifest().map_or(from, |manifest| manifest.origin.clone());
     Ok(Index::new(IndexContents {
         configuration: image.configuration(),
         section_id: image.ram_section_id(),

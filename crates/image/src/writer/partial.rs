@@ -159,7 +159,7 @@ mod tests {
         let [taken, whole] = ["c", "whole"].map(|name| Image::open(&path(name)).unwrap());
         assert_eq!(taken.configuration(), whole.configuration());
         assert_eq!(delivered(&taken), delivered(&whole));
-        assert!(taken.is_sealed() && taken.manifest().unwrap().base().is_none());
+        assert!(taken.is_sealed() && taken.manifest().unwrap().base.is_none());
     }
 
     #[test]
