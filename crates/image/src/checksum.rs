@@ -1,7 +1,6 @@
 //! Checksums of a guest's memory: the BLAKE3 of each 2 MiB *chunk*.
 //!
-//! This module neither stores nor reads memory: [`BlockHasher`] receives pages while they are written,
-//! [`verify`] the hash of a chunk.
+//! This module neither stores nor reads memory: [`BlockHasher`] receives pages while they are written.
 //!
 //! BLAKE3 is a tree. A run of pages that is one of its subtrees has a *chaining value*, whenever it arrives,
 //! and two neighbouring values yield their parent's without the bytes:
@@ -32,7 +31,10 @@ mod tests;
 use std::fmt;
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
 use towline_protocol::ram::PAGE_SIZE;
+
+use crate::manifest::Digest;
 
 pub use block::{BlockHasher, OPEN_BYTES_MAX, OpenBudget};
 
@@ -44,8 +46,9 @@ const CHUNK_PAGES: u16 = (CHUNK_BYTES / PAGE_SIZE) as u16;
 
 const _: () = assert!(CHUNK_PAGES.is_power_of_two() && CHUNK_BYTES.is_multiple_of(PAGE_SIZE));
 
-/// Content of a chunk.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+/// Content of a chunk; in JSON hex digits, or `null` for zeros.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(from = "Option<Digest>", into = "Option<Digest>")]
 pub enum ChunkHash {
     /// Zeros only.
     Zero,
@@ -60,6 +63,18 @@ impl ChunkHash {
             Self::Zero => None,
             Self::Data(hash) => Some(hash),
         }
+    }
+}
+
+impl From<Option<Digest>> for ChunkHash {
+    fn from(hash: Option<Digest>) -> Self {
+        hash.map_or(Self::Zero, |Digest(hash)| Self::Data(hash))
+    }
+}
+
+impl From<ChunkHash> for Option<Digest> {
+    fn from(hash: ChunkHash) -> Self {
+        hash.data().map(Digest)
     }
 }
 
@@ -89,11 +104,6 @@ pub struct CorruptChunk {
     pub expected: ChunkHash,
 }
 
-/// Number of chunks of a block of `length` bytes.
-pub fn chunk_count(length: u64) -> u64 {
-    length.div_ceil(CHUNK_BYTES)
-}
-
 /// Ranges of a block of `length` bytes whose chunks are selected by their index: ascending, and apart.
 pub(crate) fn chunk_runs(length: u64, mut is_selected: impl FnMut(usize) -> bool) -> Vec<Range<u64>> {
     let mut runs = Vec::<Range<u64>>::new();
@@ -113,17 +123,6 @@ pub(crate) fn chunk_runs(length: u64, mut is_selected: impl FnMut(usize) -> bool
 /// Hash of a complete chunk: `blake3::hash`, or [`ChunkHash::Zero`].
 pub fn hash_chunk(bytes: &[u8]) -> ChunkHash {
     if is_zero(bytes) { ChunkHash::Zero } else { ChunkHash::Data(*blake3::hash(bytes).as_bytes()) }
-}
-
-/// Compares the content of chunk `chunk` of the block named `block` with its manifest.
-///
-/// # Errors
-/// [`CorruptChunk`].
-pub fn verify(block: &str, chunk: usize, found: ChunkHash, expected: ChunkHash) -> Result<(), CorruptChunk> {
-    if found == expected {
-        return Ok(());
-    }
-    Err(CorruptChunk { block: block.into(), chunk, found, expected })
 }
 
 /// Compares the slice with itself shifted by one byte: `memcmp` stops at the first difference.

@@ -12,7 +12,7 @@ use towline_migration::Guest;
 use towline_protocol::mapped_ram::bitmap_bytes;
 use towline_protocol::{BlockIndex, PageRef};
 
-use crate::checksum::{CHUNK_BYTES, chunk_count};
+use crate::checksum::CHUNK_BYTES;
 use crate::crash_tests::unseal;
 use crate::index::{Index, IndexContents};
 use crate::manifest::{Digest, sidecar_path};
@@ -277,7 +277,7 @@ fn every_flipped_bit_of_a_working_set_is_detected() {
 fn every_flipped_bit_of_an_index_is_detected() {
     let guest = TestGuest::new(11, 1);
     let state = guest.device_state();
-    let names = |length: u64| vec![ChunkHash::Data([7; 32]); chunk_count(length) as usize];
+    let names = |length: u64| vec![ChunkHash::Data([7; 32]); length.div_ceil(CHUNK_BYTES) as usize];
     let index = Index::new(IndexContents {
         configuration: &towline_protocol::configuration::Configuration::default(),
         section_id: 2,

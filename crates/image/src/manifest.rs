@@ -61,7 +61,7 @@ use towline_protocol::device_state::{self, DeviceState};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, RamBlock};
 
-use crate::checksum::{CHUNK_BYTES, ChunkHash, chunk_count};
+use crate::checksum::{CHUNK_BYTES, ChunkHash};
 use crate::regular_file::open_regular;
 
 pub use error::{Error, Result};
@@ -290,7 +290,6 @@ pub struct StoredBlock {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bitmap: Option<Digest>,
     /// A hash for each [`CHUNK_BYTES`].
-    #[serde(with = "text::chunks")]
     pub chunks: Vec<ChunkHash>,
 }
 
@@ -372,7 +371,7 @@ impl Manifest {
     /// Maximum length of the manifest of an image with these blocks.
     pub fn bytes_max(blocks: &[RamBlock]) -> u64 {
         blocks.iter().fold(FIXED_BYTES_MAX, |sum, block| {
-            let chunks = chunk_count(block.length).saturating_mul(CHUNK_HASH_BYTES_MAX);
+            let chunks = block.length.div_ceil(CHUNK_BYTES).saturating_mul(CHUNK_HASH_BYTES_MAX);
             sum.saturating_add(BLOCK_BYTES_MAX).saturating_add(chunks)
         })
     }

@@ -26,7 +26,7 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::chain::LayerChain;
-use crate::checksum::{self, CHUNK_BYTES};
+use crate::checksum::{self, CHUNK_BYTES, CorruptChunk};
 use crate::delivered::{self, ByteRun};
 use crate::layer::Layer;
 use crate::manifest::{Manifest, sidecar_path};
@@ -272,8 +272,12 @@ impl Image {
             if layer.map.is_lost() {
                 layer.check_not_truncated()?;
             }
-            checksum::verify(&block.name, chunk, found, manifest.chunk_hash(page.block, chunk))
-                .map_err(|source| Error::Corrupt { path: layer.path.clone(), source: Box::new(source) })
+            let expected = manifest.chunk_hash(page.block, chunk);
+            if found == expected {
+                return Ok(());
+            }
+            let source = Box::new(CorruptChunk { block: block.name.clone(), chunk, found, expected });
+            Err(Error::Corrupt { path: layer.path.clone(), source })
         })
     }
 

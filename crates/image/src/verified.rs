@@ -7,7 +7,7 @@ use towline_channel::lock::lock;
 use towline_protocol::{BlockIndex, RamBlock};
 
 use crate::bitmap::Bitmap;
-use crate::checksum::chunk_count;
+use crate::checksum::CHUNK_BYTES;
 
 /// Maximum number of chunks compared at the same time; chunks that share a lock wait for each other.
 const LOCKS: usize = 64;
@@ -23,7 +23,7 @@ impl Verified {
     pub(crate) fn new(blocks: &[RamBlock]) -> Self {
         Self {
             locks: (0..LOCKS).map(|_| Mutex::default()).collect(),
-            done: blocks.iter().map(|block| Bitmap::new(chunk_count(block.length))).collect(),
+            done: blocks.iter().map(|block| Bitmap::new(block.length.div_ceil(CHUNK_BYTES))).collect(),
         }
     }
 

@@ -11,7 +11,7 @@ use super::{
     Digest, Error, ImageProperties, Manifest, OverlongField, PATH_BYTES_MAX, Result, StoredBlock, VERSION,
     sidecar_path,
 };
-use crate::checksum::{CHUNK_BYTES, chunk_count};
+use crate::checksum::CHUNK_BYTES;
 use crate::journal::{self, PublicationBug};
 
 impl Manifest {
@@ -214,7 +214,7 @@ impl StoredBlock {
             let found = format!("{} beside {} plain ones", self.pages_zero, self.pages_plain);
             return bad("pages_zero", &found, &format!("{pages} together"));
         }
-        let chunks = chunk_count(self.length);
+        let chunks = self.length.div_ceil(CHUNK_BYTES);
         if self.chunks.len() as u64 != chunks {
             return bad(
                 "chunks",

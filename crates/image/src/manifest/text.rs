@@ -72,26 +72,3 @@ impl TryFrom<String> for Timestamp {
         Ok(time.into())
     }
 }
-
-/// Hashes of chunks: hex digits, or `null` for zeros.
-pub(super) mod chunks {
-    use serde::{Deserialize, Deserializer, Serializer};
-
-    use super::super::Digest;
-    use crate::checksum::ChunkHash;
-
-    pub(in super::super) fn serialize<S: Serializer>(
-        hashes: &[ChunkHash],
-        serializer: S,
-    ) -> Result<S::Ok, S::Error> {
-        serializer.collect_seq(hashes.iter().map(|hash| hash.data().map(Digest)))
-    }
-
-    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
-        deserializer: D,
-    ) -> Result<Vec<ChunkHash>, D::Error> {
-        let hashes = Vec::<Option<Digest>>::deserialize(deserializer)?;
-        let hash = |hash: Option<Digest>| hash.map_or(ChunkHash::Zero, |Digest(hash)| ChunkHash::Data(hash));
-        Ok(hashes.into_iter().map(hash).collect())
-    }
-}
