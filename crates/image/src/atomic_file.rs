@@ -82,11 +82,6 @@ impl AtomicFile {
         &self.file
     }
 
-    /// The final name.
-    pub fn path(&self) -> &Path {
-        &self.entry.path
-    }
-
     /// The final and temporary names, and their directory.
     pub(crate) fn entry(&self) -> &Arc<DirectoryEntry> {
         &self.entry

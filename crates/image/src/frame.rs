@@ -94,12 +94,7 @@ impl ImageFrame {
 
     /// Position and bytes of the seal for a manifest with this text.
     pub(crate) fn seal(&self, manifest: &[u8]) -> Option<OffsetBytes> {
-        Some((self.seal_offset()?, seal::encode(Digest::of(manifest))))
-    }
-
-    /// Offset of the seal.
-    pub(crate) fn seal_offset(&self) -> Option<u64> {
-        seal::offset(&self.blocks)
+        Some((seal::offset(&self.blocks)?, seal::encode(Digest::of(manifest))))
     }
 }
 

@@ -400,7 +400,7 @@ impl Manifest {
         let not_json = |error: serde_json::Error| Error::invalid_json(path, &error);
         let head: Head = serde_json::from_slice(bytes).map_err(not_json)?;
         if head.format != FORMAT {
-            return Err(Error::format(path, &head.format));
+            return Err(Error::Format { path: path.into(), found: text::truncated(&head.format) });
         }
         if head.version == 0 || head.version > VERSION {
             return Err(Error::Version { path: path.into(), found: head.version, known: VERSION });

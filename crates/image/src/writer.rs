@@ -37,7 +37,7 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 use crate::atomic_file::{AtomicFile, Existing};
 use crate::base_image::{BaseImage, Increment};
 use crate::bitmap::Bitmap;
-use crate::checksum::{BlockHasher, ChunkHash, OpenBudget};
+use crate::checksum::{BlockHasher, ChunkHash, OPEN_BYTES_MAX, OpenBudget};
 use crate::frame::{ImageFrame, ImageKind};
 use crate::layer::Layer;
 use crate::manifest::{Digest, Manifest, ManifestContents, Origin, sidecar_path};
@@ -46,7 +46,7 @@ use crate::reader::write_error;
 use crate::regular_file::FileId;
 use crate::sidecar::{self, ManifestName, StagedManifest};
 use crate::write_back::WriteBack;
-use crate::{Error, Result};
+use crate::{Error, Result, seal};
 
 mod partial;
 
@@ -229,7 +229,7 @@ impl ImageWriter {
         // Fails on a filesystem with too little space before memory is allocated for it.
         self.with_file(|file| file.set_length(frame.end))?;
         let bitmaps = frame.blocks.iter().map(|block| Bitmap::new(block.pages())).collect();
-        let budget = OpenBudget::default();
+        let budget = OpenBudget::new(OPEN_BYTES_MAX);
         let hashers = blocks.iter().map(|block| BlockHasher::new(block.length, budget.clone())).collect();
         Ok(ImageLayout { frame, bitmaps, hashers })
     }
@@ -321,7 +321,7 @@ impl ImageWriter {
             image_bytes,
             head: &frame.up_to_bitmap(),
             bitmaps: bitmaps.iter().map(|bitmap| Digest::of(&bitmap.to_bytes())).collect(),
-            seal: frame.seal_offset(),
+            seal: seal::offset(&frame.blocks),
             base: base.map(|base| base.reference.clone()),
         }))
     }

@@ -46,13 +46,6 @@ impl OpenBudget {
     }
 }
 
-impl Default for OpenBudget {
-    /// [`OPEN_BYTES_MAX`].
-    fn default() -> Self {
-        Self::new(OPEN_BYTES_MAX)
-    }
-}
-
 /// Hashes a block's chunks while its pages arrive, in any order and from any number of threads.
 ///
 /// A page that arrives again replaces its earlier content. That is free if the old value has not been merged

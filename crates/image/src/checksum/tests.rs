@@ -118,7 +118,7 @@ proptest! {
         pages in 1_usize..700, writes in prop::collection::vec((any::<u32>(), 0_u32..11, 0_u8..6), 0..80),
     ) {
         let mut block = vec![0; pages * PAGE];
-        let hasher = BlockHasher::new(block.len() as u64, OpenBudget::default());
+        let hasher = BlockHasher::new(block.len() as u64, OpenBudget::new(OPEN_BYTES_MAX));
         for (place, size, seed) in writes {
             let first = place as usize % pages;
             let write = Write { first, pages: (1 << size).min(pages - first), seed };
@@ -135,7 +135,7 @@ fn never(_: u64, _: &mut [u8]) -> Result<(), &'static str> {
 
 fn one_chunk() -> (BlockHasher, Vec<u8>) {
     let block: Vec<u8> = (0..CHUNK_BYTES).map(|at| (at / PAGE_SIZE % 251 + 1) as u8).collect();
-    (BlockHasher::new(CHUNK_BYTES, OpenBudget::default()), block)
+    (BlockHasher::new(CHUNK_BYTES, OpenBudget::new(OPEN_BYTES_MAX)), block)
 }
 
 #[test]
@@ -143,7 +143,7 @@ fn every_tail_length_is_a_tree_of_its_own() {
     let (_, block) = one_chunk();
     for pages in 1..=usize::from(CHUNK_PAGES) {
         let block = &block[..pages * PAGE];
-        let hasher = BlockHasher::new(block.len() as u64, OpenBudget::default());
+        let hasher = BlockHasher::new(block.len() as u64, OpenBudget::new(OPEN_BYTES_MAX));
         let half = pages / 2 * PAGE;
         hasher.data(half as u64, &block[half..]);
         hasher.data(0, &block[..half]);

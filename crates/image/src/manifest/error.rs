@@ -184,10 +184,6 @@ impl Error {
         Self::Json { path: path.into(), why: truncated(&error.to_string()) }
     }
 
-    pub(super) fn format(path: &Path, found: &str) -> Self {
-        Self::Format { path: path.into(), found: truncated(found) }
-    }
-
     pub(super) fn field(
         path: &Path,
         field: String,

@@ -422,11 +422,7 @@ pub(super) fn xml_field<'a>(response: &'a str, name: &str) -> Option<&'a str> {
 }
 
 /// Returns true if the bucket is missing, not only the object.
-pub(super) fn is_bucket_missing(error: &object_store::Error) -> bool {
-    matches!(error, object_store::Error::NotFound { .. }) && names_no_bucket(error)
-}
-
-fn names_no_bucket(error: &object_store::Error) -> bool {
+pub(super) fn names_no_bucket(error: &object_store::Error) -> bool {
     error.to_string().contains(&format!("<Code>{NO_BUCKET}</Code>"))
 }
 
@@ -496,7 +492,7 @@ mod tests {
             shown(not_found("NoSuchBucket")),
             "s3://b/vm: cannot be listed: there is no such bucket; create it, or correct the name"
         );
-        assert!(is_bucket_missing(&not_found("NoSuchBucket")) && !is_bucket_missing(&not_found("NoSuchKey")));
+        assert!(names_no_bucket(&not_found("NoSuchBucket")) && !names_no_bucket(&not_found("NoSuchKey")));
         assert_eq!(
             shown(not_found("NoSuchKey")),
             "s3://b/vm: cannot be listed: it does not exist; correct the name"

@@ -10,7 +10,7 @@ use object_store::{
     ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, PutResult, UpdateVersion,
 };
 
-use super::error::is_bucket_missing;
+use super::error::names_no_bucket;
 use super::fault::StoreBug;
 use super::lease_state::LeaseGuard;
 use super::runtime::Clock;
@@ -78,12 +78,6 @@ impl Objects {
         Ok(Self { objects, prefix: path, location: prefix.clone(), clock, guard, fault: None })
     }
 
-    /// Enables a bug.
-    #[cfg(test)]
-    pub(super) fn with_fault(self, fault: Option<StoreBug>) -> Self {
-        Self { fault, ..self }
-    }
-
     /// Returns true if this bug is enabled; never outside of tests.
     pub(super) fn has_fault(&self, fault: StoreBug) -> bool {
         self.fault == Some(fault)
@@ -116,7 +110,7 @@ impl Objects {
         let (objects, object, path) = (Arc::clone(&self.objects), self.object_name(key), self.path(key));
         async move {
             let found = match objects.get(&path?).await {
-                Err(error @ object_store::Error::NotFound { .. }) if !is_bucket_missing(&error) => {
+                Err(error @ object_store::Error::NotFound { .. }) if !names_no_bucket(&error) => {
                     return Ok(None);
                 }
                 found => found.map_err(Error::store("cannot be read", &object))?,

@@ -35,7 +35,8 @@ const THREADS_MAX: usize = 8;
 #[derive(Debug)]
 pub(super) struct Upload {
     store: Arc<Store>,
-    image: String,
+    /// Name of the image, for messages.
+    pub(super) image: String,
     key: String,
     existing: Existing,
     in_flight: Arc<InFlight>,
@@ -117,11 +118,6 @@ impl Upload {
         let (in_flight, uploaded, known) = (Arc::default(), Mutex::default(), Mutex::new(known));
         let (slots, is_cancelled) = (store.file_slots(), Arc::default());
         Ok(Self { store, image, key, existing, in_flight, uploaded, known, slots, is_cancelled, lease })
-    }
-
-    /// Name of the image, for messages.
-    pub(super) fn image(&self) -> &str {
-        &self.image
     }
 
     /// Statistics of the upload so far.

@@ -53,7 +53,7 @@ impl StoreWriter {
     /// directory for the file, or the directory is in memory.
     pub fn create(to: &Location, existing: Existing, origin: Origin, cancel: &Cancel) -> Result<Self> {
         let upload = Upload::begin(to, existing, cancel.clone())?;
-        let file = spool::create(upload.image(), origin)?;
+        let file = spool::create(&upload.image, origin)?;
         let (is_deferred, published) = (AtomicBool::new(false), AtomicBool::new(false));
         let (remaining, sent) = (AtomicU64::new(0), Mutex::default());
         Ok(Self { upload, file, is_deferred, remaining, sent, published })
@@ -67,7 +67,7 @@ impl StoreWriter {
 
     /// The image, as in the messages of errors.
     pub fn image(&self) -> &str {
-        self.upload.image()
+        &self.upload.image
     }
 
     /// Returns true once the index is written: a failure after that leaves the image in the store.

@@ -177,8 +177,9 @@ impl World {
         let location: Location = PREFIX.parse().unwrap();
         let guard = LeaseGuard::default();
         let model = model::shared(Model { actor: actor.clone(), guard: guard.clone() });
-        let objects = Objects::new(model, &location, Clock::Simulated(actor.clone()), guard).unwrap();
-        Arc::new(Store::simulated(objects.with_fault(self.fault()), actor.clone()))
+        let mut objects = Objects::new(model, &location, Clock::Simulated(actor.clone()), guard).unwrap();
+        objects.fault = self.fault();
+        Arc::new(Store::simulated(objects, actor.clone()))
     }
 
     pub(super) fn fault(&self) -> Option<StoreBug> {
