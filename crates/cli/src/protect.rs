@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
-use towline_control::plan::{DiskProgress, Observer as _, Progress};
+use towline_control::plan::{Observer, Progress};
 use towline_control::protect::{self, Checkpoints, ProtectEnd, ProtectObserver, ProtectRequest};
 use towline_control::remote::{NewGuest, Place, SessionTimeouts};
 use towline_control::statistics::StatsSource;
@@ -83,7 +83,6 @@ pub(crate) fn run(args: &ProtectArgs) -> Result<Exit> {
             ProtectionEnd::TakenOver,
             Exit::Ended,
         ),
-        _ => unreachable!("all ends are known here"),
     };
     reporter.line(&text);
     Ok(reporter.result(FinalEvent::ProtectionEnded { end: event }, exit))
@@ -149,6 +148,16 @@ struct Output<'a> {
     counters: Arc<ProtectionCounters>,
 }
 
+impl Observer for Output<'_> {
+    fn progress(&self, progress: &Progress) {
+        self.reporter.progress(progress);
+    }
+
+    fn notice(&self, text: &str) {
+        self.reporter.notice(text);
+    }
+}
+
 impl ProtectObserver for Output<'_> {
     fn protected(&self, generation: u64) {
         self.counters.protected(generation);
@@ -156,10 +165,6 @@ impl ProtectObserver for Output<'_> {
         let text = format!("protected: {} goes on with the guest if this host is lost", self.name);
         self.notifier.ready(&text);
         self.reporter.line(&text);
-    }
-
-    fn disks(&self, progress: &DiskProgress) {
-        self.reporter.progress(&Progress { disks: Some(*progress), ..Progress::default() });
     }
 
     fn checkpoints(&self, checkpoints: &Checkpoints) {
@@ -187,9 +192,5 @@ impl ProtectObserver for Output<'_> {
         self.reporter.event(InterimEvent::Unprotected { reason });
         self.reporter
             .notice(&format!("NOT PROTECTED: {reason}; the guest runs on here, and will be protected again"));
-    }
-
-    fn notice(&self, text: &str) {
-        self.reporter.notice(text);
     }
 }

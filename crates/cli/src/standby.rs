@@ -4,7 +4,7 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Result;
-use towline_control::arbiter::ask;
+use towline_control::arbiter::{NoAnswer, ask};
 use towline_control::plan::Observer as _;
 use towline_control::record::{
     Begun, Error, OtherTakeover, Place, RecordedInstant, Takeover, newest_takeover,
@@ -201,12 +201,13 @@ impl Standby<'_> {
         let image = self.last.sequence.to_string();
         let variables = [("TOWLINE_PLACE", self.place.to_string()), ("TOWLINE_IMAGE", image)];
         let answer = ask(command, &variables);
-        let problem = answer.as_ref().err().map(ToString::to_string);
+        let problem =
+            answer.as_ref().err().filter(|no| !matches!(no, NoAnswer::Status { code: Some(1), .. }));
         self.say(
             0,
             problem.map(|problem| format!("the arbiter has not answered: {problem}; it is asked again")),
         );
-        answer.is_ok_and(|answer| answer.is_yes)
+        answer.is_ok()
     }
 }
 

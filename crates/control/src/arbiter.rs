@@ -21,9 +21,9 @@ use serde::{Deserialize, Serialize};
 use towline_channel::Cancel;
 use towline_image::Location;
 
-pub use answer::{Answer, NoAnswer, ask};
+pub use answer::{NoAnswer, ask};
 use claim::name;
-pub use claim::{ArbiterError, Claim, Claimant, Stake, Verdict};
+pub use claim::{ArbiterError, Claim, Claimant, Stake};
 
 /// Interval of claims while the arbiter does not decide.
 const CLAIM_INTERVAL: Duration = Duration::from_millis(200);
@@ -77,30 +77,34 @@ impl Arbiter {
         }
     }
 
-    /// Claims a generation of a guest.
-    pub fn claim(&self, claim: &Claim<'_>, claimant: &Claimant) -> Verdict {
+    /// Claims a generation of a guest. Returns true if the claimant has it, and false if another one has it.
+    ///
+    /// # Errors
+    /// It is not known who has it, or will have it.
+    pub fn claim(&self, claim: &Claim<'_>, claimant: &Claimant) -> Result<bool, ArbiterError> {
         let name = name(claim.guest, claim.generation);
-        let claimed = match self {
+        match self {
             Self::Directory(directory) => directory::claim(&directory.join(name), claimant),
             Self::Store(place) => store::claim(place, &name, claimant),
             Self::Program(command) => program::claim(command, claim, claimant),
-        };
-        claimed.unwrap_or_else(Verdict::Unknown)
+        }
     }
 
-    /// Claims a generation until that is answered, or `cancel`: only then the verdict is [`Verdict::Unknown`]. Each new reason for which it is
-    /// not is given to `notice`.
+    /// Claims a generation until that is answered. Each new reason for which it is not is given to `notice`.
+    ///
+    /// # Errors
+    /// As [`Self::claim`], after `cancel`.
     pub fn decide(
         &self,
         claim: &Claim<'_>,
         claimant: &Claimant,
         cancel: &Cancel,
         notice: &dyn Fn(&str),
-    ) -> Verdict {
+    ) -> Result<bool, ArbiterError> {
         let mut said = None;
         loop {
             match self.claim(claim, claimant) {
-                Verdict::Unknown(error) if !cancel.is_cancelled() => {
+                Err(error) if !cancel.is_cancelled() => {
                     let text = error.to_string();
                     if said.as_ref() != Some(&text) {
                         notice(&format!(
@@ -110,7 +114,7 @@ impl Arbiter {
                     }
                     thread::sleep(CLAIM_INTERVAL);
                 }
-                verdict => return verdict,
+                claimed => return claimed,
             }
         }
     }
@@ -127,7 +131,7 @@ mod tests {
     fn one_of_many_wins(arbiter: &Arbiter) {
         assert_eq!(arbiter.newest("web").unwrap(), 0);
         let claimants: Vec<_> = (0..6).map(|_| Claimant::new()).collect();
-        let won = |claimant| matches!(arbiter.claim(&claim("web", 3), claimant), Verdict::Won);
+        let won = |claimant| arbiter.claim(&claim("web", 3), claimant).unwrap();
         let first: Vec<_> = std::thread::scope(|scope| {
             let won = &won;
             let threads: Vec<_> =
@@ -140,7 +144,7 @@ mod tests {
         assert_eq!(arbiter.newest("web").unwrap(), 3);
         // Of another guest.
         assert_eq!(arbiter.newest("we").unwrap(), 0);
-        assert!(matches!(arbiter.claim(&claim("we", 3), &claimants[0]), Verdict::Won));
+        assert!(arbiter.claim(&claim("we", 3), &claimants[0]).unwrap());
     }
 
     /// A program that makes links in this directory.
@@ -171,10 +175,8 @@ mod tests {
     #[test]
     fn an_arbiter_that_does_not_decide_says_why() {
         let place = tempfile::tempdir().unwrap();
-        let text = |arbiter: &Arbiter| match arbiter.claim(&claim("web", 1), &Claimant::new()) {
-            Verdict::Unknown(error) => error.to_string(),
-            verdict => panic!("{verdict:?}"),
-        };
+        let text =
+            |arbiter: &Arbiter| arbiter.claim(&claim("web", 1), &Claimant::new()).unwrap_err().to_string();
         let missing = Arbiter::Directory(place.path().join("missing"));
         assert!(text(&missing).ends_with("check the shared storage"), "{}", text(&missing));
         assert!(missing.newest("web").is_err());
@@ -198,10 +200,9 @@ mod tests {
         let arbiter = Arbiter::Directory(path.clone());
         let appears = |_: &str| std::fs::create_dir(&path).unwrap();
         let decided = arbiter.decide(&claim("web", 1), &claimant, &cancel, &appears);
-        assert!(matches!(decided, Verdict::Won), "{decided:?}");
+        assert!(decided.unwrap());
         cancel.cancel();
         let missing = Arbiter::Directory(place.path().join("missing"));
-        let decided = missing.decide(&claim("web", 2), &claimant, &cancel, &|_| {});
-        assert!(matches!(decided, Verdict::Unknown(_)), "{decided:?}");
+        assert!(missing.decide(&claim("web", 2), &claimant, &cancel, &|_| {}).is_err());
     }
 }

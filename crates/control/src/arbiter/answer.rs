@@ -18,17 +18,6 @@ const OUTPUT_MAX: usize = 1 << 10;
 /// Bytes that a pipe has at most (pipe(7)).
 const PIPE_BYTES: usize = 64 << 10;
 
-/// Answer of a program.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Answer {
-    /// True for exit status 0, false for 1.
-    pub is_yes: bool,
-    /// Beginning of its standard output.
-    pub output: String,
-    /// Beginning of its standard error.
-    pub message: String,
-}
-
 /// Reason for which a program has not answered.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -39,21 +28,21 @@ pub enum NoAnswer {
     /// It runs for too long, and was killed.
     #[error("no end within {} s", ANSWER_WITHIN.as_secs())]
     Late,
-    /// Another exit status.
-    #[error("{status}: {message}")]
+    /// Another exit status than 0.
+    #[error("{}: {message}", code.map_or("a signal".into(), |code| format!("exit status {code}")))]
     Status {
-        /// The status, or the signal.
-        status: String,
+        /// The status; `None`: a signal.
+        code: Option<i32>,
         /// Beginning of its standard error.
         message: String,
     },
 }
 
-/// Runs a program by a shell with these variables, and all that it starts, for its answer.
+/// Runs a program by a shell with these variables, and all that it starts. Returns the beginning of its standard output.
 ///
 /// # Errors
 /// [`NoAnswer`].
-pub fn ask(command: &str, variables: &[(&str, String)]) -> Result<Answer, NoAnswer> {
+pub fn ask(command: &str, variables: &[(&str, String)]) -> Result<String, NoAnswer> {
     let mut child = Command::new("sh")
         .args(["-c", command])
         .envs(variables.iter().map(|(name, value)| (name, value)))
@@ -77,13 +66,8 @@ pub fn ask(command: &str, variables: &[(&str, String)]) -> Result<Answer, NoAnsw
         thread::Builder::new().name("program".into()).spawn(move || child.wait())?;
     }
     match ended? {
-        Some(code @ (0 | 1)) => {
-            Ok(Answer { is_yes: code == 0, output: output.text(), message: message.text() })
-        }
-        code => {
-            let status = code.map_or("a signal".into(), |code| format!("exit status {code}"));
-            Err(NoAnswer::Status { status, message: message.text() })
-        }
+        Some(0) => Ok(output.text()),
+        code => Err(NoAnswer::Status { code, message: message.text() }),
     }
 }
 
@@ -131,7 +115,7 @@ mod tests {
     use super::*;
 
     fn output(command: &str) -> String {
-        ask(command, &[]).unwrap().output
+        ask(command, &[]).unwrap()
     }
 
     #[test]
@@ -142,7 +126,11 @@ mod tests {
             "its end of the pipe is held by a process that it leaves"
         );
         assert_eq!(output("yes | head -c 1000000; echo 7").len(), OUTPUT_MAX - 1, "trimmed");
-        let answer = ask("echo why >&2; exit 1", &[]).unwrap();
-        assert_eq!(answer, Answer { is_yes: false, output: String::new(), message: "why".into() });
+        let refused = ask("echo why >&2; exit 1", &[]).unwrap_err();
+        assert!(
+            matches!(&refused, NoAnswer::Status { code: Some(1), message } if message == "why"),
+            "{refused}"
+        );
+        assert_eq!(ask("kill $$", &[]).unwrap_err().to_string(), "a signal: ");
     }
 }

@@ -17,7 +17,8 @@ pub struct Claimant {
     version: u32,
     /// Name of its host.
     pub host: String,
-    pub(super) id: String,
+    /// Its unique id.
+    pub(crate) id: String,
 }
 
 /// A claim of a guest's generation.
@@ -42,18 +43,7 @@ pub enum Stake {
     LastOutput,
 }
 
-/// Result of a claim.
-#[derive(Debug)]
-pub enum Verdict {
-    /// The claimant has the generation.
-    Won,
-    /// Another one has it.
-    Lost,
-    /// It is not known who has it, or will have it.
-    Unknown(ArbiterError),
-}
-
-/// Reason for which an arbiter has not decided.
+/// Reason for which an arbiter has not decided: it is not known who has a generation, or will have it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ArbiterError {
@@ -98,26 +88,15 @@ pub enum ArbiterError {
 
 impl Claimant {
     /// A new one on this host.
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let id = format!("{:016x}{:016x}", fastrand::u64(..), fastrand::u64(..));
         Self { version: VERSION, host: of_kernel("hostname"), id }
     }
 
-    /// Its unique id.
-    pub(crate) fn id(&self) -> &str {
-        &self.id
-    }
-
-    /// The verdict of a claim whose holder is this one; `None` if that cannot be read.
-    pub(super) fn compare(&self, holder: &[u8]) -> Option<Verdict> {
+    /// Returns true if it is this holder; `None` if that cannot be read.
+    pub(super) fn is(&self, holder: &[u8]) -> Option<bool> {
         let holder = serde_json::from_slice(holder).ok().filter(|holder: &Self| holder.version == VERSION)?;
-        Some(if holder.id == self.id { Verdict::Won } else { Verdict::Lost })
-    }
-}
-
-impl Default for Claimant {
-    fn default() -> Self {
-        Self::new()
+        Some(holder.id == self.id)
     }
 }
 

@@ -4,7 +4,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use super::claim::{ArbiterError, Claimant, Verdict, generation};
+use super::claim::{ArbiterError, Claimant, generation};
 use crate::durable::{create_once, highest};
 
 pub(super) fn newest(directory: &Path, guest: &str) -> Result<u64, ArbiterError> {
@@ -13,13 +13,13 @@ pub(super) fn newest(directory: &Path, guest: &str) -> Result<u64, ArbiterError>
     Ok(newest.unwrap_or_default())
 }
 
-pub(super) fn claim(path: &Path, claimant: &Claimant) -> Result<Verdict, ArbiterError> {
+pub(super) fn claim(path: &Path, claimant: &Claimant) -> Result<bool, ArbiterError> {
     let failed = |source| ArbiterError::Io { path: path.to_owned(), source };
     match create_once(path, claimant) {
-        Ok(()) => return Ok(Verdict::Won),
+        Ok(()) => return Ok(true),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         Err(error) => return Err(failed(error)),
     }
-    let verdict = claimant.compare(&fs::read(path).map_err(failed)?);
-    verdict.ok_or_else(|| ArbiterError::Format { path: path.to_owned() })
+    let is_won = claimant.is(&fs::read(path).map_err(failed)?);
+    is_won.ok_or_else(|| ArbiterError::Format { path: path.to_owned() })
 }

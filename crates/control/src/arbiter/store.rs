@@ -1,6 +1,6 @@
 //! Generations as objects of a store.
 
-use super::claim::{ArbiterError, Claimant, Verdict};
+use super::claim::{ArbiterError, Claimant};
 
 #[cfg(feature = "store")]
 fn failed<E: std::fmt::Display>(place: &str) -> impl FnOnce(E) -> ArbiterError {
@@ -15,13 +15,13 @@ pub(super) fn newest(place: &str, guest: &str) -> Result<u64, ArbiterError> {
 }
 
 #[cfg(feature = "store")]
-pub(super) fn claim(place: &str, name: &str, claimant: &Claimant) -> Result<Verdict, ArbiterError> {
+pub(super) fn claim(place: &str, name: &str, claimant: &Claimant) -> Result<bool, ArbiterError> {
     let location = place.parse::<towline_image::Location>().map_err(failed(place))?;
     let json = serde_json::to_vec(claimant).map_err(failed(place))?;
     let holder = towline_image::store::claim(&location, name, &json).map_err(failed(place))?;
     let version = super::claim::VERSION;
     let other = || format!("{name} is not one of version {version}; use the same towline on both hosts");
-    claimant.compare(&holder).ok_or_else(other).map_err(failed(place))
+    claimant.is(&holder).ok_or_else(other).map_err(failed(place))
 }
 
 #[cfg(not(feature = "store"))]
@@ -30,7 +30,7 @@ pub(super) fn newest(place: &str, _guest: &str) -> Result<u64, ArbiterError> {
 }
 
 #[cfg(not(feature = "store"))]
-pub(super) fn claim(place: &str, _name: &str, _claimant: &Claimant) -> Result<Verdict, ArbiterError> {
+pub(super) fn claim(place: &str, _name: &str, _claimant: &Claimant) -> Result<bool, ArbiterError> {
     Err(absent(place))
 }
 

@@ -30,7 +30,7 @@ use towline_qmp::{self as qmp, CommandRequest};
 
 use super::disks::{EpochWrites, StandbyDisk};
 use super::memory::{StandbyMemory, StandbyMemoryError};
-use crate::arbiter::{Arbiter, Claim, Claimant, Stake, Verdict};
+use crate::arbiter::{Arbiter, Claim, Claimant, Stake};
 use crate::cards::HoldingCards;
 use crate::lock::lock;
 use crate::nbd::Export;
@@ -296,8 +296,8 @@ impl Standby {
         let StandbyRequest { arbiter, guest, generation, .. } = &self.request;
         let claim = Claim { guest, generation: generation + 1, stake: Stake::Copy };
         match arbiter.decide(&claim, &claimant, &self.control.cancel, notice) {
-            Verdict::Won => self.run_guest(&mut qemu, &last, loaded_ms).map(StandbyEnd::TakenOver),
-            Verdict::Lost | Verdict::Unknown(_) => Ok(StandbyEnd::Lost),
+            Ok(true) => self.run_guest(&mut qemu, &last, loaded_ms).map(StandbyEnd::TakenOver),
+            Ok(false) | Err(_) => Ok(StandbyEnd::Lost),
         }
     }
 

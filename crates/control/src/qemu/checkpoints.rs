@@ -10,7 +10,7 @@ use super::connection::Qemu;
 use super::error::Error;
 use super::left_ferry::{end_ferry, ferry_lives};
 use super::repair::RecordOutcome;
-use crate::arbiter::{Claim, Stake, Verdict};
+use crate::arbiter::{Claim, Stake};
 use crate::cards::HoldingCards;
 use crate::journal::ProtectionRecord;
 
@@ -61,7 +61,7 @@ impl Qemu {
         let claim = || record.arbiter.claim(&claim, &record.claimant);
         // While a ferry takes checkpoints the guest runs, and its standby has no reason to claim it.
         let early = if ferry_lives(record) { Some(claim()) } else { None };
-        if let Some(Verdict::Unknown(error)) = &early {
+        if let Some(Err(error)) = &early {
             let left =
                 "the guest is protected by another host on, since it is not decided whether that may end";
             return Ok(RecordOutcome::Left(format!("{left} ({error})")));
@@ -69,13 +69,13 @@ impl Qemu {
         end_ferry(record);
         self.end_checkpoints()?;
         match early.unwrap_or_else(claim) {
-            Verdict::Won => {}
-            Verdict::Lost => {
+            Ok(true) => {}
+            Ok(false) => {
                 let socket = self.socket().to_owned();
                 self.quit()?;
                 return Err(Error::GoesOnElsewhere { socket, generation });
             }
-            Verdict::Unknown(error) => {
+            Err(error) => {
                 let left =
                     "the guest's output is held: it is not decided whether the host that protects it goes on";
                 return Ok(RecordOutcome::Left(format!("{left} ({error})")));

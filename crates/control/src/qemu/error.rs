@@ -87,6 +87,13 @@ pub enum Error {
     },
 }
 
+impl Error {
+    /// Returns true if no process listens at the monitor's socket.
+    pub(crate) fn has_no_listener(&self) -> bool {
+        matches!(self, Self::Qmp(qmp::Error::Missing { .. } | qmp::Error::Refused { .. }))
+    }
+}
+
 /// A fault that QEMU only describes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {

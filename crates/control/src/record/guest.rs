@@ -52,13 +52,13 @@ impl RecordedGuest {
     /// Returns true if its QEMU has exited, and no other one has its monitor.
     pub(super) fn has_ended(&self, socket: &Path, cancel: &Cancel) -> bool {
         self.process.state() == ProcessState::Exited
-            && inspect(socket, cancel).is_err_and(|error| has_no_listener(&error))
+            && inspect(socket, cancel).is_err_and(|error| error.has_no_listener())
     }
 
     /// The guest's state.
     pub(super) fn state(&self, socket: &Path, cancel: &Cancel) -> Result<GuestState, qemu::Error> {
         let mut qemu = match inspect(socket, cancel) {
-            Err(error) if has_no_listener(&error) => return Ok(GuestState::Ended),
+            Err(error) if error.has_no_listener() => return Ok(GuestState::Ended),
             qemu => qemu?,
         };
         if !self.is_in(&qemu) {
@@ -84,11 +84,6 @@ impl RecordedGuest {
     pub(super) fn is_in(&self, qemu: &Qemu) -> bool {
         !self.process.is_known() || self.process.is_same(qemu.process())
     }
-}
-
-/// Returns true if no process listens at the monitor's socket.
-fn has_no_listener(error: &qemu::Error) -> bool {
-    matches!(error, qemu::Error::Qmp(qmp::Error::Missing { .. } | qmp::Error::Refused { .. }))
 }
 
 /// Connects to the monitor, without changes.

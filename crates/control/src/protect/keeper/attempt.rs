@@ -14,7 +14,7 @@ use super::decision::Keeper;
 use super::mirrors::DiskMirrors;
 use super::process::{FERRY_ENDED, FerryProcess};
 use super::report::Report;
-use super::request::{Error, ProtectEnd, ProtectObserver};
+use super::request::{Error, ProtectEnd};
 use crate::arbiter::Stake;
 use crate::cards::HoldingCards;
 use crate::generations::ManagedGuest;
@@ -104,13 +104,14 @@ impl<'a, 'k> Attempt<'a, 'k> {
                 return Err(Error::LeftByOther { left: repaired.left.join("; ") });
             }
         }
+        keeper.left = None;
         if let Some(managed) = ManagedGuest::of_qemu(&qemu)? {
             return Err(managed.refuse().into());
         }
         // Of this QEMU: another one of the same monitor may have an older guest.
         let process = qemu.process().identity();
         let protection =
-            process.map(|(pid, start_time)| format!("{}-{pid}-{start_time}", keeper.claimant.id()));
+            process.map(|(pid, start_time)| format!("{}-{pid}-{start_time}", keeper.claimant.id));
         let place = Place::Guest(NewGuest { protection, ..request.guest.clone() });
         let guest = DepartingGuest::of_qemu(&mut qemu, place, DISKS, None)?;
         let cards = guest.card_controls();
@@ -120,7 +121,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
         // A cluster ends what waits for the guest before it gives it a generation.
         keeper.claim_new(&name, &cards)?;
         let fit = host.prepare(&guest, 0)?;
-        guest.check(&fit, 0, &host.name(), &Notices(keeper.observer))?;
+        guest.check(&fit, 0, &host.name(), keeper.observer)?;
         let is_emulated = guest.qemu().is_none_or(|facts| facts.kvm != Some(true));
         let disks_left = guest.disks_left();
         drop(guest);
@@ -307,7 +308,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
             }
             self.keeper.observer.notice(&format!("the guest may be stopped: {error}; it is tried again"));
             if self.keeper.cancel.is_cancelled() {
-                return Err(error.into());
+                return Err(Error::Stopped(Box::new(error)));
             }
             thread::sleep(STATUS_INTERVAL);
         }
@@ -361,13 +362,4 @@ impl<'a, 'k> Attempt<'a, 'k> {
 
 fn out_of_turn() -> Error {
     Error::NotProtected { reason: "a message of the process that takes checkpoints was not expected".into() }
-}
-
-/// Notices of a comparison.
-struct Notices<'a>(&'a dyn ProtectObserver);
-
-impl crate::plan::Observer for Notices<'_> {
-    fn notice(&self, text: &str) {
-        self.0.notice(text);
-    }
 }

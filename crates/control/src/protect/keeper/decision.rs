@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use towline_channel::Cancel;
 
 use super::request::{Error, ProtectObserver, ProtectRequest};
-use crate::arbiter::{Claim, Claimant, Stake, Verdict};
+use crate::arbiter::{Claim, Claimant, Stake};
 use crate::cards::HoldingCards;
 
 /// The guest's host, as one of two claimants.
@@ -19,6 +19,8 @@ pub(super) struct Keeper<'a> {
     pub(super) generation: u64,
     /// The other host has had a checkpoint of it.
     pub(super) has_protected: bool,
+    /// Reason for which it may be stopped, or its output be held, until the next attempt has repaired that.
+    pub(super) left: Option<Error>,
 }
 
 impl Keeper<'_> {
@@ -27,11 +29,10 @@ impl Keeper<'_> {
         let arbiter = &self.request.arbiter;
         let of_cards = HoldingCards::generation(cards).map_err(Error::Card)?;
         let generation = arbiter.newest(guest)?.max(of_cards) + 1;
-        match arbiter.claim(&Claim { guest, generation, stake: Stake::Guest }, &self.claimant) {
-            Verdict::Won => (self.guest, self.generation) = (guest.to_owned(), generation),
-            Verdict::Lost => return Err(Error::Claimed { generation }),
-            Verdict::Unknown(error) => return Err(error.into()),
+        if !arbiter.claim(&Claim { guest, generation, stake: Stake::Guest }, &self.claimant)? {
+            return Err(Error::Claimed { generation });
         }
+        (self.guest, self.generation) = (guest.to_owned(), generation);
         Ok(())
     }
 
@@ -44,13 +45,11 @@ impl Keeper<'_> {
         let notice = |text: &str| self.observer.notice(text);
         let arbiter = &self.request.arbiter;
         let claim = Claim { guest: &self.guest, generation: next, stake };
-        match arbiter.decide(&claim, &self.claimant, self.cancel, &notice) {
-            Verdict::Won => {
-                self.generation = next;
-                Ok(true)
-            }
-            Verdict::Lost => Ok(false),
-            Verdict::Unknown(source) => Err(Error::Undecided { source }),
+        let is_won = arbiter.decide(&claim, &self.claimant, self.cancel, &notice);
+        let is_won = is_won.map_err(|source| Error::Undecided { source })?;
+        if is_won {
+            self.generation = next;
         }
+        Ok(is_won)
     }
 }

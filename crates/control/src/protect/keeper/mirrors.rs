@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use towline_channel::Cancel;
 use towline_qmp::Event;
 
-use super::request::{Error, ProtectObserver};
+use super::request::Error;
 use crate::journal::{JournalEntry, UndoRecord};
 use crate::nbd::Export;
-use crate::plan::DiskProgress;
+use crate::plan::{DiskProgress, Observer, Progress};
 use crate::qemu::{self, Drive, Mirror, MirrorFailure, MirrorProgress, Qemu};
 
 /// Interval of looks at the jobs, and of reports.
@@ -48,7 +48,7 @@ impl DiskMirrors {
         socket: &Path,
         are_new: bool,
         cancel: &Cancel,
-        observer: &dyn ProtectObserver,
+        observer: &dyn Observer,
     ) -> Result<(), Error> {
         if self.drives.is_empty() {
             return Ok(());
@@ -94,7 +94,7 @@ fn await_ready(
     mirrors: &[Mirror],
     qemu: &mut Qemu,
     cancel: &Cancel,
-    observer: &dyn ProtectObserver,
+    observer: &dyn Observer,
 ) -> Result<(), Error> {
     let mut last = (0, Instant::now());
     loop {
@@ -104,7 +104,8 @@ fn await_ready(
             let text = "its QEMU does not tell when all of it is there; 8.2 and later do";
             return Err(mirrors[0].failed(text).into());
         };
-        observer.disks(&DiskProgress { copied: found.copied_bytes, total: found.total_bytes });
+        let disks = DiskProgress { copied: found.copied_bytes, total: found.total_bytes };
+        observer.progress(&Progress { disks: Some(disks), ..Progress::default() });
         if found.pending + unsynced == 0 {
             return Ok(());
         }

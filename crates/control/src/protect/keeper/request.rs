@@ -10,7 +10,7 @@ use towline_qmp as qmp;
 
 use crate::arbiter::{Arbiter, ArbiterError};
 use crate::generations;
-use crate::plan::{self, DiskProgress};
+use crate::plan::{self, Observer};
 use crate::qemu;
 use crate::remote::{self, NewGuest, SessionTimeouts, SshTarget};
 
@@ -43,13 +43,10 @@ pub struct ProtectRequest {
     pub ferry: Vec<OsString>,
 }
 
-/// Receives what becomes of a protection.
-pub trait ProtectObserver: Sync {
+/// Receives what becomes of a protection; its progress is that of the copies of disks.
+pub trait ProtectObserver: Observer {
     /// The other host has the first checkpoint: the guest survives its own host from now on.
     fn protected(&self, generation: u64);
-
-    /// Its disks are being copied.
-    fn disks(&self, progress: &DiskProgress);
 
     /// The checkpoints since the last call, at least one.
     fn checkpoints(&self, checkpoints: &Checkpoints);
@@ -59,9 +56,6 @@ pub trait ProtectObserver: Sync {
 
     /// The other host does not have the guest any more. It runs on here, its output goes, and it will be protected again.
     fn unprotected(&self, reason: &str);
-
-    /// A notice for a person.
-    fn notice(&self, text: &str);
 }
 
 /// Checkpoints of some time.
@@ -94,7 +88,6 @@ pub struct Times {
 
 /// End of a protection.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
 pub enum ProtectEnd {
     /// As requested; the guest runs on.
     Cancelled,
@@ -150,6 +143,10 @@ pub enum Error {
     Remote(Box<remote::Error>),
     #[error("{0}")]
     Qemu(Box<qemu::Error>),
+    #[error(
+        "the guest may be stopped: {0}; `towline repair` has it run, or ends it if the other host has it"
+    )]
+    Stopped(Box<qemu::Error>),
     #[error("{0}")]
     Settings(Box<qemu::ApplyError>),
     #[error("{0}")]
@@ -189,10 +186,15 @@ impl Error {
         }
     }
 
+    /// Returns true if the guest's QEMU has ended.
+    pub(super) fn has_no_listener(&self) -> bool {
+        matches!(self, Self::Qemu(error) if error.has_no_listener())
+    }
+
     /// Returns true if the guest may be stopped, or its output be held.
     #[must_use]
     pub fn needs_attention(&self) -> bool {
-        matches!(self, Self::Undecided { .. } | Self::Card(_) | Self::LeftByOther { .. })
+        matches!(self, Self::Undecided { .. } | Self::Card(_) | Self::Stopped(_) | Self::LeftByOther { .. })
     }
 }
 
