@@ -1,11 +1,13 @@
 //! The guest that is recorded: which QEMU has it, whether it can be recorded now, and the lock by which one process records it.
 
 use std::os::linux::net::SocketAddrExt as _;
-use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::os::unix::net::{SocketAddr, UnixListener};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustix::net::sockopt::socket_peercred;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use rustix::process::Pid;
 use towline_channel::Cancel;
 use towline_qmp as qmp;
 use towline_qmp::commands::RunState;
@@ -114,15 +116,41 @@ fn lock(process: &Process, socket: &Path) -> Result<UnixListener, Error> {
         None => socket.display().to_string(),
     };
     let failed = |source| Error::Lock { socket: socket.to_owned(), source };
-    let name = SocketAddr::from_abstract_name(format!("towline-record-{guest}")).map_err(failed)?;
-    match UnixListener::bind_addr(&name) {
+    let name = format!("towline-record-{guest}");
+    let address = SocketAddr::from_abstract_name(&name).map_err(failed)?;
+    match UnixListener::bind_addr(&address) {
         Ok(lock) => Ok(lock),
         Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
-            let holder =
-                UnixStream::connect_addr(&name).ok().and_then(|stream| socket_peercred(&stream).ok());
-            let pid = holder.map(|holder| holder.pid.as_raw_nonzero().get());
+            let pid = holder(&name).ok().map(Pid::as_raw_pid);
             Err(Error::GuestInUse { socket: socket.to_owned(), pid })
         }
         Err(source) => Err(failed(source)),
+    }
+}
+
+/// The process that has this name. It accepts no connections: in its queue there may be no room for this one.
+fn holder(name: &str) -> rustix::io::Result<Pid> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    connect(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
+    Ok(socket_peercred(&socket)?.pid)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each attempt stays in the queue of the one that has the guest.
+    #[test]
+    fn a_guest_that_is_recorded_is_refused_however_often() {
+        let own = i32::try_from(std::process::id()).unwrap();
+        let socket = &PathBuf::from(format!("/run/vm/of-test-{own}.qmp"));
+        let unknown = Process::Unknown { reason: "of a test".into() };
+        let _lock = lock(&unknown, socket).unwrap();
+        let refused = || lock(&unknown, socket).unwrap_err();
+        assert!(matches!(refused(), Error::GuestInUse { pid: Some(pid), .. } if pid == own));
+        for _ in 0..1 << 13 {
+            assert!(matches!(refused(), Error::GuestInUse { .. }));
+        }
     }
 }
