@@ -308,7 +308,7 @@ impl Recorder<'_> {
 
     fn store(&mut self, instant: &RecordedInstant, drives: &[Drive]) -> Result<CopyReport, Error> {
         let socket = &self.request.socket;
-        let base = match self.record.directory() {
+        let base = match self.record.place.directory() {
             Some(_) => self.series.base().or_else(|| self.guest.image.clone()),
             None => None,
         };
@@ -391,16 +391,11 @@ impl Recorder<'_> {
         }
         let mut needed = self.request.keep.kept(&self.record.entries);
         needed.extend(self.merging.as_ref().map(|merge| merge.sequence));
-        let removal = self.record.remove(&removable(&self.record.entries, needed));
-        self.summary.removed += removal.removed as u64;
-        if let Some(error) = removal.remaining {
-            tracing::info!(%error, "an image stays");
-        }
+        let removed = self.record.remove(&removable(&self.record.entries, needed));
+        self.summary.removed += removed as u64;
         let age_min = self.request.keep.all_within();
-        let cleaned = self
-            .record
-            .collect(age_min, self.cancel)
-            .and_then(|()| self.clean_disks(drives, removal.removed));
+        let cleaned =
+            self.record.collect(age_min, self.cancel).and_then(|()| self.clean_disks(drives, removed));
         if let Err(error) = cleaned {
             tracing::warn!(%error, "what was removed is not cleaned up");
         }
@@ -408,7 +403,9 @@ impl Recorder<'_> {
 
     /// `drives`: those of a guest that runs, which may be joined.
     fn clean_disks(&self, drives: Option<&[Drive]>, removed: usize) -> Result<(), Error> {
-        let (Some(disks), Some(directory)) = (&self.disks, self.record.directory()) else { return Ok(()) };
+        let (Some(disks), Some(directory)) = (&self.disks, self.record.place.directory()) else {
+            return Ok(());
+        };
         let is_long = drives.into_iter().flatten().any(disks::is_long);
         if drives.is_some_and(<[Drive]>::is_empty) || removed == 0 && !is_long {
             return Ok(());
@@ -473,7 +470,7 @@ fn disk_files(record: &Record) -> Result<Option<DiskFiles>, Error> {
 fn needed_disks(record: &Record) -> io::Result<Vec<PathBuf>> {
     let mut needed: BTreeSet<_> =
         record.entries.values().flat_map(|entry| entry.disks.iter().cloned()).collect();
-    if let Some(directory) = record.directory() {
+    if let Some(directory) = record.place.directory() {
         for directory in [vec![directory.to_owned()], overlay_directories(directory)?].concat() {
             for entry in std::fs::read_dir(directory)? {
                 let path = entry?.path();

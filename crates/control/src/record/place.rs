@@ -158,22 +158,18 @@ impl Record {
 
     /// Directory of the disks of the guest.
     pub(super) fn disks(&self) -> Option<PathBuf> {
-        self.directory().map(|path| path.join(DISKS))
-    }
-
-    pub(super) fn directory(&self) -> Option<&Path> {
-        self.place.directory()
+        self.place.directory().map(|path| path.join(DISKS))
     }
 
     /// The file of an instant in a directory.
     pub(super) fn file(&self, sequence: u64) -> Option<PathBuf> {
-        Some(image_file(self.directory()?, &self.entries.get(&sequence)?.instant))
+        Some(image_file(self.place.directory()?, &self.entries.get(&sequence)?.instant))
     }
 
     /// Adds an instant that was stored, or was stored again.
     pub(super) fn add(&mut self, instant: RecordedInstant) -> Result<(), Error> {
         let mut entry = Entry { instant, base: None, disks: Vec::new() };
-        if let Some(directory) = self.directory() {
+        if let Some(directory) = self.place.directory() {
             let needed = needed_by(&image_file(directory, &instant)).map_err(towline_image::Error::from)?;
             let bases = needed.bases.iter().filter(|base| base.parent() == Some(directory));
             let number =
@@ -199,35 +195,44 @@ impl Record {
 
     /// Refuses another image in a directory without room: one has at most about what the last one has with its bases of the record.
     pub(super) fn check_room(&self) -> Result<(), Error> {
-        let Some(directory) = self.directory() else { return Ok(()) };
+        let Some(directory) = self.place.directory() else { return Ok(()) };
         check_room(directory, self.newest().map_or(0, |last| self.allocated_with_bases(last.sequence)))
     }
 
-    /// Removes images, of which others are based on those before them only. Returns their number, and those that remain, each with the
-    /// reason: a guest may run from one.
-    pub(super) fn remove(&mut self, sequences: &[u64]) -> Removal {
-        let mut removal = Removal::default();
-        for sequence in sequences.iter().take(REMOVED_AT_ONCE) {
-            // A base stays with what could not be removed.
+    /// Removes images, of which others are based on those before them only. Returns their number; one may remain, as a guest runs from it.
+    pub(super) fn remove(&mut self, sequences: &[u64]) -> usize {
+        let (mut removed, mut tried, mut remaining) = (0, 0, None);
+        for sequence in sequences {
+            // A base stays with what could not be removed, and keeps no others from being removed.
             if self.entries.values().any(|entry| entry.base == Some(*sequence)) {
                 continue;
             }
+            if tried == REMOVED_AT_ONCE {
+                break;
+            }
+            tried += 1;
             match self.remove_one(*sequence) {
                 Ok(()) => {
                     self.entries.remove(sequence);
-                    removal.removed += 1;
+                    removed += 1;
                 }
-                Err(error) => removal.remaining = Some(error),
+                Err(error) => remaining = Some(error),
             }
         }
-        self.removed += removal.removed;
-        removal
+        if let Some(error) = remaining {
+            tracing::info!(%error, "an image stays");
+        }
+        self.removed += removed;
+        removed
     }
 
     fn remove_one(&self, sequence: u64) -> Result<(), Error> {
         if let Some(path) = self.file(sequence) {
-            // The increments in the directory are this record's.
-            return Ok(directory::remove_leaf(&path).map(drop)?);
+            // The increments in the directory are this record's. One that a person has removed would be tried again for ever.
+            return match path.try_exists() {
+                Ok(false) => Ok(()),
+                _ => Ok(directory::remove_leaf(&path).map(drop)?),
+            };
         }
         match self.place.image(&self.entries[&sequence].instant)? {
             #[cfg(feature = "store")]
@@ -294,14 +299,6 @@ impl Record {
 
 fn is_instant(name: &str) -> bool {
     name.parse::<RecordedInstant>().is_ok()
-}
-
-/// Result of a removal.
-#[derive(Debug, Default)]
-pub(super) struct Removal {
-    pub(super) removed: usize,
-    /// The reason for which one remains.
-    pub(super) remaining: Option<Error>,
 }
 
 /// Base of an image that is merged: the whole image at the end of its chain, unless that is one of the same record.

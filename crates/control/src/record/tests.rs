@@ -129,6 +129,31 @@ fn what_an_image_needs_is_read_from_both_of_its_manifests() {
 }
 
 #[test]
+fn images_that_cannot_be_removed_keep_no_others() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    let name = |sequence| format!("{}.img", instant(sequence, sequence));
+    image(path, &name(1), "manifest.json", None);
+    fs::write(path.join(name(1)), "QEVM").unwrap();
+    // A chain whose files cannot be removed, as those of a guest that runs from them, and images that a person has removed.
+    for sequence in 2..=40 {
+        let base = (sequence > 2).then(|| name(sequence - 1));
+        image(path, &name(sequence), "manifest.json", base.as_deref());
+    }
+    (41..=80).for_each(|sequence| image(path, &name(sequence), "manifest.json", None));
+    image(path, &name(81), "manifest.json", None);
+    let mut record = opened(path);
+    (41..=80).for_each(|sequence| fs::remove_file(path.join(name(sequence))).unwrap());
+    let kept = BTreeSet::from([81]);
+    for _ in 0..4 {
+        record.remove(&removable(&record.entries, kept.clone()));
+    }
+    let left: Vec<_> = record.entries.keys().copied().collect();
+    assert_eq!(left, (2..=40).chain([81]).collect::<Vec<_>>());
+    assert!(!path.join(name(1)).exists());
+}
+
+#[test]
 fn a_record_that_a_clock_would_remove_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let day = 24 * 3600;
