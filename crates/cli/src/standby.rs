@@ -6,9 +6,7 @@ use std::time::{Duration, Instant, SystemTime};
 use anyhow::Result;
 use towline_control::arbiter::{NoAnswer, ask};
 use towline_control::plan::Observer as _;
-use towline_control::record::{
-    Begun, Error, OtherTakeover, Place, RecordedInstant, Takeover, newest_takeover,
-};
+use towline_control::record::{Begun, Error, Holder, Place, RecordedInstant, Takeover, newest_takeover};
 use towline_control::run::{Disks, Networks};
 
 use crate::args::{StandbyArgs, StartArgs};
@@ -212,6 +210,6 @@ impl Standby<'_> {
 }
 
 /// Another one is quicker, and may fail yet.
-fn too_late(other: OtherTakeover) -> Error {
+fn too_late(other: Holder) -> Error {
     if other.runs { Error::TakenOver(other) } else { Error::TakeoverBegun(other) }
 }

@@ -39,7 +39,7 @@ use crate::plan::{
 use crate::qemu::Drive;
 use crate::waits::{Woken, wait};
 use disks::DiskFiles;
-pub use error::{Error, OtherTakeover};
+pub use error::{Error, Holder};
 use guest::{GuestState, RecordedGuest, inspect};
 use instants::RecordClock;
 pub use instants::{InstantChoice, RecordedInstant};

@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use towline_image::Location;
 use towline_image::manifest::Timestamp;
 
@@ -11,15 +12,21 @@ use super::instants::RecordedInstant;
 use crate::plan::{self, Failure};
 use crate::qemu;
 
-/// A takeover by another host.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct OtherTakeover {
-    /// Its file.
+/// A host that takes over a guest, as a file says.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Holder {
+    /// The file.
+    #[serde(skip)]
     pub path: PathBuf,
+    pub(super) version: u32,
     /// Name of the host.
     pub host: String,
+    pub(super) pid: u32,
     /// The time, by the clock of that host.
     pub at: Timestamp,
+    /// Random: of this takeover alone.
+    pub(super) id: u64,
     /// False while the guest does not run there yet.
     pub runs: bool,
 }
@@ -48,14 +55,14 @@ pub enum Error {
         host = .0.host,
         at = .0.at
     )]
-    TakenOver(OtherTakeover),
+    TakenOver(Holder),
     #[error(
         "{host} takes the guest over since {at} ({}); if that has ended and the guest does not run there, remove that file",
         .0.path.display(),
         host = .0.host,
         at = .0.at
     )]
-    TakeoverBegun(OtherTakeover),
+    TakeoverBegun(Holder),
     #[error(
         "{host} has taken the guest over, at {at} ({}). If it runs there, the guest here is the older of two: end it, and find out why its host \
          was said to be off; if it does not run there, remove that file",
@@ -63,7 +70,7 @@ pub enum Error {
         host = .0.host,
         at = .0.at
     )]
-    TakenFromHere(OtherTakeover),
+    TakenFromHere(Holder),
     #[error(
         "{place} has no takeover {number}, which is to be followed: it has not happened, or --after is wrong"
     )]

@@ -15,10 +15,9 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
 use towline_image::manifest::Timestamp;
 
-use super::error::{Error, OtherTakeover};
+use super::error::{Error, Holder};
 use super::place::Place;
 use crate::durable::{create_once, highest, remove, replace};
 use crate::procfs::of_kernel;
@@ -26,27 +25,10 @@ use crate::procfs::of_kernel;
 const DIRECTORY: &str = "takeovers";
 const VERSION: u32 = 1;
 
-/// A host that takes over a guest.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-struct Holder {
-    version: u32,
-    host: String,
-    pid: u32,
-    at: Timestamp,
-    /// Random: of this takeover alone.
-    id: u64,
-    /// False until the guest runs there.
-    runs: bool,
-}
-
 /// The right to run a guest from an image of its record, which no other host has.
 #[derive(Debug)]
 #[must_use]
-pub struct Takeover {
-    path: PathBuf,
-    own: Holder,
-}
+pub struct Takeover(Holder);
 
 /// Beginning of a takeover.
 #[derive(Debug)]
@@ -54,17 +36,17 @@ pub enum Begun {
     /// By this process.
     Here(Takeover),
     /// Another one was quicker.
-    There(OtherTakeover),
+    There(Holder),
 }
 
 /// The takeover with the highest number, if that is above `after`.
 ///
 /// # Errors
 /// [`Error::NoTakeover`]: the place is a store. [`Error::Directory`].
-pub fn newest_takeover(place: &Place, after: u64) -> Result<Option<OtherTakeover>, Error> {
+pub fn newest_takeover(place: &Place, after: u64) -> Result<Option<Holder>, Error> {
     let directory = directory_of(place)?;
     match newest(directory)? {
-        number if number > after => other(&path_of(directory, number)).map(Some),
+        number if number > after => read(&path_of(directory, number)).map(Some),
         _ => Ok(None),
     }
 }
@@ -82,19 +64,19 @@ impl Takeover {
         let path = path_of(directory_of(place)?, number);
         let directory = path.parent().unwrap_or(Path::new("/"));
         make_directory(directory, 0o755).map_err(|source| Error::Directory { path: path.clone(), source })?;
-        let own = Holder {
+        let takeover = Self(Holder {
+            path: path.clone(),
             version: VERSION,
             host: of_kernel("hostname"),
             pid: std::process::id(),
             at: Timestamp::now(),
             id: fastrand::u64(..),
             runs: false,
-        };
-        let takeover = Self { path: path.clone(), own };
-        match create_once(&path, &takeover.own) {
+        });
+        match create_once(&path, &takeover.0) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                if !takeover.is_own()? {
-                    return Ok(Begun::There(other(&path)?));
+                if let Some(other) = takeover.other()? {
+                    return Ok(Begun::There(other));
                 }
             }
             created => takeover.or_withdraw(created)?,
@@ -106,14 +88,14 @@ impl Takeover {
     /// Withdraws a takeover that has failed, whose file may be there all the same.
     fn or_withdraw(&self, done: io::Result<()>) -> Result<(), Error> {
         let Err(source) = done else { return Ok(()) };
-        self.remove()?;
-        Err(Error::Directory { path: self.path.clone(), source })
+        self.withdraw()?;
+        Err(Error::Directory { path: self.0.path.clone(), source })
     }
 
     /// Directory of the overlays of this takeover alone. It is there.
     #[must_use]
     pub fn overlays(&self) -> PathBuf {
-        self.path.with_extension(format!("{:016x}", self.own.id))
+        self.0.path.with_extension(format!("{:016x}", self.0.id))
     }
 
     /// Marks the guest as one that runs here.
@@ -121,33 +103,30 @@ impl Takeover {
     /// # Errors
     /// [`Error::TakenFromHere`]: the file was removed or replaced. [`Error::Directory`].
     pub fn runs(&self) -> Result<(), Error> {
-        if !self.is_own()? {
-            return Err(Error::TakenFromHere(other(&self.path)?));
+        if let Some(other) = self.other()? {
+            return Err(Error::TakenFromHere(other));
         }
-        replace(&self.path, &Holder { runs: true, ..self.own.clone() })
-            .map_err(|source| Error::Directory { path: self.path.clone(), source })
+        replace(&self.0.path, &Holder { runs: true, ..self.0.clone() })
+            .map_err(|source| Error::Directory { path: self.0.path.clone(), source })
     }
 
     /// Gives it up: the guest does not run here, and will not. A file of another one stays.
     ///
     /// # Errors
     /// [`Error::Directory`]: the file stays.
-    pub fn withdraw(self) -> Result<(), Error> {
-        self.remove()
-    }
-
-    fn remove(&self) -> Result<(), Error> {
+    pub fn withdraw(&self) -> Result<(), Error> {
         let _ = fs::remove_dir(self.overlays());
-        match self.is_own() {
-            Ok(true) => {}
+        match self.other() {
+            Ok(None) => {}
             Err(Error::Directory { source, .. }) if source.kind() == io::ErrorKind::NotFound => return Ok(()),
             found => return found.map(drop),
         }
-        remove(&self.path).map_err(|source| Error::Directory { path: self.path.clone(), source })
+        remove(&self.0.path).map_err(|source| Error::Directory { path: self.0.path.clone(), source })
     }
 
-    fn is_own(&self) -> Result<bool, Error> {
-        Ok(read(&self.path)?.id == self.own.id)
+    /// The one that has its file; `None`: it has that itself.
+    fn other(&self) -> Result<Option<Holder>, Error> {
+        Ok(Some(read(&self.0.path)?).filter(|holder| holder.id != self.0.id))
     }
 }
 
@@ -172,12 +151,8 @@ fn read(path: &Path) -> Result<Holder, Error> {
     let failed = |source| Error::Directory { path: path.to_owned(), source };
     let holder = serde_json::from_slice(&fs::read(path).map_err(failed)?).ok();
     let holder = holder.filter(|holder: &Holder| holder.version == VERSION);
+    let holder = holder.map(|holder| Holder { path: path.to_owned(), ..holder });
     holder.ok_or_else(|| failed(io::Error::new(io::ErrorKind::InvalidData, "it is of another version")))
-}
-
-fn other(path: &Path) -> Result<OtherTakeover, Error> {
-    let Holder { host, at, runs, .. } = read(path)?;
-    Ok(OtherTakeover { path: path.to_owned(), host, at, runs })
 }
 
 /// Number of the newest takeover that was begun; 0 for none.
@@ -220,7 +195,7 @@ impl Takeovers {
         let Some(directory) = directory else { return Ok(Self { directory: None, known: 0 }) };
         let known = newest(directory)?;
         if known > 0 {
-            let newest = other(&path_of(directory, known))?;
+            let newest = read(&path_of(directory, known))?;
             if newest.host != of_kernel("hostname") {
                 return Err(Error::TakenFromHere(newest));
             }
@@ -238,7 +213,7 @@ impl Takeovers {
         if newest <= self.known {
             return Ok(());
         }
-        let other = other(&path_of(directory, newest))?;
+        let other = read(&path_of(directory, newest))?;
         Err(if other.runs { Error::TakenFromHere(other) } else { Error::TakeoverBegun(other) })
     }
 }
@@ -291,8 +266,8 @@ mod tests {
         let place = tempfile::tempdir().unwrap();
         let directory = Place::Directory(place.path().to_owned());
         let Begun::Here(takeover) = Takeover::begin(&directory, 0).unwrap() else { panic!() };
-        let other = Holder { host: "other".into(), id: takeover.own.id ^ 1, ..takeover.own.clone() };
-        fs::write(&takeover.path, serde_json::to_vec(&other).unwrap()).unwrap();
+        let other = Holder { host: "other".into(), id: takeover.0.id ^ 1, ..takeover.0.clone() };
+        fs::write(&takeover.0.path, serde_json::to_vec(&other).unwrap()).unwrap();
         assert!(matches!(takeover.runs(), Err(Error::TakenFromHere { .. })));
         takeover.withdraw().unwrap();
         assert_eq!(newest_takeover(&directory, 0).unwrap().unwrap().host, "other");
