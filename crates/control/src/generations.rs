@@ -72,16 +72,12 @@ pub enum Error {
     },
     /// Another QEMU has it.
     #[error(
-        "generation {number} of the guest is that of process {pid} on {host}: the state here is older, and must not run"
+        "generation {} of the guest is that of process {} on {}: the state here is older, and must not run",
+        .0.number,
+        .0.holder.pid,
+        .0.holder.host
     )]
-    Taken {
-        /// The generation.
-        number: u64,
-        /// The host that has it.
-        host: String,
-        /// Process id there.
-        pid: u32,
-    },
+    Taken(Generation),
     /// The directory lacks generations that it had.
     #[error("{} has generation {found} of the guest at most, expected {expected}: mount the shared storage", directory.display())]
     Lost {
@@ -178,7 +174,17 @@ impl ManagedGuest {
     /// # Errors
     /// [`Error::Guests`].
     pub(crate) fn find(process: Option<i32>, socket: &Path) -> Result<Option<Self>, Error> {
-        let guests = RuntimeRoot::of_user().list()?;
+        Self::find_below(&RuntimeRoot::of_user(), process, socket)
+    }
+
+    fn find_below(root: &RuntimeRoot, process: Option<i32>, socket: &Path) -> Result<Option<Self>, Error> {
+        // A monitor in the directory of a guest is of that. The states of others may be those of another version.
+        let name =
+            socket.strip_prefix(root.path()).ok().and_then(|path| path.parent()?.to_str()?.parse().ok());
+        let guests = match name {
+            Some(name) => root.find(&name)?.into_iter().collect(),
+            None => root.list()?,
+        };
         let is_it = |guest: &RunningGuest| match process {
             Some(pid) => i64::from(guest.pid) == i64::from(pid),
             None => guest.qmp == socket,
@@ -219,7 +225,7 @@ impl ManagedGuest {
     pub fn held(&self) -> Result<u64, Error> {
         match newest(self.directory())? {
             Some(newest) if newest.holder.is(&self.guest) => Ok(newest.number),
-            Some(newest) => Err(newest.taken()),
+            Some(newest) => Err(Error::Taken(newest)),
             None => Err(self.lost(0)),
         }
     }
@@ -231,7 +237,7 @@ impl ManagedGuest {
     pub fn enter(&self) -> Result<(), Error> {
         match newest(self.directory())? {
             Some(newest) if newest.holder.is(&self.guest) => Ok(()),
-            Some(newest) if newest.number > self.place.after => Err(newest.taken()),
+            Some(newest) if newest.number > self.place.after => Err(Error::Taken(newest)),
             newest => match newest.map_or(0, |newest| newest.number) {
                 found if found < self.place.after => Err(self.lost(found)),
                 found => self.take(found + 1),
@@ -254,7 +260,7 @@ impl ManagedGuest {
     pub fn withdraw(&self) -> Result<(), Error> {
         let number = match self.held() {
             Ok(number) => number,
-            Err(Error::Taken { .. } | Error::Lost { .. }) => return Ok(()),
+            Err(Error::Taken(_) | Error::Lost { .. }) => return Ok(()),
             Err(error) => return Err(error),
         };
         let path = path_of(self.directory(), number);
@@ -274,7 +280,7 @@ impl ManagedGuest {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 let holder = read(&path)?;
                 if !holder.is(&self.guest) {
-                    return Err(Generation { number, holder }.taken());
+                    return Err(Error::Taken(Generation { number, holder }));
                 }
             }
             Err(source) => return Err(Error::Io { path, source }),
@@ -284,16 +290,10 @@ impl ManagedGuest {
     }
 }
 
-impl Generation {
-    fn taken(self) -> Error {
-        let Self { number, holder: Holder { host, pid, .. } } = self;
-        Error::Taken { number, host, pid }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::os::unix::fs::DirBuilderExt as _;
     use std::sync::Barrier;
     use std::thread;
 
@@ -315,6 +315,27 @@ mod tests {
     }
 
     #[test]
+    fn a_guest_whose_state_cannot_be_read_keeps_no_other_one() {
+        let place = tempfile::tempdir().unwrap();
+        let root = RuntimeRoot::at(place.path().join("guests"));
+        for name in ["later", "web"] {
+            fs::DirBuilder::new().recursive(true).mode(0o700).create(root.path().join(name)).unwrap();
+        }
+        fs::write(root.path().join("later/state.json"), "{\"version\": 2}").unwrap();
+        let own = std::process::id().cast_signed();
+        let start_time = crate::procfs::start_time(own).unwrap();
+        let guest = RunningGuest { start_time, ..guest(place.path(), std::process::id(), 0).guest };
+        let mut state = serde_json::to_value(&guest).unwrap();
+        state["version"] = 1.into();
+        fs::write(root.path().join("web/state.json"), state.to_string()).unwrap();
+        let find = |socket: &Path| ManagedGuest::find_below(&root, Some(own), socket);
+        assert!(find(&root.path().join("web/qmp.sock")).unwrap().is_some());
+        // It may be the one that cannot be read.
+        assert!(matches!(find(Path::new("/run/vm/a.qmp")), Err(Error::Guests(_))));
+        assert!(find(&root.path().join("later/qmp.sock")).is_err());
+    }
+
+    #[test]
     fn one_of_many_gets_a_generation() {
         let place = tempfile::tempdir().unwrap();
         let barrier = Barrier::new(8);
@@ -328,7 +349,8 @@ mod tests {
             threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
         });
         assert_eq!(taken.iter().filter(|taken| taken.is_ok()).count(), 1, "{taken:?}");
-        let others = taken.iter().filter(|taken| matches!(taken, Err(Error::Taken { number: 1, .. })));
+        let others =
+            taken.iter().filter(|taken| matches!(taken, Err(Error::Taken(Generation { number: 1, .. }))));
         assert_eq!(others.count(), 7, "{taken:?}");
         // Nothing else is left.
         assert_eq!(fs::read_dir(place.path()).unwrap().count(), 1);
@@ -342,13 +364,14 @@ mod tests {
         assert_eq!(source.held().unwrap(), 1);
         // It is taken back, and its destination comes too late, or the other way round.
         source.take_back().unwrap();
-        assert!(matches!(destination.enter(), Err(Error::Taken { number: 2, pid: 1, .. })));
+        let has_second = |entered, by| matches!(entered, Err(Error::Taken(Generation { number: 2, holder })) if holder.pid == by);
+        assert!(has_second(destination.enter(), 1));
         source.withdraw().unwrap();
         for _ in 0..2 {
             destination.enter().unwrap();
         }
         assert_eq!(destination.held().unwrap(), 2);
-        assert!(matches!(source.take_back(), Err(Error::Taken { number: 2, pid: 2, .. })));
+        assert!(has_second(source.take_back(), 2));
         // It releases its own only.
         source.withdraw().unwrap();
         assert_eq!(newest(place.path()).unwrap().unwrap().number, 2);

@@ -75,7 +75,7 @@ impl Here {
     pub(super) fn state(&self) -> GuestState {
         let Ok(status) = query(self.qmp(), MONITOR_TIMEOUT) else {
             // The agent that has started it brings the guest; one that has its generation is there.
-            let is_elsewhere = || matches!(self.0.held(), Err(generations::Error::Taken { .. }));
+            let is_elsewhere = || matches!(self.0.held(), Err(generations::Error::Taken(_)));
             return if self.is_agent_working() && is_elsewhere() {
                 GuestState::Arriving
             } else {
@@ -169,7 +169,7 @@ impl Here {
         let role = Role::Source;
         match self.0.held() {
             Ok(_) => resumed(id, Some(ResumeChoice::RunHere(Some(role))), role).unwrap_or(Decided::Open),
-            Err(generations::Error::Taken { .. }) => {
+            Err(generations::Error::Taken(_)) => {
                 resumed(id, Some(ResumeChoice::OtherEnd(OtherEnd::HasIt)), role).unwrap_or(Decided::Elsewhere)
             }
             Err(_) => Decided::Open,
@@ -188,7 +188,7 @@ impl Here {
         let newest = match self.0.held() {
             // Taken because the source was done.
             Ok(_) => return run_here().unwrap_or(Decided::Open),
-            Err(generations::Error::Taken { number, .. }) => number,
+            Err(generations::Error::Taken(newest)) => newest.number,
             Err(_) => return Decided::Open,
         };
         // Whatever the source's host did later, it has saved or written.
