@@ -25,6 +25,7 @@ use towline_control::check::PlannedTransfer;
 use towline_control::moves::ListedMove;
 use towline_control::plan::{self, CopyRequest, Destination, GenerationUse, Source, Task, TransferOptions};
 use towline_control::remote::{DiskPolicy, NewGuest, Place, SessionTimeouts};
+use towline_launch::RuntimeRoot;
 
 use crate::args::{OcfAgent, OcfArgs, Output, Via};
 use crate::console;
@@ -112,13 +113,13 @@ struct Agent {
 impl Agent {
     fn new(reading: Reading) -> Result<Self, Refusal> {
         let (parameters, timeout) = (Parameters::read(reading)?, parameters::timeout());
-        let shared = SharedState::of(&parameters);
+        let shared = SharedState(parameters.state.join(parameters.name.as_str()));
         let reporter = Reporter::new(&Output { json: false, quiet: false });
         Ok(Self { parameters, shared, reporter, begun: Instant::now(), timeout })
     }
 
     fn find(&self) -> Result<Option<Here>, Refusal> {
-        Here::find(&self.parameters)
+        Here::find(&RuntimeRoot::of_user(), &self.parameters.name, &self.shared)
     }
 
     /// Time that is left until this long before the end of the action.

@@ -8,10 +8,9 @@ use towline_control::generations::{self, ManagedGuest};
 use towline_control::moves::{
     self, Decision, Finding, ListedMove, MoveEnd, MoveRecord, OtherEnd, ResumeChoice, Role,
 };
-use towline_launch::{RunningGuest, RuntimeRoot};
+use towline_launch::{GuestName, RuntimeRoot};
 use towline_qmp::commands::RunState;
 
-use super::parameters::Parameters;
 use super::refusal::{Refusal, say};
 use super::state::SharedState;
 use crate::errors;
@@ -54,21 +53,19 @@ pub(super) enum Decided {
 }
 
 impl Here {
-    /// Finds it; a guest of this name that does not have the cluster's generations is another one.
-    pub(super) fn find(parameters: &Parameters) -> Result<Option<Self>, Refusal> {
-        let guests = RuntimeRoot::of_user().list()?;
-        let directory = parameters.state.join(parameters.name.as_str());
-        let guests = guests.into_iter().filter(|guest| guest.name == parameters.name.as_str());
-        let mut managed = guests.filter_map(ManagedGuest::of);
-        Ok(managed.find(|guest| guest.directory() == directory).map(Self))
-    }
-
-    pub(super) fn guest(&self) -> &RunningGuest {
-        &self.0.guest
+    /// Finds it below this root, by its own state alone: that of another guest, as of another version of towline, would have the host fenced. A
+    /// guest of this name that does not have the cluster's generations is another one.
+    pub(super) fn find(
+        root: &RuntimeRoot,
+        name: &GuestName,
+        shared: &SharedState,
+    ) -> Result<Option<Self>, Refusal> {
+        let managed = root.find(name)?.and_then(ManagedGuest::of);
+        Ok(managed.filter(|guest| guest.directory() == shared.0).map(Self))
     }
 
     pub(super) fn qmp(&self) -> &Path {
-        &self.guest().qmp
+        &self.0.guest.qmp
     }
 
     /// State of the guest: by its process first, so one that has ended is not waited for.
@@ -101,7 +98,7 @@ impl Here {
 
     /// Returns true while the agent of another host's move works on it.
     fn is_agent_working(&self) -> bool {
-        let words = std::fs::read(format!("/proc/{}/cmdline", self.guest().owner_pid)).unwrap_or_default();
+        let words = std::fs::read(format!("/proc/{}/cmdline", self.0.guest.owner_pid)).unwrap_or_default();
         words.ends_with(b"\0agent\0")
     }
 
@@ -124,7 +121,7 @@ impl Here {
     }
 
     fn is_it(&self, end: &MoveEnd) -> bool {
-        matches!(end, MoveEnd::Qemu { pid: Some(pid), .. } if i64::from(*pid) == i64::from(self.guest().pid))
+        matches!(end, MoveEnd::Qemu { pid: Some(pid), .. } if i64::from(*pid) == i64::from(self.0.guest.pid))
     }
 
     fn role(&self, record: &MoveRecord) -> Option<Role> {
@@ -203,7 +200,7 @@ impl Here {
     /// Ends it, by force if it does not quit, and releases the generation of a guest that has not run. Returns true if it has ended.
     pub(super) fn end(&self, within: Duration) -> bool {
         let has_not_run = self.state() == GuestState::Arriving;
-        let has_ended = self.guest().end(QUIT_TIMEOUT.min(within / 2), within);
+        let has_ended = self.0.guest.end(QUIT_TIMEOUT.min(within / 2), within);
         if has_ended
             && has_not_run
             && let Err(error) = self.0.withdraw()
@@ -227,5 +224,50 @@ fn resumed(id: &str, choice: Option<ResumeChoice>, role: Role) -> Option<Decided
             say(&errors::worded(&error));
             None
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use towline_launch::{GuestGenerations, RunningGuest};
+
+    use super::*;
+
+    #[test]
+    fn a_guest_whose_state_cannot_be_read_is_none_of_another_name() {
+        let place = tempfile::tempdir().unwrap();
+        let root = RuntimeRoot::at(place.path().join("guests"));
+        let state = |name: &str, json: &str| {
+            fs::create_dir_all(root.path().join(name)).unwrap();
+            fs::write(root.path().join(name).join("state.json"), json).unwrap();
+        };
+        let shared = SharedState(place.path().join("web"));
+        let find = |name: &str| Here::find(&root, &name.parse().unwrap(), &shared);
+        state("later", "{\"version\": 2}");
+        assert!(find("web").unwrap().is_none());
+        assert!(find("later").is_err(), "it may run");
+        let guest = |directory: &str| {
+            let generations = GuestGenerations { directory: place.path().join(directory), after: 0 };
+            let stat = fs::read_to_string("/proc/self/stat").unwrap();
+            let guest = RunningGuest {
+                name: "web".into(),
+                pid: std::process::id(),
+                start_time: stat.rsplit_once(") ").unwrap().1.split(' ').nth(19).unwrap().parse().unwrap(),
+                owner_pid: 1,
+                is_detached: true,
+                qmp: "/run/qmp.sock".into(),
+                image: None,
+                generations: Some(generations),
+            };
+            let mut json = serde_json::to_value(guest).unwrap();
+            json["version"] = 1.into();
+            json.to_string()
+        };
+        state("web", &guest("web"));
+        assert!(find("web").unwrap().is_some());
+        state("web", &guest("elsewhere"));
+        assert!(find("web").unwrap().is_none());
     }
 }

@@ -55,7 +55,7 @@ impl Agent {
     }
 
     fn generations(&self, after: u64) -> GuestGenerations {
-        GuestGenerations { directory: self.shared.path().to_owned(), after }
+        GuestGenerations { directory: self.shared.0.clone(), after }
     }
 
     fn start_from(&self, image: &Path, newest: u64) -> Outcome {

@@ -126,17 +126,9 @@ fn is_written(option: &QemuOption) -> bool {
 
 /// The directory of one guest on shared storage.
 #[derive(Debug)]
-pub(super) struct SharedState(PathBuf);
+pub(super) struct SharedState(pub(super) PathBuf);
 
 impl SharedState {
-    pub(super) fn of(parameters: &Parameters) -> Self {
-        Self(parameters.state.join(parameters.name.as_str()))
-    }
-
-    pub(super) fn path(&self) -> &Path {
-        &self.0
-    }
-
     /// Makes the directory of the guest. Its parent must be there: below an empty mount point nothing is known.
     pub(super) fn create(&self) -> Result<(), Refusal> {
         match fs::create_dir(&self.0) {
