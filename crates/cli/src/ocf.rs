@@ -170,7 +170,7 @@ impl Agent {
 
     /// Returns true unless the guest's first image shows that it writes no disk.
     fn may_have_disks(&self) -> bool {
-        GuestLine::of(&self.parameters).map_or(true, |line| line.disks().exist())
+        GuestLine::of(&self.parameters).map_or(true, |line| line.disks().exist)
     }
 
     fn stop(&self) -> Outcome {

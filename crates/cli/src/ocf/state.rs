@@ -42,8 +42,8 @@ pub(super) struct GuestLine {
 pub(super) struct WrittenDisks {
     /// Files of those that are known.
     files: Vec<PathBuf>,
-    /// Others.
-    others: usize,
+    /// There are these, or others.
+    pub(super) exist: bool,
 }
 
 /// Arguments of this host for a guest.
@@ -81,14 +81,8 @@ impl WrittenDisks {
     fn of(line: &CommandLine) -> Self {
         let written = line.written_disks(Path::new("/"), None);
         let files: Vec<_> = written.into_iter().map(|disk| PathBuf::from(disk.base)).collect();
-        let count = line.options().iter().filter(|option| is_written(option)).count();
-        // A file may have two options (`-blockdev`).
-        let others = if files.is_empty() { count } else { 0 };
-        Self { files, others }
-    }
-
-    pub(super) fn exist(&self) -> bool {
-        !self.files.is_empty() || self.others > 0
+        let exist = !files.is_empty() || line.options().iter().any(is_written);
+        Self { files, exist }
     }
 
     /// The first one that was written after the image was.
@@ -180,7 +174,7 @@ impl SharedState {
     /// The directory or the files cannot be read: a newer state may be there.
     pub(super) fn origin(&self, newest: u64, first: &Path, disks: &WrittenDisks) -> Result<Origin, Refusal> {
         let stored = self.stored().map_err(|error| unreadable(&self.0, &error))?.pop();
-        if !disks.exist() {
+        if !disks.exist {
             return Ok(Origin::Image(stored.map_or_else(|| first.to_owned(), |(.., path)| path)));
         }
         let image = match stored {
@@ -278,9 +272,9 @@ mod tests {
                 "-drive",
                 "file=/a.iso,format=raw,media=cdrom"
             ])
-            .exist()
+            .exist
         );
-        assert!(!disks(&["-drive", "file=/a,format=raw,readonly=on"]).exist());
+        assert!(!disks(&["-drive", "file=/a,format=raw,readonly=on"]).exist);
         for words in [
             &["-hda", "/a"][..],
             &["-fdb", "/a"],
@@ -289,7 +283,7 @@ mod tests {
             &["-drive", "file=nbd://h/a,if=virtio"],
             &["-blockdev", "driver=nbd,node-name=d,server.type=inet,server.host=h,server.port=1"],
         ] {
-            assert!(disks(words).exist(), "{words:?}");
+            assert!(disks(words).exist, "{words:?}");
         }
     }
 }
