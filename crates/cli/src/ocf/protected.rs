@@ -19,13 +19,14 @@ mod cluster;
 mod instance;
 mod status;
 
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use super::parameters::{self, AgentAbout, Parameter, TIMEOUT_MIN};
 use super::refusal::{Code, Outcome, Refusal, answer, say};
 use cluster::Cluster;
-use instance::Instance;
+use instance::{Instance, PROMOTED, SCORES_LEFT, STARTED};
 
 /// Promotion score of a host on which the guest runs: above all preferences of users, which are added to it, and below Pacemaker's infinity.
 const SCORE: u32 = 900_000;
@@ -64,35 +65,35 @@ pub(super) fn act(action: &str) -> Outcome {
     };
     let left = || parameters::timeout().saturating_sub(begun.elapsed()).max(TIMEOUT_MIN);
     match action {
-        "start" => start(&instance, left() / 2),
+        "start" => start(&instance, left),
         "stop" => stop(&instance, left),
         "promote" => promote(&instance, left() / 4),
         "demote" => demote(&instance, left),
-        "monitor" | "status" => monitor(&instance),
+        "monitor" | "status" => monitor(&instance, left),
         "validate-all" => Ok(()),
         _ => Err(Refusal::new(Code::Unimplemented, format!("no action {action:?}"))),
     }
 }
 
-fn start(instance: &Instance, within: Duration) -> Outcome {
+fn start(instance: &Instance, left: impl Fn() -> Duration) -> Outcome {
     // Left by a cluster that ended without its resources.
-    instance.set_demoted()?;
+    instance.remove(PROMOTED)?;
     let mark = instance.new_mark()?;
     // One that fails is not tried again by the cluster.
-    within_time(within, || cluster::mark_start(&instance.guest, &mark))?;
+    within_time(left() / 2, || cluster::mark_start(&instance.guest, &mark))?;
     instance.set_started()?;
-    set_score(instance);
+    set_score(instance, left() / 4);
     Ok(())
 }
 
 /// Ends the QEMU that waits, or a guest whose demotion has failed.
 fn stop(instance: &Instance, left: impl Fn() -> Duration) -> Outcome {
-    instance.set_demoted()?;
+    instance.remove(PROMOTED)?;
     instance.await_claims(left() / 2)?;
     instance.kill(left())?;
-    instance.set_stopped()?;
+    instance.remove(STARTED)?;
     // An instance that is not started is not promoted either, and a claim that does not see the mark is made again.
-    let _ = cluster::set_score(&instance.guest, None);
+    let _ = attempt(left() / 4, instance, |instance| cluster::set_score(&instance.guest, None, &[]));
     if let Ok(mark) = instance.new_mark() {
         let _ = cluster::mark_start(&instance.guest, &mark);
     }
@@ -105,7 +106,7 @@ fn promote(instance: &Instance, within: Duration) -> Outcome {
     }
     instance.set_promoted()?;
     // A promotion that fails would have the copy here ended.
-    if let Err(refusal) = within_time(within, || take_scores(instance)) {
+    if let Err(refusal) = attempt(within, instance, take_scores) {
         say(&format!("scores of other hosts are not removed: {}", refusal.reason.unwrap_or_default()));
     }
     Ok(())
@@ -113,9 +114,9 @@ fn promote(instance: &Instance, within: Duration) -> Outcome {
 
 /// Has this host alone preferred for the guest: one that has died would be, once it is back.
 fn take_scores(instance: &Instance) -> Outcome {
-    cluster::set_score(&instance.guest, Some(SCORE))?;
+    cluster::set_score(&instance.guest, Some(SCORE), &[])?;
     Cluster::of(&instance.guest)?.take_scores()?;
-    Ok(instance.set_scores_taken()?)
+    Ok(instance.remove(SCORES_LEFT)?)
 }
 
 /// Does something until it succeeds, for this time.
@@ -129,23 +130,35 @@ fn within_time(within: Duration, action: impl Fn() -> Outcome) -> Outcome {
     }
 }
 
+/// As [`within_time`], for what may be left undone when an action of the agent ends, or still be under way: a busy cluster takes seconds for each
+/// command, and the agent is not late for that.
+fn attempt(within: Duration, instance: &Instance, action: fn(&Instance) -> Outcome) -> Outcome {
+    let (instance, (sender, done)) = (instance.clone(), mpsc::channel());
+    thread::Builder::new()
+        .name("cluster".into())
+        .spawn(move || sender.send(within_time(within, || action(&instance))))?;
+    let late =
+        |_| Err(Refusal::failed(format!("the cluster has not done it within {} s", within.as_secs_f32())));
+    done.recv_timeout(within + RETRY_INTERVAL).unwrap_or_else(late)
+}
+
 /// Kills the guest, so that the other host goes on with it: `quit` would be an end, which ends the protection too.
 fn demote(instance: &Instance, left: impl Fn() -> Duration) -> Outcome {
-    instance.set_demoted()?;
+    instance.remove(PROMOTED)?;
     instance.await_claims(left() / 2)?;
     instance.kill(left())
 }
 
-fn monitor(instance: &Instance) -> Outcome {
-    if !instance.is_started() {
+fn monitor(instance: &Instance, left: impl Fn() -> Duration) -> Outcome {
+    if !instance.has(STARTED) {
         return Err(Refusal::NOT_RUNNING);
     }
-    set_score(instance);
+    set_score(instance, left() / 4);
     if !instance.is_promoted() {
         // The cluster forgets it when some of its processes start again.
         let _ = instance.mark().map(|mark| cluster::mark_start(&instance.guest, &mark));
-    } else if instance.has_scores_left() {
-        let _ = take_scores(instance);
+    } else if instance.has(SCORES_LEFT) {
+        let _ = attempt(left() / 4, instance, take_scores);
     }
     // One whose state cannot be read may run.
     let is_here = !matches!(instance.qemu(), Ok(None));
@@ -159,14 +172,31 @@ fn monitor(instance: &Instance) -> Outcome {
 /// Sets the promotion score of a host that has the guest, and removes that of one that has nothing. One that waits sets it when it claims.
 ///
 /// A guest is not killed because the cluster does not take its score for a while.
-fn set_score(instance: &Instance) {
-    let set = match instance.qemu() {
-        Ok(Some(qemu)) if qemu.is_waiting() => Ok(()),
-        Ok(Some(_)) => cluster::set_score(&instance.guest, Some(SCORE)),
-        Ok(None) => cluster::set_score(&instance.guest, None),
-        Err(refusal) => Err(refusal),
-    };
+fn set_score(instance: &Instance, within: Duration) {
+    let set = attempt(within, instance, |instance| match instance.qemu()? {
+        Some(qemu) if qemu.is_waiting() => Ok(()),
+        Some(_) => cluster::set_score(&instance.guest, Some(SCORE), &[]),
+        None => cluster::set_score(&instance.guest, None, &[]),
+    });
     if let Err(refusal) = set {
         say(&format!("the promotion score is not set: {}", refusal.reason.unwrap_or_default()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_busy_cluster_makes_no_action_late() {
+        let (begun, instance) = (Instant::now(), Instance::of("web".parse().unwrap()));
+        let attempted = attempt(Duration::from_millis(10), &instance, |_| {
+            thread::sleep(Duration::from_secs(3600));
+            Ok(())
+        });
+        assert!(attempted.is_err() && begun.elapsed() < Duration::from_secs(600));
+        let refused = attempt(Duration::ZERO, &instance, |_| Err(Refusal::failed("why")));
+        assert_eq!(refused.unwrap_err().reason.unwrap(), "why");
+        attempt(Duration::ZERO, &instance, |_| Ok(())).unwrap();
     }
 }

@@ -5,6 +5,9 @@ use std::error::Error as StdError;
 use crate::console::{self, OverflowPolicy};
 use crate::errors;
 
+/// Prints a line for the cluster's log.
+pub(super) use crate::console::notice as say;
+
 /// An exit status of OCF.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Code {
@@ -58,9 +61,4 @@ impl<T: StdError + 'static> From<T> for Refusal {
 /// Prints what was asked for.
 pub(super) fn answer(text: &str) {
     console::print(OverflowPolicy::Always, text.trim_end());
-}
-
-/// A line for the cluster's log.
-pub(super) fn say(text: &str) {
-    console::notice(text);
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::super::refusal::{Code, Outcome, Refusal, answer};
 use super::cluster::{self, Cluster, Recorded};
-use super::instance::Instance;
+use super::instance::{Instance, STARTED};
 
 /// Time for the cluster to start the instance of this host, or to promote it.
 const READY_WITHIN: Duration = Duration::from_secs(15);
@@ -22,7 +22,7 @@ pub(super) fn arbitrate() -> Outcome {
     let instance = Instance::of(variable("TOWLINE_GUEST")?.parse()?);
     let found = match variable("TOWLINE_ACTION")?.as_str() {
         "newest" => {
-            let is_ready = await_ready(|| Ok(instance.is_started()))?;
+            let is_ready = await_ready(|| Ok(instance.has(STARTED)))?;
             if !is_ready {
                 let guest = &instance.guest;
                 let text = format!("the cluster has not started resource {guest} on this host; see crm_mon");
@@ -64,15 +64,15 @@ fn await_ready(is_ready: impl Fn() -> Result<bool, Refusal>) -> Result<bool, Ref
 fn claim(instance: &Instance, claimed: Recorded, stake: &str) -> Result<String, Refusal> {
     if stake == "guest" {
         // A guest that was just started is promoted soon.
-        await_ready(|| Ok(instance.is_promoted() || !instance.is_started() || instance.qemu()?.is_none()))?;
+        await_ready(|| Ok(instance.is_promoted() || !instance.has(STARTED) || instance.qemu()?.is_none()))?;
     }
-    if !instance.is_started() {
+    if !instance.has(STARTED) {
         // What there was to win was ended with it.
         return Ok(NONE.into());
     }
     // It keeps a demotion, and a stop, from being done meanwhile.
     let _claiming = instance.claiming()?;
-    if !instance.is_started() {
+    if !instance.has(STARTED) {
         return Ok(NONE.into());
     }
     let recorded = Recorded::read(&instance.guest)?;
@@ -132,7 +132,7 @@ fn check_copy(instance: &Instance, cluster: &Cluster<'_>) -> Outcome {
     let status = cluster.status()?;
     if !instance.is_promoted() {
         if !cluster.is_promoted_elsewhere(&status) {
-            cluster::set_score(&instance.guest, Some(SCORE))?;
+            cluster::set_score(&instance.guest, Some(SCORE), &[])?;
         } else if instance.has_claimed_for(HANGS_AFTER)? {
             // The guest's host would have had this copy ended by now.
             cluster.recover_promoted()?;

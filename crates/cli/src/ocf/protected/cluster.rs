@@ -39,12 +39,9 @@ fn output(words: &[&str]) -> Result<String, Refusal> {
     Ok(String::from_utf8_lossy(&ran.stdout).trim().to_owned())
 }
 
-/// Sets the promotion score of this host, or removes it. It does not vanish with the host's membership: it may only be cut off for a moment.
-pub(super) fn set_score(guest: &GuestName, score: Option<u32>) -> Outcome {
-    change_score(guest, score, &[])
-}
-
-fn change_score(guest: &GuestName, score: Option<u32>, of: &[&str]) -> Outcome {
+/// Sets the promotion score of this host or of another one (`--node NAME`), or removes it. It does not vanish with the host's membership: it may
+/// only be cut off for a moment.
+pub(super) fn set_score(guest: &GuestName, score: Option<u32>, of: &[&str]) -> Outcome {
     let (promotion, value) = (format!("--promotion={guest}"), score.map(|score| score.to_string()));
     let change = match &value {
         Some(value) => ["--update", value.as_str()],
@@ -107,7 +104,7 @@ impl<'a> Cluster<'a> {
 
     /// This host.
     pub(super) fn own<'s>(&self, status: &'s Status) -> Option<&'s Node> {
-        status.node(&self.own)
+        status.nodes.get(&self.own)
     }
 
     /// Hosts but this one.
@@ -141,7 +138,7 @@ impl<'a> Cluster<'a> {
             for mut other in others {
                 if !self.has_stopped(&other, &status)? {
                     // It may be the start before that.
-                    let start = status.node(&other.node).and_then(|node| node.start.clone());
+                    let start = status.nodes.get(&other.node).and_then(|node| node.start.clone());
                     other.start = other.start.or(start);
                     left.push(other);
                 }
@@ -155,7 +152,7 @@ impl<'a> Cluster<'a> {
                 )));
             }
             for other in &mut others {
-                let may_recover = status.node(&other.node).is_some_and(Node::can_be_recovered);
+                let may_recover = status.nodes.get(&other.node).is_some_and(Node::can_be_recovered);
                 if may_recover && other.asked.is_none_or(|asked| asked.elapsed() > ASK_INTERVAL) {
                     requests.push(self.recover(&other.node)?);
                     other.asked = Some(Instant::now());
@@ -177,7 +174,7 @@ impl<'a> Cluster<'a> {
 
     /// Returns true if an instance was stopped since it was to be recovered.
     fn has_stopped(&self, other: &Other, status: &Status) -> Result<bool, Refusal> {
-        let Some(node) = status.node(&other.node) else { return Ok(false) };
+        let Some(node) = status.nodes.get(&other.node) else { return Ok(false) };
         match (&other.start, &node.start) {
             (Some(before), Some(now)) if node.is_online => Ok(before != now),
             (Some(_), None) if node.is_online => Ok(false),
@@ -210,7 +207,7 @@ impl<'a> Cluster<'a> {
     /// Removes the promotion scores of all other hosts: this one has the guest.
     pub(super) fn take_scores(&self) -> Outcome {
         let status = self.status()?;
-        let taken = self.others(&status).map(|(node, _)| change_score(self.guest, None, &["--node", node]));
+        let taken = self.others(&status).map(|(node, _)| set_score(self.guest, None, &["--node", node]));
         taken.fold(Ok(()), Outcome::and)
     }
 

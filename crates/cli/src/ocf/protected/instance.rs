@@ -14,8 +14,9 @@ use towline_launch::{GuestName, RunningGuest, RuntimeRoot};
 
 use super::super::refusal::{Outcome, Refusal};
 
-const STARTED: &str = "started";
-const PROMOTED: &str = "promoted";
+/// Roles.
+pub(super) const STARTED: &str = "started";
+pub(super) const PROMOTED: &str = "promoted";
 /// Locked by a claim.
 const CLAIMING: &str = "claiming";
 /// Times of the first claim with a copy, and of the last one, in seconds since boot.
@@ -23,7 +24,7 @@ const CLAIMED_SINCE: &str = "claimed-since";
 /// Seconds between two claims, at most, of those that are made without a pause.
 const PAUSE_MAX: i64 = 3;
 /// There until the scores of other hosts are removed.
-const SCORES_LEFT: &str = "scores-left";
+pub(super) const SCORES_LEFT: &str = "scores-left";
 /// Mark of the last start.
 const MARK: &str = "mark";
 /// Time for a claim, which may be killed at any moment.
@@ -31,6 +32,7 @@ const CLAIM_ENDS_WITHIN: Duration = Duration::from_secs(2);
 const LOCK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// An instance, whose role and claims are files.
+#[derive(Clone)]
 pub(super) struct Instance {
     pub(super) guest: GuestName,
     directory: PathBuf,
@@ -43,16 +45,25 @@ impl Instance {
         Self { guest, directory }
     }
 
-    pub(super) fn is_started(&self) -> bool {
-        self.directory.join(STARTED).exists()
+    /// Returns true if it has this role, or this is left to do.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.directory.join(name).exists()
+    }
+
+    /// Ends a role, or what is left to do. Removing a file needs no room on a file system that is full.
+    pub(super) fn remove(&self, name: &str) -> io::Result<()> {
+        match fs::remove_file(self.directory.join(name)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
     }
 
     pub(super) fn is_promoted(&self) -> bool {
-        self.is_started() && self.directory.join(PROMOTED).exists()
+        self.has(STARTED) && self.has(PROMOTED)
     }
 
     pub(super) fn set_started(&self) -> io::Result<()> {
-        remove(self.directory.join(CLAIMED_SINCE))?;
+        self.remove(CLAIMED_SINCE)?;
         File::create(self.directory.join(CLAIMING))?;
         fs::write(self.directory.join(STARTED), "")
     }
@@ -60,23 +71,6 @@ impl Instance {
     pub(super) fn set_promoted(&self) -> io::Result<()> {
         fs::write(self.directory.join(SCORES_LEFT), "")?;
         fs::write(self.directory.join(PROMOTED), "")
-    }
-
-    pub(super) fn has_scores_left(&self) -> bool {
-        self.directory.join(SCORES_LEFT).exists()
-    }
-
-    pub(super) fn set_scores_taken(&self) -> io::Result<()> {
-        remove(self.directory.join(SCORES_LEFT))
-    }
-
-    /// Removing a file needs no room on a file system that is full.
-    pub(super) fn set_demoted(&self) -> io::Result<()> {
-        remove(self.directory.join(PROMOTED))
-    }
-
-    pub(super) fn set_stopped(&self) -> io::Result<()> {
-        remove(self.directory.join(STARTED))
     }
 
     /// A mark of a new start.
@@ -97,24 +91,27 @@ impl Instance {
     /// # Errors
     /// Another claim has it.
     pub(super) fn claiming(&self) -> Result<File, Refusal> {
-        let mut file = File::options().read(true).write(true).open(self.directory.join(CLAIMING))?;
-        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => {}
-            Err(Errno::WOULDBLOCK) => {
-                return Err(Refusal::failed("another claim is made on this host; wait for it"));
-            }
-            Err(error) => return Err(error.into()),
-        }
+        let mut file = self.lock()?;
         file.set_len(0)?;
         write!(file, "{}", std::process::id())?;
         Ok(file)
+    }
+
+    /// Locks it, which needs no room on a file system that is full: a stop must not fail for that.
+    fn lock(&self) -> Result<File, Refusal> {
+        let file = File::options().read(true).write(true).open(self.directory.join(CLAIMING))?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(file),
+            Err(Errno::WOULDBLOCK) => Err(Refusal::failed("another claim is made on this host; wait for it")),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Waits until no claim is made here that was begun before. One that takes long, or was stopped, is killed.
     pub(super) fn await_claims(&self, within: Duration) -> Outcome {
         let (begun, path) = (Instant::now(), self.directory.join(CLAIMING));
         while path.exists() {
-            match self.claiming() {
+            match self.lock() {
                 Ok(_) => break,
                 Err(refusal) if begun.elapsed() >= within => return Err(refusal),
                 Err(_) if begun.elapsed() >= CLAIM_ENDS_WITHIN => {
@@ -163,9 +160,29 @@ impl Instance {
     }
 }
 
-fn remove(path: PathBuf) -> io::Result<()> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd as _;
+    use std::os::unix::fs::symlink;
+
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+
+    use super::*;
+
+    #[test]
+    fn a_stop_needs_no_room() {
+        let place = tempfile::tempdir().unwrap();
+        let instance = Instance { guest: "web".parse().unwrap(), directory: place.path().to_owned() };
+        // A file that cannot grow, as on a file system that is full.
+        let full = memfd_create("full", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        fcntl_add_seals(&full, SealFlags::GROW).unwrap();
+        symlink(format!("/proc/self/fd/{}", full.as_raw_fd()), place.path().join(CLAIMING)).unwrap();
+        assert!(instance.claiming().is_err(), "a claim could not be killed");
+        instance.await_claims(Duration::ZERO).unwrap();
+        // One that is made is waited for.
+        let claiming = instance.lock().unwrap();
+        assert!(instance.await_claims(Duration::ZERO).is_err());
+        drop(claiming);
+        instance.await_claims(Duration::ZERO).unwrap();
     }
 }

@@ -14,7 +14,7 @@ pub(super) struct Status {
     pub(super) has_quorum: bool,
     /// Hosts are fenced.
     pub(super) fences: bool,
-    /// By name.
+    /// By name. One that is not known any more is in no known state.
     pub(super) nodes: BTreeMap<String, Node>,
 }
 
@@ -119,11 +119,6 @@ impl Status {
             }
         }
     }
-
-    /// A host of the cluster; one that is not known any more is in no known state.
-    pub(super) fn node(&self, name: &str) -> Option<&Node> {
-        self.nodes.get(name)
-    }
 }
 
 fn values(element: &BytesStart<'_>) -> Result<BTreeMap<String, String>, String> {
@@ -180,7 +175,7 @@ mod tests {
         assert!(status.has_quorum && status.fences);
         let start = Some("3c00c673594078d1".to_owned());
         let here = Node { is_online: true, has_instance: true, is_promoted: true, start, ..Node::default() };
-        assert_eq!(status.node("node1"), Some(&here));
+        assert_eq!(status.nodes.get("node1"), Some(&here));
         assert!(here.can_be_recovered());
         let cut = Node {
             is_unclean: true,
@@ -189,9 +184,9 @@ mod tests {
             is_changing: true,
             ..Node::default()
         };
-        assert_eq!(status.node("node2"), Some(&cut));
-        assert_eq!(status.node("node3"), Some(&Node { is_online: true, ..Node::default() }));
-        assert_eq!(status.node("node4"), None);
+        assert_eq!(status.nodes.get("node2"), Some(&cut));
+        assert_eq!(status.nodes.get("node3"), Some(&Node { is_online: true, ..Node::default() }));
+        assert_eq!(status.nodes.get("node4"), None);
     }
 
     #[test]
