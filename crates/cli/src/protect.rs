@@ -32,9 +32,9 @@ const SESSION_TIMEOUT: Duration = Duration::from_secs(30);
 const PEER_TIMEOUT_MIN: Duration = Duration::from_millis(200);
 /// Longest epoch of a guest that sends nothing.
 const EPOCH_MAX: Duration = Duration::from_millis(50);
-/// Program before those that end by this process alone. Ctrl-C is sent to all processes of a terminal, and a service manager's SIGTERM to all
-/// of a service.
-const IGNORING_SIGNALS: [&str; 2] = ["env", "--ignore-signal=HUP,INT,QUIT,TERM"];
+/// Program before those that end by this process alone. Ctrl-C and Ctrl-Z are sent to all processes of a terminal, and a service manager's
+/// SIGTERM to all of a service.
+const IGNORING_SIGNALS: [&str; 2] = ["env", "--ignore-signal=HUP,INT,QUIT,TERM,TSTP"];
 
 /// Runs the command.
 pub(crate) fn run(args: &ProtectArgs) -> Result<Exit> {
@@ -192,5 +192,32 @@ impl ProtectObserver for Output<'_> {
         self.reporter.event(InterimEvent::Unprotected { reason });
         self.reporter
             .notice(&format!("NOT PROTECTED: {reason}; the guest runs on here, and will be protected again"));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    /// A session that is stopped would not release the standby.
+    #[test]
+    fn no_signal_of_a_terminal_ends_or_stops_what_works_for_a_protection() {
+        let script = "kill -HUP $$; kill -INT $$; kill -QUIT $$; kill -TERM $$; kill -TSTP $$; exit 7";
+        let mut command = Command::new(IGNORING_SIGNALS[0]);
+        let mut child = command.args([IGNORING_SIGNALS[1], "sh", "-c", script]).spawn().unwrap();
+        let deadline = std::time::Instant::now() + Duration::from_secs(10);
+        let status = loop {
+            match child.try_wait().unwrap() {
+                Some(status) => break status,
+                None if std::time::Instant::now() > deadline => {
+                    child.kill().unwrap();
+                    break child.wait().unwrap();
+                }
+                None => std::thread::sleep(Duration::from_millis(5)),
+            }
+        };
+        assert_eq!(status.code(), Some(7), "{status}");
     }
 }
