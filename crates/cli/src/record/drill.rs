@@ -5,9 +5,9 @@ use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::thread;
+use std::time::Instant;
 
 use anyhow::{Context as _, Result, anyhow};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FlockOperation, flock};
 use towline_channel::Cancel;
 use towline_control::record::{Place, RecordedInstant};
@@ -56,23 +56,14 @@ pub(super) fn run(args: &RecordArgs, place: &Place, newest: &RecordedInstant) ->
 
 /// Ends the guest after its time. It must run until then.
 fn watch(mut running: Running, cancel: &Cancel, reporter: &Reporter, args: &RecordArgs) -> Result<Exit> {
-    let over = Cancel::new()?;
-    let mut has_ended = None;
-    thread::scope(|scope| -> Result<()> {
-        scope.spawn(|| {
-            let time = Timespec::try_from(args.run_for).ok();
-            // Cancelled, the guest ended, or it has run for its time.
-            let _ = poll(
-                &mut [PollFd::new(cancel, PollFlags::IN), PollFd::new(&over, PollFlags::IN)],
-                time.as_ref(),
-            );
-            over.cancel();
-        });
-        let supervised = running.supervise(&over, &mut |end| has_ended = Some(end.guest.qemu.log_tail()));
+    let (begun, mut has_ended) = (Instant::now(), None);
+    let (over, time) = (cancel.clone(), args.run_for);
+    thread::Builder::new().name("drill".into()).spawn(move || {
+        thread::sleep(time);
         over.cancel();
-        Ok(supervised?)
     })?;
-    if cancel.is_cancelled() {
+    running.supervise(cancel, &mut |end| has_ended = Some(end.guest.qemu.log_tail()))?;
+    if cancel.is_cancelled() && begun.elapsed() < args.run_for {
         return Ok(Exit::Failed);
     }
     if let Some(log) = has_ended {
