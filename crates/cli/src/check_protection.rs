@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use towline_compat::{ConfiguredBy, Finding, Report, Severity};
+use towline_compat::ConfiguredBy;
 use towline_control::plan::Observer as _;
 use towline_control::protect::{CostRequest, DISKS, EpochCost, Forecast, foresee};
 use towline_control::remote::{DepartingGuest, NewGuest, Place};
@@ -60,27 +60,17 @@ fn estimate(reporter: &Reporter, args: &CheckArgs, held: &HeldSignals) -> Result
             let prepared = remote::prepare(end, &options, socket).map_err(|error| NoVerdict::of(&error))?;
             reporter.hosts(&prepared.host.hosts_of(&prepared.guest, &prepared.fit));
             let report = prepared.guest.compare(&prepared.fit, options.lanes);
-            (prepared.guest, report)
+            (prepared.guest, Some(report))
         }
         None => {
             let place = Place::Guest(NewGuest::default());
             let guest = DepartingGuest::of(socket, place, DISKS, None, Some(held.arrived()));
-            (guest.map_err(|error| NoVerdict::of(&error))?, Report::default().with(not_asked()))
+            (guest.map_err(|error| NoVerdict::of(&error))?, None)
         }
     };
     let forecast = foresee(socket, &guest, report, &request);
     let forecast = forecast.map_err(|error| NoVerdict::Unknown(error.to_string()))?;
     Ok(report_forecast(reporter, args, &forecast))
-}
-
-fn not_asked() -> Finding {
-    Finding {
-        rule: "other-host",
-        severity: Severity::Note,
-        configured_by: None,
-        text: "no other host was asked".into(),
-        remedy: "name one: ssh:HOST".into(),
-    }
 }
 
 fn report_forecast(reporter: &Reporter, args: &CheckArgs, forecast: &Forecast) -> Exit {

@@ -95,16 +95,20 @@ pub struct Forecast {
     pub costs: Vec<EpochCost>,
 }
 
-/// Adds to the findings on a guest and its place what is against its protection here, and what that would cost. Changes nothing.
+/// Adds to the findings on a guest and its place what is against its protection here, and what that would cost. `report`: `None` if no other host
+/// was asked. Changes nothing.
 ///
 /// # Errors
 /// Its QEMU cannot be queried.
 pub fn foresee(
     socket: &Path,
     guest: &DepartingGuest,
-    report: Report,
+    report: Option<Report>,
     request: &CostRequest,
 ) -> Result<Forecast, Error> {
+    let not_asked =
+        || finding("other-host", Severity::Note, "no other host was asked".into(), "name one: ssh:HOST");
+    let report = report.unwrap_or_else(|| Report::default().with(not_asked()));
     let mut qemu = Qemu::inspect(socket, &qmp::Options::default())?;
     let managed = ManagedGuest::of_qemu(&qemu)?.map(|managed| Error::from(managed.refuse()));
     let refusals = [managed, check_departing(guest, request.leaks_output).err()];
