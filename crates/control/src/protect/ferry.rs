@@ -59,12 +59,13 @@ impl Failure {
     }
 }
 
-/// Both ends of a ferry.
-struct Ends {
+/// The way of checkpoints from the guest to its standby.
+struct Way<'a> {
+    link: &'a Link<ToFerry>,
     primary: Arc<dyn Channel>,
     standby: Arc<dyn Channel>,
-    first: FirstCopy,
     disks: Vec<Arc<DiskLog>>,
+    queue: Arc<CheckpointQueue>,
 }
 
 /// Works on what the keeper at the other end of this socket sends, and returns when the protection has ended.
@@ -104,10 +105,10 @@ fn carry(link: &Link<ToFerry>, open: &mut Option<Arc<dyn Channel>>) -> Result<()
     link.send(&FromFerry::Listening);
     let Some(ToFerry::Copy) = next(link) else { return Ok(()) };
     flush(&disks)?;
-    let ends = first_copy(listener, standby, disks)?;
+    let (primary, first) = first_copy(listener, &standby)?;
     link.send(&FromFerry::Copied);
     let Some(ToFerry::Go) = next(link) else { return Ok(()) };
-    pass_checkpoints(&request, ends, &queue, link)
+    Way { link, primary, standby, disks, queue }.pass_checkpoints(&request, first)
 }
 
 /// The keeper's next message; `None`: it is gone.
@@ -173,93 +174,84 @@ fn for_qemu<T>(path: &Path, bind: impl FnOnce() -> T) -> Result<T, Failure> {
 /// Passes the first copy on.
 fn first_copy(
     listener: Listener,
-    standby: Arc<dyn Channel>,
-    disks: Vec<Arc<DiskLog>>,
-) -> Result<Ends, Failure> {
+    standby: &Arc<dyn Channel>,
+) -> Result<(Arc<dyn Channel>, FirstCopy), Failure> {
     let cancel = Cancel::new().map_err(Failure::of(Lost::Guest))?;
     let gathered = gather(listener, 0, Instant::now() + STEP_TIMEOUT, STEP_TIMEOUT, &cancel);
     let primary = gathered.map_err(Failure::of(Lost::Guest))?.main_channel();
     // Which end has failed is in the error, and makes no difference before the first checkpoint.
-    let first = pass_on_first_copy(&primary, &standby).map_err(Failure::of(Lost::Standby))?;
-    Ok(Ends { primary, standby, first, disks })
+    let first = pass_on_first_copy(&primary, standby).map_err(Failure::of(Lost::Standby))?;
+    Ok((primary, first))
 }
 
-/// Takes checkpoints and passes them on, until an end is lost, which is reported.
-fn pass_checkpoints(
-    request: &FerryRequest,
-    ends: Ends,
-    queue: &CheckpointQueue,
-    link: &Link<ToFerry>,
-) -> Result<(), Failure> {
-    let Ends { primary, standby, first, disks } = ends;
-    let hold = || HoldingCards::hold(&request.cards, request.generation).map_err(Failure::of(Lost::Card));
-    let (marks, releases) = (hold()?, hold()?);
-    let watched = if request.ends_on_output && !request.cards.is_empty() { Some(hold()?) } else { None };
-    let timeout = Duration::from_millis(request.peer_timeout_ms);
-    // The guest stands; little was written since the last time.
-    flush(&disks)?;
-    let set = disks.iter().try_for_each(|disk| disk.set_timeout(timeout));
-    let set = set.and_then(|()| standby.set_timeouts(Some(timeout), Some(timeout)));
-    set.map_err(Failure::of(Lost::Standby))?;
-    let mut taker = Taker {
-        link,
-        queue,
-        cards: marks,
-        interval: Duration::from_millis(request.epoch_ms),
-        begun: Instant::now(),
-        disks: &disks,
-        number: 0,
-        lost: None,
-    };
-    let passing = Mutex::new(None);
-    thread::scope(|scope| {
-        scope.spawn(|| {
-            let failure = pass(standby.as_ref(), queue, &disks, releases, link);
-            *lock(&passing) = failure;
-            queue.close();
-            // QEMU may wait for a write before it requests the next checkpoint.
-            disks.iter().for_each(|disk| disk.close("there are no more checkpoints".into()));
+impl Way<'_> {
+    /// Takes checkpoints and passes them on, until an end is lost, which is reported.
+    fn pass_checkpoints(&self, request: &FerryRequest, first: FirstCopy) -> Result<(), Failure> {
+        let hold = || HoldingCards::hold(&request.cards, request.generation).map_err(Failure::of(Lost::Card));
+        let (marks, releases) = (hold()?, hold()?);
+        let watched = if request.ends_on_output && !request.cards.is_empty() { Some(hold()?) } else { None };
+        let timeout = Duration::from_millis(request.peer_timeout_ms);
+        // The guest stands; little was written since the last time.
+        flush(&self.disks)?;
+        let set = self.disks.iter().try_for_each(|disk| disk.set_timeout(timeout));
+        let set = set.and_then(|()| self.standby.set_timeouts(Some(timeout), Some(timeout)));
+        set.map_err(Failure::of(Lost::Standby))?;
+        let mut taker = Taker {
+            way: self,
+            cards: marks,
+            interval: Duration::from_millis(request.epoch_ms),
+            begun: Instant::now(),
+            number: 0,
+            lost: None,
+        };
+        let passing = Mutex::new(None);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let failure = self.pass(releases);
+                *lock(&passing) = failure;
+                // QEMU may wait for a write before it requests the next checkpoint.
+                self.close();
+            });
+            if let Some(mut watched) = watched {
+                scope.spawn(move || request_on_output(&mut watched, &self.queue));
+            }
+            let Err(error) = checkpoints::take(self.primary.as_ref(), first, &mut taker);
+            // Its writes do not wait for what comes next.
+            self.close();
+            let lost = taker.lost.unwrap_or(match &error {
+                Error::Ended { .. } | Error::Channel(_) => Lost::Guest,
+                _ => Lost::Checkpoint,
+            });
+            let Failure { lost, reason } = lock(&passing).take().unwrap_or_else(|| Failure::of(lost)(error));
+            // Not after the other thread, which may wait for the standby.
+            self.link.send(&FromFerry::Ended { lost, reason });
         });
-        if let Some(mut watched) = watched {
-            scope.spawn(move || request_on_output(&mut watched, queue));
-        }
-        let Err(error) = checkpoints::take(primary.as_ref(), first, &mut taker);
-        queue.close();
-        // Its writes do not wait for what comes next.
-        disks.iter().for_each(|disk| disk.close("there are no more checkpoints".into()));
-        let lost = taker.lost.unwrap_or(match &error {
-            Error::Ended { .. } | Error::Channel(_) => Lost::Guest,
-            _ => Lost::Checkpoint,
-        });
-        let Failure { lost, reason } = lock(&passing).take().unwrap_or_else(|| Failure::of(lost)(error));
-        // Not after the other thread, which may wait for the standby.
-        link.send(&FromFerry::Ended { lost, reason });
-    });
-    Ok(())
-}
-
-/// Passes checkpoints on until that fails; `None`: there are no more.
-fn pass(
-    standby: &dyn Channel,
-    queue: &CheckpointQueue,
-    disks: &[Arc<DiskLog>],
-    mut cards: HoldingCards,
-    link: &Link<ToFerry>,
-) -> Option<Failure> {
-    while let Ok(checkpoint) = queue.next() {
-        let (begun, epoch) = (Instant::now(), checkpoint.number());
-        // The standby keeps the writes until it has the checkpoint.
-        let passed = disks.iter().try_for_each(|disk| disk.pass_on(epoch)).map_err(Error::from);
-        if let Err(error) = passed.and_then(|()| pass_on(standby, &checkpoint)) {
-            return Some(Failure::of(Lost::Standby)(error));
-        }
-        if let Err(error) = cards.release(epoch) {
-            return Some(Failure::of(Lost::Card)(error));
-        }
-        queue.release(checkpoint);
-        link.send(&FromFerry::Acknowledged { epoch, latency_us: micros(begun) });
+        Ok(())
     }
-    None
+
+    /// Passes checkpoints on until that fails; `None`: there are no more.
+    fn pass(&self, mut cards: HoldingCards) -> Option<Failure> {
+        while let Ok(checkpoint) = self.queue.next() {
+            let (begun, epoch) = (Instant::now(), checkpoint.number());
+            // The standby keeps the writes until it has the checkpoint.
+            let passed = self.disks.iter().try_for_each(|disk| disk.pass_on(epoch)).map_err(Error::from);
+            if let Err(error) = passed.and_then(|()| pass_on(self.standby.as_ref(), &checkpoint)) {
+                return Some(Failure::of(Lost::Standby)(error));
+            }
+            if let Err(error) = cards.release(epoch) {
+                return Some(Failure::of(Lost::Card)(error));
+            }
+            self.queue.release(checkpoint);
+            self.link.send(&FromFerry::Acknowledged { epoch, latency_us: micros(begun) });
+        }
+        None
+    }
+
+    /// Ends all waits: there are no more checkpoints.
+    fn close(&self) {
+        self.queue.close();
+        self.disks.iter().for_each(|disk| disk.close("there are no more checkpoints".into()));
+    }
 }
 
 /// Requests a checkpoint whenever the guest has sent something. Another thread notices what fails here.
@@ -279,25 +271,23 @@ fn micros(since: Instant) -> u64 {
 
 /// Takes checkpoints at an interval.
 struct Taker<'a> {
-    link: &'a Link<ToFerry>,
-    queue: &'a CheckpointQueue,
+    way: &'a Way<'a>,
     cards: HoldingCards,
     interval: Duration,
     /// Time of the last reply, which stops the guest, and the checkpoint's number.
     begun: Instant,
     number: u64,
-    disks: &'a [Arc<DiskLog>],
     /// The part without which there are no more.
     lost: Option<Lost>,
 }
 
 impl CheckpointSink for Taker<'_> {
     fn buffer(&mut self) -> Result<CheckpointBuffer, Error> {
-        let buffer = self.queue.buffer()?;
-        self.queue.wait_until_due(self.begun + EPOCH_MIN, self.begun + self.interval)?;
+        let buffer = self.way.queue.buffer()?;
+        self.way.queue.wait_until_due(self.begun + EPOCH_MIN, self.begun + self.interval)?;
         self.number += 1;
-        self.link.send(&FromFerry::Stopping { epoch: self.number });
-        self.disks.iter().for_each(|disk| disk.stopping());
+        self.way.link.send(&FromFerry::Stopping { epoch: self.number });
+        self.way.disks.iter().for_each(|disk| disk.stopping());
         self.begun = Instant::now();
         Ok(buffer)
     }
@@ -309,17 +299,17 @@ impl CheckpointSink for Taker<'_> {
             Error::Guest(error)
         };
         self.cards.mark(number).map_err(|error| failed(Lost::Card, Box::new(error)))?;
-        let cut = self.disks.iter().try_for_each(|disk| disk.cut());
+        let cut = self.way.disks.iter().try_for_each(|disk| disk.cut());
         cut.map_err(|error| failed(Lost::Disk, error.into()))?;
-        self.queue.marked();
+        self.way.queue.marked();
         Ok(())
     }
 
     fn put(&mut self, checkpoint: Checkpoint) -> Result<(), Error> {
         let (epoch, bytes) = (checkpoint.number(), checkpoint.stream_bytes());
         let pages = checkpoint.pages().len() as u64;
-        self.queue.put(checkpoint)?;
-        self.link.send(&FromFerry::Runs { epoch, pause_us: micros(self.begun), bytes, pages });
+        self.way.queue.put(checkpoint)?;
+        self.way.link.send(&FromFerry::Runs { epoch, pause_us: micros(self.begun), bytes, pages });
         Ok(())
     }
 }
