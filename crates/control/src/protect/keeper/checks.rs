@@ -8,23 +8,19 @@ use crate::remote::DepartingGuest;
 
 /// Refuses a guest that would be lost, or whose output would not be held.
 pub(crate) fn check_departing(guest: &DepartingGuest, leaks_output: bool) -> Result<(), Error> {
+    let Some(facts) = guest.qemu() else { return Ok(()) };
     let line = guest.new_guest().map(|guest| &*guest.command_line).unwrap_or_default();
-    let cards = guest.card_controls().len();
-    guest.qemu().map_or(Ok(()), |facts| check_guest(facts, line, cards, leaks_output))
-}
-
-/// `cards`: the number of its cards with a control socket.
-fn check_guest(guest: &QemuFacts, command_line: &str, cards: usize, leaks_output: bool) -> Result<(), Error> {
-    check(guest, dirty_log(guest, command_line))?;
-    if guest.status != "running" {
-        return Err(Error::NotRunning { status: guest.status.clone() });
+    check(facts, dirty_log(facts, line))?;
+    if facts.status != "running" {
+        return Err(Error::NotRunning { status: facts.status.clone() });
     }
-    if let Some(reason) = guest.blocked_reasons.first() {
+    if let Some(reason) = facts.blocked_reasons.first() {
         return Err(Error::Blocked { reason: reason.clone() });
     }
-    let networks = guest.netdevs.iter().flatten();
+    let networks = facts.netdevs.iter().flatten();
     let (ours, others): (Vec<_>, Vec<_>) = networks.partition(|network| network.kind == "vhost-user");
-    let without = others.first().or_else(|| ours.get(cards));
+    // As many of ours as have a control socket.
+    let without = others.first().or_else(|| ours.get(guest.card_controls().len()));
     match without {
         Some(network) if !leaks_output => {
             Err(Error::OutputNotHeld { id: network.id.clone(), kind: network.kind.clone() })

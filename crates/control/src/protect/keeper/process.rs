@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::super::messages::{FromFerry, Link, Received, ToFerry};
+use super::super::messages::{FromFerry, Link, Received};
 use super::request::Error;
 use crate::procfs::start_time;
 
@@ -55,10 +55,6 @@ impl FerryProcess {
                 }
             }
         }
-    }
-
-    pub(super) fn send(&self, message: &ToFerry) {
-        self.link.send(message);
     }
 
     /// Ends it at once: QEMU sees the end of its connection, and so does the standby.

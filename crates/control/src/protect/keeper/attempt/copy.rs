@@ -47,7 +47,7 @@ impl Attempt<'_, '_> {
             disks: self.mirrors.disks(),
         })?;
         let [socket, disk_socket] = ["checkpoints.sock", "disks.sock"].map(|name| self.directory.join(name));
-        self.ferry.send(&ToFerry::Begin(FerryRequest {
+        self.ferry.link.send(&ToFerry::Begin(FerryRequest {
             standby: address.to_string(),
             certificate: stands_by.certificate,
             socket: socket.clone(),
@@ -69,14 +69,14 @@ impl Attempt<'_, '_> {
         if self.is_emulated {
             self.qemu.stop()?;
         }
-        self.ferry.send(&ToFerry::Copy);
+        self.ferry.link.send(&ToFerry::Copy);
         self.qemu.migrate(&Migrate::to_uri(format!("unix:{}", socket.display())))?;
         self.await_copy()?;
         self.await_secondary()?;
         self.mirrors.check(&mut self.qemu)?;
         // It may have a checkpoint from now on.
         self.may_be_taken = true;
-        self.ferry.send(&ToFerry::Go);
+        self.ferry.link.send(&ToFerry::Go);
         Ok(())
     }
 
