@@ -4,7 +4,7 @@
 mod client;
 mod server;
 
-use std::io;
+use std::io::{self, Read};
 use std::ops::Range;
 
 pub(crate) use client::NbdClient;
@@ -49,31 +49,22 @@ struct Request {
 }
 
 impl Request {
-    fn encode(self) -> [u8; REQUEST_BYTES] {
-        let mut bytes = [0; REQUEST_BYTES];
-        bytes[..4].copy_from_slice(&REQUEST.to_be_bytes());
-        bytes[4..6].copy_from_slice(&self.flags.to_be_bytes());
-        bytes[6..8].copy_from_slice(&self.kind.to_be_bytes());
-        bytes[8..16].copy_from_slice(&self.cookie.to_be_bytes());
-        bytes[16..24].copy_from_slice(&self.offset.to_be_bytes());
-        bytes[24..].copy_from_slice(&self.bytes.to_be_bytes());
-        bytes
+    fn encode(self) -> Vec<u8> {
+        let Self { flags, kind, cookie, offset, bytes } = self;
+        let head = [&REQUEST.to_be_bytes()[..], &flags.to_be_bytes(), &kind.to_be_bytes()].concat();
+        [&head[..], &cookie.to_be_bytes(), &offset.to_be_bytes(), &bytes.to_be_bytes()].concat()
     }
 
-    fn decode(bytes: &[u8]) -> io::Result<Self> {
-        Self::parse(bytes).ok_or_else(|| invalid("not an NBD request"))
-    }
-
-    fn parse(mut bytes: &[u8]) -> Option<Self> {
-        if u32::from_be_bytes(take(&mut bytes)?) != REQUEST {
-            return None;
+    fn decode(mut bytes: impl Read) -> io::Result<Self> {
+        if bytes.u32()? != REQUEST {
+            return Err(invalid("not an NBD request"));
         }
-        Some(Self {
-            flags: u16::from_be_bytes(take(&mut bytes)?),
-            kind: u16::from_be_bytes(take(&mut bytes)?),
-            cookie: u64::from_be_bytes(take(&mut bytes)?),
-            offset: u64::from_be_bytes(take(&mut bytes)?),
-            bytes: u32::from_be_bytes(take(&mut bytes)?),
+        Ok(Self {
+            flags: bytes.u16()?,
+            kind: bytes.u16()?,
+            cookie: bytes.u64()?,
+            offset: bytes.u64()?,
+            bytes: bytes.u32()?,
         })
     }
 
@@ -99,9 +90,25 @@ fn invalid(text: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, text.into())
 }
 
-/// Takes the next bytes.
-fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
-    let (taken, left) = bytes.split_first_chunk()?;
-    *bytes = left;
-    Some(*taken)
+/// Numbers of NBD are big-endian.
+trait ReadNumbers: Read {
+    fn array<const N: usize>(&mut self) -> io::Result<[u8; N]> {
+        let mut bytes = [0; N];
+        self.read_exact(&mut bytes)?;
+        Ok(bytes)
+    }
+
+    fn u16(&mut self) -> io::Result<u16> {
+        self.array().map(u16::from_be_bytes)
+    }
+
+    fn u32(&mut self) -> io::Result<u32> {
+        self.array().map(u32::from_be_bytes)
+    }
+
+    fn u64(&mut self) -> io::Result<u64> {
+        self.array().map(u64::from_be_bytes)
+    }
 }
+
+impl<R: Read> ReadNumbers for R {}

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::{
     ACK, BLOCK_STATUS, FLUSH, GO, GREETING, INFO, INFO_EXPORT, OPTION, OPTION_ERROR, OPTION_REPLY, READ,
-    REPLY, REQUEST_BYTES, Request, SIMPLE_REPLY, invalid, take,
+    REPLY, REQUEST_BYTES, ReadNumbers as _, Request, SIMPLE_REPLY, invalid,
 };
 
 /// `NBD_FLAG_C_FIXED_NEWSTYLE` and `NBD_FLAG_C_NO_ZEROES`.
@@ -71,10 +71,10 @@ impl NbdClient {
         stream.set_read_timeout(Some(timeout))?;
         stream.set_write_timeout(Some(timeout))?;
         let mut this = Self { stream: BufReader::new(stream), requests: 0, disk_bytes: None };
-        if (this.u64()?, this.u64()?) != (GREETING, OPTION) {
+        if (this.stream.u64()?, this.stream.u64()?) != (GREETING, OPTION) {
             return Err(unexpected("its greeting"));
         }
-        let _flags = this.u16()?;
+        let _flags = this.stream.u16()?;
         this.send(&CLIENT_FLAGS.to_be_bytes())?;
         // A server that refuses it can still be written to.
         match this.option(STRUCTURED_REPLY, &[]) {
@@ -101,18 +101,19 @@ impl NbdClient {
         let head = [&OPTION.to_be_bytes()[..], &option.to_be_bytes(), &length(data.len()), data].concat();
         self.send(&head)?;
         for announced in 0..OPTION_REPLIES_MAX {
-            let (magic, of) = (self.u64()?, self.u32()?);
-            let (kind, bytes) = (self.u32()?, self.u32()?);
+            let (magic, of) = (self.stream.u64()?, self.stream.u32()?);
+            let (kind, bytes) = (self.stream.u32()?, self.stream.u32()?);
             if (magic, of) != (OPTION_REPLY, option) || bytes > REPLY_BYTES_MAX {
                 return Err(unexpected("a reply to an option"));
             }
-            let data = self.bytes(bytes as usize)?;
+            let mut data = vec![0; bytes as usize];
+            self.stream.read_exact(&mut data)?;
             match kind {
                 ACK => return Ok(announced),
                 INFO => {
                     let mut data = &data[..];
-                    if take(&mut data).map(u16::from_be_bytes) == Some(INFO_EXPORT) {
-                        self.disk_bytes = take(&mut data).map(u64::from_be_bytes);
+                    if data.u16().ok() == Some(INFO_EXPORT) {
+                        self.disk_bytes = data.u64().ok();
                     }
                 }
                 kind if kind & OPTION_ERROR != 0 => {
@@ -141,7 +142,7 @@ impl NbdClient {
         let disk_bytes = self.disk_bytes.unwrap_or_default();
         let mut pending: Vec<Range<u64>> = Vec::with_capacity(WRITES_MAX);
         while !requests.is_empty() {
-            let request = Request::decode(requests)?;
+            let request = Request::decode(requests).map_err(|_| invalid("not an NBD request"))?;
             let whole = requests.split_at_checked(REQUEST_BYTES + request.content_bytes()?);
             let (Some((whole, left)), Some(changed)) = (whole, request.changes(disk_bytes)) else {
                 let Request { bytes, offset, .. } = request;
@@ -171,16 +172,16 @@ impl NbdClient {
     /// Waits for this number of replies without content.
     pub(super) fn await_written(&mut self, count: usize) -> io::Result<()> {
         for _ in 0..count {
-            match self.u32()? {
+            match self.stream.u32()? {
                 SIMPLE_REPLY => {}
                 // QEMU describes errors: flags, kind, cookie and length before the error.
                 REPLY => {
-                    let _head: [u8; 16] = self.array()?;
-                    return Err(io::Error::from_raw_os_error(self.u32()? as i32));
+                    let _head: [u8; 16] = self.stream.array()?;
+                    return Err(io::Error::from_raw_os_error(self.stream.u32()? as i32));
                 }
                 _ => return Err(unexpected("another reply")),
             }
-            let (error, _cookie) = (self.u32()?, self.u64()?);
+            let (error, _cookie) = (self.stream.u32()?, self.stream.u64()?);
             if error != 0 {
                 return Err(io::Error::from_raw_os_error(error as i32));
             }
@@ -199,8 +200,8 @@ impl NbdClient {
             if ![OFFSET_DATA, OFFSET_HOLE].contains(&kind) || bytes < header {
                 return Err(unexpected("a reply to a read"));
             }
-            let begin = this.u64()?.checked_sub(offset).and_then(|begin| usize::try_from(begin).ok());
-            let count = if kind == OFFSET_HOLE { this.u32()? } else { bytes - header } as usize;
+            let begin = this.stream.u64()?.checked_sub(offset).and_then(|begin| usize::try_from(begin).ok());
+            let count = if kind == OFFSET_HOLE { this.stream.u32()? } else { bytes - header } as usize;
             let part = begin.and_then(|begin| buffer.get_mut(begin..begin.checked_add(count)?));
             let part = part.ok_or_else(|| unexpected("content of another place"))?;
             left = left.checked_sub(count).ok_or_else(|| unexpected("content twice"))?;
@@ -226,9 +227,9 @@ impl NbdClient {
                 if kind != BLOCK_STATUS_REPLY || bytes > REPLY_BYTES_MAX || bytes % 8 != 4 {
                     return Err(unexpected("a reply about a bitmap"));
                 }
-                let _context = this.u32()?;
+                let _context = this.stream.u32()?;
                 for _ in 0..bytes / 8 {
-                    let (count, status) = (this.u32()?, this.u32()?);
+                    let (count, status) = (this.stream.u32()?, this.stream.u32()?);
                     let end = (offset + u64::from(count)).min(disk_bytes);
                     if status & DIRTY != 0 {
                         dirty.push(offset..end);
@@ -256,13 +257,13 @@ impl NbdClient {
         let cookie = self.requests;
         self.send(&Request { flags: 0, kind, cookie, offset, bytes }.encode())?;
         for _ in 0..CHUNKS_MAX {
-            let (magic, flags, kind) = (self.u32()?, self.u16()?, self.u16()?);
-            let (of, bytes) = (self.u64()?, self.u32()?);
+            let (magic, flags, kind) = (self.stream.u32()?, self.stream.u16()?, self.stream.u16()?);
+            let (of, bytes) = (self.stream.u64()?, self.stream.u32()?);
             if (magic, of) != (REPLY, cookie) {
                 return Err(unexpected("another reply"));
             }
             if kind & ERROR != 0 {
-                return Err(io::Error::from_raw_os_error(self.u32()? as i32));
+                return Err(io::Error::from_raw_os_error(self.stream.u32()? as i32));
             }
             if kind != NONE {
                 each(self, Chunk { kind, bytes })?;
@@ -276,30 +277,6 @@ impl NbdClient {
 
     pub(super) fn send(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.stream.get_mut().write_all(bytes)
-    }
-
-    fn bytes(&mut self, count: usize) -> io::Result<Vec<u8>> {
-        let mut bytes = vec![0; count];
-        self.stream.read_exact(&mut bytes)?;
-        Ok(bytes)
-    }
-
-    fn array<const N: usize>(&mut self) -> io::Result<[u8; N]> {
-        let mut bytes = [0; N];
-        self.stream.read_exact(&mut bytes)?;
-        Ok(bytes)
-    }
-
-    fn u16(&mut self) -> io::Result<u16> {
-        self.array().map(u16::from_be_bytes)
-    }
-
-    fn u32(&mut self) -> io::Result<u32> {
-        self.array().map(u32::from_be_bytes)
-    }
-
-    fn u64(&mut self) -> io::Result<u64> {
-        self.array().map(u64::from_be_bytes)
     }
 }
 

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     ACK, DISCONNECT, FLUSH, GO, GREETING, INFO, INFO_EXPORT, OPTION, OPTION_ERROR, OPTION_REPLY,
-    REQUEST_BYTES, Request, SIMPLE_REPLY, TRIM, WRITE, WRITE_ZEROES, invalid,
+    REQUEST_BYTES, ReadNumbers as _, Request, SIMPLE_REPLY, TRIM, WRITE, WRITE_ZEROES, invalid,
 };
 
 /// `NBD_FLAG_FIXED_NEWSTYLE` and `NBD_FLAG_NO_ZEROES`.
@@ -57,10 +57,9 @@ impl NbdServer {
         this.send(
             &[&GREETING.to_be_bytes()[..], &OPTION.to_be_bytes(), &SERVER_FLAGS.to_be_bytes()].concat(),
         )?;
-        let _flags: [u8; 4] = this.array()?;
+        let _flags = this.stream.u32()?;
         for _ in 0..OPTIONS_MAX {
-            let magic = u64::from_be_bytes(this.array()?);
-            let [option, bytes] = [this.array()?, this.array()?].map(u32::from_be_bytes);
+            let (magic, option, bytes) = (this.stream.u64()?, this.stream.u32()?, this.stream.u32()?);
             if magic != OPTION || bytes > OPTION_BYTES_MAX {
                 return Err(unexpected("an option"));
             }
@@ -98,8 +97,7 @@ impl NbdServer {
     pub(crate) fn serve(&mut self, change: &mut dyn FnMut(Change<'_>) -> io::Result<()>) -> io::Result<()> {
         let mut whole = Vec::new();
         loop {
-            let head: [u8; REQUEST_BYTES] = self.array()?;
-            let request = Request::decode(&head)?;
+            let request = Request::decode(&mut self.stream)?;
             if request.kind == DISCONNECT {
                 return Ok(());
             }
@@ -128,12 +126,6 @@ impl NbdServer {
 
     fn send(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.stream.get_mut().write_all(bytes)
-    }
-
-    fn array<const N: usize>(&mut self) -> io::Result<[u8; N]> {
-        let mut bytes = [0; N];
-        self.stream.read_exact(&mut bytes)?;
-        Ok(bytes)
     }
 }
 
