@@ -24,8 +24,8 @@ pub(crate) struct HoldingCards {
 impl HoldingCards {
     /// Connects to them for a generation, and has each hold from now on.
     pub(crate) fn hold(paths: &[PathBuf], generation: u64) -> Result<Self, qmp::Error> {
-        let connect = |path: &PathBuf| connect(path);
-        let mut cards = Self { clients: paths.iter().map(connect).collect::<Result<_, _>>()?, generation };
+        let clients = paths.iter().map(|path| connect(path)).collect::<Result<_, _>>()?;
+        let mut cards = Self { clients, generation };
         cards.execute("hold", &[])?;
         Ok(cards)
     }

@@ -30,10 +30,8 @@ pub(super) fn claim(command: &str, claim: &Claim<'_>, claimant: &Claimant) -> Re
     )?;
     let is_id =
         |text: &str| text.len() == claimant.id.len() && text.bytes().all(|byte| byte.is_ascii_hexdigit());
-    match found {
-        found if is_id(&found) => Ok(found == claimant.id),
-        found => {
-            Err(ArbiterError::Output { action, found, expected: "the claimant that has the generation" })
-        }
+    if is_id(&found) {
+        return Ok(found == claimant.id);
     }
+    Err(ArbiterError::Output { action, found, expected: "the claimant that has the generation" })
 }

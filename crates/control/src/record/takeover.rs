@@ -45,10 +45,8 @@ pub enum Begun {
 /// [`Error::NoTakeover`]: the place is a store. [`Error::Directory`].
 pub fn newest_takeover(place: &Place, after: u64) -> Result<Option<Holder>, Error> {
     let directory = directory_of(place)?;
-    match newest(directory)? {
-        number if number > after => read(&path_of(directory, number)).map(Some),
-        _ => Ok(None),
-    }
+    let number = newest(directory)?;
+    (number > after).then(|| read(&path_of(directory, number))).transpose()
 }
 
 impl Takeover {
