@@ -22,7 +22,6 @@ use std::time::{Duration, Instant};
 
 use towline_channel::Cancel;
 use towline_control::check::PlannedTransfer;
-use towline_control::moves::ListedMove;
 use towline_control::plan::{self, CopyRequest, Destination, GenerationUse, Source, Task, TransferOptions};
 use towline_control::remote::{DiskPolicy, NewGuest, Place, SessionTimeouts};
 use towline_launch::RuntimeRoot;
@@ -45,11 +44,6 @@ const END_TIMEOUT: Duration = Duration::from_secs(15);
 const SAVE_INTERVAL: Duration = Duration::from_millis(500);
 /// Time in which ssh connects.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Returns true if no towline works on this move.
-fn is_left(listed: &ListedMove) -> bool {
-    listed.owner.is_none()
-}
 
 /// Runs the command. Returns the exit status.
 pub(crate) fn run(args: &OcfArgs) -> u8 {
@@ -147,8 +141,10 @@ impl Agent {
             GuestState::Paused if !here.undecided()?.is_empty() => {
                 Err(Refusal::failed("the guest is paused by a move that was interrupted"))
             }
-            // It may be the newest state, which only a stop keeps.
-            GuestState::Arriving | GuestState::Sent if here.undecided()?.iter().any(is_left) => {
+            // No towline works on the move: it may be the newest state, which only a stop keeps.
+            GuestState::Arriving | GuestState::Sent
+                if here.undecided()?.iter().any(|listed| listed.owner.is_none()) =>
+            {
                 Err(Refusal::failed("the guest was sent by a move that was interrupted"))
             }
             GuestState::Arriving | GuestState::Sent => Err(Refusal::NOT_RUNNING),

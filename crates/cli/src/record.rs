@@ -8,8 +8,7 @@ use anyhow::{Result, anyhow};
 use towline_channel::Cancel;
 use towline_control::plan::Observer as _;
 use towline_control::record::{
-    self, Error, InstantChoice, Place, RecordEnd, RecordObserver, RecordRequest, RecordSummary, Recorded,
-    RecordedInstant,
+    self, Error, Place, RecordEnd, RecordObserver, RecordRequest, RecordSummary, Recorded, RecordedInstant,
 };
 use towline_launch::RuntimeRoot;
 
@@ -46,10 +45,8 @@ pub(crate) fn place_of(endpoint: &Endpoint) -> Result<Place, UsageError> {
 
 /// The newest image of a record.
 pub(crate) fn newest(place: &Place) -> Result<RecordedInstant> {
-    let instants = place.instants(&Cancel::new()?)?;
-    InstantChoice::Newest
-        .of(&instants)
-        .ok_or_else(|| anyhow!("{place}: nothing is recorded there (`towline record`)"))
+    let newest = place.instants(&Cancel::new()?)?.pop();
+    newest.ok_or_else(|| anyhow!("{place}: nothing is recorded there (`towline record`)"))
 }
 
 fn record_guest(args: &RecordArgs, guest: &Path, place: Place) -> Result<Exit> {
