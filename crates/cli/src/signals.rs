@@ -1,13 +1,14 @@
 //! SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) request an orderly end: a copy is undone, and its
-//! source continues. A second signal ends the process at once. The first one prints the effects of both. SIGTSTP (Ctrl-Z) is ignored: a guest
-//! waits for a towline that passes its writes or its last memory on.
+//! source continues. A second signal ends the process at once, unless it is SIGHUP: a terminal that closes sends that one twice, by its shell
+//! and by the kernel. The first one prints the effects of both. SIGTSTP (Ctrl-Z) is ignored: a guest waits for a towline that passes its
+//! writes or its last memory on.
 
 mod sys;
 
 use std::thread;
 
 use anyhow::{Context, Result};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGTSTP, SIGUSR1};
+use signal_hook::consts::{SIGHUP, SIGTSTP, SIGUSR1};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::{emulate_default_handler, signal_name};
 use towline_channel::Cancel;
@@ -65,12 +66,9 @@ impl SignalEffects {
 pub(crate) fn cancel_on_signals(effects: SignalEffects) -> Result<Cancel> {
     console::start();
     let cancel = Cancel::new().context("cancellation token")?;
-    // Not SIGHUP where it is ignored (`nohup`).
-    let hangup = (!sys::is_ignored(SIGHUP)).then_some(SIGHUP);
     // A command without such an end holds no guest.
     let stop = effects.second.map(|_| SIGTSTP);
-    let handled = [SIGINT, SIGTERM].into_iter().chain(hangup).chain(stop);
-    let mut signals = Signals::new(handled).context("signal handlers")?;
+    let mut signals = Signals::new(sys::of_end().chain(stop)).context("signal handlers")?;
     let token = cancel.clone();
     let listen = move || {
         let is_end = |signal: &libc::c_int| {
@@ -87,7 +85,7 @@ pub(crate) fn cancel_on_signals(effects: SignalEffects) -> Result<Cancel> {
             token.cancel();
             console::limit_flush();
         }
-        if let Some(signal) = signals.next() {
+        if let Some(signal) = signals.find(|signal| *signal != SIGHUP) {
             // Without cleanup: the guest continues by QEMU's own fallback, and its migration settings remain
             // changed.
             let _ = emulate_default_handler(signal);
@@ -108,7 +106,60 @@ pub(crate) fn report_on_signal(report: impl Fn() + Send + 'static) -> Result<()>
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::process::ExitStatusExt as _;
+    use std::process::{Command, ExitStatus};
+
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    use signal_hook::consts::{SIGINT, SIGTERM};
+    use signal_hook::low_level::raise;
+
     use super::*;
+
+    /// Set in the process that gets the signals.
+    const GETS_SIGNALS: &str = "TOWLINE_TEST_GETS_SIGNALS";
+
+    /// Runs a test of this module in a process of its own, by this command of a shell.
+    fn in_process(command: &str, name: &str) -> ExitStatus {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", command]).arg(std::env::current_exe().unwrap());
+        shell
+            .args(["--exact", &format!("signals::tests::{name}")])
+            .env(GETS_SIGNALS, "1")
+            .output()
+            .unwrap()
+            .status
+    }
+
+    /// Waits up to this time until the descriptor is readable.
+    fn is_readable(fd: impl std::os::fd::AsFd, tv_sec: i64) -> bool {
+        poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&Timespec { tv_sec, tv_nsec: 0 })) == Ok(1)
+    }
+
+    #[test]
+    fn sighup_is_no_second_signal() {
+        if std::env::var_os(GETS_SIGNALS).is_none() {
+            let status = in_process(r#"exec "$0" "$@""#, "sighup_is_no_second_signal");
+            // Of both, SIGHUP is the one that is read first.
+            return assert_eq!(status.signal(), Some(SIGINT), "{status}");
+        }
+        let cancel = cancel_on_signals(SignalEffects { first: "", second: None }).unwrap();
+        raise(SIGTERM).unwrap();
+        assert!(is_readable(&cancel, 60));
+        raise(SIGHUP).unwrap();
+        raise(SIGINT).unwrap();
+        thread::sleep(std::time::Duration::from_secs(60));
+    }
+
+    #[test]
+    fn an_ignored_sighup_is_not_held_either() {
+        if std::env::var_os(GETS_SIGNALS).is_none() {
+            let nohup = r#"trap "" HUP; exec "$0" "$@""#;
+            return assert!(in_process(nohup, "an_ignored_sighup_is_not_held_either").success());
+        }
+        let held = HeldSignals::hold().unwrap();
+        raise(SIGHUP).unwrap();
+        assert!(!is_readable(held.arrived(), 0), "a process under `nohup` is cancelled");
+    }
 
     #[test]
     fn the_first_signal_announces_the_effects_of_both() {

@@ -14,14 +14,14 @@ pub(crate) struct HeldSignals {
 }
 
 impl HeldSignals {
-    /// Holds them back.
+    /// Holds them back. An ignored one would arrive if it were blocked.
     ///
     /// # Errors
     /// There are too many open files.
     pub(crate) fn hold() -> io::Result<Self> {
         // SAFETY: all zero is a valid `sigset_t`, and each call gets one.
         let (mut held, mut before): (libc::sigset_t, libc::sigset_t) = unsafe { std::mem::zeroed() };
-        for signal in [SIGINT, SIGTERM, SIGHUP] {
+        for signal in of_end() {
             // SAFETY: as above.
             unsafe { libc::sigaddset(&raw mut held, signal) };
         }
@@ -50,8 +50,13 @@ impl Drop for HeldSignals {
     }
 }
 
-/// Returns true if this signal is ignored, as under `nohup`.
-pub(super) fn is_ignored(signal: libc::c_int) -> bool {
+/// Signals that request an end; not SIGHUP where it is ignored (`nohup`).
+pub(super) fn of_end() -> impl Iterator<Item = libc::c_int> {
+    [SIGINT, SIGTERM].into_iter().chain((!is_ignored(SIGHUP)).then_some(SIGHUP))
+}
+
+/// Returns true if this signal is ignored.
+fn is_ignored(signal: libc::c_int) -> bool {
     // SAFETY: all zero is a valid `sigaction`.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     // SAFETY: the new action is null, so the call only writes the present one into a valid `sigaction`.
