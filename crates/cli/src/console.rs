@@ -110,7 +110,7 @@ pub(crate) fn bars() -> &'static MultiProgress {
 
 /// Queues a drawing function for the writing thread; `OverflowPolicy::Latest` replaces an earlier one.
 pub(crate) fn draw(keep: OverflowPolicy, draw: impl FnOnce() + Send + 'static) {
-    console().stderr.push_draw(keep, Box::new(draw));
+    console().stderr.push_draw(keep, draw);
 }
 
 /// Starts the writing threads. To be called after the process has confined itself.
@@ -219,8 +219,43 @@ fn line(text: &str) -> Vec<u8> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
+    use std::process::{Command, Output, Stdio};
+
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
     use super::*;
+
+    /// Set in the process that has no room for a thread.
+    const NO_THREADS: &str = "TOWLINE_TEST_NO_THREADS";
+
+    /// Runs a test in a process that cannot start a thread, where this returns `None`; elsewhere its end.
+    pub(crate) fn without_threads(name: &str) -> Option<Output> {
+        if std::env::var_os(NO_THREADS).is_some() {
+            let status = std::fs::read_to_string("/proc/self/statm").unwrap();
+            let pages: u64 = status.split(' ').next().unwrap().parse().unwrap();
+            // Less than a stack.
+            let current = Some(pages * rustix::param::page_size() as u64 + (1 << 20));
+            setrlimit(Resource::As, Rlimit { current, ..getrlimit(Resource::As) }).unwrap();
+            assert!(std::thread::Builder::new().spawn(|| ()).is_err());
+            return None;
+        }
+        let mut command = Command::new("timeout");
+        command.arg("60").arg(std::env::current_exe().unwrap()).args(["--exact", name, "--nocapture"]);
+        Some(command.env(NO_THREADS, "1").stderr(Stdio::piped()).output().unwrap())
+    }
+
+    #[test]
+    fn a_process_that_cannot_start_a_thread_writes_its_result_and_ends() {
+        const NAME: &str = "console::tests::a_process_that_cannot_start_a_thread_writes_its_result_and_ends";
+        let Some(output) = without_threads(NAME) else {
+            error("the result");
+            finish(Flush::All);
+            std::process::exit(0);
+        };
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && text.contains("towline: the result"), "{}: {text}", output.status);
+    }
 
     #[test]
     fn control_characters_do_not_reach_a_terminal() {

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::Instant;
 
@@ -64,21 +64,9 @@ struct ConsoleQueue {
 
 struct ConsoleItem {
     keep: OverflowPolicy,
-    content: ConsoleText,
-}
-
-enum ConsoleText {
-    Text(LineSink, Vec<u8>),
-    Draw(Box<dyn FnOnce() + Send>),
-}
-
-impl ConsoleText {
-    fn len(&self) -> usize {
-        match self {
-            Self::Text(_, bytes) => bytes.len(),
-            Self::Draw(_) => 0,
-        }
-    }
+    /// Size of a text; of a drawing 0.
+    bytes: usize,
+    write: Box<dyn FnOnce(&Shared) + Send>,
 }
 
 impl QueueHandle {
@@ -103,20 +91,26 @@ impl QueueHandle {
 
     /// Queues bytes, which are written together.
     pub(crate) fn push(&self, keep: OverflowPolicy, bytes: Vec<u8>) {
-        self.shared.push(ConsoleItem { keep, content: ConsoleText::Text(self.sink.clone(), bytes) });
+        let (sink, length) = (self.sink.clone(), bytes.len());
+        let write = Box::new(move |shared: &Shared| shared.text(&sink, &bytes));
+        self.shared.push(ConsoleItem { keep, bytes: length, write });
     }
 
-    pub(super) fn push_draw(&self, keep: OverflowPolicy, draw: Box<dyn FnOnce() + Send>) {
-        self.shared.push(ConsoleItem { keep, content: ConsoleText::Draw(draw) });
+    pub(super) fn push_draw(&self, keep: OverflowPolicy, draw: impl FnOnce() + Send + 'static) {
+        self.shared.push(ConsoleItem { keep, bytes: 0, write: Box::new(|_| draw()) });
     }
 
-    /// Starts the thread, unless it is running. If it cannot be started, nothing is written.
+    /// Starts the thread, unless it is running. If the host has no room for one, what is queued is written here, as it would be lost.
     pub(crate) fn start(&self) {
         let mut queue = lock(&self.shared.queue);
         if !queue.is_started {
             let shared = Arc::clone(&self.shared);
             let thread = thread::Builder::new().name("output".into()).spawn(move || shared.write());
             queue.is_started = thread.is_ok();
+        }
+        while !queue.is_started && !queue.items.is_empty() {
+            self.shared.write_next(queue);
+            queue = lock(&self.shared.queue);
         }
     }
 
@@ -135,19 +129,19 @@ impl Shared {
     fn push(&self, item: ConsoleItem) {
         let mut queue = lock(&self.queue);
         match item.keep {
-            OverflowPolicy::Limited if queue.bytes + item.content.len() > LIMITED_BYTES_MAX => {
+            OverflowPolicy::Limited if queue.bytes + item.bytes > LIMITED_BYTES_MAX => {
                 queue.dropped += 1;
                 return;
             }
             OverflowPolicy::Latest(_) => {
                 let older = queue.items.iter().position(|other| other.keep == item.keep);
                 if let Some(older) = older.and_then(|index| queue.items.remove(index)) {
-                    queue.bytes -= older.content.len();
+                    queue.bytes -= older.bytes;
                 }
             }
             OverflowPolicy::Limited | OverflowPolicy::Always => {}
         }
-        queue.bytes += item.content.len();
+        queue.bytes += item.bytes;
         queue.items.push_back(item);
         self.changed.notify_all();
     }
@@ -169,27 +163,27 @@ impl Shared {
     fn write(&self) {
         loop {
             let mut queue = lock(&self.queue);
-            let item = loop {
-                if let Some(item) = queue.items.pop_front() {
-                    break item;
-                }
+            while queue.items.is_empty() {
                 queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
-            };
-            queue.bytes -= item.content.len();
-            queue.is_writing = true;
-            let dropped = std::mem::take(&mut queue.dropped);
-            drop(queue);
-            self.changed.notify_all();
-            match item.content {
-                ConsoleText::Draw(draw) => draw(),
-                ConsoleText::Text(sink, bytes) => self.text(&sink, &bytes),
             }
-            if dropped > 0 {
-                (self.report_dropped)(dropped);
-            }
-            lock(&self.queue).is_writing = false;
-            self.changed.notify_all();
+            self.write_next(queue);
         }
+    }
+
+    /// Writes the first item, if there is one.
+    fn write_next(&self, mut queue: MutexGuard<'_, ConsoleQueue>) {
+        let Some(item) = queue.items.pop_front() else { return };
+        queue.bytes -= item.bytes;
+        queue.is_writing = true;
+        let dropped = std::mem::take(&mut queue.dropped);
+        drop(queue);
+        self.changed.notify_all();
+        (item.write)(self);
+        if dropped > 0 {
+            (self.report_dropped)(dropped);
+        }
+        lock(&self.queue).is_writing = false;
+        self.changed.notify_all();
     }
 
     fn text(&self, sink: &LineSink, bytes: &[u8]) {
