@@ -7,7 +7,7 @@
 //! The process ends when both directions have ended, or when the guest has closed the connection. With
 //! `--pass-fd` it ends at once, and its parent has the socket.
 
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, BufRead as _, BufReader, ErrorKind, Read as _, Write as _};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -30,7 +30,7 @@ use crate::sockets::send_with;
 /// Time limit of a device for its reply. Its guest may take 10 seconds of them.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum length of the reply `OK PORT`.
-const REPLY_BYTES_MAX: usize = 32;
+const REPLY_BYTES_MAX: u64 = 32;
 /// Descriptor of standard output.
 const STDOUT: i32 = 1;
 const COPY_BYTES: usize = 64 << 10;
@@ -86,7 +86,7 @@ fn connect_device(path: &Path, port: u32) -> Result<UnixStream> {
     let reply = match asked {
         // As a socket that is closed after the request.
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(None),
-        asked => asked.and_then(|()| read_reply(&mut stream)),
+        asked => asked.and_then(|()| read_reply(&stream)),
     };
     let reply = reply.map_err(|error| match error.kind() {
         ErrorKind::WouldBlock => {
@@ -111,22 +111,16 @@ fn connect_device(path: &Path, port: u32) -> Result<UnixStream> {
 }
 
 /// Reads the reply of a device and not one byte more. `None`: it has closed the socket.
-fn read_reply(stream: &mut UnixStream) -> io::Result<Option<String>> {
+fn read_reply(stream: &UnixStream) -> io::Result<Option<String>> {
     let mut line = Vec::new();
-    let mut byte = [0];
-    while line.len() < REPLY_BYTES_MAX {
-        match stream.read(&mut byte) {
-            Ok(1) if byte == [b'\n'] => return Ok(Some(String::from_utf8_lossy(&line).into_owned())),
-            Ok(1) => line.push(byte[0]),
-            Ok(_) if line.is_empty() => return Ok(None),
-            Ok(_) => break,
-            Err(error) if matches!(error.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe) => {
-                return Ok(None);
-            }
-            Err(error) => return Err(error),
+    // It reads on after a stop of the process (Ctrl-Z), which interrupts a read with a time limit.
+    match BufReader::with_capacity(1, stream).take(REPLY_BYTES_MAX).read_until(b'\n', &mut line) {
+        Err(error) if !matches!(error.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe) => {
+            Err(error)
         }
+        Ok(1..) => Ok(Some(String::from_utf8_lossy(&line).trim_end_matches('\n').to_owned())),
+        _ => Ok(None),
     }
-    Ok(Some(String::from_utf8_lossy(&line).into_owned()))
 }
 
 /// Sends the socket over standard output.
@@ -193,4 +187,56 @@ fn is_closed(connection: &OwnedFd) -> io::Result<bool> {
     let mut fds = [PollFd::new(connection, PollFlags::empty())];
     poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))?;
     Ok(fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+    use std::process::{Command, Stdio};
+    use std::time::Instant;
+
+    use rustix::process::{Pid, Signal, kill_process};
+
+    use super::*;
+
+    /// Set in the process that connects: the socket.
+    const CONNECTS: &str = "TOWLINE_TEST_CONNECTS";
+
+    #[test]
+    fn a_process_that_was_stopped_meanwhile_gets_its_reply() {
+        if let Some(path) = std::env::var_os(CONNECTS) {
+            connect_device(Path::new(&path), 22).unwrap();
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("v.sock");
+        let device = UnixListener::bind(&path).unwrap();
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        let name = "vsock::connect::tests::a_process_that_was_stopped_meanwhile_gets_its_reply";
+        let mut child =
+            command.args(["--exact", name]).env(CONNECTS, &path).stdout(Stdio::null()).spawn().unwrap();
+        let (mut client, _) = device.accept().unwrap();
+        client.read_exact(&mut [0; b"CONNECT 22\n".len()]).unwrap();
+        let pid = Pid::from_child(&child);
+        wait_for_state(child.id(), 'S');
+        kill_process(pid, Signal::STOP).unwrap();
+        wait_for_state(child.id(), 'T');
+        kill_process(pid, Signal::CONT).unwrap();
+        // It has ended if its read has failed.
+        let _ = client.write_all(b"OK 22\n");
+        assert!(child.wait().unwrap().success());
+    }
+
+    /// Waits until each thread of a process sleeps (`S`), or is stopped (`T`).
+    fn wait_for_state(pid: u32, state: char) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let has_state = |thread: std::fs::DirEntry| {
+            let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+            stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(state))
+        };
+        while !std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten().all(has_state) {
+            assert!(Instant::now() < deadline, "process {pid} has a thread of another state than {state}");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
 }
