@@ -61,16 +61,11 @@ impl ManagedDevice for Card {
 
     fn statistics(&self) -> Vec<StatsObject> {
         let tap = self.net.taps().name();
-        let of = |labels: Vec<(&'static str, String)>, kind, metrics| StatsObject {
-            kind,
-            labels: [vec![("tap", tap.to_owned())], labels].concat(),
-            metrics,
-        };
         let held = self.net.held(Duration::ZERO);
-        let card = of(
-            Vec::new(),
-            "net",
-            vec![
+        let card = StatsObject {
+            kind: "net",
+            labels: vec![("tap", tap.to_owned())],
+            metrics: vec![
                 Metric::gauge("link", "1 while the link is up", self.net.is_link_up().into()),
                 Metric::gauge(
                     "pairs-in-use",
@@ -81,16 +76,8 @@ impl ManagedDevice for Card {
                 Metric::gauge("held-frames", "frames of the guest that are held", held.frames as u64),
                 Metric::gauge("held-bytes", "bytes of the held frames", held.bytes as u64),
             ],
-        );
-        let (pairs, uses_xdp) = (self.net.statistics(), self.net.uses_xdp());
-        let queues = pairs.iter().enumerate().flat_map(|(index, pair)| {
-            ["rx", "tx"].into_iter().zip(pair).map(move |(direction, queue)| {
-                let copies = (uses_xdp && direction == "tx").then(|| copies(queue)).into_iter().flatten();
-                let metrics = metrics(queue).into_iter().chain(copies).collect();
-                of(vec![("way", direction.into()), ("queue", index.to_string())], "net-queue", metrics)
-            })
-        });
-        std::iter::once(card).chain(queues).collect()
+        };
+        std::iter::once(card).chain(queues(tap, &self.net.statistics(), self.net.uses_xdp())).collect()
     }
 
     fn set_link(&self, up: bool) -> Result<(), String> {
@@ -145,13 +132,22 @@ fn mac(text: &str) -> Result<[u8; 6], String> {
     mac.ok_or_else(|| format!("{text:?} is not a MAC address, such as 52:54:00:12:34:56"))
 }
 
-/// Returns the counters of a queue. `rx` is the guest's direction of receiving.
-fn metrics(queue: &QueueStatistics) -> Vec<Metric> {
-    let drops = DropReason::ALL.map(|reason| {
-        let (name, about) = dropped(reason);
-        Metric::counter(name, about, queue.dropped(reason))
-    });
-    counters(queue).into_iter().chain(drops).collect()
+/// Returns the queues of a card, all with the same metrics. `rx` is the guest's direction of receiving.
+fn queues(tap: &str, pairs: &[[QueueStatistics; 2]], uses_xdp: bool) -> impl Iterator<Item = StatsObject> {
+    let queue = move |(number, queue): (usize, &QueueStatistics)| {
+        let drops = DropReason::ALL.map(|reason| {
+            let (name, about) = dropped(reason);
+            Metric::counter(name, about, queue.dropped(reason))
+        });
+        let copies = uses_xdp.then(|| copies(queue)).into_iter().flatten();
+        let way = ["rx", "tx"][number % 2].to_owned();
+        StatsObject {
+            kind: "net-queue",
+            labels: vec![("tap", tap.to_owned()), ("way", way), ("queue", (number / 2).to_string())],
+            metrics: counters(queue).into_iter().chain(drops).chain(copies).collect(),
+        }
+    };
+    pairs.as_flattened().iter().enumerate().map(queue)
 }
 
 /// Returns the counters of a queue that have no reason.
@@ -215,4 +211,22 @@ fn copies(queue: &QueueStatistics) -> [Metric; CopyReason::ALL.len()] {
         };
         Metric::counter(name, about, queue.copied_because(reason))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Metrics and `query-stats-schemas` have those of the first object of a kind.
+    #[test]
+    fn each_queue_has_the_same_metrics() {
+        for (uses_xdp, copied) in [(false, false), (true, true)] {
+            let queues: Vec<_> = queues("vm0", &[[QueueStatistics::default(); 2]; 2], uses_xdp).collect();
+            let names =
+                |queue: &StatsObject| queue.metrics.iter().map(|metric| metric.name).collect::<Vec<_>>();
+            assert!(queues.iter().all(|queue| names(queue) == names(&queues[0])), "{queues:?}");
+            assert_eq!(names(&queues[0]).contains(&"copied-short"), copied);
+            assert_eq!(queues[3].labels[1..], [("way", "tx".to_owned()), ("queue", "1".to_owned())]);
+        }
+    }
 }
