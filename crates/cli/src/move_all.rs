@@ -124,7 +124,12 @@ fn move_each<'a>(
             lock(&rows).push((n, Row { name: &departure.guest.name, exit, took: begun.elapsed(), text }));
         }
     };
-    thread::scope(|scope| (0..args.parallel.min(departures.len())).for_each(|_| drop(scope.spawn(work))));
+    thread::scope(|scope| {
+        // This thread works too: a host that has no room for another one moves fewer guests at a time.
+        let others = 1..args.parallel.min(departures.len());
+        others.for_each(|_| drop(thread::Builder::new().spawn_scoped(scope, work)));
+        work();
+    });
     let mut rows = rows.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
     rows.sort_by_key(|(n, _)| *n);
     rows.into_iter().map(|(_, row)| row).collect()
@@ -171,4 +176,42 @@ fn report(reporter: &Reporter, all: &Endpoint, rows: &[Row<'_>]) -> Exit {
     }
     reporter.line(&format!("{completed} of {} guests moved to {all}", rows.len()));
     reporter.result(FinalEvent::All { completed, failed: rows.len() - completed }, exit)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+    use crate::args::{Args, Command};
+    use crate::console::tests::without_threads;
+
+    #[test]
+    fn guests_are_moved_where_no_thread_can_be_started() {
+        const NAME: &str = "move_all::tests::guests_are_moved_where_no_thread_can_be_started";
+        if let Some(output) = without_threads(NAME) {
+            return assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        }
+        let parsed =
+            Args::try_parse_from("towline move --quiet --all ssh:b --parallel 3".split(' ')).unwrap();
+        let Command::Move(args) = parsed.command else { panic!() };
+        let Some(Endpoint::Ssh(end)) = args.all.clone() else { panic!() };
+        let options = request::of_move(&args, &Endpoint::Ssh(end.clone())).unwrap();
+        let guest = RunningGuest {
+            name: "web".into(),
+            pid: 0,
+            start_time: 0,
+            owner_pid: 0,
+            is_detached: true,
+            qmp: "a.qmp".into(),
+            image: None,
+            generations: None,
+        };
+        let reporter = Reporter::new(&args.output);
+        let departure = || Departure { guest: &guest, end: end.clone(), reporter: &reporter };
+        let cancel = Cancel::new().unwrap();
+        cancel.cancel();
+        let rows = move_each(&args, &options, &[departure(), departure(), departure()], &cancel);
+        assert_eq!(rows.iter().filter(|row| row.text == "not begun: cancelled").count(), 3);
+    }
 }
