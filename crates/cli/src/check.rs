@@ -136,8 +136,10 @@ fn on_host(reporter: &Reporter, args: &CheckArgs, end: &SshEndpoint, socket: &Pa
     };
     let prepared = match remote::prepare(end, &options, socket) {
         Ok(prepared) => prepared,
-        // Also of a cancellation: reported before its signal, which is still held, ends the process.
-        Err(error) => return Ok(NoVerdict::of(&error).report(reporter)),
+        Err(error) => {
+            held.forget();
+            return Ok(NoVerdict::of(&error).report(reporter));
+        }
     };
     let report = prepared.guest.compare(&prepared.fit, options.lanes);
     reporter.hosts(&prepared.host.hosts_of(&prepared.guest, &prepared.fit));

@@ -48,7 +48,10 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
         // By a program, which a confined process cannot start.
         match plan::prepare_disks(socket, overlay_dir.as_deref(), &held.arrived(), &reporter) {
             Ok(disks) => options.disks = WritableDisks::Kept(disks),
-            Err(failure) => return Ok(transfer.results.failed(&args.destinations[0], &failure)),
+            Err(failure) => {
+                held.forget();
+                return Ok(transfer.results.failed(&args.destinations[0], &failure));
+            }
         }
     }
     let place = PlaceOptions::of(&args.transfer, &args.ssh, None, held.arrived());
@@ -146,6 +149,7 @@ impl<'a> Transfer<'a> {
         let mut remote = match opened {
             Ok(remote) => remote,
             Err(error) => {
+                held.forget();
                 let failure = error.downcast()?;
                 recorder.write(&self.args.report, [source, to], Err(&failure));
                 return Ok(self.results.failed(to, &failure));

@@ -173,6 +173,24 @@ fn a_device_ends_in_order_without_a_reader_of_its_output() {
     }
 }
 
+/// Signals are held while another host is prepared. Here the source's monitor never answers.
+#[test]
+fn a_move_that_is_cancelled_while_it_is_prepared_reports_that() {
+    let manager = Manager::new();
+    let socket = manager.path("a.qmp");
+    let monitor = UnixListener::bind(&socket).unwrap();
+    let mut command = Command::new(TOWLINE);
+    command.args(["move", &format!("qmp:{}", socket.display()), "ssh:nowhere"]).stderr(Stdio::piped());
+    let mut moving = Process(command.spawn().unwrap());
+    let (_client, _) = monitor.accept().unwrap();
+    signal(&moving.0, "-INT");
+    let status = moving.wait();
+    let mut stderr = String::new();
+    moving.0.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+    assert_eq!(status.code(), Some(1), "{status}: {stderr}");
+    assert!(stderr.contains("cancelled"), "{stderr}");
+}
+
 #[test]
 fn completions_succeed_without_a_reader() {
     let (reader, writer) = std::io::pipe().unwrap();

@@ -37,6 +37,12 @@ impl HeldSignals {
         Ok(Self { before, arrived })
     }
 
+    /// Forgets those that have arrived, once their effect is reported: they would end the process before that is written.
+    pub(crate) fn forget(&self) {
+        let mut one = [0; size_of::<libc::signalfd_siginfo>()];
+        while rustix::io::read(&self.arrived, &mut one).is_ok() {}
+    }
+
     /// A descriptor that is readable once one of them has arrived.
     pub(crate) fn arrived(&self) -> Arc<OwnedFd> {
         Arc::clone(&self.arrived)
