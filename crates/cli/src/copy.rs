@@ -11,7 +11,6 @@ use crate::endpoint::{Endpoint, memory};
 use crate::events::Reason;
 use crate::exit::{Exit, UsageError};
 use crate::lock::lock;
-use crate::log::RequestId;
 use crate::notify::Notifier;
 use crate::outcome::{Destinations, Results};
 use crate::progress::Reporter;
@@ -21,8 +20,8 @@ use crate::signals::{HeldSignals, SignalEffects, cancel_on_signals};
 use crate::{move_all, request, sandbox};
 
 /// Runs `copy`.
-pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
-    let reporter = Reporter::of_copy(&args.output, request);
+pub(crate) fn run(args: &CopyArgs) -> Result<Exit> {
+    let reporter = Reporter::new(&args.output);
     let results = Results::of("copied", &reporter, &args.source);
     let transfer = Transfer::new(&args.transfer, results, &args.destinations);
     let source = match args.source.source() {
@@ -59,14 +58,14 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
 }
 
 /// Runs `move`.
-pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Exit> {
+pub(crate) fn run_move(args: &MoveArgs) -> Result<Exit> {
     if let Some(all) = &args.all {
         return move_all::run(args, all);
     }
     let (Some(from), Some(to)) = (&args.source, &args.destination) else {
         return Err(UsageError("a move needs SOURCE and DEST, or --all".into()).into());
     };
-    let reporter = Reporter::of_copy(&args.output, request);
+    let reporter = Reporter::new(&args.output);
     let results = Results::of("moved", &reporter, from);
     let transfer = Transfer::new(&args.transfer, results, std::slice::from_ref(to));
     let source = from.source().map_err(UsageError)?;
@@ -149,8 +148,8 @@ impl<'a> Transfer<'a> {
         let mut remote = match opened {
             Ok(remote) => remote,
             Err(error) => {
-                held.forget();
                 let failure = error.downcast()?;
+                held.forget();
                 recorder.write(&self.args.report, [source, to], Err(&failure));
                 return Ok(self.results.failed(to, &failure));
             }

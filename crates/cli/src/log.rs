@@ -19,7 +19,7 @@ use tracing_subscriber::fmt::format::{Format, Full, Writer};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
-use self::budget::{Admission, LineBudget};
+use self::budget::LineBudget;
 use crate::console;
 
 /// Variable of the filter.
@@ -28,20 +28,9 @@ const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
 const EXPECTED: &str = "expected a level (error, warn, info, debug, trace), or targets of towline with levels, \
                         such as warn,towline_net=debug";
 
-/// Identifier of one request in a log: 64 random bits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct RequestId(u64);
-
-impl RequestId {
-    pub(crate) fn new() -> Self {
-        Self(RandomState::new().hash_one(std::process::id()))
-    }
-}
-
-impl fmt::Display for RequestId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:016x}", self.0)
-    }
+/// Returns an identifier of one request in a log: 64 random bits.
+pub(crate) fn request_id() -> String {
+    format!("{:016x}", RandomState::new().hash_one(std::process::id()))
 }
 
 /// Initialises logging with the filter of the command line. Each line begins with the `request`, if there is
@@ -49,22 +38,27 @@ impl fmt::Display for RequestId {
 ///
 /// # Errors
 /// The filter is invalid.
-pub(crate) fn init(filter: Option<&str>, request: Option<RequestId>) -> Result<()> {
-    let directives = match (filter, std::env::var(VARIABLE)) {
+pub(crate) fn init(filter: Option<&str>, request: Option<&str>) -> Result<()> {
+    let variable = std::env::var(VARIABLE).ok().filter(|text| !text.is_empty());
+    let directives = match (filter, &variable) {
         (Some(text), _) => parse(text).with_context(|| format!("--log {text}"))?,
-        (None, Ok(text)) if !text.is_empty() => parse(&text).with_context(|| format!("{VARIABLE}={text}"))?,
-        (None, _) => EnvFilter::new("warn"),
+        (None, Some(text)) => parse(text).with_context(|| format!("{VARIABLE}={text}"))?,
+        (None, None) => EnvFilter::new("warn"),
     };
     // A filter names targets, which are modules; the default's warnings are for people.
-    let shows_targets = filter.is_some() || std::env::var_os(VARIABLE).is_some_and(|text| !text.is_empty());
+    let shows_targets = filter.is_some() || variable.is_some();
     let has_colors = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     let format =
         tracing_subscriber::fmt::format().without_time().with_target(shows_targets).with_ansi(has_colors);
     // By default warnings look like the other messages of a command.
-    let style = if shows_targets { LineStyle::Log { request } } else { LineStyle::Message };
-    let lines = Lines { style, format, budget: LineBudget::default() };
+    let (prefix, format) = if shows_targets {
+        (request.map(|request| format!("{request} ")).unwrap_or_default(), Some(format))
+    } else {
+        ("towline: ".to_owned(), None)
+    };
+    let lines = Lines { prefix, format, budget: LineBudget::default() };
     let subscriber = tracing_subscriber::fmt().with_env_filter(directives).with_ansi(has_colors);
-    subscriber.with_writer(console::Log).event_format(lines).init();
+    subscriber.with_writer(|| console::Log).event_format(lines).init();
     Ok(())
 }
 
@@ -85,17 +79,10 @@ fn parse(text: &str) -> Result<EnvFilter> {
     EnvFilter::try_new(text).context(EXPECTED)
 }
 
-/// Beginning of a line.
-enum LineStyle {
-    /// `towline: `.
-    Message,
-    /// The request, if there is one, the level, and the target.
-    Log { request: Option<RequestId> },
-}
-
 struct Lines {
-    style: LineStyle,
-    format: Format<Full, ()>,
+    prefix: String,
+    /// Level, target and message; `None` for the message alone.
+    format: Option<Format<Full, ()>>,
     budget: LineBudget,
 }
 
@@ -114,24 +101,18 @@ where
         let mut suppressed = 0;
         // Others are written at the user's request.
         if *metadata.level() <= Level::WARN {
-            match self.budget.admit(metadata.callsite(), Instant::now()) {
-                Admission::Written { suppressed: before } => suppressed = before,
-                Admission::Suppressed => return Ok(()),
-            }
+            let Some(before) = self.budget.admit(metadata.callsite(), Instant::now()) else { return Ok(()) };
+            suppressed = before;
         }
-        match self.style {
-            LineStyle::Message => write!(writer, "towline: ")?,
-            LineStyle::Log { request: Some(request) } => write!(writer, "{request} ")?,
-            LineStyle::Log { request: None } => {}
-        }
+        write!(writer, "{}", self.prefix)?;
         if suppressed > 0 {
             write!(writer, "[{suppressed} lines like this one were suppressed] ")?;
         }
-        if matches!(self.style, LineStyle::Message) {
+        let Some(format) = &self.format else {
             context.field_format().format_fields(writer.by_ref(), event)?;
             return writeln!(writer);
-        }
-        self.format.format_event(context, writer, event)
+        };
+        format.format_event(context, writer, event)
     }
 }
 
@@ -159,7 +140,7 @@ mod tests {
     fn warnings_of_one_kind_are_limited() {
         let written = Written::default();
         let (writer, format) = (written.clone(), tracing_subscriber::fmt::format().without_time());
-        let lines = Lines { style: LineStyle::Log { request: None }, format, budget: LineBudget::default() };
+        let lines = Lines { prefix: String::new(), format: Some(format), budget: LineBudget::default() };
         let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).with_ansi(false);
         tracing::subscriber::with_default(subscriber.event_format(lines).finish(), || {
             for number in 0..10_000 {
@@ -190,8 +171,8 @@ mod tests {
 
     #[test]
     fn request_ids_are_unique() {
-        let [first, second] = [RequestId::new(), RequestId::new()];
+        let [first, second] = [request_id(), request_id()];
         assert_ne!(first, second);
-        assert_eq!(first.to_string().len(), 16);
+        assert_eq!(first.len(), 16);
     }
 }

@@ -63,9 +63,8 @@ use towline_channel::lock;
 
 use args::{Args, Command, writes_events};
 use console::{Flush, OverflowPolicy};
-use events::{Event, Reason};
+use events::{Event, InterimEvent, Reason};
 use exit::{Exit, UsageError};
-use log::RequestId;
 
 const INTERNAL_ERROR: &str = "internal error, please report it: if a guest was being moved, check its state at both ends before you run it";
 
@@ -104,7 +103,7 @@ fn start() -> ExitCode {
         return code.into();
     }
     let request = matches!(args.command, Command::Copy(_) | Command::Move(_) | Command::Upgrade(_))
-        .then(RequestId::new);
+        .then(log::request_id);
     let flush = match &args.command {
         // A guest or a service manager may wait for the end of the process.
         Command::Copy(_)
@@ -122,8 +121,14 @@ fn start() -> ExitCode {
         _ => Flush::All,
     };
     let run = AssertUnwindSafe(|| {
-        log::init(args.log.as_deref(), request).map_err(|error| UsageError(errors::text(&error)))?;
-        run(&args.command, request)
+        log::init(args.log.as_deref(), request.as_deref())
+            .map_err(|error| UsageError(errors::text(&error)))?;
+        // The log lines of a copy begin with the id.
+        if let Some(request) = request.filter(|_| writes_events) {
+            let event = Event::Interim(InterimEvent::Begun { request });
+            console::print(OverflowPolicy::Always, &event.line());
+        }
+        run(&args.command)
     });
     // The last event of a command that has not reported its result itself.
     let report = |text: &str, exit| {
@@ -175,10 +180,10 @@ fn end(exit: Exit, flush: Flush) -> ExitCode {
     exit.into()
 }
 
-fn run(command: &Command, request: Option<RequestId>) -> Result<Exit> {
+fn run(command: &Command) -> Result<Exit> {
     match command {
-        Command::Copy(args) => copy::run(args, request),
-        Command::Move(args) => copy::run_move(args, request),
+        Command::Copy(args) => copy::run(args),
+        Command::Move(args) => copy::run_move(args),
         Command::Run(args) => run::run(args),
         Command::Fork(args) => run::fork(args),
         Command::Record(args) => record::run(args),
@@ -187,7 +192,7 @@ fn run(command: &Command, request: Option<RequestId>) -> Result<Exit> {
         Command::Ferry(_) => protect::ferry(),
         Command::Ps(args) => ps::run(args),
         Command::Status(args) => status::run(args),
-        Command::Upgrade(args) => upgrade::run(args, request),
+        Command::Upgrade(args) => upgrade::run(args),
         Command::Check(args) if args.protection.protect => check_protection::run(args),
         Command::Check(args) => check::run(args),
         Command::Inspect(args) => inspect::run(args),

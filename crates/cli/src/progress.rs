@@ -21,7 +21,6 @@ use crate::console::{self, OverflowPolicy};
 use crate::events::{CopyEvent, CopyProgress, Event, FailedPart, FinalEvent, InterimEvent, Reason};
 use crate::exit::Exit;
 use crate::lock::lock;
-use crate::log::RequestId;
 use crate::units::counted;
 
 /// Interval of progress events.
@@ -110,15 +109,6 @@ impl Reporter {
     /// Has lines and events wait for space in the queue: for commands that may print much, and do not hold a guest.
     pub(crate) fn blocking(self) -> Self {
         Self { is_blocking: true, ..self }
-    }
-
-    /// Returns the reporter of a copy, whose first event has the id that its log lines begin with.
-    pub(crate) fn of_copy(output: &Output, request: Option<RequestId>) -> Self {
-        let reporter = Self::new(output);
-        if let Some(request) = request {
-            reporter.event(InterimEvent::Begun { request: request.to_string() });
-        }
-        reporter
     }
 
     /// Reports the failure of a command that has no more to report.

@@ -18,7 +18,6 @@ use crate::endpoint::Endpoint;
 use crate::errors;
 use crate::events::{Checked, FailedPart, FinalEvent, Reason};
 use crate::exit::{Exit, UsageError};
-use crate::log::RequestId;
 use crate::outcome::Results;
 use crate::progress::Reporter;
 use crate::report::ReportRecorder;
@@ -26,8 +25,8 @@ use crate::signals::{SignalEffects, cancel_on_signals};
 use crate::status::{MONITOR_TIMEOUT, query};
 
 /// Runs the command.
-pub(crate) fn run(args: &UpgradeArgs, request: Option<RequestId>) -> Result<Exit> {
-    let reporter = Reporter::of_copy(&args.output, request);
+pub(crate) fn run(args: &UpgradeArgs) -> Result<Exit> {
+    let reporter = Reporter::new(&args.output);
     let results = Results::of("upgraded", &reporter, &args.old);
     let Ok(Source::Qmp(old)) = args.old.source() else {
         let text = format!("upgrade replaces a running QEMU, and so needs a qmp: endpoint, not {}", args.old);

@@ -24,19 +24,9 @@ struct LogWindow {
     lines: u64,
 }
 
-/// Decision about a line.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum Admission {
-    /// Write it. This number of lines of its kind was suppressed before.
-    Written {
-        suppressed: u64,
-    },
-    Suppressed,
-}
-
 impl LineBudget {
-    /// Counts a line and decides whether it is written.
-    pub(super) fn admit(&self, kind: Identifier, now: Instant) -> Admission {
+    /// Counts a line. Returns the number of lines of its kind that were suppressed before it; `None` if it is suppressed too.
+    pub(super) fn admit(&self, kind: Identifier, now: Instant) -> Option<u64> {
         let mut windows = lock(&self.0);
         let window = windows.entry(kind).or_insert(LogWindow { since: now, lines: 0 });
         let mut suppressed = 0;
@@ -45,6 +35,6 @@ impl LineBudget {
             *window = LogWindow { since: now, lines: 0 };
         }
         window.lines += 1;
-        if window.lines <= LINES_MAX { Admission::Written { suppressed } } else { Admission::Suppressed }
+        (window.lines <= LINES_MAX).then_some(suppressed)
     }
 }
