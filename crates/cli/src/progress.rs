@@ -50,33 +50,8 @@ pub(crate) struct Reporter {
 struct TerminalBar {
     // Not dropped, as dropping the last handle draws.
     bar: ManuallyDrop<ProgressBar>,
-    shown: Mutex<Shown>,
-}
-
-#[derive(Debug, Clone, Default)]
-struct Shown {
-    prefix: String,
-    content: PhaseText,
-}
-
-/// Text behind the phase.
-#[derive(Debug, Clone, Default)]
-enum PhaseText {
-    #[default]
-    Nothing,
-    Estimate(Estimate),
-    /// Of disks, or of a guest that already runs.
-    Text(String),
-}
-
-impl Shown {
-    fn line(&self, width: usize) -> String {
-        match &self.content {
-            PhaseText::Nothing => truncate_str(&self.prefix, width, "").into_owned(),
-            PhaseText::Estimate(estimate) => line::line(&self.prefix, estimate, width),
-            PhaseText::Text(text) => truncate_str(&format!("{} {text}", self.prefix), width, "").into_owned(),
-        }
-    }
+    /// What is before the progress.
+    phase: Mutex<String>,
 }
 
 impl Reporter {
@@ -175,15 +150,16 @@ impl TerminalBar {
         let style = ProgressStyle::with_template("{msg}");
         let bar = console::bars().add(ProgressBar::no_length());
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        Self { bar: ManuallyDrop::new(bar), shown: Mutex::default() }
+        Self { bar: ManuallyDrop::new(bar), phase: Mutex::default() }
     }
 
-    fn draw(&self, key: usize) {
-        let (bar, shown) = (ProgressBar::clone(&self.bar), lock(&self.shown).clone());
-        console::draw(OverflowPolicy::Latest(key), move || {
-            let (_, width) = Term::stderr().size();
-            bar.set_message(shown.line(usize::from(width).saturating_sub(1)));
-        });
+    /// Draws the text of this phase in so many columns.
+    fn draw(&self, key: usize, text: impl FnOnce(&str, usize) -> String) {
+        let (_, width) = Term::stderr().size();
+        let width = usize::from(width).saturating_sub(1);
+        let text = truncate_str(&text(&lock(&self.phase), width), width, "").into_owned();
+        let bar = ProgressBar::clone(&self.bar);
+        console::draw(OverflowPolicy::Latest(key), move || bar.set_message(text));
     }
 }
 
@@ -192,11 +168,11 @@ impl Observer for Reporter {
         let name = phase.name();
         tracing::info!(destination = self.destination.as_deref(), "phase {name}");
         if let Some(bar) = &self.bar {
-            lock(&bar.shown).prefix = match &self.destination {
+            *lock(&bar.phase) = match &self.destination {
                 Some(destination) => format!("{} {name}", console::printable(destination)),
                 None => name.to_owned(),
             };
-            bar.draw(self.key);
+            bar.draw(self.key, |phase, _| phase.to_owned());
         }
         self.queue(OverflowPolicy::Always, CopyEvent::Phase { phase });
     }
@@ -212,12 +188,11 @@ impl Observer for Reporter {
     fn progress(&self, progress: &Progress) {
         let estimate = lock(&self.estimator).observe(self.started.elapsed(), progress);
         if let Some(bar) = &self.bar {
-            lock(&bar.shown).content = match (&progress.disks, &progress.faults) {
-                (Some(disks), _) => PhaseText::Text(line::disks_text(disks)),
-                (None, Some(faults)) => PhaseText::Text(faults_text(faults)),
-                (None, None) => PhaseText::Estimate(estimate),
-            };
-            bar.draw(self.key);
+            bar.draw(self.key, |phase, width| match (&progress.disks, &progress.faults) {
+                (Some(disks), _) => format!("{phase} {}", line::disks_text(disks)),
+                (None, Some(faults)) => format!("{phase} {}", faults_text(faults)),
+                (None, None) => line::line(phase, &estimate, width),
+            });
         }
         let mut reported = lock(&self.reported);
         if self.output.json && reported.is_none_or(|at| at.elapsed() >= JSON_INTERVAL) {

@@ -65,25 +65,13 @@ pub(crate) struct Estimate {
 pub(crate) struct Estimator {
     samples: VecDeque<ProgressSample>,
     pass_bytes: u64,
-    /// Rates of the link within the window, across passes.
-    rates: VecDeque<RateSample>,
+    /// Times and rates of the link within the window, across passes.
+    rates: VecDeque<(Duration, u64)>,
     outlook: Option<Outlook>,
     /// Pass since which every sample was one of a guest that converges.
     converging_since: Option<u64>,
-    /// The last estimate of the remaining time.
-    last: Option<TimeLeft>,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct TimeLeft {
-    at: Duration,
-    left: Duration,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct RateSample {
-    at: Duration,
-    rate: u64,
+    /// The last estimate of the time at which everything is sent.
+    end: Option<Duration>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -140,7 +128,7 @@ impl Estimator {
     /// did not converge must do so clearly, or for some passes.
     fn outlook(&mut self, at: Duration, pass: u64, rate: Option<u64>, progress: &Progress) -> Outlook {
         let (Some(rate), Some(dirty_rate)) = (rate, progress.dirty_rate) else { return Outlook::Unknown };
-        let rate = self.mean_rate(RateSample { at, rate });
+        let rate = self.mean_rate(at, rate);
         if pass < OUTLOOK_PASS_MIN {
             return Outlook::Unknown;
         }
@@ -164,12 +152,12 @@ impl Estimator {
         outlook
     }
 
-    fn mean_rate(&mut self, sample: RateSample) -> f64 {
-        self.rates.push_back(sample);
-        while self.rates.len() > 1 && self.rates[0].at + WINDOW < sample.at {
+    fn mean_rate(&mut self, now: Duration, rate: u64) -> f64 {
+        self.rates.push_back((now, rate));
+        while self.rates.len() > 1 && self.rates[0].0 + WINDOW < now {
             self.rates.pop_front();
         }
-        self.rates.iter().map(|sample| sample.rate as f64).sum::<f64>() / self.rates.len() as f64
+        self.rates.iter().map(|(_, rate)| *rate as f64).sum::<f64>() / self.rates.len() as f64
     }
 
     /// Increase per second of a value over the window.
@@ -195,14 +183,14 @@ impl Estimator {
     /// Keeps the previous estimate, less the time that has passed, unless the new one is lower or very different.
     fn smoothed(&mut self, at: Duration, new: Option<Duration>) -> Option<Duration> {
         let new = new?;
-        let expected = self.last.map(|last| last.left.saturating_sub(at.saturating_sub(last.at)));
+        let expected = self.end.map(|end| end.saturating_sub(at));
         let left = match expected {
             Some(expected) if new.as_secs_f64() <= expected.as_secs_f64() * (1.0 + TIME_DEVIATION_MAX) => {
                 new.min(expected)
             }
             _ => new,
         };
-        self.last = Some(TimeLeft { at, left });
+        self.end = Some(at.saturating_add(left));
         Some(left)
     }
 }

@@ -1,9 +1,9 @@
 //! The line of a copy's progress on a terminal, fitted to its width.
 //!
 //! ```text
-//!   transfer [=====>    ] 54 %, 74.1 MiB/s, 3 s left
-//!   transfer pass 14: 12.3 MiB left, 77.2 MiB/s, dirtied 68.1 MiB/s, downtime 189 of 300 ms, 4 s left
-//!   transfer pass 14: 12.3 MiB left, 77.2 MiB/s, not converging
+//!   transfer [=====>    ] 54 %, 74.10 MiB/s, 3 s left
+//!   transfer pass 14: 12.29 MiB left, 77.20 MiB/s, dirtied 68.10 MiB/s, downtime 189 of 300 ms, 4 s left
+//!   transfer pass 14: 12.29 MiB left, 77.20 MiB/s, not converging
 //! ```
 
 use std::time::Duration;
@@ -12,6 +12,7 @@ use term::{measure_text_width, truncate_str};
 use towline_control::plan::DiskProgress;
 
 use super::estimate::{Estimate, Outlook};
+use crate::units::size;
 
 /// Width of the bar between its brackets.
 const BAR_WIDTH: usize = 10;
@@ -26,7 +27,7 @@ struct LinePart {
 pub(super) fn line(prefix: &str, estimate: &Estimate, width: usize) -> String {
     let head = match estimate.pass {
         0 | 1 => format!("{prefix} {}", first_pass(estimate)),
-        pass => format!("{prefix} pass {pass}: {} left", short_size(estimate.remaining)),
+        pass => format!("{prefix} pass {pass}: {} left", size(estimate.remaining)),
     };
     let mut parts = parts(estimate);
     while !parts.is_empty() && measure_text_width(&joined(&head, &parts)) > width {
@@ -39,7 +40,7 @@ pub(super) fn line(prefix: &str, estimate: &Estimate, width: usize) -> String {
 /// Formats the progress of disks, of which there is no estimate: a guest that writes adds to them.
 pub(super) fn disks_text(disks: &DiskProgress) -> String {
     let percent = disks.copied as u128 * 100 / u128::from(disks.total.max(1));
-    format!("{percent} %, {} of {}", short_size(disks.copied), short_size(disks.total))
+    format!("{percent} %, {} of {}", size(disks.copied), size(disks.total))
 }
 
 fn joined(head: &str, parts: &[LinePart]) -> String {
@@ -63,10 +64,10 @@ fn parts(estimate: &Estimate) -> Vec<LinePart> {
     let mut parts = Vec::new();
     let mut push = |rank, text| parts.push(LinePart { rank, text });
     if let Some(rate) = estimate.rate {
-        push(2, format!("{}/s", short_size(rate)));
+        push(2, format!("{}/s", size(rate)));
     }
     if let Some(rate) = estimate.dirty_rate {
-        push(3, format!("dirtied {}/s", short_size(rate)));
+        push(3, format!("dirtied {}/s", size(rate)));
     }
     if let Some(downtime) = estimate.downtime {
         let limit = estimate.downtime_limit.map(|limit| format!(" of {}", limit.as_millis()));
@@ -81,19 +82,6 @@ fn parts(estimate: &Estimate) -> Vec<LinePart> {
         push(1, format!("{} left", time_text(time)));
     }
     parts
-}
-
-/// Formats a size with one decimal.
-fn short_size(bytes: u64) -> String {
-    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let (mut value, mut unit) = (bytes as f64, 0);
-    while value >= 1000.0 && unit + 1 < units.len() {
-        (value, unit) = (value / 1024.0, unit + 1);
-    }
-    match unit {
-        0 => format!("{bytes} B"),
-        _ => format!("{value:.1} {}", units[unit]),
-    }
 }
 
 /// Formats a time in its two largest units.
@@ -131,11 +119,11 @@ mod tests {
     fn a_line_fits_the_width_and_keeps_the_most_important_parts() {
         assert_eq!(
             line("transfer", &late(), 120),
-            "transfer pass 14: 12.3 MiB left, 77.0 MiB/s, dirtied 68.0 MiB/s, downtime 1886 of 300 ms, not converging"
+            "transfer pass 14: 12.29 MiB left, 77.00 MiB/s, dirtied 68.00 MiB/s, downtime 1886 of 300 ms, not converging"
         );
         assert_eq!(
-            line("transfer", &late(), 60),
-            "transfer pass 14: 12.3 MiB left, 77.0 MiB/s, not converging"
+            line("transfer", &late(), 64),
+            "transfer pass 14: 12.29 MiB left, 77.00 MiB/s, not converging"
         );
         for width in 10..120 {
             let line = line("transfer", &late(), width);
@@ -154,9 +142,9 @@ mod tests {
             time_left: Some(Duration::from_millis(2100)),
             ..late()
         };
-        assert_eq!(line("transfer", &first, 60), "transfer [=====>    ] 54 %, 77.0 MiB/s, 3 s left");
+        assert_eq!(line("transfer", &first, 60), "transfer [=====>    ] 54 %, 77.00 MiB/s, 3 s left");
         let done = Estimate { remaining: 0, time_left: Some(Duration::ZERO), ..first };
-        assert_eq!(line("transfer", &done, 60), "transfer [==========] 100 %, 77.0 MiB/s, 0 s left");
+        assert_eq!(line("transfer", &done, 60), "transfer [==========] 100 %, 77.00 MiB/s, 0 s left");
         let unknown = Estimate { pass_bytes: 0, remaining: 0, rate: None, time_left: None, ..first };
         assert_eq!(line("transfer", &unknown, 60), "transfer [>         ] 0 %");
     }
