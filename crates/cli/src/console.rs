@@ -20,14 +20,12 @@ mod queue;
 use std::borrow::Cow;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use indicatif::MultiProgress;
-use tracing_subscriber::fmt::MakeWriter;
 
-use queue::LineSink;
 pub(crate) use queue::OverflowPolicy;
 pub(crate) use queue::{LIMITED_BYTES_MAX, QueueHandle, wait_for, write_all};
 
@@ -47,13 +45,13 @@ struct Console {
 
 fn console() -> &'static Console {
     CONSOLE.get_or_init(|| {
-        let stderr = QueueHandle::new(LineSink::Stderr, report_dropped);
+        let stderr = QueueHandle::new(Arc::new(io::stderr()), report_dropped);
         // A common file has a common queue, which keeps the lines' order and keeps them out of a progress
         // bar.
         let stdout = if is_one_file() {
-            stderr.with_sink(LineSink::Stdout)
+            stderr.with_sink(Arc::new(io::stdout()))
         } else {
-            QueueHandle::new(LineSink::Stdout, report_dropped)
+            QueueHandle::new(Arc::new(io::stdout()), report_dropped)
         };
         Console { stdout, stderr, is_ending: AtomicBool::new(false) }
     })
@@ -167,16 +165,7 @@ pub(crate) fn catch_panics() {
 }
 
 /// Writer of the log. It never fails, which `tracing_subscriber` would report by a panic.
-#[derive(Debug, Clone, Copy)]
 pub(crate) struct Log;
-
-impl MakeWriter<'_> for Log {
-    type Writer = Self;
-
-    fn make_writer(&self) -> Self {
-        *self
-    }
-}
 
 impl io::Write for Log {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
@@ -191,7 +180,7 @@ impl io::Write for Log {
 
 /// Returns a queue for a datagram socket; each push is one datagram.
 pub(crate) fn datagrams(socket: std::os::unix::net::UnixDatagram) -> QueueHandle {
-    QueueHandle::new(LineSink::Descriptor(std::sync::Arc::new(socket.into())), report_dropped)
+    QueueHandle::new(Arc::new(socket), report_dropped)
 }
 
 /// Replaces control characters, which names, images and servers may contain and a terminal would execute, by
@@ -203,19 +192,12 @@ pub(crate) fn printable(text: &str) -> Cow<'_, str> {
 }
 
 /// As [`printable`], for a text of several lines.
-fn printable_lines(text: &str) -> Cow<'_, str> {
-    if text.contains('\n') {
-        text.split('\n').map(printable).collect::<Vec<_>>().join("\n").into()
-    } else {
-        printable(text)
-    }
+fn printable_lines(text: &str) -> String {
+    text.split('\n').map(printable).collect::<Vec<_>>().join("\n")
 }
 
 fn line(text: &str) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(text.len() + 1);
-    bytes.extend_from_slice(text.as_bytes());
-    bytes.push(b'\n');
-    bytes
+    format!("{text}\n").into_bytes()
 }
 
 #[cfg(test)]

@@ -1,8 +1,7 @@
 //! A queue of lines, and its writing thread.
 
 use std::collections::VecDeque;
-use std::io;
-use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::Instant;
@@ -28,12 +27,7 @@ pub(crate) enum OverflowPolicy {
 }
 
 /// Destination of lines.
-#[derive(Clone)]
-pub(super) enum LineSink {
-    Stdout,
-    Stderr,
-    Descriptor(Arc<OwnedFd>),
-}
+pub(super) type LineSink = Arc<dyn AsFd + Send + Sync>;
 
 /// Handle of a queue, with a sink.
 #[derive(Clone)]
@@ -189,19 +183,9 @@ impl Shared {
     fn text(&self, sink: &LineSink, bytes: &[u8]) {
         // A failure cannot be reported. The next line is written anyway: a full disk may have space again.
         let _ = match self.bars.get() {
-            Some(bars) => bars.suspend(|| sink.write_all(bytes)),
-            None => sink.write_all(bytes),
+            Some(bars) => bars.suspend(|| write_all(sink.as_fd(), bytes)),
+            None => write_all(sink.as_fd(), bytes),
         };
-    }
-}
-
-impl LineSink {
-    fn write_all(&self, bytes: &[u8]) -> Result<(), Errno> {
-        match self {
-            Self::Stdout => write_all(io::stdout().as_fd(), bytes),
-            Self::Stderr => write_all(io::stderr().as_fd(), bytes),
-            Self::Descriptor(fd) => write_all(fd.as_fd(), bytes),
-        }
     }
 }
 
@@ -237,7 +221,7 @@ mod tests {
 
     fn pipe() -> (std::io::PipeReader, QueueHandle) {
         let (reader, writer) = std::io::pipe().unwrap();
-        (reader, QueueHandle::new(LineSink::Descriptor(Arc::new(writer.into())), |_| {}))
+        (reader, QueueHandle::new(Arc::new(writer), |_| {}))
     }
 
     fn read(mut reader: std::io::PipeReader, output: &QueueHandle) -> String {
