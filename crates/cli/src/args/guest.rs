@@ -3,18 +3,24 @@
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use anyhow::{Context, Result, bail, ensure};
-use serde::Deserialize;
+use anyhow::{Context, Result, anyhow, ensure};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer};
+use toml::{Table, Value};
 use towline_vsock::{ForwardingRule, guest_cid};
 
-/// A guest and its sockets.
-#[derive(Debug, Clone, Default)]
+/// A guest and its sockets, by the keys of `--guest` and of a `[[guest]]`.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(crate) struct GuestSpec {
+    #[serde(deserialize_with = "cid")]
     pub(crate) cid: u64,
     pub(crate) socket: PathBuf,
     pub(crate) uds: Option<PathBuf>,
     pub(crate) uds_seqpacket: Option<PathBuf>,
+    #[serde(default, deserialize_with = "rules")]
     pub(crate) forward: Vec<ForwardingRule>,
+    #[serde(default)]
     pub(crate) group: Vec<String>,
     pub(crate) state: Option<PathBuf>,
 }
@@ -23,27 +29,20 @@ impl FromStr for GuestSpec {
     type Err = anyhow::Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let mut guest = Self::default();
+        let mut table = Table::new();
         for part in text.split(',') {
             let (key, value) =
                 part.split_once('=').with_context(|| format!("`{part}`: expected KEY=VALUE"))?;
             match key {
-                "cid" => guest.cid = guest_cid(value)?,
-                "socket" => guest.socket = value.into(),
-                "uds" => guest.uds = Some(value.into()),
-                "uds-seqpacket" => guest.uds_seqpacket = Some(value.into()),
-                "forward" => guest.forward.push(value.parse()?),
-                "group" => guest.group.push(value.to_owned()),
-                "state" => guest.state = Some(value.into()),
-                _ => bail!(
-                    "unknown key `{key}`: expected cid, socket, uds, uds-seqpacket, forward, group or state"
-                ),
+                "cid" => drop(table.insert(key.into(), i64::try_from(guest_cid(value)?)?.into())),
+                "forward" | "group" => {
+                    let list = table.entry(key).or_insert_with(|| Value::Array(Vec::new()));
+                    list.as_array_mut().into_iter().for_each(|list| list.push(value.into()));
+                }
+                _ => drop(table.insert(key.into(), value.into())),
             }
         }
-        if guest.cid == 0 || guest.socket.as_os_str().is_empty() {
-            bail!("`{text}`: cid= and socket= are required");
-        }
-        Ok(guest)
+        table.try_into().map_err(|error: toml::de::Error| anyhow!("`{text}`: {}", error.message()))
     }
 }
 
@@ -51,22 +50,7 @@ impl FromStr for GuestSpec {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
-    guest: Vec<GuestEntry>,
-}
-
-/// A `[[guest]]`, with the keys of `--guest`.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
-struct GuestEntry {
-    cid: u64,
-    socket: PathBuf,
-    uds: Option<PathBuf>,
-    uds_seqpacket: Option<PathBuf>,
-    #[serde(default)]
-    forward: Vec<String>,
-    #[serde(default)]
-    group: Vec<String>,
-    state: Option<PathBuf>,
+    guest: Vec<GuestSpec>,
 }
 
 /// Reads the guests of a TOML file.
@@ -78,17 +62,16 @@ pub(crate) fn read(path: &Path) -> Result<Vec<GuestSpec>> {
 fn parse(text: &str) -> Result<Vec<GuestSpec>> {
     let File { guest } = toml::from_str(text)?;
     ensure!(!guest.is_empty(), "no [[guest]] in the file");
-    guest.into_iter().map(GuestEntry::into_guest).collect()
+    Ok(guest)
 }
 
-impl GuestEntry {
-    fn into_guest(self) -> Result<GuestSpec> {
-        let Self { cid, socket, uds, uds_seqpacket, forward, group, state } = self;
-        let cid = guest_cid(&cid.to_string())?;
-        let rules = forward.iter().map(|rule| rule.parse::<ForwardingRule>());
-        let forward = rules.collect::<Result<_, _>>().with_context(|| format!("guest {cid}"))?;
-        Ok(GuestSpec { cid, socket, uds, uds_seqpacket, forward, group, state })
-    }
+fn cid<'de, D: Deserializer<'de>>(value: D) -> Result<u64, D::Error> {
+    guest_cid(&u64::deserialize(value)?.to_string()).map_err(D::Error::custom)
+}
+
+fn rules<'de, D: Deserializer<'de>>(value: D) -> Result<Vec<ForwardingRule>, D::Error> {
+    let rules = Vec::<String>::deserialize(value)?;
+    rules.iter().map(|rule| rule.parse()).collect::<Result<_, _>>().map_err(D::Error::custom)
 }
 
 #[cfg(test)]
@@ -128,6 +111,18 @@ mod tests {
         assert!(error("[[guest]]\ncid = 3\nsocket = 'a'\npath = 'b'").contains("unknown field `path`"));
         assert!(error("[[guest]]\ncid = 2\nsocket = 'a'").contains("`2` is not a guest CID"));
         let rule = error("[[guest]]\ncid = 3\nsocket = 'a'\nforward = ['guest:x=unix:/a']");
-        assert!(rule.contains("guest 3: `x` is not a port"), "{rule}");
+        assert!(rule.contains("line 4") && rule.contains("`x` is not a port"), "{rule}");
+    }
+
+    #[test]
+    fn errors_of_an_option_name_the_cause() {
+        let error = |text: &str| text.parse::<GuestSpec>().unwrap_err().to_string();
+        assert_eq!(error("cid=3"), "`cid=3`: missing field `socket`");
+        assert_eq!(error("socket=a,cid"), "`cid`: expected KEY=VALUE");
+        assert!(error("cid=2,socket=a").contains("`2` is not a guest CID"));
+        assert!(
+            error("cid=3,socket=a,path=b").contains("unknown field `path`, expected one of `cid`, `socket`")
+        );
+        assert!(error("cid=3,socket=a,forward=guest:x=unix:/a").contains("`x` is not a port"));
     }
 }
