@@ -15,7 +15,7 @@ use crate::console::{self, OverflowPolicy};
 use crate::events::{Event, FinalEvent, InterimEvent, Statistics};
 use crate::exit::{Exit, UsageError};
 use crate::notify::Notifier;
-use crate::observability::card;
+use crate::observability::{card, counters};
 use crate::sandbox::{PendingSandbox, Policy};
 use crate::serve::{DeviceServer, serve_all};
 use crate::signals::{SignalEffects, cancel_on_signals, report_on_signal};
@@ -165,24 +165,14 @@ fn print_statistics(net: &Net, json: bool) {
         let event = Event::Interim(InterimEvent::Statistics(Statistics::new(net)));
         return console::print(OverflowPolicy::Limited, &event.line());
     }
-    let pairs = net.statistics();
     let mut lines = Vec::new();
-    for (index, pair) in pairs.iter().enumerate() {
+    for (index, (pair, mode)) in net.statistics().iter().zip(net.transmit_modes()).enumerate() {
         for (direction, queue) in ["rx", "tx"].into_iter().zip(pair) {
             lines.extend(text(queue).map(|text| format!("{direction} {index}: {text}")));
         }
         if net.uses_xdp() {
-            let (transmit, mode) = (&pair[1], net.transmit_modes()[index]);
-            let copies = CopyReason::ALL.map(|reason| (reason.name(), transmit.copied_because(reason)));
-            let counters = [
-                ("frames zero-copy", transmit.zero_copy),
-                ("by reference", transmit.referenced),
-                ("pending", transmit.pending),
-            ];
-            let counters = counters.into_iter().filter(|(_, count)| *count > 0);
-            let counters: String = counters.map(|(what, count)| format!(", {count} {what}")).collect();
-            let copies = nonzero(&copies, "copied");
-            lines.push(format!("tx {index}: mode {}{counters}{copies}", mode.name()));
+            let copies = CopyReason::ALL.map(|reason| (reason.name(), pair[1].copied_because(reason)));
+            lines.push(format!("tx {index}: mode {}{}", mode.name(), nonzero(&copies, "copied")));
         }
     }
     if lines.is_empty() {
@@ -194,18 +184,9 @@ fn print_statistics(net: &Net, json: bool) {
 /// Formats the counters of a queue above 0, if there are any.
 fn text(queue: &QueueStatistics) -> Option<String> {
     let drops = DropReason::ALL.map(|reason| (reason.name(), queue.dropped(reason)));
-    let counters = [
-        (queue.packets, "packets"),
-        (queue.bytes, "bytes"),
-        (queue.batches, "batches"),
-        (queue.notifications, "notifications sent"),
-        (queue.notifications_suppressed, "notifications suppressed"),
-        (queue.kicks, "kicks"),
-        (queue.copied, "copied"),
-    ];
-    let counters = counters.into_iter().filter(|(count, _)| *count > 0);
-    let counters = counters.map(|(count, what)| format!(", {count} {what}")).collect::<String>();
-    let text = counters + &nonzero(&drops, "dropped");
+    let counters = counters(queue).into_iter().filter(|counter| counter.value > 0);
+    let counters = counters.map(|counter| format!(", {} {}", counter.value, counter.name));
+    let text = counters.collect::<String>() + &nonzero(&drops, "dropped");
     text.strip_prefix(", ").map(str::to_owned)
 }
 
@@ -224,6 +205,6 @@ mod tests {
         let mut queue = QueueStatistics::default();
         assert_eq!(text(&queue), None);
         (queue.packets, queue.bytes, queue.notifications_suppressed) = (2, 120, 1);
-        assert_eq!(text(&queue).as_deref(), Some("2 packets, 120 bytes, 1 notifications suppressed"));
+        assert_eq!(text(&queue).as_deref(), Some("2 packets, 120 bytes, 1 notifications-suppressed"));
     }
 }
