@@ -9,8 +9,6 @@ use std::path::Path;
 
 use serde_json::json;
 
-/// Error of a process that inherited LISTEN_FDS of another one.
-pub(crate) const NO_ACTIVATION: &str = "socket activation: LISTEN_FDS is for another process (LISTEN_PID); give --socket PATH or --fd N, or start the unit";
 const OPTION: &str = "--print-capabilities";
 
 /// Commands with a device, each also its `VHostUserBackendType`.

@@ -1,16 +1,14 @@
 //! `towline net`: a network card for one guest, by vhost-user.
 
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use towline_net::{CopyReason, DropReason, Net, Options, QueueStatistics, Taps, Xdp};
-use towline_vhost_user::{Cancel, Device, DeviceWord, FrontendSource};
+use towline_vhost_user::{Cancel, Device, DeviceWord};
 
 use crate::args::{NetArgs, OnOff};
-use crate::backend::NO_ACTIVATION;
 use crate::console::{self, OverflowPolicy};
 use crate::events::{Event, FinalEvent, InterimEvent, Statistics};
 use crate::exit::{Exit, UsageError};
@@ -19,6 +17,7 @@ use crate::observability::{card, counters};
 use crate::sandbox::{PendingSandbox, Policy};
 use crate::serve::{DeviceServer, serve_all};
 use crate::signals::{SignalEffects, cancel_on_signals, report_on_signal};
+use crate::sockets::inherited;
 use crate::state;
 
 /// Options with which the process cannot be confined, and the reason.
@@ -37,7 +36,7 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
         return Err(UsageError(text).into());
     }
     // First, as it fails while another process serves the card: nothing of that one's tap is changed.
-    let frontends = frontends(args)?;
+    let frontends = args.access.frontends(args.socket.as_deref(), args.fd)?;
     let taps = taps(args)?;
     let record = state::open_in_flight_record(args.state.as_deref(), 2 * taps.queues().len())?;
     let options = options(args, record.device_word());
@@ -122,41 +121,12 @@ pub(crate) fn policy(taps: &Taps) -> Policy {
     Policy { sets_mtu: taps.is_created(), submits_to_rings: taps.uses_rings(), ..Policy::default() }
 }
 
-fn frontends(args: &NetArgs) -> Result<FrontendSource> {
-    match (&args.socket, args.fd) {
-        (Some(path), _) => Ok(FrontendSource::Listen(args.access.listen(path)?)),
-        (None, Some(number)) => {
-            let fd = inherited(&[number])?.pop().context("one descriptor")?;
-            Ok(FrontendSource::from_fd(fd)?)
-        }
-        (None, None) => FrontendSource::from_service_manager()?.context(NO_ACTIVATION),
-    }
-}
-
 fn xdp(args: &NetArgs) -> Result<Option<Xdp>> {
     let Some(name) = &args.af_xdp else { return Ok(None) };
     let sockets = if args.xsk_fds.is_empty() { None } else { Some(inherited(&args.xsk_fds)?) };
     let xdp = Xdp::new(name, args.xsk_queue, sockets)?;
     let xdp = xdp.with_zero_copy_send(args.zero_copy_send.into());
     Ok(Some(if args.af_xdp_copy { xdp.with_copy_mode() } else { xdp }))
-}
-
-/// Takes ownership of inherited descriptors.
-fn inherited(numbers: &[i32]) -> Result<Vec<OwnedFd>> {
-    let mut sorted = numbers.to_vec();
-    sorted.sort_unstable();
-    if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-        anyhow::bail!("descriptor {} is given twice: give each queue one of its own", pair[0]);
-    }
-    if let Some(number) = sorted.first().filter(|number| **number <= 2) {
-        anyhow::bail!("descriptor {number} is standard input, output or error: give one above 2");
-    }
-    let own = |number: &i32| {
-        towline_channel::take_over(*number).with_context(|| {
-            format!("descriptor {number} is not open: start towline without close-on-exec on it")
-        })
-    };
-    numbers.iter().map(own).collect()
 }
 
 /// Prints the statistics of each queue, as text those of the queues with traffic.

@@ -2,18 +2,21 @@
 
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use rustix::fs::{AtFlags, CWD, Gid, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use rustix::process::umask;
 use towline_channel::{Address, Listener};
+use towline_vhost_user::FrontendSource;
 
 use crate::exit::UsageError;
 
+/// Error of a process that inherited LISTEN_FDS of another one.
+const NO_ACTIVATION: &str = "socket activation: LISTEN_FDS is for another process (LISTEN_PID); give --socket PATH or --fd N, or start the unit";
 /// Permissions with `--socket-group`.
 const GROUP_MODE: Mode = Mode::from_raw_mode(0o660);
 
@@ -26,25 +29,31 @@ pub(crate) struct SocketArgs {
 }
 
 impl SocketArgs {
-    /// Refuses a device for which neither the command line nor a service manager provides a socket, and the group without a path to
-    /// listen on.
-    pub(crate) fn check(&self, path: Option<&Path>, fd: Option<i32>) -> Result<(), UsageError> {
-        let text = if path.is_none() && fd.is_none() && std::env::var_os("LISTEN_FDS").is_none() {
-            "no socket: give --socket PATH or --fd N, or use socket activation (LISTEN_FDS)"
-        } else if self.socket_group.is_some() && path.is_none() {
-            "--socket-group is for a socket at --socket PATH; an inherited one has its owner's"
-        } else {
-            return Ok(());
+    /// Listens at the path of a device, or takes the socket over that its command line or a service manager provides.
+    pub(crate) fn frontends(&self, path: Option<&Path>, fd: Option<i32>) -> Result<FrontendSource> {
+        let text = match (path, fd) {
+            (Some(path), _) => return self.listen(path),
+            (None, None) if std::env::var_os("LISTEN_FDS").is_none() => {
+                "no socket: give --socket PATH or --fd N, or use socket activation (LISTEN_FDS)"
+            }
+            _ if self.socket_group.is_some() => {
+                "--socket-group is for a socket at --socket PATH; an inherited one has its owner's"
+            }
+            (None, Some(number)) => {
+                let fd = inherited(&[number])?.pop().context("one descriptor")?;
+                return Ok(FrontendSource::from_fd(fd)?);
+            }
+            (None, None) => return FrontendSource::from_service_manager()?.context(NO_ACTIVATION),
         };
-        Err(UsageError(text.into()))
+        Err(UsageError(text.into()).into())
     }
 
     /// Listens at a path. At no moment does the socket have wider permissions than requested.
-    pub(crate) fn listen(&self, path: &Path) -> Result<Listener> {
-        let address = Address::Unix(path.to_owned());
-        let Some(group) = &self.socket_group else { return Ok(Listener::bind(&address)?) };
+    pub(crate) fn listen(&self, path: &Path) -> Result<FrontendSource> {
+        let listen = || Ok(FrontendSource::Listen(Listener::bind(&Address::Unix(path.to_owned()))?));
+        let Some(group) = &self.socket_group else { return listen() };
         let gid = gid(group)?;
-        let listener = private(|| Ok(Listener::bind(&address)?))?;
+        let listener = private(listen)?;
         open_to_group(path, gid).with_context(|| format!("--socket-group {group}: {}", path.display()))?;
         Ok(listener)
     }
@@ -57,6 +66,24 @@ pub(crate) fn private<T>(create: impl FnOnce() -> Result<T>) -> Result<T> {
     let created = create();
     umask(before);
     created
+}
+
+/// Takes ownership of inherited descriptors.
+pub(crate) fn inherited(numbers: &[i32]) -> Result<Vec<OwnedFd>> {
+    let mut sorted = numbers.to_vec();
+    sorted.sort_unstable();
+    if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+        bail!("descriptor {} is given twice: give each queue one of its own", pair[0]);
+    }
+    if let Some(number) = sorted.first().filter(|number| **number <= 2) {
+        bail!("descriptor {number} is standard input, output or error: give one above 2");
+    }
+    let own = |number: &i32| {
+        towline_channel::take_over(*number).with_context(|| {
+            format!("descriptor {number} is not open: start towline without close-on-exec on it")
+        })
+    };
+    numbers.iter().map(own).collect()
 }
 
 /// Sends bytes with a descriptor.

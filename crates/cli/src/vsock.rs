@@ -2,19 +2,17 @@
 
 mod connect;
 
-use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use towline_channel::Cancel;
-use towline_vhost_user::{FrontendSource, InFlightRecord};
+use towline_vhost_user::FrontendSource;
 use towline_vsock::{ConnectionLimits, ForwardingRule, HostAddress, LocalGuests, Settings, Vsock};
 
 use crate::args::{GuestSpec, VsockArgs, VsockCommand, read_guests};
-use crate::backend::NO_ACTIVATION;
 use crate::console;
 use crate::exit::Exit;
 use crate::notify::Notifier;
@@ -34,19 +32,19 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
     if let Some(VsockCommand::Connect(args)) = &args.command {
         return connect::run(args);
     }
-    if args.guest.is_empty() && args.config.is_none() {
-        args.access.check(args.socket.as_deref(), args.fd)?;
-    }
     let descriptors = towline_vsock::raise_descriptor_limit();
     let local_guests = Arc::new(LocalGuests::default());
     let (mut devices, mut served) = (Vec::new(), Vec::new());
     let mut policy = Policy::default();
     let guests = guests(args)?;
-    let limits = limits(args, descriptors, guests.len());
+    // The guests share the descriptors of this process.
+    let limits = ConnectionLimits { memory: args.memory_limit, ..ConnectionLimits::default() }
+        .within_descriptors(descriptors, guests.len());
     for (guest, frontends) in guests {
         extend_policy(&mut policy, &guest);
-        let record = record(&guest)?;
         let cid = guest.cid;
+        let record = state::open_in_flight_record(guest.state.as_deref(), towline_vsock::QUEUES)
+            .with_context(|| format!("guest {cid}"))?;
         let settings = Settings {
             cid,
             uds: guest.uds,
@@ -108,22 +106,8 @@ pub(crate) fn extend_policy(policy: &mut Policy, guest: &GuestSpec) {
     }
 }
 
-/// Returns the limits of each guest. The guests share the descriptors of this process.
-fn limits(args: &VsockArgs, descriptors: u64, guests: usize) -> ConnectionLimits {
-    let limits = ConnectionLimits { memory: args.memory_limit, ..ConnectionLimits::default() };
-    limits.within_descriptors(descriptors, guests)
-}
-
-/// Opens the record of descriptors in flight of a guest's device.
-fn record(guest: &GuestSpec) -> Result<InFlightRecord> {
-    state::open_in_flight_record(guest.state.as_deref(), towline_vsock::QUEUES)
-        .with_context(|| format!("guest {}", guest.cid))
-}
-
 /// Returns the guests of the command line and the file, with listening sockets.
 fn guests(args: &VsockArgs) -> Result<Vec<(GuestSpec, FrontendSource)>> {
-    let listen =
-        |path: &PathBuf| -> Result<FrontendSource> { Ok(FrontendSource::Listen(args.access.listen(path)?)) };
     let mut many = args.guest.clone();
     if let Some(path) = &args.config {
         many.extend(read_guests(path)?);
@@ -134,32 +118,24 @@ fn guests(args: &VsockArgs) -> Result<Vec<(GuestSpec, FrontendSource)>> {
             many.len()
         );
     }
-    if !many.is_empty() {
-        let listening = many.into_iter().map(|guest| {
-            let frontends = listen(&guest.socket)?;
-            Ok((guest, frontends))
-        });
-        return listening.collect();
+    if many.is_empty() {
+        let frontends = args.access.frontends(args.socket.as_deref(), args.fd)?;
+        let guest = GuestSpec {
+            cid: args.cid.context("--cid is required")?,
+            socket: args.socket.clone().unwrap_or_default(),
+            uds: args.uds.clone(),
+            uds_seqpacket: args.uds_seqpacket.clone(),
+            forward: args.forward.clone(),
+            state: args.state.clone(),
+            ..GuestSpec::default()
+        };
+        return Ok(vec![(guest, frontends)]);
     }
-    let frontends = match (&args.socket, args.fd) {
-        (Some(path), _) => listen(path)?,
-        (None, Some(fd)) => FrontendSource::from_fd(take_over(fd)?)?,
-        (None, None) => FrontendSource::from_service_manager()?.context(NO_ACTIVATION)?,
-    };
-    let guest = GuestSpec {
-        cid: args.cid.context("--cid is required")?,
-        socket: args.socket.clone().unwrap_or_default(),
-        uds: args.uds.clone(),
-        uds_seqpacket: args.uds_seqpacket.clone(),
-        forward: args.forward.clone(),
-        state: args.state.clone(),
-        ..GuestSpec::default()
-    };
-    Ok(vec![(guest, frontends)])
-}
-
-fn take_over(fd: i32) -> Result<OwnedFd> {
-    towline_channel::inherit(fd).with_context(|| format!("--fd {fd}: the descriptor is not open"))
+    let listening = many.into_iter().map(|guest| {
+        let frontends = args.access.listen(&guest.socket)?;
+        Ok((guest, frontends))
+    });
+    listening.collect()
 }
 
 /// Prints the statistics of a guest's device.
