@@ -72,10 +72,10 @@ use clap::{ArgMatches, Parser, Subcommand};
 use crate::sandbox::SandboxArgs;
 pub(crate) use check::CheckArgs;
 pub(crate) use common::{
-    GUEST, HOSTS, IMAGES, IfNotConverging, LANES, LIMITS, OUTPUT, OnOff, OnOffAuto, Output, POSTCOPY,
-    PROCESS, TlsArgs, Via,
+    GUEST, HOSTS, IMAGES, IfNotConverging, LANES, LIMITS, OUTPUT, OnOff, Output, POSTCOPY, PROCESS, TlsArgs,
+    Via,
 };
-use common::{MORE, key_and_value};
+use common::{MORE, key_and_value, zero_copy_send};
 pub(crate) use copy::{CopyArgs, DiskArgs, StoredSourceArgs};
 pub(crate) use ctl::CtlArgs;
 pub(crate) use fork::ForkArgs;

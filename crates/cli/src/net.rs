@@ -30,7 +30,6 @@ const SIGNAL_EFFECTS: SignalEffects = SignalEffects {
 
 /// Runs the command.
 pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
-    args.access.check(args.socket.as_deref(), args.fd)?;
     if args.sandbox.is_requested() && args.af_xdp.is_some() {
         let text = format!("--sandbox on cannot be used with {UNCONFINED}: leave one of them out");
         return Err(UsageError(text).into());
@@ -125,7 +124,7 @@ fn xdp(args: &NetArgs) -> Result<Option<Xdp>> {
     let Some(name) = &args.af_xdp else { return Ok(None) };
     let sockets = if args.xsk_fds.is_empty() { None } else { Some(inherited(&args.xsk_fds)?) };
     let xdp = Xdp::new(name, args.xsk_queue, sockets)?;
-    let xdp = xdp.with_zero_copy_send(args.zero_copy_send.into());
+    let xdp = xdp.with_zero_copy_send(args.zero_copy_send);
     Ok(Some(if args.af_xdp_copy { xdp.with_copy_mode() } else { xdp }))
 }
 

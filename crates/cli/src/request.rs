@@ -10,11 +10,9 @@ use towline_control::plan::{
     Source, Task, Throttling, TransferOptions, WritableDisks,
 };
 use towline_control::remote::Place;
-use towline_migration::Compression;
+use towline_migration::{Compression, ZeroCopySend};
 
-use crate::args::{
-    CopyArgs, IfNotConverging, MoveArgs, OnOff, OnOffAuto, StoredSourceArgs, TransferArgs, Via,
-};
+use crate::args::{CopyArgs, IfNotConverging, MoveArgs, OnOff, StoredSourceArgs, TransferArgs, Via};
 use crate::endpoint::Endpoint;
 use crate::endpoint::ssh::SshEndpoint;
 
@@ -109,7 +107,7 @@ fn check_transfer_to_host(args: &TransferArgs, via: Via) -> Result<(), String> {
         "--postcopy goes from a QEMU to a QEMU, not through both towlines; leave it out"
     } else if args.tls.tls_creds.is_some() {
         "both hosts make keys for each stream; leave --tls-creds out"
-    } else if via == Via::Relay && args.zero_copy_send == OnOffAuto::On {
+    } else if via == Via::Relay && args.zero_copy_send == ZeroCopySend::On {
         "what goes to another host through both towlines is encrypted, and so copied; leave --zero-copy-send out"
     } else if args.return_path == OnOff::Off {
         "a stream to another host has a return path; leave --return-path out"
@@ -265,7 +263,7 @@ fn run(args: &TransferArgs) -> Option<bool> {
 fn request(args: &TransferArgs, task: Task) -> CopyRequest {
     CopyRequest {
         compression: args.compression,
-        zero_copy_send: args.zero_copy_send.into(),
+        zero_copy_send: args.zero_copy_send,
         tls: args.tls.tls(),
         downtime_limit: Duration::from_millis(args.downtime_limit),
         return_path: args.return_path == OnOff::On,

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ValueEnum, ValueHint};
 use towline_control::plan::Tls;
 use towline_migration::ZeroCopySend;
@@ -56,22 +57,13 @@ pub(crate) enum OnOff {
     Off,
 }
 
-/// QEMU's `zero-copy-send`, with an automatic choice.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum OnOffAuto {
-    Auto,
-    On,
-    Off,
-}
-
-impl From<OnOffAuto> for ZeroCopySend {
-    fn from(value: OnOffAuto) -> Self {
-        match value {
-            OnOffAuto::Auto => Self::Auto,
-            OnOffAuto::On => Self::On,
-            OnOffAuto::Off => Self::Off,
-        }
-    }
+/// Parser of `--zero-copy-send`.
+pub(super) fn zero_copy_send() -> impl TypedValueParser<Value = ZeroCopySend> {
+    PossibleValuesParser::new(["auto", "on", "off"]).map(|value| match value.as_str() {
+        "on" => ZeroCopySend::On,
+        "off" => ZeroCopySend::Off,
+        _ => ZeroCopySend::Auto,
+    })
 }
 
 /// The way of a guest to another host.

@@ -63,7 +63,7 @@ pub(crate) struct MoveArgs {
     #[arg(long, value_name = "DEST", conflicts_with_all = ["source", "destination"], help_heading = HOSTS)]
     pub(crate) all: Option<Endpoint>,
     /// Number of guests that are moved at a time; --max-bandwidth is that of all together
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_a_time, requires = "all", help_heading = HOSTS)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = |text: &str| whole::<usize>(text, Unit::None, 1..=64), requires = "all", help_heading = HOSTS)]
     pub(crate) parallel: usize,
     /// Way to another host: direct, from QEMU to QEMU; relay, through both towlines; auto, relay unless the
     /// guest (VFIO, virtio-mem, dirty bitmaps) or --zero-copy-send on needs the other
@@ -88,10 +88,6 @@ impl MoveArgs {
     pub(crate) fn permits_postcopy(&self) -> bool {
         self.transfer.postcopy.postcopy || self.if_not_converging == IfNotConverging::Postcopy
     }
-}
-
-fn at_a_time(text: &str) -> Result<usize, String> {
-    whole(text, Unit::None, 1..=64)
 }
 
 fn device_pair(text: &str) -> Result<(PathBuf, PathBuf), String> {

@@ -2,7 +2,9 @@
 
 use std::path::PathBuf;
 
-use super::{MORE, OnOff, OnOffAuto};
+use towline_migration::ZeroCopySend;
+
+use super::{MORE, OnOff, zero_copy_send};
 use crate::observability::ObservabilityArgs;
 use crate::sandbox::SandboxArgs;
 use crate::sockets::SocketArgs;
@@ -63,7 +65,7 @@ pub(crate) struct NetArgs {
     #[arg(long, hide_short_help = true, value_name = "A:B:..", value_parser = number::<i32>, value_delimiter = ':')]
     pub(crate) tap_fds: Vec<i32>,
     /// Number of queue pairs, 1 to 128, each with a thread; QEMU's `queues=` may be lower [default: 1]
-    #[arg(long, value_name = "N", value_parser = queues, conflicts_with = "tap_fds")]
+    #[arg(long, value_name = "N", value_parser = |text: &str| whole::<usize>(text, Unit::None, 1..=128), conflicts_with = "tap_fds")]
     pub(crate) queues: Option<usize>,
     /// Interface that transmits from guest memory by AF_XDP where that is not slower than the tap, which
     /// receives
@@ -79,10 +81,11 @@ pub(crate) struct NetArgs {
         long,
         hide_short_help = true,
         value_name = "AUTO|ON|OFF",
+        value_parser = zero_copy_send(),
         default_value = "auto",
         requires = "af_xdp"
     )]
-    pub(crate) zero_copy_send: OnOffAuto,
+    pub(crate) zero_copy_send: ZeroCopySend,
     /// Inherited AF_XDP sockets, not bound, one for each queue pair
     #[arg(long, hide_short_help = true, value_name = "A:B:..", value_parser = number::<i32>, value_delimiter = ':', requires = "af_xdp")]
     pub(crate) xsk_fds: Vec<i32>,
@@ -121,10 +124,6 @@ pub(crate) struct NetArgs {
     pub(crate) print_capabilities: bool,
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
-}
-
-fn queues(text: &str) -> Result<usize, String> {
-    whole(text, Unit::None, 1..=128)
 }
 
 /// Parses the name of an interface, as the kernel limits it (`IFNAMSIZ`).

@@ -85,7 +85,7 @@ pub(crate) struct StartArgs {
     #[arg(long, value_name = "NAME", value_parser = name)]
     pub(crate) name: Option<GuestName>,
     /// Number of clones
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clones)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = |text: &str| whole::<u32>(text, Unit::None, 1..=1024))]
     pub(crate) count: u32,
     /// Leave the guests running when this command ends, which it does once they run
     #[arg(long)]
@@ -125,10 +125,6 @@ Examples:
 pub(crate) struct PsArgs {
     #[command(flatten)]
     pub(crate) output: Output,
-}
-
-fn clones(text: &str) -> Result<u32, String> {
-    whole(text, Unit::None, 1..=1024)
 }
 
 fn name(text: &str) -> Result<GuestName, String> {

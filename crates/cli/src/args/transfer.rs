@@ -1,9 +1,9 @@
 //! Options that `copy` and `move` share.
 
 use clap::builder::{PossibleValue, TypedValueParser};
-use towline_migration::Compression;
+use towline_migration::{Compression, ZeroCopySend};
 
-use super::{GUEST, IMAGES, LANES, LIMITS, OnOff, OnOffAuto, POSTCOPY, TlsArgs};
+use super::{GUEST, IMAGES, LANES, LIMITS, OnOff, POSTCOPY, TlsArgs, zero_copy_send};
 use crate::observability::ObservabilityArgs;
 use crate::report::ReportArgs;
 use crate::sandbox::SandboxArgs;
@@ -21,8 +21,8 @@ pub(crate) struct TransferArgs {
     #[arg(long, value_name = "METHOD[:LEVEL]", value_parser = CompressionParser, default_value = "none", help_heading = LANES)]
     pub(crate) compression: Compression,
     /// Zero-copy sends (MSG_ZEROCOPY) on TCP lanes: auto, where they save CPU time; on, or fail; off
-    #[arg(long, value_name = "AUTO|ON|OFF", default_value = "auto", hide_short_help = true, help_heading = LANES)]
-    pub(crate) zero_copy_send: OnOffAuto,
+    #[arg(long, value_name = "AUTO|ON|OFF", value_parser = zero_copy_send(), default_value = "auto", hide_short_help = true, help_heading = LANES)]
+    pub(crate) zero_copy_send: ZeroCopySend,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
     /// Maximum bandwidth in bytes per second (suffixes K, M, G) [default: unlimited]

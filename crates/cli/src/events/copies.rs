@@ -13,7 +13,7 @@ use towline_memload::{CheckOutcome, ReceivedMemory};
 use towline_migration::postcopy::FaultCounts;
 use towline_migration::{LaneSends, SendTotals};
 
-use super::identifiers::{Counters, send_method_reason, zero_copy_send};
+use super::identifiers::{Counters, send_method_reason};
 use crate::progress::{Estimate, Outlook};
 
 objects! {
@@ -48,7 +48,7 @@ objects! {
         multifd_compression: &'static str = report.compression.method().name(),
         compression_ratio: Option<f64> = report.compression_ratio(),
         #[schemars(extend("enum" = ["auto", "on", "off"]))]
-        zero_copy_send: &'static str = zero_copy_send(report.zero_copy_send),
+        zero_copy_send: String = report.zero_copy_send.to_string(),
         lanes: Vec<Lane> = report.lane_sends.iter().enumerate().map(|(lane, sends)| Lane::new(lane, sends)).collect(),
         handed_over: bool = report.loaded_by_qemu,
         source_state: SourceState = report.source,

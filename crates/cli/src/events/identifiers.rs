@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use towline_control::in_place::Error as InPlaceError;
 use towline_control::plan::Error;
-use towline_migration::{SendReason, ZeroCopySend};
+use towline_migration::SendReason;
 
 /// Reason for a failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
@@ -72,15 +72,6 @@ pub(crate) fn send_method_reason(reason: SendReason) -> &'static str {
         SendReason::CostsLess => "costs-less",
         SendReason::SpliceCostsLess => "splice-costs-less",
         SendReason::NoMemory => "no-memory",
-    }
-}
-
-/// Returns the value of `--zero-copy-send`.
-pub(crate) fn zero_copy_send(setting: ZeroCopySend) -> &'static str {
-    match setting {
-        ZeroCopySend::Auto => "auto",
-        ZeroCopySend::On => "on",
-        ZeroCopySend::Off => "off",
     }
 }
 
