@@ -30,7 +30,7 @@ use crate::units::{count, counted, size};
 use crate::{command_line, errors, sandbox};
 
 /// Number of threads that compare an image with its checksums.
-const VERIFY_THREADS: usize = 4;
+pub(crate) const VERIFY_THREADS: usize = 4;
 
 /// Runs the command.
 pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
@@ -47,7 +47,6 @@ pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
         Some(policy) => args.sandbox.confine(policy),
         None => args.sandbox.log_unconfined(sandbox::EXEC_UNCONFINED),
     }
-    let checksums = if args.verify { Checksums::Compared } else { Checksums::NotCompared };
     match source {
         Source::Image(path) => {
             if let Some(page) = &args.html {
@@ -55,10 +54,10 @@ pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
                 html::write(page, &Image::open(&path)?, base.as_ref())?;
                 reporter.line(&format!("{}: page about {}", page.display(), path.display()));
             }
-            image(&reporter, &path, checksums)
+            image(&reporter, &path, args)
         }
         #[cfg(feature = "store")]
-        Source::Store(location) => stored_image(&reporter, &location, checksums),
+        Source::Store(location) => stored_image(&reporter, &location, args),
         #[cfg(not(feature = "store"))]
         Source::Store(location) => {
             Err(UsageError(format!("{location}: this towline was built without object stores")).into())
@@ -86,25 +85,17 @@ pub(crate) fn policy(args: &InspectArgs, source: &Source) -> Option<Policy> {
     Some(policy)
 }
 
-/// Treatment of the checksums of an image (`--verify`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Checksums {
-    Compared,
-    NotCompared,
-}
-
-fn image(reporter: &Reporter, path: &Path, checksums: Checksums) -> Result<Exit> {
+fn image(reporter: &Reporter, path: &Path, args: &InspectArgs) -> Result<Exit> {
     let image = Image::open(path)?;
-    if checksums == Checksums::Compared {
+    if args.verify {
         image.verify(VERIFY_THREADS, &|_| {})?;
     }
     let allocated = image.file().metadata().with_context(|| path.display().to_string())?.blocks() * 512;
     let chain = image.layers().map(|found| layer(&found)).collect::<Result<Vec<_>>>()?;
     let blocks = stored_blocks(image.ram_blocks(), |block| image.count_pages(block));
     let devices = image.devices();
-    let verified = checksums == Checksums::Compared;
     let inspected =
-        Inspected::Image(Box::new(InspectedImage::new(&image, allocated, &blocks, &chain, verified)));
+        Inspected::Image(Box::new(InspectedImage::new(&image, allocated, &blocks, &chain, args.verify)));
     let exit = reporter.result(FinalEvent::Inspected(inspected), Exit::Done);
     let what = if image.is_incremental() {
         "an incremental image, which towline restores; `towline copy` merges it into a full one for QEMU"
@@ -114,7 +105,7 @@ fn image(reporter: &Reporter, path: &Path, checksums: Checksums) -> Result<Exit>
     reporter.line(&format!("{}: {what}", path.display()));
     print_head(reporter, Some(&image.configuration().machine_type), devices.run_state());
     reporter.line(&format!("  file          {} long, {} allocated", size(image.length()), size(allocated)));
-    print_manifest(reporter, &image, checksums);
+    print_manifest(reporter, &image, args);
     command_line::print(reporter, image.origin());
     if image.is_incremental() {
         reporter.line(&format!("  chain         {} images, the full one last", chain.len()));
@@ -125,7 +116,7 @@ fn image(reporter: &Reporter, path: &Path, checksums: Checksums) -> Result<Exit>
     Ok(exit)
 }
 
-fn print_manifest(reporter: &Reporter, image: &Image, checksums: Checksums) {
+fn print_manifest(reporter: &Reporter, image: &Image, args: &InspectArgs) {
     let Some(manifest) = image.manifest() else {
         reporter.line("  manifest      none, as in images of QEMU itself: no checksums; `towline copy IMAGE NEW` adds them");
         return;
@@ -135,7 +126,7 @@ fn print_manifest(reporter: &Reporter, image: &Image, checksums: Checksums) {
         manifest.created,
         manifest.origin.source,
         manifest.origin.qemu.as_ref().map(|qemu| format!(" (QEMU {qemu})")).unwrap_or_default(),
-        if checksums == Checksums::Compared { "every checksum matches" } else { "not compared (--verify)" }
+        if args.verify { "every checksum matches" } else { "not compared (--verify)" }
     ));
     if !image.is_sealed() {
         reporter.line(
@@ -171,22 +162,17 @@ fn print_layer(reporter: &Reporter, layer: &Layer) {
 }
 
 #[cfg(feature = "store")]
-fn stored_image(
-    reporter: &Reporter,
-    location: &towline_image::Location,
-    checksums: Checksums,
-) -> Result<Exit> {
+fn stored_image(reporter: &Reporter, location: &towline_image::Location, args: &InspectArgs) -> Result<Exit> {
     let cancel = cancel_on_signals(SignalEffects::OF_READING)?;
     let image = towline_image::store::StoredImage::open(location, Some(cancel))?;
-    if checksums == Checksums::Compared {
+    if args.verify {
         image.verify(&|_| {})?;
     }
     let index = image.index();
     let blocks = stored_blocks(image.blocks(), |block| image.count_pages(block));
     let devices = image.devices();
     let chunks = index.all_names().count();
-    let verified = checksums == Checksums::Compared;
-    let inspected = Inspected::StoredImage(InspectedStoredImage::new(location, &image, &blocks, verified));
+    let inspected = Inspected::StoredImage(InspectedStoredImage::new(location, &image, &blocks, args.verify));
     let exit = reporter.result(FinalEvent::Inspected(inspected), Exit::Done);
     reporter.line(&format!("{location}: an image in an object store; QEMU loads a copy in a file"));
     print_head(reporter, Some(&image.configuration().machine_type), devices.run_state());
@@ -195,11 +181,7 @@ fn stored_image(
         count(chunks as u64),
         size(index.chunk_bytes),
         size(image.index_bytes()),
-        if checksums == Checksums::Compared {
-            "complete, and every checksum matches"
-        } else {
-            "not compared (--verify)"
-        }
+        if args.verify { "complete, and every checksum matches" } else { "not compared (--verify)" }
     ));
     let qemu = index.origin.qemu.as_ref().map(|qemu| format!(" (QEMU {qemu})")).unwrap_or_default();
     reporter.line(&format!("  created       {}, from {}{qemu}", index.created, index.origin.source));

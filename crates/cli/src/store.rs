@@ -11,6 +11,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Result;
+#[cfg(feature = "store")]
+use towline_image::store::{IfInUse, remove_image};
 
 use crate::args::{CollectArgs, PlaceArgs, RemoveArgs, StoreArgs, StoreCommand};
 use crate::endpoint::Endpoint;
@@ -19,10 +21,11 @@ use crate::events::{DiskSpace, FailedPart, InterimEvent, Reason};
 use crate::exit::{Exit, UsageError};
 use crate::progress::Reporter;
 use crate::sandbox::policy_of_images;
+use crate::units::size;
 pub(crate) use common::Action;
 #[cfg(feature = "store")]
 pub(crate) use common::report_garbage;
-use common::{Removed, View, end};
+use common::{View, end};
 
 /// Minimum age of garbage in a store, without `--min-age`.
 #[cfg(feature = "store")]
@@ -103,13 +106,24 @@ fn remove(args: &RemoveArgs) -> Result<Exit> {
     let mut failed = 0;
     for (image, place) in args.images.iter().zip(&places) {
         let removed = match place {
-            ImageLocation::Directory(path) => files::remove(path),
+            ImageLocation::Directory(path) => {
+                towline_image::directory::remove(path).map(Some).map_err(anyhow::Error::from)
+            }
             #[cfg(feature = "store")]
-            ImageLocation::Prefix(location) => objects::remove(location),
+            ImageLocation::Prefix(location) => {
+                remove_image(location, IfInUse::Refuse, None).map(|_| None).map_err(anyhow::Error::from)
+            }
         };
         match removed {
-            Ok(Removed { freed, text }) => {
+            Ok(freed) => {
                 reporter.event(InterimEvent::RemovedImage { image: image.to_string(), freed });
+                let text = freed.map_or_else(
+                    || {
+                        "chunks that no other image references are garbage; `towline store gc` removes them"
+                            .into()
+                    },
+                    |freed| format!("{} are free", size(freed)),
+                );
                 reporter.line(&format!("removed {image}: {text}"));
             }
             Err(error) => {

@@ -1,5 +1,9 @@
 //! Types and output that the commands on directories and on stores share.
 
+use std::ffi::OsStr;
+
+use anyhow::Result;
+
 use crate::console;
 use crate::events::{DiskSpace, FinalEvent, InterimEvent, Object};
 use crate::exit::Exit;
@@ -35,28 +39,31 @@ pub(crate) fn report_garbage(reporter: &Reporter, action: Action, garbage: Objec
     }
 }
 
-/// A removed image.
-pub(super) struct Removed {
-    /// Bytes of disk space; `None`: its chunks are left to garbage collection.
-    pub(super) freed: Option<u64>,
-    /// The same for people.
-    pub(super) text: String,
-}
-
-/// Reports a verification that found no image.
-pub(super) fn nothing_to_verify(reporter: &Reporter, place: &str) -> Exit {
-    console::error(&format!("{place}: there is no image of this name or below it; correct the name"));
-    let (place, space) = (place.to_owned(), DiskSpace::Unknown {});
-    reporter.result(FinalEvent::Images { place, images: 0, unreadable: 0, space }, Exit::Failed)
-}
-
-/// Reports a compared image.
-pub(super) fn report_verified(reporter: &Reporter, image: &str, error: Option<&str>) {
-    reporter.event(InterimEvent::Verified { image, error });
-    match error {
-        None => reporter.line(&format!("{image}: every checksum matches")),
-        Some(error) => console::error(error),
+/// Compares images with their checksums by `compare`, which returns what is wrong with one.
+pub(super) fn verify_each<T: AsRef<OsStr>>(
+    reporter: &Reporter,
+    place: String,
+    images: &[T],
+    compare: impl Fn(&T) -> Result<Option<String>>,
+) -> Result<Exit> {
+    if images.is_empty() {
+        console::error(&format!("{place}: there is no image of this name or below it; correct the name"));
+        let space = DiskSpace::Unknown {};
+        let none = FinalEvent::Images { place, images: 0, unreadable: 0, space };
+        return Ok(reporter.result(none, Exit::Failed));
     }
+    let mut bad = 0;
+    for image in images {
+        let error = compare(image)?;
+        let image = &*image.as_ref().to_string_lossy();
+        reporter.event(InterimEvent::Verified { image, error: error.as_deref() });
+        match &error {
+            None => reporter.line(&format!("{image}: every checksum matches")),
+            Some(error) => console::error(error),
+        }
+        bad += usize::from(error.is_some());
+    }
+    Ok(end(reporter, place, images.len(), bad, DiskSpace::Unknown {}))
 }
 
 /// Reports the end of a listing or a verification, with the exit status.

@@ -7,16 +7,14 @@ use towline_image::Image;
 use towline_image::directory::{self, ImageEntry};
 use towline_image::leftover::{self, Partial};
 
-use super::common::{Action, Removed, View, end, nothing_to_verify, report_garbage, report_verified};
+use super::common::{Action, View, end, report_garbage, verify_each};
 use super::row::{Row, report_rows};
 use crate::events::{DiskSpace, ImageContent, Object};
 use crate::exit::Exit;
+use crate::inspect::VERIFY_THREADS;
 use crate::progress::Reporter;
 use crate::units::{counted, size};
 use crate::{console, errors};
-
-/// Number of threads that compare an image with its checksums.
-const VERIFY_THREADS: usize = 4;
 
 /// Lists the images.
 pub(super) fn show(reporter: &Reporter, path: &Path, view: View) -> Result<Exit> {
@@ -60,23 +58,10 @@ pub(super) fn verify(reporter: &Reporter, path: &Path) -> Result<Exit> {
     } else {
         vec![path.to_owned()]
     };
-    if paths.is_empty() {
-        return Ok(nothing_to_verify(reporter, &path.display().to_string()));
-    }
-    let mut bad = 0;
-    for image in &paths {
+    verify_each(reporter, path.display().to_string(), &paths, |image| {
         let verified = Image::open(image).and_then(|image| image.verify(VERIFY_THREADS, &|_| {}));
-        let error = verified.err().map(|error| errors::text(&error.into()));
-        report_verified(reporter, &image.display().to_string(), error.as_deref());
-        bad += usize::from(error.is_some());
-    }
-    Ok(end(reporter, path.display().to_string(), paths.len(), bad, DiskSpace::Unknown {}))
-}
-
-/// Removes an image.
-pub(super) fn remove(path: &Path) -> Result<Removed> {
-    let freed = directory::remove(path)?;
-    Ok(Removed { freed: Some(freed), text: format!("{} are free", size(freed)) })
+        Ok(verified.err().map(|error| errors::text(&error.into())))
+    })
 }
 
 /// Removes the partial files of writers that were killed.

@@ -3,11 +3,9 @@
 use anyhow::Result;
 use towline_channel::Cancel;
 use towline_control::plan::Observer as _;
-use towline_image::store::{
-    Catalog, CatalogEntry, Error, IfInUse, Location, StoredImage, VerifiedChunks, is_image, remove_image,
-};
+use towline_image::store::{Catalog, CatalogEntry, Error, Location, StoredImage, VerifiedChunks, is_image};
 
-use super::common::{Removed, View, end, nothing_to_verify, report_verified};
+use super::common::{View, end, verify_each};
 use super::row::{Row, report_rows};
 use crate::errors;
 use crate::events::{DiskSpace, ImageContent};
@@ -63,21 +61,14 @@ fn row(entry: &CatalogEntry) -> Row {
 pub(super) fn verify(reporter: &Reporter, place: &Location) -> Result<Exit> {
     let cancel = cancel_on_signals(SignalEffects::OF_READING)?;
     let names = names(reporter, place, &cancel)?;
-    if names.is_empty() {
-        return Ok(nothing_to_verify(reporter, &place.to_string()));
-    }
-    let (known, mut bad) = (VerifiedChunks::default(), 0);
-    for name in &names {
-        let error = match verify_image(name, place, &known, &cancel) {
-            Ok(()) => None,
-            Err(error) if cancel.is_cancelled() => return Err(error),
-            Err(error) => Some(errors::text(&error)),
-        };
-        report_verified(reporter, name, error.as_deref());
-        bad += usize::from(error.is_some());
+    let known = VerifiedChunks::default();
+    verify_each(reporter, place.to_string(), &names, |name| {
         cancel.check()?;
-    }
-    Ok(end(reporter, place.to_string(), names.len(), bad, DiskSpace::Unknown {}))
+        match verify_image(name, place, &known, &cancel) {
+            Err(error) if cancel.is_cancelled() => Err(error),
+            verified => Ok(verified.err().map(|error| errors::text(&error))),
+        }
+    })
 }
 
 /// Names of the image at `place` and of those below it: an image may have the name of a prefix.
@@ -118,11 +109,4 @@ fn verify_image(name: &str, place: &Location, known: &VerifiedChunks, cancel: &C
     };
     StoredImage::open(&location, Some(cancel.clone()))?.verify_unknown(known, &|_| {})?;
     Ok(())
-}
-
-/// Removes an image, unless it is being read.
-pub(super) fn remove(image: &Location) -> Result<Removed> {
-    remove_image(image, IfInUse::Refuse, None)?;
-    let text = "chunks that no other image references are garbage; `towline store gc` removes them".into();
-    Ok(Removed { freed: None, text })
 }
