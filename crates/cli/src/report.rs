@@ -27,6 +27,7 @@ use crate::endpoint::Endpoint;
 use crate::lock::lock;
 use recorded::{CopyRecording, PhaseStart, TimedEstimate};
 pub(crate) use recorded::{GuestReport, ReportRecorder};
+pub(crate) use several::html as html_of_several;
 
 /// Beginning of every page, by which an existing file is recognised.
 const DOCTYPE: &[u8] = b"<!doctype html>";
@@ -55,6 +56,15 @@ impl ReportArgs {
             ));
         }
         check_existing(path).map_err(|error| format!("--report {}", crate::errors::text(&error)))
+    }
+
+    /// Writes the page, if it was asked for. A failure does not change the result of the command.
+    pub(crate) fn write(&self, html: impl FnOnce() -> Result<String>) {
+        let Some(path) = &self.report else { return };
+        match html().and_then(|html| write_page(path, &html)) {
+            Ok(()) => tracing::info!(path = %path.display(), "wrote the report"),
+            Err(error) => console::error(&format!("--report {}", crate::errors::text(&error))),
+        }
     }
 }
 
@@ -101,42 +111,14 @@ impl ReportRecorder {
         Self { started: begun, recorded: Mutex::new(recorded) }
     }
 
-    /// Writes the page that was asked for. A failure does not change the result of the copy.
+    /// Writes the page that was asked for.
     pub(crate) fn write(
         &self,
         args: &ReportArgs,
         ends: [&dyn Display; 2],
         copied: Result<&CopyReport, &Failure>,
     ) {
-        let Some(path) = &args.report else { return };
-        let recorded = lock(&self.recorded);
-        let page = page::CopyPage {
-            source: ends[0].to_string(),
-            destination: ends[1].to_string(),
-            total: self.started.elapsed(),
-            recorded: &recorded,
-            copied,
-        };
-        write_or_warn(path, page.html());
-    }
-}
-
-/// Writes the page of several guests that were started from one image, if it was asked for.
-pub(crate) fn write_several(
-    args: &ReportArgs,
-    image: &dyn Display,
-    total: Duration,
-    guests: &[GuestReport<'_>],
-) {
-    let Some(path) = &args.report else { return };
-    write_or_warn(path, several::html(&image.to_string(), total, guests));
-}
-
-/// A failure does not change the result of the command.
-fn write_or_warn(path: &Path, html: Result<String>) {
-    match html.and_then(|html| write_page(path, &html)) {
-        Ok(()) => tracing::info!(path = %path.display(), "wrote the report"),
-        Err(error) => console::error(&format!("--report {}", crate::errors::text(&error))),
+        args.write(|| page::html(ends, self.started.elapsed(), &lock(&self.recorded), copied));
     }
 }
 

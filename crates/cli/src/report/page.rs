@@ -1,5 +1,6 @@
 //! The page: a summary, the phases, charts of rates and of what remained, lanes, notices.
 
+use std::fmt::Display;
 use std::time::{Duration, SystemTime};
 
 use anyhow::Result;
@@ -15,131 +16,122 @@ use crate::units::{counted, size};
 
 const MIB: f64 = (1 << 20) as f64;
 
-/// Facts of one page.
-pub(super) struct CopyPage<'a> {
-    pub(super) source: String,
-    pub(super) destination: String,
-    pub(super) total: Duration,
-    pub(super) recorded: &'a CopyRecording,
-    pub(super) copied: Result<&'a CopyReport, &'a Failure>,
+/// Formats the page.
+pub(super) fn html(
+    [source, destination]: [&dyn Display; 2],
+    total: Duration,
+    recorded: &CopyRecording,
+    copied: Result<&CopyReport, &Failure>,
+) -> Result<String> {
+    let mut sections = vec![summary(total, recorded, copied), phases(total, recorded)];
+    sections.extend(copied.ok().and_then(|report| downtime(total, recorded, report)));
+    sections.extend(charts(recorded)?);
+    if let Ok(CopyReport { postcopy: Some(report), .. }) = copied {
+        sections.extend(faults(report)?);
+    }
+    let lanes = sends::lines(&recorded.lanes);
+    sections.push(json!({ "kind": "list", "title": "Lanes", "items": lanes }));
+    sections.push(json!({ "kind": "list", "title": "Notices", "items": recorded.notices }));
+    Ok(page(&format!("{source} to {destination}"), &about(), &sections)?)
 }
 
-impl CopyPage<'_> {
-    /// Formats the page.
-    pub(super) fn html(&self) -> Result<String> {
-        let mut sections = vec![self.summary(), self.phases()];
-        sections.extend(self.downtime());
-        sections.extend(self.charts()?);
-        sections.extend(self.faults()?);
-        let lanes = sends::lines(&self.recorded.lanes);
-        sections.push(json!({ "kind": "list", "title": "Lanes", "items": lanes }));
-        sections.push(json!({ "kind": "list", "title": "Notices", "items": self.recorded.notices }));
-        Ok(page(&format!("{} to {}", self.source, self.destination), &about(), &sections)?)
-    }
-
-    fn summary(&self) -> Value {
-        let mut rows = vec![("time", seconds(self.total))];
-        let ends = ["source host", "destination host"].into_iter().zip(&self.recorded.hosts);
-        rows.extend(ends.map(|(end, HostFacts { name, kernel, qemu })| {
-            let qemu = qemu.as_ref().map(|qemu| format!(", QEMU {qemu}")).unwrap_or_default();
-            (end, format!("{name}, Linux {kernel}{qemu}"))
-        }));
-        match self.copied {
-            Ok(report) => {
-                let moved = &report.moved;
-                rows.push(("result", "done".to_owned()));
-                rows.push(("source", report.source.text().to_owned()));
-                rows.push(("destination", report.destination.text().to_owned()));
-                let pages = format!(
-                    "{}, {}",
-                    counted(moved.normal, "plain page"),
-                    counted(moved.duplicate, "zero page")
-                );
-                rows.push(("memory", format!("{}: {pages}", size(moved.total))));
-                rows.push(("sent", size(moved.transferred)));
-                rows.push(("lanes", report.multifd_channels.to_string()));
-                rows.extend(report.downtime_ms.map(|downtime| ("downtime", format!("{downtime} ms"))));
-                rows.extend(report.postcopy.as_ref().map(|report| ("postcopy", postcopy(report))));
-            }
-            Err(failure) => {
-                rows.push(("result", "failed".to_owned()));
-                rows.push(("error", crate::errors::worded(failure)));
-            }
+fn summary(total: Duration, recorded: &CopyRecording, copied: Result<&CopyReport, &Failure>) -> Value {
+    let mut rows = vec![("time", seconds(total))];
+    let ends = ["source host", "destination host"].into_iter().zip(&recorded.hosts);
+    rows.extend(ends.map(|(end, HostFacts { name, kernel, qemu })| {
+        let qemu = qemu.as_ref().map(|qemu| format!(", QEMU {qemu}")).unwrap_or_default();
+        (end, format!("{name}, Linux {kernel}{qemu}"))
+    }));
+    match copied {
+        Ok(report) => {
+            let moved = &report.moved;
+            rows.push(("result", "done".to_owned()));
+            rows.push(("source", report.source.text().to_owned()));
+            rows.push(("destination", report.destination.text().to_owned()));
+            let pages =
+                format!("{}, {}", counted(moved.normal, "plain page"), counted(moved.duplicate, "zero page"));
+            rows.push(("memory", format!("{}: {pages}", size(moved.total))));
+            rows.push(("sent", size(moved.transferred)));
+            rows.push(("lanes", report.multifd_channels.to_string()));
+            rows.extend(report.downtime_ms.map(|downtime| ("downtime", format!("{downtime} ms"))));
+            rows.extend(report.postcopy.as_ref().map(|report| ("postcopy", postcopy(report))));
         }
-        json!({ "kind": "table", "title": "Summary", "rows": rows })
+        Err(failure) => {
+            rows.push(("result", "failed".to_owned()));
+            rows.push(("error", crate::errors::worded(failure)));
+        }
     }
+    json!({ "kind": "table", "title": "Summary", "rows": rows })
+}
 
-    fn phases(&self) -> Value {
-        let part = |phase: PhaseLength| {
-            let from = format!("from {}", seconds(phase.at));
-            phase.part(self.total, phase.index, &[&seconds(phase.length), &from])
-        };
-        let parts: Vec<_> = self.recorded.lengths(Duration::ZERO..self.total).into_iter().map(part).collect();
-        json!({ "kind": "parts", "title": "Phases", "parts": parts, "note": null })
-    }
+fn phases(total: Duration, recorded: &CopyRecording) -> Value {
+    let part = |phase: PhaseLength| {
+        let from = format!("from {}", seconds(phase.at));
+        phase.part(total, phase.index, &[&seconds(phase.length), &from])
+    };
+    let parts: Vec<_> = recorded.lengths(Duration::ZERO..total).into_iter().map(part).collect();
+    json!({ "kind": "parts", "title": "Phases", "parts": parts, "note": null })
+}
 
-    /// The time in which a guest that had run was stopped, by what it was needed for.
-    fn downtime(&self) -> Option<Value> {
-        let report = self.copied.ok()?;
-        let begin = self.recorded.begin_of(CopyPhase::Switchover)?;
-        let end = match (report.source, self.recorded.begin_of(CopyPhase::Running)) {
-            // The guest of an image was not stopped.
-            (SourceState::Unchanged, _) => return None,
-            (_, Some(end)) => end,
-            (SourceState::Running, None) => self.total,
-            _ => return None,
-        };
-        let whole = end.checked_sub(begin).filter(|whole| !whole.is_zero())?;
-        // Colors are those of the bar of all phases.
-        let part = |phase: PhaseLength| {
-            phase.part(whole, phase.index, &[&milliseconds(phase.length), purpose(phase.name)])
-        };
-        let parts: Vec<_> = self.recorded.lengths(begin..end).into_iter().map(part).collect();
-        let qemu = report.downtime_ms.map(|time| format!("; QEMU reports a downtime of {time} ms"));
-        let note = format!(
-            "Together {} from the stop of the guest, as the stream shows it, until it ran again{}.",
-            milliseconds(whole),
-            qemu.unwrap_or_default()
-        );
-        Some(json!({ "kind": "parts", "title": "Downtime", "parts": parts, "note": note }))
-    }
+/// The time in which a guest that had run was stopped, by what it was needed for.
+fn downtime(total: Duration, recorded: &CopyRecording, report: &CopyReport) -> Option<Value> {
+    let begin = recorded.begin_of(CopyPhase::Switchover)?;
+    let end = match (report.source, recorded.begin_of(CopyPhase::Running)) {
+        // The guest of an image was not stopped.
+        (SourceState::Unchanged, _) => return None,
+        (_, Some(end)) => end,
+        (SourceState::Running, None) => total,
+        _ => return None,
+    };
+    let whole = end.checked_sub(begin).filter(|whole| !whole.is_zero())?;
+    // Colors are those of the bar of all phases.
+    let part = |phase: PhaseLength| {
+        phase.part(whole, phase.index, &[&milliseconds(phase.length), purpose(phase.name)])
+    };
+    let parts: Vec<_> = recorded.lengths(begin..end).into_iter().map(part).collect();
+    let qemu = report.downtime_ms.map(|time| format!("; QEMU reports a downtime of {time} ms"));
+    let note = format!(
+        "Together {} from the stop of the guest, as the stream shows it, until it ran again{}.",
+        milliseconds(whole),
+        qemu.unwrap_or_default()
+    );
+    Some(json!({ "kind": "parts", "title": "Downtime", "parts": parts, "note": note }))
+}
 
-    /// Histogram of the times that the guest's requests for pages took, each of which stops a vCPU.
-    fn faults(&self) -> Result<Option<Value>> {
-        let Ok(CopyReport { postcopy: Some(report), .. }) = self.copied else { return Ok(None) };
-        let bar = |range: &LatencyRange| Bar {
-            label: format!("{} to {}", short(range.from), short(range.to)),
-            count: range.count,
-        };
-        let ranges: Vec<Bar> = report.faults.latencies.ranges().iter().map(bar).collect();
-        let svg = bars("faults, by the time from the request until its pages were sent", &ranges)?;
-        Ok(chart("Block times of vCPUs", svg))
-    }
+/// Histogram of the times that the guest's requests for pages took, each of which stops a vCPU.
+fn faults(report: &PostcopyReport) -> Result<Option<Value>> {
+    let bar = |range: &LatencyRange| Bar {
+        label: format!("{} to {}", short(range.from), short(range.to)),
+        count: range.count,
+    };
+    let ranges: Vec<Bar> = report.faults.latencies.ranges().iter().map(bar).collect();
+    let svg = bars("faults, by the time from the request until its pages were sent", &ranges)?;
+    Ok(chart("Block times of vCPUs", svg))
+}
 
-    fn charts(&self) -> Result<Vec<Value>> {
-        let points = |value: &dyn Fn(&Estimate) -> Option<u64>| -> Vec<(f64, f64)> {
-            let samples = self.recorded.samples.kept.iter();
-            samples
-                .filter_map(|sample| Some((sample.at.as_secs_f64(), value(&sample.estimate)? as f64 / MIB)))
-                .collect()
-        };
-        let rates = [
-            ChartLine { name: "sent", ink: Ink::Blue, points: points(&|estimate| estimate.rate) },
-            ChartLine {
-                name: "written by the guest",
-                ink: Ink::Orange,
-                points: points(&|estimate| estimate.dirty_rate),
-            },
-        ];
-        let remaining = [ChartLine {
-            name: "remaining of the pass",
-            ink: Ink::Blue,
-            points: without_leading_zeros(points(&|estimate| Some(estimate.remaining))),
-        }];
-        let rates = chart("Rates", lines("MiB/s", &rates)?);
-        let remaining = chart("Remaining memory", lines("MiB", &remaining)?);
-        Ok(rates.into_iter().chain(remaining).collect())
-    }
+fn charts(recorded: &CopyRecording) -> Result<Vec<Value>> {
+    let points = |value: &dyn Fn(&Estimate) -> Option<u64>| -> Vec<(f64, f64)> {
+        let samples = recorded.samples.kept.iter();
+        samples
+            .filter_map(|sample| Some((sample.at.as_secs_f64(), value(&sample.estimate)? as f64 / MIB)))
+            .collect()
+    };
+    let rates = [
+        ChartLine { name: "sent", ink: Ink::Blue, points: points(&|estimate| estimate.rate) },
+        ChartLine {
+            name: "written by the guest",
+            ink: Ink::Orange,
+            points: points(&|estimate| estimate.dirty_rate),
+        },
+    ];
+    let remaining = [ChartLine {
+        name: "remaining of the pass",
+        ink: Ink::Blue,
+        points: without_leading_zeros(points(&|estimate| Some(estimate.remaining))),
+    }];
+    let rates = chart("Rates", lines("MiB/s", &rates)?);
+    let remaining = chart("Remaining memory", lines("MiB", &remaining)?);
+    Ok(rates.into_iter().chain(remaining).collect())
 }
 
 /// A section with a chart; `None` if there was nothing to draw.
@@ -235,10 +227,7 @@ mod tests {
         let error = Box::new(Error::PeerDidNotRun { reason: "a & b".into() });
         let failure = Failure { error, guest: GuestAfterFailure::SAFE, notes: Vec::new() };
         let recorded = lock(&recorder.recorded);
-        let (source, destination) = ("qmp:<a>".into(), "file:b".into());
-        let (total, copied) = (Duration::from_secs(2), Err(&failure));
-        let page = CopyPage { source, destination, total, recorded: &recorded, copied };
-        let html = page.html().unwrap();
+        let html = html([&"qmp:<a>", &"file:b"], Duration::from_secs(2), &recorded, Err(&failure)).unwrap();
         assert!(html.contains("qmp:&lt;a&gt; to file:b") && html.contains("a &amp; b"), "{html}");
         assert!(html.contains("&lt;script&gt;") && !html.contains("<script"), "{html}");
         for reference in ["src=", "href=", "@import", "url("] {

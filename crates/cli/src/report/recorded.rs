@@ -56,24 +56,18 @@ pub(super) struct TimedEstimate {
 }
 
 /// Samples of a whole copy, about equally far apart.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Samples {
     pub(super) kept: Vec<TimedEstimate>,
-    /// Of this number of samples one is kept.
-    pub(super) stride: usize,
+    /// How often every second one was dropped: of `1 << halvings` samples one is kept.
+    halvings: u32,
     /// Number of samples since the last one that was kept.
-    pub(super) skipped: usize,
-}
-
-impl Default for Samples {
-    fn default() -> Self {
-        Self { kept: Vec::new(), stride: 1, skipped: 0 }
-    }
+    skipped: usize,
 }
 
 impl Samples {
     pub(super) fn push(&mut self, sample: TimedEstimate) {
-        if !self.kept.is_empty() && self.skipped + 1 < self.stride {
+        if !self.kept.is_empty() && self.skipped + 1 < 1 << self.halvings {
             self.skipped += 1;
             return;
         }
@@ -81,12 +75,12 @@ impl Samples {
         self.kept.push(sample);
         if self.kept.len() > SAMPLES_MAX {
             let mut index = 0;
-            // The first one is kept, and so is the last, from which the stride continues.
+            // The first one is kept, and so is the last, from which the distance continues.
             self.kept.retain(|_| {
                 index += 1;
                 index % 2 == 1
             });
-            self.stride *= 2;
+            self.halvings += 1;
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The page of several guests that were started from one image: when each ran, and the phases of each.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::time::Duration;
 
 use anyhow::Result;
@@ -17,7 +18,7 @@ use crate::units::size;
 const RANGES_MAX: f64 = 12.0;
 
 /// Formats the page.
-pub(super) fn html(image: &str, total: Duration, guests: &[GuestReport<'_>]) -> Result<String> {
+pub(crate) fn html(image: &dyn Display, total: Duration, guests: &[GuestReport<'_>]) -> Result<String> {
     let running: Vec<Duration> = guests.iter().filter_map(running_after).collect();
     let mut sections = vec![summary(total, guests, &running)];
     sections.extend(chart("Time until a guest ran", histogram(&running)?));
@@ -129,7 +130,7 @@ mod tests {
         let failure = Failure { error, guest: GuestAfterFailure::SAFE, notes: Vec::new() };
         let guest = |name, recorder| GuestReport { name, recorder, copied: Err(&failure) };
         let guests = [guest("web-0", &recorders[0]), guest("web-1", &recorders[1])];
-        let html = html("a.img", Duration::from_secs(1), &guests).unwrap();
+        let html = html(&"a.img", Duration::from_secs(1), &guests).unwrap();
         for part in [
             "2 guests of a.img",
             "1 of 2 guests",

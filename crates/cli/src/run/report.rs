@@ -14,7 +14,7 @@ use crate::events::{GuestRuns, InterimEvent};
 use crate::exit::Exit;
 use crate::outcome::{Destinations, Results};
 use crate::progress::Reporter;
-use crate::report::{GuestReport, ReportRecorder, write_several};
+use crate::report::{GuestReport, ReportRecorder, html_of_several};
 
 /// Reports of one command.
 pub(super) struct RunReport<'a> {
@@ -57,7 +57,7 @@ impl RunReport<'_> {
             recorder,
             copied: copied.as_ref(),
         });
-        write_several(page, self.source, self.begun.elapsed(), &guests.collect::<Vec<_>>());
+        page.write(|| html_of_several(self.source, self.begun.elapsed(), &guests.collect::<Vec<_>>()));
     }
 
     /// Reports the results of the restores. Returns the worst.
