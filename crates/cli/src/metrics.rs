@@ -11,7 +11,6 @@
 use std::fmt::Write as _;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -40,7 +39,6 @@ pub(crate) struct Metrics {
 struct MetricsServer {
     listener: TcpListener,
     counting: Arc<dyn StatsSource>,
-    stop: AtomicBool,
     /// The oldest first.
     clients: Mutex<Vec<Client>>,
 }
@@ -55,8 +53,7 @@ impl Metrics {
     /// Starts to listen.
     pub(crate) fn start(address: SocketAddr, counting: Arc<dyn StatsSource>) -> io::Result<Self> {
         let listener = TcpListener::bind(address)?;
-        let (stop, clients) = (AtomicBool::new(false), Mutex::default());
-        let server = Arc::new(MetricsServer { listener, counting, stop, clients });
+        let server = Arc::new(MetricsServer { listener, counting, clients: Mutex::default() });
         let accepts = Arc::clone(&server);
         let acceptor = thread::Builder::new().name("metrics".into()).spawn(move || accepts.accept())?;
         Ok(Self { server, acceptor: Some(acceptor) })
@@ -65,7 +62,6 @@ impl Metrics {
 
 impl Drop for Metrics {
     fn drop(&mut self) {
-        self.server.stop.store(true, Ordering::Release);
         // On Linux this wakes the thread in `accept`. Otherwise it would end with the process.
         if rustix::net::shutdown(&self.server.listener, Shutdown::Both).is_ok()
             && let Some(acceptor) = self.acceptor.take()
@@ -88,11 +84,12 @@ impl Client {
 impl MetricsServer {
     fn accept(&self) {
         loop {
-            let accepted = self.listener.accept();
-            if self.stop.load(Ordering::Acquire) {
-                return;
-            }
-            if let Err(error) = accepted.and_then(|(stream, peer)| self.serve(stream, peer)) {
+            let accepted = self.listener.accept().and_then(|(stream, peer)| self.serve(stream, peer));
+            if let Err(error) = accepted {
+                // The listener is shut down.
+                if error.kind() == io::ErrorKind::InvalidInput {
+                    return;
+                }
                 tracing::warn!(%error, "metrics listener failed");
                 thread::sleep(RETRY_DELAY);
             }

@@ -44,10 +44,7 @@ pub(crate) struct MetricsArgs {
 }
 
 /// Running servers, which end when this is dropped.
-pub(crate) struct Observers {
-    _server: Option<Server>,
-    _metrics: Option<Metrics>,
-}
+type Observers = (Option<Server>, Option<Metrics>);
 
 impl ObservabilityArgs {
     /// Returns true if either is requested.
@@ -100,7 +97,7 @@ impl ObservabilityArgs {
         let start =
             |path: &PathBuf| private(|| serve(path)).with_context(|| format!("--qmp {}", path.display()));
         let server = self.qmp.as_ref().map(start).transpose()?;
-        Ok(Observers { _server: server, _metrics: self.metrics.start(counting)? })
+        Ok((server, self.metrics.start(counting)?))
     }
 }
 
