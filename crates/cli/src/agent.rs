@@ -1,6 +1,7 @@
 //! `towline agent`: the other end of `ssh:`.
 
 use std::io::{self, Write as _};
+use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{self, Receiver};
@@ -21,6 +22,7 @@ use crate::console::{self, OverflowPolicy};
 use crate::errors;
 use crate::exit::Exit;
 use crate::sandbox;
+use crate::serve;
 use crate::signals::{HeldSignals, SignalEffects, cancel_on_signals};
 
 /// Time in which the other end sends its next request. It asks its user nothing meanwhile, so it is lost after that, as where the network fails.
@@ -84,10 +86,7 @@ fn stand_by(mut requests: Requests, standby: AgentStandby) -> Result<Exit> {
         second: None,
     })?;
     thread::Builder::new().name("signals".into()).spawn(move || {
-        let mut fds = [PollFd::new(&cancel, PollFlags::IN)];
-        while !cancel.is_cancelled() {
-            let _ = poll(&mut fds, None);
-        }
+        serve::wait(&[&cancel], None);
         released.release();
     })?;
     remote::listening(standby.address()).iter().for_each(|line| emit(line));
@@ -108,41 +107,35 @@ struct Requests {
     negotiated: AtomicBool,
 }
 
-/// State of the session.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Session {
-    Open,
-    Ended,
-}
-
 impl Requests {
     fn new() -> Self {
         Self { dialogue: Dialogue::new(REQUEST_BYTES_MAX), negotiated: AtomicBool::new(false) }
     }
 
-    /// Reads standard input once, and answers the requests that are complete.
+    /// Reads standard input once, and answers the requests that are complete. Breaks at the end of the session.
     fn answer_next(
         &mut self,
         commands: &dyn Commands,
         mut send: impl FnMut(&str) -> io::Result<()>,
-    ) -> Result<Session> {
+    ) -> Result<ControlFlow<()>> {
         // Not its reader, whose buffer `poll` does not see.
         let mut bytes = [0; 4096];
         let count = rustix::io::retry_on_intr(|| rustix::io::read(io::stdin(), &mut bytes));
         let count = count.context("standard input")?;
+        if count == 0 {
+            return Ok(ControlFlow::Break(()));
+        }
         self.dialogue.feed(&bytes[..count]);
-        let mut session = if count == 0 { Session::Ended } else { Session::Open };
-        while session == Session::Open {
+        loop {
             match self.dialogue.next_reply(commands, &self.negotiated) {
-                Ok(None) => break,
+                Ok(None) => return Ok(ControlFlow::Continue(())),
                 Ok(Some(reply)) => send(&reply).context("standard output")?,
                 Err(Unreadable(reply)) => {
                     send(&reply).context("standard output")?;
-                    session = Session::Ended;
+                    return Ok(ControlFlow::Break(()));
                 }
             }
         }
-        Ok(session)
     }
 
     /// Answers requests until the session ends.
@@ -151,7 +144,7 @@ impl Requests {
             emit(line);
             Ok(())
         };
-        while self.answer_next(commands, send).is_ok_and(|session| session == Session::Open) {}
+        while self.answer_next(commands, send).is_ok_and(|session| session.is_continue()) {}
     }
 }
 
@@ -170,7 +163,7 @@ fn prepare(requests: &mut Requests, interrupt: &OwnedFd) -> Result<Option<AgentT
             Err(Errno::INTR) => continue,
             Err(errno) => return Err(errno).context("standard input"),
         }
-        if requests.answer_next(&agent, &mut send)? == Session::Ended {
+        if requests.answer_next(&agent, &mut send)?.is_break() {
             return Ok(None);
         }
         if let Some(task) = agent.task() {

@@ -132,6 +132,15 @@ impl fmt::Display for Endpoint {
     }
 }
 
+impl From<ImageLocation> for Endpoint {
+    fn from(image: ImageLocation) -> Self {
+        match image {
+            ImageLocation::Store(location) => Self::Store(location),
+            ImageLocation::File(path) | ImageLocation::Guest(path) => Self::Image(path),
+        }
+    }
+}
+
 impl Endpoint {
     /// Returns true if it is a stored guest.
     pub(crate) fn is_image(&self) -> bool {
@@ -141,10 +150,7 @@ impl Endpoint {
     /// The endpoint itself, where this is an image of a record.
     pub(crate) fn resolved(&self) -> Result<Self, String> {
         match self {
-            Self::Recorded(image) => Ok(match image.image()? {
-                ImageLocation::Store(location) => Self::Store(location),
-                ImageLocation::File(path) | ImageLocation::Guest(path) => Self::Image(path),
-            }),
+            Self::Recorded(image) => Ok(image.image()?.into()),
             other => Ok(other.clone()),
         }
     }

@@ -7,6 +7,7 @@ use std::error::Error as StdError;
 use std::io;
 use std::path::Path;
 
+use anyhow::Chain;
 use rustix::io::Errno;
 use towline_channel::Error as ChannelError;
 use towline_control::plan::{Error, Failure};
@@ -36,7 +37,7 @@ pub(crate) fn text(error: &anyhow::Error) -> String {
 /// them.
 pub(crate) fn worded(error: AnyError<'_>) -> String {
     let mut text = remedies::worded(error).unwrap_or_else(|| error.to_string());
-    for cause in causes(error).skip(1) {
+    for cause in Chain::new(error).skip(1) {
         if let Some(worded) = remedies::worded(cause)
             && !text.contains(&worded)
         {
@@ -59,8 +60,8 @@ pub(crate) fn failure_text(failure: &Failure) -> String {
 
 /// Returns what is to be known beside an error: that the sandbox has caused it, or a remedy for QEMU.
 pub(crate) fn notes(error: AnyError<'_>, sandbox: Option<&SandboxArgs>) -> Vec<String> {
-    let denied = sandbox.and_then(|sandbox| sandbox.explain(errno(error)?, causes(error).find_map(file)));
-    let needs_userfaultfd = causes(error).filter_map(fault).any(|fault| fault == Fault::NoUserfaultfd);
+    let denied = sandbox.and_then(|sandbox| sandbox.explain(errno(error)?, Chain::new(error).find_map(file)));
+    let needs_userfaultfd = Chain::new(error).filter_map(fault).any(|fault| fault == Fault::NoUserfaultfd);
     let advice = needs_userfaultfd.then(|| {
         "QEMU's user needs the right to handle page faults: access to /dev/userfaultfd (Linux 6.1 and QEMU 8.0), \
          or the sysctl vm.unprivileged_userfaultfd=1"
@@ -69,13 +70,9 @@ pub(crate) fn notes(error: AnyError<'_>, sandbox: Option<&SandboxArgs>) -> Vec<S
     denied.into_iter().chain(advice).collect()
 }
 
-fn causes(error: AnyError<'_>) -> anyhow::Chain<'_> {
-    anyhow::Chain::new(error)
-}
-
 /// Returns the number of the system's error.
 fn errno(error: AnyError<'_>) -> Option<Errno> {
-    causes(error).find_map(|cause| match cause.downcast_ref() {
+    Chain::new(error).find_map(|cause| match cause.downcast_ref() {
         Some(FileError::Permission { .. }) => Some(Errno::ACCESS),
         _ => Errno::from_io_error(cause.downcast_ref::<io::Error>()?),
     })

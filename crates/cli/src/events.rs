@@ -353,10 +353,6 @@ objects! {
         by_hand: Verdict = report.verdict(ConfiguredBy::ByHand),
         findings: &'a [Finding] = report.findings(),
     }
-}
-
-objects! {
-    #![serde(rename_all = "kebab-case")]
 
     /// A guest whose protection is planned; without a destination no other host was asked. No costs: what it writes is not known.
     Protectable<'a>(source: &'a Endpoint, destination: Option<&'a Endpoint>, forecast: &'a Forecast) {

@@ -1,7 +1,5 @@
 //! Exit status of the process.
 
-use std::process::ExitCode;
-
 use schemars::JsonSchema;
 use serde::Serialize;
 use towline_control::record;
@@ -31,12 +29,6 @@ pub(crate) enum Exit {
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(crate) struct UsageError(pub(crate) String);
-
-impl From<Exit> for ExitCode {
-    fn from(exit: Exit) -> Self {
-        Self::from(exit.code())
-    }
-}
 
 impl Exit {
     /// Returns the exit status of a command that failed before it could report a result of its own.

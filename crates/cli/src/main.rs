@@ -177,7 +177,7 @@ fn reason(command: &Command, exit: Exit) -> Reason {
 /// Ends the process once its output is written.
 fn end(exit: Exit, flush: Flush) -> ExitCode {
     console::finish(flush);
-    exit.into()
+    exit.code().into()
 }
 
 fn run(command: &Command) -> Result<Exit> {

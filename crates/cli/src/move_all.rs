@@ -1,5 +1,6 @@
 //! `towline move --all`: every guest of this user goes to another host, several at a time.
 
+use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -111,7 +112,7 @@ fn move_each<'a>(
 ) -> Vec<Row<'a>> {
     let budget = Budget { bytes_per_second: args.transfer.max_bandwidth, shares: Mutex::default() };
     let waiting = Mutex::new(departures.iter().enumerate());
-    let rows = Mutex::new(Vec::new());
+    let rows = Mutex::new(BTreeMap::new());
     let work = || {
         loop {
             let Some((n, departure)) = lock(&waiting).next() else { return };
@@ -121,7 +122,7 @@ fn move_each<'a>(
             let moved = move_one(args, options, departure, cancel);
             budget.leave(n);
             let (exit, text) = moved.unwrap_or_else(|error| (Exit::of_error(&error), errors::text(&error)));
-            lock(&rows).push((n, Row { name: &departure.guest.name, exit, took: begun.elapsed(), text }));
+            lock(&rows).insert(n, Row { name: &departure.guest.name, exit, took: begun.elapsed(), text });
         }
     };
     thread::scope(|scope| {
@@ -130,9 +131,7 @@ fn move_each<'a>(
         others.for_each(|_| drop(thread::Builder::new().spawn_scoped(scope, work)));
         work();
     });
-    let mut rows = rows.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
-    rows.sort_by_key(|(n, _)| *n);
-    rows.into_iter().map(|(_, row)| row).collect()
+    rows.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner).into_values().collect()
 }
 
 /// Moves a guest, and reports that. Returns its exit status, and a text for the table.

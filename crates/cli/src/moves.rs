@@ -71,14 +71,8 @@ pub(crate) fn resume(args: &ResumeArgs) -> Result<Exit> {
     Ok(match resumed {
         Ok(resumed) => report(&reporter, &resumed),
         Err(error) => {
-            let exit = match error {
-                moves::Error::Unknown { .. } | moves::Error::Ambiguous { .. } => Exit::Usage,
-                moves::Error::NotRunning { .. } | moves::Error::Io { .. } | moves::Error::Qemu(_) => {
-                    Exit::NeedsAttention
-                }
-                _ => Exit::Failed,
-            };
-            reporter.failed_with(FailedPart::Move { id: &args.id }, &error.to_string(), reason(&error), exit)
+            let (reason, exit) = classified(&error);
+            reporter.failed_with(FailedPart::Move { id: &args.id }, &error.to_string(), reason, exit)
         }
     })
 }
@@ -123,17 +117,18 @@ fn chosen(args: &ResumeArgs) -> Option<ResumeChoice> {
     }
 }
 
-/// Returns the identifier of the reason for a failed `resume`.
-fn reason(error: &moves::Error) -> Reason {
+/// Returns the identifier of the reason for a failed `resume`, and the exit status.
+fn classified(error: &moves::Error) -> (Reason, Exit) {
     match error {
-        moves::Error::Unknown { .. } => Reason::UnknownId,
-        moves::Error::Ambiguous { .. } => Reason::AmbiguousId,
-        moves::Error::InUse { .. } => Reason::InUse,
-        moves::Error::Refused { .. } => Reason::Refused,
-        moves::Error::NotRunning { .. } => Reason::DestinationNotRunning,
-        moves::Error::Qemu(_) => Reason::Qemu,
-        moves::Error::Io { .. } | moves::Error::Format { .. } | moves::Error::Directory(_) => Reason::Record,
-        _ => Reason::Other,
+        moves::Error::Unknown { .. } => (Reason::UnknownId, Exit::Usage),
+        moves::Error::Ambiguous { .. } => (Reason::AmbiguousId, Exit::Usage),
+        moves::Error::InUse { .. } => (Reason::InUse, Exit::Failed),
+        moves::Error::Refused { .. } => (Reason::Refused, Exit::Failed),
+        moves::Error::NotRunning { .. } => (Reason::DestinationNotRunning, Exit::NeedsAttention),
+        moves::Error::Qemu(_) => (Reason::Qemu, Exit::NeedsAttention),
+        moves::Error::Io { .. } => (Reason::Record, Exit::NeedsAttention),
+        moves::Error::Format { .. } | moves::Error::Directory(_) => (Reason::Record, Exit::Failed),
+        _ => (Reason::Other, Exit::Failed),
     }
 }
 

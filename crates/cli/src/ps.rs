@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use anyhow::Result;
+use rustix::time::{ClockId, clock_gettime};
 use towline_launch::{RunningGuest, RuntimeRoot};
 
 use crate::args::PsArgs;
@@ -52,8 +53,7 @@ fn report(guest: &RunningGuest, reporter: &Reporter) {
 
 /// Time since its QEMU was started.
 fn since(guest: &RunningGuest) -> Option<Duration> {
-    let uptime = std::fs::read_to_string("/proc/uptime").ok()?;
-    let uptime = Duration::from_secs_f64(uptime.split(' ').next()?.parse().ok()?);
+    let uptime = Duration::try_from(clock_gettime(ClockId::Boottime)).ok()?;
     let hertz = rustix::param::clock_ticks_per_second().max(1);
     Some(uptime.saturating_sub(Duration::from_millis(guest.start_time * 1000 / hertz)))
 }

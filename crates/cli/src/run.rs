@@ -118,10 +118,7 @@ impl RecordedRun {
     /// Starts it, and reports what becomes of it.
     pub(crate) fn start(self, look_after: &LookAfter<'_>) -> Result<Exit> {
         let Self { image, start: args, is_trusted, disks, networks } = self;
-        let source = match &image {
-            ImageLocation::Store(location) => Endpoint::Store(location.clone()),
-            ImageLocation::File(path) | ImageLocation::Guest(path) => Endpoint::Image(path.clone()),
-        };
+        let source = Endpoint::from(image.clone());
         let options = || {
             let trust = if is_trusted { CommandLineTrust::Trusted } else { CommandLineTrust::Untrusted };
             Ok(RunOptions { disks, networks, trust, ..started(&args, image) })

@@ -107,7 +107,7 @@ fn serve(served: DeviceServer, cancel: &Cancel) -> Result<()> {
 }
 
 /// Waits until one of the tokens is cancelled, or for the time.
-fn wait(tokens: &[&Cancel], time: Option<&Timespec>) {
+pub(crate) fn wait(tokens: &[&Cancel], time: Option<&Timespec>) {
     let mut fds: Vec<_> = tokens.iter().map(|token| PollFd::new(*token, PollFlags::IN)).collect();
     loop {
         match poll(&mut fds, time) {
