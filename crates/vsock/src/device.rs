@@ -209,6 +209,8 @@ impl Device for Vsock {
     }
 
     fn worker(&self, _: usize) -> Result<Box<dyn Worker>, BackendError> {
+        // A former frontend may have loaded a state and ended before its guest ran.
+        *lock(&self.updates.loaded) = None;
         let worker = match self.updates.unconnected.take() {
             Some(worker) => worker,
             None => self.new_worker()?,
@@ -270,4 +272,38 @@ pub fn raise_descriptor_limit() -> u64 {
 fn port_seed() -> u32 {
     use std::hash::{BuildHasher as _, RandomState};
     RandomState::new().hash_one(std::process::id()) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn device() -> Vsock {
+        let settings = Settings {
+            cid: 7,
+            uds: None,
+            uds_seqpacket: None,
+            rules: Vec::new(),
+            groups: Vec::new(),
+            limits: ConnectionLimits::default(),
+            busy_poll: Duration::ZERO,
+        };
+        Vsock::new(settings, &Arc::default()).unwrap()
+    }
+
+    #[test]
+    fn a_state_that_was_loaded_is_not_that_of_the_next_frontends_guest() {
+        let vsock = device();
+        drop(vsock.worker(0).unwrap());
+        let state = State { cid: 7, next_port: 1 << 30, connections: Vec::new() };
+        vsock.load(&state.encode()).unwrap();
+        let mut worker = vsock.worker(0).unwrap();
+        vsock.load(&state.encode()).unwrap();
+        worker.started(0, false);
+        assert!(lock(&vsock.updates.loaded).is_none(), "that of its own frontend is taken");
+        vsock.load(&state.encode()).unwrap();
+        drop(worker);
+        let _worker = vsock.worker(0).unwrap();
+        assert!(lock(&vsock.updates.loaded).is_none(), "that of the former frontend");
+    }
 }
