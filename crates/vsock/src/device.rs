@@ -30,6 +30,9 @@ const F_SEQPACKET: u64 = 1 << 1;
 /// Number of queues, including the event queue, which QEMU handles itself and other frontends leave to the
 /// device.
 pub const QUEUES: usize = 3;
+/// Time limit of the worker to report the connections of a guest that is migrated: without them the migration
+/// fails, and the thread of a busy host may be late.
+const SAVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Prefix of [`Device::migration_version`], before the CID: the format of the state.
 const VERSION: &str = "vsock 1 seqpacket cid ";
 
@@ -225,7 +228,7 @@ impl Device for Vsock {
 
     fn save(&self) -> Result<Vec<u8>, BackendError> {
         // An earlier report would omit connections, which would then hang at the destination.
-        let report = self.report.request_current(|| self.config.accept_queue.wake());
+        let report = self.report.request_current(SAVE_TIMEOUT, || self.config.accept_queue.wake());
         let report = report.ok_or_else(|| {
             BackendError::new("the device's thread is blocked and does not report its connections; try again")
         })?;
@@ -289,6 +292,24 @@ mod tests {
             busy_poll: Duration::ZERO,
         };
         Vsock::new(settings, &Arc::default()).unwrap()
+    }
+
+    #[test]
+    fn a_state_is_saved_although_the_worker_is_late() {
+        let vsock = device();
+        vsock.report.add_worker();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !vsock.report.accept_request() {
+                    std::thread::yield_now();
+                }
+                // Longer than a report that is only read may take.
+                std::thread::sleep(Duration::from_millis(1500));
+                vsock.report.publish(VsockReport::default());
+            });
+            let state = vsock.save().unwrap();
+            assert!(State::decode(&state, 7).unwrap().connections.is_empty());
+        });
     }
 
     #[test]

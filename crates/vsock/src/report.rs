@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::lock::lock;
 use crate::statistics::VsockReport;
 
-/// Time limit of a worker for a report; after that the last published one is returned.
+/// Time limit of a worker for a report that is only read; after that the last published one is returned.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The last report of a device, shared by its workers and the threads that request it.
@@ -57,11 +57,11 @@ impl SharedReport {
 
     /// Requests a report, waits for it, and returns the last one. `wake` wakes the worker.
     pub(crate) fn request(&self, wake: impl FnOnce()) -> VsockReport {
-        self.request_current(wake).unwrap_or_else(|| lock(&self.last).report.clone())
+        self.request_current(REPORT_TIMEOUT, wake).unwrap_or_else(|| lock(&self.last).report.clone())
     }
 
-    /// As [`Self::request`]; `None` if the worker has not published one since.
-    pub(crate) fn request_current(&self, wake: impl FnOnce()) -> Option<VsockReport> {
+    /// As [`Self::request`]; `None` if the worker does not publish one in this time.
+    pub(crate) fn request_current(&self, within: Duration, wake: impl FnOnce()) -> Option<VsockReport> {
         let last = lock(&self.last);
         if !self.has_worker() {
             return Some(last.report.clone());
@@ -69,7 +69,7 @@ impl SharedReport {
         let before = last.count;
         self.requested.store(true, Ordering::Release);
         wake();
-        let waited = self.published.wait_timeout_while(last, REPORT_TIMEOUT, |last| last.count == before);
+        let waited = self.published.wait_timeout_while(last, within, |last| last.count == before);
         let last = waited.unwrap_or_else(PoisonError::into_inner).0;
         (last.count != before).then(|| last.report.clone())
     }
@@ -83,9 +83,12 @@ mod tests {
     fn a_worker_that_does_not_report_has_no_current_report() {
         let shared = SharedReport::default();
         shared.publish(VsockReport::default());
-        assert!(shared.request_current(|| {}).is_some(), "the last one of a worker that has ended");
+        assert!(
+            shared.request_current(REPORT_TIMEOUT, || {}).is_some(),
+            "the last one of a worker that has ended"
+        );
         shared.add_worker();
-        assert!(shared.request_current(|| {}).is_none());
+        assert!(shared.request_current(REPORT_TIMEOUT, || {}).is_none());
         assert!(shared.accept_request());
         std::thread::scope(|scope| {
             let publishes = || {
@@ -95,7 +98,7 @@ mod tests {
                 shared.publish(VsockReport::default());
             };
             let published = scope.spawn(publishes);
-            assert!(shared.request_current(|| {}).is_some());
+            assert!(shared.request_current(Duration::from_secs(60), || {}).is_some());
             published.join().unwrap();
         });
     }
