@@ -133,15 +133,20 @@ impl Vsock {
     /// Serves the host's clients while no frontend is connected, until cancelled: they wait for the guest as
     /// they do afterwards, for [`CONNECT_TIMEOUT_MS`](crate::CONNECT_TIMEOUT_MS) at most.
     ///
+    /// While the process has no descriptors for that, the clients wait in the backlogs of the listeners.
+    ///
     /// # Errors
-    /// A resource of the system is exhausted. Clients wait in the backlogs of the listeners then.
+    /// Those of `poll`.
     pub fn serve_unconnected(&self, cancel: &Cancel) -> io::Result<()> {
         let create = || {
             let worker = self.new_worker()?;
             let events = worker.as_fd().try_clone_to_owned()?;
             Ok((worker, events))
         };
-        self.updates.unconnected.serve(cancel, create, VsockWorker::run_unconnected)
+        let failed = |error: io::Error| {
+            tracing::warn!(%error, cid = self.cid, "clients that come before a frontend wait; trying again every second");
+        };
+        self.updates.unconnected.serve(cancel, create, VsockWorker::run_unconnected, failed)
     }
 
     fn new_worker(&self) -> io::Result<VsockWorker> {

@@ -9,11 +9,14 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Mutex;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use towline_channel::Cancel;
 
 use crate::lock::lock;
+
+/// Interval of attempts to create a worker, for which the process may have no descriptor left.
+const RETRY_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// Place of a worker that no session has.
 pub(super) struct Unconnected<W> {
@@ -63,28 +66,38 @@ impl<W> Unconnected<W> {
     }
 
     /// Runs the worker whenever no session has it, until cancelled. `create` returns a worker and its
-    /// descriptor.
+    /// descriptor. If it fails, it is called again after a while, and `failed` gets the first error.
     pub(super) fn serve(
         &self,
         cancel: &Cancel,
         create: impl Fn() -> io::Result<(W, OwnedFd)>,
         run: impl Fn(&mut W),
+        failed: impl FnOnce(io::Error),
     ) -> io::Result<()> {
         let mut events: Option<OwnedFd> = None;
+        let mut failed = Some(failed);
         while !cancel.is_cancelled() {
+            let mut retry = None;
             match &mut *lock(&self.place) {
                 Place::Taken => events = None,
                 Place::Worker(worker) => run(worker),
-                place @ Place::Vacant => {
-                    let (mut worker, fd) = create()?;
-                    run(&mut worker);
-                    (*place, events) = (Place::Worker(worker), Some(fd));
-                }
+                place @ Place::Vacant => match create() {
+                    Ok((mut worker, fd)) => {
+                        run(&mut worker);
+                        (*place, events) = (Place::Worker(worker), Some(fd));
+                    }
+                    Err(error) => {
+                        retry = Some(&RETRY_INTERVAL);
+                        if let Some(failed) = failed.take() {
+                            failed(error);
+                        }
+                    }
+                },
             }
             let fds =
                 [cancel.as_fd(), self.changed.as_fd()].into_iter().chain(events.as_ref().map(AsFd::as_fd));
             let mut fds: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
-            match poll(&mut fds, None) {
+            match poll(&mut fds, retry) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(errno) => return Err(errno.into()),
             }
@@ -95,5 +108,31 @@ impl<W> Unconnected<W> {
             *place = Place::Vacant;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    #[test]
+    fn a_worker_that_cannot_be_created_is_created_later() {
+        let (cancel, place) = (Cancel::new().unwrap(), Unconnected::new().unwrap());
+        let (attempts, errors) = (Cell::new(0), Cell::new(0));
+        let create = || {
+            attempts.set(attempts.get() + 1);
+            if attempts.get() == 1 {
+                return Err(Errno::MFILE.into());
+            }
+            Ok(((), cancel.as_fd().try_clone_to_owned()?))
+        };
+        let failed = |error: io::Error| {
+            assert_eq!(error.raw_os_error(), Some(libc::EMFILE));
+            errors.set(errors.get() + 1);
+        };
+        place.serve(&cancel, create, |_: &mut ()| cancel.cancel(), failed).unwrap();
+        assert_eq!((attempts.get(), errors.get()), (2, 1));
     }
 }
