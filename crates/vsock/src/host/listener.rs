@@ -4,8 +4,9 @@ use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
-use rustix::fs::{AtFlags, CWD, FileType, lstat, unlinkat};
+use rustix::fs::{AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, flock, lstat, open, unlinkat};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketType as KernelSocketType, acceptfrom_with, bind, connect, listen,
@@ -22,6 +23,9 @@ use crate::sys::VsockAddress;
 
 /// Length of the backlog.
 const BACKLOG: i32 = 1024;
+/// Time limit for the lock of other processes that bind in the same directory, and interval of the attempts.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
+const LOCK_INTERVAL: Duration = Duration::from_millis(5);
 
 /// A listening socket. The file of a Unix socket is removed with it.
 #[derive(Debug)]
@@ -80,6 +84,7 @@ impl HostListener {
         // A client may send before it is accepted. Without this the descriptors are received, and closed
         // elsewhere.
         let _ = refuse_descriptors(fd.as_fd());
+        let _lock = lock_directory(path)?;
         if let Err(errno) = bind(&fd, &address) {
             let is_socket =
                 lstat(path).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Socket);
@@ -125,9 +130,46 @@ impl HostListener {
     }
 }
 
+/// Locks the directory of a socket. Another process that binds at the same time would take a socket that does
+/// not listen yet for that of a process that has ended, and remove it.
+fn lock_directory(path: &Path) -> io::Result<OwnedFd> {
+    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let fd = open(directory, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+    let deadline = Instant::now() + LOCK_TIMEOUT;
+    loop {
+        match flock(&fd, FlockOperation::NonBlockingLockExclusive) {
+            Err(Errno::WOULDBLOCK | Errno::INTR) if Instant::now() < deadline => {
+                std::thread::sleep(LOCK_INTERVAL);
+            }
+            locked => return Ok(locked.map(|()| fd)?),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_socket_that_does_not_listen_yet_is_not_replaced() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        let lock = lock_directory(&path).unwrap();
+        let other = socket_with(AddressFamily::UNIX, KernelSocketType::STREAM, FLAGS, None).unwrap();
+        bind(&other, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        let own = path.clone();
+        let waits = std::thread::spawn(move || HostListener::bind_unix(&own, SocketType::Stream));
+        let until = Instant::now() + Duration::from_millis(100);
+        while !waits.is_finished() && Instant::now() < until {
+            std::thread::yield_now();
+        }
+        assert!(!waits.is_finished(), "it has not waited for the lock");
+        listen(&other, BACKLOG).unwrap();
+        drop(lock);
+        let error = waits.join().unwrap().unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EADDRINUSE));
+        std::os::unix::net::UnixStream::connect(&path).unwrap();
+    }
 
     #[test]
     fn a_file_that_another_socket_has_replaced_is_not_removed() {
