@@ -283,13 +283,43 @@ impl IncomingMessage {
         let fds = [Some(fd), cancel.map(Cancel::as_fd)].into_iter().flatten();
         let mut polled: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
         let timeout = Timespec::try_from(left).expect("at most MESSAGE_WITHIN");
-        let ready = if left.is_zero() { Ok(0) } else { poll(&mut polled, Some(&timeout)) };
-        match ready {
+        // Also when no time is left: this process may have been stopped, and the rest has arrived.
+        match poll(&mut polled, Some(&timeout)) {
             Ok(_) if polled[0].revents().is_empty() => {
                 Err(ServeError::session(channel.peer(), SessionError::IncompleteMessage { after }))
             }
             Ok(_) | Err(Errno::INTR) => Ok(()),
             Err(errno) => Err(ServeError::Descriptor(errno.into())),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+    use std::os::unix::net::UnixStream;
+
+    use towline_channel::UnixChannel;
+
+    use super::*;
+
+    #[test]
+    fn a_message_that_has_arrived_is_complete_however_late_it_is_read() {
+        let (mut near, far) = UnixStream::pair().unwrap();
+        let channel = UnixChannel::new(far.into(), "a frontend").unwrap();
+        let mut message = IncomingMessage::default();
+        near.write_all(&[1, 0]).unwrap();
+        assert!(matches!(message.receive(&channel), Ok(Arrival::Part)));
+        // As after this process was stopped for longer than the time limit.
+        message.began = message.began.and_then(|began| began.checked_sub(2 * MESSAGE_WITHIN));
+        let late = message.wait(&channel, None).unwrap_err();
+        assert!(
+            matches!(late, ServeError::Session { source: SessionError::IncompleteMessage { .. }, .. }),
+            "{late}"
+        );
+        near.write_all(&[0, 0, 1, 0, 0, 0, 0, 0, 0, 0]).unwrap();
+        message.wait(&channel, None).unwrap();
+        let arrival = message.receive(&channel);
+        assert!(matches!(arrival, Ok(Arrival::Message(_, Ok(Request::GetFeatures)))));
     }
 }
