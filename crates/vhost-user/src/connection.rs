@@ -156,6 +156,11 @@ impl<C: Deref<Target = dyn Channel>> FrontendConnection<C> {
                 tracing::warn!(%error, "request refused");
                 Reply::Number(1)
             }
+            // The guest's network works without it, and no frontend waits for it.
+            Err(error @ SessionError::Refused { request: "SEND_RARP", .. }) => {
+                tracing::warn!(%error, "the guest is not announced");
+                return Ok(Peer::Connected);
+            }
             Err(error) => return Err(self.failed(error)),
         };
         let fd = self.session.take_reply_fd();

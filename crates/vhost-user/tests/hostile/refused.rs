@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use towline_channel::UnixChannel;
 use towline_frontend::Frontend;
+use towline_frontend::wire::{RequestCode, encode_u64s, protocol};
 use towline_vhost_user::{
     Address, BackendError, Cancel, Device, FrontendSource, InFlightRecord, Next, Queues, ServeError, Service,
     Worker, serve,
@@ -188,4 +189,27 @@ fn workers_end_concurrently() {
     assert_served(near);
     backend.join().unwrap().unwrap();
     assert_eq!(log.count("a worker does not end"), 0, "a worker waited for another to end");
+}
+
+/// QEMU requests no acknowledgement of it.
+#[test]
+fn an_announcement_that_fails_does_not_end_the_connection() {
+    const RARP: u64 = 1 << 2;
+    let log = Log::new();
+    let (near, far) = UnixStream::pair().unwrap();
+    let frontends = FrontendSource::from_fd(far.into()).unwrap();
+    let device: Arc<dyn Device> = Arc::new(crate::harness::Echo);
+    let backend = std::thread::spawn(move || frontends.serve(&device, &Cancel::new().unwrap()));
+    let mut frontend = Frontend::new(near).unwrap();
+    frontend.negotiate(0, 0, RARP | protocol::REPLY_ACK).unwrap();
+    let mac = encode_u64s(&[0x5634_1200_5452]);
+    frontend.send_unacked(RequestCode::SEND_RARP, &mac, &[]).unwrap();
+    assert!(frontend.number(RequestCode::GET_FEATURES).is_ok(), "the connection is served on");
+    assert_eq!(log.count("the guest is not announced"), 1);
+    assert!(
+        frontend.request(RequestCode::SEND_RARP, &mac, &[]).is_err(),
+        "it is refused, if that is asked for"
+    );
+    drop(frontend);
+    backend.join().unwrap().unwrap();
 }
