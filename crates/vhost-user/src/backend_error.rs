@@ -12,13 +12,23 @@ pub struct BackendError {
 
 /// Conditions under which a failure ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Persistence {
+pub(crate) enum Persistence {
     /// Until the device or the request changes.
     Permanent,
     /// Until other processes release descriptors or memory.
     Exhausted,
     /// The device recovers on its own.
     Temporary,
+}
+
+impl Persistence {
+    /// That of an error of a system call.
+    pub(crate) fn of(error: &std::io::Error) -> Self {
+        match error.raw_os_error() {
+            Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM) => Self::Exhausted,
+            _ => Self::Permanent,
+        }
+    }
 }
 
 impl BackendError {
@@ -33,14 +43,8 @@ impl BackendError {
         Self { reason: reason.into(), persistence: Persistence::Temporary }
     }
 
-    /// Returns true if the kernel was out of descriptors or memory.
-    pub(crate) fn is_out_of_resources(&self) -> bool {
-        self.persistence == Persistence::Exhausted
-    }
-
-    /// Returns true for an error of [`BackendError::temporary`].
-    pub(crate) fn is_temporary(&self) -> bool {
-        self.persistence == Persistence::Temporary
+    pub(crate) fn persistence(&self) -> Persistence {
+        self.persistence
     }
 }
 
@@ -54,15 +58,8 @@ impl Error for BackendError {}
 
 impl From<std::io::Error> for BackendError {
     fn from(error: std::io::Error) -> Self {
-        let persistence =
-            if is_out_of_resources(&error) { Persistence::Exhausted } else { Persistence::Permanent };
-        Self { reason: error.to_string(), persistence }
+        Self { reason: error.to_string(), persistence: Persistence::of(&error) }
     }
-}
-
-/// Returns true if the kernel is out of descriptors or memory.
-pub(crate) fn is_out_of_resources(error: &std::io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
 }
 
 #[cfg(test)]
@@ -73,14 +70,14 @@ mod tests {
 
     #[test]
     fn errors_are_exhausted_temporary_or_permanent() {
-        let states = |error: &BackendError| (error.is_out_of_resources(), error.is_temporary());
         for errno in [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM] {
             let error = BackendError::from(io::Error::from_raw_os_error(errno));
-            assert_eq!(states(&error), (true, false), "{error}");
+            assert_eq!(error.persistence(), Persistence::Exhausted, "{error}");
         }
         let refused = BackendError::from(io::Error::from_raw_os_error(libc::EACCES));
-        assert_eq!(states(&refused), (false, false), "{refused}");
-        assert_eq!(states(&BackendError::new("it has no state")), (false, false));
-        assert_eq!(states(&BackendError::temporary("a card still reads")), (false, true));
+        assert_eq!(refused.persistence(), Persistence::Permanent, "{refused}");
+        assert_eq!(BackendError::new("it has no state").persistence(), Persistence::Permanent);
+        let temporary = BackendError::temporary("a card still reads");
+        assert_eq!(temporary.persistence(), Persistence::Temporary);
     }
 }

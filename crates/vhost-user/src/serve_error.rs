@@ -2,6 +2,7 @@
 
 use std::io;
 
+use crate::backend_error::Persistence;
 use crate::record::RecordError;
 use crate::session::SessionError;
 
@@ -45,18 +46,12 @@ impl ServeError {
         Self::Session { peer: peer.to_owned(), source }
     }
 
-    /// Returns true if it passes when descriptors or memory are released.
-    pub(crate) fn is_out_of_resources(&self) -> bool {
+    pub(crate) fn persistence(&self) -> Persistence {
         match self {
-            Self::Channel(error) => towline_channel::is_out_of_resources(error),
-            Self::Descriptor(error) => crate::backend_error::is_out_of_resources(error),
-            Self::Session { source, .. } => source.is_out_of_resources(),
-            _ => false,
+            Self::Channel(error) if towline_channel::is_out_of_resources(error) => Persistence::Exhausted,
+            Self::Descriptor(error) => Persistence::of(error),
+            Self::Session { source, .. } => source.persistence(),
+            _ => Persistence::Permanent,
         }
-    }
-
-    /// Returns true if the device refused this connection and may accept the next.
-    pub(crate) fn is_temporary(&self) -> bool {
-        matches!(self, Self::Session { source, .. } if source.is_temporary())
     }
 }

@@ -19,6 +19,7 @@ use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with, sockopt};
 use towline_channel::{Address, Cancel, Channel, ConnectOptions, Listener, UnixChannel, connect_with};
 
+use crate::backend_error::Persistence;
 use crate::connection::{ConnectionResources, FrontendConnection, MESSAGE_WITHIN};
 use crate::device::Device;
 use crate::orphaned_threads::OrphanedThreads;
@@ -87,7 +88,7 @@ impl FrontendSource {
 
     /// Waits for the next frontend to connect, or connects to it.
     fn next(&self, cancel: &Cancel) -> Result<Box<dyn Channel>, ServeError> {
-        retry_while(ServeError::is_out_of_resources, cancel, || self.attempt(cancel))
+        retry_while(|found| found == Persistence::Exhausted, cancel, || self.attempt(cancel))
     }
 
     fn attempt(&self, cancel: &Cancel) -> Result<Box<dyn Channel>, ServeError> {
@@ -155,7 +156,8 @@ impl Service {
                 cancel.check()?;
             }
             let connected = self.close_connection();
-            let temporary = outcome.as_ref().is_err_and(ServeError::is_temporary);
+            let temporary =
+                outcome.as_ref().is_err_and(|error| error.persistence() == Persistence::Temporary);
             let logged = std::mem::replace(&mut was_temporary, temporary) && temporary;
             match outcome {
                 outcome if self.frontends.is_none() => return outcome,
@@ -201,7 +203,7 @@ impl Service {
             // A connection that is refused temporarily is closed, because its frontend may block its guest
             // while it waits for a reply. The only possible connection is kept.
             let only = self.frontends.is_none();
-            let retries = |error: &ServeError| error.is_out_of_resources() || only && error.is_temporary();
+            let retries = |found| found == Persistence::Exhausted || only && found == Persistence::Temporary;
             let create = || ConnectionResources::new(&*channel, device, Some(record), &self.orphans);
             let resources = retry_while(retries, cancel, create)?;
             self.connection = Some(FrontendConnection::new(channel, device, resources));
@@ -216,14 +218,14 @@ impl Service {
 /// Repeats an attempt whose error `retries`, because other processes may release descriptors, memory or
 /// threads. The first error is logged.
 fn retry_while<T>(
-    retries: impl Fn(&ServeError) -> bool,
+    retries: impl Fn(Persistence) -> bool,
     cancel: &Cancel,
     mut attempt: impl FnMut() -> Result<T, ServeError>,
 ) -> Result<T, ServeError> {
     let mut logged = false;
     loop {
         match attempt() {
-            Err(error) if retries(&error) => {
+            Err(error) if retries(error.persistence()) => {
                 if !std::mem::replace(&mut logged, true) {
                     tracing::error!(
                         %error,

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::backend_error::BackendError;
+use crate::backend_error::{BackendError, Persistence};
 use crate::features::ProtocolFeatures;
 use crate::memory::MemoryTableError;
 use crate::message::MessageError;
@@ -183,26 +183,17 @@ pub enum SessionError {
 }
 
 impl SessionError {
-    /// Returns true if it may pass when descriptors, memory or threads are released.
-    pub(crate) fn is_out_of_resources(&self) -> bool {
+    /// Conditions under which the failure ends.
+    pub(crate) fn persistence(&self) -> Persistence {
         match self {
-            Self::Worker { reason, .. } => reason.is_out_of_resources(),
-            // EAGAIN: the limit of threads.
-            Self::Thread { source, .. } => {
-                source.kind() == std::io::ErrorKind::WouldBlock
-                    || crate::backend_error::is_out_of_resources(source)
+            Self::Worker { reason, .. } => reason.persistence(),
+            // The limit of threads (EAGAIN).
+            Self::Thread { source, .. } if source.kind() == std::io::ErrorKind::WouldBlock => {
+                Persistence::Exhausted
             }
-            Self::Descriptor { source } => crate::backend_error::is_out_of_resources(source),
-            _ => false,
-        }
-    }
-
-    /// Returns true if the device refused this connection and may accept a later one.
-    pub(crate) fn is_temporary(&self) -> bool {
-        match self {
-            Self::Worker { reason, .. } => reason.is_temporary(),
-            Self::OrphanedThreads { .. } => true,
-            _ => false,
+            Self::Thread { source, .. } | Self::Descriptor { source } => Persistence::of(source),
+            Self::OrphanedThreads { .. } => Persistence::Temporary,
+            _ => Persistence::Permanent,
         }
     }
 
