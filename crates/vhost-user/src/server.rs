@@ -27,8 +27,8 @@ use crate::record::{InFlightRecord, RECORD_FD_NAME};
 use crate::serve_error::ServeError;
 use crate::sys::inherited;
 
-/// Timeout of one attempt to get a frontend, which is repeated.
-const ATTEMPT_WITHIN: Duration = Duration::from_secs(3600);
+/// Time limit for a frontend to connect: none in the life of a process.
+const ATTEMPT_WITHIN: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 /// Interval between attempts to reconnect to a lost frontend, for which there is no event.
 const RECONNECT_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 /// Interval after the kernel had no descriptor or memory for a connection, or the device refused it
@@ -92,12 +92,13 @@ impl FrontendSource {
     }
 
     fn attempt(&self, cancel: &Cancel) -> Result<Box<dyn Channel>, ServeError> {
+        let until = Instant::now() + ATTEMPT_WITHIN;
         Ok(match self {
             Self::Connected(_) => unreachable!("a connected frontend is not waited for"),
-            Self::Listen(listener) => retry_timeouts(|until| listener.accept(until, cancel))?,
+            Self::Listen(listener) => listener.accept(until, cancel)?,
             Self::Connect(address) => {
                 let options = ConnectOptions { retry: true, ..ConnectOptions::default() };
-                retry_timeouts(|until| connect_with(address, until, cancel, &options))?
+                connect_with(address, until, cancel, &options)?
             }
             Self::Inherited(socket) => Box::new(accept(socket, cancel)?),
         })
@@ -244,17 +245,6 @@ fn wait(cancel: &Cancel, interval: &Timespec) -> Result<(), ServeError> {
     match poll(&mut [PollFd::new(cancel, PollFlags::IN)], Some(interval)) {
         Ok(_) | Err(Errno::INTR) => Ok(cancel.check()?),
         Err(errno) => Err(descriptor_error(errno)),
-    }
-}
-
-fn retry_timeouts(
-    mut attempt: impl FnMut(Instant) -> towline_channel::Result<Box<dyn Channel>>,
-) -> towline_channel::Result<Box<dyn Channel>> {
-    loop {
-        match attempt(Instant::now() + ATTEMPT_WITHIN) {
-            Err(towline_channel::Error::Timeout { .. }) => {}
-            other => return other,
-        }
     }
 }
 
