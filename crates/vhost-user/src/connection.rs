@@ -29,23 +29,8 @@ pub(crate) enum Peer {
     Disconnected,
 }
 
-/// The rest of a message of which a part has arrived.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Rest {
-    /// Awaited by this call.
-    Awaited,
-    /// Received by a later call.
-    Later,
-}
-
-/// Role of a frontend.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Claim {
-    /// Unchanged.
-    Owned,
-    /// Taken over from another connection.
-    Taken,
-}
+/// Permits a frontend to take the device over from another one.
+pub(crate) type Claim<'c> = &'c mut dyn FnMut() -> Result<(), SessionError>;
 
 /// A connection and its session. The rings run on while it is not served.
 pub(crate) struct FrontendConnection<C = Box<dyn Channel>> {
@@ -98,7 +83,7 @@ impl<C: Deref<Target = dyn Channel>> FrontendConnection<C> {
     pub(crate) fn serve(&mut self, cancel: &Cancel) -> Result<(), ServeError> {
         self.set_cancel(cancel);
         while self.channel.wait_recv(cancel)? {
-            if self.serve_request(Rest::Awaited, || Ok(Claim::Owned))? == Peer::Disconnected {
+            if self.serve_request(None)? == Peer::Disconnected {
                 return Ok(());
             }
         }
@@ -112,13 +97,10 @@ impl<C: Deref<Target = dyn Channel>> FrontendConnection<C> {
         self.cancel = Some(cancel.clone());
     }
 
-    /// Serves one request. `claim` is called before one that concerns the device.
-    pub(crate) fn serve_request(
-        &mut self,
-        rest: Rest,
-        claim: impl FnOnce() -> Result<Claim, SessionError>,
-    ) -> Result<Peer, ServeError> {
-        let served = self.serve_message(rest, claim);
+    /// Serves one request, or receives a part of it if the frontend has a claim: the owner does not wait for
+    /// the rest then. The claim is called before a request that concerns the device.
+    pub(crate) fn serve_request(&mut self, claim: Option<Claim<'_>>) -> Result<Peer, ServeError> {
+        let served = self.serve_message(claim);
         self.check_memory()?;
         served
     }
@@ -127,22 +109,21 @@ impl<C: Deref<Target = dyn Channel>> FrontendConnection<C> {
         if self.hangup.is_memory_lost() { Err(self.failed(SessionError::MemoryLost)) } else { Ok(()) }
     }
 
-    fn serve_message(
-        &mut self,
-        rest: Rest,
-        claim: impl FnOnce() -> Result<Claim, SessionError>,
-    ) -> Result<Peer, ServeError> {
+    fn serve_message(&mut self, claim: Option<Claim<'_>>) -> Result<Peer, ServeError> {
         let (MessageHeader { code, need_reply, .. }, request) = loop {
             match self.incoming.receive(&*self.channel)? {
                 Arrival::Message(header, request) => break (header, request),
                 Arrival::End => return Ok(Peer::Disconnected),
-                Arrival::Part if rest == Rest::Later => return Ok(Peer::Connected),
+                Arrival::Part if claim.is_some() => return Ok(Peer::Connected),
                 Arrival::Part => self.incoming.wait(&*self.channel, self.cancel.as_ref())?,
             }
         };
         tracing::debug!(%code, need_reply, "request");
         let outcome = request.map_err(SessionError::from).and_then(|request| {
-            if self.session.concerns_device(&request) && claim()? == Claim::Taken {
+            if let Some(claim) = claim
+                && self.session.concerns_device(&request)
+            {
+                claim()?;
                 self.session.take_device()?;
             }
             self.session.handle(request)

@@ -18,7 +18,7 @@ use rustix::io::retry_on_intr;
 use towline_channel::{Cancel, Channel};
 
 use super::{FrontendSource, Service, descriptor_error};
-use crate::connection::{Claim, ConnectionResources, FrontendConnection, MESSAGE_WITHIN, Peer, Rest};
+use crate::connection::{ConnectionResources, FrontendConnection, MESSAGE_WITHIN, Peer};
 use crate::device::Device;
 use crate::record::InFlightRecord;
 use crate::serve_error::ServeError;
@@ -73,7 +73,7 @@ impl Service {
             match self.next_event(cancel, retry_at)? {
                 FrontendEvent::Owner => {
                     let Some(owner) = &mut self.connection else { return Ok(()) };
-                    if owner.serve_request(Rest::Awaited, || Ok(Claim::Owned))? == Peer::Disconnected {
+                    if owner.serve_request(None)? == Peer::Disconnected {
                         return Ok(());
                     }
                 }
@@ -130,13 +130,10 @@ impl Service {
     fn serve_standby(&mut self) -> Result<(), ServeError> {
         let (Some(owner), Some(standby)) = (&self.connection, &mut self.standby) else { return Ok(()) };
         let mut claimed = false;
-        let served = standby.serve_request(Rest::Later, || {
-            if owner.is_running() {
-                return Err(SessionError::OtherFrontend);
-            }
-            claimed = true;
-            Ok(Claim::Taken)
-        });
+        let served = standby.serve_request(Some(&mut || {
+            claimed = !owner.is_running();
+            if claimed { Ok(()) } else { Err(SessionError::OtherFrontend) }
+        }));
         if claimed {
             standby.set_reply_timeout(MESSAGE_WITHIN)?;
             std::mem::swap(&mut self.connection, &mut self.standby);
