@@ -7,7 +7,7 @@
 
 use std::convert::Infallible;
 use std::sync::Mutex;
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
@@ -29,6 +29,17 @@ impl OrphanedThreads {
     /// Adds a thread that does not end.
     pub(crate) fn add(&self, thread: JoinHandle<()>) {
         lock(&self.workers).push(thread);
+    }
+
+    /// Waits until a thread ends, which disconnects `ended`. One that does not end in this time is leaked.
+    pub(crate) fn join<T>(&self, thread: JoinHandle<()>, ended: &Receiver<T>, within: Duration) {
+        let name = thread.thread().name().unwrap_or_default().to_owned();
+        if let Err(RecvTimeoutError::Timeout) = ended.recv_timeout(within) {
+            tracing::error!(name, ?within, "a thread does not end; it is leaked, with its memory");
+            self.add(thread);
+        } else if thread.join().is_err() {
+            tracing::error!(name, "a thread panicked");
+        }
     }
 
     /// Drops a value with descriptors of the frontend on another thread, and waits a while for it: the last

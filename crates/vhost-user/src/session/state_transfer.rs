@@ -124,14 +124,9 @@ impl StateTransfer {
 impl Drop for StateTransfer {
     fn drop(&mut self) {
         self.stop.cancel();
-        let Some(thread) = self.thread.take() else { return };
         // It ends at its next check, unless the frontend has made the descriptor blocking again.
-        match self.outcome.recv_timeout(END_WITHIN) {
-            Ok(_) | Err(RecvTimeoutError::Disconnected) => drop(thread.join()),
-            Err(RecvTimeoutError::Timeout) => {
-                tracing::error!("a transfer of device state does not end; its thread is leaked");
-                self.orphans.add(thread);
-            }
+        if let Some(thread) = self.thread.take() {
+            self.orphans.join(thread, &self.outcome, END_WITHIN);
         }
     }
 }

@@ -239,20 +239,10 @@ impl WorkerHandle {
         }
     }
 
-    /// Waits once until the thread has ended. At the deadline the thread is leaked.
+    /// Waits once until the thread has ended.
     fn join(&mut self, deadline: Instant) {
-        let Some(thread) = self.thread.take() else { return };
-        match self.ended.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-            Err(RecvTimeoutError::Timeout) => {
-                let within = END_WITHIN;
-                tracing::error!(?within, "a worker does not end; its thread and its memory are leaked");
-                self.orphans.add(thread);
-            }
-            Err(RecvTimeoutError::Disconnected) => {
-                if thread.join().is_err() {
-                    tracing::error!("a worker panicked");
-                }
-            }
+        if let Some(thread) = self.thread.take() {
+            self.orphans.join(thread, &self.ended, deadline.saturating_duration_since(Instant::now()));
         }
     }
 }

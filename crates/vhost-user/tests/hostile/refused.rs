@@ -188,7 +188,7 @@ fn workers_end_concurrently() {
     let backend = std::thread::spawn(move || serve(&channel, &device, &Cancel::new().unwrap()));
     assert_served(near);
     backend.join().unwrap().unwrap();
-    assert_eq!(log.count("a worker does not end"), 0, "a worker waited for another to end");
+    assert_eq!(log.count("a thread does not end"), 0, "a worker waited for another to end");
 }
 
 /// QEMU requests no acknowledgement of it.
