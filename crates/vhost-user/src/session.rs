@@ -49,7 +49,9 @@ pub(crate) struct Session<R> {
     postcopy: Option<PostcopyProgress>,
     rings: R,
     vrings: Vec<Vring>,
-    negotiated: Negotiated,
+    /// Negotiated features: `None` until `SET_FEATURES`; no ring starts before.
+    features: Option<u64>,
+    protocol_features: ProtocolFeatures,
     memory: Arc<GuestMemory>,
     switch: LogSwitch,
     log: Option<Arc<DirtyLog>>,
@@ -63,14 +65,6 @@ pub(crate) struct Session<R> {
     cancel: Option<Cancel>,
     /// Descriptor for the next reply.
     reply_fd: Option<OwnedFd>,
-}
-
-/// Features that were negotiated so far.
-#[derive(Debug, Clone, Copy)]
-struct Negotiated {
-    /// `None` until `SET_FEATURES`; no ring starts before.
-    features: Option<u64>,
-    protocol: ProtocolFeatures,
 }
 
 /// Outcome of a request without a specific reply.
@@ -87,13 +81,13 @@ impl<R: Rings> Session<R> {
     /// A session before its first request.
     pub(crate) fn new(device: Arc<dyn Device>, orphans: Arc<OrphanedThreads>, rings: R) -> Self {
         let vrings = (0..device.queue_count()).map(|_| Vring::default()).collect();
-        let negotiated = Negotiated { features: None, protocol: ProtocolFeatures::empty() };
         Self {
             device,
             orphans,
             rings,
             vrings,
-            negotiated,
+            features: None,
+            protocol_features: ProtocolFeatures::empty(),
             memory: Arc::default(),
             switch: LogSwitch::default(),
             log: None,
@@ -115,7 +109,7 @@ impl<R: Rings> Session<R> {
 
     /// Returns true if acknowledgements are sent where the frontend requests them.
     pub(crate) fn has_reply_ack(&self) -> bool {
-        self.negotiated.protocol.contains(ProtocolFeatures::REPLY_ACK)
+        self.protocol_features.contains(ProtocolFeatures::REPLY_ACK)
     }
 
     /// Takes the descriptor that belongs to the last reply.
@@ -135,7 +129,7 @@ impl<R: Rings> Session<R> {
             Request::SetOwner => self.owned,
             // QEMU resets its machine when it starts: before the features this session has set nothing up
             // that a reset would undo.
-            Request::ResetDevice => self.negotiated.features.is_some(),
+            Request::ResetDevice => self.features.is_some(),
             Request::SetFeatures(_)
             | Request::SetConfig { .. }
             | Request::SendRarp(_)
@@ -148,7 +142,7 @@ impl<R: Rings> Session<R> {
 
     /// Sets the device up as negotiated here, because it was another session's.
     pub(crate) fn take_device(&mut self) -> Result<(), SessionError> {
-        self.negotiated.features.map_or(Ok(()), |accepted| self.acknowledge(accepted))
+        self.features.map_or(Ok(()), |accepted| self.acknowledge(accepted))
     }
 
     /// Passes the driver's part of these features to the device.
@@ -200,7 +194,14 @@ impl<R: Rings> Session<R> {
                 self.postcopy = None;
                 Ok(None)
             }
-            vring => self.vring_request(vring),
+            Request::SetVringNum(state) => no_reply(self.set_size(&state)),
+            Request::SetVringAddress(address) => no_reply(self.set_address(address)),
+            Request::SetVringBase(state) => no_reply(self.set_base(&state)),
+            Request::GetVringBase(state) => self.get_base(state).map(Some),
+            Request::SetVringKick(kick) => no_reply(self.set_kick(kick)),
+            Request::SetVringCall(call) => no_reply(self.set_call(call)),
+            Request::SetVringErr(err) => no_reply(self.set_err(err)),
+            Request::SetVringEnable(state) => no_reply(self.set_enable(&state)),
         }
     }
 
@@ -227,7 +228,7 @@ impl<R: Rings> Session<R> {
             Request::PostcopyRegionsAck => ("ADD_MEM_REG", P::PAGEFAULT),
             _ => return Ok(()),
         };
-        if self.negotiated.protocol.contains(needed) {
+        if self.protocol_features.contains(needed) {
             return Ok(());
         }
         Err(SessionError::NotNegotiated { request: name, needed })
@@ -254,14 +255,14 @@ impl<R: Rings> Session<R> {
             return Err(SessionError::Features { unknown: accepted & !offered, offered });
         }
         let of_driver = |features: u64| features & !features::NOT_OF_THE_DRIVER;
-        let before = self.negotiated.features;
+        let before = self.features;
         if before.map(of_driver) != Some(of_driver(accepted)) {
             if let Some(ring) = self.vrings.iter().position(|vring| vring.running) {
                 return Err(SessionError::FeaturesWhileRunning { ring });
             }
             self.acknowledge(accepted)?;
         }
-        self.negotiated.features = Some(accepted);
+        self.features = Some(accepted);
         let log_changes = before.unwrap_or(0) & features::LOG_ALL != accepted & features::LOG_ALL;
         if log_changes && accepted & features::LOG_ALL == 0 {
             self.log_is_current = false;
@@ -274,7 +275,7 @@ impl<R: Rings> Session<R> {
     }
 
     fn set_log_mode(&self) {
-        let logs = self.negotiated.features.is_some_and(|features| features & features::LOG_ALL != 0);
+        let logs = self.features.is_some_and(|features| features & features::LOG_ALL != 0);
         self.switch.set(match (logs, self.log_is_current) {
             (false, _) => LogMode::Off,
             (true, true) => LogMode::On,
@@ -287,7 +288,7 @@ impl<R: Rings> Session<R> {
         if bits & !offered != 0 {
             return Err(SessionError::ProtocolFeatures { unknown: bits & !offered, offered });
         }
-        self.negotiated.protocol = ProtocolFeatures::from_bits_retain(bits);
+        self.protocol_features = ProtocolFeatures::from_bits_retain(bits);
         Ok(())
     }
 
@@ -368,7 +369,7 @@ impl<R: Rings> Session<R> {
         }
         self.reset()?;
         self.vrings.iter_mut().for_each(|vring| *vring = Vring::default());
-        self.negotiated.features = None;
+        self.features = None;
         self.transfer = None;
         self.postcopy = None;
         self.log = None;
@@ -384,7 +385,7 @@ impl<R: Rings> Session<R> {
         }
         self.enable_all(Enablement::Initial)?;
         self.status = 0;
-        if self.negotiated.features.is_some() {
+        if self.features.is_some() {
             self.device.reset();
         }
         Ok(())

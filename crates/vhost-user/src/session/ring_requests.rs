@@ -3,47 +3,37 @@
 use std::os::fd::OwnedFd;
 
 use super::vring::Vring;
-use super::{Enablement, RingFds, Rings, Session, SessionError, no_reply};
+use super::{Enablement, RingFds, Rings, Session, SessionError};
 use crate::features;
 use crate::memory::GuestMemory;
-use crate::message::{Reply, Request, VringAddress, VringFd, VringState};
+use crate::message::{Reply, VringAddress, VringFd, VringState};
 use crate::ring::{RING_SIZE_MAX, RingExtent, RingSetup};
 
 impl<R: Rings> Session<R> {
-    /// Handles a request about a ring.
-    pub(super) fn vring_request(&mut self, request: Request) -> Result<Option<Reply>, SessionError> {
-        match request {
-            Request::SetVringNum(state) => no_reply(self.set_size(&state)),
-            Request::SetVringAddress(address) => no_reply(self.set_address(address)),
-            Request::SetVringBase(state) => no_reply(self.set_base(&state)),
-            Request::GetVringBase(state) => {
-                let index = self.index("GET_VRING_BASE", state.index)?;
-                let base = self.stop(index)?;
-                let number = u32::from(base);
-                Ok(Some(Reply::VringBase(VringState { number, ..state })))
-            }
-            Request::SetVringKick(kick) => no_reply(self.set_kick(kick)),
-            Request::SetVringCall(VringFd { index, fd }) => {
-                let index = self.index("SET_VRING_CALL", index.into())?;
-                let fd = non_blocking(fd);
-                if self.vrings[index].running {
-                    return no_reply(self.rings.set_call(index, fd));
-                }
-                self.vrings[index].call = fd;
-                Ok(None)
-            }
-            Request::SetVringErr(VringFd { index, fd }) => {
-                let index = self.index("SET_VRING_ERR", index.into())?;
-                let fd = non_blocking(fd);
-                if self.vrings[index].running {
-                    return no_reply(self.rings.set_err(index, fd));
-                }
-                self.vrings[index].err = fd;
-                Ok(None)
-            }
-            Request::SetVringEnable(state) => no_reply(self.set_enable(&state)),
-            other => unreachable!("{other:?} is handled by `Session::handle`"),
+    /// Stops a ring and returns its available index.
+    pub(super) fn get_base(&mut self, state: VringState) -> Result<Reply, SessionError> {
+        let index = self.index("GET_VRING_BASE", state.index)?;
+        Ok(Reply::VringBase(VringState { number: self.stop(index)?.into(), ..state }))
+    }
+
+    pub(super) fn set_call(&mut self, VringFd { index, fd }: VringFd) -> Result<(), SessionError> {
+        let index = self.index("SET_VRING_CALL", index.into())?;
+        let fd = non_blocking(fd);
+        if self.vrings[index].running {
+            return self.rings.set_call(index, fd);
         }
+        self.vrings[index].call = fd;
+        Ok(())
+    }
+
+    pub(super) fn set_err(&mut self, VringFd { index, fd }: VringFd) -> Result<(), SessionError> {
+        let index = self.index("SET_VRING_ERR", index.into())?;
+        let fd = non_blocking(fd);
+        if self.vrings[index].running {
+            return self.rings.set_err(index, fd);
+        }
+        self.vrings[index].err = fd;
+        Ok(())
     }
 
     /// Checks the number of a ring.
@@ -63,7 +53,7 @@ impl<R: Rings> Session<R> {
         Ok(index)
     }
 
-    fn set_size(&mut self, state: &VringState) -> Result<(), SessionError> {
+    pub(super) fn set_size(&mut self, state: &VringState) -> Result<(), SessionError> {
         let index = self.stopped_index("SET_VRING_NUM", state.index)?;
         let found = state.number;
         if !found.is_power_of_two() || found > u32::from(RING_SIZE_MAX) {
@@ -74,7 +64,7 @@ impl<R: Rings> Session<R> {
         Ok(())
     }
 
-    fn set_base(&mut self, state: &VringState) -> Result<(), SessionError> {
+    pub(super) fn set_base(&mut self, state: &VringState) -> Result<(), SessionError> {
         let index = self.stopped_index("SET_VRING_BASE", state.index)?;
         let found = state.number;
         let base = u16::try_from(found).map_err(|_| SessionError::Value {
@@ -88,7 +78,7 @@ impl<R: Rings> Session<R> {
     }
 
     /// Sets the addresses of a ring. For a running ring, the flag for logging its used ring may change.
-    fn set_address(&mut self, address: VringAddress) -> Result<(), SessionError> {
+    pub(super) fn set_address(&mut self, address: VringAddress) -> Result<(), SessionError> {
         let index = self.index("SET_VRING_ADDR", address.index)?;
         let former = self.vrings[index].address.replace(address);
         if self.vrings[index].running {
@@ -101,7 +91,7 @@ impl<R: Rings> Session<R> {
         Ok(())
     }
 
-    fn set_kick(&mut self, VringFd { index, fd }: VringFd) -> Result<(), SessionError> {
+    pub(super) fn set_kick(&mut self, VringFd { index, fd }: VringFd) -> Result<(), SessionError> {
         let request = "SET_VRING_KICK";
         let index = self.index(request, index.into())?;
         let refused = |why| SessionError::RingState { request, index, why };
@@ -109,8 +99,7 @@ impl<R: Rings> Session<R> {
         if self.vrings[index].running {
             return self.rings.set_kick(index, kick);
         }
-        let features =
-            self.negotiated.features.ok_or(refused("no features yet; SET_FEATURES comes first"))?;
+        let features = self.features.ok_or(refused("no features yet; SET_FEATURES comes first"))?;
         self.check_overlaps(request, &self.memory, Some(index))?;
         let vring = &mut self.vrings[index];
         let address = vring.address.ok_or(refused("it has no address yet; SET_VRING_ADDR comes first"))?;
@@ -140,7 +129,7 @@ impl<R: Rings> Session<R> {
         memory: &GuestMemory,
         concerned: Option<usize>,
     ) -> Result<(), SessionError> {
-        let Some(features) = self.negotiated.features else { return Ok(()) };
+        let Some(features) = self.features else { return Ok(()) };
         let is_known = |index, vring: &Vring| vring.running || concerned == Some(index);
         let known = self.vrings.iter().enumerate().filter(|(index, vring)| is_known(*index, vring));
         let extents: Vec<_> = known
@@ -160,7 +149,7 @@ impl<R: Rings> Session<R> {
         Ok(())
     }
 
-    fn set_enable(&mut self, state: &VringState) -> Result<(), SessionError> {
+    pub(super) fn set_enable(&mut self, state: &VringState) -> Result<(), SessionError> {
         let index = self.index("SET_VRING_ENABLE", state.index)?;
         let found = state.number;
         if found > 1 {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::state_transfer::StateTransfer;
 use super::{Rings, Session};
+use crate::device::BackendError;
 use crate::message::TransferDirection;
 
 impl<R: Rings> Session<R> {
@@ -12,36 +13,33 @@ impl<R: Rings> Session<R> {
     /// descriptor.
     pub(super) fn begin_transfer(&mut self, direction: TransferDirection, fd: OwnedFd) -> u64 {
         const NO_FD: u64 = 1 << 8;
-        if let Some(ring) = self.vrings.iter().position(|vring| vring.running) {
-            tracing::error!(ring, "SET_DEVICE_STATE_FD while a ring runs; stop it first");
-            return NO_FD | 1;
-        }
-        if self.transfer.as_ref().is_some_and(StateTransfer::is_under_way) {
-            tracing::error!(
-                "SET_DEVICE_STATE_FD during a transfer; close its descriptor and send CHECK_DEVICE_STATE first"
-            );
-            return NO_FD | 1;
-        }
-        // A finished transfer without CHECK_DEVICE_STATE is dropped.
-        self.transfer = None;
-        let orphans = self.orphans.count();
-        if orphans > 0 {
-            tracing::error!(
-                orphans,
-                "SET_DEVICE_STATE_FD while earlier transfers still block on their descriptors"
-            );
-            return NO_FD | 1;
-        }
-        match StateTransfer::begin(Arc::clone(&self.device), Arc::clone(&self.orphans), direction, fd) {
-            Ok(transfer) => {
-                self.transfer = Some(transfer);
-                NO_FD
-            }
+        match self.start_transfer(direction, fd) {
+            Ok(()) => NO_FD,
             Err(reason) => {
                 tracing::error!(%reason, "cannot begin the transfer of the device's state");
                 NO_FD | 1
             }
         }
+    }
+
+    fn start_transfer(&mut self, direction: TransferDirection, fd: OwnedFd) -> Result<(), BackendError> {
+        if let Some(ring) = self.vrings.iter().position(|vring| vring.running) {
+            return Err(BackendError::new(format!("ring {ring} runs; stop it first")));
+        }
+        if self.transfer.as_ref().is_some_and(StateTransfer::is_under_way) {
+            let why = "another one is under way; close its descriptor and send CHECK_DEVICE_STATE first";
+            return Err(BackendError::new(why));
+        }
+        // A finished transfer without CHECK_DEVICE_STATE is dropped.
+        self.transfer = None;
+        let orphans = self.orphans.count();
+        if orphans > 0 {
+            let why = format!("{orphans} earlier ones still block on their descriptors");
+            return Err(BackendError::new(why));
+        }
+        let (device, orphans) = (Arc::clone(&self.device), Arc::clone(&self.orphans));
+        self.transfer = Some(StateTransfer::begin(device, orphans, direction, fd)?);
+        Ok(())
     }
 
     /// Waits for the end of the transfer. Reply: 0 on success.

@@ -199,7 +199,7 @@ fn a_second_owner_starts_over() {
     session.handle(Request::SetMemTable(vec![(info, shared(4096))])).unwrap();
     assert_eq!(session.memory.size(), 4096);
     session.handle(Request::SetOwner).unwrap();
-    assert_eq!((session.memory.size(), session.negotiated.features), (0, None));
+    assert_eq!((session.memory.size(), session.features), (0, None));
     assert!(card.calls.lock().unwrap().contains(&"reset".to_owned()));
 }
 
@@ -314,7 +314,7 @@ fn the_log_is_switched_while_a_ring_runs() {
     let (mut session, card) = negotiated();
     start(&mut session);
     session.rings.calls.clear();
-    let accepted = session.negotiated.features.unwrap();
+    let accepted = session.features.unwrap();
     let log = LogMemory { size: 4096, offset: 0, fd: shared(4096) };
     assert_eq!(session.handle(Request::SetLogBase(log)).unwrap(), Some(Reply::Number(0)));
     session.handle(Request::SetFeatures(accepted | features::LOG_ALL)).unwrap();
