@@ -132,41 +132,6 @@ impl Mapping {
         // SAFETY: as in `io_buf`; it is writable, and no reference into a mapping is ever made.
         unsafe { IoBufMut::from_raw_parts(self.pointer(offset, len), len) }
     }
-
-    /// 16 bytes, each read once.
-    pub(crate) fn copy_16(&self, offset: usize) -> [u8; 16] {
-        let pointer = self.pointer(offset, 16);
-        if pointer.cast::<u64>().is_aligned() {
-            // SAFETY: 16 bytes are readable there and aligned for `u64`; volatile, as others write them.
-            let words = unsafe {
-                let words = pointer.cast::<u64>();
-                [words.read_volatile(), words.add(1).read_volatile()]
-            };
-            let [low, high] = words.map(u64::to_ne_bytes);
-            let mut bytes = [0; 16];
-            bytes[..8].copy_from_slice(&low);
-            bytes[8..].copy_from_slice(&high);
-            return bytes;
-        }
-        // SAFETY: 16 bytes are readable there; bytes have no alignment.
-        unsafe { pointer.cast::<[u8; 16]>().read_volatile() }
-    }
-
-    fn word_16(&self, offset: usize) -> &AtomicU16 {
-        let pointer = self.pointer(offset, size_of::<u16>()).cast::<u16>();
-        assert!(pointer.is_aligned(), "an unaligned word of a ring");
-        // SAFETY: two bytes are mapped there for as long as the borrow, and aligned; all accesses of this
-        // process are atomic.
-        unsafe { AtomicU16::from_ptr(pointer) }
-    }
-
-    fn word_64(&self, offset: usize) -> &AtomicU64 {
-        let pointer = self.pointer(offset, size_of::<u64>()).cast::<u64>();
-        assert!(pointer.is_aligned(), "an unaligned word of 64 bits");
-        // SAFETY: eight bytes are mapped there for as long as the borrow, and aligned; all accesses of this
-        // process are atomic.
-        unsafe { AtomicU64::from_ptr(pointer) }
-    }
 }
 
 /// Granularity of a file's mappings: 1, except on hugetlbfs.
@@ -198,55 +163,75 @@ impl Area {
         FileRange { file: self.mapping.file_id, start, end: start + self.len }
     }
 
-    fn at(&self, offset: usize, len: usize) -> usize {
+    /// Address of an aligned value in it.
+    fn pointer<T>(&self, offset: usize) -> *mut T {
+        let len = size_of::<T>();
         let fits = offset.checked_add(len).is_some_and(|end| end <= self.len);
         assert!(fits, "{len} bytes at {offset} of an area of {} bytes", self.len);
-        self.start + offset
+        let pointer = self.mapping.pointer(self.start + offset, len).cast::<T>();
+        assert!(pointer.is_aligned(), "an unaligned value of {len} bytes");
+        pointer
+    }
+
+    fn word_16(&self, offset: usize) -> &AtomicU16 {
+        // SAFETY: `pointer` has checked that it is mapped, for as long as the borrow, and aligned; all accesses
+        // of this process are atomic.
+        unsafe { AtomicU16::from_ptr(self.pointer(offset)) }
+    }
+
+    fn word_64(&self, offset: usize) -> &AtomicU64 {
+        // SAFETY: as in `word_16`.
+        unsafe { AtomicU64::from_ptr(self.pointer(offset)) }
     }
 
     /// 16 bytes, each read once.
     pub(crate) fn copy_16(&self, offset: usize) -> [u8; 16] {
-        self.mapping.copy_16(self.at(offset, 16))
+        let bytes = self.pointer::<[u8; 16]>(offset);
+        let words = bytes.cast::<u64>();
+        if words.is_aligned() {
+            // SAFETY: `pointer` has checked that 16 bytes are mapped there; volatile, as others write them.
+            return zerocopy::transmute!(unsafe { [words.read_volatile(), words.add(1).read_volatile()] });
+        }
+        // SAFETY: as above; bytes have no alignment.
+        unsafe { bytes.read_volatile() }
     }
 
     pub(crate) fn load_le16(&self, offset: usize, order: Ordering) -> u16 {
-        u16::from_le(self.mapping.word_16(self.at(offset, 2)).load(order))
+        u16::from_le(self.word_16(offset).load(order))
     }
 
     pub(crate) fn store_le16(&self, offset: usize, value: u16, order: Ordering) {
-        self.mapping.word_16(self.at(offset, 2)).store(value.to_le(), order);
+        self.word_16(offset).store(value.to_le(), order);
     }
 
     pub(crate) fn load_64(&self, offset: usize, order: Ordering) -> u64 {
-        u64::from_le(self.mapping.word_64(self.at(offset, 8)).load(order))
+        u64::from_le(self.word_64(offset).load(order))
     }
 
     pub(crate) fn store_64(&self, offset: usize, value: u64, order: Ordering) {
-        self.mapping.word_64(self.at(offset, 8)).store(value.to_le(), order);
-    }
-
-    /// Loads a pair of [`Self::store_used_elem`].
-    pub(crate) fn load_used_elem(&self, offset: usize) -> [u32; 2] {
-        let word = self.mapping.pointer(self.at(offset, 8), 8).cast::<u32>();
-        assert!(word.is_aligned(), "an unaligned element of a used ring");
-        // SAFETY: eight bytes are readable there and aligned for `u32`; volatile, as the guest may write
-        // them.
-        unsafe { [u32::from_le(word.read_volatile()), u32::from_le(word.add(1).read_volatile())] }
+        self.word_64(offset).store(value.to_le(), order);
     }
 
     pub(crate) fn or_64(&self, offset: usize, bits: u64) {
         // Bit n of the log is bit n % 8 of byte n / 8: little-endian on any machine.
-        self.mapping.word_64(self.at(offset, 8)).fetch_or(bits.to_le(), Ordering::AcqRel);
+        self.word_64(offset).fetch_or(bits.to_le(), Ordering::AcqRel);
+    }
+
+    /// Loads two adjacent words of 32 bits, aligned to 4.
+    pub(crate) fn load_used_elem(&self, offset: usize) -> [u32; 2] {
+        let word = self.pointer::<[u32; 2]>(offset).cast::<u32>();
+        // SAFETY: `pointer` has checked that both are mapped and aligned; volatile, as the guest may write them.
+        unsafe { [word.read_volatile(), word.add(1).read_volatile()] }.map(u32::from_le)
     }
 
     /// Stores two adjacent words of 32 bits, aligned to 4.
     pub(crate) fn store_used_elem(&self, offset: usize, pair: [u32; 2]) {
-        let pointer = self.mapping.pointer(self.at(offset, 8), 8).cast::<u32>();
-        assert!(pointer.is_aligned(), "an unaligned element of a used ring");
-        // SAFETY: eight bytes are writable there and aligned for `u32`; volatile, as the guest may read them.
+        let word = self.pointer::<[u32; 2]>(offset).cast::<u32>();
+        let [first, second] = pair.map(u32::to_le);
+        // SAFETY: as in `load_used_elem`.
         unsafe {
-            pointer.write_volatile(pair[0].to_le());
-            pointer.add(1).write_volatile(pair[1].to_le());
+            word.write_volatile(first);
+            word.add(1).write_volatile(second);
         }
     }
 }
