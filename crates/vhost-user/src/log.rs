@@ -71,7 +71,7 @@ pub(crate) enum LogMode {
 /// Marks of a ring that are not in the log yet.
 #[derive(Debug, Default)]
 pub(crate) struct DirtyCache {
-    switch: LogSwitch,
+    pub(crate) switch: LogSwitch,
     log: Option<Arc<DirtyLog>>,
     /// Number of a word, and the bits to set in it.
     words: Vec<(u64, u64)>,
@@ -146,11 +146,6 @@ impl DirtyCache {
     /// Returns true if the log's memory was replaced by zeros after a fault.
     pub(crate) fn is_lost(&self) -> bool {
         self.log.as_ref().is_some_and(|log| log.words.mapping().is_lost())
-    }
-
-    /// Returns true while a log from the frontend is awaited.
-    pub(crate) fn is_log_awaited(&self) -> bool {
-        self.switch.is_awaited()
     }
 
     /// Replaces the log, after writing the gathered marks to the former one.

@@ -122,15 +122,7 @@ impl GuestMemory {
     /// Returns this memory with another region, which is mapped here.
     pub(crate) fn with_mapped(&self, info: &RegionInfo, fd: OwnedFd) -> Result<Self, MemoryTableError> {
         check_size(self.regions.iter().map(|region| region.size).chain([info.size]))?;
-        self.with(Region::map(info, fd)?)
-    }
-
-    /// Returns this memory with another region.
-    ///
-    /// # Errors
-    /// As [`GuestMemory::new`].
-    pub fn with(&self, region: Region) -> Result<Self, MemoryTableError> {
-        Self::new(self.regions.iter().cloned().chain([region]).collect())
+        Self::new(self.regions.iter().cloned().chain([Region::map(info, fd)?]).collect())
     }
 
     /// Returns this memory without a region.
@@ -338,7 +330,7 @@ mod tests {
     #[test]
     fn regions_are_added_and_removed() {
         let memory = GuestMemory::new(vec![region(0, 0x10000, 0x1000)]).unwrap();
-        let more = memory.with(region(0x4000, 0x20000, 0x1000)).unwrap();
+        let more = memory.with_mapped(&info(0x4000, 0x20000, 0x1000, 0), file(0x1000)).unwrap();
         assert_eq!(more.size(), 0x2000);
         let less = more.without(&info(0, 0x10000, 0x1000, 0)).unwrap();
         assert_eq!((less.size(), less.guest_area(0x4000, 8).is_some()), (0x1000, true));

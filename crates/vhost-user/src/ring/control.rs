@@ -28,7 +28,7 @@ impl Ring {
 
     /// Returns true while a dirty log from the frontend is awaited.
     pub(crate) fn is_log_awaited(&self) -> bool {
-        self.dirty.is_log_awaited()
+        self.dirty.switch.is_awaited()
     }
 
     /// Returns true if a part of the memory or of the log was replaced by zeros after a fault.
