@@ -1,6 +1,5 @@
 //! In place of `xdp`, without the feature `af-xdp`: types without values, so a card is built without it.
 
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -9,6 +8,7 @@ use towline_vhost_user::{BackendError, Next, Ring};
 use crate::device::Shared;
 use crate::statistics::BatchCounters;
 use crate::tap::TapContext;
+use crate::timer::Timer;
 use crate::transmit::Transmitter;
 
 #[derive(Debug)]
@@ -53,7 +53,7 @@ impl XdpTransmitter {
         match *self {}
     }
 
-    pub(crate) fn timer(&self) -> Option<BorrowedFd<'_>> {
+    pub(crate) fn timer(&self) -> Option<&Timer> {
         match *self {}
     }
 }

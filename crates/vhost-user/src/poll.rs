@@ -1,7 +1,7 @@
 //! Descriptors that a worker waits for besides its queues, in types of this crate.
 
 use std::fmt;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsFd;
 
 use rustix::event::{PollFd, PollFlags as Flags};
 
@@ -44,12 +44,7 @@ impl<'fd> PollSet<'fd> {
 
     /// Adds a descriptor and the events to wait for.
     pub fn add(&mut self, fd: &'fd impl AsFd, events: PollFlags) {
-        self.add_borrowed(fd.as_fd(), events);
-    }
-
-    /// Adds a borrowed descriptor and the events to wait for.
-    pub fn add_borrowed(&mut self, fd: BorrowedFd<'fd>, events: PollFlags) {
-        self.fds.push(PollFd::from_borrowed_fd(fd, Flags::from_bits_retain(events.bits())));
+        self.fds.push(PollFd::new(fd, Flags::from_bits_retain(events.bits())));
     }
 
     /// Number of descriptors in the set.
@@ -84,7 +79,7 @@ mod tests {
         let (idle, kept) = rustix::pipe::pipe().unwrap();
         let mut set = PollSet::new();
         set.add(&idle, PollFlags::IN);
-        set.add_borrowed(writer.as_fd(), PollFlags::OUT);
+        set.add(&writer, PollFlags::OUT);
         set.add(&reader, PollFlags::IN);
         assert_eq!((set.len(), set.is_empty()), (3, false));
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };

@@ -285,7 +285,7 @@ impl Worker for QueuePair {
             fds.add(&*self.timer, PollFlags::IN);
         }
         if let Some(timer) = self.xdp.as_ref().and_then(XdpTransmitter::timer) {
-            fds.add_borrowed(timer, PollFlags::IN);
+            fds.add(timer, PollFlags::IN);
         }
     }
 

@@ -2,7 +2,6 @@
 //! and later while they do not; or at a given time.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use crate::timer::Timer;
@@ -56,13 +55,8 @@ impl CompletionTimer {
         }
     }
 
-    pub(super) fn is_armed(&self) -> bool {
-        self.armed
-    }
-}
-
-impl AsFd for CompletionTimer {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.timer.as_fd()
+    /// The timer, if it is armed.
+    pub(super) fn armed(&self) -> Option<&Timer> {
+        self.armed.then_some(&self.timer)
     }
 }

@@ -2,7 +2,6 @@
 //! the tap.
 
 use std::io;
-use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -19,6 +18,7 @@ use crate::device::Shared;
 use crate::lock::lock;
 use crate::statistics::{BatchCounters, CopyReason, DropReason, TransmitMode};
 use crate::tap::TapContext;
+use crate::timer::Timer;
 use crate::transmit::Transmitter;
 
 /// Interval of attempts to bind, after an error that may be temporary.
@@ -194,8 +194,8 @@ impl XdpTransmitter {
     }
 
     /// The timer to poll, while completions are expected.
-    pub(crate) fn timer(&self) -> Option<BorrowedFd<'_>> {
-        self.timer.is_armed().then(|| self.timer.as_fd())
+    pub(crate) fn timer(&self) -> Option<&Timer> {
+        self.timer.armed()
     }
 
     /// Binds a queue for the ring's memory, unless there is one or the next attempt is not due.
