@@ -17,7 +17,7 @@ use crate::features;
 use crate::lock::lock;
 use crate::pause::Pause;
 use crate::state::State;
-use crate::statistics::{Counters, DropReason, QueueStatistics, TransmitMode};
+use crate::statistics::{DropReason, QueueStatistics, TransmitMode};
 use crate::tap::{CarrierState, TapError, Taps};
 use crate::xdp::Xdp;
 
@@ -51,7 +51,7 @@ impl Net {
             link_up: AtomicBool::new(options.link_was_up()),
             hold: options.first_hold(),
             options,
-            counters: (0..pairs).map(|_| <[Counters; 2]>::default()).collect(),
+            statistics: (0..pairs).map(|_| Default::default()).collect(),
             modes: (0..pairs).map(|_| Mutex::default()).collect(),
             receivers: (0..pairs).map(|_| Mutex::default()).collect(),
             transmitters: (0..pairs).map(|_| Mutex::default()).collect(),
@@ -69,8 +69,7 @@ impl Net {
 
     /// Statistics of each pair: receiving, transmitting.
     pub fn statistics(&self) -> Vec<[QueueStatistics; 2]> {
-        let snapshot = |pair: &[Counters; 2]| [pair[0].snapshot(), pair[1].snapshot()];
-        self.shared.counters.iter().map(snapshot).collect()
+        self.shared.statistics.iter().map(|pair| pair.each_ref().map(|queue| *lock(queue))).collect()
     }
 
     /// Returns true if the card has an interface for AF_XDP.
@@ -101,10 +100,12 @@ impl Net {
     /// Sets the link up or down. While it is down, frames of both directions are discarded and counted
     /// ([`DropReason::LinkDown`]). The driver is not notified; that is up to the VMM.
     pub fn set_link(&self, up: bool) {
-        let Shared { taps, counters, link_up, .. } = &*self.shared;
+        let Shared { taps, statistics, link_up, .. } = &*self.shared;
         if up && !link_up.load(Relaxed) {
             // Frames that stayed in the tap because the receive ring was empty.
-            counters[0][RECEIVE].add_drops(DropReason::LinkDown, taps.discard());
+            let mut discarded = QueueStatistics::default();
+            discarded.drops[DropReason::LinkDown as usize] = taps.discard() as u64;
+            lock(&statistics[0][RECEIVE]).add(&discarded);
         }
         let state = self.shared.hold.lock();
         link_up.store(up, Relaxed);
@@ -182,9 +183,8 @@ impl Device for Net {
         let state = State::decode(state)?;
         self.set_link(state.link_up);
         // The source may have more pairs; those beyond ours are ignored.
-        for (counters, source) in self.shared.counters.iter().zip(&state.counters) {
-            counters.iter().zip(source).for_each(|(counters, source)| counters.add(source));
-        }
+        let queues = self.shared.statistics.iter().flatten().zip(state.counters.iter().flatten());
+        queues.for_each(|(queue, source)| lock(queue).add(source));
         Ok(())
     }
 

@@ -19,6 +19,7 @@ use std::time::Duration;
 
 use crate::FRAME_BYTES_MAX;
 use crate::lock::lock;
+use crate::pause::Frame;
 use crate::sys::tap_ring;
 use crate::timer::Timer;
 
@@ -26,6 +27,9 @@ use crate::timer::Timer;
 const FRAMES_MAX: usize = 64 << 10;
 /// Maximum of their bytes, beside those of a call that sends some.
 const BYTES_MAX: usize = (64 << 20) - tap_ring::FRAMES_MAX * FRAME_BYTES_MAX;
+/// Length of the virtio header of a held frame, the longest one: the driver may be another one when the frame is
+/// sent.
+pub(crate) const HEADER_BYTES: usize = 12;
 
 /// Reason for which a request about held frames is refused.
 #[derive(Debug, thiserror::Error)]
@@ -126,7 +130,7 @@ pub(crate) struct Hold {
 #[derive(Debug, Default)]
 pub(crate) struct State {
     generation: Option<NonZeroU64>,
-    frames: VecDeque<HeldFrame>,
+    frames: VecDeque<Frame>,
     bytes: usize,
     /// Number of frames that were held before those in `frames`.
     taken: u64,
@@ -142,18 +146,6 @@ struct Epoch {
     number: u64,
     /// Number of frames up to its end since the card was started.
     end: u64,
-}
-
-/// A frame with a virtio header of [`HeldFrame::HEADER_BYTES`] bytes.
-#[derive(Debug)]
-pub(crate) struct HeldFrame {
-    pub(crate) pair: usize,
-    pub(crate) bytes: Box<[u8]>,
-}
-
-impl HeldFrame {
-    /// Length of the longest header: the driver may be another one when the frame is sent.
-    pub(crate) const HEADER_BYTES: usize = 12;
 }
 
 /// Place of a pair's frames.
@@ -232,7 +224,7 @@ impl HeldPair<'_> {
         let is_first = state.open_frames() == 0;
         if has_room {
             state.bytes += bytes.len();
-            state.frames.push_back(HeldFrame { pair: self.pair, bytes });
+            state.frames.push_back(Frame { pair: self.pair, bytes });
         } else if let Some(timer) = self.timer
             && !state.waiting.iter().any(|waiting| Arc::ptr_eq(waiting, timer))
         {
@@ -296,7 +288,7 @@ impl State {
     }
 
     /// Takes the next frames before `end`, those of one pair that one call can send.
-    pub(crate) fn take(&mut self, end: u64) -> Vec<HeldFrame> {
+    pub(crate) fn take(&mut self, end: u64) -> Vec<Frame> {
         // Not before what was taken last is sent, or put back.
         self.epochs.retain(|epoch| epoch.end > self.taken);
         let count = usize::try_from(end.saturating_sub(self.taken)).unwrap_or(usize::MAX);
@@ -311,7 +303,7 @@ impl State {
     }
 
     /// Returns frames that were taken last, and not sent. Returns the number of frames.
-    pub(crate) fn put_back(&mut self, unsent: Vec<HeldFrame>) -> usize {
+    pub(crate) fn put_back(&mut self, unsent: Vec<Frame>) -> usize {
         self.taken -= unsent.len() as u64;
         for frame in unsent.into_iter().rev() {
             self.bytes += frame.bytes.len();

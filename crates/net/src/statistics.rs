@@ -1,8 +1,10 @@
 //! Counters of each queue, written by its thread and read by any other.
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::Mutex;
 
 use towline_vhost_user::{Ring, RingStatistics};
+
+use crate::lock::lock;
 
 /// An enumeration of reasons, with their names in statistics.
 macro_rules! reasons {
@@ -141,67 +143,22 @@ impl QueueStatistics {
     pub fn copied_because(&self, reason: CopyReason) -> u64 {
         self.copies[reason as usize]
     }
-}
 
-/// Shared counters of a queue. One thread adds to them, once per batch.
-#[derive(Debug, Default)]
-pub(crate) struct Counters {
-    packets: AtomicU64,
-    bytes: AtomicU64,
-    batches: AtomicU64,
-    notifications: AtomicU64,
-    notifications_suppressed: AtomicU64,
-    kicks: AtomicU64,
-    copied: AtomicU64,
-    copies: [AtomicU64; CopyReason::ALL.len()],
-    zero_copy: AtomicU64,
-    referenced: AtomicU64,
-    pending: AtomicU64,
-    drops: [AtomicU64; DropReason::ALL.len()],
-}
-
-impl Counters {
-    /// Counts frames that were discarded outside of the queue's thread.
-    pub(crate) fn add_drops(&self, reason: DropReason, frames: usize) {
-        add(&self.drops[reason as usize], frames as u64);
-    }
-
-    /// Counts a frame of this length that was sent outside of the queue's thread.
-    pub(crate) fn add_frame(&self, bytes: usize) {
-        add(&self.packets, 1);
-        add(&self.bytes, bytes as u64);
-    }
-
-    /// Adds those of a batch, or of the same queue on a migration's source; [`QueueStatistics::pending`] is not a sum.
-    pub(crate) fn add(&self, more: &QueueStatistics) {
-        add(&self.packets, more.packets);
-        add(&self.bytes, more.bytes);
-        add(&self.batches, more.batches);
-        add(&self.notifications, more.notifications);
-        add(&self.notifications_suppressed, more.notifications_suppressed);
-        add(&self.kicks, more.kicks);
-        add(&self.copied, more.copied);
-        self.copies.iter().zip(more.copies).for_each(|(counter, copies)| add(counter, copies));
-        add(&self.zero_copy, more.zero_copy);
-        add(&self.referenced, more.referenced);
-        self.drops.iter().zip(more.drops).for_each(|(counter, drops)| add(counter, drops));
-    }
-
-    pub(crate) fn snapshot(&self) -> QueueStatistics {
-        QueueStatistics {
-            packets: self.packets.load(Relaxed),
-            bytes: self.bytes.load(Relaxed),
-            batches: self.batches.load(Relaxed),
-            notifications: self.notifications.load(Relaxed),
-            notifications_suppressed: self.notifications_suppressed.load(Relaxed),
-            kicks: self.kicks.load(Relaxed),
-            copied: self.copied.load(Relaxed),
-            copies: std::array::from_fn(|reason| self.copies[reason].load(Relaxed)),
-            zero_copy: self.zero_copy.load(Relaxed),
-            referenced: self.referenced.load(Relaxed),
-            pending: self.pending.load(Relaxed),
-            drops: std::array::from_fn(|reason| self.drops[reason].load(Relaxed)),
-        }
+    /// Adds those of a batch, or of the same queue on a migration's source, which may be any numbers;
+    /// [`QueueStatistics::pending`] is not a sum.
+    pub(crate) fn add(&mut self, more: &Self) {
+        let add = |sum: &mut u64, more: u64| *sum = sum.wrapping_add(more);
+        add(&mut self.packets, more.packets);
+        add(&mut self.bytes, more.bytes);
+        add(&mut self.batches, more.batches);
+        add(&mut self.notifications, more.notifications);
+        add(&mut self.notifications_suppressed, more.notifications_suppressed);
+        add(&mut self.kicks, more.kicks);
+        add(&mut self.copied, more.copied);
+        self.copies.iter_mut().zip(more.copies).for_each(|(sum, more)| add(sum, more));
+        add(&mut self.zero_copy, more.zero_copy);
+        add(&mut self.referenced, more.referenced);
+        self.drops.iter_mut().zip(more.drops).for_each(|(sum, more)| add(sum, more));
     }
 }
 
@@ -212,7 +169,7 @@ pub(crate) struct Volume {
     pub(crate) bytes: u64,
 }
 
-/// Counters of the queue's thread that are not yet in its shared [`Counters`].
+/// Counters of a thread that are not yet in the shared ones of the queue.
 #[derive(Debug, Default)]
 pub(crate) struct BatchCounters {
     /// Those since the last flush, and the current level of [`QueueStatistics::pending`].
@@ -241,7 +198,7 @@ impl BatchCounters {
     }
 
     /// Adds everything since the last flush to the shared counters, with the statistics of the ring.
-    pub(crate) fn flush(&mut self, ring: &Ring, counters: &Counters) -> Volume {
+    pub(crate) fn flush(&mut self, ring: &Ring, shared: &Mutex<QueueStatistics>) -> Volume {
         let now = ring.statistics();
         let before = std::mem::replace(&mut self.ring, now);
         // A ring that was started again counts from 0.
@@ -252,16 +209,11 @@ impl BatchCounters {
         since.notifications_suppressed =
             now.notifications_suppressed.saturating_sub(before.notifications_suppressed);
         since.kicks = now.kicks.saturating_sub(before.kicks);
-        counters.add(since);
-        counters.pending.store(since.pending, Relaxed);
+        let mut shared = lock(shared);
+        shared.add(since);
+        shared.pending = since.pending;
         let volume = Volume { packets: since.packets, bytes: since.bytes };
         *since = QueueStatistics { pending: since.pending, ..QueueStatistics::default() };
         volume
-    }
-}
-
-fn add(counter: &AtomicU64, more: u64) {
-    if more > 0 {
-        counter.fetch_add(more, Relaxed);
     }
 }

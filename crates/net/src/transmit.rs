@@ -10,8 +10,9 @@ use std::ops::Range;
 use towline_channel::IoBuf;
 use towline_vhost_user::{Batch, Chain, Next, Ring};
 
-use crate::hold::{HeldFrame, HeldPair};
-use crate::statistics::{BatchCounters, Counters, DropReason};
+use crate::hold::{HEADER_BYTES, HeldPair};
+use crate::pause::Frame;
+use crate::statistics::{BatchCounters, DropReason};
 use crate::sys::tap_ring::FRAMES_MAX;
 use crate::tap::{CarrierState, TapContext};
 use crate::{FRAME_BYTES_MAX, PUBLISHED_BYTES};
@@ -183,13 +184,13 @@ impl Transmitter {
 }
 
 /// Sends held frames of the pair of this tap's queue. Returns the number of frames sent or dropped; for the next one the tap has no room.
-pub(crate) fn send_held(frames: &[HeldFrame], tap: TapContext<'_>, counters: &Counters) -> usize {
+pub(crate) fn send_held(frames: &[Frame], tap: TapContext<'_>, counted: &mut BatchCounters) -> usize {
     if tap.link == CarrierState::Down {
-        counters.add_drops(DropReason::LinkDown, frames.len());
+        frames.iter().for_each(|_| counted.add_drop(DropReason::LinkDown));
         return frames.len();
     }
     let parts = frames.iter().map(|frame| {
-        let (header, rest) = frame.bytes.split_at(HeldFrame::HEADER_BYTES);
+        let (header, rest) = frame.bytes.split_at(HEADER_BYTES);
         [&header[..tap.format.header_bytes], rest]
     });
     let bufs: Vec<_> = parts.flatten().map(IoBuf::from).collect();
@@ -199,10 +200,10 @@ pub(crate) fn send_held(frames: &[HeldFrame], tap: TapContext<'_>, counters: &Co
     let mut later = results.into_iter();
     for (done, frame) in frames.iter().enumerate() {
         let result = later.next().unwrap_or(-libc::EAGAIN);
-        match settle(written(result, frame.bytes.len() - HeldFrame::HEADER_BYTES), later.clone()) {
-            Ok(bytes) => counters.add_frame(bytes),
+        match settle(written(result, frame.bytes.len() - HEADER_BYTES), later.clone()) {
+            Ok(bytes) => counted.add_frame(bytes),
             Err(WriteError::TapFull) => return done,
-            Err(WriteError::Dropped(reason)) => counters.add_drops(reason, 1),
+            Err(WriteError::Dropped(reason)) => counted.add_drop(reason),
         }
     }
     frames.len()
@@ -210,10 +211,10 @@ pub(crate) fn send_held(frames: &[HeldFrame], tap: TapContext<'_>, counters: &Co
 
 /// Copies a frame, with its header.
 fn copy(chain: Chain<'_>, header_bytes: usize) -> Box<[u8]> {
-    let length = HeldFrame::HEADER_BYTES + chain.readable_bytes() as usize - header_bytes;
+    let length = HEADER_BYTES + chain.readable_bytes() as usize - header_bytes;
     let mut bytes = vec![0; length];
     chain.read_at(0, &mut bytes[..header_bytes]);
-    chain.read_at(header_bytes, &mut bytes[HeldFrame::HEADER_BYTES..]);
+    chain.read_at(header_bytes, &mut bytes[HEADER_BYTES..]);
     bytes.into_boxed_slice()
 }
 

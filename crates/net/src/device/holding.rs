@@ -16,9 +16,10 @@ use towline_vhost_user::BackendError;
 use super::Net;
 use super::pair::TRANSMIT;
 use super::shared::Shared;
-use crate::hold::{HeldFrame, HeldPair, HoldError, HoldStatus};
+use crate::hold::{HEADER_BYTES, HeldPair, HoldError, HoldStatus};
 use crate::lock::lock;
 use crate::rarp;
+use crate::statistics::BatchCounters;
 use crate::tap::{FrameFormat, TapContext};
 use crate::transmit::send_held;
 
@@ -112,7 +113,7 @@ impl Shared {
         if !self.hold.is_holding() {
             return Ok(self.announce(mac)?);
         }
-        let bytes = [&[0; HeldFrame::HEADER_BYTES][..], &rarp::frame(mac)].concat();
+        let bytes = [&[0; HEADER_BYTES][..], &rarp::frame(mac)].concat();
         let held = HeldPair { hold: &self.hold, pair: 0, timer: None };
         let is_held = held.push(bytes.into_boxed_slice());
         let no_room = || BackendError::temporary("too many frames are held, the guest is not announced");
@@ -120,7 +121,7 @@ impl Shared {
     }
 
     fn announce(&self, mac: [u8; 6]) -> io::Result<()> {
-        let header = [0; HeldFrame::HEADER_BYTES];
+        let header = [0; HEADER_BYTES];
         let header = &header[..self.format().header_bytes];
         self.taps.queues()[0].write(&[IoBuf::from(header), IoBuf::from(&rarp::frame(mac))])?;
         self.pause.announce();
@@ -137,7 +138,9 @@ impl Shared {
             let queues = self.taps.queues();
             let queue = Some(&queues[pair]).filter(|queue| queue.is_attached()).unwrap_or(&queues[0]);
             let tap = TapContext { queue, format: self.format(), link: self.link() };
-            let unsent = frames.split_off(send_held(&frames, tap, &self.counters[pair][TRANSMIT]));
+            let mut counted = BatchCounters::default();
+            let unsent = frames.split_off(send_held(&frames, tap, &mut counted));
+            lock(&self.statistics[pair][TRANSMIT]).add(&counted.since);
             if unsent.is_empty() {
                 continue;
             }

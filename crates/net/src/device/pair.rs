@@ -196,7 +196,7 @@ impl QueuePair {
             Some(xdp) if !bypassed => xdp.run(ring, tap, counted, &mut self.transmitter),
             _ => self.transmitter.run(ring, tap, held, counted),
         };
-        (next, counted.flush(ring, &shared.counters[self.index][TRANSMIT]))
+        (next, counted.flush(ring, &shared.statistics[self.index][TRANSMIT]))
     }
 
     /// Receives into the receive ring, if it runs.
@@ -210,7 +210,7 @@ impl QueuePair {
             false => TapGate::Open,
         };
         let next = self.receiver.run(ring, tap, gate, counted);
-        (next, counted.flush(ring, &self.shared.counters[self.index][RECEIVE]))
+        (next, counted.flush(ring, &self.shared.statistics[self.index][RECEIVE]))
     }
 
     /// Decides whether to busy-poll after a run that moved these volumes.

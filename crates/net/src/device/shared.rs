@@ -9,7 +9,7 @@ use towline_vhost_user::DeviceWord;
 
 use crate::hold::{self, Hold};
 use crate::pause::Pause;
-use crate::statistics::{Counters, TransmitMode};
+use crate::statistics::{QueueStatistics, TransmitMode};
 use crate::tap::{CarrierState, Taps};
 use crate::xdp::Xdp;
 
@@ -40,8 +40,8 @@ pub(crate) struct Shared {
     /// Features that the driver negotiated.
     pub(crate) features: AtomicU64,
     pub(super) link_up: AtomicBool,
-    /// Counters of each pair: receiving, transmitting.
-    pub(crate) counters: Vec<[Counters; 2]>,
+    /// Statistics of each pair: receiving, transmitting. Threads add to them, once per batch.
+    pub(crate) statistics: Vec<[Mutex<QueueStatistics>; 2]>,
     /// Current transmit mode of each pair.
     pub(crate) modes: Vec<Mutex<TransmitMode>>,
     /// Worker of each pair whose receive ring runs.
