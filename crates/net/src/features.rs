@@ -30,15 +30,18 @@ pub(crate) const MRG_RXBUF: u64 = bit(virtio::VIRTIO_NET_F_MRG_RXBUF);
 pub(crate) const CSUM: u64 = bit(virtio::VIRTIO_NET_F_CSUM);
 pub(crate) const MQ: u64 = bit(virtio::VIRTIO_NET_F_MQ);
 
-/// Features that do not depend on the tap. Some are implemented by QEMU and need only be offered.
-const ALWAYS: u64 = MRG_RXBUF
-    | bit(virtio::VIRTIO_NET_F_MTU)
-    | bit(virtio::VIRTIO_NET_F_STATUS)
-    | bit(virtio::VIRTIO_NET_F_CTRL_VQ)
-    | bit(virtio::VIRTIO_NET_F_CTRL_RX)
-    | bit(virtio::VIRTIO_NET_F_CTRL_MAC_ADDR)
-    | bit(virtio::VIRTIO_NET_F_GUEST_ANNOUNCE)
-    | bit(VIRTIO_F_ANY_LAYOUT);
+/// Features that do not depend on the tap, and their names. Some are implemented by QEMU and need only be
+/// offered.
+const ALWAYS: [(u64, &str); 8] = [
+    (MRG_RXBUF, "VIRTIO_NET_F_MRG_RXBUF"),
+    (bit(virtio::VIRTIO_NET_F_MTU), "VIRTIO_NET_F_MTU"),
+    (bit(virtio::VIRTIO_NET_F_STATUS), "VIRTIO_NET_F_STATUS"),
+    (bit(virtio::VIRTIO_NET_F_CTRL_VQ), "VIRTIO_NET_F_CTRL_VQ"),
+    (bit(virtio::VIRTIO_NET_F_CTRL_RX), "VIRTIO_NET_F_CTRL_RX"),
+    (bit(virtio::VIRTIO_NET_F_CTRL_MAC_ADDR), "VIRTIO_NET_F_CTRL_MAC_ADDR"),
+    (bit(virtio::VIRTIO_NET_F_GUEST_ANNOUNCE), "VIRTIO_NET_F_GUEST_ANNOUNCE"),
+    (bit(VIRTIO_F_ANY_LAYOUT), "VIRTIO_F_ANY_LAYOUT"),
+];
 
 /// Features with which the guest receives frames with offloads of the tap, and their names.
 const FROM_TAP: [(u64, Offloads, &str); 7] = [
@@ -61,17 +64,9 @@ const TO_TAP: [(u64, Offloads, &str); 6] = [
     (bit(virtio::VIRTIO_NET_F_HOST_USO), Offloads::USO, "VIRTIO_NET_F_HOST_USO"),
 ];
 
-/// Names of the other features in the virtio specification, with those of the rings.
-const OTHER_NAMES: [(u64, &str); 12] = [
-    (bit(virtio::VIRTIO_NET_F_MRG_RXBUF), "VIRTIO_NET_F_MRG_RXBUF"),
-    (bit(virtio::VIRTIO_NET_F_MQ), "VIRTIO_NET_F_MQ"),
-    (bit(virtio::VIRTIO_NET_F_MTU), "VIRTIO_NET_F_MTU"),
-    (bit(virtio::VIRTIO_NET_F_STATUS), "VIRTIO_NET_F_STATUS"),
-    (bit(virtio::VIRTIO_NET_F_CTRL_VQ), "VIRTIO_NET_F_CTRL_VQ"),
-    (bit(virtio::VIRTIO_NET_F_CTRL_RX), "VIRTIO_NET_F_CTRL_RX"),
-    (bit(virtio::VIRTIO_NET_F_CTRL_MAC_ADDR), "VIRTIO_NET_F_CTRL_MAC_ADDR"),
-    (bit(virtio::VIRTIO_NET_F_GUEST_ANNOUNCE), "VIRTIO_NET_F_GUEST_ANNOUNCE"),
-    (bit(VIRTIO_F_ANY_LAYOUT), "VIRTIO_F_ANY_LAYOUT"),
+/// Names of the other features, with those of the rings.
+const OTHER_NAMES: [(u64, &str); 4] = [
+    (MQ, "VIRTIO_NET_F_MQ"),
     (VERSION_1, "VIRTIO_F_VERSION_1"),
     (INDIRECT_DESC, "VIRTIO_RING_F_INDIRECT_DESC"),
     (EVENT_IDX, "VIRTIO_RING_F_EVENT_IDX"),
@@ -82,7 +77,8 @@ pub fn feature_names(features: u64) -> impl Iterator<Item = String> {
     let set = (0..u64::BITS).filter(move |number| features & 1 << number != 0);
     set.map(|number| {
         let of_tap = FROM_TAP.iter().chain(&TO_TAP).map(|(feature, _, name)| (feature, name));
-        let mut names = of_tap.chain(OTHER_NAMES.iter().map(|(feature, name)| (feature, name)));
+        let mut names =
+            of_tap.chain(ALWAYS.iter().chain(&OTHER_NAMES).map(|(feature, name)| (feature, name)));
         let known = names.find(|(feature, _)| **feature == 1 << number);
         known.map_or_else(|| format!("feature {number}"), |(_, name)| (*name).to_owned())
     })
@@ -90,9 +86,10 @@ pub fn feature_names(features: u64) -> impl Iterator<Item = String> {
 
 /// Features of a card on a tap with these offloads.
 pub(crate) fn offered(offloads: Offloads, pairs: usize) -> u64 {
-    let known = FROM_TAP.iter().chain(&TO_TAP).filter(|(_, offload, _)| offloads.contains(*offload));
+    let of_tap = FROM_TAP.iter().chain(&TO_TAP).filter(|(_, offload, _)| offloads.contains(*offload));
+    let features = ALWAYS.iter().map(|(feature, _)| feature).chain(of_tap.map(|(feature, ..)| feature));
     let multiqueue = if pairs > 1 { MQ } else { 0 };
-    known.fold(ALWAYS | multiqueue, |features, (feature, ..)| features | feature)
+    features.fold(multiqueue, |features, feature| features | feature)
 }
 
 /// Offloads of frames for a guest that negotiated these features. The tap has one switch for both kinds of
