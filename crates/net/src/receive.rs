@@ -82,13 +82,6 @@ enum Received {
     TooFewChains,
 }
 
-/// A batch into which frames were received.
-struct Filled {
-    /// Number of chains that were used.
-    chains: usize,
-    tap_empty: bool,
-}
-
 /// State of a deferred frame after an attempt to deliver it.
 #[derive(PartialEq, Eq)]
 enum Delivery {
@@ -165,13 +158,13 @@ impl Receiver {
                 return self.wait_for_buffers(ring);
             }
             self.buffers_exhausted = false;
-            let filled = self.fill(ring, tap, counted, &mut left);
+            let (filled, tap_empty) = self.fill(ring, tap, counted, &mut left);
             let popped = self.batch.len();
-            ring.rewind(&mut self.batch, filled.chains);
+            ring.rewind(&mut self.batch, filled);
             ring.publish();
-            if filled.tap_empty || left == 0 {
+            if tap_empty || left == 0 {
                 ring.set_notification(false);
-                if filled.chains < popped / 4 {
+                if filled < popped / 4 {
                     self.window = (self.window / 2).max(*WINDOW.start());
                 }
                 return if left == 0 { Next::Again } else { Next::Wait };
@@ -195,13 +188,10 @@ impl Receiver {
     fn discard(&mut self, tap: TapContext<'_>, counted: &mut BatchCounters) -> Next {
         self.undelivered().for_each(|_| counted.add_drop(DropReason::LinkDown));
         for _ in 0..FRAMES_PER_RUN {
-            match tap.queue.read(&mut [IoBufMut::from(&mut *self.overflow)]) {
-                Ok(_) => counted.add_drop(DropReason::LinkDown),
-                Err(error) => {
-                    self.read_failed(&error);
-                    return Next::Wait;
-                }
+            if self.read_aside(tap).is_none() {
+                return Next::Wait;
             }
+            counted.add_drop(DropReason::LinkDown);
         }
         Next::Again
     }
@@ -222,30 +212,36 @@ impl Receiver {
 
     /// Reads frames of the tap that wait for those of the guest's former host.
     fn hold(&mut self, tap: TapContext<'_>) -> Next {
-        while self.backlog.held.len() < HELD_MAX {
-            match tap.queue.read(&mut [IoBufMut::from(&mut *self.overflow)]) {
-                Ok(length) => self.backlog.held.push(self.overflow[..length].into()),
-                Err(error) => {
-                    self.read_failed(&error);
-                    break;
-                }
-            }
+        while self.backlog.held.len() < HELD_MAX
+            && let Some(length) = self.read_aside(tap)
+        {
+            self.backlog.held.push(self.overflow[..length].into());
         }
         // Until the hold ends, the tap is not polled if it has more.
         self.buffers_exhausted = self.backlog.held.len() == HELD_MAX;
         Next::Wait
     }
 
+    /// Reads a frame into the overflow buffer.
+    fn read_aside(&mut self, tap: TapContext<'_>) -> Option<usize> {
+        let read = tap.queue.read(&mut [IoBufMut::from(&mut *self.overflow)]);
+        self.count_failure(read)
+    }
+
     /// Counts errors other than an empty tap; gives the tap up after [`FAILURES_MAX`] of them in a row.
-    fn read_failed(&mut self, error: &io::Error) {
-        if error.kind() == io::ErrorKind::WouldBlock {
-            return;
+    fn count_failure(&mut self, read: io::Result<usize>) -> Option<usize> {
+        match &read {
+            Ok(_) => self.failures = 0,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => {
+                self.failures += 1;
+                if self.failures == FAILURES_MAX {
+                    tracing::error!(%error, "the tap is gone; no more frames are received");
+                    self.tap_failed = true;
+                }
+            }
         }
-        self.failures += 1;
-        if self.failures == FAILURES_MAX {
-            tracing::error!(%error, "the tap is gone; no more frames are received");
-            self.tap_failed = true;
-        }
+        read.ok()
     }
 
     /// Requests a kick for the next buffers.
@@ -255,14 +251,15 @@ impl Receiver {
         Next::Wait
     }
 
-    /// Receives frames into the chains of the batch, `left` at most.
+    /// Receives frames into the chains of the batch, `left` at most. Returns the number of chains that were used,
+    /// and true if the tap has no more.
     fn fill(
         &mut self,
         ring: &mut Ring,
         tap: TapContext<'_>,
         counted: &mut BatchCounters,
         left: &mut usize,
-    ) -> Filled {
+    ) -> (usize, bool) {
         // A full window: the ring may have more chains.
         let window_full = self.batch.len() == self.window;
         let can_grow = window_full && self.window < *WINDOW.end();
@@ -273,7 +270,7 @@ impl Receiver {
             match self.receive(ring, tap, counted, used, least) {
                 Received::Frame { chains } => used += chains,
                 Received::Dropped => {}
-                Received::TapEmpty => return Filled { chains: used, tap_empty: true },
+                Received::TapEmpty => return (used, true),
                 Received::Deferred | Received::TooFewChains => break,
             }
             *left -= 1;
@@ -283,7 +280,7 @@ impl Receiver {
                 (unpublished, published_bytes) = (0, counted.since.bytes);
             }
         }
-        Filled { chains: used, tap_empty: false }
+        (used, false)
     }
 
     /// Receives one frame into the chains from `first` on, unless they have less than `least` bytes.
@@ -305,17 +302,9 @@ impl Receiver {
         bufs.push(IoBufMut::from(&mut *self.overflow));
         let read = tap.queue.read(&mut bufs);
         self.bufs = recycled(bufs);
-        match read {
-            Ok(length) => {
-                self.failures = 0;
-                self.lengths.record(length);
-                self.complete_frame(ring, format, counted, gathered, length)
-            }
-            Err(error) => {
-                self.read_failed(&error);
-                Received::TapEmpty
-            }
-        }
+        let Some(length) = self.count_failure(read) else { return Received::TapEmpty };
+        self.lengths.record(length);
+        self.complete_frame(ring, format, counted, gathered, length)
     }
 
     /// Completes the chains of a frame that was read into `gathered` and the overflow buffer.
