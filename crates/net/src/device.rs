@@ -166,7 +166,7 @@ impl Device for Net {
     }
 
     fn features(&self) -> u64 {
-        features::offered(self.shared.taps.offloads(), self.pairs())
+        features::offered(self.shared.taps.offloads, self.pairs())
     }
 
     fn protocol_features(&self) -> ProtocolFeatures {

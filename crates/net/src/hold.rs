@@ -129,7 +129,7 @@ pub(crate) struct Hold {
 /// State of a [`Hold`].
 #[derive(Debug, Default)]
 pub(crate) struct State {
-    generation: Option<NonZeroU64>,
+    pub(crate) generation: Option<NonZeroU64>,
     frames: VecDeque<Frame>,
     bytes: usize,
     /// Number of frames that were held before those in `frames`.
@@ -238,10 +238,6 @@ impl HeldPair<'_> {
 }
 
 impl State {
-    pub(crate) fn generation(&self) -> Option<NonZeroU64> {
-        self.generation
-    }
-
     /// Has frames held for this generation. Those of a former one belong to its first epoch: which of them are safe is not known.
     pub(crate) fn hold(&mut self, generation: NonZeroU64) -> Result<(), HoldError> {
         match self.generation {

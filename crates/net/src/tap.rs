@@ -131,7 +131,7 @@ pub struct Taps {
     created: bool,
     queues: Vec<TapQueue>,
     /// Offloads that this kernel's tap knows.
-    offloads: Offloads,
+    pub(crate) offloads: Offloads,
 }
 
 /// Format of frames, which follows the negotiated features.
@@ -312,10 +312,6 @@ impl Taps {
     /// [`TapError::Set`].
     pub fn set_mtu(&self, mtu: u16) -> Result<(), TapError> {
         interface::set_mtu(&self.name, mtu.into()).map_err(|source| self.not_set("the MTU", source))
-    }
-
-    pub(crate) fn offloads(&self) -> Offloads {
-        self.offloads
     }
 
     pub(crate) fn set_offloads(&self, offloads: Offloads) -> Result<(), TapError> {

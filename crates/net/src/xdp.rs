@@ -178,17 +178,6 @@ impl Xdp {
         Self { zero_copy_send, ..self }
     }
 
-    /// Returns true if the frames of a driver with these features should be sent here, because that is not
-    /// slower than the tap.
-    pub(crate) fn suits(&self, features: u64) -> bool {
-        suits(self.copy_mode, self.zero_copy_send, features)
-    }
-
-    /// Splits references at pages of 4 KiB from now on, also within huge pages.
-    fn split_at_pages(&self) {
-        self.pages_scattered.store(true, Relaxed);
-    }
-
     /// Name of the interface.
     pub fn name(&self) -> &str {
         &self.name
@@ -206,14 +195,6 @@ impl Xdp {
     /// The state of the queue cannot be determined, for instance because no socket can be opened.
     fn is_free(&self, pair: usize) -> io::Result<bool> {
         socket::is_free(self.queue(pair))
-    }
-
-    /// Waits until no socket is bound to this pair's queue, for `timeout` at most.
-    ///
-    /// # Errors
-    /// EBUSY: there still is one.
-    fn wait_until_free(&self, pair: usize, timeout: Duration) -> io::Result<()> {
-        socket::wait_until_free(self.queue(pair), timeout)
     }
 
     /// An unbound socket to register `memory` with, or to share a registration.
@@ -297,8 +278,12 @@ impl Xdp {
                 Ok((socket.register(memory, pairs, register)?, UmemUse::Registers))
             }
         };
+        let mode = match self.copy_mode {
+            CopyMode::Refused => SocketAddrXdpFlags::XDP_ZEROCOPY,
+            CopyMode::Required => SocketAddrXdpFlags::XDP_COPY,
+        };
         let bound = register(&mut socket).and_then(|(umem, umem_use)| {
-            socket.bind(&umem, umem_use, self.bind_mode(), self.queue(pair), busy_timeout)?;
+            socket.bind(&umem, umem_use, mode, self.queue(pair), busy_timeout)?;
             Ok((umem, umem_use))
         });
         let (umem, umem_use) = match bound {
@@ -327,13 +312,6 @@ impl Xdp {
         TxQueue::new(umem, socket, pair, &options).map(Some)
     }
 
-    fn bind_mode(&self) -> SocketAddrXdpFlags {
-        match self.copy_mode {
-            CopyMode::Refused => SocketAddrXdpFlags::XDP_ZEROCOPY,
-            CopyMode::Required => SocketAddrXdpFlags::XDP_COPY,
-        }
-    }
-
     fn no_zero_copy(&self) -> io::Error {
         let name = &self.name;
         io::Error::new(
@@ -353,6 +331,8 @@ fn is_temporary(error: &io::Error) -> bool {
     )
 }
 
+/// Returns true if the frames of a driver with these features should be sent by AF_XDP, because that is not slower
+/// than the tap.
 fn suits(copy_mode: CopyMode, zero_copy_send: ZeroCopySend, features: u64) -> bool {
     let is_chosen = copy_mode == CopyMode::Required || zero_copy_send != ZeroCopySend::Auto;
     is_chosen || features & features::CSUM == 0

@@ -87,7 +87,7 @@ impl Shared {
         let Some(word) = &self.options.word else { return };
         let link = if self.link() == CarrierState::Up { 0 } else { LINK_DOWN };
         let holds = if self.hold.is_holding() { HOLDS } else { 0 };
-        let generation = state.generation().map_or(0, NonZeroU64::get).min(u64::MAX >> GENERATION_SHIFT);
+        let generation = state.generation.map_or(0, NonZeroU64::get).min(u64::MAX >> GENERATION_SHIFT);
         word.store(link | holds | generation << GENERATION_SHIFT);
     }
 

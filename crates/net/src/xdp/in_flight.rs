@@ -26,8 +26,10 @@ struct Frame<H> {
 pub(super) struct InFlightFrames<H> {
     frames: Vec<Frame<H>>,
     free: Vec<u16>,
-    descriptors: u32,
-    heads: u32,
+    /// Number of descriptors in flight.
+    pub(super) descriptors: u32,
+    /// Number of the guest's chains in flight.
+    pub(super) heads: u32,
 }
 
 impl<H> InFlightFrames<H> {
@@ -87,16 +89,6 @@ impl<H> InFlightFrames<H> {
     pub(super) fn has_room(&self) -> bool {
         !self.free.is_empty()
     }
-
-    /// Number of descriptors in flight.
-    pub(super) fn descriptors(&self) -> u32 {
-        self.descriptors
-    }
-
-    /// Number of the guest's chains in flight.
-    pub(super) fn heads(&self) -> u32 {
-        self.heads
-    }
 }
 
 /// An address with its frame's tag.
@@ -140,7 +132,7 @@ mod tests {
                     left.remove(&chain);
                 }
             }
-            assert_eq!((frames.heads() as usize, frames.descriptors() as usize), (left.len(), sent.len()));
+            assert_eq!((frames.heads as usize, frames.descriptors as usize), (left.len(), sent.len()));
         }
         let mut rest: Vec<u32> = frames.into_heads().collect();
         rest.sort_unstable();

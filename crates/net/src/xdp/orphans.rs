@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use towline_vhost_user::{BackendError, ChainHead};
 
 use super::Xdp;
+use super::socket::wait_until_free;
 
 /// Time limit for the queue of a process that was killed.
 const PREVIOUS_TIMEOUT: Duration = Duration::from_secs(2);
@@ -23,11 +24,11 @@ const FREE_INTERVAL_MAX: Duration = Duration::from_millis(250);
 /// See the module.
 #[derive(Debug)]
 pub(super) struct OrphanedChains {
-    heads: Vec<ChainHead>,
+    pub(super) heads: Vec<ChainHead>,
     /// True if the first attempt to bind determines if the previous process's queue is free.
-    inherited: bool,
+    pub(super) inherited: bool,
     /// Time of the next check if the queue is free.
-    next_check: Instant,
+    pub(super) next_check: Instant,
     /// Interval to the check after that.
     interval: Duration,
 }
@@ -50,14 +51,6 @@ impl OrphanedChains {
         Self { heads: Vec::new(), inherited: false, next_check: Instant::now(), interval: FREE_INTERVAL }
     }
 
-    pub(super) fn len(&self) -> usize {
-        self.heads.len()
-    }
-
-    pub(super) fn is_empty(&self) -> bool {
-        self.heads.is_empty()
-    }
-
     /// Adds the chains of a socket that was closed just now.
     pub(super) fn add(&mut self, heads: impl IntoIterator<Item = ChainHead>) {
         self.heads.extend(heads);
@@ -68,26 +61,6 @@ impl OrphanedChains {
     pub(super) fn inherit(&mut self, heads: Vec<ChainHead>) {
         self.add(heads);
         self.inherited = true;
-    }
-
-    /// Returns true if the next attempt to bind determines if the queue is free.
-    pub(super) fn is_checked_at_bind(&self) -> bool {
-        self.inherited
-    }
-
-    /// Returns true once if the next attempt to bind determines if the queue is free.
-    pub(super) fn take_inherited(&mut self) -> bool {
-        std::mem::take(&mut self.inherited)
-    }
-
-    /// Returns the chains, which the network card no longer reads.
-    pub(super) fn take(&mut self) -> Vec<ChainHead> {
-        std::mem::take(&mut self.heads)
-    }
-
-    /// Time of the next check.
-    pub(super) fn next_check(&self) -> Instant {
-        self.next_check
     }
 
     /// Schedules the next check at once, and the one after it soon.
@@ -119,7 +92,7 @@ impl Xdp {
     /// [`PREVIOUS_TIMEOUT`] at most, as a queue that another program uses looks the same.
     pub(super) fn wait_for_previous_process(&self, pair: usize) {
         if self.unused[pair].swap(false, Relaxed)
-            && let Err(error) = self.wait_until_free(pair, PREVIOUS_TIMEOUT)
+            && let Err(error) = wait_until_free(self.queue(pair), PREVIOUS_TIMEOUT)
         {
             tracing::warn!(pair, interface = self.name(), %error, "the queue of AF_XDP is in use");
         }

@@ -13,7 +13,7 @@ use super::orphans::{FREE_INTERVAL, OrphanState, OrphanedChains};
 use super::references::PageCrossing;
 use super::timer::{CompletionProgress, CompletionTimer};
 use super::tx_queue::{DrainScope, TxError, TxQueue, TxRun};
-use super::{Xdp, is_temporary};
+use super::{Xdp, is_temporary, suits};
 use crate::device::Shared;
 use crate::lock::lock;
 use crate::statistics::{BatchCounters, CopyReason, DropReason, TransmitMode};
@@ -81,14 +81,14 @@ impl XdpTransmitter {
     ) -> Next {
         self.timer.clear();
         self.inherit(Some(ring), counted);
-        let orphans = if self.orphaned.is_checked_at_bind() {
+        let orphans = if self.orphaned.inherited {
             // The first attempt to bind, which waits, shows more than a check.
             self.orphaned.check(|| Err(io::ErrorKind::WouldBlock.into()))
         } else {
             self.check_orphans(Some(&mut *ring), counted)
         };
         if orphans != OrphanState::None {
-            self.timer.arm_at(self.orphaned.next_check());
+            self.timer.arm_at(self.orphaned.next_check);
         }
         if orphans != OrphanState::InFlight {
             self.ensure_queue(ring, counted);
@@ -100,12 +100,12 @@ impl XdpTransmitter {
             return next;
         };
         transmitter.blocked = false;
-        let before = queue.descriptors_in_flight();
+        let before = queue.in_flight.descriptors;
         match queue.run(ring, tap, counted, &mut self.batch) {
             Ok(TxRun { next, tap_full }) => {
                 transmitter.blocked = tap_full;
-                let left = queue.descriptors_in_flight();
-                counted.since.pending = queue.chains_in_flight().into();
+                let left = queue.in_flight.descriptors;
+                counted.since.pending = queue.in_flight.heads.into();
                 if left > 0 {
                     self.timer.arm(if left < before {
                         CompletionProgress::Some
@@ -127,13 +127,13 @@ impl XdpTransmitter {
         self.timer.clear();
         self.inherit(ring.as_deref_mut(), counted);
         if self.check_orphans(ring.as_deref_mut(), counted) != OrphanState::None {
-            self.timer.arm_at(self.orphaned.next_check());
+            self.timer.arm_at(self.orphaned.next_check);
         }
         let Some(queue) = &mut self.queue else { return };
         match queue.wake_up().and_then(|()| queue.reap(ring.as_deref_mut())) {
             Ok(progress) => {
-                counted.since.pending = queue.chains_in_flight().into();
-                if queue.descriptors_in_flight() > 0 {
+                counted.since.pending = queue.in_flight.heads.into();
+                if queue.in_flight.descriptors > 0 {
                     self.timer.arm(progress);
                 }
             }
@@ -157,7 +157,7 @@ impl XdpTransmitter {
             match queue.drain(ring.as_deref_mut(), deadline, DrainScope::Chains) {
                 Ok(true) => counted.since.pending = 0,
                 Ok(false) => {
-                    let frames = queue.chains_in_flight();
+                    let frames = queue.in_flight.heads;
                     tracing::warn!(
                         pair = self.pair,
                         frames,
@@ -211,15 +211,16 @@ impl XdpTransmitter {
         {
             return;
         }
-        if !self.xdp.suits(self.shared.features.load(Relaxed)) {
+        let features = self.shared.features.load(Relaxed);
+        if !suits(self.xdp.copy_mode, self.xdp.zero_copy_send, features) {
             let reason = "the guest's driver has offloads, which a tap takes as they are; start the guest with csum=off, or \
                           use --zero-copy-send on";
             self.record_failure(&memory, Retry::Never, reason);
             return;
         }
         // At first, the queue may be busy with our own previous socket, or that of the previous process.
-        let inherited = self.orphaned.take_inherited();
-        let first = self.failure.is_none() && (self.orphaned.is_empty() || inherited);
+        let inherited = std::mem::take(&mut self.orphaned.inherited);
+        let first = self.failure.is_none() && (self.orphaned.heads.is_empty() || inherited);
         let busy_timeout = if first { BUSY_TIMEOUT } else { Duration::ZERO };
         let started = Instant::now();
         match self.xdp.bind(self.pair, self.shared.taps.queues().len(), &memory, busy_timeout) {
@@ -247,7 +248,7 @@ impl XdpTransmitter {
         self.close_queue(counted);
         let retry = match error {
             TxError::Invalid { crossing: PageCrossing::WithinHugePages, .. } => {
-                self.xdp.split_at_pages();
+                self.xdp.pages_scattered.store(true, Relaxed);
                 Retry::Later
             }
             TxError::MemoryRemoved | TxError::Invalid { .. } => Retry::Never,
@@ -278,7 +279,7 @@ impl XdpTransmitter {
             "not sending frames again that were in flight before"
         );
         self.orphaned.inherit(heads);
-        counted.since.pending = self.orphaned.len() as u64;
+        counted.since.pending = self.orphaned.heads.len() as u64;
     }
 
     /// Closes the socket. Its chains stay in flight until the queue is free.
@@ -286,7 +287,7 @@ impl XdpTransmitter {
         let Some(queue) = self.queue.take() else { return };
         self.set_mode(TransmitMode::Tap);
         self.orphaned.add(queue.close());
-        counted.since.pending = self.orphaned.len() as u64;
+        counted.since.pending = self.orphaned.heads.len() as u64;
     }
 
     /// Checks if the queue of a closed socket is free, and then completes its chains.
@@ -307,7 +308,7 @@ impl XdpTransmitter {
 
     /// Completes the chains of closed sockets, which the network card no longer reads.
     fn complete_orphans(&mut self, ring: Option<&mut Ring>, counted: &mut BatchCounters) {
-        let heads = self.orphaned.take();
+        let heads = std::mem::take(&mut self.orphaned.heads);
         let Some(ring) = ring.filter(|_| !heads.is_empty()) else { return };
         counted.since.pending = 0;
         for head in heads {
@@ -328,7 +329,7 @@ impl XdpTransmitter {
         self.orphaned.check_soon();
         while self.check_orphans(ring.as_deref_mut(), counted) != OrphanState::None {
             if Instant::now() >= deadline {
-                let (frames, name) = (self.orphaned.len(), self.xdp.name());
+                let (frames, name) = (self.orphaned.heads.len(), self.xdp.name());
                 return Err(BackendError::new(format!(
                     "{name} may still send {frames} frames: its queue is busy {} s after the socket was closed; check the link \
                      and the driver of {name}, and that no other program uses the queue",
@@ -354,8 +355,8 @@ impl Drop for XdpTransmitter {
         {
             tracing::debug!(%error, "AF_XDP");
         }
-        let in_flight = self.queue.as_ref().is_some_and(|queue| queue.chains_in_flight() > 0);
-        if in_flight || !self.orphaned.is_empty() {
+        let in_flight = self.queue.as_ref().is_some_and(|queue| queue.in_flight.heads > 0);
+        if in_flight || !self.orphaned.heads.is_empty() {
             self.xdp.orphaned[self.pair].store(true, Relaxed);
         }
         self.xdp.release_memory();

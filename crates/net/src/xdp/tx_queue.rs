@@ -37,7 +37,7 @@ pub(super) struct TxQueue {
     socket: XdpSocket,
     umem: Arc<Umem>,
     builder: FrameBuilder,
-    in_flight: InFlightFrames<ChainHead>,
+    pub(super) in_flight: InFlightFrames<ChainHead>,
     budget: ErrorBudget,
     references: GuestReferences,
     crossing: PageCrossing,
@@ -141,16 +141,6 @@ impl TxQueue {
         self.umem.is_of(memory)
     }
 
-    /// Number of descriptors in flight.
-    pub(super) fn descriptors_in_flight(&self) -> u32 {
-        self.in_flight.descriptors()
-    }
-
-    /// Number of the guest's chains in flight.
-    pub(super) fn chains_in_flight(&self) -> u32 {
-        self.in_flight.heads()
-    }
-
     /// Sends up to [`BATCHES_PER_RUN`] batches.
     pub(super) fn run(
         &mut self,
@@ -243,7 +233,7 @@ impl TxQueue {
         // At most half of the ring is in flight, further frames are copied: a slow network card does not hold
         // all chains.
         let chains_max = u32::from(ring_size / 2).min(u32::from(FRAMES_MAX) / 2);
-        if self.in_flight.heads() >= chains_max {
+        if self.in_flight.heads >= chains_max {
             GuestReferences::Forbidden(CopyReason::InFlight)
         } else if self.budget.is_exceeded() {
             GuestReferences::Forbidden(CopyReason::Errors)
@@ -261,7 +251,7 @@ impl TxQueue {
             outcome = BuildOutcome::NoRoom;
         }
         // With nothing in flight there will not be more room.
-        if outcome == BuildOutcome::NoRoom && self.in_flight.descriptors() == 0 {
+        if outcome == BuildOutcome::NoRoom && self.in_flight.descriptors == 0 {
             outcome = BuildOutcome::Unsupported;
         }
         outcome
@@ -270,7 +260,7 @@ impl TxQueue {
     /// Writes the descriptors that were built to the TX ring.
     fn commit(&mut self, head: Option<ChainHead>) {
         let count = u32::try_from(self.builder.descriptors.len()).expect("`has_room` has compared it");
-        if self.in_flight.descriptors() == 0 {
+        if self.in_flight.descriptors == 0 {
             self.last_progress = Instant::now();
         }
         let tag = self.in_flight.insert(count, head, &self.builder.chunks);
@@ -287,7 +277,7 @@ impl TxQueue {
         let count = u32::try_from(descriptors).unwrap_or(u32::MAX);
         self.in_flight.has_room()
             && count <= self.socket.tx.free()
-            && count <= COMPLETION_ENTRIES - self.in_flight.descriptors()
+            && count <= COMPLETION_ENTRIES - self.in_flight.descriptors
     }
 
     /// Makes the kernel send the published descriptors, as many as it can now.
@@ -327,7 +317,7 @@ impl TxQueue {
         if !known {
             return Err(TxError::UnknownCompletion);
         }
-        if completions > 0 || in_flight.descriptors() == 0 {
+        if completions > 0 || in_flight.descriptors == 0 {
             self.last_progress = Instant::now();
         } else if self.last_progress.elapsed() > STALLED_AFTER {
             self.check()?;
@@ -359,8 +349,8 @@ impl TxQueue {
             self.wake_up()?;
             self.reap(ring.as_deref_mut())?;
             let left = match scope {
-                DrainScope::Chains => self.in_flight.heads(),
-                DrainScope::Everything => self.in_flight.descriptors(),
+                DrainScope::Chains => self.in_flight.heads,
+                DrainScope::Everything => self.in_flight.descriptors,
             };
             if left == 0 {
                 return Ok(true);
