@@ -1,6 +1,5 @@
 //! Packet header of virtio-vsock (virtio 1.2, section 5.10) and the values of its fields.
 
-use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, Unaligned};
 
 /// Length of a header in bytes.
@@ -10,8 +9,9 @@ pub const PAYLOAD_BYTES_MAX: u32 = 64 << 10;
 /// CID of the host (`VMADDR_CID_HOST`).
 pub const HOST_CID: u64 = 2;
 
-/// A header.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+/// A header (`struct virtio_vsock_hdr`), whose bytes are those of the wire.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, FromBytes, IntoBytes, Immutable, Unaligned)]
+#[repr(C, packed)]
 pub struct PacketHeader {
     /// CID of the sender.
     pub source_cid: u64,
@@ -35,21 +35,8 @@ pub struct PacketHeader {
     pub fwd_cnt: u32,
 }
 
-/// `struct virtio_vsock_hdr`.
-#[derive(FromBytes, IntoBytes, Immutable, Unaligned)]
-#[repr(C)]
-struct WireHeader {
-    source_cid: U64,
-    destination_cid: U64,
-    source_port: U32,
-    destination_port: U32,
-    len: U32,
-    kind: U16,
-    operation: U16,
-    flags: U32,
-    buf_alloc: U32,
-    fwd_cnt: U32,
-}
+// The wire is little-endian.
+const _: () = assert!(cfg!(target_endian = "little"));
 
 /// Operation of a packet, by its number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -132,36 +119,13 @@ impl PacketHeader {
     /// interpreted.
     #[inline]
     pub fn parse(bytes: &[u8; HEADER_BYTES]) -> Self {
-        let wire: WireHeader = zerocopy::transmute!(*bytes);
-        Self {
-            source_cid: wire.source_cid.get(),
-            destination_cid: wire.destination_cid.get(),
-            source_port: wire.source_port.get(),
-            destination_port: wire.destination_port.get(),
-            len: wire.len.get(),
-            kind: wire.kind.get(),
-            operation: wire.operation.get(),
-            flags: wire.flags.get(),
-            buf_alloc: wire.buf_alloc.get(),
-            fwd_cnt: wire.fwd_cnt.get(),
-        }
+        zerocopy::transmute!(*bytes)
     }
 
     /// Returns its bytes.
     #[inline]
     pub fn to_bytes(&self) -> [u8; HEADER_BYTES] {
-        zerocopy::transmute!(WireHeader {
-            source_cid: self.source_cid.into(),
-            destination_cid: self.destination_cid.into(),
-            source_port: self.source_port.into(),
-            destination_port: self.destination_port.into(),
-            len: self.len.into(),
-            kind: self.kind.into(),
-            operation: self.operation.into(),
-            flags: self.flags.into(),
-            buf_alloc: self.buf_alloc.into(),
-            fwd_cnt: self.fwd_cnt.into(),
-        })
+        zerocopy::transmute!(*self)
     }
 
     /// Returns the RST in response to this packet.

@@ -207,7 +207,7 @@ impl Guest {
             let bytes = self.shared.bytes(self.driver.buffers, HEADER_BYTES);
             let header = PacketHeader::parse(bytes[..].try_into().expect("its length"));
             let operation = Operation::from_number(header.operation).expect("a valid operation");
-            assert_eq!(header.destination_cid, self.cid);
+            assert_eq!({ header.destination_cid }, self.cid);
             if operation == Operation::ReadWrite {
                 let peer = header.source_cid;
                 let name = (header.destination_port, peer, header.source_port);

@@ -410,7 +410,7 @@ impl Guest {
         let operation = Operation::from_number(header.operation).expect("a valid operation");
         if operation == Operation::Request {
             let plan = self.expected.remove(&ports.0).expect("a program listens on the port");
-            assert_eq!(plan.kind.number(), header.kind);
+            assert_eq!(plan.kind.number(), { header.kind });
             let mut connection = self.new_connection(plan);
             connection.open = true;
             connection.peer_buf_alloc = header.buf_alloc;
@@ -423,7 +423,7 @@ impl Guest {
             assert!(self.connections.contains_key(&ports), "a packet of a connection that never existed");
             return;
         };
-        assert_eq!(connection.plan.kind.number(), header.kind);
+        assert_eq!(connection.plan.kind.number(), { header.kind });
         let fwd_cnt = header.fwd_cnt;
         if operation != Operation::Reset {
             assert!(

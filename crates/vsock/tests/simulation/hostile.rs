@@ -30,7 +30,7 @@ fn open(table: &mut ConnectionTable, port: u32) -> towline_vsock::ConnectionId {
     };
     table.established(id);
     let response = table.next_control().unwrap();
-    assert_eq!(response.operation, Operation::Response.number());
+    assert_eq!({ response.operation }, Operation::Response.number());
     id
 }
 

@@ -95,7 +95,7 @@ fn host(table: &mut ConnectionTable, id: ConnectionId, what: u8, amount: u32) {
             let len = table.peer_credit(id).min(amount).min(65536);
             if let Some(mut headers) = table.data_headers(id).filter(|_| len > 0) {
                 let header = headers.next(len, SeqFlags::empty());
-                assert_eq!(header.len, len);
+                assert_eq!({ header.len }, len);
             }
         }
     }
