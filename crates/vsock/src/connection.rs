@@ -133,19 +133,6 @@ pub(crate) enum PacketAction {
     Violation,
 }
 
-/// Event of the host's side of a connection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum HostEvent {
-    /// The socket is connected.
-    Connected,
-    /// The host ends one or both directions.
-    Shutdown,
-    /// The host has closed the socket after both directions had ended.
-    Closed,
-    /// The host resets the connection.
-    Reset,
-}
-
 impl ConnectionState {
     /// Returns the action on a packet with this operation.
     pub(crate) fn on_packet(self, operation: Operation) -> PacketAction {
@@ -163,19 +150,6 @@ impl ConnectionState {
             (Self::Established | Self::Closing, Op::ReadWrite) => PacketAction::Forward,
             (Self::Established | Self::Closing, Op::CreditRequest) => PacketAction::SendCredit,
             _ => PacketAction::Violation,
-        }
-    }
-
-    /// Returns the state after an event of the host's side, or `None` if the event is not legal in this
-    /// state; it is ignored then.
-    pub(crate) fn on_host(self, event: HostEvent) -> Option<Self> {
-        match (self, event) {
-            (Self::Connecting, HostEvent::Connected) | (Self::Established, HostEvent::Shutdown) => {
-                Some(Self::Established)
-            }
-            (Self::Established, HostEvent::Closed) => Some(Self::Closing),
-            (_, HostEvent::Reset) => Some(Self::Resetting),
-            _ => None,
         }
     }
 
@@ -354,22 +328,6 @@ mod tests {
         for (operation, actions) in table {
             for (state, action) in STATES.into_iter().zip(actions) {
                 assert_eq!(state.on_packet(operation), action, "{operation:?} in {state:?}");
-            }
-        }
-    }
-
-    #[test]
-    fn every_host_event_is_legal_or_ignored_in_every_state() {
-        let reset = Some(Resetting);
-        let table = [
-            (HostEvent::Connected, [None, Some(Established), None, None, None, None]),
-            (HostEvent::Shutdown, [None, None, Some(Established), None, None, None]),
-            (HostEvent::Closed, [None, None, Some(Closing), None, None, None]),
-            (HostEvent::Reset, [reset; 6]),
-        ];
-        for (event, results) in table {
-            for (state, result) in STATES.into_iter().zip(results) {
-                assert_eq!(state.on_host(event), result, "{event:?} in {state:?}");
             }
         }
     }

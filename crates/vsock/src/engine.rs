@@ -202,7 +202,7 @@ impl<S: Sockets> Engine<S> {
 
     /// Refuses a socket that requests a port of the guest.
     pub fn refuse(&mut self, socket: S::Socket) {
-        self.table.count_refused();
+        self.table.statistics.refused_by_limit += 1;
         self.sockets.close(socket, CloseMode::Reset);
     }
 
@@ -384,7 +384,7 @@ impl<S: Sockets> Engine<S> {
     fn free_message(&mut self, message: &Vec<u8>) {
         let bytes = message.capacity() as u64;
         self.message_bytes -= bytes;
-        self.table.unreserve(bytes);
+        self.table.memory.free_message(bytes);
         while let Some(id) = self.waiting_for_memory.pop() {
             self.ready.push(id, |id| self.table.contains(*id));
         }

@@ -19,7 +19,7 @@ pub use self::control::DataHeaders;
 use self::memory::MemoryBudget;
 use crate::connection::{
     ClosedBy, Connection, ConnectionId, ConnectionKey, ConnectionLimits, ConnectionState, ControlPackets,
-    HostEvent, Inbound, Initiator, PacketAction, TableStatistics,
+    Inbound, Initiator, PacketAction, TableStatistics,
 };
 use crate::credit::{CreditNeed, PeerCredit, ReceiveWindow};
 use crate::packet::{Operation, PacketHeader, ShutdownFlags, SocketType};
@@ -43,11 +43,11 @@ pub struct ConnectionTable {
     control_queue: VecDeque<ConnectionId>,
     pending_resets: VecDeque<PacketHeader>,
     next_port: u32,
-    memory: MemoryBudget,
+    pub(crate) memory: MemoryBudget,
     /// Connections that peers initiated, by CID.
     connections_initiated_by: HashMap<u64, usize>,
     packet_limit: PacketLimit,
-    statistics: TableStatistics,
+    pub(crate) statistics: TableStatistics,
 }
 
 /// Limit of the packets that the guest has not read.
@@ -279,25 +279,9 @@ impl ConnectionTable {
         self.connections_initiated_by.get(&peer_cid).copied().unwrap_or(0)
     }
 
-    /// Counts a connection that was refused before it was added.
-    pub(crate) fn count_refused(&mut self) {
-        self.statistics.refused_by_limit += 1;
-    }
-
     /// Returns the reserved memory in bytes, at most [`ConnectionLimits::memory`] and one message.
     pub fn reserved(&self) -> u64 {
-        self.memory.reserved()
-    }
-
-    /// Reserves memory for a message in transit to the guest. Returns false if there is none. One message at
-    /// a time is always admitted, so messages make progress.
-    pub fn reserve(&mut self, bytes: u64) -> bool {
-        self.memory.reserve_message(bytes)
-    }
-
-    /// Frees memory that was [reserved](ConnectionTable::reserve).
-    pub fn unreserve(&mut self, bytes: u64) {
-        self.memory.free_message(bytes);
+        self.memory.reserved
     }
 
     /// Returns the window of a connection in bytes.
@@ -368,9 +352,9 @@ impl ConnectionTable {
     /// The host's socket is connected: queues the response.
     pub fn established(&mut self, id: ConnectionId) {
         if let Some(connection) = self.get_mut(id)
-            && let Some(state) = connection.state.on_host(HostEvent::Connected)
+            && connection.state == ConnectionState::Connecting
         {
-            connection.state = state;
+            connection.state = ConnectionState::Established;
             self.queue_control(id, ControlPackets::RESPONSE);
         }
     }
@@ -450,11 +434,6 @@ impl ConnectionTable {
         }
     }
 
-    /// Returns the size of the guest's receive buffer; a longer message never fits.
-    pub fn peer_buf_alloc(&self, id: ConnectionId) -> u32 {
-        self.get(id).map_or(0, |connection| connection.peer_credit.buf_alloc())
-    }
-
     /// Queues a credit request: the guest's credit is used up, and no update has come for a while.
     pub fn request_credit(&mut self, id: ConnectionId) {
         self.queue_control(id, ControlPackets::CREDIT_REQUEST);
@@ -463,8 +442,8 @@ impl ConnectionTable {
     /// Ends directions of the host's side. The packet is sent after all payload so far.
     pub fn shutdown(&mut self, id: ConnectionId, directions: ShutdownFlags) {
         let Some(connection) = self.get_mut(id) else { return };
-        let is_legal = connection.state.on_host(HostEvent::Shutdown).is_some();
-        if is_legal && !connection.host_shutdown.contains(directions) {
+        if connection.state == ConnectionState::Established && !connection.host_shutdown.contains(directions)
+        {
             connection.host_shutdown |= directions;
             self.queue_control(id, ControlPackets::SHUTDOWN);
         }
@@ -472,9 +451,9 @@ impl ConnectionTable {
 
     /// Both directions have ended and the host's socket is closed. The guest confirms that with a RST.
     pub fn close(&mut self, id: ConnectionId) {
-        let Some(connection) = self.get_mut(id) else { return };
-        let Some(state) = connection.state.on_host(HostEvent::Closed) else { return };
-        connection.state = state;
+        let established = self.get_mut(id).filter(|it| it.state == ConnectionState::Established);
+        let Some(connection) = established else { return };
+        connection.state = ConnectionState::Closing;
         if !connection.host_shutdown.is_all() {
             connection.host_shutdown = ShutdownFlags::all();
             self.queue_control(id, ControlPackets::SHUTDOWN);
@@ -484,9 +463,8 @@ impl ConnectionTable {
     /// Queues a RST, which removes the connection when it is sent.
     pub fn reset(&mut self, id: ConnectionId) {
         let Some(connection) = self.get_mut(id) else { return };
-        let Some(state) = connection.state.on_host(HostEvent::Reset) else { return };
-        let was_draining = std::mem::replace(&mut connection.state, state) == ConnectionState::Draining;
-        if was_draining || connection.control.contains(ControlPackets::REQUEST) {
+        let before = std::mem::replace(&mut connection.state, ConnectionState::Resetting);
+        if before == ConnectionState::Draining || connection.control.contains(ControlPackets::REQUEST) {
             // The guest has reset it, or has not received the request. Its entry in the control queue is
             // skipped.
             self.remove(id);
@@ -522,9 +500,42 @@ impl ConnectionTable {
     pub fn unforwarded(&self, id: ConnectionId) -> u32 {
         self.get(id).map_or(0, |connection| connection.receive_window.unforwarded())
     }
+}
 
-    /// Counts a packet that is shorter than a header.
-    pub fn drop_packet(&mut self) {
-        self.statistics.dropped += 1;
+#[cfg(test)]
+mod tests {
+    use super::ConnectionState::{Closing, Connecting, Draining, Established, RequestSent, Resetting};
+    use super::*;
+
+    #[test]
+    fn every_event_of_the_host_is_legal_or_ignored_in_every_state() {
+        type Event = fn(&mut ConnectionTable, ConnectionId);
+        let states = [RequestSent, Connecting, Established, Closing, Draining, Resetting].map(Some);
+        let mut connected = states;
+        connected[1] = Some(Established);
+        let mut closed = states;
+        closed[2] = Some(Closing);
+        // The guest has reset a connection that is drained: it is removed.
+        let mut reset = [Some(Resetting); 6];
+        reset[4] = None;
+        let shutdown: Event = |table, id| table.shutdown(id, ShutdownFlags::SEND);
+        let events: [(&str, Event, _); 4] = [
+            ("connected", ConnectionTable::established, connected),
+            ("shutdown", shutdown, states),
+            ("closed", ConnectionTable::close, closed),
+            ("reset", ConnectionTable::reset, reset),
+        ];
+        for (name, event, results) in events {
+            for (state, result) in states.into_iter().flatten().zip(results) {
+                let mut table = ConnectionTable::new(3, ConnectionLimits::default(), 0);
+                let id = table.open(1, SocketType::Stream, 2).unwrap();
+                assert!(table.next_control().is_some(), "the request");
+                table.get_mut(id).unwrap().state = state;
+                event(&mut table, id);
+                assert_eq!(table.get(id).map(|connection| connection.state), result, "{name} in {state:?}");
+                let ends = table.get(id).is_some_and(|connection| !connection.host_shutdown.is_empty());
+                assert_eq!(ends, state == Established && ["shutdown", "closed"].contains(&name), "{name}");
+            }
+        }
     }
 }

@@ -271,7 +271,7 @@ impl<S: Sockets> Engine<S> {
             }
         };
         // The guest may have made its buffer smaller than a message that it has a part of.
-        let buf_alloc = self.table.peer_buf_alloc(id);
+        let buf_alloc = self.table.get(id)?.peer_credit.buf_alloc();
         if len > buf_alloc as usize {
             tracing::warn!(
                 len,
@@ -333,7 +333,7 @@ impl<S: Sockets> Engine<S> {
         let mut message = Vec::new();
         message.reserve_exact(len);
         let memory = message.capacity() as u64;
-        if !self.table.reserve(memory) {
+        if !self.table.memory.reserve_message(memory) {
             self.statistics.memory_waits += 1;
             end.queues.insert(Queues::READ);
             self.waiting_for_memory.push(id, |id| self.table.contains(*id));

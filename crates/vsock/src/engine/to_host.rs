@@ -70,7 +70,7 @@ impl<S: Sockets> Engine<S> {
         let packet = self.pool.batch(chain.batch).chain(chain.chain);
         let mut bytes = [0; HEADER_BYTES];
         if packet.read_at(0, &mut bytes) < HEADER_BYTES {
-            self.table.drop_packet();
+            self.table.statistics.dropped += 1;
             ring.complete(packet, 0);
             return;
         }

@@ -12,9 +12,9 @@ const SHARE_FIRST: u64 = SHARE / 16;
 
 /// See the module.
 #[derive(Debug)]
-pub(super) struct MemoryBudget {
+pub(crate) struct MemoryBudget {
     limit: u64,
-    reserved: u64,
+    pub(super) reserved: u64,
     /// Part of `reserved` for messages.
     messages: u64,
 }
@@ -22,11 +22,6 @@ pub(super) struct MemoryBudget {
 impl MemoryBudget {
     pub(super) fn new(limit: u64) -> Self {
         Self { limit, reserved: 0, messages: 0 }
-    }
-
-    /// Returns the reserved memory in bytes.
-    pub(super) fn reserved(&self) -> u64 {
-        self.reserved
     }
 
     fn left(&self) -> u64 {
@@ -63,8 +58,9 @@ impl MemoryBudget {
         self.reserved -= ConnectionLimits::cost(window, kind);
     }
 
-    /// Reserves memory for a message. One at a time is always admitted.
-    pub(super) fn reserve_message(&mut self, bytes: u64) -> bool {
+    /// Reserves memory for a message in transit to the guest. Returns false if there is none. One message at a
+    /// time is always admitted, so messages make progress.
+    pub(crate) fn reserve_message(&mut self, bytes: u64) -> bool {
         if bytes > self.left() && self.messages > 0 {
             return false;
         }
@@ -73,7 +69,7 @@ impl MemoryBudget {
         true
     }
 
-    pub(super) fn free_message(&mut self, bytes: u64) {
+    pub(crate) fn free_message(&mut self, bytes: u64) {
         self.reserved -= bytes;
         self.messages -= bytes;
     }
