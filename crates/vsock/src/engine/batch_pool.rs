@@ -6,7 +6,7 @@ use towline_vhost_user::{Batch, ChainHead};
 pub(super) const RETAINED_MAX: usize = 256;
 /// Maximum number of memory segments in a batch whose chains are retained: the descriptions of all segments
 /// stay with the batch.
-const SEGMENTS_RETAINED_MAX: usize = 1024;
+pub(super) const SEGMENTS_RETAINED_MAX: usize = 1024;
 /// Number of idle batches that are kept for the next packets.
 const IDLE_MAX: usize = 4;
 
@@ -17,15 +17,6 @@ pub(super) struct ChainRef {
     pub(super) batch: usize,
     /// Index of the chain in the batch.
     pub(super) chain: usize,
-}
-
-/// Origin of a chain that is completed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Origin {
-    /// The batch that is being processed.
-    Present,
-    /// An earlier batch: it counts as retained.
-    Retained,
 }
 
 /// See the module.
@@ -106,20 +97,14 @@ impl BatchPool {
     }
 
     /// Completes a chain.
-    pub(super) fn complete(&mut self, chain: ChainRef, origin: Origin) {
+    pub(super) fn complete(&mut self, chain: ChainRef) {
         let slot = &mut self.slots[chain.batch];
         self.completed.push(slot.batch.chain(chain.chain).head());
         slot.users -= 1;
-        self.retained -= usize::from(origin == Origin::Retained);
     }
 }
 
 /// Returns the number of memory segments of all chains in a batch.
 pub(super) fn segments(batch: &Batch) -> usize {
     batch.chains().map(|chain| chain.readable().len() + chain.writable().len()).sum()
-}
-
-/// Returns true if a batch with this number of segments has too much memory to be kept for the next packets.
-pub(super) fn is_large(segments: usize) -> bool {
-    segments > SEGMENTS_RETAINED_MAX
 }

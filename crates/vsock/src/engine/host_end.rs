@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use towline_channel::{IOV_MAX, IoBuf};
 
-use super::batch_pool::{BatchPool, ChainRef, Origin};
+use super::batch_pool::{BatchPool, ChainRef};
 use super::chunk::PayloadChunk;
 use super::lifecycle::Lifecycle;
 use crate::connection::ConnectionId;
@@ -92,6 +92,8 @@ pub(super) struct ChainPayload {
     pub(super) len: u32,
     /// Flags of the packet: whether a message ends with it.
     pub(super) flags: SeqFlags,
+    /// It belongs to an earlier batch, and counts as retained.
+    pub(super) is_retained: bool,
 }
 
 /// Buffers that were gathered for a send: their length, and the flags of a message that ends with them.
@@ -227,13 +229,16 @@ impl<S> HostEnd<S> {
     }
 
     fn pop_sent(&mut self, pool: &mut BatchPool) {
-        let payload = self.send_queue.pop_front();
-        let origin = if self.settled > 0 { Origin::Retained } else { Origin::Present };
         self.settled = self.settled.saturating_sub(1);
-        if let Some(Payload::Chain(payload)) = payload {
-            self.retained -= usize::from(origin == Origin::Retained);
-            pool.complete(payload.chain, origin);
+        if let Some(Payload::Chain(payload)) = self.send_queue.pop_front() {
+            self.complete(&payload, pool);
         }
+    }
+
+    fn complete(&mut self, payload: &ChainPayload, pool: &mut BatchPool) {
+        self.retained -= usize::from(payload.is_retained);
+        pool.retained -= usize::from(payload.is_retained);
+        pool.complete(payload.chain);
     }
 
     /// Returns true if payload of the present batch was not sent.
@@ -246,7 +251,7 @@ impl<S> HostEnd<S> {
     pub(super) fn retain_or_copy(&mut self, pool: &mut BatchPool, chunk_bytes: usize) -> usize {
         let mut copied = 0;
         for payload in self.send_queue.split_off(self.settled) {
-            let Payload::Chain(chain) = payload else {
+            let Payload::Chain(mut chain) = payload else {
                 self.send_queue.push_back(payload);
                 continue;
             };
@@ -254,11 +259,12 @@ impl<S> HostEnd<S> {
             if chain.len >= RETAIN_BYTES_MIN && fits && pool.may_retain(chain.chain.batch) {
                 self.retained += 1;
                 pool.retained += 1;
-                self.send_queue.push_back(payload);
+                chain.is_retained = true;
+                self.send_queue.push_back(Payload::Chain(chain));
                 continue;
             }
             copied += self.copy(&chain, pool, chunk_bytes);
-            pool.complete(chain.chain, Origin::Present);
+            self.complete(&chain, pool);
         }
         self.settled = self.send_queue.len();
         copied
@@ -268,23 +274,16 @@ impl<S> HostEnd<S> {
     /// message has more segments than a call takes. Returns the number of bytes copied.
     pub(super) fn copy_all(&mut self, pool: &mut BatchPool, chunk_bytes: usize) -> usize {
         let mut copied = 0;
-        let all = std::mem::take(&mut self.send_queue);
-        for (index, payload) in all.into_iter().enumerate() {
+        for payload in std::mem::take(&mut self.send_queue) {
             if let Payload::Chain(chain) = payload {
                 copied += self.copy(&chain, pool, chunk_bytes);
-                let origin = self.origin_of(index);
-                self.retained -= usize::from(origin == Origin::Retained);
-                pool.complete(chain.chain, origin);
+                self.complete(&chain, pool);
             } else {
                 self.send_queue.push_back(payload);
             }
         }
         self.settled = self.send_queue.len();
         copied
-    }
-
-    fn origin_of(&self, index: usize) -> Origin {
-        if index < self.settled { Origin::Retained } else { Origin::Present }
     }
 
     fn copy(&mut self, payload: &ChainPayload, pool: &BatchPool, chunk_bytes: usize) -> usize {
@@ -329,13 +328,12 @@ impl<S> HostEnd<S> {
 
     /// Drops the send queue.
     pub(super) fn discard(&mut self, pool: &mut BatchPool) {
-        for (index, payload) in std::mem::take(&mut self.send_queue).into_iter().enumerate() {
+        for payload in std::mem::take(&mut self.send_queue) {
             if let Payload::Chain(chain) = payload {
-                pool.complete(chain.chain, self.origin_of(index));
+                self.complete(&chain, pool);
             }
         }
         self.settled = 0;
-        self.retained = 0;
         self.buffered_bytes = 0;
     }
 }

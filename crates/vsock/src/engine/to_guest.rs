@@ -6,7 +6,7 @@ use towline_channel::{IOV_MAX, IoBufMut};
 use towline_vhost_user::{Batch, Chain, Next, Ring};
 
 use super::Engine;
-use super::batch_pool::{is_large, segments};
+use super::batch_pool::{SEGMENTS_RETAINED_MAX, segments};
 use super::host_end::{PartialMessage, Queues};
 use super::lifecycle::{LifecycleEvent, ReceiveState};
 use crate::connection::ConnectionId;
@@ -59,7 +59,7 @@ impl<S: Sockets> Engine<S> {
                 ring.set_notification(true);
                 return Next::Wait;
             }
-            let is_large = is_large(segments(&self.rx_batch));
+            let is_large = segments(&self.rx_batch) > SEGMENTS_RETAINED_MAX;
             let used = self.fill_batch(ring, count);
             ring.rewind(&mut self.rx_batch, used);
             if is_large {

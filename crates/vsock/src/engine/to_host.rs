@@ -20,15 +20,6 @@ const ROUNDS: usize = 8;
 /// The share of the ring whose chains may be retained: a quarter.
 const RETAINED_DIVISOR: u16 = 4;
 
-/// Disposition of a packet's chain.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum ChainUse {
-    /// The payload is in the send queue.
-    Queued,
-    /// The chain can be completed.
-    Done,
-}
-
 impl<S: Sockets> Engine<S> {
     /// Processes packets of the transmit ring. [`Next::Again`]: there are more.
     pub fn process_tx(&mut self, ring: &mut Ring) -> Next {
@@ -82,8 +73,8 @@ impl<S: Sockets> Engine<S> {
         if let Inbound::Payload(id, flags) = inbound {
             self.statistics.totals.packets_from_guest += 1;
             let len = header.len;
-            let payload = ChainPayload { chain, offset: 0, len, flags };
-            if self.queue_payload(id, payload) == ChainUse::Queued {
+            let payload = ChainPayload { chain, offset: 0, len, flags, is_retained: false };
+            if self.queue_payload(id, payload) {
                 return;
             }
         }
@@ -102,31 +93,29 @@ impl<S: Sockets> Engine<S> {
         }
     }
 
-    /// Appends a packet's payload to the send queue of its socket.
-    fn queue_payload(&mut self, id: ConnectionId, mut payload: ChainPayload) -> ChainUse {
+    /// Appends a packet's payload to the send queue of its socket. Returns false if its chain can be completed.
+    fn queue_payload(&mut self, id: ConnectionId, mut payload: ChainPayload) -> bool {
         let Some(end) = self.host_ends.get_mut(id).filter(|end| end.lifecycle.send != SendState::PeerClosed)
         else {
             // It is discarded. The guest was notified that the peer receives no more, or will be.
             self.table.forwarded(id, payload.len);
-            return ChainUse::Done;
+            return false;
         };
         end.statistics.packets_from_guest += 1;
         let ends_message = end.kind == SocketType::Seqpacket && payload.flags.contains(SeqFlags::EOM);
         if !ends_message {
             payload.flags = SeqFlags::empty();
         }
-        let chain_use = if payload.len > 0 {
+        let is_queued = payload.len > 0;
+        if is_queued {
             end.send_queue.push_back(Payload::Chain(payload));
             self.pool.add_user(payload.chain.batch);
-            ChainUse::Queued
-        } else if ends_message && end.end_message(payload.flags) {
-            ChainUse::Done
-        } else {
-            return ChainUse::Done;
-        };
+        } else if !(ends_message && end.end_message(payload.flags)) {
+            return false;
+        }
         self.schedule_flush(id);
         self.update_credit(id);
-        chain_use
+        is_queued
     }
 
     /// Resumes the direction to the guest if it has credit again.
