@@ -46,12 +46,12 @@ const UNWATCHED_MAX: usize = 4;
 const EVENTS_MAX: usize = 64;
 /// Tags of epoll. Connections have their [`ConnectionId`], which never has this bit; all others have it.
 const OTHER: u64 = 1 << 63;
-/// Kinds of the others, above the index.
-const TIMER: u64 = OTHER | 1 << 32;
-const ACCEPT_QUEUE: u64 = OTHER | 2 << 32;
-const LISTENER: u64 = OTHER | 3 << 32;
-const HANDSHAKE: u64 = OTHER | 4 << 32;
-const INDEX: u64 = u32::MAX as u64;
+/// Kinds of the others, above their number.
+const TIMER: u64 = OTHER | 1 << 60;
+const ACCEPT_QUEUE: u64 = OTHER | 2 << 60;
+const LISTENER: u64 = OTHER | 3 << 60;
+const HANDSHAKE: u64 = OTHER | 4 << 60;
+const NUMBER: u64 = (1 << 60) - 1;
 
 const READ: epoll::EventFlags = epoll::EventFlags::IN
     .union(epoll::EventFlags::PRI)
@@ -106,8 +106,8 @@ pub(crate) struct Host {
     polls: u64,
     last_accept: u64,
     handshakes: Handshakes,
-    /// Slots of handshakes that have begun and are not registered: their line usually follows at once.
-    unwatched: Vec<usize>,
+    /// Numbers of handshakes that have begun and are not registered: their line usually follows at once.
+    unwatched: Vec<u64>,
     pending: HashMap<ConnectionId, PendingConnect>,
     events: VecDeque<SocketEvent>,
     now_ms: u64,
@@ -170,21 +170,21 @@ impl Host {
             }
         };
         self.polls += 1;
-        for slot in std::mem::take(&mut self.unwatched) {
-            self.continue_handshake(slot);
+        for number in std::mem::take(&mut self.unwatched) {
+            self.continue_handshake(number);
         }
         let mut is_timer_due = false;
         for event in found {
             let (tag, flags) = (event.data.u64(), event.flags);
-            let index = (tag & INDEX) as usize;
-            match tag & !INDEX {
+            let number = tag & NUMBER;
+            match tag & !NUMBER {
                 TIMER => is_timer_due = true,
                 ACCEPT_QUEUE => {
                     let incoming = self.config.accept_queue.take_all();
                     self.events.extend(incoming.into_iter().map(SocketEvent::Incoming));
                 }
-                LISTENER => self.accept(index),
-                HANDSHAKE => self.continue_handshake(index),
+                LISTENER => self.accept(number as usize),
+                HANDSHAKE => self.continue_handshake(number),
                 _ => self.on_connection(id_of(tag), flags),
             }
         }
@@ -286,8 +286,8 @@ impl Host {
             match (listener.accept(), *port) {
                 (Ok(socket), Some(port)) => self.incoming(socket, port),
                 (Ok(socket), None) => {
-                    let slot = self.handshakes.start(socket.expecting_ok(), self.now_ms);
-                    self.continue_handshake(slot);
+                    let number = self.handshakes.start(socket.expecting_ok(), self.now_ms);
+                    self.continue_handshake(number);
                 }
                 (Err(error), _) if error.kind() == io::ErrorKind::WouldBlock => return,
                 (Err(error), _) if error.kind() == io::ErrorKind::ConnectionAborted => {}
@@ -304,16 +304,16 @@ impl Host {
         self.events.push_back(SocketEvent::Incoming(IncomingConnection { port, cid: HOST_CID, socket }));
     }
 
-    fn continue_handshake(&mut self, slot: usize) {
-        let Some(handshake) = self.handshakes.remove(slot) else { return };
+    fn continue_handshake(&mut self, number: u64) {
+        let Some(handshake) = self.handshakes.remove(number) else { return };
         match handshake.socket.receive_line(parse_connect) {
             Ok(HandshakeLine::Complete { port, .. }) => self.incoming(handshake.socket, port),
             Ok(HandshakeLine::Incomplete) => {
-                self.handshakes.put_back(slot, handshake);
+                self.handshakes.put_back(number, handshake);
                 if self.unwatched.len() < UNWATCHED_MAX {
-                    self.unwatched.push(slot);
+                    self.unwatched.push(number);
                 } else {
-                    self.watch_handshake(slot);
+                    self.watch_handshake(number);
                 }
             }
             Ok(HandshakeLine::Invalid) => tracing::debug!("closed a client that did not send CONNECT PORT"),
@@ -323,17 +323,17 @@ impl Host {
 
     /// Registers the handshakes that have begun. Call it before the worker waits.
     pub(crate) fn watch_handshakes(&mut self) {
-        for slot in std::mem::take(&mut self.unwatched) {
-            self.watch_handshake(slot);
+        for number in std::mem::take(&mut self.unwatched) {
+            self.watch_handshake(number);
         }
     }
 
-    fn watch_handshake(&mut self, slot: usize) {
-        let Some(handshake) = self.handshakes.remove(slot) else { return };
-        let tag = epoll::EventData::new_u64(HANDSHAKE | slot as u64);
+    fn watch_handshake(&mut self, number: u64) {
+        let Some(handshake) = self.handshakes.remove(number) else { return };
+        let tag = epoll::EventData::new_u64(HANDSHAKE | number);
         // It is registered already, if this is not the first part of the line.
         match epoll::add(&self.epoll, &handshake.socket, tag, READ) {
-            Ok(()) | Err(rustix::io::Errno::EXIST) => self.handshakes.put_back(slot, handshake),
+            Ok(()) | Err(rustix::io::Errno::EXIST) => self.handshakes.put_back(number, handshake),
             Err(errno) => tracing::warn!(%errno, "epoll_ctl"),
         }
     }
@@ -362,7 +362,11 @@ impl Host {
     }
 
     fn register(&self, id: ConnectionId, socket: &HostSocket, interest: Interest) -> io::Result<()> {
-        let done = epoll::add(&self.epoll, socket, tag_of(id), flags_of(interest));
+        // A handshake may have registered it.
+        let done = match epoll::add(&self.epoll, socket, tag_of(id), flags_of(interest)) {
+            Err(rustix::io::Errno::EXIST) => return self.modify(id, socket, interest),
+            done => done,
+        };
         done.inspect_err(|errno| tracing::error!(%errno, "epoll_ctl"))?;
         Ok(())
     }
@@ -394,13 +398,7 @@ impl Sockets for Host {
     }
 
     fn opened(&mut self, id: ConnectionId, socket: &HostSocket) {
-        // It may be registered already by its handshake.
-        let added = match epoll::add(&self.epoll, socket, tag_of(id), READ) {
-            Err(rustix::io::Errno::EXIST) => epoll::modify(&self.epoll, socket, tag_of(id), READ),
-            other => other,
-        };
-        if let Err(errno) = added {
-            tracing::error!(%errno, "epoll_ctl");
+        if self.register(id, socket, Interest::Read).is_err() {
             self.events.push_back(SocketEvent::Connected(id, None));
         } else if socket.has_buffered() {
             self.events.push_back(SocketEvent::Readable(id, Readiness::Readable));

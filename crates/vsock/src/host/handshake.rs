@@ -1,19 +1,18 @@
 //! The list of clients that have connected and have not sent their line yet.
 
+use std::collections::BTreeMap;
+
 use super::socket::HostSocket;
 
 /// A client that has connected and has not sent its line yet.
 pub(super) struct Handshake {
     pub(super) socket: HostSocket,
     since_ms: u64,
-    /// Number of the handshake, in the order of connecting.
-    serial: u64,
 }
 
-/// Handshakes in progress, in numbered slots.
+/// Handshakes in progress, by their numbers in the order of connecting.
 pub(super) struct Handshakes {
-    slots: Vec<Option<Handshake>>,
-    count: usize,
+    present: BTreeMap<u64, Handshake>,
     max: usize,
     started: u64,
 }
@@ -21,52 +20,38 @@ pub(super) struct Handshakes {
 impl Handshakes {
     /// Creates a list for at most `max` handshakes.
     pub(super) fn new(max: usize) -> Self {
-        Self { slots: Vec::new(), count: 0, max, started: 0 }
+        Self { present: BTreeMap::new(), max, started: 0 }
     }
 
     /// Returns true if there is none.
     pub(super) fn is_empty(&self) -> bool {
-        self.count == 0
+        self.present.is_empty()
     }
 
-    /// Starts a handshake and returns its slot. If there are too many, the oldest one ends, so silent clients
-    /// do not shut out others.
-    pub(super) fn start(&mut self, socket: HostSocket, now_ms: u64) -> usize {
-        if self.count >= self.max {
-            let present = self.slots.iter_mut().filter(|slot| slot.is_some());
-            if let Some(oldest) = present.min_by_key(|slot| slot.as_ref().map(|handshake| handshake.serial)) {
-                *oldest = None;
-                self.count -= 1;
-            }
+    /// Starts a handshake and returns its number. If there are too many, the oldest one ends, so silent
+    /// clients do not shut out others.
+    pub(super) fn start(&mut self, socket: HostSocket, now_ms: u64) -> u64 {
+        if self.present.len() >= self.max {
+            self.present.pop_first();
         }
-        let slot = self.slots.iter().position(Option::is_none).unwrap_or_else(|| {
-            self.slots.push(None);
-            self.slots.len() - 1
-        });
         self.started += 1;
-        self.put_back(slot, Handshake { socket, since_ms: now_ms, serial: self.started });
-        slot
+        self.put_back(self.started, Handshake { socket, since_ms: now_ms });
+        self.started
     }
 
     /// Removes a handshake.
-    pub(super) fn remove(&mut self, slot: usize) -> Option<Handshake> {
-        let handshake = self.slots.get_mut(slot)?.take()?;
-        self.count -= 1;
-        Some(handshake)
+    pub(super) fn remove(&mut self, number: u64) -> Option<Handshake> {
+        self.present.remove(&number)
     }
 
-    /// Puts a handshake back into the slot that it was removed from.
-    pub(super) fn put_back(&mut self, slot: usize, handshake: Handshake) {
-        self.slots[slot] = Some(handshake);
-        self.count += 1;
+    /// Puts back a handshake that was removed.
+    pub(super) fn put_back(&mut self, number: u64, handshake: Handshake) {
+        self.present.insert(number, handshake);
     }
 
     /// Ends the handshakes that began more than `timeout_ms` ago.
     pub(super) fn expire(&mut self, now_ms: u64, timeout_ms: u64) {
-        for slot in &mut self.slots {
-            let expired = slot.take_if(|handshake| now_ms.saturating_sub(handshake.since_ms) > timeout_ms);
-            self.count -= usize::from(expired.is_some());
-        }
+        self.present.retain(|_, handshake| now_ms.saturating_sub(handshake.since_ms) <= timeout_ms);
     }
 }
 
@@ -82,9 +67,10 @@ mod tests {
             let (_client, socket) = HostSocket::pair(SocketType::Stream).unwrap();
             handshakes.start(socket, now_ms)
         };
-        assert_eq!([start(0), start(10), start(20)], [0, 1, 0]);
+        assert_eq!([start(0), start(10), start(20)], [1, 2, 3]);
+        assert!(handshakes.remove(1).is_none(), "the oldest one");
         handshakes.expire(25, 10);
-        assert!(handshakes.remove(1).is_none(), "its time is over");
-        assert!(handshakes.remove(0).is_some() && handshakes.is_empty());
+        assert!(handshakes.remove(2).is_none(), "its time is over");
+        assert!(handshakes.remove(3).is_some() && handshakes.is_empty());
     }
 }
