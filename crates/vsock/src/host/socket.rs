@@ -40,7 +40,6 @@ pub(crate) struct HostSocket {
     /// Bytes that were read already: the beginning of a line, or data that followed a line and is the
     /// guest's.
     buffered: RefCell<Vec<u8>>,
-    framing: Framing,
     /// The kernel's send buffer can be enlarged, and was not.
     may_enlarge: Cell<bool>,
 }
@@ -51,15 +50,8 @@ pub(super) enum Family {
     Tcp,
     /// Unix or AF_VSOCK.
     Other,
-}
-
-/// Framing of messages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Framing {
-    /// The socket's own.
-    Plain,
     /// Between two guests: a byte before each message has its flags, which Unix sockets do not transport.
-    Flags,
+    Guests,
 }
 
 /// State of a connect after its start.
@@ -106,7 +98,6 @@ impl HostSocket {
             may_enlarge: Cell::new(may_enlarge),
             expects_ok: false,
             buffered: RefCell::default(),
-            framing: Framing::Plain,
         }
     }
 
@@ -156,12 +147,7 @@ impl HostSocket {
     /// which sends `OK`.
     pub(crate) fn pair(kind: SocketType) -> io::Result<(Self, Self)> {
         let (one, other) = socketpair(AddressFamily::UNIX, socket_type(kind), FLAGS, None)?;
-        let framing = match kind {
-            SocketType::Stream => Framing::Plain,
-            SocketType::Seqpacket => Framing::Flags,
-        };
-        let [ours, theirs] =
-            [one, other].map(|fd| Self { framing, ..Self::new(SocketFd::new(fd), kind, Family::Other) });
+        let [ours, theirs] = [one, other].map(|fd| Self::new(SocketFd::new(fd), kind, Family::Guests));
         Ok((ours, theirs.expecting_ok()))
     }
 
@@ -215,10 +201,11 @@ impl HostSocket {
             buffered.drain(..bytes);
             return Ok(ReceiveOutcome { bytes, more: true, eor: false });
         }
-        match self.framing {
-            Framing::Plain => self.fd.receive(bufs),
-            Framing::Flags => self.receive_with_flags(bufs),
-        }
+        if self.has_flags() { self.receive_with_flags(bufs) } else { self.fd.receive(bufs) }
+    }
+
+    fn has_flags(&self) -> bool {
+        self.family == Family::Guests && self.kind == SocketType::Seqpacket
     }
 
     fn receive_with_flags(&self, bufs: &mut [IoBufMut<'_>]) -> io::Result<ReceiveOutcome> {
@@ -233,7 +220,7 @@ impl HostSocket {
 
     /// Sends these buffers or a part of them; a message as a whole.
     pub(super) fn send(&self, bufs: &[IoBuf<'_>], flags: SeqFlags) -> io::Result<usize> {
-        if self.framing == Framing::Plain {
+        if !self.has_flags() {
             return sys::send(self.fd.as_fd(), bufs);
         }
         let flags = [flags.bits() as u8];
@@ -279,10 +266,7 @@ impl HostSocket {
         for _ in 0..EMPTY_MAX {
             let (_, len) =
                 recv(&self.fd, &mut [0u8; 1][..], RecvFlags::PEEK | RecvFlags::TRUNC | RecvFlags::DONTWAIT)?;
-            let len = match self.framing {
-                Framing::Plain => len,
-                Framing::Flags => len.saturating_sub(1),
-            };
+            let len = len.saturating_sub(usize::from(self.has_flags()));
             if len > 0 {
                 return Ok(Peeked::Bytes(len));
             }
