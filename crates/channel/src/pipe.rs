@@ -9,6 +9,9 @@
 //! 2. stop is raised: a polling thread retries, and meets 1.
 //! ```
 //!
+//! A shutdown restores the pipe's mode, so no call may be under way or begin then: with a blocking pipe it
+//! would wait where nothing wakes it. Each call is made with the lock of its end, and none waits.
+//!
 //! Limits: needs three descriptors per end. While it is open here, the pipe is in non-blocking mode. Every
 //! process with the same open file sees that mode (such as a parent with a copy); dropping the channel
 //! restores the mode. Other files that can be polled and read or written (a terminal, `/dev/null`) work the
@@ -25,7 +28,6 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::pipe::{PipeFlags, pipe_with};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -48,7 +50,8 @@ struct PipeEnd {
     dead: OwnedFd,
     /// Original mode of the open file, if we changed it.
     mode: Option<OFlags>,
-    closed: AtomicBool,
+    /// We ended this half. Held during each call.
+    closed: Mutex<bool>,
     timeout: Mutex<Option<Duration>>,
 }
 
@@ -143,7 +146,7 @@ impl PipeEnd {
         let flags = fcntl_getfl(&fd).map_err(failed)?;
         let mode = (!flags.contains(OFlags::NONBLOCK)).then_some(flags);
         fcntl_setfl(&fd, flags | OFlags::NONBLOCK).map_err(failed)?;
-        Ok(Self { fd, stop: event()?, dead, mode, closed: AtomicBool::new(false), timeout: Mutex::new(None) })
+        Ok(Self { fd, stop: event()?, dead, mode, closed: Mutex::default(), timeout: Mutex::default() })
     }
 
     fn transfer(
@@ -155,7 +158,10 @@ impl PipeEnd {
     ) -> Result<usize> {
         let mut limit = None;
         loop {
-            match call(self.fd.as_fd()) {
+            let closed = lock(&self.closed);
+            let result = call(self.fd.as_fd());
+            drop(closed);
+            match result {
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
                 result => return result.map_err(|source| Error::io(op, peer, source)),
             }
@@ -170,7 +176,8 @@ impl PipeEnd {
     }
 
     fn close(&self) -> std::io::Result<()> {
-        if self.closed.swap(true, Ordering::AcqRel) {
+        let mut closed = lock(&self.closed);
+        if std::mem::replace(&mut *closed, true) {
             return Ok(());
         }
         self.restore_mode();
@@ -180,7 +187,7 @@ impl PipeEnd {
     }
 
     fn is_closed(&self) -> bool {
-        self.closed.load(Ordering::Acquire)
+        *lock(&self.closed)
     }
 
     fn restore_mode(&self) {
@@ -195,6 +202,37 @@ impl Drop for PipeEnd {
     fn drop(&mut self) {
         if !self.is_closed() {
             self.restore_mode();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+    use std::thread;
+
+    #[test]
+    fn a_shutdown_ends_receives_that_begin_at_the_same_time() {
+        for _ in 0..300 {
+            let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).unwrap();
+            let channel = Arc::new(PipeChannel::new(Some(reader), None, "pipe".into()).unwrap());
+            // So that the thread makes one call after the other.
+            channel.set_timeouts(Some(Duration::from_nanos(1)), None).unwrap();
+            let receiver = Arc::clone(&channel);
+            let (tell, told) = mpsc::channel();
+            thread::spawn(move || {
+                tell.send("begins").unwrap();
+                let mut byte = [0];
+                while receiver.recv(&mut [IoBufMut::from(&mut byte)], RecvFlags::empty()).ok() != Some(0) {}
+                // After a failure nobody listens.
+                let _ = tell.send("ends");
+            });
+            told.recv().unwrap();
+            channel.shutdown(Shutdown::Read).unwrap();
+            let ended = told.recv_timeout(Duration::from_secs(20));
+            assert_eq!(ended, Ok("ends"), "it waits in a pipe that was shut down");
+            drop(writer);
         }
     }
 }
