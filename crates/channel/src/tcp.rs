@@ -200,16 +200,24 @@ pub fn check_zero_copy() -> Result<()> {
 
 /// Tries each address of the host in turn; each gets its share of the time that is left.
 pub(crate) fn connect(host: &str, port: u16, deadline: &Deadline<'_>) -> Result<TcpChannel> {
-    let addresses = resolve(host, port, deadline)?;
-    let mut failure = None;
+    connect_any(&resolve(host, port, deadline)?, deadline)?.ok_or_else(|| nothing_found(host))
+}
+
+/// `None` without an address. The error is a refusal if one refused: then the peer may listen later, and others
+/// (a family that this host has no route for) say nothing about it.
+fn connect_any(addresses: &[SocketAddr], deadline: &Deadline<'_>) -> Result<Option<TcpChannel>> {
+    let mut failure: Option<Error> = None;
     for (i, address) in addresses.iter().enumerate() {
         match connect_one(address, &deadline.share(addresses.len() - i)) {
-            Ok(fd) => return TcpChannel::new(fd),
+            Ok(fd) => return TcpChannel::new(fd).map(Some),
             Err(Error::Cancelled) => return Err(Error::Cancelled),
-            Err(error) => failure = Some(error),
+            Err(error) => {
+                let refused = failure.filter(|before| before.raw_os_error() == Some(libc::ECONNREFUSED));
+                failure = refused.or(Some(error));
+            }
         }
     }
-    Err(failure.unwrap_or_else(|| nothing_found(host)))
+    failure.map_or(Ok(None), Err)
 }
 
 /// Listens at the first address of the host that can be bound, and returns it.
@@ -339,6 +347,22 @@ mod tests {
         assert!(is_local("192.0.2.1", "192.0.2.1") && is_local("::ffff:192.0.2.1", "::ffff:192.0.2.1"));
         assert!(!is_local("192.0.2.1", "192.0.2.2") && !is_local("127.0.0.1", "192.0.2.1"));
         assert!(!is_local("2001:db8::1", "2001:db8::2"));
+    }
+
+    #[test]
+    fn a_refusal_is_reported_where_another_address_cannot_be_reached() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let refusing = listener.local_addr().unwrap();
+        drop(listener);
+        // No TCP connection leads to a broadcast address.
+        let unreachable = SocketAddr::from((Ipv4Addr::BROADCAST, refusing.port()));
+        let cancel = crate::Cancel::new().unwrap();
+        let deadline = std::time::Instant::now() + Duration::from_secs(20);
+        let deadline = Deadline::new("connect", "peer".into(), deadline, &cancel);
+        for addresses in [[refusing, unreachable], [unreachable, refusing]] {
+            let error = connect_any(&addresses, &deadline).unwrap_err();
+            assert_eq!(error.raw_os_error(), Some(libc::ECONNREFUSED), "{error}");
+        }
     }
 
     #[test]
