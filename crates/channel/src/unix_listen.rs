@@ -24,8 +24,9 @@ use std::time::{Duration, Instant};
 
 /// Number of connections that may wait to be accepted; the kernel limits it to `net.core.somaxconn`.
 const BACKLOG: i32 = 1024;
-/// Time limit for the lock of other processes that bind in the same directory; they hold it for microseconds.
-const LOCK_TIMEOUT: Duration = Duration::from_secs(1);
+/// Time limit for the lock of other processes that bind in the same directory. They hold it for microseconds,
+/// or for as long as a busy host gives them no processor meanwhile.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 const LOCK_INTERVAL: Duration = Duration::from_millis(5);
 
 /// A listening socket; its file is removed with it, unless it has been replaced.

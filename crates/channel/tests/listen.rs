@@ -230,6 +230,19 @@ fn full_tcp() -> (Address, impl Sized) {
     (address, (listener, fillers))
 }
 
+#[test]
+fn a_directory_that_another_process_has_locked_for_seconds_is_waited_for() {
+    let directory = TempDir::new().unwrap();
+    let lock = std::fs::File::open(directory.path()).unwrap();
+    lock.lock().unwrap();
+    std::thread::scope(|scope| {
+        let listener = scope.spawn(|| Listener::bind(&unix_address(directory.path())));
+        std::thread::sleep(Duration::from_millis(1200));
+        drop(lock);
+        listener.join().unwrap().unwrap();
+    });
+}
+
 /// As [`full_tcp`].
 fn full_unix(directory: &TempDir) -> (Address, impl Sized) {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, listen, socket};
