@@ -234,6 +234,24 @@ fn lanes_may_come_in_any_order_and_in_pieces() {
 }
 
 #[test]
+fn a_source_that_listens_drops_what_is_none_of_its_connections() {
+    for (listener, _kept) in listeners() {
+        let address = listener.local_address();
+        let _stranger = opened(address, b"GET / HTTP/1.1\r\n");
+        thread::scope(|scope| {
+            let destination = scope.spawn(|| {
+                let (options, cancel) = (ConnectOptions::default(), Cancel::new().unwrap());
+                incoming::connect(address, 2, &options, deadline(), WATCHDOG, &cancel)
+            });
+            let cancel = Cancel::new().unwrap();
+            let accepted = outgoing::accept(&listener, 2, UUID, deadline(), WATCHDOG, &cancel).unwrap();
+            assert_eq!(destination.join().unwrap().unwrap().uuid, Some(UUID));
+            assert_eq!(accepted.lanes.len(), 2);
+        });
+    }
+}
+
+#[test]
 fn waiting_ends_at_its_deadline_and_when_it_is_cancelled() {
     for (listener, _kept) in listeners() {
         let _stranger = opened(listener.local_address(), b"x");

@@ -102,7 +102,7 @@ pub fn connect(
 }
 
 /// Accepts them from a destination that connects ([`incoming::connect`](crate::incoming::connect)), and sends the lanes' init packets.
-/// Connections that do not tell their kind within `timeout` are dropped, as are those in excess.
+/// Connections that do not tell their kind within `timeout`, or tell another one, are dropped, as are those in excess.
 ///
 /// # Errors
 /// They have not all come by `deadline`.
@@ -114,11 +114,13 @@ pub fn accept(
     timeout: Duration,
     cancel: &Cancel,
 ) -> Result<Connections> {
+    const MAIN: u8 = ConnectionKind::Main as u8;
+    const LANE: u8 = ConnectionKind::Lane as u8;
     let (mut main, mut accepted) = (None, Vec::with_capacity(lanes));
     while main.is_none() || accepted.len() < lanes {
         let channel: Arc<dyn Channel> = match listener.accept(deadline, cancel) {
             Ok(channel) => channel.into(),
-            Err(error @ ChannelError::Tls { .. }) => {
+            Err(error @ (ChannelError::Tls { .. } | ChannelError::WebSocket { .. })) => {
                 tracing::warn!(%error, "a connection was dropped");
                 continue;
             }
@@ -131,11 +133,13 @@ pub fn accept(
             continue;
         }
         channel.set_timeouts(None, None)?;
-        if kind[0] == ConnectionKind::Main as u8 {
-            main = Some(channel);
-        } else if accepted.len() < lanes {
-            introduce(&*channel, accepted.len(), uuid)?;
-            accepted.push(channel);
+        match kind[0] {
+            MAIN if main.is_none() => main = Some(channel),
+            LANE if accepted.len() < lanes => {
+                introduce(&*channel, accepted.len(), uuid)?;
+                accepted.push(channel);
+            }
+            kind => tracing::warn!(peer = channel.peer(), kind, "dropped an unrelated connection"),
         }
     }
     Ok(Connections { main: main.expect("accepted"), lanes: accepted, uuid, introduced: true })
