@@ -9,19 +9,18 @@
 //! oldest ticket, which makes the source wait.
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use memmap2::MmapMut;
 use towline_channel::{Error as ChannelError, IoBufMut, ZeroCopyTicket};
 
+use crate::session::POLL_INTERVAL;
 use crate::{Result, Session};
 
 /// Maximum size of the buffers of all lanes together, unless each has only one.
 const BUFFER_BYTES_MAX: usize = 96 << 20;
 /// Maximum number of buffers of one lane: no more is in flight than a socket's own buffer holds.
 const BUFFERS_MAX: usize = 16;
-/// Interval at which a wait for a ticket checks whether the migration failed.
-const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Receive buffers of one lane.
 #[derive(Debug)]

@@ -4,10 +4,8 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::lock::lock;
+use crate::session::POLL_INTERVAL;
 use crate::{Result, Session, Tuning};
-
-/// Interval at which a throttled sender checks whether the migration failed.
-const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Limits the rate of all connections of a migration together.
 #[derive(Debug)]

@@ -23,6 +23,29 @@ use crate::heartbeat::silence_max;
 use crate::lock::lock;
 use crate::{Error, Result, Tuning};
 
+/// Interval at which a waiter checks whether the migration failed.
+pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// The wait for a listener after a failure. The failure has shut its channel down, so it ends by itself, once it
+/// has read what was received before: an acknowledgement, for instance. Where it gets no processor, that takes
+/// long; only a channel that cannot be shut down never ends.
+#[derive(Debug, Default)]
+pub(crate) struct LastWords {
+    /// These and not time: while this process is stopped, none passes.
+    polls: u32,
+}
+
+impl LastWords {
+    /// Half a minute.
+    const POLLS_MAX: u32 = 1500;
+
+    /// Counts a poll. Returns true if the listener is not waited for any longer.
+    pub(crate) fn are_over(&mut self) -> bool {
+        self.polls += 1;
+        self.polls > Self::POLLS_MAX
+    }
+}
+
 /// State shared by the threads of one migration.
 #[derive(Debug, Default)]
 pub struct Session {
@@ -314,5 +337,21 @@ impl Drop for SessionGuard<'_> {
 fn shut(channel: &dyn Channel) {
     if let Err(error) = channel.shutdown(Shutdown::Both) {
         tracing::debug!(peer = channel.peer(), %error, "shutdown");
+    }
+}
+
+/// A recorder of received bytes whose thread gets no processor for longer than a second.
+#[cfg(test)]
+pub(crate) struct Starved;
+
+#[cfg(test)]
+impl std::io::Write for Starved {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        std::thread::sleep(Duration::from_millis(1500));
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
     }
 }

@@ -13,14 +13,11 @@ use towline_protocol::{PeerMisbehaved, Reader};
 use crate::guest::{BaseId, ReturnPathWriter};
 use crate::heartbeat::HEARTBEAT_INTERVAL;
 use crate::lock::lock;
+use crate::session::{LastWords, POLL_INTERVAL};
 use crate::{Error, Result, Session};
 
 /// Room for one message, the largest of which is 516 bytes.
 const INPUT_BYTES: usize = 1024;
-/// Interval at which a waiter checks for a failure of the migration.
-const POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Time that a waiter allows the listener to read messages received before the migration failed.
-const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Number of messages that are kept until the source's return path is open. A destination sends one,
 /// SWITCHOVER_ACK.
 const WAITING_MAX: usize = 16;
@@ -137,17 +134,16 @@ impl ReturnPath {
         deadline: Option<Instant>,
         done: impl Fn(&ReturnPathState) -> bool,
     ) -> Result<bool> {
-        let (mut last_words_until, mut polled) = (None, Instant::now());
+        let (mut last_words, mut polled) = (LastWords::default(), Instant::now());
         let mut state = lock(&self.state);
         while !done(&state) {
             if state.ended {
                 return Err(Error::Cancelled);
             }
-            let now = Instant::now();
-            // The failure has shut the channel down, so the listener ends after the bytes already received.
-            if session.is_failed() && now >= *last_words_until.get_or_insert(now + LAST_WORDS) {
+            if session.is_failed() && last_words.are_over() {
                 return Err(Error::Cancelled);
             }
+            let now = Instant::now();
             // After this process was stopped itself, the listener may not have read what has come since.
             if now.saturating_duration_since(polled) > HEARTBEAT_INTERVAL {
                 state.heard = now;
@@ -222,5 +218,29 @@ impl ReturnPath {
         }
         self.changed.notify_all();
         Ok(state.answers.has_shut())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::session::Starved;
+    use towline_channel::fault::Capture;
+    use towline_channel::{ChannelExt, IoBuf, SendFlags, UnixChannel};
+
+    #[test]
+    fn an_acknowledgement_that_was_received_counts_on_a_busy_host() {
+        let (near, far) = UnixChannel::pair().unwrap();
+        let near: Arc<dyn Channel> =
+            Arc::new(Capture::new(Box::new(near), Box::new(std::io::sink()), Box::new(Starved)));
+        let session = Arc::new(Session::default());
+        session.watch(&near);
+        let path = ReturnPath::start(near, Arc::clone(&session), Forwarding::Disabled);
+        path.expect_shut();
+        let mut shut = Vec::new();
+        ReturnPathMessage::Shut(0).encode(&mut shut);
+        far.send_all(&[IoBuf::from(&shut[..])], SendFlags::empty()).unwrap();
+        session.fail(Error::Cancelled);
+        path.wait_shut(&session).unwrap();
     }
 }

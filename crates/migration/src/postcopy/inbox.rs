@@ -11,16 +11,13 @@ use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::{BlockIndex, PageRef, Reader};
 
 use crate::lock::lock;
+use crate::session::{LastWords, POLL_INTERVAL};
 use crate::{Error, Result, Session};
 
 /// Size of one receive.
 const INPUT_BYTES: usize = 64 << 10;
 /// Requests that wait to be served. A destination has at most one for each stopped thread.
 const REQUESTS_MAX: usize = 1 << 16;
-/// Interval at which a waiter checks for a failed connection.
-const POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Time that a waiter allows the listener to read the messages received before a failure.
-const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// A request for pages.
 #[derive(Debug, Clone, Copy)]
@@ -93,9 +90,9 @@ impl Inbox {
 
     /// Waits until the listener has read everything received before the connection ended.
     pub(super) fn wait_end(&self) {
-        let deadline = Instant::now() + LAST_WORDS;
+        let mut last_words = LastWords::default();
         let mut state = lock(&self.state);
-        while !state.ended && Instant::now() < deadline {
+        while !state.ended && !last_words.are_over() {
             state = self.changed.wait_timeout(state, POLL_INTERVAL).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -153,15 +150,13 @@ impl Inbox {
 
     fn wait(&self, session: &Session, within: Duration, done: impl Fn(&InboxState) -> bool) -> Result<()> {
         let begun = Instant::now();
-        let mut last_words_until = None;
+        let mut last_words = LastWords::default();
         let mut state = lock(&self.state);
         while !done(&state) {
-            let now = Instant::now();
-            if state.ended || session.is_failed() && now >= *last_words_until.get_or_insert(now + LAST_WORDS)
-            {
+            if state.ended || session.is_failed() && last_words.are_over() {
                 return Err(Error::Cancelled);
             }
-            if now.duration_since(begun) >= within {
+            if begun.elapsed() >= within {
                 return Err(Error::NoAnswer { peer: self.peer.clone(), waited: within, lanes: 0 });
             }
             state = self.changed.wait_timeout(state, POLL_INTERVAL).unwrap_or_else(PoisonError::into_inner).0;
@@ -228,5 +223,30 @@ impl Inbox {
             }
         }
         Ok((reader.position(), false))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::session::Starved;
+    use towline_channel::fault::Capture;
+    use towline_channel::{ChannelExt, IoBuf, SendFlags, UnixChannel};
+    use towline_protocol::postcopy::PING_LOADED;
+
+    #[test]
+    fn a_loaded_guest_is_known_on_a_busy_host() {
+        let (near, far) = UnixChannel::pair().unwrap();
+        let near: Arc<dyn Channel> =
+            Arc::new(Capture::new(Box::new(near), Box::new(std::io::sink()), Box::new(Starved)));
+        let session = Arc::new(Session::default());
+        session.watch(&near);
+        let inbox = Inbox::listen(&near, &session, &Vec::new().into());
+        let mut pong = Vec::new();
+        ReturnPathMessage::Pong(PING_LOADED).encode(&mut pong);
+        far.send_all(&[IoBuf::from(&pong[..])], SendFlags::empty()).unwrap();
+        session.end(Error::Cancelled);
+        inbox.wait_end();
+        assert!(inbox.has_pong(PING_LOADED));
     }
 }
