@@ -43,5 +43,6 @@ pub use checkpoint::Checkpoint;
 pub use message::MESSAGE_BYTES;
 pub use pass_on::{REPLIES_BYTES, check_ready, check_replies};
 pub use states::{
-    AwaitCheckpoint, AwaitRequest, AwaitStop, Awaits, FirstCopy, Progress, Received, Requested, Stopped,
+    AwaitCheckpoint, AwaitMessage, AwaitRequest, AwaitStop, Awaits, FirstCopy, Progress, Received, Requested,
+    Stopped,
 };

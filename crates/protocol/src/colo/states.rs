@@ -78,32 +78,47 @@ impl FirstCopy {
     /// reports the migration as `colo`: a QEMU before 11 may lose a message that comes earlier.
     pub fn ready(self, out: &mut Vec<u8>) -> AwaitRequest {
         Message::Ready.encode(out);
-        AwaitRequest { link: self.link, message: PartialMessage::default() }
+        Requested { link: self.link }.awaited()
     }
 }
 
-/// The guest runs. Waits for CHECKPOINT_REQUEST, which comes by the primary's timer (`x-checkpoint-delay`).
+/// Waits for a message, after which the state is `N`. Its room ends with the message, whose arrival is not
+/// delayed so.
 #[derive(Debug)]
-pub struct AwaitRequest {
-    link: Box<Link>,
+pub struct AwaitMessage<N> {
+    next: N,
+    expected: Message,
+    awaits: &'static str,
     message: PartialMessage,
 }
 
-impl Awaits for AwaitRequest {
-    type Next = Requested;
+/// The guest runs. Waits for CHECKPOINT_REQUEST, which comes by the primary's timer (`x-checkpoint-delay`).
+pub type AwaitRequest = AwaitMessage<Requested>;
+
+/// Waits for VMSTATE_SEND: the guest has stopped.
+pub type AwaitStop = AwaitMessage<Stopped>;
+
+impl<N> AwaitMessage<N> {
+    fn new(expected: Message, awaits: &'static str, next: N) -> Self {
+        Self { next, expected, awaits, message: PartialMessage::default() }
+    }
+}
+
+impl<N> Awaits for AwaitMessage<N> {
+    type Next = N;
 
     fn room(&mut self) -> &mut [u8] {
         self.message.room()
     }
 
-    fn received(mut self, bytes: usize) -> Result<Progress<Self, Requested>> {
+    fn received(mut self, bytes: usize) -> Result<Progress<Self, N>> {
         let Some(found) = self.message.received(bytes) else { return Ok(Progress::Awaits(self)) };
-        Message::CheckpointRequest.expect(found)?;
-        Ok(Progress::Reached(Requested { link: self.link }))
+        self.expected.expect(found)?;
+        Ok(Progress::Reached(self.next))
     }
 
     fn awaits(&self) -> &'static str {
-        "the request of a checkpoint (CHECKPOINT_REQUEST)"
+        self.awaits
     }
 }
 
@@ -118,33 +133,13 @@ impl Requested {
     pub fn reply(self, mut buffer: CheckpointBuffer, out: &mut Vec<u8>) -> AwaitStop {
         Message::CheckpointReply.encode(out);
         buffer.clear();
-        AwaitStop { link: self.link, buffer, message: PartialMessage::default() }
-    }
-}
-
-/// Waits for VMSTATE_SEND: the guest has stopped. Its room ends with the message, whose arrival is not delayed so.
-#[derive(Debug)]
-pub struct AwaitStop {
-    link: Box<Link>,
-    buffer: CheckpointBuffer,
-    message: PartialMessage,
-}
-
-impl Awaits for AwaitStop {
-    type Next = Stopped;
-
-    fn room(&mut self) -> &mut [u8] {
-        self.message.room()
+        let next = Stopped { link: self.link, buffer };
+        AwaitMessage::new(Message::VmstateSend, "the guest's stop for a checkpoint (VMSTATE_SEND)", next)
     }
 
-    fn received(mut self, bytes: usize) -> Result<Progress<Self, Stopped>> {
-        let Some(found) = self.message.received(bytes) else { return Ok(Progress::Awaits(self)) };
-        Message::VmstateSend.expect(found)?;
-        Ok(Progress::Reached(Stopped { link: self.link, buffer: self.buffer }))
-    }
-
-    fn awaits(&self) -> &'static str {
-        "the guest's stop for a checkpoint (VMSTATE_SEND)"
+    fn awaited(self) -> AwaitRequest {
+        let awaits = "the request of a checkpoint (CHECKPOINT_REQUEST)";
+        AwaitMessage::new(Message::CheckpointRequest, awaits, self)
     }
 }
 
@@ -256,7 +251,7 @@ impl Received {
     pub fn loaded(self, out: &mut Vec<u8>) -> (Checkpoint, AwaitRequest) {
         Message::VmstateReceived.encode(out);
         Message::VmstateLoaded.encode(out);
-        (self.checkpoint, AwaitRequest { link: self.link, message: PartialMessage::default() })
+        (self.checkpoint, Requested { link: self.link }.awaited())
     }
 }
 
