@@ -252,13 +252,7 @@ impl AwaitSection {
         }
         let ram = Box::new(RamState::new(header.id, self.mapped_ram, self.is_snapshot));
         let section = RamSection { kind: SectionKind::Start, id: header.id };
-        let next = AwaitBlock {
-            ram,
-            mapped_ram: self.mapped_ram,
-            has_addresses: self.has_addresses,
-            left: None,
-            file_offset: 0,
-        };
+        let next = AwaitBlock { ram, has_addresses: self.has_addresses, left: None, file_offset: 0 };
         Ok((section, StreamDecoder::Blocks(next)))
     }
 }

@@ -51,7 +51,7 @@ impl AwaitBlock {
             input.be64()?;
         }
         let header_offset = self.file_offset + (input.position() - start) as u64;
-        let header = if self.mapped_ram { Some(MappedRamHeader::decode(input)?) } else { None };
+        let header = if self.ram.mapped { Some(MappedRamHeader::decode(input)?) } else { None };
         let Ok(name) = core::str::from_utf8(name) else {
             return Err(InvalidMessage::Text { what: "block name", shown: lossy(name) }.into());
         };

@@ -152,7 +152,6 @@ pub type Step = Result<(StreamDecoder, Option<StreamItem>)>;
 #[derive(Debug)]
 pub struct AwaitBlock {
     pub(super) ram: Box<RamState>,
-    pub(super) mapped_ram: bool,
     /// Each entry ends with the block's guest address (`x-ignore-shared`).
     pub(super) has_addresses: bool,
     /// `None` until the total came.
