@@ -4,7 +4,7 @@
 //!   head · PING 1 · ADVISE │ ram START │ DISCARD × blocks │ [PART: pages sent ahead] │ PING 2 · PACKAGED { LISTEN · devices · PING 3 · RUN }
 //!   Setup ──► Advised ────► Loading ──► Discarded ⇄ PrefetchSection ──► Packaged ───┐
 //!                                                                    its last byte ─┤ from here on the guest may run there
-//!   AwaitShut ◄── END · EOF ── Serving ◄── PING 4 · PART ──────────────────────────┘
+//!        SHUT ◄── END · EOF ── Serving ◄── PING 4 · PART ──────────────────────────┘
 //!                                  ▲
 //!   another connection: RECV_BITMAP × blocks │ RESUME · RESUME_ACK │ PART       Recovery ──► AwaitingResumeAck ──► Serving
 //! ```
@@ -26,7 +26,7 @@ use crate::error::check_length;
 use crate::ram::{self, BlockIndex, PAGE_SIZE, PageRef, RamBlock, RamFlags};
 use crate::return_path::ReturnPathMessage;
 use crate::section::{CommandKind, SectionHeader, SectionType, VmCommand};
-use crate::source::{AwaitShut, PING_SETUP, RamOptions, RamWriter, Setup};
+use crate::source::{OpenSection, PING_SETUP, RamOptions, RamWriter, Setup};
 use crate::wire::{Reader, put_counted, put64};
 use crate::{InvalidMessage, PeerMisbehaved, Result, limits};
 
@@ -132,27 +132,12 @@ impl Loading {
 pub struct Discarded(RamWriter);
 
 /// In a PART of pages that are sent ahead.
-#[derive(Debug)]
-pub struct PrefetchSection(RamWriter);
-
-impl PrefetchSection {
-    /// Records go here.
-    pub fn records(&mut self) -> &mut RamWriter {
-        &mut self.0
-    }
-
-    /// Closes the section.
-    pub fn close(mut self, out: &mut Vec<u8>) -> Discarded {
-        self.0.close(out);
-        Discarded(self.0)
-    }
-}
+pub type PrefetchSection = OpenSection<Discarded>;
 
 impl Discarded {
     /// Opens a PART for pages that are sent ahead.
     pub fn open_part(self, out: &mut Vec<u8>) -> PrefetchSection {
-        self.0.open(SectionType::Part, out);
-        PrefetchSection(self.0)
+        OpenSection::begin(self.0, SectionType::Part, Discarded, out)
     }
 
     /// Writes the package with these device sections, but for its last byte. If the connection breaks before
@@ -209,12 +194,11 @@ impl Serving {
     }
 
     /// Every page was sent: ends the stream.
-    pub fn end(mut self, out: &mut Vec<u8>) -> AwaitShut {
+    pub fn end(mut self, out: &mut Vec<u8>) {
         self.0.close(out);
         self.0.open(SectionType::End, out);
         self.0.close(out);
         out.push(SectionType::Eof as u8);
-        AwaitShut::new()
     }
 }
 

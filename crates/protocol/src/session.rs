@@ -279,7 +279,7 @@ impl FromDestination {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::source::{Answer, ReturnPathReader};
+    use crate::source::ReturnPathReader;
 
     #[test]
     fn a_ping_is_answered_with_what_the_towline_does() {
@@ -346,10 +346,11 @@ mod tests {
         {
             answers.handle(&message).expect("no fault of the peer");
         }
-        assert_eq!(answers.handle(&alive), Ok(Answer::Other));
         answers.expect_shut();
-        assert_eq!(answers.handle(&alive), Ok(Answer::Other));
-        assert_eq!(answers.handle(&ReturnPathMessage::Shut(0)), Ok(Answer::Shut));
+        assert_eq!(answers.handle(&alive), Ok(()));
+        assert!(!answers.has_shut());
+        assert_eq!(answers.handle(&ReturnPathMessage::Shut(0)), Ok(()));
+        assert!(answers.has_shut());
         // Reports come after SHUT.
         let report = FromDestination::Placed(Placement::Running).to_message();
         assert!(ReturnPathReader::default().handle(&report).is_err());

@@ -1,8 +1,8 @@
 //! The writing end of a main channel.
 //!
 //! Each state appends its bytes to a buffer of the caller and is replaced by the next, so a stream can only
-//! be written in its order: [`Setup`] → [`Iterating`] ⇄ [`Part`] → [`End`] → [`AwaitShut`]. A page's bytes
-//! are not written here: the caller sends them after the record that names them.
+//! be written in its order: [`Setup`] → [`Iterating`] ⇄ [`Part`] → [`End`]. A page's bytes are not written
+//! here: the caller sends them after the record that names them.
 //!
 //! The lanes' barriers: at a barrier the caller has every lane send SYNC and then calls
 //! [`RamWriter::barrier`], which writes a FLUSH record or, for the older form, nothing, because there the
@@ -83,49 +83,49 @@ pub struct Iterating(RamWriter);
 impl Iterating {
     /// Opens a PART.
     pub fn open_part(self, out: &mut Vec<u8>) -> Part {
-        self.0.open(SectionType::Part, out);
-        Part(self.0)
+        OpenSection::begin(self.0, SectionType::Part, Iterating, out)
     }
 
     /// The guest is stopped: opens END.
     pub fn end(self, out: &mut Vec<u8>) -> End {
-        self.0.open(SectionType::End, out);
-        End(self.0)
+        OpenSection::begin(self.0, SectionType::End, drop, out)
     }
+}
+
+/// In a section of the memory, whose end leads to `N`.
+#[derive(Debug)]
+pub struct OpenSection<N> {
+    writer: RamWriter,
+    next: fn(RamWriter) -> N,
 }
 
 /// In a PART.
-#[derive(Debug)]
-pub struct Part(RamWriter);
+pub type Part = OpenSection<Iterating>;
 
-impl Part {
+/// In END, with the guest stopped. The caller writes the device state after it
+/// ([`crate::device_state::DeviceState::bytes`]).
+pub type End = OpenSection<()>;
+
+impl<N> OpenSection<N> {
+    pub(crate) fn begin(
+        writer: RamWriter,
+        kind: SectionType,
+        next: fn(RamWriter) -> N,
+        out: &mut Vec<u8>,
+    ) -> Self {
+        writer.open(kind, out);
+        Self { writer, next }
+    }
+
     /// Records go here.
     pub fn records(&mut self) -> &mut RamWriter {
-        &mut self.0
+        &mut self.writer
     }
 
     /// Closes the section.
-    pub fn close(mut self, out: &mut Vec<u8>) -> Iterating {
-        self.0.close(out);
-        Iterating(self.0)
-    }
-}
-
-/// In END, with the guest stopped.
-#[derive(Debug)]
-pub struct End(RamWriter);
-
-impl End {
-    /// Records go here.
-    pub fn records(&mut self) -> &mut RamWriter {
-        &mut self.0
-    }
-
-    /// Closes the section; the caller writes the device state after it
-    /// ([`crate::device_state::DeviceState::bytes`]).
-    pub fn close(mut self, out: &mut Vec<u8>) -> AwaitShut {
-        self.0.close(out);
-        AwaitShut(())
+    pub fn close(mut self, out: &mut Vec<u8>) -> N {
+        self.writer.close(out);
+        (self.next)(self.writer)
     }
 }
 
@@ -200,31 +200,6 @@ impl RamWriter {
     }
 }
 
-/// Everything is written; the destination's SHUT is awaited.
-#[derive(Debug)]
-pub struct AwaitShut(());
-
-/// The destination has the guest.
-#[derive(Debug, PartialEq, Eq)]
-pub struct Finished(());
-
-impl AwaitShut {
-    pub(crate) fn new() -> Self {
-        Self(())
-    }
-
-    /// Takes a message of the return path; `Err(self)` inside while more are needed.
-    pub fn handle(self, message: &ReturnPathMessage) -> Result<core::result::Result<Finished, Self>> {
-        match message {
-            ReturnPathMessage::Shut(0) => Ok(Ok(Finished(()))),
-            message => {
-                check_return_path(message)?;
-                Ok(Err(self))
-            }
-        }
-    }
-}
-
 /// State of the return path: messages received, and those that may follow. Unlike the stream, its messages
 /// have no fixed order.
 #[derive(Debug, Default)]
@@ -234,17 +209,6 @@ pub struct ReturnPathReader {
     loaded: bool,
     awaits_shut: bool,
     shut: bool,
-}
-
-/// Meaning of a message of the return path.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Answer {
-    /// Reply to a PING. The reply to the first shows that the destination has read the stream's head.
-    Pong,
-    /// The destination has the guest and sends nothing more.
-    Shut,
-    /// For the driver, not for the writer.
-    Other,
 }
 
 impl ReturnPathReader {
@@ -258,25 +222,31 @@ impl ReturnPathReader {
     /// # Errors
     /// The destination failed to load the guest, or sent an invalid message, such as a SHUT before the end of
     /// the stream.
-    pub fn handle(&mut self, message: &ReturnPathMessage) -> Result<Answer> {
+    pub fn handle(&mut self, message: &ReturnPathMessage) -> Result<()> {
+        let unexpected = |found, expected| Err(PeerMisbehaved::Unexpected { found, expected }.into());
         match message {
             ReturnPathMessage::Shut(0) if !self.awaits_shut => {
-                let found = "SHUT before the stream's end".into();
-                return Err(PeerMisbehaved::Unexpected { found, expected: "PONG" }.into());
+                return unexpected("SHUT before the stream's end".into(), "PONG");
             }
-            ReturnPathMessage::Shut(0) => {
-                self.shut = true;
-                return Ok(Answer::Shut);
+            ReturnPathMessage::Shut(0) => self.shut = true,
+            ReturnPathMessage::Shut(status) => {
+                return Err(PeerMisbehaved::ShutWithError { status: *status }.into());
             }
             ReturnPathMessage::Pong(PING_SETUP) => self.pong = true,
             ReturnPathMessage::Pong(PING_LOADED) => self.loaded = true,
-            message => {
-                check_return_path(message)?;
-                let ReturnPathMessage::Pong(value) = message else { return Ok(Answer::Other) };
-                self.receiver = session::decode_pong(*value).or(self.receiver);
-            }
+            ReturnPathMessage::Pong(value) => match session::decode_pong(*value) {
+                Some(receiver) => self.receiver = Some(receiver),
+                // A QEMU repeats the value.
+                None if *value == session::ping() => {}
+                None => return Err(PeerMisbehaved::Pong { found: *value }.into()),
+            },
+            ReturnPathMessage::SwitchoverAck => {}
+            message => match FromDestination::of(message) {
+                Some(FromDestination::Alive | FromDestination::Base(_)) => {}
+                _ => return unexpected(alloc::format!("{message:?}"), "PONG or SHUT on the return path"),
+            },
         }
-        Ok(Answer::Pong)
+        Ok(())
     }
 
     /// Returns true if the first PING was answered.
@@ -297,28 +267,5 @@ impl ReturnPathReader {
     /// Returns true if the destination has the guest.
     pub fn has_shut(&self) -> bool {
         self.shut
-    }
-}
-
-/// Checks a message that may come at any time before SHUT.
-pub fn check_return_path(message: &ReturnPathMessage) -> Result<()> {
-    if let Some(FromDestination::Alive | FromDestination::Base(_)) = FromDestination::of(message) {
-        return Ok(());
-    }
-    match message {
-        ReturnPathMessage::Pong(PING_SETUP | PING_LOADED) | ReturnPathMessage::SwitchoverAck => Ok(()),
-        ReturnPathMessage::Pong(value)
-            if *value == session::ping() || session::decode_pong(*value).is_some() =>
-        {
-            Ok(())
-        }
-        ReturnPathMessage::Pong(found) => Err(PeerMisbehaved::Pong { found: *found }.into()),
-        ReturnPathMessage::Shut(status) if *status != 0 => {
-            Err(PeerMisbehaved::ShutWithError { status: *status }.into())
-        }
-        other => {
-            let (found, expected) = (alloc::format!("{other:?}"), "PONG or SHUT on the return path");
-            Err(PeerMisbehaved::Unexpected { found, expected }.into())
-        }
     }
 }

@@ -8,7 +8,7 @@ use towline_channel::{Channel, IoBuf, SendFlags};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::section::VmCommand;
 use towline_protocol::session::{self, FromSource};
-use towline_protocol::source::{AwaitShut, End, Iterating, PING_LOADED, Part, RamOptions, RamWriter, Setup};
+use towline_protocol::source::{End, Iterating, PING_LOADED, Part, RamOptions, RamWriter, Setup};
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::records::RecordSender;
@@ -35,7 +35,7 @@ enum State {
     Iterating(Iterating),
     Part(Part),
     End(End),
-    AwaitShut(AwaitShut),
+    Complete,
 }
 
 impl MainWriter {
@@ -84,7 +84,10 @@ impl MainWriter {
     pub(crate) fn close_section(&mut self) -> Result<()> {
         self.step(|state, out| match state {
             State::Part(part) => State::Iterating(part.close(out)),
-            State::End(end) => State::AwaitShut(end.close(out)),
+            State::End(end) => {
+                end.close(out);
+                State::Complete
+            }
             state => state,
         });
         self.flush()

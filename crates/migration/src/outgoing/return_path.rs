@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use towline_channel::{Channel, IoBufMut, RecvFlags};
 use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::session::{FromDestination, ReceiverMode};
-use towline_protocol::source::{Answer, ReturnPathReader};
+use towline_protocol::source::ReturnPathReader;
 use towline_protocol::{PeerMisbehaved, Reader};
 
 use crate::guest::{BaseId, ReturnPathWriter};
@@ -189,16 +189,14 @@ impl ReturnPath {
     fn process_message(&self, message: ReturnPathMessage) -> Result<bool> {
         let mut state = lock(&self.state);
         state.heard = Instant::now();
-        let answer = state.answers.handle(&message).map_err(Error::protocol(&self.peer))?;
-        let frame = FromDestination::of(&message);
-        if let Some(FromDestination::Base(id)) = frame
+        state.answers.handle(&message).map_err(Error::protocol(&self.peer))?;
+        if let Some(FromDestination::Base(id)) = FromDestination::of(&message)
             && state.bases.len() < BASES_MAX
         {
             state.bases.push(id);
         }
         // A relay's source gets heartbeats from the relay, and no report of memory that it may not know of.
-        let is_for_relay = matches!(frame, Some(FromDestination::Alive | FromDestination::Base(_)));
-        if answer == Answer::Other && !is_for_relay {
+        if message == ReturnPathMessage::SwitchoverAck {
             match &mut state.forwarding {
                 Forwarding::Disabled => {}
                 Forwarding::Buffered(messages) if messages.len() < WAITING_MAX => messages.push(message),

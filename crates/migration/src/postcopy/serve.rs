@@ -85,7 +85,7 @@ pub(super) fn serve(
     }
     let (mut writer, serving) = service.main.into_inner();
     connection.inbox.expect_shut();
-    let _end = serving.end(writer.pending());
+    serving.end(writer.pending());
     writer.flush()?;
     connection.inbox.wait_shut(session)
 }

@@ -9,9 +9,7 @@ use towline_protocol::destination::SectionKind;
 use towline_protocol::machine::BarrierForm;
 use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::section::VmCommand;
-use towline_protocol::source::{
-    Answer, End, Iterating, Part, RamOptions, RamWriter, ReturnPathReader, Setup,
-};
+use towline_protocol::source::{End, Iterating, Part, RamOptions, RamWriter, ReturnPathReader, Setup};
 
 use super::guest::PAGE;
 use super::lanes::{LaneOut, packet};
@@ -156,7 +154,8 @@ impl Relay {
         self.heard.extend(bytes);
         let mut input = Reader::new(&self.heard);
         while let Some(message) = ReturnPathMessage::decode(&mut input).map_err(|error| error.to_string())? {
-            if self.answers.handle(&message).map_err(|error| error.to_string())? == Answer::Other {
+            self.answers.handle(&message).map_err(|error| error.to_string())?;
+            if message == ReturnPathMessage::SwitchoverAck {
                 self.kept.push_back(message);
             }
         }
@@ -251,7 +250,7 @@ impl Relay {
                 self.answers.expect_shut();
                 if let State::End(end) = std::mem::replace(&mut self.state, State::Start) {
                     let mut bytes = Vec::new();
-                    let _ = end.close(&mut bytes);
+                    end.close(&mut bytes);
                     self.out.bytes(bytes);
                 }
                 self.out.bytes(state.bytes().to_vec());

@@ -10,9 +10,7 @@ use towline_protocol::configuration::Configuration;
 use towline_protocol::machine::{self, BarrierForm};
 use towline_protocol::multifd::Packet;
 use towline_protocol::return_path::ReturnPathMessage;
-use towline_protocol::source::{
-    AwaitShut, End, Iterating, Part, RamOptions, RamWriter, ReturnPathReader, Setup,
-};
+use towline_protocol::source::{End, Iterating, Part, RamOptions, RamWriter, ReturnPathReader, Setup};
 
 use super::guest::{Guest, PAGE, content, shown};
 use super::lanes::{LaneOut, packet};
@@ -26,7 +24,7 @@ enum State {
     Iterating(Iterating),
     Part(Part),
     End(End),
-    Written(#[allow(dead_code, reason = "the stream is complete")] AwaitShut),
+    Written,
     Between,
 }
 
@@ -363,7 +361,10 @@ impl Source {
         }
         self.answers.expect_shut();
         self.step_state(|state, out| match state {
-            State::End(end) => State::Written(end.close(out)),
+            State::End(end) => {
+                end.close(out);
+                State::Written
+            }
             state => state,
         });
         self.out.bytes(super::device_state(self.guest.serial));

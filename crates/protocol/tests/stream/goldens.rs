@@ -81,7 +81,7 @@ enum Writer {
     Iterating(source::Iterating),
     Part(source::Part),
     End(source::End),
-    Complete(source::AwaitShut),
+    Complete,
 }
 
 impl Writer {
@@ -107,7 +107,10 @@ impl Writer {
     fn close(self, out: &mut Vec<u8>) -> Self {
         match self {
             Self::Part(part) => Self::Iterating(part.close(out)),
-            Self::End(end) => Self::Complete(end.close(out)),
+            Self::End(end) => {
+                end.close(out);
+                Self::Complete
+            }
             state => state,
         }
     }
@@ -147,7 +150,7 @@ pub(crate) fn write_main(items: &[Item], lanes: usize) -> Vec<u8> {
             Item::Configuration(_) | Item::Total(_) | Item::Block(_) | Item::DeviceState => {}
         }
     }
-    assert!(matches!(writer, Writer::Complete(_)));
+    assert!(matches!(writer, Writer::Complete));
     out
 }
 

@@ -1,9 +1,8 @@
 //! Every error that a peer can cause on a lane or on the return path, exactly.
 
-use towline_protocol::configuration::Configuration;
 use towline_protocol::multifd::{HEADER_BYTES, Init, LaneRegistry, Packet};
 use towline_protocol::return_path::ReturnPathMessage;
-use towline_protocol::source::{AwaitShut, RamOptions, Setup, check_return_path};
+use towline_protocol::source::ReturnPathReader;
 use towline_protocol::{BlockIndex, Error, InvalidMessage, PeerIncompatible, PeerMisbehaved, Reader, limits};
 
 use crate::harness::lane_blocks;
@@ -136,22 +135,16 @@ fn a_tls_record_on_the_return_path_is_recognized() {
     }
 }
 
-/// A source that has written everything.
-fn awaiting() -> AwaitShut {
-    let mut out = Vec::new();
-    let setup = Setup::begin_with_return_path(&Configuration::default(), &[], &mut out);
-    setup
-        .write_ram_start(RamOptions { section_id: 1, barrier: None }, &[], &mut out)
-        .end(&mut out)
-        .close(&mut out)
-}
-
 #[test]
 fn a_source_takes_the_messages_that_it_can_expect() {
-    let take = |message| awaiting().handle(&message);
-    assert!(matches!(take(ReturnPathMessage::Shut(0)), Ok(Ok(_))));
-    assert!(matches!(take(ReturnPathMessage::Pong(1)), Ok(Err(_))));
-    assert!(matches!(take(ReturnPathMessage::SwitchoverAck), Ok(Err(_))));
+    let take = |message| {
+        let mut answers = ReturnPathReader::default();
+        answers.expect_shut();
+        answers.handle(&message).map(|()| answers.has_shut())
+    };
+    assert_eq!(take(ReturnPathMessage::Shut(0)), Ok(true));
+    assert_eq!(take(ReturnPathMessage::Pong(1)), Ok(false));
+    assert_eq!(take(ReturnPathMessage::SwitchoverAck), Ok(false));
     let refused = |message| take(message).expect_err("it is refused");
     assert_eq!(refused(ReturnPathMessage::Pong(2)), PeerMisbehaved::Pong { found: 2 }.into());
     assert_eq!(refused(ReturnPathMessage::Shut(1)), PeerMisbehaved::ShutWithError { status: 1 }.into());
@@ -160,5 +153,7 @@ fn a_source_takes_the_messages_that_it_can_expect() {
         expected: "PONG or SHUT on the return path",
     };
     assert_eq!(refused(ReturnPathMessage::ResumeAck(1)), unexpected("ResumeAck(1)").into());
-    assert_eq!(check_return_path(&ReturnPathMessage::Shut(0)), Err(unexpected("Shut(0)").into()));
+    let early = ReturnPathReader::default().handle(&ReturnPathMessage::Shut(0));
+    let (found, expected) = ("SHUT before the stream's end".into(), "PONG");
+    assert_eq!(early, Err(PeerMisbehaved::Unexpected { found, expected }.into()));
 }

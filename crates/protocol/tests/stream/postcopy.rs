@@ -87,7 +87,7 @@ fn a_guest_runs_with_the_package_s_last_byte_and_its_pages_follow() {
     out.clear();
     serving.records().zero(page(1, 0), &mut out);
     serving.records().zero(page(0, HUGE), &mut out);
-    let _await_shut = serving.end(&mut out);
+    serving.end(&mut out);
     let zeros = [&be64s(&[2])[..], b"\x03rom\x00", &be64s(&[HUGE | 2]), b"\x06pc.ram\x00"].concat();
     let end = [section_end(), section(3), section_end(), vec![0]].concat();
     // The record before the guest ran was of `rom` too: its name is repeated.

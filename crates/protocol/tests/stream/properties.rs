@@ -8,7 +8,7 @@ use towline_protocol::multifd::{HEADER_BYTES, Init, Method, PACKET_PAGES, Packet
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::section::{CommandKind, VmCommand};
-use towline_protocol::source::{AwaitShut, Iterating, RamOptions, RamWriter, Setup};
+use towline_protocol::source::{Iterating, RamOptions, RamWriter, Setup};
 use towline_protocol::{BlockIndex, PageRef, RamBlock, Reader, mapped_ram, xbzrle};
 
 use crate::support::*;
@@ -132,7 +132,7 @@ fn write(
     }
     let mut end = state.end(&mut out);
     put(last, end.records(), &mut out);
-    let _: AwaitShut = end.close(&mut out);
+    end.close(&mut out);
     items.push(Item::DeviceState);
     (out, items)
 }
