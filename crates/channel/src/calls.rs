@@ -1,14 +1,16 @@
 //! Counters of the calls that a channel makes.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Mutex;
+
+use crate::lock::lock;
 
 /// System calls with which a channel has sent and received, failed ones too. Not those that wait, read the
 /// error queue or splice ([`Splice::move_exact`](crate::Splice::move_exact)). A pair in memory, which makes
 /// none, counts each send and receive.
 #[derive(Debug, Default)]
 pub struct CallCounters {
-    sent: DirectionCounters,
-    received: DirectionCounters,
+    sent: Mutex<CallCount>,
+    received: Mutex<CallCount>,
 }
 
 /// Calls in one direction.
@@ -20,42 +22,31 @@ pub struct CallCount {
     pub plain: u64,
 }
 
-#[derive(Debug, Default)]
-struct DirectionCounters {
-    vectored: AtomicU64,
-    plain: AtomicU64,
-}
-
 impl CallCounters {
     /// Calls that sent.
     pub fn sent(&self) -> CallCount {
-        self.sent.read()
+        *lock(&self.sent)
     }
 
     /// Calls that received data or peeked at it.
     pub fn received(&self) -> CallCount {
-        self.received.read()
+        *lock(&self.received)
     }
 
     /// Counts a call that sends `buffers` buffers.
     pub(crate) fn count_send(&self, buffers: usize) {
-        self.sent.count(buffers);
+        lock(&self.sent).add(buffers);
     }
 
     /// Counts a call that receives into `buffers` buffers.
     pub(crate) fn count_receive(&self, buffers: usize) {
-        self.received.count(buffers);
+        lock(&self.received).add(buffers);
     }
 }
 
-impl DirectionCounters {
-    fn count(&self, buffers: usize) {
-        let counter = if buffers > 1 { &self.vectored } else { &self.plain };
-        counter.fetch_add(1, Ordering::Relaxed);
-    }
-
-    fn read(&self) -> CallCount {
-        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        CallCount { vectored: read(&self.vectored), plain: read(&self.plain) }
+impl CallCount {
+    fn add(&mut self, buffers: usize) {
+        let count = if buffers > 1 { &mut self.vectored } else { &mut self.plain };
+        *count += 1;
     }
 }

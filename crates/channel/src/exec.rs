@@ -74,8 +74,12 @@ impl ExecChannel {
 
     /// The failure of a command that has just ended, if that ended the pipe.
     fn failure(&self) -> Option<Error> {
-        let status = self.wait(Instant::now() + STATUS_GRACE).ok().flatten()?;
-        (!status.success()).then(|| Error::Command { command: self.command.clone(), status })
+        self.check(self.wait(Instant::now() + STATUS_GRACE).ok().flatten()?).err()
+    }
+
+    fn check(&self, status: ExitStatus) -> Result<()> {
+        let failed = || Error::Command { command: self.command.clone(), status };
+        if status.success() { Ok(()) } else { Err(failed()) }
     }
 }
 
@@ -101,11 +105,8 @@ impl Channel for ExecChannel {
     fn finish(&self, deadline: Instant) -> Result<()> {
         self.shutdown(Shutdown::Write)?;
         let began = Instant::now();
-        match self.wait(deadline)? {
-            Some(status) if status.success() => Ok(()),
-            Some(status) => Err(Error::Command { command: self.command.clone(), status }),
-            None => Err(Error::timeout("wait for", self.peer(), began.elapsed())),
-        }
+        let timeout = || Error::timeout("wait for", self.peer(), began.elapsed());
+        self.check(self.wait(deadline)?.ok_or_else(timeout)?)
     }
 }
 

@@ -35,15 +35,10 @@ pub fn pair(capacity: usize) -> (PairChannel, PairChannel) {
 pub struct PairChannel {
     output: Arc<Half>,
     input: Arc<Half>,
-    timeouts: Mutex<Timeouts>,
+    /// To receive, and to send.
+    timeouts: Mutex<[Option<Duration>; 2]>,
     calls: Arc<CallCounters>,
     peer: &'static str,
-}
-
-#[derive(Debug, Clone, Copy, Default)]
-struct Timeouts {
-    recv: Option<Duration>,
-    send: Option<Duration>,
 }
 
 /// One direction.
@@ -77,7 +72,7 @@ impl Channel for PairChannel {
             return Ok(0);
         }
         self.calls.count_send(bufs.len());
-        let timeout = lock(&self.timeouts).send;
+        let [_, timeout] = *lock(&self.timeouts);
         let full = |state: &State| {
             state.bytes.len() >= self.output.capacity && !state.writer_ended && !state.reader_ended
         };
@@ -101,7 +96,7 @@ impl Channel for PairChannel {
             return Ok(0);
         }
         self.calls.count_receive(bufs.len());
-        let timeout = lock(&self.timeouts).recv;
+        let [timeout, _] = *lock(&self.timeouts);
         let empty = |state: &State| state.bytes.is_empty() && !state.writer_ended && !state.reader_ended;
         let mut state = self
             .input
@@ -127,7 +122,7 @@ impl Channel for PairChannel {
 
     fn set_timeouts(&self, recv: Option<Duration>, send: Option<Duration>) -> Result<()> {
         check_timeouts(self.peer, [recv, send])?;
-        *lock(&self.timeouts) = Timeouts { recv, send };
+        *lock(&self.timeouts) = [recv, send];
         Ok(())
     }
 
