@@ -341,17 +341,14 @@ pub trait Sink: Sync {
     }
 }
 
-/// Writes messages to the source, whole ones, from any thread. Clones share the lock.
+/// Writes messages to the source, whole ones, from any thread. Clones share the lock, which is held while a
+/// message is sent: a call may send a part of it, and the rest in another.
 #[derive(Debug, Clone)]
-pub struct ReturnPathWriter {
-    channel: Arc<dyn Channel>,
-    /// Held while a message is sent: a call may send a part of it, and the rest in another.
-    turn: Arc<Mutex<()>>,
-}
+pub struct ReturnPathWriter(Arc<Mutex<Arc<dyn Channel>>>);
 
 impl ReturnPathWriter {
     pub(crate) fn new(channel: Arc<dyn Channel>) -> Self {
-        Self { channel, turn: Arc::default() }
+        Self(Arc::new(Mutex::new(channel)))
     }
 
     /// Sends a message.
@@ -361,8 +358,7 @@ impl ReturnPathWriter {
     pub fn send(&self, message: &ReturnPathMessage) -> Result<()> {
         let mut bytes = Vec::new();
         message.encode(&mut bytes);
-        let _turn = lock(&self.turn);
-        self.channel.send_all(&[IoBuf::from(&bytes[..])], SendFlags::empty())?;
+        lock(&self.0).send_all(&[IoBuf::from(&bytes[..])], SendFlags::empty())?;
         Ok(())
     }
 }

@@ -215,9 +215,7 @@ impl Session {
     pub(crate) fn succeed(&self) {
         let mut state = lock(&self.state);
         self.finished.store(true, Ordering::Release);
-        state.channels.clear();
-        state.upstream = None;
-        state.lanes.clear();
+        *state = State::default();
     }
 
     /// The run failed: shuts every channel down and forgets it. Returns the first error, which is `error` if
@@ -225,10 +223,7 @@ impl Session {
     pub(crate) fn end(&self, error: Error) -> Error {
         let mut state = lock(&self.state);
         self.shut_all(&state);
-        state.channels.clear();
-        state.upstream = None;
-        state.lanes.clear();
-        state.error.take().unwrap_or(error)
+        std::mem::take(&mut *state).error.unwrap_or(error)
     }
 
     /// Fails the migration if the thread that holds the result panics, so the others do not wait for it.

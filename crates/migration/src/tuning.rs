@@ -1,68 +1,52 @@
 //! Limits that may change while a migration runs.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Value of a limit that has not been changed.
-const UNCHANGED: u64 = u64::MAX;
-/// Value for "unlimited".
-const UNLIMITED: u64 = 0;
+use crate::lock::lock;
 
 /// Limits changed during a migration, which replace the initial ones. Clones share them.
 ///
 /// A rate holds from the next unit that is sent, a downtime from the next pass.
 #[derive(Debug, Clone, Default)]
-pub struct Tuning(Arc<TuningLimits>);
+pub struct Tuning(Arc<Mutex<TuningLimits>>);
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct TuningLimits {
-    max_bandwidth: AtomicU64,
-    downtime_ms: AtomicU64,
-    changes: AtomicU64,
-}
-
-impl Default for TuningLimits {
-    fn default() -> Self {
-        let unchanged = || AtomicU64::new(UNCHANGED);
-        Self { max_bandwidth: unchanged(), downtime_ms: unchanged(), changes: AtomicU64::new(0) }
-    }
+    /// `Some(None)`: unlimited.
+    max_bandwidth: Option<Option<u64>>,
+    downtime: Option<Duration>,
+    changes: u64,
 }
 
 impl Tuning {
-    /// Total bytes per second from here on; `None`: unlimited.
+    /// Total bytes per second from here on, at least 1; `None`: unlimited.
     pub fn set_max_bandwidth(&self, bytes_per_second: Option<u64>) {
-        let value = bytes_per_second.map_or(UNLIMITED, |rate| rate.clamp(1, UNCHANGED - 1));
-        self.0.max_bandwidth.store(value, Ordering::Relaxed);
-        self.0.changes.fetch_add(1, Ordering::Release);
+        let mut limits = lock(&self.0);
+        limits.max_bandwidth = Some(bytes_per_second.map(|rate| rate.max(1)));
+        limits.changes += 1;
     }
 
-    /// Maximum time for which the guest may be stopped, from here on; in whole milliseconds.
+    /// Maximum time for which the guest may be stopped, from here on.
     pub fn set_downtime_limit(&self, limit: Duration) {
-        let value = u64::try_from(limit.as_millis()).unwrap_or(UNCHANGED).min(UNCHANGED - 1);
-        self.0.downtime_ms.store(value, Ordering::Relaxed);
-        self.0.changes.fetch_add(1, Ordering::Release);
+        let mut limits = lock(&self.0);
+        limits.downtime = Some(limit);
+        limits.changes += 1;
     }
 
     /// The rate, if it was changed: `Some(None)` is unlimited.
     pub fn max_bandwidth(&self) -> Option<Option<u64>> {
-        match self.0.max_bandwidth.load(Ordering::Relaxed) {
-            UNCHANGED => None,
-            UNLIMITED => Some(None),
-            rate => Some(Some(rate)),
-        }
+        lock(&self.0).max_bandwidth
     }
 
     /// The downtime, if it was changed.
     pub fn downtime_limit(&self) -> Option<Duration> {
-        Some(self.0.downtime_ms.load(Ordering::Relaxed))
-            .filter(|&ms| ms != UNCHANGED)
-            .map(Duration::from_millis)
+        lock(&self.0).downtime
     }
 
     /// Number of changes; for forwarding them.
     pub fn changes(&self) -> u64 {
-        self.0.changes.load(Ordering::Acquire)
+        lock(&self.0).changes
     }
 }
 
@@ -81,8 +65,8 @@ mod tests {
         assert_eq!(seen, (Some(Some(5)), Some(Duration::from_millis(20)), 2));
         other.set_max_bandwidth(None);
         assert_eq!(tuning.max_bandwidth(), Some(None));
-        // Neither "unchanged" nor "unlimited".
-        for (set, seen) in [(u64::MAX, u64::MAX - 1), (0, 1)] {
+        // Not "unlimited".
+        for (set, seen) in [(u64::MAX, u64::MAX), (0, 1)] {
             other.set_max_bandwidth(Some(set));
             assert_eq!(tuning.max_bandwidth(), Some(Some(seen)));
         }

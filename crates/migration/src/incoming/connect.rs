@@ -131,7 +131,8 @@ fn gather_into(
         if single && gathering.main.is_some() {
             return Err(gathering.missing(listener, started, Duration::ZERO));
         }
-        let ready = wait(listener, gathering.watched(), deadline, cancel)?;
+        let watched = gathering.candidates.iter().map(UnidentifiedConnection::watched);
+        let ready = wait(listener, watched, deadline, cancel)?;
         if ready.listener {
             match listener.accept(Instant::now(), cancel) {
                 Ok(channel) => gathering.accepted(Arc::from(channel), single, deadline)?,
@@ -345,11 +346,6 @@ impl Gathering {
         ChannelError::Timeout { op: "accept a main channel", peer, after: started.elapsed() }.into()
     }
 
-    /// The channels to wait for, with the time before which each is left alone.
-    fn watched(&self) -> impl Iterator<Item = (&Arc<dyn Channel>, Instant)> {
-        self.candidates.iter().map(UnidentifiedConnection::watched)
-    }
-
     fn accepted(&mut self, channel: Arc<dyn Channel>, single: bool, deadline: Instant) -> Result<()> {
         if !single && can_wait(channel.as_ref()) {
             if self.candidates.len() == self.lanes.len() + UNRELATED_MAX {
@@ -420,6 +416,7 @@ impl UnidentifiedConnection {
         Classified::Unrelated
     }
 
+    /// The channel, and the time before which it is left alone.
     fn watched(&self) -> (&Arc<dyn Channel>, Instant) {
         (&self.channel, self.next_peek)
     }

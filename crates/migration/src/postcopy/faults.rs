@@ -1,7 +1,6 @@
 //! Statistics of the guest's faults: number, latency and addresses.
 
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::lock::lock;
@@ -19,13 +18,16 @@ const HISTOGRAM_RANGES: usize = 24;
 const DEMANDED_MAX: usize = 1 << 18;
 
 /// Counters of the request path; every thread adds to them.
-#[derive(Debug)]
-pub(super) struct Faults {
-    requests: AtomicU64,
-    served: AtomicU64,
-    late: AtomicU64,
-    times: Vec<AtomicU64>,
-    demanded: Mutex<Vec<PageRef>>,
+#[derive(Debug, Default)]
+pub(super) struct Faults(Mutex<FaultRecord>);
+
+#[derive(Debug, Default)]
+struct FaultRecord {
+    /// Those that are no latencies.
+    counts: FaultCounts,
+    /// Latencies by their step, up to the longest so far.
+    times: Vec<u64>,
+    demanded: Vec<PageRef>,
 }
 
 /// The request path at one moment.
@@ -82,68 +84,55 @@ impl LatencyHistogram {
     }
 }
 
-impl Default for Faults {
-    fn default() -> Self {
-        Self {
-            requests: AtomicU64::new(0),
-            served: AtomicU64::new(0),
-            late: AtomicU64::new(0),
-            times: (0..STEPS * DOUBLINGS).map(|_| AtomicU64::new(0)).collect(),
-            demanded: Mutex::default(),
-        }
-    }
-}
-
 impl Faults {
     pub(super) fn request(&self, page: PageRef) {
-        self.requests.fetch_add(1, Ordering::Relaxed);
-        let mut demanded = lock(&self.demanded);
-        if demanded.len() < DEMANDED_MAX {
-            demanded.push(page);
+        let mut record = lock(&self.0);
+        record.counts.requests += 1;
+        if record.demanded.len() < DEMANDED_MAX {
+            record.demanded.push(page);
         }
     }
 
     pub(super) fn served(&self, after: Duration) {
-        self.served.fetch_add(1, Ordering::Relaxed);
-        self.times[step(after)].fetch_add(1, Ordering::Relaxed);
+        let (mut record, step) = (lock(&self.0), step(after));
+        record.counts.served += 1;
+        if record.times.len() <= step {
+            record.times.resize(step + 1, 0);
+        }
+        record.times[step] += 1;
     }
 
     pub(super) fn late(&self) {
-        self.late.fetch_add(1, Ordering::Relaxed);
+        lock(&self.0).counts.late += 1;
     }
 
     /// The requested pages, in order.
     pub(super) fn demanded(&self) -> Vec<PageRef> {
-        lock(&self.demanded).clone()
+        lock(&self.0).demanded.clone()
     }
 
     pub(super) fn counts(&self) -> FaultCounts {
-        let counter = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        FaultCounts {
-            requests: counter(&self.requests),
-            served: counter(&self.served),
-            late: counter(&self.late),
-            latency_p50: self.percentile(50),
-            latency_p99: self.percentile(99),
-            latencies: self.histogram(),
-        }
+        let record = lock(&self.0);
+        let (latency_p50, latency_p99) = (record.percentile(50), record.percentile(99));
+        FaultCounts { latency_p50, latency_p99, latencies: record.histogram(), ..record.counts }
     }
+}
 
+impl FaultRecord {
     fn histogram(&self) -> LatencyHistogram {
         let mut histogram = LatencyHistogram::default();
-        for (step, times) in (0..).zip(&self.times) {
-            histogram.add(step / STEPS, times.load(Ordering::Relaxed));
+        for (step, &times) in (0..).zip(&self.times) {
+            histogram.add(step / STEPS, times);
         }
         histogram
     }
 
     /// End of the step below which this percentage lies.
     fn percentile(&self, percent: u64) -> Option<Duration> {
-        let times: Vec<u64> = self.times.iter().map(|times| times.load(Ordering::Relaxed)).collect();
-        let all: u64 = times.iter().sum();
+        let all: u64 = self.times.iter().sum();
         let wanted = (all * percent).div_ceil(100).max(1);
         let mut below = 0;
-        let at = times.iter().position(|&times| {
+        let at = self.times.iter().position(|&times| {
             below += times;
             below >= wanted
         })?;

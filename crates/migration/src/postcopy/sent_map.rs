@@ -40,14 +40,13 @@ impl BlockMap {
         self.words[(page / WORD_BITS) as usize].load(Ordering::Acquire) >> (page % WORD_BITS) & 1 == 1
     }
 
-    /// The first page from `page` on with this claim state; the number of pages if there is none.
-    fn next(&self, page: u64, claimed: bool) -> u64 {
+    /// The first page from `page` on that is not claimed; the number of pages if there is none.
+    fn next_unclaimed(&self, page: u64) -> u64 {
         let pages = self.pages();
         let mut at = page;
         while at < pages {
             let word = self.words[(at / WORD_BITS) as usize].load(Ordering::Acquire);
-            let wanted = (if claimed { word } else { !word }) >> (at % WORD_BITS);
-            match wanted {
+            match !word >> (at % WORD_BITS) {
                 0 => at = (at / WORD_BITS + 1) * WORD_BITS,
                 bits => return (at + u64::from(bits.trailing_zeros())).min(pages),
             }
@@ -107,7 +106,7 @@ impl SentMap {
     pub(super) fn is_whole(&self, page: PageRef, length: u64) -> bool {
         let block = &self.blocks[page.block.index()];
         let end = (page.offset + length).div_ceil(block.page_bytes).min(block.pages());
-        block.next(page.offset / block.page_bytes, false) >= end
+        block.next_unclaimed(page.offset / block.page_bytes) >= end
     }
 
     /// The destination's pages that these bytes touch: first byte and length.

@@ -35,15 +35,6 @@ enum State {
     Done,
 }
 
-/// Result of [`Units::acquire_or_claim`].
-#[derive(Debug, Clone, Copy)]
-enum AcquiredUnit {
-    /// The unit is prepared, or it was sent as a whole.
-    Ready,
-    /// The caller prepares this number of bytes, from the unit's first one on.
-    Prepare(u64),
-}
-
 /// States of all units of one guest.
 #[derive(Debug)]
 pub(super) struct Units {
@@ -134,8 +125,8 @@ impl Units {
         let mut at = self.of(page).0;
         while at.offset < end {
             at.offset += match self.acquire_or_claim(at, end) {
-                AcquiredUnit::Ready => self.unit_bytes,
-                AcquiredUnit::Prepare(bytes) => {
+                None => self.unit_bytes,
+                Some(bytes) => {
                     guest.request(at, bytes);
                     requested();
                     let result = guest.prepare(at, bytes);
@@ -216,20 +207,20 @@ impl Units {
         *table = Table { states: std::mem::take(&mut table.states), ..Table::default() };
     }
 
-    /// Acquires the unit if it is prepared. Otherwise claims it, and the absent ones after it up to `end`,
-    /// for the caller to prepare.
-    fn acquire_or_claim(&self, unit: PageRef, end: u64) -> AcquiredUnit {
+    /// Acquires the unit if it is prepared, or was sent as a whole: `None`. Otherwise claims it, and the absent
+    /// ones after it up to `end`, for the caller to prepare: the number of their bytes.
+    fn acquire_or_claim(&self, unit: PageRef, end: u64) -> Option<u64> {
         let length = self.length(unit.block, unit.offset);
         let mut table = lock(&self.table);
         loop {
             match *table.state(unit, self.unit_bytes) {
-                State::Done => return AcquiredUnit::Ready,
+                State::Done => return None,
                 State::Prepared { users, idle } => {
                     *table.state(unit, self.unit_bytes) = State::Prepared { users: users + 1, idle };
                     if users == 0 {
                         table.idle_bytes -= length;
                     }
-                    return AcquiredUnit::Ready;
+                    return None;
                 }
                 State::Absent => break,
                 State::Preparing => {
@@ -244,7 +235,7 @@ impl Units {
             *table.state(at, self.unit_bytes) = State::Preparing;
             at.offset += self.length(at.block, at.offset);
         }
-        AcquiredUnit::Prepare(at.offset - unit.offset)
+        Some(at.offset - unit.offset)
     }
 
     fn set(&self, first: PageRef, length: u64, state: State) {

@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::slice;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::Result;
+use crate::dirty::DirtyMap;
 use crate::guest::{BaseId, ExtentKind, Guest, Pages};
 
 const PAGE: usize = PAGE_SIZE as usize;
@@ -47,10 +48,10 @@ impl fmt::Debug for Base {
 pub(super) struct BaseBlock {
     image: Arc<dyn Guest + Send>,
     block: BlockIndex,
-    /// A bit for each page that is not zero in the image.
-    has_content: Vec<u64>,
-    /// A bit for each page that was forwarded: the destination has another one than the image's.
-    sent: Vec<AtomicU64>,
+    /// Pages that are not zero in the image. This map and the next one have this block only.
+    has_content: DirtyMap,
+    /// Pages that were forwarded: the destination has other ones than the image's.
+    sent: DirtyMap,
 }
 
 impl fmt::Debug for BaseBlock {
@@ -65,19 +66,16 @@ impl BaseBlock {
         let is_it = |block: &RamBlock| (&block.name, block.length) == (&of.name, of.length);
         let index = image.blocks().iter().position(is_it)?;
         let block = BlockIndex(u32::try_from(index).ok()?);
-        let words = usize::try_from(of.pages().div_ceil(64)).ok()?;
-        let mut has_content = vec![0; words];
-        let mut page = 0;
-        while page < of.pages() {
-            let extent = image.extent(PageRef { block, offset: page * PAGE_SIZE });
+        let (has_content, sent) = (DirtyMap::new(slice::from_ref(of)), DirtyMap::new(slice::from_ref(of)));
+        let mut offset = 0;
+        while offset < of.length {
+            let extent = image.extent(PageRef { block, offset });
+            let length = extent.pages * PAGE_SIZE;
             if extent.kind != ExtentKind::Zero {
-                for page in page..page + extent.pages {
-                    has_content[(page / 64) as usize] |= 1 << (page % 64);
-                }
+                has_content.mark(only(offset), length);
             }
-            page += extent.pages;
+            offset += length;
         }
-        let sent = (0..words).map(|_| AtomicU64::new(0)).collect();
         Some(Self { image: Arc::clone(image), block, has_content, sent })
     }
 
@@ -95,22 +93,24 @@ impl BaseBlock {
 
     /// Returns true if the page must be sent, and records that it is.
     fn replaces(&self, offset: u64, content: &[u8]) -> bool {
-        let (word, bit) = ((offset / PAGE_SIZE / 64) as usize, 1 << (offset / PAGE_SIZE % 64));
-        let (Some(sent), Some(has_content)) = (self.sent.get(word), self.has_content.get(word)) else {
-            return true;
-        };
+        let page = only(offset);
         let is_same = || {
-            let of_image = if has_content & bit == 0 { Some(ZERO_PAGE) } else { self.page(offset) };
+            let of_image = if self.has_content.is_marked(page) { self.page(offset) } else { Some(ZERO_PAGE) };
             of_image == Some(content)
         };
-        if sent.load(Ordering::Relaxed) & bit == 0 && is_same() {
+        if !self.sent.is_marked(page) && is_same() {
             return false;
         }
-        sent.fetch_or(bit, Ordering::Relaxed);
+        self.sent.mark(page, PAGE_SIZE);
         true
     }
 
     fn page(&self, offset: u64) -> Option<&[u8]> {
         self.image.immutable(PageRef { block: self.block, offset }, PAGE_SIZE)
     }
+}
+
+/// A page in a map of one block.
+fn only(offset: u64) -> PageRef {
+    PageRef { block: BlockIndex(0), offset }
 }

@@ -56,11 +56,6 @@ impl<L: DirtyLogReader> DirtyLogTracker<L> {
         Self { log }
     }
 
-    /// The log.
-    pub fn log(&self) -> &L {
-        &self.log
-    }
-
     fn report_dirty(
         &self,
         memory: &[Span<'_>],
