@@ -58,9 +58,7 @@ pub(crate) fn socket<'a>(text: &'a Path, root: &RuntimeRoot) -> Result<Cow<'a, P
     let is_path = text.components().count() != 1 || text.starts_with(".") || is_own_socket(text);
     let name = text.to_str().and_then(|name| name.parse::<GuestName>().ok()).filter(|_| !is_path);
     let Some(name) = name else { return Ok(text.into()) };
-    let guests = root.list()?;
-    let guest = guests.into_iter().find(|guest| guest.name == name.as_str());
-    let socket: Option<PathBuf> = guest.map(|guest| guest.qmp);
+    let socket: Option<PathBuf> = root.find(&name)?.map(|guest| guest.qmp);
     socket.map(Cow::Owned).with_context(|| {
         format!(
             "{name}: no guest of this user has this name (`towline ps` lists them), and no socket here; a towline \

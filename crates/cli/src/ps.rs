@@ -20,13 +20,20 @@ const STATE_TIMEOUT: Duration = Duration::from_millis(200);
 /// Runs the command.
 pub(crate) fn run(args: &PsArgs) -> Result<Exit> {
     let reporter = Reporter::new(&args.output).blocking();
-    let guests = RuntimeRoot::of_user().list()?;
+    let (mut guests, mut unreadable) = (Vec::new(), None);
+    for guest in RuntimeRoot::of_user().guests()? {
+        match guest {
+            Ok(guest) => guests.push(guest),
+            Err(error) => unreadable = Some(error),
+        }
+    }
     if !guests.is_empty() {
         let heading = ["NAME", "PID", "STATE", "AGE", "MEMORY", "IMAGE"];
         let [name, pid, state, age, memory, image] = heading;
         reporter.line(&format!("{name:<20} {pid:>8}  {state:<14} {age:>7} {memory:>11}  {image}"));
     }
     guests.iter().for_each(|guest| report(guest, &reporter));
+    unreadable.map_or(Ok(()), Err)?;
     let exit = reporter.result(FinalEvent::Guests { guests: guests.len() }, Exit::Done);
     if guests.is_empty() {
         reporter.line("no guests of this user on this host");

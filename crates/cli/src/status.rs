@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use towline_control::moves;
-use towline_launch::RuntimeRoot;
+use towline_launch::{RuntimeError, RuntimeRoot};
 use towline_qmp::commands::{QueryStatus, RunState, Status};
 use towline_qmp::{Client, Error, Options};
 
@@ -32,10 +32,12 @@ struct GuestStatus {
 pub(crate) fn run(args: &StatusArgs) -> Result<Exit> {
     let reporter = Reporter::new(&args.output).blocking();
     let root = RuntimeRoot::of_user();
-    let guests = root.list()?;
-    let socket = ctl::socket(&args.guest, &root).ok();
+    let socket = match ctl::socket(&args.guest, &root) {
+        Err(error) if error.is::<RuntimeError>() => return Err(error),
+        socket => socket.ok(),
+    };
     let status = socket.as_deref().map_or_else(|| Ok(no_guest("no guest of this user has this name")), of)?;
-    let guest = guests.iter().find(|guest| Some(guest.qmp.as_path()) == socket.as_deref());
+    let guest = socket.as_deref().and_then(|socket| root.find_qemu(None, socket).transpose()).transpose()?;
     let undecided = socket.as_deref().map(undecided_moves).unwrap_or_default();
     let (run_state, pid) = (status.run_state.as_deref(), guest.map(|guest| guest.pid));
     let event = StatusOfGuest::new(&args.guest, status.state, run_state, socket.as_deref(), pid, &undecided);

@@ -176,18 +176,16 @@ impl ManagedGuest {
     }
 
     fn find_below(root: &RuntimeRoot, process: Option<i32>, socket: &Path) -> Result<Option<Self>, Error> {
-        // A monitor in the directory of a guest is of that. The states of others may be those of another version.
+        // A monitor in the directory of a guest is of that.
         let name =
             socket.strip_prefix(root.path()).ok().and_then(|path| path.parent()?.to_str()?.parse().ok());
-        let guests = match name {
-            Some(name) => root.find(&name)?.into_iter().collect(),
-            None => root.list()?,
+        let is_it =
+            |guest: &RunningGuest| process.is_none_or(|process| i64::from(guest.pid) == i64::from(process));
+        let found = match name {
+            Some(name) => root.find(&name)?.filter(is_it),
+            None => root.find_qemu(process, socket)?,
         };
-        let is_it = |guest: &RunningGuest| match process {
-            Some(pid) => i64::from(guest.pid) == i64::from(pid),
-            None => guest.qmp == socket,
-        };
-        Ok(guests.into_iter().find(is_it).and_then(Self::of))
+        Ok(found.and_then(Self::of))
     }
 
     /// Directory of its generations.
@@ -320,17 +318,20 @@ mod tests {
             fs::DirBuilder::new().recursive(true).mode(0o700).create(root.path().join(name)).unwrap();
         }
         fs::write(root.path().join("later/state.json"), "{\"version\": 2}").unwrap();
+        let lock = File::create(root.path().join("later/lock")).unwrap();
+        lock.lock().unwrap();
         let own = std::process::id().cast_signed();
         let start_time = crate::procfs::start_time(own).unwrap();
         let guest = RunningGuest { start_time, ..guest(place.path(), std::process::id(), 0).guest };
         let mut state = serde_json::to_value(&guest).unwrap();
         state["version"] = 1.into();
         fs::write(root.path().join("web/state.json"), state.to_string()).unwrap();
-        let find = |socket: &Path| ManagedGuest::find_below(&root, Some(own), socket);
-        assert!(find(&root.path().join("web/qmp.sock")).unwrap().is_some());
+        let find = |pid, socket: &Path| ManagedGuest::find_below(&root, Some(pid), socket);
+        assert!(find(own, &root.path().join("web/qmp.sock")).unwrap().is_some());
+        assert!(find(own, Path::new("/run/vm/a.qmp")).unwrap().is_some());
         // It may be the one that cannot be read.
-        assert!(matches!(find(Path::new("/run/vm/a.qmp")), Err(Error::Guests(_))));
-        assert!(find(&root.path().join("later/qmp.sock")).is_err());
+        assert!(matches!(find(1, Path::new("/run/vm/a.qmp")), Err(Error::Guests(_))));
+        assert!(find(own, &root.path().join("later/qmp.sock")).is_err());
     }
 
     #[test]

@@ -10,7 +10,8 @@
 //! ```
 //! Root and directory belong to the user alone (0700) and are not symbolic links. What a guest that has ended
 //! leaves is removed by the next one of its name, or a day later by the next one of any name. Lock, socket
-//! and state of a guest cannot disagree: all are written by the process that holds the lock.
+//! and state of a guest cannot disagree: all are written by the process that holds the lock. A state that
+//! cannot be read, of another version or a damaged one, concerns no other guest, and none if the lock is free.
 
 mod state;
 
@@ -19,6 +20,7 @@ use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::thread;
 use std::time::Duration;
 
 use rustix::fs::{AtFlags, CWD, FlockOperation, Mode, OFlags, fstat, mkdirat, openat, statat, unlinkat};
@@ -29,11 +31,13 @@ pub use state::{GuestGenerations, RunningGuest};
 
 /// Longest name of a guest in bytes. A socket's path has 107 bytes at most.
 const NAME_BYTES_MAX: usize = 48;
-/// Number of attempts to lock a directory that others remove at the same time.
+/// Attempts to lock a directory that others remove at the same time, and the interval between them.
 const ATTEMPTS_MAX: u32 = 100;
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// Guests that are listed.
 const GUESTS_MAX: usize = 10_000;
 const LOCK: &str = "lock";
+const QMP: &str = "qmp.sock";
 const STATE: &str = "state.json";
 const STATE_STAGING: &str = "state.json.new";
 /// Directories of login sessions, which end with them.
@@ -111,6 +115,19 @@ pub enum RuntimeError {
         mode: u32,
         /// User id of this process.
         expected_owner: u32,
+    },
+    /// The state of a guest that may run is damaged, or of another version of towline.
+    #[error(
+        "state {} of a guest cannot be read: {source}; use the towline that has started it, or end that QEMU",
+        path.display()
+    )]
+    State {
+        /// The file.
+        path: PathBuf,
+        /// The guest's process, if that can be read: all versions have it.
+        pid: Option<u32>,
+        /// The system's error, or the fault of the text.
+        source: io::Error,
     },
     /// A guest of this name runs.
     #[error("name {name} is taken by {holder}")]
@@ -207,94 +224,147 @@ impl RuntimeRoot {
         }
         let root = open_private(CWD, &self.path, &self.path)?;
         self.remove_ended(root.as_fd());
-        self.lock(root.as_fd(), name)
+        for _ in 0..ATTEMPTS_MAX {
+            if let Some(claimed) = self.try_claim(root.as_fd(), name)? {
+                return Ok(claimed);
+            }
+            // A guest that runs stays; a process that removes what an ended one has left has it for a moment.
+            if !matches!(self.read(name), Ok(None)) {
+                break;
+            }
+            thread::sleep(RETRY_INTERVAL);
+        }
+        Err(RuntimeError::Taken { name: name.clone(), holder: holder(&self.path.join(name.as_str())) })
     }
 
     /// Removes the directories of guests that ended long ago.
     fn remove_ended(&self, root: BorrowedFd<'_>) {
-        let entries = std::fs::read_dir(&self.path).into_iter().flatten().take(GUESTS_MAX).flatten();
-        for entry in entries {
-            let Some(name) = entry.file_name().to_str().and_then(|name| name.parse::<GuestName>().ok())
-            else {
-                continue;
-            };
-            let last = [entry.path().join("qemu.log"), entry.path()]
+        for name in self.names().unwrap_or_default() {
+            let path = self.path.join(name.as_str());
+            let last = [path.join("qemu.log"), path]
                 .iter()
                 .find_map(|path| std::fs::symlink_metadata(path).ok()?.modified().ok());
-            if last.and_then(|last| last.elapsed().ok()).is_some_and(|age| age > ENDED_KEPT)
-                && let Ok(ended) = self.lock(root, &name)
-            {
-                drop(ended);
+            if last.and_then(|last| last.elapsed().ok()).is_some_and(|age| age > ENDED_KEPT) {
+                drop(self.try_claim(root, &name));
             }
         }
     }
 
-    /// Locks the directory of a guest, which is made if it is missing, and removes what is in it.
-    fn lock(&self, root: BorrowedFd<'_>, name: &GuestName) -> Result<GuestDirectory, RuntimeError> {
+    /// Locks the directory of a guest, which is made if it is missing, and removes what is in it. `None`: another
+    /// process has it, or has removed it meanwhile.
+    fn try_claim(
+        &self,
+        root: BorrowedFd<'_>,
+        name: &GuestName,
+    ) -> Result<Option<GuestDirectory>, RuntimeError> {
         let path = self.path.join(name.as_str());
-        for _ in 0..ATTEMPTS_MAX {
-            let directory = match open_private(root, Path::new(name.as_str()), &path) {
-                // Removed between its creation and its opening.
-                Err(RuntimeError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => continue,
-                other => other?,
-            };
-            let flags = OFlags::CREATE | OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-            let lock = match openat(&directory, LOCK, flags, Mode::RUSR | Mode::WUSR) {
-                Err(Errno::NOENT) => continue,
-                other => other.map_err(|errno| io_error(&path.join(LOCK), "open it", errno))?,
-            };
-            match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
-                Ok(()) => {}
-                Err(Errno::WOULDBLOCK) => {
-                    return Err(RuntimeError::Taken { name: name.clone(), holder: holder(&path) });
-                }
-                Err(errno) => return Err(io_error(&path.join(LOCK), "lock it", errno)),
+        let directory = match open_private(root, Path::new(name.as_str()), &path) {
+            // Removed between its creation and its opening.
+            Err(RuntimeError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+                return Ok(None);
             }
-            // The file may have been removed, with its directory, before it was locked.
-            let named = statat(CWD, path.join(LOCK), AtFlags::SYMLINK_NOFOLLOW);
-            let open = fstat(&lock).map_err(|errno| io_error(&path.join(LOCK), "examine it", errno))?;
-            if named.is_ok_and(|named| (named.st_dev, named.st_ino) == (open.st_dev, open.st_ino)) {
-                let claimed = GuestDirectory { name: name.clone(), path, directory, lock, is_kept: false };
-                claimed.remove_files();
-                return Ok(claimed);
-            }
+            other => other?,
+        };
+        let flags = OFlags::CREATE | OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let lock = match openat(&directory, LOCK, flags, Mode::RUSR | Mode::WUSR) {
+            Err(Errno::NOENT) => return Ok(None),
+            other => other.map_err(|errno| io_error(&path.join(LOCK), "open it", errno))?,
+        };
+        match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Err(Errno::WOULDBLOCK) => return Ok(None),
+            other => other.map_err(|errno| io_error(&path.join(LOCK), "lock it", errno))?,
         }
-        Err(RuntimeError::Taken {
-            name: name.clone(),
-            holder: "processes that start and end at this moment".into(),
-        })
+        // The file may have been removed, with its directory, before it was locked.
+        let named = statat(CWD, path.join(LOCK), AtFlags::SYMLINK_NOFOLLOW);
+        let open = fstat(&lock).map_err(|errno| io_error(&path.join(LOCK), "examine it", errno))?;
+        if !named.is_ok_and(|named| (named.st_dev, named.st_ino) == (open.st_dev, open.st_ino)) {
+            return Ok(None);
+        }
+        let claimed = GuestDirectory { name: name.clone(), path, directory, lock, is_kept: false };
+        claimed.remove_files();
+        Ok(Some(claimed))
     }
 
     /// The guest of this name that runs.
     ///
     /// # Errors
-    /// Its state cannot be read: it may run.
+    /// [`RuntimeError::State`]: it may run. A root that others could write to.
     pub fn find(&self, name: &GuestName) -> Result<Option<RunningGuest>, RuntimeError> {
-        let path = self.path.join(name.as_str()).join(STATE);
-        let found = RunningGuest::read(&path).map_err(|error| io_error(&path, "read it", error))?;
-        Ok(found.filter(RunningGuest::is_running))
+        if std::fs::symlink_metadata(&self.path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+            return Ok(None);
+        }
+        open_private(CWD, &self.path, &self.path)?;
+        self.read(name)
+    }
+
+    fn read(&self, name: &GuestName) -> Result<Option<RunningGuest>, RuntimeError> {
+        let path = self.path.join(name.as_str());
+        let state = path.join(STATE);
+        match RunningGuest::read(&state) {
+            Ok(found) => Ok(found.filter(RunningGuest::is_running)),
+            // Left by a guest that has ended.
+            Err(_) if !is_locked(&path.join(LOCK)) => Ok(None),
+            Err(source) => {
+                Err(RuntimeError::State { pid: RunningGuest::pid_in_any_version(&state), path: state, source })
+            }
+        }
+    }
+
+    /// The guest in the QEMU of this process, or with this monitor if its process is not known.
+    ///
+    /// # Errors
+    /// As [`Self::guests`]; [`RuntimeError::State`] of one that may be it.
+    pub fn find_qemu(
+        &self,
+        process: Option<i32>,
+        monitor: &Path,
+    ) -> Result<Option<RunningGuest>, RuntimeError> {
+        let is_it = |pid: u32, qmp: &Path| match process {
+            Some(process) => i64::from(pid) == i64::from(process),
+            None => qmp == monitor,
+        };
+        let mut doubt = None;
+        for guest in self.guests()? {
+            match guest {
+                Ok(guest) if is_it(guest.pid, &guest.qmp) => return Ok(Some(guest)),
+                Err(RuntimeError::State { pid: Some(pid), path, .. })
+                    if !is_it(pid, &path.with_file_name(QMP)) => {}
+                Err(error) => doubt = Some(error),
+                Ok(_) => {}
+            }
+        }
+        doubt.map_or(Ok(None), Err)
     }
 
     /// Returns the guests that run, by name.
     ///
     /// # Errors
-    /// A root or a guest in it that cannot be read, or a root that others could write to. A root that does not exist has no guests.
+    /// As [`Self::guests`]; [`RuntimeError::State`] of any guest.
     pub fn list(&self) -> Result<Vec<RunningGuest>, RuntimeError> {
-        let entries = match std::fs::read_dir(&self.path) {
+        self.guests()?.into_iter().collect()
+    }
+
+    /// Returns the guests that run, by name, or [`RuntimeError::State`] in the place of one that may run.
+    ///
+    /// # Errors
+    /// A root that cannot be read, or that others could write to. A root that does not exist has no guests.
+    pub fn guests(&self) -> Result<Vec<Result<RunningGuest, RuntimeError>>, RuntimeError> {
+        let names = match self.names() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
             other => other.map_err(|error| io_error(&self.path, "read it", error))?,
         };
         open_private(CWD, &self.path, &self.path)?;
-        let mut guests = Vec::new();
-        for entry in entries.take(GUESTS_MAX) {
-            let entry = entry.map_err(|error| io_error(&self.path, "read it", error))?;
-            let Some(Ok(_)) = entry.file_name().to_str().map(str::parse::<GuestName>) else { continue };
-            let path = entry.path().join(STATE);
-            let guest = RunningGuest::read(&path).map_err(|error| io_error(&path, "read it", error))?;
-            guests.extend(guest.filter(RunningGuest::is_running));
+        Ok(names.iter().filter_map(|name| self.read(name).transpose()).collect())
+    }
+
+    /// The names for which there is a directory, in order.
+    fn names(&self) -> io::Result<Vec<GuestName>> {
+        let mut names = Vec::new();
+        for entry in std::fs::read_dir(&self.path)?.take(GUESTS_MAX) {
+            names.extend(entry?.file_name().to_str().and_then(|name| name.parse::<GuestName>().ok()));
         }
-        guests.sort_by(|a, b| a.name.cmp(&b.name));
-        Ok(guests)
+        names.sort();
+        Ok(names)
     }
 }
 
@@ -314,7 +384,7 @@ impl GuestDirectory {
     /// Path of the monitor's socket.
     #[must_use]
     pub fn qmp_path(&self) -> PathBuf {
-        self.path.join("qmp.sock")
+        self.path.join(QMP)
     }
 
     /// Path of QEMU's log.
@@ -422,6 +492,14 @@ fn open_private(at: BorrowedFd<'_>, name: &Path, path: &Path) -> Result<OwnedFd,
 
 pub(crate) fn io_error(path: &Path, operation: &'static str, source: impl Into<io::Error>) -> RuntimeError {
     RuntimeError::Io { path: path.to_owned(), operation, source: source.into() }
+}
+
+/// Returns true if the guest with this lock, or its launcher, may live.
+fn is_locked(path: &Path) -> bool {
+    match File::open(path) {
+        Ok(lock) => lock.try_lock_shared().is_err(),
+        Err(error) => error.kind() != io::ErrorKind::NotFound,
+    }
 }
 
 /// The process that has a name, according to its state.

@@ -230,6 +230,7 @@ fn resumed(id: &str, choice: Option<ResumeChoice>, role: Role) -> Option<Decided
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::os::unix::fs::DirBuilderExt as _;
 
     use towline_launch::{GuestGenerations, RunningGuest};
 
@@ -240,12 +241,14 @@ mod tests {
         let place = tempfile::tempdir().unwrap();
         let root = RuntimeRoot::at(place.path().join("guests"));
         let state = |name: &str, json: &str| {
-            fs::create_dir_all(root.path().join(name)).unwrap();
+            fs::DirBuilder::new().recursive(true).mode(0o700).create(root.path().join(name)).unwrap();
             fs::write(root.path().join(name).join("state.json"), json).unwrap();
         };
         let shared = SharedState(place.path().join("web"));
         let find = |name: &str| Here::find(&root, &name.parse().unwrap(), &shared);
         state("later", "{\"version\": 2}");
+        let lock = fs::File::create(root.path().join("later/lock")).unwrap();
+        lock.lock().unwrap();
         assert!(find("web").unwrap().is_none());
         assert!(find("later").is_err(), "it may run");
         let guest = |directory: &str| {

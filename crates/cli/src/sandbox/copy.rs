@@ -93,8 +93,8 @@ pub(crate) fn policy_of_copy(
 
 /// Directories of generations of this user's guests.
 fn permit_generations() -> impl Iterator<Item = PathBuf> {
-    let guests = RuntimeRoot::of_user().list().unwrap_or_default();
-    guests.into_iter().filter_map(|guest| Some(guest.generations?.directory))
+    let guests = RuntimeRoot::of_user().guests().unwrap_or_default();
+    guests.into_iter().flatten().filter_map(|guest| Some(guest.generations?.directory))
 }
 
 fn permit_source(policy: &mut Policy, source: &Source, stream: StreamDirection) -> Option<()> {

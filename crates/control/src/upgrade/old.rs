@@ -159,8 +159,8 @@ const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 /// Ends the QEMUs of that name that hold no guest: nothing else would, and they map the guest's memory. One
 /// that a record of a move names is left to `towline resume`.
 pub(super) fn end_leftovers(root: &RuntimeRoot, base: &str, old: &OldQemu) {
-    let Ok(guests) = root.list() else { return };
-    for guest in guests.iter().filter(|guest| is_leftover(guest, base)) {
+    let Ok(guests) = root.guests() else { return };
+    for guest in guests.iter().flatten().filter(|guest| is_leftover(guest, base)) {
         if is_useless(guest, old) {
             tracing::info!(name = guest.name, pid = guest.pid, "ending a QEMU of a killed towline");
             kill(guest);

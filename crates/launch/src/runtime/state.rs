@@ -1,7 +1,7 @@
 //! The file `state.json` of a running guest.
 //!
 //! Format: `{"version": 1, "name": …, "pid": …, "start-time": …, "owner-pid": …, "detached": …, "qmp": …,
-//! "image": …, "generation": …}`. A file of another version is an error: its guest may run. `start-time` is field 22 of `/proc/PID/stat`, so a
+//! "image": …, "generation": …}`. A file of another version is an error: its guest may run. `pid` is the same in all versions. `start-time` is field 22 of `/proc/PID/stat`, so a
 //! reused pid is not taken for the guest.
 
 use std::fs::File;
@@ -60,12 +60,11 @@ struct Versioned<T> {
 }
 
 impl RunningGuest {
-    /// Reads a state file; `None` if there is none, or none of this version.
+    /// Reads a state file; `None` if there is none.
     pub(super) fn read(path: &Path) -> io::Result<Option<Self>> {
-        let mut bytes = Vec::new();
-        match File::open(path) {
+        let bytes = match read_bytes(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            opened => opened?.take(BYTES_MAX).read_to_end(&mut bytes)?,
+            read => read?,
         };
         let read: Versioned<Self> = serde_json::from_slice(&bytes)?;
         if read.version != VERSION {
@@ -73,6 +72,12 @@ impl RunningGuest {
             return Err(io::Error::new(io::ErrorKind::InvalidData, text));
         }
         Ok(Some(read.state))
+    }
+
+    /// The process in a state file of any version.
+    pub(super) fn pid_in_any_version(path: &Path) -> Option<u32> {
+        let state: serde_json::Value = serde_json::from_slice(&read_bytes(path).ok()?).ok()?;
+        state.get("pid")?.as_u64()?.try_into().ok()
     }
 
     pub(super) fn to_json(&self) -> io::Result<String> {
@@ -139,6 +144,12 @@ impl RunningGuest {
             ended.is_ok_and(|count| count > 0)
         })
     }
+}
+
+fn read_bytes(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    File::open(path)?.take(BYTES_MAX).read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// Reads the start time of a process, in clock ticks since boot. A process that has ended and is not yet

@@ -29,6 +29,9 @@ fn names_are_no_paths() {
 fn a_name_is_taken_until_its_directory_is_dropped() {
     let (_parent, root) = root();
     let first = root.claim(&name("a")).unwrap();
+    first
+        .write_state(&first.new_state(std::process::id(), Lifetime::WithOwner, None, None).unwrap())
+        .unwrap();
     let error = root.claim(&name("a")).unwrap_err();
     assert!(matches!(error, RuntimeError::Taken { .. }), "{error}");
     std::fs::write(first.path().join("qemu.log"), "of the first").unwrap();
@@ -54,6 +57,7 @@ fn a_directory_of_others_is_refused() {
     set(root.path(), 0o777);
     assert!(matches!(root.claim(&name("b")), Err(RuntimeError::NotPrivate { mode: 0o777, .. })));
     assert!(matches!(root.list(), Err(RuntimeError::NotPrivate { mode: 0o777, .. })));
+    assert!(matches!(root.find(&name("a")), Err(RuntimeError::NotPrivate { mode: 0o777, .. })));
 }
 
 #[test]
@@ -97,7 +101,7 @@ fn only_guests_that_run_are_listed() {
     let damaged = damaged.path().join(STATE);
     std::fs::write(&damaged, "{").unwrap();
     // It may be that of a guest which runs.
-    assert!(matches!(root.list(), Err(RuntimeError::Io { path, .. }) if path == damaged));
+    assert!(matches!(root.list(), Err(RuntimeError::State { path, pid: None, .. }) if path == damaged));
     std::fs::remove_file(damaged).unwrap();
     assert_eq!(root.list().unwrap(), [state]);
     let taken = root.claim(&name("a")).unwrap_err().to_string();
@@ -136,4 +140,57 @@ fn directories_of_guests_that_ended_a_day_ago_are_removed() {
     let _next = root.claim(&name("next")).unwrap();
     assert_eq!(paths.each_ref().map(|path| path.exists()), [true, true, false]);
     drop(running);
+}
+
+/// As `claim` does with all that it finds.
+#[test]
+fn a_name_is_not_taken_by_a_process_that_removes_what_was_left() {
+    let (_parent, root) = root();
+    leave(root.claim(&name("a")).unwrap());
+    let directory = open_private(CWD, root.path(), root.path()).unwrap();
+    let removing = root.try_claim(directory.as_fd(), &name("a")).unwrap().unwrap();
+    thread::scope(|scope| {
+        let claiming = scope.spawn(|| root.claim(&name("a")).map(drop));
+        thread::sleep(2 * RETRY_INTERVAL);
+        drop(removing);
+        claiming.join().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn a_state_of_another_version_concerns_only_its_own_guest() {
+    let (_parent, root) = root();
+    let write = |name: &str, pid: u32, version: u32| {
+        let directory = root.claim(&name.parse().unwrap()).unwrap();
+        let state = directory.new_state(std::process::id(), Lifetime::Detached, None, None).unwrap();
+        let state = RunningGuest { pid, ..state };
+        let json = state.to_json().unwrap().replace("\"version\":1", &format!("\"version\":{version}"));
+        std::fs::write(directory.path().join(STATE), json).unwrap();
+        directory
+    };
+    let own = std::process::id();
+    let _own = write("own", own, 1);
+    let foreign = write("foreign", 1, 2);
+    let pid = Some(own.cast_signed());
+    let elsewhere = Path::new("/run/b.qmp");
+    let is_refused = |found: Result<_, RuntimeError>| matches!(found, Err(RuntimeError::State { pid: Some(1), path, .. }) if path == foreign.path().join(STATE));
+    assert_eq!(root.find_qemu(pid, elsewhere).unwrap().unwrap().name, "own");
+    assert_eq!(root.find_qemu(Some(own.cast_signed() + 1), elsewhere).unwrap(), None);
+    assert_eq!(root.find_qemu(None, elsewhere).unwrap(), None);
+    assert!(is_refused(root.find_qemu(Some(1), elsewhere)));
+    assert!(is_refused(root.find_qemu(None, &foreign.qmp_path())));
+    assert_eq!(root.find(&name("own")).unwrap().unwrap().name, "own");
+    assert!(is_refused(root.find(&name("foreign"))));
+    assert!(root.list().is_err());
+    let found: Vec<_> = root.guests().unwrap().into_iter().flatten().map(|guest| guest.name).collect();
+    assert_eq!(found, ["own"]);
+    // Its QEMU and its launcher have ended.
+    leave(foreign);
+    // A process that another test starts has the lock, too, until it executes its program.
+    let deadline = std::time::Instant::now() + Duration::from_secs(30);
+    while root.list().is_err() {
+        assert!(std::time::Instant::now() < deadline);
+        thread::yield_now();
+    }
+    assert_eq!(root.list().unwrap().len(), 1);
 }
