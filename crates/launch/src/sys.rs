@@ -3,5 +3,7 @@
 #![allow(unsafe_code)]
 
 mod child;
+#[cfg(test)]
+pub(crate) mod tests;
 
 pub(crate) use child::{ADMITTED, Child, fork, isolate};

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::retry_on_intr;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 
@@ -139,7 +140,8 @@ impl RunningGuest {
         signals.iter().any(|&(signal, within)| {
             let sent = pidfd_send_signal(&process, signal);
             let within = Timespec::try_from(within).ok();
-            let ended = poll(&mut [PollFd::new(&process, PollFlags::IN)], within.as_ref());
+            // A signal to this process does not end the time that its QEMU has.
+            let ended = retry_on_intr(|| poll(&mut [PollFd::new(&process, PollFlags::IN)], within.as_ref()));
             tracing::debug!(pid = self.pid, ?signal, ?sent, ?ended, "ending QEMU");
             ended.is_ok_and(|count| count > 0)
         })
@@ -175,7 +177,35 @@ fn parse_start_time(stat: &str) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::process::{Command, Stdio};
+
     use super::*;
+
+    fn of_process(pid: u32) -> RunningGuest {
+        RunningGuest {
+            name: "a".into(),
+            pid,
+            start_time: start_time(pid).unwrap(),
+            owner_pid: 1,
+            is_detached: true,
+            qmp: "/run/a/qmp.sock".into(),
+            image: None,
+            generations: None,
+        }
+    }
+
+    #[test]
+    fn a_signal_does_not_shorten_the_time_to_quit() {
+        let script = "trap 'for i in 1 2 3 4 5; do sleep 0.1; done; exit 7' TERM; echo ready; while :; do sleep 0.1; done";
+        let mut child = Command::new("sh").args(["-c", script]).stdout(Stdio::piped()).spawn().unwrap();
+        let mut ready = [0; 6];
+        child.stdout.as_mut().unwrap().read_exact(&mut ready).unwrap();
+        let guest = of_process(child.id());
+        let signals = crate::sys::tests::interrupt_this_thread();
+        assert!(guest.end(Duration::from_secs(60), Duration::from_secs(60)));
+        drop(signals);
+        assert_eq!(child.wait().unwrap().code(), Some(7), "it was not killed");
+    }
 
     #[test]
     fn start_time_follows_any_name_and_not_a_zombie() {
