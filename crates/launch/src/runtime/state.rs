@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::retry_on_intr;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 
@@ -86,10 +86,14 @@ impl RunningGuest {
         Ok(serde_json::to_string(&versioned)?)
     }
 
-    /// Returns true if its process is the one that was started.
+    /// Returns true if its process is the one that was started, or may be: this process may have no descriptor left to learn it.
     #[must_use]
     pub fn is_running(&self) -> bool {
-        start_time(self.pid).is_ok_and(|start_time| start_time == self.start_time)
+        match start_time(self.pid) {
+            Ok(start_time) => start_time == self.start_time,
+            Err(error) => Errno::from_io_error(&error)
+                .is_some_and(|errno| [Errno::MFILE, Errno::NFILE, Errno::NOMEM].contains(&errno)),
+        }
     }
 
     /// File that is there while it waits for the guest of another host.
@@ -205,6 +209,30 @@ mod tests {
         assert!(guest.end(Duration::from_secs(60), Duration::from_secs(60)));
         drop(signals);
         assert_eq!(child.wait().unwrap().code(), Some(7), "it was not killed");
+    }
+
+    /// Counted as ended, its memory and disks would be given to the next one.
+    #[test]
+    fn a_guest_runs_also_if_this_process_has_no_descriptor_left() {
+        const NAME: &str = "runtime::state::tests::a_guest_runs_also_if_this_process_has_no_descriptor_left";
+        const INNER: &str = "TOWLINE_TEST_WITHOUT_DESCRIPTORS";
+        if std::env::var_os(INNER).is_none() {
+            let own = std::env::current_exe().unwrap();
+            let script = "ulimit -n 64; exec \"$0\" --exact \"$1\"";
+            let tested = Command::new("sh").args(["-c", script]).arg(own).arg(NAME).env(INNER, "1").output();
+            let tested = tested.unwrap();
+            assert!(tested.status.success(), "{}", String::from_utf8_lossy(&tested.stdout));
+            return;
+        }
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let guest = of_process(child.id());
+        let open: Vec<File> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
+        let found = (guest.is_running(), guest.process().is_err(), guest.kill(Duration::ZERO));
+        drop(open);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(found, (true, true, false));
+        assert!(!guest.is_running() && guest.kill(Duration::ZERO));
     }
 
     #[test]
