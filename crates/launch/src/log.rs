@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl, ftruncate};
-use rustix::io::{Errno, pread, pwrite, read};
+use rustix::io::{Errno, pread, pwrite, read, retry_on_intr, write};
 use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{Pid, PidfdFlags, WaitOptions, pidfd_open, waitpid};
 
@@ -25,8 +25,10 @@ pub(crate) const LOG_BYTES_MAX: u64 = 256 << 10;
 const KEPT: u64 = LOG_BYTES_MAX / 2;
 /// Read and moved at once, by a child that does not allocate.
 const BUFFER_BYTES: usize = 4096;
-/// Time in which the last output arrives.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+/// Time for the last output to be written. Only a process that has QEMU's output too, and prints without end, takes it.
+const LAST_WORDS: Duration = Duration::from_secs(60);
+/// Wakes the process that writes. It is not written, nor is another one at the end of a part that is read.
+const WAKE: u8 = 0;
 
 /// A log for a QEMU that is about to start.
 #[derive(Debug)]
@@ -39,7 +41,11 @@ pub(crate) struct Log {
 
 /// The process that writes a log.
 #[derive(Debug)]
-pub(crate) struct LogWriter(Pid);
+pub(crate) struct LogWriter {
+    process: Pid,
+    input: OwnedFd,
+    output: OwnedFd,
+}
 
 impl Log {
     /// A log in this file.
@@ -52,21 +58,26 @@ impl Log {
 
     /// Starts the process. QEMU must already have its end.
     pub(crate) fn write(self) -> io::Result<LogWriter> {
-        drop(self.output);
-        let pid = sys::fork(self.input.as_fd(), self.file.as_fd(), copy)?;
-        Pid::from_raw(pid).map(LogWriter).ok_or_else(|| io::Error::other("no process"))
+        let Self { input, output, file } = self;
+        let pid = sys::fork(input.as_fd(), file.as_fd(), copy)?;
+        let process = Pid::from_raw(pid).ok_or_else(|| io::Error::other("no process"))?;
+        Ok(LogWriter { process, input, output })
     }
 }
 
 impl LogWriter {
-    /// Waits until it has written everything, for a time: another process may have QEMU's output too.
+    /// Has it write everything that is there, and end, once QEMU has: another process may have QEMU's output too.
     pub(crate) fn wait(self) {
-        let Ok(process) = pidfd_open(self.0, PidfdFlags::empty()) else { return };
+        // From now on its reads fail where they would wait, and the byte ends one that waits.
+        let woken = fcntl_getfl(&self.input)
+            .and_then(|flags| fcntl_setfl(&self.input, flags | OFlags::NONBLOCK))
+            .and_then(|()| write(&self.output, &[WAKE]));
+        let Ok(process) = pidfd_open(self.process, PidfdFlags::empty()) else { return };
         let timeout = Timespec::try_from(LAST_WORDS).ok();
-        let ended = poll(&mut [PollFd::new(&process, PollFlags::IN)], timeout.as_ref());
-        let reaped = ended.and_then(|_| waitpid(Some(self.0), WaitOptions::NOHANG));
+        let ended = retry_on_intr(|| poll(&mut [PollFd::new(&process, PollFlags::IN)], timeout.as_ref()));
+        let reaped = ended.and_then(|_| waitpid(Some(self.process), WaitOptions::NOHANG));
         if !matches!(reaped, Ok(Some(_))) {
-            tracing::debug!(pid = self.0.as_raw_pid(), "the log is not complete");
+            tracing::debug!(pid = self.process.as_raw_pid(), ?woken, "the log is not complete");
         }
     }
 }
@@ -82,6 +93,7 @@ fn copy(input: BorrowedFd<'_>, file: BorrowedFd<'_>) {
             Err(Errno::INTR) => continue,
             Err(_) => return,
         };
+        let bytes = bytes.strip_suffix(&[WAKE]).unwrap_or(bytes);
         if let Ok(written) = pwrite(file, bytes, length) {
             length += written as u64;
         }
@@ -108,8 +120,31 @@ fn drop_older_half(file: BorrowedFd<'_>, length: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use std::io::Write as _;
+    use std::thread;
+
+    use rustix::process::{Signal, kill_process};
 
     use super::*;
+
+    #[test]
+    fn the_last_words_are_awaited_on_a_busy_host() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("qemu.log");
+        let log = Log::new(File::create(&path).unwrap()).unwrap();
+        // As a process has it that QEMU has started, and that lives on.
+        let mut output = File::from(log.output.try_clone().unwrap());
+        let writer = log.write().unwrap();
+        let process = writer.process;
+        kill_process(process, Signal::STOP).unwrap();
+        output.write_all(b"the last words\n").unwrap();
+        let other_work = thread::spawn(move || {
+            thread::sleep(Duration::from_secs(2));
+            kill_process(process, Signal::CONT).unwrap();
+        });
+        writer.wait();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "the last words\n");
+        other_work.join().unwrap();
+    }
 
     #[test]
     fn a_log_is_bounded_and_has_the_newest_lines() {
