@@ -78,8 +78,7 @@ pub(super) fn spawn(process: ToSpawn, admit: impl FnOnce(u32) -> bool) -> io::Re
             drop(borrowed);
             drop(descriptors);
             drop(command);
-            let log = log.write().inspect_err(|error| tracing::warn!(%error, "QEMU has no log"));
-            supervise(child, log.ok(), &sender, &exit);
+            supervise(child, log, &sender, &exit);
         }
     };
     thread::Builder::new().name("qemu".into()).spawn(supervisor)?;
@@ -87,7 +86,8 @@ pub(super) fn spawn(process: ToSpawn, admit: impl FnOnce(u32) -> bool) -> io::Re
     // A child that has failed before has closed its end.
     if gate.read_exact(&mut pid).is_ok() {
         let answer = if admit(u32::from_ne_bytes(pid)) { sys::ADMITTED } else { 0 };
-        gate.write_all(&[answer])?;
+        // One that was killed meanwhile has a status, which says more than this error.
+        let _ = gate.write_all(&[answer]);
     }
     let (pid, pidfd) =
         receiver.recv().map_err(|_| io::Error::other("the thread that starts it has ended"))??;
@@ -97,7 +97,7 @@ pub(super) fn spawn(process: ToSpawn, admit: impl FnOnce(u32) -> bool) -> io::Re
 /// Reports the child and waits until it ends.
 fn supervise(
     child: io::Result<Child>,
-    log: Option<LogWriter>,
+    log: Log,
     report: &SyncSender<io::Result<(u32, OwnedFd)>>,
     exit: &ProcessExit,
 ) {
@@ -105,6 +105,7 @@ fn supervise(
         Ok(child) => child,
         Err(error) => return drop(report.send(Err(error))),
     };
+    let log = log.write().inspect_err(|error| tracing::warn!(%error, "QEMU has no log"));
     // Not yet reaped, so its id is its own.
     let pidfd = pidfd_open(Pid::from_child(&child), PidfdFlags::empty());
     if pidfd.is_err() && child.kill().is_err() {

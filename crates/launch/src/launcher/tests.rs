@@ -1,5 +1,9 @@
 use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::process::ExitStatusExt as _;
 use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+use rustix::process::Pid;
 
 use super::*;
 use crate::host::EnvironmentVariable;
@@ -153,6 +157,43 @@ fn a_program_that_is_missing_is_an_error() {
     let error = launcher.start(&guest, &host).unwrap_err().to_string();
     assert_eq!(error, "QEMU /nowhere/qemu cannot be started: No such file or directory (os error 2)");
     assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
+    // Those of other tests are reaped soon.
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while has_zombie() {
+        assert!(Instant::now() < deadline, "no process remains");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Returns true if a child of this process has ended and was not waited for.
+fn has_zombie() -> bool {
+    let own = std::process::id().to_string();
+    let processes = fs::read_dir("/proc").unwrap().flatten();
+    let stats = processes.filter_map(|process| fs::read_to_string(process.path().join("stat")).ok());
+    let is_zombie = |stat: String| {
+        let mut fields = stat.rsplit_once(") ").unwrap().1.split(' ');
+        fields.next() == Some("Z") && fields.next() == Some(own.as_str())
+    };
+    stats.into_iter().any(is_zombie)
+}
+
+#[test]
+fn a_process_that_is_killed_before_it_is_qemu_has_a_status() {
+    let parent = tempfile::tempdir().unwrap();
+    let root = RuntimeRoot::at(parent.path().join("run"));
+    let mut launcher = Launcher::new(root.claim(&"web".parse().unwrap()).unwrap());
+    let host = HostArguments { binary: "/bin/true".into(), ..HostArguments::default() };
+    let process = launcher.prepare(&CommandLine::default().trust(&host).unwrap(), &host).unwrap();
+    let killed = |pid: u32| {
+        rustix::process::kill_process(Pid::from_raw(pid.cast_signed()).unwrap(), Signal::KILL).unwrap();
+        // Its end of the gate is closed.
+        while fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z ")) {
+            thread::yield_now();
+        }
+        true
+    };
+    let spawned = spawn(process, killed).unwrap();
+    assert_eq!(spawned.exit.wait(Duration::from_secs(60)).unwrap().signal(), Some(9));
 }
 
 #[test]
