@@ -7,8 +7,10 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, TcpListener, UdpSocket};
 use std::os::unix::fs::FileTypeExt as _;
-use std::os::unix::net::UnixStream;
 use std::path::Path;
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 use crate::command_line::{Properties, QemuOption};
 use crate::policy::AllowedCommandLine;
@@ -224,8 +226,12 @@ impl Resource {
 /// replaces it.
 fn is_left(path: &str) -> bool {
     let is_socket = fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket());
-    let is_refused = |error: std::io::Error| error.kind() == std::io::ErrorKind::ConnectionRefused;
-    is_socket && UnixStream::connect(path).is_err_and(is_refused)
+    // A blocking call waits while the queue of a process that listens is full: QEMU has one client at a time.
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let connected = SocketAddrUnix::new(path).and_then(|address| {
+        connect(socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?, &address)
+    });
+    is_socket && connected == Err(Errno::CONNREFUSED)
 }
 
 /// The process that has a tap open. `fdinfo` of its descriptor has a line `iff:` with the interface's name; a
@@ -260,7 +266,7 @@ fn has_tap(pid: u32, interface: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::net::UnixListener;
+    use std::os::unix::net::{UnixListener, UnixStream};
     use std::time::{Duration, Instant};
 
     use super::*;
@@ -333,6 +339,22 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, "a file").unwrap();
         assert!(matches!(check(&[&server]), Err(InUse::SocketExists { .. })));
+    }
+
+    #[test]
+    fn a_server_with_a_full_queue_is_not_waited_for() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("socket");
+        let listener = UnixListener::bind(&path).unwrap();
+        rustix::net::listen(&listener, 0).unwrap();
+        let _waiting = UnixStream::connect(&path).unwrap();
+        let (sender, receiver) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let server = format!("-chardev socket,id=c0,server=on,wait=off,path={}", path.display());
+            sender.send(check(&[&server]))
+        });
+        let checked = receiver.recv_timeout(Duration::from_secs(60));
+        assert!(matches!(checked, Ok(Err(InUse::SocketExists { .. }))), "{checked:?}");
     }
 
     #[test]
