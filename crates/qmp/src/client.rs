@@ -30,6 +30,9 @@ const NEGOTIATE: &str = "qmp_capabilities";
 const IN_FLIGHT_MAX: usize = 32;
 /// Maximum number of events, and of replies to a former client, that may precede the greeting.
 const BEFORE_GREETING_MAX: usize = 1024;
+/// Reads after a deadline has passed, of 64 KiB each: more than a socket holds of what arrived before, on a host that was busy, and an end to
+/// a peer that sends without one.
+const LATE_READS_MAX: u32 = 16;
 
 /// Deadlines and limits of a client.
 #[derive(Clone, Debug)]
@@ -185,26 +188,30 @@ impl Client {
     /// was killed.
     fn await_greeting(&mut self, within: Duration) -> Result<Greeting, Error> {
         let started = Instant::now();
-        for _ in 0..=BEFORE_GREETING_MAX {
-            let socket = self.socket.clone();
-            match self.message("the greeting", after(started, within)) {
-                Ok(Some(Message::Greeting(greeting))) => return Ok(greeting),
-                Ok(Some(other @ Message::Other(_))) => {
-                    return Err(not_qmp(socket, excerpt(format!("{other:?}").as_bytes())));
-                }
-                Ok(Some(early)) => self.queue(early),
-                Ok(None) => return Err(Error::NoGreeting { socket, waited: started.elapsed() }),
-                Err(Error::Disconnected { by: DisconnectReason::InvalidData(error), .. }) => {
-                    let found = match error {
-                        CodecError::NotJson { excerpt } => excerpt,
-                        other => other.to_string(),
-                    };
-                    return Err(not_qmp(socket, found));
-                }
-                Err(other) => return Err(other),
+        let mut before = 0;
+        let found = self.find("the greeting", after(started, within), |message| match message {
+            Message::Greeting(greeting) => Ok(Ok(greeting)),
+            other @ Message::Other(_) => Ok(Err(excerpt(format!("{other:?}").as_bytes()))),
+            _ if before == BEFORE_GREETING_MAX => Ok(Err(format!("{BEFORE_GREETING_MAX} other messages"))),
+            early => {
+                before += 1;
+                Err(early)
             }
+        });
+        let socket = self.socket.clone();
+        match found {
+            Ok(Some(Ok(greeting))) => Ok(greeting),
+            Ok(Some(Err(found))) => Err(not_qmp(socket, found)),
+            Ok(None) => Err(Error::NoGreeting { socket, waited: started.elapsed() }),
+            Err(Error::Disconnected { by: DisconnectReason::InvalidData(error), .. }) => {
+                let found = match error {
+                    CodecError::NotJson { excerpt } => excerpt,
+                    other => other.to_string(),
+                };
+                Err(not_qmp(socket, found))
+            }
+            Err(other) => Err(other),
         }
-        Err(not_qmp(self.socket.clone(), format!("{BEFORE_GREETING_MAX} other messages")))
     }
 
     /// Runs a command within the client's deadline.
@@ -318,23 +325,15 @@ impl Client {
 
     /// Waits for the reply to the command with this id, until the deadline of a command that began then.
     fn reply_to(&mut self, id: u64, name: &str, started: Instant) -> Result<Value, Error> {
-        let until = after(started, self.deadline);
-        loop {
-            match self.message(name, until)? {
-                Some(Message::Return { id: Some(found), value, .. }) if found == id => return Ok(value),
-                Some(Message::Error { id: found, class, desc, .. })
-                    if found.as_ref().is_none_or(|f| *f == id) =>
-                {
-                    let (command, socket) = (name.into(), self.socket.clone());
-                    return Err(Error::Refusal { command, socket, class, desc });
-                }
-                Some(other) => self.queue(other),
-                None => return Err(self.timeout(name, started)),
+        let socket = self.socket.clone();
+        let reply = self.find(name, after(started, self.deadline), |message| match message {
+            Message::Return { id: Some(found), value, .. } if found == id => Ok(Ok(value)),
+            Message::Error { id: found, class, desc, .. } if found.as_ref().is_none_or(|f| *f == id) => {
+                Ok(Err(Error::Refusal { command: name.into(), socket: socket.clone(), class, desc }))
             }
-            if Instant::now() >= until {
-                return Err(self.timeout(name, started));
-            }
-        }
+            other => Err(other),
+        })?;
+        reply.unwrap_or_else(|| Err(self.timeout(name, started)))
     }
 
     fn send(
@@ -359,19 +358,11 @@ impl Client {
                 Err(self.timeout(name, started))
             }
             Err(Interruption::Disconnected(by)) => {
-                self.drain();
+                // QEMU's last messages, above all the event with the reason.
+                let _ = self.find(name, Instant::now(), Err::<(), _>);
                 self.disconnected = Some(by.clone());
                 Err(self.disconnected_during(name, by))
             }
-        }
-    }
-
-    /// Reads the messages that QEMU sent before it closed the connection: above all, the event with the
-    /// reason.
-    fn drain(&mut self) {
-        let now = Instant::now();
-        while let Ok(Some(message)) = self.message("reading its last messages", now) {
-            self.queue(message);
         }
     }
 
@@ -407,17 +398,10 @@ impl Client {
         if let Some(event) = self.events.take(&mut wanted) {
             return Ok(Some(event));
         }
-        loop {
-            let now = Instant::now();
-            match self.message(during, until)? {
-                Some(Message::Event(event)) if wanted(&event) => return Ok(Some(event)),
-                Some(other) => self.queue(other),
-                None => return Ok(None),
-            }
-            if now >= until {
-                return Ok(None);
-            }
-        }
+        self.find(during, until, |message| match message {
+            Message::Event(event) if wanted(&event) => Ok(event),
+            other => Err(other),
+        })
     }
 
     /// Queues an event, and logs any other message that is not the awaited reply.
@@ -431,8 +415,14 @@ impl Client {
         }
     }
 
-    /// The next message of any kind; `None` at the deadline.
-    fn message(&mut self, during: &str, until: Instant) -> Result<Option<Message>, Error> {
+    /// The first message that `pick` takes; `None` if there is none at the deadline. The others are queued.
+    fn find<T>(
+        &mut self,
+        during: &str,
+        until: Instant,
+        mut pick: impl FnMut(Message) -> Result<T, Message>,
+    ) -> Result<Option<T>, Error> {
+        let mut late_reads = 0;
         loop {
             if let Some(by) = &self.disconnected {
                 return Err(self.disconnected_during(during, by.clone()));
@@ -442,11 +432,17 @@ impl Client {
                     if matches!(message, Message::Return { .. } | Message::Error { .. }) {
                         self.unanswered = self.unanswered.saturating_sub(1);
                     }
-                    return Ok(Some(message));
+                    match pick(message) {
+                        Ok(found) => return Ok(Some(found)),
+                        Err(other) => self.queue(other),
+                    }
+                    continue;
                 }
+                Ok(None) if late_reads == LATE_READS_MAX => return Ok(None),
                 Ok(None) => match self.connection.receive(until) {
                     Ok(bytes) => {
                         self.decoder.feed(bytes);
+                        late_reads += u32::from(Instant::now() >= until);
                         continue;
                     }
                     Err(Interruption::Deadline { .. }) => return Ok(None),
@@ -472,11 +468,7 @@ impl Client {
     /// # Errors
     /// [`Error::Disconnected`].
     pub fn check_connected(&mut self) -> Result<(), Error> {
-        let now = Instant::now();
-        while let Some(message) = self.message("checking the connection", now)? {
-            self.queue(message);
-        }
-        Ok(())
+        self.find("checking the connection", Instant::now(), Err::<(), _>).map(drop)
     }
 
     /// The server's greeting.

@@ -115,6 +115,50 @@ fn commands_are_sent_ahead_of_the_greeting() {
     assert!(matches!(error, Error::Disconnected { by: DisconnectReason::PeerClosed, .. }), "{error}");
 }
 
+/// A process that was not scheduled for a while finds an event and its reply behind it.
+#[test]
+fn a_reply_that_has_arrived_is_not_late() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("qmp");
+    let listener = UnixListener::bind(&path).unwrap();
+    let handle = thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        write!(stream, "{GREETING}{{\"return\": {{}}, \"id\": 1}}{{\"event\": \"RESUME\"}}{STATUS}").unwrap();
+        stream.write_all(b"{\"event\": \"STOP\"}{\"event\": \"RESET\"}").unwrap();
+        stream
+    });
+    let requests = [CommandRequest::new(&QueryStatus).unwrap()];
+    let (mut client, submitted) = Client::connect_ahead(&path, &options(), &requests).unwrap();
+    let _stream = handle.join().unwrap();
+    client.set_deadline(Duration::ZERO);
+    let reply = client.replies(submitted).unwrap().remove(0);
+    assert_eq!(reply.of::<QueryStatus>().unwrap().status, RunState::RUNNING);
+    assert_eq!(client.wait_event(|event| event.name == "RESET", Duration::ZERO).unwrap().name, "RESET");
+    assert_eq!(client.next_event(Duration::ZERO).unwrap().unwrap().name, "RESUME");
+    assert_eq!(client.next_event(Duration::ZERO).unwrap().unwrap().name, "STOP");
+    assert_eq!(client.next_event(Duration::ZERO).unwrap(), None);
+}
+
+#[test]
+fn a_peer_that_sends_without_end_does_not_outlast_a_deadline() {
+    for text in ["{\"event\": \"STOP\"}", "                "] {
+        let (mut client, handle) = peer(move |mut replies, _| {
+            let flood = text.repeat(4096);
+            while replies.stream.write_all(flood.as_bytes()).is_ok() {}
+        });
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let checking = thread::spawn(move || {
+            sender.send(client.check_connected().is_ok()).unwrap();
+            assert!(client.next_event(SHORT).is_ok());
+            client.set_deadline(SHORT);
+            sender.send(matches!(client.execute(&QueryStatus), Err(Error::Timeout { .. }))).unwrap();
+        });
+        assert!(receiver.recv_timeout(MINUTE).unwrap() && receiver.recv_timeout(MINUTE).unwrap(), "{text}");
+        checking.join().unwrap();
+        handle.join().unwrap();
+    }
+}
+
 #[test]
 fn no_greeting_means_that_another_client_uses_the_monitor() {
     let (ours, _theirs) = UnixStream::pair().unwrap();
