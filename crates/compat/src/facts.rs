@@ -63,7 +63,6 @@ pub enum Subject {
 
 impl Subject {
     /// Name of the kind of subject, for messages.
-    #[must_use]
     pub fn noun(&self) -> &'static str {
         match self {
             Self::Qemu(_) => "a QEMU",
@@ -112,7 +111,6 @@ impl Facts {
     ///
     /// # Panics
     /// Never: facts contain nothing that JSON cannot represent.
-    #[must_use]
     pub fn to_json(&self) -> Vec<u8> {
         let mut text = serde_json::to_vec_pretty(self).expect("maps with text keys, numbers and text");
         text.push(b'\n');

@@ -91,7 +91,6 @@ pub struct Report {
 
 impl Report {
     /// The verdict for one reading.
-    #[must_use]
     pub fn verdict(&self, configured_by: ConfiguredBy) -> Verdict {
         match self.of(configured_by).map(|finding| finding.severity).max() {
             None => Verdict::Yes,
@@ -107,20 +106,17 @@ impl Report {
     }
 
     /// All findings.
-    #[must_use]
     pub fn findings(&self) -> &[Finding] {
         &self.findings
     }
 
     /// Reasons against, for one reading, each with its remedy.
-    #[must_use]
     pub fn reasons(&self, configured_by: ConfiguredBy) -> Vec<String> {
         let no = self.of(configured_by).filter(|finding| finding.severity == Severity::No);
         no.map(ToString::to_string).collect()
     }
 
     /// Notes, for one reading.
-    #[must_use]
     pub fn notes(&self, configured_by: ConfiguredBy) -> Vec<String> {
         let rest = self.of(configured_by).filter(|finding| finding.severity != Severity::No);
         rest.map(ToString::to_string).collect()

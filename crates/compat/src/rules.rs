@@ -73,7 +73,6 @@ pub const RULES: &[Rule] = &[
 ];
 
 /// Applies every rule.
-#[must_use]
 pub fn evaluate(pair: &Pair<'_>) -> Report {
     let mut report = Report::default();
     for rule in RULES {

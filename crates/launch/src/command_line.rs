@@ -175,7 +175,6 @@ impl CommandLine {
     }
 
     /// The options, in order.
-    #[must_use]
     pub fn options(&self) -> &[QemuOption] {
         &self.options
     }
@@ -198,7 +197,6 @@ impl CommandLine {
     }
 
     /// Writes it as arguments, without the program's name.
-    #[must_use]
     pub fn to_arguments(&self) -> Vec<OsString> {
         let mut arguments = Vec::with_capacity(2 * self.options.len());
         for option in &self.options {
@@ -217,13 +215,11 @@ impl CommandLine {
 
     /// Returns a property of an option whose occurrences are merged (`-machine`, `-m`, `-smp`, `-name`): the
     /// last one given.
-    #[must_use]
     pub fn merged_value(&self, name: &str, key: &str) -> Option<String> {
         self.named(name).rev().find_map(|option| option.property(key))
     }
 
     /// Returns the ids of the backends that are the guest's memory: the machine's, and those of its NUMA nodes. Others belong to devices.
-    #[must_use]
     pub fn memory_backends(&self) -> Vec<String> {
         let main = self.merged_value("machine", "memory-backend");
         let nodes = self.named("numa").filter_map(|option| option.property("memdev"));
@@ -245,7 +241,6 @@ impl CommandLine {
     }
 
     /// Returns the object with this id.
-    #[must_use]
     pub fn object(&self, id: &str) -> Option<&QemuOption> {
         self.named("object").find(|option| option.id().as_deref() == Some(id))
     }
@@ -291,7 +286,6 @@ impl QemuOption {
     }
 
     /// Writes its value as QEMU reads it; a flag has none.
-    #[must_use]
     pub fn value_text(&self) -> Option<String> {
         Some(match &self.value {
             OptionValue::Flag => return None,
@@ -309,7 +303,6 @@ impl QemuOption {
     }
 
     /// Returns what another QEMU on this host has of it, while the QEMU that has it still runs.
-    #[must_use]
     pub fn rewrite(&self) -> Rewrite {
         let OptionInfo { image, rewrite, types, .. } = self.name.info();
         match (rewrite, image, &self.value) {
@@ -323,7 +316,6 @@ impl QemuOption {
     }
 
     /// The type, if the option has types: the value of the implied key; empty if it is not given.
-    #[must_use]
     pub fn type_name(&self) -> Option<String> {
         match (self.name.info().rewrite, self.name.syntax()) {
             (Rewrite::ByType, Syntax::Properties { implied: Some(key), .. }) => {
@@ -334,7 +326,6 @@ impl QemuOption {
     }
 
     /// The properties, if the option's syntax has them.
-    #[must_use]
     pub fn properties(&self) -> Option<&Properties> {
         match &self.value {
             OptionValue::Properties(properties) => Some(properties),
@@ -343,7 +334,6 @@ impl QemuOption {
     }
 
     /// The value of a property; `None` without it.
-    #[must_use]
     pub fn property(&self, key: &str) -> Option<String> {
         self.properties()?.value(key)
     }
@@ -357,7 +347,6 @@ impl QemuOption {
     }
 
     /// Returns the id by which others refer to it: `id=`, or the `node-name=` of a `-blockdev`.
-    #[must_use]
     pub fn id(&self) -> Option<String> {
         let key = if self.name.as_str() == "blockdev" { "node-name" } else { "id" };
         self.property(key)

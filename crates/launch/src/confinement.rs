@@ -137,7 +137,6 @@ impl Confinement {
     }
 
     /// Differences of another process, each with both values.
-    #[must_use]
     pub fn differences(&self, other: &Self) -> Vec<String> {
         let names: BTreeSet<&String> = self.properties.keys().chain(other.properties.keys()).collect();
         let value = |of: &Self, name: &String| {
@@ -156,7 +155,6 @@ impl Confinement {
     }
 
     /// Effective user of the process, if known.
-    #[must_use]
     pub fn user(&self) -> Option<u32> {
         self.value("Uid").split(' ').nth(1)?.parse().ok()
     }

@@ -10,7 +10,6 @@ const NEW_ID: &str = "auto";
 impl Recorded {
     /// Settings that give each guest of this command line a new generation id in place of a recorded one.
     /// They precede the user's own, which replace them.
-    #[must_use]
     pub fn new_generation_ids(&self) -> Vec<Setting> {
         let line = self.command_line();
         let options = line.options().iter().zip(line.setting_keys()).enumerate();

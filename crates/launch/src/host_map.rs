@@ -53,7 +53,6 @@ impl FromStr for HostMap {
 impl HostMap {
     /// The settings with which this command line has the other host's names. A directory (`/srv/`) is that of each file in it; of several
     /// that fit, the longest counts.
-    #[must_use]
     pub fn settings(&self, line: &CommandLine) -> Vec<Setting> {
         let keys = line.setting_keys();
         keys.iter().zip(line.options()).flat_map(|(key, option)| self.of_option(key, option)).collect()

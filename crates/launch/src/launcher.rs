@@ -151,7 +151,6 @@ pub enum LaunchError {
 impl Launcher {
     /// A launcher with the defaults: the QEMU ends with this process, boots, runs, and has strict
     /// restrictions.
-    #[must_use]
     pub fn new(directory: GuestDirectory) -> Self {
         Self {
             directory,
@@ -277,25 +276,21 @@ impl Launcher {
 
 impl RunningQemu {
     /// Process id.
-    #[must_use]
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
     /// Descriptor of its process, which becomes readable when it ends.
-    #[must_use]
     pub fn pidfd(&self) -> BorrowedFd<'_> {
         self.pidfd.as_fd()
     }
 
     /// Directory of the guest.
-    #[must_use]
     pub fn directory(&self) -> &GuestDirectory {
         &self.directory
     }
 
     /// Path of its monitor's socket.
-    #[must_use]
     pub fn qmp_path(&self) -> PathBuf {
         self.directory().qmp_path()
     }
@@ -324,7 +319,6 @@ impl RunningQemu {
     }
 
     /// The last lines that it wrote.
-    #[must_use]
     pub fn log_tail(&self) -> String {
         log_tail(&self.directory().log_path())
     }

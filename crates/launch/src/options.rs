@@ -99,7 +99,6 @@ pub(crate) const DISK_FILE: OptionName = OptionName("(disk file)");
 
 impl OptionName {
     /// Looks up an option by its name without dashes, as QEMU does.
-    #[must_use]
     pub fn find(name: &str) -> Option<Self> {
         let name = ALIASES.iter().find(|(alias, _)| *alias == name).map_or(name, |(_, name)| name);
         if name == DISK_FILE.0 {
@@ -109,19 +108,16 @@ impl OptionName {
     }
 
     /// The name without dashes.
-    #[must_use]
     pub fn as_str(self) -> &'static str {
         self.0
     }
 
     /// Syntax of the value.
-    #[must_use]
     pub fn syntax(self) -> Syntax {
         self.info().syntax
     }
 
     /// Returns true for the options of networks.
-    #[must_use]
     pub fn is_network(self) -> bool {
         ["net", "netdev", "nic"].contains(&self.0)
     }

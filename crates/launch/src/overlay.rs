@@ -313,7 +313,6 @@ impl CreatedDisk {
     }
 
     /// The file.
-    #[must_use]
     pub fn path(&self) -> Option<&Path> {
         self.path.as_deref()
     }

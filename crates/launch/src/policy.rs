@@ -113,13 +113,11 @@ impl CommandLine {
 
 impl AllowedCommandLine {
     /// The options, without the user's own arguments.
-    #[must_use]
     pub fn command_line(&self) -> &CommandLine {
         &self.command_line
     }
 
     /// The options, and after them those of the user's own arguments.
-    #[must_use]
     pub fn whole(&self) -> CommandLine {
         let mut whole = self.command_line.clone();
         whole.options_mut().extend_from_slice(self.own.options());
@@ -127,14 +125,12 @@ impl AllowedCommandLine {
     }
 
     /// Writes it as arguments for people, without the program's name and without secrets.
-    #[must_use]
     pub fn to_shown_arguments(&self) -> Vec<OsString> {
         let recorded = self.whole().without_secrets();
         recorded.map_or_else(|_| Vec::new(), |recorded| recorded.command_line().to_arguments())
     }
 
     /// Writes it as arguments, without the program's name. They are meant for `execve`, never for a shell.
-    #[must_use]
     pub fn to_arguments(&self) -> Vec<OsString> {
         let mut arguments = self.command_line.to_arguments();
         arguments.extend(self.arguments.iter().cloned());

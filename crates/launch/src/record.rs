@@ -130,19 +130,16 @@ impl Recorded {
     }
 
     /// Writes it as JSON.
-    #[must_use]
     pub fn to_json(&self) -> String {
         serde_json::to_string(self).expect("text and numbers can be written as JSON")
     }
 
     /// The recorded options.
-    #[must_use]
     pub fn command_line(&self) -> &CommandLine {
         &self.command_line
     }
 
     /// Keys of the settings that supply what was left out, as `object.key0.data`.
-    #[must_use]
     pub fn redacted_keys(&self) -> &[String] {
         &self.left_out
     }

@@ -165,7 +165,6 @@ impl FromStr for GuestName {
 
 impl GuestName {
     /// The name.
-    #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -188,7 +187,6 @@ fn is_own(path: &Path) -> bool {
 impl RuntimeRoot {
     /// The root of this user: in `$XDG_RUNTIME_DIR` if it is the user's own, no other may write to it and,
     /// for root, it is not that of a login session; else in `/run`.
-    #[must_use]
     pub fn of_user() -> Self {
         let own = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|path| is_own(path));
         let lasts = |path: &PathBuf| !geteuid().is_root() || !path.starts_with(SESSIONS);
@@ -196,19 +194,16 @@ impl RuntimeRoot {
     }
 
     /// Returns true if it is removed when its user logs out, while guests run on.
-    #[must_use]
     pub fn ends_with_session(&self) -> bool {
         self.path.starts_with(SESSIONS)
     }
 
     /// A root at this path. It is created on demand, with its parent.
-    #[must_use]
     pub fn at(path: PathBuf) -> Self {
         Self { path }
     }
 
     /// Path of the directory.
-    #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -370,25 +365,21 @@ impl RuntimeRoot {
 
 impl GuestDirectory {
     /// The guest's name.
-    #[must_use]
     pub fn name(&self) -> &GuestName {
         &self.name
     }
 
     /// Path of the directory.
-    #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
     /// Path of the monitor's socket.
-    #[must_use]
     pub fn qmp_path(&self) -> PathBuf {
         self.path.join(QMP)
     }
 
     /// Path of QEMU's log.
-    #[must_use]
     pub fn log_path(&self) -> PathBuf {
         self.path.join("qemu.log")
     }

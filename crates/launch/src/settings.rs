@@ -214,7 +214,6 @@ fn is_repeated(name: OptionName, as_expected: Repeated) -> bool {
 impl CommandLine {
     /// The key that addresses each option in a [`Setting`], in the options' order: with its id, with a number if several have none, or its
     /// name alone. Of options that are merged, the last has the name alone, because its values count.
-    #[must_use]
     pub fn setting_keys(&self) -> Vec<String> {
         let options = self.options();
         let ids: Vec<Option<String>> = options
@@ -241,7 +240,6 @@ impl CommandLine {
 
     /// The settings by the keys that this command line has: the number of a sole option (`serial.0`) is left
     /// out.
-    #[must_use]
     pub fn canonical(&self, settings: &[Setting]) -> Vec<Setting> {
         let keys = self.setting_keys();
         let key = |key: &str| {

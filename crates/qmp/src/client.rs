@@ -472,25 +472,21 @@ impl Client {
     }
 
     /// The server's greeting.
-    #[must_use]
     pub fn greeting(&self) -> &Greeting {
         &self.greeting
     }
 
     /// The socket's path, or the name given to the stream.
-    #[must_use]
     pub fn socket(&self) -> &str {
         &self.socket
     }
 
     /// Number of unread events that were dropped.
-    #[must_use]
     pub fn events_dropped(&self) -> u64 {
         self.events.dropped()
     }
 
     /// The deadline of each command.
-    #[must_use]
     pub fn deadline(&self) -> Duration {
         self.deadline
     }

@@ -144,13 +144,11 @@ impl Default for Decoder {
 
 impl Decoder {
     /// A decoder at the beginning of a connection.
-    #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
     /// Creates a decoder that refuses messages longer than this.
-    #[must_use]
     pub fn with_limit(bytes_max: usize) -> Self {
         Self {
             buffer: Vec::new(),

@@ -136,13 +136,11 @@ pub enum Error {
 
 impl Error {
     /// Returns true if QEMU does not know the command.
-    #[must_use]
     pub fn is_command_not_found(&self) -> bool {
         matches!(self, Self::Refusal { class, .. } if class == "CommandNotFound")
     }
 
     /// Returns true if the connection is lost.
-    #[must_use]
     pub fn is_disconnected(&self) -> bool {
         matches!(self, Self::Disconnected { .. })
     }

@@ -45,7 +45,6 @@ impl CommandRequest {
     }
 
     /// The request of a command that has no type in this crate.
-    #[must_use]
     pub fn raw(name: &str, arguments: Option<Map<String, Value>>) -> Self {
         Self { name: name.to_owned().into(), arguments: arguments.map_or(Value::Null, Value::Object) }
     }

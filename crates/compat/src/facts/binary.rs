@@ -82,7 +82,6 @@ impl BinaryFacts {
     }
 
     /// The description of a state by its name in the stream.
-    #[must_use]
     pub fn state(&self, name: &str) -> Option<&StateFormat> {
         self.states.values().find(|state| state.name == name)
     }

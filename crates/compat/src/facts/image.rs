@@ -35,7 +35,6 @@ pub struct Section {
 
 impl Section {
     /// Name of the state's description: the last part of the name.
-    #[must_use]
     pub fn state(&self) -> &str {
         self.name.rsplit('/').next().unwrap_or_default()
     }

@@ -139,7 +139,6 @@ pub struct QemuDevice {
 
 impl QemuDevice {
     /// For messages: `virtio-net-pci "net0" at pci/02.0`.
-    #[must_use]
     pub fn shown(&self) -> String {
         match self.id.as_str() {
             "" => format!("{} at {}", self.kind, self.place),
@@ -239,13 +238,11 @@ pub struct MemoryBackend {
 
 impl QemuFacts {
     /// The device at a place.
-    #[must_use]
     pub fn device_at(&self, place: &str) -> Option<&QemuDevice> {
         self.devices.iter().flatten().find(|device| device.place == place)
     }
 
     /// The version as numbers, for comparisons.
-    #[must_use]
     pub fn version_numbers(&self) -> Vec<u32> {
         version_numbers(&self.version)
     }

@@ -108,7 +108,6 @@ impl Properties {
 
     /// Returns the value of a key as text; of one given several times the last, as QEMU does. A key alone is
     /// `on`.
-    #[must_use]
     pub fn value(&self, key: &str) -> Option<String> {
         match self {
             Self::KeyValue(properties) => {
@@ -119,7 +118,6 @@ impl Properties {
     }
 
     /// Returns true if a switch is on. One that is not given is off here.
-    #[must_use]
     pub fn is_on(&self, key: &str) -> bool {
         self.value(key).is_some_and(|value| ["on", "yes", "true", "y"].contains(&value.as_str()))
     }

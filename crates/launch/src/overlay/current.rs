@@ -20,7 +20,6 @@ pub struct DriveFiles {
 
 impl DriveFiles {
     /// The file that is written, by a name that is valid in any directory.
-    #[must_use]
     pub fn written_file(&self, working_directory: &Path) -> Option<String> {
         self.chain.first().map(|file| absolute(file, working_directory))
     }
@@ -48,7 +47,6 @@ impl CommandLine {
 
     /// The disks that a guest with this command line writes to, each as an overlay that has no name yet ([`Overlay::of_present_guest`]): in
     /// `directory`, or beside the disk. Left out is what no overlay is possible of.
-    #[must_use]
     pub fn written_disks(&self, working_directory: &Path, directory: Option<&Path>) -> Vec<Overlay> {
         let overlay = |(index, setting): (usize, String)| {
             let disk = Disk::of(self, index, &setting).ok()??;
@@ -63,7 +61,6 @@ impl CommandLine {
 impl Overlay {
     /// Further overlays of the same disks, in the same directories, for the guest that has the disks now: `STEM.N.qcow2` with the first
     /// number that is free. Left out is one that has none up to 10,000.
-    #[must_use]
     pub fn of_present_guest(overlays: &[Self]) -> Vec<Self> {
         let mut further: Vec<Self> = Vec::new();
         for overlay in overlays {

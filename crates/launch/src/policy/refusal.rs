@@ -104,7 +104,6 @@ fn listed(refusals: &[Refusal]) -> String {
 
 impl Refused {
     /// The settings that replace what is refused, without their values.
-    #[must_use]
     pub fn settings(&self) -> Vec<&str> {
         let refusals: &[Refusal] = if let Self::Image(refusals) = self { refusals } else { &[] };
         let mut keys: Vec<&str> = refusals.iter().map(|refusal| refusal.setting.as_str()).collect();

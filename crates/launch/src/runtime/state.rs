@@ -87,7 +87,6 @@ impl RunningGuest {
     }
 
     /// Returns true if its process is the one that was started, or may be: this process may have no descriptor left to learn it.
-    #[must_use]
     pub fn is_running(&self) -> bool {
         match start_time(self.pid) {
             Ok(start_time) => start_time == self.start_time,
@@ -97,13 +96,11 @@ impl RunningGuest {
     }
 
     /// File that is there while it waits for the guest of another host.
-    #[must_use]
     pub fn waiting_path(monitor: &Path) -> PathBuf {
         monitor.with_file_name("waiting")
     }
 
     /// Returns true while it waits for the guest of another host.
-    #[must_use]
     pub fn is_waiting(&self) -> bool {
         Self::waiting_path(&self.qmp).exists()
     }

@@ -18,7 +18,6 @@ command!(Migrate, "migrate", Empty);
 
 impl Migrate {
     /// Sends to a URI.
-    #[must_use]
     pub fn to_uri(uri: impl Into<String>) -> Self {
         Self { uri: uri.into(), resume: None }
     }
@@ -39,7 +38,6 @@ command!(MigrateIncoming, "migrate-incoming", Empty);
 
 impl MigrateIncoming {
     /// Listens on a URI.
-    #[must_use]
     pub fn on_uri(uri: impl Into<String>) -> Self {
         Self { uri: uri.into(), exit_on_error: None }
     }

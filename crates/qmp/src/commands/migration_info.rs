@@ -38,20 +38,17 @@ open_enum! {
 impl MigrationStatus {
     /// Returns true if no migration is in progress: it has completed, failed, was cancelled, or none was
     /// started.
-    #[must_use]
     pub fn is_idle(&self) -> bool {
         [Self::NONE, Self::COMPLETED, Self::FAILED, Self::CANCELLED].contains(self)
     }
 
     /// Returns true if it failed, or is failing: QEMU 11.1 reports `failing` before `failed`.
-    #[must_use]
     pub fn has_failed(&self) -> bool {
         [Self::FAILING, Self::FAILED].contains(self)
     }
 
     /// Returns true if the guest is its destination's, and not all of its memory has arrived. `postcopy-device`
     /// is not such a status: a source that fails then runs its guest again.
-    #[must_use]
     pub fn is_postcopy(&self) -> bool {
         [Self::POSTCOPY_ACTIVE, Self::POSTCOPY_PAUSED, Self::POSTCOPY_RECOVER_SETUP, Self::POSTCOPY_RECOVER]
             .contains(self)
@@ -59,7 +56,6 @@ impl MigrationStatus {
 
     /// The status in a `MIGRATION` event. QEMU sends these only with the capability
     /// [`Capability::EVENTS`](super::Capability::EVENTS).
-    #[must_use]
     pub fn of_event(event: &Event) -> Option<Self> {
         let status = event.data.get("status").filter(|_| event.name == "MIGRATION")?;
         status.as_str().map(Self::new)

@@ -114,7 +114,6 @@ pub struct MigrationParameters {
 
 impl MigrationParameters {
     /// The parameters that are set, under QEMU's names.
-    #[must_use]
     pub fn to_map(&self) -> Map<String, Value> {
         match serde_json::to_value(self) {
             Ok(Value::Object(map)) => map,
@@ -123,7 +122,6 @@ impl MigrationParameters {
     }
 
     /// Parameters under QEMU's names, all in `other`: to be sent, they need no types.
-    #[must_use]
     pub fn from_map(other: Map<String, Value>) -> Self {
         Self { other, ..Self::default() }
     }

@@ -16,13 +16,11 @@ macro_rules! open_enum {
             )*
 
             /// Creates any value, also one without a constant.
-            #[must_use]
             pub fn new(text: impl Into<String>) -> Self {
                 Self(std::borrow::Cow::Owned(text.into()))
             }
 
             /// QEMU's text.
-            #[must_use]
             pub fn as_str(&self) -> &str {
                 &self.0
             }
