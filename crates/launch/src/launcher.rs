@@ -320,6 +320,7 @@ impl RunningQemu {
 
     /// The last lines that it wrote.
     pub fn log_tail(&self) -> String {
+        self.exit.wait_for_log();
         log_tail(&self.directory().log_path())
     }
 

@@ -26,7 +26,7 @@ const KEPT: u64 = LOG_BYTES_MAX / 2;
 /// Read and moved at once, by a child that does not allocate.
 const BUFFER_BYTES: usize = 4096;
 /// Time for the last output to be written. Only a process that has QEMU's output too, and prints without end, takes it.
-const LAST_WORDS: Duration = Duration::from_secs(60);
+pub(crate) const LAST_WORDS: Duration = Duration::from_secs(60);
 /// Wakes the process that writes. It is not written, nor is another one at the end of a part that is read.
 const WAKE: u8 = 0;
 

@@ -13,14 +13,21 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::Lifetime;
 use crate::confinement::Given;
-use crate::log::{Log, LogWriter};
+use crate::log::{LAST_WORDS, Log, LogWriter};
 use crate::sys;
 
-/// The exit status of a process, once it has ended.
+/// The end of a process.
 #[derive(Debug, Default)]
 pub(super) struct ProcessExit {
-    status: Mutex<Option<ExitStatus>>,
+    state: Mutex<State>,
     changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    status: Option<ExitStatus>,
+    /// All that it wrote is in its log.
+    is_logged: bool,
 }
 
 /// A process that was started.
@@ -34,17 +41,23 @@ pub(super) struct Spawned {
 impl ProcessExit {
     /// Waits for the status; `None` after `timeout`.
     pub(super) fn wait(&self, timeout: Duration) -> Option<ExitStatus> {
-        let waiting = self.changed.wait_timeout_while(self.lock(), timeout, |status| status.is_none());
-        *waiting.unwrap_or_else(PoisonError::into_inner).0
+        self.wait_while(timeout, |state| state.status.is_none()).status
     }
 
-    fn set(&self, status: ExitStatus) {
-        *self.lock() = Some(status);
+    /// Waits for the log of a process that has ended.
+    pub(super) fn wait_for_log(&self) {
+        drop(self.wait_while(LAST_WORDS, |state| state.status.is_some() && !state.is_logged));
+    }
+
+    fn wait_while(&self, timeout: Duration, is_waiting: impl Fn(&State) -> bool) -> MutexGuard<'_, State> {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let waiting = self.changed.wait_timeout_while(state, timeout, |state| is_waiting(state));
+        waiting.unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    fn set(&self, state: State) {
+        *self.state.lock().unwrap_or_else(PoisonError::into_inner) = state;
         self.changed.notify_all();
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<ExitStatus>> {
-        self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -114,10 +127,11 @@ fn supervise(
     let is_awaited = report.send(pidfd.map(|pidfd| (child.id(), pidfd)).map_err(io::Error::from)).is_ok();
     debug_assert!(is_awaited, "the caller waits for the report");
     let ended = child.wait();
+    let status = ended
+        .inspect_err(|error| tracing::warn!(pid = child.id(), %error, "QEMU's exit status is not known"))
+        .ok();
+    exit.set(State { status, is_logged: false });
     // The end of its log has the reason for its end.
     log.into_iter().for_each(LogWriter::wait);
-    match ended {
-        Ok(status) => exit.set(status),
-        Err(error) => tracing::warn!(pid = child.id(), %error, "QEMU's exit status is not known"),
-    }
+    exit.set(State { status, is_logged: true });
 }
