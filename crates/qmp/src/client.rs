@@ -6,6 +6,7 @@
 //! [`Client::next_event`] with `Duration::ZERO` costs one system call.
 
 use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -18,7 +19,6 @@ use serde_json::{Map, Value, json};
 use crate::codec::{CodecError, Decoder, Event, Greeting, Message, excerpt};
 use crate::connection::{FDS_MAX, Interruption, MonitorConnection, PeerCredentials};
 use crate::error::{DisconnectReason, Error};
-use crate::events::{EVENTS_MAX, Events};
 use crate::request::{Command, CommandReply, CommandRequest, typed};
 
 /// Default deadline of a command.
@@ -28,6 +28,8 @@ const NEGOTIATE: &str = "qmp_capabilities";
 /// Commands that are sent before the first of their replies is read: their lines fit into any socket's
 /// buffer.
 const IN_FLIGHT_MAX: usize = 32;
+/// Default maximum number of unread events; beyond it the oldest is dropped.
+pub const EVENTS_MAX: usize = 1024;
 /// Maximum number of events, and of replies to a former client, that may precede the greeting.
 const BEFORE_GREETING_MAX: usize = 1024;
 /// Reads after a deadline has passed, of 64 KiB each: more than a socket holds of what arrived before, on a host that was busy, and an end to
@@ -75,7 +77,10 @@ pub struct Client {
     socket: String,
     connection: MonitorConnection,
     decoder: Decoder,
-    events: Events,
+    /// Unread ones.
+    events: VecDeque<Event>,
+    events_max: usize,
+    events_dropped: u64,
     greeting: Greeting,
     deadline: Duration,
     next_id: u64,
@@ -165,7 +170,9 @@ impl Client {
             socket,
             connection,
             decoder: Decoder::new(),
-            events: Events::new(options.events_max),
+            events: VecDeque::new(),
+            events_max: options.events_max.max(1),
+            events_dropped: 0,
             greeting: Greeting::default(),
             deadline: options.deadline,
             next_id: first_id(),
@@ -395,8 +402,8 @@ impl Client {
         mut wanted: impl FnMut(&Event) -> bool,
         until: Instant,
     ) -> Result<Option<Event>, Error> {
-        if let Some(event) = self.events.take(&mut wanted) {
-            return Ok(Some(event));
+        if let Some(at) = self.events.iter().position(&mut wanted) {
+            return Ok(self.events.remove(at));
         }
         self.find(during, until, |message| match message {
             Message::Event(event) if wanted(&event) => Ok(event),
@@ -407,7 +414,19 @@ impl Client {
     /// Queues an event, and logs any other message that is not the awaited reply.
     fn queue(&mut self, message: Message) {
         match message {
-            Message::Event(event) => self.events.push(event),
+            Message::Event(event) => {
+                if self.events.len() == self.events_max
+                    && let Some(oldest) = self.events.pop_front()
+                {
+                    self.events_dropped += 1;
+                    tracing::warn!(
+                        event = oldest.name,
+                        max = self.events_max,
+                        "QMP events unread; the oldest is dropped"
+                    );
+                }
+                self.events.push_back(event);
+            }
             Message::Return { id, .. } | Message::Error { id, .. } => {
                 tracing::debug!(socket = self.socket, ?id, "QMP answer after its deadline is discarded");
             }
@@ -483,7 +502,7 @@ impl Client {
 
     /// Number of unread events that were dropped.
     pub fn events_dropped(&self) -> u64 {
-        self.events.dropped()
+        self.events_dropped
     }
 
     /// The deadline of each command.

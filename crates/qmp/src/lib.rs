@@ -24,17 +24,15 @@ pub mod commands;
 mod client;
 mod connection;
 mod error;
-mod events;
 mod request;
 #[cfg(feature = "server")]
 mod server;
 mod sys;
 
-pub use client::{Client, DEADLINE, Options, Submitted};
+pub use client::{Client, DEADLINE, EVENTS_MAX, Options, Submitted};
 pub use codec::{Event, Greeting, Message};
 pub use connection::PeerCredentials;
 pub use error::{DisconnectReason, Error};
-pub use events::EVENTS_MAX;
 pub use request::{Command, CommandReply, CommandRequest};
 #[cfg(feature = "server")]
 pub use server::{
