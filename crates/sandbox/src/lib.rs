@@ -29,7 +29,7 @@ mod tests;
 
 use std::path::Path;
 
-use seccomp::Threads;
+use seccompiler::{apply_filter, apply_filter_all_threads};
 use sockets::OwnSockets;
 
 pub use attribution::Denied;
@@ -77,7 +77,7 @@ impl Policy {
     /// # Errors
     /// A description of what the kernel lacks.
     pub fn filter_calls_of_thread(&self) -> Result<(), String> {
-        seccomp::apply(self, Some(&[]), Threads::Calling)
+        seccomp::apply(self, Some(&[]), apply_filter)
     }
 
     fn restrict_files(&self, mode: Mode) {
@@ -88,7 +88,7 @@ impl Policy {
 
     fn filter_calls(&self, sockets: Option<&OwnSockets>, mode: Mode) {
         let addresses = sockets.map(OwnSockets::addresses);
-        log_shortcoming(seccomp::apply(self, addresses.as_deref(), Threads::All), mode);
+        log_shortcoming(seccomp::apply(self, addresses.as_deref(), apply_filter_all_threads), mode);
     }
 }
 

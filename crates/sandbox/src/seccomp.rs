@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
-    TargetArch, apply_filter, apply_filter_all_threads,
+    TargetArch, sock_filter,
 };
 use syscalls::Sysno;
 
@@ -43,27 +43,17 @@ const NAMESPACES: libc::c_int = libc::CLONE_NEWNS
 /// Mask of a socket's type without its flags.
 const SOCKET_TYPE: u64 = 0xf;
 
-/// Threads that a filter applies to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Threads {
-    /// All threads of the process.
-    All,
-    /// The calling thread, and those that it starts.
-    Calling,
-}
+/// Installs a filter for all threads of the process, or for the calling one and those that it starts.
+pub(super) type Install = fn(&[sock_filter]) -> Result<(), seccompiler::Error>;
 
 /// Installs the filters. With `paths`, addresses of path names, only files at these can be removed. The error
 /// describes what the kernel lacks.
-pub(super) fn apply(policy: &Policy, paths: Option<&[u64]>, threads: Threads) -> Result<(), String> {
+pub(super) fn apply(policy: &Policy, paths: Option<&[u64]>, install: Install) -> Result<(), String> {
     let failed = |error: String| format!("seccomp: {error}; system calls are not restricted");
     let filters = filters(policy, paths).map_err(|error| failed(error.to_string()))?;
     sys::install_handler().map_err(|error| failed(error.to_string()))?;
     for filter in &filters {
-        let applied = match threads {
-            Threads::All => apply_filter_all_threads(filter),
-            Threads::Calling => apply_filter(filter),
-        };
-        applied.map_err(|error| failed(error.to_string()))?;
+        install(filter).map_err(|error| failed(error.to_string()))?;
     }
     Ok(())
 }

@@ -4,8 +4,7 @@
 //! register of the result. It neither allocates nor locks nor waits for a reader, since it runs in the middle
 //! of the code that made the call.
 
-use std::fmt::{self, Write as _};
-use std::io;
+use std::io::{self, Write as _};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -62,15 +61,17 @@ fn report(number: usize, arguments: [u64; 3]) {
     {
         return;
     }
-    let mut line = Line { bytes: [0; LINE_BYTES_MAX], length: 0 };
+    let mut line = [0_u8; LINE_BYTES_MAX];
+    let mut rest = &mut line[..];
     let name = Sysno::new(number).map_or("unknown", |call| call.name());
     let [first, second, third] = arguments;
     // A line that is too long is truncated.
     let _ = writeln!(
-        line,
+        rest,
         "towline: the sandbox refused the system call {name} ({number}; {first:#x}, {second:#x}, {third:#x}): it fails with \
          EPERM. In ordinary use this is a bug: please report it; --sandbox none runs without the sandbox"
     );
+    let length = LINE_BYTES_MAX - rest.len();
     // The caller must not block on a reader: a report that a pipe or terminal has no room for is lost.
     let stderr = std::io::stderr();
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -78,22 +79,7 @@ fn report(number: usize, arguments: [u64; 3]) {
         return;
     }
     // SAFETY: the bytes are initialised up to the length. A closed standard error is ignored.
-    unsafe { libc::write(2, line.bytes.as_ptr().cast(), line.length) };
-}
-
-struct Line {
-    bytes: [u8; LINE_BYTES_MAX],
-    length: usize,
-}
-
-impl fmt::Write for Line {
-    fn write_str(&mut self, text: &str) -> fmt::Result {
-        for (to, from) in self.bytes[self.length..].iter_mut().zip(text.bytes()) {
-            *to = from;
-            self.length += 1;
-        }
-        Ok(())
-    }
+    unsafe { libc::write(2, line.as_ptr().cast(), length) };
 }
 
 #[cfg(target_arch = "x86_64")]
