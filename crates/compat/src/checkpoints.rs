@@ -3,7 +3,7 @@
 //! QEMU reports nothing of this but the capability. A QEMU with one of the faults below takes the first copy, and
 //! its guest is lost or stopped for good at the first checkpoint.
 
-use crate::facts::QemuFacts;
+use crate::facts::{QemuFacts, version_numbers};
 
 /// Capability of a QEMU that has COLO. Its name begins with `x-`: QEMU may change it.
 pub const CAPABILITY: &str = "x-colo";
@@ -50,7 +50,7 @@ pub fn check(qemu: &QemuFacts, log: DirtyLog) -> Result<(), CannotCheckpoint> {
         return Err(CannotCheckpoint::NotBuilt);
     }
     let version = qemu.version.clone();
-    let numbers = qemu.version_numbers();
+    let numbers = version_numbers(&qemu.version);
     let [major, minor, micro] = [0, 1, 2].map(|part| numbers.get(part).copied().unwrap_or(0));
     match (major, minor, micro, log) {
         (0, ..) => Err(CannotCheckpoint::Version { version }),

@@ -138,6 +138,12 @@ pub struct QemuDevice {
 }
 
 impl QemuDevice {
+    /// Returns true if it is below another one of these.
+    pub(crate) fn is_part_of_any(&self, others: &[&Self]) -> bool {
+        let is_below = |rest: &str| rest.starts_with('/');
+        others.iter().any(|other| self.place.strip_prefix(&other.place).is_some_and(is_below))
+    }
+
     /// For messages: `virtio-net-pci "net0" at pci/02.0`.
     pub fn shown(&self) -> String {
         match self.id.as_str() {
@@ -240,11 +246,6 @@ impl QemuFacts {
     /// The device at a place.
     pub fn device_at(&self, place: &str) -> Option<&QemuDevice> {
         self.devices.iter().flatten().find(|device| device.place == place)
-    }
-
-    /// The version as numbers, for comparisons.
-    pub fn version_numbers(&self) -> Vec<u32> {
-        version_numbers(&self.version)
     }
 
     pub(super) fn check(&self) -> Result<(), Error> {

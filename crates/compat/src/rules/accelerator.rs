@@ -1,11 +1,9 @@
 //! KVM at the source, emulation at the destination.
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule { id: "accelerator", run };
-
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
     if let (Some(guest), Some(there)) = (source.kvm, destination.kvm)
         && guest != there
@@ -26,10 +24,10 @@ mod tests {
 
     #[test]
     fn nobody_promises_that_it_works() {
-        let found = between(&RULE, |source, destination| {
+        let found = between(run, |source, destination| {
             (source.kvm, destination.kvm) = (Some(true), Some(false));
         });
         assert_eq!(found[0].severity, Severity::Unknown);
-        assert_eq!(between(&RULE, |source, _| source.kvm = Some(true)), []);
+        assert_eq!(between(run, |source, _| source.kvm = Some(true)), []);
     }
 }

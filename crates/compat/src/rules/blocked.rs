@@ -1,15 +1,13 @@
 //! Guests that QEMU itself refuses to migrate.
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::facts::Subject;
 use crate::report::Findings;
-
-pub(super) const RULE: Rule = Rule { id: "blocked", run };
 
 /// The device that can be unplugged during a move.
 const VSOCK: &str = "vhost-user-vsock";
 
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let of_source: &[String] = match &pair.source.subject {
         Subject::Qemu(source) => &source.blocked_reasons,
         _ => &[],
@@ -38,13 +36,13 @@ mod tests {
     #[test]
     fn a_blocker_at_the_source_is_a_no_and_one_there_a_note() {
         let reason = "non-migratable device: 0000:00:02.0/nvme".to_owned();
-        let found = between(&RULE, |source, _| source.blocked_reasons.push(reason.clone()));
+        let found = between(run, |source, _| source.blocked_reasons.push(reason.clone()));
         assert_eq!(found[0].severity, Severity::No);
         assert!(found[0].text.contains(&reason), "{found:?}");
         let vsock = "non-migratable device: 0000:01:00.0/vhost-user-vsock".to_owned();
-        let found = between(&RULE, |source, _| source.blocked_reasons.push(vsock.clone()));
+        let found = between(run, |source, _| source.blocked_reasons.push(vsock.clone()));
         assert!(found[0].remedy.contains("--detach-vsock"), "{found:?}");
-        let found = between(&RULE, |_, destination| destination.blocked_reasons.push(reason.clone()));
+        let found = between(run, |_, destination| destination.blocked_reasons.push(reason.clone()));
         assert_eq!(found[0].severity, Severity::Note);
     }
 }

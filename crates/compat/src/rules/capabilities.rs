@@ -1,11 +1,9 @@
 //! Migration capabilities, which QEMU does not negotiate. towline sets them alike; with `migrate` by hand the
 //! user must.
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::facts::QemuFacts;
 use crate::report::{ConfiguredBy, Findings, Severity};
-
-pub(super) const RULE: Rule = Rule { id: "capabilities", run };
 
 /// Must be the same.
 const BOTH: &[(&str, &str)] = &[
@@ -21,7 +19,7 @@ const IF_ON: &[(&str, &str)] = &[
     ("switchover-ack", "the source waits for an acknowledgement that never comes"),
 ];
 
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
     let is_on = |qemu: &QemuFacts, name: &str| qemu.capabilities.get(name) == Some(&true);
     let word = |on| if on { "on" } else { "off" };
@@ -56,7 +54,7 @@ mod tests {
     use super::*;
 
     fn found(name: &str, mine: bool, theirs: bool) -> Vec<crate::Finding> {
-        between(&RULE, |source, destination| {
+        between(run, |source, destination| {
             for qemu in [&mut *source, &mut *destination] {
                 qemu.capabilities.insert("multifd".into(), false);
             }
@@ -83,7 +81,7 @@ mod tests {
 
     #[test]
     fn lanes_need_a_qemu_that_has_them() {
-        let found = between(&RULE, |source, destination| {
+        let found = between(run, |source, destination| {
             source.capabilities.insert("multifd".into(), false);
             destination.capabilities.insert("xbzrle".into(), false);
         });

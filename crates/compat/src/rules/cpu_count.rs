@@ -4,13 +4,11 @@
 
 use std::collections::BTreeSet;
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::facts::QemuFacts;
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule { id: "cpu-count", run };
-
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
     let (Some(guest), Some(there)) = (&source.cpus, &destination.cpus) else {
         findings.unknown("the virtual processors of one side are not known", "");
@@ -75,7 +73,7 @@ mod tests {
     #[test]
     fn one_more_or_less_is_a_no() {
         for (guest, there) in [([0, 1].as_slice(), [0].as_slice()), (&[0], &[0, 1])] {
-            let found = between(&RULE, |source, destination| {
+            let found = between(run, |source, destination| {
                 (source.cpus, destination.cpus) = (cpus(guest, 0), cpus(there, 0));
             });
             assert_eq!(found[0].severity, Severity::No);
@@ -85,7 +83,7 @@ mod tests {
 
     #[test]
     fn the_maximum_number_must_match_too() {
-        let found = between(&RULE, |source, destination| {
+        let found = between(run, |source, destination| {
             for (qemu, most) in [(source, 1), (destination, 2)] {
                 let smp = serde_json::json!({ "cpus": 1, "maxcpus": most });
                 (qemu.cpus, qemu.machine_properties) =
@@ -98,7 +96,7 @@ mod tests {
     #[test]
     fn other_apic_ids_are_a_no_and_another_topology_with_the_same_ids_a_note() {
         let severity = |ids: &[u64], threads| {
-            let found = between(&RULE, |source, destination| {
+            let found = between(run, |source, destination| {
                 (source.cpus, destination.cpus) = (cpus(&[0, 1, 2], 0), cpus(ids, threads));
             });
             found.first().map(|found| found.severity)
@@ -110,7 +108,7 @@ mod tests {
 
     #[test]
     fn unqueried_processors_are_unknown() {
-        let found = between(&RULE, |source, _| source.cpus = cpus(&[0], 0));
+        let found = between(run, |source, _| source.cpus = cpus(&[0], 0));
         assert_eq!(found[0].severity, Severity::Unknown);
     }
 }

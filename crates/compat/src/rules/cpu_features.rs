@@ -1,11 +1,9 @@
 //! CPUID features that were promised to the guest. QEMU accepts a destination with fewer features, and the
 //! guest hangs or dies at the first missing instruction.
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::facts::FeatureWord;
 use crate::report::Findings;
-
-pub(super) const RULE: Rule = Rule { id: "cpu-features", run };
 
 /// Bits of the processors' topology (`ht`, `cmp_legacy`), which `-smp` decides and not the model. QEMU 10.0
 /// has them among its feature words, 7.2 adds them only when the guest reads them; the guest sees the same.
@@ -14,7 +12,7 @@ const TOPOLOGY: [(u32, &str, u32); 2] = [(1, "EDX", 1 << 28), (0x8000_0001, "ECX
 /// Features that are named in one finding.
 const NAMED_MAX: usize = 12;
 
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
     let (Some(guest), Some(there)) = (&source.cpu_features, &destination.cpu_features) else {
         findings
@@ -122,7 +120,7 @@ mod tests {
 
     #[test]
     fn a_feature_that_is_gone_is_named() {
-        let found = between(&RULE, |source, destination| {
+        let found = between(run, |source, destination| {
             source.cpu_features = words(1 << 23 | 1 << 20 | 1, 1 << 4);
             destination.cpu_features = words(1, 0);
         });
@@ -137,7 +135,7 @@ mod tests {
     fn topology_bits_are_not_features() {
         let edx = |bits| Some(vec![FeatureWord { leaf: 1, subleaf: None, register: "EDX".into(), bits }]);
         for (from, to) in [(1 << 28, 0), (0, 1 << 28)] {
-            let found = between(&RULE, |source, destination| {
+            let found = between(run, |source, destination| {
                 (source.cpu_features, destination.cpu_features) = (edx(from | 1), edx(to | 1));
             });
             assert_eq!(found.len(), 0, "{:?}", found.iter().map(|found| &found.text).collect::<Vec<_>>());
@@ -147,7 +145,7 @@ mod tests {
     #[test]
     fn one_more_is_a_note_and_the_same_is_nothing() {
         let severity = |there| {
-            let found = between(&RULE, |source, destination| {
+            let found = between(run, |source, destination| {
                 (source.cpu_features, destination.cpu_features) = (words(1, 0), there);
             });
             found.first().map(|found| found.severity)

@@ -1,14 +1,12 @@
 //! The CPU model by its name.
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::report::Findings;
-
-pub(super) const RULE: Rule = Rule { id: "cpu-model", run };
 
 /// Models whose features depend on the host or on QEMU's version.
 const HOST_MODELS: [&str; 2] = ["max", "host"];
 
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
     let model = |qemu: &crate::facts::QemuFacts| {
         qemu.cpus.iter().flatten().next().map(|cpu| cpu.model.clone()).unwrap_or_default()
@@ -38,7 +36,7 @@ mod tests {
     #[test]
     fn another_name_is_noted_and_so_is_one_that_means_nothing() {
         let found = |there: &str, version: &str| {
-            between(&RULE, |source, destination| {
+            between(run, |source, destination| {
                 let cpu = |model: &str| Some(vec![Cpu { model: model.into(), ..Cpu::default() }]);
                 (source.cpus, destination.cpus) = (cpu("max"), cpu(there));
                 destination.version = version.into();

@@ -3,23 +3,18 @@
 
 use std::collections::BTreeSet;
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule { id: "device-extra", run };
-
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
     let (Some(guest), Some(there)) = (&source.devices, &destination.devices) else { return };
     let places: BTreeSet<&str> = guest.iter().map(|device| device.place.as_str()).collect();
     let extra: Vec<_> = there.iter().filter(|device| !places.contains(device.place.as_str())).collect();
     for device in &extra {
-        let is_part = extra
-            .iter()
-            .any(|other| device.place.strip_prefix(&other.place).is_some_and(|rest| rest.starts_with('/')));
         // A QEMU of another version may consist of other parts.
         let is_inner = !device.place.starts_with("pci/") && source.version != destination.version;
-        if !is_part && !is_inner {
+        if !device.is_part_of_any(&extra) && !is_inner {
             findings.note(
                 format!("there is a device {} that the guest does not have", device.shown()),
                 "the guest finds it when it probes again",
@@ -36,7 +31,7 @@ mod tests {
 
     #[test]
     fn one_more_there_is_a_note() {
-        let found = between(&RULE, |source, destination| {
+        let found = between(run, |source, destination| {
             source.devices = Some(Vec::new());
             destination.devices =
                 Some(vec![device("e1000", "pci/02.0", &[]), device("part", "pci/02.0/x", &[])]);

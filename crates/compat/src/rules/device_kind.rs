@@ -1,11 +1,9 @@
 //! A device of another type at the address of the guest's device.
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule { id: "device-kind", run };
-
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
     for guest in source.devices.iter().flatten() {
         if let Some(there) = destination.device_at(&guest.place)
@@ -27,7 +25,7 @@ mod tests {
 
     #[test]
     fn another_type_is_a_no() {
-        let found = between(&RULE, |source, destination| {
+        let found = between(run, |source, destination| {
             source.devices = Some(vec![device("e1000", "pci/02.0", &[])]);
             destination.devices = Some(vec![device("rtl8139", "pci/02.0", &[])]);
         });

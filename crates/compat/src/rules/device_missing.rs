@@ -2,17 +2,15 @@
 
 use std::collections::BTreeMap;
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::facts::QemuDevice;
 use crate::report::Findings;
-
-pub(super) const RULE: Rule = Rule { id: "device-missing", run };
 
 /// Devices without a state in the stream.
 const STATELESS: [&str; 6] =
     ["edu", "isa-debugcon", "isa-debug-exit", "pc-testdev", "pci-testdev", "pvpanic"];
 
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
     let (Some(guest), Some(there)) = (&source.devices, &destination.devices) else {
         findings.unknown("the devices of one side are not known", "");
@@ -23,10 +21,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let missing: Vec<_> = guest.iter().filter(|device| !places.contains_key(device.place.as_str())).collect();
     for device in &missing {
         // A device and its parts are named once.
-        let is_part = missing
-            .iter()
-            .any(|other| device.place.strip_prefix(&other.place).is_some_and(|rest| rest.starts_with('/')));
-        if is_part {
+        if device.is_part_of_any(&missing) {
             continue;
         }
         // Where the guest has none of that kind, it may have moved.
@@ -51,7 +46,7 @@ mod tests {
     use crate::report::Severity;
 
     fn found(guest: Vec<QemuDevice>, there: Vec<QemuDevice>) -> Vec<crate::Finding> {
-        between(&RULE, |source, destination| {
+        between(run, |source, destination| {
             (source.devices, destination.devices) = (Some(guest), Some(there));
         })
     }
@@ -81,7 +76,7 @@ mod tests {
 
     #[test]
     fn unknown_devices_are_reported() {
-        let found = between(&RULE, |source, _| source.devices = Some(Vec::new()));
+        let found = between(run, |source, _| source.devices = Some(Vec::new()));
         assert_eq!(found[0].severity, Severity::Unknown);
     }
 }

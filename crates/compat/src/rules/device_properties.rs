@@ -1,10 +1,8 @@
 //! Properties that differ between a device and its counterpart.
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::facts::{QemuDevice, QemuFacts};
 use crate::report::Findings;
-
-pub(super) const RULE: Rule = Rule { id: "device-properties", run };
 
 /// Effect of a differing property.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,7 +82,7 @@ const EXPRESS: &str = "\
 /// Of ports.
 const PORT: &str = "slot port hotplug x-speed x-width power_controller_present";
 
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
     for guest in source.devices.iter().flatten() {
         if let Some(there) = destination.device_at(&guest.place).filter(|there| there.kind == guest.kind) {
@@ -138,7 +136,7 @@ mod tests {
     use crate::report::Severity;
 
     fn found(property: &str, there: &str, is_virtio: bool) -> Vec<crate::Finding> {
-        between(&RULE, |source, destination| {
+        between(run, |source, destination| {
             for (qemu, value) in [(source, "1"), (destination, there)] {
                 let virtio = is_virtio.then(Virtio::default);
                 let device = QemuDevice { virtio, ..device("nic", "pci/02.0", &[(property, value)]) };
@@ -172,7 +170,7 @@ mod tests {
     #[test]
     fn some_matter_only_where_there_is_pci_express() {
         let severity = |kind, place, property| {
-            let found = between(&RULE, |source, destination| {
+            let found = between(run, |source, destination| {
                 source.devices = Some(vec![device(kind, place, &[(property, "1")])]);
                 destination.devices = Some(vec![device(kind, place, &[(property, "2")])]);
             });

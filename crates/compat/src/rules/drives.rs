@@ -1,13 +1,11 @@
 //! Drives: each may be shared, copied, a different file, missing or locked.
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::facts::{Drive, Lock, Subject};
 use crate::report::Findings;
 use crate::size::size_text;
 
-pub(super) const RULE: Rule = Rule { id: "drives", run };
-
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some(destination) = pair.destination_qemu() else { return };
     let there = destination.drives.as_deref().unwrap_or_default();
     let guest: &[Drive] = match &pair.source.subject {
@@ -89,7 +87,7 @@ mod tests {
     }
 
     fn found(guest: Vec<Drive>, there: Vec<Drive>) -> Vec<crate::Finding> {
-        between(&RULE, |source, destination| {
+        between(run, |source, destination| {
             (source.drives, destination.drives) = (Some(guest), Some(there));
         })
     }
@@ -128,7 +126,7 @@ mod tests {
             copies_disks: true,
         };
         let report = crate::evaluate(&pair);
-        let found: Vec<_> = report.findings().iter().filter(|found| found.rule == RULE.id).collect();
+        let found: Vec<_> = report.findings().iter().filter(|found| found.rule == "drives").collect();
         assert!(found.len() == 1 && found[0].text.ends_with("is copied to b"), "{found:?}");
     }
 
@@ -137,7 +135,7 @@ mod tests {
         let locked = |lock, read_only| {
             let drive = Drive { read_only, ..drive("a", lock) };
             let there = QemuFacts { drives: Some(vec![drive]), ..QemuFacts::default() };
-            let found = of(&RULE, Subject::Image(ImageFacts::default()), Subject::Qemu(Box::new(there)));
+            let found = of(run, Subject::Image(ImageFacts::default()), Subject::Qemu(Box::new(there)));
             found.first().map(|found| found.severity)
         };
         assert_eq!(locked(Lock::Held, false), Some(Severity::No));

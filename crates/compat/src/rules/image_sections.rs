@@ -1,10 +1,8 @@
 //! The device state of an image: each section must find its device.
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::facts::{ImageFacts, QemuFacts, Subject};
 use crate::report::Findings;
-
-pub(super) const RULE: Rule = Rule { id: "image-sections", run };
 
 /// QEMU's prefix of names on the first PCI bus: domain and bus.
 const PCI_PREFIX: &str = "0000:00:";
@@ -13,7 +11,7 @@ const CPU: &str = "cpu";
 /// The section of `-netdev user`.
 const SLIRP: &str = "slirp";
 
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let (Subject::Image(image), Some(destination)) = (&pair.source.subject, pair.destination_qemu()) else {
         return;
     };
@@ -70,7 +68,7 @@ mod tests {
     fn found(names: &[&str], there: QemuFacts) -> Vec<crate::Finding> {
         let section = |name: &&str| Section { name: (*name).into(), ..Section::default() };
         let image = ImageFacts { sections: names.iter().map(section).collect(), ..ImageFacts::default() };
-        of(&RULE, Subject::Image(image), Subject::Qemu(Box::new(there)))
+        of(run, Subject::Image(image), Subject::Qemu(Box::new(there)))
     }
 
     #[test]

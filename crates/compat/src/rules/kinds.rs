@@ -1,12 +1,10 @@
 //! Both ends are of kinds that can be compared.
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::facts::Subject;
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule { id: "kinds", run };
-
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     use Subject::{Attribute, Binary, Device, Image, Qemu};
     let (source, destination) = (&pair.source.subject, &pair.destination.subject);
     match (source, destination) {
@@ -33,12 +31,12 @@ mod tests {
     #[test]
     fn an_image_and_a_device_are_not_comparable() {
         let found = of(
-            &RULE,
+            run,
             Subject::Image(facts::ImageFacts::default()),
             Subject::Device(facts::DeviceFacts::default()),
         );
         assert_eq!(found[0].text, "an image cannot be compared with a device");
-        let found = of(&RULE, Subject::Image(facts::ImageFacts::default()), Subject::Qemu(Box::default()));
+        let found = of(run, Subject::Image(facts::ImageFacts::default()), Subject::Qemu(Box::default()));
         assert_eq!(found, []);
     }
 }

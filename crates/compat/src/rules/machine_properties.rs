@@ -2,10 +2,8 @@
 
 use serde_json::Value;
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::report::Findings;
-
-pub(super) const RULE: Rule = Rule { id: "machine-properties", run };
 
 /// Properties that the facts of devices, memory and processors include.
 const SEEN_ELSEWHERE: &[&str] = &["hpet", "vmport", "i8042", "sata", "smbus", "pit", "pic", "acpi", "smp"];
@@ -16,7 +14,7 @@ const SLOTS: &str = "slots";
 /// Parts of a property that have their own rule.
 const MEMORY_SIZE: &str = "size";
 
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
     let (Some(guest), Some(there)) = (&source.machine_properties, &destination.machine_properties) else {
         return;
@@ -56,7 +54,7 @@ mod tests {
     use crate::report::Severity;
 
     fn found(name: &str, guest: Value, there: Value) -> Vec<crate::Finding> {
-        between(&RULE, |source, destination| {
+        between(run, |source, destination| {
             source.machine_properties = Some([(name.to_owned(), guest)].into());
             destination.machine_properties = Some([(name.to_owned(), there)].into());
         })

@@ -1,17 +1,15 @@
 //! virtio-net's state records whether its backend accepts packets with a vnet header (tap and vhost-user do,
 //! user and socket do not), and a device without one refuses a state with one.
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::facts::QemuDevice;
 use crate::report::Findings;
-
-pub(super) const RULE: Rule = Rule { id: "net-header", run };
 
 /// Offered if and only if the property is on and the backend has the header.
 const FEATURE: &str = "VIRTIO_NET_F_CSUM";
 const PROPERTY: &str = "csum";
 
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
     for guest in source.devices.iter().flatten().filter(|device| device.kind == "virtio-net-device") {
         if let Some(there) = destination.device_at(&guest.place)
@@ -50,7 +48,7 @@ mod tests {
             QemuDevice { virtio, ..device("virtio-net-device", "pci/02.0/virtio", &[(PROPERTY, "true")]) }
         };
         let found = |guest, there| {
-            between(&RULE, |source, destination| {
+            between(run, |source, destination| {
                 (source.devices, destination.devices) = (Some(vec![guest]), Some(vec![there]));
             })
         };

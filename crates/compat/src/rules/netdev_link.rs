@@ -1,12 +1,10 @@
 //! The link of a network card whose process has ended is down, which its state has. QEMU raises it when the
 //! process is connected again, and only then: at a destination that is already connected it stays down.
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule { id: "netdev-link", run };
-
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, _)) = pair.qemus() else { return };
     let mut ids: Vec<&str> = source
         .netdevs
@@ -37,7 +35,7 @@ mod tests {
     fn a_lost_process_at_the_source_is_noted_once() {
         let netdev = |is_disconnected| Netdev { id: "n0".into(), kind: "vhost-user".into(), is_disconnected };
         let found = |guest: bool, there: bool| {
-            between(&RULE, |source, destination| {
+            between(run, |source, destination| {
                 source.netdevs = Some(vec![netdev(guest), netdev(guest)]);
                 destination.netdevs = Some(vec![netdev(there)]);
             })

@@ -1,12 +1,10 @@
 //! `-netdev user` has a separate state in the stream, called `slirp`.
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::facts::Netdev;
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule { id: "netdev-user", run };
-
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
     let (Some(guest), Some(there)) = (&source.netdevs, &destination.netdevs) else { return };
     let count = |netdevs: &[Netdev]| netdevs.iter().filter(|netdev| netdev.kind == "user").count();
@@ -28,7 +26,7 @@ mod tests {
     fn one_less_is_a_no() {
         let netdev = |kind: &str| vec![Netdev { id: "n".into(), kind: kind.into(), ..Netdev::default() }];
         let found = |guest, there| {
-            between(&RULE, |source, destination| {
+            between(run, |source, destination| {
                 (source.netdevs, destination.netdevs) = (Some(netdev(guest)), Some(netdev(there)));
             })
         };

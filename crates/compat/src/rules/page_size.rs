@@ -1,11 +1,9 @@
 //! Page size of the memory that backs a block.
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::report::{ConfiguredBy, Findings, Severity};
 
-pub(super) const RULE: Rule = Rule { id: "page-size", run };
-
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
     for guest in source.blocks.iter().filter(|block| block.page_bytes > 0) {
         let there = destination.blocks.iter().find(|block| block.name == guest.name);
@@ -41,7 +39,7 @@ mod tests {
         let block =
             |page_bytes| BlockFacts { name: "pc.ram".into(), page_bytes, used_bytes: 1, max_bytes: 1 };
         let huge = |postcopy| {
-            between(&RULE, |source, destination| {
+            between(run, |source, destination| {
                 source.capabilities.insert("postcopy-ram".into(), postcopy);
                 (source.blocks, destination.blocks) = (vec![block(4096)], vec![block(2 << 20)]);
             })
@@ -59,7 +57,7 @@ mod tests {
             let block = BlockFacts { name: "pc.ram".into(), page_bytes, used_bytes: 1, max_bytes: 1 };
             Subject::Qemu(Box::new(QemuFacts { blocks: vec![block], ..QemuFacts::default() }))
         };
-        let found = of_postcopy(&RULE, qemu(4096), qemu(2 << 20));
+        let found = of_postcopy(run, qemu(4096), qemu(2 << 20));
         assert_eq!(found.len(), 1, "{found:?}");
         assert_eq!((found[0].severity, found[0].configured_by), (Severity::No, Some(ConfiguredBy::Towline)));
         assert_eq!(
@@ -67,6 +65,6 @@ mod tests {
             "RAM block \"pc.ram\" lies in pages of 4096 bytes in the guest, there in pages of 2097152"
         );
         assert_eq!(found[0].remedy, "back both with the same pages, or leave --postcopy out");
-        assert!(of_postcopy(&RULE, qemu(4096), qemu(4096)).is_empty());
+        assert!(of_postcopy(run, qemu(4096), qemu(4096)).is_empty());
     }
 }

@@ -2,13 +2,11 @@
 
 use serde_json::Value;
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::facts::QemuFacts;
 use crate::report::{ConfiguredBy, Findings, Severity};
 
-pub(super) const RULE: Rule = Rule { id: "parameters", run };
-
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
     let mut compare = |name: &str, shown: [String; 2]| {
         if shown[0] != shown[1] {
@@ -45,7 +43,7 @@ mod tests {
     use super::*;
 
     fn found(multifd: bool, name: &str, mine: Value, theirs: Value) -> Vec<crate::Finding> {
-        between(&RULE, |source, destination| {
+        between(run, |source, destination| {
             for (qemu, value) in [(source, mine), (destination, theirs)] {
                 qemu.capabilities.insert("multifd".into(), multifd);
                 qemu.parameters.insert(name.into(), value);

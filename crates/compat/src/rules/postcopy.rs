@@ -1,10 +1,8 @@
 //! Versions and accelerators that send a guest by postcopy.
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::facts::version_numbers;
 use crate::report::{ConfiguredBy, Findings, Severity};
-
-pub(super) const RULE: Rule = Rule { id: "postcopy", run };
 
 /// The first version that reads the dirty log twice before it sends anything: what an emulated guest writes between is lost.
 pub const READS_DIRTY_LOG_TWICE_SINCE: (u32, u32) = (10, 1);
@@ -15,7 +13,7 @@ pub const CANCELS_SINCE: (u32, u32) = (9, 0);
 /// The first destination that can be connected again whatever happens meanwhile.
 pub const RECOVERS_SINCE: (u32, u32) = (8, 2);
 
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus().filter(|_| pair.is_postcopy) else { return };
     let is_older = |version: &str, first: (u32, u32)| match version_numbers(version)[..] {
         [] => false,
@@ -80,9 +78,9 @@ mod tests {
             ("11.1.0", false, "11.1.0", 1),
             ("10.0.2", true, "10.0.2", 2),
         ] {
-            let found = of_postcopy(&RULE, qemu(here, is_kvm), qemu(there, is_kvm));
+            let found = of_postcopy(run, qemu(here, is_kvm), qemu(there, is_kvm));
             assert_eq!(found.len(), count, "{here} {there}: {found:?}");
-            assert_eq!(of(&RULE, qemu(here, is_kvm), qemu(there, is_kvm)), []);
+            assert_eq!(of(run, qemu(here, is_kvm), qemu(there, is_kvm)), []);
         }
     }
 }

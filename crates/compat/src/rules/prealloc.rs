@@ -1,14 +1,12 @@
 //! Memory that is touched for the first time while the guest arrives.
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::report::Findings;
-
-pub(super) const RULE: Rule = Rule { id: "prealloc", run };
 
 /// Below this, the time of first touches is negligible.
 const LARGE_BYTES: u64 = 4 << 30;
 
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some(destination) = pair.destination_qemu() else { return };
     for backend in destination.memory_backends.iter().flatten() {
         if backend.bytes >= LARGE_BYTES && !backend.prealloc {
@@ -34,7 +32,7 @@ mod tests {
     fn only_large_ones_are_worth_a_word() {
         let count = |bytes, prealloc| {
             let backend = MemoryBackend { bytes, prealloc, ..MemoryBackend::default() };
-            between(&RULE, |_, destination| destination.memory_backends = Some(vec![backend])).len()
+            between(run, |_, destination| destination.memory_backends = Some(vec![backend])).len()
         };
         assert_eq!((count(1 << 30, false), count(8 << 30, false), count(8 << 30, true)), (0, 1, 0));
     }

@@ -1,17 +1,16 @@
 //! An older QEMU at the destination, or an untested version.
 
-use super::{Pair, Rule};
+use super::Pair;
+use crate::facts::version_numbers;
 use crate::report::Findings;
-
-pub(super) const RULE: Rule = Rule { id: "qemu-version", run };
 
 /// The first and the last series that towline is tested with.
 const TESTED_FROM: (u32, u32) = (7, 2);
 const TESTED_TO: (u32, u32) = (11, 1);
 
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
-    if source.version_numbers() > destination.version_numbers() {
+    if version_numbers(&source.version) > version_numbers(&destination.version) {
         findings.note(
             format!(
                 "it goes from QEMU {} to the older {}, which QEMU tests less than the other way",
@@ -21,7 +20,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
         );
     }
     for (side, qemu) in [("source", source), ("destination", destination)] {
-        if let [major, minor, ..] = qemu.version_numbers()[..]
+        if let [major, minor, ..] = version_numbers(&qemu.version)[..]
             && !(TESTED_FROM..=TESTED_TO).contains(&(major, minor))
         {
             let text = format!(
@@ -40,14 +39,14 @@ mod tests {
 
     #[test]
     fn versions_compare_as_numbers() {
-        let to = |version: &str| between(&RULE, |_, destination| destination.version = version.into()).len();
+        let to = |version: &str| between(run, |_, destination| destination.version = version.into()).len();
         assert_eq!((to("7.2.19"), to("10.0.2"), to("10.1.0")), (1, 0, 0));
     }
 
     #[test]
     fn a_qemu_that_is_not_tested_is_noted() {
         let to = |version: &str| {
-            let found = between(&RULE, |source, destination| {
+            let found = between(run, |source, destination| {
                 source.version = "7.2.0".into();
                 destination.version = version.into();
             });

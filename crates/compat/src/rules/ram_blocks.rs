@@ -2,13 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::report::Findings;
 use crate::size::size_text;
 
-pub(super) const RULE: Rule = Rule { id: "ram-blocks", run };
-
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some(destination) = pair.destination_qemu() else { return };
     let there: BTreeMap<_, _> = destination.blocks.iter().map(|block| (&block.name, block)).collect();
     for guest in pair.guest_blocks() {
@@ -45,7 +43,7 @@ mod tests {
 
     #[test]
     fn another_length_or_name_is_a_no() {
-        let found = between(&RULE, |source, destination| {
+        let found = between(run, |source, destination| {
             source.blocks = vec![block("pc.ram", 64, 64), block("vga.vram", 8, 8)];
             destination.blocks = vec![block("pc.ram", 32, 32)];
         });
@@ -61,7 +59,7 @@ mod tests {
 
     #[test]
     fn sizes_of_memory_are_in_mib_too() {
-        let found = between(&RULE, |source, destination| {
+        let found = between(run, |source, destination| {
             source.blocks = vec![block("pc.ram", 512 << 20, 512 << 20)];
             destination.blocks = vec![block("pc.ram", 768 << 20, 768 << 20)];
         });
@@ -76,7 +74,7 @@ mod tests {
         for (there, count) in
             [(block("/rom@etc/acpi/tables", 16, 128), 0), (block("/rom@etc/acpi/tables", 16, 32), 1)]
         {
-            let found = between(&RULE, |source, destination| {
+            let found = between(run, |source, destination| {
                 source.blocks = vec![block("/rom@etc/acpi/tables", 64, 128)];
                 destination.blocks = vec![there];
             });
@@ -86,7 +84,7 @@ mod tests {
 
     #[test]
     fn one_more_there_is_no_harm() {
-        let found = between(&RULE, |_, destination| destination.blocks = vec![block("more", 8, 8)]);
+        let found = between(run, |_, destination| destination.blocks = vec![block("more", 8, 8)]);
         assert_eq!(found, []);
     }
 }

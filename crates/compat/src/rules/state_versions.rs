@@ -1,13 +1,11 @@
 //! Versions of devices' states: the version written, and the oldest that is accepted.
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::facts::{BinaryFacts, Field, ImageFacts, StateFormat, Subject};
 use crate::limits;
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule { id: "state-versions", run };
-
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     match (&pair.source.subject, &pair.destination.subject) {
         (Subject::Image(image), Subject::Binary(binary)) => stored(image, binary, findings),
         (Subject::Binary(source), Subject::Binary(destination)) => binaries(source, destination, findings),
@@ -127,7 +125,7 @@ mod tests {
         let severity = |version| {
             let section = Section { name: "0000:00:02.0/e1000".into(), instance: 0, version };
             let image = ImageFacts { sections: vec![section], ..ImageFacts::default() };
-            let found = of(&RULE, Subject::Image(image), binary(state(3, 2, &[])));
+            let found = of(run, Subject::Image(image), binary(state(3, 2, &[])));
             found.first().map(|found| found.severity)
         };
         assert_eq!([1, 2, 3, 4].map(severity), [Some(Severity::No), None, None, Some(Severity::No)]);
@@ -135,13 +133,13 @@ mod tests {
 
     #[test]
     fn two_binaries_are_compared_field_by_field() {
-        let found = |a, b| of(&RULE, binary(a), binary(b));
+        let found = |a, b| of(run, binary(a), binary(b));
         assert_eq!(found(state(3, 1, &[4, 8]), state(3, 1, &[4, 8])), []);
         assert_eq!(found(state(3, 1, &[]), state(2, 1, &[]))[0].severity, Severity::No);
         let sized = found(state(3, 1, &[4, 8]), state(3, 1, &[4, 2]));
         assert_eq!(sized[0].text, "the field f of e1000 has 8 bytes, there f has 2");
         assert_eq!(found(state(3, 1, &[4]), state(3, 1, &[4, 8]))[0].severity, Severity::Unknown);
         let none = Subject::Binary(BinaryFacts { machine: "m".into(), ..BinaryFacts::default() });
-        assert_eq!(of(&RULE, binary(state(1, 1, &[])), none)[0].severity, Severity::No);
+        assert_eq!(of(run, binary(state(1, 1, &[])), none)[0].severity, Severity::No);
     }
 }

@@ -1,12 +1,10 @@
 //! A towline device and its counterpart.
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::facts::{DeviceFacts, Subject};
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule { id: "towline-device", run };
-
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let (Subject::Device(guest), Subject::Device(there)) = (&pair.source.subject, &pair.destination.subject)
     else {
         return;
@@ -96,14 +94,14 @@ mod tests {
     fn worst(change: impl FnOnce(&mut DeviceFacts, &mut DeviceFacts)) -> Option<Severity> {
         let (mut guest, mut there) = (net(), net());
         change(&mut guest, &mut there);
-        let found = of(&RULE, Subject::Device(guest), Subject::Device(there));
+        let found = of(run, Subject::Device(guest), Subject::Device(there));
         found.iter().map(|found| found.severity).max()
     }
 
     #[test]
     fn a_single_queue_is_no_plural() {
         let there = DeviceFacts { queues: 1, ..net() };
-        let found = of(&RULE, Subject::Device(net()), Subject::Device(there));
+        let found = of(run, Subject::Device(net()), Subject::Device(there));
         assert_eq!(found[0].text, "the number of queues is 2 in the guest's device and 1 there");
     }
 

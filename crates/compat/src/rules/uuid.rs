@@ -1,11 +1,9 @@
 //! The guest's uuid, which each multifd channel carries, and the stream where `validate-uuid` is on.
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::report::{ConfiguredBy, Findings, Severity};
 
-pub(super) const RULE: Rule = Rule { id: "uuid", run };
-
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
     let (Some(guest), Some(there)) = (&source.uuid, &destination.uuid) else { return };
     if guest == there {
@@ -49,14 +47,14 @@ mod tests {
         };
         let (towline, by_hand) = (Some(ConfiguredBy::Towline), Some(ConfiguredBy::ByHand));
         let notes = [(towline, Severity::Note), (by_hand, Severity::Note)];
-        assert_eq!(ways(&of(&RULE, qemu("1"), qemu("2"))), notes);
-        let postcopy = of_postcopy(&RULE, qemu("1"), qemu("2"));
+        assert_eq!(ways(&of(run, qemu("1"), qemu("2"))), notes);
+        let postcopy = of_postcopy(run, qemu("1"), qemu("2"));
         assert_eq!(ways(&postcopy), [(towline, Severity::No), (by_hand, Severity::Note)]);
         assert_eq!(
             postcopy[0].to_string(),
             "the guest's uuid is 1, there it is 2 (start it with -uuid 1, or do without lanes: --multifd-channels 0)"
         );
-        let multifd = between(&RULE, |source, destination| {
+        let multifd = between(run, |source, destination| {
             source.capabilities.insert("multifd".into(), true);
             (source.uuid, destination.uuid) = (Some("1".into()), Some("2".into()));
         });

@@ -3,12 +3,10 @@
 
 use std::collections::BTreeSet;
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule { id: "virtio-features", run };
-
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
     for guest in source.devices.iter().flatten().filter(|device| device.place.ends_with("/virtio")) {
         let Some(there) = destination.device_at(&guest.place).filter(|there| there.kind == guest.kind) else {
@@ -61,7 +59,7 @@ mod tests {
     }
 
     fn found(guest: QemuDevice, there: QemuDevice) -> Vec<crate::Finding> {
-        between(&RULE, |source, destination| {
+        between(run, |source, destination| {
             (source.devices, destination.devices) = (Some(vec![guest]), Some(vec![there]));
         })
     }

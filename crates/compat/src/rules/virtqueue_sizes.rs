@@ -5,11 +5,9 @@
 //! virtio-net. The stream carries the size that the guest's driver has set, and without a driver the size
 //! that is offered. Before 11.1 it is loaded without a check.
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::facts::{ImageFacts, QemuDevice, QemuFacts, Subject, version_numbers};
 use crate::report::Findings;
-
-pub(super) const RULE: Rule = Rule { id: "virtqueue-sizes", run };
 
 /// The first QEMU that compares the sizes.
 const COMPARED_SINCE: [u32; 2] = [11, 1];
@@ -23,9 +21,9 @@ const STATES: [&str; 2] = ["virtio-", "vhost-"];
 const REMEDY: &str = "move it to a QEMU before 11.1, unplug these devices for the move (device_del), or shut the guest down and \
      start it there; where a device has it, queue-size=1024 (virtqueue_size= of virtio-scsi) there is enough";
 
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some(destination) = pair.destination_qemu() else { return };
-    if destination.version_numbers()[..] < COMPARED_SINCE[..] {
+    if version_numbers(&destination.version)[..] < COMPARED_SINCE[..] {
         return;
     }
     match &pair.source.subject {
@@ -102,7 +100,7 @@ mod tests {
     }
 
     fn found(guest: QemuDevice, there: QemuDevice, version: &str) -> Vec<Finding> {
-        between(&RULE, |source, destination| {
+        between(run, |source, destination| {
             destination.version = version.into();
             (source.devices, destination.devices) = (Some(vec![guest]), Some(vec![there]));
         })
@@ -139,7 +137,7 @@ mod tests {
                 incoming: IncomingState::Deferred,
                 ..QemuFacts::default()
             };
-            let found = of(&RULE, Subject::Image(image), Subject::Qemu(Box::new(waiting)));
+            let found = of(run, Subject::Image(image), Subject::Qemu(Box::new(waiting)));
             found.into_iter().map(|found| found.severity).collect::<Vec<_>>()
         };
         assert_eq!(restored(Some("10.0.13"), "virtio-net", "11.1.3"), [Severity::Unknown]);

@@ -1,12 +1,10 @@
 //! The source has a guest, the destination waits for one.
 
-use super::{Pair, Rule};
+use super::Pair;
 use crate::facts::{IncomingState, Subject};
 use crate::report::{ConfiguredBy, Findings, Severity};
 
-pub(super) const RULE: Rule = Rule { id: "waiting", run };
-
-fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     if let Subject::Qemu(source) = &pair.source.subject
         && source.status == "inmigrate"
     {
@@ -42,7 +40,7 @@ mod tests {
 
     #[test]
     fn a_destination_that_runs_a_guest_takes_none() {
-        let found = between(&RULE, |_, destination| {
+        let found = between(run, |_, destination| {
             destination.incoming = IncomingState::No;
             destination.status = "running".into();
         });
@@ -50,15 +48,15 @@ mod tests {
             found[0].to_string(),
             "the destination does not wait for a guest, its status is `running` (start it with `-incoming defer`)"
         );
-        let found = between(&RULE, |_, destination| destination.incoming = IncomingState::Listening);
+        let found = between(run, |_, destination| destination.incoming = IncomingState::Listening);
         assert_eq!(found[0].configured_by, Some(ConfiguredBy::Towline));
-        let found = between(&RULE, |_, destination| destination.incoming = IncomingState::Loading);
+        let found = between(run, |_, destination| destination.incoming = IncomingState::Loading);
         assert_eq!(found[0].severity, Severity::No);
     }
 
     #[test]
     fn a_source_that_waits_has_no_guest() {
-        let found = between(&RULE, |source, _| source.status = "inmigrate".into());
+        let found = between(run, |source, _| source.status = "inmigrate".into());
         assert_eq!(found[0].text, "the source waits for a guest itself");
     }
 }
