@@ -121,7 +121,7 @@ impl Confinement {
             let values: Vec<&str> = rest.split_whitespace().take(2).collect();
             add(name.trim(), &values.join(" "));
         }
-        add(CGROUP, &lines(&read("cgroup")?));
+        add(CGROUP, &words(&read("cgroup")?));
         add(OOM, read(OOM)?.trim());
         // Without a security module there is no label.
         add("security label", read("attr/current").unwrap_or_default().trim_end_matches(['\0', '\n']));
@@ -240,10 +240,6 @@ fn field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
 
 fn words(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
-}
-
-fn lines(text: &str) -> String {
-    text.lines().collect::<Vec<_>>().join(" ")
 }
 
 /// Threads whose processors are not those of their process.

@@ -12,7 +12,6 @@
 //! Limits: room is checked for the beginning of an overlay, not for all that its guest may write.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::OsString;
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -236,7 +235,7 @@ impl Overlay {
     /// [`OverlayError::NotMade`]. Nothing is left then, and a file that existed before is unchanged.
     pub fn create(&self, host: &HostArguments) -> Result<CreatedDisk, OverlayError> {
         let made = reserve(&self.path)?;
-        let arguments = ["-f", "qcow2", "-F", &self.format, "-b", &self.base].map(OsString::from);
+        let arguments = ["-f", "qcow2", "-F", &self.format, "-b", &self.base];
         match create_by_tool(&arguments, &self.path, None, host)? {
             None => Ok(made),
             Some(text) => Err(OverlayError::NotMade {
@@ -260,8 +259,7 @@ impl NewDisk<'_> {
             OverlayError::Directory { source, .. } => failed(source.to_string()),
             error => error,
         })?;
-        let arguments = ["-f", self.format].map(OsString::from);
-        match create_by_tool(&arguments, self.path, Some(self.bytes), host)? {
+        match create_by_tool(&["-f", self.format], self.path, Some(self.bytes), host)? {
             None => Ok(made),
             Some(text) => Err(failed(text)),
         }
@@ -270,7 +268,7 @@ impl NewDisk<'_> {
 
 /// Has `qemu-img` make this file. Returns its message if it has failed.
 fn create_by_tool(
-    arguments: &[OsString],
+    arguments: &[&str],
     path: &Path,
     bytes: Option<u64>,
     host: &HostArguments,

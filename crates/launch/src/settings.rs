@@ -101,7 +101,6 @@ impl FromStr for Setting {
 pub(crate) fn addressed(command_line: &CommandLine, key: &str) -> Option<usize> {
     let name = OptionName::find(key.split_once('.').map_or(key, |(name, _)| name))?;
     let candidates = apply(command_line, &[]).ok()?;
-    let candidates: Vec<_> = candidates.into_iter().map(Some).collect();
     find(&candidates, name, key).map(|(index, _)| index)
 }
 
@@ -113,17 +112,17 @@ pub(crate) fn apply(
 ) -> Result<Vec<Candidate>, SettingError> {
     let candidate = |(option, address): (&QemuOption, String)| {
         let origin = ValueOrigin::Image(BTreeSet::new());
-        Some(Candidate { option: option.clone(), address, origin })
+        Candidate { option: option.clone(), address, origin }
     };
     let options = command_line.options().iter().zip(command_line.setting_keys());
-    let mut candidates: Vec<Option<Candidate>> = options.map(candidate).collect();
+    let mut candidates: Vec<Candidate> = options.map(candidate).collect();
     for setting in command_line.canonical(settings) {
         apply_one(&mut candidates, &setting)?;
     }
-    Ok(candidates.into_iter().flatten().collect())
+    Ok(candidates)
 }
 
-fn apply_one(candidates: &mut Vec<Option<Candidate>>, setting: &Setting) -> Result<(), SettingError> {
+fn apply_one(candidates: &mut Vec<Candidate>, setting: &Setting) -> Result<(), SettingError> {
     let Setting { key, value } = setting;
     let (name, rest) = key.split_once('.').map_or((key.as_str(), None), |(name, rest)| (name, Some(rest)));
     let Some(name) = OptionName::find(name) else {
@@ -133,10 +132,9 @@ fn apply_one(candidates: &mut Vec<Option<Candidate>>, setting: &Setting) -> Resu
         return add(candidates, name, rest, setting);
     };
     let fault = |source| SettingError::Value { key: key.clone(), source };
-    let slot = &mut candidates[index];
-    let Some(candidate) = slot else { return Ok(()) };
+    let candidate = &mut candidates[index];
     match property {
-        None if value.is_empty() => *slot = None,
+        None if value.is_empty() => drop(candidates.remove(index)),
         None => {
             let id = candidate.option.id();
             candidate.option = QemuOption::parse(name, Some(value)).map_err(fault)?;
@@ -164,7 +162,7 @@ fn apply_one(candidates: &mut Vec<Option<Candidate>>, setting: &Setting) -> Resu
 
 /// Adds an option that the command line does not have.
 fn add(
-    candidates: &mut Vec<Option<Candidate>>,
+    candidates: &mut Vec<Candidate>,
     name: OptionName,
     rest: Option<&str>,
     setting: &Setting,
@@ -173,7 +171,7 @@ fn add(
     let fault = |source| SettingError::Value { key: key.clone(), source };
     let has_name = |candidate: &&Candidate| candidate.option.name == name;
     let expected: Vec<&str> =
-        candidates.iter().flatten().filter(has_name).map(|candidate| candidate.address.as_str()).collect();
+        candidates.iter().filter(has_name).map(|candidate| candidate.address.as_str()).collect();
     let option = match rest {
         None if value.is_empty() => return Ok(()),
         None => QemuOption::parse(name, Some(value)).map_err(fault)?,
@@ -190,16 +188,15 @@ fn add(
             return Err(SettingError::NoMatch { key: key.clone(), expected });
         }
     };
-    candidates.push(Some(Candidate { option, address: name.as_str().to_owned(), origin: ValueOrigin::Host }));
+    candidates.push(Candidate { option, address: name.as_str().to_owned(), origin: ValueOrigin::Host });
     Ok(())
 }
 
 /// The option that a key addresses, and the property if it has one: the longest address counts, since ids may
 /// contain dots.
-fn find(candidates: &[Option<Candidate>], name: OptionName, key: &str) -> Option<(usize, Option<String>)> {
-    let fits = candidates.iter().enumerate().filter_map(|(index, candidate)| {
-        let Candidate { address, .. } =
-            candidate.as_ref().filter(|candidate| candidate.option.name == name)?;
+fn find(candidates: &[Candidate], name: OptionName, key: &str) -> Option<(usize, Option<String>)> {
+    let named = candidates.iter().enumerate().filter(|(_, candidate)| candidate.option.name == name);
+    let fits = named.filter_map(|(index, Candidate { address, .. })| {
         let rest = key.strip_prefix(address)?;
         let property = if rest.is_empty() { None } else { Some(rest.strip_prefix('.')?.to_owned()) };
         Some((address.len(), index, property))

@@ -108,21 +108,11 @@ pub(super) fn is_tap(option: &QemuOption) -> bool {
     option.name.as_str() == "netdev" && option.property("type").as_deref() == Some("tap")
 }
 
-/// The other end of consoles.
-#[derive(Clone, Copy)]
-enum ConsoleEnd<'a> {
-    /// A ring buffer of QEMU.
-    Ring,
-    /// A file in this directory.
-    File(&'a str),
-}
-
 /// Gives serial ports and consoles another end on this host, in place of the image's.
 pub(super) fn consoles(candidates: &mut Vec<Candidate>, host: &HostArguments, user_arguments: &CommandLine) {
-    let end = match host.console_directory.as_deref().map(|directory| directory.to_str()) {
-        None => ConsoleEnd::Ring,
-        Some(Some(directory)) => ConsoleEnd::File(directory),
-        Some(None) => return,
+    let Ok(directory) = host.console_directory.as_deref().map(|path| path.to_str().ok_or(())).transpose()
+    else {
+        return;
     };
     let consoles = console_chardevs(candidates);
     let options = candidates.iter().map(|candidate| &candidate.option).chain(user_arguments.options());
@@ -135,9 +125,10 @@ pub(super) fn consoles(candidates: &mut Vec<Candidate>, host: &HostArguments, us
                 // The other end is named after the number of the port, never by the image.
                 ports += 1;
                 let is_replaced = !["none", "null"].contains(&text.as_str()) && port_chardev(text).is_none();
-                is_replaced.then(|| match end {
-                    ConsoleEnd::File(directory) => format!("file:{directory}/serial{}.log", ports - 1),
-                    ConsoleEnd::Ring => {
+                is_replaced.then(|| match directory {
+                    Some(directory) => format!("file:{directory}/serial{}.log", ports - 1),
+                    // A ring buffer of QEMU.
+                    None => {
                         let id = free_id(&mut ids, ports - 1);
                         added.extend(parse("chardev", &format!("ringbuf,id={id},size={RING}")));
                         format!("chardev:{id}")
@@ -146,13 +137,13 @@ pub(super) fn consoles(candidates: &mut Vec<Candidate>, host: &HostArguments, us
             }
             ("chardev", OptionValue::Properties(properties)) => {
                 let id = properties.value("id").filter(|id| consoles.contains(id) && Form::Id.admits(id));
-                id.map(|id| match end {
-                    ConsoleEnd::File(directory) => {
+                id.map(|id| match directory {
+                    Some(directory) => {
                         logs += 1;
                         let directory = directory.replace(',', ",,");
                         format!("file,id={id},path={directory}/console{}.log", logs - 1)
                     }
-                    ConsoleEnd::Ring => format!("ringbuf,id={id},size={RING}"),
+                    None => format!("ringbuf,id={id},size={RING}"),
                 })
             }
             _ => None,
