@@ -22,7 +22,6 @@ use std::os::unix::fs::FileExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 use std::{fs, io};
 
@@ -35,15 +34,15 @@ use crate::host::HostArguments;
 use crate::log::Log;
 use crate::memory::QemuVersion;
 use crate::policy::AllowedCommandLine;
-use crate::runtime::{GuestDirectory, GuestGenerations, Lifetime, RuntimeError, io_error};
-use process::{ProcessExit, Spawned, ToSpawn, spawn};
+use crate::runtime::{
+    GuestDirectory, GuestGenerations, Lifetime, RuntimeError, SOCKET_PATH_BYTES_MAX, io_error,
+};
+use process::{Spawned, ToSpawn, spawn};
 
 /// Default time limit until the monitor answers.
 pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time limit for the end of a QEMU that was killed, or whose monitor closed its connection.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest path of a Unix socket.
-const SOCKET_PATH_BYTES_MAX: usize = 107;
 /// Length of the end of the log that an error quotes.
 const LOG_BYTES_MAX: usize = 4096;
 const LOG_LINES_MAX: usize = 10;
@@ -96,9 +95,7 @@ pub struct Launcher {
 /// A QEMU that was started, and whose monitor has answered.
 #[derive(Debug)]
 pub struct RunningQemu {
-    pid: u32,
-    pidfd: OwnedFd,
-    exit: Arc<ProcessExit>,
+    process: Spawned,
     lifetime: Lifetime,
     directory: GuestDirectory,
 }
@@ -199,16 +196,16 @@ impl Launcher {
             recorded.is_ok()
         });
         recorded?;
-        let Spawned { pid, pidfd, exit } =
+        let process =
             spawned.map_err(|source| LaunchError::Binary { binary: host.binary.clone(), source })?;
         // From here on, dropping it kills the QEMU and removes its directory.
-        let mut running = RunningQemu { pid, pidfd, exit, lifetime: Lifetime::WithOwner, directory };
+        let mut running = RunningQemu { process, lifetime: Lifetime::WithOwner, directory };
         let within = start_timeout.saturating_sub(started.elapsed());
         let options = Options { greeting_deadline: within, deadline: within, ..Options::default() };
         let connected = connect(&running, &options);
         let connected = connected.map_err(|source| running.not_answered(source, &host.binary))?;
         running.lifetime = lifetime;
-        tracing::info!(pid, elapsed = ?started.elapsed(), "started QEMU");
+        tracing::info!(pid = running.pid(), elapsed = ?started.elapsed(), "started QEMU");
         Ok((running, connected))
     }
 
@@ -232,7 +229,7 @@ impl Launcher {
         let path = self.directory.qmp_path();
         let found = path.as_os_str().as_bytes().len();
         if found > SOCKET_PATH_BYTES_MAX {
-            return Err(RuntimeError::PathTooLong { path, found, expected: SOCKET_PATH_BYTES_MAX });
+            return Err(RuntimeError::PathTooLong { path, found });
         }
         UnixListener::bind(&path).map_err(|error| io_error(&path, "listen on it", error))
     }
@@ -277,12 +274,12 @@ impl Launcher {
 impl RunningQemu {
     /// Process id.
     pub fn pid(&self) -> u32 {
-        self.pid
+        self.process.pid
     }
 
     /// Descriptor of its process, which becomes readable when it ends.
     pub fn pidfd(&self) -> BorrowedFd<'_> {
-        self.pidfd.as_fd()
+        self.process.pidfd.as_fd()
     }
 
     /// Directory of the guest.
@@ -298,7 +295,7 @@ impl RunningQemu {
     /// Waits until it ends. `None` if it still runs after `timeout`.
     #[must_use]
     pub fn wait(&self, timeout: Duration) -> Option<ExitStatus> {
-        self.exit.wait(timeout)
+        self.process.exit.wait(timeout)
     }
 
     /// Lets QEMU quit, as its monitor's `quit` does. Has no effect on one that has ended.
@@ -313,14 +310,14 @@ impl RunningQemu {
 
     fn signal(&self, signal: Signal) {
         // The descriptor refers to this process even if its id is used again.
-        if let Err(errno) = pidfd_send_signal(&self.pidfd, signal) {
-            tracing::debug!(pid = self.pid, %errno, "no signal is sent: QEMU has ended");
+        if let Err(errno) = pidfd_send_signal(&self.process.pidfd, signal) {
+            tracing::debug!(pid = self.pid(), %errno, "no signal is sent: QEMU has ended");
         }
     }
 
     /// The last lines that it wrote.
     pub fn log_tail(&self) -> String {
-        self.exit.wait_for_log();
+        self.process.exit.wait_for_log();
         log_tail(&self.directory().log_path())
     }
 
@@ -347,7 +344,7 @@ impl Drop for RunningQemu {
         if self.lifetime == Lifetime::WithOwner {
             self.kill();
             if self.wait(EXIT_TIMEOUT).is_none() {
-                tracing::warn!(pid = self.pid, "QEMU was killed and has not ended");
+                tracing::warn!(pid = self.pid(), "QEMU was killed and has not ended");
             }
         }
         if self.wait(Duration::ZERO).is_none() {

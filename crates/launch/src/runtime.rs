@@ -29,7 +29,9 @@ use rustix::process::geteuid;
 
 pub use state::{GuestGenerations, RunningGuest};
 
-/// Longest name of a guest in bytes. A socket's path has 107 bytes at most.
+/// Longest path of a Unix socket.
+pub(crate) const SOCKET_PATH_BYTES_MAX: usize = 107;
+/// Longest name of a guest in bytes, which is in the path of its monitor's socket.
 const NAME_BYTES_MAX: usize = 48;
 /// Attempts to lock a directory that others remove at the same time, and the interval between them.
 const ATTEMPTS_MAX: u32 = 100;
@@ -138,14 +140,12 @@ pub enum RuntimeError {
         holder: String,
     },
     /// The path of a socket in it would be too long.
-    #[error("socket path {} has {found} bytes, expected at most {expected}", path.display())]
+    #[error("socket path {} has {found} bytes, expected at most {SOCKET_PATH_BYTES_MAX}", path.display())]
     PathTooLong {
         /// The path.
         path: PathBuf,
         /// Length of the path.
         found: usize,
-        /// Maximum length that the system accepts.
-        expected: usize,
     },
 }
 
@@ -299,9 +299,11 @@ impl RuntimeRoot {
             Ok(found) => Ok(found.filter(RunningGuest::is_running)),
             // Left by a guest that has ended.
             Err(_) if !is_locked(&path.join(LOCK)) => Ok(None),
-            Err(source) => {
-                Err(RuntimeError::State { pid: RunningGuest::pid_in_any_version(&state), path: state, source })
-            }
+            Err(source) => Err(RuntimeError::State {
+                pid: RunningGuest::pid_in_any_version(&state),
+                path: state,
+                source,
+            }),
         }
     }
 

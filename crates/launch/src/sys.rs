@@ -6,4 +6,4 @@ mod child;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub(crate) use child::{ADMITTED, Child, fork, isolate};
+pub(crate) use child::{ADMITTED, fork, isolate};

@@ -1,7 +1,7 @@
 //! The process of a QEMU, started and reaped by a separate thread.
 
 use std::io::{self, Read as _, Write as _};
-use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, ExitStatus};
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -81,14 +81,10 @@ pub(super) fn spawn(process: ToSpawn, admit: impl FnOnce(u32) -> bool) -> io::Re
         let exit = Arc::clone(&exit);
         move || {
             let ToSpawn { mut command, descriptors, lifetime, confinement, log } = process;
-            let borrowed: Vec<BorrowedFd<'_>> =
-                descriptors.iter().map(|descriptor| descriptor.as_fd()).collect();
-            let gate = gate_of_child.as_fd();
-            sys::isolate(&mut command, sys::Child { descriptors: &borrowed, lifetime, confinement, gate });
+            sys::isolate(&mut command, &descriptors, lifetime, confinement, gate_of_child.as_fd());
             let child = command.spawn();
             // Only the child has them from here on: what it closes is closed.
             drop(gate_of_child);
-            drop(borrowed);
             drop(descriptors);
             drop(command);
             supervise(child, log, &sender, &exit);

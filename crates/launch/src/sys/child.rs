@@ -2,36 +2,31 @@
 //! parent.
 
 use std::io;
-use std::os::fd::{AsRawFd as _, BorrowedFd, RawFd};
+use std::os::fd::{AsRawFd as _, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 
 use crate::confinement::Given;
 use crate::runtime::Lifetime;
 
-/// Properties of a child.
-pub(crate) struct Child<'a> {
-    /// The child's only descriptors beside the standard ones, under the numbers that they have here.
-    pub(crate) descriptors: &'a [BorrowedFd<'a>],
-    /// The end of its life.
-    pub(crate) lifetime: Lifetime,
-    /// Confinement of the child, beyond that of its parent.
-    pub(crate) confinement: Option<Given>,
-    /// The child's end of a socket pair: it writes its process id to it, and becomes its program once it reads [`ADMITTED`]. Until then
-    /// it is killed with its parent, whatever the end of its life.
-    pub(crate) gate: BorrowedFd<'a>,
-}
-
 /// Byte by which a parent has its child become its program; any other has it end.
 pub(crate) const ADMITTED: u8 = 1;
 
-/// Sets up the child of `command` as described. The descriptors must be open when it is started.
+/// Sets up the child of `command`. `descriptors` are its only ones beside the standard ones, under the numbers that they have here; they
+/// must be open when it is started. `confinement` is beyond that of its parent. `gate` is its end of a socket pair: it writes its process id
+/// to it, and becomes its program once it reads [`ADMITTED`]. Until then it is killed with its parent, whatever the end of its life.
 ///
 /// The kernel kills the child when the *thread* that starts it ends, so that thread must live on: with [`Lifetime::WithOwner`] always,
 /// else until the child is admitted.
-pub(crate) fn isolate(command: &mut Command, child: Child<'_>) {
-    let numbers: Vec<RawFd> = child.descriptors.iter().map(|descriptor| descriptor.as_raw_fd()).collect();
-    let (lifetime, confinement, gate) = (child.lifetime, child.confinement, child.gate.as_raw_fd());
+pub(crate) fn isolate(
+    command: &mut Command,
+    descriptors: &[OwnedFd],
+    lifetime: Lifetime,
+    confinement: Option<Given>,
+    gate: BorrowedFd<'_>,
+) {
+    let numbers: Vec<RawFd> = descriptors.iter().map(|descriptor| descriptor.as_raw_fd()).collect();
+    let gate = gate.as_raw_fd();
     let parent = std::process::id();
     let prepare = move || {
         unblock_signals()?;
