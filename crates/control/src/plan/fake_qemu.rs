@@ -4,6 +4,8 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread;
+use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
@@ -64,6 +66,8 @@ pub(crate) struct Script {
     pub(crate) cont: Option<&'static str>,
     /// Threads of its vCPUs. With one of this process, that is the process of this QEMU.
     pub(crate) vcpus: Vec<i32>,
+    /// A command, and the time that its reply takes.
+    pub(crate) delayed: Option<(&'static str, Duration)>,
     /// Devices below `/machine/peripheral`.
     pub(crate) devices: Vec<&'static str>,
     capabilities: BTreeMap<String, bool>,
@@ -82,13 +86,22 @@ struct Monitor(Arc<Mutex<Script>>);
 impl FakeQemu {
     /// A QEMU in this run state.
     pub(crate) fn start(status: &'static str) -> Self {
-        let known = ["multifd", "late-block-activate", "return-path", "events", "postcopy-ram", "xbzrle"];
+        let known = [
+            "multifd",
+            "late-block-activate",
+            "return-path",
+            "events",
+            "postcopy-ram",
+            "xbzrle",
+            "pause-before-switchover",
+        ];
         let script = Arc::new(Mutex::new(Script {
             status,
             migration: None,
             keeps_migration: false,
             cont: Some("running"),
             vcpus: Vec::new(),
+            delayed: None,
             devices: Vec::new(),
             capabilities: known.map(|name| (name.to_owned(), false)).into(),
             commands: Vec::new(),
@@ -124,6 +137,11 @@ impl Commands for Monitor {
 
     fn execute(&self, name: &str, arguments: &Map<String, Value>) -> Result<Value, CommandError> {
         let mut script = lock(&self.0);
+        if let Some((_, time)) = script.delayed.filter(|(delayed, _)| *delayed == name) {
+            drop(script);
+            thread::sleep(time);
+            script = lock(&self.0);
+        }
         if !name.starts_with("query-") && !["human-monitor-command", "qom-get", "qom-list"].contains(&name) {
             let node = arguments.get("node-name").and_then(Value::as_str);
             script.commands.push(node.map_or_else(|| name.to_owned(), |node| format!("{name} {node}")));
@@ -146,6 +164,7 @@ impl Commands for Monitor {
                 Some(status) => json!({ "status": status }),
                 None => json!({}),
             },
+            "query-chardev" => json!([{ "label": "card", "filename": "disconnected:unix:/run/card" }]),
             "query-uuid" => json!({ "UUID": "00000000-0000-0000-0000-000000000000" }),
             "query-named-block-nodes" => json!([{ "node-name": "disk" }, { "node-name": "file" }]),
             "migrate-set-capabilities" => {

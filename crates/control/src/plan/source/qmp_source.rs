@@ -17,7 +17,7 @@ use super::super::request::{CopyRequest, GenerationUse};
 use super::super::vsock::{self, DetachedVsocks};
 use crate::generations::ManagedGuest;
 use crate::moves::{self, MoveEnd};
-use crate::qemu::{AppliedSettings, Inventory, Qemu, is_disconnected};
+use crate::qemu::{self, AppliedSettings, Inventory, Qemu, is_disconnected};
 
 /// Timeout for the exit of a QEMU whose monitor is disconnected.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -149,19 +149,18 @@ impl QmpSource {
     }
 
     /// Checks that the guest's network backends are connected and that its drives have the files that were
-    /// compared. Best effort: passes if QEMU has exited or does not reply.
+    /// compared. Best effort: passes if QEMU has exited or does not reply, for which a busy one has the time of any command.
     ///
     /// # Errors
     /// [`Error::CardDisconnected`]: QEMU has taken the guest's link down, which the device state has, and nothing would raise it elsewhere.
     /// [`Error::DrivesChanged`]: the other QEMU has the former files.
     pub(in super::super) fn check_unchanged(&mut self) -> Result<(), Error> {
         let Some(Required { card_chardevs, blocks }) = &self.required else { return Ok(()) };
-        let query = |qemu: &mut Qemu| {
+        let query = |qemu: &mut Qemu| -> Result<_, qemu::Error> {
             Ok((qemu.client().execute_raw("query-chardev", None)?, qemu.block_inventory()?))
         };
-        let (chardevs, found) = match self.qemu.try_query(query) {
-            Ok(Some(found)) => found,
-            Ok(None) => return Ok(()),
+        let (chardevs, found) = match query(&mut self.qemu) {
+            Ok(found) => found,
             Err(error) => {
                 tracing::debug!(%error, "the connections of its cards and its drives are not known");
                 return Ok(());
@@ -287,5 +286,23 @@ fn check_generation(qemu: &Qemu, options: &CopyRequest) -> Result<(), Error> {
         GenerationUse::Refused => Err(guest.refuse().into()),
         GenerationUse::TakesPart => Ok(guest.enter()?),
         GenerationUse::Stored => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::fake_qemu::{FakeQemu, in_copy};
+    use super::*;
+
+    /// A guest would be without its link, or on the disk of another instant.
+    #[test]
+    fn a_busy_qemu_that_has_changed_is_found() {
+        let fake = FakeQemu::start("running");
+        let mut source = in_copy(|context| QmpSource::prepare(&fake.path(), context).unwrap());
+        let card_chardevs = vec!["card".to_owned()];
+        source.required = Some(Required { card_chardevs, blocks: Inventory::default() });
+        fake.script().delayed = Some(("query-chardev", Duration::from_millis(700)));
+        let error = source.check_unchanged().unwrap_err();
+        assert!(matches!(error, Error::CardDisconnected { .. }), "{error}");
     }
 }
