@@ -13,11 +13,11 @@
 
 mod conflicts;
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
+use std::sync::Mutex;
+use std::thread::{self, ScopedJoinHandle};
 
 use towline_channel::Cancel;
 use towline_image::{Image, StoredGuest};
@@ -32,6 +32,8 @@ use super::progress::{CopyPhase, CopyReport, Observer};
 use super::request::{AfterCopy, CopyRequest, Task, TransferOptions};
 use super::validate::validate;
 use crate::in_place::CapturedGuest;
+use crate::lock::lock;
+use conflicts::Conflicts;
 
 /// Maximum number of copies in progress. Each has about ten threads and a descriptor for each lane.
 pub const CLONES_AT_ONCE: usize = 32;
@@ -149,38 +151,50 @@ fn copy_as_planned(
     lanes: &[usize],
     clones: &Clones<'_>,
 ) -> Vec<CopyResult> {
-    let monitors: Vec<_> = clones.targets.iter().map(|target| target.destination.monitor()).collect();
-    let found = conflicts::find(&monitors);
+    let found = conflicts(clones);
     found.notes.iter().for_each(|note| clones.observer.notice(note));
-    let outcomes: Vec<OnceLock<CopyResult>> = lanes.iter().map(|_| OnceLock::new()).collect();
-    let end = |index: usize, outcome: CopyResult| {
-        (clones.ended)(index, &outcome);
-        outcomes[index].get_or_init(|| outcome);
-    };
-    for (index, error) in found.refused {
-        end(index, Err(Failure::untouched(error)));
+    let mut refused: BTreeMap<_, _> = found.refused.into_iter().collect();
+    let jobs = (0..lanes.len()).map(|index| refused.remove(&index)).collect();
+    at_once(jobs, |index, refused| {
+        let target = &clones.targets[index];
+        let mut context = Context::new(clones.options, lanes[index], clones.cancel, target.observer);
+        context.own = target.own;
+        // It may have waited for a free slot.
+        let checked = refused.map_or_else(|| context.check_cancelled(), Err);
+        let copied = checked.map_err(Failure::untouched).and_then(|()| {
+            target.observer.phase(CopyPhase::Prepare);
+            copy_stored(image, target.destination, &context)
+        });
+        (clones.ended)(index, &copied);
+        copied
+    })
+}
+
+/// Queries all QEMUs and compares them.
+fn conflicts(clones: &Clones<'_>) -> Conflicts {
+    // One alone is not delayed by the queries.
+    if clones.targets.len() < 2 {
+        return Conflicts::default();
     }
-    let queue: Vec<_> = (0..lanes.len()).filter(|&index| outcomes[index].get().is_none()).collect();
-    let next = AtomicUsize::new(0);
-    let worker = || {
-        while let Some(&index) = queue.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let target = &clones.targets[index];
-            let mut context = Context::new(clones.options, lanes[index], clones.cancel, target.observer);
-            context.own = target.own;
-            // It may have waited for a free slot.
-            let copied = context.check_cancelled().map_err(Failure::untouched).and_then(|()| {
-                target.observer.phase(CopyPhase::Prepare);
-                copy_stored(image, target.destination, &context)
-            });
-            end(index, copied);
-        }
+    let monitors = clones.targets.iter().map(|target| target.destination.monitor()).collect();
+    conflicts::find(at_once(monitors, |_, monitor| Some(conflicts::query(monitor?, clones.cancel))))
+}
+
+/// Results of `work` with each of these jobs, in their order; at most [`CLONES_AT_ONCE`] are in progress.
+fn at_once<J: Send, T: Send>(jobs: Vec<J>, work: impl Fn(usize, J) -> T + Sync) -> Vec<T> {
+    let workers = jobs.len().min(CLONES_AT_ONCE);
+    let jobs = Mutex::new(jobs.into_iter().enumerate());
+    let worker = || -> Vec<(usize, T)> {
+        let next = std::iter::from_fn(|| lock(&jobs).next());
+        next.map(|(index, job)| (index, work(index, job))).collect()
     };
-    thread::scope(|scope| {
-        for _ in 0..queue.len().min(CLONES_AT_ONCE) {
-            scope.spawn(worker);
-        }
+    let mut done: Vec<_> = thread::scope(|scope| {
+        let workers: Vec<_> = (0..workers).map(|_| scope.spawn(worker)).collect();
+        let join = |worker: ScopedJoinHandle<'_, _>| worker.join().unwrap_or_else(|panic| resume_unwind(panic));
+        workers.into_iter().flat_map(join).collect()
     });
-    outcomes.into_iter().map(|outcome| outcome.into_inner().expect("each was refused or copied")).collect()
+    done.sort_unstable_by_key(|(index, _)| *index);
+    done.into_iter().map(|(_, result)| result).collect()
 }
 
 /// Refuses impossible copies before anything is touched: all of them, since they are one command. Returns their numbers of lanes.

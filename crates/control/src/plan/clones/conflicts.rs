@@ -1,23 +1,20 @@
 //! Conflicts between the QEMUs that several clones are to run in: shared disks, MAC addresses, generation
 //! ids.
 //!
-//! Uses QMP only, with a short timeout: a QEMU that does not reply is not compared, and its own copy fails
-//! with the reason. [`compare`] is pure.
+//! Uses QMP only. A QEMU that does not reply gets no clone: nothing shows that its disks are its own. [`compare`]
+//! is pure.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
-use std::thread;
-use std::time::Duration;
 
 use serde_json::Value;
+use towline_channel::Cancel;
 use towline_qmp::commands::{BlockDevice, QomGet};
 use towline_qmp::{self as qmp, Client, Options};
 
 use super::super::error::Error;
 use crate::qemu::{DEVICE_CONTAINERS, OpenFiles, QomChild, generation_id, if_known, qom_children};
 
-/// Timeout of each query.
-const QUERY_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum number of devices of one QEMU that are queried.
 const DEVICES_MAX: usize = 256;
 
@@ -32,7 +29,7 @@ pub(super) struct Conflicts {
 
 /// Facts about one waiting QEMU.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-struct CloneQemu {
+pub(super) struct CloneQemu {
     /// Index in the list of destinations.
     index: usize,
     socket: String,
@@ -51,21 +48,19 @@ struct WritableDrive {
     medium: String,
 }
 
-/// Queries all QEMUs at once, by the monitors of the destinations that have one, and compares them.
-pub(super) fn find(monitors: &[Option<&Path>]) -> Conflicts {
-    // One alone is not delayed by the queries.
-    if monitors.len() < 2 {
-        return Conflicts::default();
+/// Compares the QEMUs that replied, of destinations that have a monitor, in their order. The others are refused.
+pub(super) fn find(queried: Vec<Option<Result<CloneQemu, qmp::Error>>>) -> Conflicts {
+    let (mut qemus, mut refused) = (Vec::new(), Vec::new());
+    for (index, found) in queried.into_iter().enumerate() {
+        match found {
+            Some(Ok(qemu)) => qemus.push(CloneQemu { index, ..qemu }),
+            Some(Err(error)) => refused.push((index, error.into())),
+            None => {}
+        }
     }
-    let qemus: Vec<CloneQemu> = thread::scope(|scope| {
-        let query = |(index, monitor): (usize, &Option<&Path>)| {
-            let path = monitor.map(Path::to_owned)?;
-            Some(scope.spawn(move || query(index, &path)))
-        };
-        let queries: Vec<_> = monitors.iter().enumerate().filter_map(query).collect();
-        queries.into_iter().filter_map(|thread| thread.join().ok()?.ok()).collect()
-    });
-    compare(&qemus)
+    let mut found = compare(&qemus);
+    found.refused.extend(refused);
+    found
 }
 
 fn compare(qemus: &[CloneQemu]) -> Conflicts {
@@ -123,15 +118,16 @@ fn shared_drives(qemus: &[CloneQemu]) -> Vec<(usize, Error)> {
     qemus.iter().enumerate().filter_map(refusal).collect()
 }
 
-fn query(index: usize, path: &Path) -> Result<CloneQemu, qmp::Error> {
-    let options = Options { deadline: QUERY_TIMEOUT, greeting_deadline: QUERY_TIMEOUT, ..Options::default() };
+/// Queries the QEMU at this monitor.
+pub(super) fn query(path: &Path, cancel: &Cancel) -> Result<CloneQemu, qmp::Error> {
+    let options = Options { interrupt: Some(cancel.descriptor()), ..Options::default() };
     let mut client = Client::connect(path, &options)?;
     let pid = client.peer_credentials().ok().map(|peer| peer.pid).filter(|&pid| pid > 0);
     let drives = client.execute(&towline_qmp::commands::QueryBlock)?;
     let drives = drives.iter().filter_map(|drive| writable(drive, pid)).collect();
     let macs = macs(&mut client)?;
     let generation_id = generation_id(&mut client)?;
-    Ok(CloneQemu { index, socket: client.socket().to_owned(), drives, macs, generation_id })
+    Ok(CloneQemu { index: 0, socket: client.socket().to_owned(), drives, macs, generation_id })
 }
 
 fn writable(device: &BlockDevice, pid: Option<i32>) -> Option<WritableDrive> {
@@ -169,7 +165,50 @@ fn macs(client: &mut Client) -> Result<Vec<String>, qmp::Error> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+    use std::thread;
+    use std::time::Duration;
+
+    use serde_json::{Map, json};
+    use towline_qmp::{CommandError, Commands, Server};
+
     use super::*;
+
+    /// A monitor of a QEMU with one drive, which takes this time for the reply about it.
+    struct Busy(Duration);
+
+    impl Commands for Busy {
+        fn names(&self) -> &[&'static str] {
+            &["query-block", "qom-list"]
+        }
+
+        fn execute(&self, name: &str, _: &Map<String, Value>) -> Result<Value, CommandError> {
+            if name != "query-block" {
+                return Ok(json!([]));
+            }
+            thread::sleep(self.0);
+            let image = json!({ "filename": "nbd://host/disk", "format": "raw", "virtual-size": 1 });
+            let medium = json!({ "file": "nbd://host/disk", "ro": false, "drv": "raw", "image": image });
+            Ok(json!([{ "device": "disk0", "removable": false, "locked": false, "inserted": medium }]))
+        }
+    }
+
+    /// Nothing else would keep two guests from the disk of a server.
+    #[test]
+    fn a_busy_qemu_is_compared_and_one_that_does_not_reply_is_refused() {
+        let (place, cancel) = (tempfile::tempdir().unwrap(), Cancel::new().unwrap());
+        let paths = ["quick", "busy", "gone"].map(|name| place.path().join(name));
+        let started = |path, takes| Server::start(path, Arc::new(Busy(takes))).unwrap();
+        let _qemus = [started(&paths[0], Duration::ZERO), started(&paths[1], Duration::from_millis(2100))];
+        let found = find(paths.iter().map(|path| Some(query(path, &cancel))).collect());
+        let refused: Vec<_> =
+            found.refused.iter().map(|(index, error)| (*index, error.to_string())).collect();
+        let [(0, first), (1, second), (2, third)] = &refused[..] else { panic!("{refused:?}") };
+        for text in [first, second] {
+            assert!(text.contains("has the writable drive \"disk0\" (nbd://host/disk)"), "{text}");
+        }
+        assert!(third.contains("gone"), "{third}");
+    }
 
     fn qemu(index: usize, files: &[&str]) -> CloneQemu {
         let drive = |file: &&str| WritableDrive {
