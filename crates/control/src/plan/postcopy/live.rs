@@ -95,15 +95,15 @@ fn pass(
     context: &Context<'_>,
 ) -> Result<Directive, Error> {
     context.observer.phase(CopyPhase::Transfer);
-    let mut cancelled = false;
     loop {
+        // Also of a QEMU that does not reply. Its migration is cancelled next.
+        context.check_cancelled()?;
         let Some(migration) = source.migration()? else { continue };
         context.observer.progress(&source.progress);
         match &migration.status {
-            Some(status) if status.is_idle() && cancelled => return Err(Error::Cancelled),
             Some(status) if *status == MigrationStatus::COMPLETED => return Ok(switchover.loaded(guest)),
             Some(status) if status.is_idle() => return Err(source.failure()),
-            Some(status) if *status == MigrationStatus::ACTIVE && !cancelled => {
+            Some(status) if *status == MigrationStatus::ACTIVE => {
                 guest = source.guest_state()?.unwrap_or(guest);
                 let passed = source.is_to_switch(&migration, switch, context.observer)?;
                 // A paused guest writes nothing: its first pass is its last, and there is no need to switch.
@@ -116,11 +116,46 @@ fn pass(
             }
             _ => {}
         }
-        if context.cancel.is_cancelled() && !cancelled {
-            cancelled = true;
-            switchover.cancel();
-            source.cancel_migration()?;
-        }
         thread::sleep(QUERY_INTERVAL);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use towline_channel::{Address, Cancel};
+
+    use super::super::super::fake_qemu::{FakeQemu, Silent};
+    use super::super::super::request::{CopyRequest, RequestedPages};
+    use super::*;
+
+    #[test]
+    fn a_pass_over_a_qemu_that_does_not_reply_can_be_cancelled() {
+        let (fake, options, cancel) =
+            (FakeQemu::start("running"), CopyRequest::default(), Cancel::new().unwrap());
+        let context = Context::new(&options, 0, &cancel, &Silent);
+        let mut source = QmpSource::prepare(&fake.path(), &context).unwrap();
+        source.start_postcopy(&Address::Unix("/nowhere".into()), RequestedPages::MainChannel, &context).unwrap();
+        fake.script().delayed = Some(("query-migrate", Duration::from_secs(1)));
+        cancel.cancel();
+        let (from, to) = (SourceKind::Qemu, DestinationKind::Qemu);
+        let switchover = SharedSwitchover::new(from, to, MemorySharing::Postcopy, &options);
+        let passed = thread::scope(|scope| {
+            let ends = || {
+                thread::park_timeout(Duration::from_secs(5));
+                let mut script = fake.script();
+                (script.delayed, script.migration) = (None, Some("failed"));
+            };
+            let ends = scope.spawn(ends);
+            let passed = pass(
+                &mut source,
+                GuestRunState::Running,
+                PostcopySwitch::FirstPass,
+                &switchover,
+                &context,
+            );
+            ends.thread().unpark();
+            passed
+        });
+        assert!(matches!(passed, Err(Error::Cancelled)), "{passed:?}");
     }
 }
