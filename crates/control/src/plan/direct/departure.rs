@@ -162,6 +162,8 @@ fn send(
     let guest = follow(source, &address, peer, context)?;
     context.observer.phase(CopyPhase::Switchover);
     peer.send_outcome(FromSource::Stopped(guest))?;
+    // It awaits the outcome from its answer on, and the record and QEMU take their time.
+    peer.beat_until_outcome();
     let awaits = await_frame(peer, Some(ANSWER_TIMEOUT), context, PeerSession::receive_from_destination)?;
     if awaits != FromDestination::Awaits {
         return Err(peer.unexpected(&awaits));
@@ -196,5 +198,52 @@ fn follow(
         if let Some(frame) = received(peer, context, PeerSession::glance_at_destination)? {
             return Err(peer.unexpected(&frame));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::Duration;
+
+    use towline_channel::{Cancel, Listener};
+    use towline_migration::HEARTBEAT_INTERVAL;
+
+    use super::super::super::fake_qemu::{FakeQemu, Silent};
+    use super::super::super::peer::PeerReply;
+    use super::super::super::request::CopyRequest;
+    use super::*;
+
+    /// The destination would take a silent source for lost, which completes nevertheless.
+    #[test]
+    fn a_source_is_heard_while_its_qemu_is_slow_to_complete() {
+        let (fake, cancel) = (FakeQemu::start("running"), Cancel::new().unwrap());
+        let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap()).unwrap();
+        let how = Direct { is_encrypted: false, capabilities: Vec::new() };
+        let options = CopyRequest { direct: Some(how.clone()), ..CopyRequest::default() };
+        let context = Context::new(&options, 0, &cancel, &Silent);
+        let (moved, longest) = thread::scope(|scope| {
+            let moves = scope.spawn(|| copy(&fake.path(), listener.local_address(), &how, &context));
+            let channel = listener.accept(Instant::now() + ANSWER_TIMEOUT, &cancel).unwrap();
+            let mut peer = PeerSession::new(Arc::from(channel));
+            let await_source =
+                |peer: &mut _| await_frame(peer, None, &context, PeerSession::receive_from_source).unwrap();
+            assert!(matches!(await_source(&mut peer), FromSource::Hello(_)));
+            fake.script().migration = Some("pre-switchover");
+            fake.script().delayed = Some(("migrate-continue", HEARTBEAT_INTERVAL * 5 / 2));
+            peer.send_report(&FromDestination::Listens(1)).unwrap();
+            assert!(matches!(await_source(&mut peer), FromSource::Stopped(_)));
+            peer.send_report(&FromDestination::Awaits).unwrap();
+            let (begun, mut longest) = (Instant::now(), Duration::ZERO);
+            while begun.elapsed() < HEARTBEAT_INTERVAL * 4 {
+                assert!(matches!(peer.receive_outcome(), PeerReply::Nothing));
+                longest = longest.max(peer.silence());
+            }
+            fake.script().delayed = None;
+            peer.close();
+            (moves.join().unwrap(), longest)
+        });
+        assert!(moved.unwrap_err().guest.is_safe());
+        assert!(longest < HEARTBEAT_INTERVAL * 3, "{longest:?}");
     }
 }
