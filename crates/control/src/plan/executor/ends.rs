@@ -19,10 +19,8 @@ use crate::switchover::{
 
 /// Timeout for a source to notice its closed stream, before its migration is cancelled.
 const STREAM_FAILURE_TIMEOUT: Duration = Duration::from_millis(500);
-/// Timeout for a source to complete or fail its migration.
+/// Timeout for a source to complete or fail its migration; one that another party drives closes its connection then.
 const SOURCE_COMPLETION_TIMEOUT: Duration = Duration::from_secs(60);
-/// Timeout for a source that another party drives to close its connection after its acknowledgement.
-const SOURCE_CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Timeout for a destination that has everything to load it.
 const LOADED_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
@@ -72,8 +70,8 @@ impl Executor<'_> {
         let found = source_link(probe_link(channel.as_ref()));
         let peer = channel.peer().to_owned();
         match found {
-            SourceLink::Open if self.waited() >= SOURCE_CLOSE_TIMEOUT => {
-                self.error = Some(Error::SourceNotDone { peer, waited: SOURCE_CLOSE_TIMEOUT });
+            SourceLink::Open if self.waited() >= SOURCE_COMPLETION_TIMEOUT => {
+                self.error = Some(Error::SourceNotDone { peer, waited: SOURCE_COMPLETION_TIMEOUT });
                 return Input::TimedOut;
             }
             SourceLink::Open => thread::sleep(POLL_INTERVAL.min(self.waited() / 4)),

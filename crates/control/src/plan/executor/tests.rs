@@ -1,5 +1,5 @@
 use tempfile::TempDir;
-use towline_channel::{Address, Cancel};
+use towline_channel::{Address, Cancel, UnixChannel};
 use towline_migration::Sink;
 
 use super::super::destination::StartFailure;
@@ -220,5 +220,22 @@ fn a_refused_start_is_undone_only_in_shared_memory() {
         case.memory = MemorySharing::Shared;
         assert_eq!(case.outcome(("postmigrate", "completed"), true), expected);
         assert_eq!((&case.destination.done[..], case.source_commands().len()), (&["cont"][..], 0));
+    }
+}
+
+/// Without its end the guest runs at neither: a busy host has the time of a source that is driven here.
+#[test]
+fn a_source_that_is_not_driven_has_as_long_to_complete() {
+    let (options, cancel) = (CopyRequest::default(), Cancel::new().unwrap());
+    let context = Context::new(&options, 0, &cancel, &Silent);
+    let memory = MemorySharing::Copied;
+    let switchover = SharedSwitchover::new(SourceKind::Stream, DestinationKind::Qemu, memory, &options);
+    let (here, _there) = UnixChannel::pair().unwrap();
+    let mut destination = Case::new(DestinationStatus::Loaded, None).destination;
+    let source = SourceControl::Stream(Arc::new(here));
+    let mut executor = Executor::new(&switchover, source, &mut destination, &context);
+    for (waited, expected) in [(55, Input::SourceLink(SourceLink::Open)), (60, Input::TimedOut)] {
+        executor.since = Instant::now().checked_sub(Duration::from_secs(waited)).unwrap();
+        assert_eq!(executor.probe_link(), expected, "{waited} s");
     }
 }
