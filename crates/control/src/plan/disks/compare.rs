@@ -54,7 +54,7 @@ pub(super) fn serve(
     server: &Path,
     cancel: &Cancel,
 ) -> io::Result<Option<Arc<dyn Channel>>> {
-    if Purpose::receive(&**near).map_err(io::Error::other)? == Purpose::Hashes {
+    if Purpose::receive(&**near)? == Purpose::Hashes {
         return answer(&**near, server).map(|()| None);
     }
     let (address, deadline) = (Address::Unix(server.to_owned()), Instant::now() + CONNECT_TIMEOUT);
@@ -271,7 +271,10 @@ pub(super) fn answer(to: &dyn Channel, server: &Path) -> io::Result<()> {
     let mut length = [0; 4];
     receive(&mut length)?;
     let length = u32::from_be_bytes(length) as usize;
-    let mut name = vec![0; length.min(NAME_BYTES_MAX)];
+    if length > NAME_BYTES_MAX {
+        return Err(too_long("a name", length, NAME_BYTES_MAX));
+    }
+    let mut name = vec![0; length];
     receive(&mut name)?;
     let mut disk = NbdClient::connect(server, &String::from_utf8_lossy(&name), None, READ_TIMEOUT)?;
     let (mut request, mut content) = ([0; REQUEST_BYTES], Vec::new());
@@ -280,11 +283,19 @@ pub(super) fn answer(to: &dyn Channel, server: &Path) -> io::Result<()> {
         receive(&mut request[1..])?;
         let (offset, bytes) = request.split_at(8);
         let offset = u64::from_be_bytes(offset.try_into().expect("split there"));
-        let bytes = u64::from(u32::from_be_bytes(bytes.try_into().expect("split there"))).min(PART_BYTES);
-        let hash = hash(&mut disk, &(offset..offset.saturating_add(bytes)), &mut content)?;
+        let bytes = u32::from_be_bytes(bytes.try_into().expect("split there")) as usize;
+        if bytes > PART_BYTES as usize {
+            return Err(too_long("a part", bytes, PART_BYTES as usize));
+        }
+        let hash = hash(&mut disk, &(offset..offset.saturating_add(bytes as u64)), &mut content)?;
         to.send_all(&[IoBuf::from(&hash.as_bytes()[..])], SendFlags::empty()).map_err(io::Error::other)?;
     }
     Ok(())
+}
+
+/// A request of the other host that this version does not have: its disk would count as another one.
+fn too_long(what: &str, found: usize, expected: usize) -> io::Error {
+    io::Error::other(format!("{what} of a disk has {found} bytes, expected at most {expected}"))
 }
 
 /// The hash of a part of a disk, at most [`PART_BYTES`] long, which is read into `content`.

@@ -1,5 +1,6 @@
 //! Connections for disks from one host to the other.
 
+use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -25,10 +26,17 @@ impl Purpose {
     }
 
     /// Waits for it.
-    pub(super) fn receive(from: &dyn Channel) -> towline_channel::Result<Self> {
+    ///
+    /// # Errors
+    /// The connection is lost, or has another one.
+    pub(super) fn receive(from: &dyn Channel) -> io::Result<Self> {
         let mut byte = [0];
-        from.recv_exact(&mut [IoBufMut::from(&mut byte[..])])?;
-        Ok(if byte[0] == Self::Hashes as u8 { Self::Hashes } else { Self::Content })
+        from.recv_exact(&mut [IoBufMut::from(&mut byte[..])]).map_err(io::Error::other)?;
+        let known = [Self::Content, Self::Hashes].into_iter().find(|known| *known as u8 == byte[0]);
+        known.ok_or_else(|| {
+            let peer = from.peer();
+            io::Error::other(format!("{peer} has a connection of the unknown purpose {:#04x}", byte[0]))
+        })
     }
 }
 
@@ -49,4 +57,22 @@ pub(super) fn connected(
             text: format!("{error}; a firewall between the hosts has to let this port through"),
         },
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use towline_channel::UnixChannel;
+
+    use super::*;
+
+    /// What follows could be written to a disk.
+    #[test]
+    fn a_connection_of_an_unknown_purpose_is_refused() {
+        for (sent, expected) in [(b"c", Some(Purpose::Content)), (b"h", Some(Purpose::Hashes)), (b"x", None)]
+        {
+            let (here, there) = UnixChannel::pair().unwrap();
+            there.send_all(&[IoBuf::from(&sent[..])], SendFlags::empty()).unwrap();
+            assert_eq!(Purpose::receive(&here).ok(), expected, "{sent:?}");
+        }
+    }
 }
