@@ -10,8 +10,8 @@ use crate::support::{
     save, set, waiting,
 };
 
-/// Time limit of the failure, though QEMU would wait forever. The timeouts are towline's own, of 3 and 5 s,
-/// and appear in its messages.
+/// Time limit of the failure, though QEMU would wait forever. The timeout is towline's `--connect-timeout`, and
+/// appears in its messages.
 const QUICK: Duration = Duration::from_secs(30);
 
 /// Migrates from a source with `theirs` lanes (0: no multifd) to a towline that listens for `ours`. Each time
@@ -21,8 +21,9 @@ fn disagree(fixture: &Fixture, theirs: u64, ours: u64, texts: &[&str]) {
     let multifd = if theirs > 0 { "+multifd" } else { "-multifd" };
     set(source, &["+return-path", multifd], json!({ "multifd-channels": theirs.max(1) }));
     let socket = format!("unix:{}", fixture.name("lanes.sock"));
-    let mut towline =
-        fixture.towline(&format!("copy --multifd-channels {ours} {socket} {}", fixture.name("guest.img")));
+    let image = fixture.name("guest.img");
+    let line = format!("copy --connect-timeout 3 --multifd-channels {ours} {socket} {image}");
+    let mut towline = fixture.towline(&line);
     listens_at(&mut towline);
     let since = Instant::now();
     migrate(source, &socket);
@@ -41,8 +42,8 @@ fn a_source_with_another_number_of_lanes_is_refused() {
         return;
     }
     let fixture = Fixture::new();
-    disagree(&fixture, 2, 4, &["2 of 4 lanes connected within 5.0 s", "multifd-channels 4 as here"]);
-    disagree(&fixture, 0, 4, &["0 of 4 lanes connected within 5.0 s", "must have multifd on"]);
+    disagree(&fixture, 2, 4, &["2 of 4 lanes connected within 3.0 s", "multifd-channels 4 as here"]);
+    disagree(&fixture, 0, 4, &["0 of 4 lanes connected within 3.0 s", "must have multifd on"]);
     let same = "the same multifd-channels";
     disagree(&fixture, 8, 2, &["the source has a lane ", ", but the number of lanes here is 2", same]);
     disagree(&fixture, 3, 0, &["the source has a lane ", ", but the number of lanes here is 0", same]);

@@ -8,4 +8,3 @@ mod stream;
 
 pub(super) use migration::{CopyEnd, GuestAction};
 pub(super) use qmp_source::{QmpSource, Required};
-pub(super) use stream::LANES_TIMEOUT;

@@ -18,7 +18,6 @@ use super::super::progress::{CopyPhase, DestinationState};
 use super::super::recorder::RecordedSource;
 use super::super::request::ConnectingEnd;
 use super::super::shared_switchover::TransferContext;
-use super::super::source::LANES_TIMEOUT;
 use super::driven::{GuestDescription, LocalGuest, RelaySink};
 use super::traits::{DestinationEndpoint, Rollback, SourceControl, SourceEndpoint, receiver};
 use crate::in_place;
@@ -35,17 +34,19 @@ pub(in super::super) fn listen(
     address: &Address,
     context: &Context<'_>,
 ) -> Result<incoming::Connections, Error> {
+    // Also of the lanes, which follow the main channel.
+    let within = context.options.connect_timeout;
     if context.options.connects == ConnectingEnd::Destination {
-        let deadline = Instant::now() + context.options.connect_timeout;
+        let deadline = Instant::now() + within;
         let (options, lanes) = (connect_options(context.options)?, context.lanes());
-        return Ok(incoming::connect(address, lanes, &options, deadline, LANES_TIMEOUT, context.cancel)?);
+        return Ok(incoming::connect(address, lanes, &options, deadline, within, context.cancel)?);
     }
     let listener = Listener::bind_with(address, &listen_options(context.options)?)?;
     let verb = if is_listened_on(address) { "listening on" } else { "reading from" };
     context.observer.notice(&format!("{verb} {}", listener.local_address()));
     context.observer.listening(listener.local_address());
     let deadline = Instant::now() + context.options.accept_timeout;
-    Ok(gather(listener, context.lanes(), deadline, LANES_TIMEOUT, context.cancel)?)
+    Ok(gather(listener, context.lanes(), deadline, within, context.cancel)?)
 }
 
 fn is_listened_on(address: &Address) -> bool {
@@ -231,5 +232,36 @@ impl DestinationEndpoint for StreamDestination {
         } else {
             (error, Vec::new())
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use towline_channel::{Cancel, ChannelExt as _, ConnectOptions, IoBuf, SendFlags, connect_with};
+
+    use super::super::super::fake_qemu::Silent;
+    use super::super::super::request::CopyRequest;
+    use super::*;
+
+    /// A busy host connects them late.
+    #[test]
+    fn lanes_may_take_the_time_that_connections_have() {
+        let (place, cancel) = (tempfile::tempdir().unwrap(), Cancel::new().unwrap());
+        let connect_timeout = Duration::from_millis(300);
+        let options = CopyRequest { connect_timeout, ..CopyRequest::default() };
+        let context = Context::new(&options, 1, &cancel, &Silent);
+        let address = Address::Unix(place.path().join("stream"));
+        let error = std::thread::scope(|scope| {
+            let listening = scope.spawn(|| listen(&address, &context).map(drop).unwrap_err());
+            let deadline = Instant::now() + Duration::from_secs(10);
+            let connecting = ConnectOptions { retry: true, ..ConnectOptions::default() };
+            let main = connect_with(&address, deadline, &cancel, &connecting).unwrap();
+            main.send_all(&[IoBuf::from(&b"QEVM"[..])], SendFlags::empty()).unwrap();
+            listening.join().unwrap()
+        });
+        let Error::Migration(towline_migration::Error::LanesMissing { waited, .. }) = error else {
+            panic!("{error}")
+        };
+        assert_eq!(waited, connect_timeout);
     }
 }

@@ -17,8 +17,6 @@ use super::qmp_source;
 use super::qmp_source::{QmpSource, STREAM_SOCKET};
 use crate::qemu::{self, AppliedSettings};
 
-/// Timeout for lanes to connect after the main channel.
-pub(in super::super) const LANES_TIMEOUT: Duration = Duration::from_secs(5);
 /// Timeout for a source whose copy is cancelled to connect.
 const CANCELLED_CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Interval at which its events are read while its connections are awaited.
@@ -69,13 +67,14 @@ impl QmpSource {
         listener: Listener,
         context: &Context<'_>,
     ) -> Result<Connections, Error> {
-        let (lanes, deadline) = (context.lanes(), Instant::now() + context.options.connect_timeout);
+        let (lanes, within) = (context.lanes(), context.options.connect_timeout);
+        let deadline = Instant::now() + within;
         let ends = &Cancel::new()?;
         let (returns, returned) = mpsc::channel::<()>();
         thread::scope(|scope| {
             let waiter = scope.spawn(move || {
                 let _returns = returns;
-                gather(listener, lanes, deadline, LANES_TIMEOUT, ends)
+                gather(listener, lanes, deadline, within, ends)
             });
             let (mut reason, mut cancelled) = (None, None);
             while returned.recv_timeout(CONNECT_CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
