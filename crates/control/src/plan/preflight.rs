@@ -16,6 +16,7 @@ use super::error::Error;
 use super::progress::Observer;
 use super::vsock;
 use crate::check::{self, CheckEnd, PlannedTransfer};
+use crate::hex::from_hex;
 use crate::qemu::Qemu;
 
 /// Extent of the facts about a guest.
@@ -135,11 +136,5 @@ pub(crate) fn report_findings(
 
 /// Bytes of a UUID as QMP prints it.
 pub(super) fn uuid_bytes(text: &str) -> [u8; 16] {
-    let digits: Vec<u8> =
-        text.bytes().filter_map(|digit| (digit as char).to_digit(16)).map(|digit| digit as u8).collect();
-    let mut bytes = [0; 16];
-    for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
-        *byte = pair[0] << 4 | pair[1];
-    }
-    bytes
+    from_hex(&text.replace('-', "")).and_then(|bytes| bytes.try_into().ok()).unwrap_or_default()
 }

@@ -112,11 +112,10 @@ fn prove(
     if let Some(image) = &request.image {
         presence.add_base(image, &mut to.qmp.qemu)?;
     }
-    let is_left_out = |sent: &in_place::TransferredBlock| match request.memory {
-        UpgradeMemory::InPlace => shared.contains(&sent.block),
-        UpgradeMemory::Copied => false,
+    let is_in_place = request.memory == UpgradeMemory::InPlace;
+    let is_needed = |sent: &&in_place::TransferredBlock| {
+        sent.is_unexpected || is_in_place && shared.contains(&sent.block)
     };
-    let is_needed = |sent: &&in_place::TransferredBlock| sent.is_unexpected || is_left_out(sent);
     if let Some(sent) = presence.sent().iter().find(is_needed) {
         let (block, reason) = (sent.block.clone(), sent.reason.clone());
         return Err(Error::NotInPlace { socket: to.qmp.qemu.socket().to_owned(), block, reason });

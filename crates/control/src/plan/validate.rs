@@ -30,7 +30,6 @@ pub(super) fn validate(
     check_zero_copy_send(source, destination, options, lanes)?;
     check_return_path(source, destination, options)?;
     check_ends(source, destination, options)?;
-    check_pair(source, destination, options)?;
     Ok(lanes)
 }
 
@@ -79,28 +78,6 @@ pub(super) fn check_multifd_with_postcopy(qemu: &Qemu) -> Result<(), Error> {
     Err(InvalidPostcopy::LanesOfQemu { version, socket }.into())
 }
 
-/// Refuses a source and a destination between which no transfer is possible.
-fn check_pair(source: &Source, destination: &Destination, options: &CopyRequest) -> Result<(), Invalid> {
-    let reason = match (source, destination) {
-        (Source::Qmp(from), Destination::Qmp(to)) if is_same_file(from, to) => {
-            InvalidEnds::SameQemu { socket: to.clone() }.into()
-        }
-        (Source::Qmp(_), Destination::Qmp(_)) => return Ok(()),
-        (Source::Qmp(_), _) if options.is_postcopy() && options.direct.is_none() => {
-            InvalidPostcopy::OfQemu.into()
-        }
-        (_, Destination::Qmp(_) | Destination::Stream(Address::Tcp { .. } | Address::Unix(_)))
-            if options.is_postcopy() =>
-        {
-            return Ok(());
-        }
-        _ if options.is_postcopy() => InvalidPostcopy::WithoutGuest.into(),
-        (source, Destination::Null) if source.is_image() => InvalidEnds::ImageToNull.into(),
-        _ => return Ok(()),
-    };
-    Err(reason)
-}
-
 /// Returns true if both names lead to one file.
 pub(crate) fn is_same_file(a: &Path, b: &Path) -> bool {
     let identity =
@@ -108,7 +85,7 @@ pub(crate) fn is_same_file(a: &Path, b: &Path) -> bool {
     identity(a).is_some_and(|found| identity(b) == Some(found))
 }
 
-/// Refuses ends that the task does not have.
+/// Refuses ends that the task does not have, or between which no transfer is possible.
 fn check_ends(source: &Source, destination: &Destination, options: &CopyRequest) -> Result<(), Invalid> {
     let is_throttled = options.transfer_options().throttling != Throttling::Unchanged;
     let (is_ended, from_qemu) = (options.ends_source(), source.monitor().is_some());
@@ -135,6 +112,20 @@ fn check_ends(source: &Source, destination: &Destination, options: &CopyRequest)
         (Source::Qmp(_), Destination::Stream(address)) if options.resumes() => {
             InvalidEnds::ResumedTo { address: address.clone() }
         }
+        (Source::Qmp(from), Destination::Qmp(to)) if is_same_file(from, to) => {
+            InvalidEnds::SameQemu { socket: to.clone() }
+        }
+        (Source::Qmp(_), Destination::Qmp(_)) => return Ok(()),
+        (Source::Qmp(_), _) if options.is_postcopy() && options.direct.is_none() => {
+            return Err(InvalidPostcopy::OfQemu.into());
+        }
+        (_, Destination::Qmp(_) | Destination::Stream(Address::Tcp { .. } | Address::Unix(_)))
+            if options.is_postcopy() =>
+        {
+            return Ok(());
+        }
+        _ if options.is_postcopy() => return Err(InvalidPostcopy::WithoutGuest.into()),
+        (source, Destination::Null) if source.is_image() => InvalidEnds::ImageToNull,
         _ => return Ok(()),
     };
     Err(reason.into())

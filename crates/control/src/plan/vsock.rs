@@ -14,7 +14,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 use towline_channel::Cancel;
 use towline_compat::facts;
 use towline_qmp as qmp;
@@ -140,7 +140,8 @@ impl DetachedVsocks {
                 return Err(refused(text.into(), qemu));
             }
             let entry = qemu.record(&vsock.record());
-            match qemu.client().execute_raw("device_del", Some(id(&vsock.path))) {
+            let device = Map::from_iter([("id".to_owned(), vsock.path.clone().into())]);
+            match qemu.client().execute_raw("device_del", Some(device)) {
                 Ok(_) => self.entries.extend(entry),
                 Err(qmp::Error::Refusal { desc, .. }) => {
                     entry.iter().for_each(JournalEntry::done);
@@ -248,10 +249,6 @@ impl std::fmt::Display for VsockDevice {
 
 fn get(qemu: &mut Qemu, path: &str, property: &str) -> Result<Value, qmp::Error> {
     qemu.client().execute(&QomGet { path: path.into(), property: property.into() })
-}
-
-fn id(value: &str) -> Map<String, Value> {
-    Map::from_iter([("id".to_owned(), json!(value))])
 }
 
 #[cfg(test)]

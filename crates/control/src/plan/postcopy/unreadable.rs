@@ -6,10 +6,9 @@
 
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-
 use super::super::context::Context;
 use super::super::error_origin;
+use crate::waits::{Woken, wait};
 
 /// Time for which reads are tried again, after the store's own retries.
 const TIMEOUT: Duration = Duration::from_secs(15 * 60);
@@ -51,17 +50,10 @@ impl Attempts {
             ));
             Instant::now()
         });
-        if since.elapsed() >= TIMEOUT || is_cancelled_within(self.pause, context) {
+        if since.elapsed() >= TIMEOUT || wait(context.cancel, None, self.pause) == Woken::Cancelled {
             return false;
         }
         self.pause = (self.pause * 2).min(PAUSE_MAX);
         true
     }
-}
-
-fn is_cancelled_within(time: Duration, context: &Context<'_>) -> bool {
-    let timeout = Timespec { tv_sec: time.as_secs().cast_signed(), tv_nsec: time.subsec_nanos().into() };
-    // An interrupted wait is only a shorter one.
-    let _ = poll(&mut [PollFd::new(context.cancel, PollFlags::IN)], Some(&timeout));
-    context.cancel.is_cancelled()
 }
