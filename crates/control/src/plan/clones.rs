@@ -108,10 +108,6 @@ pub(crate) fn copy_captured_to_all(
     Ok(copy_as_planned(guest, &lanes, clones))
 }
 
-struct Unobserved;
-
-impl Observer for Unobserved {}
-
 /// Stores a guest that was taken while it ran on an image, as a whole image, which takes from that one what the guest has not written.
 ///
 /// # Errors
@@ -123,7 +119,7 @@ pub(crate) fn store_captured(guest: &CapturedGuest, path: &Path, cancel: &Cancel
         after: AfterCopy::default(),
         base,
     });
-    let mut context = Context::new(&options, 0, cancel, &Unobserved);
+    let mut context = Context::new(&options, 0, cancel, &());
     context.takes_base = true;
     copy_stored(guest, &Destination::Image(path.to_owned()), &context).map(drop)
 }
@@ -190,7 +186,8 @@ fn at_once<J: Send, T: Send>(jobs: Vec<J>, work: impl Fn(usize, J) -> T + Sync) 
     };
     let mut done: Vec<_> = thread::scope(|scope| {
         let workers: Vec<_> = (0..workers).map(|_| scope.spawn(worker)).collect();
-        let join = |worker: ScopedJoinHandle<'_, _>| worker.join().unwrap_or_else(|panic| resume_unwind(panic));
+        let join =
+            |worker: ScopedJoinHandle<'_, _>| worker.join().unwrap_or_else(|panic| resume_unwind(panic));
         workers.into_iter().flat_map(join).collect()
     });
     done.sort_unstable_by_key(|(index, _)| *index);
@@ -205,7 +202,7 @@ fn validate_all(source: &Source, clones: &Clones<'_>) -> Result<Vec<usize>, Erro
         return Err(Invalid::TooManyDestinations { found, expected: CLONES_MAX }.into());
     }
     let mut seen = HashSet::new();
-    let again = targets.iter().find(|target| !seen.insert(target.destination.key()));
+    let again = targets.iter().find(|target| target.destination.key().is_some_and(|key| !seen.insert(key)));
     if let Some(CloneTarget { destination, .. }) = again {
         return Err(Invalid::NamedTwice { destination: destination.to_string() }.into());
     }

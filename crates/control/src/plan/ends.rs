@@ -69,15 +69,6 @@ pub trait ProcessDestination: fmt::Debug + fmt::Display + Send + Sync {
     fn create(&self) -> Result<Arc<dyn Sink>>;
 }
 
-/// Identity of a destination that takes one guest only.
-#[derive(Debug, PartialEq, Eq, Hash)]
-pub(super) enum DestinationKey {
-    Path(PathBuf),
-    Address(String),
-    /// A destination that takes any number of guests.
-    Many(usize),
-}
-
 impl Source {
     /// Returns true if it is a stored guest.
     pub fn is_image(&self) -> bool {
@@ -86,18 +77,14 @@ impl Source {
 
     /// The QMP socket, if it is a QEMU.
     pub(super) fn monitor(&self) -> Option<&Path> {
-        match self {
-            Self::Qmp(path) => Some(path),
-            _ => None,
-        }
+        let Self::Qmp(path) = self else { return None };
+        Some(path)
     }
 
     /// The address, if it is a stream.
     pub(super) fn stream(&self) -> Option<&Address> {
-        match self {
-            Self::Stream(address) => Some(address),
-            _ => None,
-        }
+        let Self::Stream(address) = self else { return None };
+        Some(address)
     }
 }
 
@@ -109,33 +96,26 @@ impl Destination {
 
     /// The QMP socket, if it is a QEMU.
     pub(super) fn monitor(&self) -> Option<&Path> {
-        match self {
-            Self::Qmp(path) => Some(path),
-            _ => None,
-        }
+        let Self::Qmp(path) = self else { return None };
+        Some(path)
     }
 
     /// The address, if it is a stream.
     pub(super) fn stream(&self) -> Option<&Address> {
-        match self {
-            Self::Stream(address) => Some(address),
-            _ => None,
-        }
+        let Self::Stream(address) = self else { return None };
+        Some(address)
     }
 
-    /// Identity, by which two destinations that cannot both take a guest are equal.
-    pub(super) fn key(&self) -> DestinationKey {
+    /// Identity, by which two destinations that cannot both take a guest are equal; `None`: it takes any number of guests.
+    pub(super) fn key(&self) -> Option<PathBuf> {
         match self {
             Self::Qmp(path) | Self::Image(path) => {
-                DestinationKey::Path(path.canonicalize().unwrap_or_else(|_| path.clone()))
+                path.canonicalize().or_else(|_| std::path::absolute(path)).ok()
             }
-            Self::Stream(address) if !matches!(address, Address::Exec(_)) => {
-                DestinationKey::Address(address.to_string())
-            }
-            Self::Store(location) => DestinationKey::Address(location.to_string()),
-            Self::Stream(_) | Self::Process(_) | Self::Null => {
-                DestinationKey::Many(std::ptr::from_ref(self).addr())
-            }
+            Self::Stream(Address::Exec(_)) | Self::Process(_) | Self::Null => None,
+            // No path begins like these.
+            Self::Stream(address) => Some(address.to_string().into()),
+            Self::Store(location) => Some(location.to_string().into()),
         }
     }
 }

@@ -63,35 +63,26 @@ impl CopyPhase {
 /// engine's, which waits: each callback returns at once and never blocks on a reader of its output.
 pub trait Observer: Sync {
     /// The next phase starts.
-    fn phase(&self, phase: CopyPhase) {
-        let _ = phase;
-    }
+    fn phase(&self, _phase: CopyPhase) {}
 
     /// Called several times a second while memory is transferred.
-    fn progress(&self, progress: &Progress) {
-        let _ = progress;
-    }
+    fn progress(&self, _progress: &Progress) {}
 
     /// The address accepts connections of a source from now on.
-    fn listening(&self, address: &Address) {
-        let _ = address;
-    }
+    fn listening(&self, _address: &Address) {}
 
     /// Statistics of each lane to the destination so far; called together with [`Observer::progress`].
-    fn lanes(&self, lanes: &[LaneSends]) {
-        let _ = lanes;
-    }
+    fn lanes(&self, _lanes: &[LaneSends]) {}
 
     /// The two hosts of the copy: the source's and the destination's.
-    fn hosts(&self, hosts: &[HostFacts; 2]) {
-        let _ = hosts;
-    }
+    fn hosts(&self, _hosts: &[HostFacts; 2]) {}
 
     /// A notice for the user; nothing failed.
-    fn notice(&self, text: &str) {
-        let _ = text;
-    }
+    fn notice(&self, _text: &str) {}
 }
+
+/// Keeps nothing.
+impl Observer for () {}
 
 /// Forwards to both observers.
 impl<A: Observer + ?Sized, B: Observer + ?Sized> Observer for (&A, &B) {
