@@ -133,11 +133,9 @@ impl InterruptedMove {
 
     /// Derives the next action from the evidence.
     pub(crate) fn next_action(&self) -> ResumeAction {
-        match (self.source, self.destination) {
+        match (self.source(), self.destination) {
             // The move is over except for its source, which must not run without a request.
-            (Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed), destination)
-                if self.decision == Decision::Left =>
-            {
+            (Some(SourceStatus::HasGuest), destination) if self.decision == Decision::Left => {
                 match destination {
                     Some(DestinationStatus::Running) => self.needs_choice(ToDo::EndOne),
                     _ => ResumeAction::AtSource,
@@ -163,6 +161,12 @@ impl InterruptedMove {
         }
     }
 
+    /// State of its source. One that has resumed its guest has it, like one that has never sent it.
+    fn source(&self) -> Option<SourceStatus> {
+        let has_resumed = self.source == Some(SourceStatus::CompletedThenResumed);
+        if has_resumed { Some(SourceStatus::HasGuest) } else { self.source }
+    }
+
     fn needs_choice(&self, to_do: ToDo) -> ResumeAction {
         ResumeAction::NeedsChoice(self.guest_state(to_do))
     }
@@ -177,8 +181,8 @@ impl InterruptedMove {
 
     /// The guest by the evidence about both ends, and what to do.
     fn guest_state(&self, to_do: ToDo) -> GuestState {
-        let source = match self.source {
-            Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed) => AtSource::HasIt,
+        let source = match self.source() {
+            Some(SourceStatus::HasGuest) => AtSource::HasIt,
             Some(SourceStatus::Completed | SourceStatus::CompletedByOthers) => AtSource::Paused,
             Some(SourceStatus::Exited) => AtSource::Ended,
             _ => AtSource::Unknown,
@@ -200,13 +204,11 @@ impl InterruptedMove {
     fn with_both(&self, source: SourceStatus, destination: DestinationStatus) -> ResumeAction {
         match (source, destination) {
             (
-                SourceStatus::HasGuest | SourceStatus::CompletedThenResumed,
+                SourceStatus::HasGuest,
                 DestinationStatus::Running | DestinationStatus::LacksMemory(FinalRunState::Running),
             ) => self.needs_choice(ToDo::EndOne),
-            (SourceStatus::HasGuest | SourceStatus::CompletedThenResumed, DestinationStatus::Unknown) => {
-                self.wait()
-            }
-            (SourceStatus::HasGuest | SourceStatus::CompletedThenResumed, _) => ResumeAction::AtSource,
+            (SourceStatus::HasGuest, DestinationStatus::Unknown) => self.wait(),
+            (SourceStatus::HasGuest, _) => ResumeAction::AtSource,
             (SourceStatus::Completed | SourceStatus::Exited, DestinationStatus::Running) => {
                 ResumeAction::AtDestination(Placement::Running)
             }
@@ -251,8 +253,8 @@ impl InterruptedMove {
         // the guest by itself.
         let waits = self.decision == Decision::Acknowledge;
         match source {
-            SourceStatus::HasGuest | SourceStatus::CompletedThenResumed if waits => ResumeAction::AtSource,
-            SourceStatus::HasGuest | SourceStatus::CompletedThenResumed => self.needs_choice(ToDo::EndOne),
+            SourceStatus::HasGuest if waits => ResumeAction::AtSource,
+            SourceStatus::HasGuest => self.needs_choice(ToDo::EndOne),
             SourceStatus::Completed if waits => self.needs_choice(ToDo::RunOne),
             SourceStatus::Completed => self.needs_choice(ToDo::LookAtDestination),
             SourceStatus::CompletedByOthers => self.needs_choice(ToDo::RunDestinationUnlessItRanOn),
@@ -290,8 +292,7 @@ impl InterruptedMove {
     /// source's.
     fn may_have_run(&self) -> bool {
         let ran_since = self.decision == Decision::Left && !self.fault.has(SwitchoverBug::LeftHasNotRun);
-        (self.decision == Decision::Run || ran_since)
-            && !matches!(self.source, Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed))
+        (self.decision == Decision::Run || ran_since) && self.source() != Some(SourceStatus::HasGuest)
     }
 
     /// Returns true if a guest that shares its memory may have run at its destination: the source's state is of another memory.
@@ -313,7 +314,7 @@ impl InterruptedMove {
     }
 
     fn run_source(&self) -> Result<ResumeAction, Refusal> {
-        match (self.source, self.destination) {
+        match (self.source(), self.destination) {
             (None | Some(SourceStatus::Exited), _) => Err(Refusal::NotOnThisHost),
             (Some(source), _) if is_under_way(source) => self.refuse(ToDo::Wait),
             (_, Some(DestinationStatus::Running | DestinationStatus::LacksMemory(_))) => {
@@ -330,15 +331,13 @@ impl InterruptedMove {
             (Some(SourceStatus::Completed | SourceStatus::CompletedByOthers), _) => {
                 Ok(ResumeAction::RunSource)
             }
-            (Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed), _) => {
-                Ok(ResumeAction::AtSource)
-            }
+            (Some(SourceStatus::HasGuest), _) => Ok(ResumeAction::AtSource),
             _ => self.refuse(ToDo::Wait),
         }
     }
 
     fn run_destination(&self) -> Result<ResumeAction, Refusal> {
-        match (self.source, self.destination) {
+        match (self.source(), self.destination) {
             (_, None | Some(DestinationStatus::Exited | DestinationStatus::Failed)) => {
                 Err(Refusal::NotOnThisHost)
             }
@@ -346,9 +345,7 @@ impl InterruptedMove {
                 self.refuse(ToDo::StartAgain)
             }
             (_, Some(destination)) if is_loading(destination) => self.refuse(ToDo::Wait),
-            (Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed), _) => {
-                self.refuse(ToDo::Nothing)
-            }
+            (Some(SourceStatus::HasGuest), _) => self.refuse(ToDo::Nothing),
             (Some(source), _) if is_under_way(source) => self.refuse(ToDo::Wait),
             (_, Some(DestinationStatus::Running)) => Ok(ResumeAction::AtDestination(Placement::Running)),
             (_, Some(DestinationStatus::Stopped)) => self.refuse(ToDo::ActAtDestination),
@@ -358,12 +355,10 @@ impl InterruptedMove {
     }
 
     fn discard_source(&self) -> Result<ResumeAction, Refusal> {
-        match (self.source, self.destination) {
+        match (self.source(), self.destination) {
             (None, _) => Err(Refusal::NotOnThisHost),
             (Some(SourceStatus::Exited), _) => Ok(ResumeAction::Gone),
-            (Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed), _) => {
-                self.refuse(ToDo::Nothing)
-            }
+            (Some(SourceStatus::HasGuest), _) => self.refuse(ToDo::Nothing),
             (Some(source), _) if is_under_way(source) => self.refuse(ToDo::Wait),
             (_, Some(DestinationStatus::Unknown | DestinationStatus::LacksMemory(_))) => {
                 self.refuse(ToDo::Wait)
@@ -385,7 +380,7 @@ impl InterruptedMove {
     }
 
     fn discard_destination(&self) -> Result<ResumeAction, Refusal> {
-        match (self.source, self.destination) {
+        match (self.source(), self.destination) {
             (_, None) => Err(Refusal::NotOnThisHost),
             (_, Some(DestinationStatus::Exited)) => Ok(ResumeAction::Gone),
             (Some(SourceStatus::Exited), Some(DestinationStatus::LacksMemory(_))) => {
@@ -408,7 +403,6 @@ fn is_under_way(source: SourceStatus) -> bool {
     !matches!(
         source,
         SourceStatus::Completed
-            | SourceStatus::CompletedThenResumed
             | SourceStatus::CompletedByOthers
             | SourceStatus::HasGuest
             | SourceStatus::Exited
