@@ -149,7 +149,7 @@ impl<'a> Executor<'a> {
     /// QEMU completes by itself.
     fn beat_until_outcome(&mut self) {
         if self.error.is_none()
-            && self.switchover.state().destination() == DestinationKind::Towline
+            && self.switchover.state().request().destination == DestinationKind::Towline
             && let Some(peer) = &mut self.destination_peer
         {
             peer.beat_until_outcome();

@@ -1,24 +1,18 @@
 //! The record of one command's move: written when the switchover directs it, removed when the outcome is known.
 
-use std::sync::{Mutex, MutexGuard};
-
 use towline_protocol::session::MoveId;
 
 use super::context::Context;
 use super::error::Error;
 use crate::generations::ManagedGuest;
 use crate::journal::{RuntimeDirectory, UndoRecord};
-use crate::lock::lock;
 use crate::moves::{self, GuestPlan, Id, MoveEnd, MoveRecord, RecordFile, RecordedWay};
 use crate::procfs::VcpuThreads;
 use crate::switchover::{Decision, GuestRunState, GuestState, Switchover, SwitchoverOutcome};
 
 /// See the module's text.
 #[derive(Debug, Default)]
-pub(super) struct Recorder(Mutex<State>);
-
-#[derive(Debug, Default)]
-struct State {
+pub(super) struct Recorder {
     /// Directory of the records; `None`: nothing is recorded.
     directory: Option<RuntimeDirectory>,
     ends: Option<RecordedEnds>,
@@ -60,12 +54,12 @@ impl Recorder {
     /// # Errors
     /// It is not known whether the guest has generations.
     pub(super) fn begin(
-        &self,
+        &mut self,
         ends: RecordedEnds,
         machine: &Switchover,
         context: &Context<'_>,
     ) -> Result<(), Error> {
-        let directory = match RuntimeDirectory::open() {
+        self.directory = match RuntimeDirectory::open() {
             Ok(directory) => {
                 moves::sweep(&directory, &ends.source.end);
                 Some(directory)
@@ -79,89 +73,71 @@ impl Recorder {
             Err(_) => None,
         };
         // Not when the guest is stopped: every guest of this user is looked at.
-        let managed = ends.destination.managed()?;
-        *self.state() = State { directory, ends: Some(ends), managed, file: None };
+        self.managed = ends.destination.managed()?;
+        self.ends = Some(ends);
         Ok(())
     }
 
     /// Goes on with the record of an earlier towline.
-    pub(super) fn go_on(&self, ends: RecordedEnds, file: RecordFile) {
-        *self.state() = State { directory: None, ends: Some(ends), managed: None, file: Some(file) };
+    pub(super) fn going_on(ends: RecordedEnds, file: RecordFile) -> Self {
+        Self { ends: Some(ends), file: Some(file), ..Self::default() }
     }
 
     /// Makes a decision durable. A guest with generations runs at its destination only in the next one.
-    pub(super) fn record(&self, id: MoveId, decision: Decision, machine: &Switchover) -> Result<(), Error> {
-        let mut state = self.state();
-        state.record(id, decision, machine)?;
-        let managed = state.managed.as_ref().filter(|_| decision == Decision::Run);
+    pub(super) fn record(
+        &mut self,
+        id: MoveId,
+        decision: Decision,
+        machine: &Switchover,
+    ) -> Result<(), Error> {
+        self.write(id, decision, machine)?;
+        let managed = self.managed.as_ref().filter(|_| decision == Decision::Run);
         Ok(managed.map_or(Ok(()), ManagedGuest::enter)?)
+    }
+
+    fn write(&mut self, id: MoveId, decision: Decision, machine: &Switchover) -> Result<(), moves::Error> {
+        // A guest that sleeps may wake up by itself, and one that is stopped does not run after a failed migration either.
+        let runs = machine.guest() == GuestRunState::Running;
+        let switches = self.ends.as_ref().filter(|_| runs).and_then(|ends| ends.source.vcpus.switches());
+        // One that may exist after a failure is removed like any other.
+        self.file = self.file.take().or_else(|| self.file(id, decision, machine));
+        let Some(file) = &mut self.file else { return Ok(()) };
+        let mut record = file.record().at_stage(decision);
+        record.guest_plan = GuestPlan::of(machine.guest(), machine.request());
+        record.source_vcpu_switches = switches;
+        file.write(record)
     }
 
     /// Updates the record at the end of the command. Returns a notice for the user.
     pub(super) fn end(
-        &self,
+        &mut self,
         id: MoveId,
         outcome: SwitchoverOutcome,
         machine: &Switchover,
         message: &str,
     ) -> Option<String> {
-        let mut state = self.state();
         let ended = match outcome {
-            SwitchoverOutcome::Unresolved(guest) if guest.is_open() => {
-                return state.keep(guest, message);
-            }
+            SwitchoverOutcome::Unresolved(guest) if guest.is_open() => return self.keep(guest, message),
             SwitchoverOutcome::Completed(placement) if machine.leaves_paused_guest(placement) => {
-                state.leave(id, machine)
+                self.leave(id, machine)
             }
-            _ => state.file.as_mut().map_or(Ok(()), RecordFile::remove),
+            _ => self.file.as_mut().map_or(Ok(()), RecordFile::remove),
         };
         ended.err().map(|error| format!("the record of this finished move is not up to date: {error}"))
     }
 
     /// Withdraws the decision to run the guest at its destination: it does not run there, and the peer that is
     /// sent that may run it at its source.
-    pub(super) fn retract(&self) -> Result<(), Error> {
-        let mut state = self.state();
-        state.retract()?;
-        Ok(state.managed.as_ref().map_or(Ok(()), ManagedGuest::withdraw)?)
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        lock(&self.0)
-    }
-}
-
-impl State {
-    fn record(&mut self, id: MoveId, decision: Decision, machine: &Switchover) -> Result<(), moves::Error> {
-        // A guest that sleeps may wake up by itself, and one that is stopped does not run after a failed migration either.
-        let runs = machine.guest() == GuestRunState::Running;
-        let switches = self.ends.as_ref().filter(|_| runs).and_then(|ends| ends.source.vcpus.switches());
-        if let Some(file) = &mut self.file {
-            let mut record = file.record().at_stage(decision);
-            record.guest_plan = GuestPlan::of(machine.guest(), machine.request());
-            record.source_vcpu_switches = switches;
-            return file.write(record);
+    pub(super) fn retract(&mut self) -> Result<(), Error> {
+        if let Some(file) = self.file.as_mut().filter(|file| file.record().stage > Decision::Acknowledge) {
+            let written = file.write(file.record().at_stage(Decision::Acknowledge));
+            // A full disk still removes it. Without a record nothing is run by it.
+            if let Err(error) = written {
+                file.remove().map_err(|_| error)?;
+                self.file = None;
+            }
         }
-        let Some(mut file) = self.file(id, decision, machine) else { return Ok(()) };
-        let mut record = file.record().clone();
-        record.source_vcpu_switches = switches;
-        let written = file.write(record);
-        // A record that may exist is removed like any other.
-        self.file = Some(file);
-        written
-    }
-
-    fn retract(&mut self) -> Result<(), moves::Error> {
-        let Some(file) = self.file.as_mut().filter(|file| file.record().stage > Decision::Acknowledge) else {
-            return Ok(());
-        };
-        let written = file.write(file.record().at_stage(Decision::Acknowledge));
-        // A full disk still removes it. Without a record nothing is run by it.
-        if let Err(error) = written {
-            file.remove().map_err(|_| error)?;
-            self.file = None;
-        }
-        Ok(())
+        Ok(self.managed.as_ref().map_or(Ok(()), ManagedGuest::withdraw)?)
     }
 
     fn file(&self, id: MoveId, stage: Decision, machine: &Switchover) -> Option<RecordFile> {
@@ -186,9 +162,7 @@ impl State {
 
     /// Records that the source keeps a guest which a later copy must not resume.
     fn leave(&mut self, id: MoveId, machine: &Switchover) -> Result<(), moves::Error> {
-        if self.file.is_none() {
-            self.file = self.file(id, Decision::Left, machine);
-        }
+        self.file = self.file.take().or_else(|| self.file(id, Decision::Left, machine));
         self.file.as_mut().map_or(Ok(()), moves::record_left_source)
     }
 }
@@ -220,7 +194,7 @@ pub(super) mod tests {
         let source = RecordedSource { end: end("/run/a.qmp"), vcpus, devices: Vec::new(), way: None };
         let ends = Some(RecordedEnds { source, destination: end("/run/b.qmp") });
         let directory = Some(RuntimeDirectory::below(place.path()).unwrap());
-        Recorder(Mutex::new(State { directory, ends, managed: None, file: None }))
+        Recorder { directory, ends, managed: None, file: None }
     }
 
     fn machine(guest: GuestRunState, after: SourceAction) -> Switchover {
@@ -247,7 +221,7 @@ pub(super) mod tests {
     #[test]
     fn a_withdrawn_decision_is_not_in_the_record_any_more() {
         let place = TempDir::new().unwrap();
-        let (recorder, machine) = (recorder(&place), machine(GuestRunState::Running, SourceAction::Quit));
+        let (mut recorder, machine) = (recorder(&place), machine(GuestRunState::Running, SourceAction::Quit));
         recorder.retract().unwrap();
         assert_eq!(stage(&place), None);
         for decision in [Decision::Acknowledge, Decision::Run] {
@@ -265,7 +239,7 @@ pub(super) mod tests {
             "a_decision_that_cannot_be_withdrawn_on_a_full_disk_is_removed",
             place.path(),
             || {
-                let (recorder, machine) =
+                let (mut recorder, machine) =
                     (recorder(&place), machine(GuestRunState::Running, SourceAction::Quit));
                 recorder.record(ID, Decision::Run, &machine).unwrap();
                 let filler = RuntimeDirectory::below(place.path()).unwrap();
@@ -283,7 +257,7 @@ pub(super) mod tests {
         let machine = machine(GuestRunState::Running, SourceAction::Quit);
         for replaced in [false, true] {
             let place = TempDir::new().unwrap();
-            let (first, recorder) = (recorder(&place), recorder(&place));
+            let (mut first, mut recorder) = (recorder(&place), recorder(&place));
             recorder.record(ID, Decision::Acknowledge, &machine).unwrap();
             fs::rename(place.path().join("towline"), place.path().join("former")).unwrap();
             if replaced {
@@ -327,7 +301,7 @@ pub(super) mod tests {
         ];
         for (outcome, after, expected) in cases {
             let place = TempDir::new().unwrap();
-            let (recorder, machine) = (recorder(&place), machine(GuestRunState::Running, after));
+            let (mut recorder, machine) = (recorder(&place), machine(GuestRunState::Running, after));
             recorder.record(ID, Decision::Run, &machine).unwrap();
             let notice = recorder.end(ID, outcome, &machine, "the message");
             assert_eq!(stage(&place).as_deref(), expected, "{outcome:?}");
@@ -347,7 +321,7 @@ pub(super) mod tests {
             (GuestRunState::Stopped, false),
         ] {
             let place = TempDir::new().unwrap();
-            let (recorder, machine) = (recorder(&place), machine(guest, SourceAction::Quit));
+            let (mut recorder, machine) = (recorder(&place), machine(guest, SourceAction::Quit));
             let mut before = Some(0).filter(|_| expected);
             for decision in [Decision::Acknowledge, Decision::Run] {
                 // A voluntary switch of this thread, which stands for a vCPU.

@@ -27,7 +27,7 @@ use super::request;
 pub(super) struct SharedSwitchover {
     machine: Mutex<Switchover>,
     id: OnceLock<MoveId>,
-    recorder: Recorder,
+    recorder: Mutex<Recorder>,
     /// Connection to the source.
     link: OnceLock<Arc<dyn Channel>>,
     /// Error because of which a point of no return was not passed.
@@ -64,7 +64,7 @@ impl SharedSwitchover {
         };
         let request = SwitchoverRequest { source, destination, run, after, memory };
         let machine = Mutex::new(Switchover::new(request));
-        let (recorder, link) = (Recorder::default(), OnceLock::new());
+        let (recorder, link) = (Mutex::default(), OnceLock::new());
         let (id, not_recorded, failed) = (OnceLock::new(), Mutex::new(None), OnceLock::new());
         let peer_timeout = options.peer_timeout;
         Arc::new(Self { machine, id, recorder, link, not_recorded, failed, peer_timeout })
@@ -84,7 +84,7 @@ impl SharedSwitchover {
         let guest = if plan.live { GuestRunState::Running } else { GuestRunState::Stopped };
         *going_on.machine() = Switchover::going_on(request, guest);
         going_on.id.get_or_init(|| id);
-        going_on.recorder.go_on(ends, file);
+        *lock(&going_on.recorder) = Recorder::going_on(ends, file);
         going_on
     }
 
@@ -93,7 +93,7 @@ impl SharedSwitchover {
     /// # Errors
     /// It is not known whether the guest has generations.
     pub(super) fn keep_record(&self, ends: RecordedEnds, context: &Context<'_>) -> Result<(), Error> {
-        self.recorder.begin(ends, &self.state(), context)
+        lock(&self.recorder).begin(ends, &self.state(), context)
     }
 
     /// Sets the connection to the source.
@@ -103,21 +103,21 @@ impl SharedSwitchover {
 
     /// Makes a decision durable.
     pub(super) fn record(&self, decision: Decision) -> Result<(), Error> {
-        self.recorder.record(self.id(), decision, &self.state())
+        lock(&self.recorder).record(self.id(), decision, &self.state())
     }
 
     /// Withdraws the recorded decision to run the guest at the destination: it does not run there.
     pub(super) fn retract(&self) -> Result<(), Error> {
-        self.recorder.retract()
+        lock(&self.recorder).retract()
     }
 
     /// Ends the record; `message` is the command's message about the guest. Returns a notice for the user.
     pub(super) fn ended(&self, outcome: SwitchoverOutcome, message: &str) -> Option<String> {
-        self.recorder.end(self.id(), outcome, &self.state(), message)
+        lock(&self.recorder).end(self.id(), outcome, &self.state(), message)
     }
 
     /// Passes a point of no return, after its decision has been recorded.
-    fn pass(&self, input: Input) -> Directive {
+    pub(super) fn pass(&self, input: Input) -> Directive {
         let directive = self.handle(input);
         let Directive::Record(decision) = directive else { return directive };
         if let Err(error) = self.record(decision) {
@@ -188,11 +188,6 @@ impl SharedSwitchover {
         self.pass(Input::AcknowledgeRequested { guest, source: SourceLink::Open }) == Directive::Proceed
     }
 
-    /// Reports that the source has sent all memory of a guest in this run state once; returns the next directive.
-    pub(super) fn passed_once(&self, guest: GuestRunState) -> Directive {
-        self.pass(Input::SwitchRequested(guest))
-    }
-
     /// Reports a failure; returns the next directive. The engine may have reported it before.
     pub(super) fn failed(&self, error: &Error) -> Directive {
         self.failed_by(matches!(error, Error::Migration(error) if is_refusal(error)))
@@ -252,36 +247,24 @@ impl SwitchoverGate for SharedSwitchover {
     }
 
     fn confirms_loading(&self) -> bool {
-        self.machine().destination() == DestinationKind::Stream
+        self.state().request().destination == DestinationKind::Stream
     }
 
     fn commit(&self, run_state: Option<&str>) -> Commit {
         match self.pass(Input::CommitRequested(GuestRunState::from_state(run_state))) {
-            Directive::Proceed if self.machine().destination().runs_by_itself() => Commit::Final,
+            Directive::Proceed if self.state().request().destination.runs_by_itself() => Commit::Final,
             Directive::Proceed => Commit::Reversible,
             _ => Commit::Refused,
         }
     }
 
     fn acknowledge(&self, run_state: Option<&str>, source: LinkState) -> bool {
-        let input = Input::AcknowledgeRequested {
-            guest: GuestRunState::from_state(run_state),
-            source: source_link(source),
-        };
-        self.pass(input) == Directive::Proceed
+        let guest = GuestRunState::from_state(run_state);
+        self.pass(Input::AcknowledgeRequested { guest, source }) == Directive::Proceed
     }
 
     fn must_acknowledge_after(&self, error: &EngineError) -> bool {
         self.failed_by(is_refusal(error)) == Directive::AcknowledgeUnconfirmed
-    }
-}
-
-/// Translates the state of a connection.
-pub(super) fn source_link(state: LinkState) -> SourceLink {
-    match state {
-        LinkState::Open => SourceLink::Open,
-        LinkState::Closed => SourceLink::Closed,
-        LinkState::Reset => SourceLink::Reset,
     }
 }
 
@@ -335,7 +318,7 @@ pub(super) mod tests {
         place: &TempDir,
     ) -> Arc<SharedSwitchover> {
         let mut switchover = Arc::into_inner(switchover).unwrap();
-        switchover.recorder = recorder(place);
+        switchover.recorder = Mutex::new(recorder(place));
         Arc::new(switchover)
     }
 

@@ -39,13 +39,13 @@ impl Switchover {
                     self.complete_exited()
                 }
             }
-            Input::Source(SourceStatus::Unknown) if self.has_fault(SwitchoverBug::TimeoutIsExit) => {
+            Input::Source(SourceStatus::Unknown) if self.fault.has(SwitchoverBug::TimeoutIsExit) => {
                 self.source_exited = true;
                 self.complete()
             }
             Input::Source(SourceStatus::Migrating | SourceStatus::Unknown) => Directive::QuerySource,
             Input::SourceLink(SourceLink::Open) => Directive::ProbeSourceLink,
-            Input::SourceLink(SourceLink::Reset) if self.has_fault(SwitchoverBug::IgnoresLink) => {
+            Input::SourceLink(SourceLink::Reset) if self.fault.has(SwitchoverBug::IgnoresLink) => {
                 self.complete()
             }
             Input::SourceLink(SourceLink::Reset) => self.undecided(),
@@ -56,7 +56,7 @@ impl Switchover {
                 self.completed_there()
             }
             Input::Peer(PeerMessage::Aborted) => self.source_has_guest(),
-            Input::PeerLost | Input::TimedOut if self.has_fault(SwitchoverBug::RunsWhenCut) => {
+            Input::PeerLost | Input::TimedOut if self.fault.has(SwitchoverBug::RunsWhenCut) => {
                 self.complete()
             }
             _ => self.undecided(),
@@ -74,7 +74,7 @@ impl Switchover {
 
     /// The source was acknowledged and did not complete: it was cancelled there, or failed.
     pub(super) fn source_has_guest(&mut self) -> Directive {
-        if self.has_fault(SwitchoverBug::CompletesCancelledSource) {
+        if self.fault.has(SwitchoverBug::CompletesCancelledSource) {
             return self.complete();
         }
         match (self.request.destination, self.stage) {
@@ -101,7 +101,7 @@ impl Switchover {
 
     /// The source has exited after it was acknowledged. One that may have switched to postcopy may not have sent all memory.
     pub(super) fn complete_exited(&mut self) -> Directive {
-        if self.may_switch() && !self.has_fault(SwitchoverBug::RunsWithoutMemory) {
+        if self.may_switch() && !self.fault.has(SwitchoverBug::RunsWithoutMemory) {
             return self.unresolved(AtDestination::Unknown, ToDo::LookAtDestination);
         }
         self.complete()
@@ -214,7 +214,7 @@ impl Switchover {
     fn has_not_run(&self, started: StartResult) -> bool {
         match started {
             StartResult::Refused | StartResult::NotSent | StartResult::ExitedBefore => true,
-            StartResult::Exited => self.has_fault(SwitchoverBug::RevivesSharedSource),
+            StartResult::Exited => self.fault.has(SwitchoverBug::RevivesSharedSource),
             _ => false,
         }
     }

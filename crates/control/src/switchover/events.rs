@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::outcome::{AtDestination, AtSource, GuestState, Placement, SwitchoverOutcome, ToDo};
 
+pub(crate) use towline_migration::LinkState as SourceLink;
 pub(crate) use towline_protocol::session::{GuestRunState, RunRequest};
 
 /// Kind of the source.
@@ -170,17 +171,6 @@ pub(crate) enum StartResult {
     Unknown,
 }
 
-/// State of the connection to a source that another party drives.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum SourceLink {
-    /// Open, with nothing to read.
-    Open,
-    /// Closed by the source, which had read everything that was sent to it.
-    Closed,
-    /// Reset, or closed with unread data: the source gave up before it read the last message.
-    Reset,
-}
-
 /// A stored guest's memory that is not sent over this connection any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct MemoryLoss {
@@ -214,7 +204,7 @@ pub(crate) enum PeerMessage {
 }
 
 /// An event.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Input {
     /// The destination has loaded everything but the last bytes, which are about to be sent. A destination
     /// that runs the guest by itself runs it then.

@@ -82,25 +82,17 @@ pub(super) enum SwitchoverBug {
 
 /// The injected fault, if any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub(super) struct FaultSwitch {
-    #[cfg(test)]
-    fault: Option<SwitchoverBug>,
-}
+pub(super) struct FaultSwitch(Option<SwitchoverBug>);
 
 impl FaultSwitch {
-    #[cfg(not(test))]
-    pub(super) fn has(self, _fault: SwitchoverBug) -> bool {
-        false
-    }
-
-    #[cfg(test)]
+    /// Returns true if the model has injected this fault; never outside of tests.
     pub(super) fn has(self, fault: SwitchoverBug) -> bool {
-        self.fault == Some(fault)
+        self.0 == Some(fault)
     }
 
     /// A switch with this fault injected.
     #[cfg(test)]
     pub(super) fn with(fault: SwitchoverBug) -> Self {
-        Self { fault: Some(fault) }
+        Self(Some(fault))
     }
 }

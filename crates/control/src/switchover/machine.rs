@@ -130,11 +130,6 @@ impl Switchover {
         Self { stage, switch, guest, sent: true, ..Self::new(request) }
     }
 
-    /// Kind of the destination, as far as it is known.
-    pub(crate) fn destination(&self) -> DestinationKind {
-        self.request.destination
-    }
-
     /// Records that the destination of a stream is a towline, and of which kind.
     pub(crate) fn found_destination(&mut self, kind: DestinationKind) {
         if self.request.destination == DestinationKind::Stream {
@@ -237,11 +232,6 @@ impl Switchover {
         self.request.source == SourceKind::Qemu && stays && (runs_there || !is_live)
     }
 
-    /// Returns true if the model has injected this fault; never outside of tests.
-    pub(super) fn has_fault(&self, fault: SwitchoverBug) -> bool {
-        self.fault.has(fault)
-    }
-
     pub(super) fn cancel(&mut self) -> Directive {
         match self.stage {
             SwitchoverState::Transfer
@@ -249,11 +239,11 @@ impl Switchover {
                 self.aborting = true;
                 Directive::Abort
             }
-            SwitchoverState::Committed if self.has_fault(SwitchoverBug::CancelAfterCommit) => {
+            SwitchoverState::Committed if self.fault.has(SwitchoverBug::CancelAfterCommit) => {
                 self.stage = SwitchoverState::Transfer;
                 Directive::Abort
             }
-            SwitchoverState::Following if self.has_fault(SwitchoverBug::CancelAfterSwitch) => {
+            SwitchoverState::Following if self.fault.has(SwitchoverBug::CancelAfterSwitch) => {
                 self.stage = SwitchoverState::Transfer;
                 Directive::Abort
             }
@@ -282,7 +272,6 @@ impl Switchover {
             }
             Input::AcknowledgeRequested { guest, source } => self.acknowledge(guest, source),
             Input::Delivered => self.delivered(),
-            Input::DestinationRefused => self.undo(),
             Input::Failed if self.stage == SwitchoverState::Committed => self.acknowledge_unconfirmed(),
             _ => self.undo(),
         }
@@ -293,7 +282,7 @@ impl Switchover {
     pub(super) fn acknowledge(&mut self, guest: GuestRunState, source: SourceLink) -> Directive {
         let runs = self.request.destination != DestinationKind::Stored;
         let is_seen = runs && matches!(self.request.source, SourceKind::Stream | SourceKind::Towline);
-        let ignores = self.has_fault(SwitchoverBug::IgnoresLink);
+        let ignores = self.fault.has(SwitchoverBug::IgnoresLink);
         if is_seen && source != SourceLink::Open && !ignores {
             return Directive::Refuse;
         }
@@ -303,7 +292,7 @@ impl Switchover {
             (self.sent, self.stage) = (true, SwitchoverState::Acknowledged);
             return Directive::Proceed;
         }
-        if self.is_direct() && self.has_fault(SwitchoverBug::ConnectsUnrecorded) {
+        if self.is_direct() && self.fault.has(SwitchoverBug::ConnectsUnrecorded) {
             return self.recording(Input::Recorded, Decision::Acknowledge);
         }
         self.decide(Decision::Acknowledge)
@@ -318,7 +307,7 @@ impl Switchover {
     /// A destination that runs the guest by itself was sent the last bytes and has not acknowledged them. The
     /// source is acknowledged so that it stops for good and the guest does not run twice.
     pub(super) fn acknowledge_unconfirmed(&mut self) -> Directive {
-        if self.has_fault(SwitchoverBug::UndoesCommitted) {
+        if self.fault.has(SwitchoverBug::UndoesCommitted) {
             return self.undo();
         }
         match self.request.source {

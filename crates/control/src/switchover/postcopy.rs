@@ -56,7 +56,7 @@ impl Switchover {
     /// The guest runs, and waits for the rest of its memory.
     pub(super) fn gather(&mut self) -> Directive {
         self.switch = SwitchProgress::Runs;
-        if self.has_fault(SwitchoverBug::CompletesWithoutMemory) {
+        if self.fault.has(SwitchoverBug::CompletesWithoutMemory) {
             return self.finalize(Placement::Running);
         }
         self.arrive()
@@ -76,7 +76,7 @@ impl Switchover {
     /// record then proves.
     pub(super) fn record_switch(&mut self) -> Directive {
         self.stage = SwitchoverState::RecordingSwitch;
-        if self.has_fault(SwitchoverBug::ActsBeforeRecord) {
+        if self.fault.has(SwitchoverBug::ActsBeforeRecord) {
             return self.recording_switch(Input::Recorded);
         }
         Directive::Record(Decision::Run)
@@ -99,7 +99,7 @@ impl Switchover {
         match input {
             Input::NotDone if self.switch == SwitchProgress::Unasked => return self.undo(),
             Input::Done | Input::NotDone => self.switch = SwitchProgress::Accepted,
-            _ if self.has_fault(SwitchoverBug::LostReplyIsRefusal) => return self.undo(),
+            _ if self.fault.has(SwitchoverBug::LostReplyIsRefusal) => return self.undo(),
             _ => self.switch = SwitchProgress::Unanswered,
         }
         self.follow()
@@ -136,7 +136,7 @@ impl Switchover {
             return self.record_switch();
         }
         match status {
-            SourceStatus::Migrating if self.has_fault(SwitchoverBug::RunsBeforeSwitch) => Directive::RunEarly,
+            SourceStatus::Migrating if self.fault.has(SwitchoverBug::RunsBeforeSwitch) => Directive::RunEarly,
             // The request did not arrive.
             SourceStatus::Migrating if self.switch == SwitchProgress::Unanswered => self.ask_to_switch(),
             SourceStatus::Following
@@ -148,7 +148,7 @@ impl Switchover {
             SourceStatus::Migrating | SourceStatus::Unknown | SourceStatus::Following => {
                 Directive::FollowSource
             }
-            SourceStatus::FollowingPaused if self.has_fault(SwitchoverBug::PausedIsFailed) => {
+            SourceStatus::FollowingPaused if self.fault.has(SwitchoverBug::PausedIsFailed) => {
                 self.restore(false)
             }
             SourceStatus::FollowingPaused => self.reconnect(),
@@ -182,7 +182,7 @@ impl Switchover {
         match source {
             SourceStatus::HasGuest => self.judged_with_guest(destination),
             SourceStatus::Exited => self.judged_alone(destination),
-            _ if self.has_fault(SwitchoverBug::UnseenSourceHasGuest) => {
+            _ if self.fault.has(SwitchoverBug::UnseenSourceHasGuest) => {
                 Directive::End(SwitchoverOutcome::Safe)
             }
             _ => self.judged_unseen(destination),
@@ -208,7 +208,7 @@ impl Switchover {
     fn judged_alone(&mut self, destination: DestinationStatus) -> Directive {
         let (destination, to_do) = match destination {
             DestinationStatus::Loaded | DestinationStatus::Running => return self.arrive(),
-            DestinationStatus::LacksMemory(_) if self.has_fault(SwitchoverBug::CompletesWithoutMemory) => {
+            DestinationStatus::LacksMemory(_) if self.fault.has(SwitchoverBug::CompletesWithoutMemory) => {
                 return self.finalize(Placement::Running);
             }
             DestinationStatus::LacksMemory(_) => (AtDestination::Runs, ToDo::StartAgain),
@@ -298,14 +298,14 @@ impl Switchover {
     pub(super) fn abandoned(&mut self, cause: LossCause, destination: DestinationStatus) -> Directive {
         let has_loaded = self.switch >= SwitchProgress::Switched;
         let state = match (destination, cause) {
-            _ if !has_loaded && self.has_fault(SwitchoverBug::UnloadedIsSafe) => {
+            _ if !has_loaded && self.fault.has(SwitchoverBug::UnloadedIsSafe) => {
                 return Directive::End(SwitchoverOutcome::Safe);
             }
             (DestinationStatus::Failed | DestinationStatus::Exited, _) if !has_loaded => {
                 return Directive::End(SwitchoverOutcome::Safe);
             }
             (DestinationStatus::Failed | DestinationStatus::Exited, _) => GuestState::RAN_AND_ENDED,
-            (DestinationStatus::Unknown, _) if self.has_fault(SwitchoverBug::LostMonitorIsExit) => {
+            (DestinationStatus::Unknown, _) if self.fault.has(SwitchoverBug::LostMonitorIsExit) => {
                 GuestState::RAN_AND_ENDED
             }
             (_, LossCause::Truncated) => GuestState::TRUNCATED,
@@ -320,7 +320,7 @@ impl Switchover {
 
     /// All memory was sent.
     pub(super) fn arrive(&mut self) -> Directive {
-        if self.is_direct() && self.has_fault(SwitchoverBug::DecidesAgain) {
+        if self.is_direct() && self.fault.has(SwitchoverBug::DecidesAgain) {
             return self.complete();
         }
         self.stage = SwitchoverState::Arriving;

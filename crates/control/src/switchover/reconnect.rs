@@ -74,7 +74,7 @@ impl Switchover {
                 | DestinationStatus::Failed
                 | DestinationStatus::Exited,
             ) => self.arriving(input),
-            _ if is_source && self.has_fault(SwitchoverBug::RegainsDisconnected) => self.restore(false),
+            _ if is_source && self.fault.has(SwitchoverBug::RegainsDisconnected) => self.restore(false),
             _ => self.disconnected(),
         }
     }

@@ -23,7 +23,7 @@ impl Switchover {
     /// Directs the record of a decision, which is then acted on.
     pub(super) fn decide(&mut self, decision: Decision) -> Directive {
         self.stage = SwitchoverState::Recording(decision);
-        if !self.keeps_record() || self.has_fault(SwitchoverBug::ActsBeforeRecord) {
+        if !self.keeps_record() || self.fault.has(SwitchoverBug::ActsBeforeRecord) {
             return self.recorded(decision);
         }
         Directive::Record(decision)
@@ -96,14 +96,14 @@ impl Switchover {
     pub(super) fn end_unresolved(&mut self, unresolved: GuestState) -> Directive {
         match unresolved.to_do {
             ToDo::RunOne => self.retract(AfterRetraction::End),
-            _ if self.has_fault(SwitchoverBug::ReportsNotRunUnseen) => self.report_not_run(unresolved),
+            _ if self.fault.has(SwitchoverBug::ReportsNotRunUnseen) => self.report_not_run(unresolved),
             _ => Directive::End(SwitchoverOutcome::Unresolved(unresolved)),
         }
     }
 
     /// Directs the withdrawal of the decision to run the guest at its destination.
     pub(super) fn retract(&mut self, then: AfterRetraction) -> Directive {
-        if then == AfterRetraction::Resume && self.has_fault(SwitchoverBug::EndsBeforeRetract) {
+        if then == AfterRetraction::Resume && self.fault.has(SwitchoverBug::EndsBeforeRetract) {
             return self.restore(true);
         }
         self.stage = SwitchoverState::Retracting(then);
@@ -112,7 +112,7 @@ impl Switchover {
 
     pub(super) fn retracting(&mut self, input: Input, then: AfterRetraction) -> Directive {
         let is_retracted =
-            input == Input::Recorded || self.has_fault(SwitchoverBug::ReportsPausedUnretracted);
+            input == Input::Recorded || self.fault.has(SwitchoverBug::ReportsPausedUnretracted);
         match then {
             AfterRetraction::Resume if input == Input::Recorded || !self.guest.is_live() => {
                 self.restore(true)

@@ -23,12 +23,12 @@ impl Switchover {
             Input::Source(SourceStatus::HasGuest) => self.restore(false),
             // An operator at the destination may have been told so.
             Input::Source(SourceStatus::Completed)
-                if self.may_take_back() && !self.has_fault(SwitchoverBug::RegainsCompleted) =>
+                if self.may_take_back() && !self.fault.has(SwitchoverBug::RegainsCompleted) =>
             {
                 self.complete()
             }
             // It completed all the same: the destination acknowledged it directly.
-            Input::Source(SourceStatus::Completed) if self.has_fault(SwitchoverBug::RegainsCompleted) => {
+            Input::Source(SourceStatus::Completed) if self.fault.has(SwitchoverBug::RegainsCompleted) => {
                 self.regain(true)
             }
             Input::Source(SourceStatus::Completed) => self.restore(true),
@@ -57,7 +57,7 @@ impl Switchover {
     }
 
     /// Returns true if the QEMUs are connected to each other, and one of them is another towline's.
-    pub(super) fn are_qemus_connected(&self) -> bool {
+    pub(crate) fn are_qemus_connected(&self) -> bool {
         matches!(self.request.memory, MemorySharing::Connected | MemorySharing::ConnectedPostcopy)
     }
 
@@ -73,7 +73,7 @@ impl Switchover {
             // It looks whether it holds the guest before it runs that.
             DestinationKind::Towline if self.are_qemus_connected() && self.sent => self.complete_exited(),
             DestinationKind::Qemu
-                if self.may_be_held() && !self.has_fault(SwitchoverBug::AbandonsCompleteDestination) =>
+                if self.may_be_held() && !self.fault.has(SwitchoverBug::AbandonsCompleteDestination) =>
             {
                 self.stage = SwitchoverState::TakingOver;
                 Directive::QueryDestination
@@ -147,7 +147,7 @@ impl Switchover {
     fn may_be_run_by_others(&self) -> bool {
         self.may_be_held()
             && !self.is_memory_shared()
-            && !self.has_fault(SwitchoverBug::OverlooksRunningDestination)
+            && !self.fault.has(SwitchoverBug::OverlooksRunningDestination)
     }
 
     /// The guest at its destination, which was not queried.

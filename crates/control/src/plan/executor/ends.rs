@@ -10,7 +10,6 @@ use super::super::endpoint::SourceControl;
 use super::super::error::Error;
 use super::super::peer::PeerReply;
 use super::super::progress::CopyPhase;
-use super::super::shared_switchover::source_link;
 use super::super::source::{CopyEnd, GuestAction};
 use super::Executor;
 use crate::switchover::{
@@ -67,7 +66,7 @@ impl Executor<'_> {
 
     pub(super) fn probe_link(&mut self) -> Input {
         let SourceControl::Stream(channel) = &self.source else { return Input::Failed };
-        let found = source_link(probe_link(channel.as_ref()));
+        let found = probe_link(channel.as_ref());
         let peer = channel.peer().to_owned();
         match found {
             SourceLink::Open if self.waited() >= SOURCE_COMPLETION_TIMEOUT => {

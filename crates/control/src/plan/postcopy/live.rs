@@ -29,7 +29,7 @@ use super::super::shared_switchover::SharedSwitchover;
 use super::super::source::QmpSource;
 use super::super::validate::check_multifd_with_postcopy;
 use crate::switchover::{
-    DestinationKind, Directive, FinalRunState, GuestRunState, MemorySharing, SourceKind,
+    DestinationKind, Directive, FinalRunState, GuestRunState, Input, MemorySharing, SourceKind,
 };
 
 /// Interval of queries to the source.
@@ -108,7 +108,7 @@ fn pass(
                 let passed = source.is_to_switch(&migration, switch, context.observer)?;
                 // A paused guest writes nothing: its first pass is its last, and there is no need to switch.
                 if guest.is_live() && passed && !context.cancel.is_cancelled() {
-                    return match switchover.passed_once(guest) {
+                    return match switchover.pass(Input::SwitchRequested(guest)) {
                         Directive::Refuse => Err(Error::Cancelled),
                         directive => Ok(directive),
                     };
